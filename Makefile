@@ -1,0 +1,46 @@
+# demo, test and check first make sure that .venv holds the pinned packages (tools/set_up.py); that
+# takes minutes once and no time after. Needed beforehand: make and Python 3.11.
+
+# Candidates: the first that runs and is a Python 3.11 makes .venv.
+PYTHON ?= python3.11 python3
+FITTING_PYTHON = $(shell for p in $(PYTHON); do \
+	$$p -c 'import sys; sys.exit(sys.version_info[:2] != (3, 11))' >/dev/null 2>&1 \
+	&& { echo $$p; break; }; done)
+# The environment of a machine with an accelerator is not made here: see the README.
+GPU_PYTHON ?= python3
+ARGS ?=
+STEPS ?= 100000
+SEED ?= 0
+VENV_PYTHON := .venv/bin/python
+
+.DEFAULT_GOAL := help
+.PHONY: help set-up demo test check soak test-gpu clean
+
+help: ## List the targets
+	@sed -nE 's/^([a-z-]+):[^#]*## (.*)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 18
+
+set-up: ## Make .venv, or bring it up to date (the other targets do it by themselves)
+	@$(or $(FITTING_PYTHON),$(error None of these is a Python 3.11 that runs: $(PYTHON). \
+	Install it (Debian, Ubuntu: apt install python3.11 python3.11-venv) \
+	or name it: make PYTHON=/path/to/python3.11)) tools/set_up.py
+
+demo: set-up ## Conversations on vLLM with and without the connector, on the CPU
+	@$(VENV_PYTHON) -m examples.demo $(ARGS)
+
+test: set-up ## Unit and engine tests that need no accelerator (ARGS="-k name" for some of them)
+	$(VENV_PYTHON) -m pytest $(ARGS)
+
+check: set-up ## Formatting, lint and types
+	$(VENV_PYTHON) -m ruff format --check .
+	$(VENV_PYTHON) -m ruff check .
+	$(VENV_PYTHON) -m mypy
+
+soak: set-up ## Simulate STEPS engine steps (default 100000) from SEED (default 0), checking every page
+	@$(VENV_PYTHON) -m tests.simulation.soak --steps $(STEPS) --seed $(SEED)
+
+test-gpu: ## Tests that need an accelerator, in the environment of GPU_PYTHON (default python3)
+	$(GPU_PYTHON) -m pytest -m gpu $(ARGS)
+
+clean: ## Remove caches, build outputs and demo outputs; .venv and downloads stay
+	rm -rf build dist demo-out .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	find . -name __pycache__ -type d -not -path './.*' -prune -exec rm -rf {} +
