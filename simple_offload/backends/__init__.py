@@ -1,0 +1,1 @@
+"""How bytes move: one CopyBackend for each kind of device."""

@@ -1,0 +1,47 @@
+"""HostBackend: for vLLM on CPU, where device blocks are host memory too."""
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from simple_offload.backends.base import Barrier, Direction
+from simple_offload.metadata import Transfer
+
+
+class HostBackend:
+    """Copies with NumPy's indexed assignment, one call a region, which holds no GIL while
+    bytes move and uses no thread but the caller's."""
+
+    def __init__(self) -> None:
+        self._device: list[npt.NDArray[np.int8]] = []
+        self._host: list[npt.NDArray[np.int8]] = []
+
+    def allocate_host(self, num_blocks: int, page_bytes: int) -> torch.Tensor:
+        """Plain memory; the kernel provides pages as they are first written."""
+        return torch.empty((num_blocks, page_bytes), dtype=torch.int8)
+
+    def open(self, device: Sequence[torch.Tensor], host: Sequence[torch.Tensor]) -> None:
+        """The arrays share the tensors' memory."""
+        self._device = [region.numpy() for region in device]
+        self._host = [region.numpy() for region in host]
+
+    def barrier(self) -> Barrier | None:
+        """None: the forward has returned, and CPU compute does not outlive it."""
+        return None
+
+    def enter_thread(self, direction: Direction) -> None:
+        """Nothing to prepare."""
+
+    def copy(self, direction: Direction, transfer: Transfer, barrier: Barrier | None) -> None:
+        """Copy now; IndexError for a block outside the regions."""
+        for device, host in zip(self._device, self._host, strict=True):
+            if direction is Direction.LOAD:
+                device[transfer.device_blocks] = host[transfer.host_blocks]
+            else:
+                host[transfer.host_blocks] = device[transfer.device_blocks]
+
+    def close(self) -> None:
+        """Let go of the arrays."""
+        self._device, self._host = [], []

@@ -1,0 +1,29 @@
+"""Which backend this process copies with."""
+
+from typing import Literal
+
+from vllm.platforms import current_platform
+
+from simple_offload.backends.base import CopyBackend
+from simple_offload.backends.host import HostBackend
+from simple_offload.config import ConfigError
+
+BackendName = Literal["auto", "cuda", "npu", "host"]
+
+
+def make_backend(name: BackendName) -> CopyBackend:
+    """The backend called ``name``, or the one for vLLM's platform. Raises ConfigError, which
+    names both, when there is none or the platform's memory is out of its reach."""
+    device = str(current_platform.device_type)
+    fitting = "host" if device == "cpu" else device
+    if name not in ("auto", fitting):
+        raise ConfigError(
+            f"backend={name!r}: vLLM runs on {device!r} here, whose KV cache this backend cannot "
+            f"reach. Allowed: 'auto' or {fitting!r}"
+        )
+    if fitting == "host":
+        return HostBackend()
+    raise ConfigError(
+        f"backend={name!r}: there is no backend for vLLM's {device!r} platform yet. "
+        "Supported platforms: 'cpu'"
+    )

@@ -1,0 +1,179 @@
+"""OffloadConfig: kv_connector_extra_config, validated."""
+
+import difflib
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self, cast
+
+import psutil
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, StrictBool, ValidationError
+from pydantic_core import ErrorDetails, PydanticCustomError
+
+GIB = 1024**3
+
+_UNITS = {"": 1, "K": 1024, "M": 1024**2, "G": GIB, "T": 1024**4}
+_DECIMAL_UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+_SIZE = re.compile(r"(?P<number>\d+(?:\.\d+)?)\s*(?P<unit>[a-z]*)", re.IGNORECASE)
+_SIZE_FORMS = 'a number of bytes or a size such as "64GiB", "512MiB" or "64GB"'
+
+_DISK_KEYS = frozenset({"disk_path", "disk_capacity_bytes", "disk_buffer_slots", "use_page_cache"})
+"""Keys of vLLM's built-in connector that have no meaning without a disk tier."""
+
+
+class ConfigError(ValueError):
+    """A configuration that cannot be served. Says the key, the value and what is allowed."""
+
+
+def parse_size(value: object) -> int:
+    """Bytes from an int, a whole float (JSON's 6.4e10) or a string with a unit.
+
+    "GiB", "Gi" and "G" are 1024**3, "GB" is 10**9, likewise K, M and T.
+    Raises PydanticCustomError otherwise.
+    """
+    if isinstance(value, int) and not isinstance(value, bool):
+        return value
+    if isinstance(value, float) and value.is_integer():
+        return int(value)
+    if isinstance(value, str) and (match := _SIZE.fullmatch(value.strip())):
+        unit = match["unit"].upper()
+        factor = _DECIMAL_UNITS.get(unit) or _UNITS.get(unit.removesuffix("IB").removesuffix("I"))
+        if factor is not None:
+            return int(float(match["number"]) * factor)
+        if unit == "B":
+            return int(float(match["number"]))
+    raise PydanticCustomError("size", f"must be {_SIZE_FORMS}")
+
+
+Bytes = Annotated[int, BeforeValidator(parse_size), Field(gt=0)]
+
+
+class OffloadConfig(BaseModel):
+    """What ``kv_connector_extra_config`` may say. Keys that vLLM's built-in
+    SimpleCPUOffloadConnector takes keep their meaning."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    cpu_bytes_to_use: Bytes = 8 * GIB
+    """Host memory of the whole server: all tensor and pipeline parallel ranks together."""
+
+    cpu_bytes_to_use_per_rank: Bytes | None = None
+    """Host memory of each rank; overrides ``cpu_bytes_to_use``."""
+
+    num_cpu_blocks: Annotated[int, Field(strict=True, ge=2)] | None = None
+    """Host blocks of each rank (one is vLLM's null block). At most as many as the bytes
+    allow, if those are given too."""
+
+    lazy_offload: StrictBool = False
+    """Store blocks when the device is about to evict them, not as soon as they are full."""
+
+    backend: Literal["auto", "cuda", "npu", "host"] = "auto"
+    """How bytes move. "auto" follows vLLM's platform."""
+
+    kv_offload_backend: Literal["cpu"] = "cpu"
+    """Accepted so that a configuration of the built-in connector works as it is."""
+
+    @classmethod
+    def parse(cls, extra_config: Mapping[str, Any], num_ranks: int) -> Self:
+        """Validate ``extra_config`` for a server of ``num_ranks`` ranks on this machine.
+
+        Raises ConfigError: one line for every key that is wrong, or sizes that this machine
+        (or the cgroup that it runs in) has no memory for.
+        """
+        try:
+            config = cls.model_validate(dict(extra_config))
+        except ValidationError as error:
+            lines = [_explain(detail) for detail in error.errors()]
+            raise ConfigError("kv_connector_extra_config: " + "; ".join(lines)) from None
+        config._check_memory(num_ranks)
+        return config
+
+    def bytes_per_rank(self, num_ranks: int) -> int:
+        """Host memory of one rank of ``num_ranks``."""
+        if self.cpu_bytes_to_use_per_rank is not None:
+            return self.cpu_bytes_to_use_per_rank
+        return self.cpu_bytes_to_use // num_ranks
+
+    def num_host_blocks(self, block_bytes: int, num_ranks: int) -> int:
+        """Host blocks of one rank whose blocks take ``block_bytes`` each.
+
+        Raises ConfigError when that is less than two (vLLM's null block takes the first) or
+        less than an explicit ``num_cpu_blocks``.
+        """
+        budget = self.bytes_per_rank(num_ranks)
+        fitting = budget // block_bytes
+        if self.num_cpu_blocks is not None:
+            sized = {"cpu_bytes_to_use", "cpu_bytes_to_use_per_rank"} & self.model_fields_set
+            if sized and self.num_cpu_blocks > fitting:
+                raise ConfigError(
+                    f"num_cpu_blocks={self.num_cpu_blocks}: {budget} bytes a rank hold only "
+                    f"{fitting} blocks of {block_bytes} bytes. Allowed: 2 to {fitting}, or more "
+                    f"bytes in {' and '.join(sorted(sized))}"
+                )
+            return self.num_cpu_blocks
+        if fitting < 2:
+            raise ConfigError(
+                f"{self._size_key}={getattr(self, self._size_key)}: {budget} bytes a rank hold "
+                f"{fitting} blocks of {block_bytes} bytes. Allowed: room for at least 2 blocks, "
+                f"that is {2 * block_bytes} bytes a rank"
+            )
+        return fitting
+
+    @property
+    def _size_key(self) -> str:
+        per_rank = self.cpu_bytes_to_use_per_rank is not None
+        return "cpu_bytes_to_use_per_rank" if per_rank else "cpu_bytes_to_use"
+
+    def _check_memory(self, num_ranks: int) -> None:
+        if self.num_cpu_blocks is not None and not (
+            {"cpu_bytes_to_use", "cpu_bytes_to_use_per_rank"} & self.model_fields_set
+        ):
+            return  # sized in blocks, whose bytes are known once the model is: see host_pool
+        needed = self.bytes_per_rank(num_ranks) * num_ranks
+        check_fits_memory(needed, self._size_key, getattr(self, self._size_key))
+
+
+def check_fits_memory(needed: int, key: str, value: object) -> None:
+    """Raise ConfigError when ``needed`` bytes of host memory, asked for by ``key``, are more
+    than this machine or its cgroup has in all."""
+    limit = memory_limit_bytes()
+    if needed > limit:
+        raise ConfigError(
+            f"{key}={value!r} asks for {needed / GIB:.2f} GiB of host memory, but "
+            f"this machine (or its cgroup) has {limit / GIB:.2f} GiB in all"
+        )
+
+
+def memory_limit_bytes() -> int:
+    """Bytes of memory this process could ever use: the machine's, or its cgroup's limit."""
+    limits = [int(psutil.virtual_memory().total)]
+    for name in ("memory.max", "memory/memory.limit_in_bytes"):
+        try:
+            limits.append(int(Path("/sys/fs/cgroup", name).read_text()))
+        except (OSError, ValueError):
+            continue  # no such cgroup version here, or "max"
+    return min(limits)
+
+
+def _explain(detail: ErrorDetails) -> str:
+    """One wrong key as 'key=value: what is allowed'."""
+    key = ".".join(str(part) for part in detail["loc"]) or "(whole)"
+    value = detail["input"]
+    known = list(OffloadConfig.model_fields)
+    if detail["type"] == "extra_forbidden":
+        if key in _DISK_KEYS:
+            return f"{key}={value!r}: there is no disk tier here; remove the key"
+        near = difflib.get_close_matches(key, known, n=1, cutoff=0.5)
+        hint = f"; did you mean {near[0]!r}?" if near else ""
+        return f"{key}={value!r}: unknown key{hint} (known: {', '.join(known)})"
+    if key == "kv_offload_backend":
+        return f"{key}={value!r}: must be 'cpu'; there is no disk tier here"
+    allowed = detail["msg"][0].lower() + detail["msg"][1:]
+    if detail["type"] == "literal_error" and isinstance(value, str):
+        field = OffloadConfig.model_fields[key]
+        choices = [str(choice) for choice in cast(Any, field.annotation).__args__]
+        near = difflib.get_close_matches(value, choices, n=1)
+        allowed += f"; did you mean {near[0]!r}?" if near else ""
+    if key in ("cpu_bytes_to_use", "cpu_bytes_to_use_per_rank") and detail["type"] != "size":
+        allowed += f" ({_SIZE_FORMS})"
+    return f"{key}={value!r}: {allowed}"

@@ -1,0 +1,203 @@
+"""SimpleCPUOffloadConnector: the face to vLLM. Every hook is one call into a room behind."""
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorHandshakeMetadata,
+    KVConnectorMetadata,
+    KVConnectorRole,
+    KVConnectorTransferResults,
+    SupportsHMA,
+)
+from vllm.v1.metrics.cache_hit_source import CacheHitSource
+
+from simple_offload import vllm_compat
+from simple_offload.config import OffloadConfig
+from simple_offload.logs import get_logger
+from simple_offload.metadata import RankCapacity, StepMetadata, WorkerReport
+from simple_offload.scheduler.manager import OffloadScheduler
+from simple_offload.worker.worker import OffloadWorker
+
+if TYPE_CHECKING:
+    import torch
+    from vllm.config import VllmConfig
+    from vllm.forward_context import ForwardContext
+    from vllm.v1.attention.backend import AttentionMetadata
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.outputs import KVConnectorOutput
+    from vllm.v1.request import Request
+
+logger = get_logger(__name__)
+
+vllm_compat.require_supported_vllm()
+
+
+class SimpleCPUOffloadConnector(KVConnectorBase_V1, SupportsHMA):
+    """Keeps KV blocks that the device evicts in host memory and loads them back.
+
+    vLLM makes one with the scheduler role and one with the worker role for each rank; each
+    has only its own side. Without prefix caching both sides are absent and every hook does
+    nothing, since blocks are found by their prefix hashes. ``kv_role`` makes no difference:
+    any role both stores and loads, as with vLLM's built-in connector.
+    """
+
+    _cache_hit_source = CacheHitSource.HOST
+
+    def __init__(
+        self,
+        vllm_config: "VllmConfig",
+        role: KVConnectorRole,
+        kv_cache_config: "KVCacheConfig",
+    ) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        self.scheduler: OffloadScheduler | None = None
+        self.worker: OffloadWorker | None = None
+        num_ranks = vllm_config.parallel_config.world_size
+        config = OffloadConfig.parse(
+            self._kv_transfer_config.kv_connector_extra_config or {}, num_ranks
+        )
+        if not vllm_config.cache_config.enable_prefix_caching:
+            if role == KVConnectorRole.SCHEDULER:
+                logger.warning(
+                    "Prefix caching is off, and host blocks are found by prefix hashes: "
+                    "nothing will be stored or loaded. Enable prefix caching, or remove the "
+                    "connector from --kv-transfer-config."
+                )
+            return
+        if role == KVConnectorRole.SCHEDULER:
+            self.scheduler = OffloadScheduler(vllm_config, kv_cache_config, config)
+        else:
+            self.worker = OffloadWorker(kv_cache_config, config, num_ranks)
+
+    @property
+    def requires_kv_delivery(self) -> bool:
+        """A store that is dropped costs a later hit and nothing else."""
+        return False
+
+    # Scheduler side
+
+    def bind_kv_cache_manager(self, kv_cache_manager: "KVCacheManager") -> None:
+        super().bind_kv_cache_manager(kv_cache_manager)
+        if self.scheduler is not None:
+            self.scheduler.bind_kv_cache_manager(kv_cache_manager)
+
+    def set_xfer_handshake_metadata_pp_aware(
+        self, metadata: dict[tuple[int, int], KVConnectorHandshakeMetadata]
+    ) -> None:
+        if self.scheduler is not None:
+            # Beside another connector (MultiConnector) the metadata may not be ours.
+            capacities = (rank for rank in metadata.values() if isinstance(rank, RankCapacity))
+            self.scheduler.agree_on_capacity(capacities)
+
+    def get_num_new_matched_tokens(
+        self, request: "Request", num_computed_tokens: int
+    ) -> tuple[int | None, bool]:
+        if self.scheduler is None:
+            return 0, False
+        return self.scheduler.get_num_new_matched_tokens(request, num_computed_tokens)
+
+    def update_state_after_alloc(
+        self, request: "Request", blocks: "KVCacheBlocks", num_external_tokens: int
+    ) -> None:
+        if self.scheduler is not None:
+            self.scheduler.update_state_after_alloc(request, blocks, num_external_tokens)
+
+    def build_connector_meta(self, scheduler_output: "SchedulerOutput") -> KVConnectorMetadata:
+        if self.scheduler is None:
+            return StepMetadata()
+        return self.scheduler.build_connector_meta(scheduler_output)
+
+    def update_connector_output(self, connector_output: "KVConnectorOutput") -> None:
+        if self.scheduler is not None:
+            self.scheduler.update_connector_output(connector_output)
+
+    def request_finished(
+        self, request: "Request", block_ids: list[int]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        return self.request_finished_all_groups(request, (block_ids,))
+
+    def request_finished_all_groups(
+        self, request: "Request", block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        if self.scheduler is None:
+            return False, None
+        return self.scheduler.request_finished(request)
+
+    def has_pending_push_work(self) -> bool:
+        return self.scheduler is not None and self.scheduler.has_pending_work()
+
+    def has_pending_block_frees(self) -> bool:
+        return self.scheduler is not None and self.scheduler.has_pending_block_frees()
+
+    def reset_cache(self) -> bool | None:
+        return self.scheduler.reset_cache() if self.scheduler is not None else True
+
+    # Worker side
+
+    def register_kv_caches(self, kv_caches: dict[str, "torch.Tensor"]) -> None:
+        if self.worker is not None:
+            self.worker.register_kv_caches(kv_caches)
+
+    def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
+        return self.worker.capacity if self.worker is not None else None
+
+    def get_aligned_num_cpu_blocks(self) -> int | None:
+        """What vLLM 0.33 asks each rank's built-in connector for before it builds the
+        scheduler; it goes on with the smallest answer."""
+        return self.worker.capacity.num_host_blocks if self.worker is not None else None
+
+    def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
+        super().bind_connector_metadata(connector_metadata)
+        if self.worker is not None:
+            assert isinstance(connector_metadata, StepMetadata)
+            self.worker.bind(connector_metadata)
+
+    def clear_connector_metadata(self) -> None:
+        super().clear_connector_metadata()
+        if self.worker is not None:
+            self.worker.unbind()
+
+    def start_load_kv(self, forward_context: "ForwardContext", **kwargs: Any) -> None:
+        if self.worker is not None:
+            self.worker.submit_loads()
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """Nothing: loads run between steps, a request is not scheduled before its end."""
+
+    def save_kv_layer(
+        self,
+        layer_name: str,
+        kv_layer: "torch.Tensor",
+        attn_metadata: "AttentionMetadata",
+        **kwargs: Any,
+    ) -> None:
+        """Nothing: stores copy whole blocks of earlier steps."""
+
+    def wait_for_save(self) -> None:
+        if self.worker is not None:
+            self.worker.submit_stores()
+
+    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
+        if self.worker is None:
+            return KVConnectorTransferResults()
+        loaded, failed = self.worker.poll()
+        return KVConnectorTransferResults(finished_recving=loaded, failed_recving=failed)
+
+    def build_connector_worker_meta(self) -> WorkerReport | None:
+        return self.worker.take_report() if self.worker is not None else None
+
+    # Both
+
+    def take_events(self) -> Iterable[Any]:
+        return ()
+
+    def shutdown(self) -> None:
+        if self.worker is not None:
+            self.worker.shutdown()
+
+
+vllm_compat.claim_builtin_name(SimpleCPUOffloadConnector)

@@ -1,0 +1,1 @@
+"""Who owns which block, and when. Runs in the scheduler process; knows nothing of torch."""

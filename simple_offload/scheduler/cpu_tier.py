@@ -1,0 +1,245 @@
+"""CpuTier: the host blocks, managed by vLLM's own coordinator and block pool.
+
+The free queue of the pool is kept so that **a free block always stands before its parent**,
+the block that holds the tokens just before its own. Blocks are evicted from the front, so the
+tail of a prefix leaves before its head, at any moment and whatever the order of stores: a
+chain without its head could never be found again.
+"""
+
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+from vllm.v1.core.block_pool import BlockPool
+from vllm.v1.core.kv_cache_coordinator import KVCacheCoordinator
+from vllm.v1.core.kv_cache_utils import (
+    BlockHash,
+    BlockHashWithGroupId,
+    KVCacheBlock,
+    get_group_id,
+    make_block_hash_with_group_id,
+    resolve_block_hashes,
+)
+from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
+
+
+class HostHit(NamedTuple):
+    """What the tier holds of a prefix beyond the tokens the device has."""
+
+    blocks: tuple[list[KVCacheBlock], ...]
+    """For each group the host blocks that follow the device's; null blocks where attention
+    does not look (outside a sliding window)."""
+
+    num_tokens: int
+    """How many tokens they cover. 0: no hit, and nothing to pin."""
+
+
+class CpuTier:
+    """Host blocks by content. Single-threaded: vLLM calls the scheduler side from one thread."""
+
+    def __init__(self, coordinator: KVCacheCoordinator, hash_block_size: int) -> None:
+        self.coordinator = coordinator
+        self.pool: BlockPool = coordinator.block_pool
+        self.hash_block_size = hash_block_size
+        self.group_ids: tuple[int, ...] = coordinator.kv_cache_config.prefix_cacheable_group_ids
+        self.block_sizes = coordinator.group_block_sizes  # tokens, by group
+        self.chained_group_ids = tuple(
+            group
+            for group in self.group_ids
+            if isinstance(coordinator.single_type_managers[group], FullAttentionManager)
+        )
+        """Groups of which a hit needs every block from the first token on."""
+        self.version = 0
+        """Grows whenever a lookup might find something else than before."""
+        self._parents: dict[int, BlockHashWithGroupId] = {}
+        """By id of a cached block that is not a chain's first: the key of its parent."""
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks in the pool, vLLM's null block included."""
+        return len(self.pool.blocks)
+
+    # Looking
+
+    def key(self, block_hashes: list[BlockHash], group: int, index: int) -> BlockHashWithGroupId:
+        """The key of a request's block ``index`` of ``group``."""
+        hashes = resolve_block_hashes(block_hashes, self.hash_block_size, self.block_sizes[group])
+        return make_block_hash_with_group_id(hashes[index], group)
+
+    def get(self, key: BlockHashWithGroupId) -> KVCacheBlock | None:
+        """The block that holds ``key``, if any. Changes nothing."""
+        return self.pool.cached_block_hash_to_block.get_one_block(key)
+
+    def lookup(
+        self, block_hashes: list[BlockHash], num_computed_tokens: int, max_tokens: int
+    ) -> HostHit:
+        """The longest prefix beyond ``num_computed_tokens`` that every group can supply, at most
+        ``max_tokens`` tokens. Changes nothing.
+
+        Only the part that the device lacks is looked up: a window that reaches back over its
+        start is served by the device blocks in front of it.
+        """
+        remaining = block_hashes[num_computed_tokens // self.hash_block_size :]
+        if not remaining or max_tokens <= 0:
+            return HostHit((), 0)
+        blocks, num_tokens, _ = self.coordinator.find_longest_cache_hit(remaining, max_tokens)
+        return HostHit(blocks, num_tokens)
+
+    def lineage(
+        self, block_hashes: list[BlockHash], num_computed_tokens: int
+    ) -> list[KVCacheBlock]:
+        """The blocks that precede a hit in its chains, in order: they have to stay as long as
+        the hit does, although the device has its own copies."""
+        ancestors = []
+        for group in self.chained_group_ids:
+            for index in range(num_computed_tokens // self.block_sizes[group]):
+                block = self.get(self.key(block_hashes, group, index))
+                if block is None:
+                    break
+                ancestors.append(block)
+        return ancestors
+
+    # Holding
+
+    def pin(self, blocks: Sequence[KVCacheBlock]) -> None:
+        """Add a reference to each block: it cannot be evicted. Null blocks must not be among
+        them (vLLM 0.32 counts references to those)."""
+        self.pool.touch(blocks)
+
+    def unpin(self, blocks: Iterable[KVCacheBlock]) -> None:
+        """Drop a reference to each block, parents before children. What nobody refers to any
+        more joins the free queue: just before its parent if that is free, else last, and first
+        if it holds nothing."""
+        for block in blocks:
+            parent = self._free_parent(block) if block.ref_cnt == 1 else None
+            if parent is None:
+                self.pool.free_blocks((block,))
+            else:
+                block.ref_cnt -= 1
+                self._queue_before(block, parent)
+
+    def refresh(self, keys: Iterable[BlockHashWithGroupId]) -> None:
+        """Make the chain of ``keys`` (parents first, up to the first that is missing) the most
+        recently used."""
+        chain = []
+        for key in keys:
+            if (block := self.get(key)) is None:
+                break
+            chain.append(block)
+        self.pin(chain)
+        self.unpin(chain)
+
+    # Filling
+
+    def allocate(self, parent: BlockHashWithGroupId | None) -> KVCacheBlock | None:
+        """A pinned block to be filled as the child of ``parent``, or None when there is no room.
+
+        Evicts the least recently used block, but never ``parent`` itself: when that is next in
+        line, the tier is full of the very chain that wants to grow.
+        """
+        queue = self.pool.free_block_queue
+        if queue.num_free_blocks == 0:
+            return None
+        victim = queue.fake_free_list_head.next_free_block
+        assert victim is not None
+        if parent is not None and victim.block_hash == parent:
+            return None
+        self.version += victim.block_hash is not None
+        block: KVCacheBlock = self.pool.get_new_blocks(1)[0]
+        self._parents.pop(block.block_id, None)
+        return block
+
+    def commit(
+        self,
+        block: KVCacheBlock,
+        key: BlockHashWithGroupId,
+        parent: BlockHashWithGroupId | None,
+        num_tokens: int,
+    ) -> bool:
+        """Make ``block``, whose bytes are complete on every rank, findable by ``key``, and unpin
+        it. ``num_tokens``: the prefix that ends with it.
+
+        Returns False, with the block free and empty, when it could never be part of a hit: its
+        chain's head has left meanwhile, or another block holds the key.
+        """
+        orphaned = parent is not None and self.get(parent) is None and self._is_chained(key)
+        useful = not orphaned and self.get(key) is None
+        if useful:
+            self.pool._insert_block_hash(key, block, num_tokens=num_tokens)
+            self.version += 1
+            if parent is not None:
+                self._parents[block.block_id] = parent
+        self.unpin((block,))
+        return useful
+
+    def drop(self, blocks: Iterable[KVCacheBlock]) -> None:
+        """Forget what ``blocks`` hold, at once; references to them stay. With a block go all
+        that descend from it, which could not be found any more."""
+        self.version += 1
+        lost = {block.block_id for block in blocks if block.block_hash is not None}
+        lost_keys = {self.pool.blocks[block_id].block_hash for block_id in lost}
+        while lost:
+            self.pool.evict_blocks(lost)
+            for block_id in lost:
+                self._parents.pop(block_id, None)
+                self._queue_first(self.pool.blocks[block_id])
+            lost = {child for child, parent in self._parents.items() if parent in lost_keys}
+            lost_keys = {self.pool.blocks[block_id].block_hash for block_id in lost}
+
+    def reset(self) -> None:
+        """Forget everything, at once; references stay."""
+        self.version += 1
+        self.pool.evict_blocks({b.block_id for b in self.pool.blocks if b.block_hash is not None})
+        self._parents.clear()
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError when the free queue, the hash map and the parents disagree.
+        Costs time in proportion to the tier: for tests."""
+        position = {
+            block.block_id: place
+            for place, block in enumerate(self.pool.free_block_queue.get_all_free_blocks())
+        }
+        assert len(position) == self.pool.get_num_free_blocks(), "free queue miscounted"
+        for block in self.pool.blocks:
+            if block.is_null:
+                continue
+            free = block.block_id in position
+            assert free == (block.ref_cnt == 0), f"{block}: free and referred to, or neither"
+            parent_key = self._parents.get(block.block_id)
+            if block.block_hash is None:
+                assert parent_key is None, f"{block}: empty, yet has a parent"
+                continue
+            found = self.get(block.block_hash)
+            assert found is not None and found.block_id == block.block_id, (
+                f"{block}: not found by its own key"
+            )
+            if parent_key is not None and self._is_chained(block.block_hash):
+                parent = self.get(parent_key)
+                if parent is None:
+                    raise AssertionError(f"{block}: its chain's head has left the tier")
+                later = position.get(parent.block_id, len(position))
+                assert position.get(block.block_id, -1) < later, f"{block}: outlives {parent}"
+
+    # The free queue
+
+    def _is_chained(self, key: BlockHashWithGroupId) -> bool:
+        return int(get_group_id(key)) in self.chained_group_ids
+
+    def _free_parent(self, block: KVCacheBlock) -> KVCacheBlock | None:
+        if block.block_hash is None or (key := self._parents.get(block.block_id)) is None:
+            return None
+        parent = self.get(key)
+        return parent if parent is not None and parent.ref_cnt == 0 else None
+
+    def _queue_before(self, block: KVCacheBlock, successor: KVCacheBlock) -> None:
+        """vLLM's queue takes blocks at its ends only, hence the links by hand."""
+        predecessor = successor.prev_free_block
+        assert predecessor is not None
+        block.prev_free_block, block.next_free_block = predecessor, successor
+        predecessor.next_free_block = successor.prev_free_block = block
+        self.pool.free_block_queue.num_free_blocks += 1
+
+    def _queue_first(self, block: KVCacheBlock) -> None:
+        """Move a free block that holds nothing any more to the front."""
+        if block.ref_cnt == 0:
+            self.pool.free_block_queue.remove(block)
+            self.pool.free_block_queue.prepend_n([block])

@@ -1,0 +1,55 @@
+"""InFlight: transfers that not every rank has reported yet."""
+
+from typing import NamedTuple
+
+from simple_offload.logs import get_logger
+from simple_offload.metadata import WorkerReport
+
+logger = get_logger(__name__)
+
+
+class Ended(NamedTuple):
+    """A transfer that every rank has ended; ``ok``: with success on all of them."""
+
+    id: int
+    ok: bool
+
+
+class InFlight:
+    """Numbers transfers and counts the reports of ``num_ranks`` ranks."""
+
+    def __init__(self, num_ranks: int) -> None:
+        self.num_ranks = num_ranks
+        self._next_id = 0
+        self._ranks_left: dict[int, int] = {}
+        self._failed: set[int] = set()
+
+    def __len__(self) -> int:
+        return len(self._ranks_left)
+
+    @property
+    def ids(self) -> frozenset[int]:
+        """Transfers that some rank has not reported."""
+        return frozenset(self._ranks_left)
+
+    def begin(self) -> int:
+        """The id of a new transfer, greater than any before."""
+        transfer_id = self._next_id
+        self._next_id += 1
+        self._ranks_left[transfer_id] = self.num_ranks
+        return transfer_id
+
+    def end(self, report: WorkerReport) -> list[Ended]:
+        """Count ``report`` in; the transfers that have now ended on every rank, oldest first."""
+        self._failed.update(id for id in report.failed if id in self._ranks_left)
+        ended = []
+        for transfer_id, num_ranks in sorted(report.ended.items()):
+            if transfer_id not in self._ranks_left:
+                logger.error("A rank reported transfer %d, which is not in flight", transfer_id)
+                continue
+            self._ranks_left[transfer_id] -= num_ranks
+            if self._ranks_left[transfer_id] <= 0:
+                del self._ranks_left[transfer_id]
+                ended.append(Ended(transfer_id, ok=transfer_id not in self._failed))
+                self._failed.discard(transfer_id)
+        return ended

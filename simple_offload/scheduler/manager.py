@@ -1,0 +1,235 @@
+"""OffloadScheduler: the scheduler side, one engine step told as a story."""
+
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from vllm.v1.core.kv_cache_utils import resolve_kv_cache_block_sizes
+from vllm.v1.kv_cache_interface import ChunkedLocalAttentionSpec, iter_layer_specs
+
+from simple_offload import vllm_compat
+from simple_offload.config import ConfigError, OffloadConfig
+from simple_offload.logs import get_logger
+from simple_offload.metadata import RankCapacity, StepMetadata, WorkerReport
+from simple_offload.scheduler.cpu_tier import CpuTier
+from simple_offload.scheduler.in_flight import InFlight
+from simple_offload.scheduler.loads import Loads
+from simple_offload.scheduler.policy import EagerPolicy, StorePolicy
+from simple_offload.scheduler.stores import Stores
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.outputs import KVConnectorOutput
+    from vllm.v1.request import Request
+
+logger = get_logger(__name__)
+
+
+class OffloadScheduler:
+    """Lives as long as vLLM's scheduler, and is called from its thread only."""
+
+    def __init__(
+        self,
+        vllm_config: "VllmConfig",
+        kv_cache_config: "KVCacheConfig",
+        config: OffloadConfig,
+    ) -> None:
+        self.config = config
+        self._vllm_config = vllm_config
+        self._device_config = kv_cache_config
+        _require_supported_groups(kv_cache_config)
+        if config.lazy_offload:
+            raise ConfigError("lazy_offload=True: not available yet; allowed: false")
+        self.block_size, self._hash_block_size = resolve_kv_cache_block_sizes(
+            kv_cache_config, vllm_config
+        )
+        self._chunk_sizes = {
+            spec.attention_chunk_size
+            for group in kv_cache_config.kv_cache_groups
+            for spec in iter_layer_specs(group.kv_cache_spec)
+            if isinstance(spec, ChunkedLocalAttentionSpec)
+        }
+        self._kv_cache_manager: KVCacheManager | None = None
+        self.switched_off = False
+        self._open_tier(self._expected_num_host_blocks())
+
+    # Before the first request
+
+    def bind_kv_cache_manager(self, kv_cache_manager: "KVCacheManager") -> None:
+        """Learn the device's blocks and block tables."""
+        self._kv_cache_manager = kv_cache_manager
+        self._device_pool = kv_cache_manager.block_pool
+        self._policy: StorePolicy = EagerPolicy(self.tier, self._stores, kv_cache_manager)
+
+    def agree_on_capacity(self, capacities: Iterable[RankCapacity]) -> None:
+        """Open as many host blocks as the smallest rank has memory for. Called once by vLLM,
+        when every rank has registered its KV caches and before any request."""
+        by_rank = [capacity.num_host_blocks for capacity in capacities]
+        if not by_rank:
+            return
+        if len(set(by_rank)) > 1:
+            logger.info("Ranks have room for %s host blocks; all use %d", by_rank, min(by_rank))
+        if min(by_rank) != self.tier.num_blocks:
+            self._open_tier(min(by_rank))
+            if self._kv_cache_manager is not None:
+                self.bind_kv_cache_manager(self._kv_cache_manager)
+        logger.info(
+            "Host tier: %d blocks of %d tokens, eager stores",
+            self.tier.num_blocks,
+            self.block_size,
+        )
+
+    # One step
+
+    def get_num_new_matched_tokens(
+        self, request: "Request", num_computed_tokens: int
+    ) -> tuple[int, bool]:
+        """Tokens that the tier has beyond those on the device, and whether they are loaded
+        between steps. Pins what it offers."""
+        skip = self.switched_off or request.skip_reading_prefix_cache
+        if skip or not self._can_extend(num_computed_tokens):
+            self._loads.forget(request.request_id)
+            return 0, False
+        num_tokens = self._loads.lookup(request, num_computed_tokens)
+        return num_tokens, num_tokens > 0
+
+    def update_state_after_alloc(
+        self, request: "Request", blocks: "KVCacheBlocks", num_external_tokens: int
+    ) -> None:
+        """Plan the load of an accepted hit into the request's new device blocks."""
+        if not self.switched_off:
+            self._policy.on_allocated(request)
+        if num_external_tokens > 0:
+            self._loads.plan(request, blocks.blocks, num_external_tokens, self._device_pool)
+        else:
+            self._loads.forget(request.request_id)
+
+    def build_connector_meta(self, scheduler_output: "SchedulerOutput") -> StepMetadata:
+        """The transfers that start with this step."""
+        self._policy.on_step(scheduler_output.num_scheduled_tokens)
+        return StepMetadata(loads=self._loads.submit(), stores=self._stores.submit())
+
+    def update_connector_output(self, output: "KVConnectorOutput") -> None:
+        """Commit, release or drop what has ended on every rank."""
+        report = output.kv_connector_worker_meta
+        if not isinstance(report, WorkerReport):
+            return
+        for ended in self._in_flight.end(report):
+            is_load = self._loads.finish(ended, self._device_pool)
+            if not is_load:
+                self._stores.finish(ended, self._device_pool)
+            if not ended.ok:
+                consequence = (
+                    "its request recomputes or fails, as kv_load_failure_policy says"
+                    if is_load
+                    else "its blocks are not kept"
+                )
+                kind = "Load" if is_load else "Store"
+                logger.error("%s %d failed on a rank: %s", kind, ended.id, consequence)
+        if report.broken and not self.switched_off:
+            self.switched_off = True
+            self.reset_cache()
+            logger.error(
+                "A rank has lost its copy threads: the host tier is switched off. The server "
+                "goes on without it; restart the server to have it back."
+            )
+
+    def request_finished(self, request: "Request") -> tuple[bool, dict[str, Any] | None]:
+        """Store what is left of a request that ends. vLLM may free its blocks right away:
+        what a transfer still needs is held by the transfer."""
+        self._loads.forget(request.request_id)
+        self._policy.on_finished(request, loading=self._loads.is_loading(request.request_id))
+        return False, None
+
+    # Between steps
+
+    @property
+    def ids_in_flight(self) -> frozenset[int]:
+        """Transfers that some rank has not reported yet."""
+        return self._in_flight.ids
+
+    @property
+    def num_in_flight(self) -> int:
+        """How many those are."""
+        return len(self._in_flight)
+
+    @property
+    def num_followed(self) -> int:
+        """Requests whose blocks are being stored, and requests with a pinned hit."""
+        return self._policy.num_requests + self._loads.num_hits
+
+    def has_pending_work(self) -> bool:
+        """Whether the engine has to go on stepping although no request needs it."""
+        return not (self._stores.idle and self._loads.idle)
+
+    def has_pending_block_frees(self) -> bool:
+        """Whether waiting for a transfer would yield a device block, so that nobody needs to
+        be preempted for one."""
+        return self._stores.frees_device_blocks() or self._loads.frees_device_blocks()
+
+    def reset_cache(self) -> bool:
+        """Forget all that the tier holds or is being given. Transfers in flight run to their
+        end; their blocks are held until then."""
+        self._policy.on_reset()
+        self._stores.abandon(self._device_pool)
+        self.tier.reset()
+        return True
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError when tier and bookkeeping contradict each other; at rest, when
+        anything is still held. For tests: takes time in proportion to the tier."""
+        self.tier.check_integrity()
+        self._loads.check_integrity()
+        self._stores.check_integrity()
+        if not self.has_pending_work():
+            assert self.num_in_flight == 0, f"{self.num_in_flight} transfers nobody waits for"
+            if self._loads.num_hits == 0:
+                free = self.tier.pool.get_num_free_blocks()
+                assert free == self.tier.num_blocks - 1, (
+                    f"{self.tier.num_blocks - 1 - free} host blocks are held by nobody"
+                )
+
+    # Details
+
+    def _open_tier(self, num_host_blocks: int) -> None:
+        host_config = replace(self._device_config, num_blocks=num_host_blocks)
+        coordinator = vllm_compat.make_host_coordinator(
+            host_config, self._vllm_config, self.block_size, self._hash_block_size
+        )
+        self.tier = CpuTier(coordinator, self._hash_block_size)
+        self._in_flight = InFlight(self._vllm_config.parallel_config.world_size)
+        self._loads = Loads(self.tier, self._in_flight)
+        self._stores = Stores(self.tier, self._in_flight)
+
+    def _expected_num_host_blocks(self) -> int:
+        agreed = vllm_compat.agreed_num_host_blocks(self._vllm_config)
+        if agreed is not None:
+            return agreed
+        # Every tensor tells the size of the one allocation that all of them lie in.
+        tensors = self._device_config.kv_cache_tensors
+        block_bytes = tensors[0].size // self._device_config.num_blocks
+        num_ranks = self._vllm_config.parallel_config.world_size
+        return self.config.num_host_blocks(block_bytes, num_ranks)
+
+    def _can_extend(self, num_computed_tokens: int) -> bool:
+        """Whether host blocks may follow a device prefix of this length: they start on a
+        scheduler block boundary, and where attention is local to a chunk, with a chunk."""
+        return num_computed_tokens % self.block_size == 0 and all(
+            num_computed_tokens % chunk_size == 0 for chunk_size in self._chunk_sizes
+        )
+
+
+def _require_supported_groups(kv_cache_config: "KVCacheConfig") -> None:
+    """Raise ConfigError for a model whose KV cache this version cannot serve."""
+    if not kv_cache_config.prefix_cacheable_group_ids:
+        raise ConfigError("this model has no KV cache group that prefix caching covers")
+    if kv_cache_config.has_mamba_layers:
+        raise ConfigError(
+            "models with Mamba-like state layers are not supported yet; "
+            "use full attention, MLA, sliding window or chunked local attention models"
+        )
+    if any(group.host_resident for group in kv_cache_config.kv_cache_groups):
+        raise ConfigError("KV cache groups that live in host memory already are not supported")

@@ -1,0 +1,1 @@
+"""When bytes move. Runs in every worker process, one per rank."""

@@ -1,0 +1,84 @@
+"""KV cache tensors of any layout as regions: base + block * stride."""
+
+from collections.abc import Iterable, Mapping
+from itertools import pairwise
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheTensor
+
+
+def find_regions(
+    kv_caches: Mapping[str, torch.Tensor], kv_cache_config: "KVCacheConfig"
+) -> list[torch.Tensor]:
+    """The memory behind ``kv_caches`` as int8 views ``[num_blocks, page_bytes]``.
+
+    Row b of all regions together is every byte of device block b, once, whatever group the
+    block belongs to: groups lie over each other, and views over the same bytes count once.
+    A layer-outermost layout gives one region for each layer (or each KV head of each layer,
+    LHBNC), a block-outermost one a single region for all layers.
+
+    ``kv_caches``: by layer name, what vLLM registers: a strided view of the layer, or, for
+    layers that lay out their own memory, the raw buffer.
+    Raises ValueError when tensors overlap other than exactly, or leave their storage.
+    """
+    num_blocks = kv_cache_config.num_blocks
+    regions: dict[int, torch.Tensor] = {}
+    for placement in kv_cache_config.kv_cache_tensors:
+        name = next((layer for layer in placement.layers if layer in kv_caches), None)
+        if name is None:
+            continue  # layers of another pipeline stage, or shared with a layer seen already
+        cache = kv_caches[name]
+        storage = torch.empty(0, dtype=torch.int8, device=cache.device)
+        storage.set_(cache.untyped_storage())
+        base = _allocation_start(cache, name, placement)
+        for start in _region_starts(placement, num_blocks):
+            region = _view(storage, base + start, num_blocks, placement.block_stride)
+            known = regions.setdefault(region.data_ptr(), region)
+            if known.shape != region.shape:
+                raise ValueError(
+                    f"{name}: pages of {region.shape[1]} bytes start where pages of "
+                    f"{known.shape[1]} bytes do"
+                )
+    _require_disjoint(regions.values())
+    return list(regions.values())
+
+
+def _allocation_start(cache: torch.Tensor, name: str, placement: "KVCacheTensor") -> int:
+    """Byte offset, in the storage of ``cache``, of the allocation that placements refer to.
+
+    Found through the view, which need not start where its storage does.
+    """
+    start = cache.data_ptr() - cache.untyped_storage().data_ptr()
+    if cache.dim() == 1:
+        return start  # the raw buffer
+    layer: int = placement.layers.index(name)
+    return start - int(placement.offset) - layer * int(placement.layer_stride)
+
+
+def _region_starts(placement: "KVCacheTensor", num_blocks: int) -> range:
+    """Byte offsets of the regions of ``placement`` within the allocation."""
+    span = num_blocks * placement.block_stride
+    if placement.layer_stride < span:
+        return range(1)  # block-outermost: a block holds all layers, from byte 0 on
+    end = placement.offset + len(placement.layers) * placement.layer_stride
+    return range(placement.offset, end, span)
+
+
+def _view(storage: torch.Tensor, start: int, num_blocks: int, page_bytes: int) -> torch.Tensor:
+    end = start + num_blocks * page_bytes
+    if start < 0 or end > storage.numel():
+        raise ValueError(
+            f"KV cache pages at bytes {start} to {end} lie outside their storage of "
+            f"{storage.numel()} bytes"
+        )
+    return storage[start:end].view(num_blocks, page_bytes)
+
+
+def _require_disjoint(regions: Iterable[torch.Tensor]) -> None:
+    spans = sorted((region.data_ptr(), region.data_ptr() + region.numel()) for region in regions)
+    for (_, end), (start, _) in pairwise(spans):
+        if start < end:
+            raise ValueError("KV cache tensors overlap in part; this layout is not supported")

@@ -1,0 +1,222 @@
+"""TransferEngine: submission threads and a completion queue."""
+
+import threading
+from collections import deque
+from dataclasses import dataclass
+from queue import Empty, SimpleQueue
+from typing import NamedTuple
+
+from simple_offload.backends.base import Barrier, CopyBackend, Direction, Pending
+from simple_offload.logs import get_logger
+from simple_offload.metadata import Transfer
+
+logger = get_logger(__name__)
+
+_JOIN_SECONDS = 60.0
+_MAX_DEATHS = 2
+
+
+class Completion(NamedTuple):
+    """A transfer that has ended on this rank; ``error`` is None when every byte arrived."""
+
+    transfer: Transfer
+    error: BaseException | None
+
+
+class LaneBroken(RuntimeError):
+    """The copy thread of a direction has died too often; nothing is copied any more."""
+
+
+@dataclass(slots=True, eq=False)
+class _Submitted:
+    """What a thread says of a transfer: handed over (maybe ended already), or failed."""
+
+    transfer: Transfer
+    pending: Pending | None
+    error: BaseException | None = None
+
+
+class _Lane:
+    """The copies of one direction, submitted in order by one thread.
+
+    The first time that the thread dies another takes its place; the second time the lane is
+    broken. What a dead thread leaves behind fails.
+    """
+
+    def __init__(self, backend: CopyBackend, direction: Direction) -> None:
+        self.direction = direction
+        self.num_deaths = 0
+        self._backend = backend
+        self._under_way: deque[_Submitted] = deque()
+        self._num_open = 0
+        self._start()
+
+    @property
+    def broken(self) -> bool:
+        return self.num_deaths >= _MAX_DEATHS
+
+    def submit(self, transfer: Transfer, barrier: Barrier | None) -> None:
+        self._num_open += 1
+        if self.broken:
+            self._under_way.append(_Submitted(transfer, None, LaneBroken(self.direction.value)))
+        else:
+            self._jobs.put((transfer, barrier))
+
+    def poll(self) -> list[Completion]:
+        """What has ended since the last call, in order of submission."""
+        completions: list[Completion] = []
+        if self._num_open == 0:
+            return completions
+        self._collect()
+        while self._under_way:
+            first = self._under_way[0]
+            try:
+                if first.error is None and first.pending and not first.pending.done():
+                    break
+            except Exception as failure:  # noqa: BLE001 - whatever it is, it is the transfer's
+                first.error = failure
+            self._under_way.popleft()
+            completions.append(Completion(first.transfer, first.error))
+        self._num_open -= len(completions)
+        return completions
+
+    def settle(self) -> None:
+        """Wait until every submitted transfer has been handed to the device, or has failed."""
+        with self._progress:
+            self._progress.wait_for(lambda: self._dead or self._num_handed == self._num_taken())
+        self._collect()
+
+    def close(self) -> list[Completion]:
+        """Let the thread finish what it was given, join it, and wait for the copies."""
+        self._jobs.put(None)
+        self._thread.join(_JOIN_SECONDS)
+        if self._thread.is_alive():
+            logger.error(
+                "The %s thread still copies after %.0f s; leaving it behind",
+                self.direction.value,
+                _JOIN_SECONDS,
+            )
+            return []
+        self._collect()
+        for submitted in self._under_way:
+            try:
+                if submitted.pending is not None:
+                    submitted.pending.wait()
+            except Exception as failure:  # noqa: BLE001 - as in poll
+                submitted.error = failure
+            submitted.pending = None
+        return self.poll()
+
+    def _start(self) -> None:
+        self._jobs: SimpleQueue[tuple[Transfer, Barrier | None] | None] = SimpleQueue()
+        self._submitted: SimpleQueue[_Submitted] = SimpleQueue()
+        self._progress = threading.Condition()
+        self._num_handed = 0
+        self._num_collected = 0
+        self._dead = False
+        self._thread = threading.Thread(
+            target=self._run, name=f"simple-offload-{self.direction.value}", daemon=True
+        )
+        self._thread.start()
+
+    def _num_taken(self) -> int:
+        """Transfers that the current thread has been given."""
+        return self._num_collected + self._num_open - len(self._under_way)
+
+    def _collect(self) -> None:
+        """Take what the thread has handed over; bury it if it has died."""
+        dead = self._dead
+        while True:
+            try:
+                self._under_way.append(self._submitted.get_nowait())
+                self._num_collected += 1
+            except Empty:
+                break
+        if dead and not self.broken:
+            self._bury()
+
+    def _bury(self) -> None:
+        """Fail what the dead thread never took, and start another unless this is the end."""
+        self.num_deaths += 1
+        while True:
+            try:
+                job = self._jobs.get_nowait()
+            except Empty:
+                break
+            if job is not None:
+                error = RuntimeError(f"the {self.direction.value} thread has died")
+                self._under_way.append(_Submitted(job[0], None, error))
+        if self.broken:
+            logger.error("The %s thread has died again: no more copies", self.direction.value)
+        else:
+            logger.error("The %s thread has died: starting another", self.direction.value)
+            self._start()
+
+    def _run(self) -> None:
+        entered = False
+        while (job := self._jobs.get()) is not None:
+            transfer, barrier = job
+            try:
+                if not entered:
+                    self._backend.enter_thread(self.direction)
+                    entered = True
+                pending = self._backend.copy(self.direction, transfer, barrier)
+                self._hand_over(_Submitted(transfer, pending))
+            except Exception as error:  # noqa: BLE001 - a failed transfer, and the thread goes on
+                self._hand_over(_Submitted(transfer, None, error))
+            except BaseException as error:  # noqa: BLE001 - a failed transfer, and its last one
+                self._hand_over(_Submitted(transfer, None, error), dead=True)
+                return
+
+    def _hand_over(self, submitted: _Submitted, dead: bool = False) -> None:
+        self._submitted.put(submitted)
+        with self._progress:
+            self._num_handed += 1
+            self._dead = dead
+            self._progress.notify_all()
+
+
+class TransferEngine:
+    """Hands transfers to a backend, loads and stores on a thread of their own each: to submit
+    a large store may take its thread milliseconds, and a load must not wait for that.
+
+    All methods are called by the engine's thread. Every transfer that was submitted is
+    returned by ``poll`` (or ``close``) exactly once.
+    """
+
+    def __init__(self, backend: CopyBackend) -> None:
+        self._backend = backend
+        self._lanes = {direction: _Lane(backend, direction) for direction in Direction}
+        self._closed = False
+
+    @property
+    def broken(self) -> bool:
+        """Whether a copy thread has died once too often. What is submitted now fails."""
+        return any(lane.broken for lane in self._lanes.values())
+
+    def submit(self, direction: Direction, transfer: Transfer, barrier: Barrier | None) -> None:
+        """Queue ``transfer``; it starts after ``barrier`` and after earlier ones of its
+        direction."""
+        if self._closed:
+            raise RuntimeError("the transfer engine is closed")
+        self._lanes[direction].submit(transfer, barrier)
+
+    def poll(self, direction: Direction) -> list[Completion]:
+        """Transfers of ``direction`` that have ended since the last call. Never waits."""
+        return self._lanes[direction].poll()
+
+    def settle(self) -> None:
+        """Wait until the threads have handed everything that was submitted to the device. The
+        copies themselves may still be under way."""
+        for lane in self._lanes.values():
+            lane.settle()
+
+    def close(self) -> list[Completion]:
+        """Finish what was submitted, join the threads, close the backend. Returns what ``poll``
+        had not. Calling it again does nothing."""
+        if self._closed:
+            return []
+        self._closed = True
+        completions = [end for lane in self._lanes.values() for end in lane.close()]
+        self._backend.close()
+        return completions
