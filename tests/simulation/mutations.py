@@ -1,0 +1,313 @@
+"""Bugs made on purpose. Each must be caught by the simulation: one that is not means that
+something is not checked."""
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from typing import Any
+from unittest.mock import patch
+
+from vllm.sampling_params import SamplingParams
+from vllm.utils.hashing import sha256
+from vllm.v1.core.kv_cache_utils import get_request_block_hasher
+from vllm.v1.request import Request
+
+from simple_offload.backends.base import Direction
+from simple_offload.scheduler.cpu_tier import CpuTier
+from simple_offload.scheduler.in_flight import Ended, InFlight
+from simple_offload.scheduler.loads import Loads
+from simple_offload.scheduler.policy import EagerPolicy
+from simple_offload.scheduler.stores import Stores
+from simple_offload.worker.transfers import _Lane
+from simple_offload.worker.worker import OffloadWorker
+from tests.simulation.device import ScriptedDevice
+from tests.simulation.script import Faults, Script
+from tests.simulation.world import World
+
+Replacement = Callable[..., Any]
+MUTATIONS: dict[str, Callable[[], Any]] = {}
+
+
+def scripts_for(name: str, seed: int) -> Script:
+    """The script of ``seed``, turned towards what lets the bug ``name`` show where ordinary
+    scripts seldom do."""
+    script = Script.draw(seed)
+    shape = replace(script.shape, num_host_blocks=300)
+    num_groups = len(shape.windows)
+    if name == "drop_load_barrier":
+        # As a consumer, vLLM itself keeps blocks that a step in flight may still touch.
+        shape = replace(
+            shape,
+            kv_role="kv_producer",
+            async_scheduling=True,
+            num_device_blocks=18 * num_groups,
+        )
+        return replace(script, shape=shape, lag=0.9, copy_speed=0.9, aborts=0.2, faults=Faults())
+    if name == "store_while_loading":
+        # Two requests load the same blocks, one load fails, the other request goes away.
+        shape = replace(
+            shape, load_failures="recompute", max_num_seqs=6, num_device_blocks=60 * num_groups
+        )
+        faults = Faults(load_error=0.5)
+        return replace(
+            script, shape=shape, copy_speed=0.1, aborts=0.3, arrivals=0.9, resets=0, faults=faults
+        )
+    return script
+
+
+def mutation(function: Callable[[ExitStack], None]) -> Callable[[ExitStack], None]:
+    """Register ``function``, which patches the bug in for as long as the stack is open."""
+
+    @contextmanager
+    def planted() -> Iterator[None]:
+        with ExitStack() as stack:
+            function(stack)
+            yield
+
+    MUTATIONS[function.__name__] = planted
+    return function
+
+
+def _replace(stack: ExitStack, owner: type, name: str, replacement: Replacement) -> None:
+    stack.enter_context(patch.object(owner, name, replacement))
+
+
+@mutation
+def commit_before_completion(stack: ExitStack) -> None:
+    submit = Stores.submit
+
+    def eager_commit(self: Stores) -> Any:
+        for pair in self._planned.pairs:
+            self.tier.pool._insert_block_hash(pair.key, pair.host_block, pair.num_tokens)
+        return submit(self)
+
+    _replace(stack, Stores, "submit", eager_commit)
+    _replace(stack, Stores, "check_integrity", lambda self: None)
+    _replace(stack, CpuTier, "commit", lambda self, block, *_: self.unpin((block,)))
+
+
+@mutation
+def drop_store_barrier(stack: ExitStack) -> None:
+    _drop_barrier(stack, Direction.STORE)
+
+
+@mutation
+def drop_load_barrier(stack: ExitStack) -> None:
+    _drop_barrier(stack, Direction.LOAD)
+
+
+def _drop_barrier(stack: ExitStack, direction: Direction) -> None:
+    init = ScriptedDevice.__init__
+
+    def careless(self: ScriptedDevice) -> None:
+        init(self)
+        self.ignore_barriers.add(direction)
+
+    _replace(stack, ScriptedDevice, "__init__", careless)
+
+
+@mutation
+def forget_unpin_after_load(stack: ExitStack) -> None:
+    finish = Loads.finish
+
+    def leaking(self: Loads, ended: Ended, device_pool: Any) -> bool:
+        with patch.object(CpuTier, "unpin", lambda self, blocks: None):
+            return finish(self, ended, device_pool)
+
+    _replace(stack, Loads, "finish", leaking)
+
+
+@mutation
+def forget_pin_of_hit(stack: ExitStack) -> None:
+    lookup = Loads.lookup
+
+    def unpinned(self: Loads, request: Any, num_computed_tokens: int) -> int:
+        num_tokens = lookup(self, request, num_computed_tokens)
+        hit = self._hits.get(request.request_id)
+        if hit is not None and hit.pins:
+            self.tier.unpin(hit.pins)
+            hit.pins.clear()
+        return num_tokens
+
+    _replace(stack, Loads, "lookup", unpinned)
+
+
+@mutation
+def evict_head_first(stack: ExitStack) -> None:
+    _replace(stack, CpuTier, "unpin", lambda self, blocks: self.pool.free_blocks(blocks))
+
+
+@mutation
+def lose_a_completion(stack: ExitStack) -> None:
+    note = OffloadWorker._note
+
+    def forgetful(self: OffloadWorker, direction: Direction, completion: Any) -> None:
+        if completion.transfer.id % 5 != 4:
+            note(self, direction, completion)
+
+    _replace(stack, OffloadWorker, "_note", forgetful)
+
+
+@mutation
+def submit_twice(stack: ExitStack) -> None:
+    def careless(self: OffloadWorker, direction: Direction, transfers: list[Any]) -> None:
+        assert self._engine is not None
+        for transfer in transfers:
+            self._engine.submit(direction, transfer, self._backend.barrier())
+
+    _replace(stack, OffloadWorker, "_submit", careless)
+
+
+@mutation
+def ignore_salt(stack: ExitStack) -> None:
+    unsalted: dict[bytes, bytes] = {}
+    add_request = World.add_request
+
+    def remember(self: World, request_id: str, prompt: list[int], *rest: Any) -> None:
+        add_request(self, request_id, prompt, *rest)
+        twin = Request(
+            request_id=request_id,
+            prompt_token_ids=prompt,
+            sampling_params=SamplingParams(max_tokens=1),
+            pooling_params=None,
+            block_hasher=get_request_block_hasher(self.shape.block_size, sha256),
+        )
+        salted = self.scheduler.requests[request_id].block_hashes
+        unsalted.update(zip(salted, twin.block_hashes, strict=True))
+
+    key, lookup = CpuTier.key, CpuTier.lookup
+
+    def strip(hashes: Any) -> Any:
+        return [unsalted.get(block_hash, block_hash) for block_hash in hashes]
+
+    _replace(stack, World, "add_request", remember)
+    _replace(stack, CpuTier, "key", lambda self, hashes, *rest: key(self, strip(hashes), *rest))
+    _replace(
+        stack, CpuTier, "lookup", lambda self, hashes, *a, **k: lookup(self, strip(hashes), *a, **k)
+    )
+    _accept_unhashed(stack)
+
+
+def _accept_unhashed(stack: ExitStack) -> None:
+    """The policy stores only what vLLM has hashed under the same key; let it store anything."""
+
+    def store(
+        self: EagerPolicy, block: Any, key: Any, parent: Any, group: int, index: int, _: bool
+    ) -> bool:
+        if self.stores.has(key) or block.is_null:
+            return True
+        num_tokens = (index + 1) * self.tier.block_sizes[group]
+        return self.stores.plan(block, key, parent, num_tokens, self._device_pool)
+
+    _replace(stack, EagerPolicy, "_store_block", store)
+
+
+@mutation
+def keep_a_failed_store(stack: ExitStack) -> None:
+    finish = Stores.finish
+    _replace(
+        stack,
+        Stores,
+        "finish",
+        lambda self, ended, pool: finish(self, Ended(ended.id, ok=True), pool),
+    )
+
+
+@mutation
+def offer_a_failed_block_again(stack: ExitStack) -> None:
+    _replace(stack, CpuTier, "drop", lambda self, blocks: None)
+
+
+@mutation
+def skip_one_rank(stack: ExitStack) -> None:
+    begin = InFlight.begin
+
+    def impatient(self: InFlight) -> int:
+        transfer_id = begin(self)
+        self._ranks_left[transfer_id] = max(1, self.num_ranks - 1)
+        return transfer_id
+
+    _replace(stack, InFlight, "begin", impatient)
+
+
+@mutation
+def believe_the_last_rank(stack: ExitStack) -> None:
+    end = InFlight.end
+
+    def gullible(self: InFlight, report: Any) -> list[Ended]:
+        self._failed.clear()
+        return end(self, report)
+
+    _replace(stack, InFlight, "end", gullible)
+
+
+@mutation
+def release_device_blocks_at_submission(stack: ExitStack) -> None:
+    def plan(self: Stores, device_block: Any, *rest: Any) -> bool:
+        with patch.object(type(rest[-1]), "touch", lambda self, blocks: None):
+            return plan_store(self, device_block, *rest)
+
+    def finish(self: Stores, ended: Ended, device_pool: Any) -> bool:
+        with patch.object(type(device_pool), "free_blocks", _only_of(self.tier.pool)):
+            return finish_store(self, ended, device_pool)
+
+    plan_store, finish_store = Stores.plan, Stores.finish
+    _replace(stack, Stores, "plan", plan)
+    _replace(stack, Stores, "finish", finish)
+    _replace(stack, Stores, "check_integrity", lambda self: None)
+
+
+def _only_of(wanted: Any) -> Replacement:
+    original = type(wanted).free_blocks
+
+    def free_blocks(self: Any, blocks: Any) -> None:
+        if self is wanted:
+            original(self, blocks)
+
+    return free_blocks
+
+
+@mutation
+def store_while_loading(stack: ExitStack) -> None:
+    _replace(stack, Loads, "is_loading", lambda self, request_id: False)
+
+
+@mutation
+def keep_stores_over_a_reset(stack: ExitStack) -> None:
+    _replace(stack, Stores, "abandon", lambda self, device_pool: None)
+
+
+@mutation
+def keep_the_tier_over_a_reset(stack: ExitStack) -> None:
+    _replace(stack, CpuTier, "reset", lambda self: None)
+
+
+@mutation
+def leave_the_dead_unburied(stack: ExitStack) -> None:
+    _replace(stack, _Lane, "_bury", lambda self: None)
+
+
+@mutation
+def load_into_the_next_block(stack: ExitStack) -> None:
+    submit = Loads.submit
+
+    def shifted(self: Loads) -> Any:
+        transfers = submit(self)
+        for transfer in transfers:
+            transfer.host_blocks[:] = transfer.host_blocks[::-1].copy()
+        return transfers
+
+    _replace(stack, Loads, "submit", shifted)
+
+
+@mutation
+def store_the_neighbour(stack: ExitStack) -> None:
+    submit = Stores.submit
+
+    def shifted(self: Stores) -> Any:
+        transfers = submit(self)
+        for transfer in transfers:
+            transfer.device_blocks[:] = transfer.device_blocks[::-1].copy()
+        return transfers
+
+    _replace(stack, Stores, "submit", shifted)

@@ -1,0 +1,258 @@
+"""Script: everything that happens to a world, drawn from one seed."""
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+
+from vllm.v1.request import RequestStatus
+
+from simple_offload.backends.base import Direction
+from tests.simulation.runner import Violation
+from tests.simulation.world import Rank, Shape, World
+
+_PATIENCE = 400
+"""Steps without any request making progress, nothing being held back, that count as a hang."""
+
+
+@dataclass(frozen=True)
+class Faults:
+    """How likely, per copy or per step, something goes wrong."""
+
+    load_error: float = 0.0
+    store_error: float = 0.0
+    thread_death: float = 0.0
+    repeated_hooks: float = 0.0
+
+
+@dataclass(frozen=True)
+class Script:
+    """A seed, an engine, and what its users and its fate do to it."""
+
+    seed: int
+    shape: Shape
+    num_requests: int = 12
+    arrivals: float = 0.25
+    aborts: float = 0.02
+    resets: float = 0.01
+    copy_speed: float = 0.5
+    """How likely, per step and rank, each waiting copy runs."""
+    lag: float = 0.5
+    """How likely the compute stream lags behind the host for a while."""
+    faults: Faults = field(default_factory=Faults)
+
+    @classmethod
+    def draw(cls, seed: int) -> "Script":
+        """A script that is a function of ``seed`` alone."""
+        rng = random.Random(seed)
+        windows = rng.choice([(0,), (0,), (0, 8), (8,), (0, 6, 6), (0, 16), (12, 5)])
+        faulty = rng.random() < 0.4
+        return cls(
+            seed=seed,
+            shape=Shape(
+                num_device_blocks=rng.randint(18, 36) * len(windows),
+                num_host_blocks=rng.choice([2, 5, 16, 40, 90, 300]) * len(windows),
+                windows=windows,
+                num_ranks=rng.choice([1, 1, 2, 3, 4]),
+                async_scheduling=rng.random() < 0.5,
+                block_outermost=rng.random() < 0.5,
+                max_num_seqs=rng.randint(1, 6),
+                max_num_batched_tokens=rng.choice([8, 16, 32, 64]),
+                max_model_len=60,
+                kv_role=rng.choice(["kv_both", "kv_both", "kv_producer", "kv_consumer"]),
+                load_failures=rng.choice(["recompute", "fail"]),
+            ),
+            num_requests=rng.randint(10, 60),
+            arrivals=rng.choice([0.1, 0.4, 0.9]),
+            aborts=rng.choice([0.0, 0.01, 0.1]),
+            resets=rng.choice([0.0, 0.0, 0.01, 0.05]),
+            copy_speed=rng.choice([0.1, 0.5, 0.9]),
+            lag=rng.choice([0.0, 0.3, 0.8]),
+            faults=Faults(
+                load_error=rng.choice([0.0, 0.1, 0.5]),
+                store_error=rng.choice([0.0, 0.1, 0.5]),
+                thread_death=rng.choice([0.0, 0.0, 0.01]),
+                repeated_hooks=rng.choice([0.0, 0.3]),
+            )
+            if faulty
+            else Faults(),
+        )
+
+    def without_faults(self) -> "Script":
+        """The same, on a machine where nothing fails."""
+        return replace(self, faults=Faults())
+
+
+@dataclass
+class Outcome:
+    """What a run did, for those who want to know that it did something."""
+
+    num_steps: int
+    num_blocks_loaded: int
+    num_finished: int
+    num_preemptions: int
+    num_faults: int
+
+
+class Play:
+    """Plays a script in a world until every request has ended and the world is at rest."""
+
+    def __init__(self, script: Script, make_world: Callable[[Shape], World] = World) -> None:
+        self.script = script
+        self.world = make_world(script.shape)
+        self._rng = random.Random(script.seed)
+        self._num_added = 0
+        self._epoch = 0
+        self._families = [self._tokens(self._rng.randint(8, 40)) for _ in range(4)]
+        self._histories: list[tuple[list[int], str | None]] = []
+        self._salts: dict[str, str | None] = {}
+        self._seen: set[str] = set()
+        self._num_faults = 0
+        self._num_preemptions = 0
+        self._weights_due = False
+
+    def run(self, max_steps: int | None = None) -> Outcome:
+        """Raises Violation. The world is closed afterwards in any case."""
+        world = self.world
+        patience = _PATIENCE
+        try:
+            while self._num_added < self.script.num_requests or world.scheduler.has_requests():
+                if max_steps is not None and world.num_steps >= max_steps:
+                    break
+                before = self._progress()
+                self._users()
+                hurry = patience < _PATIENCE // 2
+                world.step(
+                    repeat_hooks=self._chance(self.script.faults.repeated_hooks),
+                    meanwhile=lambda rank, hurry=hurry: self._fate(rank, hurry),  # type: ignore[misc]
+                )
+                for rank in world.ranks:
+                    self._fate(rank, hurry)
+                self._look()
+                patience = _PATIENCE if self._progress() != before else patience - 1
+                if patience == 0:
+                    raise Violation(f"hang: {world.scheduler.requests} make no progress")
+            if max_steps is None:
+                world.check_at_rest()
+        except Violation as violation:
+            raise Violation(f"seed {self.script.seed}, step {world.num_steps}: {violation}") from (
+                violation
+            )
+        finally:
+            world.close()
+        return Outcome(
+            world.num_steps,
+            world.num_blocks_loaded,
+            len(world.finished),
+            self._num_preemptions,
+            self._num_faults,
+        )
+
+    # Users
+
+    def _users(self) -> None:
+        world, script = self.world, self.script
+        if (
+            self._num_added < script.num_requests
+            and not self._weights_due
+            and self._chance(script.arrivals)
+        ):
+            self._add_request()
+        if world.requests and self._chance(script.aborts):
+            world.abort(self._rng.choice(sorted(world.requests)))
+        if self._chance(script.resets):
+            self._reset()
+        idle = not world.scheduler.has_unfinished_requests()
+        # As a weight update does: retried until neither pool holds anything old.
+        if self._weights_due and idle and world.reset(tier=True):
+            self._epoch += 1
+            self._weights_due = False
+            self._histories.clear()
+
+    def _add_request(self) -> None:
+        if self._histories and self._chance(0.4):
+            prompt, salt = self._rng.choice(self._histories)
+            prompt = prompt + self._tokens(self._rng.randint(1, 9))
+        else:
+            family = self._rng.choice(self._families)
+            kept = len(family) if self._chance(0.8) else self._rng.randint(0, len(family))
+            prompt = family[:kept] + self._tokens(self._rng.randint(1, 12))
+            salt = self._rng.choice([None, None, "red", "blue"])
+        max_tokens = self._rng.randint(1, 12)
+        prompt = prompt[: self.script.shape.max_model_len - max_tokens - 1]
+        request_id = f"r{self._num_added}"
+        self._num_added += 1
+        self._salts[request_id] = salt
+        self.world.add_request(request_id, prompt, max_tokens, salt, self._epoch)
+
+    def _reset(self) -> None:
+        world = self.world
+        kind = self._rng.choice(["device", "both", "preempt", "weights"])
+        if kind == "weights":
+            self._weights_due = True
+        elif kind == "preempt":
+            # vLLM refuses this while requests wait for loads or blocks are held elsewhere.
+            held = world.loading or world.connector.has_pending_push_work()
+            if not held and not self.script.shape.async_scheduling:
+                world.reset(tier=False, preempt=True)
+        else:
+            world.reset(tier=kind == "both")
+
+    # Fate
+
+    def _fate(self, rank: Rank, hurry: bool) -> None:
+        """Let the device get on with some of what it has been given."""
+        device, faults = rank.device, self.script.faults
+        while not self._chance(self.script.lag) and device.compute_one():
+            pass
+        for direction in Direction:
+            if self._chance(faults.thread_death):
+                device.fatal[direction] += 1
+                self._num_faults += 1
+            while device.can_copy(direction) and (hurry or self._chance(self.script.copy_speed)):
+                likely = faults.load_error if direction is Direction.LOAD else faults.store_error
+                fail_after = None
+                if self._chance(likely):
+                    num_blocks = len(device.copies[direction][0].transfer.host_blocks)
+                    fail_after = self._rng.randint(0, num_blocks)
+                    self._num_faults += 1
+                device.copy_one(direction, fail_after)
+
+    # Looking
+
+    def _look(self) -> None:
+        world = self.world
+        world.check()
+        for request_id in sorted(set(world.finished) - self._seen):
+            self._seen.add(request_id)
+            world.check_finished(request_id)
+            tokens, status = world.finished[request_id]
+            story = world.stories[request_id]
+            if status == RequestStatus.FINISHED_ERROR and not self._num_faults:
+                raise Violation(f"{request_id} failed although nothing did")
+            if status == RequestStatus.FINISHED_LENGTH_CAPPED:
+                history = story.tokens[: story.num_prompt_tokens] + tokens
+                self._histories.append((history, self._salts[request_id]))
+
+    def _progress(self) -> tuple[int, ...]:
+        requests = self.world.requests.values()
+        self._num_preemptions = max(
+            self._num_preemptions, sum(request.num_preemptions for request in requests)
+        )
+        return (
+            len(self.world.finished),
+            self._num_added,
+            *(request.num_computed_tokens for request in requests),
+            *(request.num_preemptions for request in requests),
+            *(len(c) for rank in self.world.ranks for c in rank.device.copies.values()),
+        )
+
+    def _tokens(self, count: int) -> list[int]:
+        return [self._rng.randrange(97) for _ in range(count)]
+
+    def _chance(self, probability: float) -> bool:
+        return self._rng.random() < probability
+
+
+def play(seed: int, make_world: Callable[[Shape], World] = World) -> Outcome:
+    """Play the script of ``seed``. Raises Violation, whose message names the seed."""
+    return Play(Script.draw(seed), make_world).run()

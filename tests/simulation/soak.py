@@ -1,0 +1,52 @@
+"""Soak: ``python -m tests.simulation.soak --steps N --seed S`` plays scripts, each from the next
+seed, until N engine steps have been made. Exit code 1 and the seed on any violation."""
+
+import argparse
+import logging
+import sys
+import time
+
+from rich.console import Console
+from rich.progress import Progress
+
+from tests.simulation.script import play
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--steps", type=int, default=100_000, help="engine steps to make")
+    parser.add_argument("--seed", type=int, default=0, help="the first script's seed")
+    arguments = parser.parse_args()
+    if arguments.steps < 1:
+        parser.error(f"--steps={arguments.steps}: must be at least 1")
+    logging.disable(logging.CRITICAL)  # faults on purpose log an error each
+    console = Console()
+    steps = loaded = requests = faults = 0
+    seed = arguments.seed
+    start = time.monotonic()
+    with Progress(console=console) as progress:
+        task = progress.add_task("engine steps", total=arguments.steps)
+        while steps < arguments.steps:
+            try:
+                outcome = play(seed)
+            except Exception as error:  # noqa: BLE001 - an assertion of vLLM's counts as well
+                progress.stop()
+                console.print(f"seed {seed}: {type(error).__name__}: {error}", markup=False)
+                console.print(f"replay: make soak STEPS=1 SEED={seed}", markup=False)
+                return 1
+            steps += outcome.num_steps
+            loaded += outcome.num_blocks_loaded
+            requests += outcome.num_finished
+            faults += outcome.num_faults
+            seed += 1
+            progress.update(task, completed=steps)
+    console.print(
+        f"{steps:,} steps in {seed - arguments.seed:,} scripts from seed {arguments.seed}: "
+        f"{requests:,} requests, {loaded:,} blocks loaded, {faults:,} faults, no violation "
+        f"({time.monotonic() - start:.0f} s)"
+    )
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

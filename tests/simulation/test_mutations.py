@@ -1,0 +1,19 @@
+"""The simulation catches every bug that was made on purpose."""
+
+import pytest
+
+from tests.simulation.mutations import MUTATIONS, scripts_for
+from tests.simulation.script import Play
+
+_MAX_SEEDS = 150
+
+
+@pytest.mark.parametrize("name", MUTATIONS)
+def test_planted_bug_is_caught(name: str) -> None:
+    with MUTATIONS[name]():
+        for seed in range(_MAX_SEEDS):
+            try:
+                Play(scripts_for(name, seed)).run()
+            except Exception:  # noqa: BLE001 - a violation, or a refusal by vLLM's or our own code
+                return
+    pytest.fail(f"{name}: nobody noticed in {_MAX_SEEDS} scripts")

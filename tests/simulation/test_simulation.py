@@ -1,0 +1,111 @@
+"""Scripts in which nothing may go wrong, whatever goes wrong."""
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from tests.simulation.runner import Violation
+from tests.simulation.script import Faults, Play, Script, play
+from tests.simulation.world import Shape
+
+_NUM_SEEDS = 60
+_PER_TEST = 10
+
+shapes = st.builds(
+    Shape,
+    num_device_blocks=st.integers(40, 90),
+    num_host_blocks=st.integers(2, 200),
+    windows=st.sampled_from([(0,), (8,), (0, 8), (0, 6, 6)]),
+    num_ranks=st.integers(1, 4),
+    async_scheduling=st.booleans(),
+    block_outermost=st.booleans(),
+    max_num_seqs=st.integers(1, 6),
+    max_num_batched_tokens=st.sampled_from([8, 16, 32, 64]),
+    kv_role=st.sampled_from(["kv_both", "kv_producer", "kv_consumer"]),
+    load_failures=st.sampled_from(["recompute", "fail"]),
+    max_model_len=st.just(48),
+)
+chances = st.sampled_from([0.0, 0.05, 0.3])
+scripts = st.builds(
+    Script,
+    seed=st.integers(0, 2**32),
+    shape=shapes,
+    num_requests=st.integers(1, 30),
+    arrivals=st.sampled_from([0.1, 0.9]),
+    aborts=chances,
+    resets=chances,
+    copy_speed=st.sampled_from([0.1, 0.5, 1.0]),
+    lag=st.sampled_from([0.0, 0.5, 0.9]),
+    faults=st.builds(
+        Faults,
+        load_error=chances,
+        store_error=chances,
+        thread_death=st.sampled_from([0.0, 0.0, 0.02]),
+        repeated_hooks=chances,
+    ),
+)
+
+
+@pytest.mark.parametrize("first", range(0, _NUM_SEEDS, _PER_TEST))
+def test_seeds(first: int) -> None:
+    outcomes = [play(seed) for seed in range(first, first + _PER_TEST)]
+    assert sum(outcome.num_finished for outcome in outcomes) > 0
+    assert sum(outcome.num_blocks_loaded for outcome in outcomes) > 0
+
+
+@settings(
+    max_examples=60,
+    deadline=None,
+    derandomize=True,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
+)
+@given(scripts)
+def test_scripts(script: Script) -> None:
+    Play(script).run()
+
+
+def test_same_seed_same_run() -> None:
+    assert [play(seed) for seed in range(8)] == [play(seed) for seed in range(8)]
+
+
+def test_preemption_storm() -> None:
+    """A device pool that two requests fill, for six."""
+    script = replace(
+        Script.draw(5),
+        shape=Shape(num_device_blocks=20, max_model_len=60, max_num_seqs=6, num_host_blocks=100),
+        arrivals=0.9,
+        aborts=0.0,
+        resets=0.0,
+        num_requests=40,
+    )
+    outcome = Play(script.without_faults()).run()
+    assert outcome.num_preemptions > 0
+    assert outcome.num_blocks_loaded > 0
+    assert outcome.num_finished == script.num_requests
+
+
+def test_faults_happen_and_every_request_ends() -> None:
+    script = replace(
+        Script.draw(3),
+        faults=Faults(load_error=0.5, store_error=0.3),
+        shape=replace(Script.draw(3).shape, load_failures="recompute"),
+        aborts=0.0,
+        num_requests=40,
+        arrivals=0.9,
+    )
+    outcome = Play(script).run()
+    assert outcome.num_faults > 0
+    assert outcome.num_finished == script.num_requests
+
+
+def test_violation_names_its_seed() -> None:
+    play_ = Play(Script.draw(11))
+    play_.world.check = _always_wrong  # type: ignore[method-assign]
+    with pytest.raises(Violation, match="seed 11, step 1: planted"):
+        play_.run()
+
+
+def _always_wrong() -> None:
+    raise Violation("planted")

@@ -1,0 +1,450 @@
+"""World: one engine, stepped by hand."""
+
+import tempfile
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, Literal, cast
+
+import torch
+from transformers import LlamaConfig
+from vllm.config import (
+    CacheConfig,
+    DeviceConfig,
+    KVTransferConfig,
+    ModelConfig,
+    ParallelConfig,
+    SchedulerConfig,
+    VllmConfig,
+)
+from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata
+from vllm.sampling_params import SamplingParams
+from vllm.utils.hashing import sha256
+from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.kv_cache_interface import (
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    KVCacheTensor,
+    SlidingWindowSpec,
+)
+from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
+from vllm.v1.request import Request, RequestStatus
+from vllm.v1.structured_output import StructuredOutputManager
+
+from simple_offload.backends.base import Direction
+from simple_offload.config import OffloadConfig
+from simple_offload.metadata import StepMetadata, Transfer, WorkerReport
+from simple_offload.worker.worker import OffloadWorker
+from tests.simulation.device import KVMemory, ScriptedCopy, ScriptedDevice
+from tests.simulation.identity import Story
+from tests.simulation.runner import Runner, Violation
+
+NUM_LAYERS = 2
+
+
+@dataclass(frozen=True)
+class Shape:
+    """An engine: its pools, its model's groups (0: full attention, else a window in tokens),
+    and how it is run."""
+
+    num_device_blocks: int = 24
+    num_host_blocks: int = 40
+    block_size: int = 4
+    windows: tuple[int, ...] = (0,)
+    num_ranks: int = 1
+    async_scheduling: bool = False
+    block_outermost: bool = False
+    max_num_seqs: int = 4
+    max_num_batched_tokens: int = 32
+    kv_role: Literal["kv_both", "kv_producer", "kv_consumer"] = "kv_both"
+    load_failures: Literal["recompute", "fail"] = "recompute"
+    max_model_len: int = 80
+
+
+@dataclass(eq=False)
+class Rank:
+    """One worker process."""
+
+    worker: OffloadWorker
+    device: ScriptedDevice
+    runner: Runner
+
+
+@dataclass
+class _Step:
+    scheduled: SchedulerOutput
+    outputs: list[KVConnectorOutput]
+    positions: list[int]
+    samples: dict[str, list[int]] = field(default_factory=dict)
+
+
+class World:
+    """``step`` schedules and submits one engine step; with async scheduling, the output of the
+    step before is processed only then."""
+
+    def __init__(self, shape: Shape) -> None:
+        self.shape = shape
+        self.config = make_vllm_config(shape)
+        self.kv_cache_config = make_kv_cache_config(shape)
+        scheduler_class = AsyncScheduler if shape.async_scheduling else Scheduler
+        self.scheduler: Scheduler = scheduler_class(
+            vllm_config=self.config,
+            kv_cache_config=self.kv_cache_config,
+            structured_output_manager=StructuredOutputManager(self.config),
+            block_size=shape.block_size,
+            log_stats=False,
+        )
+        self.connector = cast(Any, self.scheduler.connector)
+        self.stories: dict[str, Story] = {}
+        self.ranks = [self._make_rank(rank) for rank in range(shape.num_ranks)]
+        self.connector.set_xfer_handshake_metadata_pp_aware(
+            {(0, rank): self.ranks[rank].worker.capacity for rank in range(shape.num_ranks)}
+        )
+        self.finished: dict[str, tuple[list[int], RequestStatus]] = {}
+        self.requests: dict[str, Request] = {}
+        self.num_steps = 0
+        self.num_blocks_loaded = 0
+        self._loads: dict[int, Transfer] = {}
+        self._stores: dict[int, Transfer] = {}
+        self._failed: set[int] = set()
+        self._forgotten: set[int] = set()
+        self._aggregator = KVOutputAggregator(shape.num_ranks)
+        self._open_steps: deque[_Step] = deque()
+
+    def _make_rank(self, rank: int) -> Rank:
+        shape = self.shape
+        memory = KVMemory(
+            shape.num_device_blocks,
+            shape.block_size,
+            NUM_LAYERS,
+            len(shape.windows),
+            shape.block_outermost,
+        )
+        extra: dict[str, Any] = {"num_cpu_blocks": shape.num_host_blocks}
+        worker = OffloadWorker(
+            self.kv_cache_config, OffloadConfig.parse(extra, shape.num_ranks), shape.num_ranks
+        )
+        device = ScriptedDevice()
+        worker._backend = device
+        worker.register_kv_caches(memory.kv_caches())
+        runner = Runner(rank, memory, shape.windows, shape.block_size, self.stories)
+        return Rank(worker, device, runner)
+
+    # What users do
+
+    def add_request(
+        self, request_id: str, prompt: list[int], max_tokens: int, salt: str | None, epoch: int
+    ) -> None:
+        """Hand a request to the scheduler."""
+        self.stories[request_id] = Story(prompt, max_tokens, salt, epoch)
+        request = Request(
+            request_id=request_id,
+            prompt_token_ids=prompt,
+            sampling_params=SamplingParams(max_tokens=max_tokens, ignore_eos=True),
+            pooling_params=None,
+            cache_salt=salt,
+            block_hasher=get_request_block_hasher(self.shape.block_size, sha256),
+        )
+        self.requests[request_id] = request
+        self.scheduler.add_request(request)
+
+    def abort(self, request_id: str) -> None:
+        """A client has gone away."""
+        self.scheduler.finish_requests(request_id, RequestStatus.FINISHED_ABORTED)
+
+    def reset(self, tier: bool, preempt: bool = False) -> bool:
+        """Reset the device's prefix cache and, with ``tier``, the host's; whether vLLM says that
+        nothing of before is left."""
+        if tier:
+            in_flight = self.connector.scheduler.ids_in_flight
+            self._forgotten |= in_flight & self._stores.keys()
+        return bool(
+            self.scheduler.reset_prefix_cache(reset_running_requests=preempt, reset_connector=tier)
+        )
+
+    @property
+    def loading(self) -> bool:
+        """Whether a request waits for host blocks."""
+        return any(
+            request.status == RequestStatus.WAITING_FOR_REMOTE_KVS
+            for request in self.scheduler.requests.values()
+        )
+
+    # What the engine does
+
+    def step(
+        self,
+        repeat_hooks: bool = False,
+        meanwhile: Callable[[Rank], None] = lambda rank: None,
+    ) -> None:
+        """Schedule one step, submit it on every rank, and process the oldest output.
+        ``meanwhile``: what each rank's device does before that output is due."""
+        self.num_steps += 1
+        scheduled = self.scheduler.schedule()
+        step = _Step(scheduled, [], [])
+        for rank in self.ranks:
+            output, position = self._execute(rank, step, repeat_hooks)
+            step.outputs.append(output)
+            step.positions.append(position)
+            meanwhile(rank)
+        self._open_steps.append(step)
+        depth = 2 if self.shape.async_scheduling else 1
+        idle = scheduled.total_num_scheduled_tokens == 0
+        while len(self._open_steps) >= depth or (idle and self._open_steps):
+            self._process_output(self._open_steps.popleft())
+
+    def _execute(
+        self, rank: Rank, step: _Step, repeat_hooks: bool
+    ) -> tuple[KVConnectorOutput, int]:
+        """One rank's model runner: the hooks in the order of vLLM's V1 runner."""
+        scheduled = step.scheduled
+        worker, device = rank.worker, rank.device
+        metadata = self.to_step_metadata(scheduled.kv_connector_metadata)
+        self._stores.update((store.id, store) for store in metadata.stores)
+        for load in metadata.loads:
+            self._loads[load.id] = load
+            self.num_blocks_loaded += len(load.host_blocks)
+        worker.bind(metadata)
+        if repeat_hooks:
+            worker.bind(metadata)
+        batch = rank.runner.update(scheduled)
+        samples = step.samples if rank is self.ranks[0] else {}
+        position = device.queue_compute(lambda: rank.runner.compute(batch, samples))
+        for _ in range(2 if repeat_hooks else 1):
+            worker.submit_loads()
+        for _ in range(2 if repeat_hooks else 1):
+            worker.submit_stores()
+        assert worker._engine is not None
+        worker._engine.settle()
+        loaded, failed = worker.poll()
+        output = KVConnectorOutput(
+            finished_recving=loaded,
+            failed_recving=failed,
+            kv_connector_worker_meta=worker.take_report(),
+        )
+        worker.unbind()
+        return output, position
+
+    def to_step_metadata(self, metadata: KVConnectorMetadata | None) -> StepMetadata:
+        """What the connector sends down, as our workers read it."""
+        assert isinstance(metadata, StepMetadata)
+        return metadata
+
+    def _process_output(self, step: _Step) -> None:
+        for rank, position in zip(self.ranks, step.positions, strict=True):
+            rank.device.compute_until(position)
+        req_ids = list(step.scheduled.num_scheduled_tokens)
+        outputs: list[ModelRunnerOutput | None] = [
+            ModelRunnerOutput(
+                req_ids=req_ids,
+                req_id_to_index={req_id: index for index, req_id in enumerate(req_ids)},
+                sampled_token_ids=[step.samples.get(req_id, []) for req_id in req_ids],
+                kv_connector_output=output,
+            )
+            for output in step.outputs
+        ]
+        combined = self._aggregator.aggregate(outputs)
+        assert combined is not None
+        for client_outputs in self.scheduler.update_from_output(step.scheduled, combined).values():
+            for output in client_outputs.outputs:
+                if output.finish_reason is not None and output.request_id in self.requests:
+                    self._note_finished(output.request_id)
+        self._spoil_failed(combined.kv_connector_output)
+        self._check_forgotten()
+        for request_id in [r for r in self.requests if self.requests[r].is_finished()]:
+            self._note_finished(request_id)
+
+    def _spoil_failed(self, output: KVConnectorOutput | None) -> None:
+        """Once the scheduler side knows that host blocks could not be loaded, their memory may
+        be broken: whoever loads them again shall notice."""
+        report = output.kv_connector_worker_meta if output is not None else None
+        if isinstance(report, WorkerReport):
+            self._failed.update(id for id in report.failed if id in self._loads)
+        for transfer_id in sorted(self._failed - self.connector.scheduler.ids_in_flight):
+            self._failed.discard(transfer_id)
+            for rank in self.ranks:
+                rank.device.spoil(self._loads[transfer_id].host_blocks.tolist())
+
+    def _check_forgotten(self) -> None:
+        for transfer_id in sorted(self._forgotten - self.connector.scheduler.ids_in_flight):
+            self._forgotten.discard(transfer_id)
+            for block_id in self._stores[transfer_id].host_blocks.tolist():
+                if self.connector.scheduler.tier.pool.blocks[block_id].block_hash is not None:
+                    raise Violation(f"store {transfer_id} was committed after a reset")
+
+    def _note_finished(self, request_id: str) -> None:
+        request = self.requests.pop(request_id)
+        tokens = list(request.output_token_ids)
+        self.finished[request_id] = (tokens, request.status)
+
+    # What nobody must see
+
+    def check(self) -> None:
+        """Raise Violation when the bookkeeping is inconsistent, or a block that a copy is still
+        to touch could be handed to somebody else."""
+        try:
+            self.connector.scheduler.check_integrity()
+        except AssertionError as error:
+            raise Violation(f"integrity: {error}") from error
+        device_pool = self.scheduler.kv_cache_manager.block_pool
+        host_pool = self.connector.scheduler.tier.pool
+        for rank in self.ranks:
+            filling, reading = (
+                {block for copy in rank.device.copies[direction] for block in _device_blocks(copy)}
+                for direction in (Direction.LOAD, Direction.STORE)
+            )
+            if filling & reading:
+                raise Violation(f"device blocks {filling & reading} are stored while being loaded")
+            for copy in (c for copies in rank.device.copies.values() for c in copies):
+                for pool, blocks in (
+                    (device_pool, copy.transfer.device_blocks),
+                    (host_pool, copy.transfer.host_blocks),
+                ):
+                    for block_id in blocks.tolist():
+                        if pool.blocks[block_id].ref_cnt == 0:
+                            raise Violation(f"block {block_id} is free during {copy.transfer.id}")
+
+    def check_at_rest(self) -> None:
+        """Raise Violation unless every block is free and every map empty."""
+        device_pool = self.scheduler.kv_cache_manager.block_pool
+        scheduler = self.connector.scheduler
+        for name, pool, size in (
+            ("device", device_pool, self.shape.num_device_blocks),
+            ("host", scheduler.tier.pool, scheduler.tier.num_blocks),
+        ):
+            if pool.get_num_free_blocks() != size - 1:
+                raise Violation(f"{size - 1 - pool.get_num_free_blocks()} {name} blocks leaked")
+        if scheduler.num_in_flight or scheduler.has_pending_work() or scheduler.num_followed:
+            raise Violation("the connector still follows requests or transfers")
+        if self.scheduler.requests or self.requests:
+            raise Violation(f"requests never ended: {list(self.scheduler.requests)}")
+        for rank in self.ranks:
+            if any(rank.device.copies.values()):
+                raise Violation("copies that nobody waits for")
+
+    def check_finished(self, request_id: str) -> None:
+        """Raise Violation unless the request said what it would have said without a host tier:
+        all of it, or a beginning if it was aborted or failed on purpose."""
+        tokens, status = self.finished[request_id]
+        story = self.stories[request_id]
+        expected = story.tokens[story.num_prompt_tokens : -1]
+        complete = status == RequestStatus.FINISHED_LENGTH_CAPPED
+        if complete and len(tokens) != len(expected):
+            raise Violation(f"{request_id}: {len(tokens)} tokens instead of {len(expected)}")
+        if tokens != expected[: len(tokens)]:
+            raise Violation(f"{request_id}: said {tokens}, should have said {expected}")
+
+    def close(self) -> None:
+        """Shut the workers down; copies under way complete."""
+        for rank in self.ranks:
+            assert rank.worker._engine is not None
+            rank.worker._engine.settle()
+            rank.device.abandon()
+            rank.worker.shutdown()
+        self.scheduler.shutdown()
+
+
+def _device_blocks(copy: ScriptedCopy) -> list[int]:
+    blocks: list[int] = copy.transfer.device_blocks.tolist()
+    return blocks
+
+
+@lru_cache(maxsize=1)
+def _model_directory() -> Path:
+    directory = Path(tempfile.mkdtemp(prefix="simple-offload-sim-"))
+    LlamaConfig(
+        architectures=["LlamaForCausalLM"],
+        vocab_size=128,
+        hidden_size=64,
+        num_hidden_layers=NUM_LAYERS,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        max_position_embeddings=4096,
+    ).save_pretrained(directory)
+    return directory
+
+
+@lru_cache(maxsize=4)
+def _model_config(max_model_len: int) -> ModelConfig:
+    return ModelConfig(
+        model=str(_model_directory()),
+        skip_tokenizer_init=True,
+        max_model_len=max_model_len,
+        dtype="float32",
+    )
+
+
+def make_vllm_config(shape: Shape) -> VllmConfig:
+    """What ``vllm serve`` would be configured with. The ranks are not processes here, so their
+    number is set on the side."""
+    init_none_hash(sha256)
+    cache_config = CacheConfig(block_size=shape.block_size, enable_prefix_caching=True)
+    cache_config.num_gpu_blocks = shape.num_device_blocks
+    config = VllmConfig(
+        model_config=_model_config(shape.max_model_len),
+        cache_config=cache_config,
+        scheduler_config=SchedulerConfig(
+            max_num_seqs=shape.max_num_seqs,
+            max_num_batched_tokens=shape.max_num_batched_tokens,
+            max_model_len=shape.max_model_len,
+            is_encoder_decoder=False,
+            enable_chunked_prefill=True,
+            async_scheduling=shape.async_scheduling,
+            disable_hybrid_kv_cache_manager=False,
+        ),
+        parallel_config=ParallelConfig(),
+        device_config=DeviceConfig("cpu"),
+        kv_transfer_config=KVTransferConfig(
+            kv_connector="SimpleCPUOffloadConnector",
+            kv_connector_module_path="simple_offload",
+            kv_role=shape.kv_role,
+            kv_load_failure_policy=shape.load_failures,
+            kv_connector_extra_config={"num_cpu_blocks": shape.num_host_blocks},
+        ),
+    )
+    config.cache_config.block_size = shape.block_size
+    config.scheduler_config.async_scheduling = shape.async_scheduling
+    config.parallel_config.world_size = shape.num_ranks
+    return config
+
+
+def make_kv_cache_config(shape: Shape) -> KVCacheConfig:
+    """One group for each window, their layers over each other."""
+    memory = KVMemory(
+        shape.num_device_blocks,
+        shape.block_size,
+        NUM_LAYERS,
+        len(shape.windows),
+        shape.block_outermost,
+    )
+    common: dict[str, Any] = dict(
+        block_size=shape.block_size, num_kv_heads=1, head_size=1, dtype=torch.float32
+    )
+    return KVCacheConfig(
+        num_blocks=shape.num_device_blocks,
+        kv_cache_tensors=[
+            KVCacheTensor(
+                size=memory.size,
+                layers=list(names),
+                layer_stride=memory.layer_stride,
+                block_stride=memory.block_stride,
+            )
+            for names in memory.layer_names
+        ],
+        kv_cache_groups=[
+            KVCacheGroupSpec(
+                list(names),
+                SlidingWindowSpec(sliding_window=window, **common)
+                if window
+                else FullAttentionSpec(**common),
+            )
+            for names, window in zip(memory.layer_names, shape.windows, strict=True)
+        ],
+    )
