@@ -10,11 +10,12 @@ FITTING_PYTHON = $(shell for p in $(PYTHON); do \
 GPU_PYTHON ?= python3
 ARGS ?=
 STEPS ?= 100000
+SCRIPTS ?= 200
 SEED ?= 0
 VENV_PYTHON := .venv/bin/python
 
 .DEFAULT_GOAL := help
-.PHONY: help set-up demo test check soak test-gpu clean
+.PHONY: help set-up demo test check soak simulate-builtin test-gpu clean
 
 help: ## List the targets
 	@sed -nE 's/^([a-z-]+):[^#]*## (.*)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 18
@@ -37,6 +38,9 @@ check: set-up ## Formatting, lint and types
 
 soak: set-up ## Simulate STEPS engine steps (default 100000) from SEED (default 0), checking every page
 	@$(VENV_PYTHON) -m tests.simulation.soak --steps $(STEPS) --seed $(SEED)
+
+simulate-builtin: set-up ## The same SCRIPTS (default 200) for vLLM's own connector: which fail, and how
+	@$(VENV_PYTHON) -m tests.simulation.builtin --scripts $(SCRIPTS) --seed $(SEED)
 
 test-gpu: ## Tests that need an accelerator, in the environment of GPU_PYTHON (default python3)
 	$(GPU_PYTHON) -m pytest -m gpu $(ARGS)

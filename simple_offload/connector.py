@@ -142,6 +142,14 @@ class SimpleCPUOffloadConnector(KVConnectorBase_V1, SupportsHMA):
         if self.worker is not None:
             self.worker.register_kv_caches(kv_caches)
 
+    def unregister_kv_caches(self) -> None:
+        """vLLM 0.33, before sleep."""
+        if self.worker is not None:
+            self.worker.drain()
+
+    def restore_kv_caches(self) -> None:
+        """Nothing, on vLLM 0.33, after sleep: KV memory comes back at the same addresses."""
+
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
         return self.worker.capacity if self.worker is not None else None
 

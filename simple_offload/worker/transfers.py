@@ -49,11 +49,17 @@ class _Lane:
         self._backend = backend
         self._under_way: deque[_Submitted] = deque()
         self._num_open = 0
+        self._closing = False
         self._start()
 
     @property
     def broken(self) -> bool:
         return self.num_deaths >= _MAX_DEATHS
+
+    @property
+    def stuck(self) -> bool:
+        """Whether the thread goes on although the lane has been closed."""
+        return self._closing and self._thread.is_alive()
 
     def submit(self, transfer: Transfer, barrier: Barrier | None) -> None:
         self._num_open += 1
@@ -86,18 +92,9 @@ class _Lane:
             self._progress.wait_for(lambda: self._dead or self._num_handed == self._num_taken())
         self._collect()
 
-    def close(self) -> list[Completion]:
-        """Let the thread finish what it was given, join it, and wait for the copies."""
-        self._jobs.put(None)
-        self._thread.join(_JOIN_SECONDS)
-        if self._thread.is_alive():
-            logger.error(
-                "The %s thread still copies after %.0f s; leaving it behind",
-                self.direction.value,
-                _JOIN_SECONDS,
-            )
-            return []
-        self._collect()
+    def drain(self) -> None:
+        """Wait until every submitted transfer has ended; ``poll`` still has them to return."""
+        self.settle()
         for submitted in self._under_way:
             try:
                 if submitted.pending is not None:
@@ -105,6 +102,20 @@ class _Lane:
             except Exception as failure:  # noqa: BLE001 - as in poll
                 submitted.error = failure
             submitted.pending = None
+
+    def close(self) -> list[Completion]:
+        """Let the thread finish what it was given, join it, and wait for the copies."""
+        self._closing = True
+        self._jobs.put(None)
+        self._thread.join(_JOIN_SECONDS)
+        if self.stuck:
+            logger.error(
+                "The %s thread still copies after %.0f s; leaving it behind",
+                self.direction.value,
+                _JOIN_SECONDS,
+            )
+            return []
+        self.drain()
         return self.poll()
 
     def _start(self) -> None:
@@ -146,7 +157,9 @@ class _Lane:
             if job is not None:
                 error = RuntimeError(f"the {self.direction.value} thread has died")
                 self._under_way.append(_Submitted(job[0], None, error))
-        if self.broken:
+        if self._closing:
+            self.num_deaths = _MAX_DEATHS
+        elif self.broken:
             logger.error("The %s thread has died again: no more copies", self.direction.value)
         else:
             logger.error("The %s thread has died: starting another", self.direction.value)
@@ -194,6 +207,11 @@ class TransferEngine:
         """Whether a copy thread has died once too often. What is submitted now fails."""
         return any(lane.broken for lane in self._lanes.values())
 
+    @property
+    def stuck(self) -> bool:
+        """Whether a thread goes on although the engine has been closed."""
+        return any(lane.stuck for lane in self._lanes.values())
+
     def submit(self, direction: Direction, transfer: Transfer, barrier: Barrier | None) -> None:
         """Queue ``transfer``; it starts after ``barrier`` and after earlier ones of its
         direction."""
@@ -211,12 +229,21 @@ class TransferEngine:
         for lane in self._lanes.values():
             lane.settle()
 
+    def drain(self) -> None:
+        """Wait until everything that was submitted has ended. ``poll`` still returns it."""
+        for lane in self._lanes.values():
+            lane.drain()
+
     def close(self) -> list[Completion]:
         """Finish what was submitted, join the threads, close the backend. Returns what ``poll``
-        had not. Calling it again does nothing."""
+        had not. Calling it again does nothing.
+
+        A thread that does not end within a minute is left behind, and the backend, whose memory
+        it may be writing to, is left open."""
         if self._closed:
             return []
         self._closed = True
         completions = [end for lane in self._lanes.values() for end in lane.close()]
-        self._backend.close()
+        if not self.stuck:
+            self._backend.close()
         return completions

@@ -40,7 +40,8 @@ class OffloadWorker:
         regions = find_regions(kv_caches, self._kv_cache_config)
         block_bytes = sum(region.shape[1] for region in regions)
         num_blocks = self.config.num_host_blocks(max(block_bytes, 1), self._num_ranks)
-        check_fits_memory(num_blocks * block_bytes, "num_cpu_blocks", self.config.num_cpu_blocks)
+        needed = num_blocks * block_bytes * self._num_ranks
+        check_fits_memory(needed, "num_cpu_blocks", self.config.num_cpu_blocks)
         self.host_pool = HostPool(self._backend, regions, num_blocks)
         self._backend.open(regions, self.host_pool.tensors)
         self._engine = TransferEngine(self._backend)
@@ -101,12 +102,19 @@ class OffloadWorker:
         report, self._report = self._report, WorkerReport()
         return report
 
+    def drain(self) -> None:
+        """Wait until no copy touches device memory, which is about to be taken away (sleep).
+        What has ended is reported when the engine steps again."""
+        if self._engine is not None:
+            self._engine.drain()
+
     def shutdown(self) -> None:
         """Finish the copies under way, join the threads, free the host memory. Safe to call
         twice, and before any KV cache has been registered."""
         if self._engine is not None:
             self._engine.close()
-            self.host_pool.close()
+            if not self._engine.stuck:
+                self.host_pool.close()
 
     # Details
 

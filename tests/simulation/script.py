@@ -191,7 +191,8 @@ class Play:
             self._weights_due = True
         elif kind == "preempt":
             # vLLM refuses this while requests wait for loads or blocks are held elsewhere.
-            held = world.loading or world.connector.has_pending_push_work()
+            held = world.loading or world.ids_in_flight()
+            held = held or world.connector.has_pending_push_work()
             if not held and not self.script.shape.async_scheduling:
                 world.reset(tier=False, preempt=True)
         else:

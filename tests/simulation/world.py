@@ -23,6 +23,7 @@ from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata
 from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import sha256
+from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.output import SchedulerOutput
@@ -91,7 +92,7 @@ class World:
 
     def __init__(self, shape: Shape) -> None:
         self.shape = shape
-        self.config = make_vllm_config(shape)
+        self.config = make_vllm_config(shape, self.kv_transfer_config())
         self.kv_cache_config = make_kv_cache_config(shape)
         scheduler_class = AsyncScheduler if shape.async_scheduling else Scheduler
         self.scheduler: Scheduler = scheduler_class(
@@ -104,9 +105,7 @@ class World:
         self.connector = cast(Any, self.scheduler.connector)
         self.stories: dict[str, Story] = {}
         self.ranks = [self._make_rank(rank) for rank in range(shape.num_ranks)]
-        self.connector.set_xfer_handshake_metadata_pp_aware(
-            {(0, rank): self.ranks[rank].worker.capacity for rank in range(shape.num_ranks)}
-        )
+        self._agree()
         self.finished: dict[str, tuple[list[int], RequestStatus]] = {}
         self.requests: dict[str, Request] = {}
         self.num_steps = 0
@@ -117,6 +116,56 @@ class World:
         self._forgotten: set[int] = set()
         self._aggregator = KVOutputAggregator(shape.num_ranks)
         self._open_steps: deque[_Step] = deque()
+
+    # What a connector under test differs in
+
+    def kv_transfer_config(self) -> KVTransferConfig:
+        """What ``--kv-transfer-config`` says."""
+        return KVTransferConfig(
+            kv_connector="SimpleCPUOffloadConnector",
+            kv_connector_module_path="simple_offload",
+            kv_role=self.shape.kv_role,
+            kv_load_failure_policy=self.shape.load_failures,
+            kv_connector_extra_config={"num_cpu_blocks": self.shape.num_host_blocks},
+        )
+
+    @property
+    def host_pool(self) -> BlockPool:
+        """The tier's blocks."""
+        pool: BlockPool = self.connector.scheduler.tier.pool
+        return pool
+
+    def ids_in_flight(self) -> set[int]:
+        """Transfers that the scheduler side still waits for."""
+        return set(self.connector.scheduler.ids_in_flight)
+
+    def to_step_metadata(self, metadata: KVConnectorMetadata | None) -> StepMetadata:
+        """What the connector sends down, as our workers read it."""
+        assert isinstance(metadata, StepMetadata)
+        return metadata
+
+    def to_connector_output(self, worker: OffloadWorker) -> KVConnectorOutput:
+        """What our worker reports, as the connector's scheduler side reads it."""
+        loaded, failed = worker.poll()
+        return KVConnectorOutput(
+            finished_recving=loaded,
+            failed_recving=failed,
+            kv_connector_worker_meta=worker.take_report(),
+        )
+
+    def check_bookkeeping(self, at_rest: bool) -> None:
+        """Raise AssertionError when the scheduler side contradicts itself, or holds on to
+        something at rest."""
+        scheduler = self.connector.scheduler
+        scheduler.check_integrity()
+        if at_rest:
+            assert scheduler.num_in_flight == 0, "transfers in flight at rest"
+            assert scheduler.num_followed == 0, "requests are followed at rest"
+
+    def _agree(self) -> None:
+        self.connector.set_xfer_handshake_metadata_pp_aware(
+            {(0, index): rank.worker.capacity for index, rank in enumerate(self.ranks)}
+        )
 
     def _make_rank(self, rank: int) -> Rank:
         shape = self.shape
@@ -163,8 +212,7 @@ class World:
         """Reset the device's prefix cache and, with ``tier``, the host's; whether vLLM says that
         nothing of before is left."""
         if tier:
-            in_flight = self.connector.scheduler.ids_in_flight
-            self._forgotten |= in_flight & self._stores.keys()
+            self._forgotten |= self.ids_in_flight() & self._stores.keys()
         return bool(
             self.scheduler.reset_prefix_cache(reset_running_requests=preempt, reset_connector=tier)
         )
@@ -223,19 +271,9 @@ class World:
             worker.submit_stores()
         assert worker._engine is not None
         worker._engine.settle()
-        loaded, failed = worker.poll()
-        output = KVConnectorOutput(
-            finished_recving=loaded,
-            failed_recving=failed,
-            kv_connector_worker_meta=worker.take_report(),
-        )
+        output = self.to_connector_output(worker)
         worker.unbind()
         return output, position
-
-    def to_step_metadata(self, metadata: KVConnectorMetadata | None) -> StepMetadata:
-        """What the connector sends down, as our workers read it."""
-        assert isinstance(metadata, StepMetadata)
-        return metadata
 
     def _process_output(self, step: _Step) -> None:
         for rank, position in zip(self.ranks, step.positions, strict=True):
@@ -267,16 +305,16 @@ class World:
         report = output.kv_connector_worker_meta if output is not None else None
         if isinstance(report, WorkerReport):
             self._failed.update(id for id in report.failed if id in self._loads)
-        for transfer_id in sorted(self._failed - self.connector.scheduler.ids_in_flight):
+        for transfer_id in sorted(self._failed - self.ids_in_flight()):
             self._failed.discard(transfer_id)
             for rank in self.ranks:
                 rank.device.spoil(self._loads[transfer_id].host_blocks.tolist())
 
     def _check_forgotten(self) -> None:
-        for transfer_id in sorted(self._forgotten - self.connector.scheduler.ids_in_flight):
+        for transfer_id in sorted(self._forgotten - self.ids_in_flight()):
             self._forgotten.discard(transfer_id)
             for block_id in self._stores[transfer_id].host_blocks.tolist():
-                if self.connector.scheduler.tier.pool.blocks[block_id].block_hash is not None:
+                if self.host_pool.blocks[block_id].block_hash is not None:
                     raise Violation(f"store {transfer_id} was committed after a reset")
 
     def _note_finished(self, request_id: str) -> None:
@@ -290,11 +328,10 @@ class World:
         """Raise Violation when the bookkeeping is inconsistent, or a block that a copy is still
         to touch could be handed to somebody else."""
         try:
-            self.connector.scheduler.check_integrity()
+            self.check_bookkeeping(at_rest=False)
         except AssertionError as error:
             raise Violation(f"integrity: {error}") from error
         device_pool = self.scheduler.kv_cache_manager.block_pool
-        host_pool = self.connector.scheduler.tier.pool
         for rank in self.ranks:
             filling, reading = (
                 {block for copy in rank.device.copies[direction] for block in _device_blocks(copy)}
@@ -305,7 +342,7 @@ class World:
             for copy in (c for copies in rank.device.copies.values() for c in copies):
                 for pool, blocks in (
                     (device_pool, copy.transfer.device_blocks),
-                    (host_pool, copy.transfer.host_blocks),
+                    (self.host_pool, copy.transfer.host_blocks),
                 ):
                     for block_id in blocks.tolist():
                         if pool.blocks[block_id].ref_cnt == 0:
@@ -314,15 +351,14 @@ class World:
     def check_at_rest(self) -> None:
         """Raise Violation unless every block is free and every map empty."""
         device_pool = self.scheduler.kv_cache_manager.block_pool
-        scheduler = self.connector.scheduler
-        for name, pool, size in (
-            ("device", device_pool, self.shape.num_device_blocks),
-            ("host", scheduler.tier.pool, scheduler.tier.num_blocks),
-        ):
-            if pool.get_num_free_blocks() != size - 1:
-                raise Violation(f"{size - 1 - pool.get_num_free_blocks()} {name} blocks leaked")
-        if scheduler.num_in_flight or scheduler.has_pending_work() or scheduler.num_followed:
-            raise Violation("the connector still follows requests or transfers")
+        for name, pool in (("device", device_pool), ("host", self.host_pool)):
+            leaked = len(pool.blocks) - 1 - pool.get_num_free_blocks()
+            if leaked:
+                raise Violation(f"{leaked} {name} blocks leaked")
+        try:
+            self.check_bookkeeping(at_rest=True)
+        except AssertionError as error:
+            raise Violation(f"at rest: {error}") from error
         if self.scheduler.requests or self.requests:
             raise Violation(f"requests never ended: {list(self.scheduler.requests)}")
         for rank in self.ranks:
@@ -381,7 +417,7 @@ def _model_config(max_model_len: int) -> ModelConfig:
     )
 
 
-def make_vllm_config(shape: Shape) -> VllmConfig:
+def make_vllm_config(shape: Shape, kv_transfer_config: KVTransferConfig) -> VllmConfig:
     """What ``vllm serve`` would be configured with. The ranks are not processes here, so their
     number is set on the side."""
     init_none_hash(sha256)
@@ -401,13 +437,7 @@ def make_vllm_config(shape: Shape) -> VllmConfig:
         ),
         parallel_config=ParallelConfig(),
         device_config=DeviceConfig("cpu"),
-        kv_transfer_config=KVTransferConfig(
-            kv_connector="SimpleCPUOffloadConnector",
-            kv_connector_module_path="simple_offload",
-            kv_role=shape.kv_role,
-            kv_load_failure_policy=shape.load_failures,
-            kv_connector_extra_config={"num_cpu_blocks": shape.num_host_blocks},
-        ),
+        kv_transfer_config=kv_transfer_config,
     )
     config.cache_config.block_size = shape.block_size
     config.scheduler_config.async_scheduling = shape.async_scheduling

@@ -1,0 +1,186 @@
+"""vLLM's built-in SimpleCPUOffloadConnector in the same scripts.
+
+``python -m tests.simulation.builtin --scripts N --seed S`` plays N scripts with each connector's
+scheduler side over this project's worker side, and says which scripts fail and how. Fair to the
+built-in one: the device under it waits at barriers and flushes fully on preemption, which its
+own worker side does not; and it is first asked for scripts in which no copy fails, since it has
+no way to hear of one that does.
+"""
+
+import argparse
+import logging
+import sys
+from collections import defaultdict
+from collections.abc import Callable
+from typing import Any, cast
+
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
+from vllm.config import KVTransferConfig
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata
+from vllm.v1.core.block_pool import BlockPool
+from vllm.v1.outputs import KVConnectorOutput
+from vllm.v1.simple_kv_offload.manager import SimpleCPUOffloadScheduler
+from vllm.v1.simple_kv_offload.metadata import (
+    SimpleCPUOffloadMetadata,
+    SimpleCPUOffloadWorkerMetadata,
+)
+
+from simple_offload.backends.base import Direction
+from simple_offload.metadata import StepMetadata, Transfer
+from simple_offload.worker.worker import OffloadWorker
+from tests.simulation.script import Outcome, Play, Script
+from tests.simulation.world import NUM_LAYERS, Shape, World
+
+
+class BuiltinWorld(World):
+    """The scheduler side of vLLM's own connector, eager stores.
+
+    It numbers loads and stores apart; here loads have even ids and stores odd ones. A load of
+    several requests is one event to it, and whose event it is, is said anew in each step.
+    """
+
+    _events: dict[int, list[str]]
+
+    @property
+    def manager(self) -> SimpleCPUOffloadScheduler:
+        """The built-in scheduler side."""
+        return cast(SimpleCPUOffloadScheduler, self.connector.scheduler_manager)
+
+    def kv_transfer_config(self) -> KVTransferConfig:
+        page_bytes = self.shape.block_size * 8 * NUM_LAYERS
+        per_rank = self.shape.num_host_blocks * page_bytes
+        return KVTransferConfig(
+            kv_connector="SimpleCPUOffloadConnector",
+            kv_role=self.shape.kv_role,
+            kv_load_failure_policy=self.shape.load_failures,
+            kv_connector_extra_config={
+                "cpu_bytes_to_use": per_rank * self.shape.num_ranks,
+                "cpu_bytes_to_use_per_rank": per_rank,
+            },
+        )
+
+    @property
+    def host_pool(self) -> BlockPool:
+        return self.manager.cpu_block_pool
+
+    def ids_in_flight(self) -> set[int]:
+        manager = self.manager
+        loads = {2 * event for event in manager._load_event_to_reqs}
+        pending = (*manager._store_event_to_blocks, *manager._abandoned_store_event_to_blocks)
+        return loads | {2 * event + 1 for event in pending}
+
+    def to_step_metadata(self, metadata: KVConnectorMetadata | None) -> StepMetadata:
+        assert isinstance(metadata, SimpleCPUOffloadMetadata)
+        if metadata.need_flush:
+            for rank in self.ranks:
+                self._flush(rank)
+        self._events = metadata.load_event_to_reqs
+        step = StepMetadata()
+        if metadata.load_event >= 0:
+            step.loads.append(
+                Transfer.pairing(
+                    2 * metadata.load_event,
+                    metadata.load_gpu_blocks,
+                    metadata.load_cpu_blocks,
+                    str(metadata.load_event),
+                )
+            )
+        if metadata.store_event >= 0:
+            step.stores.append(
+                Transfer.pairing(
+                    2 * metadata.store_event + 1,
+                    metadata.store_gpu_blocks,
+                    metadata.store_cpu_blocks,
+                )
+            )
+        return step
+
+    def to_connector_output(self, worker: OffloadWorker) -> KVConnectorOutput:
+        loaded, failed = worker.poll()
+        report = worker.take_report()
+        stored = {id // 2: 1 for id in report.ended if id % 2} if report is not None else {}
+        return KVConnectorOutput(
+            finished_recving={r for event in loaded for r in self._events.get(int(event), [])},
+            failed_recving={r for event in failed for r in self._events.get(int(event), [])},
+            kv_connector_worker_meta=SimpleCPUOffloadWorkerMetadata(stored) if stored else None,
+        )
+
+    def check_bookkeeping(self, at_rest: bool) -> None:
+        if at_rest:
+            manager = self.manager
+            assert not manager.has_pending_stores(), "stores are pending at rest"
+            assert not manager._pending_cpu_hits, "hits are pinned at rest"
+            assert not manager._reqs_to_load, "loads are followed at rest"
+            assert not manager._abandoned_reqs_to_load, "loads are followed at rest"
+            assert not manager._reqs_to_store, "requests are followed at rest"
+
+    def _agree(self) -> None:
+        """vLLM 0.32's has no way to."""
+
+    def _flush(self, rank: Any) -> None:
+        rank.worker._engine.settle()
+        rank.device.compute_until(rank.device.num_queued)
+        for direction in Direction:
+            while rank.device.copies[direction]:
+                rank.device.copy_one(direction)
+
+
+def judge(script: Script, make_world: Callable[[Shape], World]) -> str | Outcome:
+    """The outcome of ``script``, or in a few words how it failed."""
+    try:
+        play = Play(script, make_world)
+    except Exception:  # noqa: BLE001 - an assertion, in the built-in one's case
+        return "does not start with this model"
+    try:
+        return play.run()
+    except Exception as error:  # noqa: BLE001 - vLLM's assertions count as well
+        text = str(error)
+    for words in ("wrong page", "hang", "leaked", "is free during", "after a reset", "at rest"):
+        if words in text:
+            return {"is free during": "block freed during its copy"}.get(words, words)
+    return f"stopped: {text.splitlines()[0][:60] or 'by an assertion'}"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--scripts", type=int, default=200)
+    parser.add_argument("--seed", type=int, default=0)
+    arguments = parser.parse_args()
+    logging.disable(logging.CRITICAL)
+    console = Console(width=120)
+    contenders: dict[str, Callable[[Shape], World]] = {
+        "simple_offload": World,
+        "built-in": BuiltinWorld,
+    }
+    failures: dict[tuple[str, str, str], list[int]] = defaultdict(list)
+    loaded: dict[tuple[str, str], int] = defaultdict(int)
+    with Progress(console=console) as progress:
+        task = progress.add_task("scripts", total=4 * arguments.scripts)
+        for seed in range(arguments.seed, arguments.seed + arguments.scripts):
+            drawn = Script.draw(seed)
+            for kind, script in (("no faults", drawn.without_faults()), ("as drawn", drawn)):
+                for name, make_world in contenders.items():
+                    verdict = judge(script, make_world)
+                    progress.advance(task)
+                    if isinstance(verdict, str):
+                        failures[kind, name, verdict].append(seed)
+                    else:
+                        loaded[kind, name] += verdict.num_blocks_loaded
+    table = Table("scripts", "connector", "failed", "how", "seeds")
+    for kind in ("no faults", "as drawn"):
+        for name in contenders:
+            rows = {how: seeds for (k, n, how), seeds in failures.items() if (k, n) == (kind, name)}
+            total = f"{sum(map(len, rows.values()))} of {arguments.scripts}"
+            table.add_row(kind, name, total, "", f"({loaded[kind, name]:,} blocks loaded)")
+            for how, seeds in sorted(rows.items()):
+                more = " ..." if len(seeds) > 6 else ""
+                some = ", ".join(map(str, seeds[:6])) + more
+                table.add_row("", "", str(len(seeds)), how, some)
+    console.print(table)
+    return int(any(name == "simple_offload" for _, name, _ in failures))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
