@@ -18,6 +18,20 @@ class Direction(Enum):
     """Device to host."""
 
 
+def require_blocks_within(transfer: Transfer, num_device_blocks: int, num_host_blocks: int) -> None:
+    """Raise IndexError, before any byte moves, when ``transfer`` names a block that is not
+    there: a copy would run into whatever memory lies beyond (vllm#52921)."""
+    for side, blocks, count in (
+        ("device", transfer.device_blocks, num_device_blocks),
+        ("host", transfer.host_blocks, num_host_blocks),
+    ):
+        if len(blocks) and not 0 <= blocks.min() <= blocks.max() < count:
+            raise IndexError(
+                f"transfer {transfer.id} names {side} blocks {blocks.min()} to {blocks.max()}; "
+                f"there are {count}"
+            )
+
+
 class Pending(Protocol):
     """A copy that has been handed to the device."""
 

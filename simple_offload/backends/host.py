@@ -6,7 +6,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from simple_offload.backends.base import Barrier, Direction
+from simple_offload.backends.base import Barrier, Direction, require_blocks_within
 from simple_offload.metadata import Transfer
 
 
@@ -36,6 +36,8 @@ class HostBackend:
 
     def copy(self, direction: Direction, transfer: Transfer, barrier: Barrier | None) -> None:
         """Copy now; IndexError for a block outside the regions."""
+        for device, host in zip(self._device, self._host, strict=True):
+            require_blocks_within(transfer, len(device), len(host))
         for device, host in zip(self._device, self._host, strict=True):
             if direction is Direction.LOAD:
                 device[transfer.device_blocks] = host[transfer.host_blocks]

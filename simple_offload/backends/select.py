@@ -23,7 +23,11 @@ def make_backend(name: BackendName) -> CopyBackend:
         )
     if fitting == "host":
         return HostBackend()
+    if fitting == "cuda" and current_platform.is_cuda():
+        from simple_offload.backends.cuda import CudaBackend
+
+        return CudaBackend()
     raise ConfigError(
         f"backend={name!r}: there is no backend for vLLM's {device!r} platform yet. "
-        "Supported platforms: 'cpu'"
+        "Supported platforms: 'cpu' and 'cuda'"
     )

@@ -1,0 +1,140 @@
+"""How CudaBackend speaks to the driver, with a driver made of Python: no GPU needed."""
+
+import ctypes
+import sys
+from enum import IntEnum
+from types import ModuleType, SimpleNamespace
+from typing import Any, cast
+
+import numpy as np
+import pytest
+
+from simple_offload.backends import cuda
+from simple_offload.backends.base import Direction
+from simple_offload.backends.plan import Descriptors
+
+
+class CUresult(IntEnum):
+    CUDA_SUCCESS = 0
+    CUDA_ERROR_INVALID_VALUE = 1
+    CUDA_ERROR_NOT_FOUND = 500
+
+
+_pointer, _size = ctypes.c_void_p, ctypes.c_size_t
+_Batch = ctypes.CFUNCTYPE(
+    ctypes.c_uint, _pointer, _pointer, _pointer, _size, _pointer, _pointer, _size, _pointer,
+    _pointer,
+)  # fmt: skip
+
+
+class Driver(ModuleType):
+    """cuda.bindings.driver, as far as it is used."""
+
+    CUresult = CUresult
+
+    def __init__(self) -> None:
+        super().__init__("cuda.bindings.driver")
+        self.has_batch = True
+        self.fails_at: int | None = None
+        self.calls: list[tuple[list[int], list[int], list[int], int]] = []
+        self._batch: Any = cast(Any, _Batch)(self._copy_batch)
+
+    def cuGetProcAddress(  # noqa: N802 - the driver's own name
+        self, name: bytes, version: int, flags: int
+    ) -> tuple[Any, int, int]:
+        assert name == b"cuMemcpyBatchAsync"
+        if not self.has_batch:
+            return CUresult.CUDA_ERROR_NOT_FOUND, 0, 0
+        return CUresult.CUDA_SUCCESS, cast(int, ctypes.cast(self._batch, _pointer).value), 0
+
+    def cuMemcpyAsync(  # noqa: N802
+        self, destination: int, source: int, size: int, stream: int
+    ) -> tuple[IntEnum]:
+        self.calls.append(([destination], [source], [size], 0))
+        failed = self.fails_at == len(self.calls) - 1
+        return (CUresult.CUDA_ERROR_INVALID_VALUE if failed else CUresult.CUDA_SUCCESS,)
+
+    def _copy_batch(
+        self,
+        destinations: int,
+        sources: int,
+        sizes: int,
+        count: int,
+        attributes: int,
+        first_indices: int,
+        num_attributes: int,
+        failed: int,
+        stream: int | None,
+    ) -> int:
+        read = lambda address: list((ctypes.c_uint64 * count).from_address(address))  # noqa: E731
+        order = ctypes.c_uint.from_address(attributes).value
+        assert num_attributes == 1
+        assert ctypes.c_size_t.from_address(first_indices).value == 0
+        self.calls.append((read(destinations), read(sources), read(sizes), order))
+        if self.fails_at is None:
+            return 0
+        ctypes.c_size_t.from_address(failed).value = self.fails_at
+        return int(CUresult.CUDA_ERROR_INVALID_VALUE)
+
+
+@pytest.fixture
+def driver(monkeypatch: pytest.MonkeyPatch) -> Driver:
+    fake = Driver()
+    bindings = ModuleType("cuda.bindings")
+    bindings.driver = fake  # type: ignore[attr-defined]
+    package = ModuleType("cuda")
+    package.bindings = bindings  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "cuda", package)
+    monkeypatch.setitem(sys.modules, "cuda.bindings", bindings)
+    monkeypatch.setitem(sys.modules, "cuda.bindings.driver", fake)
+    return fake
+
+
+def descriptors(*rows: tuple[int, int, int]) -> Descriptors:
+    return Descriptors(*np.array(rows, np.uint64).T.copy())
+
+
+STREAM = cast(Any, SimpleNamespace(cuda_stream=7))
+PLAN = descriptors((100, 200, 16), (300, 400, 64), (500, 600, 32))
+
+
+def test_one_call_for_all_descriptors(driver: Driver) -> None:
+    submit = cuda._resolve_batch()
+    assert submit is not None
+    submit(PLAN, Direction.LOAD, STREAM)
+    submit(PLAN, Direction.STORE, STREAM)
+    lists = ([100, 300, 500], [200, 400, 600], [16, 64, 32])
+    assert driver.calls == [(*lists, cuda._ANY_ORDER), (*lists, cuda._IN_STREAM_ORDER)]
+
+
+def test_a_refusal_names_error_and_descriptor(driver: Driver) -> None:
+    submit = cuda._resolve_batch()
+    assert submit is not None
+    driver.fails_at = 2
+    with pytest.raises(cuda.CudaCopyError, match="CUDA_ERROR_INVALID_VALUE at descriptor 2 of 3"):
+        submit(PLAN, Direction.LOAD, STREAM)
+
+
+def test_a_driver_without_batches(driver: Driver, caplog: pytest.LogCaptureFixture) -> None:
+    driver.has_batch = False
+    assert cuda._resolve_batch() is None
+    cuda._copy_one_by_one(PLAN, Direction.LOAD, STREAM)
+    assert [call[:3] for call in driver.calls] == [
+        ([100], [200], [16]),
+        ([300], [400], [64]),
+        ([500], [600], [32]),
+    ]
+
+
+def test_a_refused_single_copy_names_its_descriptor(driver: Driver) -> None:
+    driver.fails_at = 1
+    with pytest.raises(cuda.CudaCopyError, match="INVALID_VALUE at descriptor 1 of 3"):
+        cuda._copy_one_by_one(PLAN, Direction.LOAD, STREAM)
+
+
+def test_largest_first() -> None:
+    assert [part.tolist() for part in cuda.largest_first(PLAN)] == [
+        [300, 500, 100],
+        [400, 600, 200],
+        [64, 32, 16],
+    ]

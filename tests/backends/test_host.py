@@ -1,0 +1,227 @@
+"""HostBackend: exactly the asked rows move, and other Python threads run meanwhile."""
+
+import sys
+import threading
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from simple_offload.backends.base import Direction
+from simple_offload.backends.host import HostBackend
+from simple_offload.metadata import Transfer
+
+Bytes = npt.NDArray[np.int8]
+
+
+@dataclass(frozen=True)
+class Form:
+    """A region on the device: rows of ``page`` bytes, ``gap`` bytes between them and ``in_front``
+    of the first."""
+
+    page: int
+    gap: int = 0
+    in_front: int = 0
+
+
+class Bench:
+    """Device and host memory full of noise, with a backend that copies between regions of it."""
+
+    def __init__(
+        self, forms: Sequence[Form], num_device_blocks: int, num_host_blocks: int, seed: int = 0
+    ) -> None:
+        noise = np.random.default_rng(seed)
+        self.backend = HostBackend()
+        self.forms = forms
+        self.device_memory: list[Bytes] = []
+        device, host = [], []
+        for form in forms:
+            stride = form.page + form.gap
+            memory = noise.integers(
+                -128, 128, form.in_front + num_device_blocks * stride, dtype=np.int8
+            )
+            self.device_memory.append(memory)
+            rows = torch.from_numpy(memory)[form.in_front :].view(num_device_blocks, stride)
+            device.append(rows[:, : form.page])
+            host.append(self.backend.allocate_host(num_host_blocks, form.page))
+            host[-1].copy_(torch.from_numpy(noise.integers(-128, 128, host[-1].shape, np.int8)))
+        self.host_memory: list[Bytes] = [region.numpy() for region in host]
+        self.backend.open(device, host)
+
+    def snapshot(self) -> tuple[list[Bytes], list[Bytes]]:
+        return [m.copy() for m in self.device_memory], [m.copy() for m in self.host_memory]
+
+    def copy(self, direction: Direction, device: Sequence[int], host: Sequence[int]) -> None:
+        self.backend.copy(direction, Transfer.pairing(1, device, host), self.backend.barrier())
+
+    def expect(
+        self,
+        before: tuple[list[Bytes], list[Bytes]],
+        direction: Direction,
+        pairs: Sequence[tuple[int, int]],
+    ) -> None:
+        """Fail unless memory is what ``before`` becomes when the pairs are copied byte by byte."""
+        for form, device, host in zip(self.forms, *before, strict=True):
+            for device_block, host_block in pairs:
+                start = form.in_front + device_block * (form.page + form.gap)
+                page = slice(start, start + form.page)
+                if direction is Direction.LOAD:
+                    device[page] = host[host_block]
+                else:
+                    host[host_block] = device[page]
+        device_found, host_found = self.snapshot()
+        for wanted, found in zip(
+            (*before[0], *before[1]), (*device_found, *host_found), strict=True
+        ):
+            assert np.array_equal(found, wanted)
+
+
+FORMS = st.lists(
+    st.builds(Form, st.integers(1, 40), st.integers(0, 9), st.integers(0, 9)), max_size=3
+)
+
+
+@given(
+    forms=FORMS,
+    direction=st.sampled_from(Direction),
+    device=st.lists(st.integers(0, 6), unique=True),
+    host=st.permutations(range(9)),
+)
+def test_exactly_the_asked_rows_move(
+    forms: list[Form], direction: Direction, device: list[int], host: list[int]
+) -> None:
+    bench = Bench(forms, 7, 9)
+    before = bench.snapshot()
+    host = host[: len(device)]
+    bench.copy(direction, device, host)
+    bench.expect(before, direction, list(zip(device, host, strict=True)))
+
+
+@pytest.mark.parametrize("direction", Direction)
+def test_one_block_may_go_to_several(direction: Direction) -> None:
+    bench = Bench([Form(16), Form(8, gap=8)], 4, 4)
+    before = bench.snapshot()
+    several, same = [0, 2, 3], [1, 1, 1]
+    device, host = (several, same) if direction is Direction.LOAD else (same, several)
+    bench.copy(direction, device, host)
+    bench.expect(before, direction, list(zip(device, host, strict=True)))
+
+
+@pytest.mark.parametrize("direction", Direction)
+def test_there_and_back(direction: Direction) -> None:
+    bench = Bench([Form(64, gap=3), Form(32)], 4, 4)
+    other = Direction.STORE if direction is Direction.LOAD else Direction.LOAD
+    bench.copy(direction, [0, 1, 2], [3, 2, 1])
+    before = bench.snapshot()
+    bench.copy(other, [0, 1, 2], [3, 2, 1])
+    bench.expect(before, other, [])
+
+
+@pytest.mark.parametrize("direction", Direction)
+def test_an_empty_transfer(direction: Direction) -> None:
+    bench = Bench([Form(16)], 2, 2)
+    before = bench.snapshot()
+    bench.copy(direction, [], [])
+    bench.expect(before, direction, [])
+
+
+@pytest.mark.parametrize("direction", Direction)
+@pytest.mark.parametrize(
+    ("device", "host"),
+    [([0, 4], [0, 1]), ([0, 1], [0, 6]), ([10**9], [0]), ([0, -1], [0, 1]), ([0, 1], [0, -6])],
+)
+def test_a_block_outside_the_regions(
+    direction: Direction, device: list[int], host: list[int]
+) -> None:
+    """Fails before any byte moves."""
+    bench = Bench([Form(16), Form(8)], 4, 6)
+    before = bench.snapshot()
+    with pytest.raises(IndexError):
+        bench.copy(direction, device, host)
+    bench.expect(before, direction, [])
+
+
+def test_host_regions_are_as_large_as_asked() -> None:
+    region = HostBackend().allocate_host(5, 24)
+    assert region.shape == (5, 24)
+    assert region.dtype == torch.int8
+    assert region.is_contiguous()
+    assert region.untyped_storage().nbytes() == 5 * 24
+
+
+def test_closing_lets_go_of_memory() -> None:
+    backend = HostBackend()
+    memory = [np.zeros((2, 16), dtype=np.int8) for _ in range(2)]
+    backend.open([torch.from_numpy(memory[0])], [torch.from_numpy(memory[1])])
+    held = [weakref.ref(array) for array in memory]
+    memory.clear()
+    assert all(ref() is not None for ref in held)
+    backend.close()
+    assert all(ref() is None for ref in held)
+
+
+# The interpreter lock
+
+
+@pytest.fixture
+def no_forced_switches() -> Iterator[None]:
+    """Within this test a thread that holds the interpreter lock gives it up only by itself."""
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1000.0)
+    yield
+    sys.setswitchinterval(interval)
+
+
+def another_thread_runs_during(work: Callable[[], object], attempts: int) -> bool:
+    """Whether, in any of the attempts, a waiting Python thread got to run before ``work`` had
+    ended. With forced switches off it can run only if ``work`` gives the lock up."""
+    for _ in range(attempts):
+        ran: list[bool] = []
+        ready, go = threading.Event(), threading.Lock()
+        go.acquire()
+
+        def wait_and_run(ready: threading.Event, go: threading.Lock, ran: list[bool]) -> None:
+            ready.set()
+            with go:
+                ran.append(True)
+
+        thread = threading.Thread(target=wait_and_run, args=(ready, go, ran))
+        thread.start()
+        ready.wait()
+        go.release()  # from here on the thread lacks nothing but the interpreter lock
+        work()
+        ran_during = bool(ran)
+        thread.join()
+        if ran_during:
+            return True
+    return False
+
+
+@pytest.mark.usefixtures("no_forced_switches")
+@pytest.mark.parametrize("gap", [0, 64])
+@pytest.mark.parametrize("direction", Direction)
+def test_python_runs_while_bytes_move(direction: Direction, gap: int) -> None:
+    """One attempt is enough in nearly all runs: the copy takes milliseconds. On a busy machine
+    the kernel may not get round to the other thread in time, hence more."""
+    num_blocks = 256
+    bench = Bench([Form(2**16, gap=gap)], num_blocks, num_blocks)
+    blocks = list(range(num_blocks))
+    transfer = Transfer.pairing(1, blocks, blocks[::-1])
+    copy = bench.backend.copy
+    assert another_thread_runs_during(lambda: copy(direction, transfer, None), attempts=100)
+
+
+@pytest.mark.usefixtures("no_forced_switches")
+def test_a_copy_that_keeps_the_lock_is_told_apart() -> None:
+    source, target = bytes(2**24), bytearray(2**24)
+
+    def copy() -> None:
+        target[:] = source
+
+    assert not another_thread_runs_during(copy, attempts=10)

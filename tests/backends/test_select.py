@@ -1,0 +1,56 @@
+"""make_backend: the one that reaches the platform's memory, or a clear refusal."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from simple_offload.backends import select
+from simple_offload.backends.host import HostBackend
+from simple_offload.backends.select import BackendName, make_backend
+from simple_offload.config import ConfigError
+
+
+@pytest.fixture
+def platform(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """vLLM's platform; "cpu" unless a test says otherwise."""
+    platform = SimpleNamespace(device_type="cpu")
+    monkeypatch.setattr(select, "current_platform", platform)
+    return platform
+
+
+@pytest.mark.usefixtures("platform")
+@pytest.mark.parametrize("name", ["auto", "host"])
+def test_on_cpu(name: BackendName) -> None:
+    assert isinstance(make_backend(name), HostBackend)
+
+
+def test_each_call_makes_its_own() -> None:
+    assert make_backend("auto") is not make_backend("auto")
+
+
+@pytest.mark.parametrize(
+    ("device_type", "name"),
+    [("cpu", "cuda"), ("cpu", "npu"), ("cuda", "host"), ("cuda", "npu"), ("npu", "cuda")],
+)
+def test_out_of_reach(platform: SimpleNamespace, device_type: str, name: BackendName) -> None:
+    platform.device_type = device_type
+    with pytest.raises(ConfigError) as caught:
+        make_backend(name)
+    message = str(caught.value)
+    assert f"backend={name!r}" in message
+    assert f"{device_type!r}" in message
+    allowed = "host" if device_type == "cpu" else device_type
+    assert f"'auto' or {allowed!r}" in message
+
+
+def test_a_platform_without_a_backend(platform: SimpleNamespace) -> None:
+    platform.device_type = "xpu"
+    with pytest.raises(ConfigError) as caught:
+        make_backend("auto")
+    for part in ("backend='auto'", "'xpu'", "Supported platforms"):
+        assert part in str(caught.value)
+
+
+def test_this_process_runs_on_cpu() -> None:
+    """The tests here rely on it."""
+    assert isinstance(make_backend("auto"), HostBackend)
