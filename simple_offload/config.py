@@ -2,7 +2,9 @@
 
 import difflib
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from decimal import Decimal
+from fractions import Fraction
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self, cast
 
@@ -12,9 +14,12 @@ from pydantic_core import ErrorDetails, PydanticCustomError
 
 GIB = 1024**3
 
-_UNITS = {"": 1, "K": 1024, "M": 1024**2, "G": GIB, "T": 1024**4}
-_DECIMAL_UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
-_SIZE = re.compile(r"(?P<number>\d+(?:\.\d+)?)\s*(?P<unit>[a-z]*)", re.IGNORECASE)
+_UNITS = {"": 1, "B": 1} | {
+    letter + suffix: base**power
+    for power, letter in enumerate("KMGT", start=1)
+    for suffix, base in (("", 1024), ("I", 1024), ("IB", 1024), ("B", 1000))
+}
+_SIZE = re.compile(r"(?P<number>\d+(?:\.\d+)?)\s*(?P<unit>[a-z]*)", re.IGNORECASE | re.ASCII)
 _SIZE_FORMS = 'a number of bytes or a size such as "64GiB", "512MiB" or "64GB"'
 
 _DISK_KEYS = frozenset({"disk_path", "disk_capacity_bytes", "disk_buffer_slots", "use_page_cache"})
@@ -36,12 +41,9 @@ def parse_size(value: object) -> int:
     if isinstance(value, float) and value.is_integer():
         return int(value)
     if isinstance(value, str) and (match := _SIZE.fullmatch(value.strip())):
-        unit = match["unit"].upper()
-        factor = _DECIMAL_UNITS.get(unit) or _UNITS.get(unit.removesuffix("IB").removesuffix("I"))
+        factor = _UNITS.get(match["unit"].upper())
         if factor is not None:
-            return int(float(match["number"]) * factor)
-        if unit == "B":
-            return int(float(match["number"]))
+            return int(Fraction(match["number"]) * factor)
     raise PydanticCustomError("size", f"must be {_SIZE_FORMS}")
 
 
@@ -139,20 +141,42 @@ def check_fits_memory(needed: int, key: str, value: object) -> None:
     limit = memory_limit_bytes()
     if needed > limit:
         raise ConfigError(
-            f"{key}={value!r} asks for {needed / GIB:.2f} GiB of host memory, but "
+            f"{key}={value!r} asks for {Decimal(needed) / GIB:.2f} GiB of host memory, but "
             f"this machine (or its cgroup) has {limit / GIB:.2f} GiB in all"
         )
 
 
 def memory_limit_bytes() -> int:
-    """Bytes of memory this process could ever use: the machine's, or its cgroup's limit."""
+    """Bytes of memory this process could ever use: the machine's, or the smallest limit of the
+    cgroups that it is in."""
     limits = [int(psutil.virtual_memory().total)]
-    for name in ("memory.max", "memory/memory.limit_in_bytes"):
+    for file in _cgroup_limit_files():
         try:
-            limits.append(int(Path("/sys/fs/cgroup", name).read_text()))
+            limits.append(int(file.read_text()))
         except (OSError, ValueError):
-            continue  # no such cgroup version here, or "max"
+            continue  # no such file here, or "max"
     return min(limits)
+
+
+def _cgroup_limit_files() -> Iterator[Path]:
+    """Where the limits of this process's cgroup and of those above it would be. Lines of
+    /proc/self/cgroup are hierarchy:controllers:path, for version 2 with no controllers."""
+    try:
+        lines = Path("/proc/self/cgroup").read_text().splitlines()
+    except OSError:
+        lines = []
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if controllers == "":
+            root, name = Path("/sys/fs/cgroup"), "memory.max"
+        elif "memory" in controllers.split(","):
+            root, name = Path("/sys/fs/cgroup/memory"), "memory.limit_in_bytes"
+        else:
+            continue
+        group = root / path.lstrip("/")
+        yield from (
+            parent / name for parent in (group, *group.parents) if root in (parent, *parent.parents)
+        )
 
 
 def _explain(detail: ErrorDetails) -> str:

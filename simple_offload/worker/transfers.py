@@ -2,7 +2,7 @@
 
 import threading
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from queue import Empty, SimpleQueue
 from typing import NamedTuple
 
@@ -36,6 +36,25 @@ class _Submitted:
     error: BaseException | None = None
 
 
+@dataclass(eq=False)
+class _Life:
+    """What a lane and one thread of its share. A thread's successor gets another."""
+
+    jobs: SimpleQueue[tuple[Transfer, Barrier | None] | None] = field(default_factory=SimpleQueue)
+    submitted: SimpleQueue[_Submitted] = field(default_factory=SimpleQueue)
+    progress: threading.Condition = field(default_factory=threading.Condition)
+    num_handed: int = 0
+    dead: bool = False
+    num_collected: int = 0  # the lane's own
+
+    def hand_over(self, submitted: _Submitted, dead: bool = False) -> None:
+        self.submitted.put(submitted)
+        with self.progress:
+            self.num_handed += 1
+            self.dead = dead
+            self.progress.notify_all()
+
+
 class _Lane:
     """The copies of one direction, submitted in order by one thread.
 
@@ -66,7 +85,7 @@ class _Lane:
         if self.broken:
             self._under_way.append(_Submitted(transfer, None, LaneBroken(self.direction.value)))
         else:
-            self._jobs.put((transfer, barrier))
+            self._life.jobs.put((transfer, barrier))
 
     def poll(self) -> list[Completion]:
         """What has ended since the last call, in order of submission."""
@@ -88,8 +107,9 @@ class _Lane:
 
     def settle(self) -> None:
         """Wait until every submitted transfer has been handed to the device, or has failed."""
-        with self._progress:
-            self._progress.wait_for(lambda: self._dead or self._num_handed == self._num_taken())
+        life = self._life
+        with life.progress:
+            life.progress.wait_for(lambda: life.dead or life.num_handed == self._num_taken())
         self._collect()
 
     def drain(self) -> None:
@@ -106,7 +126,7 @@ class _Lane:
     def close(self) -> list[Completion]:
         """Let the thread finish what it was given, join it, and wait for the copies."""
         self._closing = True
-        self._jobs.put(None)
+        self._life.jobs.put(None)
         self._thread.join(_JOIN_SECONDS)
         if self.stuck:
             logger.error(
@@ -119,28 +139,27 @@ class _Lane:
         return self.poll()
 
     def _start(self) -> None:
-        self._jobs: SimpleQueue[tuple[Transfer, Barrier | None] | None] = SimpleQueue()
-        self._submitted: SimpleQueue[_Submitted] = SimpleQueue()
-        self._progress = threading.Condition()
-        self._num_handed = 0
-        self._num_collected = 0
-        self._dead = False
+        self._life = _Life()
         self._thread = threading.Thread(
-            target=self._run, name=f"simple-offload-{self.direction.value}", daemon=True
+            target=self._run,
+            args=(self._life,),
+            name=f"simple-offload-{self.direction.value}",
+            daemon=True,
         )
         self._thread.start()
 
     def _num_taken(self) -> int:
         """Transfers that the current thread has been given."""
-        return self._num_collected + self._num_open - len(self._under_way)
+        return self._life.num_collected + self._num_open - len(self._under_way)
 
     def _collect(self) -> None:
         """Take what the thread has handed over; bury it if it has died."""
-        dead = self._dead
+        life = self._life
+        dead = life.dead
         while True:
             try:
-                self._under_way.append(self._submitted.get_nowait())
-                self._num_collected += 1
+                self._under_way.append(life.submitted.get_nowait())
+                life.num_collected += 1
             except Empty:
                 break
         if dead and not self.broken:
@@ -151,7 +170,7 @@ class _Lane:
         self.num_deaths += 1
         while True:
             try:
-                job = self._jobs.get_nowait()
+                job = self._life.jobs.get_nowait()
             except Empty:
                 break
             if job is not None:
@@ -165,28 +184,21 @@ class _Lane:
             logger.error("The %s thread has died: starting another", self.direction.value)
             self._start()
 
-    def _run(self) -> None:
+    def _run(self, life: _Life) -> None:
         entered = False
-        while (job := self._jobs.get()) is not None:
+        while (job := life.jobs.get()) is not None:
             transfer, barrier = job
             try:
                 if not entered:
                     self._backend.enter_thread(self.direction)
                     entered = True
                 pending = self._backend.copy(self.direction, transfer, barrier)
-                self._hand_over(_Submitted(transfer, pending))
+                life.hand_over(_Submitted(transfer, pending))
             except Exception as error:  # noqa: BLE001 - a failed transfer, and the thread goes on
-                self._hand_over(_Submitted(transfer, None, error))
+                life.hand_over(_Submitted(transfer, None, error))
             except BaseException as error:  # noqa: BLE001 - a failed transfer, and its last one
-                self._hand_over(_Submitted(transfer, None, error), dead=True)
+                life.hand_over(_Submitted(transfer, None, error), dead=True)
                 return
-
-    def _hand_over(self, submitted: _Submitted, dead: bool = False) -> None:
-        self._submitted.put(submitted)
-        with self._progress:
-            self._num_handed += 1
-            self._dead = dead
-            self._progress.notify_all()
 
 
 class TransferEngine:

@@ -66,11 +66,12 @@ class Driver(ModuleType):
         failed: int,
         stream: int | None,
     ) -> int:
-        read = lambda address: list((ctypes.c_uint64 * count).from_address(address))  # noqa: E731
+        numbers: Any = ctypes.c_uint64 * count
         order = ctypes.c_uint.from_address(attributes).value
         assert num_attributes == 1
         assert ctypes.c_size_t.from_address(first_indices).value == 0
-        self.calls.append((read(destinations), read(sources), read(sizes), order))
+        lists = [list(numbers.from_address(a)) for a in (destinations, sources, sizes)]
+        self.calls.append((lists[0], lists[1], lists[2], order))
         if self.fails_at is None:
             return 0
         ctypes.c_size_t.from_address(failed).value = self.fails_at
