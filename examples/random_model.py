@@ -1,0 +1,107 @@
+"""Small models with random weights, made on the spot, for the demo and the tests.
+
+Nothing is downloaded: a Hugging Face configuration is filled with weights drawn from a seed
+and saved with its ``config.json``. Unlike vLLM's dummy weights, which lie within 1e-3, these
+are spread so that attention is sharp: what a model says then depends on its whole context,
+and one wrong KV block changes the tokens. Rounding does not: in float32 logits are off by
+about 1e-5, while the best token leads by more than 1e-3 in all but a few cases in a thousand.
+"""
+
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    Gemma3TextConfig,
+    LlamaConfig,
+    PretrainedConfig,
+    Qwen3Config,
+)
+
+Architecture = Literal["llama", "qwen3", "gemma3"]
+
+
+def save_random_model(
+    directory: Path,
+    architecture: Architecture = "llama",
+    *,
+    vocab_size: int = 512,
+    hidden_size: int = 128,
+    num_layers: int = 3,
+    num_heads: int = 4,
+    num_kv_heads: int = 2,
+    max_model_len: int = 4096,
+    sliding_window: int = 64,
+    seed: int = 0,
+) -> Path:
+    """Write ``config.json`` and ``model.safetensors`` (float32) and return ``directory``.
+
+    ``sliding_window`` (tokens) is used by "gemma3" only, whose every third layer is a full
+    attention layer. The same arguments always give the same weights.
+    """
+    config = _config(
+        architecture,
+        vocab_size=vocab_size,
+        hidden_size=hidden_size,
+        intermediate_size=2 * hidden_size,
+        num_hidden_layers=num_layers,
+        num_attention_heads=num_heads,
+        num_key_value_heads=num_kv_heads,
+        head_dim=hidden_size // num_heads,
+        max_position_embeddings=max_model_len,
+        tie_word_embeddings=False,
+        sliding_window=sliding_window,
+    )
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if weight.dim() == 2:
+                weight.normal_(0.0, _spread(name, weight, config), generator=generator)
+            elif "q_norm" in name or "k_norm" in name:
+                weight.fill_(_norm_weight(config))
+    model.save_pretrained(directory)
+    return directory
+
+
+def _config(architecture: Architecture, *, sliding_window: int, **shape: Any) -> PretrainedConfig:
+    if architecture == "llama":
+        return LlamaConfig(**shape)
+    if architecture == "qwen3":
+        return Qwen3Config(**shape)
+    layer_types = [
+        "full_attention" if layer % 3 == 2 else "sliding_attention"
+        for layer in range(shape["num_hidden_layers"])
+    ]
+    return Gemma3TextConfig(
+        **shape,
+        layer_types=layer_types,
+        sliding_window=sliding_window,
+        query_pre_attn_scalar=shape["head_dim"],
+    )
+
+
+# Queries and keys have this standard deviation, so attention scores have its square: 4. Over a
+# few hundred tokens that is where a softmax begins to rest on a handful of them. Much less, and
+# every token sees the same average of the context; much more, and most blocks are never looked at.
+_QUERY_KEY_GAIN = 2.0
+
+
+def _spread(name: str, weight: torch.Tensor, config: PretrainedConfig) -> float:
+    """Standard deviation for one matrix that keeps the residual stream's parts of one size."""
+    if "embed" in name:
+        # Gemma multiplies embeddings by the root of the hidden size.
+        return float(weight.shape[1] ** -0.5) if _is_gemma(config) else 1.0
+    gain = _QUERY_KEY_GAIN if "q_proj" in name or "k_proj" in name else 1.0
+    return gain * float(weight.shape[1] ** -0.5)
+
+
+def _norm_weight(config: PretrainedConfig) -> float:
+    """Weight for the norms after the query and key projections, which undo those gains."""
+    # Gemma's norms multiply by one more than their weight.
+    return _QUERY_KEY_GAIN - 1.0 if _is_gemma(config) else _QUERY_KEY_GAIN
+
+
+def _is_gemma(config: PretrainedConfig) -> bool:
+    return str(config.model_type).startswith("gemma")

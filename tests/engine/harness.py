@@ -1,0 +1,146 @@
+"""Runs engine jobs in child processes, with a deadline, and leaves no process behind."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterable
+from pathlib import Path
+
+import psutil
+
+from tests.engine.spec import EngineResult, EngineSpec, Job, JobResult
+
+ROOT = Path(__file__).resolve().parents[2]
+DEADLINE_SECONDS = 270.0
+GRACE_SECONDS = 10.0
+LOG_TAIL_CHARACTERS = 6000
+
+
+class EngineJobFailed(AssertionError):
+    """The child ended without a result, did not end, or left processes behind."""
+
+
+def engine_environment(**extra: str) -> dict[str, str]:
+    """The environment of a process that runs vLLM on CPU with a model from this disk."""
+    environment = dict(os.environ)
+    environment |= {
+        "PYTHONPATH": os.pathsep.join(
+            part for part in (str(ROOT), os.environ.get("PYTHONPATH")) if part
+        ),
+        "HF_HUB_OFFLINE": "1",
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+        # Ranks would be bound to a NUMA node's cores each, and there may be one node only.
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "OMP_NUM_THREADS": "1",
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    }
+    return environment | extra
+
+
+def run_engines(
+    directory: Path, *specs: EngineSpec, deadline: float = DEADLINE_SECONDS
+) -> list[EngineResult]:
+    """Run the engines one after another in one child process; one result for each.
+
+    ``directory`` keeps the job, the result and the engines' log. Raises EngineJobFailed, with
+    the end of the log, when there is no result within ``deadline`` seconds or when a process
+    outlives the child. All processes are gone on return, whatever happened.
+    """
+    directory.mkdir(parents=True, exist_ok=True)
+    job_path, result_path = directory / "job.json", directory / "result.json"
+    log_path = directory / "engine.log"
+    job_path.write_text(Job(engines=specs).model_dump_json())
+    with log_path.open("wb") as log:
+        child = subprocess.Popen(
+            [sys.executable, "-m", "tests.engine.child", str(job_path), str(result_path)],
+            cwd=ROOT,
+            env=engine_environment(),
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+    try:
+        status: int | None = child.wait(timeout=deadline)
+    except subprocess.TimeoutExpired:
+        status = None
+    finally:
+        leftovers = processes_left(child.pid, within=GRACE_SECONDS if child.returncode == 0 else 0)
+        kill_session(child.pid)
+        child.wait()
+        _remove_rendezvous_files(log_path)
+    if status is None:
+        raise EngineJobFailed(f"no end within {deadline:.0f} s\n{log_tail(log_path)}")
+    if status != 0 or not result_path.exists():
+        raise EngineJobFailed(f"the child ended with status {status}\n{log_tail(log_path)}")
+    if leftovers:
+        raise EngineJobFailed(f"processes left behind: {leftovers}\n{log_tail(log_path)}")
+    results = JobResult.model_validate_json(result_path.read_text()).results
+    return [result.model_copy(update={"log": log_path}) for result in results]
+
+
+def processes_left(session: int, *, within: float) -> list[str]:
+    """Processes of a session still alive ``within`` seconds from now, other than its leader."""
+    deadline = time.monotonic() + within
+    while True:
+        left = [_describe(process) for process in _session_members(session)]
+        if not left or time.monotonic() >= deadline:
+            return left
+        time.sleep(0.1)
+
+
+def kill_session(session: int) -> None:
+    """End every process of a session, its leader included. Does not wait for zombies."""
+    for process in [*_session_members(session), *_by_id(session)]:
+        try:
+            process.send_signal(signal.SIGKILL)
+        except psutil.NoSuchProcess:
+            continue
+
+
+def log_tail(path: Path | None) -> str:
+    """The end of a log, for the message of an assertion."""
+    if path is None:
+        return ""
+    text = path.read_text(errors="replace")
+    return f"--- end of {path}:\n{text[-LOG_TAIL_CHARACTERS:]}"
+
+
+def _remove_rendezvous_files(log_path: Path) -> None:
+    """Remove what ranks on CPUs met by: vLLM (with a connector or without) leaves the shared
+    memory of its CPU communicator and, sometimes, the file that names the group."""
+    for group in set(re.findall(r"vllm_dist_[0-9a-f]{32}", log_path.read_text(errors="replace"))):
+        for directory in (Path("/dev/shm"), Path(tempfile.gettempdir())):
+            for path in directory.glob(f"{group}*"):
+                path.unlink(missing_ok=True)
+
+
+def _session_members(session: int) -> list[psutil.Process]:
+    members = []
+    for process in psutil.process_iter():
+        try:
+            in_session = process.pid != session and os.getsid(process.pid) == session
+            if in_session and process.status() != psutil.STATUS_ZOMBIE:
+                members.append(process)
+        except (ProcessLookupError, PermissionError, psutil.NoSuchProcess):
+            continue
+    return members
+
+
+def _by_id(pid: int) -> Iterable[psutil.Process]:
+    try:
+        return [psutil.Process(pid)]
+    except psutil.NoSuchProcess:
+        return []
+
+
+def _describe(process: psutil.Process) -> str:
+    try:
+        return f"{process.pid} {' '.join(process.cmdline())[:200]}"
+    except psutil.NoSuchProcess:
+        return str(process.pid)

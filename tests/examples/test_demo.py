@@ -1,0 +1,288 @@
+"""The demo: as a whole on a tiny model, and how it behaves when something goes wrong."""
+
+import importlib.util
+import json
+import os
+import signal
+import struct
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("matplotlib")
+pytest.importorskip("rich")
+
+from examples.demo import __main__ as demo
+from examples.demo.child import ROOT, RunFailed, engine_environment, listen
+from examples.demo.plan import Plan, full_plan, quick_plan
+from examples.demo.results import Answer, compare, rows_by_turn
+
+needs_vllm = pytest.mark.skipif(
+    importlib.util.find_spec("vllm") is None, reason="runs a vLLM engine"
+)
+
+DEADLINE = 240
+"""Seconds for a whole quick demo, far more than it takes, so that only a hang meets it."""
+
+
+def start_demo(output: Path) -> "subprocess.Popen[str]":
+    return subprocess.Popen(
+        [sys.executable, "-u", "-m", "examples.demo", "--quick", "--output", str(output)],
+        cwd=ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+def processes_naming(text: str) -> list[str]:
+    """Command lines of all live processes that contain ``text``."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                line = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode()
+            except OSError:
+                continue
+            if text in line:
+                found.append(line)
+    return found
+
+
+@needs_vllm
+def test_quick_demo_gives_the_same_tokens_with_kv_from_host_memory(tmp_path: Path) -> None:
+    process = start_demo(tmp_path)
+    try:
+        output, _ = process.communicate(timeout=DEADLINE)
+    finally:
+        process.kill()
+    assert process.returncode == 0, output
+    plan = quick_plan(3, 3, 0)
+    tokens = plan.requests * plan.answer_tokens
+    assert f"All {tokens} tokens of {plan.requests} answers are the same" in output
+    assert "with connector 9/9" in output
+
+    result = json.loads((tmp_path / "result.json").read_text())
+    assert Plan.from_json(result["plan"]) == plan
+    without, with_host = ([Answer.from_json(a) for a in result[k]] for k in ("without", "with"))
+    assert [a.tokens for a in without] == [a.tokens for a in with_host]
+    # A model that ignores its context would say the same to everyone.
+    assert len({tuple(a.tokens) for a in with_host}) == plan.requests
+    assert sum(a.from_host for a in without) == 0
+    returning = [a for a in with_host if a.turn > 0]
+    assert all(a.from_host > 0 for a in returning)
+    assert result["verdict"]["host_tokens"] == sum(a.from_host for a in with_host)
+    for a in (*without, *with_host):
+        assert a.from_device + a.from_host + a.recomputed == a.prompt_tokens
+        assert 0 < a.ttft < a.seconds
+
+    image = (tmp_path / "ttft.png").read_bytes()
+    assert image.startswith(b"\x89PNG\r\n\x1a\n")
+    width, height = struct.unpack(">II", image[16:24])
+    assert width >= 800
+    assert height >= 300
+    assert len(image) > 10_000
+    assert {path.name for path in tmp_path.iterdir()} == {
+        "result.json",
+        "ttft.png",
+        "with.log",
+        "without.log",
+    }
+
+
+@needs_vllm
+def test_interrupted_demo_leaves_no_process_and_no_model(tmp_path: Path) -> None:
+    process = start_demo(tmp_path)
+    assert process.stdout is not None
+    try:
+        for line in process.stdout:
+            if "starting the engine" in line:
+                assert processes_naming(str(tmp_path / "work-"))
+                process.send_signal(signal.SIGINT)
+                break
+        process.communicate(timeout=DEADLINE)
+    finally:
+        process.kill()
+    assert process.returncode == demo.INTERRUPTED
+    assert processes_naming(str(tmp_path)) == []
+    assert [path.name for path in tmp_path.iterdir()] == ["without.log"]
+
+
+def answers(from_host: int = 64) -> list[Answer]:
+    return [
+        Answer(
+            user=user,
+            turn=turn,
+            prompt_tokens=100,
+            from_device=0,
+            from_host=from_host if turn else 0,
+            recomputed=100 - from_host if turn else 100,
+            ttft=1.0 + turn,
+            seconds=2.0 + turn,
+            tokens=[10 * turn + user, 7, 8],
+            logprobs=[-1.0, -2.0, -3.0],
+        )
+        for turn in range(2)
+        for user in range(2)
+    ]
+
+
+def test_equal_answers_pass() -> None:
+    verdict = compare(answers(from_host=0), answers())
+    assert verdict.passed
+    assert verdict.max_logprob_difference == 0
+    assert "All 12 tokens of 4 answers are the same" in verdict.sentence
+    assert "128 prompt tokens came from host memory" in verdict.sentence
+
+
+def test_one_other_token_fails_and_is_named() -> None:
+    altered = answers()
+    altered[3] = replace(altered[3], tokens=[11, 7, 9])
+    verdict = compare(answers(from_host=0), altered)
+    assert not verdict.passed
+    assert verdict.max_logprob_difference is None
+    assert verdict.sentence == (
+        "NOT the same: turn 2, user 2, token 3 of the answer is 8 (logprob -3.000000) without "
+        "and 9 (logprob -3.000000) with the connector."
+    )
+
+
+def test_a_missing_token_fails() -> None:
+    altered = answers()
+    altered[1] = replace(altered[1], tokens=[1, 7])
+    verdict = compare(answers(from_host=0), altered)
+    assert not verdict.passed
+    assert "is 8 (logprob -3.000000) without and missing with" in verdict.sentence
+
+
+@pytest.mark.parametrize("kept", [slice(0, 3), slice(0, 0)])
+def test_missing_answers_fail(kept: slice) -> None:
+    assert not compare(answers(from_host=0)[kept], answers()).passed
+    assert not compare(answers(from_host=0), answers()[kept]).passed
+    assert not compare([], []).passed
+
+
+def test_answers_in_another_order_fail() -> None:
+    assert not compare(answers(from_host=0), answers()[::-1]).passed
+
+
+def test_no_token_from_host_memory_fails() -> None:
+    verdict = compare(answers(from_host=0), answers(from_host=0))
+    assert not verdict.passed
+    assert "no token came from host memory" in verdict.sentence
+
+
+def test_largest_logprob_difference_is_reported() -> None:
+    altered = answers()
+    altered[2] = replace(altered[2], logprobs=[-1.0, -2.25, -3.0])
+    verdict = compare(answers(from_host=0), altered)
+    assert verdict.passed
+    assert verdict.max_logprob_difference == 0.25
+
+
+def test_rows_are_means_over_users() -> None:
+    fast = [replace(answer, ttft=answer.ttft / 4) for answer in answers()]
+    fast[0] = replace(fast[0], ttft=0.75)
+    first, second = rows_by_turn(answers(from_host=0), fast)
+    assert (first.turn, first.ttft_without, first.ttft_with, first.speedup) == (0, 1.0, 0.5, 2.0)
+    assert (second.prompt_tokens, second.from_host, second.recomputed) == (100, 64, 36)
+    assert second.speedup == 4.0
+
+
+def failing_command(plan: Plan, model: Path, *, connector: bool) -> list[str]:
+    """Stands in for a run whose engine dies with the connector, after saying why."""
+    if connector:
+        return [sys.executable, "-c", "import sys; print('host tier is upset'); sys.exit(7)"]
+    return [sys.executable, "-c", "pass"]
+
+
+def test_failing_run_shows_its_log_and_exit_code(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(demo, "engine_command", failing_command)
+    (tmp_path / "result.json").write_text("of an earlier demo")
+    assert demo.main(["--quick", "--output", str(tmp_path)]) == demo.RUN_FAILED
+    printed = capsys.readouterr().out
+    assert "exited with code 7" in printed
+    assert "host tier is upset" in printed
+    assert str(tmp_path / "with.log") in printed
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["with.log", "without.log"]
+
+
+def hear(code: str, tmp_path: Path) -> list[dict[str, Any]]:
+    """Run ``code`` as a child that reports to the file descriptor named last."""
+    events: list[dict[str, Any]] = []
+    command = [sys.executable, "-c", "import os, signal, sys; fd = int(sys.argv[-1])\n" + code]
+    listen(command, engine_environment(tmp_path), tmp_path / "log", events.append)
+    return events
+
+
+def test_events_come_in_order_and_apart_from_the_log(tmp_path: Path) -> None:
+    code = "for n in range(3): print('noise', flush=True); os.write(fd, b'{\"phase\": %d}\\n' % n)"
+    assert hear(code, tmp_path) == [{"phase": n} for n in range(3)]
+    assert (tmp_path / "log").read_text() == "noise\n" * 3
+
+
+def test_child_killed_by_a_signal_is_reported(tmp_path: Path) -> None:
+    with pytest.raises(RunFailed, match=r"killed by signal 9"):
+        hear("os.kill(os.getpid(), signal.SIGKILL)", tmp_path)
+
+
+def test_only_the_end_of_a_long_log_is_shown(tmp_path: Path) -> None:
+    with pytest.raises(RunFailed) as error:
+        hear("print(*range(1000), sep='\\n'); sys.exit(1)", tmp_path)
+    lines = str(error.value).splitlines()
+    assert lines[-1] == "999"
+    assert "900" not in lines
+
+
+def test_plan_survives_the_way_to_the_child() -> None:
+    plan = full_plan(4, 5, 1)
+    assert Plan.from_json(json.loads(json.dumps(plan.to_json()))) == plan
+
+
+@pytest.mark.parametrize("make_plan", [full_plan, quick_plan])
+@pytest.mark.parametrize("users", [2, 16])
+@pytest.mark.parametrize("turns", [2, 12])
+def test_one_conversation_fits_the_device_and_all_do_not(
+    make_plan: Any, users: int, turns: int
+) -> None:
+    plan = make_plan(users, turns, 0)
+    assert plan.longest_context <= plan.max_model_len < plan.device_tokens
+    assert plan.conversation_tokens > plan.device_tokens
+    assert plan.conversation_tokens * plan.model.kv_bytes_per_token <= plan.host_bytes
+
+
+def test_users_share_only_the_head_of_their_first_message() -> None:
+    plan = quick_plan(3, 3, 0)
+    first = plan.first_messages()
+    assert [len(message) for message in first] == [plan.first_message_tokens] * 3
+    assert len({tuple(message[: plan.shared_tokens]) for message in first}) == 1
+    assert len({message[plan.shared_tokens] for message in first}) > 1
+    assert plan.message(0, 1) != plan.message(1, 1) != plan.message(1, 2)
+    assert plan.first_messages() == first
+    assert quick_plan(3, 3, 1).first_messages() != first
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        (["--users", "1"], "--users: 1 is not within 2 and 16"),
+        (["--turns", "many"], "--turns: 'many' is not a whole number"),
+        (["--seed", "-1"], "--seed: -1 is not within 0 and"),
+        (["--output", "/dev/null"], "--output: cannot write to /dev/null"),
+    ],
+)
+def test_bad_arguments_are_named(
+    arguments: Sequence[str], complaint: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as exit_:
+        demo.main(arguments)
+    assert exit_.value.code == 2
+    assert complaint in capsys.readouterr().err

@@ -1,0 +1,103 @@
+"""FaultyBackend: a real backend, some of whose copies go wrong."""
+
+import logging
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from simple_offload.backends.base import Barrier, CopyBackend, Direction, Pending
+from simple_offload.metadata import Transfer
+from tests.faults.plan import Fault, FaultPlan
+
+logger = logging.getLogger("vllm.tests.faults")
+
+
+class InjectedError(OSError):
+    """A copy that fails because the plan says so."""
+
+
+class FaultyBackend:
+    """Passes everything on to ``inner``, except what ``plan`` says of its copies."""
+
+    def __init__(self, inner: CopyBackend, plan: FaultPlan) -> None:
+        self._inner = inner
+        self.injected: Counter[str] = Counter()
+        """How often what has happened: "load fail", "store kill", ..."""
+        self._late: list[_Late] = []
+        self.follow(plan)
+
+    @property
+    def num_open(self) -> int:
+        """Late copies whose end nobody has seen."""
+        return sum(not late.ended for late in self._late)
+
+    def follow(self, plan: FaultPlan) -> None:
+        """Let ``plan`` come into force, for the transfers from now on."""
+        self._plan = plan
+        # Each direction has a thread of its own, which is alone in writing its number.
+        self.num_copies = dict.fromkeys(Direction, 0)
+
+    def allocate_host(self, num_blocks: int, page_bytes: int) -> torch.Tensor:
+        return self._inner.allocate_host(num_blocks, page_bytes)
+
+    def open(self, device: Sequence[torch.Tensor], host: Sequence[torch.Tensor]) -> None:
+        self._inner.open(device, host)
+
+    def barrier(self) -> Barrier | None:
+        return self._inner.barrier()
+
+    def enter_thread(self, direction: Direction) -> None:
+        self._inner.enter_thread(direction)
+
+    def copy(
+        self, direction: Direction, transfer: Transfer, barrier: Barrier | None
+    ) -> Pending | None:
+        self.num_copies[direction] += 1
+        fault = self._plan.find(direction.value, self.num_copies[direction])
+        if fault is None:
+            return self._inner.copy(direction, transfer, barrier)
+        self.injected[f"{direction.value} {fault.action}"] += 1
+        if fault.action != "delay":
+            logger.info("Injected: %s %d, %s", direction.value, transfer.id, fault.action)
+        if fault.action == "kill":
+            raise SystemExit("the plan ends this thread")
+        if fault.action == "fail" and fault.polls == 0:
+            raise InjectedError("the plan lets this copy fail")
+        late = _Late(self._inner, direction, transfer, barrier, fault)
+        self._late.append(late)
+        return late
+
+    def close(self) -> None:
+        self._inner.close()
+
+
+@dataclass(slots=True, eq=False)
+class _Late:
+    """A copy whose bytes move as late as possible: when its end is seen, or waited for."""
+
+    inner: CopyBackend
+    direction: Direction
+    transfer: Transfer
+    barrier: Barrier | None
+    fault: Fault
+    polls: int = 0
+    ended: bool = False
+
+    def done(self) -> bool:
+        self.polls += 1
+        if self.polls <= self.fault.polls:
+            return False
+        self.wait()
+        return True
+
+    def wait(self) -> None:
+        if self.ended:
+            return
+        self.ended = True
+        if self.fault.action == "fail":
+            raise InjectedError("the plan lets this copy fail late")
+        pending = self.inner.copy(self.direction, self.transfer, self.barrier)
+        if pending is not None:
+            pending.wait()

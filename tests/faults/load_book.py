@@ -1,0 +1,136 @@
+"""LoadBook: what a load run has asked, what it was answered, and what was wrong with that."""
+
+import itertools
+import random
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from tests.engine.compare import LOGPROB_TOLERANCE, MIN_LEAD
+
+VOCABULARY = range(3, 512)
+
+Tokens = tuple[int, ...]
+
+
+@dataclass(slots=True)
+class Answer:
+    """What a server said, as far as it was heard. One entry a token in each list."""
+
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    leads: list[float] = field(default_factory=list)
+    """How far the best token's logprob lay before the second best's."""
+
+
+class Turn(NamedTuple):
+    """A prompt, and the conversation that goes on from its answer."""
+
+    prompt: Tokens
+    conversation: int
+
+
+class LoadBook:
+    """The first answer to every prompt, against which all later ones are held.
+
+    Greedy answers of one prompt agree as far as both go, whatever their lengths, the salt, the
+    company they were computed in and the tier that their prefix came from. ``violations`` says
+    in one line each what did not.
+    """
+
+    def __init__(self) -> None:
+        self.violations: list[str] = []
+        self.counts: Counter[str] = Counter()
+        self.slowest_seconds = 0.0
+        self._answers: dict[Tokens, Answer] = {}
+
+    @property
+    def prompts(self) -> list[Tokens]:
+        """Every prompt that has been answered to its end, oldest first."""
+        return list(self._answers)
+
+    def known(self, prompt: Tokens) -> Answer | None:
+        """The longest answer to ``prompt`` that agreed with the first."""
+        return self._answers.get(prompt)
+
+    def check(self, prompt: Tokens, answer: Answer, *, keep: bool) -> bool:
+        """Compare ``answer`` with what is known, and note a violation if they differ. With
+        ``keep``, remember it if it is the first, or goes further than the first."""
+        known = self._answers.get(prompt)
+        if known is None:
+            if keep:
+                self._answers[prompt] = answer
+            return True
+        self.counts["compared"] += 1
+        problem = self._difference(known, answer)
+        if problem is not None:
+            self.violations.append(f"prompt of {len(prompt)} tokens: {problem}")
+            return False
+        if keep and len(answer.tokens) > len(known.tokens):
+            self._answers[prompt] = answer
+        return True
+
+    def _difference(self, known: Answer, answer: Answer) -> str | None:
+        for place, (expected, token) in enumerate(zip(known.tokens, answer.tokens, strict=False)):
+            distance = abs(known.logprobs[place] - answer.logprobs[place])
+            if token != expected:
+                if known.leads[place] < MIN_LEAD:
+                    # Two best tokens that rounding alone decides between: what follows the
+                    # other one is another story.
+                    self.counts["ties"] += 1
+                    return None
+                return (
+                    f"token {place} is {token}, not {expected}, "
+                    f"which led by {known.leads[place]:.1e}"
+                )
+            if distance > LOGPROB_TOLERANCE:
+                return f"logprob of token {place} is off by {distance:.1e}"
+        return None
+
+
+class Script:
+    """Prompts of conversations that share system prompts: new ones, next turns, repetitions.
+
+    ``max_prompt_tokens`` ends a conversation; another then takes its place, so that the load
+    stays the same for as long as the run lasts.
+    """
+
+    NUM_CONVERSATIONS = 40
+    NUM_RECENT = 300
+
+    def __init__(self, seed: int, max_prompt_tokens: int) -> None:
+        self._rng = random.Random(seed)
+        self._max_prompt_tokens = max_prompt_tokens
+        self._systems = [self._some_tokens(40, 220) for _ in range(4)]
+        self._numbers = itertools.count()
+        self._next: dict[int, Tokens] = {}
+        self._recent: list[Tokens] = []
+        while len(self._next) < self.NUM_CONVERSATIONS:
+            self._begin()
+
+    def pick(self) -> Turn:
+        """The next prompt to send."""
+        if self._recent and self._rng.random() < 0.45:
+            return Turn(self._rng.choice(self._recent), -1)
+        number = self._rng.choice(list(self._next))
+        return Turn(self._next[number], number)
+
+    def go_on(self, turn: Turn, answer: Answer) -> None:
+        """Let the conversation of ``turn`` continue after ``answer``."""
+        if self._next.get(turn.conversation) != turn.prompt:
+            return  # a repetition, or another client was faster
+        self._recent.append(turn.prompt)
+        del self._recent[: -self.NUM_RECENT]
+        prompt = (*turn.prompt, *answer.tokens, *self._some_tokens(5, 60))
+        if len(prompt) <= self._max_prompt_tokens:
+            self._next[turn.conversation] = prompt
+        else:
+            del self._next[turn.conversation]
+            self._begin()
+
+    def _begin(self) -> None:
+        prompt = (*self._rng.choice(self._systems), *self._some_tokens(5, 90))
+        self._next[next(self._numbers)] = prompt
+
+    def _some_tokens(self, least: int, most: int) -> Tokens:
+        return tuple(self._rng.choices(VOCABULARY, k=self._rng.randint(least, most)))

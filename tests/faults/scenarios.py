@@ -1,0 +1,309 @@
+"""What engines go through while their copies go wrong: ``python -m tests.faults.scenarios``
+(see tests/faults/children.py) runs some of these in a process of their own."""
+
+import faulthandler
+import gc
+import sys
+import threading
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+
+import tqdm
+from pydantic import BaseModel
+from vllm.distributed.kv_transfer import ensure_kv_transfer_shutdown
+from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
+
+from simple_offload.backends.base import Direction
+from tests.engine.spec import Ask, EngineSpec
+from tests.engine.workloads import shared_prefix_asks
+from tests.faults.live import LiveEngine, ScenarioResult
+from tests.faults.plan import Fault
+
+STACKS_AFTER_SECONDS = 100
+NEVER = 10**9
+"""Polls after which a transfer ends: only waiting for it helps."""
+
+OLD = shared_prefix_asks("old", seed=6, tails=3, max_tokens=12)
+"""Asked again and again: from the device, from the host, recomputed."""
+
+
+def new_asks(phase: int) -> tuple[Ask, ...]:
+    """Asked in one phase only: their blocks have to be stored."""
+    return shared_prefix_asks(
+        f"new{phase}", seed=100 + phase, system_lengths=(140, 75), tails=2, max_tokens=6
+    )
+
+
+def plain(engine: LiveEngine) -> None:
+    """All that the others ask, once."""
+    engine.play(OLD)
+    for number in range(1, 13):
+        engine.play(new_asks(number))
+    engine.phase("all")
+
+
+def recompute(engine: LiveEngine) -> None:
+    """Every fault but the loss of the copy threads, then that. Failed loads are recomputed."""
+    engine.play(OLD)
+    engine.phase("no fault")
+
+    engine.forget_device()
+    engine.follow(
+        Fault(direction="load", action="fail", first=1, every=3),
+        Fault(direction="load", action="fail", first=3, every=3, polls=3),
+        Fault(direction="store", action="fail", first=2, every=3),
+        Fault(direction="store", action="fail", first=3, every=3, polls=4),
+    )
+    engine.play((*OLD, *new_asks(1)))
+    engine.phase("copies fail")
+
+    engine.follow()
+    engine.forget_device()
+    engine.follow(
+        Fault(direction="load", action="delay", every=1, polls=6),
+        Fault(direction="store", action="delay", every=1, polls=9),
+    )
+    engine.play((*new_asks(2), *OLD))
+    engine.phase("copies are late")
+
+    _resets(engine)
+    _pauses(engine)
+    _aborts(engine)
+    _thread_deaths(engine)
+
+
+def _resets(engine: LiveEngine) -> None:
+    stores_hang = Fault(direction="store", action="delay", every=1, polls=60)
+    loads_hang = Fault(direction="load", action="delay", every=1, polls=60)
+
+    engine.follow(stores_hang)
+    engine.play(new_asks(3))
+    num_storing, refused = engine.num_storing(), engine.reset()
+    engine.drain()
+    engine.phase(
+        "device reset while storing",
+        num_storing=num_storing,
+        reset=refused,
+        reset_at_rest=engine.reset(),
+    )
+
+    engine.follow(stores_hang)
+    engine.play(new_asks(4))
+    num_storing, refused = engine.num_storing(), engine.reset(both=True)
+    engine.phase("both reset while storing", num_storing=num_storing, reset=refused)
+
+    engine.follow()
+    engine.play(OLD)
+    engine.forget_device()
+    engine.follow(loads_hang)
+    engine.submit(OLD)
+    engine.step_until(engine.num_loading)
+    num_loading, refused = engine.num_loading(), engine.reset(both=True)
+    engine.phase("both reset while loading", num_loading=num_loading, reset=refused)
+
+    engine.follow()
+    engine.play(OLD)
+    engine.forget_device()
+    engine.follow(stores_hang, loads_hang)
+    engine.submit((*new_asks(5), *OLD))
+    engine.step_until(lambda: engine.num_loading() and engine.num_storing())
+    raised = engine.reset(both=True, running=True)
+    engine.phase("reset of what runs while copying", reset=raised)
+
+    engine.follow()
+    engine.submit((*new_asks(6), *OLD))
+    engine.step_until(lambda: len(engine.scheduler.running) > 1)
+    engine.step_until(lambda: engine.num_in_flight == 0)
+    engine.phase(
+        "reset of what runs",
+        num_running=len(engine.scheduler.running),
+        reset=engine.reset(both=True, running=True),
+        num_cached=engine.num_cached(),
+    )
+
+
+def _pauses(engine: LiveEngine) -> None:
+    engine.follow()
+    engine.play(OLD)
+    engine.forget_device()
+    engine.follow(
+        Fault(direction="load", action="delay", every=1, polls=5),
+        Fault(direction="store", action="delay", every=1, polls=5),
+    )
+    engine.submit((*new_asks(7), *OLD))
+    engine.step_until(lambda: engine.num_loading() and engine.num_storing())
+    engine.core.pause_scheduler("keep", clear_cache=False)
+    num_in_flight = engine.num_in_flight
+    # The connector's work alone keeps a paused engine stepping.
+    num_outputs = 0
+    while engine.scheduler.has_requests():
+        num_outputs += engine.step()
+    left_in_flight = engine.num_in_flight
+    engine.core.resume_scheduler()
+    engine.phase(
+        "pause while copying",
+        num_in_flight=num_in_flight,
+        num_outputs=num_outputs,
+        left_in_flight=left_in_flight,
+    )
+
+
+def _aborts(engine: LiveEngine) -> None:
+    engine.forget_device()
+    engine.follow(
+        Fault(direction="load", action="fail", first=1, every=2, polls=30),
+        Fault(direction="load", action="delay", first=2, every=2, polls=30),
+        Fault(direction="store", action="fail", every=1, polls=30),
+    )
+    engine.submit((*new_asks(8), *OLD))
+    engine.step_until(lambda: engine.num_loading() and engine.num_storing())
+    engine.abort_all()
+    engine.phase("aborted while copying")
+    engine.follow()
+    engine.play(OLD)
+    engine.phase("after the aborts")
+
+
+def _thread_deaths(engine: LiveEngine) -> None:
+    engine.forget_device()
+    engine.follow(
+        Fault(direction="load", action="kill", first=2),
+        Fault(direction="store", action="kill", first=2),
+    )
+    engine.play((*OLD, *new_asks(9)))
+    assert engine.offload is not None
+    engine.phase("threads die", switched_off=engine.offload.switched_off)
+
+    engine.follow()
+    engine.forget_device()
+    engine.play((*OLD, *new_asks(10)))
+    engine.phase("with new threads", num_copies=_num_copies(engine))
+
+    engine.forget_device()
+    engine.follow(Fault(direction="load", action="kill", first=2))
+    engine.play((*OLD, *new_asks(11)))
+    engine.phase("a thread dies again", switched_off=engine.offload.switched_off)
+
+    engine.follow()
+    engine.forget_device()
+    engine.play((*OLD, *new_asks(12)))
+    engine.phase(
+        "switched off",
+        num_copies=_num_copies(engine),
+        reset=engine.reset(both=True),
+    )
+
+
+def fail(engine: LiveEngine) -> None:
+    """A failed load is its request's end. Then a shutdown with copies that only end when
+    somebody waits for them."""
+    engine.play(OLD)
+    engine.phase("no fault")
+
+    engine.forget_device()
+    engine.follow(
+        Fault(direction="load", action="fail", first=2),
+        Fault(direction="load", action="fail", first=4, polls=3),
+        Fault(direction="store", action="fail", every=2),
+    )
+    engine.play((*OLD, *new_asks(1)))
+    engine.phase("loads fail")
+
+    engine.follow()
+    engine.forget_device()
+    engine.play((*OLD, *new_asks(2)))
+    engine.phase("asked again")
+
+    engine.forget_device()
+    engine.follow(
+        Fault(direction="load", action="delay", every=1, polls=NEVER),
+        Fault(direction="store", action="delay", every=1, polls=NEVER),
+    )
+    engine.submit(new_asks(3)[:1])
+    engine.step_until(engine.num_storing)
+    engine.submit(OLD)
+    engine.step_until(engine.num_loading)
+    engine.end_here(num_loading=engine.num_loading(), num_storing=engine.num_storing())
+
+
+ONE_RANK = (
+    Fault(direction="load", action="fail", first=2, every=4, times=2, rank=1),
+    Fault(direction="load", action="fail", first=3, every=4, times=2, polls=3, rank=1),
+    Fault(direction="load", action="delay", every=1, times=9, polls=2, rank=0),
+    Fault(direction="store", action="fail", first=3, every=4, times=4, polls=2, rank=1),
+    Fault(direction="store", action="delay", first=2, every=2, times=8, polls=3, rank=1),
+    Fault(direction="store", action="kill", first=32, every=4, times=2, rank=1),
+)
+"""Rank 1 fails, rank 0 is late, and the other way round; in the end rank 1 stores no more."""
+
+
+def one_rank(engine: LiveEngine) -> None:
+    """ONE_RANK, which came with the configuration: the ranks are other processes."""
+    assert engine.offload is not None
+    engine.play(OLD[:6])
+    engine.phase("no fault on a load")
+    for number in range(1, 6):
+        engine.forget_device()
+        engine.play((*OLD[:6], *new_asks(number)))
+        engine.phase(f"round {number}", switched_off=engine.offload.switched_off)
+
+
+def _num_copies(engine: LiveEngine) -> dict[str, int]:
+    return {way.value: engine.backend.num_copies[way] for way in Direction}
+
+
+SCENARIOS: dict[str, Callable[[LiveEngine], None]] = {
+    scenario.__name__: scenario for scenario in (plain, recompute, fail, one_rank)
+}
+
+
+class Job(BaseModel):
+    """Engines of one child process, one after another: scenario and specification by name."""
+
+    engines: dict[str, tuple[str, EngineSpec]]
+
+
+class JobResult(BaseModel):
+    results: dict[str, ScenarioResult]
+
+
+def run(scenario: str, spec: EngineSpec) -> ScenarioResult:
+    """Start the engine, go through the scenario, shut it down twice."""
+    result = ScenarioResult()
+    threads_before = set(threading.enumerate())
+    try:
+        engine = LiveEngine(spec, result)
+        connector = engine.connector
+        try:
+            SCENARIOS[scenario](engine)
+        finally:
+            engine.shut_down()
+            if connector is not None and connector.faults is not None:
+                connector.shutdown()
+                result.num_open_copies = connector.faults.num_open
+            engine.shut_down()
+    except Exception:  # noqa: BLE001 - the test that reads the result says what it thinks of it
+        result.error = traceback.format_exc()
+    survivors = set(threading.enumerate()) - threads_before
+    result.surviving_threads = sorted(thread.name for thread in survivors)
+    return result
+
+
+def main(job_path: Path, result_path: Path) -> None:
+    """Run a job."""
+    faulthandler.dump_traceback_later(STACKS_AFTER_SECONDS, repeat=True)
+    tqdm.tqdm.monitor_interval = 0  # else the first progress bar leaves a thread behind
+    job = Job.model_validate_json(job_path.read_text())
+    results = {}
+    for name, (scenario, spec) in job.engines.items():
+        results[name] = run(scenario, spec)
+        gc.collect()
+        ensure_kv_transfer_shutdown()  # a start that failed half-way leaves its connector
+        cleanup_dist_env_and_memory()
+    result_path.write_text(JobResult(results=results).model_dump_json())
+    faulthandler.cancel_dump_traceback_later()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), Path(sys.argv[2]))

@@ -1,0 +1,244 @@
+"""vLLM's engine while copies fail, are late, or lose their threads: nobody can tell from the
+answers, nothing is held afterwards, and the log says what happened."""
+
+import re
+
+import pytest
+
+from examples.random_model import Architecture
+from tests.engine.compare import differences
+from tests.engine.spec import Answer
+from tests.faults.conftest import FaultRuns
+from tests.faults.live import Phase, ScenarioResult
+from tests.faults.scenarios import OLD, new_asks
+
+ARCHITECTURES: list[Architecture] = ["llama", "gemma3"]
+"""One KV cache group, and two kinds of them: sliding windows and full attention."""
+
+NEW_IN = {
+    "copies fail": 1,
+    "copies are late": 2,
+    "device reset while storing": 3,
+    "both reset while storing": 4,
+    "reset of what runs while copying": 5,
+    "reset of what runs": 6,
+    "pause while copying": 7,
+    "aborted while copying": 8,
+    "threads die": 9,
+    "with new threads": 10,
+    "a thread dies again": 11,
+    "switched off": 12,
+}
+"""Which new asks a phase of "recompute" had."""
+
+QUIET = ("no fault", "copies are late", "after the aborts", "with new threads", "switched off")
+RESETS = (
+    "device reset while storing",
+    "both reset while storing",
+    "both reset while loading",
+    "reset of what runs while copying",
+    "reset of what runs",
+    "pause while copying",
+)
+
+architectures = pytest.mark.parametrize("architecture", ARCHITECTURES)
+
+
+def ids(*numbers: int) -> set[str]:
+    """Ids of new asks."""
+    return {ask.id for number in numbers for ask in new_asks(number)}
+
+
+def assert_right(phase: Phase, expected: dict[str, Answer]) -> None:
+    found = differences([{ask_id: expected[ask_id] for ask_id in phase.answers}], [phase.answers])
+    assert not found, "\n".join(found)
+
+
+def assert_at_rest(result: ScenarioResult) -> None:
+    """Every phase ended with every block free and the books in order; no thread is left."""
+    assert result.error is None, result.error
+    for name, phase in result.phases.items():
+        assert not any(phase.held.values()), f"{name}: blocks held: {phase.held}"
+        assert phase.integrity_problem is None, f"{name}: {phase.integrity_problem}"
+    assert result.surviving_threads == []
+
+
+def num_lines(phase: Phase, pattern: str) -> int:
+    return sum(re.search(pattern, line) is not None for line in phase.log)
+
+
+@pytest.fixture
+def recompute(fault_runs: FaultRuns, architecture: Architecture) -> ScenarioResult:
+    result = fault_runs.engine(architecture, "recompute")
+    assert result.error is None, f"{result.error}\n{fault_runs.log_tail(architecture)}"
+    return result
+
+
+@pytest.fixture
+def fail(fault_runs: FaultRuns, architecture: Architecture) -> ScenarioResult:
+    result = fault_runs.engine(architecture, "fail")
+    assert result.error is None, f"{result.error}\n{fault_runs.log_tail(architecture)}"
+    return result
+
+
+@architectures
+def test_every_request_gets_its_answer(
+    fault_runs: FaultRuns, architecture: Architecture, recompute: ScenarioResult
+) -> None:
+    expected = fault_runs.expected(architecture)
+    for name, phase in recompute.phases.items():
+        assert phase.errors == []
+        assert_right(phase, expected)
+        asked = ids(NEW_IN[name]) if name in NEW_IN else set()
+        if name not in {"device reset while storing", "both reset while storing"}:
+            asked |= {ask.id for ask in OLD}
+        if name == "aborted while copying":
+            assert phase.answers.keys() < asked
+        else:
+            assert phase.answers.keys() == asked, name
+
+
+@architectures
+def test_nothing_is_held_at_rest(recompute: ScenarioResult, fail: ScenarioResult) -> None:
+    assert_at_rest(recompute)
+    assert_at_rest(fail)
+
+
+@architectures
+def test_both_kinds_of_copies_have_failed(recompute: ScenarioResult) -> None:
+    injected = recompute.phases["copies fail"].injected
+    assert injected["load fail"] >= 3
+    assert injected["store fail"] >= 3
+    late = recompute.phases["copies are late"].injected
+    assert late["load delay"] >= 3
+    assert late["store delay"] >= 3
+
+
+@architectures
+def test_a_line_says_that_a_copy_has_failed(recompute: ScenarioResult) -> None:
+    for name in ("copies fail", "aborted while copying"):
+        phase = recompute.phases[name]
+        for kind in ("load", "store"):
+            count = phase.injected[f"{kind} fail"]
+            assert count > 0
+            assert num_lines(phase, rf"^{kind} \d+ of \d+ blocks failed .*InjectedError") == count
+            assert num_lines(phase, rf"^{kind.title()} \d+ failed on a rank: ") == count
+        assert not any("\n" in line for line in phase.log)
+
+
+@architectures
+def test_the_log_is_silent_where_nothing_fails(recompute: ScenarioResult) -> None:
+    for name in (*QUIET, *RESETS):
+        assert recompute.phases[name].log == [], name
+
+
+@architectures
+def test_a_reset_while_stores_are_under_way(recompute: ScenarioResult) -> None:
+    device = recompute.phases["device reset while storing"]
+    assert device.facts["num_storing"] > 0
+    assert device.facts["reset"] is False, "vLLM empties a cache whose blocks are being stored"
+    assert device.facts["reset_at_rest"] is True
+    assert device.num_cached > recompute.phases["copies are late"].num_cached
+    both = recompute.phases["both reset while storing"]
+    assert both.facts["num_storing"] > 0
+    assert both.facts["reset"] is False
+    assert both.num_cached == 0, "what was on its way at a reset has arrived after it"
+
+
+@architectures
+def test_a_reset_while_loads_are_under_way(recompute: ScenarioResult) -> None:
+    phase = recompute.phases["both reset while loading"]
+    assert phase.facts["num_loading"] > 0
+    assert phase.facts["reset"] is False
+
+
+@architectures
+def test_a_reset_of_running_requests(recompute: ScenarioResult) -> None:
+    phase = recompute.phases["reset of what runs"]
+    assert phase.facts["num_running"] > 1
+    assert phase.facts["reset"] is True
+    assert phase.facts["num_cached"] == 0
+    # vLLM preempts what runs, but does not wait for transfers.
+    refused = recompute.phases["reset of what runs while copying"]
+    assert "Failed to reset KV cache" in refused.facts["reset"]
+
+
+@architectures
+def test_a_pause_lets_transfers_end_and_nothing_else(recompute: ScenarioResult) -> None:
+    facts = recompute.phases["pause while copying"].facts
+    assert facts["num_in_flight"] > 1
+    assert facts["num_outputs"] == 0
+    assert facts["left_in_flight"] == 0
+
+
+@architectures
+def test_a_dead_thread_is_replaced(recompute: ScenarioResult) -> None:
+    died = recompute.phases["threads die"]
+    for kind in ("load", "store"):
+        assert died.injected[f"{kind} kill"] == 1
+        assert num_lines(died, f"^The {kind} thread has died: starting another$") == 1
+        assert num_lines(died, rf"^{kind} \d+ of \d+ blocks failed .*SystemExit") == 1
+    assert died.facts["switched_off"] is False
+    copies = recompute.phases["with new threads"].facts["num_copies"]
+    assert copies["load"] > 0
+    assert copies["store"] > 0
+
+
+@architectures
+def test_a_thread_that_dies_again_switches_the_tier_off(recompute: ScenarioResult) -> None:
+    died = recompute.phases["a thread dies again"]
+    assert died.injected["load kill"] == 1
+    assert num_lines(died, "^The load thread has died again: no more copies$") == 1
+    assert num_lines(died, "the host tier is switched off") == 1
+    assert died.facts["switched_off"] is True
+    assert died.num_cached == 0
+    after = recompute.phases["switched off"]
+    assert after.facts["num_copies"] == {"load": 0, "store": 0}
+    assert after.facts["reset"] is True, "a tier that is off stands in the way of a reset"
+
+
+@architectures
+def test_under_fail_a_failed_load_ends_its_request_in_an_error(
+    fault_runs: FaultRuns, architecture: Architecture, fail: ScenarioResult
+) -> None:
+    expected = fault_runs.expected(architecture)
+    phase = fail.phases["loads fail"]
+    assert phase.injected["load fail"] == 2
+    assert len(set(phase.errors)) == 2
+    assert phase.answers.keys() | set(phase.errors) == {ask.id for ask in OLD} | ids(1)
+    assert phase.answers.keys().isdisjoint(phase.errors)
+    assert_right(phase, expected)
+    again = fail.phases["asked again"]
+    assert again.errors == [], "blocks that could not be read have been offered again"
+    assert again.answers.keys() == {ask.id for ask in OLD} | ids(2)
+    assert_right(again, expected)
+    assert again.log == []
+
+
+@architectures
+def test_shutdown_waits_for_copies_under_way(fail: ScenarioResult) -> None:
+    """They would never have ended without. Every engine here is shut down twice."""
+    assert fail.last_facts["num_loading"] > 0
+    assert fail.last_facts["num_storing"] > 0
+    assert fail.num_open_copies == 0
+    assert fail.surviving_threads == []
+
+
+@pytest.mark.slow
+def test_faults_on_one_rank_only(fault_runs: FaultRuns) -> None:
+    result, log = fault_runs.one_rank()
+    assert_at_rest(result)
+    for phase in result.phases.values():
+        assert phase.errors == []
+        assert len(phase.answers) >= 6
+        assert_right(phase, fault_runs.expected())
+    injected = re.findall(r"Worker_TP(\d).*Injected: (\w+) \d+, (\w+)", log)
+    assert {rank for rank, *_ in injected} == {"1"}
+    kinds = {(direction, action) for _, direction, action in injected}
+    assert kinds == {("load", "fail"), ("store", "fail"), ("store", "kill")}
+    deaths = re.findall(r"Worker_TP(\d).*The store thread has died(.*)", log)
+    assert deaths == [("1", ": starting another"), ("1", " again: no more copies")]
+    switched_off = [phase.facts.get("switched_off") for phase in result.phases.values()]
+    assert switched_off[-1] is True, "the second death came too late for this test"
+    assert False in switched_off
+    assert list(result.phases.values())[-1].num_cached == 0

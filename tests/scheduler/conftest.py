@@ -1,0 +1,24 @@
+"""Worlds that are closed afterwards."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from tests.scheduler.driver import Driver
+
+MakeDriver = Callable[..., Driver]
+
+
+@pytest.fixture
+def drive(no_thread_left: None) -> Iterator[MakeDriver]:
+    """A function that makes a Driver of a world of the Shape that its keywords describe."""
+    drivers: list[Driver] = []
+
+    def make(**shape: Any) -> Driver:
+        drivers.append(Driver(**shape))
+        return drivers[-1]
+
+    yield make
+    for driver in drivers:
+        driver.world.close()

@@ -1,0 +1,151 @@
+"""Driver: a world in which a test says when each copy runs."""
+
+from typing import Any
+
+from vllm.sampling_params import SamplingParams
+from vllm.utils.hashing import sha256
+from vllm.v1.core.block_pool import BlockPool
+from vllm.v1.core.kv_cache_utils import get_request_block_hasher
+from vllm.v1.request import Request
+
+from simple_offload.backends.base import Direction
+from simple_offload.metadata import Transfer
+from simple_offload.scheduler.cpu_tier import CpuTier
+from simple_offload.scheduler.manager import OffloadScheduler
+from tests.simulation.world import Shape, World
+
+LOAD, STORE = Direction.LOAD, Direction.STORE
+
+_MAX_STEPS = 500
+
+
+def prompt(num_tokens: int, family: int = 0) -> list[int]:
+    """Tokens of which no two blocks, and no two families, are alike."""
+    return [
+        (family * 31 + position * position + position // 9) % 97 for position in range(num_tokens)
+    ]
+
+
+def make_request(
+    request_id: str, tokens: list[int], salt: str | None = None, **sampling: Any
+) -> Request:
+    """A request for blocks of 4 tokens. ``sampling``: SamplingParams."""
+    return Request(
+        request_id=request_id,
+        prompt_token_ids=tokens,
+        sampling_params=SamplingParams(ignore_eos=True, **sampling),
+        pooling_params=None,
+        cache_salt=salt,
+        block_hasher=get_request_block_hasher(4, sha256),
+    )
+
+
+class Driver:
+    """Steps a world and checks it after each step. No copy runs unless it is told to."""
+
+    def __init__(self, **shape: Any) -> None:
+        self.world = World(Shape(**shape))
+
+    @property
+    def scheduler(self) -> OffloadScheduler:
+        """Our scheduler side."""
+        scheduler: OffloadScheduler = self.world.connector.scheduler
+        return scheduler
+
+    @property
+    def tier(self) -> CpuTier:
+        return self.scheduler.tier
+
+    @property
+    def device_pool(self) -> BlockPool:
+        return self.world.scheduler.kv_cache_manager.block_pool
+
+    # Requests
+
+    def start(
+        self, request_id: str, tokens: list[int], max_tokens: int = 1, salt: str | None = None
+    ) -> Request:
+        """Hand a request to the scheduler."""
+        self.world.add_request(request_id, tokens, max_tokens, salt, 0)
+        return self.world.requests[request_id]
+
+    def say(
+        self, request_id: str, tokens: list[int], max_tokens: int = 1, salt: str | None = None
+    ) -> list[int]:
+        """Run a request until everything has come to rest; prompt and output."""
+        self.start(request_id, tokens, max_tokens, salt)
+        self.run()
+        return tokens + self.world.finished[request_id][0]
+
+    def forget_device(self) -> None:
+        """Empty the device's prefix cache; nothing may be running."""
+        assert self.world.reset(tier=False)
+
+    # Time
+
+    def step(self, count: int = 1) -> None:
+        for _ in range(count):
+            self.world.step()
+            self.world.check()
+
+    def pending(self, direction: Direction, rank: int = 0) -> list[Transfer]:
+        """Copies that a rank has been given and that have not run."""
+        return [copy.transfer for copy in self.world.ranks[rank].device.copies[direction]]
+
+    def copy(self, direction: Direction, rank: int = 0, fail: bool = False) -> None:
+        """Run a rank's next copy, whatever compute it waits for included. ``fail``: it fails
+        when it has copied all blocks but one."""
+        device = self.world.ranks[rank].device
+        while not device.can_copy(direction):
+            assert device.compute_one(), f"rank {rank} has no {direction.value} to run"
+        num_blocks = len(device.copies[direction][0].transfer.host_blocks)
+        device.copy_one(direction, num_blocks - 1 if fail else None)
+
+    def copy_all(self) -> None:
+        """Run all copies of all ranks."""
+        for rank, state in enumerate(self.world.ranks):
+            for direction in Direction:
+                while state.device.copies[direction]:
+                    self.copy(direction, rank)
+
+    def drain(self) -> None:
+        """Step, and copy at once, until every request and transfer has ended. Checks what was
+        said."""
+        for _ in range(_MAX_STEPS):
+            if not self.world.requests and not self.world.scheduler.has_requests():
+                break
+            self.step()
+            self.copy_all()
+        else:
+            raise AssertionError(f"{list(self.world.scheduler.requests)} do not end")
+        for request_id in self.world.finished:
+            self.world.check_finished(request_id)
+
+    def run(self) -> None:
+        """Drain, and check that nothing is held afterwards."""
+        self.drain()
+        self.world.check_at_rest()
+
+    # Looking
+
+    def found(self, tokens: list[int], salt: str | None = None) -> int:
+        """How many of these tokens the tier could supply."""
+        request = make_request("looker", tokens, salt)
+        return self.tier.lookup(request.block_hashes, 0, len(tokens)).num_tokens
+
+    @property
+    def num_held(self) -> tuple[int, int]:
+        """Device and host blocks that are not free."""
+        pools = (self.device_pool, self.tier.pool)
+        device, host = (len(pool.blocks) - 1 - pool.get_num_free_blocks() for pool in pools)
+        return device, host
+
+    @property
+    def num_stored(self) -> int:
+        """Blocks in all stores that have ever been submitted."""
+        return sum(len(store.host_blocks) for store in self.world._stores.values())
+
+    @property
+    def num_kept(self) -> int:
+        """Blocks that the tier holds something in."""
+        return sum(block.block_hash is not None for block in self.tier.pool.blocks)

@@ -1,0 +1,265 @@
+"""CpuTier: what is found, what is held, and what makes room."""
+
+import pytest
+
+from tests.scheduler.tiers import (
+    BLOCK_SIZE,
+    begin,
+    block,
+    blocks,
+    commit,
+    contents,
+    hashes,
+    key,
+    leave,
+    make_tier,
+    names,
+    snapshot,
+    store,
+)
+
+# Looking
+
+
+@pytest.mark.parametrize(
+    ("num_computed_blocks", "max_tokens", "expected"),
+    [
+        (0, 100, ["a", "ab", "abc"]),
+        (1, 100, ["ab", "abc"]),
+        (3, 100, []),
+        (5, 100, []),
+        (0, 2 * BLOCK_SIZE, ["a", "ab"]),
+        (0, 3 * BLOCK_SIZE - 1, ["a", "ab"]),
+        (1, BLOCK_SIZE - 1, []),
+        (0, 0, []),
+        (0, -1, []),
+    ],
+)
+def test_lookup_finds_the_longest_prefix_that_the_device_lacks(
+    num_computed_blocks: int, max_tokens: int, expected: list[str]
+) -> None:
+    tier = make_tier(8)
+    store(tier, "abc", "xyz")
+    hit = tier.lookup(hashes("abcde"), num_computed_blocks * BLOCK_SIZE, max_tokens)
+    assert hit.num_tokens == len(expected) * BLOCK_SIZE
+    assert [name for group in hit.blocks for name in names(group)] == expected
+
+
+def test_lookup_needs_the_head() -> None:
+    tier = make_tier(8)
+    store(tier, "abc")
+    assert tier.lookup(hashes("xbc"), 0, 100).num_tokens == 0
+    assert tier.lookup(hashes("bc"), 0, 100).num_tokens == 0
+
+
+def test_looking_changes_nothing() -> None:
+    tier = make_tier(8, windows=(0, 8))
+    for group in (0, 1):
+        store(tier, "abc", group=group)
+    tier.pin(blocks(tier, "a"))
+    before = snapshot(tier)
+    for chain in ("abcd", "ab", "axy", "xyz"):
+        for num_computed_tokens in (0, BLOCK_SIZE, 2 * BLOCK_SIZE):
+            tier.lookup(hashes(chain), num_computed_tokens, 100)
+            tier.lineage(hashes(chain), min(num_computed_tokens, len(chain) * BLOCK_SIZE))
+        tier.get(key(chain))
+    assert snapshot(tier) == before
+
+
+def test_null_blocks_stand_where_the_window_does_not_reach() -> None:
+    tier = make_tier(16, windows=(0, 8))
+    store(tier, "abcde")
+    store(tier, "abcde", group=1)
+    hit = tier.lookup(hashes("abcde"), 0, 100)
+    full, window = hit.blocks
+    assert names(full) == ["a", "ab", "abc", "abcd", "abcde"]
+    assert [found.is_null for found in window] == [True, True, True, False, False]
+    assert names(window[3:], group=1) == ["abcd", "abcde"]
+
+
+def test_lineage_is_what_precedes_a_hit_in_its_chains() -> None:
+    tier = make_tier(16, windows=(8, 0))
+    for group in (0, 1):
+        store(tier, "abc", group=group)
+    assert names(tier.lineage(hashes("abcd"), 2 * BLOCK_SIZE), group=1) == ["a", "ab"]
+    assert names(tier.lineage(hashes("abcd"), 4 * BLOCK_SIZE), group=1) == ["a", "ab", "abc"]
+    assert tier.lineage(hashes("abcd"), 0) == []
+    assert tier.lineage(hashes("xbcd"), 4 * BLOCK_SIZE) == []
+
+
+def test_version_grows_when_a_lookup_may_find_something_else() -> None:
+    tier = make_tier(3)
+    seen = [tier.version]
+
+    def grew() -> bool:
+        seen.append(tier.version)
+        return seen[-1] > seen[-2]
+
+    filled = begin(tier, "a")
+    assert not grew()
+    commit(tier, filled, "a")
+    assert grew()
+    store(tier, "ab", "abc")
+    assert grew()
+    tier.pin(blocks(tier, "ab"))
+    tier.unpin(blocks(tier, "ab"))
+    assert not grew()
+    begin(tier, "x")  # evicts "abc"
+    assert grew()
+    tier.drop(blocks(tier, "a"))
+    assert grew()
+    tier.reset()
+    assert grew()
+
+
+# Making room
+
+
+def test_empty_blocks_are_handed_out_before_anything_is_evicted() -> None:
+    tier = make_tier(5)
+    store(tier, "abc")
+    allocated = [begin(tier, "x"), begin(tier, "xy")]
+    assert contents(tier) == {"a", "ab", "abc"}
+    assert [new.ref_cnt for new in allocated] == [1, 1]
+    assert names(allocated) == ["", ""]
+
+
+def test_allocation_stops_when_everything_is_pinned() -> None:
+    tier = make_tier(3)
+    store(tier, "abc")
+    tier.pin(blocks(tier, "abc"))
+    before = snapshot(tier)
+    assert tier.allocate(None) is None
+    assert tier.allocate(key("abc")) is None
+    assert snapshot(tier) == before
+
+
+def test_a_chain_that_fills_the_tier_does_not_eat_itself() -> None:
+    tier = make_tier(4)
+    store(tier, "abcd")
+    before = snapshot(tier)
+    assert tier.allocate(key("abcd")) is None
+    assert snapshot(tier) == before
+    begin(tier, "x")  # another chain may
+    assert contents(tier) == {"a", "ab", "abc"}
+
+
+# Filling
+
+
+def test_a_block_is_found_once_it_is_committed() -> None:
+    tier = make_tier(4)
+    filled = begin(tier, "a")
+    assert contents(tier) == set()
+    assert commit(tier, filled, "a")
+    assert contents(tier) == {"a"}
+    assert (filled.ref_cnt, filled.block_hash_num_tokens) == (0, BLOCK_SIZE)
+
+
+def test_an_orphan_is_not_kept() -> None:
+    tier = make_tier(4)
+    store(tier, "ab")
+    filled = begin(tier, "abc")
+    tier.drop([block(tier, "ab")])
+    assert not commit(tier, filled, "abc")
+    assert contents(tier) == {"a"}
+    assert (filled.ref_cnt, filled.block_hash) == (0, None)
+    tier.check_integrity()
+    assert tier.allocate(None) is filled  # it is the first to be used again
+    assert contents(tier) == {"a"}
+
+
+def test_a_window_needs_no_head() -> None:
+    tier = make_tier(8, windows=(0, 8))
+    store(tier, "ab", group=1)
+    filled = begin(tier, "abc", group=1)
+    tier.drop([block(tier, "ab", group=1)])
+    assert commit(tier, filled, "abc", group=1)
+    assert contents(tier, group=1) == {"a", "abc"}
+    tier.check_integrity()
+
+
+def test_a_key_is_held_once() -> None:
+    tier = make_tier(4)
+    first, second = begin(tier, "a"), begin(tier, "a")
+    assert commit(tier, first, "a")
+    assert not commit(tier, second, "a")
+    assert block(tier, "a") is first
+    assert (second.ref_cnt, second.block_hash) == (0, None)
+    tier.check_integrity()
+    assert tier.allocate(None) is second
+
+
+def test_groups_do_not_find_each_others_blocks() -> None:
+    tier = make_tier(8, windows=(0, 8))
+    store(tier, "abc", group=0)
+    assert contents(tier, group=1) == set()
+    assert tier.lookup(hashes("abc"), 0, 100).num_tokens == 0
+    store(tier, "abc", group=1)
+    assert tier.lookup(hashes("abc"), 0, 100).num_tokens == 3 * BLOCK_SIZE
+
+
+# Forgetting
+
+
+def test_what_is_dropped_takes_its_descendants_along() -> None:
+    tier = make_tier(10)
+    store(tier, "abcd", "abxy", "pq")
+    lost = [*blocks(tier, "abcd")[1:], *blocks(tier, "abxy")[2:]]
+    tier.drop([block(tier, "ab")])
+    assert contents(tier) == {"a", "p", "pq"}
+    tier.check_integrity()
+    # Empty blocks are used before anything else leaves.
+    again = [begin(tier, name) for name in ("m", "mn", "mno", "mnop", "mnopq")]
+    assert {new.block_id for new in lost} <= {new.block_id for new in again}
+    assert contents(tier) == {"a", "p", "pq"}
+    assert leave(tier) == ["a", "pq", "p"]
+
+
+def test_dropped_blocks_stay_as_long_as_they_are_pinned() -> None:
+    tier = make_tier(4)
+    store(tier, "abc")
+    pinned = blocks(tier, "abc")
+    tier.pin(pinned)
+    tier.drop(pinned[1:2])
+    assert contents(tier) == {"a"}
+    assert [held.ref_cnt for held in pinned] == [1, 1, 1]
+    tier.check_integrity()
+    new = begin(tier, "x")
+    assert new not in pinned
+    assert tier.allocate(None) is None
+    tier.unpin(pinned)
+    tier.check_integrity()
+    assert {begin(tier, "y").block_id, begin(tier, "z").block_id} == {
+        held.block_id for held in pinned[1:]
+    }
+    assert contents(tier) == {"a"}
+
+
+def test_dropping_what_holds_nothing() -> None:
+    tier = make_tier(4)
+    store(tier, "a")
+    held = begin(tier, "x")
+    tier.drop([held, tier.pool.blocks[-1]])
+    assert contents(tier) == {"a"}
+    assert held.ref_cnt == 1
+    tier.check_integrity()
+
+
+def test_reset_forgets_everything_and_holds_what_is_held() -> None:
+    tier = make_tier(6)
+    store(tier, "abc", "x")
+    pinned = blocks(tier, "ab")
+    tier.pin(pinned)
+    filling = begin(tier, "abcd")
+    tier.reset()
+    assert contents(tier) == set()
+    assert tier.lookup(hashes("abc"), 0, 100).num_tokens == 0
+    assert [held.ref_cnt for held in (*pinned, filling)] == [1, 1, 1]
+    assert tier.pool.get_num_free_blocks() == 3
+    tier.check_integrity()
+    tier.unpin([*pinned, filling])
+    tier.check_integrity()
+    assert tier.pool.get_num_free_blocks() == 6
+    store(tier, "abc")  # and it goes on
+    assert contents(tier) == {"a", "ab", "abc"}

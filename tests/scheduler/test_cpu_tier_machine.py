@@ -1,0 +1,200 @@
+"""CpuTier against a model that knows chains, pins and times, and nothing of queues."""
+
+from collections import Counter, deque
+from dataclasses import dataclass
+from typing import Any
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from vllm.v1.core.kv_cache_utils import KVCacheBlock
+
+from tests.scheduler.tiers import (
+    begin,
+    block,
+    commit,
+    contents,
+    hashes,
+    key,
+    make_tier,
+    parent_of,
+    prefixes,
+)
+
+_NUM_BLOCKS = 6
+chains = st.text("ab", min_size=1, max_size=5)
+
+
+@dataclass(eq=False)
+class _Filling:
+    block: KVCacheBlock
+    name: str
+    abandoned: bool = False
+
+
+@dataclass(eq=False)
+class _Hold:
+    blocks: list[KVCacheBlock]
+    names: list[str]
+
+
+class Tier(RuleBasedStateMachine):
+    """As the scheduler side uses it: pins go from a chain's head on, stores end in the order in
+    which they began, and no key is on its way twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tier = make_tier(_NUM_BLOCKS)
+        self.kept: dict[str, int] = {}
+        """What can be found, and the block that holds it."""
+        self.ages: dict[str, int] = {}
+        """When each of them that nobody holds was let go of: with its parent, if that was free
+        by then."""
+        self.clock = 0
+        self.filling: deque[_Filling] = deque()
+        self.holds: list[_Hold] = []
+
+    # What happens to a tier
+
+    @rule(chain=chains)
+    def begin_store(self, chain: str) -> None:
+        """Start to fill the first block of a chain that is neither there nor on its way."""
+        under_way = {filling.name for filling in self.filling if not filling.abandoned}
+        lacking = [name for name in prefixes(chain) if name not in {*self.kept, *under_way}]
+        if not lacking:
+            return
+        name, victims = lacking[0], set()
+        if self.num_empty() == 0:
+            victims = self.next_to_leave()
+        if name[:-1] in victims or not self.num_empty() | len(victims):
+            assert self.tier.allocate(parent_of(name)) is None
+            return
+        self.filling.append(_Filling(begin(self.tier, name), name))
+        left = set(self.kept) - contents(self.tier)
+        assert left <= victims
+        assert len(left) == bool(victims)
+        self.forget(*left)
+
+    @precondition(lambda self: self.filling)
+    @rule(ok=st.sampled_from([True, True, True, False]))
+    def end_store(self, ok: bool) -> None:
+        filling = self.filling.popleft()
+        name = filling.name
+        if not ok or filling.abandoned:
+            self.tier.unpin([filling.block])
+            return
+        kept = commit(self.tier, filling.block, name)
+        assert kept == (len(name) == 1 or name[:-1] in self.kept)
+        if kept:
+            self.kept[name] = filling.block.block_id
+            self.let_go(name)
+
+    @rule(chain=chains)
+    def pin(self, chain: str) -> None:
+        """Look a chain up, and hold what there is of it."""
+        found = [name for name in prefixes(chain) if name in self.kept]
+        hit = self.tier.lookup(hashes(chain), 0, 100)
+        assert hit.num_tokens == len(found) * self.tier.hash_block_size
+        if found:
+            (held,) = hit.blocks
+            self.tier.pin(held)
+            self.holds.append(_Hold(held, found))
+            for name in found:
+                self.ages.pop(name, None)
+
+    @precondition(lambda self: self.holds)
+    @rule(data=st.data())
+    def unpin(self, data: Any) -> None:
+        hold = self.holds.pop(data.draw(st.integers(0, len(self.holds) - 1)))
+        self.tier.unpin(hold.blocks)
+        for held, name in zip(hold.blocks, hold.names, strict=True):
+            if self.kept.get(name) == held.block_id:
+                self.let_go(name)
+
+    @rule(chain=chains)
+    def refresh(self, chain: str) -> None:
+        self.tier.refresh(key(name) for name in prefixes(chain))
+        found = [name for name in prefixes(chain) if name in self.kept]
+        for name in found:
+            self.ages.pop(name, None)
+        self.let_go(*found)
+
+    @rule(name=chains)
+    def drop(self, name: str) -> None:
+        if name in self.kept:
+            self.tier.drop([block(self.tier, name)])
+            self.forget(*(kept for kept in self.kept if kept.startswith(name)))
+
+    @rule()
+    def reset(self) -> None:
+        self.tier.reset()
+        self.forget(*self.kept)
+        for filling in self.filling:
+            filling.abandoned = True
+
+    # The model
+
+    def num_references(self) -> Counter[int]:
+        """By block."""
+        held = Counter(filling.block.block_id for filling in self.filling)
+        held.update(block.block_id for hold in self.holds for block in hold.blocks)
+        return held
+
+    def num_empty(self) -> int:
+        """Blocks that nobody holds and that hold nothing."""
+        return _NUM_BLOCKS - len({*self.num_references(), *self.kept.values()})
+
+    def next_to_leave(self) -> set[str]:
+        """The tails among what was let go of the longest ago."""
+        oldest = {name for name, age in self.ages.items() if age == min(self.ages.values())}
+        return {name for name in oldest if not any(other[:-1] == name for other in self.kept)}
+
+    def let_go(self, *names: str) -> None:
+        references = self.num_references()
+        for name in names:
+            if not references[self.kept[name]]:
+                self.clock += 1
+                self.ages[name] = self.ages.get(name[:-1], self.clock)
+
+    def forget(self, *names: str) -> None:
+        for name in names:
+            del self.kept[name]
+            self.ages.pop(name, None)
+
+    # What must hold
+
+    @invariant()
+    def it_holds_together(self) -> None:
+        self.tier.check_integrity()
+
+    @invariant()
+    def it_finds_what_it_should(self) -> None:
+        assert contents(self.tier) == set(self.kept)
+        assert all(block(self.tier, name).block_id == kept for name, kept in self.kept.items())
+
+    @invariant()
+    def no_tail_without_a_head(self) -> None:
+        assert all(len(name) == 1 or name[:-1] in self.kept for name in self.kept)
+
+    @invariant()
+    def references_are_as_given(self) -> None:
+        references = self.num_references()
+        assert self.tier.pool.get_num_free_blocks() == _NUM_BLOCKS - len(references)
+        for held in self.tier.pool.blocks[1:]:
+            assert held.ref_cnt == references[held.block_id]
+
+    def teardown(self) -> None:
+        """Everything let go of, nothing is left behind."""
+        for filling in self.filling:
+            self.tier.unpin([filling.block])
+        for hold in self.holds:
+            self.tier.unpin(hold.blocks)
+        self.tier.check_integrity()
+        assert self.tier.pool.get_num_free_blocks() == _NUM_BLOCKS
+        self.tier.reset()
+        assert contents(self.tier) == set()
+        assert self.tier._parents == {}
+
+
+TestTier = Tier.TestCase
+TestTier.settings = settings(max_examples=60, stateful_step_count=40)

@@ -1,0 +1,194 @@
+"""Failed loads, and ranks that have lost their copy threads."""
+
+import pytest
+from vllm.v1.request import RequestStatus
+
+from simple_offload.backends.base import Direction
+from tests.scheduler.conftest import MakeDriver
+from tests.scheduler.driver import LOAD, STORE, Driver, prompt
+
+BOTH_GROUPS = pytest.mark.parametrize("windows", [(0,), (0, 8)], ids=str)
+
+
+def stored(drive: MakeDriver, **shape: object) -> Driver:
+    """A driver whose tier, and only that, holds ``prompt(33)`` and more of another branch."""
+    driver = drive(num_device_blocks=60, num_host_blocks=90, **shape)
+    driver.say("before", prompt(33))
+    driver.say("branch", [*prompt(33)[:20], *prompt(13, family=5)])
+    driver.forget_device()
+    return driver
+
+
+# A load that fails
+
+
+@BOTH_GROUPS
+@pytest.mark.parametrize("async_scheduling", [False, True])
+@pytest.mark.parametrize("failing", [0, 1])
+def test_recompute(
+    drive: MakeDriver,
+    windows: tuple[int, ...],
+    async_scheduling: bool,
+    failing: int,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    driver = stored(
+        drive,
+        windows=windows,
+        num_ranks=2,
+        load_failures="recompute",
+        async_scheduling=async_scheduling,
+    )
+    driver.start("a", prompt(33), max_tokens=3)
+    driver.step()
+    (load,) = driver.pending(LOAD)
+    for rank in range(2):
+        driver.copy(LOAD, rank, fail=rank == failing)
+    while driver.scheduler.num_in_flight:
+        driver.step()
+        assert not driver.pending(LOAD)  # the blocks are not offered again
+    kept = driver.tier.pool.blocks
+    assert all(kept[block_id].block_hash is None for block_id in load.host_blocks.tolist())
+    assert driver.found(prompt(33)) == 0
+    assert driver.found([*prompt(33)[:20], *prompt(13, family=5)]) == 0  # its head was among them
+    assert "recomputes or fails, as kv_load_failure_policy says" in caplog.text
+    driver.run()
+    assert driver.world.finished["a"][1] == RequestStatus.FINISHED_LENGTH_CAPPED
+    assert driver.found(prompt(33)) == 32  # stored anew
+    driver.forget_device()
+    num_loaded = driver.world.num_blocks_loaded
+    driver.say("b", prompt(33))
+    assert driver.world.num_blocks_loaded == num_loaded + 2 * len(load.host_blocks)
+
+
+@BOTH_GROUPS
+def test_fail(drive: MakeDriver, windows: tuple[int, ...]) -> None:
+    driver = stored(drive, windows=windows, load_failures="fail")
+    num_stored = driver.num_stored
+    driver.start("a", prompt(33), max_tokens=3)
+    driver.step()
+    driver.copy(LOAD, fail=True)
+    driver.step()
+    assert driver.world.finished["a"] == ([], RequestStatus.FINISHED_ERROR)
+    assert driver.found(prompt(33)) == 0
+    driver.run()
+    assert driver.num_stored == num_stored  # least of all what was to be loaded
+    driver.say("b", prompt(33))
+    assert driver.world.finished["b"][1] == RequestStatus.FINISHED_LENGTH_CAPPED
+
+
+def test_what_did_not_fail_stays(drive: MakeDriver) -> None:
+    """The device had the head: only what was to be loaded leaves, and what follows it."""
+    driver = stored(drive)
+    driver.say("head", prompt(33)[:17])
+    driver.start("a", prompt(33))
+    driver.step()
+    driver.copy(LOAD, fail=True)
+    driver.step()
+    assert driver.found(prompt(33)) == 16
+    driver.run()
+    assert driver.found(prompt(33)) == 32
+
+
+def test_a_failure_leaves_the_load_of_another_request_alone(drive: MakeDriver) -> None:
+    driver = stored(drive)
+    driver.start("a", prompt(33))
+    driver.start("b", prompt(33))
+    driver.step()
+    driver.copy(LOAD, fail=True)
+    driver.step()
+    driver.world.check()
+    assert driver.num_held[1] == 8  # of "b", which is still loading them
+    assert driver.found(prompt(33)) == 0
+    driver.run()
+    assert {status for _, status in driver.world.finished.values()} == {
+        RequestStatus.FINISHED_LENGTH_CAPPED
+    }
+
+
+def test_an_aborted_load_that_fails(drive: MakeDriver) -> None:
+    driver = stored(drive)
+    driver.start("a", prompt(33))
+    driver.step()
+    driver.world.abort("a")
+    driver.step()
+    driver.copy(LOAD, fail=True)
+    driver.step()
+    assert driver.num_held == (0, 0)
+    assert driver.found(prompt(33)) == 0
+    driver.run()
+
+
+# A rank that breaks
+
+
+def kill(driver: Driver, direction: Direction, rank: int) -> None:
+    """Let the rank's thread die of the next copy."""
+    driver.world.ranks[rank].device.fatal[direction] += 1
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_one_death_costs_one_transfer(drive: MakeDriver, rank: int) -> None:
+    driver = stored(drive, num_ranks=2)
+    kill(driver, LOAD, rank)
+    driver.say("a", prompt(33))
+    kill(driver, STORE, rank)
+    driver.say("other", prompt(9, family=1))
+    assert not driver.scheduler.switched_off
+    driver.say("other again", prompt(9, family=1))
+    assert driver.found(prompt(9, family=1)) == 8
+    assert driver.found(prompt(33)) == 32
+
+
+@BOTH_GROUPS
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("direction", Direction)
+def test_a_broken_rank_switches_the_tier_off(
+    drive: MakeDriver,
+    direction: Direction,
+    rank: int,
+    windows: tuple[int, ...],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    driver = stored(drive, num_ranks=2, windows=windows)
+    driver.say("another", prompt(33, family=1))
+    driver.forget_device()
+    other = driver.start("other", prompt(9, family=2), max_tokens=60)
+    for attempt in range(2):
+        assert not driver.scheduler.switched_off
+        kill(driver, direction, rank)
+        # The tier holds families 0 and 1.
+        driver.start(f"a{attempt}", prompt(33, family=attempt + 3 * (direction is STORE)))
+        while f"a{attempt}" in driver.world.requests:
+            driver.step()
+            driver.copy_all()
+    while not driver.scheduler.switched_off:
+        driver.step()
+    assert not other.is_finished()
+    driver.run()
+    assert caplog.text.count("the host tier is switched off") == 1
+    assert driver.num_kept == 0
+
+    # It goes on without.
+    num_stored, num_loaded = driver.num_stored, driver.world.num_blocks_loaded
+    driver.forget_device()
+    for turn in range(2):
+        driver.say(f"b{turn}", prompt(33))
+        driver.forget_device()
+    assert (driver.num_stored, driver.world.num_blocks_loaded) == (num_stored, num_loaded)
+    assert driver.scheduler.num_followed == 0
+    assert caplog.text.count("the host tier is switched off") == 1
+
+
+def test_a_hit_is_let_go_of_when_the_tier_is_switched_off(drive: MakeDriver) -> None:
+    driver = stored(drive)
+    request = driver.start("waiting", prompt(33))
+    taken = driver.device_pool.get_new_blocks(driver.device_pool.get_num_free_blocks())
+    driver.step()
+    assert driver.num_held[1] == 8
+    driver.scheduler.switched_off = True
+    driver.step()
+    assert driver.num_held[1] == 0
+    assert driver.scheduler.get_num_new_matched_tokens(request, 0) == (0, False)
+    driver.device_pool.free_blocks(taken)
+    driver.run()

@@ -1,0 +1,202 @@
+"""Loads.plan pairs each device block that attention reads with a host block, or refuses."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from vllm.v1.core.block_pool import BlockPool
+from vllm.v1.core.kv_cache_utils import KVCacheBlock
+
+from simple_offload.scheduler.in_flight import Ended, InFlight
+from simple_offload.scheduler.loads import Loads
+from tests.scheduler.tiers import BLOCK_SIZE, block, blocks, hashes, make_tier, names, store
+
+
+class Bench:
+    """Loads from a host tier of groups 0 (full attention) and 1 (a window of two blocks) that
+    holds "abcd" into a device of its own."""
+
+    def __init__(self) -> None:
+        self.tier = make_tier(20, windows=(0, 8))
+        store(self.tier, "abcd")
+        store(self.tier, "abcd", group=1)
+        self.pool: BlockPool = make_tier(16).pool
+        self.loads = Loads(self.tier, InFlight(1))
+
+    def lookup(self, request: Any, num_computed_blocks: int = 0) -> int:
+        """Blocks that are offered."""
+        num_tokens = self.loads.lookup(request, num_computed_blocks * BLOCK_SIZE)
+        return num_tokens // BLOCK_SIZE
+
+    def tables(self, full: str, window: str) -> list[list[KVCacheBlock]]:
+        """Block tables: "x" for a new block, "." for the null block."""
+        return [
+            [
+                self.pool.get_new_blocks(1)[0] if entry == "x" else self.pool.null_block
+                for entry in table
+            ]
+            for table in (full, window)
+        ]
+
+    def plan(self, request: Any, tables: list[list[KVCacheBlock]], num_blocks: int) -> None:
+        self.loads.plan(request, tables, num_blocks * BLOCK_SIZE, self.pool)
+
+    def references(self) -> dict[int, list[int]]:
+        """Of the blocks of "abcd", by group."""
+        return {
+            group: [held.ref_cnt for held in blocks(self.tier, "abcd", group)] for group in (0, 1)
+        }
+
+
+@pytest.fixture
+def bench() -> Bench:
+    return Bench()
+
+
+def ask(chain: str) -> Any:
+    """A request for a chain, and a token more."""
+    return SimpleNamespace(
+        request_id=chain, block_hashes=hashes(chain), num_tokens=len(chain) * BLOCK_SIZE + 1
+    )
+
+
+def test_what_the_window_does_not_reach_is_not_loaded(bench: Bench) -> None:
+    request = ask("abcd")
+    assert bench.lookup(request) == 4
+    tables = bench.tables("xxxx", "..xx")
+    bench.plan(request, tables, 4)
+    bench.loads.check_integrity()
+    (load,) = bench.loads.submit()
+    device = [held.block_id for held in (*tables[0], *tables[1][2:])]
+    host = [*blocks(bench.tier, "abcd"), *blocks(bench.tier, "abcd", group=1)[2:]]
+    assert load.device_blocks.tolist() == device
+    assert load.host_blocks.tolist() == [held.block_id for held in host]
+    assert bench.references() == {0: [1, 1, 1, 1], 1: [0, 0, 1, 1]}
+    assert bench.pool.null_block.ref_cnt == 0
+    assert (bench.loads.idle, bench.loads.is_loading("abcd")) == (False, True)
+    assert bench.loads.finish(Ended(load.id, ok=True), bench.pool)
+    assert bench.references() == {0: [0, 0, 0, 0], 1: [0, 0, 0, 0]}
+    assert (bench.loads.idle, bench.loads.is_loading("abcd")) == (True, False)
+    assert not bench.loads.finish(Ended(load.id, ok=True), bench.pool)
+
+
+def test_the_device_prefix_is_not_loaded(bench: Bench) -> None:
+    request = ask("abcd")
+    assert bench.lookup(request, num_computed_blocks=3) == 1
+    tables = bench.tables("xxxx", "..xx")
+    bench.plan(request, tables, 1)
+    (load,) = bench.loads.submit()
+    assert load.device_blocks.tolist() == [tables[0][3].block_id, tables[1][3].block_id]
+    loaded = [bench.tier.pool.blocks[block_id] for block_id in load.host_blocks.tolist()]
+    assert names(loaded[:1]) == names(loaded[1:], group=1) == ["abcd"]
+
+
+def test_blocks_behind_the_hit_are_left_alone(bench: Bench) -> None:
+    request = ask("abcdxy")
+    assert bench.lookup(request) == 4
+    tables = bench.tables("xxxxxx", "..xxxx")
+    bench.plan(request, tables, 4)
+    (load,) = bench.loads.submit()
+    assert len(load.device_blocks) == 6
+
+
+def test_vllm_may_take_less_than_it_was_offered(bench: Bench) -> None:
+    request = ask("abcd")
+    assert bench.lookup(request) == 4
+    tables = bench.tables("xxxx", ".xxx")
+    bench.plan(request, tables, 3)
+    (load,) = bench.loads.submit()
+    host = [*blocks(bench.tier, "abc"), *blocks(bench.tier, "abc", group=1)[1:]]
+    assert load.host_blocks.tolist() == [held.block_id for held in host]
+    assert all(held.ref_cnt > 0 for held in host)
+    bench.loads.finish(Ended(load.id, ok=True), bench.pool)
+    assert bench.references() == {0: [0, 0, 0, 0], 1: [0, 0, 0, 0]}
+
+
+def test_less_may_be_impossible(bench: Bench) -> None:
+    bench.tier.pool.evict_blocks({block(bench.tier, "ab", group=1).block_id})
+    request = ask("abcd")
+    assert bench.lookup(request) == 4
+    with pytest.raises(RuntimeError, match="takes 12 external tokens of 16"):
+        bench.plan(request, bench.tables("xxxx", ".xxx"), 3)
+
+
+def test_more_is_impossible(bench: Bench) -> None:
+    request = ask("abcdx")
+    assert bench.lookup(request) == 4
+    with pytest.raises(RuntimeError, match="takes 20 external tokens of 16"):
+        bench.plan(request, bench.tables("xxxxx", "..xxx"), 5)
+
+
+def test_what_was_not_offered_cannot_be_taken(bench: Bench) -> None:
+    with pytest.raises(RuntimeError, match="16 external tokens that no lookup offered"):
+        bench.plan(ask("abcd"), bench.tables("xxxx", "..xx"), 4)
+    request = ask("abcd")
+    bench.lookup(request)
+    bench.loads.forget("abcd")
+    bench.loads.forget("abcd")
+    with pytest.raises(RuntimeError, match="no lookup offered"):
+        bench.plan(request, bench.tables("xxxx", "..xx"), 4)
+
+
+def test_no_device_block_is_left_without_its_bytes(bench: Bench) -> None:
+    request = ask("abcd")
+    bench.lookup(request)
+    tables = bench.tables("xxxx", ".xxx")
+    with pytest.raises(RuntimeError, match=f"device block {tables[1][1].block_id} within the hit"):
+        bench.plan(request, tables, 4)
+
+
+def test_a_table_shorter_than_the_hit_is_refused(bench: Bench) -> None:
+    request = ask("abcd")
+    bench.lookup(request)
+    with pytest.raises(ValueError, match="zip"):
+        bench.plan(request, bench.tables("xxx", "..xx"), 4)
+
+
+def test_a_load_frees_what_nobody_else_holds(bench: Bench) -> None:
+    request = ask("abcd")
+    bench.lookup(request)
+    tables = bench.tables("xxxx", "..xx")
+    bench.plan(request, tables, 4)
+    bench.loads.submit()
+    assert not bench.loads.frees_device_blocks()  # the request has them
+    bench.pool.free_blocks(tables[0][3:])
+    assert bench.loads.frees_device_blocks()
+
+
+def test_device_blocks_leave_tail_first_after_a_load(bench: Bench) -> None:
+    request = ask("abcd")
+    bench.lookup(request)
+    tables = bench.tables("xxxx", "....")
+    bench.pool.get_new_blocks(bench.pool.get_num_free_blocks())
+    bench.plan(request, tables, 4)
+    (load,) = bench.loads.submit()
+    bench.pool.free_blocks(tables[0])
+    for held, key in zip(tables[0], blocks(bench.tier, "abcd"), strict=True):
+        assert key.block_hash is not None
+        bench.pool._insert_block_hash(key.block_hash, held, num_tokens=0)
+    bench.loads.finish(Ended(load.id, ok=True), bench.pool)
+    assert bench.pool.free_block_queue.get_all_free_blocks() == tables[0][::-1]
+
+
+def test_check_integrity_notices(bench: Bench) -> None:
+    request = ask("abcd")
+    bench.lookup(request)
+    bench.loads.check_integrity()
+    first = block(bench.tier, "a")
+    first.ref_cnt = 0
+    with pytest.raises(AssertionError, match="pinned hit is free"):
+        bench.loads.check_integrity()
+    first.ref_cnt = 1
+    tables = bench.tables("xxxx", "..xx")
+    bench.plan(request, tables, 4)
+    for submitted in (False, True):
+        if submitted:
+            bench.loads.submit()
+        for held in (first, tables[1][3]):
+            count, held.ref_cnt = held.ref_cnt, 0
+            with pytest.raises(AssertionError, match="abcd: block is free"):
+                bench.loads.check_integrity()
+            held.ref_cnt = count
+        bench.loads.check_integrity()

@@ -1,0 +1,113 @@
+"""What vLLM is told of work under way: go on stepping, and do not preempt for a block."""
+
+import pytest
+
+from tests.scheduler.conftest import MakeDriver
+from tests.scheduler.driver import LOAD, STORE, Driver, prompt
+
+
+def is_pending(driver: Driver) -> tuple[bool, bool]:
+    """(whether the engine has to go on, whether a device block is about to come free)"""
+    connector = driver.world.connector
+    return connector.has_pending_push_work(), connector.has_pending_block_frees()
+
+
+def test_the_engine_goes_on_until_the_stores_have_drained(drive: MakeDriver) -> None:
+    driver = drive(num_ranks=2)
+    assert is_pending(driver) == (False, False)
+    driver.start("a", prompt(17))
+    driver.step(2)
+    assert "a" in driver.world.finished
+    for rank in range(2):
+        driver.step(3)
+        assert is_pending(driver) == (True, True)
+        assert driver.world.scheduler.has_requests()
+        driver.copy(STORE, rank)
+    driver.step()
+    assert is_pending(driver) == (False, False)
+    assert not driver.world.scheduler.has_requests()
+
+
+def test_a_planned_store_is_work(drive: MakeDriver) -> None:
+    driver = drive()
+    driver.start("a", prompt(17))
+    while "a" in driver.world.requests:
+        driver.step()
+    assert driver.pending(STORE) == []
+    assert driver.scheduler.num_in_flight == 0
+    assert is_pending(driver)[0]
+    assert driver.world.scheduler.has_requests()
+    driver.run()
+
+
+def test_a_load_is_work(drive: MakeDriver) -> None:
+    driver = drive()
+    driver.say("a", prompt(17))
+    driver.forget_device()
+    driver.start("b", prompt(17))
+    driver.step()
+    assert is_pending(driver) == (True, False)
+    driver.copy(LOAD)
+    driver.step()
+    assert is_pending(driver) == (False, False)
+    driver.run()
+
+
+def test_a_block_comes_free_only_where_a_transfer_is_its_last_holder(drive: MakeDriver) -> None:
+    driver = drive()
+    driver.start("a", prompt(17), max_tokens=3)
+    while not driver.pending(STORE):
+        driver.step()
+        assert not is_pending(driver)[1]
+    assert "a" in driver.world.requests
+    assert not is_pending(driver)[1]  # the request has them as well
+    while "a" in driver.world.requests:
+        driver.step()
+    assert is_pending(driver)[1]
+    driver.start("b", prompt(17), max_tokens=3)
+    driver.step()
+    assert "b" in driver.world.requests
+    assert not is_pending(driver)[1]  # "b" has them now
+    driver.run()
+
+
+@pytest.mark.parametrize("async_scheduling", [False, True])
+def test_nobody_is_preempted_for_blocks_that_a_store_will_free(
+    drive: MakeDriver, async_scheduling: bool
+) -> None:
+    driver = drive(num_device_blocks=11, async_scheduling=async_scheduling)
+    driver.start("a", prompt(17))
+    while not driver.pending(STORE) or "a" in driver.world.requests:
+        driver.step()
+    assert driver.num_held == (4, 4)
+    request = driver.start("b", prompt(21, family=1), max_tokens=12)
+    driver.step(12)
+    num_tokens = request.num_tokens
+    assert num_tokens < 33  # it waits for a seventh block
+    driver.step(5)
+    assert (request.num_tokens, request.num_preemptions) == (num_tokens, 0)
+    driver.copy(STORE)
+    driver.run()
+    assert request.num_preemptions == 0
+    assert len(driver.world.finished["b"][0]) == 12
+
+
+def test_nobody_is_preempted_for_blocks_that_a_planned_store_will_free(drive: MakeDriver) -> None:
+    """ "a" ends, and is to be stored with the step in which "b" needs a block."""
+    driver = drive(num_device_blocks=10, max_num_batched_tokens=64)
+    driver.start("a", prompt(16))
+    request = driver.start("b", prompt(20, family=1), max_tokens=8)
+    driver.step()
+    assert "a" in driver.world.finished
+    assert driver.device_pool.get_num_free_blocks() == 0
+    driver.run()
+    assert request.num_preemptions == 0
+    assert driver.found(prompt(16)) == 16
+
+
+def test_without_stores_under_way_vllm_preempts(drive: MakeDriver) -> None:
+    """The counterpart: the same pool, filled by what runs."""
+    driver = drive(num_device_blocks=10, max_num_batched_tokens=64)
+    requests = [driver.start(f"r{i}", prompt(16, family=i), max_tokens=8) for i in range(2)]
+    driver.run()
+    assert sum(request.num_preemptions for request in requests) > 0

@@ -1,0 +1,200 @@
+"""EagerPolicy: every full block is stored once its tokens are computed, and stored once."""
+
+import pytest
+
+from tests.scheduler.conftest import MakeDriver
+from tests.scheduler.driver import LOAD, STORE, prompt
+
+ASYNC = pytest.mark.parametrize("async_scheduling", [False, True])
+
+
+# When a request ends
+
+
+@ASYNC
+@pytest.mark.parametrize("windows", [(0,), (0, 8)], ids=str)
+@pytest.mark.parametrize(
+    ("num_prompt_tokens", "num_output_tokens"),
+    [(17, 1), (16, 1), (15, 1), (15, 2), (13, 3), (13, 4), (12, 5), (12, 4), (12, 6), (1, 8)],
+)
+def test_the_last_full_block_is_stored(
+    drive: MakeDriver,
+    num_prompt_tokens: int,
+    num_output_tokens: int,
+    windows: tuple[int, ...],
+    async_scheduling: bool,
+) -> None:
+    """It may have filled up in the very step with which the request ends. The last token that
+    was sampled has not been computed, so a block that ends with it is not full."""
+    driver = drive(windows=windows, num_device_blocks=60, async_scheduling=async_scheduling)
+    history = driver.say("a", prompt(num_prompt_tokens), max_tokens=num_output_tokens)
+    num_full = (num_prompt_tokens + num_output_tokens - 1) // 4
+    assert len(history) == num_prompt_tokens + num_output_tokens
+    assert driver.found([*history, *prompt(4)]) == num_full * 4
+    assert driver.num_stored == num_full * len(windows)
+    driver.forget_device()
+    driver.start("b", [*history, *prompt(4)])
+    driver.step()
+    (load,) = driver.pending(LOAD)
+    assert len(load.host_blocks) == num_full + (min(num_full, 2) if len(windows) == 2 else 0)
+    driver.run()
+
+
+@ASYNC
+def test_what_an_aborted_request_has_computed_is_stored(
+    drive: MakeDriver, async_scheduling: bool
+) -> None:
+    driver = drive(max_num_batched_tokens=8, async_scheduling=async_scheduling)
+    request = driver.start("a", prompt(60), max_tokens=5)
+    driver.step(4)
+    num_computed = request.num_computed_tokens
+    assert 24 <= num_computed <= 32
+    driver.world.abort("a")
+    driver.run()
+    assert driver.found(prompt(60)) == num_computed
+    driver.forget_device()
+    driver.say("b", prompt(60), max_tokens=5)
+    assert driver.world.num_blocks_loaded == num_computed // 4
+
+
+@ASYNC
+def test_tokens_that_only_have_room_are_not_stored(
+    drive: MakeDriver, async_scheduling: bool
+) -> None:
+    """Async scheduling gives a request room for a token before it is known."""
+    driver = drive(async_scheduling=async_scheduling)
+    request = driver.start("a", prompt(12), max_tokens=20)
+    for _ in range(12):
+        driver.step()
+        driver.copy_all()
+        assert driver.num_stored <= (request.num_tokens - 1) // 4
+    driver.world.abort("a")
+    driver.run()
+    history = [*prompt(12), *driver.world.finished["a"][0]]
+    assert driver.found(history) == (len(history) - 1) // 4 * 4
+
+
+# While it runs
+
+
+@ASYNC
+def test_blocks_are_stored_as_they_fill_up(drive: MakeDriver, async_scheduling: bool) -> None:
+    driver = drive(async_scheduling=async_scheduling, max_num_batched_tokens=8)
+    request = driver.start("a", prompt(33), max_tokens=30)
+    found = []
+    for _ in range(25):
+        before = request.num_computed_tokens - request.num_output_placeholders
+        driver.step()
+        driver.copy_all()
+        # What was computed before this step has been stored in it.
+        assert driver.num_stored >= before // 4
+        found.append(driver.found(list(request.all_token_ids)))
+    assert not request.is_finished()
+    assert found == sorted(found)
+    assert found[5] >= 16  # before the prompt was computed as a whole
+    assert found[-1] >= 48
+    driver.run()
+
+
+def test_a_step_without_a_full_block_stores_nothing(drive: MakeDriver) -> None:
+    driver = drive()
+    driver.start("a", prompt(17), max_tokens=8)
+    sizes = []
+    while driver.world.requests:
+        driver.step()
+        sizes.append(sum(len(store.host_blocks) for store in driver.pending(STORE)))
+        driver.copy_all()
+    assert sizes == [0, 4, 0, 0, 1, 0, 0, 0]
+    driver.run()
+    assert driver.num_stored == 6
+
+
+def test_requests_that_share_a_prefix_store_it_once(drive: MakeDriver) -> None:
+    driver = drive(max_num_seqs=3, max_num_batched_tokens=64)
+    for name in "abc":
+        driver.start(name, prompt(17), max_tokens=3)
+    driver.run()
+    driver.say("d", prompt(17), max_tokens=3)
+    assert driver.num_stored == 4
+    driver.say("e", [*prompt(17)[:12], *prompt(9, family=1)])
+    assert driver.num_stored == 4 + 2
+
+
+def test_what_the_device_has_and_the_tier_has_not_is_stored(drive: MakeDriver) -> None:
+    driver = drive()
+    driver.say("a", prompt(17))
+    driver.scheduler.reset_cache()
+    assert driver.found(prompt(17)) == 0
+    driver.say("b", prompt(17))
+    assert driver.found(prompt(17)) == 16
+    assert driver.num_stored == 8
+
+
+def test_blocks_that_a_window_has_left_behind_are_stored(drive: MakeDriver) -> None:
+    """The device gives them up before the policy sees them computed, but nothing has
+    overwritten them yet."""
+    driver = drive(windows=(0, 8), num_device_blocks=60)
+    driver.say("a", prompt(33))
+    assert driver.num_stored == 8 + 8
+    for num_blocks in range(1, 9):
+        assert driver.found(prompt(33)[: num_blocks * 4]) == num_blocks * 4
+
+
+def test_blocks_that_are_gone_are_not_stored(drive: MakeDriver) -> None:
+    """What a window has left behind may have been overwritten."""
+    driver = drive(windows=(0, 8), num_device_blocks=60, max_num_batched_tokens=64)
+    driver.start("a", prompt(49), max_tokens=4)
+    driver.step()
+    request = driver.world.requests["a"]
+    pool = driver.device_pool
+    lost = [driver.tier.key(request.block_hashes, 1, index) for index in range(12)]
+    gone = [pool.cached_block_hash_to_block.get_one_block(key) for key in lost]
+    pool.evict_blocks({block.block_id for block in gone[:10] if block is not None})
+    driver.run()
+    assert driver.num_stored == 13 + 13 - 10
+    driver.forget_device()
+    driver.say("b", prompt(49))
+
+
+# How it is kept
+
+
+def test_a_finished_request_is_the_most_recently_used(drive: MakeDriver) -> None:
+    driver = drive(num_host_blocks=9, num_device_blocks=60)
+    driver.say("first", prompt(17))
+    driver.say("second", prompt(17, family=1))
+    driver.say("first again", prompt(17))  # the device has it: nothing is loaded or stored
+    assert (driver.num_stored, driver.world.num_blocks_loaded) == (8, 0)
+    driver.say("third", prompt(9, family=2))
+    assert driver.found(prompt(17)) == 16
+    assert driver.found(prompt(17, family=1)) == 8
+
+
+def test_a_tail_that_has_left_is_stored_again_when_its_request_ends(drive: MakeDriver) -> None:
+    driver = drive(num_host_blocks=9, num_device_blocks=60)
+    request = driver.start("long", prompt(17), max_tokens=30)
+    driver.step(2)
+    driver.copy_all()
+    driver.step()
+    assert driver.found(prompt(17)) == 16
+    driver.start("other", prompt(25, family=1))
+    while driver.found(prompt(25, family=1)) < 24:
+        driver.step()
+        if driver.pending(STORE):
+            driver.copy(STORE)
+    assert driver.found(prompt(17)) < 16
+    assert not request.is_finished()
+    driver.run()
+    assert driver.found(list(request.all_token_ids)) == 32
+
+
+def test_an_old_prefix_does_not_keep_its_request_from_being_stored(drive: MakeDriver) -> None:
+    """The oldest thing in a full tier is the prefix of the request that ends now: it has just
+    been used, so others make room."""
+    driver = drive(num_host_blocks=9, num_device_blocks=60)
+    driver.say("first", prompt(17))
+    driver.say("second", prompt(17, family=1))
+    assert driver.num_kept == 8
+    driver.say("first goes on", [*prompt(17), *prompt(8, family=2)])
+    assert driver.found([*prompt(17), *prompt(8, family=2)]) == 24
+    assert driver.found(prompt(17, family=1)) == 8

@@ -1,0 +1,288 @@
+"""Stores: found when every rank is done, held until then, whatever becomes of the request."""
+
+from itertools import permutations
+
+import pytest
+from vllm.v1.core.block_pool import BlockPool
+from vllm.v1.core.kv_cache_utils import KVCacheBlock
+
+from simple_offload.scheduler.in_flight import Ended, InFlight
+from simple_offload.scheduler.stores import Stores
+from tests.scheduler.conftest import MakeDriver
+from tests.scheduler.driver import STORE, Driver, prompt
+from tests.scheduler.tiers import (
+    BLOCK_SIZE,
+    block,
+    contents,
+    key,
+    make_tier,
+    parent_of,
+    prefixes,
+)
+
+
+def run_until_stores(driver: Driver, *request_ids: str) -> None:
+    """Step until these requests have ended and a store has been submitted."""
+    while any(request_id in driver.world.requests for request_id in request_ids):
+        driver.step()
+    if not driver.pending(STORE):
+        driver.step()
+    assert driver.pending(STORE)
+
+
+# Completion
+
+
+@pytest.mark.parametrize("order", [*permutations(range(2)), *permutations(range(3))], ids=str)
+def test_found_only_when_every_rank_is_done(drive: MakeDriver, order: tuple[int, ...]) -> None:
+    driver = drive(num_ranks=len(order))
+    driver.start("a", prompt(17))
+    run_until_stores(driver, "a")
+    (transfer,) = driver.pending(STORE)
+    for rank in order:
+        driver.step(2)
+        assert driver.found(prompt(17)) == 0
+        assert driver.num_held == (4, 4)
+        assert driver.scheduler.has_pending_work()
+        driver.copy(STORE, rank)
+    driver.step()
+    assert driver.found(prompt(17)) == 16
+    assert driver.num_held == (0, 0)
+    assert not driver.scheduler.has_pending_work()
+    # Committed with what every rank has copied there.
+    found = driver.tier.pool.blocks
+    assert {found[block_id].ref_cnt for block_id in transfer.host_blocks.tolist()} == {0}
+    driver.forget_device()
+    driver.say("b", prompt(17))
+    assert driver.world.num_blocks_loaded == 4 * len(order)
+
+
+def test_a_lagging_rank_holds_up_its_own_transfer_only(drive: MakeDriver) -> None:
+    driver = drive(num_ranks=2)
+    driver.start("a", prompt(9))
+    run_until_stores(driver, "a")
+    driver.copy(STORE, rank=0)
+    driver.start("b", prompt(9, family=1))
+    run_until_stores(driver, "b")
+    driver.copy(STORE, rank=0)
+    driver.step(2)
+    assert (driver.found(prompt(9)), driver.found(prompt(9, family=1))) == (0, 0)
+    driver.copy(STORE, rank=1)
+    driver.step()
+    assert (driver.found(prompt(9)), driver.found(prompt(9, family=1))) == (8, 0)
+    driver.copy(STORE, rank=1)
+    driver.step()
+    assert (driver.found(prompt(9)), driver.found(prompt(9, family=1))) == (8, 8)
+
+
+def test_one_transfer_a_step_carries_the_blocks_of_all_requests(drive: MakeDriver) -> None:
+    driver = drive()
+    for family in range(3):
+        driver.start(f"r{family}", prompt(9, family))
+    run_until_stores(driver, "r0", "r1", "r2")
+    (transfer,) = driver.pending(STORE)
+    assert len(transfer.host_blocks) == 6
+    assert len(set(transfer.host_blocks.tolist())) == 6
+    driver.run()
+    assert [driver.found(prompt(9, family)) for family in range(3)] == [8, 8, 8]
+
+
+# Whatever becomes of the request
+
+
+def test_blocks_of_a_finished_request_are_held_until_the_end(drive: MakeDriver) -> None:
+    driver = drive()
+    driver.start("a", prompt(17))
+    run_until_stores(driver, "a")
+    assert "a" in driver.world.finished
+    driver.step(5)
+    assert driver.num_held == (4, 4)
+    driver.copy(STORE)
+    driver.step()
+    assert driver.num_held == (0, 0)
+    driver.world.check_at_rest()
+
+
+@pytest.mark.parametrize("async_scheduling", [False, True])
+def test_blocks_of_an_aborted_request_are_held_until_the_end(
+    drive: MakeDriver, async_scheduling: bool
+) -> None:
+    driver = drive(async_scheduling=async_scheduling)
+    driver.start("a", prompt(17), max_tokens=30)
+    while not driver.pending(STORE):
+        driver.step()
+    driver.world.abort("a")
+    driver.step(3)
+    assert driver.world.finished.keys() == {"a"}
+    assert driver.num_held[1] >= 4
+    assert driver.num_held[0] == driver.num_held[1]
+    driver.run()
+    assert driver.num_held == (0, 0)
+    assert driver.found(prompt(17)) == 16
+
+
+def test_blocks_of_a_preempted_request_are_held_until_the_end(drive: MakeDriver) -> None:
+    driver = drive()
+    request = driver.start("a", prompt(17), max_tokens=8)
+    while not driver.pending(STORE):
+        driver.step()
+    driver.world.scheduler._preempt_request(driver.world.scheduler.running.pop(), 0.0)
+    assert request.num_preemptions == 1
+    assert driver.num_held == (4, 4)
+    driver.world.check()
+    driver.run()
+    assert driver.num_stored == 6  # the four were not stored again
+    assert driver.found(prompt(17)) == 16
+
+
+# Failure
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+@pytest.mark.parametrize("failing_first", [False, True])
+def test_a_failed_store_is_not_found_and_holds_nothing(
+    drive: MakeDriver, failing: int, failing_first: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    driver = drive(num_ranks=2)
+    driver.start("a", prompt(17))
+    run_until_stores(driver, "a")
+    for rank in (failing, 1 - failing) if failing_first else (1 - failing, failing):
+        assert driver.num_held == (4, 4)
+        driver.copy(STORE, rank, fail=rank == failing)
+        driver.step()
+    assert driver.found(prompt(17)) == 0
+    assert driver.num_kept == 0
+    assert driver.num_held == (0, 0)
+    assert "Store 0 failed on a rank: its blocks are not kept" in caplog.text
+    driver.world.check_at_rest()
+    # The next request computes, and stores it anew.
+    driver.forget_device()
+    driver.say("b", prompt(17))
+    assert driver.world.num_blocks_loaded == 0
+    assert driver.found(prompt(17)) == 16
+
+
+def test_what_follows_a_failed_store_is_not_kept_either(drive: MakeDriver) -> None:
+    driver = drive(max_num_batched_tokens=8)
+    driver.start("a", prompt(17), max_tokens=20)
+    while len(driver.pending(STORE)) < 2:
+        driver.step()
+    driver.copy(STORE, fail=True)
+    driver.copy(STORE)
+    driver.step()
+    assert driver.found(prompt(17)) == 0
+    assert driver.num_kept == 0
+    # When the request ends, its blocks are still there to be stored.
+    driver.run()
+    assert driver.found(prompt(17)) == 16
+
+
+# By itself
+
+
+class Bench:
+    """Stores between two small pools."""
+
+    def __init__(self, num_host_blocks: int) -> None:
+        self.tier = make_tier(num_host_blocks)
+        self.pool: BlockPool = make_tier(8).pool
+        self.in_flight = InFlight(1)
+        self.stores = Stores(self.tier, self.in_flight)
+
+    def plan(self, name: str, device_block: KVCacheBlock) -> bool:
+        num_tokens = len(name) * BLOCK_SIZE
+        return self.stores.plan(device_block, key(name), parent_of(name), num_tokens, self.pool)
+
+
+def test_nothing_is_planned_without_room() -> None:
+    bench = Bench(num_host_blocks=1)
+    first, second = bench.pool.get_new_blocks(2)
+    assert bench.plan("a", first)
+    assert not bench.plan("x", second)
+    assert (first.ref_cnt, second.ref_cnt) == (2, 1)
+    assert bench.stores.has(key("a"))
+    assert not bench.stores.has(key("x"))
+    (transfer,) = bench.stores.submit()
+    assert transfer.device_blocks.tolist() == [first.block_id]
+    assert bench.stores.submit() == []
+
+
+def test_a_key_is_known_from_its_plan_to_its_end() -> None:
+    bench = Bench(num_host_blocks=4)
+
+    def state() -> tuple[bool, bool]:
+        bench.stores.check_integrity()
+        return bench.stores.idle, bench.stores.has(key("a"))
+
+    for ok in (False, True):
+        (device_block,) = bench.pool.get_new_blocks(1)
+        assert state() == (True, False)
+        bench.plan("a", device_block)
+        assert state() == (False, True)
+        (transfer,) = bench.stores.submit()
+        assert state() == (False, True)
+        assert bench.stores.finish(Ended(transfer.id, ok), bench.pool)
+        assert state() == (True, ok)
+    assert not bench.stores.finish(Ended(99, ok=True), bench.pool)  # a load
+
+
+def test_a_store_pairs_what_belongs_together() -> None:
+    bench = Bench(num_host_blocks=6)
+    device_blocks = bench.pool.get_new_blocks(4)[::-1]
+    for name, device_block in zip(prefixes("abcd"), device_blocks, strict=True):
+        assert bench.plan(name, device_block)
+    (transfer,) = bench.stores.submit()
+    assert transfer.device_blocks.tolist() == [held.block_id for held in device_blocks]
+    bench.stores.finish(Ended(transfer.id, ok=True), bench.pool)
+    stored = [block(bench.tier, name).block_id for name in prefixes("abcd")]
+    assert transfer.host_blocks.tolist() == stored
+    assert contents(bench.tier) == set(prefixes("abcd"))
+
+
+@pytest.mark.parametrize("submitted", [False, True])
+def test_device_blocks_leave_tail_first_after_a_store(submitted: bool) -> None:
+    """The last holder decides in which order they are evicted from the device."""
+    bench = Bench(num_host_blocks=6)
+    device_blocks = bench.pool.get_new_blocks(8)[:3]
+    for name, device_block in zip(prefixes("abc"), device_blocks, strict=True):
+        bench.pool._insert_block_hash(key(name), device_block, num_tokens=0)
+        bench.plan(name, device_block)
+    bench.pool.free_blocks(device_blocks)
+    assert bench.pool.get_num_free_blocks() == 0
+    if submitted:
+        (transfer,) = bench.stores.submit()
+        bench.stores.finish(Ended(transfer.id, ok=False), bench.pool)
+    else:
+        bench.stores.abandon(bench.pool)
+    assert bench.pool.free_block_queue.get_all_free_blocks() == device_blocks[::-1]
+    assert bench.tier.pool.get_num_free_blocks() == 6
+
+
+def test_check_integrity_notices() -> None:
+    bench = Bench(num_host_blocks=4)
+    (device_block,) = bench.pool.get_new_blocks(1)
+    bench.plan("a", device_block)
+    (pair,) = bench.stores._planned.pairs
+    bench.pool.free_blocks([device_block])
+    bench.stores.check_integrity()
+
+    device_block.ref_cnt = 0
+    with pytest.raises(AssertionError, match="free during a store"):
+        bench.stores.check_integrity()
+    device_block.ref_cnt = 1
+
+    pair.host_block.ref_cnt = 0
+    with pytest.raises(AssertionError, match="free during a store"):
+        bench.stores.check_integrity()
+    pair.host_block.ref_cnt = 1
+
+    bench.tier.pool._insert_block_hash(key("a"), pair.host_block, num_tokens=4)
+    with pytest.raises(AssertionError, match="findable too soon"):
+        bench.stores.check_integrity()
+    bench.tier.drop([pair.host_block])
+
+    bench.stores._keys.clear()
+    with pytest.raises(AssertionError, match="keys on their way"):
+        bench.stores.check_integrity()
+    bench.stores._keys.add(key("a"))
+    bench.stores.check_integrity()

@@ -1,0 +1,99 @@
+"""Sliding windows, alone and beside full attention."""
+
+import pytest
+
+from tests.scheduler.conftest import MakeDriver
+from tests.scheduler.driver import LOAD, prompt
+
+
+@pytest.mark.parametrize("async_scheduling", [False, True])
+@pytest.mark.parametrize(
+    ("windows", "num_blocks"),
+    [
+        ((0,), 8),
+        ((8,), 2),
+        ((5,), 1),
+        ((9,), 2),
+        ((10,), 3),
+        ((0, 8), 8 + 2),
+        ((0, 6, 6), 8 + 2 + 2),
+        ((12, 5), 3 + 1),
+        ((0, 64), 8 + 8),
+    ],
+)
+def test_a_hit_loads_what_attention_reads(
+    drive: MakeDriver, windows: tuple[int, ...], num_blocks: int, async_scheduling: bool
+) -> None:
+    driver = drive(
+        windows=windows,
+        num_device_blocks=30 * len(windows),
+        num_host_blocks=60,
+        async_scheduling=async_scheduling,
+    )
+    driver.say("before", prompt(33), max_tokens=5)
+    driver.forget_device()
+    driver.start("a", prompt(33), max_tokens=5)
+    driver.step()
+    (load,) = driver.pending(LOAD)
+    assert len(load.device_blocks) == num_blocks
+    driver.run()
+    assert driver.world.finished["a"] == driver.world.finished["before"]
+
+
+@pytest.mark.parametrize("num_device_blocks_known", [1, 2, 3, 4, 7])
+def test_a_hit_resumes_in_the_window(drive: MakeDriver, num_device_blocks_known: int) -> None:
+    """The blocks in front of the hit that the window still reaches are the device's own."""
+    driver = drive(windows=(0, 12), num_device_blocks=60)
+    driver.say("before", prompt(37))
+    driver.forget_device()
+    driver.say("short", prompt(37)[: num_device_blocks_known * 4 + 1])
+    num_loaded = driver.world.num_blocks_loaded
+    driver.start("long", prompt(37))
+    driver.step()
+    (load,) = driver.pending(LOAD)
+    num_missing = 9 - num_device_blocks_known
+    assert len(load.device_blocks) == num_missing + min(3, num_missing)
+    driver.run()
+    assert driver.world.num_blocks_loaded == num_loaded + len(load.device_blocks)
+    assert driver.world.finished["long"] == driver.world.finished["before"]
+
+
+def test_a_longer_prefix_is_found_when_the_window_has_moved_on(drive: MakeDriver) -> None:
+    """What follows a conversation's first turn needs the window at that turn's end, whose
+    blocks the device gave up while it was decoding."""
+    driver = drive(windows=(0, 8), num_device_blocks=60)
+    history = driver.say("first", prompt(18), max_tokens=16)
+    driver.forget_device()
+    assert driver.found(history) == 32
+    assert driver.found(history[:16]) == 16
+    driver.say("second", [*history, *prompt(7, family=2)])
+    assert driver.world.num_blocks_loaded == 8 + 2
+    driver.forget_device()
+    driver.say("another second", [*history[:17], *prompt(7, family=3)])
+    assert driver.world.num_blocks_loaded == 10 + 4 + 2
+
+
+def test_without_the_window_there_is_no_hit(drive: MakeDriver) -> None:
+    driver = drive(windows=(0, 8), num_device_blocks=60)
+    request = driver.start("before", prompt(33))
+    driver.run()
+    driver.forget_device()
+    last = driver.tier.get(driver.tier.key(request.block_hashes, 1, 7))
+    assert last is not None
+    driver.tier.drop([last])
+    assert driver.found(prompt(33)) == 28
+    driver.say("a", prompt(33))
+    assert driver.world.num_blocks_loaded == 7 + 2
+    assert driver.found(prompt(33)) == 32
+
+
+@pytest.mark.parametrize("windows", [(16,), (0, 16), (24, 16)])
+@pytest.mark.parametrize("num_host_blocks", [2, 3, 4])
+def test_a_tier_smaller_than_a_window(
+    drive: MakeDriver, windows: tuple[int, ...], num_host_blocks: int
+) -> None:
+    driver = drive(windows=windows, num_host_blocks=num_host_blocks, num_device_blocks=60)
+    for turn in range(3):
+        driver.say(f"r{turn}", prompt(33), max_tokens=12)
+        driver.forget_device()
+    assert driver.num_kept <= num_host_blocks - 1

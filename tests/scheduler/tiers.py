@@ -1,0 +1,139 @@
+"""Small host tiers whose blocks have names.
+
+A letter stands for the tokens of one block, so "abc" is a chain of three blocks, and also the
+name of its last one: chains that begin alike share blocks.
+"""
+
+from collections.abc import Iterable
+from functools import lru_cache
+from hashlib import sha256
+
+from vllm.config import KVTransferConfig, VllmConfig
+from vllm.v1.core.kv_cache_utils import (
+    BlockHash,
+    BlockHashWithGroupId,
+    KVCacheBlock,
+    get_group_id,
+    make_block_hash_with_group_id,
+)
+
+from simple_offload.scheduler.cpu_tier import CpuTier
+from simple_offload.vllm_compat import make_host_coordinator
+from tests.simulation.world import Shape, make_kv_cache_config, make_vllm_config
+
+BLOCK_SIZE = 4
+_NAMES: dict[BlockHashWithGroupId, str] = {}
+
+
+def make_tier(num_blocks: int, windows: tuple[int, ...] = (0,)) -> CpuTier:
+    """A tier with room for ``num_blocks`` blocks; ``windows`` as in Shape."""
+    shape = Shape(num_device_blocks=num_blocks + 1, block_size=BLOCK_SIZE, windows=windows)
+    coordinator = make_host_coordinator(
+        make_kv_cache_config(shape), _vllm_config(), BLOCK_SIZE, BLOCK_SIZE
+    )
+    return CpuTier(coordinator, BLOCK_SIZE)
+
+
+@lru_cache(maxsize=1)
+def _vllm_config() -> VllmConfig:
+    transfer = KVTransferConfig(
+        kv_connector="SimpleCPUOffloadConnector",
+        kv_connector_module_path="simple_offload",
+        kv_role="kv_both",
+    )
+    return make_vllm_config(Shape(block_size=BLOCK_SIZE), transfer)
+
+
+@lru_cache(maxsize=4096)
+def key(name: str, group: int = 0) -> BlockHashWithGroupId:
+    """What the block is found by."""
+    key = make_block_hash_with_group_id(BlockHash(sha256(name.encode()).digest()), group)
+    _NAMES[key] = name
+    return key
+
+
+def parent_of(name: str, group: int = 0) -> BlockHashWithGroupId | None:
+    """The key of the block before, if there is one."""
+    return key(name[:-1], group) if len(name) > 1 else None
+
+
+def prefixes(chain: str) -> list[str]:
+    """The names of a chain's blocks, head first."""
+    return [chain[:length] for length in range(1, len(chain) + 1)]
+
+
+def hashes(chain: str) -> list[BlockHash]:
+    """What a request for these blocks asks for."""
+    return [BlockHash(sha256(name.encode()).digest()) for name in prefixes(chain)]
+
+
+def block(tier: CpuTier, name: str, group: int = 0) -> KVCacheBlock:
+    """The block that holds ``name``, which is in the tier."""
+    found = tier.get(key(name, group))
+    assert found is not None, f"{name} is not in the tier"
+    return found
+
+
+def blocks(tier: CpuTier, chain: str, group: int = 0) -> list[KVCacheBlock]:
+    """All blocks of a chain that is in the tier."""
+    return [block(tier, name, group) for name in prefixes(chain)]
+
+
+def begin(tier: CpuTier, name: str, group: int = 0) -> KVCacheBlock:
+    """Allocate a block for ``name``."""
+    allocated = tier.allocate(parent_of(name, group))
+    assert allocated is not None, f"no room for {name}"
+    return allocated
+
+
+def commit(tier: CpuTier, filled: KVCacheBlock, name: str, group: int = 0) -> bool:
+    """Commit the block allocated for ``name``."""
+    num_tokens = len(name) * BLOCK_SIZE
+    return tier.commit(filled, key(name, group), parent_of(name, group), num_tokens)
+
+
+def store(tier: CpuTier, *chains: str, group: int = 0) -> None:
+    """Store what the tier lacks of each chain in one transfer, and check the tier."""
+    for chain in chains:
+        lacking = [name for name in prefixes(chain) if tier.get(key(name, group)) is None]
+        filled = [begin(tier, name, group) for name in lacking]
+        for new, name in zip(filled, lacking, strict=True):
+            assert commit(tier, new, name, group)
+        tier.check_integrity()
+
+
+def names(found: Iterable[KVCacheBlock], group: int = 0) -> list[str]:
+    """What blocks hold, "" for nothing."""
+    return [
+        _NAMES[block.block_hash]
+        if block.block_hash is not None and get_group_id(block.block_hash) == group
+        else ""
+        for block in found
+    ]
+
+
+def contents(tier: CpuTier, group: int = 0) -> set[str]:
+    """Names that can be found."""
+    return {
+        name
+        for name in names(tier.pool.blocks, group)
+        if name and tier.get(key(name, group)) is not None
+    }
+
+
+def leave(tier: CpuTier) -> list[str]:
+    """Evict until nothing can be evicted any more: what left, in order. Blocks without content
+    are handed out first, and do not show."""
+    left: list[str] = []
+    while True:
+        before = contents(tier)
+        if tier.allocate(None) is None:
+            return left
+        left += sorted(before - contents(tier))
+
+
+def snapshot(tier: CpuTier) -> object:
+    """Everything that could change in a tier."""
+    free = [block.block_id for block in tier.pool.free_block_queue.get_all_free_blocks()]
+    held = [(block.ref_cnt, block.block_hash) for block in tier.pool.blocks]
+    return free, held, contents(tier), tier.version, dict(tier._parents)

@@ -1,0 +1,112 @@
+"""``vllm serve`` with the connector: HTTP answers, clients that leave, the end."""
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+
+import psutil
+import pytest
+
+from tests.engine.compare import LOGPROB_TOLERANCE
+from tests.engine.harness import log_tail, processes_left
+from tests.engine.spec import Ask
+from tests.engine.workloads import shared_prefix_asks
+from tests.serve.conftest import StartServer
+from tests.serve.server import Completion, Server, can_listen, read_stream
+
+ASKS = shared_prefix_asks("serve", seed=6, tails=3)
+LONG = 400
+"""Tokens of an answer that takes a second or more."""
+
+
+@pytest.fixture(scope="module")
+def running(start_server: StartServer) -> Callable[[], Server]:
+    """The module's server, started again if a test has stopped it."""
+    servers: list[Server] = []
+
+    def get() -> Server:
+        if not servers or servers[-1].process.poll() is not None:
+            servers.append(start_server())
+        return servers[-1]
+
+    return get
+
+
+@pytest.fixture
+def server(running: Callable[[], Server]) -> Server:
+    return running()
+
+
+def answers(server: Server, asks: Sequence[Ask], *, at_once: int) -> list[Completion]:
+    with ThreadPoolExecutor(at_once) as clients:
+        return list(clients.map(lambda ask: server.complete(ask.prompt, ask.max_tokens), asks))
+
+
+def assert_same(expected: list[Completion], actual: list[Completion]) -> None:
+    assert [answer.tokens for answer in actual] == [answer.tokens for answer in expected]
+    for ours, theirs in zip(expected, actual, strict=True):
+        assert theirs.logprobs == pytest.approx(ours.logprobs, abs=LOGPROB_TOLERANCE)
+
+
+def assert_stops(server: Server) -> None:
+    """The server, told to stop, ends with status 0 and leaves nothing behind."""
+    family, segments = server.family(), server.shared_memory()
+    assert len(family) > 2, "the engine runs in processes of its own"
+    assert segments, "which talk through shared memory"
+    server.terminate()
+    assert server.wait_for_end() == 0, log_tail(server.log)
+    _, alive = psutil.wait_procs(family, timeout=10)
+    assert not alive, f"{alive} outlived the server\n{log_tail(server.log)}"
+    assert not processes_left(server.process.pid, within=0)
+    assert not [path for path in segments if path.exists()]
+    assert can_listen(server.port)
+
+
+def test_answers_come_back_from_the_host(server: Server) -> None:
+    first = answers(server, ASKS, at_once=1)
+    server.reset_prefix_cache()
+    hits = server.metric("vllm:external_prefix_cache_hits_total")
+    assert_same(first, answers(server, ASKS, at_once=1))
+    assert server.metric("vllm:external_prefix_cache_hits_total") > hits
+    server.reset_prefix_cache()
+    hits = server.metric("vllm:external_prefix_cache_hits_total")
+    assert_same(first, answers(server, ASKS, at_once=len(ASKS)))
+    assert server.metric("vllm:external_prefix_cache_hits_total") > hits
+
+
+def test_clients_that_leave(server: Server) -> None:
+    expected = answers(server, ASKS, at_once=1)
+    generated = server.metric("vllm:generation_tokens_total")
+    for left in range(3):
+        with ExitStack() as streams:
+            for number, ask in enumerate(ASKS):
+                lines = streams.enter_context(server.open_stream(ask.prompt, LONG))
+                if number < left:
+                    next(lines)
+        for ask in ASKS:
+            server.ask_and_hang_up(ask.prompt, LONG)
+    server.wait_for(server.is_idle, 30, "the abandoned requests to end")
+    generated = server.metric("vllm:generation_tokens_total") - generated
+    assert generated < 0.5 * 3 * 2 * len(ASKS) * LONG, "answers nobody reads are given up"
+    server.reset_prefix_cache()
+    assert_same(expected, answers(server, ASKS, at_once=len(ASKS)))
+    assert server.is_idle()
+
+
+def test_sigterm_leaves_nothing_behind(server: Server) -> None:
+    answers(server, ASKS, at_once=len(ASKS))
+    assert_stops(server)
+
+
+def test_sigterm_lets_answers_end(start_server: StartServer) -> None:
+    """With a grace period, an answer that has begun is finished, with the connector at work."""
+    server = start_server("--shutdown-timeout", "60")
+    ask = ASKS[0]
+    whole = server.complete(ask.prompt, LONG).tokens
+    server.reset_prefix_cache()
+    with ThreadPoolExecutor(1) as client, server.open_stream(ask.prompt, LONG) as lines:
+        first = next(lines)
+        rest = client.submit(lambda: read_stream(lines))
+        assert_stops(server)
+        assert [*read_stream([first]), *rest.result(timeout=30)] == whole
+    assert server.process.returncode == 0

@@ -1,0 +1,339 @@
+"""SimpleCPUOffloadConnector: made by vLLM in both roles, every hook led to its side."""
+
+import logging
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+import torch
+from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorHandshakeMetadata,
+    KVConnectorRole,
+    KVConnectorTransferResults,
+    SupportsHMA,
+    supports_hma,
+)
+from vllm.v1.kv_cache_layout import KVCacheLayout
+from vllm.v1.outputs import KVConnectorOutput
+
+from simple_offload.config import ConfigError
+from simple_offload.connector import SimpleCPUOffloadConnector
+from simple_offload.metadata import RankCapacity, StepMetadata, Transfer, WorkerReport
+from tests.conftest import MakeVllmConfig, within_patience
+from tests.hooks import misfits, public_names
+from tests.worker.kv_memory import KVMemory, full, group, make_kv_memory
+from tests.worker.scripted import EndsWhenWaitedFor, ScriptedBackend
+
+pytestmark = pytest.mark.usefixtures("no_thread_left", "machine")
+
+SCHEDULER, WORKER = KVConnectorRole.SCHEDULER, KVConnectorRole.WORKER
+SPEC = full(block_size=16)
+EXTRA_CONFIG = {"num_cpu_blocks": 8}
+
+Connect = Callable[..., SimpleCPUOffloadConnector]
+
+
+@pytest.fixture
+def memory() -> KVMemory:
+    return make_kv_memory([group(SPEC, "a", "b")], 6, KVCacheLayout.LBHNC)
+
+
+@pytest.fixture
+def connect(
+    no_thread_left: None, make_vllm_config: MakeVllmConfig, memory: KVMemory
+) -> Iterator[Connect]:
+    """A function that makes a connector of a role as vLLM does; its other arguments are those
+    of ``make_vllm_config``. The connector is shut down after the test."""
+    connectors: list[SimpleCPUOffloadConnector] = []
+
+    def connect(
+        role: KVConnectorRole, extra_config: dict[str, Any] = EXTRA_CONFIG, **more: Any
+    ) -> SimpleCPUOffloadConnector:
+        made = KVConnectorFactory.create_connector(
+            make_vllm_config(extra_config, **more), role, memory.config
+        )
+        assert isinstance(made, SimpleCPUOffloadConnector)
+        connectors.append(made)
+        return made
+
+    yield connect
+    for connector in connectors:
+        within_patience(connector.shutdown)
+
+
+# The class
+
+
+def test_every_hook_takes_what_vllm_passes() -> None:
+    assert list(misfits(SimpleCPUOffloadConnector, KVConnectorBase_V1, SupportsHMA)) == []
+
+
+def test_every_public_method_is_a_hook() -> None:
+    """A misspelled hook would never be called."""
+    hooks = {*public_names(KVConnectorBase_V1), *public_names(SupportsHMA)}
+    # 0.33 asks for the first by the class's name. The others are in its interface.
+    since_033 = {"get_aligned_num_cpu_blocks", "unregister_kv_caches", "restore_kv_caches"}
+    assert set(public_names(SimpleCPUOffloadConnector)) - hooks <= since_033
+
+
+def test_hybrid_models_are_supported() -> None:
+    assert supports_hma(SimpleCPUOffloadConnector)
+
+
+# Construction
+
+
+@pytest.mark.parametrize("kv_role", ["kv_both", "kv_producer", "kv_consumer"])
+def test_each_role_has_its_own_side(connect: Connect, kv_role: str) -> None:
+    on_scheduler, on_worker = connect(SCHEDULER, kv_role=kv_role), connect(WORKER, kv_role=kv_role)
+    assert on_scheduler.role is SCHEDULER
+    assert on_scheduler.scheduler is not None
+    assert on_scheduler.worker is None
+    assert on_worker.role is WORKER
+    assert on_worker.scheduler is None
+    assert on_worker.worker is not None
+    assert not on_scheduler.requires_kv_delivery
+    assert not on_worker.requires_kv_delivery
+
+
+@pytest.mark.parametrize("prefix_caching", [True, False])
+@pytest.mark.parametrize("role", KVConnectorRole)
+def test_a_wrong_configuration_is_refused(
+    connect: Connect, role: KVConnectorRole, prefix_caching: bool
+) -> None:
+    with pytest.raises(ConfigError, match="did you mean 'num_cpu_blocks'"):
+        connect(role, {"num_cpu_block": 8}, prefix_caching=prefix_caching)
+
+
+def test_a_backend_for_another_platform_is_refused(connect: Connect) -> None:
+    with pytest.raises(ConfigError, match="backend='npu'"):
+        connect(WORKER, {"backend": "npu"})
+
+
+def test_the_ranks_share_the_bytes(connect: Connect, memory: KVMemory) -> None:
+    extra_config = {"cpu_bytes_to_use": 20 * 2 * SPEC.page_size_bytes}
+    on_scheduler = connect(SCHEDULER, extra_config, num_ranks=4)
+    assert on_scheduler.scheduler is not None
+    assert on_scheduler.scheduler.tier.num_blocks == 5
+    on_worker = connect(WORKER, extra_config, num_ranks=4)
+    on_worker.register_kv_caches(memory.kv_caches)
+    assert on_worker.get_aligned_num_cpu_blocks() == 5
+
+
+def test_hits_are_counted_as_host_hits(connect: Connect) -> None:
+    sources = connect(SCHEDULER).get_external_cache_hit_sources(cast(Any, None), 32)
+    assert {source.value: count for source, count in sources.items()} == {"host": 32}
+
+
+# Without prefix caching
+
+
+def test_only_the_scheduler_side_warns(connect: Connect, caplog: pytest.LogCaptureFixture) -> None:
+    def warnings() -> list[str]:
+        return [r.getMessage() for r in caplog.records if "refix caching is off" in r.getMessage()]
+
+    with caplog.at_level(logging.WARNING):
+        connect(WORKER, prefix_caching=False)
+        assert warnings() == []
+        connect(SCHEDULER, prefix_caching=False)
+        assert len(warnings()) == 1
+        connect(SCHEDULER)
+        assert len(warnings()) == 1
+
+
+@pytest.mark.parametrize("role", KVConnectorRole)
+def test_without_prefix_caching_nothing_happens(
+    connect: Connect, role: KVConnectorRole, memory: KVMemory
+) -> None:
+    connector = connect(role, prefix_caching=False)
+    nobody = cast(Any, None)
+    assert connector.scheduler is None
+    assert connector.worker is None
+    # Scheduler side
+    manager = cast(Any, SimpleNamespace(block_pool=None))
+    connector.bind_kv_cache_manager(manager)
+    connector.set_xfer_handshake_metadata_pp_aware({(0, 0): RankCapacity(4, 1)})
+    assert connector.get_num_new_matched_tokens(nobody, 0) == (0, False)
+    connector.update_state_after_alloc(nobody, nobody, 0)
+    metadata = connector.build_connector_meta(nobody)
+    assert metadata == StepMetadata()
+    connector.update_connector_output(KVConnectorOutput())
+    assert connector.request_finished(nobody, []) == (False, None)
+    assert connector.request_finished_all_groups(nobody, ([],)) == (False, None)
+    assert not connector.has_pending_push_work()
+    assert not connector.has_pending_block_frees()
+    assert connector.reset_cache() is True
+    # Worker side
+    connector.register_kv_caches(memory.kv_caches)
+    assert connector.get_handshake_metadata() is None
+    assert connector.get_aligned_num_cpu_blocks() is None
+    assert run_step(connector, metadata) == (KVConnectorTransferResults(), None)
+    connector.unregister_kv_caches()
+    connector.restore_kv_caches()
+    assert list(connector.take_events()) == []
+    connector.shutdown()
+    assert not memory.storage.any()
+
+
+# Scheduler side
+
+
+def test_all_ranks_use_as_many_blocks_as_the_smallest_has(connect: Connect) -> None:
+    class Foreign(KVConnectorHandshakeMetadata):
+        """Of a connector beside this one."""
+
+    connector = connect(SCHEDULER)
+    assert connector.scheduler is not None
+    assert connector.scheduler.tier.num_blocks == 8
+    connector.set_xfer_handshake_metadata_pp_aware(
+        {(0, 0): RankCapacity(7, 1), (1, 0): RankCapacity(5, 1), (1, 1): Foreign()}
+    )
+    assert connector.scheduler.tier.num_blocks == 5
+    connector.set_xfer_handshake_metadata_pp_aware({(0, 0): Foreign()})
+    assert connector.scheduler.tier.num_blocks == 5
+
+
+def test_scheduler_hooks_reach_the_scheduler_side(connect: Connect) -> None:
+    """Each with the arguments that it was given, and back with what was answered."""
+    calls: list[tuple[str, tuple[object, ...]]] = []
+
+    class Recorder:
+        def __getattr__(self, name: str) -> Callable[..., object]:
+            def record(*arguments: object) -> object:
+                calls.append((name, arguments))
+                return f"answer to {name}"
+
+            return record
+
+    connector = connect(SCHEDULER)
+    connector.scheduler = cast(Any, Recorder())
+    request, blocks, output = cast(Any, "request"), cast(Any, "blocks"), cast(Any, "output")
+    manager = cast(Any, SimpleNamespace(block_pool=None))
+    connector.bind_kv_cache_manager(manager)
+    answers: list[object] = [
+        connector.get_num_new_matched_tokens(request, 16),
+        connector.build_connector_meta(output),
+        connector.request_finished_all_groups(request, ([1],)),
+        connector.has_pending_push_work(),
+        connector.has_pending_block_frees(),
+        connector.reset_cache(),
+    ]
+    connector.update_state_after_alloc(request, blocks, 32)
+    connector.update_connector_output(output)
+    asked = ["get_num_new_matched_tokens", "build_connector_meta", "request_finished"]
+    asked += ["has_pending_work", "has_pending_block_frees", "reset_cache"]
+    assert answers == [f"answer to {name}" for name in asked]
+    assert calls == [
+        ("bind_kv_cache_manager", (manager,)),
+        ("get_num_new_matched_tokens", (request, 16)),
+        ("build_connector_meta", (output,)),
+        ("request_finished", (request,)),
+        ("has_pending_work", ()),
+        ("has_pending_block_frees", ()),
+        ("reset_cache", ()),
+        ("update_state_after_alloc", (request, blocks, 32)),
+        ("update_connector_output", (output,)),
+    ]
+
+
+# Worker side
+
+
+def run_step(
+    connector: SimpleCPUOffloadConnector, metadata: Any
+) -> tuple[KVConnectorTransferResults, WorkerReport | None]:
+    """The hooks of one step, in the order of vLLM's model runner."""
+    connector.handle_preemptions(metadata)
+    connector.bind_connector_metadata(metadata)
+    assert connector.has_connector_metadata()
+    connector.start_load_kv(cast(Any, None), an_argument_of_another_version=1)
+    connector.wait_for_layer_load("a")
+    connector.save_kv_layer("a", torch.empty(0), cast(Any, None))
+    connector.wait_for_save()
+    if connector.worker is not None:
+        assert connector.worker._engine is not None
+        connector.worker._engine.settle()
+    results = connector.get_transfer_results(set())
+    assert connector.get_block_ids_with_load_errors() == set()
+    report = connector.build_connector_worker_meta()
+    connector.clear_connector_metadata()
+    assert not connector.has_connector_metadata()
+    return results, report
+
+
+def test_worker_hooks(connect: Connect, memory: KVMemory) -> None:
+    connector = connect(WORKER)
+    connector.register_kv_caches(memory.kv_caches)
+    assert connector.get_handshake_metadata() == RankCapacity(8, 2 * SPEC.page_size_bytes)
+    assert connector.get_aligned_num_cpu_blocks() == 8
+    memory.storage.fill_(5)
+    stored = StepMetadata(stores=[Transfer.pairing(0, [1, 2], [3, 4])])
+    assert run_step(connector, stored) == (
+        KVConnectorTransferResults(),
+        WorkerReport({0: 1}),  # type: ignore[arg-type]
+    )
+    memory.storage.fill_(7)
+    loaded = StepMetadata(loads=[Transfer.pairing(1, [5, 1], [3, 4], "r")])
+    assert run_step(connector, loaded) == (
+        KVConnectorTransferResults(finished_recving={"r"}),
+        WorkerReport({1: 1}),  # type: ignore[arg-type]
+    )
+    for view in memory.kv_caches.values():
+        assert [int(block.view(torch.int8).max()) for block in view] == [7, 5, 7, 7, 7, 5]
+    assert run_step(connector, StepMetadata()) == (KVConnectorTransferResults(), None)
+    connector.start_load_kv(cast(Any, None))  # between steps
+    connector.wait_for_save()
+
+
+def test_a_failed_load_is_reported_as_such(connect: Connect, memory: KVMemory) -> None:
+    connector = connect(WORKER)
+    connector.register_kv_caches(memory.kv_caches)
+    beyond = StepMetadata(loads=[Transfer.pairing(0, [1], [8], "r")])
+    results, report = run_step(connector, beyond)
+    assert results == KVConnectorTransferResults(finished_recving={"r"}, failed_recving={"r"})
+    assert report is not None
+    assert report.failed == {0: 1}
+
+
+def test_nothing_is_submitted_between_steps(connect: Connect, memory: KVMemory) -> None:
+    connector = connect(WORKER)
+    connector.register_kv_caches(memory.kv_caches)
+    loads = [Transfer.pairing(0, [1], [3], "r")]
+    connector.bind_connector_metadata(StepMetadata(loads, [Transfer.pairing(1, [1], [3])]))
+    connector.clear_connector_metadata()
+    connector.start_load_kv(cast(Any, None))
+    connector.wait_for_save()
+    assert run_step(connector, StepMetadata()) == (KVConnectorTransferResults(), None)
+
+
+def test_before_sleep_no_copy_is_left(
+    connect: Connect, memory: KVMemory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """0.33 takes the device memory away between the two calls."""
+    backend = ScriptedBackend()
+    monkeypatch.setattr("simple_offload.worker.worker.make_backend", lambda name: backend)
+    backend.pendings[0] = EndsWhenWaitedFor()
+    connector = connect(WORKER)
+    connector.register_kv_caches(memory.kv_caches)
+    connector.bind_connector_metadata(StepMetadata([Transfer.pairing(0, [1], [3], "r")]))
+    connector.start_load_kv(cast(Any, None))
+    connector.clear_connector_metadata()
+    connector.unregister_kv_caches()
+    assert backend.pendings[0].ended.is_set()
+    connector.restore_kv_caches()
+    results, report = run_step(connector, StepMetadata())
+    assert results == KVConnectorTransferResults(finished_recving={"r"})
+    assert report == WorkerReport({0: 1})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("role", KVConnectorRole)
+def test_shutdown_at_any_time(connect: Connect, role: KVConnectorRole, memory: KVMemory) -> None:
+    connector = connect(role)
+    connector.shutdown()
+    connector = connect(role)
+    connector.register_kv_caches(memory.kv_caches)
+    connector.shutdown()
+    connector.shutdown()

@@ -1,0 +1,89 @@
+"""What crosses the process boundary."""
+
+import pickle
+from collections import Counter
+from dataclasses import FrozenInstanceError
+from functools import reduce
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from simple_offload.metadata import RankCapacity, StepMetadata, Transfer, WorkerReport
+
+REPORTS = st.builds(
+    lambda ended, failed, broken: WorkerReport(
+        Counter(ended), Counter(transfer for transfer in failed if transfer in ended), broken
+    ),
+    st.lists(st.integers(0, 5), unique=True),
+    st.sets(st.integers(0, 5)),
+    st.booleans(),
+)
+"""What one rank may say: it ends a transfer once, and only an ended one has failed."""
+
+
+def test_pairing() -> None:
+    transfer = Transfer.pairing(7, iter([3, 1, 2]), (block for block in (9, 8, 7)), "a")
+    assert (transfer.id, transfer.request_id) == (7, "a")
+    assert transfer.device_blocks.tolist() == [3, 1, 2]
+    assert transfer.host_blocks.tolist() == [9, 8, 7]
+    assert transfer.device_blocks.dtype == transfer.host_blocks.dtype == np.int64
+
+
+def test_pairing_of_nothing() -> None:
+    transfer = Transfer.pairing(0, [], [])
+    assert transfer.device_blocks.shape == transfer.host_blocks.shape == (0,)
+    assert transfer.request_id is None
+
+
+@pytest.mark.parametrize(("device", "host"), [([1, 2], [1]), ([], [1]), ([1], [])])
+def test_unequal_lists_do_not_pair(device: list[int], host: list[int]) -> None:
+    with pytest.raises(ValueError, match=f"{len(device)} device blocks .* {len(host)} host"):
+        Transfer.pairing(1, device, host)
+
+
+def test_a_transfer_does_not_change() -> None:
+    transfer = Transfer.pairing(1, [1], [2])
+    with pytest.raises(FrozenInstanceError):
+        transfer.id = 2  # type: ignore[misc]
+
+
+def test_metadata_of_different_steps_share_nothing() -> None:
+    one, other = StepMetadata(), StepMetadata()
+    one.loads.append(Transfer.pairing(1, [1], [2]))
+    one.stores.append(Transfer.pairing(2, [1], [2]))
+    assert (other.loads, other.stores) == ([], [])
+
+
+def test_everything_crosses_a_process_boundary() -> None:
+    step = StepMetadata([Transfer.pairing(1, [3, 4], [5, 6], "a")], [Transfer.pairing(2, [7], [8])])
+    there = pickle.loads(pickle.dumps(step))
+    assert isinstance(there, StepMetadata)
+    (load,), (store,) = there.loads, there.stores
+    assert (load.id, load.request_id) == (1, "a")
+    assert load.device_blocks.tolist() == [3, 4]
+    assert load.host_blocks.tolist() == [5, 6]
+    assert (store.id, store.request_id) == (2, None)
+    assert store.host_blocks.dtype == np.int64
+
+    report = WorkerReport(Counter({1: 1}), Counter({1: 1}), broken=True)
+    assert pickle.loads(pickle.dumps(report)) == report
+    capacity = RankCapacity(num_host_blocks=10, block_bytes=4096)
+    assert pickle.loads(pickle.dumps(capacity)) == capacity
+
+
+@given(st.lists(REPORTS, min_size=1, max_size=4))
+def test_aggregated_reports_count_ranks(reports: list[WorkerReport]) -> None:
+    combined = reduce(lambda one, other: one.aggregate(other), reports)
+    for transfer in range(6):
+        assert combined.ended[transfer] == sum(transfer in report.ended for report in reports)
+        assert combined.failed[transfer] == sum(transfer in report.failed for report in reports)
+    assert combined.broken == any(report.broken for report in reports)
+
+
+@given(REPORTS, REPORTS)
+def test_aggregation_leaves_its_parts_alone(one: WorkerReport, other: WorkerReport) -> None:
+    before = pickle.dumps((one, other))
+    one.aggregate(other).ended[99] += 1
+    assert pickle.loads(before) == (one, other)

@@ -1,0 +1,94 @@
+"""vllm_compat: which vLLM this is, and what depends on it."""
+
+import importlib.util
+from abc import ABC
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+import vllm
+from vllm.distributed.kv_transfer.kv_connector.v1.simple_cpu_offload_connector import (
+    SimpleCPUOffloadConnector as BuiltinConnector,
+)
+from vllm.v1.core.kv_cache_utils import resolve_kv_cache_block_sizes
+from vllm.v1.kv_cache_layout import KVCacheLayout
+
+from simple_offload import connector, vllm_compat
+from tests.conftest import MakeVllmConfig
+from tests.worker.kv_memory import full, group, make_kv_memory, window
+
+SUPPORTED = ["0.32.0", "0.32.7", "0.32.1.dev3+g1234567", "0.33.0", "0.33.0rc1", "0.33.2+cpu"]
+UNSUPPORTED = ["0.31.9", "0.34.0", "0.34.0rc1", "0.9.2", "1.32.0", "0.3", "dev", ""]
+
+
+@pytest.mark.parametrize("version", SUPPORTED)
+def test_supported_versions(monkeypatch: pytest.MonkeyPatch, version: str) -> None:
+    monkeypatch.setattr(vllm, "__version__", version)
+    vllm_compat.require_supported_vllm()
+    assert vllm_compat.vllm_version() == (0, int(version.split(".")[1]))
+
+
+@pytest.mark.parametrize("version", UNSUPPORTED)
+def test_unsupported_versions(monkeypatch: pytest.MonkeyPatch, version: str) -> None:
+    monkeypatch.setattr(vllm, "__version__", version)
+    with pytest.raises(RuntimeError) as caught:
+        vllm_compat.require_supported_vllm()
+    message = str(caught.value)
+    assert ">= 0.32 and < 0.34" in message
+    assert f"this is vLLM {version}" in message
+
+
+def test_the_connector_does_not_import_on_another_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(vllm, "__version__", "0.34.0")
+    assert connector.__file__ is not None
+    # The module under another name: the one that others have imported stays as it is.
+    spec = importlib.util.spec_from_file_location("connector_on_034", connector.__file__)
+    assert spec is not None
+    assert spec.loader is not None
+    with pytest.raises(RuntimeError, match=r"0\.34\.0"):
+        spec.loader.exec_module(importlib.util.module_from_spec(spec))
+
+
+def test_the_builtin_name_is_claimed_from_033_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Ours(ABC):  # noqa: B024 - a class of no kind
+        pass
+
+    monkeypatch.setattr(vllm, "__version__", "0.32.9")
+    vllm_compat.claim_builtin_name(Ours)
+    assert not issubclass(Ours, BuiltinConnector)
+    monkeypatch.setattr(vllm, "__version__", "0.33.0")
+    vllm_compat.claim_builtin_name(Ours)
+    assert issubclass(Ours, BuiltinConnector)
+
+
+@pytest.mark.parametrize(
+    ("cache_config", "agreed"),
+    [
+        (SimpleNamespace(), None),  # 0.32 knows no such thing
+        (SimpleNamespace(simple_cpu_offload_num_blocks=None), None),
+        (SimpleNamespace(simple_cpu_offload_num_blocks=7), 7),
+    ],
+)
+def test_agreed_number_of_host_blocks(cache_config: Any, agreed: int | None) -> None:
+    vllm_config = cast(Any, SimpleNamespace(cache_config=cache_config))
+    assert vllm_compat.agreed_num_host_blocks(vllm_config) == agreed
+
+
+@pytest.mark.parametrize("num_groups", [1, 2])
+def test_host_coordinator(make_vllm_config: MakeVllmConfig, num_groups: int) -> None:
+    """A pool of its own size, the device's groups, hits on whole blocks, and no events."""
+    vllm_config = make_vllm_config()
+    groups = [group(full(block_size=16), "a"), group(window(block_size=16), "b")][:num_groups]
+    kv_cache_config = make_kv_memory(groups, 12, KVCacheLayout.LBHNC).config
+    block_size, hash_block_size = resolve_kv_cache_block_sizes(kv_cache_config, vllm_config)
+    coordinator = vllm_compat.make_host_coordinator(
+        kv_cache_config, vllm_config, block_size, hash_block_size
+    )
+    pool = coordinator.block_pool
+    assert pool.num_gpu_blocks == len(pool.blocks) == 12
+    assert pool.get_num_free_blocks() == 11
+    assert pool.enable_caching
+    assert not pool.enable_kv_cache_events
+    assert tuple(coordinator.group_block_sizes) == (16,) * num_groups
+    assert len(coordinator.single_type_managers) == num_groups
+    assert not coordinator.enable_partial_hash_hits

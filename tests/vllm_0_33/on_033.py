@@ -1,0 +1,95 @@
+"""Tests of what only vLLM 0.33 does with the connector. They run on it: see test_connector.py."""
+
+import importlib
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+import vllm
+from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorRole,
+    SupportsHMA,
+)
+from vllm.v1.kv_cache_layout import KVCacheLayout
+from vllm.v1.worker import gpu_worker
+from vllm.v1.worker.cpu_worker import CPUWorker
+
+import simple_offload
+from simple_offload import vllm_compat
+from tests.conftest import MakeVllmConfig
+from tests.hooks import misfits, public_names
+from tests.worker.kv_memory import full, group, make_kv_memory
+
+builtin: Any = importlib.import_module(
+    "vllm.distributed.kv_transfer.kv_connector.v1.simple_cpu_offload_connector"
+)
+ours: Any = simple_offload.SimpleCPUOffloadConnector
+EXTRA_CONFIG = {"num_cpu_blocks": 8}
+
+
+@pytest.fixture
+def connector(make_vllm_config: MakeVllmConfig) -> Any:
+    """On a worker, with registered KV caches."""
+    memory = make_kv_memory([group(full(block_size=16), "a")], 6, KVCacheLayout.LBHNC)
+    connector: Any = KVConnectorFactory.create_connector(
+        make_vllm_config(EXTRA_CONFIG), KVConnectorRole.WORKER, memory.config
+    )
+    connector.register_kv_caches(memory.kv_caches)
+    yield connector
+    connector.shutdown()
+
+
+def test_this_is_033() -> None:
+    assert vllm.__version__ == "0.33.0"
+    assert vllm_compat.vllm_version() == (0, 33)
+
+
+def test_the_class_passes_for_the_builtin_one() -> None:
+    assert ours is not builtin.SimpleCPUOffloadConnector
+    assert builtin.SimpleCPUOffloadConnector not in ours.__mro__
+    assert issubclass(ours, builtin.SimpleCPUOffloadConnector)
+
+
+def test_the_engine_will_look_for_it(make_vllm_config: MakeVllmConfig) -> None:
+    """The reason to pass for the built-in one: the engine goes by the name alone."""
+    transfer_config = make_vllm_config(EXTRA_CONFIG).kv_transfer_config
+    assert transfer_config is not None
+    assert transfer_config.has_connector("SimpleCPUOffloadConnector")
+
+
+@pytest.mark.parametrize("worker_class", [gpu_worker.Worker, CPUWorker])
+def test_a_worker_finds_it_and_its_number_of_blocks(
+    monkeypatch: pytest.MonkeyPatch, connector: Any, worker_class: Any
+) -> None:
+    monkeypatch.setattr(gpu_worker, "has_kv_transfer_group", lambda: True)
+    monkeypatch.setattr(gpu_worker, "get_kv_transfer_group", lambda: connector)
+    worker = object.__new__(worker_class)
+    assert worker.get_simple_cpu_offload_num_cpu_blocks() == 8
+
+
+def test_it_is_found_beside_others(connector: Any) -> None:
+    several = cast(Any, SimpleNamespace(_connectors=[object(), connector]))
+    assert builtin._find_simple_cpu_offload_connector(connector) is connector
+    assert builtin._find_simple_cpu_offload_connector(several) is connector
+
+
+@pytest.mark.parametrize(("collected", "num_blocks"), [(None, 8), (5, 5)])
+def test_the_scheduler_side_goes_by_what_was_collected(
+    make_vllm_config: MakeVllmConfig, collected: int | None, num_blocks: int
+) -> None:
+    memory = make_kv_memory([group(full(block_size=16), "a")], 6, KVCacheLayout.LBHNC)
+    vllm_config = make_vllm_config(EXTRA_CONFIG)
+    vllm_config.cache_config.simple_cpu_offload_num_blocks = collected  # type: ignore[attr-defined]
+    connector = cast(
+        Any,
+        KVConnectorFactory.create_connector(vllm_config, KVConnectorRole.SCHEDULER, memory.config),
+    )
+    assert connector.scheduler.tier.num_blocks == num_blocks
+
+
+def test_every_hook_takes_what_033_passes() -> None:
+    assert list(misfits(ours, KVConnectorBase_V1, SupportsHMA)) == []
+    hooks = {*public_names(KVConnectorBase_V1), *public_names(SupportsHMA)}
+    assert set(public_names(ours)) - hooks == {"get_aligned_num_cpu_blocks"}

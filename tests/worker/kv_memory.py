@@ -1,0 +1,170 @@
+"""KV cache memory as vLLM's workers make it: placements from vLLM, views from vLLM."""
+
+import importlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from vllm.v1.kv_cache_interface import (
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    KVCacheSpec,
+    SlidingWindowSpec,
+    UniformTypeKVCacheSpecs,
+    create_kv_cache_views,
+)
+from vllm.v1.kv_cache_layout import KVCacheLayout
+
+from simple_offload.vllm_compat import vllm_version
+
+_planner = importlib.import_module(
+    "vllm.v1.core.kv_cache_utils" if vllm_version() < (0, 33) else "vllm.v1.core.kv_cache_planning"
+)
+
+Owners = npt.NDArray[np.int32]
+NOBODY = -1
+
+
+def full(num_heads: int = 2, head_size: int = 3, block_size: int = 4, **more: Any) -> KVCacheSpec:
+    """A page of ``2 * num_heads * head_size * block_size`` float32 values."""
+    return FullAttentionSpec(
+        block_size=block_size,
+        num_kv_heads=num_heads,
+        head_size=head_size,
+        dtype=torch.float32,
+        **more,
+    )
+
+
+def window(num_heads: int = 2, head_size: int = 3, block_size: int = 4) -> KVCacheSpec:
+    return SlidingWindowSpec(
+        block_size=block_size,
+        num_kv_heads=num_heads,
+        head_size=head_size,
+        dtype=torch.float32,
+        sliding_window=2 * block_size,
+    )
+
+
+def group(spec: KVCacheSpec, *layers: str) -> KVCacheGroupSpec:
+    return KVCacheGroupSpec(list(layers), spec)
+
+
+def mixed_group(specs: dict[str, KVCacheSpec]) -> KVCacheGroupSpec:
+    """One group whose layers have pages of different sizes."""
+    block_size = next(iter(specs.values())).block_size
+    return group(UniformTypeKVCacheSpecs(block_size, specs), *specs)
+
+
+@dataclass
+class KVMemory:
+    """One rank's KV cache in a storage that may be larger than its allocation."""
+
+    config: KVCacheConfig
+    storage: torch.Tensor  # [bytes] int8
+    kv_caches: dict[str, torch.Tensor]
+    """By layer, as vLLM registers them."""
+
+    def owners(self) -> Owners:
+        """For every byte of the storage the block that it belongs to through the registered
+        views, or NOBODY.
+
+        Every layer claims its pages with the number of the block. Layers of different groups
+        may claim the same bytes, but only for the same block: else the memory itself is wrong.
+        """
+        size = self.storage.numel()
+        owners = np.full(size, NOBODY, dtype=np.int32)
+        offsets = torch.arange(size, dtype=torch.int32)
+        for layer, block_bytes in self._pages(offsets).items():
+            for block, taken in enumerate(block_bytes):
+                claimed = owners[taken]
+                assert set(claimed.tolist()) <= {NOBODY, block}, f"{layer} collides"
+                owners[taken] = block
+        return owners
+
+    def _pages(self, offsets: torch.Tensor) -> dict[str, list[npt.NDArray[np.int32]]]:
+        """By layer and block, the offsets in the storage of the block's bytes."""
+        num_blocks = self.config.num_blocks
+        pages: dict[str, list[npt.NDArray[np.int32]]] = {}
+        for placement in self.config.kv_cache_tensors:
+            for index, name in enumerate(placement.layers):
+                cache = self.kv_caches.get(name)
+                if cache is None:
+                    continue
+                start = cache.data_ptr() - self.storage.data_ptr()
+                if cache.dim() == 1:  # the raw buffer: pages are where the placement says
+                    page_bytes = _spec_of(self.config.kv_cache_groups, name).page_size_bytes
+                    first = start + placement.offset + index * placement.layer_stride
+                    pages[name] = [
+                        offsets[at : at + page_bytes].numpy()
+                        for at in range(
+                            first,
+                            first + num_blocks * placement.block_stride,
+                            placement.block_stride,
+                        )
+                    ]
+                    continue
+                view = cache.view(torch.int8)
+                same = torch.as_strided(offsets, view.shape, view.stride(), start)
+                pages[name] = [part.numpy().ravel() for part in same.chunk(num_blocks)]
+        return pages
+
+
+def make_kv_memory(
+    groups: Sequence[KVCacheGroupSpec],
+    num_blocks: int,
+    layout: KVCacheLayout,
+    *,
+    in_front: int = 0,
+    behind: int = 0,
+    kernel_block_size: int | None = None,
+) -> KVMemory:
+    """Memory for ``groups``, placed by vLLM, ``in_front`` and ``behind`` so many bytes of
+    storage that are not part of it. AssertionError or ValueError where vLLM refuses."""
+    vllm_config = SimpleNamespace(
+        attention_config=SimpleNamespace(hisparse_config=None),
+        cache_config=SimpleNamespace(
+            get_resolved_kv_cache_layout=lambda: layout,
+            num_gpu_blocks_override=num_blocks,
+            prefix_cache_retention_interval=None,
+        ),
+    )
+    config = _planner.get_kv_cache_config_from_groups(vllm_config, list(groups), 0)
+    return place(config, layout, in_front, behind, kernel_block_size)
+
+
+def place(
+    config: KVCacheConfig,
+    layout: KVCacheLayout,
+    in_front: int = 0,
+    behind: int = 0,
+    kernel_block_size: int | None = None,
+) -> KVMemory:
+    """The memory that ``config`` describes, with one view a layer, or the raw buffer for layers
+    that have none."""
+    (size,) = {tensor.size for tensor in config.kv_cache_tensors}
+    storage = torch.zeros(in_front + size + behind, dtype=torch.int8)
+    buffer = storage[in_front:]
+    kv_caches: dict[str, torch.Tensor] = {}
+    for placement in config.kv_cache_tensors:
+        spec = _spec_of(config.kv_cache_groups, placement.layers[0])
+        if spec.has_layer_views:
+            views = create_kv_cache_views(
+                buffer, spec, config.num_blocks, layout, placement, kernel_block_size
+            )
+            kv_caches |= dict(zip(placement.layers, views, strict=True))
+        else:
+            kv_caches |= dict.fromkeys(placement.layers, buffer)
+    return KVMemory(config, storage, kv_caches)
+
+
+def _spec_of(groups: Sequence[KVCacheGroupSpec], layer: str) -> KVCacheSpec:
+    spec = next(group.kv_cache_spec for group in groups if layer in group.layer_names)
+    if isinstance(spec, UniformTypeKVCacheSpecs):
+        return spec.kv_cache_specs[layer]
+    return spec

@@ -1,0 +1,175 @@
+"""A CopyBackend that does what a test says, and a TransferEngine on it."""
+
+import threading
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import cast
+
+import torch
+
+from simple_offload.backends.base import Barrier, Direction, Pending
+from simple_offload.metadata import Transfer
+from simple_offload.worker.transfers import Completion, TransferEngine
+from tests.conftest import PATIENCE_SECONDS
+
+
+class ScriptedError(Exception):
+    """A failure that the test asked for."""
+
+
+@dataclass(eq=False)
+class Mark(Barrier):
+    """A barrier to be recognised by."""
+
+
+@dataclass(eq=False)
+class ScriptedPending:
+    """A copy on the device: under way until ``ended`` is set."""
+
+    ended: threading.Event = field(default_factory=threading.Event)
+    error: BaseException | None = None
+    num_waits: int = 0
+
+    def done(self) -> bool:
+        if self.ended.is_set() and self.error is not None:
+            raise self.error
+        return self.ended.is_set()
+
+    def wait(self) -> None:
+        self.num_waits += 1
+        assert self.ended.wait(PATIENCE_SECONDS), "a copy that nobody ends"
+        self.done()
+
+
+class EndsWhenWaitedFor(ScriptedPending):
+    """A copy that takes as long as nobody waits for it."""
+
+    def __init__(
+        self, log: list[tuple[object, ...]] | None = None, error: BaseException | None = None
+    ) -> None:
+        super().__init__(error=error)
+        self.log = [] if log is None else log
+
+    def wait(self) -> None:
+        self.log.append(("waited",))
+        self.ended.set()
+        super().wait()
+
+
+class ScriptedBackend:
+    """Copies nothing. What ``copy`` does with a transfer is scripted by its id."""
+
+    def __init__(self) -> None:
+        self.log: list[tuple[object, ...]] = []
+        """("enter", direction, thread name), ("copy", direction, id, barrier, thread name),
+        ("close",)"""
+        self.errors: dict[int, BaseException] = {}
+        self.gates: dict[int, threading.Event] = {}
+        """Ids of copies that block their thread until the event is set."""
+        self.pendings: dict[int, ScriptedPending] = {}
+        self.started: dict[int, threading.Event] = defaultdict(threading.Event)
+        self.enter_errors: list[BaseException] = []
+
+    def allocate_host(self, num_blocks: int, page_bytes: int) -> torch.Tensor:
+        return torch.zeros((num_blocks, page_bytes), dtype=torch.int8)
+
+    def open(self, device: Sequence[torch.Tensor], host: Sequence[torch.Tensor]) -> None:
+        self.log.append(("open", len(device), len(host)))
+
+    def barrier(self) -> Barrier | None:
+        return None
+
+    def enter_thread(self, direction: Direction) -> None:
+        self.log.append(("enter", direction, threading.current_thread().name))
+        if self.enter_errors:
+            raise self.enter_errors.pop()
+
+    def copy(
+        self, direction: Direction, transfer: Transfer, barrier: Barrier | None
+    ) -> Pending | None:
+        thread = threading.current_thread().name
+        self.log.append(("copy", direction, transfer.id, barrier, thread))
+        self.started[transfer.id].set()
+        if (gate := self.gates.get(transfer.id)) is not None:
+            assert gate.wait(PATIENCE_SECONDS), "a gate that nobody opens"
+        if (error := self.errors.get(transfer.id)) is not None:
+            raise error
+        return self.pendings.get(transfer.id)
+
+    def close(self) -> None:
+        self.log.append(("close",))
+
+    # What tests do
+
+    def release(self) -> None:
+        """Let everything end."""
+        for gate in self.gates.values():
+            gate.set()
+        for pending in self.pendings.values():
+            pending.ended.set()
+
+    def copied(self, direction: Direction) -> list[int]:
+        """Ids in the order in which copies of ``direction`` were started."""
+        copies = [entry for entry in self.log if entry[0] == "copy" and entry[1] is direction]
+        return [cast(int, entry[2]) for entry in copies]
+
+
+class Bench:
+    """An engine on a scripted backend."""
+
+    def __init__(self) -> None:
+        self.backend = ScriptedBackend()
+        self.engine = TransferEngine(self.backend)
+        self._next_marker = -1
+
+    def submit(
+        self, direction: Direction, *transfer_ids: int, barrier: Barrier | None = None
+    ) -> None:
+        for transfer_id in transfer_ids:
+            transfer = Transfer.pairing(transfer_id, [1], [2], f"request {transfer_id}")
+            self.engine.submit(direction, transfer, barrier)
+
+    def wait_started(self, transfer_id: int) -> None:
+        """Return when the copy of this transfer has begun."""
+        assert self.backend.started[transfer_id].wait(PATIENCE_SECONDS), "never copied"
+
+    def flush(self, direction: Direction) -> list[Completion]:
+        """What ``poll`` returns when the thread of ``direction`` has dealt with everything
+        submitted before: it takes jobs in order, so a marker at the end tells. Needs a thread
+        that lives."""
+        marker, self._next_marker = self._next_marker, self._next_marker - 1
+        self.submit(direction, marker)
+        self.wait_started(marker)
+        return self.poll(direction)
+
+    def submit_fatal(self, direction: Direction, *transfer_ids: int) -> None:
+        """Submit transfers of which one kills the thread, and wait for its death."""
+        thread = copy_thread(direction)
+        self.submit(direction, *transfer_ids)
+        join(thread)
+
+    def poll(self, direction: Direction) -> list[Completion]:
+        """What ``poll`` returns, markers left out."""
+        return [each for each in self.engine.poll(direction) if each.transfer.id >= 0]
+
+    def close(self) -> list[Completion]:
+        """What ``close`` returns, markers left out."""
+        return [each for each in self.engine.close() if each.transfer.id >= 0]
+
+
+def outcomes(completions: Sequence[Completion]) -> list[tuple[int, BaseException | None]]:
+    """Ids and errors, in order."""
+    return [(each.transfer.id, each.error) for each in completions]
+
+
+def copy_thread(direction: Direction) -> threading.Thread:
+    """The thread that copies ``direction`` now: the last that was started for it."""
+    name = f"simple-offload-{direction.value}"
+    return [thread for thread in threading.enumerate() if thread.name == name][-1]
+
+
+def join(thread: threading.Thread) -> None:
+    """Wait for the end of a thread."""
+    thread.join(PATIENCE_SECONDS)
+    assert not thread.is_alive()

@@ -1,0 +1,193 @@
+"""TransferEngine: order, independence of the directions, and every transfer's end."""
+
+import threading
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from simple_offload.backends.base import Direction
+from tests.worker.scripted import (
+    Bench,
+    Mark,
+    ScriptedError,
+    ScriptedPending,
+    outcomes,
+)
+
+pytestmark = pytest.mark.usefixtures("no_thread_left")
+
+LOAD, STORE = Direction.LOAD, Direction.STORE
+
+
+def other(direction: Direction) -> Direction:
+    return STORE if direction is LOAD else LOAD
+
+
+# Handing over
+
+
+@pytest.mark.parametrize("direction", Direction)
+def test_copies_start_in_order_of_submission(bench: Bench, direction: Direction) -> None:
+    bench.submit(direction, *range(50))
+    assert outcomes(bench.flush(direction)) == [(number, None) for number in range(50)]
+    assert bench.backend.copied(direction)[:50] == list(range(50))
+
+
+def test_each_direction_has_a_thread_of_its_own(bench: Bench) -> None:
+    for direction in Direction:
+        bench.submit(direction, 1, 2)
+        bench.flush(direction)
+    threads = {}
+    for direction in Direction:
+        mine = [entry for entry in bench.backend.log if entry[1] is direction]
+        # The thread enters once, before its first copy.
+        assert [entry[0] for entry in mine] == ["enter", "copy", "copy", "copy"]
+        (threads[direction],) = {entry[-1] for entry in mine}
+    assert len({*threads.values(), threading.current_thread().name}) == 3
+
+
+def test_barriers_reach_the_backend(bench: Bench) -> None:
+    marks = [Mark(), None, Mark()]
+    for number, mark in enumerate(marks):
+        bench.submit(STORE, number, barrier=mark)
+    bench.flush(STORE)
+    copies = [entry for entry in bench.backend.log if entry[0] == "copy"]
+    assert [entry[3] for entry in copies[:3]] == marks
+
+
+@pytest.mark.parametrize("blocked", Direction)
+def test_a_blocked_thread_does_not_delay_the_other_direction(
+    bench: Bench, blocked: Direction
+) -> None:
+    gate = bench.backend.gates[1] = threading.Event()
+    bench.submit(blocked, 1, 2)
+    bench.wait_started(1)
+    bench.submit(other(blocked), 3, 4)
+    assert outcomes(bench.flush(other(blocked))) == [(3, None), (4, None)]
+    assert bench.backend.copied(blocked) == [1]
+    gate.set()
+    assert outcomes(bench.flush(blocked)) == [(1, None), (2, None)]
+
+
+# Polling
+
+
+@pytest.mark.parametrize("direction", Direction)
+def test_poll_does_not_wait_for_the_thread(bench: Bench, direction: Direction) -> None:
+    bench.backend.gates[1] = threading.Event()
+    bench.submit(direction, 1)
+    bench.wait_started(1)
+    assert bench.poll(direction) == []  # with a poll that waits, the gate's patience ends
+
+
+def test_poll_does_not_wait_for_the_device(bench: Bench) -> None:
+    pending = bench.backend.pendings[1] = ScriptedPending()
+    bench.submit(STORE, 1)
+    assert bench.flush(STORE) == []
+    assert bench.poll(STORE) == []
+    pending.ended.set()
+    assert outcomes(bench.poll(STORE)) == [(1, None)]
+    assert pending.num_waits == 0
+
+
+def test_a_transfer_is_returned_once(bench: Bench) -> None:
+    bench.submit(LOAD, 1)
+    assert outcomes(bench.flush(LOAD)) == [(1, None)]
+    assert bench.poll(LOAD) == []
+    assert bench.flush(LOAD) == []
+    assert bench.close() == []
+
+
+def test_a_poll_returns_its_own_direction_only(bench: Bench) -> None:
+    bench.submit(LOAD, 1)
+    bench.submit(STORE, 2)
+    assert outcomes(bench.flush(LOAD)) == [(1, None)]
+    assert outcomes(bench.flush(STORE)) == [(2, None)]
+
+
+def test_a_transfer_that_ended_first_waits_for_those_before_it(bench: Bench) -> None:
+    slow = bench.backend.pendings[1] = ScriptedPending()
+    bench.submit(STORE, 1, 2)
+    assert bench.flush(STORE) == []
+    slow.ended.set()
+    assert outcomes(bench.poll(STORE)) == [(1, None), (2, None)]
+
+
+def test_polling_nothing(bench: Bench) -> None:
+    assert bench.engine.poll(LOAD) == []
+    assert bench.engine.poll(STORE) == []
+
+
+# Failures
+
+
+@pytest.mark.parametrize("direction", Direction)
+def test_a_copy_that_fails(bench: Bench, direction: Direction) -> None:
+    error = bench.backend.errors[2] = ScriptedError()
+    bench.submit(direction, 1, 2, 3)
+    assert outcomes(bench.flush(direction)) == [(1, None), (2, error), (3, None)]
+    assert not bench.engine.broken
+
+
+def test_a_copy_that_fails_on_the_device(bench: Bench) -> None:
+    error = ScriptedError()
+    pending = bench.backend.pendings[1] = ScriptedPending(error=error)
+    bench.submit(STORE, 1, 2)
+    assert bench.flush(STORE) == []
+    pending.ended.set()
+    assert outcomes(bench.poll(STORE)) == [(1, error), (2, None)]
+
+
+def test_a_thread_that_cannot_enter_tries_again(bench: Bench) -> None:
+    error = ScriptedError()
+    bench.backend.enter_errors.append(error)
+    bench.submit(LOAD, 1, 2)
+    assert outcomes(bench.flush(LOAD)) == [(1, error), (2, None)]
+    assert bench.backend.copied(LOAD)[:1] == [2]
+
+
+# All of it at once
+
+
+ENDS = st.sampled_from(["at once", "fails at once", "later", "fails later"])
+STEPS = st.lists(
+    st.one_of(
+        st.tuples(st.just("submit"), st.sampled_from(Direction), ENDS),
+        st.tuples(st.just("end one"), st.sampled_from(Direction), st.integers(0, 9)),
+        st.tuples(st.just("poll"), st.sampled_from(Direction), st.none()),
+    ),
+    max_size=30,
+)
+
+
+@given(STEPS)
+def test_every_transfer_ends_once_in_order_and_as_it_went(
+    steps: list[tuple[str, Direction, object]],
+) -> None:
+    bench = Bench()
+    expected: dict[Direction, list[tuple[int, BaseException | None]]] = {LOAD: [], STORE: []}
+    found: dict[Direction, list[tuple[int, BaseException | None]]] = {LOAD: [], STORE: []}
+    open_pendings: dict[Direction, list[ScriptedPending]] = {LOAD: [], STORE: []}
+    for number, (step, direction, detail) in enumerate(steps):
+        if step == "submit":
+            assert isinstance(detail, str)
+            error = ScriptedError(number) if "fails" in detail else None
+            if "later" in detail:
+                bench.backend.pendings[number] = ScriptedPending(error=error)
+                open_pendings[direction].append(bench.backend.pendings[number])
+            elif error is not None:
+                bench.backend.errors[number] = error
+            expected[direction].append((number, error))
+            bench.submit(direction, number)
+        elif step == "end one" and open_pendings[direction]:
+            assert isinstance(detail, int)
+            open_pendings[direction].pop(detail % len(open_pendings[direction])).ended.set()
+        elif step == "poll":
+            found[direction] += outcomes(bench.poll(direction))
+            assert found[direction] == expected[direction][: len(found[direction])]
+    for pending in bench.backend.pendings.values():
+        pending.ended.set()
+    for end in outcomes(bench.close()):
+        found[LOAD if end in expected[LOAD] else STORE].append(end)
+    assert found == expected
