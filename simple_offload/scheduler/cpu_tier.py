@@ -118,17 +118,19 @@ class CpuTier:
                 self._queue_before(block, parent)
 
     def refresh(self, keys: Iterable[BlockHashWithGroupId]) -> None:
-        """Make the chain of ``keys`` (parents first, up to the first that is missing) the most
+        """Make the blocks of ``keys`` (parents first), as far as they are there, the most
         recently used."""
-        chain = []
-        for key in keys:
-            if (block := self.get(key)) is None:
-                break
-            chain.append(block)
+        chain = [block for key in keys if (block := self.get(key)) is not None]
         self.pin(chain)
         self.unpin(chain)
 
     # Filling
+
+    def next_to_leave(self) -> BlockHashWithGroupId | None:
+        """The key that the next allocation would forget; None when it would forget nothing."""
+        first = self.pool.free_block_queue.fake_free_list_head.next_free_block
+        assert first is not None
+        return first.block_hash
 
     def allocate(self, parent: BlockHashWithGroupId | None) -> KVCacheBlock | None:
         """A pinned block to be filled as the child of ``parent``, or None when there is no room.

@@ -100,7 +100,9 @@ class OffloadScheduler:
         self, request: "Request", blocks: "KVCacheBlocks", num_external_tokens: int
     ) -> None:
         """Plan the load of an accepted hit into the request's new device blocks."""
-        if not self.switched_off:
+        # A request comes here again when its load has ended, with the blocks that it has had.
+        starts = num_external_tokens > 0 or request.num_computed_tokens == 0
+        if starts and not self.switched_off:
             self._policy.on_allocated(request)
         if num_external_tokens > 0:
             self._loads.plan(request, blocks.blocks, num_external_tokens, self._device_pool)

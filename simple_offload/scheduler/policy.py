@@ -1,7 +1,7 @@
 """Which blocks to store, and when: eagerly, as soon as they are computed."""
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
 from vllm.v1.core.block_pool import BlockPool
@@ -48,6 +48,9 @@ class _Progress:
     next_index: list[int]
     """By group, the first block that has not been dealt with."""
 
+    keys: set[BlockHashWithGroupId] = field(default_factory=set)
+    """Of the blocks that have: these must not leave the tier to make room for the rest."""
+
 
 class EagerPolicy:
     """Stores every full block once its tokens are confirmed computed.
@@ -91,40 +94,49 @@ class EagerPolicy:
         for group in self.tier.chained_group_ids:
             stored = self._num_stored(progress, group)
             progress.next_index[group] = min(progress.next_index[group], stored)
-        self._store_ready(progress, finished=True)
+        # What the request has in the tier is the most recently used from now on, so that its
+        # rest displaces others' blocks.
         for group in self._groups:
             count = progress.next_index[group]
             hashes = request.block_hashes
             self.tier.refresh(self.tier.key(hashes, group, index) for index in range(count))
+        self._store_ready(progress, finished=True)
 
     def on_reset(self) -> None:
         self._progress.clear()
 
     def _store_ready(self, progress: _Progress, finished: bool) -> None:
+        """Plan stores from the groups' cursors on, all groups abreast: a hit needs every group,
+        so a tier that is too small for the request had better hold the beginning of each."""
         request = progress.request
-        # Tokens that async scheduling has only reserved room for are not known yet.
-        limit = request.num_computed_tokens - request.num_output_placeholders
-        for group in self._groups:
-            block_size = self.tier.block_sizes[group]
-            tokens = min(limit, self.tier.coordinator.get_num_cacheable_tokens(limit, group))
-            if tokens // block_size > progress.next_index[group]:
-                self._store_group(progress, group, tokens // block_size, finished)
-            if group in self.tier.chained_group_ids:
-                limit = min(limit, progress.next_index[group] * block_size)
-
-    def _store_group(self, progress: _Progress, group: int, num_ready: int, finished: bool) -> None:
-        """Plan stores from the group's cursor on, and move it."""
-        request = progress.request
-        table: Sequence[KVCacheBlock] = self._managers[group].req_to_blocks.get(
-            request.request_id, ()
-        )
-        num_ready = min(num_ready, len(table), self._num_hashes(request, group))
-        for index in range(progress.next_index[group], num_ready):
-            key = self.tier.key(request.block_hashes, group, index)
-            parent = self.tier.key(request.block_hashes, group, index - 1) if index else None
-            if not self._store_block(table[index], key, parent, group, index, finished):
+        num_ready = {group: self._num_ready(request, group) for group in self._groups}
+        sizes = self.tier.block_sizes
+        while behind := [g for g in self._groups if progress.next_index[g] < num_ready[g]]:
+            group = min(behind, key=lambda g: progress.next_index[g] * sizes[g])
+            if not self._store_next(progress, group, finished):
                 return
-            progress.next_index[group] = index + 1
+            progress.next_index[group] += 1
+
+    def _num_ready(self, request: "Request", group: int) -> int:
+        """How many of the request's blocks of ``group`` are complete."""
+        # Tokens that async scheduling has only reserved room for are not known yet.
+        confirmed = request.num_computed_tokens - request.num_output_placeholders
+        tokens = min(confirmed, self.tier.coordinator.get_num_cacheable_tokens(confirmed, group))
+        table = self._managers[group].req_to_blocks.get(request.request_id, ())
+        num_hashes = self._num_hashes(request, group)
+        return min(tokens // self.tier.block_sizes[group], len(table), num_hashes)
+
+    def _store_next(self, progress: _Progress, group: int, finished: bool) -> bool:
+        """Store the block at the group's cursor, if there is need to. False: not now, and
+        nothing of the request after it either."""
+        request, index = progress.request, progress.next_index[group]
+        key = self.tier.key(request.block_hashes, group, index)
+        parent = self.tier.key(request.block_hashes, group, index - 1) if index else None
+        if self.tier.next_to_leave() in progress.keys and not self.stores.has(key):
+            return False  # the tier is full of this very request
+        progress.keys.add(key)
+        block = self._managers[group].req_to_blocks[request.request_id][index]
+        return self._store_block(block, key, parent, group, index, finished)
 
     def _store_block(
         self,

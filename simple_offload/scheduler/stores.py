@@ -114,10 +114,11 @@ class Stores:
         self._keys.clear()
 
     def frees_device_blocks(self) -> bool:
-        """Whether the end of a store in flight would return a device block to the pool."""
+        """Whether the end of a store, planned or in flight, would return a device block to the
+        pool."""
         return any(
             pair.device_block.ref_cnt == 1
-            for store in self._in_flight.values()
+            for store in (self._planned, *self._in_flight.values())
             for pair in store.pairs
         )
 
