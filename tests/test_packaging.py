@@ -4,6 +4,7 @@ import importlib.metadata
 import re
 import subprocess
 import sys
+import sysconfig
 import tomllib
 import zipfile
 from collections.abc import Iterable, Iterator
@@ -25,7 +26,10 @@ in_the_made_environment = pytest.mark.skipif(
 
 
 def _installed() -> dict[str, importlib.metadata.Distribution]:
-    return {set_up.canonical(found.name): found for found in importlib.metadata.distributions()}
+    # In site-packages only: setuptools, once imported, puts what it bundles on sys.path.
+    folders = [sysconfig.get_path("purelib"), sysconfig.get_path("platlib")]
+    found = importlib.metadata.distributions(path=folders)
+    return {set_up.canonical(distribution.name): distribution for distribution in found}
 
 
 def _required(roots: Iterable[str]) -> Iterator[Requirement]:
