@@ -72,6 +72,17 @@ class OffloadConfig(BaseModel):
     backend: Literal["auto", "cuda", "npu", "host"] = "auto"
     """How bytes move. "auto" follows vLLM's platform."""
 
+    copy_path: Literal["auto", "dma", "kernel"] = "auto"
+    """How CUDA copies: by DMA, by a kernel on a few SMs, or ("auto") each copy by what
+    measurements at start say is faster."""
+
+    kv_layout: Literal["auto", "keep"] = "auto"
+    """"auto" asks vLLM for a KV cache layout in which a block of all layers is contiguous."""
+
+    sync_load_ms: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 8.0
+    """A load is announced up to so many milliseconds before its expected end, and compute
+    waits for the rest on the device. 0: never before its end."""
+
     kv_offload_backend: Literal["cpu"] = "cpu"
     """Accepted so that a configuration of the built-in connector works as it is."""
 

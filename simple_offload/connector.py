@@ -15,6 +15,7 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from simple_offload import vllm_compat
 from simple_offload.config import OffloadConfig
+from simple_offload.layout import wanted_layout
 from simple_offload.logs import get_logger
 from simple_offload.metadata import RankCapacity, StepMetadata, WorkerReport
 from simple_offload.scheduler.manager import OffloadScheduler
@@ -72,6 +73,22 @@ class SimpleCPUOffloadConnector(KVConnectorBase_V1, SupportsHMA):
             self.scheduler = OffloadScheduler(vllm_config, kv_cache_config, config)
         else:
             self.worker = OffloadWorker(kv_cache_config, config, num_ranks)
+
+    # Before there is an engine
+
+    @classmethod
+    def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
+        """No: nothing here happens between layers. vLLM asks before it loads the model, which
+        makes this the earliest place for a wrong configuration to be refused."""
+        OffloadConfig.parse(extra_config, num_ranks=1)
+        return False
+
+    @classmethod
+    def get_required_kvcache_layout(cls, vllm_config: "VllmConfig") -> str | None:
+        kv_transfer_config = vllm_config.kv_transfer_config
+        extra_config = kv_transfer_config.kv_connector_extra_config if kv_transfer_config else {}
+        num_ranks = vllm_config.parallel_config.world_size
+        return wanted_layout(vllm_config, OffloadConfig.parse(extra_config or {}, num_ranks))
 
     @property
     def requires_kv_delivery(self) -> bool:
@@ -174,7 +191,7 @@ class SimpleCPUOffloadConnector(KVConnectorBase_V1, SupportsHMA):
             self.worker.submit_loads()
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """Nothing: loads run between steps, a request is not scheduled before its end."""
+        """Nothing: what compute has to wait for, it waits for from the start of a step."""
 
     def save_kv_layer(
         self,

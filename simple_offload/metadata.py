@@ -1,7 +1,7 @@
 """What crosses the process boundary: StepMetadata down to the ranks, WorkerReport up."""
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -27,51 +27,71 @@ class Transfer:
     device_blocks: BlockIds  # [n]
     host_blocks: BlockIds  # [n]
     request_id: str | None = None
+    after_compute: bool = True
+    """Whether it has to come after compute that was queued before it: unless it is known that
+    none of that touches its device blocks."""
 
     @classmethod
     def pairing(
         cls,
         transfer_id: int,
-        device_blocks: Iterable[int],
-        host_blocks: Iterable[int],
+        device_blocks: Sequence[int],
+        host_blocks: Sequence[int],
         request_id: str | None = None,
+        after_compute: bool = True,
     ) -> "Transfer":
         """A transfer of ``device_blocks[i]`` with ``host_blocks[i]``; ValueError when the two
         are not equally long."""
-        device = np.fromiter(device_blocks, dtype=np.int64)
-        host = np.fromiter(host_blocks, dtype=np.int64)
+        device = np.array(device_blocks, dtype=np.int64)
+        host = np.array(host_blocks, dtype=np.int64)
         if len(device) != len(host):
             raise ValueError(f"{len(device)} device blocks paired with {len(host)} host blocks")
-        return cls(transfer_id, device, host, request_id)
+        return cls(transfer_id, device, host, request_id, after_compute)
 
 
 @dataclass(slots=True)
 class StepMetadata(KVConnectorMetadata):
-    """The transfers that start with one engine step."""
+    """The transfers that start with one engine step, and what its compute has to wait for."""
 
     loads: list[Transfer] = field(default_factory=list)
     stores: list[Transfer] = field(default_factory=list)
+    admitted: list[int] = field(default_factory=list)
+    """Loads whose blocks may be read from this step on, by id. A rank that announced one before
+    its end lets the compute stream wait for the rest of it."""
+    computes: bool = False
+    """Whether the step runs any tokens."""
 
 
 @dataclass(slots=True)
 class WorkerReport(KVConnectorWorkerMetadata):
     """Transfers that ended since the last report: how many ranks ended each, and on how many
-    of them it failed. ``broken``: a rank cannot copy any more, whatever is asked of it."""
+    of them it failed."""
 
     ended: Counter[int] = field(default_factory=Counter)
     failed: Counter[int] = field(default_factory=Counter)
     broken: bool = False
+    """A rank cannot copy any more, whatever is asked of it."""
+    num_open: dict[str, int] = field(default_factory=dict)
+    """By rank, how many host blocks it has opened, where that has changed."""
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> "WorkerReport":
         assert isinstance(other, WorkerReport)
         return WorkerReport(
-            self.ended + other.ended, self.failed + other.failed, self.broken or other.broken
+            self.ended + other.ended,
+            self.failed + other.failed,
+            self.broken or other.broken,
+            self.num_open | other.num_open,
         )
 
 
 @dataclass(frozen=True, slots=True)
 class RankCapacity(KVConnectorHandshakeMetadata):
-    """How many host blocks one rank has memory for, told to the scheduler before serving."""
+    """What one rank has host memory for, told to the scheduler before serving."""
 
+    rank: str
+    """A name that no other rank has."""
     num_host_blocks: int
+    """How many host blocks there will be."""
+    num_open: int
+    """How many of them are ready."""
     block_bytes: int

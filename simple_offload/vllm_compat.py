@@ -51,13 +51,6 @@ def claim_builtin_name(connector_class: type) -> None:
     SimpleCPUOffloadConnector.register(connector_class)
 
 
-def agreed_num_host_blocks(vllm_config: "VllmConfig") -> int | None:
-    """The smallest number of host blocks of any rank, where vLLM (0.33) has collected it
-    before the scheduler is built."""
-    agreed: int | None = getattr(vllm_config.cache_config, "simple_cpu_offload_num_blocks", None)
-    return agreed
-
-
 def make_host_coordinator(
     kv_cache_config: "KVCacheConfig",
     vllm_config: "VllmConfig",

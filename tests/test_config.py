@@ -40,6 +40,7 @@ def test_defaults_are_those_of_the_builtin_connector() -> None:
     assert config.num_cpu_blocks is None
     assert config.lazy_offload is False
     assert config.backend == "auto"
+    assert (config.copy_path, config.kv_layout, config.sync_load_ms) == ("auto", "auto", 8.0)
 
 
 def test_a_configuration_of_the_builtin_connector_is_taken_as_it_is() -> None:
@@ -170,7 +171,66 @@ def test_lazy_offload_is_a_bool(value: object) -> None:
     assert "boolean" in message
 
 
-@pytest.mark.parametrize("key", ["cpu_bytes_to_use", "backend", "kv_offload_backend"])
+@pytest.mark.parametrize("copy_path", ["auto", "dma", "kernel"])
+@pytest.mark.parametrize("kv_layout", ["auto", "keep"])
+def test_paths_and_layouts(copy_path: str, kv_layout: str) -> None:
+    config = OffloadConfig.parse({"copy_path": copy_path, "kv_layout": kv_layout}, num_ranks=1)
+    assert (config.copy_path, config.kv_layout) == (copy_path, kv_layout)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "allowed", "nearest"),
+    [
+        ("copy_path", "kernal", ("auto", "dma", "kernel"), "kernel"),
+        ("copy_path", "DMA", ("auto", "dma", "kernel"), None),
+        ("copy_path", 1, ("auto", "dma", "kernel"), None),
+        ("copy_path", True, ("auto", "dma", "kernel"), None),
+        ("kv_layout", "keeps", ("auto", "keep"), "keep"),
+        ("kv_layout", "BLHNC", ("auto", "keep"), None),
+        ("kv_layout", ["auto"], ("auto", "keep"), None),
+    ],
+)
+def test_an_unknown_path_or_layout(
+    key: str, value: object, allowed: tuple[str, ...], nearest: str | None
+) -> None:
+    message = refusal({key: value})
+    assert f"{key}={value!r}" in message
+    for choice in allowed:
+        assert f"'{choice}'" in message
+    assert ("did you mean" in message) == (nearest is not None)
+    if nearest is not None:
+        assert f"did you mean {nearest!r}" in message
+
+
+@pytest.mark.parametrize(("given_time", "milliseconds"), [(0, 0.0), (8, 8.0), (0.25, 0.25)])
+def test_milliseconds_of_a_load_that_compute_may_wait_for(
+    given_time: float, milliseconds: float
+) -> None:
+    extra_config = json.loads(json.dumps({"sync_load_ms": given_time}))
+    assert OffloadConfig.parse(extra_config, num_ranks=1).sync_load_ms == milliseconds
+
+
+@pytest.mark.parametrize(
+    ("value", "allowed"),
+    [
+        (-1, "greater than or equal to 0"),
+        (-0.001, "greater than or equal to 0"),
+        (float("inf"), "finite number"),
+        (float("nan"), "number"),
+        ("soon", "valid number"),
+        (None, "valid number"),
+        ([8], "valid number"),
+    ],
+)
+def test_sync_load_ms_is_a_time(value: object, allowed: str) -> None:
+    message = refusal({"sync_load_ms": value})
+    assert f"sync_load_ms={value!r}" in message
+    assert allowed in message
+
+
+@pytest.mark.parametrize(
+    "key", ["cpu_bytes_to_use", "backend", "copy_path", "kv_layout", "kv_offload_backend"]
+)
 def test_null_is_not_a_value(key: str) -> None:
     assert f"{key}=None" in refusal({key: None})
 
@@ -183,6 +243,9 @@ def test_null_is_not_a_value(key: str) -> None:
         ("num_cpu_block", "num_cpu_blocks"),
         ("lazy", "lazy_offload"),
         ("backends", "backend"),
+        ("copy_paths", "copy_path"),
+        ("sync_load", "sync_load_ms"),
+        ("layout", "kv_layout"),
     ],
 )
 def test_an_unknown_key_is_named_with_its_nearest(key: str, nearest: str) -> None:

@@ -115,9 +115,6 @@ def test_a_backend_for_another_platform_is_refused(connect: Connect) -> None:
 
 def test_the_ranks_share_the_bytes(connect: Connect, memory: KVMemory) -> None:
     extra_config = {"cpu_bytes_to_use": 20 * 2 * SPEC.page_size_bytes}
-    on_scheduler = connect(SCHEDULER, extra_config, num_ranks=4)
-    assert on_scheduler.scheduler is not None
-    assert on_scheduler.scheduler.tier.num_blocks == 5
     on_worker = connect(WORKER, extra_config, num_ranks=4)
     on_worker.register_kv_caches(memory.kv_caches)
     assert on_worker.get_aligned_num_cpu_blocks() == 5
@@ -155,7 +152,7 @@ def test_without_prefix_caching_nothing_happens(
     # Scheduler side
     manager = cast(Any, SimpleNamespace(block_pool=None))
     connector.bind_kv_cache_manager(manager)
-    connector.set_xfer_handshake_metadata_pp_aware({(0, 0): RankCapacity(4, 1)})
+    connector.set_xfer_handshake_metadata_pp_aware({(0, 0): RankCapacity("r", 4, 4, 1)})
     assert connector.get_num_new_matched_tokens(nobody, 0) == (0, False)
     connector.update_state_after_alloc(nobody, nobody, 0)
     metadata = connector.build_connector_meta(nobody)
@@ -181,19 +178,35 @@ def test_without_prefix_caching_nothing_happens(
 # Scheduler side
 
 
-def test_all_ranks_use_as_many_blocks_as_the_smallest_has(connect: Connect) -> None:
-    class Foreign(KVConnectorHandshakeMetadata):
-        """Of a connector beside this one."""
+class Foreign(KVConnectorHandshakeMetadata):
+    """Of a connector beside this one."""
 
-    connector = connect(SCHEDULER)
+
+def test_all_ranks_use_as_many_blocks_as_the_smallest_has(connect: Connect) -> None:
+    connector = connect(SCHEDULER, num_ranks=2)
     assert connector.scheduler is not None
-    assert connector.scheduler.tier.num_blocks == 8
+    assert connector.scheduler.tier.num_blocks == 1  # vLLM's null block
+    connector.set_xfer_handshake_metadata_pp_aware({(0, 0): Foreign()})
+    assert connector.scheduler.tier.num_blocks == 1
     connector.set_xfer_handshake_metadata_pp_aware(
-        {(0, 0): RankCapacity(7, 1), (1, 0): RankCapacity(5, 1), (1, 1): Foreign()}
+        {
+            (0, 0): RankCapacity("r", 8, 7, 1),
+            (1, 0): RankCapacity("s", 8, 5, 1),
+            (1, 1): Foreign(),
+        }
     )
     assert connector.scheduler.tier.num_blocks == 5
-    connector.set_xfer_handshake_metadata_pp_aware({(0, 0): Foreign()})
-    assert connector.scheduler.tier.num_blocks == 5
+
+
+def test_the_tier_grows_with_what_workers_report(connect: Connect, memory: KVMemory) -> None:
+    """The worker's own words, which need no handshake."""
+    on_scheduler, on_worker = connect(SCHEDULER), connect(WORKER)
+    on_worker.register_kv_caches(memory.kv_caches)
+    _, report = run_step(on_worker, StepMetadata())
+    assert on_scheduler.scheduler is not None
+    assert on_scheduler.scheduler.tier.num_blocks == 1
+    on_scheduler.update_connector_output(KVConnectorOutput(kv_connector_worker_meta=report))
+    assert on_scheduler.scheduler.tier.num_blocks == 8
 
 
 def test_scheduler_hooks_reach_the_scheduler_side(connect: Connect) -> None:
@@ -267,8 +280,12 @@ def run_step(
 def test_worker_hooks(connect: Connect, memory: KVMemory) -> None:
     connector = connect(WORKER)
     connector.register_kv_caches(memory.kv_caches)
-    assert connector.get_handshake_metadata() == RankCapacity(8, 2 * SPEC.page_size_bytes)
+    capacity = connector.get_handshake_metadata()
+    assert isinstance(capacity, RankCapacity)
+    assert capacity == RankCapacity(capacity.rank, 8, 8, 2 * SPEC.page_size_bytes)
     assert connector.get_aligned_num_cpu_blocks() == 8
+    first = run_step(connector, StepMetadata())
+    assert first == (KVConnectorTransferResults(), WorkerReport(num_open={capacity.rank: 8}))
     memory.storage.fill_(5)
     stored = StepMetadata(stores=[Transfer.pairing(0, [1, 2], [3, 4])])
     assert run_step(connector, stored) == (
@@ -301,12 +318,26 @@ def test_a_failed_load_is_reported_as_such(connect: Connect, memory: KVMemory) -
 def test_nothing_is_submitted_between_steps(connect: Connect, memory: KVMemory) -> None:
     connector = connect(WORKER)
     connector.register_kv_caches(memory.kv_caches)
+    connector.build_connector_worker_meta()
     loads = [Transfer.pairing(0, [1], [3], "r")]
     connector.bind_connector_metadata(StepMetadata(loads, [Transfer.pairing(1, [1], [3])]))
     connector.clear_connector_metadata()
     connector.start_load_kv(cast(Any, None))
     connector.wait_for_save()
-    assert run_step(connector, StepMetadata()) == (KVConnectorTransferResults(), None)
+    assert run_step(connector, StepMetadata()) == (
+        KVConnectorTransferResults(finished_recving={"r"}),
+        WorkerReport({0: 1}),  # type: ignore[arg-type]
+    )
+
+
+def test_loads_start_with_the_metadata(connect: Connect, memory: KVMemory) -> None:
+    """Before the forward, whose first hook comes when vLLM has prepared its inputs."""
+    connector = connect(WORKER)
+    connector.register_kv_caches(memory.kv_caches)
+    connector.bind_connector_metadata(StepMetadata([Transfer.pairing(0, [1], [3], "r")]))
+    assert connector.worker is not None
+    connector.worker.drain()
+    assert connector.get_transfer_results(set()).finished_recving == {"r"}
 
 
 def test_before_sleep_no_copy_is_left(
@@ -314,10 +345,11 @@ def test_before_sleep_no_copy_is_left(
 ) -> None:
     """0.33 takes the device memory away between the two calls."""
     backend = ScriptedBackend()
-    monkeypatch.setattr("simple_offload.worker.worker.make_backend", lambda name: backend)
+    monkeypatch.setattr("simple_offload.worker.worker.make_backend", lambda name, path: backend)
     backend.pendings[0] = EndsWhenWaitedFor()
     connector = connect(WORKER)
     connector.register_kv_caches(memory.kv_caches)
+    connector.build_connector_worker_meta()
     connector.bind_connector_metadata(StepMetadata([Transfer.pairing(0, [1], [3], "r")]))
     connector.start_load_kv(cast(Any, None))
     connector.clear_connector_metadata()

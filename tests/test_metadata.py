@@ -13,18 +13,22 @@ from hypothesis import strategies as st
 from simple_offload.metadata import RankCapacity, StepMetadata, Transfer, WorkerReport
 
 REPORTS = st.builds(
-    lambda ended, failed, broken: WorkerReport(
-        Counter(ended), Counter(transfer for transfer in failed if transfer in ended), broken
+    lambda ended, failed, broken, num_open: WorkerReport(
+        Counter(ended),
+        Counter(transfer for transfer in failed if transfer in ended),
+        broken,
+        num_open,
     ),
     st.lists(st.integers(0, 5), unique=True),
     st.sets(st.integers(0, 5)),
     st.booleans(),
+    st.dictionaries(st.sampled_from("xyz"), st.integers(1, 9), max_size=1),
 )
 """What one rank may say: it ends a transfer once, and only an ended one has failed."""
 
 
 def test_pairing() -> None:
-    transfer = Transfer.pairing(7, iter([3, 1, 2]), (block for block in (9, 8, 7)), "a")
+    transfer = Transfer.pairing(7, [3, 1, 2], (9, 8, 7), "a")
     assert (transfer.id, transfer.request_id) == (7, "a")
     assert transfer.device_blocks.tolist() == [3, 1, 2]
     assert transfer.host_blocks.tolist() == [9, 8, 7]
@@ -34,6 +38,7 @@ def test_pairing() -> None:
 def test_pairing_of_nothing() -> None:
     transfer = Transfer.pairing(0, [], [])
     assert transfer.device_blocks.shape == transfer.host_blocks.shape == (0,)
+    assert transfer.device_blocks.dtype == transfer.host_blocks.dtype == np.int64
     assert transfer.request_id is None
 
 
@@ -53,23 +58,37 @@ def test_metadata_of_different_steps_share_nothing() -> None:
     one, other = StepMetadata(), StepMetadata()
     one.loads.append(Transfer.pairing(1, [1], [2]))
     one.stores.append(Transfer.pairing(2, [1], [2]))
-    assert (other.loads, other.stores) == ([], [])
+    one.admitted.append(1)
+    assert (other.loads, other.stores, other.admitted, other.computes) == ([], [], [], False)
+
+
+def test_reports_share_nothing() -> None:
+    one, other = WorkerReport(), WorkerReport()
+    one.num_open["x"] = 3
+    one.ended[1] += 1
+    assert (other.num_open, other.ended) == ({}, {})
 
 
 def test_everything_crosses_a_process_boundary() -> None:
-    step = StepMetadata([Transfer.pairing(1, [3, 4], [5, 6], "a")], [Transfer.pairing(2, [7], [8])])
+    step = StepMetadata(
+        [Transfer.pairing(1, [3, 4], [5, 6], "a", after_compute=False)],
+        [Transfer.pairing(2, [7], [8])],
+        admitted=[0],
+        computes=True,
+    )
     there = pickle.loads(pickle.dumps(step))
     assert isinstance(there, StepMetadata)
     (load,), (store,) = there.loads, there.stores
-    assert (load.id, load.request_id) == (1, "a")
+    assert (there.admitted, there.computes) == ([0], True)
+    assert (load.id, load.request_id, load.after_compute) == (1, "a", False)
     assert load.device_blocks.tolist() == [3, 4]
     assert load.host_blocks.tolist() == [5, 6]
-    assert (store.id, store.request_id) == (2, None)
+    assert (store.id, store.request_id, store.after_compute) == (2, None, True)
     assert store.host_blocks.dtype == np.int64
 
-    report = WorkerReport(Counter({1: 1}), Counter({1: 1}), broken=True)
+    report = WorkerReport(Counter({1: 1}), Counter({1: 1}), broken=True, num_open={"x": 3})
     assert pickle.loads(pickle.dumps(report)) == report
-    capacity = RankCapacity(num_host_blocks=10, block_bytes=4096)
+    capacity = RankCapacity("x", num_host_blocks=10, num_open=4, block_bytes=4096)
     assert pickle.loads(pickle.dumps(capacity)) == capacity
 
 
@@ -82,8 +101,17 @@ def test_aggregated_reports_count_ranks(reports: list[WorkerReport]) -> None:
     assert combined.broken == any(report.broken for report in reports)
 
 
+@given(st.lists(REPORTS, min_size=1, max_size=4))
+def test_aggregated_reports_keep_each_ranks_open_blocks(reports: list[WorkerReport]) -> None:
+    combined = reduce(lambda one, other: one.aggregate(other), reports)
+    last_said = {rank: blocks for report in reports for rank, blocks in report.num_open.items()}
+    assert combined.num_open == last_said
+
+
 @given(REPORTS, REPORTS)
 def test_aggregation_leaves_its_parts_alone(one: WorkerReport, other: WorkerReport) -> None:
     before = pickle.dumps((one, other))
-    one.aggregate(other).ended[99] += 1
+    combined = one.aggregate(other)
+    combined.ended[99] += 1
+    combined.num_open["nobody"] = 1
     assert pickle.loads(before) == (one, other)

@@ -2,8 +2,6 @@
 
 import importlib.util
 from abc import ABC
-from types import SimpleNamespace
-from typing import Any, cast
 
 import pytest
 import vllm
@@ -59,19 +57,6 @@ def test_the_builtin_name_is_claimed_from_033_on(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(vllm, "__version__", "0.33.0")
     vllm_compat.claim_builtin_name(Ours)
     assert issubclass(Ours, BuiltinConnector)
-
-
-@pytest.mark.parametrize(
-    ("cache_config", "agreed"),
-    [
-        (SimpleNamespace(), None),  # 0.32 knows no such thing
-        (SimpleNamespace(simple_cpu_offload_num_blocks=None), None),
-        (SimpleNamespace(simple_cpu_offload_num_blocks=7), 7),
-    ],
-)
-def test_agreed_number_of_host_blocks(cache_config: Any, agreed: int | None) -> None:
-    vllm_config = cast(Any, SimpleNamespace(cache_config=cache_config))
-    assert vllm_compat.agreed_num_host_blocks(vllm_config) == agreed
 
 
 @pytest.mark.parametrize("num_groups", [1, 2])

@@ -41,28 +41,45 @@ class Pending(Protocol):
     def wait(self) -> None:
         """Return when it has ended. Raises what made it fail."""
 
+    def remaining_seconds(self) -> float:
+        """How long what is left of it should take once the device gets to it, going by measured
+        bandwidth. Infinite where the compute stream cannot be made to wait for it."""
+
+    def hold_compute(self) -> None:
+        """Let whatever is queued on the compute stream from now on wait for this copy. The
+        caller, on the engine's thread, does not wait."""
+
 
 class Barrier(Protocol):
     """A point in the device's compute stream that a copy has to come after."""
 
 
 class CopyBackend(Protocol):
-    """Copies blocks between two equally shaped lists of regions.
+    """Copies blocks between regions of the device and of the host.
 
-    A region is an int8 tensor ``[num_blocks, page_bytes]`` whose rows are dense and whose row
-    stride is anything; region i of the device and region i of the host have the same
-    ``page_bytes``. Row b of every region together is block b.
+    A region is an int8 tensor ``[num_blocks, page_bytes]`` with dense rows; row b of every
+    region together is block b, and region i has the same ``page_bytes`` on both sides. The
+    host's blocks come in chunks, each with rows of its own for every region: all chunks but
+    the last have the same number of blocks.
     """
 
-    def allocate_host(self, num_blocks: int, page_bytes: int) -> torch.Tensor:
-        """Host memory for one region, ``[num_blocks, page_bytes]`` int8, of exactly that size."""
+    chunk_bytes: int
+    """How much host memory to provide at a time."""
 
-    def open(self, device: Sequence[torch.Tensor], host: Sequence[torch.Tensor]) -> None:
-        """Take the regions to copy between. Called once, before any copy."""
+    def allocate_host(self, num_bytes: int) -> torch.Tensor:
+        """Host memory of exactly that size, int8 ``[num_bytes]``, which the device can reach.
+        May take seconds; called on any thread, one at a time."""
+
+    def open(self, device: Sequence[torch.Tensor]) -> None:
+        """Take the device's regions. Called once, on the engine's thread, before any copy."""
+
+    def add_host_chunk(self, regions: Sequence[torch.Tensor]) -> None:
+        """Take the regions of the next chunk of host blocks. Called by the thread that
+        allocated them, while copies of earlier chunks may be under way."""
 
     def barrier(self) -> Barrier | None:
         """What the compute stream holds now. Called on the engine's thread; None when compute
-        has ended already whenever this is called."""
+        has always ended by then."""
 
     def enter_thread(self, direction: Direction) -> None:
         """Prepare the calling thread, which will make all copies of ``direction``."""
@@ -70,9 +87,10 @@ class CopyBackend(Protocol):
     def copy(
         self, direction: Direction, transfer: Transfer, barrier: Barrier | None
     ) -> Pending | None:
-        """Start to copy the blocks of ``transfer`` once ``barrier`` has been passed, on a thread
-        that has entered for ``direction``. Returns None when the copy has already ended.
-        Any exception is a failed transfer."""
+        """Start to copy the blocks of ``transfer`` once ``barrier`` (None: nothing) has been
+        passed, on a thread that has entered for ``direction``. Copies of a direction run one
+        after another. Returns None when the copy has already ended. Any exception is a failed
+        transfer."""
 
     def close(self) -> None:
         """Give up streams and host memory. No copy is under way."""

@@ -1,87 +1,124 @@
-"""CudaBackend: batched DMA between pinned host memory and a CUDA device."""
+"""CudaBackend: copies between pinned host memory and a CUDA device."""
 
-import ctypes
-from collections.abc import Callable, Sequence
+import math
+import time
+from collections import deque
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
 import torch
 
 from simple_offload.backends.base import Barrier, Direction, require_blocks_within
+from simple_offload.backends.copy_costs import CopyCosts, Division, measure_costs
+from simple_offload.backends.cuda_dma import CudaCopyError, largest_first, resolve_dma
+from simple_offload.backends.host_memory import map_memory, node_of_pci_device
 from simple_offload.backends.plan import Descriptors, Regions, plan_copies
+from simple_offload.config import ConfigError
 from simple_offload.logs import get_logger
 from simple_offload.metadata import Transfer
 
+if TYPE_CHECKING:
+    from simple_offload.backends.cuda_kernel import CopyKernel
+
 logger = get_logger(__name__)
 
-# CUmemcpySrcAccessOrder: a store's source may be written until its turn in the stream comes,
-# a load's source is host memory that nobody writes to meanwhile.
-_IN_STREAM_ORDER, _ANY_ORDER = 1, 3
-_BATCH_SINCE = 12080
-"""The CUDA version (12.8) whose cuMemcpyBatchAsync is asked for: later ones dropped the index
-of the entry that failed from its arguments."""
+CopyPath = Literal["auto", "dma", "kernel"]
+
+_KERNEL_PROGRAMS = 8
+"""SMs that the kernel runs on: more are no faster on an H200 (docs/measurements.md)."""
+_LADDER = tuple(4096 << step for step in range(8))  # 4 KiB to 512 KiB
+_SCRATCH_BYTES = 32 << 20
+_MAX_TIMED = 1024  # descriptors
+_PART_BYTES = 64 << 20
+"""How often a large copy shows how far it has come: every millisecond or so."""
 
 
-class CudaCopyError(RuntimeError):
-    """A copy that the CUDA driver refused; its message has the error's name."""
+class _Part(NamedTuple):
+    """A stretch of a copy."""
 
-
-class _Location(ctypes.Structure):
-    _fields_ = (("type", ctypes.c_uint), ("id", ctypes.c_int))
-
-
-class _Attributes(ctypes.Structure):
-    _fields_ = (
-        ("source_access_order", ctypes.c_uint),
-        ("source_hint", _Location),
-        ("destination_hint", _Location),
-        ("flags", ctypes.c_uint),
-    )
+    event: torch.cuda.Event
+    """Behind it on the stream."""
+    seconds: float
+    """How long it should take."""
 
 
 @dataclass(slots=True, eq=False)
 class CudaPending:
-    """A copy under way on a stream."""
+    """A copy under way."""
 
-    event: torch.cuda.Event
-    descriptors: Descriptors
-    """Kept: the driver may read the addresses until the copy has ended."""
+    parts: deque[_Part]
+    """Those that had not ended when last looked at. Never empty: the last one stays."""
+    kept: Any
+    """Descriptors: the driver and the kernel may read them until the copy has ended."""
 
     def done(self) -> bool:
-        return bool(self.event.query())
+        return bool(self.parts[-1].event.query())
 
     def wait(self) -> None:
-        self.event.synchronize()
+        self.parts[-1].event.synchronize()
+
+    def remaining_seconds(self) -> float:
+        while len(self.parts) > 1 and self.parts[0].event.query():
+            self.parts.popleft()
+        return sum(part.seconds for part in self.parts)
+
+    def hold_compute(self) -> None:
+        torch.cuda.current_stream().wait_event(self.parts[-1].event)
 
 
 class CudaBackend:
-    """Copies of each direction go to a stream of their own, so loads and stores overlap each
-    other and the compute stream."""
+    """Copies of each direction go to streams of their own, one for DMA and one for the kernel,
+    so loads and stores overlap each other and the compute stream."""
 
-    def __init__(self) -> None:
+    chunk_bytes = 1 << 30
+
+    def __init__(self, copy_path: CopyPath = "auto") -> None:
         self._device = torch.device("cuda", torch.cuda.current_device())
+        self._copy_path = copy_path
+        self._submit_dma = resolve_dma()
         self._streams = {direction: torch.cuda.Stream(self._device) for direction in Direction}
-        self._submit = _resolve_batch() or _copy_one_by_one
+        # Loads have a request waiting: their few programs go before compute's.
+        self._kernel_streams = {
+            Direction.LOAD: torch.cuda.Stream(self._device, priority=-1),
+            Direction.STORE: torch.cuda.Stream(self._device),
+        }
+        self._kernels: dict[Direction, CopyKernel] = {}
+        self._costs: dict[Direction, CopyCosts] = {}
         self._registered: list[torch.Tensor] = []
+        self._chunks: list[Sequence[torch.Tensor]] = []
+        self._numa_node = node_of_pci_device(_pci_address(self._device))
 
-    def allocate_host(self, num_blocks: int, page_bytes: int) -> torch.Tensor:
-        """Pinned memory of exactly that size. PyTorch's own pinned allocator would round it up
-        to a power of two; and pages are touched first, by several threads, because the driver
-        would do so with one."""
-        tensor = torch.empty((num_blocks, page_bytes), dtype=torch.int8).zero_()
-        error = torch.cuda.cudart().cudaHostRegister(tensor.data_ptr(), tensor.nbytes, 0)
+    def allocate_host(self, num_bytes: int) -> torch.Tensor:
+        """Pinned memory. PyTorch's own pinned allocator would round the size up to a power of
+        two."""
+        torch.cuda.set_device(self._device)
+        tensor = map_memory(num_bytes, self._numa_node)
+        with _outside_graph_capture():
+            error = torch.cuda.cudart().cudaHostRegister(tensor.data_ptr(), num_bytes, 0)
         if int(error) != 0:
             raise CudaCopyError(
-                f"cudaHostRegister cannot pin {tensor.nbytes} bytes: {error}. "
+                f"cudaHostRegister cannot pin {num_bytes / 2**30:.2f} GiB more: {error}. "
                 "Is the lock limit (ulimit -l) high enough?"
             )
         self._registered.append(tensor)
         return tensor
 
-    def open(self, device: Sequence[torch.Tensor], host: Sequence[torch.Tensor]) -> None:
-        """The tensors are only read for their addresses; somebody else keeps them alive."""
-        self._device_regions, self._host_regions = Regions.of(device), Regions.of(host)
-        self._num_blocks = (len(device[0]), len(host[0])) if device else (0, 0)
+    def open(self, device: Sequence[torch.Tensor]) -> None:
+        """The tensors are only read for their addresses; somebody else keeps them alive.
+        Measures what copies of pages like theirs cost."""
+        self._device_regions = Regions.of(device)
+        pages = self._device_regions.pages
+        if len(pages):
+            self._measure(int(pages.min()), aligned=not (pages % np.uint64(16)).any())
+
+    def add_host_chunk(self, regions: Sequence[torch.Tensor]) -> None:
+        """Publishes a new list of addresses; copies under way keep the one they have."""
+        self._chunks.append(regions)
+        self._host_regions = Regions.of_chunks(self._chunks)
 
     def barrier(self) -> Barrier | None:
         """An event on the engine's compute stream."""
@@ -95,94 +132,200 @@ class CudaBackend:
     def copy(
         self, direction: Direction, transfer: Transfer, barrier: Barrier | None
     ) -> CudaPending:
-        device, host = self._device_regions, self._host_regions
-        if len(device.bases):
-            require_blocks_within(transfer, *self._num_blocks)
-        if direction is Direction.LOAD:
-            plan = plan_copies(host, device, transfer.host_blocks, transfer.device_blocks)
-        else:
-            plan = plan_copies(device, host, transfer.device_blocks, transfer.host_blocks)
+        plan = self._plan(direction, transfer)
+        division = self._divide(direction, plan)
         stream = self._streams[direction]
         if barrier is not None:
             assert isinstance(barrier, torch.cuda.Event)
             stream.wait_event(barrier)
-        if len(plan.sizes):
-            plan = largest_first(plan)
-            self._submit(plan, direction, stream)
-        event = torch.cuda.Event()
-        event.record(stream)
-        return CudaPending(event, plan)
+        if division.by_kernel.any():
+            kept = self._submit(direction, plan, division)
+            parts = deque([self._mark(stream, division.seconds)])
+        else:
+            kept, parts = self._submit_in_parts(direction, plan, division.seconds)
+        return CudaPending(parts, kept)
 
     def close(self) -> None:
         for tensor in self._registered:
             torch.cuda.cudart().cudaHostUnregister(tensor.data_ptr())
         self._registered.clear()
+        self._chunks.clear()
+
+    # One copy
+
+    def _plan(self, direction: Direction, transfer: Transfer) -> Descriptors:
+        device = self._device_regions
+        if not len(device.pages):
+            return Descriptors(*(np.empty(0, np.uint64) for _ in range(3)))
+        host = self._host_regions
+        require_blocks_within(transfer, device.num_blocks, host.num_blocks)
+        if direction is Direction.LOAD:
+            plan = plan_copies(host, device, transfer.host_blocks, transfer.device_blocks)
+        else:
+            plan = plan_copies(device, host, transfer.device_blocks, transfer.host_blocks)
+        return largest_first(plan)
+
+    def _divide(self, direction: Direction, plan: Descriptors) -> Division:
+        if not len(plan.sizes):
+            return Division(np.zeros(0, np.bool_), 0.0)
+        division = self._costs[direction].divide(plan.sizes)
+        if self._copy_path == "kernel":
+            return division._replace(by_kernel=np.ones(len(plan.sizes), np.bool_))
+        return division
+
+    def _submit(self, direction: Direction, plan: Descriptors, division: Division) -> list[Any]:
+        """Queue ``plan``, so that the direction's stream has passed all of it when it has passed
+        what is on it now. Returns what has to live until then."""
+        stream = self._streams[direction]
+        if not division.by_kernel.any():
+            if len(plan.sizes):
+                self._submit_dma(plan, direction, stream)
+            return [plan]
+        kernel_stream = self._kernel_streams[direction]
+        kernel_stream.wait_stream(stream)
+        kept: list[Any] = [
+            self._kernels[direction].launch(
+                plan.take(division.by_kernel), _KERNEL_PROGRAMS, kernel_stream
+            )
+        ]
+        if not division.by_kernel.all():
+            rest = plan.take(~division.by_kernel)
+            kept.append(rest)
+            self._submit_dma(rest, direction, stream)
+        stream.wait_stream(kernel_stream)
+        return kept
+
+    def _submit_in_parts(
+        self, direction: Direction, plan: Descriptors, seconds: float
+    ) -> tuple[list[Any], deque[_Part]]:
+        """Queue ``plan`` for DMA with marks in between, that show how far it has come."""
+        stream, total = self._streams[direction], max(int(plan.sizes.sum()), 1)
+        ends = np.cumsum(plan.sizes, dtype=np.int64)
+        cuts = np.searchsorted(ends, np.arange(_PART_BYTES, total, _PART_BYTES), side="left") + 1
+        bounds = np.unique(np.concatenate(([0], cuts, [len(plan.sizes)]))).tolist()
+        kept: list[Any] = []
+        parts: deque[_Part] = deque()
+        for start, stop in pairwise(bounds):
+            part = Descriptors(*(column[start:stop] for column in plan))
+            self._submit_dma(part, direction, stream)
+            kept.append(part)
+            parts.append(self._mark(stream, seconds * int(part.sizes.sum()) / total))
+        return kept, parts or deque([self._mark(stream, 0.0)])
+
+    def _mark(self, stream: torch.cuda.Stream, seconds: float) -> _Part:
+        event = torch.cuda.Event()
+        event.record(stream)
+        return _Part(event, seconds)
+
+    # Measuring, at start
+
+    def _measure(self, smallest_page: int, aligned: bool) -> None:
+        """Time copies of descriptors from ``smallest_page`` bytes up, both ways."""
+        if self._copy_path == "kernel" or (
+            self._copy_path == "auto" and aligned and smallest_page < 2 * _LADDER[-1]
+        ):
+            self._make_kernels()
+        # Smaller descriptors than the smallest page do not occur, larger ones do: runs of pages.
+        sizes = [size for size in _LADDER if 2 * size > smallest_page]
+        sizes = sizes or [min(smallest_page, _SCRATCH_BYTES // 8)]
+        started = time.monotonic()
+        device = torch.empty(_SCRATCH_BYTES, dtype=torch.int8, device=self._device)
+        host = self.allocate_host(_SCRATCH_BYTES)
+        for direction in Direction:
+            self._costs[direction] = self._measure_direction(direction, sizes, device, host)
+        self._registered.remove(host)
+        torch.cuda.cudart().cudaHostUnregister(host.data_ptr())
+        logger.info(
+            "Copies measured in %.2f s: %s", time.monotonic() - started, self.describe_paths()
+        )
+
+    def describe_paths(self) -> str:
+        """What was measured, in a line: by direction and descriptor size GB/s, and the share
+        that the kernel takes in it."""
+        parts = []
+        for direction, costs in self._costs.items():
+            rungs = (
+                f"{int(size) >> 10}K {size / seconds / 1e9:.0f} GB/s"
+                + (f" ({share:.0%} by kernel)" if share else "")
+                for size, seconds, share in zip(
+                    costs.sizes, costs.divided, costs.shares, strict=True
+                )
+            )
+            parts.append(f"{direction.value} {', '.join(rungs)}")
+        return "; ".join(parts)
+
+    def _make_kernels(self) -> None:
+        try:
+            from simple_offload.backends.cuda_kernel import CopyKernel
+        except ImportError as error:
+            if self._copy_path == "kernel":
+                raise ConfigError(
+                    f"copy_path='kernel': Triton cannot be imported ({error}). "
+                    "Allowed without it: 'auto' or 'dma'"
+                ) from error
+            logger.info("No copy kernel, Triton cannot be imported (%s): all by DMA", error)
+            return
+        self._kernels = {direction: CopyKernel(self._device) for direction in Direction}
+
+    def _measure_direction(
+        self, direction: Direction, sizes: list[int], device: torch.Tensor, host: torch.Tensor
+    ) -> CopyCosts:
+        def timed(size: int, count: int, share: float) -> float:
+            plan = _scattered(direction, device, host, size, count)
+            chosen = np.arange(count) < round(count * share)
+            division = Division(np.random.default_rng(1).permutation(chosen), 0.0)
+            best = math.inf
+            for _ in range(2):
+                torch.cuda.synchronize(self._device)
+                start = time.perf_counter()
+                kept = self._submit(direction, plan, division)
+                torch.cuda.synchronize(self._device)
+                best = min(best, time.perf_counter() - start)
+                del kept
+            return best
+
+        if self._kernels:
+            for size in sizes:
+                timed(size, 8, 1.0)  # compiles the kernel
+        return measure_costs(
+            sizes,
+            lambda size: min(_MAX_TIMED, _SCRATCH_BYTES // size),
+            lambda size, count: timed(size, count, 0.0),
+            timed if self._kernels else None,
+        )
 
 
-def largest_first(plan: Descriptors) -> Descriptors:
-    """The same copies by descending size.
+def _scattered(
+    direction: Direction, device: torch.Tensor, host: torch.Tensor, size: int, count: int
+) -> Descriptors:
+    """``count`` descriptors of ``size`` bytes between random places of two buffers."""
+    random = np.random.default_rng(0)
+    sides = []
+    for buffer in (device, host):
+        places = random.permutation(buffer.nbytes // size)[:count].astype(np.uint64)
+        sides.append(np.uint64(buffer.data_ptr()) + places * np.uint64(size))
+    source, destination = sides if direction is Direction.STORE else sides[::-1]
+    return Descriptors(destination, source, np.full(count, size, np.uint64))
 
-    cuMemcpyBatchAsync of driver 580.159 (CUDA 13, H200) corrupts data, or crashes, when a host
-    to device batch has a larger descriptor after a smaller one (seen from 512 B to 16 KiB); the
-    other way round it is right, which test_cuda.py checks. See docs/measurements.md.
-    """
-    order = np.argsort(plan.sizes, kind="stable")[::-1]
-    return Descriptors(*(np.ascontiguousarray(part[order]) for part in plan))
 
-
-Submit = Callable[[Descriptors, Direction, torch.cuda.Stream], None]
-
-
-def _resolve_batch() -> Submit | None:
-    """cuMemcpyBatchAsync, or None (and a warning) where the driver has none."""
+@contextmanager
+def _outside_graph_capture() -> Iterator[None]:
+    """Let this thread call what would break a CUDA graph that another thread is capturing:
+    memory is pinned while vLLM captures its graphs."""
     from cuda.bindings import driver
 
-    error, address, _ = driver.cuGetProcAddress(b"cuMemcpyBatchAsync", _BATCH_SINCE, 0)
-    if error != driver.CUresult.CUDA_SUCCESS or not address:
-        logger.warning(
-            "This CUDA driver has no cuMemcpyBatchAsync (%s): copying one descriptor at a time, "
-            "which costs the host more",
-            error.name,
-        )
-        return None
-    pointer, size = ctypes.c_void_p, ctypes.c_size_t
-    function = ctypes.CFUNCTYPE(
-        ctypes.c_uint, pointer, pointer, pointer, size, pointer, pointer, size, pointer, pointer
-    )(int(address))
-
-    def submit(plan: Descriptors, direction: Direction, stream: torch.cuda.Stream) -> None:
-        order = _ANY_ORDER if direction is Direction.LOAD else _IN_STREAM_ORDER
-        attributes = _Attributes(source_access_order=order)
-        first_index, failed = size(0), size(2**64 - 1)
-        code = function(
-            plan.destinations.ctypes.data,
-            plan.sources.ctypes.data,
-            plan.sizes.ctypes.data,
-            len(plan.sizes),
-            ctypes.addressof(attributes),
-            ctypes.addressof(first_index),
-            1,
-            ctypes.addressof(failed),
-            stream.cuda_stream,
-        )
-        if code:
-            raise CudaCopyError(
-                f"cuMemcpyBatchAsync: {driver.CUresult(code).name} at descriptor "
-                f"{failed.value} of {len(plan.sizes)}"
-            )
-
-    return submit
+    relaxed = driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
+    _, before = driver.cuThreadExchangeStreamCaptureMode(relaxed)
+    try:
+        yield
+    finally:
+        driver.cuThreadExchangeStreamCaptureMode(before)
 
 
-def _copy_one_by_one(plan: Descriptors, _: Direction, stream: torch.cuda.Stream) -> None:
-    """cuMemcpyAsync for each descriptor; sources are read in stream order."""
+def _pci_address(device: torch.device) -> str:
+    """Such as "0000:1b:00.0"."""
     from cuda.bindings import driver
 
-    for index, (destination, source, size) in enumerate(
-        zip(*(part.tolist() for part in plan), strict=True)
-    ):
-        (error,) = driver.cuMemcpyAsync(destination, source, size, stream.cuda_stream)
-        if error != driver.CUresult.CUDA_SUCCESS:
-            raise CudaCopyError(
-                f"cuMemcpyAsync: {error.name} at descriptor {index} of {len(plan.sizes)}"
-            )
+    _, handle = driver.cuDeviceGet(device.index)
+    _, address = driver.cuDeviceGetPCIBusId(32, handle)
+    return str(address.decode().strip("\0"))

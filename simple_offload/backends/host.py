@@ -1,5 +1,6 @@
 """HostBackend: for vLLM on CPU, where device blocks are host memory too."""
 
+import sys
 from collections.abc import Sequence
 
 import numpy as np
@@ -14,18 +15,24 @@ class HostBackend:
     """Copies with NumPy's indexed assignment, one call a region, which holds no GIL while
     bytes move and uses no thread but the caller's."""
 
+    chunk_bytes = sys.maxsize  # memory that nobody pins costs nothing until it is written
+
     def __init__(self) -> None:
         self._device: list[npt.NDArray[np.int8]] = []
         self._host: list[npt.NDArray[np.int8]] = []
 
-    def allocate_host(self, num_blocks: int, page_bytes: int) -> torch.Tensor:
+    def allocate_host(self, num_bytes: int) -> torch.Tensor:
         """Plain memory; the kernel provides pages as they are first written."""
-        return torch.empty((num_blocks, page_bytes), dtype=torch.int8)
+        return torch.empty(num_bytes, dtype=torch.int8)
 
-    def open(self, device: Sequence[torch.Tensor], host: Sequence[torch.Tensor]) -> None:
+    def open(self, device: Sequence[torch.Tensor]) -> None:
         """The arrays share the tensors' memory."""
         self._device = [region.numpy() for region in device]
-        self._host = [region.numpy() for region in host]
+
+    def add_host_chunk(self, regions: Sequence[torch.Tensor]) -> None:
+        """Take the one chunk there is."""
+        assert not self._host, "chunks are as large as asked for"
+        self._host = [region.numpy() for region in regions]
 
     def barrier(self) -> Barrier | None:
         """None: the forward has returned, and CPU compute does not outlive it."""

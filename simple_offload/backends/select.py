@@ -1,6 +1,6 @@
 """Which backend this process copies with."""
 
-from typing import Literal
+from typing import Literal, cast
 
 from vllm.platforms import current_platform
 
@@ -11,9 +11,10 @@ from simple_offload.config import ConfigError
 BackendName = Literal["auto", "cuda", "npu", "host"]
 
 
-def make_backend(name: BackendName) -> CopyBackend:
+def make_backend(name: BackendName, copy_path: str = "auto") -> CopyBackend:
     """The backend called ``name``, or the one for vLLM's platform. Raises ConfigError, which
-    names both, when there is none or the platform's memory is out of its reach."""
+    names both, when there is none or the platform's memory is out of its reach; likewise when
+    it has no such ``copy_path``."""
     device = str(current_platform.device_type)
     fitting = "host" if device == "cpu" else device
     if name not in ("auto", fitting):
@@ -22,11 +23,15 @@ def make_backend(name: BackendName) -> CopyBackend:
             f"reach. Allowed: 'auto' or {fitting!r}"
         )
     if fitting == "host":
+        if copy_path != "auto":
+            raise ConfigError(
+                f"copy_path={copy_path!r}: on the CPU there is one way to copy. Allowed: 'auto'"
+            )
         return HostBackend()
     if fitting == "cuda" and current_platform.is_cuda():
-        from simple_offload.backends.cuda import CudaBackend
+        from simple_offload.backends.cuda import CopyPath, CudaBackend
 
-        return CudaBackend()
+        return CudaBackend(cast(CopyPath, copy_path))
     raise ConfigError(
         f"backend={name!r}: there is no backend for vLLM's {device!r} platform yet. "
         "Supported platforms: 'cpu' and 'cuda'"

@@ -6,7 +6,7 @@ tail of a prefix leaves before its head, at any moment and whatever the order of
 chain without its head could never be found again.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 from typing import NamedTuple
 
 from vllm.v1.core.block_pool import BlockPool
@@ -58,12 +58,25 @@ class CpuTier:
         """Blocks in the pool, vLLM's null block included."""
         return len(self.pool.blocks)
 
+    def grow(self, num_blocks: int) -> None:
+        """Have ``num_blocks`` blocks from now on, vLLM's null block included. Fewer than there
+        are already change nothing. The new ones are the next to be allocated, lowest id first,
+        so that what is stored together lies together."""
+        new = [KVCacheBlock(block_id) for block_id in range(self.num_blocks, num_blocks)]
+        self.pool.blocks.extend(new)
+        self.pool.num_gpu_blocks = self.num_blocks
+        self.pool.free_block_queue.prepend_n(new)
+
     # Looking
 
-    def key(self, block_hashes: list[BlockHash], group: int, index: int) -> BlockHashWithGroupId:
-        """The key of a request's block ``index`` of ``group``."""
+    def keys(
+        self, block_hashes: list[BlockHash], group: int, start: int = 0, stop: int | None = None
+    ) -> list[BlockHashWithGroupId]:
+        """The keys of a request's blocks ``start`` to ``stop`` of ``group``, as far as their
+        hashes are known."""
         hashes = resolve_block_hashes(block_hashes, self.hash_block_size, self.block_sizes[group])
-        return make_block_hash_with_group_id(hashes[index], group)
+        stop = len(hashes) if stop is None else min(stop, len(hashes))
+        return [make_block_hash_with_group_id(hashes[i], group) for i in range(start, stop)]
 
     def get(self, key: BlockHashWithGroupId) -> KVCacheBlock | None:
         """The block that holds ``key``, if any. Changes nothing."""
@@ -91,11 +104,8 @@ class CpuTier:
         the hit does, although the device has its own copies."""
         ancestors = []
         for group in self.chained_group_ids:
-            for index in range(num_computed_tokens // self.block_sizes[group]):
-                block = self.get(self.key(block_hashes, group, index))
-                if block is None:
-                    break
-                ancestors.append(block)
+            count = num_computed_tokens // self.block_sizes[group]
+            ancestors += self._present(self.keys(block_hashes, group, stop=count))
         return ancestors
 
     # Holding
@@ -118,37 +128,42 @@ class CpuTier:
                 self._queue_before(block, parent)
 
     def refresh(self, keys: Iterable[BlockHashWithGroupId]) -> None:
-        """Make the blocks of ``keys`` (parents first), as far as they are there, the most
-        recently used."""
-        chain = [block for key in keys if (block := self.get(key)) is not None]
+        """Make the blocks of a chain of a chained group (``keys`` from its first block on), as
+        far as it is there, the most recently used."""
+        chain = self._present(keys)
         self.pin(chain)
-        self.unpin(chain)
+        self.pool.free_blocks(reversed(chain))  # each before its parent
 
     # Filling
 
-    def next_to_leave(self) -> BlockHashWithGroupId | None:
-        """The key that the next allocation would forget; None when it would forget nothing."""
-        first = self.pool.free_block_queue.fake_free_list_head.next_free_block
-        assert first is not None
-        return first.block_hash
+    def allocate(
+        self, count: int, keep: Container[BlockHashWithGroupId] = frozenset()
+    ) -> list[KVCacheBlock]:
+        """Up to ``count`` pinned blocks to be filled, fewer where there is no room.
 
-    def allocate(self, parent: BlockHashWithGroupId | None) -> KVCacheBlock | None:
-        """A pinned block to be filled as the child of ``parent``, or None when there is no room.
-
-        Evicts the least recently used block, but never ``parent`` itself: when that is next in
-        line, the tier is full of the very chain that wants to grow.
+        Evicts the least recently used blocks, but stops at one that holds a key in ``keep``:
+        then the tier is full of the very chain that wants to grow.
         """
         queue = self.pool.free_block_queue
-        if queue.num_free_blocks == 0:
-            return None
-        victim = queue.fake_free_list_head.next_free_block
-        assert victim is not None
-        if parent is not None and victim.block_hash == parent:
-            return None
-        self.version += victim.block_hash is not None
-        block: KVCacheBlock = self.pool.get_new_blocks(1)[0]
-        self._parents.pop(block.block_id, None)
-        return block
+        limit = min(count, queue.num_free_blocks)
+        block = queue.fake_free_list_head.next_free_block
+        room, evicts = 0, False
+        while room < limit:
+            assert block is not None
+            if block.block_hash is not None:
+                if block.block_hash in keep:
+                    break
+                evicts = True
+            block = block.next_free_block
+            room += 1
+        if room == 0:
+            return []
+        self.version += evicts
+        blocks: list[KVCacheBlock] = self.pool.get_new_blocks(room)
+        if evicts:
+            for evicted in blocks:
+                self._parents.pop(evicted.block_id, None)
+        return blocks
 
     def commit(
         self,
@@ -221,7 +236,16 @@ class CpuTier:
                 later = position.get(parent.block_id, len(position))
                 assert position.get(block.block_id, -1) < later, f"{block}: outlives {parent}"
 
-    # The free queue
+    # Details
+
+    def _present(self, keys: Iterable[BlockHashWithGroupId]) -> list[KVCacheBlock]:
+        """The blocks of ``keys``, up to the first that is not there."""
+        blocks = []
+        for key in keys:
+            if (block := self.get(key)) is None:
+                break
+            blocks.append(block)
+        return blocks
 
     def _is_chained(self, key: BlockHashWithGroupId) -> bool:
         return int(get_group_id(key)) in self.chained_group_ids

@@ -1,6 +1,6 @@
 """Loads: requests that wait for host blocks."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -30,10 +30,13 @@ class _Load:
     device_blocks: list[KVCacheBlock]
     host_blocks: list[KVCacheBlock]
     pins: list[KVCacheBlock]
+    admitted: bool = False
+    """Every rank has announced it: compute may be scheduled that reads its blocks."""
 
 
 class Loads:
-    """From lookup to the last rank's report: hit (pinned), planned (paired), in flight.
+    """From lookup to the last rank's report: hit (pinned), planned (paired), in flight, and
+    there from the announcement on (``admit``) readable by compute, which waits for the rest.
 
     A hit stays pinned until the request has its device blocks, looks again, or ends: vLLM
     0.33 may put off the allocation hook by some steps.
@@ -45,6 +48,11 @@ class Loads:
         self._hits: dict[str, _PinnedHit] = {}
         self._planned: list[_Load] = []
         self._in_flight: dict[int, _Load] = {}
+        self._newly_admitted: list[int] = []
+        self._unlucky: set[str] = set()
+        """Requests of which a load has failed. To offer them another would be right, but vLLM
+        may then wait for its blocks before it looks at loads that have ended, and their
+        requests hold those blocks: nobody goes on (vllm#57841)."""
 
     @property
     def idle(self) -> bool:
@@ -57,9 +65,10 @@ class Loads:
         return len(self._hits)
 
     def is_loading(self, request_id: str) -> bool:
-        """Whether blocks of this request are still to be filled by a load."""
+        """Whether blocks of this request are still to be filled by a load that nothing waits
+        for."""
         pending = (*self._planned, *self._in_flight.values())
-        return any(load.request_id == request_id for load in pending)
+        return any(load.request_id == request_id and not load.admitted for load in pending)
 
     def lookup(self, request: "Request", num_computed_tokens: int) -> int:
         """Tokens beyond ``num_computed_tokens`` that the tier can supply; pins them.
@@ -67,6 +76,8 @@ class Loads:
         The last token of a request is always computed, for its logits.
         """
         known = self._hits.get(request.request_id)
+        if request.request_id in self._unlucky:
+            return 0
         if (
             known is not None
             and known.num_computed_tokens == num_computed_tokens
@@ -93,6 +104,11 @@ class Loads:
         """Unpin the hit of a request that will not load it."""
         if (known := self._hits.pop(request_id, None)) is not None:
             self.tier.unpin(known.pins)
+
+    def end(self, request_id: str) -> None:
+        """The request has ended. Blocks of a load under way stay held."""
+        self.forget(request_id)
+        self._unlucky.discard(request_id)
 
     def plan(
         self,
@@ -144,8 +160,9 @@ class Loads:
         device_pool.touch(load.device_blocks)
         self._planned.append(load)
 
-    def submit(self) -> list[Transfer]:
-        """The planned loads as transfers, in flight from now on."""
+    def submit(self, in_use: Callable[[Sequence[KVCacheBlock]], bool]) -> list[Transfer]:
+        """The planned loads as transfers, in flight from now on. ``in_use``: whether compute
+        that has been queued may still touch one of these device blocks."""
         transfers = []
         for load in self._planned:
             transfer_id = self._numbering.begin()
@@ -153,25 +170,43 @@ class Loads:
             transfers.append(
                 Transfer.pairing(
                     transfer_id,
-                    (block.block_id for block in load.device_blocks),
-                    (block.block_id for block in load.host_blocks),
+                    [block.block_id for block in load.device_blocks],
+                    [block.block_id for block in load.host_blocks],
                     load.request_id,
+                    after_compute=in_use(load.device_blocks),
                 )
             )
         self._planned.clear()
         return transfers
 
-    def finish(self, ended: Ended, device_pool: BlockPool) -> bool:
-        """Release what a load held; False when ``ended`` is not a load.
+    def admit(self, request_ids: Iterable[str]) -> None:
+        """Every rank has announced the loads of these requests, which vLLM schedules from now
+        on. What has not ended yet is named to the ranks once more, with ``take_admitted``."""
+        wanted = set(request_ids)
+        for transfer_id, load in self._in_flight.items():
+            if load.request_id in wanted and not load.admitted:
+                load.admitted = True
+                self._newly_admitted.append(transfer_id)
 
-        Host blocks of a failed load leave the tier: whatever is wrong with them, the request
-        must not be offered them again.
-        """
+    def take_admitted(self) -> list[int]:
+        """Loads admitted since the last call, by transfer id."""
+        admitted, self._newly_admitted = self._newly_admitted, []
+        return admitted
+
+    def drop_failed(self, transfer_ids: Iterable[int]) -> None:
+        """Let the host blocks of loads that failed on some rank leave the tier, though others
+        may still be copying: whatever is wrong with them, the request, which looks again as
+        soon as it has heard, must not be offered them again."""
+        for transfer_id in transfer_ids:
+            if (load := self._in_flight.get(transfer_id)) is not None:
+                self.tier.drop(load.host_blocks)
+                self._unlucky.add(load.request_id)
+
+    def finish(self, ended: Ended, device_pool: BlockPool) -> bool:
+        """Release what a load held; False when ``ended`` is not a load."""
         load = self._in_flight.pop(ended.id, None)
         if load is None:
             return False
-        if not ended.ok:
-            self.tier.drop(load.host_blocks)
         self.tier.unpin(load.pins)
         device_pool.free_blocks(reversed(load.device_blocks))
         return True

@@ -1,6 +1,6 @@
 """OffloadScheduler: the scheduler side, one engine step told as a story."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +15,7 @@ from simple_offload.scheduler.cpu_tier import CpuTier
 from simple_offload.scheduler.in_flight import InFlight
 from simple_offload.scheduler.loads import Loads
 from simple_offload.scheduler.policy import EagerPolicy, StorePolicy
+from simple_offload.scheduler.recent_tables import RecentTables
 from simple_offload.scheduler.stores import Stores
 
 if TYPE_CHECKING:
@@ -54,7 +55,9 @@ class OffloadScheduler:
         }
         self._kv_cache_manager: KVCacheManager | None = None
         self.switched_off = False
-        self._open_tier(self._expected_num_host_blocks())
+        self._num_open: dict[str, int] = {}
+        """By rank, how many host blocks it has opened."""
+        self._make_tier()
 
     # Before the first request
 
@@ -63,24 +66,22 @@ class OffloadScheduler:
         self._kv_cache_manager = kv_cache_manager
         self._device_pool = kv_cache_manager.block_pool
         self._policy: StorePolicy = EagerPolicy(self.tier, self._stores, kv_cache_manager)
+        self._recent = RecentTables(kv_cache_manager, self._vllm_config.max_concurrent_batches)
 
     def agree_on_capacity(self, capacities: Iterable[RankCapacity]) -> None:
-        """Open as many host blocks as the smallest rank has memory for. Called once by vLLM,
-        when every rank has registered its KV caches and before any request."""
-        by_rank = [capacity.num_host_blocks for capacity in capacities]
-        if not by_rank:
+        """Learn what the ranks have memory for. Called once by vLLM, when every rank has
+        registered its KV caches and before any request; beside another connector
+        (MultiConnector) maybe not at all, and then the ranks' first reports say the same."""
+        capacities = list(capacities)
+        if not capacities:
             return
+        by_rank = [capacity.num_host_blocks for capacity in capacities]
         if len(set(by_rank)) > 1:
             logger.info("Ranks have room for %s host blocks; all use %d", by_rank, min(by_rank))
-        if min(by_rank) != self.tier.num_blocks:
-            self._open_tier(min(by_rank))
-            if self._kv_cache_manager is not None:
-                self.bind_kv_cache_manager(self._kv_cache_manager)
         logger.info(
-            "Host tier: %d blocks of %d tokens, eager stores",
-            self.tier.num_blocks,
-            self.block_size,
+            "Host tier: %d blocks of %d tokens, eager stores", min(by_rank), self.block_size
         )
+        self._grow_tier({capacity.rank: capacity.num_open for capacity in capacities})
 
     # One step
 
@@ -112,13 +113,28 @@ class OffloadScheduler:
     def build_connector_meta(self, scheduler_output: "SchedulerOutput") -> StepMetadata:
         """The transfers that start with this step."""
         self._policy.on_step(scheduler_output.num_scheduled_tokens)
-        return StepMetadata(loads=self._loads.submit(), stores=self._stores.submit())
+        # Zeroing of new blocks is queued with this step: loads come after it.
+        zeroes = bool(scheduler_output.new_block_ids_to_zero)
+        loads = self._loads.submit(lambda blocks: zeroes or self._recent.may_touch(blocks))
+        self._recent.end_step()
+        return StepMetadata(
+            loads=loads,
+            stores=self._stores.submit(),
+            admitted=self._loads.take_admitted(),
+            computes=bool(scheduler_output.num_scheduled_tokens),
+        )
 
     def update_connector_output(self, output: "KVConnectorOutput") -> None:
-        """Commit, release or drop what has ended on every rank."""
+        """Commit, release or drop what has ended on every rank; admit what every rank has
+        announced."""
         report = output.kv_connector_worker_meta
-        if not isinstance(report, WorkerReport):
-            return
+        if isinstance(report, WorkerReport):
+            self._take(report)
+        self._loads.admit(output.finished_recving or ())
+
+    def _take(self, report: WorkerReport) -> None:
+        self._grow_tier(report.num_open)
+        self._loads.drop_failed(report.failed)
         for ended in self._in_flight.end(report):
             is_load = self._loads.finish(ended, self._device_pool)
             if not is_load:
@@ -142,7 +158,7 @@ class OffloadScheduler:
     def request_finished(self, request: "Request") -> tuple[bool, dict[str, Any] | None]:
         """Store what is left of a request that ends. vLLM may free its blocks right away:
         what a transfer still needs is held by the transfer."""
-        self._loads.forget(request.request_id)
+        self._loads.end(request.request_id)
         self._policy.on_finished(request, loading=self._loads.is_loading(request.request_id))
         return False, None
 
@@ -165,12 +181,16 @@ class OffloadScheduler:
 
     def has_pending_work(self) -> bool:
         """Whether the engine has to go on stepping although no request needs it."""
-        return not (self._stores.idle and self._loads.idle)
+        return not (self._policy.idle and self._stores.idle and self._loads.idle)
 
     def has_pending_block_frees(self) -> bool:
         """Whether waiting for a transfer would yield a device block, so that nobody needs to
         be preempted for one."""
-        return self._stores.frees_device_blocks() or self._loads.frees_device_blocks()
+        return (
+            self._policy.num_held_blocks > 0
+            or self._stores.frees_device_blocks()
+            or self._loads.frees_device_blocks()
+        )
 
     def reset_cache(self) -> bool:
         """Forget all that the tier holds or is being given. Transfers in flight run to their
@@ -196,8 +216,9 @@ class OffloadScheduler:
 
     # Details
 
-    def _open_tier(self, num_host_blocks: int) -> None:
-        host_config = replace(self._device_config, num_blocks=num_host_blocks)
+    def _make_tier(self) -> None:
+        """A tier with no host blocks (but vLLM's null block): the ranks open them."""
+        host_config = replace(self._device_config, num_blocks=1)
         coordinator = vllm_compat.make_host_coordinator(
             host_config, self._vllm_config, self.block_size, self._hash_block_size
         )
@@ -206,15 +227,11 @@ class OffloadScheduler:
         self._loads = Loads(self.tier, self._in_flight)
         self._stores = Stores(self.tier, self._in_flight)
 
-    def _expected_num_host_blocks(self) -> int:
-        agreed = vllm_compat.agreed_num_host_blocks(self._vllm_config)
-        if agreed is not None:
-            return agreed
-        # Every tensor tells the size of the one allocation that all of them lie in.
-        tensors = self._device_config.kv_cache_tensors
-        block_bytes = tensors[0].size // self._device_config.num_blocks
-        num_ranks = self._vllm_config.parallel_config.world_size
-        return self.config.num_host_blocks(block_bytes, num_ranks)
+    def _grow_tier(self, num_open: Mapping[str, int]) -> None:
+        """Use the host blocks that every rank has opened: each must have room for each block."""
+        self._num_open.update(num_open)
+        if len(self._num_open) == self._in_flight.num_ranks:
+            self.tier.grow(min(self._num_open.values()))
 
     def _can_extend(self, num_computed_tokens: int) -> bool:
         """Whether host blocks may follow a device prefix of this length: they start on a

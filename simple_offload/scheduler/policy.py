@@ -1,19 +1,18 @@
 """Which blocks to store, and when: eagerly, as soon as they are computed."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_utils import (
     BlockHashWithGroupId,
     KVCacheBlock,
     get_block_hash,
-    resolve_block_hashes,
 )
 
 from simple_offload.scheduler.cpu_tier import CpuTier
-from simple_offload.scheduler.stores import Stores
+from simple_offload.scheduler.stores import Storable, Stores
 
 if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_manager import KVCacheManager
@@ -25,7 +24,16 @@ class StorePolicy(Protocol):
 
     @property
     def num_requests(self) -> int:
-        """Requests that are being followed."""
+        """Requests that are being followed, those that have ended with blocks yet to be stored
+        included."""
+
+    @property
+    def idle(self) -> bool:
+        """Whether nothing has been put off to the next step."""
+
+    @property
+    def num_held_blocks(self) -> int:
+        """Device blocks of ended requests that are held until the next step."""
 
     def on_allocated(self, request: "Request") -> None:
         """``request`` has (new) device blocks."""
@@ -36,7 +44,8 @@ class StorePolicy(Protocol):
 
     def on_finished(self, request: "Request", loading: bool) -> None:
         """``request`` is giving up its device blocks right after this call; ``loading``: they
-        were still waiting for a load."""
+        were still waiting for a load. A client waits for the request's last words, so what
+        takes time is put off to the next step."""
 
     def on_reset(self) -> None:
         """The device blocks of running requests must not be stored any more."""
@@ -45,11 +54,26 @@ class StorePolicy(Protocol):
 @dataclass(slots=True, eq=False)
 class _Progress:
     request: "Request"
+    keys: list[list[BlockHashWithGroupId]]
+    """By group, of the request's first blocks."""
     next_index: list[int]
     """By group, the first block that has not been dealt with."""
-
-    keys: set[BlockHashWithGroupId] = field(default_factory=set)
+    ran: bool = False
+    """Whether a step with it has been scheduled since it got its blocks."""
+    started: bool = False
+    """Whether what the tier has of it already has been skipped."""
+    kept: set[BlockHashWithGroupId] = field(default_factory=set)
     """Of the blocks that have: these must not leave the tier to make room for the rest."""
+
+
+class _Ended(NamedTuple):
+    """What is left to store of a request that has ended."""
+
+    progress: _Progress
+    first: list[int]
+    tables: dict[int, list[KVCacheBlock]]
+    """By group, its complete blocks from block ``first[group]`` on."""
+    held: list[KVCacheBlock]
 
 
 class EagerPolicy:
@@ -70,117 +94,201 @@ class EagerPolicy:
         self._managers = kv_cache_manager.coordinator.single_type_managers
         self._device_pool: BlockPool = kv_cache_manager.block_pool
         self._progress: dict[str, _Progress] = {}
+        self._ended: list[_Ended] = []
         chained = set(tier.chained_group_ids)
         self._groups = (*tier.chained_group_ids, *(g for g in tier.group_ids if g not in chained))
         """Chained groups first: the others' blocks are of no use beyond them."""
 
     @property
     def num_requests(self) -> int:
-        """Requests that are being followed."""
-        return len(self._progress)
+        return len(self._progress) + len(self._ended)
+
+    @property
+    def idle(self) -> bool:
+        return not self._ended
+
+    @property
+    def num_held_blocks(self) -> int:
+        return sum(len(ended.held) for ended in self._ended)
 
     def on_allocated(self, request: "Request") -> None:
-        self._progress[request.request_id] = _Progress(request, [0] * len(self._managers))
+        num_groups = len(self._managers)
+        self._progress[request.request_id] = _Progress(
+            request, [[] for _ in range(num_groups)], [0] * num_groups
+        )
 
     def on_step(self, request_ids: Iterable[str]) -> None:
+        ended, self._ended = self._ended, []
+        for request in ended:
+            self._finish(request)
         for request_id in request_ids:
-            if (progress := self._progress.get(request_id)) is not None:
-                self._store_ready(progress, finished=False)
+            progress = self._progress.get(request_id)
+            if progress is None:
+                continue
+            if progress.ran:
+                tables = {group: self._table(request_id, group) for group in self._groups}
+                self._store_ready(progress, tables, [0] * len(self._managers), ended=False)
+            # In its first step a request has no blocks but those that it has found.
+            progress.ran = True
 
     def on_finished(self, request: "Request", loading: bool) -> None:
         progress = self._progress.pop(request.request_id, None)
         if progress is None or loading:
             return
-        for group in self.tier.chained_group_ids:
-            stored = self._num_stored(progress, group)
-            progress.next_index[group] = min(progress.next_index[group], stored)
-        # What the request has in the tier is the most recently used from now on, so that its
-        # rest displaces others' blocks.
+        tables = {}
         for group in self._groups:
-            count = progress.next_index[group]
-            hashes = request.block_hashes
-            self.tier.refresh(self.tier.key(hashes, group, index) for index in range(count))
-        self._store_ready(progress, finished=True)
+            if progress.started and self._is_chained(group):
+                # The tier may have lost the end of what was stored.
+                self._skip_stored(progress, group, progress.next_index[group])
+            table = self._table(request.request_id, group)
+            stop = self._num_complete(request, group, len(table))
+            if self._has_all(request, group, stop):
+                progress.next_index[group] = stop
+            tables[group] = table[progress.next_index[group] : stop]
+        held = [block for table in tables.values() for block in table if not block.is_null]
+        self._device_pool.touch(held)
+        self._ended.append(_Ended(progress, list(progress.next_index), tables, held))
 
     def on_reset(self) -> None:
         self._progress.clear()
+        ended, self._ended = self._ended, []
+        for request in ended:
+            self._device_pool.free_blocks(reversed(request.held))
 
-    def _store_ready(self, progress: _Progress, finished: bool) -> None:
-        """Plan stores from the groups' cursors on, all groups abreast: a hit needs every group,
-        so a tier that is too small for the request had better hold the beginning of each."""
-        request = progress.request
-        num_ready = {group: self._num_ready(request, group) for group in self._groups}
+    def _finish(self, ended: _Ended) -> None:
+        """Store what is left of a request. What it has in the tier is the most recently used
+        from now on, so that its rest displaces others' blocks."""
+        progress = ended.progress
+        self._learn_keys(progress)
+        for group in self.tier.chained_group_ids:
+            if not progress.next_index[group]:
+                self._skip_stored(progress, group, len(progress.keys[group]))
+            self.tier.refresh(progress.keys[group][: progress.next_index[group]])
+        progress.started = True
+        self._store_ready(progress, ended.tables, ended.first, ended=True)
+        self._device_pool.free_blocks(reversed(ended.held))
+
+    def _store_ready(
+        self,
+        progress: _Progress,
+        tables: dict[int, list[KVCacheBlock]],
+        first: Sequence[int],
+        ended: bool,
+    ) -> None:
+        """Plan stores from the groups' cursors on. ``tables``: by group the request's blocks
+        from block ``first[group]`` on.
+
+        A hit needs every group, so a tier that is too small for the request had better hold the
+        beginning of each: groups take turns.
+        """
         sizes = self.tier.block_sizes
+        num_ready = {
+            group: self._num_complete(progress.request, group, first[group] + len(tables[group]))
+            for group in self._groups
+        }
+        if all(progress.next_index[group] >= num_ready[group] for group in self._groups):
+            return
+        self._learn_keys(progress)
+        if not progress.started:
+            progress.started = True
+            for group in self.tier.chained_group_ids:
+                self._skip_stored(progress, group, num_ready[group])
+        fits_anyway = 2 * sum(num_ready.values()) <= self.tier.num_blocks
+        turn = max(num_ready.values()) if fits_anyway or len(self._groups) == 1 else 1
         while behind := [g for g in self._groups if progress.next_index[g] < num_ready[g]]:
             group = min(behind, key=lambda g: progress.next_index[g] * sizes[g])
-            if not self._store_next(progress, group, finished):
+            start = progress.next_index[group]
+            stop = min(start + turn, num_ready[group])
+            blocks = tables[group][start - first[group] : stop - first[group]]
+            if not self._store_run(progress, group, blocks, ended):
                 return
-            progress.next_index[group] += 1
 
-    def _num_ready(self, request: "Request", group: int) -> int:
-        """How many of the request's blocks of ``group`` are complete."""
+    def _table(self, request_id: str, group: int) -> list[KVCacheBlock]:
+        table: list[KVCacheBlock] = self._managers[group].req_to_blocks.get(request_id, [])
+        return table
+
+    def _is_chained(self, group: int) -> bool:
+        return group in self.tier.chained_group_ids
+
+    def _num_complete(self, request: "Request", group: int, num_blocks: int) -> int:
+        """How many of the request's ``num_blocks`` blocks of ``group`` are complete and have a
+        hash."""
         # Tokens that async scheduling has only reserved room for are not known yet.
         confirmed = request.num_computed_tokens - request.num_output_placeholders
-        tokens = min(confirmed, self.tier.coordinator.get_num_cacheable_tokens(confirmed, group))
-        table = self._managers[group].req_to_blocks.get(request.request_id, ())
-        num_hashes = self._num_hashes(request, group)
-        return min(tokens // self.tier.block_sizes[group], len(table), num_hashes)
+        tokens = min(
+            confirmed,
+            self.tier.coordinator.get_num_cacheable_tokens(confirmed, group),
+            len(request.block_hashes) * self.tier.hash_block_size,
+        )
+        return int(min(tokens // self.tier.block_sizes[group], num_blocks))
 
-    def _store_next(self, progress: _Progress, group: int, finished: bool) -> bool:
-        """Store the block at the group's cursor, if there is need to. False: not now, and
-        nothing of the request after it either."""
-        request, index = progress.request, progress.next_index[group]
-        key = self.tier.key(request.block_hashes, group, index)
-        parent = self.tier.key(request.block_hashes, group, index - 1) if index else None
-        if self.tier.next_to_leave() in progress.keys and not self.stores.has(key):
-            return False  # the tier is full of this very request
-        progress.keys.add(key)
-        block = self._managers[group].req_to_blocks[request.request_id][index]
-        return self._store_block(block, key, parent, group, index, finished)
+    def _has_all(self, request: "Request", group: int, count: int) -> bool:
+        """Whether the tier has (or is getting) the first ``count`` blocks of the request."""
+        if not count or not self._is_chained(group):
+            return False
+        last = self.tier.keys(request.block_hashes, group, count - 1, count)
+        return self.stores.has(last[0])  # and with it, all before it
 
-    def _store_block(
-        self,
-        block: KVCacheBlock,
-        key: BlockHashWithGroupId,
-        parent: BlockHashWithGroupId | None,
-        group: int,
-        index: int,
-        finished: bool,
+    def _learn_keys(self, progress: _Progress) -> None:
+        for group in self._groups:
+            keys = progress.keys[group]
+            keys += self.tier.keys(progress.request.block_hashes, group, start=len(keys))
+
+    def _store_run(
+        self, progress: _Progress, group: int, blocks: Sequence[KVCacheBlock], ended: bool
     ) -> bool:
-        """False: not now, and nothing after it either."""
-        if self.stores.has(key):
-            return True
-        chained = group in self.tier.chained_group_ids
+        """Store those of ``blocks``, which follow the group's cursor, that there is need to, and
+        move the cursor. False: not now, and nothing of the request after it either."""
+        first = progress.next_index[group]
+        keys = progress.keys[group]
+        chained = self._is_chained(group)
+        parent = keys[first - 1] if first else None
         if chained and parent is not None and not self.stores.has(parent):
             return False
+        size = self.tier.block_sizes[group]
+        storable: list[Storable] = []
+        stop = first
+        for stop, block in enumerate(blocks, first):
+            key = keys[stop]
+            if not self.stores.has(key):
+                source = self._source_of(block, key, group, ended)
+                if source is not None:
+                    storable.append(Storable(source, key, parent, (stop + 1) * size))
+                elif chained:
+                    break
+            parent = key
+        else:
+            stop = first + len(blocks)
+        num_planned = self.stores.plan(storable, progress.kept, self._device_pool)
+        if num_planned < len(storable):
+            stop = storable[num_planned].num_tokens // size - 1
+        progress.kept.update(keys[first:stop])
+        progress.next_index[group] = stop
+        return stop == first + len(blocks)
+
+    def _source_of(
+        self, block: KVCacheBlock, key: BlockHashWithGroupId, group: int, ended: bool
+    ) -> KVCacheBlock | None:
+        """The device block to store under ``key``, where the block table has ``block``."""
         if block.is_null:
             # The window has moved on. The block may still lie in the free queue, unharmed.
             cached = self._device_pool.get_cached_block(get_block_hash(key), [group])
-            if cached is None:
-                return not chained
-            block = cached[0]
-        elif block.block_hash != key:
-            # vLLM has not hashed it: because it never will (the block serves no hit), or, if
-            # this is where the request ends, because there is no later step to do so.
-            own = finished and block.block_hash is None
-            if not own:
-                return not chained
-        num_tokens = (index + 1) * self.tier.block_sizes[group]
-        return self.stores.plan(block, key, parent, num_tokens, self._device_pool)
+            return cached[0] if cached is not None else None
+        # A block that vLLM has not hashed it never will (the block serves no hit), or, if this
+        # is where the request ends, because there is no later step to do so.
+        own = ended and block.block_hash is None
+        return block if own or block.block_hash == key else None
 
-    def _num_stored(self, progress: _Progress, group: int) -> int:
-        """Length of the chain that the tier has (or is getting) of this request, in blocks.
-        A chain loses its tail first, hence bisection."""
-        low, high = 0, progress.next_index[group]
-        hashes = progress.request.block_hashes
+    def _skip_stored(self, progress: _Progress, group: int, limit: int) -> None:
+        """Set the cursor behind what the tier has (or is getting) of the request's first
+        ``limit`` blocks. A chain loses its tail first, hence bisection."""
+        keys = progress.keys[group]
+        low, high = 0, limit
         while low < high:
             middle = (low + high + 1) // 2
-            if self.stores.has(self.tier.key(hashes, group, middle - 1)):
+            if self.stores.has(keys[middle - 1]):
                 low = middle
             else:
                 high = middle - 1
-        return low
-
-    def _num_hashes(self, request: "Request", group: int) -> int:
-        size = self.tier.block_sizes[group]
-        return len(resolve_block_hashes(request.block_hashes, self.tier.hash_block_size, size))
+        progress.next_index[group] = low
+        progress.kept.update(keys[:low])

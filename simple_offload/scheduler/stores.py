@@ -1,5 +1,6 @@
 """Stores: device blocks on their way to the host, across ranks."""
 
+from collections.abc import Container, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -14,19 +15,20 @@ from simple_offload.scheduler.in_flight import Ended, InFlight
 logger = get_logger(__name__)
 
 
-class _Pair(NamedTuple):
-    """One block's way to the host: what it will be known by, and its place in a chain."""
+class Storable(NamedTuple):
+    """A device block to be stored: what it will be known by, and its place in a chain."""
 
     device_block: KVCacheBlock
-    host_block: KVCacheBlock
     key: BlockHashWithGroupId
     parent: BlockHashWithGroupId | None
     num_tokens: int
+    """Of the prefix that ends with it."""
 
 
 @dataclass(slots=True, eq=False)
 class _Store:
-    pairs: list[_Pair] = field(default_factory=list)
+    pairs: list[tuple[Storable, KVCacheBlock]] = field(default_factory=list)
+    """Each with the host block that it is copied to."""
     abandoned: bool = False
 
 
@@ -54,22 +56,17 @@ class Stores:
         return key in self._keys or self.tier.get(key) is not None
 
     def plan(
-        self,
-        device_block: KVCacheBlock,
-        key: BlockHashWithGroupId,
-        parent: BlockHashWithGroupId | None,
-        num_tokens: int,
-        device_pool: BlockPool,
-    ) -> bool:
-        """Pair ``device_block``, whose bytes are computed by the end of this step, with a host
-        block, and hold both. False, with nothing held, when the tier has no room for it."""
-        host_block = self.tier.allocate(parent)
-        if host_block is None:
-            return False
-        device_pool.touch((device_block,))
-        self._planned.pairs.append(_Pair(device_block, host_block, key, parent, num_tokens))
-        self._keys.add(key)
-        return True
+        self, blocks: Sequence[Storable], keep: Container[BlockHashWithGroupId], pool: BlockPool
+    ) -> int:
+        """Pair device blocks, whose bytes are computed by the end of this step, with host
+        blocks, and hold both. Returns for how many of them, from the first on, the tier had
+        room without evicting one that holds a key in ``keep``."""
+        host_blocks = self.tier.allocate(len(blocks), keep)
+        taken = blocks[: len(host_blocks)]
+        pool.touch([block.device_block for block in taken])
+        self._planned.pairs.extend(zip(taken, host_blocks, strict=True))
+        self._keys.update(block.key for block in taken)
+        return len(taken)
 
     def submit(self) -> list[Transfer]:
         """The planned store as a transfer (none if nothing is planned), in flight from now on."""
@@ -81,8 +78,8 @@ class Stores:
         return [
             Transfer.pairing(
                 transfer_id,
-                (pair.device_block.block_id for pair in store.pairs),
-                (pair.host_block.block_id for pair in store.pairs),
+                [block.device_block.block_id for block, _ in store.pairs],
+                [host_block.block_id for _, host_block in store.pairs],
             )
         ]
 
@@ -93,22 +90,22 @@ class Stores:
         if store is None:
             return False
         keep = ended.ok and not store.abandoned
-        for pair in store.pairs:
+        for block, host_block in store.pairs:
             if keep:
-                self.tier.commit(pair.host_block, pair.key, pair.parent, pair.num_tokens)
+                self.tier.commit(host_block, block.key, block.parent, block.num_tokens)
             else:
-                self.tier.unpin((pair.host_block,))
-            if not store.abandoned:
-                self._keys.discard(pair.key)
-        device_pool.free_blocks(pair.device_block for pair in reversed(store.pairs))
+                self.tier.unpin((host_block,))
+        if not store.abandoned:
+            self._keys.difference_update(block.key for block, _ in store.pairs)
+        self._release(store, device_pool)
         return True
 
     def abandon(self, device_pool: BlockPool) -> None:
         """Let no store that is planned or in flight be committed. What is in flight stays held
         until its end: the copy may be under way."""
         planned, self._planned = self._planned, _Store()
-        self.tier.unpin(pair.host_block for pair in planned.pairs)
-        device_pool.free_blocks(pair.device_block for pair in reversed(planned.pairs))
+        self.tier.unpin(host_block for _, host_block in planned.pairs)
+        self._release(planned, device_pool)
         for store in self._in_flight.values():
             store.abandoned = True
         self._keys.clear()
@@ -117,19 +114,23 @@ class Stores:
         """Whether the end of a store, planned or in flight, would return a device block to the
         pool."""
         return any(
-            pair.device_block.ref_cnt == 1
+            block.device_block.ref_cnt == 1
             for store in (self._planned, *self._in_flight.values())
-            for pair in store.pairs
+            for block, _ in store.pairs
         )
+
+    def _release(self, store: _Store, device_pool: BlockPool) -> None:
+        """Last block first, as vLLM frees a request's: the tail of a prefix leaves first."""
+        device_pool.free_blocks([block.device_block for block, _ in reversed(store.pairs)])
 
     def check_integrity(self) -> None:
         """Raise AssertionError unless every block of a store is held and its key hidden."""
         keys = set()
         for store in (self._planned, *self._in_flight.values()):
-            for pair in store.pairs:
-                assert pair.device_block.ref_cnt > 0, f"{pair.device_block}: free during a store"
-                assert pair.host_block.ref_cnt > 0, f"{pair.host_block}: free during a store"
-                assert pair.host_block.block_hash is None, f"{pair.host_block}: findable too soon"
+            for block, host_block in store.pairs:
+                held = (block.device_block, host_block)
+                assert all(b.ref_cnt > 0 for b in held), f"{held}: free during a store"
+                assert host_block.block_hash is None, f"{host_block}: findable too soon"
                 if not store.abandoned:
-                    keys.add(pair.key)
+                    keys.add(block.key)
         assert keys == self._keys, "keys on their way differ from the stores'"

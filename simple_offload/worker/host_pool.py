@@ -1,29 +1,87 @@
-"""HostPool: the host tier's memory on one rank."""
+"""HostPool: the host tier's memory on one rank, opened chunk by chunk."""
 
+import threading
 from collections.abc import Sequence
 
 import torch
 
 from simple_offload.backends.base import CopyBackend
+from simple_offload.logs import get_logger
+
+logger = get_logger(__name__)
 
 
 class HostPool:
-    """For every device region one host region with the same page size and its own number of
-    blocks. Neighbouring blocks are neighbours in both, so that runs can be copied as one."""
+    """For every device region host regions of the same page size, in chunks of consecutive
+    blocks: to pin a terabyte takes minutes, and the server is not to wait for it (vllm#42632).
 
-    def __init__(
-        self, backend: CopyBackend, device_regions: Sequence[torch.Tensor], num_blocks: int
-    ) -> None:
+    Within a chunk a region's blocks are neighbours, so that runs can be copied as one.
+    """
+
+    def __init__(self, backend: CopyBackend, page_bytes: Sequence[int], num_blocks: int) -> None:
         self.num_blocks = num_blocks
-        self.tensors = [
-            backend.allocate_host(num_blocks, region.shape[1]) for region in device_regions
-        ]
+        self.num_open = 0
+        """Blocks 0 to this one are ready to be copied to. Only grows."""
+        self._backend = backend
+        self._page_bytes = page_bytes
+        self._block_bytes = sum(page_bytes)
+        per_chunk = backend.chunk_bytes // max(self._block_bytes, 1)
+        self._chunk_blocks = min(max(per_chunk, 1), num_blocks)
+        self._closing = threading.Event()
+        self._thread: threading.Thread | None = None
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all regions."""
-        return sum(tensor.nbytes for tensor in self.tensors)
+        """Bytes of all open blocks."""
+        return self.num_open * self._block_bytes
+
+    def open(self) -> None:
+        """Open the first chunk before returning, so that memory which cannot be had at all is
+        an error at start, and the rest from a thread."""
+        self._open_chunk()
+        if self.num_open < self.num_blocks:
+            self._thread = threading.Thread(
+                target=self._open_rest, name="simple-offload-open", daemon=True
+            )
+            self._thread.start()
 
     def close(self) -> None:
-        """Let go of the memory."""
-        self.tensors = []
+        """Open no more. The backend gives the memory back when it closes."""
+        self._closing.set()
+        if self._thread is not None:
+            self._thread.join()
+
+    def wait_until_open(self) -> None:
+        """Return when nothing more will be opened."""
+        if self._thread is not None:
+            self._thread.join()
+
+    def _open_rest(self) -> None:
+        try:
+            while self.num_open < self.num_blocks and not self._closing.is_set():
+                self._open_chunk()
+        except Exception as error:  # noqa: BLE001 - whatever it is, the server goes on with less
+            logger.error(
+                "The host tier of this rank stays at %d of %d blocks (%.2f GiB): %s",
+                self.num_open,
+                self.num_blocks,
+                self.nbytes / 2**30,
+                error,
+            )
+            return
+        if self.num_open == self.num_blocks:
+            logger.info("The host tier of this rank is open: %.2f GiB", self.nbytes / 2**30)
+
+    def _open_chunk(self) -> None:
+        num_blocks = min(self._chunk_blocks, self.num_blocks - self.num_open)
+        if self._page_bytes:  # a rank without layers has nothing to hold
+            memory = self._backend.allocate_host(num_blocks * self._block_bytes)
+            self._backend.add_host_chunk(self._cut(memory, num_blocks))
+        self.num_open += num_blocks
+
+    def _cut(self, memory: torch.Tensor, num_blocks: int) -> list[torch.Tensor]:
+        sizes = [num_blocks * page_bytes for page_bytes in self._page_bytes]
+        return [
+            part.view(num_blocks, page_bytes)
+            for part, page_bytes in zip(memory.split(sizes), self._page_bytes, strict=True)
+        ]

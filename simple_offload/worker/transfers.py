@@ -2,6 +2,7 @@
 
 import threading
 from collections import deque
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from queue import Empty, SimpleQueue
 from typing import NamedTuple
@@ -104,6 +105,25 @@ class _Lane:
             completions.append(Completion(first.transfer, first.error))
         self._num_open -= len(completions)
         return completions
+
+    def nearly_done(self, seconds: float) -> list[Transfer]:
+        """Of what ``poll`` still has to return, the transfers that the device has been handed
+        and should end within ``seconds``."""
+        nearly = []
+        for submitted in self._under_way:  # in the order in which the device copies them
+            if submitted.pending is None or submitted.error is not None:
+                continue
+            seconds -= submitted.pending.remaining_seconds()
+            if seconds < 0:
+                break
+            nearly.append(submitted.transfer)
+        return nearly
+
+    def hold_compute(self, transfer_ids: Collection[int]) -> None:
+        """Let later compute wait for those of the transfers that have not ended."""
+        for submitted in self._under_way:
+            if submitted.transfer.id in transfer_ids and submitted.pending is not None:
+                submitted.pending.hold_compute()
 
     def settle(self) -> None:
         """Wait until every submitted transfer has been handed to the device, or has failed."""
@@ -234,6 +254,16 @@ class TransferEngine:
     def poll(self, direction: Direction) -> list[Completion]:
         """Transfers of ``direction`` that have ended since the last call. Never waits."""
         return self._lanes[direction].poll()
+
+    def nearly_done(self, direction: Direction, seconds: float) -> list[Transfer]:
+        """Transfers of ``direction`` that have been handed to the device without error, that
+        the last ``poll`` did not return, and that should end within ``seconds``. Never waits."""
+        return self._lanes[direction].nearly_done(seconds)
+
+    def hold_compute(self, direction: Direction, transfer_ids: Collection[int]) -> None:
+        """Let compute that is queued from now on wait for the copies of these transfers, as far
+        as they are under way. Does not wait itself."""
+        self._lanes[direction].hold_compute(transfer_ids)
 
     def settle(self) -> None:
         """Wait until the threads have handed everything that was submitted to the device. The

@@ -1,5 +1,7 @@
 """OffloadWorker: the worker side of one rank: submit, poll, report."""
 
+import secrets
+import time
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
@@ -18,6 +20,10 @@ if TYPE_CHECKING:
 
 logger = get_logger(__name__)
 
+_STEPS_TO_COMPUTE = 2
+"""Steps from the announcement of a load to the compute of its request, with async scheduling:
+one is on the device and one has been scheduled when vLLM hears of it."""
+
 
 class OffloadWorker:
     """Called by one thread, the one that runs the model."""
@@ -28,45 +34,68 @@ class OffloadWorker:
         self.config = config
         self._kv_cache_config = kv_cache_config
         self._num_ranks = num_ranks
-        self._backend = make_backend(config.backend)
+        self._backend = make_backend(config.backend, config.copy_path)
+        self._name = secrets.token_hex(8)
         self._metadata: StepMetadata | None = None
         self._last_submitted = {Direction.LOAD: -1, Direction.STORE: -1}
+        self._announced: set[int] = set()
+        """Loads under way that vLLM has been told of as loaded."""
+        self._patience = 0.0
+        """How long, in seconds, compute may have to wait for a load that is announced now."""
+        self._bound_at = 0.0
         self._report = WorkerReport()
+        self._reported_open = 0
         self._engine: TransferEngine | None = None
 
     def register_kv_caches(self, kv_caches: Mapping[str, "torch.Tensor"]) -> None:
-        """Find the device blocks, allocate as many host blocks as this rank has memory for,
-        and start the copy threads. A rank without attention layers copies nothing."""
+        """Find the device blocks, start to open as many host blocks as this rank has memory
+        for, and start the copy threads. A rank without attention layers copies nothing."""
         regions = find_regions(kv_caches, self._kv_cache_config)
-        block_bytes = sum(region.shape[1] for region in regions)
+        page_bytes = [region.shape[1] for region in regions]
+        block_bytes = sum(page_bytes)
         num_blocks = self.config.num_host_blocks(max(block_bytes, 1), self._num_ranks)
         needed = num_blocks * block_bytes * self._num_ranks
         check_fits_memory(needed, "num_cpu_blocks", self.config.num_cpu_blocks)
-        self.host_pool = HostPool(self._backend, regions, num_blocks)
-        self._backend.open(regions, self.host_pool.tensors)
-        self._engine = TransferEngine(self._backend)
-        self.capacity = RankCapacity(num_blocks, block_bytes)
         logger.info(
             "Host memory of this rank: %.2f GiB, %d blocks of %d bytes in %d regions",
-            self.host_pool.nbytes / 2**30,
+            num_blocks * block_bytes / 2**30,
             num_blocks,
             block_bytes,
             len(regions),
         )
+        self._backend.open(regions)
+        self.host_pool = HostPool(self._backend, page_bytes, num_blocks)
+        self.host_pool.open()
+        self._engine = TransferEngine(self._backend)
+        self._block_bytes = block_bytes
+
+    @property
+    def capacity(self) -> RankCapacity:
+        """What this rank has host memory for, and how much of it is open by now."""
+        pool = self.host_pool
+        return RankCapacity(self._name, pool.num_blocks, pool.num_open, self._block_bytes)
 
     # One step
 
     def bind(self, metadata: StepMetadata) -> None:
-        """Take the transfers of the step that is about to run."""
+        """Take the transfers of the step that is about to run, and start its loads.
+
+        By now vLLM has queued the compute of all earlier steps and the zeroing of new blocks,
+        which loads come after. The step's own compute reads none of the blocks they fill, so
+        there is no need to wait until that has been queued too.
+        """
         self._metadata = metadata
+        if self._engine is not None and metadata.admitted:
+            self._engine.hold_compute(Direction.LOAD, set(metadata.admitted))
+        self._set_patience(metadata.computes)
+        self.submit_loads()
 
     def unbind(self) -> None:
         """The step is over."""
         self._metadata = None
 
     def submit_loads(self) -> None:
-        """Start the step's loads. vLLM calls this when compute that read the blocks before,
-        and the zeroing of new blocks, have been queued."""
+        """Start those of the step's loads that have not been started."""
         if self._metadata is not None:
             self._submit(Direction.LOAD, self._metadata.loads)
 
@@ -76,28 +105,45 @@ class OffloadWorker:
             self._submit(Direction.STORE, self._metadata.stores)
 
     def poll(self) -> tuple[set[str], set[str]]:
-        """Requests whose loads have ended on this rank since the last call, and those among
-        them whose load failed. Notes every ended transfer for the report."""
+        """Requests whose loads have ended on this rank since the last call, or will soon, and
+        those among them whose load failed. Notes every ended transfer for the report.
+
+        A load is announced before its end if what is left of it takes no longer than vLLM
+        would take to schedule the request: ``bind`` makes compute wait for the rest.
+        """
         loaded: set[str] = set()
         failed: set[str] = set()
         if self._engine is None:
             return loaded, failed
         for completion in self._engine.poll(Direction.LOAD):
             self._note(Direction.LOAD, completion)
-            request_id = completion.transfer.request_id
-            assert request_id is not None
-            loaded.add(request_id)
+            if completion.transfer.id in self._announced:
+                self._announced.discard(completion.transfer.id)
+                if completion.error is not None:
+                    # The device broke while compute was waiting for the copy.
+                    raise RuntimeError("a load failed after it was announced") from completion.error
+                continue
+            loaded.add(_request_of(completion.transfer))
             if completion.error is not None:
-                failed.add(request_id)
+                failed.add(_request_of(completion.transfer))
+        if self._patience > 0:
+            for transfer in self._engine.nearly_done(Direction.LOAD, self._patience):
+                if transfer.id not in self._announced:
+                    self._announced.add(transfer.id)
+                    loaded.add(_request_of(transfer))
         for completion in self._engine.poll(Direction.STORE):
             self._note(Direction.STORE, completion)
         return loaded, failed
 
     def take_report(self) -> WorkerReport | None:
         """What has been noted since the last call; None when nothing."""
-        if not self._report.ended:  # a lane breaks by failing a transfer, so this misses none
+        if self._engine is None:
             return None
-        assert self._engine is not None
+        num_open = self.host_pool.num_open
+        if num_open != self._reported_open:
+            self._report.num_open[self._name] = self._reported_open = num_open
+        elif not self._report.ended:  # a lane breaks by failing a transfer, so this misses none
+            return None
         self._report.broken = self._engine.broken
         report, self._report = self._report, WorkerReport()
         return report
@@ -112,11 +158,20 @@ class OffloadWorker:
         """Finish the copies under way, join the threads, free the host memory. Safe to call
         twice, and before any KV cache has been registered."""
         if self._engine is not None:
+            self.host_pool.close()
             self._engine.close()
-            if not self._engine.stuck:
-                self.host_pool.close()
 
     # Details
+
+    def _set_patience(self, computes: bool) -> None:
+        """While nothing else runs, a load may be announced ``sync_load_ms`` before its end.
+        Otherwise other requests would wait with it, so no more than the steps that pass
+        anyway until the request's own comes."""
+        now = time.monotonic()
+        step_seconds, self._bound_at = now - self._bound_at, now
+        self._patience = self.config.sync_load_ms / 1e3
+        if computes:
+            self._patience = min(self._patience, _STEPS_TO_COMPUTE * step_seconds)
 
     def _submit(self, direction: Direction, transfers: list[Transfer]) -> None:
         """Submit what has not been submitted yet, however often a hook is called."""
@@ -124,9 +179,10 @@ class OffloadWorker:
         if not due:
             return
         assert self._engine is not None, "transfers before any KV cache was registered"
-        barrier = self._backend.barrier()
+        ordered = any(transfer.after_compute for transfer in due)
+        barrier = self._backend.barrier() if ordered else None
         for transfer in due:
-            self._engine.submit(direction, transfer, barrier)
+            self._engine.submit(direction, transfer, barrier if transfer.after_compute else None)
             self._last_submitted[direction] = transfer.id
 
     def _note(self, direction: Direction, completion: Completion) -> None:
@@ -141,3 +197,8 @@ class OffloadWorker:
                 len(completion.transfer.host_blocks),
                 completion.error,
             )
+
+
+def _request_of(load: Transfer) -> str:
+    assert load.request_id is not None, "a load belongs to a request"
+    return load.request_id

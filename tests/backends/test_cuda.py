@@ -1,43 +1,88 @@
 """CudaBackend on a GPU: every byte of every asked block, no other, in order."""
 
+import threading
 from collections.abc import Iterator
 
 import numpy as np
 import pytest
 import torch
 
-from simple_offload.backends import cuda
 from simple_offload.backends.base import Direction
-from simple_offload.backends.cuda import CudaBackend
+from simple_offload.backends.cuda import CopyPath, CudaBackend
+from simple_offload.backends.cuda_dma import copy_one_by_one
 from simple_offload.metadata import Transfer
 
 pytestmark = pytest.mark.gpu
 
 _LIMIT = 1 << 28  # bytes of one region
+_BUSY = 200_000_000  # cycles: the compute stream is busy for about 0.1 s
 
 
-@pytest.fixture(params=["batch", "one by one"])
+@pytest.fixture(params=["batch", "one by one", "kernel", "auto"])
 def backend(request: pytest.FixtureRequest) -> Iterator[CudaBackend]:
-    backend = CudaBackend()
+    path: CopyPath = request.param if request.param in ("kernel", "auto") else "dma"
+    backend = CudaBackend(path)
     if request.param == "one by one":
-        backend._submit = cuda._copy_one_by_one
+        backend._submit_dma = copy_one_by_one
     yield backend
     torch.cuda.synchronize()
     backend.close()
 
 
-def make_sides(
-    backend: CudaBackend, num_blocks: int, pages: tuple[int, ...]
-) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    device = [
-        torch.randint(-128, 128, (num_blocks, page), dtype=torch.int8, device="cuda")
-        for page in pages
-    ]
-    host = [backend.allocate_host(num_blocks, page) for page in pages]
-    for tensor in host:
-        tensor.random_(-128, 128)
-    backend.open(device, host)
-    return device, host
+class Sides:
+    """Random bytes on both sides; the host's blocks in ``num_chunks`` chunks."""
+
+    def __init__(
+        self, backend: CudaBackend, num_blocks: int, pages: tuple[int, ...], num_chunks: int = 1
+    ) -> None:
+        self.device = [
+            torch.randint(-128, 128, (num_blocks, page), dtype=torch.int8, device="cuda")
+            for page in pages
+        ]
+        backend.open(self.device)
+        self.chunks = []
+        per_chunk = -(-num_blocks // num_chunks)
+        for first in range(0, num_blocks, per_chunk):
+            count = min(per_chunk, num_blocks - first)
+            memory = backend.allocate_host(count * sum(pages)).random_(-128, 128)
+            parts = memory.split([count * page for page in pages])
+            self.chunks.append([part.view(count, -1) for part in parts])
+            backend.add_host_chunk(self.chunks[-1])
+
+    @property
+    def host(self) -> list[torch.Tensor]:
+        """The host's regions, copied together from their chunks."""
+        return [torch.cat(parts) for parts in zip(*self.chunks, strict=True)]
+
+    def fill_host(self, value: int) -> None:
+        for chunk in self.chunks:
+            for part in chunk:
+                part.fill_(value)
+
+    def expected(
+        self, direction: Direction, transfer: Transfer
+    ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """Device and host regions as they should be after ``transfer``."""
+        device, host = [region.cpu() for region in self.device], self.host
+        for d, h in zip(device, host, strict=True):
+            if direction is Direction.LOAD:
+                d[transfer.device_blocks] = h[transfer.host_blocks]
+            else:
+                h[transfer.host_blocks] = d[transfer.device_blocks]
+        return device, host
+
+    def copy_and_check(
+        self, backend: CudaBackend, direction: Direction, transfer: Transfer
+    ) -> None:
+        device, host = self.expected(direction, transfer)
+        backend.copy(direction, transfer, backend.barrier()).wait()
+        for wanted, now in zip((*device, *host), (*self.device, *self.host), strict=True):
+            assert torch.equal(now.cpu(), wanted)
+
+
+def scattered(num_blocks: int, count: int, seed: int = 1) -> Transfer:
+    sides = np.random.default_rng(seed)
+    return Transfer(0, sides.permutation(num_blocks)[:count], sides.permutation(num_blocks)[:count])
 
 
 @pytest.mark.parametrize("direction", list(Direction))
@@ -49,6 +94,7 @@ def make_sides(
         (4 << 10, 20_000),
         (1000, 333),  # no power of two
         (4097, 100),
+        (4100, 700),
         (16 << 10, 4096),
         (128 << 10, 512),
         (1 << 20, 64),
@@ -59,56 +105,16 @@ def test_blocks_and_nothing_else(
     backend: CudaBackend, direction: Direction, page: int, count: int
 ) -> None:
     num_blocks = min(2 * count + 3, max(count + 1, _LIMIT // page))
-    device, host = make_sides(backend, num_blocks, (page, 3 * page + 16))
-    device_blocks = np.random.default_rng(1).permutation(num_blocks)[:count]
-    host_blocks = np.random.default_rng(2).permutation(num_blocks)[:count]
-    wanted = [(d.cpu(), h.clone()) for d, h in zip(device, host, strict=True)]
-    for d, h in wanted:
-        if direction is Direction.LOAD:
-            d[device_blocks] = h[host_blocks]
-        else:
-            h[host_blocks] = d[device_blocks]
-    transfer = Transfer(0, device_blocks, host_blocks)
-    backend.copy(direction, transfer, backend.barrier()).wait()
-    for (d, h), now_d, now_h in zip(wanted, device, host, strict=True):
-        assert torch.equal(now_d.cpu(), d)
-        assert torch.equal(now_h, h)
+    sides = Sides(backend, num_blocks, (page, 3 * page + 16))
+    sides.copy_and_check(backend, direction, scattered(num_blocks, count))
 
 
-def test_a_store_waits_for_the_compute_that_fills_its_blocks(backend: CudaBackend) -> None:
-    device, host = make_sides(backend, 64, (1 << 20,))
-    blocks = np.arange(64)
-    host[0].zero_()
-    torch.cuda.synchronize()
-    torch.cuda._sleep(200_000_000)  # the compute stream is busy for about 0.1 s
-    device[0].fill_(5)
-    backend.copy(Direction.STORE, Transfer(0, blocks, blocks), backend.barrier()).wait()
-    assert bool((host[0] == 5).all())
-
-
-def test_without_its_barrier_a_store_reads_too_soon(backend: CudaBackend) -> None:
-    device, host = make_sides(backend, 64, (1 << 20,))
-    blocks = np.arange(64)
-    device[0].fill_(1)
-    torch.cuda.synchronize()
-    torch.cuda._sleep(2_000_000_000)
-    device[0].fill_(5)
-    backend.copy(Direction.STORE, Transfer(0, blocks, blocks), None).wait()
-    assert bool((host[0] == 1).all())
-
-
-def test_a_load_waits_for_the_compute_that_reads_its_blocks(backend: CudaBackend) -> None:
-    device, host = make_sides(backend, 64, (1 << 20,))
-    blocks = np.arange(64)
-    device[0].fill_(1)
-    host[0].fill_(9)
-    torch.cuda.synchronize()
-    torch.cuda._sleep(200_000_000)
-    read = device[0].clone()
-    backend.copy(Direction.LOAD, Transfer(0, blocks, blocks), backend.barrier()).wait()
-    torch.cuda.synchronize()
-    assert bool((read == 1).all())
-    assert bool((device[0] == 9).all())
+@pytest.mark.parametrize("direction", list(Direction))
+def test_runs_of_neighbours_across_chunks(backend: CudaBackend, direction: Direction) -> None:
+    sides = Sides(backend, 1000, (4096, 8192), num_chunks=7)
+    blocks = np.arange(100, 900)
+    sides.copy_and_check(backend, direction, Transfer(0, blocks, blocks + 50))
+    sides.copy_and_check(backend, direction, scattered(1000, 400))
 
 
 @pytest.mark.parametrize("direction", list(Direction))
@@ -119,18 +125,156 @@ def test_sizes_that_grow(
     backend: CudaBackend, direction: Direction, pages: tuple[int, ...]
 ) -> None:
     """What driver 580.159 copies wrongly unless the largest descriptors come first."""
-    device, host = make_sides(backend, 8_003, pages)
-    device_blocks = np.random.default_rng(3).permutation(8_003)[:4000]
-    host_blocks = np.random.default_rng(4).permutation(8_003)[:4000]
-    transfer = Transfer(0, device_blocks, host_blocks)
-    wanted = []
-    for d, h in zip(device, host, strict=True):
-        source, target = (h, d.cpu()) if direction is Direction.LOAD else (d.cpu(), h.clone())
-        if direction is Direction.LOAD:
-            target[device_blocks] = source[host_blocks]
-        else:
-            target[host_blocks] = source[device_blocks]
-        wanted.append(target)
-    backend.copy(direction, transfer, backend.barrier()).wait()
-    for target, d, h in zip(wanted, device, host, strict=True):
-        assert torch.equal(d.cpu() if direction is Direction.LOAD else h, target)
+    sides = Sides(backend, 8_003, pages)
+    sides.copy_and_check(backend, direction, scattered(8_003, 4000, seed=3))
+
+
+def test_a_store_waits_for_the_compute_that_fills_its_blocks(backend: CudaBackend) -> None:
+    sides = Sides(backend, 64, (1 << 20,))
+    blocks = np.arange(64)
+    sides.fill_host(0)
+    torch.cuda.synchronize()
+    torch.cuda._sleep(_BUSY)
+    sides.device[0].fill_(5)
+    backend.copy(Direction.STORE, Transfer(0, blocks, blocks), backend.barrier()).wait()
+    assert bool((sides.host[0] == 5).all())
+
+
+def test_without_its_barrier_a_store_reads_too_soon(backend: CudaBackend) -> None:
+    sides = Sides(backend, 64, (1 << 20,))
+    blocks = np.arange(64)
+    sides.device[0].fill_(1)
+    torch.cuda.synchronize()
+    torch.cuda._sleep(10 * _BUSY)
+    sides.device[0].fill_(5)
+    backend.copy(Direction.STORE, Transfer(0, blocks, blocks), None).wait()
+    assert bool((sides.host[0] == 1).all())
+
+
+def load_while_compute_reads(backend: CudaBackend, *, barrier: bool) -> tuple[bool, bool]:
+    """Whether compute that was queued before a load has read the old bytes, and whether the
+    load has put the new ones there."""
+    sides = Sides(backend, 64, (1 << 20,))
+    blocks = np.arange(64)
+    sides.device[0].fill_(1)
+    sides.fill_host(9)
+    torch.cuda.synchronize()
+    torch.cuda._sleep(10 * _BUSY)
+    read = sides.device[0].clone()
+    load = Transfer(0, blocks, blocks)
+    backend.copy(Direction.LOAD, load, backend.barrier() if barrier else None).wait()
+    torch.cuda.synchronize()
+    return bool((read == 1).all()), bool((sides.device[0] == 9).all())
+
+
+def test_a_load_waits_for_the_compute_that_reads_its_blocks(backend: CudaBackend) -> None:
+    assert load_while_compute_reads(backend, barrier=True) == (True, True)
+
+
+def test_without_its_barrier_a_load_overtakes_that_compute(backend: CudaBackend) -> None:
+    assert load_while_compute_reads(backend, barrier=False) == (False, True)
+
+
+def read_behind_a_load(backend: CudaBackend, *, hold: bool) -> bool:
+    """Whether compute that is queued while a load is under way reads all of its bytes."""
+    sides = Sides(backend, 512, (1 << 20,))
+    blocks = np.arange(512)
+    sides.device[0].fill_(1)
+    sides.fill_host(9)
+    read = torch.empty_like(sides.device[0])
+    torch.cuda.synchronize()
+    pending = backend.copy(Direction.LOAD, Transfer(0, blocks, blocks), backend.barrier())
+    assert not pending.done()
+    if hold:
+        pending.hold_compute()
+    read.copy_(sides.device[0])
+    torch.cuda.synchronize()
+    return bool((read == 9).all())
+
+
+def test_compute_that_is_held_reads_what_was_loaded(backend: CudaBackend) -> None:
+    assert read_behind_a_load(backend, hold=True)
+
+
+def test_compute_that_is_not_held_reads_too_soon(backend: CudaBackend) -> None:
+    assert not read_behind_a_load(backend, hold=False)
+
+
+def test_what_remains_of_a_copy_shrinks(backend: CudaBackend) -> None:
+    Sides(backend, 512, (1 << 20,))
+    blocks = np.arange(512)
+    torch.cuda.synchronize()
+    torch.cuda._sleep(10 * _BUSY)
+    pending = backend.copy(Direction.LOAD, Transfer(0, blocks, blocks), backend.barrier())
+    whole = pending.remaining_seconds()
+    assert whole > (512 << 20) / 200e9  # faster than any bus there is
+    pending.wait()
+    assert pending.done()
+    assert pending.remaining_seconds() <= whole
+    assert len(pending.parts) == 1
+
+
+def test_both_directions_at_once_from_threads(backend: CudaBackend) -> None:
+    """As the transfer engine does it: a thread each, the kernels' tables not shared."""
+    sides = Sides(backend, 4096, (8192, 512))
+    halves = np.arange(2048), np.arange(2048, 4096)
+    rng = np.random.default_rng(5)
+    transfers = {
+        Direction.LOAD: Transfer(0, rng.permutation(halves[0]), rng.permutation(halves[0])),
+        Direction.STORE: Transfer(1, rng.permutation(halves[1]), rng.permutation(halves[1])),
+    }
+    device = sides.expected(Direction.LOAD, transfers[Direction.LOAD])[0]
+    host = sides.expected(Direction.STORE, transfers[Direction.STORE])[1]
+    errors = []
+
+    def run(direction: Direction) -> None:
+        try:
+            backend.enter_thread(direction)
+            for _ in range(20):
+                backend.copy(direction, transfers[direction], None).wait()
+        except Exception as error:  # noqa: BLE001 - raised below, on the test's thread
+            errors.append(error)
+
+    torch.cuda.synchronize()
+    threads = [threading.Thread(target=run, args=(direction,)) for direction in Direction]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not errors
+    for wanted, now in zip((*device, *host), (*sides.device, *sides.host), strict=True):
+        assert torch.equal(now.cpu(), wanted)
+
+
+def test_blocks_that_are_not_open_are_refused(backend: CudaBackend) -> None:
+    Sides(backend, 8, (4096,))
+    blocks = np.array([8])
+    with pytest.raises(IndexError, match="host blocks 8 to 8; there are 8"):
+        backend.copy(Direction.LOAD, Transfer(0, np.array([0]), blocks), backend.barrier())
+
+
+def test_memory_is_pinned_while_a_graph_is_captured(backend: CudaBackend) -> None:
+    """vLLM captures its graphs while the tier is still being opened."""
+    tensor = torch.zeros(1 << 20, device="cuda")
+    graph = torch.cuda.CUDAGraph()
+    errors = []
+
+    def pin() -> None:
+        try:
+            backend.allocate_host(1 << 24)
+        except Exception as error:  # noqa: BLE001 - raised below, on the test's thread
+            errors.append(error)
+
+    with torch.cuda.graph(graph):
+        tensor += 1
+        thread = threading.Thread(target=pin)
+        thread.start()
+        thread.join()
+    graph.replay()
+    assert not errors
+    assert bool((tensor == 1).all())
+
+
+def test_memory_that_is_not_there(backend: CudaBackend) -> None:
+    with pytest.raises(MemoryError, match="GiB available"):
+        backend.allocate_host(1 << 50)

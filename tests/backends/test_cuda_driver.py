@@ -1,4 +1,4 @@
-"""How CudaBackend speaks to the driver, with a driver made of Python: no GPU needed."""
+"""How copies by DMA speak to the driver, with a driver made of Python: no GPU needed."""
 
 import ctypes
 import sys
@@ -8,9 +8,12 @@ from typing import Any, cast
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from simple_offload.backends import cuda
+from simple_offload.backends import cuda_dma
 from simple_offload.backends.base import Direction
+from simple_offload.backends.cuda_dma import CudaCopyError
 from simple_offload.backends.plan import Descriptors
 
 
@@ -100,26 +103,28 @@ PLAN = descriptors((100, 200, 16), (300, 400, 64), (500, 600, 32))
 
 
 def test_one_call_for_all_descriptors(driver: Driver) -> None:
-    submit = cuda._resolve_batch()
-    assert submit is not None
+    submit = cuda_dma.resolve_dma()
     submit(PLAN, Direction.LOAD, STREAM)
     submit(PLAN, Direction.STORE, STREAM)
     lists = ([100, 300, 500], [200, 400, 600], [16, 64, 32])
-    assert driver.calls == [(*lists, cuda._ANY_ORDER), (*lists, cuda._IN_STREAM_ORDER)]
+    assert driver.calls == [(*lists, cuda_dma._ANY_ORDER), (*lists, cuda_dma._IN_STREAM_ORDER)]
 
 
 def test_a_refusal_names_error_and_descriptor(driver: Driver) -> None:
-    submit = cuda._resolve_batch()
-    assert submit is not None
+    submit = cuda_dma.resolve_dma()
     driver.fails_at = 2
-    with pytest.raises(cuda.CudaCopyError, match="CUDA_ERROR_INVALID_VALUE at descriptor 2 of 3"):
+    with pytest.raises(CudaCopyError, match="CUDA_ERROR_INVALID_VALUE at descriptor 2 of 3"):
         submit(PLAN, Direction.LOAD, STREAM)
 
 
 def test_a_driver_without_batches(driver: Driver, caplog: pytest.LogCaptureFixture) -> None:
     driver.has_batch = False
-    assert cuda._resolve_batch() is None
-    cuda._copy_one_by_one(PLAN, Direction.LOAD, STREAM)
+    submit = cuda_dma.resolve_dma()
+    (record,) = caplog.records
+    assert record.levelname == "WARNING"
+    for part in ("no cuMemcpyBatchAsync", "CUDA_ERROR_NOT_FOUND", "one descriptor at a time"):
+        assert part in record.getMessage()
+    submit(PLAN, Direction.LOAD, STREAM)
     assert [call[:3] for call in driver.calls] == [
         ([100], [200], [16]),
         ([300], [400], [64]),
@@ -129,13 +134,35 @@ def test_a_driver_without_batches(driver: Driver, caplog: pytest.LogCaptureFixtu
 
 def test_a_refused_single_copy_names_its_descriptor(driver: Driver) -> None:
     driver.fails_at = 1
-    with pytest.raises(cuda.CudaCopyError, match="INVALID_VALUE at descriptor 1 of 3"):
-        cuda._copy_one_by_one(PLAN, Direction.LOAD, STREAM)
+    with pytest.raises(CudaCopyError, match="INVALID_VALUE at descriptor 1 of 3"):
+        cuda_dma.copy_one_by_one(PLAN, Direction.LOAD, STREAM)
 
 
 def test_largest_first() -> None:
-    assert [part.tolist() for part in cuda.largest_first(PLAN)] == [
+    assert [part.tolist() for part in cuda_dma.largest_first(PLAN)] == [
         [300, 500, 100],
         [400, 600, 200],
         [64, 32, 16],
     ]
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [
+        descriptors((1, 2, 64), (3, 4, 64), (5, 6, 16)),
+        descriptors((1, 2, 16)),
+        Descriptors(*(np.empty(0, np.uint64) for _ in range(3))),
+    ],
+    ids=["equal sizes", "one", "none"],
+)
+def test_what_is_in_order_stays_as_it_is(plan: Descriptors) -> None:
+    assert cuda_dma.largest_first(plan) is plan
+
+
+@given(st.lists(st.tuples(*[st.integers(0, 2**63 - 1)] * 2, st.integers(1, 9)), min_size=1))
+def test_the_same_copies_by_descending_size(rows: list[tuple[int, int, int]]) -> None:
+    ordered = cuda_dma.largest_first(descriptors(*rows))
+    again = list(zip(*(part.tolist() for part in ordered), strict=True))
+    assert sorted(again) == sorted(rows)
+    assert [row[2] for row in again] == sorted((row[2] for row in rows), reverse=True)
+    assert all(part.flags.c_contiguous for part in ordered)  # the driver is given addresses

@@ -41,7 +41,11 @@ class Bench:
         self.forms = forms
         self.device_memory: list[Bytes] = []
         device, host = [], []
-        for form in forms:
+        memory_of_host = self.backend.allocate_host(
+            num_host_blocks * sum(form.page for form in forms)
+        )
+        parts = memory_of_host.split([num_host_blocks * form.page for form in forms])
+        for form, part in zip(forms, parts, strict=True):
             stride = form.page + form.gap
             memory = noise.integers(
                 -128, 128, form.in_front + num_device_blocks * stride, dtype=np.int8
@@ -49,10 +53,11 @@ class Bench:
             self.device_memory.append(memory)
             rows = torch.from_numpy(memory)[form.in_front :].view(num_device_blocks, stride)
             device.append(rows[:, : form.page])
-            host.append(self.backend.allocate_host(num_host_blocks, form.page))
+            host.append(part.view(num_host_blocks, form.page))
             host[-1].copy_(torch.from_numpy(noise.integers(-128, 128, host[-1].shape, np.int8)))
         self.host_memory: list[Bytes] = [region.numpy() for region in host]
-        self.backend.open(device, host)
+        self.backend.open(device)
+        self.backend.add_host_chunk(host)
 
     def snapshot(self) -> tuple[list[Bytes], list[Bytes]]:
         return [m.copy() for m in self.device_memory], [m.copy() for m in self.host_memory]
@@ -147,18 +152,26 @@ def test_a_block_outside_the_regions(
     bench.expect(before, direction, [])
 
 
-def test_host_regions_are_as_large_as_asked() -> None:
-    region = HostBackend().allocate_host(5, 24)
-    assert region.shape == (5, 24)
-    assert region.dtype == torch.int8
-    assert region.is_contiguous()
-    assert region.untyped_storage().nbytes() == 5 * 24
+@pytest.mark.parametrize("num_bytes", [0, 1, 5 * 24])
+def test_host_memory_is_as_large_as_asked(num_bytes: int) -> None:
+    memory = HostBackend().allocate_host(num_bytes)
+    assert (memory.shape, memory.dtype) == ((num_bytes,), torch.int8)
+    assert memory.untyped_storage().nbytes() == num_bytes
+
+
+def test_all_host_memory_is_one_chunk() -> None:
+    """Nobody pins it, so there is nothing to wait for."""
+    assert HostBackend.chunk_bytes > 2**60
+    bench = Bench([Form(16)], 2, 2)
+    with pytest.raises(AssertionError, match="as large as asked for"):
+        bench.backend.add_host_chunk([torch.zeros((2, 16), dtype=torch.int8)])
 
 
 def test_closing_lets_go_of_memory() -> None:
     backend = HostBackend()
     memory = [np.zeros((2, 16), dtype=np.int8) for _ in range(2)]
-    backend.open([torch.from_numpy(memory[0])], [torch.from_numpy(memory[1])])
+    backend.open([torch.from_numpy(memory[0])])
+    backend.add_host_chunk([torch.from_numpy(memory[1])])
     held = [weakref.ref(array) for array in memory]
     memory.clear()
     assert all(ref() is not None for ref in held)

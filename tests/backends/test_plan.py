@@ -1,6 +1,7 @@
 """Copy descriptors."""
 
 import random
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -8,69 +9,200 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from simple_offload.backends.plan import Regions, plan_copies
+from simple_offload.backends.plan import Descriptors, Regions, plan_copies
 
 _PAGES = (8, 24)
 _NUM_BLOCKS = 40
+_ORIGINS = (100_000, 500_000)
 
 
-def regions_at(*bases: int) -> Regions:
-    return Regions(np.array(bases, np.uint64), np.array(_PAGES, np.uint64))
+class Side:
+    """Memory without a gap: chunk after chunk, and in each region after region. So what a
+    descriptor must not do, to run on into the next chunk, would reach the right bytes."""
+
+    def __init__(self, origin: int, chunk_blocks: int = _NUM_BLOCKS) -> None:
+        self.chunk_blocks = chunk_blocks
+        self.where: dict[tuple[int, int], int] = {}
+        """By region and block, the address of the page: the naive model."""
+        bases: list[list[int]] = [[] for _ in _PAGES]
+        for first in range(0, _NUM_BLOCKS, chunk_blocks):
+            blocks = range(first, min(first + chunk_blocks, _NUM_BLOCKS))
+            for region, page in enumerate(_PAGES):
+                bases[region].append(origin)
+                for block in blocks:
+                    self.where[region, block] = origin
+                    origin += page
+        self.regions = Regions(
+            np.array(bases, np.uint64), np.array(_PAGES, np.uint64), chunk_blocks, _NUM_BLOCKS
+        )
+
+    def chunk_of(self, block: int) -> int:
+        return block // self.chunk_blocks
 
 
-@given(
-    st.lists(st.integers(0, _NUM_BLOCKS - 1), unique=True, max_size=_NUM_BLOCKS),
-    st.randoms(use_true_random=False),
-)
-def test_every_byte_of_every_pair_and_no_other(sources: list[int], rng: random.Random) -> None:
-    destinations = list(range(_NUM_BLOCKS))
-    rng.shuffle(destinations)
-    pairs = dict(zip(destinations, sources, strict=False))
-    plan = plan_copies(
-        regions_at(1_000, 50_000),
-        regions_at(100_000, 200_000),
+def rows(plan: Descriptors) -> list[tuple[int, int, int]]:
+    """Destination, source, bytes."""
+    return list(zip(*(part.tolist() for part in plan), strict=True))
+
+
+def plan_pairs(source: Side, destination: Side, pairs: dict[int, int]) -> Descriptors:
+    """``pairs``: the source block by destination block."""
+    return plan_copies(
+        source.regions,
+        destination.regions,
         np.array(list(pairs.values()), np.int64),
         np.array(list(pairs), np.int64),
     )
+
+
+SIDES = st.tuples(*[st.integers(1, _NUM_BLOCKS + 3)] * 2)
+"""Blocks of a chunk, of either side."""
+SOURCES = st.lists(st.integers(0, _NUM_BLOCKS - 1), unique=True, max_size=_NUM_BLOCKS)
+
+
+@given(SIDES, SOURCES, st.booleans(), st.randoms(use_true_random=False))
+def test_every_byte_of_every_pair_and_no_other(
+    chunk_blocks: tuple[int, int], sources: list[int], mixed: bool, rng: random.Random
+) -> None:
+    source, destination = (
+        Side(origin, blocks) for origin, blocks in zip(_ORIGINS, chunk_blocks, strict=True)
+    )
+    destinations = list(range(_NUM_BLOCKS))
+    if mixed:
+        rng.shuffle(destinations)
+    else:  # many neighbours
+        sources.sort()
+    pairs = dict(zip(destinations, sources, strict=False))
     copied = {}
-    for destination, source, size in zip(*(part.tolist() for part in plan), strict=True):
+    for to, of, size in rows(plan_pairs(source, destination, pairs)):
         for offset in range(size):
-            assert destination + offset not in copied
-            copied[destination + offset] = source + offset
-    expected = {}
-    for (source_base, destination_base), page in zip(
-        ((1_000, 100_000), (50_000, 200_000)), _PAGES, strict=True
-    ):
-        for destination, source in pairs.items():
-            for offset in range(page):
-                expected[destination_base + destination * page + offset] = (
-                    source_base + source * page + offset
-                )
-    assert copied == expected
+            assert to + offset not in copied
+            copied[to + offset] = of + offset
+    assert copied == {
+        destination.where[region, to] + offset: source.where[region, of] + offset
+        for region, page in enumerate(_PAGES)
+        for to, of in pairs.items()
+        for offset in range(page)
+    }
+
+
+@given(SIDES, SOURCES, st.integers(0, _NUM_BLOCKS), st.integers(0, 3))
+def test_neighbours_within_a_chunk_become_one_and_no_others(
+    chunk_blocks: tuple[int, int], sources: list[int], shift: int, num_swaps: int
+) -> None:
+    """Two chunks may be neighbours in memory, but are pinned one by one."""
+    source, destination = (
+        Side(origin, blocks) for origin, blocks in zip(_ORIGINS, chunk_blocks, strict=True)
+    )
+    sources = sorted(sources)
+    destinations = [(block + shift) % _NUM_BLOCKS for block in sources]
+    for index in range(min(num_swaps, len(destinations) - 1)):
+        destinations[index], destinations[-1] = destinations[-1], destinations[index]
+    runs: list[list[tuple[int, int]]] = []  # of pairs that one descriptor has to cover
+    for pair in zip(sources, destinations, strict=True):
+        if runs and all(
+            block == before + 1 and side.chunk_of(block) == side.chunk_of(before)
+            for side, block, before in zip((source, destination), pair, runs[-1][-1], strict=True)
+        ):
+            runs[-1].append(pair)
+        else:
+            runs.append([pair])
+    plan = plan_pairs(source, destination, dict(zip(destinations, sources, strict=True)))
+    assert sorted(rows(plan)) == sorted(
+        (destination.where[region, run[0][1]], source.where[region, run[0][0]], page * len(run))
+        for region, page in enumerate(_PAGES)
+        for run in runs
+    )
 
 
 def test_neighbours_on_both_sides_become_one() -> None:
-    plan = plan_copies(
-        regions_at(0, 1_000),
-        regions_at(0, 1_000),
-        np.array([5, 6, 7, 9, 10, 3]),
-        np.array([1, 2, 3, 4, 9, 20]),
-    )
+    source, destination = Side(0), Side(10_000)
+    pairs = {1: 5, 2: 6, 3: 7, 4: 9, 9: 10, 20: 3}
+    plan = plan_pairs(source, destination, pairs)
     assert plan.sizes.tolist() == [8, 24, 8, 8, 24, 72, 24, 24]
 
 
+@pytest.mark.parametrize(
+    ("chunks", "sizes"), [((40, 40), [48]), ((3, 40), [8, 24, 16]), ((40, 4), [24, 24])]
+)
+def test_a_run_ends_with_its_chunk(chunks: tuple[int, int], sizes: list[int]) -> None:
+    source, destination = Side(0, chunks[0]), Side(10_000, chunks[1])
+    plan = plan_pairs(source, destination, {block - 1: block for block in range(2, 8)})
+    assert plan.sizes[: len(sizes)].tolist() == sizes  # of the first region
+    assert len(plan.sizes) == 2 * len(sizes)
+
+
 def test_nothing_to_copy() -> None:
+    assert rows(plan_pairs(Side(0), Side(10_000), {})) == []
+
+
+def test_descriptors_that_are_taken_have_arrays_of_their_own() -> None:
+    """The driver is given addresses of dense arrays."""
+    plan = Descriptors(*(np.arange(start, start + 4, dtype=np.uint64) for start in (0, 10, 20)))
+    for chosen in (np.array([3, 1]), np.array([False, True, False, True])):
+        taken = plan.take(chosen)
+        assert sorted(rows(taken)) == [(1, 11, 21), (3, 13, 23)]
+        assert all(part.flags.c_contiguous and part.base is None for part in taken)
+
+
+# Where regions lie
+
+
+def tensors(num_blocks: int, *pages: int) -> list[torch.Tensor]:
+    return [torch.zeros((num_blocks, page), dtype=torch.int8) for page in pages]
+
+
+def test_regions_in_one_chunk() -> None:
+    device = tensors(3, 16, 8)
+    regions = Regions.of(device)
+    assert regions.bases.tolist() == [[tensor.data_ptr()] for tensor in device]
+    assert regions.pages.tolist() == [16, 8]
+    assert (regions.chunk_blocks, regions.num_blocks) == (3, 3)
+    blocks = np.array([2, 0])
+    assert regions.addresses(blocks).tolist() == [
+        [tensor.data_ptr() + 2 * tensor.shape[1], tensor.data_ptr()] for tensor in device
+    ]
+
+
+def test_regions_in_chunks() -> None:
+    chunks = [tensors(count, 16, 8) for count in (3, 3, 2)]
+    regions = Regions.of_chunks(chunks)
+    assert (regions.chunk_blocks, regions.num_blocks) == (3, 8)
+    assert regions.addresses(np.arange(8)).tolist() == [
+        [chunk[region][row].data_ptr() for chunk in chunks for row in range(len(chunk[region]))]
+        for region in range(2)
+    ]
+
+
+@pytest.mark.parametrize("lengths", [(3, 2, 3), (2, 3), (3, 3, 4)], ids=str)
+def test_only_the_last_chunk_may_be_smaller(lengths: tuple[int, ...]) -> None:
+    with pytest.raises(ValueError, match="only the last may be smaller"):
+        Regions.of_chunks([tensors(length, 16) for length in lengths])
+
+
+def test_no_regions() -> None:
+    regions = Regions.of([])
+    assert (regions.num_blocks, len(regions.pages)) == (0, 0)
     nothing = np.array([], np.int64)
-    assert len(plan_copies(regions_at(0, 1), regions_at(0, 1), nothing, nothing).sizes) == 0
+    assert rows(plan_copies(regions, regions, nothing, nothing)) == []
 
 
-def test_regions_know_addresses_and_pages() -> None:
-    tensor = torch.zeros((3, 16), dtype=torch.int8)
-    regions = Regions.of([tensor])
-    assert regions.bases.tolist() == [tensor.data_ptr()]
-    assert regions.pages.tolist() == [16]
-
-
-def test_a_region_with_gaps_is_refused() -> None:
+@pytest.mark.parametrize("chunk", [0, 1])
+def test_a_region_with_gaps_is_refused(chunk: int) -> None:
+    chunks = [tensors(3, 16), tensors(3, 16)]
+    chunks[chunk] = [torch.zeros((3, 32), dtype=torch.int8)[:, :16]]
     with pytest.raises(ValueError, match="not dense"):
-        Regions.of([torch.zeros((3, 16), dtype=torch.int8)[:, :8]])
+        Regions.of_chunks(chunks)
+
+
+def test_runs_of_blocks_are_found_in_any_order() -> None:
+    """The pairs need not come sorted."""
+    source, destination = Side(0), Side(10_000)
+    pairs = list(zip(range(10, 20), range(30, 40), strict=True))
+    random.Random(3).shuffle(pairs)
+    assert any(before > after for before, after in pairwise(pairs))
+    plan = plan_pairs(source, destination, dict(pairs))
+    assert rows(plan) == [
+        (destination.where[region, 10], source.where[region, 30], 10 * page)
+        for region, page in enumerate(_PAGES)
+    ]

@@ -43,6 +43,39 @@ def test_out_of_reach(platform: SimpleNamespace, device_type: str, name: Backend
     assert f"'auto' or {allowed!r}" in message
 
 
+@pytest.mark.usefixtures("platform")
+@pytest.mark.parametrize("copy_path", ["dma", "kernel"])
+@pytest.mark.parametrize("name", ["auto", "host"])
+def test_on_cpu_there_is_one_way_to_copy(name: BackendName, copy_path: str) -> None:
+    assert isinstance(make_backend(name, "auto"), HostBackend)
+    with pytest.raises(ConfigError) as caught:
+        make_backend(name, copy_path)
+    for part in (f"copy_path={copy_path!r}", "Allowed: 'auto'"):
+        assert part in str(caught.value)
+
+
+def test_a_backend_out_of_reach_comes_before_its_copy_path(platform: SimpleNamespace) -> None:
+    with pytest.raises(ConfigError, match="backend='cuda'"):
+        make_backend("cuda", "kernel")
+
+
+@pytest.mark.parametrize("copy_path", ["auto", "dma", "kernel"])
+def test_on_cuda_the_copy_path_is_passed_on(
+    platform: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, copy_path: str
+) -> None:
+    platform.device_type, platform.is_cuda = "cuda", lambda: True
+    asked: list[str] = []
+    monkeypatch.setattr("simple_offload.backends.cuda.CudaBackend", asked.append)
+    make_backend("auto", copy_path)
+    assert asked == [copy_path]
+
+
+def test_not_every_cuda_is_nvidia_s(platform: SimpleNamespace) -> None:
+    platform.device_type, platform.is_cuda = "cuda", lambda: False
+    with pytest.raises(ConfigError, match="no backend for vLLM's 'cuda' platform"):
+        make_backend("auto")
+
+
 def test_a_platform_without_a_backend(platform: SimpleNamespace) -> None:
     platform.device_type = "xpu"
     with pytest.raises(ConfigError) as caught:

@@ -1,6 +1,7 @@
 """FaultyBackend: a real backend, some of whose copies go wrong."""
 
 import logging
+import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -23,6 +24,7 @@ class FaultyBackend:
 
     def __init__(self, inner: CopyBackend, plan: FaultPlan) -> None:
         self._inner = inner
+        self.chunk_bytes = inner.chunk_bytes
         self.injected: Counter[str] = Counter()
         """How often what has happened: "load fail", "store kill", ..."""
         self._late: list[_Late] = []
@@ -39,11 +41,14 @@ class FaultyBackend:
         # Each direction has a thread of its own, which is alone in writing its number.
         self.num_copies = dict.fromkeys(Direction, 0)
 
-    def allocate_host(self, num_blocks: int, page_bytes: int) -> torch.Tensor:
-        return self._inner.allocate_host(num_blocks, page_bytes)
+    def allocate_host(self, num_bytes: int) -> torch.Tensor:
+        return self._inner.allocate_host(num_bytes)
 
-    def open(self, device: Sequence[torch.Tensor], host: Sequence[torch.Tensor]) -> None:
-        self._inner.open(device, host)
+    def open(self, device: Sequence[torch.Tensor]) -> None:
+        self._inner.open(device)
+
+    def add_host_chunk(self, regions: Sequence[torch.Tensor]) -> None:
+        self._inner.add_host_chunk(regions)
 
     def barrier(self) -> Barrier | None:
         return self._inner.barrier()
@@ -91,6 +96,14 @@ class _Late:
             return False
         self.wait()
         return True
+
+    def remaining_seconds(self) -> float:
+        """Nobody knows, since the copy is made only when its end is seen."""
+        return math.inf
+
+    def hold_compute(self) -> None:
+        """Only announced copies are waited for, and this one is announced by nobody."""
+        assert self.ended, "compute is to wait for a copy that it would wait for in vain"
 
     def wait(self) -> None:
         if self.ended:

@@ -6,10 +6,11 @@ from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import sha256
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher
+from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.request import Request
 
 from simple_offload.backends.base import Direction
-from simple_offload.metadata import Transfer
+from simple_offload.metadata import StepMetadata, Transfer
 from simple_offload.scheduler.cpu_tier import CpuTier
 from simple_offload.scheduler.manager import OffloadScheduler
 from tests.simulation.world import Shape, World
@@ -38,6 +39,19 @@ def make_request(
         cache_salt=salt,
         block_hasher=get_request_block_hasher(4, sha256),
     )
+
+
+def record_steps(driver: "Driver") -> list[StepMetadata]:
+    """What the connector sends down from now on; the list grows."""
+    steps: list[StepMetadata] = []
+    build = driver.scheduler.build_connector_meta
+
+    def build_and_note(scheduler_output: SchedulerOutput) -> StepMetadata:
+        steps.append(build(scheduler_output))
+        return steps[-1]
+
+    driver.scheduler.build_connector_meta = build_and_note  # type: ignore[method-assign]
+    return steps
 
 
 class Driver:
@@ -100,6 +114,11 @@ class Driver:
             assert device.compute_one(), f"rank {rank} has no {direction.value} to run"
         num_blocks = len(device.copies[direction][0].transfer.host_blocks)
         device.copy_one(direction, num_blocks - 1 if fail else None)
+
+    def announce(self, direction: Direction = LOAD, rank: int = 0) -> None:
+        """Let every copy that a rank has been given say that it will end at once."""
+        for copy in self.world.ranks[rank].device.copies[direction]:
+            copy.nearly_done = True
 
     def copy_all(self) -> None:
         """Run all copies of all ranks."""

@@ -14,6 +14,7 @@ from tests.scheduler.tiers import (
     leave,
     make_tier,
     names,
+    prefixes,
     snapshot,
     store,
 )
@@ -129,8 +130,7 @@ def test_allocation_stops_when_everything_is_pinned() -> None:
     store(tier, "abc")
     tier.pin(blocks(tier, "abc"))
     before = snapshot(tier)
-    assert tier.allocate(None) is None
-    assert tier.allocate(key("abc")) is None
+    assert tier.allocate(1) == tier.allocate(5) == tier.allocate(1, {key("abc")}) == []
     assert snapshot(tier) == before
 
 
@@ -138,9 +138,89 @@ def test_a_chain_that_fills_the_tier_does_not_eat_itself() -> None:
     tier = make_tier(4)
     store(tier, "abcd")
     before = snapshot(tier)
-    assert tier.allocate(key("abcd")) is None
+    assert tier.allocate(1, {key("abcd")}) == []
     assert snapshot(tier) == before
     begin(tier, "x")  # another chain may
+    assert contents(tier) == {"a", "ab", "abc"}
+
+
+@pytest.mark.parametrize("count", [0, 1, 2, 3, 4, 5, 9])
+def test_as_many_blocks_as_there_is_room_for(count: int) -> None:
+    """Empty ones first, then the least recently used."""
+    tier = make_tier(5)
+    store(tier, "abc")
+    allocated = tier.allocate(count)
+    assert len(allocated) == min(count, 5)
+    assert [new.ref_cnt for new in allocated] == [1] * len(allocated)
+    assert names(allocated) == [""] * len(allocated)
+    assert contents(tier) == set(prefixes("abc")[: 3 - max(0, len(allocated) - 2)])
+    tier.check_integrity()
+
+
+def test_allocation_stops_at_what_is_to_be_kept() -> None:
+    tier = make_tier(6)
+    store(tier, "xy", "abc")
+    allocated = tier.allocate(6, {key("ab"), key("abc")})
+    assert len(allocated) == 3  # the empty one, "xy" and "x"
+    assert contents(tier) == {"a", "ab", "abc"}
+    assert tier.allocate(1, {key("abc")}) == []
+    assert len(tier.allocate(6, {key("ab")})) == 1
+    assert contents(tier) == {"a", "ab"}
+    tier.check_integrity()
+
+
+# Growing
+
+
+def test_new_blocks_are_the_next_to_be_allocated_lowest_first() -> None:
+    tier = make_tier(4)
+    store(tier, "abc")
+    tier.grow(9)
+    assert (tier.num_blocks, tier.pool.num_gpu_blocks) == (9, 9)
+    assert tier.pool.get_num_free_blocks() == 8
+    tier.check_integrity()
+    new = [begin(tier, "x" * length) for length in range(1, 5)]
+    assert [block.block_id for block in new] == [5, 6, 7, 8]
+    assert contents(tier) == {"a", "ab", "abc"}
+
+
+def test_growing_forgets_and_lets_go_of_nothing() -> None:
+    tier = make_tier(4)
+    store(tier, "abcd")
+    pinned = blocks(tier, "ab")
+    tier.pin(pinned)
+    version = tier.version
+    assert tier.allocate(1, {key("abcd")}) == []
+    tier.grow(7)
+    assert tier.version == version  # a lookup finds what it found
+    assert contents(tier) == {"a", "ab", "abc", "abcd"}
+    assert [held.ref_cnt for held in pinned] == [1, 1]
+    store(tier, "abcdef")
+    tier.unpin(pinned)
+    tier.check_integrity()
+    assert leave(tier) == ["abcdef", "abcde", "abcd", "abc", "ab", "a"]
+
+
+@pytest.mark.parametrize("num_blocks", [0, 1, 4, 5])
+def test_a_tier_does_not_shrink(num_blocks: int) -> None:
+    tier = make_tier(4)
+    store(tier, "ab")
+    before = snapshot(tier)
+    tier.grow(num_blocks)
+    assert snapshot(tier) == before
+    assert tier.num_blocks == 5
+    tier.check_integrity()
+
+
+def test_a_tier_may_begin_with_nothing() -> None:
+    tier = make_tier(0)
+    assert (tier.num_blocks, tier.pool.get_num_free_blocks()) == (1, 0)
+    assert tier.lookup(hashes("abc"), 0, 100).num_tokens == 0
+    assert tier.allocate(1) == []
+    tier.reset()
+    tier.check_integrity()
+    tier.grow(4)
+    store(tier, "abc")
     assert contents(tier) == {"a", "ab", "abc"}
 
 
@@ -165,7 +245,7 @@ def test_an_orphan_is_not_kept() -> None:
     assert contents(tier) == {"a"}
     assert (filled.ref_cnt, filled.block_hash) == (0, None)
     tier.check_integrity()
-    assert tier.allocate(None) is filled  # it is the first to be used again
+    assert tier.allocate(1) == [filled]  # it is the first to be used again
     assert contents(tier) == {"a"}
 
 
@@ -187,7 +267,7 @@ def test_a_key_is_held_once() -> None:
     assert block(tier, "a") is first
     assert (second.ref_cnt, second.block_hash) == (0, None)
     tier.check_integrity()
-    assert tier.allocate(None) is second
+    assert tier.allocate(1) == [second]
 
 
 def test_groups_do_not_find_each_others_blocks() -> None:
@@ -227,7 +307,7 @@ def test_dropped_blocks_stay_as_long_as_they_are_pinned() -> None:
     tier.check_integrity()
     new = begin(tier, "x")
     assert new not in pinned
-    assert tier.allocate(None) is None
+    assert tier.allocate(1) == []
     tier.unpin(pinned)
     tier.check_integrity()
     assert {begin(tier, "y").block_id, begin(tier, "z").block_id} == {

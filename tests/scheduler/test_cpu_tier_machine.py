@@ -10,6 +10,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from vllm.v1.core.kv_cache_utils import KVCacheBlock
 
 from tests.scheduler.tiers import (
+    allocate,
     begin,
     block,
     commit,
@@ -17,11 +18,11 @@ from tests.scheduler.tiers import (
     hashes,
     key,
     make_tier,
-    parent_of,
     prefixes,
 )
 
-_NUM_BLOCKS = 6
+_NUM_BLOCKS = 3
+_MOST_BLOCKS = 8
 chains = st.text("ab", min_size=1, max_size=5)
 
 
@@ -45,6 +46,7 @@ class Tier(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.tier = make_tier(_NUM_BLOCKS)
+        self.num_blocks = _NUM_BLOCKS
         self.kept: dict[str, int] = {}
         """What can be found, and the block that holds it."""
         self.ages: dict[str, int] = {}
@@ -67,7 +69,7 @@ class Tier(RuleBasedStateMachine):
         if self.num_empty() == 0:
             victims = self.next_to_leave()
         if name[:-1] in victims or not self.num_empty() | len(victims):
-            assert self.tier.allocate(parent_of(name)) is None
+            assert allocate(self.tier, name[:-1]) is None
             return
         self.filling.append(_Filling(begin(self.tier, name), name))
         left = set(self.kept) - contents(self.tier)
@@ -125,6 +127,12 @@ class Tier(RuleBasedStateMachine):
             self.tier.drop([block(self.tier, name)])
             self.forget(*(kept for kept in self.kept if kept.startswith(name)))
 
+    @precondition(lambda self: self.num_blocks < _MOST_BLOCKS)
+    @rule(more=st.integers(0, 2))
+    def grow(self, more: int) -> None:
+        self.num_blocks += more
+        self.tier.grow(self.num_blocks + 1)  # with the null block
+
     @rule()
     def reset(self) -> None:
         self.tier.reset()
@@ -142,7 +150,7 @@ class Tier(RuleBasedStateMachine):
 
     def num_empty(self) -> int:
         """Blocks that nobody holds and that hold nothing."""
-        return _NUM_BLOCKS - len({*self.num_references(), *self.kept.values()})
+        return self.num_blocks - len({*self.num_references(), *self.kept.values()})
 
     def next_to_leave(self) -> set[str]:
         """The tails among what was let go of the longest ago."""
@@ -179,7 +187,7 @@ class Tier(RuleBasedStateMachine):
     @invariant()
     def references_are_as_given(self) -> None:
         references = self.num_references()
-        assert self.tier.pool.get_num_free_blocks() == _NUM_BLOCKS - len(references)
+        assert self.tier.pool.get_num_free_blocks() == self.num_blocks - len(references)
         for held in self.tier.pool.blocks[1:]:
             assert held.ref_cnt == references[held.block_id]
 
@@ -190,7 +198,7 @@ class Tier(RuleBasedStateMachine):
         for hold in self.holds:
             self.tier.unpin(hold.blocks)
         self.tier.check_integrity()
-        assert self.tier.pool.get_num_free_blocks() == _NUM_BLOCKS
+        assert self.tier.pool.get_num_free_blocks() == self.num_blocks
         self.tier.reset()
         assert contents(self.tier) == set()
         assert self.tier._parents == {}

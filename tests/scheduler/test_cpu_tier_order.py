@@ -134,18 +134,6 @@ def test_refresh_of_what_is_not_there() -> None:
     assert leave(tier) == [*tail_first("abc"), *tail_first("xyz")]
 
 
-def test_refresh_of_a_window_that_has_no_beginning() -> None:
-    """Blocks that a window left behind may never have been stored; the others are as good."""
-    tier = make_tier(4, windows=(0, 8))
-    for name in ("abc", "abcd", "x", "xy"):
-        assert commit(tier, begin(tier, name, group=1), name, group=1)
-    tier.refresh(key(name, group=1) for name in prefixes("abcd"))
-    tier.check_integrity()
-    begin(tier, "p")
-    begin(tier, "pq")
-    assert contents(tier, group=1) == {"abc", "abcd"}
-
-
 def test_refresh_of_what_is_pinned() -> None:
     tier = make_tier(6)
     store(tier, "abc", "xyz")

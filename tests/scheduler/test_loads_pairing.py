@@ -66,7 +66,7 @@ def test_what_the_window_does_not_reach_is_not_loaded(bench: Bench) -> None:
     tables = bench.tables("xxxx", "..xx")
     bench.plan(request, tables, 4)
     bench.loads.check_integrity()
-    (load,) = bench.loads.submit()
+    (load,) = bench.loads.submit(lambda blocks: False)
     device = [held.block_id for held in (*tables[0], *tables[1][2:])]
     host = [*blocks(bench.tier, "abcd"), *blocks(bench.tier, "abcd", group=1)[2:]]
     assert load.device_blocks.tolist() == device
@@ -85,7 +85,7 @@ def test_the_device_prefix_is_not_loaded(bench: Bench) -> None:
     assert bench.lookup(request, num_computed_blocks=3) == 1
     tables = bench.tables("xxxx", "..xx")
     bench.plan(request, tables, 1)
-    (load,) = bench.loads.submit()
+    (load,) = bench.loads.submit(lambda blocks: False)
     assert load.device_blocks.tolist() == [tables[0][3].block_id, tables[1][3].block_id]
     loaded = [bench.tier.pool.blocks[block_id] for block_id in load.host_blocks.tolist()]
     assert names(loaded[:1]) == names(loaded[1:], group=1) == ["abcd"]
@@ -96,7 +96,7 @@ def test_blocks_behind_the_hit_are_left_alone(bench: Bench) -> None:
     assert bench.lookup(request) == 4
     tables = bench.tables("xxxxxx", "..xxxx")
     bench.plan(request, tables, 4)
-    (load,) = bench.loads.submit()
+    (load,) = bench.loads.submit(lambda blocks: False)
     assert len(load.device_blocks) == 6
 
 
@@ -105,7 +105,7 @@ def test_vllm_may_take_less_than_it_was_offered(bench: Bench) -> None:
     assert bench.lookup(request) == 4
     tables = bench.tables("xxxx", ".xxx")
     bench.plan(request, tables, 3)
-    (load,) = bench.loads.submit()
+    (load,) = bench.loads.submit(lambda blocks: False)
     host = [*blocks(bench.tier, "abc"), *blocks(bench.tier, "abc", group=1)[1:]]
     assert load.host_blocks.tolist() == [held.block_id for held in host]
     assert all(held.ref_cnt > 0 for held in host)
@@ -159,7 +159,7 @@ def test_a_load_frees_what_nobody_else_holds(bench: Bench) -> None:
     bench.lookup(request)
     tables = bench.tables("xxxx", "..xx")
     bench.plan(request, tables, 4)
-    bench.loads.submit()
+    bench.loads.submit(lambda blocks: False)
     assert not bench.loads.frees_device_blocks()  # the request has them
     bench.pool.free_blocks(tables[0][3:])
     assert bench.loads.frees_device_blocks()
@@ -171,7 +171,7 @@ def test_device_blocks_leave_tail_first_after_a_load(bench: Bench) -> None:
     tables = bench.tables("xxxx", "....")
     bench.pool.get_new_blocks(bench.pool.get_num_free_blocks())
     bench.plan(request, tables, 4)
-    (load,) = bench.loads.submit()
+    (load,) = bench.loads.submit(lambda blocks: False)
     bench.pool.free_blocks(tables[0])
     for held, key in zip(tables[0], blocks(bench.tier, "abcd"), strict=True):
         assert key.block_hash is not None
@@ -193,7 +193,7 @@ def test_check_integrity_notices(bench: Bench) -> None:
     bench.plan(request, tables, 4)
     for submitted in (False, True):
         if submitted:
-            bench.loads.submit()
+            bench.loads.submit(lambda blocks: False)
         for held in (first, tables[1][3]):
             count, held.ref_cnt = held.ref_cnt, 0
             with pytest.raises(AssertionError, match="abcd: block is free"):

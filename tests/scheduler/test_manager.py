@@ -1,10 +1,11 @@
 """OffloadScheduler: what it is built from, and what it tells vLLM."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from vllm.config import KVTransferConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorHandshakeMetadata,
@@ -19,10 +20,10 @@ from vllm.v1.kv_cache_interface import (
 from vllm.v1.outputs import KVConnectorOutput
 
 from simple_offload.config import ConfigError, OffloadConfig
-from simple_offload.metadata import RankCapacity
+from simple_offload.metadata import RankCapacity, WorkerReport
 from simple_offload.scheduler.manager import OffloadScheduler
 from tests.scheduler.conftest import MakeDriver
-from tests.scheduler.driver import STORE, Driver, make_request, prompt
+from tests.scheduler.driver import STORE, make_request, prompt, record_steps
 from tests.scheduler.tiers import BLOCK_SIZE
 from tests.simulation.world import Shape, make_kv_cache_config, make_vllm_config
 
@@ -73,72 +74,130 @@ def test_groups_in_host_memory_are_refused() -> None:
         make_scheduler(make_config((0, 8), host_resident=True), num_cpu_blocks=8)
 
 
-def test_blocks_of_the_tier() -> None:
-    config = make_config()
-    block_bytes = config.kv_cache_tensors[0].size // config.num_blocks
-    assert make_scheduler(config, num_cpu_blocks=8).tier.num_blocks == 8
-    sized = make_scheduler(config, num_ranks=2, cpu_bytes_to_use=2 * 7 * block_bytes)
-    assert sized.tier.num_blocks == 7
+def test_there_are_no_blocks_until_ranks_open_some() -> None:
+    tier = make_scheduler(make_config(), num_cpu_blocks=8).tier
+    assert tier.num_blocks == 1  # vLLM's null block
+    assert tier.allocate(1) == []
+    tier.check_integrity()
 
 
-def test_what_the_engine_has_agreed_on_counts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """vLLM 0.33 has asked the ranks before the scheduler is built."""
-    monkeypatch.setattr(
-        "simple_offload.scheduler.manager.vllm_compat.agreed_num_host_blocks", lambda config: 5
-    )
-    assert make_scheduler(make_config(), num_cpu_blocks=8).tier.num_blocks == 5
+# Opening
 
 
-# Agreeing on a capacity
+NUM_BLOCKS = 40
 
 
 class Foreign(KVConnectorHandshakeMetadata):
     """What another connector's rank says."""
 
-    num_host_blocks = 2
+    num_host_blocks = num_open = 2
 
 
-def agree(driver: Driver, capacities: Sequence[int | None]) -> None:
-    """Let each rank say its number of blocks; None: something foreign."""
-    driver.world.connector.set_xfer_handshake_metadata_pp_aware(
-        {
-            (0, rank): Foreign() if blocks is None else RankCapacity(blocks, 64)
-            for rank, blocks in enumerate(capacities)
-        }
-    )
+def capacities(*num_open: int) -> list[RankCapacity]:
+    """What each rank says at the handshake."""
+    return [
+        RankCapacity(f"r{rank}", NUM_BLOCKS, blocks, 64) for rank, blocks in enumerate(num_open)
+    ]
 
 
-@pytest.mark.parametrize("capacities", [(7,), (9, 7), (7, 30, 9), (None, 7, None, 8)], ids=str)
-def test_the_smallest_rank_decides(
-    drive: MakeDriver, capacities: Sequence[int | None], caplog: pytest.LogCaptureFixture
+def tell(scheduler: OffloadScheduler, num_open: dict[str, int]) -> None:
+    """Let ranks report that they have opened so many."""
+    report = WorkerReport(num_open=num_open)
+    scheduler.update_connector_output(KVConnectorOutput(kv_connector_worker_meta=report))
+
+
+@pytest.mark.parametrize("num_open", [(7,), (9, 7), (7, 30, 9), (40, 40, 7)], ids=str)
+def test_the_smallest_rank_decides(num_open: tuple[int, ...]) -> None:
+    scheduler = make_scheduler(make_config(), num_ranks=len(num_open), num_cpu_blocks=NUM_BLOCKS)
+    scheduler.agree_on_capacity(capacities(*num_open))
+    assert scheduler.tier.num_blocks == 7
+    assert scheduler.tier.pool.get_num_free_blocks() == 6
+    scheduler.tier.check_integrity()
+
+
+@pytest.mark.parametrize("num_blocks", [(8, 8), (9, 7), (9, 7, 8)], ids=str)
+def test_the_log_tells_what_there_will_be(
+    num_blocks: tuple[int, ...], caplog: pytest.LogCaptureFixture
 ) -> None:
-    driver = drive(num_host_blocks=40)
     caplog.set_level("INFO")
-    agree(driver, capacities)
-    assert driver.tier.num_blocks == 7
-    uneven = len({blocks for blocks in capacities if blocks}) > 1
-    assert ("all use 7" in caplog.text) == uneven
-    driver.say("a", prompt(60))
-    assert driver.num_kept == 6
-    driver.forget_device()
-    driver.say("b", prompt(60))
-    assert driver.world.num_blocks_loaded == 6
+    scheduler = make_scheduler(make_config(), num_ranks=len(num_blocks), num_cpu_blocks=NUM_BLOCKS)
+    scheduler.agree_on_capacity(
+        RankCapacity(f"r{rank}", blocks, 2, 64) for rank, blocks in enumerate(num_blocks)
+    )
+    assert f"Host tier: {min(num_blocks)} blocks of {BLOCK_SIZE} tokens" in caplog.text
+    assert ("all use 7" in caplog.text) == (len(set(num_blocks)) > 1)
 
 
-@pytest.mark.parametrize("capacities", [(), (None, None), (40, 40)], ids=str)
-def test_nothing_changes_when_nothing_differs(
-    drive: MakeDriver, capacities: Sequence[int | None]
+@pytest.mark.parametrize("heard", [(), (7,), (7, 8)], ids=str)
+def test_the_tier_waits_for_every_rank(heard: tuple[int, ...]) -> None:
+    """Beside another connector the handshake may reach only some, or nobody."""
+    scheduler = make_scheduler(make_config(), num_ranks=3, num_cpu_blocks=NUM_BLOCKS)
+    scheduler.agree_on_capacity(capacities(*heard))
+    tell(scheduler, {})
+    assert scheduler.tier.num_blocks == 1
+    for rank in range(3):
+        assert scheduler.tier.num_blocks == 1
+        tell(scheduler, {f"r{rank}": 5 + rank})
+    assert scheduler.tier.num_blocks == 5
+
+
+def test_the_tier_grows_with_the_slowest_rank() -> None:
+    scheduler = make_scheduler(make_config(), num_ranks=2, num_cpu_blocks=NUM_BLOCKS)
+    scheduler.agree_on_capacity(capacities(5, 9))
+    sizes = []
+    for num_open in ({"r1": 12}, {"r0": 9}, {"r0": 40}, {"r1": 30}, {"r0": 40, "r1": 40}):
+        tell(scheduler, num_open)
+        sizes.append(scheduler.tier.num_blocks)
+    assert sizes == [5, 9, 12, 30, 40]
+    scheduler.tier.check_integrity()
+
+
+@given(st.data())
+def test_the_tier_has_what_every_rank_has(data: st.DataObject) -> None:
+    """Whatever they say in whatever order: each tells a number that only grows."""
+    num_ranks = data.draw(st.integers(1, 4))
+    scheduler = make_scheduler(make_config(), num_ranks, num_cpu_blocks=NUM_BLOCKS)
+    said: dict[str, int] = {}
+    ranks = st.sets(st.integers(0, num_ranks - 1))
+    for _ in range(data.draw(st.integers(1, 6))):
+        news = {
+            f"r{rank}": min(NUM_BLOCKS, said.get(f"r{rank}", 1) + data.draw(st.integers(0, 15)))
+            for rank in data.draw(ranks)
+        }
+        said |= news
+        tell(scheduler, news)
+        wanted = min(said.values()) if len(said) == num_ranks else 1
+        assert scheduler.tier.num_blocks == wanted
+        assert scheduler.tier.pool.get_num_free_blocks() == wanted - 1
+        scheduler.tier.check_integrity()
+
+
+@pytest.mark.parametrize("foreign_first", [True, False])
+def test_what_other_connectors_ranks_say_does_not_count(
+    drive: MakeDriver, foreign_first: bool
 ) -> None:
-    driver = drive(num_host_blocks=40)
-    before = driver.tier
-    agree(driver, capacities)
-    assert driver.tier is before
+    driver = drive(num_host_blocks=NUM_BLOCKS, num_handshakes=0)
+    metadata: list[KVConnectorHandshakeMetadata] = [Foreign(), *capacities(7)]
+    driver.world.connector.set_xfer_handshake_metadata_pp_aware(
+        dict(enumerate(metadata if foreign_first else metadata[::-1]))
+    )
+    assert driver.tier.num_blocks == 7
 
 
-def test_a_capacity_may_be_known_before_the_device_blocks_are() -> None:
-    scheduler = make_scheduler(make_config(), num_cpu_blocks=8)
-    scheduler.agree_on_capacity([RankCapacity(6, 64)])
-    assert scheduler.tier.num_blocks == 6
+def test_a_tier_that_grows_while_it_serves(drive: MakeDriver) -> None:
+    driver = drive(num_host_blocks=10, chunk_blocks=4, num_ranks=2)
+    slow, fast = driver.world.ranks
+    sizes = []
+    for family, opening in enumerate([(), (fast,), (slow,), (slow, fast)]):
+        for rank in opening:
+            driver.world.open_chunk(rank)
+        driver.step()  # with which they report
+        driver.say(f"{family}", prompt(60, family))
+        sizes.append((driver.tier.num_blocks, driver.num_kept))
+    assert sizes == [(4, 3), (4, 3), (8, 7), (10, 9)]
+    driver.forget_device()
+    driver.say("again", prompt(60, family))
+    assert driver.world.num_blocks_loaded == 2 * 9  # on two ranks
 
 
 # What it is told
@@ -174,6 +233,17 @@ def test_vllm_may_free_a_finished_request(drive: MakeDriver) -> None:
     driver.run()
 
 
+def test_a_step_says_whether_it_computes(drive: MakeDriver) -> None:
+    driver = drive()
+    steps = record_steps(driver)
+    driver.start("a", prompt(17))
+    driver.run()
+    # Computing, and then waiting for the stores.
+    assert [step.computes for step in steps][:1] == [True]
+    assert [bool(step.stores) for step in steps].count(True) == 1
+    assert not steps[-1].computes
+
+
 # Where a hit may start
 
 
@@ -185,14 +255,14 @@ class Chunked:
         last = {} if spec is None else {"kv_cache_spec": spec}
         self.scheduler = make_scheduler(make_config((0, 0), **last), num_cpu_blocks=30)
         self.request = make_request("a", prompt(33))
+        self.scheduler.agree_on_capacity(capacities(30))
         tier = self.scheduler.tier
         for group in tier.group_ids:
-            for index in range(8):
-                key = tier.key(self.request.block_hashes, group, index)
-                parent = tier.key(self.request.block_hashes, group, index - 1) if index else None
-                block = tier.allocate(parent)
-                assert block is not None
+            parent = None
+            for index, key in enumerate(tier.keys(self.request.block_hashes, group)):
+                (block,) = tier.allocate(1)
                 tier.commit(block, key, parent, num_tokens=(index + 1) * BLOCK_SIZE)
+                parent = key
 
     def offered(self, num_computed_tokens: int) -> int:
         num_tokens, is_async = self.scheduler.get_num_new_matched_tokens(
@@ -246,11 +316,10 @@ def test_a_leaking_host_block_is_noticed(drive: MakeDriver) -> None:
     driver = drive()
     driver.say("a", prompt(17))
     driver.scheduler.check_integrity()
-    leaked = driver.tier.allocate(None)
-    assert leaked is not None
+    leaked = driver.tier.allocate(1)
     with pytest.raises(AssertionError, match="1 host blocks are held by nobody"):
         driver.scheduler.check_integrity()
-    driver.tier.unpin([leaked])
+    driver.tier.unpin(leaked)
     driver.scheduler.check_integrity()
 
 

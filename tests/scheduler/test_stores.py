@@ -7,7 +7,7 @@ from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_utils import KVCacheBlock
 
 from simple_offload.scheduler.in_flight import Ended, InFlight
-from simple_offload.scheduler.stores import Stores
+from simple_offload.scheduler.stores import Storable, Stores
 from tests.scheduler.conftest import MakeDriver
 from tests.scheduler.driver import STORE, Driver, prompt
 from tests.scheduler.tiers import (
@@ -191,7 +191,8 @@ class Bench:
 
     def plan(self, name: str, device_block: KVCacheBlock) -> bool:
         num_tokens = len(name) * BLOCK_SIZE
-        return self.stores.plan(device_block, key(name), parent_of(name), num_tokens, self.pool)
+        block = Storable(device_block, key(name), parent_of(name), num_tokens)
+        return self.stores.plan([block], frozenset(), self.pool) == 1
 
 
 def test_nothing_is_planned_without_room() -> None:
@@ -262,7 +263,7 @@ def test_check_integrity_notices() -> None:
     bench = Bench(num_host_blocks=4)
     (device_block,) = bench.pool.get_new_blocks(1)
     bench.plan("a", device_block)
-    (pair,) = bench.stores._planned.pairs
+    ((_, host_block),) = bench.stores._planned.pairs
     bench.pool.free_blocks([device_block])
     bench.stores.check_integrity()
 
@@ -271,15 +272,15 @@ def test_check_integrity_notices() -> None:
         bench.stores.check_integrity()
     device_block.ref_cnt = 1
 
-    pair.host_block.ref_cnt = 0
+    host_block.ref_cnt = 0
     with pytest.raises(AssertionError, match="free during a store"):
         bench.stores.check_integrity()
-    pair.host_block.ref_cnt = 1
+    host_block.ref_cnt = 1
 
-    bench.tier.pool._insert_block_hash(key("a"), pair.host_block, num_tokens=4)
+    bench.tier.pool._insert_block_hash(key("a"), host_block, num_tokens=4)
     with pytest.raises(AssertionError, match="findable too soon"):
         bench.stores.check_integrity()
-    bench.tier.drop([pair.host_block])
+    bench.tier.drop([host_block])
 
     bench.stores._keys.clear()
     with pytest.raises(AssertionError, match="keys on their way"):

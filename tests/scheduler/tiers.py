@@ -79,9 +79,16 @@ def blocks(tier: CpuTier, chain: str, group: int = 0) -> list[KVCacheBlock]:
     return [block(tier, name, group) for name in prefixes(chain)]
 
 
+def allocate(tier: CpuTier, *keep: str, group: int = 0) -> KVCacheBlock | None:
+    """A block to be filled, None when there is no room beside what is to be kept."""
+    blocks = tier.allocate(1, {key(name, group) for name in keep})
+    assert len(blocks) <= 1
+    return blocks[0] if blocks else None
+
+
 def begin(tier: CpuTier, name: str, group: int = 0) -> KVCacheBlock:
-    """Allocate a block for ``name``."""
-    allocated = tier.allocate(parent_of(name, group))
+    """Allocate a block for ``name``, which follows the one before in its chain."""
+    allocated = allocate(tier, name[:-1], group=group)
     assert allocated is not None, f"no room for {name}"
     return allocated
 
@@ -127,7 +134,7 @@ def leave(tier: CpuTier) -> list[str]:
     left: list[str] = []
     while True:
         before = contents(tier)
-        if tier.allocate(None) is None:
+        if allocate(tier) is None:
             return left
         left += sorted(before - contents(tier))
 

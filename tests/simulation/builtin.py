@@ -12,6 +12,7 @@ import logging
 import sys
 from collections import defaultdict
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, cast
 
 from rich.console import Console
@@ -31,7 +32,7 @@ from simple_offload.backends.base import Direction
 from simple_offload.metadata import StepMetadata, Transfer
 from simple_offload.worker.worker import OffloadWorker
 from tests.simulation.script import Outcome, Play, Script
-from tests.simulation.world import NUM_LAYERS, Shape, World
+from tests.simulation.world import Shape, World
 
 
 class BuiltinWorld(World):
@@ -43,14 +44,16 @@ class BuiltinWorld(World):
 
     _events: dict[int, list[str]]
 
+    def __init__(self, shape: Shape) -> None:
+        super().__init__(replace(shape, chunk_blocks=None))  # it counts on all of them at once
+
     @property
     def manager(self) -> SimpleCPUOffloadScheduler:
         """The built-in scheduler side."""
         return cast(SimpleCPUOffloadScheduler, self.connector.scheduler_manager)
 
     def kv_transfer_config(self) -> KVTransferConfig:
-        page_bytes = self.shape.block_size * 8 * NUM_LAYERS
-        per_rank = self.shape.num_host_blocks * page_bytes
+        per_rank = self.shape.num_host_blocks * self.shape.block_bytes
         return KVTransferConfig(
             kv_connector="SimpleCPUOffloadConnector",
             kv_role=self.shape.kv_role,
@@ -60,6 +63,10 @@ class BuiltinWorld(World):
                 "cpu_bytes_to_use_per_rank": per_rank,
             },
         )
+
+    def worker_config(self) -> dict[str, Any]:
+        """It lets compute read what it is told has been loaded."""
+        return {**super().worker_config(), "sync_load_ms": 0}
 
     @property
     def host_pool(self) -> BlockPool:
@@ -116,7 +123,7 @@ class BuiltinWorld(World):
             assert not manager._abandoned_reqs_to_load, "loads are followed at rest"
             assert not manager._reqs_to_store, "requests are followed at rest"
 
-    def _agree(self) -> None:
+    def _shake_hands(self) -> None:
         """vLLM 0.32's has no way to."""
 
     def _flush(self, rank: Any) -> None:

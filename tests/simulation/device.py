@@ -1,5 +1,7 @@
 """ScriptedDevice: one rank's KV memory, compute stream and copies, all under script."""
 
+import math
+import sys
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -10,6 +12,10 @@ import torch
 from simple_offload.backends.base import Barrier, Direction
 from simple_offload.backends.host import HostBackend
 from simple_offload.metadata import Transfer
+from tests.simulation.gate import ChunkGate
+
+_TORN = -55
+_BROKEN = -77
 
 
 class CopyFault(RuntimeError):
@@ -27,11 +33,18 @@ class ComputeMark(Barrier):
 class ScriptedCopy:
     """A copy that a real device would be working on."""
 
+    device: "ScriptedDevice"
     direction: Direction
     transfer: Transfer
     mark: ComputeMark | None
     ended: bool = False
     error: Exception | None = None
+    torn: bool = False
+    """Whether its destination has been spoiled, as that of a copy under way is."""
+    nearly_done: bool = False
+    """Whether it says that it will end at once. From then on it must not be made to fail."""
+    held_at: int | None = None
+    """The position on the compute stream up to which compute does not wait for it."""
 
     def done(self) -> bool:
         if self.error is not None:
@@ -42,26 +55,61 @@ class ScriptedCopy:
         assert self.ended or self.error, "nothing drives the device any more"
         self.done()
 
+    def remaining_seconds(self) -> float:
+        self.nearly_done = self.nearly_done or self.device.estimate(self)
+        return 0.0 if self.nearly_done else math.inf
+
+    def hold_compute(self) -> None:
+        self.device.queue_hold(self)
+
+    def precedes(self, other: "ScriptedCopy") -> bool:
+        """Whether ``other`` cannot start before this one has ended, since the compute that it
+        waits for cannot."""
+        return (
+            self.held_at is not None
+            and other.mark is not None
+            and other.mark.position >= self.held_at
+        )
+
 
 class ScriptedDevice(HostBackend):
-    """A CopyBackend that copies when the script says so, one copy of a direction at a time.
+    """A CopyBackend that copies when the script says so, one copy of a direction at a time, and
+    has host memory for the next ``chunk_bytes`` when the script says so.
 
-    The compute stream is a queue of closures, run in order, also when the script says so. A
-    copy may run as soon as the compute before its barrier has: a missing barrier lets it run
-    ahead of compute that it should have waited for.
+    The compute stream is a queue of closures, and of copies that it has to wait for, run in
+    order, also when the script says so. A copy may run as soon as the compute before its barrier
+    has: a missing barrier lets it run ahead of compute that it should have waited for. What it is
+    to write to holds garbage from that moment on until it has ended.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, chunk_bytes: int = sys.maxsize) -> None:
         super().__init__()
-        self._compute: deque[Callable[[], None]] = deque()
+        self.chunk_bytes = chunk_bytes
+        self.gate = ChunkGate()
+        self._compute: deque[Callable[[], None] | ScriptedCopy] = deque()
         self.num_queued = 0
         self.num_computed = 0
+        self.num_holds = 0
+        """How often compute was made to wait for a copy that had not ended."""
         self.copies: dict[Direction, deque[ScriptedCopy]] = {d: deque() for d in Direction}
         self.fatal: dict[Direction, int] = dict.fromkeys(Direction, 0)
         """Copies of a direction whose thread is to die of them."""
         self.ignore_barriers: set[Direction] = set()
+        self.estimate: Callable[[ScriptedCopy], bool] = lambda copy: False
+        """Whether a copy says from now on that it is nearly done."""
 
     # As a backend
+
+    def allocate_host(self, num_bytes: int) -> torch.Tensor:
+        self.gate.enter()
+        return super().allocate_host(num_bytes)
+
+    def add_host_chunk(self, regions: Sequence[torch.Tensor]) -> None:
+        """Append the chunk's rows, so that a host block is a row again."""
+        new = [region.numpy() for region in regions]
+        if self._host:
+            new = [np.concatenate(pair) for pair in zip(self._host, new, strict=True)]
+        self._host = new
 
     def barrier(self) -> Barrier | None:
         return ComputeMark(self.num_queued)
@@ -74,7 +122,7 @@ class ScriptedDevice(HostBackend):
             raise SystemExit("killed by the script")
         assert barrier is None or isinstance(barrier, ComputeMark)
         mark = None if direction in self.ignore_barriers else barrier
-        pending = ScriptedCopy(direction, transfer, mark)
+        pending = ScriptedCopy(self, direction, transfer, mark)
         self.copies[direction].append(pending)
         return pending
 
@@ -82,36 +130,47 @@ class ScriptedDevice(HostBackend):
 
     def queue_compute(self, work: Callable[[], None]) -> int:
         """Queue ``work``; the position to run to for it to be over."""
-        self._compute.append(work)
-        self.num_queued += 1
-        return self.num_queued
+        return self._queue(work)
+
+    def queue_hold(self, copy: ScriptedCopy) -> None:
+        """Let the compute stream go no further until ``copy`` has run."""
+        self.num_holds += not copy.ended
+        position = self._queue(copy)
+        if copy.held_at is None:
+            copy.held_at = position
 
     def compute_until(self, position: int) -> None:
-        """Run the compute stream up to and including item ``position``."""
+        """Run the compute stream up to and including item ``position``, and the copies that it
+        has to wait for."""
         while self.num_computed < position:
+            self._tear()
+            work = self._compute.popleft()
+            if isinstance(work, ScriptedCopy):
+                self._copy_until(work)
+            else:
+                work()
             self.num_computed += 1
-            self._compute.popleft()()
 
     def compute_one(self) -> bool:
-        """Run one item; False when there is none."""
-        if self.num_computed == self.num_queued:
+        """Run one item; False when there is none, or when it has to wait for a copy."""
+        if not self._compute:
+            return False
+        first = self._compute[0]
+        if isinstance(first, ScriptedCopy) and not first.ended:
             return False
         self.compute_until(self.num_computed + 1)
         return True
 
     def can_copy(self, direction: Direction) -> bool:
         """Whether the next copy of ``direction`` could run now."""
-        if not self.copies[direction]:
-            return False
-        mark = self.copies[direction][0].mark
-        return mark is None or mark.position <= self.num_computed
+        return bool(self.copies[direction]) and self._has_passed(self.copies[direction][0])
 
     def spoil(self, host_blocks: Iterable[int]) -> None:
         """Put garbage into host blocks that no copy is to touch any more."""
         copies = (copy for queue in self.copies.values() for copy in queue)
         busy = {block for copy in copies for block in copy.transfer.host_blocks.tolist()}
         for host in self._host:
-            host[[block for block in host_blocks if block not in busy]] = -77
+            host[[block for block in host_blocks if block not in busy]] = _BROKEN
 
     def abandon(self) -> None:
         """Drop the compute that is left, and run the copies that are left."""
@@ -124,9 +183,11 @@ class ScriptedDevice(HostBackend):
     def copy_one(self, direction: Direction, fail_after: int | None = None) -> None:
         """Run the next copy of ``direction``. With ``fail_after`` it fails, having copied that
         many of its blocks."""
+        self._tear()
         pending = self.copies[direction].popleft()
         transfer = pending.transfer
         if fail_after is not None:
+            assert not pending.nearly_done, "compute may be waiting for it"
             transfer = Transfer(
                 transfer.id,
                 transfer.device_blocks[:fail_after],
@@ -136,6 +197,33 @@ class ScriptedDevice(HostBackend):
         pending.ended = True
         if fail_after is not None:
             pending.error = CopyFault(f"{direction.value} {transfer.id} by script")
+
+    # Details
+
+    def _queue(self, item: Callable[[], None] | ScriptedCopy) -> int:
+        self._compute.append(item)
+        self.num_queued += 1
+        return self.num_queued
+
+    def _has_passed(self, copy: ScriptedCopy) -> bool:
+        return copy.mark is None or copy.mark.position <= self.num_computed
+
+    def _copy_until(self, copy: ScriptedCopy) -> None:
+        while not copy.ended:
+            assert self.can_copy(copy.direction), "compute and a copy wait for each other"
+            self.copy_one(copy.direction)
+
+    def _tear(self) -> None:
+        """A copy writes to its destination at any time after its barrier, in any order."""
+        for direction, queue in self.copies.items():
+            for copy in queue:
+                if not copy.torn and self._has_passed(copy):
+                    copy.torn = True
+                    loads = direction is Direction.LOAD
+                    transfer = copy.transfer
+                    blocks = transfer.device_blocks if loads else transfer.host_blocks
+                    for region in self._device if loads else self._host:
+                        region[blocks] = _TORN
 
 
 class KVMemory:

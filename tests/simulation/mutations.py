@@ -13,10 +13,13 @@ from vllm.v1.core.kv_cache_utils import get_request_block_hasher
 from vllm.v1.request import Request
 
 from simple_offload.backends.base import Direction
+from simple_offload.metadata import RankCapacity, StepMetadata, WorkerReport
 from simple_offload.scheduler.cpu_tier import CpuTier
 from simple_offload.scheduler.in_flight import Ended, InFlight
 from simple_offload.scheduler.loads import Loads
+from simple_offload.scheduler.manager import OffloadScheduler
 from simple_offload.scheduler.policy import EagerPolicy
+from simple_offload.scheduler.recent_tables import RecentTables
 from simple_offload.scheduler.stores import Stores
 from simple_offload.worker.transfers import _Lane
 from simple_offload.worker.worker import OffloadWorker
@@ -27,6 +30,25 @@ from tests.simulation.world import World
 Replacement = Callable[..., Any]
 MUTATIONS: dict[str, Callable[[], Any]] = {}
 
+_ANNOUNCING = frozenset(
+    {
+        "admit_silently",
+        "hold_compute_after_the_forward",
+        "hold_compute_after_the_stores",
+        "release_pins_at_the_announcement",
+        "release_device_blocks_at_the_announcement",
+        "announce_twice",
+    }
+)
+_GROWING = frozenset(
+    {
+        "grow_to_the_largest_rank",
+        "grow_before_all_ranks_have_spoken",
+        "promise_what_is_not_open_yet",
+        "never_grow",
+    }
+)
+
 
 def scripts_for(name: str, seed: int) -> Script:
     """The script of ``seed``, turned towards what lets the bug ``name`` show where ordinary
@@ -34,7 +56,7 @@ def scripts_for(name: str, seed: int) -> Script:
     script = Script.draw(seed)
     shape = replace(script.shape, num_host_blocks=300)
     num_groups = len(shape.windows)
-    if name == "drop_load_barrier":
+    if name in ("drop_load_barrier", "think_free_blocks_untouched"):
         # As a consumer, vLLM itself keeps blocks that a step in flight may still touch.
         shape = replace(
             shape,
@@ -52,6 +74,24 @@ def scripts_for(name: str, seed: int) -> Script:
         return replace(
             script, shape=shape, copy_speed=0.1, aborts=0.3, arrivals=0.9, resets=0, faults=faults
         )
+    if name in _ANNOUNCING:
+        # Loads take long, and are announced to the engine in good time.
+        shape = replace(
+            shape, async_scheduling=True, max_num_seqs=6, num_device_blocks=24 * num_groups
+        )
+        return replace(
+            script,
+            shape=shape,
+            copy_speed=0.1,
+            announcements=0.6,
+            arrivals=0.9,
+            num_requests=60,
+            faults=replace(script.faults, thread_death=0.0),
+        )
+    if name in _GROWING:
+        shape = replace(shape, chunk_blocks=6, num_ranks=max(2, shape.num_ranks))
+        faults = Faults(no_memory=script.faults.no_memory)
+        return replace(script, shape=shape, arrivals=0.9, faults=faults)
     return script
 
 
@@ -77,8 +117,8 @@ def commit_before_completion(stack: ExitStack) -> None:
     submit = Stores.submit
 
     def eager_commit(self: Stores) -> Any:
-        for pair in self._planned.pairs:
-            self.tier.pool._insert_block_hash(pair.key, pair.host_block, pair.num_tokens)
+        for block, host_block in self._planned.pairs:
+            self.tier.pool._insert_block_hash(block.key, host_block, block.num_tokens)
         return submit(self)
 
     _replace(stack, Stores, "submit", eager_commit)
@@ -96,11 +136,16 @@ def drop_load_barrier(stack: ExitStack) -> None:
     _drop_barrier(stack, Direction.LOAD)
 
 
+@mutation
+def think_free_blocks_untouched(stack: ExitStack) -> None:
+    _replace(stack, RecentTables, "may_touch", lambda self, blocks: False)
+
+
 def _drop_barrier(stack: ExitStack, direction: Direction) -> None:
     init = ScriptedDevice.__init__
 
-    def careless(self: ScriptedDevice) -> None:
-        init(self)
+    def careless(self: ScriptedDevice, *arguments: Any) -> None:
+        init(self, *arguments)
         self.ignore_barriers.add(direction)
 
     _replace(stack, ScriptedDevice, "__init__", careless)
@@ -175,31 +220,22 @@ def ignore_salt(stack: ExitStack) -> None:
         salted = self.scheduler.requests[request_id].block_hashes
         unsalted.update(zip(salted, twin.block_hashes, strict=True))
 
-    key, lookup = CpuTier.key, CpuTier.lookup
+    keys, lookup = CpuTier.keys, CpuTier.lookup
 
     def strip(hashes: Any) -> Any:
         return [unsalted.get(block_hash, block_hash) for block_hash in hashes]
 
     _replace(stack, World, "add_request", remember)
-    _replace(stack, CpuTier, "key", lambda self, hashes, *rest: key(self, strip(hashes), *rest))
+    _replace(
+        stack, CpuTier, "keys", lambda self, hashes, *a, **k: keys(self, strip(hashes), *a, **k)
+    )
     _replace(
         stack, CpuTier, "lookup", lambda self, hashes, *a, **k: lookup(self, strip(hashes), *a, **k)
     )
-    _accept_unhashed(stack)
-
-
-def _accept_unhashed(stack: ExitStack) -> None:
-    """The policy stores only what vLLM has hashed under the same key; let it store anything."""
-
-    def store(
-        self: EagerPolicy, block: Any, key: Any, parent: Any, group: int, index: int, _: bool
-    ) -> bool:
-        if self.stores.has(key) or block.is_null:
-            return True
-        num_tokens = (index + 1) * self.tier.block_sizes[group]
-        return self.stores.plan(block, key, parent, num_tokens, self._device_pool)
-
-    _replace(stack, EagerPolicy, "_store_block", store)
+    # The policy stores only what vLLM has hashed under the same key; let it store anything.
+    _replace(
+        stack, EagerPolicy, "_source_of", lambda self, block, *_: None if block.is_null else block
+    )
 
 
 @mutation
@@ -243,28 +279,15 @@ def believe_the_last_rank(stack: ExitStack) -> None:
 
 @mutation
 def release_device_blocks_at_submission(stack: ExitStack) -> None:
-    def plan(self: Stores, device_block: Any, *rest: Any) -> bool:
-        with patch.object(type(rest[-1]), "touch", lambda self, blocks: None):
-            return plan_store(self, device_block, *rest)
+    plan = Stores.plan
 
-    def finish(self: Stores, ended: Ended, device_pool: Any) -> bool:
-        with patch.object(type(device_pool), "free_blocks", _only_of(self.tier.pool)):
-            return finish_store(self, ended, device_pool)
+    def loose(self: Stores, blocks: Any, keep: Any, pool: Any) -> int:
+        with patch.object(type(pool), "touch", lambda self, blocks: None):
+            return plan(self, blocks, keep, pool)
 
-    plan_store, finish_store = Stores.plan, Stores.finish
-    _replace(stack, Stores, "plan", plan)
-    _replace(stack, Stores, "finish", finish)
+    _replace(stack, Stores, "plan", loose)
+    _replace(stack, Stores, "_release", lambda self, store, device_pool: None)
     _replace(stack, Stores, "check_integrity", lambda self: None)
-
-
-def _only_of(wanted: Any) -> Replacement:
-    original = type(wanted).free_blocks
-
-    def free_blocks(self: Any, blocks: Any) -> None:
-        if self is wanted:
-            original(self, blocks)
-
-    return free_blocks
 
 
 @mutation
@@ -291,8 +314,8 @@ def leave_the_dead_unburied(stack: ExitStack) -> None:
 def load_into_the_next_block(stack: ExitStack) -> None:
     submit = Loads.submit
 
-    def shifted(self: Loads) -> Any:
-        transfers = submit(self)
+    def shifted(self: Loads, *arguments: Any) -> Any:
+        transfers = submit(self, *arguments)
         for transfer in transfers:
             transfer.host_blocks[:] = transfer.host_blocks[::-1].copy()
         return transfers
@@ -311,3 +334,142 @@ def store_the_neighbour(stack: ExitStack) -> None:
         return transfers
 
     _replace(stack, Stores, "submit", shifted)
+
+
+# Announced loads
+
+
+@mutation
+def admit_silently(stack: ExitStack) -> None:
+    _replace(stack, Loads, "take_admitted", lambda self: self._newly_admitted.clear() or [])
+
+
+def _hold_when(stack: ExitStack, hook: str, when: Callable[[StepMetadata], bool]) -> None:
+    """Let ``bind`` hold no compute in steps of which ``when`` is true, and the worker's ``hook``
+    do it at its end."""
+    bind, late = OffloadWorker.bind, getattr(OffloadWorker, hook)
+
+    def hasty(self: OffloadWorker, metadata: StepMetadata) -> None:
+        admitted, metadata.admitted = metadata.admitted, []
+        bind(self, metadata)
+        metadata.admitted = admitted
+        if not when(metadata):
+            _hold(self)
+
+    def belated(self: OffloadWorker) -> None:
+        late(self)
+        if self._metadata is not None and when(self._metadata):
+            _hold(self)
+
+    _replace(stack, OffloadWorker, "bind", hasty)
+    _replace(stack, OffloadWorker, hook, belated)
+
+
+def _hold(worker: OffloadWorker) -> None:
+    assert worker._engine is not None
+    assert worker._metadata is not None
+    worker._engine.hold_compute(Direction.LOAD, set(worker._metadata.admitted))
+
+
+@mutation
+def hold_compute_after_the_forward(stack: ExitStack) -> None:
+    _hold_when(stack, "submit_loads", lambda metadata: True)
+
+
+@mutation
+def hold_compute_after_the_stores(stack: ExitStack) -> None:
+    _hold_when(stack, "submit_stores", lambda metadata: True)
+
+
+@contextmanager
+def no_hold_before_stores_alone() -> Iterator[None]:
+    """Where a step has no compute, its stores do not wait for the loads it admits. It takes so
+    much to show that random scripts never do: see test_announced."""
+    with ExitStack() as stack:
+        _hold_when(stack, "submit_stores", lambda metadata: not metadata.computes)
+        yield
+
+
+@mutation
+def release_pins_at_the_announcement(stack: ExitStack) -> None:
+    admit = Loads.admit
+
+    def hasty(self: Loads, request_ids: Any) -> None:
+        admit(self, request_ids)
+        for load in self._in_flight.values():
+            if load.admitted:
+                self.tier.unpin(load.pins)
+                load.pins = []
+
+    _replace(stack, Loads, "admit", hasty)
+
+
+@mutation
+def release_device_blocks_at_the_announcement(stack: ExitStack) -> None:
+    update = OffloadScheduler.update_connector_output
+
+    def hasty(self: OffloadScheduler, output: Any) -> None:
+        update(self, output)
+        for load in self._loads._in_flight.values():
+            if load.admitted:
+                self._device_pool.free_blocks(reversed(load.device_blocks))
+                load.device_blocks = []
+
+    _replace(stack, OffloadScheduler, "update_connector_output", hasty)
+
+
+@mutation
+def announce_twice(stack: ExitStack) -> None:
+    poll = OffloadWorker.poll
+
+    def forgetful(self: OffloadWorker) -> Any:
+        self._announced.clear()
+        return poll(self)
+
+    _replace(stack, OffloadWorker, "poll", forgetful)
+
+
+# A tier that grows
+
+
+def _grow(stack: ExitStack, size: Callable[[dict[str, int], int], int]) -> None:
+    """Let the tier have as many blocks as ``size`` says, given what the ranks have said and how
+    many there are."""
+
+    def grow(self: OffloadScheduler, num_open: Any) -> None:
+        self._num_open.update(num_open)
+        self.tier.grow(size(self._num_open, self._in_flight.num_ranks))
+
+    _replace(stack, OffloadScheduler, "_grow_tier", grow)
+
+
+@mutation
+def grow_to_the_largest_rank(stack: ExitStack) -> None:
+    _grow(stack, lambda said, num_ranks: max(said.values()) if len(said) == num_ranks else 0)
+
+
+@mutation
+def grow_before_all_ranks_have_spoken(stack: ExitStack) -> None:
+    _grow(stack, lambda said, num_ranks: min(said.values(), default=0))
+
+
+@mutation
+def promise_what_is_not_open_yet(stack: ExitStack) -> None:
+    honest: property = vars(OffloadWorker)["capacity"]
+
+    def boastful(self: OffloadWorker) -> RankCapacity:
+        capacity: RankCapacity = honest.__get__(self)
+        return replace(capacity, num_open=capacity.num_host_blocks)
+
+    stack.enter_context(patch.object(OffloadWorker, "capacity", property(boastful)))
+
+
+@mutation
+def never_grow(stack: ExitStack) -> None:
+    take = OffloadScheduler._take
+
+    def deaf(self: OffloadScheduler, report: WorkerReport) -> None:
+        report.num_open.clear()
+        take(self, report)
+
+    _replace(stack, OffloadScheduler, "_take", deaf)

@@ -22,6 +22,8 @@ class Faults:
     store_error: float = 0.0
     thread_death: float = 0.0
     repeated_hooks: float = 0.0
+    no_memory: float = 0.0
+    """For each chunk of host blocks."""
 
 
 @dataclass(frozen=True)
@@ -38,6 +40,10 @@ class Script:
     """How likely, per step and rank, each waiting copy runs."""
     lag: float = 0.5
     """How likely the compute stream lags behind the host for a while."""
+    announcements: float = 0.0
+    """How likely, per step and rank, each load under way says that it is nearly done."""
+    opening: float = 0.5
+    """How likely, per step and rank, another chunk of host blocks is opened."""
     faults: Faults = field(default_factory=Faults)
 
     @classmethod
@@ -46,13 +52,14 @@ class Script:
         rng = random.Random(seed)
         windows = rng.choice([(0,), (0,), (0, 8), (8,), (0, 6, 6), (0, 16), (12, 5)])
         faulty = rng.random() < 0.4
+        num_ranks = rng.choice([1, 1, 2, 3, 4])
         return cls(
             seed=seed,
             shape=Shape(
                 num_device_blocks=rng.randint(18, 36) * len(windows),
-                num_host_blocks=rng.choice([2, 5, 16, 40, 90, 300]) * len(windows),
+                num_host_blocks=rng.choice([2, 5, 16, 40, 90, 300, 300]) * len(windows),
                 windows=windows,
-                num_ranks=rng.choice([1, 1, 2, 3, 4]),
+                num_ranks=num_ranks,
                 async_scheduling=rng.random() < 0.5,
                 block_outermost=rng.random() < 0.5,
                 max_num_seqs=rng.randint(1, 6),
@@ -60,6 +67,9 @@ class Script:
                 max_model_len=60,
                 kv_role=rng.choice(["kv_both", "kv_both", "kv_producer", "kv_consumer"]),
                 load_failures=rng.choice(["recompute", "fail"]),
+                chunk_blocks=rng.choice([None, None, None, 1, 6, 30]),
+                early_chunks=tuple(rng.randint(0, 6) for _ in range(num_ranks)),
+                num_handshakes=rng.choice([None, None, rng.randint(0, num_ranks)]),
             ),
             num_requests=rng.randint(10, 60),
             arrivals=rng.choice([0.1, 0.4, 0.9]),
@@ -67,11 +77,14 @@ class Script:
             resets=rng.choice([0.0, 0.0, 0.01, 0.05]),
             copy_speed=rng.choice([0.1, 0.5, 0.9]),
             lag=rng.choice([0.0, 0.3, 0.8]),
+            announcements=rng.choice([0.0, 0.5, 1.0]),
+            opening=rng.choice([0.1, 0.5, 1.0]),
             faults=Faults(
                 load_error=rng.choice([0.0, 0.1, 0.5]),
                 store_error=rng.choice([0.0, 0.1, 0.5]),
                 thread_death=rng.choice([0.0, 0.0, 0.01]),
                 repeated_hooks=rng.choice([0.0, 0.3]),
+                no_memory=rng.choice([0.0, 0.1]),
             )
             if faulty
             else Faults(),
@@ -91,6 +104,10 @@ class Outcome:
     num_finished: int
     num_preemptions: int
     num_faults: int
+    num_holds: int
+    """Loads under way that compute had to wait for, counted on each rank."""
+    num_opened: int
+    """Chunks of host blocks that were opened while the engine was running."""
 
 
 class Play:
@@ -99,6 +116,8 @@ class Play:
     def __init__(self, script: Script, make_world: Callable[[Shape], World] = World) -> None:
         self.script = script
         self.world = make_world(script.shape)
+        for rank in self.world.ranks:
+            rank.device.estimate = lambda copy: self._chance(script.announcements)
         self._rng = random.Random(script.seed)
         self._num_added = 0
         self._epoch = 0
@@ -108,6 +127,7 @@ class Play:
         self._seen: set[str] = set()
         self._num_faults = 0
         self._num_preemptions = 0
+        self._num_opened = 0
         self._weights_due = False
 
     def run(self, max_steps: int | None = None) -> Outcome:
@@ -145,6 +165,8 @@ class Play:
             len(world.finished),
             self._num_preemptions,
             self._num_faults,
+            sum(rank.device.num_holds for rank in world.ranks),
+            self._num_opened,
         )
 
     # Users
@@ -203,6 +225,9 @@ class Play:
     def _fate(self, rank: Rank, hurry: bool) -> None:
         """Let the device get on with some of what it has been given."""
         device, faults = rank.device, self.script.faults
+        if self.world.can_open(rank) and (hurry or self._chance(self.script.opening)):
+            self.world.open_chunk(rank, granted=not self._chance(faults.no_memory))
+            self._num_opened += 1
         while not self._chance(self.script.lag) and device.compute_one():
             pass
         for direction in Direction:
@@ -210,11 +235,11 @@ class Play:
                 device.fatal[direction] += 1
                 self._num_faults += 1
             while device.can_copy(direction) and (hurry or self._chance(self.script.copy_speed)):
+                first = device.copies[direction][0]
                 likely = faults.load_error if direction is Direction.LOAD else faults.store_error
                 fail_after = None
-                if self._chance(likely):
-                    num_blocks = len(device.copies[direction][0].transfer.host_blocks)
-                    fail_after = self._rng.randint(0, num_blocks)
+                if not first.nearly_done and self._chance(likely):
+                    fail_after = self._rng.randint(0, len(first.transfer.host_blocks))
                     self._num_faults += 1
                 device.copy_one(direction, fail_after)
 
@@ -245,6 +270,7 @@ class Play:
             *(request.num_computed_tokens for request in requests),
             *(request.num_preemptions for request in requests),
             *(len(c) for rank in self.world.ranks for c in rank.device.copies.values()),
+            self._num_opened,
         )
 
     def _tokens(self, count: int) -> list[int]:

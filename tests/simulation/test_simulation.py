@@ -26,6 +26,9 @@ shapes = st.builds(
     kv_role=st.sampled_from(["kv_both", "kv_producer", "kv_consumer"]),
     load_failures=st.sampled_from(["recompute", "fail"]),
     max_model_len=st.just(48),
+    chunk_blocks=st.sampled_from([None, 1, 5, 40]),
+    early_chunks=st.lists(st.integers(0, 4), max_size=4).map(tuple),
+    num_handshakes=st.sampled_from([None, 0, 1, 2]),
 )
 chances = st.sampled_from([0.0, 0.05, 0.3])
 scripts = st.builds(
@@ -38,12 +41,15 @@ scripts = st.builds(
     resets=chances,
     copy_speed=st.sampled_from([0.1, 0.5, 1.0]),
     lag=st.sampled_from([0.0, 0.5, 0.9]),
+    announcements=st.sampled_from([0.0, 0.3, 1.0]),
+    opening=st.sampled_from([0.05, 0.5]),
     faults=st.builds(
         Faults,
         load_error=chances,
         store_error=chances,
         thread_death=st.sampled_from([0.0, 0.0, 0.02]),
         repeated_hooks=chances,
+        no_memory=chances,
     ),
 )
 
@@ -70,11 +76,37 @@ def test_same_seed_same_run() -> None:
     assert [play(seed) for seed in range(8)] == [play(seed) for seed in range(8)]
 
 
+def test_announced_loads() -> None:
+    """Slow copies that the ranks announce at one time or another; clients that go away."""
+    num_holds = 0
+    for seed in range(12):
+        drawn = Script.draw(seed)
+        shape = replace(drawn.shape, num_host_blocks=300, chunk_blocks=None, max_num_seqs=6)
+        script = replace(
+            drawn, shape=shape, copy_speed=0.1, announcements=0.4, arrivals=0.9, aborts=0.05
+        )
+        num_holds += Play(script).run().num_holds
+    assert num_holds > 20
+
+
+def test_growing_tier() -> None:
+    """Ranks that open their host memory while requests store and load."""
+    outcomes = []
+    for seed in range(12):
+        drawn = Script.draw(seed)
+        shape = replace(drawn.shape, num_host_blocks=200, chunk_blocks=3, early_chunks=())
+        script = replace(drawn, shape=shape, arrivals=0.9, opening=0.1, num_requests=60)
+        outcomes.append(Play(script).run())
+    assert sum(outcome.num_opened for outcome in outcomes) > 100
+    assert sum(outcome.num_blocks_loaded for outcome in outcomes) > 0
+
+
 def test_preemption_storm() -> None:
     """A device pool that two requests fill, for six."""
     script = replace(
         Script.draw(5),
-        shape=Shape(num_device_blocks=20, max_model_len=60, max_num_seqs=6, num_host_blocks=100),
+        shape=Shape(num_device_blocks=18, max_model_len=60, max_num_seqs=6, num_host_blocks=100),
+        copy_speed=0.5,
         arrivals=0.9,
         aborts=0.0,
         resets=0.0,

@@ -5,6 +5,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import lru_cache
+from itertools import product
 from pathlib import Path
 from typing import Any, Literal, cast
 
@@ -67,6 +68,17 @@ class Shape:
     kv_role: Literal["kv_both", "kv_producer", "kv_consumer"] = "kv_both"
     load_failures: Literal["recompute", "fail"] = "recompute"
     max_model_len: int = 80
+    chunk_blocks: int | None = None
+    """Host blocks that a rank opens at a time; None: all at start."""
+    early_chunks: tuple[int, ...] = ()
+    """By rank, how many chunks beyond the first are open before the handshake, none if not said."""
+    num_handshakes: int | None = None
+    """Of how many ranks the scheduler hears before the first step; None: of all."""
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of a block of all layers on a rank."""
+        return self.block_size * 8 * NUM_LAYERS
 
 
 @dataclass(eq=False)
@@ -76,6 +88,8 @@ class Rank:
     worker: OffloadWorker
     device: ScriptedDevice
     runner: Runner
+    out_of_memory: bool = False
+    """Whether it opens no more host blocks, for want of memory."""
 
 
 @dataclass
@@ -83,6 +97,8 @@ class _Step:
     scheduled: SchedulerOutput
     outputs: list[KVConnectorOutput]
     positions: list[int]
+    num_open: list[int]
+    """By rank, the host blocks that it had opened when it reported."""
     samples: dict[str, list[int]] = field(default_factory=dict)
 
 
@@ -105,7 +121,8 @@ class World:
         self.connector = cast(Any, self.scheduler.connector)
         self.stories: dict[str, Story] = {}
         self.ranks = [self._make_rank(rank) for rank in range(shape.num_ranks)]
-        self._agree()
+        self._open_early()
+        self._shake_hands()
         self.finished: dict[str, tuple[list[int], RequestStatus]] = {}
         self.requests: dict[str, Request] = {}
         self.num_steps = 0
@@ -126,8 +143,12 @@ class World:
             kv_connector_module_path="simple_offload",
             kv_role=self.shape.kv_role,
             kv_load_failure_policy=self.shape.load_failures,
-            kv_connector_extra_config={"num_cpu_blocks": self.shape.num_host_blocks},
+            kv_connector_extra_config=self.worker_config(),
         )
+
+    def worker_config(self) -> dict[str, Any]:
+        """What our workers take from it."""
+        return {"num_cpu_blocks": self.shape.num_host_blocks}
 
     @property
     def host_pool(self) -> BlockPool:
@@ -162,10 +183,17 @@ class World:
             assert scheduler.num_in_flight == 0, "transfers in flight at rest"
             assert scheduler.num_followed == 0, "requests are followed at rest"
 
-    def _agree(self) -> None:
+    def _shake_hands(self) -> None:
+        heard = self.ranks[: self.shape.num_handshakes]
         self.connector.set_xfer_handshake_metadata_pp_aware(
-            {(0, index): rank.worker.capacity for index, rank in enumerate(self.ranks)}
+            {(0, index): rank.worker.capacity for index, rank in enumerate(heard)}
         )
+
+    def _open_early(self) -> None:
+        for rank, num_chunks in zip(self.ranks, self.shape.early_chunks, strict=False):
+            for _ in range(num_chunks):
+                if self.can_open(rank):
+                    self.open_chunk(rank)
 
     def _make_rank(self, rank: int) -> Rank:
         shape = self.shape
@@ -176,11 +204,10 @@ class World:
             len(shape.windows),
             shape.block_outermost,
         )
-        extra: dict[str, Any] = {"num_cpu_blocks": shape.num_host_blocks}
-        worker = OffloadWorker(
-            self.kv_cache_config, OffloadConfig.parse(extra, shape.num_ranks), shape.num_ranks
-        )
-        device = ScriptedDevice()
+        config = OffloadConfig.parse(self.worker_config(), shape.num_ranks)
+        worker = OffloadWorker(self.kv_cache_config, config, shape.num_ranks)
+        chunk_blocks = shape.chunk_blocks or shape.num_host_blocks
+        device = ScriptedDevice(chunk_blocks * shape.block_bytes)
         worker._backend = device
         worker.register_kv_caches(memory.kv_caches())
         runner = Runner(rank, memory, shape.windows, shape.block_size, self.stories)
@@ -219,11 +246,35 @@ class World:
 
     @property
     def loading(self) -> bool:
-        """Whether a request waits for host blocks."""
+        """Whether a request that does not run has device blocks: it waits for host blocks, or has
+        got them and waits to be scheduled."""
+        manager = self.scheduler.kv_cache_manager
         return any(
-            request.status == RequestStatus.WAITING_FOR_REMOTE_KVS
+            any(manager.get_blocks(request.request_id).blocks)
             for request in self.scheduler.requests.values()
+            if request not in self.scheduler.running
         )
+
+    # What a rank's machine does on the side
+
+    def can_open(self, rank: Rank) -> bool:
+        """Whether the rank still has host blocks to open."""
+        pool = rank.worker.host_pool
+        return not rank.out_of_memory and pool.num_open < pool.num_blocks
+
+    def open_chunk(self, rank: Rank, granted: bool = True) -> None:
+        """Let the rank open its next chunk of host blocks, and return when it has. Not
+        ``granted``: there is no memory for it, nor for any other."""
+        assert self.shape.chunk_blocks is not None
+        pool, gate = rank.worker.host_pool, rank.device.gate
+        rank.out_of_memory = not granted
+        is_last = pool.num_open + self.shape.chunk_blocks >= pool.num_blocks
+        gate.wait_until_reached()
+        gate.answer(granted)
+        if is_last or not granted:
+            pool.wait_until_open()
+        else:
+            gate.wait_until_reached()
 
     # What the engine does
 
@@ -236,7 +287,7 @@ class World:
         ``meanwhile``: what each rank's device does before that output is due."""
         self.num_steps += 1
         scheduled = self.scheduler.schedule()
-        step = _Step(scheduled, [], [])
+        step = _Step(scheduled, [], [], [])
         for rank in self.ranks:
             output, position = self._execute(rank, step, repeat_hooks)
             step.outputs.append(output)
@@ -259,12 +310,16 @@ class World:
         for load in metadata.loads:
             self._loads[load.id] = load
             self.num_blocks_loaded += len(load.host_blocks)
+        self._check_open(rank, metadata)
         worker.bind(metadata)
         if repeat_hooks:
             worker.bind(metadata)
         batch = rank.runner.update(scheduled)
         samples = step.samples if rank is self.ranks[0] else {}
-        position = device.queue_compute(lambda: rank.runner.compute(batch, samples))
+        # A step without tokens runs no forward, and its output waits for nothing.
+        position = 0
+        if batch:
+            position = device.queue_compute(lambda: rank.runner.compute(batch, samples))
         for _ in range(2 if repeat_hooks else 1):
             worker.submit_loads()
         for _ in range(2 if repeat_hooks else 1):
@@ -272,6 +327,7 @@ class World:
         assert worker._engine is not None
         worker._engine.settle()
         output = self.to_connector_output(worker)
+        step.num_open.append(worker.host_pool.num_open)
         worker.unbind()
         return output, position
 
@@ -294,6 +350,7 @@ class World:
             for output in client_outputs.outputs:
                 if output.finish_reason is not None and output.request_id in self.requests:
                     self._note_finished(output.request_id)
+        self._check_tier_size(step)
         self._spoil_failed(combined.kv_connector_output)
         self._check_forgotten()
         for request_id in [r for r in self.requests if self.requests[r].is_finished()]:
@@ -309,6 +366,19 @@ class World:
             self._failed.discard(transfer_id)
             for rank in self.ranks:
                 rank.device.spoil(self._loads[transfer_id].host_blocks.tolist())
+
+    def _check_open(self, rank: Rank, metadata: StepMetadata) -> None:
+        for transfer in (*metadata.loads, *metadata.stores):
+            last, num_open = max(transfer.host_blocks), rank.worker.host_pool.num_open
+            if last >= num_open:
+                raise Violation(
+                    f"{transfer.id} names host block {last}, of which a rank has opened {num_open}"
+                )
+
+    def _check_tier_size(self, step: _Step) -> None:
+        found, reported = len(self.host_pool.blocks), min(step.num_open)
+        if found != reported:
+            raise Violation(f"the tier has {found} blocks, every rank has opened {reported}")
 
     def _check_forgotten(self) -> None:
         for transfer_id in sorted(self._forgotten - self.ids_in_flight()):
@@ -333,12 +403,13 @@ class World:
             raise Violation(f"integrity: {error}") from error
         device_pool = self.scheduler.kv_cache_manager.block_pool
         for rank in self.ranks:
-            filling, reading = (
-                {block for copy in rank.device.copies[direction] for block in _device_blocks(copy)}
-                for direction in (Direction.LOAD, Direction.STORE)
-            )
-            if filling & reading:
-                raise Violation(f"device blocks {filling & reading} are stored while being loaded")
+            loads, stores = (rank.device.copies[direction] for direction in Direction)
+            for load, store in product(loads, stores):
+                shared = _device_blocks(load) & _device_blocks(store)
+                if shared and not load.precedes(store):
+                    raise Violation(f"device blocks {shared} are stored while being loaded")
+                if shared := _host_blocks(load) & _host_blocks(store):
+                    raise Violation(f"host blocks {shared} are loaded while being stored")
             for copy in (c for copies in rank.device.copies.values() for c in copies):
                 for pool, blocks in (
                     (device_pool, copy.transfer.device_blocks),
@@ -383,13 +454,18 @@ class World:
             assert rank.worker._engine is not None
             rank.worker._engine.settle()
             rank.device.abandon()
+            if self.can_open(rank):
+                self.open_chunk(rank, granted=False)
             rank.worker.shutdown()
         self.scheduler.shutdown()
 
 
-def _device_blocks(copy: ScriptedCopy) -> list[int]:
-    blocks: list[int] = copy.transfer.device_blocks.tolist()
-    return blocks
+def _device_blocks(copy: ScriptedCopy) -> set[int]:
+    return set(copy.transfer.device_blocks.tolist())
+
+
+def _host_blocks(copy: ScriptedCopy) -> set[int]:
+    return set(copy.transfer.host_blocks.tolist())
 
 
 @lru_cache(maxsize=1)

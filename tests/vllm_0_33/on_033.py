@@ -75,20 +75,6 @@ def test_it_is_found_beside_others(connector: Any) -> None:
     assert builtin._find_simple_cpu_offload_connector(several) is connector
 
 
-@pytest.mark.parametrize(("collected", "num_blocks"), [(None, 8), (5, 5)])
-def test_the_scheduler_side_goes_by_what_was_collected(
-    make_vllm_config: MakeVllmConfig, collected: int | None, num_blocks: int
-) -> None:
-    memory = make_kv_memory([group(full(block_size=16), "a")], 6, KVCacheLayout.LBHNC)
-    vllm_config = make_vllm_config(EXTRA_CONFIG)
-    vllm_config.cache_config.simple_cpu_offload_num_blocks = collected  # type: ignore[attr-defined]
-    connector = cast(
-        Any,
-        KVConnectorFactory.create_connector(vllm_config, KVConnectorRole.SCHEDULER, memory.config),
-    )
-    assert connector.scheduler.tier.num_blocks == num_blocks
-
-
 def test_every_hook_takes_what_033_passes() -> None:
     assert list(misfits(ours, KVConnectorBase_V1, SupportsHMA)) == []
     hooks = {*public_names(KVConnectorBase_V1), *public_names(SupportsHMA)}

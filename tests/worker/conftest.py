@@ -1,11 +1,15 @@
-"""What tests of the copy threads share."""
+"""What tests of the copy threads and of the worker share."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 
 from tests.conftest import within_patience
+from tests.worker.rank import Rank
 from tests.worker.scripted import Bench
+
+MakeRank = Callable[..., Rank]
 
 
 @pytest.fixture
@@ -14,3 +18,27 @@ def bench(no_thread_left: None) -> Iterator[Bench]:
     yield bench
     bench.backend.release()
     within_patience(bench.engine.close)
+
+
+@pytest.fixture
+def make_rank(no_thread_left: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[MakeRank]:
+    """A function that makes a Rank whose configuration has these keywords. Unless ``register``
+    is false it has its memory, all of it open, and has told so."""
+    ranks: list[Rank] = []
+
+    def make(register: bool = True, **extra_config: Any) -> Rank:
+        rank = Rank(monkeypatch, **extra_config)
+        ranks.append(rank)
+        if register:
+            rank.register()
+            assert rank.worker.take_report() is not None
+        return rank
+
+    yield make
+    for rank in ranks:
+        rank.close()
+
+
+@pytest.fixture
+def rank(make_rank: MakeRank) -> Rank:
+    return make_rank()

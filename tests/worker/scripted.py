@@ -1,5 +1,7 @@
 """A CopyBackend that does what a test says, and a TransferEngine on it."""
 
+import math
+import sys
 import threading
 from collections import defaultdict
 from collections.abc import Sequence
@@ -29,7 +31,10 @@ class ScriptedPending:
 
     ended: threading.Event = field(default_factory=threading.Event)
     error: BaseException | None = None
+    remaining: float = math.inf
+    """Seconds, as it says; test and device agree on nothing."""
     num_waits: int = 0
+    num_holds: int = 0
 
     def done(self) -> bool:
         if self.ended.is_set() and self.error is not None:
@@ -40,6 +45,12 @@ class ScriptedPending:
         self.num_waits += 1
         assert self.ended.wait(PATIENCE_SECONDS), "a copy that nobody ends"
         self.done()
+
+    def remaining_seconds(self) -> float:
+        return self.remaining
+
+    def hold_compute(self) -> None:
+        self.num_holds += 1
 
 
 class EndsWhenWaitedFor(ScriptedPending):
@@ -58,24 +69,45 @@ class EndsWhenWaitedFor(ScriptedPending):
 
 
 class ScriptedBackend:
-    """Copies nothing. What ``copy`` does with a transfer is scripted by its id."""
+    """Copies nothing. What ``copy`` does with a transfer is scripted by its id, what becomes of
+    a chunk of host memory by its number, from 0."""
 
-    def __init__(self) -> None:
+    def __init__(self, chunk_bytes: int = sys.maxsize) -> None:
+        self.chunk_bytes = chunk_bytes
         self.log: list[tuple[object, ...]] = []
-        """("enter", direction, thread name), ("copy", direction, id, barrier, thread name),
-        ("close",)"""
+        """("open", number of regions), ("chunk", blocks in it), ("enter", direction, thread
+        name), ("copy", direction, id, barrier, thread name), ("close",)"""
         self.errors: dict[int, BaseException] = {}
         self.gates: dict[int, threading.Event] = {}
         """Ids of copies that block their thread until the event is set."""
         self.pendings: dict[int, ScriptedPending] = {}
         self.started: dict[int, threading.Event] = defaultdict(threading.Event)
         self.enter_errors: list[BaseException] = []
+        self.memory: list[torch.Tensor] = []
+        self.chunks: list[Sequence[torch.Tensor]] = []
+        self.allocators: list[str] = []
+        """Names of the threads that have asked for memory, in order."""
+        self.allocating: dict[int, threading.Event] = defaultdict(threading.Event)
+        self.allocation_gates: dict[int, threading.Event] = {}
+        self.allocation_errors: dict[int, Exception] = {}
 
-    def allocate_host(self, num_blocks: int, page_bytes: int) -> torch.Tensor:
-        return torch.zeros((num_blocks, page_bytes), dtype=torch.int8)
+    def allocate_host(self, num_bytes: int) -> torch.Tensor:
+        number = len(self.allocators)
+        self.allocators.append(threading.current_thread().name)
+        self.allocating[number].set()
+        if (gate := self.allocation_gates.get(number)) is not None:
+            assert gate.wait(PATIENCE_SECONDS), "a gate that nobody opens"
+        if (error := self.allocation_errors.get(number)) is not None:
+            raise error
+        self.memory.append(torch.zeros(num_bytes, dtype=torch.int8))
+        return self.memory[-1]
 
-    def open(self, device: Sequence[torch.Tensor], host: Sequence[torch.Tensor]) -> None:
-        self.log.append(("open", len(device), len(host)))
+    def open(self, device: Sequence[torch.Tensor]) -> None:
+        self.log.append(("open", len(device)))
+
+    def add_host_chunk(self, regions: Sequence[torch.Tensor]) -> None:
+        self.chunks.append(regions)
+        self.log.append(("chunk", len(regions[0])))
 
     def barrier(self) -> Barrier | None:
         return None
@@ -104,10 +136,14 @@ class ScriptedBackend:
 
     def release(self) -> None:
         """Let everything end."""
-        for gate in self.gates.values():
+        for gate in (*self.gates.values(), *self.allocation_gates.values()):
             gate.set()
         for pending in self.pendings.values():
             pending.ended.set()
+
+    def wait_allocating(self, number: int) -> None:
+        """Return when somebody is asking for the memory of chunk ``number``."""
+        assert self.allocating[number].wait(PATIENCE_SECONDS), "nobody asks for memory"
 
     def copied(self, direction: Direction) -> list[int]:
         """Ids in the order in which copies of ``direction`` were started."""

@@ -1,29 +1,228 @@
-"""HostPool: a host region for every device region."""
+"""HostPool: host regions for every device region, opened chunk by chunk."""
 
+import threading
+from collections.abc import Callable, Iterator, Sequence
+
+import pytest
 import torch
 
 from simple_offload.backends.host import HostBackend
 from simple_offload.worker.host_pool import HostPool
+from tests.conftest import within_patience
+from tests.worker.scripted import ScriptedBackend, ScriptedError
+
+PAGES = (24, 8)
+BLOCK_BYTES = sum(PAGES)
+CHUNK_BYTES = 3 * BLOCK_BYTES + 5
+"""Room for three blocks."""
 
 
-def region(num_blocks: int, page: int, gap: int = 0) -> torch.Tensor:
-    return torch.zeros((num_blocks, page + gap), dtype=torch.int8)[:, :page]
+@pytest.fixture
+def backend(no_thread_left: None) -> Iterator[ScriptedBackend]:
+    yield (backend := ScriptedBackend(CHUNK_BYTES))
+    backend.release()
 
 
-def test_host_regions_have_the_pages_of_the_device_and_their_own_number() -> None:
-    pool = HostPool(HostBackend(), [region(4, 24), region(4, 8, gap=16)], num_blocks=10)
-    assert [tuple(tensor.shape) for tensor in pool.tensors] == [(10, 24), (10, 8)]
-    assert pool.num_blocks == 10
-    assert pool.nbytes == 10 * (24 + 8)
+@pytest.fixture
+def pool(backend: ScriptedBackend) -> Iterator[HostPool]:
+    """Ten blocks in chunks of 3, 3, 3 and 1."""
+    yield (pool := HostPool(backend, PAGES, num_blocks=10))
+    backend.release()
+    within_patience(pool.close)
 
 
-def test_no_regions() -> None:
-    pool = HostPool(HostBackend(), [], num_blocks=10)
-    assert (pool.tensors, pool.nbytes) == ([], 0)
+def shapes(regions: Sequence[torch.Tensor]) -> list[tuple[int, ...]]:
+    return [tuple(region.shape) for region in regions]
 
 
-def test_closing() -> None:
-    pool = HostPool(HostBackend(), [region(4, 24)], num_blocks=2)
+def when_joined(monkeypatch: pytest.MonkeyPatch, do: Callable[[], None]) -> None:
+    """``do`` something when somebody begins to wait for the thread that opens chunks."""
+    join_thread = threading.Thread.join
+
+    def do_and_join(thread: threading.Thread, timeout: float | None = None) -> None:
+        if thread.name == "simple-offload-open":
+            do()
+        join_thread(thread, timeout)
+
+    monkeypatch.setattr(threading.Thread, "join", do_and_join)
+
+
+# Regions
+
+
+def test_host_regions_have_the_pages_of_the_device() -> None:
+    backend = ScriptedBackend()
+    pool = HostPool(backend, PAGES, num_blocks=10)
+    assert (pool.num_blocks, pool.num_open, pool.nbytes) == (10, 0, 0)
+    pool.open()
+    assert [shapes(chunk) for chunk in backend.chunks] == [[(10, 24), (10, 8)]]
+    assert (pool.num_blocks, pool.num_open, pool.nbytes) == (10, 10, 10 * BLOCK_BYTES)
+
+
+def test_regions_share_their_memory_and_leave_none_over(
+    pool: HostPool, backend: ScriptedBackend
+) -> None:
+    pool.open()
+    pool.wait_until_open()
+    for memory, chunk in zip(backend.memory, backend.chunks, strict=True):
+        assert memory.nbytes == sum(region.nbytes for region in chunk)
+        for value, region in enumerate(chunk, start=1):
+            assert (region.dtype, region.is_contiguous()) == (torch.int8, True)
+            region.add_(value)
+        assert set(memory.tolist()) == {1, 2}  # 3, and bytes would belong to both
+
+
+@pytest.mark.parametrize(
+    ("chunk_bytes", "expected"),
+    [
+        (CHUNK_BYTES, [3, 3, 3, 1]),
+        (5 * BLOCK_BYTES, [5, 5]),
+        (10 * BLOCK_BYTES, [10]),
+        (9 * BLOCK_BYTES, [9, 1]),
+        (BLOCK_BYTES - 1, [1] * 10),  # a block must lie in one piece
+    ],
+)
+def test_chunks_are_as_large_as_the_backend_wants(chunk_bytes: int, expected: list[int]) -> None:
+    backend = ScriptedBackend(chunk_bytes)
+    pool = HostPool(backend, PAGES, num_blocks=10)
+    pool.open()
+    pool.wait_until_open()
+    assert [shapes(chunk) for chunk in backend.chunks] == [[(n, 24), (n, 8)] for n in expected]
+    assert pool.num_open == 10
+
+
+def test_the_host_backend_has_one_chunk() -> None:
+    pool = HostPool(HostBackend(), PAGES, num_blocks=1000)
+    pool.open()
+    assert pool.num_open == 1000
+
+
+def test_without_regions_no_memory_is_asked_for(backend: ScriptedBackend) -> None:
+    """A rank without layers: memory of no bytes is an error to the kernel."""
+    pool = HostPool(backend, [], num_blocks=10)
+    pool.open()
+    assert (pool.num_open, pool.nbytes, backend.allocators) == (10, 0, [])
+
+
+# Opening
+
+
+def test_the_first_chunk_is_open_at_once_and_the_rest_later(
+    pool: HostPool, backend: ScriptedBackend
+) -> None:
+    gate = backend.allocation_gates[1] = threading.Event()
+    pool.open()
+    assert (pool.num_open, pool.nbytes) == (3, 3 * BLOCK_BYTES)
+    backend.wait_allocating(1)
+    assert pool.num_open == 3
+    gate.set()
+    pool.wait_until_open()
+    assert (pool.num_open, pool.nbytes) == (10, 10 * BLOCK_BYTES)
+    here = threading.current_thread().name
+    assert backend.allocators == [here, *["simple-offload-open"] * 3]
+
+
+def test_blocks_are_open_when_the_backend_has_them(
+    pool: HostPool, backend: ScriptedBackend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And not before: a copy to a block that is open must find it."""
+    open_before: list[int] = []
+    take = backend.add_host_chunk
+
+    def take_and_look(regions: Sequence[torch.Tensor]) -> None:
+        open_before.append(pool.num_open)
+        take(regions)
+
+    monkeypatch.setattr(backend, "add_host_chunk", take_and_look)
+    pool.open()
+    pool.wait_until_open()
+    assert open_before == [0, 3, 6, 9]
+
+
+def test_an_open_tier_is_told_of_once(pool: HostPool, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
+    pool.open()
+    pool.wait_until_open()
+    assert [r.getMessage() for r in caplog.records] == [
+        "The host tier of this rank is open: 0.00 GiB"
+    ]
+
+
+# Failures
+
+
+def test_a_first_chunk_that_fails_is_an_error_at_start(
+    pool: HostPool, backend: ScriptedBackend
+) -> None:
+    backend.allocation_errors[0] = error = ScriptedError("no memory at all")
+    with pytest.raises(ScriptedError) as caught:
+        pool.open()
+    assert caught.value is error
+    assert (pool.num_open, len(backend.allocators)) == (0, 1)
+    pool.close()
+
+
+@pytest.mark.parametrize("failing", [1, 2, 3])
+def test_a_later_chunk_that_fails_leaves_the_tier_as_it_is(
+    pool: HostPool, backend: ScriptedBackend, caplog: pytest.LogCaptureFixture, failing: int
+) -> None:
+    backend.allocation_errors[failing] = ScriptedError("no more memory")
+    pool.open()
+    pool.wait_until_open()
+    assert pool.num_open == sum(len(chunk[0]) for chunk in backend.chunks) == 3 * failing
+    assert pool.nbytes == 3 * failing * BLOCK_BYTES
+    assert len(backend.allocators) == failing + 1  # it does not go on asking
+    (record,) = caplog.records
+    assert record.levelname == "ERROR"
+    assert f"stays at {3 * failing} of 10 blocks (0.00 GiB): no more memory" in record.getMessage()
+
+
+def test_a_chunk_that_the_backend_does_not_take_is_not_open(
+    pool: HostPool,
+    backend: ScriptedBackend,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    take = backend.add_host_chunk
+
+    def take_one(regions: Sequence[torch.Tensor]) -> None:
+        if backend.chunks:
+            raise ScriptedError("not taken")
+        take(regions)
+
+    monkeypatch.setattr(backend, "add_host_chunk", take_one)
+    pool.open()
+    pool.wait_until_open()
+    assert pool.num_open == 3
+    assert "stays at 3 of 10 blocks (0.00 GiB): not taken" in caplog.text
+
+
+# Closing
+
+
+def test_closing_while_a_chunk_is_being_opened(
+    pool: HostPool,
+    backend: ScriptedBackend,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """That chunk is the last, and nobody touches the backend after ``close``."""
+    gate = backend.allocation_gates[1] = threading.Event()
+    pool.open()
+    backend.wait_allocating(1)
+    when_joined(monkeypatch, gate.set)
+    pool.close()
+    assert gate.is_set(), "nobody has waited for the thread"
+    assert (pool.num_open, len(backend.allocators)) == (6, 2)
+    assert caplog.records == []  # neither open nor failed
+
+
+def test_closing_at_any_other_time(backend: ScriptedBackend) -> None:
+    pool = HostPool(backend, PAGES, num_blocks=10)
+    pool.close()
+    pool = HostPool(ScriptedBackend(CHUNK_BYTES), PAGES, num_blocks=10)
+    pool.open()
+    pool.wait_until_open()
     pool.close()
     pool.close()
-    assert (pool.tensors, pool.nbytes) == ([], 0)
+    assert pool.num_open == 10

@@ -147,6 +147,52 @@ def test_a_thread_that_cannot_enter_tries_again(bench: Bench) -> None:
     assert bench.backend.copied(LOAD)[:1] == [2]
 
 
+# Nearly done
+
+
+def near(bench: Bench, direction: Direction, seconds: float) -> list[int]:
+    return [transfer.id for transfer in bench.engine.nearly_done(direction, seconds)]
+
+
+@pytest.mark.parametrize("direction", Direction)
+def test_nearly_done_goes_by_what_is_left_of_all_copies_so_far(
+    bench: Bench, direction: Direction
+) -> None:
+    """The device makes one after another."""
+    for number, remaining in enumerate((0.25, 0.125, 0.5)):
+        bench.backend.pendings[number] = ScriptedPending(remaining=remaining)
+    bench.submit(direction, 0, 1, 2)
+    assert bench.flush(direction) == []
+    assert near(bench, direction, 0.24) == []
+    assert near(bench, direction, 0.25) == near(bench, direction, 0.374) == [0]
+    assert near(bench, direction, 0.375) == near(bench, direction, 0.874) == [0, 1]
+    assert near(bench, direction, 0.875) == [0, 1, 2]
+    assert near(bench, other(direction), 1.0) == []
+
+
+def test_only_what_is_under_way_is_nearly_done(bench: Bench) -> None:
+    """Not what has ended, what has failed, nor what poll has returned or not collected yet."""
+    slow = bench.backend.pendings[1] = ScriptedPending(remaining=0.0)
+    bench.backend.errors[3] = ScriptedError()
+    bench.submit(LOAD, 1, 2, 3)
+    bench.engine.settle()
+    assert near(bench, LOAD, 1.0) == [1]
+    slow.ended.set()
+    assert len(bench.poll(LOAD)) == 3
+    assert near(bench, LOAD, 1.0) == []
+
+
+def test_compute_is_held_for_copies_under_way(bench: Bench) -> None:
+    first, second = ScriptedPending(), ScriptedPending()
+    bench.backend.pendings |= {1: first, 3: second}
+    bench.submit(LOAD, 1, 2, 3)
+    assert bench.flush(LOAD) == []
+    bench.engine.hold_compute(LOAD, {2, 3, 77})  # 2 has ended, 77 is nobody's
+    bench.engine.hold_compute(STORE, {1})
+    assert (first.num_holds, second.num_holds) == (0, 1)
+    assert (first.num_waits, second.num_waits) == (0, 0)
+
+
 # All of it at once
 
 

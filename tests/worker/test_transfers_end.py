@@ -87,6 +87,17 @@ def test_draining_with_a_dead_thread(bench: Bench) -> None:
     assert [number for number, _ in outcomes(bench.poll(STORE))] == [1, 2]
 
 
+def test_what_was_drained_needs_no_waiting_for(bench: Bench) -> None:
+    pending = bench.backend.pendings[1] = EndsWhenWaitedFor()
+    pending.remaining = 0.0
+    bench.submit(LOAD, 1)
+    bench.engine.drain()
+    assert bench.engine.nearly_done(LOAD, 1.0) == []
+    bench.engine.hold_compute(LOAD, {1})
+    assert pending.num_holds == 0
+    assert outcomes(bench.poll(LOAD)) == [(1, None)]
+
+
 def test_draining_nothing(bench: Bench) -> None:
     bench.engine.drain()
     bench.close()

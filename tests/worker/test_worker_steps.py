@@ -1,113 +1,28 @@
 """OffloadWorker: what it submits and reports, step by step, on a scripted backend."""
 
 import threading
-from collections.abc import Callable, Iterator
 
 import pytest
-from vllm.v1.kv_cache_layout import KVCacheLayout
 
-from simple_offload.backends.base import Barrier, Direction
-from simple_offload.config import OffloadConfig
-from simple_offload.metadata import StepMetadata, Transfer, WorkerReport
-from simple_offload.worker.worker import OffloadWorker
-from tests.conftest import PATIENCE_SECONDS, within_patience
-from tests.worker.kv_memory import full, group, make_kv_memory
-from tests.worker.scripted import (
-    Mark,
-    ScriptedBackend,
-    ScriptedError,
-    ScriptedPending,
-)
+from simple_offload.backends.base import Direction
+from simple_offload.metadata import StepMetadata, WorkerReport
+from tests.conftest import PATIENCE_SECONDS
+from tests.worker.conftest import MakeRank
+from tests.worker.rank import BLOCK_BYTES, NUM_HOST_BLOCKS, Rank, load, store
+from tests.worker.scripted import ScriptedError, ScriptedPending
 
 pytestmark = pytest.mark.usefixtures("no_thread_left", "machine")
 
 LOAD, STORE = Direction.LOAD, Direction.STORE
 
 
-class MarkingBackend(ScriptedBackend):
-    """Gives each barrier that it is asked for a mark of its own."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.marks: list[Mark] = []
-
-    def barrier(self) -> Barrier | None:
-        self.marks.append(Mark())
-        return self.marks[-1]
-
-    def barriers_of(self, direction: Direction) -> list[object]:
-        return [entry[3] for entry in self.log if entry[:2] == ("copy", direction)]
-
-
-class Rank:
-    """A worker and its backend."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, register: bool = True) -> None:
-        self.backend = MarkingBackend()
-        monkeypatch.setattr("simple_offload.worker.worker.make_backend", lambda name: self.backend)
-        self.memory = make_kv_memory([group(full(), "a")], 4, KVCacheLayout.LBHNC)
-        config = OffloadConfig.parse({"num_cpu_blocks": 8}, num_ranks=1)
-        self.worker = OffloadWorker(self.memory.config, config, num_ranks=1)
-        if register:
-            self.register()
-
-    def register(self) -> None:
-        self.worker.register_kv_caches(self.memory.kv_caches)
-
-    def settle(self) -> None:
-        """Wait until the threads have dealt with everything that was submitted."""
-        assert self.worker._engine is not None
-        self.worker._engine.settle()
-
-    def step(self, metadata: StepMetadata) -> tuple[set[str], set[str]]:
-        """One engine step, hooks in vLLM's order; what was polled."""
-        self.worker.bind(metadata)
-        self.worker.submit_loads()
-        self.worker.submit_stores()
-        self.settle()
-        polled = self.worker.poll()
-        self.worker.unbind()
-        return polled
-
-    def close(self) -> None:
-        self.backend.release()
-        within_patience(self.worker.shutdown)
-
-
-MakeRank = Callable[..., Rank]
-
-
-@pytest.fixture
-def make_rank(no_thread_left: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[MakeRank]:
-    ranks: list[Rank] = []
-
-    def make(register: bool = True) -> Rank:
-        ranks.append(Rank(monkeypatch, register))
-        return ranks[-1]
-
-    yield make
-    for rank in ranks:
-        rank.close()
-
-
-@pytest.fixture
-def rank(make_rank: MakeRank) -> Rank:
-    return make_rank()
-
-
-def load(transfer_id: int, request_id: str) -> Transfer:
-    return Transfer.pairing(transfer_id, [1], [2], request_id)
-
-
-def store(transfer_id: int) -> Transfer:
-    return Transfer.pairing(transfer_id, [1], [2])
-
-
 # Submitting
 
 
-def test_each_hook_submits_its_own_direction(rank: Rank) -> None:
+def test_loads_start_before_the_forward_and_stores_after_it(rank: Rank) -> None:
     rank.worker.bind(StepMetadata([load(0, "r")], [store(1)]))
+    rank.settle()
+    assert (rank.backend.copied(LOAD), rank.backend.copied(STORE)) == ([0], [])
     rank.worker.submit_loads()
     rank.settle()
     assert (rank.backend.copied(LOAD), rank.backend.copied(STORE)) == ([0], [])
@@ -135,11 +50,12 @@ def test_nothing_is_submitted_between_steps(rank: Rank) -> None:
     rank.worker.submit_loads()
     rank.worker.submit_stores()
     rank.settle()
-    assert rank.backend.copied(LOAD) == rank.backend.copied(STORE) == []
+    assert (rank.backend.copied(LOAD), rank.backend.copied(STORE)) == ([0], [])
 
 
 def test_a_barrier_is_taken_when_the_hook_is_called(rank: Rank) -> None:
     rank.worker.bind(StepMetadata([load(0, "r"), load(1, "s")], [store(2)]))
+    assert len(rank.backend.marks) == 1
     rank.worker.submit_loads()
     assert len(rank.backend.marks) == 1
     rank.worker.submit_stores()
@@ -147,6 +63,18 @@ def test_a_barrier_is_taken_when_the_hook_is_called(rank: Rank) -> None:
     first, second = rank.backend.marks
     assert rank.backend.barriers_of(LOAD) == [first, first]
     assert rank.backend.barriers_of(STORE) == [second]
+
+
+def test_what_no_compute_touches_need_not_come_after_any(rank: Rank) -> None:
+    free = [load(number, "r", after_compute=False) for number in (0, 1)]
+    rank.worker.bind(StepMetadata(free, [store(2)]))
+    assert rank.backend.marks == []
+    rank.worker.submit_stores()
+    rank.worker.bind(StepMetadata([load(3, "s", after_compute=False), load(4, "t")]))
+    rank.settle()
+    first, second = rank.backend.marks
+    assert rank.backend.barriers_of(STORE) == [first]
+    assert rank.backend.barriers_of(LOAD) == [None, None, None, second]
 
 
 def test_without_transfers_there_is_no_barrier(rank: Rank) -> None:
@@ -245,6 +173,80 @@ def test_a_rank_that_cannot_copy_any_more_says_so(rank: Rank) -> None:
     assert rank.step(StepMetadata([load(2, "s")])) == ({"s"}, {"s"})
 
 
+# Open blocks
+
+
+@pytest.fixture
+def slow_rank(make_rank: MakeRank) -> Rank:
+    """Chunks of three blocks, of which the second is not to be had until its gate opens."""
+    rank = make_rank(register=False)
+    rank.backend.chunk_bytes = 3 * BLOCK_BYTES
+    rank.backend.allocation_gates[1] = threading.Event()
+    rank.register()
+    rank.backend.wait_allocating(1)
+    return rank
+
+
+def num_open(rank: Rank) -> tuple[int, dict[str, int] | None]:
+    """What the rank says of itself when asked, and what its report says."""
+    report = rank.worker.take_report()
+    return rank.worker.capacity.num_open, report.num_open if report is not None else None
+
+
+def test_open_blocks_are_told_when_there_are_more(slow_rank: Rank) -> None:
+    name = slow_rank.worker.capacity.rank
+    assert num_open(slow_rank) == (3, {name: 3})
+    assert num_open(slow_rank) == (3, None)
+    slow_rank.backend.release()
+    slow_rank.worker.host_pool.wait_until_open()
+    assert num_open(slow_rank) == (NUM_HOST_BLOCKS, {name: NUM_HOST_BLOCKS})
+    assert num_open(slow_rank) == (NUM_HOST_BLOCKS, None)
+    assert slow_rank.worker.capacity.num_host_blocks == NUM_HOST_BLOCKS
+
+
+def test_open_blocks_are_told_beside_what_has_ended(slow_rank: Rank) -> None:
+    slow_rank.worker.take_report()
+    slow_rank.step(StepMetadata(stores=[store(0)]))
+    report = slow_rank.worker.take_report()
+    assert report is not None
+    assert (report.ended, report.num_open) == ({0: 1}, {})  # nothing new
+    slow_rank.step(StepMetadata(stores=[store(1)]))
+    slow_rank.backend.release()
+    slow_rank.worker.host_pool.wait_until_open()
+    report = slow_rank.worker.take_report()
+    assert report is not None
+    assert (report.ended, set(report.num_open.values())) == ({1: 1}, {NUM_HOST_BLOCKS})
+
+
+def test_what_cannot_be_opened_is_not_told(slow_rank: Rank) -> None:
+    slow_rank.backend.allocation_errors[1] = ScriptedError()
+    slow_rank.backend.release()
+    slow_rank.worker.host_pool.wait_until_open()
+    assert num_open(slow_rank)[0] == 3
+    assert slow_rank.step(StepMetadata([load(0, "r")])) == ({"r"}, set())  # and it goes on
+
+
+def test_ranks_have_names_of_their_own(make_rank: MakeRank) -> None:
+    assert len({make_rank().worker.capacity.rank for _ in range(3)}) == 3
+
+
+def test_shutdown_while_blocks_are_being_opened(
+    slow_rank: Rank, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The backend gives memory up only when nobody asks for more."""
+    join_thread = threading.Thread.join
+
+    def open_gate_and_join(thread: threading.Thread, timeout: float | None = None) -> None:
+        if thread.name == "simple-offload-open":
+            slow_rank.backend.release()
+        join_thread(thread, timeout)
+
+    monkeypatch.setattr(threading.Thread, "join", open_gate_and_join)
+    slow_rank.worker.shutdown()
+    assert slow_rank.backend.log.count(("chunk", 3)) == 2
+    assert slow_rank.backend.log[-1] == ("close",)
+
+
 # Before and after
 
 
@@ -252,12 +254,11 @@ def test_before_registration(make_rank: MakeRank) -> None:
     rank = make_rank(register=False)
     assert rank.worker.poll() == (set(), set())
     assert rank.worker.take_report() is None
-    rank.worker.bind(StepMetadata())
+    rank.worker.bind(StepMetadata(admitted=[0]))
     rank.worker.submit_loads()
     rank.worker.submit_stores()
-    rank.worker.bind(StepMetadata([load(0, "r")]))
     with pytest.raises(AssertionError, match="before any KV cache"):
-        rank.worker.submit_loads()
+        rank.worker.bind(StepMetadata([load(0, "r")]))
     rank.worker.drain()
     rank.worker.shutdown()
     rank.worker.shutdown()
@@ -280,7 +281,6 @@ def test_shutdown_without_a_step(rank: Rank) -> None:
     rank.worker.shutdown()
     rank.worker.shutdown()
     assert rank.backend.log.count(("close",)) == 1
-    assert rank.worker.host_pool.nbytes == 0
 
 
 def test_shutdown_finishes_what_was_submitted(rank: Rank) -> None:

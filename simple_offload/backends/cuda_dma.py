@@ -1,0 +1,108 @@
+"""Batched DMA: one driver call for all descriptors, or one for each where there is no better."""
+
+import ctypes
+from collections.abc import Callable
+
+import numpy as np
+import torch
+
+from simple_offload.backends.base import Direction
+from simple_offload.backends.plan import Descriptors
+from simple_offload.logs import get_logger
+
+logger = get_logger(__name__)
+
+# CUmemcpySrcAccessOrder: a store's source may be written until its turn in the stream comes,
+# a load's source is host memory that nobody writes to meanwhile.
+_IN_STREAM_ORDER, _ANY_ORDER = 1, 3
+_BATCH_SINCE = 12080
+"""The CUDA version (12.8) whose cuMemcpyBatchAsync is asked for: later ones dropped the index
+of the entry that failed from its arguments."""
+
+SubmitDma = Callable[[Descriptors, Direction, torch.cuda.Stream], None]
+"""Queues all descriptors, by descending size, on a stream. Raises CudaCopyError."""
+
+
+class CudaCopyError(RuntimeError):
+    """A copy that the CUDA driver refused; its message has the error's name."""
+
+
+class _Location(ctypes.Structure):
+    _fields_ = (("type", ctypes.c_uint), ("id", ctypes.c_int))
+
+
+class _Attributes(ctypes.Structure):
+    _fields_ = (
+        ("source_access_order", ctypes.c_uint),
+        ("source_hint", _Location),
+        ("destination_hint", _Location),
+        ("flags", ctypes.c_uint),
+    )
+
+
+def largest_first(plan: Descriptors) -> Descriptors:
+    """The same copies by descending size.
+
+    cuMemcpyBatchAsync of driver 580.159 (CUDA 13, H200) corrupts data, or crashes, when a host
+    to device batch has a larger descriptor after a smaller one (seen from 512 B to 16 KiB); the
+    other way round it is right, which test_cuda.py checks. See docs/measurements.md.
+    """
+    if not len(plan.sizes) or bool((plan.sizes[1:] <= plan.sizes[:-1]).all()):
+        return plan
+    return plan.take(np.argsort(plan.sizes, kind="stable")[::-1])
+
+
+def resolve_dma() -> SubmitDma:
+    """One call of cuMemcpyBatchAsync for all descriptors; where the driver has none, a warning,
+    and a call for each."""
+    from cuda.bindings import driver
+
+    error, address, _ = driver.cuGetProcAddress(b"cuMemcpyBatchAsync", _BATCH_SINCE, 0)
+    if error != driver.CUresult.CUDA_SUCCESS or not address:
+        logger.warning(
+            "This CUDA driver has no cuMemcpyBatchAsync (%s): copying one descriptor at a time, "
+            "which costs the host more",
+            error.name,
+        )
+        return copy_one_by_one
+    pointer, size = ctypes.c_void_p, ctypes.c_size_t
+    function = ctypes.CFUNCTYPE(
+        ctypes.c_uint, pointer, pointer, pointer, size, pointer, pointer, size, pointer, pointer
+    )(int(address))
+
+    def copy_batch(plan: Descriptors, direction: Direction, stream: torch.cuda.Stream) -> None:
+        order = _ANY_ORDER if direction is Direction.LOAD else _IN_STREAM_ORDER
+        attributes = _Attributes(source_access_order=order)
+        first_index, failed = size(0), size(2**64 - 1)
+        code = function(
+            plan.destinations.ctypes.data,
+            plan.sources.ctypes.data,
+            plan.sizes.ctypes.data,
+            len(plan.sizes),
+            ctypes.addressof(attributes),
+            ctypes.addressof(first_index),
+            1,
+            ctypes.addressof(failed),
+            stream.cuda_stream,
+        )
+        if code:
+            raise CudaCopyError(
+                f"cuMemcpyBatchAsync: {driver.CUresult(code).name} at descriptor "
+                f"{failed.value} of {len(plan.sizes)}"
+            )
+
+    return copy_batch
+
+
+def copy_one_by_one(plan: Descriptors, _: Direction, stream: torch.cuda.Stream) -> None:
+    """cuMemcpyAsync for each descriptor; sources are read in stream order."""
+    from cuda.bindings import driver
+
+    for index, (destination, source, size) in enumerate(
+        zip(*(part.tolist() for part in plan), strict=True)
+    ):
+        (error,) = driver.cuMemcpyAsync(destination, source, size, stream.cuda_stream)
+        if error != driver.CUresult.CUDA_SUCCESS:
+            raise CudaCopyError(
+                f"cuMemcpyAsync: {error.name} at descriptor {index} of {len(plan.sizes)}"
+            )

@@ -1,0 +1,65 @@
+"""Which KV cache layout to ask vLLM for."""
+
+from typing import TYPE_CHECKING, cast
+
+import torch
+from vllm.config import set_current_vllm_config
+from vllm.platforms import current_platform
+from vllm.v1.attention.backend import MultipleOf
+from vllm.v1.attention.selector import get_attn_backend
+
+from simple_offload.config import OffloadConfig
+from simple_offload.logs import get_logger
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+logger = get_logger(__name__)
+
+_BLOCK_OUTERMOST = "BLHNC"
+"""Of the block-outermost layouts the one that most attention backends support. Compute is as
+fast in it as in vLLM's default (docs/measurements.md)."""
+
+
+def wanted_layout(vllm_config: "VllmConfig", config: OffloadConfig) -> str | None:
+    """A layout in which a block of all layers is contiguous, so that it is one descriptor; None
+    for vLLM's default: if that is what ``config`` says, or on a platform other than CUDA, or
+    where vLLM would refuse to start, which it does when an attention kernel wants smaller
+    blocks than vLLM manages and blocks of all layers are contiguous."""
+    if config.kv_layout == "keep" or not vllm_config.cache_config.enable_prefix_caching:
+        return None
+    if not current_platform.is_cuda() or _kernel_splits_blocks(vllm_config):
+        return None
+    return _BLOCK_OUTERMOST
+
+
+def _kernel_splits_blocks(vllm_config: "VllmConfig") -> bool:
+    """Whether the attention backend's kernels want smaller blocks than vLLM's; also when that
+    cannot be found out."""
+    model = vllm_config.model_config
+    block_size = vllm_config.cache_config.block_size
+    try:
+        with set_current_vllm_config(vllm_config):
+            backend = get_attn_backend(
+                model.get_head_size(),
+                cast(torch.dtype, model.dtype),
+                vllm_config.cache_config.cache_dtype,
+                use_mla=model.use_mla,
+            )
+            sizes = backend.get_supported_kernel_block_sizes()
+    except Exception as error:  # noqa: BLE001 - a wish is not worth a failed start
+        logger.info("No KV cache layout is asked for: no attention backend to go by (%s)", error)
+        return True
+    fits = any(
+        block_size % size.base == 0 if isinstance(size, MultipleOf) else block_size == size
+        for size in sizes
+    )
+    if not fits:
+        logger.info(
+            "No KV cache layout is asked for: %s splits blocks of %d tokens, which contiguous "
+            "blocks do not allow. A --block-size among %s would make copies faster.",
+            backend.get_name(),
+            block_size,
+            sizes,
+        )
+    return not fits

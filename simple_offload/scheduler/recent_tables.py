@@ -1,0 +1,49 @@
+"""RecentTables: device blocks that compute in flight may touch although nobody holds them."""
+
+from collections import deque
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+from vllm.v1.core.kv_cache_utils import KVCacheBlock
+from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
+
+if TYPE_CHECKING:
+    from vllm.v1.core.kv_cache_manager import KVCacheManager
+
+_Tables = dict[str, list[KVCacheBlock]]
+
+
+class RecentTables:
+    """With async scheduling, a request is found to have ended (or is preempted) when its next
+    step is on the device already. Its blocks may be handed out at once, and whoever writes to
+    them outside the compute stream has to wait for that step. For all other free blocks the
+    last step that touched them is over: its output has been processed.
+
+    Keeps the block tables of the last ``num_steps`` steps, at least as many as vLLM has in
+    flight. A table that was given up since is no longer the request's. That shows for tables
+    which only grow; a sliding window gives up blocks of a table that goes on.
+    """
+
+    def __init__(self, kv_cache_manager: "KVCacheManager", num_steps: int) -> None:
+        self._managers = kv_cache_manager.coordinator.single_type_managers
+        self._only_grow = all(isinstance(m, FullAttentionManager) for m in self._managers)
+        self._steps: deque[list[_Tables]] = deque(maxlen=num_steps)
+
+    def end_step(self) -> None:
+        """A step has been scheduled that runs requests with the block tables of now."""
+        if self._only_grow:
+            self._steps.append([dict(manager.req_to_blocks) for manager in self._managers])
+
+    def may_touch(self, blocks: Iterable[KVCacheBlock]) -> bool:
+        """Whether a step in flight may read or write one of ``blocks``, which were free when
+        the coming step was scheduled."""
+        if not self._only_grow:
+            return True
+        wanted = {block.block_id for block in blocks}
+        return any(
+            not wanted.isdisjoint(block.block_id for block in table)
+            for step in self._steps
+            for manager, tables in zip(self._managers, step, strict=True)
+            for request_id, table in tables.items()
+            if manager.req_to_blocks.get(request_id) is not table
+        )

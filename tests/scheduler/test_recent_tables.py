@@ -1,0 +1,132 @@
+"""RecentTables: which free device blocks a step in flight may still touch."""
+
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+from vllm.v1.core.kv_cache_utils import KVCacheBlock
+from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager, SlidingWindowManager
+
+from simple_offload.scheduler.recent_tables import RecentTables
+from tests.scheduler.conftest import MakeDriver
+from tests.scheduler.driver import LOAD, Driver, prompt
+
+
+class Tables:
+    """vLLM's block tables, as far as they are looked at."""
+
+    def __init__(self, *classes: type) -> None:
+        self.managers = [cast(Any, object.__new__(each)) for each in classes]
+        for manager in self.managers:
+            manager.req_to_blocks = {}
+        self.blocks = [KVCacheBlock(block_id) for block_id in range(20)]
+        coordinator = SimpleNamespace(single_type_managers=self.managers)
+        self.recent = RecentTables(cast(Any, SimpleNamespace(coordinator=coordinator)), 2)
+
+    def hold(self, request_id: str, *block_ids: int, group: int = 0) -> None:
+        table = self.managers[group].req_to_blocks.setdefault(request_id, [])
+        table.extend(self.blocks[block_id] for block_id in block_ids)
+
+    def give_up(self, request_id: str, group: int = 0) -> None:
+        self.managers[group].req_to_blocks.pop(request_id)
+
+    def touched(self) -> set[int]:
+        return {block.block_id for block in self.blocks if self.recent.may_touch([block])}
+
+
+@pytest.fixture
+def tables() -> Tables:
+    return Tables(FullAttentionManager)
+
+
+def test_nothing_is_touched_before_the_first_step(tables: Tables) -> None:
+    tables.hold("a", 1, 2)
+    tables.give_up("a")
+    assert tables.touched() == set()
+
+
+def test_what_was_given_up_since_a_recent_step(tables: Tables) -> None:
+    tables.hold("a", 1, 2)
+    tables.hold("b", 3)
+    tables.recent.end_step()
+    tables.hold("b", 4)
+    tables.give_up("a")
+    assert tables.touched() == {1, 2}
+    tables.recent.end_step()
+    assert tables.touched() == {1, 2}
+    tables.recent.end_step()
+    assert tables.touched() == set()
+
+
+def test_a_request_of_the_same_name_has_another_table(tables: Tables) -> None:
+    tables.hold("a", 1, 2)
+    tables.recent.end_step()
+    tables.give_up("a")
+    tables.hold("a", 5)
+    assert tables.touched() == {1, 2}
+
+
+def test_one_block_of_many_is_enough(tables: Tables) -> None:
+    tables.hold("a", 7)
+    tables.recent.end_step()
+    tables.give_up("a")
+    assert tables.recent.may_touch(tables.blocks)
+    assert not tables.recent.may_touch(tables.blocks[:7])
+
+
+def test_every_group_counts() -> None:
+    tables = Tables(FullAttentionManager, FullAttentionManager)
+    tables.hold("a", 1)
+    tables.hold("a", 2, group=1)
+    tables.recent.end_step()
+    tables.give_up("a", group=1)
+    assert tables.touched() == {2}
+
+
+def test_tables_that_windows_move_over_tell_nothing() -> None:
+    tables = Tables(FullAttentionManager, SlidingWindowManager)
+    assert len(tables.touched()) == len(tables.blocks)
+
+
+# With vLLM's scheduler
+
+
+def fill_tier(driver: Driver) -> None:
+    """Have the tier hold a prompt, and the device nothing."""
+    driver.say("first", prompt(33))
+    driver.forget_device()
+
+
+def the_load(driver: Driver) -> bool:
+    """Whether the one load that is planned next comes after compute."""
+    for _ in range(20):
+        driver.step()
+        if driver.pending(LOAD):
+            (load,) = driver.pending(LOAD)
+            return load.after_compute
+        driver.copy_all()
+    raise AssertionError("no load")
+
+
+def test_a_load_into_blocks_that_were_free_waits_for_nothing(drive: MakeDriver) -> None:
+    driver = drive(async_scheduling=True, num_device_blocks=60)
+    fill_tier(driver)
+    driver.step(2)
+    driver.start("again", prompt(33))
+    assert not the_load(driver)
+    driver.run()
+
+
+def test_a_load_into_blocks_of_a_step_in_flight_waits_for_it(drive: MakeDriver) -> None:
+    """All blocks are the running request's; it is aborted while its next step is in flight."""
+    driver = drive(async_scheduling=True, num_device_blocks=11)
+    driver.say("other before", prompt(37, family=3))  # stored, so that nothing holds its blocks
+    fill_tier(driver)
+    driver.start("other", prompt(37, family=3), max_tokens=4)
+    while driver.world.requests["other"].num_computed_tokens < 37:
+        driver.step()
+        driver.copy_all()
+    driver.world.abort("other")
+    driver.start("again", prompt(33))
+    assert the_load(driver)
+    driver.run()

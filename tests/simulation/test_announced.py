@@ -1,0 +1,79 @@
+"""A store of blocks whose load has been announced and has not ended."""
+
+import pytest
+
+from simple_offload.backends.base import Direction
+from tests.simulation.mutations import no_hold_before_stores_alone
+from tests.simulation.runner import Violation
+from tests.simulation.world import Shape, World
+
+LOAD, STORE = Direction.LOAD, Direction.STORE
+PROMPT = list(range(20))
+
+
+def run_to_rest(world: World) -> None:
+    while world.scheduler.has_requests():
+        world.step()
+        world.check()
+        for rank in world.ranks:
+            rank.device.compute_until(rank.device.num_queued)
+            for direction in Direction:
+                while rank.device.copies[direction]:
+                    rank.device.copy_one(direction)
+
+
+def store_what_is_being_loaded(world: World) -> None:
+    """Two requests load the same host blocks. The first load fails, so the blocks leave the
+    tier; the second one is announced, its client goes away, and what it is still being given is
+    to be stored again."""
+    world.add_request("writer", PROMPT, 1, None, 0)
+    run_to_rest(world)
+    assert world.reset(tier=False)
+    device = world.ranks[0].device
+    world.add_request("unlucky", PROMPT, 1, None, 0)
+    world.add_request("gone", PROMPT, 1, None, 0)
+    world.step()
+    failing, load = device.copies[LOAD]
+    device.copy_one(LOAD, fail_after=0)
+    load.nearly_done = True
+    world.step()
+    world.check()
+    assert failing.error is not None
+    world.abort("gone")
+    world.step()
+    (store,) = device.copies[STORE]
+    assert set(store.transfer.device_blocks) == set(load.transfer.device_blocks)
+    assert not load.ended
+    world.check()
+
+
+def make_world() -> World:
+    return World(Shape(load_failures="fail", max_num_batched_tokens=64))
+
+
+def test_it_waits_for_the_load() -> None:
+    world = make_world()
+    store_what_is_being_loaded(world)
+    device = world.ranks[0].device
+    assert not device.compute_one()
+    assert not device.can_copy(STORE)
+    device.copy_one(LOAD)
+    assert device.compute_one()
+    assert device.can_copy(STORE)
+    run_to_rest(world)
+    world.check_at_rest()
+    assert world.reset(tier=False)
+    num_loaded = world.num_blocks_loaded
+    world.add_request("reader", PROMPT, 1, None, 0)
+    run_to_rest(world)  # the runner checks every page
+    assert world.num_blocks_loaded > num_loaded
+    world.check_finished("reader")
+    world.close()
+
+
+def test_a_store_that_does_not_wait_is_noticed() -> None:
+    with no_hold_before_stores_alone():
+        world = make_world()
+        with pytest.raises(Violation, match="stored while being loaded"):
+            store_what_is_being_loaded(world)
+        world.close()

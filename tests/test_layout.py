@@ -1,0 +1,121 @@
+"""wanted_layout: a wish for contiguous blocks, where vLLM can fulfil it."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from vllm.v1.attention.backend import MultipleOf
+
+from simple_offload import layout
+from simple_offload.config import ConfigError, OffloadConfig
+from simple_offload.connector import SimpleCPUOffloadConnector
+from simple_offload.layout import wanted_layout
+from tests.conftest import MakeVllmConfig
+
+pytestmark = pytest.mark.usefixtures("machine")
+
+
+class Platform:
+    """On CUDA, with an attention backend whose kernels take blocks of ``sizes`` tokens."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.cuda = True
+        self.sizes: list[int | MultipleOf] = [MultipleOf(16)]
+        self.error: Exception | None = None
+        platform = SimpleNamespace(is_cuda=lambda: self.cuda)
+        monkeypatch.setattr(layout, "current_platform", platform)
+        monkeypatch.setattr(layout, "get_attn_backend", self.get_attn_backend)
+
+    def get_attn_backend(self, head_size: int, *_: object, **__: object) -> Any:
+        assert head_size > 0
+        if self.error is not None:
+            raise self.error
+        return SimpleNamespace(
+            get_supported_kernel_block_sizes=lambda: self.sizes, get_name=lambda: "SOME_ATTN"
+        )
+
+
+@pytest.fixture
+def platform(monkeypatch: pytest.MonkeyPatch) -> Platform:
+    return Platform(monkeypatch)
+
+
+def wish(make_vllm_config: MakeVllmConfig, block_size: int = 16, **extra: object) -> str | None:
+    config = make_vllm_config({"num_cpu_blocks": 8})
+    config.cache_config.block_size = block_size
+    return wanted_layout(config, OffloadConfig.parse({"num_cpu_blocks": 8, **extra}, 1))
+
+
+def test_blocks_of_all_layers_together(
+    platform: Platform, make_vllm_config: MakeVllmConfig
+) -> None:
+    assert wish(make_vllm_config) == "BLHNC"
+
+
+def test_keep_keeps(platform: Platform, make_vllm_config: MakeVllmConfig) -> None:
+    assert wish(make_vllm_config, kv_layout="keep") is None
+
+
+def test_other_platforms_have_no_choice(
+    platform: Platform, make_vllm_config: MakeVllmConfig
+) -> None:
+    platform.cuda = False
+    assert wish(make_vllm_config) is None
+
+
+def test_nothing_is_asked_for_without_prefix_caching(
+    platform: Platform, make_vllm_config: MakeVllmConfig
+) -> None:
+    config = make_vllm_config({})
+    config.cache_config.enable_prefix_caching = False
+    assert wanted_layout(config, OffloadConfig()) is None
+
+
+@pytest.mark.parametrize(
+    ("sizes", "block_size", "whole"),
+    [
+        ([16, 32, 64], 64, True),
+        ([16, 32, 64], 128, False),
+        ([MultipleOf(16)], 544, True),
+        ([MultipleOf(32)], 48, False),
+        ([64], 16, False),
+    ],
+)
+def test_blocks_that_kernels_split_stay_as_they_are(
+    platform: Platform,
+    make_vllm_config: MakeVllmConfig,
+    sizes: list[int | MultipleOf],
+    block_size: int,
+    whole: bool,
+) -> None:
+    platform.sizes = sizes
+    assert wish(make_vllm_config, block_size) == ("BLHNC" if whole else None)
+
+
+def test_a_wish_does_not_stop_the_start(
+    platform: Platform, make_vllm_config: MakeVllmConfig
+) -> None:
+    platform.error = ValueError("no valid attention backend")
+    assert wish(make_vllm_config) is None
+
+
+# What vLLM asks the class
+
+
+def test_the_connector_passes_the_wish_on(
+    platform: Platform, make_vllm_config: MakeVllmConfig
+) -> None:
+    ask = SimpleCPUOffloadConnector.get_required_kvcache_layout
+    assert ask(make_vllm_config({"num_cpu_blocks": 8})) == "BLHNC"
+    assert ask(make_vllm_config({"num_cpu_blocks": 8, "kv_layout": "keep"})) is None
+
+
+def test_graphs_need_not_be_piecewise() -> None:
+    assert not SimpleCPUOffloadConnector.requires_piecewise_for_cudagraph({"num_cpu_blocks": 8})
+
+
+def test_a_wrong_configuration_is_refused_before_the_model_is_loaded() -> None:
+    with pytest.raises(ConfigError, match=r"kv_layout='keeep'.*did you mean 'keep'"):
+        SimpleCPUOffloadConnector.requires_piecewise_for_cudagraph({"kv_layout": "keeep"})
+    with pytest.raises(ConfigError, match=r"cpu_bytes_to_use=.*GiB in all"):
+        SimpleCPUOffloadConnector.requires_piecewise_for_cudagraph({"cpu_bytes_to_use": 1 << 60})

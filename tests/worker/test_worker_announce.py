@@ -1,0 +1,263 @@
+"""OffloadWorker: loads that are announced before their end, and compute that waits for the rest."""
+
+import threading
+from collections import Counter
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from simple_offload.backends.base import Direction
+from simple_offload.metadata import StepMetadata
+from tests.conftest import PATIENCE_SECONDS
+from tests.worker.conftest import MakeRank
+from tests.worker.rank import Rank, load, store
+from tests.worker.scripted import ScriptedError
+
+pytestmark = pytest.mark.usefixtures("no_thread_left", "machine")
+
+LOAD, STORE = Direction.LOAD, Direction.STORE
+NOTHING: tuple[set[str], set[str]] = (set(), set())
+
+
+def ended(rank: Rank) -> dict[int, int]:
+    """What the rank reports as ended."""
+    report = rank.worker.take_report()
+    return dict(report.ended) if report is not None else {}
+
+
+# When
+
+
+@pytest.mark.parametrize(
+    ("remaining", "announced"), [(0.0, True), (0.008, True), (0.00801, False), (1e9, False)]
+)
+def test_a_load_is_announced_when_little_is_left(
+    rank: Rank, remaining: float, announced: bool
+) -> None:
+    rank.pend(0, remaining)
+    assert rank.step(StepMetadata([load(0, "r")])) == ({"r"} if announced else set(), set())
+
+
+@pytest.mark.parametrize(("milliseconds", "announced"), [(20, True), (19, False)])
+def test_how_little_is_configured(
+    make_rank: MakeRank, milliseconds: float, announced: bool
+) -> None:
+    rank = make_rank(sync_load_ms=milliseconds)
+    rank.pend(0, 0.02)
+    assert rank.step(StepMetadata([load(0, "r")]))[0] == ({"r"} if announced else set())
+
+
+def test_without_patience_nothing_is_announced(make_rank: MakeRank) -> None:
+    rank = make_rank(sync_load_ms=0)
+    pending = rank.pend(0, 0.0)
+    for _ in range(3):
+        rank.now += 1.0
+        assert rank.step(StepMetadata([load(0, "r")])) == NOTHING
+    pending.ended.set()
+    assert rank.step(StepMetadata()) == ({"r"}, set())
+
+
+def test_an_end_that_cannot_be_waited_for_is_not_announced(rank: Rank) -> None:
+    rank.pend(0, float("inf"))
+    assert rank.step(StepMetadata([load(0, "r")])) == NOTHING
+
+
+def test_a_load_comes_near_its_end(rank: Rank) -> None:
+    pending = rank.pend(0, 0.02)
+    assert rank.step(StepMetadata([load(0, "r")])) == NOTHING
+    pending.remaining = 0.009
+    assert rank.step(StepMetadata()) == NOTHING
+    pending.remaining = 0.007
+    assert rank.step(StepMetadata()) == ({"r"}, set())
+
+
+def test_beside_compute_a_load_may_take_two_steps_more(rank: Rank) -> None:
+    """Other requests would wait with it, unless that is how long it takes anyway until the
+    request's own compute comes."""
+    pending = rank.pend(0, 0.0062)
+    rank.step(StepMetadata(computes=True))
+    rank.now += 0.003
+    assert rank.step(StepMetadata([load(0, "r")], computes=True)) == NOTHING
+    rank.now += 0.003
+    pending.remaining = 0.0061
+    assert rank.step(StepMetadata(computes=True)) == NOTHING
+    rank.now += 0.003
+    pending.remaining = 0.0059
+    assert rank.step(StepMetadata(computes=True)) == ({"r"}, set())
+
+
+def test_without_compute_the_length_of_steps_does_not_matter(rank: Rank) -> None:
+    rank.pend(0, 0.007)
+    rank.step(StepMetadata(computes=True))
+    rank.now += 0.003
+    assert rank.step(StepMetadata([load(0, "r")])) == ({"r"}, set())
+
+
+def test_long_steps_make_nobody_more_patient(rank: Rank) -> None:
+    rank.pend(0, 0.009)
+    rank.step(StepMetadata(computes=True))
+    rank.now += 5.0
+    assert rank.step(StepMetadata([load(0, "r")], computes=True)) == NOTHING
+
+
+# What
+
+
+def test_only_what_the_device_has_been_handed_is_announced(rank: Rank) -> None:
+    gate = rank.backend.gates[0] = threading.Event()
+    rank.pend(0, 0.0)
+    rank.pend(1, 0.0)
+    rank.worker.bind(StepMetadata([load(0, "r"), load(1, "s")]))
+    assert rank.backend.started[0].wait(PATIENCE_SECONDS)
+    assert rank.worker.poll() == NOTHING
+    gate.set()
+    rank.settle()
+    assert rank.worker.poll() == ({"r", "s"}, set())
+
+
+def test_what_could_not_be_handed_over_has_failed(rank: Rank) -> None:
+    """Behind a slow one, its failure is not seen yet: it must not be taken for nearly done."""
+    slow = rank.pend(0, 1.0)
+    rank.pend(1, 0.0)
+    rank.backend.errors[1] = ScriptedError()
+    assert rank.step(StepMetadata([load(0, "r"), load(1, "s")])) == NOTHING
+    slow.ended.set()
+    assert rank.step(StepMetadata()) == ({"r", "s"}, {"s"})
+
+
+def test_a_load_has_to_wait_for_those_before(rank: Rank) -> None:
+    first = rank.pend(0, 0.005)
+    rank.pend(1, 0.004)
+    assert rank.step(StepMetadata([load(0, "r"), load(1, "s")])) == ({"r"}, set())
+    first.remaining = 0.003
+    assert rank.step(StepMetadata()) == ({"s"}, set())
+
+
+def test_stores_are_not_announced(rank: Rank) -> None:
+    pending = rank.pend(0, 0.0)
+    assert rank.step(StepMetadata(stores=[store(0)])) == NOTHING
+    assert ended(rank) == {}
+    pending.ended.set()
+    rank.step(StepMetadata())
+    assert ended(rank) == {0: 1}
+
+
+# Once
+
+
+def test_an_announced_load_is_reported_at_its_end_and_not_named_again(rank: Rank) -> None:
+    pending = rank.pend(0, 0.0)
+    assert rank.step(StepMetadata([load(0, "r")])) == ({"r"}, set())
+    assert ended(rank) == {}
+    assert rank.step(StepMetadata(admitted=[0])) == NOTHING
+    assert ended(rank) == {}
+    pending.ended.set()
+    assert rank.step(StepMetadata()) == NOTHING
+    assert ended(rank) == {0: 1}
+    assert rank.step(StepMetadata()) == NOTHING
+    assert rank.worker._announced == set()
+
+
+def test_an_announced_load_that_is_drained_is_not_named_again(rank: Rank) -> None:
+    pending = rank.pend(0, 0.0)
+    assert rank.step(StepMetadata([load(0, "r")])) == ({"r"}, set())
+    pending.ended.set()
+    rank.worker.drain()
+    assert rank.step(StepMetadata(admitted=[0])) == NOTHING
+    assert ended(rank) == {0: 1}
+    assert pending.num_holds == 0  # there was nothing left to wait for
+
+
+@given(st.data())
+def test_each_request_is_named_once_whenever_its_load_ends(data: st.DataObject) -> None:
+    num_loads = 4
+    with pytest.MonkeyPatch.context() as patched:
+        rank = Rank(patched)
+        rank.register()
+        try:
+            named: Counter[str] = Counter()
+            reported: Counter[int] = Counter()
+            pendings = [rank.pend(number, 1.0) for number in range(num_loads)]
+            steps = data.draw(st.lists(st.tuples(st.integers(0, 3), st.booleans()), max_size=12))
+            loads = [load(number, f"r{number}") for number in range(num_loads)]
+            everything_ends = [(number, True) for number in range(num_loads)]
+            for number, ends in [*steps, *everything_ends]:
+                pendings[number].remaining = 0.0
+                if ends:
+                    pendings[number].ended.set()
+                loaded, failed = rank.step(StepMetadata(loads))
+                named.update(loaded)
+                reported.update(ended(rank))
+                assert failed == set()
+                # In order of submission, so an end is seen with those before it.
+                over = [pending.ended.is_set() for pending in pendings]
+                seen = over.index(False) if False in over else num_loads
+                assert reported == dict.fromkeys(range(seen), 1)
+            assert named == {f"r{number}": 1 for number in range(num_loads)}
+        finally:
+            rank.close()
+
+
+# Waiting
+
+
+def test_compute_waits_before_anything_else_of_the_step(rank: Rank) -> None:
+    """So that what comes after this step's barriers comes after the admitted load, too."""
+    rank.pend(0, 0.0)
+    rank.step(StepMetadata([load(0, "r")]))
+    del rank.backend.log[:]
+    rank.step(StepMetadata([load(1, "s")], [store(2)], admitted=[0]))
+    kinds = [entry[:2] if entry[0] == "hold" else entry[0] for entry in rank.backend.log]
+    assert kinds[:2] == [("hold", 0), "barrier"]
+    assert sorted(str(kind) for kind in kinds[2:] if kind != "enter") == [
+        "barrier",
+        "copy",
+        "copy",
+    ]
+
+
+def test_compute_waits_for_what_is_admitted_only(rank: Rank) -> None:
+    pendings = [rank.pend(number, 0.0) for number in range(3)]
+    rank.step(StepMetadata([load(number, f"r{number}") for number in range(3)]))
+    rank.step(StepMetadata(admitted=[1]))
+    assert [pending.num_holds for pending in pendings] == [0, 1, 0]
+    assert [pending.num_waits for pending in pendings] == [0, 0, 0]  # nor does this thread wait
+    rank.step(StepMetadata(admitted=[2, 0]))
+    assert [pending.num_holds for pending in pendings] == [1, 1, 1]
+
+
+def test_an_admitted_load_that_has_ended_is_no_matter(rank: Rank) -> None:
+    pending = rank.pend(0, 0.0)
+    pending.ended.set()
+    rank.step(StepMetadata([load(0, "r")]))
+    assert rank.step(StepMetadata(admitted=[0])) == NOTHING
+    assert pending.num_holds == 0
+
+
+# Failures
+
+
+@pytest.mark.parametrize("drained", [False, True])
+def test_a_load_that_fails_after_its_announcement_ends_the_worker(
+    rank: Rank, drained: bool
+) -> None:
+    """Compute has read the blocks, and there is no taking that back."""
+    pending = rank.pend(0, 0.0)
+    assert rank.step(StepMetadata([load(0, "r")])) == ({"r"}, set())
+    pending.error = ScriptedError()
+    pending.ended.set()
+    if drained:
+        rank.worker.drain()
+    with pytest.raises(RuntimeError, match="failed after it was announced") as caught:
+        rank.step(StepMetadata())
+    assert caught.value.__cause__ is pending.error
+
+
+def test_a_load_that_fails_before_its_announcement_is_one_request_s(rank: Rank) -> None:
+    pending = rank.pend(0, 1.0)
+    rank.pend(1, 0.0)
+    assert rank.step(StepMetadata([load(0, "r"), load(1, "s")])) == NOTHING
+    pending.error = ScriptedError()
+    pending.ended.set()
+    assert rank.step(StepMetadata()) == ({"r", "s"}, {"r"})
