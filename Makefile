@@ -46,5 +46,5 @@ test-gpu: ## Tests that need an accelerator, in the environment of GPU_PYTHON (d
 	$(GPU_PYTHON) -m pytest -m gpu $(ARGS)
 
 clean: ## Remove caches, build outputs and demo outputs; .venv and downloads stay
-	rm -rf build dist demo-out .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf build dist demo-out copy-bench-out engine-bench-out .mypy_cache .ruff_cache .pytest_cache .hypothesis
 	find . -name __pycache__ -type d -not -path './.*' -prune -exec rm -rf {} +

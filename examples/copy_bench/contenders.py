@@ -1,0 +1,154 @@
+"""Contenders: ways to copy blocks, to be measured side by side."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Protocol
+
+import numpy as np
+import torch
+
+from examples.copy_bench.arena import Arena, rows
+from simple_offload.backends.base import CopyBackend, Direction
+from simple_offload.metadata import Transfer
+
+
+class Contender(Protocol):
+    """One way to copy blocks between the two pools of an arena."""
+
+    @property
+    def name(self) -> str:
+        """Heads its column."""
+
+    def open(self, arena: Arena, size: int) -> None:
+        """Get ready to copy blocks of ``size`` bytes. ``close`` follows, also when this fails.
+        ConfigError: this machine does not have what it takes."""
+
+    def enter_thread(self, direction: Direction) -> None:
+        """Prepare the calling thread, which will make all copies of ``direction``."""
+
+    def copy(self, direction: Direction, transfer: Transfer) -> None:
+        """Copy, and return when the copy has ended. The device is idle, but for a copy of the
+        other direction, which has no block in common with this one."""
+
+    def calibration(self) -> str:
+        """What it measured to choose its path by, as ``CudaBackend.describe_paths`` says it;
+        empty for one that does not choose."""
+
+    def close(self) -> None:
+        """Give up what ``open`` took. No copy is under way."""
+
+
+class MeasuringBackend(CopyBackend, Protocol):
+    """A backend that measures at start which path is best."""
+
+    def describe_paths(self) -> str: ...
+
+
+class BackendContender:
+    """A backend of this project, made anew for each size: it measures its paths for it."""
+
+    def __init__(self, name: str, make_backend: Callable[[], MeasuringBackend]) -> None:
+        self.name = name
+        self._make_backend = make_backend
+        self._backend: MeasuringBackend | None = None
+
+    def open(self, arena: Arena, size: int) -> None:
+        self._backend = self._make_backend()
+        self._backend.open([arena.device.view(-1, size)])
+        self._backend.add_host_chunk([arena.host.view(-1, size)])
+
+    def enter_thread(self, direction: Direction) -> None:
+        assert self._backend is not None
+        self._backend.enter_thread(direction)
+
+    def copy(self, direction: Direction, transfer: Transfer) -> None:
+        assert self._backend is not None
+        pending = self._backend.copy(direction, transfer, None)
+        if pending is not None:
+            pending.wait()
+
+    def calibration(self) -> str:
+        assert self._backend is not None
+        return self._backend.describe_paths()
+
+    def close(self) -> None:
+        if self._backend is not None:
+            self._backend.close()
+            self._backend = None
+
+
+class _TorchContender:
+    """Copies with torch, each direction on a stream of its own."""
+
+    def open(self, arena: Arena, size: int) -> None:
+        self._device, self._host = rows(arena.device, size), rows(arena.host, size)
+        self._device_staging = rows(arena.device_staging, size)
+        self._host_staging = rows(arena.host_staging, size)
+        self._streams: dict[Direction, torch.cuda.Stream] = {}
+
+    def enter_thread(self, direction: Direction) -> None:
+        if self._device.is_cuda:
+            torch.cuda.set_device(self._device.device)
+            self._streams[direction] = torch.cuda.Stream(self._device.device)
+
+    def calibration(self) -> str:
+        return ""
+
+    def close(self) -> None:
+        """Nothing was taken."""
+
+    @contextmanager
+    def _stream(self, direction: Direction) -> Iterator[None]:
+        """Queue what is called inside on the direction's stream; leave when it has passed it."""
+        stream = self._streams.get(direction)
+        if stream is None:  # not on a CUDA device
+            yield
+            return
+        with torch.cuda.stream(stream):
+            yield
+        stream.synchronize()
+
+
+class ContiguousCopy(_TorchContender):
+    """The peak: one copy between pinned memory and the device, of blocks that lie in a row and
+    go to the same place."""
+
+    name = "peak"
+
+    def copy(self, direction: Direction, transfer: Transfer) -> None:
+        blocks = transfer.device_blocks
+        assert np.array_equal(blocks, transfer.host_blocks)
+        first, stop = int(blocks[0]), int(blocks[-1]) + 1
+        assert stop - first == len(blocks)
+        device, host = self._device[first:stop], self._host[first:stop]
+        with self._stream(direction):
+            if direction is Direction.LOAD:
+                device.copy_(host, non_blocking=True)
+            else:
+                host.copy_(device, non_blocking=True)
+
+
+class PlainTorch(_TorchContender):
+    """What one writes in plain torch: select the blocks into pinned staging memory, copy that
+    in one piece, and put the blocks where they belong."""
+
+    name = "torch"
+
+    def copy(self, direction: Direction, transfer: Transfer) -> None:
+        count = len(transfer.device_blocks)
+        # Loads stage at the beginning and stores at the end, so that both can run at once.
+        part = slice(count) if direction is Direction.LOAD else slice(-count, None)
+        on_device, on_host = self._device_staging[part], self._host_staging[part]
+        host_blocks = torch.from_numpy(transfer.host_blocks)
+        if direction is Direction.LOAD:
+            torch.index_select(self._host, 0, host_blocks, out=on_host)
+            with self._stream(direction):
+                device_blocks = torch.from_numpy(transfer.device_blocks).to(self._device.device)
+                on_device.copy_(on_host, non_blocking=True)
+                self._device.index_copy_(0, device_blocks, on_device)
+        else:
+            with self._stream(direction):
+                device_blocks = torch.from_numpy(transfer.device_blocks).to(self._device.device)
+                torch.index_select(self._device, 0, device_blocks, out=on_device)
+                on_host.copy_(on_device, non_blocking=True)
+            self._host.index_copy_(0, host_blocks, on_host)

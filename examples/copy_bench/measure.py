@@ -1,0 +1,67 @@
+"""How long a job takes, from its submission to the end of its copies."""
+
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from statistics import median
+
+from examples.copy_bench.arena import Arena
+from examples.copy_bench.contenders import Contender
+from examples.copy_bench.job import Job
+from examples.copy_bench.results import Cell
+from simple_offload.backends.base import Direction
+from simple_offload.metadata import Transfer
+
+_FEWEST = 3
+_ENOUGH_SECONDS = 0.3
+"""After so long the fewest repeats will do."""
+_TOO_MANY_SECONDS = 1.0
+"""After so long any number will."""
+
+
+def measure(contender: Contender, arena: Arena, job: Job, repeats: int) -> Cell:
+    """Copy ``job`` once to warm up, check every byte of that, and time ``repeats`` more.
+
+    ``contender`` is open for the job's size. Raises what it raises.
+    """
+    arena.prepare(job)
+    with _threads(contender, job.transfers) as threads:
+        _copy(contender, job, threads)
+        fault = arena.find_fault(job)
+        seconds = [_copy(contender, job, threads)]
+        while len(seconds) < repeats and sum(seconds) < (
+            _ENOUGH_SECONDS if len(seconds) >= _FEWEST else _TOO_MANY_SECONDS
+        ):
+            seconds.append(_copy(contender, job, threads))
+    return Cell(job.num_bytes, median(seconds), len(seconds), fault)
+
+
+@contextmanager
+def _threads(
+    contender: Contender, transfers: Mapping[Direction, Transfer]
+) -> Iterator[dict[Direction, ThreadPoolExecutor]]:
+    """A thread for each direction, which has entered."""
+    with ExitStack() as stack:
+        threads = {}
+        for direction in transfers:
+            thread = ThreadPoolExecutor(1, thread_name_prefix=f"copy-bench-{direction.value}")
+            threads[direction] = stack.enter_context(thread)
+            thread.submit(contender.enter_thread, direction).result()
+        yield threads
+
+
+def _copy(contender: Contender, job: Job, threads: Mapping[Direction, ThreadPoolExecutor]) -> float:
+    """Seconds from the first submission to the end of the last copy."""
+    start_line = threading.Barrier(len(threads))
+
+    def timed(direction: Direction) -> tuple[float, float]:
+        start_line.wait()
+        start = time.perf_counter()
+        contender.copy(direction, job.transfers[direction])
+        return start, time.perf_counter()
+
+    runs = [thread.submit(timed, direction) for direction, thread in threads.items()]
+    starts, ends = zip(*(run.result() for run in runs), strict=True)
+    return float(max(ends) - min(starts))

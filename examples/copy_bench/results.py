@@ -1,0 +1,142 @@
+"""What was measured, as numbers."""
+
+import re
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from examples.copy_bench.plan import Plan, Way, size_text
+
+PEAK = "peak"
+AUTO = "auto"
+CONTENDERS = ("torch", "dma", "kernel", AUTO)
+
+_RUNG = re.compile(r"(?P<kib>\d+)K \S+ GB/s(?: \((?P<percent>\d+)% by kernel\))?")
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One contender's copies of one job."""
+
+    num_bytes: int
+    seconds: float
+    """Median."""
+    repeats: int
+    fault: str | None
+    """What the check of the copied bytes found; None where every byte was right."""
+
+    @property
+    def gb_per_s(self) -> float:
+        """In 10^9 bytes."""
+        return self.num_bytes / self.seconds / 1e9
+
+
+@dataclass
+class Row:
+    """All contenders at one block size, one way."""
+
+    way: Way
+    size: int
+    """Bytes of a block."""
+    blocks: int
+    """Copied at once, both directions together."""
+    cells: dict[str, Cell] = field(default_factory=dict)
+    """By contender. One that could not be measured is missing."""
+    kernel_shares: dict[str, float] = field(default_factory=dict)
+    """By direction: the part of such blocks that auto's calibration gives to the kernel."""
+
+
+@dataclass
+class Results:
+    """A run, as far as it has come."""
+
+    plan: Plan
+    machine: dict[str, str]
+    """Device, driver, versions, date."""
+    peaks: dict[Way, Cell] = field(default_factory=dict)
+    rows: list[Row] = field(default_factory=list)
+    calibration: dict[int, str] = field(default_factory=dict)
+    """What auto measured when it was opened for blocks of each size, in its own words."""
+    left_out: dict[str, str] = field(default_factory=dict)
+    """Contenders that this machine cannot run, and why."""
+    failures: dict[str, str] = field(default_factory=dict)
+    """Contenders whose copies ended in an error, and at which step with which."""
+    seconds: float = 0.0
+
+    def of_peak(self, row: Row, contender: str = AUTO) -> float | None:
+        """Bandwidth of a contender over the contiguous peak; None where either is missing or
+        brought wrong bytes."""
+        peak, cell = self.peaks.get(row.way), row.cells.get(contender)
+        if peak is None or cell is None or peak.fault or cell.fault:
+            return None
+        return cell.gb_per_s / peak.gb_per_s
+
+    @property
+    def faults(self) -> list[str]:
+        """What the checks of the copied bytes found."""
+        found = [
+            f"{PEAK}, {way.value}: {cell.fault}" for way, cell in self.peaks.items() if cell.fault
+        ]
+        return found + [
+            f"{name}, {row.way.value}, {size_text(row.size)}: {cell.fault}"
+            for row in self.rows
+            for name, cell in row.cells.items()
+            if cell.fault
+        ]
+
+    def crossing(self, direction: str) -> tuple[int | None, int | None] | None:
+        """The largest size of which the kernel gets a share, and the next one, from which on all
+        goes by DMA; None in place of a size that was not measured, and in place of all where
+        auto was not."""
+        shares = {
+            row.size: row.kernel_shares[direction]
+            for row in self.rows
+            if row.way.value == direction and direction in row.kernel_shares
+        }
+        if not shares:
+            return None
+        by_kernel = max((size for size, share in shares.items() if share), default=None)
+        above = [size for size in shares if by_kernel is None or size > by_kernel]
+        return by_kernel, min(above, default=None)
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            **self.machine,
+            "plan": asdict(self.plan),
+            "peak": {way.value: _cell_json(cell) for way, cell in self.peaks.items()},
+            "rows": [
+                {
+                    "way": row.way.value,
+                    "size": row.size,
+                    "blocks": row.blocks,
+                    "contenders": {
+                        name: _cell_json(cell, self.of_peak(row, name))
+                        for name, cell in row.cells.items()
+                    },
+                    "kernel_shares": row.kernel_shares,
+                }
+                for row in self.rows
+            ],
+            "crossing": {way.value: self.crossing(way.value) for way in (Way.LOAD, Way.STORE)},
+            "calibration": self.calibration,
+            "left_out": self.left_out,
+            "failures": self.failures,
+            "faults": self.faults,
+            "seconds": self.seconds,
+        }
+
+
+def _cell_json(cell: Cell, of_peak: float | None = None) -> dict[str, Any]:
+    numbers = {**asdict(cell), "gb_per_s": cell.gb_per_s}
+    return numbers if of_peak is None else {**numbers, "of_peak": of_peak}
+
+
+def kernel_shares(calibration: str) -> dict[str, dict[int, float]]:
+    """By direction and block size, the shares that ``CudaBackend.describe_paths`` tells of."""
+    shares: dict[str, dict[int, float]] = {}
+    for part in filter(None, calibration.split("; ")):
+        direction, _, rungs = part.partition(" ")
+        shares[direction] = {
+            int(rung["kib"]) << 10: int(rung["percent"] or 0) / 100
+            for rung in _RUNG.finditer(rungs)
+        }
+    return shares

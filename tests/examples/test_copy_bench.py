@@ -1,0 +1,732 @@
+"""The copy benchmark: what it says about copies, right and wrong. The GPU is played by the CPU."""
+
+import json
+import os
+import struct
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("matplotlib")
+pytest.importorskip("rich")
+
+from rich.console import Console
+
+from examples.copy_bench import __main__ as copy_bench
+from examples.copy_bench import measure as measure_module
+from examples.copy_bench import rig as rig_module
+from examples.copy_bench.arena import Arena
+from examples.copy_bench.contenders import (
+    BackendContender,
+    Contender,
+    ContiguousCopy,
+    PlainTorch,
+)
+from examples.copy_bench.job import contiguous, scattered
+from examples.copy_bench.measure import measure
+from examples.copy_bench.plan import KIB, MIB, SIZES, Plan, Way
+from examples.copy_bench.report import bandwidth_table, crossing_lines, save_plot
+from examples.copy_bench.results import Cell, Results, Row, kernel_shares
+from simple_offload.backends.base import Barrier, Direction
+from simple_offload.backends.copy_costs import CopyCosts
+from simple_offload.backends.cuda import CudaBackend
+from simple_offload.backends.host import HostBackend
+from simple_offload.config import ConfigError
+from simple_offload.metadata import Transfer
+
+ROOT = Path(copy_bench.__file__).parents[2]
+PATIENCE_SECONDS = 30.0
+
+
+@dataclass(frozen=True)
+class SmallPlan(Plan):
+    """Pools that a CPU copies in no time."""
+
+    pool_bytes: int = 4 * MIB
+    most_blocks: int = 100
+
+
+PLAN = SmallPlan(repeats=2)
+
+
+class PathBackend(HostBackend):
+    """HostBackend in the place of CudaBackend, with its way of telling what it measured."""
+
+    def __init__(self, copy_path: str = "auto") -> None:
+        super().__init__()
+        self.copy_path = copy_path
+
+    def describe_paths(self) -> str:
+        return (
+            "load 4K 40 GB/s (100% by kernel), 64K 47 GB/s (30% by kernel), 512K 54 GB/s; "
+            "store 4K 45 GB/s, 64K 48 GB/s, 512K 54 GB/s"
+        )
+
+
+def cpu_arena(plan: Plan = PLAN) -> Arena:
+    return Arena(
+        plan.pool_bytes,
+        torch.device("cpu"),
+        lambda num_bytes: torch.full((num_bytes,), 9, dtype=torch.int8),
+    )
+
+
+def ours() -> BackendContender:
+    return BackendContender("auto", PathBackend)
+
+
+# Jobs
+
+
+@pytest.mark.parametrize("size", [4 * KIB, 64 * KIB, 2 * MIB])
+@pytest.mark.parametrize("way", list(Way))
+def test_scattered_jobs(way: Way, size: int) -> None:
+    job = scattered(way, size, PLAN)
+    wanted = {
+        Way.LOAD: {Direction.LOAD},
+        Way.STORE: {Direction.STORE},
+        Way.BOTH: {Direction.LOAD, Direction.STORE},
+    }
+    assert set(job.transfers) == wanted[way]
+    available = PLAN.pool_bytes // size // len(job.transfers)
+    for direction, transfer in job.transfers.items():
+        for blocks in (transfer.device_blocks, transfer.host_blocks):
+            assert len(set(blocks.tolist())) == len(blocks) == min(available, PLAN.most_blocks)
+            assert blocks.max() < job.num_blocks
+            assert bool((blocks < job.split).all() if direction is Direction.LOAD else True)
+            assert bool((blocks >= job.split).all() if direction is Direction.STORE else True)
+    assert job.num_bytes == job.blocks * size
+
+
+def test_blocks_are_scattered_on_both_sides() -> None:
+    (transfer,) = scattered(Way.LOAD, 4 * KIB, PLAN).transfers.values()
+    for blocks in (transfer.device_blocks, transfer.host_blocks):
+        assert np.count_nonzero(np.diff(blocks) == 1) < 10
+    assert np.count_nonzero(transfer.device_blocks == transfer.host_blocks) < 10
+
+
+def test_default_plan_stays_within_its_limits() -> None:
+    plan = Plan()
+    for size in plan.sizes:
+        for way in plan.ways(size):
+            job = scattered(way, size, plan)
+            assert job.num_bytes <= 1 << 30
+            assert all(len(t.device_blocks) <= 16_384 for t in job.transfers.values())
+    assert [size for size in plan.sizes if Way.BOTH in plan.ways(size)] == [
+        512 * KIB,
+        MIB,
+        2 * MIB,
+    ]
+    assert (plan.sizes[0], plan.sizes[-1]) == (4 * KIB, 2 * MIB)
+
+
+# Contenders, and the check of what they copied
+
+
+@pytest.mark.parametrize("way", list(Way))
+@pytest.mark.parametrize("size", [4 * KIB, 512 * KIB, 2 * MIB])
+@pytest.mark.parametrize("make", [ours, PlainTorch])
+def test_contenders_bring_the_right_bytes(
+    make: Callable[[], Contender], way: Way, size: int
+) -> None:
+    contender, arena, job = make(), cpu_arena(), scattered(way, size, PLAN)
+    contender.open(arena, size)
+    cell = measure(contender, arena, job, 2)
+    contender.close()
+    assert cell.fault is None
+    assert (cell.num_bytes, cell.repeats) == (job.num_bytes, 2)
+
+
+@pytest.mark.parametrize("way", list(Way))
+def test_the_peak_copies_everything(way: Way) -> None:
+    contender, arena, job = ContiguousCopy(), cpu_arena(), contiguous(way, PLAN)
+    contender.open(arena, job.size)
+    cell = measure(contender, arena, job, 1)
+    assert cell.fault is None
+    assert cell.num_bytes == PLAN.pool_bytes
+
+
+class Spoiled(BackendContender):
+    """Copies rightly, then spoils something."""
+
+    def __init__(self, spoil: Callable[[Arena, int, Direction, Transfer], None]) -> None:
+        super().__init__("auto", PathBackend)
+        self._spoil = spoil
+
+    def open(self, arena: Arena, size: int) -> None:
+        super().open(arena, size)
+        self._arena, self._size = arena, size
+
+    def copy(self, direction: Direction, transfer: Transfer) -> None:
+        super().copy(direction, transfer)
+        self._spoil(self._arena, self._size, direction, transfer)
+
+
+def sides(
+    arena: Arena, size: int, direction: Direction, transfer: Transfer
+) -> tuple[torch.Tensor, torch.Tensor, "np.ndarray[tuple[int], np.dtype[np.int64]]"]:
+    """Source and destination as bytes of blocks, and the destination's blocks."""
+    device, host = arena.device.view(-1, size), arena.host.view(-1, size)
+    if direction is Direction.LOAD:
+        return host, device, transfer.device_blocks
+    return device, host, transfer.host_blocks
+
+
+def flip_last_byte(arena: Arena, size: int, direction: Direction, transfer: Transfer) -> None:
+    _, destination, blocks = sides(arena, size, direction, transfer)
+    destination[int(blocks[-1]), -1] ^= 1
+
+
+def swap_two(arena: Arena, size: int, direction: Direction, transfer: Transfer) -> None:
+    _, destination, blocks = sides(arena, size, direction, transfer)
+    destination[blocks[:2]] = destination[blocks[:2][::-1].copy()]
+
+
+def forget_one(arena: Arena, size: int, direction: Direction, transfer: Transfer) -> None:
+    _, destination, blocks = sides(arena, size, direction, transfer)
+    destination[int(blocks[3])] = 0x5A
+
+
+def write_another(arena: Arena, size: int, direction: Direction, transfer: Transfer) -> None:
+    _, destination, blocks = sides(arena, size, direction, transfer)
+    other = (set(range(len(destination))) - set(blocks.tolist())).pop()
+    destination[other, 7] = 1
+
+
+def write_source(arena: Arena, size: int, direction: Direction, transfer: Transfer) -> None:
+    source, _, _ = sides(arena, size, direction, transfer)
+    source[0, 0] ^= 1 if direction is Direction.LOAD else 0
+    source[-1, 0] ^= 1 if direction is Direction.STORE else 0
+
+
+@pytest.mark.parametrize("way", list(Way))
+@pytest.mark.parametrize(
+    ("spoil", "complaint"),
+    [
+        (flip_last_byte, "1 of 1024 {} blocks are wrong"),
+        (swap_two, "2 of 1024 {} blocks are wrong"),
+        (forget_one, "has not the bytes of block"),
+        (write_another, "1 of 1024 {} blocks are wrong"),
+        (write_source, "1 of 1024 {} blocks are wrong"),
+    ],
+)
+def test_wrong_bytes_are_found(
+    spoil: Callable[[Arena, int, Direction, Transfer], None], complaint: str, way: Way
+) -> None:
+    contender, arena, job = Spoiled(spoil), cpu_arena(), scattered(way, 4 * KIB, PLAN)
+    contender.open(arena, job.size)
+    fault = measure(contender, arena, job, 1).fault
+    assert fault is not None
+    on_device = way is not Way.STORE
+    if spoil is write_source and way is not Way.BOTH:
+        on_device = not on_device
+    assert complaint.format("device" if on_device else "host") in fault
+
+
+def test_a_copy_the_wrong_way_is_found() -> None:
+    class Backwards(BackendContender):
+        def copy(self, direction: Direction, transfer: Transfer) -> None:
+            other = {Direction.LOAD: Direction.STORE, Direction.STORE: Direction.LOAD}
+            super().copy(other[direction], transfer)
+
+    arena = cpu_arena()
+    for way in Way:
+        contender = Backwards("auto", PathBackend)
+        contender.open(arena, 4 * KIB)
+        assert measure(contender, arena, scattered(way, 4 * KIB, PLAN), 1).fault is not None
+
+
+# Time
+
+
+class Recorder:
+    """A contender that copies nothing and takes ``seconds`` of ``clock`` for each copy."""
+
+    name = "auto"
+
+    def __init__(self, seconds: Iterator[float] | None = None) -> None:
+        self.seconds = seconds
+        self.now = 0.0
+        self.entered: dict[Direction, int] = {}
+        self.copied: list[tuple[Direction, int]] = []
+        self.meeting: threading.Barrier | None = None
+
+    def open(self, arena: Arena, size: int) -> None: ...
+
+    def enter_thread(self, direction: Direction) -> None:
+        self.entered[direction] = threading.get_ident()
+
+    def copy(self, direction: Direction, transfer: Transfer) -> None:
+        self.copied.append((direction, threading.get_ident()))
+        if self.seconds is not None:
+            self.now += next(self.seconds)
+        if self.meeting is not None:
+            self.meeting.wait(PATIENCE_SECONDS)
+
+    def calibration(self) -> str:
+        return ""
+
+    def close(self) -> None: ...
+
+
+@pytest.mark.parametrize(
+    ("seconds", "median", "repeats"),
+    [
+        ([9.0, 0.01, 0.05, 0.01, 0.02, 0.03], 0.02, 5),
+        ([9.0, 0.2, 0.1, 0.3], 0.2, 3),
+        ([9.0, 0.6, 0.5], 0.55, 2),
+        ([9.0, 4.0], 4.0, 1),
+    ],
+)
+def test_the_median_after_a_warm_up_counts(
+    monkeypatch: pytest.MonkeyPatch, seconds: list[float], median: float, repeats: int
+) -> None:
+    contender = Recorder(iter(seconds))
+    clock = SimpleNamespace(perf_counter=lambda: contender.now)
+    monkeypatch.setattr(measure_module, "time", clock)
+    cell = measure(contender, cpu_arena(), scattered(Way.LOAD, MIB, PLAN), 5)
+    assert cell.seconds == pytest.approx(median)
+    assert cell.repeats == repeats
+    assert list(contender.seconds or ()) == []
+
+
+def test_both_ways_run_at_once_on_threads_that_have_entered() -> None:
+    contender = Recorder()
+    contender.meeting = threading.Barrier(2)  # which one thread alone never passes
+    measure(contender, cpu_arena(), scattered(Way.BOTH, MIB, PLAN), 1)
+    assert len(contender.copied) == 4  # the warm-up and one repeat
+    for direction, thread in contender.copied:
+        assert contender.entered[direction] == thread != threading.get_ident()
+    assert len(set(contender.entered.values())) == 2
+
+
+def test_time_runs_from_the_first_submission_to_the_last_end(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Here loads start at 10 and end at 14, stores start at 12 and end at 15."""
+    times = {Direction.LOAD: (10.0, 14.0), Direction.STORE: (12.0, 15.0)}
+    ended = threading.local()
+    contender = Recorder()
+    clock = SimpleNamespace(
+        perf_counter=lambda: times[direction_here()][getattr(ended, "copies", 0) % 2]
+    )
+
+    def direction_here() -> Direction:
+        here = threading.get_ident()
+        return next(d for d, thread in contender.entered.items() if thread == here)
+
+    copy = contender.copy
+
+    def copy_and_count(direction: Direction, transfer: Transfer) -> None:
+        copy(direction, transfer)
+        ended.copies = 1
+
+    monkeypatch.setattr(contender, "copy", copy_and_count)
+    monkeypatch.setattr(measure_module, "time", clock)
+    with measure_module._threads(contender, scattered(Way.BOTH, MIB, PLAN).transfers) as threads:
+        job = scattered(Way.BOTH, MIB, PLAN)
+        assert measure_module._copy(contender, job, threads) == 5.0
+
+
+@pytest.mark.parametrize("way", list(Way))
+@pytest.mark.parametrize("where", ["enter_thread", "copy"])
+def test_an_error_in_a_copy_thread_is_raised(
+    monkeypatch: pytest.MonkeyPatch, where: str, way: Way, no_thread_left: None
+) -> None:
+    def fail(direction: Direction, *_: object) -> None:
+        if way is not Way.BOTH or direction is Direction.STORE:
+            raise RuntimeError("the bus is gone")
+
+    contender = Recorder()
+    monkeypatch.setattr(contender, where, fail)
+    with pytest.raises(RuntimeError, match="the bus is gone"):
+        measure(contender, cpu_arena(), scattered(way, MIB, PLAN), 1)
+
+
+# Numbers
+
+
+def cell(gb_per_s: float, fault: str | None = None, num_bytes: int = 10**9) -> Cell:
+    return Cell(num_bytes, num_bytes / gb_per_s / 1e9, 7, fault)
+
+
+def results() -> Results:
+    found = Results(
+        Plan(sizes=(4 * KIB, 512 * KIB)), {"device": "NVIDIA H200", "date": "2026-11-21"}
+    )
+    found.peaks = {Way.LOAD: cell(50), Way.STORE: cell(40), Way.BOTH: cell(100)}
+    names = ("torch", "dma", "kernel", "auto")
+
+    def row(way: Way, size: int, bandwidths: tuple[float, ...], shares: dict[str, float]) -> Row:
+        cells = {name: cell(b) for name, b in zip(names, bandwidths, strict=True)}
+        return Row(way, size, 16_384, cells, shares)
+
+    found.rows = [
+        row(Way.LOAD, 4 * KIB, (2, 3, 44, 45), {"load": 1.0}),
+        row(Way.STORE, 4 * KIB, (2.5, 8.25, 39, 38), {"store": 0.8}),
+        row(Way.LOAD, 512 * KIB, (5, 49, 47, 48.5), {"load": 0.0}),
+        row(Way.STORE, 512 * KIB, (5, 39, 38, 39), {"store": 0.0}),
+        row(Way.BOTH, 512 * KIB, (6, 96, 80, 95), {"load": 0.0, "store": 0.1}),
+    ]
+    return found
+
+
+def printed(found: Results) -> list[str]:
+    """The table as it reads in a pipe, whose width is taken to be 80."""
+    console = Console(width=80, color_system=None)
+    with console.capture() as capture:
+        console.print(bandwidth_table(found))
+    return [" ".join(line.split()) for line in capture.get().splitlines()]
+
+
+def test_table() -> None:
+    lines = printed(results())
+    assert "way block blocks peak torch dma kernel auto peak kernel" in lines
+    shown = [line for line in lines if line.split(" ")[0] in ("load", "store", "both")]
+    assert shown == [
+        "load 4 KiB 16384 50.0 2.0 3.0 44.0 45.0 90% 100%",
+        "load 512 KiB 16384 50.0 5.0 49.0 47.0 48.5 97% 0%",
+        "store 4 KiB 16384 40.0 2.5 8.2 39.0 38.0 95% 80%",
+        "store 512 KiB 16384 40.0 5.0 39.0 38.0 39.0 98% 0%",
+        "both 512 KiB 16384 100.0 6.0 96.0 80.0 95.0 95% 0%/10%",
+    ]
+
+
+def test_a_table_with_the_widest_numbers_fits_a_pipe() -> None:
+    found = results()
+    found.rows[-1].kernel_shares = {"load": 1.0, "store": 0.8}
+    for one in found.rows[-1].cells:
+        found.rows[-1].cells[one] = cell(100.4)
+    found.rows[-1].cells["torch"] = cell(1, "one byte")
+    text = "\n".join(printed(found))
+    assert "both 512 KiB 16384 100.0 WRONG 100.4 100.4 100.4 100% 100%/80%" in text
+    assert "…" not in text
+
+
+def test_what_is_missing_or_wrong_has_no_number() -> None:
+    found = results()
+    del found.rows[0].cells["kernel"]
+    found.rows[0].cells["auto"] = cell(45, "one byte")
+    found.rows[0].kernel_shares = {}
+    assert "load 4 KiB 16384 50.0 2.0 3.0 - WRONG - -" in printed(found)
+    del found.peaks[Way.STORE]
+    assert "store 4 KiB 16384 - 2.5 8.2 39.0 38.0 - 80%" in printed(found)
+    found.peaks[Way.BOTH] = cell(100, "one byte")
+    assert found.of_peak(found.rows[-1]) is None
+
+
+def test_json() -> None:
+    found = results()
+    found.calibration = {4 * KIB: PathBackend().describe_paths()}
+    found.left_out = {"kernel": "no Triton"}
+    found.rows[0].cells["dma"] = cell(3, "one byte")
+    numbers = json.loads(json.dumps(found.to_json()))
+    assert (numbers["device"], numbers["date"]) == ("NVIDIA H200", "2026-11-21")
+    assert numbers["plan"]["sizes"] == [4 * KIB, 512 * KIB]
+    assert numbers["peak"]["store"]["gb_per_s"] == pytest.approx(40)
+    row = numbers["rows"][0]
+    assert (row["way"], row["size"], row["blocks"]) == ("load", 4 * KIB, 16_384)
+    assert row["kernel_shares"] == {"load": 1.0}
+    auto = row["contenders"]["auto"]
+    assert auto["gb_per_s"] == pytest.approx(45)
+    assert auto["of_peak"] == pytest.approx(0.9)
+    assert auto["seconds"] == pytest.approx(1 / 45)
+    assert (auto["num_bytes"], auto["repeats"], auto["fault"]) == (10**9, 7, None)
+    assert row["contenders"]["dma"]["fault"] == "one byte"
+    assert "of_peak" not in row["contenders"]["dma"]
+    assert numbers["crossing"] == {"load": [4 * KIB, 512 * KIB], "store": [4 * KIB, 512 * KIB]}
+    assert numbers["calibration"] == {"4096": PathBackend().describe_paths()}
+    assert numbers["left_out"] == {"kernel": "no Triton"}
+    assert numbers["faults"] == ["dma, load, 4 KiB: one byte"]
+
+
+def test_shares_are_read_as_the_backend_tells_them() -> None:
+    backend = CudaBackend.__new__(CudaBackend)  # needs no GPU as long as it is not initialised
+    sizes = np.array([4096.0, 65536.0, 524288.0])
+    dma = np.array([1e-6, 1.4e-6, 9.7e-6])
+    backend._costs = {
+        Direction.LOAD: CopyCosts(sizes, dma, dma / 2, np.array([1.0, 0.3, 0.0])),
+        Direction.STORE: CopyCosts(sizes[:1], dma[:1], dma[:1], np.array([0.0])),
+    }
+    assert kernel_shares(backend.describe_paths()) == {
+        "load": {4096: 1.0, 65536: 0.3, 524288: 0.0},
+        "store": {4096: 0.0},
+    }
+    assert kernel_shares("") == {}
+
+
+@pytest.mark.parametrize(
+    ("shares", "crossing", "told"),
+    [
+        ({4: 1.0, 8: 0.3, 16: 0.0, 32: 0.0}, (8, 16), "up to 8 KiB, all goes by DMA from 16 KiB."),
+        ({4: 0.0, 8: 0.5, 16: 0.0}, (8, 16), "up to 8 KiB, all goes by DMA from 16 KiB."),
+        ({4: 1.0, 8: 0.1}, (8, None), "the kernel takes part up to 8 KiB."),
+        ({4: 0.0, 8: 0.0}, (None, 4), "store: all goes by DMA from 4 KiB."),
+    ],
+)
+def test_crossing(
+    shares: dict[int, float], crossing: tuple[int | None, int | None], told: str
+) -> None:
+    found = Results(Plan(), {})
+    found.rows = [
+        Row(Way.STORE, size * KIB, 1, {}, {"store": share}) for size, share in shares.items()
+    ]
+    # Both ways at once says nothing about one alone.
+    found.rows.append(Row(Way.BOTH, 2 * MIB, 1, {}, {"store": 1.0}))
+    assert found.crossing("store") == tuple(k and k * KIB for k in crossing)
+    assert found.crossing("load") is None
+    (line,) = crossing_lines(found)
+    assert line.endswith(told)
+
+
+def test_plot(tmp_path: Path) -> None:
+    found = results()
+    del found.peaks[Way.STORE]
+    found.rows[0].cells = {}
+    save_plot(tmp_path / "plot.png", found)
+    image = (tmp_path / "plot.png").read_bytes()
+    assert image.startswith(b"\x89PNG\r\n\x1a\n")
+    width, height = struct.unpack(">II", image[16:24])
+    assert width >= 1500
+    assert height >= 400
+
+
+# The program
+
+
+@pytest.fixture
+def cpu_rig(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A CPU that passes for a CUDA device."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "NVIDIA H200")
+    monkeypatch.setattr(rig_module, "CudaBackend", PathBackend)
+    monkeypatch.setattr(rig_module, "_driver_version", lambda: "580.159.03")
+
+    def arena(
+        pool_bytes: int, _: torch.device, allocate_host: Callable[[int], torch.Tensor]
+    ) -> Arena:
+        return Arena(pool_bytes, torch.device("cpu"), allocate_host)
+
+    monkeypatch.setattr(rig_module, "Arena", arena)
+    monkeypatch.setattr(copy_bench, "Plan", SmallPlan)
+
+
+def run(output: Path, *arguments: str) -> int:
+    return copy_bench.main(["--repeats", "2", "--out", str(output), *arguments])
+
+
+@pytest.mark.usefixtures("cpu_rig")
+def test_a_whole_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(tmp_path / "out") == 0
+    captured = capsys.readouterr()
+    assert "\x1b" not in captured.out + captured.err
+    assert "…" not in captured.out
+    assert "NVIDIA H200, driver 580.159.03, torch" in captured.out
+    assert (
+        "Calibration, load: the kernel takes part up to 64 KiB, all goes by DMA from 512 KiB."
+        in (captured.out)
+    )
+    for step in ("peak", "4 KiB", "2 MiB"):
+        assert f"s  {step}\n" in captured.err
+
+    numbers = json.loads((tmp_path / "out" / "result.json").read_text())
+    assert {"device", "driver", "torch", "cuda", "triton", "date"} <= set(numbers)
+    assert [(row["way"], row["size"]) for row in numbers["rows"]] == [
+        (way.value, size) for size in SIZES for way in Plan().ways(size)
+    ]
+    for row in numbers["rows"]:
+        assert set(row["contenders"]) == {"torch", "dma", "kernel", "auto"}
+        peak = numbers["peak"][row["way"]]["gb_per_s"]
+        for measured in row["contenders"].values():
+            assert measured["fault"] is None
+            assert measured["of_peak"] == pytest.approx(measured["gb_per_s"] / peak)
+    by_size = {(row["way"], row["size"]): row["kernel_shares"] for row in numbers["rows"]}
+    assert by_size["load", 64 * KIB] == {"load": 0.3}
+    assert by_size["store", 64 * KIB] == {"store": 0.0}
+    assert by_size["both", 512 * KIB] == {"load": 0.0, "store": 0.0}
+    assert numbers["faults"] == []
+    assert numbers["seconds"] > 0
+    assert (tmp_path / "out" / "bandwidth.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.usefixtures("cpu_rig")
+def test_chosen_sizes_in_ascending_order(tmp_path: Path) -> None:
+    assert run(tmp_path, "--sizes", "64K", "4KiB", "4096") == 0
+    numbers = json.loads((tmp_path / "result.json").read_text())
+    assert numbers["plan"]["sizes"] == [4 * KIB, 64 * KIB]
+    assert set(numbers["peak"]) == {"load", "store"}
+
+
+def spoil_path(
+    monkeypatch: pytest.MonkeyPatch, path: str, spoil: Callable[[PathBackend], object]
+) -> None:
+    """Call ``spoil`` after each copy of the contender ``path``."""
+    copy = PathBackend.copy
+
+    def spoiled(
+        self: PathBackend, direction: Direction, transfer: Transfer, barrier: Barrier | None
+    ) -> None:
+        copy(self, direction, transfer, barrier)
+        if self.copy_path == path:
+            spoil(self)
+
+    monkeypatch.setattr(PathBackend, "copy", spoiled)
+
+
+@pytest.mark.usefixtures("cpu_rig")
+def test_wrong_bytes_exit_with_1(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def corrupt(backend: PathBackend) -> None:
+        backend._device[0][5, 100] ^= 1
+
+    spoil_path(monkeypatch, "kernel", corrupt)
+    assert run(tmp_path, "--sizes", "4K") == copy_bench.WRONG_BYTES == 1
+    captured = capsys.readouterr()
+    assert captured.out.count("WRONG") == 2
+    assert "WRONG BYTES: kernel, load, 4 KiB: 1 of 1024 device blocks are wrong" in captured.err
+    numbers = json.loads((tmp_path / "result.json").read_text())
+    assert [fault.split(":")[0] for fault in numbers["faults"]] == [
+        "kernel, load, 4 KiB",
+        "kernel, store, 4 KiB",
+    ]
+
+
+@pytest.mark.usefixtures("cpu_rig")
+def test_a_failed_copy_exits_with_3_and_the_others_go_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(_: PathBackend) -> None:
+        raise RuntimeError("CUDA_ERROR_LAUNCH_FAILED")
+
+    spoil_path(monkeypatch, "dma", fail)
+    assert run(tmp_path, "--sizes", "4K", "64K") == copy_bench.COPY_FAILED == 3
+    told = "dma failed: 4 KiB, load: RuntimeError: CUDA_ERROR_LAUNCH_FAILED"
+    assert told in capsys.readouterr().err
+    numbers = json.loads((tmp_path / "result.json").read_text())
+    for row in numbers["rows"]:
+        assert set(row["contenders"]) == {"torch", "kernel", "auto"}
+
+
+@pytest.mark.usefixtures("cpu_rig")
+def test_a_path_that_this_machine_lacks_is_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    closed = []
+    opened = PathBackend.open
+
+    def refuse(self: PathBackend, device: Sequence[torch.Tensor]) -> None:
+        if self.copy_path == "kernel":
+            raise ConfigError("copy_path='kernel': Triton cannot be imported")
+        opened(self, device)
+
+    monkeypatch.setattr(PathBackend, "open", refuse)
+    monkeypatch.setattr(PathBackend, "close", lambda self: closed.append(self.copy_path))
+    assert run(tmp_path, "--sizes", "4K", "64K") == 0
+    assert "Left out: kernel: copy_path='kernel': Triton cannot be" in capsys.readouterr().out
+    # Each is closed, and "dma" once more for the backend that pins the pools.
+    assert sorted(closed) == ["auto", "auto", "dma", "dma", "dma", "kernel"]
+    numbers = json.loads((tmp_path / "result.json").read_text())
+    assert set(numbers["rows"][1]["contenders"]) == {"torch", "dma", "auto"}
+
+
+@pytest.mark.usefixtures("cpu_rig")
+def test_an_interrupted_run_keeps_its_numbers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupt(backend: PathBackend) -> None:
+        if backend._device[0].shape[1] == 64 * KIB:
+            raise KeyboardInterrupt
+
+    spoil_path(monkeypatch, "auto", interrupt)
+    assert run(tmp_path, "--sizes", "4K", "64K", "2M") == copy_bench.INTERRUPTED
+    assert capsys.readouterr().err.endswith("copy_bench: interrupted\n")
+    numbers = json.loads((tmp_path / "result.json").read_text())
+    assert [row["size"] for row in numbers["rows"]] == [4 * KIB, 4 * KIB]
+
+
+@pytest.mark.usefixtures("cpu_rig")
+@pytest.mark.parametrize(
+    ("error", "code", "told"),
+    [
+        (ImportError("No module named 'cuda'"), 2, "copy_bench: No module named 'cuda' (the extra"),
+        (MemoryError("2.00 GiB of host memory asked for"), 3, "copy_bench: 2.00 GiB of host"),
+        (RuntimeError("CUDA out of memory"), 3, "copy_bench: RuntimeError: CUDA out of memory"),
+    ],
+)
+def test_what_the_machine_lacks_is_said(
+    error: Exception,
+    code: int,
+    told: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def no_rig(_: Plan) -> None:
+        raise error
+
+    monkeypatch.setattr(rig_module, "cuda_rig", no_rig)
+    assert run(tmp_path) == code
+    captured = capsys.readouterr()
+    assert captured.err.splitlines()[-1].startswith(told)
+    assert captured.out == ""
+
+
+def test_no_cuda_device(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "examples.copy_bench", "--out", str(tmp_path / "out")],
+        cwd=ROOT,
+        env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_SECONDS * 4,
+        check=False,
+    )
+    assert done.returncode == 2
+    assert done.stdout == ""
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("copy_bench: no CUDA device")
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        (["--sizes", "3K"], "--sizes: '3K' is not a power of two from 4 KiB to 2 MiB"),
+        (["--sizes", "4M"], "--sizes: '4M' is not a power of two from 4 KiB to 2 MiB"),
+        (["--sizes", "64K", "big"], "--sizes: 'big' is not a power of two from 4 KiB to 2 MiB"),
+        (["--repeats", "0"], "--repeats: 0 is not within 1 and 100"),
+        (["--repeats", "few"], "--repeats: 'few' is not a whole number"),
+    ],
+)
+def test_bad_arguments_are_named(
+    arguments: list[str], complaint: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as exit_:
+        copy_bench.main(arguments)
+    assert exit_.value.code == 2
+    assert complaint in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("cpu_rig")
+def test_a_folder_that_cannot_be_written(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(Path("/dev/null")) == 2
+    assert "copy_bench: --out: cannot write to /dev/null" in capsys.readouterr().err
+
+
+@pytest.mark.gpu
+def test_on_a_gpu(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(tmp_path, "--sizes", "4K", "64K", "512K") == 0, capsys.readouterr().err
+    numbers = json.loads((tmp_path / "result.json").read_text())
+    for row in numbers["rows"]:
+        assert set(row["contenders"]) == {"torch", "dma", "kernel", "auto"}
+    assert numbers["crossing"]["load"] is not None
