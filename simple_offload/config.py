@@ -72,9 +72,10 @@ class OffloadConfig(BaseModel):
     backend: Literal["auto", "cuda", "npu", "host"] = "auto"
     """How bytes move. "auto" follows vLLM's platform."""
 
-    copy_path: Literal["auto", "dma", "kernel"] = "auto"
-    """How CUDA copies: by DMA, by a kernel on a few SMs, or ("auto") each copy by what
-    measurements at start say is faster."""
+    copy_path: Literal["auto", "dma", "kernel", "batch", "single"] = "auto"
+    """How bytes move. On CUDA by DMA ("dma"), by a kernel on a few SMs ("kernel"), or ("auto")
+    each copy by what measurements at start say is faster. On an NPU in batches ("batch"), one
+    copy at a time ("single"), or ("auto") in batches where they work."""
 
     kv_layout: Literal["auto", "keep"] = "auto"
     """"auto" asks vLLM for a KV cache layout in which a block of all layers is contiguous."""

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
 
 import numpy as np
 import torch
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 logger = get_logger(__name__)
 
 CopyPath = Literal["auto", "dma", "kernel"]
+COPY_PATHS: tuple[str, ...] = get_args(CopyPath)
 
 _KERNEL_PROGRAMS = 8
 """SMs that the kernel runs on: more are no faster on an H200 (docs/measurements.md)."""

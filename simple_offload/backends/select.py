@@ -29,10 +29,19 @@ def make_backend(name: BackendName, copy_path: str = "auto") -> CopyBackend:
             )
         return HostBackend()
     if fitting == "cuda" and current_platform.is_cuda():
-        from simple_offload.backends.cuda import CopyPath, CudaBackend
+        from simple_offload.backends.cuda import COPY_PATHS, CopyPath, CudaBackend
 
+        if copy_path not in COPY_PATHS:
+            raise ConfigError(
+                f"copy_path={copy_path!r}: not a way to copy on CUDA. Allowed: "
+                + ", ".join(map(repr, COPY_PATHS))
+            )
         return CudaBackend(cast(CopyPath, copy_path))
+    if fitting == "npu":
+        from simple_offload.backends.npu import NpuBackend
+
+        return NpuBackend(copy_path)
     raise ConfigError(
         f"backend={name!r}: there is no backend for vLLM's {device!r} platform yet. "
-        "Supported platforms: 'cpu' and 'cuda'"
+        "Supported platforms: 'cpu', 'cuda' and 'npu'"
     )

@@ -6,12 +6,14 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from simple_offload.worker.npu_regions import KVCache, find_regions_by_address
+
 if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheTensor
 
 
 def find_regions(
-    kv_caches: Mapping[str, torch.Tensor], kv_cache_config: "KVCacheConfig"
+    kv_caches: Mapping[str, KVCache], kv_cache_config: "KVCacheConfig"
 ) -> list[torch.Tensor]:
     """The memory behind ``kv_caches`` as int8 views ``[num_blocks, page_bytes]``.
 
@@ -21,16 +23,20 @@ def find_regions(
     LHBNC), a block-outermost one a single region for all layers.
 
     ``kv_caches``: by layer name, what vLLM registers: a strided view of the layer, or, for
-    layers that lay out their own memory, the raw buffer.
+    layers that lay out their own memory, the raw buffer. Where some layers register several
+    tensors, as vllm-ascend's do, placements do not tell where they lie, and addresses do.
     Raises ValueError when tensors overlap other than exactly, or leave their storage.
     """
     num_blocks = kv_cache_config.num_blocks
+    tensors = {name: c for name, c in kv_caches.items() if isinstance(c, torch.Tensor)}
+    if len(tensors) < len(kv_caches):
+        return find_regions_by_address(kv_caches, num_blocks)
     regions: dict[int, torch.Tensor] = {}
     for placement in kv_cache_config.kv_cache_tensors:
-        name = next((layer for layer in placement.layers if layer in kv_caches), None)
+        name = next((layer for layer in placement.layers if layer in tensors), None)
         if name is None:
             continue  # layers of another pipeline stage, or shared with a layer seen already
-        cache = kv_caches[name]
+        cache = tensors[name]
         storage = torch.empty(0, dtype=torch.int8, device=cache.device)
         storage.set_(cache.untyped_storage())
         base = _allocation_start(cache, name, placement)

@@ -11,11 +11,11 @@ from simple_offload.config import OffloadConfig, check_fits_memory
 from simple_offload.logs import get_logger
 from simple_offload.metadata import RankCapacity, StepMetadata, Transfer, WorkerReport
 from simple_offload.worker.host_pool import HostPool
+from simple_offload.worker.npu_regions import KVCache
 from simple_offload.worker.regions import find_regions
 from simple_offload.worker.transfers import Completion, TransferEngine
 
 if TYPE_CHECKING:
-    import torch
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
 logger = get_logger(__name__)
@@ -47,7 +47,7 @@ class OffloadWorker:
         self._reported_open = 0
         self._engine: TransferEngine | None = None
 
-    def register_kv_caches(self, kv_caches: Mapping[str, "torch.Tensor"]) -> None:
+    def register_kv_caches(self, kv_caches: Mapping[str, KVCache]) -> None:
         """Find the device blocks, start to open as many host blocks as this rank has memory
         for, and start the copy threads. A rank without attention layers copies nothing."""
         regions = find_regions(kv_caches, self._kv_cache_config)

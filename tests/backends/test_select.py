@@ -87,3 +87,9 @@ def test_a_platform_without_a_backend(platform: SimpleNamespace) -> None:
 def test_this_process_runs_on_cpu() -> None:
     """The tests here rely on it."""
     assert isinstance(make_backend("auto"), HostBackend)
+
+
+def test_on_cuda_an_npu_s_path_is_refused(platform: SimpleNamespace) -> None:
+    platform.device_type, platform.is_cuda = "cuda", lambda: True
+    with pytest.raises(ConfigError, match=r"copy_path='single'.*Allowed: 'auto', 'dma', 'kernel'"):
+        make_backend("auto", "single")

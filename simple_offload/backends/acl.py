@@ -1,0 +1,196 @@
+"""The ACL runtime of CANN (libascendcl.so), as far as copies need it, by ctypes."""
+
+import ctypes
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+from simple_offload.backends.base import Direction
+from simple_offload.backends.plan import Descriptors
+
+LIBRARY = "libascendcl.so"
+NOT_SUPPORTED = 207000
+"""The error of a function that the runtime has and the chip has not."""
+MAX_BATCH = 4096
+"""Descriptors of one batch: what the call that waits is limited to. The limit of the one that
+does not is nowhere documented."""
+
+HOST, DEVICE, UNREGISTERED = 0, 1, 2
+"""Types of memory. Unregistered host memory is not pinned: each copy of it would block."""
+_HOST_TO_DEVICE, _DEVICE_TO_HOST = 1, 2
+_NO_INDEX = 2**64 - 1
+_RELAXED = 2  # ACL_MODEL_RI_CAPTURE_MODE_RELAXED
+
+_pointer, _size, _int = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
+
+
+class AclError(RuntimeError):
+    """A call that the ACL runtime refused. The message has the function, the code, and what
+    the runtime says of it."""
+
+    def __init__(self, function: str, code: int, text: str, index: int | None = None) -> None:
+        self.function, self.code, self.text, self.index = function, code, text, index
+        where = "" if index is None else f" at descriptor {index}"
+        super().__init__(f"{function}: error {code}{where}: {text}")
+
+
+class Location(ctypes.Structure):
+    """aclrtMemLocation: of which device, and which type of memory."""
+
+    _fields_ = (("id", ctypes.c_uint32), ("type", _int))
+    id: int
+    type: int
+
+
+class _BatchAttributes(ctypes.Structure):
+    _fields_ = (
+        ("destination", Location),
+        ("source", Location),
+        ("reserved", ctypes.c_uint8 * 16),
+    )
+
+
+class _PointerAttributes(ctypes.Structure):
+    _fields_ = (
+        ("location", Location),
+        ("page_size", ctypes.c_uint32),
+        ("reserved", ctypes.c_uint32 * 4),
+    )
+
+
+class Locations(NamedTuple):
+    """The memory of the two sides, as a batch has to declare it."""
+
+    host: Location
+    device: Location
+
+    def of(self, direction: Direction) -> tuple[Location, Location]:
+        """Destination and source."""
+        if direction is Direction.LOAD:
+            return self.device, self.host
+        return self.host, self.device
+
+
+class Acl:
+    """The functions of a loaded ACL runtime. Each acts on the device that the calling thread
+    has been set to, and raises AclError when it is refused."""
+
+    def __init__(self, library: ctypes.CDLL) -> None:
+        self._library = library
+        self._text = library.aclGetRecentErrMsg
+        self._text.restype = ctypes.c_char_p
+        self._malloc_host = self._function("aclrtMallocHost", _pointer, _size)
+        self._free_host = self._function("aclrtFreeHost", _pointer)
+        self._attributes: Callable[..., int] | None = None
+        if hasattr(library, "aclrtPointerGetAttributes"):
+            self._attributes = self._function("aclrtPointerGetAttributes", _pointer, _pointer)
+        self._copy = self._function(
+            "aclrtMemcpyAsync", _pointer, _size, _pointer, _size, _int, _pointer
+        )
+        self._batch: Callable[..., int] | None = None
+        if hasattr(library, "aclrtMemcpyBatchAsync"):
+            arguments = (*[_pointer] * 4, _size, _pointer, _pointer, _size, _pointer, _pointer)
+            self._batch = self._function("aclrtMemcpyBatchAsync", *arguments)
+
+    @classmethod
+    def load(cls) -> "Acl":
+        """The runtime that torch_npu has loaded. Raises OSError when there is none."""
+        return cls(ctypes.CDLL(LIBRARY))
+
+    @property
+    def has_batch(self) -> bool:
+        """Whether this CANN has aclrtMemcpyBatchAsync (8.5 and later). The chip may refuse it
+        all the same, with NOT_SUPPORTED."""
+        return self._batch is not None
+
+    def version(self) -> str:
+        """CANN's version, such as "8.5.1", or "of unknown version" where it does not say."""
+        number = ctypes.c_int32()
+        try:
+            code = self._library.aclsysGetVersionNum(b"runtime", ctypes.byref(number))
+        except AttributeError:
+            return "of unknown version"
+        if code:
+            return "of unknown version"
+        rest, patch = divmod(number.value // 1000, 100)
+        major, minor = divmod(rest, 100)
+        return f"{major}.{minor}.{patch}"
+
+    @contextmanager
+    def outside_graph_capture(self) -> Iterator[None]:
+        """Let this thread call what would break a graph that another thread is capturing."""
+        exchange = getattr(self._library, "aclmdlRICaptureThreadExchangeMode", None)
+        if exchange is None:  # a CANN that captures no graphs
+            yield
+            return
+        mode = _int(_RELAXED)
+        self._check("aclmdlRICaptureThreadExchangeMode", exchange(ctypes.byref(mode)))
+        try:
+            yield
+        finally:
+            exchange(ctypes.byref(mode))
+
+    def malloc_host(self, num_bytes: int) -> int:
+        """Address of pinned host memory."""
+        address = _pointer()
+        self._check("aclrtMallocHost", self._malloc_host(ctypes.byref(address), num_bytes))
+        assert address.value is not None
+        return address.value
+
+    def free_host(self, address: int) -> None:
+        """Give back what ``malloc_host`` returned."""
+        self._check("aclrtFreeHost", self._free_host(address))
+
+    def location(self, address: int) -> Location | None:
+        """What the runtime takes the memory at ``address`` for; None where it does not say."""
+        if self._attributes is None:
+            return None
+        attributes = _PointerAttributes()
+        code = self._attributes(address, ctypes.byref(attributes))
+        self._check("aclrtPointerGetAttributes", code)
+        location: Location = attributes.location
+        return location
+
+    def copy_batch(
+        self, plan: Descriptors, direction: Direction, locations: Locations, stream: int
+    ) -> None:
+        """Queue at most MAX_BATCH copies by one call. They may run in any order. When it fails
+        at a descriptor, those before it have been queued."""
+        assert self._batch is not None, "this CANN has no aclrtMemcpyBatchAsync"
+        destination, source = locations.of(direction)
+        attributes = _BatchAttributes(destination, source)
+        first_index, failed = _size(0), _size(_NO_INDEX)
+        code = self._batch(
+            plan.destinations.ctypes.data,
+            plan.sizes.ctypes.data,  # the room at the destination is what is copied
+            plan.sources.ctypes.data,
+            plan.sizes.ctypes.data,
+            len(plan.sizes),
+            ctypes.byref(attributes),
+            ctypes.byref(first_index),
+            1,
+            ctypes.byref(failed),
+            stream,
+        )
+        index = None if failed.value == _NO_INDEX else failed.value
+        self._check("aclrtMemcpyBatchAsync", code, index)
+
+    def copy_each(self, plan: Descriptors, direction: Direction, stream: int) -> None:
+        """Queue copies by a call for each. When one fails, those before it have been queued."""
+        kind = _HOST_TO_DEVICE if direction is Direction.LOAD else _DEVICE_TO_HOST
+        copy = self._copy
+        rows = zip(*(part.tolist() for part in plan), strict=True)
+        for index, (destination, source, size) in enumerate(rows):
+            code = copy(destination, size, source, size, kind, stream)
+            if code:
+                self._check("aclrtMemcpyAsync", code, index)
+
+    def _function(self, name: str, *arguments: Any) -> Callable[..., int]:
+        function = getattr(self._library, name)
+        function.argtypes, function.restype = arguments, _int
+        return function  # type: ignore[no-any-return]
+
+    def _check(self, function: str, code: int, index: int | None = None) -> None:
+        if code:
+            text = self._text() or b"no further information"
+            raise AclError(function, code, text.decode(errors="replace").strip(), index)

@@ -1,0 +1,295 @@
+"""NpuBackend: copies between pinned host memory and an Ascend NPU."""
+
+import ctypes
+import math
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from simple_offload.backends.acl import (
+    DEVICE,
+    HOST,
+    LIBRARY,
+    MAX_BATCH,
+    NOT_SUPPORTED,
+    Acl,
+    AclError,
+    Location,
+    Locations,
+)
+from simple_offload.backends.base import Barrier, Direction, require_blocks_within
+from simple_offload.backends.plan import Descriptors, Regions, plan_copies
+from simple_offload.config import ConfigError
+from simple_offload.logs import get_logger
+from simple_offload.metadata import Transfer
+
+logger = get_logger(__name__)
+
+SWITCH = "VLLM_ASCEND_ENABLE_BATCH_MEMCPY"
+"""The variable by which vllm-ascend's own offloading is told to use batches, or not to."""
+_PROBE = bytes(range(1, 65))
+
+
+@dataclass(slots=True, eq=False)
+class NpuPending:
+    """A copy under way, or one that was refused in part: what had been queued by then may go
+    on, so it fails when that has ended, and no sooner."""
+
+    npu: Any
+    event: Any
+    descriptors: Descriptors
+    """Kept: nothing says that the runtime does not read them after the call."""
+    error: AclError | None
+
+    def done(self) -> bool:
+        if not self.event.query():
+            return False
+        self._raise()
+        return True
+
+    def wait(self) -> None:
+        self.event.synchronize()
+        self._raise()
+
+    def remaining_seconds(self) -> float:
+        """Infinite: no bandwidth has been measured on this hardware."""
+        return math.inf
+
+    def hold_compute(self) -> None:
+        self.npu.current_stream().wait_event(self.event)
+
+    def _raise(self) -> None:
+        if self.error is not None:
+            raise self.error
+
+
+class NpuBackend:
+    """Copies of each direction go to a stream of their own, so loads and stores overlap each
+    other and the compute stream.
+
+    Where CANN has batches and the chip takes them, up to 4096 descriptors are one call,
+    otherwise each is one: ``copy_path`` is "auto" for that, "batch" or "single" to have it one
+    way. The environment's VLLM_ASCEND_ENABLE_BATCH_MEMCPY (1 or 0) says the same.
+    Raises ConfigError when torch_npu or CANN cannot be loaded, or batches are asked for that
+    are not to be had.
+    """
+
+    chunk_bytes = 1 << 30  # a single allocation of some 200 GB is refused
+
+    def __init__(self, copy_path: str = "auto") -> None:
+        wanted = _wanted_path(copy_path)
+        self._npu = _load_torch_npu()
+        self._acl = _load_acl()
+        self._device: int = self._npu.current_device()
+        self._npu.set_device(self._device)
+        self._streams = {direction: self._npu.Stream(self._device) for direction in Direction}
+        self._locations = Locations(Location(0, HOST), Location(self._device, DEVICE))
+        self._host_addresses: list[int] = []
+        self._chunks: list[Sequence[torch.Tensor]] = []
+        self._must_batch = wanted == "batch"
+        self._batches, why = self._choose(wanted)
+        logger.info(
+            "CANN %s, NPU %d: copying %s (%s)",
+            self._acl.version(),
+            self._device,
+            "in batches" if self._batches else "one descriptor a call",
+            why,
+        )
+
+    @property
+    def batches(self) -> bool:
+        """Whether copies go in batches. A chip that refuses one gets none thereafter."""
+        return self._batches
+
+    def allocate_host(self, num_bytes: int) -> torch.Tensor:
+        """Memory that the runtime has pinned; its own, not registered, which would ask for
+        alignment. Raises AclError when there is not that much."""
+        if num_bytes == 0:
+            return torch.empty(0, dtype=torch.int8)
+        self._npu.set_device(self._device)
+        with self._acl.outside_graph_capture():  # vLLM captures its graphs meanwhile
+            address = self._acl.malloc_host(num_bytes)
+        self._host_addresses.append(address)
+        buffer = (ctypes.c_char * num_bytes).from_address(address)
+        return torch.frombuffer(buffer, dtype=torch.int8)
+
+    def open(self, device: Sequence[torch.Tensor]) -> None:
+        """The tensors are only read for their addresses; somebody else keeps them alive."""
+        self._device_regions = Regions.of(device)
+        if device:
+            self._locations = self._locate(device[0])
+            if self._locations.device.type != DEVICE:
+                raise ValueError(
+                    f"a KV cache in memory of type {self._locations.device.type}, not the NPU's"
+                )
+
+    def add_host_chunk(self, regions: Sequence[torch.Tensor]) -> None:
+        """Publishes a new list of addresses; copies under way keep the one they have."""
+        self._chunks.append(regions)
+        self._host_regions = Regions.of_chunks(self._chunks)
+
+    def barrier(self) -> Barrier | None:
+        """An event on the engine's compute stream."""
+        event: Barrier = self._npu.current_stream(self._device).record_event()
+        return event
+
+    def enter_thread(self, direction: Direction) -> None:
+        """The runtime's context is each thread's own."""
+        self._npu.set_device(self._device)
+
+    def copy(self, direction: Direction, transfer: Transfer, barrier: Barrier | None) -> NpuPending:
+        plan = self._plan(direction, transfer)
+        stream = self._streams[direction]
+        if barrier is not None:
+            stream.wait_event(barrier)
+        error = None
+        try:
+            # torch_npu queues the wait on the host, and reading the handle empties that queue:
+            # with a handle from before, the copies would be on the stream ahead of the wait.
+            self._submit(plan, direction, stream.npu_stream)
+        except AclError as refusal:
+            error = refusal
+        return NpuPending(self._npu, stream.record_event(), plan, error)
+
+    def close(self) -> None:
+        self._npu.set_device(self._device)
+        for address in self._host_addresses:
+            self._acl.free_host(address)
+        self._host_addresses.clear()
+        self._chunks.clear()
+
+    # One copy
+
+    def _plan(self, direction: Direction, transfer: Transfer) -> Descriptors:
+        device = self._device_regions
+        host = self._host_regions if len(device.pages) else device
+        if len(device.pages):
+            require_blocks_within(transfer, device.num_blocks, host.num_blocks)
+        if direction is Direction.LOAD:
+            return plan_copies(host, device, transfer.host_blocks, transfer.device_blocks)
+        return plan_copies(device, host, transfer.device_blocks, transfer.host_blocks)
+
+    def _submit(self, plan: Descriptors, direction: Direction, stream: int) -> None:
+        """Queue ``plan``. AclError, with the index in the whole plan, for what is refused; what
+        comes before it has been queued."""
+        for start in range(0, len(plan.sizes), MAX_BATCH):
+            chunk = Descriptors(*(part[start : start + MAX_BATCH] for part in plan))
+            try:
+                self._submit_chunk(chunk, direction, stream)
+            except AclError as error:
+                index = None if error.index is None else start + error.index
+                raise AclError(error.function, error.code, error.text, index) from error
+
+    def _submit_chunk(self, chunk: Descriptors, direction: Direction, stream: int) -> None:
+        if self._batches:
+            try:
+                self._acl.copy_batch(chunk, direction, self._locations, stream)
+            except AclError as error:
+                if error.code != NOT_SUPPORTED or self._must_batch:
+                    raise
+                self._batches = False
+                logger.warning("This NPU takes no batches: one descriptor a call from now on")
+            else:
+                return
+        # After a refusal part of the chunk may be queued already; a second time does no harm.
+        self._acl.copy_each(chunk, direction, stream)
+
+    # Choosing, at start
+
+    def _choose(self, wanted: str) -> tuple[bool, str]:
+        """Whether to copy in batches, and why. ConfigError when that is ``wanted`` in vain."""
+        if wanted == "single":
+            return False, "as configured"
+        if not self._acl.has_batch:
+            refusal = f"CANN {self._acl.version()} has no aclrtMemcpyBatchAsync"
+        else:
+            try:
+                self._probe()
+            except AclError as error:
+                refusal = str(error)
+            else:
+                return True, "as configured" if wanted == "batch" else "they work here"
+        if wanted == "batch":
+            raise ConfigError(
+                f"copy_path='batch' (or {SWITCH}=1): {refusal}. Allowed here: "
+                f"copy_path 'auto' or 'single', {SWITCH} 0 or unset"
+            )
+        return False, refusal
+
+    def _probe(self) -> None:
+        """Copy some bytes to the device and back, a batch each way. AclError when a batch is
+        refused, or the bytes are not the same."""
+        size = len(_PROBE)
+        host = self.allocate_host(2 * size)
+        try:
+            host[:size] = torch.frombuffer(bytearray(_PROBE), dtype=torch.int8)
+            host[size:] = 0
+            device = torch.empty(size, dtype=torch.int8, device=f"npu:{self._device}")
+            locations = self._locate(device)
+            regions = Regions.of([device.view(1, size)])
+            stream = self._npu.current_stream(self._device)
+            for direction, at in ((Direction.LOAD, 0), (Direction.STORE, size)):
+                side = Regions.of([host[at : at + size].view(1, size)])
+                pair = (regions, side) if direction is Direction.LOAD else (side, regions)
+                plan = Descriptors(pair[0].bases[0], pair[1].bases[0], regions.pages)
+                self._acl.copy_batch(plan, direction, locations, stream.npu_stream)
+            stream.synchronize()
+            if host[size:].numpy().tobytes() != _PROBE:
+                raise AclError("aclrtMemcpyBatchAsync", 0, "a probe came back with other bytes")
+        finally:
+            self._acl.free_host(self._host_addresses.pop())
+
+    def _locate(self, device: torch.Tensor) -> Locations:
+        """What a batch has to declare of the host's memory and of ``device``. The runtime may
+        know a device by another number than the process does."""
+        location = self._acl.location(device.data_ptr())
+        return Locations(Location(0, HOST), location or Location(self._device, DEVICE))
+
+
+def _wanted_path(copy_path: str) -> str:
+    """What ``copy_path`` and the environment agree on. ConfigError when they do not, or say
+    something else."""
+    if copy_path not in ("auto", "batch", "single"):
+        raise ConfigError(
+            f"copy_path={copy_path!r}: on an NPU it can be 'auto', 'batch' or 'single'"
+        )
+    switch = os.environ.get(SWITCH, "")
+    switched = {"": "auto", "0": "single", "1": "batch"}.get(switch)
+    if switched is None:
+        raise ConfigError(f"{SWITCH}={switch!r}: must be 0 or 1, or unset")
+    if "auto" not in (copy_path, switched) and copy_path != switched:
+        raise ConfigError(
+            f"copy_path={copy_path!r} and {SWITCH}={switch} contradict each other. "
+            f"Allowed with it: copy_path 'auto' or {switched!r}"
+        )
+    return switched if copy_path == "auto" else copy_path
+
+
+def _load_torch_npu() -> Any:
+    """The module ``torch.npu``."""
+    try:
+        import torch_npu
+    except ImportError as error:
+        missing = isinstance(error, ModuleNotFoundError) and error.name == "torch_npu"
+        raise ConfigError(
+            f"backend='npu': torch_npu cannot be imported: {error}. "
+            + (
+                "Install the torch_npu that fits this PyTorch"
+                if missing
+                else "Is CANN installed, and its set_env.sh sourced?"
+            )
+        ) from error
+    return torch_npu.npu
+
+
+def _load_acl() -> Acl:
+    try:
+        return Acl.load()
+    except (OSError, AttributeError) as error:
+        raise ConfigError(
+            f"backend='npu': CANN's {LIBRARY} cannot be used: {error}. "
+            "Is CANN installed, and its set_env.sh sourced?"
+        ) from error

@@ -1,0 +1,57 @@
+"""Processes that have the real torch_npu, over the simulated ACL runtime."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from tests.acl_sim import build, torch_npu_files
+from tools.set_up import ROOT
+
+CHILD_SECONDS = 150
+
+
+def torch_npu_path() -> Path:
+    """The folder to put on PYTHONPATH. Fails the test when it cannot be had."""
+    try:
+        return torch_npu_files.fetch()
+    except torch_npu_files.UnavailableError as error:
+        pytest.fail(str(error), pytrace=False)
+
+
+def environment(*, has_batch: bool = True) -> dict[str, str]:
+    """For a process with torch_npu over the simulated runtime."""
+    made = {
+        **os.environ,
+        "HF_HUB_OFFLINE": "1",
+        "PYTHONPATH": f"{torch_npu_path()}{os.pathsep}{ROOT}",
+        "LD_LIBRARY_PATH": str(build.library(has_batch=has_batch).parent),
+    }
+    made.pop("VLLM_ASCEND_ENABLE_BATCH_MEMCPY", None)
+    return made
+
+
+def run_python(
+    arguments: Sequence[str], child_environment: dict[str, str], folder: Path
+) -> subprocess.CompletedProcess[str]:
+    """Run Python in ``folder``; a child that takes longer than CHILD_SECONDS fails the test
+    with what it printed."""
+    try:
+        return subprocess.run(
+            [sys.executable, *arguments],
+            cwd=folder,
+            env=child_environment,
+            check=False,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
+            timeout=CHILD_SECONDS,
+        )
+    except subprocess.TimeoutExpired as late:
+        printed = (late.stdout or b"").decode(errors="replace")  # bytes, whatever was asked for
+        pytest.fail(f"stopped after {CHILD_SECONDS} s:\n{printed}", pytrace=False)

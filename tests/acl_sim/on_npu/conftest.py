@@ -1,0 +1,46 @@
+"""What tests on torch_npu share: the runtime that it has loaded, and a backend with memory."""
+
+from collections.abc import Callable, Iterator, Sequence
+
+import pytest
+import torch
+import torch_npu
+
+from simple_offload.backends.npu import NpuBackend
+from tests.acl_sim.on_npu.sides import Sides
+from tests.acl_sim.sim import Sim
+
+MakeSides = Callable[..., Sides]
+
+
+@pytest.fixture
+def sim() -> Iterator[Sim]:
+    sim = Sim("libascendcl.so")
+    sim.reset()
+    torch_npu.npu.set_device(0)
+    yield sim
+    sim.reset()
+    torch_npu.npu.synchronize()
+    torch_npu.npu.set_device(0)
+
+
+@pytest.fixture
+def make_sides(sim: Sim) -> Iterator[MakeSides]:
+    """A function that makes a backend, and memory for it to copy between."""
+    made: list[NpuBackend] = []
+
+    def make(
+        pages: Sequence[int] = (64,),
+        num_blocks: int = 16,
+        chunk_blocks: int | None = None,
+        copy_path: str = "auto",
+    ) -> Sides:
+        backend = NpuBackend(copy_path)
+        made.append(backend)
+        sim.take_counts()  # less what the backend did to try itself out
+        return Sides(sim, backend, pages, num_blocks, chunk_blocks or num_blocks)
+
+    yield make
+    torch.npu.synchronize()  # type: ignore[attr-defined]
+    for backend in made:
+        backend.close()

@@ -1,0 +1,353 @@
+"""NpuBackend on the real torch_npu: every byte of every asked block, no other; and its errors."""
+
+import ctypes
+import logging
+import threading
+
+import numpy as np
+import pytest
+import torch
+import torch_npu
+
+from simple_offload.backends.acl import Acl, AclError
+from simple_offload.backends.base import Direction
+from simple_offload.backends.npu import SWITCH, NpuBackend
+from simple_offload.config import ConfigError
+from tests.acl_sim.on_npu.conftest import MakeSides
+from tests.acl_sim.sim import Sim
+
+PATHS = ["batch", "single"]
+HELD_BLOCKS = np.arange(0, 2 * 5000, 2)  # of which no two are neighbours
+
+
+def scattered(count: int) -> np.ndarray:
+    """Blocks of which no two are neighbours: nothing merges."""
+    return 2 * np.random.default_rng(count).permutation(count)
+
+
+# Bytes
+
+
+@pytest.mark.parametrize("direction", list(Direction))
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize(
+    ("pages", "num_blocks", "chunk_blocks", "count"),
+    [
+        ((64,), 16, 16, 16),
+        ((512, 1000, 24), 100, 100, 33),
+        ((4097, 16), 64, 10, 50),  # host blocks in seven chunks, the last of 4
+        ((1 << 16,), 40, 1, 40),
+    ],
+)
+def test_blocks_and_nothing_else(
+    make_sides: MakeSides,
+    direction: Direction,
+    path: str,
+    pages: tuple[int, ...],
+    num_blocks: int,
+    chunk_blocks: int,
+    count: int,
+) -> None:
+    sides = make_sides(pages, num_blocks, chunk_blocks, path)
+    device_blocks = np.random.default_rng(1).permutation(num_blocks)[:count]
+    host_blocks = np.random.default_rng(2).permutation(num_blocks)[:count]
+    expected = sides.expected(direction, device_blocks, host_blocks)
+    pending = sides.copy(direction, device_blocks, host_blocks, sides.backend.barrier())
+    pending.wait()
+    assert pending.done()
+    sides.check(expected)
+    assert sides.sim.take_counts().blocking == 0
+
+
+def test_no_blocks(make_sides: MakeSides) -> None:
+    sides = make_sides()
+    expected = sides.expected(Direction.LOAD, [], [])
+    sides.copy(Direction.LOAD, np.zeros(0, np.int64), np.zeros(0, np.int64)).wait()
+    sides.check(expected)
+
+
+def test_a_rank_without_layers(make_sides: MakeSides) -> None:
+    sides = make_sides(pages=())
+    sides.copy(Direction.STORE, [3], [900]).wait()
+    assert sides.sim.take_counts().descriptors == 0
+
+
+def test_another_device(make_sides: MakeSides) -> None:
+    """Copy threads begin on device 0."""
+    torch_npu.npu.set_device(1)
+    sides = make_sides(pages=(512,))
+    expected = sides.expected(Direction.STORE, [1, 3], [2, 9])
+    sides.copy(Direction.STORE, [1, 3], [2, 9], sides.backend.barrier()).wait()
+    sides.check(expected)
+    assert sides.sim.take_counts().batch_calls == 1
+
+
+def test_a_device_that_the_runtime_knows_by_another_number(make_sides: MakeSides, sim: Sim) -> None:
+    sim.library.acl_sim_set_first_device(4)
+    sides = make_sides()
+    expected = sides.expected(Direction.LOAD, [1, 3], [2, 9])
+    sides.copy(Direction.LOAD, [1, 3], [2, 9]).wait()
+    sides.check(expected)
+    assert sides.sim.take_counts().batch_calls == 1
+
+
+def test_a_copy_thread_has_the_runtimes_context(make_sides: MakeSides) -> None:
+    sides = make_sides()
+    stream = sides.stream(Direction.LOAD)
+    codes: list[int] = []
+
+    def run() -> None:
+        codes.append(sides.sim.code("aclrtSynchronizeStream", stream))
+        sides.backend.enter_thread(Direction.LOAD)
+        codes.append(sides.sim.code("aclrtSynchronizeStream", stream))
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+    assert codes == [107002, 0]
+
+
+# Descriptors and calls
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("count", [4095, 4096, 4097, 20_000])
+def test_chunks_of_at_most_4096(make_sides: MakeSides, path: str, count: int) -> None:
+    sides = make_sides((8,), 2 * count, copy_path=path)
+    device_blocks, host_blocks = scattered(count), scattered(count)[::-1]
+    for direction in Direction:
+        expected = sides.expected(direction, device_blocks, host_blocks)
+        sides.copy(direction, device_blocks, host_blocks).wait()
+        sides.check(expected)
+        counts = sides.sim.take_counts()
+        assert counts.descriptors == count
+        if path == "batch":
+            assert (counts.batch_calls, counts.single_calls) == (-(-count // 4096), 0)
+            assert counts.largest_batch == min(count, 4096)
+        else:
+            assert (counts.batch_calls, counts.single_calls) == (0, count)
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_neighbours_are_one_descriptor(make_sides: MakeSides, path: str) -> None:
+    """Of each region, within a chunk of the host's."""
+    sides = make_sides((64, 128), 100, chunk_blocks=50, copy_path=path)
+    blocks = np.arange(40, 60)
+    expected = sides.expected(Direction.STORE, blocks, blocks)
+    sides.copy(Direction.STORE, blocks, blocks).wait()
+    sides.check(expected)
+    assert sides.sim.take_counts().descriptors == 4
+
+
+# Which path
+
+
+def test_a_chip_without_batches(
+    make_sides: MakeSides, sim: Sim, caplog: pytest.LogCaptureFixture
+) -> None:
+    sim.take_batches(False)
+    with caplog.at_level(logging.INFO):
+        sides = make_sides()
+    assert not sides.backend.batches
+    (line,) = [r.getMessage() for r in caplog.records if "CANN" in r.getMessage()]
+    for part in ("CANN 8.5.1", "one descriptor a call", "207000"):
+        assert part in line
+    sides.copy(Direction.LOAD, [1], [2]).wait()
+    assert sides.sim.take_counts().single_calls == 1
+
+
+def test_the_choice_and_the_version_are_logged(
+    make_sides: MakeSides, sim: Sim, caplog: pytest.LogCaptureFixture
+) -> None:
+    sim.library.acl_sim_set_version(90203000)
+    with caplog.at_level(logging.INFO):
+        make_sides()
+    (line,) = [r.getMessage() for r in caplog.records if "CANN" in r.getMessage()]
+    assert "CANN 9.2.3" in line
+    assert "in batches" in line
+
+
+def test_batches_that_are_refused_later_are_never_tried_again(make_sides: MakeSides) -> None:
+    sides = make_sides()
+    assert sides.backend.batches
+    sides.sim.take_batches(False)
+    expected = sides.expected(Direction.STORE, [1, 5], [3, 2])
+    sides.copy(Direction.STORE, [1, 5], [3, 2]).wait()
+    sides.check(expected)
+    sides.sim.take_batches(True)
+    sides.sim.take_counts()
+    sides.copy(Direction.LOAD, [1], [3]).wait()
+    counts = sides.sim.take_counts()
+    assert (counts.batch_calls, counts.single_calls) == (0, 1)
+
+
+def test_forced_batches_that_are_refused_later_fail(make_sides: MakeSides) -> None:
+    sides = make_sides(copy_path="batch")
+    sides.sim.take_batches(False)
+    with pytest.raises(AclError, match="aclrtMemcpyBatchAsync: error 207000"):
+        sides.copy(Direction.STORE, [1], [3]).wait()
+
+
+@pytest.mark.parametrize(
+    ("copy_path", "switch", "batches"),
+    [
+        ("auto", None, True),
+        ("auto", "", True),
+        ("auto", "1", True),
+        ("auto", "0", False),
+        ("single", None, False),
+        ("single", "0", False),
+        ("batch", None, True),
+        ("batch", "1", True),
+    ],
+)
+def test_the_path_can_be_forced(
+    make_sides: MakeSides,
+    monkeypatch: pytest.MonkeyPatch,
+    copy_path: str,
+    switch: str | None,
+    batches: bool,
+) -> None:
+    monkeypatch.delenv(SWITCH, raising=False)
+    if switch is not None:
+        monkeypatch.setenv(SWITCH, switch)
+    sides = make_sides(copy_path=copy_path)
+    sides.copy(Direction.LOAD, [1], [2]).wait()
+    counts = sides.sim.take_counts()
+    assert (counts.batch_calls, counts.single_calls) == ((1, 0) if batches else (0, 1))
+
+
+@pytest.mark.parametrize(("copy_path", "switch"), [("batch", ""), ("auto", "1")])
+def test_forcing_batches_on_a_chip_without_them(
+    sim: Sim, monkeypatch: pytest.MonkeyPatch, copy_path: str, switch: str
+) -> None:
+    monkeypatch.setenv(SWITCH, switch)
+    sim.take_batches(False)
+    with pytest.raises(ConfigError) as caught:
+        NpuBackend(copy_path)
+    for part in ("copy_path='batch'", f"{SWITCH}=1", "207000", "'auto' or 'single'"):
+        assert part in str(caught.value)
+
+
+@pytest.mark.parametrize("fault", [0, 1])
+def test_a_probe_that_fails(
+    make_sides: MakeSides, sim: Sim, fault: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    """For another reason than 207000, on the way there or back: no batches either."""
+    sim.fail_after(fault, 107000)
+    with caplog.at_level(logging.INFO):
+        sides = make_sides()
+    assert not sides.backend.batches
+    assert "107000" in caplog.text
+
+
+def test_a_probe_that_brings_back_other_bytes(
+    make_sides: MakeSides, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(Acl, "copy_batch", lambda *arguments: None)
+    with caplog.at_level(logging.INFO):
+        sides = make_sides()
+    assert not sides.backend.batches
+    assert "came back with other bytes" in caplog.text
+
+
+# Faults
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("index", [0, 1, 4095, 4096, 4999])
+def test_a_refusal_says_where_and_why(make_sides: MakeSides, path: str, index: int) -> None:
+    """What comes before it is copied, nothing after it is."""
+    sides = make_sides((8,), 10_000, copy_path=path)
+    blocks = HELD_BLOCKS
+    expected = sides.expected(Direction.STORE, blocks[:index], blocks[:index])
+    sides.sim.fail_after(index, 507018)
+    pending = sides.copy(Direction.STORE, blocks, blocks)
+    with pytest.raises(AclError) as caught:
+        pending.wait()
+    function = "aclrtMemcpyBatchAsync" if path == "batch" else "aclrtMemcpyAsync"
+    message = f"{function}: error 507018 at descriptor {index}: told to fail"
+    assert str(caught.value) == message
+    sides.check(expected)
+    sides.sim.fail_after(-1, 0)
+    sides.copy(Direction.STORE, blocks, blocks).wait()  # the next is none the worse
+
+
+def test_a_refused_copy_fails_when_what_was_queued_has_ended(make_sides: MakeSides) -> None:
+    """Until then its blocks must not be given to anybody else."""
+    sides = make_sides((8,), 10_000)
+    with sides.sim.held(sides.stream(Direction.STORE)):
+        sides.sim.fail_after(4500, 107000)
+        pending = sides.copy(Direction.STORE, HELD_BLOCKS, HELD_BLOCKS)
+        assert not pending.done()
+    with pytest.raises(AclError):
+        pending.wait()
+    with pytest.raises(AclError):
+        pending.done()
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_a_copy_that_the_device_fails(make_sides: MakeSides, path: str) -> None:
+    sides = make_sides(copy_path=path)
+    stream = sides.stream(Direction.LOAD)
+    sides.sim.library.acl_sim_fail_stream(stream, 507011)
+    pending = sides.copy(Direction.LOAD, [1], [2])
+    with pytest.raises(RuntimeError, match="507011"):
+        pending.wait()
+    with pytest.raises(RuntimeError, match="507011"):
+        pending.done()
+    sides.sim.library.acl_sim_fail_stream(stream, 0)
+
+
+def test_a_block_that_is_not_there(make_sides: MakeSides) -> None:
+    sides = make_sides(num_blocks=16)
+    for device_blocks, host_blocks in (([16], [0]), ([0], [16]), ([-1], [0])):
+        with pytest.raises(IndexError):
+            sides.copy(Direction.LOAD, device_blocks, host_blocks)
+    assert sides.sim.take_counts().descriptors == 0
+
+
+# Host memory
+
+
+def test_host_memory_is_given_back(sim: Sim) -> None:
+    before = sim.library.acl_sim_num_host()
+    backend = NpuBackend()
+    assert sim.library.acl_sim_num_host() == before
+    sizes: list[int] = []
+    threads = [
+        threading.Thread(target=lambda n=n: sizes.append(backend.allocate_host(n).nbytes))
+        for n in (1, 4096, 100_001)
+    ]
+    for thread in threads:  # none of which has a context of its own
+        thread.start()
+        thread.join()
+    assert sizes == [1, 4096, 100_001]
+    assert sim.library.acl_sim_num_host() == before + 3
+    backend.close()
+    assert sim.library.acl_sim_num_host() == before
+
+
+def test_host_memory_that_cannot_be_had(sim: Sim) -> None:
+    backend = NpuBackend()
+    sim.library.acl_sim_limit_host(1 << 16)
+    with pytest.raises(AclError, match=r"aclrtMallocHost: error 207001: .*100000 bytes"):
+        backend.allocate_host(100_000)
+    backend.close()
+
+
+def test_host_memory_while_a_graph_is_captured(sim: Sim) -> None:
+    backend = NpuBackend()
+    sim.library.acl_sim_set_capturing(1)
+    address = ctypes.byref(ctypes.c_void_p())
+    assert sim.code("aclrtMallocHost", address, 8) == 107030
+    assert backend.allocate_host(8).nbytes == 8
+    assert sim.code("aclrtMallocHost", address, 8) == 107030  # the mode is as it was
+    backend.close()
+
+
+def test_a_kv_cache_that_is_not_the_npus(sim: Sim) -> None:
+    backend = NpuBackend()
+    with pytest.raises(ValueError, match="not the NPU's"):
+        backend.open([torch.zeros((4, 8), dtype=torch.int8)])
+    backend.close()

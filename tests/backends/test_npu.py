@@ -1,0 +1,184 @@
+"""NpuBackend. What it does runs on the real torch_npu, in a process of its own over the simulated
+ACL runtime; where it refuses to start, in processes that lack what it needs."""
+
+import os
+import re
+from pathlib import Path
+from types import SimpleNamespace
+from typing import NamedTuple
+from xml.etree import ElementTree as ET
+
+import pytest
+
+from simple_offload.backends import acl, npu, select
+from simple_offload.backends.npu import SWITCH, NpuBackend
+from simple_offload.config import ConfigError
+from tests.acl_sim import child, torch_npu_files
+from tools.set_up import ROOT
+
+ON_NPU = ROOT / "tests" / "acl_sim" / "on_npu"
+FILES = {"copies": 60, "ordering": 12, "regions": 3, "worker": 11}
+"""Files of tests on torch_npu, and how many tests each has at least."""
+
+pytestmark = pytest.mark.timeout(torch_npu_files.DOWNLOAD_SECONDS + 2 * child.CHILD_SECONDS)
+
+
+class Run(NamedTuple):
+    """What became of the tests in the child."""
+
+    passed: dict[str, int]
+    """By file."""
+    printed: str
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    folder = tmp_path_factory.mktemp("torch-npu")
+    arguments = [
+        *("-m", "pytest", "-q", "-p", "no:cacheprovider", "-W", "ignore"),
+        *("--rootdir", str(ROOT), "--config-file", str(ROOT / "pyproject.toml")),
+        *("--junitxml", str(folder / "report.xml"), "--timeout", "60"),
+        *(str(ON_NPU / f"{name}.py") for name in FILES),
+    ]
+    ended = child.run_python(arguments, child.environment(), folder)
+    passed = dict.fromkeys(FILES, 0)
+    for case in ET.parse(folder / "report.xml").iter("testcase"):
+        name = case.get("classname", "").rpartition(".")[2]
+        passed[name] = passed.get(name, 0) + (len(case) == 0)
+    if ended.returncode:
+        passed = {}
+    return Run(passed, ended.stdout)
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_on_torch_npu(run: Run, name: str) -> None:
+    assert run.passed.get(name, 0) >= FILES[name], run.printed
+
+
+# A CANN that is older
+
+
+OLD_CANN = f"""
+import logging, os, torch
+logging.basicConfig(level=logging.INFO)
+from simple_offload.backends.npu import NpuBackend
+from simple_offload.config import ConfigError
+from simple_offload.backends.base import Direction
+from simple_offload.metadata import Transfer
+torch.npu.set_device(0)
+backend = NpuBackend()
+print("batches:", backend.batches)
+device = torch.arange(64, dtype=torch.int8).view(4, 16).to("npu")
+backend.open([device])
+host = backend.allocate_host(64).view(4, 16)
+backend.add_host_chunk([host])
+backend.copy(Direction.STORE, Transfer.pairing(0, [3], [1]), backend.barrier()).wait()
+print("stored:", host[1].tolist() == list(range(48, 64)))
+backend.close()
+for copy_path, switch in (("batch", ""), ("auto", "1")):
+    os.environ[{SWITCH!r}] = switch
+    try:
+        NpuBackend(copy_path)
+    except ConfigError as error:
+        print("refused:", error)
+"""
+
+
+def test_a_cann_without_batches(tmp_path: Path) -> None:
+    ended = child.run_python(["-c", OLD_CANN], child.environment(has_batch=False), tmp_path)
+    assert ended.returncode == 0, ended.stdout
+    assert "batches: False" in ended.stdout
+    assert "stored: True" in ended.stdout
+    reason = "CANN of unknown version has no aclrtMemcpyBatchAsync"
+    assert f"copying one descriptor a call ({reason})" in ended.stdout
+    refused = re.findall(r"refused: (.*)", ended.stdout)
+    assert len(refused) == 2
+    for message in refused:
+        for part in ("copy_path='batch'", f"{SWITCH}=1", reason, "'auto' or 'single'"):
+            assert part in message
+
+
+# What a first run on hardware starts with
+
+
+def test_the_hardware_check(tmp_path: Path) -> None:
+    """That it runs. On hardware it is the test."""
+    arguments = ["-m", "tests.backends.npu_hardware", "check", "bench", "--mib", "4"]
+    ended = child.run_python([*arguments, "--rounds", "1"], child.environment(), tmp_path)
+    assert ended.returncode == 0, ended.stdout
+    assert "all right" in ended.stdout
+    assert len(re.findall(r"(?:batch|single) +(?:load|store) .* GB/s", ended.stdout)) == 24
+
+
+# What cannot start
+
+
+WITHOUT_CANN = """
+import sys
+from simple_offload.backends.npu import NpuBackend
+from simple_offload.config import ConfigError
+sys.path.insert(0, sys.argv[1])  # not before: vLLM cannot be imported with it, nor can torch
+try:
+    NpuBackend()
+except ConfigError as error:
+    print("refused:", error)
+"""
+
+
+def test_a_cann_that_cannot_be_loaded(tmp_path: Path) -> None:
+    path = child.torch_npu_path()
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
+    environment.pop("LD_LIBRARY_PATH", None)
+    ended = child.run_python(["-c", WITHOUT_CANN, str(path)], environment, tmp_path)
+    assert ended.returncode == 0, ended.stdout
+    (message,) = re.findall(r"refused: (.*)", ended.stdout)
+    for part in ("backend='npu'", "torch_npu cannot be imported: libhccl.so", "set_env.sh"):
+        assert part in message
+
+
+@pytest.mark.parametrize(
+    ("library", "why"), [("libno.so", "libno.so: cannot open"), ("libm.so.6", "undefined symbol")]
+)
+def test_a_runtime_that_is_none(monkeypatch: pytest.MonkeyPatch, library: str, why: str) -> None:
+    monkeypatch.setattr(acl, "LIBRARY", library)
+    with pytest.raises(ConfigError) as caught:
+        npu._load_acl()
+    for part in ("backend='npu'", why, "set_env.sh"):
+        assert part in str(caught.value)
+
+
+def test_without_torch_npu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(select, "current_platform", SimpleNamespace(device_type="npu"))
+    with pytest.raises(ConfigError) as caught:
+        select.make_backend("auto")
+    for part in ("backend='npu'", "No module named 'torch_npu'", "Install"):
+        assert part in str(caught.value)
+
+
+@pytest.mark.parametrize("copy_path", ["dma", "kernel", ""])
+def test_a_copy_path_of_another_device(monkeypatch: pytest.MonkeyPatch, copy_path: str) -> None:
+    monkeypatch.setattr(select, "current_platform", SimpleNamespace(device_type="npu"))
+    with pytest.raises(ConfigError) as caught:
+        select.make_backend("npu", copy_path)
+    for part in (f"copy_path={copy_path!r}", "'auto', 'batch' or 'single'"):
+        assert part in str(caught.value)
+
+
+@pytest.mark.parametrize("switch", ["2", "yes", " "])
+def test_a_switch_that_says_nothing(monkeypatch: pytest.MonkeyPatch, switch: str) -> None:
+    monkeypatch.setenv(SWITCH, switch)
+    with pytest.raises(ConfigError) as caught:
+        NpuBackend()
+    for part in (f"{SWITCH}={switch!r}", "0 or 1"):
+        assert part in str(caught.value)
+
+
+@pytest.mark.parametrize(("copy_path", "switch"), [("batch", "0"), ("single", "1")])
+def test_copy_path_and_switch_that_contradict_each_other(
+    monkeypatch: pytest.MonkeyPatch, copy_path: str, switch: str
+) -> None:
+    monkeypatch.setenv(SWITCH, switch)
+    with pytest.raises(ConfigError) as caught:
+        NpuBackend(copy_path)
+    for part in (f"copy_path={copy_path!r}", f"{SWITCH}={switch}", "contradict"):
+        assert part in str(caught.value)
