@@ -139,11 +139,18 @@ class CudaBackend:
         if barrier is not None:
             assert isinstance(barrier, torch.cuda.Event)
             stream.wait_event(barrier)
-        if division.by_kernel.any():
-            kept = self._submit(direction, plan, division)
-            parts = deque([self._mark(stream, division.seconds)])
-        else:
-            kept, parts = self._submit_in_parts(direction, plan, division.seconds)
+        try:
+            if division.by_kernel.any():
+                kept = self._submit(direction, plan, division)
+                parts = deque([self._mark(stream, division.seconds)])
+            else:
+                kept, parts = self._submit_in_parts(direction, plan, division.seconds)
+        except Exception:
+            # Some of it may be queued. It must not write to blocks that somebody else has got
+            # because this transfer has failed.
+            self._kernel_streams[direction].synchronize()
+            stream.synchronize()
+            raise
         return CudaPending(parts, kept)
 
     def close(self) -> None:

@@ -1,7 +1,8 @@
 """CudaBackend on a GPU: every byte of every asked block, no other, in order."""
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import numpy as np
 import pytest
@@ -10,7 +11,7 @@ import torch
 from simple_offload.backends.base import Direction
 from simple_offload.backends.copy_costs import CopyCosts
 from simple_offload.backends.cuda import CopyPath, CudaBackend
-from simple_offload.backends.cuda_dma import copy_one_by_one
+from simple_offload.backends.cuda_dma import CudaCopyError, copy_one_by_one
 from simple_offload.metadata import Transfer
 
 pytestmark = pytest.mark.gpu
@@ -268,6 +269,33 @@ def test_both_directions_at_once_from_threads(backend: CudaBackend) -> None:
     assert not errors
     for wanted, now in zip((*device, *host), (*sides.device, *sides.host), strict=True):
         assert torch.equal(now, wanted)
+
+
+def test_a_refused_copy_fails_when_what_was_queued_has_ended(
+    backend: CudaBackend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sides = Sides(backend, 512, (1 << 20,))
+    blocks = np.arange(512)
+    rng = np.random.default_rng(6)
+    for name in ("_submit", "_submit_in_parts"):
+        monkeypatch.setattr(backend, name, refusing_behind(getattr(backend, name)))
+    sides.fill_host(9)
+    torch.cuda.synchronize()
+    torch.cuda._sleep(_BUSY)
+    load = Transfer(0, rng.permutation(blocks), rng.permutation(blocks))
+    with pytest.raises(CudaCopyError, match="refused"):
+        backend.copy(Direction.LOAD, load, backend.barrier())
+    streams = backend._streams[Direction.LOAD], backend._kernel_streams[Direction.LOAD]
+    assert all(stream.query() for stream in streams)
+    assert bool((sides.device[0] == 9).all())
+
+
+def refusing_behind(submit: Callable[..., Any]) -> Callable[..., Any]:
+    def submit_and_refuse(*arguments: Any) -> Any:
+        submit(*arguments)
+        raise CudaCopyError("refused")
+
+    return submit_and_refuse
 
 
 def test_blocks_that_are_not_open_are_refused(backend: CudaBackend) -> None:
