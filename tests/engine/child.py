@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import tqdm
@@ -32,6 +33,7 @@ from vllm.v1.metrics.reader import Counter, get_metrics_snapshot
 
 from simple_offload.backends.base import Direction
 from simple_offload.metadata import Transfer
+from simple_offload.worker.host_pool import HostPool
 from tests.engine.spec import (
     Answer,
     Ask,
@@ -43,6 +45,9 @@ from tests.engine.spec import (
     Round,
 )
 
+HostChunk = list[torch.Tensor]
+"""Consecutive host blocks: int8 tensors ``[blocks, page_bytes]``, one for each region."""
+
 STACKS_AFTER_SECONDS = 100
 """A child that takes this long is stuck: all its stacks go to the log, for the reader."""
 
@@ -51,12 +56,12 @@ def run_engine(spec: EngineSpec) -> EngineResult:
     """Start the engine, play the rounds, read its books, shut it down."""
     result = EngineResult()
     threads_before = set(threading.enumerate())
-    with _connector_warnings(result.warnings):
+    with _connector_warnings(result.warnings), _host_chunks() as chunks:
         try:
             engine = LLMEngine.from_engine_args(_engine_args(spec))
             result.started = True
             try:
-                result.rounds = Player(engine, result).play(spec.rounds)
+                result.rounds = Player(engine, result, chunks).play(spec.rounds)
                 _read_books(engine, result)
                 result.metrics = _counters()
             finally:
@@ -71,9 +76,10 @@ def run_engine(spec: EngineSpec) -> EngineResult:
 class Player:
     """Plays rounds on one engine."""
 
-    def __init__(self, engine: LLMEngine, result: EngineResult) -> None:
+    def __init__(self, engine: LLMEngine, result: EngineResult, chunks: list[HostChunk]) -> None:
         self.engine = engine
         self.result = result
+        self.chunks = chunks
         self.scheduler = _scheduler_of(engine)
         self._said: dict[str, tuple[int, ...]] = {}  # by ask id: prompt and answer
 
@@ -142,10 +148,9 @@ class Player:
             metadata = build(scheduler_output)
             if metadata.loads:
                 connector.build_connector_meta = build
-                block = int(metadata.loads[0].host_blocks[0])
-                worker: Any = get_kv_transfer_group()
-                for region in worker.worker.host_pool.tensors:
-                    region[block].view(torch.float32).neg_()
+                chunk, row = divmod(int(metadata.loads[0].host_blocks[0]), len(self.chunks[0][0]))
+                for region in self.chunks[chunk]:
+                    region[row].view(torch.float32).neg_()
                 self.result.corrupted_blocks += 1
             return metadata
 
@@ -262,6 +267,22 @@ def _connector_warnings(messages: list[str]) -> Iterator[None]:
     finally:
         for logger in loggers:
             logger.removeHandler(listener)
+
+
+@contextmanager
+def _host_chunks() -> Iterator[list[HostChunk]]:
+    """The chunks of host blocks that the connector opens in this process meanwhile."""
+    chunks: list[HostChunk] = []
+    cut = HostPool._cut
+
+    def cut_and_note(self: HostPool, memory: torch.Tensor, num_blocks: int) -> HostChunk:
+        chunk = cut(self, memory, num_blocks)
+        chunks.append(chunk)
+        return chunk
+
+    with patch.object(HostPool, "_cut", cut_and_note):
+        yield chunks
+    chunks.clear()
 
 
 def main(job_path: Path, result_path: Path) -> None:

@@ -38,6 +38,8 @@ def engine_environment(**extra: str) -> dict[str, str]:
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
         "OMP_NUM_THREADS": "1",
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        # Greedy sampling needs none, and it comes with vLLM on some GPU hosts only.
+        "VLLM_USE_FLASHINFER_SAMPLER": "0",
     }
     return environment | extra
 

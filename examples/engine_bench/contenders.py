@@ -1,0 +1,49 @@
+"""Who competes: the KV connectors, by name."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from examples.engine_bench.plan import Plan
+
+LAYOUT = "VLLM_KV_CACHE_LAYOUT"
+
+
+@dataclass(frozen=True)
+class Contender:
+    """One way to run vLLM."""
+
+    name: str
+    connector: str | None = None
+    """vLLM's ``kv_connector``; None runs without one."""
+    module: str | None = None
+    """``kv_connector_module_path`` of a connector from outside vLLM."""
+    environment: Mapping[str, str] = field(default_factory=dict)
+
+    def transfer_config(self, plan: Plan) -> dict[str, Any] | None:
+        """For vLLM's ``kv_transfer_config``."""
+        if self.connector is None:
+            return None
+        config: dict[str, Any] = {
+            "kv_connector": self.connector,
+            "kv_role": "kv_both",
+            "kv_connector_extra_config": {"cpu_bytes_to_use": plan.host_bytes},
+        }
+        if self.module is not None:
+            config["kv_connector_module_path"] = self.module
+        return config
+
+
+CONTENDERS = {
+    contender.name: contender
+    for contender in (
+        Contender("none"),
+        Contender("ours", "SimpleCPUOffloadConnector", "simple_offload"),
+        Contender("builtin", "SimpleCPUOffloadConnector"),
+        Contender("builtin-BLHNC", "SimpleCPUOffloadConnector", environment={LAYOUT: "BLHNC"}),
+        Contender("offloading", "OffloadingConnector"),
+    )
+}
+
+ON_CPU = ("none", "ours")
+"""The others copy with CUDA."""

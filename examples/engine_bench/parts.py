@@ -1,0 +1,176 @@
+"""The work: what is asked of one engine, and what comes out of it.
+
+Each part is a coroutine that returns its numbers, times in seconds.
+"""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from statistics import fmean, median
+from typing import Any
+
+from examples.engine_bench.client import Client, Reply
+from examples.engine_bench.plan import Part, Plan
+
+Numbers = dict[str, float]
+
+
+async def ttft(client: Client, plan: Plan) -> Numbers:
+    """Time to the first token of a prompt nobody has seen, of one whose KV the device has
+    evicted, of one whose KV it holds; and how long it takes to serve all evicted ones that
+    are asked for at once."""
+    prompts = [plan.text(plan.prompt_tokens, "ttft", i) for i in range(plan.num_hits)]
+
+    async def ask(number: int, *, compared: bool = True) -> Reply:
+        name = f"ttft {number}"
+        return await client.ask(name, prompts[number], plan.first_tokens, compared=compared)
+
+    cold = [await ask(number) for number in range(len(prompts))]
+    await client.settle()
+    evicted, held = [], []
+    for number in range(len(prompts)):
+        evicted.append(await ask(number))
+        held.append(await ask(number))
+    await client.settle()
+    # The device holds the last prompts, and gives them up for the first before they get their
+    # turn: every one is a hit in the host tier. Who shares a step with whom is up to chance.
+    before = client.now()
+    at_once = await asyncio.gather(
+        *(ask(number, compared=plan.compare_shapes) for number in range(len(prompts)))
+    )
+    seconds = client.now() - before
+    return {
+        "cold": _median_ttft(cold[1:]),
+        "host_hit": _median_ttft(evicted),
+        "device_hit": _median_ttft(held),
+        "at_once": seconds,
+        "at_once_ttft": _median_ttft(at_once),
+        "at_once_cached": _median_cached(at_once),
+        "host_hit_cached": _median_cached(evicted),
+        "device_hit_cached": _median_cached(held),
+    }
+
+
+async def idle(client: Client, plan: Plan) -> Numbers:
+    """Throughput when no prompt has been seen before: what a connector costs that never
+    helps."""
+    prompts = [
+        plan.text(plan.idle_prompt_tokens, "idle", number) for number in range(plan.idle_prompts)
+    ]
+    before = client.now()
+    await asyncio.gather(
+        *(
+            client.ask(f"idle {number}", prompt, plan.idle_answer_tokens, compared=False)
+            for number, prompt in enumerate(prompts)
+        )
+    )
+    seconds = client.now() - before
+    tokens = plan.idle_prompts * (plan.idle_prompt_tokens + plan.idle_answer_tokens)
+    return {"tokens_per_second": tokens / seconds}
+
+
+async def mix(client: Client, plan: Plan) -> Numbers:
+    """Time to the first token of hits while other requests decode, and the time from token to
+    token of those others."""
+    prompts = [plan.text(plan.prompt_tokens, "mix", i) for i in range(plan.num_hits)]
+    for number, prompt in enumerate(prompts):
+        await client.ask(f"mix {number}", prompt, plan.first_tokens, compared=False)
+    await client.settle()
+    all_decode = [asyncio.Event() for _ in range(plan.mix_decodes)]
+    decodes = [
+        asyncio.create_task(
+            client.ask(
+                f"mix decode {number}",
+                plan.text(plan.mix_prompt_tokens, "mix decode", number),
+                plan.mix_answer_tokens,
+                compared=False,
+                started=event,
+            )
+        )
+        for number, event in enumerate(all_decode)
+    ]
+    for event in all_decode:
+        await event.wait()
+    hits = [
+        await client.ask(f"mix {number}", prompts[number], plan.first_tokens, compared=False)
+        for number in range(min(plan.mix_hits, plan.num_hits // 2))
+    ]
+    gaps = sorted(gap for decode in await asyncio.gather(*decodes) for gap in decode.gaps)
+    return {
+        "ttft": _median_ttft(hits),
+        "gap_p50": percentile(gaps, 0.5),
+        "gap_p99": percentile(gaps, 0.99),
+        "gap_max": percentile(gaps, 1.0),
+    }
+
+
+async def turns(client: Client, plan: Plan) -> Numbers:
+    """Conversations that the device cannot hold all: time to the first token of first and of
+    later turns, requests a second, and time a token."""
+    system = plan.text(plan.system_tokens, "system")
+    first: list[Reply] = []
+    later: list[Reply] = []
+    places = asyncio.Semaphore(plan.users_at_once)
+
+    async def user(number: int) -> None:
+        async with places:
+            history = [*system, *plan.text(plan.history_length(number), "user", number)]
+            for turn in range(plan.turns):
+                if turn > 0:
+                    await asyncio.sleep(plan.think_seconds)
+                    history += plan.text(plan.message_tokens, "user", number, turn)
+                reply = await client.ask(
+                    f"turn {number} {turn}", history, plan.turn_answer_tokens, compared=False
+                )
+                history += reply.tokens
+                (first if turn == 0 else later).append(reply)
+
+    before = client.now()
+    await asyncio.gather(*(user(number) for number in range(plan.users)))
+    seconds = client.now() - before
+    return {
+        "first_ttft": fmean(reply.ttft for reply in first),
+        "later_ttft": fmean(reply.ttft for reply in later),
+        "later_ttft_p99": percentile(sorted(reply.ttft for reply in later), 0.99),
+        "token_time": fmean(gap for reply in (*first, *later) for gap in reply.gaps),
+        "requests_per_second": (len(first) + len(later)) / seconds,
+    }
+
+
+def percentile(ordered: Sequence[float], share: float) -> float:
+    """The value below which ``share`` of an ascending sequence lies."""
+    return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
+
+
+def _median_ttft(replies: Sequence[Reply]) -> float:
+    return median(reply.ttft for reply in replies)
+
+
+def _median_cached(replies: Sequence[Reply]) -> float:
+    return median(reply.cached_tokens for reply in replies)
+
+
+RUN: Mapping[Part, Callable[[Client, Plan], Awaitable[Numbers]]] = {
+    "ttft": ttft,
+    "idle": idle,
+    "mix": mix,
+    "turns": turns,
+}
+
+
+def requests_of(part: Part, plan: Plan) -> int:
+    """How many requests a part makes."""
+    return {
+        "ttft": 4 * plan.num_hits,
+        "idle": plan.idle_prompts,
+        "mix": plan.num_hits + plan.mix_decodes + min(plan.mix_hits, plan.num_hits // 2),
+        "turns": plan.users * plan.turns,
+    }[part]
+
+
+def to_json(replies: Sequence[Reply]) -> list[dict[str, Any]]:
+    """What the parent compares: replies whose tokens have to be the same for everybody."""
+    return [
+        {"id": reply.id, "cached": reply.cached_tokens, "tokens": reply.tokens}
+        for reply in replies
+        if reply.compared
+    ]

@@ -1,0 +1,101 @@
+"""What the runs of a bench come to: medians over rounds, ratios, and what went wrong."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import median
+from typing import Any
+
+from examples.engine_bench.plan import Part, Plan
+
+Runs = Mapping[str, Sequence[Mapping[str, Any]]]
+"""By contender, what ``engine_run`` told in each round."""
+
+
+@dataclass(frozen=True)
+class Metric:
+    """One number of one part."""
+
+    part: Part
+    key: str
+    title: str
+    unit: str = "ms"
+    scale: float = 1e3
+    """Of the unit in seconds' place: 1e3 for milliseconds."""
+
+
+METRICS = (
+    Metric("ttft", "cold", "TTFT, prompt never seen"),
+    Metric("ttft", "host_hit", "TTFT, hit in the host tier"),
+    Metric("ttft", "device_hit", "TTFT, hit on the device"),
+    Metric("ttft", "at_once", "all evicted prompts at once", "s", 1),
+    Metric("idle", "tokens_per_second", "throughput without hits", "tokens/s", 1),
+    Metric("mix", "ttft", "TTFT of hits while others decode"),
+    Metric("mix", "gap_p50", "token gap of those, p50"),
+    Metric("mix", "gap_p99", "token gap of those, p99"),
+    Metric("mix", "gap_max", "token gap of those, max"),
+    Metric("turns", "first_ttft", "chat: TTFT of first turns"),
+    Metric("turns", "later_ttft", "chat: TTFT of later turns"),
+    Metric("turns", "later_ttft_p99", "chat: the same, p99"),
+    Metric("turns", "token_time", "chat: time a token"),
+    Metric("turns", "requests_per_second", "chat: requests", "1/s", 1),
+)
+
+
+def medians(runs: Runs) -> dict[str, dict[str, float]]:
+    """By contender and "part.key", the median over the rounds that have the number."""
+    found: dict[str, dict[str, float]] = {}
+    for contender, rounds in runs.items():
+        values: dict[str, list[float]] = {}
+        for one in rounds:
+            for part, numbers in one["numbers"].items():
+                for key, value in numbers.items():
+                    values.setdefault(f"{part}.{key}", []).append(value)
+        found[contender] = {name: median(each) for name, each in values.items()}
+    return found
+
+
+def floor_seconds(
+    by_contender: Mapping[str, Mapping[str, float]], plan: Plan, bytes_per_second: float | None
+) -> float | None:
+    """What a hit in the host tier takes at least: a hit on the device (the fastest
+    contender's) and its bytes in one contiguous copy. Each rank copies its share. None without
+    a measured copy, or a hit to start from."""
+    hits = [each["ttft.device_hit"] for each in by_contender.values() if "ttft.device_hit" in each]
+    if bytes_per_second is None or not hits:
+        return None
+    return min(hits) + plan.hit_bytes / plan.tensor_parallel / bytes_per_second
+
+
+def problems(runs: Runs, plan: Plan, parts: Iterable[Part], rounds: int) -> list[str]:
+    """Why the numbers are worth nothing, one line each; none if all is well."""
+    found = []
+    for contender, each in runs.items():
+        if len(each) != rounds:
+            found.append(f"{contender}: {len(each)} of {rounds} rounds")
+        for number, one in enumerate(each, start=1):
+            found += [
+                f"{contender}, round {number}: lost a request: {lost}" for lost in one["lost"]
+            ]
+            hits_expected = contender != "none" and set(parts) != {"idle"}
+            if hits_expected and one["external_hits"] == 0:
+                found.append(f"{contender}, round {number}: the connector got no hits")
+    return found + _different_answers(runs, plan)
+
+
+def _different_answers(runs: Runs, plan: Plan) -> list[str]:
+    """Prompts after which not everybody said the same, one line for each of the first."""
+    said: dict[tuple[Any, ...], tuple[str, list[int]]] = {}
+    found: dict[str, str] = {}
+    for contender, rounds in runs.items():
+        for number, one in enumerate(rounds, start=1):
+            who = f"{contender} in round {number}"
+            for reply in one["replies"]:
+                shape = () if plan.compare_shapes else (reply["cached"],)
+                first, tokens = said.setdefault((reply["id"], *shape), (who, reply["tokens"]))
+                if tokens != reply["tokens"]:
+                    found.setdefault(
+                        contender,
+                        f"{who} answered {reply['id']!r} ({reply['cached']} cached tokens) with "
+                        f"{reply['tokens']}, {first} with {tokens}",
+                    )
+    return list(found.values())

@@ -1,0 +1,127 @@
+"""What the tests on a GPU run: targets, engines, and what all of them are asked."""
+
+from collections.abc import Mapping
+from functools import cache
+from typing import Any, NamedTuple
+
+from tests.engine.device_models import Kind
+from tests.engine.rounding import Rounding
+from tests.engine.spec import Ask, Round
+from tests.engine.workloads import follow_ups, shared_prefix_asks
+
+COLD, AGAIN, TOGETHER, FOLLOW_UPS, CORRUPTED = range(5)
+"""Numbers of the rounds."""
+
+ONE_BY_ONE = (COLD, AGAIN)
+
+PLENTY, FEW = 2048, 80
+"""Device blocks: more than all rounds fill, and one and a quarter of the longest requests."""
+
+EAGER: dict[str, Any] = {"enforce_eager": True}
+COMPILED: dict[str, Any] = {"enforce_eager": False}
+"""vLLM's default: torch.compile and piecewise CUDA graphs. Takes long to start."""
+DECODE_GRAPHS: dict[str, Any] = {
+    "enforce_eager": False,
+    "compilation_config": {
+        "mode": 0,
+        "cudagraph_mode": "FULL_DECODE_ONLY",
+        "cudagraph_capture_sizes": [1, 2, 4, 8],
+    },
+}
+"""Nothing is compiled and each decode step is one graph. Starts as fast as an eager engine."""
+
+
+class Target(NamedTuple):
+    """Where engines run, with which model, and what rounding does there."""
+
+    kind: Kind
+    arguments: Mapping[str, Any]
+    """For EngineArgs."""
+    rounding: Rounding
+    few_blocks: int | None = None
+    """Device blocks of the engines that have a connector, where not plenty."""
+
+
+GPU: dict[str, Any] = {
+    "dtype": "float16",
+    "gpu_memory_utilization": 0.2,
+    "max_model_len": 1024,
+    "max_num_seqs": 8,
+    "max_num_batched_tokens": 1024,
+    "num_gpu_blocks_override": PLENTY,
+    "enable_prefix_caching": True,
+}
+CPU: dict[str, Any] = {"max_model_len": 1024, "num_gpu_blocks_override": PLENTY // 2}
+SINGLE = Rounding(5e-4)
+HALF = Rounding(0.05)
+"""These models' logprobs are off by 0.02 at most in float16 (and by ten times that in bfloat16,
+which would hide a wrong block)."""
+
+TARGETS: dict[str, Target] = {
+    "llama": Target("llama", GPU | {"block_size": 16}, HALF, few_blocks=FEW),
+    # vLLM serves Gemma in no float16. In float32 Triton computes attention, with as few digits.
+    "gemma3": Target("gemma3", GPU | {"block_size": 16, "dtype": "float32"}, HALF),
+    "mla": Target("mla", GPU, HALF),
+    "hybrid": Target("hybrid", GPU, HALF),
+    "llama-on-cpu": Target("llama", CPU, SINGLE, few_blocks=FEW // 2),
+    "gemma3-on-cpu": Target("gemma3", CPU, SINGLE),
+}
+
+SIZED = {"cpu_bytes_to_use": "512MiB"}
+KERNEL = SIZED | {"copy_path": "kernel", "kv_layout": "auto", "sync_load_ms": 8}
+DMA_KEEP = SIZED | {"copy_path": "dma", "kv_layout": "keep", "sync_load_ms": 8}
+KERNEL_KEEP = SIZED | {"copy_path": "kernel", "kv_layout": "keep", "sync_load_ms": 0}
+DMA = SIZED | {"copy_path": "dma", "kv_layout": "auto", "sync_load_ms": 0}
+
+
+class Engine(NamedTuple):
+    """One engine that has the connector."""
+
+    connector: Mapping[str, Any]
+    mode: Mapping[str, Any]
+    """Of EngineArgs: eager or which graphs."""
+
+
+ENGINES: dict[str, dict[str, Engine]] = {
+    "llama": {
+        "defaults": Engine(SIZED, EAGER),
+        "compiled": Engine(SIZED, COMPILED),
+        "kernel": Engine(KERNEL, EAGER),
+        "dma-keep": Engine(DMA_KEEP, EAGER),
+        "kernel-keep": Engine(KERNEL_KEEP, EAGER),
+        "dma": Engine(DMA, DECODE_GRAPHS),
+    },
+    "gemma3": {"defaults": Engine(SIZED, EAGER), "graphs": Engine(SIZED, DECODE_GRAPHS)},
+    "mla": {"defaults": Engine(SIZED, EAGER), "graphs": Engine(SIZED, DECODE_GRAPHS)},
+    "hybrid": {"defaults": Engine(SIZED, EAGER), "graphs": Engine(SIZED, DECODE_GRAPHS)},
+    "llama-on-cpu": {
+        "defaults": Engine(SIZED, EAGER),
+        "keep": Engine(SIZED | {"kv_layout": "keep", "sync_load_ms": 0}, EAGER),
+    },
+    "gemma3-on-cpu": {"defaults": Engine(SIZED, EAGER)},
+}
+"""Any two of copy path, layout and announcement meet in some engine of Llama's."""
+
+
+@cache
+def asks() -> tuple[Ask, ...]:
+    """Prompts of a few hundred tokens: several blocks even where a block has 64 or 128."""
+    return shared_prefix_asks(
+        "a", seed=3, system_lengths=(420, 290, 550), tails=3, tail_lengths=(66, 200)
+    )
+
+
+def rounds(*, connector: bool) -> tuple[Round, ...]:
+    """With the connector, device blocks are forgotten where they would serve instead of host
+    blocks, and the last round reads a host block that was overwritten."""
+    reset: Any = "device" if connector else "none"
+    turns = follow_ups(asks(), "turn", seed=4)
+    # Long answers outgrow a small device pool, whose requests then preempt one another.
+    long = tuple(ask.model_copy(update={"max_tokens": 72}) for ask in reversed(asks()))
+    return (
+        Round(asks=asks(), together=False),
+        Round(asks=asks(), together=False, reset=reset),
+        Round(asks=long, together=True, reset=reset),
+        Round(asks=turns, together=True, reset=reset),
+        Round(asks=asks(), together=False, reset=reset, corrupt_a_block=connector),
+    )

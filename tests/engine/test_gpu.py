@@ -1,0 +1,231 @@
+"""The connector's main promise on a GPU: what comes back from host memory is what was stored,
+by architecture, copy path, layout, moment of announcement, and with CUDA graphs.
+
+Each model's engines share one child process, whose start costs more than its work; the engine
+without a connector comes first and is what all others are held against. The same code runs on
+the CPU with the Llama and the Gemma model (``-m slow``): only what a GPU does is left to a GPU.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+import torch
+
+from tests.engine.compare import assert_nothing_left
+from tests.engine.device_models import save_device_model
+from tests.engine.harness import log_tail
+from tests.engine.rounding import compare
+from tests.engine.runs import Runs
+from tests.engine.spec import Answer, EngineResult, EngineSpec
+from tests.engine.targets import (
+    AGAIN,
+    COLD,
+    CORRUPTED,
+    EAGER,
+    ENGINES,
+    FOLLOW_UPS,
+    ONE_BY_ONE,
+    SIZED,
+    TARGETS,
+    TOGETHER,
+    asks,
+    rounds,
+)
+
+
+def where(target: str) -> pytest.MarkDecorator:
+    """The marker of a target's tests."""
+    return pytest.mark.slow if target.endswith("-on-cpu") else pytest.mark.gpu
+
+
+by_case = pytest.mark.parametrize(
+    ("target", "engine"),
+    [
+        pytest.param(target, engine, id=f"{target}-{engine}", marks=where(target))
+        for target, engines in ENGINES.items()
+        for engine in engines
+    ],
+)
+by_target = pytest.mark.parametrize(
+    "target", [pytest.param(target, marks=where(target)) for target in TARGETS]
+)
+
+
+class GpuRuns:
+    """The engines of each target, run when first asked for."""
+
+    def __init__(self, runs: Runs) -> None:
+        self._runs = runs
+        self._results: dict[str, dict[str, EngineResult]] = {}
+
+    def of(self, target: str) -> dict[str, EngineResult]:
+        """Results by name of engine; "plain" has no connector."""
+        if target not in self._results:
+            specs = {"plain": self.spec(target, None, EAGER)}
+            for name, engine in ENGINES[target].items():
+                specs[name] = self.spec(target, engine.connector, engine.mode)
+            self._results[target] = self._runs.run(f"gpu-{target}", specs)
+        return self._results[target]
+
+    def spec(
+        self,
+        target: str,
+        connector: Mapping[str, Any] | None,
+        mode: Mapping[str, Any],
+        **arguments: Any,
+    ) -> EngineSpec:
+        """One engine of ``target``; ``arguments`` are for EngineArgs, beyond the target's."""
+        kind, usual, _, few_blocks = TARGETS[target]
+        model = self._runs.directory / f"device-model-{kind}"
+        if not model.exists():
+            save_device_model(model, kind)
+        few = {}
+        if connector is not None and few_blocks is not None:
+            few = {"num_gpu_blocks_override": few_blocks}
+        spec = self._runs.spec(
+            connector=None if connector is None else dict(connector),
+            rounds=rounds(connector=connector is not None),
+            **{**usual, **few, **mode, **arguments},
+        )
+        fitting = dict(spec.arguments)
+        if "block_size" not in usual and "dtype" in usual:
+            del fitting["block_size"]  # vLLM knows what the attention kernels want
+        return spec.model_copy(update={"model": model, "arguments": fitting})
+
+
+@pytest.fixture(scope="module")
+def gpu_runs(runs: Runs) -> GpuRuns:
+    return GpuRuns(runs)
+
+
+def assert_same(target: str, plain: EngineResult, result: EngineResult, *, exact: bool) -> None:
+    """Fail unless the rounds before the corrupted one have the plain engine's answers."""
+    assert plain.error is None, plain.error
+    assert result.error is None, result.error
+    wrong = []
+    for number in (COLD, AGAIN, TOGETHER, FOLLOW_UPS):
+        one_by_one = number in ONE_BY_ONE
+        expected, actual = plain.rounds[number], result.rounds[number]
+        if number == FOLLOW_UPS:  # what they follow was said in the round before
+            said = plain.rounds[TOGETHER], result.rounds[TOGETHER]
+            same = [i for i in expected if len({tuple(r[_followed(i)].tokens) for r in said}) == 1]
+            expected, actual = ({i: r[i] for i in same} for r in (expected, actual))
+        found = compare(expected, actual, TARGETS[target].rounding, exact=exact and one_by_one)
+        wrong += [f"round {number}, {line}" for line in found.wrong]
+        # Ties end a comparison early; were they many, there would be no comparison.
+        if found.whole < (0.6 if one_by_one else 0.3) * len(asks()):
+            wrong.append(f"round {number}: only {found.whole} answers are the same throughout")
+    assert not wrong, "\n".join([*wrong[:12], log_tail(result.log)])
+
+
+def _beginning(answer: Answer, shorter: Answer) -> Answer:
+    """As much of ``answer`` as ``shorter`` has."""
+    length = len(shorter.tokens)
+    cut = {name: getattr(answer, name)[:length] for name in ("tokens", "logprobs", "leads")}
+    return answer.model_copy(update=cut)
+
+
+def _less_threads_of_others(result: EngineResult) -> EngineResult:
+    """On a GPU, compilers of kernels and vLLM leave threads of theirs."""
+    ours = [name for name in result.surviving_threads if name.startswith("simple-offload")]
+    return result.model_copy(update={"surviving_threads": ours})
+
+
+def _followed(follow_up: str) -> str:
+    return follow_up.removeprefix("turn-")
+
+
+@by_case
+def test_same_tokens_and_logprobs(gpu_runs: GpuRuns, target: str, engine: str) -> None:
+    results = gpu_runs.of(target)
+    exact = ENGINES[target][engine].mode == EAGER
+    assert_same(target, results["plain"], results[engine], exact=exact)
+
+
+@by_case
+def test_all_prompts_come_from_the_host(gpu_runs: GpuRuns, target: str, engine: str) -> None:
+    """With every device block forgotten, as much of each prompt is cached as on the device of
+    the engine that forgot nothing."""
+    results = gpu_runs.of(target)
+    plain, result = results["plain"], results[engine]
+    assert result.error is None, result.error
+    assert plain.metrics["external_prefix_cache_hits"] == 0
+    cached = [
+        {ask_id: answer.num_cached_tokens for ask_id, answer in each.rounds[AGAIN].items()}
+        for each in (plain, result)
+    ]
+    if TARGETS[target].kind == "hybrid":
+        # Which states are kept, and so where a hit may end, is up to each tier.
+        assert sum(cached[1].values()) > 0.5 * sum(cached[0].values())
+    else:
+        assert cached[1] == cached[0]
+    assert min(cached[1].values()) > 0
+    # Nothing but the shared beginnings of prompts may have come from the device there.
+    assert result.metrics["external_prefix_cache_hits"] > 0.5 * sum(cached[0].values())
+
+
+@by_case
+def test_one_corrupted_host_block_is_seen(gpu_runs: GpuRuns, target: str, engine: str) -> None:
+    """The negative control, for each engine: a single wrong block shows in the answers."""
+    results = gpu_runs.of(target)
+    plain, result = results["plain"], results[engine]
+    assert result.error is None, result.error
+    assert result.corrupted_blocks == 1
+    assert plain.corrupted_blocks == 0
+    rounding = TARGETS[target].rounding
+    seen = compare(plain.rounds[CORRUPTED], result.rounds[CORRUPTED], rounding, exact=False)
+    assert seen.wrong
+
+
+@by_case
+def test_nothing_is_left_at_the_end(gpu_runs: GpuRuns, target: str, engine: str) -> None:
+    result = gpu_runs.of(target)[engine]
+    assert result.host_pool is not None
+    assert_nothing_left(_less_threads_of_others(result))
+
+
+@by_target
+def test_comparison_is_sound(gpu_runs: GpuRuns, target: str) -> None:
+    """Without the connector, hits and company change answers by rounding alone, and what the
+    model says depends on its prompt."""
+    plain = gpu_runs.of(target)["plain"]
+    assert plain.error is None, plain.error
+    cold = plain.rounds[COLD]
+    for number in (AGAIN, TOGETHER, CORRUPTED):
+        other = {i: _beginning(a, cold[i]) for i, a in plain.rounds[number].items()}
+        found = compare(cold, other, TARGETS[target].rounding, exact=False)
+        assert not found.wrong, f"round {number}: {found.wrong}"
+    assert len({tuple(answer.tokens) for answer in cold.values()}) == len(cold)
+
+
+@by_target
+def test_requests_are_preempted(gpu_runs: GpuRuns, target: str) -> None:
+    if TARGETS[target].few_blocks is None:
+        pytest.skip("this target's engines have plenty of device blocks")
+    results = gpu_runs.of(target)
+    preempted = {name: result.metrics.get("num_preemptions") for name, result in results.items()}
+    assert preempted.pop("plain") == 0
+    assert any(preempted.values()), preempted
+
+
+@pytest.mark.gpu
+def test_two_ranks(gpu_runs: GpuRuns, runs: Runs) -> None:
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs")
+    plain = gpu_runs.of("llama")["plain"]
+    spec = gpu_runs.spec(
+        "llama",
+        SIZED,
+        EAGER,
+        tensor_parallel_size=2,
+        distributed_executor_backend="mp",
+    )
+    # The ranks' host memory is out of this test's reach, so nothing is corrupted.
+    spec = spec.model_copy(update={"rounds": spec.rounds[:CORRUPTED]})
+    result = runs.run("gpu-two-ranks", {"tp2": spec})["tp2"]
+    assert_same("llama", plain, result, exact=False)
+    cached = [answer.num_cached_tokens for answer in result.rounds[AGAIN].values()]
+    assert min(cached) > 0
+    assert result.metrics["external_prefix_cache_hits"] > 0.5 * sum(cached)
+    assert_nothing_left(_less_threads_of_others(result))
