@@ -5,7 +5,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from vllm.v1.core.kv_cache_utils import resolve_kv_cache_block_sizes
-from vllm.v1.kv_cache_interface import ChunkedLocalAttentionSpec, iter_layer_specs
+from vllm.v1.kv_cache_interface import ChunkedLocalAttentionSpec, MambaSpec, iter_layer_specs
 
 from simple_offload import vllm_compat
 from simple_offload.config import ConfigError, OffloadConfig
@@ -14,7 +14,7 @@ from simple_offload.metadata import RankCapacity, StepMetadata, WorkerReport
 from simple_offload.scheduler.cpu_tier import CpuTier
 from simple_offload.scheduler.in_flight import InFlight
 from simple_offload.scheduler.loads import Loads
-from simple_offload.scheduler.policy import EagerPolicy, StorePolicy
+from simple_offload.scheduler.policy import BoundaryState, EagerPolicy, StorePolicy
 from simple_offload.scheduler.recent_tables import RecentTables
 from simple_offload.scheduler.stores import Stores
 
@@ -112,6 +112,7 @@ class OffloadScheduler:
 
     def build_connector_meta(self, scheduler_output: "SchedulerOutput") -> StepMetadata:
         """The transfers that start with this step."""
+        self._policy.on_states(_boundary_states(scheduler_output))
         self._policy.on_step(scheduler_output.num_scheduled_tokens)
         # Zeroing of new blocks is queued with this step: loads come after it.
         zeroes = bool(scheduler_output.new_block_ids_to_zero)
@@ -241,14 +242,35 @@ class OffloadScheduler:
         )
 
 
+def _boundary_states(scheduled: "SchedulerOutput") -> dict[str, list[BoundaryState]]:
+    """The state blocks that vLLM hands over with this step. Requests that are giving their
+    blocks up in it are left out: the step does not complete those."""
+    handed_over = scheduled.kv_connector_block_state
+    if handed_over is None:
+        return {}
+    gone = scheduled.finished_req_ids | (scheduled.preempted_req_ids or set())
+    return {
+        request_id: [BoundaryState(*state) for state in states]
+        for request_id, states in handed_over.boundary_state_offloads.items()
+        if request_id not in gone
+    }
+
+
 def _require_supported_groups(kv_cache_config: "KVCacheConfig") -> None:
     """Raise ConfigError for a model whose KV cache this version cannot serve."""
     if not kv_cache_config.prefix_cacheable_group_ids:
         raise ConfigError("this model has no KV cache group that prefix caching covers")
-    if kv_cache_config.has_mamba_layers:
+    modes = {
+        spec.mamba_cache_mode
+        for group in kv_cache_config.kv_cache_groups
+        for spec in iter_layer_specs(group.kv_cache_spec)
+        if isinstance(spec, MambaSpec)
+    }
+    if "none" in modes:
+        # vLLM then has one state a request, which it overwrites with every token.
         raise ConfigError(
-            "models with Mamba-like state layers are not supported yet; "
-            "use full attention, MLA, sliding window or chunked local attention models"
+            "mamba_cache_mode='none': vLLM keeps no state that a later request could start from; "
+            "allowed: 'align', which vLLM chooses when enable_prefix_caching is on"
         )
     if any(group.host_resident for group in kv_cache_config.kv_cache_groups):
         raise ConfigError("KV cache groups that live in host memory already are not supported")

@@ -1,6 +1,6 @@
 """Which blocks to store, and when: eagerly, as soon as they are computed."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
@@ -17,6 +17,15 @@ from simple_offload.scheduler.stores import Storable, Stores
 if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_manager import KVCacheManager
     from vllm.v1.request import Request
+
+
+class BoundaryState(NamedTuple):
+    """A device block that holds the state (Mamba and the like) after ``num_tokens`` tokens by
+    the end of this step, as vLLM hands it over; soon it may be in no block table any more."""
+
+    group: int
+    block_id: int
+    num_tokens: int
 
 
 class StorePolicy(Protocol):
@@ -37,6 +46,9 @@ class StorePolicy(Protocol):
 
     def on_allocated(self, request: "Request") -> None:
         """``request`` has (new) device blocks."""
+
+    def on_states(self, states: Mapping[str, Sequence[BoundaryState]]) -> None:
+        """A step has been scheduled that completes these state blocks, by request id."""
 
     def on_step(self, request_ids: Iterable[str]) -> None:
         """A step has been scheduled that runs these requests. What was computed in earlier
@@ -80,7 +92,8 @@ class EagerPolicy:
     """Stores every full block once its tokens are confirmed computed.
 
     Walks each request's block tables with a cursor. A cursor stops where the tier has no
-    room, and goes on when it has.
+    room, and goes on when it has. State blocks are stored when they are handed over; the walk
+    finds those that were not, as long as the device's prefix cache has them.
     """
 
     def __init__(
@@ -98,6 +111,9 @@ class EagerPolicy:
         chained = set(tier.chained_group_ids)
         self._groups = (*tier.chained_group_ids, *(g for g in tier.group_ids if g not in chained))
         """Chained groups first: the others' blocks are of no use beyond them."""
+        self._stable = [manager.has_positionally_stable_blocks for manager in self._managers]
+        """By group, whether the table's block i is about the tokens of block i and nothing else.
+        A table of states has the running state there, or nothing, until a boundary's is kept."""
 
     @property
     def num_requests(self) -> int:
@@ -116,6 +132,12 @@ class EagerPolicy:
         self._progress[request.request_id] = _Progress(
             request, [[] for _ in range(num_groups)], [0] * num_groups
         )
+
+    def on_states(self, states: Mapping[str, Sequence[BoundaryState]]) -> None:
+        for request_id, of_request in states.items():
+            if (progress := self._progress.get(request_id)) is not None:
+                for state in of_request:
+                    self._store_state(progress, state)
 
     def on_step(self, request_ids: Iterable[str]) -> None:
         ended, self._ended = self._ended, []
@@ -229,6 +251,21 @@ class EagerPolicy:
         last = self.tier.keys(request.block_hashes, group, count - 1, count)
         return self.stores.has(last[0])  # and with it, all before it
 
+    def _store_state(self, progress: _Progress, state: BoundaryState) -> None:
+        group, size = state.group, self.tier.block_sizes[state.group]
+        if group not in self.tier.group_ids or state.num_tokens % size:
+            return
+        stop = state.num_tokens // size
+        hashes = progress.request.block_hashes
+        *before, key = self.tier.keys(hashes, group, max(0, stop - 2), stop)
+        block = self._device_pool.blocks[state.block_id]
+        # A block that was given up since it was handed over has lost its hash.
+        if self.stores.has(key) or block.block_hash != key:
+            return
+        storable = Storable(block, key, before[0] if before else None, state.num_tokens)
+        if self.stores.plan([storable], progress.kept, self._device_pool):
+            progress.kept.add(key)
+
     def _learn_keys(self, progress: _Progress) -> None:
         for group in self._groups:
             keys = progress.keys[group]
@@ -276,7 +313,7 @@ class EagerPolicy:
             return cached[0] if cached is not None else None
         # A block that vLLM has not hashed it never will (the block serves no hit), or, if this
         # is where the request ends, because there is no later step to do so.
-        own = ended and block.block_hash is None
+        own = ended and block.block_hash is None and self._stable[group]
         return block if own or block.block_hash == key else None
 
     def _skip_stored(self, progress: _Progress, group: int, limit: int) -> None:

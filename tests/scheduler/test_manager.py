@@ -59,9 +59,13 @@ def test_lazy_stores_are_refused() -> None:
     make_scheduler(make_config(), num_cpu_blocks=8, lazy_offload=False)
 
 
-def test_state_layers_are_refused() -> None:
-    with pytest.raises(ConfigError, match="Mamba-like state layers are not supported"):
-        make_scheduler(make_config((0, 8), kv_cache_spec=MAMBA), num_cpu_blocks=8)
+def test_state_layers_that_keep_one_state_are_refused() -> None:
+    for windows in ((0,), (0, 8)):
+        config = make_config(windows, kv_cache_spec=MAMBA)
+        with pytest.raises(ConfigError, match=r"mamba_cache_mode='none': .*; allowed: 'align'"):
+            make_scheduler(config, num_cpu_blocks=8)
+        config = make_config(windows, kv_cache_spec=replace(MAMBA, mamba_cache_mode="align"))
+        make_scheduler(config, num_cpu_blocks=8)
 
 
 def test_models_without_prefix_caching_are_refused() -> None:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from vllm.v1.kv_cache_interface import KVCacheTensor
 
 from simple_offload.backends.base import Barrier, Direction
 from simple_offload.backends.host import HostBackend
@@ -227,34 +228,52 @@ class ScriptedDevice(HostBackend):
 
 
 class KVMemory:
-    """One rank's KV cache: ``layers`` regions, each group's layers lying over the same bytes.
+    """One rank's KV cache: a region for each layer, each group's layers lying over the same bytes.
 
-    ``block_outermost``: a block's layers are neighbours, so the worker sees one region.
+    ``widths``: by layer, how many slots of 8 bytes a token takes. ``block_outermost``: a block's
+    layers are neighbours, so the worker sees one region.
     """
 
     def __init__(
         self,
         num_blocks: int,
         block_size: int,
-        num_layers: int,
+        widths: Sequence[int],
         num_groups: int,
         block_outermost: bool,
     ) -> None:
-        page = block_size * 8
-        slots = torch.full((num_blocks * num_layers * block_size,), -1, dtype=torch.int64)
-        shape = (num_blocks, num_layers, block_size)
-        if not block_outermost:
-            shape = (num_layers, num_blocks, block_size)
-        view = slots.view(shape)
-        self.layers = [view[:, i] if block_outermost else view[i] for i in range(num_layers)]
-        self.pages = [layer.numpy().view(np.uint64) for layer in self.layers]
-        self.size = num_blocks * num_layers * page
-        self.block_stride = page * num_layers if block_outermost else page
-        self.layer_stride = page if block_outermost else page * num_blocks
+        per_block = block_size * sum(widths)
+        slots = torch.full((num_blocks * per_block,), -1, dtype=torch.int64)
+        self.size = slots.numel() * 8
+        self.layers: list[torch.Tensor] = []
+        self.pages = []
+        """By layer ``[num_blocks, block_size, width]``."""
         self.layer_names: Sequence[Sequence[str]] = [
-            [f"group{group}.layer{layer}" for layer in range(num_layers)]
+            [f"group{group}.layer{layer}" for layer in range(len(widths))]
             for group in range(num_groups)
         ]
+        self.tensors: list[KVCacheTensor] = []
+        """Where vLLM would say that the layers lie."""
+        for layer, width in enumerate(widths):
+            page, before = block_size * width, block_size * sum(widths[:layer])
+            if block_outermost:
+                pages = slots.view(num_blocks, per_block)[:, before : before + page]
+                offset, layer_stride, block_stride = before, page, per_block
+            else:
+                pages = slots[num_blocks * before :][: num_blocks * page].view(num_blocks, page)
+                offset, layer_stride, block_stride = num_blocks * before, num_blocks * page, page
+            self.layers.append(pages)
+            self.pages.append(pages.view(num_blocks, block_size, width).numpy().view(np.uint64))
+            self.tensors.extend(
+                KVCacheTensor(
+                    size=self.size,
+                    layers=[names[layer]],
+                    layer_stride=layer_stride * 8,
+                    block_stride=block_stride * 8,
+                    offset=offset * 8,
+                )
+                for names in self.layer_names
+            )
 
     def kv_caches(self) -> dict[str, torch.Tensor]:
         """What vLLM would register."""

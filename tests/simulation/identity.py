@@ -8,6 +8,9 @@ import numpy.typing as npt
 
 Identities = npt.NDArray[np.uint64]
 
+NUM_TOKENS = 97
+"""In the vocabulary."""
+
 _MASK = (1 << 64) - 1
 _ODD = 0x9E3779B97F4A7C15
 
@@ -29,9 +32,22 @@ def root(salt: str | None, epoch: int) -> int:
     return value
 
 
-def of_page(tokens: Identities, group: int, rank: int, layer: int) -> Identities:
-    """What the slots of one layer of one group on one rank hold for these token identities."""
-    return tokens ^ np.uint64(extend(extend(extend(11, group), rank), layer))
+def of_page(tokens: Identities, group: int, rank: int, layer: int, width: int) -> Identities:
+    """What one layer of one group on one rank holds for these token identities, ``width`` slots
+    each: ``[len(tokens), width]``."""
+    own = tokens ^ np.uint64(extend(extend(extend(11, group), rank), layer))
+    return own[:, None] ^ _slots(width)
+
+
+def of_state(prefix: int, group: int, rank: int, layer: int, shape: tuple[int, int]) -> Identities:
+    """What a page of ``shape`` holds as the state after the prefix of this identity."""
+    tokens = np.array([prefix], dtype=np.uint64)
+    return of_page(tokens, group, rank, layer, shape[0] * shape[1]).reshape(shape)
+
+
+@lru_cache
+def _slots(count: int) -> Identities:
+    return np.array([extend(0, slot) if slot else 0 for slot in range(count)], dtype=np.uint64)
 
 
 class Story:
@@ -45,10 +61,10 @@ class Story:
         self.tokens = list(prompt)
         identities = []
         value = root(salt, epoch)
-        for position in range(len(prompt) + num_output_tokens):
+        # One more than asked for: what a step too many (async scheduling) samples.
+        for position in range(len(prompt) + num_output_tokens + 1):
             if position == len(self.tokens):
-                self.tokens.append(value % 97)
+                self.tokens.append(value % NUM_TOKENS)
             value = extend(value, self.tokens[position])
             identities.append(value)
-        self.tokens.append(value % 97)  # sampled by a step too many (async scheduling), dropped
         self.identities: Identities = np.array(identities, dtype=np.uint64)

@@ -10,17 +10,21 @@ from unittest.mock import patch
 from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher
+from vllm.v1.core.single_type_kv_cache_manager import MambaManager
+from vllm.v1.kv_cache_interface import MambaSpec
 from vllm.v1.request import Request
 
 from simple_offload.backends.base import Direction
 from simple_offload.metadata import RankCapacity, StepMetadata, WorkerReport
-from simple_offload.scheduler.cpu_tier import CpuTier
+from simple_offload.scheduler.cpu_tier import CpuTier, HostHit
 from simple_offload.scheduler.in_flight import Ended, InFlight
 from simple_offload.scheduler.loads import Loads
 from simple_offload.scheduler.manager import OffloadScheduler
 from simple_offload.scheduler.policy import EagerPolicy
 from simple_offload.scheduler.recent_tables import RecentTables
 from simple_offload.scheduler.stores import Stores
+from simple_offload.worker import worker
+from simple_offload.worker.regions import find_regions
 from simple_offload.worker.transfers import _Lane
 from simple_offload.worker.worker import OffloadWorker
 from tests.simulation.device import ScriptedDevice
@@ -49,13 +53,26 @@ _GROWING = frozenset(
     }
 )
 
+STATES_ONLY = {
+    "store_the_running_state",
+    "load_the_state_of_another_boundary",
+    "believe_a_state_that_is_missing",
+}
+"""Bugs that show only in models with state layers."""
+
+MIXED_PAGES_ONLY = {"believe_all_pages_alike"}
+"""Bugs that show only where layers have pages of different sizes."""
+
 
 def scripts_for(name: str, seed: int) -> Script:
     """The script of ``seed``, turned towards what lets the bug ``name`` show where ordinary
     scripts seldom do."""
     script = Script.draw(seed)
     shape = replace(script.shape, num_host_blocks=300)
-    num_groups = len(shape.windows)
+    num_groups = len(shape.groups)
+    if model := _model_for(name):
+        script = script.with_model(**model)
+        return replace(script, shape=replace(script.shape, num_host_blocks=300))
     if name in ("drop_load_barrier", "think_free_blocks_untouched"):
         # As a consumer, vLLM itself keeps blocks that a step in flight may still touch.
         shape = replace(
@@ -93,6 +110,15 @@ def scripts_for(name: str, seed: int) -> Script:
         faults = Faults(no_memory=script.faults.no_memory)
         return replace(script, shape=shape, arrivals=0.9, faults=faults)
     return script
+
+
+def _model_for(name: str) -> dict[str, Any]:
+    """What the shape has to have for the bug to show; empty if that is any."""
+    if name in STATES_ONLY:
+        return {"draft": False, "mixed_pages": False, "num_states": 1}
+    if name in MIXED_PAGES_ONLY:
+        return {"draft": False, "num_states": 0, "windows": (0,), "mixed_pages": True}
+    return {}
 
 
 def mutation(function: Callable[[ExitStack], None]) -> Callable[[ExitStack], None]:
@@ -232,10 +258,13 @@ def ignore_salt(stack: ExitStack) -> None:
     _replace(
         stack, CpuTier, "lookup", lambda self, hashes, *a, **k: lookup(self, strip(hashes), *a, **k)
     )
-    # The policy stores only what vLLM has hashed under the same key; let it store anything.
-    _replace(
-        stack, EagerPolicy, "_source_of", lambda self, block, *_: None if block.is_null else block
-    )
+
+    # The policy stores only what vLLM has hashed under the same key; let it store anything that
+    # is about the tokens of its block.
+    def source(self: EagerPolicy, block: Any, key: Any, group: int, ended: bool) -> Any:
+        return None if block.is_null or not self._stable[group] else block
+
+    _replace(stack, EagerPolicy, "_source_of", source)
 
 
 @mutation
@@ -473,3 +502,83 @@ def never_grow(stack: ExitStack) -> None:
         take(self, report)
 
     _replace(stack, OffloadScheduler, "_take", deaf)
+
+
+# Other models
+
+
+@mutation
+def store_the_running_state(stack: ExitStack) -> None:
+    """A state block is stored as soon as its last token is known, before the state has seen it."""
+    num_complete, source_of = EagerPolicy._num_complete, EagerPolicy._source_of
+
+    def known(self: EagerPolicy, request: Any, group: int, num_blocks: int) -> int:
+        if self._stable[group]:
+            return num_complete(self, request, group, num_blocks)
+        num_tokens = len(request.block_hashes) * self.tier.hash_block_size
+        return min(num_tokens // self.tier.block_sizes[group], num_blocks)
+
+    def source(self: EagerPolicy, block: Any, key: Any, group: int, ended: bool) -> Any:
+        if self._stable[group] or block.is_null:
+            return source_of(self, block, key, group, ended)
+        return block
+
+    _replace(stack, EagerPolicy, "_num_complete", known)
+    _replace(stack, EagerPolicy, "_source_of", source)
+
+
+@mutation
+def load_the_state_of_another_boundary(stack: ExitStack) -> None:
+    lookup = CpuTier.lookup
+
+    def earlier(
+        self: CpuTier, block_hashes: Any, num_computed_tokens: int, max_tokens: int
+    ) -> HostHit:
+        hit = lookup(self, block_hashes, num_computed_tokens, max_tokens)
+        for group in _state_groups(self) if hit.num_tokens else ():
+            size = self.block_sizes[group]
+            last = (num_computed_tokens + hit.num_tokens) // size - 1
+            keys = self.keys(block_hashes, group, stop=last)
+            if others := [other for key in keys if (other := self.get(key)) is not None]:
+                hit.blocks[group][-1] = others[-1]
+        return hit
+
+    _replace(stack, CpuTier, "lookup", earlier)
+
+
+@mutation
+def believe_a_state_that_is_missing(stack: ExitStack) -> None:
+    """A hit as long as the attention groups', whatever the states'; nothing is loaded for those."""
+    init, plan = OffloadScheduler.__init__, Loads.plan
+
+    def careless(self: OffloadScheduler, *args: Any) -> None:
+        init(self, *args)
+        coordinator: Any = self.tier.coordinator
+        groups = getattr(coordinator, "attention_groups", [])
+        attention = [group for group in groups if not isinstance(group.spec, MambaSpec)]
+        if attention:
+            coordinator.attention_groups = attention
+
+    def without_states(self: Loads, request: Any, tables: Any, *rest: Any) -> None:
+        groups = set(_state_groups(self.tier))
+        plan(self, request, [[] if g in groups else t for g, t in enumerate(tables)], *rest)
+
+    _replace(stack, OffloadScheduler, "__init__", careless)
+    _replace(stack, Loads, "plan", without_states)
+
+
+def _state_groups(tier: CpuTier) -> list[int]:
+    managers = tier.coordinator.single_type_managers
+    return [group for group in tier.group_ids if isinstance(managers[group], MambaManager)]
+
+
+@mutation
+def believe_all_pages_alike(stack: ExitStack) -> None:
+    """Of every page as many bytes are copied as the smallest has."""
+
+    def narrow(*args: Any) -> list[Any]:
+        regions = find_regions(*args)
+        page_bytes = min(region.shape[1] for region in regions)
+        return [region[:, :page_bytes] for region in regions]
+
+    stack.enter_context(patch.object(worker, "find_regions", narrow))

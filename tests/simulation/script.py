@@ -3,15 +3,31 @@
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from vllm.v1.request import RequestStatus
 
 from simple_offload.backends.base import Direction
+from tests.simulation.identity import NUM_TOKENS
 from tests.simulation.runner import Violation
 from tests.simulation.world import Rank, Shape, World
 
 _PATIENCE = 400
 """Steps without any request making progress, nothing being held back, that count as a hang."""
+
+
+_ATTENTION_ONLY = 0.5
+_MODELS: tuple[dict[str, Any], ...] = (
+    {"num_states": 1},
+    {"num_states": 2},
+    {"num_states": 1, "windows": (8,)},
+    {"num_states": 1, "windows": ()},
+    {"num_states": 1, "draft": True},
+    {"draft": True},
+    {"draft": True, "windows": ()},
+    {"mixed_pages": True},
+)
+"""What a script's model may have beside, or instead of, its groups of attention layers."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +69,7 @@ class Script:
         windows = rng.choice([(0,), (0,), (0, 8), (8,), (0, 6, 6), (0, 16), (12, 5)])
         faulty = rng.random() < 0.4
         num_ranks = rng.choice([1, 1, 2, 3, 4])
-        return cls(
+        script = cls(
             seed=seed,
             shape=Shape(
                 num_device_blocks=rng.randint(18, 36) * len(windows),
@@ -89,6 +105,21 @@ class Script:
             if faulty
             else Faults(),
         )
+        rng = random.Random(f"{seed}: model")
+        if rng.random() < _ATTENTION_ONLY:
+            return script
+        return script.with_model(**rng.choice(_MODELS))
+
+    def with_model(self, **changes: Any) -> "Script":
+        """The same with other groups, and as many blocks for each. ``changes``: to the shape."""
+        changed = replace(self.shape, **changes)
+        before, after = len(self.shape.groups), len(changed.groups)
+        shape = replace(
+            changed,
+            num_device_blocks=self.shape.num_device_blocks // before * after,
+            num_host_blocks=self.shape.num_host_blocks // before * after,
+        )
+        return replace(self, shape=shape)
 
     def without_faults(self) -> "Script":
         """The same, on a machine where nothing fails."""
@@ -274,7 +305,7 @@ class Play:
         )
 
     def _tokens(self, count: int) -> list[int]:
-        return [self._rng.randrange(97) for _ in range(count)]
+        return [self._rng.randrange(NUM_TOKENS) for _ in range(count)]
 
     def _chance(self, probability: float) -> bool:
         return self._rng.random() < probability

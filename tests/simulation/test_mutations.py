@@ -2,10 +2,11 @@
 
 import pytest
 
-from tests.simulation.mutations import MUTATIONS, scripts_for
+from tests.simulation.mutations import MIXED_PAGES_ONLY, MUTATIONS, STATES_ONLY, scripts_for
 from tests.simulation.script import Play
 
 _MAX_SEEDS = 150
+_FEW_SEEDS = 8
 
 
 @pytest.mark.parametrize("name", MUTATIONS)
@@ -24,3 +25,12 @@ def _first_caught(name: str) -> int:
             except Exception:  # noqa: BLE001 - a violation, or a refusal by vLLM's or our own code
                 return seed
     pytest.fail(f"{name}: nobody noticed in {_MAX_SEEDS} scripts")
+
+
+@pytest.mark.parametrize("name", sorted(STATES_ONLY | MIXED_PAGES_ONLY))
+def test_other_models_do_not_show_it(name: str) -> None:
+    """Those bugs are what the scripts with such models are there for."""
+    with MUTATIONS[name]():
+        for seed in range(_FEW_SEEDS):
+            script = scripts_for(name, seed)
+            Play(script.with_model(windows=(0, 8), num_states=0, mixed_pages=False)).run()

@@ -1,17 +1,20 @@
 """Scripts in which nothing may go wrong, whatever goes wrong."""
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from tests.simulation.groups import MODELS, Kind
 from tests.simulation.runner import Violation
 from tests.simulation.script import Faults, Play, Script, play
 from tests.simulation.world import Shape
 
 _NUM_SEEDS = 60
 _PER_TEST = 10
+_PLAIN = {"num_states": 0, "draft": False, "mixed_pages": False}
 
 shapes = st.builds(
     Shape,
@@ -29,6 +32,8 @@ shapes = st.builds(
     chunk_blocks=st.sampled_from([None, 1, 5, 40]),
     early_chunks=st.lists(st.integers(0, 4), max_size=4).map(tuple),
     num_handshakes=st.sampled_from([None, 0, 1, 2]),
+    num_states=st.sampled_from([0, 0, 1, 2]),
+    draft=st.sampled_from([False, False, True]),
 )
 chances = st.sampled_from([0.0, 0.05, 0.3])
 scripts = st.builds(
@@ -70,6 +75,22 @@ def test_seeds(first: int) -> None:
 @given(scripts)
 def test_scripts(script: Script) -> None:
     Play(script).run()
+
+
+@pytest.mark.parametrize("model", MODELS.values(), ids=MODELS)
+def test_models(model: dict[str, Any]) -> None:
+    scripts = [Script.draw(seed).with_model(**_PLAIN | model) for seed in range(200, 212)]
+    outcomes = [Play(script).run() for script in scripts]
+    assert sum(outcome.num_finished for outcome in outcomes) > 0
+    assert sum(outcome.num_blocks_loaded for outcome in outcomes) > 0
+
+
+def test_drawn_scripts_have_every_model() -> None:
+    shapes = [Script.draw(seed).shape for seed in range(_NUM_SEEDS)]
+    kinds = {group.kind for shape in shapes for group in shape.groups}
+    assert kinds == set(Kind)
+    assert any(shape.mixed_pages for shape in shapes)
+    assert any(all(group.kind is Kind.STATE for group in shape.groups) for shape in shapes)
 
 
 def test_same_seed_same_run() -> None:

@@ -9,7 +9,6 @@ from itertools import product
 from pathlib import Path
 from typing import Any, Literal, cast
 
-import torch
 from transformers import LlamaConfig
 from vllm.config import (
     CacheConfig,
@@ -25,16 +24,18 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadat
 from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import sha256
 from vllm.v1.core.block_pool import BlockPool
-from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+from vllm.v1.core.kv_cache_utils import (
+    generate_scheduler_kv_cache_config,
+    get_request_block_hasher,
+    init_none_hash,
+)
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.kv_cache_interface import (
-    FullAttentionSpec,
     KVCacheConfig,
     KVCacheGroupSpec,
-    KVCacheTensor,
-    SlidingWindowSpec,
+    UniformTypeKVCacheSpecs,
 )
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
@@ -45,6 +46,7 @@ from simple_offload.config import OffloadConfig
 from simple_offload.metadata import StepMetadata, Transfer, WorkerReport
 from simple_offload.worker.worker import OffloadWorker
 from tests.simulation.device import KVMemory, ScriptedCopy, ScriptedDevice
+from tests.simulation.groups import Drafter, Group, Kind
 from tests.simulation.identity import Story
 from tests.simulation.runner import Runner, Violation
 
@@ -53,8 +55,12 @@ NUM_LAYERS = 2
 
 @dataclass(frozen=True)
 class Shape:
-    """An engine: its pools, its model's groups (0: full attention, else a window in tokens),
-    and how it is run."""
+    """An engine: its pools, its model's groups, and how it is run.
+
+    ``windows``: a group of attention layers each, 0 for full attention, else a window in tokens.
+    ``num_states``: that many groups of state layers. ``draft``: a drafter's group as well.
+    ``mixed_pages``: the layers of each group have pages of different sizes.
+    """
 
     num_device_blocks: int = 24
     num_host_blocks: int = 40
@@ -68,6 +74,9 @@ class Shape:
     kv_role: Literal["kv_both", "kv_producer", "kv_consumer"] = "kv_both"
     load_failures: Literal["recompute", "fail"] = "recompute"
     max_model_len: int = 80
+    num_states: int = 0
+    draft: bool = False
+    mixed_pages: bool = False
     chunk_blocks: int | None = None
     """Host blocks that a rank opens at a time; None: all at start."""
     early_chunks: tuple[int, ...] = ()
@@ -76,9 +85,31 @@ class Shape:
     """Of how many ranks the scheduler hears before the first step; None: of all."""
 
     @property
+    def groups(self) -> list[Group]:
+        """The model's groups, in vLLM's order."""
+        attention = [Group(Kind.ATTENTION, window) for window in self.windows]
+        drafts = [Group(Kind.DRAFT)] if self.draft else []
+        return [*attention, *drafts, *[Group(Kind.STATE)] * self.num_states]
+
+    @property
+    def widths(self) -> tuple[int, ...]:
+        """By layer, the slots of 8 bytes that a token takes."""
+        return tuple(layer + 1 if self.mixed_pages else 1 for layer in range(NUM_LAYERS))
+
+    @property
     def block_bytes(self) -> int:
         """Bytes of a block of all layers on a rank."""
-        return self.block_size * 8 * NUM_LAYERS
+        return self.block_size * 8 * sum(self.widths)
+
+    def make_memory(self) -> KVMemory:
+        """One rank's KV cache."""
+        return KVMemory(
+            self.num_device_blocks,
+            self.block_size,
+            self.widths,
+            len(self.groups),
+            self.block_outermost,
+        )
 
 
 @dataclass(eq=False)
@@ -113,7 +144,7 @@ class World:
         scheduler_class = AsyncScheduler if shape.async_scheduling else Scheduler
         self.scheduler: Scheduler = scheduler_class(
             vllm_config=self.config,
-            kv_cache_config=self.kv_cache_config,
+            kv_cache_config=generate_scheduler_kv_cache_config([self.kv_cache_config]),
             structured_output_manager=StructuredOutputManager(self.config),
             block_size=shape.block_size,
             log_stats=False,
@@ -197,20 +228,14 @@ class World:
 
     def _make_rank(self, rank: int) -> Rank:
         shape = self.shape
-        memory = KVMemory(
-            shape.num_device_blocks,
-            shape.block_size,
-            NUM_LAYERS,
-            len(shape.windows),
-            shape.block_outermost,
-        )
+        memory = shape.make_memory()
         config = OffloadConfig.parse(self.worker_config(), shape.num_ranks)
         worker = OffloadWorker(self.kv_cache_config, config, shape.num_ranks)
         chunk_blocks = shape.chunk_blocks or shape.num_host_blocks
         device = ScriptedDevice(chunk_blocks * shape.block_bytes)
         worker._backend = device
         worker.register_kv_caches(memory.kv_caches())
-        runner = Runner(rank, memory, shape.windows, shape.block_size, self.stories)
+        runner = Runner(rank, memory, shape.groups, shape.block_size, self.stories)
         return Rank(worker, device, runner)
 
     # What users do
@@ -318,7 +343,7 @@ class World:
         samples = step.samples if rank is self.ranks[0] else {}
         # A step without tokens runs no forward, and its output waits for nothing.
         position = 0
-        if batch:
+        if batch.works or batch.zeroed or batch.copies:
             position = device.queue_compute(lambda: rank.runner.compute(batch, samples))
         for _ in range(2 if repeat_hooks else 1):
             worker.submit_loads()
@@ -516,41 +541,29 @@ def make_vllm_config(shape: Shape, kv_transfer_config: KVTransferConfig) -> Vllm
         kv_transfer_config=kv_transfer_config,
     )
     config.cache_config.block_size = shape.block_size
+    if shape.draft:
+        config.speculative_config = cast(Any, Drafter())
+    config.cache_config.mamba_cache_mode = "align" if shape.num_states else "none"
     config.scheduler_config.async_scheduling = shape.async_scheduling
     config.parallel_config.world_size = shape.num_ranks
     return config
 
 
 def make_kv_cache_config(shape: Shape) -> KVCacheConfig:
-    """One group for each window, their layers over each other."""
-    memory = KVMemory(
-        shape.num_device_blocks,
-        shape.block_size,
-        NUM_LAYERS,
-        len(shape.windows),
-        shape.block_outermost,
-    )
-    common: dict[str, Any] = dict(
-        block_size=shape.block_size, num_kv_heads=1, head_size=1, dtype=torch.float32
-    )
+    """What a worker is told: the groups, their layers over each other."""
+    memory = shape.make_memory()
+    groups = []
+    for group, names in zip(shape.groups, memory.layer_names, strict=True):
+        specs = {
+            name: group.spec(shape.block_size, width)
+            for name, width in zip(names, shape.widths, strict=True)
+        }
+        spec = specs[names[0]]
+        if shape.mixed_pages:
+            spec = UniformTypeKVCacheSpecs(shape.block_size, specs)
+        groups.append(KVCacheGroupSpec(list(names), spec, is_eagle_group=group.kind is Kind.DRAFT))
     return KVCacheConfig(
         num_blocks=shape.num_device_blocks,
-        kv_cache_tensors=[
-            KVCacheTensor(
-                size=memory.size,
-                layers=list(names),
-                layer_stride=memory.layer_stride,
-                block_stride=memory.block_stride,
-            )
-            for names in memory.layer_names
-        ],
-        kv_cache_groups=[
-            KVCacheGroupSpec(
-                list(names),
-                SlidingWindowSpec(sliding_window=window, **common)
-                if window
-                else FullAttentionSpec(**common),
-            )
-            for names, window in zip(memory.layer_names, shape.windows, strict=True)
-        ],
+        kv_cache_tensors=memory.tensors,
+        kv_cache_groups=groups,
     )

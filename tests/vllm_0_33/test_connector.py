@@ -10,6 +10,8 @@ TESTS = (
     "tests/test_connector.py",
     "tests/test_metadata.py",
     "tests/test_vllm_compat.py",
+    "tests/scheduler/test_groups.py",
+    "tests/scheduler/test_states.py",
     "tests/worker",
 )
 

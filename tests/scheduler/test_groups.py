@@ -1,0 +1,36 @@
+"""Models with groups of every kind: the tier finds what the device would."""
+
+from typing import Any
+
+import pytest
+
+from tests.scheduler.conftest import MakeDriver
+from tests.scheduler.driver import make_request, prompt
+from tests.simulation.groups import MODELS
+
+
+@pytest.mark.parametrize("model", MODELS.values(), ids=MODELS)
+def test_a_host_hit_is_as_long_as_a_device_hit(drive: MakeDriver, model: dict[str, Any]) -> None:
+    driver = drive(num_device_blocks=200, num_host_blocks=200, **model)
+    tokens = driver.say("a", prompt(34), max_tokens=12)
+    coordinator = driver.world.scheduler.kv_cache_manager.coordinator
+    hits = set()
+    for length in range(1, len(tokens)):
+        request = make_request("looker", tokens[:length])
+        _, on_device, _ = coordinator.find_longest_cache_hit(request.block_hashes, length - 1)
+        assert driver.tier.lookup(request.block_hashes, 0, length - 1).num_tokens == on_device
+        hits.add(on_device)
+    assert len(hits) > 1
+
+
+@pytest.mark.parametrize("windows", [(), (0,), (8,)], ids=str)
+def test_a_drafter_leaves_the_last_block_to_be_computed(
+    drive: MakeDriver, windows: tuple[int, ...]
+) -> None:
+    """Its last token has seen one that may differ in the next request."""
+    driver = drive(windows=windows, draft=True, num_device_blocks=90, num_host_blocks=90)
+    driver.say("a", prompt(34))
+    driver.forget_device()
+    assert driver.found(prompt(34)) == 28
+    driver.say("b", prompt(34))
+    assert driver.world.num_blocks_loaded == 7 + sum(2 if window else 7 for window in windows)

@@ -1,0 +1,186 @@
+"""State layers (Mamba and the like): one block holds all of a prefix."""
+
+import pytest
+from vllm.v1.core.kv_cache_utils import KVCacheBlock
+from vllm.v1.core.sched.output import KVConnectorBlockState, SchedulerOutput
+from vllm.v1.request import Request
+
+from tests.scheduler.conftest import MakeDriver
+from tests.scheduler.driver import LOAD, STORE, Driver, prompt
+
+STATE = 1
+"""The group of states, behind one of full attention."""
+
+
+def state_of(driver: Driver, request: Request, num_tokens: int) -> KVCacheBlock | None:
+    """The host block that holds the state after so many tokens, if there is one."""
+    *_, key = driver.tier.keys(request.block_hashes, STATE, stop=num_tokens // 4)
+    return driver.tier.get(key)
+
+
+@pytest.mark.parametrize("async_scheduling", [False, True])
+@pytest.mark.parametrize("num_states", [1, 2])
+@pytest.mark.parametrize("windows", [(), (0,), (8,), (0, 8)], ids=str)
+def test_a_hit_loads_one_state(
+    drive: MakeDriver, windows: tuple[int, ...], num_states: int, async_scheduling: bool
+) -> None:
+    driver = drive(
+        windows=windows,
+        num_states=num_states,
+        num_device_blocks=90,
+        num_host_blocks=90,
+        async_scheduling=async_scheduling,
+    )
+    driver.say("before", prompt(34), max_tokens=5)
+    driver.forget_device()
+    driver.start("a", prompt(34), max_tokens=5)
+    driver.step()
+    (load,) = driver.pending(LOAD)
+    num_attention = sum(2 if window else 8 for window in windows)
+    assert len(load.host_blocks) == num_attention + num_states
+    driver.run()
+    assert driver.world.finished["a"] == driver.world.finished["before"]
+
+
+def test_a_state_is_stored_with_the_step_that_completes_it(drive: MakeDriver) -> None:
+    """Later, the request may have given its block up."""
+    driver = drive(windows=(0,), num_states=1)
+    request = driver.start("a", prompt(18), max_tokens=2)
+    driver.step()  # vLLM ends the first chunk where a state is worth keeping
+    assert request.num_computed_tokens == 16
+    (store,) = driver.pending(STORE)
+    held = driver.device_pool.blocks[store.device_blocks.tolist()[0]]
+    assert [held.block_hash] == driver.tier.keys(request.block_hashes, STATE, 3, 4)
+    driver.run()
+    assert state_of(driver, request, 16) is not None
+
+
+def test_states_between_boundaries_are_not_stored(drive: MakeDriver) -> None:
+    driver = drive(windows=(0,), num_states=1)
+    request = driver.start("a", prompt(17), max_tokens=8)
+    driver.run()
+    stored = [n for n in range(4, request.num_tokens, 4) if state_of(driver, request, n)]
+    assert stored == [16, 20, 24]
+    assert driver.num_kept == 6 + 3
+
+
+def test_a_hit_ends_where_there_is_a_state(drive: MakeDriver) -> None:
+    driver = drive(windows=(0,), num_states=1, num_device_blocks=60)
+    request = driver.start("a", prompt(17), max_tokens=8)
+    driver.run()
+    tokens = [*prompt(17), *driver.world.finished["a"][0]]
+    for boundary, next_best in ((24, 20), (20, 16), (16, 0)):
+        assert driver.found(tokens) == boundary
+        state = state_of(driver, request, boundary)
+        assert state is not None
+        driver.tier.drop([state])
+        assert driver.found(tokens) == next_best
+
+
+def test_a_state_that_was_not_handed_over_is_found_in_the_device_cache(drive: MakeDriver) -> None:
+    driver = drive(windows=(0,), num_states=1, num_device_blocks=60)
+    request = driver.start("a", prompt(18))
+    driver.run()
+    driver.scheduler.reset_cache()
+    assert state_of(driver, request, 16) is None
+    driver.say("b", prompt(18))  # starts from the device's state
+    assert state_of(driver, request, 16) is not None
+    assert driver.world.num_blocks_loaded == 0
+
+
+def test_a_failed_store_of_a_state(drive: MakeDriver) -> None:
+    driver = drive(windows=(0,), num_states=1, num_device_blocks=60)
+    request = driver.start("a", prompt(18))
+    driver.step()
+    driver.copy(STORE, fail=True)
+    driver.run()
+    assert state_of(driver, request, 16) is None
+    assert driver.found(prompt(18)) == 0
+    assert driver.num_kept == 4
+
+
+# What is handed over
+
+
+def handed_over(driver: Driver, request: Request, num_tokens: int) -> SchedulerOutput:
+    """A step with which vLLM hands the request's state block over."""
+    manager = driver.world.scheduler.kv_cache_manager.coordinator.single_type_managers[STATE]
+    block = manager.req_to_blocks[request.request_id][num_tokens // 4 - 1]
+    scheduled = SchedulerOutput.make_empty()
+    scheduled.kv_connector_block_state = KVConnectorBlockState(
+        req_ids=set(),
+        resolve_block_ids=lambda _: (),
+        boundary_state_offloads={request.request_id: [(STATE, block.block_id, num_tokens)]},
+    )
+    return scheduled
+
+
+def start_without_storing(driver: Driver) -> Request:
+    """A request whose state after 16 tokens is on the device, and not in the tier."""
+    request = driver.start("a", prompt(18), max_tokens=2)
+    driver.step()
+    driver.scheduler._stores.abandon(driver.device_pool)
+    return request
+
+
+def test_it_is_stored(drive: MakeDriver) -> None:
+    driver = drive(windows=(0,), num_states=1)
+    request = start_without_storing(driver)
+    (store,) = driver.scheduler.build_connector_meta(handed_over(driver, request, 16)).stores
+    assert len(store.host_blocks) == 1
+
+
+def test_a_request_that_gives_its_blocks_up_is_left_out(drive: MakeDriver) -> None:
+    driver = drive(windows=(0,), num_states=1)
+    request = start_without_storing(driver)
+    scheduled = handed_over(driver, request, 16)
+    scheduled.finished_req_ids = {"a"}
+    assert driver.scheduler.build_connector_meta(scheduled).stores == []
+    scheduled.finished_req_ids = set()
+    scheduled.preempted_req_ids = {"a"}
+    assert driver.scheduler.build_connector_meta(scheduled).stores == []
+    scheduled.preempted_req_ids = {"b"}
+    assert len(driver.scheduler.build_connector_meta(scheduled).stores) == 1
+
+
+def test_a_block_that_holds_something_else_by_now_is_left_out(drive: MakeDriver) -> None:
+    driver = drive(windows=(0,), num_states=1)
+    request = start_without_storing(driver)
+    scheduled = handed_over(driver, request, 16)
+    assert scheduled.kv_connector_block_state is not None
+    offloads = scheduled.kv_connector_block_state.boundary_state_offloads
+    offloads["a"] = [(group, block, 12) for group, block, _ in offloads["a"]]
+    assert driver.scheduler.build_connector_meta(scheduled).stores == []
+
+
+def test_a_stranger_is_left_out(drive: MakeDriver) -> None:
+    """After a reset, nothing of the running requests is stored."""
+    driver = drive(windows=(0,), num_states=1)
+    request = start_without_storing(driver)
+    scheduled = handed_over(driver, request, 16)
+    driver.scheduler.reset_cache()
+    assert driver.scheduler.build_connector_meta(scheduled).stores == []
+
+
+def test_it_does_not_displace_its_own_prefix(drive: MakeDriver) -> None:
+    """Room for four blocks of tokens and one state, and states at 16, 20 and 24 tokens."""
+    driver = drive(windows=(0,), num_states=1, num_device_blocks=60, num_host_blocks=6)
+    driver.say("a", prompt(18), max_tokens=8)
+    assert driver.num_kept == 5
+    assert driver.found(prompt(18)) == 16
+
+
+def test_the_running_state_of_a_request_that_ends_is_not_stored(drive: MakeDriver) -> None:
+    """It may be anything, although the block table has it where a boundary's would be."""
+    driver = drive(windows=(0,), num_states=1)
+    request = start_without_storing(driver)
+    manager = driver.world.scheduler.kv_cache_manager.coordinator.single_type_managers[STATE]
+    (running,) = driver.device_pool.get_new_blocks(1)
+    kept, manager.req_to_blocks["a"][3] = manager.req_to_blocks["a"][3], running
+    driver.scheduler._policy.on_finished(request, loading=False)
+    manager.req_to_blocks["a"][3] = kept
+    driver.scheduler._policy.on_step([])
+    planned = [block.device_block for block, _ in driver.scheduler._stores._planned.pairs]
+    assert len(planned) == 4
+    assert running not in planned
+    driver.device_pool.free_blocks([running])
