@@ -60,8 +60,8 @@ def make_host_coordinator(
     """A coordinator with a BlockPool of ``kv_cache_config.num_blocks`` host blocks and the
     device's groups, so that a host lookup follows the rules of a device lookup.
 
-    Hits end on scheduler block boundaries only (no partial-block hits). Keywords throughout:
-    0.33 has an argument more in the middle.
+    Hits may end inside a block where the device's may. Keywords throughout: 0.33 has an
+    argument more in the middle.
     """
     speculative_config = vllm_config.speculative_config
     keywords: dict[str, Any] = dict(
@@ -76,6 +76,6 @@ def make_host_coordinator(
         scheduler_block_size=scheduler_block_size,
         hash_block_size=hash_block_size,
         num_prefill_lookahead=vllm_config.num_prefill_lookahead_tokens,
-        allow_partial_hash_hits=False,
+        allow_partial_hash_hits=True,
     )
     return get_kv_cache_coordinator(**keywords)

@@ -30,7 +30,8 @@ class HostHit(NamedTuple):
     does not look (outside a sliding window)."""
 
     num_tokens: int
-    """How many tokens they cover. 0: no hit, and nothing to pin."""
+    """How many tokens they cover. 0: no hit, and nothing to pin. With hashes finer than blocks
+    it may end inside a block; then of each group's last block as much counts."""
 
 
 class CpuTier:
@@ -77,6 +78,15 @@ class CpuTier:
         hashes = resolve_block_hashes(block_hashes, self.hash_block_size, self.block_sizes[group])
         stop = len(hashes) if stop is None else min(stop, len(hashes))
         return [make_block_hash_with_group_id(hashes[i], group) for i in range(start, stop)]
+
+    def key_at(
+        self, block_hashes: list[BlockHash], group: int, num_tokens: int
+    ) -> BlockHashWithGroupId:
+        """The key of what ends with the prefix of ``num_tokens`` tokens, a multiple of the hash
+        block size: inside a block, perhaps."""
+        return make_block_hash_with_group_id(
+            block_hashes[num_tokens // self.hash_block_size - 1], group
+        )
 
     def get(self, key: BlockHashWithGroupId) -> KVCacheBlock | None:
         """The block that holds ``key``, if any. Changes nothing."""
@@ -171,9 +181,11 @@ class CpuTier:
         key: BlockHashWithGroupId,
         parent: BlockHashWithGroupId | None,
         num_tokens: int,
+        inner_keys: Iterable[BlockHashWithGroupId] = (),
     ) -> bool:
         """Make ``block``, whose bytes are complete on every rank, findable by ``key``, and unpin
-        it. ``num_tokens``: the prefix that ends with it.
+        it. ``num_tokens``: the prefix that ends with it. ``inner_keys``: of prefixes that end
+        inside it, by which it shall be found too.
 
         Returns False, with the block free and empty, when it could never be part of a hit: its
         chain's head has left meanwhile, or another block holds the key.
@@ -182,6 +194,8 @@ class CpuTier:
         useful = not orphaned and self.get(key) is None
         if useful:
             self.pool._insert_block_hash(key, block, num_tokens=num_tokens)
+            for inner_key in inner_keys:
+                self.pool._insert_block_hash(inner_key, block, num_tokens=None)
             self.version += 1
             if parent is not None:
                 self._parents[block.block_id] = parent
@@ -221,6 +235,10 @@ class CpuTier:
                 continue
             free = block.block_id in position
             assert free == (block.ref_cnt == 0), f"{block}: free and referred to, or neither"
+            for inner_key in self.pool.cached_block_hashes_by_block.get(block.block_id, ()):
+                assert block.block_hash is not None and self.get(inner_key) is not None, (
+                    f"{block}: has lost a key of a part of it"
+                )
             parent_key = self._parents.get(block.block_id)
             if block.block_hash is None:
                 assert parent_key is None, f"{block}: empty, yet has a parent"

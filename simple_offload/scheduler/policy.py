@@ -253,16 +253,17 @@ class EagerPolicy:
 
     def _store_state(self, progress: _Progress, state: BoundaryState) -> None:
         group, size = state.group, self.tier.block_sizes[state.group]
-        if group not in self.tier.group_ids or state.num_tokens % size:
+        if group not in self.tier.group_ids:
             return
-        stop = state.num_tokens // size
         hashes = progress.request.block_hashes
-        *before, key = self.tier.keys(hashes, group, max(0, stop - 2), stop)
+        key = self.tier.key_at(hashes, group, state.num_tokens)
         block = self._device_pool.blocks[state.block_id]
         # A block that was given up since it was handed over has lost its hash.
         if self.stores.has(key) or block.block_hash != key:
             return
-        storable = Storable(block, key, before[0] if before else None, state.num_tokens)
+        before = (state.num_tokens - 1) // size * size
+        parent = self.tier.key_at(hashes, group, before) if before else None
+        storable = Storable(block, key, parent, state.num_tokens)
         if self.stores.plan([storable], progress.kept, self._device_pool):
             progress.kept.add(key)
 

@@ -23,6 +23,9 @@ class Storable(NamedTuple):
     parent: BlockHashWithGroupId | None
     num_tokens: int
     """Of the prefix that ends with it."""
+    inner_keys: tuple[BlockHashWithGroupId, ...] = ()
+    """Of prefixes that end inside the block, by which the device finds it too. ``Stores.plan``
+    fills them in."""
 
 
 @dataclass(slots=True, eq=False)
@@ -64,6 +67,11 @@ class Stores:
         host_blocks = self.tier.allocate(len(blocks), keep)
         taken = blocks[: len(host_blocks)]
         pool.touch([block.device_block for block in taken])
+        if inner_keys := pool.cached_block_hashes_by_block:
+            taken = [
+                block._replace(inner_keys=tuple(inner_keys.get(block.device_block.block_id, ())))
+                for block in taken
+            ]
         self._planned.pairs.extend(zip(taken, host_blocks, strict=True))
         self._keys.update(block.key for block in taken)
         return len(taken)
@@ -92,7 +100,9 @@ class Stores:
         keep = ended.ok and not store.abandoned
         for block, host_block in store.pairs:
             if keep:
-                self.tier.commit(host_block, block.key, block.parent, block.num_tokens)
+                self.tier.commit(
+                    host_block, block.key, block.parent, block.num_tokens, block.inner_keys
+                )
             else:
                 self.tier.unpin((host_block,))
         if not store.abandoned:

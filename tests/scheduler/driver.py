@@ -28,16 +28,20 @@ def prompt(num_tokens: int, family: int = 0) -> list[int]:
 
 
 def make_request(
-    request_id: str, tokens: list[int], salt: str | None = None, **sampling: Any
+    request_id: str,
+    tokens: list[int],
+    salt: str | None = None,
+    hash_size: int = 4,
+    **sampling: Any,
 ) -> Request:
-    """A request for blocks of 4 tokens. ``sampling``: SamplingParams."""
+    """A request, hashed every ``hash_size`` tokens. ``sampling``: SamplingParams."""
     return Request(
         request_id=request_id,
         prompt_token_ids=tokens,
         sampling_params=SamplingParams(ignore_eos=True, **sampling),
         pooling_params=None,
         cache_salt=salt,
-        block_hasher=get_request_block_hasher(4, sha256),
+        block_hasher=get_request_block_hasher(hash_size, sha256),
     )
 
 
@@ -149,7 +153,7 @@ class Driver:
 
     def found(self, tokens: list[int], salt: str | None = None) -> int:
         """How many of these tokens the tier could supply."""
-        request = make_request("looker", tokens, salt)
+        request = make_request("looker", tokens, salt, self.world.shape.hash_size)
         return self.tier.lookup(request.block_hashes, 0, len(tokens)).num_tokens
 
     @property

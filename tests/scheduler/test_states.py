@@ -14,8 +14,7 @@ STATE = 1
 
 def state_of(driver: Driver, request: Request, num_tokens: int) -> KVCacheBlock | None:
     """The host block that holds the state after so many tokens, if there is one."""
-    *_, key = driver.tier.keys(request.block_hashes, STATE, stop=num_tokens // 4)
-    return driver.tier.get(key)
+    return driver.tier.get(driver.tier.key_at(request.block_hashes, STATE, num_tokens))
 
 
 @pytest.mark.parametrize("async_scheduling", [False, True])
@@ -97,6 +96,20 @@ def test_a_failed_store_of_a_state(drive: MakeDriver) -> None:
     assert state_of(driver, request, 16) is None
     assert driver.found(prompt(18)) == 0
     assert driver.num_kept == 4
+
+
+@pytest.mark.parametrize("match_unit", [None, 2])
+def test_a_later_state_leaves_first(drive: MakeDriver, match_unit: int | None) -> None:
+    """As the blocks of tokens do, without which it is of no use."""
+    driver = drive(windows=(0,), num_states=1, num_device_blocks=60, match_unit=match_unit)
+    request = driver.start("a", prompt(19), max_tokens=8)
+    driver.run()
+    boundaries = [16, 20, 24] if match_unit is None else [16, 18, 20, 24]
+    keys = [driver.tier.key_at(request.block_hashes, STATE, n) for n in boundaries]
+    queue = driver.tier.pool.free_block_queue.get_all_free_blocks()
+    leaving = [block.block_hash for block in queue if block.block_hash in keys]
+    assert leaving.index(keys[-1]) < leaving.index(keys[-2]) < leaving.index(keys[0])
+    assert len(leaving) == len(keys)
 
 
 # What is handed over

@@ -74,6 +74,15 @@ MODELS: dict[str, dict[str, Any]] = {
     "a drafter": {"windows": (0,), "draft": True},
     "a drafter and windows only": {"windows": (8,), "draft": True},
     "a drafter and states": {"windows": (0,), "draft": True, "num_states": 1},
+    "states, and hits inside blocks": {"windows": (0,), "num_states": 1, "match_unit": 2},
+    "states only, and hits inside blocks": {"windows": (), "num_states": 2, "match_unit": 1},
+    "a drafter, states, and hits inside blocks": {
+        "windows": (0,),
+        "draft": True,
+        "num_states": 1,
+        "match_unit": 2,
+    },
+    "hashes finer than blocks, and windows": {"windows": (0, 8), "num_states": 1, "match_unit": 2},
     "pages of two sizes": {"windows": (0,), "mixed_pages": True},
     "pages of two sizes, windows": {"windows": (0, 8), "mixed_pages": True},
 }

@@ -20,9 +20,9 @@ from simple_offload.scheduler.cpu_tier import CpuTier, HostHit
 from simple_offload.scheduler.in_flight import Ended, InFlight
 from simple_offload.scheduler.loads import Loads
 from simple_offload.scheduler.manager import OffloadScheduler
-from simple_offload.scheduler.policy import EagerPolicy
+from simple_offload.scheduler.policy import BoundaryState, EagerPolicy
 from simple_offload.scheduler.recent_tables import RecentTables
-from simple_offload.scheduler.stores import Stores
+from simple_offload.scheduler.stores import Storable, Stores
 from simple_offload.worker import worker
 from simple_offload.worker.regions import find_regions
 from simple_offload.worker.transfers import _Lane
@@ -59,6 +59,12 @@ STATES_ONLY = {
     "believe_a_state_that_is_missing",
 }
 """Bugs that show only in models with state layers."""
+
+INNER_HITS_ONLY = {
+    "store_the_original_of_a_copied_state",
+    "take_the_inner_keys_of_another_block",
+}
+"""Bugs that show only where a hit may end inside a block."""
 
 MIXED_PAGES_ONLY = {"believe_all_pages_alike"}
 """Bugs that show only where layers have pages of different sizes."""
@@ -115,9 +121,12 @@ def scripts_for(name: str, seed: int) -> Script:
 def _model_for(name: str) -> dict[str, Any]:
     """What the shape has to have for the bug to show; empty if that is any."""
     if name in STATES_ONLY:
-        return {"draft": False, "mixed_pages": False, "num_states": 1}
+        return {"draft": False, "mixed_pages": False, "num_states": 1, "match_unit": None}
+    attention: dict[str, Any] = {"draft": False, "windows": (0,)}
+    if name in INNER_HITS_ONLY:
+        return attention | {"num_states": 1, "mixed_pages": False, "match_unit": 2}
     if name in MIXED_PAGES_ONLY:
-        return {"draft": False, "num_states": 0, "windows": (0,), "mixed_pages": True}
+        return attention | {"num_states": 0, "mixed_pages": True, "match_unit": None}
     return {}
 
 
@@ -241,7 +250,7 @@ def ignore_salt(stack: ExitStack) -> None:
             prompt_token_ids=prompt,
             sampling_params=SamplingParams(max_tokens=1),
             pooling_params=None,
-            block_hasher=get_request_block_hasher(self.shape.block_size, sha256),
+            block_hasher=get_request_block_hasher(self.shape.hash_size, sha256),
         )
         salted = self.scheduler.requests[request_id].block_hashes
         unsalted.update(zip(salted, twin.block_hashes, strict=True))
@@ -582,3 +591,36 @@ def believe_all_pages_alike(stack: ExitStack) -> None:
         return [region[:, :page_bytes] for region in regions]
 
     stack.enter_context(patch.object(worker, "find_regions", narrow))
+
+
+@mutation
+def store_the_original_of_a_copied_state(stack: ExitStack) -> None:
+    """vLLM copies a state that is to be kept from inside a block; the request goes on with the
+    original, and this step changes it."""
+    store_state = EagerPolicy._store_state
+
+    def careless(self: EagerPolicy, progress: Any, state: BoundaryState) -> None:
+        size = self.tier.block_sizes[state.group]
+        request = progress.request
+        key = self.tier.key_at(request.block_hashes, state.group, state.num_tokens)
+        if state.num_tokens % size == 0 or self.stores.has(key):
+            store_state(self, progress, state)
+            return
+        table = self._managers[state.group].req_to_blocks[request.request_id]
+        block = table[state.num_tokens // size]
+        storable = Storable(block, key, None, state.num_tokens)
+        self.stores.plan([storable], frozenset(), self._device_pool)
+
+    _replace(stack, EagerPolicy, "_store_state", careless)
+
+
+@mutation
+def take_the_inner_keys_of_another_block(stack: ExitStack) -> None:
+    commit = CpuTier.commit
+    last: list[Any] = [()]
+
+    def mixed_up(self: CpuTier, block: Any, key: Any, parent: Any, num: int, inner: Any) -> bool:
+        last.append(inner)
+        return commit(self, block, key, parent, num, last.pop(0))
+
+    _replace(stack, CpuTier, "commit", mixed_up)

@@ -26,6 +26,8 @@ _MODELS: tuple[dict[str, Any], ...] = (
     {"draft": True},
     {"draft": True, "windows": ()},
     {"mixed_pages": True},
+    {"num_states": 1, "windows": (0,), "match_unit": 2},
+    {"num_states": 1, "windows": (0,), "match_unit": 1, "draft": True},
 )
 """What a script's model may have beside, or instead of, its groups of attention layers."""
 
@@ -154,6 +156,8 @@ class Play:
         self._epoch = 0
         self._families = [self._tokens(self._rng.randint(8, 40)) for _ in range(4)]
         self._histories: list[tuple[list[int], str | None]] = []
+        self._prompts: list[tuple[list[int], str | None]] = []
+        """To be sent again as they are, where a hit may then end inside a block."""
         self._salts: dict[str, str | None] = {}
         self._seen: set[str] = set()
         self._num_faults = 0
@@ -222,7 +226,9 @@ class Play:
             self._histories.clear()
 
     def _add_request(self) -> None:
-        if self._histories and self._chance(0.4):
+        if self._prompts and self._chance(0.2):
+            prompt, salt = self._rng.choice(self._prompts)
+        elif self._histories and self._chance(0.4):
             prompt, salt = self._rng.choice(self._histories)
             prompt = prompt + self._tokens(self._rng.randint(1, 9))
         else:
@@ -235,6 +241,8 @@ class Play:
         request_id = f"r{self._num_added}"
         self._num_added += 1
         self._salts[request_id] = salt
+        if self.script.shape.match_unit is not None:
+            self._prompts.append((prompt, salt))
         self.world.add_request(request_id, prompt, max_tokens, salt, self._epoch)
 
     def _reset(self) -> None:

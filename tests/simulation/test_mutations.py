@@ -2,7 +2,13 @@
 
 import pytest
 
-from tests.simulation.mutations import MIXED_PAGES_ONLY, MUTATIONS, STATES_ONLY, scripts_for
+from tests.simulation.mutations import (
+    INNER_HITS_ONLY,
+    MIXED_PAGES_ONLY,
+    MUTATIONS,
+    STATES_ONLY,
+    scripts_for,
+)
 from tests.simulation.script import Play
 
 _MAX_SEEDS = 150
@@ -27,10 +33,13 @@ def _first_caught(name: str) -> int:
     pytest.fail(f"{name}: nobody noticed in {_MAX_SEEDS} scripts")
 
 
-@pytest.mark.parametrize("name", sorted(STATES_ONLY | MIXED_PAGES_ONLY))
+@pytest.mark.parametrize("name", sorted(STATES_ONLY | MIXED_PAGES_ONLY | INNER_HITS_ONLY))
 def test_other_models_do_not_show_it(name: str) -> None:
     """Those bugs are what the scripts with such models are there for."""
     with MUTATIONS[name]():
         for seed in range(_FEW_SEEDS):
             script = scripts_for(name, seed)
-            Play(script.with_model(windows=(0, 8), num_states=0, mixed_pages=False)).run()
+            plain = {"num_states": 0, "mixed_pages": False, "match_unit": None}
+            if name in INNER_HITS_ONLY:
+                plain["num_states"] = 1
+            Play(script.with_model(windows=(0, 8), **plain)).run()

@@ -59,7 +59,8 @@ class Shape:
 
     ``windows``: a group of attention layers each, 0 for full attention, else a window in tokens.
     ``num_states``: that many groups of state layers. ``draft``: a drafter's group as well.
-    ``mixed_pages``: the layers of each group have pages of different sizes.
+    ``mixed_pages``: the layers of each group have pages of different sizes. ``match_unit``: how
+    many tokens a hash covers, if fewer than a block: with states, hits may end inside a block.
     """
 
     num_device_blocks: int = 24
@@ -77,12 +78,18 @@ class Shape:
     num_states: int = 0
     draft: bool = False
     mixed_pages: bool = False
+    match_unit: int | None = None
     chunk_blocks: int | None = None
     """Host blocks that a rank opens at a time; None: all at start."""
     early_chunks: tuple[int, ...] = ()
     """By rank, how many chunks beyond the first are open before the handshake, none if not said."""
     num_handshakes: int | None = None
     """Of how many ranks the scheduler hears before the first step; None: of all."""
+
+    @property
+    def hash_size(self) -> int:
+        """Tokens that a hash covers."""
+        return self.match_unit or self.block_size
 
     @property
     def groups(self) -> list[Group]:
@@ -147,6 +154,7 @@ class World:
             kv_cache_config=generate_scheduler_kv_cache_config([self.kv_cache_config]),
             structured_output_manager=StructuredOutputManager(self.config),
             block_size=shape.block_size,
+            hash_block_size=shape.hash_size,
             log_stats=False,
         )
         self.connector = cast(Any, self.scheduler.connector)
@@ -158,6 +166,8 @@ class World:
         self.requests: dict[str, Request] = {}
         self.num_steps = 0
         self.num_blocks_loaded = 0
+        self.hits_inside_blocks: set[str] = set()
+        """Requests that have loaded up to somewhere inside a block."""
         self._loads: dict[int, Transfer] = {}
         self._stores: dict[int, Transfer] = {}
         self._failed: set[int] = set()
@@ -251,7 +261,7 @@ class World:
             sampling_params=SamplingParams(max_tokens=max_tokens, ignore_eos=True),
             pooling_params=None,
             cache_salt=salt,
-            block_hasher=get_request_block_hasher(self.shape.block_size, sha256),
+            block_hasher=get_request_block_hasher(self.shape.hash_size, sha256),
         )
         self.requests[request_id] = request
         self.scheduler.add_request(request)
@@ -312,6 +322,12 @@ class World:
         ``meanwhile``: what each rank's device does before that output is due."""
         self.num_steps += 1
         scheduled = self.scheduler.schedule()
+        self.hits_inside_blocks |= {
+            request.request_id
+            for request in self.scheduler.requests.values()
+            if request.status == RequestStatus.WAITING_FOR_REMOTE_KVS
+            and request.num_computed_tokens % self.shape.block_size
+        }
         step = _Step(scheduled, [], [], [])
         for rank in self.ranks:
             output, position = self._execute(rank, step, repeat_hooks)
@@ -541,6 +557,7 @@ def make_vllm_config(shape: Shape, kv_transfer_config: KVTransferConfig) -> Vllm
         kv_transfer_config=kv_transfer_config,
     )
     config.cache_config.block_size = shape.block_size
+    config.cache_config.prefix_match_unit = shape.match_unit
     if shape.draft:
         config.speculative_config = cast(Any, Drafter())
     config.cache_config.mamba_cache_mode = "align" if shape.num_states else "none"

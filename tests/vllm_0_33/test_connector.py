@@ -11,6 +11,7 @@ TESTS = (
     "tests/test_metadata.py",
     "tests/test_vllm_compat.py",
     "tests/scheduler/test_groups.py",
+    "tests/scheduler/test_inner_hits.py",
     "tests/scheduler/test_states.py",
     "tests/worker",
 )

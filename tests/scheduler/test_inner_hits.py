@@ -1,0 +1,140 @@
+"""Hashes finer than blocks: a hit may end inside a block."""
+
+import pytest
+
+from tests.scheduler.conftest import MakeDriver
+from tests.scheduler.driver import LOAD, STORE, Driver, prompt
+from tests.scheduler.tiers import allocate, block, hashes, key, leave, make_tier, parent_of, store
+
+
+def with_states(drive: MakeDriver, **shape: object) -> Driver:
+    """Blocks of 4 tokens and hashes of 2."""
+    return drive(windows=(0,), num_states=1, match_unit=2, num_device_blocks=60, **shape)
+
+
+@pytest.mark.parametrize("async_scheduling", [False, True])
+def test_a_hit_inside_a_block(drive: MakeDriver, async_scheduling: bool) -> None:
+    driver = with_states(drive, async_scheduling=async_scheduling)
+    driver.say("before", prompt(19), max_tokens=6)
+    driver.forget_device()
+    assert driver.found(prompt(19)) == 18
+    request = driver.start("a", prompt(19), max_tokens=6)
+    driver.step()
+    assert request.num_computed_tokens == 18
+    (load,) = driver.pending(LOAD)
+    assert len(load.host_blocks) == 5 + 1  # of the fifth block, two tokens count
+    driver.run()
+    assert driver.world.finished["a"] == driver.world.finished["before"]
+
+
+def test_another_request_goes_on_from_inside_the_block(drive: MakeDriver) -> None:
+    """What the block holds behind the hit is the first request's."""
+    driver = with_states(drive)
+    driver.say("before", prompt(19), max_tokens=6)
+    driver.forget_device()
+    driver.say("other", [*prompt(18), *prompt(9, family=3)], max_tokens=6)
+    assert driver.world.hits_inside_blocks == {"other"}
+
+
+def test_a_longer_host_hit_replaces_a_device_hit_inside_a_block(drive: MakeDriver) -> None:
+    driver = with_states(drive)
+    tokens = driver.say("long", prompt(31), max_tokens=6)
+    driver.forget_device()
+    driver.say("short", tokens[:19], max_tokens=1)
+    request = driver.start("again", tokens[:31], max_tokens=1)
+    driver.step()
+    assert request.num_computed_tokens == 30
+    (load,) = driver.pending(LOAD)
+    assert len(load.host_blocks) == 8 - 4 + 1  # from the device's last whole block on
+    driver.run()
+
+
+def test_the_state_inside_a_block_is_stored_from_its_copy(drive: MakeDriver) -> None:
+    """The block that the request goes on with changes in that very step."""
+    driver = with_states(drive)
+    request = driver.start("a", prompt(19), max_tokens=6)
+    table = driver.world.scheduler.kv_cache_manager.coordinator.single_type_managers[1]
+    key_inside = driver.tier.key_at(request.block_hashes, 1, 18)
+    while not driver.scheduler._stores.has(key_inside):
+        driver.step()
+    assert request.num_computed_tokens == 19
+    *_, store = driver.scheduler._stores._in_flight.values()
+    (copied,) = [stored.device_block for stored, _ in store.pairs if stored.key == key_inside]
+    running = table.req_to_blocks["a"][4]
+    assert copied is not running
+    assert copied.block_id in driver.pending(STORE)[-1].device_blocks
+    driver.run()
+    assert driver.tier.get(key_inside) is not None
+
+
+# In the tier
+
+
+def test_a_block_is_found_by_its_inner_keys() -> None:
+    tier = make_tier(8)
+    store(tier, "ab")
+    filled = allocate(tier, "ab")
+    assert filled is not None
+    inner = key("ab and a half")
+    assert tier.commit(filled, key("abc"), parent_of("abc"), 12, [inner])
+    assert tier.get(inner) is filled is tier.get(key("abc"))
+    tier.check_integrity()
+    assert leave(tier)[:1] == ["abc"]
+    assert tier.get(inner) is None
+
+
+def test_inner_keys_leave_with_their_block() -> None:
+    for forget in ("drop", "reset", "drop parent"):
+        tier = make_tier(8)
+        store(tier, "ab")
+        filled = allocate(tier, "ab")
+        assert filled is not None
+        inner = key("ab and a half")
+        tier.commit(filled, key("abc"), parent_of("abc"), 12, [inner])
+        if forget == "reset":
+            tier.reset()
+        else:
+            tier.drop([block(tier, "abc" if forget == "drop" else "ab")])
+        assert tier.get(inner) is None
+        tier.check_integrity()
+
+
+def test_an_inner_key_of_two_blocks() -> None:
+    """Two prompts that end alike inside a block, and go on otherwise."""
+    tier = make_tier(8)
+    inner = key("a half")
+    first, second = allocate(tier), allocate(tier)
+    assert first is not None
+    assert second is not None
+    tier.commit(first, key("a"), None, 4, [inner])
+    tier.commit(second, key("b"), None, 4, [inner])
+    assert tier.get(inner) in (first, second)
+    tier.check_integrity()
+    tier.drop([first])
+    assert tier.get(inner) is second
+    tier.check_integrity()
+    tier.drop([second])
+    assert tier.get(inner) is None
+    tier.check_integrity()
+
+
+def test_a_lost_inner_key_is_noticed() -> None:
+    tier = make_tier(8)
+    filled = allocate(tier)
+    assert filled is not None
+    tier.commit(filled, key("a"), None, 4, [key("a half")])
+    tier.check_integrity()
+    tier.pool.cached_block_hash_to_block.pop(key("a half"), filled.block_id)
+    with pytest.raises(AssertionError, match="has lost a key of a part of it"):
+        tier.check_integrity()
+
+
+def test_a_block_that_is_not_kept_leaves_no_inner_key() -> None:
+    tier = make_tier(8)
+    store(tier, "a")
+    orphan = allocate(tier, "a")
+    assert orphan is not None
+    tier.drop([block(tier, "a")])
+    assert not tier.commit(orphan, key("ab"), key("a"), 8, [key("a and a half")])
+    assert tier.get(key("a and a half")) is None
+    assert tier.lookup(hashes("ab"), 0, 8).num_tokens == 0
