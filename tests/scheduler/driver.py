@@ -13,7 +13,8 @@ from simple_offload.backends.base import Direction
 from simple_offload.metadata import StepMetadata, Transfer
 from simple_offload.scheduler.cpu_tier import CpuTier
 from simple_offload.scheduler.manager import OffloadScheduler
-from tests.simulation.world import Shape, World
+from tests.simulation.shape import Shape
+from tests.simulation.world import World
 
 LOAD, STORE = Direction.LOAD, Direction.STORE
 

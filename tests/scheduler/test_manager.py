@@ -25,7 +25,8 @@ from simple_offload.scheduler.manager import OffloadScheduler
 from tests.scheduler.conftest import MakeDriver
 from tests.scheduler.driver import STORE, make_request, prompt, record_steps
 from tests.scheduler.tiers import BLOCK_SIZE
-from tests.simulation.world import Shape, make_kv_cache_config, make_vllm_config
+from tests.simulation.shape import Shape
+from tests.simulation.vllm_config import make_kv_cache_config, make_vllm_config
 
 MAMBA = MambaSpec(block_size=BLOCK_SIZE, shapes=((4, 4),), dtypes=(torch.float32,))
 

@@ -19,7 +19,8 @@ from vllm.v1.core.kv_cache_utils import (
 
 from simple_offload.scheduler.cpu_tier import CpuTier
 from simple_offload.vllm_compat import make_host_coordinator
-from tests.simulation.world import Shape, make_kv_cache_config, make_vllm_config
+from tests.simulation.shape import Shape
+from tests.simulation.vllm_config import make_kv_cache_config, make_vllm_config
 
 BLOCK_SIZE = 4
 _NAMES: dict[BlockHashWithGroupId, str] = {}

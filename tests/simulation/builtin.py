@@ -32,7 +32,8 @@ from simple_offload.backends.base import Direction
 from simple_offload.metadata import StepMetadata, Transfer
 from simple_offload.worker.worker import OffloadWorker
 from tests.simulation.script import Outcome, Play, Script
-from tests.simulation.world import Shape, World
+from tests.simulation.shape import Shape
+from tests.simulation.world import World
 
 
 class BuiltinWorld(World):

@@ -10,7 +10,8 @@ from vllm.v1.request import RequestStatus
 from simple_offload.backends.base import Direction
 from tests.simulation.identity import NUM_TOKENS
 from tests.simulation.runner import Violation
-from tests.simulation.world import Rank, Shape, World
+from tests.simulation.shape import Shape
+from tests.simulation.world import Rank, World
 
 _PATIENCE = 400
 """Steps without any request making progress, nothing being held back, that count as a hang."""

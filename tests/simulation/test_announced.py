@@ -5,7 +5,8 @@ import pytest
 from simple_offload.backends.base import Direction
 from tests.simulation.mutations import no_hold_before_stores_alone
 from tests.simulation.runner import Violation
-from tests.simulation.world import Shape, World
+from tests.simulation.shape import Shape
+from tests.simulation.world import World
 
 LOAD, STORE = Direction.LOAD, Direction.STORE
 PROMPT = list(range(20))

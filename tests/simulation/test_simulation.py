@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from tests.simulation.groups import MODELS, Kind
 from tests.simulation.runner import Violation
 from tests.simulation.script import Faults, Play, Script, play
-from tests.simulation.world import Shape
+from tests.simulation.shape import Shape
 
 _NUM_SEEDS = 60
 _PER_TEST = 10

@@ -1,24 +1,12 @@
 """World: one engine, stepped by hand."""
 
-import tempfile
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import lru_cache
 from itertools import product
-from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, cast
 
-from transformers import LlamaConfig
-from vllm.config import (
-    CacheConfig,
-    DeviceConfig,
-    KVTransferConfig,
-    ModelConfig,
-    ParallelConfig,
-    SchedulerConfig,
-    VllmConfig,
-)
+from vllm.config import KVTransferConfig
 from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata
 from vllm.sampling_params import SamplingParams
@@ -27,16 +15,10 @@ from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_utils import (
     generate_scheduler_kv_cache_config,
     get_request_block_hasher,
-    init_none_hash,
 )
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
-from vllm.v1.kv_cache_interface import (
-    KVCacheConfig,
-    KVCacheGroupSpec,
-    UniformTypeKVCacheSpecs,
-)
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
@@ -45,78 +27,11 @@ from simple_offload.backends.base import Direction
 from simple_offload.config import OffloadConfig
 from simple_offload.metadata import StepMetadata, Transfer, WorkerReport
 from simple_offload.worker.worker import OffloadWorker
-from tests.simulation.device import KVMemory, ScriptedCopy, ScriptedDevice
-from tests.simulation.groups import Drafter, Group, Kind
+from tests.simulation.device import ScriptedCopy, ScriptedDevice
 from tests.simulation.identity import Story
 from tests.simulation.runner import Runner, Violation
-
-NUM_LAYERS = 2
-
-
-@dataclass(frozen=True)
-class Shape:
-    """An engine: its pools, its model's groups, and how it is run.
-
-    ``windows``: a group of attention layers each, 0 for full attention, else a window in tokens.
-    ``num_states``: that many groups of state layers. ``draft``: a drafter's group as well.
-    ``mixed_pages``: the layers of each group have pages of different sizes. ``match_unit``: how
-    many tokens a hash covers, if fewer than a block: with states, hits may end inside a block.
-    """
-
-    num_device_blocks: int = 24
-    num_host_blocks: int = 40
-    block_size: int = 4
-    windows: tuple[int, ...] = (0,)
-    num_ranks: int = 1
-    async_scheduling: bool = False
-    block_outermost: bool = False
-    max_num_seqs: int = 4
-    max_num_batched_tokens: int = 32
-    kv_role: Literal["kv_both", "kv_producer", "kv_consumer"] = "kv_both"
-    load_failures: Literal["recompute", "fail"] = "recompute"
-    max_model_len: int = 80
-    num_states: int = 0
-    draft: bool = False
-    mixed_pages: bool = False
-    match_unit: int | None = None
-    chunk_blocks: int | None = None
-    """Host blocks that a rank opens at a time; None: all at start."""
-    early_chunks: tuple[int, ...] = ()
-    """By rank, how many chunks beyond the first are open before the handshake, none if not said."""
-    num_handshakes: int | None = None
-    """Of how many ranks the scheduler hears before the first step; None: of all."""
-
-    @property
-    def hash_size(self) -> int:
-        """Tokens that a hash covers."""
-        return self.match_unit or self.block_size
-
-    @property
-    def groups(self) -> list[Group]:
-        """The model's groups, in vLLM's order."""
-        attention = [Group(Kind.ATTENTION, window) for window in self.windows]
-        drafts = [Group(Kind.DRAFT)] if self.draft else []
-        return [*attention, *drafts, *[Group(Kind.STATE)] * self.num_states]
-
-    @property
-    def widths(self) -> tuple[int, ...]:
-        """By layer, the slots of 8 bytes that a token takes."""
-        return tuple(layer + 1 if self.mixed_pages else 1 for layer in range(NUM_LAYERS))
-
-    @property
-    def block_bytes(self) -> int:
-        """Bytes of a block of all layers on a rank."""
-        return self.block_size * 8 * sum(self.widths)
-
-    def make_memory(self) -> KVMemory:
-        """One rank's KV cache."""
-        return KVMemory(
-            self.num_device_blocks,
-            self.block_size,
-            self.widths,
-            len(self.groups),
-            self.block_outermost,
-        )
+from tests.simulation.shape import Shape
+from tests.simulation.vllm_config import make_kv_cache_config, make_vllm_config
 
 
 @dataclass(eq=False)
@@ -507,80 +422,3 @@ def _device_blocks(copy: ScriptedCopy) -> set[int]:
 
 def _host_blocks(copy: ScriptedCopy) -> set[int]:
     return set(copy.transfer.host_blocks.tolist())
-
-
-@lru_cache(maxsize=1)
-def _model_directory() -> Path:
-    directory = Path(tempfile.mkdtemp(prefix="simple-offload-sim-"))
-    LlamaConfig(
-        architectures=["LlamaForCausalLM"],
-        vocab_size=128,
-        hidden_size=64,
-        num_hidden_layers=NUM_LAYERS,
-        num_attention_heads=2,
-        num_key_value_heads=2,
-        max_position_embeddings=4096,
-    ).save_pretrained(directory)
-    return directory
-
-
-@lru_cache(maxsize=4)
-def _model_config(max_model_len: int) -> ModelConfig:
-    return ModelConfig(
-        model=str(_model_directory()),
-        skip_tokenizer_init=True,
-        max_model_len=max_model_len,
-        dtype="float32",
-    )
-
-
-def make_vllm_config(shape: Shape, kv_transfer_config: KVTransferConfig) -> VllmConfig:
-    """What ``vllm serve`` would be configured with. The ranks are not processes here, so their
-    number is set on the side."""
-    init_none_hash(sha256)
-    cache_config = CacheConfig(block_size=shape.block_size, enable_prefix_caching=True)
-    cache_config.num_gpu_blocks = shape.num_device_blocks
-    config = VllmConfig(
-        model_config=_model_config(shape.max_model_len),
-        cache_config=cache_config,
-        scheduler_config=SchedulerConfig(
-            max_num_seqs=shape.max_num_seqs,
-            max_num_batched_tokens=shape.max_num_batched_tokens,
-            max_model_len=shape.max_model_len,
-            is_encoder_decoder=False,
-            enable_chunked_prefill=True,
-            async_scheduling=shape.async_scheduling,
-            disable_hybrid_kv_cache_manager=False,
-        ),
-        parallel_config=ParallelConfig(),
-        device_config=DeviceConfig("cpu"),
-        kv_transfer_config=kv_transfer_config,
-    )
-    config.cache_config.block_size = shape.block_size
-    config.cache_config.prefix_match_unit = shape.match_unit
-    if shape.draft:
-        config.speculative_config = cast(Any, Drafter())
-    config.cache_config.mamba_cache_mode = "align" if shape.num_states else "none"
-    config.scheduler_config.async_scheduling = shape.async_scheduling
-    config.parallel_config.world_size = shape.num_ranks
-    return config
-
-
-def make_kv_cache_config(shape: Shape) -> KVCacheConfig:
-    """What a worker is told: the groups, their layers over each other."""
-    memory = shape.make_memory()
-    groups = []
-    for group, names in zip(shape.groups, memory.layer_names, strict=True):
-        specs = {
-            name: group.spec(shape.block_size, width)
-            for name, width in zip(names, shape.widths, strict=True)
-        }
-        spec = specs[names[0]]
-        if shape.mixed_pages:
-            spec = UniformTypeKVCacheSpecs(shape.block_size, specs)
-        groups.append(KVCacheGroupSpec(list(names), spec, is_eagle_group=group.kind is Kind.DRAFT))
-    return KVCacheConfig(
-        num_blocks=shape.num_device_blocks,
-        kv_cache_tensors=memory.tensors,
-        kv_cache_groups=groups,
-    )

@@ -1,0 +1,104 @@
+"""What vLLM is told of the engine of a given shape."""
+
+import tempfile
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, cast
+
+from transformers import LlamaConfig
+from vllm.config import (
+    CacheConfig,
+    DeviceConfig,
+    KVTransferConfig,
+    ModelConfig,
+    ParallelConfig,
+    SchedulerConfig,
+    VllmConfig,
+)
+from vllm.utils.hashing import sha256
+from vllm.v1.core.kv_cache_utils import init_none_hash
+from vllm.v1.kv_cache_interface import (
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    UniformTypeKVCacheSpecs,
+)
+
+from tests.simulation.groups import Drafter, Kind
+from tests.simulation.shape import NUM_LAYERS, Shape
+
+
+@lru_cache(maxsize=1)
+def _model_directory() -> Path:
+    directory = Path(tempfile.mkdtemp(prefix="simple-offload-sim-"))
+    LlamaConfig(
+        architectures=["LlamaForCausalLM"],
+        vocab_size=128,
+        hidden_size=64,
+        num_hidden_layers=NUM_LAYERS,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        max_position_embeddings=4096,
+    ).save_pretrained(directory)
+    return directory
+
+
+@lru_cache(maxsize=4)
+def _model_config(max_model_len: int) -> ModelConfig:
+    return ModelConfig(
+        model=str(_model_directory()),
+        skip_tokenizer_init=True,
+        max_model_len=max_model_len,
+        dtype="float32",
+    )
+
+
+def make_vllm_config(shape: Shape, kv_transfer_config: KVTransferConfig) -> VllmConfig:
+    """What ``vllm serve`` would be configured with. The ranks are not processes here, so their
+    number is set on the side."""
+    init_none_hash(sha256)
+    cache_config = CacheConfig(block_size=shape.block_size, enable_prefix_caching=True)
+    cache_config.num_gpu_blocks = shape.num_device_blocks
+    config = VllmConfig(
+        model_config=_model_config(shape.max_model_len),
+        cache_config=cache_config,
+        scheduler_config=SchedulerConfig(
+            max_num_seqs=shape.max_num_seqs,
+            max_num_batched_tokens=shape.max_num_batched_tokens,
+            max_model_len=shape.max_model_len,
+            is_encoder_decoder=False,
+            enable_chunked_prefill=True,
+            async_scheduling=shape.async_scheduling,
+            disable_hybrid_kv_cache_manager=False,
+        ),
+        parallel_config=ParallelConfig(),
+        device_config=DeviceConfig("cpu"),
+        kv_transfer_config=kv_transfer_config,
+    )
+    config.cache_config.block_size = shape.block_size
+    config.cache_config.prefix_match_unit = shape.match_unit
+    if shape.draft:
+        config.speculative_config = cast(Any, Drafter())
+    config.cache_config.mamba_cache_mode = "align" if shape.num_states else "none"
+    config.scheduler_config.async_scheduling = shape.async_scheduling
+    config.parallel_config.world_size = shape.num_ranks
+    return config
+
+
+def make_kv_cache_config(shape: Shape) -> KVCacheConfig:
+    """What a worker is told: the groups, their layers over each other."""
+    memory = shape.make_memory()
+    groups = []
+    for group, names in zip(shape.groups, memory.layer_names, strict=True):
+        specs = {
+            name: group.spec(shape.block_size, width)
+            for name, width in zip(names, shape.widths, strict=True)
+        }
+        spec = specs[names[0]]
+        if shape.mixed_pages:
+            spec = UniformTypeKVCacheSpecs(shape.block_size, specs)
+        groups.append(KVCacheGroupSpec(list(names), spec, is_eagle_group=group.kind is Kind.DRAFT))
+    return KVCacheConfig(
+        num_blocks=shape.num_device_blocks,
+        kv_cache_tensors=memory.tensors,
+        kv_cache_groups=groups,
+    )
