@@ -212,9 +212,7 @@ class EagerPolicy:
             return
         self._learn_keys(progress)
         if not progress.started:
-            progress.started = True
-            for group in self.tier.chained_group_ids:
-                self._skip_stored(progress, group, num_ready[group])
+            self._start(progress, num_ready)
         fits_anyway = 2 * sum(num_ready.values()) <= self.tier.num_blocks
         turn = max(num_ready.values()) if fits_anyway or len(self._groups) == 1 else 1
         while behind := [g for g in self._groups if progress.next_index[g] < num_ready[g]]:
@@ -263,6 +261,10 @@ class EagerPolicy:
             return
         before = (state.num_tokens - 1) // size * size
         parent = self.tier.key_at(hashes, group, before) if before else None
+        if not progress.started:
+            self._learn_keys(progress)
+            sizes = self.tier.block_sizes
+            self._start(progress, {g: state.num_tokens // sizes[g] for g in self._groups})
         storable = Storable(block, key, parent, state.num_tokens)
         if self.stores.plan([storable], progress.kept, self._device_pool):
             progress.kept.add(key)
@@ -316,6 +318,16 @@ class EagerPolicy:
         # is where the request ends, because there is no later step to do so.
         own = ended and block.block_hash is None and self._stable[group]
         return block if own or block.block_hash == key else None
+
+    def _start(self, progress: _Progress, limits: Mapping[int, int]) -> None:
+        """Skip and keep what the tier has (or is getting) already of the request's blocks before
+        block ``limits[group]``."""
+        progress.started = True
+        for group in self._groups:
+            if self._is_chained(group):
+                self._skip_stored(progress, group, limits[group])
+            else:
+                progress.kept.update(filter(self.stores.has, progress.keys[group][: limits[group]]))
 
     def _skip_stored(self, progress: _Progress, group: int, limit: int) -> None:
         """Set the cursor behind what the tier has (or is getting) of the request's first

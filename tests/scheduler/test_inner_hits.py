@@ -67,6 +67,14 @@ def test_the_state_inside_a_block_is_stored_from_its_copy(drive: MakeDriver) -> 
     assert driver.tier.get(key_inside) is not None
 
 
+def test_what_follows_does_not_displace_the_state_inside_a_block(drive: MakeDriver) -> None:
+    """Room for five blocks of tokens and the states after 16, 18 and 20 tokens."""
+    driver = with_states(drive, num_host_blocks=9)
+    driver.say("a", prompt(19), max_tokens=8)
+    assert driver.num_kept == 8
+    assert driver.found(prompt(19)) == 18
+
+
 # In the tier
 
 

@@ -183,6 +183,19 @@ def test_it_does_not_displace_its_own_prefix(drive: MakeDriver) -> None:
     assert driver.found(prompt(18)) == 16
 
 
+@pytest.mark.parametrize("forget", [False, True])
+def test_it_does_not_displace_the_prefix_that_its_request_has_found(
+    drive: MakeDriver, forget: bool
+) -> None:
+    """On the device or in the tier; the state is handed over in the request's first step."""
+    driver = drive(windows=(0,), num_states=1, num_device_blocks=60, num_host_blocks=6)
+    driver.say("a", prompt(18))
+    if forget:
+        driver.forget_device()
+    driver.say("b", [*prompt(18), *prompt(10, family=3)])
+    assert driver.found(prompt(18)) == 16
+
+
 def test_the_running_state_of_a_request_that_ends_is_not_stored(drive: MakeDriver) -> None:
     """It may be anything, although the block table has it where a boundary's would be."""
     driver = drive(windows=(0,), num_states=1)
