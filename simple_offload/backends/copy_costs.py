@@ -9,11 +9,11 @@ import numpy.typing as npt
 
 Floats = npt.NDArray[np.float64]
 
-KERNEL_SHARES = (0.1, 0.3, 0.5, 0.8, 1.0)
+KERNEL_SHARES = (0.3, 0.8, 1.0)
 """Shares of a batch that are tried on the kernel while DMA copies the rest: together they fill
 gaps that either leaves on the bus."""
-_WORTHWHILE = 0.98
-"""SMs have better uses: the kernel has to save this much over DMA alone."""
+_WORTHWHILE = 0.95
+"""SMs have better uses: a batch has to take this much less time with the kernel than without."""
 
 
 class Division(NamedTuple):
@@ -43,16 +43,21 @@ class CopyCosts:
         """How to copy descriptors of these sizes. Between measured sizes, and above, costs go
         by the bytes, at a pace interpolated by log size; below, a descriptor costs what the
         smallest one does."""
-        dma = self._interpolate(sizes, self.dma)
-        divided = self._interpolate(sizes, self.divided)
-        share = np.interp(np.log2(sizes.astype(np.float64)), np.log2(self.sizes), self.shares)
-        with_kernel = float(divided.sum()) + self.kernel_start
-        if not share.any() or float(dma.sum()) <= with_kernel:
-            return Division(np.zeros(len(sizes), dtype=np.bool_), float(dma.sum()))
+        if not len(sizes):
+            return Division(np.zeros(0, dtype=np.bool_), 0.0)
+        kinds = sizes[:1] if (sizes == sizes[0]).all() else sizes
+        weight = len(sizes) / len(kinds)
+        dma = float(self._interpolate(kinds, self.dma).sum()) * weight
+        divided = float(self._interpolate(kinds, self.divided).sum()) * weight
+        share = np.interp(np.log2(kinds.astype(np.float64)), np.log2(self.sizes), self.shares)
+        with_kernel = divided + self.kernel_start
+        if not share.any() or dma <= with_kernel:
+            return Division(np.zeros(len(sizes), dtype=np.bool_), dma)
         # Every 1 / share-th descriptor, whatever their order: the running total passes a whole
         # number there.
-        total = np.cumsum(share) + 1e-9
-        return Division(np.floor(total) > np.floor(total - share), with_kernel)
+        shares = np.broadcast_to(share, len(sizes))
+        total = np.cumsum(shares) + 1e-9
+        return Division(np.floor(total) > np.floor(total - shares), with_kernel)
 
     def _interpolate(self, sizes: npt.NDArray[np.uint64], seconds: Floats) -> Floats:
         wanted = sizes.astype(np.float64)
@@ -75,24 +80,24 @@ def measure_costs(
     ``time_divided(size, count, share)`` copy so many and return the seconds that took;
     ``time_divided`` is None where there is no kernel.
     """
-    dma, divided, shares = [], [], []
-    kernel_start = 0.0
+    # What a batch costs however small it is, is none of the descriptors'.
     dma_start = time_dma(sizes[0], 1)
+    kernel_start = time_divided(sizes[0], 1, 1.0) if time_divided is not None else 0.0
+    dma, divided, shares = [], [], []
     for size in sizes:
         number = count(size)
-        # What a batch costs however small it is, is none of the descriptors'.
-        by_dma = max(time_dma(size, number) - dma_start, 1e-9) / number
-        best, best_share = by_dma, 0.0
+        best = by_dma = time_dma(size, number)
+        best_share = 0.0
         for share in KERNEL_SHARES if time_divided is not None else ():
             assert time_divided is not None
-            kernel_start = kernel_start or time_divided(sizes[0], 1, 1.0)
-            seconds = max(time_divided(size, number, share) - kernel_start, 1e-9) / number
+            seconds = time_divided(size, number, share)
             if seconds < min(best, by_dma * _WORTHWHILE):
                 best, best_share = seconds, share
-        dma.append(by_dma)
-        divided.append(best)
+        start = kernel_start if best_share else dma_start
+        dma.append(max(by_dma - dma_start, 1e-9) / number)
+        divided.append(max(best - start, 1e-9) / number)
         shares.append(best_share)
-    start = max(0.0, kernel_start - dma_start)
+    start = max(0.0, kernel_start - dma_start) if any(shares) else 0.0
     return CopyCosts(
         np.array(sizes, np.float64), np.array(dma), np.array(divided), np.array(shares), start
     )

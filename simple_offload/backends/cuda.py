@@ -32,7 +32,7 @@ COPY_PATHS: tuple[str, ...] = get_args(CopyPath)
 _KERNEL_PROGRAMS = 8
 """SMs that the kernel runs on: more are no faster on an H200 (docs/measurements.md)."""
 _LADDER = tuple(4096 << step for step in range(8))  # 4 KiB to 512 KiB
-_SCRATCH_BYTES = 32 << 20
+_SCRATCH_BYTES = 64 << 20
 _MAX_TIMED = 1024  # descriptors
 _PART_BYTES = 64 << 20
 """How often a large copy shows how far it has come: every millisecond or so."""
@@ -191,12 +191,12 @@ class CudaBackend:
             return [plan]
         kernel_stream = self._kernel_streams[direction]
         kernel_stream.wait_stream(stream)
+        whole = bool(division.by_kernel.all())
+        by_kernel = plan if whole else plan.take(division.by_kernel)
         kept: list[Any] = [
-            self._kernels[direction].launch(
-                plan.take(division.by_kernel), _KERNEL_PROGRAMS, kernel_stream
-            )
+            self._kernels[direction].launch(by_kernel, _KERNEL_PROGRAMS, kernel_stream)
         ]
-        if not division.by_kernel.all():
+        if not whole:
             rest = plan.take(~division.by_kernel)
             kept.append(rest)
             self._submit_dma(rest, direction, stream)
