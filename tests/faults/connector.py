@@ -5,7 +5,7 @@ FaultPlan, and that its workers copy through a FaultyBackend. Nothing of this is
 """
 
 import copy
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 
@@ -29,16 +29,32 @@ class SimpleCPUOffloadConnector(connector.SimpleCPUOffloadConnector):
         role: KVConnectorRole,
         kv_cache_config: "KVCacheConfig",
     ) -> None:
-        transfer_config = copy.copy(vllm_config.kv_transfer_config)
-        assert transfer_config is not None
-        extra_config = dict(transfer_config.kv_connector_extra_config)
-        plan = FaultPlan.model_validate(extra_config.pop(FAULTS_KEY, {}))
-        transfer_config.kv_connector_extra_config = extra_config
-        vllm_config = copy.copy(vllm_config)
-        vllm_config.kv_transfer_config = transfer_config
+        vllm_config, faults = _take_faults(vllm_config)
         super().__init__(vllm_config, role, kv_cache_config)
         self.faults: FaultyBackend | None = None
         if self.worker is not None:
             rank = vllm_config.parallel_config.rank
+            plan = FaultPlan.model_validate(faults)
             self.faults = FaultyBackend(self.worker._backend, plan.of_rank(rank))
             self.worker._backend = self.faults
+
+    @classmethod
+    def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
+        product = {key: value for key, value in extra_config.items() if key != FAULTS_KEY}
+        return super().requires_piecewise_for_cudagraph(product)
+
+    @classmethod
+    def get_required_kvcache_layout(cls, vllm_config: "VllmConfig") -> str | None:
+        return super().get_required_kvcache_layout(_take_faults(vllm_config)[0])
+
+
+def _take_faults(vllm_config: "VllmConfig") -> tuple["VllmConfig", Any]:
+    """The configuration as the product may see it, and what it says of faults."""
+    transfer_config = copy.copy(vllm_config.kv_transfer_config)
+    assert transfer_config is not None
+    extra_config = dict(transfer_config.kv_connector_extra_config)
+    faults = extra_config.pop(FAULTS_KEY, {})
+    transfer_config.kv_connector_extra_config = extra_config
+    vllm_config = copy.copy(vllm_config)
+    vllm_config.kv_transfer_config = transfer_config
+    return vllm_config, faults
