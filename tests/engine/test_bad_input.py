@@ -4,11 +4,13 @@ import pytest
 
 from tests.engine.compare import assert_nothing_left, assert_same_answers
 from tests.engine.harness import log_tail
-from tests.engine.runs import HOST_BLOCKS, Runs
-from tests.engine.spec import EngineResult
+from tests.engine.runs import BLOCK_SIZE, HOST_BLOCKS, Runs
+from tests.engine.spec import EngineResult, Round
 from tests.engine.workloads import full_workload
 
 ROUNDS = full_workload()[:4]
+FIRST = ROUNDS[0].asks[0]
+FIRST_TWICE = (Round(asks=(FIRST,), together=False, reset="device"),) * 2
 CONNECTOR = {"num_cpu_blocks": HOST_BLOCKS}
 
 
@@ -18,8 +20,10 @@ def engines(runs: Runs) -> dict[str, EngineResult]:
     return runs.run(
         "bad-input",
         {
-            # The prompts are 4 to 11 blocks long.
-            "small tier": runs.spec(connector={"num_cpu_blocks": 4}, rounds=ROUNDS),
+            # The prompts are 4 to 11 blocks long, and one of these is vLLM's null block.
+            "small tier": runs.spec(
+                connector={"num_cpu_blocks": 4}, rounds=(*ROUNDS, *FIRST_TWICE)
+            ),
             "no room": runs.spec(connector={"num_cpu_blocks": 2}, rounds=ROUNDS),
             # A window of 64 tokens reaches into 3 blocks of each of 2 groups.
             "less than a window": runs.spec(
@@ -60,9 +64,12 @@ def failed_starts(runs: Runs) -> dict[str, EngineResult]:
 
 def test_host_tier_smaller_than_a_prefix(runs: Runs, engines: dict[str, EngineResult]) -> None:
     small, roomy = engines["small tier"], engines["producer"]
-    assert_same_answers(runs.plain("llama").rounds[:4], small)
+    plain = runs.plain("llama").rounds
+    again = {FIRST.id: plain[0][FIRST.id]}
+    assert_same_answers([*plain[:4], again, again], small)
     hits = small.metrics["external_prefix_cache_hits"]
-    assert 0 < hits < roomy.metrics["external_prefix_cache_hits"]
+    # At least the beginning of a prompt that comes twice in succession.
+    assert 3 * BLOCK_SIZE <= hits < roomy.metrics["external_prefix_cache_hits"]
     assert_nothing_left(small)
 
 
