@@ -53,7 +53,6 @@ class OffloadScheduler:
             for spec in iter_layer_specs(group.kv_cache_spec)
             if isinstance(spec, ChunkedLocalAttentionSpec)
         }
-        self._kv_cache_manager: KVCacheManager | None = None
         self.switched_off = False
         self._num_open: dict[str, int] = {}
         """By rank, how many host blocks it has opened."""
@@ -63,7 +62,6 @@ class OffloadScheduler:
 
     def bind_kv_cache_manager(self, kv_cache_manager: "KVCacheManager") -> None:
         """Learn the device's blocks and block tables."""
-        self._kv_cache_manager = kv_cache_manager
         self._device_pool = kv_cache_manager.block_pool
         self._policy: StorePolicy = EagerPolicy(self.tier, self._stores, kv_cache_manager)
         self._recent = RecentTables(kv_cache_manager, self._vllm_config.max_concurrent_batches)
