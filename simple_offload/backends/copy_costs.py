@@ -45,17 +45,21 @@ class CopyCosts:
         smallest one does."""
         if not len(sizes):
             return Division(np.zeros(0, dtype=np.bool_), 0.0)
-        kinds = sizes[:1] if (sizes == sizes[0]).all() else sizes
-        weight = len(sizes) / len(kinds)
-        dma = float(self._interpolate(kinds, self.dma).sum()) * weight
-        divided = float(self._interpolate(kinds, self.divided).sum()) * weight
+        # Equal sizes lie together, since batches are sorted.
+        starts = np.flatnonzero(np.concatenate(([True], sizes[1:] != sizes[:-1])))
+        counts = np.diff(starts, append=len(sizes))
+        kinds = sizes[starts]
+        dma = float(self._interpolate(kinds, self.dma) @ counts)
+        divided = float(self._interpolate(kinds, self.divided) @ counts)
         share = np.interp(np.log2(kinds.astype(np.float64)), np.log2(self.sizes), self.shares)
         with_kernel = divided + self.kernel_start
         if not share.any() or dma <= with_kernel:
             return Division(np.zeros(len(sizes), dtype=np.bool_), dma)
+        if (share == 1.0).all():
+            return Division(np.ones(len(sizes), dtype=np.bool_), with_kernel)
         # Every 1 / share-th descriptor, whatever their order: the running total passes a whole
         # number there.
-        shares = np.broadcast_to(share, len(sizes))
+        shares = np.repeat(share, counts)
         total = np.cumsum(shares) + 1e-9
         return Division(np.floor(total) > np.floor(total - shares), with_kernel)
 

@@ -6,7 +6,6 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
 
 import numpy as np
@@ -16,10 +15,10 @@ from simple_offload.backends.base import Barrier, Direction, require_blocks_with
 from simple_offload.backends.copy_costs import CopyCosts, Division, measure_costs
 from simple_offload.backends.cuda_dma import CudaCopyError, largest_first, resolve_dma
 from simple_offload.backends.host_memory import map_memory, node_of_pci_device
-from simple_offload.backends.plan import Descriptors, Regions, plan_copies
+from simple_offload.backends.plan import Descriptors, Regions, in_parts, plan_copies
 from simple_offload.config import ConfigError
 from simple_offload.logs import get_logger
-from simple_offload.metadata import Transfer
+from simple_offload.metadata import BlockIds, Transfer
 
 if TYPE_CHECKING:
     from simple_offload.backends.cuda_kernel import CopyKernel
@@ -35,7 +34,9 @@ _LADDER = tuple(4096 << step for step in range(8))  # 4 KiB to 512 KiB
 _SCRATCH_BYTES = 64 << 20
 _MAX_TIMED = 1024  # descriptors
 _PART_BYTES = 64 << 20
-"""How often a large copy shows how far it has come: every millisecond or so."""
+_PART_DESCRIPTORS = 4096
+"""At most so much of a copy is planned and queued at a time: a large one starts long before all of
+it is planned, and shows every millisecond or so how far it has come."""
 
 
 class _Part(NamedTuple):
@@ -53,7 +54,7 @@ class CudaPending:
 
     parts: deque[_Part]
     """Those that had not ended when last looked at. Never empty: the last one stays."""
-    kept: Any
+    kept: list[Any]
     """Descriptors: the driver and the kernel may read them until the copy has ended."""
 
     def done(self) -> bool:
@@ -133,22 +134,33 @@ class CudaBackend:
     def copy(
         self, direction: Direction, transfer: Transfer, barrier: Barrier | None
     ) -> CudaPending:
-        plan = self._plan(direction, transfer)
-        division = self._divide(direction, plan)
-        stream = self._streams[direction]
+        source, destination, pairs = self._parts(direction, transfer)
+        stream, kernel_stream = self._streams[direction], self._kernel_streams[direction]
         if barrier is not None:
             assert isinstance(barrier, torch.cuda.Event)
             stream.wait_event(barrier)
+        if self._kernels:
+            kernel_stream.wait_stream(stream)
+        kept: list[Any] = []
+        parts: deque[_Part] = deque()
+        by_kernel = False
         try:
-            if division.by_kernel.any():
-                kept = self._submit(direction, plan, division)
-                parts = deque([self._mark(stream, division.seconds)])
-            else:
-                kept, parts = self._submit_in_parts(direction, plan, division.seconds)
+            for source_blocks, destination_blocks in pairs:
+                plan = plan_copies(source, destination, source_blocks, destination_blocks)
+                plan = largest_first(plan)
+                division = self._divide(direction, plan)
+                kept.append(self._submit(direction, plan, division))
+                with_kernel = bool(division.by_kernel.any())
+                by_kernel |= with_kernel
+                parts.append(self._mark(kernel_stream if with_kernel else stream, division.seconds))
+            if by_kernel:
+                stream.wait_stream(kernel_stream)
+            if by_kernel or not parts:
+                parts.append(self._mark(stream, 0.0))
         except Exception:
             # Some of it may be queued. It must not write to blocks that somebody else has got
             # because this transfer has failed.
-            self._kernel_streams[direction].synchronize()
+            kernel_stream.synchronize()
             stream.synchronize()
             raise
         return CudaPending(parts, kept)
@@ -161,17 +173,21 @@ class CudaBackend:
 
     # One copy
 
-    def _plan(self, direction: Direction, transfer: Transfer) -> Descriptors:
+    def _parts(
+        self, direction: Direction, transfer: Transfer
+    ) -> tuple[Regions, Regions, Iterator[tuple[BlockIds, BlockIds]]]:
+        """Source, destination, and pairs of their blocks, a part of the copy at a time."""
         device = self._device_regions
         if not len(device.pages):
-            return Descriptors(*(np.empty(0, np.uint64) for _ in range(3)))
+            return device, device, iter(())
         host = self._host_regions
         require_blocks_within(transfer, device.num_blocks, host.num_blocks)
+        by_bytes = _PART_BYTES // int(device.pages.sum())
+        num_pairs = max(1, min(by_bytes, _PART_DESCRIPTORS // len(device.pages)))
         if direction is Direction.LOAD:
-            plan = plan_copies(host, device, transfer.host_blocks, transfer.device_blocks)
-        else:
-            plan = plan_copies(device, host, transfer.device_blocks, transfer.host_blocks)
-        return largest_first(plan)
+            pairs = in_parts(transfer.host_blocks, transfer.device_blocks, num_pairs)
+            return host, device, pairs
+        return device, host, in_parts(transfer.device_blocks, transfer.host_blocks, num_pairs)
 
     def _divide(self, direction: Direction, plan: Descriptors) -> Division:
         if not len(plan.sizes):
@@ -182,15 +198,13 @@ class CudaBackend:
         return division
 
     def _submit(self, direction: Direction, plan: Descriptors, division: Division) -> list[Any]:
-        """Queue ``plan``, so that the direction's stream has passed all of it when it has passed
-        what is on it now. Returns what has to live until then."""
-        stream = self._streams[direction]
+        """Queue ``plan``, on the direction's two streams. Returns what has to live until both
+        have passed it."""
+        stream, kernel_stream = self._streams[direction], self._kernel_streams[direction]
         if not division.by_kernel.any():
             if len(plan.sizes):
                 self._submit_dma(plan, direction, stream)
             return [plan]
-        kernel_stream = self._kernel_streams[direction]
-        kernel_stream.wait_stream(stream)
         whole = bool(division.by_kernel.all())
         by_kernel = plan if whole else plan.take(division.by_kernel)
         kept: list[Any] = [
@@ -200,25 +214,7 @@ class CudaBackend:
             rest = plan.take(~division.by_kernel)
             kept.append(rest)
             self._submit_dma(rest, direction, stream)
-        stream.wait_stream(kernel_stream)
         return kept
-
-    def _submit_in_parts(
-        self, direction: Direction, plan: Descriptors, seconds: float
-    ) -> tuple[list[Any], deque[_Part]]:
-        """Queue ``plan`` for DMA with marks in between, that show how far it has come."""
-        stream, total = self._streams[direction], max(int(plan.sizes.sum()), 1)
-        ends = np.cumsum(plan.sizes, dtype=np.int64)
-        cuts = np.searchsorted(ends, np.arange(_PART_BYTES, total, _PART_BYTES), side="left") + 1
-        bounds = np.unique(np.concatenate(([0], cuts, [len(plan.sizes)]))).tolist()
-        kept: list[Any] = []
-        parts: deque[_Part] = deque()
-        for start, stop in pairwise(bounds):
-            part = Descriptors(*(column[start:stop] for column in plan))
-            self._submit_dma(part, direction, stream)
-            kept.append(part)
-            parts.append(self._mark(stream, seconds * int(part.sizes.sum()) / total))
-        return kept, parts or deque([self._mark(stream, 0.0)])
 
     def _mark(self, stream: torch.cuda.Stream, seconds: float) -> _Part:
         event = torch.cuda.Event()

@@ -1,6 +1,6 @@
 """Block lists to copy descriptors, without a Python loop over blocks."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -64,24 +64,37 @@ class Descriptors(NamedTuple):
         return Descriptors(*(np.ascontiguousarray(part[chosen]) for part in self))
 
 
+def in_parts(
+    source_blocks: BlockIds, destination_blocks: BlockIds, num_pairs: int
+) -> Iterator[tuple[BlockIds, BlockIds]]:
+    """The pairs, at most ``num_pairs`` at a time, in the order of their source blocks: neighbours
+    come together."""
+    order = np.argsort(source_blocks)
+    sources, destinations = source_blocks[order], destination_blocks[order]
+    for start in range(0, len(order), num_pairs):
+        stop = start + num_pairs
+        yield sources[start:stop], destinations[start:stop]
+
+
 def plan_copies(
     source: Regions, destination: Regions, source_blocks: BlockIds, destination_blocks: BlockIds
 ) -> Descriptors:
     """Descriptors that copy ``source_blocks[i]`` to ``destination_blocks[i]`` in every region.
 
     Pairs are taken in the order of their source blocks; where the next pair's blocks follow on
-    both sides, within one chunk, one descriptor covers both. No destination block may occur
-    twice.
+    both sides, within one chunk, one descriptor covers both. No block may occur twice on a side.
     """
-    order = np.argsort(source_blocks, kind="stable")
-    sources, destinations = source_blocks[order], destination_blocks[order]
-    follows = (np.diff(sources) == 1) & (np.diff(destinations) == 1)
-    follows &= sources[1:] % source.chunk_blocks != 0
-    follows &= destinations[1:] % destination.chunk_blocks != 0
-    starts = np.flatnonzero(np.concatenate(([len(order) > 0], ~follows)))
-    lengths = np.diff(np.concatenate((starts, [len(order)]))).astype(np.uint64)
+    if (np.diff(source_blocks) < 0).any():
+        ((source_blocks, destination_blocks),) = in_parts(
+            source_blocks, destination_blocks, len(source_blocks)
+        )
+    follows = (np.diff(source_blocks) == 1) & (np.diff(destination_blocks) == 1)
+    follows &= source_blocks[1:] % source.chunk_blocks != 0
+    follows &= destination_blocks[1:] % destination.chunk_blocks != 0
+    starts = np.flatnonzero(np.concatenate(([len(source_blocks) > 0], ~follows)))
+    lengths = np.diff(starts, append=len(source_blocks)).astype(np.uint64)
     return Descriptors(
-        destination.addresses(destinations[starts]).ravel(),
-        source.addresses(sources[starts]).ravel(),
+        destination.addresses(destination_blocks[starts]).ravel(),
+        source.addresses(source_blocks[starts]).ravel(),
         (source.pages[:, None] * lengths).ravel(),
     )

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from simple_offload.backends.plan import Descriptors, Regions, plan_copies
+from simple_offload.backends.plan import Descriptors, Regions, in_parts, plan_copies
 
 _PAGES = (8, 24)
 _NUM_BLOCKS = 40
@@ -130,6 +130,24 @@ def test_a_run_ends_with_its_chunk(chunks: tuple[int, int], sizes: list[int]) ->
     plan = plan_pairs(source, destination, {block - 1: block for block in range(2, 8)})
     assert plan.sizes[: len(sizes)].tolist() == sizes  # of the first region
     assert len(plan.sizes) == 2 * len(sizes)
+
+
+@given(SOURCES, st.integers(1, _NUM_BLOCKS + 1), st.randoms(use_true_random=False))
+def test_parts_have_every_pair_once_and_neighbours_together(
+    sources: list[int], num_pairs: int, rng: random.Random
+) -> None:
+    destinations = rng.sample(range(_NUM_BLOCKS), len(sources))
+    parts = [
+        list(zip(of.tolist(), to.tolist(), strict=True))
+        for of, to in in_parts(
+            np.array(sources, np.int64), np.array(destinations, np.int64), num_pairs
+        )
+    ]
+    assert all(0 < len(part) <= num_pairs for part in parts)
+    assert [pair for part in parts for pair in part] == sorted(
+        zip(sources, destinations, strict=True)
+    )
+    assert len(parts) == -(-len(sources) // num_pairs)
 
 
 def test_nothing_to_copy() -> None:
