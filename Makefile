@@ -12,6 +12,8 @@ ARGS ?=
 STEPS ?= 100000
 SCRIPTS ?= 200
 SEED ?= 0
+# Tests that share engines stay in one process, so more than a few are of no use.
+WORKERS ?= 2
 VENV_PYTHON := .venv/bin/python
 
 .DEFAULT_GOAL := help
@@ -29,7 +31,7 @@ demo: set-up ## Conversations on vLLM with and without the connector, on the CPU
 	@$(VENV_PYTHON) -m examples.demo $(ARGS)
 
 test: set-up ## Unit and engine tests that need no accelerator (ARGS="-k name" for some of them)
-	$(VENV_PYTHON) -m pytest $(ARGS)
+	$(VENV_PYTHON) -m pytest -n $(WORKERS) --dist loadgroup --no-loadscope-reorder $(ARGS)
 
 check: set-up ## Formatting, lint and types
 	$(VENV_PYTHON) -m ruff format --check .

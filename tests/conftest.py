@@ -21,10 +21,29 @@ os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
 settings.register_profile("replay", derandomize=True, deadline=None)
 settings.load_profile("replay")
 
+_SHARING = ("engine", "faults", "serve", "vllm_0_33", "acl_sim")
+"""Directories whose tests share what takes long to make, the longest first."""
+
 PATIENCE_SECONDS = 30.0
 """How long tests wait for what must happen before they give up."""
 
 MakeVllmConfig = Callable[..., "VllmConfig"]
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Where tests run in several processes, keep together those that share something: one of the
+    directories above, or a file. What takes longest comes first, so that all end together."""
+
+    def group(item: pytest.Item) -> str:
+        path = item.path.relative_to(Path(__file__).parent)
+        return path.parts[0] if path.parts[0] in _SHARING else str(path)
+
+    def place(item: pytest.Item) -> int:
+        return _SHARING.index(name) if (name := group(item)) in _SHARING else len(_SHARING)
+
+    items.sort(key=place)
+    for item in items:
+        item.add_marker(pytest.mark.xdist_group(group(item)))
 
 
 class Machine:
