@@ -50,7 +50,7 @@ def run(bench: Bench) -> int:
         console.print("Interrupted.")
         return INTERRUPTED
     bench.save()
-    title = f"Medians of {bench.rounds}, and their ratios to {bench.contenders[0].name}"
+    title = f"Medians of {bench.num_runs}, and their ratios to {bench.contenders[0].name}"
     console.print(bench_table(bench.medians, bench.floor, title))
     console.print(f"Numbers: {bench.output / NUMBERS}", highlight=False, soft_wrap=True)
     for problem in bench.problems:
@@ -119,7 +119,14 @@ def _parse(argv: Sequence[str] | None) -> Bench:
         "--rounds",
         type=_count,
         metavar="N",
-        help="runs of each contender (default: 3; 2 on the CPU)",
+        help="engines of each contender (default: 3; 2 on the CPU)",
+    )
+    parser.add_argument(
+        "--repeats",
+        type=_count,
+        default=1,
+        metavar="N",
+        help="how many times each engine does the work, with other prompts each time (default: 1)",
     )
     parser.add_argument(
         "--kv-heads",
@@ -170,7 +177,7 @@ def _parse(argv: Sequence[str] | None) -> Bench:
         parser.error(f"argument --output: cannot write to {arguments.output}: {error.strerror}")
     contenders = [CONTENDERS[name] for name in names]
     rounds = arguments.rounds or ROUNDS[arguments.preset]
-    return Bench(plan, contenders, arguments.parts, rounds, arguments.output)
+    return Bench(plan, contenders, arguments.parts, rounds, arguments.output, arguments.repeats)
 
 
 def _names(known: Collection[str]) -> Callable[[str], list[str]]:

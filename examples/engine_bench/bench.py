@@ -24,7 +24,8 @@ Show = Callable[[str, str], None]
 
 
 class Bench:
-    """``rounds`` times each of ``contenders``, in turn. Everything is written to ``output``
+    """``rounds`` engines of each of ``contenders``, in turn, each with ``repeats`` times the work.
+    Everything is written to ``output``
     after each engine, so that an early end costs the rest only."""
 
     def __init__(
@@ -34,12 +35,14 @@ class Bench:
         parts: Sequence[Part],
         rounds: int,
         output: Path,
+        repeats: int = 1,
     ) -> None:
         self.plan = plan
         self.contenders = contenders
         self.parts = parts
         self.rounds = rounds
         self.output = output
+        self.repeats = repeats
         self.runs: dict[str, list[dict[str, Any]]] = {each.name: [] for each in contenders}
         self.peak: float | None = None
         """Bytes a second of a contiguous copy to the device."""
@@ -55,7 +58,12 @@ class Bench:
 
     @property
     def problems(self) -> list[str]:
-        return problems(self.runs, self.plan, self.parts, self.rounds)
+        return problems(self.runs, self.plan, self.parts, self.num_runs)
+
+    @property
+    def num_runs(self) -> int:
+        """Of each contender."""
+        return self.rounds * self.repeats
 
     def run(self, show: Show) -> None:
         """Raises RunFailed if a process fails. No process is left, however this ends."""
@@ -82,6 +90,7 @@ class Bench:
             "plan": self.plan.to_json(),
             "parts": self.parts,
             "rounds": self.rounds,
+            "repeats": self.repeats,
             "peak_bytes_per_second": self.peak,
             "floor_seconds": self.floor,
             "medians": self.medians,
@@ -118,7 +127,8 @@ class Bench:
     def _command(self, contender: Contender, model: Path) -> list[str]:
         command = [sys.executable, "-m", "examples.engine_bench.engine_run"]
         command += ["--plan", json.dumps(self.plan.to_json()), "--model", str(model)]
-        return [*command, "--contender", contender.name, "--parts", ",".join(self.parts)]
+        command += ["--contender", contender.name, "--parts", ",".join(self.parts)]
+        return [*command, "--repeats", str(self.repeats)]
 
 
 def environment(

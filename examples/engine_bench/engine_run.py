@@ -1,9 +1,9 @@
 """One contender in a process of its own: an engine, its parts, an end.
 
 ``python -m examples.engine_bench.engine_run --plan JSON --contender NAME --parts A,B
---model DIR --results-fd N``. What happens goes to file descriptor N, one JSON object a line:
-``{"phase": ...}``, ``{"done": n, "of": m}``, and last ``{"run": ...}``. The engine's own log
-goes to the standard streams.
+--repeats R --model DIR --results-fd N``. What happens goes to file descriptor N, one JSON object a
+line: ``{"phase": ...}``, ``{"done": n, "of": m}``, and after each repeat ``{"run": ...}``. The
+engine's own log goes to the standard streams.
 """
 
 import argparse
@@ -28,12 +28,19 @@ if TYPE_CHECKING:
 
 Tell = Callable[[dict[str, Any]], None]
 
+_COUNTERS = {
+    "vllm:external_prefix_cache_hits": "external_hits",
+    "vllm:num_preemptions": "preemptions",
+}
+"""vLLM's, and what they are called in a run."""
+
 
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--plan", required=True)
     parser.add_argument("--contender", required=True)
     parser.add_argument("--parts", required=True)
+    parser.add_argument("--repeats", type=int, required=True)
     parser.add_argument("--model", type=Path, required=True)
     parser.add_argument("--results-fd", type=int, required=True)
     arguments = parser.parse_args()
@@ -47,51 +54,64 @@ def main() -> None:
         def tell(event: dict[str, Any]) -> None:
             results.write(json.dumps(event) + "\n")
 
-        asyncio.run(run(plan, CONTENDERS[arguments.contender], names, arguments.model, tell))
+        contender = CONTENDERS[arguments.contender]
+        asyncio.run(run(plan, contender, names, arguments.repeats, arguments.model, tell))
 
 
 async def run(
-    plan: Plan, contender: Contender, names: Sequence[Part], model: Path, tell: Tell
+    plan: Plan, contender: Contender, names: Sequence[Part], repeats: int, model: Path, tell: Tell
 ) -> None:
-    """Start the engine, play the parts, tell what came out, shut the engine down."""
+    """Start the engine, play the parts so many times, each time with prompts of their own, tell
+    what came out, shut the engine down."""
     tell({"phase": "starting the engine"})
     before = time.perf_counter()
     engine = _engine(plan, contender, model)
     start_seconds = time.perf_counter() - before
     try:
-        of = sum(work.requests_of(name, plan) for name in names)
-        done = 0
-
-        def on_reply() -> None:
-            nonlocal done
-            done += 1
-            tell({"done": done, "of": of})
-
         tell({"phase": "warming up"})
         await _warm_up(plan, Client(engine, plan.settle_seconds, lambda: None))
-        client = Client(engine, plan.settle_seconds, on_reply)
-        numbers: dict[str, work.Numbers] = {}
-        lost: list[str] = []
-        for name in names:
-            tell({"phase": name})
-            await client.settle()
-            try:
-                numbers[name] = await work.RUN[name](client, plan)
-            except RequestLost as error:
-                lost.append(f"{name}: {error}")
+        for repeat in range(repeats):
+            counted = {name: _counter(name) for name in _COUNTERS}
+            numbers, replies, lost = await _play(plan.with_other_texts(repeat), engine, names, tell)
+            result = {
+                "repeat": repeat,
+                "start_seconds": start_seconds,
+                "numbers": numbers,
+                "lost": lost,
+                "replies": replies,
+                "machine": _machine(),
+            } | {key: _counter(name) - counted[name] for name, key in _COUNTERS.items()}
+            tell({"run": result})
+            if lost:
                 break  # what else runs is not what was to be measured
-        result = {
-            "start_seconds": start_seconds,
-            "numbers": numbers,
-            "lost": lost,
-            "external_hits": _counter("vllm:external_prefix_cache_hits"),
-            "preemptions": _counter("vllm:num_preemptions"),
-            "replies": work.to_json(client.replies),
-            "machine": _machine(),
-        }
-        tell({"run": result})
     finally:
         engine.shutdown()
+
+
+async def _play(
+    plan: Plan, engine: "AsyncLLM", names: Sequence[Part], tell: Tell
+) -> tuple[dict[str, work.Numbers], list[dict[str, Any]], list[str]]:
+    """Numbers by part, replies that everybody has to agree on, and what was lost."""
+    of = sum(work.requests_of(name, plan) for name in names)
+    done = 0
+
+    def on_reply() -> None:
+        nonlocal done
+        done += 1
+        tell({"done": done, "of": of})
+
+    client = Client(engine, plan.settle_seconds, on_reply)
+    numbers: dict[str, work.Numbers] = {}
+    lost: list[str] = []
+    for name in names:
+        tell({"phase": name})
+        await client.settle()
+        try:
+            numbers[name] = await work.RUN[name](client, plan)
+        except RequestLost as error:
+            lost.append(f"{name}: {error}")
+            break
+    return numbers, work.to_json(client.replies), lost
 
 
 def _engine(plan: Plan, contender: Contender, model: Path) -> "AsyncLLM":

@@ -5,7 +5,7 @@ its seed, so each contender is asked the same.
 """
 
 import random
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -116,6 +116,10 @@ class Plan:
         source = random.Random(f"{self.seed} {' '.join(map(str, what))}")
         vocabulary = range(FIRST_TEXT_TOKEN, self.model.vocab_size)
         return source.choices(vocabulary, k=length)
+
+    def with_other_texts(self, number: int) -> "Plan":
+        """The same work with other prompts, the same for the same ``number``; 0: this plan's."""
+        return replace(self, seed=self.seed + number * 1_000_003)
 
     def history_length(self, user: int) -> int:
         """Of the first message of ``user``, without what all share."""

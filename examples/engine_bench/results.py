@@ -8,7 +8,7 @@ from typing import Any
 from examples.engine_bench.plan import Part, Plan
 
 Runs = Mapping[str, Sequence[Mapping[str, Any]]]
-"""By contender, what ``engine_run`` told in each round."""
+"""By contender, what ``engine_run`` told, a run for each repeat of each round."""
 
 
 @dataclass(frozen=True)
@@ -66,19 +66,18 @@ def floor_seconds(
     return min(hits) + plan.hit_bytes / plan.tensor_parallel / bytes_per_second
 
 
-def problems(runs: Runs, plan: Plan, parts: Iterable[Part], rounds: int) -> list[str]:
-    """Why the numbers are worth nothing, one line each; none if all is well."""
+def problems(runs: Runs, plan: Plan, parts: Iterable[Part], num_runs: int) -> list[str]:
+    """Why the numbers are worth nothing, one line each; none if all is well. ``num_runs``: how
+    many there should be of each contender."""
     found = []
     for contender, each in runs.items():
-        if len(each) != rounds:
-            found.append(f"{contender}: {len(each)} of {rounds} rounds")
+        if len(each) != num_runs:
+            found.append(f"{contender}: {len(each)} of {num_runs} runs")
         for number, one in enumerate(each, start=1):
-            found += [
-                f"{contender}, round {number}: lost a request: {lost}" for lost in one["lost"]
-            ]
+            found += [f"{contender}, run {number}: lost a request: {lost}" for lost in one["lost"]]
             hits_expected = contender != "none" and set(parts) != {"idle"}
             if hits_expected and one["external_hits"] == 0:
-                found.append(f"{contender}, round {number}: the connector got no hits")
+                found.append(f"{contender}, run {number}: the connector got no hits")
     return found + _different_answers(runs, plan)
 
 
@@ -88,10 +87,12 @@ def _different_answers(runs: Runs, plan: Plan) -> list[str]:
     found: dict[str, str] = {}
     for contender, rounds in runs.items():
         for number, one in enumerate(rounds, start=1):
-            who = f"{contender} in round {number}"
+            who = f"{contender} in run {number}"
             for reply in one["replies"]:
                 shape = () if plan.compare_shapes else (reply["cached"],)
-                first, tokens = said.setdefault((reply["id"], *shape), (who, reply["tokens"]))
+                first, tokens = said.setdefault(
+                    (one.get("repeat", 0), reply["id"], *shape), (who, reply["tokens"])
+                )
                 if tokens != reply["tokens"]:
                     found.setdefault(
                         contender,

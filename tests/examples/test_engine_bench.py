@@ -9,6 +9,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import pytest
@@ -62,7 +63,8 @@ def test_a_tiny_bench_measures_every_part(
 ) -> None:
     plan = tiny_plan()
     contenders = [CONTENDERS[name] for name in ON_CPU]
-    code = command.run(Bench(plan, contenders, list(PARTS), 1, tmp_path))
+    bench = Bench(plan, contenders, list(PARTS), 1, tmp_path, repeats=2)
+    code = command.run(bench)
     printed = capsys.readouterr().out
     assert code == 0, printed
     assert "round 1/1 ours: done" in printed
@@ -72,22 +74,25 @@ def test_a_tiny_bench_measures_every_part(
     assert Plan.from_json(result["plan"]) == plan
     assert result["problems"] == []
     assert result["peak_bytes_per_second"] is result["floor_seconds"] is None
-    none, ours = (result["runs"][name][0] for name in ON_CPU)
-    assert none["machine"]["vllm"]
-    assert none["external_hits"] == 0
     # All but a prompt's last block, which has a token that must be computed.
     cached = plan.prompt_tokens - plan.block_size
-    assert ours["external_hits"] >= (plan.num_hits + plan.mix_hits) * cached
-    for run in (none, ours):
-        assert run["lost"] == []
-        assert set(run["numbers"]) == set(PARTS)
-        assert run["numbers"]["ttft"]["device_hit_cached"] == cached
-        assert all(value > 0 for key, value in positive(run["numbers"]))
-    assert none["numbers"]["ttft"]["host_hit_cached"] == 0
-    assert ours["numbers"]["ttft"]["host_hit_cached"] == cached
+    said = set()
+    for none, ours in zip(*(result["runs"][name] for name in ON_CPU), strict=True):
+        assert none["machine"]["vllm"]
+        assert none["external_hits"] == 0
+        assert ours["external_hits"] >= (plan.num_hits + plan.mix_hits) * cached
+        for run in (none, ours):
+            assert run["lost"] == []
+            assert set(run["numbers"]) == set(PARTS)
+            assert run["numbers"]["ttft"]["device_hit_cached"] == cached
+            assert all(value > 0 for key, value in positive(run["numbers"]))
+        assert none["numbers"]["ttft"]["host_hit_cached"] == 0
+        assert ours["numbers"]["ttft"]["host_hit_cached"] == cached
+        said |= {tuple(reply["tokens"]) for reply in ours["replies"]}
     # A model that ignores its prompt would say the same after each.
-    assert len({tuple(reply["tokens"]) for reply in ours["replies"]}) == plan.num_hits
-    assert result["medians"]["ours"]["mix.gap_p99"] == ours["numbers"]["mix"]["gap_p99"]
+    assert len(said) == bench.num_runs * plan.num_hits
+    of_ours = [run["numbers"]["mix"]["gap_p99"] for run in result["runs"]["ours"]]
+    assert result["medians"]["ours"]["mix.gap_p99"] == median(of_ours)
     assert {path.name for path in tmp_path.iterdir()} == {
         "result.json",
         "none-1.log",
@@ -208,34 +213,42 @@ def test_all_is_well() -> None:
 def test_a_lost_request_is_a_problem() -> None:
     runs = {"none": [told(hits=0)], "ours": [told(lost=["mix: 'mix 3' ended by error"])]}
     assert problems(runs, cpu_plan(), TTFT, 1) == [
-        "ours, round 1: lost a request: mix: 'mix 3' ended by error"
+        "ours, run 1: lost a request: mix: 'mix 3' ended by error"
     ]
 
 
 def test_a_connector_without_hits_is_a_problem() -> None:
     runs = {"none": [told(hits=0)] * 2, "ours": [told(), told(hits=0)]}
-    assert problems(runs, cpu_plan(), TTFT, 2) == ["ours, round 2: the connector got no hits"]
+    assert problems(runs, cpu_plan(), TTFT, 2) == ["ours, run 2: the connector got no hits"]
     assert problems(runs, cpu_plan(), ["idle"], 2) == []
 
 
 def test_a_missing_round_is_a_problem() -> None:
     runs = {"none": [told(hits=0)] * 2, "ours": [told()]}
-    assert problems(runs, cpu_plan(), TTFT, 2) == ["ours: 1 of 2 rounds"]
+    assert problems(runs, cpu_plan(), TTFT, 2) == ["ours: 1 of 2 runs"]
 
 
 def test_differing_tokens_are_a_problem() -> None:
     runs = {"none": [told(hits=0)], "ours": [told(tokens=[7, 9])]}
     (problem,) = problems(runs, h200_plan(), TTFT, 1)
     assert problem == (
-        "ours in round 1 answered 'ttft 0' (0 cached tokens) with [7, 9], none in round 1 with "
-        "[7, 8]"
+        "ours in run 1 answered 'ttft 0' (0 cached tokens) with [7, 9], none in run 1 with [7, 8]"
     )
 
 
 def test_differing_tokens_of_one_contender_are_a_problem() -> None:
     runs = {"ours": [told(), told(tokens=[1, 8])]}
     (problem,) = problems(runs, h200_plan(), TTFT, 2)
-    assert problem.startswith("ours in round 2 answered")
+    assert problem.startswith("ours in run 2 answered")
+
+
+def test_repeats_have_prompts_of_their_own() -> None:
+    runs = {"ours": [told(), {**told(tokens=[1, 8]), "repeat": 1}]}
+    assert problems(runs, h200_plan(), TTFT, 2) == []
+    plan = h200_plan()
+    other = plan.with_other_texts(1)
+    assert plan.text(9, "a") == plan.with_other_texts(0).text(9, "a") != other.text(9, "a")
+    assert other.text(9, "a") == plan.with_other_texts(1).text(9, "a")
 
 
 def test_other_numbers_of_cached_tokens_excuse_ties_of_dummy_weights_only() -> None:
