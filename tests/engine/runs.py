@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from examples.random_model import Architecture, save_random_model
-from tests.engine.harness import run_engines
+from tests.engine.harness import DEADLINE_SECONDS, run_engines
 from tests.engine.spec import EngineResult, EngineSpec, Round
 from tests.engine.workloads import full_workload
 
@@ -99,7 +99,13 @@ class Runs:
         directory = self.directory / f"trio-{len(list(self.directory.glob('trio-*')))}"
         return Trio(*run_engines(directory, *specs))
 
-    def run(self, name: str, specs: Mapping[str, EngineSpec]) -> dict[str, EngineResult]:
-        """Run engines in one child process, by name."""
-        results = run_engines(self.directory / name, *specs.values())
+    def run(
+        self,
+        name: str,
+        specs: Mapping[str, EngineSpec],
+        *,
+        deadline: float = DEADLINE_SECONDS,
+    ) -> dict[str, EngineResult]:
+        """Run engines in one child process, by name, within ``deadline`` seconds in all."""
+        results = run_engines(self.directory / name, *specs.values(), deadline=deadline)
         return dict(zip(specs, results, strict=True))

@@ -33,6 +33,11 @@ from tests.engine.targets import (
     rounds,
 )
 
+ENGINE_SECONDS = 120.0
+"""Of one engine, from its start to its end: kernels are compiled on the way."""
+
+pytestmark = pytest.mark.timeout(ENGINE_SECONDS * 8)
+
 
 def where(target: str) -> pytest.MarkDecorator:
     """The marker of a target's tests."""
@@ -65,7 +70,9 @@ class GpuRuns:
             specs = {"plain": self.spec(target, None, EAGER)}
             for name, engine in ENGINES[target].items():
                 specs[name] = self.spec(target, engine.connector, engine.mode)
-            self._results[target] = self._runs.run(f"gpu-{target}", specs)
+            self._results[target] = self._runs.run(
+                f"gpu-{target}", specs, deadline=ENGINE_SECONDS * len(specs)
+            )
         return self._results[target]
 
     def spec(
@@ -223,7 +230,7 @@ def test_two_ranks(gpu_runs: GpuRuns, runs: Runs) -> None:
     )
     # The ranks' host memory is out of this test's reach, so nothing is corrupted.
     spec = spec.model_copy(update={"rounds": spec.rounds[:CORRUPTED]})
-    result = runs.run("gpu-two-ranks", {"tp2": spec})["tp2"]
+    result = runs.run("gpu-two-ranks", {"tp2": spec}, deadline=2 * ENGINE_SECONDS)["tp2"]
     assert_same("llama", plain, result, exact=False)
     cached = [answer.num_cached_tokens for answer in result.rounds[AGAIN].values()]
     assert min(cached) > 0
