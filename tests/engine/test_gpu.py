@@ -220,7 +220,6 @@ def test_requests_are_preempted(gpu_runs: GpuRuns, target: str) -> None:
 def test_two_ranks(gpu_runs: GpuRuns, runs: Runs) -> None:
     if torch.cuda.device_count() < 2:
         pytest.skip("needs two GPUs")
-    plain = gpu_runs.of("llama")["plain"]
     spec = gpu_runs.spec(
         "llama",
         SIZED,
@@ -230,7 +229,9 @@ def test_two_ranks(gpu_runs: GpuRuns, runs: Runs) -> None:
     )
     # The ranks' host memory is out of this test's reach, so nothing is corrupted.
     spec = spec.model_copy(update={"rounds": spec.rounds[:CORRUPTED]})
-    result = runs.run("gpu-two-ranks", {"tp2": spec}, deadline=2 * ENGINE_SECONDS)["tp2"]
+    specs = {"plain": gpu_runs.spec("llama", None, EAGER), "tp2": spec}
+    results = runs.run("gpu-two-ranks", specs, deadline=3 * ENGINE_SECONDS)
+    plain, result = results["plain"], results["tp2"]
     assert_same("llama", plain, result, exact=False)
     cached = [answer.num_cached_tokens for answer in result.rounds[AGAIN].values()]
     assert min(cached) > 0
