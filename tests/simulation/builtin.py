@@ -54,7 +54,7 @@ class BuiltinWorld(World):
         return cast(SimpleCPUOffloadScheduler, self.connector.scheduler_manager)
 
     def kv_transfer_config(self) -> KVTransferConfig:
-        per_rank = self.shape.num_host_blocks * self.shape.block_bytes
+        per_rank = self.shape.host_bytes
         return KVTransferConfig(
             kv_connector="SimpleCPUOffloadConnector",
             kv_role=self.shape.kv_role,

@@ -23,22 +23,29 @@ class Kind(Enum):
 
 @dataclass(frozen=True)
 class Group:
-    """One group of a model. ``window``: how many tokens attention reads back, 0 for all."""
+    """One group of a model. ``window``: how many tokens attention reads back, 0 for all.
+    ``scale``: how many times as many tokens as the smallest blocks its blocks have."""
 
     kind: Kind
     window: int = 0
+    scale: int = 1
 
-    def spec(self, block_size: int, width: int) -> KVCacheSpec:
-        """What vLLM is told of a layer with a page of ``block_size * width`` slots of 8 bytes."""
+    def spec(self, block_size: int, width: int, num_drafted: int) -> KVCacheSpec:
+        """What vLLM is told of a layer with a page of ``block_size * width`` slots of 8 bytes, in
+        which a step may have ``num_drafted`` drafted tokens."""
         if self.kind is Kind.STATE:
             return MambaSpec(
-                block_size=block_size,
+                block_size=block_size * self.scale,
                 shapes=((2 * block_size * width,),),
                 dtypes=(torch.float32,),
                 mamba_cache_mode="align",
+                num_speculative_blocks=num_drafted,
             )
         common: dict[str, Any] = dict(
-            block_size=block_size, num_kv_heads=1, head_size=width, dtype=torch.float32
+            block_size=block_size * self.scale,
+            num_kv_heads=1,
+            head_size=width // self.scale,
+            dtype=torch.float32,
         )
         if self.window:
             return SlidingWindowSpec(sliding_window=self.window, **common)
@@ -46,17 +53,20 @@ class Group:
 
 
 class Drafter:
-    """What vLLM's scheduler wants to know of a speculative config: EAGLE. Its KV pages are
-    filled here, but no drafted token is ever scheduled."""
+    """What vLLM's scheduler wants to know of a speculative config: EAGLE, with KV pages of its
+    own, or drafts that need none (n-grams)."""
 
-    num_speculative_tokens = 0
     num_speculative_tokens_per_batch_size = None
     max_num_new_slots_for_drafting = 0
     disable_eagle_block_drop = False
     disable_lookahead_block_hashes = False
 
+    def __init__(self, num_drafted: int, eagle: bool) -> None:
+        self.num_speculative_tokens = num_drafted
+        self._eagle = eagle
+
     def use_eagle(self) -> bool:
-        return True
+        return self._eagle
 
     needs_eagle_block_drop = use_eagle_block_drop = use_eagle
 
@@ -65,6 +75,18 @@ class Drafter:
 
     use_dspark = uses_draft_model = use_multi_module_mtp = use_dflash
 
+
+PLAIN: dict[str, Any] = {
+    "num_states": 0,
+    "draft": False,
+    "mixed_pages": False,
+    "match_unit": None,
+    "num_drafted": 0,
+    "scales": (),
+    "context_parallel": False,
+    "uneven_ranks": False,
+}
+"""Keywords of a Shape that has nothing but groups of attention layers."""
 
 MODELS: dict[str, dict[str, Any]] = {
     "states and full attention": {"windows": (0,), "num_states": 1},
@@ -83,6 +105,37 @@ MODELS: dict[str, dict[str, Any]] = {
         "match_unit": 2,
     },
     "hashes finer than blocks, and windows": {"windows": (0, 8), "num_states": 1, "match_unit": 2},
+    "drafts without a drafter's pages": {"windows": (0, 8), "num_drafted": 3},
+    "drafts, and states": {
+        "windows": (0,),
+        "num_states": 2,
+        "num_drafted": 2,
+    },
+    "a drafter that drafts": {"windows": (0, 8), "draft": True, "num_drafted": 2},
+    "blocks of two sizes": {"windows": (0, 0), "scales": (1, 2)},
+    "blocks of three sizes, windows, states": {
+        "windows": (0, 8),
+        "num_states": 1,
+        "scales": (2, 4),
+    },
+    "blocks of two sizes, drafts": {"windows": (0, 8), "scales": (2, 1), "num_drafted": 3},
+    "blocks dealt out to two ranks": {
+        "windows": (0,),
+        "context_parallel": True,
+        "num_ranks": 2,
+    },
+    "blocks of two sizes dealt out to two ranks, drafts": {
+        "windows": (0, 0),
+        "scales": (1, 2),
+        "num_drafted": 2,
+        "context_parallel": True,
+        "num_ranks": 2,
+    },
+    "ranks with room for unlike numbers of blocks": {
+        "windows": (0, 8),
+        "num_ranks": 3,
+        "uneven_ranks": True,
+    },
     "pages of two sizes": {"windows": (0,), "mixed_pages": True},
     "pages of two sizes, windows": {"windows": (0, 8), "mixed_pages": True},
 }

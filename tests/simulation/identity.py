@@ -55,16 +55,27 @@ class Story:
     to it. Each next token follows from the identity of everything before."""
 
     def __init__(
-        self, prompt: Sequence[int], num_output_tokens: int, salt: str | None, epoch: int
+        self,
+        prompt: Sequence[int],
+        num_output_tokens: int,
+        salt: str | None,
+        epoch: int,
+        num_beyond: int = 1,
     ) -> None:
+        """``num_beyond``: tokens more than asked for, for what is sampled in a step too many
+        (async scheduling) and for drafts."""
         self.num_prompt_tokens = len(prompt)
+        self.num_output_tokens = num_output_tokens
         self.tokens = list(prompt)
         identities = []
         value = root(salt, epoch)
-        # One more than asked for: what a step too many (async scheduling) samples.
-        for position in range(len(prompt) + num_output_tokens + 1):
+        for position in range(len(prompt) + num_output_tokens + num_beyond):
             if position == len(self.tokens):
                 self.tokens.append(value % NUM_TOKENS)
             value = extend(value, self.tokens[position])
             identities.append(value)
         self.identities: Identities = np.array(identities, dtype=np.uint64)
+
+    def num_accepted(self, num_tokens: int, num_drafted: int) -> int:
+        """How many of ``num_drafted`` drafts after the first ``num_tokens`` tokens are right."""
+        return int(self.identities[num_tokens - 1] >> np.uint64(7)) % (num_drafted + 1)

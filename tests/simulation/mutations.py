@@ -28,6 +28,7 @@ from simple_offload.worker.regions import find_regions
 from simple_offload.worker.transfers import _Lane
 from simple_offload.worker.worker import OffloadWorker
 from tests.simulation.device import ScriptedDevice
+from tests.simulation.groups import PLAIN
 from tests.simulation.script import Faults, Script
 from tests.simulation.world import World
 
@@ -68,6 +69,33 @@ INNER_HITS_ONLY = {
 
 MIXED_PAGES_ONLY = {"believe_all_pages_alike"}
 """Bugs that show only where layers have pages of different sizes."""
+
+ENGINE_ONLY: dict[str, dict[str, Any]] = {
+    "count_rejected_drafts_as_computed": {"num_drafted": 3, "windows": (0,)},
+    "count_rejected_drafts_with_async_scheduling": {
+        "num_drafted": 3,
+        "windows": (0,),
+        "async_scheduling": True,
+    },
+    "pair_a_hit_with_the_end_of_a_table": {
+        "num_drafted": 2,
+        "windows": (0,),
+        "num_states": 1,
+    },
+    "think_all_blocks_as_large_as_the_first": {"windows": (0, 0), "scales": (1, 2)},
+    "think_a_block_is_what_one_rank_has_of_it": {
+        "windows": (0,),
+        "num_ranks": 2,
+        "context_parallel": True,
+    },
+    "believe_all_ranks_have_as_much_room": {
+        "windows": (0,),
+        "num_ranks": 2,
+        "uneven_ranks": True,
+        "chunk_blocks": None,
+    },
+}
+"""Bugs that show only in engines that are run otherwise, and how those are run."""
 
 
 def scripts_for(name: str, seed: int) -> Script:
@@ -121,12 +149,14 @@ def scripts_for(name: str, seed: int) -> Script:
 def _model_for(name: str) -> dict[str, Any]:
     """What the shape has to have for the bug to show; empty if that is any."""
     if name in STATES_ONLY:
-        return {"draft": False, "mixed_pages": False, "num_states": 1, "match_unit": None}
-    attention: dict[str, Any] = {"draft": False, "windows": (0,)}
+        return PLAIN | {"num_states": 1}
+    if name in ENGINE_ONLY:
+        return PLAIN | ENGINE_ONLY[name]
+    attention = PLAIN | {"windows": (0,)}
     if name in INNER_HITS_ONLY:
-        return attention | {"num_states": 1, "mixed_pages": False, "match_unit": 2}
+        return attention | {"num_states": 1, "match_unit": 2}
     if name in MIXED_PAGES_ONLY:
-        return attention | {"num_states": 0, "mixed_pages": True, "match_unit": None}
+        return attention | {"mixed_pages": True}
     return {}
 
 
@@ -624,3 +654,95 @@ def take_the_inner_keys_of_another_block(stack: ExitStack) -> None:
         return commit(self, block, key, parent, num, last.pop(0))
 
     _replace(stack, CpuTier, "commit", mixed_up)
+
+
+# Engines that are run otherwise
+
+
+@mutation
+def count_rejected_drafts_as_computed(stack: ExitStack) -> None:
+    """Adds up what is scheduled, from when a request got its blocks on, and does not hear what
+    comes of it."""
+    allocated, on_step = EagerPolicy.on_allocated, EagerPolicy.on_step
+    num_complete = EagerPolicy._num_complete
+    computed: dict[str, int] = {}
+
+    def start(self: EagerPolicy, request: Any) -> None:
+        computed.pop(request.request_id, None)
+        allocated(self, request)
+
+    def count(self: EagerPolicy, scheduled: Any) -> None:
+        on_step(self, scheduled)
+        for request_id, num_tokens in scheduled.items():
+            if (progress := self._progress.get(request_id)) is not None:
+                request = progress.request
+                first = request.num_computed_tokens - request.num_output_placeholders
+                computed[request_id] = computed.get(request_id, first) + num_tokens
+
+    def believed(self: EagerPolicy, request: Any, group: int, num_blocks: int) -> int:
+        num_tokens = max(computed.get(request.request_id, 0), request.num_computed_tokens)
+        with patch.multiple(request, num_computed_tokens=num_tokens, num_output_placeholders=0):
+            return num_complete(self, request, group, num_blocks)
+
+    _replace(stack, EagerPolicy, "on_allocated", start)
+    _replace(stack, EagerPolicy, "on_step", count)
+    _replace(stack, EagerPolicy, "_num_complete", believed)
+
+
+@mutation
+def count_rejected_drafts_with_async_scheduling(stack: ExitStack) -> None:
+    stack.enter_context(MUTATIONS["count_rejected_drafts_as_computed"]())
+
+
+@mutation
+def pair_a_hit_with_the_end_of_a_table(stack: ExitStack) -> None:
+    """As if a table ended with the hit: one of states has room for drafts' states behind it."""
+    plan = Loads.plan
+
+    def from_the_end(self: Loads, request: Any, tables: Any, *rest: Any) -> None:
+        known = self._hits[request.request_id]
+        shifted = []
+        for group, table in enumerate(tables):
+            first = known.num_computed_tokens // self.tier.block_sizes[group]
+            num_blocks = len(known.hit.blocks[group])
+            shifted.append([*table[:first], *table[len(table) - num_blocks :]])
+        plan(self, request, shifted, *rest)
+
+    _replace(stack, Loads, "plan", from_the_end)
+
+
+def _skip_blocks_of(stack: ExitStack, size: Callable[[CpuTier, int], int]) -> None:
+    """Let the part of a table that the device has be counted in blocks of ``size`` tokens, given
+    the tier and the group."""
+    plan = Loads.plan
+
+    def mistaken(self: Loads, request: Any, tables: Any, *rest: Any) -> None:
+        num_computed = self._hits[request.request_id].num_computed_tokens
+        shifted = []
+        for group, table in enumerate(tables):
+            right = num_computed // self.tier.block_sizes[group]
+            wrong = min(num_computed // size(self.tier, group), len(table) - 1)
+            shifted.append([*table[:right], *(table[wrong:] + table[:wrong])])
+        plan(self, request, shifted, *rest)
+
+    _replace(stack, Loads, "plan", mistaken)
+
+
+@mutation
+def think_all_blocks_as_large_as_the_first(stack: ExitStack) -> None:
+    _skip_blocks_of(stack, lambda tier, group: tier.block_sizes[0])
+
+
+@mutation
+def think_a_block_is_what_one_rank_has_of_it(stack: ExitStack) -> None:
+    def of_one_rank(tier: CpuTier, group: int) -> int:
+        spec = tier.coordinator.kv_cache_config.kv_cache_groups[group].kv_cache_spec
+        return int(spec.block_size)
+
+    _skip_blocks_of(stack, of_one_rank)
+
+
+@mutation
+def believe_all_ranks_have_as_much_room(stack: ExitStack) -> None:
+    """Once every rank has opened all it will, the first one's number goes for all."""
+    _grow(stack, lambda said, num_ranks: next(iter(said.values())) if len(said) == num_ranks else 0)

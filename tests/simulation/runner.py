@@ -1,6 +1,6 @@
 """Runner: a scripted model on one rank. Checks what it reads, writes who it is."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +12,11 @@ from tests.simulation.identity import NUM_TOKENS, Identities, Story, extend, of_
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
+
+    from tests.simulation.shape import Shape
+
+_REJECTED = np.uint64(0xDEAD)
+"""What a page holds of a drafted token that was rejected."""
 
 
 class Violation(AssertionError):
@@ -26,10 +31,21 @@ class _Work:
     story: Story
     start: int
     end: int
+    """Behind the last token that is known, or was drafted and accepted."""
+    num_accepted: int
+    num_rejected: int
     tables: tuple["np.ndarray[tuple[int], np.dtype[np.int64]]", ...]
     """By group, device block ids."""
     samples: bool
     """Whether the step ends with a token that was not known before."""
+    states: dict[int, tuple[int, int]]
+    """By group of states, the columns of its table where the state is at the start, and where it
+    is after the tokens that were known; after each drafted one, in the next."""
+
+    @property
+    def known_end(self) -> int:
+        """Behind the last token that is known."""
+        return self.end - self.num_accepted
 
 
 @dataclass(frozen=True)
@@ -47,6 +63,9 @@ class _Known:
     tables: list[list[int]]
     num_tokens: int = field(default=0)
     """Tokens that are known: the prompt and what has been sampled."""
+    num_computed: int = 0
+    states: dict[int, int] = field(default_factory=dict)
+    """By group of states, the column of its table where the state is."""
 
 
 class Runner:
@@ -56,15 +75,23 @@ class Runner:
         self,
         rank: int,
         memory: KVMemory,
-        groups: Sequence[Group],
-        block_size: int,
+        shape: "Shape",
         stories: Mapping[str, Story],
     ) -> None:
         self.rank = rank
         self.memory = memory
-        self.groups = tuple(enumerate(groups))
-        self.block_size = block_size
+        self.shape = shape
+        self.groups = tuple(enumerate(shape.groups))
         self.stories = stories
+        self._sizes = shape.block_sizes
+        self._pages = [
+            [
+                page.reshape(len(page), page.shape[1] * group.scale, page.shape[2] // group.scale)
+                for page in memory.pages
+            ]
+            for group in shape.groups
+        ]
+        """By group and layer ``[num_blocks, tokens on this rank, width]``."""
         self.num_pages_read = 0
         self._known: dict[str, _Known] = {}
 
@@ -72,12 +99,12 @@ class Runner:
         """Take in what is new, and snapshot this step's work."""
         for request_id in scheduled.finished_req_ids:
             self._known.pop(request_id, None)
-        starts = {}
         for new in scheduled.scheduled_new_reqs:
             story = self.stories[new.req_id]
             tables = [list(ids) for ids in new.block_ids]
-            self._known[new.req_id] = _Known(tables, story.num_prompt_tokens)
-            starts[new.req_id] = new.num_computed_tokens
+            self._known[new.req_id] = _Known(
+                tables, story.num_prompt_tokens, new.num_computed_tokens
+            )
         cached = scheduled.scheduled_cached_reqs
         for index, request_id in enumerate(cached.req_ids):
             known = self._known[request_id]
@@ -87,25 +114,53 @@ class Runner:
                 known.tables = [list(ids) for ids in new_ids]
                 story = self.stories[request_id]
                 known.num_tokens = story.num_prompt_tokens + cached.num_output_tokens[index]
+                known.num_computed = cached.num_computed_tokens[index]
+                known.states.clear()
             elif new_ids is not None:
                 for table, ids in zip(known.tables, new_ids, strict=True):
                     table.extend(ids)
-            starts[request_id] = cached.num_computed_tokens[index]
+            # With async scheduling vLLM counts drafts in until it hears that they were rejected.
+            ahead = cached.num_computed_tokens[index] - known.num_computed
+            limit = self.shape.num_drafted if self.shape.async_scheduling else 0
+            assert 0 <= ahead <= limit, f"vLLM is {ahead} tokens ahead of {request_id}"
+        drafts = scheduled.scheduled_spec_decode_tokens
         works = [
-            self._snapshot(request_id, starts[request_id], num_tokens)
+            self._snapshot(request_id, num_tokens, len(drafts.get(request_id, ())))
             for request_id, num_tokens in scheduled.num_scheduled_tokens.items()
         ]
         copies = [(c.src_block_id, c.dst_block_id) for c in scheduled.kv_cache_block_copies or ()]
         return _Batch(works, list(scheduled.new_block_ids_to_zero or ()), copies)
 
-    def _snapshot(self, request_id: str, start: int, num_tokens: int) -> _Work:
-        known = self._known[request_id]
-        end = start + num_tokens
+    def _snapshot(self, request_id: str, num_tokens: int, num_drafts: int) -> _Work:
+        known, story = self._known[request_id], self.stories[request_id]
+        start = known.num_computed
+        end = start + num_tokens - num_drafts
         samples = end >= known.num_tokens
+        accepted = 0
         if samples:
-            known.num_tokens = end + 1
-        tables = tuple(np.array(table, dtype=np.int64) for table in known.tables)
-        return _Work(request_id, self.stories[request_id], start, end, tables, samples)
+            accepted = min(story.num_accepted(end, num_drafts), len(story.tokens) - 1 - end)
+            known.num_tokens = end + accepted + 1
+        known.num_computed = end + accepted
+        states = {}
+        for index, group in self.groups:
+            if group.kind is Kind.STATE:
+                source = known.states.get(index, (start - 1) // self._sizes[index])
+                target = (start + num_tokens - 1) // self._sizes[index]
+                states[index] = source, target
+                # A state that a block ends with moves to that block when the step is over.
+                moved = known.num_computed == (target + 1) * self._sizes[index]
+                known.states[index] = target if moved else target + accepted
+        return _Work(
+            request_id,
+            story,
+            start,
+            end + accepted,
+            accepted,
+            num_drafts - accepted,
+            tuple(np.array(table, dtype=np.int64) for table in known.tables),
+            samples,
+            states,
+        )
 
     def compute(self, batch: _Batch, samples: dict[str, list[int]]) -> None:
         """The forward. Sampled tokens go into ``samples``.
@@ -131,7 +186,7 @@ class Runner:
                     self._check(work, index, group)
         for work in batch.works:
             if work.samples:
-                samples[work.request_id] = [work.story.tokens[work.end]]
+                samples[work.request_id] = work.story.tokens[work.known_end : work.end + 1]
 
     def _prepare(self, batch: _Batch) -> None:
         for pages in self.memory.pages:
@@ -141,10 +196,10 @@ class Runner:
 
     def _check(self, work: _Work, index: int, group: Group) -> None:
         first = max(0, work.start - group.window + 1) if group.window else 0
-        positions = np.arange(first, work.start)
-        blocks = work.tables[index][positions // self.block_size]
-        for layer, pages in enumerate(self.memory.pages):
-            found = pages[blocks, positions % self.block_size]
+        positions = self._own(np.arange(first, work.start), group)
+        blocks, slots = self._places(work, positions, index, group)
+        for layer, pages in enumerate(self._pages[index]):
+            found = pages[blocks, slots]
             wrong = (found != self._tokens(work, positions, index, group, layer)).any(axis=1)
             for position in positions[wrong].tolist():
                 if not self._is_of_a_sibling(work, position, index, group, layer):
@@ -152,18 +207,43 @@ class Runner:
         self.num_pages_read += len(np.unique(blocks)) * len(self.memory.pages)
 
     def _write(self, work: _Work, index: int, group: Group) -> None:
-        positions = np.arange(work.start, work.end)
-        blocks = work.tables[index][positions // self.block_size]
-        for layer, pages in enumerate(self.memory.pages):
-            tokens = self._tokens(work, positions, index, group, layer)
-            pages[blocks, positions % self.block_size] = tokens
+        positions = self._own(np.arange(work.start, work.end), group)
+        blocks, slots = self._places(work, positions, index, group)
+        rejected = self._own(self._rejected(work, index, group), group)
+        rejected_blocks, rejected_slots = self._places(work, rejected, index, group)
+        for layer, pages in enumerate(self._pages[index]):
+            pages[blocks, slots] = self._tokens(work, positions, index, group, layer)
+            pages[rejected_blocks, rejected_slots] = _REJECTED
+
+    def _rejected(self, work: _Work, index: int, group: Group) -> "np.ndarray[Any, Any]":
+        """Positions of drafted tokens that were rejected, and of those that a drafter drafts for
+        the next step, one after the other: it writes their pages as it goes."""
+        num_ahead = work.num_rejected
+        if group.kind is Kind.DRAFT and work.samples:
+            num_ahead = max(num_ahead, self.shape.num_drafted)
+        room = len(work.tables[index]) * self._sizes[index]
+        return np.arange(work.end, min(work.end + num_ahead, room))
+
+    def _own(self, positions: "np.ndarray[Any, Any]", group: Group) -> "np.ndarray[Any, Any]":
+        """Those of ``positions`` whose tokens this rank keeps."""
+        shards = self.shape.num_shards
+        own: np.ndarray[Any, Any] = positions[positions % shards == self.rank % shards]
+        return own
+
+    def _places(
+        self, work: _Work, positions: "np.ndarray[Any, Any]", index: int, group: Group
+    ) -> tuple["np.ndarray[Any, Any]", "np.ndarray[Any, Any]"]:
+        """The device blocks of ``positions``, and the slots in them."""
+        size = self._sizes[index]
+        blocks = work.tables[index][positions // size]
+        return blocks, positions % size // self.shape.num_shards
 
     def _tokens(
         self, work: _Work, positions: "np.ndarray[Any, Any]", index: int, group: Group, layer: int
     ) -> Identities:
         ahead = 1 if group.kind is Kind.DRAFT else 0
         identities = work.story.identities[positions + ahead]
-        return of_page(identities, index, self.rank, layer, self.memory.pages[layer].shape[2])
+        return of_page(identities, index, self.rank, layer, self._pages[index][layer].shape[2])
 
     def _is_of_a_sibling(
         self, work: _Work, position: int, index: int, group: Group, layer: int
@@ -174,27 +254,37 @@ class Runner:
         hash does not cover. vLLM lets blocks of the same hash stand for each other; what is
         drafted from them may be worse, what is said is the same.
         """
-        last = position % self.block_size == self.block_size - 1
+        size = self._sizes[index]
+        last = position % size == size - 1
         if group.kind is not Kind.DRAFT or not last:
             return False
-        pages = self.memory.pages[layer]
-        found = pages[work.tables[index][position // self.block_size], self.block_size - 1]
+        pages = self._pages[index][layer]
+        found = pages[work.tables[index][position // size], -1]
         prefix = int(work.story.identities[position])
         siblings = np.array([extend(prefix, t) for t in range(NUM_TOKENS)], dtype=np.uint64)
         allowed = of_page(siblings, index, self.rank, layer, pages.shape[2])
         return bool((allowed == found).all(axis=1).any())
 
     def _check_state(self, work: _Work, index: int) -> None:
-        block = work.tables[index][(work.start - 1) // self.block_size]
+        block = work.tables[index][work.states[index][0]]
         for layer, pages in enumerate(self.memory.pages):
             if not np.array_equal(pages[block], self._state(work, work.start, index, layer)):
                 self._complain(work, index, layer, work.start - 1)
         self.num_pages_read += len(self.memory.pages)
 
     def _write_state(self, work: _Work, index: int) -> None:
-        block = work.tables[index][(work.end - 1) // self.block_size]
+        """The state after what was known, and behind it one for each drafted token. Where the
+        accepted ones pass the end of a block, that block gets the state there as well."""
+        table, column, size = work.tables[index], work.states[index][1], self._sizes[index]
         for layer, pages in enumerate(self.memory.pages):
-            pages[block] = self._state(work, work.end, index, layer)
+            for place in range(work.num_accepted + 1):
+                state = self._state(work, work.known_end + place, index, layer)
+                pages[table[column + place]] = state
+            for place in range(work.num_rejected):
+                pages[table[column + work.num_accepted + 1 + place]] = _REJECTED
+            boundary = work.end // size * size
+            if boundary >= work.known_end:
+                pages[table[boundary // size - 1]] = self._state(work, boundary, index, layer)
 
     def _state(self, work: _Work, num_tokens: int, index: int, layer: int) -> Identities:
         prefix = int(work.story.identities[num_tokens - 1])
@@ -205,5 +295,5 @@ class Runner:
         raise Violation(
             f"{work.request_id} reads a wrong page: rank {self.rank}, group {index}, "
             f"layer {layer}, position {position} of {work.start}, "
-            f"device block {work.tables[index][position // self.block_size]}"
+            f"device block {work.tables[index][position // self._sizes[index]]}"
         )

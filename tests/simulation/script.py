@@ -8,6 +8,7 @@ from typing import Any
 from vllm.v1.request import RequestStatus
 
 from simple_offload.backends.base import Direction
+from tests.simulation.groups import PLAIN
 from tests.simulation.identity import NUM_TOKENS
 from tests.simulation.runner import Violation
 from tests.simulation.shape import Shape
@@ -31,6 +32,26 @@ _MODELS: tuple[dict[str, Any], ...] = (
     {"num_states": 1, "windows": (0,), "match_unit": 1, "draft": True},
 )
 """What a script's model may have beside, or instead of, its groups of attention layers."""
+
+_COMMON = 0.6
+_ENGINES: tuple[dict[str, Any], ...] = (
+    {"num_drafted": 1},
+    {"num_drafted": 3},
+    {"num_drafted": 2, "async_scheduling": True},
+    {"num_drafted": 2, "draft": True},
+    {"num_drafted": 3, "draft": True, "async_scheduling": True},
+    {"num_drafted": 2, "num_states": 1},
+    {"scales": (1, 2)},
+    {"scales": (2, 1, 4), "windows": (0, 8)},
+    {"scales": (2, 1), "num_drafted": 2, "windows": (0, 8)},
+    {"num_ranks": 3, "uneven_ranks": True},
+    {"num_ranks": 2, "uneven_ranks": True, "mixed_pages": True, "num_drafted": 2},
+    PLAIN | {"windows": (0,), "num_ranks": 2, "context_parallel": True},
+    PLAIN
+    | {"windows": (0, 0), "num_ranks": 2, "context_parallel": True, "num_drafted": 2}
+    | {"scales": (1, 2)},
+)
+"""How an engine may be run otherwise, whatever its model."""
 
 
 @dataclass(frozen=True)
@@ -109,9 +130,12 @@ class Script:
             else Faults(),
         )
         rng = random.Random(f"{seed}: model")
-        if rng.random() < _ATTENTION_ONLY:
-            return script
-        return script.with_model(**rng.choice(_MODELS))
+        if rng.random() >= _ATTENTION_ONLY:
+            script = script.with_model(**rng.choice(_MODELS))
+        rng = random.Random(f"{seed}: engine")
+        if rng.random() >= _COMMON:
+            script = script.with_model(**rng.choice(_ENGINES))
+        return script
 
     def with_model(self, **changes: Any) -> "Script":
         """The same with other groups, and as many blocks for each. ``changes``: to the shape."""

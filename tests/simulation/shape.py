@@ -1,6 +1,8 @@
 """Shape: what engine a world has."""
 
-from dataclasses import dataclass
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from tests.simulation.device import KVMemory
@@ -41,35 +43,75 @@ class Shape:
     """By rank, how many chunks beyond the first are open before the handshake, none if not said."""
     num_handshakes: int | None = None
     """Of how many ranks the scheduler hears before the first step; None: of all."""
+    num_drafted: int = 0
+    """Tokens drafted for each step of a request that decodes, some of which are accepted."""
+    scales: tuple[int, ...] = ()
+    """By group of attention layers, how many times ``block_size`` tokens its blocks have; 1 where
+    not said. Those of states have the fewest: where they end, vLLM ends chunks of a prompt."""
+    context_parallel: bool = False
+    """Whether the tokens of each block are dealt out to the ranks (DCP)."""
+    uneven_ranks: bool = False
+    """Whether every other rank's pages are twice as large. With the same number of bytes for
+    each rank, those have room for ``num_host_blocks`` and the others for more."""
 
     @property
     def hash_size(self) -> int:
         """Tokens that a hash covers."""
-        return self.match_unit or self.block_size
+        return self.match_unit or math.gcd(*self.block_sizes)
+
+    @property
+    def block_sizes(self) -> list[int]:
+        """By group, the tokens of a block of all ranks together."""
+        return [self.block_size * group.scale * self.num_shards for group in self.groups]
+
+    @property
+    def scheduler_block_size(self) -> int:
+        """Tokens between the ends of two hits, if hits end with blocks."""
+        return math.lcm(*self.block_sizes)
+
+    @property
+    def num_shards(self) -> int:
+        """Ranks that the tokens of a block are dealt out to."""
+        return self.num_ranks if self.context_parallel else 1
 
     @property
     def groups(self) -> list[Group]:
         """The model's groups, in vLLM's order."""
         attention = [Group(Kind.ATTENTION, window) for window in self.windows]
         drafts = [Group(Kind.DRAFT)] if self.draft else []
-        return [*attention, *drafts, *[Group(Kind.STATE)] * self.num_states]
+        scaled = _with_scales([*attention, *drafts], self.scales)
+        return [*scaled, *[Group(Kind.STATE)] * self.num_states]
 
-    @property
-    def widths(self) -> tuple[int, ...]:
-        """By layer, the slots of 8 bytes that a token takes."""
-        return tuple(layer + 1 if self.mixed_pages else 1 for layer in range(NUM_LAYERS))
+    def widths(self, rank: int = 0) -> tuple[int, ...]:
+        """By layer, the slots of 8 bytes that a token takes on a rank, in blocks of
+        ``block_size`` tokens. In larger ones it takes fewer: the pages of all groups are alike."""
+        unit = math.lcm(*self.scales) * (2 if self.uneven_ranks and rank % 2 else 1)
+        return tuple(unit * (layer + 1 if self.mixed_pages else 1) for layer in range(NUM_LAYERS))
 
-    @property
-    def block_bytes(self) -> int:
+    def block_bytes(self, rank: int = 0) -> int:
         """Bytes of a block of all layers on a rank."""
-        return self.block_size * 8 * sum(self.widths)
+        return self.block_size * 8 * sum(self.widths(rank))
 
-    def make_memory(self) -> KVMemory:
+    @property
+    def host_bytes(self) -> int:
+        """Bytes of host memory for each rank."""
+        largest = max(self.block_bytes(rank) for rank in range(self.num_ranks))
+        return self.num_host_blocks * largest
+
+    def make_memory(self, rank: int = 0) -> KVMemory:
         """One rank's KV cache."""
         return KVMemory(
             self.num_device_blocks,
             self.block_size,
-            self.widths,
+            self.widths(rank),
             len(self.groups),
             self.block_outermost,
         )
+
+
+def _with_scales(groups: Sequence[Group], scales: Sequence[int]) -> list[Group]:
+    ones = [1] * (len(groups) - len(scales))
+    return [
+        replace(group, scale=scale)
+        for group, scale in zip(groups, [*scales[: len(groups)], *ones], strict=True)
+    ]

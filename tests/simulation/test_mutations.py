@@ -2,7 +2,9 @@
 
 import pytest
 
+from tests.simulation.groups import PLAIN
 from tests.simulation.mutations import (
+    ENGINE_ONLY,
     INNER_HITS_ONLY,
     MIXED_PAGES_ONLY,
     MUTATIONS,
@@ -39,7 +41,14 @@ def test_other_models_do_not_show_it(name: str) -> None:
     with MUTATIONS[name]():
         for seed in range(_FEW_SEEDS):
             script = scripts_for(name, seed)
-            plain = {"num_states": 0, "mixed_pages": False, "match_unit": None}
-            if name in INNER_HITS_ONLY:
-                plain["num_states"] = 1
-            Play(script.with_model(windows=(0, 8), **plain)).run()
+            num_states = int(name in INNER_HITS_ONLY)
+            Play(script.with_model(**PLAIN | {"windows": (0, 8), "num_states": num_states})).run()
+
+
+@pytest.mark.parametrize("name", ENGINE_ONLY)
+def test_ordinary_engines_do_not_show_it(name: str) -> None:
+    """Those bugs are what the scripts with such engines are there for."""
+    same = {key: value for key, value in ENGINE_ONLY[name].items() if key not in PLAIN}
+    with MUTATIONS[name]():
+        for seed in range(_FEW_SEEDS // 2):
+            Play(scripts_for(name, seed).with_model(**PLAIN | same)).run()

@@ -7,14 +7,13 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tests.simulation.groups import MODELS, Kind
+from tests.simulation.groups import MODELS, PLAIN, Kind
 from tests.simulation.runner import Violation
 from tests.simulation.script import Faults, Play, Script, play
 from tests.simulation.shape import Shape
 
 _NUM_SEEDS = 60
 _PER_TEST = 10
-_PLAIN = {"num_states": 0, "draft": False, "mixed_pages": False, "match_unit": None}
 
 shapes = st.builds(
     Shape,
@@ -34,6 +33,9 @@ shapes = st.builds(
     num_handshakes=st.sampled_from([None, 0, 1, 2]),
     num_states=st.sampled_from([0, 0, 1, 2]),
     draft=st.sampled_from([False, False, True]),
+    num_drafted=st.sampled_from([0, 0, 2]),
+    scales=st.sampled_from([(), (), (2, 1)]),
+    uneven_ranks=st.booleans(),
 )
 chances = st.sampled_from([0.0, 0.05, 0.3])
 scripts = st.builds(
@@ -79,7 +81,7 @@ def test_scripts(script: Script) -> None:
 
 @pytest.mark.parametrize("model", MODELS.values(), ids=MODELS)
 def test_models(model: dict[str, Any]) -> None:
-    plays = [Play(Script.draw(seed).with_model(**_PLAIN | model)) for seed in range(200, 212)]
+    plays = [Play(Script.draw(seed).with_model(**PLAIN | model)) for seed in range(200, 212)]
     outcomes = [play.run() for play in plays]
     assert sum(outcome.num_finished for outcome in outcomes) > 0
     assert sum(outcome.num_blocks_loaded for outcome in outcomes) > 0
@@ -95,6 +97,17 @@ def test_drawn_scripts_have_every_model() -> None:
     assert any(shape.mixed_pages for shape in shapes)
     assert any(shape.match_unit for shape in shapes)
     assert any(all(group.kind is Kind.STATE for group in shape.groups) for shape in shapes)
+
+
+def test_drawn_scripts_have_every_engine() -> None:
+    shapes = [Script.draw(seed).shape for seed in range(_NUM_SEEDS)]
+    drafting = [shape for shape in shapes if shape.num_drafted]
+    assert {shape.async_scheduling for shape in drafting} == {False, True}
+    assert {shape.draft for shape in drafting} == {False, True}
+    assert any(shape.num_states for shape in drafting)
+    assert any(len(set(shape.block_sizes)) > 1 for shape in shapes)
+    assert any(shape.num_shards > 1 for shape in shapes)
+    assert any(shape.uneven_ranks for shape in shapes)
 
 
 def test_same_seed_same_run() -> None:

@@ -74,28 +74,29 @@ def make_vllm_config(shape: Shape, kv_transfer_config: KVTransferConfig) -> Vllm
         device_config=DeviceConfig("cpu"),
         kv_transfer_config=kv_transfer_config,
     )
-    config.cache_config.block_size = shape.block_size
+    config.cache_config.block_size = shape.block_size * min(g.scale for g in shape.groups)
     config.cache_config.prefix_match_unit = shape.match_unit
-    if shape.draft:
-        config.speculative_config = cast(Any, Drafter())
+    if shape.draft or shape.num_drafted:
+        config.speculative_config = cast(Any, Drafter(shape.num_drafted, shape.draft))
     config.cache_config.mamba_cache_mode = "align" if shape.num_states else "none"
     config.scheduler_config.async_scheduling = shape.async_scheduling
     config.parallel_config.world_size = shape.num_ranks
+    config.parallel_config.decode_context_parallel_size = shape.num_shards
     return config
 
 
-def make_kv_cache_config(shape: Shape) -> KVCacheConfig:
+def make_kv_cache_config(shape: Shape, rank: int = 0) -> KVCacheConfig:
     """What a worker is told: the groups, their layers over each other."""
-    memory = shape.make_memory()
+    memory = shape.make_memory(rank)
     groups = []
     for group, names in zip(shape.groups, memory.layer_names, strict=True):
         specs = {
-            name: group.spec(shape.block_size, width)
-            for name, width in zip(names, shape.widths, strict=True)
+            name: group.spec(shape.block_size, width, shape.num_drafted)
+            for name, width in zip(names, shape.widths(rank), strict=True)
         }
         spec = specs[names[0]]
         if shape.mixed_pages:
-            spec = UniformTypeKVCacheSpecs(shape.block_size, specs)
+            spec = UniformTypeKVCacheSpecs(spec.block_size, specs)
         groups.append(KVCacheGroupSpec(list(names), spec, is_eagle_group=group.kind is Kind.DRAFT))
     return KVCacheConfig(
         num_blocks=shape.num_device_blocks,

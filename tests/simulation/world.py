@@ -19,7 +19,7 @@ from vllm.v1.core.kv_cache_utils import (
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
-from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
+from vllm.v1.outputs import DraftTokenIds, KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
@@ -62,13 +62,15 @@ class World:
     def __init__(self, shape: Shape) -> None:
         self.shape = shape
         self.config = make_vllm_config(shape, self.kv_transfer_config())
-        self.kv_cache_config = make_kv_cache_config(shape)
+        self.kv_cache_configs = [
+            make_kv_cache_config(shape, rank) for rank in range(shape.num_ranks)
+        ]
         scheduler_class = AsyncScheduler if shape.async_scheduling else Scheduler
         self.scheduler: Scheduler = scheduler_class(
             vllm_config=self.config,
-            kv_cache_config=generate_scheduler_kv_cache_config([self.kv_cache_config]),
+            kv_cache_config=generate_scheduler_kv_cache_config(self.kv_cache_configs),
             structured_output_manager=StructuredOutputManager(self.config),
-            block_size=shape.block_size,
+            block_size=shape.scheduler_block_size,
             hash_block_size=shape.hash_size,
             log_stats=False,
         )
@@ -104,6 +106,8 @@ class World:
 
     def worker_config(self) -> dict[str, Any]:
         """What our workers take from it."""
+        if self.shape.uneven_ranks:
+            return {"cpu_bytes_to_use_per_rank": self.shape.host_bytes}
         return {"num_cpu_blocks": self.shape.num_host_blocks}
 
     @property
@@ -153,14 +157,14 @@ class World:
 
     def _make_rank(self, rank: int) -> Rank:
         shape = self.shape
-        memory = shape.make_memory()
+        memory = shape.make_memory(rank)
         config = OffloadConfig.parse(self.worker_config(), shape.num_ranks)
-        worker = OffloadWorker(self.kv_cache_config, config, shape.num_ranks)
-        chunk_blocks = shape.chunk_blocks or shape.num_host_blocks
-        device = ScriptedDevice(chunk_blocks * shape.block_bytes)
+        worker = OffloadWorker(self.kv_cache_configs[rank], config, shape.num_ranks)
+        chunk_blocks = shape.chunk_blocks or shape.host_bytes // shape.block_bytes(rank)
+        device = ScriptedDevice(chunk_blocks * shape.block_bytes(rank))
         worker._backend = device
         worker.register_kv_caches(memory.kv_caches())
-        runner = Runner(rank, memory, shape.groups, shape.block_size, self.stories)
+        runner = Runner(rank, memory, shape, self.stories)
         return Rank(worker, device, runner)
 
     # What users do
@@ -169,7 +173,8 @@ class World:
         self, request_id: str, prompt: list[int], max_tokens: int, salt: str | None, epoch: int
     ) -> None:
         """Hand a request to the scheduler."""
-        self.stories[request_id] = Story(prompt, max_tokens, salt, epoch)
+        num_beyond = 1 + 3 * self.shape.num_drafted
+        self.stories[request_id] = Story(prompt, max_tokens, salt, epoch, num_beyond)
         request = Request(
             request_id=request_id,
             prompt_token_ids=prompt,
@@ -306,11 +311,29 @@ class World:
             for output in client_outputs.outputs:
                 if output.finish_reason is not None and output.request_id in self.requests:
                     self._note_finished(output.request_id)
+        self._propose_drafts(step)
         self._check_tier_size(step)
         self._spoil_failed(combined.kv_connector_output)
         self._check_forgotten()
         for request_id in [r for r in self.requests if self.requests[r].is_finished()]:
             self._note_finished(request_id)
+
+    def _propose_drafts(self, step: _Step) -> None:
+        """Tell the scheduler what has been drafted. With async scheduling it goes on before it
+        knows, and what the drafts are it never does."""
+        if not self.shape.num_drafted or self.shape.async_scheduling:
+            return
+        drafts = {
+            request_id: [0] * (len(tokens) and self._num_proposed(request_id))
+            for request_id, tokens in step.samples.items()
+        }
+        self.scheduler.update_draft_token_ids(DraftTokenIds(list(drafts), list(drafts.values())))
+
+    def _num_proposed(self, request_id: str) -> int:
+        """A drafter of its own always drafts as many; n-grams find what they find."""
+        if self.shape.draft:
+            return self.shape.num_drafted
+        return (self.num_steps + len(request_id)) % (self.shape.num_drafted + 1)
 
     def _spoil_failed(self, output: KVConnectorOutput | None) -> None:
         """Once the scheduler side knows that host blocks could not be loaded, their memory may
@@ -397,7 +420,7 @@ class World:
         all of it, or a beginning if it was aborted or failed on purpose."""
         tokens, status = self.finished[request_id]
         story = self.stories[request_id]
-        expected = story.tokens[story.num_prompt_tokens : -1]
+        expected = story.tokens[story.num_prompt_tokens :][: story.num_output_tokens]
         complete = status == RequestStatus.FINISHED_LENGTH_CAPPED
         if complete and len(tokens) != len(expected):
             raise Violation(f"{request_id}: {len(tokens)} tokens instead of {len(expected)}")
