@@ -155,7 +155,9 @@ class EagerPolicy:
 
     def on_finished(self, request: "Request", loading: bool) -> None:
         progress = self._progress.pop(request.request_id, None)
-        if progress is None or loading:
+        # Where no step has run it, it has blocks that it found, or that another connector
+        # (MultiConnector) is still to fill.
+        if progress is None or loading or not progress.ran:
             return
         tables = {}
         for group in self._groups:

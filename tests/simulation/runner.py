@@ -1,6 +1,6 @@
 """Runner: a scripted model on one rank. Checks what it reads, writes who it is."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -187,6 +187,15 @@ class Runner:
         for work in batch.works:
             if work.samples:
                 samples[work.request_id] = work.story.tokens[work.known_end : work.end + 1]
+
+    def fill(self, request_id: str, tables: Sequence[Sequence[int]], num_tokens: int) -> None:
+        """Write the pages of a request's first ``num_tokens`` tokens, as somebody does who has
+        them from elsewhere. Attention groups only."""
+        arrays = tuple(np.array(table, dtype=np.int64) for table in tables)
+        story = self.stories[request_id]
+        work = _Work(request_id, story, 0, num_tokens, 0, 0, arrays, False, {})
+        for index, group in self.groups:
+            self._write(work, index, group)
 
     def _prepare(self, batch: _Batch) -> None:
         for pages in self.memory.pages:

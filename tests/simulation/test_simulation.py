@@ -17,7 +17,7 @@ _PER_TEST = 10
 
 shapes = st.builds(
     Shape,
-    num_device_blocks=st.integers(40, 90),
+    num_device_blocks=st.integers(64, 110),
     num_host_blocks=st.integers(2, 200),
     windows=st.sampled_from([(0,), (8,), (0, 8), (0, 6, 6)]),
     num_ranks=st.integers(1, 4),

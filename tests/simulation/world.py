@@ -4,7 +4,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import product
-from typing import Any, cast
+from typing import Any
 
 from vllm.config import KVTransferConfig
 from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
@@ -74,7 +74,7 @@ class World:
             hash_block_size=shape.hash_size,
             log_stats=False,
         )
-        self.connector = cast(Any, self.scheduler.connector)
+        self.connector = self.find_connector()
         self.stories: dict[str, Story] = {}
         self.ranks = [self._make_rank(rank) for rank in range(shape.num_ranks)]
         self._open_early()
@@ -103,6 +103,10 @@ class World:
             kv_load_failure_policy=self.shape.load_failures,
             kv_connector_extra_config=self.worker_config(),
         )
+
+    def find_connector(self) -> Any:
+        """The connector's scheduler side."""
+        return self.scheduler.connector
 
     def worker_config(self) -> dict[str, Any]:
         """What our workers take from it."""
