@@ -31,9 +31,11 @@ from vllm.v1.engine.core_client import InprocClient
 from vllm.v1.engine.llm_engine import LLMEngine
 from vllm.v1.metrics.reader import Counter, get_metrics_snapshot
 
+from simple_offload import SimpleCPUOffloadConnector
 from simple_offload.backends.base import Direction
 from simple_offload.metadata import Transfer
 from simple_offload.worker.host_pool import HostPool
+from tests.engine.ray_cluster import local_cluster
 from tests.engine.spec import (
     Answer,
     Ask,
@@ -205,10 +207,13 @@ def _engine_args(spec: EngineSpec) -> EngineArgs:
     transfer = None
     if spec.connector is not None:
         transfer = KVTransferConfig(
-            kv_connector="SimpleCPUOffloadConnector",
-            kv_connector_module_path="simple_offload",
-            kv_connector_extra_config=spec.connector,
-            **{"kv_role": "kv_both", **spec.transfer_arguments},
+            **{
+                "kv_connector": "SimpleCPUOffloadConnector",
+                "kv_connector_module_path": "simple_offload",
+                "kv_role": "kv_both",
+                "kv_connector_extra_config": spec.connector,
+                **spec.transfer_arguments,
+            }
         )
     return EngineArgs(model=str(spec.model), kv_transfer_config=transfer, **spec.arguments)
 
@@ -216,7 +221,7 @@ def _engine_args(spec: EngineSpec) -> EngineArgs:
 def _read_books(engine: LLMEngine, result: EngineResult) -> None:
     scheduler = _scheduler_of(engine)
     result.device_pool = _pool_state(scheduler.kv_cache_manager.block_pool)
-    connector = scheduler.connector
+    connector = _our_connector(scheduler)
     if connector is None or connector.scheduler is None:
         return
     result.host_pool = _pool_state(connector.scheduler.tier.pool)
@@ -228,6 +233,13 @@ def _read_books(engine: LLMEngine, result: EngineResult) -> None:
     if connector.scheduler.num_in_flight:
         problems.append(f"{connector.scheduler.num_in_flight} transfers in flight")
     result.integrity_problem = "\n".join(problems) or None
+
+
+def _our_connector(scheduler: Any) -> Any:
+    """The connector's scheduler side, also where it is one of several."""
+    several = getattr(scheduler.connector, "sub_connectors", [scheduler.connector])
+    ours = [each for each in several if isinstance(each, SimpleCPUOffloadConnector)]
+    return ours[0] if ours else None
 
 
 def _scheduler_of(engine: LLMEngine) -> Any:
@@ -270,6 +282,16 @@ def _connector_warnings(messages: list[str]) -> Iterator[None]:
 
 
 @contextmanager
+def _ray_cluster(spec: EngineSpec) -> Iterator[None]:
+    """The cluster that an engine needs whose ranks Ray starts."""
+    if spec.arguments.get("distributed_executor_backend") != "ray":
+        yield
+        return
+    with local_cluster(spec.arguments["tensor_parallel_size"]):
+        yield
+
+
+@contextmanager
 def _host_chunks() -> Iterator[list[HostChunk]]:
     """The chunks of host blocks that the connector opens in this process meanwhile."""
     chunks: list[HostChunk] = []
@@ -291,7 +313,8 @@ def main(job_path: Path, result_path: Path) -> None:
     job = Job.model_validate_json(job_path.read_text())
     results = []
     for spec in job.engines:
-        results.append(run_engine(spec))
+        with _ray_cluster(spec):
+            results.append(run_engine(spec))
         gc.collect()
         ensure_kv_transfer_shutdown()  # a start that failed half-way leaves its connector
         cleanup_dist_env_and_memory()

@@ -67,9 +67,7 @@ def run_parallel(
         architecture,
         connector=connector,
         rounds=workload(),
-        distributed_executor_backend="mp",
-        **parallel,
-        **of_stages,
+        **{"distributed_executor_backend": "mp"} | parallel | of_stages,
     )
     return runs.run(name, {name: spec}, deadline=DEADLINE_SECONDS)[name]
 
