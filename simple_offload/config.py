@@ -67,7 +67,13 @@ class OffloadConfig(BaseModel):
     allow, if those are given too."""
 
     lazy_offload: StrictBool = False
-    """Store blocks when the device is about to evict them, not as soon as they are full."""
+    """Store blocks when the device is about to evict them, not as soon as they are full. While
+    running requests leave the device fewer free blocks than it may need soon, theirs are stored
+    as they fill up."""
+
+    store_threshold: Annotated[int, Field(strict=True, ge=1)] = 1
+    """Store a block only once so many requests have had the prefix that ends with it; the one
+    that computed it counts. 1: always. 2 keeps prompts that come once out of the tier."""
 
     backend: Literal["auto", "cuda", "npu", "host"] = "auto"
     """How bytes move. "auto" follows vLLM's platform."""

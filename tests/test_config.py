@@ -58,6 +58,17 @@ def test_a_configuration_of_the_builtin_connector_is_taken_as_it_is() -> None:
     assert (config.num_cpu_blocks, config.lazy_offload) == (64, True)
 
 
+def test_store_threshold_counts_requests() -> None:
+    assert OffloadConfig.parse({}, num_ranks=1).store_threshold == 1
+    assert OffloadConfig.parse({"store_threshold": 3}, num_ranks=1).store_threshold == 3
+
+
+@pytest.mark.parametrize("value", [0, -1, True, 1.5, "2", None], ids=repr)
+def test_store_threshold_is_an_int_of_at_least_one(value: object) -> None:
+    message = refusal({"store_threshold": value})
+    assert f"store_threshold={value!r}" in message
+
+
 @pytest.mark.parametrize(
     ("given_size", "num_bytes"),
     [

@@ -4,6 +4,9 @@ The free queue of the pool is kept so that **a free block always stands before i
 the block that holds the tokens just before its own. Blocks are evicted from the front, so the
 tail of a prefix leaves before its head, at any moment and whatever the order of stores: a
 chain without its head could never be found again.
+
+A block may come before its parent does, while only the device has that: a hit then goes on from
+the device's blocks with the tier's.
 """
 
 from collections.abc import Container, Iterable, Sequence
@@ -53,6 +56,8 @@ class CpuTier:
         """Grows whenever a lookup might find something else than before."""
         self._parents: dict[int, BlockHashWithGroupId] = {}
         """By id of a cached block that is not a chain's first: the key of its parent."""
+        self._early: dict[BlockHashWithGroupId, set[int]] = {}
+        """By key of a parent that has not come yet: the ids of the blocks that follow it."""
 
     @property
     def num_blocks(self) -> int:
@@ -110,8 +115,8 @@ class CpuTier:
     def lineage(
         self, block_hashes: list[BlockHash], num_computed_tokens: int
     ) -> list[KVCacheBlock]:
-        """The blocks that precede a hit in its chains, in order: they have to stay as long as
-        the hit does, although the device has its own copies."""
+        """The blocks that precede a hit in its chains, in order, as far as they are there: they
+        have to stay as long as the hit does, although the device has its own copies."""
         ancestors = []
         for group in self.chained_group_ids:
             count = num_computed_tokens // self.block_sizes[group]
@@ -172,7 +177,7 @@ class CpuTier:
         blocks: list[KVCacheBlock] = self.pool.get_new_blocks(room)
         if evicts:
             for evicted in blocks:
-                self._parents.pop(evicted.block_id, None)
+                self._forget_parent(evicted.block_id)
         return blocks
 
     def commit(
@@ -182,16 +187,17 @@ class CpuTier:
         parent: BlockHashWithGroupId | None,
         num_tokens: int,
         inner_keys: Iterable[BlockHashWithGroupId] = (),
+        early: bool = False,
     ) -> bool:
         """Make ``block``, whose bytes are complete on every rank, findable by ``key``, and unpin
         it. ``num_tokens``: the prefix that ends with it. ``inner_keys``: of prefixes that end
-        inside it, by which it shall be found too.
+        inside it, by which it shall be found too. ``early``: its parent may come later.
 
         Returns False, with the block free and empty, when it could never be part of a hit: its
         chain's head has left meanwhile, or another block holds the key.
         """
         orphaned = parent is not None and self.get(parent) is None and self._is_chained(key)
-        useful = not orphaned and self.get(key) is None
+        useful = (early or not orphaned) and self.get(key) is None
         if useful:
             self.pool._insert_block_hash(key, block, num_tokens=num_tokens)
             for inner_key in inner_keys:
@@ -199,7 +205,11 @@ class CpuTier:
             self.version += 1
             if parent is not None:
                 self._parents[block.block_id] = parent
+                if orphaned:
+                    self._early.setdefault(parent, set()).add(block.block_id)
         self.unpin((block,))
+        if useful and self._early.pop(key, None) is not None:
+            self._renew(block)  # what follows it stands anywhere, it had better stand last
         return useful
 
     def drop(self, blocks: Iterable[KVCacheBlock]) -> None:
@@ -211,7 +221,7 @@ class CpuTier:
         while lost:
             self.pool.evict_blocks(lost)
             for block_id in lost:
-                self._parents.pop(block_id, None)
+                self._forget_parent(block_id)
                 self._queue_first(self.pool.blocks[block_id])
             lost = {child for child, parent in self._parents.items() if parent in lost_keys}
             lost_keys = {self.pool.blocks[block_id].block_hash for block_id in lost}
@@ -221,6 +231,7 @@ class CpuTier:
         self.version += 1
         self.pool.evict_blocks({b.block_id for b in self.pool.blocks if b.block_hash is not None})
         self._parents.clear()
+        self._early.clear()
 
     def check_integrity(self) -> None:
         """Raise AssertionError when the free queue, the hash map and the parents disagree.
@@ -250,6 +261,8 @@ class CpuTier:
             if parent_key is not None and self._is_chained(block.block_hash):
                 parent = self.get(parent_key)
                 if parent is None:
+                    if block.block_id in self._early.get(parent_key, ()):
+                        continue
                     raise AssertionError(f"{block}: its chain's head has left the tier")
                 later = position.get(parent.block_id, len(position))
                 assert position.get(block.block_id, -1) < later, f"{block}: outlives {parent}"
@@ -257,13 +270,26 @@ class CpuTier:
     # Details
 
     def _present(self, keys: Iterable[BlockHashWithGroupId]) -> list[KVCacheBlock]:
-        """The blocks of ``keys``, up to the first that is not there."""
-        blocks = []
-        for key in keys:
-            if (block := self.get(key)) is None:
-                break
-            blocks.append(block)
-        return blocks
+        """The blocks of those ``keys`` that are there."""
+        return [block for key in keys if (block := self.get(key)) is not None]
+
+    def _forget_parent(self, block_id: int) -> None:
+        parent = self._parents.pop(block_id, None)
+        if parent is not None and (early := self._early.get(parent)) is not None:
+            early.discard(block_id)
+            if not early:
+                del self._early[parent]
+
+    def _renew(self, block: KVCacheBlock) -> None:
+        """Make ``block`` and what precedes it in its chain the most recently used."""
+        lineage: list[KVCacheBlock] = []
+        found: KVCacheBlock | None = block
+        while found is not None:
+            lineage.append(found)
+            parent = self._parents.get(found.block_id)
+            found = self.get(parent) if parent is not None else None
+        self.pin(lineage)
+        self.unpin(reversed(lineage))
 
     def _is_chained(self, key: BlockHashWithGroupId) -> bool:
         return int(get_group_id(key)) in self.chained_group_ids

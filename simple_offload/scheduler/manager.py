@@ -14,8 +14,9 @@ from simple_offload.metadata import RankCapacity, StepMetadata, WorkerReport
 from simple_offload.scheduler.cpu_tier import CpuTier
 from simple_offload.scheduler.in_flight import InFlight
 from simple_offload.scheduler.loads import Loads
-from simple_offload.scheduler.policy import BoundaryState, EagerPolicy, StorePolicy
+from simple_offload.scheduler.policies import describe_policy, make_policy
 from simple_offload.scheduler.recent_tables import RecentTables
+from simple_offload.scheduler.store_policy import BoundaryState, StorePolicy
 from simple_offload.scheduler.stores import Stores
 
 if TYPE_CHECKING:
@@ -42,8 +43,6 @@ class OffloadScheduler:
         self._vllm_config = vllm_config
         self._device_config = kv_cache_config
         _require_supported_groups(kv_cache_config)
-        if config.lazy_offload:
-            raise ConfigError("lazy_offload=True: not available yet; allowed: false")
         self.block_size, self._hash_block_size = resolve_kv_cache_block_sizes(
             kv_cache_config, vllm_config
         )
@@ -63,7 +62,9 @@ class OffloadScheduler:
     def bind_kv_cache_manager(self, kv_cache_manager: "KVCacheManager") -> None:
         """Learn the device's blocks and block tables."""
         self._device_pool = kv_cache_manager.block_pool
-        self._policy: StorePolicy = EagerPolicy(self.tier, self._stores, kv_cache_manager)
+        self._policy: StorePolicy = make_policy(
+            self.config, self._vllm_config, self.tier, self._stores, kv_cache_manager
+        )
         self._recent = RecentTables(kv_cache_manager, self._vllm_config.max_concurrent_batches)
 
     def agree_on_capacity(self, capacities: Iterable[RankCapacity]) -> None:
@@ -77,7 +78,10 @@ class OffloadScheduler:
         if len(set(by_rank)) > 1:
             logger.info("Ranks have room for %s host blocks; all use %d", by_rank, min(by_rank))
         logger.info(
-            "Host tier: %d blocks of %d tokens, eager stores", min(by_rank), self.block_size
+            "Host tier: %d blocks of %d tokens, %s",
+            min(by_rank),
+            self.block_size,
+            describe_policy(self.config),
         )
         self._grow_tier({capacity.rank: capacity.num_open for capacity in capacities})
 

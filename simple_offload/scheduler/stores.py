@@ -26,6 +26,8 @@ class Storable(NamedTuple):
     inner_keys: tuple[BlockHashWithGroupId, ...] = ()
     """Of prefixes that end inside the block, by which the device finds it too. ``Stores.plan``
     fills them in."""
+    early: bool = False
+    """Whether it may be committed before its parent is: whoever stores it will store that too."""
 
 
 @dataclass(slots=True, eq=False)
@@ -48,6 +50,9 @@ class Stores:
         self._in_flight: dict[int, _Store] = {}
         self._keys: set[BlockHashWithGroupId] = set()
         """Keys on their way."""
+        self.first_to_go: dict[int, int] = {}
+        """By id of a device block that is to be evicted first once it is released: its place
+        among those. Of no other meaning, so whoever plans a store may add and remove blocks."""
 
     @property
     def idle(self) -> bool:
@@ -101,7 +106,12 @@ class Stores:
         for block, host_block in store.pairs:
             if keep:
                 self.tier.commit(
-                    host_block, block.key, block.parent, block.num_tokens, block.inner_keys
+                    host_block,
+                    block.key,
+                    block.parent,
+                    block.num_tokens,
+                    block.inner_keys,
+                    block.early,
                 )
             else:
                 self.tier.unpin((host_block,))
@@ -130,8 +140,20 @@ class Stores:
         )
 
     def _release(self, store: _Store, device_pool: BlockPool) -> None:
-        """Last block first, as vLLM frees a request's: the tail of a prefix leaves first."""
-        device_pool.free_blocks([block.device_block for block, _ in reversed(store.pairs)])
+        """Last block first, as vLLM frees a request's: the tail of a prefix leaves first. But
+        blocks that were about to be evicted go back to where they were."""
+        blocks = [block.device_block for block, _ in reversed(store.pairs)]
+        places = {
+            block.block_id: place
+            for block in blocks
+            if (place := self.first_to_go.pop(block.block_id, None)) is not None
+        }
+        first = [b for b in blocks if b.block_id in places and b.ref_cnt == 1]
+        first.sort(key=lambda block: places[block.block_id])
+        for block in first:
+            block.ref_cnt = 0
+        device_pool.free_block_queue.prepend_n(first)
+        device_pool.free_blocks([block for block in blocks if block.ref_cnt > 0])
 
     def check_integrity(self) -> None:
         """Raise AssertionError unless every block of a store is held and its key hidden."""
@@ -144,3 +166,9 @@ class Stores:
                 if not store.abandoned:
                     keys.add(block.key)
         assert keys == self._keys, "keys on their way differ from the stores'"
+        held_ids = {
+            block.device_block.block_id
+            for store in (self._planned, *self._in_flight.values())
+            for block, _ in store.pairs
+        }
+        assert self.first_to_go.keys() <= held_ids, "a device block keeps a place it does not need"

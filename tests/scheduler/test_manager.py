@@ -1,6 +1,7 @@
 """OffloadScheduler: what it is built from, and what it tells vLLM."""
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import pytest
 import torch
@@ -54,10 +55,22 @@ def make_scheduler(
 # What it is built from
 
 
-def test_lazy_stores_are_refused() -> None:
-    with pytest.raises(ConfigError, match=r"lazy_offload=True: .*; allowed: false"):
-        make_scheduler(make_config(), num_cpu_blocks=8, lazy_offload=True)
-    make_scheduler(make_config(), num_cpu_blocks=8, lazy_offload=False)
+@pytest.mark.parametrize(
+    ("extra_config", "words"),
+    [
+        ({}, "eager stores"),
+        ({"lazy_offload": True}, "lazy stores"),
+        ({"store_threshold": 3}, "eager stores of what 3 requests have had"),
+    ],
+    ids=str,
+)
+def test_the_log_says_when_blocks_are_stored(
+    extra_config: dict[str, Any], words: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    scheduler = make_scheduler(make_config(), num_cpu_blocks=8, **extra_config)
+    scheduler.agree_on_capacity(capacities(8))
+    assert caplog.messages[-1] == f"Host tier: 40 blocks of {BLOCK_SIZE} tokens, {words}"
 
 
 def test_state_layers_that_keep_one_state_are_refused() -> None:

@@ -16,12 +16,16 @@ from vllm.v1.request import Request
 
 from simple_offload.backends.base import Direction
 from simple_offload.metadata import RankCapacity, StepMetadata, WorkerReport
+from simple_offload.scheduler import lazy
+from simple_offload.scheduler.admission import Admission
 from simple_offload.scheduler.cpu_tier import CpuTier, HostHit
+from simple_offload.scheduler.eager import EagerPolicy
 from simple_offload.scheduler.in_flight import Ended, InFlight
+from simple_offload.scheduler.lazy import StepLimits
 from simple_offload.scheduler.loads import Loads
 from simple_offload.scheduler.manager import OffloadScheduler
-from simple_offload.scheduler.policy import BoundaryState, EagerPolicy
 from simple_offload.scheduler.recent_tables import RecentTables
+from simple_offload.scheduler.store_policy import BoundaryState
 from simple_offload.scheduler.stores import Storable, Stores
 from simple_offload.worker import worker
 from simple_offload.worker.regions import find_regions
@@ -53,6 +57,19 @@ _GROWING = frozenset(
         "never_grow",
     }
 )
+
+_LAZY = frozenset(
+    {
+        "look_no_further_than_the_front",
+        "return_stored_blocks_to_the_back",
+        "refuse_what_comes_before_its_parent",
+        "let_a_block_outlive_the_parent_that_came_later",
+    }
+)
+"""Bugs that show where the device has many free blocks and evicts all the same."""
+
+_COUNTED = frozenset({"admit_everything", "count_a_request_in_each_step"})
+"""Bugs that show where blocks are stored only once they have been asked for again."""
 
 STATES_ONLY = {
     "store_the_running_state",
@@ -143,7 +160,38 @@ def scripts_for(name: str, seed: int) -> Script:
         shape = replace(shape, chunk_blocks=6, num_ranks=max(2, shape.num_ranks))
         faults = Faults(no_memory=script.faults.no_memory)
         return replace(script, shape=shape, arrivals=0.9, faults=faults)
-    return script
+    return _with_policy(name, script)
+
+
+def _with_policy(name: str, script: Script) -> Script:
+    """The script, with the policy that is needed for the bug to show."""
+    shape = replace(script.shape, store_threshold=2 if name in _COUNTED else 1)
+    if name in _COUNTED:
+        return replace(script, shape=shape)
+    shape = replace(shape, lazy=True)
+    if name == "believe_every_known_token_computed":
+        return replace(script, shape=shape)
+    if name not in _LAZY:
+        return script
+    blocks_per_group = 60 if name == "let_a_block_outlive_the_parent_that_came_later" else 160
+    shape = replace(
+        shape,
+        num_device_blocks=blocks_per_group * len(shape.groups),
+        num_host_blocks=2000,
+        chunk_blocks=None,
+        max_num_batched_tokens=8,
+        max_num_seqs=2,
+    )
+    return replace(
+        script,
+        shape=shape,
+        copy_speed=0.9,
+        arrivals=0.9,
+        resets=0.0,
+        aborts=0.01,
+        num_requests=60,
+        faults=Faults(),
+    )
 
 
 def _model_for(name: str) -> dict[str, Any]:
@@ -646,12 +694,13 @@ def store_the_original_of_a_copied_state(stack: ExitStack) -> None:
 
 @mutation
 def take_the_inner_keys_of_another_block(stack: ExitStack) -> None:
-    commit = CpuTier.commit
+    commit: Any = CpuTier.commit
     last: list[Any] = [()]
 
-    def mixed_up(self: CpuTier, block: Any, key: Any, parent: Any, num: int, inner: Any) -> bool:
+    def mixed_up(self: CpuTier, *args: Any) -> Any:
+        *others, inner, early = args
         last.append(inner)
-        return commit(self, block, key, parent, num, last.pop(0))
+        return commit(self, *others, last.pop(0), early)
 
     _replace(stack, CpuTier, "commit", mixed_up)
 
@@ -746,3 +795,66 @@ def think_a_block_is_what_one_rank_has_of_it(stack: ExitStack) -> None:
 def believe_all_ranks_have_as_much_room(stack: ExitStack) -> None:
     """Once every rank has opened all it will, the first one's number goes for all."""
     _grow(stack, lambda said, num_ranks: next(iter(said.values())) if len(said) == num_ranks else 0)
+
+
+# Lazy stores, and stores of what is asked for again
+
+
+@mutation
+def look_no_further_than_the_front(stack: ExitStack) -> None:
+    of = StepLimits.of
+
+    def short(*args: Any) -> StepLimits:
+        return of(*args)._replace(lookahead=2)
+
+    stack.enter_context(patch.object(StepLimits, "of", short))
+
+
+@mutation
+def return_stored_blocks_to_the_back(stack: ExitStack) -> None:
+    release = Stores._release
+
+    def careless(self: Stores, store: Any, device_pool: Any) -> None:
+        for block, _ in store.pairs:
+            self.first_to_go.pop(block.device_block.block_id, None)
+        release(self, store, device_pool)
+
+    _replace(stack, Stores, "_release", careless)
+
+
+@mutation
+def refuse_what_comes_before_its_parent(stack: ExitStack) -> None:
+    commit: Any = CpuTier.commit
+    _replace(stack, CpuTier, "commit", lambda self, *args: commit(self, *args[:5]))
+
+
+@mutation
+def let_a_block_outlive_the_parent_that_came_later(stack: ExitStack) -> None:
+    _replace(stack, CpuTier, "_renew", lambda self, block: None)
+
+
+@mutation
+def believe_every_known_token_computed(stack: ExitStack) -> None:
+    """The last token of a request has been said, and never been computed."""
+
+    def known(tier: CpuTier, request: Any, group: int, num_blocks: int) -> int:
+        num_tokens = len(request.block_hashes) * tier.hash_block_size
+        return min(num_tokens // tier.block_sizes[group], num_blocks)
+
+    stack.enter_context(patch.object(lazy, "num_complete_blocks", known))
+
+
+@mutation
+def admit_everything(stack: ExitStack) -> None:
+    _replace(stack, Admission, "admits", lambda self, key: True)
+
+
+@mutation
+def count_a_request_in_each_step(stack: ExitStack) -> None:
+    note = Admission.note
+
+    def forgetful(self: Admission, request: Any) -> None:
+        self.forget(request.request_id)
+        note(self, request)
+
+    _replace(stack, Admission, "note", forgetful)

@@ -129,6 +129,17 @@ class Script:
             if faulty
             else Faults(),
         )
+        rng = random.Random(f"{seed}: policy")
+        lazy = rng.random() < 0.4
+        shape = replace(
+            script.shape,
+            lazy=lazy,
+            store_threshold=rng.choice([1, 1, 1, 2, 3]),
+            # On a device that is full, lazy stores are as early as eager ones.
+            num_device_blocks=script.shape.num_device_blocks
+            * rng.choice([1, 2, 4] if lazy else [1]),
+        )
+        script = replace(script, shape=shape)
         rng = random.Random(f"{seed}: model")
         if rng.random() >= _ATTENTION_ONLY:
             script = script.with_model(**rng.choice(_MODELS))
@@ -147,6 +158,14 @@ class Script:
             num_host_blocks=self.shape.num_host_blocks // before * after,
         )
         return replace(self, shape=shape)
+
+    @property
+    def promises_no_loss(self) -> bool:
+        """Whether lazy stores have to be in time, as long as the device has enough free blocks."""
+        shape = self.shape
+        can_keep_up = shape.lazy and self.copy_speed >= 0.5 and self.faults == Faults()
+        has_room = shape.num_host_blocks >= 1000 and shape.chunk_blocks is None
+        return can_keep_up and has_room and shape.store_threshold == 1 and not self.resets
 
     def without_faults(self) -> "Script":
         """The same, on a machine where nothing fails."""
@@ -174,6 +193,7 @@ class Play:
     def __init__(self, script: Script, make_world: Callable[[Shape], World] = World) -> None:
         self.script = script
         self.world = make_world(script.shape)
+        self.world.promises_no_loss = script.promises_no_loss
         for rank in self.world.ranks:
             rank.device.estimate = lambda copy: self._chance(script.announcements)
         self._rng = random.Random(script.seed)

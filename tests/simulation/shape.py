@@ -19,6 +19,7 @@ class Shape:
     ``num_states``: that many groups of state layers. ``draft``: a drafter's group as well.
     ``mixed_pages``: the layers of each group have pages of different sizes. ``match_unit``: how
     many tokens a hash covers, if fewer than a block: with states, hits may end inside a block.
+    ``lazy`` and ``store_threshold``: which blocks are stored.
     """
 
     num_device_blocks: int = 24
@@ -37,6 +38,8 @@ class Shape:
     draft: bool = False
     mixed_pages: bool = False
     match_unit: int | None = None
+    lazy: bool = False
+    store_threshold: int = 1
     chunk_blocks: int | None = None
     """Host blocks that a rank opens at a time; None: all at start."""
     early_chunks: tuple[int, ...] = ()

@@ -1,6 +1,6 @@
 """World: one engine, stepped by hand."""
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import product
@@ -13,7 +13,9 @@ from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import sha256
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_utils import (
+    BlockHashWithGroupId,
     generate_scheduler_kv_cache_config,
+    get_block_hash,
     get_request_block_hasher,
 )
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
@@ -85,6 +87,12 @@ class World:
         self.num_blocks_loaded = 0
         self.hits_inside_blocks: set[str] = set()
         """Requests that have loaded up to somewhere inside a block."""
+        self.promises_no_loss = False
+        """Whether lazy stores have to be in time: nothing fails, and the tier has room for all."""
+        self.num_evicted = 0
+        """Blocks that the device gave up while that held, and there were enough free ones."""
+        self._ever: list[Request] = []
+        """All requests that there have been."""
         self._loads: dict[int, Transfer] = {}
         self._stores: dict[int, Transfer] = {}
         self._failed: set[int] = set()
@@ -110,9 +118,13 @@ class World:
 
     def worker_config(self) -> dict[str, Any]:
         """What our workers take from it."""
+        sized: dict[str, Any] = {"num_cpu_blocks": self.shape.num_host_blocks}
         if self.shape.uneven_ranks:
-            return {"cpu_bytes_to_use_per_rank": self.shape.host_bytes}
-        return {"num_cpu_blocks": self.shape.num_host_blocks}
+            sized = {"cpu_bytes_to_use_per_rank": self.shape.host_bytes}
+        return sized | {
+            "lazy_offload": self.shape.lazy,
+            "store_threshold": self.shape.store_threshold,
+        }
 
     @property
     def host_pool(self) -> BlockPool:
@@ -188,6 +200,7 @@ class World:
             block_hasher=get_request_block_hasher(self.shape.hash_size, sha256),
         )
         self.requests[request_id] = request
+        self._ever.append(request)
         self.scheduler.add_request(request)
 
     def abort(self, request_id: str) -> None:
@@ -245,7 +258,9 @@ class World:
         """Schedule one step, submit it on every rank, and process the oldest output.
         ``meanwhile``: what each rank's device does before that output is due."""
         self.num_steps += 1
+        before = self._cached_on_device() if self.promises_no_loss else {}
         scheduled = self.scheduler.schedule()
+        self._check_losses(before)
         self.hits_inside_blocks |= {
             request.request_id
             for request in self.scheduler.requests.values()
@@ -271,7 +286,10 @@ class World:
         scheduled = step.scheduled
         worker, device = rank.worker, rank.device
         metadata = self.to_step_metadata(scheduled.kv_connector_metadata)
-        self._stores.update((store.id, store) for store in metadata.stores)
+        for store in metadata.stores:
+            if store.id not in self._stores:
+                self._stores[store.id] = store
+                self._check_admitted()
         for load in metadata.loads:
             self._loads[load.id] = load
             self.num_blocks_loaded += len(load.host_blocks)
@@ -350,6 +368,31 @@ class World:
             for rank in self.ranks:
                 rank.device.spoil(self._loads[transfer_id].host_blocks.tolist())
 
+    def _cached_on_device(self) -> dict[BlockHashWithGroupId, int]:
+        """Full blocks that the device's prefix cache has, if it has many free ones."""
+        shape, pool = self.shape, self.scheduler.kv_cache_manager.block_pool
+        per_step = shape.max_num_batched_tokens // shape.block_size + shape.max_num_seqs
+        longest = shape.max_model_len // shape.block_size
+        if pool.get_num_free_blocks() < (10 * per_step + 3 * longest) * len(shape.groups):
+            return {}
+        return {
+            block.block_hash: block.block_id
+            for block in pool.blocks
+            if block.block_hash is not None
+            and block.block_hash_num_tokens is not None
+            and block.block_hash_num_tokens % shape.block_size == 0
+        }
+
+    def _check_losses(self, before: dict[BlockHashWithGroupId, int]) -> None:
+        """What was evicted since must be in the tier, or on its way there."""
+        cached = self.scheduler.kv_cache_manager.block_pool.cached_block_hash_to_block
+        stores = self.connector.scheduler._stores
+        for key, block_id in before.items():
+            if cached.get_one_block(key) is None:
+                self.num_evicted += 1
+                if not stores.has(key):
+                    raise Violation(f"device block {block_id} was evicted before it was stored")
+
     def _check_open(self, rank: Rank, metadata: StepMetadata) -> None:
         for transfer in (*metadata.loads, *metadata.stores):
             last, num_open = max(transfer.host_blocks), rank.worker.host_pool.num_open
@@ -357,6 +400,17 @@ class World:
                 raise Violation(
                     f"{transfer.id} names host block {last}, of which a rank has opened {num_open}"
                 )
+
+    def _check_admitted(self) -> None:
+        """What is on its way to the tier has been asked for often enough."""
+        if self.shape.store_threshold == 1:
+            return
+        asked: Counter[bytes] = Counter()
+        for request in self._ever:
+            asked.update(set(request.block_hashes))
+        for key in self.connector.scheduler._stores._keys:
+            if (count := asked[get_block_hash(key)]) < self.shape.store_threshold:
+                raise Violation(f"a block is stored that {count} requests have had")
 
     def _check_tier_size(self, step: _Step) -> None:
         found, reported = len(self.host_pool.blocks), min(step.num_open)

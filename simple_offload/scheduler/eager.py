@@ -1,8 +1,8 @@
-"""Which blocks to store, and when: eagerly, as soon as they are computed."""
+"""EagerPolicy: blocks are stored as soon as they are computed."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple
 
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_utils import (
@@ -11,56 +11,14 @@ from vllm.v1.core.kv_cache_utils import (
     get_block_hash,
 )
 
+from simple_offload.scheduler.admission import Admission
 from simple_offload.scheduler.cpu_tier import CpuTier
+from simple_offload.scheduler.store_policy import BoundaryState, num_complete_blocks
 from simple_offload.scheduler.stores import Storable, Stores
 
 if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_manager import KVCacheManager
     from vllm.v1.request import Request
-
-
-class BoundaryState(NamedTuple):
-    """A device block that holds the state (Mamba and the like) after ``num_tokens`` tokens by
-    the end of this step, as vLLM hands it over; soon it may be in no block table any more."""
-
-    group: int
-    block_id: int
-    num_tokens: int
-
-
-class StorePolicy(Protocol):
-    """Decides what is stored by calling ``Stores.plan``."""
-
-    @property
-    def num_requests(self) -> int:
-        """Requests that are being followed, those that have ended with blocks yet to be stored
-        included."""
-
-    @property
-    def idle(self) -> bool:
-        """Whether nothing has been put off to the next step."""
-
-    @property
-    def num_held_blocks(self) -> int:
-        """Device blocks of ended requests that are held until the next step."""
-
-    def on_allocated(self, request: "Request") -> None:
-        """``request`` has (new) device blocks."""
-
-    def on_states(self, states: Mapping[str, Sequence[BoundaryState]]) -> None:
-        """A step has been scheduled that completes these state blocks, by request id."""
-
-    def on_step(self, request_ids: Iterable[str]) -> None:
-        """A step has been scheduled that runs these requests. What was computed in earlier
-        steps is complete by the time that this step's stores start."""
-
-    def on_finished(self, request: "Request", loading: bool) -> None:
-        """``request`` is giving up its device blocks right after this call; ``loading``: they
-        were still waiting for a load. A client waits for the request's last words, so what
-        takes time is put off to the next step."""
-
-    def on_reset(self) -> None:
-        """The device blocks of running requests must not be stored any more."""
 
 
 @dataclass(slots=True, eq=False)
@@ -76,6 +34,8 @@ class _Progress:
     """Whether what the tier has of it already has been skipped."""
     kept: set[BlockHashWithGroupId] = field(default_factory=set)
     """Of the blocks that have: these must not leave the tier to make room for the rest."""
+    refused_at: int = -1
+    """The version of the admission that has refused the block at a cursor, if it has."""
 
 
 class _Ended(NamedTuple):
@@ -101,9 +61,11 @@ class EagerPolicy:
         tier: CpuTier,
         stores: Stores,
         kv_cache_manager: "KVCacheManager",
+        admission: Admission,
     ) -> None:
         self.tier = tier
         self.stores = stores
+        self.admission = admission
         self._managers = kv_cache_manager.coordinator.single_type_managers
         self._device_pool: BlockPool = kv_cache_manager.block_pool
         self._progress: dict[str, _Progress] = {}
@@ -128,6 +90,7 @@ class EagerPolicy:
         return sum(len(ended.held) for ended in self._ended)
 
     def on_allocated(self, request: "Request") -> None:
+        self.admission.note(request)
         num_groups = len(self._managers)
         self._progress[request.request_id] = _Progress(
             request, [[] for _ in range(num_groups)], [0] * num_groups
@@ -136,6 +99,7 @@ class EagerPolicy:
     def on_states(self, states: Mapping[str, Sequence[BoundaryState]]) -> None:
         for request_id, of_request in states.items():
             if (progress := self._progress.get(request_id)) is not None:
+                self.admission.note(progress.request)
                 for state in of_request:
                     self._store_state(progress, state)
 
@@ -147,7 +111,8 @@ class EagerPolicy:
             progress = self._progress.get(request_id)
             if progress is None:
                 continue
-            if progress.ran:
+            self.admission.note(progress.request)
+            if progress.ran and progress.refused_at != self.admission.version:
                 tables = {group: self._table(request_id, group) for group in self._groups}
                 self._store_ready(progress, tables, [0] * len(self._managers), ended=False)
             # In its first step a request has no blocks but those that it has found.
@@ -155,6 +120,9 @@ class EagerPolicy:
 
     def on_finished(self, request: "Request", loading: bool) -> None:
         progress = self._progress.pop(request.request_id, None)
+        if progress is not None:
+            self.admission.note(request)
+        self.admission.forget(request.request_id)
         # Where no step has run it, it has blocks that it found, or that another connector
         # (MultiConnector) is still to fill.
         if progress is None or loading or not progress.ran:
@@ -233,16 +201,7 @@ class EagerPolicy:
         return group in self.tier.chained_group_ids
 
     def _num_complete(self, request: "Request", group: int, num_blocks: int) -> int:
-        """How many of the request's ``num_blocks`` blocks of ``group`` are complete and have a
-        hash."""
-        # Tokens that async scheduling has only reserved room for are not known yet.
-        confirmed = request.num_computed_tokens - request.num_output_placeholders
-        tokens = min(
-            confirmed,
-            self.tier.coordinator.get_num_cacheable_tokens(confirmed, group),
-            len(request.block_hashes) * self.tier.hash_block_size,
-        )
-        return int(min(tokens // self.tier.block_sizes[group], num_blocks))
+        return num_complete_blocks(self.tier, request, group, num_blocks)
 
     def _has_all(self, request: "Request", group: int, count: int) -> bool:
         """Whether the tier has (or is getting) the first ``count`` blocks of the request."""
@@ -259,7 +218,7 @@ class EagerPolicy:
         key = self.tier.key_at(hashes, group, state.num_tokens)
         block = self._device_pool.blocks[state.block_id]
         # A block that was given up since it was handed over has lost its hash.
-        if self.stores.has(key) or block.block_hash != key:
+        if self.stores.has(key) or block.block_hash != key or not self.admission.admits(key):
             return
         before = (state.num_tokens - 1) // size * size
         parent = self.tier.key_at(hashes, group, before) if before else None
@@ -293,6 +252,9 @@ class EagerPolicy:
         for stop, block in enumerate(blocks, first):
             key = keys[stop]
             if not self.stores.has(key):
+                if not self.admission.admits(key):
+                    progress.refused_at = self.admission.version
+                    break
                 source = self._source_of(block, key, group, ended)
                 if source is not None:
                     storable.append(Storable(source, key, parent, (stop + 1) * size))

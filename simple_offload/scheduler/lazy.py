@@ -1,0 +1,362 @@
+"""LazyPolicy: blocks are stored when the device is about to evict them."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, NamedTuple
+
+from vllm.utils.math_utils import cdiv
+from vllm.v1.core.block_pool import BlockPool
+from vllm.v1.core.kv_cache_utils import BlockHashWithGroupId, KVCacheBlock
+
+from simple_offload.scheduler.admission import Admission
+from simple_offload.scheduler.cpu_tier import CpuTier
+from simple_offload.scheduler.store_policy import BoundaryState, num_complete_blocks
+from simple_offload.scheduler.stores import Storable, Stores
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.core.kv_cache_manager import KVCacheManager
+    from vllm.v1.request import Request
+
+
+class StepLimits(NamedTuple):
+    """How many device blocks may be needed how soon."""
+
+    per_step: int
+    """To schedule one step, those aside that a load fills."""
+
+    lookahead: int
+    """Until what is stored now has been released, and for the load of a long request."""
+
+    reserve: int
+    """For running requests to go on, a token each."""
+
+    @classmethod
+    def of(cls, vllm_config: "VllmConfig", block_sizes: Sequence[int]) -> "StepLimits":
+        """``block_sizes``: in tokens, by KV cache group."""
+        scheduler_config = vllm_config.scheduler_config
+        num_tokens = scheduler_config.max_num_batched_tokens
+        num_requests = min(scheduler_config.max_num_seqs, num_tokens)
+        per_step = sum(cdiv(num_tokens, size) + num_requests for size in block_sizes)
+        longest = sum(cdiv(vllm_config.model_config.max_model_len, size) for size in block_sizes)
+        # A store starts with its step's end, and is heard of a step later at the earliest.
+        num_steps = vllm_config.max_concurrent_batches + 2
+        return cls(per_step, num_steps * per_step + longest, num_requests * len(block_sizes))
+
+
+@dataclass(slots=True, eq=False)
+class _Followed:
+    request: "Request"
+    num_taken: list[int]
+    """By group, blocks of its table that are known to have left the free queue."""
+    num_hashed: list[int]
+    """By group, blocks of its table that have been recorded as far as they have a hash."""
+    num_ahead: list[int]
+    """By group, blocks of its table that have been stored ahead of time, or need not be."""
+    kept: set[BlockHashWithGroupId] = field(default_factory=set)
+    """Of those: these must not leave the tier to make room for the rest."""
+
+
+class _Ended(NamedTuple):
+    """What a request has left behind that would not live to the next step."""
+
+    followed: _Followed
+    storable: list[Storable]
+
+
+class _Origin(NamedTuple):
+    """What a device block has been filled with."""
+
+    key: BlockHashWithGroupId
+    parent: BlockHashWithGroupId | None
+
+
+class LazyPolicy:
+    """Keeps the front of the device's free queue, which is evicted first, free of blocks that
+    only the device has.
+
+    The walk along the queue goes on where it has stopped, until there are ``lookahead`` blocks
+    before it that may be evicted without loss. They are held while they are stored, and come
+    back to the front. Those of a chain come tail first, so a block may come to the tier before
+    its parent does, which the device still has.
+
+    When there are fewer free blocks than that, what running requests give up may be evicted
+    before anyone sees it in the queue: then their blocks are stored as they fill up.
+
+    A block in the queue says what it holds, but not what it follows. That is recorded while it
+    is in a block table: one entry for each device block.
+    """
+
+    def __init__(
+        self,
+        tier: CpuTier,
+        stores: Stores,
+        kv_cache_manager: "KVCacheManager",
+        admission: Admission,
+        limits: StepLimits,
+    ) -> None:
+        self.tier = tier
+        self.stores = stores
+        self.admission = admission
+        self.limits = limits
+        self._managers = kv_cache_manager.coordinator.single_type_managers
+        self._device_pool: BlockPool = kv_cache_manager.block_pool
+        self._origins: list[_Origin | None] = [None] * len(self._device_pool.blocks)
+        self._followed: dict[str, _Followed] = {}
+        self._ended: list[_Ended] = []
+        self._cursor: KVCacheBlock | None = None
+        """The last block of the queue that the walk has passed and left there; None: go on from
+        the front."""
+        self._passed: set[int] = set()
+        """Ids of the blocks before the cursor, and of those held from there."""
+        self._num_walked = 0
+        """Since the walk started from the front."""
+        self._num_held = 0
+        """Blocks that have ever been held from the queue."""
+
+    @property
+    def num_requests(self) -> int:
+        return len(self._followed) + len(self._ended)
+
+    @property
+    def idle(self) -> bool:
+        return not self._ended
+
+    @property
+    def num_held_blocks(self) -> int:
+        return sum(len(ended.storable) for ended in self._ended)
+
+    def on_allocated(self, request: "Request") -> None:
+        self.admission.note(request)
+        zeros = [0] * len(self._managers)
+        followed = _Followed(request, zeros.copy(), zeros.copy(), zeros.copy())
+        self._followed[request.request_id] = followed
+        self._take_notice(followed)
+
+    def on_states(self, states: Mapping[str, Sequence[BoundaryState]]) -> None:
+        for request_id, of_request in states.items():
+            followed = self._followed.get(request_id)
+            if followed is not None:
+                self.admission.note(followed.request)
+                blocks = [self._record_state(followed.request, state) for state in of_request]
+                if self._is_short_of_blocks():
+                    self._store(followed, blocks)
+
+    def on_step(self, request_ids: Iterable[str]) -> None:
+        ended, self._ended = self._ended, []
+        for each in ended:
+            self._finish(each)
+        budget = self.limits.lookahead if self._is_short_of_blocks() else 0
+        for request_id in request_ids:
+            if (followed := self._followed.get(request_id)) is not None:
+                self.admission.note(followed.request)
+                self._take_notice(followed)
+                self._record(followed)
+                if budget > 0:
+                    budget -= self._store_ahead(followed, budget)
+        self._walk()
+
+    def on_finished(self, request: "Request", loading: bool) -> None:
+        followed = self._followed.pop(request.request_id, None)
+        if followed is not None:
+            self.admission.note(request)
+        self.admission.forget(request.request_id)
+        if followed is None or loading:
+            return
+        storable = [*self._unhashed(request), *self._at_risk(followed)]
+        self._device_pool.touch([block.device_block for block in storable])
+        self._ended.append(_Ended(followed, storable))
+
+    def on_reset(self) -> None:
+        self._followed.clear()
+        self._origins = [None] * len(self._origins)
+        ended, self._ended = self._ended, []
+        for each in ended:
+            self._release(each)
+
+    # Following requests
+
+    def _take_notice(self, followed: _Followed) -> None:
+        """What has come into the request's block tables has left the free queue."""
+        request_id = followed.request.request_id
+        for group, manager in enumerate(self._managers):
+            table: list[KVCacheBlock] = manager.req_to_blocks.get(request_id, [])
+            num_taken = followed.num_taken[group]
+            if num_taken < len(table):
+                for block in table[num_taken:]:
+                    self._passed.discard(block.block_id)
+                    self.stores.first_to_go.pop(block.block_id, None)
+                followed.num_taken[group] = len(table)
+
+    def _record(self, followed: _Followed) -> None:
+        """Note what the blocks hold that have got a hash. Their bytes are complete by the end of
+        the step that is being scheduled, if the request is part of it."""
+        request = followed.request
+        for group in self.tier.group_ids:
+            manager = self._managers[group]
+            first = followed.num_hashed[group]
+            stop = manager.num_cached_block.get(request.request_id, 0)
+            if first >= stop:
+                continue
+            table = manager.req_to_blocks[request.request_id]
+            start = max(first - 1, 0)
+            keys = self.tier.keys(request.block_hashes, group, start, stop)
+            parent = keys[0] if first else None
+            for block, key in zip(table[first:stop], keys[first - start :], strict=False):
+                if block.block_hash == key:
+                    self._origins[block.block_id] = _Origin(key, parent)
+                parent = key
+            followed.num_hashed[group] = stop
+
+    def _record_state(self, request: "Request", state: BoundaryState) -> KVCacheBlock:
+        group, size = state.group, self.tier.block_sizes[state.group]
+        block = self._device_pool.blocks[state.block_id]
+        if group in self.tier.group_ids:
+            key = self.tier.key_at(request.block_hashes, group, state.num_tokens)
+            before = (state.num_tokens - 1) // size * size
+            parent = self.tier.key_at(request.block_hashes, group, before) if before else None
+            self._origins[block.block_id] = _Origin(key, parent)
+        return block
+
+    def _storable(self, block: KVCacheBlock) -> Storable | None:
+        """The block as what it is to be stored as; None if it is not, or is there already."""
+        key = block.block_hash
+        if key is None or self.stores.has(key) or not self.admission.admits(key):
+            return None
+        origin = self._origins[block.block_id]
+        num_tokens = block.block_hash_num_tokens
+        if origin is None or origin.key != key or num_tokens is None:
+            return None
+        return Storable(block, key, origin.parent, num_tokens, early=True)
+
+    # Storing what running requests have
+
+    def _is_short_of_blocks(self) -> bool:
+        return self._device_pool.get_num_free_blocks() < self.limits.lookahead
+
+    def _store_ahead(self, followed: _Followed, budget: int) -> int:
+        """Store up to ``budget`` blocks of each group; how many were looked at in all."""
+        request_id = followed.request.request_id
+        blocks: list[KVCacheBlock] = []
+        for group in self.tier.group_ids:
+            first = followed.num_ahead[group]
+            stop = min(followed.num_hashed[group], first + budget)
+            if first < stop:
+                blocks += self._managers[group].req_to_blocks[request_id][first:stop]
+                followed.num_ahead[group] = stop
+        self._store(followed, blocks)
+        return len(blocks)
+
+    def _store(self, followed: _Followed, blocks: Iterable[KVCacheBlock]) -> None:
+        storable = {s.key: s for block in blocks if (s := self._storable(block)) is not None}
+        if storable:
+            head_first = sorted(storable.values(), key=lambda block: block.num_tokens)
+            num_planned = self.stores.plan(head_first, followed.kept, self._device_pool)
+            followed.kept.update(block.key for block in head_first[:num_planned])
+
+    # What a request leaves behind
+
+    def _unhashed(self, request: "Request") -> list[Storable]:
+        """Blocks that became full in the last step. vLLM gives them no hash any more, and will
+        hand them out first."""
+        found = []
+        for group in self.tier.group_ids:
+            manager = self._managers[group]
+            if not manager.has_positionally_stable_blocks:
+                continue
+            table = manager.req_to_blocks.get(request.request_id, [])
+            first = manager.num_cached_block.get(request.request_id, 0)
+            stop = num_complete_blocks(self.tier, request, group, len(table))
+            start = max(first - 1, 0)
+            keys = self.tier.keys(request.block_hashes, group, start, stop)
+            for index in range(first, stop):
+                block, key = table[index], keys[index - start]
+                if block.is_null or block.block_hash is not None or self.stores.has(key):
+                    continue
+                if self.admission.admits(key):
+                    parent = keys[index - start - 1] if index else None
+                    num_tokens = (index + 1) * self.tier.block_sizes[group]
+                    found.append(Storable(block, key, parent, num_tokens, early=True))
+        return found
+
+    def _at_risk(self, followed: _Followed) -> list[Storable]:
+        """Blocks that join a queue so short that they may be evicted before the next walk."""
+        num_at_risk = self.limits.per_step - self._device_pool.get_num_free_blocks()
+        found: list[Storable] = []
+        for group in reversed(self.tier.group_ids):
+            table = self._managers[group].req_to_blocks.get(followed.request.request_id, [])
+            unstored = table[followed.num_ahead[group] : followed.num_hashed[group]]
+            for block in reversed(unstored):  # as vLLM will free them
+                if len(found) >= num_at_risk:
+                    return found
+                if block.ref_cnt == 1 and (storable := self._storable(block)) is not None:
+                    found.append(storable)
+        return found
+
+    def _finish(self, ended: _Ended) -> None:
+        """Make what the request has in the tier the most recently used, and store what is
+        held."""
+        followed = ended.followed
+        for group in self.tier.chained_group_ids:
+            num_hashed = followed.num_hashed[group]
+            self.tier.refresh(self.tier.keys(followed.request.block_hashes, group, stop=num_hashed))
+        storable = {s.key: s for s in ended.storable if not self.stores.has(s.key)}
+        head_first = sorted(storable.values(), key=lambda block: block.num_tokens)
+        self.stores.plan(head_first, followed.kept, self._device_pool)
+        self._release(ended)
+
+    def _release(self, ended: _Ended) -> None:
+        self._device_pool.free_blocks([block.device_block for block in ended.storable])
+
+    # Storing what is about to be evicted
+
+    def _walk(self) -> None:
+        """Go on along the free queue, and store what only the device has."""
+        lost_place = self._cursor is not None and self._cursor.ref_cnt > 0
+        if lost_place or self._num_walked > self.limits.lookahead:
+            self._start_over()
+        self._walk_on()
+        # Every free block has been passed, but not so many are known: some left unnoticed.
+        num_free = self._device_pool.get_num_free_blocks()
+        num_safe = len(self._passed) - len(self.stores.first_to_go)
+        if num_safe < min(self.limits.lookahead, num_free) and self._at_end():
+            self._start_over()
+
+    def _start_over(self) -> None:
+        self._cursor = None
+        self._num_walked = 0
+        self._passed = set(self.stores.first_to_go)
+
+    def _at_end(self) -> bool:
+        queue = self._device_pool.free_block_queue
+        return next(queue.iter_blocks_after(self._cursor), None) is None
+
+    def _walk_on(self) -> None:
+        held = self.stores.first_to_go
+        num_free = self._device_pool.get_num_free_blocks()
+        room = min(
+            num_free - self.limits.reserve,
+            self.limits.lookahead - len(held),
+            self.tier.pool.get_num_free_blocks(),
+        )
+        num_safe = len(self._passed) - len(held)
+        chosen: dict[BlockHashWithGroupId, Storable] = {}
+        for block in self._device_pool.free_block_queue.iter_blocks_after(self._cursor):
+            if num_safe >= self.limits.lookahead:
+                break
+            storable = self._storable(block)
+            if storable is None or storable.key in chosen:
+                self._cursor = block
+                num_safe += block.block_id not in self._passed
+            elif len(chosen) < room:
+                chosen[storable.key] = storable
+            else:
+                break
+            self._passed.add(block.block_id)
+            self._num_walked += 1
+        for place, storable in enumerate(chosen.values(), self._num_held):
+            held[storable.device_block.block_id] = place
+        self._num_held += len(chosen)
+        # A parent that comes with its child should come before it.
+        head_first = sorted(chosen.values(), key=lambda block: block.num_tokens)
+        self.stores.plan(head_first, frozenset(), self._device_pool)

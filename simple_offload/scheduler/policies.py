@@ -1,0 +1,39 @@
+"""Which store policy a configuration asks for."""
+
+from typing import TYPE_CHECKING
+
+from simple_offload.config import OffloadConfig
+from simple_offload.scheduler.admission import MIN_COUNTED, Admission
+from simple_offload.scheduler.cpu_tier import CpuTier
+from simple_offload.scheduler.eager import EagerPolicy
+from simple_offload.scheduler.lazy import LazyPolicy, StepLimits
+from simple_offload.scheduler.store_policy import StorePolicy
+from simple_offload.scheduler.stores import Stores
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.core.kv_cache_manager import KVCacheManager
+
+
+def describe_policy(config: OffloadConfig) -> str:
+    """In a few words, for the log."""
+    when = "lazy stores" if config.lazy_offload else "eager stores"
+    if config.store_threshold == 1:
+        return when
+    return f"{when} of what {config.store_threshold} requests have had"
+
+
+def make_policy(
+    config: OffloadConfig,
+    vllm_config: "VllmConfig",
+    tier: CpuTier,
+    stores: Stores,
+    kv_cache_manager: "KVCacheManager",
+) -> StorePolicy:
+    """The policy of ``config`` for the device blocks of ``kv_cache_manager``."""
+    num_device_blocks = len(kv_cache_manager.block_pool.blocks)
+    admission = Admission(config.store_threshold, max(MIN_COUNTED, 2 * num_device_blocks))
+    if config.lazy_offload:
+        limits = StepLimits.of(vllm_config, tier.block_sizes)
+        return LazyPolicy(tier, stores, kv_cache_manager, admission, limits)
+    return EagerPolicy(tier, stores, kv_cache_manager, admission)

@@ -1,0 +1,66 @@
+"""StorePolicy: what decides which device blocks are stored, and when."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, NamedTuple, Protocol
+
+from simple_offload.scheduler.cpu_tier import CpuTier
+
+if TYPE_CHECKING:
+    from vllm.v1.request import Request
+
+
+class BoundaryState(NamedTuple):
+    """A device block that holds the state (Mamba and the like) after ``num_tokens`` tokens by
+    the end of this step, as vLLM hands it over; soon it may be in no block table any more."""
+
+    group: int
+    block_id: int
+    num_tokens: int
+
+
+class StorePolicy(Protocol):
+    """Decides what is stored by calling ``Stores.plan``."""
+
+    @property
+    def num_requests(self) -> int:
+        """Requests that are being followed, those that have ended with blocks yet to be stored
+        included."""
+
+    @property
+    def idle(self) -> bool:
+        """Whether nothing has been put off to the next step."""
+
+    @property
+    def num_held_blocks(self) -> int:
+        """Device blocks of ended requests that are held until the next step."""
+
+    def on_allocated(self, request: "Request") -> None:
+        """``request`` has (new) device blocks."""
+
+    def on_states(self, states: Mapping[str, Sequence[BoundaryState]]) -> None:
+        """A step has been scheduled that completes these state blocks, by request id."""
+
+    def on_step(self, request_ids: Iterable[str]) -> None:
+        """A step has been scheduled that runs these requests. What was computed in earlier
+        steps is complete by the time that this step's stores start."""
+
+    def on_finished(self, request: "Request", loading: bool) -> None:
+        """``request`` is giving up its device blocks right after this call; ``loading``: they
+        were still waiting for a load. A client waits for the request's last words, so what
+        takes time is put off to the next step."""
+
+    def on_reset(self) -> None:
+        """What the device holds must not be stored any more."""
+
+
+def num_complete_blocks(tier: CpuTier, request: "Request", group: int, num_blocks: int) -> int:
+    """How many of the request's ``num_blocks`` blocks of ``group`` are complete and have a
+    hash."""
+    # Tokens that async scheduling has only reserved room for are not known yet.
+    confirmed = request.num_computed_tokens - request.num_output_placeholders
+    tokens = min(
+        confirmed,
+        tier.coordinator.get_num_cacheable_tokens(confirmed, group),
+        len(request.block_hashes) * tier.hash_block_size,
+    )
+    return int(min(tokens // tier.block_sizes[group], num_blocks))
