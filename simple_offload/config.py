@@ -63,8 +63,12 @@ class OffloadConfig(BaseModel):
     """Host memory of each rank; overrides ``cpu_bytes_to_use``."""
 
     num_cpu_blocks: Annotated[int, Field(strict=True, ge=2)] | None = None
-    """Host blocks of each rank (one is vLLM's null block). At most as many as the bytes
-    allow, if those are given too."""
+    """Blocks of each rank (one is vLLM's null block), counted in device blocks whatever
+    ``cpu_block_size`` is. At most as many as the bytes allow, if those are given too."""
+
+    cpu_block_size: Annotated[int, Field(strict=True, gt=0)] | None = None
+    """Tokens of a host block, a multiple of those of a device block; None: as many. The larger,
+    the fewer objects a large tier takes; a block is stored only as a whole."""
 
     lazy_offload: StrictBool = False
     """Store blocks when the device is about to evict them, not as soon as they are full. While
@@ -138,6 +142,22 @@ class OffloadConfig(BaseModel):
                 f"that is {2 * block_bytes} bytes a rank"
             )
         return fitting
+
+    def num_parts(self, block_size: int) -> int:
+        """Device blocks of ``block_size`` tokens that a host block holds.
+
+        Raises ConfigError when ``cpu_block_size`` is not a multiple of that.
+        """
+        if self.cpu_block_size is None:
+            return 1
+        num_parts, rest = divmod(self.cpu_block_size, block_size)
+        if rest:
+            nearest = max(1, num_parts + (2 * rest > block_size)) * block_size
+            raise ConfigError(
+                f"cpu_block_size={self.cpu_block_size}: must be a multiple of the {block_size} "
+                f"tokens of a device block; the nearest is {nearest}"
+            )
+        return num_parts
 
     @property
     def _size_key(self) -> str:

@@ -19,6 +19,9 @@ BlockIds = npt.NDArray[np.int64]
 class Transfer:
     """One copy job: pairs of device and host blocks, copied by every rank.
 
+    A host block is here as large as a device block: what the scheduler side calls a slot, where
+    its own host blocks are larger.
+
     ``id`` only grows over the life of the engine. ``request_id`` is set on loads: vLLM wants
     to hear from each rank which request's blocks have arrived; stores belong to nobody.
     """
@@ -91,7 +94,7 @@ class RankCapacity(KVConnectorHandshakeMetadata):
     rank: str
     """A name that no other rank has."""
     num_host_blocks: int
-    """How many host blocks there will be."""
+    """How many host blocks of a device block's size there will be."""
     num_open: int
     """How many of them are ready."""
     block_bytes: int

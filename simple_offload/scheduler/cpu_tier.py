@@ -7,11 +7,16 @@ chain without its head could never be found again.
 
 A block may come before its parent does, while only the device has that: a hit then goes on from
 the device's blocks with the tier's.
+
+A host block may hold several device blocks, its **parts**: as many in every group. The ranks know
+nothing of that. They have slots of a device block each, and a host block's are neighbours. Block
+sizes, keys and hits here are those of whole host blocks.
 """
 
 from collections.abc import Container, Iterable, Sequence
 from typing import NamedTuple
 
+from vllm.utils.math_utils import cdiv
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_coordinator import KVCacheCoordinator
 from vllm.v1.core.kv_cache_utils import (
@@ -29,21 +34,27 @@ class HostHit(NamedTuple):
     """What the tier holds of a prefix beyond the tokens the device has."""
 
     blocks: tuple[list[KVCacheBlock], ...]
-    """For each group the host blocks that follow the device's; null blocks where attention
-    does not look (outside a sliding window)."""
+    """For each group the host blocks from ``CpuTier.start_of`` the device's tokens on; null
+    blocks where attention does not look (outside a sliding window)."""
 
     num_tokens: int
-    """How many tokens they cover. 0: no hit, and nothing to pin. With hashes finer than blocks
-    it may end inside a block; then of each group's last block as much counts."""
+    """How many tokens they add to the device's. 0: no hit, and nothing to pin. It may end inside
+    a host block; then of each group's last block as much counts."""
 
 
 class CpuTier:
     """Host blocks by content. Single-threaded: vLLM calls the scheduler side from one thread."""
 
-    def __init__(self, coordinator: KVCacheCoordinator, hash_block_size: int) -> None:
+    def __init__(
+        self, coordinator: KVCacheCoordinator, hash_block_size: int, num_parts: int = 1
+    ) -> None:
+        """``hash_block_size``: how many tokens each of a request's hashes covers; the
+        coordinator's hashes and blocks are to cover ``num_parts`` times as many as the device's.
+        """
         self.coordinator = coordinator
         self.pool: BlockPool = coordinator.block_pool
         self.hash_block_size = hash_block_size
+        self.num_parts = num_parts
         self.group_ids: tuple[int, ...] = coordinator.kv_cache_config.prefix_cacheable_group_ids
         self.block_sizes = coordinator.group_block_sizes  # tokens, by group
         self.chained_group_ids = tuple(
@@ -73,6 +84,18 @@ class CpuTier:
         self.pool.num_gpu_blocks = self.num_blocks
         self.pool.free_block_queue.prepend_n(new)
 
+    def slots(self, blocks: Iterable[KVCacheBlock]) -> list[int]:
+        """Where the parts of ``blocks`` lie in each rank's host memory, in order. The first
+        ``num_parts`` slots are the null block's."""
+        count = self.num_parts
+        if count == 1:
+            return [block.block_id for block in blocks]
+        return [block.block_id * count + part for block in blocks for part in range(count)]
+
+    def blocks_at(self, slots: Iterable[int]) -> list[KVCacheBlock]:
+        """The blocks that these slots belong to, each once."""
+        return [self.pool.blocks[i] for i in dict.fromkeys(s // self.num_parts for s in slots)]
+
     # Looking
 
     def keys(
@@ -93,6 +116,24 @@ class CpuTier:
             block_hashes[num_tokens // self.hash_block_size - 1], group
         )
 
+    def part_keys(
+        self, block_hashes: list[BlockHash], group: int, index: int
+    ) -> list[BlockHashWithGroupId]:
+        """The keys by which the device knows the parts of a request's host block ``index``."""
+        size = self.block_sizes[group] // self.num_parts
+        first = index * self.num_parts
+        return [
+            self.key_at(block_hashes, group, (first + part + 1) * size)
+            for part in range(self.num_parts)
+        ]
+
+    def start_of(self, num_computed_tokens: int) -> int:
+        """Where a lookup beyond ``num_computed_tokens`` begins: there, or as many tokens earlier
+        as the device has of the next host block of some group."""
+        if self.num_parts == 1:
+            return num_computed_tokens
+        return num_computed_tokens - num_computed_tokens % self.coordinator.scheduler_block_size
+
     def get(self, key: BlockHashWithGroupId) -> KVCacheBlock | None:
         """The block that holds ``key``, if any. Changes nothing."""
         return self.pool.cached_block_hash_to_block.get_one_block(key)
@@ -106,11 +147,16 @@ class CpuTier:
         Only the part that the device lacks is looked up: a window that reaches back over its
         start is served by the device blocks in front of it.
         """
-        remaining = block_hashes[num_computed_tokens // self.hash_block_size :]
+        start = self.start_of(num_computed_tokens)
+        first = start // self.hash_block_size
+        remaining = block_hashes[first + self.num_parts - 1 :: self.num_parts]
         if not remaining or max_tokens <= 0:
             return HostHit((), 0)
+        max_tokens += num_computed_tokens - start
         blocks, num_tokens, _ = self.coordinator.find_longest_cache_hit(remaining, max_tokens)
-        return HostHit(blocks, num_tokens)
+        if self.num_parts > 1:
+            num_tokens = self._extend(block_hashes, start, blocks, num_tokens, max_tokens)
+        return HostHit(blocks, max(0, start + num_tokens - num_computed_tokens))
 
     def lineage(
         self, block_hashes: list[BlockHash], num_computed_tokens: int
@@ -119,7 +165,7 @@ class CpuTier:
         have to stay as long as the hit does, although the device has its own copies."""
         ancestors = []
         for group in self.chained_group_ids:
-            count = num_computed_tokens // self.block_sizes[group]
+            count = self.start_of(num_computed_tokens) // self.block_sizes[group]
             ancestors += self._present(self.keys(block_hashes, group, stop=count))
         return ancestors
 
@@ -268,6 +314,35 @@ class CpuTier:
                 assert position.get(block.block_id, -1) < later, f"{block}: outlives {parent}"
 
     # Details
+
+    def _extend(
+        self,
+        block_hashes: list[BlockHash],
+        start: int,
+        blocks: tuple[list[KVCacheBlock], ...],
+        num_tokens: int,
+        max_tokens: int,
+    ) -> int:
+        """Let a hit of ``num_tokens`` from ``start`` on go on into the next host block of each
+        group, which must be there although not all of it is to be used: a request computes its
+        last token itself, and a drafter's block is good up to its last token only. Returns how
+        long the hit is then, in whole device blocks; never to the end of the host block.
+        """
+        block_size = self.coordinator.scheduler_block_size
+        limit = min(max_tokens, num_tokens + block_size - 1)
+        limit -= limit % (block_size // self.num_parts)
+        if limit <= num_tokens:
+            return num_tokens
+        found = {}
+        for group in self.group_ids:
+            size = self.block_sizes[group]
+            first, stop = (start + num_tokens) // size, cdiv(start + limit, size)
+            found[group] = self._present(self.keys(block_hashes, group, first, stop))
+            if len(found[group]) < stop - first:
+                return num_tokens
+        for group, more in found.items():
+            blocks[group][num_tokens // self.block_sizes[group] :] = more
+        return limit
 
     def _present(self, keys: Iterable[BlockHashWithGroupId]) -> list[KVCacheBlock]:
         """The blocks of those ``keys`` that are there."""

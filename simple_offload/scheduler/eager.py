@@ -133,10 +133,10 @@ class EagerPolicy:
                 # The tier may have lost the end of what was stored.
                 self._skip_stored(progress, group, progress.next_index[group])
             table = self._table(request.request_id, group)
-            stop = self._num_complete(request, group, len(table))
+            stop = self._num_complete(request, group, len(table) // self.tier.num_parts)
             if self._has_all(request, group, stop):
                 progress.next_index[group] = stop
-            tables[group] = table[progress.next_index[group] : stop]
+            tables[group] = self._parts(table, progress.next_index[group], stop)
         held = [block for table in tables.values() for block in table if not block.is_null]
         self._device_pool.touch(held)
         self._ended.append(_Ended(progress, list(progress.next_index), tables, held))
@@ -175,7 +175,9 @@ class EagerPolicy:
         """
         sizes = self.tier.block_sizes
         num_ready = {
-            group: self._num_complete(progress.request, group, first[group] + len(tables[group]))
+            group: self._num_complete(
+                progress.request, group, first[group] + len(tables[group]) // self.tier.num_parts
+            )
             for group in self._groups
         }
         if all(progress.next_index[group] >= num_ready[group] for group in self._groups):
@@ -189,13 +191,17 @@ class EagerPolicy:
             group = min(behind, key=lambda g: progress.next_index[g] * sizes[g])
             start = progress.next_index[group]
             stop = min(start + turn, num_ready[group])
-            blocks = tables[group][start - first[group] : stop - first[group]]
+            blocks = self._parts(tables[group], start - first[group], stop - first[group])
             if not self._store_run(progress, group, blocks, ended):
                 return
 
     def _table(self, request_id: str, group: int) -> list[KVCacheBlock]:
         table: list[KVCacheBlock] = self._managers[group].req_to_blocks.get(request_id, [])
         return table
+
+    def _parts(self, table: list[KVCacheBlock], first: int, stop: int) -> list[KVCacheBlock]:
+        """The device blocks of a table that belong to host blocks ``first`` to ``stop``."""
+        return table[first * self.tier.num_parts : stop * self.tier.num_parts]
 
     def _is_chained(self, group: int) -> bool:
         return group in self.tier.chained_group_ids
@@ -226,7 +232,7 @@ class EagerPolicy:
             self._learn_keys(progress)
             sizes = self.tier.block_sizes
             self._start(progress, {g: state.num_tokens // sizes[g] for g in self._groups})
-        storable = Storable(block, key, parent, state.num_tokens)
+        storable = Storable((block,), key, parent, state.num_tokens)
         if self.stores.plan([storable], progress.kept, self._device_pool):
             progress.kept.add(key)
 
@@ -236,10 +242,11 @@ class EagerPolicy:
             keys += self.tier.keys(progress.request.block_hashes, group, start=len(keys))
 
     def _store_run(
-        self, progress: _Progress, group: int, blocks: Sequence[KVCacheBlock], ended: bool
+        self, progress: _Progress, group: int, blocks: list[KVCacheBlock], ended: bool
     ) -> bool:
-        """Store those of ``blocks``, which follow the group's cursor, that there is need to, and
-        move the cursor. False: not now, and nothing of the request after it either."""
+        """Store those of ``blocks``, the parts of the host blocks that follow the group's cursor,
+        that there is need to, and move the cursor. False: not now, and nothing of the request
+        after it either."""
         first = progress.next_index[group]
         keys = progress.keys[group]
         chained = self._is_chained(group)
@@ -248,27 +255,51 @@ class EagerPolicy:
             return False
         size = self.tier.block_sizes[group]
         storable: list[Storable] = []
+        last = first + len(blocks) // self.tier.num_parts
         stop = first
-        for stop, block in enumerate(blocks, first):
+        for stop in range(first, last):
             key = keys[stop]
             if not self.stores.has(key):
                 if not self.admission.admits(key):
                     progress.refused_at = self.admission.version
                     break
-                source = self._source_of(block, key, group, ended)
-                if source is not None:
-                    storable.append(Storable(source, key, parent, (stop + 1) * size))
+                parts = self._parts(blocks, stop - first, stop - first + 1)
+                sources = self._sources_of(parts, progress.request, stop, key, group, ended)
+                if sources is not None:
+                    storable.append(Storable(sources, key, parent, (stop + 1) * size))
                 elif chained:
                     break
             parent = key
         else:
-            stop = first + len(blocks)
+            stop = last
         num_planned = self.stores.plan(storable, progress.kept, self._device_pool)
         if num_planned < len(storable):
             stop = storable[num_planned].num_tokens // size - 1
         progress.kept.update(keys[first:stop])
         progress.next_index[group] = stop
-        return stop == first + len(blocks)
+        return stop == last
+
+    def _sources_of(
+        self,
+        parts: Sequence[KVCacheBlock],
+        request: "Request",
+        index: int,
+        key: BlockHashWithGroupId,
+        group: int,
+        ended: bool,
+    ) -> tuple[KVCacheBlock, ...] | None:
+        """The device blocks to store under ``key``, the request's host block ``index``, where the
+        block table has ``parts``; None unless all of them are there."""
+        keys = [key]
+        if self.tier.num_parts > 1:
+            keys = self.tier.part_keys(request.block_hashes, group, index)
+        sources = []
+        for part, part_key in zip(parts, keys, strict=True):
+            source = self._source_of(part, part_key, group, ended)
+            if source is None:
+                return None
+            sources.append(source)
+        return tuple(sources)
 
     def _source_of(
         self, block: KVCacheBlock, key: BlockHashWithGroupId, group: int, ended: bool

@@ -164,7 +164,7 @@ class LazyPolicy:
         if followed is None or loading:
             return
         storable = [*self._unhashed(request), *self._at_risk(followed)]
-        self._device_pool.touch([block.device_block for block in storable])
+        self._device_pool.touch([block for each in storable for block in each.device_blocks])
         self._ended.append(_Ended(followed, storable))
 
     def on_reset(self) -> None:
@@ -227,7 +227,7 @@ class LazyPolicy:
         num_tokens = block.block_hash_num_tokens
         if origin is None or origin.key != key or num_tokens is None:
             return None
-        return Storable(block, key, origin.parent, num_tokens, early=True)
+        return Storable((block,), key, origin.parent, num_tokens, early=True)
 
     # Storing what running requests have
 
@@ -276,7 +276,7 @@ class LazyPolicy:
                 if self.admission.admits(key):
                     parent = keys[index - start - 1] if index else None
                     num_tokens = (index + 1) * self.tier.block_sizes[group]
-                    found.append(Storable(block, key, parent, num_tokens, early=True))
+                    found.append(Storable((block,), key, parent, num_tokens, early=True))
         return found
 
     def _at_risk(self, followed: _Followed) -> list[Storable]:
@@ -306,7 +306,9 @@ class LazyPolicy:
         self._release(ended)
 
     def _release(self, ended: _Ended) -> None:
-        self._device_pool.free_blocks([block.device_block for block in ended.storable])
+        self._device_pool.free_blocks(
+            [block for each in ended.storable for block in each.device_blocks]
+        )
 
     # Storing what is about to be evicted
 
@@ -355,7 +357,7 @@ class LazyPolicy:
             self._passed.add(block.block_id)
             self._num_walked += 1
         for place, storable in enumerate(chosen.values(), self._num_held):
-            held[storable.device_block.block_id] = place
+            held[storable.device_blocks[0].block_id] = place
         self._num_held += len(chosen)
         # A parent that comes with its child should come before it.
         head_first = sorted(chosen.values(), key=lambda block: block.num_tokens)

@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
+from vllm.utils.math_utils import cdiv
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_utils import KVCacheBlock
 
@@ -28,7 +29,8 @@ class _PinnedHit(NamedTuple):
 class _Load:
     request_id: str
     device_blocks: list[KVCacheBlock]
-    host_blocks: list[KVCacheBlock]
+    slots: list[int]
+    """By device block, the part of a host block that it is copied from."""
     pins: list[KVCacheBlock]
     admitted: bool = False
     """Every rank has announced it: compute may be scheduled that reads its blocks."""
@@ -144,19 +146,27 @@ class Loads:
                 f"{known.hit.num_tokens}, which the host tier cannot supply"
             )
         load = _Load(request.request_id, [], [], pins)
+        num_parts = self.tier.num_parts
+        start = self.tier.start_of(known.num_computed_tokens)
+        stop = known.num_computed_tokens + num_external_tokens
         for group, host_blocks in enumerate(hit.blocks):
-            first = known.num_computed_tokens // self.tier.block_sizes[group]
-            table = device_blocks[group][first : first + len(host_blocks)]
-            for device_block, host_block in zip(table, host_blocks, strict=True):
+            size = self.tier.block_sizes[group] // num_parts
+            first, last = known.num_computed_tokens // size, cdiv(stop, size)
+            # Of the first host block the device may have some parts, of the last one a request
+            # may have no use for some.
+            before = start // size
+            slots = self.tier.slots(host_blocks)[first - before : last - before]
+            table = device_blocks[group][first:last] if host_blocks else []
+            for device_block, slot in zip(table, slots, strict=True):
                 if device_block.is_null:
                     continue  # outside the window: nobody reads it
-                if host_block.is_null:
+                if slot < num_parts:  # the null block's
                     raise RuntimeError(
                         f"{request.request_id}: group {group} has device block "
                         f"{device_block.block_id} within the hit and no host block for it"
                     )
                 load.device_blocks.append(device_block)
-                load.host_blocks.append(host_block)
+                load.slots.append(slot)
         device_pool.touch(load.device_blocks)
         self._planned.append(load)
 
@@ -171,7 +181,7 @@ class Loads:
                 Transfer.pairing(
                     transfer_id,
                     [block.block_id for block in load.device_blocks],
-                    [block.block_id for block in load.host_blocks],
+                    load.slots,
                     load.request_id,
                     after_compute=in_use(load.device_blocks),
                 )
@@ -199,7 +209,7 @@ class Loads:
         soon as it has heard, must not be offered them again."""
         for transfer_id in transfer_ids:
             if (load := self._in_flight.get(transfer_id)) is not None:
-                self.tier.drop(load.host_blocks)
+                self.tier.drop(self.tier.blocks_at(load.slots))
                 self._unlucky.add(load.request_id)
 
     def finish(self, ended: Ended, device_pool: BlockPool) -> bool:

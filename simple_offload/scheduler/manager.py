@@ -46,6 +46,9 @@ class OffloadScheduler:
         self.block_size, self._hash_block_size = resolve_kv_cache_block_sizes(
             kv_cache_config, vllm_config
         )
+        self._num_parts = config.num_parts(self.block_size)
+        if self._num_parts > 1:
+            _require_parts_possible(config, kv_cache_config, self.block_size)
         self._chunk_sizes = {
             spec.attention_chunk_size
             for group in kv_cache_config.kv_cache_groups
@@ -74,13 +77,20 @@ class OffloadScheduler:
         capacities = list(capacities)
         if not capacities:
             return
-        by_rank = [capacity.num_host_blocks for capacity in capacities]
+        by_rank = [capacity.num_host_blocks // self._num_parts for capacity in capacities]
+        block_size = self.block_size * self._num_parts
+        if self._num_parts > 1 and min(by_rank) < 2:
+            raise ConfigError(
+                f"cpu_block_size={block_size}: a rank has room for {min(by_rank)} host blocks of "
+                f"{block_size} tokens. Allowed: room for at least 2, that is a smaller block or "
+                "more host memory"
+            )
         if len(set(by_rank)) > 1:
             logger.info("Ranks have room for %s host blocks; all use %d", by_rank, min(by_rank))
         logger.info(
             "Host tier: %d blocks of %d tokens, %s",
             min(by_rank),
-            self.block_size,
+            block_size,
             describe_policy(self.config),
         )
         self._grow_tier({capacity.rank: capacity.num_open for capacity in capacities})
@@ -221,11 +231,14 @@ class OffloadScheduler:
 
     def _make_tier(self) -> None:
         """A tier with no host blocks (but vLLM's null block): the ranks open them."""
-        host_config = replace(self._device_config, num_blocks=1)
+        num_parts = self._num_parts
         coordinator = vllm_compat.make_host_coordinator(
-            host_config, self._vllm_config, self.block_size, self._hash_block_size
+            replace(_of_larger_blocks(self._device_config, num_parts), num_blocks=1),
+            self._vllm_config,
+            self.block_size * num_parts,
+            self._hash_block_size * num_parts,
         )
-        self.tier = CpuTier(coordinator, self._hash_block_size)
+        self.tier = CpuTier(coordinator, self._hash_block_size, num_parts)
         self._in_flight = InFlight(self._vllm_config.parallel_config.world_size)
         self._loads = Loads(self.tier, self._in_flight)
         self._stores = Stores(self.tier, self._in_flight)
@@ -234,13 +247,14 @@ class OffloadScheduler:
         """Use the host blocks that every rank has opened: each must have room for each block."""
         self._num_open.update(num_open)
         if len(self._num_open) == self._in_flight.num_ranks:
-            self.tier.grow(min(self._num_open.values()))
+            self.tier.grow(min(self._num_open.values()) // self._num_parts)
 
     def _can_extend(self, num_computed_tokens: int) -> bool:
-        """Whether host blocks may follow a device prefix of this length: they start on a
-        scheduler block boundary, and where attention is local to a chunk, with a chunk."""
+        """Whether host blocks may follow a device prefix of this length: it ends on a scheduler
+        block boundary, and where attention is local to a chunk, the lookup starts with a chunk."""
+        start = self.tier.start_of(num_computed_tokens)
         return num_computed_tokens % self.block_size == 0 and all(
-            num_computed_tokens % chunk_size == 0 for chunk_size in self._chunk_sizes
+            start % chunk_size == 0 for chunk_size in self._chunk_sizes
         )
 
 
@@ -256,6 +270,40 @@ def _boundary_states(scheduled: "SchedulerOutput") -> dict[str, list[BoundarySta
         for request_id, states in handed_over.boundary_state_offloads.items()
         if request_id not in gone
     }
+
+
+def _of_larger_blocks(kv_cache_config: "KVCacheConfig", num_parts: int) -> "KVCacheConfig":
+    """The same groups, ``num_parts`` of the device's blocks in one. Which blocks the device keeps
+    (retention) is said in its own blocks, and nothing here asks."""
+    if num_parts == 1:
+        return kv_cache_config
+    groups = [
+        replace(
+            group,
+            kv_cache_spec=replace(
+                group.kv_cache_spec, block_size=group.kv_cache_spec.block_size * num_parts
+            ),
+        )
+        for group in kv_cache_config.kv_cache_groups
+    ]
+    return replace(kv_cache_config, kv_cache_groups=groups, prefix_cache_retention_interval=None)
+
+
+def _require_parts_possible(
+    config: OffloadConfig, kv_cache_config: "KVCacheConfig", block_size: int
+) -> None:
+    """Raise ConfigError where host blocks of several device blocks cannot be had."""
+    setting = f"cpu_block_size={config.cpu_block_size}"
+    allowed = f"allowed: {block_size}, or no cpu_block_size"
+    if config.lazy_offload:
+        raise ConfigError(
+            f"{setting}: lazy_offload stores device blocks one by one; {allowed}, or "
+            "lazy_offload=false"
+        )
+    # A state stands for all tokens before it, so there is one at the end of a block and none of
+    # its parts; vLLM keeps few of them besides.
+    if kv_cache_config.has_mamba_layers:
+        raise ConfigError(f"{setting}: this model has state (Mamba) layers; {allowed}")
 
 
 def _require_supported_groups(kv_cache_config: "KVCacheConfig") -> None:

@@ -16,16 +16,18 @@ logger = get_logger(__name__)
 
 
 class Storable(NamedTuple):
-    """A device block to be stored: what it will be known by, and its place in a chain."""
+    """A host block's worth of device blocks to be stored: what they will be known by, and their
+    place in a chain."""
 
-    device_block: KVCacheBlock
+    device_blocks: tuple[KVCacheBlock, ...]
+    """As many as a host block has parts, in order."""
     key: BlockHashWithGroupId
     parent: BlockHashWithGroupId | None
     num_tokens: int
     """Of the prefix that ends with it."""
     inner_keys: tuple[BlockHashWithGroupId, ...] = ()
     """Of prefixes that end inside the block, by which the device finds it too. ``Stores.plan``
-    fills them in."""
+    fills them in. Host blocks of several parts have none."""
     early: bool = False
     """Whether it may be committed before its parent is: whoever stores it will store that too."""
 
@@ -71,10 +73,13 @@ class Stores:
         room without evicting one that holds a key in ``keep``."""
         host_blocks = self.tier.allocate(len(blocks), keep)
         taken = blocks[: len(host_blocks)]
-        pool.touch([block.device_block for block in taken])
-        if inner_keys := pool.cached_block_hashes_by_block:
+        pool.touch([part for block in taken for part in block.device_blocks])
+        inner_keys = pool.cached_block_hashes_by_block
+        if inner_keys and self.tier.num_parts == 1:
             taken = [
-                block._replace(inner_keys=tuple(inner_keys.get(block.device_block.block_id, ())))
+                block._replace(
+                    inner_keys=tuple(inner_keys.get(block.device_blocks[0].block_id, ()))
+                )
                 for block in taken
             ]
         self._planned.pairs.extend(zip(taken, host_blocks, strict=True))
@@ -91,8 +96,8 @@ class Stores:
         return [
             Transfer.pairing(
                 transfer_id,
-                [block.device_block.block_id for block, _ in store.pairs],
-                [host_block.block_id for _, host_block in store.pairs],
+                [part.block_id for block, _ in store.pairs for part in block.device_blocks],
+                self.tier.slots(host_block for _, host_block in store.pairs),
             )
         ]
 
@@ -134,15 +139,18 @@ class Stores:
         """Whether the end of a store, planned or in flight, would return a device block to the
         pool."""
         return any(
-            block.device_block.ref_cnt == 1
+            part.ref_cnt == 1
             for store in (self._planned, *self._in_flight.values())
             for block, _ in store.pairs
+            for part in block.device_blocks
         )
 
     def _release(self, store: _Store, device_pool: BlockPool) -> None:
         """Last block first, as vLLM frees a request's: the tail of a prefix leaves first. But
         blocks that were about to be evicted go back to where they were."""
-        blocks = [block.device_block for block, _ in reversed(store.pairs)]
+        blocks = [
+            part for block, _ in reversed(store.pairs) for part in reversed(block.device_blocks)
+        ]
         places = {
             block.block_id: place
             for block in blocks
@@ -160,15 +168,17 @@ class Stores:
         keys = set()
         for store in (self._planned, *self._in_flight.values()):
             for block, host_block in store.pairs:
-                held = (block.device_block, host_block)
+                held = (*block.device_blocks, host_block)
+                assert len(block.device_blocks) == self.tier.num_parts, f"{block}: not whole"
                 assert all(b.ref_cnt > 0 for b in held), f"{held}: free during a store"
                 assert host_block.block_hash is None, f"{host_block}: findable too soon"
                 if not store.abandoned:
                     keys.add(block.key)
         assert keys == self._keys, "keys on their way differ from the stores'"
         held_ids = {
-            block.device_block.block_id
+            part.block_id
             for store in (self._planned, *self._in_flight.values())
             for block, _ in store.pairs
+            for part in block.device_blocks
         }
         assert self.first_to_go.keys() <= held_ids, "a device block keeps a place it does not need"

@@ -59,7 +59,7 @@ def test_the_state_inside_a_block_is_stored_from_its_copy(drive: MakeDriver) -> 
         driver.step()
     assert request.num_computed_tokens == 19
     *_, store = driver.scheduler._stores._in_flight.values()
-    (copied,) = [stored.device_block for stored, _ in store.pairs if stored.key == key_inside]
+    ((copied,),) = [stored.device_blocks for stored, _ in store.pairs if stored.key == key_inside]
     running = table.req_to_blocks["a"][4]
     assert copied is not running
     assert copied.block_id in driver.pending(STORE)[-1].device_blocks

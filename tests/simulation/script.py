@@ -146,11 +146,13 @@ class Script:
         rng = random.Random(f"{seed}: engine")
         if rng.random() >= _COMMON:
             script = script.with_model(**rng.choice(_ENGINES))
-        return script
+        return script.with_parts(random.Random(f"{seed}: parts").choice([1, 1, 2, 4]))
 
     def with_model(self, **changes: Any) -> "Script":
         """The same with other groups, and as many blocks for each. ``changes``: to the shape."""
         changed = replace(self.shape, **changes)
+        if changed.num_states:
+            changed = replace(changed, num_parts=1)
         before, after = len(self.shape.groups), len(changed.groups)
         shape = replace(
             changed,
@@ -166,6 +168,17 @@ class Script:
         can_keep_up = shape.lazy and self.copy_speed >= 0.5 and self.faults == Faults()
         has_room = shape.num_host_blocks >= 1000 and shape.chunk_blocks is None
         return can_keep_up and has_room and shape.store_threshold == 1 and not self.resets
+
+    def with_parts(self, num_parts: int) -> "Script":
+        """The same with host blocks of ``num_parts`` device blocks, and as many of them; of one
+        where the model has states or stores are lazy."""
+        if self.shape.num_states or self.shape.lazy:
+            return self
+        num_host_blocks = self.shape.num_host_blocks // self.shape.num_parts * num_parts
+        return replace(
+            self,
+            shape=replace(self.shape, num_parts=num_parts, num_host_blocks=num_host_blocks),
+        )
 
     def without_faults(self) -> "Script":
         """The same, on a machine where nothing fails."""
@@ -202,7 +215,7 @@ class Play:
         self._families = [self._tokens(self._rng.randint(8, 40)) for _ in range(4)]
         self._histories: list[tuple[list[int], str | None]] = []
         self._prompts: list[tuple[list[int], str | None]] = []
-        """To be sent again as they are, where a hit may then end inside a block."""
+        """To be sent again as they are, where a hit may then end inside a (host) block."""
         self._salts: dict[str, str | None] = {}
         self._seen: set[str] = set()
         self._num_faults = 0
@@ -286,7 +299,11 @@ class Play:
         request_id = f"r{self._num_added}"
         self._num_added += 1
         self._salts[request_id] = salt
-        if self.script.shape.match_unit is not None:
+        num_parts = self.script.shape.num_parts
+        if num_parts > 1 and self._chance(0.3):
+            host_block_size = num_parts * self.script.shape.block_size
+            prompt = prompt[: max(1, len(prompt) // host_block_size) * host_block_size]
+        if self.script.shape.match_unit is not None or num_parts > 1:
             self._prompts.append((prompt, salt))
         self.world.add_request(request_id, prompt, max_tokens, salt, self._epoch)
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from itertools import product
 from typing import Any
 
+import numpy as np
 from vllm.config import KVTransferConfig
 from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata
@@ -27,7 +28,7 @@ from vllm.v1.structured_output import StructuredOutputManager
 
 from simple_offload.backends.base import Direction
 from simple_offload.config import OffloadConfig
-from simple_offload.metadata import StepMetadata, Transfer, WorkerReport
+from simple_offload.metadata import BlockIds, StepMetadata, Transfer, WorkerReport
 from simple_offload.worker.worker import OffloadWorker
 from tests.simulation.device import ScriptedCopy, ScriptedDevice
 from tests.simulation.identity import Story
@@ -85,6 +86,10 @@ class World:
         self.requests: dict[str, Request] = {}
         self.num_steps = 0
         self.num_blocks_loaded = 0
+        self.num_begun_inside = 0
+        self.num_ended_inside = 0
+        """Loads whose first device block is not the first part of a host block, and those whose
+        last one is not the last part."""
         self.hits_inside_blocks: set[str] = set()
         """Requests that have loaded up to somewhere inside a block."""
         self.promises_no_loss = False
@@ -118,13 +123,18 @@ class World:
 
     def worker_config(self) -> dict[str, Any]:
         """What our workers take from it."""
-        sized: dict[str, Any] = {"num_cpu_blocks": self.shape.num_host_blocks}
-        if self.shape.uneven_ranks:
-            sized = {"cpu_bytes_to_use_per_rank": self.shape.host_bytes}
-        return sized | {
-            "lazy_offload": self.shape.lazy,
-            "store_threshold": self.shape.store_threshold,
+        shape = self.shape
+        config: dict[str, Any] = {
+            "num_cpu_blocks": shape.num_host_blocks,
+            "lazy_offload": shape.lazy,
+            "store_threshold": shape.store_threshold,
         }
+        if shape.uneven_ranks:
+            del config["num_cpu_blocks"]
+            config["cpu_bytes_to_use_per_rank"] = shape.host_bytes
+        if shape.num_parts > 1:
+            config["cpu_block_size"] = shape.num_parts * shape.scheduler_block_size
+        return config
 
     @property
     def host_pool(self) -> BlockPool:
@@ -293,6 +303,9 @@ class World:
         for load in metadata.loads:
             self._loads[load.id] = load
             self.num_blocks_loaded += len(load.host_blocks)
+            num_parts = self.shape.num_parts
+            self.num_begun_inside += bool(load.host_blocks[0] % num_parts)
+            self.num_ended_inside += bool((load.host_blocks[-1] + 1) % num_parts)
         self._check_open(rank, metadata)
         worker.bind(metadata)
         if repeat_hooks:
@@ -394,6 +407,10 @@ class World:
                     raise Violation(f"device block {block_id} was evicted before it was stored")
 
     def _check_open(self, rank: Rank, metadata: StepMetadata) -> None:
+        for store in metadata.stores:
+            parts = store.host_blocks.reshape(-1, self.shape.num_parts)
+            if (parts != parts[:, :1] + np.arange(self.shape.num_parts)).any():
+                raise Violation(f"{store.id} writes parts of a host block: {store.host_blocks}")
         for transfer in (*metadata.loads, *metadata.stores):
             last, num_open = max(transfer.host_blocks), rank.worker.host_pool.num_open
             if last >= num_open:
@@ -414,15 +431,20 @@ class World:
 
     def _check_tier_size(self, step: _Step) -> None:
         found, reported = len(self.host_pool.blocks), min(step.num_open)
-        if found != reported:
+        if found != max(1, reported // self.shape.num_parts):  # there is a null block at least
             raise Violation(f"the tier has {found} blocks, every rank has opened {reported}")
 
     def _check_forgotten(self) -> None:
         for transfer_id in sorted(self._forgotten - self.ids_in_flight()):
             self._forgotten.discard(transfer_id)
-            for block_id in self._stores[transfer_id].host_blocks.tolist():
+            for block_id in self._of_tier(self._stores[transfer_id].host_blocks):
                 if self.host_pool.blocks[block_id].block_hash is not None:
                     raise Violation(f"store {transfer_id} was committed after a reset")
+
+    def _of_tier(self, host_blocks: BlockIds) -> list[int]:
+        """The tier's blocks that these of a rank are parts of."""
+        parts: list[int] = (host_blocks // self.shape.num_parts).tolist()
+        return parts
 
     def _note_finished(self, request_id: str) -> None:
         request = self.requests.pop(request_id)
@@ -449,10 +471,10 @@ class World:
                     raise Violation(f"host blocks {shared} are loaded while being stored")
             for copy in (c for copies in rank.device.copies.values() for c in copies):
                 for pool, blocks in (
-                    (device_pool, copy.transfer.device_blocks),
-                    (self.host_pool, copy.transfer.host_blocks),
+                    (device_pool, copy.transfer.device_blocks.tolist()),
+                    (self.host_pool, self._of_tier(copy.transfer.host_blocks)),
                 ):
-                    for block_id in blocks.tolist():
+                    for block_id in blocks:
                         if pool.blocks[block_id].ref_cnt == 0:
                             raise Violation(f"block {block_id} is free during {copy.transfer.id}")
 
