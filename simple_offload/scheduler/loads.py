@@ -149,14 +149,14 @@ class Loads:
         num_parts = self.tier.num_parts
         start = self.tier.start_of(known.num_computed_tokens)
         stop = known.num_computed_tokens + num_external_tokens
-        for group, host_blocks in enumerate(hit.blocks):
+        for group in self.tier.group_ids:
             size = self.tier.block_sizes[group] // num_parts
             first, last = known.num_computed_tokens // size, cdiv(stop, size)
             # Of the first host block the device may have some parts, of the last one a request
             # may have no use for some.
             before = start // size
-            slots = self.tier.slots(host_blocks)[first - before : last - before]
-            table = device_blocks[group][first:last] if host_blocks else []
+            slots = self.tier.slots(hit.blocks[group])[first - before : last - before]
+            table = device_blocks[group][first:last]
             for device_block, slot in zip(table, slots, strict=True):
                 if device_block.is_null:
                     continue  # outside the window: nobody reads it

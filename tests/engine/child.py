@@ -33,7 +33,8 @@ from vllm.v1.metrics.reader import Counter, get_metrics_snapshot
 
 from simple_offload import SimpleCPUOffloadConnector
 from simple_offload.backends.base import Direction
-from simple_offload.metadata import Transfer
+from simple_offload.metadata import StepMetadata, Transfer
+from simple_offload.scheduler.manager import OffloadScheduler
 from simple_offload.worker.host_pool import HostPool
 from tests.engine.ray_cluster import local_cluster
 from tests.engine.spec import (
@@ -58,7 +59,7 @@ def run_engine(spec: EngineSpec) -> EngineResult:
     """Start the engine, play the rounds, read its books, shut it down."""
     result = EngineResult()
     threads_before = set(threading.enumerate())
-    with _connector_warnings(result.warnings), _host_chunks() as chunks:
+    with _connector_warnings(result.warnings), _loads(result.loads), _host_chunks() as chunks:
         try:
             engine = LLMEngine.from_engine_args(_engine_args(spec))
             result.started = True
@@ -288,6 +289,22 @@ def _ray_cluster(spec: EngineSpec) -> Iterator[None]:
         yield
         return
     with local_cluster(spec.arguments["tensor_parallel_size"]):
+        yield
+
+
+@contextmanager
+def _loads(loads: list[tuple[int, int]]) -> Iterator[None]:
+    """Append to ``loads`` the first and the last host block of each that is planned."""
+    build = OffloadScheduler.build_connector_meta
+
+    def build_and_note(self: OffloadScheduler, scheduler_output: Any) -> StepMetadata:
+        metadata = build(self, scheduler_output)
+        loads.extend(
+            (int(load.host_blocks[0]), int(load.host_blocks[-1])) for load in metadata.loads
+        )
+        return metadata
+
+    with patch.object(OffloadScheduler, "build_connector_meta", build_and_note):
         yield
 
 

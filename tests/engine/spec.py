@@ -81,6 +81,8 @@ class EngineResult(BaseModel):
     host_pool: PoolState | None = None
     integrity_problem: str | None = None
     """What the connector's own check of its books had to say against them."""
+    loads: list[tuple[int, int]] = []
+    """The first and the last host block of each load, as the ranks number them."""
     corrupted_blocks: int = 0
     failed_copies: int = 0
     surviving_threads: list[str] = []

@@ -113,16 +113,25 @@ ENGINE_ONLY: dict[str, dict[str, Any]] = {
     },
 }
 """Bugs that show only in engines that are run otherwise, and how those are run."""
+PARTS_ONLY = {
+    "pair_from_the_start_of_the_host_block",
+    "number_slots_by_the_host_block",
+    "grow_by_slots",
+    "store_a_host_block_that_lacks_a_part",
+    "know_a_host_block_by_its_first_part",
+    "believe_that_all_groups_have_the_last_host_block",
+}
+"""Bugs that show only where a host block holds several device blocks."""
 
 
 def scripts_for(name: str, seed: int) -> Script:
     """The script of ``seed``, turned towards what lets the bug ``name`` show where ordinary
     scripts seldom do."""
-    script = Script.draw(seed)
+    script = Script.draw(seed).with_parts(1)
     shape = replace(script.shape, num_host_blocks=300)
     num_groups = len(shape.groups)
     if model := _model_for(name):
-        script = script.with_model(**model)
+        script = script.with_model(**model, lazy=False, store_threshold=1)
         return replace(script, shape=replace(script.shape, num_host_blocks=300))
     if name in ("drop_load_barrier", "think_free_blocks_untouched"):
         # As a consumer, vLLM itself keeps blocks that a step in flight may still touch.
@@ -196,6 +205,8 @@ def _with_policy(name: str, script: Script) -> Script:
 
 def _model_for(name: str) -> dict[str, Any]:
     """What the shape has to have for the bug to show; empty if that is any."""
+    if name in PARTS_ONLY:
+        return {"num_parts": 4, "windows": (0, 4), "num_states": 0, "match_unit": None}
     if name in STATES_ONLY:
         return PLAIN | {"num_states": 1}
     if name in ENGINE_ONLY:
@@ -816,7 +827,7 @@ def return_stored_blocks_to_the_back(stack: ExitStack) -> None:
 
     def careless(self: Stores, store: Any, device_pool: Any) -> None:
         for block, _ in store.pairs:
-            self.first_to_go.pop(block.device_block.block_id, None)
+            self.first_to_go.pop(block.device_blocks[0].block_id, None)
         release(self, store, device_pool)
 
     _replace(stack, Stores, "_release", careless)
@@ -858,3 +869,83 @@ def count_a_request_in_each_step(stack: ExitStack) -> None:
         note(self, request)
 
     _replace(stack, Admission, "note", forgetful)
+
+
+# Host blocks of several device blocks
+
+
+@mutation
+def pair_from_the_start_of_the_host_block(stack: ExitStack) -> None:
+    """A load that begins in the middle of a host block."""
+    submit = Loads.submit
+
+    def shifted(self: Loads, *arguments: Any) -> Any:
+        transfers = submit(self, *arguments)
+        for transfer in transfers:
+            transfer.host_blocks[:] -= transfer.host_blocks[0] % self.tier.num_parts
+        return transfers
+
+    _replace(stack, Loads, "submit", shifted)
+
+
+@mutation
+def number_slots_by_the_host_block(stack: ExitStack) -> None:
+    """As if the parts of the next host block began at the next slot."""
+
+    def slots(self: CpuTier, blocks: Any) -> list[int]:
+        parts = range(self.num_parts)
+        return [block.block_id + self.num_parts - 1 + part for block in blocks for part in parts]
+
+    _replace(stack, CpuTier, "slots", slots)
+
+
+@mutation
+def grow_by_slots(stack: ExitStack) -> None:
+    _grow(stack, lambda said, num_ranks: min(said.values()) if len(said) == num_ranks else 0)
+
+
+@mutation
+def store_a_host_block_that_lacks_a_part(stack: ExitStack) -> None:
+    sources_of = EagerPolicy._sources_of
+
+    def lenient(self: EagerPolicy, parts: Any, *arguments: Any) -> Any:
+        sources = sources_of(self, parts, *arguments)
+        if sources is not None or self.tier.num_parts == 1:
+            return sources
+        there = [part for part in parts if not part.is_null]
+        return tuple(there[0] if part.is_null else part for part in parts) if there else None
+
+    _replace(stack, EagerPolicy, "_sources_of", lenient)
+
+
+@mutation
+def know_a_host_block_by_its_first_part(stack: ExitStack) -> None:
+    keys, lookup = CpuTier.keys, CpuTier.lookup
+
+    def first(self: CpuTier, hashes: Any) -> Any:
+        return [hashes[index - index % self.num_parts] for index in range(len(hashes))]
+
+    _replace(
+        stack,
+        CpuTier,
+        "keys",
+        lambda self, hashes, *a, **k: keys(self, first(self, hashes), *a, **k),
+    )
+    _replace(
+        stack,
+        CpuTier,
+        "lookup",
+        lambda self, hashes, *a, **k: lookup(self, first(self, hashes), *a, **k),
+    )
+
+
+@mutation
+def believe_that_all_groups_have_the_last_host_block(stack: ExitStack) -> None:
+    """Of a hit that ends inside it."""
+    extend = CpuTier._extend
+
+    def careless(self: CpuTier, *arguments: Any) -> int:
+        with patch.object(self, "group_ids", self.group_ids[:1]):
+            return extend(self, *arguments)
+
+    _replace(stack, CpuTier, "_extend", careless)

@@ -8,6 +8,7 @@ from tests.simulation.mutations import (
     INNER_HITS_ONLY,
     MIXED_PAGES_ONLY,
     MUTATIONS,
+    PARTS_ONLY,
     STATES_ONLY,
     scripts_for,
 )
@@ -35,14 +36,16 @@ def _first_caught(name: str) -> int:
     pytest.fail(f"{name}: nobody noticed in {_MAX_SEEDS} scripts")
 
 
-@pytest.mark.parametrize("name", sorted(STATES_ONLY | MIXED_PAGES_ONLY | INNER_HITS_ONLY))
+@pytest.mark.parametrize(
+    "name", sorted(STATES_ONLY | MIXED_PAGES_ONLY | INNER_HITS_ONLY | PARTS_ONLY)
+)
 def test_other_models_do_not_show_it(name: str) -> None:
     """Those bugs are what the scripts with such models are there for."""
     with MUTATIONS[name]():
         for seed in range(_FEW_SEEDS):
             script = scripts_for(name, seed)
-            num_states = int(name in INNER_HITS_ONLY)
-            Play(script.with_model(**PLAIN | {"windows": (0, 8), "num_states": num_states})).run()
+            plain = PLAIN | {"windows": (0, 8), "num_parts": 1}
+            Play(script.with_model(**plain | {"num_states": int(name in INNER_HITS_ONLY)})).run()
 
 
 @pytest.mark.parametrize("name", ENGINE_ONLY)

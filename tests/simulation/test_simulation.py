@@ -38,7 +38,7 @@ shapes = st.builds(
     uneven_ranks=st.booleans(),
 )
 chances = st.sampled_from([0.0, 0.05, 0.3])
-scripts = st.builds(
+scripts_of_whole_blocks = st.builds(
     Script,
     seed=st.integers(0, 2**32),
     shape=shapes,
@@ -59,6 +59,7 @@ scripts = st.builds(
         no_memory=chances,
     ),
 )
+scripts = st.builds(Script.with_parts, scripts_of_whole_blocks, st.sampled_from([1, 1, 2, 4]))
 
 
 @pytest.mark.parametrize("first", range(0, _NUM_SEEDS, _PER_TEST))
@@ -97,6 +98,7 @@ def test_drawn_scripts_have_every_model() -> None:
     assert any(shape.mixed_pages for shape in shapes)
     assert any(shape.match_unit for shape in shapes)
     assert any(all(group.kind is Kind.STATE for group in shape.groups) for shape in shapes)
+    assert {shape.num_parts for shape in shapes} == {1, 2, 4}
 
 
 def test_drawn_scripts_have_every_engine() -> None:
@@ -125,6 +127,21 @@ def test_announced_loads() -> None:
         )
         num_holds += Play(script).run().num_holds
     assert num_holds > 20
+
+
+@pytest.mark.parametrize(
+    ("model", "num_parts"), [({}, 2), ({"windows": (0, 8)}, 4), ({"draft": True}, 4)], ids=str
+)
+def test_parts(model: dict[str, Any], num_parts: int) -> None:
+    """Host blocks of several device blocks, which loads begin and end within."""
+    begun = ended = 0
+    for seed in range(300, 307):
+        script = Script.draw(seed).with_model(**_PLAIN | {"windows": (0,)} | model)
+        play = Play(script.with_parts(num_parts))
+        play.run()
+        begun += play.world.num_begun_inside
+        ended += play.world.num_ended_inside
+    assert min(begun, ended) > 0
 
 
 def test_growing_tier() -> None:

@@ -1,0 +1,41 @@
+"""Host blocks of several device blocks: nobody can tell from the answers."""
+
+from tests.engine.compare import assert_nothing_left, assert_same_answers
+from tests.engine.runs import BLOCK_SIZE, HOST_BLOCKS, Runs
+from tests.engine.spec import Round
+from tests.engine.workloads import follow_ups, shared_prefix_asks
+
+NUM_PARTS = 4
+HOST_BLOCK_SIZE = NUM_PARTS * BLOCK_SIZE
+
+
+def workload() -> tuple[Round, ...]:
+    """Prompts with a common beginning that is no multiple of a host block, and prompts that are
+    one: their last token is computed again."""
+    asks = shared_prefix_asks(
+        "a", seed=2, system_lengths=(230, 170), tails=3, tail_lengths=(90, 130), max_tokens=12
+    )
+    cut = [ask.model_copy(update={"prompt": ask.prompt[: 2 * HOST_BLOCK_SIZE]}) for ask in asks[:2]]
+    asks = (*cut, *asks[2:])
+    turns = follow_ups(asks, "turn", seed=3)
+    return (
+        Round(asks=asks, together=False),
+        Round(asks=asks, together=False, reset="device"),
+        Round(asks=turns, together=True),
+    )
+
+
+def test_same_answers_with_loads_from_any_part_to_any_other(runs: Runs) -> None:
+    connector = {"num_cpu_blocks": HOST_BLOCKS, "cpu_block_size": HOST_BLOCK_SIZE}
+    specs = {
+        "plain": runs.spec(connector=None, rounds=workload()),
+        "parts": runs.spec(connector=connector, rounds=workload()),
+    }
+    plain, parts = runs.run("parts", specs).values()
+    assert_same_answers(plain.rounds, parts)
+    assert_nothing_left(parts)
+    assert parts.host_pool is not None
+    assert parts.host_pool.total == HOST_BLOCKS // NUM_PARTS - 1
+    assert parts.metrics["external_prefix_cache_hits"] > 1000
+    assert any(first % NUM_PARTS for first, _ in parts.loads), "none begins inside a host block"
+    assert any((last + 1) % NUM_PARTS for _, last in parts.loads), "none ends inside one"

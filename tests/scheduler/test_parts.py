@@ -1,0 +1,416 @@
+"""Host blocks of several device blocks, their parts: stored as a whole, loaded from any part to
+any other."""
+
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from vllm.v1.core.block_pool import BlockPool
+from vllm.v1.core.kv_cache_utils import KVCacheBlock
+from vllm.v1.kv_cache_interface import (
+    AttentionSpec,
+    ChunkedLocalAttentionSpec,
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    SlidingWindowSpec,
+)
+from vllm.v1.request import Request
+
+from simple_offload.config import ConfigError
+from simple_offload.metadata import RankCapacity, Transfer
+from simple_offload.scheduler.in_flight import Ended
+from tests.scheduler.conftest import MakeDriver
+from tests.scheduler.driver import LOAD, STORE, make_request, prompt
+from tests.scheduler.test_manager import make_scheduler
+from tests.scheduler.tiers import make_tier
+from tests.simulation.groups import MODELS
+
+# Where the parts lie
+
+
+class Layout(NamedTuple):
+    """The groups of a model, and how many device blocks a host block holds."""
+
+    groups: tuple[AttentionSpec, ...]
+    num_parts: int
+
+    @property
+    def block_size(self) -> int:
+        """Tokens of the scheduler's block."""
+        return max(spec.block_size for spec in self.groups)
+
+
+def spec(kind: Any, block_size: int, **kind_has: int) -> Any:
+    return kind(block_size=block_size, num_kv_heads=1, head_size=1, dtype=torch.float32, **kind_has)
+
+
+def full(block_size: int = 4) -> Any:
+    return spec(FullAttentionSpec, block_size)
+
+
+def window(size: int, block_size: int = 4) -> Any:
+    return spec(SlidingWindowSpec, block_size, sliding_window=size)
+
+
+def chunked(size: int) -> Any:
+    return spec(ChunkedLocalAttentionSpec, 4, attention_chunk_size=size)
+
+
+GROUPS = {
+    "full": (full(),),
+    "window": (window(10),),
+    "full and window": (full(), window(6)),
+    "full and chunks": (full(), chunked(8)),
+    "full and long chunks": (full(), chunked(32)),
+    "blocks of two sizes": (full(4), full(8)),
+    "large blocks and a window": (full(8), window(6, block_size=4)),
+    "a window of large blocks": (full(4), window(10, block_size=8)),
+}
+NUM_TOKENS = 64
+
+
+class Bench:
+    """A scheduler side whose tier has all host blocks of a prompt, and a device of its own."""
+
+    def __init__(self, layout: Layout) -> None:
+        self.layout = layout
+        groups = [KVCacheGroupSpec([f"{i}"], group) for i, group in enumerate(layout.groups)]
+        config = KVCacheConfig(num_blocks=99, kv_cache_tensors=[], kv_cache_groups=groups)
+        size = layout.block_size * layout.num_parts
+        self.scheduler = make_scheduler(config, num_cpu_blocks=400, cpu_block_size=size)
+        self.scheduler.agree_on_capacity([RankCapacity("r", 400, 400, 64)])
+        self.tier = self.scheduler.tier
+        self.hash_size = self.tier.hash_block_size
+        self.slots: list[dict[int, int]] = []
+        """By group, where the tier has the device block that begins with a token."""
+        self.fill()
+        self.pool: BlockPool = make_tier(90).pool
+
+    def fill(self) -> None:
+        request = self.request(NUM_TOKENS)
+        num_parts = self.layout.num_parts
+        for group, device_spec in enumerate(self.layout.groups):
+            size = device_spec.block_size
+            parent, slots = None, {}
+            for end in range(size * num_parts, NUM_TOKENS + 1, size * num_parts):
+                (block,) = self.tier.allocate(1)
+                key = self.tier.key_at(request.block_hashes, group, end)
+                self.tier.commit(block, key, parent, num_tokens=end)
+                parent = key
+                for part in range(num_parts):
+                    begin = end - size * (num_parts - part)
+                    slots[begin] = block.block_id * num_parts + part
+            self.slots.append(slots)
+        self.tier.check_integrity()
+
+    def request(self, num_tokens: int) -> Request:
+        return make_request("a", prompt(num_tokens), hash_size=self.hash_size)
+
+    def tables(self, num_tokens: int) -> list[list[KVCacheBlock]]:
+        """What vLLM allocates for so many tokens: nothing where attention does not look."""
+        tables = []
+        for group, device_spec in enumerate(self.layout.groups):
+            size = device_spec.block_size
+            manager = self.tier.coordinator.single_type_managers[group]
+            num_skipped = manager.get_num_skipped_tokens(num_tokens) // size
+            new = self.pool.get_new_blocks(-(-num_tokens // size) - num_skipped)
+            tables.append([self.pool.null_block] * num_skipped + new)
+        return tables
+
+
+ALL_GROUPS = pytest.mark.parametrize("groups", GROUPS.values(), ids=GROUPS)
+
+
+@pytest.mark.parametrize("num_parts", [1, 2, 4])
+@ALL_GROUPS
+def test_each_device_block_is_loaded_from_its_own_part(
+    groups: tuple[AttentionSpec, ...], num_parts: int
+) -> None:
+    """Wherever the device's prefix ends, and wherever the request does."""
+    bench = Bench(Layout(groups, num_parts))
+    block_size = bench.layout.block_size
+    host_block_size = block_size * num_parts
+    chunk_sizes = [
+        group.attention_chunk_size
+        for group in groups
+        if isinstance(group, ChunkedLocalAttentionSpec)
+    ]
+    num_loads = 0
+    for num_tokens in range(1, NUM_TOKENS + 1, 1 if len(groups) == 1 else 3):
+        # Of the host blocks that the request's hashes reach, as much as it does not compute.
+        known = num_tokens // host_block_size * host_block_size
+        end = min(num_tokens - 1, known) // block_size * block_size
+        for num_computed in range(0, num_tokens, block_size):
+            request = bench.request(num_tokens)
+            start = num_computed // host_block_size * host_block_size
+            offered, _ = bench.scheduler.get_num_new_matched_tokens(request, num_computed)
+            can_start = all(start % size == 0 for size in chunk_sizes)
+            assert offered == (max(0, end - num_computed) if can_start else 0)
+            if not offered:
+                continue
+            tables = bench.tables(num_computed + offered)
+            bench.scheduler._loads.plan(request, tables, offered, bench.pool)
+            (load,) = bench.scheduler._loads.submit(lambda blocks: False)
+            expected = [
+                (block.block_id, slots[index * device_spec.block_size])
+                for table, slots, device_spec in zip(tables, bench.slots, groups, strict=True)
+                for index, block in enumerate(table)
+                if index * device_spec.block_size >= num_computed and not block.is_null
+            ]
+            assert pairs(load) == expected
+            bench.tier.check_integrity()
+            bench.scheduler._loads.check_integrity()
+            assert bench.scheduler._loads.finish(Ended(load.id, ok=True), bench.pool)
+            bench.pool.free_blocks([b for table in tables for b in table if not b.is_null])
+            num_loads += 1
+    assert num_loads > 5
+    assert bench.tier.pool.get_num_free_blocks() == bench.tier.num_blocks - 1
+
+
+def pairs(transfer: Transfer) -> list[tuple[int, int]]:
+    device, host = transfer.device_blocks.tolist(), transfer.host_blocks.tolist()
+    return list(zip(device, host, strict=True))
+
+
+def test_the_slots_of_blocks_are_neighbours(drive: MakeDriver) -> None:
+    tier = drive(num_parts=4).tier
+    first, second = tier.allocate(2)
+    assert tier.slots([second, first]) == [8, 9, 10, 11, 4, 5, 6, 7]
+    assert tier.blocks_at([11, 4, 9, 5]) == [second, first]
+    tier.unpin([first, second])
+    plain = drive().tier
+    (block,) = plain.allocate(1)
+    assert plain.slots([block]) == [block.block_id] == [1]
+    assert plain.blocks_at([1]) == [block]
+    plain.unpin([block])
+
+
+def test_only_host_blocks_that_are_open_as_a_whole_are_used(drive: MakeDriver) -> None:
+    """Slots 0 to 3 stand for the null block, and the last 2 for none."""
+    driver = drive(num_parts=4, num_host_blocks=14)
+    assert driver.tier.num_blocks == 3
+    driver.say("a", prompt(60))
+    assert (driver.num_kept, driver.found(prompt(60))) == (2, 32)
+    driver.forget_device()
+    driver.start("b", prompt(60))
+    driver.step()
+    (load,) = driver.pending(LOAD)
+    assert load.host_blocks.tolist() == list(range(4, 12))
+    driver.run()
+
+
+# What is stored
+
+
+def test_parts_of_a_host_block_are_not_stored(drive: MakeDriver) -> None:
+    """Until the conversation has filled it."""
+    driver = drive(num_parts=4, num_device_blocks=60)
+    history = driver.say("a", prompt(17), max_tokens=14)  # 30 tokens computed
+    assert (driver.num_stored, driver.found(history)) == (4, 16)
+    history = driver.say("b", [*history, *prompt(2, family=1)])
+    assert (driver.num_stored, driver.found([*history, 1])) == (8, 32)
+
+
+@pytest.mark.parametrize("async_scheduling", [False, True])
+def test_a_host_block_is_stored_when_its_last_part_is_computed(
+    drive: MakeDriver, async_scheduling: bool
+) -> None:
+    driver = drive(num_parts=2, async_scheduling=async_scheduling, max_num_batched_tokens=8)
+    request = driver.start("a", prompt(12), max_tokens=30)
+    for _ in range(22):
+        before = request.num_computed_tokens - request.num_output_placeholders
+        driver.step()
+        driver.copy_all()
+        assert driver.num_stored // 2 >= before // 8
+        assert driver.num_stored // 2 <= (request.num_tokens - 1) // 8
+    assert driver.num_stored >= 6
+    driver.run()
+
+
+def test_a_host_block_of_which_a_part_is_gone_is_not_stored(drive: MakeDriver) -> None:
+    """The window has moved on, and the device has given the block to somebody else."""
+    driver = drive(num_parts=4, windows=(0, 4), num_device_blocks=120, max_num_batched_tokens=4)
+    request = driver.start("a", prompt(33), max_tokens=3)
+    table = driver.world.scheduler.kv_cache_manager.coordinator.single_type_managers[1]
+    while request.num_computed_tokens < 12:
+        driver.step()
+    assert table.req_to_blocks["a"][0].is_null
+    lost = driver.device_pool.get_cached_block(request.block_hashes[0], [1])
+    assert lost is not None
+    driver.device_pool.evict_blocks({lost[0].block_id})
+    driver.run()
+    full_keys, window_keys = (driver.tier.keys(request.block_hashes, group) for group in (0, 1))
+    assert [driver.tier.get(key) is not None for key in full_keys] == [True, True]
+    assert [driver.tier.get(key) is not None for key in window_keys] == [False, True]
+
+
+def test_the_last_part_frees_its_device_blocks(drive: MakeDriver) -> None:
+    driver = drive(num_parts=4)
+    driver.start("a", prompt(17))
+    while not driver.pending(STORE):
+        driver.step()
+    (store,) = driver.pending(STORE)
+    assert len(store.device_blocks) == 4
+    assert driver.num_held == (4, 1)
+    assert driver.scheduler.has_pending_block_frees()
+    driver.copy(STORE)
+    driver.step()
+    assert driver.num_held == (0, 0)
+    assert driver.found([*prompt(17)]) == 16
+
+
+# What is loaded
+
+
+def test_a_load_begins_where_the_device_stops(drive: MakeDriver) -> None:
+    driver = drive(num_parts=4, num_device_blocks=60)
+    driver.say("before", prompt(40))
+    driver.forget_device()
+    driver.say("short", prompt(23))  # loads a host block, computes a block and a bit
+    driver.start("long", prompt(40))
+    driver.step()
+    (load,) = driver.pending(LOAD)
+    (_, second) = driver.tier.blocks_at(range(4, 12))
+    assert load.host_blocks.tolist() == driver.tier.slots([second])[1:]
+    driver.run()
+    assert driver.world.finished["long"] == driver.world.finished["before"]
+
+
+@pytest.mark.parametrize("num_parts", [2, 4, 8])
+@pytest.mark.parametrize("windows", [(0,), (0, 6), (9,)], ids=str)
+def test_a_repeated_prompt_loses_one_device_block(
+    drive: MakeDriver, windows: tuple[int, ...], num_parts: int
+) -> None:
+    """Its last token is computed anew, and with it the block that it is in."""
+    driver = drive(num_parts=num_parts, windows=windows, num_device_blocks=120, num_host_blocks=120)
+    driver.say("before", prompt(32))
+    driver.forget_device()
+    request = driver.start("again", prompt(32))
+    driver.step()
+    assert request.num_computed_tokens == 28
+    driver.run()
+    assert driver.world.finished["again"] == driver.world.finished["before"]
+
+
+@pytest.mark.parametrize("windows", [(0,), (0, 8), (8,)], ids=str)
+def test_a_drafter_costs_one_device_block(drive: MakeDriver, windows: tuple[int, ...]) -> None:
+    driver = drive(
+        num_parts=4, windows=windows, draft=True, num_device_blocks=120, num_host_blocks=200
+    )
+    driver.say("before", prompt(36))
+    driver.forget_device()
+    assert driver.found(prompt(36)) == 28
+    request = driver.start("again", [*prompt(36), *prompt(3, family=2)])
+    driver.step()
+    assert request.num_computed_tokens == 28
+    driver.run()
+
+
+@pytest.mark.parametrize("num_parts", [2, 4])
+@pytest.mark.parametrize("model", [m for m in MODELS.values() if not m.get("num_states")], ids=str)
+def test_a_host_hit_is_as_long_as_its_whole_host_blocks_allow(
+    drive: MakeDriver, model: dict[str, Any], num_parts: int
+) -> None:
+    driver = drive(num_device_blocks=200, num_host_blocks=400, num_parts=num_parts, **model)
+    tokens = driver.say("a", prompt(35), max_tokens=12)
+    coordinator = driver.world.scheduler.kv_cache_manager.coordinator
+    size = 4 * num_parts
+    for length in range(1, len(tokens)):
+        request = make_request("looker", tokens[:length])
+        _, on_device, _ = coordinator.find_longest_cache_hit(request.block_hashes, length - 1)
+        whole = length // size * size
+        if model.get("draft"):
+            whole -= 4
+        found = driver.tier.lookup(request.block_hashes, 0, length - 1).num_tokens
+        assert found == max(0, min(on_device, whole))
+
+
+def test_a_group_may_lack_the_last_host_block(drive: MakeDriver) -> None:
+    driver = drive(num_parts=4, windows=(0, 16), num_device_blocks=90, num_host_blocks=90)
+    driver.say("before", prompt(33))
+    driver.forget_device()
+    request = make_request("looker", prompt(32))
+    assert driver.tier.lookup(request.block_hashes, 0, 31).num_tokens == 28
+    (last,) = [driver.tier.get(key) for key in driver.tier.keys(request.block_hashes, 1, 1)]
+    assert last is not None
+    driver.tier.drop([last])
+    assert driver.tier.lookup(request.block_hashes, 0, 31).num_tokens == 16
+    driver.say("again", prompt(32))
+
+
+def test_a_failed_load_takes_its_whole_host_blocks_with_it(drive: MakeDriver) -> None:
+    driver = drive(num_parts=4, num_device_blocks=60, load_failures="recompute")
+    driver.say("before", prompt(60))
+    driver.forget_device()
+    driver.say("short", prompt(23))
+    driver.start("long", prompt(60))
+    driver.step()
+    driver.copy(LOAD, fail=True)
+    driver.step()
+    assert driver.found(prompt(60)) == 16
+    driver.run()
+    assert driver.found(prompt(60)) == 48  # computed and stored again
+
+
+def test_a_pinned_hit_holds_what_stands_before_it(drive: MakeDriver) -> None:
+    """The chain up to the host block in which it begins, each once."""
+    driver = drive(num_parts=2, num_device_blocks=60)
+    driver.say("before", prompt(33))
+    request = make_request("a", prompt(33))
+    assert driver.scheduler.get_num_new_matched_tokens(request, 12) == (20, True)
+    held = [driver.tier.get(key) for key in driver.tier.keys(request.block_hashes, 0)]
+    assert [block.ref_cnt for block in held if block is not None] == [1, 1, 1, 1]
+    driver.scheduler.request_finished(request)
+    assert driver.num_held == (0, 0)
+
+
+# What is refused
+
+
+@pytest.mark.parametrize(
+    ("size", "nearest"),
+    [(1, 8), (11, 8), (12, 8), (13, 16), (20, 16), (21, 24), (1000001, 1000000)],
+)
+def test_a_size_that_is_no_multiple(size: int, nearest: int) -> None:
+    config = KVCacheConfig(
+        num_blocks=9,
+        kv_cache_tensors=[],
+        kv_cache_groups=[KVCacheGroupSpec(["a"], full(4)), KVCacheGroupSpec(["b"], full(8))],
+    )
+    with pytest.raises(
+        ConfigError,
+        match=f"cpu_block_size={size}: must be a multiple of the 8 tokens .* nearest is {nearest}$",
+    ):
+        make_scheduler(config, num_cpu_blocks=8, cpu_block_size=size)
+    make_scheduler(config, num_cpu_blocks=8, cpu_block_size=nearest)
+
+
+def test_states_have_no_parts(drive: MakeDriver) -> None:
+    states = drive(num_states=1).world.kv_cache_config
+    with pytest.raises(ConfigError, match=r"cpu_block_size=8: .* state .*; allowed: 4, or no"):
+        make_scheduler(states, num_cpu_blocks=8, cpu_block_size=8)
+    make_scheduler(states, num_cpu_blocks=8, cpu_block_size=4)
+
+
+def test_lazy_stores_have_no_parts() -> None:
+    config = Bench(Layout((full(),), 1)).scheduler._device_config
+    with pytest.raises(ConfigError, match=r"cpu_block_size=8: lazy_offload .* allowed: 4, .*false"):
+        make_scheduler(config, num_cpu_blocks=8, cpu_block_size=8, lazy_offload=True)
+
+
+@pytest.mark.parametrize("num_blocks", [2, 7])
+def test_room_for_less_than_two_host_blocks(num_blocks: int) -> None:
+    config = Bench(Layout((full(),), 1)).scheduler._device_config
+    scheduler = make_scheduler(config, num_cpu_blocks=8, cpu_block_size=16)
+    with pytest.raises(ConfigError, match=r"cpu_block_size=16: .* room for [01] host blocks of 16"):
+        scheduler.agree_on_capacity([RankCapacity("r", num_blocks, num_blocks, 64)])
+    scheduler.agree_on_capacity([RankCapacity("r", 8, 8, 64)])
+    assert scheduler.tier.num_blocks == 2
+
+
+def test_the_log_counts_host_blocks(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
+    bench = Bench(Layout((full(),), 4))
+    assert bench.tier.num_blocks == 100
+    assert "Host tier: 100 blocks of 16 tokens" in caplog.text
