@@ -13,7 +13,7 @@ def workload() -> tuple[Round, ...]:
     """Prompts with a common beginning that is no multiple of a host block, and prompts that are
     one: their last token is computed again."""
     asks = shared_prefix_asks(
-        "a", seed=2, system_lengths=(230, 170), tails=3, tail_lengths=(90, 130), max_tokens=12
+        "a", seed=2, system_lengths=(230, 170), tails=2, tail_lengths=(90, 130), max_tokens=12
     )
     cut = [ask.model_copy(update={"prompt": ask.prompt[: 2 * HOST_BLOCK_SIZE]}) for ask in asks[:2]]
     asks = (*cut, *asks[2:])

@@ -245,7 +245,7 @@ def test_a_host_block_of_which_a_part_is_gone_is_not_stored(drive: MakeDriver) -
     assert [driver.tier.get(key) is not None for key in window_keys] == [False, True]
 
 
-def test_the_last_part_frees_its_device_blocks(drive: MakeDriver) -> None:
+def test_a_store_holds_all_parts_until_its_end(drive: MakeDriver) -> None:
     driver = drive(num_parts=4)
     driver.start("a", prompt(17))
     while not driver.pending(STORE):
@@ -257,7 +257,10 @@ def test_the_last_part_frees_its_device_blocks(drive: MakeDriver) -> None:
     driver.copy(STORE)
     driver.step()
     assert driver.num_held == (0, 0)
-    assert driver.found([*prompt(17)]) == 16
+    assert driver.found(prompt(17)) == 16
+    # The tail of a prefix is the first to be evicted from the device.
+    free = [block.block_id for block in driver.device_pool.free_block_queue.get_all_free_blocks()]
+    assert free[-4:] == store.device_blocks.tolist()[::-1]
 
 
 # What is loaded

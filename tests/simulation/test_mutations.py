@@ -1,5 +1,7 @@
 """The simulation catches every bug that was made on purpose."""
 
+from contextlib import ExitStack
+
 import pytest
 
 from tests.simulation.groups import PLAIN
@@ -12,7 +14,7 @@ from tests.simulation.mutations import (
     STATES_ONLY,
     scripts_for,
 )
-from tests.simulation.script import Play
+from tests.simulation.script import Play, Script
 
 _MAX_SEEDS = 150
 _FEW_SEEDS = 8
@@ -36,16 +38,14 @@ def _first_caught(name: str) -> int:
     pytest.fail(f"{name}: nobody noticed in {_MAX_SEEDS} scripts")
 
 
-@pytest.mark.parametrize(
-    "name", sorted(STATES_ONLY | MIXED_PAGES_ONLY | INNER_HITS_ONLY | PARTS_ONLY)
-)
+@pytest.mark.parametrize("name", sorted(STATES_ONLY | MIXED_PAGES_ONLY | INNER_HITS_ONLY))
 def test_other_models_do_not_show_it(name: str) -> None:
     """Those bugs are what the scripts with such models are there for."""
     with MUTATIONS[name]():
         for seed in range(_FEW_SEEDS):
             script = scripts_for(name, seed)
-            plain = PLAIN | {"windows": (0, 8), "num_parts": 1}
-            Play(script.with_model(**plain | {"num_states": int(name in INNER_HITS_ONLY)})).run()
+            plain = PLAIN | {"windows": (0, 8), "num_states": int(name in INNER_HITS_ONLY)}
+            Play(script.with_model(**plain)).run()
 
 
 @pytest.mark.parametrize("name", ENGINE_ONLY)
@@ -55,3 +55,12 @@ def test_ordinary_engines_do_not_show_it(name: str) -> None:
     with MUTATIONS[name]():
         for seed in range(_FEW_SEEDS // 2):
             Play(scripts_for(name, seed).with_model(**PLAIN | same)).run()
+
+
+def test_small_host_blocks_do_not_show_it() -> None:
+    """What goes wrong with parts only does not with host blocks of one, not even all at once."""
+    with ExitStack() as stack:
+        for name in sorted(PARTS_ONLY):
+            stack.enter_context(MUTATIONS[name]())
+        for seed in range(_FEW_SEEDS):
+            Play(Script.draw(seed).with_parts(1)).run()
