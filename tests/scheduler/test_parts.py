@@ -318,7 +318,7 @@ def test_a_host_hit_is_as_long_as_its_whole_host_blocks_allow(
     driver = drive(num_device_blocks=200, num_host_blocks=400, num_parts=num_parts, **model)
     tokens = driver.say("a", prompt(35), max_tokens=12)
     coordinator = driver.world.scheduler.kv_cache_manager.coordinator
-    size = 4 * num_parts
+    size = driver.world.shape.scheduler_block_size * num_parts
     for length in range(1, len(tokens)):
         request = make_request("looker", tokens[:length])
         _, on_device, _ = coordinator.find_longest_cache_hit(request.block_hashes, length - 1)
@@ -390,7 +390,7 @@ def test_a_size_that_is_no_multiple(size: int, nearest: int) -> None:
 
 
 def test_states_have_no_parts(drive: MakeDriver) -> None:
-    states = drive(num_states=1).world.kv_cache_config
+    states = drive(num_states=1).world.kv_cache_configs[0]
     with pytest.raises(ConfigError, match=r"cpu_block_size=8: .* state .*; allowed: 4, or no"):
         make_scheduler(states, num_cpu_blocks=8, cpu_block_size=8)
     make_scheduler(states, num_cpu_blocks=8, cpu_block_size=4)
