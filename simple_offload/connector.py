@@ -24,6 +24,7 @@ from simple_offload.worker.worker import OffloadWorker
 if TYPE_CHECKING:
     import torch
     from vllm.config import VllmConfig
+    from vllm.distributed.kv_events import KVCacheEvent
     from vllm.forward_context import ForwardContext
     from vllm.v1.attention.backend import AttentionMetadata
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
@@ -217,8 +218,8 @@ class SimpleCPUOffloadConnector(KVConnectorBase_V1, SupportsHMA):
 
     # Both
 
-    def take_events(self) -> Iterable[Any]:
-        return ()
+    def take_events(self) -> Iterable["KVCacheEvent"]:
+        return self.scheduler.take_events() if self.scheduler is not None else ()
 
     def shutdown(self) -> None:
         if self.worker is not None:

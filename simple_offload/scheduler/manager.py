@@ -1,6 +1,6 @@
 """OffloadScheduler: the scheduler side, one engine step told as a story."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +12,7 @@ from simple_offload.config import ConfigError, OffloadConfig
 from simple_offload.logs import get_logger
 from simple_offload.metadata import RankCapacity, StepMetadata, WorkerReport
 from simple_offload.scheduler.cpu_tier import CpuTier
+from simple_offload.scheduler.events import KVEvents, Origins
 from simple_offload.scheduler.in_flight import InFlight
 from simple_offload.scheduler.loads import Loads
 from simple_offload.scheduler.policies import describe_policy, make_policy
@@ -21,6 +22,7 @@ from simple_offload.scheduler.stores import Stores
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
+    from vllm.distributed.kv_events import KVCacheEvent
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.kv_cache_interface import KVCacheConfig
@@ -69,6 +71,8 @@ class OffloadScheduler:
             self.config, self._vllm_config, self.tier, self._stores, kv_cache_manager
         )
         self._recent = RecentTables(kv_cache_manager, self._vllm_config.max_concurrent_batches)
+        if self._events is not None:
+            self._stores.origins = Origins(kv_cache_manager)
 
     def agree_on_capacity(self, capacities: Iterable[RankCapacity]) -> None:
         """Learn what the ranks have memory for. Called once by vLLM, when every rank has
@@ -114,6 +118,8 @@ class OffloadScheduler:
     ) -> None:
         """Plan the load of an accepted hit into the request's new device blocks."""
         # A request comes here again when its load has ended, with the blocks that it has had.
+        if self._stores.origins is not None:
+            self._stores.origins.follow(request)
         starts = num_external_tokens > 0 or request.num_computed_tokens == 0
         if starts and not self.switched_off:
             self._policy.on_allocated(request)
@@ -124,7 +130,13 @@ class OffloadScheduler:
 
     def build_connector_meta(self, scheduler_output: "SchedulerOutput") -> StepMetadata:
         """The transfers that start with this step."""
-        self._policy.on_states(_boundary_states(scheduler_output))
+        states = _boundary_states(scheduler_output)
+        if self._stores.origins is not None:
+            self._stores.origins.on_step(
+                scheduler_output.num_scheduled_tokens,
+                {request_id: [s.block_id for s in of] for request_id, of in states.items()},
+            )
+        self._policy.on_states(states)
         self._policy.on_step(scheduler_output.num_scheduled_tokens)
         # Zeroing of new blocks is queued with this step: loads come after it.
         zeroes = bool(scheduler_output.new_block_ids_to_zero)
@@ -171,11 +183,17 @@ class OffloadScheduler:
     def request_finished(self, request: "Request") -> tuple[bool, dict[str, Any] | None]:
         """Store what is left of a request that ends. vLLM may free its blocks right away:
         what a transfer still needs is held by the transfer."""
+        if self._stores.origins is not None:
+            self._stores.origins.forget(request.request_id)
         self._loads.end(request.request_id)
         self._policy.on_finished(request, loading=self._loads.is_loading(request.request_id))
         return False, None
 
     # Between steps
+
+    def take_events(self) -> "Sequence[KVCacheEvent]":
+        """KV events of the tier since the last call; none unless vLLM is configured for them."""
+        return self._events.take() if self._events is not None else ()
 
     @property
     def ids_in_flight(self) -> frozenset[int]:
@@ -242,6 +260,10 @@ class OffloadScheduler:
         self._in_flight = InFlight(self._vllm_config.parallel_config.world_size)
         self._loads = Loads(self.tier, self._in_flight)
         self._stores = Stores(self.tier, self._in_flight)
+        events_config = self._vllm_config.kv_events_config
+        self._events: KVEvents | None = None
+        if events_config is not None and events_config.enable_kv_cache_events:
+            self._stores.events = self._events = KVEvents(self.tier)
 
     def _grow_tier(self, num_open: Mapping[str, int]) -> None:
         """Use the host blocks that every rank has opened: each must have room for each block."""

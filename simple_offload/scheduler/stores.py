@@ -2,7 +2,7 @@
 
 from collections.abc import Container, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_utils import BlockHashWithGroupId, KVCacheBlock
@@ -10,7 +10,11 @@ from vllm.v1.core.kv_cache_utils import BlockHashWithGroupId, KVCacheBlock
 from simple_offload.logs import get_logger
 from simple_offload.metadata import Transfer
 from simple_offload.scheduler.cpu_tier import CpuTier
+from simple_offload.scheduler.events import KVEvents, Origins
 from simple_offload.scheduler.in_flight import Ended, InFlight
+
+if TYPE_CHECKING:
+    from vllm.v1.request import Request
 
 logger = get_logger(__name__)
 
@@ -30,6 +34,8 @@ class Storable(NamedTuple):
     fills them in. Host blocks of several parts have none."""
     early: bool = False
     """Whether it may be committed before its parent is: whoever stores it will store that too."""
+    request: "Request | None" = None
+    """Whose tokens they are, for KV events. ``Stores.plan`` fills it in, if there are any."""
 
 
 @dataclass(slots=True, eq=False)
@@ -48,6 +54,8 @@ class Stores:
     def __init__(self, tier: CpuTier, in_flight: InFlight) -> None:
         self.tier = tier
         self._numbering = in_flight
+        self.events: KVEvents | None = None
+        self.origins: Origins | None = None
         self._planned = _Store()
         self._in_flight: dict[int, _Store] = {}
         self._keys: set[BlockHashWithGroupId] = set()
@@ -82,6 +90,10 @@ class Stores:
                 )
                 for block in taken
             ]
+        if self.origins is not None:
+            taken = [
+                block._replace(request=self.origins.of(block.device_blocks[0])) for block in taken
+            ]
         self._planned.pairs.extend(zip(taken, host_blocks, strict=True))
         self._keys.update(block.key for block in taken)
         return len(taken)
@@ -110,7 +122,7 @@ class Stores:
         keep = ended.ok and not store.abandoned
         for block, host_block in store.pairs:
             if keep:
-                self.tier.commit(
+                kept = self.tier.commit(
                     host_block,
                     block.key,
                     block.parent,
@@ -118,6 +130,8 @@ class Stores:
                     block.inner_keys,
                     block.early,
                 )
+                if kept and self.events is not None:
+                    self.events.stored(block.key, block.inner_keys, block.num_tokens, block.request)
             else:
                 self.tier.unpin((host_block,))
         if not store.abandoned:

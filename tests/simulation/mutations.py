@@ -20,6 +20,7 @@ from simple_offload.scheduler import lazy
 from simple_offload.scheduler.admission import Admission
 from simple_offload.scheduler.cpu_tier import CpuTier, HostHit
 from simple_offload.scheduler.eager import EagerPolicy
+from simple_offload.scheduler.events import KVEvents, Origins
 from simple_offload.scheduler.in_flight import Ended, InFlight
 from simple_offload.scheduler.lazy import StepLimits
 from simple_offload.scheduler.loads import Loads
@@ -81,6 +82,7 @@ STATES_ONLY = {
 INNER_HITS_ONLY = {
     "store_the_original_of_a_copied_state",
     "take_the_inner_keys_of_another_block",
+    "say_nothing_of_inner_keys",
 }
 """Bugs that show only where a hit may end inside a block."""
 
@@ -949,3 +951,56 @@ def believe_that_all_groups_have_the_last_host_block(stack: ExitStack) -> None:
             return extend(self, *arguments)
 
     _replace(stack, CpuTier, "_extend", careless)
+
+
+# What a router is told
+
+
+@mutation
+def say_stored_at_submission(stack: ExitStack) -> None:
+    submit, stored = Stores.submit, KVEvents.stored
+
+    def hasty(self: Stores) -> Any:
+        for block, _ in self._planned.pairs:
+            assert self.events is not None
+            stored(self.events, block.key, block.inner_keys, block.num_tokens, block.request)
+        return submit(self)
+
+    _replace(stack, Stores, "submit", hasty)
+    _replace(stack, KVEvents, "stored", lambda self, *_: None)
+
+
+@mutation
+def say_nothing_of_evictions(stack: ExitStack) -> None:
+    _replace(stack, KVEvents, "_queue_removed", lambda self, keys: None)
+
+
+@mutation
+def say_nothing_of_a_reset(stack: ExitStack) -> None:
+    reset = CpuTier.reset
+
+    def silent(self: CpuTier) -> None:
+        with patch.object(self.pool, "_emit_block_removed_events", lambda keys: None):
+            reset(self)
+
+    _replace(stack, CpuTier, "reset", silent)
+
+
+@mutation
+def say_nothing_of_inner_keys(stack: ExitStack) -> None:
+    stored = KVEvents.stored
+    _replace(
+        stack, KVEvents, "stored", lambda self, key, inner, *rest: stored(self, key, (), *rest)
+    )
+
+
+@mutation
+def name_a_request_that_had_the_block_before(stack: ExitStack) -> None:
+    on_step = Origins.on_step
+
+    def first_come(self: Origins, *arguments: Any) -> None:
+        before = dict(self._by_block)
+        on_step(self, *arguments)
+        self._by_block.update(before)
+
+    _replace(stack, Origins, "on_step", first_come)

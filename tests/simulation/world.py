@@ -4,7 +4,7 @@ from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import product
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 from vllm.config import KVTransferConfig
@@ -32,6 +32,7 @@ from simple_offload.metadata import BlockIds, StepMetadata, Transfer, WorkerRepo
 from simple_offload.worker.worker import OffloadWorker
 from tests.simulation.device import ScriptedCopy, ScriptedDevice
 from tests.simulation.identity import Story
+from tests.simulation.router import Router
 from tests.simulation.runner import Runner, Violation
 from tests.simulation.shape import Shape
 from tests.simulation.vllm_config import make_kv_cache_config, make_vllm_config
@@ -78,6 +79,8 @@ class World:
             log_stats=False,
         )
         self.connector = self.find_connector()
+        self.router = Router(shape.hash_size)
+        self.scheduler.kv_event_publisher = cast(Any, self.router)
         self.stories: dict[str, Story] = {}
         self.ranks = [self._make_rank(rank) for rank in range(shape.num_ranks)]
         self._open_early()
@@ -168,6 +171,13 @@ class World:
         if at_rest:
             assert scheduler.num_in_flight == 0, "transfers in flight at rest"
             assert scheduler.num_followed == 0, "requests are followed at rest"
+
+    def check_events(self) -> None:
+        """Raise Violation unless whoever believes the KV events, which have all been published,
+        knows exactly what can be found in the tier."""
+        keys = set(self.host_pool.cached_block_hash_to_block._cache)
+        if wrong := keys ^ self.router.keys:
+            raise Violation(f"KV events are wrong of {len(wrong)} keys, of {len(keys)} in the tier")
 
     def _shake_hands(self) -> None:
         heard = self.ranks[: self.shape.num_handshakes]
@@ -347,6 +357,7 @@ class World:
                 if output.finish_reason is not None and output.request_id in self.requests:
                     self._note_finished(output.request_id)
         self._propose_drafts(step)
+        self.check_events()
         self._check_tier_size(step)
         self._spoil_failed(combined.kv_connector_output)
         self._check_forgotten()

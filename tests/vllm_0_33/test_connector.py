@@ -10,6 +10,7 @@ TESTS = (
     "tests/test_connector.py",
     "tests/test_metadata.py",
     "tests/test_vllm_compat.py",
+    "tests/scheduler/test_events.py",
     "tests/scheduler/test_groups.py",
     "tests/scheduler/test_inner_hits.py",
     "tests/scheduler/test_states.py",

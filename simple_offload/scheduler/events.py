@@ -1,0 +1,220 @@
+"""KV events: what a cache-aware router is told of the host tier."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+from vllm.distributed.kv_events import MEDIUM_CPU, BlockRemoved, BlockStored
+from vllm.v1.core.kv_cache_utils import (
+    BlockHashWithGroupId,
+    ExternalBlockHash,
+    KVCacheBlock,
+    generate_block_hash_extra_keys,
+    get_block_hash,
+    get_group_id,
+    maybe_convert_block_hash,
+    to_event_extra_keys,
+)
+from vllm.v1.kv_cache_interface import (
+    get_kv_cache_spec_kind,
+    get_kv_cache_spec_sliding_window,
+)
+
+from simple_offload.scheduler.cpu_tier import CpuTier
+
+if TYPE_CHECKING:
+    from vllm.v1.core.kv_cache_manager import KVCacheManager
+    from vllm.v1.request import Request
+
+_LOCALITY = "LOCAL"
+
+
+class _Followed(NamedTuple):
+    request: "Request"
+    num_seen: list[int]
+    """By group, how many blocks of its table have been noted."""
+
+
+class Origins:
+    """Which request computed a device block. A block says so as long as it holds what that
+    request put there, and a block that is stored late outlives its request. One entry a device
+    block at most."""
+
+    def __init__(self, kv_cache_manager: "KVCacheManager") -> None:
+        self._managers = kv_cache_manager.coordinator.single_type_managers
+        self._followed: dict[str, _Followed] = {}
+        self._by_block: dict[int, Request] = {}
+
+    def follow(self, request: "Request") -> None:
+        """``request`` has (new) device blocks."""
+        self._followed[request.request_id] = _Followed(request, [0] * len(self._managers))
+
+    def forget(self, request_id: str) -> None:
+        """The request, whose blocks have not been freed yet, gets no more. Those that it has
+        are still known as its own."""
+        if (followed := self._followed.pop(request_id, None)) is not None:
+            self._note(followed)  # it may never have run: what was loaded for it is complete
+
+    def on_step(
+        self, request_ids: Iterable[str], state_blocks: Mapping[str, Sequence[int]]
+    ) -> None:
+        """A step has been scheduled that runs these requests. ``state_blocks``: by request, the
+        ids of blocks with its states, which may be in no table."""
+        for request_id in request_ids:
+            followed = self._followed.get(request_id)
+            if followed is None:
+                continue
+            for block_id in state_blocks.get(request_id, ()):
+                self._by_block[block_id] = followed.request
+            self._note(followed)
+
+    def of(self, block: KVCacheBlock) -> "Request | None":
+        """The request that was the last to have ``block`` in its table."""
+        return self._by_block.get(block.block_id)
+
+    def _note(self, followed: _Followed) -> None:
+        request, num_seen = followed
+        for group, manager in enumerate(self._managers):
+            table = manager.req_to_blocks.get(request.request_id, [])
+            # A table of states does not only grow.
+            start = num_seen[group] if manager.has_positionally_stable_blocks else 0
+            for block in table[start:]:
+                self._by_block[block.block_id] = request
+            num_seen[group] = len(table)
+
+
+class KVEvents:
+    """Collects BlockStored and BlockRemoved for the keys of the tier, in vLLM's terms: whoever
+    replays them has exactly the keys that a lookup would find.
+
+    There is no AllBlocksCleared, not even on a reset: it names no medium, and would take the
+    device's blocks along.
+    """
+
+    def __init__(self, tier: CpuTier) -> None:
+        self.tier = tier
+        self._queue: list[BlockStored | Sequence[BlockHashWithGroupId]] = []
+        """Stored blocks, and keys that have been removed."""
+        self._specs = [
+            (
+                get_kv_cache_spec_kind(group.kv_cache_spec).value,
+                get_kv_cache_spec_sliding_window(group.kv_cache_spec),
+            )
+            for group in tier.coordinator.kv_cache_config.kv_cache_groups
+        ]
+        # The pool knows of every block that leaves, by whatever way.
+        setattr(tier.pool, "_emit_block_removed_events", self._queue_removed)  # noqa: B010
+
+    def stored(
+        self,
+        key: BlockHashWithGroupId,
+        inner_keys: Iterable[BlockHashWithGroupId],
+        num_tokens: int,
+        request: "Request | None",
+    ) -> None:
+        """A block is findable from now on by ``key``, of the prefix of ``num_tokens`` tokens,
+        and by ``inner_keys``, of prefixes that end inside it. Without the request that computed
+        it, its tokens and its parent are not known, and left out."""
+        group = int(get_group_id(key))
+        size = self.tier.block_sizes[group]
+        hash_size = self.tier.hash_block_size
+        # vLLM tells of a part of a block as of the last tokens that a hash covers.
+        own_size = hash_size if num_tokens % size else size
+        self._add(key, group, num_tokens, own_size, request)
+        if inner_keys:
+            ends = range((num_tokens - 1) // size * size + hash_size, num_tokens, hash_size)
+            for inner_key in inner_keys:
+                end = next((end for end in ends if self._is_of(inner_key, request, end)), 0)
+                self._add(inner_key, group, end, hash_size, request)
+
+    def take(self) -> list[BlockStored | BlockRemoved]:
+        """What has happened since the last call, in order."""
+        queue, self._queue = self._queue, []
+        events: list[BlockStored | BlockRemoved] = []
+        for item in queue:
+            if isinstance(item, BlockStored):
+                events.append(item)
+                continue
+            for key in item:
+                if self.tier.get(key) is None:  # no other block holds it
+                    _append_removed(events, key)
+        return events
+
+    def _queue_removed(self, keys: Sequence[BlockHashWithGroupId]) -> None:
+        if keys:
+            self._queue.append(keys)
+
+    def _add(
+        self,
+        key: BlockHashWithGroupId,
+        group: int,
+        end: int,
+        size: int,
+        request: "Request | None",
+    ) -> None:
+        """Queue the ``size`` tokens up to ``end`` as stored under ``key``."""
+        kind, sliding_window = self._specs[group]
+        block_hash = maybe_convert_block_hash(get_block_hash(key))
+        event = BlockStored(
+            block_hashes=[block_hash],
+            parent_block_hash=None,
+            token_ids=[],
+            block_size=size,
+            lora_id=None,
+            medium=MEDIUM_CPU,
+            lora_name=None,
+            group_idx=group,
+            kv_cache_spec_kind=kind,
+            kv_cache_spec_sliding_window=sliding_window,
+            locality=_LOCALITY,
+        )
+        if request is not None and self._is_of(key, request, end):
+            start = end - size
+            extra_keys, _ = generate_block_hash_extra_keys(request, start, end, 0)
+            event.parent_block_hash = self._parent(request, start)
+            event.token_ids = list(request.all_token_ids[start:end])
+            event.extra_keys = to_event_extra_keys([extra_keys])
+            event.session_id = request.session_id
+            if request.lora_request is not None:
+                event.lora_id = request.lora_request.adapter_id
+                event.lora_name = request.lora_request.name
+            if self._queue and _follows(self._queue[-1], event):
+                return
+        self._queue.append(event)
+
+    def _is_of(self, key: BlockHashWithGroupId, request: "Request | None", end: int) -> bool:
+        """Whether ``key`` is of the first ``end`` tokens of the request."""
+        if request is None or not 0 < end <= len(request.block_hashes) * self.tier.hash_block_size:
+            return False
+        return self.tier.key_at(request.block_hashes, int(get_group_id(key)), end) == key
+
+    def _parent(self, request: "Request", start: int) -> ExternalBlockHash | None:
+        if start == 0:
+            return None
+        return maybe_convert_block_hash(
+            request.block_hashes[start // self.tier.hash_block_size - 1]
+        )
+
+
+def _follows(last: object, event: BlockStored) -> bool:
+    """Whether ``event``, of one block, continues the chain of ``last``, which then has it."""
+    if (
+        not isinstance(last, BlockStored)
+        or not last.token_ids
+        or last.block_hashes[-1] != event.parent_block_hash
+        or (last.group_idx, last.block_size, last.session_id, last.lora_name)
+        != (event.group_idx, event.block_size, event.session_id, event.lora_name)
+    ):
+        return False
+    last.block_hashes += event.block_hashes
+    last.token_ids += event.token_ids
+    last.extra_keys = [*(last.extra_keys or ()), *(event.extra_keys or ())]
+    return True
+
+
+def _append_removed(events: list[BlockStored | BlockRemoved], key: BlockHashWithGroupId) -> None:
+    block_hash, group = maybe_convert_block_hash(get_block_hash(key)), int(get_group_id(key))
+    last = events[-1] if events else None
+    if isinstance(last, BlockRemoved) and last.group_idx == group:
+        last.block_hashes.append(block_hash)
+    else:
+        events.append(BlockRemoved([block_hash], MEDIUM_CPU, group, _LOCALITY))

@@ -1,0 +1,88 @@
+"""Router: believes an engine's KV events, and nothing else."""
+
+import os
+from collections.abc import Iterable
+from typing import Any
+
+from vllm.config.kv_events import KVEventsConfig
+from vllm.distributed.kv_events import MEDIUM_CPU, BlockRemoved, BlockStored
+from vllm.utils.hashing import sha256
+from vllm.v1.core.kv_cache_utils import (
+    BlockHash,
+    BlockHashWithGroupId,
+    hash_block_tokens,
+    make_block_hash_with_group_id,
+)
+
+from tests.simulation.runner import Violation
+
+# Whole hashes, not their last 64 bits: the next block's can be worked out from them.
+os.environ["VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES"] = "0"
+
+EVENTS_CONFIG = KVEventsConfig(enable_kv_cache_events=True, publisher="null")
+"""Events are made, and whoever takes the publisher's place gets them."""
+
+
+class Router:
+    """Stands where vLLM publishes events, and knows by them what the host tier holds.
+
+    Works out the hash of every stored block from what the event says of it. Raises Violation
+    for an event that contradicts itself, or the one before.
+    """
+
+    def __init__(self, hash_size: int) -> None:
+        self.keys: set[BlockHashWithGroupId] = set()
+        """What may be looked up in the host tier."""
+        self.num_stored = 0
+        self.num_removed = 0
+        self._hash_size = hash_size
+
+    # As vLLM's publisher
+
+    def publish(self, batch: Any) -> None:
+        events = [event for event in batch.events if getattr(event, "medium", "") == MEDIUM_CPU]
+        try:
+            self.take(events)
+        except AssertionError as error:
+            raise Violation(f"KV events: {error}") from error
+
+    def shutdown(self) -> None:
+        pass
+
+    def get_publisher_config(self) -> None:
+        return None
+
+    # As a router
+
+    def take(self, events: Iterable[object]) -> None:
+        """Believe these, in order. AssertionError for one that is wrong in itself."""
+        for event in events:
+            assert isinstance(event, BlockStored | BlockRemoved), event
+            assert event.locality == "LOCAL", event
+            assert event.group_idx is not None, event
+            hashes = [BlockHash(block_hash) for block_hash in event.block_hashes]  # type: ignore[arg-type]
+            keys = {make_block_hash_with_group_id(h, event.group_idx) for h in hashes}
+            if isinstance(event, BlockStored):
+                self._check(event, hashes)
+                self.num_stored += len(hashes)
+                self.keys |= keys
+            else:
+                assert keys <= self.keys, f"{event}: removed before it was stored"
+                self.num_removed += len(hashes)
+                self.keys -= keys
+
+    def _check(self, event: BlockStored, hashes: list[BlockHash]) -> None:
+        size = event.block_size
+        assert len(event.token_ids) == size * len(hashes), event
+        assert event.extra_keys is not None, event
+        assert event.kv_cache_spec_kind, event
+        parent: Any = event.parent_block_hash
+        for index, block_hash in enumerate(hashes):
+            extra = event.extra_keys[index]
+            keys = tuple(("cache_salt", salt) for salt in extra) if extra else None
+            end = (index + 1) * size
+            for start in range(index * size, end, self._hash_size):
+                tokens = event.token_ids[start : start + self._hash_size]
+                parent = hash_block_tokens(sha256, parent, tokens, keys)
+                keys = None  # a salt is the first tokens' alone
+            assert parent == block_hash, f"{event}: block {index} has another hash"
