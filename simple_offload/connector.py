@@ -1,7 +1,7 @@
 """SimpleCPUOffloadConnector: the face to vLLM. Every hook is one call into a room behind."""
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
@@ -11,6 +11,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorTransferResults,
     SupportsHMA,
 )
+from vllm.distributed.kv_transfer.kv_connector.v1.metrics import PromMetric, PromMetricT
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from simple_offload import vllm_compat
@@ -18,6 +19,7 @@ from simple_offload.config import OffloadConfig
 from simple_offload.layout import wanted_layout
 from simple_offload.logs import get_logger
 from simple_offload.metadata import RankCapacity, StepMetadata, WorkerReport
+from simple_offload.metrics import OffloadPromMetrics, OffloadStats
 from simple_offload.scheduler.manager import OffloadScheduler
 from simple_offload.worker.worker import OffloadWorker
 
@@ -217,6 +219,29 @@ class SimpleCPUOffloadConnector(KVConnectorBase_V1, SupportsHMA):
         return self.worker.take_report() if self.worker is not None else None
 
     # Both
+
+    def get_kv_connector_stats(self) -> OffloadStats | None:
+        side = self.scheduler or self.worker
+        return side.take_stats() if side is not None else None
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> OffloadStats:
+        return OffloadStats() if data is None else OffloadStats(data)
+
+    @classmethod
+    def build_prom_metrics(
+        cls,
+        vllm_config: "VllmConfig",
+        metric_types: dict[type[PromMetric], type[PromMetricT]],
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> OffloadPromMetrics:
+        return OffloadPromMetrics(
+            vllm_config,
+            cast(Any, metric_types),
+            labelnames,
+            per_engine_labelvalues,
+        )
 
     def take_events(self) -> Iterable["KVCacheEvent"]:
         return self.scheduler.take_events() if self.scheduler is not None else ()

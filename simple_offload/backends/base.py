@@ -1,8 +1,8 @@
 """CopyBackend: the one seam between transfers and devices."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from enum import Enum
-from typing import Protocol
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import torch
 
@@ -48,6 +48,23 @@ class Pending(Protocol):
     def hold_compute(self) -> None:
         """Let whatever is queued on the compute stream from now on wait for this copy. The
         caller, on the engine's thread, does not wait."""
+
+
+class Copied(NamedTuple):
+    """What became of a copy that has ended."""
+
+    seconds: float | None
+    """How long the device was at it; None where it does not say."""
+    num_bytes: Mapping[str, int]
+    """By path ("dma", "kernel", ...)."""
+
+
+@runtime_checkable
+class Measured(Protocol):
+    """What a Pending may be as well."""
+
+    def copied(self) -> Copied:
+        """How it went. Called when it is done."""
 
 
 class Barrier(Protocol):

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
 import numpy as np
 import torch
 
-from simple_offload.backends.base import Barrier, Direction, require_blocks_within
+from simple_offload.backends.base import Barrier, Copied, Direction, require_blocks_within
 from simple_offload.backends.copy_costs import CopyCosts, Division, measure_costs
 from simple_offload.backends.cuda_dma import CudaCopyError, largest_first, resolve_dma
 from simple_offload.backends.host_memory import map_memory, node_of_pci_device
@@ -56,6 +56,9 @@ class CudaPending:
     """Those that had not ended when last looked at. Never empty: the last one stays."""
     kept: list[Any]
     """Descriptors: the driver and the kernel may read them until the copy has ended."""
+    start: torch.cuda.Event
+    num_bytes: dict[str, int]
+    """By path."""
 
     def done(self) -> bool:
         return bool(self.parts[-1].event.query())
@@ -70,6 +73,9 @@ class CudaPending:
 
     def hold_compute(self) -> None:
         torch.cuda.current_stream().wait_event(self.parts[-1].event)
+
+    def copied(self) -> Copied:
+        return Copied(self.start.elapsed_time(self.parts[-1].event) / 1e3, self.num_bytes)
 
 
 class CudaBackend:
@@ -139,23 +145,26 @@ class CudaBackend:
         if barrier is not None:
             assert isinstance(barrier, torch.cuda.Event)
             stream.wait_event(barrier)
+        start = torch.cuda.Event(enable_timing=True)
+        start.record(stream)
         if self._kernels:
             kernel_stream.wait_stream(stream)
         kept: list[Any] = []
         parts: deque[_Part] = deque()
-        by_kernel = False
+        num_bytes = {"kernel": 0, "dma": 0}
         try:
             for source_blocks, destination_blocks in pairs:
                 plan = plan_copies(source, destination, source_blocks, destination_blocks)
                 plan = largest_first(plan)
                 division = self._divide(direction, plan)
                 kept.append(self._submit(direction, plan, division))
-                with_kernel = bool(division.by_kernel.any())
-                by_kernel |= with_kernel
-                parts.append(self._mark(kernel_stream if with_kernel else stream, division.seconds))
-            if by_kernel:
+                by_kernel = int(plan.sizes[division.by_kernel].sum())
+                num_bytes["kernel"] += by_kernel
+                num_bytes["dma"] += int(plan.sizes.sum()) - by_kernel
+                parts.append(self._mark(kernel_stream if by_kernel else stream, division.seconds))
+            if num_bytes["kernel"]:
                 stream.wait_stream(kernel_stream)
-            if by_kernel or not parts:
+            if num_bytes["kernel"] or not parts:
                 parts.append(self._mark(stream, 0.0))
         except Exception:
             # Some of it may be queued. It must not write to blocks that somebody else has got
@@ -163,7 +172,7 @@ class CudaBackend:
             kernel_stream.synchronize()
             stream.synchronize()
             raise
-        return CudaPending(parts, kept)
+        return CudaPending(parts, kept, start, num_bytes)
 
     def close(self) -> None:
         for tensor in self._registered:
@@ -217,7 +226,7 @@ class CudaBackend:
         return kept
 
     def _mark(self, stream: torch.cuda.Stream, seconds: float) -> _Part:
-        event = torch.cuda.Event()
+        event = torch.cuda.Event(enable_timing=True)
         event.record(stream)
         return _Part(event, seconds)
 

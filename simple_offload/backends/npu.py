@@ -20,7 +20,7 @@ from simple_offload.backends.acl import (
     Location,
     Locations,
 )
-from simple_offload.backends.base import Barrier, Direction, require_blocks_within
+from simple_offload.backends.base import Barrier, Copied, Direction, require_blocks_within
 from simple_offload.backends.plan import Descriptors, Regions, plan_copies
 from simple_offload.config import ConfigError
 from simple_offload.logs import get_logger
@@ -43,6 +43,7 @@ class NpuPending:
     descriptors: Descriptors
     """Kept: nothing says that the runtime does not read them after the call."""
     error: AclError | None
+    path: str
 
     def done(self) -> bool:
         if not self.event.query():
@@ -60,6 +61,9 @@ class NpuPending:
 
     def hold_compute(self) -> None:
         self.npu.current_stream().wait_event(self.event)
+
+    def copied(self) -> Copied:
+        return Copied(None, {self.path: int(self.descriptors.sizes.sum())})
 
     def _raise(self) -> None:
         if self.error is not None:
@@ -152,7 +156,8 @@ class NpuBackend:
             self._submit(plan, direction, stream.npu_stream)
         except AclError as refusal:
             error = refusal
-        return NpuPending(self._npu, stream.record_event(), plan, error)
+        path = "batch" if self._batches else "single"
+        return NpuPending(self._npu, stream.record_event(), plan, error, path)
 
     def close(self) -> None:
         self._npu.set_device(self._device)

@@ -29,6 +29,8 @@ from vllm.v1.core.kv_cache_utils import (
 )
 from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
 
+from simple_offload import metrics
+
 
 class HostHit(NamedTuple):
     """What the tier holds of a prefix beyond the tokens the device has."""
@@ -46,12 +48,19 @@ class CpuTier:
     """Host blocks by content. Single-threaded: vLLM calls the scheduler side from one thread."""
 
     def __init__(
-        self, coordinator: KVCacheCoordinator, hash_block_size: int, num_parts: int = 1
+        self,
+        coordinator: KVCacheCoordinator,
+        hash_block_size: int,
+        num_parts: int = 1,
+        meter: metrics.Meter | None = None,
     ) -> None:
         """``hash_block_size``: how many tokens each of a request's hashes covers; the
         coordinator's hashes and blocks are to cover ``num_parts`` times as many as the device's.
         """
         self.coordinator = coordinator
+        self.meter = meter or metrics.Meter()
+        self.num_used = 0
+        """Blocks that hold something."""
         self.pool: BlockPool = coordinator.block_pool
         self.hash_block_size = hash_block_size
         self.num_parts = num_parts
@@ -208,18 +217,19 @@ class CpuTier:
         queue = self.pool.free_block_queue
         limit = min(count, queue.num_free_blocks)
         block = queue.fake_free_list_head.next_free_block
-        room, evicts = 0, False
+        room, evicts = 0, 0
         while room < limit:
             assert block is not None
             if block.block_hash is not None:
                 if block.block_hash in keep:
                     break
-                evicts = True
+                evicts += 1
             block = block.next_free_block
             room += 1
         if room == 0:
             return []
-        self.version += evicts
+        self.version += evicts > 0
+        self._lose(evicts, "lru")
         blocks: list[KVCacheBlock] = self.pool.get_new_blocks(room)
         if evicts:
             for evicted in blocks:
@@ -249,6 +259,8 @@ class CpuTier:
             for inner_key in inner_keys:
                 self.pool._insert_block_hash(inner_key, block, num_tokens=None)
             self.version += 1
+            self.num_used += 1
+            self.meter.add(metrics.STORED, 1)
             if parent is not None:
                 self._parents[block.block_id] = parent
                 if orphaned:
@@ -265,6 +277,7 @@ class CpuTier:
         lost = {block.block_id for block in blocks if block.block_hash is not None}
         lost_keys = {self.pool.blocks[block_id].block_hash for block_id in lost}
         while lost:
+            self._lose(len(lost), "load_failed")
             self.pool.evict_blocks(lost)
             for block_id in lost:
                 self._forget_parent(block_id)
@@ -278,6 +291,7 @@ class CpuTier:
         self.pool.evict_blocks({b.block_id for b in self.pool.blocks if b.block_hash is not None})
         self._parents.clear()
         self._early.clear()
+        self._lose(self.num_used, "reset")
 
     def check_integrity(self) -> None:
         """Raise AssertionError when the free queue, the hash map and the parents disagree.
@@ -312,6 +326,8 @@ class CpuTier:
                     raise AssertionError(f"{block}: its chain's head has left the tier")
                 later = position.get(parent.block_id, len(position))
                 assert position.get(block.block_id, -1) < later, f"{block}: outlives {parent}"
+        num_used = sum(block.block_hash is not None for block in self.pool.blocks)
+        assert num_used == self.num_used, f"{num_used} blocks hold something, not {self.num_used}"
 
     # Details
 
@@ -343,6 +359,11 @@ class CpuTier:
         for group, more in found.items():
             blocks[group][num_tokens // self.block_sizes[group] :] = more
         return limit
+
+    def _lose(self, count: int, reason: str) -> None:
+        """So many blocks lose what they hold."""
+        self.num_used -= count
+        self.meter.add(metrics.EVICTED, count, reason)
 
     def _present(self, keys: Iterable[BlockHashWithGroupId]) -> list[KVCacheBlock]:
         """The blocks of those ``keys`` that are there."""

@@ -11,6 +11,7 @@ from vllm.v1.core.kv_cache_utils import (
     get_block_hash,
 )
 
+from simple_offload import metrics
 from simple_offload.scheduler.admission import Admission
 from simple_offload.scheduler.cpu_tier import CpuTier
 from simple_offload.scheduler.store_policy import BoundaryState, num_complete_blocks
@@ -156,8 +157,13 @@ class EagerPolicy:
             if not progress.next_index[group]:
                 self._skip_stored(progress, group, len(progress.keys[group]))
             self.tier.refresh(progress.keys[group][: progress.next_index[group]])
+        if not progress.started:
+            self._count_skipped(progress)
         progress.started = True
         self._store_ready(progress, ended.tables, ended.first, ended=True)
+        stops = {group: ended.first[group] + len(table) for group, table in ended.tables.items()}
+        left = sum(max(0, stops[group] - progress.next_index[group]) for group in stops)
+        self.tier.meter.add(metrics.DROPPED, left, "tier_full")
         self._device_pool.free_blocks(reversed(ended.held))
 
     def _store_ready(
@@ -275,6 +281,9 @@ class EagerPolicy:
         num_planned = self.stores.plan(storable, progress.kept, self._device_pool)
         if num_planned < len(storable):
             stop = storable[num_planned].num_tokens // size - 1
+        if chained:
+            num_skipped = stop - first - num_planned
+            self.tier.meter.add(metrics.SKIPPED, num_skipped, "already_stored")
         progress.kept.update(keys[first:stop])
         progress.next_index[group] = stop
         return stop == last
@@ -323,6 +332,12 @@ class EagerPolicy:
                 self._skip_stored(progress, group, limits[group])
             else:
                 progress.kept.update(filter(self.stores.has, progress.keys[group][: limits[group]]))
+        self._count_skipped(progress)
+
+    def _count_skipped(self, progress: _Progress) -> None:
+        """The cursors stand where the tier's part of the request ends."""
+        count = sum(progress.next_index[group] for group in self.tier.chained_group_ids)
+        self.tier.meter.add(metrics.SKIPPED, count, "already_stored")
 
     def _skip_stored(self, progress: _Progress, group: int, limit: int) -> None:
         """Set the cursor behind what the tier has (or is getting) of the request's first

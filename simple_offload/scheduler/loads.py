@@ -8,6 +8,7 @@ from vllm.utils.math_utils import cdiv
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_utils import KVCacheBlock
 
+from simple_offload import metrics
 from simple_offload.metadata import Transfer
 from simple_offload.scheduler.cpu_tier import CpuTier, HostHit
 from simple_offload.scheduler.in_flight import Ended, InFlight
@@ -169,6 +170,7 @@ class Loads:
                 load.slots.append(slot)
         device_pool.touch(load.device_blocks)
         self._planned.append(load)
+        self.tier.meter.add(metrics.HIT_TOKENS, num_external_tokens)
 
     def submit(self, in_use: Callable[[Sequence[KVCacheBlock]], bool]) -> list[Transfer]:
         """The planned loads as transfers, in flight from now on. ``in_use``: whether compute
@@ -217,6 +219,9 @@ class Loads:
         load = self._in_flight.pop(ended.id, None)
         if load is None:
             return False
+        self.tier.meter.add(metrics.LOADS, 1, "sync" if load.admitted else "async")
+        if ended.ok:
+            self.tier.meter.add(metrics.LOADED, len(self.tier.blocks_at(load.slots)))
         self.tier.unpin(load.pins)
         device_pool.free_blocks(reversed(load.device_blocks))
         return True

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from vllm.v1.core.kv_cache_utils import resolve_kv_cache_block_sizes
 from vllm.v1.kv_cache_interface import ChunkedLocalAttentionSpec, MambaSpec, iter_layer_specs
 
-from simple_offload import vllm_compat
+from simple_offload import metrics, vllm_compat
 from simple_offload.config import ConfigError, OffloadConfig
 from simple_offload.logs import get_logger
 from simple_offload.metadata import RankCapacity, StepMetadata, WorkerReport
@@ -122,6 +122,8 @@ class OffloadScheduler:
             self._stores.origins.follow(request)
         starts = num_external_tokens > 0 or request.num_computed_tokens == 0
         if starts and not self.switched_off:
+            if not request.skip_reading_prefix_cache:
+                self._meter.add(metrics.LOOKUPS, 1, "hit" if num_external_tokens > 0 else "miss")
             self._policy.on_allocated(request)
         if num_external_tokens > 0:
             self._loads.plan(request, blocks.blocks, num_external_tokens, self._device_pool)
@@ -195,6 +197,15 @@ class OffloadScheduler:
         """KV events of the tier since the last call; none unless vLLM is configured for them."""
         return self._events.take() if self._events is not None else ()
 
+    def take_stats(self) -> metrics.OffloadStats | None:
+        """What has been counted since the last call, and how full the tier is if that has
+        changed; None when nothing."""
+        tier = self.tier
+        capacity = tier.num_blocks - 1  # vLLM's null block is none
+        pinned = capacity - tier.pool.get_num_free_blocks()
+        gauges = {metrics.CAPACITY: capacity, metrics.USED: tier.num_used, metrics.PINNED: pinned}
+        return self._meter.take(gauges)
+
     @property
     def ids_in_flight(self) -> frozenset[int]:
         """Transfers that some rank has not reported yet."""
@@ -256,7 +267,8 @@ class OffloadScheduler:
             self.block_size * num_parts,
             self._hash_block_size * num_parts,
         )
-        self.tier = CpuTier(coordinator, self._hash_block_size, num_parts)
+        self._meter = metrics.Meter()
+        self.tier = CpuTier(coordinator, self._hash_block_size, num_parts, self._meter)
         self._in_flight = InFlight(self._vllm_config.parallel_config.world_size)
         self._loads = Loads(self.tier, self._in_flight)
         self._stores = Stores(self.tier, self._in_flight)

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_utils import BlockHashWithGroupId, KVCacheBlock
 
+from simple_offload import metrics
 from simple_offload.logs import get_logger
 from simple_offload.metadata import Transfer
 from simple_offload.scheduler.cpu_tier import CpuTier
@@ -120,6 +121,7 @@ class Stores:
         if store is None:
             return False
         keep = ended.ok and not store.abandoned
+        num_obsolete = 0
         for block, host_block in store.pairs:
             if keep:
                 kept = self.tier.commit(
@@ -130,10 +132,17 @@ class Stores:
                     block.inner_keys,
                     block.early,
                 )
+                num_obsolete += not kept
                 if kept and self.events is not None:
                     self.events.stored(block.key, block.inner_keys, block.num_tokens, block.request)
             else:
                 self.tier.unpin((host_block,))
+        meter = self.tier.meter
+        meter.add(metrics.DROPPED, num_obsolete, "obsolete")
+        if not ended.ok:
+            meter.add(metrics.DROPPED, len(store.pairs), "copy_failed")
+        elif store.abandoned:
+            meter.add(metrics.DROPPED, len(store.pairs), "reset")
         if not store.abandoned:
             self._keys.difference_update(block.key for block, _ in store.pairs)
         self._release(store, device_pool)
@@ -143,6 +152,7 @@ class Stores:
         """Let no store that is planned or in flight be committed. What is in flight stays held
         until its end: the copy may be under way."""
         planned, self._planned = self._planned, _Store()
+        self.tier.meter.add(metrics.DROPPED, len(planned.pairs), "reset")
         self.tier.unpin(host_block for _, host_block in planned.pairs)
         self._release(planned, device_pool)
         for store in self._in_flight.values():

@@ -1,13 +1,14 @@
 """TransferEngine: submission threads and a completion queue."""
 
 import threading
+import time
 from collections import deque
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from queue import Empty, SimpleQueue
 from typing import NamedTuple
 
-from simple_offload.backends.base import Barrier, CopyBackend, Direction, Pending
+from simple_offload.backends.base import Barrier, CopyBackend, Direction, Measured, Pending
 from simple_offload.logs import get_logger
 from simple_offload.metadata import Transfer
 
@@ -17,11 +18,27 @@ _JOIN_SECONDS = 60.0
 _MAX_DEATHS = 2
 
 
+class Took(NamedTuple):
+    """How a copy went. Where the device does not measure, it ends when that is noticed."""
+
+    seconds: float
+    waited: float
+    """Seconds from its submission to its begin."""
+    num_bytes: Mapping[str, int] | None
+    """By path; None where the backend has but one."""
+
+
 class Completion(NamedTuple):
     """A transfer that has ended on this rank; ``error`` is None when every byte arrived."""
 
     transfer: Transfer
     error: BaseException | None
+    took: Took | None = None
+    """None when it failed."""
+
+
+class CopyThreadDied(RuntimeError):
+    """The copy thread died before it got to this transfer."""
 
 
 class LaneBroken(RuntimeError):
@@ -35,13 +52,35 @@ class _Submitted:
     transfer: Transfer
     pending: Pending | None
     error: BaseException | None = None
+    submitted_at: float = 0.0
+    began_at: float = 0.0
+    """When the thread took it."""
+    took: Took | None = None
+
+    def end(self) -> None:
+        """The copy has ended. Later calls change nothing."""
+        if self.took is None and self.error is None:
+            now = time.monotonic()
+            pending: object = self.pending
+            copied = pending.copied() if isinstance(pending, Measured) else None
+            seconds = copied.seconds if copied is not None else None
+            if seconds is None:
+                seconds = now - self.began_at
+            waited = max(now - self.submitted_at - seconds, 0.0)
+            self.took = Took(seconds, waited, copied.num_bytes if copied is not None else None)
+
+
+class _Job(NamedTuple):
+    transfer: Transfer
+    barrier: Barrier | None
+    submitted_at: float
 
 
 @dataclass(eq=False)
 class _Life:
     """What a lane and one thread of its share. A thread's successor gets another."""
 
-    jobs: SimpleQueue[tuple[Transfer, Barrier | None] | None] = field(default_factory=SimpleQueue)
+    jobs: SimpleQueue[_Job | None] = field(default_factory=SimpleQueue)
     submitted: SimpleQueue[_Submitted] = field(default_factory=SimpleQueue)
     progress: threading.Condition = field(default_factory=threading.Condition)
     num_handed: int = 0
@@ -86,7 +125,7 @@ class _Lane:
         if self.broken:
             self._under_way.append(_Submitted(transfer, None, LaneBroken(self.direction.value)))
         else:
-            self._life.jobs.put((transfer, barrier))
+            self._life.jobs.put(_Job(transfer, barrier, time.monotonic()))
 
     def poll(self) -> list[Completion]:
         """What has ended since the last call, in order of submission."""
@@ -99,10 +138,11 @@ class _Lane:
             try:
                 if first.error is None and first.pending and not first.pending.done():
                     break
+                first.end()
             except Exception as failure:  # noqa: BLE001 - whatever it is, it is the transfer's
                 first.error = failure
             self._under_way.popleft()
-            completions.append(Completion(first.transfer, first.error))
+            completions.append(Completion(first.transfer, first.error, first.took))
         self._num_open -= len(completions)
         return completions
 
@@ -139,6 +179,7 @@ class _Lane:
             try:
                 if submitted.pending is not None:
                     submitted.pending.wait()
+                    submitted.end()
             except Exception as failure:  # noqa: BLE001 - as in poll
                 submitted.error = failure
             submitted.pending = None
@@ -194,8 +235,8 @@ class _Lane:
             except Empty:
                 break
             if job is not None:
-                error = RuntimeError(f"the {self.direction.value} thread has died")
-                self._under_way.append(_Submitted(job[0], None, error))
+                error = CopyThreadDied(f"the {self.direction.value} thread has died")
+                self._under_way.append(_Submitted(job.transfer, None, error))
         if self._closing:
             self.num_deaths = _MAX_DEATHS
         elif self.broken:
@@ -207,13 +248,17 @@ class _Lane:
     def _run(self, life: _Life) -> None:
         entered = False
         while (job := life.jobs.get()) is not None:
-            transfer, barrier = job
+            transfer, barrier, submitted_at = job
+            began_at = time.monotonic()
             try:
                 if not entered:
                     self._backend.enter_thread(self.direction)
                     entered = True
                 pending = self._backend.copy(self.direction, transfer, barrier)
-                life.hand_over(_Submitted(transfer, pending))
+                submitted = _Submitted(transfer, pending, None, submitted_at, began_at)
+                if pending is None:
+                    submitted.end()
+                life.hand_over(submitted)
             except Exception as error:  # noqa: BLE001 - a failed transfer, and the thread goes on
                 life.hand_over(_Submitted(transfer, None, error))
             except BaseException as error:  # noqa: BLE001 - a failed transfer, and its last one

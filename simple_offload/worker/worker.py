@@ -5,6 +5,7 @@ import time
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
+from simple_offload import metrics
 from simple_offload.backends.base import Direction
 from simple_offload.backends.select import make_backend
 from simple_offload.config import OffloadConfig, check_fits_memory
@@ -13,7 +14,12 @@ from simple_offload.metadata import RankCapacity, StepMetadata, Transfer, Worker
 from simple_offload.worker.host_pool import HostPool
 from simple_offload.worker.npu_regions import KVCache
 from simple_offload.worker.regions import find_regions
-from simple_offload.worker.transfers import Completion, TransferEngine
+from simple_offload.worker.transfers import (
+    Completion,
+    CopyThreadDied,
+    LaneBroken,
+    TransferEngine,
+)
 
 if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig
@@ -44,6 +50,7 @@ class OffloadWorker:
         """How long, in seconds, compute may have to wait for a load that is announced now."""
         self._bound_at = 0.0
         self._report = WorkerReport()
+        self._meter = metrics.Meter()
         self._reported_open = 0
         self._engine: TransferEngine | None = None
 
@@ -148,6 +155,10 @@ class OffloadWorker:
         report, self._report = self._report, WorkerReport()
         return report
 
+    def take_stats(self) -> metrics.OffloadStats | None:
+        """What has been counted since the last call; None when nothing."""
+        return self._meter.take()
+
     def drain(self) -> None:
         """Wait until no copy touches device memory, which is about to be taken away (sleep).
         What has ended is reported when the engine steps again."""
@@ -188,6 +199,7 @@ class OffloadWorker:
     def _note(self, direction: Direction, completion: Completion) -> None:
         transfer_id = completion.transfer.id
         self._report.ended[transfer_id] += 1
+        self._measure(direction, completion)
         if completion.error is not None:
             self._report.failed[transfer_id] += 1
             logger.error(
@@ -197,6 +209,29 @@ class OffloadWorker:
                 len(completion.transfer.host_blocks),
                 completion.error,
             )
+
+    def _measure(self, direction: Direction, completion: Completion) -> None:
+        way, took = direction.value, completion.took
+        if took is None:
+            self._meter.add(metrics.FAILED, 1, way, _reason_of(completion.error))
+            return
+        size = len(completion.transfer.host_blocks) * self._block_bytes
+        num_bytes = {"host": size} if took.num_bytes is None else took.num_bytes
+        for path, count in num_bytes.items():
+            self._meter.add(metrics.BYTES, count, way, path)
+        self._meter.sample(metrics.SECONDS, took.seconds, way)
+        self._meter.sample(metrics.WAIT_SECONDS, took.waited, way)
+        if took.seconds > 0:
+            self._meter.sample(metrics.BANDWIDTH, sum(num_bytes.values()) / took.seconds, way)
+
+
+def _reason_of(error: BaseException | None) -> str:
+    """In a word, why a transfer failed."""
+    if isinstance(error, LaneBroken):
+        return "switched_off"
+    if isinstance(error, CopyThreadDied) or not isinstance(error, Exception):
+        return "thread_died"
+    return "no_such_block" if isinstance(error, IndexError) else "copy_error"
 
 
 def _request_of(load: Transfer) -> str:

@@ -54,6 +54,10 @@ def _lose_a_key(tier: CpuTier) -> None:
     tier.pool.cached_block_hash_to_block.pop(key("abc"), lost.block_id)
 
 
+def _miscount_used(tier: CpuTier) -> None:
+    tier.num_used -= 1
+
+
 def _hold_a_key_twice(tier: CpuTier) -> None:
     tier.pool._insert_block_hash(key("a"), tier.pool.blocks[-1], num_tokens=4)
 
@@ -90,6 +94,7 @@ def _let_a_tail_leave_last(tier: CpuTier) -> None:
         (_miscount, "miscounted"),
         (_remember_the_parent_of_an_empty_block, "empty, yet has a parent"),
         (_remember_the_parent_of_a_lost_block, "empty, yet has a parent"),
+        (_miscount_used, "blocks hold something, not"),
         (_lose_a_key, "not found by its own key"),
         (_hold_a_key_twice, "not found by its own key"),
         (_lose_a_head, "head has left"),
@@ -113,4 +118,5 @@ def test_windows_may_lose_their_head() -> None:
     tier = make_tier(8, windows=(0, 8))
     store(tier, "abc", group=1)
     tier.pool.evict_blocks({block(tier, "a", group=1).block_id})
+    tier.num_used -= 1
     tier.check_integrity()

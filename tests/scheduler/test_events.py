@@ -1,9 +1,9 @@
 """KVEvents: what a router is told, and that it is what vLLM would say."""
 
-from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import pytest
+from vllm.config import KVEventsConfig
 from vllm.distributed.kv_events import (
     MEDIUM_CPU,
     MEDIUM_GPU,
@@ -22,8 +22,7 @@ from simple_offload.connector import SimpleCPUOffloadConnector
 from simple_offload.scheduler.events import KVEvents
 from tests.scheduler.driver import LOAD, STORE, Driver, make_request, prompt
 from tests.scheduler.tiers import BLOCK_SIZE, begin, block, commit, key, make_tier, store
-from tests.simulation import world as world_module
-from tests.simulation.vllm_config import make_vllm_config
+from tests.simulation.world import World
 
 PROMPT = prompt(3 * BLOCK_SIZE)
 
@@ -266,19 +265,12 @@ def test_a_block_is_told_of_when_its_request_has_gone() -> None:
     assert [origins.of(device_block) for device_block in table] == [request] * 3
 
 
-@pytest.mark.parametrize("enabled", [None, False])
+@pytest.mark.parametrize("config", [None, KVEventsConfig(enable_kv_cache_events=False)])
 def test_nothing_is_collected_unless_asked_for(
-    monkeypatch: pytest.MonkeyPatch, enabled: bool | None
+    monkeypatch: pytest.MonkeyPatch, config: KVEventsConfig | None
 ) -> None:
-    config = None if enabled is None else SimpleNamespace(enable_kv_cache_events=enabled)
-
-    def configure(*arguments: Any) -> Any:
-        made = make_vllm_config(*arguments)
-        made.kv_events_config = cast(Any, config)
-        return made
-
-    monkeypatch.setattr(world_module, "make_vllm_config", configure)
-    monkeypatch.setattr(world_module.World, "check_events", lambda self: None)
+    monkeypatch.setattr(World, "kv_events_config", lambda self: config)
+    monkeypatch.setattr(World, "check_events", lambda self: None)
     driver = Driver(num_device_blocks=40, num_host_blocks=4)
     driver.say("r", PROMPT)
     driver.say("s", prompt(3 * BLOCK_SIZE, family=1))

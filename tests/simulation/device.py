@@ -93,6 +93,8 @@ class ScriptedDevice(HostBackend):
         self.num_holds = 0
         """How often compute was made to wait for a copy that had not ended."""
         self.copies: dict[Direction, deque[ScriptedCopy]] = {d: deque() for d in Direction}
+        self.num_copied = dict.fromkeys(Direction, 0)
+        """Blocks of copies that have not failed."""
         self.fatal: dict[Direction, int] = dict.fromkeys(Direction, 0)
         """Copies of a direction whose thread is to die of them."""
         self.ignore_barriers: set[Direction] = set()
@@ -198,6 +200,8 @@ class ScriptedDevice(HostBackend):
         pending.ended = True
         if fail_after is not None:
             pending.error = CopyFault(f"{direction.value} {transfer.id} by script")
+        else:
+            self.num_copied[direction] += len(transfer.host_blocks)
 
     # Details
 

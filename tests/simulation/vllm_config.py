@@ -24,7 +24,6 @@ from vllm.v1.kv_cache_interface import (
 )
 
 from tests.simulation.groups import Drafter, Kind
-from tests.simulation.router import EVENTS_CONFIG
 from tests.simulation.shape import NUM_LAYERS, Shape
 
 
@@ -74,7 +73,6 @@ def make_vllm_config(shape: Shape, kv_transfer_config: KVTransferConfig) -> Vllm
         parallel_config=ParallelConfig(),
         device_config=DeviceConfig("cpu"),
         kv_transfer_config=kv_transfer_config,
-        kv_events_config=EVENTS_CONFIG,
     )
     config.cache_config.block_size = shape.block_size * min(g.scale for g in shape.groups)
     config.cache_config.prefix_match_unit = shape.match_unit

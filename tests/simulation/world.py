@@ -7,7 +7,7 @@ from itertools import product
 from typing import Any, cast
 
 import numpy as np
-from vllm.config import KVTransferConfig
+from vllm.config import KVEventsConfig, KVTransferConfig
 from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata
 from vllm.sampling_params import SamplingParams
@@ -32,7 +32,8 @@ from simple_offload.metadata import BlockIds, StepMetadata, Transfer, WorkerRepo
 from simple_offload.worker.worker import OffloadWorker
 from tests.simulation.device import ScriptedCopy, ScriptedDevice
 from tests.simulation.identity import Story
-from tests.simulation.router import Router
+from tests.simulation.ledger import Ledger
+from tests.simulation.router import EVENTS_CONFIG, Router
 from tests.simulation.runner import Runner, Violation
 from tests.simulation.shape import Shape
 from tests.simulation.vllm_config import make_kv_cache_config, make_vllm_config
@@ -66,6 +67,7 @@ class World:
     def __init__(self, shape: Shape) -> None:
         self.shape = shape
         self.config = make_vllm_config(shape, self.kv_transfer_config())
+        self.config.kv_events_config = self.kv_events_config()
         self.kv_cache_configs = [
             make_kv_cache_config(shape, rank) for rank in range(shape.num_ranks)
         ]
@@ -85,6 +87,8 @@ class World:
         self.ranks = [self._make_rank(rank) for rank in range(shape.num_ranks)]
         self._open_early()
         self._shake_hands()
+        self.ledger = Ledger()
+        self.ledger.overhear(self.connector)
         self.finished: dict[str, tuple[list[int], RequestStatus]] = {}
         self.requests: dict[str, Request] = {}
         self.num_steps = 0
@@ -124,6 +128,10 @@ class World:
         """The connector's scheduler side."""
         return self.scheduler.connector
 
+    def kv_events_config(self) -> KVEventsConfig | None:
+        """What ``--kv-events-config`` says."""
+        return EVENTS_CONFIG
+
     def worker_config(self) -> dict[str, Any]:
         """What our workers take from it."""
         shape = self.shape
@@ -161,6 +169,7 @@ class World:
             finished_recving=loaded,
             failed_recving=failed,
             kv_connector_worker_meta=worker.take_report(),
+            kv_connector_stats=worker.take_stats(),
         )
 
     def check_bookkeeping(self, at_rest: bool) -> None:
@@ -178,6 +187,23 @@ class World:
         keys = set(self.host_pool.cached_block_hash_to_block._cache)
         if wrong := keys ^ self.router.keys:
             raise Violation(f"KV events are wrong of {len(wrong)} keys, of {len(keys)} in the tier")
+
+    def check_counts(self) -> None:
+        """Raise Violation unless what has been counted is what has happened. At rest."""
+        num_bytes = {
+            direction: sum(
+                rank.device.num_copied[direction] * self.shape.block_bytes(index)
+                for index, rank in enumerate(self.ranks)
+            )
+            for direction in Direction
+        }
+        num_slots = sum(len(store.host_blocks) for store in self._stores.values())
+        num_sent = num_slots // self.shape.num_parts
+        num_used = sum(block.block_hash is not None for block in self.host_pool.blocks)
+        try:
+            self.ledger.check(num_bytes, num_sent, num_used)
+        except AssertionError as error:
+            raise Violation(f"metrics: {error}") from error
 
     def _shake_hands(self) -> None:
         heard = self.ranks[: self.shape.num_handshakes]
@@ -352,6 +378,8 @@ class World:
         ]
         combined = self._aggregator.aggregate(outputs)
         assert combined is not None
+        if combined.kv_connector_output is not None:
+            self.ledger.take(combined.kv_connector_output.kv_connector_stats)
         for client_outputs in self.scheduler.update_from_output(step.scheduled, combined).values():
             for output in client_outputs.outputs:
                 if output.finish_reason is not None and output.request_id in self.requests:
@@ -500,6 +528,7 @@ class World:
             self.check_bookkeeping(at_rest=True)
         except AssertionError as error:
             raise Violation(f"at rest: {error}") from error
+        self.check_counts()
         if self.scheduler.requests or self.requests:
             raise Violation(f"requests never ended: {list(self.scheduler.requests)}")
         for rank in self.ranks:

@@ -1,0 +1,154 @@
+"""What the scheduler side counts, to the number."""
+
+from typing import Any
+
+import pytest
+
+from simple_offload import metrics
+from tests.scheduler.driver import LOAD, STORE, Driver, prompt
+from tests.scheduler.tiers import BLOCK_SIZE
+from tests.simulation.ledger import Ledger
+
+THREE = prompt(3 * BLOCK_SIZE)
+
+
+def make_driver(**shape: Any) -> tuple[Driver, Ledger]:
+    driver = Driver(**({"num_device_blocks": 40, "num_host_blocks": 41} | shape))
+    return driver, driver.world.ledger
+
+
+@pytest.mark.parametrize("num_ranks", [1, 3])
+def test_a_prompt_stored_and_loaded(num_ranks: int) -> None:
+    """Blocks count once, bytes on each rank."""
+    driver, counted = make_driver(num_ranks=num_ranks)
+    block_bytes = driver.world.shape.block_bytes
+    driver.say("r", THREE)
+    assert counted(metrics.STORED) == 3
+    assert counted(metrics.BYTES, "store", "host") == 3 * block_bytes * num_ranks
+    assert counted(metrics.LOOKUPS, "miss") == 1
+    driver.forget_device()
+    driver.say("s", [*THREE, 1])
+    assert counted(metrics.LOADED) == 3
+    assert counted(metrics.HIT_TOKENS) == 3 * BLOCK_SIZE
+    assert counted(metrics.LOOKUPS, "hit") == 1
+    assert counted(metrics.LOOKUPS) == 2
+    assert counted(metrics.LOADS, "async") == counted(metrics.LOADS) == 1
+    assert counted(metrics.BYTES, "load", "host") == 3 * block_bytes * num_ranks
+    assert counted(metrics.BYTES) == 6 * block_bytes * num_ranks
+    for direction in ("load", "store"):
+        for name in (metrics.SECONDS, metrics.WAIT_SECONDS, metrics.BANDWIDTH):
+            assert len(counted.samples(name, direction)) == num_ranks
+            assert min(counted.samples(name, direction)) >= 0
+    assert counted(metrics.FAILED) == counted(metrics.DROPPED) == counted(metrics.EVICTED) == 0
+
+
+def test_what_the_tier_has_is_skipped() -> None:
+    driver, counted = make_driver()
+    driver.say("r", THREE)
+    assert counted(metrics.SKIPPED) == 0
+    driver.say("s", THREE)  # found on the device
+    assert counted(metrics.SKIPPED, "already_stored") == 3
+    driver.forget_device()
+    driver.say("t", [*THREE, *prompt(2 * BLOCK_SIZE, family=1)], max_tokens=9)
+    assert counted(metrics.SKIPPED, "already_stored") == 6
+    assert counted(metrics.STORED) == 3 + 4
+
+
+def test_how_full_the_tier_is() -> None:
+    driver, counted = make_driver(num_host_blocks=7)
+    driver.say("r", THREE)
+    assert counted(metrics.CAPACITY) == 6
+    assert counted(metrics.USED) == 3
+    assert counted(metrics.PINNED) == 0
+    driver.forget_device()
+    driver.start("s", [*THREE, 1])
+    driver.step()
+    assert counted(metrics.PINNED) == 3
+    driver.run()
+    assert counted(metrics.PINNED) == 0
+
+
+def test_evictions() -> None:
+    driver, counted = make_driver(num_host_blocks=5)
+    driver.say("r", THREE)
+    driver.say("s", prompt(3 * BLOCK_SIZE, family=1))
+    assert counted(metrics.EVICTED, "lru") == 2
+    assert counted(metrics.USED) == 4
+    driver.scheduler.reset_cache()
+    driver.say("t", [1])
+    assert counted(metrics.EVICTED, "reset") == 4
+    assert counted(metrics.USED) == 0
+
+
+def test_a_tier_that_is_too_small_for_a_request() -> None:
+    driver, counted = make_driver(num_host_blocks=3)
+    driver.say("r", THREE, max_tokens=5)
+    assert counted(metrics.STORED) == 2
+    assert counted(metrics.DROPPED, "tier_full") == 2  # three of the prompt and one of the answer
+
+
+def test_a_failed_store() -> None:
+    driver, counted = make_driver(num_ranks=2)
+    driver.start("r", THREE)
+    driver.step(3)
+    driver.copy(STORE, rank=0, fail=True)
+    driver.run()
+    assert counted(metrics.DROPPED, "copy_failed") == 3
+    assert counted(metrics.FAILED, "store", "copy_error") == counted(metrics.FAILED) == 1
+    assert counted(metrics.STORED) == 0
+
+
+def test_a_failed_load() -> None:
+    driver, counted = make_driver()
+    driver.say("r", THREE)
+    driver.forget_device()
+    driver.start("s", [*THREE, 1])
+    driver.step()
+    driver.copy(LOAD, fail=True)
+    driver.run()
+    assert counted(metrics.FAILED, "load", "copy_error") == counted(metrics.FAILED) == 1
+    assert counted(metrics.LOADED) == 0
+    assert counted(metrics.EVICTED, "load_failed") == 3
+    assert counted(metrics.BYTES, "load", "host") == 0
+
+
+def test_a_reset_in_flight() -> None:
+    driver, counted = make_driver()
+    driver.start("r", THREE)
+    driver.step(3)
+    driver.scheduler.reset_cache()
+    driver.run()
+    assert counted(metrics.DROPPED, "reset") == 3
+    assert counted(metrics.STORED) == 0
+
+
+def test_a_chain_whose_head_has_gone() -> None:
+    """Its tail was on its way: it could never be found."""
+    driver, counted = make_driver()
+    driver.say("r", prompt(BLOCK_SIZE))
+    driver.start("s", THREE)
+    driver.step(3)
+    tier = driver.tier
+    tier.drop([block for block in tier.pool.blocks if block.block_hash is not None])
+    driver.run()
+    assert counted(metrics.DROPPED, "obsolete") == 2
+
+
+def test_an_announced_load_is_sync() -> None:
+    driver, counted = make_driver()
+    driver.say("r", THREE)
+    driver.forget_device()
+    driver.start("s", [*THREE, 1])
+    driver.step()
+    driver.announce()
+    driver.step(2)
+    driver.run()
+    assert counted(metrics.LOADS, "sync") == counted(metrics.LOADS) == 1
+
+
+def test_who_may_not_read_does_not_look() -> None:
+    driver, counted = make_driver()
+    request = driver.start("r", THREE)
+    request.skip_reading_prefix_cache = True
+    driver.run()
+    assert counted(metrics.LOOKUPS) == 0
