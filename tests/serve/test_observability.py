@@ -1,0 +1,165 @@
+"""What a live server says of its work: on /metrics, in its log, and through KV events."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, cast
+
+import msgspec
+import pytest
+import zmq
+from vllm.distributed.kv_events import (
+    MEDIUM_CPU,
+    BlockRemoved,
+    BlockStored,
+    KVEventBatch,
+    ZmqEventPublisher,
+)
+
+from simple_offload import metrics
+from tests.dashboard import DASHBOARD, names_in
+from tests.serve.conftest import StartServer
+from tests.serve.server import HOST, Server, free_port
+
+BLOCK_SIZE = 32
+HOST_BYTES = 64 << 20
+LONG = list(range(3, 163))  # five blocks
+SHORT = list(range(200, 270))  # two blocks and some
+LAST = list(range(300, 340))  # one block and some
+
+
+class Feed:
+    """A subscriber that comes late: it asks for the events from the first on."""
+
+    def __init__(self, endpoint: str) -> None:
+        self._socket = cast(Any, zmq.Context.instance().socket(zmq.DEALER))
+        self._socket.setsockopt(zmq.RCVTIMEO, 30_000)
+        self._socket.connect(endpoint)
+        self._decoder = msgspec.msgpack.Decoder(KVEventBatch)
+
+    def events(self) -> list[Any]:
+        """All events about host memory so far."""
+        self._socket.send_multipart((b"", (0).to_bytes(8, "big")))
+        events: list[Any] = []
+        while True:
+            *_, number, batch = self._socket.recv_multipart()
+            if number == ZmqEventPublisher.END_SEQ:
+                return [e for e in events if getattr(e, "medium", "") == MEDIUM_CPU]
+            events += self._decoder.decode(batch).events
+
+    def close(self) -> None:
+        self._socket.close(linger=0)
+
+
+@pytest.fixture(scope="module")
+def ports() -> tuple[int, int]:
+    return free_port(), free_port()
+
+
+@pytest.fixture(scope="module")
+def server(start_server: StartServer, ports: tuple[int, int]) -> Server:
+    """It has stored LONG, then loaded it, then stored SHORT."""
+    events, replay = (f"tcp://*:{port}" for port in ports)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("VLLM_LOG_STATS_INTERVAL", "1")
+        server = start_server(
+            "--kv-events-config",
+            json.dumps(
+                {
+                    "enable_kv_cache_events": True,
+                    "publisher": "zmq",
+                    "endpoint": events,
+                    "replay_endpoint": replay,
+                }
+            ),
+        )
+    server.complete(LONG, 1)
+    server.reset_prefix_cache()
+    server.complete([*LONG, *range(400, 408)], 1)
+    server.complete(SHORT, 1)
+    wait_for_metric(server, metrics.USED, 7)
+    return server
+
+
+@pytest.fixture
+def feed(ports: tuple[int, int]) -> Iterator[Feed]:
+    feed = Feed(f"tcp://{HOST}:{ports[1]}")
+    yield feed
+    feed.close()
+
+
+def wait_for_metric(server: Server, name: str, value: float) -> None:
+    server.wait_for(lambda: server.metric(name) == value, 30, f"{name} to be {value}")
+
+
+@pytest.fixture
+def block_bytes(model: Path) -> int:
+    """Of all layers' keys and values, in float32."""
+    config = json.loads((model / "config.json").read_text())
+    heads = config["num_key_value_heads"]
+    head_size = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
+    return int(2 * config["num_hidden_layers"] * heads * head_size * 4 * BLOCK_SIZE)
+
+
+def test_metrics_say_what_was_done(server: Server, block_bytes: int) -> None:
+    def read(name: str, **labels: str) -> float:
+        return server.metric(name, model_name="random", engine="0", **labels)
+
+    assert read(metrics.STORED) == 7
+    assert read(metrics.LOADED) == 5
+    assert read(metrics.HIT_TOKENS) == 5 * BLOCK_SIZE
+    assert read(metrics.HIT_TOKENS) == read("vllm:external_prefix_cache_hits_total")
+    assert read(metrics.LOOKUPS, result="hit") == 1
+    assert read(metrics.LOOKUPS, result="miss") == 2
+    assert read(metrics.LOADS) == 1
+    assert read(metrics.SKIPPED, reason="already_stored") == 5
+    assert read(metrics.BYTES, direction="load", path="host") == 5 * block_bytes
+    assert read(metrics.BYTES, direction="store", path="host") == 7 * block_bytes
+    assert read(metrics.BYTES) == 12 * block_bytes
+    assert read(f"{metrics.SECONDS}_count", direction="load") == 1
+    assert read(f"{metrics.SECONDS}_sum", direction="load") > 0
+    assert read(f"{metrics.WAIT_SECONDS}_count", direction="load") == 1
+    assert read(f"{metrics.BANDWIDTH}_count", direction="store") == 2
+    assert read(metrics.CAPACITY) == HOST_BYTES // block_bytes - 1
+    assert read(metrics.PINNED) == 0
+    for name in (metrics.DROPPED, metrics.EVICTED, metrics.FAILED):
+        assert read(name) == 0
+
+
+def test_a_line_in_the_log_says_it(server: Server) -> None:
+    server.wait_for(
+        lambda: all(part in server.log.read_text() for part in ("Loaded=5 blocks", "Hit tokens=")),
+        30,
+        "the periodic log",
+    )
+    lines = [line for line in server.log.read_text().splitlines() if "KV Transfer" in line]
+    assert sum(int(part.split()[0]) for line in lines for part in line.split("Stored=")[1:]) == 7
+
+
+def test_the_dashboard_s_series_are_served(server: Server) -> None:
+    with server._get("/metrics") as response:
+        served = response.read().decode()
+    for name in names_in(DASHBOARD):
+        assert f"\n{name}{{" in served, name
+
+
+def test_a_subscriber_knows_what_the_tier_holds(server: Server, feed: Feed) -> None:
+    stored = feed.events()
+    assert {type(event) for event in stored} == {BlockStored}
+    assert [event.token_ids for event in stored] == [LONG, SHORT[: 2 * BLOCK_SIZE]]
+    hashes = {block_hash for event in stored for block_hash in event.block_hashes}
+    assert len(hashes) == 7
+    for event in stored:
+        assert event.block_size == BLOCK_SIZE
+        assert event.parent_block_hash is None
+        assert event.kv_cache_spec_kind == "full_attention"
+    # Events travel with the next step.
+    with server._post("/reset_prefix_cache?reset_external=true", {}):
+        pass
+    server.complete(LAST, 1)
+    wait_for_metric(server, metrics.USED, 1)
+    removed, last = feed.events()[len(stored) :]
+    assert isinstance(removed, BlockRemoved)
+    assert set(removed.block_hashes) == hashes
+    assert last.token_ids == LAST[:BLOCK_SIZE]
+    assert server.metric(metrics.EVICTED, reason="reset") == 7

@@ -1,0 +1,281 @@
+"""Metrics: the payload on its way to vLLM's loggers, and what becomes of it there."""
+
+from functools import partial
+from typing import Any
+
+import pytest
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from vllm.config import KVTransferConfig, VllmConfig
+from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorLogging
+from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import (
+    MultiConnector,
+    MultiKVConnectorStats,
+)
+from vllm.distributed.kv_transfer.kv_connector.v1.simple_cpu_offload_connector import (
+    SimpleCPUOffloadConnector as BuiltinConnector,
+)
+from vllm.v1.engine import EngineCoreOutputs
+from vllm.v1.metrics.stats import SchedulerStats
+from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
+
+from simple_offload import metrics
+from simple_offload.connector import SimpleCPUOffloadConnector
+from simple_offload.metrics import SERIES, Meter, OffloadPromMetrics, OffloadStats
+from tests.conftest import MakeVllmConfig
+
+NAME = "SimpleCPUOffloadConnector"
+COMMON = ["random", "0"]
+
+
+def worker_stats() -> OffloadStats:
+    """Of a rank that has loaded 2 MiB in a millisecond, and failed once."""
+    stats = OffloadStats()
+    stats.add(metrics.BYTES, 1 << 20, "load", "dma")
+    stats.add(metrics.BYTES, 1 << 20, "load", "kernel")
+    stats.add(metrics.FAILED, 1, "store", "copy_error")
+    stats.sample(metrics.SECONDS, 1e-3, "load")
+    stats.sample(metrics.WAIT_SECONDS, 4e-3, "load")
+    stats.sample(metrics.BANDWIDTH, 2 * (1 << 30), "load")
+    return stats
+
+
+def scheduler_stats() -> OffloadStats:
+    stats = OffloadStats()
+    for result in ("hit", "miss", "miss"):
+        stats.add(metrics.LOOKUPS, 1, result)
+    stats.add(metrics.HIT_TOKENS, 96)
+    stats.add(metrics.LOADED, 3)
+    stats.add(metrics.DROPPED, 5, "tier_full")
+    stats.set(metrics.CAPACITY, 100)
+    stats.set(metrics.USED, 40)
+    stats.set(metrics.PINNED, 3)
+    return stats
+
+
+def over_the_wire(stats: dict[str, Any]) -> dict[str, Any]:
+    """As the process that serves /metrics gets it."""
+    sent = EngineCoreOutputs(scheduler_stats=SchedulerStats(kv_connector_stats=stats))
+    received = MsgpackDecoder(EngineCoreOutputs).decode(MsgpackEncoder().encode(sent))
+    assert received.scheduler_stats is not None
+    assert received.scheduler_stats.kv_connector_stats is not None
+    data: dict[str, Any] = received.scheduler_stats.kv_connector_stats
+    return data
+
+
+# The payload
+
+
+def test_counters_add_up_and_gauges_are_the_last_to_speak() -> None:
+    total = worker_stats().aggregate(worker_stats()).aggregate(scheduler_stats())
+    later = OffloadStats()
+    later.set(metrics.USED, 39)
+    total.aggregate(later)
+    data, samples = total.data["data"], total.data["samples"]
+    assert data[metrics.BYTES] == {("load", "dma"): 2 << 20, ("load", "kernel"): 2 << 20}
+    assert data[metrics.FAILED] == {("store", "copy_error"): 2}
+    assert data[metrics.USED] == {(): 39}
+    assert data[metrics.LOOKUPS] == {("hit",): 1, ("miss",): 2}
+    assert samples[metrics.SECONDS] == {("load",): [1e-3, 1e-3]}
+
+
+def test_adding_up_leaves_the_other_alone() -> None:
+    other = worker_stats()
+    OffloadStats().aggregate(other).aggregate(other)
+    assert other == worker_stats()
+
+
+def test_emptiness() -> None:
+    stats = worker_stats()
+    assert not stats.is_empty()
+    stats.reset()
+    assert stats.is_empty()
+    stats.sample(metrics.SECONDS, 1.0, "load")
+    assert not stats.is_empty()
+
+
+def test_it_survives_the_wire() -> None:
+    stats = worker_stats().aggregate(scheduler_stats())
+    assert over_the_wire(stats.to_dict()) == stats.data
+    rebuilt = SimpleCPUOffloadConnector.build_kv_connector_stats(over_the_wire(stats.to_dict()))
+    assert rebuilt == stats
+    assert SimpleCPUOffloadConnector.build_kv_connector_stats().is_empty()
+
+
+def test_a_meter_speaks_when_there_is_something() -> None:
+    meter = Meter()
+    assert meter.take() is None
+    meter.add(metrics.LOADED, 0)
+    assert meter.take() is None
+    meter.add(metrics.LOADED, 3)
+    meter.add(metrics.LOADED, 4)
+    taken = meter.take()
+    assert taken is not None
+    assert taken.data["data"] == {metrics.LOADED: {(): 7}}
+    assert meter.take() is None
+
+
+def test_a_meter_tells_gauges_when_they_change() -> None:
+    meter = Meter()
+    gauges = {metrics.USED: 3, metrics.PINNED: 0}
+    taken = meter.take(gauges)
+    assert taken is not None
+    assert taken.data["data"] == {metrics.USED: {(): 3}, metrics.PINNED: {(): 0}}
+    assert meter.take(gauges) is None
+    gauges[metrics.PINNED] = 1
+    taken = meter.take(gauges)
+    assert taken is not None
+    assert taken.data["data"] == {metrics.USED: {(): 3}, metrics.PINNED: {(): 1}}
+
+
+# The periodic log
+
+
+def log_line(config: VllmConfig, *payloads: dict[str, Any]) -> str:
+    lines: list[str] = []
+    logging: Any = KVConnectorLogging(config.kv_transfer_config)
+    for payload in payloads:
+        logging.observe(over_the_wire(payload))
+    logging.log(lambda text, *arguments: lines.append(text % arguments))
+    assert len(lines) == 1
+    assert "\n" not in lines[0]
+    return lines[0]
+
+
+def test_the_line_in_the_log(make_vllm_config: MakeVllmConfig) -> None:
+    both = worker_stats().aggregate(scheduler_stats()).to_dict()
+    line = log_line(make_vllm_config(), both, worker_stats().to_dict())
+    assert line == (
+        "KV Transfer metrics: Host hits=1 of 3 lookups, Hit tokens=96, "
+        "Loaded=3 blocks, 4.0 MiB, Loaded at=2.10 GB/s, Load wait=4.0 ms, "
+        "Dropped blocks=5, Failed transfers=2, Host blocks=40 of 100"
+    )
+
+
+def test_a_quiet_interval_says_little() -> None:
+    stats = OffloadStats()
+    stats.set(metrics.CAPACITY, 8)
+    stats.set(metrics.USED, 2)
+    assert stats.reduce() == {"Host blocks": "2 of 8"}
+
+
+# Prometheus
+
+
+class Scraped:
+    """The series as they are served."""
+
+    def __init__(self, connector_class: Any, config: VllmConfig, num_engines: int = 1) -> None:
+        self.registry = CollectorRegistry()
+        types: dict[Any, Any] = {
+            kind: partial(kind, registry=self.registry) for kind in (Counter, Gauge, Histogram)
+        }
+        engines = {engine: ["random", str(engine)] for engine in range(num_engines)}
+        self.prom = connector_class.build_prom_metrics(
+            config, types, ["model_name", "engine"], engines
+        )
+
+    def __call__(self, name: str, engine: int = 0, **labels: str) -> float | None:
+        common = {"model_name": "random", "engine": str(engine)}
+        return self.registry.get_sample_value(name, common | labels)
+
+
+def test_series(make_vllm_config: MakeVllmConfig) -> None:
+    scraped = Scraped(SimpleCPUOffloadConnector, make_vllm_config())
+    assert isinstance(scraped.prom, OffloadPromMetrics)
+    for stats in (worker_stats(), worker_stats(), scheduler_stats()):
+        scraped.prom.observe(over_the_wire(stats.to_dict()))
+    assert scraped(metrics.BYTES, direction="load", path="dma") == 2 << 20
+    assert scraped(metrics.FAILED, direction="store", reason="copy_error") == 2
+    assert scraped(metrics.LOOKUPS, result="miss") == 2
+    assert scraped(metrics.HIT_TOKENS) == 96
+    assert scraped(metrics.USED) == 40
+    assert scraped(f"{metrics.SECONDS}_count", direction="load") == 2
+    assert scraped(f"{metrics.SECONDS}_sum", direction="load") == pytest.approx(2e-3)
+    assert scraped(f"{metrics.SECONDS}_bucket", direction="load", le="0.0005") == 0
+    assert scraped(f"{metrics.SECONDS}_bucket", direction="load", le="0.001") == 2
+    assert scraped(f"{metrics.BANDWIDTH}_bucket", direction="load", le="2.5e+09") == 2
+
+
+def test_every_series_is_there_from_the_start(make_vllm_config: MakeVllmConfig) -> None:
+    scraped = Scraped(SimpleCPUOffloadConnector, make_vllm_config())
+    for series in SERIES.values():
+        labels = {name: values[0] for name, values in series.labels.items()}
+        suffix = "_count" if series.kind == "histogram" else ""
+        assert scraped(series.name + suffix, 0, **labels) == 0
+    assert scraped(metrics.DROPPED, reason="tier_full") == 0
+
+
+def test_engines_are_told_apart(make_vllm_config: MakeVllmConfig) -> None:
+    scraped = Scraped(SimpleCPUOffloadConnector, make_vllm_config(), num_engines=2)
+    scraped.prom.observe(scheduler_stats().to_dict(), 1)
+    assert scraped(metrics.LOADED, engine=0) == 0
+    assert scraped(metrics.LOADED, engine=1) == 3
+
+
+def test_names_and_labels_are_prometheus_own() -> None:
+    """A counter's name ends in _total, a size or a time says its unit."""
+    for name, series in SERIES.items():
+        assert name == series.name
+        assert name.startswith("vllm:simple_offload_")
+        assert name.endswith("_total") == (series.kind == "counter")
+        assert bool(series.buckets) == (series.kind == "histogram")
+        assert series.text.endswith(".")
+        assert list(series.buckets) == sorted(set(series.buckets))
+
+
+def test_what_nobody_has_heard_of_is_an_error(make_vllm_config: MakeVllmConfig) -> None:
+    """A reason that is not in the series' list would otherwise be lost."""
+    scraped = Scraped(SimpleCPUOffloadConnector, make_vllm_config())
+    stats = OffloadStats()
+    stats.add(metrics.DROPPED, 1, "a whim")
+    with pytest.raises(KeyError):
+        scraped.prom.observe(stats.to_dict())
+
+
+# Beside another connector
+
+
+def multi_config(make_vllm_config: MakeVllmConfig) -> VllmConfig:
+    config = make_vllm_config()
+    ours = {
+        "kv_connector": NAME,
+        "kv_connector_module_path": "simple_offload",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": {"num_cpu_blocks": 8},
+    }
+    other = {
+        "kv_connector": "ExampleConnector",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": {"shared_storage_path": "/nowhere"},
+    }
+    config.kv_transfer_config = KVTransferConfig(
+        kv_connector="MultiConnector",
+        kv_role="kv_both",
+        kv_connector_extra_config={"connectors": [other, ours]},
+    )
+    return config
+
+
+def test_beside_another_the_series_are_the_same(make_vllm_config: MakeVllmConfig) -> None:
+    scraped = Scraped(MultiConnector, multi_config(make_vllm_config))
+    stats = MultiKVConnectorStats({NAME: worker_stats()})
+    stats.aggregate(MultiKVConnectorStats({NAME: scheduler_stats()}))
+    scraped.prom.observe(over_the_wire(stats.to_dict()))
+    assert scraped(metrics.BYTES, direction="load", path="kernel") == 1 << 20
+    assert scraped(metrics.CAPACITY) == 100
+    assert scraped(f"{metrics.SECONDS}_count", direction="load") == 1
+
+
+def test_beside_another_the_builtin_class_reads_the_payload(
+    make_vllm_config: MakeVllmConfig,
+) -> None:
+    """MultiConnector goes by the name. It adds up, and logs, what it knows the kind of."""
+    payload = over_the_wire({NAME: worker_stats().aggregate(scheduler_stats()).to_dict()})
+    rebuilt = MultiConnector.build_kv_connector_stats(payload)
+    assert rebuilt is not None
+    builtin = BuiltinConnector.build_kv_connector_stats()
+    assert type(rebuilt.data[NAME]) is type(builtin)
+    config = multi_config(make_vllm_config)
+    line = log_line(config, payload, {NAME: scheduler_stats().to_dict()})
+    assert f"'{metrics.HIT_TOKENS}': 192" in line
+    assert f"'{metrics.USED}': 40" in line
