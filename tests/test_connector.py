@@ -171,6 +171,7 @@ def test_without_prefix_caching_nothing_happens(
     connector.unregister_kv_caches()
     connector.restore_kv_caches()
     assert list(connector.take_events()) == []
+    assert connector.get_kv_connector_stats() is None
     connector.shutdown()
     assert not memory.storage.any()
 
@@ -233,11 +234,14 @@ def test_scheduler_hooks_reach_the_scheduler_side(connect: Connect) -> None:
         connector.has_pending_push_work(),
         connector.has_pending_block_frees(),
         connector.reset_cache(),
+        connector.take_events(),
+        connector.get_kv_connector_stats(),
     ]
     connector.update_state_after_alloc(request, blocks, 32)
     connector.update_connector_output(output)
     asked = ["get_num_new_matched_tokens", "build_connector_meta", "request_finished"]
     asked += ["has_pending_work", "has_pending_block_frees", "reset_cache"]
+    asked += ["take_events", "take_stats"]
     assert answers == [f"answer to {name}" for name in asked]
     assert calls == [
         ("bind_kv_cache_manager", (manager,)),
@@ -247,6 +251,8 @@ def test_scheduler_hooks_reach_the_scheduler_side(connect: Connect) -> None:
         ("has_pending_work", ()),
         ("has_pending_block_frees", ()),
         ("reset_cache", ()),
+        ("take_events", ()),
+        ("take_stats", ()),
         ("update_state_after_alloc", (request, blocks, 32)),
         ("update_connector_output", (output,)),
     ]

@@ -34,6 +34,11 @@ class _Followed(NamedTuple):
     """By group, how many blocks of its table have been noted."""
 
 
+class _Removed(NamedTuple):
+    key: BlockHashWithGroupId
+    part_keys: Sequence[BlockHashWithGroupId]
+
+
 class Origins:
     """Which request computed a device block. A block says so as long as it holds what that
     request put there, and a block that is stored late outlives its request. One entry a device
@@ -87,13 +92,18 @@ class KVEvents:
     replays them has exactly the keys that a lookup would find.
 
     There is no AllBlocksCleared, not even on a reset: it names no medium, and would take the
-    device's blocks along.
+    device's blocks along. A host block that holds several device blocks is told of as those, by
+    which a router knows the device's prefix cache too.
     """
 
-    def __init__(self, tier: CpuTier) -> None:
+    def __init__(self, tier: CpuTier, num_parts: int = 1) -> None:
+        """``num_parts``: device blocks that a host block holds."""
         self.tier = tier
-        self._queue: list[BlockStored | Sequence[BlockHashWithGroupId]] = []
-        """Stored blocks, and keys that have been removed."""
+        self._num_parts = num_parts
+        self._parts: dict[BlockHashWithGroupId, list[BlockHashWithGroupId]] = {}
+        """By key of a host block of several parts, those of its parts but the last, which is
+        the same."""
+        self._queue: list[BlockStored | _Removed] = []
         self._specs = [
             (
                 get_kv_cache_spec_kind(group.kv_cache_spec).value,
@@ -117,6 +127,14 @@ class KVEvents:
         group = int(get_group_id(key))
         size = self.tier.block_sizes[group]
         hash_size = self.tier.hash_block_size
+        if self._num_parts > 1 and request is not None and self._is_of(key, request, num_tokens):
+            part_size = size // self._num_parts
+            ends = range(num_tokens - size + part_size, num_tokens + 1, part_size)
+            keys = [self.tier.key_at(request.block_hashes, group, end) for end in ends]
+            self._parts[key] = keys[:-1]
+            for part_key, end in zip(keys, ends, strict=True):
+                self._add(part_key, group, end, part_size, request)
+            return
         # vLLM tells of a part of a block as of the last tokens that a hash covers.
         own_size = hash_size if num_tokens % size else size
         self._add(key, group, num_tokens, own_size, request)
@@ -134,14 +152,13 @@ class KVEvents:
             if isinstance(item, BlockStored):
                 events.append(item)
                 continue
-            for key in item:
-                if self.tier.get(key) is None:  # no other block holds it
+            if self.tier.get(item.key) is None:  # no other block holds it
+                for key in (*item.part_keys, item.key):
                     _append_removed(events, key)
         return events
 
     def _queue_removed(self, keys: Sequence[BlockHashWithGroupId]) -> None:
-        if keys:
-            self._queue.append(keys)
+        self._queue += [_Removed(key, self._parts.pop(key, ())) for key in keys]
 
     def _add(
         self,

@@ -8,7 +8,14 @@ from dataclasses import dataclass, field
 from queue import Empty, SimpleQueue
 from typing import NamedTuple
 
-from simple_offload.backends.base import Barrier, CopyBackend, Direction, Measured, Pending
+from simple_offload.backends.base import (
+    Barrier,
+    Copied,
+    CopyBackend,
+    Direction,
+    Measured,
+    Pending,
+)
 from simple_offload.logs import get_logger
 from simple_offload.metadata import Transfer
 
@@ -61,13 +68,21 @@ class _Submitted:
         """The copy has ended. Later calls change nothing."""
         if self.took is None and self.error is None:
             now = time.monotonic()
-            pending: object = self.pending
-            copied = pending.copied() if isinstance(pending, Measured) else None
+            copied = self._measured()
             seconds = copied.seconds if copied is not None else None
             if seconds is None:
                 seconds = now - self.began_at
             waited = max(now - self.submitted_at - seconds, 0.0)
             self.took = Took(seconds, waited, copied.num_bytes if copied is not None else None)
+
+    def _measured(self) -> Copied | None:
+        pending: object = self.pending
+        try:
+            return pending.copied() if isinstance(pending, Measured) else None
+        except Exception:
+            # Every byte has arrived: what cannot be measured has not failed.
+            logger.exception("A copy cannot be measured")
+            return None
 
 
 class _Job(NamedTuple):

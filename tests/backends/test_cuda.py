@@ -329,3 +329,21 @@ def test_memory_is_pinned_while_a_graph_is_captured(backend: CudaBackend) -> Non
 def test_memory_that_is_not_there(backend: CudaBackend) -> None:
     with pytest.raises(MemoryError, match="GiB available"):
         backend.allocate_host(1 << 50)
+
+
+def test_a_copy_is_measured(backend: CudaBackend) -> None:
+    """Every byte, by some path."""
+    sides = Sides(backend, 64, (1 << 16, 1 << 12))
+    blocks = np.arange(0, 64, 2)
+    torch.cuda.synchronize()
+    torch.cuda._sleep(_BUSY)
+    pending = backend.copy(Direction.STORE, Transfer(0, blocks, blocks), backend.barrier())
+    pending.wait()
+    copied = pending.copied()
+    assert copied.seconds is not None
+    assert copied.seconds > 0
+    assert sum(copied.num_bytes.values()) == len(blocks) * sum(d.shape[1] for d in sides.device)
+    assert copied.num_bytes.keys() == {"dma", "kernel"}
+    if backend._copy_path != "auto":
+        assert copied.num_bytes["kernel"] > 0 or backend._copy_path == "dma"
+        assert copied.num_bytes["dma"] > 0 or backend._copy_path == "kernel"

@@ -207,6 +207,29 @@ def test_a_part_of_a_block_is_its_last_hash() -> None:
     assert said == [(PROMPT[4:6], 2), (PROMPT[4:8], 4), (PROMPT[4:6], 2)]
 
 
+def test_a_host_block_of_several_parts_is_told_of_as_those() -> None:
+    """By which the device knows them."""
+    tier = make_tier(4)
+    tier.hash_block_size = BLOCK_SIZE // 2
+    events = KVEvents(tier, num_parts=2)
+    request = make_request("r", PROMPT, salt="red", hash_size=BLOCK_SIZE // 2)
+    blocks = [begin(tier, "a") for _ in range(2)]
+    for index, filled in enumerate(blocks, 1):
+        whole = tier.key_at(request.block_hashes, 0, index * BLOCK_SIZE)
+        tier.commit(filled, whole, None, index * BLOCK_SIZE)
+        events.stored(whole, (), index * BLOCK_SIZE, request)
+    (stored,) = events.take()
+    assert isinstance(stored, BlockStored)
+    assert stored.block_hashes == request.block_hashes[:4]
+    assert stored.token_ids == PROMPT[: 2 * BLOCK_SIZE]
+    assert stored.block_size == BLOCK_SIZE // 2
+    tier.drop(blocks[1:])
+    assert removed(events) == [request.block_hashes[2:4]]
+    tier.reset()
+    assert removed(events) == [request.block_hashes[:2]]
+    assert events._parts == {}
+
+
 def test_what_else_is_in_a_hash() -> None:
     """LoRA, pictures and salt: each block's own."""
     tier = make_tier(8)

@@ -1,0 +1,212 @@
+"""How long a copy took, how long it waited, and what the worker says of it."""
+
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+
+import pytest
+from vllm.v1.kv_cache_layout import KVCacheLayout
+
+from simple_offload import metrics
+from simple_offload.backends.base import Copied, Direction
+from simple_offload.config import OffloadConfig
+from simple_offload.metadata import StepMetadata, Transfer
+from simple_offload.worker import transfers
+from simple_offload.worker.transfers import Completion, CopyThreadDied, LaneBroken, Took
+from simple_offload.worker.worker import OffloadWorker
+from tests.conftest import within_patience
+from tests.simulation.ledger import Ledger
+from tests.worker.kv_memory import KVMemory, full, group, make_kv_memory
+from tests.worker.scripted import Bench, ScriptedError, ScriptedPending, outcomes
+
+pytestmark = pytest.mark.usefixtures("no_thread_left", "machine")
+
+LOAD, STORE = Direction.LOAD, Direction.STORE
+BLOCK_BYTES = full().page_size_bytes
+
+
+class Clock:
+    """Stands still unless the test moves it."""
+
+    def __init__(self) -> None:
+        self.now = 10.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr(transfers, "time", SimpleNamespace(monotonic=clock.monotonic))
+    return clock
+
+
+@dataclass(eq=False)
+class MeasuredPending(ScriptedPending):
+    """A copy that the device has timed."""
+
+    result: Copied | Exception = field(default_factory=lambda: Copied(1.5, {"dma": 100}))
+
+    def copied(self) -> Copied:
+        assert self.ended.is_set(), "looked at before the copy has ended"
+        if isinstance(self.result, Exception):
+            raise self.result
+        return self.result
+
+
+def copy(bench: Bench, clock: Clock, pending: ScriptedPending | None) -> Completion:
+    """Submitted at 10, begun at 13, seen to have ended at 15."""
+    gate = bench.backend.gates[2] = threading.Event()
+    bench.submit(LOAD, 1)
+    bench.wait_started(1)
+    bench.submit(LOAD, 2)
+    clock.now = 13
+    bench.backend.gates[1].set()
+    bench.wait_started(2)
+    if pending is not None:
+        bench.backend.pendings[2] = pending
+    else:
+        clock.now = 15
+    gate.set()
+    bench.engine.settle()
+    clock.now = 15
+    if pending is not None:
+        pending.ended.set()
+    return bench.poll(LOAD)[-1]
+
+
+@pytest.fixture
+def gated(bench: Bench) -> Bench:
+    """Its thread is busy with transfer 1 for as long as the test likes."""
+    bench.backend.gates[1] = threading.Event()
+    return bench
+
+
+def test_a_copy_that_nobody_times_ends_when_that_is_seen(gated: Bench, clock: Clock) -> None:
+    assert copy(gated, clock, ScriptedPending()).took == Took(2.0, 3.0, None)
+
+
+def test_a_copy_in_the_thread_ends_with_it(gated: Bench, clock: Clock) -> None:
+    assert copy(gated, clock, None).took == Took(2.0, 3.0, None)
+
+
+def test_a_copy_that_the_device_times(gated: Bench, clock: Clock) -> None:
+    took = copy(gated, clock, MeasuredPending()).took
+    assert took == Took(1.5, 3.5, {"dma": 100})
+
+
+def test_a_path_without_a_time(gated: Bench, clock: Clock) -> None:
+    pending = MeasuredPending(result=Copied(None, {"batch": 100}))
+    assert copy(gated, clock, pending).took == Took(2.0, 3.0, {"batch": 100})
+
+
+def test_what_cannot_be_measured_has_not_failed(gated: Bench, clock: Clock) -> None:
+    completion = copy(gated, clock, MeasuredPending(result=ScriptedError("no such event")))
+    assert completion.error is None
+    assert completion.took == Took(2.0, 3.0, None)
+
+
+def test_a_failed_copy_took_nothing(bench: Bench) -> None:
+    bench.backend.errors[1] = ScriptedError()
+    bench.submit(LOAD, 1)
+    (completion,) = bench.flush(LOAD)
+    assert completion.took is None
+
+
+def test_a_drained_copy_is_measured_too(bench: Bench) -> None:
+    bench.backend.pendings[1] = pending = MeasuredPending()
+    bench.submit(STORE, 1)
+    pending.ended.set()
+    bench.engine.drain()
+    (completion,) = bench.poll(STORE)
+    assert completion.took is not None
+    assert completion.took.num_bytes == {"dma": 100}
+
+
+def test_a_dead_thread_has_a_name(bench: Bench) -> None:
+    """By which its transfers are told from others that fail."""
+    bench.backend.errors[1] = SystemExit()
+    bench.submit_fatal(LOAD, 1, 2)
+    errors = [error for _, error in outcomes(bench.poll(LOAD))]
+    assert [type(error) for error in errors] == [SystemExit, CopyThreadDied]
+
+
+# What the worker says
+
+
+@pytest.fixture
+def memory() -> KVMemory:
+    return make_kv_memory([group(full(), "a")], 6, KVCacheLayout.LBHNC)
+
+
+@pytest.fixture
+def worker(no_thread_left: None, memory: KVMemory) -> Iterator[OffloadWorker]:
+    config = OffloadConfig.parse({"num_cpu_blocks": 9}, 1)
+    worker = OffloadWorker(memory.config, config, 1)
+    worker.register_kv_caches(memory.kv_caches)
+    yield worker
+    within_patience(worker.shutdown)
+
+
+def run(worker: OffloadWorker, step: StepMetadata) -> Ledger:
+    """What is counted in a step."""
+    worker.bind(step)
+    worker.submit_stores()
+    assert worker._engine is not None
+    worker._engine.drain()
+    worker.poll()
+    worker.unbind()
+    counted = Ledger()
+    counted.take(worker.take_stats())
+    return counted
+
+
+def test_bytes_are_blocks_times_their_size(worker: OffloadWorker) -> None:
+    stored = run(worker, StepMetadata(stores=[Transfer.pairing(0, [1, 2, 3], [4, 5, 6])]))
+    assert stored(metrics.BYTES, "store", "host") == stored(metrics.BYTES) == 3 * BLOCK_BYTES
+    (seconds,) = stored.samples(metrics.SECONDS, "store")
+    (bandwidth,) = stored.samples(metrics.BANDWIDTH, "store")
+    assert bandwidth == pytest.approx(3 * BLOCK_BYTES / seconds)
+    assert len(stored.samples(metrics.WAIT_SECONDS, "store")) == 1
+    loaded = run(worker, StepMetadata([Transfer.pairing(1, [1], [4], "r")]))
+    assert loaded(metrics.BYTES, "load", "host") == loaded(metrics.BYTES) == BLOCK_BYTES
+    assert worker.take_stats() is None
+
+
+def test_a_failed_copy_moves_nothing(worker: OffloadWorker) -> None:
+    failed = run(worker, StepMetadata([Transfer.pairing(0, [1], [9], "r")]))
+    assert failed(metrics.FAILED, "load", "no_such_block") == failed(metrics.FAILED) == 1
+    assert failed(metrics.BYTES) == 0
+    assert failed.samples(metrics.SECONDS, "load") == []
+
+
+@pytest.mark.parametrize(
+    ("error", "reason"),
+    [
+        (OSError("no"), "copy_error"),
+        (IndexError("beyond"), "no_such_block"),
+        (SystemExit(), "thread_died"),
+        (CopyThreadDied("died"), "thread_died"),
+        (LaneBroken("load"), "switched_off"),
+    ],
+)
+def test_reasons(worker: OffloadWorker, error: BaseException, reason: str) -> None:
+    assert reason in metrics.SERIES[metrics.FAILED].labels["reason"]
+    worker._note(LOAD, Completion(Transfer.pairing(0, [1], [1], "r"), error))
+    counted = Ledger()
+    counted.take(worker.take_stats())
+    assert counted(metrics.FAILED, "load", reason) == counted(metrics.FAILED) == 1
+
+
+def test_paths_are_counted_apart(worker: OffloadWorker) -> None:
+    took = Took(0.5, 0.25, {"dma": 1000, "kernel": 500})
+    worker._note(LOAD, Completion(Transfer.pairing(0, [1], [1], "r"), None, took))
+    counted = Ledger()
+    counted.take(worker.take_stats())
+    assert counted(metrics.BYTES, "load", "dma") == 1000
+    assert counted(metrics.BYTES, "load", "kernel") == 500
+    assert counted.samples(metrics.SECONDS, "load") == [0.5]
+    assert counted.samples(metrics.WAIT_SECONDS, "load") == [0.25]
+    assert counted.samples(metrics.BANDWIDTH, "load") == [3000]
