@@ -1,5 +1,6 @@
 """KV events: what a cache-aware router is told of the host tier."""
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -37,6 +38,7 @@ class _Followed(NamedTuple):
 class _Removed(NamedTuple):
     key: BlockHashWithGroupId
     part_keys: Sequence[BlockHashWithGroupId]
+    """That no other host block had a part of then."""
 
 
 class Origins:
@@ -96,13 +98,13 @@ class KVEvents:
     which a router knows the device's prefix cache too.
     """
 
-    def __init__(self, tier: CpuTier, num_parts: int = 1) -> None:
-        """``num_parts``: device blocks that a host block holds."""
+    def __init__(self, tier: CpuTier) -> None:
         self.tier = tier
-        self._num_parts = num_parts
         self._parts: dict[BlockHashWithGroupId, list[BlockHashWithGroupId]] = {}
         """By key of a host block of several parts, those of its parts but the last, which is
         the same."""
+        self._num_with: Counter[BlockHashWithGroupId] = Counter()
+        """Host blocks that have a part of that key: they may part ways inside a host block."""
         self._queue: list[BlockStored | _Removed] = []
         self._specs = [
             (
@@ -127,11 +129,13 @@ class KVEvents:
         group = int(get_group_id(key))
         size = self.tier.block_sizes[group]
         hash_size = self.tier.hash_block_size
-        if self._num_parts > 1 and request is not None and self._is_of(key, request, num_tokens):
-            part_size = size // self._num_parts
+        num_parts = self.tier.num_parts
+        if num_parts > 1 and request is not None and self._is_of(key, request, num_tokens):
+            part_size = size // num_parts
             ends = range(num_tokens - size + part_size, num_tokens + 1, part_size)
             keys = [self.tier.key_at(request.block_hashes, group, end) for end in ends]
             self._parts[key] = keys[:-1]
+            self._num_with.update(keys[:-1])
             for part_key, end in zip(keys, ends, strict=True):
                 self._add(part_key, group, end, part_size, request)
             return
@@ -154,11 +158,18 @@ class KVEvents:
                 continue
             if self.tier.get(item.key) is None:  # no other block holds it
                 for key in (*item.part_keys, item.key):
-                    _append_removed(events, key)
+                    if key not in self._num_with:  # nor has come to hold that part since
+                        _append_removed(events, key)
         return events
 
     def _queue_removed(self, keys: Sequence[BlockHashWithGroupId]) -> None:
-        self._queue += [_Removed(key, self._parts.pop(key, ())) for key in keys]
+        for key in keys:
+            part_keys = self._parts.pop(key, ())
+            self._num_with.subtract(part_keys)
+            gone = [part_key for part_key in part_keys if self._num_with[part_key] == 0]
+            for part_key in gone:
+                del self._num_with[part_key]
+            self._queue.append(_Removed(key, gone))
 
     def _add(
         self,

@@ -21,7 +21,7 @@ def make_driver(**shape: Any) -> tuple[Driver, Ledger]:
 def test_a_prompt_stored_and_loaded(num_ranks: int) -> None:
     """Blocks count once, bytes on each rank."""
     driver, counted = make_driver(num_ranks=num_ranks)
-    block_bytes = driver.world.shape.block_bytes
+    block_bytes = driver.world.shape.block_bytes()
     driver.say("r", THREE)
     assert counted(metrics.STORED) == 3
     assert counted(metrics.BYTES, "store", "host") == 3 * block_bytes * num_ranks

@@ -211,7 +211,8 @@ def test_a_host_block_of_several_parts_is_told_of_as_those() -> None:
     """By which the device knows them."""
     tier = make_tier(4)
     tier.hash_block_size = BLOCK_SIZE // 2
-    events = KVEvents(tier, num_parts=2)
+    tier.num_parts = 2
+    events = KVEvents(tier)
     request = make_request("r", PROMPT, salt="red", hash_size=BLOCK_SIZE // 2)
     blocks = [begin(tier, "a") for _ in range(2)]
     for index, filled in enumerate(blocks, 1):

@@ -17,7 +17,9 @@ from vllm.v1.core.kv_cache_utils import (
     BlockHashWithGroupId,
     generate_scheduler_kv_cache_config,
     get_block_hash,
+    get_group_id,
     get_request_block_hasher,
+    make_block_hash_with_group_id,
 )
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.output import SchedulerOutput
@@ -185,6 +187,8 @@ class World:
         """Raise Violation unless whoever believes the KV events, which have all been published,
         knows exactly what can be found in the tier."""
         keys = set(self.host_pool.cached_block_hash_to_block._cache)
+        if self.shape.num_parts > 1:
+            keys = self._keys_of_parts(keys)
         if wrong := keys ^ self.router.keys:
             raise Violation(f"KV events are wrong of {len(wrong)} keys, of {len(keys)} in the tier")
 
@@ -204,6 +208,22 @@ class World:
             self.ledger.check(num_bytes, num_sent, num_used)
         except AssertionError as error:
             raise Violation(f"metrics: {error}") from error
+
+    def _keys_of_parts(self, keys: set[BlockHashWithGroupId]) -> set[BlockHashWithGroupId]:
+        """Of host blocks by whose ends' ``keys`` they are known, the keys of all parts."""
+        before = {
+            block_hash: request.block_hashes[:index]
+            for request in self._ever
+            for index, block_hash in enumerate(request.block_hashes)
+        }
+        found = set()
+        for key in keys:
+            size = self.shape.block_sizes[get_group_id(key)] // self.shape.hash_size
+            hashes = [*before[get_block_hash(key)], get_block_hash(key)]
+            for end in range(len(hashes) - size * self.shape.num_parts, len(hashes), size):
+                part = make_block_hash_with_group_id(hashes[end + size - 1], get_group_id(key))
+                found.add(part)
+        return found
 
     def _shake_hands(self) -> None:
         heard = self.ranks[: self.shape.num_handshakes]
