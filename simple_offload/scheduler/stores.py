@@ -93,7 +93,7 @@ class Stores:
             ]
         if self.origins is not None:
             taken = [
-                block._replace(request=self.origins.of(block.device_blocks[0])) for block in taken
+                block._replace(request=self.origins.of(block.device_blocks[-1])) for block in taken
             ]
         self._planned.pairs.extend(zip(taken, host_blocks, strict=True))
         self._keys.update(block.key for block in taken)
