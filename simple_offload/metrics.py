@@ -112,7 +112,7 @@ SKIPPED = _series(
     "skipped_blocks_total",
     "counter",
     "Blocks of requests that were not stored because there was no need to.",
-    {"reason": ("already_stored",)},
+    {"reason": ("already_stored", "below_threshold")},
 )
 DROPPED = _series(
     "dropped_blocks_total",

@@ -161,9 +161,15 @@ class EagerPolicy:
             self._count_skipped(progress)
         progress.started = True
         self._store_ready(progress, ended.tables, ended.first, ended=True)
-        stops = {group: ended.first[group] + len(table) for group, table in ended.tables.items()}
+        stops = {
+            group: ended.first[group] + len(table) // self.tier.num_parts
+            for group, table in ended.tables.items()
+        }
         left = sum(max(0, stops[group] - progress.next_index[group]) for group in stops)
-        self.tier.meter.add(metrics.DROPPED, left, "tier_full")
+        if progress.refused_at == self.admission.version:
+            self.tier.meter.add(metrics.SKIPPED, left, "below_threshold")
+        else:
+            self.tier.meter.add(metrics.DROPPED, left, "tier_full")
         self._device_pool.free_blocks(reversed(ended.held))
 
     def _store_ready(
