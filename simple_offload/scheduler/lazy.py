@@ -26,13 +26,16 @@ class StepLimits(NamedTuple):
     """To schedule one step, those aside that a load fills."""
 
     lookahead: int
-    """Until what is stored now has been released, and for the load of a long request."""
+    """Until what is stored now has been released, and for the load of a long request, as long as
+    that takes no more than a quarter of the device."""
 
     reserve: int
     """For running requests to go on, a token each."""
 
     @classmethod
-    def of(cls, vllm_config: "VllmConfig", block_sizes: Sequence[int]) -> "StepLimits":
+    def of(
+        cls, vllm_config: "VllmConfig", block_sizes: Sequence[int], num_device_blocks: int
+    ) -> "StepLimits":
         """``block_sizes``: in tokens, by KV cache group."""
         scheduler_config = vllm_config.scheduler_config
         num_tokens = scheduler_config.max_num_batched_tokens
@@ -41,7 +44,8 @@ class StepLimits(NamedTuple):
         longest = sum(cdiv(vllm_config.model_config.max_model_len, size) for size in block_sizes)
         # A store starts with its step's end, and is heard of a step later at the earliest.
         num_steps = vllm_config.max_concurrent_batches + 2
-        return cls(per_step, num_steps * per_step + longest, num_requests * len(block_sizes))
+        lookahead = num_steps * per_step + min(longest, num_device_blocks // 4)
+        return cls(per_step, lookahead, num_requests * len(block_sizes))
 
 
 @dataclass(slots=True, eq=False)
@@ -163,6 +167,7 @@ class LazyPolicy:
         self.admission.forget(request.request_id)
         if followed is None or loading:
             return
+        self._record(followed)  # the last step's output may have given a block its hash
         storable = [*self._unhashed(request), *self._at_risk(followed)]
         self._device_pool.touch([block for each in storable for block in each.device_blocks])
         self._ended.append(_Ended(followed, storable))
@@ -181,9 +186,8 @@ class LazyPolicy:
         request_id = followed.request.request_id
         for group, manager in enumerate(self._managers):
             table: list[KVCacheBlock] = manager.req_to_blocks.get(request_id, [])
-            num_taken = followed.num_taken[group]
-            if num_taken < len(table):
-                for block in table[num_taken:]:
+            if followed.num_taken[group] < len(table):
+                for block in table[followed.num_taken[group] :]:
                     self._passed.discard(block.block_id)
                     self.stores.first_to_go.pop(block.block_id, None)
                 followed.num_taken[group] = len(table)
@@ -191,22 +195,25 @@ class LazyPolicy:
     def _record(self, followed: _Followed) -> None:
         """Note what the blocks hold that have got a hash. Their bytes are complete by the end of
         the step that is being scheduled, if the request is part of it."""
-        request = followed.request
+        request_id = followed.request.request_id
         for group in self.tier.group_ids:
             manager = self._managers[group]
-            first = followed.num_hashed[group]
-            stop = manager.num_cached_block.get(request.request_id, 0)
-            if first >= stop:
-                continue
-            table = manager.req_to_blocks[request.request_id]
-            start = max(first - 1, 0)
-            keys = self.tier.keys(request.block_hashes, group, start, stop)
-            parent = keys[0] if first else None
-            for block, key in zip(table[first:stop], keys[first - start :], strict=False):
-                if block.block_hash == key:
-                    self._origins[block.block_id] = _Origin(key, parent)
-                parent = key
-            followed.num_hashed[group] = stop
+            stop = manager.num_cached_block.get(request_id, 0)
+            if followed.num_hashed[group] < stop:
+                self._record_up_to(followed, group, manager.req_to_blocks[request_id], stop)
+
+    def _record_up_to(
+        self, followed: _Followed, group: int, table: Sequence[KVCacheBlock], stop: int
+    ) -> None:
+        first = followed.num_hashed[group]
+        start = max(first - 1, 0)
+        keys = self.tier.keys(followed.request.block_hashes, group, start, stop)
+        parent = keys[0] if first else None
+        for block, key in zip(table[first:stop], keys[first - start :], strict=False):
+            if block.block_hash == key:
+                self._origins[block.block_id] = _Origin(key, parent)
+            parent = key
+        followed.num_hashed[group] = stop
 
     def _record_state(self, request: "Request", state: BoundaryState) -> KVCacheBlock:
         group, size = state.group, self.tier.block_sizes[state.group]

@@ -1,0 +1,148 @@
+"""CpuTier: blocks that come before their parent, which the device still has."""
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from vllm.v1.core.kv_cache_utils import KVCacheBlock
+
+from simple_offload.scheduler.cpu_tier import CpuTier
+from tests.scheduler.tiers import (
+    BLOCK_SIZE,
+    allocate,
+    block,
+    contents,
+    hashes,
+    key,
+    leave,
+    make_tier,
+    parent_of,
+    prefixes,
+)
+
+
+def store_early(tier: CpuTier, *stored: str) -> None:
+    """Store blocks, each with whatever of its chain is there."""
+    for name in stored:
+        filled = allocate(tier)
+        assert filled is not None
+        assert commit_early(tier, filled, name)
+        tier.check_integrity()
+
+
+def commit_early(tier: CpuTier, filled: KVCacheBlock, name: str) -> bool:
+    num_tokens = len(name) * BLOCK_SIZE
+    return tier.commit(filled, key(name), parent_of(name), num_tokens, early=True)
+
+
+def test_it_is_kept() -> None:
+    tier = make_tier(4)
+    store_early(tier, "abc")
+    assert contents(tier) == {"abc"}
+    assert tier.lookup(hashes("abc"), 0, 100).num_tokens == 0
+    assert tier.lookup(hashes("abc"), 2 * BLOCK_SIZE, 100).num_tokens == BLOCK_SIZE
+
+
+def test_a_chain_that_came_tail_first_leaves_tail_first() -> None:
+    tier = make_tier(4)
+    store_early(tier, "abcd", "abc", "ab", "a")
+    assert leave(tier) == ["abcd", "abc", "ab", "a"]
+
+
+def test_a_parent_that_comes_late_and_all_before_it_stay_as_long() -> None:
+    """It would stand before its own parent, which is old."""
+    tier = make_tier(6)
+    store_early(tier, "a", "ab", "xy", "abcd", "x", "abc")
+    assert leave(tier) == ["xy", "abcd", "x", "abc", "ab", "a"]
+
+
+def test_what_is_no_part_of_a_chain_yet_is_evicted_as_all_else() -> None:
+    tier = make_tier(2)
+    store_early(tier, "abc", "x", "y")
+    assert contents(tier) == {"x", "y"}
+    store_early(tier, "ab")
+    assert tier._early == {key("a"): {block(tier, "ab").block_id}}
+    tier.reset()
+    assert tier._early == {}
+
+
+def test_what_precedes_a_hit_is_pinned_beyond_a_gap() -> None:
+    tier = make_tier(6)
+    store_early(tier, "abcd", "abc", "a")
+    lineage = tier.lineage(hashes("abcd"), 3 * BLOCK_SIZE)
+    assert [held.block_id for held in lineage] == [
+        block(tier, name).block_id for name in ("a", "abc")
+    ]
+
+
+chains = st.text("ab", min_size=1, max_size=5)
+
+
+class EarlyTier(RuleBasedStateMachine):
+    """Blocks come in any order, and leave behind their children only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tier = make_tier(7)
+        self.filling: list[tuple[KVCacheBlock, str]] = []
+        self.holds: list[list[KVCacheBlock]] = []
+
+    @rule(name=chains)
+    def begin_store(self, name: str) -> None:
+        before = contents(self.tier)
+        filled = allocate(self.tier)
+        for left in before - contents(self.tier):
+            assert not any(kept[:-1] == left for kept in contents(self.tier)), f"{left} left first"
+        if filled is not None:
+            self.filling.append((filled, name))
+
+    @precondition(lambda self: self.filling)
+    @rule(ok=st.sampled_from([True, True, True, False]), data=st.data())
+    def end_store(self, ok: bool, data: st.DataObject) -> None:
+        filled, name = self.filling.pop(data.draw(st.integers(0, len(self.filling) - 1)))
+        if ok:
+            new = name not in contents(self.tier)
+            assert commit_early(self.tier, filled, name) == new
+        else:
+            self.tier.unpin([filled])
+
+    @rule(chain=chains, num_on_device=st.integers(0, 4))
+    def pin(self, chain: str, num_on_device: int) -> None:
+        num_computed = min(num_on_device, len(chain)) * BLOCK_SIZE
+        hit = self.tier.lookup(hashes(chain), num_computed, 100)
+        if hit.num_tokens:
+            held = [*self.tier.lineage(hashes(chain), num_computed), *hit.blocks[0]]
+            self.tier.pin(held)
+            self.holds.append(held)
+
+    @precondition(lambda self: self.holds)
+    @rule(data=st.data())
+    def unpin(self, data: st.DataObject) -> None:
+        self.tier.unpin(self.holds.pop(data.draw(st.integers(0, len(self.holds) - 1))))
+
+    @rule(chain=chains)
+    def refresh(self, chain: str) -> None:
+        self.tier.refresh(key(name) for name in prefixes(chain))
+
+    @rule(name=chains)
+    def drop(self, name: str) -> None:
+        if name in contents(self.tier):
+            self.tier.drop([block(self.tier, name)])
+            assert not any(kept.startswith(name) for kept in contents(self.tier))
+
+    @invariant()
+    def it_holds_together(self) -> None:
+        self.tier.check_integrity()
+
+    def teardown(self) -> None:
+        for filled, _ in self.filling:
+            self.tier.unpin([filled])
+        for held in self.holds:
+            self.tier.unpin(held)
+        self.tier.check_integrity()
+        leave(self.tier)
+        assert self.tier._parents == {}
+        assert self.tier._early == {}
+
+
+TestEarlyTier = EarlyTier.TestCase
+TestEarlyTier.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)

@@ -1,0 +1,277 @@
+"""LazyPolicy: what the device is about to evict is stored in time, and nothing else."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from vllm.config import KVTransferConfig
+from vllm.v1.core.kv_cache_utils import FreeKVCacheBlockQueue, KVCacheBlock
+
+from simple_offload.scheduler.lazy import LazyPolicy, StepLimits
+from tests.scheduler.conftest import MakeDriver
+from tests.scheduler.driver import LOAD, STORE, Driver, make_request, prompt
+from tests.simulation.shape import Shape
+from tests.simulation.vllm_config import make_vllm_config
+
+ASYNC = pytest.mark.parametrize("async_scheduling", [False, True])
+
+ROOMY: dict[str, Any] = {
+    "lazy": True,
+    "num_device_blocks": 81,
+    "num_host_blocks": 400,
+    "max_num_seqs": 1,
+    "max_num_batched_tokens": 8,
+    "max_model_len": 40,
+}
+"""A device with many more blocks than are looked ahead."""
+
+SHORT = ROOMY | {"num_device_blocks": 20, "max_num_seqs": 2}
+"""A device that never has so many free blocks."""
+
+
+def policy_of(driver: Driver) -> LazyPolicy:
+    policy = driver.scheduler._policy
+    assert isinstance(policy, LazyPolicy)
+    return policy
+
+
+def fill(driver: Driver, num_requests: int, first: int = 1) -> None:
+    """Requests of five full blocks each, none of which any other has."""
+    for family in range(first, first + num_requests):
+        driver.say(f"f{family}", prompt(21, family=family))
+
+
+def free_blocks(driver: Driver) -> list[KVCacheBlock]:
+    return driver.device_pool.free_block_queue.get_all_free_blocks()
+
+
+# How far ahead
+
+
+@pytest.mark.parametrize("windows", [(0,), (0, 8)], ids=str)
+@ASYNC
+def test_limits(windows: tuple[int, ...], async_scheduling: bool) -> None:
+    transfer = KVTransferConfig(kv_connector="SimpleCPUOffloadConnector", kv_role="kv_both")
+    shape = Shape(
+        max_num_batched_tokens=32,
+        max_num_seqs=6,
+        max_model_len=80,
+        async_scheduling=async_scheduling,
+    )
+    sizes = [4] * len(windows)
+    config = make_vllm_config(shape, transfer)
+    groups, num_steps = len(windows), 4 if async_scheduling else 3
+    limits = StepLimits.of(config, sizes, num_device_blocks=1000)
+    assert limits == (groups * (8 + 6), groups * (num_steps * 14 + 20), groups * 6)
+    limits = StepLimits.of(config, sizes, num_device_blocks=40)
+    assert limits.lookahead == groups * num_steps * 14 + 10  # a quarter of the device
+
+
+# When
+
+
+def test_nothing_is_stored_while_there_are_blocks_that_hold_nothing(drive: MakeDriver) -> None:
+    driver = drive(**ROOMY)
+    lookahead = policy_of(driver).limits.lookahead
+    fill(driver, (80 - lookahead) // 6 - 1)
+    assert driver.num_stored == 0
+    assert not driver.scheduler.has_pending_work()
+
+
+@ASYNC
+@pytest.mark.parametrize(
+    ("windows", "num_states"), [((0,), 0), ((0, 8), 0), ((8,), 0), ((0,), 1), ((), 1)], ids=str
+)
+def test_what_is_evicted_is_stored_before(
+    drive: MakeDriver, windows: tuple[int, ...], num_states: int, async_scheduling: bool
+) -> None:
+    num_groups = len(windows) + num_states
+    driver = drive(
+        **ROOMY | {"num_device_blocks": 80 * num_groups + 1},
+        windows=windows,
+        num_states=num_states,
+        async_scheduling=async_scheduling,
+    )
+    driver.world.promises_no_loss = True
+    fill(driver, 40)
+    assert driver.world.num_evicted > 20
+    assert driver.num_stored > 20
+    lookahead = policy_of(driver).limits.lookahead
+    safe = free_blocks(driver)[:lookahead]
+    stores = driver.scheduler._stores
+    assert all(b.block_hash is None or stores.has(b.block_hash) for b in safe)
+    beyond = free_blocks(driver)[lookahead + 20 * num_groups :]
+    assert not any(b.block_hash is not None and stores.has(b.block_hash) for b in beyond)
+    # The device has lost all of it, or of some groups the end.
+    driver.start("again", prompt(21, family=1))
+    driver.run()
+    assert driver.world.num_blocks_loaded > 0
+
+
+def start_a_store(driver: Driver) -> tuple[list[KVCacheBlock], list[KVCacheBlock]]:
+    """Fill the device until something is being stored; the free queue of before, and what of it
+    is held now."""
+    fill(driver, 12)
+    driver.start("next", prompt(21, family=90))
+    before: list[KVCacheBlock] = []
+    for _ in range(10):
+        before = free_blocks(driver)
+        driver.step()
+        if driver.pending(STORE):
+            break
+    stored = set(driver.pending(STORE)[0].device_blocks.tolist())
+    return before, [block for block in before if block.block_id in stored]
+
+
+def test_what_is_stored_comes_back_to_the_front_and_is_not_stored_again(
+    drive: MakeDriver,
+) -> None:
+    driver = drive(**ROOMY)
+    _, held = start_a_store(driver)
+    assert {block.ref_cnt for block in held} == {1}
+    driver.copy(STORE)
+    driver.step()
+    assert {block.ref_cnt for block in held} == {0}
+    assert free_blocks(driver)[: len(held)] == held  # in the order in which they were
+    driver.run()
+    assert driver.num_stored == driver.num_kept  # each key once
+
+
+def test_a_stored_block_that_is_used_meanwhile_goes_to_the_back(drive: MakeDriver) -> None:
+    driver = drive(**ROOMY)
+    _, held = start_a_store(driver)
+    # The request that runs takes the blocks into its table, as one does that has found them.
+    manager = driver.world.scheduler.kv_cache_manager.coordinator.single_type_managers[0]
+    driver.device_pool.touch(held)
+    manager.req_to_blocks["next"].extend(held)
+    policy = policy_of(driver)
+    policy._take_notice(policy._followed["next"])
+    del manager.req_to_blocks["next"][-len(held) :]
+    driver.device_pool.free_blocks(held)
+    driver.copy(STORE)
+    driver.step()
+    queue = free_blocks(driver)
+    assert min(queue.index(block) for block in held) > len(queue) // 2
+    driver.run()
+
+
+@pytest.fixture
+def num_visited(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """One entry for each block of a free queue that anyone has walked over."""
+    visited: list[int] = []
+    walk = FreeKVCacheBlockQueue.iter_blocks_after
+
+    def counting(self: FreeKVCacheBlockQueue, cursor: KVCacheBlock | None) -> Iterator[Any]:
+        for block in walk(self, cursor):
+            visited.append(block.block_id)
+            yield block
+
+    monkeypatch.setattr(FreeKVCacheBlockQueue, "iter_blocks_after", counting)
+    return visited
+
+
+def test_the_walk_does_not_grow_with_the_queue(drive: MakeDriver, num_visited: list[int]) -> None:
+    costs = []
+    for num_blocks in (81, 241):
+        driver = drive(**ROOMY | {"num_device_blocks": num_blocks})
+        fill(driver, num_blocks // 5)
+        num_visited.clear()
+        steps = driver.world.num_steps
+        fill(driver, 20, first=1000)
+        costs.append(len(num_visited) / (driver.world.num_steps - steps))
+    assert costs[1] <= 1.5 * costs[0]
+    # A step takes a block or two, and the walk starts over from time to time.
+    assert max(costs) <= 6
+
+
+def test_a_running_request_goes_on_while_stores_are_slow(drive: MakeDriver) -> None:
+    """No store ends, and the device has nothing but what would have to be stored."""
+    driver = drive(**ROOMY)
+    fill(driver, 30)
+    driver.device_pool.touch(rest := free_blocks(driver)[45:])
+    request = driver.start("slow", prompt(9, family=45), max_tokens=30)
+    for _ in range(40):
+        driver.step()
+    assert request.is_finished()
+    assert driver.pending(STORE)
+    assert driver.device_pool.get_num_free_blocks() > 0
+    driver.device_pool.free_blocks(rest)
+    driver.run()
+
+
+# A device that is short of blocks
+
+
+def test_what_runs_is_stored_as_it_fills_up(drive: MakeDriver) -> None:
+    driver = drive(**SHORT)
+    request = driver.start("a", prompt(21), max_tokens=12)
+    driver.step(4)
+    driver.copy_all()
+    driver.step()
+    assert driver.found(list(request.all_token_ids)) >= 20
+    driver.run()
+
+
+@ASYNC
+def test_nothing_is_lost_when_requests_fill_the_device(
+    drive: MakeDriver, async_scheduling: bool
+) -> None:
+    driver = drive(**SHORT, async_scheduling=async_scheduling)
+    for family in range(12):
+        driver.start(f"f{family}", prompt(21, family=family), max_tokens=8)
+    driver.run()
+    for family in range(12):
+        said = driver.world.finished[f"f{family}"][0]
+        history = [*prompt(21, family=family), *said]
+        assert driver.found(history) == 28, family
+
+
+@ASYNC
+@pytest.mark.parametrize("num_prompt_tokens", [16, 15, 14])
+def test_the_last_block_is_kept(
+    drive: MakeDriver, num_prompt_tokens: int, async_scheduling: bool
+) -> None:
+    """It may get no hash any more; then nothing will find it on the device."""
+    driver = drive(**ROOMY, async_scheduling=async_scheduling)
+    history = driver.say("a", prompt(num_prompt_tokens), max_tokens=21 - num_prompt_tokens)
+    request = driver.start("b", [*history, *prompt(4, family=3)])
+    driver.step()
+    in_tier = driver.scheduler._loads.num_hits or len(driver.pending(LOAD))
+    assert request.num_computed_tokens == 25 or in_tier
+    driver.run()
+
+
+# Forgetting
+
+
+def test_nothing_of_before_a_reset_is_stored(drive: MakeDriver) -> None:
+    driver = drive(**ROOMY)
+    fill(driver, 10)
+    num_stored = driver.num_stored
+    driver.scheduler.reset_cache()  # the device keeps what it has
+    fill(driver, 6, first=100)
+    assert driver.num_kept == 0
+    assert driver.num_stored == num_stored
+
+
+def test_what_a_running_request_had_before_a_reset_is_not_stored(drive: MakeDriver) -> None:
+    driver = drive(**SHORT)
+    driver.start("a", prompt(21), max_tokens=12)
+    driver.step(3)
+    driver.scheduler.reset_cache()
+    driver.run()
+    assert driver.num_kept == 0
+
+
+def test_a_block_that_was_filled_anew_is_not_taken_for_what_it_was(drive: MakeDriver) -> None:
+    driver = drive(**ROOMY)
+    driver.say("a", prompt(21))
+    policy = policy_of(driver)
+    block = next(b for b in free_blocks(driver) if b.block_hash is not None)
+    assert policy._storable(block) is not None
+    origin = policy._origins[block.block_id]
+    assert origin is not None
+    another = make_request("x", prompt(21, family=1))
+    (key,) = driver.tier.keys(another.block_hashes, 0, stop=1)
+    policy._origins[block.block_id] = origin._replace(key=key)
+    assert policy._storable(block) is None
