@@ -39,6 +39,7 @@ def test_defaults_are_those_of_the_builtin_connector() -> None:
     assert config.cpu_bytes_to_use_per_rank is None
     assert config.num_cpu_blocks is None
     assert config.lazy_offload is False
+    assert config.cpu_block_size is None
     assert config.backend == "auto"
     assert (config.copy_path, config.kv_layout, config.sync_load_ms) == ("auto", "auto", 8.0)
 
@@ -319,3 +320,23 @@ def test_a_configuration_is_not_changed_afterwards() -> None:
     config = OffloadConfig.parse({}, num_ranks=1)
     with pytest.raises(ValidationError, match="frozen"):
         config.cpu_bytes_to_use = 1  # type: ignore[misc]
+
+
+# Host blocks of several device blocks
+
+
+def test_parts_of_a_host_block() -> None:
+    assert OffloadConfig.parse({}, num_ranks=1).num_parts(16) == 1
+    for size, num_parts in [(16, 1), (32, 2), (128, 8)]:
+        assert OffloadConfig.parse({"cpu_block_size": size}, num_ranks=1).num_parts(16) == num_parts
+    for size, nearest in [(1, 16), (8, 16), (24, 16), (25, 32), (40, 32), (120, 112)]:
+        config = OffloadConfig.parse({"cpu_block_size": size}, num_ranks=1)
+        with pytest.raises(ConfigError) as caught:
+            config.num_parts(16)
+        said = f"cpu_block_size={size}: must be a multiple of the 16 tokens of a device block"
+        assert str(caught.value) == f"{said}; the nearest is {nearest}"
+
+
+@pytest.mark.parametrize("size", [0, -16, "32", 16.5, True])
+def test_a_block_size_is_a_positive_number(size: object) -> None:
+    assert f"cpu_block_size={size!r}: " in refusal({"cpu_block_size": size})

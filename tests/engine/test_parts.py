@@ -36,6 +36,6 @@ def test_same_answers_with_loads_from_any_part_to_any_other(runs: Runs) -> None:
     assert_nothing_left(parts)
     assert parts.host_pool is not None
     assert parts.host_pool.total == HOST_BLOCKS // NUM_PARTS - 1
-    assert parts.metrics["external_prefix_cache_hits"] > 1000
+    assert parts.metrics["external_prefix_cache_hits"] > 500
     assert any(first % NUM_PARTS for first, _ in parts.loads), "none begins inside a host block"
     assert any((last + 1) % NUM_PARTS for _, last in parts.loads), "none ends inside one"
