@@ -26,6 +26,7 @@ from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
 from vllm.engine.arg_utils import EngineArgs
 from vllm.inputs import TokensPrompt
 from vllm.outputs import RequestOutput
+from vllm.sampling_params import RequestOutputKind
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.engine.core_client import InprocClient
 from vllm.v1.engine.llm_engine import LLMEngine
@@ -117,7 +118,7 @@ class Player:
             self.engine.add_request(
                 f"{number}/{ask.id}",
                 _prompt(prompts[ask.id], ask.cache_salt),
-                _greedy(ask.max_tokens),
+                _greedy(ask.max_tokens, ask.sampling),
             )
         while open_asks:
             for output in self.engine.step():
@@ -182,17 +183,25 @@ def _prompt(tokens: tuple[int, ...], cache_salt: str | None) -> TokensPrompt:
     return prompt
 
 
-def _greedy(max_tokens: int) -> SamplingParams:
-    return SamplingParams(
-        max_tokens=max_tokens, temperature=0.0, ignore_eos=True, logprobs=2, detokenize=False
-    )
+def _greedy(max_tokens: int, others: dict[str, Any]) -> SamplingParams:
+    usual: dict[str, Any] = {
+        "max_tokens": max_tokens,
+        "temperature": 0.0,
+        "ignore_eos": True,
+        "logprobs": 2,
+        "detokenize": False,
+    }
+    if others.get("n", 1) > 1:
+        usual["output_kind"] = RequestOutputKind.FINAL_ONLY
+    return SamplingParams(**usual | others)
 
 
 def _answer_of(output: RequestOutput) -> Answer:
-    completion = output.outputs[0]
-    tokens = list(completion.token_ids)
+    completions = output.outputs
+    tokens = [token for completion in completions for token in completion.token_ids]
     logprobs = [
         {token: entry.logprob for token, entry in (at or {}).items()}
+        for completion in completions
         for at in completion.logprobs or ()
     ]
     ranked = [sorted(at.values(), reverse=True) for at in logprobs]

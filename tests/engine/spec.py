@@ -18,6 +18,8 @@ class Ask(BaseModel):
     max_tokens: int
     cache_salt: str | None = None
     """Only requests of the same salt may share cached blocks."""
+    sampling: dict[str, Any] = {}
+    """SamplingParams other than the usual. Of several answers, one comes behind the other."""
     abort_after: int | None = None
     """Abort the request once it has this many tokens; its answer is then not reported."""
 

@@ -68,9 +68,11 @@ class Server:
             )
             time.sleep(0.05)
 
-    def complete(self, prompt: Sequence[int], max_tokens: int) -> Completion:
-        """Answer greedily, never stopping early."""
-        body = _completion_request(prompt, max_tokens, stream=False)
+    def complete(
+        self, prompt: Sequence[int], max_tokens: int, stop: str | None = None
+    ) -> Completion:
+        """Answer greedily, stopping early at ``stop`` only."""
+        body = _completion_request(prompt, max_tokens, stream=False) | {"stop": stop}
         with self._post("/v1/completions", body) as response:
             (choice,) = json.load(response)["choices"]
         return Completion(choice["token_ids"], choice["logprobs"]["token_logprobs"])
