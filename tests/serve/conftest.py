@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from examples.random_model import save_random_model
-from tests.serve.server import Server
+from tests.serve.server import START_SECONDS, Server
 from tests.serve.tokenizer import save_word_tokenizer
 
 VOCAB_SIZE = 512
@@ -40,10 +40,10 @@ def start_server(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Itera
     """Starts a server and waits until it answers. None outlives the module."""
     servers: list[Server] = []
 
-    def start(*arguments: str) -> Server:
+    def start(*arguments: str, seconds: float = START_SECONDS) -> Server:
         server = Server(model, tmp_path_factory.mktemp("server"), *ARGUMENTS, *arguments)
         servers.append(server)
-        server.wait_until_ready()
+        server.wait_until_ready(seconds)
         return server
 
     yield start

@@ -53,9 +53,9 @@ class Server:
                 start_new_session=True,
             )
 
-    def wait_until_ready(self) -> None:
+    def wait_until_ready(self, seconds: float = START_SECONDS) -> None:
         """Return when the server answers; AssertionError when it ends or takes too long."""
-        self.wait_for(self._is_up, START_SECONDS, "the server to answer")
+        self.wait_for(self._is_up, seconds, "the server to answer")
 
     def wait_for(self, condition: Callable[[], bool], seconds: float, what: str) -> None:
         """Look at ``condition`` until it holds; AssertionError when it does not in time."""
