@@ -104,6 +104,11 @@ class NpuBackend:
         )
 
     @property
+    def version(self) -> str:
+        """CANN's."""
+        return self._acl.version()
+
+    @property
     def batches(self) -> bool:
         """Whether copies go in batches. A chip that refuses one gets none thereafter."""
         return self._batches

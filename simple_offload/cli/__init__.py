@@ -1,0 +1,1 @@
+"""The command ``simple-offload``: doctor, plan and bench. Imports neither torch nor vLLM."""

@@ -1,0 +1,89 @@
+"""Arguments of the command, and what it says about wrong ones."""
+
+import argparse
+import difflib
+import math
+import re
+from collections.abc import Callable, Iterable, Sequence
+from typing import NoReturn
+
+from pydantic_core import PydanticCustomError
+
+from simple_offload.config import parse_size
+
+_INVALID_CHOICE = re.compile(r"invalid choice: '(?P<value>[^']*)' \(choose from (?P<choices>.*)\)")
+_UNRECOGNIZED = re.compile(r"unrecognized arguments: (?P<value>-[^\s=]+)")
+
+
+class CommandError(Exception):
+    """Input that the command cannot work with. Says key, value and what is allowed."""
+
+
+class Parser(argparse.ArgumentParser):
+    """Names the nearest valid name beside a wrong one. Options cannot be abbreviated."""
+
+    def __init__(self, *args: object, **kwargs: object) -> None:
+        kwargs["allow_abbrev"] = False
+        super().__init__(*args, **kwargs)  # type: ignore[arg-type]
+
+    def parse_args(  # type: ignore[override]
+        self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
+    ) -> argparse.Namespace:
+        """As argparse does; what is not recognized goes to ``rest`` where the subcommand has one
+        by default, else its parser tells of it."""
+        arguments, rest = self.parse_known_args(args, namespace)
+        if hasattr(arguments, "rest"):
+            arguments.rest = rest
+        elif rest:
+            parser: Parser = getattr(arguments, "parser", self)
+            parser.error(f"unrecognized arguments: {' '.join(rest)}")
+        return arguments
+
+    def error(self, message: str) -> NoReturn:
+        """Exit with 2."""
+        known: Iterable[str] = ()
+        if match := _INVALID_CHOICE.search(message):
+            known = re.findall(r"'([^']*)'", match["choices"])
+        elif match := _UNRECOGNIZED.search(message):
+            known = [name for action in self._actions for name in action.option_strings]
+        super().error(message + (nearest(match["value"], known) if match else ""))
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """A question to put behind a message about ``name``; empty when nothing known is like it."""
+    near = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
+    return f"; did you mean {near[0]!r}?" if near else ""
+
+
+def size(text: str) -> int:
+    """Bytes, such as "64GiB"; at least one."""
+    try:
+        num_bytes = parse_size(int(text) if text.isdecimal() else text)
+    except PydanticCustomError as error:
+        raise argparse.ArgumentTypeError(f"{text!r} {error.message()}") from None
+    if num_bytes < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a size above 0")
+    return num_bytes
+
+
+def count(text: str) -> int:
+    """A whole number of at least 1."""
+    if not text.isascii() or not text.isdigit() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number above 0")
+    return int(text)
+
+
+def number(above: float = 0.0, most: float = math.inf) -> Callable[[str], float]:
+    """A parser of numbers above one and up to another."""
+
+    def parse(text: str) -> float:
+        try:
+            value = float(text)
+        except ValueError:
+            raise argparse.ArgumentTypeError(f"{text!r} is not a number") from None
+        if not above < value <= most or math.isinf(value):
+            allowed = f"above {above:g}" + (f" and up to {most:g}" if most < math.inf else "")
+            raise argparse.ArgumentTypeError(f"{text} is not {allowed}")
+        return value
+
+    return parse

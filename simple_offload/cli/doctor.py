@@ -1,0 +1,265 @@
+"""``simple-offload doctor``: would the connector work here, and how would it copy?"""
+
+import argparse
+import importlib.util
+import json
+import os
+import platform
+import subprocess
+import sys
+import tempfile
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from simple_offload import __version__
+from simple_offload.cli.arguments import Parser, count
+from simple_offload.cli.checks import Check, Status, error, ok, warning
+from simple_offload.cli.machine import (
+    check_huge_pages,
+    check_lock_limit,
+    check_memory,
+    check_numa,
+)
+from simple_offload.cli.output import make_console
+from simple_offload.cli.transfer_config import (
+    TransferConfig,
+    check_transfer_config,
+    read_transfer_config,
+)
+from simple_offload.config import OffloadConfig
+
+WOULD_FAIL = 1
+PROBE_SECONDS = 180
+_VARIABLES = (
+    "VLLM_KV_CACHE_LAYOUT",
+    "VLLM_ASCEND_ENABLE_BATCH_MEMCPY",
+    "TORCH_DEVICE_BACKEND_AUTOLOAD",
+    "CUDA_VISIBLE_DEVICES",
+    "ASCEND_RT_VISIBLE_DEVICES",
+)
+_STYLES = {Status.OK: "green", Status.WARNING: "yellow", Status.ERROR: "bold red"}
+
+Found = dict[str, Any]
+"""By step of the probe: {"value": ...}, {"error": text}, or {"begun": True} if it never ended."""
+
+
+def add_to(commands: "argparse._SubParsersAction[Parser]") -> None:
+    """Add the subcommand."""
+    parser = commands.add_parser(
+        "doctor",
+        help="would the connector work on this machine, and how would it copy",
+        description=(
+            "Looks at vLLM, torch, the device, memory and, if given, a configuration, and says "
+            "what would go wrong. Starts no engine; on a GPU it measures copies as a server does."
+        ),
+        epilog="exit codes: 0 the connector works here (there may be warnings); 1 it would not; "
+        "2 wrong usage",
+    )
+    parser.set_defaults(run=run, parser=parser)
+    parser.add_argument(
+        "--config",
+        metavar="JSON",
+        help="kv_connector_extra_config or the whole --kv-transfer-config, or a file with one",
+    )
+    parser.add_argument(
+        "--ranks",
+        type=count,
+        default=1,
+        metavar="N",
+        help="tensor parallel x pipeline parallel ranks of the server (default: 1)",
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Print what was found; return the exit code. CommandError when --config is not JSON."""
+    given = read_transfer_config(arguments.config)
+    checks = examine(given, arguments.ranks)
+    failed = any(check.status is Status.ERROR for check in checks)
+    if arguments.json:
+        listed = [{**asdict(check), "status": check.status.value} for check in checks]
+        print(json.dumps({"works": not failed, "checks": listed}, indent=1))
+    else:
+        _show(make_console(), checks)
+    return WOULD_FAIL if failed else 0
+
+
+def examine(given: TransferConfig, ranks: int) -> list[Check]:
+    """Every check, in the order in which a server meets things."""
+    config_checks, config = check_transfer_config(given, ranks)
+    found = probe(given, config or OffloadConfig())
+    backend = found.get("backend", {}).get("value") or {}
+    pinned = backend.get("name", "HostBackend") != "HostBackend"
+    wanted = None
+    if config is not None and config.num_cpu_blocks is None:
+        wanted = config.bytes_per_rank(ranks) * ranks
+    return [
+        ok("simple_offload", f"{__version__}, Python {platform.python_version()}"),
+        *_check_software(found),
+        *_check_device(found),
+        *config_checks,
+        *_check_backend(found),
+        check_memory(wanted),
+        check_lock_limit(wanted, pinned),
+        check_numa(backend.get("nodes", [])),
+        check_huge_pages(),
+        *_check_variables(),
+    ]
+
+
+def probe(given: TransferConfig, config: OffloadConfig) -> Found:
+    """What a process finds that imports torch and vLLM and makes the backend."""
+    if importlib.util.find_spec("torch") is None:
+        return {"torch": {"error": "not installed"}}
+    wanted = {
+        "backend": config.backend,
+        "copy_path": config.copy_path,
+        "kv_transfer_config": given.whole,
+    }
+    with tempfile.TemporaryDirectory(prefix="simple-offload-") as folder:
+        answer = Path(folder) / "found.json"
+        command = [sys.executable, "-m", "simple_offload.cli.probe", json.dumps(wanted)]
+        try:
+            done = subprocess.run(
+                [*command, str(answer)],
+                stdin=subprocess.DEVNULL,
+                capture_output=True,
+                text=True,
+                errors="replace",
+                timeout=PROBE_SECONDS,
+                check=False,
+            )
+            how = f"ended with code {done.returncode}: {_last_line(done.stderr)}"
+        except subprocess.TimeoutExpired:
+            how = f"did not end within {PROBE_SECONDS} s"
+        found: Found = json.loads(answer.read_text()) if answer.exists() else {}
+    for name, step in found.items():
+        if "begun" in step:
+            found[name] = {"error": f"the process that tried it {how}"}
+    return found or {"torch": {"error": f"the process that looks at it {how}"}}
+
+
+def _check_software(found: Found) -> list[Check]:
+    checks = []
+    torch, vllm = (found.get(name, {}) for name in ("torch", "vllm"))
+    if "value" in torch:
+        cuda = torch["value"]["cuda"]
+        checks.append(
+            ok("torch", torch["value"]["version"] + (f", CUDA {cuda}" if cuda else ", no CUDA"))
+        )
+    else:
+        advice = "install vLLM, which brings it"
+        if importlib.util.find_spec("torch_npu") is not None:
+            advice = "torch_npu is installed: it needs CANN's libraries (source set_env.sh)"
+        checks.append(error("torch", str(torch.get("error", "not looked at")), advice))
+    if "value" not in vllm:
+        checks.append(
+            error(
+                "vLLM",
+                str(vllm.get("error", "not looked at, for want of torch")),
+                "pip install 'simple-offload[cuda]' ('simple-offload[cpu]' for the CPU build)",
+            )
+        )
+        return checks
+    version = f"{vllm['value']['version']}, platform {vllm['value']['platform']}"
+    for step in ("supported", "connector"):
+        if "error" in found.get(step, {}):
+            # The first words are the exception's name.
+            text = found[step]["error"].partition(": ")[2]
+            return [*checks, error("vLLM", version, text or found[step]["error"])]
+    return [*checks, ok("vLLM", version)]
+
+
+def _check_device(found: Found) -> list[Check]:
+    devices = (found.get("torch", {}).get("value") or {}).get("devices", [])
+    backend = found.get("backend", {}).get("value") or {}
+    platform_name = (found.get("vllm", {}).get("value") or {}).get("platform")
+    if devices:
+        names = ", ".join(f"{d['name']} ({d['bytes'] / 2**30:.0f} GiB)" for d in devices)
+        driver = _driver_version()
+        checks = [ok("device", f"{names}; driver {driver}")]
+        if backend.get("batched") is False:
+            checks.append(
+                warning(
+                    "CUDA driver",
+                    str(backend.get("cuda_driver")),
+                    "no cuMemcpyBatchAsync: one descriptor a call. Use a driver for CUDA 12.8",
+                )
+            )
+        return checks
+    if "cann" in backend:
+        return [ok("device", f"NPU, CANN {backend['cann']}")]
+    if platform_name == "cuda":
+        return [error("device", "none is visible", "check nvidia-smi and CUDA_VISIBLE_DEVICES")]
+    return [ok("device", "none: host memory is the tier of host memory, for trying out")]
+
+
+def _check_backend(found: Found) -> list[Check]:
+    checks = []
+    transfer = found.get("transfer_config", {})
+    if "error" in transfer:
+        checks.append(error("kv-transfer-config", "refused by vLLM", _flat(transfer["error"])))
+    backend = found.get("backend", {})
+    if "value" in backend:
+        checks.append(ok("backend", backend["value"]["name"]))
+        checks.append(ok("copy path", backend["value"]["path"]))
+    elif "value" in found.get("vllm", {}):
+        checks.append(
+            error(
+                "backend",
+                "none",
+                _flat(str(backend.get("error", "not looked at"))),
+            )
+        )
+    return checks
+
+
+def _check_variables() -> list[Check]:
+    return [ok(name, os.environ[name]) for name in _VARIABLES if name in os.environ]
+
+
+def _driver_version() -> str:
+    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    try:
+        answer = subprocess.run(command, capture_output=True, text=True, timeout=30, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return "unknown"
+    return (answer.stdout.split() or ["unknown"])[0]
+
+
+def _last_line(text: str) -> str:
+    return (text.strip().splitlines() or ["it said nothing"])[-1]
+
+
+def _flat(text: str) -> str:
+    return " ".join(text.split())
+
+
+def _show(console: Console, checks: list[Check]) -> None:
+    table = Table(box=SIMPLE_HEAD, pad_edge=False)
+    table.add_column("", no_wrap=True)
+    table.add_column("what", no_wrap=True)
+    table.add_column("found", overflow="fold")
+    for check in checks:
+        table.add_row(
+            Text(check.status.value, style=_STYLES[check.status]), check.name, Text(check.found)
+        )
+    console.print(table)
+    for check in checks:
+        if check.advice:
+            console.print(
+                f"{check.status.value}: {check.name}={check.found}: {check.advice}",
+                style=_STYLES[check.status],
+                markup=False,
+                highlight=False,
+                soft_wrap=True,
+            )
+    problems = sum(check.status is Status.ERROR for check in checks)
+    verdict = "The connector works here." if not problems else f"{problems} would stop it."
+    console.print(verdict, style="bold", highlight=False)

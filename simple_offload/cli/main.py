@@ -1,0 +1,43 @@
+"""``simple-offload``: which subcommand, and how it ends."""
+
+import signal
+import sys
+from collections.abc import Callable, Sequence
+
+from simple_offload import __version__
+from simple_offload.cli import bench, doctor, plan_command
+from simple_offload.cli.arguments import CommandError, Parser
+
+WRONG_INPUT = 2
+INTERRUPTED = 128 + signal.SIGINT
+
+
+def make_parser() -> Parser:
+    """The parser of all subcommands. ``run`` of what it returns takes that and returns the exit
+    code."""
+    parser = Parser(
+        prog="simple-offload",
+        description="Look at a machine, plan the memory of a server, measure.",
+    )
+    parser.add_argument("--version", action="version", version=f"simple-offload {__version__}")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    for module in (doctor, plan_command, bench):
+        module.add_to(commands)
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a subcommand; return the exit code."""
+    arguments = make_parser().parse_args(argv)
+    run: Callable[..., int] = arguments.run
+    try:
+        return run(arguments)
+    except CommandError as error:
+        print(f"simple-offload {arguments.command}: {error}", file=sys.stderr)
+        return WRONG_INPUT
+    except KeyboardInterrupt:
+        print("Interrupted.", file=sys.stderr)
+        return INTERRUPTED
+    except BrokenPipeError:  # the reader of a pipe has seen enough
+        sys.stderr.close()
+        return 0

@@ -1,0 +1,112 @@
+"""Looks at torch, vLLM and the device as a server would: ``python -m simple_offload.cli.probe``.
+
+A process of its own, since an import may fail, hang or end it (torch where CANN is missing, a
+driver that does not fit), and since a parent that has touched the device could not fork a server.
+Takes a JSON object (backend, copy_path, kv_transfer_config) and a file to write findings to, as
+JSON: what could be found out before something failed is there.
+"""
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+_ROWS = 4096
+_PAGE_BYTES = 4096
+
+
+def main(argv: list[str]) -> None:
+    """Probe, in the order in which a server meets things."""
+    wanted: dict[str, Any] = json.loads(argv[0])
+    found: dict[str, Any] = {}
+    steps: dict[str, Callable[[], Any]] = {
+        "torch": _torch,
+        "vllm": _vllm,
+        "supported": _supported,
+        "transfer_config": lambda: _transfer_config(wanted["kv_transfer_config"]),
+        "connector": _connector,
+        "backend": lambda: _backend(wanted["backend"], wanted["copy_path"]),
+    }
+    for name, step in steps.items():
+        found[name] = {"begun": True}
+        Path(argv[1]).write_text(json.dumps(found))
+        try:
+            found[name] = {"value": step()}
+        except Exception as error:  # noqa: BLE001 - whatever it is, doctor tells of it
+            found[name] = {"error": f"{type(error).__name__}: {error}"}
+    Path(argv[1]).write_text(json.dumps(found))
+
+
+def _torch() -> dict[str, Any]:
+    import torch
+
+    devices = []
+    if torch.cuda.is_available():
+        for index in range(torch.cuda.device_count()):
+            properties = torch.cuda.get_device_properties(index)
+            devices.append({"name": properties.name, "bytes": properties.total_memory})
+    return {"version": torch.__version__, "cuda": torch.version.cuda, "devices": devices}
+
+
+def _vllm() -> dict[str, Any]:
+    import vllm
+    from vllm.platforms import current_platform
+
+    return {"version": vllm.__version__, "platform": str(current_platform.device_type)}
+
+
+def _supported() -> None:
+    from simple_offload import vllm_compat
+
+    vllm_compat.require_supported_vllm()
+
+
+def _transfer_config(config: dict[str, Any] | None) -> None:
+    if config is not None:
+        from vllm.config import KVTransferConfig
+
+        KVTransferConfig(**config)
+
+
+def _connector() -> None:
+    import simple_offload.connector  # noqa: F401 - importing it is the check
+
+
+def _backend(name: Any, copy_path: str) -> dict[str, Any]:
+    from simple_offload.backends.select import make_backend
+
+    backend: Any = make_backend(name, copy_path)
+    found: dict[str, Any] = {"name": type(backend).__name__, "path": "plain memory", "nodes": []}
+    try:
+        if found["name"] == "CudaBackend":
+            _measure_cuda(backend, found)
+        elif found["name"] == "NpuBackend":
+            found["path"] = "batches" if backend.batches else "one descriptor a call"
+            found["cann"] = backend.version
+    finally:
+        backend.close()
+    return found
+
+
+def _measure_cuda(backend: Any, found: dict[str, Any]) -> None:
+    """Let ``backend`` measure its paths at start, as it does in a server."""
+    import torch
+    from cuda.bindings import driver
+
+    from simple_offload.backends.cuda_dma import copy_one_by_one, resolve_dma
+    from simple_offload.backends.host_memory import node_of_pci_device
+
+    _, version = driver.cuDriverGetVersion()
+    found["cuda_driver"] = f"{version // 1000}.{version % 1000 // 10}"
+    found["batched"] = resolve_dma() is not copy_one_by_one
+    backend.open([torch.empty((_ROWS, _PAGE_BYTES), dtype=torch.int8, device="cuda")])
+    found["path"] = backend.describe_paths()
+    for index in range(torch.cuda.device_count()):
+        _, handle = driver.cuDeviceGet(index)
+        _, address = driver.cuDeviceGetPCIBusId(32, handle)
+        found["nodes"].append(node_of_pci_device(address.decode().strip("\0")))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
