@@ -31,6 +31,7 @@ _LAYER_TYPES = {
     "chunked_attention": Kind.CHUNKED,
 }
 _NESTED = ("text_config", "llm_config", "language_config")
+_KV_HEADS = ("num_key_value_heads", "num_kv_heads", "n_head_kv", "multi_query_group_num")
 _DTYPE_BYTES = {"float32": 2, "float16": 2, "bfloat16": 2, "half": 2}
 """vLLM serves float32 checkpoints in float16 unless told otherwise."""
 KV_DTYPES = {
@@ -148,9 +149,9 @@ def kv_shape(config: Mapping[str, Any], *, tensor_parallel: int, kv_dtype: str) 
         raise CommandError(
             f"--tensor-parallel={tensor_parallel}: does not divide num_attention_heads={num_heads}"
         )
-    kv_heads = 1 if text.get("multi_query") else text.get("num_key_value_heads") or num_heads
+    kv_heads = _kv_heads(text, num_heads)
     head_dim = text.get("head_dim") or _whole(text, "hidden_size", "n_embd") // num_heads
-    layer_bytes = 2 * max(1, int(kv_heads) // tensor_parallel) * int(head_dim) * element
+    layer_bytes = 2 * max(1, kv_heads // tensor_parallel) * int(head_dim) * element
     group_layers, groups = _group(_layer_kinds(model_type, text, num_layers))
     return KVShape(model_type, layer_bytes, groups, group_layers)
 
@@ -175,6 +176,13 @@ def _whole(config: Mapping[str, Any], *keys: str) -> int:
     raise CommandError(
         f"config.json: {keys[0]} is missing" + nearest(keys[0], (k for k in config if k != keys[0]))
     )
+
+
+def _kv_heads(text: Mapping[str, Any], num_heads: int) -> int:
+    if text.get("multi_query") and not text.get("new_decoder_architecture"):
+        return 1
+    keys = [key for key in _KV_HEADS if text.get(key)]
+    return _whole(text, keys[0]) if keys else num_heads
 
 
 def _element_bytes(config: Mapping[str, Any], text: Mapping[str, Any]) -> int:

@@ -1,0 +1,167 @@
+"""doctor: on this machine as a whole, and what it makes of what a probe may find elsewhere."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from simple_offload.cli import doctor
+from simple_offload.cli.checks import Check, Status
+from simple_offload.cli.doctor import Found, examine, probe
+from simple_offload.cli.main import main
+from simple_offload.cli.transfer_config import read_transfer_config
+from simple_offload.config import OffloadConfig
+
+GIVEN = read_transfer_config(None)
+ON_CPU: Found = {
+    "torch": {"value": {"version": "2.13.0+cpu", "cuda": None, "devices": []}},
+    "vllm": {"value": {"version": "0.32.0", "platform": "cpu"}},
+    "supported": {"value": None},
+    "transfer_config": {"value": None},
+    "connector": {"value": None},
+    "backend": {"value": {"name": "HostBackend", "path": "plain memory", "nodes": []}},
+}
+ON_CUDA: Found = {
+    **ON_CPU,
+    "torch": {
+        "value": {
+            "version": "2.13.0",
+            "cuda": "13.0",
+            "devices": [{"name": "NVIDIA H200", "bytes": 140 << 30}],
+        }
+    },
+    "vllm": {"value": {"version": "0.33.0", "platform": "cuda"}},
+    "backend": {
+        "value": {
+            "name": "CudaBackend",
+            "path": "load 4K 15 GB/s",
+            "nodes": [1],
+            "cuda_driver": "13.0",
+            "batched": True,
+        }
+    },
+}
+
+
+def found_with(monkeypatch: pytest.MonkeyPatch, found: Found) -> dict[str, Check]:
+    """What doctor says where a probe finds ``found``, by name."""
+    monkeypatch.setattr(doctor, "probe", lambda *_: found)
+    return {check.name: check for check in examine(GIVEN, ranks=1)}
+
+
+def test_this_machine(capfd: pytest.CaptureFixture[str]) -> None:
+    config = '{"cpu_bytes_to_use": "64MiB"}'
+    assert main(["doctor", "--config", config, "--json"]) == 0
+    told = json.loads(capfd.readouterr().out)
+    assert told["works"] is True
+    by_name = {check["name"]: check for check in told["checks"]}
+    assert by_name["vLLM"]["found"] == "0.32.0, platform cpu"
+    assert by_name["backend"]["found"] == "HostBackend"
+    assert by_name["configuration"]["found"] == "0.06 GiB on each of 1 ranks"
+    assert {check["status"] for check in told["checks"]} <= {"ok", "warning"}
+
+
+def test_the_table(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(doctor, "probe", lambda *_: ON_CPU)
+    assert main(["doctor", "--config", '{"backend": "cuda", "bakend": "[red]"}']) == 1
+    text = capsys.readouterr().out
+    assert "did you mean 'backend'?" in text
+    assert "[red]" in text
+    assert "1 would stop it." in text
+    assert "\x1b" not in text
+    assert main(["doctor", "--config", '{"cpu_bytes_to_use": "1MiB"}']) == 0
+    assert "The connector works here." in capsys.readouterr().out
+
+
+def test_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "_driver_version", lambda: "580.159")
+    checks = found_with(monkeypatch, ON_CUDA)
+    assert checks["device"].found == "NVIDIA H200 (140 GiB); driver 580.159"
+    assert checks["copy path"].found == "load 4K 15 GB/s"
+    assert "CUDA driver" not in checks
+    assert "no memory is pinned" not in checks["lock limit"].found
+
+
+def test_a_driver_without_batches(monkeypatch: pytest.MonkeyPatch) -> None:
+    backend = {**ON_CUDA["backend"]["value"], "batched": False, "cuda_driver": "12.4"}
+    checks = found_with(monkeypatch, {**ON_CUDA, "backend": {"value": backend}})
+    assert checks["CUDA driver"].status is Status.WARNING
+
+
+def test_an_npu(monkeypatch: pytest.MonkeyPatch) -> None:
+    backend = {"name": "NpuBackend", "path": "batches", "nodes": [], "cann": "8.5.1"}
+    checks = found_with(monkeypatch, {**ON_CPU, "backend": {"value": backend}})
+    assert checks["device"].found == "NPU, CANN 8.5.1"
+
+
+@pytest.mark.parametrize(
+    ("step", "error", "name", "told"),
+    [
+        (
+            "supported",
+            "RuntimeError: simple_offload works with vLLM >= 0.32 and < 0.34; this is vLLM 0.31.0",
+            "vLLM",
+            "this is vLLM 0.31.0",
+        ),
+        ("connector", "ImportError: no module", "vLLM", "no module"),
+        ("vllm", "ModuleNotFoundError: No module named 'vllm'", "vLLM", "simple-offload[cuda]"),
+        ("torch", "not installed", "torch", "install vLLM"),
+        ("backend", "ConfigError: backend='npu': vLLM runs on 'cpu'", "backend", "backend='npu'"),
+        ("transfer_config", "ValidationError: kv_rank", "kv-transfer-config", "kv_rank"),
+    ],
+)
+def test_what_would_go_wrong(
+    step: str, error: str, name: str, told: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    check = found_with(monkeypatch, {**ON_CPU, step: {"error": error}})[name]
+    assert check.status is Status.ERROR
+    assert told in check.advice
+
+
+def test_vllm_for_cuda_without_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    vllm = {"value": {"version": "0.33.0", "platform": "cuda"}}
+    checks = found_with(monkeypatch, {**ON_CPU, "vllm": vllm})
+    assert checks["device"].status is Status.ERROR
+
+
+def _stub(folder: Path, module: str, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Put a module in front of the real one, for the probe's process."""
+    (folder / f"{module}.py").write_text(text)
+    monkeypatch.setenv("PYTHONPATH", f"{folder}:{Path(doctor.__file__).parents[2]}")
+
+
+def test_a_torch_that_ends_the_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    _stub(
+        tmp_path,
+        "torch",
+        "import os, sys\nprint('no libascend', file=sys.stderr, flush=True)\nos._exit(7)",
+        monkeypatch,
+    )
+    found = probe(GIVEN, OffloadConfig())
+    assert found["torch"]["error"] == "the process that tried it ended with code 7: no libascend"
+
+
+def test_a_torch_that_hangs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    _stub(tmp_path, "torch", "import threading\nthreading.Event().wait()", monkeypatch)
+    monkeypatch.setattr(doctor, "PROBE_SECONDS", 3)
+    found = probe(GIVEN, OffloadConfig())
+    assert found["torch"]["error"] == "the process that tried it did not end within 3 s"
+
+
+def test_a_vllm_of_another_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    _stub(tmp_path, "vllm", "__version__ = '0.31.0'", monkeypatch)
+    found = probe(GIVEN, OffloadConfig())
+    assert "value" in found["torch"]
+    for step in ("vllm", "supported", "connector", "backend"):
+        assert "error" in found[step]
+
+
+def test_no_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(_: str) -> Any:
+        return None
+
+    monkeypatch.setattr(doctor.importlib.util, "find_spec", missing)
+    checks = {check.name: check for check in examine(GIVEN, ranks=1)}
+    assert checks["torch"].status is Status.ERROR
+    assert checks["vLLM"].status is Status.ERROR

@@ -1,0 +1,111 @@
+"""Doctor's --config: what is taken, and what is said about what is not."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from simple_offload.cli.arguments import CommandError
+from simple_offload.cli.checks import Check, Status
+from simple_offload.cli.transfer_config import check_transfer_config, read_transfer_config
+
+WHOLE: dict[str, Any] = {
+    "kv_connector": "SimpleCPUOffloadConnector",
+    "kv_connector_module_path": "simple_offload",
+    "kv_role": "kv_both",
+    "kv_load_failure_policy": "recompute",
+    "kv_connector_extra_config": {"cpu_bytes_to_use": "1GiB"},
+}
+
+
+def problems(config: Any, ranks: int = 1) -> list[Check]:
+    checks, _ = check_transfer_config(read_transfer_config(json.dumps(config)), ranks)
+    return [check for check in checks if check.status is not Status.OK]
+
+
+def test_the_readme_s_configuration_is_all_right() -> None:
+    given = read_transfer_config(json.dumps(WHOLE))
+    checks, config = check_transfer_config(given, ranks=2)
+    assert [(check.status, check.found) for check in checks] == [
+        (Status.OK, "0.50 GiB on each of 2 ranks")
+    ]
+    assert config is not None
+    assert given.whole == WHOLE
+
+
+def test_the_connector_s_part_alone() -> None:
+    given = read_transfer_config('{"num_cpu_blocks": 64}')
+    assert (given.whole, given.extra) == (None, {"num_cpu_blocks": 64})
+    (check,), _ = check_transfer_config(given, ranks=1)
+    assert check.found == "64 host blocks on each of 1 ranks"
+
+
+def test_a_file(tmp_path: Path) -> None:
+    file = tmp_path / "transfer.json"
+    file.write_text(json.dumps(WHOLE))
+    assert read_transfer_config(str(file)).whole == WHOLE
+
+
+def test_the_part_in_a_multi_connector() -> None:
+    multi = {
+        "kv_connector": "MultiConnector",
+        "kv_role": "kv_both",
+        "kv_load_failure_policy": "recompute",
+        "kv_connector_extra_config": {"connectors": [{"kv_connector": "Other"}, WHOLE]},
+    }
+    assert read_transfer_config(json.dumps(multi)).extra == {"cpu_bytes_to_use": "1GiB"}
+    assert problems(multi) == []
+
+
+@pytest.mark.parametrize(
+    ("change", "name", "status", "told"),
+    [
+        ({"kv_connector": "Simple"}, "kv_connector", Status.ERROR, "'SimpleCPUOffloadConnector'"),
+        (
+            {"kv_connector_module_path": None},
+            "kv_connector_module_path",
+            Status.ERROR,
+            "its built-in connector",
+        ),
+        ({"kv_role": "both"}, "kv_role", Status.ERROR, "Allowed: 'kv_both'"),
+        (
+            {"kv_load_failure_policy": "fail"},
+            "kv_load_failure_policy",
+            Status.WARNING,
+            "'recompute'",
+        ),
+        (
+            {"kv_connector_extra_config": {"cpu_bytes": 1}},
+            "configuration",
+            Status.ERROR,
+            "did you mean 'cpu_bytes_to_use'?",
+        ),
+    ],
+)
+def test_what_is_wrong_is_named(
+    change: dict[str, Any], name: str, status: Status, told: str
+) -> None:
+    (check,) = problems({**WHOLE, **change})
+    assert (check.name, check.status) == (name, status)
+    assert told in check.advice
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("{", "--config: not JSON"),
+        ("nowhere.json", "--config='nowhere.json': No such file"),
+    ],
+)
+def test_what_is_no_configuration(text: str, told: str) -> None:
+    with pytest.raises(CommandError) as error:
+        read_transfer_config(text)
+    assert told in str(error.value)
+
+
+def test_a_file_that_holds_no_object(tmp_path: Path) -> None:
+    file = tmp_path / "list.json"
+    file.write_text("[]")
+    with pytest.raises(CommandError, match="not a JSON object but list"):
+        read_transfer_config(str(file))
