@@ -54,7 +54,7 @@ class OffloadConfig(BaseModel):
     """What ``kv_connector_extra_config`` may say. Keys that vLLM's built-in
     SimpleCPUOffloadConnector takes keep their meaning."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
     cpu_bytes_to_use: Bytes = 8 * GIB
     """Host memory of the whole server: all tensor and pipeline parallel ranks together."""
@@ -229,7 +229,10 @@ def _explain(detail: ErrorDetails) -> str:
         hint = f"; did you mean {near[0]!r}?" if near else ""
         return f"{key}={value!r}: unknown key{hint} (known: {', '.join(known)})"
     if key == "kv_offload_backend":
-        return f"{key}={value!r}: must be 'cpu'; there is no disk tier here"
+        return (
+            f"{key}={value!r}: must be 'cpu'; there is no disk tier here: remove the key and give "
+            "host memory in cpu_bytes_to_use"
+        )
     allowed = detail["msg"][0].lower() + detail["msg"][1:]
     if detail["type"] == "literal_error" and isinstance(value, str):
         field = OffloadConfig.model_fields[key]

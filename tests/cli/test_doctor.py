@@ -161,7 +161,7 @@ def test_no_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     def missing(_: str) -> Any:
         return None
 
-    monkeypatch.setattr(doctor.importlib.util, "find_spec", missing)
+    monkeypatch.setattr("simple_offload.cli.doctor.importlib.util.find_spec", missing)
     checks = {check.name: check for check in examine(GIVEN, ranks=1)}
     assert checks["torch"].status is Status.ERROR
     assert checks["vLLM"].status is Status.ERROR

@@ -47,7 +47,7 @@ def vllm_specs(folder: Path, config: dict[str, Any], tensor_parallel: int) -> di
         layer: Any = MLAAttentionSpec(num_kv_heads=1, **sizes)
         return {f"{index}": layer for index in range(text.num_hidden_layers)}
     sizes["num_kv_heads"] = max(1, model.get_total_num_kv_heads() // tensor_parallel)
-    window = getattr(text, "sliding_window", None)
+    window: Any = getattr(text, "sliding_window", None)
     otherwise = "full_attention" if window is None else "sliding_attention"
     types = getattr(text, "layer_types", None) or [otherwise] * text.num_hidden_layers
     specs: dict[str, Any] = {}

@@ -21,7 +21,7 @@ from simple_offload.cli.machine import (
 def memory(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     """100 GiB, half of which is available, and no cgroup."""
     memory = SimpleNamespace(total=100 * GIB, available=50 * GIB)
-    monkeypatch.setattr(machine.psutil, "virtual_memory", lambda: memory)
+    monkeypatch.setattr("simple_offload.cli.machine.psutil.virtual_memory", lambda: memory)
     monkeypatch.setattr(machine, "memory_limit_bytes", lambda: 100 * GIB)
     return memory
 
@@ -53,7 +53,7 @@ def test_the_cgroup_counts(memory: SimpleNamespace, monkeypatch: pytest.MonkeyPa
 def test_lock_limit(
     limit: int, pinned: bool, status: Status, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(machine.resource, "getrlimit", lambda _: (limit, limit))
+    monkeypatch.setattr("simple_offload.cli.machine.resource.getrlimit", lambda _: (limit, limit))
     assert check_lock_limit(8 * GIB, pinned).status is status
 
 

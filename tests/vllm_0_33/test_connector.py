@@ -8,6 +8,7 @@ from tools.set_up import ROOT
 TESTS = (
     "tests/vllm_0_33/on_033.py",
     "tests/test_connector.py",
+    "tests/test_drop_in.py",
     "tests/test_metadata.py",
     "tests/test_metrics.py",
     "tests/test_vllm_compat.py",
