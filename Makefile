@@ -17,7 +17,7 @@ WORKERS ?= 2
 VENV_PYTHON := .venv/bin/python
 
 .DEFAULT_GOAL := help
-.PHONY: help set-up demo test check soak simulate-builtin test-gpu clean
+.PHONY: help set-up demo test check docs soak simulate-builtin test-gpu clean
 
 help: ## List the targets
 	@sed -nE 's/^([a-z-]+):[^#]*## (.*)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 18
@@ -37,6 +37,9 @@ check: set-up ## Formatting, lint and types
 	$(VENV_PYTHON) -m ruff format --check .
 	$(VENV_PYTHON) -m ruff check .
 	$(VENV_PYTHON) -m mypy
+
+docs: set-up ## Rewrite what the documentation takes from the code and from measurements
+	@$(VENV_PYTHON) -m tools.docs
 
 soak: set-up ## Simulate STEPS engine steps (default 100000) from SEED (default 0), checking every page
 	@$(VENV_PYTHON) -m tests.simulation.soak --steps $(STEPS) --seed $(SEED)

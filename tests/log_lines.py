@@ -1,0 +1,22 @@
+"""The lines that the package logs, read from its source."""
+
+import ast
+import re
+from collections.abc import Iterator
+
+from tools.set_up import ROOT
+
+_METHODS = {"info", "warning", "warning_once", "error", "exception"}
+_PLACEHOLDER = re.compile(r"%(?:\([a-z_]+\))?[-+ #0]*\d*(?:\.\d+)?[a-zA-Z]")
+
+
+def log_lines() -> Iterator[tuple[str, str]]:
+    """Level and text of every line, with … for what is filled in; debug lines left out."""
+    for file in sorted((ROOT / "simple_offload").rglob("*.py")):
+        for node in ast.walk(ast.parse(file.read_text())):
+            match node:
+                case ast.Call(
+                    func=ast.Attribute(value=ast.Name(id="logger"), attr=level),
+                    args=[ast.Constant(value=str(text)), *_],
+                ) if level in _METHODS:
+                    yield level.partition("_")[0], _PLACEHOLDER.sub("…", text)

@@ -1,0 +1,303 @@
+"""The documentation: what it shows can be run, what it names is there."""
+
+import argparse
+import importlib.util
+import json
+import re
+import shlex
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+
+from simple_offload.cli.main import make_parser
+from simple_offload.config import OffloadConfig
+from tests.log_lines import log_lines
+from tools import docs
+from tools.set_up import ROOT
+
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+_ids = [str(page.relative_to(ROOT)) for page in PAGES]
+
+every_page = pytest.mark.parametrize("page", PAGES, ids=_ids)
+
+NOT_OURS = {"lm_eval", "pip", "source", "export"}
+"""Commands in the documentation that belong to others."""
+
+
+class Command(NamedTuple):
+    """A line of a shell block, or what stands between backticks."""
+
+    page: str
+    words: tuple[str, ...]
+    whole: bool
+    """Whether it can be run as it stands, which what a sentence names need not."""
+
+
+def blocks(text: str, language: str) -> Iterator[str]:
+    """What is fenced in that language."""
+    for match in re.finditer(rf"^```{language}\n(.*?)^```$", text, re.MULTILINE | re.DOTALL):
+        yield match[1]
+
+
+def shown_commands(page: Path) -> Iterator[Command]:
+    """Of shell blocks, of sessions (``$ ...``) and between backticks."""
+    text = page.read_text()
+    for block in blocks(text, "sh"):
+        yield from _commands(page, block.replace("\\\n", " "), whole=True)
+    for line in re.findall(r"^\$ (.*)$", text, re.MULTILINE):
+        yield from _commands(page, line, whole=True)
+    sentences = re.sub(r"^```.*?^```$", "", text, flags=re.MULTILINE | re.DOTALL)
+    known = r"`((?:make|simple-offload|\S*python3?|vllm serve) [^`]+)`"
+    for span in re.findall(known, sentences):
+        yield from _commands(page, " ".join(span.split()), whole=False)
+
+
+def _commands(page: Path, text: str, *, whole: bool) -> Iterator[Command]:
+    """A command ends with a line, unless something quoted goes on."""
+    waiting = ""
+    for line in text.splitlines():
+        waiting += f"{line}\n"
+        try:
+            words = shlex.split(waiting, comments=True)
+        except ValueError:  # no closing quotation
+            continue
+        waiting = ""
+        if words:
+            yield Command(page.name, tuple(words), whole)
+    assert waiting == "", f"{page.name}: {waiting}"
+
+
+COMMANDS = [command for page in PAGES for command in shown_commands(page)]
+
+
+def of(*names: str) -> list[Command]:
+    """Commands that begin with one of ``names``, less variables set in front."""
+    found = []
+    for page, words, whole in COMMANDS:
+        while words and re.fullmatch(r"[A-Z_]+=.*", words[0]):
+            words = words[1:]  # noqa: PLW2901
+        if words and words[0] in names:
+            found.append(Command(page, words, whole))
+    return found
+
+
+def _shown(command: Command) -> str:
+    return f"{command.page}: {' '.join(command.words)[:60]}"
+
+
+PYTHONS = ("python", "python3", ".venv/bin/python")
+
+
+def test_every_command_is_one_that_is_checked() -> None:
+    checked = {*PYTHONS, "make", "simple-offload", "vllm", *NOT_OURS}
+    strange = [
+        " ".join(words)
+        for _, words, _ in COMMANDS
+        if words[0] not in checked and not re.match(r"[A-Z_]+=", words[0])
+    ]
+    assert strange == []
+    assert len(COMMANDS) > 30
+
+
+# make
+
+
+@cache
+def make_targets() -> dict[str, str]:
+    """Targets and their recipes."""
+    text = (ROOT / "Makefile").read_text()
+    return dict(re.findall(r"^([a-z-]+):[^\n]*\n((?:\t[^\n]*\n)*)", text, re.MULTILINE))
+
+
+@pytest.mark.parametrize("command", of("make"), ids=_shown)
+def test_make_targets_exist(command: Command) -> None:
+    makefile = (ROOT / "Makefile").read_text()
+    for word in command.words[1:]:
+        name, equals, value = word.partition("=")
+        if not equals:
+            assert name in make_targets()
+            continue
+        assert re.search(rf"^{name} \?=", makefile, re.MULTILINE), f"no variable {name}"
+        if command.words[1] in ("test", "test-gpu") and name == "ARGS":
+            paths = [part for part in shlex.split(value) if part.startswith("tests/")]
+            assert all((ROOT / path).exists() for path in paths)
+
+
+# python -m, simple-offload, vllm
+
+
+def _source_of(module: str) -> str:
+    """Of a program: its arguments are there, and importing it may need a device."""
+    spec = importlib.util.find_spec(module)
+    assert spec is not None, f"no module {module}"
+    assert spec.origin is not None
+    origin = Path(spec.origin)
+    return (origin.with_name("__main__.py") if origin.name == "__init__.py" else origin).read_text()
+
+
+@pytest.mark.parametrize("command", of(*PYTHONS), ids=_shown)
+def test_python_modules_and_their_options_exist(command: Command) -> None:
+    assert command.words[1] == "-m"
+    module, *arguments = command.words[2:]
+    if module in ("pip", "pytest"):
+        return
+    source = _source_of(module)
+    if module == "tests.serve.vllm_command":
+        return  # what is behind it is vLLM's
+    for argument in arguments:
+        if argument.startswith("--"):
+            assert f'"{argument}"' in source, f"{module} has no option {argument}"
+
+
+@pytest.mark.parametrize("command", of("simple-offload"), ids=_shown)
+def test_arguments_of_the_command_are_taken(
+    command: Command, capsys: pytest.CaptureFixture[str]
+) -> None:
+    if not command.whole and command.words[1] != "bench":
+        parser = make_parser()
+        with pytest.raises(SystemExit):
+            parser.parse_args([command.words[1], "--help"])
+        options = capsys.readouterr().out
+        assert all(word in options for word in command.words if word.startswith("--"))
+        return
+    arguments = make_parser().parse_args(command.words[1:])
+    if arguments.command == "doctor" and arguments.config:
+        _validate(json.loads(arguments.config))
+    if arguments.command == "bench":
+        _, bench, *rest = command.words[1:]
+        from simple_offload.cli.bench import BENCHES
+
+        source = _source_of(BENCHES[bench].module) if rest else ""
+        assert all(f'"{word}"' in source for word in rest if word.startswith("--"))
+
+
+def _validate(config: dict[str, Any]) -> None:
+    """Whether this is a whole configuration that vLLM takes, or the connector's part of it."""
+    from vllm.config import KVTransferConfig
+
+    extra = config
+    if "kv_connector" in config:
+        KVTransferConfig(**config)
+        assert config["kv_connector"] == "SimpleCPUOffloadConnector"
+        assert config["kv_connector_module_path"] == "simple_offload"
+        extra = config["kv_connector_extra_config"]
+    OffloadConfig.model_validate(extra)
+
+
+@cache
+def _serve_parser() -> Any:
+    from vllm.entrypoints.launchers.cli_args import make_arg_parser
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    return make_arg_parser(FlexibleArgumentParser())
+
+
+@pytest.mark.parametrize("command", of("vllm"), ids=_shown)
+def test_vllm_takes_its_arguments(command: Command) -> None:
+    if command.words[1] == "bench":
+        from vllm.benchmarks.serve import add_cli_args
+
+        parser = argparse.ArgumentParser()
+        add_cli_args(parser)
+        parser.parse_args(command.words[3:])
+        return
+    assert command.words[1] == "serve"
+    options = {option for action in _serve_parser()._actions for option in action.option_strings}
+    named = [word for word in command.words if word.startswith("--")]
+    assert set(named) <= options
+    configs = [word for word in command.words if word.startswith("{")]
+    assert len(configs) == named.count("--kv-transfer-config")
+    for config in configs:
+        _validate(json.loads(config))
+
+
+@every_page
+def test_json_is_a_configuration(page: Path) -> None:
+    for block in blocks(page.read_text(), "json"):
+        _validate(json.loads(block))
+
+
+# What is named is there
+
+
+@every_page
+def test_links_and_paths_lead_somewhere(page: Path) -> None:
+    text = page.read_text()
+    for target in re.findall(r"\]\(([^)]+)\)", text):
+        if not target.startswith("https://"):
+            path, _, anchor = target.partition("#")
+            file = page.parent / path if path else page
+            assert file.exists(), target
+            if anchor:
+                heads = re.findall(r"^#+ (.*)$", file.read_text(), re.MULTILINE)
+                slugs = [re.sub(r"[^\w\- ]", "", head).lower().replace(" ", "-") for head in heads]
+                assert anchor in slugs, target
+    prefixes = "simple_offload|tests|tools|examples|docs"
+    for path in re.findall(rf"`((?:{prefixes})/[\w/.*-]+)(?:::\w+)?`", text):
+        assert list(ROOT.glob(path)) or (ROOT / path).exists(), path
+
+
+def test_named_tests_exist() -> None:
+    text = (ROOT / "docs" / "architecture.md").read_text()
+    named = re.findall(r"`(tests/[\w/.]+\.py)::(\w+)`", text)
+    assert len(named) > 20
+    for path, name in named:
+        assert f"\ndef {name}(" in (ROOT / path).read_text(), f"{path}::{name}"
+
+
+def test_each_of_the_nine_invariants_names_a_test() -> None:
+    text = (ROOT / "docs" / "architecture.md").read_text()
+    rows = re.findall(r"^\| (\d) \|.*\|(.*)\|$", text, re.MULTILINE)
+    assert [number for number, _ in rows] == [str(number) for number in range(1, 10)]
+    assert all("::test_" in tests for _, tests in rows)
+
+
+def test_every_module_has_its_place_in_the_picture() -> None:
+    text = (ROOT / "docs" / "architecture.md").read_text()
+    for room in ("scheduler", "worker", "."):
+        for module in (ROOT / "simple_offload" / room).glob("*.py"):
+            if module.stem not in ("__init__", "npu_regions", "logs", "recent_tables"):
+                assert module.name in text, module
+
+
+# What is taken from the code
+
+
+def test_the_configuration_table_is_the_code_s() -> None:
+    text = docs.README.read_text()
+    assert docs.with_table(text) == text, "run `make docs`"
+    for key in OffloadConfig.model_fields:
+        assert f"| `{key}` |" in text
+
+
+def test_the_table_says_defaults_and_what_is_allowed() -> None:
+    rows = {row.split("`")[1]: row for row in docs.config_table().splitlines()[2:]}
+    assert '| `"8GiB"` | bytes, or a size such as `"64GiB"` |' in rows["cpu_bytes_to_use"]
+    assert "| \N{EN DASH} | bytes, or a size" in rows["cpu_bytes_to_use_per_rank"]
+    assert "| \N{EN DASH} | a whole number, ≥ 2 |" in rows["num_cpu_blocks"]
+    assert "| `false` | `true`, `false` |" in rows["lazy_offload"]
+    assert '| `"auto"` | `"auto"`, `"keep"` |' in rows["kv_layout"]
+    assert "| `8` | a number, ≥ 0 |" in rows["sync_load_ms"]
+
+
+def test_every_log_line_is_explained() -> None:
+    text = (ROOT / "docs" / "operations.md").read_text()
+    explained = set(re.findall(r"^\| `([^`]+)` \| (info|warning|error) \|", text, re.MULTILINE))
+    assert explained == {(line, level) for level, line in log_lines()}
+
+
+def test_the_picture_is_that_of_the_measurements(tmp_path: Path) -> None:
+    measurements = docs.MEASUREMENTS.read_text()
+    assert len(docs.demo_turns(measurements)) == 5
+    assert len(docs.loads_by_size(measurements)) == 10
+    docs.save_picture(tmp_path / "results.svg", measurements)
+    assert (tmp_path / "results.svg").read_text() == docs.PICTURE.read_text(), "run `make docs`"
+
+
+def test_the_readme_shows_what_the_demo_measured() -> None:
+    assert docs.demo_turns(docs.README.read_text()) == docs.demo_turns(
+        docs.MEASUREMENTS.read_text()
+    )
