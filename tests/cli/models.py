@@ -76,6 +76,12 @@ GPT_OSS_20B: dict[str, Any] = {
     "sliding_window": 128,
     "layer_types": ["sliding_attention", "full_attention"] * 12,
 }
+LOPSIDED: dict[str, Any] = {
+    **GPT_OSS_20B,
+    "num_hidden_layers": 25,
+    "layer_types": ["full_attention", *GPT_OSS_20B["layer_types"]],
+}
+"""13 layers of one kind and 12 of the other: vLLM pads rather than splits."""
 DEEPSEEK_V3: dict[str, Any] = {
     "model_type": "deepseek_v3",
     "num_hidden_layers": 61,
@@ -97,5 +103,6 @@ KNOWN = {
     "gemma2": GEMMA2_9B,
     "gemma3": GEMMA3_27B,
     "gpt_oss": GPT_OSS_20B,
+    "lopsided": LOPSIDED,
     "deepseek": DEEPSEEK_V3,
 }

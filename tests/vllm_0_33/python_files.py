@@ -6,43 +6,31 @@ files run on the operators of the installed 0.32, which is enough for whole engi
 
 import importlib.util
 import shutil
-import subprocess
-import sys
-import tempfile
-import zipfile
 from pathlib import Path
 
-from tools.set_up import ROOT, canonical, exclusive_lock, pip_environment
+from tests.wheels import CACHE, UnavailableError, Wheel
 
 VERSION = "0.33.0"
-FOLDER = ROOT / ".cache" / f"vllm-{VERSION}-python"
 DOWNLOAD_SECONDS = 780
 
 
-class UnavailableError(Exception):
-    """The wheel could not be had; the message says why and what to do."""
+def _needed(file: str) -> bool:
+    """60 MB of the wheel: no compiled modules."""
+    return file.endswith((".py", ".json")) or f"vllm-{VERSION}.dist-info/" in file
 
 
-def fetch(folder: Path = FOLDER) -> Path:
-    """Return `folder`, which has the package `vllm` without its compiled modules, and its metadata.
+WHEEL = Wheel(
+    "vllm",
+    VERSION,
+    CACHE / f"vllm-{VERSION}-python",
+    download_mb=340,
+    download_seconds=DOWNLOAD_SECONDS,
+    without="--ignore=tests/vllm_0_33",
+    needed=_needed,
+)
+fetch = WHEEL.fetch
 
-    The first call downloads the wheel (340 MB) and keeps 60 MB of it; later calls return at once.
-    The folder appears in one piece, so an interrupted call leaves nothing to mistake for it.
-    Raises UnavailableError.
-    """
-    if folder.is_dir():
-        return folder
-    with exclusive_lock(folder.with_name(f"{folder.name}.lock")):
-        if folder.is_dir():
-            return folder
-        prefix = f"{folder.name}.tmp-"
-        for leftover in folder.parent.glob(f"{prefix}*"):
-            shutil.rmtree(leftover)
-        with tempfile.TemporaryDirectory(prefix=prefix, dir=folder.parent) as scratch:
-            extracted = Path(scratch) / "extracted"
-            _extract(_download(Path(scratch)), extracted)
-            extracted.replace(folder)
-    return folder
+__all__ = ["DOWNLOAD_SECONDS", "VERSION", "UnavailableError", "fetch", "with_operators"]
 
 
 def with_operators(python_files: Path, folder: Path) -> Path:
@@ -55,40 +43,3 @@ def with_operators(python_files: Path, folder: Path) -> Path:
     for module in installed.glob("*.so"):
         (folder / "vllm" / module.name).symlink_to(module)
     return folder
-
-
-def _download(into: Path) -> Path:
-    command = [
-        *(sys.executable, "-m", "pip", "download", f"vllm=={VERSION}", "--dest", str(into)),
-        *("--no-deps", "--only-binary=:all:", "--retries", "2"),
-    ]
-    try:
-        done = subprocess.run(
-            command,
-            env=pip_environment(),
-            check=False,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            timeout=DOWNLOAD_SECONDS,
-        )
-    except subprocess.TimeoutExpired:
-        raise UnavailableError(
-            f"vllm {VERSION} did not arrive within {DOWNLOAD_SECONDS} s (340 MB, by pip)."
-        ) from None
-    if done.returncode:
-        raise UnavailableError(
-            f"These tests run on the Python files of vllm {VERSION}, and pip could not download "
-            f"its wheel (340 MB, once). Give pip an index or a find-links folder that has it, or "
-            f"leave these tests out: make test ARGS='--ignore=tests/vllm_0_33'.\n\n"
-            f"{' '.join(command)}\n{done.stdout}"
-        )
-    return next(wheel for wheel in into.glob("*.whl") if canonical(wheel.name).startswith("vllm-"))
-
-
-def _extract(wheel: Path, folder: Path) -> None:
-    with zipfile.ZipFile(wheel) as archive:
-        for name in archive.namelist():
-            if name.endswith((".py", ".json")) or f"vllm-{VERSION}.dist-info/" in name:
-                archive.extract(name, folder)

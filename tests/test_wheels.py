@@ -1,0 +1,65 @@
+"""Wheels that tests read from: fetched once, in one piece, and what is said when they are not."""
+
+import zipfile
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from tests.wheels import UnavailableError, Wheel
+
+INFO = "small_thing-1.0.dist-info"
+FILES = {
+    "small_thing/__init__.py": "",
+    "small_thing/compiled.so": "",
+    f"{INFO}/METADATA": "Metadata-Version: 2.1\nName: small-thing\nVersion: 1.0\n",
+    f"{INFO}/WHEEL": "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
+    f"{INFO}/RECORD": "",
+}
+
+
+@pytest.fixture
+def wheel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Wheel:
+    """One that pip finds in a folder, and nowhere else."""
+    links = tmp_path / "links"
+    links.mkdir()
+    with zipfile.ZipFile(links / "small_thing-1.0-py3-none-any.whl", "w") as archive:
+        for name, text in FILES.items():
+            archive.writestr(name, text)
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("PIP_FIND_LINKS", str(links))
+    return Wheel(
+        "small-thing",
+        "1.0",
+        tmp_path / "cache" / "small",
+        download_mb=1,
+        download_seconds=60,
+        without="--ignore=tests/small",
+        needed=lambda file: not file.endswith(".so"),
+    )
+
+
+def test_what_is_needed_is_unpacked_once(wheel: Wheel, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = wheel.fetch()
+    assert folder == wheel.folder
+    found = {str(file.relative_to(folder)) for file in folder.rglob("*") if file.is_file()}
+    assert found == FILES.keys() - {"small_thing/compiled.so"}
+    assert sorted(path.name for path in folder.parent.iterdir()) == ["small", "small.lock"]
+    monkeypatch.delenv("PIP_FIND_LINKS")
+    assert wheel.fetch() == folder
+
+
+def test_what_an_interrupted_fetch_left_is_removed(wheel: Wheel) -> None:
+    left = wheel.folder.parent / "small.tmp-abc"
+    left.mkdir(parents=True)
+    wheel.fetch()
+    assert not left.exists()
+
+
+def test_a_wheel_that_is_not_to_be_had(wheel: Wheel) -> None:
+    missing = replace(wheel, version="2.0")
+    with pytest.raises(UnavailableError) as told:
+        missing.fetch()
+    for part in ("small-thing 2.0", "(1 MB, once)", "make test ARGS='--ignore=tests/small'"):
+        assert part in str(told.value)
+    assert not missing.folder.exists()
