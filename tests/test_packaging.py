@@ -117,7 +117,8 @@ def test_wheel_holds_the_typed_package_the_examples_and_nothing_else(wheel: Path
     package = {str(file.relative_to(root)) for file in (root / "simple_offload").rglob("*.py")}
     examples = {
         f"simple_offload/bundled/{file.relative_to(root)}"
-        for file in (root / "examples").rglob("*.py")
+        for file in (root / "examples").rglob("*")
+        if file.is_file() and "__pycache__" not in file.parts
     }
     info = f"simple_offload-{simple_offload.__version__}.dist-info"
     inside = {name for name in names if not name.startswith(info)}

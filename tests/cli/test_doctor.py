@@ -83,6 +83,16 @@ def test_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "no memory is pinned" not in checks["lock limit"].found
 
 
+@pytest.mark.gpu
+def test_on_a_gpu(capfd: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", "--config", '{"cpu_bytes_to_use": "64MiB"}', "--json"]) == 0
+    by_name = {check["name"]: check for check in json.loads(capfd.readouterr().out)["checks"]}
+    assert by_name["backend"]["found"] == "CudaBackend"
+    assert "4K " in by_name["copy path"]["found"]
+    assert "GB/s" in by_name["copy path"]["found"]
+    assert "driver " in by_name["device"]["found"]
+
+
 def test_a_driver_without_batches(monkeypatch: pytest.MonkeyPatch) -> None:
     backend = {**ON_CUDA["backend"]["value"], "batched": False, "cuda_driver": "12.4"}
     checks = found_with(monkeypatch, {**ON_CUDA, "backend": {"value": backend}})
