@@ -90,7 +90,7 @@ class Wheel:
 
     def _extract(self, wheel: Path, folder: Path) -> None:
         with zipfile.ZipFile(wheel) as archive:
-            archive.extractall(folder, filter(self.needed, archive.namelist()))
+            archive.extractall(folder, [name for name in archive.namelist() if self.needed(name)])
 
 
 CACHE = ROOT / ".cache"
