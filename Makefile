@@ -17,7 +17,7 @@ WORKERS ?= 2
 VENV_PYTHON := .venv/bin/python
 
 .DEFAULT_GOAL := help
-.PHONY: help set-up demo test check docs soak simulate-builtin test-gpu clean
+.PHONY: help set-up demo test check soak simulate-builtin test-gpu clean
 
 help: ## List the targets
 	@sed -nE 's/^([a-z-]+):[^#]*## (.*)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 18
@@ -38,6 +38,7 @@ check: set-up ## Formatting, lint and types
 	$(VENV_PYTHON) -m ruff check .
 	$(VENV_PYTHON) -m mypy
 
+.PHONY: docs
 docs: set-up ## Rewrite what the documentation takes from the code and from measurements
 	@$(VENV_PYTHON) -m tools.docs
 

@@ -93,7 +93,7 @@ def run(arguments: argparse.Namespace) -> int:
 def examine(given: TransferConfig, ranks: int) -> list[Check]:
     """Every check, in the order in which a server meets things."""
     config_checks, config = check_transfer_config(given, ranks)
-    found = probe(given, config or OffloadConfig())
+    found = probe(given, config)
     backend = found.get("backend", {}).get("value") or {}
     pinned = backend.get("name", "HostBackend") != "HostBackend"
     wanted = None
@@ -113,15 +113,16 @@ def examine(given: TransferConfig, ranks: int) -> list[Check]:
     ]
 
 
-def probe(given: TransferConfig, config: OffloadConfig) -> Found:
-    """What a process finds that imports torch and vLLM and makes the backend."""
+def probe(given: TransferConfig, config: OffloadConfig | None) -> Found:
+    """What a process finds that imports torch and vLLM and makes the backend; the one that was
+    named, also where the rest of the configuration is refused (``config`` None)."""
     if importlib.util.find_spec("torch") is None:
         return {"torch": {"error": "not installed"}}
-    wanted = {
-        "backend": config.backend,
-        "copy_path": config.copy_path,
-        "kv_transfer_config": given.whole,
+    wanted: dict[str, Any] = {
+        key: str(given.extra.get(key, "auto") if config is None else getattr(config, key))
+        for key in ("backend", "copy_path")
     }
+    wanted["kv_transfer_config"] = given.whole
     with tempfile.TemporaryDirectory(prefix="simple-offload-") as folder:
         answer = Path(folder) / "found.json"
         command = [sys.executable, "-m", "simple_offload.cli.probe", json.dumps(wanted)]

@@ -147,6 +147,15 @@ def _stub(folder: Path, module: str, text: str, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setenv("PYTHONPATH", f"{folder}:{Path(doctor.__file__).parents[2]}")
 
 
+def test_the_named_backend_is_tried_also_when_the_rest_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = "import sys, json; raise ImportError(json.loads(sys.argv[1])['backend'])"
+    _stub(tmp_path, "torch", made, monkeypatch)
+    given = read_transfer_config('{"backend": "npu", "unknown": 1}')
+    assert probe(given, None)["torch"]["error"] == "ImportError: npu"
+
+
 def test_a_torch_that_ends_the_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     _stub(
         tmp_path,
