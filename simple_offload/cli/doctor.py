@@ -35,7 +35,7 @@ from simple_offload.cli.transfer_config import (
 from simple_offload.config import OffloadConfig
 
 WOULD_FAIL = 1
-PROBE_SECONDS = 180
+PROBE_SECONDS = 240
 _VARIABLES = (
     "VLLM_KV_CACHE_LAYOUT",
     "VLLM_ASCEND_ENABLE_BATCH_MEMCPY",
