@@ -64,10 +64,12 @@ def test_this_machine(capfd: pytest.CaptureFixture[str]) -> None:
 
 def test_the_table(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(doctor, "probe", lambda *_: ON_CPU)
+    monkeypatch.setenv("VLLM_KV_CACHE_LAYOUT", "[red]BLHNC")
     assert main(["doctor", "--config", '{"backend": "cuda", "bakend": "[red]"}']) == 1
     text = capsys.readouterr().out
     assert "did you mean 'backend'?" in text
-    assert "[red]" in text
+    assert "bakend='[red]'" in text
+    assert "[red]BLHNC" in text
     assert "1 would stop it." in text
     assert "\x1b" not in text
     assert main(["doctor", "--config", '{"cpu_bytes_to_use": "1MiB"}']) == 0
