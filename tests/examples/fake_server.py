@@ -1,0 +1,148 @@
+"""Stands in for ``vllm serve``: starts at once, streams made-up tokens, and errs when told to.
+
+``python -m tests.examples.fake_server MODEL --host H --port P ...``. FAKE_SERVER in the
+environment is JSON: see ``Faults``. Half of each prompt that it has seen before counts as a hit
+on the device, the other half as one of the connector.
+"""
+
+import argparse
+import json
+import os
+import signal
+import subprocess
+import sys
+from dataclasses import dataclass
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from threading import Lock
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Faults:
+    exit_at_start: int | None = None
+    """Exit code, before anything is answered."""
+    child: bool = False
+    """Starts a process that only a signal ends."""
+    ignore_sigterm: bool = False
+    die_at: int | None = None
+    """The request (from 0) in whose midst the process is killed."""
+    refuse_at: int | None = None
+    """The request that is answered with status 500."""
+    short_at: int | None = None
+    """The request whose answer lacks its last token."""
+    other_at: int | None = None
+    """The request whose answer has other tokens."""
+    no_hits: bool = False
+    resets_refused: int = 0
+    """How many resets fail before one succeeds."""
+
+
+class State:
+    def __init__(self, faults: Faults, connector: bool) -> None:
+        self.faults = faults
+        self.connector = connector
+        self.lock = Lock()
+        self.requests = 0
+        self.refusals = faults.resets_refused
+        self.seen: list[list[int]] = []
+        self.sources = {"local_compute": 0, "local_cache_hit": 0, "external_kv_transfer": 0}
+
+    def admit(self, prompt: list[int]) -> tuple[int, int]:
+        """The number of a request, and how many of its tokens are cached."""
+        with self.lock:
+            number, self.requests = self.requests, self.requests + 1
+            known = 0
+            if not self.faults.no_hits:
+                known = max((_common(prompt, each) for each in self.seen), default=0)
+            self.seen.append(prompt)
+            external = known // 2 if self.connector else 0
+            self.sources["external_kv_transfer"] += external
+            self.sources["local_cache_hit"] += known - external
+            self.sources["local_compute"] += len(prompt) - known
+            return number, known
+
+
+def _common(one: list[int], other: list[int]) -> int:
+    pairs = zip(one, other, strict=False)
+    return next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(one), len(other)))
+
+
+class Handler(BaseHTTPRequestHandler):
+    state: State
+
+    def do_GET(self) -> None:
+        if self.path == "/health":
+            self._answer(b"")
+            return
+        lines = [
+            f'vllm:prompt_tokens_by_source_total{{source="{source}"}} {value}'
+            for source, value in self.state.sources.items()
+        ]
+        header = "# TYPE vllm:prompt_tokens_by_source counter"
+        self._answer("\n".join([header, *lines, ""]).encode())
+
+    def do_POST(self) -> None:
+        if self.path.startswith("/reset_prefix_cache"):
+            self.state.refusals -= 1
+            self.state.seen.clear()
+            self._answer(json.dumps({"success": self.state.refusals < 0}).encode())
+            return
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        self._complete(body)
+
+    def _complete(self, body: dict[str, Any]) -> None:
+        prompt, length = body["prompt"], body["max_tokens"]
+        number, cached = self.state.admit(prompt)
+        faults = self.state.faults
+        if number == faults.refuse_at:
+            self.send_error(500)
+            return
+        self.send_response(200)
+        self.end_headers()
+        if number == faults.die_at:
+            os.kill(os.getpid(), signal.SIGKILL)
+        first = sum(prompt) + (number == faults.other_at)
+        said = length - (number == faults.short_at)
+        for token in range(first, first + said):
+            self._event({"choices": [{"text": "w", "token_ids": [token % 997]}]})
+        usage = {
+            "prompt_tokens": len(prompt),
+            "completion_tokens": said,
+            "prompt_tokens_details": {"cached_tokens": cached},
+        }
+        self._event({"choices": [], "usage": usage})
+        self.wfile.write(b"data: [DONE]\n\n")
+
+    def _event(self, data: dict[str, Any]) -> None:
+        self.wfile.write(b"data: " + json.dumps(data).encode() + b"\n\n")
+
+    def _answer(self, body: bytes) -> None:
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *_: Any) -> None:
+        pass
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--host")
+    parser.add_argument("--port", type=int)
+    parser.add_argument("--kv-transfer-config")
+    arguments, _ = parser.parse_known_args()
+    faults = Faults(**json.loads(os.environ.get("FAKE_SERVER", "{}")))
+    if faults.exit_at_start is not None:
+        sys.stderr.write("there is no such model\n")
+        sys.exit(faults.exit_at_start)
+    if faults.ignore_sigterm:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    if faults.child:
+        subprocess.Popen([sys.executable, "-c", "import signal; signal.pause()"])
+    Handler.state = State(faults, arguments.kv_transfer_config is not None)
+    ThreadingHTTPServer((arguments.host, arguments.port), Handler).serve_forever()
+
+
+if __name__ == "__main__":
+    main()
