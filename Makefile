@@ -17,7 +17,7 @@ WORKERS ?= 2
 VENV_PYTHON := .venv/bin/python
 
 .DEFAULT_GOAL := help
-.PHONY: help set-up demo test check soak simulate-builtin test-gpu clean
+.PHONY: help set-up demo bench-turns test check soak simulate-builtin test-gpu clean docs
 
 help: ## List the targets
 	@sed -nE 's/^([a-z-]+):[^#]*## (.*)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 18
@@ -38,9 +38,11 @@ check: set-up ## Formatting, lint and types
 	$(VENV_PYTHON) -m ruff check .
 	$(VENV_PYTHON) -m mypy
 
-.PHONY: docs
 docs: set-up ## Rewrite what the documentation takes from the code and from measurements
 	@$(VENV_PYTHON) -m tools.docs
+
+bench-turns: set-up ## Conversations over HTTP with and without the connector (ARGS="--preset h200")
+	@$(VENV_PYTHON) -m examples.multi_turn $(ARGS)
 
 soak: set-up ## Simulate STEPS engine steps (default 100000) from SEED (default 0), checking every page
 	@$(VENV_PYTHON) -m tests.simulation.soak --steps $(STEPS) --seed $(SEED)
@@ -52,5 +54,5 @@ test-gpu: ## Tests that need an accelerator, in the environment of GPU_PYTHON (d
 	$(GPU_PYTHON) -m pytest -m gpu $(ARGS)
 
 clean: ## Remove caches, build outputs and demo outputs; .venv and downloads stay
-	rm -rf build dist demo-out copy-bench-out engine-bench-out .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf build dist demo-out copy-bench-out engine-bench-out multi-turn-out .mypy_cache .ruff_cache .pytest_cache .hypothesis
 	find . -name __pycache__ -type d -not -path './.*' -prune -exec rm -rf {} +

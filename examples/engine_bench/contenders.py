@@ -4,8 +4,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from examples.engine_bench.plan import Plan
-
 LAYOUT = "VLLM_KV_CACHE_LAYOUT"
 
 
@@ -20,14 +18,15 @@ class Contender:
     """``kv_connector_module_path`` of a connector from outside vLLM."""
     environment: Mapping[str, str] = field(default_factory=dict)
 
-    def transfer_config(self, plan: Plan) -> dict[str, Any] | None:
-        """For vLLM's ``kv_transfer_config``."""
+    def transfer_config(self, host_bytes: int) -> dict[str, Any] | None:
+        """For vLLM's ``kv_transfer_config``, with a host tier of ``host_bytes`` for all ranks
+        together."""
         if self.connector is None:
             return None
         config: dict[str, Any] = {
             "kv_connector": self.connector,
             "kv_role": "kv_both",
-            "kv_connector_extra_config": {"cpu_bytes_to_use": plan.host_bytes},
+            "kv_connector_extra_config": {"cpu_bytes_to_use": host_bytes},
         }
         if self.module is not None:
             config["kv_connector_module_path"] = self.module

@@ -119,7 +119,7 @@ def _engine(plan: Plan, contender: Contender, model: Path) -> "AsyncLLM":
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.v1.engine.async_llm import AsyncLLM
 
-    transfer = contender.transfer_config(plan)
+    transfer = contender.transfer_config(plan.host_bytes)
     arguments: dict[str, Any] = {
         "model": str(model),
         "skip_tokenizer_init": True,

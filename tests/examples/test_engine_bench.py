@@ -375,7 +375,7 @@ def test_only_one_contender_has_another_layout(
 
 def test_contenders_differ_in_the_connector_only() -> None:
     plan = h200_plan()
-    configs = {name: each.transfer_config(plan) for name, each in CONTENDERS.items()}
+    configs = {name: each.transfer_config(plan.host_bytes) for name, each in CONTENDERS.items()}
     assert configs["none"] is None
     ours, builtin = configs["ours"], configs["builtin"]
     assert ours is not None

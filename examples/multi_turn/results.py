@@ -1,0 +1,140 @@
+"""What the rounds come to: medians over them, by contender, and what went wrong."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from statistics import fmean, median
+from typing import Any
+
+from examples.engine_bench.parts import percentile
+from examples.multi_turn.client import Reply
+from examples.multi_turn.plan import Plan
+
+Runs = Mapping[str, Sequence[Mapping[str, Any]]]
+"""By contender, what ``Bench`` keeps of each round."""
+
+LEAST_AGREEMENT = 0.95
+"""Share of the answers that have to be the first contender's. Not all: who shares a step with
+whom is up to chance, and the rounding of sums with it."""
+
+
+@dataclass(frozen=True)
+class Times:
+    """Seconds."""
+
+    mean: float
+    p50: float
+    p90: float
+    p99: float
+
+
+@dataclass(frozen=True)
+class Summary:
+    """One contender. Each number is the median over its rounds."""
+
+    numbers: Mapping[str, float]
+    by_turn: Mapping[int, Times]
+    """TTFT; turns count from 0."""
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def summaries(runs: Runs, bytes_per_token: int | None) -> dict[str, Summary]:
+    """By contender, of those that have a round with an answer. ``bytes_per_token`` (KV of all
+    layers) stands in where a connector does not tell what it loads; None if not known."""
+    found = {}
+    for contender, rounds in runs.items():
+        played = [each for each in rounds if each["replies"]]
+        if played:
+            found[contender] = Summary(
+                _medians([_numbers(each, bytes_per_token) for each in played]),
+                _by_turn([_replies(each) for each in played]),
+            )
+    return found
+
+
+def problems(runs: Runs, plan: Plan, requests: int, connected: Iterable[str]) -> list[str]:
+    """Why the numbers are worth nothing, one line each; none if all is well. ``requests`` is how
+    many a round has; ``connected`` are the contenders with a connector."""
+    found = []
+    for contender, rounds in runs.items():
+        if len(rounds) != plan.rounds:
+            found.append(f"{contender}: {len(rounds)} of {plan.rounds} rounds")
+        for each in rounds:
+            who = f"{contender}, round {each['round']}"
+            found += [f"{who}: lost a request: {lost}" for lost in each["lost"]]
+            if len(each["replies"]) != requests:
+                found.append(f"{who}: {len(each['replies'])} of {requests} requests done")
+            hits = each["counters"]["external_hit_tokens"]
+            if contender in connected and plan.expects_hits and hits == 0:
+                found.append(f"{who}: the connector got no hits")
+    return found + (_disagreements(runs) if plan.compares_answers else [])
+
+
+def _disagreements(runs: Runs) -> list[str]:
+    said: dict[tuple[str, int], str] = {}
+    found = []
+    for contender, rounds in runs.items():
+        for each in rounds:
+            same = [
+                said.setdefault((reply.conversation, reply.turn), reply.answer) == reply.answer
+                for reply in _replies(each)
+            ]
+            if same and sum(same) < LEAST_AGREEMENT * len(same):
+                found.append(
+                    f"{contender}, round {each['round']}: {len(same) - sum(same)} of {len(same)} "
+                    f"answers differ from {next(iter(runs))}'s"
+                )
+    return found
+
+
+def _numbers(each: Mapping[str, Any], bytes_per_token: int | None) -> dict[str, float]:
+    replies = _replies(each)
+    ttft = _times([reply.ttft for reply in replies])
+    later = [reply.ttft for reply in replies if reply.turn > 0]
+    tpot = [reply.tpot for reply in replies if reply.tpot is not None]
+    answered = sum(reply.answer_tokens for reply in replies)
+    asked = sum(reply.prompt_tokens for reply in replies)
+    numbers: dict[str, float] = {
+        "requests": len(replies),
+        "seconds": each["seconds"],
+        "requests_per_second": len(replies) / each["seconds"],
+        "answer_tokens_per_second": answered / each["seconds"],
+        "tokens_per_second": (asked + answered) / each["seconds"],
+        **{f"ttft_{name}": value for name, value in asdict(ttft).items()},
+        **each["counters"],
+    }
+    if later:
+        numbers["later_ttft_mean"] = fmean(later)
+    if tpot:
+        numbers["tpot_mean"] = fmean(tpot)
+        numbers["tpot_p99"] = percentile(sorted(tpot), 0.99)
+    if bytes_per_token is not None and numbers["external_hit_tokens"]:
+        numbers.setdefault("loaded_bytes", numbers["external_hit_tokens"] * bytes_per_token)
+    return numbers
+
+
+def _by_turn(rounds: Sequence[Sequence[Reply]]) -> dict[int, Times]:
+    turns = sorted({reply.turn for replies in rounds for reply in replies})
+    found = {}
+    for turn in turns:
+        each = [[reply.ttft for reply in replies if reply.turn == turn] for replies in rounds]
+        medians = _medians([asdict(_times(times)) for times in each if times])
+        found[turn] = Times(**medians)
+    return found
+
+
+def _medians(rounds: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Of each number, over the rounds that have it."""
+    names = dict.fromkeys(name for each in rounds for name in each)
+    return {name: median(each[name] for each in rounds if name in each) for name in names}
+
+
+def _times(values: Iterable[float]) -> Times:
+    ordered = sorted(values)
+    p50, p90, p99 = (percentile(ordered, share) for share in (0.5, 0.9, 0.99))
+    return Times(fmean(ordered), p50, p90, p99)
+
+
+def _replies(each: Mapping[str, Any]) -> list[Reply]:
+    return [Reply(**reply) for reply in each["replies"]]

@@ -1,0 +1,88 @@
+"""Text as tokens, for made models and for real ones."""
+
+import random
+import re
+import zlib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+FIRST_TEXT_TOKEN = 10
+"""Ids below this one are left to a made model's special tokens."""
+
+SPECIAL = {"unk_token": "w0", "bos_token": "w1", "eos_token": "w2"}
+
+CHAT_TEMPLATE = "{% for message in messages %}{{ message['content'] + ' ' }}{% endfor %}"
+"""A conversation is what was said, and nothing else."""
+
+
+class Vocabulary(Protocol):
+    """What a model's tokens mean."""
+
+    def encode(self, text: str) -> list[int]:
+        """``text`` as tokens."""
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """``tokens`` as text."""
+
+    def random(self, length: int, *what: object) -> list[int]:
+        """So many tokens of text; the same for the same ``what``."""
+
+
+class WordVocabulary:
+    """Of a made model: token 17 is the word "w17". Any other word is the token that its hash
+    picks, so that text in any language becomes a token a word, and equal text equal tokens."""
+
+    def __init__(self, size: int) -> None:
+        self._size = size
+
+    def encode(self, text: str) -> list[int]:
+        return [self._token(word) for word in text.split()]
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        return " ".join(f"w{token}" for token in tokens)
+
+    def random(self, length: int, *what: object) -> list[int]:
+        source = random.Random(" ".join(map(str, what)))
+        return source.choices(range(FIRST_TEXT_TOKEN, self._size), k=length)
+
+    def save(self, directory: Path) -> None:
+        """Write the tokenizer's files beside a model, for those who send text to the server."""
+        from tokenizers import Tokenizer
+        from tokenizers.models import WordLevel
+        from tokenizers.pre_tokenizers import WhitespaceSplit
+        from transformers import PreTrainedTokenizerFast
+
+        words = {f"w{token}": token for token in range(self._size)}
+        tokenizer = Tokenizer(WordLevel(words, SPECIAL["unk_token"]))
+        tokenizer.pre_tokenizer = WhitespaceSplit()
+        PreTrainedTokenizerFast(
+            tokenizer_object=tokenizer, chat_template=CHAT_TEMPLATE, **SPECIAL
+        ).save_pretrained(directory)
+
+    def _token(self, word: str) -> int:
+        if re.fullmatch(r"w\d{1,9}", word, re.ASCII) and int(word[1:]) < self._size:
+            return int(word[1:])
+        texts = self._size - FIRST_TEXT_TOKEN
+        return FIRST_TEXT_TOKEN + zlib.crc32(word.encode()) % texts
+
+
+class ModelVocabulary:
+    """Of a model that comes with a tokenizer."""
+
+    def __init__(self, model: str) -> None:
+        """Raises OSError if there is no tokenizer of that name."""
+        from transformers import AutoTokenizer
+
+        self._tokenizer: Any = AutoTokenizer.from_pretrained(model)
+        special = set(self._tokenizer.all_special_ids)
+        self._texts = sorted(set(range(self._tokenizer.vocab_size)) - special)
+
+    def encode(self, text: str) -> list[int]:
+        return list(self._tokenizer.encode(text, add_special_tokens=False))
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        return str(self._tokenizer.decode(tokens))
+
+    def random(self, length: int, *what: object) -> list[int]:
+        return random.Random(" ".join(map(str, what))).choices(self._texts, k=length)
