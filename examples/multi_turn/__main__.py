@@ -89,8 +89,8 @@ def _introduce(console: Console, bench: Bench) -> None:
     tokens = sum(conversation.num_tokens for conversation in bench.conversations)
     blocks = plan.num_device_blocks(bench.conversations) - 1
     console.print(
-        f"{_what(bench)}: {bench.requests} requests a round, which end with {tokens:,} tokens of "
-        f"history. The device's KV space holds {blocks * plan.block_size:,}, the host tier "
+        f"{_what(bench)}: {bench.requests} requests a round, {tokens:,} tokens at the end. The "
+        f"device's KV space holds {blocks * plan.block_size:,}, the host tier "
         f"{plan.host_bytes / 2**30:.1f} GiB.",
         highlight=False,
     )
@@ -188,7 +188,8 @@ def _parse(argv: Sequence[str] | None) -> Bench:
     try:
         vocabulary = _vocabulary(plan)
     except (OSError, ValueError) as error:
-        parser.error(f"argument --model: {arguments.model!r} cannot be read: {error}")
+        reason = str(error).splitlines()[0]
+        parser.error(f"argument --model: {arguments.model!r} cannot be read: {reason}")
     try:
         data = plan.settings if arguments.input_file is None else read_input(arguments.input_file)
         conversations = make_conversations(data, vocabulary, plan.seed)
@@ -227,9 +228,14 @@ def _device() -> Device:
 
 
 def _vocabulary(plan: Plan) -> Vocabulary:
+    """Raises OSError or ValueError if the model that ``plan`` names has none."""
     if plan.shape is not None:
         return WordVocabulary(plan.shape.vocab_size)
     assert plan.model is not None
+    folder = Path(plan.model)
+    # transformers takes a folder that does not exist for a name it is to download.
+    if (folder.is_absolute() or folder.exists()) and not (folder / "config.json").is_file():
+        raise FileNotFoundError(f"there is no {folder / 'config.json'}")
     return ModelVocabulary(plan.model)
 
 
@@ -271,12 +277,13 @@ def _count(text: str) -> int:
     return int(text)
 
 
-def _end(signal_number: int, _frame: FrameType | None) -> None:
-    """Leave through the ``finally`` blocks that stop the server and remove its files."""
-    sys.exit(128 + signal_number)
+def _interrupt(_signal_number: int, _frame: FrameType | None) -> None:
+    """As Ctrl-C does: leave through the ``finally`` blocks that stop the server and remove its
+    files. asyncio ends its tasks in order for that signal only."""
+    signal.raise_signal(signal.SIGINT)
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGTERM, _end)
-    signal.signal(signal.SIGHUP, _end)
+    signal.signal(signal.SIGTERM, _interrupt)
+    signal.signal(signal.SIGHUP, _interrupt)
     sys.exit(main())

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-FIRST_TEXT_TOKEN = 10
-"""Ids below this one are left to a made model's special tokens."""
+SPECIAL = {"unk_token": "<unk>", "bos_token": "<s>", "eos_token": "</s>"}
+"""A made model's first tokens, which are no text."""
 
-SPECIAL = {"unk_token": "w0", "bos_token": "w1", "eos_token": "w2"}
+FIRST_TEXT_TOKEN = len(SPECIAL)
 
 CHAT_TEMPLATE = "{% for message in messages %}{{ message['content'] + ' ' }}{% endfor %}"
 """A conversation is what was said, and nothing else."""
@@ -53,7 +53,8 @@ class WordVocabulary:
         from tokenizers.pre_tokenizers import WhitespaceSplit
         from transformers import PreTrainedTokenizerFast
 
-        words = {f"w{token}": token for token in range(self._size)}
+        texts = [f"w{token}" for token in range(FIRST_TEXT_TOKEN, self._size)]
+        words = {word: token for token, word in enumerate([*SPECIAL.values(), *texts])}
         tokenizer = Tokenizer(WordLevel(words, SPECIAL["unk_token"]))
         tokenizer.pre_tokenizer = WhitespaceSplit()
         PreTrainedTokenizerFast(
@@ -61,10 +62,10 @@ class WordVocabulary:
         ).save_pretrained(directory)
 
     def _token(self, word: str) -> int:
-        if re.fullmatch(r"w\d{1,9}", word, re.ASCII) and int(word[1:]) < self._size:
+        texts = range(FIRST_TEXT_TOKEN, self._size)
+        if re.fullmatch(r"w\d{1,9}", word, re.ASCII) and int(word[1:]) in texts:
             return int(word[1:])
-        texts = self._size - FIRST_TEXT_TOKEN
-        return FIRST_TEXT_TOKEN + zlib.crc32(word.encode()) % texts
+        return texts[zlib.crc32(word.encode()) % len(texts)]
 
 
 class ModelVocabulary:

@@ -13,7 +13,7 @@ import subprocess
 import sys
 from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from threading import Lock
+from threading import Event, Lock
 from typing import Any
 
 
@@ -32,6 +32,8 @@ class Faults:
     """The request whose answer lacks its last token."""
     other_at: int | None = None
     """The request whose answer has other tokens."""
+    stall_at: int | None = None
+    """The request whose answer never comes to its end."""
     no_hits: bool = False
     resets_refused: int = 0
     """How many resets fail before one succeeds."""
@@ -104,7 +106,9 @@ class Handler(BaseHTTPRequestHandler):
         first = sum(prompt) + (number == faults.other_at)
         said = length - (number == faults.short_at)
         for token in range(first, first + said):
-            self._event({"choices": [{"text": "w", "token_ids": [token % 997]}]})
+            self._event({"choices": [{"text": f"w{token} "}]})
+            if number == faults.stall_at:
+                Event().wait()
         usage = {
             "prompt_tokens": len(prompt),
             "completion_tokens": said,

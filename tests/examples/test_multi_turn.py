@@ -1,0 +1,428 @@
+"""The multi-turn benchmark from end to end, mostly against servers that stand in for vLLM."""
+
+import asyncio
+import importlib.util
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+pytest.importorskip("aiohttp")
+pytest.importorskip("rich")
+
+from examples import serving
+from examples.demo.child import ROOT
+from examples.engine_bench.contenders import CONTENDERS
+from examples.multi_turn import __main__ as command
+from examples.multi_turn import replay as replay_module
+from examples.multi_turn.bench import Bench
+from examples.multi_turn.client import Reply, RequestLost
+from examples.multi_turn.conversations import Conversation, Turn, make_conversations
+from examples.multi_turn.model import Shape
+from examples.multi_turn.plan import Plan, cpu_plan, generated
+from examples.multi_turn.replay import Replayed, replay
+from examples.multi_turn.tokens import WordVocabulary
+
+needs_vllm = pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="runs vLLM")
+
+FAKE = (sys.executable, "-m", "tests.examples.fake_server")
+
+
+def tiny_plan(**changes: Any) -> Plan:
+    plan = replace(
+        cpu_plan(),
+        shape=Shape("llama", 256, 64, 128, 2, 2, 1, 32, "float32"),
+        device_tokens=512,
+        host_bytes=64 << 20,
+        settings=generated(4, messages=6, common=32, prefix=(150, 200), question=16, answer=4),
+        clients=2,
+        active=4,
+    )
+    return replace(plan, **changes)
+
+
+def bench(output: Path, *names: str, port: int | None = None, **changes: Any) -> Bench:
+    plan = tiny_plan(**changes)
+    assert plan.shape is not None
+    vocabulary = WordVocabulary(plan.shape.vocab_size)
+    conversations = make_conversations(plan.settings, vocabulary, plan.seed)
+    contenders = [CONTENDERS[name] for name in names]
+    return Bench(plan, conversations, vocabulary, contenders, output, port)
+
+
+WARM_UP = 3
+"""Requests of each server's warm-up."""
+
+
+@pytest.fixture
+def fake(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    """Servers that stand in for vLLM. FAKE_SERVER in the environment tells them how to err."""
+    monkeypatch.setattr(serving, "COMMAND", FAKE)
+    return monkeypatch
+
+
+def err(fake: pytest.MonkeyPatch, **faults: Any) -> None:
+    fake.setenv("FAKE_SERVER", json.dumps(faults))
+
+
+def children() -> list[psutil.Process]:
+    return [
+        child
+        for child in psutil.Process().children(recursive=True)
+        if child.status() != psutil.STATUS_ZOMBIE and "serve" in " ".join(child.cmdline())
+    ]
+
+
+def test_every_contender_answers_all_that_is_asked(
+    fake: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code = command.run(bench(tmp_path, "none", "ours", rounds=2))
+    printed = capsys.readouterr().out
+    assert code == 0, printed
+    assert "ours: round 2/2" in printed
+    assert "TTFT by turn, ms" in printed
+    assert "Medians of 2 rounds, and their ratios to none" in printed
+
+    result = json.loads((tmp_path / "result.json").read_text())
+    assert result["problems"] == []
+    assert result["requests"] == 12
+    asked: set[tuple[Any, ...]] = set()
+    for rounds in result["runs"].values():
+        assert [each["round"] for each in rounds] == [1, 2]
+        for each in rounds:
+            assert len(each["replies"]) == 12
+            # The answers follow from the prompts.
+            asked.add(tuple(sorted(reply["answer"] for reply in each["replies"])))
+            assert sum(
+                each["counters"][source]
+                for source in ("computed_tokens", "device_hit_tokens", "external_hit_tokens")
+            ) == sum(reply["prompt_tokens"] for reply in each["replies"])
+            for reply in each["replies"]:
+                assert 0 < reply["ttft"] <= reply["latency"] <= each["seconds"]
+                assert reply["answer_tokens"] == 4
+                assert reply["cached_tokens"] > 0 or reply["turn"] == 0
+    assert len(asked) == 1, "everybody is asked the same in every round"
+    none, ours = (result["summaries"][name] for name in ("none", "ours"))
+    assert none["numbers"]["external_hit_tokens"] == 0
+    assert ours["numbers"]["external_hit_tokens"] > 0
+    assert set(ours["by_turn"]) == {"0", "1", "2"}
+    for name in ("ttft_by_turn.png", "throughput.png"):
+        assert (tmp_path / name).read_bytes().startswith(b"\x89PNG")
+    assert {path.name for path in tmp_path.iterdir()} == {
+        *("result.json", "conversations.json", "ttft_by_turn.png", "throughput.png"),
+        *("none.log", "ours.log"),
+    }
+    assert children() == []
+
+
+def test_each_round_begins_with_empty_caches(fake: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    err(fake, resets_refused=WARM_UP + 1)
+    one = bench(tmp_path, "none", rounds=2)
+    one.run(lambda *_: None)
+    hits = [each["counters"]["device_hit_tokens"] for each in one.runs["none"]]
+    assert hits[0] == hits[1]
+
+
+@pytest.mark.parametrize(
+    ("faults", "complaint"),
+    [
+        ({"refuse_at": WARM_UP + 11}, "lost a request: conversation 'CONV_ID"),
+        ({"refuse_at": WARM_UP + 11}, "500"),
+        ({"refuse_at": WARM_UP}, "(2 more turns were not asked)"),
+        ({"refuse_at": WARM_UP}, "9 of 12 requests done"),
+        ({"short_at": WARM_UP + 5}, "3 of 4 tokens"),
+        ({"no_hits": True}, "ours, round 1: the connector got no hits"),
+    ],
+)
+def test_what_makes_a_run_worth_nothing(
+    faults: Mapping[str, Any],
+    complaint: str,
+    fake: pytest.MonkeyPatch,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    err(fake, **faults)
+    assert command.run(bench(tmp_path, "ours")) == command.WORTH_NOTHING
+    assert complaint in capsys.readouterr().out
+    assert any(
+        complaint in each for each in json.loads((tmp_path / "result.json").read_text())["problems"]
+    )
+
+
+def test_other_answers_make_a_run_worth_nothing(
+    fake: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    both = bench(tmp_path, "none", "ours")
+    show = []
+
+    def on_show(who: str, what: str, _done: int) -> None:
+        if (who, what) == ("ours", "starting the server"):
+            err(fake, other_at=WARM_UP + 3)
+        show.append(what)
+
+    both.run(on_show)
+    assert both.problems == ["ours, round 1: 1 of 12 answers differ from none's"]
+    assert both.plan.shape is not None
+    both.plan = replace(both.plan, shape=replace(both.plan.shape, dtype="bfloat16"))
+    assert both.problems == [], "dummy weights leave it to chance what is said"
+
+
+def test_no_hits_are_asked_for_where_everything_fits(
+    fake: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    err(fake, no_hits=True)
+    assert command.run(bench(tmp_path, "ours", device_tokens=None)) == 0
+
+
+@pytest.mark.parametrize(
+    ("faults", "complaint"),
+    [
+        ({"exit_at_start": 5}, "ended while it was waited for, with exit code 5"),
+        ({"exit_at_start": 5}, "there is no such model"),
+        ({"refuse_at": 0}, "The server answers nothing"),
+        ({"die_at": 1, "child": True}, "killed by signal 9"),
+        ({"die_at": WARM_UP + 6, "child": True}, "killed by signal 9"),
+    ],
+)
+def test_a_server_that_fails(
+    faults: Mapping[str, Any],
+    complaint: str,
+    fake: pytest.MonkeyPatch,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    err(fake, **faults)
+    assert command.run(bench(tmp_path, "ours")) == command.RUN_FAILED
+    printed = capsys.readouterr().out
+    assert complaint in printed
+    assert str(tmp_path / "ours.log") in printed
+    assert children() == []
+    assert [path.name for path in tmp_path.iterdir() if path.is_dir()] == [], "no model is left"
+
+
+def test_a_port_in_use(
+    fake: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with socket.socket() as other:
+        other.bind((serving.HOST, 0))
+        other.listen()
+        port = other.getsockname()[1]
+        assert command.run(bench(tmp_path, "ours", port=port)) == command.RUN_FAILED
+    assert f"Port {port} of 127.0.0.1 is in use." in capsys.readouterr().out
+
+
+def test_what_is_done_is_kept(fake: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A contender whose server fails costs itself only."""
+    both = bench(tmp_path, "none", "ours")
+
+    def show(who: str, *_: object) -> None:
+        if who == "ours":
+            err(fake, exit_at_start=5)
+
+    with pytest.raises(serving.ServerFailed):
+        both.run(show)
+    result = json.loads((tmp_path / "result.json").read_text())
+    assert len(result["runs"]["none"][0]["replies"]) == 12
+    assert result["problems"] == ["ours: 0 of 1 rounds"]
+
+
+INTERRUPTED_RUN = f"""
+import runpy, sys
+from examples import serving
+serving.COMMAND = {FAKE!r}
+sys.argv = ["examples.multi_turn", *sys.argv[1:]]
+runpy.run_module("examples.multi_turn", run_name="__main__")
+"""
+
+
+@pytest.mark.parametrize(
+    "number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)]
+)
+def test_an_interrupted_run_leaves_no_process(number: signal.Signals, tmp_path: Path) -> None:
+    process = subprocess.Popen(
+        [
+            *(sys.executable, "-u", "-c", INTERRUPTED_RUN),
+            *("--contenders", "ours", "--output", str(tmp_path)),
+        ],
+        cwd=ROOT,
+        env={
+            **os.environ,
+            "FAKE_SERVER": json.dumps({"stall_at": WARM_UP + 3, "child": True}),
+        },
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        # Started in the background by a shell, the tests themselves ignore SIGINT.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # noqa: PLW1509 - no lock taken
+    )
+    assert process.stdout is not None
+    try:
+        for line in process.stdout:
+            if "round 1/1" in line:  # in which a request comes to no end
+                break
+        family = psutil.Process(process.pid).children(recursive=True)
+        assert len(family) == 2
+        process.send_signal(number)
+        rest, _ = process.communicate(timeout=60)
+    finally:
+        process.kill()
+    assert process.returncode == command.INTERRUPTED, rest
+    assert "Interrupted." in rest
+    assert "Traceback" not in rest
+    _, alive = psutil.wait_procs(family, timeout=10)
+    assert [each for each in alive if each.status() != psutil.STATUS_ZOMBIE] == []
+    assert {path.name for path in tmp_path.iterdir()} == {"conversations.json", "ours.log"}
+
+
+def talk(name: str, turns: int) -> Conversation:
+    return Conversation(name, [Turn([turn], [100 + turn]) for turn in range(turns)])
+
+
+class Asked:
+    """Stands in for ``ask``: notes what is asked, and who is asked at the same time."""
+
+    def __init__(self, lost: Sequence[tuple[str, int]] = ()) -> None:
+        self.order: list[tuple[str, int]] = []
+        self.most_at_once = 0
+        self.most_active = 0
+        self._lost = lost
+        self._now = 0
+        self._active: set[str] = set()
+        self._turns: dict[str, int] = {}
+
+    async def __call__(
+        self,
+        _session: object,
+        _url: str,
+        conversation: str,
+        turn: int,
+        prompt: Sequence[int],
+        num_tokens: int,
+    ) -> Reply:
+        self._now += 1
+        self._active.add(conversation)
+        self.most_at_once = max(self.most_at_once, self._now)
+        self.most_active = max(self.most_active, len(self._active))
+        self.order.append((conversation, turn))
+        for _ in range(5):
+            await asyncio.sleep(0)
+        self._now -= 1
+        if (conversation, turn) in self._lost:
+            self._active.remove(conversation)
+            raise RequestLost(f"{conversation} {turn}")
+        if turn == self._turns[conversation] - 1:
+            self._active.remove(conversation)
+        return Reply(conversation, turn, len(prompt), num_tokens, 0, 0.1, 0.2, "")
+
+    def play(self, conversations: Sequence[Conversation], clients: int, active: int) -> Replayed:
+        self._turns = {each.id: len(each.turns) for each in conversations}
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(replay_module, "ask", self)
+            return asyncio.run(
+                replay(
+                    "http://nowhere",
+                    conversations,
+                    clients=clients,
+                    active=active,
+                    on_reply=lambda: None,
+                )
+            )
+
+
+def test_as_many_clients_and_conversations_as_asked_for() -> None:
+    asked = Asked()
+    conversations = [talk(f"t{number}", 3 + number % 2) for number in range(11)]
+    result = asked.play(conversations, clients=3, active=7)
+    assert (asked.most_at_once, asked.most_active) == (3, 7)
+    assert result.lost == []
+    assert len(result.replies) == len(asked.order) == 38
+    assert set(asked.order) == {
+        (each.id, turn) for each in conversations for turn in range(len(each.turns))
+    }
+
+
+def test_a_client_goes_round_its_conversations() -> None:
+    asked = Asked()
+    asked.play([talk("a", 2), talk("b", 1), talk("c", 2), talk("d", 1)], clients=1, active=2)
+    assert asked.order == [("a", 0), ("b", 0), ("a", 1), ("c", 0), ("d", 0), ("c", 1)]
+
+
+def test_a_lost_request_ends_its_conversation_only() -> None:
+    asked = Asked(lost=[("a", 1)])
+    result = asked.play([talk("a", 4), talk("b", 4)], clients=2, active=2)
+    assert result.lost == ["a 1 (2 more turns were not asked)"]
+    assert [(reply.conversation, reply.turn) for reply in result.replies if reply.turn > 0] == [
+        ("b", 1),
+        ("b", 2),
+        ("b", 3),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        (["--preset", "big"], "invalid choice: 'big'"),
+        (["--contenders", "ours,mine"], "'mine' is none of none, ours, builtin"),
+        (["--contenders", "ours,ours"], "a name occurs twice"),
+        (["--contenders", "builtin"], "'builtin' does not run on the CPU"),
+        (["--rounds", "0"], "'0' is not a whole number above 0"),
+        (["--num-clients", "13"], "13 clients, 12 active conversations, 12 conversations"),
+        (["--max-active-conversations", "13"], "2 clients, 13 active conversations, 12 conv"),
+        (["--model", "/no/such/model"], "'/no/such/model' cannot be read: there is no /no/such/"),
+        (["--input-file", "/no/such/file"], "--input-file: /no/such/file: No such file"),
+        (["--output", "/proc/no"], "cannot write to /proc/no"),
+    ],
+)
+def test_wrong_usage(
+    arguments: list[str], complaint: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as exit_:
+        command.main(arguments)
+    assert exit_.value.code == 2
+    assert complaint in " ".join(capsys.readouterr().err.split())
+
+
+def test_a_file_brings_its_own_conversations(tmp_path: Path, fake: pytest.MonkeyPatch) -> None:
+    """Of fewer than the preset's clients are for, none is without work."""
+    said = [
+        {"role": role, "content": f"some words {role} {turn}"}
+        for turn in range(3)
+        for role in ("user", "assistant")
+    ]
+    (tmp_path / "input.json").write_text(json.dumps([{"id": "only", "messages": said}]))
+    arguments = ["--input-file", str(tmp_path / "input.json"), "--output", str(tmp_path / "out")]
+    assert command.main([*arguments, "--contenders", "none"]) == 0
+    result = json.loads((tmp_path / "out" / "result.json").read_text())
+    assert (result["plan"]["clients"], result["plan"]["active"]) == (1, 1)
+    prompts = [reply["prompt_tokens"] for reply in result["runs"]["none"][0]["replies"]]
+    assert prompts == [4, 12, 20]
+
+
+@needs_vllm
+def test_with_vllm(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """What the stand-in says is what vLLM says: streams, usage, metrics, resets, hits."""
+    code = command.run(bench(tmp_path, "ours", rounds=2))
+    assert code == 0, capsys.readouterr().out
+    result = json.loads((tmp_path / "result.json").read_text())
+    for each in result["runs"]["ours"]:
+        assert each["counters"]["external_hit_tokens"] > 0
+        asked = sum(reply["prompt_tokens"] for reply in each["replies"])
+        cached = sum(reply["cached_tokens"] for reply in each["replies"])
+        counted = each["counters"]
+        assert counted["device_hit_tokens"] + counted["external_hit_tokens"] == cached
+        assert counted["computed_tokens"] + cached == asked
+        assert all(0 < reply["ttft"] < reply["latency"] for reply in each["replies"])
+        first = min(each["replies"], key=lambda reply: reply["ttft"] + reply["turn"] * 1e6)
+        assert first["turn"] == 0
+    assert len({reply["answer"] for reply in each["replies"]}) > 6, "answers follow from prompts"
+    assert result["summaries"]["ours"]["numbers"]["loaded_bytes"] > 0
+    assert children() == []
