@@ -6,7 +6,8 @@ import json
 import os
 import platform
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
@@ -67,21 +68,27 @@ class Bench:
     def run(self, show: Show) -> None:
         """Raises ServerFailed if there is no server, none any more, or none that answers. No
         process is left, however this ends."""
-        with (
-            tempfile.TemporaryDirectory(prefix="work-", dir=self.output) as work,
-            tempfile.TemporaryDirectory(prefix="offload-turns-") as scratch,
-        ):
-            model = self.plan.model
-            if self.plan.shape is not None:
-                model = str(Path(work).absolute() / "model")
-                show("bench", "making the model", 0)
-                longest = self.plan.max_model_len(self.conversations)
-                save_model(self.plan.shape, longest, self.plan.seed, Path(model))
-            assert model is not None
-            self._save_conversations()
+        self._save_conversations()
+        with self._model(show) as model:
             for contender in self.contenders:
-                self._run_one(contender, model, Path(scratch), show)
+                with self._serving(contender, model, show) as server:
+                    self._measure(contender, server, show)
                 self.save()
+
+    def serve(self, show: Show, on_ready: Callable[[Server, str], None]) -> None:
+        """Serve the first contender's model, for whoever wants to ask it, until this is
+        interrupted; ``on_ready`` is told the server and the model.
+
+        Raises ServerFailed if there is no server, or none any more.
+        """
+        self._save_conversations()
+        with (
+            self._model(show) as model,
+            self._serving(self.contenders[0], model, show) as server,
+        ):
+            on_ready(server, model)
+            server.ended.result()
+            server.check()
 
     def save(self) -> None:
         """Write everything there is so far."""
@@ -98,49 +105,64 @@ class Bench:
         }
         (self.output / NUMBERS).write_text(json.dumps(result, indent=1) + "\n")
 
-    def _run_one(self, contender: Contender, model: str, scratch: Path, show: Show) -> None:
+    @contextmanager
+    def _model(self, show: Show) -> Iterator[str]:
+        """What to serve, by folder or by name. One that was made is gone afterwards."""
+        if self.plan.shape is None:
+            assert self.plan.model is not None
+            yield self.plan.model
+            return
+        with tempfile.TemporaryDirectory(prefix="work-", dir=self.output) as work:
+            folder = Path(work).absolute() / "model"
+            show("bench", "making the model", 0)
+            longest = self.plan.max_model_len(self.conversations)
+            save_model(self.plan.shape, longest, self.plan.seed, folder)
+            yield str(folder)
+
+    @contextmanager
+    def _serving(self, contender: Contender, model: str, show: Show) -> Iterator[Server]:
         show(contender.name, "starting the server", 0)
-        offline = "1" if self.plan.shape is not None or Path(model).exists() else "0"
-        environment = server_environment(
-            self.plan.device, scratch, HF_HUB_OFFLINE=offline, **contender.environment
-        )
+        offline = "1" if Path(model).exists() else "0"
         arguments = self.plan.server_arguments(contender, self.conversations)
         log = self.output / f"{contender.name}.log"
-        with serving(
-            model, command_line(arguments), environment, log, port=self._port, name=MODEL
-        ) as server:
-            show(contender.name, "warming up", 0)
-            self._warm_up(server)
-            for number in range(1, self.plan.rounds + 1):
-                phase = f"round {number}/{self.plan.rounds}"
-                show(contender.name, phase, 0)
-                server.reset_prefix_cache(external=True)
-                before = counters(server.samples())
-                done = 0
+        with tempfile.TemporaryDirectory(prefix="offload-turns-") as scratch:
+            environment = server_environment(
+                self.plan.device, Path(scratch), HF_HUB_OFFLINE=offline, **contender.environment
+            )
+            with serving(
+                model, command_line(arguments), environment, log, port=self._port, name=MODEL
+            ) as server:
+                yield server
 
-                def on_reply(phase: str = phase) -> None:
-                    nonlocal done
-                    done += 1
-                    show(contender.name, phase, done)
+    def _measure(self, contender: Contender, server: Server, show: Show) -> None:
+        show(contender.name, "warming up", 0)
+        self._warm_up(server)
+        for number in range(1, self.plan.rounds + 1):
+            phase = f"round {number}/{self.plan.rounds}"
+            show(contender.name, phase, 0)
+            done = 0
 
-                result = self._replay(
-                    server,
-                    self.conversations,
-                    self.plan.clients,
-                    self.plan.active,
-                    on_reply,
-                )
-                after = counters(server.samples())
-                self.runs[contender.name].append(
-                    {
-                        "round": number,
-                        "seconds": result.seconds,
-                        "lost": result.lost,
-                        "counters": difference(before, after),
-                        "replies": [asdict(reply) for reply in result.replies],
-                    }
-                )
-            show(contender.name, "stopping the server", self.requests)
+            def on_reply(phase: str = phase) -> None:
+                nonlocal done
+                done += 1
+                show(contender.name, phase, done)
+
+            server.reset_prefix_cache(external=True)
+            before = counters(server.samples())
+            result = self._replay(
+                server, self.conversations, self.plan.clients, self.plan.active, on_reply
+            )
+            after = counters(server.samples())
+            self.runs[contender.name].append(
+                {
+                    "round": number,
+                    "seconds": result.seconds,
+                    "lost": result.lost,
+                    "counters": difference(before, after),
+                    "replies": [asdict(reply) for reply in result.replies],
+                }
+            )
+        show(contender.name, "stopping the server", self.requests)
 
     def _warm_up(self, server: Server) -> None:
         """Let one-time costs fall due: a short prompt, the longest, and that one as a hit of the

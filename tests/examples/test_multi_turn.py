@@ -24,6 +24,7 @@ from examples.demo.child import ROOT
 from examples.engine_bench.contenders import CONTENDERS
 from examples.multi_turn import __main__ as command
 from examples.multi_turn import replay as replay_module
+from examples.multi_turn.arguments import INTERRUPTED, RUN_FAILED, WORTH_NOTHING
 from examples.multi_turn.bench import Bench
 from examples.multi_turn.client import Reply, RequestLost
 from examples.multi_turn.conversations import Conversation, Turn, make_conversations
@@ -151,7 +152,7 @@ def test_what_makes_a_run_worth_nothing(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     err(fake, **faults)
-    assert command.run(bench(tmp_path, "ours")) == command.WORTH_NOTHING
+    assert command.run(bench(tmp_path, "ours")) == WORTH_NOTHING
     assert complaint in capsys.readouterr().out
     assert any(
         complaint in each for each in json.loads((tmp_path / "result.json").read_text())["problems"]
@@ -201,7 +202,7 @@ def test_a_server_that_fails(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     err(fake, **faults)
-    assert command.run(bench(tmp_path, "ours")) == command.RUN_FAILED
+    assert command.run(bench(tmp_path, "ours")) == RUN_FAILED
     printed = capsys.readouterr().out
     assert complaint in printed
     assert str(tmp_path / "ours.log") in printed
@@ -216,7 +217,7 @@ def test_a_port_in_use(
         other.bind((serving.HOST, 0))
         other.listen()
         port = other.getsockname()[1]
-        assert command.run(bench(tmp_path, "ours", port=port)) == command.RUN_FAILED
+        assert command.run(bench(tmp_path, "ours", port=port)) == RUN_FAILED
     assert f"Port {port} of 127.0.0.1 is in use." in capsys.readouterr().out
 
 
@@ -275,12 +276,35 @@ def test_an_interrupted_run_leaves_no_process(number: signal.Signals, tmp_path: 
         rest, _ = process.communicate(timeout=60)
     finally:
         process.kill()
-    assert process.returncode == command.INTERRUPTED, rest
+    assert process.returncode == INTERRUPTED, rest
     assert "Interrupted." in rest
     assert "Traceback" not in rest
     _, alive = psutil.wait_procs(family, timeout=10)
     assert [each for each in alive if each.status() != psutil.STATUS_ZOMBIE] == []
     assert {path.name for path in tmp_path.iterdir()} == {"conversations.json", "ours.log"}
+
+
+def test_a_server_for_other_clients(
+    fake: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Is up, with its model, when the command line for vLLM's script is told; Ctrl-C ends it."""
+    one = bench(tmp_path, "ours")
+    told: list[str] = []
+
+    def on_ready(server: serving.Server, model: str) -> None:
+        assert server.metric("vllm:prompt_tokens_by_source_total") == 0
+        assert (Path(model) / "tokenizer.json").is_file()
+        told.append(model)
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        one.serve(lambda *_: None, on_ready)
+    assert children() == []
+    assert not Path(told[0]).exists()
+
+    err(fake, exit_at_start=5)
+    assert command.main(["--serve", "--output", str(tmp_path)]) == RUN_FAILED
+    assert "with exit code 5" in capsys.readouterr().out
 
 
 def talk(name: str, turns: int) -> Conversation:
