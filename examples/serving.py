@@ -61,6 +61,8 @@ class Server:
     def failure(self, what: str) -> ServerFailed:
         """An error that says ``what`` went wrong, how the process ended if it has, and how its
         log ends."""
+        with suppress(TimeoutError):  # of a process that has just died, others know first
+            self.ended.result(timeout=1)
         how = f", {_how(self.ended.result())}" if self.ended.done() else ""
         tail = self.log.read_text(errors="replace").splitlines()[-TAIL_LINES:]
         return ServerFailed("\n".join([f"The server {what}{how}. The end of {self.log}:", *tail]))
@@ -136,9 +138,6 @@ class Server:
             response = connection.getresponse()
             return response.status, response.read()
         except (OSError, HTTPException) as error:
-            # Of a process that has just died, the connection knows first.
-            with suppress(TimeoutError):
-                self.ended.result(timeout=1)
             raise self.failure(f"gave no answer to {path} ({error})") from None
         finally:
             connection.close()

@@ -19,7 +19,7 @@ from examples.multi_turn.conversations import Conversation, Turn, to_messages
 from examples.multi_turn.counters import counters, difference
 from examples.multi_turn.model import save_model
 from examples.multi_turn.plan import Plan
-from examples.multi_turn.replay import Replayed, replay
+from examples.multi_turn.replay import replay
 from examples.multi_turn.results import Summary, problems, summaries
 from examples.multi_turn.tokens import Vocabulary
 from examples.serving import Server, command_line, server_environment, serving
@@ -149,8 +149,14 @@ class Bench:
 
             server.reset_prefix_cache(external=True)
             before = counters(server.samples())
-            result = self._replay(
-                server, self.conversations, self.plan.clients, self.plan.active, on_reply
+            result = asyncio.run(
+                replay(
+                    server.url,
+                    self.conversations,
+                    clients=self.plan.clients,
+                    active=self.plan.active,
+                    on_reply=on_reply,
+                )
             )
             after = counters(server.samples())
             self.runs[contender.name].append(
@@ -171,37 +177,12 @@ class Bench:
         for length, name in ((64, "short"), (longest, "long"), (longest, "long")):
             question = self._vocabulary.random(length, self.plan.seed, "warm-up", name)
             talk = Conversation(f"warm-up, {name}", [Turn(question, answer=[0])])
-            result = self._replay(server, [talk], clients=1, active=1)
+            result = asyncio.run(
+                replay(server.url, [talk], clients=1, active=1, on_reply=lambda: None)
+            )
             if result.lost:
                 raise server.failure(f"answers nothing: {result.lost[0]}")
             server.reset_prefix_cache(external=False)
-
-    @staticmethod
-    def _replay(
-        server: Server,
-        conversations: Sequence[Conversation],
-        clients: int,
-        active: int,
-        on_reply: Callable[[], None] = lambda: None,
-    ) -> Replayed:
-        """As ``replay``, but raises ServerFailed as soon as the server ends."""
-
-        async def until_either_ends() -> Replayed:
-            playing = asyncio.ensure_future(
-                replay(server.url, conversations, clients=clients, active=active, on_reply=on_reply)
-            )
-            ended = asyncio.wrap_future(server.ended)
-            await asyncio.wait((playing, ended), return_when=asyncio.FIRST_COMPLETED)
-            if ended.done():
-                playing.cancel()
-                await asyncio.wait((playing,))
-                server.check()
-            ended.cancel()
-            return playing.result()
-
-        result = asyncio.run(until_either_ends())
-        server.check()
-        return result
 
     def _save_conversations(self) -> None:
         """What is said, as a file that vLLM's own benchmark reads."""

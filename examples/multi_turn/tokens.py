@@ -7,8 +7,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-SPECIAL = {"unk_token": "<unk>", "bos_token": "<s>", "eos_token": "</s>"}
-"""A made model's first tokens, which are no text."""
+SPECIAL = {"unk_token": "<unknown>", "bos_token": "<s>", "eos_token": "</s>"}
+"""A made model's first tokens, which are no text. vLLM refuses a text with more characters than
+tokens as long as the vocabulary's longest would make: with one that is longer than any word and
+its space, text has the same limit as tokens."""
 
 FIRST_TEXT_TOKEN = len(SPECIAL)
 

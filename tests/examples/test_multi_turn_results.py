@@ -1,0 +1,156 @@
+"""What the multi-turn benchmark makes of what it measured."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("rich")
+pytest.importorskip("prometheus_client")
+
+from prometheus_client.samples import Sample
+from rich.console import Console
+
+from examples.multi_turn.client import Reply
+from examples.multi_turn.counters import counters, difference
+from examples.multi_turn.progress import Progress
+from examples.multi_turn.report import save_plots, summary_table, turn_table
+from examples.multi_turn.results import summaries
+
+
+def reply(turn: int, ttft: float, latency: float = 2.0, tokens: int = 11) -> Reply:
+    return Reply("c", turn, 100 * (turn + 1), tokens, 0, ttft, latency, "")
+
+
+def one_round(
+    number: int, replies: Sequence[Reply], seconds: float = 4.0, **counted: float
+) -> Mapping[str, Any]:
+    sources = {"computed_tokens": 1.0, "device_hit_tokens": 2.0, "external_hit_tokens": 3.0}
+    return {
+        "round": number,
+        "seconds": seconds,
+        "lost": [],
+        "counters": {**sources, **counted},
+        "replies": [asdict(each) for each in replies],
+    }
+
+
+def test_numbers_of_a_round() -> None:
+    replies = [reply(0, 1.0), reply(0, 1.5), reply(1, 0.2, 1.2), reply(1, 0.4, 0.4, tokens=1)]
+    (summary,) = summaries({"ours": [one_round(1, replies)]}, 1000).values()
+    numbers = summary.numbers
+    assert numbers["requests"] == 4
+    assert numbers["requests_per_second"] == 1
+    assert numbers["answer_tokens_per_second"] == 34 / 4
+    assert numbers["tokens_per_second"] == (34 + 600) / 4
+    assert numbers["ttft_mean"] == pytest.approx(3.1 / 4)
+    assert numbers["ttft_p99"] == 1.5
+    assert numbers["later_ttft_mean"] == pytest.approx(0.3)
+    assert numbers["tpot_mean"] == pytest.approx((0.1 + 0.05 + 0.1) / 3), "one token has no gap"
+    assert numbers["external_hit_tokens"] == 3
+    assert summary.by_turn[0].mean == 1.25
+    assert (summary.by_turn[1].p50, summary.by_turn[1].p99) == (0.4, 0.4)
+
+
+def test_percentiles_by_turn() -> None:
+    replies = [reply(2, number / 100) for number in range(1, 101)]
+    (summary,) = summaries({"none": [one_round(1, replies)]}, None).values()
+    times = summary.by_turn[2]
+    assert (times.p50, times.p90, times.p99) == (0.51, 0.91, 1.0)
+
+
+def test_medians_over_rounds() -> None:
+    rounds = [
+        one_round(number, [reply(0, ttft)], seconds)
+        for number, (ttft, seconds) in enumerate([(0.3, 5), (0.1, 1), (0.2, 2)], start=1)
+    ]
+    (summary,) = summaries({"ours": rounds}, None).values()
+    assert summary.numbers["ttft_mean"] == 0.2
+    assert summary.numbers["requests_per_second"] == 0.5
+    assert summary.by_turn[0].mean == 0.2
+
+
+def test_bytes_are_the_connectors_or_computed() -> None:
+    def loaded(bytes_per_token: int | None, **counted: float) -> float | None:
+        run = {"ours": [one_round(1, [reply(0, 1.0)], **counted)]}
+        return summaries(run, bytes_per_token)["ours"].numbers.get("loaded_bytes")
+
+    assert loaded(1000, loaded_bytes=7.0) == 7
+    assert loaded(1000) == 3000
+    assert loaded(None) is None
+    assert loaded(1000, external_hit_tokens=0.0) is None
+
+
+def test_a_contender_without_answers_has_no_summary() -> None:
+    assert summaries({"none": [], "ours": [one_round(1, [])]}, None) == {}
+
+
+def sample(name: str, value: float, **labels: str) -> Sample:
+    return Sample(name, labels, value, None, None)
+
+
+def test_counters() -> None:
+    samples = [
+        sample("vllm:prompt_tokens_by_source_total", 5, source="local_compute", engine="0"),
+        sample("vllm:prompt_tokens_by_source_total", 6, source="local_compute", engine="1"),
+        sample("vllm:prompt_tokens_by_source_total", 7, source="external_kv_transfer"),
+        sample("vllm:prompt_tokens_by_source_total", 9, source="something_new"),
+        sample("vllm:kv_offload_load_bytes_total", 100),
+        sample("vllm:kv_offload_store_bytes_total", 200, engine="0"),
+        sample("vllm:kv_offload_store_bytes_total", 300, engine="1"),
+        sample("vllm:kv_offload_store_bytes_created", 1e9),
+        sample("vllm:other_total", 1),
+    ]
+    found = counters(samples)
+    assert found == {
+        "computed_tokens": 11,
+        "device_hit_tokens": 0,
+        "external_hit_tokens": 7,
+        "loaded_bytes": 100,
+        "stored_bytes": 500,
+    }
+    before = {"computed_tokens": 1.0, "stored_bytes": 450.0}
+    assert difference(before, found) == {**found, "computed_tokens": 10, "stored_bytes": 50}
+
+
+def test_tables_and_plots(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    by_contender = summaries(
+        {
+            "none": [one_round(1, [reply(0, 1.0), reply(1, 0.8)], external_hit_tokens=0.0)],
+            "ours": [one_round(1, [reply(0, 1.0), reply(1, 0.2)], seconds=2.0)],
+        },
+        1000_000_000,
+    )
+    console = Console(width=80)
+    console.print(turn_table(by_contender), summary_table(by_contender, "Title"))
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert ["2", "none", "800", "800", "800", "800"] in lines
+    assert ["ours", "200", "200", "200", "200"] in lines
+    assert ["requests/s", "0.50", "1.00", "(2.00x)"] in lines
+    assert ["TTFT,", "mean,", "ms", "900", "600", "(0.67x)"] in lines
+    assert ["loaded,", "GB", "-", "3.00"] in lines
+    assert ["stored,", "GB", "-", "-"] in lines
+    assert ["requests", "done", "2", "2"] in lines
+    plots = save_plots(tmp_path, by_contender, "Title")
+    assert [path.name for path in plots] == ["ttft_by_turn.png", "throughput.png"]
+    assert all(path.read_bytes().startswith(b"\x89PNG") for path in plots)
+
+
+def test_progress_on_a_terminal_and_elsewhere(capsys: pytest.CaptureFixture[str]) -> None:
+    def play(console: Console) -> str:
+        with Progress(console, 2) as progress:
+            for who in ("none", "ours"):
+                progress.show(who, "starting the server", 0)
+                for done in range(3):
+                    progress.show(who, "round 1/1", done)
+        return capsys.readouterr().out
+
+    assert play(Console(force_terminal=False)).splitlines() == [
+        *("none: starting the server", "none: round 1/1"),
+        *("ours: starting the server", "ours: round 1/1"),
+    ]
+    bars = play(Console(force_terminal=True, width=100))
+    assert "2/2" in bars
+    assert "━" in bars
