@@ -158,6 +158,7 @@ class Bench:
                     on_reply=on_reply,
                 )
             )
+            server.reset_prefix_cache(external=False)  # waits for stores to be counted
             after = counters(server.samples())
             self.runs[contender.name].append(
                 {

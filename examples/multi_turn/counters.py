@@ -1,6 +1,5 @@
 """What a server counts of itself, read from its /metrics."""
 
-import re
 from collections.abc import Iterable, Mapping
 
 from prometheus_client.samples import Sample
@@ -15,21 +14,20 @@ SOURCES: Mapping[str, str] = {
 }
 """vLLM's names and ours."""
 
-# vLLM's OffloadingConnector says vllm:kv_offload_load_bytes_total and ..._store_bytes_total.
-_BYTES = re.compile(r"(load|store)(ed)?_bytes_total")
+BYTES: tuple[tuple[str, Mapping[str, str], str], ...] = (
+    ("vllm:simple_offload_bytes_total", {"direction": "load"}, "loaded_bytes"),
+    ("vllm:simple_offload_bytes_total", {"direction": "store"}, "stored_bytes"),
+    ("vllm:kv_offload_load_bytes_total", {}, "loaded_bytes"),
+    ("vllm:kv_offload_store_bytes_total", {}, "stored_bytes"),
+)
+"""What connectors say, by series and labels: this one, and vLLM's OffloadingConnector."""
 
 
 def counters(samples: Iterable[Sample]) -> Counters:
     """The totals in ``samples``. Those of bytes are missing if no series holds them."""
     found: Counters = dict.fromkeys(SOURCES.values(), 0)
     for sample in samples:
-        if sample.name == "vllm:prompt_tokens_by_source_total":
-            name = SOURCES.get(sample.labels["source"])
-        elif match := _BYTES.search(sample.name):
-            name = {"load": "loaded_bytes", "store": "stored_bytes"}[match[1]]
-        else:
-            continue
-        if name is not None:
+        if (name := _name(sample)) is not None:
             found[name] = found.get(name, 0) + sample.value
     return found
 
@@ -37,3 +35,16 @@ def counters(samples: Iterable[Sample]) -> Counters:
 def difference(before: Mapping[str, float], after: Mapping[str, float]) -> Counters:
     """What was added. A series that appeared meanwhile began at 0."""
     return {name: value - before.get(name, 0) for name, value in after.items()}
+
+
+def _name(sample: Sample) -> str | None:
+    if sample.name == "vllm:prompt_tokens_by_source_total":
+        return SOURCES.get(sample.labels["source"])
+    return next(
+        (
+            name
+            for series, labels, name in BYTES
+            if series == sample.name and labels.items() <= sample.labels.items()
+        ),
+        None,
+    )

@@ -1,8 +1,8 @@
 """Stands in for ``vllm serve``: starts at once, streams made-up tokens, and errs when told to.
 
 ``python -m tests.examples.fake_server MODEL --host H --port P ...``. FAKE_SERVER in the
-environment is JSON: see ``Faults``. Half of each prompt that it has seen before counts as a hit
-on the device, the other half as one of the connector.
+environment is JSON: see ``Faults``. Half of what it has seen before of a prompt counts as a hit
+on the device, the rest as one of the connector, if it has one.
 """
 
 import argparse
@@ -46,27 +46,47 @@ class State:
         self.lock = Lock()
         self.requests = 0
         self.refusals = faults.resets_refused
-        self.seen: list[list[int]] = []
+        self.on_device: list[list[int]] = []
+        self.outside: list[list[int]] = []
         self.sources = {"local_compute": 0, "local_cache_hit": 0, "external_kv_transfer": 0}
 
     def admit(self, prompt: list[int]) -> tuple[int, int]:
         """The number of a request, and how many of its tokens are cached."""
         with self.lock:
             number, self.requests = self.requests, self.requests + 1
-            known = 0
+            local = _known(prompt, self.on_device) // 2
+            external = _known(prompt, self.outside) - local
             if not self.faults.no_hits:
-                known = max((_common(prompt, each) for each in self.seen), default=0)
-            self.seen.append(prompt)
-            external = known // 2 if self.connector else 0
+                self.on_device.append(prompt)
+            if self.connector and not self.faults.no_hits:
+                self.outside.append(prompt)
+            else:
+                external = 0
             self.sources["external_kv_transfer"] += external
-            self.sources["local_cache_hit"] += known - external
-            self.sources["local_compute"] += len(prompt) - known
-            return number, known
+            self.sources["local_cache_hit"] += local
+            self.sources["local_compute"] += len(prompt) - local - external
+            return number, local + external
+
+    def reset(self, *, external: bool) -> bool:
+        self.refusals -= 1
+        if self.refusals >= 0:
+            return False
+        self.on_device.clear()
+        if external:
+            self.outside.clear()
+        return True
 
 
-def _common(one: list[int], other: list[int]) -> int:
-    pairs = zip(one, other, strict=False)
-    return next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(one), len(other)))
+def _known(prompt: list[int], seen: list[list[int]]) -> int:
+    """Tokens of the longest prefix of ``prompt`` among ``seen``."""
+    lengths = [
+        next(
+            (i for i, (a, b) in enumerate(zip(prompt, each, strict=False)) if a != b),
+            min(len(prompt), len(each)),
+        )
+        for each in seen
+    ]
+    return max(lengths, default=0)
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -85,9 +105,8 @@ class Handler(BaseHTTPRequestHandler):
 
     def do_POST(self) -> None:
         if self.path.startswith("/reset_prefix_cache"):
-            self.state.refusals -= 1
-            self.state.seen.clear()
-            self._answer(json.dumps({"success": self.state.refusals < 0}).encode())
+            success = self.state.reset(external=self.path.endswith("reset_external=true"))
+            self._answer(json.dumps({"success": success}).encode())
             return
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         self._complete(body)

@@ -126,11 +126,18 @@ def test_every_contender_answers_all_that_is_asked(
 
 
 def test_each_round_begins_with_empty_caches(fake: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    err(fake, resets_refused=WARM_UP + 1)
-    one = bench(tmp_path, "none", rounds=2)
+    err(fake, resets_refused=2)
+    one = bench(tmp_path, "ours", rounds=2)
     one.run(lambda *_: None)
-    hits = [each["counters"]["device_hit_tokens"] for each in one.runs["none"]]
-    assert hits[0] == hits[1]
+    first, second = (each["counters"] for each in one.runs["ours"])
+    assert first == second
+    assert first["external_hit_tokens"] > 0
+    assert all(
+        reply["cached_tokens"] <= 32  # of the prefix that all share
+        for each in one.runs["ours"]
+        for reply in each["replies"]
+        if reply["turn"] == 0
+    )
 
 
 @pytest.mark.parametrize(

@@ -101,6 +101,9 @@ def test_counters() -> None:
         sample("vllm:kv_offload_store_bytes_total", 200, engine="0"),
         sample("vllm:kv_offload_store_bytes_total", 300, engine="1"),
         sample("vllm:kv_offload_store_bytes_created", 1e9),
+        sample("vllm:simple_offload_bytes_total", 30, direction="load", path="dma"),
+        sample("vllm:simple_offload_bytes_total", 4, direction="load", path="kernel"),
+        sample("vllm:simple_offload_bytes_total", 1, direction="store", path="dma"),
         sample("vllm:other_total", 1),
     ]
     found = counters(samples)
@@ -108,10 +111,10 @@ def test_counters() -> None:
         "computed_tokens": 11,
         "device_hit_tokens": 0,
         "external_hit_tokens": 7,
-        "loaded_bytes": 100,
-        "stored_bytes": 500,
+        "loaded_bytes": 134,
+        "stored_bytes": 501,
     }
-    before = {"computed_tokens": 1.0, "stored_bytes": 450.0}
+    before = {"computed_tokens": 1.0, "stored_bytes": 451.0}
     assert difference(before, found) == {**found, "computed_tokens": 10, "stored_bytes": 50}
 
 
