@@ -184,11 +184,13 @@ def serving(
             start_new_session=True,
         )
     server = Server(process, port, log)
+    ready = False
     try:
         server.wait_until_ready()
+        ready = True
         yield server
     finally:
-        _stop(server)
+        _stop(server, ready=ready)
 
 
 def command_line(arguments: Mapping[str, Any]) -> list[str]:
@@ -223,12 +225,15 @@ def _is_free(port: int) -> bool:
         return True
 
 
-def _stop(server: Server) -> None:
+def _stop(server: Server, *, ready: bool) -> None:
+    """Once it is up, vLLM's server ends its engine when it is told to end. While it starts it may
+    hear nothing for a minute, so its engine is told as well, and little time is given."""
+    tell, seconds = (os.kill, STOP_SECONDS) if ready else (os.killpg, STOP_SECONDS / 6)
     try:
         if not server.ended.done():
             with suppress(ProcessLookupError, TimeoutError):
-                os.kill(server.pid, signal.SIGTERM)
-                server.ended.result(timeout=STOP_SECONDS)
+                tell(server.pid, signal.SIGTERM)
+                server.ended.result(timeout=seconds)
     finally:
         # The engine's processes as well, which outlive a server that was killed.
         with suppress(ProcessLookupError):
