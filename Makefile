@@ -17,7 +17,7 @@ WORKERS ?= 2
 VENV_PYTHON := .venv/bin/python
 
 .DEFAULT_GOAL := help
-.PHONY: help set-up demo bench-turns test check soak simulate-builtin test-gpu clean docs
+.PHONY: help set-up demo docs test check soak simulate-builtin bench-turns bench-scheduler test-gpu clean
 
 help: ## List the targets
 	@sed -nE 's/^([a-z-]+):[^#]*## (.*)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 18
@@ -50,9 +50,13 @@ soak: set-up ## Simulate STEPS engine steps (default 100000) from SEED (default 
 simulate-builtin: set-up ## The same SCRIPTS (default 200) for vLLM's own connector: which fail, and how
 	@$(VENV_PYTHON) -m tests.simulation.builtin --scripts $(SCRIPTS) --seed $(SEED)
 
+bench-scheduler: set-up ## Cost in vLLM's scheduler and hit rate, beside vLLM's own connector
+	@$(VENV_PYTHON) -m examples.scheduler_bench $(ARGS)
+
 test-gpu: ## Tests that need an accelerator, in the environment of GPU_PYTHON (default python3)
 	$(GPU_PYTHON) -m pytest -m gpu $(ARGS)
 
 clean: ## Remove caches, build outputs and demo outputs; .venv and downloads stay
-	rm -rf build dist demo-out copy-bench-out engine-bench-out multi-turn-out .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf build dist demo-out copy-bench-out engine-bench-out multi-turn-out scheduler-bench-out
+	rm -rf .mypy_cache .ruff_cache .pytest_cache .hypothesis
 	find . -name __pycache__ -type d -not -path './.*' -prune -exec rm -rf {} +

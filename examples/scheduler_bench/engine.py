@@ -1,0 +1,286 @@
+"""Engine: vLLM's scheduler and a connector, over a device that only counts steps."""
+
+import tempfile
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
+
+import torch
+from transformers import LlamaConfig
+from vllm.config import (
+    CacheConfig,
+    DeviceConfig,
+    KVTransferConfig,
+    ModelConfig,
+    SchedulerConfig,
+    VllmConfig,
+)
+from vllm.sampling_params import SamplingParams
+from vllm.utils.hashing import sha256
+from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.kv_cache_interface import (
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    KVCacheTensor,
+)
+from vllm.v1.outputs import ModelRunnerOutput
+from vllm.v1.request import Request
+from vllm.v1.structured_output import StructuredOutputManager
+
+from examples.scheduler_bench.contenders import Contender, Submitted
+from examples.scheduler_bench.plan import BLOCK_SIZE, CHUNK_TOKENS
+from examples.scheduler_bench.stopwatch import Stopwatch
+
+if TYPE_CHECKING:
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+
+MAX_MODEL_LEN = 135_168
+"""A prompt of 128K tokens, and an answer."""
+_LAYERS = ("0",)
+_PATIENCE = 1_000
+"""Steps in which a drained engine must have come to rest."""
+
+
+class Stuck(RuntimeError):
+    """An engine that does not come to rest."""
+
+
+class Hit(NamedTuple):
+    """What a request was given when it got its blocks, in tokens."""
+
+    device: int
+    host: int
+
+
+@dataclass(frozen=True)
+class Shape:
+    """An engine, in blocks and requests."""
+
+    device_blocks: int
+    host_blocks: int
+    max_running: int = 256
+    delay: int = 2
+    """Steps until the end of a transfer is reported."""
+
+
+class Engine:
+    """One rank, one full attention group, no async scheduling.
+
+    Nothing is computed and nothing is copied: a transfer's end is reported ``delay`` steps
+    later, and an answer is what ``add`` was given. What the connector's hooks take is in
+    ``stopwatch``.
+    """
+
+    def __init__(self, contender: Contender, shape: Shape) -> None:
+        """Raises ConfigError (or what the connector raises) for settings that it refuses."""
+        self.side = contender.side
+        self.shape = shape
+        kv_cache_config = _kv_cache_config(shape.device_blocks)
+        block_bytes = kv_cache_config.kv_cache_tensors[0].block_stride
+        config = _vllm_config(contender, shape, block_bytes)
+        start = time.perf_counter()
+        self.scheduler = Scheduler(
+            vllm_config=config,
+            kv_cache_config=kv_cache_config,
+            structured_output_manager=StructuredOutputManager(config),
+            block_size=BLOCK_SIZE,
+            hash_block_size=BLOCK_SIZE,
+            log_stats=False,
+        )
+        self.connector = cast(Any, self.scheduler.connector)
+        self.side.open(self.connector, shape.host_blocks, block_bytes)
+        self.seconds_to_start = time.perf_counter() - start
+        self.stopwatch = Stopwatch(self.connector)
+        self.hits: dict[str, Hit] = {}
+        self.num_steps = 0
+        self.num_loaded = 0
+        self.num_stored = 0
+        """In blocks, since the start."""
+        self._answers: dict[str, Sequence[int]] = {}
+        self._computed_on_device: dict[str, int] = {}
+        self._in_flight: deque[tuple[int, Submitted]] = deque()
+        self._hasher = get_request_block_hasher(BLOCK_SIZE, sha256)
+        self._observe()
+
+    def add(self, request_id: str, prompt: Sequence[int], answer: Sequence[int]) -> None:
+        """Hand a request to the scheduler, which will get ``answer``, a token a step."""
+        request = Request(
+            request_id=request_id,
+            prompt_token_ids=list(prompt),
+            sampling_params=SamplingParams(max_tokens=len(answer), ignore_eos=True),
+            pooling_params=None,
+            block_hasher=self._hasher,
+        )
+        self._answers[request_id] = answer
+        self.scheduler.add_request(request)
+
+    @property
+    def num_unfinished(self) -> int:
+        """Requests that have not got all of their answer."""
+        return len(self._answers)
+
+    def is_running(self, request_id: str) -> bool:
+        """Whether a request that was added has not got all of its answer."""
+        return request_id in self._answers
+
+    @property
+    def all_decode(self) -> bool:
+        """Whether every request has its prompt computed."""
+        return all(r.num_computed_tokens >= r.num_prompt_tokens for r in self._requests)
+
+    def step(self) -> None:
+        """One engine step."""
+        self.num_steps += 1
+        scheduled = self.scheduler.schedule()
+        assert scheduled.kv_connector_metadata is not None
+        submitted = self.side.submitted(scheduled.kv_connector_metadata)
+        self.num_loaded += submitted.num_loaded
+        self.num_stored += submitted.num_stored
+        if submitted.loads or submitted.stores:
+            self._in_flight.append((self.num_steps + self.shape.delay, submitted))
+        output = self._output(scheduled)
+        for client_outputs in self.scheduler.update_from_output(scheduled, output).values():
+            for each in client_outputs.outputs:
+                if each.finish_reason is not None:
+                    del self._answers[each.request_id]
+        self.stopwatch.end_step()
+
+    def drain(self) -> None:
+        """Step until no request, no transfer and no store that is put off is left."""
+        patience = _PATIENCE + sum(
+            len(request.prompt_token_ids or ()) // CHUNK_TOKENS + request.max_tokens
+            for request in self._requests
+        )
+        for _ in range(patience):
+            if not self._in_flight and not self.scheduler.has_requests():
+                return
+            self.step()
+        raise Stuck(f"not at rest after {patience} steps")
+
+    def forget_device(self) -> None:
+        """Empty the device's prefix cache, as if everything had been evicted. At rest only."""
+        if not self.scheduler.reset_prefix_cache():
+            raise Stuck("blocks are held at rest, and the device's cache cannot be emptied")
+
+    def close(self) -> None:
+        """Give up the pools."""
+        self.scheduler.shutdown()
+
+    @property
+    def _requests(self) -> list[Request]:
+        return list(self.scheduler.requests.values())
+
+    def _output(self, scheduled: SchedulerOutput) -> ModelRunnerOutput:
+        ended: list[Submitted] = []
+        while self._in_flight and self._in_flight[0][0] <= self.num_steps:
+            ended.append(self._in_flight.popleft()[1])
+        request_ids = list(scheduled.num_scheduled_tokens)
+        return ModelRunnerOutput(
+            req_ids=request_ids,
+            req_id_to_index={request_id: index for index, request_id in enumerate(request_ids)},
+            sampled_token_ids=[self._sample(request_id) for request_id in request_ids],
+            kv_connector_output=self.side.report(ended),
+        )
+
+    def _sample(self, request_id: str) -> list[int]:
+        request = self.scheduler.requests[request_id]
+        if request.num_computed_tokens < request.num_tokens:
+            return []  # a part of its prompt
+        return [self._answers[request_id][request.num_output_tokens]]
+
+    def _observe(self) -> None:
+        """Listen to what hits are told of and accepted, without the stopwatch running."""
+        lookup: Callable[..., Any] = self.connector.get_num_new_matched_tokens
+        allocated: Callable[..., Any] = self.connector.update_state_after_alloc
+
+        def observed_lookup(request: Request, num_computed_tokens: int) -> Any:
+            self._computed_on_device[request.request_id] = num_computed_tokens
+            return lookup(request, num_computed_tokens)
+
+        def observed_allocation(
+            request: Request, blocks: "KVCacheBlocks", num_external_tokens: int
+        ) -> None:
+            on_device = self._computed_on_device.get(request.request_id, 0)
+            self.hits.setdefault(request.request_id, Hit(on_device, num_external_tokens))
+            allocated(request, blocks, num_external_tokens)
+
+        self.connector.get_num_new_matched_tokens = observed_lookup
+        self.connector.update_state_after_alloc = observed_allocation
+
+
+def _kv_cache_config(num_blocks: int) -> KVCacheConfig:
+    spec = FullAttentionSpec(
+        block_size=BLOCK_SIZE, num_kv_heads=8, head_size=128, dtype=torch.bfloat16
+    )
+    page = spec.page_size_bytes
+    tensor = KVCacheTensor(
+        size=num_blocks * page,
+        layers=list(_LAYERS),
+        layer_stride=num_blocks * page,
+        block_stride=page,
+    )
+    return KVCacheConfig(
+        num_blocks=num_blocks,
+        kv_cache_tensors=[tensor],
+        kv_cache_groups=[KVCacheGroupSpec(list(_LAYERS), spec)],
+    )
+
+
+def _vllm_config(contender: Contender, shape: Shape, block_bytes: int) -> VllmConfig:
+    init_none_hash(sha256)
+    side = contender.side
+    cache_config = CacheConfig(block_size=BLOCK_SIZE, enable_prefix_caching=True)
+    cache_config.num_gpu_blocks = shape.device_blocks
+    config = VllmConfig(
+        model_config=_model_config(),
+        cache_config=cache_config,
+        scheduler_config=SchedulerConfig(
+            max_num_seqs=shape.max_running,
+            max_num_batched_tokens=CHUNK_TOKENS,
+            max_model_len=MAX_MODEL_LEN,
+            is_encoder_decoder=False,
+            enable_chunked_prefill=True,
+            async_scheduling=False,
+        ),
+        device_config=DeviceConfig("cpu"),
+        kv_transfer_config=KVTransferConfig(
+            kv_connector="SimpleCPUOffloadConnector",
+            kv_connector_module_path=side.module,
+            kv_role="kv_both",
+            kv_connector_extra_config={
+                **side.extra_config(shape.host_blocks, block_bytes),
+                **contender.extra,
+            },
+        ),
+    )
+    config.cache_config.block_size = BLOCK_SIZE
+    config.scheduler_config.async_scheduling = False
+    return config
+
+
+@lru_cache(maxsize=1)
+def _model_config() -> ModelConfig:
+    """vLLM reads it once, so its folder need not stay."""
+    with tempfile.TemporaryDirectory(prefix="simple-offload-bench-") as directory:
+        LlamaConfig(
+            architectures=["LlamaForCausalLM"],
+            vocab_size=1024,
+            hidden_size=1024,
+            num_hidden_layers=len(_LAYERS),
+            num_attention_heads=8,
+            num_key_value_heads=8,
+            max_position_embeddings=MAX_MODEL_LEN,
+        ).save_pretrained(Path(directory))
+        return ModelConfig(
+            model=directory,
+            skip_tokenizer_init=True,
+            max_model_len=MAX_MODEL_LEN,
+            dtype="bfloat16",
+        )

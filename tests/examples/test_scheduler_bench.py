@@ -1,0 +1,351 @@
+"""The scheduler benchmark: a tiny run, what it counts, and that it notices what went wrong."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("matplotlib")
+pytest.importorskip("rich")
+pytest.importorskip("vllm")
+
+from rich.console import Console
+
+from examples.scheduler_bench import __main__ as command
+from examples.scheduler_bench.contenders import CONTENDERS, Contender, OurSide
+from examples.scheduler_bench.engine import Engine, Hit, Shape
+from examples.scheduler_bench.footprint import ChildFailed, measure_footprint
+from examples.scheduler_bench.plan import (
+    BLOCK_SIZE,
+    CostPlan,
+    FootprintPlan,
+    HitPlan,
+    Order,
+    Part,
+    Plan,
+)
+from examples.scheduler_bench.race import Race
+from examples.scheduler_bench.report import cost_table, footprint_table, hit_table, hook_table
+from examples.scheduler_bench.results import (
+    Footprint,
+    HitCount,
+    HitRow,
+    Kind,
+    Results,
+    Row,
+    goals,
+    median_cost,
+)
+from examples.scheduler_bench.stopwatch import Cost, Hook
+from examples.scheduler_bench.turns import Workload, run_turns
+
+TINY = Plan(
+    cost=CostPlan(
+        running=(1, 3),
+        context_tokens=64,
+        steps=17,
+        served_tokens=64,
+        answer_tokens=8,
+        lengths=(64, 256),
+        tiers=(64,),
+        tier_tokens=256,
+        repeats=2,
+    ),
+    hits=HitPlan(
+        conversations=6,
+        turns=3,
+        system_tokens=32,
+        user_tokens=(16, 48),
+        answer_tokens=16,
+        running=2,
+        host_parts=(0.5, 1.0),
+        one_off_tokens=64,
+        seeds=1,
+    ),
+)
+EAGER = ("ours", "builtin")
+QUICKLY = {Part.COST, Part.HITS}
+
+
+class DeafSide(OurSide):
+    """A connector that never finds anything."""
+
+    def open(self, connector: Any, num_blocks: int, block_bytes: int) -> None:
+        super().open(connector, num_blocks, block_bytes)
+        connector.scheduler.get_num_new_matched_tokens = lambda request, computed: (0, False)
+
+
+class BrokenSide(OurSide):
+    """A connector that fails when a store has ended."""
+
+    def open(self, connector: Any, num_blocks: int, block_bytes: int) -> None:
+        super().open(connector, num_blocks, block_bytes)
+
+        def fail(output: object) -> None:
+            raise RuntimeError("lost count")
+
+        connector.scheduler.update_connector_output = fail
+
+
+def named(names: Sequence[str]) -> list[Contender]:
+    return [CONTENDERS[name] for name in names]
+
+
+def numbers_of(output: Path) -> Any:
+    return json.loads((output / "result.json").read_text())
+
+
+# The program
+
+
+def test_a_tiny_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert command.run(TINY, named(EAGER), QUICKLY, tmp_path) == 0
+    captured = capsys.readouterr()
+    assert "decode, 3 running" in captured.err
+    assert "\x1b" not in captured.out + captured.err
+    numbers = numbers_of(tmp_path)
+    assert numbers["problems"] == numbers["failures"] == numbers["left_out"] == {}
+    assert [(row["kind"], row["size"]) for row in numbers["rows"]] == [
+        *(("decode", 1), ("decode", 3), ("serving", 1), ("serving", 3)),
+        *(("stored", 64), ("loaded", 64), ("stored", 256), ("loaded", 256)),
+        *(("stored, tier full", 64), ("loaded, tier full", 64)),
+    ]
+    for row in numbers["rows"]:
+        assert set(row["contenders"]) == set(EAGER)
+        for cost in row["contenders"].values():
+            assert cost["slowest_step"] > 0
+            assert cost["by_hook"]["metadata"] > 0
+        builtin = row["contenders"]["builtin"]["seconds"]
+        ours = row["contenders"]["ours"]
+        assert ours["of_rival"] == pytest.approx(ours["seconds"] / builtin)
+        stores, loads = row["kind"] != "decode", "loaded" in row["kind"] or "serving" in row["kind"]
+        assert (ours["by_hook"]["lookup"] > 0) >= stores
+        assert (ours["by_hook"]["completion"] > 0) >= loads
+    by_tier = {
+        (row["order"], row["one_offs"], row["host_part"]): row["contenders"]
+        for row in numbers["hits"]
+    }
+    assert len(by_tier) == 8
+    for name in EAGER:
+        # The whole working set fits, and nothing else comes in between.
+        assert by_tier["round robin", False, 1.0][name]["rate"] == 1
+        assert by_tier["round robin", False, 0.5][name]["rate"] < 1
+        assert by_tier["round robin", False, 1.0][name]["possible"] > 0
+    for plot in ("cost.png", "hits.png"):
+        assert (tmp_path / plot).read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_connector_that_never_hits_is_found_out(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    deaf = Contender("ours", DeafSide(), rival="builtin")
+    plan = replace(TINY, cost=replace(TINY.cost, running=(), lengths=(64,), tiers=()))
+    assert command.run(plan, [deaf], QUICKLY, tmp_path) == command.WORTH_NOTHING == 1
+    numbers = numbers_of(tmp_path)
+    assert {row["contenders"]["ours"]["rate"] for row in numbers["hits"]} == {0.0}
+    assert numbers["problems"]["ours, loaded, 64"] == "48 tokens were not loaded"
+    assert "ours, random, tier 100%" in numbers["problems"]
+    assert "WORTH NOTHING: ours, loaded, 64: 48 tokens" in capsys.readouterr().err
+
+
+def test_one_that_fails_is_out_and_the_others_go_on(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    broken = Contender("broken", BrokenSide(), rival="builtin")
+    plan = replace(TINY, cost=replace(TINY.cost, running=(), lengths=(64, 256), tiers=()))
+    contenders = [broken, CONTENDERS["ours"]]
+    assert command.run(plan, contenders, {Part.COST}, tmp_path) == command.RUN_FAILED == 3
+    assert "broken failed: stored, 64: RuntimeError: lost count" in capsys.readouterr().err
+    assert {name for row in numbers_of(tmp_path)["rows"] for name in row["contenders"]} == {"ours"}
+
+
+def test_settings_that_are_refused_are_left_out(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    refused = Contender("ours-odd", OurSide(), {"copy_path": "odd"})
+    plan = replace(TINY, hits=replace(TINY.hits, conversations=2, turns=1))
+    assert command.run(plan, [refused, CONTENDERS["ours"]], {Part.HITS}, tmp_path) == 0
+    assert "Left out: ours-odd: kv_connector_extra_config: copy_path" in capsys.readouterr().out
+    assert "copy_path='odd'" in numbers_of(tmp_path)["left_out"]["ours-odd"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        (["--parts", "costs"], "--parts: 'costs' is none of cost, footprint, hits"),
+        (["--contenders", "ours,theirs"], "--contenders: 'theirs' is none of ours, "),
+        (["--contenders", "ours,ours"], "a name occurs twice in 'ours,ours'"),
+        (["--running", "0"], "--running: 0 is not within 1 and 256"),
+        (["--repeats", "few"], "--repeats: 'few' is not a whole number"),
+        (["--tiers", "512"], "--tiers: 512 is less than the 1026 blocks stored into it"),
+    ],
+)
+def test_bad_arguments_are_named(
+    arguments: list[str], complaint: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as exit_:
+        command.main(arguments)
+    assert exit_.value.code == 2
+    assert complaint in capsys.readouterr().err
+
+
+def test_too_little_memory_is_told_beforehand(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    arguments = ["--parts", "footprint", "--tier-blocks", "100000000", "--out", str(tmp_path)]
+    memory = SimpleNamespace(available=39 << 30)
+    monkeypatch.setattr("examples.scheduler_bench.__main__.psutil.virtual_memory", lambda: memory)
+    assert command.main(arguments) == command.CANNOT_START == 2
+    told = "--tier-blocks 100000000 may take 39.3 GiB of memory, of which 39.0 are available"
+    assert told in capsys.readouterr().err
+
+
+def test_a_folder_that_cannot_be_written(capsys: pytest.CaptureFixture[str]) -> None:
+    assert command.main(["--parts", "hits", "--out", "/dev/null"]) == 2
+    assert "scheduler_bench: --out: cannot write to /dev/null" in capsys.readouterr().err
+
+
+def test_the_names_on_offer_are_those_there_are() -> None:
+    assert tuple(CONTENDERS) == command.NAMES
+
+
+# The parts
+
+
+@pytest.mark.parametrize("name", EAGER)
+def test_engine_counts_hits_blocks_and_steps(name: str) -> None:
+    engine = Engine(CONTENDERS[name], Shape(device_blocks=40, host_blocks=40, delay=3))
+    prompt = list(range(100))
+    engine.add("cold", prompt, [7, 8])
+    engine.drain()
+    assert engine.hits["cold"] == Hit(device=0, host=0)
+    assert (engine.num_stored, engine.num_loaded) == (6, 0)
+    engine.add("warm", prompt, [7])
+    engine.drain()
+    assert engine.hits["warm"] == Hit(device=96, host=0)
+    engine.forget_device()
+    before = engine.num_steps
+    engine.add("loaded", prompt, [7])
+    engine.drain()
+    assert engine.hits["loaded"] == Hit(device=0, host=96)
+    assert engine.num_loaded == 6
+    # Submitted, reported three steps later, and computed in the step after that.
+    assert engine.num_steps - before >= 5
+    assert engine.side.num_host_blocks(engine.connector) == 40
+    cost = engine.stopwatch.take()
+    assert all(cost.by_hook[hook] > 0 for hook in Hook)
+    assert cost.slowest_step < cost.seconds
+    assert engine.stopwatch.take().seconds == 0
+
+
+def test_everybody_is_first_in_turn() -> None:
+    race = Race(named(EAGER))
+    seen: list[str] = []
+    for _ in range(2):
+        race.each("nothing", lambda contender: seen.append(contender.name), lambda _: True)
+    assert seen == ["ours", "builtin", "builtin", "ours"]
+
+
+def test_all_are_asked_the_same() -> None:
+    load = Workload(TINY.hits, Order.RANDOM, one_offs=True, seed=3)
+    assert list(load.sequence()) == list(load.sequence())
+    turns = [turn for turn in load.sequence() if turn is not None]
+    assert sorted(turns) == sorted(list(range(6)) * 3)
+    assert None in load.sequence()
+    assert None not in Workload(TINY.hits, Order.RANDOM, one_offs=False, seed=3).sequence()
+
+
+@pytest.mark.parametrize("name", EAGER)
+def test_hit_counts(name: str) -> None:
+    plan = replace(TINY.hits, running=1)
+    load = Workload(plan, Order.ROUND_ROBIN, one_offs=False, seed=0)
+    count = run_turns(CONTENDERS[name], load, host_part=1.0, delay=2)
+    lengths = []
+    for said in load.user_tokens:
+        history = plan.system_tokens
+        for turn, user in enumerate(said):
+            known = history - (turn > 0)
+            lengths.append(known // BLOCK_SIZE * BLOCK_SIZE)
+            history += user + plan.answer_tokens
+    # All that was there before a turn, but the system prompt of the very first.
+    assert count.possible + count.device == sum(lengths) - plan.system_tokens
+    assert count.host == count.possible > 0
+    assert count.rate == count.overall_rate == 1
+
+
+@pytest.mark.slow
+def test_a_process_without_numbers() -> None:
+    with pytest.raises(ChildFailed, match="ours: the process ended with 1"):
+        measure_footprint("ours", FootprintPlan(tier_blocks=1))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", EAGER)
+def test_footprint(name: str) -> None:
+    found = measure_footprint(name, FootprintPlan(tier_blocks=400_000, filled_blocks=60_000))
+    assert found.tier_blocks == 400_000
+    assert found.seconds_to_start > 0
+    # A block is a Python object of eight slots, and a place in a list.
+    assert 72 <= found.bytes_per_block <= 400
+    assert found.bytes_per_filled_block is not None
+    assert 32 <= found.bytes_per_filled_block <= 1000
+
+
+# The report
+
+
+def results() -> Results:
+    found = Results(Plan(), {"processor": "one", "vllm": "0.32.0", "date": "2026-11-21"})
+
+    def cost(milliseconds: float) -> Cost:
+        return Cost({Hook.LOOKUP: milliseconds / 4e3, Hook.METADATA: milliseconds * 3 / 4e3}, 0.001)
+
+    found.rows = [
+        Row(Kind.DECODE, 1, {"ours": cost(9), "builtin": cost(8)}),
+        Row(Kind.DECODE, 256, {"ours": cost(2), "builtin": cost(8)}),
+        Row(Kind.LOADED, 131_072, {"ours": cost(4), "builtin": cost(8)}),
+    ]
+    found.footprints = {
+        "ours": Footprint(4_000_000, 2, 100, 250),
+        "builtin": Footprint(4_000_000, 4, 200, None),
+    }
+    found.hit_rows = [
+        HitRow(
+            Order.RANDOM,
+            one_offs=True,
+            host_part=0.5,
+            counts={"ours": HitCount(80, 20, 20), "builtin": HitCount(80, 40, 20)},
+        )
+    ]
+    return found
+
+
+def test_goals_are_of_the_large_end() -> None:
+    assert goals(results()) == {
+        "decode, 256: ours takes 0.25 of its rival's time (goal: 0.33)": True,
+        "loaded, 131072: ours takes 0.50 of its rival's time (goal: 0.33)": False,
+        "random, one-offs, tier 50%: ours hits 25.0%, its rival 50.0%": False,
+    }
+
+
+def test_median_cost() -> None:
+    costs = [Cost({Hook.LOOKUP: seconds}, 0.0) for seconds in (5.0, 1.0, 3.0)]
+    assert median_cost(costs).seconds == 3
+
+
+def test_tables() -> None:
+    console = Console(width=80, color_system=None)
+    with console.capture() as capture:
+        for table in (cost_table, hook_table, footprint_table, hit_table):
+            console.print(table(results()))
+    lines = [" ".join(line.split()) for line in capture.get().splitlines()]
+    assert "decode 256 2.000 0.25 1.00 8.000" in lines
+    assert "loaded ours 0.001 0.000 0.003 0.000 0.000" not in lines
+    assert "loaded ours 1.000 0.000 3.000 0.000 0.000" in lines
+    assert "ours 4,000,000 2.00 0.50 100 0.50 250 -" in lines
+    assert "random, one-offs 50% 25.0% (40%) 50.0% (60%)" in lines
+    assert "…" not in "\n".join(lines)
