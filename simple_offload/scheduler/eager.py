@@ -14,7 +14,11 @@ from vllm.v1.core.kv_cache_utils import (
 from simple_offload import metrics
 from simple_offload.scheduler.admission import Admission
 from simple_offload.scheduler.cpu_tier import CpuTier
-from simple_offload.scheduler.store_policy import BoundaryState, num_complete_blocks
+from simple_offload.scheduler.store_policy import (
+    BoundaryState,
+    confirmed_tokens,
+    num_complete_blocks,
+)
 from simple_offload.scheduler.stores import Storable, Stores
 
 if TYPE_CHECKING:
@@ -31,6 +35,8 @@ class _Progress:
     """By group, the first block that has not been dealt with."""
     ran: bool = False
     """Whether a step with it has been scheduled since it got its blocks."""
+    ready_at: int = 0
+    """With fewer tokens computed, no further block is complete."""
     started: bool = False
     """Whether what the tier has of it already has been skipped."""
     kept: set[BlockHashWithGroupId] = field(default_factory=set)
@@ -112,10 +118,16 @@ class EagerPolicy:
             progress = self._progress.get(request_id)
             if progress is None:
                 continue
-            self.admission.note(progress.request)
-            if progress.ran and progress.refused_at != self.admission.version:
+            request = progress.request
+            self.admission.note(request)
+            may_store = progress.refused_at != self.admission.version
+            if progress.ran and may_store and confirmed_tokens(request) >= progress.ready_at:
                 tables = {group: self._table(request_id, group) for group in self._groups}
                 self._store_ready(progress, tables, [0] * len(self._managers), ended=False)
+                progress.ready_at = min(
+                    (progress.next_index[group] + 1) * self.tier.block_sizes[group]
+                    for group in self._groups
+                )
             # In its first step a request has no blocks but those that it has found.
             progress.ran = True
 

@@ -53,11 +53,16 @@ class StorePolicy(Protocol):
         """What the device holds must not be stored any more."""
 
 
+def confirmed_tokens(request: "Request") -> int:
+    """How many of the request's tokens have been computed for certain."""
+    # Tokens that async scheduling has only reserved room for are not known yet.
+    return request.num_computed_tokens - request.num_output_placeholders
+
+
 def num_complete_blocks(tier: CpuTier, request: "Request", group: int, num_blocks: int) -> int:
     """How many of the request's ``num_blocks`` blocks of ``group`` are complete and have a
     hash."""
-    # Tokens that async scheduling has only reserved room for are not known yet.
-    confirmed = request.num_computed_tokens - request.num_output_placeholders
+    confirmed = confirmed_tokens(request)
     tokens = min(
         confirmed,
         tier.coordinator.get_num_cacheable_tokens(confirmed, group),
