@@ -39,9 +39,10 @@ class RecentTables:
         the coming step was scheduled."""
         if not self._only_grow:
             return True
-        wanted = {block.block_id for block in blocks}
+        # Blocks are compared as objects: there may be thousands of them, several times a step.
+        wanted = set(map(id, blocks))
         return any(
-            not wanted.isdisjoint(block.block_id for block in table)
+            not wanted.isdisjoint(map(id, table))
             for step in self._steps
             for manager, tables in zip(self._managers, step, strict=True)
             for request_id, table in tables.items()
