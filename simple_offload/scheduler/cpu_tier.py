@@ -14,6 +14,7 @@ sizes, keys and hits here are those of whole host blocks.
 """
 
 from collections.abc import Container, Iterable, Sequence
+from itertools import islice
 from typing import NamedTuple
 
 from vllm.utils.math_utils import cdiv
@@ -72,6 +73,19 @@ class CpuTier:
             if isinstance(coordinator.single_type_managers[group], FullAttentionManager)
         )
         """Groups of which a hit needs every block from the first token on."""
+        self._key_ends = [
+            make_block_hash_with_group_id(BlockHash(b""), group)
+            for group in range(len(self.block_sizes))
+        ]
+        """By group, what makes a hash a key: of a long prefix there are thousands to make."""
+        self._is_one_chain = (
+            [type(manager) for manager in coordinator.single_type_managers]
+            == [FullAttentionManager]
+            and self.group_ids == (0,)
+            and not coordinator.eagle_group_ids
+            and self.block_sizes[0] == coordinator.block_pool.hash_block_size
+        )
+        """Whether a lookup is a walk along one chain, as for most models."""
         self.version = 0
         """Grows whenever a lookup might find something else than before."""
         self._parents: dict[int, BlockHashWithGroupId] = {}
@@ -114,7 +128,8 @@ class CpuTier:
         hashes are known."""
         hashes = resolve_block_hashes(block_hashes, self.hash_block_size, self.block_sizes[group])
         stop = len(hashes) if stop is None else min(stop, len(hashes))
-        return [make_block_hash_with_group_id(hashes[i], group) for i in range(start, stop)]
+        end = self._key_ends[group]
+        return [BlockHashWithGroupId(hashes[i] + end) for i in range(start, stop)]
 
     def key_at(
         self, block_hashes: list[BlockHash], group: int, num_tokens: int
@@ -162,7 +177,10 @@ class CpuTier:
         if not remaining or max_tokens <= 0:
             return HostHit((), 0)
         max_tokens += num_computed_tokens - start
-        blocks, num_tokens, _ = self.coordinator.find_longest_cache_hit(remaining, max_tokens)
+        if self._is_one_chain:
+            blocks, num_tokens = self._longest_chain(remaining, max_tokens)
+        else:
+            blocks, num_tokens, _ = self.coordinator.find_longest_cache_hit(remaining, max_tokens)
         if self.num_parts > 1:
             num_tokens = self._extend(block_hashes, start, blocks, num_tokens, max_tokens)
         return HostHit(blocks, max(0, start + num_tokens - num_computed_tokens))
@@ -364,6 +382,18 @@ class CpuTier:
         """So many blocks lose what they hold."""
         self.num_used -= count
         self.meter.add(metrics.EVICTED, count, reason)
+
+    def _longest_chain(
+        self, block_hashes: Iterable[BlockHash], max_tokens: int
+    ) -> tuple[tuple[list[KVCacheBlock], ...], int]:
+        """What ``find_longest_cache_hit`` finds where ``_is_one_chain``, in a third of the time."""
+        get, end = self.pool.cached_block_hash_to_block.get_one_block, self._key_ends[0]
+        blocks = []
+        for each in islice(block_hashes, max_tokens // self.block_sizes[0]):
+            if (block := get(BlockHashWithGroupId(each + end))) is None:
+                break
+            blocks.append(block)
+        return (blocks,), len(blocks) * self.block_sizes[0]
 
     def _present(self, keys: Iterable[BlockHashWithGroupId]) -> list[KVCacheBlock]:
         """The blocks of those ``keys`` that are there."""

@@ -343,3 +343,17 @@ def test_reset_forgets_everything_and_holds_what_is_held() -> None:
     assert tier.pool.get_num_free_blocks() == 6
     store(tier, "abc")  # and it goes on
     assert contents(tier) == {"a", "ab", "abc"}
+
+
+@pytest.mark.parametrize("num_asked", [0, 1, 3, 5, 9])
+def test_a_lookup_along_one_chain_finds_what_vllm_finds(num_asked: int) -> None:
+    tier = make_tier(12)
+    store(tier, "abcde", "abx")
+    assert tier._is_one_chain
+    for chain in ("abcdefghi", "abxyz", "zabcd"):
+        asked = hashes(chain)
+        for max_tokens in range(num_asked * BLOCK_SIZE, (num_asked + 1) * BLOCK_SIZE):
+            found = tier._longest_chain(asked, max_tokens)
+            assert found == tier.coordinator.find_longest_cache_hit(asked, max_tokens)[:2]
+    for windows in ((0, 8), (8,), (0, 0)):
+        assert not make_tier(12, windows)._is_one_chain
