@@ -207,13 +207,25 @@ class CpuTier:
         """Drop a reference to each block, parents before children. What nobody refers to any
         more joins the free queue: just before its parent if that is free, else last, and first
         if it holds nothing."""
+        run: list[KVCacheBlock] = []  # a chain, of which each joins the queue before the one before
         for block in blocks:
-            parent = self._free_parent(block) if block.ref_cnt == 1 else None
-            if parent is None:
-                self.pool.free_blocks((block,))
-            else:
+            last = block.ref_cnt == 1
+            if last and run and self._parents.get(block.block_id) == run[-1].block_hash:
+                run.append(block)
+                continue
+            if run:
+                self.pool.free_blocks(reversed(run))
+                run = []
+            parent = self._free_parent(block) if last else None
+            if parent is not None:
                 block.ref_cnt -= 1
                 self._queue_before(block, parent)
+            elif last and block.block_hash is not None:
+                run.append(block)
+            else:
+                self.pool.free_blocks((block,))
+        if run:
+            self.pool.free_blocks(reversed(run))
 
     def refresh(self, keys: Iterable[BlockHashWithGroupId]) -> None:
         """Make the blocks of a chain of a chained group (``keys`` from its first block on), as

@@ -357,3 +357,24 @@ def test_a_lookup_along_one_chain_finds_what_vllm_finds(num_asked: int) -> None:
             assert found == tier.coordinator.find_longest_cache_hit(asked, max_tokens)[:2]
     for windows in ((0, 8), (8,), (0, 0)):
         assert not make_tier(12, windows)._is_one_chain
+
+
+def test_unpinned_chains_join_the_queue_tail_first() -> None:
+    tier = make_tier(12)
+    store(tier, "abcd", "abx", "q")
+    one, other = blocks(tier, "abcd"), blocks(tier, "abx")
+    tier.pin([*one, *other, block(tier, "q")])
+    tier.unpin([*one, block(tier, "q")])  # the other still needs "ab"
+    queue = tier.pool.free_block_queue
+    assert names(queue.get_all_free_blocks())[-3:] == ["abcd", "abc", "q"]
+    tier.unpin(other)
+    assert names(queue.get_all_free_blocks())[-6:] == ["abcd", "abc", "q", "abx", "ab", "a"]
+    tier.check_integrity()
+
+
+def test_an_unpinned_block_joins_a_parent_that_is_free() -> None:
+    tier = make_tier(12)
+    store(tier, "abc", "q")
+    tier.pin([block(tier, "abc")])
+    tier.unpin([block(tier, "abc")])
+    assert leave(tier) == ["abc", "ab", "a", "q"]
