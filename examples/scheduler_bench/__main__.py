@@ -180,7 +180,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
         nargs="+",
         type=partial(_whole_number, least=64, most=4_000_000),
         help="full tiers, at least as large as what is stored into them (default: 16384 131072 "
-        "1048576)",
+        "524288)",
     )
     parser.add_argument(
         "--tier-blocks",

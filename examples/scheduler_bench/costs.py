@@ -10,7 +10,7 @@ from examples.scheduler_bench.contenders import Contender
 from examples.scheduler_bench.engine import MAX_MODEL_LEN, Engine, Shape
 from examples.scheduler_bench.plan import BLOCK_SIZE, CostPlan, Plan
 from examples.scheduler_bench.race import Race
-from examples.scheduler_bench.results import Kind, Results, Row, median_cost
+from examples.scheduler_bench.results import Kind, Results, Row, least_cost
 from examples.scheduler_bench.stopwatch import Cost
 
 _CYCLE = 3
@@ -174,7 +174,7 @@ def _measure(
             for name, cost in measured.items():
                 costs[name].append(cost)
     results.rows.append(
-        Row(kind, size, {name: median_cost(each) for name, each in costs.items() if each})
+        Row(kind, size, {name: least_cost(each) for name, each in costs.items() if each})
     )
 
 
@@ -202,7 +202,7 @@ def _measure_prompts(
                         f"{missed} tokens were not loaded"
                     )
     for kind, costs in zip(kinds, (stored, loaded), strict=True):
-        cells = {name: median_cost(each) for name, each in costs.items() if each}
+        cells = {name: least_cost(each) for name, each in costs.items() if each}
         results.rows.append(Row(kind, size, cells))
 
 

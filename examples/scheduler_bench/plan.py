@@ -43,12 +43,12 @@ class CostPlan:
     """Of each request of the serving mix."""
     lengths: tuple[int, ...] = (2048, 16_384, 131_072)
     """Prompts that are stored cold, and then loaded."""
-    tiers: tuple[int, ...] = (16_384, 131_072, 1_048_576)
+    tiers: tuple[int, ...] = (16_384, 131_072, 524_288)
     """Host blocks of a tier that is full, so that what is stored displaces something."""
     tier_tokens: int = 16_384
     """Prompt that is stored into such a tier, and then loaded."""
     repeats: int = 5
-    """Of each measurement, contenders in turn; medians count."""
+    """Of each measurement, contenders in turn; the least counts."""
 
 
 @dataclass(frozen=True)

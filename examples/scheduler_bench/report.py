@@ -40,7 +40,7 @@ def cost_table(results: Results) -> Table:
         collapse_padding=True,
         pad_edge=False,
         caption="Milliseconds in the connector's hooks: decode and serving, of a step; else\n"
-        "of one prompt. Medians. x: over its rival's; slowest: of the slowest step alone.",
+        "of one prompt. x: over its rival's; slowest: of the slowest step alone.",
         caption_justify="left",
         caption_style="",
     )
