@@ -6,6 +6,7 @@ which prints them as JSON: memory that a process has had before tells nothing.
 
 import gc
 import json
+import logging
 import subprocess
 import sys
 from pathlib import Path
@@ -105,4 +106,5 @@ def _resident_bytes() -> int:
 if __name__ == "__main__":
     from dataclasses import asdict
 
+    logging.disable(logging.WARNING)
     print(json.dumps(asdict(_measure_here(sys.argv[1], int(sys.argv[2]), int(sys.argv[3])))))

@@ -65,16 +65,16 @@ class FootprintPlan:
 class HitPlan:
     """Conversations. A prompt is all that was said before and something new."""
 
-    conversations: int = 64
-    turns: int = 8
+    conversations: int = 48
+    turns: int = 6
     system_tokens: int = 256
     """Every conversation begins with."""
     user_tokens: tuple[int, int] = (64, 448)
     """Fewest and most that a turn adds."""
-    answer_tokens: int = 32
+    answer_tokens: int = 16
     running: int = 4
     """Turns that the engine works on at the same time."""
-    device_part: float = 0.1
+    device_part: float = 0.125
     """Of the working set, the blocks of all conversations at their end, that the device holds."""
     host_parts: tuple[float, ...] = (0.25, 0.5, 1.0)
     """Of the working set, that the host tier holds."""
@@ -82,7 +82,7 @@ class HitPlan:
     """Of prompts that nobody continues, in the runs that have them."""
     one_offs: float = 0.5
     """Of these, for each turn of a conversation."""
-    seeds: int = 3
+    seeds: int = 2
     """Runs of each kind, whose tokens are added up."""
 
 

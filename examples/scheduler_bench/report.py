@@ -168,7 +168,7 @@ def save_cost_plot(path: Path, results: Results) -> None:
     kinds = [kind for kind in Kind if any(row.kind is kind for row in results.rows)]
     figure = Figure(figsize=(13, 4.2 * ((len(kinds) + 1) // 2)), layout="constrained")
     panels = figure.subplots((len(kinds) + 1) // 2, 2, squeeze=False).flat
-    for axes, kind in zip(panels, kinds, strict=False):
+    for kind, axes in zip(kinds, panels, strict=False):
         _plot_kind(axes, results, kind)
     for axes in list(panels):
         axes.set_axis_off()
