@@ -1,0 +1,1 @@
+"""Accuracy by lm_eval over ``vllm serve``, without the connector and with it."""

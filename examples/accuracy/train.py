@@ -1,0 +1,302 @@
+"""``python -m examples.accuracy.train llama|window``: train one of the recall models.
+
+Begins with short contexts, where a batch holds the most answers and attention learns to look up
+pairs soonest, and goes on to longer ones as soon as the model answers; see STAGES. Writes the
+model as Hugging Face does: config.json, model.safetensors (bfloat16), and the tokenizer.
+"""
+
+import argparse
+import json
+import math
+import os
+import random
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+import torch
+from torch.nn.functional import cross_entropy
+
+from examples.accuracy.batches import Batch, make_batch
+from examples.accuracy.language import (
+    END_OF_TEXT,
+    HOPS,
+    MAX_FILLER,
+    NUM_WORDS,
+    VOCAB_SIZE,
+    num_pairs,
+    save_tokenizer,
+    token,
+)
+
+Kind = Literal["llama", "window"]
+
+TOO_INACCURATE = 1
+LONGEST = 4096
+"""Tokens of the longest prompt."""
+LENGTHS = (1024, 2048, 3072, LONGEST)
+"""Tokens of the prompts that recall is measured with."""
+WINDOW = 128
+"""Tokens that a sliding-window layer looks back."""
+
+
+@dataclass(frozen=True)
+class Stage:
+    """Contexts of one length, until the model answers or patience ends."""
+
+    pairs: int
+    longest_filler: int
+    sequences: int
+    questions: int
+    """A sequence."""
+    hops: int
+    enough: float
+    """Share of right words, over the last steps, with which the next stage begins."""
+    max_steps: int
+
+
+STAGES = (
+    Stage(10, 4, 1024, 2, 4, 0.97, 6000),
+    Stage(20, 16, 512, 4, 4, 0.97, 3000),
+    Stage(64, MAX_FILLER, 256, 8, 6, 0.98, 2000),
+    Stage(150, MAX_FILLER, 128, 16, HOPS, 0.99, 2000),
+    Stage(num_pairs(1024), MAX_FILLER, 64, 16, HOPS, 0.99, 2000),
+    Stage(num_pairs(2048), MAX_FILLER, 32, 32, HOPS, 0.99, 1500),
+    Stage(num_pairs(LONGEST), MAX_FILLER, 16, 32, HOPS, 0.997, 2500),
+)
+RECENT = 25
+"""Steps over which a stage's accuracy is taken."""
+LAST_STEPS = 300
+"""With the learning rate falling to nothing, after the last stage."""
+
+
+def build_model(kind: Kind, hidden_size: int) -> torch.nn.Module:
+    """An untrained model. Three layers are what it takes: one tells every token the token
+    before, one brings the word of the question to where the answer begins, and one looks it up.
+
+    In the window model the first two are sliding-window layers: the last layer can look up
+    nothing that they did not prepare.
+    """
+    from transformers import AutoModelForCausalLM, Gemma3TextConfig, LlamaConfig
+
+    shape: dict[str, Any] = {
+        "vocab_size": VOCAB_SIZE,
+        "hidden_size": hidden_size,
+        "intermediate_size": 2 * hidden_size,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 64,
+        "max_position_embeddings": LONGEST + 128,
+        "tie_word_embeddings": True,
+        "bos_token_id": None,
+        "eos_token_id": token(END_OF_TEXT),
+        "pad_token_id": None,
+    }
+    config: LlamaConfig | Gemma3TextConfig
+    if kind == "llama":
+        config = LlamaConfig(**shape, rope_theta=1e6)
+    else:
+        layers = ["sliding_attention", "sliding_attention", "full_attention"]
+        config = Gemma3TextConfig(
+            **shape, layer_types=layers, sliding_window=WINDOW, query_pre_attn_scalar=64
+        )
+    model: torch.nn.Module = AutoModelForCausalLM.from_config(
+        config, dtype=torch.float32, attn_implementation="sdpa"
+    )
+    return model
+
+
+def answer_logits(model: torch.nn.Module, batch: Batch) -> torch.Tensor:
+    """[sequences, answers, words]; everywhere else the model may say what it likes."""
+    hidden = model.model(input_ids=batch.tokens, use_cache=False).last_hidden_state
+    logits: torch.Tensor = model.lm_head(hidden[:, batch.answer_index])
+    return logits
+
+
+class Trainer:
+    """A model on its way through the stages. All that is random follows from ``seed``."""
+
+    def __init__(
+        self, kind: Kind, device: torch.device, *, seed: int, rate: float, hidden_size: int
+    ) -> None:
+        torch.manual_seed(seed)
+        self.device = device
+        self.model = build_model(kind, hidden_size).to(device)
+        self.generator = torch.Generator(device).manual_seed(seed)
+        self.random = random.Random(seed)
+        matrices = [weight for weight in self.model.parameters() if weight.dim() > 1]
+        others = [weight for weight in self.model.parameters() if weight.dim() == 1]
+        self.optimizer = torch.optim.AdamW(
+            [{"params": matrices, "weight_decay": 0.01}, {"params": others, "weight_decay": 0.0}],
+            betas=(0.9, 0.98),
+            fused=device.type == "cuda",
+        )
+        self.rate = rate
+        self.step = 0
+        self.start = time.monotonic()
+
+    def train(self, stages: Sequence[Stage], num_words: int, deadline: float) -> None:
+        """Go through all stages, then let the learning rate fall to nothing, with contexts of
+        the last stage that began before ``deadline`` (time.monotonic())."""
+        stage = stages[0]
+        for stage in stages:
+            recent: list[torch.Tensor] = []
+            for number in range(1, stage.max_steps + 1):
+                recent.append(
+                    self._update(stage, num_words, min(1.0, (self.step + 1) / 200) * self.rate)
+                )
+                if number % RECENT == 0:
+                    late = time.monotonic() > deadline
+                    right = float(torch.stack(recent).mean())
+                    recent.clear()
+                    if number % (4 * RECENT) == 0 or right >= stage.enough or late:
+                        self._say(stage, number, right)
+                    if right >= stage.enough or late:
+                        break
+            if time.monotonic() > deadline:
+                break
+        for number in range(LAST_STEPS):
+            self._update(stage, num_words, (1 - number / LAST_STEPS) * self.rate)
+
+    def _update(self, stage: Stage, num_words: int, rate: float) -> torch.Tensor:
+        """One step of the optimizer; returns the share of right answers before it."""
+        self.step += 1
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
+        fillers = [self.random.randint(0, stage.longest_filler) for _ in range(stage.questions)]
+        batch = make_batch(
+            stage.sequences, stage.pairs, fillers, stage.hops, self.generator, num_words
+        )
+        with torch.autocast(self.device.type, torch.bfloat16, enabled=self.device.type == "cuda"):
+            logits = answer_logits(self.model, batch).float()
+        loss = cross_entropy(logits.flatten(0, 1), batch.answers.flatten())
+        self.optimizer.zero_grad(set_to_none=True)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        self.optimizer.step()
+        return (logits.detach().argmax(-1) == batch.answers).float().mean()
+
+    def _say(self, stage: Stage, number: int, right: float) -> None:
+        seconds = time.monotonic() - self.start
+        print(
+            f"{seconds:6.1f} s, step {self.step:5}: {stage.pairs:4} pairs, "
+            f"{number:4} steps of them, {right:7.2%} of words right",
+            flush=True,
+        )
+
+
+@dataclass(frozen=True)
+class Recall:
+    """How well a model answers at one prompt length; shares of one."""
+
+    prompt_tokens: int
+    answers: float
+    """Wholly right: all HOPS words."""
+    by_place: list[float]
+    """Words right, by the tenth of the context in which their pair lies."""
+
+
+@torch.no_grad()
+def measure(
+    model: torch.nn.Module,
+    prompt_tokens: int,
+    samples: int,
+    generator: torch.Generator,
+    num_words: int = NUM_WORDS,
+) -> Recall:
+    """Ask ``samples`` questions, one to a context, with the longest filler.
+
+    All HOPS words are judged with the right words before them; an answer whose words are all
+    right that way is what greedy decoding gives.
+    """
+    right, places = [], []
+    for sequences in _pieces(samples, 16):
+        pairs = min(num_words, num_pairs(prompt_tokens))
+        batch = make_batch(sequences, pairs, [MAX_FILLER], HOPS, generator, num_words)
+        right.append(answer_logits(model, batch).argmax(-1) == batch.answers)
+        places.append((batch.places * 10).long())
+    hit, place = torch.cat(right), torch.cat(places)
+    by_place = [float(hit[place == tenth].float().mean()) for tenth in range(10)]
+    return Recall(prompt_tokens, float(hit.all(1).float().mean()), by_place)
+
+
+def _pieces(total: int, piece: int) -> Iterator[int]:
+    for start in range(0, total, piece):
+        yield min(piece, total - start)
+
+
+def save(model: torch.nn.Module, directory: Path) -> None:
+    """Write the model, rounded to bfloat16 (which also happens to ``model``), and its tokenizer."""
+    directory.mkdir(parents=True, exist_ok=True)
+    model.to(torch.bfloat16)
+    model.save_pretrained(directory)
+    save_tokenizer(directory)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Train, save, measure; return the exit code."""
+    parser = argparse.ArgumentParser(
+        prog="python -m examples.accuracy.train",
+        description=__doc__.partition("\n\n")[2] if __doc__ else None,
+        epilog=f"exit codes: 0; {TOO_INACCURATE} recall is below --bound at some prompt length",
+    )
+    parser.add_argument("kind", choices=get_args(Kind))
+    parser.add_argument("--output", type=Path, required=True, metavar="DIR")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--rate", type=float, default=1.5e-3, help="learning rate")
+    parser.add_argument("--minutes", type=float, default=10, help="to train for at most")
+    parser.add_argument("--bound", type=float, default=0.95, help="of wholly right answers")
+    parser.add_argument("--samples", type=int, default=512, help="measured at each length")
+    small = parser.add_argument_group("for a small trial")
+    small.add_argument("--longest", type=int, default=LONGEST, help="prompt, in tokens")
+    small.add_argument("--hidden-size", type=int, default=256)
+    small.add_argument("--words", type=int, default=NUM_WORDS, help="that occur in contexts")
+    small.add_argument("--batch-divisor", type=int, default=1, help="makes batches smaller")
+    arguments = parser.parse_args(argv)
+    longest = min(num_pairs(arguments.longest), arguments.words)
+    stages = [
+        replace(stage, sequences=max(1, stage.sequences // arguments.batch_divisor))
+        for stage in STAGES
+        if stage.pairs <= longest
+    ]
+    lengths = [length for length in LENGTHS if num_pairs(length) <= longest] or [arguments.longest]
+    if not stages:
+        parser.error(f"--longest, --words: {longest} pairs are too few for any stage")
+
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    trainer = Trainer(
+        arguments.kind,
+        device,
+        seed=arguments.seed,
+        rate=arguments.rate,
+        hidden_size=arguments.hidden_size,
+    )
+    size = sum(weight.numel() for weight in trainer.model.parameters())
+    print(f"{arguments.kind}: {size / 1e6:.2f} million parameters on {device}", flush=True)
+    trainer.train(stages, arguments.words, trainer.start + 60 * arguments.minutes)
+    save(trainer.model, arguments.output)
+
+    model = trainer.model.to(torch.float32)
+    generator = torch.Generator(device).manual_seed(arguments.seed + 1)
+    recalls = [
+        measure(model, length, arguments.samples, generator, arguments.words) for length in lengths
+    ]
+    for recall in recalls:
+        tenths = " ".join(f"{share:.3f}" for share in recall.by_place)
+        print(f"{recall.prompt_tokens:4} tokens: {recall.answers:7.2%} of answers; {tenths}")
+    print(json.dumps({"seconds": round(time.monotonic() - trainer.start), "steps": trainer.step}))
+    worst = min(recall.answers for recall in recalls)
+    if math.isnan(worst) or worst < arguments.bound:
+        print(f"FAILED: {worst:.2%} at the worst length, {arguments.bound:.2%} asked for")
+        return TOO_INACCURATE
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
