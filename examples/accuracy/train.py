@@ -112,8 +112,8 @@ def build_model(kind: Kind, hidden_size: int) -> torch.nn.Module:
 
 def answer_logits(model: torch.nn.Module, batch: Batch) -> torch.Tensor:
     """[sequences, answers, words]; everywhere else the model may say what it likes."""
-    hidden = model.model(input_ids=batch.tokens, use_cache=False).last_hidden_state
-    logits: torch.Tensor = model.lm_head(hidden[:, batch.answer_index])
+    hidden = model.get_submodule("model")(input_ids=batch.tokens, use_cache=False).last_hidden_state
+    logits: torch.Tensor = model.get_submodule("lm_head")(hidden[:, batch.answer_index])
     return logits
 
 
@@ -233,7 +233,7 @@ def save(model: torch.nn.Module, directory: Path) -> None:
     """Write the model, rounded to bfloat16 (which also happens to ``model``), and its tokenizer."""
     directory.mkdir(parents=True, exist_ok=True)
     model.to(torch.bfloat16)
-    model.save_pretrained(directory)
+    model.save_pretrained(directory)  # type: ignore[operator]
     save_tokenizer(directory)
 
 
