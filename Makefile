@@ -17,7 +17,8 @@ WORKERS ?= 2
 VENV_PYTHON := .venv/bin/python
 
 .DEFAULT_GOAL := help
-.PHONY: help set-up demo docs test check soak simulate-builtin bench-turns bench-scheduler test-gpu clean
+.PHONY: help set-up set-up-eval demo accuracy docs test check soak simulate-builtin
+.PHONY: bench-turns bench-scheduler test-gpu clean
 
 help: ## List the targets
 	@sed -nE 's/^([a-z-]+):[^#]*## (.*)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 18
@@ -27,8 +28,15 @@ set-up: ## Make .venv, or bring it up to date (the other targets do it by themse
 	Install it (Debian, Ubuntu: apt install python3.11 python3.11-venv) \
 	or name it: make PYTHON=/path/to/python3.11)) tools/set_up.py
 
+set-up-eval: ## Make .venv-eval, which holds lm_eval (accuracy does it by itself)
+	@$(or $(FITTING_PYTHON),$(error None of these is a Python 3.11 that runs: $(PYTHON))) \
+	tools/set_up.py eval
+
 demo: set-up ## Conversations on vLLM with and without the connector, on the CPU
 	@$(VENV_PYTHON) -m examples.demo $(ARGS)
+
+accuracy: set-up set-up-eval ## Answers with and without the connector, by lm_eval (ARGS="--help" for more)
+	@$(VENV_PYTHON) -m examples.accuracy $(ARGS)
 
 test: set-up ## Unit and engine tests that need no accelerator (ARGS="-k name" for some of them)
 	$(VENV_PYTHON) -m pytest -n $(WORKERS) --dist loadgroup --no-loadscope-reorder $(ARGS)
@@ -57,6 +65,6 @@ test-gpu: ## Tests that need an accelerator, in the environment of GPU_PYTHON (d
 	$(GPU_PYTHON) -m pytest -m gpu $(ARGS)
 
 clean: ## Remove caches, build outputs and demo outputs; .venv and downloads stay
-	rm -rf build dist demo-out copy-bench-out engine-bench-out multi-turn-out scheduler-bench-out
-	rm -rf .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf build dist accuracy-out demo-out copy-bench-out engine-bench-out multi-turn-out
+	rm -rf scheduler-bench-out .mypy_cache .ruff_cache .pytest_cache .hypothesis
 	find . -name __pycache__ -type d -not -path './.*' -prune -exec rm -rf {} +

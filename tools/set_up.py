@@ -1,5 +1,7 @@
 #!/usr/bin/env python3.11
 """Makes `.venv` hold exactly the packages of constraints.txt, and this package in editable mode.
+With the argument `eval`, makes `.venv-eval` hold those of constraints-eval.txt: lm_eval, which
+talks to vLLM over HTTP and whose many packages need not agree with vLLM's.
 
 Standard library only, so that a bare Python 3.11 can run it. When nothing changed since the last
 time it returns at once; when a pin or the project's metadata changed it brings `.venv` up to date
@@ -23,17 +25,39 @@ import sys
 import time
 import tomllib
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
 ROOT = Path(__file__).resolve().parent.parent
 PYTORCH_INDEX = "https://download.pytorch.org/whl/cpu"
-FREE_BYTES_NEEDED = 6 * 2**30  # 4 GB installed, the rest for downloads on their way in
 
 # vLLM's CPU build asks for these three, but the builds that pip finds by default belong to CUDA
 # torch; beside CPU torch they break `import transformers` (operator torchvision::nms does not
 # exist). Text models need none of them.
 FORBIDDEN = ("torchaudio", "torchcodec", "torchvision")
+
+# lm_eval asks for these, and they are published as source only.
+SOURCE_ONLY = ("rouge-score", "sqlitedict", "word2number")
+
+
+@dataclass(frozen=True)
+class Kind:
+    """One of the environments that are made here."""
+
+    folder: str
+    constraints: str
+    free_bytes_needed: int
+    """What is installed, and downloads on their way in."""
+    cost: str
+    holds_project: bool
+
+
+MAIN = Kind(".venv", "constraints.txt", 6 * 2**30, "fetches about 1 GB and unpacks 4 GB", True)
+EVAL = Kind(
+    ".venv-eval", "constraints-eval.txt", 2 * 2**30, "fetches 200 MB and unpacks 800 MB", False
+)
+KINDS = {"main": MAIN, "eval": EVAL}
 
 
 class SetUpError(Exception):
@@ -166,19 +190,24 @@ def _progress(text: str) -> None:
 
 
 class VirtualEnvironment:
-    """`.venv` under `root`, with a record in it of what was installed."""
+    """`.venv` or its like under `root`, with a record in it of what was installed."""
 
-    def __init__(self, root: Path) -> None:
+    def __init__(self, root: Path, kind: Kind = MAIN) -> None:
         self.root = root
-        self.folder = root / ".venv"
+        self.kind = kind
+        self.folder = root / kind.folder
+        self.constraints = root / kind.constraints
         self.python = self.folder / "bin" / "python"
         self._record = self.folder / "set-up.json"
 
     def wanted(self) -> str:
         """Digest of everything that decides what has to be installed."""
+        pins = self.constraints.read_text(encoding="utf-8")
+        if not self.kind.holds_project:
+            return hashlib.sha256(pins.encode()).hexdigest()
         project = tomllib.loads((self.root / "pyproject.toml").read_text(encoding="utf-8"))
         parts = {
-            "pins": (self.root / "constraints.txt").read_text(encoding="utf-8"),
+            "pins": pins,
             "build": project["build-system"],
             "project": project["project"],
             "hatch": project["tool"]["hatch"],
@@ -230,10 +259,10 @@ class VirtualEnvironment:
                 "it. Move it away or remove it, then run again."
             )
         free = shutil.disk_usage(self.root).free
-        if free < FREE_BYTES_NEEDED:
+        if free < self.kind.free_bytes_needed:
             raise SetUpError(
                 f"{self.root} has {free / 2**30:.1f} GiB of free disk space; "
-                f"the environment needs {FREE_BYTES_NEEDED / 2**30:.0f} GiB."
+                f"the environment needs {self.kind.free_bytes_needed / 2**30:.0f} GiB."
             )
         if not all(importlib.util.find_spec(module) for module in ("venv", "ensurepip")):
             raise SetUpError(
@@ -305,36 +334,54 @@ def _indent(text: str) -> str:
 
 def install(environment: VirtualEnvironment, pip: Pip) -> None:
     """Make the packages in `environment` those of constraints.txt, and add this project."""
-    constraints = environment.root / "constraints.txt"
+    constraints = environment.constraints
     pins = read_pins(constraints)
+    if not environment.kind.holds_project:
+        install_lm_eval(pip, pins)
+        return
     install_torch(pip, pins["torch"])
     say(f"{len(pins)} pinned packages")
     pip(
         *("install", "--no-deps", "--only-binary=:all:", "-r", str(constraints)),
         expected=len(pins),
     )
-    leftover = pip.installed() - pins.keys() - {"pip", "setuptools", "simple-offload"}
-    if leftover:
-        say(f"removing what is not pinned: {', '.join(sorted(leftover))}")
-        pip("uninstall", "--yes", *sorted(leftover))
+    uninstall_all_but(pip, {*pins, "setuptools", "simple-offload"})
     say("simple_offload, editable")
     pip("install", "--no-deps", "--no-build-isolation", "--no-index", "-e", str(environment.root))
 
 
-def set_up(root: Path = ROOT) -> None:
-    """Bring `.venv` under `root` up to date. Raises SetUpError with what to do about it."""
-    environment = VirtualEnvironment(root)
+def install_lm_eval(pip: Pip, pins: dict[str, str]) -> None:
+    """Make the packages those of `pins`. What is there as source only is built with the pinned
+    setuptools."""
+    lines = {name: f"{name}=={version}" for name, version in pins.items()}
+    sources = [lines.pop(name) for name in SOURCE_ONLY]
+    say(f"{len(pins)} pinned packages")
+    pip("install", "--no-deps", "--only-binary=:all:", *lines.values(), expected=len(lines))
+    pip("install", "--no-deps", "--no-build-isolation", *sources, expected=len(sources))
+    uninstall_all_but(pip, set(pins))
+
+
+def uninstall_all_but(pip: Pip, kept: set[str]) -> None:
+    leftover = pip.installed() - kept - {"pip"}
+    if leftover:
+        say(f"removing what is not pinned: {', '.join(sorted(leftover))}")
+        pip("uninstall", "--yes", *sorted(leftover))
+
+
+def set_up(root: Path = ROOT, kind: Kind = MAIN) -> None:
+    """Bring `kind` under `root` up to date. Raises SetUpError with what to do about it."""
+    environment = VirtualEnvironment(root, kind)
     if environment.is_current():
         return
     check_machine()
-    with exclusive_lock(root / ".venv.lock") as lock:
+    with exclusive_lock(root / f"{kind.folder}.lock") as lock:
         if environment.is_current():
             return
         begin = time.monotonic()
         wanted = environment.wanted()
         if not environment.is_usable():
             say(f"making {environment.folder} with {sys.executable}")
-            say("once, it fetches about 1 GB and unpacks 4 GB")
+            say(f"once, it {kind.cost}")
             environment.create()
         environment.note("busy")  # stays there if this process is killed
         log = environment.folder / "set-up.log"
@@ -352,11 +399,12 @@ def set_up(root: Path = ROOT) -> None:
 
 
 def main(arguments: Sequence[str]) -> NoReturn:
-    """Command line: no arguments; exit status 0, or 1 with a message."""
-    if arguments:
-        sys.exit(f"usage: set_up.py (no arguments)\n\n{__doc__}")
+    """Command line: which environment; exit status 0, or 1 with a message."""
+    kind = KINDS.get(arguments[0] if arguments else "main")
+    if kind is None or len(arguments) > 1:
+        sys.exit(f"usage: set_up.py [{'|'.join(KINDS)}]\n\n{__doc__}")
     try:
-        set_up()
+        set_up(kind=kind)
     except SetUpError as error:
         sys.exit(f"set-up: {error}")
     except KeyboardInterrupt:

@@ -99,12 +99,12 @@ def evaluate(
         stderr=subprocess.STDOUT,
         start_new_session=True,
     )
-    assert process.stdout is not None
     # It would ask a dead server again and again, for minutes.
     server.ended.add_done_callback(lambda _: process.kill())
     try:
-        with log.open("wb") as file:
-            _follow(process.stdout, file, show)
+        assert process.stdout is not None
+        with log.open("wb") as file, process.stdout as output_pipe:
+            _follow(output_pipe, file, show)
         code = process.wait()
     finally:
         _stop(process)

@@ -6,36 +6,36 @@ from typing import Any
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
-from examples.accuracy.results import Outcome, Pass, agreeing
+from examples.accuracy.evaluation import Score
+from examples.accuracy.results import Outcome, agreeing
 
 
 def outcome_table(outcome: Outcome) -> Table:
-    """One line a pass and score: shares with their standard errors, tokens as counts."""
-    table = Table(box=SIMPLE_HEAD, collapse_padding=True, pad_edge=False)
-    for heading in ("", "metric", "score", "±", "same\nanswers"):
-        table.add_column(heading, justify="left" if heading in ("", "metric") else "right")
-    for heading in ("prompt\ntokens", "from\nhost", "from\ndevice", "prompts\nfound", "seconds"):
-        table.add_column(heading, justify="right")
+    """A column for each pass: scores with their standard errors, then where prompts came from."""
+    table = Table(box=SIMPLE_HEAD, pad_edge=False)
+    table.add_column("")
     for each in outcome.passes:
-        for number, score in enumerate(each.evaluation.scores):
-            error = "" if score.error is None else f"{score.error:.4f}"
-            row = ["" if number else each.name, f"{score.task} {score.metric}"]
-            row += [f"{score.value:.4f}", error]
-            table.add_row(*row, *([""] * 6 if number else _facts(outcome, each)))
+        table.add_column(each.name, justify="right", no_wrap=True)
+    for rows in zip(*(each.evaluation.scores for each in outcome.passes), strict=False):
+        table.add_row(f"{rows[0].task}\n  {rows[0].metric}", *(f"\n{_score(row)}" for row in rows))
+    total = len(outcome.without.evaluation.answers)
+    same = [f"{agreeing(outcome.without, each)}/{total}" for each in outcome.passes]
+    table.add_row("same answers as without", "", *same[1:])
+    table.add_row("prompt tokens", *(f"{each.prompt_tokens}" for each in outcome.passes))
+    table.add_row(
+        "  found in the host tier", *(f"{each.host_hit_tokens}" for each in outcome.passes)
+    )
+    table.add_row(
+        "  found on the device", *(f"{each.device_hit_tokens}" for each in outcome.passes)
+    )
+    table.add_row("prompts found", *(f"{each.hit_share:.1%}" for each in outcome.passes))
+    table.add_row("seconds", *(f"{each.seconds:.0f}" for each in outcome.passes))
     return table
 
 
-def _facts(outcome: Outcome, each: Pass) -> list[str]:
-    total = len(outcome.without.evaluation.answers)
-    same = "" if each is outcome.without else f"{agreeing(outcome.without, each)}/{total}"
-    return [
-        same,
-        str(each.prompt_tokens),
-        str(each.host_hit_tokens),
-        str(each.device_hit_tokens),
-        f"{each.hit_share:.1%}",
-        f"{each.seconds:.0f}",
-    ]
+def _score(score: Score) -> str:
+    error = "" if score.error is None else f" ± {score.error:.4f}"
+    return f"{score.value:.4f}{error}"
 
 
 def outcome_json(outcome: Outcome) -> dict[str, Any]:
@@ -44,20 +44,19 @@ def outcome_json(outcome: Outcome) -> dict[str, Any]:
         "passed": outcome.passed,
         "problems": outcome.problems,
         "samples": len(outcome.without.evaluation.answers),
-        "passes": {each.name: _pass_json(outcome, each) for each in outcome.passes},
-    }
-
-
-def _pass_json(outcome: Outcome, each: Pass) -> dict[str, Any]:
-    return {
-        "scores": [vars(score) for score in each.evaluation.scores],
-        "same_answers": agreeing(outcome.without, each),
-        "prompts": len(each.usages),
-        "prompt_tokens": each.prompt_tokens,
-        "host_hit_tokens": each.host_hit_tokens,
-        "device_hit_tokens": each.device_hit_tokens,
-        "hit_share": each.hit_share,
-        "seconds": each.seconds,
+        "passes": {
+            each.name: {
+                "scores": [vars(score) for score in each.evaluation.scores],
+                "same_answers": agreeing(outcome.without, each),
+                "prompts": len(each.usages),
+                "prompt_tokens": each.prompt_tokens,
+                "host_hit_tokens": each.host_hit_tokens,
+                "device_hit_tokens": each.device_hit_tokens,
+                "hit_share": each.hit_share,
+                "seconds": each.seconds,
+            }
+            for each in outcome.passes
+        },
     }
 
 
@@ -71,9 +70,9 @@ def verdict(outcomes: Mapping[str, Outcome]) -> str:
     if problems:
         return "\n".join(["FAILED", *problems])
     samples = sum(len(outcome.without.evaluation.answers) for outcome in outcomes.values())
-    prompts = [usage for outcome in outcomes.values() for usage in outcome.second.usages]
     tokens = sum(outcome.second.host_hit_tokens for outcome in outcomes.values())
+    total = sum(outcome.second.prompt_tokens for outcome in outcomes.values())
     return (
         f"PASSED: all {samples} samples are answered alike without the connector, with it, and "
-        f"from the host tier, from which {tokens} tokens of {len(prompts)} prompts came."
+        f"once more when {tokens} of {total} prompt tokens came from the host tier."
     )

@@ -1,0 +1,107 @@
+"""Stands in for ``vllm serve`` with a recall model: it looks up the answers in the prompts.
+
+FAKE_SERVER in the environment is JSON: see ``Faults``. Every prompt that it has seen counts as a
+hit of the connector, if it has one, but for its last token.
+"""
+
+import argparse
+import json
+import os
+import signal
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+from examples.accuracy.usage import VARIABLE, Usage
+
+
+@dataclass(frozen=True)
+class Faults:
+    die_at: int | None = None
+    """The request (from 0) in whose midst the process is killed."""
+    refuse_at: int | None = None
+    """The request that is answered with status 500."""
+    forget: bool = False
+    """Whether nothing is ever found."""
+    mistaken_after: int | None = None
+    """From this request on, every answer is wrong."""
+
+
+@dataclass
+class State:
+    faults: Faults
+    connector: bool
+    seen: set[str] = field(default_factory=set)
+    requests: int = 0
+    hits: int = 0
+
+
+class Handler(BaseHTTPRequestHandler):
+    state: State
+
+    def do_GET(self) -> None:
+        if self.path == "/health":
+            self._answer(b"")
+            return
+        lines = ["# TYPE vllm:external_prefix_cache_hits counter"]
+        lines += [f"vllm:external_prefix_cache_hits_total {self.state.hits}", ""]
+        self._answer("\n".join(lines).encode())
+
+    def do_POST(self) -> None:
+        state, faults = self.state, self.state.faults
+        if self.path.startswith("/reset_prefix_cache"):
+            self._answer(b'{"success": true}')
+            return
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        number, state.requests = state.requests, state.requests + 1
+        if number == faults.die_at:
+            os.kill(os.getpid(), signal.SIGKILL)
+        if number == faults.refuse_at:
+            self.send_error(500)
+            return
+        prompt = body["prompt"]
+        length = len(prompt.split())
+        found = length - 1 if prompt in state.seen and state.connector and not faults.forget else 0
+        state.seen.add(prompt)
+        state.hits += found
+        with Path(os.environ[VARIABLE]).open("a") as file:
+            file.write(json.dumps(vars(Usage(length, found))) + "\n")
+        said = walk(prompt, body["max_tokens"])
+        if faults.mistaken_after is not None and number >= faults.mistaken_after:
+            said = said[::-1]
+        self._answer(json.dumps({"choices": [{"index": 0, "text": " ".join(said)}]}).encode())
+
+    def _answer(self, body: bytes) -> None:
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *_: Any) -> None:
+        pass
+
+
+def walk(prompt: str, hops: int) -> list[str]:
+    """The right answer, found in the text of a prompt alone."""
+    context, _, question = prompt.partition(" ? ")
+    follower = dict(pair.split() for pair in context.removesuffix(" ;").split(" ; "))
+    said = [question.split()[0]]
+    for _ in range(hops):
+        said.append(follower[said[-1]])
+    return said[1:]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--host")
+    parser.add_argument("--port", type=int)
+    parser.add_argument("--kv-transfer-config")
+    arguments, _ = parser.parse_known_args()
+    faults = Faults(**json.loads(os.environ.get("FAKE_SERVER", "{}")))
+    Handler.state = State(faults, arguments.kv_transfer_config is not None)
+    ThreadingHTTPServer((arguments.host, arguments.port), Handler).serve_forever()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,287 @@
+"""Accuracy without the connector and with it: what is counted, what is said, how it ends."""
+
+import asyncio
+import json
+import os
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+pytest.importorskip("prometheus_client")
+
+from examples import serving as serving_module
+from examples.accuracy.__main__ import FAILED, NOT_RUN, NUMBERS, main
+from examples.accuracy.evaluation import (
+    Evaluation,
+    EvaluationFailed,
+    Score,
+    find_python,
+    read_evaluation,
+)
+from examples.accuracy.report import outcome_json, verdict
+from examples.accuracy.results import Outcome, Pass, agreeing
+from examples.accuracy.usage import VARIABLE, Message, RecordUsage, Usage, read_usage
+from examples.demo.child import ROOT
+
+FAKE_SERVER = (sys.executable, "-m", "tests.examples.fake_recall_server")
+FAKE_LM_EVAL = f"{sys.executable} {ROOT / 'tests/examples/fake_lm_eval.py'}"
+
+
+def a_pass(name: str, said: str = "yes no yes yes", *, cached: int = 0, right: float = 1.0) -> Pass:
+    answers = {("task", number): [word] for number, word in enumerate(said.split())}
+    evaluation = Evaluation([Score("task", "exact_match,words", right, 0.01)], answers)
+    usages = [Usage(100, cached)] * len(answers)
+    hits = cached * len(answers)
+    return Pass(name, evaluation, usages, hits, 0, seconds=1.0, tail_tokens=10)
+
+
+def an_outcome(**changed: Pass) -> Outcome:
+    passes = {"without": a_pass("without"), "first": a_pass("first pass")}
+    passes["second"] = a_pass("second pass", cached=96)
+    return Outcome(**(passes | changed), least_accuracy=0.9)
+
+
+def test_the_same_answers_from_the_host_pass() -> None:
+    outcome = an_outcome()
+    assert outcome.passed
+    told = verdict({"model": outcome})
+    assert told.startswith("PASSED: all 4 samples")
+    assert "384 of 400 prompt tokens" in told
+
+
+@pytest.mark.parametrize("which", ["first", "second"])
+def test_one_answer_that_differs_fails(which: str) -> None:
+    name = f"{which} pass"
+    outcome = an_outcome(**{which: a_pass(name, "yes no no yes", cached=96)})
+    assert agreeing(outcome.without, getattr(outcome, which)) == 3
+    told = verdict({"good": an_outcome(), "bad": outcome})
+    assert told.startswith("FAILED\n- bad: 1 of 4 answers")
+    assert "task 2: 'yes', then 'no'" in told
+    assert "good" not in told
+    assert outcome_json(outcome)["passes"][name]["same_answers"] == 3
+
+
+def test_a_sample_that_is_missing_fails() -> None:
+    (problem,) = an_outcome(first=a_pass("first pass", "yes no yes")).problems
+    assert problem == "1 samples were answered in only one of without and first pass"
+
+
+@pytest.mark.parametrize(
+    ("cached", "share", "passed"), [(89, 0.0, False), (90, 1.0, True), (100, 1.0, True)]
+)
+def test_a_prompt_is_found_but_for_its_tail(cached: int, share: float, passed: bool) -> None:
+    second = a_pass("second pass", cached=cached)
+    assert second.hit_share == share
+    outcome = an_outcome(second=second)
+    assert outcome.passed == passed
+    assert passed or "0.0% of the prompts of the second pass were found" in outcome.problems[0]
+
+
+@pytest.mark.parametrize(("found", "passed"), [(90, False), (91, True)])
+def test_more_than_nine_prompts_of_ten_must_be_found(found: int, passed: bool) -> None:
+    usages = [Usage(100, 96)] * found + [Usage(100, 0)] * (100 - found)
+    second = replace(a_pass("second pass", cached=96), usages=usages)
+    assert an_outcome(second=second).passed == passed
+
+
+def test_what_the_device_kept_is_no_hit_of_the_host() -> None:
+    second = replace(a_pass("second pass", cached=96), host_hit_tokens=0, device_hit_tokens=384)
+    assert an_outcome(second=second).problems == [
+        "nothing of the second pass came from the host tier"
+    ]
+
+
+def test_a_model_that_does_not_recall_shows_nothing() -> None:
+    (problem,) = an_outcome(without=a_pass("without", right=0.89)).problems
+    assert "89.0% are right without the connector" in problem
+    assert an_outcome(without=a_pass("without", right=0.9)).passed
+
+
+def lm_eval_files(folder: Path, results: dict[str, Any], samples: dict[str, list[Any]]) -> Path:
+    model = folder / "model"
+    model.mkdir()
+    (model / "results_2026-01-01T00-00-00.1.json").write_text(json.dumps({"results": results}))
+    for task, lines in samples.items():
+        text = "".join(json.dumps(line) + "\n" for line in lines)
+        (model / f"samples_{task}_2026-01-01T00-00-00.1.jsonl").write_text(text)
+    return folder
+
+
+def test_lm_evals_files_are_read(tmp_path: Path) -> None:
+    numbers = {"alias": "gsm8k", "exact_match,strict": 0.5, "exact_match_stderr,strict": 0.1}
+    numbers |= {"exact_match,flexible": 1, "exact_match_stderr,flexible": "N/A"}
+    rows = [{"doc_id": 7, "resps": [["a"], ["b"]], "filter": name} for name in ("x", "y")]
+    found = read_evaluation(lm_eval_files(tmp_path, {"gsm8k": numbers}, {"my_task": rows}))
+    assert found.scores == [
+        Score("gsm8k", "exact_match,strict", 0.5, 0.1),
+        Score("gsm8k", "exact_match,flexible", 1.0, None),
+    ]
+    assert found.answers == {("my_task", 7): ["a", "b"]}
+
+
+def test_files_that_are_missing_are_said(tmp_path: Path) -> None:
+    with pytest.raises(EvaluationFailed, match="left 0 results"):
+        read_evaluation(tmp_path)
+    with pytest.raises(EvaluationFailed, match="no sample or no score"):
+        read_evaluation(lm_eval_files(tmp_path, {"t": {"acc,none": 1.0}}, {}))
+
+
+def test_usage_is_kept_and_answers_are_unchanged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "usage.jsonl"
+    monkeypatch.setenv(VARIABLE, str(path))
+    usage = {"prompt_tokens": 9, "prompt_tokens_details": {"cached_tokens": 8}}
+    bodies = [json.dumps({"usage": usage}).encode(), b"not JSON", b'{"error": "no usage"}']
+    bodies += [b'{"usage": {"prompt_tokens": 5}}']
+
+    async def ask(url: str, body: bytes) -> list[Message]:
+        sent: list[Message] = []
+
+        async def answer(_scope: Message, _receive: Any, send: Any) -> None:
+            await send({"type": "http.response.start", "status": 200})
+            await send({"type": "http.response.body", "body": body[:7], "more_body": True})
+            await send({"type": "http.response.body", "body": body[7:]})
+
+        async def keep(message: Message) -> None:
+            sent.append(message)
+
+        async def receive() -> Message:
+            raise AssertionError("nobody asks")
+
+        await RecordUsage(answer)({"type": "http", "path": url}, receive, keep)
+        return sent
+
+    for body in bodies:
+        sent = asyncio.run(ask("/v1/completions", body))
+        assert b"".join(message.get("body", b"") for message in sent) == body
+    asyncio.run(ask("/metrics", bodies[0]))
+    assert read_usage(path) == [Usage(9, 8), Usage(5, 0)]
+    assert read_usage(path, skip=1) == [Usage(5, 0)]
+    assert read_usage(tmp_path / "none") == []
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    directory = tmp_path / "recall"
+    directory.mkdir()
+    (directory / "config.json").write_text("{}")
+    return directory
+
+
+@pytest.fixture
+def faulty(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Lets the servers to come be fakes that err as told."""
+    monkeypatch.setattr(serving_module, "COMMAND", FAKE_SERVER)
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+
+    def set_faults(**faults: Any) -> None:
+        monkeypatch.setenv("FAKE_SERVER", json.dumps(faults))
+
+    return set_faults
+
+
+def run_main(model: Path, tmp_path: Path, *arguments: str) -> int:
+    command = ["--model", str(model), "--output", str(tmp_path / "out"), "--samples", "5"]
+    command += ["--device", "cpu", "--lm-eval", f"env PYTHONPATH={ROOT} {FAKE_LM_EVAL}"]
+    return main([*command, *arguments])
+
+
+def leftovers() -> list[psutil.Process]:
+    """Processes that this one has started and that still run."""
+    children = psutil.Process(os.getpid()).children(recursive=True)
+    return [each for each in children if "tests.examples.fake" in " ".join(each.cmdline())]
+
+
+def test_a_run_that_passes(model: Path, tmp_path: Path, faulty: Any, capsys: Any) -> None:
+    faulty()
+    assert run_main(model, tmp_path) == 0
+    told = capsys.readouterr().out
+    assert "PASSED: all 5 samples" in told
+    assert "1.0000 ± 0.0000" in told
+    assert "5/5" in told
+    numbers = json.loads((tmp_path / "out" / NUMBERS).read_text())["recall"]
+    assert numbers["passed"]
+    passes = numbers["passes"]
+    assert [each["prompts"] for each in passes.values()] == [5, 5, 5]
+    assert [each["hit_share"] for each in passes.values()] == [0, 0, 1]
+    assert passes["second pass"]["host_hit_tokens"] == passes["without"]["prompt_tokens"] - 5
+    assert not leftovers()
+
+
+@pytest.mark.parametrize(
+    ("faults", "why"),
+    [
+        # The server with the connector gets ten requests, that without gets five.
+        ({"mistaken_after": 7}, "3 of 5 answers of the second pass differ"),
+        ({"forget": True}, "0.0% of the prompts of the second pass were found"),
+    ],
+)
+def test_a_run_that_fails(
+    model: Path, tmp_path: Path, faulty: Any, capsys: Any, faults: dict[str, Any], why: str
+) -> None:
+    faulty(**faults)
+    assert run_main(model, tmp_path) == FAILED
+    told = capsys.readouterr().out
+    assert "FAILED" in told
+    assert why in told
+    assert not json.loads((tmp_path / "out" / NUMBERS).read_text())["recall"]["passed"]
+    assert not leftovers()
+
+
+@pytest.mark.parametrize("request_number", [2, 8])
+def test_a_server_that_dies_is_said(
+    model: Path, tmp_path: Path, faulty: Any, capsys: Any, request_number: int
+) -> None:
+    faulty(die_at=request_number)
+    assert run_main(model, tmp_path) == NOT_RUN
+    told = capsys.readouterr().out
+    assert "The server ended while it was needed, killed by signal 9" in told
+    assert "PASSED" not in told
+    assert not (tmp_path / "out" / NUMBERS).exists(), "no numbers of an earlier run are left"
+    assert not leftovers()
+
+
+def test_an_lm_eval_that_fails_is_said(
+    model: Path, tmp_path: Path, faulty: Any, capsys: Any
+) -> None:
+    faulty(refuse_at=1)
+    assert run_main(model, tmp_path) == NOT_RUN
+    told = capsys.readouterr().out
+    assert "lm_eval ended with exit code 1" in told
+    assert "HTTP Error 500" in told
+    assert not leftovers()
+
+
+def test_lm_eval_that_is_not_there_is_said(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr("examples.accuracy.evaluation.OWN_PYTHON", tmp_path / "bin" / "python")
+    monkeypatch.setattr("examples.accuracy.evaluation.find_spec", lambda _: None)
+    with pytest.raises(EvaluationFailed, match="make set-up-eval"):
+        find_python()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "why"),
+    [
+        (["--model", "/no/such/model"], "/no/such/model is no folder with a config.json"),
+        (["--model", "./Qwen/Qwen3"], "is no folder"),
+        (["--samples", "0"], "0 is less than 1"),
+        (["--samples", "many"], "'many' is not a whole number"),
+        (["--host-bytes", "4 apples"], "'4 apples' must be"),
+        (["--tasks", "key_value_recall,gsm8k"], "goes with no other task"),
+        (["--device-tokens", "1000"], "1000 do not hold one request of 4128 tokens"),
+        (["--output", "/proc/no"], "cannot write to /proc/no"),
+        (["--device", "tpu"], "invalid choice: 'tpu'"),
+    ],
+)
+def test_bad_input_is_refused(
+    arguments: list[str], why: str, model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["--model", str(model), *arguments])
+    assert ended.value.code == 2
+    assert why in capsys.readouterr().err

@@ -1,0 +1,182 @@
+"""The recall models' language, lm_eval's questions and the batches that models learn from."""
+
+import json
+from collections.abc import Iterator
+from itertools import islice
+from pathlib import Path
+
+import pytest
+import torch
+
+from examples.accuracy import language, train
+from examples.accuracy.batches import make_batch
+from examples.accuracy.language import (
+    ANSWER,
+    END_OF_PAIR,
+    FIRST_WORD,
+    HOPS,
+    MAX_FILLER,
+    MIN_FILLER,
+    NUM_WORDS,
+    QUESTION,
+    VOCAB_SIZE,
+    num_pairs,
+    save_tokenizer,
+    token,
+    words,
+)
+from examples.accuracy.recall import LONGEST, SHORTEST, Question, make_questions, write_questions
+from tests.examples.fake_recall_server import walk
+
+
+def questions(number: int, seed: int = 0) -> list[Question]:
+    return list(make_questions(number, seed))
+
+
+def test_words_are_distinct_and_fill_the_vocabulary() -> None:
+    assert len(set(words())) == NUM_WORDS == VOCAB_SIZE - len(language.SPECIAL_TOKENS)
+    assert num_pairs(LONGEST) <= NUM_WORDS, "a word follows one other"
+
+
+def test_a_question_is_answered_by_its_context() -> None:
+    for question in questions(20):
+        assert question.answer.split() == walk(question.prompt, HOPS)
+        context, _, asked = question.prompt.partition(f" {QUESTION} ")
+        pairs = [pair.split() for pair in context.removesuffix(f" {END_OF_PAIR}").split(" ; ")]
+        assert {first for first, _ in pairs} == {second for _, second in pairs}, "one ring"
+        looked_up = [asked.split()[0], *question.answer.split()[:-1]]
+        firsts = [first for first, _ in pairs]
+        assert question.places == [firsts.index(word) / len(pairs) for word in looked_up]
+
+
+def test_the_question_lies_further_back_than_a_block() -> None:
+    for question in questions(20):
+        _, _, asked = question.prompt.partition(f" {QUESTION} ")
+        assert MIN_FILLER + 2 <= len(asked.split()) <= MAX_FILLER + 2
+        assert asked.endswith(ANSWER)
+    assert MIN_FILLER > 32
+
+
+def test_lengths_and_answers_are_spread_evenly() -> None:
+    asked = questions(600)
+    lengths = torch.tensor([len(question.prompt.split()) for question in asked])
+    assert SHORTEST - 32 <= lengths.min() < 1100
+    assert 3900 < lengths.max() <= LONGEST
+    thirds = torch.histc(lengths.float(), 3, min=SHORTEST - 32, max=LONGEST) / len(asked)
+    assert thirds.tolist() == pytest.approx([1 / 3] * 3, abs=0.08)
+    places = torch.tensor([question.places for question in asked])
+    tenths = torch.histc(places, 10, min=0, max=1) / places.numel()
+    assert tenths.tolist() == pytest.approx([0.1] * 10, abs=0.02)
+
+
+def test_questions_follow_from_the_seed() -> None:
+    assert questions(3) == list(islice(make_questions(9, 0), 3))
+    assert questions(3) != questions(3, seed=1)
+    assert len({question.prompt[:40] for question in questions(50)}) == 50, "nothing is shared"
+
+
+def test_a_prompt_too_short_to_walk_in_is_refused() -> None:
+    with pytest.raises(ValueError, match="60 tokens is too short"):
+        list(make_questions(1, 0, shortest=60, longest=60))
+
+
+def test_questions_are_written_as_the_task_reads_them(tmp_path: Path) -> None:
+    path = tmp_path / "questions.jsonl"
+    write_questions(iter(questions(2)), path)
+    assert [Question(**json.loads(line)) for line in path.read_text().splitlines()] == questions(2)
+    task = Path(train.__file__).with_name("tasks").joinpath("key_value_recall.yaml").read_text()
+    assert "{{prompt}}" in task
+    assert "{{answer}}" in task
+    assert f"max_gen_toks: {HOPS} " in task
+
+
+def test_a_word_is_a_token(tmp_path: Path) -> None:
+    from transformers import AutoTokenizer
+
+    save_tokenizer(tmp_path)
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path)
+    (question,) = questions(1)
+    ids = tokenizer(question.prompt).input_ids
+    assert len(ids) == len(question.prompt.split())
+    assert token("<unk>") not in ids
+    assert tokenizer.decode(ids) == question.prompt
+    (asked,) = tokenizer(question.answer.split()[0]).input_ids
+    assert words()[asked - FIRST_WORD] == question.answer.split()[0]
+
+
+def test_batches_ask_what_lm_eval_asks() -> None:
+    """The same language: every answer of a batch is found by reading its context."""
+    fillers = [0, 7, MAX_FILLER]
+    batch = make_batch(4, 40, fillers, 5, torch.Generator().manual_seed(0))
+    texts = [*language.SPECIAL_TOKENS, *words()]
+    for row, places, answers in zip(batch.tokens, batch.places, batch.answers, strict=True):
+        said = " ".join(texts[each] for each in row)
+        context, *asked = said.split(f" {QUESTION} ")
+        firsts = [pair.split()[0] for pair in context.removesuffix(" ;").split(" ; ")]
+        right, looked_up = [], []
+        for question in asked:
+            walked = walk(f"{context} ? {question}", 5)
+            right += walked
+            looked_up += [question.split()[0], *walked[:-1]]
+        assert [texts[each] for each in answers] == right
+        assert places.tolist() == pytest.approx([firsts.index(word) / 40 for word in looked_up])
+        dots = [question.split().count(".") for question in asked]
+        assert dots == fillers
+
+
+@pytest.mark.parametrize(("pairs", "num_words"), [(8, 100), (40, 39)])
+def test_batches_that_cannot_be_made(pairs: int, num_words: int) -> None:
+    with pytest.raises(ValueError, match=f"{pairs} pairs"):
+        make_batch(1, pairs, [0, 0], 4, torch.Generator(), num_words)
+
+
+def test_stages_can_be_made() -> None:
+    for stage in train.STAGES:
+        fillers = [stage.longest_filler] * stage.questions
+        batch = make_batch(1, stage.pairs, fillers, stage.hops, torch.Generator())
+        assert batch.answers.shape == (1, stage.questions * stage.hops)
+    assert train.STAGES[-1].hops == HOPS
+    assert train.STAGES[-1].pairs >= num_pairs(LONGEST)
+
+
+def test_training_follows_from_the_seed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(train, "LAST_STEPS", 2)
+
+    def trained(seed: int) -> torch.Tensor:
+        device = torch.device("cpu")
+        trainer = train.Trainer("llama", device, seed=seed, rate=1e-3, hidden_size=64)
+        trainer.train([train.Stage(10, 4, 2, 2, 4, 1.0, 1)], 16, deadline=0.0)
+        return torch.cat([weight.flatten() for weight in trainer.model.parameters()])
+
+    assert torch.equal(trained(3), trained(3))
+    assert not torch.equal(trained(3), trained(4))
+
+
+@pytest.fixture
+def deterministic_until_the_end() -> Iterator[None]:
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.usefixtures("deterministic_until_the_end")
+@pytest.mark.parametrize("kind", ["llama", "window"])
+def test_training_lowers_the_loss_and_saves_what_it_trained(
+    kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A few steps: uniform attention to the context is learned at once, recall is not."""
+    from transformers import AutoModelForCausalLM
+
+    small = train.Stage(10, 4, 16, 2, 4, 1.0, 80)
+    monkeypatch.setattr(train, "STAGES", (small,))
+    monkeypatch.setattr(train, "LAST_STEPS", 5)
+    arguments = [kind, "--output", str(tmp_path), "--hidden-size", "64", "--words", "16"]
+    arguments += ["--longest", "100", "--samples", "8", "--rate", "3e-3"]
+    assert train.main(arguments) == train.TOO_INACCURATE
+    told = capsys.readouterr().out
+    assert "FAILED" in told
+    model = AutoModelForCausalLM.from_pretrained(tmp_path).float()
+    batch = make_batch(64, 10, [4], 4, torch.Generator().manual_seed(1), 16)
+    with torch.no_grad():
+        logits = train.answer_logits(model, batch)
+    loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch.answers.flatten())
+    assert loss < 4.5, "of 2048 tokens it says none but the 16 words: log 2048 = 7.6"
