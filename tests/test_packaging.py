@@ -250,6 +250,67 @@ def test_the_wheel_works_where_nothing_else_of_ours_is(wheel: Path, tmp_path: Pa
     assert "simple_offload" in (tmp_path / "demo-out" / "with.log").read_text()
 
 
+EVAL_PINS = set_up.read_pins(set_up.ROOT / set_up.EVAL.constraints)
+_EVAL_PACKAGES = sorted((set_up.ROOT / set_up.EVAL.folder).glob("lib/python3.*/site-packages"))
+
+
+def _needs(roots: Iterable[str]) -> set[str]:
+    """Canonical names of what ``roots`` need in the environment of lm_eval, roots included."""
+    found = importlib.metadata.distributions(path=[str(folder) for folder in _EVAL_PACKAGES])
+    installed = {set_up.canonical(each.name): each for each in found}
+    waiting, seen = [Requirement(root) for root in roots], set()
+    while waiting:
+        requirement = waiting.pop()
+        name = set_up.canonical(requirement.name)
+        assert requirement.specifier.contains(EVAL_PINS[name], prereleases=True), requirement
+        assert installed[name].version == EVAL_PINS[name]
+        for extra in ("", *requirement.extras):
+            if (name, extra) not in seen:
+                seen.add((name, extra))
+                below = [Requirement(text) for text in installed[name].requires or []]
+                waiting += [
+                    each
+                    for each in below
+                    if not each.marker or each.marker.evaluate({"extra": extra})
+                ]
+    return {name for name, _ in seen}
+
+
+@pytest.mark.skipif(not _EVAL_PACKAGES, reason="needs what `make set-up-eval` makes")
+def test_pins_of_lm_eval_are_what_it_needs() -> None:
+    """Each requirement is met by its pin, and each pin is there for one."""
+    (lm_eval,) = (
+        each for each in PROJECT["project"]["optional-dependencies"]["bench"] if "lm" in each
+    )
+    assert _needs([lm_eval, "setuptools"]) == EVAL_PINS.keys()
+
+
+def test_what_lm_eval_needs_of_sources_is_built_with_pinned_setuptools() -> None:
+    pip = _ScriptedPip(failures=0)
+    set_up.install_lm_eval(pip, EVAL_PINS)
+    wheels, sources, *_ = pip.asked
+    assert "--only-binary=:all:" in wheels
+    assert f"setuptools=={EVAL_PINS['setuptools']}" in wheels
+    assert "--no-build-isolation" in sources
+    asked = {each.partition("==")[0] for each in (*wheels, *sources) if "==" in each}
+    assert asked == EVAL_PINS.keys()
+    assert pip.asked[2] == ("uninstall", "--yes", "stray")
+
+
+def test_the_environment_of_lm_eval_follows_its_pins_alone(tmp_path: Path) -> None:
+    main = _tree(tmp_path)
+    pins = tmp_path / set_up.EVAL.constraints
+    pins.write_text("lm_eval==0.4.13\n")
+    environment = set_up.VirtualEnvironment(tmp_path, set_up.EVAL)
+    assert environment.folder != main.folder
+    wanted, main_wanted = environment.wanted(), main.wanted()
+    (tmp_path / "constraints.txt").write_text("")
+    assert environment.wanted() == wanted
+    assert main.wanted() != main_wanted
+    pins.write_text("lm_eval==0.4.14\n")
+    assert environment.wanted() != wanted
+
+
 class _ScriptedPip(set_up.Pip):
     """Fails as often as it is told to, and remembers what it was asked."""
 
@@ -261,6 +322,9 @@ class _ScriptedPip(set_up.Pip):
         self.asked.append(arguments)
         if len(self.asked) <= self.failures:
             raise set_up.PipError(f"no matching distribution, try {len(self.asked)}")
+
+    def installed(self) -> set[str]:
+        return {"pip", "stray", *EVAL_PINS}
 
 
 @pytest.mark.parametrize("failures", [0, 1])
