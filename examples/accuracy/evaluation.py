@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -19,6 +20,9 @@ TASKS = Path(__file__).parent / "tasks"
 OUR_TASK = "key_value_recall"
 OWN_PYTHON = ROOT / ".venv-eval" / "bin" / "python"
 """Of the environment that ``make set-up-eval`` makes."""
+
+CACHE = "datasets"
+"""What lm_eval makes of our data, which is of no use afterwards."""
 
 REQUEST_SECONDS = 600
 STOP_SECONDS = 10.0
@@ -108,6 +112,7 @@ def evaluate(
         code = process.wait()
     finally:
         _stop(process)
+        shutil.rmtree(folder / CACHE, ignore_errors=True)
     if code != 0:
         with suppress(TimeoutError):
             server.ended.result(timeout=1)  # of a dying server, its clients know first
@@ -142,10 +147,9 @@ def _arguments(request: Request, server: Server, output: Path) -> list[str]:
 def _environment(folder: Path, *, offline: bool) -> dict[str, str]:
     variables = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
     variables["PYTHONUNBUFFERED"] = "1"
-    # What it makes of our data is of no use to anyone afterwards.
-    variables["HF_DATASETS_CACHE"] = str(folder / "datasets")
     if offline:
         variables |= {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"}
+        variables["HF_DATASETS_CACHE"] = str(folder / CACHE)
     return variables
 
 

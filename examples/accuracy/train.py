@@ -247,7 +247,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("kind", choices=get_args(Kind))
     parser.add_argument("--output", type=Path, required=True, metavar="DIR")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--rate", type=float, default=1.5e-3, help="learning rate")
+    parser.add_argument("--rate", type=float, default=6e-4, help="learning rate")
     parser.add_argument("--minutes", type=float, default=10, help="to train for at most")
     parser.add_argument("--bound", type=float, default=0.95, help="of wholly right answers")
     parser.add_argument("--samples", type=int, default=512, help="measured at each length")

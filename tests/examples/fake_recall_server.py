@@ -1,7 +1,8 @@
 """Stands in for ``vllm serve`` with a recall model: it looks up the answers in the prompts.
 
 FAKE_SERVER in the environment is JSON: see ``Faults``. Every prompt that it has seen counts as a
-hit of the connector, if it has one, but for its last token.
+hit but for its last token: on the device until its cache is reset, then of the connector, if it
+has one and that is not reset as well.
 """
 
 import argparse
@@ -32,7 +33,8 @@ class Faults:
 class State:
     faults: Faults
     connector: bool
-    seen: set[str] = field(default_factory=set)
+    on_device: set[str] = field(default_factory=set)
+    on_host: set[str] = field(default_factory=set)
     requests: int = 0
     hits: int = 0
 
@@ -51,6 +53,9 @@ class Handler(BaseHTTPRequestHandler):
     def do_POST(self) -> None:
         state, faults = self.state, self.state.faults
         if self.path.startswith("/reset_prefix_cache"):
+            state.on_device.clear()
+            if not self.path.endswith("?reset_external=false"):
+                state.on_host.clear()
             self._answer(b'{"success": true}')
             return
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
@@ -62,9 +67,13 @@ class Handler(BaseHTTPRequestHandler):
             return
         prompt = body["prompt"]
         length = len(prompt.split())
-        found = length - 1 if prompt in state.seen and state.connector and not faults.forget else 0
-        state.seen.add(prompt)
-        state.hits += found
+        from_host = prompt in state.on_host - state.on_device
+        known = not faults.forget and (from_host or prompt in state.on_device)
+        found = length - 1 if known else 0
+        state.hits += found * from_host
+        state.on_device.add(prompt)
+        if state.connector:
+            state.on_host.add(prompt)
         with Path(os.environ[VARIABLE]).open("a") as file:
             file.write(json.dumps(vars(Usage(length, found))) + "\n")
         said = walk(prompt, body["max_tokens"])
