@@ -29,7 +29,7 @@ WORK: dict[str, list[Any]] = {
     "cpu_bytes_to_use": [64 * MIB, str(64 * MIB), 6.4e7],
     "cpu_bytes_to_use_per_rank": [48 * MIB],
     "num_cpu_blocks": [64],
-    "lazy_offload": [False],
+    "lazy_offload": [False, True],
     "kv_offload_backend": ["cpu"],
 }
 """Keys that work, with values as people write them."""

@@ -111,9 +111,9 @@ class EagerPolicy:
                     self._store_state(progress, state)
 
     def on_step(self, request_ids: Iterable[str]) -> None:
-        ended, self._ended = self._ended, []
-        for request in ended:
-            self._finish(request)
+        left_behind, self._ended = self._ended, []
+        for ended in left_behind:
+            self._finish(ended)
         for request_id in request_ids:
             progress = self._progress.get(request_id)
             if progress is None:

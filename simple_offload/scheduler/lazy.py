@@ -57,6 +57,8 @@ class _Followed:
     """By group, blocks of its table that have been recorded as far as they have a hash."""
     num_ahead: list[int]
     """By group, blocks of its table that have been stored ahead of time, or need not be."""
+    ran: bool = False
+    """Whether a step with it has been scheduled since it got its blocks."""
     kept: set[BlockHashWithGroupId] = field(default_factory=set)
     """Of those: these must not leave the tier to make room for the rest."""
 
@@ -153,6 +155,7 @@ class LazyPolicy:
         budget = self.limits.lookahead if self._is_short_of_blocks() else 0
         for request_id in request_ids:
             if (followed := self._followed.get(request_id)) is not None:
+                followed.ran = True
                 self.admission.note(followed.request)
                 self._take_notice(followed)
                 self._record(followed)
@@ -165,7 +168,9 @@ class LazyPolicy:
         if followed is not None:
             self.admission.note(request)
         self.admission.forget(request.request_id)
-        if followed is None or loading:
+        # Where no step has run it, it has blocks that it found, or that another connector
+        # (MultiConnector) is still to fill.
+        if followed is None or loading or not followed.ran:
             return
         self._record(followed)  # the last step's output may have given a block its hash
         storable = [*self._unhashed(request), *self._at_risk(followed)]

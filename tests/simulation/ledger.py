@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStats
+from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiKVConnectorStats
 
 from simple_offload import metrics
 from simple_offload.backends.base import Direction
@@ -28,7 +29,10 @@ class Ledger:
 
     def take(self, stats: KVConnectorStats | None) -> None:
         """Take in a payload, unless it is another connector's."""
-        if isinstance(stats, metrics.OffloadStats):
+        if isinstance(stats, MultiKVConnectorStats):
+            for each in stats.data.values():
+                self.take(each)
+        elif isinstance(stats, metrics.OffloadStats):
             self.stats.aggregate(stats)
 
     def __call__(self, name: str, *labels: str) -> float:

@@ -10,6 +10,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import (
     MultiKVConnectorMetadata,
+    MultiKVConnectorStats,
     MultiKVConnectorWorkerMetadata,
 )
 from vllm.v1.outputs import KVConnectorOutput
@@ -101,6 +102,9 @@ class WorldWithRemote(World):
         if report is not None:
             both = (None, report) if self._ours else (report, None)
             output.kv_connector_worker_meta = MultiKVConnectorWorkerMetadata(both)
+        if output.kv_connector_stats is not None:
+            named = {"SimpleCPUOffloadConnector": output.kv_connector_stats}
+            output.kv_connector_stats = MultiKVConnectorStats(named)
         arrived, self.arrived = self.arrived, set()
         output.finished_recving = (output.finished_recving or set()) | arrived
         return output

@@ -10,9 +10,14 @@ PROMPT = list(range(20))
 OFFERED = 16
 
 
+@pytest.fixture(params=[False, True], ids=["eager", "lazy"])
+def lazy(request: pytest.FixtureRequest) -> bool:
+    return bool(request.param)
+
+
 @pytest.fixture(params=[False, True], ids=["ours first", "remote first"])
-def world(request: pytest.FixtureRequest) -> WorldWithRemote:
-    return WorldWithRemote(Shape(windows=(0, 8), num_device_blocks=48), request.param)
+def world(request: pytest.FixtureRequest, lazy: bool) -> WorldWithRemote:
+    return WorldWithRemote(Shape(windows=(0, 8), num_device_blocks=48, lazy=lazy), request.param)
 
 
 def ask(world: WorldWithRemote, request_id: str, offered: int = 0) -> None:
