@@ -184,6 +184,21 @@ def test_the_walk_does_not_grow_with_the_queue(drive: MakeDriver, num_visited: l
     assert max(costs) <= 6
 
 
+def test_a_running_request_goes_on_while_stores_are_slow(drive: MakeDriver) -> None:
+    """No store ends, and the device has nothing but what would have to be stored."""
+    driver = drive(**ROOMY)
+    fill(driver, 30)
+    driver.device_pool.touch(rest := free_blocks(driver)[45:])
+    request = driver.start("slow", prompt(9, family=45), max_tokens=30)
+    for _ in range(40):
+        driver.step()
+    assert request.is_finished()
+    assert driver.pending(STORE)
+    assert driver.device_pool.get_num_free_blocks() > 0
+    driver.device_pool.free_blocks(rest)
+    driver.run()
+
+
 # A device that is short of blocks
 
 
