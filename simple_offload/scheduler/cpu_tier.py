@@ -15,7 +15,7 @@ sizes, keys and hits here are those of whole host blocks.
 
 from collections.abc import Container, Iterable, Sequence
 from itertools import islice
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from vllm.utils.math_utils import cdiv
 from vllm.v1.core.block_pool import BlockPool
@@ -43,6 +43,38 @@ class HostHit(NamedTuple):
     num_tokens: int
     """How many tokens they add to the device's. 0: no hit, and nothing to pin. It may end inside
     a host block; then of each group's last block as much counts."""
+
+
+class Content(Protocol):
+    """What a host block holds."""
+
+    @property
+    def key(self) -> BlockHashWithGroupId:
+        """By which it is found."""
+
+    @property
+    def parent(self) -> BlockHashWithGroupId | None:
+        """The key of the tokens just before its own."""
+
+    @property
+    def num_tokens(self) -> int:
+        """Of the prefix that ends with it."""
+
+    @property
+    def inner_keys(self) -> Iterable[BlockHashWithGroupId]:
+        """Of prefixes that end inside it, by which it shall be found too."""
+
+    @property
+    def early(self) -> bool:
+        """Whether it may be there before its parent is."""
+
+
+class _Content(NamedTuple):
+    key: BlockHashWithGroupId
+    parent: BlockHashWithGroupId | None
+    num_tokens: int
+    inner_keys: Iterable[BlockHashWithGroupId]
+    early: bool
 
 
 class CpuTier:
@@ -162,6 +194,11 @@ class CpuTier:
         """The block that holds ``key``, if any. Changes nothing."""
         return self.pool.cached_block_hash_to_block.get_one_block(key)
 
+    def has_none(self, keys: Iterable[BlockHashWithGroupId]) -> bool:
+        """Whether no block holds one of ``keys``."""
+        cached = self.pool.cached_block_hash_to_block._cache
+        return cached.keys().isdisjoint(keys)
+
     def lookup(
         self, block_hashes: list[BlockHash], num_computed_tokens: int, max_tokens: int
     ) -> HostHit:
@@ -207,25 +244,21 @@ class CpuTier:
         """Drop a reference to each block, parents before children. What nobody refers to any
         more joins the free queue: just before its parent if that is free, else last, and first
         if it holds nothing."""
-        run: list[KVCacheBlock] = []  # a chain, of which each joins the queue before the one before
+        run: list[KVCacheBlock] = []  # a chain, each the parent of the next
         for block in blocks:
             last = block.ref_cnt == 1
             if last and run and self._parents.get(block.block_id) == run[-1].block_hash:
                 run.append(block)
                 continue
             if run:
-                self.pool.free_blocks(reversed(run))
+                self._release(run)
                 run = []
-            parent = self._free_parent(block) if last else None
-            if parent is not None:
-                block.ref_cnt -= 1
-                self._queue_before(block, parent)
-            elif last and block.block_hash is not None:
+            if last and block.block_hash is not None:
                 run.append(block)
             else:
                 self.pool.free_blocks((block,))
         if run:
-            self.pool.free_blocks(reversed(run))
+            self._release(run)
 
     def refresh(self, keys: Iterable[BlockHashWithGroupId]) -> None:
         """Make the blocks of a chain of a chained group (``keys`` from its first block on), as
@@ -258,12 +291,17 @@ class CpuTier:
             room += 1
         if room == 0:
             return []
-        self.version += evicts > 0
+        if not evicts:
+            # What get_new_blocks does, less its look at every block for what to evict.
+            empty: list[KVCacheBlock] = queue.popleft_n(room)
+            for block in empty:
+                block.ref_cnt = 1
+            return empty
+        self.version += 1
         self._lose(evicts, "lru")
         blocks: list[KVCacheBlock] = self.pool.get_new_blocks(room)
-        if evicts:
-            for evicted in blocks:
-                self._forget_parent(evicted.block_id)
+        for evicted in blocks:
+            self._forget_parent(evicted.block_id)
         return blocks
 
     def commit(
@@ -275,28 +313,51 @@ class CpuTier:
         inner_keys: Iterable[BlockHashWithGroupId] = (),
         early: bool = False,
     ) -> bool:
-        """Make ``block``, whose bytes are complete on every rank, findable by ``key``, and unpin
-        it. ``num_tokens``: the prefix that ends with it. ``inner_keys``: of prefixes that end
-        inside it, by which it shall be found too. ``early``: its parent may come later.
+        """``commit_all`` for one block."""
+        (useful,) = self.commit_all([(_Content(key, parent, num_tokens, inner_keys, early), block)])
+        return useful
 
-        Returns False, with the block free and empty, when it could never be part of a hit: its
+    def commit_all(self, filled: Sequence[tuple["Content", KVCacheBlock]]) -> list[bool]:
+        """Make blocks, whose bytes are complete on every rank, findable by what they hold, and
+        unpin them. Parents come before their children.
+
+        By block False, with the block free and empty, where it could never be part of a hit: its
         chain's head has left meanwhile, or another block holds the key.
         """
-        orphaned = parent is not None and self.get(parent) is None and self._is_chained(key)
-        useful = (early or not orphaned) and self.get(key) is None
-        if useful:
-            self.pool._insert_block_hash(key, block, num_tokens=num_tokens)
-            for inner_key in inner_keys:
+        # What _insert_block_hash does for an empty block and a key that none has, at a third.
+        cached = self.pool.cached_block_hash_to_block._cache
+        useful: list[bool] = []
+        renewed: list[KVCacheBlock] = []
+        before = None  # what has just been committed
+        for content, block in filled:
+            key, parent = content.key, content.parent
+            orphaned = (
+                parent is not None
+                and parent != before
+                and parent not in cached
+                and self._is_chained(key)
+            )
+            if (orphaned and not content.early) or key in cached:
+                useful.append(False)
+                continue
+            useful.append(True)
+            block.set_block_hash(key, content.num_tokens)
+            cached[key] = block
+            for inner_key in content.inner_keys:
                 self.pool._insert_block_hash(inner_key, block, num_tokens=None)
-            self.version += 1
-            self.num_used += 1
-            self.meter.add(metrics.STORED, 1)
             if parent is not None:
                 self._parents[block.block_id] = parent
                 if orphaned:
                     self._early.setdefault(parent, set()).add(block.block_id)
-        self.unpin((block,))
-        if useful and self._early.pop(key, None) is not None:
+            if self._early and self._early.pop(key, None) is not None:
+                renewed.append(block)
+            before = key
+        count = sum(useful)
+        self.version += count
+        self.num_used += count
+        self.meter.add(metrics.STORED, count)
+        self.unpin([block for _, block in filled])
+        for block in renewed:
             self._renew(block)  # what follows it stands anywhere, it had better stand last
         return useful
 
@@ -431,6 +492,17 @@ class CpuTier:
 
     def _is_chained(self, key: BlockHashWithGroupId) -> bool:
         return int(get_group_id(key)) in self.chained_group_ids
+
+    def _release(self, chain: Sequence[KVCacheBlock]) -> None:
+        """Drop the last reference to each block of a chain."""
+        successor = self._free_parent(chain[0])
+        if successor is None:
+            self.pool.free_blocks(reversed(chain))
+            return
+        for block in chain:
+            block.ref_cnt -= 1
+            self._queue_before(block, successor)
+            successor = block
 
     def _free_parent(self, block: KVCacheBlock) -> KVCacheBlock | None:
         if block.block_hash is None or (key := self._parents.get(block.block_id)) is None:

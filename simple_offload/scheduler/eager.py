@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import repeat
 from typing import TYPE_CHECKING, NamedTuple
 
 from vllm.v1.core.block_pool import BlockPool
@@ -278,10 +279,12 @@ class EagerPolicy:
         if chained and parent is not None and not self.stores.has(parent):
             return False
         size = self.tier.block_sizes[group]
-        storable: list[Storable] = []
         last = first + len(blocks) // self.tier.num_parts
-        stop = first
-        for stop in range(first, last):
+        storable = self._plain_run(blocks, keys[first:last], parent, (first + 1) * size, size)
+        if storable:
+            parent = storable[-1].key
+        stop = first_special = first + len(storable)
+        for stop in range(first_special, last):
             key = keys[stop]
             if not self.stores.has(key):
                 if not self.admission.admits(key):
@@ -305,6 +308,40 @@ class EagerPolicy:
         progress.kept.update(keys[first:stop])
         progress.next_index[group] = stop
         return stop == last
+
+    def _plain_run(
+        self,
+        blocks: Sequence[KVCacheBlock],
+        keys: list[BlockHashWithGroupId],
+        parent: BlockHashWithGroupId | None,
+        num_tokens: int,
+        size: int,
+    ) -> list[Storable]:
+        """As many of a group's ``blocks``, from the first on, as hold their ``keys``, to be stored;
+        none unless all are news to the tier and nothing else is to be asked. That is the usual case
+        of long prompts, at a third of the price of a look at each. ``num_tokens``: of the prefix
+        that ends with the first, each of ``size``."""
+        if (
+            self.tier.num_parts > 1
+            or self.admission.threshold > 1
+            or not self.stores.has_none(keys)
+        ):
+            return []
+        hashes = [block.block_hash for block in blocks]
+        count = len(keys)
+        if hashes != keys:
+            count = next(i for i in range(count) if hashes[i] != keys[i])
+        ends = range(num_tokens, num_tokens + count * size, size)
+        columns = (
+            zip(blocks),
+            keys,
+            [parent, *keys],
+            ends,
+            repeat(()),
+            repeat(False),
+            repeat(None),
+        )
+        return list(map(Storable._make, zip(*columns, strict=False)))
 
     def _sources_of(
         self,

@@ -1,6 +1,6 @@
 """Stores: device blocks on their way to the host, across ranks."""
 
-from collections.abc import Container, Sequence
+from collections.abc import Collection, Container, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -74,6 +74,10 @@ class Stores:
         """Whether ``key`` is in the tier or on its way there."""
         return key in self._keys or self.tier.get(key) is not None
 
+    def has_none(self, keys: Collection[BlockHashWithGroupId]) -> bool:
+        """Whether none of ``keys`` is in the tier or on its way there."""
+        return self._keys.isdisjoint(keys) and self.tier.has_none(keys)
+
     def plan(
         self, blocks: Sequence[Storable], keep: Container[BlockHashWithGroupId], pool: BlockPool
     ) -> int:
@@ -96,7 +100,7 @@ class Stores:
                 block._replace(request=self.origins.of(block.device_blocks[-1])) for block in taken
             ]
         self._planned.pairs.extend(zip(taken, host_blocks, strict=True))
-        self._keys.update(block.key for block in taken)
+        self._keys.update([block.key for block in taken])
         return len(taken)
 
     def submit(self) -> list[Transfer]:
@@ -110,7 +114,7 @@ class Stores:
             Transfer.pairing(
                 transfer_id,
                 [part.block_id for block, _ in store.pairs for part in block.device_blocks],
-                self.tier.slots(host_block for _, host_block in store.pairs),
+                self.tier.slots([host_block for _, host_block in store.pairs]),
             )
         ]
 
@@ -121,30 +125,24 @@ class Stores:
         if store is None:
             return False
         keep = ended.ok and not store.abandoned
-        num_obsolete = 0
-        for block, host_block in store.pairs:
-            if keep:
-                kept = self.tier.commit(
-                    host_block,
-                    block.key,
-                    block.parent,
-                    block.num_tokens,
-                    block.inner_keys,
-                    block.early,
-                )
-                num_obsolete += not kept
-                if kept and self.events is not None:
-                    self.events.stored(block.key, block.inner_keys, block.num_tokens, block.request)
-            else:
-                self.tier.unpin((host_block,))
         meter = self.tier.meter
-        meter.add(metrics.DROPPED, num_obsolete, "obsolete")
+        if keep:
+            kept = self.tier.commit_all(store.pairs)
+            meter.add(metrics.DROPPED, len(kept) - sum(kept), "obsolete")
+            if self.events is not None:
+                for (block, _), useful in zip(store.pairs, kept, strict=True):
+                    if useful:
+                        self.events.stored(
+                            block.key, block.inner_keys, block.num_tokens, block.request
+                        )
+        else:
+            self.tier.unpin([host_block for _, host_block in store.pairs])
         if not ended.ok:
             meter.add(metrics.DROPPED, len(store.pairs), "copy_failed")
         elif store.abandoned:
             meter.add(metrics.DROPPED, len(store.pairs), "reset")
         if not store.abandoned:
-            self._keys.difference_update(block.key for block, _ in store.pairs)
+            self._keys.difference_update([block.key for block, _ in store.pairs])
         self._release(store, device_pool)
         return True
 
@@ -175,6 +173,9 @@ class Stores:
         blocks = [
             part for block, _ in reversed(store.pairs) for part in reversed(block.device_blocks)
         ]
+        if not self.first_to_go:
+            device_pool.free_blocks(blocks)
+            return
         places = {
             block.block_id: place
             for block in blocks
