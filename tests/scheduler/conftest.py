@@ -4,10 +4,18 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+from vllm.utils.hashing import sha256
+from vllm.v1.core.kv_cache_utils import init_none_hash
 
 from tests.scheduler.driver import Driver
 
 MakeDriver = Callable[..., Driver]
+
+
+@pytest.fixture(scope="session", autouse=True)
+def first_hash() -> None:
+    """What vLLM hashes the first block of a prompt with; an engine sets it when it starts."""
+    init_none_hash(sha256)
 
 
 @pytest.fixture

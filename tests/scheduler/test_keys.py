@@ -12,6 +12,7 @@ from vllm.v1.request import Request
 from tests.scheduler.conftest import MakeDriver
 from tests.scheduler.driver import Driver, make_request, prompt
 from tests.simulation.identity import Story
+from tests.simulation.router import LORA_PATH
 
 PROMPT = prompt(24)
 PICTURE_AT = 8
@@ -20,7 +21,7 @@ NUM_LOADED = 20
 
 
 def adapter(name: str) -> LoRARequest:
-    return LoRARequest(lora_name=name, lora_int_id=len(name), lora_path="/nowhere")
+    return LoRARequest(lora_name=name, lora_int_id=len(name), lora_path=LORA_PATH)
 
 
 def picture(content: str) -> MultiModalFeatureSpec:

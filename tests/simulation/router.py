@@ -23,6 +23,10 @@ EVENTS_CONFIG = KVEventsConfig(enable_kv_cache_events=True, publisher="null")
 """Events are made, and whoever takes the publisher's place gets them."""
 
 
+LORA_PATH = "/nowhere"
+"""Of every adapter: vLLM hashes it, and events do not say it."""
+
+
 class Router:
     """Stands where vLLM publishes events, and knows by them what the host tier holds.
 
@@ -79,10 +83,17 @@ class Router:
         parent: Any = event.parent_block_hash
         for index, block_hash in enumerate(hashes):
             extra = event.extra_keys[index]
-            keys = tuple(("cache_salt", salt) for salt in extra) if extra else None
+            keys = tuple(_tagged(each, event.lora_name) for each in extra) if extra else None
             end = (index + 1) * size
             for start in range(index * size, end, self._hash_size):
                 tokens = event.token_ids[start : start + self._hash_size]
                 parent = hash_block_tokens(sha256, parent, tokens, keys)
                 keys = None  # a salt is the first tokens' alone
             assert parent == block_hash, f"{event}: block {index} has another hash"
+
+
+def _tagged(extra: Any, lora_name: str | None) -> tuple[Any, ...]:
+    """An extra key of an event as vLLM hashes it."""
+    if isinstance(extra, tuple):
+        return ("mm", *extra)
+    return ("lora", extra, LORA_PATH) if extra == lora_name else ("cache_salt", extra)
