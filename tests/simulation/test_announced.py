@@ -3,7 +3,7 @@
 import pytest
 
 from simple_offload.backends.base import Direction
-from tests.simulation.mutations import no_hold_before_stores_alone
+from tests.simulation.mutations.announcements import no_hold_before_stores_alone
 from tests.simulation.runner import Violation
 from tests.simulation.shape import Shape
 from tests.simulation.world import World

@@ -1,0 +1,103 @@
+"""Loads that the engine is told of before they have ended."""
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+from simple_offload.backends.base import Direction
+from simple_offload.metadata import StepMetadata
+from simple_offload.scheduler.loads import Loads
+from simple_offload.scheduler.manager import OffloadScheduler
+from simple_offload.worker.worker import OffloadWorker
+from tests.simulation.mutations.registry import mutation, substitute
+from tests.simulation.mutations.scripts import announced
+
+
+@mutation(announced)
+def admit_silently(stack: ExitStack) -> None:
+    substitute(stack, Loads, "take_admitted", lambda self: self._newly_admitted.clear() or [])
+
+
+def _hold_when(stack: ExitStack, hook: str, when: Callable[[StepMetadata], bool]) -> None:
+    """Let ``bind`` hold no compute in steps of which ``when`` is true, and the worker's ``hook``
+    do it at its end."""
+    bind, late = OffloadWorker.bind, getattr(OffloadWorker, hook)
+
+    def hasty(self: OffloadWorker, metadata: StepMetadata) -> None:
+        admitted, metadata.admitted = metadata.admitted, []
+        bind(self, metadata)
+        metadata.admitted = admitted
+        if not when(metadata):
+            _hold(self)
+
+    def belated(self: OffloadWorker) -> None:
+        late(self)
+        if self._metadata is not None and when(self._metadata):
+            _hold(self)
+
+    substitute(stack, OffloadWorker, "bind", hasty)
+    substitute(stack, OffloadWorker, hook, belated)
+
+
+def _hold(worker: OffloadWorker) -> None:
+    assert worker._engine is not None
+    assert worker._metadata is not None
+    worker._engine.hold_compute(Direction.LOAD, set(worker._metadata.admitted))
+
+
+@mutation(announced)
+def hold_compute_after_the_forward(stack: ExitStack) -> None:
+    _hold_when(stack, "submit_loads", lambda metadata: True)
+
+
+@mutation(announced)
+def hold_compute_after_the_stores(stack: ExitStack) -> None:
+    _hold_when(stack, "submit_stores", lambda metadata: True)
+
+
+@contextmanager
+def no_hold_before_stores_alone() -> Iterator[None]:
+    """Where a step has no compute, its stores do not wait for the loads it admits. It takes so
+    much to show that random scripts never do: see test_announced."""
+    with ExitStack() as stack:
+        _hold_when(stack, "submit_stores", lambda metadata: not metadata.computes)
+        yield
+
+
+@mutation(announced)
+def release_pins_at_the_announcement(stack: ExitStack) -> None:
+    admit = Loads.admit
+
+    def hasty(self: Loads, request_ids: Any) -> None:
+        admit(self, request_ids)
+        for load in self._in_flight.values():
+            if load.admitted:
+                self.tier.unpin(load.pins)
+                load.pins = []
+
+    substitute(stack, Loads, "admit", hasty)
+
+
+@mutation(announced)
+def release_device_blocks_at_the_announcement(stack: ExitStack) -> None:
+    update = OffloadScheduler.update_connector_output
+
+    def hasty(self: OffloadScheduler, output: Any) -> None:
+        update(self, output)
+        for load in self._loads._in_flight.values():
+            if load.admitted:
+                self._device_pool.free_blocks(reversed(load.device_blocks))
+                load.device_blocks = []
+
+    substitute(stack, OffloadScheduler, "update_connector_output", hasty)
+
+
+@mutation(announced)
+def announce_twice(stack: ExitStack) -> None:
+    poll = OffloadWorker.poll
+
+    def forgetful(self: OffloadWorker) -> Any:
+        self._announced.clear()
+        return poll(self)
+
+    substitute(stack, OffloadWorker, "poll", forgetful)

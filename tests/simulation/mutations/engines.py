@@ -1,0 +1,111 @@
+"""Engines that are run otherwise: drafts, blocks and pages of several sizes."""
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import replace
+from typing import Any
+from unittest.mock import patch
+
+from simple_offload.scheduler.cpu_tier import CpuTier
+from simple_offload.scheduler.eager import EagerPolicy
+from simple_offload.scheduler.loads import Loads
+from simple_offload.worker import worker
+from simple_offload.worker.regions import find_regions
+from tests.simulation.mutations.registry import mutation, substitute
+from tests.simulation.mutations.scripts import Engine
+
+
+@mutation(Engine({"num_drafted": 3, "windows": (0,)}))
+def count_rejected_drafts_as_computed(stack: ExitStack) -> None:
+    """Adds up what is scheduled, from when a request got its blocks on, and does not hear what
+    comes of it."""
+    allocated, on_step = EagerPolicy.on_allocated, EagerPolicy.on_step
+    num_complete = EagerPolicy._num_complete
+    computed: dict[str, int] = {}
+
+    def start(self: EagerPolicy, request: Any) -> None:
+        computed.pop(request.request_id, None)
+        allocated(self, request)
+
+    def count(self: EagerPolicy, scheduled: Any) -> None:
+        on_step(self, scheduled)
+        for request_id, num_tokens in scheduled.items():
+            if (progress := self._progress.get(request_id)) is not None:
+                request = progress.request
+                first = request.num_computed_tokens - request.num_output_placeholders
+                computed[request_id] = computed.get(request_id, first) + num_tokens
+
+    def believed(self: EagerPolicy, request: Any, group: int, num_blocks: int) -> int:
+        num_tokens = max(computed.get(request.request_id, 0), request.num_computed_tokens)
+        with patch.multiple(request, num_computed_tokens=num_tokens, num_output_placeholders=0):
+            return num_complete(self, request, group, num_blocks)
+
+    substitute(stack, EagerPolicy, "on_allocated", start)
+    substitute(stack, EagerPolicy, "on_step", count)
+    substitute(stack, EagerPolicy, "_num_complete", believed)
+
+
+count_rejected_drafts_with_async_scheduling = replace(
+    count_rejected_drafts_as_computed,
+    shown_by=Engine({"num_drafted": 3, "windows": (0,), "async_scheduling": True}),
+)
+
+
+@mutation(Engine({"num_drafted": 2, "windows": (0,), "num_states": 1}))
+def pair_a_hit_with_the_end_of_a_table(stack: ExitStack) -> None:
+    """As if a table ended with the hit: one of states has room for drafts' states behind it."""
+    plan = Loads.plan
+
+    def from_the_end(self: Loads, request: Any, tables: Any, *rest: Any) -> None:
+        known = self._hits[request.request_id]
+        shifted = []
+        for group, table in enumerate(tables):
+            first = known.num_computed_tokens // self.tier.block_sizes[group]
+            num_blocks = len(known.hit.blocks[group])
+            shifted.append([*table[:first], *table[len(table) - num_blocks :]])
+        plan(self, request, shifted, *rest)
+
+    substitute(stack, Loads, "plan", from_the_end)
+
+
+def _skip_blocks_of(stack: ExitStack, size: Callable[[CpuTier, int], int]) -> None:
+    """Let the part of a table that the device has be counted in blocks of ``size`` tokens, given
+    the tier and the group."""
+    plan = Loads.plan
+
+    def mistaken(self: Loads, request: Any, tables: Any, *rest: Any) -> None:
+        num_computed = self._hits[request.request_id].num_computed_tokens
+        shifted = []
+        for group, table in enumerate(tables):
+            right = num_computed // self.tier.block_sizes[group]
+            wrong = min(num_computed // size(self.tier, group), len(table) - 1)
+            shifted.append([*table[:right], *(table[wrong:] + table[:wrong])])
+        plan(self, request, shifted, *rest)
+
+    substitute(stack, Loads, "plan", mistaken)
+
+
+@mutation(Engine({"windows": (0, 0), "scales": (1, 2)}))
+def think_all_blocks_as_large_as_the_first(stack: ExitStack) -> None:
+    _skip_blocks_of(stack, lambda tier, group: tier.block_sizes[0])
+
+
+@mutation(Engine({"windows": (0,), "num_ranks": 2, "context_parallel": True}))
+def think_a_block_is_what_one_rank_has_of_it(stack: ExitStack) -> None:
+    def of_one_rank(tier: CpuTier, group: int) -> int:
+        spec = tier.coordinator.kv_cache_config.kv_cache_groups[group].kv_cache_spec
+        return int(spec.block_size)
+
+    _skip_blocks_of(stack, of_one_rank)
+
+
+@mutation(Engine({"windows": (0,), "mixed_pages": True}, otherwise={"windows": (0, 8)}))
+def believe_all_pages_alike(stack: ExitStack) -> None:
+    """Of every page as many bytes are copied as the smallest has."""
+
+    def narrow(*args: Any) -> list[Any]:
+        regions = find_regions(*args)
+        page_bytes = min(region.shape[1] for region in regions)
+        return [region[:, :page_bytes] for region in regions]
+
+    stack.enter_context(patch.object(worker, "find_regions", narrow))

@@ -1,0 +1,64 @@
+"""A tier that grows as the ranks open its blocks."""
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import replace
+from typing import Any
+from unittest.mock import patch
+
+from simple_offload.metadata import RankCapacity, WorkerReport
+from simple_offload.scheduler.manager import OffloadScheduler
+from simple_offload.worker.worker import OffloadWorker
+from tests.simulation.mutations.registry import mutation, substitute
+from tests.simulation.mutations.scripts import Engine, growing
+
+
+def grow_to(stack: ExitStack, size: Callable[[dict[str, int], int], int]) -> None:
+    """Let the tier have as many blocks as ``size`` says, given what the ranks have said and how
+    many there are."""
+
+    def grow(self: OffloadScheduler, num_open: Any) -> None:
+        self._num_open.update(num_open)
+        self.tier.grow(size(self._num_open, self._in_flight.num_ranks))
+
+    substitute(stack, OffloadScheduler, "_grow_tier", grow)
+
+
+@mutation(growing)
+def grow_to_the_largest_rank(stack: ExitStack) -> None:
+    grow_to(stack, lambda said, num_ranks: max(said.values()) if len(said) == num_ranks else 0)
+
+
+@mutation(growing)
+def grow_before_all_ranks_have_spoken(stack: ExitStack) -> None:
+    grow_to(stack, lambda said, num_ranks: min(said.values(), default=0))
+
+
+@mutation(Engine({"windows": (0,), "num_ranks": 2, "uneven_ranks": True, "chunk_blocks": None}))
+def believe_all_ranks_have_as_much_room(stack: ExitStack) -> None:
+    """Once every rank has opened all it will, the first one's number goes for all."""
+    grow_to(
+        stack, lambda said, num_ranks: next(iter(said.values())) if len(said) == num_ranks else 0
+    )
+
+
+@mutation(growing)
+def promise_what_is_not_open_yet(stack: ExitStack) -> None:
+    honest: property = vars(OffloadWorker)["capacity"]
+
+    def boastful(self: OffloadWorker) -> RankCapacity:
+        capacity: RankCapacity = honest.__get__(self)
+        return replace(capacity, num_open=capacity.num_host_blocks)
+
+    stack.enter_context(patch.object(OffloadWorker, "capacity", property(boastful)))
+
+
+@mutation(growing)
+def never_grow(stack: ExitStack) -> None:
+    take = OffloadScheduler._take
+
+    def deaf(self: OffloadScheduler, report: WorkerReport) -> None:
+        report.num_open.clear()
+        take(self, report)
+
+    substitute(stack, OffloadScheduler, "_take", deaf)

@@ -1,0 +1,89 @@
+"""Host blocks of several device blocks."""
+
+from contextlib import ExitStack
+from typing import Any
+from unittest.mock import patch
+
+from simple_offload.scheduler.cpu_tier import CpuTier
+from simple_offload.scheduler.eager import EagerPolicy
+from simple_offload.scheduler.loads import Loads
+from tests.simulation.mutations.growth import grow_to
+from tests.simulation.mutations.registry import mutation, substitute
+from tests.simulation.mutations.scripts import in_parts
+
+
+@mutation(in_parts)
+def pair_from_the_start_of_the_host_block(stack: ExitStack) -> None:
+    """A load that begins in the middle of a host block."""
+    submit = Loads.submit
+
+    def shifted(self: Loads, *arguments: Any) -> Any:
+        transfers = submit(self, *arguments)
+        for transfer in transfers:
+            transfer.host_blocks[:] -= transfer.host_blocks[0] % self.tier.num_parts
+        return transfers
+
+    substitute(stack, Loads, "submit", shifted)
+
+
+@mutation(in_parts)
+def number_slots_by_the_host_block(stack: ExitStack) -> None:
+    """As if the parts of the next host block began at the next slot."""
+
+    def slots(self: CpuTier, blocks: Any) -> list[int]:
+        parts = range(self.num_parts)
+        return [block.block_id + self.num_parts - 1 + part for block in blocks for part in parts]
+
+    substitute(stack, CpuTier, "slots", slots)
+
+
+@mutation(in_parts)
+def grow_by_slots(stack: ExitStack) -> None:
+    grow_to(stack, lambda said, num_ranks: min(said.values()) if len(said) == num_ranks else 0)
+
+
+@mutation(in_parts)
+def store_a_host_block_that_lacks_a_part(stack: ExitStack) -> None:
+    sources_of = EagerPolicy._sources_of
+
+    def lenient(self: EagerPolicy, parts: Any, *arguments: Any) -> Any:
+        sources = sources_of(self, parts, *arguments)
+        if sources is not None or self.tier.num_parts == 1:
+            return sources
+        there = [part for part in parts if not part.is_null]
+        return tuple(there[0] if part.is_null else part for part in parts) if there else None
+
+    substitute(stack, EagerPolicy, "_sources_of", lenient)
+
+
+@mutation(in_parts)
+def know_a_host_block_by_its_first_part(stack: ExitStack) -> None:
+    keys, lookup = CpuTier.keys, CpuTier.lookup
+
+    def first(self: CpuTier, hashes: Any) -> Any:
+        return [hashes[index - index % self.num_parts] for index in range(len(hashes))]
+
+    substitute(
+        stack,
+        CpuTier,
+        "keys",
+        lambda self, hashes, *a, **k: keys(self, first(self, hashes), *a, **k),
+    )
+    substitute(
+        stack,
+        CpuTier,
+        "lookup",
+        lambda self, hashes, *a, **k: lookup(self, first(self, hashes), *a, **k),
+    )
+
+
+@mutation(in_parts)
+def believe_that_all_groups_have_the_last_host_block(stack: ExitStack) -> None:
+    """Of a hit that ends inside it."""
+    extend = CpuTier._extend
+
+    def careless(self: CpuTier, *arguments: Any) -> int:
+        with patch.object(self, "group_ids", self.group_ids[:1]):
+            return extend(self, *arguments)
+
+    substitute(stack, CpuTier, "_extend", careless)

@@ -1,0 +1,73 @@
+"""Lazy stores, and stores of what is asked for again."""
+
+from contextlib import ExitStack
+from typing import Any
+from unittest.mock import patch
+
+from simple_offload.scheduler import lazy
+from simple_offload.scheduler.admission import Admission
+from simple_offload.scheduler.cpu_tier import CpuTier
+from simple_offload.scheduler.lazy import StepLimits
+from simple_offload.scheduler.stores import Stores
+from tests.simulation.mutations.registry import mutation, substitute
+from tests.simulation.mutations.scripts import asked_again, lazily, lazy_evictions
+
+
+@mutation(lazy_evictions())
+def look_no_further_than_the_front(stack: ExitStack) -> None:
+    of = StepLimits.of
+
+    def short(*args: Any) -> StepLimits:
+        return of(*args)._replace(lookahead=2)
+
+    stack.enter_context(patch.object(StepLimits, "of", short))
+
+
+@mutation(lazy_evictions())
+def return_stored_blocks_to_the_back(stack: ExitStack) -> None:
+    release = Stores._release
+
+    def careless(self: Stores, store: Any, device_pool: Any) -> None:
+        for block, _ in store.pairs:
+            self.first_to_go.pop(block.device_blocks[0].block_id, None)
+        release(self, store, device_pool)
+
+    substitute(stack, Stores, "_release", careless)
+
+
+@mutation(lazy_evictions())
+def refuse_what_comes_before_its_parent(stack: ExitStack) -> None:
+    commit: Any = CpuTier.commit
+    substitute(stack, CpuTier, "commit", lambda self, *args: commit(self, *args[:5]))
+
+
+@mutation(lazy_evictions(blocks_per_group=60))
+def let_a_block_outlive_the_parent_that_came_later(stack: ExitStack) -> None:
+    substitute(stack, CpuTier, "_renew", lambda self, block: None)
+
+
+@mutation(lazily)
+def believe_every_known_token_computed(stack: ExitStack) -> None:
+    """The last token of a request has been said, and never been computed."""
+
+    def known(tier: CpuTier, request: Any, group: int, num_blocks: int) -> int:
+        num_tokens = len(request.block_hashes) * tier.hash_block_size
+        return min(num_tokens // tier.block_sizes[group], num_blocks)
+
+    stack.enter_context(patch.object(lazy, "num_complete_blocks", known))
+
+
+@mutation(asked_again)
+def admit_everything(stack: ExitStack) -> None:
+    substitute(stack, Admission, "admits", lambda self, key: True)
+
+
+@mutation(asked_again)
+def count_a_request_in_each_step(stack: ExitStack) -> None:
+    note = Admission.note
+
+    def forgetful(self: Admission, request: Any) -> None:
+        self.forget(request.request_id)
+        note(self, request)
+
+    substitute(stack, Admission, "note", forgetful)

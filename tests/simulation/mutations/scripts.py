@@ -1,0 +1,153 @@
+"""Situations: scripts turned towards what lets a bug show where ordinary ones seldom do."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from tests.simulation.groups import PLAIN
+from tests.simulation.script import Faults, Script
+
+Situation = Callable[[Script], Script]
+
+_NUM_HOST_BLOCKS = 300
+"""Room for what is looked for."""
+
+
+def ordinary(script: Script) -> Script:
+    """As it was drawn."""
+    return script
+
+
+def recent_tables(script: Script) -> Script:
+    """Blocks are given away that a step in flight may still touch. As a consumer, vLLM itself
+    keeps those."""
+    shape = replace(
+        script.shape,
+        num_host_blocks=_NUM_HOST_BLOCKS,
+        kv_role="kv_producer",
+        async_scheduling=True,
+        num_device_blocks=18 * len(script.shape.groups),
+    )
+    return replace(script, shape=shape, lag=0.9, copy_speed=0.9, aborts=0.2, faults=Faults())
+
+
+def shared_loads(script: Script) -> Script:
+    """Two requests load the same blocks, one load fails, the other request goes away."""
+    shape = replace(
+        script.shape,
+        num_host_blocks=_NUM_HOST_BLOCKS,
+        load_failures="recompute",
+        max_num_seqs=6,
+        num_device_blocks=60 * len(script.shape.groups),
+    )
+    faults = Faults(load_error=0.5)
+    return replace(
+        script, shape=shape, copy_speed=0.1, aborts=0.3, arrivals=0.9, resets=0, faults=faults
+    )
+
+
+def announced(script: Script) -> Script:
+    """Loads take long, and are announced to the engine in good time."""
+    shape = replace(
+        script.shape,
+        num_host_blocks=_NUM_HOST_BLOCKS,
+        async_scheduling=True,
+        max_num_seqs=6,
+        num_device_blocks=24 * len(script.shape.groups),
+    )
+    return replace(
+        script,
+        shape=shape,
+        copy_speed=0.1,
+        announcements=0.6,
+        arrivals=0.9,
+        num_requests=60,
+        faults=replace(script.faults, thread_death=0.0),
+    )
+
+
+def growing(script: Script) -> Script:
+    """Several ranks open host blocks while they serve."""
+    shape = replace(
+        script.shape,
+        num_host_blocks=_NUM_HOST_BLOCKS,
+        chunk_blocks=6,
+        num_ranks=max(2, script.shape.num_ranks),
+    )
+    faults = Faults(no_memory=script.faults.no_memory)
+    return replace(script, shape=shape, arrivals=0.9, faults=faults)
+
+
+def asked_again(script: Script) -> Script:
+    """Blocks are stored only once they have been asked for again."""
+    return replace(script, shape=replace(script.shape, store_threshold=2))
+
+
+def lazily(script: Script) -> Script:
+    """Blocks are stored before the device evicts them."""
+    return replace(script, shape=replace(script.shape, lazy=True, store_threshold=1))
+
+
+def lazy_evictions(blocks_per_group: int = 160) -> Situation:
+    """The device has many free blocks and evicts all the same, after lazy stores."""
+
+    def turn(script: Script) -> Script:
+        script = lazily(script)
+        shape = replace(
+            script.shape,
+            num_device_blocks=blocks_per_group * len(script.shape.groups),
+            num_host_blocks=2000,
+            chunk_blocks=None,
+            max_num_batched_tokens=8,
+            max_num_seqs=2,
+        )
+        return replace(
+            script,
+            shape=shape,
+            copy_speed=0.9,
+            arrivals=0.9,
+            resets=0.0,
+            aborts=0.01,
+            num_requests=60,
+            faults=Faults(),
+        )
+
+    return turn
+
+
+def in_parts(script: Script) -> Script:
+    """Host blocks hold several device blocks."""
+    return _with_model(
+        script, {"num_parts": 4, "windows": (0, 4), "num_states": 0, "match_unit": None}
+    )
+
+
+@dataclass(frozen=True)
+class Engine:
+    """A model, or a way to run it, without which the bug does not show. Keywords of a Shape that
+    is plain but for them."""
+
+    changes: dict[str, Any]
+    """What the engine has."""
+    otherwise: dict[str, Any] = field(default_factory=dict)
+    """What one has that does not show the bug; beyond that it is alike."""
+
+    def __call__(self, script: Script) -> Script:
+        return _with_model(script, PLAIN | self.changes)
+
+    def without(self, script: Script) -> Script:
+        """The same script on an engine that does not show the bug."""
+        return self(script).with_model(**PLAIN | self.otherwise)
+
+
+STATES = Engine({"num_states": 1}, otherwise={"windows": (0, 8)})
+INNER_HITS = Engine(
+    {"windows": (0,), "num_states": 1, "match_unit": 2},
+    otherwise={"windows": (0, 8), "num_states": 1},
+)
+"""A hit may end inside a block."""
+
+
+def _with_model(script: Script, changes: dict[str, Any]) -> Script:
+    script = script.with_model(**changes, lazy=False, store_threshold=1)
+    return replace(script, shape=replace(script.shape, num_host_blocks=_NUM_HOST_BLOCKS))

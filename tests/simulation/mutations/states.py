@@ -1,0 +1,115 @@
+"""Models with state layers."""
+
+from contextlib import ExitStack
+from typing import Any
+
+from vllm.v1.core.single_type_kv_cache_manager import MambaManager
+from vllm.v1.kv_cache_interface import MambaSpec
+
+from simple_offload.scheduler.cpu_tier import CpuTier, HostHit
+from simple_offload.scheduler.eager import EagerPolicy
+from simple_offload.scheduler.loads import Loads
+from simple_offload.scheduler.manager import OffloadScheduler
+from simple_offload.scheduler.store_policy import BoundaryState
+from simple_offload.scheduler.stores import Storable
+from tests.simulation.mutations.registry import mutation, substitute
+from tests.simulation.mutations.scripts import INNER_HITS, STATES
+
+
+@mutation(STATES)
+def store_the_running_state(stack: ExitStack) -> None:
+    """A state block is stored as soon as its last token is known, before the state has seen it."""
+    num_complete, source_of = EagerPolicy._num_complete, EagerPolicy._source_of
+
+    def known(self: EagerPolicy, request: Any, group: int, num_blocks: int) -> int:
+        if self._stable[group]:
+            return num_complete(self, request, group, num_blocks)
+        num_tokens = len(request.block_hashes) * self.tier.hash_block_size
+        return min(num_tokens // self.tier.block_sizes[group], num_blocks)
+
+    def source(self: EagerPolicy, block: Any, key: Any, group: int, ended: bool) -> Any:
+        if self._stable[group] or block.is_null:
+            return source_of(self, block, key, group, ended)
+        return block
+
+    substitute(stack, EagerPolicy, "_num_complete", known)
+    substitute(stack, EagerPolicy, "_source_of", source)
+
+
+@mutation(STATES)
+def load_the_state_of_another_boundary(stack: ExitStack) -> None:
+    lookup = CpuTier.lookup
+
+    def earlier(
+        self: CpuTier, block_hashes: Any, num_computed_tokens: int, max_tokens: int
+    ) -> HostHit:
+        hit = lookup(self, block_hashes, num_computed_tokens, max_tokens)
+        for group in _state_groups(self) if hit.num_tokens else ():
+            size = self.block_sizes[group]
+            last = (num_computed_tokens + hit.num_tokens) // size - 1
+            keys = self.keys(block_hashes, group, stop=last)
+            if others := [other for key in keys if (other := self.get(key)) is not None]:
+                hit.blocks[group][-1] = others[-1]
+        return hit
+
+    substitute(stack, CpuTier, "lookup", earlier)
+
+
+@mutation(STATES)
+def believe_a_state_that_is_missing(stack: ExitStack) -> None:
+    """A hit as long as the attention groups', whatever the states'; nothing is loaded for those."""
+    init, plan = OffloadScheduler.__init__, Loads.plan
+
+    def careless(self: OffloadScheduler, *args: Any) -> None:
+        init(self, *args)
+        coordinator: Any = self.tier.coordinator
+        groups = getattr(coordinator, "attention_groups", [])
+        attention = [group for group in groups if not isinstance(group.spec, MambaSpec)]
+        if attention:
+            coordinator.attention_groups = attention
+
+    def without_states(self: Loads, request: Any, tables: Any, *rest: Any) -> None:
+        groups = set(_state_groups(self.tier))
+        plan(self, request, [[] if g in groups else t for g, t in enumerate(tables)], *rest)
+
+    substitute(stack, OffloadScheduler, "__init__", careless)
+    substitute(stack, Loads, "plan", without_states)
+
+
+def _state_groups(tier: CpuTier) -> list[int]:
+    managers = tier.coordinator.single_type_managers
+    return [group for group in tier.group_ids if isinstance(managers[group], MambaManager)]
+
+
+@mutation(INNER_HITS)
+def store_the_original_of_a_copied_state(stack: ExitStack) -> None:
+    """vLLM copies a state that is to be kept from inside a block; the request goes on with the
+    original, and this step changes it."""
+    store_state = EagerPolicy._store_state
+
+    def careless(self: EagerPolicy, progress: Any, state: BoundaryState) -> None:
+        size = self.tier.block_sizes[state.group]
+        request = progress.request
+        key = self.tier.key_at(request.block_hashes, state.group, state.num_tokens)
+        if state.num_tokens % size == 0 or self.stores.has(key):
+            store_state(self, progress, state)
+            return
+        table = self._managers[state.group].req_to_blocks[request.request_id]
+        block = table[state.num_tokens // size]
+        storable = Storable((block,), key, None, state.num_tokens)
+        self.stores.plan([storable], frozenset(), self._device_pool)
+
+    substitute(stack, EagerPolicy, "_store_state", careless)
+
+
+@mutation(INNER_HITS)
+def take_the_inner_keys_of_another_block(stack: ExitStack) -> None:
+    commit: Any = CpuTier.commit
+    last: list[Any] = [()]
+
+    def mixed_up(self: CpuTier, *args: Any) -> Any:
+        *others, inner, early = args
+        last.append(inner)
+        return commit(self, *others, last.pop(0), early)
+
+    substitute(stack, CpuTier, "commit", mixed_up)

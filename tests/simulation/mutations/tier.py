@@ -1,0 +1,67 @@
+"""The host tier: what it is asked for and what it keeps."""
+
+from contextlib import ExitStack
+from typing import Any
+
+from vllm.sampling_params import SamplingParams
+from vllm.utils.hashing import sha256
+from vllm.v1.core.kv_cache_utils import get_request_block_hasher
+from vllm.v1.request import Request
+
+from simple_offload.scheduler.cpu_tier import CpuTier
+from simple_offload.scheduler.eager import EagerPolicy
+from tests.simulation.mutations.registry import mutation, substitute
+from tests.simulation.world import World
+
+
+@mutation()
+def evict_head_first(stack: ExitStack) -> None:
+    substitute(stack, CpuTier, "unpin", lambda self, blocks: self.pool.free_blocks(blocks))
+
+
+@mutation()
+def ignore_salt(stack: ExitStack) -> None:
+    unsalted: dict[bytes, bytes] = {}
+    add_request = World.add_request
+
+    def remember(self: World, request_id: str, prompt: list[int], *rest: Any) -> None:
+        add_request(self, request_id, prompt, *rest)
+        twin = Request(
+            request_id=request_id,
+            prompt_token_ids=prompt,
+            sampling_params=SamplingParams(max_tokens=1),
+            pooling_params=None,
+            block_hasher=get_request_block_hasher(self.shape.hash_size, sha256),
+        )
+        salted = self.scheduler.requests[request_id].block_hashes
+        unsalted.update(zip(salted, twin.block_hashes, strict=True))
+
+    keys, lookup = CpuTier.keys, CpuTier.lookup
+
+    def strip(hashes: Any) -> Any:
+        return [unsalted.get(block_hash, block_hash) for block_hash in hashes]
+
+    substitute(stack, World, "add_request", remember)
+    substitute(
+        stack, CpuTier, "keys", lambda self, hashes, *a, **k: keys(self, strip(hashes), *a, **k)
+    )
+    substitute(
+        stack, CpuTier, "lookup", lambda self, hashes, *a, **k: lookup(self, strip(hashes), *a, **k)
+    )
+
+    # The policy stores only what vLLM has hashed under the same key; let it store anything that
+    # is about the tokens of its block.
+    def source(self: EagerPolicy, block: Any, key: Any, group: int, ended: bool) -> Any:
+        return None if block.is_null or not self._stable[group] else block
+
+    substitute(stack, EagerPolicy, "_source_of", source)
+
+
+@mutation()
+def offer_a_failed_block_again(stack: ExitStack) -> None:
+    substitute(stack, CpuTier, "drop", lambda self, blocks: None)
+
+
+@mutation()
+def keep_the_tier_over_a_reset(stack: ExitStack) -> None:
+    substitute(stack, CpuTier, "reset", lambda self: None)
