@@ -1,12 +1,10 @@
 """World: one engine, stepped by hand."""
 
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from itertools import product
 from typing import Any, cast
 
-import numpy as np
 from vllm.config import KVEventsConfig, KVTransferConfig
 from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata
@@ -16,10 +14,7 @@ from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_utils import (
     BlockHashWithGroupId,
     generate_scheduler_kv_cache_config,
-    get_block_hash,
-    get_group_id,
     get_request_block_hasher,
-    make_block_hash_with_group_id,
 )
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.output import SchedulerOutput
@@ -30,9 +25,10 @@ from vllm.v1.structured_output import StructuredOutputManager
 
 from simple_offload.backends.base import Direction
 from simple_offload.config import OffloadConfig
-from simple_offload.metadata import BlockIds, StepMetadata, Transfer, WorkerReport
+from simple_offload.metadata import StepMetadata, Transfer, WorkerReport
 from simple_offload.worker.worker import OffloadWorker
-from tests.simulation.device import ScriptedCopy, ScriptedDevice
+from tests.simulation import checks
+from tests.simulation.device import ScriptedDevice
 from tests.simulation.identity import Story
 from tests.simulation.ledger import Ledger
 from tests.simulation.router import EVENTS_CONFIG, Router
@@ -188,7 +184,7 @@ class World:
         knows exactly what can be found in the tier."""
         keys = set(self.host_pool.cached_block_hash_to_block._cache)
         if self.shape.num_parts > 1:
-            keys = self._keys_of_parts(keys)
+            keys = checks.keys_of_parts(keys, self._ever, self.shape)
         if wrong := keys ^ self.router.keys:
             raise Violation(f"KV events are wrong of {len(wrong)} keys, of {len(keys)} in the tier")
 
@@ -208,22 +204,6 @@ class World:
             self.ledger.check(num_bytes, num_sent, num_used)
         except AssertionError as error:
             raise Violation(f"metrics: {error}") from error
-
-    def _keys_of_parts(self, keys: set[BlockHashWithGroupId]) -> set[BlockHashWithGroupId]:
-        """Of host blocks by whose ends' ``keys`` they are known, the keys of all parts."""
-        before = {
-            block_hash: request.block_hashes[:index]
-            for request in self._ever
-            for index, block_hash in enumerate(request.block_hashes)
-        }
-        found = set()
-        for key in keys:
-            size = self.shape.block_sizes[get_group_id(key)] // self.shape.hash_size
-            hashes = [*before[get_block_hash(key)], get_block_hash(key)]
-            for end in range(len(hashes) - size * self.shape.num_parts, len(hashes), size):
-                part = make_block_hash_with_group_id(hashes[end + size - 1], get_group_id(key))
-                found.add(part)
-        return found
 
     def _shake_hands(self) -> None:
         heard = self.ranks[: self.shape.num_handshakes]
@@ -362,7 +342,7 @@ class World:
             num_parts = self.shape.num_parts
             self.num_begun_inside += bool(load.host_blocks[0] % num_parts)
             self.num_ended_inside += bool((load.host_blocks[-1] + 1) % num_parts)
-        self._check_open(rank, metadata)
+        checks.check_open(metadata, worker.host_pool.num_open, self.shape.num_parts)
         worker.bind(metadata)
         if repeat_hooks:
             worker.bind(metadata)
@@ -406,7 +386,7 @@ class World:
                     self._note_finished(output.request_id)
         self._propose_drafts(step)
         self.check_events()
-        self._check_tier_size(step)
+        checks.check_tier_size(self.host_pool, step.num_open, self.shape.num_parts)
         self._spoil_failed(combined.kv_connector_output)
         self._check_forgotten()
         for request_id in [r for r in self.requests if self.requests[r].is_finished()]:
@@ -465,45 +445,18 @@ class World:
                 if not stores.has(key):
                     raise Violation(f"device block {block_id} was evicted before it was stored")
 
-    def _check_open(self, rank: Rank, metadata: StepMetadata) -> None:
-        for store in metadata.stores:
-            parts = store.host_blocks.reshape(-1, self.shape.num_parts)
-            if (parts != parts[:, :1] + np.arange(self.shape.num_parts)).any():
-                raise Violation(f"{store.id} writes parts of a host block: {store.host_blocks}")
-        for transfer in (*metadata.loads, *metadata.stores):
-            last, num_open = max(transfer.host_blocks), rank.worker.host_pool.num_open
-            if last >= num_open:
-                raise Violation(
-                    f"{transfer.id} names host block {last}, of which a rank has opened {num_open}"
-                )
-
     def _check_admitted(self) -> None:
-        """What is on its way to the tier has been asked for often enough."""
-        if self.shape.store_threshold == 1:
-            return
-        asked: Counter[bytes] = Counter()
-        for request in self._ever:
-            asked.update(set(request.block_hashes))
-        for key in self.connector.scheduler._stores._keys:
-            if (count := asked[get_block_hash(key)]) < self.shape.store_threshold:
-                raise Violation(f"a block is stored that {count} requests have had")
-
-    def _check_tier_size(self, step: _Step) -> None:
-        found, reported = len(self.host_pool.blocks), min(step.num_open)
-        if found != max(1, reported // self.shape.num_parts):  # there is a null block at least
-            raise Violation(f"the tier has {found} blocks, every rank has opened {reported}")
+        if (threshold := self.shape.store_threshold) > 1:
+            keys = self.connector.scheduler._stores._keys
+            checks.check_admitted(keys, self._ever, threshold)
 
     def _check_forgotten(self) -> None:
         for transfer_id in sorted(self._forgotten - self.ids_in_flight()):
             self._forgotten.discard(transfer_id)
-            for block_id in self._of_tier(self._stores[transfer_id].host_blocks):
+            host_blocks = self._stores[transfer_id].host_blocks
+            for block_id in checks.tier_blocks(host_blocks, self.shape.num_parts):
                 if self.host_pool.blocks[block_id].block_hash is not None:
                     raise Violation(f"store {transfer_id} was committed after a reset")
-
-    def _of_tier(self, host_blocks: BlockIds) -> list[int]:
-        """The tier's blocks that these of a rank are parts of."""
-        parts: list[int] = (host_blocks // self.shape.num_parts).tolist()
-        return parts
 
     def _note_finished(self, request_id: str) -> None:
         request = self.requests.pop(request_id)
@@ -521,29 +474,12 @@ class World:
             raise Violation(f"integrity: {error}") from error
         device_pool = self.scheduler.kv_cache_manager.block_pool
         for rank in self.ranks:
-            loads, stores = (rank.device.copies[direction] for direction in Direction)
-            for load, store in product(loads, stores):
-                shared = _device_blocks(load) & _device_blocks(store)
-                if shared and not load.precedes(store):
-                    raise Violation(f"device blocks {shared} are stored while being loaded")
-                if shared := _host_blocks(load) & _host_blocks(store):
-                    raise Violation(f"host blocks {shared} are loaded while being stored")
-            for copy in (c for copies in rank.device.copies.values() for c in copies):
-                for pool, blocks in (
-                    (device_pool, copy.transfer.device_blocks.tolist()),
-                    (self.host_pool, self._of_tier(copy.transfer.host_blocks)),
-                ):
-                    for block_id in blocks:
-                        if pool.blocks[block_id].ref_cnt == 0:
-                            raise Violation(f"block {block_id} is free during {copy.transfer.id}")
+            checks.check_copies(rank.device, device_pool, self.host_pool, self.shape.num_parts)
 
     def check_at_rest(self) -> None:
         """Raise Violation unless every block is free and every map empty."""
         device_pool = self.scheduler.kv_cache_manager.block_pool
-        for name, pool in (("device", device_pool), ("host", self.host_pool)):
-            leaked = len(pool.blocks) - 1 - pool.get_num_free_blocks()
-            if leaked:
-                raise Violation(f"{leaked} {name} blocks leaked")
+        checks.check_all_free(device=device_pool, host=self.host_pool)
         try:
             self.check_bookkeeping(at_rest=True)
         except AssertionError as error:
@@ -558,14 +494,7 @@ class World:
     def check_finished(self, request_id: str) -> None:
         """Raise Violation unless the request said what it would have said without a host tier:
         all of it, or a beginning if it was aborted or failed on purpose."""
-        tokens, status = self.finished[request_id]
-        story = self.stories[request_id]
-        expected = story.tokens[story.num_prompt_tokens :][: story.num_output_tokens]
-        complete = status == RequestStatus.FINISHED_LENGTH_CAPPED
-        if complete and len(tokens) != len(expected):
-            raise Violation(f"{request_id}: {len(tokens)} tokens instead of {len(expected)}")
-        if tokens != expected[: len(tokens)]:
-            raise Violation(f"{request_id}: said {tokens}, should have said {expected}")
+        checks.check_answer(request_id, self.stories[request_id], *self.finished[request_id])
 
     def close(self) -> None:
         """Shut the workers down; copies under way complete."""
@@ -577,11 +506,3 @@ class World:
                 self.open_chunk(rank, granted=False)
             rank.worker.shutdown()
         self.scheduler.shutdown()
-
-
-def _device_blocks(copy: ScriptedCopy) -> set[int]:
-    return set(copy.transfer.device_blocks.tolist())
-
-
-def _host_blocks(copy: ScriptedCopy) -> set[int]:
-    return set(copy.transfer.host_blocks.tolist())
