@@ -21,6 +21,7 @@ from rich.table import Table
 from vllm.config import KVEventsConfig, KVTransferConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata
 from vllm.v1.core.block_pool import BlockPool
+from vllm.v1.core.kv_cache_utils import BlockHashWithGroupId
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.simple_kv_offload.manager import SimpleCPUOffloadScheduler
 from vllm.v1.simple_kv_offload.metadata import (
@@ -133,6 +134,12 @@ class BuiltinWorld(World):
 
     def check_counts(self) -> None:
         """It counts other things."""
+
+    def _check_losses(self, before: dict[BlockHashWithGroupId, int]) -> None:
+        """It stores eagerly."""
+
+    def _check_admitted(self) -> None:
+        """It stores what is asked for once."""
 
     def _shake_hands(self) -> None:
         """vLLM 0.32's has no way to."""
