@@ -37,8 +37,12 @@ def return_stored_blocks_to_the_back(stack: ExitStack) -> None:
 
 @mutation(lazy_evictions())
 def refuse_what_comes_before_its_parent(stack: ExitStack) -> None:
-    commit: Any = CpuTier.commit
-    substitute(stack, CpuTier, "commit", lambda self, *args: commit(self, *args[:5]))
+    commit_all = CpuTier.commit_all
+
+    def strict(self: CpuTier, filled: Any) -> list[bool]:
+        return commit_all(self, [(content._replace(early=False), b) for content, b in filled])
+
+    substitute(stack, CpuTier, "commit_all", strict)
 
 
 @mutation(lazy_evictions(blocks_per_group=60))

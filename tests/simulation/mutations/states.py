@@ -104,12 +104,12 @@ def store_the_original_of_a_copied_state(stack: ExitStack) -> None:
 
 @mutation(INNER_HITS)
 def take_the_inner_keys_of_another_block(stack: ExitStack) -> None:
-    commit: Any = CpuTier.commit
+    commit_all = CpuTier.commit_all
     last: list[Any] = [()]
 
-    def mixed_up(self: CpuTier, *args: Any) -> Any:
-        *others, inner, early = args
-        last.append(inner)
-        return commit(self, *others, last.pop(0), early)
+    def mixed_up(self: CpuTier, filled: Any) -> list[bool]:
+        last.extend(content.inner_keys for content, _ in filled)
+        mixed = [(content._replace(inner_keys=last.pop(0)), block) for content, block in filled]
+        return commit_all(self, mixed)
 
-    substitute(stack, CpuTier, "commit", mixed_up)
+    substitute(stack, CpuTier, "commit_all", mixed_up)

@@ -23,7 +23,12 @@ def commit_before_completion(stack: ExitStack) -> None:
 
     substitute(stack, Stores, "submit", eager_commit)
     substitute(stack, Stores, "check_integrity", lambda self: None)
-    substitute(stack, CpuTier, "commit", lambda self, block, *_: self.unpin((block,)))
+
+    def unpin(self: CpuTier, filled: Any) -> list[bool]:
+        self.unpin([block for _, block in filled])
+        return [True] * len(filled)
+
+    substitute(stack, CpuTier, "commit_all", unpin)
 
 
 @mutation()
