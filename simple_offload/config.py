@@ -67,17 +67,16 @@ class OffloadConfig(BaseModel):
     ``cpu_block_size`` is. At most as many as the bytes allow, if those are given too."""
 
     cpu_block_size: Annotated[int, Field(strict=True, gt=0)] | None = None
-    """Tokens of a host block, a multiple of those of a device block; None: as many. The larger,
-    the fewer objects a large tier takes; a block is stored only as a whole."""
+    """Tokens of a host block, a multiple of those of a device block; by default as many. For
+    tiers of terabytes: larger blocks take fewer Python objects, and are stored as a whole only."""
 
     lazy_offload: StrictBool = False
     """Store blocks when the device is about to evict them, not as soon as they are full. While
-    running requests leave the device fewer free blocks than it may need soon, theirs are stored
-    as they fill up."""
+    the device is short of free blocks, those of running requests are stored as they fill up."""
 
     store_threshold: Annotated[int, Field(strict=True, ge=1)] = 1
-    """Store a block only once so many requests have had the prefix that ends with it; the one
-    that computed it counts. 1: always. 2 keeps prompts that come once out of the tier."""
+    """Store a block only once so many requests have had the prefix that ends with it, the one
+    that computed it included. 1: always. 2 keeps prompts that come once out of the tier."""
 
     backend: Literal["auto", "cuda", "npu", "host"] = "auto"
     """How bytes move. "auto" follows vLLM's platform."""

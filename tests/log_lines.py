@@ -6,7 +6,13 @@ from collections.abc import Iterator
 
 from tools.set_up import ROOT
 
-_METHODS = {"info", "warning", "warning_once", "error", "exception"}
+_LEVELS = {
+    "info": "info",
+    "warning": "warning",
+    "warning_once": "warning",
+    "error": "error",
+    "exception": "error",  # with a traceback
+}
 _PLACEHOLDER = re.compile(r"%(?:\([a-z_]+\))?[-+ #0]*\d*(?:\.\d+)?[a-zA-Z]")
 
 
@@ -18,5 +24,5 @@ def log_lines() -> Iterator[tuple[str, str]]:
                 case ast.Call(
                     func=ast.Attribute(value=ast.Name(id="logger"), attr=level),
                     args=[ast.Constant(value=str(text)), *_],
-                ) if level in _METHODS:
-                    yield level.partition("_")[0], _PLACEHOLDER.sub("…", text)
+                ) if level in _LEVELS:
+                    yield _LEVELS[level], _PLACEHOLDER.sub("…", text)

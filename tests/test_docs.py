@@ -14,6 +14,7 @@ import pytest
 
 from simple_offload.cli.main import make_parser
 from simple_offload.config import OffloadConfig
+from simple_offload.metrics import SERIES
 from tests.log_lines import log_lines
 from tools import docs
 from tools.set_up import ROOT
@@ -130,12 +131,15 @@ def test_make_targets_exist(command: Command) -> None:
 
 
 def _source_of(module: str) -> str:
-    """Of a program: its arguments are there, and importing it may need a device."""
+    """Of a program, where its arguments are: importing it may need a device."""
     spec = importlib.util.find_spec(module)
     assert spec is not None, f"no module {module}"
     assert spec.origin is not None
     origin = Path(spec.origin)
-    return (origin.with_name("__main__.py") if origin.name == "__init__.py" else origin).read_text()
+    if origin.name != "__init__.py":
+        return origin.read_text()
+    arguments = origin.with_name("arguments.py")
+    return (arguments if arguments.exists() else origin.with_name("__main__.py")).read_text()
 
 
 @pytest.mark.parametrize("command", of(*PYTHONS), ids=_shown)
@@ -236,7 +240,7 @@ def test_links_and_paths_lead_somewhere(page: Path) -> None:
                 heads = re.findall(r"^#+ (.*)$", file.read_text(), re.MULTILINE)
                 slugs = [re.sub(r"[^\w\- ]", "", head).lower().replace(" ", "-") for head in heads]
                 assert anchor in slugs, target
-    prefixes = "simple_offload|tests|tools|examples|docs"
+    prefixes = "simple_offload|tests|tools|examples|docs|dashboards"
     for path in re.findall(rf"`((?:{prefixes})/[\w/.*-]+)(?:::\w+)?`", text):
         assert list(ROOT.glob(path)) or (ROOT / path).exists(), path
 
@@ -290,10 +294,25 @@ def test_every_log_line_is_explained() -> None:
     assert explained == {(line, level) for level, line in log_lines()}
 
 
+def test_every_series_is_explained() -> None:
+    text = (ROOT / "docs" / "operations.md").read_text()
+    prefix = "vllm:simple_offload_"
+    rows: dict[str, tuple[set[str], str, str]] = {}
+    for names, kind, row in re.findall(r"^\| (`[^|]+`) \| (\w+) \| ([^\n]*)$", text, re.MULTILINE):
+        for name, labels in re.findall(r"`(\w+)(?:\{([\w, ]+)\})?`", names):
+            rows[prefix + name] = (set(labels.split(", ")) - {""}, kind, row)
+    assert rows.keys() >= SERIES.keys()
+    for name, series in SERIES.items():
+        labels, kind, row = rows[name]
+        assert (kind, labels) == (series.kind, set(series.labels)), name
+        values = {value for label in labels - {"direction"} for value in series.labels[label]}
+        assert all(f"`{value}`" in row for value in values), name
+
+
 def test_the_picture_is_that_of_the_measurements(tmp_path: Path) -> None:
     measurements = docs.MEASUREMENTS.read_text()
     assert len(docs.demo_turns(measurements)) == 5
-    assert len(docs.loads_by_size(measurements)) == 10
+    assert len(docs.loads_by_size(measurements)) == 5
     docs.save_picture(tmp_path / "results.svg", measurements)
     assert (tmp_path / "results.svg").read_text() == docs.PICTURE.read_text(), "run `make docs`"
 
