@@ -45,6 +45,12 @@ BENCHES = {
         "--output",
         "engine-bench-out",
     ),
+    "scheduler": Bench(
+        "examples.scheduler_bench",
+        "cost, memory and hit rate in vLLM's scheduler, beside vLLM's own connector",
+        "--out",
+        "scheduler-bench-out",
+    ),
     "demo": Bench(
         "examples.demo",
         "a small model on the CPU, with and without the connector",
