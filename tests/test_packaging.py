@@ -140,7 +140,7 @@ def test_the_version_is_in_one_place() -> None:
 # What each part imports comes with what is installed for it
 
 
-_NOT_HERE = {"cuda": "cuda-bindings", "torch_npu": "torch-npu", "lm_eval": "lm-eval"}
+_NOT_HERE = {"cuda": "cuda-bindings", "torch_npu": "torch-npu", "lm_eval": "lm-eval", "ray": "ray"}
 """Distributions of modules that are not in this environment."""
 
 
@@ -178,7 +178,7 @@ def _brought_by(*extras: str) -> set[str]:
         (("simple_offload/backends/cuda*.py", "simple_offload/cli/probe.py"), ("cpu", "cuda")),
         (("simple_offload/backends/npu.py", "simple_offload/backends/acl.py"), ("cpu", "npu")),
         (("examples/**/*.py",), ("cpu", "bench")),
-        (("tests/**/*.py", "tools/**/*.py"), ("cpu", "npu", "dev")),
+        (("tests/**/*.py", "tools/**/*.py"), ("cpu", "npu", "ray", "dev")),
     ],
 )
 def test_extras_bring_what_is_imported(patterns: tuple[str, ...], extras: tuple[str, ...]) -> None:

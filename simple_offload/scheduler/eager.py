@@ -34,6 +34,8 @@ class _Progress:
     """By group, of the request's first blocks."""
     next_index: list[int]
     """By group, the first block that has not been dealt with."""
+    loads: bool
+    """Whether the tier fills blocks of it before it runs."""
     ran: bool = False
     """Whether a step with it has been scheduled since it got its blocks."""
     ready_at: int = 0
@@ -97,11 +99,11 @@ class EagerPolicy:
     def num_held_blocks(self) -> int:
         return sum(len(ended.held) for ended in self._ended)
 
-    def on_allocated(self, request: "Request") -> None:
+    def on_allocated(self, request: "Request", *, loads: bool) -> None:
         self.admission.note(request)
         num_groups = len(self._managers)
         self._progress[request.request_id] = _Progress(
-            request, [[] for _ in range(num_groups)], [0] * num_groups
+            request, [[] for _ in range(num_groups)], [0] * num_groups, loads
         )
 
     def on_states(self, states: Mapping[str, Sequence[BoundaryState]]) -> None:
@@ -137,9 +139,9 @@ class EagerPolicy:
         if progress is not None:
             self.admission.note(request)
         self.admission.forget(request.request_id)
-        # Where no step has run it, it has blocks that it found, or that another connector
-        # (MultiConnector) is still to fill.
-        if progress is None or loading or not progress.ran:
+        # Where no step has run it, another connector (MultiConnector) may still be filling its
+        # blocks, unless the tier does.
+        if progress is None or loading or not (progress.ran or progress.loads):
             return
         tables = {}
         for group in self._groups:

@@ -152,14 +152,21 @@ class KVEvents:
         """What has happened since the last call, in order."""
         queue, self._queue = self._queue, []
         events: list[BlockStored | BlockRemoved] = []
+        removed: set[tuple[ExternalBlockHash, int | None]] = set()
+        # Told, and not stored again since: two blocks may have had the same inner key.
         for item in queue:
             if isinstance(item, BlockStored):
                 events.append(item)
+                removed.difference_update((each, item.group_idx) for each in item.block_hashes)
                 continue
-            if self.tier.get(item.key) is None:  # no other block holds it
-                for key in (*item.part_keys, item.key):
-                    if key not in self._num_with:  # nor has come to hold that part since
-                        _append_removed(events, key)
+            if self.tier.get(item.key) is not None:  # another block holds it
+                continue
+            for key in (*item.part_keys, item.key):
+                told = maybe_convert_block_hash(get_block_hash(key)), int(get_group_id(key))
+                # Nor has another come to hold that part since.
+                if key not in self._num_with and told not in removed:
+                    removed.add(told)
+                    _append_removed(events, *told)
         return events
 
     def _queue_removed(self, keys: Sequence[BlockHashWithGroupId]) -> None:
@@ -239,8 +246,9 @@ def _follows(last: object, event: BlockStored) -> bool:
     return True
 
 
-def _append_removed(events: list[BlockStored | BlockRemoved], key: BlockHashWithGroupId) -> None:
-    block_hash, group = maybe_convert_block_hash(get_block_hash(key)), int(get_group_id(key))
+def _append_removed(
+    events: list[BlockStored | BlockRemoved], block_hash: ExternalBlockHash, group: int
+) -> None:
     last = events[-1] if events else None
     if isinstance(last, BlockRemoved) and last.group_idx == group:
         last.block_hashes.append(block_hash)

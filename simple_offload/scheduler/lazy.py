@@ -57,6 +57,8 @@ class _Followed:
     """By group, blocks of its table that have been recorded as far as they have a hash."""
     num_ahead: list[int]
     """By group, blocks of its table that have been stored ahead of time, or need not be."""
+    loads: bool
+    """Whether the tier fills blocks of it before it runs."""
     ran: bool = False
     """Whether a step with it has been scheduled since it got its blocks."""
     kept: set[BlockHashWithGroupId] = field(default_factory=set)
@@ -132,10 +134,10 @@ class LazyPolicy:
     def num_held_blocks(self) -> int:
         return sum(len(ended.storable) for ended in self._ended)
 
-    def on_allocated(self, request: "Request") -> None:
+    def on_allocated(self, request: "Request", *, loads: bool) -> None:
         self.admission.note(request)
         zeros = [0] * len(self._managers)
-        followed = _Followed(request, zeros.copy(), zeros.copy(), zeros.copy())
+        followed = _Followed(request, zeros.copy(), zeros.copy(), zeros.copy(), loads)
         self._followed[request.request_id] = followed
         self._take_notice(followed)
 
@@ -168,9 +170,9 @@ class LazyPolicy:
         if followed is not None:
             self.admission.note(request)
         self.admission.forget(request.request_id)
-        # Where no step has run it, it has blocks that it found, or that another connector
-        # (MultiConnector) is still to fill.
-        if followed is None or loading or not followed.ran:
+        # Where no step has run it, another connector (MultiConnector) may still be filling its
+        # blocks, unless the tier does.
+        if followed is None or loading or not (followed.ran or followed.loads):
             return
         self._record(followed)  # the last step's output may have given a block its hash
         storable = [*self._unhashed(request), *self._at_risk(followed)]

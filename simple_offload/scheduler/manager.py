@@ -124,7 +124,7 @@ class OffloadScheduler:
         if starts and not self.switched_off:
             if not request.skip_reading_prefix_cache:
                 self._meter.add(metrics.LOOKUPS, 1, "hit" if num_external_tokens > 0 else "miss")
-            self._policy.on_allocated(request)
+            self._policy.on_allocated(request, loads=num_external_tokens > 0)
         if num_external_tokens > 0:
             self._loads.plan(request, blocks.blocks, num_external_tokens, self._device_pool)
         else:

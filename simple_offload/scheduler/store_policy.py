@@ -34,8 +34,9 @@ class StorePolicy(Protocol):
     def num_held_blocks(self) -> int:
         """Device blocks of ended requests that are held until the next step."""
 
-    def on_allocated(self, request: "Request") -> None:
-        """``request`` has (new) device blocks."""
+    def on_allocated(self, request: "Request", *, loads: bool) -> None:
+        """``request`` has (new) device blocks. ``loads``: the tier fills some of them. If it does
+        not, then another connector (MultiConnector) may be about to, until the request runs."""
 
     def on_states(self, states: Mapping[str, Sequence[BoundaryState]]) -> None:
         """A step has been scheduled that completes these state blocks, by request id."""

@@ -190,6 +190,7 @@ class World:
 
     def check_counts(self) -> None:
         """Raise Violation unless what has been counted is what has happened. At rest."""
+        self.connector.get_kv_connector_stats()  # what no step has told yet
         num_bytes = {
             direction: sum(
                 rank.device.num_copied[direction] * self.shape.block_bytes(index)

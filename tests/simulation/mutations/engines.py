@@ -23,9 +23,9 @@ def count_rejected_drafts_as_computed(stack: ExitStack) -> None:
     num_complete = EagerPolicy._num_complete
     computed: dict[str, int] = {}
 
-    def start(self: EagerPolicy, request: Any) -> None:
+    def start(self: EagerPolicy, request: Any, **options: Any) -> None:
         computed.pop(request.request_id, None)
-        allocated(self, request)
+        allocated(self, request, **options)
 
     def count(self: EagerPolicy, scheduled: Any) -> None:
         on_step(self, scheduled)
