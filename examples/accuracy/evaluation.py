@@ -92,6 +92,7 @@ def evaluate(
     Raises ServerFailed as soon as the server ends, else EvaluationFailed if lm_eval fails. It
     is gone however this returns.
     """
+    folder = folder.absolute()  # lm_eval's own paths would be taken from there
     log = folder / "lm_eval.log"
     output = folder / "lm_eval"
     process = subprocess.Popen(

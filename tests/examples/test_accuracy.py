@@ -186,7 +186,9 @@ def faulty(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def run_main(model: Path, tmp_path: Path, *arguments: str) -> int:
-    command = ["--model", str(model), "--output", str(tmp_path / "out"), "--samples", "5"]
+    # As the default is: a path from here, while lm_eval is run elsewhere.
+    output = os.path.relpath(tmp_path / "out")
+    command = ["--model", str(model), "--output", output, "--samples", "5"]
     command += ["--device", "cpu", "--lm-eval", f"env PYTHONPATH={ROOT} {FAKE_LM_EVAL}"]
     return main([*command, *arguments])
 
