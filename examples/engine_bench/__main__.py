@@ -5,7 +5,7 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import FrameType
@@ -13,6 +13,7 @@ from types import FrameType
 from rich.console import Console
 from rich.status import Status
 
+from examples.arguments import known_names, positive_count
 from examples.demo.child import RunFailed
 from examples.engine_bench.bench import NUMBERS, Bench
 from examples.engine_bench.contenders import CONTENDERS, ON_CPU
@@ -103,39 +104,39 @@ def _parse(argv: Sequence[str] | None) -> Bench:
     )
     parser.add_argument(
         "--contenders",
-        type=_names(CONTENDERS),
+        type=known_names(CONTENDERS),
         metavar="A,B",
         help=f"which, the first being the base of ratios: {', '.join(CONTENDERS)} (default: "
         f"all; on the CPU {' and '.join(ON_CPU)})",
     )
     parser.add_argument(
         "--parts",
-        type=_names(PARTS),
+        type=known_names(PARTS),
         default=list(PARTS),
         metavar="A,B",
         help=f"of the work: {', '.join(PARTS)} (default: all)",
     )
     parser.add_argument(
         "--rounds",
-        type=_count,
+        type=positive_count,
         metavar="N",
         help="engines of each contender (default: 3; 2 on the CPU)",
     )
     parser.add_argument(
         "--repeats",
-        type=_count,
+        type=positive_count,
         default=1,
         metavar="N",
         help="how many times each engine does the work, with other prompts each time (default: 1)",
     )
     parser.add_argument(
         "--kv-heads",
-        type=_count,
+        type=positive_count,
         metavar="N",
         help="KV heads of the model; 1 is what each of eight ranks has",
     )
     parser.add_argument(
-        "--tensor-parallel", type=_count, default=1, metavar="N", help="ranks (default: 1)"
+        "--tensor-parallel", type=positive_count, default=1, metavar="N", help="ranks (default: 1)"
     )
     parser.add_argument("--eager", action="store_true", help="no CUDA graphs")
     parser.add_argument(
@@ -178,27 +179,6 @@ def _parse(argv: Sequence[str] | None) -> Bench:
     contenders = [CONTENDERS[name] for name in names]
     rounds = arguments.rounds or ROUNDS[arguments.preset]
     return Bench(plan, contenders, arguments.parts, rounds, arguments.output, arguments.repeats)
-
-
-def _names(known: Collection[str]) -> Callable[[str], list[str]]:
-    """A parser of known names, separated by commas."""
-
-    def parse(text: str) -> list[str]:
-        names = text.split(",")
-        for name in names:
-            if name not in known:
-                raise argparse.ArgumentTypeError(f"{name!r} is none of {', '.join(known)}")
-        if len(set(names)) < len(names):
-            raise argparse.ArgumentTypeError(f"a name occurs twice in {text!r}")
-        return names
-
-    return parse
-
-
-def _count(text: str) -> int:
-    if not text.isascii() or not text.isdigit() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number above 0")
-    return int(text)
 
 
 def _end(signal_number: int, _frame: FrameType | None) -> None:

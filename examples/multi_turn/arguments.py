@@ -3,10 +3,11 @@
 import argparse
 import signal
 import tempfile
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from examples.arguments import known_names, positive_count
 from examples.engine_bench.contenders import CONTENDERS, ON_CPU
 from examples.multi_turn.bench import CONVERSATIONS, Bench
 from examples.multi_turn.conversations import Conversation, make_conversations, read_input
@@ -53,14 +54,14 @@ def parse(argv: Sequence[str] | None) -> tuple[Bench, bool]:
     )
     parser.add_argument(
         "--contenders",
-        type=_names(CONTENDERS),
+        type=known_names(CONTENDERS),
         metavar="A,B",
         help=f"which, the first being the base of ratios: {', '.join(CONTENDERS)} (default: "
         f"{', '.join(ON_GPU)}; on the CPU {' and '.join(ON_CPU)})",
     )
     parser.add_argument(
         "--rounds",
-        type=_count,
+        type=positive_count,
         metavar="N",
         help="replays of all conversations by each contender, from empty caches each time "
         "(default: 3; 1 on the CPU)",
@@ -70,13 +71,13 @@ def parse(argv: Sequence[str] | None) -> tuple[Bench, bool]:
     )
     parser.add_argument(
         "--num-clients",
-        type=_count,
+        type=positive_count,
         metavar="N",
         help="who ask at the same time (default: the preset's)",
     )
     parser.add_argument(
         "--max-active-conversations",
-        type=_count,
+        type=positive_count,
         metavar="N",
         help="begun and not ended, of all clients together (default: the preset's)",
     )
@@ -87,15 +88,18 @@ def parse(argv: Sequence[str] | None) -> tuple[Bench, bool]:
     )
     parser.add_argument(
         "--device-tokens",
-        type=_count,
+        type=positive_count,
         metavar="N",
         help="which the device's KV space holds (default: the preset's)",
     )
     parser.add_argument(
-        "--host-gib", type=_count, metavar="N", help="size of the host tier (default: the preset's)"
+        "--host-gib",
+        type=positive_count,
+        metavar="N",
+        help="size of the host tier (default: the preset's)",
     )
     parser.add_argument(
-        "--tensor-parallel", type=_count, default=1, metavar="N", help="ranks (default: 1)"
+        "--tensor-parallel", type=positive_count, default=1, metavar="N", help="ranks (default: 1)"
     )
     parser.add_argument(
         "--serve",
@@ -103,7 +107,7 @@ def parse(argv: Sequence[str] | None) -> tuple[Bench, bool]:
         help="serve the first contender until Ctrl-C and ask it nothing: for vLLM's own script, "
         "whose command line is printed",
     )
-    parser.add_argument("--port", type=_count, help="where to serve (default: a free one)")
+    parser.add_argument("--port", type=positive_count, help="where to serve (default: a free one)")
     parser.add_argument(
         "--seed", type=int, metavar="N", help="of what is asked (default: the preset's)"
     )
@@ -194,24 +198,3 @@ def _staff(
             "conversations: none of the first may be more than the next"
         )
     return replace(plan, active=active, clients=clients)
-
-
-def _names(known: Collection[str]) -> Callable[[str], list[str]]:
-    """A parser of known names, separated by commas."""
-
-    def parse(text: str) -> list[str]:
-        names = text.split(",")
-        for name in names:
-            if name not in known:
-                raise argparse.ArgumentTypeError(f"{name!r} is none of {', '.join(known)}")
-        if len(set(names)) < len(names):
-            raise argparse.ArgumentTypeError(f"a name occurs twice in {text!r}")
-        return names
-
-    return parse
-
-
-def _count(text: str) -> int:
-    if not text.isascii() or not text.isdigit() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number above 0")
-    return int(text)

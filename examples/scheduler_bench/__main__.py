@@ -6,7 +6,7 @@ import logging
 import signal
 import sys
 import tempfile
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 import psutil
 from rich.console import Console
 
+from examples.arguments import known_names
 from examples.scheduler_bench.plan import CostPlan, FootprintPlan, HitPlan, Part, Plan
 
 if TYPE_CHECKING:
@@ -147,14 +148,14 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parts = [part.value for part in Part]
     parser.add_argument(
         "--parts",
-        type=_names(parts),
+        type=known_names(parts),
         default=parts,
         metavar="A,B",
         help=f"what to measure: {', '.join(parts)} (default: all)",
     )
     parser.add_argument(
         "--contenders",
-        type=_names(NAMES),
+        type=known_names(NAMES),
         default=list(NAMES),
         metavar="A,B",
         help=f"which: {', '.join(NAMES)} (default: all)",
@@ -235,21 +236,6 @@ def _plan(arguments: argparse.Namespace) -> Plan:
 
 def _ascending(values: Sequence[int]) -> tuple[int, ...]:
     return tuple(sorted(set(values)))
-
-
-def _names(known: Collection[str]) -> Callable[[str], list[str]]:
-    """A parser of known names, separated by commas."""
-
-    def parse(text: str) -> list[str]:
-        names = text.split(",")
-        for name in names:
-            if name not in known:
-                raise argparse.ArgumentTypeError(f"{name!r} is none of {', '.join(known)}")
-        if len(set(names)) < len(names):
-            raise argparse.ArgumentTypeError(f"a name occurs twice in {text!r}")
-        return names
-
-    return parse
 
 
 def _whole_number(text: str, *, least: int, most: int) -> int:
