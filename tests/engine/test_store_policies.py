@@ -25,11 +25,17 @@ ROUNDS = (
 )
 
 
-def compare(runs: Runs, name: str, **connector: Any) -> EngineResult:
+FORGETTING = tuple(each.model_copy(update={"reset": "device"}) for each in ROUNDS)
+"""The same, each on a device that has forgotten the one before."""
+
+
+def compare(
+    runs: Runs, name: str, rounds: tuple[Round, ...] = ROUNDS, **connector: Any
+) -> EngineResult:
     """Play the rounds with stores as ``connector`` says, and compare with no connector at all."""
     configurations = {"plain": None, name: {"num_cpu_blocks": HOST_BLOCKS, **connector}}
     specs = {
-        key: runs.spec("llama", connector=configuration, rounds=ROUNDS, **SMALL_STEPS)
+        key: runs.spec("llama", connector=configuration, rounds=rounds, **SMALL_STEPS)
         for key, configuration in configurations.items()
     }
     results = runs.run(name, specs)
@@ -48,4 +54,4 @@ def test_lazy_stores(runs: Runs) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("lazy", [False, True])
 def test_stores_of_what_comes_again(runs: Runs, lazy: bool) -> None:
-    compare(runs, f"again-{lazy}", lazy_offload=lazy, store_threshold=2)
+    compare(runs, f"again-{lazy}", FORGETTING, lazy_offload=lazy, store_threshold=2)
