@@ -3,7 +3,6 @@
 import math
 import sys
 import threading
-from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import cast
@@ -68,6 +67,14 @@ class EndsWhenWaitedFor(ScriptedPending):
         super().wait()
 
 
+class Events(dict[int, threading.Event]):
+    """An event for every number that anybody asks for, the same for every thread: two threads
+    that ask a defaultdict at once may be given one each, of which the map keeps one."""
+
+    def __missing__(self, number: int) -> threading.Event:
+        return self.setdefault(number, threading.Event())
+
+
 class ScriptedBackend:
     """Copies nothing. What ``copy`` does with a transfer is scripted by its id, what becomes of
     a chunk of host memory by its number, from 0."""
@@ -81,13 +88,13 @@ class ScriptedBackend:
         self.gates: dict[int, threading.Event] = {}
         """Ids of copies that block their thread until the event is set."""
         self.pendings: dict[int, ScriptedPending] = {}
-        self.started: dict[int, threading.Event] = defaultdict(threading.Event)
+        self.started = Events()
         self.enter_errors: list[BaseException] = []
         self.memory: list[torch.Tensor] = []
         self.chunks: list[Sequence[torch.Tensor]] = []
         self.allocators: list[str] = []
         """Names of the threads that have asked for memory, in order."""
-        self.allocating: dict[int, threading.Event] = defaultdict(threading.Event)
+        self.allocating = Events()
         self.allocation_gates: dict[int, threading.Event] = {}
         self.allocation_errors: dict[int, Exception] = {}
 
