@@ -14,8 +14,7 @@ sizes, keys and hits here are those of whole host blocks.
 """
 
 from collections.abc import Container, Iterable, Sequence
-from itertools import islice
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, cast
 
 from vllm.utils.math_utils import cdiv
 from vllm.v1.core.block_pool import BlockPool
@@ -31,6 +30,11 @@ from vllm.v1.core.kv_cache_utils import (
 from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
 
 from simple_offload import metrics
+from simple_offload.scheduler import block_lists
+from simple_offload.scheduler.runs import Run
+
+_FIRST_LOOKUP = 64
+"""Blocks of a chain that are looked for at first; then ever more."""
 
 
 class HostHit(NamedTuple):
@@ -43,38 +47,6 @@ class HostHit(NamedTuple):
     num_tokens: int
     """How many tokens they add to the device's. 0: no hit, and nothing to pin. It may end inside
     a host block; then of each group's last block as much counts."""
-
-
-class Content(Protocol):
-    """What a host block holds."""
-
-    @property
-    def key(self) -> BlockHashWithGroupId:
-        """By which it is found."""
-
-    @property
-    def parent(self) -> BlockHashWithGroupId | None:
-        """The key of the tokens just before its own."""
-
-    @property
-    def num_tokens(self) -> int:
-        """Of the prefix that ends with it."""
-
-    @property
-    def inner_keys(self) -> Iterable[BlockHashWithGroupId]:
-        """Of prefixes that end inside it, by which it shall be found too."""
-
-    @property
-    def early(self) -> bool:
-        """Whether it may be there before its parent is."""
-
-
-class _Content(NamedTuple):
-    key: BlockHashWithGroupId
-    parent: BlockHashWithGroupId | None
-    num_tokens: int
-    inner_keys: Iterable[BlockHashWithGroupId]
-    early: bool
 
 
 class CpuTier:
@@ -151,6 +123,10 @@ class CpuTier:
         """The blocks that these slots belong to, each once."""
         return [self.pool.blocks[i] for i in dict.fromkeys(s // self.num_parts for s in slots)]
 
+    def num_blocks_at(self, slots: Sequence[int]) -> int:
+        """How many those are. No slot may be there twice."""
+        return len(slots) if self.num_parts == 1 else len(self.blocks_at(slots))
+
     # Looking
 
     def keys(
@@ -159,9 +135,8 @@ class CpuTier:
         """The keys of a request's blocks ``start`` to ``stop`` of ``group``, as far as their
         hashes are known."""
         hashes = resolve_block_hashes(block_hashes, self.hash_block_size, self.block_sizes[group])
-        stop = len(hashes) if stop is None else min(stop, len(hashes))
         end = self._key_ends[group]
-        return [BlockHashWithGroupId(hashes[i] + end) for i in range(start, stop)]
+        return cast(list[BlockHashWithGroupId], [each + end for each in hashes[start:stop]])
 
     def key_at(
         self, block_hashes: list[BlockHash], group: int, num_tokens: int
@@ -173,15 +148,15 @@ class CpuTier:
         )
 
     def part_keys(
-        self, block_hashes: list[BlockHash], group: int, index: int
+        self, block_hashes: list[BlockHash], group: int, start: int, stop: int
     ) -> list[BlockHashWithGroupId]:
-        """The keys by which the device knows the parts of a request's host block ``index``."""
-        size = self.block_sizes[group] // self.num_parts
-        first = index * self.num_parts
-        return [
-            self.key_at(block_hashes, group, (first + part + 1) * size)
-            for part in range(self.num_parts)
-        ]
+        """The keys by which the device knows the parts of a request's host blocks ``start`` to
+        ``stop``, whose hashes must be known."""
+        num_parts, end = self.num_parts, self._key_ends[group]
+        stride = self.block_sizes[group] // num_parts // self.hash_block_size  # hashes a part
+        first, last = start * num_parts * stride, stop * num_parts * stride
+        hashes = block_hashes[first + stride - 1 : last : stride]
+        return cast(list[BlockHashWithGroupId], [each + end for each in hashes])
 
     def start_of(self, num_computed_tokens: int) -> int:
         """Where a lookup beyond ``num_computed_tokens`` begins: there, or as many tokens earlier
@@ -238,34 +213,39 @@ class CpuTier:
     def pin(self, blocks: Sequence[KVCacheBlock]) -> None:
         """Add a reference to each block: it cannot be evicted. Null blocks must not be among
         them (vLLM 0.32 counts references to those)."""
-        self.pool.touch(blocks)
+        block_lists.hold(self.pool, blocks)
 
     def unpin(self, blocks: Iterable[KVCacheBlock]) -> None:
         """Drop a reference to each block, parents before children. What nobody refers to any
         more joins the free queue: just before its parent if that is free, else last, and first
         if it holds nothing."""
-        run: list[KVCacheBlock] = []  # a chain, each the parent of the next
+        parents = self._parents
+        chain: list[KVCacheBlock] = []
+        last_key = None  # of the chain's last block
         for block in blocks:
-            last = block.ref_cnt == 1
-            if last and run and self._parents.get(block.block_id) == run[-1].block_hash:
-                run.append(block)
-                continue
-            if run:
-                self._release(run)
-                run = []
-            if last and block.block_hash is not None:
-                run.append(block)
-            else:
+            key = block._block_hash if block.ref_cnt == 1 else None
+            if key is None:
+                # Nothing in the queue's order depends on it.
                 self.pool.free_blocks((block,))
-        if run:
-            self._release(run)
+                continue
+            if last_key is None or parents.get(block.block_id) != last_key:
+                if chain:
+                    self._release(chain)
+                chain = []
+            chain.append(block)
+            last_key = key
+        if chain:
+            self._release(chain)
 
     def refresh(self, keys: Iterable[BlockHashWithGroupId]) -> None:
         """Make the blocks of a chain of a chained group (``keys`` from its first block on), as
         far as it is there, the most recently used."""
         chain = self._present(keys)
         self.pin(chain)
-        self.pool.free_blocks(reversed(chain))  # each before its parent
+        unused = [block for block in chain if block.ref_cnt == 1]
+        if len(unused) < len(chain):
+            block_lists.release(self.pool, [block for block in chain if block.ref_cnt > 1])
+        block_lists.queue_chain(self.pool, unused)  # each before its parent
 
     # Filling
 
@@ -277,89 +257,95 @@ class CpuTier:
         Evicts the least recently used blocks, but stops at one that holds a key in ``keep``:
         then the tier is full of the very chain that wants to grow.
         """
+        blocks = block_lists.take_empty(self.pool, count)
         queue = self.pool.free_block_queue
-        limit = min(count, queue.num_free_blocks)
-        block = queue.fake_free_list_head.next_free_block
-        room, evicts = 0, 0
-        while room < limit:
-            assert block is not None
-            if block.block_hash is not None:
-                if block.block_hash in keep:
-                    break
-                evicts += 1
+        limit = min(count - len(blocks), queue.num_free_blocks)
+        block: Any = queue.fake_free_list_head.next_free_block
+        num_evicted = 0
+        while num_evicted < limit and block._block_hash not in keep:
             block = block.next_free_block
-            room += 1
-        if room == 0:
-            return []
-        if not evicts:
-            # What get_new_blocks does, less its look at every block for what to evict.
-            empty: list[KVCacheBlock] = queue.popleft_n(room)
-            for block in empty:
-                block.ref_cnt = 1
-            return empty
-        self.version += 1
-        self._lose(evicts, "lru")
-        blocks: list[KVCacheBlock] = self.pool.get_new_blocks(room)
-        for evicted in blocks:
-            self._forget_parent(evicted.block_id)
+            num_evicted += 1
+        if num_evicted:
+            self.version += 1
+            self._lose(num_evicted, "lru")
+            evicted = block_lists.take(self.pool, num_evicted)
+            for each in evicted:
+                self._forget_parent(each.block_id)
+            blocks += evicted
         return blocks
 
-    def commit(
-        self,
-        block: KVCacheBlock,
-        key: BlockHashWithGroupId,
-        parent: BlockHashWithGroupId | None,
-        num_tokens: int,
-        inner_keys: Iterable[BlockHashWithGroupId] = (),
-        early: bool = False,
-    ) -> bool:
-        """``commit_all`` for one block."""
-        (useful,) = self.commit_all([(_Content(key, parent, num_tokens, inner_keys, early), block)])
-        return useful
-
-    def commit_all(self, filled: Sequence[tuple["Content", KVCacheBlock]]) -> list[bool]:
+    def commit_all(self, filled: Iterable[tuple[Run, Sequence[KVCacheBlock]]]) -> list[list[int]]:
         """Make blocks, whose bytes are complete on every rank, findable by what they hold, and
         unpin them. Parents come before their children.
 
-        By block False, with the block free and empty, where it could never be part of a hit: its
-        chain's head has left meanwhile, or another block holds the key.
+        Returns for each run the places in it of those that could never be part of a hit: the
+        chain's head has left meanwhile, or another block holds the key. They are free and empty.
         """
-        # What _insert_block_hash does for an empty block and a key that none has, at a third.
-        cached = self.pool.cached_block_hash_to_block._cache
-        useful: list[bool] = []
+        useless: list[list[int]] = []
         renewed: list[KVCacheBlock] = []
-        before = None  # what has just been committed
-        for content, block in filled:
-            key, parent = content.key, content.parent
-            orphaned = (
-                parent is not None
-                and parent != before
-                and parent not in cached
-                and self._is_chained(key)
-            )
-            if (orphaned and not content.early) or key in cached:
-                useful.append(False)
+        for run, blocks in filled:
+            bare: list[int] = []
+            if not self._commit_run(run, blocks):
+                bare = self._commit_singly(run, blocks)
+            useless.append(bare)
+            count = len(blocks) - len(bare)
+            self.version += count
+            self.num_used += count
+            self.meter.add(metrics.STORED, count)
+            if self._early:
+                for key in self._early.keys() & run.keys:
+                    if (parent := self.get(key)) is not None:
+                        del self._early[key]
+                        renewed.append(parent)
+        for block in renewed:
+            self._renew(block)  # what follows it stands anywhere, it had better stand last
+        return useless
+
+    def _commit_run(self, run: Run, blocks: Sequence[KVCacheBlock]) -> bool:
+        """Commit all blocks of the run at once; False, with nothing done, if that is not the
+        way."""
+        keys, parent = run.keys, run.parent
+        if run.inner_keys or self._is_orphan(run) or not self.has_none(keys):
+            return False
+        block_lists.give_keys(self.pool, blocks, keys, run.num_tokens, run.size)
+        children = [block.block_id for block in blocks]
+        if parent is None:
+            self._parents.update(zip(children[1:], keys, strict=False))
+        else:
+            self._parents.update(zip(children, [parent, *keys], strict=False))
+        self._release(blocks)
+        return True
+
+    def _commit_singly(self, run: Run, blocks: Sequence[KVCacheBlock]) -> list[int]:
+        """``_commit_run``, block by block; the places of those that were not committed."""
+        useless = []
+        for place, (key, block) in enumerate(zip(run.keys, blocks, strict=True)):
+            parent = run.keys[place - 1] if place else run.parent
+            orphaned = self._lacks(parent, key)
+            if (orphaned and not (run.early and place == 0)) or self.get(key) is not None:
+                useless.append(place)
                 continue
-            useful.append(True)
-            block.set_block_hash(key, content.num_tokens)
-            cached[key] = block
-            for inner_key in content.inner_keys:
+            block.set_block_hash(key, run.num_tokens + place * run.size)
+            self.pool.cached_block_hash_to_block.insert(key, block)
+            for inner_key in run.inner_keys[place] if run.inner_keys else ():
                 self.pool._insert_block_hash(inner_key, block, num_tokens=None)
             if parent is not None:
                 self._parents[block.block_id] = parent
                 if orphaned:
                     self._early.setdefault(parent, set()).add(block.block_id)
-            if self._early and self._early.pop(key, None) is not None:
-                renewed.append(block)
-            before = key
-        count = sum(useful)
-        self.version += count
-        self.num_used += count
-        self.meter.add(metrics.STORED, count)
-        self.unpin([block for _, block in filled])
-        for block in renewed:
-            self._renew(block)  # what follows it stands anywhere, it had better stand last
-        return useful
+        self.unpin(blocks)
+        return useless
+
+    def _is_orphan(self, run: Run) -> bool:
+        return self._lacks(run.parent, run.keys[0])
+
+    def _lacks(self, parent: BlockHashWithGroupId | None, key: BlockHashWithGroupId) -> bool:
+        """Whether ``key`` is of a chained group and its parent is not there."""
+        return (
+            parent is not None
+            and parent not in self.pool.cached_block_hash_to_block._cache
+            and self._is_chained(key)
+        )
 
     def drop(self, blocks: Iterable[KVCacheBlock]) -> None:
         """Forget what ``blocks`` hold, at once; references to them stay. With a block go all
@@ -457,20 +443,25 @@ class CpuTier:
         self.meter.add(metrics.EVICTED, count, reason)
 
     def _longest_chain(
-        self, block_hashes: Iterable[BlockHash], max_tokens: int
+        self, block_hashes: Sequence[BlockHash], max_tokens: int
     ) -> tuple[tuple[list[KVCacheBlock], ...], int]:
         """What ``find_longest_cache_hit`` finds where ``_is_one_chain``, in a third of the time."""
-        get, end = self.pool.cached_block_hash_to_block.get_one_block, self._key_ends[0]
-        blocks = []
-        for each in islice(block_hashes, max_tokens // self.block_sizes[0]):
-            if (block := get(BlockHashWithGroupId(each + end))) is None:
-                break
-            blocks.append(block)
-        return (blocks,), len(blocks) * self.block_sizes[0]
+        size, end = self.block_sizes[0], self._key_ends[0]
+        limit = min(max_tokens // size, len(block_hashes))
+        blocks: list[KVCacheBlock] = []
+        batch = _FIRST_LOOKUP
+        while True:
+            part = block_hashes[len(blocks) : min(len(blocks) + batch, limit)]
+            keys = cast(list[BlockHashWithGroupId], [each + end for each in part])
+            found = block_lists.find_chain(self.pool, keys)
+            blocks += found
+            if len(found) < len(part) or len(blocks) == limit:
+                return (blocks,), len(blocks) * size
+            batch *= 4
 
     def _present(self, keys: Iterable[BlockHashWithGroupId]) -> list[KVCacheBlock]:
         """The blocks of those ``keys`` that are there."""
-        return [block for key in keys if (block := self.get(key)) is not None]
+        return [block for block in block_lists.find(self.pool, keys) if block is not None]
 
     def _forget_parent(self, block_id: int) -> None:
         parent = self._parents.pop(block_id, None)
@@ -495,28 +486,13 @@ class CpuTier:
 
     def _release(self, chain: Sequence[KVCacheBlock]) -> None:
         """Drop the last reference to each block of a chain."""
-        successor = self._free_parent(chain[0])
-        if successor is None:
-            self.pool.free_blocks(reversed(chain))
-            return
-        for block in chain:
-            block.ref_cnt -= 1
-            self._queue_before(block, successor)
-            successor = block
+        block_lists.queue_chain(self.pool, chain, self._free_parent(chain[0]))
 
     def _free_parent(self, block: KVCacheBlock) -> KVCacheBlock | None:
         if block.block_hash is None or (key := self._parents.get(block.block_id)) is None:
             return None
         parent = self.get(key)
         return parent if parent is not None and parent.ref_cnt == 0 else None
-
-    def _queue_before(self, block: KVCacheBlock, successor: KVCacheBlock) -> None:
-        """vLLM's queue takes blocks at its ends only, hence the links by hand."""
-        predecessor = successor.prev_free_block
-        assert predecessor is not None
-        block.prev_free_block, block.next_free_block = predecessor, successor
-        predecessor.next_free_block = successor.prev_free_block = block
-        self.pool.free_block_queue.num_free_blocks += 1
 
     def _queue_first(self, block: KVCacheBlock) -> None:
         """Move a free block that holds nothing any more to the front."""

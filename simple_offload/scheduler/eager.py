@@ -1,8 +1,7 @@
 """EagerPolicy: blocks are stored as soon as they are computed."""
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from itertools import repeat
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 from vllm.v1.core.block_pool import BlockPool
@@ -13,8 +12,12 @@ from vllm.v1.core.kv_cache_utils import (
 )
 
 from simple_offload import metrics
+from simple_offload.scheduler import block_lists
 from simple_offload.scheduler.admission import Admission
 from simple_offload.scheduler.cpu_tier import CpuTier
+from simple_offload.scheduler.due import Due
+from simple_offload.scheduler.kept import Kept
+from simple_offload.scheduler.runs import Run
 from simple_offload.scheduler.store_policy import (
     BoundaryState,
     confirmed_tokens,
@@ -36,14 +39,14 @@ class _Progress:
     """By group, the first block that has not been dealt with."""
     loads: bool
     """Whether the tier fills blocks of it before it runs."""
+    kept: Kept
+    """What the tier has of it: that must not leave to make room for the rest."""
     ran: bool = False
     """Whether a step with it has been scheduled since it got its blocks."""
     ready_at: int = 0
     """With fewer tokens computed, no further block is complete."""
     started: bool = False
     """Whether what the tier has of it already has been skipped."""
-    kept: set[BlockHashWithGroupId] = field(default_factory=set)
-    """Of the blocks that have: these must not leave the tier to make room for the rest."""
     refused_at: int = -1
     """The version of the admission that has refused the block at a cursor, if it has."""
 
@@ -79,10 +82,12 @@ class EagerPolicy:
         self._managers = kv_cache_manager.coordinator.single_type_managers
         self._device_pool: BlockPool = kv_cache_manager.block_pool
         self._progress: dict[str, _Progress] = {}
+        self._due = Due()
         self._ended: list[_Ended] = []
         chained = set(tier.chained_group_ids)
         self._groups = (*tier.chained_group_ids, *(g for g in tier.group_ids if g not in chained))
         """Chained groups first: the others' blocks are of no use beyond them."""
+        self._zeros = [0] * len(self._managers)
         self._stable = [manager.has_positionally_stable_blocks for manager in self._managers]
         """By group, whether the table's block i is about the tokens of block i and nothing else.
         A table of states has the running state there, or nothing, until a boundary's is kept."""
@@ -102,9 +107,10 @@ class EagerPolicy:
     def on_allocated(self, request: "Request", *, loads: bool) -> None:
         self.admission.note(request)
         num_groups = len(self._managers)
-        self._progress[request.request_id] = _Progress(
-            request, [[] for _ in range(num_groups)], [0] * num_groups, loads
-        )
+        keys: list[list[BlockHashWithGroupId]] = [[] for _ in range(num_groups)]
+        progress = _Progress(request, keys, [0] * num_groups, loads, Kept(keys))
+        self._progress[request.request_id] = progress
+        self._due.follow(request.request_id)
 
     def on_states(self, states: Mapping[str, Sequence[BoundaryState]]) -> None:
         for request_id, of_request in states.items():
@@ -113,30 +119,30 @@ class EagerPolicy:
                 for state in of_request:
                     self._store_state(progress, state)
 
-    def on_step(self, request_ids: Iterable[str]) -> None:
+    def on_step(self, num_scheduled: Mapping[str, int]) -> None:
         left_behind, self._ended = self._ended, []
         for ended in left_behind:
             self._finish(ended)
-        for request_id in request_ids:
-            progress = self._progress.get(request_id)
-            if progress is None:
-                continue
+        for request_id in self._due.step(num_scheduled):
+            progress = self._progress[request_id]
             request = progress.request
             self.admission.note(request)
-            may_store = progress.refused_at != self.admission.version
-            if progress.ran and may_store and confirmed_tokens(request) >= progress.ready_at:
-                tables = {group: self._table(request_id, group) for group in self._groups}
-                self._store_ready(progress, tables, [0] * len(self._managers), ended=False)
-                progress.ready_at = min(
-                    (progress.next_index[group] + 1) * self.tier.block_sizes[group]
-                    for group in self._groups
-                )
+            if progress.ran and progress.refused_at != self.admission.version:
+                if confirmed_tokens(request) >= progress.ready_at:
+                    tables = {group: self._table(request_id, group) for group in self._groups}
+                    self._store_ready(progress, tables, self._zeros, ended=False)
+                    progress.ready_at = min(
+                        (progress.next_index[group] + 1) * self.tier.block_sizes[group]
+                        for group in self._groups
+                    )
+                self._due.put_off(request_id, progress.ready_at - request.num_computed_tokens)
             # In its first step a request has no blocks but those that it has found.
             progress.ran = True
 
     def on_finished(self, request: "Request", loading: bool) -> None:
         progress = self._progress.pop(request.request_id, None)
         if progress is not None:
+            self._due.forget(request.request_id)
             self.admission.note(request)
         self.admission.forget(request.request_id)
         # Where no step has run it, another connector (MultiConnector) may still be filling its
@@ -154,14 +160,15 @@ class EagerPolicy:
                 progress.next_index[group] = stop
             tables[group] = self._parts(table, progress.next_index[group], stop)
         held = [block for table in tables.values() for block in table if not block.is_null]
-        self._device_pool.touch(held)
+        block_lists.hold(self._device_pool, held)
         self._ended.append(_Ended(progress, list(progress.next_index), tables, held))
 
     def on_reset(self) -> None:
         self._progress.clear()
+        self._due.clear()
         ended, self._ended = self._ended, []
         for request in ended:
-            self._device_pool.free_blocks(reversed(request.held))
+            block_lists.release(self._device_pool, reversed(request.held))
 
     def _finish(self, ended: _Ended) -> None:
         """Store what is left of a request. What it has in the tier is the most recently used
@@ -185,7 +192,7 @@ class EagerPolicy:
             self.tier.meter.add(metrics.SKIPPED, left, "below_threshold")
         else:
             self.tier.meter.add(metrics.DROPPED, left, "tier_full")
-        self._device_pool.free_blocks(reversed(ended.held))
+        block_lists.release(self._device_pool, reversed(ended.held))
 
     def _store_ready(
         self,
@@ -261,7 +268,7 @@ class EagerPolicy:
             self._start(progress, {g: state.num_tokens // sizes[g] for g in self._groups})
         storable = Storable((block,), key, parent, state.num_tokens)
         if self.stores.plan([storable], progress.kept, self._device_pool):
-            progress.kept.add(key)
+            progress.kept.keep((key,))
 
     def _learn_keys(self, progress: _Progress) -> None:
         for group in self._groups:
@@ -282,68 +289,83 @@ class EagerPolicy:
             return False
         size = self.tier.block_sizes[group]
         last = first + len(blocks) // self.tier.num_parts
-        storable = self._plain_run(blocks, keys[first:last], parent, (first + 1) * size, size)
-        if storable:
-            parent = storable[-1].key
-        stop = first_special = first + len(storable)
-        for stop in range(first_special, last):
-            key = keys[stop]
-            if not self.stores.has(key):
-                if not self.admission.admits(key):
-                    progress.refused_at = self.admission.version
-                    break
-                parts = self._parts(blocks, stop - first, stop - first + 1)
-                sources = self._sources_of(parts, progress.request, stop, key, group, ended)
-                if sources is not None:
-                    storable.append(Storable(sources, key, parent, (stop + 1) * size))
-                elif chained:
-                    break
-            parent = key
-        else:
-            stop = last
-        num_planned = self.stores.plan(storable, progress.kept, self._device_pool)
-        if num_planned < len(storable):
-            stop = storable[num_planned].num_tokens // size - 1
+        stop, num_planned = first, 0
+        plain = self._plain_run(progress, group, blocks, first, last)
+        if plain is not None:
+            num_planned = self.stores.plan_run(plain, progress.kept, self._device_pool)
+            stop = first + num_planned
+        if plain is None or num_planned == len(plain):
+            storable, stop = self._storable_from(progress, group, blocks, first, stop, ended)
+            if storable:
+                count = self.stores.plan(storable, progress.kept, self._device_pool)
+                num_planned += count
+                if count < len(storable):
+                    stop = storable[count].num_tokens // size - 1
         if chained:
             num_skipped = stop - first - num_planned
             self.tier.meter.add(metrics.SKIPPED, num_skipped, "already_stored")
-        progress.kept.update(keys[first:stop])
+        progress.kept.keep_first(group, stop)
         progress.next_index[group] = stop
         return stop == last
 
     def _plain_run(
         self,
-        blocks: Sequence[KVCacheBlock],
-        keys: list[BlockHashWithGroupId],
-        parent: BlockHashWithGroupId | None,
-        num_tokens: int,
-        size: int,
-    ) -> list[Storable]:
-        """As many of a group's ``blocks``, from the first on, as hold their ``keys``, to be stored;
-        none unless all are news to the tier and nothing else is to be asked. That is the usual case
-        of long prompts, at a third of the price of a look at each. ``num_tokens``: of the prefix
-        that ends with the first, each of ``size``."""
-        if (
-            self.tier.num_parts > 1
-            or self.admission.threshold > 1
-            or not self.stores.has_none(keys)
-        ):
-            return []
-        hashes = [block.block_hash for block in blocks]
-        count = len(keys)
-        if hashes != keys:
-            count = next(i for i in range(count) if hashes[i] != keys[i])
-        ends = range(num_tokens, num_tokens + count * size, size)
-        columns = (
-            zip(blocks),
-            keys,
-            [parent, *keys],
-            ends,
-            repeat(()),
-            repeat(False),
-            repeat(None),
-        )
-        return list(map(Storable._make, zip(*columns, strict=False)))
+        progress: _Progress,
+        group: int,
+        blocks: list[KVCacheBlock],
+        first: int,
+        last: int,
+    ) -> Run | None:
+        """As many of a request's host blocks ``first`` to ``last``, from the first on, as there
+        is nothing to decide about: the tier has none of them, and the device's ``blocks`` hold
+        what they are taken for. None if there is no such block."""
+        keys = progress.keys[group][first:last]
+        if self.admission.threshold > 1 or not self.stores.has_none(keys):
+            return None
+        wanted = keys
+        num_parts = self.tier.num_parts
+        if num_parts > 1:
+            wanted = self.tier.part_keys(progress.request.block_hashes, group, first, last)
+        hashes = [block._block_hash for block in blocks]
+        if hashes != wanted:
+            count = next(i for i, key in enumerate(wanted) if hashes[i] != key) // num_parts
+            if count == 0:
+                return None
+            keys, blocks = keys[:count], blocks[: count * num_parts]
+        size = self.tier.block_sizes[group]
+        parent = progress.keys[group][first - 1] if first else None
+        return Run(blocks, keys, parent, (first + 1) * size, size)
+
+    def _storable_from(
+        self,
+        progress: _Progress,
+        group: int,
+        blocks: list[KVCacheBlock],
+        first: int,
+        start: int,
+        ended: bool,
+    ) -> tuple[list[Storable], int]:
+        """Of a request's host blocks from ``start`` on, those that there is need to store, and
+        where they end. ``blocks``: the parts of its host blocks from ``first`` on."""
+        keys = progress.keys[group]
+        parent = keys[start - 1] if start else None
+        size = self.tier.block_sizes[group]
+        last = first + len(blocks) // self.tier.num_parts
+        storable: list[Storable] = []
+        for index in range(start, last):
+            key = keys[index]
+            if not self.stores.has(key):
+                if not self.admission.admits(key):
+                    progress.refused_at = self.admission.version
+                    return storable, index
+                parts = self._parts(blocks, index - first, index - first + 1)
+                sources = self._sources_of(parts, progress.request, index, key, group, ended)
+                if sources is not None:
+                    storable.append(Storable(sources, key, parent, (index + 1) * size))
+                elif self._is_chained(group):
+                    return storable, index
+            parent = key
+        return storable, last
 
     def _sources_of(
         self,
@@ -358,7 +380,7 @@ class EagerPolicy:
         block table has ``parts``; None unless all of them are there."""
         keys = [key]
         if self.tier.num_parts > 1:
-            keys = self.tier.part_keys(request.block_hashes, group, index)
+            keys = self.tier.part_keys(request.block_hashes, group, index, index + 1)
         sources = []
         for part, part_key in zip(parts, keys, strict=True):
             source = self._source_of(part, part_key, group, ended)
@@ -388,7 +410,7 @@ class EagerPolicy:
             if self._is_chained(group):
                 self._skip_stored(progress, group, limits[group])
             else:
-                progress.kept.update(filter(self.stores.has, progress.keys[group][: limits[group]]))
+                progress.kept.keep(filter(self.stores.has, progress.keys[group][: limits[group]]))
         self._count_skipped(progress)
 
     def _count_skipped(self, progress: _Progress) -> None:
@@ -408,4 +430,4 @@ class EagerPolicy:
             else:
                 high = middle - 1
         progress.next_index[group] = low
-        progress.kept.update(keys[:low])
+        progress.kept.keep_first(group, low)

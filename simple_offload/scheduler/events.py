@@ -1,7 +1,7 @@
 """KV events: what a cache-aware router is told of the host tier."""
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from vllm.distributed.kv_events import MEDIUM_CPU, BlockRemoved, BlockStored
@@ -21,6 +21,7 @@ from vllm.v1.kv_cache_interface import (
 )
 
 from simple_offload.scheduler.cpu_tier import CpuTier
+from simple_offload.scheduler.runs import Run
 
 if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_manager import KVCacheManager
@@ -116,6 +117,19 @@ class KVEvents:
         # The pool knows of every block that leaves, by whatever way.
         setattr(tier.pool, "_emit_block_removed_events", self._queue_removed)  # noqa: B010
 
+    def stored_run(self, run: Run, useless: Collection[int]) -> None:
+        """The blocks of ``run`` are findable from now on, but those at the places ``useless``.
+        Without the request that computed one, its tokens and its parent are not known, and left
+        out."""
+        for place, key in enumerate(run.keys):
+            if place not in useless:
+                self.stored(
+                    key,
+                    run.inner_keys[place] if run.inner_keys else (),
+                    run.num_tokens + place * run.size,
+                    run.requests[place] if run.requests else None,
+                )
+
     def stored(
         self,
         key: BlockHashWithGroupId,
@@ -123,9 +137,8 @@ class KVEvents:
         num_tokens: int,
         request: "Request | None",
     ) -> None:
-        """A block is findable from now on by ``key``, of the prefix of ``num_tokens`` tokens,
-        and by ``inner_keys``, of prefixes that end inside it. Without the request that computed
-        it, its tokens and its parent are not known, and left out."""
+        """``stored_run`` for one block, of the prefix of ``num_tokens`` tokens; ``inner_keys``:
+        of prefixes that end inside it."""
         group = int(get_group_id(key))
         size = self.tier.block_sizes[group]
         hash_size = self.tier.hash_block_size

@@ -150,12 +150,12 @@ class LazyPolicy:
                 if self._is_short_of_blocks():
                     self._store(followed, blocks)
 
-    def on_step(self, request_ids: Iterable[str]) -> None:
+    def on_step(self, num_scheduled: Mapping[str, int]) -> None:
         ended, self._ended = self._ended, []
         for each in ended:
             self._finish(each)
         budget = self.limits.lookahead if self._is_short_of_blocks() else 0
-        for request_id in request_ids:
+        for request_id in num_scheduled:
             if (followed := self._followed.get(request_id)) is not None:
                 followed.ran = True
                 self.admission.note(followed.request)

@@ -10,6 +10,7 @@ from vllm.v1.core.kv_cache_utils import KVCacheBlock
 
 from simple_offload import metrics
 from simple_offload.metadata import Transfer
+from simple_offload.scheduler import block_lists
 from simple_offload.scheduler.cpu_tier import CpuTier, HostHit
 from simple_offload.scheduler.in_flight import Ended, InFlight
 
@@ -35,6 +36,35 @@ class _Load:
     pins: list[KVCacheBlock]
     admitted: bool = False
     """Every rank has announced it: compute may be scheduled that reads its blocks."""
+
+    def add(
+        self,
+        group: int,
+        table: Sequence[KVCacheBlock],
+        slots: Sequence[int],
+        null_block: KVCacheBlock,
+        num_parts: int,
+    ) -> None:
+        """Pair what a group's block ``table`` has of the hit with ``slots``."""
+        if len(table) != len(slots):
+            raise RuntimeError(
+                f"{self.request_id}: group {group} has {len(table)} device blocks within the hit, "
+                f"and the host tier {len(slots)}"
+            )
+        ids = [block.block_id for block in table]
+        nobody_reads = null_block.block_id  # what lies outside the window
+        if nobody_reads in ids:
+            pairs = [pair for pair in zip(table, slots, strict=True) if not pair[0].is_null]
+            table, slots = [block for block, _ in pairs], [slot for _, slot in pairs]
+            ids = [block.block_id for block in table]
+        if slots and min(slots) < num_parts:  # the null block's
+            block_id = ids[next(i for i, slot in enumerate(slots) if slot < num_parts)]
+            raise RuntimeError(
+                f"{self.request_id}: group {group} has device block {block_id} within the hit "
+                "and no host block for it"
+            )
+        self.device_blocks += table
+        self.slots += slots
 
 
 class Loads:
@@ -158,17 +188,8 @@ class Loads:
             before = start // size
             slots = self.tier.slots(hit.blocks[group])[first - before : last - before]
             table = device_blocks[group][first:last]
-            for device_block, slot in zip(table, slots, strict=True):
-                if device_block.is_null:
-                    continue  # outside the window: nobody reads it
-                if slot < num_parts:  # the null block's
-                    raise RuntimeError(
-                        f"{request.request_id}: group {group} has device block "
-                        f"{device_block.block_id} within the hit and no host block for it"
-                    )
-                load.device_blocks.append(device_block)
-                load.slots.append(slot)
-        device_pool.touch(load.device_blocks)
+            load.add(group, table, slots, device_pool.null_block, num_parts)
+        block_lists.hold(device_pool, load.device_blocks)
         self._planned.append(load)
         self.tier.meter.add(metrics.HIT_TOKENS, num_external_tokens)
 
@@ -221,9 +242,9 @@ class Loads:
             return False
         self.tier.meter.add(metrics.LOADS, 1, "sync" if load.admitted else "async")
         if ended.ok:
-            self.tier.meter.add(metrics.LOADED, len(self.tier.blocks_at(load.slots)))
+            self.tier.meter.add(metrics.LOADED, self.tier.num_blocks_at(load.slots))
         self.tier.unpin(load.pins)
-        device_pool.free_blocks(reversed(load.device_blocks))
+        block_lists.release(device_pool, reversed(load.device_blocks))
         return True
 
     def frees_device_blocks(self) -> bool:

@@ -39,12 +39,15 @@ class RecentTables:
         the coming step was scheduled."""
         if not self._only_grow:
             return True
-        # Blocks are compared as objects: there may be thousands of them, several times a step.
-        wanted = set(map(id, blocks))
-        return any(
-            not wanted.isdisjoint(map(id, table))
+        given_up = [
+            table
             for step in self._steps
             for manager, tables in zip(self._managers, step, strict=True)
             for request_id, table in tables.items()
             if manager.req_to_blocks.get(request_id) is not table
-        )
+        ]
+        if not given_up:
+            return False
+        # Blocks are compared as objects: there may be thousands of them, several times a step.
+        wanted = set(map(id, blocks))
+        return any(not wanted.isdisjoint(map(id, table)) for table in given_up)

@@ -1,6 +1,6 @@
 """StorePolicy: what decides which device blocks are stored, and when."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from simple_offload.scheduler.cpu_tier import CpuTier
@@ -41,9 +41,9 @@ class StorePolicy(Protocol):
     def on_states(self, states: Mapping[str, Sequence[BoundaryState]]) -> None:
         """A step has been scheduled that completes these state blocks, by request id."""
 
-    def on_step(self, request_ids: Iterable[str]) -> None:
-        """A step has been scheduled that runs these requests. What was computed in earlier
-        steps is complete by the time that this step's stores start."""
+    def on_step(self, num_scheduled: Mapping[str, int]) -> None:
+        """A step has been scheduled that computes so many tokens of these requests. What was
+        computed in earlier steps is complete by the time that this step's stores start."""
 
     def on_finished(self, request: "Request", loading: bool) -> None:
         """``request`` is giving up its device blocks right after this call; ``loading``: they

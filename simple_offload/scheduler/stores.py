@@ -1,8 +1,9 @@
 """Stores: device blocks on their way to the host, across ranks."""
 
-from collections.abc import Collection, Container, Sequence
+from collections.abc import Collection, Container, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple
+from itertools import chain
+from typing import NamedTuple
 
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_utils import BlockHashWithGroupId, KVCacheBlock
@@ -10,12 +11,11 @@ from vllm.v1.core.kv_cache_utils import BlockHashWithGroupId, KVCacheBlock
 from simple_offload import metrics
 from simple_offload.logs import get_logger
 from simple_offload.metadata import Transfer
+from simple_offload.scheduler import block_lists
 from simple_offload.scheduler.cpu_tier import CpuTier
 from simple_offload.scheduler.events import KVEvents, Origins
 from simple_offload.scheduler.in_flight import Ended, InFlight
-
-if TYPE_CHECKING:
-    from vllm.v1.request import Request
+from simple_offload.scheduler.runs import Run
 
 logger = get_logger(__name__)
 
@@ -30,20 +30,30 @@ class Storable(NamedTuple):
     parent: BlockHashWithGroupId | None
     num_tokens: int
     """Of the prefix that ends with it."""
-    inner_keys: tuple[BlockHashWithGroupId, ...] = ()
-    """Of prefixes that end inside the block, by which the device finds it too. ``Stores.plan``
-    fills them in. Host blocks of several parts have none."""
     early: bool = False
     """Whether it may be committed before its parent is: whoever stores it will store that too."""
-    request: "Request | None" = None
-    """Whose tokens they are, for KV events. ``Stores.plan`` fills it in, if there are any."""
 
 
 @dataclass(slots=True, eq=False)
 class _Store:
-    pairs: list[tuple[Storable, KVCacheBlock]] = field(default_factory=list)
-    """Each with the host block that it is copied to."""
+    runs: list[tuple[Run, list[KVCacheBlock]]] = field(default_factory=list)
+    """Each with the host blocks that it is copied to."""
     abandoned: bool = False
+
+    def __len__(self) -> int:
+        return sum(len(blocks) for _, blocks in self.runs)
+
+    @property
+    def device_blocks(self) -> list[KVCacheBlock]:
+        return list(chain.from_iterable(run.device_blocks for run, _ in self.runs))
+
+    @property
+    def host_blocks(self) -> list[KVCacheBlock]:
+        return list(chain.from_iterable(blocks for _, blocks in self.runs))
+
+    @property
+    def keys(self) -> Iterable[BlockHashWithGroupId]:
+        return chain.from_iterable(run.keys for run, _ in self.runs)
 
 
 class Stores:
@@ -68,7 +78,7 @@ class Stores:
     @property
     def idle(self) -> bool:
         """Whether no store is planned or in flight."""
-        return not self._planned.pairs and not self._in_flight
+        return not self._planned.runs and not self._in_flight
 
     def has(self, key: BlockHashWithGroupId) -> bool:
         """Whether ``key`` is in the tier or on its way there."""
@@ -85,27 +95,36 @@ class Stores:
         blocks, and hold both. Returns for how many of them, from the first on, the tier had
         room without evicting one that holds a key in ``keep``."""
         host_blocks = self.tier.allocate(len(blocks), keep)
-        taken = blocks[: len(host_blocks)]
-        pool.touch([part for block in taken for part in block.device_blocks])
+        for block, host_block in zip(blocks, host_blocks, strict=False):
+            run = Run(
+                block.device_blocks, (block.key,), block.parent, block.num_tokens, early=block.early
+            )
+            self._add(run, [host_block], pool)
+        return len(host_blocks)
+
+    def plan_run(self, run: Run, keep: Container[BlockHashWithGroupId], pool: BlockPool) -> int:
+        """``plan`` for blocks that follow each other."""
+        host_blocks = self.tier.allocate(len(run), keep)
+        if host_blocks:
+            self._add(run.first(len(host_blocks)), host_blocks, pool)
+        return len(host_blocks)
+
+    def _add(self, run: Run, host_blocks: list[KVCacheBlock], pool: BlockPool) -> None:
+        """Plan the copy of a run; its host blocks are held already."""
+        block_lists.hold(pool, run.device_blocks)
         inner_keys = pool.cached_block_hashes_by_block
         if inner_keys and self.tier.num_parts == 1:
-            taken = [
-                block._replace(
-                    inner_keys=tuple(inner_keys.get(block.device_blocks[0].block_id, ()))
-                )
-                for block in taken
-            ]
+            run.inner_keys = [inner_keys.get(block.block_id, ()) for block in run.device_blocks]
+            run.inner_keys = [tuple(keys) for keys in run.inner_keys]
         if self.origins is not None:
-            taken = [
-                block._replace(request=self.origins.of(block.device_blocks[-1])) for block in taken
-            ]
-        self._planned.pairs.extend(zip(taken, host_blocks, strict=True))
-        self._keys.update([block.key for block in taken])
-        return len(taken)
+            last_parts = run.device_blocks[self.tier.num_parts - 1 :: self.tier.num_parts]
+            run.requests = [self.origins.of(block) for block in last_parts]
+        self._planned.runs.append((run, host_blocks))
+        self._keys.update(run.keys)
 
     def submit(self) -> list[Transfer]:
         """The planned store as a transfer (none if nothing is planned), in flight from now on."""
-        if not self._planned.pairs:
+        if not self._planned.runs:
             return []
         store, self._planned = self._planned, _Store()
         transfer_id = self._numbering.begin()
@@ -113,8 +132,8 @@ class Stores:
         return [
             Transfer.pairing(
                 transfer_id,
-                [part.block_id for block, _ in store.pairs for part in block.device_blocks],
-                self.tier.slots([host_block for _, host_block in store.pairs]),
+                [block.block_id for run, _ in store.runs for block in run.device_blocks],
+                self.tier.slots(store.host_blocks),
             )
         ]
 
@@ -124,25 +143,21 @@ class Stores:
         store = self._in_flight.pop(ended.id, None)
         if store is None:
             return False
-        keep = ended.ok and not store.abandoned
         meter = self.tier.meter
-        if keep:
-            kept = self.tier.commit_all(store.pairs)
-            meter.add(metrics.DROPPED, len(kept) - sum(kept), "obsolete")
+        if ended.ok and not store.abandoned:
+            useless = self.tier.commit_all(store.runs)
+            meter.add(metrics.DROPPED, sum(map(len, useless)), "obsolete")
             if self.events is not None:
-                for (block, _), useful in zip(store.pairs, kept, strict=True):
-                    if useful:
-                        self.events.stored(
-                            block.key, block.inner_keys, block.num_tokens, block.request
-                        )
+                for (run, _), places in zip(store.runs, useless, strict=True):
+                    self.events.stored_run(run, places)
         else:
-            self.tier.unpin([host_block for _, host_block in store.pairs])
+            self.tier.unpin(store.host_blocks)
         if not ended.ok:
-            meter.add(metrics.DROPPED, len(store.pairs), "copy_failed")
+            meter.add(metrics.DROPPED, len(store), "copy_failed")
         elif store.abandoned:
-            meter.add(metrics.DROPPED, len(store.pairs), "reset")
+            meter.add(metrics.DROPPED, len(store), "reset")
         if not store.abandoned:
-            self._keys.difference_update([block.key for block, _ in store.pairs])
+            self._keys.difference_update(store.keys)
         self._release(store, device_pool)
         return True
 
@@ -150,8 +165,8 @@ class Stores:
         """Let no store that is planned or in flight be committed. What is in flight stays held
         until its end: the copy may be under way."""
         planned, self._planned = self._planned, _Store()
-        self.tier.meter.add(metrics.DROPPED, len(planned.pairs), "reset")
-        self.tier.unpin(host_block for _, host_block in planned.pairs)
+        self.tier.meter.add(metrics.DROPPED, len(planned), "reset")
+        self.tier.unpin(planned.host_blocks)
         self._release(planned, device_pool)
         for store in self._in_flight.values():
             store.abandoned = True
@@ -161,20 +176,18 @@ class Stores:
         """Whether the end of a store, planned or in flight, would return a device block to the
         pool."""
         return any(
-            part.ref_cnt == 1
+            block.ref_cnt == 1
             for store in (self._planned, *self._in_flight.values())
-            for block, _ in store.pairs
-            for part in block.device_blocks
+            for block in store.device_blocks
         )
 
     def _release(self, store: _Store, device_pool: BlockPool) -> None:
         """Last block first, as vLLM frees a request's: the tail of a prefix leaves first. But
         blocks that were about to be evicted go back to where they were."""
-        blocks = [
-            part for block, _ in reversed(store.pairs) for part in reversed(block.device_blocks)
-        ]
+        blocks = store.device_blocks
+        blocks.reverse()
         if not self.first_to_go:
-            device_pool.free_blocks(blocks)
+            block_lists.release(device_pool, blocks)
             return
         places = {
             block.block_id: place
@@ -190,20 +203,23 @@ class Stores:
 
     def check_integrity(self) -> None:
         """Raise AssertionError unless every block of a store is held and its key hidden."""
-        keys = set()
+        keys: set[BlockHashWithGroupId] = set()
         for store in (self._planned, *self._in_flight.values()):
-            for block, host_block in store.pairs:
-                held = (*block.device_blocks, host_block)
-                assert len(block.device_blocks) == self.tier.num_parts, f"{block}: not whole"
-                assert all(b.ref_cnt > 0 for b in held), f"{held}: free during a store"
-                assert host_block.block_hash is None, f"{host_block}: findable too soon"
-                if not store.abandoned:
-                    keys.add(block.key)
+            for run, host_blocks in store.runs:
+                held = (*run.device_blocks, *host_blocks)
+                num_parts = self.tier.num_parts
+                assert len(run.device_blocks) == num_parts * len(host_blocks), f"{run}: not whole"
+                assert len(run) == len(host_blocks), f"{run}: not paired"
+                assert all(block.ref_cnt > 0 for block in held), f"{held}: free during a store"
+                assert all(block.block_hash is None for block in host_blocks), (
+                    f"{host_blocks}: findable too soon"
+                )
+            if not store.abandoned:
+                keys.update(store.keys)
         assert keys == self._keys, "keys on their way differ from the stores'"
         held_ids = {
-            part.block_id
+            block.block_id
             for store in (self._planned, *self._in_flight.values())
-            for block, _ in store.pairs
-            for part in block.device_blocks
+            for block in store.device_blocks
         }
         assert self.first_to_go.keys() <= held_ids, "a device block keeps a place it does not need"

@@ -10,6 +10,7 @@ from tests.scheduler.tiers import (
     BLOCK_SIZE,
     allocate,
     block,
+    commit_as,
     contents,
     hashes,
     key,
@@ -31,7 +32,7 @@ def store_early(tier: CpuTier, *stored: str) -> None:
 
 def commit_early(tier: CpuTier, filled: KVCacheBlock, name: str) -> bool:
     num_tokens = len(name) * BLOCK_SIZE
-    return tier.commit(filled, key(name), parent_of(name), num_tokens, early=True)
+    return commit_as(tier, filled, key(name), parent_of(name), num_tokens, early=True)
 
 
 def test_it_is_kept() -> None:

@@ -21,7 +21,16 @@ from vllm.v1.request import Request
 from simple_offload.connector import SimpleCPUOffloadConnector
 from simple_offload.scheduler.events import KVEvents
 from tests.scheduler.driver import LOAD, STORE, Driver, make_request, prompt
-from tests.scheduler.tiers import BLOCK_SIZE, begin, block, commit, key, make_tier, store
+from tests.scheduler.tiers import (
+    BLOCK_SIZE,
+    begin,
+    block,
+    commit,
+    commit_as,
+    key,
+    make_tier,
+    store,
+)
 from tests.simulation.world import World
 
 PROMPT = prompt(3 * BLOCK_SIZE)
@@ -158,7 +167,7 @@ def test_a_block_that_two_hold_is_removed_with_the_second() -> None:
     events = KVEvents(tier)
     inner = key("half")
     for name in ("a", "b"):
-        tier.commit(begin(tier, name), key(name), None, BLOCK_SIZE, [inner])
+        commit_as(tier, begin(tier, name), key(name), None, BLOCK_SIZE, [inner])
     tier.drop([block(tier, "a")])
     assert removed(events) == [[get_block_hash(key("a"))]]
     tier.drop([block(tier, "b")])
@@ -217,7 +226,7 @@ def test_a_host_block_of_several_parts_is_told_of_as_those() -> None:
     blocks = [begin(tier, "a") for _ in range(2)]
     for index, filled in enumerate(blocks, 1):
         whole = tier.key_at(request.block_hashes, 0, index * BLOCK_SIZE)
-        tier.commit(filled, whole, None, index * BLOCK_SIZE)
+        commit_as(tier, filled, whole, None, index * BLOCK_SIZE)
         events.stored(whole, (), index * BLOCK_SIZE, request)
     (stored,) = events.take()
     assert isinstance(stored, BlockStored)

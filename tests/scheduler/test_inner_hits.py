@@ -4,7 +4,17 @@ import pytest
 
 from tests.scheduler.conftest import MakeDriver
 from tests.scheduler.driver import LOAD, STORE, Driver, prompt
-from tests.scheduler.tiers import allocate, block, hashes, key, leave, make_tier, parent_of, store
+from tests.scheduler.tiers import (
+    allocate,
+    block,
+    commit_as,
+    hashes,
+    key,
+    leave,
+    make_tier,
+    parent_of,
+    store,
+)
 
 
 def with_states(drive: MakeDriver, **shape: object) -> Driver:
@@ -59,7 +69,7 @@ def test_the_state_inside_a_block_is_stored_from_its_copy(drive: MakeDriver) -> 
         driver.step()
     assert request.num_computed_tokens == 19
     *_, store = driver.scheduler._stores._in_flight.values()
-    ((copied,),) = [stored.device_blocks for stored, _ in store.pairs if stored.key == key_inside]
+    ((copied,),) = [run.device_blocks for run, _ in store.runs if key_inside in run.keys]
     running = table.req_to_blocks["a"][4]
     assert copied is not running
     assert copied.block_id in driver.pending(STORE)[-1].device_blocks
@@ -84,7 +94,7 @@ def test_a_block_is_found_by_its_inner_keys() -> None:
     filled = allocate(tier, "ab")
     assert filled is not None
     inner = key("ab and a half")
-    assert tier.commit(filled, key("abc"), parent_of("abc"), 12, [inner])
+    assert commit_as(tier, filled, key("abc"), parent_of("abc"), 12, [inner])
     assert tier.get(inner) is filled is tier.get(key("abc"))
     tier.check_integrity()
     assert leave(tier)[:1] == ["abc"]
@@ -98,7 +108,7 @@ def test_inner_keys_leave_with_their_block() -> None:
         filled = allocate(tier, "ab")
         assert filled is not None
         inner = key("ab and a half")
-        tier.commit(filled, key("abc"), parent_of("abc"), 12, [inner])
+        commit_as(tier, filled, key("abc"), parent_of("abc"), 12, [inner])
         if forget == "reset":
             tier.reset()
         else:
@@ -114,8 +124,8 @@ def test_an_inner_key_of_two_blocks() -> None:
     first, second = allocate(tier), allocate(tier)
     assert first is not None
     assert second is not None
-    tier.commit(first, key("a"), None, 4, [inner])
-    tier.commit(second, key("b"), None, 4, [inner])
+    commit_as(tier, first, key("a"), None, 4, [inner])
+    commit_as(tier, second, key("b"), None, 4, [inner])
     assert tier.get(inner) in (first, second)
     tier.check_integrity()
     tier.drop([first])
@@ -130,7 +140,7 @@ def test_a_lost_inner_key_is_noticed() -> None:
     tier = make_tier(8)
     filled = allocate(tier)
     assert filled is not None
-    tier.commit(filled, key("a"), None, 4, [key("a half")])
+    commit_as(tier, filled, key("a"), None, 4, [key("a half")])
     tier.check_integrity()
     tier.pool.cached_block_hash_to_block.pop(key("a half"), filled.block_id)
     with pytest.raises(AssertionError, match="has lost a key of a part of it"):
@@ -143,6 +153,6 @@ def test_a_block_that_is_not_kept_leaves_no_inner_key() -> None:
     orphan = allocate(tier, "a")
     assert orphan is not None
     tier.drop([block(tier, "a")])
-    assert not tier.commit(orphan, key("ab"), key("a"), 8, [key("a and a half")])
+    assert not commit_as(tier, orphan, key("ab"), key("a"), 8, [key("a and a half")])
     assert tier.get(key("a and a half")) is None
     assert tier.lookup(hashes("ab"), 0, 8).num_tokens == 0

@@ -25,7 +25,7 @@ from simple_offload.metadata import RankCapacity, WorkerReport
 from simple_offload.scheduler.manager import OffloadScheduler
 from tests.scheduler.conftest import MakeDriver
 from tests.scheduler.driver import STORE, make_request, prompt, record_steps
-from tests.scheduler.tiers import BLOCK_SIZE
+from tests.scheduler.tiers import BLOCK_SIZE, commit_as
 from tests.simulation.shape import Shape
 from tests.simulation.vllm_config import make_kv_cache_config, make_vllm_config
 
@@ -279,7 +279,7 @@ class Chunked:
             parent = None
             for index, key in enumerate(tier.keys(self.request.block_hashes, group)):
                 (block,) = tier.allocate(1)
-                tier.commit(block, key, parent, num_tokens=(index + 1) * BLOCK_SIZE)
+                commit_as(tier, block, key, parent, num_tokens=(index + 1) * BLOCK_SIZE)
                 parent = key
 
     def offered(self, num_computed_tokens: int) -> int:

@@ -23,7 +23,7 @@ from simple_offload.scheduler.in_flight import Ended
 from tests.scheduler.conftest import MakeDriver
 from tests.scheduler.driver import LOAD, STORE, make_request, prompt
 from tests.scheduler.test_manager import make_scheduler
-from tests.scheduler.tiers import make_tier
+from tests.scheduler.tiers import commit_as, make_tier
 from tests.simulation.groups import MODELS
 
 # Where the parts lie
@@ -96,7 +96,7 @@ class Bench:
             for end in range(size * num_parts, NUM_TOKENS + 1, size * num_parts):
                 (block,) = self.tier.allocate(1)
                 key = self.tier.key_at(request.block_hashes, group, end)
-                self.tier.commit(block, key, parent, num_tokens=end)
+                commit_as(self.tier, block, key, parent, num_tokens=end)
                 parent = key
                 for part in range(num_parts):
                     begin = end - size * (num_parts - part)

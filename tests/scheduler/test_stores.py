@@ -263,7 +263,7 @@ def test_check_integrity_notices() -> None:
     bench = Bench(num_host_blocks=4)
     (device_block,) = bench.pool.get_new_blocks(1)
     bench.plan("a", device_block)
-    ((_, host_block),) = bench.stores._planned.pairs
+    (host_block,) = bench.stores._planned.host_blocks
     bench.pool.free_blocks([device_block])
     bench.stores.check_integrity()
 

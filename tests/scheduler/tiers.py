@@ -4,7 +4,7 @@ A letter stands for the tokens of one block, so "abc" is a chain of three blocks
 name of its last one: chains that begin alike share blocks.
 """
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from functools import lru_cache
 from hashlib import sha256
 
@@ -18,6 +18,7 @@ from vllm.v1.core.kv_cache_utils import (
 )
 
 from simple_offload.scheduler.cpu_tier import CpuTier
+from simple_offload.scheduler.runs import Run
 from simple_offload.vllm_compat import make_host_coordinator
 from tests.simulation.shape import Shape
 from tests.simulation.vllm_config import make_kv_cache_config, make_vllm_config
@@ -97,7 +98,22 @@ def begin(tier: CpuTier, name: str, group: int = 0) -> KVCacheBlock:
 def commit(tier: CpuTier, filled: KVCacheBlock, name: str, group: int = 0) -> bool:
     """Commit the block allocated for ``name``."""
     num_tokens = len(name) * BLOCK_SIZE
-    return tier.commit(filled, key(name, group), parent_of(name, group), num_tokens)
+    return commit_as(tier, filled, key(name, group), parent_of(name, group), num_tokens)
+
+
+def commit_as(
+    tier: CpuTier,
+    filled: KVCacheBlock,
+    key: BlockHashWithGroupId,
+    parent: BlockHashWithGroupId | None,
+    num_tokens: int,
+    inner_keys: Collection[BlockHashWithGroupId] = (),
+    early: bool = False,
+) -> bool:
+    """Commit a block that holds what ``key`` says; whether it was of any use."""
+    run = Run((), (key,), parent, num_tokens, early=early)
+    run.inner_keys = [inner_keys] if inner_keys else ()
+    return tier.commit_all([(run, [filled])]) == [[]]
 
 
 def store(tier: CpuTier, *chains: str, group: int = 0) -> None:

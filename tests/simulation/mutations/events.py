@@ -13,16 +13,16 @@ from tests.simulation.mutations.scripts import INNER_HITS
 
 @mutation()
 def say_stored_at_submission(stack: ExitStack) -> None:
-    submit, stored = Stores.submit, KVEvents.stored
+    submit, stored = Stores.submit, KVEvents.stored_run
 
     def hasty(self: Stores) -> Any:
-        for block, _ in self._planned.pairs:
+        for run, _ in self._planned.runs:
             assert self.events is not None
-            stored(self.events, block.key, block.inner_keys, block.num_tokens, block.request)
+            stored(self.events, run, ())
         return submit(self)
 
     substitute(stack, Stores, "submit", hasty)
-    substitute(stack, KVEvents, "stored", lambda self, *_: None)
+    substitute(stack, KVEvents, "stored_run", lambda self, *_: None)
 
 
 @mutation()

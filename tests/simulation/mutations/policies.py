@@ -1,6 +1,7 @@
 """Lazy stores, and stores of what is asked for again."""
 
 from contextlib import ExitStack
+from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
 
@@ -28,8 +29,8 @@ def return_stored_blocks_to_the_back(stack: ExitStack) -> None:
     release = Stores._release
 
     def careless(self: Stores, store: Any, device_pool: Any) -> None:
-        for block, _ in store.pairs:
-            self.first_to_go.pop(block.device_blocks[0].block_id, None)
+        for block in store.device_blocks:
+            self.first_to_go.pop(block.block_id, None)
         release(self, store, device_pool)
 
     substitute(stack, Stores, "_release", careless)
@@ -39,8 +40,8 @@ def return_stored_blocks_to_the_back(stack: ExitStack) -> None:
 def refuse_what_comes_before_its_parent(stack: ExitStack) -> None:
     commit_all = CpuTier.commit_all
 
-    def strict(self: CpuTier, filled: Any) -> list[bool]:
-        return commit_all(self, [(content._replace(early=False), b) for content, b in filled])
+    def strict(self: CpuTier, filled: Any) -> list[list[int]]:
+        return commit_all(self, [(replace(run, early=False), blocks) for run, blocks in filled])
 
     substitute(stack, CpuTier, "commit_all", strict)
 

@@ -107,9 +107,11 @@ def take_the_inner_keys_of_another_block(stack: ExitStack) -> None:
     commit_all = CpuTier.commit_all
     last: list[Any] = [()]
 
-    def mixed_up(self: CpuTier, filled: Any) -> list[bool]:
-        last.extend(content.inner_keys for content, _ in filled)
-        mixed = [(content._replace(inner_keys=last.pop(0)), block) for content, block in filled]
-        return commit_all(self, mixed)
+    def mixed_up(self: CpuTier, filled: Any) -> list[list[int]]:
+        for run, _ in filled:
+            inner_keys = run.inner_keys or [()] * len(run)
+            last.extend(inner_keys)
+            run.inner_keys = [last.pop(0) for _ in inner_keys]
+        return commit_all(self, filled)
 
     substitute(stack, CpuTier, "commit_all", mixed_up)

@@ -1,9 +1,11 @@
 """Stores, from the plan to the commit."""
 
 from contextlib import ExitStack
+from itertools import count
 from typing import Any
 from unittest.mock import patch
 
+from simple_offload.scheduler import block_lists
 from simple_offload.scheduler.cpu_tier import CpuTier
 from simple_offload.scheduler.in_flight import Ended
 from simple_offload.scheduler.loads import Loads
@@ -17,16 +19,19 @@ def commit_before_completion(stack: ExitStack) -> None:
     submit = Stores.submit
 
     def eager_commit(self: Stores) -> Any:
-        for block, host_block in self._planned.pairs:
-            self.tier.pool._insert_block_hash(block.key, host_block, block.num_tokens)
+        for run, blocks in self._planned.runs:
+            ends = count(run.num_tokens, run.size)
+            for key, block, num_tokens in zip(run.keys, blocks, ends, strict=False):
+                self.tier.pool._insert_block_hash(key, block, num_tokens)
         return submit(self)
 
     substitute(stack, Stores, "submit", eager_commit)
     substitute(stack, Stores, "check_integrity", lambda self: None)
 
-    def unpin(self: CpuTier, filled: Any) -> list[bool]:
-        self.unpin([block for _, block in filled])
-        return [True] * len(filled)
+    def unpin(self: CpuTier, filled: Any) -> list[list[int]]:
+        for _, blocks in filled:
+            self.unpin(blocks)
+        return [[]] * len(filled)
 
     substitute(stack, CpuTier, "commit_all", unpin)
 
@@ -44,13 +49,13 @@ def keep_a_failed_store(stack: ExitStack) -> None:
 
 @mutation()
 def release_device_blocks_at_submission(stack: ExitStack) -> None:
-    plan = Stores.plan
+    add = Stores._add
 
-    def loose(self: Stores, blocks: Any, keep: Any, pool: Any) -> int:
-        with patch.object(type(pool), "touch", lambda self, blocks: None):
-            return plan(self, blocks, keep, pool)
+    def loose(self: Stores, *arguments: Any) -> None:
+        with patch.object(block_lists, "hold", lambda pool, blocks: None):
+            add(self, *arguments)
 
-    substitute(stack, Stores, "plan", loose)
+    substitute(stack, Stores, "_add", loose)
     substitute(stack, Stores, "_release", lambda self, store, device_pool: None)
     substitute(stack, Stores, "check_integrity", lambda self: None)
 

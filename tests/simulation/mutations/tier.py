@@ -16,7 +16,7 @@ from tests.simulation.world import World
 
 @mutation()
 def evict_head_first(stack: ExitStack) -> None:
-    substitute(stack, CpuTier, "unpin", lambda self, blocks: self.pool.free_blocks(blocks))
+    substitute(stack, CpuTier, "_release", lambda self, chain: self.pool.free_blocks(chain))
 
 
 @mutation()

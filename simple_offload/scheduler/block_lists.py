@@ -1,0 +1,137 @@
+"""What vLLM's BlockPool does block by block, for whole lists of blocks.
+
+A prompt of 128K tokens has 8,192 blocks, and each of them passes through here some five times.
+The pool's own methods ask at every block what holds for the whole list. What these functions
+leave behind is what the pool's methods would have: tests compare the two, link by link.
+"""
+
+from collections.abc import Iterable, Sequence
+from itertools import takewhile
+from operator import truth
+from typing import Any
+
+from vllm.v1.core.block_pool import BlockPool
+from vllm.v1.core.kv_cache_utils import BlockHashWithGroupId, KVCacheBlock
+
+
+def hold(pool: BlockPool, blocks: Sequence[KVCacheBlock]) -> None:
+    """Add a reference to each block, as ``touch`` does. Null blocks must not be among them."""
+    if pool.metrics_collector is not None:
+        pool.touch(blocks)
+        return
+    num_taken = 0
+    for block in blocks:
+        if block.ref_cnt == 0:
+            before: Any = block.prev_free_block  # a block in the queue has neighbours
+            after: Any = block.next_free_block
+            before.next_free_block, after.prev_free_block = after, before
+            block.prev_free_block = block.next_free_block = None
+            num_taken += 1
+        block.ref_cnt += 1
+    pool.free_block_queue.num_free_blocks -= num_taken
+
+
+def release(pool: BlockPool, blocks: Iterable[KVCacheBlock]) -> None:
+    """Drop a reference to each block, as ``free_blocks`` does: what nobody refers to any more
+    joins the free queue, in this order. Null blocks must not be among them."""
+    first: list[KVCacheBlock] = []
+    last: list[KVCacheBlock] = []
+    for block in blocks:
+        if block.ref_cnt > 1:
+            block.ref_cnt -= 1
+        elif block.pool is not pool and block.pool is not None:
+            pool.free_blocks((block,))
+        else:
+            block.ref_cnt = 0
+            (first if block._block_hash is None else last).append(block)
+    pool.free_block_queue.prepend_n(first)
+    pool.free_block_queue.append_n(last)
+
+
+def take_empty(pool: BlockPool, limit: int) -> list[KVCacheBlock]:
+    """Up to ``limit`` blocks from the front of the free queue, as ``get_new_blocks`` returns
+    them, as far as they hold nothing."""
+    queue = pool.free_block_queue
+    blocks: list[KVCacheBlock] = []
+    head = queue.fake_free_list_head
+    block: Any = head.next_free_block
+    for _ in range(min(limit, queue.num_free_blocks)):
+        if block._block_hash is not None:
+            break
+        blocks.append(block)
+        block = block.next_free_block
+    for taken in blocks:
+        taken.ref_cnt = 1
+        taken.prev_free_block = taken.next_free_block = None
+    head.next_free_block, block.prev_free_block = block, head
+    queue.num_free_blocks -= len(blocks)
+    return blocks
+
+
+def take(pool: BlockPool, count: int) -> list[KVCacheBlock]:
+    """As many blocks from the front of the free queue as ``get_new_blocks`` returns them: what
+    they held is forgotten. ``count`` must not be more than are free."""
+    if pool.cached_block_hashes_by_block or pool.metrics_collector is not None:
+        several: list[KVCacheBlock] = pool.get_new_blocks(count)
+        return several
+    queue = pool.free_block_queue
+    cached = pool.cached_block_hash_to_block._cache
+    blocks: list[KVCacheBlock] = queue.popleft_n(count)
+    evicted = [key for block in blocks if (key := block._block_hash) is not None]
+    for block in blocks:
+        block.ref_cnt = 1
+        block._block_hash = block._block_hash_num_tokens = None
+    for key in evicted:
+        del cached[key]
+    if evicted:
+        pool._emit_block_removed_events(evicted)
+    return blocks
+
+
+def give_keys(
+    pool: BlockPool,
+    blocks: Sequence[KVCacheBlock],
+    keys: Sequence[BlockHashWithGroupId],
+    num_tokens: int,
+    size: int,
+) -> None:
+    """Make blocks that hold nothing findable by ``keys``, which no block holds, as
+    ``_insert_block_hash`` does. The prefix that ends with the first has ``num_tokens`` tokens,
+    and each that follows ``size`` more."""
+    for block, key in zip(blocks, keys, strict=True):
+        block._block_hash = key
+        block._block_hash_num_tokens = num_tokens
+        num_tokens += size
+    pool.cached_block_hash_to_block._cache.update(zip(keys, blocks, strict=True))
+
+
+def queue_chain(
+    pool: BlockPool, chain: Sequence[KVCacheBlock], successor: KVCacheBlock | None = None
+) -> None:
+    """Drop the last reference to each block of a chain, parents before children, and queue it
+    the other way around, just before ``successor``, which is free, or at the end."""
+    queue = pool.free_block_queue
+    after = successor or queue.fake_free_list_tail
+    before: Any = after.prev_free_block
+    for block in chain:
+        block.ref_cnt = 0
+        block.next_free_block, after.prev_free_block = after, block
+        after = block
+    after.prev_free_block, before.next_free_block = before, after
+    queue.num_free_blocks += len(chain)
+
+
+def find(pool: BlockPool, keys: Iterable[BlockHashWithGroupId]) -> list[KVCacheBlock | None]:
+    """For each key the block that holds it, as ``get_one_block`` finds it."""
+    found: list[Any] = list(map(pool.cached_block_hash_to_block._cache.get, keys))
+    if dict in set(map(type, found)):  # of blocks that hold the same
+        found = [
+            next(iter(block.values())) if isinstance(block, dict) else block for block in found
+        ]
+    return found
+
+
+def find_chain(pool: BlockPool, keys: Iterable[BlockHashWithGroupId]) -> list[KVCacheBlock]:
+    """The blocks that hold ``keys``, up to the first that is missing."""
+    found: list[Any] = find(pool, keys)
+    return list(takewhile(truth, found))
