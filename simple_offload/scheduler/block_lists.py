@@ -19,15 +19,22 @@ def hold(pool: BlockPool, blocks: Sequence[KVCacheBlock]) -> None:
     if pool.metrics_collector is not None:
         pool.touch(blocks)
         return
+    # A chain lies in the queue tail first and mostly in one piece, which is cut out as a whole.
     num_taken = 0
+    before: Any = None
+    after: Any = None
     for block in blocks:
         if block.ref_cnt == 0:
-            before: Any = block.prev_free_block  # a block in the queue has neighbours
-            after: Any = block.next_free_block
-            before.next_free_block, after.prev_free_block = after, before
+            if block is not before:
+                if before is not None:
+                    before.next_free_block, after.prev_free_block = after, before
+                after = block.next_free_block
+            before = block.prev_free_block
             block.prev_free_block = block.next_free_block = None
             num_taken += 1
         block.ref_cnt += 1
+    if before is not None:
+        before.next_free_block, after.prev_free_block = after, before
     pool.free_block_queue.num_free_blocks -= num_taken
 
 
@@ -59,10 +66,10 @@ def take_empty(pool: BlockPool, limit: int) -> list[KVCacheBlock]:
         if block._block_hash is not None:
             break
         blocks.append(block)
-        block = block.next_free_block
-    for taken in blocks:
-        taken.ref_cnt = 1
-        taken.prev_free_block = taken.next_free_block = None
+        following = block.next_free_block
+        block.ref_cnt = 1
+        block.prev_free_block = block.next_free_block = None
+        block = following
     head.next_free_block, block.prev_free_block = block, head
     queue.num_free_blocks -= len(blocks)
     return blocks
@@ -119,6 +126,20 @@ def queue_chain(
         after = block
     after.prev_free_block, before.next_free_block = before, after
     queue.num_free_blocks += len(chain)
+
+
+def move_to_end(pool: BlockPool, first: KVCacheBlock, last: KVCacheBlock) -> None:
+    """Make a stretch of the free queue, ``first`` to ``last``, its end: what ``touch`` and
+    ``free_blocks`` do in turn."""
+    tail = pool.free_block_queue.fake_free_list_tail
+    before: Any = first.prev_free_block
+    after: Any = last.next_free_block
+    if after is tail:
+        return
+    before.next_free_block, after.prev_free_block = after, before
+    end: Any = tail.prev_free_block
+    end.next_free_block, first.prev_free_block = first, end
+    last.next_free_block, tail.prev_free_block = tail, last
 
 
 def find(pool: BlockPool, keys: Iterable[BlockHashWithGroupId]) -> list[KVCacheBlock | None]:

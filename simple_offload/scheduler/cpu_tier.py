@@ -13,7 +13,8 @@ nothing of that. They have slots of a device block each, and a host block's are 
 sizes, keys and hits here are those of whole host blocks.
 """
 
-from collections.abc import Container, Iterable, Sequence
+from bisect import bisect_left
+from collections.abc import Callable, Container, Iterable, Sequence
 from typing import Any, NamedTuple, cast
 
 from vllm.utils.math_utils import cdiv
@@ -92,8 +93,8 @@ class CpuTier:
         """Whether a lookup is a walk along one chain, as for most models."""
         self.version = 0
         """Grows whenever a lookup might find something else than before."""
-        self._parents: dict[int, BlockHashWithGroupId] = {}
-        """By id of a cached block that is not a chain's first: the key of its parent."""
+        self._parents: list[BlockHashWithGroupId | None] = [None] * self.num_blocks
+        """By block id, the key of the parent of what the block holds, if it has one."""
         self._early: dict[BlockHashWithGroupId, set[int]] = {}
         """By key of a parent that has not come yet: the ids of the blocks that follow it."""
 
@@ -108,6 +109,7 @@ class CpuTier:
         so that what is stored together lies together."""
         new = [KVCacheBlock(block_id) for block_id in range(self.num_blocks, num_blocks)]
         self.pool.blocks.extend(new)
+        self._parents.extend([None] * len(new))
         self.pool.num_gpu_blocks = self.num_blocks
         self.pool.free_block_queue.prepend_n(new)
 
@@ -137,6 +139,10 @@ class CpuTier:
         hashes = resolve_block_hashes(block_hashes, self.hash_block_size, self.block_sizes[group])
         end = self._key_ends[group]
         return cast(list[BlockHashWithGroupId], [each + end for each in hashes[start:stop]])
+
+    def num_keys(self, block_hashes: list[BlockHash], group: int) -> int:
+        """How many of a request's blocks of ``group`` have a key."""
+        return len(block_hashes) * self.hash_block_size // self.block_sizes[group]
 
     def key_at(
         self, block_hashes: list[BlockHash], group: int, num_tokens: int
@@ -168,6 +174,21 @@ class CpuTier:
     def get(self, key: BlockHashWithGroupId) -> KVCacheBlock | None:
         """The block that holds ``key``, if any. Changes nothing."""
         return self.pool.cached_block_hash_to_block.get_one_block(key)
+
+    def count_first(
+        self,
+        has: Callable[[BlockHashWithGroupId], object],
+        block_hashes: list[BlockHash],
+        group: int,
+        limit: int,
+    ) -> int:
+        """How many of the first ``limit`` blocks of a request of a chained group ``has`` is true
+        of. A chain loses its tail first, hence bisection."""
+        hashes = resolve_block_hashes(block_hashes, self.hash_block_size, self.block_sizes[group])
+        end = self._key_ends[group]
+        return bisect_left(
+            range(limit), True, key=lambda i: not has(BlockHashWithGroupId(hashes[i] + end))
+        )
 
     def has_none(self, keys: Iterable[BlockHashWithGroupId]) -> bool:
         """Whether no block holds one of ``keys``."""
@@ -228,7 +249,7 @@ class CpuTier:
                 # Nothing in the queue's order depends on it.
                 self.pool.free_blocks((block,))
                 continue
-            if last_key is None or parents.get(block.block_id) != last_key:
+            if last_key is None or parents[block.block_id] != last_key:
                 if chain:
                     self._release(chain)
                 chain = []
@@ -237,15 +258,24 @@ class CpuTier:
         if chain:
             self._release(chain)
 
-    def refresh(self, keys: Iterable[BlockHashWithGroupId]) -> None:
-        """Make the blocks of a chain of a chained group (``keys`` from its first block on), as
-        far as it is there, the most recently used."""
-        chain = self._present(keys)
+    def refresh(self, block_hashes: list[BlockHash], group: int, count: int) -> None:
+        """Make the first ``count`` blocks of a request of a chained group, as far as they are
+        there, the most recently used."""
+        if count == 0:
+            return
+        (last_key,) = self.keys(block_hashes, group, count - 1, count)
+        if (last := self.get(last_key)) is None:
+            # The last ones may not have arrived yet.
+            count = self.count_first(self.get, block_hashes, group, count)
+            self.refresh(block_hashes, group, count)
+            return
+        head = self._head_behind(last) if last.ref_cnt == 0 else None
+        if head is not None:
+            block_lists.move_to_end(self.pool, last, head)
+            return
+        chain = self._present(self.keys(block_hashes, group, stop=count))
         self.pin(chain)
-        unused = [block for block in chain if block.ref_cnt == 1]
-        if len(unused) < len(chain):
-            block_lists.release(self.pool, [block for block in chain if block.ref_cnt > 1])
-        block_lists.queue_chain(self.pool, unused)  # each before its parent
+        block_lists.release(self.pool, reversed(chain))  # each before its parent
 
     # Filling
 
@@ -258,17 +288,20 @@ class CpuTier:
         then the tier is full of the very chain that wants to grow.
         """
         blocks = block_lists.take_empty(self.pool, count)
+        if len(blocks) == count:
+            return blocks
         queue = self.pool.free_block_queue
         limit = min(count - len(blocks), queue.num_free_blocks)
         block: Any = queue.fake_free_list_head.next_free_block
-        num_evicted = 0
-        while num_evicted < limit and block._block_hash not in keep:
+        num_taken = num_evicted = 0
+        while num_taken < limit and block._block_hash not in keep:
+            num_evicted += block._block_hash is not None
+            num_taken += 1
             block = block.next_free_block
-            num_evicted += 1
-        if num_evicted:
+        if num_taken:
             self.version += 1
             self._lose(num_evicted, "lru")
-            evicted = block_lists.take(self.pool, num_evicted)
+            evicted = block_lists.take(self.pool, num_taken)
             for each in evicted:
                 self._forget_parent(each.block_id)
             blocks += evicted
@@ -283,20 +316,19 @@ class CpuTier:
         """
         useless: list[list[int]] = []
         renewed: list[KVCacheBlock] = []
+        count = 0
         for run, blocks in filled:
-            bare: list[int] = []
-            if not self._commit_run(run, blocks):
-                bare = self._commit_singly(run, blocks)
+            bare = [] if self._commit_run(run, blocks) else self._commit_singly(run, blocks)
             useless.append(bare)
-            count = len(blocks) - len(bare)
-            self.version += count
-            self.num_used += count
-            self.meter.add(metrics.STORED, count)
+            count += len(blocks) - len(bare)
             if self._early:
                 for key in self._early.keys() & run.keys:
                     if (parent := self.get(key)) is not None:
                         del self._early[key]
                         renewed.append(parent)
+        self.version += count
+        self.num_used += count
+        self.meter.add(metrics.STORED, count)
         for block in renewed:
             self._renew(block)  # what follows it stands anywhere, it had better stand last
         return useless
@@ -305,15 +337,18 @@ class CpuTier:
         """Commit all blocks of the run at once; False, with nothing done, if that is not the
         way."""
         keys, parent = run.keys, run.parent
-        if run.inner_keys or self._is_orphan(run) or not self.has_none(keys):
+        before = self.get(parent) if parent is not None else None
+        if parent is not None and before is None and self._is_chained(keys[0]):
+            return False  # an orphan
+        if run.inner_keys or not self.has_none(keys):
             return False
         block_lists.give_keys(self.pool, blocks, keys, run.num_tokens, run.size)
-        children = [block.block_id for block in blocks]
-        if parent is None:
-            self._parents.update(zip(children[1:], keys, strict=False))
-        else:
-            self._parents.update(zip(children, [parent, *keys], strict=False))
-        self._release(blocks)
+        parents = self._parents
+        for block, key in zip(blocks, keys, strict=True):
+            parents[block.block_id] = parent
+            parent = key
+        is_free = before is not None and before.ref_cnt == 0
+        block_lists.queue_chain(self.pool, blocks, before if is_free else None)
         return True
 
     def _commit_singly(self, run: Run, blocks: Sequence[KVCacheBlock]) -> list[int]:
@@ -321,7 +356,7 @@ class CpuTier:
         useless = []
         for place, (key, block) in enumerate(zip(run.keys, blocks, strict=True)):
             parent = run.keys[place - 1] if place else run.parent
-            orphaned = self._lacks(parent, key)
+            orphaned = parent is not None and self.get(parent) is None and self._is_chained(key)
             if (orphaned and not (run.early and place == 0)) or self.get(key) is not None:
                 useless.append(place)
                 continue
@@ -336,17 +371,6 @@ class CpuTier:
         self.unpin(blocks)
         return useless
 
-    def _is_orphan(self, run: Run) -> bool:
-        return self._lacks(run.parent, run.keys[0])
-
-    def _lacks(self, parent: BlockHashWithGroupId | None, key: BlockHashWithGroupId) -> bool:
-        """Whether ``key`` is of a chained group and its parent is not there."""
-        return (
-            parent is not None
-            and parent not in self.pool.cached_block_hash_to_block._cache
-            and self._is_chained(key)
-        )
-
     def drop(self, blocks: Iterable[KVCacheBlock]) -> None:
         """Forget what ``blocks`` hold, at once; references to them stay. With a block go all
         that descend from it, which could not be found any more."""
@@ -359,14 +383,14 @@ class CpuTier:
             for block_id in lost:
                 self._forget_parent(block_id)
                 self._queue_first(self.pool.blocks[block_id])
-            lost = {child for child, parent in self._parents.items() if parent in lost_keys}
+            lost = {child for child, parent in enumerate(self._parents) if parent in lost_keys}
             lost_keys = {self.pool.blocks[block_id].block_hash for block_id in lost}
 
     def reset(self) -> None:
         """Forget everything, at once; references stay."""
         self.version += 1
         self.pool.evict_blocks({b.block_id for b in self.pool.blocks if b.block_hash is not None})
-        self._parents.clear()
+        self._parents = [None] * self.num_blocks
         self._early.clear()
         self._lose(self.num_used, "reset")
 
@@ -387,7 +411,7 @@ class CpuTier:
                 assert block.block_hash is not None and self.get(inner_key) is not None, (
                     f"{block}: has lost a key of a part of it"
                 )
-            parent_key = self._parents.get(block.block_id)
+            parent_key = self._parents[block.block_id]
             if block.block_hash is None:
                 assert parent_key is None, f"{block}: empty, yet has a parent"
                 continue
@@ -463,8 +487,19 @@ class CpuTier:
         """The blocks of those ``keys`` that are there."""
         return [block for block in block_lists.find(self.pool, keys) if block is not None]
 
+    def _head_behind(self, last: KVCacheBlock) -> KVCacheBlock | None:
+        """The first block of a free block's chain, if all that is between lies between them in
+        the queue and nothing else: as mostly."""
+        parents = self._parents
+        block: Any = last
+        while (parent := parents[block.block_id]) is not None:
+            block = block.next_free_block
+            if block._block_hash != parent:
+                return None
+        return cast(KVCacheBlock, block)
+
     def _forget_parent(self, block_id: int) -> None:
-        parent = self._parents.pop(block_id, None)
+        parent, self._parents[block_id] = self._parents[block_id], None
         if parent is not None and (early := self._early.get(parent)) is not None:
             early.discard(block_id)
             if not early:
@@ -476,7 +511,7 @@ class CpuTier:
         found: KVCacheBlock | None = block
         while found is not None:
             lineage.append(found)
-            parent = self._parents.get(found.block_id)
+            parent = self._parents[found.block_id]
             found = self.get(parent) if parent is not None else None
         self.pin(lineage)
         self.unpin(reversed(lineage))
@@ -489,7 +524,7 @@ class CpuTier:
         block_lists.queue_chain(self.pool, chain, self._free_parent(chain[0]))
 
     def _free_parent(self, block: KVCacheBlock) -> KVCacheBlock | None:
-        if block.block_hash is None or (key := self._parents.get(block.block_id)) is None:
+        if block.block_hash is None or (key := self._parents[block.block_id]) is None:
             return None
         parent = self.get(key)
         return parent if parent is not None and parent.ref_cnt == 0 else None

@@ -47,11 +47,12 @@ class Due:
         """A step has been scheduled with so many tokens of each request: those of them that are
         due, and stay so until they are put off."""
         self._sum_before = self._sum
-        most = max(num_scheduled.values(), default=0)
+        sizes = set(num_scheduled.values())
+        most = max(sizes, default=0)
         self._in_big_step.clear()
         if most > _SMALL_STEP:
+            most = max((size for size in sizes if size <= _SMALL_STEP), default=0)
             self._in_big_step.update(r for r, n in num_scheduled.items() if n > _SMALL_STEP)
-            most = max((n for n in num_scheduled.values() if n <= _SMALL_STEP), default=0)
             for request_id in self._in_big_step:
                 if self._put_off.pop(request_id, None) is not None:
                     self._due.add(request_id)

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_utils import (
@@ -33,8 +33,6 @@ if TYPE_CHECKING:
 @dataclass(slots=True, eq=False)
 class _Progress:
     request: "Request"
-    keys: list[list[BlockHashWithGroupId]]
-    """By group, of the request's first blocks."""
     next_index: list[int]
     """By group, the first block that has not been dealt with."""
     loads: bool
@@ -106,9 +104,8 @@ class EagerPolicy:
 
     def on_allocated(self, request: "Request", *, loads: bool) -> None:
         self.admission.note(request)
-        num_groups = len(self._managers)
-        keys: list[list[BlockHashWithGroupId]] = [[] for _ in range(num_groups)]
-        progress = _Progress(request, keys, [0] * num_groups, loads, Kept(keys))
+        kept = Kept(self.tier, request)
+        progress = _Progress(request, self._zeros.copy(), loads, kept)
         self._progress[request.request_id] = progress
         self._due.follow(request.request_id)
 
@@ -174,11 +171,11 @@ class EagerPolicy:
         """Store what is left of a request. What it has in the tier is the most recently used
         from now on, so that its rest displaces others' blocks."""
         progress = ended.progress
-        self._learn_keys(progress)
+        hashes = progress.request.block_hashes
         for group in self.tier.chained_group_ids:
             if not progress.next_index[group]:
-                self._skip_stored(progress, group, len(progress.keys[group]))
-            self.tier.refresh(progress.keys[group][: progress.next_index[group]])
+                self._skip_stored(progress, group, self.tier.num_keys(hashes, group))
+            self.tier.refresh(hashes, group, progress.next_index[group])
         if not progress.started:
             self._count_skipped(progress)
         progress.started = True
@@ -207,27 +204,30 @@ class EagerPolicy:
         A hit needs every group, so a tier that is too small for the request had better hold the
         beginning of each: groups take turns.
         """
-        sizes = self.tier.block_sizes
-        num_ready = {
-            group: self._num_complete(
-                progress.request, group, first[group] + len(tables[group]) // self.tier.num_parts
-            )
-            for group in self._groups
+        request, num_parts = progress.request, self.tier.num_parts
+        sizes, next_index = self.tier.block_sizes, progress.next_index
+        ready = {
+            group: self._num_complete(request, group, first[group] + len(table) // num_parts)
+            for group, table in tables.items()
         }
-        if all(progress.next_index[group] >= num_ready[group] for group in self._groups):
+        behind = [group for group in ready if next_index[group] < ready[group]]
+        if not behind:
             return
-        self._learn_keys(progress)
         if not progress.started:
-            self._start(progress, num_ready)
-        fits_anyway = 2 * sum(num_ready.values()) <= self.tier.num_blocks
-        turn = max(num_ready.values()) if fits_anyway or len(self._groups) == 1 else 1
-        while behind := [g for g in self._groups if progress.next_index[g] < num_ready[g]]:
-            group = min(behind, key=lambda g: progress.next_index[g] * sizes[g])
-            start = progress.next_index[group]
-            stop = min(start + turn, num_ready[group])
+            self._start(progress, ready)
+            behind = [group for group in ready if next_index[group] < ready[group]]
+        alone = len(ready) == 1 or 2 * sum(ready.values()) <= self.tier.num_blocks
+        turn = max(ready.values()) if alone else 1
+        while behind:
+            group = behind[0]
+            if len(behind) > 1:
+                group = min(behind, key=lambda group: next_index[group] * sizes[group])
+            start = next_index[group]
+            stop = min(start + turn, ready[group])
             blocks = self._parts(tables[group], start - first[group], stop - first[group])
             if not self._store_run(progress, group, blocks, ended):
                 return
+            behind = [group for group in ready if next_index[group] < ready[group]]
 
     def _table(self, request_id: str, group: int) -> list[KVCacheBlock]:
         table: list[KVCacheBlock] = self._managers[group].req_to_blocks.get(request_id, [])
@@ -263,17 +263,11 @@ class EagerPolicy:
         before = (state.num_tokens - 1) // size * size
         parent = self.tier.key_at(hashes, group, before) if before else None
         if not progress.started:
-            self._learn_keys(progress)
             sizes = self.tier.block_sizes
             self._start(progress, {g: state.num_tokens // sizes[g] for g in self._groups})
         storable = Storable((block,), key, parent, state.num_tokens)
         if self.stores.plan([storable], progress.kept, self._device_pool):
             progress.kept.keep((key,))
-
-    def _learn_keys(self, progress: _Progress) -> None:
-        for group in self._groups:
-            keys = progress.keys[group]
-            keys += self.tier.keys(progress.request.block_hashes, group, start=len(keys))
 
     def _store_run(
         self, progress: _Progress, group: int, blocks: list[KVCacheBlock], ended: bool
@@ -282,25 +276,33 @@ class EagerPolicy:
         that there is need to, and move the cursor. False: not now, and nothing of the request
         after it either."""
         first = progress.next_index[group]
-        keys = progress.keys[group]
+        last = first + len(blocks) // self.tier.num_parts
         chained = self._is_chained(group)
-        parent = keys[first - 1] if first else None
+        keys = self.tier.keys(progress.request.block_hashes, group, max(first - 1, 0), last)
+        parent = keys.pop(0) if first else None
         if chained and parent is not None and not self.stores.has(parent):
             return False
         size = self.tier.block_sizes[group]
-        last = first + len(blocks) // self.tier.num_parts
-        stop, num_planned = first, 0
-        plain = self._plain_run(progress, group, blocks, first, last)
+        plain = self._plain_run(progress.request, group, blocks, keys, parent, first)
+        num_plain = len(plain) if plain is not None else 0
+        num_planned = 0
         if plain is not None:
             num_planned = self.stores.plan_run(plain, progress.kept, self._device_pool)
-            stop = first + num_planned
-        if plain is None or num_planned == len(plain):
-            storable, stop = self._storable_from(progress, group, blocks, first, stop, ended)
-            if storable:
-                count = self.stores.plan(storable, progress.kept, self._device_pool)
-                num_planned += count
-                if count < len(storable):
-                    stop = storable[count].num_tokens // size - 1
+        stop = first + num_planned
+        if num_planned == num_plain and stop < last:
+            storable, stop = self._storable_from(
+                progress,
+                group,
+                blocks[num_plain * self.tier.num_parts :],
+                keys[num_plain:],
+                keys[num_plain - 1] if num_plain else parent,
+                stop,
+                ended,
+            )
+            count = self.stores.plan(storable, progress.kept, self._device_pool)
+            num_planned += count
+            if count < len(storable):
+                stop = storable[count].num_tokens // size - 1
         if chained:
             num_skipped = stop - first - num_planned
             self.tier.meter.add(metrics.SKIPPED, num_skipped, "already_stored")
@@ -310,30 +312,32 @@ class EagerPolicy:
 
     def _plain_run(
         self,
-        progress: _Progress,
+        request: "Request",
         group: int,
         blocks: list[KVCacheBlock],
+        keys: list[BlockHashWithGroupId],
+        parent: BlockHashWithGroupId | None,
         first: int,
-        last: int,
     ) -> Run | None:
-        """As many of a request's host blocks ``first`` to ``last``, from the first on, as there
-        is nothing to decide about: the tier has none of them, and the device's ``blocks`` hold
-        what they are taken for. None if there is no such block."""
-        keys = progress.keys[group][first:last]
+        """As many of a request's host blocks from ``first`` on, of these ``keys``, as there is
+        nothing to decide about: the tier has none of them, and the device's ``blocks`` hold what
+        they are taken for. None if there is no such block."""
         if self.admission.threshold > 1 or not self.stores.has_none(keys):
             return None
         wanted = keys
         num_parts = self.tier.num_parts
         if num_parts > 1:
-            wanted = self.tier.part_keys(progress.request.block_hashes, group, first, last)
-        hashes = [block._block_hash for block in blocks]
-        if hashes != wanted:
+            last = first + len(keys)
+            wanted = self.tier.part_keys(request.block_hashes, group, first, last)
+        hashes: list[Any] = [block._block_hash for block in blocks]
+        if hashes == wanted:
+            keys = hashes[num_parts - 1 :: num_parts]  # the same, and in memory already
+        else:
             count = next(i for i, key in enumerate(wanted) if hashes[i] != key) // num_parts
             if count == 0:
                 return None
             keys, blocks = keys[:count], blocks[: count * num_parts]
         size = self.tier.block_sizes[group]
-        parent = progress.keys[group][first - 1] if first else None
         return Run(blocks, keys, parent, (first + 1) * size, size)
 
     def _storable_from(
@@ -341,19 +345,16 @@ class EagerPolicy:
         progress: _Progress,
         group: int,
         blocks: list[KVCacheBlock],
+        keys: list[BlockHashWithGroupId],
+        parent: BlockHashWithGroupId | None,
         first: int,
-        start: int,
         ended: bool,
     ) -> tuple[list[Storable], int]:
-        """Of a request's host blocks from ``start`` on, those that there is need to store, and
-        where they end. ``blocks``: the parts of its host blocks from ``first`` on."""
-        keys = progress.keys[group]
-        parent = keys[start - 1] if start else None
+        """Of a request's host blocks from ``first`` on, of these ``keys``, those that there is
+        need to store, and where they end. ``blocks``: their parts."""
         size = self.tier.block_sizes[group]
-        last = first + len(blocks) // self.tier.num_parts
         storable: list[Storable] = []
-        for index in range(start, last):
-            key = keys[index]
+        for index, key in enumerate(keys, first):
             if not self.stores.has(key):
                 if not self.admission.admits(key):
                     progress.refused_at = self.admission.version
@@ -365,7 +366,7 @@ class EagerPolicy:
                 elif self._is_chained(group):
                     return storable, index
             parent = key
-        return storable, last
+        return storable, first + len(keys)
 
     def _sources_of(
         self,
@@ -410,7 +411,8 @@ class EagerPolicy:
             if self._is_chained(group):
                 self._skip_stored(progress, group, limits[group])
             else:
-                progress.kept.keep(filter(self.stores.has, progress.keys[group][: limits[group]]))
+                keys = self.tier.keys(progress.request.block_hashes, group, stop=limits[group])
+                progress.kept.keep(filter(self.stores.has, keys))
         self._count_skipped(progress)
 
     def _count_skipped(self, progress: _Progress) -> None:
@@ -420,14 +422,8 @@ class EagerPolicy:
 
     def _skip_stored(self, progress: _Progress, group: int, limit: int) -> None:
         """Set the cursor behind what the tier has (or is getting) of the request's first
-        ``limit`` blocks. A chain loses its tail first, hence bisection."""
-        keys = progress.keys[group]
-        low, high = 0, limit
-        while low < high:
-            middle = (low + high + 1) // 2
-            if self.stores.has(keys[middle - 1]):
-                low = middle
-            else:
-                high = middle - 1
-        progress.next_index[group] = low
-        progress.kept.keep_first(group, low)
+        ``limit`` blocks."""
+        hashes = progress.request.block_hashes
+        count = self.tier.count_first(self.stores.has, hashes, group, limit)
+        progress.next_index[group] = count
+        progress.kept.keep_first(group, count)

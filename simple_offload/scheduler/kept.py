@@ -1,25 +1,31 @@
 """Kept: what must not leave the tier to make room for the rest of a request."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
 
 from vllm.v1.core.kv_cache_utils import BlockHashWithGroupId
 
+from simple_offload.scheduler.cpu_tier import CpuTier
+
+if TYPE_CHECKING:
+    from vllm.v1.request import Request
+
 
 class Kept:
-    """The keys of a request's first blocks, by group, and some more.
+    """The keys of a request's first host blocks, by group, and some more.
 
     A container that costs little until somebody asks: only a full tier does.
     """
 
-    def __init__(self, keys: Sequence[Sequence[BlockHashWithGroupId]]) -> None:
-        """``keys``: by group, of the request's blocks, as they become known."""
-        self._keys = keys
-        self._counts = [0] * len(keys)
-        self._num_collected = [0] * len(keys)
+    def __init__(self, tier: CpuTier, request: "Request") -> None:
+        self.tier = tier
+        self._request = request
+        self._counts = [0] * len(tier.block_sizes)
+        self._num_collected = self._counts.copy()
         self._collected: set[BlockHashWithGroupId] = set()
 
     def keep_first(self, group: int, count: int) -> None:
-        """Keep at least the first ``count`` blocks of a group, whose keys must be known."""
+        """Keep at least the first ``count`` blocks of a group."""
         self._counts[group] = max(self._counts[group], count)
 
     def keep(self, keys: Iterable[BlockHashWithGroupId]) -> None:
@@ -28,7 +34,9 @@ class Kept:
 
     def __contains__(self, key: object) -> bool:
         if self._num_collected != self._counts:
+            hashes = self._request.block_hashes
             for group, count in enumerate(self._counts):
-                self._collected.update(self._keys[group][self._num_collected[group] : count])
+                first = self._num_collected[group]
+                self._collected.update(self.tier.keys(hashes, group, first, count))
             self._num_collected = self._counts.copy()
         return key in self._collected

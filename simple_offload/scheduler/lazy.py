@@ -313,7 +313,7 @@ class LazyPolicy:
         followed = ended.followed
         for group in self.tier.chained_group_ids:
             num_hashed = followed.num_hashed[group]
-            self.tier.refresh(self.tier.keys(followed.request.block_hashes, group, stop=num_hashed))
+            self.tier.refresh(followed.request.block_hashes, group, num_hashed)
         storable = {s.key: s for s in ended.storable if not self.stores.has(s.key)}
         head_first = sorted(storable.values(), key=lambda block: block.num_tokens)
         self.stores.plan(head_first, followed.kept, self._device_pool)

@@ -2,6 +2,8 @@
 
 from collections import deque
 from collections.abc import Iterable
+from itertools import compress
+from operator import is_not
 from typing import TYPE_CHECKING
 
 from vllm.v1.core.kv_cache_utils import KVCacheBlock
@@ -28,9 +30,12 @@ class RecentTables:
         self._managers = kv_cache_manager.coordinator.single_type_managers
         self._only_grow = all(isinstance(m, FullAttentionManager) for m in self._managers)
         self._steps: deque[list[_Tables]] = deque(maxlen=num_steps)
+        self._given_up: set[int] | None = None
+        """Blocks (as objects, by ``id``) of tables that have been given up."""
 
     def end_step(self) -> None:
         """A step has been scheduled that runs requests with the block tables of now."""
+        self._given_up = None
         if self._only_grow:
             self._steps.append([dict(manager.req_to_blocks) for manager in self._managers])
 
@@ -39,15 +44,16 @@ class RecentTables:
         the coming step was scheduled."""
         if not self._only_grow:
             return True
-        given_up = [
-            table
-            for step in self._steps
-            for manager, tables in zip(self._managers, step, strict=True)
-            for request_id, table in tables.items()
-            if manager.req_to_blocks.get(request_id) is not table
-        ]
-        if not given_up:
-            return False
-        # Blocks are compared as objects: there may be thousands of them, several times a step.
-        wanted = set(map(id, blocks))
-        return any(not wanted.isdisjoint(map(id, table)) for table in given_up)
+        if self._given_up is None:
+            self._given_up = self._collect()
+        return not self._given_up.isdisjoint(map(id, blocks))
+
+    def _collect(self) -> set[int]:
+        """Once a step: vLLM gives up no table while it builds the connector's metadata."""
+        given_up: set[int] = set()
+        for step in self._steps:
+            for manager, tables in zip(self._managers, step, strict=True):
+                now = map(manager.req_to_blocks.get, tables)
+                for table in compress(tables.values(), map(is_not, now, tables.values())):
+                    given_up.update(map(id, table))
+        return given_up

@@ -146,6 +146,22 @@ def test_queue_chain(count: int) -> None:
     twins.do(block_lists.queue_chain, lambda pool, blocks: pool.free_blocks(reversed(blocks)), ids)
 
 
+@given(st.integers(1, NUM_BLOCKS), st.integers(1, NUM_BLOCKS))
+def test_move_to_end(one: int, other: int) -> None:
+    twins = Twins(NUM_BLOCKS)
+    head, last = sorted((one, other))
+
+    def block_by_block(pool: BlockPool, blocks: list[KVCacheBlock]) -> None:
+        pool.touch(blocks)
+        pool.free_blocks(reversed(blocks))
+
+    twins.do(
+        lambda pool, blocks: block_lists.move_to_end(pool, blocks[-1], blocks[0]),
+        block_by_block,
+        range(head, last + 1),
+    )
+
+
 @pytest.mark.parametrize("place", range(4))
 def test_queue_chain_before_a_block(place: int) -> None:
     pool = make_tier(8).pool

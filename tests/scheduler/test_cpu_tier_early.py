@@ -17,7 +17,6 @@ from tests.scheduler.tiers import (
     leave,
     make_tier,
     parent_of,
-    prefixes,
 )
 
 
@@ -122,7 +121,7 @@ class EarlyTier(RuleBasedStateMachine):
 
     @rule(chain=chains)
     def refresh(self, chain: str) -> None:
-        self.tier.refresh(key(name) for name in prefixes(chain))
+        self.tier.refresh(hashes(chain), 0, len(chain))
 
     @rule(name=chains)
     def drop(self, name: str) -> None:
@@ -148,7 +147,7 @@ class EarlyTier(RuleBasedStateMachine):
             self.tier.unpin(held)
         self.tier.check_integrity()
         leave(self.tier)
-        assert self.tier._parents == {}
+        assert not any(self.tier._parents)
         assert self.tier._early == {}
 
 

@@ -16,7 +16,6 @@ from tests.scheduler.tiers import (
     commit,
     contents,
     hashes,
-    key,
     make_tier,
     prefixes,
 )
@@ -115,7 +114,7 @@ class Tier(RuleBasedStateMachine):
 
     @rule(chain=chains)
     def refresh(self, chain: str) -> None:
-        self.tier.refresh(key(name) for name in prefixes(chain))
+        self.tier.refresh(hashes(chain), 0, len(chain))
         found = [name for name in prefixes(chain) if name in self.kept]
         for name in found:
             self.ages.pop(name, None)
@@ -201,7 +200,7 @@ class Tier(RuleBasedStateMachine):
         assert self.tier.pool.get_num_free_blocks() == self.num_blocks
         self.tier.reset()
         assert contents(self.tier) == set()
-        assert self.tier._parents == {}
+        assert not any(self.tier._parents)
 
 
 TestTier = Tier.TestCase

@@ -7,7 +7,7 @@ from tests.scheduler.tiers import (
     blocks,
     commit,
     contents,
-    key,
+    hashes,
     leave,
     make_tier,
     prefixes,
@@ -58,7 +58,7 @@ def test_branches_leave_before_the_head_that_they_share() -> None:
 def test_the_branch_that_was_used_last_stays_longer() -> None:
     tier = make_tier(7)
     store(tier, "abxx", "abyy")
-    tier.refresh(key(name) for name in prefixes("abxx"))
+    tier.refresh(hashes("abxx"), 0, 4)
     tier.check_integrity()
     assert leave(tier) == ["abyy", "aby", "abxx", "abx", "ab", "a"]
 
@@ -111,7 +111,7 @@ def test_the_chain_that_was_pinned_last_stays_longest() -> None:
 def test_refresh_makes_a_chain_the_most_recently_used() -> None:
     tier = make_tier(9)
     store(tier, "abc", "pqr", "xyz")
-    tier.refresh(key(name) for name in prefixes("abc"))
+    tier.refresh(hashes("abc"), 0, 3)
     tier.check_integrity()
     assert leave(tier) == [*tail_first("pqr"), *tail_first("xyz"), *tail_first("abc")]
 
@@ -119,7 +119,7 @@ def test_refresh_makes_a_chain_the_most_recently_used() -> None:
 def test_refresh_goes_as_far_as_the_chain_does() -> None:
     tier = make_tier(6)
     store(tier, "abc", "xyz")
-    tier.refresh(key(name) for name in prefixes("abpq"))
+    tier.refresh(hashes("abpq"), 0, 4)
     tier.check_integrity()
     # Without its head "abc" is worth nothing, but the head goes on being worth something.
     assert leave(tier) == ["abc", *tail_first("xyz"), "ab", "a"]
@@ -128,8 +128,8 @@ def test_refresh_goes_as_far_as_the_chain_does() -> None:
 def test_refresh_of_what_is_not_there() -> None:
     tier = make_tier(6)
     store(tier, "abc", "xyz")
-    tier.refresh(key(name) for name in prefixes("pqr"))
-    tier.refresh([])
+    tier.refresh(hashes("pqr"), 0, 3)
+    tier.refresh([], 0, 0)
     tier.check_integrity()
     assert leave(tier) == [*tail_first("abc"), *tail_first("xyz")]
 
@@ -139,7 +139,7 @@ def test_refresh_of_what_is_pinned() -> None:
     store(tier, "abc", "xyz")
     pinned = blocks(tier, "ab")
     tier.pin(pinned)
-    tier.refresh(key(name) for name in prefixes("abc"))
+    tier.refresh(hashes("abc"), 0, 3)
     tier.check_integrity()
     assert [held.ref_cnt for held in pinned] == [1, 1]
     tier.unpin(pinned)

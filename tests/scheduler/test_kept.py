@@ -1,35 +1,35 @@
 """What must not leave the tier."""
 
 from simple_offload.scheduler.kept import Kept
-from tests.scheduler.tiers import key, prefixes
+from tests.scheduler.driver import make_request, prompt
+from tests.scheduler.tiers import BLOCK_SIZE, make_tier
+
+TIER = make_tier(8, windows=(0, 0))
+REQUEST = make_request("r", prompt(4 * BLOCK_SIZE))
+KEYS = [TIER.keys(REQUEST.block_hashes, group) for group in range(2)]
+
+
+def kept_of(kept: Kept) -> list[list[int]]:
+    return [[i for i, key in enumerate(keys) if key in kept] for keys in KEYS]
 
 
 def test_the_first_blocks_of_each_group_and_some_more() -> None:
-    keys = [[key(name, group) for name in prefixes("abcd")] for group in range(2)]
-    kept = Kept(keys)
-    assert key("a") not in kept
+    kept = Kept(TIER, REQUEST)
+    assert kept_of(kept) == [[], []]
     kept.keep_first(0, 2)
     kept.keep_first(1, 1)
-    kept.keep((key("abcd", 1),))
-    wanted = {key("a"), key("ab"), key("a", 1), key("abcd", 1)}
-    assert {each for group in keys for each in group if each in kept} == wanted
+    kept.keep((KEYS[1][3],))
+    assert kept_of(kept) == [[0, 1], [0, 3]]
+    kept.keep_first(0, 3)
+    assert kept_of(kept) == [[0, 1, 2], [0, 3]]
 
 
 def test_it_only_grows() -> None:
-    keys = [[key("a"), key("ab")]]
-    kept = Kept(keys)
+    kept = Kept(TIER, REQUEST)
     kept.keep_first(0, 2)
     kept.keep_first(0, 1)
-    assert key("ab") in kept
+    assert kept_of(kept) == [[0, 1], []]
 
 
-def test_keys_that_become_known_later() -> None:
-    keys = [[key("a")]]
-    kept = Kept(keys)
-    kept.keep_first(0, 1)
-    assert key("a") in kept
-    keys[0].append(key("ab"))
-    assert key("ab") not in kept
-    kept.keep_first(0, 2)
-    assert key("ab") in kept
-    assert None not in kept
+def test_what_holds_nothing_is_not_kept() -> None:
+    assert None not in Kept(TIER, REQUEST)
