@@ -141,6 +141,7 @@ CONTENDERS = {
     contender.name: contender
     for contender in (
         Contender("ours", OurSide(), rival="builtin"),
+        Contender("ours-64", OurSide(), {"cpu_block_size": 64}, "builtin"),
         Contender("ours-lazy", OurSide(), {"lazy_offload": True}, "builtin-lazy", lazy=True),
         Contender(
             "ours-threshold", OurSide(), {"store_threshold": 2}, "builtin", for_one_offs=True

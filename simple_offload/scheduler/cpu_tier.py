@@ -14,7 +14,7 @@ sizes, keys and hits here are those of whole host blocks.
 """
 
 from bisect import bisect_left
-from collections.abc import Callable, Container, Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 from typing import Any, NamedTuple, cast
 
 from vllm.utils.math_utils import cdiv
@@ -177,18 +177,22 @@ class CpuTier:
 
     def count_first(
         self,
-        has: Callable[[BlockHashWithGroupId], object],
         block_hashes: list[BlockHash],
         group: int,
         limit: int,
+        coming: Container[BlockHashWithGroupId] = (),
     ) -> int:
-        """How many of the first ``limit`` blocks of a request of a chained group ``has`` is true
-        of. A chain loses its tail first, hence bisection."""
+        """How many of the first ``limit`` blocks of a request of a chained group are there, or
+        among those ``coming``. A chain loses its tail first, hence bisection."""
         hashes = resolve_block_hashes(block_hashes, self.hash_block_size, self.block_sizes[group])
         end = self._key_ends[group]
-        return bisect_left(
-            range(limit), True, key=lambda i: not has(BlockHashWithGroupId(hashes[i] + end))
-        )
+        cached = self.pool.cached_block_hash_to_block._cache
+
+        def is_missing(index: int) -> bool:
+            key = cast(BlockHashWithGroupId, hashes[index] + end)
+            return key not in cached and key not in coming
+
+        return bisect_left(range(limit), True, key=is_missing)
 
     def has_none(self, keys: Iterable[BlockHashWithGroupId]) -> bool:
         """Whether no block holds one of ``keys``."""
@@ -266,7 +270,7 @@ class CpuTier:
         (last_key,) = self.keys(block_hashes, group, count - 1, count)
         if (last := self.get(last_key)) is None:
             # The last ones may not have arrived yet.
-            count = self.count_first(self.get, block_hashes, group, count)
+            count = self.count_first(block_hashes, group, count)
             self.refresh(block_hashes, group, count)
             return
         head = self._head_behind(last) if last.ref_cnt == 0 else None

@@ -2,13 +2,12 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_utils import (
     BlockHashWithGroupId,
     KVCacheBlock,
-    get_block_hash,
 )
 
 from simple_offload import metrics
@@ -18,6 +17,7 @@ from simple_offload.scheduler.cpu_tier import CpuTier
 from simple_offload.scheduler.due import Due
 from simple_offload.scheduler.kept import Kept
 from simple_offload.scheduler.runs import Run
+from simple_offload.scheduler.sources import Sources
 from simple_offload.scheduler.store_policy import (
     BoundaryState,
     confirmed_tokens,
@@ -86,9 +86,7 @@ class EagerPolicy:
         self._groups = (*tier.chained_group_ids, *(g for g in tier.group_ids if g not in chained))
         """Chained groups first: the others' blocks are of no use beyond them."""
         self._zeros = [0] * len(self._managers)
-        self._stable = [manager.has_positionally_stable_blocks for manager in self._managers]
-        """By group, whether the table's block i is about the tokens of block i and nothing else.
-        A table of states has the running state there, or nothing, until a boundary's is kept."""
+        self._sources = Sources(tier, kv_cache_manager)
 
     @property
     def num_requests(self) -> int:
@@ -324,21 +322,11 @@ class EagerPolicy:
         they are taken for. None if there is no such block."""
         if self.admission.threshold > 1 or not self.stores.has_none(keys):
             return None
-        wanted = keys
-        num_parts = self.tier.num_parts
-        if num_parts > 1:
-            last = first + len(keys)
-            wanted = self.tier.part_keys(request.block_hashes, group, first, last)
-        hashes: list[Any] = [block._block_hash for block in blocks]
-        if hashes == wanted:
-            keys = hashes[num_parts - 1 :: num_parts]  # the same, and in memory already
-        else:
-            count = next(i for i, key in enumerate(wanted) if hashes[i] != key) // num_parts
-            if count == 0:
-                return None
-            keys, blocks = keys[:count], blocks[: count * num_parts]
+        keys = self._sources.matching(request, group, first, keys, blocks)
+        if not keys:
+            return None
         size = self.tier.block_sizes[group]
-        return Run(blocks, keys, parent, (first + 1) * size, size)
+        return Run(self._parts(blocks, 0, len(keys)), keys, parent, (first + 1) * size, size)
 
     def _storable_from(
         self,
@@ -360,48 +348,13 @@ class EagerPolicy:
                     progress.refused_at = self.admission.version
                     return storable, index
                 parts = self._parts(blocks, index - first, index - first + 1)
-                sources = self._sources_of(parts, progress.request, index, key, group, ended)
+                sources = self._sources.of(parts, progress.request, index, key, group, ended)
                 if sources is not None:
                     storable.append(Storable(sources, key, parent, (index + 1) * size))
                 elif self._is_chained(group):
                     return storable, index
             parent = key
         return storable, first + len(keys)
-
-    def _sources_of(
-        self,
-        parts: Sequence[KVCacheBlock],
-        request: "Request",
-        index: int,
-        key: BlockHashWithGroupId,
-        group: int,
-        ended: bool,
-    ) -> tuple[KVCacheBlock, ...] | None:
-        """The device blocks to store under ``key``, the request's host block ``index``, where the
-        block table has ``parts``; None unless all of them are there."""
-        keys = [key]
-        if self.tier.num_parts > 1:
-            keys = self.tier.part_keys(request.block_hashes, group, index, index + 1)
-        sources = []
-        for part, part_key in zip(parts, keys, strict=True):
-            source = self._source_of(part, part_key, group, ended)
-            if source is None:
-                return None
-            sources.append(source)
-        return tuple(sources)
-
-    def _source_of(
-        self, block: KVCacheBlock, key: BlockHashWithGroupId, group: int, ended: bool
-    ) -> KVCacheBlock | None:
-        """The device block to store under ``key``, where the block table has ``block``."""
-        if block.is_null:
-            # The window has moved on. The block may still lie in the free queue, unharmed.
-            cached = self._device_pool.get_cached_block(get_block_hash(key), [group])
-            return cached[0] if cached is not None else None
-        # A block that vLLM has not hashed it never will (the block serves no hit), or, if this
-        # is where the request ends, because there is no later step to do so.
-        own = ended and block.block_hash is None and self._stable[group]
-        return block if own or block.block_hash == key else None
 
     def _start(self, progress: _Progress, limits: Mapping[int, int]) -> None:
         """Skip and keep what the tier has (or is getting) already of the request's blocks before
@@ -424,6 +377,6 @@ class EagerPolicy:
         """Set the cursor behind what the tier has (or is getting) of the request's first
         ``limit`` blocks."""
         hashes = progress.request.block_hashes
-        count = self.tier.count_first(self.stores.has, hashes, group, limit)
+        count = self.stores.count_first(hashes, group, limit)
         progress.next_index[group] = count
         progress.kept.keep_first(group, count)

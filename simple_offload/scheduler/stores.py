@@ -6,7 +6,7 @@ from itertools import chain
 from typing import NamedTuple
 
 from vllm.v1.core.block_pool import BlockPool
-from vllm.v1.core.kv_cache_utils import BlockHashWithGroupId, KVCacheBlock
+from vllm.v1.core.kv_cache_utils import BlockHash, BlockHashWithGroupId, KVCacheBlock
 
 from simple_offload import metrics
 from simple_offload.logs import get_logger
@@ -83,6 +83,11 @@ class Stores:
     def has(self, key: BlockHashWithGroupId) -> bool:
         """Whether ``key`` is in the tier or on its way there."""
         return key in self._keys or self.tier.get(key) is not None
+
+    def count_first(self, block_hashes: list[BlockHash], group: int, limit: int) -> int:
+        """How many of the first ``limit`` blocks of a request of a chained group are in the tier
+        or on their way there."""
+        return self.tier.count_first(block_hashes, group, limit, self._keys)
 
     def has_none(self, keys: Collection[BlockHashWithGroupId]) -> bool:
         """Whether none of ``keys`` is in the tier or on its way there."""

@@ -5,8 +5,8 @@ from typing import Any
 from unittest.mock import patch
 
 from simple_offload.scheduler.cpu_tier import CpuTier
-from simple_offload.scheduler.eager import EagerPolicy
 from simple_offload.scheduler.loads import Loads
+from simple_offload.scheduler.sources import Sources
 from tests.simulation.mutations.growth import grow_to
 from tests.simulation.mutations.registry import mutation, substitute
 from tests.simulation.mutations.scripts import in_parts
@@ -44,16 +44,16 @@ def grow_by_slots(stack: ExitStack) -> None:
 
 @mutation(in_parts)
 def store_a_host_block_that_lacks_a_part(stack: ExitStack) -> None:
-    sources_of = EagerPolicy._sources_of
+    sources_of = Sources.of
 
-    def lenient(self: EagerPolicy, parts: Any, *arguments: Any) -> Any:
+    def lenient(self: Sources, parts: Any, *arguments: Any) -> Any:
         sources = sources_of(self, parts, *arguments)
         if sources is not None or self.tier.num_parts == 1:
             return sources
         there = [part for part in parts if not part.is_null]
         return tuple(there[0] if part.is_null else part for part in parts) if there else None
 
-    substitute(stack, EagerPolicy, "_sources_of", lenient)
+    substitute(stack, Sources, "of", lenient)
 
 
 @mutation(in_parts)

@@ -10,6 +10,7 @@ from simple_offload.scheduler.cpu_tier import CpuTier, HostHit
 from simple_offload.scheduler.eager import EagerPolicy
 from simple_offload.scheduler.loads import Loads
 from simple_offload.scheduler.manager import OffloadScheduler
+from simple_offload.scheduler.sources import Sources
 from simple_offload.scheduler.store_policy import BoundaryState
 from simple_offload.scheduler.stores import Storable
 from tests.simulation.mutations.registry import mutation, substitute
@@ -19,21 +20,21 @@ from tests.simulation.mutations.scripts import INNER_HITS, STATES
 @mutation(STATES)
 def store_the_running_state(stack: ExitStack) -> None:
     """A state block is stored as soon as its last token is known, before the state has seen it."""
-    num_complete, source_of = EagerPolicy._num_complete, EagerPolicy._source_of
+    num_complete, source_of = EagerPolicy._num_complete, Sources._of_part
 
     def known(self: EagerPolicy, request: Any, group: int, num_blocks: int) -> int:
-        if self._stable[group]:
+        if self._sources._stable[group]:
             return num_complete(self, request, group, num_blocks)
         num_tokens = len(request.block_hashes) * self.tier.hash_block_size
         return min(num_tokens // self.tier.block_sizes[group], num_blocks)
 
-    def source(self: EagerPolicy, block: Any, key: Any, group: int, ended: bool) -> Any:
+    def source(self: Sources, block: Any, key: Any, group: int, ended: bool) -> Any:
         if self._stable[group] or block.is_null:
             return source_of(self, block, key, group, ended)
         return block
 
     substitute(stack, EagerPolicy, "_num_complete", known)
-    substitute(stack, EagerPolicy, "_source_of", source)
+    substitute(stack, Sources, "_of_part", source)
 
 
 @mutation(STATES)

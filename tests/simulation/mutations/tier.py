@@ -9,7 +9,7 @@ from vllm.v1.core.kv_cache_utils import get_request_block_hasher
 from vllm.v1.request import Request
 
 from simple_offload.scheduler.cpu_tier import CpuTier
-from simple_offload.scheduler.eager import EagerPolicy
+from simple_offload.scheduler.sources import Sources
 from tests.simulation.mutations.registry import mutation, substitute
 from tests.simulation.world import World
 
@@ -51,10 +51,10 @@ def ignore_salt(stack: ExitStack) -> None:
 
     # The policy stores only what vLLM has hashed under the same key; let it store anything that
     # is about the tokens of its block.
-    def source(self: EagerPolicy, block: Any, key: Any, group: int, ended: bool) -> Any:
+    def source(self: Sources, block: Any, key: Any, group: int, ended: bool) -> Any:
         return None if block.is_null or not self._stable[group] else block
 
-    substitute(stack, EagerPolicy, "_source_of", source)
+    substitute(stack, Sources, "_of_part", source)
 
 
 @mutation()

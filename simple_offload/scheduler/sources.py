@@ -1,0 +1,84 @@
+"""Sources: the device blocks that hold what host blocks are to be filled with."""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from vllm.v1.core.block_pool import BlockPool
+from vllm.v1.core.kv_cache_utils import BlockHashWithGroupId, KVCacheBlock, get_block_hash
+
+from simple_offload.scheduler.cpu_tier import CpuTier
+
+if TYPE_CHECKING:
+    from vllm.v1.core.kv_cache_manager import KVCacheManager
+    from vllm.v1.request import Request
+
+
+class Sources:
+    """Tells by what a device block is known whether it is the one to be copied: a block table
+    may have another block there, or none any more."""
+
+    def __init__(self, tier: CpuTier, kv_cache_manager: "KVCacheManager") -> None:
+        self.tier = tier
+        self._device_pool: BlockPool = kv_cache_manager.block_pool
+        self._stable = [
+            manager.has_positionally_stable_blocks
+            for manager in kv_cache_manager.coordinator.single_type_managers
+        ]
+        """By group, whether the table's block i is about the tokens of block i and nothing else.
+        A table of states has the running state there, or nothing, until a boundary's is kept."""
+
+    def matching(
+        self,
+        request: "Request",
+        group: int,
+        first: int,
+        keys: list[BlockHashWithGroupId],
+        blocks: Sequence[KVCacheBlock],
+    ) -> list[BlockHashWithGroupId]:
+        """Those of ``keys``, of the request's host blocks from ``first`` on, up to the first one
+        of which ``blocks``, the parts that the block table has, are not all what they are taken
+        for."""
+        wanted, num_parts = keys, self.tier.num_parts
+        if num_parts > 1:
+            last = first + len(keys)
+            wanted = self.tier.part_keys(request.block_hashes, group, first, last)
+        held: list[Any] = [block._block_hash for block in blocks]
+        if held == wanted:
+            return held[num_parts - 1 :: num_parts]  # the same, and in memory already
+        return keys[: next(i for i, key in enumerate(wanted) if held[i] != key) // num_parts]
+
+    def of(
+        self,
+        parts: Sequence[KVCacheBlock],
+        request: "Request",
+        index: int,
+        key: BlockHashWithGroupId,
+        group: int,
+        ended: bool,
+    ) -> tuple[KVCacheBlock, ...] | None:
+        """The device blocks to store under ``key``, the request's host block ``index``, where the
+        block table has ``parts``; None unless all of them are there. ``ended``: vLLM gives the
+        request's blocks no hash any more."""
+        keys = [key]
+        if self.tier.num_parts > 1:
+            keys = self.tier.part_keys(request.block_hashes, group, index, index + 1)
+        sources = []
+        for part, part_key in zip(parts, keys, strict=True):
+            source = self._of_part(part, part_key, group, ended)
+            if source is None:
+                return None
+            sources.append(source)
+        return tuple(sources)
+
+    def _of_part(
+        self, block: KVCacheBlock, key: BlockHashWithGroupId, group: int, ended: bool
+    ) -> KVCacheBlock | None:
+        """The device block to store under ``key``, where the block table has ``block``."""
+        if block.is_null:
+            # The window has moved on. The block may still lie in the free queue, unharmed.
+            cached = self._device_pool.get_cached_block(get_block_hash(key), [group])
+            return cached[0] if cached is not None else None
+        # A block that vLLM has not hashed it never will (the block serves no hit), or, if this
+        # is where the request ends, because there is no later step to do so.
+        own = ended and block.block_hash is None and self._stable[group]
+        return block if own or block.block_hash == key else None

@@ -1,0 +1,134 @@
+"""Runs of blocks, and what becomes of them in the tier."""
+
+import pytest
+from vllm.v1.core.kv_cache_utils import KVCacheBlock
+
+from simple_offload.scheduler.cpu_tier import CpuTier
+from simple_offload.scheduler.runs import Run
+from tests.scheduler.tiers import (
+    BLOCK_SIZE,
+    block,
+    blocks,
+    contents,
+    hashes,
+    key,
+    leave,
+    make_tier,
+    names,
+    parent_of,
+    prefixes,
+    store,
+)
+
+
+def run_of(first: str, last: str) -> Run:
+    """The blocks of the chain ``last`` from ``first`` on."""
+    keys = [key(name) for name in prefixes(last) if len(name) >= len(first)]
+    return Run((), keys, parent_of(first), len(first) * BLOCK_SIZE, BLOCK_SIZE)
+
+
+def commit(tier: CpuTier, run: Run) -> list[int]:
+    (useless,) = tier.commit_all([(run, tier.allocate(len(run)))])
+    tier.check_integrity()
+    return useless
+
+
+@pytest.mark.parametrize("num_parts", [1, 3])
+def test_the_first_blocks_of_a_run(num_parts: int) -> None:
+    run = run_of("ab", "abcd")
+    run.device_blocks = [KVCacheBlock(i) for i in range(3 * num_parts)]
+    assert run.first(3) is run
+    two = run.first(2)
+    assert list(two.keys) == [key("ab"), key("abc")]
+    assert [each.block_id for each in two.device_blocks] == list(range(2 * num_parts))
+    assert (two.parent, two.num_tokens, two.size) == (key("a"), 2 * BLOCK_SIZE, BLOCK_SIZE)
+
+
+def test_a_run_is_committed_at_once() -> None:
+    tier = make_tier(8)
+    assert commit(tier, run_of("a", "abcd")) == []
+    assert contents(tier) == {"a", "ab", "abc", "abcd"}
+    ends = [each.block_hash_num_tokens for each in blocks(tier, "abcd")]
+    assert ends == [BLOCK_SIZE * length for length in range(1, 5)]
+    assert tier.num_used == 4
+    assert leave(tier) == ["abcd", "abc", "ab", "a"]
+
+
+def test_a_run_joins_a_parent_that_is_free() -> None:
+    tier = make_tier(8)
+    store(tier, "ab", "pq")
+    assert commit(tier, run_of("abc", "abcd")) == []
+    assert leave(tier) == ["abcd", "abc", "ab", "a", "pq", "p"]
+
+
+def test_a_run_whose_parent_is_held_comes_last() -> None:
+    tier = make_tier(8)
+    store(tier, "ab", "pq")
+    held = blocks(tier, "ab")
+    tier.pin(held)
+    assert commit(tier, run_of("abc", "abcd")) == []
+    tier.unpin(held)
+    tier.check_integrity()
+    assert leave(tier) == ["pq", "p", "abcd", "abc", "ab", "a"]
+
+
+def test_an_orphaned_run_is_of_no_use() -> None:
+    tier = make_tier(8)
+    assert commit(tier, run_of("abc", "abcd")) == [0, 1]
+    assert contents(tier) == set()
+    assert tier.pool.get_num_free_blocks() == 8
+
+
+def test_of_a_run_what_another_block_holds_is_of_no_use() -> None:
+    tier = make_tier(8)
+    store(tier, "ab")
+    assert commit(tier, run_of("a", "abcd")) == [0, 1]
+    assert contents(tier) == {"a", "ab", "abc", "abcd"}
+    assert tier.num_used == 4
+
+
+def test_an_early_run_waits_for_its_parent() -> None:
+    tier = make_tier(8)
+    run = run_of("abc", "abcd")
+    run.early = True
+    assert commit(tier, run) == []
+    assert contents(tier) == {"abc", "abcd"}
+    assert commit(tier, run_of("a", "ab")) == []
+    assert leave(tier) == ["abcd", "abc", "ab", "a"]
+
+
+def test_a_chain_of_several_runs_moves_in_one_piece() -> None:
+    """Where it lies in the queue in one piece, that is not taken apart."""
+    tier = make_tier(8)
+    store(tier, "ab", "pq")
+    commit(tier, run_of("abc", "abcd"))
+    tier.refresh(hashes("abcd"), 0, 4)
+    tier.check_integrity()
+    assert leave(tier) == ["pq", "p", "abcd", "abc", "ab", "a"]
+
+
+@pytest.mark.parametrize("held", ["a", "ab", "abc", "abcd"])
+def test_a_chain_of_which_a_part_is_held(held: str) -> None:
+    tier = make_tier(8)
+    store(tier, "abcd", "pq")
+    pinned = [block(tier, held)]
+    tier.pin(pinned)
+    tier.refresh(hashes("abcd"), 0, 4)
+    tier.unpin(pinned)
+    tier.check_integrity()
+    assert names(tier.pool.free_block_queue.get_all_free_blocks()[:4])[2:] == ["pq", "p"]
+
+
+def test_a_chain_between_whose_blocks_another_branch_lies() -> None:
+    tier = make_tier(8)
+    store(tier, "ab", "abxy", "abcd")
+    tier.refresh(hashes("abxy"), 0, 4)
+    tier.check_integrity()
+    assert leave(tier) == ["abcd", "abc", "abxy", "abx", "ab", "a"]
+
+
+def test_a_chain_whose_end_is_missing() -> None:
+    tier = make_tier(8)
+    store(tier, "ab", "pq")
+    tier.refresh(hashes("abcd"), 0, 4)
+    assert leave(tier) == ["pq", "p", "ab", "a"]
