@@ -134,8 +134,6 @@ def move_to_end(pool: BlockPool, first: KVCacheBlock, last: KVCacheBlock) -> Non
     tail = pool.free_block_queue.fake_free_list_tail
     before: Any = first.prev_free_block
     after: Any = last.next_free_block
-    if after is tail:
-        return
     before.next_free_block, after.prev_free_block = after, before
     end: Any = tail.prev_free_block
     end.next_free_block, first.prev_free_block = first, end
