@@ -4,48 +4,18 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
-from vllm.utils.math_utils import cdiv
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_utils import BlockHashWithGroupId, KVCacheBlock
 
 from simple_offload.scheduler.admission import Admission
 from simple_offload.scheduler.cpu_tier import CpuTier
+from simple_offload.scheduler.lookahead import Lookahead, StepLimits
 from simple_offload.scheduler.store_policy import BoundaryState, num_complete_blocks
 from simple_offload.scheduler.stores import Storable, Stores
 
 if TYPE_CHECKING:
-    from vllm.config import VllmConfig
     from vllm.v1.core.kv_cache_manager import KVCacheManager
     from vllm.v1.request import Request
-
-
-class StepLimits(NamedTuple):
-    """How many device blocks may be needed how soon."""
-
-    per_step: int
-    """To schedule one step, those aside that a load fills."""
-
-    lookahead: int
-    """Until what is stored now has been released, and for the load of a long request, as long as
-    that takes no more than a quarter of the device."""
-
-    reserve: int
-    """For running requests to go on, a token each."""
-
-    @classmethod
-    def of(
-        cls, vllm_config: "VllmConfig", block_sizes: Sequence[int], num_device_blocks: int
-    ) -> "StepLimits":
-        """``block_sizes``: in tokens, by KV cache group."""
-        scheduler_config = vllm_config.scheduler_config
-        num_tokens = scheduler_config.max_num_batched_tokens
-        num_requests = min(scheduler_config.max_num_seqs, num_tokens)
-        per_step = sum(cdiv(num_tokens, size) + num_requests for size in block_sizes)
-        longest = sum(cdiv(vllm_config.model_config.max_model_len, size) for size in block_sizes)
-        # A store starts with its step's end, and is heard of a step later at the earliest.
-        num_steps = vllm_config.max_concurrent_batches + 2
-        lookahead = num_steps * per_step + min(longest, num_device_blocks // 4)
-        return cls(per_step, lookahead, num_requests * len(block_sizes))
 
 
 @dataclass(slots=True, eq=False)
@@ -83,10 +53,10 @@ class LazyPolicy:
     """Keeps the front of the device's free queue, which is evicted first, free of blocks that
     only the device has.
 
-    The walk along the queue goes on where it has stopped, until there are ``lookahead`` blocks
-    before it that may be evicted without loss. They are held while they are stored, and come
-    back to the front. Those of a chain come tail first, so a block may come to the tier before
-    its parent does, which the device still has.
+    The walk along the queue goes on where it has stopped, until there are as many blocks before
+    it that may be evicted without loss as the Lookahead says. They are held while they are
+    stored, and come back to the front. Those of a chain come tail first, so a block may come to
+    the tier before its parent does, which the device still has.
 
     When there are fewer free blocks than that, what running requests give up may be evicted
     before anyone sees it in the queue: then their blocks are stored as they fill up.
@@ -109,6 +79,7 @@ class LazyPolicy:
         self.limits = limits
         self._managers = kv_cache_manager.coordinator.single_type_managers
         self._device_pool: BlockPool = kv_cache_manager.block_pool
+        self._lookahead = Lookahead(limits, len(self._device_pool.blocks))
         self._origins: list[_Origin | None] = [None] * len(self._device_pool.blocks)
         self._followed: dict[str, _Followed] = {}
         self._ended: list[_Ended] = []
@@ -121,6 +92,13 @@ class LazyPolicy:
         """Since the walk started from the front."""
         self._num_held = 0
         """Blocks that have ever been held from the queue."""
+
+    @property
+    def _num_ahead(self) -> int:
+        """How many blocks at the front of the queue are to be safe to evict."""
+        # At least as many hold nothing: some that hold something may be pinned.
+        num_empty = self.tier.pool.get_num_free_blocks() - self.tier.num_used
+        return self._lookahead.num_blocks(num_empty)
 
     @property
     def num_requests(self) -> int:
@@ -154,7 +132,7 @@ class LazyPolicy:
         ended, self._ended = self._ended, []
         for each in ended:
             self._finish(each)
-        budget = self.limits.lookahead if self._is_short_of_blocks() else 0
+        budget = self._num_ahead if self._is_short_of_blocks() else 0
         for request_id in request_ids:
             if (followed := self._followed.get(request_id)) is not None:
                 followed.ran = True
@@ -163,6 +141,7 @@ class LazyPolicy:
                 self._record(followed)
                 if budget > 0:
                     budget -= self._store_ahead(followed, budget)
+        self._lookahead.end_step()
         self._walk()
 
     def on_finished(self, request: "Request", loading: bool) -> None:
@@ -194,10 +173,13 @@ class LazyPolicy:
         for group, manager in enumerate(self._managers):
             table: list[KVCacheBlock] = manager.req_to_blocks.get(request_id, [])
             if followed.num_taken[group] < len(table):
+                num_new = 0
                 for block in table[followed.num_taken[group] :]:
                     self._passed.discard(block.block_id)
                     self.stores.first_to_go.pop(block.block_id, None)
+                    num_new += not (block.is_null or self._holds_what_it_did(block))
                 followed.num_taken[group] = len(table)
+                self._lookahead.take(num_new)
 
     def _record(self, followed: _Followed) -> None:
         """Note what the blocks hold that have got a hash. Their bytes are complete by the end of
@@ -232,6 +214,10 @@ class LazyPolicy:
             self._origins[block.block_id] = _Origin(key, parent)
         return block
 
+    def _holds_what_it_did(self, block: KVCacheBlock) -> bool:
+        origin = self._origins[block.block_id]
+        return origin is not None and origin.key == block.block_hash
+
     def _storable(self, block: KVCacheBlock) -> Storable | None:
         """The block as what it is to be stored as; None if it is not, or is there already."""
         key = block.block_hash
@@ -246,7 +232,7 @@ class LazyPolicy:
     # Storing what running requests have
 
     def _is_short_of_blocks(self) -> bool:
-        return self._device_pool.get_num_free_blocks() < self.limits.lookahead
+        return self._device_pool.get_num_free_blocks() < self._num_ahead
 
     def _store_ahead(self, followed: _Followed, budget: int) -> int:
         """Store up to ``budget`` blocks of each group; how many were looked at in all."""
@@ -295,7 +281,9 @@ class LazyPolicy:
 
     def _at_risk(self, followed: _Followed) -> list[Storable]:
         """Blocks that join a queue so short that they may be evicted before the next walk."""
-        num_at_risk = self.limits.per_step - self._device_pool.get_num_free_blocks()
+        num_at_risk = (
+            min(self.limits.per_step, self._num_ahead) - self._device_pool.get_num_free_blocks()
+        )
         found: list[Storable] = []
         for group in reversed(self.tier.group_ids):
             table = self._managers[group].req_to_blocks.get(followed.request.request_id, [])
@@ -329,13 +317,13 @@ class LazyPolicy:
     def _walk(self) -> None:
         """Go on along the free queue, and store what only the device has."""
         lost_place = self._cursor is not None and self._cursor.ref_cnt > 0
-        if lost_place or self._num_walked > self.limits.lookahead:
+        if lost_place or self._num_walked > self._num_ahead:
             self._start_over()
         self._walk_on()
         # Every free block has been passed, but not so many are known: some left unnoticed.
         num_free = self._device_pool.get_num_free_blocks()
         num_safe = len(self._passed) - len(self.stores.first_to_go)
-        if num_safe < min(self.limits.lookahead, num_free) and self._at_end():
+        if num_safe < min(self._num_ahead, num_free) and self._at_end():
             self._start_over()
 
     def _start_over(self) -> None:
@@ -350,15 +338,16 @@ class LazyPolicy:
     def _walk_on(self) -> None:
         held = self.stores.first_to_go
         num_free = self._device_pool.get_num_free_blocks()
+        num_ahead = self._num_ahead
         room = min(
             num_free - self.limits.reserve,
-            self.limits.lookahead - len(held),
+            num_ahead - len(held),
             self.tier.pool.get_num_free_blocks(),
         )
         num_safe = len(self._passed) - len(held)
         chosen: dict[BlockHashWithGroupId, Storable] = {}
         for block in self._device_pool.free_block_queue.iter_blocks_after(self._cursor):
-            if num_safe >= self.limits.lookahead:
+            if num_safe >= num_ahead:
                 break
             storable = self._storable(block)
             if storable is None or storable.key in chosen:
