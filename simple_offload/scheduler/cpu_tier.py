@@ -13,8 +13,9 @@ nothing of that. They have slots of a device block each, and a host block's are 
 sizes, keys and hits here are those of whole host blocks.
 """
 
+from collections import Counter
 from collections.abc import Container, Iterable, Sequence
-from itertools import islice
+from itertools import islice, takewhile
 from typing import NamedTuple, Protocol
 
 from vllm.utils.math_utils import cdiv
@@ -124,6 +125,10 @@ class CpuTier:
         """By id of a cached block that is not a chain's first: the key of its parent."""
         self._early: dict[BlockHashWithGroupId, set[int]] = {}
         """By key of a parent that has not come yet: the ids of the blocks that follow it."""
+        self._num_followers: dict[BlockHashWithGroupId, int] = {}
+        """By key of a parent, come yet or not: how many blocks follow it."""
+        self._demoted: set[int] = set()
+        """Ids of free blocks that ``demote`` has put first."""
 
     @property
     def num_blocks(self) -> int:
@@ -239,6 +244,8 @@ class CpuTier:
         """Add a reference to each block: it cannot be evicted. Null blocks must not be among
         them (vLLM 0.32 counts references to those)."""
         self.pool.touch(blocks)
+        if self._demoted:
+            self._demoted.difference_update([block.block_id for block in blocks])
 
     def unpin(self, blocks: Iterable[KVCacheBlock]) -> None:
         """Drop a reference to each block, parents before children. What nobody refers to any
@@ -262,10 +269,41 @@ class CpuTier:
 
     def refresh(self, keys: Iterable[BlockHashWithGroupId]) -> None:
         """Make the blocks of a chain of a chained group (``keys`` from its first block on), as
-        far as it is there, the most recently used."""
+        far as it is there and not demoted, the most recently used."""
         chain = self._present(keys)
+        if self._demoted:
+            chain = list(takewhile(lambda block: block.block_id not in self._demoted, chain))
         self.pin(chain)
         self.pool.free_blocks(reversed(chain))  # each before its parent
+
+    def demote(self, blocks: Sequence[KVCacheBlock]) -> None:
+        """Let ``blocks`` (parents before children), which the device has too, be evicted before
+        all others, children first. Those stay where they are that somebody refers to, or that
+        others follow which stay. Does nothing while there are blocks that hold nothing."""
+        queue = self.pool.free_block_queue
+        first = queue.fake_free_list_head.next_free_block
+        if first is None or first.block_hash is None:
+            return
+        going: dict[int, KVCacheBlock] = {}
+        num_going: Counter[BlockHashWithGroupId] = Counter()
+        for block in reversed(blocks):
+            key = block.block_hash
+            if key is None or block.ref_cnt or block.block_id in going:
+                continue
+            if self._num_followers.get(key, 0) == num_going[key]:
+                going[block.block_id] = block
+                if (parent := self._parents.get(block.block_id)) is not None:
+                    num_going[parent] += 1
+        for block in going.values():
+            queue.remove(block)
+        queue.prepend_n(list(going.values()))
+        self._demoted.update(going)
+
+    def promote(self, key: BlockHashWithGroupId) -> None:
+        """Make the block of ``key`` and what precedes it the most recently used, if it is demoted:
+        the device will not have it much longer."""
+        if self._demoted and (block := self.get(key)) and block.block_id in self._demoted:
+            self._renew(block)
 
     # Filling
 
@@ -347,6 +385,7 @@ class CpuTier:
                 self.pool._insert_block_hash(inner_key, block, num_tokens=None)
             if parent is not None:
                 self._parents[block.block_id] = parent
+                self._num_followers[parent] = self._num_followers.get(parent, 0) + 1
                 if orphaned:
                     self._early.setdefault(parent, set()).add(block.block_id)
             if self._early and self._early.pop(key, None) is not None:
@@ -382,6 +421,8 @@ class CpuTier:
         self.pool.evict_blocks({b.block_id for b in self.pool.blocks if b.block_hash is not None})
         self._parents.clear()
         self._early.clear()
+        self._num_followers.clear()
+        self._demoted.clear()
         self._lose(self.num_used, "reset")
 
     def check_integrity(self) -> None:
@@ -417,6 +458,10 @@ class CpuTier:
                     raise AssertionError(f"{block}: its chain's head has left the tier")
                 later = position.get(parent.block_id, len(position))
                 assert position.get(block.block_id, -1) < later, f"{block}: outlives {parent}"
+        assert self._num_followers == Counter(self._parents.values()), "followers miscounted"
+        for block_id in self._demoted:
+            block = self.pool.blocks[block_id]
+            assert block.ref_cnt == 0 and block.block_hash is not None, f"{block}: is demoted"
         num_used = sum(block.block_hash is not None for block in self.pool.blocks)
         assert num_used == self.num_used, f"{num_used} blocks hold something, not {self.num_used}"
 
@@ -473,8 +518,14 @@ class CpuTier:
         return [block for key in keys if (block := self.get(key)) is not None]
 
     def _forget_parent(self, block_id: int) -> None:
+        self._demoted.discard(block_id)
         parent = self._parents.pop(block_id, None)
-        if parent is not None and (early := self._early.get(parent)) is not None:
+        if parent is None:
+            return
+        self._num_followers[parent] -= 1
+        if not self._num_followers[parent]:
+            del self._num_followers[parent]
+        if (early := self._early.get(parent)) is not None:
             early.discard(block_id)
             if not early:
                 del self._early[parent]
@@ -496,6 +547,8 @@ class CpuTier:
     def _release(self, chain: Sequence[KVCacheBlock]) -> None:
         """Drop the last reference to each block of a chain."""
         successor = self._free_parent(chain[0])
+        if successor is not None and successor.block_id in self._demoted:
+            self._renew(successor)
         if successor is None:
             self.pool.free_blocks(reversed(chain))
             return

@@ -351,6 +351,8 @@ class LazyPolicy:
                 break
             storable = self._storable(block)
             if storable is None or storable.key in chosen:
+                if block.block_hash is not None:
+                    self.tier.promote(block.block_hash)
                 self._cursor = block
                 num_safe += block.block_id not in self._passed
             elif len(chosen) < room:

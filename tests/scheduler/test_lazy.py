@@ -194,6 +194,51 @@ def test_a_full_tier_has_little_of_what_the_device_has(drive: MakeDriver) -> Non
     assert 5 * (60 - first) > 150 + 50
 
 
+def load_one(driver: Driver) -> int:
+    """Fill the tier, and load a request's five blocks from it that are the next to be evicted;
+    the request's family."""
+    fill(driver, 50)
+    family = next(f for f in range(1, 50) if driver.found(prompt(21, f)) == 20)
+    driver.say("again", prompt(21, family))
+    assert driver.world.num_blocks_loaded == 5
+    return family
+
+
+def test_what_has_been_loaded_leaves_the_tier_first(drive: MakeDriver) -> None:
+    driver = drive(**CROWDED)
+    family = load_one(driver)
+    fill(driver, 3, first=61)
+    assert driver.found(prompt(21, family)) == 0
+    assert driver.found(prompt(21, family + 4)) == 20
+
+
+def test_what_the_device_is_about_to_evict_leaves_the_tier_last(drive: MakeDriver) -> None:
+    """Whether the tier still has it or gets it anew."""
+    driver = drive(**CROWDED)
+    family = load_one(driver)
+    fill(driver, 20, first=61)
+    request = make_request("x", prompt(21, family))
+    assert driver.device_pool.get_cached_block(request.block_hashes[4], [0]) is None
+    assert driver.found(prompt(21, family)) == 20
+
+
+def test_what_the_tier_still_has_is_not_stored_again(drive: MakeDriver) -> None:
+    driver = drive(**CROWDED)
+    family = load_one(driver)
+    request = make_request("x", prompt(21, family))
+    before = driver.tier.lookup(request.block_hashes, 0, 21)
+    taken: list[KVCacheBlock] = []
+    while driver.device_pool.get_num_free_blocks() > 12:  # they leave the device next
+        taken += driver.device_pool.get_new_blocks(1)
+    assert driver.tier._demoted
+    driver.start("next", prompt(3))
+    driver.step()
+    assert not driver.tier._demoted
+    driver.device_pool.free_blocks(taken)
+    driver.run()
+    assert driver.tier.lookup(request.block_hashes, 0, 21) == before
+
+
 # A device that is short of blocks
 
 
