@@ -209,7 +209,7 @@ def test_what_has_been_loaded_leaves_the_tier_first(drive: MakeDriver) -> None:
     family = load_one(driver)
     fill(driver, 3, first=61)
     assert driver.found(prompt(21, family)) == 0
-    assert driver.found(prompt(21, family + 4)) == 20
+    assert driver.found(prompt(21, family + 8)) == 20
 
 
 def test_what_the_device_is_about_to_evict_leaves_the_tier_last(drive: MakeDriver) -> None:
@@ -306,12 +306,10 @@ def test_what_a_running_request_had_before_a_reset_is_not_stored(drive: MakeDriv
 def test_a_block_that_was_filled_anew_is_not_taken_for_what_it_was(drive: MakeDriver) -> None:
     driver = drive(**ROOMY)
     driver.say("a", prompt(21))
-    policy = policy_of(driver)
+    residents = policy_of(driver)._residents
     block = next(b for b in free_blocks(driver) if b.block_hash is not None)
-    assert policy._storable(block) is not None
-    origin = policy._origins[block.block_id]
-    assert origin is not None
+    assert residents.storable(block) is not None
     another = make_request("x", prompt(21, family=1))
     (key,) = driver.tier.keys(another.block_hashes, 0, stop=1)
-    policy._origins[block.block_id] = origin._replace(key=key)
-    assert policy._storable(block) is None
+    residents.record(block, key, None)
+    assert residents.storable(block) is None
