@@ -13,8 +13,10 @@ nothing of that. They have slots of a device block each, and a host block's are 
 sizes, keys and hits here are those of whole host blocks.
 """
 
+import gc
 from collections import Counter
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from itertools import islice, takewhile
 from typing import NamedTuple, Protocol
 
@@ -78,6 +80,19 @@ class _Content(NamedTuple):
     early: bool
 
 
+@contextmanager
+def _collector_paused() -> Iterator[None]:
+    """Python's garbage collector would go over millions of new blocks again and again while they
+    are made, none of which is garbage: it sees them once, afterwards."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
 class CpuTier:
     """Host blocks by content. Single-threaded: vLLM calls the scheduler side from one thread."""
 
@@ -139,7 +154,8 @@ class CpuTier:
         """Have ``num_blocks`` blocks from now on, vLLM's null block included. Fewer than there
         are already change nothing. The new ones are the next to be allocated, lowest id first,
         so that what is stored together lies together."""
-        new = [KVCacheBlock(block_id) for block_id in range(self.num_blocks, num_blocks)]
+        with _collector_paused():
+            new = [KVCacheBlock(block_id) for block_id in range(self.num_blocks, num_blocks)]
         self.pool.blocks.extend(new)
         self.pool.num_gpu_blocks = self.num_blocks
         self.pool.free_block_queue.prepend_n(new)
