@@ -102,10 +102,13 @@ class CpuTier:
         hash_block_size: int,
         num_parts: int = 1,
         meter: metrics.Meter | None = None,
+        demotes: bool = False,
     ) -> None:
         """``hash_block_size``: how many tokens each of a request's hashes covers; the
         coordinator's hashes and blocks are to cover ``num_parts`` times as many as the device's.
+        ``demotes``: ``demote`` may be used, for which what follows each block has to be counted.
         """
+        self.demotes = demotes
         self.coordinator = coordinator
         self.meter = meter or metrics.Meter()
         self.num_used = 0
@@ -296,6 +299,7 @@ class CpuTier:
         """Let ``blocks`` (parents before children), which the device has too, be evicted before
         all others, children first. Those stay where they are that somebody refers to, or that
         others follow which stay. Does nothing while there are blocks that hold nothing."""
+        assert self.demotes
         queue = self.pool.free_block_queue
         first = queue.fake_free_list_head.next_free_block
         if first is None or first.block_hash is None:
@@ -401,7 +405,8 @@ class CpuTier:
                 self.pool._insert_block_hash(inner_key, block, num_tokens=None)
             if parent is not None:
                 self._parents[block.block_id] = parent
-                self._num_followers[parent] = self._num_followers.get(parent, 0) + 1
+                if self.demotes:
+                    self._num_followers[parent] = self._num_followers.get(parent, 0) + 1
                 if orphaned:
                     self._early.setdefault(parent, set()).add(block.block_id)
             if self._early and self._early.pop(key, None) is not None:
@@ -474,7 +479,9 @@ class CpuTier:
                     raise AssertionError(f"{block}: its chain's head has left the tier")
                 later = position.get(parent.block_id, len(position))
                 assert position.get(block.block_id, -1) < later, f"{block}: outlives {parent}"
-        assert self._num_followers == Counter(self._parents.values()), "followers miscounted"
+        if self.demotes:
+            followers = Counter(self._parents.values())
+            assert self._num_followers == followers, "followers miscounted"
         for block_id in self._demoted:
             block = self.pool.blocks[block_id]
             assert block.ref_cnt == 0 and block.block_hash is not None, f"{block}: is demoted"
@@ -538,9 +545,10 @@ class CpuTier:
         parent = self._parents.pop(block_id, None)
         if parent is None:
             return
-        self._num_followers[parent] -= 1
-        if not self._num_followers[parent]:
-            del self._num_followers[parent]
+        if self.demotes:
+            self._num_followers[parent] -= 1
+            if not self._num_followers[parent]:
+                del self._num_followers[parent]
         if (early := self._early.get(parent)) is not None:
             early.discard(block_id)
             if not early:

@@ -48,9 +48,6 @@ class Loads:
     def __init__(self, tier: CpuTier, in_flight: InFlight) -> None:
         self.tier = tier
         self._numbering = in_flight
-        self.demotes = False
-        """Whether what has been loaded leaves the tier first: whoever stores what the device is
-        about to evict sees to it that it is not lost."""
         self._hits: dict[str, _PinnedHit] = {}
         self._planned: list[_Load] = []
         self._in_flight: dict[int, _Load] = {}
@@ -226,7 +223,7 @@ class Loads:
         if ended.ok:
             self.tier.meter.add(metrics.LOADED, len(self.tier.blocks_at(load.slots)))
         self.tier.unpin(load.pins)
-        if ended.ok and self.demotes:
+        if ended.ok and self.tier.demotes:
             self.tier.demote(load.pins)
         device_pool.free_blocks(reversed(load.device_blocks))
         return True
