@@ -118,7 +118,7 @@ DROPPED = _series(
     "dropped_blocks_total",
     "counter",
     "Blocks that should have been stored and are not kept.",
-    {"reason": ("tier_full", "copy_failed", "reset", "obsolete")},
+    {"reason": ("tier_full", "too_late", "copy_failed", "reset", "obsolete")},
 )
 EVICTED = _series(
     "evicted_blocks_total",

@@ -1,20 +1,26 @@
 """Memory and start-up time of a large tier.
 
-``measure_footprint`` starts ``python -m examples.scheduler_bench.footprint NAME BLOCKS FILLED``,
-which prints them as JSON: memory that a process has had before tells nothing.
+``measure_footprint`` starts ``python -m examples.scheduler_bench.footprint NAME BLOCKS FILLED
+REPEATS``, which prints them as JSON: memory that a process has had before tells nothing. One
+process a contender makes the tier several times: memory is that of the first, which does not vary,
+start-up time the median.
 """
 
 import gc
 import json
 import logging
+import os
 import subprocess
 import sys
+import time
+from dataclasses import replace
 from pathlib import Path
 from random import Random
 from statistics import median
 
 import psutil
 
+from examples.scheduler_bench.contenders import CONTENDERS, Contender
 from examples.scheduler_bench.plan import BLOCK_SIZE, FootprintPlan
 from examples.scheduler_bench.race import Race
 from examples.scheduler_bench.results import Footprint, Results
@@ -23,6 +29,8 @@ ROOT = Path(__file__).resolve().parents[2]
 
 BYTES_EXPECTED = 400
 """Of a host block in Python objects, at most, where one holds something."""
+PARTS = 8
+"""Device blocks in a host block, where ours is measured with larger ones."""
 BYTES_OF_A_PROCESS = 2 << 30
 """That has imported vLLM, at most."""
 
@@ -37,32 +45,32 @@ def bytes_needed(plan: FootprintPlan) -> int:
 
 
 def run_footprints(race: Race, results: Results) -> None:
-    """Fill in ``results.footprints``."""
+    """Fill in ``results.footprints``: eager contenders, as what is stored when has no part in it,
+    and ours also with host blocks of ``PARTS`` device blocks."""
     plan = results.plan.footprint
-    found: dict[str, list[Footprint]] = {}
-    for _ in range(plan.repeats):
-        measured = race.each(
-            f"a tier of {plan.tier_blocks} blocks",
-            lambda contender: measure_footprint(contender.name, plan),
-            lambda contender: not contender.for_one_offs,
-        )
-        for name, footprint in measured.items():
-            found.setdefault(name, []).append(footprint)
-    for name, footprints in found.items():
-        filled = [f.bytes_per_filled_block for f in footprints if f.bytes_per_filled_block]
-        results.footprints[name] = Footprint(
-            plan.tier_blocks,
-            median(f.seconds_to_start for f in footprints),
-            median(f.bytes_per_block for f in footprints),
-            median(filled) if filled else None,
-        )
+    what = f"a tier of {plan.tier_blocks} blocks"
+    results.footprints |= race.each(
+        what, lambda contender: measure_footprint(contender.name, plan), _takes_part
+    )
+    in_parts = race.each(
+        what,
+        lambda contender: measure_footprint(contender.name, plan, PARTS),
+        lambda contender: _takes_part(contender) and contender.side is CONTENDERS["ours"].side,
+    )
+    for name, footprint in in_parts.items():
+        results.footprints[f"{name}, {PARTS} in one"] = footprint
 
 
-def measure_footprint(name: str, plan: FootprintPlan) -> Footprint:
-    """In a process of its own."""
-    sizes = (str(plan.tier_blocks), str(plan.filled_blocks))
+def _takes_part(contender: Contender) -> bool:
+    return not contender.lazy and not contender.for_one_offs
+
+
+def measure_footprint(name: str, plan: FootprintPlan, num_parts: int = 1) -> Footprint:
+    """In a process of its own. ``num_parts``: device blocks in a host block; all numbers are
+    for device blocks nevertheless."""
+    sizes = (plan.tier_blocks, plan.filled_blocks, plan.repeats, num_parts)
     done = subprocess.run(
-        [sys.executable, "-m", "examples.scheduler_bench.footprint", name, *sizes],
+        [sys.executable, "-m", "examples.scheduler_bench.footprint", name, *map(str, sizes)],
         cwd=ROOT,
         stdout=subprocess.PIPE,
         text=True,
@@ -73,29 +81,48 @@ def measure_footprint(name: str, plan: FootprintPlan) -> Footprint:
     return Footprint(**json.loads(done.stdout.splitlines()[-1]))
 
 
-def _measure_here(name: str, num_blocks: int, num_filled: int) -> Footprint:
-    from examples.scheduler_bench.contenders import CONTENDERS
+def _measure_here(
+    name: str, num_blocks: int, num_filled: int, repeats: int, num_parts: int
+) -> Footprint:
     from examples.scheduler_bench.costs import fill_tier
     from examples.scheduler_bench.engine import MAX_MODEL_LEN, Engine, Shape
 
     contender = CONTENDERS[name]
-    device_blocks = MAX_MODEL_LEN // BLOCK_SIZE + 16
+    if num_parts > 1:
+        extra = {**contender.extra, "cpu_block_size": num_parts * BLOCK_SIZE}
+        contender = replace(contender, extra=extra)
+    num_device_blocks = MAX_MODEL_LEN // BLOCK_SIZE + 16
+    large = Shape(num_device_blocks, num_blocks // num_parts * num_parts)
     # What every engine has is there once one has been.
-    Engine(contender, Shape(device_blocks, host_blocks=64)).close()
+    Engine(contender, replace(large, host_blocks=64 * num_parts)).close()
+    seconds = []
+
+    def start() -> Engine:
+        begin = time.process_time()
+        engine = Engine(contender, large)
+        seconds.append(time.process_time() - begin)
+        return engine
+
     before = _resident_bytes()
-    engine = Engine(contender, Shape(device_blocks, num_blocks))
-    if engine.side.num_host_blocks(engine.connector) != num_blocks:
-        raise ChildFailed(f"{name}: has not got {num_blocks} host blocks")
-    after = _resident_bytes()
+    engine = start()
+    found = engine.side.num_host_blocks(engine.connector) * num_parts
+    if found != large.host_blocks:
+        raise ChildFailed(f"{name}: has got {found} host blocks, not {large.host_blocks}")
+    per_block = (_resident_bytes() - before) / num_blocks
     filled = None
     if num_filled:
         random = Random(0)
         # The device's blocks hold something from now on.
-        fill_tier(engine, device_blocks, random)
-        start, num_stored = _resident_bytes(), engine.num_stored
+        fill_tier(engine, num_device_blocks, random)
+        begin, num_stored = _resident_bytes(), engine.num_stored
         fill_tier(engine, num_filled, random)
-        filled = (_resident_bytes() - start) / (engine.num_stored - num_stored)
-    return Footprint(num_blocks, engine.seconds_to_start, (after - before) / num_blocks, filled)
+        filled = (_resident_bytes() - begin) / (engine.num_stored - num_stored)
+    engine.close()
+    del engine
+    for _ in range(repeats - 1):
+        gc.collect()
+        start().close()
+    return Footprint(num_blocks, median(seconds), per_block, filled)
 
 
 def _resident_bytes() -> int:
@@ -107,4 +134,7 @@ if __name__ == "__main__":
     from dataclasses import asdict
 
     logging.disable(logging.WARNING)
-    print(json.dumps(asdict(_measure_here(sys.argv[1], int(sys.argv[2]), int(sys.argv[3])))))
+    numbers = _measure_here(sys.argv[1], *map(int, sys.argv[2:]))
+    print(json.dumps(asdict(numbers)), flush=True)
+    # To give back millions of objects one by one takes as long as it took to make them.
+    os._exit(0)

@@ -107,7 +107,8 @@ def footprint_table(results: Results) -> Table:
         box=SIMPLE_HEAD,
         collapse_padding=True,
         pad_edge=False,
-        caption="Scheduler side only, a process each, medians. x: over its rival's.",
+        caption="Scheduler side only, a process each. Start: processor time, median. Bytes of\n"
+        "a device block's worth of the tier. x: over its rival's.",
         caption_justify="left",
         caption_style="",
     )
@@ -115,7 +116,7 @@ def footprint_table(results: Results) -> Table:
     for heading in ("blocks", "start, s", "x", "bytes/\nblock", "x", "more if\nfilled", "x"):
         table.add_column(heading, justify="right", no_wrap=True)
     for name, found in results.footprints.items():
-        rival = results.footprints.get(rival_of(name) or "")
+        rival = results.footprints.get(rival_of(name.split(",")[0]) or "")
         cells = []
         for key, digits in (
             ("seconds_to_start", 2),

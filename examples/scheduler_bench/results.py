@@ -40,10 +40,11 @@ class Row:
 
 @dataclass(frozen=True)
 class Footprint:
-    """A large tier in a process of its own: medians."""
+    """A large tier in a process of its own, by device blocks that it has room for."""
 
     tier_blocks: int
     seconds_to_start: float
+    """Processor time, median."""
     bytes_per_block: float
     """Of a block that is free and empty."""
     bytes_per_filled_block: float | None

@@ -13,8 +13,12 @@ nothing of that. They have slots of a device block each, and a host block's are 
 sizes, keys and hits here are those of whole host blocks.
 """
 
+import gc
 from bisect import bisect_left
-from collections.abc import Container, Iterable, Sequence
+from collections import Counter
+from collections.abc import Container, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from itertools import takewhile
 from typing import Any, NamedTuple, cast
 
 from vllm.utils.math_utils import cdiv
@@ -50,6 +54,19 @@ class HostHit(NamedTuple):
     a host block; then of each group's last block as much counts."""
 
 
+@contextmanager
+def _collector_paused() -> Iterator[None]:
+    """Python's garbage collector would go over millions of new blocks again and again while they
+    are made, none of which is garbage: it sees them once, afterwards."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
 class CpuTier:
     """Host blocks by content. Single-threaded: vLLM calls the scheduler side from one thread."""
 
@@ -59,10 +76,13 @@ class CpuTier:
         hash_block_size: int,
         num_parts: int = 1,
         meter: metrics.Meter | None = None,
+        demotes: bool = False,
     ) -> None:
         """``hash_block_size``: how many tokens each of a request's hashes covers; the
         coordinator's hashes and blocks are to cover ``num_parts`` times as many as the device's.
+        ``demotes``: ``demote`` may be used, for which what follows each block has to be counted.
         """
+        self.demotes = demotes
         self.coordinator = coordinator
         self.meter = meter or metrics.Meter()
         self.num_used = 0
@@ -97,6 +117,10 @@ class CpuTier:
         """By block id, the key of the parent of what the block holds, if it has one."""
         self._early: dict[BlockHashWithGroupId, set[int]] = {}
         """By key of a parent that has not come yet: the ids of the blocks that follow it."""
+        self._num_followers: dict[BlockHashWithGroupId, int] = {}
+        """By key of a parent, come yet or not: how many blocks follow it."""
+        self._demoted: set[int] = set()
+        """Ids of free blocks that ``demote`` has put first."""
 
     @property
     def num_blocks(self) -> int:
@@ -107,7 +131,8 @@ class CpuTier:
         """Have ``num_blocks`` blocks from now on, vLLM's null block included. Fewer than there
         are already change nothing. The new ones are the next to be allocated, lowest id first,
         so that what is stored together lies together."""
-        new = [KVCacheBlock(block_id) for block_id in range(self.num_blocks, num_blocks)]
+        with _collector_paused():
+            new = [KVCacheBlock(block_id) for block_id in range(self.num_blocks, num_blocks)]
         self.pool.blocks.extend(new)
         self._parents.extend([None] * len(new))
         self.pool.num_gpu_blocks = self.num_blocks
@@ -239,6 +264,8 @@ class CpuTier:
         """Add a reference to each block: it cannot be evicted. Null blocks must not be among
         them (vLLM 0.32 counts references to those)."""
         block_lists.hold(self.pool, blocks)
+        if self._demoted:
+            self._demoted.difference_update([block.block_id for block in blocks])
 
     def unpin(self, blocks: Iterable[KVCacheBlock]) -> None:
         """Drop a reference to each block, parents before children. What nobody refers to any
@@ -264,7 +291,7 @@ class CpuTier:
 
     def refresh(self, block_hashes: list[BlockHash], group: int, count: int) -> None:
         """Make the first ``count`` blocks of a request of a chained group, as far as they are
-        there, the most recently used."""
+        there and not demoted, the most recently used."""
         if count == 0:
             return
         (last_key,) = self.keys(block_hashes, group, count - 1, count)
@@ -273,13 +300,45 @@ class CpuTier:
             count = self.count_first(block_hashes, group, count)
             self.refresh(block_hashes, group, count)
             return
-        head = self._head_behind(last) if last.ref_cnt == 0 else None
+        head = self._head_behind(last) if last.ref_cnt == 0 and not self._demoted else None
         if head is not None:
             block_lists.move_to_end(self.pool, last, head)
             return
         chain = self._present(self.keys(block_hashes, group, stop=count))
+        if self._demoted:
+            chain = list(takewhile(lambda block: block.block_id not in self._demoted, chain))
         self.pin(chain)
         block_lists.release(self.pool, reversed(chain))  # each before its parent
+
+    def demote(self, blocks: Sequence[KVCacheBlock]) -> None:
+        """Let ``blocks`` (parents before children), which the device has too, be evicted before
+        all others, children first. Those stay where they are that somebody refers to, or that
+        others follow which stay. Does nothing while there are blocks that hold nothing."""
+        assert self.demotes
+        queue = self.pool.free_block_queue
+        first = queue.fake_free_list_head.next_free_block
+        if first is None or first.block_hash is None:
+            return
+        going: dict[int, KVCacheBlock] = {}
+        num_going: Counter[BlockHashWithGroupId] = Counter()
+        for block in reversed(blocks):
+            key = block.block_hash
+            if key is None or block.ref_cnt or block.block_id in going:
+                continue
+            if self._num_followers.get(key, 0) == num_going[key]:
+                going[block.block_id] = block
+                if (parent := self._parents[block.block_id]) is not None:
+                    num_going[parent] += 1
+        for block in going.values():
+            queue.remove(block)
+        queue.prepend_n(list(going.values()))
+        self._demoted.update(going)
+
+    def promote(self, key: BlockHashWithGroupId) -> None:
+        """Make the block of ``key`` and what precedes it the most recently used, if it is demoted:
+        the device will not have it much longer."""
+        if self._demoted and (block := self.get(key)) and block.block_id in self._demoted:
+            self._renew(block)
 
     # Filling
 
@@ -351,8 +410,10 @@ class CpuTier:
         for block, key in zip(blocks, keys, strict=True):
             parents[block.block_id] = parent
             parent = key
+        if self.demotes:
+            self._count_followers([run.parent, *keys[:-1]])
         is_free = before is not None and before.ref_cnt == 0
-        block_lists.queue_chain(self.pool, blocks, before if is_free else None)
+        self._queue(blocks, before if is_free else None)
         return True
 
     def _commit_singly(self, run: Run, blocks: Sequence[KVCacheBlock]) -> list[int]:
@@ -370,6 +431,8 @@ class CpuTier:
                 self.pool._insert_block_hash(inner_key, block, num_tokens=None)
             if parent is not None:
                 self._parents[block.block_id] = parent
+                if self.demotes:
+                    self._count_followers((parent,))
                 if orphaned:
                     self._early.setdefault(parent, set()).add(block.block_id)
         self.unpin(blocks)
@@ -396,6 +459,8 @@ class CpuTier:
         self.pool.evict_blocks({b.block_id for b in self.pool.blocks if b.block_hash is not None})
         self._parents = [None] * self.num_blocks
         self._early.clear()
+        self._num_followers.clear()
+        self._demoted.clear()
         self._lose(self.num_used, "reset")
 
     def check_integrity(self) -> None:
@@ -431,6 +496,12 @@ class CpuTier:
                     raise AssertionError(f"{block}: its chain's head has left the tier")
                 later = position.get(parent.block_id, len(position))
                 assert position.get(block.block_id, -1) < later, f"{block}: outlives {parent}"
+        if self.demotes:
+            followers = Counter(parent for parent in self._parents if parent is not None)
+            assert self._num_followers == followers, "followers miscounted"
+        for block_id in self._demoted:
+            block = self.pool.blocks[block_id]
+            assert block.ref_cnt == 0 and block.block_hash is not None, f"{block}: is demoted"
         num_used = sum(block.block_hash is not None for block in self.pool.blocks)
         assert num_used == self.num_used, f"{num_used} blocks hold something, not {self.num_used}"
 
@@ -502,9 +573,21 @@ class CpuTier:
                 return None
         return cast(KVCacheBlock, block)
 
+    def _count_followers(self, parents: Iterable[BlockHashWithGroupId | None]) -> None:
+        for parent in parents:
+            if parent is not None:
+                self._num_followers[parent] = self._num_followers.get(parent, 0) + 1
+
     def _forget_parent(self, block_id: int) -> None:
+        self._demoted.discard(block_id)
         parent, self._parents[block_id] = self._parents[block_id], None
-        if parent is not None and (early := self._early.get(parent)) is not None:
+        if parent is None:
+            return
+        if self.demotes:
+            self._num_followers[parent] -= 1
+            if not self._num_followers[parent]:
+                del self._num_followers[parent]
+        if (early := self._early.get(parent)) is not None:
             early.discard(block_id)
             if not early:
                 del self._early[parent]
@@ -525,7 +608,13 @@ class CpuTier:
 
     def _release(self, chain: Sequence[KVCacheBlock]) -> None:
         """Drop the last reference to each block of a chain."""
-        block_lists.queue_chain(self.pool, chain, self._free_parent(chain[0]))
+        self._queue(chain, self._free_parent(chain[0]))
+
+    def _queue(self, chain: Sequence[KVCacheBlock], parent: KVCacheBlock | None) -> None:
+        """``_release`` before a ``parent`` that is free, or last."""
+        if parent is not None and parent.block_id in self._demoted:
+            self._renew(parent)
+        block_lists.queue_chain(self.pool, chain, parent)
 
     def _free_parent(self, block: KVCacheBlock) -> KVCacheBlock | None:
         if block.block_hash is None or (key := self._parents[block.block_id]) is None:

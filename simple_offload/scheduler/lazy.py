@@ -1,51 +1,23 @@
 """LazyPolicy: blocks are stored when the device is about to evict them."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
-from vllm.utils.math_utils import cdiv
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_utils import BlockHashWithGroupId, KVCacheBlock
 
+from simple_offload import metrics
 from simple_offload.scheduler.admission import Admission
 from simple_offload.scheduler.cpu_tier import CpuTier
+from simple_offload.scheduler.lookahead import Lookahead, StepLimits
+from simple_offload.scheduler.residents import Residents
 from simple_offload.scheduler.store_policy import BoundaryState, num_complete_blocks
 from simple_offload.scheduler.stores import Storable, Stores
 
 if TYPE_CHECKING:
-    from vllm.config import VllmConfig
     from vllm.v1.core.kv_cache_manager import KVCacheManager
     from vllm.v1.request import Request
-
-
-class StepLimits(NamedTuple):
-    """How many device blocks may be needed how soon."""
-
-    per_step: int
-    """To schedule one step, those aside that a load fills."""
-
-    lookahead: int
-    """Until what is stored now has been released, and for the load of a long request, as long as
-    that takes no more than a quarter of the device."""
-
-    reserve: int
-    """For running requests to go on, a token each."""
-
-    @classmethod
-    def of(
-        cls, vllm_config: "VllmConfig", block_sizes: Sequence[int], num_device_blocks: int
-    ) -> "StepLimits":
-        """``block_sizes``: in tokens, by KV cache group."""
-        scheduler_config = vllm_config.scheduler_config
-        num_tokens = scheduler_config.max_num_batched_tokens
-        num_requests = min(scheduler_config.max_num_seqs, num_tokens)
-        per_step = sum(cdiv(num_tokens, size) + num_requests for size in block_sizes)
-        longest = sum(cdiv(vllm_config.model_config.max_model_len, size) for size in block_sizes)
-        # A store starts with its step's end, and is heard of a step later at the earliest.
-        num_steps = vllm_config.max_concurrent_batches + 2
-        lookahead = num_steps * per_step + min(longest, num_device_blocks // 4)
-        return cls(per_step, lookahead, num_requests * len(block_sizes))
 
 
 @dataclass(slots=True, eq=False)
@@ -72,27 +44,21 @@ class _Ended(NamedTuple):
     storable: list[Storable]
 
 
-class _Origin(NamedTuple):
-    """What a device block has been filled with."""
-
-    key: BlockHashWithGroupId
-    parent: BlockHashWithGroupId | None
+_MAX_TRIES = 3
+"""How often a block is stored whose copies fail."""
 
 
 class LazyPolicy:
     """Keeps the front of the device's free queue, which is evicted first, free of blocks that
     only the device has.
 
-    The walk along the queue goes on where it has stopped, until there are ``lookahead`` blocks
-    before it that may be evicted without loss. They are held while they are stored, and come
-    back to the front. Those of a chain come tail first, so a block may come to the tier before
-    its parent does, which the device still has.
+    The walk along the queue goes on where it has stopped, until there are as many blocks before
+    it that may be evicted without loss as the Lookahead says. They are held while they are
+    stored, and come back to the front. Those of a chain come tail first, so a block may come to
+    the tier before its parent does, which the device still has.
 
     When there are fewer free blocks than that, what running requests give up may be evicted
     before anyone sees it in the queue: then their blocks are stored as they fill up.
-
-    A block in the queue says what it holds, but not what it follows. That is recorded while it
-    is in a block table: one entry for each device block.
     """
 
     def __init__(
@@ -109,7 +75,8 @@ class LazyPolicy:
         self.limits = limits
         self._managers = kv_cache_manager.coordinator.single_type_managers
         self._device_pool: BlockPool = kv_cache_manager.block_pool
-        self._origins: list[_Origin | None] = [None] * len(self._device_pool.blocks)
+        self._lookahead = Lookahead(limits, len(self._device_pool.blocks))
+        self._residents = Residents(stores, admission, self._device_pool)
         self._followed: dict[str, _Followed] = {}
         self._ended: list[_Ended] = []
         self._cursor: KVCacheBlock | None = None
@@ -121,6 +88,19 @@ class LazyPolicy:
         """Since the walk started from the front."""
         self._num_held = 0
         """Blocks that have ever been held from the queue."""
+        self._num_tries: dict[int, int] = {}
+        """By id of a device block, how often what it holds was to be stored from the queue."""
+        self._num_failed = 0
+        """Stores that had failed when the walk was last taken up."""
+        self._tier_was_full = False
+        """Whether the last walk has found no room for what should have been stored."""
+
+    @property
+    def _num_ahead(self) -> int:
+        """How many blocks at the front of the queue are to be safe to evict."""
+        # At least as many hold nothing: some that hold something may be pinned.
+        num_empty = self.tier.pool.get_num_free_blocks() - self.tier.num_used
+        return self._lookahead.num_blocks(num_empty)
 
     @property
     def num_requests(self) -> int:
@@ -154,7 +134,7 @@ class LazyPolicy:
         ended, self._ended = self._ended, []
         for each in ended:
             self._finish(each)
-        budget = self.limits.lookahead if self._is_short_of_blocks() else 0
+        budget = self._num_ahead if self._is_short_of_blocks() else 0
         for request_id in num_scheduled:
             if (followed := self._followed.get(request_id)) is not None:
                 followed.ran = True
@@ -163,6 +143,7 @@ class LazyPolicy:
                 self._record(followed)
                 if budget > 0:
                     budget -= self._store_ahead(followed, budget)
+        self._lookahead.end_step()
         self._walk()
 
     def on_finished(self, request: "Request", loading: bool) -> None:
@@ -181,7 +162,7 @@ class LazyPolicy:
 
     def on_reset(self) -> None:
         self._followed.clear()
-        self._origins = [None] * len(self._origins)
+        self._residents.forget()
         ended, self._ended = self._ended, []
         for each in ended:
             self._release(each)
@@ -194,10 +175,17 @@ class LazyPolicy:
         for group, manager in enumerate(self._managers):
             table: list[KVCacheBlock] = manager.req_to_blocks.get(request_id, [])
             if followed.num_taken[group] < len(table):
-                for block in table[followed.num_taken[group] :]:
+                taken = table[followed.num_taken[group] :]
+                followed.num_taken[group] = len(table)
+                for block in taken:
                     self._passed.discard(block.block_id)
                     self.stores.first_to_go.pop(block.block_id, None)
-                followed.num_taken[group] = len(table)
+                refilled = self._residents.refilled(taken)
+                for block in refilled:
+                    self._num_tries.pop(block.block_id, None)
+                self._lookahead.take(len(refilled))
+                reason = "tier_full" if self._tier_was_full else "too_late"
+                self._residents.evict(refilled, reason)
 
     def _record(self, followed: _Followed) -> None:
         """Note what the blocks hold that have got a hash. Their bytes are complete by the end of
@@ -218,7 +206,7 @@ class LazyPolicy:
         parent = keys[0] if first else None
         for block, key in zip(table[first:stop], keys[first - start :], strict=False):
             if block.block_hash == key:
-                self._origins[block.block_id] = _Origin(key, parent)
+                self._residents.record(block, key, parent)
             parent = key
         followed.num_hashed[group] = stop
 
@@ -229,24 +217,13 @@ class LazyPolicy:
             key = self.tier.key_at(request.block_hashes, group, state.num_tokens)
             before = (state.num_tokens - 1) // size * size
             parent = self.tier.key_at(request.block_hashes, group, before) if before else None
-            self._origins[block.block_id] = _Origin(key, parent)
+            self._residents.record(block, key, parent)
         return block
-
-    def _storable(self, block: KVCacheBlock) -> Storable | None:
-        """The block as what it is to be stored as; None if it is not, or is there already."""
-        key = block.block_hash
-        if key is None or self.stores.has(key) or not self.admission.admits(key):
-            return None
-        origin = self._origins[block.block_id]
-        num_tokens = block.block_hash_num_tokens
-        if origin is None or origin.key != key or num_tokens is None:
-            return None
-        return Storable((block,), key, origin.parent, num_tokens, early=True)
 
     # Storing what running requests have
 
     def _is_short_of_blocks(self) -> bool:
-        return self._device_pool.get_num_free_blocks() < self.limits.lookahead
+        return self._device_pool.get_num_free_blocks() < self._num_ahead
 
     def _store_ahead(self, followed: _Followed, budget: int) -> int:
         """Store up to ``budget`` blocks of each group; how many were looked at in all."""
@@ -262,11 +239,19 @@ class LazyPolicy:
         return len(blocks)
 
     def _store(self, followed: _Followed, blocks: Iterable[KVCacheBlock]) -> None:
-        storable = {s.key: s for block in blocks if (s := self._storable(block)) is not None}
+        storable = {
+            s.key: s for block in blocks if (s := self._residents.storable(block)) is not None
+        }
         if storable:
             head_first = sorted(storable.values(), key=lambda block: block.num_tokens)
-            num_planned = self.stores.plan(head_first, followed.kept, self._device_pool)
+            num_planned = self._plan(head_first, followed.kept)
             followed.kept.update(block.key for block in head_first[:num_planned])
+
+    def _plan(self, blocks: Sequence[Storable], keep: Container[BlockHashWithGroupId]) -> int:
+        """``Stores.plan``; what it has no room for may yet be evicted unstored."""
+        num_planned = self.stores.plan(blocks, keep, self._device_pool)
+        self._residents.settle(block.device_blocks[0] for block in blocks[:num_planned])
+        return num_planned
 
     # What a request leaves behind
 
@@ -295,7 +280,9 @@ class LazyPolicy:
 
     def _at_risk(self, followed: _Followed) -> list[Storable]:
         """Blocks that join a queue so short that they may be evicted before the next walk."""
-        num_at_risk = self.limits.per_step - self._device_pool.get_num_free_blocks()
+        num_at_risk = (
+            min(self.limits.per_step, self._num_ahead) - self._device_pool.get_num_free_blocks()
+        )
         found: list[Storable] = []
         for group in reversed(self.tier.group_ids):
             table = self._managers[group].req_to_blocks.get(followed.request.request_id, [])
@@ -303,7 +290,7 @@ class LazyPolicy:
             for block in reversed(unstored):  # as vLLM will free them
                 if len(found) >= num_at_risk:
                     return found
-                if block.ref_cnt == 1 and (storable := self._storable(block)) is not None:
+                if block.ref_cnt == 1 and (storable := self._residents.storable(block)) is not None:
                     found.append(storable)
         return found
 
@@ -316,7 +303,10 @@ class LazyPolicy:
             self.tier.refresh(followed.request.block_hashes, group, num_hashed)
         storable = {s.key: s for s in ended.storable if not self.stores.has(s.key)}
         head_first = sorted(storable.values(), key=lambda block: block.num_tokens)
-        self.stores.plan(head_first, followed.kept, self._device_pool)
+        left = head_first[self._plan(head_first, followed.kept) :]
+        # Nothing will find those on the device.
+        num_lost = sum(block.device_blocks[0].block_hash is None for block in left)
+        self.tier.meter.add(metrics.DROPPED, num_lost, "tier_full")
         self._release(ended)
 
     def _release(self, ended: _Ended) -> None:
@@ -329,13 +319,16 @@ class LazyPolicy:
     def _walk(self) -> None:
         """Go on along the free queue, and store what only the device has."""
         lost_place = self._cursor is not None and self._cursor.ref_cnt > 0
-        if lost_place or self._num_walked > self.limits.lookahead:
+        # What could not be copied has come back to the front.
+        has_failed = self.stores.num_failed > self._num_failed
+        self._num_failed = self.stores.num_failed
+        if lost_place or has_failed or self._num_walked > self._num_ahead:
             self._start_over()
         self._walk_on()
         # Every free block has been passed, but not so many are known: some left unnoticed.
         num_free = self._device_pool.get_num_free_blocks()
         num_safe = len(self._passed) - len(self.stores.first_to_go)
-        if num_safe < min(self.limits.lookahead, num_free) and self._at_end():
+        if num_safe < min(self._num_ahead, num_free) and self._at_end():
             self._start_over()
 
     def _start_over(self) -> None:
@@ -350,29 +343,43 @@ class LazyPolicy:
     def _walk_on(self) -> None:
         held = self.stores.first_to_go
         num_free = self._device_pool.get_num_free_blocks()
+        num_ahead = self._num_ahead
         room = min(
             num_free - self.limits.reserve,
-            self.limits.lookahead - len(held),
+            num_ahead - len(held),
             self.tier.pool.get_num_free_blocks(),
         )
         num_safe = len(self._passed) - len(held)
         chosen: dict[BlockHashWithGroupId, Storable] = {}
+        skipped: list[KVCacheBlock] = []
+        self._tier_was_full = False
         for block in self._device_pool.free_block_queue.iter_blocks_after(self._cursor):
-            if num_safe >= self.limits.lookahead:
+            if num_safe >= num_ahead:
                 break
-            storable = self._storable(block)
+            storable = self._residents.storable(block)
+            if storable is not None and self._num_tries.get(block.block_id, 0) >= _MAX_TRIES:
+                storable = None
             if storable is None or storable.key in chosen:
+                key = block.block_hash
+                if key is not None and self.stores.has(key):
+                    self.tier.promote(key)
+                    self._num_tries.pop(block.block_id, None)
+                    skipped.append(block)
                 self._cursor = block
                 num_safe += block.block_id not in self._passed
             elif len(chosen) < room:
                 chosen[storable.key] = storable
             else:
+                self._tier_was_full = len(chosen) >= self.tier.pool.get_num_free_blocks()
                 break
             self._passed.add(block.block_id)
             self._num_walked += 1
+        self.tier.meter.add(metrics.SKIPPED, self._residents.settle(skipped), "already_stored")
         for place, storable in enumerate(chosen.values(), self._num_held):
-            held[storable.device_blocks[0].block_id] = place
+            block_id = storable.device_blocks[0].block_id
+            held[block_id] = place
+            self._num_tries[block_id] = self._num_tries.get(block_id, 0) + 1
         self._num_held += len(chosen)
         # A parent that comes with its child should come before it.
         head_first = sorted(chosen.values(), key=lambda block: block.num_tokens)
-        self.stores.plan(head_first, frozenset(), self._device_pool)
+        self._plan(head_first, frozenset())

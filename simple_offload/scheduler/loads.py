@@ -244,6 +244,8 @@ class Loads:
         if ended.ok:
             self.tier.meter.add(metrics.LOADED, self.tier.num_blocks_at(load.slots))
         self.tier.unpin(load.pins)
+        if ended.ok and self.tier.demotes:
+            self.tier.demote(load.pins)
         block_lists.release(device_pool, reversed(load.device_blocks))
         return True
 

@@ -268,7 +268,9 @@ class OffloadScheduler:
             self._hash_block_size * num_parts,
         )
         self._meter = metrics.Meter()
-        self.tier = CpuTier(coordinator, self._hash_block_size, num_parts, self._meter)
+        # Lazy stores see to it that what has been loaded is not lost.
+        lazy = self.config.lazy_offload
+        self.tier = CpuTier(coordinator, self._hash_block_size, num_parts, self._meter, lazy)
         self._in_flight = InFlight(self._vllm_config.parallel_config.world_size)
         self._loads = Loads(self.tier, self._in_flight)
         self._stores = Stores(self.tier, self._in_flight)

@@ -6,7 +6,8 @@ from simple_offload.config import OffloadConfig
 from simple_offload.scheduler.admission import MIN_COUNTED, Admission
 from simple_offload.scheduler.cpu_tier import CpuTier
 from simple_offload.scheduler.eager import EagerPolicy
-from simple_offload.scheduler.lazy import LazyPolicy, StepLimits
+from simple_offload.scheduler.lazy import LazyPolicy
+from simple_offload.scheduler.lookahead import StepLimits
 from simple_offload.scheduler.store_policy import StorePolicy
 from simple_offload.scheduler.stores import Stores
 
@@ -34,6 +35,6 @@ def make_policy(
     num_device_blocks = len(kv_cache_manager.block_pool.blocks)
     admission = Admission(config.store_threshold, max(MIN_COUNTED, 2 * num_device_blocks))
     if config.lazy_offload:
-        limits = StepLimits.of(vllm_config, tier.block_sizes, num_device_blocks)
+        limits = StepLimits.of(vllm_config, tier.block_sizes)
         return LazyPolicy(tier, stores, kv_cache_manager, admission, limits)
     return EagerPolicy(tier, stores, kv_cache_manager, admission)

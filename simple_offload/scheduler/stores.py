@@ -71,6 +71,8 @@ class Stores:
         self._in_flight: dict[int, _Store] = {}
         self._keys: set[BlockHashWithGroupId] = set()
         """Keys on their way."""
+        self.num_failed = 0
+        """Stores that have failed."""
         self.first_to_go: dict[int, int] = {}
         """By id of a device block that is to be evicted first once it is released: its place
         among those. Of no other meaning, so whoever plans a store may add and remove blocks."""
@@ -158,6 +160,7 @@ class Stores:
         else:
             self.tier.unpin(store.host_blocks)
         if not ended.ok:
+            self.num_failed += 1
             meter.add(metrics.DROPPED, len(store), "copy_failed")
         elif store.abandoned:
             meter.add(metrics.DROPPED, len(store), "reset")

@@ -284,15 +284,16 @@ def test_a_process_without_numbers() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", EAGER)
-def test_footprint(name: str) -> None:
-    found = measure_footprint(name, FootprintPlan(tier_blocks=400_000, filled_blocks=60_000))
+@pytest.mark.parametrize(("name", "num_parts"), [*((name, 1) for name in EAGER), ("ours", 8)])
+def test_footprint(name: str, num_parts: int) -> None:
+    plan = FootprintPlan(tier_blocks=400_000, filled_blocks=60_000)
+    found = measure_footprint(name, plan, num_parts)
     assert found.tier_blocks == 400_000
     assert found.seconds_to_start > 0
     # A block is a Python object of eight slots, and a place in a list.
-    assert 72 <= found.bytes_per_block <= 400
+    assert 72 <= found.bytes_per_block * num_parts <= 400
     assert found.bytes_per_filled_block is not None
-    assert 32 <= found.bytes_per_filled_block <= 1000
+    assert 32 <= found.bytes_per_filled_block * num_parts <= 1000
 
 
 # The report
@@ -311,6 +312,7 @@ def results() -> Results:
     ]
     found.footprints = {
         "ours": Footprint(4_000_000, 2, 100, 250),
+        "ours, 8 in one": Footprint(4_000_000, 1, 12, 30),
         "builtin": Footprint(4_000_000, 4, 200, None),
     }
     found.hit_rows = [
@@ -347,5 +349,6 @@ def test_tables() -> None:
     assert "loaded ours 0.001 0.000 0.003 0.000 0.000" not in lines
     assert "loaded ours 1.000 0.000 3.000 0.000 0.000" in lines
     assert "ours 4,000,000 2.00 0.50 100 0.50 250 -" in lines
+    assert "ours, 8 in one 4,000,000 1.00 0.25 12 0.06 30 -" in lines
     assert "random, one-offs 50% 25.0% (40%) 50.0% (60%)" in lines
     assert "…" not in "\n".join(lines)

@@ -58,6 +58,14 @@ def _miscount_used(tier: CpuTier) -> None:
     tier.num_used -= 1
 
 
+def _miscount_followers(tier: CpuTier) -> None:
+    tier._num_followers[key("ab")] += 1
+
+
+def _demote_a_pinned_block(tier: CpuTier) -> None:
+    tier._demoted.add(block(tier, "xy").block_id)
+
+
 def _hold_a_key_twice(tier: CpuTier) -> None:
     tier.pool._insert_block_hash(key("a"), tier.pool.blocks[-1], num_tokens=4)
 
@@ -95,6 +103,8 @@ def _let_a_tail_leave_last(tier: CpuTier) -> None:
         (_remember_the_parent_of_an_empty_block, "empty, yet has a parent"),
         (_remember_the_parent_of_a_lost_block, "empty, yet has a parent"),
         (_miscount_used, "blocks hold something, not"),
+        (_miscount_followers, "followers miscounted"),
+        (_demote_a_pinned_block, "is demoted"),
         (_lose_a_key, "not found by its own key"),
         (_hold_a_key_twice, "not found by its own key"),
         (_lose_a_head, "head has left"),

@@ -2,6 +2,7 @@
 
 from collections import Counter, deque
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import Any
 
 from hypothesis import settings
@@ -16,6 +17,7 @@ from tests.scheduler.tiers import (
     commit,
     contents,
     hashes,
+    key,
     make_tier,
     prefixes,
 )
@@ -51,6 +53,7 @@ class Tier(RuleBasedStateMachine):
         self.ages: dict[str, int] = {}
         """When each of them that nobody holds was let go of: with its parent, if that was free
         by then."""
+        self.demoted: set[str] = set()
         self.clock = 0
         self.filling: deque[_Filling] = deque()
         self.holds: list[_Hold] = []
@@ -102,6 +105,7 @@ class Tier(RuleBasedStateMachine):
             self.holds.append(_Hold(held, found))
             for name in found:
                 self.ages.pop(name, None)
+                self.demoted.discard(name)
 
     @precondition(lambda self: self.holds)
     @rule(data=st.data())
@@ -116,9 +120,32 @@ class Tier(RuleBasedStateMachine):
     def refresh(self, chain: str) -> None:
         self.tier.refresh(hashes(chain), 0, len(chain))
         found = [name for name in prefixes(chain) if name in self.kept]
+        found = list(takewhile(lambda name: name not in self.demoted, found))
         for name in found:
             self.ages.pop(name, None)
         self.let_go(*found)
+
+    @rule(chain=chains)
+    def demote(self, chain: str) -> None:
+        """As when the device has got what there is of a chain."""
+        found = [name for name in prefixes(chain) if name in self.kept]
+        self.tier.demote([block(self.tier, name) for name in found])
+        if self.num_empty():
+            return
+        going: set[str] = set()
+        references = self.num_references()
+        for name in reversed(found):
+            followers = {other for other in self.kept if other[:-1] == name}
+            if not references[self.kept[name]] and followers <= going:
+                going.add(name)
+        self.clock += 1
+        self.ages.update(dict.fromkeys(going, -self.clock))
+        self.demoted |= going
+
+    @rule(name=chains)
+    def promote(self, name: str) -> None:
+        self.tier.promote(key(name))
+        self.renew(name)
 
     @rule(name=chains)
     def drop(self, name: str) -> None:
@@ -160,12 +187,21 @@ class Tier(RuleBasedStateMachine):
         references = self.num_references()
         for name in names:
             if not references[self.kept[name]]:
+                self.renew(name[:-1])
                 self.clock += 1
                 self.ages[name] = self.ages.get(name[:-1], self.clock)
+
+    def renew(self, name: str) -> None:
+        """A demoted one is worth as much as what was let go of last, with all before it."""
+        if name in self.demoted:
+            self.clock += 1
+            self.demoted -= set(prefixes(name))
+            self.ages.update(dict.fromkeys(self.ages.keys() & prefixes(name), self.clock))
 
     def forget(self, *names: str) -> None:
         for name in names:
             del self.kept[name]
+            self.demoted.discard(name)
             self.ages.pop(name, None)
 
     # What must hold
@@ -201,6 +237,7 @@ class Tier(RuleBasedStateMachine):
         self.tier.reset()
         assert contents(self.tier) == set()
         assert not any(self.tier._parents)
+        assert self.tier._num_followers == {}
 
 
 TestTier = Tier.TestCase

@@ -4,14 +4,11 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from vllm.config import KVTransferConfig
 from vllm.v1.core.kv_cache_utils import FreeKVCacheBlockQueue, KVCacheBlock
 
-from simple_offload.scheduler.lazy import LazyPolicy, StepLimits
+from simple_offload.scheduler.lazy import LazyPolicy
 from tests.scheduler.conftest import MakeDriver
 from tests.scheduler.driver import LOAD, STORE, Driver, make_request, prompt
-from tests.simulation.shape import Shape
-from tests.simulation.vllm_config import make_vllm_config
 
 ASYNC = pytest.mark.parametrize("async_scheduling", [False, True])
 
@@ -45,34 +42,12 @@ def free_blocks(driver: Driver) -> list[KVCacheBlock]:
     return driver.device_pool.free_block_queue.get_all_free_blocks()
 
 
-# How far ahead
-
-
-@pytest.mark.parametrize("windows", [(0,), (0, 8)], ids=str)
-@ASYNC
-def test_limits(windows: tuple[int, ...], async_scheduling: bool) -> None:
-    transfer = KVTransferConfig(kv_connector="SimpleCPUOffloadConnector", kv_role="kv_both")
-    shape = Shape(
-        max_num_batched_tokens=32,
-        max_num_seqs=6,
-        max_model_len=80,
-        async_scheduling=async_scheduling,
-    )
-    sizes = [4] * len(windows)
-    config = make_vllm_config(shape, transfer)
-    groups, num_steps = len(windows), 4 if async_scheduling else 3
-    limits = StepLimits.of(config, sizes, num_device_blocks=1000)
-    assert limits == (groups * (8 + 6), groups * (num_steps * 14 + 20), groups * 6)
-    limits = StepLimits.of(config, sizes, num_device_blocks=40)
-    assert limits.lookahead == groups * num_steps * 14 + 10  # a quarter of the device
-
-
 # When
 
 
 def test_nothing_is_stored_while_there_are_blocks_that_hold_nothing(drive: MakeDriver) -> None:
     driver = drive(**ROOMY)
-    lookahead = policy_of(driver).limits.lookahead
+    lookahead = policy_of(driver)._num_ahead
     fill(driver, (80 - lookahead) // 6 - 1)
     assert driver.num_stored == 0
     assert not driver.scheduler.has_pending_work()
@@ -96,7 +71,7 @@ def test_what_is_evicted_is_stored_before(
     fill(driver, 40)
     assert driver.world.num_evicted > 20
     assert driver.num_stored > 20
-    lookahead = policy_of(driver).limits.lookahead
+    lookahead = policy_of(driver)._num_ahead
     safe = free_blocks(driver)[:lookahead]
     stores = driver.scheduler._stores
     assert all(b.block_hash is None or stores.has(b.block_hash) for b in safe)
@@ -199,6 +174,71 @@ def test_a_running_request_goes_on_while_stores_are_slow(drive: MakeDriver) -> N
     driver.run()
 
 
+CROWDED = ROOMY | {"max_num_batched_tokens": 64, "num_host_blocks": 150}
+"""All that might be needed at once is most of the device, and the tier is soon full."""
+
+
+def test_a_full_tier_has_little_of_what_the_device_has(drive: MakeDriver) -> None:
+    driver = drive(**CROWDED)
+    fill(driver, 60)
+    assert driver.tier.num_used > 140
+    on_device = [b.block_hash for b in driver.device_pool.blocks if b.block_hash is not None]
+    in_both = [key for key in on_device if driver.tier.get(key) is not None]
+    # A request takes six blocks, and is followed by another two steps later.
+    assert len(in_both) <= 2 * policy_of(driver)._num_ahead <= 24
+    assert len(on_device) > 50
+    in_tier = [family for family in range(1, 61) if driver.found(prompt(21, family)) == 20]
+    first, last = in_tier[0], in_tier[-1]
+    assert in_tier == list(range(first, last + 1))
+    assert 5 * (60 - last - 1) <= len(on_device)  # nothing is lost, one is leaving
+    assert 5 * (60 - first) > 150 + 50
+
+
+def load_one(driver: Driver) -> int:
+    """Fill the tier, and load a request's five blocks from it that are the next to be evicted;
+    the request's family."""
+    fill(driver, 50)
+    family = next(f for f in range(1, 50) if driver.found(prompt(21, f)) == 20)
+    driver.say("again", prompt(21, family))
+    assert driver.world.num_blocks_loaded == 5
+    return family
+
+
+def test_what_has_been_loaded_leaves_the_tier_first(drive: MakeDriver) -> None:
+    driver = drive(**CROWDED)
+    family = load_one(driver)
+    fill(driver, 3, first=61)
+    assert driver.found(prompt(21, family)) == 0
+    assert driver.found(prompt(21, family + 8)) == 20
+
+
+def test_what_the_device_is_about_to_evict_leaves_the_tier_last(drive: MakeDriver) -> None:
+    """Whether the tier still has it or gets it anew."""
+    driver = drive(**CROWDED)
+    family = load_one(driver)
+    fill(driver, 20, first=61)
+    request = make_request("x", prompt(21, family))
+    assert driver.device_pool.get_cached_block(request.block_hashes[4], [0]) is None
+    assert driver.found(prompt(21, family)) == 20
+
+
+def test_what_the_tier_still_has_is_not_stored_again(drive: MakeDriver) -> None:
+    driver = drive(**CROWDED)
+    family = load_one(driver)
+    request = make_request("x", prompt(21, family))
+    before = driver.tier.lookup(request.block_hashes, 0, 21)
+    taken: list[KVCacheBlock] = []
+    while driver.device_pool.get_num_free_blocks() > 12:  # they leave the device next
+        taken += driver.device_pool.get_new_blocks(1)
+    assert driver.tier._demoted
+    driver.start("next", prompt(3))
+    driver.step()
+    assert not driver.tier._demoted
+    driver.device_pool.free_blocks(taken)
+    driver.run()
+    assert driver.tier.lookup(request.block_hashes, 0, 21) == before
+
+
 # A device that is short of blocks
 
 
@@ -266,12 +306,10 @@ def test_what_a_running_request_had_before_a_reset_is_not_stored(drive: MakeDriv
 def test_a_block_that_was_filled_anew_is_not_taken_for_what_it_was(drive: MakeDriver) -> None:
     driver = drive(**ROOMY)
     driver.say("a", prompt(21))
-    policy = policy_of(driver)
+    residents = policy_of(driver)._residents
     block = next(b for b in free_blocks(driver) if b.block_hash is not None)
-    assert policy._storable(block) is not None
-    origin = policy._origins[block.block_id]
-    assert origin is not None
+    assert residents.storable(block) is not None
     another = make_request("x", prompt(21, family=1))
     (key,) = driver.tier.keys(another.block_hashes, 0, stop=1)
-    policy._origins[block.block_id] = origin._replace(key=key)
-    assert policy._storable(block) is None
+    residents.record(block, key, None)
+    assert residents.storable(block) is None

@@ -33,7 +33,7 @@ def make_tier(num_blocks: int, windows: tuple[int, ...] = (0,)) -> CpuTier:
     coordinator = make_host_coordinator(
         make_kv_cache_config(shape), _vllm_config(), BLOCK_SIZE, BLOCK_SIZE
     )
-    return CpuTier(coordinator, BLOCK_SIZE)
+    return CpuTier(coordinator, BLOCK_SIZE, demotes=True)
 
 
 @lru_cache(maxsize=1)

@@ -17,7 +17,9 @@ def lazy(request: pytest.FixtureRequest) -> bool:
 
 @pytest.fixture(params=[False, True], ids=["ours first", "remote first"])
 def world(request: pytest.FixtureRequest, lazy: bool) -> WorldWithRemote:
-    return WorldWithRemote(Shape(windows=(0, 8), num_device_blocks=48, lazy=lazy), request.param)
+    """The tier has so much room that lazy stores look far ahead."""
+    shape = Shape(windows=(0, 8), num_device_blocks=48, num_host_blocks=400, lazy=lazy)
+    return WorldWithRemote(shape, request.param)
 
 
 def ask(world: WorldWithRemote, request_id: str, offered: int = 0) -> None:

@@ -426,7 +426,7 @@ class World:
         shape, pool = self.shape, self.scheduler.kv_cache_manager.block_pool
         per_step = shape.max_num_batched_tokens // shape.block_size + shape.max_num_seqs
         longest = shape.max_model_len // shape.block_size
-        if pool.get_num_free_blocks() < (10 * per_step + 3 * longest) * len(shape.groups):
+        if pool.get_num_free_blocks() < (12 * per_step + 3 * longest) * len(shape.groups):
             return {}
         return {
             block.block_hash: block.block_id

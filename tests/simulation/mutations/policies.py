@@ -8,7 +8,7 @@ from unittest.mock import patch
 from simple_offload.scheduler import lazy
 from simple_offload.scheduler.admission import Admission
 from simple_offload.scheduler.cpu_tier import CpuTier
-from simple_offload.scheduler.lazy import StepLimits
+from simple_offload.scheduler.lookahead import Lookahead
 from simple_offload.scheduler.stores import Stores
 from tests.simulation.mutations.registry import mutation, substitute
 from tests.simulation.mutations.scripts import asked_again, lazily, lazy_evictions
@@ -16,12 +16,7 @@ from tests.simulation.mutations.scripts import asked_again, lazily, lazy_evictio
 
 @mutation(lazy_evictions())
 def look_no_further_than_the_front(stack: ExitStack) -> None:
-    of = StepLimits.of
-
-    def short(*args: Any) -> StepLimits:
-        return of(*args)._replace(lookahead=2)
-
-    stack.enter_context(patch.object(StepLimits, "of", short))
+    substitute(stack, Lookahead, "num_blocks", lambda self, num_empty: 2)
 
 
 @mutation(lazy_evictions())

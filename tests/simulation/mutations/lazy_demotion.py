@@ -1,0 +1,54 @@
+"""What has been loaded is the first to leave the tier again, where stores are lazy."""
+
+from contextlib import ExitStack
+from dataclasses import replace
+from typing import Any
+
+from simple_offload.scheduler.cpu_tier import CpuTier
+from tests.simulation.mutations.registry import mutation, substitute
+from tests.simulation.mutations.scripts import lazily
+from tests.simulation.script import Faults, Script
+
+
+def small_tier(script: Script) -> Script:
+    """Lazy stores into a tier that is soon full, and loads from it."""
+    script = lazily(script)
+    shape = replace(
+        script.shape,
+        num_device_blocks=30 * len(script.shape.groups),
+        num_host_blocks=40 * len(script.shape.groups),
+        chunk_blocks=None,
+    )
+    return replace(
+        script, shape=shape, copy_speed=0.9, arrivals=0.9, num_requests=60, faults=Faults()
+    )
+
+
+@mutation(small_tier)
+def demote_what_others_follow(stack: ExitStack) -> None:
+    demote = CpuTier.demote
+
+    def careless(self: CpuTier, blocks: Any) -> None:
+        followers, self._num_followers = self._num_followers, {}
+        for block in blocks:
+            if (parent := self._parents[block.block_id]) is not None:
+                self._num_followers[parent] = 1
+        demote(self, blocks)
+        self._num_followers = followers
+
+    substitute(stack, CpuTier, "demote", careless)
+
+
+@mutation(small_tier)
+def demote_the_head_first(stack: ExitStack) -> None:
+    demote = CpuTier.demote
+
+    def upside_down(self: CpuTier, blocks: Any) -> None:
+        demote(self, blocks)
+        queue = self.pool.free_block_queue
+        for block in reversed(blocks):
+            if block.block_id in self._demoted:
+                queue.remove(block)
+                queue.prepend_n([block])
+
+    substitute(stack, CpuTier, "demote", upside_down)
