@@ -1,9 +1,7 @@
 """CpuTier: the host blocks, managed by vLLM's own coordinator and block pool.
 
-The free queue of the pool is kept so that **a free block always stands before its parent**,
-the block that holds the tokens just before its own. Blocks are evicted from the front, so the
-tail of a prefix leaves before its head, at any moment and whatever the order of stores: a
-chain without its head could never be found again.
+The tail of a prefix is evicted before its head (``eviction_order.py``): a chain without its head
+could never be found again.
 
 A block may come before its parent does, while only the device has that: a hit then goes on from
 the device's blocks with the tier's.
@@ -18,7 +16,6 @@ from bisect import bisect_left
 from collections import Counter
 from collections.abc import Container, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from itertools import takewhile
 from typing import Any, NamedTuple, cast
 
 from vllm.utils.math_utils import cdiv
@@ -36,6 +33,7 @@ from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
 
 from simple_offload import metrics
 from simple_offload.scheduler import block_lists
+from simple_offload.scheduler.eviction_order import EvictionOrder
 from simple_offload.scheduler.runs import Run
 
 _FIRST_LOOKUP = 64
@@ -82,7 +80,6 @@ class CpuTier:
         coordinator's hashes and blocks are to cover ``num_parts`` times as many as the device's.
         ``demotes``: ``demote`` may be used, for which what follows each block has to be counted.
         """
-        self.demotes = demotes
         self.coordinator = coordinator
         self.meter = meter or metrics.Meter()
         self.num_used = 0
@@ -113,14 +110,7 @@ class CpuTier:
         """Whether a lookup is a walk along one chain, as for most models."""
         self.version = 0
         """Grows whenever a lookup might find something else than before."""
-        self._parents: list[BlockHashWithGroupId | None] = [None] * self.num_blocks
-        """By block id, the key of the parent of what the block holds, if it has one."""
-        self._early: dict[BlockHashWithGroupId, set[int]] = {}
-        """By key of a parent that has not come yet: the ids of the blocks that follow it."""
-        self._num_followers: dict[BlockHashWithGroupId, int] = {}
-        """By key of a parent, come yet or not: how many blocks follow it."""
-        self._demoted: set[int] = set()
-        """Ids of free blocks that ``demote`` has put first."""
+        self.order = EvictionOrder(self.pool, demotes)
 
     @property
     def num_blocks(self) -> int:
@@ -134,7 +124,7 @@ class CpuTier:
         with _collector_paused():
             new = [KVCacheBlock(block_id) for block_id in range(self.num_blocks, num_blocks)]
         self.pool.blocks.extend(new)
-        self._parents.extend([None] * len(new))
+        self.order.grow()
         self.pool.num_gpu_blocks = self.num_blocks
         self.pool.free_block_queue.prepend_n(new)
 
@@ -263,31 +253,13 @@ class CpuTier:
     def pin(self, blocks: Sequence[KVCacheBlock]) -> None:
         """Add a reference to each block: it cannot be evicted. Null blocks must not be among
         them (vLLM 0.32 counts references to those)."""
-        block_lists.hold(self.pool, blocks)
-        if self._demoted:
-            self._demoted.difference_update([block.block_id for block in blocks])
+        self.order.pin(blocks)
 
     def unpin(self, blocks: Iterable[KVCacheBlock]) -> None:
         """Drop a reference to each block, parents before children. What nobody refers to any
         more joins the free queue: just before its parent if that is free, else last, and first
         if it holds nothing."""
-        parents = self._parents
-        chain: list[KVCacheBlock] = []
-        last_key = None  # of the chain's last block
-        for block in blocks:
-            key = block._block_hash if block.ref_cnt == 1 else None
-            if key is None:
-                # Nothing in the queue's order depends on it.
-                self.pool.free_blocks((block,))
-                continue
-            if last_key is None or parents[block.block_id] != last_key:
-                if chain:
-                    self._release(chain)
-                chain = []
-            chain.append(block)
-            last_key = key
-        if chain:
-            self._release(chain)
+        self.order.unpin(blocks)
 
     def refresh(self, block_hashes: list[BlockHash], group: int, count: int) -> None:
         """Make the first ``count`` blocks of a request of a chained group, as far as they are
@@ -300,45 +272,25 @@ class CpuTier:
             count = self.count_first(block_hashes, group, count)
             self.refresh(block_hashes, group, count)
             return
-        head = self._head_behind(last) if last.ref_cnt == 0 and not self._demoted else None
-        if head is not None:
-            block_lists.move_to_end(self.pool, last, head)
-            return
-        chain = self._present(self.keys(block_hashes, group, stop=count))
-        if self._demoted:
-            chain = list(takewhile(lambda block: block.block_id not in self._demoted, chain))
-        self.pin(chain)
-        block_lists.release(self.pool, reversed(chain))  # each before its parent
+        if not self.order.renew_piece(last):
+            chain = self._present(self.keys(block_hashes, group, stop=count))
+            self.order.renew_chain(chain)
+
+    @property
+    def demotes(self) -> bool:
+        """Whether ``demote`` may be used."""
+        return self.order.demotes
 
     def demote(self, blocks: Sequence[KVCacheBlock]) -> None:
         """Let ``blocks`` (parents before children), which the device has too, be evicted before
-        all others, children first. Those stay where they are that somebody refers to, or that
-        others follow which stay. Does nothing while there are blocks that hold nothing."""
-        assert self.demotes
-        queue = self.pool.free_block_queue
-        first = queue.fake_free_list_head.next_free_block
-        if first is None or first.block_hash is None:
-            return
-        going: dict[int, KVCacheBlock] = {}
-        num_going: Counter[BlockHashWithGroupId] = Counter()
-        for block in reversed(blocks):
-            key = block.block_hash
-            if key is None or block.ref_cnt or block.block_id in going:
-                continue
-            if self._num_followers.get(key, 0) == num_going[key]:
-                going[block.block_id] = block
-                if (parent := self._parents[block.block_id]) is not None:
-                    num_going[parent] += 1
-        for block in going.values():
-            queue.remove(block)
-        queue.prepend_n(list(going.values()))
-        self._demoted.update(going)
+        all others."""
+        self.order.demote(blocks)
 
     def promote(self, key: BlockHashWithGroupId) -> None:
         """Make the block of ``key`` and what precedes it the most recently used, if it is demoted:
         the device will not have it much longer."""
-        if self._demoted and (block := self.get(key)) and block.block_id in self._demoted:
-            self._renew(block)
+        if self.order.demoted and (block := self.get(key)) and block.block_id in self.order.demoted:
+            self.order.renew(block)
 
     # Filling
 
@@ -366,7 +318,7 @@ class CpuTier:
             self._lose(num_evicted, "lru")
             evicted = block_lists.take(self.pool, num_taken)
             for each in evicted:
-                self._forget_parent(each.block_id)
+                self.order.forget(each.block_id)
             blocks += evicted
         return blocks
 
@@ -384,16 +336,13 @@ class CpuTier:
             bare = [] if self._commit_run(run, blocks) else self._commit_singly(run, blocks)
             useless.append(bare)
             count += len(blocks) - len(bare)
-            if self._early:
-                for key in self._early.keys() & run.keys:
-                    if (parent := self.get(key)) is not None:
-                        del self._early[key]
-                        renewed.append(parent)
+            if self.order.early:
+                renewed += self.order.arrive(run.keys)
         self.version += count
         self.num_used += count
         self.meter.add(metrics.STORED, count)
         for block in renewed:
-            self._renew(block)  # what follows it stands anywhere, it had better stand last
+            self.order.renew(block)  # what follows it stands anywhere, it had better stand last
         return useless
 
     def _commit_run(self, run: Run, blocks: Sequence[KVCacheBlock]) -> bool:
@@ -406,14 +355,8 @@ class CpuTier:
         if run.inner_keys or not self.has_none(keys):
             return False
         block_lists.give_keys(self.pool, blocks, keys, run.num_tokens, run.size)
-        parents = self._parents
-        for block, key in zip(blocks, keys, strict=True):
-            parents[block.block_id] = parent
-            parent = key
-        if self.demotes:
-            self._count_followers([run.parent, *keys[:-1]])
-        is_free = before is not None and before.ref_cnt == 0
-        self._queue(blocks, before if is_free else None)
+        self.order.follow(blocks, [parent, *keys])
+        self.order.queue(blocks, before)
         return True
 
     def _commit_singly(self, run: Run, blocks: Sequence[KVCacheBlock]) -> list[int]:
@@ -429,12 +372,9 @@ class CpuTier:
             self.pool.cached_block_hash_to_block.insert(key, block)
             for inner_key in run.inner_keys[place] if run.inner_keys else ():
                 self.pool._insert_block_hash(inner_key, block, num_tokens=None)
-            if parent is not None:
-                self._parents[block.block_id] = parent
-                if self.demotes:
-                    self._count_followers((parent,))
-                if orphaned:
-                    self._early.setdefault(parent, set()).add(block.block_id)
+            self.order.follow((block,), (parent,))
+            if parent is not None and orphaned:
+                self.order.wait_for(parent, block)
         self.unpin(blocks)
         return useless
 
@@ -448,19 +388,16 @@ class CpuTier:
             self._lose(len(lost), "load_failed")
             self.pool.evict_blocks(lost)
             for block_id in lost:
-                self._forget_parent(block_id)
-                self._queue_first(self.pool.blocks[block_id])
-            lost = {child for child, parent in enumerate(self._parents) if parent in lost_keys}
+                self.order.forget(block_id)
+                self.order.queue_first(self.pool.blocks[block_id])
+            lost = self.order.followers_of(lost_keys)
             lost_keys = {self.pool.blocks[block_id].block_hash for block_id in lost}
 
     def reset(self) -> None:
         """Forget everything, at once; references stay."""
         self.version += 1
         self.pool.evict_blocks({b.block_id for b in self.pool.blocks if b.block_hash is not None})
-        self._parents = [None] * self.num_blocks
-        self._early.clear()
-        self._num_followers.clear()
-        self._demoted.clear()
+        self.order.forget_all()
         self._lose(self.num_used, "reset")
 
     def check_integrity(self) -> None:
@@ -480,7 +417,7 @@ class CpuTier:
                 assert block.block_hash is not None and self.get(inner_key) is not None, (
                     f"{block}: has lost a key of a part of it"
                 )
-            parent_key = self._parents[block.block_id]
+            parent_key = self.order.parents[block.block_id]
             if block.block_hash is None:
                 assert parent_key is None, f"{block}: empty, yet has a parent"
                 continue
@@ -491,15 +428,15 @@ class CpuTier:
             if parent_key is not None and self._is_chained(block.block_hash):
                 parent = self.get(parent_key)
                 if parent is None:
-                    if block.block_id in self._early.get(parent_key, ()):
+                    if block.block_id in self.order.early.get(parent_key, ()):
                         continue
                     raise AssertionError(f"{block}: its chain's head has left the tier")
                 later = position.get(parent.block_id, len(position))
                 assert position.get(block.block_id, -1) < later, f"{block}: outlives {parent}"
         if self.demotes:
-            followers = Counter(parent for parent in self._parents if parent is not None)
-            assert self._num_followers == followers, "followers miscounted"
-        for block_id in self._demoted:
+            followers = Counter(parent for parent in self.order.parents if parent is not None)
+            assert self.order.num_followers == followers, "followers miscounted"
+        for block_id in self.order.demoted:
             block = self.pool.blocks[block_id]
             assert block.ref_cnt == 0 and block.block_hash is not None, f"{block}: is demoted"
         num_used = sum(block.block_hash is not None for block in self.pool.blocks)
@@ -562,68 +499,5 @@ class CpuTier:
         """The blocks of those ``keys`` that are there."""
         return [block for block in block_lists.find(self.pool, keys) if block is not None]
 
-    def _head_behind(self, last: KVCacheBlock) -> KVCacheBlock | None:
-        """The first block of a free block's chain, if all that is between lies between them in
-        the queue and nothing else: as mostly."""
-        parents = self._parents
-        block: Any = last
-        while (parent := parents[block.block_id]) is not None:
-            block = block.next_free_block
-            if block._block_hash != parent:
-                return None
-        return cast(KVCacheBlock, block)
-
-    def _count_followers(self, parents: Iterable[BlockHashWithGroupId | None]) -> None:
-        for parent in parents:
-            if parent is not None:
-                self._num_followers[parent] = self._num_followers.get(parent, 0) + 1
-
-    def _forget_parent(self, block_id: int) -> None:
-        self._demoted.discard(block_id)
-        parent, self._parents[block_id] = self._parents[block_id], None
-        if parent is None:
-            return
-        if self.demotes:
-            self._num_followers[parent] -= 1
-            if not self._num_followers[parent]:
-                del self._num_followers[parent]
-        if (early := self._early.get(parent)) is not None:
-            early.discard(block_id)
-            if not early:
-                del self._early[parent]
-
-    def _renew(self, block: KVCacheBlock) -> None:
-        """Make ``block`` and what precedes it in its chain the most recently used."""
-        lineage: list[KVCacheBlock] = []
-        found: KVCacheBlock | None = block
-        while found is not None:
-            lineage.append(found)
-            parent = self._parents[found.block_id]
-            found = self.get(parent) if parent is not None else None
-        self.pin(lineage)
-        self.unpin(reversed(lineage))
-
     def _is_chained(self, key: BlockHashWithGroupId) -> bool:
         return int(get_group_id(key)) in self.chained_group_ids
-
-    def _release(self, chain: Sequence[KVCacheBlock]) -> None:
-        """Drop the last reference to each block of a chain."""
-        self._queue(chain, self._free_parent(chain[0]))
-
-    def _queue(self, chain: Sequence[KVCacheBlock], parent: KVCacheBlock | None) -> None:
-        """``_release`` before a ``parent`` that is free, or last."""
-        if parent is not None and parent.block_id in self._demoted:
-            self._renew(parent)
-        block_lists.queue_chain(self.pool, chain, parent)
-
-    def _free_parent(self, block: KVCacheBlock) -> KVCacheBlock | None:
-        if block.block_hash is None or (key := self._parents[block.block_id]) is None:
-            return None
-        parent = self.get(key)
-        return parent if parent is not None and parent.ref_cnt == 0 else None
-
-    def _queue_first(self, block: KVCacheBlock) -> None:
-        """Move a free block that holds nothing any more to the front."""
-        if block.ref_cnt == 0:
-            self.pool.free_block_queue.remove(block)
-            self.pool.free_block_queue.prepend_n([block])

@@ -133,5 +133,5 @@ def test_nothing_is_remembered_of_what_has_left() -> None:
     assert contents(tier) == {"a", "x", "xy"}
     tier.reset()
     tier.check_integrity()
-    assert not tier._demoted
-    assert not tier._num_followers
+    assert not tier.order.demoted
+    assert not tier.order.num_followers

@@ -60,9 +60,9 @@ def test_what_is_no_part_of_a_chain_yet_is_evicted_as_all_else() -> None:
     store_early(tier, "abc", "x", "y")
     assert contents(tier) == {"x", "y"}
     store_early(tier, "ab")
-    assert tier._early == {key("a"): {block(tier, "ab").block_id}}
+    assert tier.order.early == {key("a"): {block(tier, "ab").block_id}}
     tier.reset()
-    assert tier._early == {}
+    assert tier.order.early == {}
 
 
 def test_what_precedes_a_hit_is_pinned_beyond_a_gap() -> None:
@@ -147,8 +147,8 @@ class EarlyTier(RuleBasedStateMachine):
             self.tier.unpin(held)
         self.tier.check_integrity()
         leave(self.tier)
-        assert not any(self.tier._parents)
-        assert self.tier._early == {}
+        assert not any(self.tier.order.parents)
+        assert self.tier.order.early == {}
 
 
 TestEarlyTier = EarlyTier.TestCase

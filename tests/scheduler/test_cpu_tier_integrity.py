@@ -42,7 +42,7 @@ def _miscount(tier: CpuTier) -> None:
 
 
 def _remember_the_parent_of_an_empty_block(tier: CpuTier) -> None:
-    tier._parents[tier.pool.blocks[-1].block_id] = key("a")
+    tier.order.parents[tier.pool.blocks[-1].block_id] = key("a")
 
 
 def _remember_the_parent_of_a_lost_block(tier: CpuTier) -> None:
@@ -59,11 +59,11 @@ def _miscount_used(tier: CpuTier) -> None:
 
 
 def _miscount_followers(tier: CpuTier) -> None:
-    tier._num_followers[key("ab")] += 1
+    tier.order.num_followers[key("ab")] += 1
 
 
 def _demote_a_pinned_block(tier: CpuTier) -> None:
-    tier._demoted.add(block(tier, "xy").block_id)
+    tier.order.demoted.add(block(tier, "xy").block_id)
 
 
 def _hold_a_key_twice(tier: CpuTier) -> None:

@@ -236,8 +236,8 @@ class Tier(RuleBasedStateMachine):
         assert self.tier.pool.get_num_free_blocks() == self.num_blocks
         self.tier.reset()
         assert contents(self.tier) == set()
-        assert not any(self.tier._parents)
-        assert self.tier._num_followers == {}
+        assert not any(self.tier.order.parents)
+        assert self.tier.order.num_followers == {}
 
 
 TestTier = Tier.TestCase

@@ -230,10 +230,10 @@ def test_what_the_tier_still_has_is_not_stored_again(drive: MakeDriver) -> None:
     taken: list[KVCacheBlock] = []
     while driver.device_pool.get_num_free_blocks() > 12:  # they leave the device next
         taken += driver.device_pool.get_new_blocks(1)
-    assert driver.tier._demoted
+    assert driver.tier.order.demoted
     driver.start("next", prompt(3))
     driver.step()
-    assert not driver.tier._demoted
+    assert not driver.tier.order.demoted
     driver.device_pool.free_blocks(taken)
     driver.run()
     assert driver.tier.lookup(request.block_hashes, 0, 21) == before

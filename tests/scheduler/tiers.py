@@ -160,4 +160,4 @@ def snapshot(tier: CpuTier) -> object:
     """Everything that could change in a tier."""
     free = [block.block_id for block in tier.pool.free_block_queue.get_all_free_blocks()]
     held = [(block.ref_cnt, block.block_hash) for block in tier.pool.blocks]
-    return free, held, contents(tier), tier.version, list(tier._parents)
+    return free, held, contents(tier), tier.version, list(tier.order.parents)

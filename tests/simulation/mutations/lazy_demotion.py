@@ -4,7 +4,7 @@ from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
 
-from simple_offload.scheduler.cpu_tier import CpuTier
+from simple_offload.scheduler.eviction_order import EvictionOrder
 from tests.simulation.mutations.registry import mutation, substitute
 from tests.simulation.mutations.scripts import lazily
 from tests.simulation.script import Faults, Script
@@ -26,29 +26,29 @@ def small_tier(script: Script) -> Script:
 
 @mutation(small_tier)
 def demote_what_others_follow(stack: ExitStack) -> None:
-    demote = CpuTier.demote
+    demote = EvictionOrder.demote
 
-    def careless(self: CpuTier, blocks: Any) -> None:
-        followers, self._num_followers = self._num_followers, {}
+    def careless(self: EvictionOrder, blocks: Any) -> None:
+        followers, self.num_followers = self.num_followers, {}
         for block in blocks:
-            if (parent := self._parents[block.block_id]) is not None:
-                self._num_followers[parent] = 1
+            if (parent := self.parents[block.block_id]) is not None:
+                self.num_followers[parent] = 1
         demote(self, blocks)
-        self._num_followers = followers
+        self.num_followers = followers
 
-    substitute(stack, CpuTier, "demote", careless)
+    substitute(stack, EvictionOrder, "demote", careless)
 
 
 @mutation(small_tier)
 def demote_the_head_first(stack: ExitStack) -> None:
-    demote = CpuTier.demote
+    demote = EvictionOrder.demote
 
-    def upside_down(self: CpuTier, blocks: Any) -> None:
+    def upside_down(self: EvictionOrder, blocks: Any) -> None:
         demote(self, blocks)
         queue = self.pool.free_block_queue
         for block in reversed(blocks):
-            if block.block_id in self._demoted:
+            if block.block_id in self.demoted:
                 queue.remove(block)
                 queue.prepend_n([block])
 
-    substitute(stack, CpuTier, "demote", upside_down)
+    substitute(stack, EvictionOrder, "demote", upside_down)

@@ -8,6 +8,7 @@ from unittest.mock import patch
 from simple_offload.scheduler import lazy
 from simple_offload.scheduler.admission import Admission
 from simple_offload.scheduler.cpu_tier import CpuTier
+from simple_offload.scheduler.eviction_order import EvictionOrder
 from simple_offload.scheduler.lookahead import Lookahead
 from simple_offload.scheduler.stores import Stores
 from tests.simulation.mutations.registry import mutation, substitute
@@ -43,7 +44,7 @@ def refuse_what_comes_before_its_parent(stack: ExitStack) -> None:
 
 @mutation(lazy_evictions(blocks_per_group=60))
 def let_a_block_outlive_the_parent_that_came_later(stack: ExitStack) -> None:
-    substitute(stack, CpuTier, "_renew", lambda self, block: None)
+    substitute(stack, EvictionOrder, "renew", lambda self, block: None)
 
 
 @mutation(lazily)

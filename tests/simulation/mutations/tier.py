@@ -9,6 +9,7 @@ from vllm.v1.core.kv_cache_utils import get_request_block_hasher
 from vllm.v1.request import Request
 
 from simple_offload.scheduler.cpu_tier import CpuTier
+from simple_offload.scheduler.eviction_order import EvictionOrder
 from simple_offload.scheduler.sources import Sources
 from tests.simulation.mutations.registry import mutation, substitute
 from tests.simulation.world import World
@@ -16,7 +17,9 @@ from tests.simulation.world import World
 
 @mutation()
 def evict_head_first(stack: ExitStack) -> None:
-    substitute(stack, CpuTier, "_release", lambda self, chain: self.pool.free_blocks(chain))
+    substitute(
+        stack, EvictionOrder, "queue", lambda self, chain, parent: self.pool.free_blocks(chain)
+    )
 
 
 @mutation()
