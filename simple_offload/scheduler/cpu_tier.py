@@ -316,10 +316,7 @@ class CpuTier:
         if num_taken:
             self.version += 1
             self._lose(num_evicted, "lru")
-            evicted = block_lists.take(self.pool, num_taken)
-            for each in evicted:
-                self.order.forget(each.block_id)
-            blocks += evicted
+            blocks += self.order.evict(num_taken)
         return blocks
 
     def commit_all(self, filled: Iterable[tuple[Run, Sequence[KVCacheBlock]]]) -> list[list[int]]:

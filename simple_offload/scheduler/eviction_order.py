@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
+from itertools import islice
 from typing import Any, cast
 
 from vllm.v1.core.block_pool import BlockPool
@@ -77,6 +78,21 @@ class EvictionOrder:
             early.discard(block_id)
             if not early:
                 del self.early[parent]
+
+    def evict(self, count: int) -> list[KVCacheBlock]:
+        """The first ``count`` blocks of the queue, pinned, with what they held forgotten."""
+        left: list[BlockHashWithGroupId] = []
+        if self.num_followers:
+            queue = islice(self.pool.free_block_queue.iter_blocks_after(None), count)
+            left = [block.block_hash for block in queue if block.block_hash is not None]
+        blocks = block_lists.take(self.pool, count)
+        for block in blocks:
+            self.forget(block.block_id)
+        for key in left:
+            # A load holds a block that came before its parent, which has now come and gone.
+            if key in self.num_followers:
+                self.early[key] = self.followers_of({key})
+        return blocks
 
     def forget_all(self) -> None:
         """No block holds anything any more."""
