@@ -187,6 +187,9 @@ WAYS: Mapping[str, Way] = {
     "pip install .[bench]": Run(
         r"Successfully installed .*lm.eval-0\.4\.13", slow=True, alone=True
     ),
+    "pip install .[dev]": Run(
+        r"Successfully installed .*pytest-timeout-.*simple-offload", slow=True, alone=True
+    ),
     "pip install .[cpu]": Elsewhere("gigabytes", "tests/test_extras.py::test_extras_resolve"),
     "pip install lm-eval[api]==0.4.13": Elsewhere("minutes", _SERVED),
     ".venv/bin/python -m pip install --no-deps --target .cache/torch-npu torch_npu==2.13.0": Run(
