@@ -118,6 +118,8 @@ def _check(command: Command, folder: Path, places: Mapping[str, str]) -> None:
     words = as_run(command.words, way, places)
     code, said = run(words, folder, reader_environment(folder, *alone))
     assert (code, bool(re.search(way.prints, said))) == (way.code, True), said[-6000:]
+    if command.words[0] == "simple-offload":
+        assert "\x1b" not in said, "colours in a pipe"
 
 
 @pytest.mark.parametrize("command", _run_here(slow=False), ids=_title)
