@@ -5,16 +5,16 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 from packaging.requirements import Requirement
-from packaging.utils import canonicalize_name
 from packaging.version import Version
 
 from tests.test_packaging import PROJECT, build_wheel
-from tools.set_up import pip_environment
+from tools.set_up import canonical, pip_environment
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
@@ -71,7 +71,7 @@ def test_extras_work_in_an_empty_environment(extra: str, wheel: Path, tmp_path: 
     command = python.with_name("simple-offload")
     assert "simple-offload " in _run(command, "--version", cwd=tmp_path)
     listed = json.loads(_run(python, "-m", "pip", "list", "--format=json", cwd=tmp_path))
-    found = {canonicalize_name(each["name"]): each["version"] for each in listed}
+    found = {canonical(each["name"]): each["version"] for each in listed}
     _check_requirements(extra, found)
 
 
@@ -83,22 +83,25 @@ def test_extras_resolve(extra: str, wheel: Path, tmp_path: Path) -> None:
     nothing = tmp_path / "nothing"
     nothing.mkdir()
     report = tmp_path / "report.json"
-    what = ["--dry-run", "--only-binary=:all:", "--report", report, f"{wheel}[{extra}]"]
+    what: list[str | Path] = [
+        "--dry-run",
+        "--only-binary=:all:",
+        "--report",
+        report,
+        f"{wheel}[{extra}]",
+    ]
     own = {} if extra == "cpu" else {"PIP_FIND_LINKS": str(nothing)}
     _run(python, "-m", "pip", "install", *what, cwd=tmp_path, **own)
     installed: list[dict[str, Any]] = json.loads(report.read_text())["install"]
-    found = {
-        canonicalize_name(each["metadata"]["name"]): each["metadata"]["version"]
-        for each in installed
-    }
+    found = {canonical(each["metadata"]["name"]): each["metadata"]["version"] for each in installed}
     files = {
-        canonicalize_name(each["metadata"]["name"]): each["download_info"]["url"].rpartition("/")[2]
+        canonical(each["metadata"]["name"]): each["download_info"]["url"].rpartition("/")[2]
         for each in installed
     }
     _check_requirements(extra, found)
     machine = os.uname().machine
     brought = [Requirement(text).name for text in EXTRAS[extra]]
-    assert all(f"{machine}.whl" in files[canonicalize_name(name)] for name in brought), files
+    assert all(f"{machine}.whl" in files[canonical(name)] for name in brought), files
     torch = Version(found["torch"])
     if extra == "npu":
         assert Version(found["torch-npu"]).release[:2] == torch.release[:2]
@@ -107,9 +110,9 @@ def test_extras_resolve(extra: str, wheel: Path, tmp_path: Path) -> None:
         assert (torch.local == "cpu", brings_cuda) == (extra == "cpu", extra == "cuda")
 
 
-def _check_requirements(extra: str, found: dict[Any, str]) -> None:
+def _check_requirements(extra: str, found: Mapping[str, str]) -> None:
     """What the extra names is there, in a version that it asks for."""
     for text in EXTRAS[extra]:
         requirement = Requirement(text)
-        version = found[canonicalize_name(requirement.name)]
+        version = found[canonical(requirement.name)]
         assert requirement.specifier.contains(version), f"{text}: {version}"
