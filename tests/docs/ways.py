@@ -86,7 +86,7 @@ WAYS: Mapping[str, Way] = {
     "make soak STEPS=100000 SEED=0": Run(r"no\s+violation", slow=True),
     "make soak STEPS=100000 SEED=1000": Run(r"no\s+violation", slow=True),
     "make simulate-builtin": Run(
-        r"(?s)\A(?!.*stopped).*as drawn . simple_offload . 0 of 200 ", slow=True
+        r"(?s)\A(?!.*stopped).*as drawn +\S simple_offload \S 0 of 200 ", slow=True
     ),
     "make accuracy": Run(_SAME_ANSWERS, slow=True, add=_OUTPUT),
     "make accuracy ARGS=--samples 32": Run(
