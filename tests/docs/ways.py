@@ -107,7 +107,7 @@ WAYS: Mapping[str, Way] = {
         r"hit rate", slow=True, instead={"--quick": "--quick --out {out}"}
     ),
     "make bench-scheduler ARGS=--parts cost --contenders ours,builtin": Run(
-        r"a prompt stored", slow=True, instead={"--parts": "--out {out} --parts"}
+        r"loaded +131,072 ", slow=True, instead={"--parts": "--out {out} --parts"}
     ),
     "make bench-scheduler ARGS=--parts hits": Run(
         r"hit rate", slow=True, instead={"--parts": "--out {out} --parts"}
