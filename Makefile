@@ -21,7 +21,7 @@ VENV_PYTHON := .venv/bin/python
 .PHONY: bench-turns bench-scheduler test-gpu clean
 
 help: ## List the targets
-	@sed -nE 's/^([a-z-]+):[^#]*## (.*)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 18
+	@sed -nE 's/^([a-z-]+):[^#]*## (.*)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 26
 
 set-up: ## Make .venv, or bring it up to date (the other targets do it by themselves)
 	@$(or $(FITTING_PYTHON),$(error None of these is a Python 3.11 that runs: $(PYTHON). \

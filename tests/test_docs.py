@@ -1,77 +1,27 @@
-"""The documentation: what it shows can be run, what it names is there."""
+"""The documentation: what it shows is right (tests/docs/ runs it), what it names is there."""
 
 import argparse
 import importlib.util
 import json
 import re
 import shlex
-from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 
 from simple_offload.cli.main import make_parser
 from simple_offload.config import OffloadConfig
 from simple_offload.metrics import SERIES
+from tests.docs.pages import COMMANDS, PAGES, Command, blocks
 from tests.log_lines import log_lines
 from tools import docs
 from tools.set_up import ROOT
 
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 _ids = [str(page.relative_to(ROOT)) for page in PAGES]
 
 every_page = pytest.mark.parametrize("page", PAGES, ids=_ids)
-
-NOT_OURS = {"lm_eval", "pip", "source", "export"}
-"""Commands in the documentation that belong to others."""
-
-
-class Command(NamedTuple):
-    """A line of a shell block, or what stands between backticks."""
-
-    page: str
-    words: tuple[str, ...]
-    whole: bool
-    """Whether it can be run as it stands, which what a sentence names need not."""
-
-
-def blocks(text: str, language: str) -> Iterator[str]:
-    """What is fenced in that language."""
-    for match in re.finditer(rf"^```{language}\n(.*?)^```$", text, re.MULTILINE | re.DOTALL):
-        yield match[1]
-
-
-def shown_commands(page: Path) -> Iterator[Command]:
-    """Of shell blocks, of sessions (``$ ...``) and between backticks."""
-    text = page.read_text()
-    for block in blocks(text, "sh"):
-        yield from _commands(page, block.replace("\\\n", " "), whole=True)
-    for line in re.findall(r"^\$ (.*)$", text, re.MULTILINE):
-        yield from _commands(page, line, whole=True)
-    sentences = re.sub(r"^```.*?^```$", "", text, flags=re.MULTILINE | re.DOTALL)
-    known = r"`((?:make|simple-offload|\S*python3?|vllm serve) [^`]+)`"
-    for span in re.findall(known, sentences):
-        yield from _commands(page, " ".join(span.split()), whole=False)
-
-
-def _commands(page: Path, text: str, *, whole: bool) -> Iterator[Command]:
-    """A command ends with a line, unless something quoted goes on."""
-    waiting = ""
-    for line in text.splitlines():
-        waiting += f"{line}\n"
-        try:
-            words = shlex.split(waiting, comments=True)
-        except ValueError:  # no closing quotation
-            continue
-        waiting = ""
-        if words:
-            yield Command(page.name, tuple(words), whole)
-    assert waiting == "", f"{page.name}: {waiting}"
-
-
-COMMANDS = [command for page in PAGES for command in shown_commands(page)]
 
 
 def of(*names: str) -> list[Command]:
@@ -90,17 +40,6 @@ def _shown(command: Command) -> str:
 
 
 PYTHONS = ("python", "python3", ".venv/bin/python")
-
-
-def test_every_command_is_one_that_is_checked() -> None:
-    checked = {*PYTHONS, "make", "simple-offload", "vllm", *NOT_OURS}
-    strange = [
-        " ".join(words)
-        for _, words, _ in COMMANDS
-        if words[0] not in checked and not re.match(r"[A-Z_]+=", words[0])
-    ]
-    assert strange == []
-    assert len(COMMANDS) > 30
 
 
 # make

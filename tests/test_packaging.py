@@ -98,14 +98,17 @@ def test_what_breaks_transformers_is_absent() -> None:
     subprocess.run([sys.executable, "-c", "import transformers.modeling_utils"], check=True)
 
 
-@pytest.fixture(scope="module")
-def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What `pip wheel .` builds."""
-    folder = tmp_path_factory.mktemp("wheel")
+def build_wheel(folder: Path) -> Path:
+    """What `pip wheel .` builds, into ``folder``."""
     build = ["pip", "wheel", "--no-build-isolation", "--no-deps", "--no-index", "-w", str(folder)]
     subprocess.run([sys.executable, "-m", *build, str(set_up.ROOT)], check=True)
     (built,) = folder.glob("*.whl")
     return built
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return build_wheel(tmp_path_factory.mktemp("wheel"))
 
 
 def test_wheel_holds_the_typed_package_the_examples_and_nothing_else(wheel: Path) -> None:

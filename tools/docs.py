@@ -6,6 +6,7 @@ figures in docs/measurements.md. Tests fail where either is not what this would 
 
 import json
 import re
+import tempfile
 import types
 from collections.abc import Iterable
 from pathlib import Path
@@ -165,9 +166,16 @@ def save_picture(path: Path, measurements: str) -> None:
 
 
 def main() -> None:
-    """Write both."""
-    README.write_text(with_table(README.read_text()))
-    save_picture(PICTURE, MEASUREMENTS.read_text())
+    """Write both, where they are not so already."""
+    with tempfile.TemporaryDirectory() as scratch:
+        picture = Path(scratch) / PICTURE.name
+        save_picture(picture, MEASUREMENTS.read_text())
+        for page, text in (
+            (README, with_table(README.read_text())),
+            (PICTURE, picture.read_text()),
+        ):
+            if not page.exists() or page.read_text() != text:
+                page.write_text(text)
 
 
 if __name__ == "__main__":

@@ -113,7 +113,7 @@ def _report(results: "Results", output: Path) -> None:
     from examples.scheduler_bench import report
     from examples.scheduler_bench.results import goals
 
-    console = Console()
+    console = Console(width=report.WIDTH)
     told = f"{results.machine['processor']}, vLLM {results.machine['vllm']}"
     console.print(told, markup=False, highlight=False, soft_wrap=True)
     lines = []

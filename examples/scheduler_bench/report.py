@@ -28,6 +28,9 @@ _TITLES = {
     Kind.STORED_FULL: "a prompt stored in a full tier, by its blocks",
     Kind.LOADED_FULL: "a prompt loaded from a full tier, by its blocks",
 }
+WIDTH = 150
+"""Columns for the tables of all contenders. A narrower terminal wraps them; nothing is cut off."""
+
 _NOTHING = "-"
 HOOKS = tuple(hook for hook in Hook if hook is not Hook.OTHER)
 

@@ -29,7 +29,13 @@ from examples.scheduler_bench.plan import (
     Plan,
 )
 from examples.scheduler_bench.race import Race
-from examples.scheduler_bench.report import cost_table, footprint_table, hit_table, hook_table
+from examples.scheduler_bench.report import (
+    WIDTH,
+    cost_table,
+    footprint_table,
+    hit_table,
+    hook_table,
+)
 from examples.scheduler_bench.results import (
     Footprint,
     HitCount,
@@ -352,3 +358,17 @@ def test_tables() -> None:
     assert "ours, 8 in one 4,000,000 1.00 0.25 12 0.06 30 -" in lines
     assert "random, one-offs 50% 25.0% (40%) 50.0% (60%)" in lines
     assert "…" not in "\n".join(lines)
+
+
+def test_no_number_of_all_contenders_is_cut_off() -> None:
+    found = results()
+    for row in found.rows:
+        row.cells.update(dict.fromkeys(CONTENDERS, Cost({Hook.LOOKUP: 0.123456}, 0.001)))
+    found.footprints |= dict.fromkeys(CONTENDERS, Footprint(4_000_000, 12.34, 137, 280))
+    for hit in found.hit_rows:
+        hit.counts.update(dict.fromkeys(CONTENDERS, HitCount(80, 80, 20)))
+    console = Console(width=WIDTH, color_system=None)
+    with console.capture() as capture:
+        for table in (cost_table, hook_table, footprint_table, hit_table):
+            console.print(table(found))
+    assert "…" not in capture.get()

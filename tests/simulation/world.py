@@ -179,6 +179,9 @@ class World:
             assert scheduler.num_in_flight == 0, "transfers in flight at rest"
             assert scheduler.num_followed == 0, "requests are followed at rest"
 
+    def _check_tier_size(self, num_open: list[int]) -> None:
+        checks.check_tier_size(self.host_pool, num_open, self.shape.num_parts)
+
     def check_events(self) -> None:
         """Raise Violation unless whoever believes the KV events, which have all been published,
         knows exactly what can be found in the tier."""
@@ -387,7 +390,7 @@ class World:
                     self._note_finished(output.request_id)
         self._propose_drafts(step)
         self.check_events()
-        checks.check_tier_size(self.host_pool, step.num_open, self.shape.num_parts)
+        self._check_tier_size(step.num_open)
         self._spoil_failed(combined.kv_connector_output)
         self._check_forgotten()
         for request_id in [r for r in self.requests if self.requests[r].is_finished()]:

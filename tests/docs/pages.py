@@ -1,0 +1,67 @@
+"""The pages of the documentation, and the commands that they show."""
+
+import re
+import shlex
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+from tools.set_up import ROOT
+
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+BEGINNINGS = (
+    *("make", "simple-offload", r"\S*python3?", "vllm serve", "vllm bench", "pip install"),
+    *("lm_eval", "npu-smi"),
+)
+"""What a command between backticks begins with (patterns). More has to follow."""
+
+
+class Command(NamedTuple):
+    """A line of a shell block, or what stands between backticks."""
+
+    page: str
+    words: tuple[str, ...]
+    whole: bool
+    """Whether it can be run as it stands, which what a sentence names need not."""
+
+    @property
+    def text(self) -> str:
+        """Its words on one line, without the shell's quotes."""
+        return " ".join(" ".join(self.words).split())
+
+
+def blocks(text: str, language: str) -> Iterator[str]:
+    """What is fenced in that language."""
+    for match in re.finditer(rf"^```{language}\n(.*?)^```$", text, re.MULTILINE | re.DOTALL):
+        yield match[1]
+
+
+def shown_commands(page: Path) -> Iterator[Command]:
+    """Of shell blocks, of sessions (``$ ...``) and between backticks."""
+    text = page.read_text()
+    for block in blocks(text, "sh"):
+        yield from _commands(page, block.replace("\\\n", " "), whole=True)
+    for line in re.findall(r"^\$ (.*)$", text, re.MULTILINE):
+        yield from _commands(page, line, whole=True)
+    sentences = re.sub(r"^```.*?^```$", "", text, flags=re.MULTILINE | re.DOTALL)
+    for span in re.findall(rf"`((?:{'|'.join(BEGINNINGS)}) [^`]+)`", sentences):
+        yield from _commands(page, " ".join(span.split()), whole=False)
+
+
+def _commands(page: Path, text: str, *, whole: bool) -> Iterator[Command]:
+    """A command ends with a line, unless something quoted goes on."""
+    waiting = ""
+    for line in text.splitlines():
+        waiting += f"{line}\n"
+        try:
+            words = shlex.split(waiting, comments=True)
+        except ValueError:  # no closing quotation
+            continue
+        waiting = ""
+        if words:
+            yield Command(page.name, tuple(words), whole)
+    assert waiting == "", f"{page.name}: {waiting}"
+
+
+COMMANDS = [command for page in PAGES for command in shown_commands(page)]

@@ -1,0 +1,154 @@
+"""Every command that the documentation shows: it is run, here or by the test that ways.py names."""
+
+import json
+import re
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+
+from tests.docs.pages import COMMANDS, Command
+from tests.docs.shell import as_run, empty_environment, reader_environment, run
+from tests.docs.ways import WAYS, Elsewhere, Named, Run, Theirs, key_of
+from tools import set_up
+from tools.set_up import ROOT
+
+SLOW_SECONDS = 3600
+"""What the slowest of them may take, on a machine that does other things as well."""
+
+LLAMA_8B = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "hidden_size": 4096,
+}
+
+CONVERSATIONS = {
+    "filetype": "generate_conversations",
+    "num_conversations": 6,
+    "text_files": ["not-read.txt"],
+    "prompt_input": {
+        "num_turns": {"distribution": "constant", "value": 4},
+        "common_prefix_num_tokens": {"distribution": "constant", "value": 64},
+        "prefix_num_tokens": {"distribution": "constant", "value": 1500},
+        "num_tokens": {"distribution": "uniform", "min": 40, "max": 60},
+    },
+    "prompt_output": {"num_tokens": {"distribution": "constant", "value": 8}},
+}
+"""Four times as many tokens as the device of the benchmark's ``cpu`` preset holds, together."""
+
+
+def _run_here(*, slow: bool) -> list[Command]:
+    """The commands that this file runs, each once."""
+    found = {}
+    for command in COMMANDS:
+        way = WAYS.get(key_of(command.text) or "")
+        if isinstance(way, Run) and way.slow == slow:
+            found[command.text] = command
+    return list(found.values())
+
+
+def _title(command: Command) -> str:
+    return command.text[:60]
+
+
+# The table
+
+
+def test_every_command_has_a_way_to_be_run() -> None:
+    strangers = [f"{each.page}: {each.text}" for each in COMMANDS if key_of(each.text) is None]
+    assert strangers == [], "say in WAYS in tests/docs/ways.py how these are run"
+    assert len(COMMANDS) > 90
+
+
+def test_every_way_is_one_of_a_command() -> None:
+    used = {key_of(command.text) for command in COMMANDS}
+    assert WAYS.keys() - used == set(), "no page shows these: remove them from tests/docs/ways.py"
+
+
+@pytest.mark.parametrize("key", [key for key, way in WAYS.items() if isinstance(way, Elsewhere)])
+def test_what_runs_it_elsewhere_is_there(key: str) -> None:
+    way = WAYS[key]
+    assert isinstance(way, Elsewhere)
+    path, _, name = way.by.partition("::")
+    text = (ROOT / path).read_text()
+    if name:
+        assert f"\ndef {name}(" in text, f"{path} has no {name}"
+    else:
+        assert re.search(rf"^{re.escape(key)}( <|$)", text, re.MULTILINE), f"{path} lacks {key}"
+
+
+def test_what_is_named_is_shown_whole() -> None:
+    for key, way in WAYS.items():
+        if isinstance(way, Named):
+            assert not isinstance(WAYS[way.whole], Named | Theirs), key
+
+
+def test_what_belongs_to_others_is_none_of_our_programs() -> None:
+    ours = ("make", "simple-offload", "python", ".venv", "vllm")
+    assert [k for k, way in WAYS.items() if isinstance(way, Theirs) and k.startswith(ours)] == []
+
+
+# Running them
+
+
+@pytest.fixture
+def places(tmp_path: Path) -> Mapping[str, str]:
+    """What stands for names that a reader has to fill in."""
+    model, output = tmp_path / "model", tmp_path / "out"
+    model.mkdir()
+    output.mkdir()
+    (model / "config.json").write_text(json.dumps(LLAMA_8B))
+    weights = {"metadata": {"total_size": 16_060_522_496}}
+    (model / "model.safetensors.index.json").write_text(json.dumps(weights))
+    file = tmp_path / "conversations.json"
+    file.write_text(json.dumps(CONVERSATIONS))
+    return {"model": str(model), "out": str(output), "input": str(file)}
+
+
+def _check(command: Command, folder: Path, places: Mapping[str, str]) -> None:
+    # What make sets up while the tests run in it, they would run in no longer.
+    if command.words[0] == "make" and not set_up.VirtualEnvironment(ROOT).is_current():
+        pytest.skip("needs the .venv that `make set-up` makes")
+    way = WAYS[key_of(command.text) or ""]
+    assert isinstance(way, Run)
+    alone = [empty_environment(folder / "alone")] if way.alone else []
+    words = as_run(command.words, way, places)
+    code, said = run(words, folder, reader_environment(folder, *alone))
+    assert (code, bool(re.search(way.prints, said))) == (way.code, True), said[-6000:]
+    if command.words[0] == "simple-offload":
+        assert "\x1b" not in said, "colours in a pipe"
+
+
+@pytest.mark.parametrize("command", _run_here(slow=False), ids=_title)
+def test_commands(command: Command, tmp_path: Path, places: Mapping[str, str]) -> None:
+    _check(command, tmp_path, places)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(SLOW_SECONDS)
+@pytest.mark.parametrize("command", _run_here(slow=True), ids=_title)
+def test_slow_commands(command: Command, tmp_path: Path, places: Mapping[str, str]) -> None:
+    _check(command, tmp_path, places)
+
+
+def test_replacing_what_is_not_shown_is_an_error() -> None:
+    with pytest.raises(AssertionError, match="64GiB is not in"):
+        as_run(["simple-offload", "doctor"], Run("", instead={"64GiB": "1GiB"}), {})
+
+
+def test_words_are_run_as_shown_but_for_what_is_said() -> None:
+    way = Run("", instead={"path/to/model": "{model}"}, add="ARGS='--out {out}'")
+    words = as_run(["plan", "path/to/model", "--x"], way, {"model": "/m", "out": "/o"})
+    assert words == ["plan", "/m", "--x", "ARGS=--out /o"]
+
+
+def test_what_make_was_told_is_not_told_to_the_make_of_a_command(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("ARGS", "MAKEFLAGS", "STEPS"):
+        monkeypatch.setenv(name, "-k nothing")
+    environment = reader_environment(tmp_path)
+    assert environment.keys().isdisjoint({"ARGS", "MAKEFLAGS", "STEPS"})

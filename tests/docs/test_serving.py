@@ -1,0 +1,179 @@
+"""The servers that the documentation shows, and what asks them: as shown, with a small model."""
+
+import json
+import re
+import shlex
+import signal
+import sysconfig
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from urllib.request import Request, urlopen
+
+import pytest
+
+from examples.random_model import save_random_model
+from examples.serving import Server, free_port
+from tests.conftest import within_patience
+from tests.docs.pages import COMMANDS
+from tests.docs.shell import as_run, empty_environment, reader_environment, run, start, stop
+from tests.docs.test_commands import SLOW_SECONDS
+from tests.docs.ways import Run
+from tests.serve.tokenizer import save_word_tokenizer
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(SLOW_SECONDS)]
+
+HITS = "vllm:external_prefix_cache_hits_total"
+
+CPU = "--host 127.0.0.1 --port {port} --dtype float32 --enforce-eager --block-size 32"
+"""What a server of a small model on the CPU is told beside what is shown."""
+
+VOCAB_SIZE = 512
+
+TASK = """
+task: small
+dataset_path: json
+dataset_kwargs: {data_files: {test: questions.jsonl, train: questions.jsonl}}
+test_split: test
+fewshot_split: train
+output_type: generate_until
+doc_to_text: "{{question}}"
+doc_to_target: "{{answer}}"
+generation_kwargs: {max_gen_toks: 4, until: [], do_sample: false, temperature: 0.0}
+metric_list: [{metric: exact_match, aggregation: mean, higher_is_better: true}]
+metadata: {version: 1.0}
+"""
+"""In place of the task of that name, whose questions come over the network."""
+
+
+def shown(beginning: str) -> Sequence[str]:
+    """The words of the one command that begins so and can be run as it stands."""
+    (words,) = {each.words for each in COMMANDS if each.whole and each.text.startswith(beginning)}
+    return words
+
+
+@pytest.fixture
+def places(tmp_path: Path) -> Mapping[str, str]:
+    model = save_random_model(tmp_path / "model", vocab_size=VOCAB_SIZE, max_model_len=1024)
+    save_word_tokenizer(model, VOCAB_SIZE)
+    return {"model": str(model), "port": str(free_port()), "folder": str(tmp_path)}
+
+
+@contextmanager
+def served(
+    words: Sequence[str], folder: Path, environment: Mapping[str, str], port: int
+) -> Iterator[Server]:
+    """The server that a command starts, once it answers; ended as by Ctrl-C."""
+    log = folder / "serve.log"
+    process = start(words, folder, environment, log)
+    try:
+        server = Server(process, port, log)
+        server.wait_until_ready()
+        yield server
+    finally:
+        code = stop(process, signal.SIGINT)
+    assert code in (0, -signal.SIGINT, 128 + signal.SIGINT), log.read_text()[-6000:]
+
+
+def test_the_command_of_the_readme(tmp_path: Path, places: Mapping[str, str]) -> None:
+    """It serves, and a prompt that the device has forgotten comes back from the host."""
+    way = Run("", instead={"MODEL": "{model}", "64GiB": "64MiB"}, add=CPU)
+    words = as_run(shown("vllm serve MODEL "), way, places)
+    environment = _cpu(reader_environment(tmp_path))
+    with served(words, tmp_path, environment, int(places["port"])) as server:
+        first = _complete(server, places["model"])
+        server.reset_prefix_cache(external=False)
+        assert server.metric(HITS) == 0
+        assert _complete(server, places["model"]) == first
+        assert server.metric(HITS) == 288
+
+
+def test_the_commands_of_a_first_run_on_an_npu(tmp_path: Path, places: Mapping[str, str]) -> None:
+    """Those that ask a server: with lm_eval installed as shown, beside vLLM."""
+    programs = empty_environment(tmp_path / "eval")
+    environment = _cpu(reader_environment(tmp_path, programs))
+
+    def run_shown(beginning: str, way: Run) -> str:
+        words = as_run(shown(beginning), way, places)
+        code, said = run(words, tmp_path, environment)
+        assert code == way.code, said[-6000:]
+        return said
+
+    run_shown("pip install lm-eval", Run(""))
+    (site,) = programs.parent.glob("lib/python*/site-packages")
+    (site / "vllm.pth").write_text(f"{sysconfig.get_path('purelib')}\n")
+    (tmp_path / "small.yaml").write_text(TASK)
+    with (tmp_path / "questions.jsonl").open("w") as file:
+        for number in range(16):
+            words = " ".join(f"w{7 * number + each}" for each in range(60))
+            file.write(json.dumps({"question": words, "answer": f"w{number}"}) + "\n")
+
+    small = {"Qwen/Qwen3-8B": "{model}", "16384": "1024", "600": "40", "64GiB": "64MiB"}
+    command = as_run(shown("vllm serve Qwen/Qwen3-8B"), Run("", instead=small, add=CPU), places)
+    with served(command, tmp_path, environment, int(places["port"])) as server:
+        asked = {"Qwen/Qwen3-8B": "{model}", ":8000": ":{port}", "gsm8k": "small"}
+        for _ in range(2):
+            said = run_shown(
+                "lm_eval --model local-completions",
+                Run("", instead=asked, add="--include_path {folder}"),
+            )
+            assert "exact_match" in said
+        assert list(tmp_path.rglob("small*.json")), "no results"
+
+        hits = server.metric(HITS)
+        load = {"Qwen/Qwen3-8B": "{model}", "240": "24", "40": "6", "8192": "512", "256": "32"}
+        said = run_shown("vllm bench serve", Run("", instead=load, add="--port {port}"))
+        assert re.search(r"Successful requests: +24\b", said)
+        assert server.metric(HITS) > hits
+
+
+def test_a_server_for_vllm_s_script(tmp_path: Path) -> None:
+    """It says how to ask it, with files that are there, until Ctrl-C."""
+    port = free_port()
+    way = Run("", instead={"8000": "{port}"})
+    words = as_run(shown("python3 -m examples.multi_turn --serve"), way, {"port": str(port)})
+    with served(words, tmp_path, reader_environment(tmp_path), port) as server:
+        within_patience(lambda: _until_in("python benchmark_serving", server.log))
+        assert server.metric("vllm:prompt_tokens_total") == 0
+        (line,) = re.findall(r"^python benchmark_serving.*", server.log.read_text(), re.MULTILINE)
+        told = shlex.split(line)
+        for option in ("--model", "--input-file"):
+            assert (tmp_path / told[told.index(option) + 1]).exists()
+        assert told[told.index("--url") + 1] == server.url
+
+
+def _until_in(text: str, file: Path) -> None:
+    while text not in file.read_text():
+        time.sleep(0.05)
+
+
+def _complete(server: Server, model: str) -> list[int]:
+    """The tokens with which the model goes on after 300 others."""
+    asked = {
+        "model": model,
+        "prompt": list(range(3, 303)),
+        "max_tokens": 4,
+        "temperature": 0,
+        "ignore_eos": True,
+        "return_token_ids": True,
+    }
+    request = Request(
+        f"{server.url}/v1/completions",
+        json.dumps(asked).encode(),
+        {"Content-Type": "application/json"},
+    )
+    with urlopen(request, timeout=60) as response:
+        (choice,) = json.load(response)["choices"]
+    return list(choice["token_ids"])
+
+
+def _cpu(environment: Mapping[str, str]) -> dict[str, str]:
+    return {
+        **environment,
+        "VLLM_SERVER_DEV_MODE": "1",
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "OMP_NUM_THREADS": "1",
+        "HF_DATASETS_OFFLINE": "1",
+    }

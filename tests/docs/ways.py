@@ -1,0 +1,214 @@
+"""How the commands that the documentation shows are run: ``WAYS``, and the kinds of ways."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True)
+class Run:
+    """By test_commands.py, as shown but for what is said here.
+
+    In texts, ``{out}`` is an empty folder, ``{model}`` one with a model's config.json and
+    ``{input}`` a small input file of the multi-turn benchmark.
+    """
+
+    prints: str
+    """A pattern that its output must have: that it did what it is shown for."""
+    slow: bool = False
+    instead: Mapping[str, str] = field(default_factory=dict)
+    """What is shown -> what is run instead."""
+    add: str = ""
+    """Arguments behind those that are shown."""
+    code: int = 0
+    """Its exit code."""
+    alone: bool = False
+    """In an environment that has nothing but pip."""
+
+
+@dataclass(frozen=True)
+class Elsewhere:
+    """Not by test_commands.py."""
+
+    needs: str
+    """What it takes."""
+    by: str
+    """The test that runs it, or the same program with less: ``tests/file.py::name``. Or a
+    script that has the very command in it."""
+
+
+@dataclass(frozen=True)
+class Named:
+    """A sentence names the command, and another place shows it whole."""
+
+    whole: str
+    """That one, as a key of ``WAYS``."""
+
+
+@dataclass(frozen=True)
+class Theirs:
+    """Another project's, of which nothing here can run."""
+
+    why: str
+
+
+Way = Run | Elsewhere | Named | Theirs
+
+_GPU_COPIES = Elsewhere("a GPU", "tests/examples/test_copy_bench.py::test_on_a_gpu")
+_GPU_ENGINES = Elsewhere(
+    "a GPU of 80 GB", "tests/examples/test_engine_bench.py::test_a_tiny_bench_measures_every_part"
+)
+_GPU_TURNS = Elsewhere("a GPU of 80 GB", "tests/examples/test_multi_turn.py::test_with_vllm")
+_NPU = Elsewhere("an Ascend NPU", "tests/backends/test_npu.py::test_the_hardware_check")
+_SERVED = "tests/docs/test_serving.py::test_the_commands_of_a_first_run_on_an_npu"
+
+_OUTPUT = "ARGS='--output {out}'"
+_TURNS = r"TTFT from the second turn on"
+_SAME_ANSWERS = r"(?s)PASSED: all .* samples .*PASSED: all"
+
+WAYS: Mapping[str, Way] = {
+    # make
+    "make set-up": Run(r"\A\Z"),
+    "make check": Elsewhere("minutes", ".ci/run"),
+    "make test": Elsewhere("20 minutes", ".ci/run"),
+    "make test ARGS=tests/scheduler": Run(r"\d{3} passed", slow=True),
+    "make test ARGS=-k tail_first": Run(r"\d passed", slow=True),
+    "make test ARGS=-m slow": Elsewhere(
+        "hours: it runs what is slow here", "tests/docs/test_commands.py::test_slow_commands"
+    ),
+    "make test-gpu": Named("make test-gpu GPU_PYTHON=python3"),
+    "make test-gpu GPU_PYTHON=python3": Run(
+        r"\d{2,}/\d+ tests collected", slow=True, add="ARGS='--collect-only -q'"
+    ),
+    "make docs": Run(r"\A\Z"),
+    "make demo": Run(r"All 480 tokens of 20 answers are the same", slow=True, add=_OUTPUT),
+    "make demo ARGS=--help": Run(r"--turns N"),
+    "make soak": Named("make soak STEPS=100000 SEED=0"),
+    "make soak STEPS=100000 SEED=0": Run(r"no\s+violation", slow=True),
+    "make soak STEPS=100000 SEED=1000": Run(r"no\s+violation", slow=True),
+    "make simulate-builtin": Run(
+        r"(?s)\A(?!.*stopped).*as drawn +\S simple_offload \S 0 of 200 ", slow=True
+    ),
+    "make accuracy": Run(_SAME_ANSWERS, slow=True, add=_OUTPUT),
+    "make accuracy ARGS=--samples 32": Run(
+        _SAME_ANSWERS, slow=True, instead={"--samples": "--output {out} --samples"}
+    ),
+    "make accuracy ARGS=--corrupt": Run(
+        r"FAILED",
+        slow=True,
+        instead={"--corrupt": "--corrupt --samples 12 --output {out}"},
+        code=2,
+    ),
+    "make bench-turns": Run(_TURNS, slow=True, add=_OUTPUT),
+    "make bench-turns ARGS=--preset fits": Run(
+        _TURNS, slow=True, instead={"--preset": "--output {out} --preset"}
+    ),
+    "make bench-scheduler": Run(r"hit rate", slow=True, add="ARGS='--out {out}'"),
+    "make bench-scheduler ARGS=--quick": Run(
+        r"hit rate", slow=True, instead={"--quick": "--quick --out {out}"}
+    ),
+    "make bench-scheduler ARGS=--parts cost --contenders ours,builtin": Run(
+        r"loaded +131,072 ", slow=True, instead={"--parts": "--out {out} --parts"}
+    ),
+    "make bench-scheduler ARGS=--parts hits": Run(
+        r"hit rate", slow=True, instead={"--parts": "--out {out} --parts"}
+    ),
+    # The command
+    'simple-offload doctor --ranks 2 --config {"cpu_bytes_to_use": "64GiB"}': Run(
+        r"The connector works here", instead={"64GiB": "1GiB"}
+    ),
+    "simple-offload doctor --ranks 4 --config {…": Run(
+        r"The connector works here", slow=True, instead={"256GiB": "1GiB"}
+    ),
+    "simple-offload doctor": Run(r"The connector works here", slow=True),
+    "simple-offload plan path/to/model --gpu-memory 80GB --host-memory 512GiB "
+    "--conversation 8192 --bandwidth 53 --prefill-speed 38000": Run(
+        r"TTFT of a hit of 8192 tokens", instead={"path/to/model": "{model}"}
+    ),
+    "simple-offload plan path/to/model --gpu-memory 80GB --host-memory 512GiB "
+    "--tensor-parallel 2": Run(r"conversations of 8192", instead={"path/to/model": "{model}"}),
+    "simple-offload plan": Named(
+        "simple-offload plan path/to/model --gpu-memory 80GB --host-memory 512GiB "
+        "--tensor-parallel 2"
+    ),
+    "simple-offload bench copy": _GPU_COPIES,
+    "simple-offload bench turns": Run(_TURNS, slow=True),
+    "simple-offload bench engines --preset cpu": Run(r"TTFT, hit in the host tier", slow=True),
+    "simple-offload bench engines --preset h200": _GPU_ENGINES,
+    "simple-offload bench engines": _GPU_ENGINES,
+    "simple-offload bench scheduler --quick": Run(r"hit rate", slow=True),
+    "simple-offload bench scheduler": Named("simple-offload bench scheduler --quick"),
+    "simple-offload bench demo --quick": Run(r"answers are the same", slow=True),
+    # The examples
+    "python3 -m examples.copy_bench": _GPU_COPIES,
+    "python3 -m examples.copy_bench --sizes 8KiB 64KiB 2MiB --repeats 3": _GPU_COPIES,
+    "python3 -m examples.copy_bench --sizes 8KiB 64KiB 256KiB 512KiB 2MiB --repeats 3": _GPU_COPIES,
+    "python3 -m examples.engine_bench": _GPU_ENGINES,
+    "python3 -m examples.engine_bench --preset h200": _GPU_ENGINES,
+    "python3 -m examples.engine_bench --preset h200 --rounds 3": _GPU_ENGINES,
+    "python3 -m examples.engine_bench --rounds 1 --repeats 3": _GPU_ENGINES,
+    "python3 -m examples.engine_bench --contenders none,ours --rounds 1 --repeats 3": _GPU_ENGINES,
+    "python3 -m examples.engine_bench --contenders none,ours,builtin --rounds 1 --repeats 3": (
+        _GPU_ENGINES
+    ),
+    "python3 -m examples.multi_turn --preset h200": _GPU_TURNS,
+    "python3 -m examples.multi_turn --preset seed": _GPU_TURNS,
+    "python3 -m examples.multi_turn --input-file generate_multi_turn.json --seed 1234": Run(
+        _TURNS, slow=True, instead={"generate_multi_turn.json": "{input}"}
+    ),
+    "python3 -m examples.multi_turn --serve --contenders ours --port 8000": Elsewhere(
+        "somebody to press Ctrl-C",
+        "tests/docs/test_serving.py::test_a_server_for_vllm_s_script",
+    ),
+    "python3 -m examples.accuracy --model Qwen/Qwen3-8B --tasks gsm8k --device cuda "
+    "--host-bytes 64GiB": Elsewhere(
+        "a GPU, a network",
+        "tests/examples/test_accuracy_models.py::test_answers_from_the_host_tier",
+    ),
+    "python3 -m examples.accuracy.train llama --output DIR": Elsewhere(
+        "minutes on a GPU",
+        "tests/examples/test_accuracy_data.py"
+        "::test_training_lowers_the_loss_and_saves_what_it_trained",
+    ),
+    ".venv/bin/python -m tests.faults.load_run --minutes 30 --seed 0": Elsewhere(
+        "half an hour", "tests/faults/test_load_run.py::test_twenty_seconds_of_load"
+    ),
+    # Servers, and what asks them
+    "vllm serve MODEL --kv-transfer-config {…": Elsewhere(
+        "somebody who asks", "tests/docs/test_serving.py::test_the_command_of_the_readme"
+    ),
+    "python -m examples.vllm_command serve": Named("vllm serve MODEL --kv-transfer-config {…"),
+    "vllm serve Qwen/Qwen3-8B --max-model-len 16384 …": Elsewhere("somebody who asks", _SERVED),
+    "vllm bench serve --model Qwen/Qwen3-8B --seed 0 …": Elsewhere("a server", _SERVED),
+    "lm_eval --model local-completions --tasks gsm8k --num_fewshot 8 …": Elsewhere(
+        "a server", _SERVED
+    ),
+    # Installations
+    "pip install .": Run(r"Successfully installed .*simple-offload", slow=True, alone=True),
+    "pip install .[bench]": Run(
+        r"Successfully installed .*lm.eval-0\.4\.13", slow=True, alone=True
+    ),
+    "pip install .[dev]": Run(
+        r"Successfully installed .*pytest-timeout-.*simple-offload", slow=True, alone=True
+    ),
+    "pip install .[cpu]": Elsewhere("gigabytes", "tests/test_extras.py::test_extras_resolve"),
+    "pip install lm-eval[api]==0.4.13": Elsewhere("minutes", _SERVED),
+    ".venv/bin/python -m pip install --no-deps --target .cache/torch-npu torch_npu==2.13.0": Run(
+        r"Successfully installed torch.npu-2\.13\.0",
+        slow=True,
+        instead={".cache/torch-npu": "{out}/torch-npu"},
+    ),
+    # An Ascend NPU
+    "source /usr/local/Ascend/ascend-toolkit/set_env.sh": Theirs("a part of CANN"),
+    "npu-smi info": Theirs("a part of the NPU's driver"),
+    "export PYTHONPATH=$PWD/.cache/torch-npu:$PWD ASCEND_RT_VISIBLE_DEVICES=0": _NPU,
+    ".venv/bin/python -m tests.backends.npu_hardware check": _NPU,
+    ".venv/bin/python -m tests.backends.npu_hardware bench --mib 1024": _NPU,
+}
+
+
+def key_of(text: str) -> str | None:
+    """The key of ``WAYS`` for a command's text: the same, or its beginning before ``…``."""
+    if text in WAYS:
+        return text
+    beginnings = [key for key in WAYS if key.endswith("…") and text.startswith(key[:-1])]
+    return beginnings[0] if len(beginnings) == 1 else None

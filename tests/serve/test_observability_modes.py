@@ -1,0 +1,100 @@
+"""The numbers on /metrics of servers that are run in other ways: each fits the work sent."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from simple_offload import metrics
+from tests.serve.conftest import ARGUMENTS, StartServer
+from tests.serve.server import Server
+from tests.serve.test_observability import BLOCK_SIZE, LONG, SHORT, wait_for_metric
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+
+START_SECONDS = 400.0
+OURS: Mapping[str, Any] = json.loads(ARGUMENTS[-1])
+# Another KV connector of vLLM's, which keeps prompts in files. It cannot be given hybrid models.
+EXAMPLE = {"kv_connector": "ExampleConnector", "kv_role": "kv_both"}
+
+
+def configured(config: Mapping[str, Any]) -> tuple[str, str]:
+    """Arguments of a server: the last ``--kv-transfer-config`` counts."""
+    return "--kv-transfer-config", json.dumps(config)
+
+
+def token_bytes(model: Path) -> int:
+    """Of all layers' keys and values of a token, in float32, on all ranks together."""
+    config = json.loads((model / "config.json").read_text())
+    heads, layers = config["num_key_value_heads"], config["num_hidden_layers"]
+    return int(2 * layers * heads * config["head_dim"] * 4)
+
+
+def check_work(server: Server, model: Path, *, num_ranks: int) -> None:
+    """Once LONG has been stored, loaded, and SHORT stored."""
+    wait_for_metric(server, metrics.USED, 7)
+    block_bytes = BLOCK_SIZE * token_bytes(model)
+    assert server.metric(metrics.STORED) == 7
+    assert server.metric(metrics.LOADED) == 5
+    assert server.metric(metrics.HIT_TOKENS) == 5 * BLOCK_SIZE
+    assert server.metric(metrics.LOOKUPS, result="hit") == 1
+    assert server.metric(metrics.LOOKUPS, result="miss") == 2
+    assert server.metric(metrics.LOADS) == 1
+    # A rank has its share of a block's heads: the bytes add up, the blocks do not.
+    assert server.metric(metrics.BYTES, direction="load") == 5 * block_bytes
+    assert server.metric(metrics.BYTES, direction="store") == 7 * block_bytes
+    assert server.metric(f"{metrics.SECONDS}_count", direction="load") == num_ranks
+    assert server.metric(f"{metrics.BANDWIDTH}_count", direction="store") == 2 * num_ranks
+    for name in (metrics.DROPPED, metrics.EVICTED, metrics.FAILED, metrics.PINNED):
+        assert server.metric(name) == 0
+
+
+def send_work(server: Server) -> None:
+    server.complete(LONG, 1)
+    server.reset_prefix_cache()
+    server.complete([*LONG, *range(400, 408)], 1)
+    server.complete(SHORT, 1)
+
+
+def test_two_ranks(start_server: StartServer, model: Path) -> None:
+    server = start_server("--tensor-parallel-size", "2", seconds=START_SECONDS)
+    send_work(server)
+    check_work(server, model, num_ranks=2)
+    server.kill()
+
+
+def test_beside_another_connector(start_server: StartServer, model: Path, tmp_path: Path) -> None:
+    files = {"kv_connector_extra_config": {"shared_storage_path": str(tmp_path)}}
+    both = {
+        "kv_connector": "MultiConnector",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": {"connectors": [OURS, EXAMPLE | files]},
+    }
+    server = start_server(*configured(both), "--disable-hybrid-kv-cache-manager")
+    send_work(server)
+    check_work(server, model, num_ranks=1)
+    server.kill()
+
+
+def test_lazy_stores(start_server: StartServer, model: Path) -> None:
+    """Which blocks are stored is up to what the device evicts; the numbers agree all the same."""
+    extra = {"cpu_bytes_to_use": "64MiB", "lazy_offload": True}
+    server = start_server(*configured({**OURS, "kv_connector_extra_config": extra}))
+    server.complete(LONG, 1)
+    for first in (100, 200, 300):  # each needs most of the device
+        server.complete([first + token % 64 for token in range(500)], 1)
+    server.complete(LONG, 1)
+    server.wait_for(server.is_idle, 30, "the server to be idle")
+    loaded, stored = server.metric(metrics.LOADED), server.metric(metrics.STORED)
+    assert 4 <= loaded < stored
+    assert server.metric(metrics.HIT_TOKENS) == loaded * BLOCK_SIZE
+    assert server.metric(metrics.LOOKUPS, result="hit") == server.metric(metrics.LOADS) == 1
+    assert server.metric(metrics.LOOKUPS) == 5
+    wait_for_metric(server, metrics.USED, stored)
+    block_bytes = BLOCK_SIZE * token_bytes(model)
+    assert server.metric(metrics.BYTES, direction="load") == loaded * block_bytes
+    assert server.metric(metrics.BYTES, direction="store") == stored * block_bytes
+    assert server.metric(metrics.FAILED) == server.metric(metrics.EVICTED) == 0
+    server.kill()
