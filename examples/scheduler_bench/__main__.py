@@ -33,7 +33,7 @@ should have; {CANNOT_START} wrong usage, or too little memory; {RUN_FAILED} a co
 {INTERRUPTED} interrupted"""
 
 COST_PLOT, HIT_PLOT, NUMBERS = "cost.png", "hits.png", "result.json"
-NAMES = ("ours", "ours-64", "ours-lazy", "ours-threshold", "builtin", "builtin-lazy")
+NAMES = ("ours", "ours-128", "ours-lazy", "ours-threshold", "builtin", "builtin-lazy")
 
 QUICK = Plan(
     cost=CostPlan(

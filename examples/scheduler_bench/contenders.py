@@ -11,6 +11,7 @@ from vllm.v1.simple_kv_offload.metadata import (
     SimpleCPUOffloadWorkerMetadata,
 )
 
+from examples.scheduler_bench.plan import BLOCK_SIZE
 from simple_offload.metadata import RankCapacity, StepMetadata, WorkerReport
 
 
@@ -136,12 +137,17 @@ class Contender:
     for_one_offs: bool = False
     """Whether it is meant for, and takes part in, hit rates with one-off prompts only."""
 
+    @property
+    def num_parts(self) -> int:
+        """Device blocks in one of its host blocks."""
+        return int(self.extra.get("cpu_block_size", BLOCK_SIZE)) // BLOCK_SIZE
+
 
 CONTENDERS = {
     contender.name: contender
     for contender in (
         Contender("ours", OurSide(), rival="builtin"),
-        Contender("ours-64", OurSide(), {"cpu_block_size": 64}, "builtin"),
+        Contender("ours-128", OurSide(), {"cpu_block_size": 128}, "builtin"),
         Contender("ours-lazy", OurSide(), {"lazy_offload": True}, "builtin-lazy", lazy=True),
         Contender(
             "ours-threshold", OurSide(), {"store_threshold": 2}, "builtin", for_one_offs=True

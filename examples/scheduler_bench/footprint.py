@@ -29,8 +29,6 @@ ROOT = Path(__file__).resolve().parents[2]
 
 BYTES_EXPECTED = 400
 """Of a host block in Python objects, at most, where one holds something."""
-PARTS = 8
-"""Device blocks in a host block, where ours is measured with larger ones."""
 BYTES_OF_A_PROCESS = 2 << 30
 """That has imported vLLM, at most."""
 
@@ -45,30 +43,23 @@ def bytes_needed(plan: FootprintPlan) -> int:
 
 
 def run_footprints(race: Race, results: Results) -> None:
-    """Fill in ``results.footprints``: eager contenders, as what is stored when has no part in it,
-    and ours also with host blocks of ``PARTS`` device blocks."""
+    """Fill in ``results.footprints``: eager contenders, as what is stored when has no part in
+    it."""
     plan = results.plan.footprint
     what = f"a tier of {plan.tier_blocks} blocks"
     results.footprints |= race.each(
         what, lambda contender: measure_footprint(contender.name, plan), _takes_part
     )
-    in_parts = race.each(
-        what,
-        lambda contender: measure_footprint(contender.name, plan, PARTS),
-        lambda contender: _takes_part(contender) and contender.side is CONTENDERS["ours"].side,
-    )
-    for name, footprint in in_parts.items():
-        results.footprints[f"{name}, {PARTS} in one"] = footprint
 
 
 def _takes_part(contender: Contender) -> bool:
     return not contender.lazy and not contender.for_one_offs
 
 
-def measure_footprint(name: str, plan: FootprintPlan, num_parts: int = 1) -> Footprint:
-    """In a process of its own. ``num_parts``: device blocks in a host block; all numbers are
-    for device blocks nevertheless."""
-    sizes = (plan.tier_blocks, plan.filled_blocks, plan.repeats, num_parts)
+def measure_footprint(name: str, plan: FootprintPlan) -> Footprint:
+    """In a process of its own. All numbers are for device blocks, also where host blocks are
+    larger."""
+    sizes = (plan.tier_blocks, plan.filled_blocks, plan.repeats)
     done = subprocess.run(
         [sys.executable, "-m", "examples.scheduler_bench.footprint", name, *map(str, sizes)],
         cwd=ROOT,
@@ -81,16 +72,12 @@ def measure_footprint(name: str, plan: FootprintPlan, num_parts: int = 1) -> Foo
     return Footprint(**json.loads(done.stdout.splitlines()[-1]))
 
 
-def _measure_here(
-    name: str, num_blocks: int, num_filled: int, repeats: int, num_parts: int
-) -> Footprint:
+def _measure_here(name: str, num_blocks: int, num_filled: int, repeats: int) -> Footprint:
     from examples.scheduler_bench.costs import fill_tier
     from examples.scheduler_bench.engine import MAX_MODEL_LEN, Engine, Shape
 
     contender = CONTENDERS[name]
-    if num_parts > 1:
-        extra = {**contender.extra, "cpu_block_size": num_parts * BLOCK_SIZE}
-        contender = replace(contender, extra=extra)
+    num_parts = contender.num_parts
     num_device_blocks = MAX_MODEL_LEN // BLOCK_SIZE + 16
     large = Shape(num_device_blocks, num_blocks // num_parts * num_parts)
     # What every engine has is there once one has been.

@@ -35,8 +35,8 @@ class CostPlan:
     """Requests that run at the same time."""
     context_tokens: int = 2048
     """Of each of them, while they decode."""
-    steps: int = 64
-    """Measured at a time; a request fills a block in ``BLOCK_SIZE`` of them."""
+    steps: int = 128
+    """Measured at a time: as many as a request needs to fill the largest host block once."""
     served_tokens: int = 1024
     """Prompt of each request of the serving mix, in the host tier but not on the device."""
     answer_tokens: int = 32

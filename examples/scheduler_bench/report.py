@@ -14,7 +14,7 @@ from examples.scheduler_bench.stopwatch import Cost, Hook
 
 _COLORS = {
     "ours": "tab:blue",
-    "ours-64": "tab:purple",
+    "ours-128": "tab:purple",
     "ours-lazy": "tab:cyan",
     "ours-threshold": "tab:green",
     "builtin": "tab:orange",

@@ -14,7 +14,7 @@ sizes, keys and hits here are those of whole host blocks.
 import gc
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Container, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple, cast
 
@@ -295,12 +295,12 @@ class CpuTier:
     # Filling
 
     def allocate(
-        self, count: int, keep: Container[BlockHashWithGroupId] = frozenset()
+        self, count: int, keep: Callable[[], Container[BlockHashWithGroupId]] = frozenset
     ) -> list[KVCacheBlock]:
         """Up to ``count`` pinned blocks to be filled, fewer where there is no room.
 
-        Evicts the least recently used blocks, but stops at one that holds a key in ``keep``:
-        then the tier is full of the very chain that wants to grow.
+        Evicts the least recently used blocks, but stops at one that holds a key in ``keep()``,
+        which is asked for then only: the tier is full of the very chain that wants to grow.
         """
         blocks = block_lists.take_empty(self.pool, count)
         if len(blocks) == count:
@@ -308,8 +308,9 @@ class CpuTier:
         queue = self.pool.free_block_queue
         limit = min(count - len(blocks), queue.num_free_blocks)
         block: Any = queue.fake_free_list_head.next_free_block
+        kept = keep()
         num_taken = num_evicted = 0
-        while num_taken < limit and block._block_hash not in keep:
+        while num_taken < limit and block._block_hash not in kept:
             num_evicted += block._block_hash is not None
             num_taken += 1
             block = block.next_free_block

@@ -264,7 +264,7 @@ class EagerPolicy:
             sizes = self.tier.block_sizes
             self._start(progress, {g: state.num_tokens // sizes[g] for g in self._groups})
         storable = Storable((block,), key, parent, state.num_tokens)
-        if self.stores.plan([storable], progress.kept, self._device_pool):
+        if self.stores.plan([storable], progress.kept.collect, self._device_pool):
             progress.kept.keep((key,))
 
     def _store_run(
@@ -285,7 +285,7 @@ class EagerPolicy:
         num_plain = len(plain) if plain is not None else 0
         num_planned = 0
         if plain is not None:
-            num_planned = self.stores.plan_run(plain, progress.kept, self._device_pool)
+            num_planned = self.stores.plan_run(plain, progress.kept.collect, self._device_pool)
         stop = first + num_planned
         if num_planned == num_plain and stop < last:
             storable, stop = self._storable_from(
@@ -297,7 +297,7 @@ class EagerPolicy:
                 stop,
                 ended,
             )
-            count = self.stores.plan(storable, progress.kept, self._device_pool)
+            count = self.stores.plan(storable, progress.kept.collect, self._device_pool)
             num_planned += count
             if count < len(storable):
                 stop = storable[count].num_tokens // size - 1

@@ -86,8 +86,12 @@ class EvictionOrder:
             queue = islice(self.pool.free_block_queue.iter_blocks_after(None), count)
             left = [block.block_hash for block in queue if block.block_hash is not None]
         blocks = block_lists.take(self.pool, count)
-        for block in blocks:
-            self.forget(block.block_id)
+        if self.demotes or self.early:
+            for block in blocks:
+                self.forget(block.block_id)
+        else:
+            for block in blocks:
+                self.parents[block.block_id] = None
         for key in left:
             # A load holds a block that came before its parent, which has now come and gone.
             if key in self.num_followers:

@@ -1,6 +1,6 @@
 """Kept: what must not leave the tier to make room for the rest of a request."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Set
 from typing import TYPE_CHECKING
 
 from vllm.v1.core.kv_cache_utils import BlockHashWithGroupId
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 class Kept:
     """The keys of a request's first host blocks, by group, and some more.
 
-    A container that costs little until somebody asks: only a full tier does.
+    They are collected when somebody asks: only a full tier does.
     """
 
     def __init__(self, tier: CpuTier, request: "Request") -> None:
@@ -32,11 +32,12 @@ class Kept:
         """Keep these too."""
         self._collected.update(keys)
 
-    def __contains__(self, key: object) -> bool:
+    def collect(self) -> Set[BlockHashWithGroupId]:
+        """All that is kept."""
         if self._num_collected != self._counts:
             hashes = self._request.block_hashes
             for group, count in enumerate(self._counts):
                 first = self._num_collected[group]
                 self._collected.update(self.tier.keys(hashes, group, first, count))
             self._num_collected = self._counts.copy()
-        return key in self._collected
+        return self._collected

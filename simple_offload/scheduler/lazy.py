@@ -1,6 +1,6 @@
 """LazyPolicy: blocks are stored when the device is about to evict them."""
 
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -247,9 +247,9 @@ class LazyPolicy:
             num_planned = self._plan(head_first, followed.kept)
             followed.kept.update(block.key for block in head_first[:num_planned])
 
-    def _plan(self, blocks: Sequence[Storable], keep: Container[BlockHashWithGroupId]) -> int:
+    def _plan(self, blocks: Sequence[Storable], keep: Set[BlockHashWithGroupId]) -> int:
         """``Stores.plan``; what it has no room for may yet be evicted unstored."""
-        num_planned = self.stores.plan(blocks, keep, self._device_pool)
+        num_planned = self.stores.plan(blocks, lambda: keep, self._device_pool)
         self._residents.settle(block.device_blocks[0] for block in blocks[:num_planned])
         return num_planned
 

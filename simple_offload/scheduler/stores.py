@@ -1,6 +1,6 @@
 """Stores: device blocks on their way to the host, across ranks."""
 
-from collections.abc import Collection, Container, Iterable, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import NamedTuple
@@ -96,11 +96,14 @@ class Stores:
         return self._keys.isdisjoint(keys) and self.tier.has_none(keys)
 
     def plan(
-        self, blocks: Sequence[Storable], keep: Container[BlockHashWithGroupId], pool: BlockPool
+        self,
+        blocks: Sequence[Storable],
+        keep: Callable[[], Container[BlockHashWithGroupId]],
+        pool: BlockPool,
     ) -> int:
         """Pair device blocks, whose bytes are computed by the end of this step, with host
         blocks, and hold both. Returns for how many of them, from the first on, the tier had
-        room without evicting one that holds a key in ``keep``."""
+        room without evicting one that holds a key in ``keep()``."""
         host_blocks = self.tier.allocate(len(blocks), keep)
         for block, host_block in zip(blocks, host_blocks, strict=False):
             run = Run(
@@ -109,7 +112,9 @@ class Stores:
             self._add(run, [host_block], pool)
         return len(host_blocks)
 
-    def plan_run(self, run: Run, keep: Container[BlockHashWithGroupId], pool: BlockPool) -> int:
+    def plan_run(
+        self, run: Run, keep: Callable[[], Container[BlockHashWithGroupId]], pool: BlockPool
+    ) -> int:
         """``plan`` for blocks that follow each other."""
         host_blocks = self.tier.allocate(len(run), keep)
         if host_blocks:

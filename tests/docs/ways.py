@@ -106,8 +106,11 @@ WAYS: Mapping[str, Way] = {
     "make bench-scheduler ARGS=--quick": Run(
         r"hit rate", slow=True, instead={"--quick": "--quick --out {out}"}
     ),
-    "make bench-scheduler ARGS=--parts cost --contenders ours,builtin": Run(
+    "make bench-scheduler ARGS=--parts cost --contenders ours,ours-128,builtin": Run(
         r"loaded +131,072 ", slow=True, instead={"--parts": "--out {out} --parts"}
+    ),
+    "make bench-scheduler ARGS=--parts footprint --contenders ours,ours-128,builtin": Run(
+        r"4,000,000", slow=True, instead={"--parts": "--out {out} --parts"}
     ),
     "make bench-scheduler ARGS=--parts hits": Run(
         r"hit rate", slow=True, instead={"--parts": "--out {out} --parts"}

@@ -130,7 +130,7 @@ def test_allocation_stops_when_everything_is_pinned() -> None:
     store(tier, "abc")
     tier.pin(blocks(tier, "abc"))
     before = snapshot(tier)
-    assert tier.allocate(1) == tier.allocate(5) == tier.allocate(1, {key("abc")}) == []
+    assert tier.allocate(1) == tier.allocate(5) == tier.allocate(1, lambda: {key("abc")}) == []
     assert snapshot(tier) == before
 
 
@@ -138,7 +138,7 @@ def test_a_chain_that_fills_the_tier_does_not_eat_itself() -> None:
     tier = make_tier(4)
     store(tier, "abcd")
     before = snapshot(tier)
-    assert tier.allocate(1, {key("abcd")}) == []
+    assert tier.allocate(1, lambda: {key("abcd")}) == []
     assert snapshot(tier) == before
     begin(tier, "x")  # another chain may
     assert contents(tier) == {"a", "ab", "abc"}
@@ -160,11 +160,11 @@ def test_as_many_blocks_as_there_is_room_for(count: int) -> None:
 def test_allocation_stops_at_what_is_to_be_kept() -> None:
     tier = make_tier(6)
     store(tier, "xy", "abc")
-    allocated = tier.allocate(6, {key("ab"), key("abc")})
+    allocated = tier.allocate(6, lambda: {key("ab"), key("abc")})
     assert len(allocated) == 3  # the empty one, "xy" and "x"
     assert contents(tier) == {"a", "ab", "abc"}
-    assert tier.allocate(1, {key("abc")}) == []
-    assert len(tier.allocate(6, {key("ab")})) == 1
+    assert tier.allocate(1, lambda: {key("abc")}) == []
+    assert len(tier.allocate(6, lambda: {key("ab")})) == 1
     assert contents(tier) == {"a", "ab"}
     tier.check_integrity()
 
@@ -190,7 +190,7 @@ def test_growing_forgets_and_lets_go_of_nothing() -> None:
     pinned = blocks(tier, "ab")
     tier.pin(pinned)
     version = tier.version
-    assert tier.allocate(1, {key("abcd")}) == []
+    assert tier.allocate(1, lambda: {key("abcd")}) == []
     tier.grow(7)
     assert tier.version == version  # a lookup finds what it found
     assert contents(tier) == {"a", "ab", "abc", "abcd"}

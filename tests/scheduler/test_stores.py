@@ -192,7 +192,7 @@ class Bench:
     def plan(self, name: str, device_block: KVCacheBlock) -> bool:
         num_tokens = len(name) * BLOCK_SIZE
         block = Storable((device_block,), key(name), parent_of(name), num_tokens)
-        return self.stores.plan([block], frozenset(), self.pool) == 1
+        return self.stores.plan([block], frozenset, self.pool) == 1
 
 
 def test_nothing_is_planned_without_room() -> None:

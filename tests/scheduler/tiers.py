@@ -83,7 +83,7 @@ def blocks(tier: CpuTier, chain: str, group: int = 0) -> list[KVCacheBlock]:
 
 def allocate(tier: CpuTier, *keep: str, group: int = 0) -> KVCacheBlock | None:
     """A block to be filled, None when there is no room beside what is to be kept."""
-    blocks = tier.allocate(1, {key(name, group) for name in keep})
+    blocks = tier.allocate(1, lambda: {key(name, group) for name in keep})
     assert len(blocks) <= 1
     return blocks[0] if blocks else None
 

@@ -98,7 +98,7 @@ def store_the_original_of_a_copied_state(stack: ExitStack) -> None:
         table = self._managers[state.group].req_to_blocks[request.request_id]
         block = table[state.num_tokens // size]
         storable = Storable((block,), key, None, state.num_tokens)
-        self.stores.plan([storable], frozenset(), self._device_pool)
+        self.stores.plan([storable], frozenset, self._device_pool)
 
     substitute(stack, EagerPolicy, "_store_state", careless)
 
