@@ -1,6 +1,6 @@
 """LazyPolicy: blocks are stored when the device is about to evict them."""
 
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Container, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -46,6 +46,17 @@ class _Ended(NamedTuple):
 
 _MAX_TRIES = 3
 """How often a block is stored whose copies fail."""
+
+
+class _FrontKeys(Container[BlockHashWithGroupId]):
+    """What the blocks hold that the walk has passed: they are safe because the tier has it."""
+
+    def __init__(self, residents: Residents, passed: Set[int]) -> None:
+        self._residents = residents
+        self._passed = passed
+
+    def __contains__(self, key: object) -> bool:
+        return not self._passed.isdisjoint(self._residents.holders(key))
 
 
 class LazyPolicy:
@@ -247,7 +258,7 @@ class LazyPolicy:
             num_planned = self._plan(head_first, followed.kept)
             followed.kept.update(block.key for block in head_first[:num_planned])
 
-    def _plan(self, blocks: Sequence[Storable], keep: Set[BlockHashWithGroupId]) -> int:
+    def _plan(self, blocks: Sequence[Storable], keep: Container[BlockHashWithGroupId]) -> int:
         """``Stores.plan``; what it has no room for may yet be evicted unstored."""
         num_planned = self.stores.plan(blocks, lambda: keep, self._device_pool)
         self._residents.settle(block.device_blocks[0] for block in blocks[:num_planned])
@@ -375,11 +386,18 @@ class LazyPolicy:
             self._passed.add(block.block_id)
             self._num_walked += 1
         self.tier.meter.add(metrics.SKIPPED, self._residents.settle(skipped), "already_stored")
+        # A parent that comes with its child should come before it.
+        head_first = sorted(chosen.values(), key=lambda block: block.num_tokens)
+        num_planned = self._plan(head_first, _FrontKeys(self._residents, self._passed))
+        for storable in head_first[num_planned:]:
+            del chosen[storable.key]
+            self._passed.discard(storable.device_blocks[0].block_id)
+        if num_planned < len(head_first):
+            # The tier is full of what stands as near to the front.
+            self._tier_was_full = True
+            self._num_walked = num_ahead + 1
         for place, storable in enumerate(chosen.values(), self._num_held):
             block_id = storable.device_blocks[0].block_id
             held[block_id] = place
             self._num_tries[block_id] = self._num_tries.get(block_id, 0) + 1
         self._num_held += len(chosen)
-        # A parent that comes with its child should come before it.
-        head_first = sorted(chosen.values(), key=lambda block: block.num_tokens)
-        self._plan(head_first, frozenset())

@@ -1,7 +1,7 @@
 """Residents: what the device's blocks hold, and what becomes of it when they are filled anew."""
 
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, cast
 
 from vllm.v1.core.kv_cache_utils import BlockHashWithGroupId, KVCacheBlock
 
@@ -56,6 +56,13 @@ class Residents:
         if origin is None or origin.key != key or num_tokens is None:
             return None
         return Storable((block,), key, origin.parent, num_tokens, early=True)
+
+    def holders(self, key: object) -> Iterable[int]:
+        """Ids of the device blocks that hold ``key`` and can be found by it."""
+        found = self._cached._cache.get(cast(BlockHashWithGroupId, key))
+        if isinstance(found, dict):  # several
+            return found.keys()
+        return () if found is None else (found.block_id,)
 
     def refilled(self, blocks: Iterable[KVCacheBlock]) -> list[KVCacheBlock]:
         """Those of ``blocks``, just taken by a request, that do not hold what they did."""

@@ -83,6 +83,23 @@ def test_what_is_evicted_is_stored_before(
     assert driver.world.num_blocks_loaded > 0
 
 
+@pytest.mark.parametrize("num_host_blocks", [2, 3, 7, 16, 32])
+@pytest.mark.parametrize("num_states", [0, 1])
+def test_a_tier_of_any_size_comes_to_rest(
+    drive: MakeDriver, num_host_blocks: int, num_states: int
+) -> None:
+    """What is stored must not displace what stands as near to the front of the device's queue,
+    and would have to be stored again: smaller than what is looked ahead, it has no room for all."""
+    driver = drive(**ROOMY | {"num_host_blocks": num_host_blocks}, num_states=num_states)
+    fill(driver, 20)
+    num_stored = driver.num_stored
+    assert num_stored > 0
+    for _ in range(20):
+        driver.step()
+        driver.copy_all()
+    assert driver.num_stored == num_stored
+
+
 def start_a_store(driver: Driver) -> tuple[list[KVCacheBlock], list[KVCacheBlock]]:
     """Fill the device until something is being stored; the free queue of before, and what of it
     is held now."""
