@@ -124,10 +124,11 @@ class Stores:
     def _add(self, run: Run, host_blocks: list[KVCacheBlock], pool: BlockPool) -> None:
         """Plan the copy of a run; its host blocks are held already."""
         block_lists.hold(pool, run.device_blocks)
-        inner_keys = pool.cached_block_hashes_by_block
-        if inner_keys and self.tier.num_parts == 1:
-            run.inner_keys = [inner_keys.get(block.block_id, ()) for block in run.device_blocks]
-            run.inner_keys = [tuple(keys) for keys in run.inner_keys]
+        by_block = pool.cached_block_hashes_by_block
+        if by_block and self.tier.num_parts == 1:
+            inner_keys = [tuple(by_block.get(block.block_id, ())) for block in run.device_blocks]
+            if any(inner_keys):
+                run.inner_keys = inner_keys
         if self.origins is not None:
             last_parts = run.device_blocks[self.tier.num_parts - 1 :: self.tier.num_parts]
             run.requests = [self.origins.of(block) for block in last_parts]
