@@ -248,6 +248,9 @@ def test_the_wheel_works_where_nothing_else_of_ours_is(wheel: Path, tmp_path: Pa
     sizes = ["--gpu-kv-memory", "1GiB", "--host-memory", "4GiB"]
     plan = json.loads(run(str(command), "plan", ".", *sizes, "--json"))
     assert plan["token_bytes_per_rank"] == 512
+    run(str(command), "bench", "scheduler", "--quick")
+    costs = json.loads((tmp_path / "scheduler-bench-out" / "result.json").read_text())
+    assert {"ours", "builtin"} <= set(costs["rows"][0]["contenders"])
     demo = json.loads(run(str(command), "bench", "demo", "--quick", "--json"))
     assert demo["verdict"]["passed"] is True
     assert "simple_offload" in (tmp_path / "demo-out" / "with.log").read_text()

@@ -1,6 +1,7 @@
 """CpuTier: what is found, what is held, and what makes room."""
 
 import pytest
+from vllm.v1.core.kv_cache_utils import BlockHashWithGroupId
 
 from tests.scheduler.tiers import (
     BLOCK_SIZE,
@@ -155,6 +156,22 @@ def test_as_many_blocks_as_there_is_room_for(count: int) -> None:
     assert names(allocated) == [""] * len(allocated)
     assert contents(tier) == set(prefixes("abc")[: 3 - max(0, len(allocated) - 2)])
     tier.check_integrity()
+
+
+def test_what_is_to_be_kept_is_asked_for_only_when_something_has_to_leave() -> None:
+    tier = make_tier(4)
+    store(tier, "ab")
+    asked: list[None] = []
+
+    def keep() -> set[BlockHashWithGroupId]:
+        asked.append(None)
+        return {key("a")}
+
+    held = tier.allocate(2, keep)
+    assert asked == []
+    assert len(tier.allocate(2, keep)) == 1
+    assert asked == [None]
+    tier.unpin(held)
 
 
 def test_allocation_stops_at_what_is_to_be_kept() -> None:
