@@ -13,6 +13,8 @@ Bools = npt.NDArray[np.bool_]
 
 _WORTHWHILE = 0.95
 """SMs have better uses: by kernel a size has to take this much less time than by DMA."""
+_FURTHER = 3
+"""Batches."""
 
 
 class Division(NamedTuple):
@@ -91,24 +93,29 @@ class CopyCosts:
         return total
 
 
+Timer = Callable[[int, int, int], float]
+
+
 def measure_costs(
-    sizes: list[int],
-    count: Callable[[int], int],
-    time_dma: Callable[[int, int], float],
-    time_kernel: Callable[[int, int], float] | None,
+    sizes: list[int], count: Callable[[int], int], time_dma: Timer, time_kernel: Timer | None
 ) -> CopyCosts:
     """Costs at descriptor sizes ``sizes`` (bytes, ascending).
 
-    ``count(size)``: descriptors to time it with. ``time_dma(size, count)`` and
-    ``time_kernel(size, count)`` copy so many and return the seconds that took; ``time_kernel``
-    is None where there is no kernel.
+    ``count(size)``: descriptors of a batch to time it with. ``time_dma(size, count, batches)``
+    and ``time_kernel`` copy so many batches, one behind the other, and return the seconds that
+    took; ``time_kernel`` is None where there is no kernel.
+
+    A descriptor costs what further batches take: of large copies later parts are submitted
+    while the device copies earlier ones, and the submission of the first weighs nothing.
     """
 
-    def measure(time: Callable[[int, int], float]) -> tuple[float, Floats]:
-        """What a batch costs however small it is, and a descriptor of each size beyond it."""
-        start = time(sizes[0], 1)
-        beyond = [max(time(size, count(size)) - start, 1e-9) / count(size) for size in sizes]
-        return start, np.array(beyond)
+    def measure(time: Timer) -> tuple[float, Floats]:
+        """What a batch costs however small it is, and each size's cost of a descriptor."""
+        descriptors = []
+        for size in sizes:
+            further = time(size, count(size), 1 + _FURTHER) - time(size, count(size), 1)
+            descriptors.append(max(further / _FURTHER, 1e-9) / count(size))
+        return time(sizes[0], 1, 1), np.array(descriptors)
 
     dma_start, dma = measure(time_dma)
     if time_kernel is None:

@@ -42,7 +42,8 @@ _KERNEL_PROGRAMS = 8
 """SMs that the kernel runs on: more are no faster on an H200 (docs/measurements.md)."""
 _LADDER = tuple(4096 << step for step in range(8))  # 4 KiB to 512 KiB
 _SCRATCH_BYTES = 64 << 20
-_MAX_TIMED = 1024  # descriptors
+_TIMED_BYTES = 32 << 20
+_MAX_TIMED = 512  # descriptors
 _PART_BYTES = 64 << 20
 _PART_DESCRIPTORS = 8192
 """At most so much of a copy is planned and queued at a time: a large one starts long before all of
@@ -293,7 +294,7 @@ class CudaBackend:
     def _measure_direction(
         self, direction: Direction, sizes: list[int], device: torch.Tensor, host: torch.Tensor
     ) -> CopyCosts:
-        def timed(size: int, count: int, *, by_kernel: bool) -> float:
+        def timed(size: int, count: int, batches: int, *, by_kernel: bool) -> float:
             sides = self._match(*(Regions.of([side.view(-1, size)]) for side in (device, host)))
             runs = _scattered(len(device) // size, count)
             division = Division(np.full(count, by_kernel), 0.0)
@@ -301,7 +302,7 @@ class CudaBackend:
             for _ in range(2):
                 torch.cuda.synchronize(self._device)
                 start = time.perf_counter()
-                kept = self._submit(direction, sides, runs, [division])
+                kept = [self._submit(direction, sides, runs, [division]) for _ in range(batches)]
                 torch.cuda.synchronize(self._device)
                 best = min(best, time.perf_counter() - start)
                 del kept
@@ -309,10 +310,10 @@ class CudaBackend:
 
         if self._kernels:
             for size in sizes:
-                timed(size, 8, by_kernel=True)  # compiles it
+                timed(size, 8, 1, by_kernel=True)  # compiles it
         return measure_costs(
             sizes,
-            lambda size: min(_MAX_TIMED, _SCRATCH_BYTES // size),
+            lambda size: min(_MAX_TIMED, _TIMED_BYTES // size),
             partial(timed, by_kernel=False),
             partial(timed, by_kernel=True) if self._kernels else None,
         )
