@@ -160,7 +160,8 @@ class OffloadScheduler:
         self._loads.admit(output.finished_recving or ())
 
     def _take(self, report: WorkerReport) -> None:
-        self._grow_tier(report.num_open)
+        if report.num_open:
+            self._grow_tier(report.num_open)
         self._loads.drop_failed(report.failed)
         for ended in self._in_flight.end(report):
             is_load = self._loads.finish(ended, self._device_pool)
