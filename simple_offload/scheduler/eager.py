@@ -345,10 +345,10 @@ class EagerPolicy:
         """As many of a request's host blocks from ``first`` on, of these ``keys``, as there is
         nothing to decide about: the tier has none of them, and the device's ``blocks`` hold what
         they are taken for. None if there is no such block."""
-        if self.admission.threshold > 1 or not self.stores.has_none(keys):
+        if self.admission.threshold > 1:
             return None
         keys = self._sources.matching(request, group, first, keys, blocks)
-        if not keys:
+        if not keys or not self.stores.has_none(keys):
             return None
         size = self.tier.block_sizes[group]
         return Run(self._parts(blocks, 0, len(keys)), keys, parent, (first + 1) * size, size)

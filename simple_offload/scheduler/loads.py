@@ -126,7 +126,9 @@ class Loads:
         if hit.num_tokens == 0:
             return 0
         pins = self.tier.lineage(request.block_hashes, num_computed_tokens)
-        pins.extend(block for group in hit.blocks for block in group if not block.is_null)
+        for group, blocks in enumerate(hit.blocks):
+            no_nulls = group in self.tier.chained_group_ids
+            pins += blocks if no_nulls else [block for block in blocks if not block.is_null]
         self.tier.pin(pins)
         self._hits[request.request_id] = _PinnedHit(
             num_computed_tokens, hit, pins, self.tier.version
