@@ -22,9 +22,9 @@ from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_coordinator import KVCacheCoordinator
 from vllm.v1.core.kv_cache_utils import (
     BlockHash,
+    BlockHashListWithBlockSize,
     BlockHashWithGroupId,
     KVCacheBlock,
-    get_group_id,
     make_block_hash_with_group_id,
     resolve_block_hashes,
 )
@@ -37,6 +37,7 @@ from simple_offload.scheduler.runs import Run
 
 _FIRST_LOOKUP = 64
 """Blocks of a chain that are looked for at first; then ever more."""
+_LENGTH_OF_KEY_END = len(make_block_hash_with_group_id(BlockHash(b""), 0))
 
 
 class HostHit(NamedTuple):
@@ -99,6 +100,7 @@ class CpuTier:
             for group in range(len(self.block_sizes))
         ]
         """By group, what makes a hash a key: of a long prefix there are thousands to make."""
+        self._chained_key_ends = {self._key_ends[group] for group in self.chained_group_ids}
         self._is_one_chain = (
             [type(manager) for manager in coordinator.single_type_managers]
             == [FullAttentionManager]
@@ -197,19 +199,9 @@ class CpuTier:
         coming: Container[BlockHashWithGroupId] = (),
     ) -> int:
         """How many of the first ``limit`` blocks of a request of a chained group are there, or
-        among those ``coming``. A chain loses its tail first, hence bisection."""
+        among those ``coming``."""
         hashes = resolve_block_hashes(block_hashes, self.hash_block_size, self.block_sizes[group])
-        end = self._key_ends[group]
-        cached: Container[bytes] = self.pool.cached_block_hash_to_block._cache
-        first, stop = 0, limit
-        while first < stop:
-            middle = (first + stop) // 2
-            key = hashes[middle] + end
-            if key in cached or key in coming:
-                first = middle + 1
-            else:
-                stop = middle
-        return first
+        return self._count_present(hashes, self._key_ends[group], limit, coming)
 
     def has_none(self, keys: Sequence[BlockHashWithGroupId]) -> bool:
         """Whether no block holds one of ``keys``, at least one, of blocks that follow each other
@@ -506,19 +498,25 @@ class CpuTier:
                 return (blocks,), len(blocks) * size
             batch *= 4
 
-    def _count_present(self, block_hashes: Sequence[BlockHash], end: bytes, limit: int) -> int:
-        """How many of the first ``limit`` blocks of a chain are there, if it has no gaps."""
+    def _count_present(
+        self,
+        block_hashes: Sequence[BlockHash] | BlockHashListWithBlockSize,
+        end: bytes,
+        limit: int,
+        coming: Container[bytes] = (),
+    ) -> int:
+        """How many of the first ``limit`` blocks of a chain are there, or among those ``coming``.
+        A chain loses its tail first, hence bisection."""
         cached: Container[bytes] = self.pool.cached_block_hash_to_block._cache
         first, stop = 0, limit
-        # All or nothing, mostly.
-        if stop and block_hashes[-1 + stop] + end in cached:
-            return stop
+        middle = limit - 1  # to begin with: mostly it is all of them
         while first < stop:
-            middle = (first + stop) // 2
-            if block_hashes[middle] + end in cached:
+            key = block_hashes[middle] + end
+            if key in cached or key in coming:
                 first = middle + 1
             else:
                 stop = middle
+            middle = (first + stop) // 2
         return first
 
     def _first_blocks(
@@ -557,4 +555,4 @@ class CpuTier:
         return [block for block in block_lists.find(self.pool, keys) if block is not None]
 
     def _is_chained(self, key: BlockHashWithGroupId) -> bool:
-        return int(get_group_id(key)) in self.chained_group_ids
+        return key[-_LENGTH_OF_KEY_END:] in self._chained_key_ends
