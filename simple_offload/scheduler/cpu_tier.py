@@ -189,7 +189,14 @@ class CpuTier:
 
     def get(self, key: BlockHashWithGroupId) -> KVCacheBlock | None:
         """The block that holds ``key``, if any. Changes nothing."""
-        return self.pool.cached_block_hash_to_block.get_one_block(key)
+        found = self.pool.cached_block_hash_to_block._cache.get(key)
+        if isinstance(found, dict):  # several hold it
+            return self.pool.cached_block_hash_to_block.get_one_block(key)
+        return found
+
+    def has(self, key: BlockHashWithGroupId) -> bool:
+        """Whether a block holds ``key``."""
+        return key in self.pool.cached_block_hash_to_block._cache
 
     def count_first(
         self,

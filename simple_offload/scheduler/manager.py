@@ -289,10 +289,10 @@ class OffloadScheduler:
     def _can_extend(self, num_computed_tokens: int) -> bool:
         """Whether host blocks may follow a device prefix of this length: it ends on a scheduler
         block boundary, and where attention is local to a chunk, the lookup starts with a chunk."""
+        if num_computed_tokens % self.block_size:
+            return False
         start = self.tier.start_of(num_computed_tokens)
-        return num_computed_tokens % self.block_size == 0 and all(
-            start % chunk_size == 0 for chunk_size in self._chunk_sizes
-        )
+        return not any(start % chunk_size for chunk_size in self._chunk_sizes)
 
 
 def _boundary_states(scheduled: "SchedulerOutput") -> dict[str, list[BoundaryState]]:

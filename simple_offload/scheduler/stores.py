@@ -84,7 +84,7 @@ class Stores:
 
     def has(self, key: BlockHashWithGroupId) -> bool:
         """Whether ``key`` is in the tier or on its way there."""
-        return key in self._keys or self.tier.get(key) is not None
+        return key in self._keys or self.tier.has(key)
 
     def count_first(self, block_hashes: list[BlockHash], group: int, limit: int) -> int:
         """How many of the first ``limit`` blocks of a request of a chained group are in the tier
