@@ -488,12 +488,11 @@ class CpuTier:
         time."""
         size, end = self.block_sizes[0], self._key_ends[0]
         limit = min(max_tokens // size, len(block_hashes))
-        if not self.order.early:
-            # Blocks are missing at the end only.
-            count = self._count_present(block_hashes, end, limit)
-            chain = self._chain_up_to(block_hashes[count - 1] + end, count) if count else []
-            if chain is not None:
-                return (chain,), count * size
+        count = self._count_present(block_hashes, end, limit)
+        chain = self._chain_up_to(block_hashes[count - 1] + end, count) if count else []
+        if chain is not None:
+            return (chain,), count * size
+        # It has a gap: a block has come before its parent.
         blocks: list[KVCacheBlock] = []
         batch = _FIRST_LOOKUP
         while True:
@@ -513,7 +512,8 @@ class CpuTier:
         coming: Container[bytes] = (),
     ) -> int:
         """How many of the first ``limit`` blocks of a chain are there, or among those ``coming``.
-        A chain loses its tail first, hence bisection."""
+        A chain loses its tail first, hence bisection; where it has a gap, it may be found behind
+        that."""
         cached: Container[bytes] = self.pool.cached_block_hash_to_block._cache
         first, stop = 0, limit
         middle = limit - 1  # to begin with: mostly it is all of them
@@ -531,7 +531,7 @@ class CpuTier:
     ) -> list[KVCacheBlock]:
         """The first ``count`` blocks of a request of a chained group, as far as they are
         there."""
-        if count and not self.order.early:
+        if count:
             (last,) = self.keys(block_hashes, group, count - 1, count)
             if (chain := self._chain_up_to(last, count)) is not None:
                 return chain
@@ -539,7 +539,7 @@ class CpuTier:
 
     def _chain_up_to(self, key: bytes, count: int) -> list[KVCacheBlock] | None:
         """The ``count`` blocks of a chain, in order, of which the last holds ``key``; None where
-        they cannot be followed to the first. A parent stands mostly right behind its child in
+        they cannot be followed to the first one. A parent stands mostly right behind its child in
         the free queue: of most blocks nothing has to be looked up."""
         cached: Any = self.pool.cached_block_hash_to_block._cache
         parents = self.order.parents
