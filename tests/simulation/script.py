@@ -55,7 +55,7 @@ _ENGINES: tuple[dict[str, Any], ...] = (
 
 
 _MOST_SAID = (12, 12, 12, 12, 48)
-"""How long an answer may be: mostly a few blocks, or more than eager stores wait for."""
+"""How long an answer may be where stores are eager: a few blocks, or more than these wait for."""
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ class Script:
     shape: Shape
     num_requests: int = 12
     arrivals: float = 0.25
-    most_said: int = 12
+    most_said: int = _MOST_SAID[0]
     """Tokens that a request is answered with at most."""
     aborts: float = 0.02
     resets: float = 0.01
@@ -152,8 +152,9 @@ class Script:
         rng = random.Random(f"{seed}: engine")
         if rng.random() >= _COMMON:
             script = script.with_model(**rng.choice(_ENGINES))
-        rng = random.Random(f"{seed}: answers")
-        script = replace(script, most_said=rng.choice(_MOST_SAID))
+        if not script.shape.lazy:
+            rng = random.Random(f"{seed}: answers")
+            script = replace(script, most_said=rng.choice(_MOST_SAID))
         return script.with_parts(random.Random(f"{seed}: parts").choice([1, 1, 2, 4]))
 
     def with_model(self, **changes: Any) -> "Script":
