@@ -66,14 +66,14 @@ class Origins:
         self, request_ids: Iterable[str], state_blocks: Mapping[str, Sequence[int]]
     ) -> None:
         """A step has been scheduled that runs these requests. ``state_blocks``: by request, the
-        ids of blocks with its states, which may be in no table."""
+        ids of blocks with its states, which may be in no table; a request may hand over the
+        states of an earlier step in one that does not run it."""
         for request_id in request_ids:
-            followed = self._followed.get(request_id)
-            if followed is None:
-                continue
-            for block_id in state_blocks.get(request_id, ()):
-                self._by_block[block_id] = followed.request
-            self._note(followed)
+            if (followed := self._followed.get(request_id)) is not None:
+                self._note(followed)
+        for request_id, block_ids in state_blocks.items():
+            if (followed := self._followed.get(request_id)) is not None:
+                self._by_block.update(dict.fromkeys(block_ids, followed.request))
 
     def of(self, block: KVCacheBlock) -> "Request | None":
         """The request that was the last to have ``block`` in its table."""

@@ -19,7 +19,7 @@ from vllm.v1.core.kv_cache_utils import get_block_hash, get_request_block_hasher
 from vllm.v1.request import Request
 
 from simple_offload.connector import SimpleCPUOffloadConnector
-from simple_offload.scheduler.events import KVEvents
+from simple_offload.scheduler.events import KVEvents, Origins
 from tests.scheduler.driver import LOAD, STORE, Driver, make_request, prompt
 from tests.scheduler.tiers import (
     BLOCK_SIZE,
@@ -311,3 +311,15 @@ def test_nothing_is_collected_unless_asked_for(
     assert list(connector.take_events()) == []
     assert driver.scheduler._stores.origins is None
     assert "_emit_block_removed_events" not in vars(driver.tier.pool)
+
+
+def test_states_belong_to_who_hands_them_over_in_whatever_step() -> None:
+    """A request may hand over an earlier step's states in one that does not run it."""
+    driver = Driver(num_states=1)
+    origins = Origins(driver.world.scheduler.kv_cache_manager)
+    runs, waits = make_request("runs", PROMPT), make_request("waits", PROMPT)
+    for request in (runs, waits):
+        origins.follow(request)
+    origins.on_step(["runs"], {"runs": [3], "waits": [5], "unknown": [7]})
+    blocks = driver.device_pool.blocks
+    assert [origins.of(blocks[index]) for index in (3, 5, 7)] == [runs, waits, None]

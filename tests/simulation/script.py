@@ -55,7 +55,7 @@ _ENGINES: tuple[dict[str, Any], ...] = (
 
 
 _MOST_SAID = (12, 12, 12, 12, 48)
-"""How long an answer may be where stores are eager: a few blocks, or more than these wait for."""
+"""How long an answer may be: a few blocks, or more than eager stores wait for."""
 
 
 @dataclass(frozen=True)
@@ -152,9 +152,8 @@ class Script:
         rng = random.Random(f"{seed}: engine")
         if rng.random() >= _COMMON:
             script = script.with_model(**rng.choice(_ENGINES))
-        if not script.shape.lazy:
-            rng = random.Random(f"{seed}: answers")
-            script = replace(script, most_said=rng.choice(_MOST_SAID))
+        rng = random.Random(f"{seed}: answers")
+        script = replace(script, most_said=rng.choice(_MOST_SAID))
         return script.with_parts(random.Random(f"{seed}: parts").choice([1, 1, 2, 4]))
 
     def with_model(self, **changes: Any) -> "Script":

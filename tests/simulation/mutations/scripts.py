@@ -85,8 +85,7 @@ def asked_again(script: Script) -> Script:
 
 def lazily(script: Script) -> Script:
     """Blocks are stored before the device evicts them."""
-    shape = replace(script.shape, lazy=True, store_threshold=1)
-    return replace(script, shape=shape, most_said=Script.most_said)
+    return replace(script, shape=replace(script.shape, lazy=True, store_threshold=1))
 
 
 def lazy_evictions(blocks_per_group: int = 160) -> Situation:
