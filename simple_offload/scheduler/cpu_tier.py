@@ -255,26 +255,37 @@ class CpuTier:
         them (vLLM 0.32 counts references to those)."""
         self.order.pin(blocks)
 
+    def protect(self, blocks: Sequence[KVCacheBlock]) -> None:
+        """A request has found these blocks: what none has found will be evicted before them.
+        They must be pinned, and so must be what precedes them in their chains."""
+        self.order.segments.protect(blocks)
+
     def unpin(self, blocks: Iterable[KVCacheBlock]) -> None:
         """Drop a reference to each block, parents before children. What nobody refers to any
-        more joins the free queue: just before its parent if that is free, else last, and first
-        if it holds nothing."""
+        more joins the free queue, in its place in the order of eviction."""
         self.order.unpin(blocks)
 
-    def refresh(self, block_hashes: list[BlockHash], group: int, count: int) -> None:
+    def refresh(
+        self, block_hashes: list[BlockHash], group: int, count: int, num_found: int = 0
+    ) -> None:
         """Make the first ``count`` blocks of a request of a chained group, as far as they are
-        there and not demoted, the most recently used."""
+        there and not demoted, the most recently used; and protect the first ``num_found``, which
+        it has not stored itself."""
         if count == 0:
             return
         (last_key,) = self.keys(block_hashes, group, count - 1, count)
         if (last := self.get(last_key)) is None:
             # The last ones may not have arrived yet.
             count = self.count_first(block_hashes, group, count)
-            self.refresh(block_hashes, group, count)
+            self.refresh(block_hashes, group, count, min(num_found, count))
             return
-        if not self.order.renew_piece(last):
+        is_known = num_found == 0
+        if not is_known:
+            (key,) = self.keys(block_hashes, group, num_found - 1, num_found)
+            is_known = (found := self.get(key)) is not None and self.order.is_protected(found)
+        if not (is_known and self.order.renew_pieces(last)):
             chain = self._present(self.keys(block_hashes, group, stop=count))
-            self.order.renew_chain(chain)
+            self.order.renew_chain(chain, num_found)
 
     @property
     def demotes(self) -> bool:
@@ -299,7 +310,7 @@ class CpuTier:
     ) -> list[KVCacheBlock]:
         """Up to ``count`` pinned blocks to be filled, fewer where there is no room.
 
-        Evicts the least recently used blocks, but stops at one that holds a key in ``keep()``,
+        Evicts blocks in their order, but stops at one that holds a key in ``keep()``,
         which is asked for then only: the tier is full of the very chain that wants to grow.
         """
         blocks = block_lists.take_empty(self.pool, count)
@@ -431,12 +442,16 @@ class CpuTier:
                     raise AssertionError(f"{block}: its chain's head has left the tier")
                 later = position.get(parent.block_id, len(position))
                 assert position.get(block.block_id, -1) < later, f"{block}: outlives {parent}"
+                assert self.order.is_protected(parent) or not self.order.is_protected(block), (
+                    f"{block}: protected, which {parent} is not"
+                )
         if self.demotes:
             followers = Counter(parent for parent in self.order.parents if parent is not None)
             assert self.order.num_followers == followers, "followers miscounted"
         for block_id in self.order.demoted:
             block = self.pool.blocks[block_id]
             assert block.ref_cnt == 0 and block.block_hash is not None, f"{block}: is demoted"
+        self.order.segments.check_integrity()
         num_used = sum(block.block_hash is not None for block in self.pool.blocks)
         assert num_used == self.num_used, f"{num_used} blocks hold something, not {self.num_used}"
 

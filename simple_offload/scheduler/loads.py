@@ -128,6 +128,7 @@ class Loads:
         pins = self.tier.lineage(request.block_hashes, num_computed_tokens)
         pins.extend(block for group in hit.blocks for block in group if not block.is_null)
         self.tier.pin(pins)
+        self.tier.protect(pins)
         self._hits[request.request_id] = _PinnedHit(
             num_computed_tokens, hit, pins, self.tier.version
         )
@@ -170,6 +171,7 @@ class Loads:
             )
             again = [block for group in hit.blocks for block in group if not block.is_null]
             self.tier.pin(again)
+            self.tier.protect(again)
             pins = [*pins, *again]
         if num_external_tokens != hit.num_tokens:
             raise RuntimeError(
