@@ -257,8 +257,11 @@ class CpuTier:
 
     def protect(self, blocks: Sequence[KVCacheBlock]) -> None:
         """A request has found these blocks: what none has found will be evicted before them.
-        They must be pinned, and so must be what precedes them in their chains."""
-        self.order.segments.protect(blocks)
+        They must be pinned, with what precedes them in their chains, as they are in a hit."""
+        if self._is_one_chain:
+            self.order.segments.protect_chain(blocks)
+        else:
+            self.order.segments.protect(blocks)
 
     def unpin(self, blocks: Iterable[KVCacheBlock]) -> None:
         """Drop a reference to each block, parents before children. What nobody refers to any
@@ -279,13 +282,11 @@ class CpuTier:
             count = self.count_first(block_hashes, group, count)
             self.refresh(block_hashes, group, count, min(num_found, count))
             return
-        is_known = num_found == 0
-        if not is_known:
-            (key,) = self.keys(block_hashes, group, num_found - 1, num_found)
-            is_known = (found := self.get(key)) is not None and self.order.is_protected(found)
-        if not (is_known and self.order.renew_pieces(last)):
+        if not self.order.renew_pieces(last):
             chain = self._present(self.keys(block_hashes, group, stop=count))
-            self.order.renew_chain(chain, num_found)
+            self.order.renew_chain(chain)
+        if num_found:
+            self._protect_first(block_hashes, group, num_found)
 
     @property
     def demotes(self) -> bool:
@@ -456,6 +457,19 @@ class CpuTier:
         assert num_used == self.num_used, f"{num_used} blocks hold something, not {self.num_used}"
 
     # Details
+
+    def _protect_first(self, block_hashes: list[BlockHash], group: int, count: int) -> None:
+        """Protect the first ``count`` blocks of a request of a chained group; no block is looked
+        at that is protected."""
+
+        def is_new(index: int) -> bool:
+            (key,) = self.keys(block_hashes, group, index, index + 1)
+            block = self.get(key)
+            return block is None or not self.order.is_protected(block)
+
+        if is_new(count - 1):
+            first = bisect_left(range(count), True, key=is_new)
+            self.order.protect(self._present(self.keys(block_hashes, group, first, count)))
 
     def _extend(
         self,

@@ -165,11 +165,19 @@ class EvictionOrder:
         if block.ref_cnt == 0:
             self.segments.put_first([block])
 
-    # Moving
+    # Protecting
 
     def is_protected(self, block: KVCacheBlock) -> bool:
         """Whether a request has found it not long ago."""
         return bool(self.segments.is_protected[block.block_id])
+
+    def protect(self, part: Sequence[KVCacheBlock]) -> None:
+        """A request has found this part of a chain, and what precedes it."""
+        self.pin(part)
+        self.segments.protect(part)
+        self.unpin(part)
+
+    # Moving
 
     def renew(self, block: KVCacheBlock, found: bool = False) -> None:
         """Make ``block`` and what precedes it in its chain the most recently used; and protected
@@ -187,16 +195,14 @@ class EvictionOrder:
             self.segments.protect(lineage)
         self.unpin(lineage)
 
-    def renew_chain(self, chain: Sequence[KVCacheBlock], num_found: int) -> None:
-        """Make the blocks of a chain, as far as they are not demoted, the most recently used, and
-        protect its first ``num_found``."""
+    def renew_chain(self, chain: Sequence[KVCacheBlock]) -> None:
+        """Make the blocks of a chain, as far as they are not demoted, the most recently used."""
         if self.demoted:
             ids = [block.block_id for block in chain]
             count = next((i for i, each in enumerate(ids) if each in self.demoted), len(ids))
             chain = chain[:count]
         if chain:
             self.pin(chain)
-            self.segments.protect(chain[:num_found])
             for piece in self.segments.split(chain):
                 for block in piece:
                     block.ref_cnt -= 1

@@ -1,5 +1,6 @@
 """Segments: the two parts of the host tier's free queue."""
 
+from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 from itertools import groupby
 from typing import Any
@@ -52,21 +53,26 @@ class Segments:
         num_blocks = len(self.pool.blocks)
         self.is_protected.extend(bytes(num_blocks - len(self.is_protected)))
         self.limit = int(PROTECTED_SHARE * (num_blocks - 1))  # vLLM's null block is none of them
-        """How many blocks may be protected, but for those that somebody refers to."""
+        """How many blocks may be protected, but while somebody refers to them."""
 
     # Who belongs where
 
     def protect(self, blocks: Iterable[KVCacheBlock]) -> None:
-        """A request has found these. Somebody must refer to each of them, and of a chain, to all
-        that precedes it."""
+        """A request has found these, and what precedes them in their chains. Somebody must refer
+        to each of them; once nobody does, the limit holds."""
         flags = self.is_protected
-        before = self.num_protected
-        for block in blocks:
-            if not flags[block.block_id]:
-                flags[block.block_id] = 1
-                self.num_protected += 1
-        if self.num_protected > before:
-            self.keep_limit()
+        new = [block_id for block in blocks if not flags[block_id := block.block_id]]
+        for block_id in new:
+            flags[block_id] = 1
+        self.num_protected += len(new)
+
+    def protect_chain(self, chain: Sequence[KVCacheBlock]) -> None:
+        """``protect`` for a chain from its head on: no block is touched that is protected."""
+        flags = self.is_protected
+        first = bisect_left(chain, True, key=lambda block: not flags[block.block_id])
+        for block in chain[first:]:
+            flags[block.block_id] = 1
+        self.num_protected += len(chain) - first
 
     def unprotect(self, block: KVCacheBlock) -> None:
         """The block is on probation from now on. Where it is free, it must be the boundary, or
@@ -163,7 +169,7 @@ class Segments:
         assert len(flags) == len(self.pool.blocks) and sum(flags) == self.num_protected, (
             "protected blocks miscounted"
         )
-        assert not count or self.num_protected <= self.limit, "too many blocks are protected"
+        assert count <= self.limit, "too many blocks are protected"
         for block in self.pool.blocks:
             assert block.block_hash is not None or not flags[block.block_id], (
                 f"{block}: empty, yet protected"
@@ -177,7 +183,11 @@ class Segments:
 
     def _return(self, count: int) -> None:
         """Let up to ``count`` blocks go back on probation."""
+        flags, block, end = self.is_protected, self.boundary, self._end
         for _ in range(count):
-            if self.boundary is self._end:
+            if block is end:
                 break
-            self.unprotect(self.boundary)
+            flags[block.block_id] = 0
+            self.num_protected -= 1
+            block = block.next_free_block
+        self.boundary = block

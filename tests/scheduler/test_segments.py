@@ -109,6 +109,8 @@ def test_what_is_held_does_not_go_back() -> None:
     tier.protect(held)
     tier.check_integrity()
     assert tier.order.segments.num_protected == 4
+    find(tier, "xy")
+    assert protected(tier) == []
     tier.unpin(held)
     tier.check_integrity()
     assert protected(tier) == ["abc", "ab", "a"]
@@ -258,7 +260,7 @@ def test_what_comes_before_something_found_is_protected() -> None:
     assert commit_as(tier, early, key("ab"), key("a"), 8, early=True)
     find_alone = [block(tier, "ab")]
     tier.pin(find_alone)
-    tier.protect(find_alone)
+    tier.order.segments.protect(find_alone)
     tier.unpin(find_alone)
     store(tier, "x")
     assert commit(tier, begin(tier, "a"), "a")

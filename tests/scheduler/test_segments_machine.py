@@ -81,7 +81,6 @@ class Order(RuleBasedStateMachine):
         self.take(present)
         self.pins.update(present)
         self.found.update(present)
-        self.keep_limit()
 
     @precondition(lambda self: self.holds)
     @rule(index=st.integers(0, 99))
@@ -100,7 +99,6 @@ class Order(RuleBasedStateMachine):
         free = [name for name in reversed(present) if not self.pins[name]]
         self.take(present)
         self.found.update(present[:num_found])
-        self.keep_limit()
         self.probation += [name for name in free if name not in self.found]
         self.protected += [name for name in free if name in self.found]
         self.keep_limit()
