@@ -208,7 +208,6 @@ class EvictionOrder:
                     block.ref_cnt -= 1
                 if free := [block for block in piece if block.ref_cnt == 0]:
                     self.segments.queue(free, None)
-            self.segments.keep_limit()
 
     def renew_pieces(self, last: KVCacheBlock) -> bool:
         """``renew_chain`` up to ``last``, where it takes no more than to move a piece of the queue

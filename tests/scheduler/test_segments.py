@@ -225,6 +225,42 @@ def test_what_is_lost_is_not_protected() -> None:
     assert protected(tier) == ["a", "xy", "x"]
 
 
+def test_what_is_lost_while_it_is_held_is_not_protected_either() -> None:
+    tier = make_tier(10)
+    store(tier, "abc")
+    held = blocks(tier, "abc")
+    tier.pin(held)
+    tier.protect(held)
+    tier.drop(held[1:2])
+    tier.check_integrity()
+    tier.unpin(held)
+    tier.check_integrity()
+    assert protected(tier) == ["a"]
+
+
+def test_the_boundary_is_reset_too() -> None:
+    tier = make_tier(8)
+    store(tier, "abc", "xy")
+    find(tier, "abc")
+    tier.reset()
+    tier.check_integrity()
+    store(tier, "pq")
+    assert leave(tier) == ["pq", "p"]
+
+
+def test_a_chain_in_both_segments_that_is_torn() -> None:
+    tier = make_tier(12)
+    store(tier, "abcd", "abcxy", "abcdef", "pq")
+    find(tier, "ab")
+    tier.refresh(hashes("abcdef"), 0, 6)
+    tier.check_integrity()
+    assert protected(tier) == ["ab", "a"]
+    assert leave(tier) == [
+        *["abcxy", "abcx", "pq", "p"],
+        *["abcdef", "abcde", "abcd", "abc", "ab", "a"],
+    ]
+
+
 def test_nothing_is_protected_after_a_reset() -> None:
     tier = make_tier(8)
     store(tier, "abc", "xy")
@@ -278,4 +314,5 @@ def test_what_comes_back_from_being_demoted_is_protected() -> None:
     assert protected(tier) == []
     tier.promote(key("ab"))
     tier.check_integrity()
+    assert protected(tier) == ["ab", "a"]
     assert leave(tier) == ["pq", "p", "xy", "x", "ab", "a"]
