@@ -213,8 +213,10 @@ class OffloadStats(KVConnectorStats):
         self.data[_SAMPLES].setdefault(name, {}).setdefault(labels, []).append(value)
 
     def _values(self, name: str) -> dict[Labels, float]:
-        self.data[_TYPES][name] = SERIES[name].kind
-        values: dict[Labels, float] = self.data[_DATA].setdefault(name, {})
+        values: dict[Labels, float] | None = self.data[_DATA].get(name)
+        if values is None:
+            self.data[_TYPES][name] = SERIES[name].kind
+            self.data[_DATA][name] = values = {}
         return values
 
     def _sum(self, name: str, first_label: str | None = None) -> float:

@@ -10,7 +10,7 @@ from examples.copy_bench.contenders import Contender
 from examples.copy_bench.job import Job, contiguous, scattered
 from examples.copy_bench.measure import measure
 from examples.copy_bench.plan import Way, size_text
-from examples.copy_bench.results import AUTO, Cell, Results, Row, kernel_shares
+from examples.copy_bench.results import AUTO, Cell, Results, Row, paths_by_kernel
 from simple_offload.config import ConfigError
 
 
@@ -50,13 +50,13 @@ def run(rig: Rig, results: Results, tell: Callable[[str], None]) -> None:
         for contender in rig.contenders:
             for way, cell in _measure(contender, rig, jobs, results).items():
                 rows[way].cells[contender.name] = cell
-        shares = kernel_shares(results.calibration.get(size, ""))
+        by_kernel = paths_by_kernel(results.calibration.get(size, ""))
         for row in rows.values():
             directions = [way.value for way in (Way.LOAD, Way.STORE) if row.way in (way, Way.BOTH)]
-            row.kernel_shares = {
-                direction: shares[direction][size]
+            row.by_kernel = {
+                direction: by_kernel[direction][size]
                 for direction in directions
-                if size in shares.get(direction, {})
+                if size in by_kernel.get(direction, {})
             }
     step("")
 

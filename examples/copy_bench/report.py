@@ -26,12 +26,12 @@ def bandwidth_table(results: Results) -> Table:
         collapse_padding=True,
         pad_edge=False,
         caption="GB/s (10^9 bytes), from submission to the end of the copy, median. Scattered\n"
-        "blocks; peak: one contiguous copy. By kernel: what auto gives to the kernel.",
+        "blocks; peak: one contiguous copy. Path: what auto chooses.",
         caption_justify="left",
         caption_style="",
     )
     table.add_column("way", no_wrap=True)
-    headings = ("block", "blocks", "peak", *CONTENDERS, "auto of\npeak", "by\nkernel")
+    headings = ("block", "blocks", "peak", *CONTENDERS, "auto of\npeak", "auto's\npath")
     for heading in headings:
         table.add_column(heading, justify="right", no_wrap=True)
     for way in Way:
@@ -51,9 +51,14 @@ def _line(results: Results, row: Row) -> list[str]:
         _cell(results.peaks.get(row.way)),
         *(_cell(row.cells.get(name)) for name in CONTENDERS),
         _NOTHING if of_peak is None else f"{of_peak:.0%}",
-        # Load and store may differ where both are copied at once.
-        "/".join(dict.fromkeys(f"{share:.0%}" for share in row.kernel_shares.values())) or _NOTHING,
+        _path(row),
     ]
+
+
+def _path(row: Row) -> str:
+    paths = {"kernel" if each else "dma" for each in row.by_kernel.values()}
+    # Load and store may differ where both are copied at once.
+    return "mixed" if len(paths) > 1 else "".join(paths) or _NOTHING
 
 
 def _cell(cell: Cell | None) -> str:
@@ -71,8 +76,8 @@ def crossing_lines(results: Results) -> list[str]:
             continue
         by_kernel, by_dma = crossing
         told = [
-            *([f"the kernel takes part up to {size_text(by_kernel)}"] if by_kernel else []),
-            *([f"all goes by DMA from {size_text(by_dma)}"] if by_dma else []),
+            *([f"by kernel up to {size_text(by_kernel)}"] if by_kernel else []),
+            *([f"by DMA from {size_text(by_dma)}"] if by_dma else []),
         ]
         lines.append(f"Calibration, {way.value}: {', '.join(told)}.")
     return lines
@@ -107,7 +112,7 @@ def _plot_way(axes: Axes, results: Results, way: Way) -> None:
     if crossing is not None and None not in crossing:
         low, high = (float(size or 0) for size in crossing)
         axes.axvline(
-            (low * high) ** 0.5, color="tab:blue", linestyle=":", label="auto: from here all by DMA"
+            (low * high) ** 0.5, color="tab:blue", linestyle=":", label="auto: from here by DMA"
         )
     axes.set_xscale("log", base=2)
     sizes_here = sorted({row.size for row in rows})

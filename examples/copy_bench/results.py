@@ -10,7 +10,7 @@ PEAK = "peak"
 AUTO = "auto"
 CONTENDERS = ("torch", "dma", "kernel", AUTO)
 
-_RUNG = re.compile(r"(?P<kib>\d+)K \S+ GB/s(?: \((?P<percent>\d+)% by kernel\))?")
+_RUNG = re.compile(r"(?P<kib>\d+)K \S+ GB/s(?P<by_kernel> by kernel)?")
 
 
 @dataclass(frozen=True)
@@ -41,8 +41,8 @@ class Row:
     """Copied at once, both directions together."""
     cells: dict[str, Cell] = field(default_factory=dict)
     """By contender. One that could not be measured is missing."""
-    kernel_shares: dict[str, float] = field(default_factory=dict)
-    """By direction: the part of such blocks that auto's calibration gives to the kernel."""
+    by_kernel: dict[str, bool] = field(default_factory=dict)
+    """By direction: whether auto's calibration has the kernel copy such blocks."""
 
 
 @dataclass
@@ -84,18 +84,17 @@ class Results:
         ]
 
     def crossing(self, direction: str) -> tuple[int | None, int | None] | None:
-        """The largest size of which the kernel gets a share, and the next one, from which on all
-        goes by DMA; None in place of a size that was not measured, and in place of all where
-        auto was not."""
-        shares = {
-            row.size: row.kernel_shares[direction]
+        """The largest size that goes by kernel, and the next one, from which on all goes by DMA;
+        None in place of a size that was not measured, and in place of all where auto was not."""
+        paths = {
+            row.size: row.by_kernel[direction]
             for row in self.rows
-            if row.way.value == direction and direction in row.kernel_shares
+            if row.way.value == direction and direction in row.by_kernel
         }
-        if not shares:
+        if not paths:
             return None
-        by_kernel = max((size for size, share in shares.items() if share), default=None)
-        above = [size for size in shares if by_kernel is None or size > by_kernel]
+        by_kernel = max((size for size, path in paths.items() if path), default=None)
+        above = [size for size in paths if by_kernel is None or size > by_kernel]
         return by_kernel, min(above, default=None)
 
     def to_json(self) -> dict[str, Any]:
@@ -112,7 +111,7 @@ class Results:
                         name: _cell_json(cell, self.of_peak(row, name))
                         for name, cell in row.cells.items()
                     },
-                    "kernel_shares": row.kernel_shares,
+                    "by_kernel": row.by_kernel,
                 }
                 for row in self.rows
             ],
@@ -130,13 +129,12 @@ def _cell_json(cell: Cell, of_peak: float | None = None) -> dict[str, Any]:
     return numbers if of_peak is None else {**numbers, "of_peak": of_peak}
 
 
-def kernel_shares(calibration: str) -> dict[str, dict[int, float]]:
-    """By direction and block size, the shares that ``CudaBackend.describe_paths`` tells of."""
-    shares: dict[str, dict[int, float]] = {}
+def paths_by_kernel(calibration: str) -> dict[str, dict[int, bool]]:
+    """By direction and block size, whether ``CudaBackend.describe_paths`` tells of the kernel."""
+    paths: dict[str, dict[int, bool]] = {}
     for part in filter(None, calibration.split("; ")):
         direction, _, rungs = part.partition(" ")
-        shares[direction] = {
-            int(rung["kib"]) << 10: int(rung["percent"] or 0) / 100
-            for rung in _RUNG.finditer(rungs)
+        paths[direction] = {
+            int(rung["kib"]) << 10: rung["by_kernel"] is not None for rung in _RUNG.finditer(rungs)
         }
-    return shares
+    return paths

@@ -1,28 +1,38 @@
 """CopyCosts: what copies of one direction cost on this machine, and which path is cheaper."""
 
+import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 Floats = npt.NDArray[np.float64]
+Bools = npt.NDArray[np.bool_]
 
-KERNEL_SHARES = (0.3, 0.8, 1.0)
-"""Shares of a batch that are tried on the kernel while DMA copies the rest: together they fill
-gaps that either leaves on the bus."""
 _WORTHWHILE = 0.95
-"""SMs have better uses: a batch has to take this much less time with the kernel than without."""
+"""SMs have better uses: by kernel a size has to take this much less time than by DMA."""
+_FURTHER = 3
+"""Batches."""
 
 
 class Division(NamedTuple):
     """How a batch is to be copied."""
 
-    by_kernel: npt.NDArray[np.bool_]
+    by_kernel: Bools
     """Of each descriptor, whether the kernel takes it; the others go by DMA."""
     seconds: float
     """How long all of it should take."""
+
+
+class _Cheaper(NamedTuple):
+    """Of some sizes, all arrays ``[k]``."""
+
+    by_dma: Floats
+    seconds: Floats
+    """On the path that is cheaper."""
+    by_kernel: Bools
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,40 +41,51 @@ class CopyCosts:
 
     sizes: Floats
     dma: Floats
-    """Seconds a descriptor, all by DMA."""
-    divided: Floats
-    """Seconds a descriptor, with the best share by kernel; as ``dma`` where none is better."""
-    shares: Floats
-    """That share, 0 to 1."""
+    """Seconds a descriptor by DMA."""
+    kernel: Floats
+    """Seconds a descriptor by kernel; infinite where there is none."""
     kernel_start: float = 0.0
     """Seconds that a batch pays once for having the kernel take part."""
+    _known: dict[tuple[int, ...], _Cheaper] = field(default_factory=dict, init=False, repr=False)
+    """What has been worked out for one size: small copies have no time to do it again."""
 
-    def divide(self, sizes: npt.NDArray[np.uint64]) -> Division:
-        """How to copy descriptors of these sizes. Between measured sizes, and above, costs go
-        by the bytes, at a pace interpolated by log size; below, a descriptor costs what the
-        smallest one does."""
+    @property
+    def by_kernel(self) -> Bools:
+        """Which of the sizes the kernel copies, where there are enough."""
+        return self.kernel < self.dma * _WORTHWHILE
+
+    def divide(self, sizes: npt.NDArray[np.int64]) -> Division:
+        """How to copy descriptors of these sizes, quickest if equal ones lie together. Between
+        measured sizes, and above, costs go by the bytes, at a pace interpolated by log size;
+        below, a descriptor costs what the smallest one does.
+
+        Each size goes one way. To share it out between both paths was no faster than the better
+        one on an H200, as the bus limits them together (docs/measurements.md).
+        """
         if not len(sizes):
             return Division(np.zeros(0, dtype=np.bool_), 0.0)
-        # Equal sizes lie together, since batches are sorted.
-        starts = np.flatnonzero(np.concatenate(([True], sizes[1:] != sizes[:-1])))
+        (starts,) = (sizes[1:] != sizes[:-1]).nonzero()
+        starts = np.concatenate(([0], starts + 1))
         counts = np.diff(starts, append=len(sizes))
-        kinds = sizes[starts]
-        dma = float(self._interpolate(kinds, self.dma) @ counts)
-        divided = float(self._interpolate(kinds, self.divided) @ counts)
-        share = np.interp(np.log2(kinds.astype(np.float64)), np.log2(self.sizes), self.shares)
-        with_kernel = divided + self.kernel_start
-        if not share.any() or dma <= with_kernel:
-            return Division(np.zeros(len(sizes), dtype=np.bool_), dma)
-        if (share == 1.0).all():
-            return Division(np.ones(len(sizes), dtype=np.bool_), with_kernel)
-        # Every 1 / share-th descriptor, whatever their order: the running total passes a whole
-        # number there.
-        shares = np.repeat(share, counts)
-        total = np.cumsum(shares) + 1e-9
-        return Division(np.floor(total) > np.floor(total - shares), with_kernel)
+        cheaper = self._of_sizes(tuple(sizes[starts].tolist()))
+        by_dma = float(cheaper.by_dma @ counts)
+        with_kernel = float(cheaper.seconds @ counts) + self.kernel_start
+        if not cheaper.by_kernel.any() or by_dma <= with_kernel:
+            return Division(np.zeros(len(sizes), dtype=np.bool_), by_dma)
+        return Division(np.repeat(cheaper.by_kernel, counts), with_kernel)
 
-    def _interpolate(self, sizes: npt.NDArray[np.uint64], seconds: Floats) -> Floats:
-        wanted = sizes.astype(np.float64)
+    def _of_sizes(self, sizes: tuple[int, ...]) -> _Cheaper:
+        if (known := self._known.get(sizes)) is None:
+            kinds = np.array(sizes, np.float64)
+            by_dma = self._interpolate(kinds, self.dma)
+            by_kernel = self._interpolate(kinds, self.kernel)
+            better = by_kernel < by_dma * _WORTHWHILE
+            known = _Cheaper(by_dma, np.where(better, by_kernel, by_dma), better)
+            if len(sizes) == 1:  # as mostly, and of few sizes
+                self._known[sizes] = known
+        return known
+
+    def _interpolate(self, wanted: Floats, seconds: Floats) -> Floats:
         # Between rungs interpolate seconds a byte, which is flat where bandwidth is.
         pace: Floats = np.interp(np.log2(wanted), np.log2(self.sizes), seconds / self.sizes)
         floor: Floats = np.where(wanted < self.sizes[0], seconds[0], 0.0)
@@ -72,36 +93,33 @@ class CopyCosts:
         return total
 
 
+Timer = Callable[[int, int, int], float]
+
+
 def measure_costs(
-    sizes: list[int],
-    count: Callable[[int], int],
-    time_dma: Callable[[int, int], float],
-    time_divided: Callable[[int, int, float], float] | None,
+    sizes: list[int], count: Callable[[int], int], time_dma: Timer, time_kernel: Timer | None
 ) -> CopyCosts:
     """Costs at descriptor sizes ``sizes`` (bytes, ascending).
 
-    ``count(size)``: descriptors to time it with. ``time_dma(size, count)`` and
-    ``time_divided(size, count, share)`` copy so many and return the seconds that took;
-    ``time_divided`` is None where there is no kernel.
+    ``count(size)``: descriptors of a batch to time it with. ``time_dma(size, count, batches)``
+    and ``time_kernel`` copy so many batches, one behind the other, and return the seconds that
+    took; ``time_kernel`` is None where there is no kernel.
+
+    A descriptor costs what further batches take: of large copies later parts are submitted
+    while the device copies earlier ones, and the submission of the first weighs nothing.
     """
-    # What a batch costs however small it is, is none of the descriptors'.
-    dma_start = time_dma(sizes[0], 1)
-    kernel_start = time_divided(sizes[0], 1, 1.0) if time_divided is not None else 0.0
-    dma, divided, shares = [], [], []
-    for size in sizes:
-        number = count(size)
-        best = by_dma = time_dma(size, number)
-        best_share = 0.0
-        for share in KERNEL_SHARES if time_divided is not None else ():
-            assert time_divided is not None
-            seconds = time_divided(size, number, share)
-            if seconds < min(best, by_dma * _WORTHWHILE):
-                best, best_share = seconds, share
-        start = kernel_start if best_share else dma_start
-        dma.append(max(by_dma - dma_start, 1e-9) / number)
-        divided.append(max(best - start, 1e-9) / number)
-        shares.append(best_share)
-    start = max(0.0, kernel_start - dma_start) if any(shares) else 0.0
-    return CopyCosts(
-        np.array(sizes, np.float64), np.array(dma), np.array(divided), np.array(shares), start
-    )
+
+    def measure(time: Timer) -> tuple[float, Floats]:
+        """What a batch costs however small it is, and each size's cost of a descriptor."""
+        descriptors = []
+        for size in sizes:
+            further = time(size, count(size), 1 + _FURTHER) - time(size, count(size), 1)
+            descriptors.append(max(further / _FURTHER, 1e-9) / count(size))
+        return time(sizes[0], 1, 1), np.array(descriptors)
+
+    dma_start, dma = measure(time_dma)
+    if time_kernel is None:
+        return CopyCosts(np.array(sizes, np.float64), dma, np.full(len(sizes), math.inf))
+    kernel_start, kernel = measure(time_kernel)
+    start = max(0.0, kernel_start - dma_start)
+    return CopyCosts(np.array(sizes, np.float64), dma, kernel, start)

@@ -5,23 +5,33 @@ import time
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
+from functools import partial
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import numpy as np
 import torch
 
-from simple_offload.backends.base import Barrier, Copied, Direction, require_blocks_within
+from simple_offload.backends.base import Barrier, Direction, require_blocks_within
 from simple_offload.backends.copy_costs import CopyCosts, Division, measure_costs
 from simple_offload.backends.cuda_dma import CudaCopyError, largest_first, resolve_dma
+from simple_offload.backends.cuda_pending import CudaPending, Part
+from simple_offload.backends.cuda_regions import AlikeRegions, match_regions
 from simple_offload.backends.host_memory import map_memory, node_of_pci_device
-from simple_offload.backends.plan import Descriptors, Regions, in_parts, plan_copies
+from simple_offload.backends.plan import (
+    Descriptors,
+    Regions,
+    Runs,
+    describe,
+    find_runs,
+    in_parts,
+    in_pieces,
+)
 from simple_offload.config import ConfigError
 from simple_offload.logs import get_logger
-from simple_offload.metadata import BlockIds, Transfer
+from simple_offload.metadata import Transfer
 
 if TYPE_CHECKING:
-    from simple_offload.backends.cuda_kernel import CopyKernel
+    from simple_offload.backends.cuda_kernel import CopyKernel, Pairs
 
 logger = get_logger(__name__)
 
@@ -32,55 +42,22 @@ _KERNEL_PROGRAMS = 8
 """SMs that the kernel runs on: more are no faster on an H200 (docs/measurements.md)."""
 _LADDER = tuple(4096 << step for step in range(8))  # 4 KiB to 512 KiB
 _SCRATCH_BYTES = 64 << 20
-_MAX_TIMED = 1024  # descriptors
+_TIMED_BYTES = 32 << 20
+_MAX_TIMED = 512  # descriptors
 _PART_BYTES = 64 << 20
-_PART_DESCRIPTORS = 4096
+_PART_DESCRIPTORS = 8192
 """At most so much of a copy is planned and queued at a time: a large one starts long before all of
 it is planned, and shows every millisecond or so how far it has come."""
 
-
-class _Part(NamedTuple):
-    """A stretch of a copy."""
-
-    event: torch.cuda.Event
-    """Behind it on the stream."""
-    seconds: float
-    """How long it should take."""
-
-
-@dataclass(slots=True, eq=False)
-class CudaPending:
-    """A copy under way."""
-
-    parts: deque[_Part]
-    """Those that had not ended when last looked at. Never empty: the last one stays."""
-    kept: list[Any]
-    """Descriptors: the driver and the kernel may read them until the copy has ended."""
-    start: torch.cuda.Event
-    num_bytes: dict[str, int]
-    """By path."""
-
-    def done(self) -> bool:
-        return bool(self.parts[-1].event.query())
-
-    def wait(self) -> None:
-        self.parts[-1].event.synchronize()
-
-    def remaining_seconds(self) -> float:
-        while len(self.parts) > 1 and self.parts[0].event.query():
-            self.parts.popleft()
-        return sum(part.seconds for part in self.parts)
-
-    def hold_compute(self) -> None:
-        torch.cuda.current_stream().wait_event(self.parts[-1].event)
-
-    def copied(self) -> Copied:
-        return Copied(self.start.elapsed_time(self.parts[-1].event) / 1e3, self.num_bytes)
+_YIELD_BYTES = 16 << 20
+"""After so much of a store it goes on on another stream. Copies from the device share an engine
+that stays with a stream as long as that has a copy ready: the tokens that a step has sampled would
+reach vLLM when all stores have ended (19 ms for 1 GiB instead of 0.3, docs/measurements.md)."""
 
 
 class CudaBackend:
-    """Copies of each direction go to streams of their own, one for DMA and one for the kernel,
-    so loads and stores overlap each other and the compute stream."""
+    """Copies of each direction go to streams of their own, for DMA and for the kernel, so loads
+    and stores overlap each other and the compute stream."""
 
     chunk_bytes = 1 << 30
 
@@ -94,10 +71,13 @@ class CudaBackend:
             Direction.LOAD: torch.cuda.Stream(self._device, priority=-1),
             Direction.STORE: torch.cuda.Stream(self._device),
         }
+        self._spare_stream = torch.cuda.Stream(self._device)
+        """Stores take turns on two streams."""
         self._kernels: dict[Direction, CopyKernel] = {}
         self._costs: dict[Direction, CopyCosts] = {}
         self._registered: list[torch.Tensor] = []
         self._chunks: list[Sequence[torch.Tensor]] = []
+        self._sides: list[AlikeRegions] = []
         self._numa_node = node_of_pci_device(_pci_address(self._device))
 
     def allocate_host(self, num_bytes: int) -> torch.Tensor:
@@ -126,7 +106,7 @@ class CudaBackend:
     def add_host_chunk(self, regions: Sequence[torch.Tensor]) -> None:
         """Publishes a new list of addresses; copies under way keep the one they have."""
         self._chunks.append(regions)
-        self._host_regions = Regions.of_chunks(self._chunks)
+        self._sides = self._match(self._device_regions, Regions.of_chunks(self._chunks))
 
     def barrier(self) -> Barrier | None:
         """An event on the engine's compute stream."""
@@ -140,8 +120,11 @@ class CudaBackend:
     def copy(
         self, direction: Direction, transfer: Transfer, barrier: Barrier | None
     ) -> CudaPending:
-        source, destination, pairs = self._parts(direction, transfer)
-        stream, kernel_stream = self._streams[direction], self._kernel_streams[direction]
+        sides, blocks = self._sides, (transfer.device_blocks, transfer.host_blocks)
+        if direction is Direction.LOAD:
+            blocks = blocks[::-1]
+        kernel_stream = self._kernel_streams[direction]
+        stream = self._streams[direction]
         if barrier is not None:
             assert isinstance(barrier, torch.cuda.Event)
             stream.wait_event(barrier)
@@ -149,28 +132,38 @@ class CudaBackend:
         start.record(stream)
         if self._kernels:
             kernel_stream.wait_stream(stream)
-        kept: list[Any] = []
-        parts: deque[_Part] = deque()
+        kept: list[Any] = [sides]
+        parts: deque[Part] = deque()
         num_bytes = {"kernel": 0, "dma": 0}
+        pairs: Pairs | None = None
         try:
-            for source_blocks, destination_blocks in pairs:
-                plan = plan_copies(source, destination, source_blocks, destination_blocks)
-                plan = largest_first(plan)
-                division = self._divide(direction, plan)
-                kept.append(self._submit(direction, plan, division))
-                by_kernel = int(plan.sizes[division.by_kernel].sum())
+            for first, stop in self._parts(transfer):
+                source_blocks, destination_blocks = (side[first:stop] for side in blocks)
+                runs = find_runs(*sides[0].sides(direction), source_blocks, destination_blocks)
+                divisions = [self._divide(direction, alike, runs) for alike in sides]
+                if pairs is None and any(division.by_kernel.all() for division in divisions):
+                    pairs = self._kernels[direction].upload(*blocks, kernel_stream)
+                part = pairs.part(first, stop) if pairs is not None else None
+                kept.append(self._submit(direction, sides, runs, divisions, part))
+                all_bytes, by_kernel, seconds = 0, 0, 0.0
+                for alike, division in zip(sides, divisions, strict=True):
+                    block_bytes = int(alike.device.pages.sum())
+                    all_bytes += (stop - first) * block_bytes
+                    by_kernel += int(runs.lengths[division.by_kernel].sum()) * block_bytes
+                    seconds += division.seconds * len(alike.device.pages)
                 num_bytes["kernel"] += by_kernel
-                num_bytes["dma"] += int(plan.sizes.sum()) - by_kernel
-                parts.append(self._mark(kernel_stream if by_kernel else stream, division.seconds))
+                num_bytes["dma"] += all_bytes - by_kernel
+                marked = kernel_stream if by_kernel else self._streams[direction]
+                parts.append(self._mark(marked, seconds))
             if num_bytes["kernel"]:
-                stream.wait_stream(kernel_stream)
+                self._streams[direction].wait_stream(kernel_stream)
             if num_bytes["kernel"] or not parts:
-                parts.append(self._mark(stream, 0.0))
+                parts.append(self._mark(self._streams[direction], 0.0))
         except Exception:
             # Some of it may be queued. It must not write to blocks that somebody else has got
             # because this transfer has failed.
             kernel_stream.synchronize()
-            stream.synchronize()
+            self._streams[direction].synchronize()
             raise
         return CudaPending(parts, kept, start, num_bytes)
 
@@ -182,53 +175,71 @@ class CudaBackend:
 
     # One copy
 
-    def _parts(
-        self, direction: Direction, transfer: Transfer
-    ) -> tuple[Regions, Regions, Iterator[tuple[BlockIds, BlockIds]]]:
-        """Source, destination, and pairs of their blocks, a part of the copy at a time."""
+    def _match(self, device: Regions, host: Regions) -> list[AlikeRegions]:
+        return match_regions(device, host, kernels=bool(self._kernels))
+
+    def _parts(self, transfer: Transfer) -> Iterator[tuple[int, int]]:
+        """Where each part of the copy begins and ends, in pairs of blocks."""
         device = self._device_regions
         if not len(device.pages):
-            return device, device, iter(())
-        host = self._host_regions
-        require_blocks_within(transfer, device.num_blocks, host.num_blocks)
+            return iter(())
+        require_blocks_within(transfer, device.num_blocks, self._sides[0].host.num_blocks)
         by_bytes = _PART_BYTES // int(device.pages.sum())
         num_pairs = max(1, min(by_bytes, _PART_DESCRIPTORS // len(device.pages)))
-        if direction is Direction.LOAD:
-            pairs = in_parts(transfer.host_blocks, transfer.device_blocks, num_pairs)
-            return host, device, pairs
-        return device, host, in_parts(transfer.device_blocks, transfer.host_blocks, num_pairs)
+        return in_parts(len(transfer.device_blocks), num_pairs)
 
-    def _divide(self, direction: Direction, plan: Descriptors) -> Division:
-        if not len(plan.sizes):
-            return Division(np.zeros(0, np.bool_), 0.0)
-        division = self._costs[direction].divide(plan.sizes)
+    def _divide(self, direction: Direction, alike: AlikeRegions, runs: Runs) -> Division:
+        """How each run is to be copied, and how long that takes in one region."""
+        division = self._costs[direction].divide(runs.lengths * alike.page)
         if self._copy_path == "kernel":
-            return division._replace(by_kernel=np.ones(len(plan.sizes), np.bool_))
+            return division._replace(by_kernel=np.ones(len(runs.lengths), np.bool_))
         return division
 
-    def _submit(self, direction: Direction, plan: Descriptors, division: Division) -> list[Any]:
-        """Queue ``plan``, on the direction's two streams. Returns what has to live until both
-        have passed it."""
-        stream, kernel_stream = self._streams[direction], self._kernel_streams[direction]
-        if not division.by_kernel.any():
-            if len(plan.sizes):
-                self._submit_dma(plan, direction, stream)
-            return [plan]
-        whole = bool(division.by_kernel.all())
-        by_kernel = plan if whole else plan.take(division.by_kernel)
-        kept: list[Any] = [
-            self._kernels[direction].launch(by_kernel, _KERNEL_PROGRAMS, kernel_stream)
-        ]
-        if not whole:
-            rest = plan.take(~division.by_kernel)
-            kept.append(rest)
-            self._submit_dma(rest, direction, stream)
+    def _submit(
+        self,
+        direction: Direction,
+        sides: Sequence[AlikeRegions],
+        runs: Runs,
+        divisions: Sequence[Division],
+        pairs: "Pairs | None" = None,
+    ) -> list[Any]:
+        """Queue ``runs`` of all regions, on the direction's streams. ``pairs``: the same
+        ones where the kernel finds them, if they are there already. Returns what has to live
+        until the streams have passed them."""
+        kept: list[Any] = []
+        by_dma: list[Descriptors] = []
+        for alike, division in zip(sides, divisions, strict=True):
+            chosen = division.by_kernel
+            if chosen.any():
+                kernel, stream = self._kernels[direction], self._kernel_streams[direction]
+                taken = pairs if chosen.all() else None
+                if taken is None:
+                    taken = kernel.upload(*runs.take(chosen).pairs(), stream)
+                kernel.launch(alike.kernel[direction], taken, _KERNEL_PROGRAMS, stream)
+                kept.append(taken)
+            if not chosen.all():
+                rest = runs.take(~chosen) if chosen.any() else runs
+                by_dma.append(describe(*alike.sides(direction), rest))
+        if by_dma:
+            plan = largest_first(Descriptors.joined(by_dma))
+            kept.append(plan)
+            self._submit_by_dma(direction, plan)
         return kept
 
-    def _mark(self, stream: torch.cuda.Stream, seconds: float) -> _Part:
+    def _submit_by_dma(self, direction: Direction, plan: Descriptors) -> None:
+        if direction is Direction.LOAD:
+            self._submit_dma(plan, direction, self._streams[direction])
+            return
+        for piece in in_pieces(plan, _YIELD_BYTES):
+            done = self._streams[direction]
+            self._submit_dma(piece, direction, done)
+            self._streams[direction], self._spare_stream = self._spare_stream, done
+            self._streams[direction].wait_stream(done)
+
+    def _mark(self, stream: torch.cuda.Stream, seconds: float) -> Part:
         event = torch.cuda.Event(enable_timing=True)
         event.record(stream)
-        return _Part(event, seconds)
+        return Part(event, seconds)
 
     # Measuring, at start
 
@@ -253,15 +264,15 @@ class CudaBackend:
         )
 
     def describe_paths(self) -> str:
-        """What was measured, in a line: by direction and descriptor size GB/s, and the share
-        that the kernel takes in it."""
+        """What was measured, in a line: by direction and descriptor size GB/s, and whether that
+        is by kernel."""
         parts = []
         for direction, costs in self._costs.items():
             rungs = (
-                f"{int(size) >> 10}K {size / seconds / 1e9:.0f} GB/s"
-                + (f" ({share:.0%} by kernel)" if share else "")
-                for size, seconds, share in zip(
-                    costs.sizes, costs.divided, costs.shares, strict=True
+                f"{int(size) >> 10}K {size / (kernel if better else dma) / 1e9:.0f} GB/s"
+                + (" by kernel" if better else "")
+                for size, dma, kernel, better in zip(
+                    costs.sizes, costs.dma, costs.kernel, costs.by_kernel, strict=True
                 )
             )
             parts.append(f"{direction.value} {', '.join(rungs)}")
@@ -283,15 +294,15 @@ class CudaBackend:
     def _measure_direction(
         self, direction: Direction, sizes: list[int], device: torch.Tensor, host: torch.Tensor
     ) -> CopyCosts:
-        def timed(size: int, count: int, share: float) -> float:
-            plan = _scattered(direction, device, host, size, count)
-            chosen = np.arange(count) < round(count * share)
-            division = Division(np.random.default_rng(1).permutation(chosen), 0.0)
+        def timed(size: int, count: int, batches: int, *, by_kernel: bool) -> float:
+            sides = self._match(*(Regions.of([side.view(-1, size)]) for side in (device, host)))
+            runs = _scattered(len(device) // size, count)
+            division = Division(np.full(count, by_kernel), 0.0)
             best = math.inf
             for _ in range(2):
                 torch.cuda.synchronize(self._device)
                 start = time.perf_counter()
-                kept = self._submit(direction, plan, division)
+                kept = [self._submit(direction, sides, runs, [division]) for _ in range(batches)]
                 torch.cuda.synchronize(self._device)
                 best = min(best, time.perf_counter() - start)
                 del kept
@@ -299,26 +310,20 @@ class CudaBackend:
 
         if self._kernels:
             for size in sizes:
-                timed(size, 8, 1.0)  # compiles the kernel
+                timed(size, 8, 1, by_kernel=True)  # compiles it
         return measure_costs(
             sizes,
-            lambda size: min(_MAX_TIMED, _SCRATCH_BYTES // size),
-            lambda size, count: timed(size, count, 0.0),
-            timed if self._kernels else None,
+            lambda size: min(_MAX_TIMED, _TIMED_BYTES // size),
+            partial(timed, by_kernel=False),
+            partial(timed, by_kernel=True) if self._kernels else None,
         )
 
 
-def _scattered(
-    direction: Direction, device: torch.Tensor, host: torch.Tensor, size: int, count: int
-) -> Descriptors:
-    """``count`` descriptors of ``size`` bytes between random places of two buffers."""
+def _scattered(num_blocks: int, count: int) -> Runs:
+    """``count`` random pairs of ``num_blocks`` blocks."""
     random = np.random.default_rng(0)
-    sides = []
-    for buffer in (device, host):
-        places = random.permutation(buffer.nbytes // size)[:count].astype(np.uint64)
-        sides.append(np.uint64(buffer.data_ptr()) + places * np.uint64(size))
-    source, destination = sides if direction is Direction.STORE else sides[::-1]
-    return Descriptors(destination, source, np.full(count, size, np.uint64))
+    source, destination = (random.permutation(num_blocks)[:count] for _ in range(2))
+    return Runs(source, destination, np.ones_like(source))
 
 
 @contextmanager

@@ -1,16 +1,19 @@
-"""A Triton kernel that copies scattered descriptors between host and device on a few SMs.
+"""A Triton kernel that copies scattered pages between host and device on a few SMs.
 
 DMA engines handle one descriptor at a time, at a cost of up to microseconds each; a kernel keeps
-many small ones in flight over the bus (vllm#42212). What it costs is the SMs it runs on.
+many small ones in flight over the bus (vllm#42212). What it costs is the SMs it runs on. It finds
+the pages' addresses itself, so that the host only has to tell it the blocks.
 """
 
+from typing import NamedTuple
+
 import numpy as np
-import numpy.typing as npt
 import torch
 import triton
 import triton.language as tl
 
-from simple_offload.backends.plan import Descriptors
+from simple_offload.backends.plan import Regions
+from simple_offload.metadata import BlockIds
 
 _TILE_BYTES = 32 << 10
 """What one program has in flight: enough programs of this hide the latency of the bus."""
@@ -21,10 +24,30 @@ _WORDS = ((8, 16, tl.int64), (4, 4, tl.int32), (1, 1, tl.int8))
 """Bytes of a word, the alignment it asks of every address and size, its type."""
 
 
-@triton.jit(do_not_specialize=["num_descriptors", "max_words"])  # type: ignore[untyped-decorator]
-def _copy_tiles(  # type: ignore[no-untyped-def]
+@triton.jit(  # type: ignore[untyped-decorator]
+    do_not_specialize=[
+        "num_pairs",
+        "first",
+        "count",
+        "num_regions",
+        "source_chunks",
+        "source_chunk_blocks",
+        "destination_chunks",
+        "destination_chunk_blocks",
+        "max_words",
+    ]
+)
+def _copy_pages(  # type: ignore[no-untyped-def]
+    pairs,
+    num_pairs,
+    first,
+    count,
     table,
-    num_descriptors,
+    num_regions,
+    source_chunks,
+    source_chunk_blocks,
+    destination_chunks,
+    destination_chunk_blocks,
     max_words,
     WORD: tl.constexpr,  # noqa: N803
     WORD_BYTES: tl.constexpr,  # noqa: N803
@@ -32,86 +55,132 @@ def _copy_tiles(  # type: ignore[no-untyped-def]
     ROWS: tl.constexpr,  # noqa: N803
     COLUMNS: tl.constexpr,  # noqa: N803
 ):
-    """Copy ``table`` [3, num_descriptors] (destinations, sources, bytes), of at most
-    ``max_words`` words each. A program takes ROWS descriptors at a time, COLUMNS words of
-    each, so that as many bytes are in flight for small descriptors as for large ones."""
+    """Copy ``count`` pages of every region: of the blocks ``pairs`` [2, num_pairs] (sources,
+    destinations) from ``first`` on.
+
+    ``table``: the regions' page sizes in bytes, then the addresses of their chunks, sources and
+    destinations; no page has more than ``max_words`` words. A program takes ROWS pages at a
+    time, COLUMNS words of each, so that as many bytes are in flight for small ones as for large.
+    """
     columns = tl.arange(0, COLUMNS)
-    first = tl.program_id(0) * ROWS
+    source_bases = table + num_regions
+    destination_bases = source_bases + num_regions * source_chunks
+    num_rows = count * num_regions
     stride = tl.num_programs(0) * ROWS
-    for start in range(first, num_descriptors, stride):
+    for start in range(tl.program_id(0) * ROWS, num_rows, stride):
         rows = start + tl.arange(0, ROWS)
-        valid = rows < num_descriptors
-        destinations = tl.load(table + rows, mask=valid, other=0)
-        sources = tl.load(table + num_descriptors + rows, mask=valid, other=0)
-        words = tl.load(table + 2 * num_descriptors + rows, mask=valid, other=0) // WORD_BYTES
-        to = tl.multiple_of(destinations, ALIGNMENT).to(tl.pointer_type(WORD))
-        of = tl.multiple_of(sources, ALIGNMENT).to(tl.pointer_type(WORD))
+        valid = rows < num_rows
+        regions = rows % num_regions
+        pair = pairs + first + rows // num_regions
+        page = tl.load(table + regions, mask=valid, other=0)
+        source = tl.load(pair, mask=valid, other=0)
+        destination = tl.load(pair + num_pairs, mask=valid, other=0)
+        source_chunk = regions * source_chunks + source // source_chunk_blocks
+        destination_chunk = regions * destination_chunks + destination // destination_chunk_blocks
+        of = tl.load(source_bases + source_chunk, mask=valid, other=0)
+        to = tl.load(destination_bases + destination_chunk, mask=valid, other=0)
+        of += (source % source_chunk_blocks) * page
+        to += (destination % destination_chunk_blocks) * page
+        of_words = tl.multiple_of(of, ALIGNMENT).to(tl.pointer_type(WORD))
+        to_words = tl.multiple_of(to, ALIGNMENT).to(tl.pointer_type(WORD))
+        words = page // WORD_BYTES
         for offset in range(0, max_words, COLUMNS):
             at = offset + columns
             inside = at[None, :] < words[:, None]
-            values = tl.load(of[:, None] + at[None, :], mask=inside)
-            tl.store(to[:, None] + at[None, :], values, mask=inside)
+            values = tl.load(of_words[:, None] + at[None, :], mask=inside)
+            tl.store(to_words[:, None] + at[None, :], values, mask=inside)
+
+
+class KernelRegions:
+    """What the kernel has to know of two sides. Their pages should be of similar size: the time
+    of a copy goes by the largest. An address or a size that is not a multiple of 16 costs speed,
+    not correctness."""
+
+    def __init__(self, source: Regions, destination: Regions) -> None:
+        table = np.concatenate((source.pages, source.bases.ravel(), destination.bases.ravel()))
+        self._table = torch.from_numpy(table.view(np.int64))
+        shared = int(np.bitwise_or.reduce(table))
+        self.word_bytes, self.alignment, self.word = next(w for w in _WORDS if shared % w[1] == 0)
+        self.max_words = -(-int(source.pages.max()) // self.word_bytes)
+        # Few shapes, since each is compiled when it is first used.
+        self.columns = min(max(1 << (self.max_words - 1).bit_length(), _COLUMNS[0]), _COLUMNS[1])
+        # Bytes one by one: a smaller tile.
+        self.rows = _TILE_BYTES // max(self.word_bytes, 4) // self.columns
+        self.shape = (
+            len(source.pages),
+            source.bases.shape[1],
+            source.chunk_blocks,
+            destination.bases.shape[1],
+            destination.chunk_blocks,
+        )
+
+    def table_on(self, device: torch.device) -> torch.Tensor:
+        """For kernels on the current stream, on which it is uploaded when first asked for. Always
+        to be called on the same stream."""
+        if self._table.device != device:
+            self._table = self._table.to(device)
+        return self._table
+
+
+class Pairs(NamedTuple):
+    """Blocks to be copied, where the kernel finds them."""
+
+    blocks: torch.Tensor
+    """Sources, then destinations, int32 ``[2 * n]``, on the device."""
+    host: torch.Tensor
+    """Where they come from."""
+    first: int
+    length: int
+
+    def part(self, first: int, stop: int) -> "Pairs":
+        """Those from ``first`` on, of all."""
+        return self._replace(first=first, length=stop - first)
 
 
 class CopyKernel:
-    """Launches the kernel from one thread, on one stream at a time.
+    """Launches the kernel, on one stream at a time."""
 
-    The descriptors travel through a device buffer that is written and read in stream order.
-    """
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
 
-    def __init__(self, device: torch.device, capacity: int = 1 << 15) -> None:
-        self.capacity = capacity
-        self._table = torch.empty(3 * capacity, dtype=torch.int64, device=device)
+    def upload(
+        self,
+        source_blocks: BlockIds,
+        destination_blocks: BlockIds,
+        stream: torch.cuda.Stream | None,
+    ) -> Pairs:
+        """Have the kernel know these blocks, from this place in ``stream`` on."""
+        count = len(source_blocks)
+        pins = self._device.type == "cuda"
+        host = torch.empty(2 * count, dtype=torch.int32, pin_memory=pins)
+        blocks = host.numpy()
+        blocks[:count], blocks[count:] = source_blocks, destination_blocks
+        with torch.cuda.stream(stream):
+            return Pairs(host.to(self._device, non_blocking=True), host, 0, count)
 
     def launch(
-        self, plan: Descriptors, num_programs: int, stream: torch.cuda.Stream
-    ) -> list[torch.Tensor]:
-        """Copy ``plan`` on ``stream`` with at most ``num_programs`` SMs. Returns what has to live
-        until the copy has ended.
-
-        Descriptors of similar size are launched together. An address or size that is not a
-        multiple of 16 costs its launch speed, not correctness.
-        """
-        kept = []
+        self,
+        regions: KernelRegions,
+        pairs: Pairs,
+        num_programs: int,
+        stream: torch.cuda.Stream | None,
+    ) -> None:
+        """Copy the pages of ``pairs`` in every region, on ``stream`` with at most
+        ``num_programs`` SMs. Both arguments have to live until that has ended."""
+        num_tiles = -(-pairs.length * regions.shape[0] // regions.rows)
         with torch.cuda.stream(stream):
-            for alike in _of_similar_size(plan):
-                for first in range(0, len(alike.sizes), self.capacity):
-                    part = slice(first, first + self.capacity)
-                    columns = np.stack([column[part] for column in alike])
-                    kept.append(self._launch_similar(columns, num_programs))
-        return kept
-
-    def _launch_similar(self, columns: npt.NDArray[np.uint64], num_programs: int) -> torch.Tensor:
-        """One launch over ``columns`` [3, n]; returns its pinned table."""
-        count, largest = columns.shape[1], int(columns[2].max())
-        shared = int(np.bitwise_or.reduce(columns, axis=None))
-        word_bytes, alignment, word = next(w for w in _WORDS if shared % w[1] == 0)
-        tile_words = _TILE_BYTES // max(word_bytes, 4)  # bytes one by one: a smaller tile
-        max_words = -(-largest // word_bytes)
-        # Few shapes, since each is compiled when it is first used.
-        tile_columns = min(max(1 << (max_words - 1).bit_length(), _COLUMNS[0]), _COLUMNS[1])
-        tile_rows = tile_words // tile_columns
-        pinned = torch.empty(3 * count, dtype=torch.int64, pin_memory=True)
-        pinned.numpy()[:] = columns.view(np.int64).ravel()
-        self._table[: 3 * count].copy_(pinned, non_blocking=True)
-        grid = (min(num_programs, -(-count // tile_rows)),)
-        _copy_tiles[grid](
-            self._table,
-            count,
-            max_words,
-            WORD=word,
-            WORD_BYTES=word_bytes,
-            ALIGNMENT=alignment,
-            ROWS=tile_rows,
-            COLUMNS=tile_columns,
-            num_warps=_NUM_WARPS,
-        )
-        return pinned
-
-
-def _of_similar_size(plan: Descriptors) -> list[Descriptors]:
-    """``plan`` by size, within a factor of two: a launch's time goes by its largest."""
-    if not len(plan.sizes) or plan.sizes.max() < 2 * plan.sizes.min():
-        return [plan]
-    classes = np.floor(np.log2(plan.sizes.astype(np.float64)))
-    return [plan.take(classes == size_class) for size_class in np.unique(classes)]
+            _copy_pages[(min(num_programs, num_tiles),)](
+                pairs.blocks,
+                len(pairs.blocks) // 2,
+                pairs.first,
+                pairs.length,
+                regions.table_on(self._device),
+                *regions.shape,
+                regions.max_words,
+                WORD=regions.word,
+                WORD_BYTES=regions.word_bytes,
+                ALIGNMENT=regions.alignment,
+                ROWS=regions.rows,
+                COLUMNS=regions.columns,
+                num_warps=_NUM_WARPS,
+            )

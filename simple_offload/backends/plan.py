@@ -44,6 +44,10 @@ class Regions(NamedTuple):
             sum(lengths),
         )
 
+    def take(self, chosen: npt.NDArray[np.intp]) -> "Regions":
+        """The regions at these indices."""
+        return self._replace(bases=self.bases[chosen], pages=self.pages[chosen])
+
     def addresses(self, blocks: BlockIds) -> Addresses:
         """Of every block's page in every region, ``[regions, len(blocks)]``."""
         rows = (blocks % self.chunk_blocks).astype(np.uint64)
@@ -63,38 +67,111 @@ class Descriptors(NamedTuple):
         """Those at the ``chosen`` indices, or where ``chosen`` is true, in arrays of their own."""
         return Descriptors(*(np.ascontiguousarray(part[chosen]) for part in self))
 
+    @classmethod
+    def joined(cls, plans: Sequence["Descriptors"]) -> "Descriptors":
+        """All of these, at least one."""
+        if len(plans) == 1:
+            return plans[0]
+        return cls(*(np.concatenate(parts) for parts in zip(*plans, strict=True)))
 
-def in_parts(
-    source_blocks: BlockIds, destination_blocks: BlockIds, num_pairs: int
-) -> Iterator[tuple[BlockIds, BlockIds]]:
-    """The pairs, at most ``num_pairs`` at a time, in the order of their source blocks: neighbours
-    come together."""
-    order = np.argsort(source_blocks)
-    sources, destinations = source_blocks[order], destination_blocks[order]
-    for start in range(0, len(order), num_pairs):
-        stop = start + num_pairs
-        yield sources[start:stop], destinations[start:stop]
+
+class Runs(NamedTuple):
+    """Pairs of blocks, neighbours together: blocks ``sources[i]`` to ``sources[i] + lengths[i]``
+    are copied to ``destinations[i]`` and so on."""
+
+    sources: BlockIds
+    destinations: BlockIds
+    lengths: BlockIds
+
+    def take(self, chosen: npt.NDArray[np.bool_]) -> "Runs":
+        """Those where ``chosen`` is true."""
+        return Runs(*(part[chosen] for part in self))
+
+    def pairs(self) -> tuple[BlockIds, BlockIds]:
+        """Source and destination block of every pair."""
+        num_pairs = int(self.lengths.sum())
+        if num_pairs == len(self.lengths):
+            return self.sources, self.destinations
+        ends = np.cumsum(self.lengths)
+        within = np.arange(num_pairs) - np.repeat(ends - self.lengths, self.lengths)
+        return (
+            np.repeat(self.sources, self.lengths) + within,
+            np.repeat(self.destinations, self.lengths) + within,
+        )
+
+
+def find_runs(
+    source: Regions, destination: Regions, source_blocks: BlockIds, destination_blocks: BlockIds
+) -> Runs:
+    """The pairs ``source_blocks[i]``, ``destination_blocks[i]``, with those as one that come one
+    after the other and are neighbours, upwards or downwards, within one chunk on both sides.
+
+    Pairs are not sorted, which would take longer than it takes to copy small pages: blocks come
+    in the order of their requests' tokens, where neighbours mostly stand together. No block may
+    occur twice on a side.
+    """
+    steps = np.diff(source_blocks)
+    joins = (steps == np.diff(destination_blocks)) & (np.abs(steps) == 1)
+    (behind,) = joins.nonzero()
+    if not len(behind):
+        return Runs(source_blocks, destination_blocks, np.ones_like(source_blocks))
+    for blocks, chunk_blocks in (
+        (source_blocks, source.chunk_blocks),
+        (destination_blocks, destination.chunk_blocks),
+    ):
+        chunks = blocks // chunk_blocks
+        joins &= chunks[1:] == chunks[:-1]
+    starts = np.flatnonzero(np.concatenate(([True], ~joins)))
+    lengths = np.diff(starts, append=len(source_blocks))
+    lasts = starts + lengths - 1
+    return Runs(
+        np.minimum(source_blocks[starts], source_blocks[lasts]),
+        np.minimum(destination_blocks[starts], destination_blocks[lasts]),
+        lengths,
+    )
+
+
+def describe(source: Regions, destination: Regions, runs: Runs) -> Descriptors:
+    """Descriptors that copy ``runs`` in every region."""
+    return Descriptors(
+        destination.addresses(runs.destinations).ravel(),
+        source.addresses(runs.sources).ravel(),
+        (source.pages[:, None] * runs.lengths.astype(np.uint64)).ravel(),
+    )
 
 
 def plan_copies(
     source: Regions, destination: Regions, source_blocks: BlockIds, destination_blocks: BlockIds
 ) -> Descriptors:
-    """Descriptors that copy ``source_blocks[i]`` to ``destination_blocks[i]`` in every region.
+    """Descriptors that copy ``source_blocks[i]`` to ``destination_blocks[i]`` in every region,
+    with neighbours as one, as ``find_runs`` finds them."""
+    runs = find_runs(source, destination, source_blocks, destination_blocks)
+    return describe(source, destination, runs)
 
-    Pairs are taken in the order of their source blocks; where the next pair's blocks follow on
-    both sides, within one chunk, one descriptor covers both. No block may occur twice on a side.
-    """
-    if (np.diff(source_blocks) < 0).any():
-        ((source_blocks, destination_blocks),) = in_parts(
-            source_blocks, destination_blocks, len(source_blocks)
-        )
-    follows = (np.diff(source_blocks) == 1) & (np.diff(destination_blocks) == 1)
-    follows &= source_blocks[1:] % source.chunk_blocks != 0
-    follows &= destination_blocks[1:] % destination.chunk_blocks != 0
-    starts = np.flatnonzero(np.concatenate(([len(source_blocks) > 0], ~follows)))
-    lengths = np.diff(starts, append=len(source_blocks)).astype(np.uint64)
-    return Descriptors(
-        destination.addresses(destination_blocks[starts]).ravel(),
-        source.addresses(source_blocks[starts]).ravel(),
-        (source.pages[:, None] * lengths).ravel(),
-    )
+
+def in_parts(total: int, at_once: int) -> Iterator[tuple[int, int]]:
+    """Beginnings and ends of at most ``at_once`` of ``total`` things, in their order. The first
+    part is smaller, so that what is done with the others meanwhile begins sooner."""
+    start, stop = 0, min(total, max(1, at_once // 8))
+    while start < stop:
+        yield start, stop
+        start, stop = stop, min(total, stop + at_once)
+
+
+def in_pieces(plan: Descriptors, num_bytes: int) -> Iterator[Descriptors]:
+    """``plan`` in its order, a piece as soon as it has ``num_bytes`` or more."""
+    start, total = 0, len(plan.sizes)
+    ends = np.cumsum(plan.sizes)
+    before = 0
+    while start < total:
+        stop = int(np.searchsorted(ends, before + num_bytes)) + 1
+        yield Descriptors(*(part[start:stop] for part in plan))
+        start, before = stop, int(ends[min(stop, total) - 1])
+
+
+def of_similar_size(pages: npt.NDArray[np.uint64]) -> list[npt.NDArray[np.intp]]:
+    """Which of ``pages`` are alike: indices, by size within a factor of two."""
+    if len(pages) and pages.max() < 2 * pages.min():
+        return [np.arange(len(pages))]
+    classes = np.floor(np.log2(pages.astype(np.float64)))
+    return [np.flatnonzero(classes == size_class) for size_class in np.unique(classes)]

@@ -83,13 +83,22 @@ def take(pool: BlockPool, count: int) -> list[KVCacheBlock]:
         return several
     queue = pool.free_block_queue
     cached = pool.cached_block_hash_to_block._cache
-    blocks: list[KVCacheBlock] = queue.popleft_n(count)
-    evicted = [key for block in blocks if (key := block._block_hash) is not None]
-    for block in blocks:
+    blocks: list[KVCacheBlock] = []
+    evicted: list[BlockHashWithGroupId] = []
+    head = queue.fake_free_list_head
+    block: Any = head.next_free_block
+    for _ in range(count):
+        if (key := block._block_hash) is not None:
+            del cached[key]
+            evicted.append(key)
+            block._block_hash = block._block_hash_num_tokens = None
+        blocks.append(block)
+        following = block.next_free_block
         block.ref_cnt = 1
-        block._block_hash = block._block_hash_num_tokens = None
-    for key in evicted:
-        del cached[key]
+        block.prev_free_block = block.next_free_block = None
+        block = following
+    head.next_free_block, block.prev_free_block = block, head
+    queue.num_free_blocks -= count
     if evicted:
         pool._emit_block_removed_events(evicted)
     return blocks

@@ -17,7 +17,8 @@ class Due:
     """
 
     def __init__(self) -> None:
-        self._due: set[str] = set()
+        self._due: dict[str, None] = {}
+        """In the order in which they became due."""
         self._put_off: dict[str, int] = {}
         """By request, the sum of steps from which on it is due."""
         self._queue: list[tuple[int, str]] = []
@@ -30,12 +31,12 @@ class Due:
     def follow(self, request_id: str) -> None:
         """The request is due."""
         self._put_off.pop(request_id, None)
-        self._due.add(request_id)
+        self._due[request_id] = None
 
     def forget(self, request_id: str) -> None:
         """The request is not followed any more."""
         self._put_off.pop(request_id, None)
-        self._due.discard(request_id)
+        self._due.pop(request_id, None)
 
     def clear(self) -> None:
         """No request is followed any more."""
@@ -55,23 +56,20 @@ class Due:
             self._in_big_step.update(r for r, n in num_scheduled.items() if n > _SMALL_STEP)
             for request_id in self._in_big_step:
                 if self._put_off.pop(request_id, None) is not None:
-                    self._due.add(request_id)
+                    self._due[request_id] = None
         self._sum += most
         queue = self._queue
         while queue and queue[0][0] <= self._sum_before:
             at, request_id = heappop(queue)
             if self._put_off.get(request_id) == at:
                 del self._put_off[request_id]
-                self._due.add(request_id)
-        if not self._due:
-            return []
-        due = self._due
-        return [request_id for request_id in num_scheduled if request_id in due]
+                self._due[request_id] = None
+        return [request_id for request_id in self._due if request_id in num_scheduled]
 
     def put_off(self, request_id: str, num_lacking: int) -> None:
         """There is nothing to do for a request that was due in this step before it has computed
         ``num_lacking`` more tokens, this step's included."""
         if num_lacking > 0 and request_id not in self._in_big_step:
-            self._due.discard(request_id)
+            self._due.pop(request_id, None)
             self._put_off[request_id] = at = self._sum_before + num_lacking
             heappush(self._queue, (at, request_id))

@@ -29,6 +29,13 @@ if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_manager import KVCacheManager
     from vllm.v1.request import Request
 
+_MOST_BLOCKS = 8
+_MOST_TOKENS = 128
+"""How much of what a request says waits to be stored in one go: so many device blocks or tokens,
+whichever is less, but at least a host block. The scheduler side takes about as long for eight
+blocks as for one. While the request runs, the device has them. One that is preempted before they
+are stored may lose them, which is why these are few: it computes them again."""
+
 
 @dataclass(slots=True, eq=False)
 class _Progress:
@@ -45,7 +52,7 @@ class _Progress:
     ran: bool = False
     """Whether a step with it has been scheduled since it got its blocks."""
     ready_at: int = 0
-    """With fewer tokens computed, no further block is complete."""
+    """With fewer tokens computed, there is nothing to store."""
     started: bool = False
     """Whether what the tier has of it already has been skipped."""
     refused_at: int = -1
@@ -63,11 +70,13 @@ class _Ended(NamedTuple):
 
 
 class EagerPolicy:
-    """Stores every full block once its tokens are confirmed computed.
+    """Stores every full block once its tokens are confirmed computed: those of the prompt at
+    once, those of what a request says a few at a time, and what is left of them when it ends.
 
     Walks each request's block tables with a cursor. A cursor stops where the tier has no
     room, and goes on when it has. State blocks are stored when they are handed over; the walk
-    finds those that were not, as long as the device's prefix cache has them.
+    finds those that were not, as long as the device's prefix cache has them. Blocks that leave
+    the block table while their request runs (windows, states) do not wait for others.
     """
 
     def __init__(
@@ -88,6 +97,13 @@ class EagerPolicy:
         chained = set(tier.chained_group_ids)
         self._groups = (*tier.chained_group_ids, *(g for g in tier.group_ids if g not in chained))
         """Chained groups first: the others' blocks are of no use beyond them."""
+        self._waits = [
+            max(1, min(_MOST_BLOCKS // tier.num_parts, _MOST_TOKENS // size))
+            if group in chained
+            else 1
+            for group, size in enumerate(tier.block_sizes)
+        ]
+        """By group, how many host blocks beyond the prompt are stored in one go."""
         self._zeros = [0] * len(self._managers)
         self._sources = Sources(tier, kv_cache_manager)
 
@@ -129,11 +145,8 @@ class EagerPolicy:
             if progress.ran and progress.refused_at != self.admission.version:
                 if confirmed_tokens(request) >= progress.ready_at:
                     tables = {group: self._table(request_id, group) for group in self._groups}
-                    self._store_ready(progress, tables, self._zeros, ended=False)
-                    progress.ready_at = min(
-                        (progress.next_index[group] + 1) * self.tier.block_sizes[group]
-                        for group in self._groups
-                    )
+                    all_stored = self._store_ready(progress, tables, self._zeros, ended=False)
+                    progress.ready_at = self._next_ready(progress, may_wait=all_stored)
                 self._due.put_off(request_id, progress.ready_at - request.num_computed_tokens)
             # In its first step a request has no blocks but those that it has found.
             progress.ran = True
@@ -208,9 +221,9 @@ class EagerPolicy:
         tables: dict[int, list[KVCacheBlock]],
         first: Sequence[int],
         ended: bool,
-    ) -> None:
+    ) -> bool:
         """Plan stores from the groups' cursors on. ``tables``: by group the request's blocks
-        from block ``first[group]`` on.
+        from block ``first[group]`` on. False: some have to be put off.
 
         A hit needs every group, so a tier that is too small for the request had better hold the
         beginning of each: groups take turns.
@@ -223,7 +236,7 @@ class EagerPolicy:
         }
         behind = [group for group in ready if next_index[group] < ready[group]]
         if not behind:
-            return
+            return True
         if not progress.started:
             self._start(progress, ready)
             behind = [group for group in ready if next_index[group] < ready[group]]
@@ -237,8 +250,20 @@ class EagerPolicy:
             stop = min(start + turn, ready[group])
             blocks = self._parts(tables[group], start - first[group], stop - first[group])
             if not self._store_run(progress, group, blocks, ended):
-                return
+                return False
             behind = [group for group in ready if next_index[group] < ready[group]]
+        return True
+
+    def _next_ready(self, progress: _Progress, may_wait: bool) -> int:
+        """How many tokens must have been computed before there is something to store: the next
+        block of some group, or more of them, if it is none of the prompt's and ``may_wait``."""
+        num_prompt_tokens = progress.request.num_prompt_tokens
+        at = []
+        for group in self._groups:
+            index, size = progress.next_index[group], self.tier.block_sizes[group]
+            in_prompt = (index + 1) * size <= num_prompt_tokens
+            at.append((index + (self._waits[group] if may_wait and not in_prompt else 1)) * size)
+        return min(at)
 
     def _table(self, request_id: str, group: int) -> list[KVCacheBlock]:
         table: list[KVCacheBlock] = self._managers[group].req_to_blocks.get(request_id, [])
@@ -333,10 +358,10 @@ class EagerPolicy:
         """As many of a request's host blocks from ``first`` on, of these ``keys``, as there is
         nothing to decide about: the tier has none of them, and the device's ``blocks`` hold what
         they are taken for. None if there is no such block."""
-        if self.admission.threshold > 1 or not self.stores.has_none(keys):
+        if self.admission.threshold > 1:
             return None
         keys = self._sources.matching(request, group, first, keys, blocks)
-        if not keys:
+        if not keys or not self.stores.has_none(keys):
             return None
         size = self.tier.block_sizes[group]
         return Run(self._parts(blocks, 0, len(keys)), keys, parent, (first + 1) * size, size)

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import TYPE_CHECKING, NamedTuple
 
 from vllm.utils.math_utils import cdiv
@@ -31,6 +32,7 @@ class _PinnedHit(NamedTuple):
 class _Load:
     request_id: str
     device_blocks: list[KVCacheBlock]
+    device_ids: list[int]
     slots: list[int]
     """By device block, the part of a host block that it is copied from."""
     pins: list[KVCacheBlock]
@@ -64,6 +66,7 @@ class _Load:
                 "and no host block for it"
             )
         self.device_blocks += table
+        self.device_ids += ids
         self.slots += slots
 
 
@@ -100,8 +103,10 @@ class Loads:
     def is_loading(self, request_id: str) -> bool:
         """Whether blocks of this request are still to be filled by a load that nothing waits
         for."""
-        pending = (*self._planned, *self._in_flight.values())
-        return any(load.request_id == request_id and not load.admitted for load in pending)
+        for load in chain(self._planned, self._in_flight.values()):
+            if load.request_id == request_id and not load.admitted:
+                return True
+        return False
 
     def lookup(self, request: "Request", num_computed_tokens: int) -> int:
         """Tokens beyond ``num_computed_tokens`` that the tier can supply; pins them.
@@ -126,7 +131,9 @@ class Loads:
         if hit.num_tokens == 0:
             return 0
         pins = self.tier.lineage(request.block_hashes, num_computed_tokens)
-        pins.extend(block for group in hit.blocks for block in group if not block.is_null)
+        for group, blocks in enumerate(hit.blocks):
+            no_nulls = group in self.tier.chained_group_ids
+            pins += blocks if no_nulls else [block for block in blocks if not block.is_null]
         self.tier.pin(pins)
         self.tier.protect(pins)
         self._hits[request.request_id] = _PinnedHit(
@@ -178,7 +185,7 @@ class Loads:
                 f"{request.request_id}: vLLM takes {num_external_tokens} external tokens of "
                 f"{known.hit.num_tokens}, which the host tier cannot supply"
             )
-        load = _Load(request.request_id, [], [], pins)
+        load = _Load(request.request_id, [], [], [], pins)
         num_parts = self.tier.num_parts
         start = self.tier.start_of(known.num_computed_tokens)
         stop = known.num_computed_tokens + num_external_tokens
@@ -195,9 +202,9 @@ class Loads:
         self._planned.append(load)
         self.tier.meter.add(metrics.HIT_TOKENS, num_external_tokens)
 
-    def submit(self, in_use: Callable[[Sequence[KVCacheBlock]], bool]) -> list[Transfer]:
+    def submit(self, in_use: Callable[[Sequence[int]], bool]) -> list[Transfer]:
         """The planned loads as transfers, in flight from now on. ``in_use``: whether compute
-        that has been queued may still touch one of these device blocks."""
+        that has been queued may still touch one of the device blocks with these ids."""
         transfers = []
         for load in self._planned:
             transfer_id = self._numbering.begin()
@@ -205,10 +212,10 @@ class Loads:
             transfers.append(
                 Transfer.pairing(
                     transfer_id,
-                    [block.block_id for block in load.device_blocks],
+                    load.device_ids,
                     load.slots,
                     load.request_id,
-                    after_compute=in_use(load.device_blocks),
+                    after_compute=in_use(load.device_ids),
                 )
             )
         self._planned.clear()

@@ -142,7 +142,7 @@ class OffloadScheduler:
         self._policy.on_step(scheduler_output.num_scheduled_tokens)
         # Zeroing of new blocks is queued with this step: loads come after it.
         zeroes = bool(scheduler_output.new_block_ids_to_zero)
-        loads = self._loads.submit(lambda blocks: zeroes or self._recent.may_touch(blocks))
+        loads = self._loads.submit(lambda block_ids: zeroes or self._recent.may_touch(block_ids))
         self._recent.end_step()
         return StepMetadata(
             loads=loads,
@@ -160,7 +160,8 @@ class OffloadScheduler:
         self._loads.admit(output.finished_recving or ())
 
     def _take(self, report: WorkerReport) -> None:
-        self._grow_tier(report.num_open)
+        if report.num_open:
+            self._grow_tier(report.num_open)
         self._loads.drop_failed(report.failed)
         for ended in self._in_flight.end(report):
             is_load = self._loads.finish(ended, self._device_pool)
@@ -288,10 +289,10 @@ class OffloadScheduler:
     def _can_extend(self, num_computed_tokens: int) -> bool:
         """Whether host blocks may follow a device prefix of this length: it ends on a scheduler
         block boundary, and where attention is local to a chunk, the lookup starts with a chunk."""
+        if num_computed_tokens % self.block_size:
+            return False
         start = self.tier.start_of(num_computed_tokens)
-        return num_computed_tokens % self.block_size == 0 and all(
-            start % chunk_size == 0 for chunk_size in self._chunk_sizes
-        )
+        return not any(start % chunk_size for chunk_size in self._chunk_sizes)
 
 
 def _boundary_states(scheduled: "SchedulerOutput") -> dict[str, list[BoundaryState]]:

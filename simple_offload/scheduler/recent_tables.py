@@ -31,7 +31,7 @@ class RecentTables:
         self._only_grow = all(isinstance(m, FullAttentionManager) for m in self._managers)
         self._steps: deque[list[_Tables]] = deque(maxlen=num_steps)
         self._given_up: set[int] | None = None
-        """Blocks (as objects, by ``id``) of tables that have been given up."""
+        """Ids of blocks of tables that have been given up which are in use again."""
 
     def end_step(self) -> None:
         """A step has been scheduled that runs requests with the block tables of now."""
@@ -39,14 +39,14 @@ class RecentTables:
         if self._only_grow:
             self._steps.append([dict(manager.req_to_blocks) for manager in self._managers])
 
-    def may_touch(self, blocks: Iterable[KVCacheBlock]) -> bool:
-        """Whether a step in flight may read or write one of ``blocks``, which were free when
-        the coming step was scheduled."""
+    def may_touch(self, block_ids: Iterable[int]) -> bool:
+        """Whether a step in flight may read or write one of these blocks, which were free when
+        the coming step was scheduled, and are not any more."""
         if not self._only_grow:
             return True
         if self._given_up is None:
             self._given_up = self._collect()
-        return not self._given_up.isdisjoint(map(id, blocks))
+        return bool(self._given_up) and not self._given_up.isdisjoint(block_ids)
 
     def _collect(self) -> set[int]:
         """Once a step: vLLM gives up no table while it builds the connector's metadata."""
@@ -55,5 +55,5 @@ class RecentTables:
             for manager, tables in zip(self._managers, step, strict=True):
                 now = map(manager.req_to_blocks.get, tables)
                 for table in compress(tables.values(), map(is_not, now, tables.values())):
-                    given_up.update(map(id, table))
+                    given_up.update([block.block_id for block in table if block.ref_cnt])
         return given_up

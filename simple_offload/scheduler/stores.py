@@ -1,6 +1,6 @@
 """Stores: device blocks on their way to the host, across ranks."""
 
-from collections.abc import Callable, Collection, Container, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import NamedTuple
@@ -84,16 +84,18 @@ class Stores:
 
     def has(self, key: BlockHashWithGroupId) -> bool:
         """Whether ``key`` is in the tier or on its way there."""
-        return key in self._keys or self.tier.get(key) is not None
+        return key in self._keys or self.tier.has(key)
 
     def count_first(self, block_hashes: list[BlockHash], group: int, limit: int) -> int:
         """How many of the first ``limit`` blocks of a request of a chained group are in the tier
         or on their way there."""
         return self.tier.count_first(block_hashes, group, limit, self._keys)
 
-    def has_none(self, keys: Collection[BlockHashWithGroupId]) -> bool:
-        """Whether none of ``keys`` is in the tier or on its way there."""
-        return self._keys.isdisjoint(keys) and self.tier.has_none(keys)
+    def has_none(self, keys: Sequence[BlockHashWithGroupId]) -> bool:
+        """Whether none of ``keys``, at least one, of blocks that follow each other in a chain, is
+        in the tier or on its way there."""
+        # After a failed store, what follows it may be on its way.
+        return self.tier.has_none(keys) and self._keys.isdisjoint(keys)
 
     def plan(
         self,

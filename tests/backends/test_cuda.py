@@ -225,6 +225,24 @@ def test_compute_that_is_not_held_reads_too_soon(backend: CudaBackend) -> None:
     assert not read_behind_a_load(backend, hold=False)
 
 
+def test_a_store_lets_others_copy_from_the_device(backend: CudaBackend) -> None:
+    """As vLLM copies the tokens that a step has sampled, on a stream of its own."""
+    sides = Sides(backend, 1024, (2 << 20,))
+    sampled = torch.ones(64, dtype=torch.int64, device="cuda")
+    tokens = torch.zeros(64, dtype=torch.int64, pin_memory=True)
+    stream = torch.cuda.Stream()
+    torch.cuda.synchronize()
+    blocks = np.arange(1024)
+    pending = backend.copy(Direction.STORE, Transfer(0, blocks, blocks[::-1].copy()), None)
+    with torch.cuda.stream(stream):
+        tokens.copy_(sampled, non_blocking=True)
+    stream.synchronize()
+    assert not pending.done()
+    assert bool((tokens == 1).all())
+    pending.wait()
+    assert torch.equal(sides.host[0].flip(0), sides.device[0])
+
+
 def test_what_remains_of_a_copy_shrinks(backend: CudaBackend) -> None:
     Sides(backend, 512, (1 << 20,))
     blocks = np.arange(512)

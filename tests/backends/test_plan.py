@@ -1,7 +1,6 @@
 """Copy descriptors."""
 
 import random
-from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -9,7 +8,15 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from simple_offload.backends.plan import Descriptors, Regions, in_parts, plan_copies
+from simple_offload.backends.plan import (
+    Descriptors,
+    Regions,
+    find_runs,
+    in_parts,
+    in_pieces,
+    of_similar_size,
+    plan_copies,
+)
 
 _PAGES = (8, 24)
 _NUM_BLOCKS = 40
@@ -86,22 +93,22 @@ def test_every_byte_of_every_pair_and_no_other(
     }
 
 
-@given(SIDES, SOURCES, st.integers(0, _NUM_BLOCKS), st.integers(0, 3))
+@given(SIDES, SOURCES, st.integers(0, _NUM_BLOCKS), st.integers(0, 3), st.booleans())
 def test_neighbours_within_a_chunk_become_one_and_no_others(
-    chunk_blocks: tuple[int, int], sources: list[int], shift: int, num_swaps: int
+    chunk_blocks: tuple[int, int], sources: list[int], shift: int, num_swaps: int, down: bool
 ) -> None:
     """Two chunks may be neighbours in memory, but are pinned one by one."""
     source, destination = (
         Side(origin, blocks) for origin, blocks in zip(_ORIGINS, chunk_blocks, strict=True)
     )
-    sources = sorted(sources)
+    sources = sorted(sources, reverse=down)
     destinations = [(block + shift) % _NUM_BLOCKS for block in sources]
     for index in range(min(num_swaps, len(destinations) - 1)):
         destinations[index], destinations[-1] = destinations[-1], destinations[index]
     runs: list[list[tuple[int, int]]] = []  # of pairs that one descriptor has to cover
     for pair in zip(sources, destinations, strict=True):
         if runs and all(
-            block == before + 1 and side.chunk_of(block) == side.chunk_of(before)
+            block == before + (-1 if down else 1) and side.chunk_of(block) == side.chunk_of(before)
             for side, block, before in zip((source, destination), pair, runs[-1][-1], strict=True)
         ):
             runs[-1].append(pair)
@@ -109,7 +116,7 @@ def test_neighbours_within_a_chunk_become_one_and_no_others(
             runs.append([pair])
     plan = plan_pairs(source, destination, dict(zip(destinations, sources, strict=True)))
     assert sorted(rows(plan)) == sorted(
-        (destination.where[region, run[0][1]], source.where[region, run[0][0]], page * len(run))
+        (destination.where[region, min(run)[1]], source.where[region, min(run)[0]], page * len(run))
         for region, page in enumerate(_PAGES)
         for run in runs
     )
@@ -117,9 +124,40 @@ def test_neighbours_within_a_chunk_become_one_and_no_others(
 
 def test_neighbours_on_both_sides_become_one() -> None:
     source, destination = Side(0), Side(10_000)
-    pairs = {1: 5, 2: 6, 3: 7, 4: 9, 9: 10, 20: 3}
+    pairs = {20: 3, 1: 5, 2: 6, 3: 7, 4: 9, 9: 10, 31: 22, 30: 21, 29: 20}
     plan = plan_pairs(source, destination, pairs)
-    assert plan.sizes.tolist() == [8, 24, 8, 8, 24, 72, 24, 24]
+    assert plan.sizes.tolist() == [8, 24, 8, 8, 24, 24, 72, 24, 24, 72]
+
+
+@pytest.mark.parametrize("pairs", [{1: 7, 2: 6, 3: 5}, {1: 5, 9: 6, 2: 7}, {1: 5, 3: 7}], ids=str)
+def test_what_is_no_run(pairs: dict[int, int]) -> None:
+    """Against each other, neighbours on one side only, a step of two."""
+    assert len(plan_pairs(Side(0), Side(10_000), pairs).sizes) == 2 * len(pairs)
+
+
+@given(SIDES, SOURCES, st.integers(0, _NUM_BLOCKS), st.booleans())
+def test_runs_have_every_pair_once(
+    chunk_blocks: tuple[int, int], sources: list[int], shift: int, ordered: bool
+) -> None:
+    source, destination = (
+        Side(origin, blocks) for origin, blocks in zip(_ORIGINS, chunk_blocks, strict=True)
+    )
+    if ordered:
+        sources = sorted(sources)
+    destinations = [(block + shift) % _NUM_BLOCKS for block in sources]
+    runs = find_runs(
+        source.regions,
+        destination.regions,
+        np.array(sources, np.int64),
+        np.array(destinations, np.int64),
+    )
+    pairs = [part.tolist() for part in runs.pairs()]
+    assert sorted(zip(*pairs, strict=True)) == sorted(zip(sources, destinations, strict=True))
+    # Also of some runs.
+    chosen = np.arange(len(runs.lengths)) % 2 == 0
+    halves = [runs.take(half) for half in (chosen, ~chosen)]
+    found = [pair for half in halves for pair in zip(*half.pairs(), strict=True)]
+    assert sorted(found) == sorted(zip(sources, destinations, strict=True))
 
 
 @pytest.mark.parametrize(
@@ -132,22 +170,24 @@ def test_a_run_ends_with_its_chunk(chunks: tuple[int, int], sizes: list[int]) ->
     assert len(plan.sizes) == 2 * len(sizes)
 
 
-@given(SOURCES, st.integers(1, _NUM_BLOCKS + 1), st.randoms(use_true_random=False))
-def test_parts_have_every_pair_once_and_neighbours_together(
-    sources: list[int], num_pairs: int, rng: random.Random
-) -> None:
-    destinations = rng.sample(range(_NUM_BLOCKS), len(sources))
-    parts = [
-        list(zip(of.tolist(), to.tolist(), strict=True))
-        for of, to in in_parts(
-            np.array(sources, np.int64), np.array(destinations, np.int64), num_pairs
-        )
-    ]
-    assert all(0 < len(part) <= num_pairs for part in parts)
-    assert [pair for part in parts for pair in part] == sorted(
-        zip(sources, destinations, strict=True)
-    )
-    assert len(parts) == -(-len(sources) // num_pairs)
+@given(st.integers(0, 300), st.integers(1, 100))
+def test_parts_follow_each_other(total: int, at_once: int) -> None:
+    parts = list(in_parts(total, at_once))
+    assert [index for start, stop in parts for index in range(start, stop)] == list(range(total))
+    assert all(0 < stop - start <= at_once for start, stop in parts)
+    assert all(stop - start == at_once for start, stop in parts[1:-1])
+    assert not parts or parts[0][1] == min(total, max(1, at_once // 8))
+
+
+@given(st.lists(st.integers(1, 50), max_size=60), st.integers(1, 200))
+def test_pieces_are_no_larger_than_need_be(sizes: list[int], num_bytes: int) -> None:
+    plan = Descriptors(*(np.array(sizes, np.uint64) + np.uint64(i) for i in (1000, 2000, 0)))
+    pieces = list(in_pieces(plan, num_bytes))
+    assert [row for piece in pieces for row in rows(piece)] == rows(plan)
+    for piece in pieces:
+        assert piece.sizes[:-1].sum() < num_bytes
+        assert all(part.flags.c_contiguous for part in piece)
+    assert all(piece.sizes.sum() >= num_bytes for piece in pieces[:-1])
 
 
 def test_nothing_to_copy() -> None:
@@ -213,14 +253,32 @@ def test_a_region_with_gaps_is_refused(chunk: int) -> None:
         Regions.of_chunks(chunks)
 
 
-def test_runs_of_blocks_are_found_in_any_order() -> None:
-    """The pairs need not come sorted."""
+@pytest.mark.parametrize(
+    ("pages", "classes"),
+    [
+        ((), []),
+        ((4096,), [[0]]),
+        ((4096, 8191), [[0, 1]]),
+        ((4096, 8192), [[0], [1]]),
+        ((8192, 4096, 9000, 512), [[3], [1], [0, 2]]),
+    ],
+)
+def test_regions_of_similar_size(pages: tuple[int, ...], classes: list[list[int]]) -> None:
+    sizes = np.array(pages, np.uint64)
+    assert [chosen.tolist() for chosen in of_similar_size(sizes)] == classes
+
+
+def test_some_of_the_regions() -> None:
+    side = Side(1000, 13)
+    for chosen in ([0], [1], [1, 0]):
+        some = side.regions.take(np.array(chosen))
+        assert some.addresses(np.array([5, 30])).tolist() == [
+            [side.where[region, block] for block in (5, 30)] for region in chosen
+        ]
+
+
+def test_joined_plans() -> None:
     source, destination = Side(0), Side(10_000)
-    pairs = list(zip(range(10, 20), range(30, 40), strict=True))
-    random.Random(3).shuffle(pairs)
-    assert any(before > after for before, after in pairwise(pairs))
-    plan = plan_pairs(source, destination, dict(pairs))
-    assert rows(plan) == [
-        (destination.where[region, 10], source.where[region, 30], 10 * page)
-        for region, page in enumerate(_PAGES)
-    ]
+    plans = [plan_pairs(source, destination, pairs) for pairs in ({1: 2}, {5: 6, 6: 7})]
+    assert rows(Descriptors.joined(plans)) == [*rows(plans[0]), *rows(plans[1])]
+    assert Descriptors.joined(plans[:1]) is plans[0]

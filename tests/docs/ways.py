@@ -144,15 +144,15 @@ WAYS: Mapping[str, Way] = {
     # The examples
     "python3 -m examples.copy_bench": _GPU_COPIES,
     "python3 -m examples.copy_bench --sizes 8KiB 64KiB 2MiB --repeats 3": _GPU_COPIES,
-    "python3 -m examples.copy_bench --sizes 8KiB 64KiB 256KiB 512KiB 2MiB --repeats 3": _GPU_COPIES,
+    "python3 -m examples.copy_bench --sizes 4KiB 8KiB 16KiB 32KiB 64KiB 128KiB 256KiB 512KiB 2MiB"
+    " --repeats 5": _GPU_COPIES,
     "python3 -m examples.engine_bench": _GPU_ENGINES,
     "python3 -m examples.engine_bench --preset h200": _GPU_ENGINES,
     "python3 -m examples.engine_bench --preset h200 --rounds 3": _GPU_ENGINES,
     "python3 -m examples.engine_bench --rounds 1 --repeats 3": _GPU_ENGINES,
     "python3 -m examples.engine_bench --contenders none,ours --rounds 1 --repeats 3": _GPU_ENGINES,
-    "python3 -m examples.engine_bench --contenders none,ours,builtin --rounds 1 --repeats 3": (
-        _GPU_ENGINES
-    ),
+    "python3 -m examples.engine_bench --contenders none,ours,builtin --parts ttft,idle,mix"
+    " --rounds 1 --repeats 3": _GPU_ENGINES,
     "python3 -m examples.multi_turn --preset h200": _GPU_TURNS,
     "python3 -m examples.multi_turn --preset seed": _GPU_TURNS,
     "python3 -m examples.multi_turn --input-file generate_multi_turn.json --seed 1234": Run(

@@ -34,7 +34,7 @@ from examples.copy_bench.job import contiguous, scattered
 from examples.copy_bench.measure import measure
 from examples.copy_bench.plan import KIB, MIB, SIZES, Plan, Way
 from examples.copy_bench.report import bandwidth_table, crossing_lines, save_plot
-from examples.copy_bench.results import Cell, Results, Row, kernel_shares
+from examples.copy_bench.results import Cell, Results, Row, paths_by_kernel
 from simple_offload.backends.base import Barrier, Direction
 from simple_offload.backends.copy_costs import CopyCosts
 from simple_offload.backends.cuda import CudaBackend
@@ -66,7 +66,7 @@ class PathBackend(HostBackend):
 
     def describe_paths(self) -> str:
         return (
-            "load 4K 40 GB/s (100% by kernel), 64K 47 GB/s (30% by kernel), 512K 54 GB/s; "
+            "load 4K 40 GB/s by kernel, 64K 47 GB/s by kernel, 512K 54 GB/s; "
             "store 4K 45 GB/s, 64K 48 GB/s, 512K 54 GB/s"
         )
 
@@ -365,16 +365,16 @@ def results() -> Results:
     found.peaks = {Way.LOAD: cell(50), Way.STORE: cell(40), Way.BOTH: cell(100)}
     names = ("torch", "dma", "kernel", "auto")
 
-    def row(way: Way, size: int, bandwidths: tuple[float, ...], shares: dict[str, float]) -> Row:
+    def row(way: Way, size: int, bandwidths: tuple[float, ...], paths: dict[str, bool]) -> Row:
         cells = {name: cell(b) for name, b in zip(names, bandwidths, strict=True)}
-        return Row(way, size, 16_384, cells, shares)
+        return Row(way, size, 16_384, cells, paths)
 
     found.rows = [
-        row(Way.LOAD, 4 * KIB, (2, 3, 44, 45), {"load": 1.0}),
-        row(Way.STORE, 4 * KIB, (2.5, 8.25, 39, 38), {"store": 0.8}),
-        row(Way.LOAD, 512 * KIB, (5, 49, 47, 48.5), {"load": 0.0}),
-        row(Way.STORE, 512 * KIB, (5, 39, 38, 39), {"store": 0.0}),
-        row(Way.BOTH, 512 * KIB, (6, 96, 80, 95), {"load": 0.0, "store": 0.1}),
+        row(Way.LOAD, 4 * KIB, (2, 3, 44, 45), {"load": True}),
+        row(Way.STORE, 4 * KIB, (2.5, 8.25, 39, 38), {"store": True}),
+        row(Way.LOAD, 512 * KIB, (5, 49, 47, 48.5), {"load": False}),
+        row(Way.STORE, 512 * KIB, (5, 39, 38, 39), {"store": False}),
+        row(Way.BOTH, 512 * KIB, (6, 96, 80, 95), {"load": False, "store": True}),
     ]
     return found
 
@@ -389,25 +389,25 @@ def printed(found: Results) -> list[str]:
 
 def test_table() -> None:
     lines = printed(results())
-    assert "way block blocks peak torch dma kernel auto peak kernel" in lines
+    assert "way block blocks peak torch dma kernel auto peak path" in lines
     shown = [line for line in lines if line.split(" ")[0] in ("load", "store", "both")]
     assert shown == [
-        "load 4 KiB 16384 50.0 2.0 3.0 44.0 45.0 90% 100%",
-        "load 512 KiB 16384 50.0 5.0 49.0 47.0 48.5 97% 0%",
-        "store 4 KiB 16384 40.0 2.5 8.2 39.0 38.0 95% 80%",
-        "store 512 KiB 16384 40.0 5.0 39.0 38.0 39.0 98% 0%",
-        "both 512 KiB 16384 100.0 6.0 96.0 80.0 95.0 95% 0%/10%",
+        "load 4 KiB 16384 50.0 2.0 3.0 44.0 45.0 90% kernel",
+        "load 512 KiB 16384 50.0 5.0 49.0 47.0 48.5 97% dma",
+        "store 4 KiB 16384 40.0 2.5 8.2 39.0 38.0 95% kernel",
+        "store 512 KiB 16384 40.0 5.0 39.0 38.0 39.0 98% dma",
+        "both 512 KiB 16384 100.0 6.0 96.0 80.0 95.0 95% mixed",
     ]
 
 
 def test_a_table_with_the_widest_numbers_fits_a_pipe() -> None:
     found = results()
-    found.rows[-1].kernel_shares = {"load": 1.0, "store": 0.8}
+    found.rows[-1].by_kernel = {"load": True, "store": False}
     for one in found.rows[-1].cells:
         found.rows[-1].cells[one] = cell(100.4)
     found.rows[-1].cells["torch"] = cell(1, "one byte")
     text = "\n".join(printed(found))
-    assert "both 512 KiB 16384 100.0 WRONG 100.4 100.4 100.4 100% 100%/80%" in text
+    assert "both 512 KiB 16384 100.0 WRONG 100.4 100.4 100.4 100% mixed" in text
     assert "…" not in text
 
 
@@ -415,10 +415,10 @@ def test_what_is_missing_or_wrong_has_no_number() -> None:
     found = results()
     del found.rows[0].cells["kernel"]
     found.rows[0].cells["auto"] = cell(45, "one byte")
-    found.rows[0].kernel_shares = {}
+    found.rows[0].by_kernel = {}
     assert "load 4 KiB 16384 50.0 2.0 3.0 - WRONG - -" in printed(found)
     del found.peaks[Way.STORE]
-    assert "store 4 KiB 16384 - 2.5 8.2 39.0 38.0 - 80%" in printed(found)
+    assert "store 4 KiB 16384 - 2.5 8.2 39.0 38.0 - kernel" in printed(found)
     found.peaks[Way.BOTH] = cell(100, "one byte")
     assert found.of_peak(found.rows[-1]) is None
 
@@ -434,7 +434,7 @@ def test_json() -> None:
     assert numbers["peak"]["store"]["gb_per_s"] == pytest.approx(40)
     row = numbers["rows"][0]
     assert (row["way"], row["size"], row["blocks"]) == ("load", 4 * KIB, 16_384)
-    assert row["kernel_shares"] == {"load": 1.0}
+    assert row["by_kernel"] == {"load": True}
     auto = row["contenders"]["auto"]
     assert auto["gb_per_s"] == pytest.approx(45)
     assert auto["of_peak"] == pytest.approx(0.9)
@@ -448,39 +448,39 @@ def test_json() -> None:
     assert numbers["faults"] == ["dma, load, 4 KiB: one byte"]
 
 
-def test_shares_are_read_as_the_backend_tells_them() -> None:
+def test_paths_are_read_as_the_backend_tells_them() -> None:
     backend = CudaBackend.__new__(CudaBackend)  # needs no GPU as long as it is not initialised
     sizes = np.array([4096.0, 65536.0, 524288.0])
     dma = np.array([1e-6, 1.4e-6, 9.7e-6])
     backend._costs = {
-        Direction.LOAD: CopyCosts(sizes, dma, dma / 2, np.array([1.0, 0.3, 0.0])),
-        Direction.STORE: CopyCosts(sizes[:1], dma[:1], dma[:1], np.array([0.0])),
+        Direction.LOAD: CopyCosts(sizes, dma, dma * np.array([0.5, 0.9, 1.1])),
+        Direction.STORE: CopyCosts(sizes[:1], dma[:1], np.array([np.inf])),
     }
-    assert kernel_shares(backend.describe_paths()) == {
-        "load": {4096: 1.0, 65536: 0.3, 524288: 0.0},
-        "store": {4096: 0.0},
+    assert paths_by_kernel(backend.describe_paths()) == {
+        "load": {4096: True, 65536: True, 524288: False},
+        "store": {4096: False},
     }
-    assert kernel_shares("") == {}
+    assert paths_by_kernel("") == {}
 
 
 @pytest.mark.parametrize(
-    ("shares", "crossing", "told"),
+    ("paths", "crossing", "told"),
     [
-        ({4: 1.0, 8: 0.3, 16: 0.0, 32: 0.0}, (8, 16), "up to 8 KiB, all goes by DMA from 16 KiB."),
-        ({4: 0.0, 8: 0.5, 16: 0.0}, (8, 16), "up to 8 KiB, all goes by DMA from 16 KiB."),
-        ({4: 1.0, 8: 0.1}, (8, None), "the kernel takes part up to 8 KiB."),
-        ({4: 0.0, 8: 0.0}, (None, 4), "store: all goes by DMA from 4 KiB."),
+        ({4: True, 8: True, 16: False, 32: False}, (8, 16), "up to 8 KiB, by DMA from 16 KiB."),
+        ({4: False, 8: True, 16: False}, (8, 16), "up to 8 KiB, by DMA from 16 KiB."),
+        ({4: True, 8: True}, (8, None), "by kernel up to 8 KiB."),
+        ({4: False, 8: False}, (None, 4), "store: by DMA from 4 KiB."),
     ],
 )
 def test_crossing(
-    shares: dict[int, float], crossing: tuple[int | None, int | None], told: str
+    paths: dict[int, bool], crossing: tuple[int | None, int | None], told: str
 ) -> None:
     found = Results(Plan(), {})
     found.rows = [
-        Row(Way.STORE, size * KIB, 1, {}, {"store": share}) for size, share in shares.items()
+        Row(Way.STORE, size * KIB, 1, {}, {"store": path}) for size, path in paths.items()
     ]
     # Both ways at once says nothing about one alone.
-    found.rows.append(Row(Way.BOTH, 2 * MIB, 1, {}, {"store": 1.0}))
+    found.rows.append(Row(Way.BOTH, 2 * MIB, 1, {}, {"store": True}))
     assert found.crossing("store") == tuple(k and k * KIB for k in crossing)
     assert found.crossing("load") is None
     (line,) = crossing_lines(found)
@@ -531,10 +531,7 @@ def test_a_whole_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert "\x1b" not in captured.out + captured.err
     assert "…" not in captured.out
     assert "NVIDIA H200, driver 580.159.03, torch" in captured.out
-    assert (
-        "Calibration, load: the kernel takes part up to 64 KiB, all goes by DMA from 512 KiB."
-        in (captured.out)
-    )
+    assert "Calibration, load: by kernel up to 64 KiB, by DMA from 512 KiB." in (captured.out)
     for step in ("peak", "4 KiB", "2 MiB"):
         assert f"s  {step}\n" in captured.err
 
@@ -549,10 +546,10 @@ def test_a_whole_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
         for measured in row["contenders"].values():
             assert measured["fault"] is None
             assert measured["of_peak"] == pytest.approx(measured["gb_per_s"] / peak)
-    by_size = {(row["way"], row["size"]): row["kernel_shares"] for row in numbers["rows"]}
-    assert by_size["load", 64 * KIB] == {"load": 0.3}
-    assert by_size["store", 64 * KIB] == {"store": 0.0}
-    assert by_size["both", 512 * KIB] == {"load": 0.0, "store": 0.0}
+    by_size = {(row["way"], row["size"]): row["by_kernel"] for row in numbers["rows"]}
+    assert by_size["load", 64 * KIB] == {"load": True}
+    assert by_size["store", 64 * KIB] == {"store": False}
+    assert by_size["both", 512 * KIB] == {"load": False, "store": False}
     assert numbers["faults"] == []
     assert numbers["seconds"] > 0
     assert (tmp_path / "out" / "bandwidth.png").read_bytes().startswith(b"\x89PNG")

@@ -3,6 +3,7 @@
 import pytest
 from vllm.v1.core.kv_cache_utils import BlockHashWithGroupId
 
+from simple_offload.scheduler.runs import Run
 from tests.scheduler.tiers import (
     BLOCK_SIZE,
     begin,
@@ -374,6 +375,37 @@ def test_a_lookup_along_one_chain_finds_what_vllm_finds(num_asked: int) -> None:
             assert found == tier.coordinator.find_longest_cache_hit(asked, max_tokens)[:2]
     for windows in ((0, 8), (8,), (0, 0)):
         assert not make_tier(12, windows)._is_one_chain
+
+
+def test_a_chain_is_followed_wherever_its_blocks_are() -> None:
+    """Held, or with others between them in the free queue."""
+    tier = make_tier(12)
+    store(tier, "a", "q", "ab", "abc", "abx", "abcd")
+    for held in ([], ["abc"], ["abcd"]):
+        tier.pin([block(tier, name) for name in held])
+        blocks_found, num_tokens = tier._longest_chain(hashes("abcde"), 100)
+        assert (names(blocks_found[0]), num_tokens) == (prefixes("abcd"), 4 * BLOCK_SIZE)
+    ancestors = tier.lineage(hashes("abcde"), 3 * BLOCK_SIZE)
+    assert names(ancestors) == prefixes("abc")
+
+
+def test_blocks_that_do_not_say_what_precedes_them_are_looked_up() -> None:
+    tier = make_tier(2)
+    for name in ("a", "ab"):
+        (filled,) = tier.allocate(1)
+        tier.commit_all([(Run((), (key(name),), None, len(name) * BLOCK_SIZE), [filled])])
+    blocks_found, num_tokens = tier._longest_chain(hashes("ab"), 100)
+    assert (names(blocks_found[0]), num_tokens) == (["a", "ab"], 2 * BLOCK_SIZE)
+
+
+def test_has_none() -> None:
+    """Of a chain the first block tells. A window's blocks may be there without those before."""
+    tier = make_tier(8, windows=(0, 8))
+    store(tier, "ab")
+    assert tier.has_none([key("abc"), key("abcd")])
+    assert not tier.has_none([key("ab"), key("abc")])
+    assert commit(tier, begin(tier, "xyz", 1), "xyz", 1)
+    assert not tier.has_none([key("xy", 1), key("xyz", 1)])
 
 
 def test_unpinned_chains_join_the_queue_tail_first() -> None:

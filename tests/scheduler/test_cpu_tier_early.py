@@ -6,6 +6,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from vllm.v1.core.kv_cache_utils import KVCacheBlock
 
 from simple_offload.scheduler.cpu_tier import CpuTier
+from simple_offload.scheduler.runs import Run
 from tests.scheduler.tiers import (
     BLOCK_SIZE,
     allocate,
@@ -54,6 +55,25 @@ def test_a_parent_that_comes_late_and_all_before_it_stay_as_long() -> None:
     tier = make_tier(6)
     store_early(tier, "a", "ab", "xy", "abcd", "x", "abc")
     assert leave(tier) == ["xy", "abcd", "x", "abc", "ab", "a"]
+
+
+def test_a_chain_with_a_gap_is_found_up_to_it() -> None:
+    tier = make_tier(8)
+    store_early(tier, "a", "abcd", "abcde")
+    for name in ("abcdef", "abcde", "abcd", "abc"):
+        assert tier.lookup(hashes(name), 0, 100).num_tokens == BLOCK_SIZE
+    assert names(tier.lineage(hashes("abcdef"), 5 * BLOCK_SIZE)) == ["a", "abcd", "abcde"]
+
+
+def test_what_is_there_already_is_not_committed_again_with_what_precedes_it() -> None:
+    tier = make_tier(8)
+    store_early(tier, "a", "abc")
+    filled = tier.allocate(3)
+    assert not tier.has_none([key("ab"), key("abc")])
+    run = Run((), [key("ab"), key("abc"), key("abcd")], key("a"), 2 * BLOCK_SIZE, BLOCK_SIZE)
+    assert tier.commit_all([(run, filled)]) == [[1]]
+    tier.check_integrity()
+    assert tier.lookup(hashes("abcde"), 0, 100).num_tokens == 4 * BLOCK_SIZE
 
 
 def test_what_is_no_part_of_a_chain_yet_is_evicted_as_all_else() -> None:

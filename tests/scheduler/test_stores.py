@@ -7,6 +7,7 @@ from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_utils import KVCacheBlock
 
 from simple_offload.scheduler.in_flight import Ended, InFlight
+from simple_offload.scheduler.runs import Run
 from simple_offload.scheduler.stores import Storable, Stores
 from tests.scheduler.conftest import MakeDriver
 from tests.scheduler.driver import STORE, Driver, prompt
@@ -14,6 +15,7 @@ from tests.scheduler.tiers import (
     BLOCK_SIZE,
     block,
     contents,
+    hashes,
     key,
     make_tier,
     parent_of,
@@ -28,6 +30,24 @@ def run_until_stores(driver: Driver, *request_ids: str) -> None:
     if not driver.pending(STORE):
         driver.step()
     assert driver.pending(STORE)
+
+
+# On their way
+
+
+def test_what_is_on_its_way_counts() -> None:
+    """Though what precedes it may have been lost, by a failed store."""
+    tier = make_tier(8)
+    stores = Stores(tier, InFlight(1))
+    device = make_tier(8).pool
+    sources = device.get_new_blocks(2)
+    run = Run(sources, [key("abc"), key("abcd")], key("ab"), 3 * BLOCK_SIZE, BLOCK_SIZE)
+    assert stores.plan_run(run, frozenset, device) == 2
+    assert stores.has(key("abc"))
+    assert not stores.has(key("ab"))
+    assert not stores.has_none([key("ab"), key("abc")])
+    assert stores.has_none([key("a"), key("ab")])
+    assert stores.count_first(hashes("abcde"), 0, 5) == 4
 
 
 # Completion

@@ -54,6 +54,10 @@ _ENGINES: tuple[dict[str, Any], ...] = (
 """How an engine may be run otherwise, whatever its model."""
 
 
+_MOST_SAID = (12, 12, 12, 12, 48)
+"""How long an answer may be where stores are eager: a few blocks, or more than these wait for."""
+
+
 @dataclass(frozen=True)
 class Faults:
     """How likely, per copy or per step, something goes wrong."""
@@ -74,6 +78,8 @@ class Script:
     shape: Shape
     num_requests: int = 12
     arrivals: float = 0.25
+    most_said: int = _MOST_SAID[0]
+    """Tokens that a request is answered with at most."""
     aborts: float = 0.02
     resets: float = 0.01
     copy_speed: float = 0.5
@@ -146,6 +152,9 @@ class Script:
         rng = random.Random(f"{seed}: engine")
         if rng.random() >= _COMMON:
             script = script.with_model(**rng.choice(_ENGINES))
+        if not script.shape.lazy:
+            rng = random.Random(f"{seed}: answers")
+            script = replace(script, most_said=rng.choice(_MOST_SAID))
         return script.with_parts(random.Random(f"{seed}: parts").choice([1, 1, 2, 4]))
 
     def with_model(self, **changes: Any) -> "Script":
@@ -294,7 +303,7 @@ class Play:
             kept = len(family) if self._chance(0.8) else self._rng.randint(0, len(family))
             prompt = family[:kept] + self._tokens(self._rng.randint(1, 12))
             salt = self._rng.choice([None, None, "red", "blue"])
-        max_tokens = self._rng.randint(1, 12)
+        max_tokens = self._rng.randint(1, self.script.most_said)
         prompt = prompt[: self.script.shape.max_model_len - max_tokens - 1]
         request_id = f"r{self._num_added}"
         self._num_added += 1

@@ -112,6 +112,12 @@ def test_drawn_scripts_have_every_engine() -> None:
     assert any(shape.uneven_ranks for shape in shapes)
 
 
+def test_in_some_drawn_scripts_answers_are_long() -> None:
+    """Of what a request says, eager stores take eight blocks at a time."""
+    scripts = [Script.draw(seed) for seed in range(_NUM_SEEDS)]
+    assert any(s.most_said > 8 * max(s.shape.block_sizes) and not s.shape.lazy for s in scripts)
+
+
 def test_same_seed_same_run() -> None:
     assert [play(seed) for seed in range(8)] == [play(seed) for seed in range(8)]
 

@@ -85,7 +85,8 @@ def asked_again(script: Script) -> Script:
 
 def lazily(script: Script) -> Script:
     """Blocks are stored before the device evicts them."""
-    return replace(script, shape=replace(script.shape, lazy=True, store_threshold=1))
+    shape = replace(script.shape, lazy=True, store_threshold=1)
+    return replace(script, shape=shape, most_said=Script.most_said)
 
 
 def lazy_evictions(blocks_per_group: int = 160) -> Situation:

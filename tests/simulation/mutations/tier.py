@@ -23,6 +23,25 @@ def evict_head_first(stack: ExitStack) -> None:
 
 
 @mutation()
+def take_what_stands_behind_for_the_parent(stack: ExitStack) -> None:
+    """In the free queue, where chains lie mostly in one piece."""
+
+    def blindly(self: CpuTier, key: Any, count: int) -> Any:
+        block: Any = self.get(key)
+        chain = []
+        while block is not None:
+            chain.append(block)
+            if len(chain) == count:
+                return chain[::-1]
+            block = block.next_free_block
+            if block is self.pool.free_block_queue.fake_free_list_tail:
+                return None
+        return None
+
+    substitute(stack, CpuTier, "_chain_up_to", blindly)
+
+
+@mutation()
 def ignore_salt(stack: ExitStack) -> None:
     unsalted: dict[bytes, bytes] = {}
     add_request = World.add_request

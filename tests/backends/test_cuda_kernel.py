@@ -1,0 +1,99 @@
+"""The copy kernel's arithmetic, run by Triton's interpreter on the CPU.
+
+What it does on a GPU, bandwidth aside, is in test_cuda.py.
+"""
+
+import importlib.util
+import sys
+from collections.abc import Sequence
+from types import ModuleType
+
+import numpy as np
+import pytest
+import torch
+
+from simple_offload.backends.plan import Regions
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def kernels(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """The kernel's module, as it is where kernels are interpreted."""
+    monkeypatch.setenv("TRITON_INTERPRET", "1")  # read when a kernel is defined
+    spec = importlib.util.find_spec("simple_offload.backends.cuda_kernel")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, spec.name, module)  # where Triton looks for globals
+    spec.loader.exec_module(module)
+    return module
+
+
+class Side:
+    """Random pages in chunks of these many blocks."""
+
+    def __init__(self, chunks: Sequence[int], pages: Sequence[int], seed: int) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        self.chunks = [
+            [
+                torch.randint(-128, 128, (count, page), dtype=torch.int8, generator=generator)
+                for page in pages
+            ]
+            for count in chunks
+        ]
+        self.regions = Regions.of_chunks(self.chunks)
+
+    def blocks(self, region: int) -> torch.Tensor:
+        """A copy of all pages of a region."""
+        return torch.cat([chunk[region] for chunk in self.chunks])
+
+
+@pytest.mark.parametrize(
+    ("pages", "word_bytes"),
+    [
+        ((4096,), 8),
+        ((512, 1008), 8),
+        ((16 << 10, 20 << 10), 8),  # a row of several tiles
+        ((1028, 2052), 4),
+        ((1001,), 1),
+        ((3000, 4097), 1),
+    ],
+)
+@pytest.mark.parametrize(
+    ("source_chunks", "destination_chunks"), [([40], [20, 20, 3]), ([7] * 6, [43])]
+)
+@pytest.mark.parametrize("num_programs", [1, 8])
+def test_pages_of_all_pairs_and_nothing_else(
+    kernels: ModuleType,
+    pages: tuple[int, ...],
+    word_bytes: int,
+    source_chunks: list[int],
+    destination_chunks: list[int],
+    num_programs: int,
+) -> None:
+    source, destination = Side(source_chunks, pages, 1), Side(destination_chunks, pages, 2)
+    rng = np.random.default_rng(3)
+    of, to = (
+        rng.permutation(side.regions.num_blocks)[:33].astype(np.int64)
+        for side in (source, destination)
+    )
+    wanted = []
+    for region in range(len(pages)):
+        wanted.append(destination.blocks(region))
+        wanted[-1][to] = source.blocks(region)[of]
+    regions = kernels.KernelRegions(source.regions, destination.regions)
+    assert regions.word_bytes == word_bytes
+    kernel = kernels.CopyKernel(CPU)
+    pairs = kernel.upload(of, to, None)
+    for first, stop in ((20, 33), (0, 20)):
+        kernel.launch(regions, pairs.part(first, stop), num_programs, None)
+    assert all(torch.equal(destination.blocks(r), wanted[r]) for r in range(len(pages)))
+
+
+def test_all_that_was_uploaded(kernels: ModuleType) -> None:
+    source, destination = Side([4], (512,), 1), Side([4], (512,), 2)
+    regions = kernels.KernelRegions(source.regions, destination.regions)
+    kernel = kernels.CopyKernel(CPU)
+    kernel.launch(regions, kernel.upload(np.arange(4), np.arange(4), None), 8, None)
+    assert torch.equal(destination.blocks(0), source.blocks(0))
