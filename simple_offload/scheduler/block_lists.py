@@ -137,10 +137,15 @@ def queue_chain(
     queue.num_free_blocks += len(chain)
 
 
-def move_to_end(pool: BlockPool, first: KVCacheBlock, last: KVCacheBlock) -> None:
-    """Make a stretch of the free queue, ``first`` to ``last``, its end: what ``touch`` and
-    ``free_blocks`` do in turn."""
-    tail = pool.free_block_queue.fake_free_list_tail
+def move(
+    pool: BlockPool,
+    first: KVCacheBlock,
+    last: KVCacheBlock,
+    successor: KVCacheBlock | None = None,
+) -> None:
+    """Let a stretch of the free queue, ``first`` to ``last``, stand just before ``successor``,
+    which is none of them, or at the end: what ``touch`` and ``free_blocks`` do in turn."""
+    tail = successor or pool.free_block_queue.fake_free_list_tail
     before: Any = first.prev_free_block
     after: Any = last.next_free_block
     before.next_free_block, after.prev_free_block = after, before

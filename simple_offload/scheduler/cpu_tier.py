@@ -12,6 +12,7 @@ sizes, keys and hits here are those of whole host blocks.
 """
 
 import gc
+from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -259,25 +260,37 @@ class CpuTier:
         them (vLLM 0.32 counts references to those)."""
         self.order.pin(blocks)
 
+    def protect(self, blocks: Sequence[KVCacheBlock]) -> None:
+        """A request has found these blocks: what none has found will be evicted before them.
+        They must be pinned, with what precedes them in their chains, as they are in a hit."""
+        if self._is_one_chain:
+            self.order.segments.protect_chain(blocks)
+        else:
+            self.order.segments.protect(blocks)
+
     def unpin(self, blocks: Iterable[KVCacheBlock]) -> None:
         """Drop a reference to each block, parents before children. What nobody refers to any
-        more joins the free queue: just before its parent if that is free, else last, and first
-        if it holds nothing."""
+        more joins the free queue, in its place in the order of eviction."""
         self.order.unpin(blocks)
 
-    def refresh(self, block_hashes: list[BlockHash], group: int, count: int) -> None:
+    def refresh(
+        self, block_hashes: list[BlockHash], group: int, count: int, num_found: int = 0
+    ) -> None:
         """Make the first ``count`` blocks of a request of a chained group, as far as they are
-        there and not demoted, the most recently used."""
+        there and not demoted, the most recently used; and protect the first ``num_found``, which
+        it has not stored itself."""
         if count == 0:
             return
         (last_key,) = self.keys(block_hashes, group, count - 1, count)
         if (last := self.get(last_key)) is None:
             # The last ones may not have arrived yet.
             count = self.count_first(block_hashes, group, count)
-            self.refresh(block_hashes, group, count)
+            self.refresh(block_hashes, group, count, min(num_found, count))
             return
-        if not self.order.renew_piece(last):
+        if not self.order.renew_pieces(last):
             self.order.renew_chain(self._first_blocks(block_hashes, group, count))
+        if num_found:
+            self._protect_first(block_hashes, group, num_found)
 
     @property
     def demotes(self) -> bool:
@@ -302,7 +315,7 @@ class CpuTier:
     ) -> list[KVCacheBlock]:
         """Up to ``count`` pinned blocks to be filled, fewer where there is no room.
 
-        Evicts the least recently used blocks, but stops at one that holds a key in ``keep()``,
+        Evicts blocks in their order, but stops at one that holds a key in ``keep()``,
         which is asked for then only: the tier is full of the very chain that wants to grow.
         """
         blocks = block_lists.take_empty(self.pool, count)
@@ -436,16 +449,33 @@ class CpuTier:
                     raise AssertionError(f"{block}: its chain's head has left the tier")
                 later = position.get(parent.block_id, len(position))
                 assert position.get(block.block_id, -1) < later, f"{block}: outlives {parent}"
+                assert self.order.is_protected(parent) or not self.order.is_protected(block), (
+                    f"{block}: protected, which {parent} is not"
+                )
         if self.demotes:
             followers = Counter(parent for parent in self.order.parents if parent is not None)
             assert self.order.num_followers == followers, "followers miscounted"
         for block_id in self.order.demoted:
             block = self.pool.blocks[block_id]
             assert block.ref_cnt == 0 and block.block_hash is not None, f"{block}: is demoted"
+        self.order.segments.check_integrity()
         num_used = sum(block.block_hash is not None for block in self.pool.blocks)
         assert num_used == self.num_used, f"{num_used} blocks hold something, not {self.num_used}"
 
     # Details
+
+    def _protect_first(self, block_hashes: list[BlockHash], group: int, count: int) -> None:
+        """Protect the first ``count`` blocks of a request of a chained group; no block is looked
+        at that is protected."""
+
+        def is_new(index: int) -> bool:
+            (key,) = self.keys(block_hashes, group, index, index + 1)
+            block = self.get(key)
+            return block is None or not self.order.is_protected(block)
+
+        if is_new(count - 1):
+            first = bisect_left(range(count), True, key=is_new)
+            self.order.protect(self._present(self.keys(block_hashes, group, first, count)))
 
     def _extend(
         self,

@@ -42,6 +42,9 @@ class _Progress:
     request: "Request"
     next_index: list[int]
     """By group, the first block that has not been dealt with."""
+    num_found: list[int]
+    """By chained group, how many of its first blocks the tier had (or was getting) already when
+    the first of the others was to be stored."""
     loads: bool
     """Whether the tier fills blocks of it before it runs."""
     kept: Kept
@@ -119,7 +122,8 @@ class EagerPolicy:
     def on_allocated(self, request: "Request", *, loads: bool) -> None:
         self.admission.note(request)
         kept = Kept(self.tier, request)
-        progress = _Progress(request, self._zeros.copy(), loads, kept)
+        zeros = self._zeros
+        progress = _Progress(request, zeros.copy(), zeros.copy(), loads, kept)
         self._progress[request.request_id] = progress
         self._due.follow(request.request_id)
 
@@ -186,21 +190,30 @@ class EagerPolicy:
         for group in self.tier.chained_group_ids:
             if not progress.next_index[group]:
                 self._skip_stored(progress, group, self.tier.num_keys(hashes, group))
-            self.tier.refresh(hashes, group, progress.next_index[group])
         if not progress.started:
             self._count_skipped(progress)
         progress.started = True
+        for group in self.tier.chained_group_ids:
+            self.tier.refresh(hashes, group, progress.next_index[group], progress.num_found[group])
         self._store_ready(progress, ended.tables, ended.first, ended=True)
-        stops = {
-            group: ended.first[group] + len(table) // self.tier.num_parts
-            for group, table in ended.tables.items()
-        }
-        left = sum(max(0, stops[group] - progress.next_index[group]) for group in stops)
         if progress.refused_at == self.admission.version:
-            self.tier.meter.add(metrics.SKIPPED, left, "below_threshold")
-        else:
-            self.tier.meter.add(metrics.DROPPED, left, "tier_full")
+            self.tier.meter.add(metrics.SKIPPED, self._num_left(ended), "below_threshold")
+        elif self._num_left(ended):
+            # Nothing else is on probation: let it compete with what is protected.
+            for group in self.tier.chained_group_ids:
+                count = progress.next_index[group]
+                self.tier.refresh(hashes, group, count, num_found=count)
+            self._store_ready(progress, ended.tables, ended.first, ended=True)
+            self.tier.meter.add(metrics.DROPPED, self._num_left(ended), "tier_full")
         block_lists.release(self._device_pool, reversed(ended.held))
+
+    def _num_left(self, ended: _Ended) -> int:
+        """How many of its host blocks have neither been stored nor found to be in the tier."""
+        next_index, num_parts = ended.progress.next_index, self.tier.num_parts
+        return sum(
+            max(0, ended.first[group] + len(table) // num_parts - next_index[group])
+            for group, table in ended.tables.items()
+        )
 
     def _store_ready(
         self,
@@ -395,6 +408,9 @@ class EagerPolicy:
 
     def _count_skipped(self, progress: _Progress) -> None:
         """The cursors stand where the tier's part of the request ends."""
+        if len(self.tier.chained_group_ids) == len(self.tier.group_ids):
+            # Else a hit needs blocks of other groups too, and those say what has been loaded.
+            progress.num_found = progress.next_index.copy()
         count = sum(progress.next_index[group] for group in self.tier.chained_group_ids)
         self.tier.meter.add(metrics.SKIPPED, count, "already_stored")
 

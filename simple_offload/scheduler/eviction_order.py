@@ -8,7 +8,7 @@ from typing import Any, cast
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_utils import BlockHashWithGroupId, KVCacheBlock
 
-from simple_offload.scheduler import block_lists
+from simple_offload.scheduler.segments import Segments
 
 
 class EvictionOrder:
@@ -16,6 +16,10 @@ class EvictionOrder:
     block that holds the tokens just before its own. The pool evicts from the front, so the tail
     of a prefix leaves before its head, at any moment and whatever the order of stores: a chain
     without its head could never be found again.
+
+    Beyond that, what no request has found since it was stored leaves first, and then what was
+    used the longest time ago (``segments.py``). Of a chain the first blocks are protected, or
+    none: the rest stands before them in any case.
 
     Blocks are given parents when they are filled (``follow``), and lose them with what they hold
     (``forget``). vLLM's queue takes blocks at its ends only, hence links by hand.
@@ -26,6 +30,7 @@ class EvictionOrder:
         counted."""
         self.pool = pool
         self.demotes = demotes
+        self.segments = Segments(pool)
         self.parents: list[BlockHashWithGroupId | None] = [None] * len(pool.blocks)
         """By block id, the key of the parent of what the block holds, if it has one."""
         self.early: dict[BlockHashWithGroupId, set[int]] = {}
@@ -40,6 +45,7 @@ class EvictionOrder:
     def grow(self) -> None:
         """The pool has more blocks."""
         self.parents.extend([None] * (len(self.pool.blocks) - len(self.parents)))
+        self.segments.grow()
 
     def follow(
         self, blocks: Sequence[KVCacheBlock], parents: Iterable[BlockHashWithGroupId | None]
@@ -60,13 +66,15 @@ class EvictionOrder:
         arrived = []
         for key in self.early.keys() & keys:
             if (block := self._get(key)) is not None:
-                del self.early[key]
+                if any(self.segments.is_protected[i] for i in self.early.pop(key)):
+                    self.renew(block, found=True)
                 arrived.append(block)
         return arrived
 
     def forget(self, block_id: int) -> None:
         """A block holds nothing any more."""
         self.demoted.discard(block_id)
+        self.segments.unprotect(self.pool.blocks[block_id])
         parent, self.parents[block_id] = self.parents[block_id], None
         if parent is None:
             return
@@ -85,7 +93,8 @@ class EvictionOrder:
         if self.num_followers:
             queue = islice(self.pool.free_block_queue.iter_blocks_after(None), count)
             left = [block.block_hash for block in queue if block.block_hash is not None]
-        blocks = block_lists.take(self.pool, count)
+        self.segments.age(count)
+        blocks = self.segments.take(count)
         if self.demotes or self.early:
             for block in blocks:
                 self.forget(block.block_id)
@@ -104,6 +113,7 @@ class EvictionOrder:
         self.early.clear()
         self.num_followers.clear()
         self.demoted.clear()
+        self.segments.clear()
 
     def followers_of(self, keys: Collection[BlockHashWithGroupId | None]) -> set[int]:
         """Ids of the blocks that come right after these."""
@@ -118,14 +128,14 @@ class EvictionOrder:
     def pin(self, blocks: Sequence[KVCacheBlock]) -> None:
         """Add a reference to each block. Null blocks must not be among them (vLLM 0.32 counts
         references to those)."""
-        block_lists.hold(self.pool, blocks)
+        self.segments.hold(blocks)
         if self.demoted:
             self.demoted.difference_update([block.block_id for block in blocks])
 
     def unpin(self, blocks: Iterable[KVCacheBlock]) -> None:
         """Drop a reference to each block, parents before children. What nobody refers to any
-        more joins the free queue: just before its parent if that is free, else last, and first
-        if it holds nothing."""
+        more joins its segment of the free queue: just before its parent if that is free there,
+        else last; and it is first of all if it holds nothing."""
         parents = self.parents
         chain: list[KVCacheBlock] = []
         last_key = None  # of the chain's last block
@@ -141,33 +151,49 @@ class EvictionOrder:
             chain.append(block)
             last_key = key
         self._release(chain)
+        self.segments.keep_limit()
 
     def queue(self, chain: Sequence[KVCacheBlock], parent: KVCacheBlock | None) -> None:
-        """Drop the last reference to each block of a chain, which follows ``parent``."""
-        if parent is not None and parent.ref_cnt > 0:
-            parent = None
+        """Drop the last reference to each block of a chain, which follows ``parent`` and is all
+        of one segment."""
         if parent is not None and parent.block_id in self.demoted:
             self.renew(parent)
-        block_lists.queue_chain(self.pool, chain, parent)
+        self.segments.queue(chain, parent)
 
     def queue_first(self, block: KVCacheBlock) -> None:
         """Move a block, if it is free, to the front: it holds nothing any more."""
         if block.ref_cnt == 0:
-            self.pool.free_block_queue.remove(block)
-            self.pool.free_block_queue.prepend_n([block])
+            self.segments.put_first([block])
+
+    # Protecting
+
+    def is_protected(self, block: KVCacheBlock) -> bool:
+        """Whether a request has found it not long ago."""
+        return bool(self.segments.is_protected[block.block_id])
+
+    def protect(self, part: Sequence[KVCacheBlock]) -> None:
+        """A request has found this part of a chain, and what precedes it."""
+        self.pin(part)
+        self.segments.protect(part)
+        self.unpin(part)
 
     # Moving
 
-    def renew(self, block: KVCacheBlock) -> None:
-        """Make ``block`` and what precedes it in its chain the most recently used."""
+    def renew(self, block: KVCacheBlock, found: bool = False) -> None:
+        """Make ``block`` and what precedes it in its chain the most recently used; and protected
+        if it has been ``found``, as all has been that is demoted."""
+        found = found or block.block_id in self.demoted
         lineage: list[KVCacheBlock] = []
-        found: KVCacheBlock | None = block
-        while found is not None:
-            lineage.append(found)
-            parent = self.parents[found.block_id]
-            found = self._get(parent) if parent is not None else None
+        member: KVCacheBlock | None = block
+        while member is not None:
+            lineage.append(member)
+            parent = self.parents[member.block_id]
+            member = self._get(parent) if parent is not None else None
+        lineage.reverse()
         self.pin(lineage)
-        self.unpin(reversed(lineage))
+        if found:
+            self.segments.protect(lineage)
+        self.unpin(lineage)
 
     def renew_chain(self, chain: Sequence[KVCacheBlock]) -> None:
         """Make the blocks of a chain, as far as they are not demoted, the most recently used."""
@@ -175,18 +201,30 @@ class EvictionOrder:
             ids = [block.block_id for block in chain]
             count = next((i for i, each in enumerate(ids) if each in self.demoted), len(ids))
             chain = chain[:count]
-        self.pin(chain)
-        block_lists.release(self.pool, reversed(chain))  # each before its parent
+        if chain:
+            self.pin(chain)
+            for piece in self.segments.split(chain):
+                for block in piece:
+                    block.ref_cnt -= 1
+                if free := [block for block in piece if block.ref_cnt == 0]:
+                    self.segments.queue(free, None)
 
-    def renew_piece(self, last: KVCacheBlock) -> bool:
-        """``renew`` where it takes no more than to move a piece of the queue; else False, and
-        nothing is done."""
-        if last.ref_cnt > 0 or self.demoted:
+    def renew_pieces(self, last: KVCacheBlock) -> bool:
+        """``renew_chain`` up to ``last``, where it takes no more than to move a piece of the queue
+        in each segment; else False, and nothing is done."""
+        if self.demoted:
             return False
-        head = self._head_behind(last)
-        if head is not None:
-            block_lists.move_to_end(self.pool, last, head)
-        return head is not None
+        pieces: list[tuple[KVCacheBlock, KVCacheBlock]] = []
+        end: KVCacheBlock | None = last
+        while end is not None and end.ref_cnt == 0 and len(pieces) < 2:
+            head, parent = self._stretch(end)
+            pieces.append((end, head))
+            if parent is None:
+                for piece in pieces:
+                    self.segments.renew(*piece)
+                return True
+            end = self._get(parent)
+        return False
 
     def demote(self, blocks: Sequence[KVCacheBlock]) -> None:
         """Let ``blocks`` (parents before children), which the device has too, be evicted before
@@ -207,9 +245,7 @@ class EvictionOrder:
                 going[block.block_id] = block
                 if (parent := self.parents[block.block_id]) is not None:
                     num_going[parent] += 1
-        for block in going.values():
-            queue.remove(block)
-        queue.prepend_n(list(going.values()))
+        self.segments.put_first(list(going.values()))
         self.demoted.update(going)
 
     # Details
@@ -221,15 +257,20 @@ class EvictionOrder:
         """Drop the last reference to each block of a chain."""
         if chain:
             key = self.parents[chain[0].block_id]
-            self.queue(chain, self._get(key) if key is not None else None)
+            parent = self._get(key) if key is not None else None
+            for piece in self.segments.split(chain):
+                self.queue(piece, parent)
+                parent = None  # is of the other segment
 
-    def _head_behind(self, last: KVCacheBlock) -> KVCacheBlock | None:
-        """The first block of a free block's chain, if all that is between lies between them in
-        the queue and nothing else: as mostly."""
-        parents = self.parents
+    def _stretch(self, last: KVCacheBlock) -> tuple[KVCacheBlock, BlockHashWithGroupId | None]:
+        """From a free block on towards the head of its chain: the last block that all between
+        lies before in one piece of the queue and one segment, and the key of that one's parent,
+        if it has one."""
+        parents, boundary = self.parents, self.segments.boundary
         block: Any = last
         while (parent := parents[block.block_id]) is not None:
-            block = block.next_free_block
-            if block._block_hash != parent:
-                return None
-        return cast(KVCacheBlock, block)
+            following = block.next_free_block
+            if following._block_hash != parent or following is boundary:
+                break
+            block = following
+        return cast(KVCacheBlock, block), parent

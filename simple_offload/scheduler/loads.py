@@ -135,6 +135,7 @@ class Loads:
             no_nulls = group in self.tier.chained_group_ids
             pins += blocks if no_nulls else [block for block in blocks if not block.is_null]
         self.tier.pin(pins)
+        self.tier.protect(pins)
         self._hits[request.request_id] = _PinnedHit(
             num_computed_tokens, hit, pins, self.tier.version
         )
@@ -177,6 +178,7 @@ class Loads:
             )
             again = [block for group in hit.blocks for block in group if not block.is_null]
             self.tier.pin(again)
+            self.tier.protect(again)
             pins = [*pins, *again]
         if num_external_tokens != hit.num_tokens:
             raise RuntimeError(

@@ -156,7 +156,7 @@ def test_move_to_end(one: int, other: int) -> None:
         pool.free_blocks(reversed(blocks))
 
     twins.do(
-        lambda pool, blocks: block_lists.move_to_end(pool, blocks[-1], blocks[0]),
+        lambda pool, blocks: block_lists.move(pool, blocks[-1], blocks[0]),
         block_by_block,
         range(head, last + 1),
     )

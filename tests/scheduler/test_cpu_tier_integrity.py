@@ -66,6 +66,34 @@ def _demote_a_pinned_block(tier: CpuTier) -> None:
     tier.order.demoted.add(block(tier, "xy").block_id)
 
 
+def _misplace_the_boundary(tier: CpuTier) -> None:
+    tier.order.segments.boundary = block(tier, "abc")
+
+
+def _protect_a_free_block(tier: CpuTier) -> None:
+    tier.unpin(blocks(tier, "xy"))
+    tier.order.segments.protect([block(tier, "a")])
+
+
+def _protect_without_the_head(tier: CpuTier) -> None:
+    tier.order.segments.protect([block(tier, "xy")])
+
+
+def _protect_an_empty_block(tier: CpuTier) -> None:
+    tier.order.segments.protect([begin(tier, "q")])
+
+
+def _miscount_protected(tier: CpuTier) -> None:
+    tier.order.segments.num_protected += 1
+
+
+def _protect_too_many(tier: CpuTier) -> None:
+    held = blocks(tier, "xy")
+    tier.protect(held)
+    tier.unpin(held)
+    tier.order.segments.limit = 1
+
+
 def _hold_a_key_twice(tier: CpuTier) -> None:
     tier.pool._insert_block_hash(key("a"), tier.pool.blocks[-1], num_tokens=4)
 
@@ -105,6 +133,12 @@ def _let_a_tail_leave_last(tier: CpuTier) -> None:
         (_miscount_used, "blocks hold something, not"),
         (_miscount_followers, "followers miscounted"),
         (_demote_a_pinned_block, "is demoted"),
+        (_misplace_the_boundary, "should be the boundary"),
+        (_protect_a_free_block, "stands on probation"),
+        (_protect_without_the_head, "protected, which"),
+        (_protect_an_empty_block, "empty, yet protected"),
+        (_miscount_protected, "protected blocks miscounted"),
+        (_protect_too_many, "too many blocks are protected"),
         (_lose_a_key, "not found by its own key"),
         (_hold_a_key_twice, "not found by its own key"),
         (_lose_a_head, "head has left"),

@@ -109,6 +109,7 @@ def test_vllm_may_take_less_than_it_was_offered(bench: Bench) -> None:
     host = [*blocks(bench.tier, "abc"), *blocks(bench.tier, "abc", group=1)[1:]]
     assert load.host_blocks.tolist() == [held.block_id for held in host]
     assert all(held.ref_cnt > 0 for held in host)
+    assert all(bench.tier.order.is_protected(held) for held in host)
     bench.loads.finish(Ended(load.id, ok=True), bench.pool)
     assert bench.references() == {0: [0, 0, 0, 0], 1: [0, 0, 0, 0]}
 

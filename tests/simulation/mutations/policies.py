@@ -44,7 +44,7 @@ def refuse_what_comes_before_its_parent(stack: ExitStack) -> None:
 
 @mutation(lazy_evictions(blocks_per_group=60))
 def let_a_block_outlive_the_parent_that_came_later(stack: ExitStack) -> None:
-    substitute(stack, EvictionOrder, "renew", lambda self, block: None)
+    substitute(stack, EvictionOrder, "renew", lambda self, block, found=False: None)
 
 
 @mutation(lazily)

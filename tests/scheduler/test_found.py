@@ -1,0 +1,100 @@
+"""What counts as found, and is protected in the tier: what another request than the one that has
+stored it asks for."""
+
+import pytest
+
+from tests.scheduler.conftest import MakeDriver
+from tests.scheduler.driver import Driver, prompt
+
+BLOCK = 4
+
+
+def num_protected(driver: Driver) -> int:
+    return driver.tier.order.segments.num_protected
+
+
+def test_nothing_is_at_first(drive: MakeDriver) -> None:
+    driver = drive()
+    driver.say("a", prompt(40), max_tokens=8)
+    driver.say("b", prompt(40, family=1), max_tokens=8)
+    assert driver.num_kept >= 20
+    assert num_protected(driver) == 0
+
+
+def test_what_has_been_loaded(drive: MakeDriver) -> None:
+    driver = drive()
+    history = driver.say("a", prompt(20), max_tokens=8)
+    driver.forget_device()
+    driver.say("b", [*history, *prompt(20, family=1)], max_tokens=8)
+    # The last token that "a" said was never computed.
+    assert num_protected(driver) == (len(history) - 1) // BLOCK
+    assert driver.num_kept > num_protected(driver)
+
+
+def test_what_the_device_still_had(drive: MakeDriver) -> None:
+    driver = drive()
+    history = driver.say("a", prompt(20), max_tokens=8)
+    driver.say("b", [*history, *prompt(20, family=1)], max_tokens=8)
+    assert num_protected(driver) == (len(history) - 1) // BLOCK
+
+
+def test_a_beginning_that_two_have(drive: MakeDriver) -> None:
+    driver = drive()
+    driver.say("a", prompt(40), max_tokens=8)
+    driver.say("b", [*prompt(24), *prompt(20, family=1)], max_tokens=8)
+    assert num_protected(driver) == 24 // BLOCK
+
+
+def test_where_other_groups_count_too_only_what_has_been_loaded(drive: MakeDriver) -> None:
+    """A hit needs blocks of every group: those of one are of no use without the others'."""
+    driver = drive(windows=(0, 8))
+    history = driver.say("a", prompt(24), max_tokens=8)
+    driver.say("b", [*history, *prompt(20, family=1)], max_tokens=8)
+    assert num_protected(driver) == 0
+    driver.forget_device()
+    driver.say("c", [*history, *prompt(20, family=2)], max_tokens=8)
+    # All that one group has of it, and a window's length of the other.
+    num_blocks = (len(history) - 1) // BLOCK
+    assert num_blocks + 2 <= num_protected(driver) <= num_blocks + 3
+
+
+def test_with_lazy_stores(drive: MakeDriver) -> None:
+    """What the device has got is not, until it is about to lose it again."""
+    driver = drive(lazy=True, num_device_blocks=30, num_host_blocks=300)
+    history = driver.say("a", prompt(40), max_tokens=8)
+    for family in range(1, 4):
+        driver.say(f"f{family}", prompt(60, family=family), max_tokens=4)
+    assert num_protected(driver) == 0
+    found = driver.found(history) // BLOCK
+    assert found >= 8
+    driver.say("b", [*history, *prompt(20, family=5)], max_tokens=4)
+    for family in range(6, 12):
+        driver.say(f"f{family}", prompt(60, family=family), max_tokens=4)
+    assert found - 1 <= num_protected(driver) <= found
+
+
+@pytest.mark.parametrize("chunk", [8, 64])
+def test_a_request_larger_than_what_is_on_probation_displaces_the_rest(
+    drive: MakeDriver, chunk: int
+) -> None:
+    driver = drive(num_host_blocks=21, num_device_blocks=40, max_num_batched_tokens=chunk)
+    for turn in range(3):
+        driver.say(f"a{turn}", prompt(40), max_tokens=8)
+        driver.forget_device()
+    assert num_protected(driver) == 10
+    driver.say("b", prompt(72, family=1), max_tokens=4)
+    driver.forget_device()
+    assert driver.found(prompt(72, family=1)) == 72
+
+
+def test_a_conversation_outlives_what_is_asked_for_once(drive: MakeDriver) -> None:
+    driver = drive(num_host_blocks=41, num_device_blocks=40)
+    history = driver.say("a0", prompt(16), max_tokens=8)
+    driver.forget_device()
+    for turn in range(1, 4):
+        history = driver.say(f"a{turn}", [*history, *prompt(4, family=turn)], max_tokens=4)
+        driver.forget_device()
+    for family in range(10, 18):
+        driver.say(f"f{family}", prompt(40, family=family), max_tokens=8)
+        driver.forget_device()
+    assert driver.found(history) >= len(history) // 2
