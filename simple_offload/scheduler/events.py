@@ -68,12 +68,13 @@ class Origins:
         """A step has been scheduled that runs these requests. ``state_blocks``: by request, the
         ids of blocks with its states, which may be in no table; a request may hand over the
         states of an earlier step in one that does not run it."""
-        for request_id in request_ids:
-            if (followed := self._followed.get(request_id)) is not None:
-                self._note(followed)
         for request_id, block_ids in state_blocks.items():
             if (followed := self._followed.get(request_id)) is not None:
                 self._by_block.update(dict.fromkeys(block_ids, followed.request))
+        # After them: such a block may have been given up since, and be in another's table.
+        for request_id in request_ids:
+            if (followed := self._followed.get(request_id)) is not None:
+                self._note(followed)
 
     def of(self, block: KVCacheBlock) -> "Request | None":
         """The request that was the last to have ``block`` in its table."""

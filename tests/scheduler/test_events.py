@@ -323,3 +323,18 @@ def test_states_belong_to_who_hands_them_over_in_whatever_step() -> None:
     origins.on_step(["runs"], {"runs": [3], "waits": [5], "unknown": [7]})
     blocks = driver.device_pool.blocks
     assert [origins.of(blocks[index]) for index in (3, 5, 7)] == [runs, waits, None]
+
+
+def test_a_state_that_was_given_up_belongs_to_whose_table_has_the_block() -> None:
+    driver = Driver(num_states=1)
+    manager = driver.world.scheduler.kv_cache_manager
+    origins = Origins(manager)
+    before, now = make_request("before", PROMPT), make_request("now", PROMPT)
+    for request in (before, now):
+        origins.follow(request)
+    assert manager.allocate_slots(now, len(PROMPT)) is not None
+    (block, *_) = manager.coordinator.single_type_managers[0].req_to_blocks["now"]
+    for request_ids in (["before", "now"], ["now", "before"]):
+        origins.on_step(request_ids, {"before": [block.block_id]})
+        assert origins.of(block) is now
+        origins.follow(now)
