@@ -137,7 +137,7 @@ class CudaBackend:
         num_bytes = {"kernel": 0, "dma": 0}
         pairs: Pairs | None = None
         try:
-            for first, stop in self._parts(transfer):
+            for first, stop in self._parts(sides, transfer):
                 source_blocks, destination_blocks = (side[first:stop] for side in blocks)
                 runs = find_runs(*sides[0].sides(direction), source_blocks, destination_blocks)
                 divisions = [self._divide(direction, alike, runs) for alike in sides]
@@ -178,12 +178,14 @@ class CudaBackend:
     def _match(self, device: Regions, host: Regions) -> list[AlikeRegions]:
         return match_regions(device, host, kernels=bool(self._kernels))
 
-    def _parts(self, transfer: Transfer) -> Iterator[tuple[int, int]]:
+    def _parts(
+        self, sides: Sequence[AlikeRegions], transfer: Transfer
+    ) -> Iterator[tuple[int, int]]:
         """Where each part of the copy begins and ends, in pairs of blocks."""
         device = self._device_regions
         if not len(device.pages):
             return iter(())
-        require_blocks_within(transfer, device.num_blocks, self._sides[0].host.num_blocks)
+        require_blocks_within(transfer, device.num_blocks, sides[0].host.num_blocks)
         by_bytes = _PART_BYTES // int(device.pages.sum())
         num_pairs = max(1, min(by_bytes, _PART_DESCRIPTORS // len(device.pages)))
         return in_parts(len(transfer.device_blocks), num_pairs)
@@ -295,7 +297,7 @@ class CudaBackend:
         self, direction: Direction, sizes: list[int], device: torch.Tensor, host: torch.Tensor
     ) -> CopyCosts:
         def timed(size: int, count: int, batches: int, *, by_kernel: bool) -> float:
-            sides = self._match(*(Regions.of([side.view(-1, size)]) for side in (device, host)))
+            sides = self._match(*(Regions.within(side, size) for side in (device, host)))
             runs = _scattered(len(device) // size, count)
             division = Division(np.full(count, by_kernel), 0.0)
             best = math.inf

@@ -27,6 +27,12 @@ class Regions(NamedTuple):
         return cls.of_chunks([tensors])
 
     @classmethod
+    def within(cls, buffer: torch.Tensor, page: int) -> "Regions":
+        """One region of as many pages of ``page`` bytes as fit into ``buffer``, int8 ``[n]``."""
+        num_blocks = len(buffer) // page
+        return cls.of([buffer[: num_blocks * page].view(num_blocks, page)])
+
+    @classmethod
     def of_chunks(cls, chunks: Sequence[Sequence[torch.Tensor]]) -> "Regions":
         """Regions whose blocks come in chunks, each with a tensor for every region. All chunks
         but the last must have as many blocks as the first."""

@@ -123,6 +123,7 @@ def scattered(num_blocks: int, count: int, seed: int = 1) -> Transfer:
         (16 << 10, 4096),
         (128 << 10, 512),
         (1 << 20, 64),
+        (5 << 19, 24),  # Qwen3-14B's block of 16 tokens
         (4 << 20, 20),
     ],
 )

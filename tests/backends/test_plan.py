@@ -232,6 +232,16 @@ def test_regions_in_chunks() -> None:
     ]
 
 
+@pytest.mark.parametrize(("page", "num_blocks"), [(25, 4), (30, 3), (100, 1), (101, 0)])
+def test_a_region_within_a_buffer(page: int, num_blocks: int) -> None:
+    buffer = torch.zeros(100, dtype=torch.int8)
+    regions = Regions.within(buffer, page)
+    assert (regions.num_blocks, regions.pages.tolist()) == (num_blocks, [page])
+    assert regions.addresses(np.arange(num_blocks)).tolist() == [
+        [buffer.data_ptr() + block * page for block in range(num_blocks)]
+    ]
+
+
 @pytest.mark.parametrize("lengths", [(3, 2, 3), (2, 3), (3, 3, 4)], ids=str)
 def test_only_the_last_chunk_may_be_smaller(lengths: tuple[int, ...]) -> None:
     with pytest.raises(ValueError, match="only the last may be smaller"):
