@@ -147,7 +147,7 @@ def test_queue_chain(count: int) -> None:
 
 
 @given(st.integers(1, NUM_BLOCKS), st.integers(1, NUM_BLOCKS))
-def test_move_to_end(one: int, other: int) -> None:
+def test_move(one: int, other: int) -> None:
     twins = Twins(NUM_BLOCKS)
     head, last = sorted((one, other))
 
