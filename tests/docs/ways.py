@@ -149,11 +149,11 @@ WAYS: Mapping[str, Way] = {
     "python3 -m examples.engine_bench": _GPU_ENGINES,
     "python3 -m examples.engine_bench --preset h200": _GPU_ENGINES,
     "python3 -m examples.engine_bench --preset h200 --rounds 3": _GPU_ENGINES,
-    "python3 -m examples.engine_bench --rounds 1 --repeats 3": _GPU_ENGINES,
     "python3 -m examples.engine_bench --contenders none,ours --rounds 1 --repeats 3": _GPU_ENGINES,
     "python3 -m examples.engine_bench --contenders none,ours,builtin --parts ttft,idle,mix"
     " --rounds 1 --repeats 3": _GPU_ENGINES,
     "python3 -m examples.multi_turn --preset h200": _GPU_TURNS,
+    "python3 -m examples.multi_turn --preset fits --contenders none,ours": _GPU_TURNS,
     "python3 -m examples.multi_turn --preset seed": _GPU_TURNS,
     "python3 -m examples.multi_turn --input-file generate_multi_turn.json --seed 1234": Run(
         _TURNS, slow=True, instead={"generate_multi_turn.json": "{input}"}
