@@ -60,8 +60,7 @@ class CopyCosts:
         below, a descriptor costs what the smallest one does.
 
         Each size goes one way. Shared out between both paths, which the bus limits together, it
-        gained 4% on an H200 at the very most, and lost that again to planning for both
-        (docs/measurements.md).
+        gained less than planning for both cost.
         """
         if not len(sizes):
             return Division(np.zeros(0, dtype=np.bool_), 0.0)
