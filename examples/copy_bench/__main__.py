@@ -86,7 +86,8 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
         prog="python -m examples.copy_bench",
         description=(
             "Copies scattered blocks between host memory and a CUDA device: bandwidth by block "
-            "size, way and path, beside plain torch and the peak of one contiguous copy."
+            "size, way and path, beside plain torch and the peak of one contiguous copy; and how "
+            "long somebody else's small copies take beside those of the largest size."
         ),
         epilog=EXIT_CODES,
     )
@@ -142,7 +143,12 @@ def _whole_number(text: str, *, least: int, most: int) -> int:
 
 def _measure_and_report(plan: Plan, rig: "Rig", output: Path) -> int:
     from examples.copy_bench.bench import run
-    from examples.copy_bench.report import bandwidth_table, crossing_lines, save_plot
+    from examples.copy_bench.report import (
+        bandwidth_table,
+        crossing_lines,
+        save_plot,
+        small_copies_table,
+    )
     from examples.copy_bench.results import Results
 
     results = Results(plan, rig.machine)
@@ -164,6 +170,7 @@ def _measure_and_report(plan: Plan, rig: "Rig", output: Path) -> int:
         soft_wrap=True,
     )
     console.print(bandwidth_table(results))
+    console.print(small_copies_table(results))
     lines = crossing_lines(results)
     lines += [f"Left out: {name}: {reason}" for name, reason in results.left_out.items()]
     lines += [f"Plot: {output / PLOT}", f"Numbers: {output / NUMBERS}"]

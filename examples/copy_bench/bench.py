@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from examples.copy_bench.arena import Arena
+from examples.copy_bench.bystander import WATCHED, measure_small_copies
 from examples.copy_bench.contenders import Contender
 from examples.copy_bench.job import Job, contiguous, scattered
 from examples.copy_bench.measure import measure
@@ -77,6 +78,12 @@ def _measure(
             for job in jobs:
                 step = f"{size_text(job.size)}, {job.way.value}"
                 cells[job.way] = measure(contender, rig.arena, job, results.plan.repeats)
+            if contender.name in WATCHED and jobs[0].size == max(results.plan.sizes):
+                step = f"{size_text(jobs[0].size)}, small copies beside it"
+                for job in (job for job in jobs if job.way is not Way.BOTH):
+                    results.small_copies += measure_small_copies(
+                        contender, rig.arena, job, results.plan.repeats
+                    )
         finally:
             contender.close()
     except ConfigError as error:

@@ -2,7 +2,7 @@
 
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from statistics import median
@@ -27,19 +27,23 @@ def measure(contender: Contender, arena: Arena, job: Job, repeats: int) -> Cell:
     ``contender`` is open for the job's size. Raises what it raises.
     """
     arena.prepare(job)
-    with _threads(contender, job.transfers) as threads:
+    with copy_threads(contender, job.transfers) as threads:
         _copy(contender, job, threads)
         fault = arena.find_fault(job)
         seconds = [_copy(contender, job, threads)]
-        while len(seconds) < repeats and sum(seconds) < (
-            _ENOUGH_SECONDS if len(seconds) >= _FEWEST else _TOO_MANY_SECONDS
-        ):
+        while not enough(seconds, repeats):
             seconds.append(_copy(contender, job, threads))
     return Cell(job.num_bytes, median(seconds), len(seconds), fault)
 
 
+def enough(seconds: Sequence[float], repeats: int) -> bool:
+    """Whether copies that took ``seconds`` are enough, where ``repeats`` are asked for."""
+    limit = _ENOUGH_SECONDS if len(seconds) >= _FEWEST else _TOO_MANY_SECONDS
+    return len(seconds) >= repeats or sum(seconds) >= limit
+
+
 @contextmanager
-def _threads(
+def copy_threads(
     contender: Contender, transfers: Mapping[Direction, Transfer]
 ) -> Iterator[dict[Direction, ThreadPoolExecutor]]:
     """A thread for each direction, which has entered."""

@@ -8,7 +8,7 @@ from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
 from examples.copy_bench.plan import Way, size_text
-from examples.copy_bench.results import AUTO, CONTENDERS, Cell, Results, Row
+from examples.copy_bench.results import AUTO, CONTENDERS, Cell, Results, Row, SmallCopies
 
 _COLORS = {"torch": "tab:gray", "dma": "tab:orange", "kernel": "tab:green", AUTO: "tab:blue"}
 _TITLES = {
@@ -16,6 +16,7 @@ _TITLES = {
     Way.STORE: "store: device to host",
     Way.BOTH: "both at once",
 }
+_FROM_TO = {Way.LOAD: "to device", Way.STORE: "to host"}
 _NOTHING = "-"
 
 
@@ -65,6 +66,49 @@ def _cell(cell: Cell | None) -> str:
     if cell is None:
         return _NOTHING
     return f"{cell.gb_per_s:.1f}" if cell.fault is None else "[bold red]WRONG[/]"
+
+
+def small_copies_table(results: Results) -> Table:
+    """One line for each contender and way, and each way of the small copies made meanwhile."""
+    table = Table(
+        box=SIMPLE_HEAD,
+        collapse_padding=True,
+        pad_edge=False,
+        caption="Small copies that somebody else makes on a stream of its own, one\n"
+        "after another while such blocks are copied, at so many GB/s: from\n"
+        "submission to the end of each.",
+        caption_justify="left",
+        caption_style="",
+    )
+    table.add_column("way", no_wrap=True)
+    table.add_column("block", justify="right", no_wrap=True)
+    for heading in ("contender", "small copies"):
+        table.add_column(heading, no_wrap=True)
+    for heading in ("copies", "GB/s", "made", "median\nµs", "longest\nµs"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    for way in _FROM_TO:
+        for small_way in _FROM_TO:
+            for one in results.small_copies:
+                if (one.way, one.small_way) == (way, small_way):
+                    table.add_row(*_small_line(one))
+        table.add_section()
+    return table
+
+
+def _small_line(one: SmallCopies) -> list[str]:
+    return [
+        one.way.value,
+        size_text(one.size),
+        one.contender,
+        f"{size_text(one.small_bytes)} {_FROM_TO[one.small_way]}",
+        str(one.repeats),
+        f"{one.gb_per_s:.1f}",
+        str(one.made),
+        *(
+            _NOTHING if seconds is None else f"{seconds * 1e6:,.0f}"
+            for seconds in (one.median, one.longest)
+        ),
+    ]
 
 
 def crossing_lines(results: Results) -> list[str]:

@@ -45,6 +45,29 @@ class Row:
     """By direction: whether auto's calibration has the kernel copy such blocks."""
 
 
+@dataclass(frozen=True)
+class SmallCopies:
+    """What small copies took that somebody else made, one after another, while a contender
+    copied."""
+
+    contender: str
+    way: Way
+    """Of the contender's copies."""
+    size: int
+    """Bytes of a block of theirs."""
+    repeats: int
+    """How many they were."""
+    gb_per_s: float
+    """Their median bandwidth, in 10^9 bytes."""
+    small_way: Way
+    small_bytes: int
+    made: int
+    """Small copies that count, beside all of the contender's."""
+    median: float | None
+    """Seconds from submission to the end of one of them; None where there are none."""
+    longest: float | None
+
+
 @dataclass
 class Results:
     """A run, as far as it has come."""
@@ -54,6 +77,7 @@ class Results:
     """Device, driver, versions, date."""
     peaks: dict[Way, Cell] = field(default_factory=dict)
     rows: list[Row] = field(default_factory=list)
+    small_copies: list[SmallCopies] = field(default_factory=list)
     calibration: dict[int, str] = field(default_factory=dict)
     """What auto measured when it was opened for blocks of each size, in its own words."""
     left_out: dict[str, str] = field(default_factory=dict)
@@ -114,6 +138,10 @@ class Results:
                     "by_kernel": row.by_kernel,
                 }
                 for row in self.rows
+            ],
+            "small_copies": [
+                {**asdict(one), "way": one.way.value, "small_way": one.small_way.value}
+                for one in self.small_copies
             ],
             "crossing": {way.value: self.crossing(way.value) for way in (Way.LOAD, Way.STORE)},
             "calibration": self.calibration,

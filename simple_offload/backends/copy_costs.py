@@ -60,15 +60,14 @@ class CopyCosts:
         below, a descriptor costs what the smallest one does.
 
         Each size goes one way. Shared out between both paths, which the bus limits together, it
-        gained 4% on an H200 at the very most, and lost that again to planning for both
-        (docs/measurements.md).
+        gained less than planning for both cost.
         """
         if not len(sizes):
             return Division(np.zeros(0, dtype=np.bool_), 0.0)
         (starts,) = (sizes[1:] != sizes[:-1]).nonzero()
-        starts = np.concatenate(([0], starts + 1))
-        counts = np.diff(starts, append=len(sizes))
-        cheaper = self._of_sizes(tuple(sizes[starts].tolist()))
+        bounds = np.concatenate(([0], starts + 1, [len(sizes)]))
+        counts = bounds[1:] - bounds[:-1]
+        cheaper = self._of_sizes(tuple(sizes[bounds[:-1]].tolist()))
         by_dma = float(cheaper.by_dma @ counts)
         with_kernel = float(cheaper.seconds @ counts) + self.kernel_start
         if not cheaper.by_kernel.any() or by_dma <= with_kernel:

@@ -1,6 +1,7 @@
 """AlikeRegions: regions of the device and the host, by the size of their pages."""
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 from simple_offload.backends.base import Direction
@@ -19,7 +20,7 @@ class AlikeRegions:
     kernel: "dict[Direction, KernelRegions]"
     """Empty where there is no kernel."""
 
-    @property
+    @cached_property
     def page(self) -> int:
         """Bytes of the largest."""
         return int(self.device.pages.max())

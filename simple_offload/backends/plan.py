@@ -116,8 +116,9 @@ def find_runs(
     in the order of their requests' tokens, where neighbours mostly stand together. No block may
     occur twice on a side.
     """
-    steps = np.diff(source_blocks)
-    joins = (steps == np.diff(destination_blocks)) & (np.abs(steps) == 1)
+    steps = source_blocks[1:] - source_blocks[:-1]
+    joins = steps == destination_blocks[1:] - destination_blocks[:-1]
+    joins &= np.abs(steps) == 1
     (behind,) = joins.nonzero()
     if not len(behind):
         return Runs(source_blocks, destination_blocks, np.ones_like(source_blocks))

@@ -227,20 +227,34 @@ def test_compute_that_is_not_held_reads_too_soon(backend: CudaBackend) -> None:
 
 
 def test_a_store_lets_others_copy_from_the_device(backend: CudaBackend) -> None:
-    """As vLLM copies the tokens that a step has sampled, on a stream of its own."""
+    """One after another, as vLLM copies the tokens that each step has sampled, on a stream of its
+    own.
+
+    By DMA 2 GiB change streams 129 times, after every 16 MiB, and each time a copy can pass. If
+    they changed only between parts, after 64 MiB, 33 would; on one stream one or two. All of the
+    store is queued behind compute before its first byte goes, so that it does not matter how long
+    that takes: for descriptors that are submitted one by one it may be long. The kernel leaves
+    the copy engine alone, and hundreds pass.
+    """
     sides = Sides(backend, 1024, (2 << 20,))
-    sampled = torch.ones(64, dtype=torch.int64, device="cuda")
-    tokens = torch.zeros(64, dtype=torch.int64, pin_memory=True)
+    sampled, expected = torch.arange(64, device="cuda"), torch.arange(64)
+    tokens = torch.empty(64, dtype=torch.int64, pin_memory=True)
     stream = torch.cuda.Stream()
-    torch.cuda.synchronize()
     blocks = np.arange(1024)
-    pending = backend.copy(Direction.STORE, Transfer(0, blocks, blocks[::-1].copy()), None)
-    with torch.cuda.stream(stream):
-        tokens.copy_(sampled, non_blocking=True)
-    stream.synchronize()
-    assert not pending.done()
-    assert bool((tokens == 1).all())
-    pending.wait()
+    torch.cuda.synchronize()
+    torch.cuda._sleep(_BUSY)
+    store = Transfer(0, blocks, blocks[::-1].copy())
+    pending = backend.copy(Direction.STORE, store, backend.barrier())
+    torch.cuda.current_stream().synchronize()
+    passed = 0
+    while not pending.done():
+        tokens.fill_(-1)
+        with torch.cuda.stream(stream):
+            tokens.copy_(sampled, non_blocking=True)
+        stream.synchronize()
+        assert torch.equal(tokens, expected)
+        passed += 1
+    assert passed >= 64
     assert torch.equal(sides.host[0].flip(0), sides.device[0])
 
 

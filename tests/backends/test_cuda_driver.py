@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from simple_offload.backends import cuda_dma
 from simple_offload.backends.base import Direction
+from simple_offload.backends.cuda import CudaBackend
 from simple_offload.backends.cuda_dma import CudaCopyError
 from simple_offload.backends.plan import Descriptors
 
@@ -166,3 +167,56 @@ def test_the_same_copies_by_descending_size(rows: list[tuple[int, int, int]]) ->
     assert sorted(again) == sorted(rows)
     assert [row[2] for row in again] == sorted((row[2] for row in rows), reverse=True)
     assert all(part.flags.c_contiguous for part in ordered)  # the driver is given addresses
+
+
+# Turns
+
+
+class Log(list[tuple[str, str, int]]):
+    """What streams are given: (stream, "copy", bytes) and (stream, "after " other stream, 0)."""
+
+    def stream(self, name: str) -> Any:
+        def wait_stream(other: Any) -> None:
+            self.append((name, f"after {other.name}", 0))
+
+        return SimpleNamespace(name=name, wait_stream=wait_stream)
+
+    def submit(self, plan: Descriptors, _: Direction, stream: Any) -> None:
+        self.append((stream.name, "copy", int(plan.sizes.sum())))
+
+
+def backend_with(log: Log) -> CudaBackend:
+    backend = CudaBackend.__new__(CudaBackend)  # needs no GPU as long as it is not initialised
+    backend._streams = {direction: log.stream(direction.value) for direction in Direction}
+    backend._spare_stream = log.stream("spare")
+    backend._submit_dma = log.submit
+    return backend
+
+
+MIB = 1 << 20
+LARGE = descriptors(*((64 * MIB * index, 0, 6 * MIB) for index in range(7)))
+
+
+def test_a_store_changes_streams_and_keeps_its_order() -> None:
+    """Each turn begins behind the one before, also that of the copy before."""
+    log = Log()
+    backend = backend_with(log)
+    backend._submit_by_dma(Direction.STORE, LARGE)
+    backend._submit_by_dma(Direction.STORE, PLAN)
+    assert log == [
+        ("store", "copy", 18 * MIB),
+        ("spare", "after store", 0),
+        ("spare", "copy", 18 * MIB),
+        ("store", "after spare", 0),
+        ("store", "copy", 6 * MIB),
+        ("spare", "after store", 0),
+        ("spare", "copy", 112),
+        ("store", "after spare", 0),
+    ]
+    assert cast(Any, backend._streams[Direction.STORE]).name == "store"
+
+
+def test_a_load_stays_on_its_stream() -> None:
+    log = Log()
+    backend_with(log)._submit_by_dma(Direction.LOAD, LARGE)
+    assert log == [("load", "copy", 42 * MIB)]

@@ -19,11 +19,14 @@ pytest.importorskip("matplotlib")
 pytest.importorskip("rich")
 
 from rich.console import Console
+from rich.table import Table
 
 from examples.copy_bench import __main__ as copy_bench
+from examples.copy_bench import bystander as bystander_module
 from examples.copy_bench import measure as measure_module
 from examples.copy_bench import rig as rig_module
 from examples.copy_bench.arena import Arena
+from examples.copy_bench.bystander import Bystander, measure_small_copies
 from examples.copy_bench.contenders import (
     BackendContender,
     Contender,
@@ -33,8 +36,13 @@ from examples.copy_bench.contenders import (
 from examples.copy_bench.job import contiguous, scattered
 from examples.copy_bench.measure import measure
 from examples.copy_bench.plan import KIB, MIB, SIZES, Plan, Way
-from examples.copy_bench.report import bandwidth_table, crossing_lines, save_plot
-from examples.copy_bench.results import Cell, Results, Row, paths_by_kernel
+from examples.copy_bench.report import (
+    bandwidth_table,
+    crossing_lines,
+    save_plot,
+    small_copies_table,
+)
+from examples.copy_bench.results import Cell, Results, Row, SmallCopies, paths_by_kernel
 from simple_offload.backends.base import Barrier, Direction
 from simple_offload.backends.copy_costs import CopyCosts
 from simple_offload.backends.cuda import CudaBackend
@@ -331,7 +339,9 @@ def test_time_runs_from_the_first_submission_to_the_last_end(
 
     monkeypatch.setattr(contender, "copy", copy_and_count)
     monkeypatch.setattr(measure_module, "time", clock)
-    with measure_module._threads(contender, scattered(Way.BOTH, MIB, PLAN).transfers) as threads:
+    with measure_module.copy_threads(
+        contender, scattered(Way.BOTH, MIB, PLAN).transfers
+    ) as threads:
         job = scattered(Way.BOTH, MIB, PLAN)
         assert measure_module._copy(contender, job, threads) == 5.0
 
@@ -349,6 +359,109 @@ def test_an_error_in_a_copy_thread_is_raised(
     monkeypatch.setattr(contender, where, fail)
     with pytest.raises(RuntimeError, match="the bus is gone"):
         measure(contender, cpu_arena(), scattered(way, MIB, PLAN), 1)
+
+
+# Small copies beside large ones
+
+
+@pytest.mark.parametrize("direction", list(Direction))
+def test_a_bystander_copies_that_way(direction: Direction) -> None:
+    arena = cpu_arena()
+    device, host = arena.device_staging[: 4 * KIB], arena.host_staging[: 4 * KIB]
+    device.fill_(1)
+    host.fill_(2)
+    Bystander(arena).copy(direction)
+    wanted = 1 if direction is Direction.STORE else 2
+    assert bool((device == wanted).all())
+    assert bool((host == wanted).all())
+
+
+class Bus:
+    """A large copy, small ones beside it, and their clock. A large copy has small ones take the
+    seconds ``small`` in turn, and ends with the last of them; others take none."""
+
+    name = "auto"
+
+    def __init__(self, small: Sequence[float]) -> None:
+        self.now, self.small = 0.0, small
+        self.asked: list[Direction] = []
+        self._left: list[float] = []
+        self._large = threading.Condition()
+
+    def open(self, arena: Arena, size: int) -> None: ...
+
+    def enter_thread(self, direction: Direction) -> None: ...
+
+    def copy(self, direction: Direction, transfer: Transfer) -> None:
+        with self._large:
+            self._left = list(self.small)
+            assert self._large.wait_for(lambda: not self._left, PATIENCE_SECONDS)
+
+    def copy_small(self, direction: Direction) -> None:
+        with self._large:
+            self.asked.append(direction)
+            if self._left:
+                self.now += self._left.pop(0)
+                self._large.notify()
+
+    def calibration(self) -> str:
+        return ""
+
+    def close(self) -> None: ...
+
+
+def beside(bus: Bus, monkeypatch: pytest.MonkeyPatch, repeats: int = 1) -> list[SmallCopies]:
+    """What is measured of a store of the whole pool, ``bus`` in the place of device and clock."""
+    monkeypatch.setattr(bystander_module, "time", SimpleNamespace(perf_counter=lambda: bus.now))
+    monkeypatch.setattr(Bystander, "copy", lambda _, direction: bus.copy_small(direction))
+    job = scattered(Way.STORE, MIB, PLAN)
+    return list(measure_small_copies(bus, cpu_arena(), job, repeats))
+
+
+def test_small_copies_beside_a_large_one(
+    monkeypatch: pytest.MonkeyPatch, no_thread_left: None
+) -> None:
+    """Those that have ended within its first tenth do not count: an idle bus has taken them."""
+    bus = Bus([0.004, 0.005, 0.03, 0.02, 0.041])
+    to_device, to_host = beside(bus, monkeypatch, repeats=2)
+    assert (to_device.small_way, to_host.small_way) == (Way.LOAD, Way.STORE)
+    for found in (to_device, to_host):
+        assert (found.contender, found.way, found.size) == ("auto", Way.STORE, MIB)
+        assert (found.small_bytes, found.repeats, found.made) == (4 * KIB, 2, 2 * 3)
+        assert found.gb_per_s == pytest.approx(PLAN.pool_bytes / 0.1 / 1e9)
+        assert found.median == pytest.approx(0.03)
+        assert found.longest == pytest.approx(0.041)
+    first_store = bus.asked.index(Direction.STORE)
+    assert first_store >= 2 * 5
+    assert set(bus.asked[:first_store]) == {Direction.LOAD}
+    assert set(bus.asked[first_store:]) == {Direction.STORE}
+
+
+def test_a_small_copy_that_waits_for_all_of_the_large_one_counts(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for found in beside(Bus([0.02, 0.98]), monkeypatch):
+        assert found.made == 1
+        assert found.median == found.longest == pytest.approx(0.98)
+
+
+def test_no_small_copy_may_meet_the_large_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bystander_module, "_within", lambda *_: [])
+    for found in beside(Bus([0.1]), monkeypatch):
+        assert (found.made, found.median, found.longest) == (0, None, None)
+
+
+@pytest.mark.parametrize("where", ["large", "small"])
+def test_an_error_beside_a_large_copy_is_raised(
+    monkeypatch: pytest.MonkeyPatch, where: str, no_thread_left: None
+) -> None:
+    def fail(*_: object) -> None:
+        raise RuntimeError("the bus is gone")
+
+    bus = Bus([0.1])
+    monkeypatch.setattr(bus, "copy" if where == "large" else "copy_small", fail)
+    with pytest.raises(RuntimeError, match="the bus is gone"):
+        beside(bus, monkeypatch)
 
 
 # Numbers
@@ -376,14 +489,22 @@ def results() -> Results:
         row(Way.STORE, 512 * KIB, (5, 39, 38, 39), {"store": False}),
         row(Way.BOTH, 512 * KIB, (6, 96, 80, 95), {"load": False, "store": True}),
     ]
+    found.small_copies = [
+        SmallCopies("dma", way, 2 * MIB, 7, 52.04, small, 4096, 420, 279e-6, 18.797e-3)
+        for way in (Way.STORE, Way.LOAD)
+        for small in (Way.LOAD, Way.STORE)
+    ]
+    found.small_copies.append(
+        SmallCopies("auto", Way.STORE, 64 * KIB, 3, 8.0, Way.STORE, 4096, 0, None, None)
+    )
     return found
 
 
-def printed(found: Results) -> list[str]:
-    """The table as it reads in a pipe, whose width is taken to be 80."""
+def printed(found: Results, table: Callable[[Results], Table] = bandwidth_table) -> list[str]:
+    """A table as it reads in a pipe, whose width is taken to be 80."""
     console = Console(width=80, color_system=None)
     with console.capture() as capture:
-        console.print(bandwidth_table(found))
+        console.print(table(found))
     return [" ".join(line.split()) for line in capture.get().splitlines()]
 
 
@@ -398,6 +519,19 @@ def test_table() -> None:
         "store 512 KiB 16384 40.0 5.0 39.0 38.0 39.0 98% dma",
         "both 512 KiB 16384 100.0 6.0 96.0 80.0 95.0 95% mixed",
     ]
+
+
+def test_table_of_small_copies() -> None:
+    lines = printed(results(), small_copies_table)
+    assert "way block contender small copies copies GB/s made µs µs" in lines
+    assert [line for line in lines if line.split(" ")[0] in ("load", "store")] == [
+        "load 2 MiB dma 4 KiB to device 7 52.0 420 279 18,797",
+        "load 2 MiB dma 4 KiB to host 7 52.0 420 279 18,797",
+        "store 2 MiB dma 4 KiB to device 7 52.0 420 279 18,797",
+        "store 2 MiB dma 4 KiB to host 7 52.0 420 279 18,797",
+        "store 64 KiB auto 4 KiB to host 3 8.0 0 - -",
+    ]
+    assert not [line for line in lines if "…" in line]
 
 
 def test_a_table_with_the_widest_numbers_fits_a_pipe() -> None:
@@ -442,6 +576,19 @@ def test_json() -> None:
     assert (auto["num_bytes"], auto["repeats"], auto["fault"]) == (10**9, 7, None)
     assert row["contenders"]["dma"]["fault"] == "one byte"
     assert "of_peak" not in row["contenders"]["dma"]
+    assert numbers["small_copies"][0] == {
+        "contender": "dma",
+        "way": "store",
+        "size": 2 * MIB,
+        "repeats": 7,
+        "gb_per_s": 52.04,
+        "small_way": "load",
+        "small_bytes": 4096,
+        "made": 420,
+        "median": 279e-6,
+        "longest": 18.797e-3,
+    }
+    assert numbers["small_copies"][-1]["median"] is None
     assert numbers["crossing"] == {"load": [4 * KIB, 512 * KIB], "store": [4 * KIB, 512 * KIB]}
     assert numbers["calibration"] == {"4096": PathBackend().describe_paths()}
     assert numbers["left_out"] == {"kernel": "no Triton"}
@@ -550,6 +697,16 @@ def test_a_whole_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert by_size["load", 64 * KIB] == {"load": True}
     assert by_size["store", 64 * KIB] == {"store": False}
     assert by_size["both", 512 * KIB] == {"load": False, "store": False}
+    assert {
+        (one["contender"], one["way"], one["small_way"], one["size"])
+        for one in numbers["small_copies"]
+    } == {
+        (name, way, small, 2 * MIB)
+        for name in ("peak", "dma", "kernel", "auto")
+        for way in ("load", "store")
+        for small in ("load", "store")
+    }
+    assert captured.out.count("2 MiB  auto       4 KiB to host") == 2
     assert numbers["faults"] == []
     assert numbers["seconds"] > 0
     assert (tmp_path / "out" / "bandwidth.png").read_bytes().startswith(b"\x89PNG")
@@ -727,3 +884,5 @@ def test_on_a_gpu(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for row in numbers["rows"]:
         assert set(row["contenders"]) == {"torch", "dma", "kernel", "auto"}
     assert numbers["crossing"]["load"] is not None
+    assert len(numbers["small_copies"]) == 16
+    assert all(one["size"] == 512 * KIB and one["made"] for one in numbers["small_copies"])
