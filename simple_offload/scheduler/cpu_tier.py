@@ -96,12 +96,12 @@ class CpuTier:
             if isinstance(coordinator.single_type_managers[group], FullAttentionManager)
         )
         """Groups of which a hit needs every block from the first token on."""
-        self._key_ends = [
+        self.key_ends = [
             make_block_hash_with_group_id(BlockHash(b""), group)
             for group in range(len(self.block_sizes))
         ]
         """By group, what makes a hash a key: of a long prefix there are thousands to make."""
-        self._chained_key_ends = {self._key_ends[group] for group in self.chained_group_ids}
+        self._chained_key_ends = {self.key_ends[group] for group in self.chained_group_ids}
         self._is_one_chain = (
             [type(manager) for manager in coordinator.single_type_managers]
             == [FullAttentionManager]
@@ -154,7 +154,7 @@ class CpuTier:
         """The keys of a request's blocks ``start`` to ``stop`` of ``group``, as far as their
         hashes are known."""
         hashes = resolve_block_hashes(block_hashes, self.hash_block_size, self.block_sizes[group])
-        end = self._key_ends[group]
+        end = self.key_ends[group]
         return cast(list[BlockHashWithGroupId], [each + end for each in hashes[start:stop]])
 
     def num_keys(self, block_hashes: list[BlockHash], group: int) -> int:
@@ -175,11 +175,18 @@ class CpuTier:
     ) -> list[BlockHashWithGroupId]:
         """The keys by which the device knows the parts of a request's host blocks ``start`` to
         ``stop``, whose hashes must be known."""
-        num_parts, end = self.num_parts, self._key_ends[group]
+        hashes = self.part_hashes(block_hashes, group, start, stop)
+        end = self.key_ends[group]
+        return cast(list[BlockHashWithGroupId], [each + end for each in hashes])
+
+    def part_hashes(
+        self, block_hashes: list[BlockHash], group: int, start: int, stop: int
+    ) -> list[BlockHash]:
+        """What becomes ``part_keys`` with ``key_ends[group]`` added to each."""
+        num_parts = self.num_parts
         stride = self.block_sizes[group] // num_parts // self.hash_block_size  # hashes a part
         first, last = start * num_parts * stride, stop * num_parts * stride
-        hashes = block_hashes[first + stride - 1 : last : stride]
-        return cast(list[BlockHashWithGroupId], [each + end for each in hashes])
+        return block_hashes[first + stride - 1 : last : stride]
 
     def start_of(self, num_computed_tokens: int) -> int:
         """Where a lookup beyond ``num_computed_tokens`` begins: there, or as many tokens earlier
@@ -209,7 +216,7 @@ class CpuTier:
         """How many of the first ``limit`` blocks of a request of a chained group are there, or
         among those ``coming``."""
         hashes = resolve_block_hashes(block_hashes, self.hash_block_size, self.block_sizes[group])
-        return self._count_present(hashes, self._key_ends[group], limit, coming)
+        return self._count_present(hashes, self.key_ends[group], limit, coming)
 
     def has_none(self, keys: Sequence[BlockHashWithGroupId]) -> bool:
         """Whether no block holds one of ``keys``, at least one, of blocks that follow each other
@@ -516,7 +523,7 @@ class CpuTier:
     ) -> tuple[tuple[list[KVCacheBlock], ...], int]:
         """What ``find_longest_cache_hit`` finds where ``_is_one_chain``, in a fraction of the
         time."""
-        size, end = self.block_sizes[0], self._key_ends[0]
+        size, end = self.block_sizes[0], self.key_ends[0]
         limit = min(max_tokens // size, len(block_hashes))
         count = self._count_present(block_hashes, end, limit)
         chain = self._chain_up_to(block_hashes[count - 1] + end, count) if count else []

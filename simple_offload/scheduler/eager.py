@@ -283,8 +283,9 @@ class EagerPolicy:
         """Whether the tier has (or is getting) the first ``count`` blocks of the request."""
         if not count or not self._is_chained(group):
             return False
-        last = self.tier.keys(request.block_hashes, group, count - 1, count)
-        return self.stores.has(last[0])  # and with it, all before it
+        num_tokens = count * self.tier.block_sizes[group]
+        last = self.tier.key_at(request.block_hashes, group, num_tokens)
+        return self.stores.has(last)  # and with it, all before it
 
     def _store_state(self, progress: _Progress, state: BoundaryState) -> None:
         group, size = state.group, self.tier.block_sizes[state.group]
@@ -311,30 +312,22 @@ class EagerPolicy:
         """Store those of ``blocks``, the parts of the host blocks that follow the group's cursor,
         that there is need to, and move the cursor. False: not now, and nothing of the request
         after it either."""
-        first = progress.next_index[group]
+        first, size = progress.next_index[group], self.tier.block_sizes[group]
         last = first + len(blocks) // self.tier.num_parts
         chained = self._is_chained(group)
-        keys = self.tier.keys(progress.request.block_hashes, group, max(first - 1, 0), last)
-        parent = keys.pop(0) if first else None
+        hashes = progress.request.block_hashes
+        parent = self.tier.key_at(hashes, group, first * size) if first else None
         if chained and parent is not None and not self.stores.has(parent):
             return False
-        size = self.tier.block_sizes[group]
-        plain = self._plain_run(progress.request, group, blocks, keys, parent, first)
+        plain = self._plain_run(progress.request, group, blocks, parent, first)
         num_plain = len(plain) if plain is not None else 0
         num_planned = 0
         if plain is not None:
             num_planned = self.stores.plan_run(plain, progress.kept.collect, self._device_pool)
         stop = first + num_planned
         if num_planned == num_plain and stop < last:
-            storable, stop = self._storable_from(
-                progress,
-                group,
-                blocks[num_plain * self.tier.num_parts :],
-                keys[num_plain:],
-                keys[num_plain - 1] if num_plain else parent,
-                stop,
-                ended,
-            )
+            others = self._parts(blocks, num_plain, last - first)
+            storable, stop = self._storable_from(progress, group, others, stop, ended)
             count = self.stores.plan(storable, progress.kept.collect, self._device_pool)
             num_planned += count
             if count < len(storable):
@@ -351,16 +344,15 @@ class EagerPolicy:
         request: "Request",
         group: int,
         blocks: list[KVCacheBlock],
-        keys: list[BlockHashWithGroupId],
         parent: BlockHashWithGroupId | None,
         first: int,
     ) -> Run | None:
-        """As many of a request's host blocks from ``first`` on, of these ``keys``, as there is
-        nothing to decide about: the tier has none of them, and the device's ``blocks`` hold what
-        they are taken for. None if there is no such block."""
+        """As many of a request's host blocks from ``first`` on as there is nothing to decide
+        about: the tier has none of them, and the device's ``blocks`` hold what they are taken
+        for. None if there is no such block."""
         if self.admission.threshold > 1:
             return None
-        keys = self._sources.matching(request, group, first, keys, blocks)
+        keys = self._sources.matching(request, group, first, blocks)
         if not keys or not self.stores.has_none(keys):
             return None
         size = self.tier.block_sizes[group]
@@ -371,14 +363,15 @@ class EagerPolicy:
         progress: _Progress,
         group: int,
         blocks: list[KVCacheBlock],
-        keys: list[BlockHashWithGroupId],
-        parent: BlockHashWithGroupId | None,
         first: int,
         ended: bool,
     ) -> tuple[list[Storable], int]:
-        """Of a request's host blocks from ``first`` on, of these ``keys``, those that there is
-        need to store, and where they end. ``blocks``: their parts."""
+        """Of a request's host blocks from ``first`` on those that there is need to store, and
+        where they end. ``blocks``: their parts."""
         size = self.tier.block_sizes[group]
+        last = first + len(blocks) // self.tier.num_parts
+        keys = self.tier.keys(progress.request.block_hashes, group, max(first - 1, 0), last)
+        parent = keys.pop(0) if first else None
         storable: list[Storable] = []
         for index, key in enumerate(keys, first):
             if not self.stores.has(key):
@@ -392,7 +385,7 @@ class EagerPolicy:
                 elif self._is_chained(group):
                     return storable, index
             parent = key
-        return storable, first + len(keys)
+        return storable, last
 
     def _start(self, progress: _Progress, limits: Mapping[int, int]) -> None:
         """Skip and keep what the tier has (or is getting) already of the request's blocks before

@@ -32,20 +32,20 @@ class Sources:
         request: "Request",
         group: int,
         first: int,
-        keys: list[BlockHashWithGroupId],
         blocks: Sequence[KVCacheBlock],
     ) -> list[BlockHashWithGroupId]:
-        """Those of ``keys``, of the request's host blocks from ``first`` on, up to the first one
-        of which ``blocks``, the parts that the block table has, are not all what they are taken
-        for."""
-        wanted, num_parts = keys, self.tier.num_parts
-        if num_parts > 1:
-            last = first + len(keys)
-            wanted = self.tier.part_keys(request.block_hashes, group, first, last)
+        """The keys of the request's host blocks from ``first`` on, up to the first one of which
+        ``blocks``, the parts that the block table has, at least one, are not all what they are
+        taken for."""
+        num_parts, end = self.tier.num_parts, self.tier.key_ends[group]
+        last = first + len(blocks) // num_parts
+        hashes = self.tier.part_hashes(request.block_hashes, group, first, last)
         held: list[Any] = [block._block_hash for block in blocks]
-        if held == wanted:
-            return held[num_parts - 1 :: num_parts]  # the same, and in memory already
-        return keys[: next(i for i, key in enumerate(wanted) if held[i] != key) // num_parts]
+        # All at once, which makes no keys: each is as long as any other. A block may have none.
+        if b"".join(filter(None, held)) == end.join(hashes) + end:
+            return held[num_parts - 1 :: num_parts]
+        count = next(i for i, each in enumerate(hashes) if held[i] != each + end) // num_parts
+        return held[num_parts - 1 : count * num_parts : num_parts]
 
     def of(
         self,
