@@ -9,18 +9,31 @@ from simple_offload.scheduler.runs import Run
 
 _KEYS_PER_PARENT = 4
 """As many keys are looked for in the time that it takes to look for a run's parent."""
+_LONG = 64
+_MOST_LONG = 4
+"""Runs of at least ``_LONG`` keys have a set of their own, but no more runs than that: whoever
+looks for a key looks in each."""
 
 
 class Coming(Container[BlockHashWithGroupId]):
-    """The keys of runs that are being stored. No key may be added that is there."""
+    """The keys of runs that are being stored. No key may be added that is there.
+
+    The set of a long run is dropped as a whole: to take thousands of keys out of a set takes as
+    long as to put them there.
+    """
 
     def __init__(self, tier: CpuTier) -> None:
         self.tier = tier
         self._runs: set[Run] = set()
+        self._own_keys: dict[Run, set[BlockHashWithGroupId]] = {}
+        """Of each run that has a set of its own."""
         self._keys: set[BlockHashWithGroupId] = set()
+        """Of all others."""
 
     def __contains__(self, key: object) -> bool:
-        return key in self._keys
+        if key in self._keys:
+            return True
+        return bool(self._own_keys) and any(key in each for each in self._own_keys.values())
 
     @property
     def keys(self) -> set[BlockHashWithGroupId]:
@@ -30,16 +43,21 @@ class Coming(Container[BlockHashWithGroupId]):
     def add(self, run: Run) -> None:
         """The run is on its way."""
         self._runs.add(run)
-        self._keys.update(run.keys)
+        if len(run) >= _LONG and len(self._own_keys) < _MOST_LONG:
+            self._own_keys[run] = set(run.keys)
+        else:
+            self._keys.update(run.keys)
 
     def remove(self, run: Run) -> None:
         """It is not any more."""
         self._runs.remove(run)
-        self._keys.difference_update(run.keys)
+        if self._own_keys.pop(run, None) is None:
+            self._keys.difference_update(run.keys)
 
     def clear(self) -> None:
         """Nothing is on its way any more."""
         self._runs.clear()
+        self._own_keys.clear()
         self._keys.clear()
 
     def has_none(self, keys: Sequence[BlockHashWithGroupId]) -> bool:
@@ -51,12 +69,15 @@ class Coming(Container[BlockHashWithGroupId]):
         # parent would be one of them, which is not in the tier, nor, by the same token, coming.
         if len(self._runs) * _KEYS_PER_PARENT < len(keys) and self._all_have_parents():
             return True
-        return self._keys.isdisjoint(keys)
+        return all(each.isdisjoint(keys) for each in self._sets())
 
     def check_integrity(self, runs: Iterable[Run]) -> None:
         """Raise AssertionError unless these runs are on their way, and no other key is."""
         assert self._runs == set(runs), "runs on their way differ from the stores'"
-        assert self._keys == self.keys, "keys on their way differ from the stores'"
+        assert set().union(*self._sets()) == self.keys, "keys on their way differ from the stores'"
+
+    def _sets(self) -> list[set[BlockHashWithGroupId]]:
+        return [self._keys, *self._own_keys.values()]
 
     def _all_have_parents(self) -> bool:
         """Whether what precedes each run is in the tier or on its way, if something does. It may

@@ -2,11 +2,21 @@
 
 import pytest
 
+from simple_offload.scheduler import coming as module
 from simple_offload.scheduler.coming import Coming
 from simple_offload.scheduler.runs import Run
 from tests.scheduler.tiers import BLOCK_SIZE, key, leave, make_tier, parent_of, prefixes, store
 
 CHAIN = "abcdefghijkl"
+
+
+@pytest.fixture(autouse=True, params=[(64, 4), (1, 1), (2, 1), (1, 4)], ids=str)
+def limits(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> tuple[int, int]:
+    """How long a run is that has a set of its own, and how many may have one."""
+    long, most_long = request.param
+    monkeypatch.setattr(module, "_LONG", long)
+    monkeypatch.setattr(module, "_MOST_LONG", most_long)
+    return long, most_long
 
 
 def run(first: str, last: str) -> Run:
@@ -64,6 +74,22 @@ def test_has_none_where_a_parent_is_missing(why: str) -> None:
     assert not coming.has_none(run("a", "l").keys)
     assert not coming.has_none(run("b", "l").keys)
     assert coming.has_none(run("d", "l").keys)
+
+
+def test_there_are_few_sets_to_look_in(limits: tuple[int, int]) -> None:
+    """However many runs are on their way; and there is room again when one has ended."""
+    long, most_long = limits
+    coming = Coming(make_tier(8))
+    runs = [run(letter, letter) for letter in CHAIN]
+    for _ in range(2):
+        for each in runs:
+            coming.add(each)
+        assert len(coming._sets()) == 1 + (most_long if long == 1 else 0)
+        coming.check_integrity(runs)
+        for each in runs:
+            coming.remove(each)
+        coming.check_integrity([])
+        assert len(coming._sets()) == 1
 
 
 @pytest.mark.parametrize("wrong", ["missing", "too many"])
