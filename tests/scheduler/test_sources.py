@@ -34,7 +34,7 @@ class Bench:
 
     def matching(self, first: int = 0) -> list[BlockHashWithGroupId]:
         parts = self.table[first * self.driver.tier.num_parts :]
-        return self.sources.matching(self.request, 0, first, parts)
+        return self.sources.matching(self.request.block_hashes, 0, first, parts)
 
     @property
     def keys(self) -> list[BlockHashWithGroupId]:
