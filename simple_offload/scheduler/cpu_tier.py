@@ -378,7 +378,7 @@ class CpuTier:
         if before is not None:
             parent = before.block_hash  # equal, but to follow it takes no comparison
         block_lists.give_keys(self.pool, blocks, keys, run.num_tokens, run.size)
-        self.order.follow(blocks, [parent, *keys])
+        self.order.follow(blocks, parent)
         self.order.queue(blocks, before)
         return True
 
@@ -395,7 +395,7 @@ class CpuTier:
             self.pool.cached_block_hash_to_block.insert(key, block)
             for inner_key in run.inner_keys[place] if run.inner_keys else ():
                 self.pool._insert_block_hash(inner_key, block, num_tokens=None)
-            self.order.follow((block,), (parent,))
+            self.order.follow((block,), parent)
             if parent is not None and orphaned:
                 self.order.wait_for(parent, block)
         self.unpin(blocks)
