@@ -13,7 +13,6 @@ sizes, keys and hits here are those of whole host blocks.
 
 import gc
 from bisect import bisect_left
-from collections import Counter
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple, cast
@@ -34,6 +33,7 @@ from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
 from simple_offload import metrics
 from simple_offload.scheduler import block_lists
 from simple_offload.scheduler.eviction_order import EvictionOrder
+from simple_offload.scheduler.integrity import check_integrity
 from simple_offload.scheduler.runs import Run
 
 _FIRST_LOOKUP = 64
@@ -426,48 +426,7 @@ class CpuTier:
     def check_integrity(self) -> None:
         """Raise AssertionError when the free queue, the hash map and the parents disagree.
         Costs time in proportion to the tier: for tests."""
-        position = {
-            block.block_id: place
-            for place, block in enumerate(self.pool.free_block_queue.get_all_free_blocks())
-        }
-        assert len(position) == self.pool.get_num_free_blocks(), "free queue miscounted"
-        for block in self.pool.blocks:
-            if block.is_null:
-                continue
-            free = block.block_id in position
-            assert free == (block.ref_cnt == 0), f"{block}: free and referred to, or neither"
-            for inner_key in self.pool.cached_block_hashes_by_block.get(block.block_id, ()):
-                assert block.block_hash is not None and self.get(inner_key) is not None, (
-                    f"{block}: has lost a key of a part of it"
-                )
-            parent_key = self.order.parents[block.block_id]
-            if block.block_hash is None:
-                assert parent_key is None, f"{block}: empty, yet has a parent"
-                continue
-            found = self.get(block.block_hash)
-            assert found is not None and found.block_id == block.block_id, (
-                f"{block}: not found by its own key"
-            )
-            if parent_key is not None and self._is_chained(block.block_hash):
-                parent = self.get(parent_key)
-                if parent is None:
-                    if block.block_id in self.order.early.get(parent_key, ()):
-                        continue
-                    raise AssertionError(f"{block}: its chain's head has left the tier")
-                later = position.get(parent.block_id, len(position))
-                assert position.get(block.block_id, -1) < later, f"{block}: outlives {parent}"
-                assert self.order.is_protected(parent) or not self.order.is_protected(block), (
-                    f"{block}: protected, which {parent} is not"
-                )
-        if self.demotes:
-            followers = Counter(parent for parent in self.order.parents if parent is not None)
-            assert self.order.num_followers == followers, "followers miscounted"
-        for block_id in self.order.demoted:
-            block = self.pool.blocks[block_id]
-            assert block.ref_cnt == 0 and block.block_hash is not None, f"{block}: is demoted"
-        self.order.segments.check_integrity()
-        num_used = sum(block.block_hash is not None for block in self.pool.blocks)
-        assert num_used == self.num_used, f"{num_used} blocks hold something, not {self.num_used}"
+        check_integrity(self)
 
     # Details
 
