@@ -45,8 +45,8 @@ class Transfer:
     ) -> "Transfer":
         """A transfer of ``device_blocks[i]`` with ``host_blocks[i]``; ValueError when the two
         are not equally long."""
-        device = np.array(device_blocks, dtype=np.int64)
-        host = np.array(host_blocks, dtype=np.int64)
+        device = np.fromiter(device_blocks, np.int64, len(device_blocks))
+        host = np.fromiter(host_blocks, np.int64, len(host_blocks))
         if len(device) != len(host):
             raise ValueError(f"{len(device)} device blocks paired with {len(host)} host blocks")
         return cls(transfer_id, device, host, request_id, after_compute)

@@ -13,7 +13,6 @@ sizes, keys and hits here are those of whole host blocks.
 
 import gc
 from bisect import bisect_left
-from collections import Counter
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple, cast
@@ -34,6 +33,7 @@ from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
 from simple_offload import metrics
 from simple_offload.scheduler import block_lists
 from simple_offload.scheduler.eviction_order import EvictionOrder
+from simple_offload.scheduler.integrity import check_integrity
 from simple_offload.scheduler.runs import Run
 
 _FIRST_LOOKUP = 64
@@ -96,12 +96,12 @@ class CpuTier:
             if isinstance(coordinator.single_type_managers[group], FullAttentionManager)
         )
         """Groups of which a hit needs every block from the first token on."""
-        self._key_ends = [
+        self.key_ends = [
             make_block_hash_with_group_id(BlockHash(b""), group)
             for group in range(len(self.block_sizes))
         ]
         """By group, what makes a hash a key: of a long prefix there are thousands to make."""
-        self._chained_key_ends = {self._key_ends[group] for group in self.chained_group_ids}
+        self._chained_key_ends = {self.key_ends[group] for group in self.chained_group_ids}
         self._is_one_chain = (
             [type(manager) for manager in coordinator.single_type_managers]
             == [FullAttentionManager]
@@ -154,7 +154,7 @@ class CpuTier:
         """The keys of a request's blocks ``start`` to ``stop`` of ``group``, as far as their
         hashes are known."""
         hashes = resolve_block_hashes(block_hashes, self.hash_block_size, self.block_sizes[group])
-        end = self._key_ends[group]
+        end = self.key_ends[group]
         return cast(list[BlockHashWithGroupId], [each + end for each in hashes[start:stop]])
 
     def num_keys(self, block_hashes: list[BlockHash], group: int) -> int:
@@ -175,11 +175,18 @@ class CpuTier:
     ) -> list[BlockHashWithGroupId]:
         """The keys by which the device knows the parts of a request's host blocks ``start`` to
         ``stop``, whose hashes must be known."""
-        num_parts, end = self.num_parts, self._key_ends[group]
+        hashes = self.part_hashes(block_hashes, group, start, stop)
+        end = self.key_ends[group]
+        return cast(list[BlockHashWithGroupId], [each + end for each in hashes])
+
+    def part_hashes(
+        self, block_hashes: list[BlockHash], group: int, start: int, stop: int
+    ) -> list[BlockHash]:
+        """What becomes ``part_keys`` with ``key_ends[group]`` added to each."""
+        num_parts = self.num_parts
         stride = self.block_sizes[group] // num_parts // self.hash_block_size  # hashes a part
         first, last = start * num_parts * stride, stop * num_parts * stride
-        hashes = block_hashes[first + stride - 1 : last : stride]
-        return cast(list[BlockHashWithGroupId], [each + end for each in hashes])
+        return block_hashes[first + stride - 1 : last : stride]
 
     def start_of(self, num_computed_tokens: int) -> int:
         """Where a lookup beyond ``num_computed_tokens`` begins: there, or as many tokens earlier
@@ -209,7 +216,7 @@ class CpuTier:
         """How many of the first ``limit`` blocks of a request of a chained group are there, or
         among those ``coming``."""
         hashes = resolve_block_hashes(block_hashes, self.hash_block_size, self.block_sizes[group])
-        return self._count_present(hashes, self._key_ends[group], limit, coming)
+        return self._count_present(hashes, self.key_ends[group], limit, coming)
 
     def has_none(self, keys: Sequence[BlockHashWithGroupId]) -> bool:
         """Whether no block holds one of ``keys``, at least one, of blocks that follow each other
@@ -371,7 +378,7 @@ class CpuTier:
         if before is not None:
             parent = before.block_hash  # equal, but to follow it takes no comparison
         block_lists.give_keys(self.pool, blocks, keys, run.num_tokens, run.size)
-        self.order.follow(blocks, [parent, *keys])
+        self.order.follow(blocks, parent)
         self.order.queue(blocks, before)
         return True
 
@@ -388,7 +395,7 @@ class CpuTier:
             self.pool.cached_block_hash_to_block.insert(key, block)
             for inner_key in run.inner_keys[place] if run.inner_keys else ():
                 self.pool._insert_block_hash(inner_key, block, num_tokens=None)
-            self.order.follow((block,), (parent,))
+            self.order.follow((block,), parent)
             if parent is not None and orphaned:
                 self.order.wait_for(parent, block)
         self.unpin(blocks)
@@ -419,48 +426,7 @@ class CpuTier:
     def check_integrity(self) -> None:
         """Raise AssertionError when the free queue, the hash map and the parents disagree.
         Costs time in proportion to the tier: for tests."""
-        position = {
-            block.block_id: place
-            for place, block in enumerate(self.pool.free_block_queue.get_all_free_blocks())
-        }
-        assert len(position) == self.pool.get_num_free_blocks(), "free queue miscounted"
-        for block in self.pool.blocks:
-            if block.is_null:
-                continue
-            free = block.block_id in position
-            assert free == (block.ref_cnt == 0), f"{block}: free and referred to, or neither"
-            for inner_key in self.pool.cached_block_hashes_by_block.get(block.block_id, ()):
-                assert block.block_hash is not None and self.get(inner_key) is not None, (
-                    f"{block}: has lost a key of a part of it"
-                )
-            parent_key = self.order.parents[block.block_id]
-            if block.block_hash is None:
-                assert parent_key is None, f"{block}: empty, yet has a parent"
-                continue
-            found = self.get(block.block_hash)
-            assert found is not None and found.block_id == block.block_id, (
-                f"{block}: not found by its own key"
-            )
-            if parent_key is not None and self._is_chained(block.block_hash):
-                parent = self.get(parent_key)
-                if parent is None:
-                    if block.block_id in self.order.early.get(parent_key, ()):
-                        continue
-                    raise AssertionError(f"{block}: its chain's head has left the tier")
-                later = position.get(parent.block_id, len(position))
-                assert position.get(block.block_id, -1) < later, f"{block}: outlives {parent}"
-                assert self.order.is_protected(parent) or not self.order.is_protected(block), (
-                    f"{block}: protected, which {parent} is not"
-                )
-        if self.demotes:
-            followers = Counter(parent for parent in self.order.parents if parent is not None)
-            assert self.order.num_followers == followers, "followers miscounted"
-        for block_id in self.order.demoted:
-            block = self.pool.blocks[block_id]
-            assert block.ref_cnt == 0 and block.block_hash is not None, f"{block}: is demoted"
-        self.order.segments.check_integrity()
-        num_used = sum(block.block_hash is not None for block in self.pool.blocks)
-        assert num_used == self.num_used, f"{num_used} blocks hold something, not {self.num_used}"
+        check_integrity(self)
 
     # Details
 
@@ -516,7 +482,7 @@ class CpuTier:
     ) -> tuple[tuple[list[KVCacheBlock], ...], int]:
         """What ``find_longest_cache_hit`` finds where ``_is_one_chain``, in a fraction of the
         time."""
-        size, end = self.block_sizes[0], self._key_ends[0]
+        size, end = self.block_sizes[0], self.key_ends[0]
         limit = min(max_tokens // size, len(block_hashes))
         count = self._count_present(block_hashes, end, limit)
         chain = self._chain_up_to(block_hashes[count - 1] + end, count) if count else []

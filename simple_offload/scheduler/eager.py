@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_utils import (
+    BlockHash,
     BlockHashWithGroupId,
     KVCacheBlock,
 )
@@ -39,7 +40,10 @@ are stored may lose them, which is why these are few: it computes them again."""
 
 @dataclass(slots=True, eq=False)
 class _Progress:
-    request: "Request"
+    """Of a request, but not the request: what is left of one that has ended outlives it."""
+
+    hashes: list[BlockHash]
+    """The request's, which grow with it."""
     next_index: list[int]
     """By group, the first block that has not been dealt with."""
     num_found: list[int]
@@ -64,8 +68,10 @@ class _Ended(NamedTuple):
 
     progress: _Progress
     first: list[int]
+    stops: dict[int, int]
+    """By group, where its complete blocks end."""
     tables: dict[int, list[KVCacheBlock]]
-    """By group, its complete blocks from block ``first[group]`` on."""
+    """By group, those from block ``first[group]`` on."""
     held: list[KVCacheBlock]
 
 
@@ -91,6 +97,7 @@ class EagerPolicy:
         self.admission = admission
         self._managers = kv_cache_manager.coordinator.single_type_managers
         self._device_pool: BlockPool = kv_cache_manager.block_pool
+        self._requests: dict[str, Request] = {}
         self._progress: dict[str, _Progress] = {}
         self._due = Due()
         self._ended: list[_Ended] = []
@@ -121,16 +128,18 @@ class EagerPolicy:
 
     def on_allocated(self, request: "Request", *, loads: bool) -> None:
         self.admission.note(request)
-        kept = Kept(self.tier, request)
-        zeros = self._zeros
-        progress = _Progress(request, zeros.copy(), zeros.copy(), loads, kept)
-        self._progress[request.request_id] = progress
+        hashes, zeros = request.block_hashes, self._zeros
+        kept = Kept(self.tier, hashes)
+        self._requests[request.request_id] = request
+        self._progress[request.request_id] = _Progress(
+            hashes, zeros.copy(), zeros.copy(), loads, kept
+        )
         self._due.follow(request.request_id)
 
     def on_states(self, states: Mapping[str, Sequence[BoundaryState]]) -> None:
         for request_id, of_request in states.items():
             if (progress := self._progress.get(request_id)) is not None:
-                self.admission.note(progress.request)
+                self.admission.note(self._requests[request_id])
                 for state in of_request:
                     self._store_state(progress, state)
 
@@ -140,13 +149,11 @@ class EagerPolicy:
             self._finish(ended)
         for request_id in self._due.step(num_scheduled):
             progress = self._progress[request_id]
-            request = progress.request
+            request = self._requests[request_id]
             self.admission.note(request)
             if progress.ran and progress.refused_at != self.admission.version:
                 if confirmed_tokens(request) >= progress.ready_at:
-                    tables = {group: self._table(request_id, group) for group in self._groups}
-                    all_stored = self._store_ready(progress, tables, self._zeros, ended=False)
-                    progress.ready_at = self._next_ready(progress, may_wait=all_stored)
+                    self._go_on(request, progress)
                 self._due.put_off(request_id, progress.ready_at - request.num_computed_tokens)
             # In its first step a request has no blocks but those that it has found.
             progress.ran = True
@@ -154,6 +161,7 @@ class EagerPolicy:
     def on_finished(self, request: "Request", loading: bool) -> None:
         progress = self._progress.pop(request.request_id, None)
         if progress is not None:
+            del self._requests[request.request_id]
             self._due.forget(request.request_id)
             self.admission.note(request)
         self.admission.forget(request.request_id)
@@ -161,7 +169,7 @@ class EagerPolicy:
         # blocks, unless the tier does.
         if progress is None or loading or not (progress.ran or progress.loads):
             return
-        tables = {}
+        tables, stops = {}, {}
         for group in self._groups:
             if progress.started and self._is_chained(group):
                 # The tier may have lost the end of what was stored.
@@ -171,22 +179,33 @@ class EagerPolicy:
             if self._has_all(request, group, stop):
                 progress.next_index[group] = stop
             tables[group] = self._parts(table, progress.next_index[group], stop)
+            stops[group] = stop
         held = [block for table in tables.values() for block in table if not block.is_null]
         block_lists.hold(self._device_pool, held)
-        self._ended.append(_Ended(progress, list(progress.next_index), tables, held))
+        self._ended.append(_Ended(progress, list(progress.next_index), stops, tables, held))
 
     def on_reset(self) -> None:
+        self._requests.clear()
         self._progress.clear()
         self._due.clear()
         ended, self._ended = self._ended, []
         for request in ended:
             block_lists.release(self._device_pool, reversed(request.held))
 
+    def _go_on(self, request: "Request", progress: _Progress) -> None:
+        """Store what has been computed of a request that runs."""
+        tables = {group: self._table(request.request_id, group) for group in self._groups}
+        ready = {
+            group: self._num_complete(request, group, len(table) // self.tier.num_parts)
+            for group, table in tables.items()
+        }
+        all_stored = self._store_ready(progress, ready, tables, self._zeros, ended=False)
+        progress.ready_at = self._next_ready(request, progress, may_wait=all_stored)
+
     def _finish(self, ended: _Ended) -> None:
         """Store what is left of a request. What it has in the tier is the most recently used
         from now on, so that its rest displaces others' blocks."""
-        progress = ended.progress
-        hashes = progress.request.block_hashes
+        progress, hashes = ended.progress, ended.progress.hashes
         for group in self.tier.chained_group_ids:
             if not progress.next_index[group]:
                 self._skip_stored(progress, group, self.tier.num_keys(hashes, group))
@@ -195,7 +214,7 @@ class EagerPolicy:
         progress.started = True
         for group in self.tier.chained_group_ids:
             self.tier.refresh(hashes, group, progress.next_index[group], progress.num_found[group])
-        self._store_ready(progress, ended.tables, ended.first, ended=True)
+        self._store_ready(progress, ended.stops, ended.tables, ended.first, ended=True)
         if progress.refused_at == self.admission.version:
             self.tier.meter.add(metrics.SKIPPED, self._num_left(ended), "below_threshold")
         elif self._num_left(ended):
@@ -203,37 +222,30 @@ class EagerPolicy:
             for group in self.tier.chained_group_ids:
                 count = progress.next_index[group]
                 self.tier.refresh(hashes, group, count, num_found=count)
-            self._store_ready(progress, ended.tables, ended.first, ended=True)
+            self._store_ready(progress, ended.stops, ended.tables, ended.first, ended=True)
             self.tier.meter.add(metrics.DROPPED, self._num_left(ended), "tier_full")
         block_lists.release(self._device_pool, reversed(ended.held))
 
     def _num_left(self, ended: _Ended) -> int:
         """How many of its host blocks have neither been stored nor found to be in the tier."""
-        next_index, num_parts = ended.progress.next_index, self.tier.num_parts
-        return sum(
-            max(0, ended.first[group] + len(table) // num_parts - next_index[group])
-            for group, table in ended.tables.items()
-        )
+        next_index = ended.progress.next_index
+        return sum(max(0, stop - next_index[group]) for group, stop in ended.stops.items())
 
     def _store_ready(
         self,
         progress: _Progress,
-        tables: dict[int, list[KVCacheBlock]],
+        ready: Mapping[int, int],
+        tables: Mapping[int, list[KVCacheBlock]],
         first: Sequence[int],
         ended: bool,
     ) -> bool:
-        """Plan stores from the groups' cursors on. ``tables``: by group the request's blocks
-        from block ``first[group]`` on. False: some have to be put off.
+        """Plan stores from the groups' cursors on, up to block ``ready[group]``. ``tables``: by
+        group the request's blocks from block ``first[group]`` on. False: some have to be put off.
 
         A hit needs every group, so a tier that is too small for the request had better hold the
         beginning of each: groups take turns.
         """
-        request, num_parts = progress.request, self.tier.num_parts
         sizes, next_index = self.tier.block_sizes, progress.next_index
-        ready = {
-            group: self._num_complete(request, group, first[group] + len(table) // num_parts)
-            for group, table in tables.items()
-        }
         behind = [group for group in ready if next_index[group] < ready[group]]
         if not behind:
             return True
@@ -254,10 +266,10 @@ class EagerPolicy:
             behind = [group for group in ready if next_index[group] < ready[group]]
         return True
 
-    def _next_ready(self, progress: _Progress, may_wait: bool) -> int:
+    def _next_ready(self, request: "Request", progress: _Progress, may_wait: bool) -> int:
         """How many tokens must have been computed before there is something to store: the next
         block of some group, or more of them, if it is none of the prompt's and ``may_wait``."""
-        num_prompt_tokens = progress.request.num_prompt_tokens
+        num_prompt_tokens = request.num_prompt_tokens
         at = []
         for group in self._groups:
             index, size = progress.next_index[group], self.tier.block_sizes[group]
@@ -283,14 +295,15 @@ class EagerPolicy:
         """Whether the tier has (or is getting) the first ``count`` blocks of the request."""
         if not count or not self._is_chained(group):
             return False
-        last = self.tier.keys(request.block_hashes, group, count - 1, count)
-        return self.stores.has(last[0])  # and with it, all before it
+        num_tokens = count * self.tier.block_sizes[group]
+        last = self.tier.key_at(request.block_hashes, group, num_tokens)
+        return self.stores.has(last)  # and with it, all before it
 
     def _store_state(self, progress: _Progress, state: BoundaryState) -> None:
         group, size = state.group, self.tier.block_sizes[state.group]
         if group not in self.tier.group_ids:
             return
-        hashes = progress.request.block_hashes
+        hashes = progress.hashes
         key = self.tier.key_at(hashes, group, state.num_tokens)
         block = self._device_pool.blocks[state.block_id]
         # A block that was given up since it was handed over has lost its hash.
@@ -311,30 +324,21 @@ class EagerPolicy:
         """Store those of ``blocks``, the parts of the host blocks that follow the group's cursor,
         that there is need to, and move the cursor. False: not now, and nothing of the request
         after it either."""
-        first = progress.next_index[group]
+        first, size = progress.next_index[group], self.tier.block_sizes[group]
         last = first + len(blocks) // self.tier.num_parts
         chained = self._is_chained(group)
-        keys = self.tier.keys(progress.request.block_hashes, group, max(first - 1, 0), last)
-        parent = keys.pop(0) if first else None
+        parent = self.tier.key_at(progress.hashes, group, first * size) if first else None
         if chained and parent is not None and not self.stores.has(parent):
             return False
-        size = self.tier.block_sizes[group]
-        plain = self._plain_run(progress.request, group, blocks, keys, parent, first)
+        plain = self._plain_run(progress.hashes, group, blocks, parent, first)
         num_plain = len(plain) if plain is not None else 0
         num_planned = 0
         if plain is not None:
             num_planned = self.stores.plan_run(plain, progress.kept.collect, self._device_pool)
         stop = first + num_planned
         if num_planned == num_plain and stop < last:
-            storable, stop = self._storable_from(
-                progress,
-                group,
-                blocks[num_plain * self.tier.num_parts :],
-                keys[num_plain:],
-                keys[num_plain - 1] if num_plain else parent,
-                stop,
-                ended,
-            )
+            others = self._parts(blocks, num_plain, last - first)
+            storable, stop = self._storable_from(progress, group, others, stop, ended)
             count = self.stores.plan(storable, progress.kept.collect, self._device_pool)
             num_planned += count
             if count < len(storable):
@@ -348,19 +352,18 @@ class EagerPolicy:
 
     def _plain_run(
         self,
-        request: "Request",
+        hashes: list[BlockHash],
         group: int,
         blocks: list[KVCacheBlock],
-        keys: list[BlockHashWithGroupId],
         parent: BlockHashWithGroupId | None,
         first: int,
     ) -> Run | None:
-        """As many of a request's host blocks from ``first`` on, of these ``keys``, as there is
-        nothing to decide about: the tier has none of them, and the device's ``blocks`` hold what
-        they are taken for. None if there is no such block."""
+        """As many of a request's host blocks from ``first`` on as there is nothing to decide
+        about: the tier has none of them, and the device's ``blocks`` hold what they are taken
+        for. None if there is no such block."""
         if self.admission.threshold > 1:
             return None
-        keys = self._sources.matching(request, group, first, keys, blocks)
+        keys = self._sources.matching(hashes, group, first, blocks)
         if not keys or not self.stores.has_none(keys):
             return None
         size = self.tier.block_sizes[group]
@@ -371,14 +374,15 @@ class EagerPolicy:
         progress: _Progress,
         group: int,
         blocks: list[KVCacheBlock],
-        keys: list[BlockHashWithGroupId],
-        parent: BlockHashWithGroupId | None,
         first: int,
         ended: bool,
     ) -> tuple[list[Storable], int]:
-        """Of a request's host blocks from ``first`` on, of these ``keys``, those that there is
-        need to store, and where they end. ``blocks``: their parts."""
+        """Of a request's host blocks from ``first`` on those that there is need to store, and
+        where they end. ``blocks``: their parts."""
         size = self.tier.block_sizes[group]
+        last = first + len(blocks) // self.tier.num_parts
+        keys = self.tier.keys(progress.hashes, group, max(first - 1, 0), last)
+        parent = keys.pop(0) if first else None
         storable: list[Storable] = []
         for index, key in enumerate(keys, first):
             if not self.stores.has(key):
@@ -386,13 +390,13 @@ class EagerPolicy:
                     progress.refused_at = self.admission.version
                     return storable, index
                 parts = self._parts(blocks, index - first, index - first + 1)
-                sources = self._sources.of(parts, progress.request, index, key, group, ended)
+                sources = self._sources.of(parts, progress.hashes, index, key, group, ended)
                 if sources is not None:
                     storable.append(Storable(sources, key, parent, (index + 1) * size))
                 elif self._is_chained(group):
                     return storable, index
             parent = key
-        return storable, first + len(keys)
+        return storable, last
 
     def _start(self, progress: _Progress, limits: Mapping[int, int]) -> None:
         """Skip and keep what the tier has (or is getting) already of the request's blocks before
@@ -402,7 +406,7 @@ class EagerPolicy:
             if self._is_chained(group):
                 self._skip_stored(progress, group, limits[group])
             else:
-                keys = self.tier.keys(progress.request.block_hashes, group, stop=limits[group])
+                keys = self.tier.keys(progress.hashes, group, stop=limits[group])
                 progress.kept.keep(filter(self.stores.has, keys))
         self._count_skipped(progress)
 
@@ -417,7 +421,6 @@ class EagerPolicy:
     def _skip_stored(self, progress: _Progress, group: int, limit: int) -> None:
         """Set the cursor behind what the tier has (or is getting) of the request's first
         ``limit`` blocks."""
-        hashes = progress.request.block_hashes
-        count = self.stores.count_first(hashes, group, limit)
+        count = self.stores.count_first(progress.hashes, group, limit)
         progress.next_index[group] = count
         progress.kept.keep_first(group, count)

@@ -47,15 +47,15 @@ class EvictionOrder:
         self.parents.extend([None] * (len(self.pool.blocks) - len(self.parents)))
         self.segments.grow()
 
-    def follow(
-        self, blocks: Sequence[KVCacheBlock], parents: Iterable[BlockHashWithGroupId | None]
-    ) -> None:
-        """These blocks hold what comes after those keys."""
-        own = self.parents
-        for block, parent in zip(blocks, parents, strict=False):
-            own[block.block_id] = parent
-            if self.demotes and parent is not None:
+    def follow(self, chain: Sequence[KVCacheBlock], parent: BlockHashWithGroupId | None) -> None:
+        """Each block of a chain holds what comes after the one before it, and the first what
+        comes after ``parent``."""
+        parents, demotes = self.parents, self.demotes
+        for block in chain:
+            parents[block.block_id] = parent
+            if demotes and parent is not None:
                 self.num_followers[parent] = self.num_followers.get(parent, 0) + 1
+            parent = block._block_hash
 
     def wait_for(self, parent: BlockHashWithGroupId, block: KVCacheBlock) -> None:
         """``block`` has been filled before its parent."""

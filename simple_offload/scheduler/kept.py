@@ -1,14 +1,10 @@
 """Kept: what must not leave the tier to make room for the rest of a request."""
 
 from collections.abc import Iterable, Set
-from typing import TYPE_CHECKING
 
-from vllm.v1.core.kv_cache_utils import BlockHashWithGroupId
+from vllm.v1.core.kv_cache_utils import BlockHash, BlockHashWithGroupId
 
 from simple_offload.scheduler.cpu_tier import CpuTier
-
-if TYPE_CHECKING:
-    from vllm.v1.request import Request
 
 
 class Kept:
@@ -17,9 +13,9 @@ class Kept:
     They are collected when somebody asks: only a full tier does.
     """
 
-    def __init__(self, tier: CpuTier, request: "Request") -> None:
+    def __init__(self, tier: CpuTier, block_hashes: list[BlockHash]) -> None:
         self.tier = tier
-        self._request = request
+        self._hashes = block_hashes
         self._counts = [0] * len(tier.block_sizes)
         self._num_collected = self._counts.copy()
         self._collected: set[BlockHashWithGroupId] = set()
@@ -35,9 +31,8 @@ class Kept:
     def collect(self) -> Set[BlockHashWithGroupId]:
         """All that is kept."""
         if self._num_collected != self._counts:
-            hashes = self._request.block_hashes
             for group, count in enumerate(self._counts):
                 first = self._num_collected[group]
-                self._collected.update(self.tier.keys(hashes, group, first, count))
+                self._collected.update(self.tier.keys(self._hashes, group, first, count))
             self._num_collected = self._counts.copy()
         return self._collected

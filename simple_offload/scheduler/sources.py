@@ -4,13 +4,17 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from vllm.v1.core.block_pool import BlockPool
-from vllm.v1.core.kv_cache_utils import BlockHashWithGroupId, KVCacheBlock, get_block_hash
+from vllm.v1.core.kv_cache_utils import (
+    BlockHash,
+    BlockHashWithGroupId,
+    KVCacheBlock,
+    get_block_hash,
+)
 
 from simple_offload.scheduler.cpu_tier import CpuTier
 
 if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_manager import KVCacheManager
-    from vllm.v1.request import Request
 
 
 class Sources:
@@ -29,28 +33,28 @@ class Sources:
 
     def matching(
         self,
-        request: "Request",
+        block_hashes: list[BlockHash],
         group: int,
         first: int,
-        keys: list[BlockHashWithGroupId],
         blocks: Sequence[KVCacheBlock],
     ) -> list[BlockHashWithGroupId]:
-        """Those of ``keys``, of the request's host blocks from ``first`` on, up to the first one
-        of which ``blocks``, the parts that the block table has, are not all what they are taken
-        for."""
-        wanted, num_parts = keys, self.tier.num_parts
-        if num_parts > 1:
-            last = first + len(keys)
-            wanted = self.tier.part_keys(request.block_hashes, group, first, last)
+        """The keys of a request's host blocks from ``first`` on, up to the first one of which
+        ``blocks``, the parts that the block table has, at least one, are not all what they are
+        taken for."""
+        num_parts, end = self.tier.num_parts, self.tier.key_ends[group]
+        last = first + len(blocks) // num_parts
+        hashes = self.tier.part_hashes(block_hashes, group, first, last)
         held: list[Any] = [block._block_hash for block in blocks]
-        if held == wanted:
-            return held[num_parts - 1 :: num_parts]  # the same, and in memory already
-        return keys[: next(i for i, key in enumerate(wanted) if held[i] != key) // num_parts]
+        # All at once, which makes no keys: each is as long as any other. A block may have none.
+        if b"".join(filter(None, held)) == end.join(hashes) + end:
+            return held[num_parts - 1 :: num_parts]
+        count = next(i for i, each in enumerate(hashes) if held[i] != each + end) // num_parts
+        return held[num_parts - 1 : count * num_parts : num_parts]
 
     def of(
         self,
         parts: Sequence[KVCacheBlock],
-        request: "Request",
+        block_hashes: list[BlockHash],
         index: int,
         key: BlockHashWithGroupId,
         group: int,
@@ -61,7 +65,7 @@ class Sources:
         request's blocks no hash any more."""
         keys = [key]
         if self.tier.num_parts > 1:
-            keys = self.tier.part_keys(request.block_hashes, group, index, index + 1)
+            keys = self.tier.part_keys(block_hashes, group, index, index + 1)
         sources = []
         for part, part_key in zip(parts, keys, strict=True):
             source = self._of_part(part, part_key, group, ended)

@@ -1,6 +1,6 @@
 """Stores: device blocks on their way to the host, across ranks."""
 
-from collections.abc import Callable, Container, Iterable, Sequence
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import NamedTuple
@@ -12,6 +12,7 @@ from simple_offload import metrics
 from simple_offload.logs import get_logger
 from simple_offload.metadata import Transfer
 from simple_offload.scheduler import block_lists
+from simple_offload.scheduler.coming import Coming
 from simple_offload.scheduler.cpu_tier import CpuTier
 from simple_offload.scheduler.events import KVEvents, Origins
 from simple_offload.scheduler.in_flight import Ended, InFlight
@@ -51,10 +52,6 @@ class _Store:
     def host_blocks(self) -> list[KVCacheBlock]:
         return list(chain.from_iterable(blocks for _, blocks in self.runs))
 
-    @property
-    def keys(self) -> Iterable[BlockHashWithGroupId]:
-        return chain.from_iterable(run.keys for run, _ in self.runs)
-
 
 class Stores:
     """Planned (paired, both blocks held), in flight, and then committed or released.
@@ -69,8 +66,7 @@ class Stores:
         self.origins: Origins | None = None
         self._planned = _Store()
         self._in_flight: dict[int, _Store] = {}
-        self._keys: set[BlockHashWithGroupId] = set()
-        """Keys on their way."""
+        self._coming = Coming(tier)
         self.num_failed = 0
         """Stores that have failed."""
         self.first_to_go: dict[int, int] = {}
@@ -84,18 +80,17 @@ class Stores:
 
     def has(self, key: BlockHashWithGroupId) -> bool:
         """Whether ``key`` is in the tier or on its way there."""
-        return key in self._keys or self.tier.has(key)
+        return self.tier.has(key) or key in self._coming
 
     def count_first(self, block_hashes: list[BlockHash], group: int, limit: int) -> int:
         """How many of the first ``limit`` blocks of a request of a chained group are in the tier
         or on their way there."""
-        return self.tier.count_first(block_hashes, group, limit, self._keys)
+        return self.tier.count_first(block_hashes, group, limit, self._coming)
 
     def has_none(self, keys: Sequence[BlockHashWithGroupId]) -> bool:
         """Whether none of ``keys``, at least one, of blocks that follow each other in a chain, is
         in the tier or on its way there."""
-        # After a failed store, what follows it may be on its way.
-        return self.tier.has_none(keys) and self._keys.isdisjoint(keys)
+        return self.tier.has_none(keys) and self._coming.has_none(keys)
 
     def plan(
         self,
@@ -135,7 +130,7 @@ class Stores:
             last_parts = run.device_blocks[self.tier.num_parts - 1 :: self.tier.num_parts]
             run.requests = [self.origins.of(block) for block in last_parts]
         self._planned.runs.append((run, host_blocks))
-        self._keys.update(run.keys)
+        self._coming.add(run)
 
     def submit(self) -> list[Transfer]:
         """The planned store as a transfer (none if nothing is planned), in flight from now on."""
@@ -173,7 +168,8 @@ class Stores:
         elif store.abandoned:
             meter.add(metrics.DROPPED, len(store), "reset")
         if not store.abandoned:
-            self._keys.difference_update(store.keys)
+            for run, _ in store.runs:
+                self._coming.remove(run)
         self._release(store, device_pool)
         return True
 
@@ -186,7 +182,7 @@ class Stores:
         self._release(planned, device_pool)
         for store in self._in_flight.values():
             store.abandoned = True
-        self._keys.clear()
+        self._coming.clear()
 
     def frees_device_blocks(self) -> bool:
         """Whether the end of a store, planned or in flight, would return a device block to the
@@ -219,7 +215,7 @@ class Stores:
 
     def check_integrity(self) -> None:
         """Raise AssertionError unless every block of a store is held and its key hidden."""
-        keys: set[BlockHashWithGroupId] = set()
+        coming: list[Run] = []
         for store in (self._planned, *self._in_flight.values()):
             for run, host_blocks in store.runs:
                 held = (*run.device_blocks, *host_blocks)
@@ -231,8 +227,8 @@ class Stores:
                     f"{host_blocks}: findable too soon"
                 )
             if not store.abandoned:
-                keys.update(store.keys)
-        assert keys == self._keys, "keys on their way differ from the stores'"
+                coming += [run for run, _ in store.runs]
+        self._coming.check_integrity(coming)
         held_ids = {
             block.block_id
             for store in (self._planned, *self._in_flight.values())

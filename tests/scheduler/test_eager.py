@@ -1,7 +1,10 @@
 """EagerPolicy: every full block is stored once its tokens are computed, and stored once."""
 
+import gc
+
 import pytest
 
+from simple_offload.scheduler.eager import EagerPolicy
 from tests.scheduler.conftest import MakeDriver
 from tests.scheduler.driver import LOAD, STORE, Driver, prompt
 
@@ -72,6 +75,22 @@ def test_tokens_that_only_have_room_are_not_stored(
     driver.run()
     history = [*prompt(12), *driver.world.finished["a"][0]]
     assert driver.found(history) == (len(history) - 1) // 4 * 4
+
+
+def test_a_request_that_has_ended_is_not_held(drive: MakeDriver) -> None:
+    """What is left of it to store is; but its tokens may be many, and who lets go of them last
+    has the work of freeing them."""
+    driver = drive()
+    request = driver.start("a", prompt(17))
+    while "a" in driver.world.requests:
+        driver.step()
+    policy = driver.scheduler._policy
+    assert isinstance(policy, EagerPolicy)
+    assert (policy.num_requests, len(policy._requests)) == (1, 0)
+    holders = {type(holder).__module__ for holder in gc.get_referrers(request)}
+    assert not {name for name in holders if name.startswith("simple_offload")}
+    driver.run()
+    assert driver.found(prompt(17)) == 16
 
 
 # While it runs

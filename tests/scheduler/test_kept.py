@@ -14,7 +14,7 @@ def kept_of(kept: Kept) -> list[list[int]]:
 
 
 def test_the_first_blocks_of_each_group_and_some_more() -> None:
-    kept = Kept(TIER, REQUEST)
+    kept = Kept(TIER, REQUEST.block_hashes)
     assert kept_of(kept) == [[], []]
     kept.keep_first(0, 2)
     kept.keep_first(1, 1)
@@ -25,11 +25,11 @@ def test_the_first_blocks_of_each_group_and_some_more() -> None:
 
 
 def test_it_only_grows() -> None:
-    kept = Kept(TIER, REQUEST)
+    kept = Kept(TIER, REQUEST.block_hashes)
     kept.keep_first(0, 2)
     kept.keep_first(0, 1)
     assert kept_of(kept) == [[0, 1], []]
 
 
 def test_nothing_is_kept_at_first() -> None:
-    assert Kept(TIER, REQUEST).collect() == set()
+    assert Kept(TIER, REQUEST.block_hashes).collect() == set()

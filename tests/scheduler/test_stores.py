@@ -302,8 +302,9 @@ def test_check_integrity_notices() -> None:
         bench.stores.check_integrity()
     bench.tier.drop([host_block])
 
-    bench.stores._keys.clear()
-    with pytest.raises(AssertionError, match="keys on their way"):
+    ((run, _),) = bench.stores._planned.runs
+    bench.stores._coming.remove(run)
+    with pytest.raises(AssertionError, match="runs on their way"):
         bench.stores.check_integrity()
-    bench.stores._keys.add(key("a"))
+    bench.stores._coming.add(run)
     bench.stores.check_integrity()

@@ -451,7 +451,7 @@ class World:
 
     def _check_admitted(self) -> None:
         if (threshold := self.shape.store_threshold) > 1:
-            keys = self.connector.scheduler._stores._keys
+            keys = self.connector.scheduler._stores._coming.keys
             checks.check_admitted(keys, self._ever, threshold)
 
     def _check_forgotten(self) -> None:

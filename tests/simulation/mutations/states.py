@@ -90,12 +90,12 @@ def store_the_original_of_a_copied_state(stack: ExitStack) -> None:
 
     def careless(self: EagerPolicy, progress: Any, state: BoundaryState) -> None:
         size = self.tier.block_sizes[state.group]
-        request = progress.request
-        key = self.tier.key_at(request.block_hashes, state.group, state.num_tokens)
+        key = self.tier.key_at(progress.hashes, state.group, state.num_tokens)
         if state.num_tokens % size == 0 or self.stores.has(key):
             store_state(self, progress, state)
             return
-        table = self._managers[state.group].req_to_blocks[request.request_id]
+        (request_id,) = (each for each, own in self._progress.items() if own is progress)
+        table = self._managers[state.group].req_to_blocks[request_id]
         block = table[state.num_tokens // size]
         storable = Storable((block,), key, None, state.num_tokens)
         self.stores.plan([storable], frozenset, self._device_pool)

@@ -1,4 +1,4 @@
-"""CpuTier.check_integrity notices each way in which a tier can contradict itself."""
+"""check_integrity notices each way in which a tier can contradict itself."""
 
 from collections.abc import Callable
 
