@@ -22,7 +22,6 @@ from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_coordinator import KVCacheCoordinator
 from vllm.v1.core.kv_cache_utils import (
     BlockHash,
-    BlockHashListWithBlockSize,
     BlockHashWithGroupId,
     KVCacheBlock,
     make_block_hash_with_group_id,
@@ -32,12 +31,11 @@ from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
 
 from simple_offload import metrics
 from simple_offload.scheduler import block_lists
+from simple_offload.scheduler.chains import Chains, Hashes
 from simple_offload.scheduler.eviction_order import EvictionOrder
 from simple_offload.scheduler.integrity import check_integrity
 from simple_offload.scheduler.runs import Run
 
-_FIRST_LOOKUP = 64
-"""Blocks of a chain that are looked for at first; then ever more."""
 _LENGTH_OF_KEY_END = len(make_block_hash_with_group_id(BlockHash(b""), 0))
 
 
@@ -109,10 +107,12 @@ class CpuTier:
             and not coordinator.eagle_group_ids
             and self.block_sizes[0] == coordinator.block_pool.hash_block_size
         )
-        """Whether a lookup is a walk along one chain, as for most models."""
+        """Whether a lookup is a walk along one chain, as for most models, which takes a fraction
+        of the time of ``find_longest_cache_hit``."""
         self.version = 0
         """Grows whenever a lookup might find something else than before."""
         self.order = EvictionOrder(self.pool, demotes)
+        self._chains = Chains(self.order)
 
     @property
     def num_blocks(self) -> int:
@@ -153,8 +153,7 @@ class CpuTier:
     ) -> list[BlockHashWithGroupId]:
         """The keys of a request's blocks ``start`` to ``stop`` of ``group``, as far as their
         hashes are known."""
-        hashes = resolve_block_hashes(block_hashes, self.hash_block_size, self.block_sizes[group])
-        end = self.key_ends[group]
+        hashes, end = self._hashes(block_hashes, group), self.key_ends[group]
         return cast(list[BlockHashWithGroupId], [each + end for each in hashes[start:stop]])
 
     def num_keys(self, block_hashes: list[BlockHash], group: int) -> int:
@@ -188,6 +187,10 @@ class CpuTier:
         first, last = start * num_parts * stride, stop * num_parts * stride
         return block_hashes[first + stride - 1 : last : stride]
 
+    def is_chained(self, key: BlockHashWithGroupId) -> bool:
+        """Whether a hit needs what precedes the block of ``key``."""
+        return key[-_LENGTH_OF_KEY_END:] in self._chained_key_ends
+
     def start_of(self, num_computed_tokens: int) -> int:
         """Where a lookup beyond ``num_computed_tokens`` begins: there, or as many tokens earlier
         as the device has of the next host block of some group."""
@@ -197,14 +200,11 @@ class CpuTier:
 
     def get(self, key: BlockHashWithGroupId) -> KVCacheBlock | None:
         """The block that holds ``key``, if any. Changes nothing."""
-        found = self.pool.cached_block_hash_to_block._cache.get(key)
-        if isinstance(found, dict):  # several hold it
-            return self.pool.cached_block_hash_to_block.get_one_block(key)
-        return found
+        return self._chains.get(key)
 
     def has(self, key: BlockHashWithGroupId) -> bool:
         """Whether a block holds ``key``."""
-        return key in self.pool.cached_block_hash_to_block._cache
+        return self._chains.has(key)
 
     def count_first(
         self,
@@ -215,14 +215,14 @@ class CpuTier:
     ) -> int:
         """How many of the first ``limit`` blocks of a request of a chained group are there, or
         among those ``coming``."""
-        hashes = resolve_block_hashes(block_hashes, self.hash_block_size, self.block_sizes[group])
-        return self._count_present(hashes, self.key_ends[group], limit, coming)
+        hashes = self._hashes(block_hashes, group)
+        return self._chains.count(hashes, self.key_ends[group], limit, coming)
 
     def has_none(self, keys: Sequence[BlockHashWithGroupId]) -> bool:
         """Whether no block holds one of ``keys``, at least one, of blocks that follow each other
         in a chain."""
         cached = self.pool.cached_block_hash_to_block._cache
-        if not self.order.early and self._is_chained(keys[0]):
+        if not self.order.early and self.is_chained(keys[0]):
             return keys[0] not in cached  # nor is there what follows it, then
         return cached.keys().isdisjoint(keys)
 
@@ -241,8 +241,12 @@ class CpuTier:
         if not remaining or max_tokens <= 0:
             return HostHit((), 0)
         max_tokens += num_computed_tokens - start
+        blocks: tuple[list[KVCacheBlock], ...]
         if self._is_one_chain:
-            blocks, num_tokens = self._longest_chain(remaining, max_tokens)
+            size = self.block_sizes[0]
+            limit = min(max_tokens // size, len(remaining))
+            chain = self._chains.longest(remaining, self.key_ends[0], limit)
+            blocks, num_tokens = (chain,), len(chain) * size
         else:
             blocks, num_tokens, _ = self.coordinator.find_longest_cache_hit(remaining, max_tokens)
         if self.num_parts > 1:
@@ -371,7 +375,7 @@ class CpuTier:
         way."""
         keys, parent = run.keys, run.parent
         before = self.get(parent) if parent is not None else None
-        if parent is not None and before is None and self._is_chained(keys[0]):
+        if parent is not None and before is None and self.is_chained(keys[0]):
             return False  # an orphan
         if run.inner_keys or not self.has_none(keys):
             return False
@@ -387,7 +391,7 @@ class CpuTier:
         useless = []
         for place, (key, block) in enumerate(zip(run.keys, blocks, strict=True)):
             parent = run.keys[place - 1] if place else run.parent
-            orphaned = parent is not None and self.get(parent) is None and self._is_chained(key)
+            orphaned = parent is not None and self.get(parent) is None and self.is_chained(key)
             if (orphaned and not (run.early and place == 0)) or self.get(key) is not None:
                 useless.append(place)
                 continue
@@ -430,6 +434,20 @@ class CpuTier:
 
     # Details
 
+    def _hashes(self, block_hashes: list[BlockHash], group: int) -> Hashes:
+        hashes: Hashes = resolve_block_hashes(
+            block_hashes, self.hash_block_size, self.block_sizes[group]
+        )
+        return hashes
+
+    def _first_blocks(
+        self, block_hashes: list[BlockHash], group: int, count: int
+    ) -> list[KVCacheBlock]:
+        """The first ``count`` blocks of a request of a chained group, as far as they are
+        there."""
+        hashes = self._hashes(block_hashes, group)
+        return self._chains.first(hashes, self.key_ends[group], count)
+
     def _protect_first(self, block_hashes: list[BlockHash], group: int, count: int) -> None:
         """Protect the first ``count`` blocks of a request of a chained group; no block is looked
         at that is protected."""
@@ -441,7 +459,7 @@ class CpuTier:
 
         if is_new(count - 1):
             first = bisect_left(range(count), True, key=is_new)
-            self.order.protect(self._present(self.keys(block_hashes, group, first, count)))
+            self.order.protect(self._chains.present(self.keys(block_hashes, group, first, count)))
 
     def _extend(
         self,
@@ -465,7 +483,7 @@ class CpuTier:
         for group in self.group_ids:
             size = self.block_sizes[group]
             first, stop = (start + num_tokens) // size, cdiv(start + limit, size)
-            found[group] = self._present(self.keys(block_hashes, group, first, stop))
+            found[group] = self._chains.present(self.keys(block_hashes, group, first, stop))
             if len(found[group]) < stop - first:
                 return num_tokens
         for group, more in found.items():
@@ -476,86 +494,3 @@ class CpuTier:
         """So many blocks lose what they hold."""
         self.num_used -= count
         self.meter.add(metrics.EVICTED, count, reason)
-
-    def _longest_chain(
-        self, block_hashes: Sequence[BlockHash], max_tokens: int
-    ) -> tuple[tuple[list[KVCacheBlock], ...], int]:
-        """What ``find_longest_cache_hit`` finds where ``_is_one_chain``, in a fraction of the
-        time."""
-        size, end = self.block_sizes[0], self.key_ends[0]
-        limit = min(max_tokens // size, len(block_hashes))
-        count = self._count_present(block_hashes, end, limit)
-        chain = self._chain_up_to(block_hashes[count - 1] + end, count) if count else []
-        if chain is not None:
-            return (chain,), count * size
-        # It has a gap: a block has come before its parent.
-        blocks: list[KVCacheBlock] = []
-        batch = _FIRST_LOOKUP
-        while True:
-            part = block_hashes[len(blocks) : min(len(blocks) + batch, limit)]
-            keys = cast(list[BlockHashWithGroupId], [each + end for each in part])
-            found = block_lists.find_chain(self.pool, keys)
-            blocks += found
-            if len(found) < len(part) or len(blocks) == limit:
-                return (blocks,), len(blocks) * size
-            batch *= 4
-
-    def _count_present(
-        self,
-        block_hashes: Sequence[BlockHash] | BlockHashListWithBlockSize,
-        end: bytes,
-        limit: int,
-        coming: Container[bytes] = (),
-    ) -> int:
-        """How many of the first ``limit`` blocks of a chain are there, or among those ``coming``.
-        A chain loses its tail first, hence bisection; where it has a gap, it may be found behind
-        that."""
-        cached: Container[bytes] = self.pool.cached_block_hash_to_block._cache
-        first, stop = 0, limit
-        middle = limit - 1  # to begin with: mostly it is all of them
-        while first < stop:
-            key = block_hashes[middle] + end
-            if key in cached or key in coming:
-                first = middle + 1
-            else:
-                stop = middle
-            middle = (first + stop) // 2
-        return first
-
-    def _first_blocks(
-        self, block_hashes: list[BlockHash], group: int, count: int
-    ) -> list[KVCacheBlock]:
-        """The first ``count`` blocks of a request of a chained group, as far as they are
-        there."""
-        if count:
-            (last,) = self.keys(block_hashes, group, count - 1, count)
-            if (chain := self._chain_up_to(last, count)) is not None:
-                return chain
-        return self._present(self.keys(block_hashes, group, stop=count))
-
-    def _chain_up_to(self, key: bytes, count: int) -> list[KVCacheBlock] | None:
-        """The ``count`` blocks of a chain, in order, of which the last holds ``key``; None where
-        they cannot be followed to the first one. A parent stands mostly right behind its child in
-        the free queue: of most blocks nothing has to be looked up."""
-        cached: Any = self.pool.cached_block_hash_to_block._cache
-        parents = self.order.parents
-        block: Any = cached.get(key)
-        chain: list[KVCacheBlock] = []
-        while type(block) is KVCacheBlock:  # none, or several
-            chain.append(block)
-            if len(chain) == count:
-                chain.reverse()
-                return chain
-            parent = parents[block.block_id]
-            behind = block.next_free_block
-            if behind is None or behind._block_hash is not parent or parent is None:
-                behind = cached.get(parent)
-            block = behind
-        return None
-
-    def _present(self, keys: Iterable[BlockHashWithGroupId]) -> list[KVCacheBlock]:
-        """The blocks of those ``keys`` that are there."""
-        return [block for block in block_lists.find(self.pool, keys) if block is not None]
-
-    def _is_chained(self, key: BlockHashWithGroupId) -> bool:
-        return key[-_LENGTH_OF_KEY_END:] in self._chained_key_ends

@@ -32,7 +32,7 @@ def check_integrity(tier: "CpuTier") -> None:
         assert found is not None and found.block_id == block.block_id, (
             f"{block}: not found by its own key"
         )
-        if parent_key is not None and tier._is_chained(block.block_hash):
+        if parent_key is not None and tier.is_chained(block.block_hash):
             parent = tier.get(parent_key)
             if parent is None:
                 if block.block_id in tier.order.early.get(parent_key, ()):

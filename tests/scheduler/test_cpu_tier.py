@@ -3,7 +3,6 @@
 import pytest
 from vllm.v1.core.kv_cache_utils import BlockHashWithGroupId
 
-from simple_offload.scheduler.runs import Run
 from tests.scheduler.tiers import (
     BLOCK_SIZE,
     begin,
@@ -361,41 +360,6 @@ def test_reset_forgets_everything_and_holds_what_is_held() -> None:
     assert tier.pool.get_num_free_blocks() == 6
     store(tier, "abc")  # and it goes on
     assert contents(tier) == {"a", "ab", "abc"}
-
-
-@pytest.mark.parametrize("num_asked", [0, 1, 3, 5, 9])
-def test_a_lookup_along_one_chain_finds_what_vllm_finds(num_asked: int) -> None:
-    tier = make_tier(12)
-    store(tier, "abcde", "abx")
-    assert tier._is_one_chain
-    for chain in ("abcdefghi", "abxyz", "zabcd"):
-        asked = hashes(chain)
-        for max_tokens in range(num_asked * BLOCK_SIZE, (num_asked + 1) * BLOCK_SIZE):
-            found = tier._longest_chain(asked, max_tokens)
-            assert found == tier.coordinator.find_longest_cache_hit(asked, max_tokens)[:2]
-    for windows in ((0, 8), (8,), (0, 0)):
-        assert not make_tier(12, windows)._is_one_chain
-
-
-def test_a_chain_is_followed_wherever_its_blocks_are() -> None:
-    """Held, or with others between them in the free queue."""
-    tier = make_tier(12)
-    store(tier, "a", "q", "ab", "abc", "abx", "abcd")
-    for held in ([], ["abc"], ["abcd"]):
-        tier.pin([block(tier, name) for name in held])
-        blocks_found, num_tokens = tier._longest_chain(hashes("abcde"), 100)
-        assert (names(blocks_found[0]), num_tokens) == (prefixes("abcd"), 4 * BLOCK_SIZE)
-    ancestors = tier.lineage(hashes("abcde"), 3 * BLOCK_SIZE)
-    assert names(ancestors) == prefixes("abc")
-
-
-def test_blocks_that_do_not_say_what_precedes_them_are_looked_up() -> None:
-    tier = make_tier(2)
-    for name in ("a", "ab"):
-        (filled,) = tier.allocate(1)
-        tier.commit_all([(Run((), (key(name),), None, len(name) * BLOCK_SIZE), [filled])])
-    blocks_found, num_tokens = tier._longest_chain(hashes("ab"), 100)
-    assert (names(blocks_found[0]), num_tokens) == (["a", "ab"], 2 * BLOCK_SIZE)
 
 
 def test_has_none() -> None:

@@ -8,6 +8,7 @@ from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher
 from vllm.v1.request import Request
 
+from simple_offload.scheduler.chains import Chains
 from simple_offload.scheduler.cpu_tier import CpuTier
 from simple_offload.scheduler.eviction_order import EvictionOrder
 from simple_offload.scheduler.sources import Sources
@@ -26,7 +27,7 @@ def evict_head_first(stack: ExitStack) -> None:
 def take_what_stands_behind_for_the_parent(stack: ExitStack) -> None:
     """In the free queue, where chains lie mostly in one piece."""
 
-    def blindly(self: CpuTier, key: Any, count: int) -> Any:
+    def blindly(self: Chains, key: Any, count: int) -> Any:
         block: Any = self.get(key)
         chain = []
         while block is not None:
@@ -38,7 +39,7 @@ def take_what_stands_behind_for_the_parent(stack: ExitStack) -> None:
                 return None
         return None
 
-    substitute(stack, CpuTier, "_chain_up_to", blindly)
+    substitute(stack, Chains, "_up_to", blindly)
 
 
 @mutation()

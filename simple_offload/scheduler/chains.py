@@ -1,0 +1,110 @@
+"""Chains: host blocks that follow each other, found by their keys."""
+
+from collections.abc import Container, Iterable, Sequence
+from typing import Any, cast
+
+from vllm.v1.core.kv_cache_utils import (
+    BlockHash,
+    BlockHashListWithBlockSize,
+    BlockHashWithGroupId,
+    KVCacheBlock,
+)
+
+from simple_offload.scheduler import block_lists
+from simple_offload.scheduler.eviction_order import EvictionOrder
+
+_FIRST_LOOKUP = 64
+"""Blocks of a chain with a gap that are looked for at first; then ever more."""
+
+Hashes = Sequence[BlockHash] | BlockHashListWithBlockSize
+"""Of the blocks of a chain from the first one on. ``end``, which goes with them, makes keys of
+them: it says of which group."""
+
+
+class Chains:
+    """Finds blocks in the tier's pool. Changes nothing.
+
+    A prompt of 128K tokens has 8,192 blocks. A chain loses its tail first, so where it ends is
+    found by bisection; and a parent stands mostly right behind its child in the free queue, so
+    few of its blocks have to be looked up.
+    """
+
+    def __init__(self, order: EvictionOrder) -> None:
+        self.pool = order.pool
+        self._order = order
+
+    def get(self, key: BlockHashWithGroupId) -> KVCacheBlock | None:
+        """The block that holds ``key``, if any."""
+        found = self.pool.cached_block_hash_to_block._cache.get(key)
+        if isinstance(found, dict):  # several hold it
+            return self.pool.cached_block_hash_to_block.get_one_block(key)
+        return found
+
+    def has(self, key: BlockHashWithGroupId) -> bool:
+        """Whether a block holds ``key``."""
+        return key in self.pool.cached_block_hash_to_block._cache
+
+    def present(self, keys: Iterable[BlockHashWithGroupId]) -> list[KVCacheBlock]:
+        """The blocks of those ``keys`` that are there."""
+        return [block for block in block_lists.find(self.pool, keys) if block is not None]
+
+    def count(self, hashes: Hashes, end: bytes, limit: int, coming: Container[bytes] = ()) -> int:
+        """How many of the first ``limit`` blocks of a chain are there, or among those ``coming``.
+        Where the chain has a gap, maybe more: some of those behind it."""
+        cached: Container[bytes] = self.pool.cached_block_hash_to_block._cache
+        first, stop = 0, limit
+        middle = limit - 1  # to begin with: mostly it is all of them
+        while first < stop:
+            key = hashes[middle] + end
+            if key in cached or key in coming:
+                first = middle + 1
+            else:
+                stop = middle
+            middle = (first + stop) // 2
+        return first
+
+    def first(self, hashes: Hashes, end: bytes, count: int) -> list[KVCacheBlock]:
+        """The first ``count`` blocks of a chain, as far as they are there."""
+        if count and (chain := self._up_to(hashes[count - 1] + end, count)) is not None:
+            return chain
+        return self.present(_keys(hashes[:count], end))
+
+    def longest(self, hashes: Hashes, end: bytes, limit: int) -> list[KVCacheBlock]:
+        """The first blocks of a chain, at most ``limit``, up to the first that is missing."""
+        count = self.count(hashes, end, limit)
+        chain = self._up_to(hashes[count - 1] + end, count) if count else []
+        if chain is not None:
+            return chain
+        # It has a gap: a block has come before its parent.
+        blocks: list[KVCacheBlock] = []
+        batch = _FIRST_LOOKUP
+        while True:
+            part = hashes[len(blocks) : min(len(blocks) + batch, limit)]
+            found = block_lists.find_chain(self.pool, _keys(part, end))
+            blocks += found
+            if len(found) < len(part) or len(blocks) == limit:
+                return blocks
+            batch *= 4
+
+    def _up_to(self, key: bytes, count: int) -> list[KVCacheBlock] | None:
+        """The ``count`` blocks of a chain, in order, of which the last holds ``key``; None where
+        they cannot be followed to the first one."""
+        cached: Any = self.pool.cached_block_hash_to_block._cache
+        parents = self._order.parents
+        block: Any = cached.get(key)
+        chain: list[KVCacheBlock] = []
+        while type(block) is KVCacheBlock:  # none, or several
+            chain.append(block)
+            if len(chain) == count:
+                chain.reverse()
+                return chain
+            parent = parents[block.block_id]
+            behind = block.next_free_block
+            if behind is None or behind._block_hash is not parent or parent is None:
+                behind = cached.get(parent)
+            block = behind
+        return None
+
+
+def _keys(hashes: Hashes, end: bytes) -> list[BlockHashWithGroupId]:
+    return cast(list[BlockHashWithGroupId], [each + end for each in hashes])

@@ -1,0 +1,85 @@
+"""Chains: which blocks of a prompt are there, wherever they stand."""
+
+import pytest
+
+from simple_offload.scheduler.chains import Chains
+from simple_offload.scheduler.cpu_tier import CpuTier
+from simple_offload.scheduler.runs import Run
+from tests.scheduler.tiers import (
+    BLOCK_SIZE,
+    block,
+    hashes,
+    key,
+    make_tier,
+    names,
+    prefixes,
+    store,
+)
+
+
+def longest(tier: CpuTier, chain: str) -> list[str]:
+    asked = hashes(chain)
+    return names(Chains(tier.order).longest(asked, tier.key_ends[0], len(asked)))
+
+
+@pytest.mark.parametrize("num_asked", [0, 1, 3, 5, 9])
+def test_the_longest_chain_is_what_vllm_finds(num_asked: int) -> None:
+    tier = make_tier(12)
+    store(tier, "abcde", "abx")
+    for chain in ("abcdefghi", "abxyz", "zabcd"):
+        asked = hashes(chain)
+        limit = min(num_asked, len(asked))
+        found = Chains(tier.order).longest(asked, tier.key_ends[0], limit)
+        (expected,) = tier.coordinator.find_longest_cache_hit(asked, num_asked * BLOCK_SIZE)[0]
+        assert found == expected
+
+
+def test_a_lookup_follows_a_chain_only_where_there_is_but_one() -> None:
+    assert make_tier(12)._is_one_chain
+    for windows in ((0, 8), (8,), (0, 0)):
+        assert not make_tier(12, windows)._is_one_chain
+
+
+def test_a_chain_is_followed_wherever_its_blocks_are() -> None:
+    """Held, or with others between them in the free queue."""
+    tier = make_tier(12)
+    store(tier, "a", "q", "ab", "abc", "abx", "abcd")
+    for held in ([], ["abc"], ["abcd"]):
+        tier.pin([block(tier, name) for name in held])
+        assert longest(tier, "abcde") == prefixes("abcd")
+    ancestors = tier.lineage(hashes("abcde"), 3 * BLOCK_SIZE)
+    assert names(ancestors) == prefixes("abc")
+
+
+def test_blocks_that_do_not_say_what_precedes_them_are_looked_up() -> None:
+    tier = make_tier(2)
+    for name in ("a", "ab"):
+        (filled,) = tier.allocate(1)
+        tier.commit_all([(Run((), (key(name),), None, len(name) * BLOCK_SIZE), [filled])])
+    assert longest(tier, "ab") == ["a", "ab"]
+
+
+@pytest.mark.parametrize("length", [70, 400])
+def test_a_chain_with_a_gap_ends_there(length: int) -> None:
+    """Longer ones are looked for in several batches."""
+    tier = make_tier(length + 2)
+    chain = "".join(chr(0x4E00 + i) for i in range(length))
+    store(tier, chain)
+    assert longest(tier, chain) == prefixes(chain)
+    for missing in (length - 1, 66, 3, 0):
+        tier.pool.evict_blocks({block(tier, chain[: missing + 1]).block_id})
+        assert longest(tier, chain) == prefixes(chain[:missing])
+        assert tier.lineage(hashes(chain), length * BLOCK_SIZE) == [
+            found for name in prefixes(chain) if (found := tier.get(key(name))) is not None
+        ]
+
+
+def test_how_many_are_there_or_coming() -> None:
+    tier = make_tier(8)
+    store(tier, "abc")
+    chains, end = Chains(tier.order), tier.key_ends[0]
+    asked = hashes("abcdefg")
+    for limit, expected in ((0, 0), (2, 2), (3, 3), (7, 3)):
+        assert chains.count(asked, end, limit) == expected
+    assert chains.count(asked, end, 7, coming={key("abcd"), key("abcde")}) == 5
+    assert chains.count(hashes("xbc"), end, 3) == 0
