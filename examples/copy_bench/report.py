@@ -20,18 +20,26 @@ _FROM_TO = {Way.LOAD: "to device", Way.STORE: "to host"}
 _NOTHING = "-"
 
 
-def bandwidth_table(results: Results) -> Table:
-    """One line for each way and block size, in GB/s."""
+def _table(caption: str) -> Table:
+    """With a column for the way."""
     table = Table(
         box=SIMPLE_HEAD,
         collapse_padding=True,
         pad_edge=False,
-        caption="GB/s (10^9 bytes), from submission to the end of the copy, median. Scattered\n"
-        "blocks; peak: one contiguous copy. Path: what auto chooses.",
+        caption=caption,
         caption_justify="left",
         caption_style="",
     )
     table.add_column("way", no_wrap=True)
+    return table
+
+
+def bandwidth_table(results: Results) -> Table:
+    """One line for each way and block size, in GB/s."""
+    table = _table(
+        "GB/s (10^9 bytes), from submission to the end of the copy, median. Scattered\n"
+        "blocks; peak: one contiguous copy. Path: what auto chooses."
+    )
     headings = ("block", "blocks", "peak", *CONTENDERS, "auto of\npeak", "auto's\npath")
     for heading in headings:
         table.add_column(heading, justify="right", no_wrap=True)
@@ -70,17 +78,11 @@ def _cell(cell: Cell | None) -> str:
 
 def small_copies_table(results: Results) -> Table:
     """One line for each contender and way, and each way of the small copies made meanwhile."""
-    table = Table(
-        box=SIMPLE_HEAD,
-        collapse_padding=True,
-        pad_edge=False,
-        caption="Small copies that somebody else makes on a stream of its own, one\n"
+    table = _table(
+        "Small copies that somebody else makes on a stream of its own, one\n"
         "after another while such blocks are copied, at so many GB/s: from\n"
-        "submission to the end of each.",
-        caption_justify="left",
-        caption_style="",
+        "submission to the end of each."
     )
-    table.add_column("way", no_wrap=True)
     table.add_column("block", justify="right", no_wrap=True)
     for heading in ("contender", "small copies"):
         table.add_column(heading, no_wrap=True)
