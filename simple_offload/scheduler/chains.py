@@ -67,7 +67,7 @@ class Chains:
         """The first ``count`` blocks of a chain, as far as they are there."""
         if count and (chain := self._up_to(hashes[count - 1] + end, count)) is not None:
             return chain
-        return self.present(_keys(hashes[:count], end))
+        return self.present(make_keys(hashes[:count], end))
 
     def longest(self, hashes: Hashes, end: bytes, limit: int) -> list[KVCacheBlock]:
         """The first blocks of a chain, at most ``limit``, up to the first that is missing."""
@@ -80,7 +80,7 @@ class Chains:
         batch = _FIRST_LOOKUP
         while True:
             part = hashes[len(blocks) : min(len(blocks) + batch, limit)]
-            found = block_lists.find_chain(self.pool, _keys(part, end))
+            found = block_lists.find_chain(self.pool, make_keys(part, end))
             blocks += found
             if len(found) < len(part) or len(blocks) == limit:
                 return blocks
@@ -106,5 +106,6 @@ class Chains:
         return None
 
 
-def _keys(hashes: Hashes, end: bytes) -> list[BlockHashWithGroupId]:
+def make_keys(hashes: Hashes, end: bytes) -> list[BlockHashWithGroupId]:
+    """By which the blocks with these hashes are found."""
     return cast(list[BlockHashWithGroupId], [each + end for each in hashes])

@@ -15,7 +15,7 @@ import gc
 from bisect import bisect_left
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 from vllm.utils.math_utils import cdiv
 from vllm.v1.core.block_pool import BlockPool
@@ -31,7 +31,7 @@ from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
 
 from simple_offload import metrics
 from simple_offload.scheduler import block_lists
-from simple_offload.scheduler.chains import Chains, Hashes
+from simple_offload.scheduler.chains import Chains, Hashes, make_keys
 from simple_offload.scheduler.eviction_order import EvictionOrder
 from simple_offload.scheduler.integrity import check_integrity
 from simple_offload.scheduler.runs import Run
@@ -154,7 +154,7 @@ class CpuTier:
         """The keys of a request's blocks ``start`` to ``stop`` of ``group``, as far as their
         hashes are known."""
         hashes, end = self._hashes(block_hashes, group), self.key_ends[group]
-        return cast(list[BlockHashWithGroupId], [each + end for each in hashes[start:stop]])
+        return make_keys(hashes[start:stop], end)
 
     def num_keys(self, block_hashes: list[BlockHash], group: int) -> int:
         """How many of a request's blocks of ``group`` have a key."""
@@ -175,8 +175,7 @@ class CpuTier:
         """The keys by which the device knows the parts of a request's host blocks ``start`` to
         ``stop``, whose hashes must be known."""
         hashes = self.part_hashes(block_hashes, group, start, stop)
-        end = self.key_ends[group]
-        return cast(list[BlockHashWithGroupId], [each + end for each in hashes])
+        return make_keys(hashes, self.key_ends[group])
 
     def part_hashes(
         self, block_hashes: list[BlockHash], group: int, start: int, stop: int

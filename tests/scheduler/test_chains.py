@@ -34,12 +34,6 @@ def test_the_longest_chain_is_what_vllm_finds(num_asked: int) -> None:
         assert found == expected
 
 
-def test_a_lookup_follows_a_chain_only_where_there_is_but_one() -> None:
-    assert make_tier(12)._is_one_chain
-    for windows in ((0, 8), (8,), (0, 0)):
-        assert not make_tier(12, windows)._is_one_chain
-
-
 def test_a_chain_is_followed_wherever_its_blocks_are() -> None:
     """Held, or with others between them in the free queue."""
     tier = make_tier(12)

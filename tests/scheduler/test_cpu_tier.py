@@ -362,6 +362,20 @@ def test_reset_forgets_everything_and_holds_what_is_held() -> None:
     assert contents(tier) == {"a", "ab", "abc"}
 
 
+@pytest.mark.parametrize("windows", [(0,), (0, 8), (8,), (0, 0)], ids=str)
+def test_a_lookup_finds_what_vllm_finds(windows: tuple[int, ...]) -> None:
+    """Also along a single chain, where it is not asked."""
+    tier = make_tier(24, windows)
+    for group in range(len(windows)):
+        store(tier, "abcde", "abx", group=group)
+    assert tier._is_one_chain == (windows == (0,))
+    for chain in ("abcdefghi", "abxyz", "zabcd"):
+        asked = hashes(chain)
+        for max_tokens in range(1, (len(chain) + 1) * BLOCK_SIZE):
+            expected = tier.coordinator.find_longest_cache_hit(asked, max_tokens)[:2]
+            assert tier.lookup(asked, 0, max_tokens) == expected
+
+
 def test_has_none() -> None:
     """Of a chain the first block tells. A window's blocks may be there without those before."""
     tier = make_tier(8, windows=(0, 8))
