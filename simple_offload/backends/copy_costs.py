@@ -13,8 +13,6 @@ Bools = npt.NDArray[np.bool_]
 
 _WORTHWHILE = 0.95
 """SMs have better uses: by kernel a size has to take this much less time than by DMA."""
-_FURTHER = 3
-"""Batches."""
 
 
 class Division(NamedTuple):
@@ -96,30 +94,38 @@ class CopyCosts:
 Timer = Callable[[int, int, int], float]
 
 
-def measure_costs(
-    sizes: list[int], count: Callable[[int], int], time_dma: Timer, time_kernel: Timer | None
-) -> CopyCosts:
-    """Costs at descriptor sizes ``sizes`` (bytes, ascending).
+class Path(NamedTuple):
+    """How to find out what copies by one path cost."""
 
-    ``count(size)``: descriptors of a batch to time it with. ``time_dma(size, count, batches)``
-    and ``time_kernel`` copy so many batches, one behind the other, and return the seconds that
-    took; ``time_kernel`` is None where there is no kernel.
+    count: Callable[[int], int]
+    """How many descriptors of a size, in bytes, make a batch."""
+    further: int
+    """How many batches more than one are timed."""
+    time: Timer
+    """Copies so many (third argument) batches of so many (second) descriptors of a size
+    (first), one behind the other, and returns the seconds that took."""
+
+
+def measure_costs(sizes: list[int], dma: Path, kernel: Path | None) -> CopyCosts:
+    """Costs at descriptor sizes ``sizes`` (bytes, ascending). ``kernel`` is None where there is
+    none.
 
     A descriptor costs what further batches take: of large copies later parts are submitted
     while the device copies earlier ones, and the submission of the first weighs nothing.
     """
 
-    def measure(time: Timer) -> tuple[float, Floats]:
+    def measure(path: Path) -> tuple[float, Floats]:
         """What a batch costs however small it is, and each size's cost of a descriptor."""
         descriptors = []
         for size in sizes:
-            further = time(size, count(size), 1 + _FURTHER) - time(size, count(size), 1)
-            descriptors.append(max(further / _FURTHER, 1e-9) / count(size))
-        return time(sizes[0], 1, 1), np.array(descriptors)
+            count = path.count(size)
+            further = path.time(size, count, 1 + path.further) - path.time(size, count, 1)
+            descriptors.append(max(further / path.further, 1e-9) / count)
+        return path.time(sizes[0], 1, 1), np.array(descriptors)
 
-    dma_start, dma = measure(time_dma)
-    if time_kernel is None:
-        return CopyCosts(np.array(sizes, np.float64), dma, np.full(len(sizes), math.inf))
-    kernel_start, kernel = measure(time_kernel)
+    dma_start, by_dma = measure(dma)
+    if kernel is None:
+        return CopyCosts(np.array(sizes, np.float64), by_dma, np.full(len(sizes), math.inf))
+    kernel_start, by_kernel = measure(kernel)
     start = max(0.0, kernel_start - dma_start)
-    return CopyCosts(np.array(sizes, np.float64), dma, kernel, start)
+    return CopyCosts(np.array(sizes, np.float64), by_dma, by_kernel, start)

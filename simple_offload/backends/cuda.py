@@ -6,13 +6,13 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import TYPE_CHECKING, Literal, NamedTuple, get_args
 
 import numpy as np
 import torch
 
 from simple_offload.backends.base import Barrier, Direction, require_blocks_within
-from simple_offload.backends.copy_costs import CopyCosts, Division, measure_costs
+from simple_offload.backends.copy_costs import CopyCosts, Division, Path, measure_costs
 from simple_offload.backends.cuda_dma import CudaCopyError, largest_first, resolve_dma
 from simple_offload.backends.cuda_pending import CudaPending, Part
 from simple_offload.backends.cuda_regions import AlikeRegions, match_regions
@@ -42,17 +42,28 @@ _KERNEL_PROGRAMS = 8
 """SMs that the kernel runs on: more are no faster on an H200 (docs/measurements.md)."""
 _LADDER = tuple(4096 << step for step in range(8))  # 4 KiB to 512 KiB
 _SCRATCH_BYTES = 64 << 20
-_TIMED_BYTES = 32 << 20
-_MAX_TIMED = 512  # descriptors
-_PART_BYTES = 64 << 20
-_PART_DESCRIPTORS = 8192
-"""At most so much of a copy is planned and queued at a time: a large one starts long before all of
-it is planned, and shows every millisecond or so how far it has come."""
-
+_STRETCH_DESCRIPTORS = 8192
+"""At most so much of a copy is planned at a time: a large one starts long before all of it is
+planned."""
+_PIECE_BYTES = 64 << 20
+"""At most so much is queued at a time, so that a large copy shows every millisecond or so how far
+it has come."""
+_CALL_DESCRIPTORS = 256
+"""At most so many go to the driver in a call. The device begins when the call returns, which takes
+it nearly a microsecond a descriptor."""
 _YIELD_BYTES = 16 << 20
 """After so much of a store it goes on on another stream. Copies from the device share an engine
 that stays with a stream as long as that has a copy ready: the tokens that a step has sampled would
 reach vLLM when all stores have ended (19 ms for 1 GiB instead of 0.3, docs/measurements.md)."""
+
+
+class _Piece(NamedTuple):
+    """What a stream has been given at once."""
+
+    stream: torch.cuda.Stream
+    num_bytes: int
+    kept: object
+    """Has to live until the stream has passed it."""
 
 
 class CudaBackend:
@@ -132,29 +143,28 @@ class CudaBackend:
         start.record(stream)
         if self._kernels:
             kernel_stream.wait_stream(stream)
-        kept: list[Any] = [sides]
+        kept: list[object] = [sides]
         parts: deque[Part] = deque()
         num_bytes = {"kernel": 0, "dma": 0}
         pairs: Pairs | None = None
         try:
-            for first, stop in self._parts(sides, transfer):
+            for first, stop in self._stretches(sides, transfer):
                 source_blocks, destination_blocks = (side[first:stop] for side in blocks)
                 runs = find_runs(*sides[0].sides(direction), source_blocks, destination_blocks)
                 divisions = [self._divide(direction, alike, runs) for alike in sides]
                 if pairs is None and any(division.by_kernel.all() for division in divisions):
                     pairs = self._kernels[direction].upload(*blocks, kernel_stream)
                 part = pairs.part(first, stop) if pairs is not None else None
-                kept.append(self._submit(direction, sides, runs, divisions, part))
-                all_bytes, by_kernel, seconds = 0, 0, 0.0
-                for alike, division in zip(sides, divisions, strict=True):
-                    block_bytes = int(alike.device.pages.sum())
-                    all_bytes += (stop - first) * block_bytes
-                    by_kernel += int(runs.lengths[division.by_kernel].sum()) * block_bytes
-                    seconds += division.seconds * len(alike.device.pages)
-                num_bytes["kernel"] += by_kernel
-                num_bytes["dma"] += all_bytes - by_kernel
-                marked = kernel_stream if by_kernel else self._streams[direction]
-                parts.append(self._mark(marked, seconds))
+                seconds = sum(
+                    division.seconds * len(alike.device.pages)
+                    for alike, division in zip(sides, divisions, strict=True)
+                )
+                pace = seconds / ((stop - first) * int(self._device_regions.pages.sum()))
+                for piece in self._submit(direction, sides, runs, divisions, part):
+                    kept.append(piece.kept)
+                    path = "kernel" if piece.stream is kernel_stream else "dma"
+                    num_bytes[path] += piece.num_bytes
+                    parts.append(self._mark(piece.stream, piece.num_bytes * pace))
             if num_bytes["kernel"]:
                 self._streams[direction].wait_stream(kernel_stream)
             if num_bytes["kernel"] or not parts:
@@ -178,16 +188,15 @@ class CudaBackend:
     def _match(self, device: Regions, host: Regions) -> list[AlikeRegions]:
         return match_regions(device, host, kernels=bool(self._kernels))
 
-    def _parts(
+    def _stretches(
         self, sides: Sequence[AlikeRegions], transfer: Transfer
     ) -> Iterator[tuple[int, int]]:
-        """Where each part of the copy begins and ends, in pairs of blocks."""
+        """Where each stretch of the copy begins and ends, in pairs of blocks."""
         device = self._device_regions
         if not len(device.pages):
             return iter(())
         require_blocks_within(transfer, device.num_blocks, sides[0].host.num_blocks)
-        by_bytes = _PART_BYTES // int(device.pages.sum())
-        num_pairs = max(1, min(by_bytes, _PART_DESCRIPTORS // len(device.pages)))
+        num_pairs = max(1, _STRETCH_DESCRIPTORS // len(device.pages))
         return in_parts(len(transfer.device_blocks), num_pairs)
 
     def _divide(self, direction: Direction, alike: AlikeRegions, runs: Runs) -> Division:
@@ -204,39 +213,44 @@ class CudaBackend:
         runs: Runs,
         divisions: Sequence[Division],
         pairs: "Pairs | None" = None,
-    ) -> list[Any]:
-        """Queue ``runs`` of all regions, on the direction's streams. ``pairs``: the same
-        ones where the kernel finds them, if they are there already. Returns what has to live
-        until the streams have passed them."""
-        kept: list[Any] = []
+    ) -> Iterator[_Piece]:
+        """Queue ``runs`` of all regions piece by piece, on the direction's streams. ``pairs``:
+        the same ones where the kernel finds them, if they are there already."""
         by_dma: list[Descriptors] = []
         for alike, division in zip(sides, divisions, strict=True):
             chosen = division.by_kernel
             if chosen.any():
-                kernel, stream = self._kernels[direction], self._kernel_streams[direction]
                 taken = pairs if chosen.all() else None
                 if taken is None:
+                    kernel, stream = self._kernels[direction], self._kernel_streams[direction]
                     taken = kernel.upload(*runs.take(chosen).pairs(), stream)
-                kernel.launch(alike.kernel[direction], taken, _KERNEL_PROGRAMS, stream)
-                kept.append(taken)
+                yield from self._submit_to_kernel(direction, alike, taken)
             if not chosen.all():
                 rest = runs.take(~chosen) if chosen.any() else runs
                 by_dma.append(describe(*alike.sides(direction), rest))
         if by_dma:
             plan = largest_first(Descriptors.joined(by_dma))
-            kept.append(plan)
-            self._submit_by_dma(direction, plan)
-        return kept
+            yield from self._submit_by_dma(direction, plan)
 
-    def _submit_by_dma(self, direction: Direction, plan: Descriptors) -> None:
-        if direction is Direction.LOAD:
-            self._submit_dma(plan, direction, self._streams[direction])
-            return
-        for piece in in_pieces(plan, _YIELD_BYTES):
-            done = self._streams[direction]
-            self._submit_dma(piece, direction, done)
-            self._streams[direction], self._spare_stream = self._spare_stream, done
-            self._streams[direction].wait_stream(done)
+    def _submit_to_kernel(
+        self, direction: Direction, alike: AlikeRegions, pairs: "Pairs"
+    ) -> Iterator[_Piece]:
+        kernel, stream = self._kernels[direction], self._kernel_streams[direction]
+        block_bytes = int(alike.device.pages.sum())
+        for piece in pairs.in_pieces(max(1, _PIECE_BYTES // block_bytes)):
+            kernel.launch(alike.kernel[direction], piece, _KERNEL_PROGRAMS, stream)
+            yield _Piece(stream, piece.length * block_bytes, piece)
+
+    def _submit_by_dma(self, direction: Direction, plan: Descriptors) -> Iterator[_Piece]:
+        takes_turns = direction is Direction.STORE
+        num_bytes = _YIELD_BYTES if takes_turns else _PIECE_BYTES
+        for piece in in_pieces(plan, num_bytes, _CALL_DESCRIPTORS):
+            stream = self._streams[direction]
+            self._submit_dma(piece, direction, stream)
+            yield _Piece(stream, int(piece.sizes.sum()), piece)
+            if takes_turns:
+                self._streams[direction], self._spare_stream = self._spare_stream, stream
+                self._streams[direction].wait_stream(stream)
 
     def _mark(self, stream: torch.cuda.Stream, seconds: float) -> Part:
         event = torch.cuda.Event(enable_timing=True)
@@ -304,7 +318,9 @@ class CudaBackend:
             for _ in range(2):
                 torch.cuda.synchronize(self._device)
                 start = time.perf_counter()
-                kept = [self._submit(direction, sides, runs, [division]) for _ in range(batches)]
+                kept = [
+                    list(self._submit(direction, sides, runs, [division])) for _ in range(batches)
+                ]
                 torch.cuda.synchronize(self._device)
                 best = min(best, time.perf_counter() - start)
                 del kept
@@ -313,12 +329,15 @@ class CudaBackend:
         if self._kernels:
             for size in sizes:
                 timed(size, 8, 1, by_kernel=True)  # compiles it
-        return measure_costs(
-            sizes,
-            lambda size: min(_MAX_TIMED, _TIMED_BYTES // size),
+        # Many batches: with thousands of descriptors queued the driver takes longer for each.
+        dma = Path(
+            lambda size: min(_CALL_DESCRIPTORS, (8 << 20) // size),
+            16,
             partial(timed, by_kernel=False),
-            partial(timed, by_kernel=True) if self._kernels else None,
         )
+        # Larger ones: the host is to take less time to launch one than the device to copy it.
+        kernel = Path(lambda size: min(4096, (32 << 20) // size), 2, partial(timed, by_kernel=True))
+        return measure_costs(sizes, dma, kernel if self._kernels else None)
 
 
 def _scattered(num_blocks: int, count: int) -> Runs:

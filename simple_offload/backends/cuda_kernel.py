@@ -5,6 +5,7 @@ many small ones in flight over the bus (vllm#42212). What it costs is the SMs it
 the pages' addresses itself, so that the host only has to tell it the blocks.
 """
 
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import numpy as np
@@ -135,6 +136,12 @@ class Pairs(NamedTuple):
     def part(self, first: int, stop: int) -> "Pairs":
         """Those from ``first`` on, of all."""
         return self._replace(first=first, length=stop - first)
+
+    def in_pieces(self, length: int) -> Iterator["Pairs"]:
+        """These in their order, at most ``length`` at a time."""
+        stop = self.first + self.length
+        for first in range(self.first, stop, length):
+            yield self.part(first, min(first + length, stop))
 
 
 class CopyKernel:

@@ -165,13 +165,14 @@ def in_parts(total: int, at_once: int) -> Iterator[tuple[int, int]]:
         start, stop = stop, min(total, stop + at_once)
 
 
-def in_pieces(plan: Descriptors, num_bytes: int) -> Iterator[Descriptors]:
-    """``plan`` in its order, a piece as soon as it has ``num_bytes`` or more."""
+def in_pieces(plan: Descriptors, num_bytes: int, num_descriptors: int) -> Iterator[Descriptors]:
+    """``plan`` in its order, a piece as soon as it has ``num_bytes`` or more, or so many
+    descriptors."""
     start, total = 0, len(plan.sizes)
     ends = np.cumsum(plan.sizes)
     before = 0
     while start < total:
-        stop = int(np.searchsorted(ends, before + num_bytes)) + 1
+        stop = min(int(np.searchsorted(ends, before + num_bytes)) + 1, start + num_descriptors)
         yield Descriptors(*(part[start:stop] for part in plan))
         start, before = stop, int(ends[min(stop, total) - 1])
 

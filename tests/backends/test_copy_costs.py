@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from simple_offload.backends.copy_costs import CopyCosts, measure_costs
+from simple_offload.backends.copy_costs import CopyCosts, Path, measure_costs
 
 SIZES = [4096, 16384, 65536]
 BANDWIDTH = 50e9  # bytes a second
@@ -37,8 +37,9 @@ class Machine:
         return LAUNCH + batches * count * size / self.kernel_bandwidth
 
     def measure(self, kernel: bool = True, sizes: list[int] = SIZES) -> CopyCosts:
+        by_kernel = Path(lambda size: 500, 2, self.time_kernel)
         return measure_costs(
-            sizes, lambda size: 1000, self.time_dma, self.time_kernel if kernel else None
+            sizes, Path(lambda size: 1000, 7, self.time_dma), by_kernel if kernel else None
         )
 
 
@@ -59,9 +60,12 @@ def test_each_size_is_timed_both_ways() -> None:
     # And what either costs to start.
     assert set(machine.timed) == {
         (path, size, count)
-        for path in ("dma", "kernel")
-        for size, count in ((SIZES[0], 1), *((size, 1000) for size in SIZES))
+        for path, batch in (("dma", 1000), ("kernel", 500))
+        for size, count in ((SIZES[0], 1), *((size, batch) for size in SIZES))
     }
+    # A batch, and the further ones behind another.
+    assert machine.timed["dma", SIZES[1], 1000] == 1 + (1 + 7)
+    assert machine.timed["kernel", SIZES[1], 500] == 1 + (1 + 2)
     assert costs.sizes.tolist() == SIZES
     assert costs.dma.tolist() == pytest.approx([1e-6, 1e-6, 65536 / BANDWIDTH])
     assert costs.kernel.tolist() == pytest.approx([size / BANDWIDTH for size in SIZES])
@@ -78,7 +82,7 @@ def test_what_a_batch_takes_to_submit_does_not_count() -> None:
         submitting, copying = count * 0.5e-6, count * size / BANDWIDTH
         return submitting + batches * max(submitting, copying)
 
-    costs = measure_costs([65536], lambda size: 500, pipelined, None)
+    costs = measure_costs([65536], Path(lambda size: 500, 3, pipelined), None)
     assert costs.dma.tolist() == [pytest.approx(65536 / BANDWIDTH)]
 
 
@@ -104,9 +108,8 @@ def test_without_a_kernel_all_goes_by_dma() -> None:
 def test_the_kernel_has_to_be_worth_its_sms(slower: float, worthwhile: bool) -> None:
     costs = measure_costs(
         [4096],
-        lambda size: 100,
-        lambda size, count, batches: batches * count * 1e-6,
-        lambda size, count, batches: slower * batches * count * 1e-6,
+        Path(lambda size: 100, 3, lambda size, count, batches: batches * count * 1e-6),
+        Path(lambda size: 100, 3, lambda size, count, batches: slower * batches * count * 1e-6),
     )
     assert costs.by_kernel.tolist() == [worthwhile]
     division = costs.divide(many(4096, 1000))
@@ -124,7 +127,7 @@ def test_a_kernel_that_is_never_better_takes_no_part() -> None:
 
 def test_what_is_too_short_to_be_timed_still_takes_time() -> None:
     """Else an end would be expected at once, and no way would be cheaper than another."""
-    costs = measure_costs([4096], lambda size: 10, lambda *_: 1e-3, lambda *_: 1e-3)
+    costs = measure_costs([4096], *[Path(lambda size: 10, 3, lambda *_: 1e-3)] * 2)
     assert costs.dma[0] > 0
     assert costs.kernel[0] > 0
     assert costs.divide(many(4096, 5)).seconds > 0

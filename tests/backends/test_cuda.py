@@ -324,7 +324,7 @@ def test_a_refused_copy_fails_when_what_was_queued_has_ended(
 
 def refusing_behind(submit: Callable[..., Any]) -> Callable[..., Any]:
     def submit_and_refuse(*arguments: Any) -> Any:
-        submit(*arguments)
+        yield from submit(*arguments)
         raise CudaCopyError("refused")
 
     return submit_and_refuse

@@ -201,8 +201,16 @@ def test_a_store_changes_streams_and_keeps_its_order() -> None:
     """Each turn begins behind the one before, also that of the copy before."""
     log = Log()
     backend = backend_with(log)
-    backend._submit_by_dma(Direction.STORE, LARGE)
-    backend._submit_by_dma(Direction.STORE, PLAN)
+    pieces = [
+        *backend._submit_by_dma(Direction.STORE, LARGE),
+        *backend._submit_by_dma(Direction.STORE, PLAN),
+    ]
+    assert [(cast(Any, p.stream).name, p.num_bytes) for p in pieces] == [
+        ("store", 18 * MIB),
+        ("spare", 18 * MIB),
+        ("store", 6 * MIB),
+        ("spare", 112),
+    ]
     assert log == [
         ("store", "copy", 18 * MIB),
         ("spare", "after store", 0),
@@ -218,5 +226,15 @@ def test_a_store_changes_streams_and_keeps_its_order() -> None:
 
 def test_a_load_stays_on_its_stream() -> None:
     log = Log()
-    backend_with(log)._submit_by_dma(Direction.LOAD, LARGE)
-    assert log == [("load", "copy", 42 * MIB)]
+    twice = Descriptors.joined([LARGE, LARGE])
+    pieces = list(backend_with(log)._submit_by_dma(Direction.LOAD, twice))
+    assert log == [("load", "copy", 66 * MIB), ("load", "copy", 18 * MIB)]
+    assert [piece.num_bytes for piece in pieces] == [66 * MIB, 18 * MIB]
+
+
+def test_few_descriptors_a_call() -> None:
+    """The device begins when the driver has taken all of a call's."""
+    log = Log()
+    many = descriptors(*((4096 * index, 0, 4096) for index in range(600)))
+    list(backend_with(log)._submit_by_dma(Direction.LOAD, many))
+    assert log == [("load", "copy", count * 4096) for count in (256, 256, 88)]

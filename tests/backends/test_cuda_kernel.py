@@ -86,8 +86,8 @@ def test_pages_of_all_pairs_and_nothing_else(
     assert regions.word_bytes == word_bytes
     kernel = kernels.CopyKernel(CPU)
     pairs = kernel.upload(of, to, None)
-    for first, stop in ((20, 33), (0, 20)):
-        kernel.launch(regions, pairs.part(first, stop), num_programs, None)
+    for part in (pairs.part(20, 33), *pairs.part(13, 20).in_pieces(3), pairs.part(0, 13)):
+        kernel.launch(regions, part, num_programs, None)
     assert all(torch.equal(destination.blocks(r), wanted[r]) for r in range(len(pages)))
 
 

@@ -179,15 +179,19 @@ def test_parts_follow_each_other(total: int, at_once: int) -> None:
     assert not parts or parts[0][1] == min(total, max(1, at_once // 8))
 
 
-@given(st.lists(st.integers(1, 50), max_size=60), st.integers(1, 200))
-def test_pieces_are_no_larger_than_need_be(sizes: list[int], num_bytes: int) -> None:
+@given(st.lists(st.integers(1, 50), max_size=60), st.integers(1, 200), st.integers(1, 70))
+def test_pieces_are_no_larger_than_need_be(
+    sizes: list[int], num_bytes: int, num_descriptors: int
+) -> None:
     plan = Descriptors(*(np.array(sizes, np.uint64) + np.uint64(i) for i in (1000, 2000, 0)))
-    pieces = list(in_pieces(plan, num_bytes))
+    pieces = list(in_pieces(plan, num_bytes, num_descriptors))
     assert [row for piece in pieces for row in rows(piece)] == rows(plan)
     for piece in pieces:
         assert piece.sizes[:-1].sum() < num_bytes
+        assert len(piece.sizes) <= num_descriptors
         assert all(part.flags.c_contiguous for part in piece)
-    assert all(piece.sizes.sum() >= num_bytes for piece in pieces[:-1])
+    for piece in pieces[:-1]:
+        assert piece.sizes.sum() >= num_bytes or len(piece.sizes) == num_descriptors
 
 
 def test_nothing_to_copy() -> None:
