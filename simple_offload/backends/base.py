@@ -67,6 +67,16 @@ class Measured(Protocol):
         """How it went. Called when it is done."""
 
 
+@runtime_checkable
+class QuickToSubmit(Protocol):
+    """What a CopyBackend may be as well."""
+
+    def is_quick(self, direction: Direction, transfer: Transfer) -> bool:
+        """Whether somebody waits for such a copy, and to submit it takes its thread so little
+        time that the engine's had better do it itself than hand it over. Called on the engine's
+        thread, for blocks of any number."""
+
+
 class Barrier(Protocol):
     """A point in the device's compute stream that a copy has to come after."""
 
@@ -99,15 +109,15 @@ class CopyBackend(Protocol):
         has always ended by then."""
 
     def enter_thread(self, direction: Direction) -> None:
-        """Prepare the calling thread, which will make all copies of ``direction``."""
+        """Prepare the calling thread, which will make copies of ``direction``."""
 
     def copy(
         self, direction: Direction, transfer: Transfer, barrier: Barrier | None
     ) -> Pending | None:
         """Start to copy the blocks of ``transfer`` once ``barrier`` (None: nothing) has been
-        passed, on a thread that has entered for ``direction``. Copies of a direction run one
-        after another. Returns None when the copy has already ended. Any exception is a failed
-        transfer."""
+        passed, on a thread that has entered for ``direction``, or on the engine's. Copies of a
+        direction are submitted by one thread at a time and run one after another. Returns None
+        when the copy has already ended. Any exception is a failed transfer."""
 
     def close(self) -> None:
         """Give up streams and host memory. No copy is under way."""

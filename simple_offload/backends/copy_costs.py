@@ -52,6 +52,10 @@ class CopyCosts:
         """Which of the sizes the kernel copies, where there are enough."""
         return self.kernel < self.dma * _WORTHWHILE
 
+    def by_kernel_at(self, size: int) -> bool:
+        """Whether the kernel copies descriptors of ``size`` bytes, where there are enough."""
+        return bool(self._of_sizes((size,)).by_kernel[0])
+
     def divide(self, sizes: npt.NDArray[np.int64]) -> Division:
         """How to copy descriptors of these sizes, quickest if equal ones lie together. Between
         measured sizes, and above, costs go by the bytes, at a pace interpolated by log size;

@@ -56,6 +56,10 @@ _YIELD_BYTES = 16 << 20
 that stays with a stream as long as that has a copy ready: the tokens that a step has sampled would
 reach vLLM when all stores have ended (19 ms for 1 GiB instead of 0.3, docs/measurements.md)."""
 
+_QUICK_DESCRIPTORS = 2048
+_QUICK_BYTES = 2 << 30
+"""A load of so many descriptors for DMA and so many bytes is submitted within 2 or 3 ms."""
+
 
 class _Piece(NamedTuple):
     """What a stream has been given at once."""
@@ -176,6 +180,20 @@ class CudaBackend:
             self._streams[direction].synchronize()
             raise
         return CudaPending(parts, kept, start, num_bytes)
+
+    def is_quick(self, direction: Direction, transfer: Transfer) -> bool:
+        """Loads of few descriptors, or of those that the kernel copies. A store has nobody
+        waiting for it."""
+        num_pairs = len(transfer.device_blocks)
+        num_bytes = num_pairs * int(self._device_regions.pages.sum())
+        if direction is Direction.STORE or num_bytes > _QUICK_BYTES:
+            return False
+        by_dma = sum(
+            len(alike.device.pages)
+            for alike in self._sides
+            if self._copy_path != "kernel" and not self._costs[direction].by_kernel_at(alike.page)
+        )
+        return num_pairs * by_dma <= _QUICK_DESCRIPTORS  # as if no two were neighbours
 
     def close(self) -> None:
         for tensor in self._registered:

@@ -75,6 +75,16 @@ def test_which_path_is_cheaper() -> None:
     assert Machine().measure().by_kernel.tolist() == [True, True, False]
 
 
+def test_which_path_many_of_a_size_take() -> None:
+    """Also sizes between those that were measured, and beyond."""
+    costs = Machine().measure()
+    for size in (1024, 4096, 16384, 20000, 40000, 65536, 1 << 20):
+        division = costs.divide(many(size, 100_000))
+        assert costs.by_kernel_at(size) == division.by_kernel.all() == division.by_kernel.any()
+    assert costs.by_kernel_at(1024)
+    assert not costs.by_kernel_at(1 << 20)
+
+
 def test_what_a_batch_takes_to_submit_does_not_count() -> None:
     """As long as the device has something to copy meanwhile."""
 

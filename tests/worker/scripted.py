@@ -88,6 +88,8 @@ class ScriptedBackend:
         self.gates: dict[int, threading.Event] = {}
         """Ids of copies that block their thread until the event is set."""
         self.pendings: dict[int, ScriptedPending] = {}
+        self.quick: set[int] = set()
+        """Ids of those that the engine's thread may submit."""
         self.started = Events()
         self.enter_errors: list[BaseException] = []
         self.memory: list[torch.Tensor] = []
@@ -138,6 +140,9 @@ class ScriptedBackend:
 
     def close(self) -> None:
         self.log.append(("close",))
+
+    def is_quick(self, direction: Direction, transfer: Transfer) -> bool:
+        return transfer.id in self.quick
 
     # What tests do
 

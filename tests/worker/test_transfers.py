@@ -47,6 +47,51 @@ def test_each_direction_has_a_thread_of_its_own(bench: Bench) -> None:
     assert len({*threads.values(), threading.current_thread().name}) == 3
 
 
+@pytest.mark.parametrize("direction", Direction)
+def test_a_quick_copy_is_started_at_once(bench: Bench, direction: Direction) -> None:
+    """By the caller, as long as nothing of its direction is under way: what the device has to
+    wait for must not wait for a thread to wake up."""
+    bench.backend.quick = {1, 2, 4, 5}
+    for transfer_id in range(1, 5):
+        bench.backend.pendings[transfer_id] = ScriptedPending()
+    mark = Mark()
+    bench.submit(direction, 1, barrier=mark)
+    caller = threading.current_thread().name
+    assert bench.backend.log == [("copy", direction, 1, mark, caller)]
+    bench.submit(other(direction), 4)  # whatever the other direction does
+    assert bench.backend.log[-1] == ("copy", other(direction), 4, None, caller)
+    bench.submit(direction, 2, 3)  # behind another; and not quick
+    assert bench.flush(direction) == []
+    for transfer_id in (1, 2, 3):
+        bench.backend.pendings[transfer_id].ended.set()
+    assert outcomes(bench.flush(direction)) == [(1, None), (2, None), (3, None)]
+    threads = {entry[2]: entry[4] for entry in bench.backend.log if entry[0] == "copy"}
+    assert threads[1] == caller
+    assert caller not in (threads[2], threads[3])
+    bench.submit(direction, 5)
+    assert bench.backend.log[-1] == ("copy", direction, 5, None, caller)
+
+
+def test_a_quick_copy_that_fails(bench: Bench) -> None:
+    bench.backend.quick = {1}
+    error = bench.backend.errors[1] = ScriptedError()
+    bench.submit(LOAD, 1)
+    assert outcomes(bench.poll(LOAD)) == [(1, error)]
+
+
+def test_a_quick_copy_that_is_nearly_done(bench: Bench) -> None:
+    """It can be announced and waited for as any other."""
+    bench.backend.quick = {1}
+    pending = bench.backend.pendings[1] = ScriptedPending(remaining=0.01)
+    bench.submit(LOAD, 1)
+    bench.engine.settle()  # nothing to wait for
+    assert [transfer.id for transfer in bench.engine.nearly_done(LOAD, 0.01)] == [1]
+    bench.engine.hold_compute(LOAD, {1})
+    assert pending.num_holds == 1
+    pending.ended.set()
+    assert outcomes(bench.poll(LOAD)) == [(1, None)]
+
+
 def test_barriers_reach_the_backend(bench: Bench) -> None:
     marks = [Mark(), None, Mark()]
     for number, mark in enumerate(marks):
