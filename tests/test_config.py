@@ -41,7 +41,7 @@ def test_defaults_are_those_of_the_builtin_connector() -> None:
     assert config.lazy_offload is False
     assert config.cpu_block_size is None
     assert config.backend == "auto"
-    assert (config.copy_path, config.kv_layout, config.sync_load_ms) == ("auto", "auto", 8.0)
+    assert (config.copy_path, config.kv_layout, config.sync_load_ms) == ("auto", "auto", 20.0)
 
 
 def test_a_configuration_of_the_builtin_connector_is_taken_as_it_is() -> None:

@@ -224,7 +224,7 @@ def test_the_table_says_defaults_and_what_is_allowed() -> None:
     assert "| \N{EN DASH} | a whole number, ≥ 2 |" in rows["num_cpu_blocks"]
     assert "| `false` | `true`, `false` |" in rows["lazy_offload"]
     assert '| `"auto"` | `"auto"`, `"keep"` |' in rows["kv_layout"]
-    assert "| `8` | a number, ≥ 0 |" in rows["sync_load_ms"]
+    assert "| `20` | a number, ≥ 0 |" in rows["sync_load_ms"]
 
 
 def test_every_log_line_is_explained() -> None:
