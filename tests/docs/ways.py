@@ -58,6 +58,9 @@ _GPU_ENGINES = Elsewhere(
     "a GPU of 80 GB", "tests/examples/test_engine_bench.py::test_a_tiny_bench_measures_every_part"
 )
 _GPU_TURNS = Elsewhere("a GPU of 80 GB", "tests/examples/test_multi_turn.py::test_with_vllm")
+_GPU_ACCURACY = Elsewhere(
+    "a GPU", "tests/examples/test_accuracy_models.py::test_answers_from_the_host_tier"
+)
 _NPU = Elsewhere("an Ascend NPU", "tests/backends/test_npu.py::test_the_hardware_check")
 _SERVED = "tests/docs/test_serving.py::test_the_commands_of_a_first_run_on_an_npu"
 
@@ -167,6 +170,12 @@ WAYS: Mapping[str, Way] = {
     "--host-bytes 64GiB": Elsewhere(
         "a GPU, a network",
         "tests/examples/test_accuracy_models.py::test_answers_from_the_host_tier",
+    ),
+    "python3 -m examples.accuracy --device cuda --model examples/accuracy/models/llama-recall": (
+        _GPU_ACCURACY
+    ),
+    "python3 -m examples.accuracy --device cuda --model examples/accuracy/models/window-recall": (
+        _GPU_ACCURACY
     ),
     "python3 -m examples.accuracy.train llama --output DIR": Elsewhere(
         "minutes on a GPU",
