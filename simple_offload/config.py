@@ -91,8 +91,8 @@ class OffloadConfig(BaseModel):
     """"auto" asks vLLM for a KV cache layout in which a block of all layers is contiguous."""
 
     sync_load_ms: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 8.0
-    """A load is announced up to so many milliseconds before its expected end, and compute
-    waits for the rest on the device. 0: never before its end."""
+    """A load is announced up to so many milliseconds before its expected end, and compute waits
+    for the rest on the device. 0: never before its end; so it is with state (Mamba) layers."""
 
     kv_offload_backend: Literal["cpu"] = "cpu"
     """Accepted so that a configuration of the built-in connector works as it is."""
