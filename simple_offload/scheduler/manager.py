@@ -219,8 +219,9 @@ class OffloadScheduler:
 
     @property
     def num_followed(self) -> int:
-        """Requests whose blocks are being stored, and requests with a pinned hit."""
-        return self._policy.num_requests + self._loads.num_hits
+        """Requests whose blocks are being stored, and requests with a pinned hit or a load that
+        has failed."""
+        return self._policy.num_requests + self._loads.num_requests
 
     def has_pending_work(self) -> bool:
         """Whether the engine has to go on stepping although no request needs it."""
