@@ -90,7 +90,7 @@ class OffloadConfig(BaseModel):
     kv_layout: Literal["auto", "keep"] = "auto"
     """"auto" asks vLLM for a KV cache layout in which a block of all layers is contiguous."""
 
-    sync_load_ms: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 8.0
+    sync_load_ms: Annotated[float, Field(strict=True, ge=0, allow_inf_nan=False)] = 8.0
     """A load is announced up to so many milliseconds before its expected end, and compute waits
     for the rest on the device. 0: never before its end; so it is with state (Mamba) layers."""
 
