@@ -12,9 +12,10 @@ from simple_offload.config import ConfigError, OffloadConfig
 from simple_offload.logs import get_logger
 from simple_offload.metadata import RankCapacity, StepMetadata, WorkerReport
 from simple_offload.scheduler.cpu_tier import CpuTier
-from simple_offload.scheduler.events import KVEvents, Origins
+from simple_offload.scheduler.events import KVEvents
 from simple_offload.scheduler.in_flight import InFlight
 from simple_offload.scheduler.loads import Loads
+from simple_offload.scheduler.origins import Origins
 from simple_offload.scheduler.policies import describe_policy, make_policy
 from simple_offload.scheduler.recent_tables import RecentTables
 from simple_offload.scheduler.store_policy import BoundaryState, StorePolicy
@@ -72,7 +73,7 @@ class OffloadScheduler:
         )
         self._recent = RecentTables(kv_cache_manager, self._vllm_config.max_concurrent_batches)
         if self._events is not None:
-            self._stores.origins = Origins(kv_cache_manager)
+            self._stores.origins = Origins(self.tier, kv_cache_manager)
 
     def agree_on_capacity(self, capacities: Iterable[RankCapacity]) -> None:
         """Learn what the ranks have memory for. Called once by vLLM, when every rank has
