@@ -120,3 +120,16 @@ def test_a_state_that_was_given_up_belongs_to_whose_table_has_the_block() -> Non
         origins.on_step(request_ids, {"before": [block.block_id]})
         assert origins.of([block]) is now
         origins.follow(now)
+
+
+def test_a_block_that_somebody_else_has_by_then_is_theirs() -> None:
+    driver = Driver(num_states=1)
+    origins = make_origins(driver)
+    before, now = make_request("before", PROMPT), make_request("now", PROMPT)
+    for request in (before, now):
+        origins.follow(request)
+    origins.on_step([], {"before": [3]})
+    origins.forget("before")
+    origins.on_step([], {"now": [3]})
+    origins.on_step([], {})
+    assert origins.of([driver.device_pool.blocks[3]]) is now
