@@ -57,7 +57,8 @@ class OffloadConfig(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
     cpu_bytes_to_use: Bytes = 8 * GIB
-    """Host memory of the whole server: all tensor and pipeline parallel ranks together."""
+    """Host memory of the whole server: all tensor and pipeline parallel ranks together. With data
+    parallel, each engine has as much."""
 
     cpu_bytes_to_use_per_rank: Bytes | None = None
     """Host memory of each rank; overrides ``cpu_bytes_to_use``."""
