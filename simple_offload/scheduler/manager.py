@@ -142,9 +142,11 @@ class OffloadScheduler:
         self._policy.on_states(states)
         self._policy.on_step(scheduler_output.num_scheduled_tokens)
         # Zeroing of new blocks is queued with this step: loads come after it.
-        zeroes = bool(scheduler_output.new_block_ids_to_zero)
-        loads = self._loads.submit(lambda block_ids: zeroes or self._recent.may_touch(block_ids))
-        self._recent.end_step()
+        zeroed = scheduler_output.new_block_ids_to_zero or ()
+        loads = self._loads.submit(
+            lambda block_ids: bool(zeroed) or self._recent.may_touch(block_ids)
+        )
+        self._recent.end_step(zeroed)
         return StepMetadata(
             loads=loads,
             stores=self._stores.submit(),
