@@ -5,18 +5,16 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, NamedTuple
 
 from vllm.v1.core.kv_cache_utils import (
+    BlockHash,
     BlockHashWithGroupId,
-    ExternalBlockHash,
     generate_block_hash_extra_keys,
     get_group_id,
-    maybe_convert_block_hash,
     to_event_extra_keys,
 )
 
 from simple_offload.scheduler.cpu_tier import CpuTier
 
 if TYPE_CHECKING:
-    from vllm.v1.core.kv_cache_utils import BlockHash
     from vllm.v1.request import Request
 
 
@@ -24,7 +22,7 @@ class Contents(NamedTuple):
     """A block's, or those of a part of it that has a key of its own."""
 
     token_ids: "array[int]"
-    parent: ExternalBlockHash | None
+    parent: BlockHash | None
     """The hash of the tokens before them."""
     extra_keys: list[tuple[object, ...] | None] | None
     session_id: str | None
@@ -106,13 +104,9 @@ def _between(tier: CpuTier, request: "Request", start: int, end: int) -> Content
     lora = request.lora_request
     return Contents(
         array("q", request.all_token_ids[start:end]),
-        _hash_before(request.block_hashes, start // tier.hash_block_size),
+        request.block_hashes[start // tier.hash_block_size - 1] if start else None,
         to_event_extra_keys([extra_keys]),
         request.session_id,
         lora.adapter_id if lora is not None else None,
         lora.name if lora is not None else None,
     )
-
-
-def _hash_before(hashes: "list[BlockHash]", index: int) -> ExternalBlockHash | None:
-    return maybe_convert_block_hash(hashes[index - 1]) if index else None

@@ -147,7 +147,8 @@ class KVEvents:
             locality=_LOCALITY,
         )
         if contents is not None:
-            event.parent_block_hash = contents.parent
+            if contents.parent is not None:
+                event.parent_block_hash = maybe_convert_block_hash(contents.parent)
             event.token_ids = contents.token_ids.tolist()
             event.extra_keys = contents.extra_keys
             event.session_id = contents.session_id
