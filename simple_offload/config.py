@@ -57,7 +57,8 @@ class OffloadConfig(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
     cpu_bytes_to_use: Bytes = 8 * GIB
-    """Host memory of the whole server: all tensor and pipeline parallel ranks together."""
+    """Host memory of the whole server: all tensor and pipeline parallel ranks together. With data
+    parallel, each engine has as much."""
 
     cpu_bytes_to_use_per_rank: Bytes | None = None
     """Host memory of each rank; overrides ``cpu_bytes_to_use``."""
@@ -90,9 +91,9 @@ class OffloadConfig(BaseModel):
     kv_layout: Literal["auto", "keep"] = "auto"
     """"auto" asks vLLM for a KV cache layout in which a block of all layers is contiguous."""
 
-    sync_load_ms: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 20.0
-    """A load is announced up to so many milliseconds before its expected end, and compute
-    waits for the rest on the device. 0: never before its end."""
+    sync_load_ms: Annotated[float, Field(strict=True, ge=0, allow_inf_nan=False)] = 20.0
+    """A load is announced up to so many milliseconds before its expected end, and compute waits
+    for the rest on the device. 0: never before its end; so it is with state (Mamba) layers."""
 
     kv_offload_backend: Literal["cpu"] = "cpu"
     """Accepted so that a configuration of the built-in connector works as it is."""

@@ -230,6 +230,8 @@ def test_milliseconds_of_a_load_that_compute_may_wait_for(
         (float("inf"), "finite number"),
         (float("nan"), "number"),
         ("soon", "valid number"),
+        ("8", "valid number"),
+        (True, "valid number"),
         (None, "valid number"),
         ([8], "valid number"),
     ],

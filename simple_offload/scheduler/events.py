@@ -1,94 +1,36 @@
 """KV events: what a cache-aware router is told of the host tier."""
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from vllm.distributed.kv_events import MEDIUM_CPU, BlockRemoved, BlockStored
 from vllm.v1.core.kv_cache_utils import (
     BlockHashWithGroupId,
     ExternalBlockHash,
-    KVCacheBlock,
-    generate_block_hash_extra_keys,
     get_block_hash,
     get_group_id,
     maybe_convert_block_hash,
-    to_event_extra_keys,
 )
 from vllm.v1.kv_cache_interface import (
     get_kv_cache_spec_kind,
     get_kv_cache_spec_sliding_window,
 )
 
+from simple_offload.scheduler.contents import ByKey, Contents, contents_of_host_block
 from simple_offload.scheduler.cpu_tier import CpuTier
 from simple_offload.scheduler.runs import Run
 
 if TYPE_CHECKING:
-    from vllm.v1.core.kv_cache_manager import KVCacheManager
     from vllm.v1.request import Request
 
 _LOCALITY = "LOCAL"
-
-
-class _Followed(NamedTuple):
-    request: "Request"
-    num_seen: list[int]
-    """By group, how many blocks of its table have been noted."""
 
 
 class _Removed(NamedTuple):
     key: BlockHashWithGroupId
     part_keys: Sequence[BlockHashWithGroupId]
     """That no other host block had a part of then."""
-
-
-class Origins:
-    """Which request computed a device block. A block says so as long as it holds what that
-    request put there, and a block that is stored late outlives its request. One entry a device
-    block at most."""
-
-    def __init__(self, kv_cache_manager: "KVCacheManager") -> None:
-        self._managers = kv_cache_manager.coordinator.single_type_managers
-        self._followed: dict[str, _Followed] = {}
-        self._by_block: dict[int, Request] = {}
-
-    def follow(self, request: "Request") -> None:
-        """``request`` has (new) device blocks."""
-        self._followed[request.request_id] = _Followed(request, [0] * len(self._managers))
-
-    def forget(self, request_id: str) -> None:
-        """The request, whose blocks have not been freed yet, gets no more. Those that it has
-        are still known as its own."""
-        if (followed := self._followed.pop(request_id, None)) is not None:
-            self._note(followed)  # it may never have run: what was loaded for it is complete
-
-    def on_step(
-        self, request_ids: Iterable[str], state_blocks: Mapping[str, Sequence[int]]
-    ) -> None:
-        """A step has been scheduled that runs these requests. ``state_blocks``: by request, the
-        ids of blocks with its states, which may be in no table; a request may hand over the
-        states of an earlier step in one that does not run it."""
-        for request_id, block_ids in state_blocks.items():
-            if (followed := self._followed.get(request_id)) is not None:
-                self._by_block.update(dict.fromkeys(block_ids, followed.request))
-        # After them: such a block may have been given up since, and be in another's table.
-        for request_id in request_ids:
-            if (followed := self._followed.get(request_id)) is not None:
-                self._note(followed)
-
-    def of(self, block: KVCacheBlock) -> "Request | None":
-        """The request that was the last to have ``block`` in its table."""
-        return self._by_block.get(block.block_id)
-
-    def _note(self, followed: _Followed) -> None:
-        request, num_seen = followed
-        for group, manager in enumerate(self._managers):
-            table = manager.req_to_blocks.get(request.request_id, [])
-            # A table of states does not only grow.
-            start = num_seen[group] if manager.has_positionally_stable_blocks else 0
-            for block in table[start:]:
-                self._by_block[block.block_id] = request
-            num_seen[group] = len(table)
 
 
 class KVEvents:
@@ -120,15 +62,14 @@ class KVEvents:
 
     def stored_run(self, run: Run, useless: Collection[int]) -> None:
         """The blocks of ``run`` are findable from now on, but those at the places ``useless``.
-        Without the request that computed one, its tokens and its parent are not known, and left
-        out."""
+        Where it is not known whose tokens they are, those and their parent are left out."""
         for place, key in enumerate(run.keys):
             if place not in useless:
                 self.stored(
                     key,
                     run.inner_keys[place] if run.inner_keys else (),
                     run.num_tokens + place * run.size,
-                    run.requests[place] if run.requests else None,
+                    run.origins[place] if run.origins else None,
                 )
 
     def stored(
@@ -136,31 +77,26 @@ class KVEvents:
         key: BlockHashWithGroupId,
         inner_keys: Iterable[BlockHashWithGroupId],
         num_tokens: int,
-        request: "Request | None",
+        origin: "Request | ByKey | None",
     ) -> None:
         """``stored_run`` for one block, of the prefix of ``num_tokens`` tokens; ``inner_keys``:
         of prefixes that end inside it."""
         group = int(get_group_id(key))
-        size = self.tier.block_sizes[group]
-        hash_size = self.tier.hash_block_size
-        num_parts = self.tier.num_parts
-        if num_parts > 1 and request is not None and self._is_of(key, request, num_tokens):
-            part_size = size // num_parts
-            ends = range(num_tokens - size + part_size, num_tokens + 1, part_size)
-            keys = [self.tier.key_at(request.block_hashes, group, end) for end in ends]
+        size, num_parts = self.tier.block_sizes[group], self.tier.num_parts
+        contents = origin or {}
+        if not isinstance(contents, dict):
+            contents = contents_of_host_block(self.tier, key, inner_keys, num_tokens, contents)
+        if num_parts > 1 and len(contents) == num_parts and key in contents:
+            keys = list(contents)
             self._parts[key] = keys[:-1]
             self._num_with.update(keys[:-1])
-            for part_key, end in zip(keys, ends, strict=True):
-                self._add(part_key, group, end, part_size, request)
+            for part_key in keys:
+                self._add(part_key, group, size // num_parts, contents[part_key])
             return
-        # vLLM tells of a part of a block as of the last tokens that a hash covers.
-        own_size = hash_size if num_tokens % size else size
-        self._add(key, group, num_tokens, own_size, request)
-        if inner_keys:
-            ends = range((num_tokens - 1) // size * size + hash_size, num_tokens, hash_size)
-            for inner_key in inner_keys:
-                end = next((end for end in ends if self._is_of(inner_key, request, end)), 0)
-                self._add(inner_key, group, end, hash_size, request)
+        hash_size = self.tier.hash_block_size
+        self._add(key, group, hash_size if num_tokens % size else size, contents.get(key))
+        for inner_key in inner_keys:
+            self._add(inner_key, group, hash_size, contents.get(inner_key))
 
     def take(self) -> list[BlockStored | BlockRemoved]:
         """What has happened since the last call, in order."""
@@ -193,18 +129,12 @@ class KVEvents:
             self._queue.append(_Removed(key, gone))
 
     def _add(
-        self,
-        key: BlockHashWithGroupId,
-        group: int,
-        end: int,
-        size: int,
-        request: "Request | None",
+        self, key: BlockHashWithGroupId, group: int, size: int, contents: Contents | None
     ) -> None:
-        """Queue the ``size`` tokens up to ``end`` as stored under ``key``."""
+        """Queue ``size`` tokens as stored under ``key``."""
         kind, sliding_window = self._specs[group]
-        block_hash = maybe_convert_block_hash(get_block_hash(key))
         event = BlockStored(
-            block_hashes=[block_hash],
+            block_hashes=[maybe_convert_block_hash(get_block_hash(key))],
             parent_block_hash=None,
             token_ids=[],
             block_size=size,
@@ -216,32 +146,16 @@ class KVEvents:
             kv_cache_spec_sliding_window=sliding_window,
             locality=_LOCALITY,
         )
-        if request is not None and self._is_of(key, request, end):
-            start = end - size
-            extra_keys, _ = generate_block_hash_extra_keys(request, start, end, 0)
-            event.parent_block_hash = self._parent(request, start)
-            event.token_ids = list(request.all_token_ids[start:end])
-            event.extra_keys = to_event_extra_keys([extra_keys])
-            event.session_id = request.session_id
-            if request.lora_request is not None:
-                event.lora_id = request.lora_request.adapter_id
-                event.lora_name = request.lora_request.name
+        if contents is not None:
+            if contents.parent is not None:
+                event.parent_block_hash = maybe_convert_block_hash(contents.parent)
+            event.token_ids = contents.token_ids.tolist()
+            event.extra_keys = contents.extra_keys
+            event.session_id = contents.session_id
+            event.lora_id, event.lora_name = contents.lora_id, contents.lora_name
             if self._queue and _follows(self._queue[-1], event):
                 return
         self._queue.append(event)
-
-    def _is_of(self, key: BlockHashWithGroupId, request: "Request | None", end: int) -> bool:
-        """Whether ``key`` is of the first ``end`` tokens of the request."""
-        if request is None or not 0 < end <= len(request.block_hashes) * self.tier.hash_block_size:
-            return False
-        return self.tier.key_at(request.block_hashes, int(get_group_id(key)), end) == key
-
-    def _parent(self, request: "Request", start: int) -> ExternalBlockHash | None:
-        if start == 0:
-            return None
-        return maybe_convert_block_hash(
-            request.block_hashes[start // self.tier.hash_block_size - 1]
-        )
 
 
 def _follows(last: object, event: BlockStored) -> bool:

@@ -38,6 +38,8 @@ class _Load:
     pins: list[KVCacheBlock]
     admitted: bool = False
     """Every rank has announced it: compute may be scheduled that reads its blocks."""
+    orphaned: bool = False
+    """Its request has ended."""
 
     def add(
         self,
@@ -100,6 +102,11 @@ class Loads:
         """Hits pinned for requests that have no device blocks yet."""
         return len(self._hits)
 
+    @property
+    def num_requests(self) -> int:
+        """Requests of which something is remembered, but for loads under way."""
+        return len(self._hits.keys() | self._unlucky)
+
     def is_loading(self, request_id: str) -> bool:
         """Whether blocks of this request are still to be filled by a load that nothing waits
         for."""
@@ -150,6 +157,8 @@ class Loads:
         """The request has ended. Blocks of a load under way stay held."""
         self.forget(request_id)
         self._unlucky.discard(request_id)
+        for load in chain(self._planned, self._in_flight.values()):
+            load.orphaned = load.orphaned or load.request_id == request_id
 
     def plan(
         self,
@@ -242,7 +251,8 @@ class Loads:
         for transfer_id in transfer_ids:
             if (load := self._in_flight.get(transfer_id)) is not None:
                 self.tier.drop(self.tier.blocks_at(load.slots))
-                self._unlucky.add(load.request_id)
+                if not load.orphaned:
+                    self._unlucky.add(load.request_id)
 
     def finish(self, ended: Ended, device_pool: BlockPool) -> bool:
         """Release what a load held; False when ``ended`` is not a load."""

@@ -12,9 +12,10 @@ from simple_offload.config import ConfigError, OffloadConfig
 from simple_offload.logs import get_logger
 from simple_offload.metadata import RankCapacity, StepMetadata, WorkerReport
 from simple_offload.scheduler.cpu_tier import CpuTier
-from simple_offload.scheduler.events import KVEvents, Origins
+from simple_offload.scheduler.events import KVEvents
 from simple_offload.scheduler.in_flight import InFlight
 from simple_offload.scheduler.loads import Loads
+from simple_offload.scheduler.origins import Origins
 from simple_offload.scheduler.policies import describe_policy, make_policy
 from simple_offload.scheduler.recent_tables import RecentTables
 from simple_offload.scheduler.store_policy import BoundaryState, StorePolicy
@@ -72,7 +73,7 @@ class OffloadScheduler:
         )
         self._recent = RecentTables(kv_cache_manager, self._vllm_config.max_concurrent_batches)
         if self._events is not None:
-            self._stores.origins = Origins(kv_cache_manager)
+            self._stores.origins = Origins(self.tier, kv_cache_manager)
 
     def agree_on_capacity(self, capacities: Iterable[RankCapacity]) -> None:
         """Learn what the ranks have memory for. Called once by vLLM, when every rank has
@@ -141,9 +142,11 @@ class OffloadScheduler:
         self._policy.on_states(states)
         self._policy.on_step(scheduler_output.num_scheduled_tokens)
         # Zeroing of new blocks is queued with this step: loads come after it.
-        zeroes = bool(scheduler_output.new_block_ids_to_zero)
-        loads = self._loads.submit(lambda block_ids: zeroes or self._recent.may_touch(block_ids))
-        self._recent.end_step()
+        zeroed = scheduler_output.new_block_ids_to_zero or ()
+        loads = self._loads.submit(
+            lambda block_ids: bool(zeroed) or self._recent.may_touch(block_ids)
+        )
+        self._recent.end_step(zeroed)
         return StepMetadata(
             loads=loads,
             stores=self._stores.submit(),
@@ -219,8 +222,9 @@ class OffloadScheduler:
 
     @property
     def num_followed(self) -> int:
-        """Requests whose blocks are being stored, and requests with a pinned hit."""
-        return self._policy.num_requests + self._loads.num_hits
+        """Requests whose blocks are being stored, and requests with a pinned hit or a load that
+        has failed."""
+        return self._policy.num_requests + self._loads.num_requests
 
     def has_pending_work(self) -> bool:
         """Whether the engine has to go on stepping although no request needs it."""

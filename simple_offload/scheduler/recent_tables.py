@@ -1,8 +1,8 @@
 """RecentTables: device blocks that compute in flight may touch although nobody holds them."""
 
 from collections import deque
-from collections.abc import Iterable
-from itertools import compress
+from collections.abc import Iterable, Sequence
+from itertools import chain, compress
 from operator import is_not
 from typing import TYPE_CHECKING
 
@@ -30,14 +30,20 @@ class RecentTables:
         self._managers = kv_cache_manager.coordinator.single_type_managers
         self._only_grow = all(isinstance(m, FullAttentionManager) for m in self._managers)
         self._steps: deque[list[_Tables]] = deque(maxlen=num_steps)
+        self._zeroed: deque[Sequence[int]] = deque(maxlen=num_steps)
+        """By step, the blocks that it zeroes."""
         self._given_up: set[int] | None = None
-        """Ids of blocks of tables that have been given up which are in use again."""
+        """Ids of blocks of tables that have been given up which are in use again, and of those
+        that are zeroed."""
 
-    def end_step(self) -> None:
-        """A step has been scheduled that runs requests with the block tables of now."""
+    def end_step(self, zeroed: Sequence[int] = ()) -> None:
+        """A step has been scheduled that runs requests with the block tables of now, and zeroes
+        these blocks. They are new, but no table need have them any more: under priority
+        scheduling, a request that has got some may be preempted before the step is complete."""
         self._given_up = None
         if self._only_grow:
             self._steps.append([dict(manager.req_to_blocks) for manager in self._managers])
+            self._zeroed.append(zeroed)
 
     def may_touch(self, block_ids: Iterable[int]) -> bool:
         """Whether a step in flight may read or write one of these blocks, which were free when
@@ -50,7 +56,7 @@ class RecentTables:
 
     def _collect(self) -> set[int]:
         """Once a step: vLLM gives up no table while it builds the connector's metadata."""
-        given_up: set[int] = set()
+        given_up = set(chain.from_iterable(self._zeroed))
         for step in self._steps:
             for manager, tables in zip(self._managers, step, strict=True):
                 now = map(manager.req_to_blocks.get, tables)

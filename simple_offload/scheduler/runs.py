@@ -9,6 +9,8 @@ from vllm.v1.core.kv_cache_utils import BlockHashWithGroupId, KVCacheBlock
 if TYPE_CHECKING:
     from vllm.v1.request import Request
 
+    from simple_offload.scheduler.contents import ByKey
+
 
 @dataclass(slots=True, eq=False)
 class Run:
@@ -31,8 +33,9 @@ class Run:
     inner_keys: Sequence[Collection[BlockHashWithGroupId]] = ()
     """By host block: of prefixes that end inside it, by which it shall be found too; empty where
     there are none at all. Host blocks of several parts have none."""
-    requests: "Sequence[Request | None]" = ()
-    """By host block, whose tokens they are; empty unless somebody wants to know."""
+    origins: "Sequence[Request | ByKey | None]" = ()
+    """By host block, whose tokens they are, or what KV events say of them; empty unless somebody
+    wants to know."""
 
     def __len__(self) -> int:
         return len(self.keys)

@@ -14,8 +14,9 @@ from simple_offload.metadata import Transfer
 from simple_offload.scheduler import block_lists
 from simple_offload.scheduler.coming import Coming
 from simple_offload.scheduler.cpu_tier import CpuTier
-from simple_offload.scheduler.events import KVEvents, Origins
+from simple_offload.scheduler.events import KVEvents
 from simple_offload.scheduler.in_flight import Ended, InFlight
+from simple_offload.scheduler.origins import Origins
 from simple_offload.scheduler.runs import Run
 
 logger = get_logger(__name__)
@@ -127,8 +128,9 @@ class Stores:
             if any(inner_keys):
                 run.inner_keys = inner_keys
         if self.origins is not None:
-            last_parts = run.device_blocks[self.tier.num_parts - 1 :: self.tier.num_parts]
-            run.requests = [self.origins.of(block) for block in last_parts]
+            count = self.tier.num_parts
+            parts = (run.device_blocks[i * count : (i + 1) * count] for i in range(len(run)))
+            run.origins = [self.origins.of(blocks) for blocks in parts]
         self._planned.runs.append((run, host_blocks))
         self._coming.add(run)
 

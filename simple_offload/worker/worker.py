@@ -46,6 +46,11 @@ class OffloadWorker:
         self._last_submitted = {Direction.LOAD: -1, Direction.STORE: -1}
         self._announced: set[int] = set()
         """Loads under way that vLLM has been told of as loaded."""
+        self._sync_load_seconds = config.sync_load_ms / 1e3
+        if kv_cache_config.has_mamba_layers:
+            # vLLM moves the state that a request goes on from, and copies blocks in which hits
+            # end, before it lets a step's connector hooks run: ``bind`` would hold that too late.
+            self._sync_load_seconds = 0.0
         self._patience = 0.0
         """How long, in seconds, compute may have to wait for a load that is announced now."""
         self._bound_at = 0.0
@@ -180,7 +185,7 @@ class OffloadWorker:
         anyway until the request's own comes."""
         now = time.monotonic()
         step_seconds, self._bound_at = now - self._bound_at, now
-        self._patience = self.config.sync_load_ms / 1e3
+        self._patience = self._sync_load_seconds
         if computes:
             self._patience = min(self._patience, _STEPS_TO_COMPUTE * step_seconds)
 

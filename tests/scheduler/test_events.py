@@ -19,7 +19,8 @@ from vllm.v1.core.kv_cache_utils import get_block_hash, get_request_block_hasher
 from vllm.v1.request import Request
 
 from simple_offload.connector import SimpleCPUOffloadConnector
-from simple_offload.scheduler.events import KVEvents, Origins
+from simple_offload.scheduler.contents import contents_of_host_block
+from simple_offload.scheduler.events import KVEvents
 from tests.scheduler.driver import LOAD, STORE, Driver, make_request, prompt
 from tests.scheduler.tiers import (
     BLOCK_SIZE,
@@ -261,14 +262,18 @@ def test_what_else_is_in_a_hash() -> None:
         session_id="talk",
         block_hasher=get_request_block_hasher(BLOCK_SIZE, sha256),
     )
-    for index in range(3):
-        (key_of,) = tier.keys(request.block_hashes, 0, index, index + 1)
-        events.stored(key_of, (), (index + 1) * BLOCK_SIZE, request)
-    (event,) = events.take()
-    assert isinstance(event, BlockStored)
-    assert event.block_hashes == request.block_hashes
-    assert event.extra_keys == [("poet", "red"), ("poet", ("cat", 1)), ("poet", ("cat", -3))]
-    assert (event.lora_id, event.lora_name, event.session_id) == (3, "poet", "talk")
+    for remembered in (False, True):
+        for index in range(3):
+            (key_of,) = tier.keys(request.block_hashes, 0, index, index + 1)
+            end = (index + 1) * BLOCK_SIZE
+            contents = contents_of_host_block(tier, key_of, (), end, request)
+            events.stored(key_of, (), end, contents if remembered else request)
+        (event,) = events.take()
+        assert isinstance(event, BlockStored)
+        assert event.block_hashes == request.block_hashes
+        assert event.token_ids == PROMPT
+        assert event.extra_keys == [("poet", "red"), ("poet", ("cat", 1)), ("poet", ("cat", -3))]
+        assert (event.lora_id, event.lora_name, event.session_id) == (3, "poet", "talk")
 
 
 def test_another_s_block_does_not_join_a_chain() -> None:
@@ -285,19 +290,6 @@ def test_another_s_block_does_not_join_a_chain() -> None:
     assert (first.session_id, second.session_id) == ("r", "s")
 
 
-def test_a_block_is_told_of_when_its_request_has_gone() -> None:
-    """A policy may store a block long after."""
-    driver = Driver(num_device_blocks=40, num_host_blocks=40)
-    request = driver.start("r", PROMPT, max_tokens=8)
-    driver.step()
-    table = driver.scheduler._policy._managers[0].req_to_blocks["r"][:3]  # type: ignore[attr-defined]
-    driver.run()
-    origins = driver.scheduler._stores.origins
-    assert origins is not None
-    assert origins._followed == {}
-    assert [origins.of(device_block) for device_block in table] == [request] * 3
-
-
 @pytest.mark.parametrize("config", [None, KVEventsConfig(enable_kv_cache_events=False)])
 def test_nothing_is_collected_unless_asked_for(
     monkeypatch: pytest.MonkeyPatch, config: KVEventsConfig | None
@@ -311,30 +303,3 @@ def test_nothing_is_collected_unless_asked_for(
     assert list(connector.take_events()) == []
     assert driver.scheduler._stores.origins is None
     assert "_emit_block_removed_events" not in vars(driver.tier.pool)
-
-
-def test_states_belong_to_who_hands_them_over_in_whatever_step() -> None:
-    """A request may hand over an earlier step's states in one that does not run it."""
-    driver = Driver(num_states=1)
-    origins = Origins(driver.world.scheduler.kv_cache_manager)
-    runs, waits = make_request("runs", PROMPT), make_request("waits", PROMPT)
-    for request in (runs, waits):
-        origins.follow(request)
-    origins.on_step(["runs"], {"runs": [3], "waits": [5], "unknown": [7]})
-    blocks = driver.device_pool.blocks
-    assert [origins.of(blocks[index]) for index in (3, 5, 7)] == [runs, waits, None]
-
-
-def test_a_state_that_was_given_up_belongs_to_whose_table_has_the_block() -> None:
-    driver = Driver(num_states=1)
-    manager = driver.world.scheduler.kv_cache_manager
-    origins = Origins(manager)
-    before, now = make_request("before", PROMPT), make_request("now", PROMPT)
-    for request in (before, now):
-        origins.follow(request)
-    assert manager.allocate_slots(now, len(PROMPT)) is not None
-    (block, *_) = manager.coordinator.single_type_managers[0].req_to_blocks["now"]
-    for request_ids in (["before", "now"], ["now", "before"]):
-        origins.on_step(request_ids, {"before": [block.block_id]})
-        assert origins.of(block) is now
-        origins.follow(now)

@@ -74,6 +74,15 @@ def test_one_block_of_many_is_enough(tables: Tables) -> None:
     assert not tables.recent.may_touch(range(7))
 
 
+def test_what_a_recent_step_zeroes(tables: Tables) -> None:
+    tables.recent.end_step([3, 4])
+    assert tables.touched() == {3, 4}
+    tables.recent.end_step()
+    assert tables.touched() == {3, 4}
+    tables.recent.end_step()
+    assert tables.touched() == set()
+
+
 def test_every_group_counts() -> None:
     tables = Tables(FullAttentionManager, FullAttentionManager)
     tables.hold("a", 1)
@@ -127,6 +136,25 @@ def test_a_load_into_blocks_of_a_step_in_flight_waits_for_it(drive: MakeDriver) 
         driver.step()
         driver.copy_all()
     driver.world.abort("other")
+    driver.start("again", prompt(33))
+    assert the_load(driver)
+    driver.run()
+
+
+def test_a_load_into_blocks_that_a_step_in_flight_zeroes_waits_for_it(
+    drive: MakeDriver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They were a request's that has been preempted in the same step, as the priority scheduler
+    does. vLLM zeroes the new blocks of models whose caches differ in precision."""
+    driver = drive(async_scheduling=True, num_device_blocks=60)
+    fill_tier(driver)
+    driver.start("other", prompt(5, family=1), max_tokens=12)
+    driver.step(2)
+    free = [block.block_id for block in driver.device_pool.blocks if block.ref_cnt == 0]
+    scheduler = driver.world.scheduler
+    with monkeypatch.context() as patched:
+        patched.setattr(scheduler, "_get_new_block_ids_to_zero", lambda: free)
+        driver.step()
     driver.start("again", prompt(33))
     assert the_load(driver)
     driver.run()

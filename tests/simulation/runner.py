@@ -162,6 +162,15 @@ class Runner:
             states,
         )
 
+    def prepare(self, batch: _Batch) -> None:
+        """What vLLM queues before it lets the connector know of the step: blocks are zeroed, and
+        copied, and a state is moved where the step goes on from it in another block."""
+        for pages in self.memory.pages:
+            pages[batch.zeroed] = 0
+            for source, target in batch.copies:
+                pages[target] = pages[source]
+        self._check_states(batch, moves=True)
+
     def compute(self, batch: _Batch, samples: dict[str, list[int]]) -> None:
         """The forward. Sampled tokens go into ``samples``.
 
@@ -169,11 +178,7 @@ class Runner:
         another one writes in the same step. Attention pages are checked when all new tokens'
         pages have been written: there, it does.
         """
-        self._prepare(batch)
-        for work in batch.works:
-            for index, group in self.groups:
-                if group.kind is Kind.STATE and work.start > 0:
-                    self._check_state(work, index)
+        self._check_states(batch, moves=False)
         for work in batch.works:
             for index, group in self.groups:
                 if group.kind is Kind.STATE:
@@ -196,12 +201,6 @@ class Runner:
         work = _Work(request_id, story, 0, num_tokens, 0, 0, arrays, False, {})
         for index, group in self.groups:
             self._write(work, index, group)
-
-    def _prepare(self, batch: _Batch) -> None:
-        for pages in self.memory.pages:
-            pages[batch.zeroed] = 0
-            for source, target in batch.copies:
-                pages[target] = pages[source]
 
     def _check(self, work: _Work, index: int, group: Group) -> None:
         first = max(0, work.start - group.window + 1) if group.window else 0
@@ -273,6 +272,13 @@ class Runner:
         siblings = np.array([extend(prefix, t) for t in range(NUM_TOKENS)], dtype=np.uint64)
         allowed = of_page(siblings, index, self.rank, layer, pages.shape[2])
         return bool((allowed == found).all(axis=1).any())
+
+    def _check_states(self, batch: _Batch, moves: bool) -> None:
+        """Check what requests start from: those states that the step ``moves``, or the others."""
+        for work in batch.works:
+            for index, (source, target) in work.states.items():
+                if work.start > 0 and (source != target) is moves:
+                    self._check_state(work, index)
 
     def _check_state(self, work: _Work, index: int) -> None:
         block = work.tables[index][work.states[index][0]]

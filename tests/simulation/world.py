@@ -347,14 +347,16 @@ class World:
             self.num_begun_inside += bool(load.host_blocks[0] % num_parts)
             self.num_ended_inside += bool((load.host_blocks[-1] + 1) % num_parts)
         checks.check_open(metadata, worker.host_pool.num_open, self.shape.num_parts)
-        worker.bind(metadata)
-        if repeat_hooks:
-            worker.bind(metadata)
         batch = rank.runner.update(scheduled)
         samples = step.samples if rank is self.ranks[0] else {}
         # A step without tokens runs no forward, and its output waits for nothing.
         position = 0
         if batch.works or batch.zeroed or batch.copies:
+            position = device.queue_compute(lambda: rank.runner.prepare(batch))
+        worker.bind(metadata)
+        if repeat_hooks:
+            worker.bind(metadata)
+        if batch.works:
             position = device.queue_compute(lambda: rank.runner.compute(batch, samples))
         for _ in range(2 if repeat_hooks else 1):
             worker.submit_loads()

@@ -6,6 +6,7 @@ from collections import Counter
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from vllm.v1.kv_cache_interface import KVCacheConfig
 
 from simple_offload.backends.base import Direction
 from simple_offload.metadata import StepMetadata
@@ -61,6 +62,20 @@ def test_without_patience_nothing_is_announced(make_rank: MakeRank) -> None:
 def test_an_end_that_cannot_be_waited_for_is_not_announced(rank: Rank) -> None:
     rank.pend(0, float("inf"))
     assert rank.step(StepMetadata([load(0, "r")])) == NOTHING
+
+
+def test_with_states_nothing_is_announced(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM moves the state that a request goes on from before the step's hooks run."""
+    monkeypatch.setattr(KVCacheConfig, "has_mamba_layers", True)
+    rank = Rank(monkeypatch)
+    rank.register()
+    try:
+        pending = rank.pend(0, 0.0)
+        assert rank.step(StepMetadata([load(0, "r")])) == NOTHING
+        pending.ended.set()
+        assert rank.step(StepMetadata()) == ({"r"}, set())
+    finally:
+        rank.close()
 
 
 def test_a_load_comes_near_its_end(rank: Rank) -> None:

@@ -10,7 +10,7 @@ from simple_offload.scheduler.loads import Loads
 from simple_offload.scheduler.manager import OffloadScheduler
 from simple_offload.worker.worker import OffloadWorker
 from tests.simulation.mutations.registry import mutation, substitute
-from tests.simulation.mutations.scripts import announced
+from tests.simulation.mutations.scripts import announced, announced_states
 
 
 @mutation(announced)
@@ -90,6 +90,18 @@ def release_device_blocks_at_the_announcement(stack: ExitStack) -> None:
                 load.device_blocks = []
 
     substitute(stack, OffloadScheduler, "update_connector_output", hasty)
+
+
+@mutation(announced_states)
+def announce_loads_of_states(stack: ExitStack) -> None:
+    """vLLM moves a state before it lets a step's hooks run, which would hold that back."""
+    register = OffloadWorker.register_kv_caches
+
+    def hasty(self: OffloadWorker, kv_caches: Any) -> None:
+        self._sync_load_seconds = self.config.sync_load_ms / 1e3
+        register(self, kv_caches)
+
+    substitute(stack, OffloadWorker, "register_kv_caches", hasty)
 
 
 @mutation(announced)

@@ -5,7 +5,8 @@ from typing import Any
 from unittest.mock import patch
 
 from simple_offload.scheduler.cpu_tier import CpuTier
-from simple_offload.scheduler.events import KVEvents, Origins
+from simple_offload.scheduler.events import KVEvents
+from simple_offload.scheduler.origins import Origins
 from simple_offload.scheduler.stores import Stores
 from tests.simulation.mutations.registry import mutation, substitute
 from tests.simulation.mutations.scripts import INNER_HITS

@@ -66,6 +66,11 @@ def announced(script: Script) -> Script:
     )
 
 
+def announced_states(script: Script) -> Script:
+    """The same, of a model that has states."""
+    return announced(script.with_model(**PLAIN | {"windows": (0,), "num_states": 1}))
+
+
 def growing(script: Script) -> Script:
     """Several ranks open host blocks while they serve."""
     shape = replace(
@@ -117,9 +122,9 @@ def lazy_evictions(blocks_per_group: int = 160) -> Situation:
 
 def in_parts(script: Script) -> Script:
     """Host blocks hold several device blocks."""
-    return _with_model(
-        script, {"num_parts": 4, "windows": (0, 4), "num_states": 0, "match_unit": None}
-    )
+    # vLLM deals no windows out to ranks.
+    model = {"windows": (0, 4), "num_states": 0, "match_unit": None, "context_parallel": False}
+    return _with_model(script, model | {"num_parts": 4})
 
 
 @dataclass(frozen=True)
