@@ -1,6 +1,6 @@
 """Chains: host blocks that follow each other, found by their keys."""
 
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from typing import Any, cast
 
 from vllm.v1.core.kv_cache_utils import (
@@ -48,15 +48,21 @@ class Chains:
         """The blocks of those ``keys`` that are there."""
         return [block for block in block_lists.find(self.pool, keys) if block is not None]
 
-    def count(self, hashes: Hashes, end: bytes, limit: int, coming: Container[bytes] = ()) -> int:
-        """How many of the first ``limit`` blocks of a chain are there, or among those ``coming``.
-        Where the chain has a gap, maybe more: some of those behind it."""
+    def count(
+        self,
+        hashes: Hashes,
+        end: bytes,
+        limit: int,
+        is_coming: Callable[[BlockHashWithGroupId], bool] | None = None,
+    ) -> int:
+        """How many of the first ``limit`` blocks of a chain are there, or coming. Where the chain
+        has a gap, maybe more: some of those behind it."""
         cached: Container[bytes] = self.pool.cached_block_hash_to_block._cache
         first, stop = 0, limit
         middle = limit - 1  # to begin with: mostly it is all of them
         while first < stop:
-            key = hashes[middle] + end
-            if key in cached or key in coming:
+            key = cast(BlockHashWithGroupId, hashes[middle] + end)
+            if key in cached or (is_coming is not None and is_coming(key)):
                 first = middle + 1
             else:
                 stop = middle

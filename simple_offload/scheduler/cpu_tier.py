@@ -210,12 +210,12 @@ class CpuTier:
         block_hashes: list[BlockHash],
         group: int,
         limit: int,
-        coming: Container[BlockHashWithGroupId] = (),
+        is_coming: Callable[[BlockHashWithGroupId], bool] | None = None,
     ) -> int:
         """How many of the first ``limit`` blocks of a request of a chained group are there, or
-        among those ``coming``."""
+        coming."""
         hashes = self._hashes(block_hashes, group)
-        return self._chains.count(hashes, self.key_ends[group], limit, coming)
+        return self._chains.count(hashes, self.key_ends[group], limit, is_coming)
 
     def has_none(self, keys: Sequence[BlockHashWithGroupId]) -> bool:
         """Whether no block holds one of ``keys``, at least one, of blocks that follow each other
