@@ -380,7 +380,7 @@ class CpuTier:
             return False
         if before is not None:
             parent = before.block_hash  # equal, but to follow it takes no comparison
-        block_lists.give_keys(self.pool, blocks, keys, run.num_tokens, run.size)
+        block_lists.give_keys(self.pool, blocks, keys)
         self.order.follow(blocks, parent)
         self.order.queue(blocks, before)
         return True
@@ -394,7 +394,7 @@ class CpuTier:
             if (orphaned and not (run.early and place == 0)) or self.get(key) is not None:
                 useless.append(place)
                 continue
-            block.set_block_hash(key, run.num_tokens + place * run.size)
+            block.set_block_hash(key)
             self.pool.cached_block_hash_to_block.insert(key, block)
             for inner_key in run.inner_keys[place] if run.inner_keys else ():
                 self.pool._insert_block_hash(inner_key, block, num_tokens=None)

@@ -270,7 +270,8 @@ class EvictionOrder:
         block: Any = last
         while (parent := parents[block.block_id]) is not None:
             following = block.next_free_block
-            if following._block_hash != parent or following is boundary:
+            # As a rule the very same object, which is told faster than equality.
+            if following._block_hash is not parent or following is boundary:
                 break
             block = following
         return cast(KVCacheBlock, block), parent
