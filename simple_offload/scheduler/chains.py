@@ -71,9 +71,10 @@ class Chains:
 
     def first(self, hashes: Hashes, end: bytes, count: int) -> list[KVCacheBlock]:
         """The first ``count`` blocks of a chain, as far as they are there."""
-        if count and (chain := self._up_to(hashes[count - 1] + end, count)) is not None:
-            return chain
-        return self.present(make_keys(hashes[:count], end))
+        if not count:
+            return []
+        chain = self._up_to(hashes[count - 1] + end, count)
+        return self.present(make_keys(hashes[:count], end)) if chain is None else chain
 
     def longest(self, hashes: Hashes, end: bytes, limit: int) -> list[KVCacheBlock]:
         """The first blocks of a chain, at most ``limit``, up to the first that is missing."""

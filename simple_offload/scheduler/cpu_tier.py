@@ -165,9 +165,8 @@ class CpuTier:
     ) -> BlockHashWithGroupId:
         """The key of what ends with the prefix of ``num_tokens`` tokens, a multiple of the hash
         block size: inside a block, perhaps."""
-        return make_block_hash_with_group_id(
-            block_hashes[num_tokens // self.hash_block_size - 1], group
-        )
+        block_hash = block_hashes[num_tokens // self.hash_block_size - 1]
+        return BlockHashWithGroupId(block_hash + self.key_ends[group])
 
     def part_keys(
         self, block_hashes: list[BlockHash], group: int, start: int, stop: int
@@ -291,8 +290,8 @@ class CpuTier:
         it has not stored itself."""
         if count == 0:
             return
-        (last_key,) = self.keys(block_hashes, group, count - 1, count)
-        if (last := self.get(last_key)) is None:
+        last = self.get(self.key_at(block_hashes, group, count * self.block_sizes[group]))
+        if last is None:
             # The last ones may not have arrived yet.
             count = self.count_first(block_hashes, group, count)
             self.refresh(block_hashes, group, count, min(num_found, count))
@@ -452,8 +451,8 @@ class CpuTier:
         at that is protected."""
 
         def is_new(index: int) -> bool:
-            (key,) = self.keys(block_hashes, group, index, index + 1)
-            block = self.get(key)
+            num_tokens = (index + 1) * self.block_sizes[group]
+            block = self.get(self.key_at(block_hashes, group, num_tokens))
             return block is None or not self.order.is_protected(block)
 
         if is_new(count - 1):
