@@ -290,13 +290,15 @@ class CpuTier:
         it has not stored itself."""
         if count == 0:
             return
-        last = self.get(self.key_at(block_hashes, group, count * self.block_sizes[group]))
+        size = self.block_sizes[group]
+        head = self.get(self.key_at(block_hashes, group, size))
+        last = self.get(self.key_at(block_hashes, group, count * size))
         if last is None:
             # The last ones may not have arrived yet.
             count = self.count_first(block_hashes, group, count)
             self.refresh(block_hashes, group, count, min(num_found, count))
             return
-        if not self.order.renew_pieces(last):
+        if not self.order.renew_pieces(head, last, count):
             self.order.renew_chain(self._first_blocks(block_hashes, group, count))
         if num_found:
             self._protect_first(block_hashes, group, num_found)
