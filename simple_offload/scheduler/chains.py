@@ -53,7 +53,7 @@ class Chains:
         hashes: Hashes,
         end: bytes,
         limit: int,
-        is_coming: Callable[[BlockHashWithGroupId], bool] | None = None,
+        is_coming: Callable[[bytes], bool] | None = None,
     ) -> int:
         """How many of the first ``limit`` blocks of a chain are there, or coming. Where the chain
         has a gap, maybe more: some of those behind it."""
@@ -61,7 +61,7 @@ class Chains:
         first, stop = 0, limit
         middle = limit - 1  # to begin with: mostly it is all of them
         while first < stop:
-            key = cast(BlockHashWithGroupId, hashes[middle] + end)
+            key = hashes[middle] + end
             if key in cached or (is_coming is not None and is_coming(key)):
                 first = middle + 1
             else:

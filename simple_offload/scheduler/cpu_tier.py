@@ -209,7 +209,7 @@ class CpuTier:
         block_hashes: list[BlockHash],
         group: int,
         limit: int,
-        is_coming: Callable[[BlockHashWithGroupId], bool] | None = None,
+        is_coming: Callable[[bytes], bool] | None = None,
     ) -> int:
         """How many of the first ``limit`` blocks of a request of a chained group are there, or
         coming."""

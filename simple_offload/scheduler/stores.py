@@ -199,7 +199,7 @@ class Stores:
             for block in store.device_blocks
         )
 
-    def _is_coming(self, key: BlockHashWithGroupId) -> bool:
+    def _is_coming(self, key: bytes) -> bool:
         """Whether ``key`` is on its way to the tier."""
         if key in self._planned.keys:
             return True
