@@ -236,12 +236,15 @@ class Meter:
 
     def __init__(self) -> None:
         self._stats = OffloadStats()
+        self._counts: dict[tuple[str, ...], float] = {}
+        """By name and labels: a few are counted for each request."""
         self._gauges: dict[str, float] = {}
 
     def add(self, name: str, value: float, *labels: str) -> None:
         """Let a counter grow; 0 is nothing to speak of."""
         if value:
-            self._stats.add(name, value, *labels)
+            series = (name, *labels)
+            self._counts[series] = self._counts.get(series, 0) + value
 
     def sample(self, name: str, value: float, *labels: str) -> None:
         """Let a histogram see a value."""
@@ -250,6 +253,9 @@ class Meter:
     def take(self, gauges: Mapping[str, float] = {}) -> OffloadStats | None:
         """The payload since the last call, None when there is nothing in it. Of ``gauges`` it
         has all, if one has changed."""
+        for (counter, *labels), value in self._counts.items():
+            self._stats.add(counter, value, *labels)
+        self._counts.clear()
         if gauges != self._gauges:
             self._gauges = dict(gauges)
             for name, value in gauges.items():

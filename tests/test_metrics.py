@@ -112,6 +112,11 @@ def test_a_meter_speaks_when_there_is_something() -> None:
     assert taken is not None
     assert taken.data["data"] == {metrics.LOADED: {(): 7}}
     assert meter.take() is None
+    for reason, count in (("lru", 2), ("reset", 1), ("lru", 3)):
+        meter.add(metrics.EVICTED, count, reason)
+    taken = meter.take()
+    assert taken is not None
+    assert taken.data["data"] == {metrics.EVICTED: {("lru",): 5, ("reset",): 1}}
 
 
 def test_a_meter_tells_gauges_when_they_change() -> None:

@@ -105,19 +105,12 @@ def take(pool: BlockPool, count: int) -> list[KVCacheBlock]:
 
 
 def give_keys(
-    pool: BlockPool,
-    blocks: Sequence[KVCacheBlock],
-    keys: Sequence[BlockHashWithGroupId],
-    num_tokens: int,
-    size: int,
+    pool: BlockPool, blocks: Sequence[KVCacheBlock], keys: Sequence[BlockHashWithGroupId]
 ) -> None:
     """Make blocks that hold nothing findable by ``keys``, which no block holds, as
-    ``_insert_block_hash`` does. The prefix that ends with the first has ``num_tokens`` tokens,
-    and each that follows ``size`` more."""
+    ``_insert_block_hash`` does; of how many tokens a prefix has, they say nothing."""
     for block, key in zip(blocks, keys, strict=True):
         block._block_hash = key
-        block._block_hash_num_tokens = num_tokens
-        num_tokens += size
     pool.cached_block_hash_to_block._cache.update(zip(keys, blocks, strict=True))
 
 

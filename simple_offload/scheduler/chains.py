@@ -1,6 +1,6 @@
 """Chains: host blocks that follow each other, found by their keys."""
 
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from typing import Any, cast
 
 from vllm.v1.core.kv_cache_utils import (
@@ -48,15 +48,21 @@ class Chains:
         """The blocks of those ``keys`` that are there."""
         return [block for block in block_lists.find(self.pool, keys) if block is not None]
 
-    def count(self, hashes: Hashes, end: bytes, limit: int, coming: Container[bytes] = ()) -> int:
-        """How many of the first ``limit`` blocks of a chain are there, or among those ``coming``.
-        Where the chain has a gap, maybe more: some of those behind it."""
+    def count(
+        self,
+        hashes: Hashes,
+        end: bytes,
+        limit: int,
+        is_coming: Callable[[bytes], bool] | None = None,
+    ) -> int:
+        """How many of the first ``limit`` blocks of a chain are there, or coming. Where the chain
+        has a gap, maybe more: some of those behind it."""
         cached: Container[bytes] = self.pool.cached_block_hash_to_block._cache
         first, stop = 0, limit
         middle = limit - 1  # to begin with: mostly it is all of them
         while first < stop:
             key = hashes[middle] + end
-            if key in cached or key in coming:
+            if key in cached or (is_coming is not None and is_coming(key)):
                 first = middle + 1
             else:
                 stop = middle
@@ -65,9 +71,10 @@ class Chains:
 
     def first(self, hashes: Hashes, end: bytes, count: int) -> list[KVCacheBlock]:
         """The first ``count`` blocks of a chain, as far as they are there."""
-        if count and (chain := self._up_to(hashes[count - 1] + end, count)) is not None:
-            return chain
-        return self.present(make_keys(hashes[:count], end))
+        if not count:
+            return []
+        chain = self._up_to(hashes[count - 1] + end, count)
+        return self.present(make_keys(hashes[:count], end)) if chain is None else chain
 
     def longest(self, hashes: Hashes, end: bytes, limit: int) -> list[KVCacheBlock]:
         """The first blocks of a chain, at most ``limit``, up to the first that is missing."""

@@ -165,9 +165,8 @@ class CpuTier:
     ) -> BlockHashWithGroupId:
         """The key of what ends with the prefix of ``num_tokens`` tokens, a multiple of the hash
         block size: inside a block, perhaps."""
-        return make_block_hash_with_group_id(
-            block_hashes[num_tokens // self.hash_block_size - 1], group
-        )
+        block_hash = block_hashes[num_tokens // self.hash_block_size - 1]
+        return BlockHashWithGroupId(block_hash + self.key_ends[group])
 
     def part_keys(
         self, block_hashes: list[BlockHash], group: int, start: int, stop: int
@@ -210,12 +209,12 @@ class CpuTier:
         block_hashes: list[BlockHash],
         group: int,
         limit: int,
-        coming: Container[BlockHashWithGroupId] = (),
+        is_coming: Callable[[bytes], bool] | None = None,
     ) -> int:
         """How many of the first ``limit`` blocks of a request of a chained group are there, or
-        among those ``coming``."""
+        coming."""
         hashes = self._hashes(block_hashes, group)
-        return self._chains.count(hashes, self.key_ends[group], limit, coming)
+        return self._chains.count(hashes, self.key_ends[group], limit, is_coming)
 
     def has_none(self, keys: Sequence[BlockHashWithGroupId]) -> bool:
         """Whether no block holds one of ``keys``, at least one, of blocks that follow each other
@@ -291,13 +290,15 @@ class CpuTier:
         it has not stored itself."""
         if count == 0:
             return
-        (last_key,) = self.keys(block_hashes, group, count - 1, count)
-        if (last := self.get(last_key)) is None:
+        size = self.block_sizes[group]
+        head = self.get(self.key_at(block_hashes, group, size))
+        last = self.get(self.key_at(block_hashes, group, count * size))
+        if last is None:
             # The last ones may not have arrived yet.
             count = self.count_first(block_hashes, group, count)
             self.refresh(block_hashes, group, count, min(num_found, count))
             return
-        if not self.order.renew_pieces(last):
+        if not self.order.renew_pieces(head, last, count):
             self.order.renew_chain(self._first_blocks(block_hashes, group, count))
         if num_found:
             self._protect_first(block_hashes, group, num_found)
@@ -380,7 +381,7 @@ class CpuTier:
             return False
         if before is not None:
             parent = before.block_hash  # equal, but to follow it takes no comparison
-        block_lists.give_keys(self.pool, blocks, keys, run.num_tokens, run.size)
+        block_lists.give_keys(self.pool, blocks, keys)
         self.order.follow(blocks, parent)
         self.order.queue(blocks, before)
         return True
@@ -394,7 +395,7 @@ class CpuTier:
             if (orphaned and not (run.early and place == 0)) or self.get(key) is not None:
                 useless.append(place)
                 continue
-            block.set_block_hash(key, run.num_tokens + place * run.size)
+            block.set_block_hash(key)
             self.pool.cached_block_hash_to_block.insert(key, block)
             for inner_key in run.inner_keys[place] if run.inner_keys else ():
                 self.pool._insert_block_hash(inner_key, block, num_tokens=None)
@@ -452,8 +453,8 @@ class CpuTier:
         at that is protected."""
 
         def is_new(index: int) -> bool:
-            (key,) = self.keys(block_hashes, group, index, index + 1)
-            block = self.get(key)
+            num_tokens = (index + 1) * self.block_sizes[group]
+            block = self.get(self.key_at(block_hashes, group, num_tokens))
             return block is None or not self.order.is_protected(block)
 
         if is_new(count - 1):

@@ -209,11 +209,15 @@ class EvictionOrder:
                 if free := [block for block in piece if block.ref_cnt == 0]:
                     self.segments.queue(free, None)
 
-    def renew_pieces(self, last: KVCacheBlock) -> bool:
-        """``renew_chain`` up to ``last``, where it takes no more than to move a piece of the queue
-        in each segment; else False, and nothing is done."""
+    def renew_pieces(self, head: KVCacheBlock | None, last: KVCacheBlock, count: int) -> bool:
+        """``renew_chain`` for the ``count`` blocks from ``head`` to ``last``, where it takes no
+        more than to move a piece of the queue in each segment; else False, and nothing is
+        done."""
         if self.demoted:
             return False
+        if head is not None and self._is_one_piece(head, last, count):
+            self.segments.renew(last, head)
+            return True
         pieces: list[tuple[KVCacheBlock, KVCacheBlock]] = []
         end: KVCacheBlock | None = last
         while end is not None and end.ref_cnt == 0 and len(pieces) < 2:
@@ -262,6 +266,20 @@ class EvictionOrder:
                 self.queue(piece, parent)
                 parent = None  # is of the other segment
 
+    def _is_one_piece(self, head: KVCacheBlock, last: KVCacheBlock, count: int) -> bool:
+        """Whether nothing lies in the queue between the ``count`` blocks of a chain, and all of
+        them are of one segment. They stand there in order, so it takes no more than counting,
+        where none is missing. And none is held: with it, ``head`` would be."""
+        flags = self.segments.is_protected
+        if self.early or head.ref_cnt > 0 or flags[head.block_id] != flags[last.block_id]:
+            return False
+        block: KVCacheBlock | None = last
+        for _ in range(count - 1):
+            if block is None:
+                return False
+            block = block.next_free_block
+        return block is head
+
     def _stretch(self, last: KVCacheBlock) -> tuple[KVCacheBlock, BlockHashWithGroupId | None]:
         """From a free block on towards the head of its chain: the last block that all between
         lies before in one piece of the queue and one segment, and the key of that one's parent,
@@ -270,7 +288,8 @@ class EvictionOrder:
         block: Any = last
         while (parent := parents[block.block_id]) is not None:
             following = block.next_free_block
-            if following._block_hash != parent or following is boundary:
+            # As a rule the very same object, which is told faster than equality.
+            if following._block_hash is not parent or following is boundary:
                 break
             block = following
         return cast(KVCacheBlock, block), parent

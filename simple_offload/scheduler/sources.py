@@ -44,9 +44,9 @@ class Sources:
         num_parts, end = self.tier.num_parts, self.tier.key_ends[group]
         last = first + len(blocks) // num_parts
         hashes = self.tier.part_hashes(block_hashes, group, first, last)
-        held: list[Any] = [block._block_hash for block in blocks]
-        # All at once, which makes no keys: each is as long as any other. A block may have none.
-        if b"".join(filter(None, held)) == end.join(hashes) + end:
+        held: list[Any] = [block._block_hash or b"" for block in blocks]
+        # All at once, which makes no keys: each is as long as any other.
+        if b"".join(held) == end.join(hashes) + end:
             return held[num_parts - 1 :: num_parts]
         count = next(i for i, each in enumerate(hashes) if held[i] != each + end) // num_parts
         return held[num_parts - 1 : count * num_parts : num_parts]

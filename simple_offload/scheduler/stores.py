@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass, field
-from itertools import chain
 from typing import NamedTuple
 
 from vllm.v1.core.block_pool import BlockPool
@@ -12,7 +11,6 @@ from simple_offload import metrics
 from simple_offload.logs import get_logger
 from simple_offload.metadata import Transfer
 from simple_offload.scheduler import block_lists
-from simple_offload.scheduler.coming import Coming
 from simple_offload.scheduler.cpu_tier import CpuTier
 from simple_offload.scheduler.events import KVEvents
 from simple_offload.scheduler.in_flight import Ended, InFlight
@@ -40,18 +38,26 @@ class Storable(NamedTuple):
 class _Store:
     runs: list[tuple[Run, list[KVCacheBlock]]] = field(default_factory=list)
     """Each with the host blocks that it is copied to."""
+    device_blocks: list[KVCacheBlock] = field(default_factory=list)
+    """Of all runs."""
+    host_blocks: list[KVCacheBlock] = field(default_factory=list)
+    """Of all runs."""
+    keys: set[BlockHashWithGroupId] = field(default_factory=set)
+    """Of all runs, unless abandoned. They are dropped as a whole: to take thousands of keys out
+    of a set takes as long as to put them there."""
     abandoned: bool = False
 
-    def __len__(self) -> int:
-        return sum(len(blocks) for _, blocks in self.runs)
+    def add(self, run: Run, host_blocks: list[KVCacheBlock]) -> None:
+        """Copy a run too."""
+        self.runs.append((run, host_blocks))
+        self.device_blocks += run.device_blocks
+        self.host_blocks += host_blocks
+        self.keys.update(run.keys)
 
-    @property
-    def device_blocks(self) -> list[KVCacheBlock]:
-        return list(chain.from_iterable(run.device_blocks for run, _ in self.runs))
-
-    @property
-    def host_blocks(self) -> list[KVCacheBlock]:
-        return list(chain.from_iterable(blocks for _, blocks in self.runs))
+    def abandon(self) -> None:
+        """Nothing of it is to be kept."""
+        self.abandoned = True
+        self.keys.clear()
 
 
 class Stores:
@@ -67,7 +73,6 @@ class Stores:
         self.origins: Origins | None = None
         self._planned = _Store()
         self._in_flight: dict[int, _Store] = {}
-        self._coming = Coming(tier)
         self.num_failed = 0
         """Stores that have failed."""
         self.first_to_go: dict[int, int] = {}
@@ -81,17 +86,23 @@ class Stores:
 
     def has(self, key: BlockHashWithGroupId) -> bool:
         """Whether ``key`` is in the tier or on its way there."""
-        return self.tier.has(key) or key in self._coming
+        return self.tier.has(key) or self._is_coming(key)
 
     def count_first(self, block_hashes: list[BlockHash], group: int, limit: int) -> int:
         """How many of the first ``limit`` blocks of a request of a chained group are in the tier
         or on their way there."""
-        return self.tier.count_first(block_hashes, group, limit, self._coming)
+        return self.tier.count_first(block_hashes, group, limit, self._is_coming)
 
     def has_none(self, keys: Sequence[BlockHashWithGroupId]) -> bool:
         """Whether none of ``keys``, at least one, of blocks that follow each other in a chain, is
-        in the tier or on its way there."""
-        return self.tier.has_none(keys) and self._coming.has_none(keys)
+        in the tier or on its way there. What follows a block that has left the tier, or did not
+        get there, may be on its way unnoticed: it will not be kept without that block."""
+        if not self.tier.has_none(keys):
+            return False
+        if self.tier.is_chained(keys[0]):
+            return not self._is_coming(keys[0])  # nor is what follows it, then
+        stores = (self._planned, *self._in_flight.values())
+        return all(store.keys.isdisjoint(keys) for store in stores)
 
     def plan(
         self,
@@ -131,8 +142,7 @@ class Stores:
             count = self.tier.num_parts
             parts = (run.device_blocks[i * count : (i + 1) * count] for i in range(len(run)))
             run.origins = [self.origins.of(blocks) for blocks in parts]
-        self._planned.runs.append((run, host_blocks))
-        self._coming.add(run)
+        self._planned.add(run, host_blocks)
 
     def submit(self) -> list[Transfer]:
         """The planned store as a transfer (none if nothing is planned), in flight from now on."""
@@ -144,7 +154,7 @@ class Stores:
         return [
             Transfer.pairing(
                 transfer_id,
-                [block.block_id for run, _ in store.runs for block in run.device_blocks],
+                [block.block_id for block in store.device_blocks],
                 self.tier.slots(store.host_blocks),
             )
         ]
@@ -166,12 +176,9 @@ class Stores:
             self.tier.unpin(store.host_blocks)
         if not ended.ok:
             self.num_failed += 1
-            meter.add(metrics.DROPPED, len(store), "copy_failed")
+            meter.add(metrics.DROPPED, len(store.host_blocks), "copy_failed")
         elif store.abandoned:
-            meter.add(metrics.DROPPED, len(store), "reset")
-        if not store.abandoned:
-            for run, _ in store.runs:
-                self._coming.remove(run)
+            meter.add(metrics.DROPPED, len(store.host_blocks), "reset")
         self._release(store, device_pool)
         return True
 
@@ -179,12 +186,11 @@ class Stores:
         """Let no store that is planned or in flight be committed. What is in flight stays held
         until its end: the copy may be under way."""
         planned, self._planned = self._planned, _Store()
-        self.tier.meter.add(metrics.DROPPED, len(planned), "reset")
+        self.tier.meter.add(metrics.DROPPED, len(planned.host_blocks), "reset")
         self.tier.unpin(planned.host_blocks)
         self._release(planned, device_pool)
         for store in self._in_flight.values():
-            store.abandoned = True
-        self._coming.clear()
+            store.abandon()
 
     def frees_device_blocks(self) -> bool:
         """Whether the end of a store, planned or in flight, would return a device block to the
@@ -195,14 +201,22 @@ class Stores:
             for block in store.device_blocks
         )
 
+    def _is_coming(self, key: bytes) -> bool:
+        """Whether ``key`` is on its way to the tier."""
+        if key in self._planned.keys:
+            return True
+        for store in self._in_flight.values():  # noqa: SIM110 (a generator takes far longer)
+            if key in store.keys:
+                return True
+        return False
+
     def _release(self, store: _Store, device_pool: BlockPool) -> None:
         """Last block first, as vLLM frees a request's: the tail of a prefix leaves first. But
         blocks that were about to be evicted go back to where they were."""
-        blocks = store.device_blocks
-        blocks.reverse()
         if not self.first_to_go:
-            block_lists.release(device_pool, blocks)
+            block_lists.release(device_pool, reversed(store.device_blocks))
             return
+        blocks = store.device_blocks[::-1]
         places = {
             block.block_id: place
             for block in blocks
@@ -217,7 +231,6 @@ class Stores:
 
     def check_integrity(self) -> None:
         """Raise AssertionError unless every block of a store is held and its key hidden."""
-        coming: list[Run] = []
         for store in (self._planned, *self._in_flight.values()):
             for run, host_blocks in store.runs:
                 held = (*run.device_blocks, *host_blocks)
@@ -228,9 +241,8 @@ class Stores:
                 assert all(block.block_hash is None for block in host_blocks), (
                     f"{host_blocks}: findable too soon"
                 )
-            if not store.abandoned:
-                coming += [run for run, _ in store.runs]
-        self._coming.check_integrity(coming)
+            keys = {key for run, _ in store.runs for key in run.keys}
+            assert store.keys == (set() if store.abandoned else keys), "keys on their way differ"
         held_ids = {
             block.block_id
             for store in (self._planned, *self._in_flight.values())

@@ -1,7 +1,7 @@
 """Runs of blocks, and what becomes of them in the tier."""
 
 import pytest
-from vllm.v1.core.kv_cache_utils import KVCacheBlock
+from vllm.v1.core.kv_cache_utils import BlockHashWithGroupId, KVCacheBlock
 
 from simple_offload.scheduler.cpu_tier import CpuTier
 from simple_offload.scheduler.runs import Run
@@ -48,8 +48,6 @@ def test_a_run_is_committed_at_once() -> None:
     tier = make_tier(8)
     assert commit(tier, run_of("a", "abcd")) == []
     assert contents(tier) == {"a", "ab", "abc", "abcd"}
-    ends = [each.block_hash_num_tokens for each in blocks(tier, "abcd")]
-    assert ends == [BLOCK_SIZE * length for length in range(1, 5)]
     assert tier.num_used == 4
     assert leave(tier) == ["abcd", "abc", "ab", "a"]
 
@@ -97,14 +95,74 @@ def test_an_early_run_waits_for_its_parent() -> None:
     assert leave(tier) == ["abcd", "abc", "ab", "a"]
 
 
-def test_a_chain_of_several_runs_moves_in_one_piece() -> None:
-    """Where it lies in the queue in one piece, that is not taken apart."""
+def test_a_chain_of_several_runs_moves_in_one_piece(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where it lies in the queue in one piece, that is not taken apart, nor gone through block by
+    block with their parents."""
     tier = make_tier(8)
     store(tier, "ab", "pq")
     commit(tier, run_of("abc", "abcd"))
+    monkeypatch.delattr(type(tier.order), "_stretch")
     tier.refresh(hashes("abcd"), 0, 4)
     tier.check_integrity()
     assert leave(tier) == ["pq", "p", "abcd", "abc", "ab", "a"]
+
+
+def test_a_chain_whose_parents_are_named_by_equal_keys() -> None:
+    """Not by the very objects that their blocks hold: a block came before its parent."""
+    tier = make_tier(8)
+    run = run_of("abc", "abcd")
+    run.early = True
+    run.parent = BlockHashWithGroupId(bytes(bytearray(key("ab"))))
+    commit(tier, run)
+    commit(tier, run_of("a", "ab"))
+    store(tier, "pq")
+    tier.refresh(hashes("abcd"), 0, 4)
+    tier.check_integrity()
+    assert leave(tier) == ["pq", "p", "abcd", "abc", "ab", "a"]
+
+
+def test_a_held_chain_of_one_block() -> None:
+    tier = make_tier(8)
+    store(tier, "a", "p")
+    pinned = [block(tier, "a")]
+    tier.pin(pinned)
+    tier.refresh(hashes("a"), 0, 1)
+    tier.unpin(pinned)
+    tier.check_integrity()
+    assert leave(tier) == ["p", "a"]
+
+
+def test_a_chain_with_a_gap_that_another_block_fills() -> None:
+    """Where a block is missing, counting does not tell what lies in between."""
+    tier = make_tier(8)
+    run = run_of("abc", "abcd")
+    run.early = True
+    commit(tier, run)
+    store(tier, "pq", "a")
+    moved = [block(tier, "p")]
+    tier.pin(moved)
+    tier.unpin(moved)
+    queued = [name for name in names(tier.pool.free_block_queue.get_all_free_blocks()) if name]
+    assert queued == ["abcd", "abc", "pq", "a", "p"]
+    tier.refresh(hashes("abcd"), 0, 4)
+    tier.check_integrity()
+    assert leave(tier)[:2] == ["pq", "p"]
+
+
+@pytest.mark.parametrize("protected", [0, 2, 4])
+def test_a_chain_moves_within_its_segments(protected: int) -> None:
+    tier = make_tier(20)
+    store(tier, "abcd", "pq")
+    tier.refresh(hashes("pq"), 0, 2, num_found=2)
+    tier.refresh(hashes("abcd"), 0, 4, num_found=protected)
+    store(tier, "xy")
+    tier.refresh(hashes("pq"), 0, 2)
+    tier.refresh(hashes("abcd"), 0, 4)
+    tier.check_integrity()
+    queued = [name for name in names(tier.pool.free_block_queue.get_all_free_blocks()) if name]
+    chain = ["abcd", "abc", "ab", "a"]
+    split = 4 - protected
+    assert queued == ["xy", "x", *chain[:split], "pq", "p", *chain[split:]]
 
 
 @pytest.mark.parametrize("held", ["a", "ab", "abc", "abcd"])

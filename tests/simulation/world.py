@@ -453,7 +453,9 @@ class World:
 
     def _check_admitted(self) -> None:
         if (threshold := self.shape.store_threshold) > 1:
-            keys = self.connector.scheduler._stores._coming.keys
+            stores = self.connector.scheduler._stores
+            coming = (stores._planned, *stores._in_flight.values())
+            keys = set().union(*(store.keys for store in coming))
             checks.check_admitted(keys, self._ever, threshold)
 
     def _check_forgotten(self) -> None:
