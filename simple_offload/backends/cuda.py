@@ -173,9 +173,9 @@ class CudaBackend:
                 self._streams[direction].wait_stream(kernel_stream)
             if num_bytes["kernel"] or not parts:
                 parts.append(self._mark(self._streams[direction], 0.0))
-        except Exception:
+        except BaseException:
             # Some of it may be queued. It must not write to blocks that somebody else has got
-            # because this transfer has failed.
+            # because this transfer has failed, or to memory that is given back at shutdown.
             kernel_stream.synchronize()
             self._streams[direction].synchronize()
             raise

@@ -141,14 +141,14 @@ class _Lane:
         return self._closing and self._thread.is_alive()
 
     def submit(self, transfer: Transfer, barrier: Barrier | None) -> None:
-        self._num_open += 1
         job = _Job(transfer, barrier, time.monotonic())
         if self.broken:
             self._under_way.append(_Submitted(transfer, None, LaneBroken(self.direction.value)))
-        elif self._num_open == 1 and self._is_quick(transfer):
+        elif self._num_open == 0 and self._is_quick(transfer):
             self._under_way.append(self._start_copy(job))
         else:
             self._life.jobs.put(job)
+        self._num_open += 1  # now: a signal may have raised before, and nobody has the copy then
 
     def poll(self) -> list[Completion]:
         """What has ended since the last call, in order of submission."""
@@ -192,7 +192,7 @@ class _Lane:
         """Wait until every submitted transfer has been handed to the device, or has failed."""
         life = self._life
         with life.progress:
-            life.progress.wait_for(lambda: life.dead or life.num_handed == self._num_taken())
+            life.progress.wait_for(lambda: life.dead or life.num_handed >= self._num_taken())
         self._collect()
 
     def drain(self) -> None:

@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from simple_offload.backends.base import Direction
+from tests.conftest import within_patience
 from tests.worker.scripted import (
     Bench,
     Mark,
@@ -77,6 +78,18 @@ def test_a_quick_copy_that_fails(bench: Bench) -> None:
     error = bench.backend.errors[1] = ScriptedError()
     bench.submit(LOAD, 1)
     assert outcomes(bench.poll(LOAD)) == [(1, error)]
+
+
+def test_a_signal_during_a_quick_copy(bench: Bench) -> None:
+    """vLLM's handler of SIGTERM raises on the engine's thread, wherever that is; what comes after
+    must not wait for a copy that nobody has."""
+    bench.backend.quick = {2}
+    bench.backend.errors[2] = SystemExit()
+    bench.submit(LOAD, 1)
+    assert outcomes(bench.flush(LOAD)) == [(1, None)]
+    with pytest.raises(SystemExit):
+        bench.submit(LOAD, 2)
+    within_patience(bench.close)
 
 
 def test_a_quick_copy_that_is_nearly_done(bench: Bench) -> None:
