@@ -1,5 +1,6 @@
 """Origins: whose tokens a device block holds, for KV events."""
 
+from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -11,6 +12,10 @@ from simple_offload.scheduler.cpu_tier import CpuTier
 if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_manager import KVCacheManager
     from vllm.v1.request import Request
+
+
+_MOST_BLOCKS = 512
+"""So many blocks are let go of in a step, at microseconds each; more if many are waiting."""
 
 
 class _Followed(NamedTuple):
@@ -27,8 +32,8 @@ class Origins:
     block at most.
 
     A request that has ended is let go of when the step has been scheduled that stores what it
-    left behind: of a block that stays on the device its contents are remembered, and not the
-    request, which may be thousands of times as large.
+    left behind, a long one over several steps: of a block that stays on the device its contents
+    are remembered, and not the request, which may be thousands of times as large.
     """
 
     def __init__(self, tier: CpuTier, kv_cache_manager: "KVCacheManager") -> None:
@@ -39,8 +44,8 @@ class Origins:
         self._by_block: dict[int, Request | ByKey] = {}
         self._ended: list[_Followed] = []
         """Since the last step was scheduled."""
-        self._left: list[_Followed] = []
-        """Before that."""
+        self._left: deque[_Followed] = deque()
+        """Before that, and not let go of yet."""
 
     def follow(self, request: "Request") -> None:
         """``request`` has (new) device blocks."""
@@ -63,9 +68,9 @@ class Origins:
         """A step has been scheduled that runs these requests. ``state_blocks``: by request, the
         ids of blocks with its states, which may be in no table; a request may hand over the
         states of an earlier step in one that does not run it."""
-        for left in self._left:
-            self._let_go(left)
-        self._left, self._ended = self._ended, []
+        self._let_go()
+        self._left.extend(self._ended)
+        self._ended.clear()
         for request_id, block_ids in state_blocks.items():
             if (followed := self._followed.get(request_id)) is not None:
                 self._by_block.update(dict.fromkeys(block_ids, followed.request))
@@ -98,14 +103,25 @@ class Origins:
             block_ids.update(new)
             num_seen[group] = len(table)
 
-    def _let_go(self, followed: _Followed) -> None:
-        for block_id in followed.block_ids:
-            if self._by_block.get(block_id) is followed.request:
-                contents = self._contents(self._device_pool.blocks[block_id], followed.request)
-                if contents:
-                    self._by_block[block_id] = contents
-                else:
-                    del self._by_block[block_id]
+    def _let_go(self) -> None:
+        """Of those that have left, as far as there is time in a step."""
+        num_waiting = sum(len(followed.block_ids) for followed in self._left)
+        num_blocks = max(_MOST_BLOCKS, num_waiting // 8)  # never to fall behind for good
+        while self._left and num_blocks > 0:
+            request, _, block_ids = self._left[0]
+            while block_ids and num_blocks > 0:
+                self._let_go_of(block_ids.pop(), request)
+                num_blocks -= 1
+            if not block_ids:
+                self._left.popleft()
+
+    def _let_go_of(self, block_id: int, request: "Request") -> None:
+        if self._by_block.get(block_id) is request:
+            contents = self._contents(self._device_pool.blocks[block_id], request)
+            if contents:
+                self._by_block[block_id] = contents
+            else:
+                del self._by_block[block_id]
 
     def _contents(self, block: KVCacheBlock, request: "Request | None") -> ByKey:
         """What the block holds of the request, if it can be found."""

@@ -1,10 +1,12 @@
 """Origins: whose tokens a device block holds."""
 
+from itertools import pairwise
 from typing import Any
 
 import pytest
 from vllm.v1.request import Request
 
+from simple_offload.scheduler import origins as origins_module
 from simple_offload.scheduler.contents import contents_of_host_block
 from simple_offload.scheduler.origins import Origins
 from tests.scheduler.driver import Driver, make_request, prompt
@@ -53,6 +55,33 @@ def test_what_a_block_holds_is_known_when_its_request_has_gone(shape: dict[str, 
         assert len(told) in (BLOCK_SIZE, driver.world.shape.hash_size)
     held = [*origins._by_block.values(), *origins._ended, *origins._left]
     assert not any(origin is request for origin in held)
+
+
+def test_a_long_request_is_let_go_of_over_several_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else the step after its end would take that long."""
+    monkeypatch.setattr(origins_module, "_MOST_BLOCKS", 2)
+    driver = Driver(num_device_blocks=80, num_host_blocks=40)
+    request = driver.start("r", prompt(7 * BLOCK_SIZE), max_tokens=1)
+    driver.run()
+    origins = origins_of(driver)
+    blocks = [b for b in driver.device_pool.blocks if b.block_hash is not None]
+    num_known: list[int] = []
+    driver.start("other", prompt(3, family=1), max_tokens=20)
+    while any(left.request is request for left in (*origins._ended, *origins._left)):
+        driver.step()
+        each = [origins.of([block]) for block in blocks]
+        assert all(origin is request or isinstance(origin, dict) for origin in each)
+        num_known.append(sum(isinstance(origin, dict) for origin in each))
+    assert num_known[-1] == len(blocks) == 7
+    assert max(after - before for before, after in pairwise(num_known)) == 2
+
+
+def test_those_that_wait_to_be_let_go_of_grow_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(origins_module, "_MOST_BLOCKS", 0)
+    driver = Driver(num_device_blocks=400, num_host_blocks=40)
+    for number in range(30):
+        driver.say(f"r{number}", prompt(3 * BLOCK_SIZE, family=number))
+    assert len(origins_of(driver)._left) < 12
 
 
 def test_parts_are_put_together_when_their_request_has_gone() -> None:
