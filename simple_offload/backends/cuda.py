@@ -49,8 +49,7 @@ _PIECE_BYTES = 64 << 20
 """At most so much is queued at a time, so that a large copy shows every millisecond or so how far
 it has come."""
 _CALL_DESCRIPTORS = 256
-"""At most so many go to the driver in a call. The device begins when the call returns, which takes
-it nearly a microsecond a descriptor."""
+"""At most so many go to the driver in a call: the device begins when it has taken all of them."""
 _YIELD_BYTES = 16 << 20
 """After so much of a store it goes on on another stream. Copies from the device share an engine
 that stays with a stream as long as that has a copy ready: the tokens that a step has sampled would
@@ -58,7 +57,8 @@ reach vLLM when all stores have ended (19 ms for 1 GiB instead of 0.3, docs/meas
 
 _QUICK_DESCRIPTORS = 2048
 _QUICK_BYTES = 2 << 30
-"""A load of so many descriptors for DMA and so many bytes is submitted within 2 or 3 ms."""
+"""A load of so many descriptors for DMA and so many bytes holds up its thread for milliseconds at
+most, which the device then has enough to do for."""
 
 
 class _Piece(NamedTuple):

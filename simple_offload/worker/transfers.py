@@ -114,8 +114,8 @@ class _Life:
 class _Lane:
     """The copies of one direction, submitted in order by one thread, or by the caller's: where
     the device has nothing to copy, somebody waits for the copy and its submission is quick. A
-    thread may take longer to wake up than the copy takes: it got Python's interpreter lock 19 ms
-    later while vLLM was taking in eleven requests of 8,192 tokens (seen with an H200).
+    thread may take longer to wake up than the copy takes, as long as vLLM's threads need Python's
+    interpreter lock to take in other requests.
 
     The first time that the thread dies another takes its place; the second time the lane is
     broken. What a dead thread leaves behind fails.
