@@ -92,8 +92,9 @@ class OffloadConfig(BaseModel):
     """"auto" asks vLLM for a KV cache layout in which a block of all layers is contiguous."""
 
     sync_load_ms: Annotated[float, Field(strict=True, ge=0, allow_inf_nan=False)] = 20.0
-    """A load is announced up to so many milliseconds before its expected end, and compute waits
-    for the rest on the device. 0: never before its end; so it is with state (Mamba) layers."""
+    """A request is scheduled before the end of its load if its compute is expected to wait, on the
+    device, no more than so many milliseconds for the rest. 0: never before the end; so it is with
+    state (Mamba) layers."""
 
     kv_offload_backend: Literal["cpu"] = "cpu"
     """Accepted so that a configuration of the built-in connector works as it is."""

@@ -136,6 +136,12 @@ def _parse(argv: Sequence[str] | None) -> Bench:
         help="KV heads of the model; 1 is what each of eight ranks has",
     )
     parser.add_argument(
+        "--host-gib",
+        type=positive_count,
+        metavar="N",
+        help="of the host tier, for all ranks together",
+    )
+    parser.add_argument(
         "--tensor-parallel", type=positive_count, default=1, metavar="N", help="ranks (default: 1)"
     )
     parser.add_argument("--eager", action="store_true", help="no CUDA graphs")
@@ -167,6 +173,7 @@ def _parse(argv: Sequence[str] | None) -> Bench:
     plan = replace(
         plan,
         model=replace(plan.model, num_kv_heads=kv_heads),
+        host_bytes=arguments.host_gib << 30 if arguments.host_gib else plan.host_bytes,
         graphs=plan.graphs and not arguments.eager,
         tensor_parallel=arguments.tensor_parallel,
         seed=arguments.seed,

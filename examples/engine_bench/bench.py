@@ -25,8 +25,8 @@ Show = Callable[[str, str], None]
 
 class Bench:
     """``rounds`` engines of each of ``contenders``, in turn, each with ``repeats`` times the work.
-    Everything is written to ``output``
-    after each engine, so that an early end costs the rest only."""
+    Everything is written to ``output`` after each time, so that an early end costs the rest only.
+    """
 
     def __init__(
         self,
@@ -80,7 +80,6 @@ class Bench:
             for number in range(1, self.rounds + 1):
                 for contender in self.contenders:
                     self._run_one(contender, number, model, Path(scratch), show)
-                    self.save()
 
     def save(self) -> None:
         """Write everything there is so far."""
@@ -110,6 +109,7 @@ class Bench:
             nonlocal phase
             if "run" in event:
                 self.runs[contender.name].append({"round": number, **event["run"]})
+                self.save()
             elif "phase" in event:
                 phase = event["phase"]
                 show(who, phase)

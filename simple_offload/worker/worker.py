@@ -1,7 +1,6 @@
 """OffloadWorker: the worker side of one rank: submit, poll, report."""
 
 import secrets
-import time
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
@@ -11,6 +10,7 @@ from simple_offload.backends.select import make_backend
 from simple_offload.config import OffloadConfig, check_fits_memory
 from simple_offload.logs import get_logger
 from simple_offload.metadata import RankCapacity, StepMetadata, Transfer, WorkerReport
+from simple_offload.worker.announcements import Announcements
 from simple_offload.worker.host_pool import HostPool
 from simple_offload.worker.npu_regions import KVCache
 from simple_offload.worker.regions import find_regions
@@ -26,10 +26,6 @@ if TYPE_CHECKING:
 
 logger = get_logger(__name__)
 
-_STEPS_TO_COMPUTE = 2
-"""Steps from the announcement of a load to the compute of its request, with async scheduling:
-one is on the device and one has been scheduled when vLLM hears of it."""
-
 
 class OffloadWorker:
     """Called by one thread, the one that runs the model."""
@@ -44,16 +40,10 @@ class OffloadWorker:
         self._name = secrets.token_hex(8)
         self._metadata: StepMetadata | None = None
         self._last_submitted = {Direction.LOAD: -1, Direction.STORE: -1}
-        self._announced: set[int] = set()
-        """Loads under way that vLLM has been told of as loaded."""
-        self._sync_load_seconds = config.sync_load_ms / 1e3
-        if kv_cache_config.has_mamba_layers:
-            # vLLM moves the state that a request goes on from, and copies blocks in which hits
-            # end, before it lets a step's connector hooks run: ``bind`` would hold that too late.
-            self._sync_load_seconds = 0.0
-        self._patience = 0.0
-        """How long, in seconds, compute may have to wait for a load that is announced now."""
-        self._bound_at = 0.0
+        # vLLM moves the state that a request goes on from, and copies blocks in which hits end,
+        # before it lets a step's connector hooks run: ``bind`` would hold that too late.
+        waits = not kv_cache_config.has_mamba_layers
+        self._announcements = Announcements(config.sync_load_ms / 1e3 if waits else 0.0)
         self._report = WorkerReport()
         self._meter = metrics.Meter()
         self._reported_open = 0
@@ -99,7 +89,7 @@ class OffloadWorker:
         self._metadata = metadata
         if self._engine is not None and metadata.admitted:
             self._engine.hold_compute(Direction.LOAD, set(metadata.admitted))
-        self._set_patience(metadata.computes)
+        self._announcements.begin_step(metadata.computes, metadata.admitted)
         self.submit_loads()
 
     def unbind(self) -> None:
@@ -120,8 +110,8 @@ class OffloadWorker:
         """Requests whose loads have ended on this rank since the last call, or will soon, and
         those among them whose load failed. Notes every ended transfer for the report.
 
-        A load is announced before its end if what is left of it takes no longer than vLLM
-        would take to schedule the request: ``bind`` makes compute wait for the rest.
+        A load is announced before its end if little is left of it (``Announcements``): ``bind``
+        makes compute wait for the rest.
         """
         loaded: set[str] = set()
         failed: set[str] = set()
@@ -129,8 +119,7 @@ class OffloadWorker:
             return loaded, failed
         for completion in self._engine.poll(Direction.LOAD):
             self._note(Direction.LOAD, completion)
-            if completion.transfer.id in self._announced:
-                self._announced.discard(completion.transfer.id)
+            if self._announcements.end(completion.transfer.id):
                 if completion.error is not None:
                     # The device broke while compute was waiting for the copy.
                     raise RuntimeError("a load failed after it was announced") from completion.error
@@ -138,10 +127,9 @@ class OffloadWorker:
             loaded.add(_request_of(completion.transfer))
             if completion.error is not None:
                 failed.add(_request_of(completion.transfer))
-        if self._patience > 0:
-            for transfer in self._engine.nearly_done(Direction.LOAD, self._patience):
-                if transfer.id not in self._announced:
-                    self._announced.add(transfer.id)
+        if (lead_seconds := self._announcements.lead_seconds) > 0:
+            for transfer in self._engine.nearly_done(Direction.LOAD, lead_seconds):
+                if self._announcements.announce(transfer.id):
                     loaded.add(_request_of(transfer))
         for completion in self._engine.poll(Direction.STORE):
             self._note(Direction.STORE, completion)
@@ -178,16 +166,6 @@ class OffloadWorker:
             self._engine.close()
 
     # Details
-
-    def _set_patience(self, computes: bool) -> None:
-        """While nothing else runs, a load may be announced ``sync_load_ms`` before its end.
-        Otherwise other requests would wait with it, so no more than the steps that pass
-        anyway until the request's own comes."""
-        now = time.monotonic()
-        step_seconds, self._bound_at = now - self._bound_at, now
-        self._patience = self._sync_load_seconds
-        if computes:
-            self._patience = min(self._patience, _STEPS_TO_COMPUTE * step_seconds)
 
     def _submit(self, direction: Direction, transfers: list[Transfer]) -> None:
         """Submit what has not been submitted yet, however often a hook is called."""

@@ -343,22 +343,27 @@ def test_a_failing_engine_shows_its_log(
     assert [path.name for path in tmp_path.iterdir()] == ["ours-1.log"]
 
 
-def test_contenders_take_turns_and_each_end_is_kept(
+def test_contenders_take_turns_and_each_repeat_is_kept(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     order: list[str] = []
 
-    def take_a_turn(bench: Bench, contender: Any, number: int, *_: object) -> None:
-        if order:
-            before = json.loads((tmp_path / "result.json").read_text())
-            assert sum(len(runs) for runs in before["runs"].values()) == len(order)
-        order.append(f"{number} {contender.name}")
-        bench.runs[contender.name].append(told())
+    def play(command: list[str], _environment: Any, log: Path, on_event: Any) -> None:
+        order.append(log.stem)
+        for repeat in range(int(command[command.index("--repeats") + 1])):
+            on_event({"run": told() | {"repeat": repeat}})
+            runs = json.loads((tmp_path / "result.json").read_text())["runs"]
+            assert sum(map(len, runs.values())) == 2 * (len(order) - 1) + repeat + 1
 
-    monkeypatch.setattr(Bench, "_run_one", take_a_turn)
-    bench = Bench(tiny_plan(), [CONTENDERS[name] for name in ON_CPU], TTFT, 2, tmp_path)
+    monkeypatch.setattr("examples.engine_bench.bench.listen", play)
+    contenders = [CONTENDERS[name] for name in ON_CPU]
+    bench = Bench(tiny_plan(), contenders, TTFT, rounds=2, output=tmp_path, repeats=2)
     bench.run(lambda *_: None)
-    assert order == ["1 none", "1 ours", "2 none", "2 ours"]
+    assert order == ["none-1", "ours-1", "none-2", "ours-2"]
+    assert [(run["round"], run["repeat"]) for run in bench.runs["ours"]] == [
+        *[(1, 0), (1, 1)],
+        *[(2, 0), (2, 1)],
+    ]
 
 
 def test_only_one_contender_has_another_layout(
@@ -425,13 +430,17 @@ def test_every_part_has_a_number_of_requests() -> None:
 def test_arguments_make_the_bench(tmp_path: Path) -> None:
     bench = command._parse(
         [
-            *("--kv-heads", "1", "--eager", "--rounds", "5", "--seed", "3"),
+            *("--kv-heads", "1", "--host-gib", "64", "--eager", "--rounds", "5", "--seed", "3"),
             *("--parts", "turns,idle", "--contenders", "ours,builtin"),
             *("--output", str(tmp_path / "new")),
         ]
     )
     assert bench.plan == replace(
-        h200_plan(), model=replace(h200_plan().model, num_kv_heads=1), graphs=False, seed=3
+        h200_plan(),
+        model=replace(h200_plan().model, num_kv_heads=1),
+        host_bytes=64 << 30,
+        graphs=False,
+        seed=3,
     )
     assert [each.name for each in bench.contenders] == ["ours", "builtin"]
     assert (list(bench.parts), bench.rounds) == (["turns", "idle"], 5)

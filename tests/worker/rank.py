@@ -53,9 +53,10 @@ class Rank:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, **extra_config: Any) -> None:
         self.backend = MarkingBackend()
         self.now = 1000.0
-        worker_module = "simple_offload.worker.worker"
-        monkeypatch.setattr(f"{worker_module}.make_backend", lambda name, path: self.backend)
-        monkeypatch.setattr(f"{worker_module}.time", SimpleNamespace(monotonic=lambda: self.now))
+        package = "simple_offload.worker"
+        monkeypatch.setattr(f"{package}.worker.make_backend", lambda name, path: self.backend)
+        clock = SimpleNamespace(monotonic=lambda: self.now)
+        monkeypatch.setattr(f"{package}.announcements.time", clock)
         self.memory = make_kv_memory([group(full(), "a")], 4, KVCacheLayout.LBHNC)
         config = OffloadConfig.parse({"num_cpu_blocks": NUM_HOST_BLOCKS} | extra_config, 1)
         self.worker = OffloadWorker(self.memory.config, config, num_ranks=1)
