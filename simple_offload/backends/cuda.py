@@ -247,8 +247,7 @@ class CudaBackend:
                 rest = runs.take(~chosen) if chosen.any() else runs
                 by_dma.append(describe(*alike.sides(direction), rest))
         if by_dma:
-            plan = largest_first(Descriptors.joined(by_dma))
-            yield from self._submit_by_dma(direction, plan)
+            yield from self._submit_by_dma(direction, Descriptors.joined(by_dma))
 
     def _submit_to_kernel(
         self, direction: Direction, alike: AlikeRegions, pairs: "Pairs"
@@ -262,6 +261,7 @@ class CudaBackend:
     def _submit_by_dma(self, direction: Direction, plan: Descriptors) -> Iterator[_Piece]:
         takes_turns = direction is Direction.STORE
         num_bytes = _YIELD_BYTES if takes_turns else _PIECE_BYTES
+        plan = largest_first(plan.split(num_bytes))
         for piece in in_pieces(plan, num_bytes, _CALL_DESCRIPTORS):
             stream = self._streams[direction]
             self._submit_dma(piece, direction, stream)

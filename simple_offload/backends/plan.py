@@ -73,6 +73,20 @@ class Descriptors(NamedTuple):
         """Those at the ``chosen`` indices, or where ``chosen`` is true, in arrays of their own."""
         return Descriptors(*(np.ascontiguousarray(part[chosen]) for part in self))
 
+    def split(self, num_bytes: int) -> "Descriptors":
+        """The same copies in descriptors of at most ``num_bytes``."""
+        if not len(self.sizes) or self.sizes.max() <= num_bytes:
+            return self
+        counts = -(-self.sizes.astype(np.int64) // num_bytes)
+        within = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
+        offsets = within.astype(np.uint64) * np.uint64(num_bytes)
+        destinations, sources, sizes = (np.repeat(part, counts) for part in self)
+        return Descriptors(
+            destinations + offsets,
+            sources + offsets,
+            np.minimum(sizes - offsets, np.uint64(num_bytes)),
+        )
+
     @classmethod
     def joined(cls, plans: Sequence["Descriptors"]) -> "Descriptors":
         """All of these, at least one."""

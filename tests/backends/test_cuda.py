@@ -226,7 +226,8 @@ def test_compute_that_is_not_held_reads_too_soon(backend: CudaBackend) -> None:
     assert not read_behind_a_load(backend, hold=False)
 
 
-def test_a_store_lets_others_copy_from_the_device(backend: CudaBackend) -> None:
+@pytest.mark.parametrize("neighbours", [False, True])
+def test_a_store_lets_others_copy_from_the_device(backend: CudaBackend, neighbours: bool) -> None:
     """One after another, as vLLM copies the tokens that each step has sampled, on a stream of its
     own.
 
@@ -243,7 +244,8 @@ def test_a_store_lets_others_copy_from_the_device(backend: CudaBackend) -> None:
     blocks = np.arange(1024)
     torch.cuda.synchronize()
     torch.cuda._sleep(_BUSY)
-    store = Transfer(0, blocks, blocks[::-1].copy())
+    step = 1 if neighbours else -1
+    store = Transfer(0, blocks, blocks[::step].copy())
     pending = backend.copy(Direction.STORE, store, backend.barrier())
     torch.cuda.current_stream().synchronize()
     passed = 0
@@ -255,21 +257,23 @@ def test_a_store_lets_others_copy_from_the_device(backend: CudaBackend) -> None:
         assert torch.equal(tokens, expected)
         passed += 1
     assert passed >= 64
-    assert torch.equal(sides.host[0].flip(0), sides.device[0])
+    assert torch.equal(sides.host[0][blocks[::step].copy()], sides.device[0])
 
 
 def test_what_remains_of_a_copy_shrinks(backend: CudaBackend) -> None:
-    Sides(backend, 512, (1 << 20,))
+    sides = Sides(backend, 512, (1 << 20,))
     blocks = np.arange(512)
     torch.cuda.synchronize()
     torch.cuda._sleep(10 * _BUSY)
     pending = backend.copy(Direction.LOAD, Transfer(0, blocks, blocks), backend.barrier())
+    assert len(pending.parts) >= 8  # though all blocks are neighbours
     whole = pending.remaining_seconds()
     assert whole > (512 << 20) / 200e9  # faster than any bus there is
     pending.wait()
     assert pending.done()
     assert pending.remaining_seconds() <= whole
     assert len(pending.parts) == 1
+    assert torch.equal(sides.device[0], sides.host[0])
 
 
 def test_both_directions_at_once_from_threads(backend: CudaBackend) -> None:

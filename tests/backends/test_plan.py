@@ -179,6 +179,24 @@ def test_parts_follow_each_other(total: int, at_once: int) -> None:
     assert not parts or parts[0][1] == min(total, max(1, at_once // 8))
 
 
+@given(st.lists(st.integers(1, 50), max_size=20), st.integers(1, 60))
+def test_descriptors_that_are_split_copy_the_same(sizes: list[int], num_bytes: int) -> None:
+    plan = Descriptors(*(np.array(sizes, np.uint64) + np.uint64(i) for i in (1000, 2000, 0)))
+    split = plan.split(num_bytes)
+    assert max([0, *split.sizes.tolist()]) <= num_bytes
+    assert len(split.sizes) == sum(-(-size // num_bytes) for size in sizes)
+    assert copied_bytes(split) == copied_bytes(plan)
+
+
+def copied_bytes(plan: Descriptors) -> list[tuple[int, int]]:
+    """Where each byte goes, and where it comes from."""
+    return sorted(
+        (destination + offset, source + offset)
+        for destination, source, size in rows(plan)
+        for offset in range(size)
+    )
+
+
 @given(st.lists(st.integers(1, 50), max_size=60), st.integers(1, 200), st.integers(1, 70))
 def test_pieces_are_no_larger_than_need_be(
     sizes: list[int], num_bytes: int, num_descriptors: int
