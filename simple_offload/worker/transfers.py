@@ -1,5 +1,6 @@
 """TransferEngine: submission threads and a completion queue."""
 
+import sys
 import threading
 import time
 from collections import deque
@@ -24,6 +25,11 @@ logger = get_logger(__name__)
 
 _JOIN_SECONDS = 60.0
 _MAX_DEATHS = 2
+_SWITCH_SECONDS = 1e-3
+"""After how long a thread that waits for Python's interpreter lock asks its holder to let go.
+vLLM's thread that takes in requests holds it for a millisecond a prompt; the thread that runs the
+model gives it up with most calls to the device, and by Python's default waits 5 ms to get it back:
+as long as it takes to copy 256 MiB."""
 
 
 class Took(NamedTuple):
@@ -305,11 +311,14 @@ class TransferEngine:
     for that.
 
     All methods are called by the engine's thread. Every transfer that was submitted is
-    returned by ``poll`` (or ``close``) exactly once.
+    returned by ``poll`` (or ``close``) exactly once. Until it is closed, Python's threads take
+    turns every millisecond (``sys.setswitchinterval``).
     """
 
     def __init__(self, backend: CopyBackend) -> None:
         self._backend = backend
+        self._switch_seconds = sys.getswitchinterval()
+        sys.setswitchinterval(min(self._switch_seconds, _SWITCH_SECONDS))
         self._lanes = {direction: _Lane(backend, direction) for direction in Direction}
         self._closed = False
 
@@ -364,6 +373,7 @@ class TransferEngine:
         if self._closed:
             return []
         self._closed = True
+        sys.setswitchinterval(self._switch_seconds)
         completions = [end for lane in self._lanes.values() for end in lane.close()]
         if not self.stuck:
             self._backend.close()

@@ -1,5 +1,6 @@
 """TransferEngine: order, independence of the directions, and every transfer's end."""
 
+import sys
 import threading
 
 import pytest
@@ -7,10 +8,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from simple_offload.backends.base import Direction
+from simple_offload.worker.transfers import TransferEngine
 from tests.conftest import within_patience
 from tests.worker.scripted import (
     Bench,
     Mark,
+    ScriptedBackend,
     ScriptedError,
     ScriptedPending,
     outcomes,
@@ -46,6 +49,19 @@ def test_each_direction_has_a_thread_of_its_own(bench: Bench) -> None:
         assert [entry[0] for entry in mine] == ["enter", "copy", "copy", "copy"]
         (threads[direction],) = {entry[-1] for entry in mine}
     assert len({*threads.values(), threading.current_thread().name}) == 3
+
+
+@pytest.mark.parametrize(("before", "meanwhile"), [(5e-3, 1e-3), (5e-4, 5e-4)])
+def test_threads_take_turns_more_often_until_the_end(before: float, meanwhile: float) -> None:
+    default = sys.getswitchinterval()
+    try:
+        sys.setswitchinterval(before)
+        engine = TransferEngine(ScriptedBackend())
+        assert sys.getswitchinterval() == pytest.approx(meanwhile)
+        within_patience(engine.close)
+        assert sys.getswitchinterval() == pytest.approx(before)
+    finally:
+        sys.setswitchinterval(default)
 
 
 @pytest.mark.parametrize("direction", Direction)
