@@ -156,6 +156,10 @@ WAYS: Mapping[str, Way] = {
     "python3 -m examples.engine_bench --contenders none,ours --rounds 1 --repeats 3": _GPU_ENGINES,
     "python3 -m examples.engine_bench --contenders none,ours,builtin --parts ttft,idle,mix"
     " --rounds 1 --repeats 3": _GPU_ENGINES,
+    "python3 -m examples.engine_bench --contenders none,ours,builtin --parts ttft --kv-heads 1"
+    " --rounds 1 --repeats 3": _GPU_ENGINES,
+    "python3 -m examples.engine_bench --contenders none,ours,builtin --parts ttft --kv-heads 1"
+    " --eager --host-gib 64 --rounds 1 --repeats 3": _GPU_ENGINES,
     "python3 -m examples.multi_turn --preset h200": _GPU_TURNS,
     "python3 -m examples.multi_turn --preset fits --contenders none,ours": _GPU_TURNS,
     "python3 -m examples.multi_turn --preset seed": _GPU_TURNS,
