@@ -133,10 +133,13 @@ def test_a_request_that_is_kept_waiting_makes_nobody_more_patient(rank: Rank) ->
 
 
 def test_a_pause_makes_nobody_more_patient(rank: Rank) -> None:
-    rank.pend(0, 0.021)
+    """It counts as a step of 20 ms, and each step for a quarter."""
+    pending = rank.pend(0, 0.0051)
     rank.step(StepMetadata(computes=True))
     rank.now += 5.0
     assert rank.step(StepMetadata([load(0, "r")], computes=True)) == NOTHING
+    pending.remaining = 0.0049
+    assert rank.worker.poll() == ({"r"}, set())
 
 
 def announce(rank: Rank, number: int, lag: float, ends_after: float | None = None) -> None:
