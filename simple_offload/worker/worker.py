@@ -12,14 +12,10 @@ from simple_offload.logs import get_logger
 from simple_offload.metadata import RankCapacity, StepMetadata, Transfer, WorkerReport
 from simple_offload.worker.announcements import Announcements
 from simple_offload.worker.host_pool import HostPool
+from simple_offload.worker.lane import Completion, CopyThreadDied, LaneBroken
 from simple_offload.worker.npu_regions import KVCache
 from simple_offload.worker.regions import find_regions
-from simple_offload.worker.transfers import (
-    Completion,
-    CopyThreadDied,
-    LaneBroken,
-    TransferEngine,
-)
+from simple_offload.worker.transfers import TransferEngine
 
 if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig

@@ -11,7 +11,8 @@ import torch
 
 from simple_offload.backends.base import Barrier, Direction, Pending
 from simple_offload.metadata import Transfer
-from simple_offload.worker.transfers import Completion, TransferEngine
+from simple_offload.worker.lane import Completion
+from simple_offload.worker.transfers import TransferEngine
 from tests.conftest import PATIENCE_SECONDS
 
 

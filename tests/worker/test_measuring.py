@@ -12,8 +12,8 @@ from simple_offload import metrics
 from simple_offload.backends.base import Copied, Direction
 from simple_offload.config import OffloadConfig
 from simple_offload.metadata import StepMetadata, Transfer
-from simple_offload.worker import transfers
-from simple_offload.worker.transfers import Completion, CopyThreadDied, LaneBroken, Took
+from simple_offload.worker import lane
+from simple_offload.worker.lane import Completion, CopyThreadDied, LaneBroken, Took
 from simple_offload.worker.worker import OffloadWorker
 from tests.conftest import within_patience
 from tests.simulation.ledger import Ledger
@@ -39,7 +39,7 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
-    monkeypatch.setattr(transfers, "time", SimpleNamespace(monotonic=clock.monotonic))
+    monkeypatch.setattr(lane, "time", SimpleNamespace(monotonic=clock.monotonic))
     return clock
 
 

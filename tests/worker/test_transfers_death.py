@@ -5,7 +5,7 @@ import threading
 import pytest
 
 from simple_offload.backends.base import Direction
-from simple_offload.worker import transfers
+from simple_offload.worker import lane
 from tests.conftest import PATIENCE_SECONDS
 from tests.worker.scripted import (
     Bench,
@@ -67,7 +67,7 @@ def test_what_is_submitted_to_a_broken_direction_fails(bench: Bench) -> None:
     bench.submit(LOAD, 1, 2)
     ends = outcomes(bench.poll(LOAD))
     assert [number for number, _ in ends] == [1, 2]
-    assert all(isinstance(error, transfers.LaneBroken) for _, error in ends)
+    assert all(isinstance(error, lane.LaneBroken) for _, error in ends)
     assert bench.poll(LOAD) == []
     assert 1 not in bench.backend.copied(LOAD)
 
@@ -117,7 +117,7 @@ def test_a_death_is_noticed_while_the_thread_still_dies(
             may_go_on.wait(PATIENCE_SECONDS)
 
     monkeypatch.setattr(
-        transfers._Life, "dead", property(lambda life: dead.get(life, False), say), raising=False
+        lane._Life, "dead", property(lambda life: dead.get(life, False), say), raising=False
     )
     bench.backend.errors[1] = SystemExit()
     thread = copy_thread(STORE)

@@ -5,7 +5,7 @@ from typing import Any
 
 from simple_offload.backends.base import Direction
 from simple_offload.scheduler.in_flight import Ended, InFlight
-from simple_offload.worker.transfers import _Lane
+from simple_offload.worker.lane import Lane
 from simple_offload.worker.worker import OffloadWorker
 from tests.simulation.mutations.registry import mutation, substitute
 
@@ -33,7 +33,7 @@ def lose_a_completion(stack: ExitStack) -> None:
 
 @mutation()
 def leave_the_dead_unburied(stack: ExitStack) -> None:
-    substitute(stack, _Lane, "_bury", lambda self: None)
+    substitute(stack, Lane, "_bury", lambda self: None)
 
 
 @mutation()
