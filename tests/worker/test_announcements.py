@@ -1,0 +1,46 @@
+"""Announcements, whatever happens: bounds, and each load announced once. What they are good for is
+shown in test_worker_announce.py."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from simple_offload.worker import announcements
+from simple_offload.worker.announcements import Announcements
+
+LOADS = st.integers(0, 3)
+EVENTS = st.lists(
+    st.one_of(
+        st.tuples(st.just("step"), st.booleans(), st.sets(LOADS)),
+        st.tuples(st.just("announce"), LOADS),
+        st.tuples(st.just("end"), LOADS),
+        st.tuples(st.just("pass"), st.floats(0, 100)),
+    ),
+    max_size=40,
+)
+
+
+@given(wait=st.sampled_from([0.0, 1e-3, 0.02, 3.0]), events=EVENTS)
+def test_whatever_happens(wait: float, events: list[tuple[Any, ...]]) -> None:
+    with pytest.MonkeyPatch.context() as patched:
+        clock = SimpleNamespace(now=1000.0)
+        patched.setattr(announcements, "time", SimpleNamespace(monotonic=lambda: clock.now))
+        mine = Announcements(wait)
+        under_way: set[int] = set()
+        for event in events:
+            match event:
+                case "step", computes, admitted:
+                    mine.begin_step(computes, admitted)
+                    assert 0 <= mine.lead_seconds <= 3 * wait
+                    assert computes or mine.lead_seconds >= wait
+                case "announce", load:
+                    assert mine.announce(load) == (load not in under_way)
+                    under_way.add(load)
+                case "end", load:
+                    assert mine.end(load) == (load in under_way)
+                    under_way.discard(load)
+                case "pass", seconds:
+                    clock.now += seconds
