@@ -34,10 +34,13 @@ class MemoryWatch:
         return total
 
     def at(self, fraction: float) -> float:
-        """MiB at ``fraction`` of the time watched: the median of the samples around it."""
+        """MiB at ``fraction`` of the time watched: the median of the samples around it, or the
+        one that comes closest."""
         first, last = self.samples[0][0], self.samples[-1][0]
         centre, reach = first + fraction * (last - first), 0.05 * (last - first)
         near = [size for at, size in self.samples if abs(at - centre) <= reach]
+        if not near:  # to take a sample took long
+            near = [min(self.samples, key=lambda sample: abs(sample[0] - centre))[1]]
         return median(near) / MIB
 
     def growth(self, start: float) -> float:

@@ -266,22 +266,23 @@ def _server(model: Path, directory: Path, connector: bool) -> Iterator[Server]:
             "kv_connector_extra_config": {"num_cpu_blocks": HOST_BLOCKS},
         }
         arguments += ["--kv-transfer-config", json.dumps(transfer)]
-    with _temporary_files(directory / "tmp"):
-        server = Server(model, directory, *arguments)
-    try:
-        server.wait_until_ready()
-        yield server
-    finally:
-        server.kill()
+    # Not in ``directory``, whose path may be too long for the sockets among them.
+    with tempfile.TemporaryDirectory(prefix="load-") as temporary:
+        with _temporary_files(temporary):
+            server = Server(model, directory, *arguments)
+        try:
+            server.wait_until_ready()
+            yield server
+        finally:
+            server.kill()
 
 
 @contextmanager
-def _temporary_files(directory: Path) -> Iterator[None]:
+def _temporary_files(directory: str) -> Iterator[None]:
     """Where a process that starts meanwhile puts its temporary files. vLLM leaves sockets there,
     with and without a connector."""
-    directory.mkdir()
     before = {name: os.environ.get(name) for name in ("TMPDIR", "VLLM_RPC_BASE_PATH")}
-    os.environ.update(dict.fromkeys(before, str(directory)))
+    os.environ.update(dict.fromkeys(before, directory))
     try:
         yield
     finally:

@@ -71,6 +71,8 @@ def test_growth_of_memory() -> None:
     assert watch.growth(0.2) == 0
     growing = MemoryWatch([(float(at), (100 + at) * MIB) for at in range(101)])
     assert growing.growth(0.2) == pytest.approx(197.5 / 120 - 1)
+    sparse = MemoryWatch([(0.0, 100 * MIB), (100.0, 200 * MIB)])
+    assert (sparse.at(0.2), sparse.at(0.6)) == (100, 200)
 
 
 @pytest.mark.slow
