@@ -139,7 +139,7 @@ def _parse(argv: Sequence[str] | None) -> Bench:
         "--host-gib",
         type=positive_count,
         metavar="N",
-        help="of the host tier, for all ranks together",
+        help="size of the host tier (default: the preset's)",
     )
     parser.add_argument(
         "--tensor-parallel", type=positive_count, default=1, metavar="N", help="ranks (default: 1)"

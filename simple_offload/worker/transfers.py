@@ -1,6 +1,7 @@
 """TransferEngine: both directions of copies, each in a lane of its own."""
 
 import sys
+import threading
 from collections.abc import Collection
 
 from simple_offload.backends.base import Barrier, CopyBackend, Direction
@@ -14,22 +15,46 @@ model gives it up with most calls to the device, and by Python's default waits 5
 as long as it takes to copy 256 MiB."""
 
 
+class _ShortTurns:
+    """Lets Python's threads take turns more often while some engine of this process is open."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._num_open = 0
+        self._usual_seconds = 0.0
+
+    def begin(self) -> None:
+        with self._lock:
+            if self._num_open == 0:
+                self._usual_seconds = sys.getswitchinterval()
+                sys.setswitchinterval(min(self._usual_seconds, _SWITCH_SECONDS))
+            self._num_open += 1
+
+    def end(self) -> None:
+        with self._lock:
+            self._num_open -= 1
+            if self._num_open == 0:
+                sys.setswitchinterval(self._usual_seconds)
+
+
+_short_turns = _ShortTurns()
+
+
 class TransferEngine:
     """Hands transfers to a backend, loads and stores on a thread of their own each, or on the
     engine's: to submit a large store may take its thread milliseconds, and a load must not wait
     for that.
 
     All methods are called by the engine's thread. Every transfer that was submitted is
-    returned by ``poll`` (or ``close``) exactly once. Until it is closed, Python's threads take
-    turns every millisecond (``sys.setswitchinterval``).
+    returned by ``poll`` (or ``close``) exactly once. Until the last engine of a process is closed,
+    Python's threads take turns every millisecond (``sys.setswitchinterval``).
     """
 
     def __init__(self, backend: CopyBackend) -> None:
         self._backend = backend
-        self._switch_seconds = sys.getswitchinterval()
-        sys.setswitchinterval(min(self._switch_seconds, _SWITCH_SECONDS))
         self._lanes = {direction: Lane(backend, direction) for direction in Direction}
         self._closed = False
+        _short_turns.begin()
 
     @property
     def broken(self) -> bool:
@@ -82,7 +107,7 @@ class TransferEngine:
         if self._closed:
             return []
         self._closed = True
-        sys.setswitchinterval(self._switch_seconds)
+        _short_turns.end()
         completions = [end for lane in self._lanes.values() for end in lane.close()]
         if not self.stuck:
             self._backend.close()

@@ -161,6 +161,7 @@ WAYS: Mapping[str, Way] = {
     "python3 -m examples.engine_bench --contenders none,ours,builtin --parts ttft --kv-heads 1"
     " --eager --host-gib 64 --rounds 1 --repeats 3": _GPU_ENGINES,
     "python3 -m examples.multi_turn --preset h200": _GPU_TURNS,
+    "python3 -m examples.multi_turn --preset h200 --contenders ours,builtin,offloading": _GPU_TURNS,
     "python3 -m examples.multi_turn --preset fits --contenders none,ours": _GPU_TURNS,
     "python3 -m examples.multi_turn --preset seed": _GPU_TURNS,
     "python3 -m examples.multi_turn --input-file generate_multi_turn.json --seed 1234": Run(

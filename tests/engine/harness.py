@@ -37,8 +37,6 @@ def engine_environment(**extra: str) -> dict[str, str]:
         # Ranks would be bound to a NUMA node's cores each, and there may be one node only.
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
         "OMP_NUM_THREADS": "1",
-        # vLLM says so too, but maybe too late: the pool's processes may outlive the child.
-        "TORCHINDUCTOR_COMPILE_THREADS": "1",
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         # Greedy sampling needs none, and it comes with vLLM on some GPU hosts only.
         "VLLM_USE_FLASHINFER_SAMPLER": "0",

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from examples.random_model import Architecture, save_random_model
-from tests.engine.harness import DEADLINE_SECONDS, run_engines
+from tests.engine.harness import DEADLINE_SECONDS, EngineJobFailed, run_engines
 from tests.engine.spec import EngineResult, EngineSpec, Round
 from tests.engine.workloads import full_workload
 
@@ -39,6 +39,7 @@ class Runs:
         self.directory = directory
         self._models: dict[Architecture, Path] = {}
         self._trios: dict[Architecture, Trio] = {}
+        self._failures: dict[str, EngineJobFailed] = {}
 
     def model(self, architecture: Architecture) -> Path:
         """A small random model."""
@@ -106,6 +107,13 @@ class Runs:
         *,
         deadline: float = DEADLINE_SECONDS,
     ) -> dict[str, EngineResult]:
-        """Run engines in one child process, by name, within ``deadline`` seconds in all."""
-        results = run_engines(self.directory / name, *specs.values(), deadline=deadline)
+        """Run engines in one child process, by name, within ``deadline`` seconds in all. A job
+        that has failed is not run again: that would take minutes, and overwrite its log."""
+        if name in self._failures:
+            raise self._failures[name]
+        try:
+            results = run_engines(self.directory / name, *specs.values(), deadline=deadline)
+        except EngineJobFailed as failure:
+            self._failures[name] = failure
+            raise
         return dict(zip(specs, results, strict=True))

@@ -14,7 +14,7 @@ import torch
 
 from tests.engine.compare import assert_nothing_left
 from tests.engine.device_models import save_device_model
-from tests.engine.harness import EngineJobFailed, log_tail
+from tests.engine.harness import log_tail
 from tests.engine.rounding import compare
 from tests.engine.runs import Runs
 from tests.engine.spec import Answer, EngineResult, EngineSpec
@@ -63,23 +63,16 @@ class GpuRuns:
     def __init__(self, runs: Runs) -> None:
         self._runs = runs
         self._results: dict[str, dict[str, EngineResult]] = {}
-        self._failures: dict[str, EngineJobFailed] = {}
 
     def of(self, target: str) -> dict[str, EngineResult]:
-        """Results by name of engine; "plain" has no connector. A job that has failed is not run
-        again: that would take minutes, and overwrite its log."""
-        if target in self._failures:
-            raise self._failures[target]
+        """Results by name of engine; "plain" has no connector."""
         if target not in self._results:
             specs = {"plain": self.spec(target, None, EAGER)}
             for name, engine in ENGINES[target].items():
                 specs[name] = self.spec(target, engine.connector, engine.mode)
-            deadline = ENGINE_SECONDS * len(specs)
-            try:
-                self._results[target] = self._runs.run(f"gpu-{target}", specs, deadline=deadline)
-            except EngineJobFailed as failure:
-                self._failures[target] = failure
-                raise
+            self._results[target] = self._runs.run(
+                f"gpu-{target}", specs, deadline=ENGINE_SECONDS * len(specs)
+            )
         return self._results[target]
 
     def spec(

@@ -56,9 +56,11 @@ def test_threads_take_turns_more_often_until_the_end(before: float, meanwhile: f
     default = sys.getswitchinterval()
     try:
         sys.setswitchinterval(before)
-        engine = TransferEngine(ScriptedBackend())
-        assert sys.getswitchinterval() == pytest.approx(meanwhile)
-        within_patience(engine.close)
+        engines = [TransferEngine(ScriptedBackend()) for _ in range(2)]
+        for engine in engines:  # in the order in which they came
+            assert sys.getswitchinterval() == pytest.approx(meanwhile)
+            within_patience(engine.close)
+            within_patience(engine.close)  # changes nothing
         assert sys.getswitchinterval() == pytest.approx(before)
     finally:
         sys.setswitchinterval(default)

@@ -12,7 +12,7 @@ from simple_offload.backends.base import Direction
 from simple_offload.metadata import StepMetadata
 from tests.conftest import PATIENCE_SECONDS
 from tests.worker.conftest import MakeRank
-from tests.worker.rank import Rank, load, store
+from tests.worker.rank import LoggedPending, Rank, load, store
 from tests.worker.scripted import ScriptedError
 
 pytestmark = pytest.mark.usefixtures("no_thread_left", "machine")
@@ -106,8 +106,10 @@ def test_without_compute_the_length_of_steps_does_not_matter(rank: Rank) -> None
 
 
 def test_what_vllm_takes_to_schedule_comes_on_top(rank: Rank) -> None:
-    announce(rank, 0, lag=0.012)
-    announce(rank, 1, lag=0.008)  # the mean of 6 and 8: 7
+    announce(rank, 0)
+    admit(rank, 0, after=0.012)
+    announce(rank, 1)
+    admit(rank, 1, after=0.008)  # the mean of 6 and 8: 7
     pending = rank.pend(2, 0.0271)
     assert rank.step(StepMetadata([load(2, "r2")])) == NOTHING
     pending.remaining = 0.0269
@@ -115,17 +117,20 @@ def test_what_vllm_takes_to_schedule_comes_on_top(rank: Rank) -> None:
 
 
 def test_a_load_that_ends_too_soon_shows_that_vllm_takes_longer(rank: Rank) -> None:
-    """As often as not what is left is over before its request has been scheduled."""
-    announce(rank, 0, lag=0.012, ends_after=0.010)
-    announce(rank, 1, lag=0.012, ends_after=0.001)  # says nothing
+    for number, after in enumerate((0.010, 0.001)):  # the second one says nothing
+        pending = announce(rank, number)
+        rank.now += after
+        pending.ended.set()
+        rank.step(StepMetadata())
     pending = rank.pend(2, 0.0251)
     assert rank.step(StepMetadata([load(2, "r2")])) == NOTHING
     pending.remaining = 0.0249
     assert rank.step(StepMetadata()) == ({"r2"}, set())
 
 
-def test_a_request_that_is_kept_waiting_makes_nobody_more_patient(rank: Rank) -> None:
-    announce(rank, 0, lag=5.0)  # counts as 40 ms
+def test_a_request_that_is_kept_waiting_counts_for_little(rank: Rank) -> None:
+    announce(rank, 0)
+    admit(rank, 0, after=5.0)  # as 40 ms, and half of that is believed
     pending = rank.pend(1, 0.0401)
     assert rank.step(StepMetadata([load(1, "r1")])) == NOTHING
     pending.remaining = 0.0399
@@ -142,19 +147,18 @@ def test_a_pause_makes_nobody_more_patient(rank: Rank) -> None:
     assert rank.worker.poll() == ({"r"}, set())
 
 
-def announce(rank: Rank, number: int, lag: float, ends_after: float | None = None) -> None:
-    """Have a load announced, and its request scheduled ``lag`` seconds later; the load ends after
-    that, or earlier."""
+def announce(rank: Rank, number: int) -> LoggedPending:
+    """Have a load announced that has not ended."""
     pending = rank.pend(number, 0.0)
     assert rank.step(StepMetadata([load(number, f"r{number}")]))[0] == {f"r{number}"}
-    if ends_after is not None:
-        rank.now += ends_after
-        pending.ended.set()
-        rank.step(StepMetadata())
-        rank.now -= ends_after
-    rank.now += lag
+    return pending
+
+
+def admit(rank: Rank, number: int, after: float) -> None:
+    """Have the request of an announced load scheduled, and then the load ended."""
+    rank.now += after
     rank.step(StepMetadata(admitted=[number]))
-    pending.ended.set()
+    rank.backend.pendings[number].ended.set()
     rank.step(StepMetadata())
 
 
