@@ -1,6 +1,7 @@
 """What every test has: an environment without network, and properties that replay."""
 
 import os
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -84,6 +85,17 @@ def within_patience(call: Callable[[], object]) -> None:
     thread.start()
     thread.join(PATIENCE_SECONDS)
     assert not thread.is_alive(), f"{call} does not return"
+
+
+@pytest.fixture(autouse=True)
+def no_engine_left() -> Iterator[None]:
+    """Fails a test that leaves a transfer engine open: it would change how the threads of all
+    later tests of this process take turns."""
+    before = sys.getswitchinterval()
+    yield
+    after = sys.getswitchinterval()
+    sys.setswitchinterval(before)
+    assert after == before
 
 
 @pytest.fixture

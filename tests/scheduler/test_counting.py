@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 
 from simple_offload import metrics
+from tests.scheduler.conftest import MakeDriver
 from tests.scheduler.driver import LOAD, STORE, Driver, prompt
 from tests.scheduler.tiers import BLOCK_SIZE
 from tests.simulation.ledger import Ledger
@@ -12,15 +13,15 @@ from tests.simulation.ledger import Ledger
 THREE = prompt(3 * BLOCK_SIZE)
 
 
-def make_driver(**shape: Any) -> tuple[Driver, Ledger]:
-    driver = Driver(**({"num_device_blocks": 40, "num_host_blocks": 41} | shape))
+def make_driver(drive: MakeDriver, **shape: Any) -> tuple[Driver, Ledger]:
+    driver = drive(**({"num_device_blocks": 40, "num_host_blocks": 41} | shape))
     return driver, driver.world.ledger
 
 
 @pytest.mark.parametrize("num_ranks", [1, 3])
-def test_a_prompt_stored_and_loaded(num_ranks: int) -> None:
+def test_a_prompt_stored_and_loaded(drive: MakeDriver, num_ranks: int) -> None:
     """Blocks count once, bytes on each rank."""
-    driver, counted = make_driver(num_ranks=num_ranks)
+    driver, counted = make_driver(drive, num_ranks=num_ranks)
     block_bytes = driver.world.shape.block_bytes()
     driver.say("r", THREE)
     assert counted(metrics.STORED) == 3
@@ -42,8 +43,8 @@ def test_a_prompt_stored_and_loaded(num_ranks: int) -> None:
     assert counted(metrics.FAILED) == counted(metrics.DROPPED) == counted(metrics.EVICTED) == 0
 
 
-def test_what_the_tier_has_is_skipped() -> None:
-    driver, counted = make_driver()
+def test_what_the_tier_has_is_skipped(drive: MakeDriver) -> None:
+    driver, counted = make_driver(drive)
     driver.say("r", THREE)
     assert counted(metrics.SKIPPED) == 0
     driver.say("s", THREE)  # found on the device
@@ -54,8 +55,8 @@ def test_what_the_tier_has_is_skipped() -> None:
     assert counted(metrics.STORED) == 3 + 4
 
 
-def test_how_full_the_tier_is() -> None:
-    driver, counted = make_driver(num_host_blocks=7)
+def test_how_full_the_tier_is(drive: MakeDriver) -> None:
+    driver, counted = make_driver(drive, num_host_blocks=7)
     driver.say("r", THREE)
     assert counted(metrics.CAPACITY) == 6
     assert counted(metrics.USED) == 3
@@ -68,8 +69,8 @@ def test_how_full_the_tier_is() -> None:
     assert counted(metrics.PINNED) == 0
 
 
-def test_evictions() -> None:
-    driver, counted = make_driver(num_host_blocks=5)
+def test_evictions(drive: MakeDriver) -> None:
+    driver, counted = make_driver(drive, num_host_blocks=5)
     driver.say("r", THREE)
     driver.say("s", prompt(3 * BLOCK_SIZE, family=1))
     assert counted(metrics.EVICTED, "lru") == 2
@@ -80,15 +81,15 @@ def test_evictions() -> None:
     assert counted(metrics.USED) == 0
 
 
-def test_a_tier_that_is_too_small_for_a_request() -> None:
-    driver, counted = make_driver(num_host_blocks=3)
+def test_a_tier_that_is_too_small_for_a_request(drive: MakeDriver) -> None:
+    driver, counted = make_driver(drive, num_host_blocks=3)
     driver.say("r", THREE, max_tokens=5)
     assert counted(metrics.STORED) == 2
     assert counted(metrics.DROPPED, "tier_full") == 2  # three of the prompt and one of the answer
 
 
-def test_a_failed_store() -> None:
-    driver, counted = make_driver(num_ranks=2)
+def test_a_failed_store(drive: MakeDriver) -> None:
+    driver, counted = make_driver(drive, num_ranks=2)
     driver.start("r", THREE)
     driver.step(3)
     driver.copy(STORE, rank=0, fail=True)
@@ -98,8 +99,8 @@ def test_a_failed_store() -> None:
     assert counted(metrics.STORED) == 0
 
 
-def test_a_failed_load() -> None:
-    driver, counted = make_driver()
+def test_a_failed_load(drive: MakeDriver) -> None:
+    driver, counted = make_driver(drive)
     driver.say("r", THREE)
     driver.forget_device()
     driver.start("s", [*THREE, 1])
@@ -112,8 +113,8 @@ def test_a_failed_load() -> None:
     assert counted(metrics.BYTES, "load", "host") == 0
 
 
-def test_a_reset_in_flight() -> None:
-    driver, counted = make_driver()
+def test_a_reset_in_flight(drive: MakeDriver) -> None:
+    driver, counted = make_driver(drive)
     driver.start("r", THREE)
     driver.step(3)
     driver.scheduler.reset_cache()
@@ -122,9 +123,9 @@ def test_a_reset_in_flight() -> None:
     assert counted(metrics.STORED) == 0
 
 
-def test_a_chain_whose_head_has_gone() -> None:
+def test_a_chain_whose_head_has_gone(drive: MakeDriver) -> None:
     """Its tail was on its way: it could never be found."""
-    driver, counted = make_driver()
+    driver, counted = make_driver(drive)
     driver.say("r", prompt(BLOCK_SIZE))
     driver.start("s", THREE)
     driver.step(3)
@@ -134,8 +135,8 @@ def test_a_chain_whose_head_has_gone() -> None:
     assert counted(metrics.DROPPED, "obsolete") == 2
 
 
-def test_an_announced_load_is_sync() -> None:
-    driver, counted = make_driver()
+def test_an_announced_load_is_sync(drive: MakeDriver) -> None:
+    driver, counted = make_driver(drive)
     driver.say("r", THREE)
     driver.forget_device()
     driver.start("s", [*THREE, 1])
@@ -146,8 +147,8 @@ def test_an_announced_load_is_sync() -> None:
     assert counted(metrics.LOADS, "sync") == counted(metrics.LOADS) == 1
 
 
-def test_who_may_not_read_does_not_look() -> None:
-    driver, counted = make_driver()
+def test_who_may_not_read_does_not_look(drive: MakeDriver) -> None:
+    driver, counted = make_driver(drive)
     request = driver.start("r", THREE)
     request.skip_reading_prefix_cache = True
     driver.run()

@@ -21,6 +21,7 @@ from vllm.v1.request import Request
 from simple_offload.connector import SimpleCPUOffloadConnector
 from simple_offload.scheduler.contents import contents_of_host_block
 from simple_offload.scheduler.events import KVEvents
+from tests.scheduler.conftest import MakeDriver
 from tests.scheduler.driver import LOAD, STORE, Driver, make_request, prompt
 from tests.scheduler.tiers import (
     BLOCK_SIZE,
@@ -80,9 +81,11 @@ def hashes_of(request: Request) -> list[bytes]:
     [{}, {"windows": (0, 8)}, {"num_states": 1}, {"num_states": 1, "match_unit": 2}],
     ids=["full", "window", "states", "fine hashes"],
 )
-def test_a_stored_block_is_described_as_the_device_s(shape: dict[str, Any]) -> None:
+def test_a_stored_block_is_described_as_the_device_s(
+    drive: MakeDriver, shape: dict[str, Any]
+) -> None:
     """Field by field, but for where it is."""
-    driver = Driver(num_device_blocks=80, num_host_blocks=200, **shape)
+    driver = drive(num_device_blocks=80, num_host_blocks=200, **shape)
     listener = Listener(driver)
     for number in range(6):  # one block at a time: a run with gaps is ambiguous in vLLM's own
         driver.say("same", prompt(number * BLOCK_SIZE + 1), salt="red")
@@ -93,8 +96,8 @@ def test_a_stored_block_is_described_as_the_device_s(shape: dict[str, Any]) -> N
     assert {event.locality for event in listener.events if event.medium == MEDIUM_CPU} == {"LOCAL"}
 
 
-def test_blocks_of_a_chain_are_one_event() -> None:
-    driver = Driver(num_device_blocks=40, num_host_blocks=40)
+def test_blocks_of_a_chain_are_one_event(drive: MakeDriver) -> None:
+    driver = drive(num_device_blocks=40, num_host_blocks=40)
     listener = Listener(driver)
     request = driver.start("r", PROMPT, salt="red")
     driver.run()
@@ -110,8 +113,8 @@ def test_blocks_of_a_chain_are_one_event() -> None:
     assert last.token_ids == prompt(BLOCK_SIZE, family=1)
 
 
-def test_nothing_is_stored_before_every_rank_has_it() -> None:
-    driver = Driver(num_device_blocks=40, num_host_blocks=40, num_ranks=2)
+def test_nothing_is_stored_before_every_rank_has_it(drive: MakeDriver) -> None:
+    driver = drive(num_device_blocks=40, num_host_blocks=40, num_ranks=2)
     listener = Listener(driver)
     driver.start("r", PROMPT, max_tokens=6)
     driver.step(4)
@@ -122,8 +125,8 @@ def test_nothing_is_stored_before_every_rank_has_it() -> None:
     assert len(listener.stored(MEDIUM_CPU)) == 4
 
 
-def test_an_eviction_is_a_removal() -> None:
-    driver = Driver(num_device_blocks=40, num_host_blocks=4)
+def test_an_eviction_is_a_removal(drive: MakeDriver) -> None:
+    driver = drive(num_device_blocks=40, num_host_blocks=4)
     listener = Listener(driver)
     first = driver.start("r", PROMPT)
     driver.run()
@@ -135,8 +138,8 @@ def test_an_eviction_is_a_removal() -> None:
     assert {event.locality for event in removed} == {"LOCAL"}
 
 
-def test_a_failed_load_removes_its_blocks() -> None:
-    driver = Driver(num_device_blocks=40, num_host_blocks=40)
+def test_a_failed_load_removes_its_blocks(drive: MakeDriver) -> None:
+    driver = drive(num_device_blocks=40, num_host_blocks=40)
     driver.say("r", PROMPT)
     driver.forget_device()
     listener = Listener(driver)
@@ -149,9 +152,9 @@ def test_a_failed_load_removes_its_blocks() -> None:
     driver.run()
 
 
-def test_a_reset_removes_each_block_and_clears_nothing_else() -> None:
+def test_a_reset_removes_each_block_and_clears_nothing_else(drive: MakeDriver) -> None:
     """AllBlocksCleared of the tier would be taken for the device's too, which go on."""
-    driver = Driver(num_device_blocks=40, num_host_blocks=40)
+    driver = drive(num_device_blocks=40, num_host_blocks=40)
     request = driver.start("r", PROMPT)
     driver.run()
     listener = Listener(driver)
@@ -206,8 +209,8 @@ def test_a_block_whose_request_nobody_knows() -> None:
         assert event.kv_cache_spec_kind == "full_attention"
 
 
-def test_a_part_of_a_block_is_its_last_hash() -> None:
-    driver = Driver(num_device_blocks=80, num_host_blocks=40, num_states=1, match_unit=2)
+def test_a_part_of_a_block_is_its_last_hash(drive: MakeDriver) -> None:
+    driver = drive(num_device_blocks=80, num_host_blocks=40, num_states=1, match_unit=2)
     events = KVEvents(driver.tier)
     request = make_request("r", PROMPT, hash_size=2)
     six, eight = (driver.tier.key_at(request.block_hashes, 1, end) for end in (6, 8))
@@ -292,11 +295,11 @@ def test_another_s_block_does_not_join_a_chain() -> None:
 
 @pytest.mark.parametrize("config", [None, KVEventsConfig(enable_kv_cache_events=False)])
 def test_nothing_is_collected_unless_asked_for(
-    monkeypatch: pytest.MonkeyPatch, config: KVEventsConfig | None
+    drive: MakeDriver, monkeypatch: pytest.MonkeyPatch, config: KVEventsConfig | None
 ) -> None:
     monkeypatch.setattr(World, "kv_events_config", lambda self: config)
     monkeypatch.setattr(World, "check_events", lambda self: None)
-    driver = Driver(num_device_blocks=40, num_host_blocks=4)
+    driver = drive(num_device_blocks=40, num_host_blocks=4)
     driver.say("r", PROMPT)
     driver.say("s", prompt(3 * BLOCK_SIZE, family=1))
     connector: SimpleCPUOffloadConnector = driver.world.connector

@@ -9,6 +9,7 @@ from vllm.v1.request import Request
 from simple_offload.scheduler import origins as origins_module
 from simple_offload.scheduler.contents import contents_of_host_block
 from simple_offload.scheduler.origins import Origins
+from tests.scheduler.conftest import MakeDriver
 from tests.scheduler.driver import Driver, make_request, prompt
 from tests.scheduler.tiers import BLOCK_SIZE
 
@@ -33,9 +34,11 @@ def pass_a_step(driver: Driver, number: int) -> None:
 @pytest.mark.parametrize(
     "shape", [{}, {"lazy": True}, {"windows": (0, 8)}, {"num_states": 1, "match_unit": 2}], ids=str
 )
-def test_what_a_block_holds_is_known_when_its_request_has_gone(shape: dict[str, Any]) -> None:
+def test_what_a_block_holds_is_known_when_its_request_has_gone(
+    drive: MakeDriver, shape: dict[str, Any]
+) -> None:
     """A policy may store a block long after. The request itself is let go of."""
-    driver = Driver(num_device_blocks=80, num_host_blocks=40, **shape)
+    driver = drive(num_device_blocks=80, num_host_blocks=40, **shape)
     request = driver.start("r", PROMPT, max_tokens=8)
     driver.run()
     origins = origins_of(driver)
@@ -57,10 +60,12 @@ def test_what_a_block_holds_is_known_when_its_request_has_gone(shape: dict[str, 
     assert not any(origin is request for origin in held)
 
 
-def test_a_long_request_is_let_go_of_over_several_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_long_request_is_let_go_of_over_several_steps(
+    drive: MakeDriver, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Else the step after its end would take that long."""
     monkeypatch.setattr(origins_module, "_MOST_BLOCKS", 2)
-    driver = Driver(num_device_blocks=80, num_host_blocks=40)
+    driver = drive(num_device_blocks=80, num_host_blocks=40)
     request = driver.start("r", prompt(7 * BLOCK_SIZE), max_tokens=1)
     driver.run()
     origins = origins_of(driver)
@@ -76,16 +81,18 @@ def test_a_long_request_is_let_go_of_over_several_steps(monkeypatch: pytest.Monk
     assert max(after - before for before, after in pairwise(num_known)) == 2
 
 
-def test_those_that_wait_to_be_let_go_of_grow_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_those_that_wait_to_be_let_go_of_grow_no_more(
+    drive: MakeDriver, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(origins_module, "_MOST_BLOCKS", 0)
-    driver = Driver(num_device_blocks=400, num_host_blocks=40)
+    driver = drive(num_device_blocks=400, num_host_blocks=40)
     for number in range(30):
         driver.say(f"r{number}", prompt(3 * BLOCK_SIZE, family=number))
     assert len(origins_of(driver)._left) < 12
 
 
-def test_parts_are_put_together_when_their_request_has_gone() -> None:
-    driver = Driver(num_device_blocks=80, num_host_blocks=40, num_parts=2)
+def test_parts_are_put_together_when_their_request_has_gone(drive: MakeDriver) -> None:
+    driver = drive(num_device_blocks=80, num_host_blocks=40, num_parts=2)
     request = driver.start("r", PROMPT, max_tokens=3)
     driver.step()
     (manager,) = driver.world.scheduler.kv_cache_manager.coordinator.single_type_managers
@@ -105,8 +112,8 @@ def test_parts_are_put_together_when_their_request_has_gone() -> None:
     assert origins.of(parts) == contents
 
 
-def test_a_block_that_holds_something_else_by_then_is_not_remembered() -> None:
-    driver = Driver(num_device_blocks=40, num_host_blocks=40)
+def test_a_block_that_holds_something_else_by_then_is_not_remembered(drive: MakeDriver) -> None:
+    driver = drive(num_device_blocks=40, num_host_blocks=40)
     request = driver.start("r", PROMPT, max_tokens=3)
     driver.step()
     (manager,) = driver.world.scheduler.kv_cache_manager.coordinator.single_type_managers
@@ -124,9 +131,9 @@ def test_a_block_that_holds_something_else_by_then_is_not_remembered() -> None:
     assert now is not request
 
 
-def test_states_belong_to_who_hands_them_over_in_whatever_step() -> None:
+def test_states_belong_to_who_hands_them_over_in_whatever_step(drive: MakeDriver) -> None:
     """A request may hand over an earlier step's states in one that does not run it."""
-    driver = Driver(num_states=1)
+    driver = drive(num_states=1)
     origins = make_origins(driver)
     runs, waits = make_request("runs", PROMPT), make_request("waits", PROMPT)
     for request in (runs, waits):
@@ -136,8 +143,8 @@ def test_states_belong_to_who_hands_them_over_in_whatever_step() -> None:
     assert [origins.of([blocks[index]]) for index in (3, 5, 7)] == [runs, waits, None]
 
 
-def test_a_state_that_was_given_up_belongs_to_whose_table_has_the_block() -> None:
-    driver = Driver(num_states=1)
+def test_a_state_that_was_given_up_belongs_to_whose_table_has_the_block(drive: MakeDriver) -> None:
+    driver = drive(num_states=1)
     manager = driver.world.scheduler.kv_cache_manager
     origins = make_origins(driver)
     before, now = make_request("before", PROMPT), make_request("now", PROMPT)
@@ -151,8 +158,8 @@ def test_a_state_that_was_given_up_belongs_to_whose_table_has_the_block() -> Non
         origins.follow(now)
 
 
-def test_a_block_that_somebody_else_has_by_then_is_theirs() -> None:
-    driver = Driver(num_states=1)
+def test_a_block_that_somebody_else_has_by_then_is_theirs(drive: MakeDriver) -> None:
+    driver = drive(num_states=1)
     origins = make_origins(driver)
     before, now = make_request("before", PROMPT), make_request("now", PROMPT)
     for request in (before, now):
