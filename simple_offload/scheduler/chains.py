@@ -1,24 +1,19 @@
 """Chains: host blocks that follow each other, found by their keys."""
 
-from collections.abc import Callable, Container, Iterable, Sequence
-from typing import Any, cast
+from collections.abc import Callable, Container, Iterable
+from typing import Any
 
 from vllm.v1.core.kv_cache_utils import (
-    BlockHash,
-    BlockHashListWithBlockSize,
     BlockHashWithGroupId,
     KVCacheBlock,
 )
 
 from simple_offload.scheduler import block_lists
 from simple_offload.scheduler.eviction_order import EvictionOrder
+from simple_offload.scheduler.groups import Hashes, make_keys
 
 _FIRST_LOOKUP = 64
 """Blocks of a chain with a gap that are looked for at first; then ever more."""
-
-Hashes = Sequence[BlockHash] | BlockHashListWithBlockSize
-"""Of the blocks of a chain from the first one on. ``end``, which goes with them, makes keys of
-them: it says of which group."""
 
 
 class Chains:
@@ -32,17 +27,6 @@ class Chains:
     def __init__(self, order: EvictionOrder) -> None:
         self.pool = order.pool
         self._order = order
-
-    def get(self, key: BlockHashWithGroupId) -> KVCacheBlock | None:
-        """The block that holds ``key``, if any."""
-        found = self.pool.cached_block_hash_to_block._cache.get(key)
-        if isinstance(found, dict):  # several hold it
-            return self.pool.cached_block_hash_to_block.get_one_block(key)
-        return found
-
-    def has(self, key: BlockHashWithGroupId) -> bool:
-        """Whether a block holds ``key``."""
-        return key in self.pool.cached_block_hash_to_block._cache
 
     def present(self, keys: Iterable[BlockHashWithGroupId]) -> list[KVCacheBlock]:
         """The blocks of those ``keys`` that are there."""
@@ -111,8 +95,3 @@ class Chains:
                 behind = cached.get(parent)
             block = behind
         return None
-
-
-def make_keys(hashes: Hashes, end: bytes) -> list[BlockHashWithGroupId]:
-    """By which the blocks with these hashes are found."""
-    return cast(list[BlockHashWithGroupId], [each + end for each in hashes])

@@ -101,18 +101,18 @@ class EagerPolicy:
         self._progress: dict[str, _Progress] = {}
         self._due = Due()
         self._ended: list[_Ended] = []
-        chained = set(tier.chained_group_ids)
-        self._groups = (*tier.chained_group_ids, *(g for g in tier.group_ids if g not in chained))
+        chained = set(tier.groups.chained_ids)
+        self._groups = (*tier.groups.chained_ids, *(g for g in tier.groups.ids if g not in chained))
         """Chained groups first: the others' blocks are of no use beyond them."""
         self._waits = [
-            max(1, min(_MOST_BLOCKS // tier.num_parts, _MOST_TOKENS // size))
+            max(1, min(_MOST_BLOCKS // tier.groups.num_parts, _MOST_TOKENS // size))
             if group in chained
             else 1
-            for group, size in enumerate(tier.block_sizes)
+            for group, size in enumerate(tier.groups.block_sizes)
         ]
         """By group, how many host blocks beyond the prompt are stored in one go."""
         self._zeros = [0] * len(self._managers)
-        self._sources = Sources(tier, kv_cache_manager)
+        self._sources = Sources(tier.groups, kv_cache_manager)
 
     @property
     def num_requests(self) -> int:
@@ -129,7 +129,7 @@ class EagerPolicy:
     def on_allocated(self, request: "Request", *, loads: bool) -> None:
         self.admission.note(request)
         hashes, zeros = request.block_hashes, self._zeros
-        kept = Kept(self.tier, hashes)
+        kept = Kept(self.tier.groups, hashes)
         self._requests[request.request_id] = request
         self._progress[request.request_id] = _Progress(
             hashes, zeros.copy(), zeros.copy(), loads, kept
@@ -175,7 +175,7 @@ class EagerPolicy:
                 # The tier may have lost the end of what was stored.
                 self._skip_stored(progress, group, progress.next_index[group])
             table = self._table(request.request_id, group)
-            stop = self._num_complete(request, group, len(table) // self.tier.num_parts)
+            stop = self._num_complete(request, group, len(table) // self.tier.groups.num_parts)
             if self._has_all(request, group, stop):
                 progress.next_index[group] = stop
             tables[group] = self._parts(table, progress.next_index[group], stop)
@@ -196,7 +196,7 @@ class EagerPolicy:
         """Store what has been computed of a request that runs."""
         tables = {group: self._table(request.request_id, group) for group in self._groups}
         ready = {
-            group: self._num_complete(request, group, len(table) // self.tier.num_parts)
+            group: self._num_complete(request, group, len(table) // self.tier.groups.num_parts)
             for group, table in tables.items()
         }
         all_stored = self._store_ready(progress, ready, tables, self._zeros, ended=False)
@@ -206,20 +206,20 @@ class EagerPolicy:
         """Store what is left of a request. What it has in the tier is the most recently used
         from now on, so that its rest displaces others' blocks."""
         progress, hashes = ended.progress, ended.progress.hashes
-        for group in self.tier.chained_group_ids:
+        for group in self.tier.groups.chained_ids:
             if not progress.next_index[group]:
-                self._skip_stored(progress, group, self.tier.num_keys(hashes, group))
+                self._skip_stored(progress, group, self.tier.groups.num_keys(hashes, group))
         if not progress.started:
             self._count_skipped(progress)
         progress.started = True
-        for group in self.tier.chained_group_ids:
+        for group in self.tier.groups.chained_ids:
             self.tier.refresh(hashes, group, progress.next_index[group], progress.num_found[group])
         self._store_ready(progress, ended.stops, ended.tables, ended.first, ended=True)
         if progress.refused_at == self.admission.version:
             self.tier.meter.add(metrics.SKIPPED, self._num_left(ended), "below_threshold")
         elif self._num_left(ended):
             # Nothing else is on probation: let it compete with what is protected.
-            for group in self.tier.chained_group_ids:
+            for group in self.tier.groups.chained_ids:
                 count = progress.next_index[group]
                 self.tier.refresh(hashes, group, count, num_found=count)
             self._store_ready(progress, ended.stops, ended.tables, ended.first, ended=True)
@@ -245,7 +245,7 @@ class EagerPolicy:
         A hit needs every group, so a tier that is too small for the request had better hold the
         beginning of each: groups take turns.
         """
-        sizes, next_index = self.tier.block_sizes, progress.next_index
+        sizes, next_index = self.tier.groups.block_sizes, progress.next_index
         behind = [group for group in ready if next_index[group] < ready[group]]
         if not behind:
             return True
@@ -272,7 +272,7 @@ class EagerPolicy:
         num_prompt_tokens = request.num_prompt_tokens
         at = []
         for group in self._groups:
-            index, size = progress.next_index[group], self.tier.block_sizes[group]
+            index, size = progress.next_index[group], self.tier.groups.block_sizes[group]
             in_prompt = (index + 1) * size <= num_prompt_tokens
             at.append((index + (self._waits[group] if may_wait and not in_prompt else 1)) * size)
         return min(at)
@@ -283,36 +283,36 @@ class EagerPolicy:
 
     def _parts(self, table: list[KVCacheBlock], first: int, stop: int) -> list[KVCacheBlock]:
         """The device blocks of a table that belong to host blocks ``first`` to ``stop``."""
-        return table[first * self.tier.num_parts : stop * self.tier.num_parts]
+        return table[first * self.tier.groups.num_parts : stop * self.tier.groups.num_parts]
 
     def _is_chained(self, group: int) -> bool:
-        return group in self.tier.chained_group_ids
+        return group in self.tier.groups.chained_ids
 
     def _num_complete(self, request: "Request", group: int, num_blocks: int) -> int:
-        return num_complete_blocks(self.tier, request, group, num_blocks)
+        return num_complete_blocks(self.tier.groups, request, group, num_blocks)
 
     def _has_all(self, request: "Request", group: int, count: int) -> bool:
         """Whether the tier has (or is getting) the first ``count`` blocks of the request."""
         if not count or not self._is_chained(group):
             return False
-        num_tokens = count * self.tier.block_sizes[group]
-        last = self.tier.key_at(request.block_hashes, group, num_tokens)
+        num_tokens = count * self.tier.groups.block_sizes[group]
+        last = self.tier.groups.key_at(request.block_hashes, group, num_tokens)
         return self.stores.has(last)  # and with it, all before it
 
     def _store_state(self, progress: _Progress, state: BoundaryState) -> None:
-        group, size = state.group, self.tier.block_sizes[state.group]
-        if group not in self.tier.group_ids:
+        group, size = state.group, self.tier.groups.block_sizes[state.group]
+        if group not in self.tier.groups.ids:
             return
         hashes = progress.hashes
-        key = self.tier.key_at(hashes, group, state.num_tokens)
+        key = self.tier.groups.key_at(hashes, group, state.num_tokens)
         block = self._device_pool.blocks[state.block_id]
         # A block that was given up since it was handed over has lost its hash.
         if self.stores.has(key) or block.block_hash != key or not self.admission.admits(key):
             return
         before = (state.num_tokens - 1) // size * size
-        parent = self.tier.key_at(hashes, group, before) if before else None
+        parent = self.tier.groups.key_at(hashes, group, before) if before else None
         if not progress.started:
-            sizes = self.tier.block_sizes
+            sizes = self.tier.groups.block_sizes
             self._start(progress, {g: state.num_tokens // sizes[g] for g in self._groups})
         storable = Storable((block,), key, parent, state.num_tokens)
         if self.stores.plan([storable], progress.kept.collect, self._device_pool):
@@ -324,10 +324,10 @@ class EagerPolicy:
         """Store those of ``blocks``, the parts of the host blocks that follow the group's cursor,
         that there is need to, and move the cursor. False: not now, and nothing of the request
         after it either."""
-        first, size = progress.next_index[group], self.tier.block_sizes[group]
-        last = first + len(blocks) // self.tier.num_parts
+        first, size = progress.next_index[group], self.tier.groups.block_sizes[group]
+        last = first + len(blocks) // self.tier.groups.num_parts
         chained = self._is_chained(group)
-        parent = self.tier.key_at(progress.hashes, group, first * size) if first else None
+        parent = self.tier.groups.key_at(progress.hashes, group, first * size) if first else None
         if chained and parent is not None and not self.stores.has(parent):
             return False
         plain = self._plain_run(progress.hashes, group, blocks, parent, first)
@@ -366,7 +366,7 @@ class EagerPolicy:
         keys = self._sources.matching(hashes, group, first, blocks)
         if not keys or not self.stores.has_none(keys):
             return None
-        size = self.tier.block_sizes[group]
+        size = self.tier.groups.block_sizes[group]
         return Run(self._parts(blocks, 0, len(keys)), keys, parent, (first + 1) * size, size)
 
     def _storable_from(
@@ -379,9 +379,9 @@ class EagerPolicy:
     ) -> tuple[list[Storable], int]:
         """Of a request's host blocks from ``first`` on those that there is need to store, and
         where they end. ``blocks``: their parts."""
-        size = self.tier.block_sizes[group]
-        last = first + len(blocks) // self.tier.num_parts
-        keys = self.tier.keys(progress.hashes, group, max(first - 1, 0), last)
+        size = self.tier.groups.block_sizes[group]
+        last = first + len(blocks) // self.tier.groups.num_parts
+        keys = self.tier.groups.keys(progress.hashes, group, max(first - 1, 0), last)
         parent = keys.pop(0) if first else None
         storable: list[Storable] = []
         for index, key in enumerate(keys, first):
@@ -406,16 +406,16 @@ class EagerPolicy:
             if self._is_chained(group):
                 self._skip_stored(progress, group, limits[group])
             else:
-                keys = self.tier.keys(progress.hashes, group, stop=limits[group])
+                keys = self.tier.groups.keys(progress.hashes, group, stop=limits[group])
                 progress.kept.keep(filter(self.stores.has, keys))
         self._count_skipped(progress)
 
     def _count_skipped(self, progress: _Progress) -> None:
         """The cursors stand where the tier's part of the request ends."""
-        if len(self.tier.chained_group_ids) == len(self.tier.group_ids):
+        if len(self.tier.groups.chained_ids) == len(self.tier.groups.ids):
             # Else a hit needs blocks of other groups too, and those say what has been loaded.
             progress.num_found = progress.next_index.copy()
-        count = sum(progress.next_index[group] for group in self.tier.chained_group_ids)
+        count = sum(progress.next_index[group] for group in self.tier.groups.chained_ids)
         self.tier.meter.add(metrics.SKIPPED, count, "already_stored")
 
     def _skip_stored(self, progress: _Progress, group: int, limit: int) -> None:

@@ -44,6 +44,7 @@ class KVEvents:
 
     def __init__(self, tier: CpuTier) -> None:
         self.tier = tier
+        self._groups = tier.groups
         self._parts: dict[BlockHashWithGroupId, list[BlockHashWithGroupId]] = {}
         """By key of a host block of several parts, those of its parts but the last, which is
         the same."""
@@ -82,10 +83,10 @@ class KVEvents:
         """``stored_run`` for one block, of the prefix of ``num_tokens`` tokens; ``inner_keys``:
         of prefixes that end inside it."""
         group = int(get_group_id(key))
-        size, num_parts = self.tier.block_sizes[group], self.tier.num_parts
+        size, num_parts = self._groups.block_sizes[group], self._groups.num_parts
         contents = origin or {}
         if not isinstance(contents, dict):
-            contents = contents_of_host_block(self.tier, key, inner_keys, num_tokens, contents)
+            contents = contents_of_host_block(self._groups, key, inner_keys, num_tokens, contents)
         if num_parts > 1 and len(contents) == num_parts and key in contents:
             keys = list(contents)
             self._parts[key] = keys[:-1]
@@ -93,7 +94,7 @@ class KVEvents:
             for part_key in keys:
                 self._add(part_key, group, size // num_parts, contents[part_key])
             return
-        hash_size = self.tier.hash_block_size
+        hash_size = self._groups.hash_block_size
         self._add(key, group, hash_size if num_tokens % size else size, contents.get(key))
         for inner_key in inner_keys:
             self._add(inner_key, group, hash_size, contents.get(inner_key))
@@ -109,7 +110,7 @@ class KVEvents:
                 events.append(item)
                 removed.difference_update((each, item.group_idx) for each in item.block_hashes)
                 continue
-            if self.tier.get(item.key) is not None:  # another block holds it
+            if self.tier.lookup.get(item.key) is not None:  # another block holds it
                 continue
             for key in (*item.part_keys, item.key):
                 told = maybe_convert_block_hash(get_block_hash(key)), int(get_group_id(key))

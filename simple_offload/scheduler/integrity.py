@@ -21,19 +21,19 @@ def check_integrity(tier: "CpuTier") -> None:
         free = block.block_id in position
         assert free == (block.ref_cnt == 0), f"{block}: free and referred to, or neither"
         for inner_key in tier.pool.cached_block_hashes_by_block.get(block.block_id, ()):
-            assert block.block_hash is not None and tier.get(inner_key) is not None, (
+            assert block.block_hash is not None and tier.lookup.get(inner_key) is not None, (
                 f"{block}: has lost a key of a part of it"
             )
         parent_key = tier.order.parents[block.block_id]
         if block.block_hash is None:
             assert parent_key is None, f"{block}: empty, yet has a parent"
             continue
-        found = tier.get(block.block_hash)
+        found = tier.lookup.get(block.block_hash)
         assert found is not None and found.block_id == block.block_id, (
             f"{block}: not found by its own key"
         )
-        if parent_key is not None and tier.is_chained(block.block_hash):
-            parent = tier.get(parent_key)
+        if parent_key is not None and tier.groups.is_chained(block.block_hash):
+            parent = tier.lookup.get(parent_key)
             if parent is None:
                 if block.block_id in tier.order.early.get(parent_key, ()):
                     continue

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Set
 
 from vllm.v1.core.kv_cache_utils import BlockHash, BlockHashWithGroupId
 
-from simple_offload.scheduler.cpu_tier import CpuTier
+from simple_offload.scheduler.groups import Groups
 
 
 class Kept:
@@ -13,10 +13,10 @@ class Kept:
     They are collected when somebody asks: only a full tier does.
     """
 
-    def __init__(self, tier: CpuTier, block_hashes: list[BlockHash]) -> None:
-        self.tier = tier
+    def __init__(self, groups: Groups, block_hashes: list[BlockHash]) -> None:
+        self._groups = groups
         self._hashes = block_hashes
-        self._counts = [0] * len(tier.block_sizes)
+        self._counts = [0] * len(groups.block_sizes)
         self._num_collected = self._counts.copy()
         self._collected: set[BlockHashWithGroupId] = set()
 
@@ -33,6 +33,6 @@ class Kept:
         if self._num_collected != self._counts:
             for group, count in enumerate(self._counts):
                 first = self._num_collected[group]
-                self._collected.update(self.tier.keys(self._hashes, group, first, count))
+                self._collected.update(self._groups.keys(self._hashes, group, first, count))
             self._num_collected = self._counts.copy()
         return self._collected

@@ -202,7 +202,7 @@ class LazyPolicy:
         """Note what the blocks hold that have got a hash. Their bytes are complete by the end of
         the step that is being scheduled, if the request is part of it."""
         request_id = followed.request.request_id
-        for group in self.tier.group_ids:
+        for group in self.tier.groups.ids:
             manager = self._managers[group]
             stop = manager.num_cached_block.get(request_id, 0)
             if followed.num_hashed[group] < stop:
@@ -213,7 +213,7 @@ class LazyPolicy:
     ) -> None:
         first = followed.num_hashed[group]
         start = max(first - 1, 0)
-        keys = self.tier.keys(followed.request.block_hashes, group, start, stop)
+        keys = self.tier.groups.keys(followed.request.block_hashes, group, start, stop)
         parent = keys[0] if first else None
         for block, key in zip(table[first:stop], keys[first - start :], strict=False):
             if block.block_hash == key:
@@ -222,12 +222,13 @@ class LazyPolicy:
         followed.num_hashed[group] = stop
 
     def _record_state(self, request: "Request", state: BoundaryState) -> KVCacheBlock:
-        group, size = state.group, self.tier.block_sizes[state.group]
+        group, size = state.group, self.tier.groups.block_sizes[state.group]
         block = self._device_pool.blocks[state.block_id]
-        if group in self.tier.group_ids:
-            key = self.tier.key_at(request.block_hashes, group, state.num_tokens)
+        if group in self.tier.groups.ids:
+            key_at, hashes = self.tier.groups.key_at, request.block_hashes
+            key = key_at(hashes, group, state.num_tokens)
             before = (state.num_tokens - 1) // size * size
-            parent = self.tier.key_at(request.block_hashes, group, before) if before else None
+            parent = key_at(hashes, group, before) if before else None
             self._residents.record(block, key, parent)
         return block
 
@@ -240,7 +241,7 @@ class LazyPolicy:
         """Store up to ``budget`` blocks of each group; how many were looked at in all."""
         request_id = followed.request.request_id
         blocks: list[KVCacheBlock] = []
-        for group in self.tier.group_ids:
+        for group in self.tier.groups.ids:
             first = followed.num_ahead[group]
             stop = min(followed.num_hashed[group], first + budget)
             if first < stop:
@@ -270,22 +271,22 @@ class LazyPolicy:
         """Blocks that became full in the last step. vLLM gives them no hash any more, and will
         hand them out first."""
         found = []
-        for group in self.tier.group_ids:
+        for group in self.tier.groups.ids:
             manager = self._managers[group]
             if not manager.has_positionally_stable_blocks:
                 continue
             table = manager.req_to_blocks.get(request.request_id, [])
             first = manager.num_cached_block.get(request.request_id, 0)
-            stop = num_complete_blocks(self.tier, request, group, len(table))
+            stop = num_complete_blocks(self.tier.groups, request, group, len(table))
             start = max(first - 1, 0)
-            keys = self.tier.keys(request.block_hashes, group, start, stop)
+            keys = self.tier.groups.keys(request.block_hashes, group, start, stop)
             for index in range(first, stop):
                 block, key = table[index], keys[index - start]
                 if block.is_null or block.block_hash is not None or self.stores.has(key):
                     continue
                 if self.admission.admits(key):
                     parent = keys[index - start - 1] if index else None
-                    num_tokens = (index + 1) * self.tier.block_sizes[group]
+                    num_tokens = (index + 1) * self.tier.groups.block_sizes[group]
                     found.append(Storable((block,), key, parent, num_tokens, early=True))
         return found
 
@@ -295,7 +296,7 @@ class LazyPolicy:
             min(self.limits.per_step, self._num_ahead) - self._device_pool.get_num_free_blocks()
         )
         found: list[Storable] = []
-        for group in reversed(self.tier.group_ids):
+        for group in reversed(self.tier.groups.ids):
             table = self._managers[group].req_to_blocks.get(followed.request.request_id, [])
             unstored = table[followed.num_ahead[group] : followed.num_hashed[group]]
             for block in reversed(unstored):  # as vLLM will free them
@@ -309,7 +310,7 @@ class LazyPolicy:
         """Make what the request has in the tier the most recently used, and store what is
         held."""
         followed = ended.followed
-        for group in self.tier.chained_group_ids:
+        for group in self.tier.groups.chained_ids:
             num_hashed = followed.num_hashed[group]
             self.tier.refresh(followed.request.block_hashes, group, num_hashed)
         storable = {s.key: s for s in ended.storable if not self.stores.has(s.key)}

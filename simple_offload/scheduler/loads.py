@@ -12,8 +12,9 @@ from vllm.v1.core.kv_cache_utils import KVCacheBlock
 from simple_offload import metrics
 from simple_offload.metadata import Transfer
 from simple_offload.scheduler import block_lists
-from simple_offload.scheduler.cpu_tier import CpuTier, HostHit
+from simple_offload.scheduler.cpu_tier import CpuTier
 from simple_offload.scheduler.in_flight import Ended, InFlight
+from simple_offload.scheduler.lookup import HostHit
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request
@@ -130,16 +131,16 @@ class Loads:
         ):
             return known.hit.num_tokens
         self.forget(request.request_id)
-        hit = self.tier.lookup(
+        hit = self.tier.lookup.hit(
             request.block_hashes,
             num_computed_tokens,
             max_tokens=request.num_tokens - 1 - num_computed_tokens,
         )
         if hit.num_tokens == 0:
             return 0
-        pins = self.tier.lineage(request.block_hashes, num_computed_tokens)
+        pins = self.tier.lookup.lineage(request.block_hashes, num_computed_tokens)
         for group, blocks in enumerate(hit.blocks):
-            no_nulls = group in self.tier.chained_group_ids
+            no_nulls = group in self.tier.groups.chained_ids
             pins += blocks if no_nulls else [block for block in blocks if not block.is_null]
         self.tier.pin(pins)
         self.tier.protect(pins)
@@ -182,7 +183,7 @@ class Loads:
         hit, pins = known.hit, known.pins
         if num_external_tokens != hit.num_tokens:
             # A shorter prefix is not a part of this hit where windows are: look again.
-            hit = self.tier.lookup(
+            hit = self.tier.lookup.hit(
                 request.block_hashes, known.num_computed_tokens, num_external_tokens
             )
             again = [block for group in hit.blocks for block in group if not block.is_null]
@@ -195,11 +196,11 @@ class Loads:
                 f"{known.hit.num_tokens}, which the host tier cannot supply"
             )
         load = _Load(request.request_id, [], [], [], pins)
-        num_parts = self.tier.num_parts
-        start = self.tier.start_of(known.num_computed_tokens)
+        num_parts = self.tier.groups.num_parts
+        start = self.tier.groups.start_of(known.num_computed_tokens)
         stop = known.num_computed_tokens + num_external_tokens
-        for group in self.tier.group_ids:
-            size = self.tier.block_sizes[group] // num_parts
+        for group in self.tier.groups.ids:
+            size = self.tier.groups.block_sizes[group] // num_parts
             first, last = known.num_computed_tokens // size, cdiv(stop, size)
             # Of the first host block the device may have some parts, of the last one a request
             # may have no use for some.

@@ -73,7 +73,7 @@ class OffloadScheduler:
         )
         self._recent = RecentTables(kv_cache_manager, self._vllm_config.max_concurrent_batches)
         if self._events is not None:
-            self._stores.origins = Origins(self.tier, kv_cache_manager)
+            self._stores.origins = Origins(self.tier.groups, kv_cache_manager)
 
     def agree_on_capacity(self, capacities: Iterable[RankCapacity]) -> None:
         """Learn what the ranks have memory for. Called once by vLLM, when every rank has
@@ -295,7 +295,7 @@ class OffloadScheduler:
         block boundary, and where attention is local to a chunk, the lookup starts with a chunk."""
         if num_computed_tokens % self.block_size:
             return False
-        start = self.tier.start_of(num_computed_tokens)
+        start = self.tier.groups.start_of(num_computed_tokens)
         return not any(start % chunk_size for chunk_size in self._chunk_sizes)
 
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from vllm.v1.core.kv_cache_utils import KVCacheBlock
 
 from simple_offload.scheduler.contents import ByKey, contents_of_device_block
-from simple_offload.scheduler.cpu_tier import CpuTier
+from simple_offload.scheduler.groups import Groups
 
 if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_manager import KVCacheManager
@@ -36,8 +36,8 @@ class Origins:
     are remembered, and not the request, which may be thousands of times as large.
     """
 
-    def __init__(self, tier: CpuTier, kv_cache_manager: "KVCacheManager") -> None:
-        self.tier = tier
+    def __init__(self, groups: Groups, kv_cache_manager: "KVCacheManager") -> None:
+        self._groups = groups
         self._managers = kv_cache_manager.coordinator.single_type_managers
         self._device_pool = kv_cache_manager.block_pool
         self._followed: dict[str, _Followed] = {}
@@ -129,4 +129,4 @@ class Origins:
         if request is None or key is None or num_tokens is None:
             return {}
         inner_keys = self._device_pool.cached_block_hashes_by_block.get(block.block_id, ())
-        return contents_of_device_block(self.tier, key, inner_keys, num_tokens, request)
+        return contents_of_device_block(self._groups, key, inner_keys, num_tokens, request)

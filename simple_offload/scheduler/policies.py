@@ -35,6 +35,6 @@ def make_policy(
     num_device_blocks = len(kv_cache_manager.block_pool.blocks)
     admission = Admission(config.store_threshold, max(MIN_COUNTED, 2 * num_device_blocks))
     if config.lazy_offload:
-        limits = StepLimits.of(vllm_config, tier.block_sizes)
+        limits = StepLimits.of(vllm_config, tier.groups.block_sizes)
         return LazyPolicy(tier, stores, kv_cache_manager, admission, limits)
     return EagerPolicy(tier, stores, kv_cache_manager, admission)

@@ -11,7 +11,7 @@ from vllm.v1.core.kv_cache_utils import (
     get_block_hash,
 )
 
-from simple_offload.scheduler.cpu_tier import CpuTier
+from simple_offload.scheduler.groups import Groups
 
 if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_manager import KVCacheManager
@@ -21,8 +21,8 @@ class Sources:
     """Tells by what a device block is known whether it is the one to be copied: a block table
     may have another block there, or none any more."""
 
-    def __init__(self, tier: CpuTier, kv_cache_manager: "KVCacheManager") -> None:
-        self.tier = tier
+    def __init__(self, groups: Groups, kv_cache_manager: "KVCacheManager") -> None:
+        self._groups = groups
         self._device_pool: BlockPool = kv_cache_manager.block_pool
         self._stable = [
             manager.has_positionally_stable_blocks
@@ -41,9 +41,9 @@ class Sources:
         """The keys of a request's host blocks from ``first`` on, up to the first one of which
         ``blocks``, the parts that the block table has, at least one, are not all what they are
         taken for."""
-        num_parts, end = self.tier.num_parts, self.tier.key_ends[group]
+        num_parts, end = self._groups.num_parts, self._groups.key_ends[group]
         last = first + len(blocks) // num_parts
-        hashes = self.tier.part_hashes(block_hashes, group, first, last)
+        hashes = self._groups.part_hashes(block_hashes, group, first, last)
         held: list[Any] = [block._block_hash or b"" for block in blocks]
         # All at once, which makes no keys: each is as long as any other.
         if b"".join(held) == end.join(hashes) + end:
@@ -64,8 +64,8 @@ class Sources:
         block table has ``parts``; None unless all of them are there. ``ended``: vLLM gives the
         request's blocks no hash any more."""
         keys = [key]
-        if self.tier.num_parts > 1:
-            keys = self.tier.part_keys(block_hashes, group, index, index + 1)
+        if self._groups.num_parts > 1:
+            keys = self._groups.part_keys(block_hashes, group, index, index + 1)
         sources = []
         for part, part_key in zip(parts, keys, strict=True):
             source = self._of_part(part, part_key, group, ended)

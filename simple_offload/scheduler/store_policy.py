@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
-from simple_offload.scheduler.cpu_tier import CpuTier
+from simple_offload.scheduler.groups import Groups
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request
@@ -60,13 +60,13 @@ def confirmed_tokens(request: "Request") -> int:
     return request.num_computed_tokens - request.num_output_placeholders
 
 
-def num_complete_blocks(tier: CpuTier, request: "Request", group: int, num_blocks: int) -> int:
+def num_complete_blocks(groups: Groups, request: "Request", group: int, num_blocks: int) -> int:
     """How many of the request's ``num_blocks`` blocks of ``group`` are complete and have a
     hash."""
     confirmed = confirmed_tokens(request)
     tokens = min(
         confirmed,
-        tier.coordinator.get_num_cacheable_tokens(confirmed, group),
-        len(request.block_hashes) * tier.hash_block_size,
+        groups.num_cacheable_tokens(confirmed, group),
+        len(request.block_hashes) * groups.hash_block_size,
     )
-    return int(min(tokens // tier.block_sizes[group], num_blocks))
+    return int(min(tokens // groups.block_sizes[group], num_blocks))

@@ -86,20 +86,20 @@ class Stores:
 
     def has(self, key: BlockHashWithGroupId) -> bool:
         """Whether ``key`` is in the tier or on its way there."""
-        return self.tier.has(key) or self._is_coming(key)
+        return self.tier.lookup.has(key) or self._is_coming(key)
 
     def count_first(self, block_hashes: list[BlockHash], group: int, limit: int) -> int:
         """How many of the first ``limit`` blocks of a request of a chained group are in the tier
         or on their way there."""
-        return self.tier.count_first(block_hashes, group, limit, self._is_coming)
+        return self.tier.lookup.count_first(block_hashes, group, limit, self._is_coming)
 
     def has_none(self, keys: Sequence[BlockHashWithGroupId]) -> bool:
         """Whether none of ``keys``, at least one, of blocks that follow each other in a chain, is
         in the tier or on its way there. What follows a block that has left the tier, or did not
         get there, may be on its way unnoticed: it will not be kept without that block."""
-        if not self.tier.has_none(keys):
+        if not self.tier.lookup.has_none(keys):
             return False
-        if self.tier.is_chained(keys[0]):
+        if self.tier.groups.is_chained(keys[0]):
             return not self._is_coming(keys[0])  # nor is what follows it, then
         stores = (self._planned, *self._in_flight.values())
         return all(store.keys.isdisjoint(keys) for store in stores)
@@ -134,12 +134,12 @@ class Stores:
         """Plan the copy of a run; its host blocks are held already."""
         block_lists.hold(pool, run.device_blocks)
         by_block = pool.cached_block_hashes_by_block
-        if by_block and self.tier.num_parts == 1:
+        if by_block and self.tier.groups.num_parts == 1:
             inner_keys = [tuple(by_block.get(block.block_id, ())) for block in run.device_blocks]
             if any(inner_keys):
                 run.inner_keys = inner_keys
         if self.origins is not None:
-            count = self.tier.num_parts
+            count = self.tier.groups.num_parts
             parts = (run.device_blocks[i * count : (i + 1) * count] for i in range(len(run)))
             run.origins = [self.origins.of(blocks) for blocks in parts]
         self._planned.add(run, host_blocks)
@@ -234,7 +234,7 @@ class Stores:
         for store in (self._planned, *self._in_flight.values()):
             for run, host_blocks in store.runs:
                 held = (*run.device_blocks, *host_blocks)
-                num_parts = self.tier.num_parts
+                num_parts = self.tier.groups.num_parts
                 assert len(run.device_blocks) == num_parts * len(host_blocks), f"{run}: not whole"
                 assert len(run) == len(host_blocks), f"{run}: not paired"
                 assert all(block.ref_cnt > 0 for block in held), f"{held}: free during a store"

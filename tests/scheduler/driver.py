@@ -155,7 +155,7 @@ class Driver:
     def found(self, tokens: list[int], salt: str | None = None) -> int:
         """How many of these tokens the tier could supply."""
         request = make_request("looker", tokens, salt, self.world.shape.hash_size)
-        return self.tier.lookup(request.block_hashes, 0, len(tokens)).num_tokens
+        return self.tier.lookup.hit(request.block_hashes, 0, len(tokens)).num_tokens
 
     @property
     def num_held(self) -> tuple[int, int]:

@@ -19,7 +19,7 @@ from tests.scheduler.tiers import (
 
 def longest(tier: CpuTier, chain: str) -> list[str]:
     asked = hashes(chain)
-    return names(Chains(tier.order).longest(asked, tier.key_ends[0], len(asked)))
+    return names(Chains(tier.order).longest(asked, tier.groups.key_ends[0], len(asked)))
 
 
 @pytest.mark.parametrize("num_asked", [0, 1, 3, 5, 9])
@@ -29,7 +29,7 @@ def test_the_longest_chain_is_what_vllm_finds(num_asked: int) -> None:
     for chain in ("abcdefghi", "abxyz", "zabcd"):
         asked = hashes(chain)
         limit = min(num_asked, len(asked))
-        found = Chains(tier.order).longest(asked, tier.key_ends[0], limit)
+        found = Chains(tier.order).longest(asked, tier.groups.key_ends[0], limit)
         (expected,) = tier.coordinator.find_longest_cache_hit(asked, num_asked * BLOCK_SIZE)[0]
         assert found == expected
 
@@ -41,7 +41,7 @@ def test_a_chain_is_followed_wherever_its_blocks_are() -> None:
     for held in ([], ["abc"], ["abcd"]):
         tier.pin([block(tier, name) for name in held])
         assert longest(tier, "abcde") == prefixes("abcd")
-    ancestors = tier.lineage(hashes("abcde"), 3 * BLOCK_SIZE)
+    ancestors = tier.lookup.lineage(hashes("abcde"), 3 * BLOCK_SIZE)
     assert names(ancestors) == prefixes("abc")
 
 
@@ -63,15 +63,15 @@ def test_a_chain_with_a_gap_ends_there(length: int) -> None:
     for missing in (length - 1, 66, 3, 0):
         tier.pool.evict_blocks({block(tier, chain[: missing + 1]).block_id})
         assert longest(tier, chain) == prefixes(chain[:missing])
-        assert tier.lineage(hashes(chain), length * BLOCK_SIZE) == [
-            found for name in prefixes(chain) if (found := tier.get(key(name))) is not None
+        assert tier.lookup.lineage(hashes(chain), length * BLOCK_SIZE) == [
+            found for name in prefixes(chain) if (found := tier.lookup.get(key(name))) is not None
         ]
 
 
 def test_how_many_are_there_or_coming() -> None:
     tier = make_tier(8)
     store(tier, "abc")
-    chains, end = Chains(tier.order), tier.key_ends[0]
+    chains, end = Chains(tier.order), tier.groups.key_ends[0]
     asked = hashes("abcdefg")
     for limit, expected in ((0, 0), (2, 2), (3, 3), (7, 3)):
         assert chains.count(asked, end, limit) == expected

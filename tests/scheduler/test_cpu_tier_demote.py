@@ -32,7 +32,7 @@ def demote(tier: CpuTier, chain: str) -> None:
 def test_it_leaves_first_and_its_tail_before_its_head() -> None:
     tier = full_tier("abc", "xyz")
     demote(tier, "xyz")
-    assert tier.lookup(hashes("xyz"), 0, 100).num_tokens == 12
+    assert tier.lookup.hit(hashes("xyz"), 0, 100).num_tokens == 12
     assert leave(tier) == ["xyz", "xy", "x", "abc", "ab", "a"]
     tier.check_integrity()
 

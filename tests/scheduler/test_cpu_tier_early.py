@@ -40,8 +40,8 @@ def test_it_is_kept() -> None:
     tier = make_tier(4)
     store_early(tier, "abc")
     assert contents(tier) == {"abc"}
-    assert tier.lookup(hashes("abc"), 0, 100).num_tokens == 0
-    assert tier.lookup(hashes("abc"), 2 * BLOCK_SIZE, 100).num_tokens == BLOCK_SIZE
+    assert tier.lookup.hit(hashes("abc"), 0, 100).num_tokens == 0
+    assert tier.lookup.hit(hashes("abc"), 2 * BLOCK_SIZE, 100).num_tokens == BLOCK_SIZE
 
 
 def test_a_chain_that_came_tail_first_leaves_tail_first() -> None:
@@ -61,19 +61,19 @@ def test_a_chain_with_a_gap_is_found_up_to_it() -> None:
     tier = make_tier(8)
     store_early(tier, "a", "abcd", "abcde")
     for name in ("abcdef", "abcde", "abcd", "abc"):
-        assert tier.lookup(hashes(name), 0, 100).num_tokens == BLOCK_SIZE
-    assert names(tier.lineage(hashes("abcdef"), 5 * BLOCK_SIZE)) == ["a", "abcd", "abcde"]
+        assert tier.lookup.hit(hashes(name), 0, 100).num_tokens == BLOCK_SIZE
+    assert names(tier.lookup.lineage(hashes("abcdef"), 5 * BLOCK_SIZE)) == ["a", "abcd", "abcde"]
 
 
 def test_what_is_there_already_is_not_committed_again_with_what_precedes_it() -> None:
     tier = make_tier(8)
     store_early(tier, "a", "abc")
     filled = tier.allocate(3)
-    assert not tier.has_none([key("ab"), key("abc")])
+    assert not tier.lookup.has_none([key("ab"), key("abc")])
     run = Run((), [key("ab"), key("abc"), key("abcd")], key("a"), 2 * BLOCK_SIZE, BLOCK_SIZE)
     assert tier.commit_all([(run, filled)]) == [[1]]
     tier.check_integrity()
-    assert tier.lookup(hashes("abcde"), 0, 100).num_tokens == 4 * BLOCK_SIZE
+    assert tier.lookup.hit(hashes("abcde"), 0, 100).num_tokens == 4 * BLOCK_SIZE
 
 
 def test_what_is_no_part_of_a_chain_yet_is_evicted_as_all_else() -> None:
@@ -89,7 +89,7 @@ def test_what_is_no_part_of_a_chain_yet_is_evicted_as_all_else() -> None:
 def test_what_precedes_a_hit_is_pinned_beyond_a_gap() -> None:
     tier = make_tier(6)
     store_early(tier, "abcd", "abc", "a")
-    lineage = tier.lineage(hashes("abcd"), 3 * BLOCK_SIZE)
+    lineage = tier.lookup.lineage(hashes("abcd"), 3 * BLOCK_SIZE)
     assert [held.block_id for held in lineage] == [
         block(tier, name).block_id for name in ("a", "abc")
     ]
@@ -146,9 +146,9 @@ class EarlyTier(RuleBasedStateMachine):
     @rule(chain=chains, num_on_device=st.integers(0, 4))
     def pin(self, chain: str, num_on_device: int) -> None:
         num_computed = min(num_on_device, len(chain)) * BLOCK_SIZE
-        hit = self.tier.lookup(hashes(chain), num_computed, 100)
+        hit = self.tier.lookup.hit(hashes(chain), num_computed, 100)
         if hit.num_tokens:
-            held = [*self.tier.lineage(hashes(chain), num_computed), *hit.blocks[0]]
+            held = [*self.tier.lookup.lineage(hashes(chain), num_computed), *hit.blocks[0]]
             self.tier.pin(held)
             self.holds.append(held)
 

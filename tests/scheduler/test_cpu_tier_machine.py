@@ -97,8 +97,8 @@ class Tier(RuleBasedStateMachine):
     def pin(self, chain: str) -> None:
         """Look a chain up, and hold what there is of it."""
         found = [name for name in prefixes(chain) if name in self.kept]
-        hit = self.tier.lookup(hashes(chain), 0, 100)
-        assert hit.num_tokens == len(found) * self.tier.hash_block_size
+        hit = self.tier.lookup.hit(hashes(chain), 0, 100)
+        assert hit.num_tokens == len(found) * self.tier.groups.hash_block_size
         if found:
             (held,) = hit.blocks
             self.tier.pin(held)

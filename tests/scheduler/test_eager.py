@@ -214,7 +214,7 @@ def test_blocks_that_are_gone_are_not_stored(drive: MakeDriver) -> None:
     driver.step()
     request = driver.world.requests["a"]
     pool = driver.device_pool
-    lost = driver.tier.keys(request.block_hashes, 1, stop=12)
+    lost = driver.tier.groups.keys(request.block_hashes, 1, stop=12)
     gone = [pool.cached_block_hash_to_block.get_one_block(key) for key in lost]
     pool.evict_blocks({block.block_id for block in gone[:10] if block is not None})
     driver.run()

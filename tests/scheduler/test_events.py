@@ -213,7 +213,7 @@ def test_a_part_of_a_block_is_its_last_hash(drive: MakeDriver) -> None:
     driver = drive(num_device_blocks=80, num_host_blocks=40, num_states=1, match_unit=2)
     events = KVEvents(driver.tier)
     request = make_request("r", PROMPT, hash_size=2)
-    six, eight = (driver.tier.key_at(request.block_hashes, 1, end) for end in (6, 8))
+    six, eight = (driver.tier.groups.key_at(request.block_hashes, 1, end) for end in (6, 8))
     events.stored(six, (), 6, request)
     events.stored(eight, (six,), 8, request)
     said = [(e.token_ids, e.block_size) for e in events.take() if isinstance(e, BlockStored)]
@@ -223,13 +223,13 @@ def test_a_part_of_a_block_is_its_last_hash(drive: MakeDriver) -> None:
 def test_a_host_block_of_several_parts_is_told_of_as_those() -> None:
     """By which the device knows them."""
     tier = make_tier(4)
-    tier.hash_block_size = BLOCK_SIZE // 2
-    tier.num_parts = 2
+    tier.groups.hash_block_size = BLOCK_SIZE // 2
+    tier.groups.num_parts = 2
     events = KVEvents(tier)
     request = make_request("r", PROMPT, salt="red", hash_size=BLOCK_SIZE // 2)
     blocks = [begin(tier, "a") for _ in range(2)]
     for index, filled in enumerate(blocks, 1):
-        whole = tier.key_at(request.block_hashes, 0, index * BLOCK_SIZE)
+        whole = tier.groups.key_at(request.block_hashes, 0, index * BLOCK_SIZE)
         commit_as(tier, filled, whole, None, index * BLOCK_SIZE)
         events.stored(whole, (), index * BLOCK_SIZE, request)
     (stored,) = events.take()
@@ -267,9 +267,9 @@ def test_what_else_is_in_a_hash() -> None:
     )
     for remembered in (False, True):
         for index in range(3):
-            (key_of,) = tier.keys(request.block_hashes, 0, index, index + 1)
+            (key_of,) = tier.groups.keys(request.block_hashes, 0, index, index + 1)
             end = (index + 1) * BLOCK_SIZE
-            contents = contents_of_host_block(tier, key_of, (), end, request)
+            contents = contents_of_host_block(tier.groups, key_of, (), end, request)
             events.stored(key_of, (), end, contents if remembered else request)
         (event,) = events.take()
         assert isinstance(event, BlockStored)
@@ -286,7 +286,7 @@ def test_another_s_block_does_not_join_a_chain() -> None:
     for name, end in (("r", 1), ("s", 2)):
         request = make_request(name, PROMPT)
         request.session_id = name
-        (key_of,) = tier.keys(request.block_hashes, 0, end - 1, end)
+        (key_of,) = tier.groups.keys(request.block_hashes, 0, end - 1, end)
         events.stored(key_of, (), end * BLOCK_SIZE, request)
     first, second = (event for event in events.take() if isinstance(event, BlockStored))
     assert second.parent_block_hash == first.block_hashes[0]

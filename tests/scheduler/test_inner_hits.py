@@ -64,7 +64,7 @@ def test_the_state_inside_a_block_is_stored_from_its_copy(drive: MakeDriver) -> 
     driver = with_states(drive)
     request = driver.start("a", prompt(19), max_tokens=6)
     table = driver.world.scheduler.kv_cache_manager.coordinator.single_type_managers[1]
-    key_inside = driver.tier.key_at(request.block_hashes, 1, 18)
+    key_inside = driver.tier.groups.key_at(request.block_hashes, 1, 18)
     while not driver.scheduler._stores.has(key_inside):
         driver.step()
     assert request.num_computed_tokens == 19
@@ -74,7 +74,7 @@ def test_the_state_inside_a_block_is_stored_from_its_copy(drive: MakeDriver) -> 
     assert copied is not running
     assert copied.block_id in driver.pending(STORE)[-1].device_blocks
     driver.run()
-    assert driver.tier.get(key_inside) is not None
+    assert driver.tier.lookup.get(key_inside) is not None
 
 
 def test_what_follows_does_not_displace_the_state_inside_a_block(drive: MakeDriver) -> None:
@@ -95,10 +95,10 @@ def test_a_block_is_found_by_its_inner_keys() -> None:
     assert filled is not None
     inner = key("ab and a half")
     assert commit_as(tier, filled, key("abc"), parent_of("abc"), 12, [inner])
-    assert tier.get(inner) is filled is tier.get(key("abc"))
+    assert tier.lookup.get(inner) is filled is tier.lookup.get(key("abc"))
     tier.check_integrity()
     assert leave(tier)[:1] == ["abc"]
-    assert tier.get(inner) is None
+    assert tier.lookup.get(inner) is None
 
 
 def test_inner_keys_leave_with_their_block() -> None:
@@ -113,7 +113,7 @@ def test_inner_keys_leave_with_their_block() -> None:
             tier.reset()
         else:
             tier.drop([block(tier, "abc" if forget == "drop" else "ab")])
-        assert tier.get(inner) is None
+        assert tier.lookup.get(inner) is None
         tier.check_integrity()
 
 
@@ -126,13 +126,13 @@ def test_an_inner_key_of_two_blocks() -> None:
     assert second is not None
     commit_as(tier, first, key("a"), None, 4, [inner])
     commit_as(tier, second, key("b"), None, 4, [inner])
-    assert tier.get(inner) in (first, second)
+    assert tier.lookup.get(inner) in (first, second)
     tier.check_integrity()
     tier.drop([first])
-    assert tier.get(inner) is second
+    assert tier.lookup.get(inner) is second
     tier.check_integrity()
     tier.drop([second])
-    assert tier.get(inner) is None
+    assert tier.lookup.get(inner) is None
     tier.check_integrity()
 
 
@@ -154,5 +154,5 @@ def test_a_block_that_is_not_kept_leaves_no_inner_key() -> None:
     assert orphan is not None
     tier.drop([block(tier, "a")])
     assert not commit_as(tier, orphan, key("ab"), key("a"), 8, [key("a and a half")])
-    assert tier.get(key("a and a half")) is None
-    assert tier.lookup(hashes("ab"), 0, 8).num_tokens == 0
+    assert tier.lookup.get(key("a and a half")) is None
+    assert tier.lookup.hit(hashes("ab"), 0, 8).num_tokens == 0

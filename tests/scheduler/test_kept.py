@@ -4,9 +4,9 @@ from simple_offload.scheduler.kept import Kept
 from tests.scheduler.driver import make_request, prompt
 from tests.scheduler.tiers import BLOCK_SIZE, make_tier
 
-TIER = make_tier(8, windows=(0, 0))
+GROUPS = make_tier(8, windows=(0, 0)).groups
 REQUEST = make_request("r", prompt(4 * BLOCK_SIZE))
-KEYS = [TIER.keys(REQUEST.block_hashes, group) for group in range(2)]
+KEYS = [GROUPS.keys(REQUEST.block_hashes, group) for group in range(2)]
 
 
 def kept_of(kept: Kept) -> list[list[int]]:
@@ -14,7 +14,7 @@ def kept_of(kept: Kept) -> list[list[int]]:
 
 
 def test_the_first_blocks_of_each_group_and_some_more() -> None:
-    kept = Kept(TIER, REQUEST.block_hashes)
+    kept = Kept(GROUPS, REQUEST.block_hashes)
     assert kept_of(kept) == [[], []]
     kept.keep_first(0, 2)
     kept.keep_first(1, 1)
@@ -25,11 +25,11 @@ def test_the_first_blocks_of_each_group_and_some_more() -> None:
 
 
 def test_it_only_grows() -> None:
-    kept = Kept(TIER, REQUEST.block_hashes)
+    kept = Kept(GROUPS, REQUEST.block_hashes)
     kept.keep_first(0, 2)
     kept.keep_first(0, 1)
     assert kept_of(kept) == [[0, 1], []]
 
 
 def test_nothing_is_kept_at_first() -> None:
-    assert Kept(TIER, REQUEST.block_hashes).collect() == set()
+    assert Kept(GROUPS, REQUEST.block_hashes).collect() == set()

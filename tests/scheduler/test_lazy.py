@@ -200,7 +200,7 @@ def test_a_full_tier_has_little_of_what_the_device_has(drive: MakeDriver) -> Non
     fill(driver, 60)
     assert driver.tier.num_used > 140
     on_device = [b.block_hash for b in driver.device_pool.blocks if b.block_hash is not None]
-    in_both = [key for key in on_device if driver.tier.get(key) is not None]
+    in_both = [key for key in on_device if driver.tier.lookup.get(key) is not None]
     # A request takes six blocks, and is followed by another two steps later.
     assert len(in_both) <= 2 * policy_of(driver)._num_ahead <= 24
     assert len(on_device) > 50
@@ -243,7 +243,7 @@ def test_what_the_tier_still_has_is_not_stored_again(drive: MakeDriver) -> None:
     driver = drive(**CROWDED)
     family = load_one(driver)
     request = make_request("x", prompt(21, family))
-    before = driver.tier.lookup(request.block_hashes, 0, 21)
+    before = driver.tier.lookup.hit(request.block_hashes, 0, 21)
     taken: list[KVCacheBlock] = []
     while driver.device_pool.get_num_free_blocks() > 12:  # they leave the device next
         taken += driver.device_pool.get_new_blocks(1)
@@ -253,7 +253,7 @@ def test_what_the_tier_still_has_is_not_stored_again(drive: MakeDriver) -> None:
     assert not driver.tier.order.demoted
     driver.device_pool.free_blocks(taken)
     driver.run()
-    assert driver.tier.lookup(request.block_hashes, 0, 21) == before
+    assert driver.tier.lookup.hit(request.block_hashes, 0, 21) == before
 
 
 # A device that is short of blocks
@@ -327,6 +327,6 @@ def test_a_block_that_was_filled_anew_is_not_taken_for_what_it_was(drive: MakeDr
     block = next(b for b in free_blocks(driver) if b.block_hash is not None)
     assert residents.storable(block) is not None
     another = make_request("x", prompt(21, family=1))
-    (key,) = driver.tier.keys(another.block_hashes, 0, stop=1)
+    (key,) = driver.tier.groups.keys(another.block_hashes, 0, stop=1)
     residents.record(block, key, None)
     assert residents.storable(block) is None

@@ -17,7 +17,7 @@ def num_lost(driver: Driver, families: range) -> int:
     keys = [
         key
         for family in families
-        for key in driver.tier.keys(make_request("x", prompt(21, family)).block_hashes, 0)
+        for key in driver.tier.groups.keys(make_request("x", prompt(21, family)).block_hashes, 0)
     ]
     return sum(cached.get_one_block(key) is None and not stores.has(key) for key in keys)
 
@@ -98,7 +98,7 @@ def test_a_store_that_failed_is_tried_again(drive: MakeDriver) -> None:
     driver.run()
     assert counted(driver, metrics.DROPPED, "copy_failed") == len(held) > 0
     fill(driver, 20, first=50)
-    assert all(key is not None and driver.tier.get(key) is not None for key in keys)
+    assert all(key is not None and driver.tier.lookup.get(key) is not None for key in keys)
 
 
 def test_but_not_for_ever(drive: MakeDriver) -> None:

@@ -54,7 +54,7 @@ def test_only_what_the_device_lacks_is_loaded(drive: MakeDriver) -> None:
     tables = driver.world.scheduler.kv_cache_manager.get_block_ids("long")
     assert load.request_id == "long"
     assert load.device_blocks.tolist() == tables[0][3:8]
-    wanted = driver.tier.keys(request.block_hashes, 0, 3, 8)
+    wanted = driver.tier.groups.keys(request.block_hashes, 0, 3, 8)
     assert [driver.tier.pool.blocks[id].block_hash for id in load.host_blocks.tolist()] == wanted
     # The head is not loaded, but must not leave while its tail is being loaded.
     assert driver.num_held[1] == 8
@@ -124,8 +124,8 @@ def test_a_hit_is_looked_up_again_when_something_has_changed(drive: MakeDriver) 
     assert driver.num_held == (0, 8)
     assert offer(request, 16) == (16, True)  # the device has a part of it now
     assert driver.num_held == (0, 8)
-    (fifth_key,) = driver.tier.keys(request.block_hashes, 0, 4, 5)
-    fifth = driver.tier.get(fifth_key)
+    (fifth_key,) = driver.tier.groups.keys(request.block_hashes, 0, 4, 5)
+    fifth = driver.tier.lookup.get(fifth_key)
     assert fifth is not None
     driver.tier.drop([fifth])
     assert offer(request, 0) == (16, True)

@@ -275,9 +275,9 @@ class Chunked:
         self.request = make_request("a", prompt(33))
         self.scheduler.agree_on_capacity(capacities(30))
         tier = self.scheduler.tier
-        for group in tier.group_ids:
+        for group in tier.groups.ids:
             parent = None
-            for index, key in enumerate(tier.keys(self.request.block_hashes, group)):
+            for index, key in enumerate(tier.groups.keys(self.request.block_hashes, group)):
                 (block,) = tier.allocate(1)
                 commit_as(tier, block, key, parent, num_tokens=(index + 1) * BLOCK_SIZE)
                 parent = key

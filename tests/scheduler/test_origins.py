@@ -17,7 +17,7 @@ PROMPT = prompt(3 * BLOCK_SIZE + 1)
 
 
 def make_origins(driver: Driver) -> Origins:
-    return Origins(driver.tier, driver.world.scheduler.kv_cache_manager)
+    return Origins(driver.tier.groups, driver.world.scheduler.kv_cache_manager)
 
 
 def origins_of(driver: Driver) -> Origins:
@@ -102,10 +102,10 @@ def test_parts_are_put_together_when_their_request_has_gone(drive: MakeDriver) -
     driver.run()
     for number in range(2):
         pass_a_step(driver, number)
-    (key,) = driver.tier.keys(request.block_hashes, 0, 0, 1)
+    (key,) = driver.tier.groups.keys(request.block_hashes, 0, 0, 1)
     contents = origins.of(parts)
     assert isinstance(contents, dict)
-    assert contents == contents_of_host_block(driver.tier, key, (), 2 * BLOCK_SIZE, request)
+    assert contents == contents_of_host_block(driver.tier.groups, key, (), 2 * BLOCK_SIZE, request)
     assert list(contents) == [part.block_hash for part in parts]
     # Whose first part is somebody else's now, who runs.
     origins._by_block[parts[0].block_id] = request

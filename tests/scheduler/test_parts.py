@@ -81,7 +81,7 @@ class Bench:
         self.scheduler = make_scheduler(config, num_cpu_blocks=400, cpu_block_size=size)
         self.scheduler.agree_on_capacity([RankCapacity("r", 400, 400, 64)])
         self.tier = self.scheduler.tier
-        self.hash_size = self.tier.hash_block_size
+        self.hash_size = self.tier.groups.hash_block_size
         self.slots: list[dict[int, int]] = []
         """By group, where the tier has the device block that begins with a token."""
         self.fill()
@@ -95,7 +95,7 @@ class Bench:
             parent, slots = None, {}
             for end in range(size * num_parts, NUM_TOKENS + 1, size * num_parts):
                 (block,) = self.tier.allocate(1)
-                key = self.tier.key_at(request.block_hashes, group, end)
+                key = self.tier.groups.key_at(request.block_hashes, group, end)
                 commit_as(self.tier, block, key, parent, num_tokens=end)
                 parent = key
                 for part in range(num_parts):
@@ -251,9 +251,10 @@ def test_a_host_block_of_which_a_part_is_gone_is_not_stored(drive: MakeDriver) -
     assert lost is not None
     driver.device_pool.evict_blocks({lost[0].block_id})
     driver.run()
-    full_keys, window_keys = (driver.tier.keys(request.block_hashes, group) for group in (0, 1))
-    assert [driver.tier.get(key) is not None for key in full_keys] == [True, True]
-    assert [driver.tier.get(key) is not None for key in window_keys] == [False, True]
+    groups = driver.tier.groups
+    full_keys, window_keys = (groups.keys(request.block_hashes, group) for group in (0, 1))
+    assert [driver.tier.lookup.get(key) is not None for key in full_keys] == [True, True]
+    assert [driver.tier.lookup.get(key) is not None for key in window_keys] == [False, True]
 
 
 def test_a_store_holds_all_parts_until_its_end(drive: MakeDriver) -> None:
@@ -336,7 +337,7 @@ def test_a_host_hit_is_as_long_as_its_whole_host_blocks_allow(
         whole = length // size * size
         if model.get("draft"):
             whole -= 4
-        found = driver.tier.lookup(request.block_hashes, 0, length - 1).num_tokens
+        found = driver.tier.lookup.hit(request.block_hashes, 0, length - 1).num_tokens
         assert found == max(0, min(on_device, whole))
 
 
@@ -345,11 +346,10 @@ def test_a_group_may_lack_the_last_host_block(drive: MakeDriver) -> None:
     driver.say("before", prompt(33))
     driver.forget_device()
     request = make_request("looker", prompt(32))
-    assert driver.tier.lookup(request.block_hashes, 0, 31).num_tokens == 28
-    (last,) = [driver.tier.get(key) for key in driver.tier.keys(request.block_hashes, 1, 1)]
-    assert last is not None
+    assert driver.tier.lookup.hit(request.block_hashes, 0, 31).num_tokens == 28
+    (last,) = driver.tier.lookup.blocks(request.block_hashes, 1, 1, 2)
     driver.tier.drop([last])
-    assert driver.tier.lookup(request.block_hashes, 0, 31).num_tokens == 16
+    assert driver.tier.lookup.hit(request.block_hashes, 0, 31).num_tokens == 16
     driver.say("again", prompt(32))
 
 
@@ -373,7 +373,7 @@ def test_a_pinned_hit_holds_what_stands_before_it(drive: MakeDriver) -> None:
     driver.say("before", prompt(33))
     request = make_request("a", prompt(33))
     assert driver.scheduler.get_num_new_matched_tokens(request, 12) == (20, True)
-    held = [driver.tier.get(key) for key in driver.tier.keys(request.block_hashes, 0)]
+    held = [driver.tier.lookup.get(key) for key in driver.tier.groups.keys(request.block_hashes, 0)]
     assert [block.ref_cnt for block in held if block is not None] == [1, 1, 1, 1]
     driver.scheduler.request_finished(request)
     assert driver.num_held == (0, 0)

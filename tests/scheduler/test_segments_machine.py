@@ -166,7 +166,7 @@ class Order(RuleBasedStateMachine):
         assert self.found == {
             name for name in contents(self.tier) if order.is_protected(block(self.tier, name))
         }
-        assert all(self.tier.get(key(name)) is not None for name in self.found)
+        assert all(self.tier.lookup.get(key(name)) is not None for name in self.found)
 
     def teardown(self) -> None:
         self.patch.stop()

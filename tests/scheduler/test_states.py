@@ -14,7 +14,8 @@ STATE = 1
 
 def state_of(driver: Driver, request: Request, num_tokens: int) -> KVCacheBlock | None:
     """The host block that holds the state after so many tokens, if there is one."""
-    return driver.tier.get(driver.tier.key_at(request.block_hashes, STATE, num_tokens))
+    tier = driver.tier
+    return tier.lookup.get(tier.groups.key_at(request.block_hashes, STATE, num_tokens))
 
 
 @pytest.mark.parametrize("async_scheduling", [False, True])
@@ -49,7 +50,7 @@ def test_a_state_is_stored_with_the_step_that_completes_it(drive: MakeDriver) ->
     assert request.num_computed_tokens == 16
     (store,) = driver.pending(STORE)
     held = driver.device_pool.blocks[store.device_blocks.tolist()[0]]
-    assert [held.block_hash] == driver.tier.keys(request.block_hashes, STATE, 3, 4)
+    assert [held.block_hash] == driver.tier.groups.keys(request.block_hashes, STATE, 3, 4)
     driver.run()
     assert state_of(driver, request, 16) is not None
 
@@ -105,7 +106,7 @@ def test_a_later_state_leaves_first(drive: MakeDriver, match_unit: int | None) -
     request = driver.start("a", prompt(19), max_tokens=8)
     driver.run()
     boundaries = [16, 20, 24] if match_unit is None else [16, 18, 20, 24]
-    keys = [driver.tier.key_at(request.block_hashes, STATE, n) for n in boundaries]
+    keys = [driver.tier.groups.key_at(request.block_hashes, STATE, n) for n in boundaries]
     queue = driver.tier.pool.free_block_queue.get_all_free_blocks()
     leaving = [block.block_hash for block in queue if block.block_hash in keys]
     assert leaving.index(keys[-1]) < leaving.index(keys[-2]) < leaving.index(keys[0])

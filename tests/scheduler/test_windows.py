@@ -78,7 +78,7 @@ def test_without_the_window_there_is_no_hit(drive: MakeDriver) -> None:
     request = driver.start("before", prompt(33))
     driver.run()
     driver.forget_device()
-    last = driver.tier.get(driver.tier.keys(request.block_hashes, 1)[7])
+    last = driver.tier.lookup.get(driver.tier.groups.keys(request.block_hashes, 1)[7])
     assert last is not None
     driver.tier.drop([last])
     assert driver.found(prompt(33)) == 28

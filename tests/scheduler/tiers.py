@@ -71,7 +71,7 @@ def hashes(chain: str) -> list[BlockHash]:
 
 def block(tier: CpuTier, name: str, group: int = 0) -> KVCacheBlock:
     """The block that holds ``name``, which is in the tier."""
-    found = tier.get(key(name, group))
+    found = tier.lookup.get(key(name, group))
     assert found is not None, f"{name} is not in the tier"
     return found
 
@@ -119,7 +119,7 @@ def commit_as(
 def store(tier: CpuTier, *chains: str, group: int = 0) -> None:
     """Store what the tier lacks of each chain in one transfer, and check the tier."""
     for chain in chains:
-        lacking = [name for name in prefixes(chain) if tier.get(key(name, group)) is None]
+        lacking = [name for name in prefixes(chain) if tier.lookup.get(key(name, group)) is None]
         filled = [begin(tier, name, group) for name in lacking]
         for new, name in zip(filled, lacking, strict=True):
             assert commit(tier, new, name, group)
@@ -141,7 +141,7 @@ def contents(tier: CpuTier, group: int = 0) -> set[str]:
     return {
         name
         for name in names(tier.pool.blocks, group)
-        if name and tier.get(key(name, group)) is not None
+        if name and tier.lookup.get(key(name, group)) is not None
     }
 
 

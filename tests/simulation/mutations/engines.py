@@ -59,7 +59,7 @@ def pair_a_hit_with_the_end_of_a_table(stack: ExitStack) -> None:
         known = self._hits[request.request_id]
         shifted = []
         for group, table in enumerate(tables):
-            first = known.num_computed_tokens // self.tier.block_sizes[group]
+            first = known.num_computed_tokens // self.tier.groups.block_sizes[group]
             num_blocks = len(known.hit.blocks[group])
             shifted.append([*table[:first], *table[len(table) - num_blocks :]])
         plan(self, request, shifted, *rest)
@@ -76,7 +76,7 @@ def _skip_blocks_of(stack: ExitStack, size: Callable[[CpuTier, int], int]) -> No
         num_computed = self._hits[request.request_id].num_computed_tokens
         shifted = []
         for group, table in enumerate(tables):
-            right = num_computed // self.tier.block_sizes[group]
+            right = num_computed // self.tier.groups.block_sizes[group]
             wrong = min(num_computed // size(self.tier, group), len(table) - 1)
             shifted.append([*table[:right], *(table[wrong:] + table[:wrong])])
         plan(self, request, shifted, *rest)
@@ -86,7 +86,7 @@ def _skip_blocks_of(stack: ExitStack, size: Callable[[CpuTier, int], int]) -> No
 
 @mutation(Engine({"windows": (0, 0), "scales": (1, 2)}))
 def think_all_blocks_as_large_as_the_first(stack: ExitStack) -> None:
-    _skip_blocks_of(stack, lambda tier, group: tier.block_sizes[0])
+    _skip_blocks_of(stack, lambda tier, group: tier.groups.block_sizes[0])
 
 
 @mutation(Engine({"windows": (0,), "num_ranks": 2, "context_parallel": True}))

@@ -5,7 +5,9 @@ from typing import Any
 from unittest.mock import patch
 
 from simple_offload.scheduler.cpu_tier import CpuTier
+from simple_offload.scheduler.groups import Groups
 from simple_offload.scheduler.loads import Loads
+from simple_offload.scheduler.lookup import Lookup
 from simple_offload.scheduler.sources import Sources
 from tests.simulation.mutations.growth import grow_to
 from tests.simulation.mutations.registry import mutation, substitute
@@ -20,7 +22,7 @@ def pair_from_the_start_of_the_host_block(stack: ExitStack) -> None:
     def shifted(self: Loads, *arguments: Any) -> Any:
         transfers = submit(self, *arguments)
         for transfer in transfers:
-            transfer.host_blocks[:] -= transfer.host_blocks[0] % self.tier.num_parts
+            transfer.host_blocks[:] -= transfer.host_blocks[0] % self.tier.groups.num_parts
         return transfers
 
     substitute(stack, Loads, "submit", shifted)
@@ -31,8 +33,8 @@ def number_slots_by_the_host_block(stack: ExitStack) -> None:
     """As if the parts of the next host block began at the next slot."""
 
     def slots(self: CpuTier, blocks: Any) -> list[int]:
-        parts = range(self.num_parts)
-        return [block.block_id + self.num_parts - 1 + part for block in blocks for part in parts]
+        count = self.groups.num_parts
+        return [block.block_id + count - 1 + part for block in blocks for part in range(count)]
 
     substitute(stack, CpuTier, "slots", slots)
 
@@ -48,7 +50,7 @@ def store_a_host_block_that_lacks_a_part(stack: ExitStack) -> None:
 
     def lenient(self: Sources, parts: Any, *arguments: Any) -> Any:
         sources = sources_of(self, parts, *arguments)
-        if sources is not None or self.tier.num_parts == 1:
+        if sources is not None or self._groups.num_parts == 1:
             return sources
         there = [part for part in parts if not part.is_null]
         return tuple(there[0] if part.is_null else part for part in parts) if there else None
@@ -58,32 +60,32 @@ def store_a_host_block_that_lacks_a_part(stack: ExitStack) -> None:
 
 @mutation(in_parts)
 def know_a_host_block_by_its_first_part(stack: ExitStack) -> None:
-    keys, lookup = CpuTier.keys, CpuTier.lookup
+    keys, hit = Groups.keys, Lookup.hit
 
-    def first(self: CpuTier, hashes: Any) -> Any:
-        return [hashes[index - index % self.num_parts] for index in range(len(hashes))]
+    def first(groups: Groups, hashes: Any) -> Any:
+        return [hashes[index - index % groups.num_parts] for index in range(len(hashes))]
 
     substitute(
         stack,
-        CpuTier,
+        Groups,
         "keys",
         lambda self, hashes, *a, **k: keys(self, first(self, hashes), *a, **k),
     )
     substitute(
         stack,
-        CpuTier,
-        "lookup",
-        lambda self, hashes, *a, **k: lookup(self, first(self, hashes), *a, **k),
+        Lookup,
+        "hit",
+        lambda self, hashes, *a, **k: hit(self, first(self._groups, hashes), *a, **k),
     )
 
 
 @mutation(in_parts)
 def believe_that_all_groups_have_the_last_host_block(stack: ExitStack) -> None:
     """Of a hit that ends inside it."""
-    extend = CpuTier._extend
+    extend = Lookup._extend
 
-    def careless(self: CpuTier, *arguments: Any) -> int:
-        with patch.object(self, "group_ids", self.group_ids[:1]):
+    def careless(self: Lookup, *arguments: Any) -> Any:
+        with patch.object(self._groups, "ids", self._groups.ids[:1]):
             return extend(self, *arguments)
 
-    substitute(stack, CpuTier, "_extend", careless)
+    substitute(stack, Lookup, "_extend", careless)

@@ -9,6 +9,7 @@ from simple_offload.scheduler import lazy
 from simple_offload.scheduler.admission import Admission
 from simple_offload.scheduler.cpu_tier import CpuTier
 from simple_offload.scheduler.eviction_order import EvictionOrder
+from simple_offload.scheduler.groups import Groups
 from simple_offload.scheduler.lookahead import Lookahead
 from simple_offload.scheduler.stores import Stores
 from tests.simulation.mutations.registry import mutation, substitute
@@ -51,9 +52,9 @@ def let_a_block_outlive_the_parent_that_came_later(stack: ExitStack) -> None:
 def believe_every_known_token_computed(stack: ExitStack) -> None:
     """The last token of a request has been said, and never been computed."""
 
-    def known(tier: CpuTier, request: Any, group: int, num_blocks: int) -> int:
-        num_tokens = len(request.block_hashes) * tier.hash_block_size
-        return min(num_tokens // tier.block_sizes[group], num_blocks)
+    def known(groups: Groups, request: Any, group: int, num_blocks: int) -> int:
+        num_tokens = len(request.block_hashes) * groups.hash_block_size
+        return min(num_tokens // groups.block_sizes[group], num_blocks)
 
     stack.enter_context(patch.object(lazy, "num_complete_blocks", known))
 

@@ -3,12 +3,14 @@
 from contextlib import ExitStack
 from typing import Any
 
+from vllm.v1.core.kv_cache_coordinator import KVCacheCoordinator
 from vllm.v1.core.single_type_kv_cache_manager import MambaManager
 from vllm.v1.kv_cache_interface import MambaSpec
 
-from simple_offload.scheduler.cpu_tier import CpuTier, HostHit
+from simple_offload.scheduler.cpu_tier import CpuTier
 from simple_offload.scheduler.eager import EagerPolicy
 from simple_offload.scheduler.loads import Loads
+from simple_offload.scheduler.lookup import HostHit, Lookup
 from simple_offload.scheduler.manager import OffloadScheduler
 from simple_offload.scheduler.sources import Sources
 from simple_offload.scheduler.store_policy import BoundaryState
@@ -25,8 +27,8 @@ def store_the_running_state(stack: ExitStack) -> None:
     def known(self: EagerPolicy, request: Any, group: int, num_blocks: int) -> int:
         if self._sources._stable[group]:
             return num_complete(self, request, group, num_blocks)
-        num_tokens = len(request.block_hashes) * self.tier.hash_block_size
-        return min(num_tokens // self.tier.block_sizes[group], num_blocks)
+        num_tokens = len(request.block_hashes) * self.tier.groups.hash_block_size
+        return min(num_tokens // self.tier.groups.block_sizes[group], num_blocks)
 
     def source(self: Sources, block: Any, key: Any, group: int, ended: bool) -> Any:
         if self._stable[group] or block.is_null:
@@ -39,21 +41,21 @@ def store_the_running_state(stack: ExitStack) -> None:
 
 @mutation(STATES)
 def load_the_state_of_another_boundary(stack: ExitStack) -> None:
-    lookup = CpuTier.lookup
+    hit_of = Lookup.hit
 
     def earlier(
-        self: CpuTier, block_hashes: Any, num_computed_tokens: int, max_tokens: int
+        self: Lookup, block_hashes: Any, num_computed_tokens: int, max_tokens: int
     ) -> HostHit:
-        hit = lookup(self, block_hashes, num_computed_tokens, max_tokens)
-        for group in _state_groups(self) if hit.num_tokens else ():
-            size = self.block_sizes[group]
+        hit = hit_of(self, block_hashes, num_computed_tokens, max_tokens)
+        for group in _state_groups(self._coordinator) if hit.num_tokens else ():
+            size = self._groups.block_sizes[group]
             last = (num_computed_tokens + hit.num_tokens) // size - 1
-            keys = self.keys(block_hashes, group, stop=last)
+            keys = self._groups.keys(block_hashes, group, stop=last)
             if others := [other for key in keys if (other := self.get(key)) is not None]:
                 hit.blocks[group][-1] = others[-1]
         return hit
 
-    substitute(stack, CpuTier, "lookup", earlier)
+    substitute(stack, Lookup, "hit", earlier)
 
 
 @mutation(STATES)
@@ -70,16 +72,17 @@ def believe_a_state_that_is_missing(stack: ExitStack) -> None:
             coordinator.attention_groups = attention
 
     def without_states(self: Loads, request: Any, tables: Any, *rest: Any) -> None:
-        groups = set(_state_groups(self.tier))
+        groups = set(_state_groups(self.tier.coordinator))
         plan(self, request, [[] if g in groups else t for g, t in enumerate(tables)], *rest)
 
     substitute(stack, OffloadScheduler, "__init__", careless)
     substitute(stack, Loads, "plan", without_states)
 
 
-def _state_groups(tier: CpuTier) -> list[int]:
-    managers = tier.coordinator.single_type_managers
-    return [group for group in tier.group_ids if isinstance(managers[group], MambaManager)]
+def _state_groups(coordinator: KVCacheCoordinator) -> list[int]:
+    managers = coordinator.single_type_managers
+    ids = coordinator.kv_cache_config.prefix_cacheable_group_ids
+    return [group for group in ids if isinstance(managers[group], MambaManager)]
 
 
 @mutation(INNER_HITS)
@@ -89,8 +92,8 @@ def store_the_original_of_a_copied_state(stack: ExitStack) -> None:
     store_state = EagerPolicy._store_state
 
     def careless(self: EagerPolicy, progress: Any, state: BoundaryState) -> None:
-        size = self.tier.block_sizes[state.group]
-        key = self.tier.key_at(progress.hashes, state.group, state.num_tokens)
+        size = self.tier.groups.block_sizes[state.group]
+        key = self.tier.groups.key_at(progress.hashes, state.group, state.num_tokens)
         if state.num_tokens % size == 0 or self.stores.has(key):
             store_state(self, progress, state)
             return

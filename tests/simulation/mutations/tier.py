@@ -11,6 +11,8 @@ from vllm.v1.request import Request
 from simple_offload.scheduler.chains import Chains
 from simple_offload.scheduler.cpu_tier import CpuTier
 from simple_offload.scheduler.eviction_order import EvictionOrder
+from simple_offload.scheduler.groups import Groups
+from simple_offload.scheduler.lookup import Lookup
 from simple_offload.scheduler.sources import Sources
 from tests.simulation.mutations.registry import mutation, substitute
 from tests.simulation.world import World
@@ -28,7 +30,7 @@ def take_what_stands_behind_for_the_parent(stack: ExitStack) -> None:
     """In the free queue, where chains lie mostly in one piece."""
 
     def blindly(self: Chains, key: Any, count: int) -> Any:
-        block: Any = self.get(key)
+        block: Any = self.pool.cached_block_hash_to_block.get_one_block(key)
         chain = []
         while block is not None:
             chain.append(block)
@@ -59,17 +61,17 @@ def ignore_salt(stack: ExitStack) -> None:
         salted = self.scheduler.requests[request_id].block_hashes
         unsalted.update(zip(salted, twin.block_hashes, strict=True))
 
-    keys, lookup = CpuTier.keys, CpuTier.lookup
+    keys, hit = Groups.keys, Lookup.hit
 
     def strip(hashes: Any) -> Any:
         return [unsalted.get(block_hash, block_hash) for block_hash in hashes]
 
     substitute(stack, World, "add_request", remember)
     substitute(
-        stack, CpuTier, "keys", lambda self, hashes, *a, **k: keys(self, strip(hashes), *a, **k)
+        stack, Groups, "keys", lambda self, hashes, *a, **k: keys(self, strip(hashes), *a, **k)
     )
     substitute(
-        stack, CpuTier, "lookup", lambda self, hashes, *a, **k: lookup(self, strip(hashes), *a, **k)
+        stack, Lookup, "hit", lambda self, hashes, *a, **k: hit(self, strip(hashes), *a, **k)
     )
 
     # The policy stores only what vLLM has hashed under the same key; let it store anything that
