@@ -17,8 +17,9 @@ if TYPE_CHECKING:
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
 
-# The same examples on every run: a failure is one of the code, and is there again the next time.
-# No deadline: how long an example takes depends on what else the machine does.
+# The same examples on every run of the same command: a failure is one of the code, and is there
+# again the next time. (They differ with the modules that are loaded: Hypothesis tries constants
+# that it finds there.) No deadline: how long one takes depends on what else the machine does.
 settings.register_profile("replay", derandomize=True, deadline=None)
 settings.load_profile("replay")
 

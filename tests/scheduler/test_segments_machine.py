@@ -95,13 +95,15 @@ class Order(RuleBasedStateMachine):
     def refresh(self, chain: str, num_found: int) -> None:
         present = self.present(chain)
         num_found = min(num_found, len(present))
+        protects = not self.found.issuperset(present[:num_found])
         self.tier.refresh(hashes(chain), 0, len(chain), num_found)
         free = [name for name in reversed(present) if not self.pins[name]]
         self.take(present)
         self.found.update(present[:num_found])
         self.probation += [name for name in free if name not in self.found]
         self.protected += [name for name in free if name in self.found]
-        self.keep_limit()
+        if protects:
+            self.keep_limit()
 
     @rule(name=chains)
     def drop(self, name: str) -> None:
