@@ -8,6 +8,7 @@ from vllm.v1.core.kv_cache_utils import (
     BlockHash,
     BlockHashListWithBlockSize,
     BlockHashWithGroupId,
+    KVCacheBlock,
     make_block_hash_with_group_id,
     resolve_block_hashes,
 )
@@ -104,6 +105,10 @@ class Groups:
         stride = self.block_sizes[group] // num_parts // self.hash_block_size  # hashes a part
         first, last = start * num_parts * stride, stop * num_parts * stride
         return block_hashes[first + stride - 1 : last : stride]
+
+    def parts(self, table: list[KVCacheBlock], start: int, stop: int) -> list[KVCacheBlock]:
+        """The device blocks of a block table that belong to host blocks ``start`` to ``stop``."""
+        return table[start * self.num_parts : stop * self.num_parts]
 
     def is_chained(self, key: BlockHashWithGroupId) -> bool:
         """Whether a hit needs what precedes the block of ``key``."""

@@ -1,6 +1,6 @@
 """LazyPolicy: blocks are stored when the device is about to evict them."""
 
-from collections.abc import Container, Iterable, Mapping, Sequence, Set
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -10,7 +10,8 @@ from vllm.v1.core.kv_cache_utils import BlockHashWithGroupId, KVCacheBlock
 from simple_offload import metrics
 from simple_offload.scheduler.admission import Admission
 from simple_offload.scheduler.cpu_tier import CpuTier
-from simple_offload.scheduler.lookahead import Lookahead, StepLimits
+from simple_offload.scheduler.lookahead import StepLimits
+from simple_offload.scheduler.queue_walk import QueueWalk
 from simple_offload.scheduler.residents import Residents
 from simple_offload.scheduler.store_policy import BoundaryState, num_complete_blocks
 from simple_offload.scheduler.stores import Storable, Stores
@@ -44,32 +45,13 @@ class _Ended(NamedTuple):
     storable: list[Storable]
 
 
-_MAX_TRIES = 3
-"""How often a block is stored whose copies fail."""
-
-
-class _FrontKeys(Container[BlockHashWithGroupId]):
-    """What the blocks hold that the walk has passed: they are safe because the tier has it."""
-
-    def __init__(self, residents: Residents, passed: Set[int]) -> None:
-        self._residents = residents
-        self._passed = passed
-
-    def __contains__(self, key: object) -> bool:
-        return not self._passed.isdisjoint(self._residents.holders(key))
-
-
 class LazyPolicy:
     """Keeps the front of the device's free queue, which is evicted first, free of blocks that
     only the device has.
 
-    The walk along the queue goes on where it has stopped, until there are as many blocks before
-    it that may be evicted without loss as the Lookahead says. They are held while they are
-    stored, and come back to the front. Those of a chain come tail first, so a block may come to
-    the tier before its parent does, which the device still has.
-
-    When there are fewer free blocks than that, what running requests give up may be evicted
-    before anyone sees it in the queue: then their blocks are stored as they fill up.
+    Those are stored by a walk along the queue (``queue_walk.py``). When there are fewer free blocks
+    than it is to keep safe, what running requests give up may be evicted before anyone sees it in
+    the queue: then their blocks are stored as they fill up.
     """
 
     def __init__(
@@ -81,37 +63,16 @@ class LazyPolicy:
         limits: StepLimits,
     ) -> None:
         self.tier = tier
+        self.groups = tier.groups
         self.stores = stores
         self.admission = admission
         self.limits = limits
         self._managers = kv_cache_manager.coordinator.single_type_managers
         self._device_pool: BlockPool = kv_cache_manager.block_pool
-        self._lookahead = Lookahead(limits, len(self._device_pool.blocks))
         self._residents = Residents(stores, admission, self._device_pool)
         self._followed: dict[str, _Followed] = {}
         self._ended: list[_Ended] = []
-        self._cursor: KVCacheBlock | None = None
-        """The last block of the queue that the walk has passed and left there; None: go on from
-        the front."""
-        self._passed: set[int] = set()
-        """Ids of the blocks before the cursor, and of those held from there."""
-        self._num_walked = 0
-        """Since the walk started from the front."""
-        self._num_held = 0
-        """Blocks that have ever been held from the queue."""
-        self._num_tries: dict[int, int] = {}
-        """By id of a device block, how often what it holds was to be stored from the queue."""
-        self._num_failed = 0
-        """Stores that had failed when the walk was last taken up."""
-        self._tier_was_full = False
-        """Whether the last walk has found no room for what should have been stored."""
-
-    @property
-    def _num_ahead(self) -> int:
-        """How many blocks at the front of the queue are to be safe to evict."""
-        # At least as many hold nothing: some that hold something may be pinned.
-        num_empty = self.tier.pool.get_num_free_blocks() - self.tier.num_used
-        return self._lookahead.num_blocks(num_empty)
+        self._walk = QueueWalk(tier, stores, self._residents, limits, self._device_pool)
 
     @property
     def num_requests(self) -> int:
@@ -145,7 +106,7 @@ class LazyPolicy:
         ended, self._ended = self._ended, []
         for each in ended:
             self._finish(each)
-        budget = self._num_ahead if self._is_short_of_blocks() else 0
+        budget = self._walk.num_ahead if self._is_short_of_blocks() else 0
         for request_id in num_scheduled:
             if (followed := self._followed.get(request_id)) is not None:
                 followed.ran = True
@@ -154,8 +115,7 @@ class LazyPolicy:
                 self._record(followed)
                 if budget > 0:
                     budget -= self._store_ahead(followed, budget)
-        self._lookahead.end_step()
-        self._walk()
+        self._walk.go_on()
 
     def on_finished(self, request: "Request", loading: bool) -> None:
         followed = self._followed.pop(request.request_id, None)
@@ -188,21 +148,15 @@ class LazyPolicy:
             if followed.num_taken[group] < len(table):
                 taken = table[followed.num_taken[group] :]
                 followed.num_taken[group] = len(table)
-                for block in taken:
-                    self._passed.discard(block.block_id)
-                    self.stores.first_to_go.pop(block.block_id, None)
                 refilled = self._residents.refilled(taken)
-                for block in refilled:
-                    self._num_tries.pop(block.block_id, None)
-                self._lookahead.take(len(refilled))
-                reason = "tier_full" if self._tier_was_full else "too_late"
-                self._residents.evict(refilled, reason)
+                self._walk.take(taken, refilled)
+                self._residents.evict(refilled, self._walk.drop_reason)
 
     def _record(self, followed: _Followed) -> None:
         """Note what the blocks hold that have got a hash. Their bytes are complete by the end of
         the step that is being scheduled, if the request is part of it."""
         request_id = followed.request.request_id
-        for group in self.tier.groups.ids:
+        for group in self.groups.ids:
             manager = self._managers[group]
             stop = manager.num_cached_block.get(request_id, 0)
             if followed.num_hashed[group] < stop:
@@ -213,7 +167,7 @@ class LazyPolicy:
     ) -> None:
         first = followed.num_hashed[group]
         start = max(first - 1, 0)
-        keys = self.tier.groups.keys(followed.request.block_hashes, group, start, stop)
+        keys = self.groups.keys(followed.request.block_hashes, group, start, stop)
         parent = keys[0] if first else None
         for block, key in zip(table[first:stop], keys[first - start :], strict=False):
             if block.block_hash == key:
@@ -222,10 +176,10 @@ class LazyPolicy:
         followed.num_hashed[group] = stop
 
     def _record_state(self, request: "Request", state: BoundaryState) -> KVCacheBlock:
-        group, size = state.group, self.tier.groups.block_sizes[state.group]
+        group, size = state.group, self.groups.block_sizes[state.group]
         block = self._device_pool.blocks[state.block_id]
-        if group in self.tier.groups.ids:
-            key_at, hashes = self.tier.groups.key_at, request.block_hashes
+        if group in self.groups.ids:
+            key_at, hashes = self.groups.key_at, request.block_hashes
             key = key_at(hashes, group, state.num_tokens)
             before = (state.num_tokens - 1) // size * size
             parent = key_at(hashes, group, before) if before else None
@@ -235,13 +189,13 @@ class LazyPolicy:
     # Storing what running requests have
 
     def _is_short_of_blocks(self) -> bool:
-        return self._device_pool.get_num_free_blocks() < self._num_ahead
+        return self._device_pool.get_num_free_blocks() < self._walk.num_ahead
 
     def _store_ahead(self, followed: _Followed, budget: int) -> int:
         """Store up to ``budget`` blocks of each group; how many were looked at in all."""
         request_id = followed.request.request_id
         blocks: list[KVCacheBlock] = []
-        for group in self.tier.groups.ids:
+        for group in self.groups.ids:
             first = followed.num_ahead[group]
             stop = min(followed.num_hashed[group], first + budget)
             if first < stop:
@@ -256,14 +210,8 @@ class LazyPolicy:
         }
         if storable:
             head_first = sorted(storable.values(), key=lambda block: block.num_tokens)
-            num_planned = self._plan(head_first, followed.kept)
+            num_planned = self._residents.plan(head_first, followed.kept)
             followed.kept.update(block.key for block in head_first[:num_planned])
-
-    def _plan(self, blocks: Sequence[Storable], keep: Container[BlockHashWithGroupId]) -> int:
-        """``Stores.plan``; what it has no room for may yet be evicted unstored."""
-        num_planned = self.stores.plan(blocks, lambda: keep, self._device_pool)
-        self._residents.settle(block.device_blocks[0] for block in blocks[:num_planned])
-        return num_planned
 
     # What a request leaves behind
 
@@ -271,32 +219,31 @@ class LazyPolicy:
         """Blocks that became full in the last step. vLLM gives them no hash any more, and will
         hand them out first."""
         found = []
-        for group in self.tier.groups.ids:
+        for group in self.groups.ids:
             manager = self._managers[group]
             if not manager.has_positionally_stable_blocks:
                 continue
             table = manager.req_to_blocks.get(request.request_id, [])
             first = manager.num_cached_block.get(request.request_id, 0)
-            stop = num_complete_blocks(self.tier.groups, request, group, len(table))
+            stop = num_complete_blocks(self.groups, request, group, len(table))
             start = max(first - 1, 0)
-            keys = self.tier.groups.keys(request.block_hashes, group, start, stop)
+            keys = self.groups.keys(request.block_hashes, group, start, stop)
             for index in range(first, stop):
                 block, key = table[index], keys[index - start]
                 if block.is_null or block.block_hash is not None or self.stores.has(key):
                     continue
                 if self.admission.admits(key):
                     parent = keys[index - start - 1] if index else None
-                    num_tokens = (index + 1) * self.tier.groups.block_sizes[group]
+                    num_tokens = (index + 1) * self.groups.block_sizes[group]
                     found.append(Storable((block,), key, parent, num_tokens, early=True))
         return found
 
     def _at_risk(self, followed: _Followed) -> list[Storable]:
         """Blocks that join a queue so short that they may be evicted before the next walk."""
-        num_at_risk = (
-            min(self.limits.per_step, self._num_ahead) - self._device_pool.get_num_free_blocks()
-        )
+        num_free = self._device_pool.get_num_free_blocks()
+        num_at_risk = min(self.limits.per_step, self._walk.num_ahead) - num_free
         found: list[Storable] = []
-        for group in reversed(self.tier.groups.ids):
+        for group in reversed(self.groups.ids):
             table = self._managers[group].req_to_blocks.get(followed.request.request_id, [])
             unstored = table[followed.num_ahead[group] : followed.num_hashed[group]]
             for block in reversed(unstored):  # as vLLM will free them
@@ -310,12 +257,12 @@ class LazyPolicy:
         """Make what the request has in the tier the most recently used, and store what is
         held."""
         followed = ended.followed
-        for group in self.tier.groups.chained_ids:
+        for group in self.groups.chained_ids:
             num_hashed = followed.num_hashed[group]
             self.tier.refresh(followed.request.block_hashes, group, num_hashed)
         storable = {s.key: s for s in ended.storable if not self.stores.has(s.key)}
         head_first = sorted(storable.values(), key=lambda block: block.num_tokens)
-        left = head_first[self._plan(head_first, followed.kept) :]
+        left = head_first[self._residents.plan(head_first, followed.kept) :]
         # Nothing will find those on the device.
         num_lost = sum(block.device_blocks[0].block_hash is None for block in left)
         self.tier.meter.add(metrics.DROPPED, num_lost, "tier_full")
@@ -325,80 +272,3 @@ class LazyPolicy:
         self._device_pool.free_blocks(
             [block for each in ended.storable for block in each.device_blocks]
         )
-
-    # Storing what is about to be evicted
-
-    def _walk(self) -> None:
-        """Go on along the free queue, and store what only the device has."""
-        lost_place = self._cursor is not None and self._cursor.ref_cnt > 0
-        # What could not be copied has come back to the front.
-        has_failed = self.stores.num_failed > self._num_failed
-        self._num_failed = self.stores.num_failed
-        if lost_place or has_failed or self._num_walked > self._num_ahead:
-            self._start_over()
-        self._walk_on()
-        # Every free block has been passed, but not so many are known: some left unnoticed.
-        num_free = self._device_pool.get_num_free_blocks()
-        num_safe = len(self._passed) - len(self.stores.first_to_go)
-        if num_safe < min(self._num_ahead, num_free) and self._at_end():
-            self._start_over()
-
-    def _start_over(self) -> None:
-        self._cursor = None
-        self._num_walked = 0
-        self._passed = set(self.stores.first_to_go)
-
-    def _at_end(self) -> bool:
-        queue = self._device_pool.free_block_queue
-        return next(queue.iter_blocks_after(self._cursor), None) is None
-
-    def _walk_on(self) -> None:
-        held = self.stores.first_to_go
-        num_free = self._device_pool.get_num_free_blocks()
-        num_ahead = self._num_ahead
-        room = min(
-            num_free - self.limits.reserve,
-            num_ahead - len(held),
-            self.tier.pool.get_num_free_blocks(),
-        )
-        num_safe = len(self._passed) - len(held)
-        chosen: dict[BlockHashWithGroupId, Storable] = {}
-        skipped: list[KVCacheBlock] = []
-        self._tier_was_full = False
-        for block in self._device_pool.free_block_queue.iter_blocks_after(self._cursor):
-            if num_safe >= num_ahead:
-                break
-            storable = self._residents.storable(block)
-            if storable is not None and self._num_tries.get(block.block_id, 0) >= _MAX_TRIES:
-                storable = None
-            if storable is None or storable.key in chosen:
-                key = block.block_hash
-                if key is not None and self.stores.has(key):
-                    self.tier.promote(key)
-                    self._num_tries.pop(block.block_id, None)
-                    skipped.append(block)
-                self._cursor = block
-                num_safe += block.block_id not in self._passed
-            elif len(chosen) < room:
-                chosen[storable.key] = storable
-            else:
-                self._tier_was_full = len(chosen) >= self.tier.pool.get_num_free_blocks()
-                break
-            self._passed.add(block.block_id)
-            self._num_walked += 1
-        self.tier.meter.add(metrics.SKIPPED, self._residents.settle(skipped), "already_stored")
-        # A parent that comes with its child should come before it.
-        head_first = sorted(chosen.values(), key=lambda block: block.num_tokens)
-        num_planned = self._plan(head_first, _FrontKeys(self._residents, self._passed))
-        for storable in head_first[num_planned:]:
-            del chosen[storable.key]
-            self._passed.discard(storable.device_blocks[0].block_id)
-        if num_planned < len(head_first):
-            # The tier is full of what stands as near to the front.
-            self._tier_was_full = True
-            self._num_walked = num_ahead + 1
-        for place, storable in enumerate(chosen.values(), self._num_held):
-            block_id = storable.device_blocks[0].block_id
-            held[block_id] = place
-            self._num_tries[block_id] = self._num_tries.get(block_id, 0) + 1
-        self._num_held += len(chosen)

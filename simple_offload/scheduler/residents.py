@@ -1,6 +1,6 @@
 """Residents: what the device's blocks hold, and what becomes of it when they are filled anew."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 from typing import TYPE_CHECKING, NamedTuple, cast
 
 from vllm.v1.core.kv_cache_utils import BlockHashWithGroupId, KVCacheBlock
@@ -30,6 +30,7 @@ class Residents:
     def __init__(self, stores: Stores, admission: Admission, device_pool: "BlockPool") -> None:
         self.stores = stores
         self.admission = admission
+        self._device_pool = device_pool
         self._cached = device_pool.cached_block_hash_to_block
         self._origins: list[_Origin | None] = [None] * len(device_pool.blocks)
         self._settled: set[int] = set()
@@ -72,6 +73,12 @@ class Residents:
             if not block.is_null
             and (block.block_hash is None or not self._has(block, block.block_hash))
         ]
+
+    def plan(self, blocks: Sequence[Storable], keep: Container[BlockHashWithGroupId]) -> int:
+        """``Stores.plan``; what it has no room for may yet be evicted unstored."""
+        num_planned = self.stores.plan(blocks, lambda: keep, self._device_pool)
+        self.settle(block.device_blocks[0] for block in blocks[:num_planned])
+        return num_planned
 
     def settle(self, blocks: Iterable[KVCacheBlock]) -> int:
         """What these blocks hold needs no more counting. How many did."""

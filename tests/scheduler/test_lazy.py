@@ -47,7 +47,7 @@ def free_blocks(driver: Driver) -> list[KVCacheBlock]:
 
 def test_nothing_is_stored_while_there_are_blocks_that_hold_nothing(drive: MakeDriver) -> None:
     driver = drive(**ROOMY)
-    lookahead = policy_of(driver)._num_ahead
+    lookahead = policy_of(driver)._walk.num_ahead
     fill(driver, (80 - lookahead) // 6 - 1)
     assert driver.num_stored == 0
     assert not driver.scheduler.has_pending_work()
@@ -71,7 +71,7 @@ def test_what_is_evicted_is_stored_before(
     fill(driver, 40)
     assert driver.world.num_evicted > 20
     assert driver.num_stored > 20
-    lookahead = policy_of(driver)._num_ahead
+    lookahead = policy_of(driver)._walk.num_ahead
     safe = free_blocks(driver)[:lookahead]
     stores = driver.scheduler._stores
     assert all(b.block_hash is None or stores.has(b.block_hash) for b in safe)
@@ -202,7 +202,7 @@ def test_a_full_tier_has_little_of_what_the_device_has(drive: MakeDriver) -> Non
     on_device = [b.block_hash for b in driver.device_pool.blocks if b.block_hash is not None]
     in_both = [key for key in on_device if driver.tier.lookup.get(key) is not None]
     # A request takes six blocks, and is followed by another two steps later.
-    assert len(in_both) <= 2 * policy_of(driver)._num_ahead <= 24
+    assert len(in_both) <= 2 * policy_of(driver)._walk.num_ahead <= 24
     assert len(on_device) > 50
     in_tier = [family for family in range(1, 61) if driver.found(prompt(21, family)) == 20]
     first, last = in_tier[0], in_tier[-1]

@@ -83,7 +83,7 @@ def test_blocks_that_are_found_on_the_device_are_not_needed(
     drive: MakeDriver, windows: tuple[int, ...]
 ) -> None:
     driver = drive(**ROOMY | {"windows": windows, "max_num_batched_tokens": 64})
-    lookahead = policy_of(driver)._lookahead
+    lookahead = policy_of(driver)._walk._lookahead
     history = driver.say("a", prompt(30))
     assert lookahead._peak == 8
     driver.say("b", [*history, *prompt(2, family=1)])

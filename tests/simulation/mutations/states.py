@@ -13,7 +13,6 @@ from simple_offload.scheduler.loads import Loads
 from simple_offload.scheduler.lookup import HostHit, Lookup
 from simple_offload.scheduler.manager import OffloadScheduler
 from simple_offload.scheduler.sources import Sources
-from simple_offload.scheduler.store_policy import BoundaryState
 from simple_offload.scheduler.stores import Storable
 from tests.simulation.mutations.registry import mutation, substitute
 from tests.simulation.mutations.scripts import INNER_HITS, STATES
@@ -25,7 +24,7 @@ def store_the_running_state(stack: ExitStack) -> None:
     num_complete, source_of = EagerPolicy._num_complete, Sources._of_part
 
     def known(self: EagerPolicy, request: Any, group: int, num_blocks: int) -> int:
-        if self._sources._stable[group]:
+        if self._walk._sources._stable[group]:
             return num_complete(self, request, group, num_blocks)
         num_tokens = len(request.block_hashes) * self.tier.groups.hash_block_size
         return min(num_tokens // self.tier.groups.block_sizes[group], num_blocks)
@@ -89,21 +88,25 @@ def _state_groups(coordinator: KVCacheCoordinator) -> list[int]:
 def store_the_original_of_a_copied_state(stack: ExitStack) -> None:
     """vLLM copies a state that is to be kept from inside a block; the request goes on with the
     original, and this step changes it."""
-    store_state = EagerPolicy._store_state
+    on_states = EagerPolicy.on_states
 
-    def careless(self: EagerPolicy, progress: Any, state: BoundaryState) -> None:
-        size = self.tier.groups.block_sizes[state.group]
-        key = self.tier.groups.key_at(progress.hashes, state.group, state.num_tokens)
-        if state.num_tokens % size == 0 or self.stores.has(key):
-            store_state(self, progress, state)
-            return
-        (request_id,) = (each for each, own in self._progress.items() if own is progress)
-        table = self._managers[state.group].req_to_blocks[request_id]
-        block = table[state.num_tokens // size]
-        storable = Storable((block,), key, None, state.num_tokens)
-        self.stores.plan([storable], frozenset, self._device_pool)
+    def careless(self: EagerPolicy, states: Any) -> None:
+        for request_id, of_request in states.items():
+            for state in of_request if request_id in self._progress else ():
+                hashes, size = (
+                    self._progress[request_id].hashes,
+                    self.groups.block_sizes[state.group],
+                )
+                key = self.groups.key_at(hashes, state.group, state.num_tokens)
+                if state.num_tokens % size == 0 or self.stores.has(key):
+                    on_states(self, {request_id: [state]})
+                    continue
+                table = self._managers[state.group].req_to_blocks[request_id]
+                block = table[state.num_tokens // size]
+                storable = Storable((block,), key, None, state.num_tokens)
+                self.stores.plan([storable], frozenset, self._device_pool)
 
-    substitute(stack, EagerPolicy, "_store_state", careless)
+    substitute(stack, EagerPolicy, "on_states", careless)
 
 
 @mutation(INNER_HITS)

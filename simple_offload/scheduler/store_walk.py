@@ -1,0 +1,201 @@
+"""StoreWalk: goes along a request's blocks and plans stores of those that the tier lacks."""
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from vllm.v1.core.block_pool import BlockPool
+from vllm.v1.core.kv_cache_utils import BlockHash, BlockHashWithGroupId, KVCacheBlock
+
+from simple_offload import metrics
+from simple_offload.scheduler.admission import Admission
+from simple_offload.scheduler.cpu_tier import CpuTier
+from simple_offload.scheduler.progress import Progress
+from simple_offload.scheduler.runs import Run
+from simple_offload.scheduler.sources import Sources
+from simple_offload.scheduler.store_policy import BoundaryState
+from simple_offload.scheduler.stores import Storable, Stores
+
+if TYPE_CHECKING:
+    from vllm.v1.core.kv_cache_manager import KVCacheManager
+
+
+class StoreWalk:
+    """Moves a request's cursors along its block tables, one for each group. A cursor stops where
+    the tier has no room, where the admission refuses a block, and where the device does not have
+    what it should; and goes on from there the next time."""
+
+    def __init__(
+        self,
+        tier: CpuTier,
+        stores: Stores,
+        kv_cache_manager: "KVCacheManager",
+        admission: Admission,
+    ) -> None:
+        self.tier = tier
+        self.stores = stores
+        self.admission = admission
+        self.groups = tier.groups
+        self._sources = Sources(tier.groups, kv_cache_manager)
+        self._device_pool: BlockPool = kv_cache_manager.block_pool
+
+    def start(self, progress: Progress, limits: Mapping[int, int]) -> None:
+        """Skip and keep what the tier has (or is getting) already of the request's blocks before
+        block ``limits[group]``."""
+        progress.started = True
+        for group in self.groups.ids:
+            if group in self.groups.chained_ids:
+                self.skip_stored(progress, group, limits[group])
+            else:
+                keys = self.groups.keys(progress.hashes, group, stop=limits[group])
+                progress.kept.keep(filter(self.stores.has, keys))
+        self.count_skipped(progress)
+
+    def count_skipped(self, progress: Progress) -> None:
+        """The cursors stand where the tier's part of the request ends."""
+        if len(self.groups.chained_ids) == len(self.groups.ids):
+            # Else a hit needs blocks of other groups too, and those say what has been loaded.
+            progress.num_found = progress.next_index.copy()
+        count = sum(progress.next_index[group] for group in self.groups.chained_ids)
+        self.tier.meter.add(metrics.SKIPPED, count, "already_stored")
+
+    def skip_stored(self, progress: Progress, group: int, limit: int) -> None:
+        """Set the cursor behind what the tier has (or is getting) of the request's first
+        ``limit`` blocks."""
+        count = self.stores.count_first(progress.hashes, group, limit)
+        progress.next_index[group] = count
+        progress.kept.keep_first(group, count)
+
+    def store_ready(
+        self,
+        progress: Progress,
+        ready: Mapping[int, int],
+        tables: Mapping[int, list[KVCacheBlock]],
+        first: Sequence[int],
+        ended: bool,
+    ) -> bool:
+        """Plan stores from the groups' cursors on, up to block ``ready[group]``. ``tables``: by
+        group the request's blocks from block ``first[group]`` on. False: some have to be put off.
+
+        A hit needs every group, so a tier that is too small for the request had better hold the
+        beginning of each: groups take turns.
+        """
+        sizes, next_index = self.groups.block_sizes, progress.next_index
+        behind = [group for group in ready if next_index[group] < ready[group]]
+        if not behind:
+            return True
+        if not progress.started:
+            self.start(progress, ready)
+            behind = [group for group in ready if next_index[group] < ready[group]]
+        alone = len(ready) == 1 or 2 * sum(ready.values()) <= self.tier.num_blocks
+        turn = max(ready.values()) if alone else 1
+        while behind:
+            group = behind[0]
+            if len(behind) > 1:
+                group = min(behind, key=lambda group: next_index[group] * sizes[group])
+            start = next_index[group]
+            stop = min(start + turn, ready[group])
+            blocks = self.groups.parts(tables[group], start - first[group], stop - first[group])
+            if not self._store_run(progress, group, blocks, ended):
+                return False
+            behind = [group for group in ready if next_index[group] < ready[group]]
+        return True
+
+    def store_state(self, progress: Progress, state: BoundaryState) -> None:
+        """Plan the store of a state that has been handed over, wherever the cursors are."""
+        group, size = state.group, self.groups.block_sizes[state.group]
+        if group not in self.groups.ids:
+            return
+        hashes = progress.hashes
+        key = self.groups.key_at(hashes, group, state.num_tokens)
+        block = self._device_pool.blocks[state.block_id]
+        # A block that was given up since it was handed over has lost its hash.
+        if self.stores.has(key) or block.block_hash != key or not self.admission.admits(key):
+            return
+        before = (state.num_tokens - 1) // size * size
+        parent = self.groups.key_at(hashes, group, before) if before else None
+        if not progress.started:
+            sizes = self.groups.block_sizes
+            self.start(progress, {g: state.num_tokens // sizes[g] for g in self.groups.ids})
+        storable = Storable((block,), key, parent, state.num_tokens)
+        if self.stores.plan([storable], progress.kept.collect, self._device_pool):
+            progress.kept.keep((key,))
+
+    def _store_run(
+        self, progress: Progress, group: int, blocks: list[KVCacheBlock], ended: bool
+    ) -> bool:
+        """Store those of ``blocks``, the parts of the host blocks that follow the group's cursor,
+        that there is need to, and move the cursor. False: not now, and nothing of the request
+        after it either."""
+        first, size = progress.next_index[group], self.groups.block_sizes[group]
+        last = first + len(blocks) // self.groups.num_parts
+        chained = group in self.groups.chained_ids
+        parent = self.groups.key_at(progress.hashes, group, first * size) if first else None
+        if chained and parent is not None and not self.stores.has(parent):
+            return False
+        plain = self._plain_run(progress.hashes, group, blocks, parent, first)
+        num_plain = len(plain) if plain is not None else 0
+        num_planned = 0
+        if plain is not None:
+            num_planned = self.stores.plan_run(plain, progress.kept.collect, self._device_pool)
+        stop = first + num_planned
+        if num_planned == num_plain and stop < last:
+            others = self.groups.parts(blocks, num_plain, last - first)
+            storable, stop = self._storable_from(progress, group, others, stop, ended)
+            count = self.stores.plan(storable, progress.kept.collect, self._device_pool)
+            num_planned += count
+            if count < len(storable):
+                stop = storable[count].num_tokens // size - 1
+        if chained:
+            num_skipped = stop - first - num_planned
+            self.tier.meter.add(metrics.SKIPPED, num_skipped, "already_stored")
+        progress.kept.keep_first(group, stop)
+        progress.next_index[group] = stop
+        return stop == last
+
+    def _plain_run(
+        self,
+        hashes: list[BlockHash],
+        group: int,
+        blocks: list[KVCacheBlock],
+        parent: BlockHashWithGroupId | None,
+        first: int,
+    ) -> Run | None:
+        """As many of a request's host blocks from ``first`` on as there is nothing to decide
+        about: the tier has none of them, and the device's ``blocks`` hold what they are taken
+        for. None if there is no such block."""
+        if self.admission.threshold > 1:
+            return None
+        keys = self._sources.matching(hashes, group, first, blocks)
+        if not keys or not self.stores.has_none(keys):
+            return None
+        size = self.groups.block_sizes[group]
+        return Run(self.groups.parts(blocks, 0, len(keys)), keys, parent, (first + 1) * size, size)
+
+    def _storable_from(
+        self,
+        progress: Progress,
+        group: int,
+        blocks: list[KVCacheBlock],
+        first: int,
+        ended: bool,
+    ) -> tuple[list[Storable], int]:
+        """Of a request's host blocks from ``first`` on those that there is need to store, and
+        where they end. ``blocks``: their parts."""
+        size = self.groups.block_sizes[group]
+        last = first + len(blocks) // self.groups.num_parts
+        keys = self.groups.keys(progress.hashes, group, max(first - 1, 0), last)
+        parent = keys.pop(0) if first else None
+        storable: list[Storable] = []
+        for index, key in enumerate(keys, first):
+            if not self.stores.has(key):
+                if not self.admission.admits(key):
+                    progress.refused_at = self.admission.version
+                    return storable, index
+                parts = self.groups.parts(blocks, index - first, index - first + 1)
+                sources = self._sources.of(parts, progress.hashes, index, key, group, ended)
+                if sources is not None:
+                    storable.append(Storable(sources, key, parent, (index + 1) * size))
+                elif group in self.groups.chained_ids:
+                    return storable, index
+            parent = key
+        return storable, last
