@@ -99,7 +99,7 @@ class EagerPolicy:
     def on_allocated(self, request: "Request", *, loads: bool) -> None:
         self.admission.note(request)
         hashes, zeros = request.block_hashes, self._zeros
-        kept = Kept(self.groups, hashes)
+        kept = Kept(self.groups, self.tier.lookup, hashes)
         self._requests[request.request_id] = request
         self._progress[request.request_id] = Progress(
             hashes, zeros.copy(), zeros.copy(), loads, kept

@@ -1,35 +1,91 @@
 """What must not leave the tier."""
 
+import pytest
+
+from simple_offload.scheduler.cpu_tier import CpuTier
 from simple_offload.scheduler.kept import Kept
-from tests.scheduler.driver import make_request, prompt
-from tests.scheduler.tiers import BLOCK_SIZE, make_tier
+from tests.scheduler.tiers import blocks, contents, hashes, key, make_tier, store
 
-GROUPS = make_tier(8, windows=(0, 0)).groups
-REQUEST = make_request("r", prompt(4 * BLOCK_SIZE))
-KEYS = [GROUPS.keys(REQUEST.block_hashes, group) for group in range(2)]
+CHAIN, WINDOW = 0, 1
 
 
-def kept_of(kept: Kept) -> list[list[int]]:
-    return [[i for i, key in enumerate(keys) if key in kept.collect()] for keys in KEYS]
+def make(num_blocks: int) -> tuple[CpuTier, Kept]:
+    """A tier that "abcd" is to be stored in; what it keeps of that."""
+    tier = make_tier(num_blocks, windows=(0, 8))
+    return tier, Kept(tier.groups, tier.lookup, hashes("abcd"))
 
 
-def test_the_first_blocks_of_each_group_and_some_more() -> None:
-    kept = Kept(GROUPS, REQUEST.block_hashes)
-    assert kept_of(kept) == [[], []]
-    kept.keep_first(0, 2)
-    kept.keep_first(1, 1)
-    kept.keep((KEYS[1][3],))
-    assert kept_of(kept) == [[0, 1], [0, 3]]
-    kept.keep_first(0, 3)
-    assert kept_of(kept) == [[0, 1, 2], [0, 3]]
+@pytest.mark.parametrize(
+    ("num_kept", "left"),
+    [(0, ()), (1, ("a", "x", "xy")), (2, ("a", "ab", "x", "xy"))],
+)
+def test_of_a_chain_the_first_blocks_stay_and_what_stands_behind_them(
+    num_kept: int, left: tuple[str, ...]
+) -> None:
+    tier, kept = make(6)
+    store(tier, "abc", "xy")
+    kept.keep_first(CHAIN, num_kept)
+    assert len(tier.allocate(9, kept.collect)) == 6 - len(left)
+    assert contents(tier) == set(left)
+
+
+@pytest.mark.parametrize("num_kept", [1, 2, 3])
+def test_of_a_window_each_of_the_first_blocks_stays(num_kept: int) -> None:
+    tier, kept = make(6)
+    store(tier, "xy")
+    store(tier, "abc", group=WINDOW)
+    kept.keep_first(WINDOW, num_kept)
+    tier.allocate(9, kept.collect)
+    assert contents(tier, WINDOW) >= set(["a", "ab", "abc"][:num_kept])
+
+
+def test_it_goes_by_what_the_tier_has() -> None:
+    """The last blocks that are kept may not have come yet, or have left."""
+    tier, kept = make(3)
+    store(tier, "ab")
+    kept.keep_first(CHAIN, 4)
+    assert len(tier.allocate(3, kept.collect)) == 1
+    assert contents(tier) == {"a", "ab"}
+    assert len(tier.allocate(1)) == 1  # by somebody who keeps nothing of it
+    assert tier.allocate(1, kept.collect) == []
+    assert contents(tier) == {"a"}
+
+
+def test_a_block_that_somebody_holds_does_not_stand_for_those_before_it() -> None:
+    tier, kept = make(3)
+    store(tier, "abc")
+    last = blocks(tier, "abc")[-1:]
+    tier.pin(last)
+    kept.keep_first(CHAIN, 3)
+    assert tier.allocate(1, kept.collect) == []
+    tier.unpin(last)
+    assert tier.allocate(1, kept.collect) == []
 
 
 def test_it_only_grows() -> None:
-    kept = Kept(GROUPS, REQUEST.block_hashes)
-    kept.keep_first(0, 2)
-    kept.keep_first(0, 1)
-    assert kept_of(kept) == [[0, 1], []]
+    tier, kept = make(3)
+    store(tier, "abc")
+    kept.keep_first(CHAIN, 2)
+    kept.keep_first(CHAIN, 1)
+    assert len(tier.allocate(3, kept.collect)) == 1
+    assert contents(tier) == {"a", "ab"}
+
+
+def test_some_more() -> None:
+    tier, kept = make(3)
+    store(tier, "xyz")
+    kept.keep((key("xy"),))
+    assert len(tier.allocate(3, kept.collect)) == 1
+    assert contents(tier) == {"x", "xy"}
 
 
 def test_nothing_is_kept_at_first() -> None:
-    assert Kept(GROUPS, REQUEST.block_hashes).collect() == set()
+    assert make(3)[1].collect() == set()
+
+
+def test_of_a_chain_one_key_is_collected() -> None:
+    """Of a prompt of 128K tokens there would be thousands to make."""
+    tier, kept = make(4)
+    store(tier, "abcd")
+    kept.keep_first(CHAIN, 4)
+    assert kept.collect() == {key("abcd")}
