@@ -16,7 +16,7 @@ import psutil
 from rich.console import Console
 
 from examples.arguments import known_names
-from examples.scheduler_bench.plan import CostPlan, FootprintPlan, HitPlan, Part, Plan
+from examples.scheduler_bench.plan import CostPlan, FootprintPlan, HitPlan, Mix, Part, Plan
 
 if TYPE_CHECKING:
     from examples.scheduler_bench.contenders import Contender
@@ -40,7 +40,8 @@ QUICK = Plan(
         running=(1, 8),
         context_tokens=256,
         steps=16,
-        served_tokens=128,
+        serving=Mix(prompt_tokens=128, answer_tokens=16),
+        conversations=Mix(prompt_tokens=512, answer_tokens=32),
         lengths=(256, 4096),
         tiers=(1024, 4096),
         tier_tokens=1024,

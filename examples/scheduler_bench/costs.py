@@ -3,12 +3,13 @@
 import gc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from itertools import count
 from random import Random
 
 from examples.scheduler_bench.contenders import Contender
 from examples.scheduler_bench.engine import MAX_MODEL_LEN, Engine, Shape
-from examples.scheduler_bench.plan import BLOCK_SIZE, CostPlan, Plan
+from examples.scheduler_bench.plan import BLOCK_SIZE, Mix, Plan
 from examples.scheduler_bench.race import Race
 from examples.scheduler_bench.results import Kind, Results, Row, least_cost
 from examples.scheduler_bench.stopwatch import Cost
@@ -27,9 +28,13 @@ def run_costs(race: Race, results: Results, tell: Callable[[str], None]) -> None
     for running in plan.cost.running:
         tell(f"decode, {running} running")
         _measure(race, results, Kind.DECODE, running, _Decode)
-    for running in plan.cost.running:
-        tell(f"serving, {running} running")
-        _measure(race, results, Kind.SERVING, running, _Serving)
+    for kind, mix in (
+        (Kind.SERVING, plan.cost.serving),
+        (Kind.CONVERSATIONS, plan.cost.conversations),
+    ):
+        for running in plan.cost.running:
+            tell(f"{kind.value}, {running} running")
+            _measure(race, results, kind, running, partial(_Serving, mix))
     for length in plan.cost.lengths:
         tell(f"one prompt of {length} tokens")
         _measure_prompts(race, results, (Kind.STORED, Kind.LOADED), length, length, None)
@@ -69,14 +74,14 @@ class _Decode:
 class _Serving:
     """Requests that come, load their prompt, decode for a while and end; then comes another."""
 
-    def __init__(self, contender: Contender, plan: Plan, running: int) -> None:
-        cost = plan.cost
-        self._steps, self._answer_tokens = cost.steps, cost.answer_tokens
+    def __init__(self, mix: Mix, contender: Contender, plan: Plan, running: int) -> None:
+        self._answer_tokens = mix.answer_tokens
+        self._steps = max(plan.cost.steps, 2 * mix.answer_tokens)
         self._random = Random(plan.seed)
         self._running = running
         num_prompts = max(_CYCLE * running, _LEAST_CYCLE)
-        self._prompts = [_tokens(self._random, cost.served_tokens) for _ in range(num_prompts)]
-        longest = cost.served_tokens + _FRESH_TOKENS + 2 * cost.answer_tokens
+        self._prompts = [_tokens(self._random, mix.prompt_tokens) for _ in range(num_prompts)]
+        longest = mix.prompt_tokens + _FRESH_TOKENS + 2 * mix.answer_tokens
         device_blocks = running * (longest // BLOCK_SIZE + 2) * 5 // 4 + 16
         host_blocks = 2 * num_prompts * (longest // BLOCK_SIZE + 1)
         self.engine = Engine(contender, Shape(device_blocks, host_blocks, running, plan.delay))
@@ -145,7 +150,7 @@ class _Prompts:
 
 def fill_tier(engine: Engine, num_blocks: int, random: Random) -> None:
     """Store that many blocks, of prompts that nobody asks for again."""
-    longest = MAX_MODEL_LEN - CostPlan.answer_tokens
+    longest = MAX_MODEL_LEN - BLOCK_SIZE
     left = num_blocks
     for index in count():
         if left <= 0:
@@ -161,7 +166,7 @@ def _measure(
     results: Results,
     kind: Kind,
     size: int,
-    make: "type[_Decode | _Serving]",
+    make: "Callable[[Contender, Plan, int], _Decode | _Serving]",
 ) -> None:
     plan = results.plan
     rigs = race.each(f"{kind.value}, {size}", lambda c: make(c, plan, size), _takes_part)

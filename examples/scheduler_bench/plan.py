@@ -28,6 +28,16 @@ class Order(Enum):
 
 
 @dataclass(frozen=True)
+class Mix:
+    """Requests that come, load their prompt, decode for a while and end."""
+
+    prompt_tokens: int
+    """In the host tier but not on the device."""
+    answer_tokens: int
+    """On average."""
+
+
+@dataclass(frozen=True)
 class CostPlan:
     """Time in the hooks. Host tiers are large enough, unless said otherwise."""
 
@@ -36,11 +46,12 @@ class CostPlan:
     context_tokens: int = 2048
     """Of each of them, while they decode."""
     steps: int = 128
-    """Measured at a time: as many as a request needs to fill the largest host block once."""
-    served_tokens: int = 1024
-    """Prompt of each request of the serving mix, in the host tier but not on the device."""
-    answer_tokens: int = 32
-    """Of each request of the serving mix."""
+    """Measured at a time, if not more: as many as a request needs to fill the largest host block
+    once. Where requests come and go, as many as the longest of them needs."""
+    serving: Mix = Mix(prompt_tokens=1024, answer_tokens=32)
+    """So short that all is about requests that come and go."""
+    conversations: Mix = Mix(prompt_tokens=8192, answer_tokens=256)
+    """Histories, and what is said to them."""
     lengths: tuple[int, ...] = (2048, 16_384, 131_072)
     """Prompts that are stored cold, and then loaded."""
     tiers: tuple[int, ...] = (16_384, 131_072, 524_288)

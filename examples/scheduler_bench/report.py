@@ -23,6 +23,7 @@ _COLORS = {
 _TITLES = {
     Kind.DECODE: "a step, by requests that decode",
     Kind.SERVING: "a step, by requests that are served",
+    Kind.CONVERSATIONS: "the same, longer prompts and answers",
     Kind.STORED: "a prompt that is stored, by tokens",
     Kind.LOADED: "a prompt that is loaded, by tokens",
     Kind.STORED_FULL: "a prompt stored in a full tier, by its blocks",
@@ -43,8 +44,8 @@ def cost_table(results: Results) -> Table:
         box=SIMPLE_HEAD,
         collapse_padding=True,
         pad_edge=False,
-        caption="Milliseconds in the connector's hooks: decode and serving, of a step; else\n"
-        "of one prompt. x: over its rival's; slowest: of the slowest step alone.",
+        caption="Milliseconds in the connector's hooks: decode, serving and conversations, of a\n"
+        "step; else of one prompt. x: over its rival's; slowest: of the slowest step alone.",
         caption_justify="left",
         caption_style="",
     )

@@ -20,6 +20,8 @@ class Kind(Enum):
     """A step, by requests that decode."""
     SERVING = "serving"
     """A step, by requests that run: they load their prompts, decode, end, and others come."""
+    CONVERSATIONS = "conversations"
+    """The same with longer prompts and answers."""
     STORED = "stored"
     """A prompt that is computed and stored, by tokens."""
     LOADED = "loaded"
