@@ -1,6 +1,7 @@
 """Groups: vLLM's KV cache groups as the tier has them, and by which keys their blocks are known."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import cast
 
 from vllm.v1.core.kv_cache_coordinator import KVCacheCoordinator
@@ -13,6 +14,7 @@ from vllm.v1.core.kv_cache_utils import (
     resolve_block_hashes,
 )
 from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
+from vllm.v1.kv_cache_interface import KVCacheConfig
 
 Hashes = Sequence[BlockHash] | BlockHashListWithBlockSize
 """Of the blocks of a chain from the first one on. ``end``, which goes with them, makes keys of
@@ -125,3 +127,20 @@ class Groups:
 def make_keys(hashes: Hashes, end: bytes) -> list[BlockHashWithGroupId]:
     """By which the blocks with these hashes are found."""
     return cast(list[BlockHashWithGroupId], [each + end for each in hashes])
+
+
+def of_larger_blocks(kv_cache_config: KVCacheConfig, num_parts: int) -> KVCacheConfig:
+    """The same groups, ``num_parts`` of the device's blocks in one. Which blocks the device keeps
+    (retention) is said in its own blocks, and nothing here asks."""
+    if num_parts == 1:
+        return kv_cache_config
+    groups = [
+        replace(
+            group,
+            kv_cache_spec=replace(
+                group.kv_cache_spec, block_size=group.kv_cache_spec.block_size * num_parts
+            ),
+        )
+        for group in kv_cache_config.kv_cache_groups
+    ]
+    return replace(kv_cache_config, kv_cache_groups=groups, prefix_cache_retention_interval=None)

@@ -5,7 +5,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from vllm.v1.core.kv_cache_utils import resolve_kv_cache_block_sizes
-from vllm.v1.kv_cache_interface import ChunkedLocalAttentionSpec, MambaSpec, iter_layer_specs
+from vllm.v1.kv_cache_interface import ChunkedLocalAttentionSpec, iter_layer_specs
 
 from simple_offload import metrics, vllm_compat
 from simple_offload.config import ConfigError, OffloadConfig
@@ -13,6 +13,7 @@ from simple_offload.logs import get_logger
 from simple_offload.metadata import RankCapacity, StepMetadata, WorkerReport
 from simple_offload.scheduler.cpu_tier import CpuTier
 from simple_offload.scheduler.events import KVEvents
+from simple_offload.scheduler.groups import of_larger_blocks
 from simple_offload.scheduler.in_flight import InFlight
 from simple_offload.scheduler.loads import Loads
 from simple_offload.scheduler.origins import Origins
@@ -20,6 +21,7 @@ from simple_offload.scheduler.policies import describe_policy, make_policy
 from simple_offload.scheduler.recent_tables import RecentTables
 from simple_offload.scheduler.store_policy import BoundaryState, StorePolicy
 from simple_offload.scheduler.stores import Stores
+from simple_offload.scheduler.supported import require_parts_possible, require_supported_groups
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -45,13 +47,13 @@ class OffloadScheduler:
         self.config = config
         self._vllm_config = vllm_config
         self._device_config = kv_cache_config
-        _require_supported_groups(kv_cache_config)
+        require_supported_groups(kv_cache_config)
         self.block_size, self._hash_block_size = resolve_kv_cache_block_sizes(
             kv_cache_config, vllm_config
         )
         self._num_parts = config.num_parts(self.block_size)
         if self._num_parts > 1:
-            _require_parts_possible(config, kv_cache_config, self.block_size)
+            require_parts_possible(config, kv_cache_config, self.block_size)
         self._chunk_sizes = {
             spec.attention_chunk_size
             for group in kv_cache_config.kv_cache_groups
@@ -267,7 +269,7 @@ class OffloadScheduler:
         """A tier with no host blocks (but vLLM's null block): the ranks open them."""
         num_parts = self._num_parts
         coordinator = vllm_compat.make_host_coordinator(
-            replace(_of_larger_blocks(self._device_config, num_parts), num_blocks=1),
+            replace(of_larger_blocks(self._device_config, num_parts), num_blocks=1),
             self._vllm_config,
             self.block_size * num_parts,
             self._hash_block_size * num_parts,
@@ -311,57 +313,3 @@ def _boundary_states(scheduled: "SchedulerOutput") -> dict[str, list[BoundarySta
         for request_id, states in handed_over.boundary_state_offloads.items()
         if request_id not in gone
     }
-
-
-def _of_larger_blocks(kv_cache_config: "KVCacheConfig", num_parts: int) -> "KVCacheConfig":
-    """The same groups, ``num_parts`` of the device's blocks in one. Which blocks the device keeps
-    (retention) is said in its own blocks, and nothing here asks."""
-    if num_parts == 1:
-        return kv_cache_config
-    groups = [
-        replace(
-            group,
-            kv_cache_spec=replace(
-                group.kv_cache_spec, block_size=group.kv_cache_spec.block_size * num_parts
-            ),
-        )
-        for group in kv_cache_config.kv_cache_groups
-    ]
-    return replace(kv_cache_config, kv_cache_groups=groups, prefix_cache_retention_interval=None)
-
-
-def _require_parts_possible(
-    config: OffloadConfig, kv_cache_config: "KVCacheConfig", block_size: int
-) -> None:
-    """Raise ConfigError where host blocks of several device blocks cannot be had."""
-    setting = f"cpu_block_size={config.cpu_block_size}"
-    allowed = f"allowed: {block_size}, or no cpu_block_size"
-    if config.lazy_offload:
-        raise ConfigError(
-            f"{setting}: lazy_offload stores device blocks one by one; {allowed}, or "
-            "lazy_offload=false"
-        )
-    # A state stands for all tokens before it, so there is one at the end of a block and none of
-    # its parts; vLLM keeps few of them besides.
-    if kv_cache_config.has_mamba_layers:
-        raise ConfigError(f"{setting}: this model has state (Mamba) layers; {allowed}")
-
-
-def _require_supported_groups(kv_cache_config: "KVCacheConfig") -> None:
-    """Raise ConfigError for a model whose KV cache this version cannot serve."""
-    if not kv_cache_config.prefix_cacheable_group_ids:
-        raise ConfigError("this model has no KV cache group that prefix caching covers")
-    modes = {
-        spec.mamba_cache_mode
-        for group in kv_cache_config.kv_cache_groups
-        for spec in iter_layer_specs(group.kv_cache_spec)
-        if isinstance(spec, MambaSpec)
-    }
-    if "none" in modes:
-        # vLLM then has one state a request, which it overwrites with every token.
-        raise ConfigError(
-            "mamba_cache_mode='none': vLLM keeps no state that a later request could start from; "
-            "allowed: 'align', which vLLM chooses when enable_prefix_caching is on"
-        )
-    if any(group.host_resident for group in kv_cache_config.kv_cache_groups):
-        raise ConfigError("KV cache groups that live in host memory already are not supported")

@@ -20,7 +20,7 @@ from vllm.v1.kv_cache_interface import (
 )
 from vllm.v1.outputs import KVConnectorOutput
 
-from simple_offload.config import ConfigError, OffloadConfig
+from simple_offload.config import OffloadConfig
 from simple_offload.metadata import RankCapacity, WorkerReport
 from simple_offload.scheduler.manager import OffloadScheduler
 from tests.scheduler.conftest import MakeDriver
@@ -71,25 +71,6 @@ def test_the_log_says_when_blocks_are_stored(
     scheduler = make_scheduler(make_config(), num_cpu_blocks=8, **extra_config)
     scheduler.agree_on_capacity(capacities(8))
     assert caplog.messages[-1] == f"Host tier: 40 blocks of {BLOCK_SIZE} tokens, {words}"
-
-
-def test_state_layers_that_keep_one_state_are_refused() -> None:
-    for windows in ((0,), (0, 8)):
-        config = make_config(windows, kv_cache_spec=MAMBA)
-        with pytest.raises(ConfigError, match=r"mamba_cache_mode='none': .*; allowed: 'align'"):
-            make_scheduler(config, num_cpu_blocks=8)
-        config = make_config(windows, kv_cache_spec=replace(MAMBA, mamba_cache_mode="align"))
-        make_scheduler(config, num_cpu_blocks=8)
-
-
-def test_models_without_prefix_caching_are_refused() -> None:
-    with pytest.raises(ConfigError, match="no KV cache group that prefix caching covers"):
-        make_scheduler(make_config(enable_kv_transfer=False), num_cpu_blocks=8)
-
-
-def test_groups_in_host_memory_are_refused() -> None:
-    with pytest.raises(ConfigError, match="in host memory already"):
-        make_scheduler(make_config((0, 8), host_resident=True), num_cpu_blocks=8)
 
 
 def test_there_are_no_blocks_until_ranks_open_some() -> None:

@@ -400,19 +400,6 @@ def test_a_size_that_is_no_multiple(size: int, nearest: int) -> None:
     make_scheduler(config, num_cpu_blocks=8, cpu_block_size=nearest)
 
 
-def test_states_have_no_parts(drive: MakeDriver) -> None:
-    states = drive(num_states=1).world.kv_cache_configs[0]
-    with pytest.raises(ConfigError, match=r"cpu_block_size=8: .* state .*; allowed: 4, or no"):
-        make_scheduler(states, num_cpu_blocks=8, cpu_block_size=8)
-    make_scheduler(states, num_cpu_blocks=8, cpu_block_size=4)
-
-
-def test_lazy_stores_have_no_parts() -> None:
-    config = Bench(Layout((full(),), 1)).scheduler._device_config
-    with pytest.raises(ConfigError, match=r"cpu_block_size=8: lazy_offload .* allowed: 4, .*false"):
-        make_scheduler(config, num_cpu_blocks=8, cpu_block_size=8, lazy_offload=True)
-
-
 @pytest.mark.parametrize("num_blocks", [2, 7])
 def test_room_for_less_than_two_host_blocks(num_blocks: int) -> None:
     config = Bench(Layout((full(),), 1)).scheduler._device_config
