@@ -34,7 +34,7 @@ def run_costs(race: Race, results: Results, tell: Callable[[str], None]) -> None
     ):
         for running in plan.cost.running:
             tell(f"{kind.value}, {running} running")
-            _measure(race, results, kind, running, partial(_Serving, mix))
+            _measure(race, results, kind, running, partial(Serving, mix))
     for length in plan.cost.lengths:
         tell(f"one prompt of {length} tokens")
         _measure_prompts(race, results, (Kind.STORED, Kind.LOADED), length, length, None)
@@ -71,7 +71,7 @@ class _Decode:
         return self.engine.stopwatch.take().over(self._steps)
 
 
-class _Serving:
+class Serving:
     """Requests that come, load their prompt, decode for a while and end; then comes another."""
 
     def __init__(self, mix: Mix, contender: Contender, plan: Plan, running: int) -> None:
@@ -166,7 +166,7 @@ def _measure(
     results: Results,
     kind: Kind,
     size: int,
-    make: "Callable[[Contender, Plan, int], _Decode | _Serving]",
+    make: "Callable[[Contender, Plan, int], _Decode | Serving]",
 ) -> None:
     plan = results.plan
     rigs = race.each(f"{kind.value}, {size}", lambda c: make(c, plan, size), _takes_part)

@@ -47,7 +47,7 @@ class CostPlan:
     """Of each of them, while they decode."""
     steps: int = 128
     """Measured at a time, if not more: as many as a request needs to fill the largest host block
-    once. Where requests come and go, as many as the longest of them needs."""
+    once. Where requests come and go, no fewer than the longest of them needs."""
     serving: Mix = Mix(prompt_tokens=1024, answer_tokens=32)
     """So short that all is about requests that come and go."""
     conversations: Mix = Mix(prompt_tokens=8192, answer_tokens=256)

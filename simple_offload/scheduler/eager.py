@@ -141,7 +141,7 @@ class EagerPolicy:
             return
         tables, stops = {}, {}
         for group in self._group_ids:
-            if progress.started and self._is_chained(group):
+            if progress.started and group in self.groups.chained_ids:
                 # The tier may have lost the end of what was stored.
                 self._walk.skip_stored(progress, group, progress.next_index[group])
             table = self._table(request.request_id, group)
@@ -216,15 +216,12 @@ class EagerPolicy:
         table: list[KVCacheBlock] = self._managers[group].req_to_blocks.get(request_id, [])
         return table
 
-    def _is_chained(self, group: int) -> bool:
-        return group in self.groups.chained_ids
-
     def _num_complete(self, request: "Request", group: int, num_blocks: int) -> int:
         return num_complete_blocks(self.groups, request, group, num_blocks)
 
     def _has_all(self, request: "Request", group: int, count: int) -> bool:
         """Whether the tier has (or is getting) the first ``count`` blocks of the request."""
-        if not count or not self._is_chained(group):
+        if not count or group not in self.groups.chained_ids:
             return False
         num_tokens = count * self.groups.block_sizes[group]
         last = self.groups.key_at(request.block_hashes, group, num_tokens)

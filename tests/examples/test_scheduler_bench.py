@@ -17,6 +17,7 @@ from rich.console import Console
 
 from examples.scheduler_bench import __main__ as command
 from examples.scheduler_bench.contenders import CONTENDERS, Contender, OurSide
+from examples.scheduler_bench.costs import Serving
 from examples.scheduler_bench.engine import Engine, Hit, Shape
 from examples.scheduler_bench.footprint import ChildFailed, measure_footprint
 from examples.scheduler_bench.plan import (
@@ -146,6 +147,17 @@ def test_a_tiny_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         assert by_tier["round robin", False, 1.0][name]["possible"] > 0
     for plot in ("cost.png", "hits.png"):
         assert (tmp_path / plot).read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(("answer_tokens", "num_steps"), [(4, TINY.cost.steps), (40, 80)])
+def test_a_measurement_lasts_as_long_as_the_longest_answer(
+    answer_tokens: int, num_steps: int
+) -> None:
+    """Of fewer, the least of the repeats would be of those in which nobody comes or goes."""
+    rig = Serving(Mix(64, answer_tokens), CONTENDERS["ours"], TINY, 3)
+    before = rig.engine.num_steps
+    rig.measure()
+    assert rig.engine.num_steps - before == num_steps
 
 
 def test_a_connector_that_never_hits_is_found_out(
