@@ -56,6 +56,16 @@ class CopyCosts:
         """Whether the kernel copies descriptors of ``size`` bytes, where there are enough."""
         return bool(self._of_sizes((size,)).by_kernel[0])
 
+    def describe(self) -> str:
+        """By size GB/s of the cheaper path, and whether that is the kernel's, in a line."""
+        return ", ".join(
+            f"{int(size) >> 10}K {size / (kernel if better else dma) / 1e9:.0f} GB/s"
+            + (" by kernel" if better else "")
+            for size, dma, kernel, better in zip(
+                self.sizes, self.dma, self.kernel, self.by_kernel, strict=True
+            )
+        )
+
     def divide(self, sizes: npt.NDArray[np.int64]) -> Division:
         """How to copy descriptors of these sizes, quickest if equal ones lie together. Between
         measured sizes, and above, costs go by the bytes, at a pace interpolated by log size;

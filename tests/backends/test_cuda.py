@@ -8,10 +8,12 @@ import numpy as np
 import pytest
 import torch
 
+from simple_offload.backends import cuda_measure
 from simple_offload.backends.base import Direction
 from simple_offload.backends.copy_costs import CopyCosts
 from simple_offload.backends.cuda import CopyPath, CudaBackend
 from simple_offload.backends.cuda_dma import CudaCopyError, copy_one_by_one
+from simple_offload.backends.cuda_queues import CudaQueues
 from simple_offload.metadata import Transfer
 
 pytestmark = pytest.mark.gpu
@@ -27,21 +29,21 @@ _measured: dict[object, CopyCosts] = {}
 def backend(
     request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[CudaBackend]:
-    measure = CudaBackend._measure_direction
+    measure = cuda_measure.measure_direction
 
     def measure_once(
-        backend: CudaBackend, direction: Direction, sizes: list[int], *buffers: torch.Tensor
+        queues: CudaQueues, direction: Direction, sizes: list[int], *buffers: torch.Tensor
     ) -> CopyCosts:
-        key = (direction, *sizes, bool(backend._kernels))
+        key = (direction, *sizes, bool(queues.kernels))
         if key not in _measured:
-            _measured[key] = measure(backend, direction, sizes, *buffers)
+            _measured[key] = measure(queues, direction, sizes, *buffers)
         return _measured[key]
 
-    monkeypatch.setattr(CudaBackend, "_measure_direction", measure_once)
+    monkeypatch.setattr(cuda_measure, "measure_direction", measure_once)
     path: CopyPath = request.param if request.param in ("kernel", "auto") else "dma"
     backend = CudaBackend(path)
     if request.param == "one by one":
-        backend._submit_dma = copy_one_by_one
+        backend._queues.submit_dma = copy_one_by_one
     yield backend
     torch.cuda.synchronize()
     backend.close()
@@ -314,14 +316,15 @@ def test_a_refused_copy_fails_when_what_was_queued_has_ended(
     sides = Sides(backend, 512, (1 << 20,))
     blocks = np.arange(512)
     rng = np.random.default_rng(6)
-    monkeypatch.setattr(backend, "_submit", refusing_behind(backend._submit))
+    queues = backend._queues
+    monkeypatch.setattr(queues, "submit", refusing_behind(queues.submit))
     sides.fill_host(9)
     torch.cuda.synchronize()
     torch.cuda._sleep(_BUSY)
     load = Transfer(0, rng.permutation(blocks), rng.permutation(blocks))
     with pytest.raises(CudaCopyError, match="refused"):
         backend.copy(Direction.LOAD, load, backend.barrier())
-    streams = backend._streams[Direction.LOAD], backend._kernel_streams[Direction.LOAD]
+    streams = queues._streams[Direction.LOAD], queues._kernel_streams[Direction.LOAD]
     assert all(stream.query() for stream in streams)
     assert bool((sides.device[0] == 9).any())
 

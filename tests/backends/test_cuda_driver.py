@@ -1,7 +1,6 @@
 """How copies by DMA speak to the driver, with a driver made of Python: no GPU needed."""
 
 import ctypes
-import math
 import sys
 from enum import IntEnum
 from types import ModuleType, SimpleNamespace
@@ -14,12 +13,8 @@ from hypothesis import strategies as st
 
 from simple_offload.backends import cuda_dma
 from simple_offload.backends.base import Direction
-from simple_offload.backends.copy_costs import CopyCosts
-from simple_offload.backends.cuda import CudaBackend
 from simple_offload.backends.cuda_dma import CudaCopyError
-from simple_offload.backends.cuda_regions import AlikeRegions
-from simple_offload.backends.plan import Descriptors, Regions
-from simple_offload.metadata import Transfer
+from simple_offload.backends.plan import Descriptors
 
 
 class CUresult(IntEnum):
@@ -171,124 +166,3 @@ def test_the_same_copies_by_descending_size(rows: list[tuple[int, int, int]]) ->
     assert sorted(again) == sorted(rows)
     assert [row[2] for row in again] == sorted((row[2] for row in rows), reverse=True)
     assert all(part.flags.c_contiguous for part in ordered)  # the driver is given addresses
-
-
-# Turns
-
-
-class Log(list[tuple[str, str, int]]):
-    """What streams are given: (stream, "copy", bytes) and (stream, "after " other stream, 0)."""
-
-    def stream(self, name: str) -> Any:
-        def wait_stream(other: Any) -> None:
-            self.append((name, f"after {other.name}", 0))
-
-        return SimpleNamespace(name=name, wait_stream=wait_stream)
-
-    def submit(self, plan: Descriptors, _: Direction, stream: Any) -> None:
-        self.append((stream.name, "copy", int(plan.sizes.sum())))
-
-
-def backend_with(log: Log) -> CudaBackend:
-    backend = CudaBackend.__new__(CudaBackend)  # needs no GPU as long as it is not initialised
-    backend._streams = {direction: log.stream(direction.value) for direction in Direction}
-    backend._spare_stream = log.stream("spare")
-    backend._submit_dma = log.submit
-    return backend
-
-
-MIB = 1 << 20
-LARGE = descriptors(*((64 * MIB * index, 0, 6 * MIB) for index in range(7)))
-
-
-def test_a_store_changes_streams_and_keeps_its_order() -> None:
-    """Each turn begins behind the one before, also that of the copy before."""
-    log = Log()
-    backend = backend_with(log)
-    pieces = [
-        *backend._submit_by_dma(Direction.STORE, LARGE),
-        *backend._submit_by_dma(Direction.STORE, PLAN),
-    ]
-    assert [(cast(Any, p.stream).name, p.num_bytes) for p in pieces] == [
-        ("store", 18 * MIB),
-        ("spare", 18 * MIB),
-        ("store", 6 * MIB),
-        ("spare", 112),
-    ]
-    assert log == [
-        ("store", "copy", 18 * MIB),
-        ("spare", "after store", 0),
-        ("spare", "copy", 18 * MIB),
-        ("store", "after spare", 0),
-        ("store", "copy", 6 * MIB),
-        ("spare", "after store", 0),
-        ("spare", "copy", 112),
-        ("store", "after spare", 0),
-    ]
-    assert cast(Any, backend._streams[Direction.STORE]).name == "store"
-
-
-def test_a_load_stays_on_its_stream() -> None:
-    log = Log()
-    twice = Descriptors.joined([LARGE, LARGE])
-    pieces = list(backend_with(log)._submit_by_dma(Direction.LOAD, twice))
-    assert log == [("load", "copy", 66 * MIB), ("load", "copy", 18 * MIB)]
-    assert [piece.num_bytes for piece in pieces] == [66 * MIB, 18 * MIB]
-
-
-def test_few_descriptors_a_call() -> None:
-    """The device begins when the driver has taken all of a call's."""
-    log = Log()
-    many = descriptors(*((4096 * index, 0, 4096) for index in range(600)))
-    list(backend_with(log)._submit_by_dma(Direction.LOAD, many))
-    assert log == [("load", "copy", count * 4096) for count in (256, 256, 88)]
-
-
-# What the engine's thread submits itself
-
-
-def quick_backend(page: int, num_regions: int, *, kernel: bool = False) -> CudaBackend:
-    """Where descriptors of less than 64 KiB go by kernel, if there is one."""
-    backend = backend_with(Log())
-    num_blocks = 1 << 16
-    regions = Regions(
-        np.zeros((num_regions, 1), np.uint64),
-        np.full(num_regions, page, np.uint64),
-        num_blocks,
-        num_blocks,
-    )
-    sizes = np.array([4096.0, 32768.0, 65536.0])
-    by_kernel = np.array([1e-7, 1e-6, 4e-6]) if kernel else np.full(3, math.inf)
-    costs = CopyCosts(sizes, np.array([2e-6, 2e-6, 2e-6]), by_kernel, 1e-5)
-    backend._costs = dict.fromkeys(Direction, costs)
-    backend._copy_path = "auto"
-    backend._device_regions = regions
-    backend._sides = [AlikeRegions(regions, regions, {})]
-    return backend
-
-
-def pairs(count: int) -> Transfer:
-    return Transfer(0, np.arange(count), np.arange(count))
-
-
-@pytest.mark.parametrize(
-    ("page", "num_regions", "kernel", "most"),
-    [
-        (2 << 20, 1, False, 1024),  # 2 GiB
-        (64 << 10, 64, True, 32),
-        (16 << 10, 64, False, 32),
-        (16 << 10, 64, True, 2048),  # 2 GiB again: the kernel takes thousands at once
-    ],
-)
-def test_loads_of_few_descriptors_are_quick(
-    page: int, num_regions: int, kernel: bool, most: int
-) -> None:
-    backend = quick_backend(page, num_regions, kernel=kernel)
-    assert backend.is_quick(Direction.LOAD, pairs(most))
-    assert not backend.is_quick(Direction.LOAD, pairs(most + 1))
-
-
-def test_stores_are_not_quick() -> None:
-    """Nobody waits for them."""
-    backend = quick_backend(2 << 20, 1)
-    assert not backend.is_quick(Direction.STORE, pairs(1))

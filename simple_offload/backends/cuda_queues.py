@@ -1,0 +1,138 @@
+"""CudaQueues: the streams that copies go to, and what is put on them."""
+
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Literal, NamedTuple
+
+import torch
+
+from simple_offload.backends.base import Barrier, Direction
+from simple_offload.backends.copy_costs import Division
+from simple_offload.backends.cuda_dma import largest_first, resolve_dma
+from simple_offload.backends.cuda_regions import AlikeRegions
+from simple_offload.backends.plan import Descriptors, Runs, describe, in_pieces
+from simple_offload.metadata import BlockIds
+
+if TYPE_CHECKING:
+    from simple_offload.backends.cuda_kernel import CopyKernel, Pairs
+
+_KERNEL_PROGRAMS = 8
+"""SMs that the kernel runs on: more are no faster on an H200 (docs/measurements.md)."""
+_PIECE_BYTES = 64 << 20
+"""At most so much is queued at a time, so that a large copy shows every millisecond or so how far
+it has come."""
+CALL_DESCRIPTORS = 256
+"""At most so many go to the driver in a call: the device begins when it has taken all of them."""
+_YIELD_BYTES = 16 << 20
+"""After so much of a store it goes on on another stream. Copies from the device share an engine
+that stays with a stream as long as that has a copy ready: the tokens that a step has sampled would
+reach vLLM when all stores have ended (19 ms for 1 GiB instead of 0.3, docs/measurements.md)."""
+
+
+class Piece(NamedTuple):
+    """What a stream has been given at once."""
+
+    path: Literal["dma", "kernel"]
+    stream: torch.cuda.Stream
+    num_bytes: int
+    kept: object
+    """Has to live until the stream has passed it."""
+
+
+class CudaQueues:
+    """Copies of each direction go to streams of their own, for DMA and for the kernel, so loads
+    and stores overlap each other and the compute stream."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.submit_dma = resolve_dma()
+        self.kernels: dict[Direction, CopyKernel] = {}
+        """Empty where nothing is copied by kernel."""
+        self._streams = {direction: torch.cuda.Stream(device) for direction in Direction}
+        # Loads have a request waiting: their few programs go before compute's.
+        self._kernel_streams = {
+            Direction.LOAD: torch.cuda.Stream(device, priority=-1),
+            Direction.STORE: torch.cuda.Stream(device),
+        }
+        self._spare_stream = torch.cuda.Stream(device)
+        """Stores take turns on two streams."""
+
+    def begin(self, direction: Direction, barrier: Barrier | None) -> torch.cuda.Event:
+        """Let the next copy come after ``barrier``. Returns an event that is passed when it
+        begins."""
+        stream = self._streams[direction]
+        if barrier is not None:
+            assert isinstance(barrier, torch.cuda.Event)
+            stream.wait_event(barrier)
+        start = self.mark(stream)
+        if self.kernels:
+            self._kernel_streams[direction].wait_stream(stream)
+        return start
+
+    def end(self, direction: Direction) -> torch.cuda.Event:
+        """An event behind all that has been queued, on either path; what ``begin`` lets begin
+        later comes after it."""
+        stream = self._streams[direction]
+        if self.kernels:
+            stream.wait_stream(self._kernel_streams[direction])
+        return self.mark(stream)
+
+    def mark(self, stream: torch.cuda.Stream) -> torch.cuda.Event:
+        """An event behind what ``stream`` has been given."""
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(stream)
+        return event
+
+    def drain(self, direction: Direction) -> None:
+        """Return when all that has been queued has ended."""
+        self._kernel_streams[direction].synchronize()
+        self._streams[direction].synchronize()
+
+    def upload(self, direction: Direction, sources: BlockIds, destinations: BlockIds) -> "Pairs":
+        """Have the direction's kernel know these blocks."""
+        stream = self._kernel_streams[direction]
+        return self.kernels[direction].upload(sources, destinations, stream)
+
+    def submit(
+        self,
+        direction: Direction,
+        sides: Sequence[AlikeRegions],
+        runs: Runs,
+        divisions: Sequence[Division],
+        pairs: "Pairs | None" = None,
+    ) -> Iterator[Piece]:
+        """Queue ``runs`` of all regions piece by piece. ``divisions``: which of them go by
+        kernel, for each of ``sides``; ``pairs``: the same runs where the kernel finds them, if
+        they have been uploaded already."""
+        by_dma: list[Descriptors] = []
+        for alike, division in zip(sides, divisions, strict=True):
+            chosen = division.by_kernel
+            if chosen.any():
+                taken = pairs if chosen.all() else None
+                if taken is None:
+                    taken = self.upload(direction, *runs.take(chosen).pairs())
+                yield from self._submit_to_kernel(direction, alike, taken)
+            if not chosen.all():
+                rest = runs.take(~chosen) if chosen.any() else runs
+                by_dma.append(describe(*alike.sides(direction), rest))
+        if by_dma:
+            yield from self._submit_by_dma(direction, Descriptors.joined(by_dma))
+
+    def _submit_to_kernel(
+        self, direction: Direction, alike: AlikeRegions, pairs: "Pairs"
+    ) -> Iterator[Piece]:
+        kernel, stream = self.kernels[direction], self._kernel_streams[direction]
+        block_bytes = int(alike.device.pages.sum())
+        for piece in pairs.in_pieces(max(1, _PIECE_BYTES // block_bytes)):
+            kernel.launch(alike.kernel[direction], piece, _KERNEL_PROGRAMS, stream)
+            yield Piece("kernel", stream, piece.length * block_bytes, piece)
+
+    def _submit_by_dma(self, direction: Direction, plan: Descriptors) -> Iterator[Piece]:
+        takes_turns = direction is Direction.STORE
+        num_bytes = _YIELD_BYTES if takes_turns else _PIECE_BYTES
+        plan = largest_first(plan.split(num_bytes))
+        for piece in in_pieces(plan, num_bytes, CALL_DESCRIPTORS):
+            stream = self._streams[direction]
+            self.submit_dma(piece, direction, stream)
+            yield Piece("dma", stream, int(piece.sizes.sum()), piece)
+            if takes_turns:
+                self._streams[direction], self._spare_stream = self._spare_stream, stream
+                self._streams[direction].wait_stream(stream)
