@@ -4,7 +4,6 @@ The engine core lives in this process, so that its scheduler can be read; with s
 vLLM's multiprocessing executor starts one process a rank.
 """
 
-import faulthandler
 import gc
 import itertools
 import logging
@@ -37,6 +36,7 @@ from simple_offload.backends.base import Direction
 from simple_offload.metadata import StepMetadata, Transfer
 from simple_offload.scheduler.manager import OffloadScheduler
 from simple_offload.worker.host_pool import HostPool
+from tests.engine.harness import tell_stacks_when_asked
 from tests.engine.ray_cluster import local_cluster
 from tests.engine.spec import (
     Answer,
@@ -51,9 +51,6 @@ from tests.engine.spec import (
 
 HostChunk = list[torch.Tensor]
 """Consecutive host blocks: int8 tensors ``[blocks, page_bytes]``, one for each region."""
-
-STACKS_AFTER_SECONDS = 100
-"""A child that takes this long is stuck: all its stacks go to the log, for the reader."""
 
 
 def run_engine(spec: EngineSpec) -> EngineResult:
@@ -334,7 +331,7 @@ def _host_chunks() -> Iterator[list[HostChunk]]:
 
 
 def main(job_path: Path, result_path: Path) -> None:
-    faulthandler.dump_traceback_later(STACKS_AFTER_SECONDS, repeat=True)
+    tell_stacks_when_asked()
     tqdm.tqdm.monitor_interval = 0  # else the first progress bar leaves a thread behind
     job = Job.model_validate_json(job_path.read_text())
     results = []
@@ -345,7 +342,6 @@ def main(job_path: Path, result_path: Path) -> None:
         ensure_kv_transfer_shutdown()  # a start that failed half-way leaves its connector
         cleanup_dist_env_and_memory()
     result_path.write_text(JobResult(results=results).model_dump_json())
-    faulthandler.cancel_dump_traceback_later()
 
 
 if __name__ == "__main__":

@@ -1,5 +1,7 @@
 """Runs engine jobs in child processes, with a deadline, and leaves no process behind."""
 
+import contextlib
+import faulthandler
 import os
 import re
 import signal
@@ -17,6 +19,8 @@ from tests.engine.spec import EngineResult, EngineSpec, Job, JobResult
 ROOT = Path(__file__).resolve().parents[2]
 DEADLINE_SECONDS = 270.0
 GRACE_SECONDS = 10.0
+STACKS_SECONDS = 3.0
+"""A stuck child gets so long to write its stacks."""
 LOG_TAIL_CHARACTERS = 6000
 
 
@@ -68,9 +72,7 @@ def run_engines(
             start_new_session=True,
         )
     try:
-        status: int | None = child.wait(timeout=deadline)
-    except subprocess.TimeoutExpired:
-        status = None
+        status = wait_for(child, deadline)
     finally:
         leftovers = processes_left(child.pid, within=GRACE_SECONDS if child.returncode == 0 else 0)
         kill_session(child.pid)
@@ -84,6 +86,27 @@ def run_engines(
         raise EngineJobFailed(f"processes left behind: {leftovers}\n{log_tail(log_path)}")
     results = JobResult.model_validate_json(result_path.read_text()).results
     return [result.model_copy(update={"log": log_path}) for result in results]
+
+
+def tell_stacks_when_asked() -> None:
+    """Have this process write all its threads' stacks to its log when ``wait_for`` asks for them.
+
+    Not by the clock, as long as all is well: to walk the stacks of threads that run may crash
+    the process (seen with Python 3.12 in the midst of compiled code).
+    """
+    faulthandler.register(signal.SIGUSR1, all_threads=True)
+
+
+def wait_for(child: "subprocess.Popen[bytes]", deadline: float) -> int | None:
+    """The child's exit status; None, and its stacks in its log, if it has not ended within
+    ``deadline`` seconds."""
+    try:
+        return child.wait(timeout=deadline)
+    except subprocess.TimeoutExpired:
+        child.send_signal(signal.SIGUSR1)
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        child.wait(timeout=STACKS_SECONDS)
+    return None
 
 
 def processes_left(session: int, *, within: float) -> list[str]:

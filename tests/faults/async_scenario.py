@@ -6,7 +6,6 @@ copy is late, so that there is always one in flight.
 """
 
 import asyncio
-import faulthandler
 import sys
 import time
 from collections.abc import Awaitable, Callable, Sequence
@@ -21,10 +20,11 @@ from vllm.outputs import RequestOutput
 from vllm.v1.engine import PauseMode
 from vllm.v1.engine.async_llm import AsyncLLM
 
+from tests.engine.harness import tell_stacks_when_asked
 from tests.engine.spec import Answer, Ask, EngineSpec
 from tests.faults.live import answer_of, engine_args, greedy
 from tests.faults.plan import Fault
-from tests.faults.scenarios import OLD, STACKS_AFTER_SECONDS, new_asks
+from tests.faults.scenarios import OLD, new_asks
 
 RESET_SECONDS = 60.0
 ASKED = OLD[:5]
@@ -196,11 +196,10 @@ async def run(spec: EngineSpec) -> AsyncResult:
 
 def main(spec_path: Path, result_path: Path) -> None:
     """Run it."""
-    faulthandler.dump_traceback_later(STACKS_AFTER_SECONDS, repeat=True)
+    tell_stacks_when_asked()
     spec = EngineSpec.model_validate_json(spec_path.read_text())
     result = asyncio.run(run(spec))
     result_path.write_text(result.model_dump_json())
-    faulthandler.cancel_dump_traceback_later()
 
 
 if __name__ == "__main__":

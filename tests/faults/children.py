@@ -13,6 +13,7 @@ from tests.engine.harness import (
     kill_session,
     log_tail,
     processes_left,
+    wait_for,
 )
 from tests.engine.spec import EngineSpec
 from tests.faults.live import ScenarioResult
@@ -50,9 +51,7 @@ def start_child(directory: Path, module: str, *arguments: str, **environment: st
             start_new_session=True,
         )
     try:
-        status: int | None = child.wait(timeout=DEADLINE_SECONDS)
-    except subprocess.TimeoutExpired:
-        status = None
+        status = wait_for(child, DEADLINE_SECONDS)
     finally:
         left = processes_left(child.pid, within=GRACE_SECONDS if child.returncode == 0 else 0)
         kill_session(child.pid)

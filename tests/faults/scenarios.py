@@ -1,7 +1,6 @@
 """What engines go through while their copies go wrong: ``python -m tests.faults.scenarios``
 (see tests/faults/children.py) runs some of these in a process of their own."""
 
-import faulthandler
 import gc
 import sys
 import threading
@@ -15,12 +14,12 @@ from vllm.distributed.kv_transfer import ensure_kv_transfer_shutdown
 from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
 
 from simple_offload.backends.base import Direction
+from tests.engine.harness import tell_stacks_when_asked
 from tests.engine.spec import Ask, EngineSpec
 from tests.engine.workloads import shared_prefix_asks
 from tests.faults.live import LiveEngine, ScenarioResult
 from tests.faults.plan import Fault
 
-STACKS_AFTER_SECONDS = 100
 NEVER = 10**9
 """Polls after which a transfer ends: only waiting for it helps."""
 
@@ -292,7 +291,7 @@ def run(scenario: str, spec: EngineSpec) -> ScenarioResult:
 
 def main(job_path: Path, result_path: Path) -> None:
     """Run a job."""
-    faulthandler.dump_traceback_later(STACKS_AFTER_SECONDS, repeat=True)
+    tell_stacks_when_asked()
     tqdm.tqdm.monitor_interval = 0  # else the first progress bar leaves a thread behind
     job = Job.model_validate_json(job_path.read_text())
     results = {}
@@ -302,7 +301,6 @@ def main(job_path: Path, result_path: Path) -> None:
         ensure_kv_transfer_shutdown()  # a start that failed half-way leaves its connector
         cleanup_dist_env_and_memory()
     result_path.write_text(JobResult(results=results).model_dump_json())
-    faulthandler.cancel_dump_traceback_later()
 
 
 if __name__ == "__main__":
