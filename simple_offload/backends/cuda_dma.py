@@ -1,7 +1,7 @@
 """Batched DMA: one driver call for all descriptors, or one for each where there is no better."""
 
 import ctypes
-from collections.abc import Callable
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -19,8 +19,20 @@ _BATCH_SINCE = 12080
 """The CUDA version (12.8) whose cuMemcpyBatchAsync is asked for: later ones dropped the index
 of the entry that failed from its arguments."""
 
-SubmitDma = Callable[[Descriptors, Direction, torch.cuda.Stream], None]
-"""Queues all descriptors, by descending size, on a stream. Raises CudaCopyError."""
+
+class SubmitDma(Protocol):
+    """Queues all descriptors, by descending size, on a stream."""
+
+    def __call__(
+        self,
+        plan: Descriptors,
+        direction: Direction,
+        stream: torch.cuda.Stream,
+        *,
+        keep_lock: bool = False,
+    ) -> None:
+        """``keep_lock``: where possible without giving up Python's interpreter lock, for few
+        descriptors. Raises CudaCopyError."""
 
 
 class CudaCopyError(RuntimeError):
@@ -66,11 +78,18 @@ def resolve_dma() -> SubmitDma:
         )
         return copy_one_by_one
     pointer, size = ctypes.c_void_p, ctypes.c_size_t
-    function = ctypes.CFUNCTYPE(
-        ctypes.c_uint, pointer, pointer, pointer, size, pointer, pointer, size, pointer, pointer
-    )(int(address))
+    types = ctypes.c_uint, pointer, pointer, pointer, size, pointer, pointer, size, pointer, pointer
+    without_lock = ctypes.CFUNCTYPE(*types)(int(address))
+    with_lock = ctypes.PYFUNCTYPE(*types)(int(address))
 
-    def copy_batch(plan: Descriptors, direction: Direction, stream: torch.cuda.Stream) -> None:
+    def copy_batch(
+        plan: Descriptors,
+        direction: Direction,
+        stream: torch.cuda.Stream,
+        *,
+        keep_lock: bool = False,
+    ) -> None:
+        function = with_lock if keep_lock else without_lock
         order = _ANY_ORDER if direction is Direction.LOAD else _IN_STREAM_ORDER
         attributes = _Attributes(source_access_order=order)
         first_index, failed = size(0), size(2**64 - 1)
@@ -94,8 +113,14 @@ def resolve_dma() -> SubmitDma:
     return copy_batch
 
 
-def copy_one_by_one(plan: Descriptors, _: Direction, stream: torch.cuda.Stream) -> None:
-    """cuMemcpyAsync for each descriptor; sources are read in stream order."""
+def copy_one_by_one(
+    plan: Descriptors,
+    direction: Direction,  # noqa: ARG001 - sources are read in stream order either way
+    stream: torch.cuda.Stream,
+    *,
+    keep_lock: bool = False,  # noqa: ARG001 - cuda-bindings gives it up
+) -> None:
+    """cuMemcpyAsync for each descriptor."""
     from cuda.bindings import driver
 
     for index, (destination, source, size) in enumerate(

@@ -7,7 +7,7 @@ import torch
 
 from simple_offload.backends.base import Barrier, Direction
 from simple_offload.backends.copy_costs import Division
-from simple_offload.backends.cuda_dma import largest_first, resolve_dma
+from simple_offload.backends.cuda_dma import SubmitDma, largest_first, resolve_dma
 from simple_offload.backends.cuda_regions import AlikeRegions
 from simple_offload.backends.plan import Descriptors, Runs, describe, in_pieces
 from simple_offload.metadata import BlockIds
@@ -18,8 +18,7 @@ if TYPE_CHECKING:
 _KERNEL_PROGRAMS = 8
 """SMs that the kernel runs on: more are no faster on an H200 (docs/measurements.md)."""
 _PIECE_BYTES = 64 << 20
-"""At most so much is queued at a time, so that a large copy shows every millisecond or so how far
-it has come."""
+"""At most so much is queued at a time."""
 CALL_DESCRIPTORS = 256
 """At most so many go to the driver in a call: the device begins when it has taken all of them."""
 _YIELD_BYTES = 16 << 20
@@ -43,7 +42,7 @@ class CudaQueues:
     and stores overlap each other and the compute stream."""
 
     def __init__(self, device: torch.device) -> None:
-        self.submit_dma = resolve_dma()
+        self.submit_dma: SubmitDma = resolve_dma()
         self.kernels: dict[Direction, CopyKernel] = {}
         """Empty where nothing is copied by kernel."""
         self._streams = {direction: torch.cuda.Stream(device) for direction in Direction}
@@ -98,10 +97,12 @@ class CudaQueues:
         runs: Runs,
         divisions: Sequence[Division],
         pairs: "Pairs | None" = None,
+        *,
+        keep_lock: bool = False,
     ) -> Iterator[Piece]:
         """Queue ``runs`` of all regions piece by piece. ``divisions``: which of them go by
         kernel, for each of ``sides``; ``pairs``: the same runs where the kernel finds them, if
-        they have been uploaded already."""
+        they have been uploaded already; ``keep_lock``: as for ``SubmitDma``."""
         by_dma: list[Descriptors] = []
         for alike, division in zip(sides, divisions, strict=True):
             chosen = division.by_kernel
@@ -114,7 +115,8 @@ class CudaQueues:
                 rest = runs.take(~chosen) if chosen.any() else runs
                 by_dma.append(describe(*alike.sides(direction), rest))
         if by_dma:
-            yield from self._submit_by_dma(direction, Descriptors.joined(by_dma))
+            plan = Descriptors.joined(by_dma)
+            yield from self._submit_by_dma(direction, plan, keep_lock=keep_lock)
 
     def _submit_to_kernel(
         self, direction: Direction, alike: AlikeRegions, pairs: "Pairs"
@@ -125,13 +127,15 @@ class CudaQueues:
             kernel.launch(alike.kernel[direction], piece, _KERNEL_PROGRAMS, stream)
             yield Piece("kernel", stream, piece.length * block_bytes, piece)
 
-    def _submit_by_dma(self, direction: Direction, plan: Descriptors) -> Iterator[Piece]:
+    def _submit_by_dma(
+        self, direction: Direction, plan: Descriptors, *, keep_lock: bool = False
+    ) -> Iterator[Piece]:
         takes_turns = direction is Direction.STORE
         num_bytes = _YIELD_BYTES if takes_turns else _PIECE_BYTES
         plan = largest_first(plan.split(num_bytes))
         for piece in in_pieces(plan, num_bytes, CALL_DESCRIPTORS):
             stream = self._streams[direction]
-            self.submit_dma(piece, direction, stream)
+            self.submit_dma(piece, direction, stream, keep_lock=keep_lock)
             yield Piece("dma", stream, int(piece.sizes.sum()), piece)
             if takes_turns:
                 self._streams[direction], self._spare_stream = self._spare_stream, stream

@@ -268,7 +268,7 @@ def test_what_remains_of_a_copy_shrinks(backend: CudaBackend) -> None:
     torch.cuda.synchronize()
     torch.cuda._sleep(10 * _BUSY)
     pending = backend.copy(Direction.LOAD, Transfer(0, blocks, blocks), backend.barrier())
-    assert len(pending.parts) >= 8  # though all blocks are neighbours
+    assert len(pending.parts) >= 4  # though all blocks are neighbours
     whole = pending.remaining_seconds()
     assert whole > (512 << 20) / 200e9  # faster than any bus there is
     pending.wait()
@@ -330,8 +330,8 @@ def test_a_refused_copy_fails_when_what_was_queued_has_ended(
 
 
 def refusing_behind(submit: Callable[..., Any]) -> Callable[..., Any]:
-    def submit_and_refuse(*arguments: Any) -> Any:
-        yield from submit(*arguments)
+    def submit_and_refuse(*arguments: Any, **named: Any) -> Any:
+        yield from submit(*arguments, **named)
         raise CudaCopyError("refused")
 
     return submit_and_refuse

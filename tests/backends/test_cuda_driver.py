@@ -110,6 +110,33 @@ def test_one_call_for_all_descriptors(driver: Driver) -> None:
     assert driver.calls == [(*lists, cuda_dma._ANY_ORDER), (*lists, cuda_dma._IN_STREAM_ORDER)]
 
 
+def test_the_lock_is_kept_if_asked_for(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+    """PYFUNCTYPE makes functions that keep it, CFUNCTYPE such as give it up."""
+    made = []
+
+    def make(kind: str, prototype: Any) -> Any:
+        def resolve(address: int) -> Any:
+            function = prototype(address)
+
+            def call(*arguments: Any) -> Any:
+                made.append(kind)
+                return function(*arguments)
+
+            return call
+
+        return lambda *_: resolve
+
+    monkeypatch.setattr("simple_offload.backends.cuda_dma.ctypes.PYFUNCTYPE", make("kept", _Batch))
+    monkeypatch.setattr(
+        "simple_offload.backends.cuda_dma.ctypes.CFUNCTYPE", make("given up", _Batch)
+    )
+    submit = cuda_dma.resolve_dma()
+    submit(PLAN, Direction.LOAD, STREAM, keep_lock=True)
+    submit(PLAN, Direction.LOAD, STREAM)
+    assert made == ["kept", "given up"]
+    assert len(driver.calls) == 2
+
+
 def test_a_refusal_names_error_and_descriptor(driver: Driver) -> None:
     submit = cuda_dma.resolve_dma()
     driver.fails_at = 2

@@ -23,8 +23,11 @@ class Log(list[tuple[str, str, int]]):
 
         return SimpleNamespace(name=name, wait_stream=wait_stream)
 
-    def submit(self, plan: Descriptors, _: Direction, stream: Any) -> None:
-        self.append((stream.name, "copy", int(plan.sizes.sum())))
+    def submit(
+        self, plan: Descriptors, direction: Direction, stream: Any, *, keep_lock: bool = False
+    ) -> None:
+        assert direction.value in (stream.name, "store")
+        self.append((stream.name, "keep" if keep_lock else "copy", int(plan.sizes.sum())))
 
 
 def queues_with(log: Log) -> CudaQueues:
@@ -81,3 +84,9 @@ def test_few_descriptors_a_call() -> None:
     many = descriptors(*((4096 * index, 0, 4096) for index in range(600)))
     list(queues_with(log)._submit_by_dma(Direction.LOAD, many))
     assert log == [("load", "copy", count * 4096) for count in (256, 256, 88)]
+
+
+def test_the_lock_is_kept_if_asked_for() -> None:
+    log = Log()
+    list(queues_with(log)._submit_by_dma(Direction.LOAD, LARGE, keep_lock=True))
+    assert log == [("load", "keep", 42 * MIB)]
