@@ -150,7 +150,7 @@ def h200_plan() -> Plan:
         device_tokens=65536,
         host_bytes=40 << 30,
         prompt_tokens=8192,
-        first_tokens=2,
+        first_tokens=1,
         idle_prompts=48,
         idle_prompt_tokens=1024,
         idle_answer_tokens=64,

@@ -154,6 +154,8 @@ WAYS: Mapping[str, Way] = {
     "python3 -m examples.engine_bench --preset h200": _GPU_ENGINES,
     "python3 -m examples.engine_bench --preset h200 --rounds 3": _GPU_ENGINES,
     "python3 -m examples.engine_bench --contenders none,ours --rounds 1 --repeats 3": _GPU_ENGINES,
+    "python3 -m examples.engine_bench --contenders ours,builtin,none --parts ttft,mix"
+    " --rounds 1 --repeats 3": _GPU_ENGINES,
     "python3 -m examples.engine_bench --contenders none,ours,builtin --parts ttft,idle,mix"
     " --rounds 1 --repeats 3": _GPU_ENGINES,
     "python3 -m examples.engine_bench --contenders none,ours,builtin --parts ttft --kv-heads 1"
