@@ -67,6 +67,10 @@ class Measured(Protocol):
         """How it went. Called when it is done."""
 
 
+class Barrier(Protocol):
+    """A point in the device's compute stream that a copy has to come after."""
+
+
 @runtime_checkable
 class QuickToSubmit(Protocol):
     """What a CopyBackend may be as well."""
@@ -76,9 +80,12 @@ class QuickToSubmit(Protocol):
         time that the engine's had better do it itself than hand it over. Called on the engine's
         thread, for blocks of any number."""
 
-
-class Barrier(Protocol):
-    """A point in the device's compute stream that a copy has to come after."""
+    def copy_quickly(
+        self, direction: Direction, transfer: Transfer, barrier: Barrier | None
+    ) -> Pending | None:
+        """``copy``, on the engine's thread, of what is quick, while no other copy of
+        ``direction`` is under way: as far as possible without giving up Python's interpreter
+        lock, which another thread may then keep for longer than the copy takes."""
 
 
 class CopyBackend(Protocol):

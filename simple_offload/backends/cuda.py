@@ -101,16 +101,19 @@ class CudaBackend:
         torch.cuda.set_device(self._device)
 
     def copy(
-        self, direction: Direction, transfer: Transfer, barrier: Barrier | None
+        self,
+        direction: Direction,
+        transfer: Transfer,
+        barrier: Barrier | None,
+        *,
+        keep_lock: bool = False,
     ) -> CudaPending:
+        """``keep_lock``: as for ``SubmitDma``."""
         sides, blocks = self._sides, (transfer.device_blocks, transfer.host_blocks)
         if direction is Direction.LOAD:
             blocks = blocks[::-1]
         queues = self._queues
         start = queues.begin(direction, barrier)
-        # A thread that gives up the lock may get it back after a millisecond only, from the one
-        # that takes in requests. Doing so 32 times, 1 GiB took 30 ms to queue beside 11 prompts.
-        quick = self.is_quick(direction, transfer)
         kept: list[object] = [sides]
         parts: deque[Part] = deque()
         num_bytes = {"kernel": 0, "dma": 0}
@@ -131,7 +134,7 @@ class CudaBackend:
                 )
                 pace = seconds / ((stop - first) * int(self._device_regions.pages.sum()))
                 for piece in queues.submit(
-                    direction, sides, runs, divisions, part, keep_lock=quick
+                    direction, sides, runs, divisions, part, keep_lock=keep_lock
                 ):
                     kept.append(piece.kept)
                     num_bytes[piece.path] += piece.num_bytes
@@ -149,6 +152,13 @@ class CudaBackend:
             queues.drain(direction)
             raise
         return CudaPending(parts, kept, start, num_bytes)
+
+    def copy_quickly(
+        self, direction: Direction, transfer: Transfer, barrier: Barrier | None
+    ) -> CudaPending:
+        """What gives up the lock may get it back after a millisecond only, from the thread that
+        takes in requests. Doing so 32 times, 1 GiB took 30 ms to queue beside 11 prompts."""
+        return self.copy(direction, transfer, barrier, keep_lock=True)
 
     def is_quick(self, direction: Direction, transfer: Transfer) -> bool:
         """Loads of few descriptors, or of those that the kernel copies. A store has nobody

@@ -3,7 +3,7 @@
 import threading
 import time
 from collections import deque
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from queue import Empty, SimpleQueue
 from typing import NamedTuple
@@ -86,6 +86,9 @@ class _Submitted:
             return None
 
 
+_Copy = Callable[[Direction, Transfer, Barrier | None], Pending | None]
+
+
 class _Job(NamedTuple):
     transfer: Transfer
     barrier: Barrier | None
@@ -144,8 +147,10 @@ class Lane:
         job = _Job(transfer, barrier, time.monotonic())
         if self.broken:
             self._under_way.append(_Submitted(transfer, None, LaneBroken(self.direction.value)))
-        elif self._num_open == 0 and self._is_quick(transfer):
-            self._under_way.append(self._start_copy(job))
+        elif (quick := self._quick_to_submit) is not None and (
+            self._num_open == 0 and quick.is_quick(self.direction, transfer)
+        ):
+            self._under_way.append(self._start_copy(job, quick.copy_quickly))
         else:
             self._life.jobs.put(job)
         self._num_open += 1  # now: a signal may have raised before, and nobody has the copy then
@@ -268,10 +273,6 @@ class Lane:
             logger.error("The %s thread has died: starting another", self.direction.value)
             self._start()
 
-    def _is_quick(self, transfer: Transfer) -> bool:
-        backend = self._quick_to_submit
-        return backend is not None and backend.is_quick(self.direction, transfer)
-
     def _run(self, life: _Life) -> None:
         entered = False
         while (job := life.jobs.get()) is not None:
@@ -279,18 +280,18 @@ class Lane:
                 if not entered:
                     self._backend.enter_thread(self.direction)
                     entered = True
-                life.hand_over(self._start_copy(job))
+                life.hand_over(self._start_copy(job, self._backend.copy))
             except Exception as error:  # noqa: BLE001 - a failed transfer, and the thread goes on
                 life.hand_over(_Submitted(job.transfer, None, error))
             except BaseException as error:  # noqa: BLE001 - a failed transfer, and its last one
                 life.hand_over(_Submitted(job.transfer, None, error), dead=True)
                 return
 
-    def _start_copy(self, job: _Job) -> _Submitted:
+    def _start_copy(self, job: _Job, copy: _Copy) -> _Submitted:
         """Have the backend copy, on the calling thread."""
         began_at = time.monotonic()
         try:
-            pending = self._backend.copy(self.direction, job.transfer, job.barrier)
+            pending = copy(self.direction, job.transfer, job.barrier)
             submitted = _Submitted(job.transfer, pending, None, job.submitted_at, began_at)
             if pending is None:
                 submitted.end()

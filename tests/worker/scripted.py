@@ -90,6 +90,7 @@ class ScriptedBackend:
         """Ids of copies that block their thread until the event is set."""
         self.pendings: dict[int, ScriptedPending] = {}
         self.quick: set[int] = set()
+        self.copied_quickly: list[int] = []
         """Ids of those that the engine's thread may submit."""
         self.started = Events()
         self.enter_errors: list[BaseException] = []
@@ -144,6 +145,12 @@ class ScriptedBackend:
 
     def is_quick(self, direction: Direction, transfer: Transfer) -> bool:
         return transfer.id in self.quick
+
+    def copy_quickly(
+        self, direction: Direction, transfer: Transfer, barrier: Barrier | None
+    ) -> Pending | None:
+        self.copied_quickly.append(transfer.id)
+        return self.copy(direction, transfer, barrier)
 
     # What tests do
 

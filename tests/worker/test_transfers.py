@@ -89,6 +89,7 @@ def test_a_quick_copy_is_started_at_once(bench: Bench, direction: Direction) -> 
     assert caller not in (threads[2], threads[3])
     bench.submit(direction, 5)
     assert bench.backend.log[-1] == ("copy", direction, 5, None, caller)
+    assert bench.backend.copied_quickly == [1, 4, 5]
 
 
 def test_a_quick_copy_that_fails(bench: Bench) -> None:
