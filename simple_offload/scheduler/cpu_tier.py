@@ -59,6 +59,8 @@ class CpuTier:
         self.meter = meter or metrics.Meter()
         self.num_used = 0
         """Blocks that hold something."""
+        self.num_lost = 0
+        """Blocks that have ever lost what they held."""
         self.pool: BlockPool = coordinator.block_pool
         self.groups = Groups(coordinator, hash_block_size, num_parts)
         self.version = 0
@@ -288,4 +290,5 @@ class CpuTier:
     def _lose(self, count: int, reason: str) -> None:
         """So many blocks lose what they hold."""
         self.num_used -= count
+        self.num_lost += count
         self.meter.add(metrics.EVICTED, count, reason)

@@ -16,7 +16,10 @@ class Due:
     lacks 6 cannot have them yet.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, ahead: bool = False) -> None:
+        """``ahead``: a request is due in the very step that is scheduled the tokens which it
+        lacks, not in the first after it."""
+        self._ahead = ahead
         self._due: dict[str, None] = {}
         """In the order in which they became due."""
         self._put_off: dict[str, int] = {}
@@ -58,8 +61,8 @@ class Due:
                 if self._put_off.pop(request_id, None) is not None:
                     self._due[request_id] = None
         self._sum += most
-        queue = self._queue
-        while queue and queue[0][0] <= self._sum_before:
+        queue, reached = self._queue, self._sum if self._ahead else self._sum_before
+        while queue and queue[0][0] <= reached:
             at, request_id = heappop(queue)
             if self._put_off.get(request_id) == at:
                 del self._put_off[request_id]

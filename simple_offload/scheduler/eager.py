@@ -20,17 +20,12 @@ from simple_offload.scheduler.store_policy import (
 )
 from simple_offload.scheduler.store_walk import StoreWalk
 from simple_offload.scheduler.stores import Stores
+from simple_offload.scheduler.waits import Waits
 
 if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_manager import KVCacheManager
+    from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.request import Request
-
-_MOST_BLOCKS = 8
-_MOST_TOKENS = 128
-"""How much of what a request says waits to be stored in one go: so many device blocks or tokens,
-whichever is less, but at least a host block. The scheduler side takes about as long for eight
-blocks as for one. While the request runs, the device has them. One that is preempted before they
-are stored may lose them, which is why these are few: it computes them again."""
 
 
 class _Ended(NamedTuple):
@@ -74,13 +69,7 @@ class EagerPolicy:
         chained = set(groups.chained_ids)
         self._group_ids = (*groups.chained_ids, *(g for g in groups.ids if g not in chained))
         """Chained groups first: the others' blocks are of no use beyond them."""
-        self._waits = [
-            max(1, min(_MOST_BLOCKS // groups.num_parts, _MOST_TOKENS // size))
-            if group in chained
-            else 1
-            for group, size in enumerate(groups.block_sizes)
-        ]
-        """By group, how many host blocks beyond the prompt are stored in one go."""
+        self._waits = Waits(groups)
         self._zeros = [0] * len(self._managers)
         self._walk = StoreWalk(tier, stores, kv_cache_manager, admission)
 
@@ -113,11 +102,11 @@ class EagerPolicy:
                 for state in of_request:
                     self._walk.store_state(progress, state)
 
-    def on_step(self, num_scheduled: Mapping[str, int]) -> None:
+    def on_step(self, scheduled: "SchedulerOutput") -> None:
         left_behind, self._ended = self._ended, []
         for ended in left_behind:
             self._finish(ended)
-        for request_id in self._due.step(num_scheduled):
+        for request_id in self._due.step(scheduled.num_scheduled_tokens):
             progress = self._progress[request_id]
             request = self._requests[request_id]
             self.admission.note(request)
@@ -170,7 +159,7 @@ class EagerPolicy:
             for group, table in tables.items()
         }
         all_stored = self._walk.store_ready(progress, ready, tables, self._zeros, ended=False)
-        progress.ready_at = self._next_ready(request, progress, may_wait=all_stored)
+        progress.ready_at = self._waits.next_at(request, progress.next_index, may_wait=all_stored)
 
     def _finish(self, ended: _Ended) -> None:
         """Store what is left of a request. What it has in the tier is the most recently used
@@ -200,17 +189,6 @@ class EagerPolicy:
         """How many of its host blocks have neither been stored nor found to be in the tier."""
         next_index = ended.progress.next_index
         return sum(max(0, stop - next_index[group]) for group, stop in ended.stops.items())
-
-    def _next_ready(self, request: "Request", progress: Progress, may_wait: bool) -> int:
-        """How many tokens must have been computed before there is something to store: the next
-        block of some group, or more of them, if it is none of the prompt's and ``may_wait``."""
-        num_prompt_tokens = request.num_prompt_tokens
-        at = []
-        for group in self._group_ids:
-            index, size = progress.next_index[group], self.groups.block_sizes[group]
-            in_prompt = (index + 1) * size <= num_prompt_tokens
-            at.append((index + (self._waits[group] if may_wait and not in_prompt else 1)) * size)
-        return min(at)
 
     def _table(self, request_id: str, group: int) -> list[KVCacheBlock]:
         table: list[KVCacheBlock] = self._managers[group].req_to_blocks.get(request_id, [])

@@ -1,6 +1,6 @@
 """LazyPolicy: blocks are stored when the device is about to evict them."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -10,14 +10,21 @@ from vllm.v1.core.kv_cache_utils import BlockHashWithGroupId, KVCacheBlock
 from simple_offload import metrics
 from simple_offload.scheduler.admission import Admission
 from simple_offload.scheduler.cpu_tier import CpuTier
+from simple_offload.scheduler.due import Due
 from simple_offload.scheduler.lookahead import StepLimits
 from simple_offload.scheduler.queue_walk import QueueWalk
 from simple_offload.scheduler.residents import Residents
-from simple_offload.scheduler.store_policy import BoundaryState, num_complete_blocks
+from simple_offload.scheduler.store_policy import (
+    BoundaryState,
+    confirmed_tokens,
+    num_complete_blocks,
+)
 from simple_offload.scheduler.stores import Storable, Stores
+from simple_offload.scheduler.waits import Waits
 
 if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_manager import KVCacheManager
+    from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.request import Request
 
 
@@ -25,7 +32,7 @@ if TYPE_CHECKING:
 class _Followed:
     request: "Request"
     num_taken: list[int]
-    """By group, blocks of its table that are known to have left the free queue."""
+    """By group, blocks of its table that are known to have left the free queue before it ran."""
     num_hashed: list[int]
     """By group, blocks of its table that have been recorded as far as they have a hash."""
     num_ahead: list[int]
@@ -71,6 +78,12 @@ class LazyPolicy:
         self._device_pool: BlockPool = kv_cache_manager.block_pool
         self._residents = Residents(stores, admission, self._device_pool)
         self._followed: dict[str, _Followed] = {}
+        self._starting: dict[str, _Followed] = {}
+        """Those of them that have not run."""
+        self._behind: dict[str, _Followed] = {}
+        """Those of which something has been recorded since it was last stored ahead of time."""
+        self._due = Due(ahead=True)
+        self._waits = Waits(tier.groups)
         self._ended: list[_Ended] = []
         self._walk = QueueWalk(tier, stores, self._residents, limits, self._device_pool)
 
@@ -91,7 +104,9 @@ class LazyPolicy:
         zeros = [0] * len(self._managers)
         followed = _Followed(request, zeros.copy(), zeros.copy(), zeros.copy(), loads)
         self._followed[request.request_id] = followed
-        self._take_notice(followed)
+        self._starting[request.request_id] = followed
+        self._behind.pop(request.request_id, None)
+        self._due.follow(request.request_id)
 
     def on_states(self, states: Mapping[str, Sequence[BoundaryState]]) -> None:
         for request_id, of_request in states.items():
@@ -102,24 +117,27 @@ class LazyPolicy:
                 if self._is_short_of_blocks():
                     self._store(followed, blocks)
 
-    def on_step(self, num_scheduled: Mapping[str, int]) -> None:
+    def on_step(self, scheduled: "SchedulerOutput") -> None:
         ended, self._ended = self._ended, []
         for each in ended:
             self._finish(each)
-        budget = self._walk.num_ahead if self._is_short_of_blocks() else 0
-        for request_id in num_scheduled:
-            if (followed := self._followed.get(request_id)) is not None:
-                followed.ran = True
-                self.admission.note(followed.request)
-                self._take_notice(followed)
-                self._record(followed)
-                if budget > 0:
-                    budget -= self._store_ahead(followed, budget)
+        self._take_notice(scheduled)
+        for request_id in self._due.step(scheduled.num_scheduled_tokens):
+            followed = self._followed[request_id]
+            self.admission.note(followed.request)
+            self._record(followed)
+            next_at = self._waits.next_at(followed.request, followed.num_hashed)
+            self._due.put_off(request_id, next_at - confirmed_tokens(followed.request))
+        if self._behind and self._is_short_of_blocks():
+            self._store_ahead(self._walk.num_ahead)
         self._walk.go_on()
 
     def on_finished(self, request: "Request", loading: bool) -> None:
         followed = self._followed.pop(request.request_id, None)
         if followed is not None:
+            self._starting.pop(request.request_id, None)
+            self._behind.pop(request.request_id, None)
+            self._due.forget(request.request_id)
             self.admission.note(request)
         self.admission.forget(request.request_id)
         # Where no step has run it, another connector (MultiConnector) may still be filling its
@@ -127,12 +145,15 @@ class LazyPolicy:
         if followed is None or loading or not (followed.ran or followed.loads):
             return
         self._record(followed)  # the last step's output may have given a block its hash
-        storable = [*self._unhashed(request), *self._at_risk(followed)]
+        storable = [*reversed(self._unhashed(request)), *self._at_risk(followed)]
         self._device_pool.touch([block for each in storable for block in each.device_blocks])
         self._ended.append(_Ended(followed, storable))
 
     def on_reset(self) -> None:
         self._followed.clear()
+        self._starting.clear()
+        self._behind.clear()
+        self._due.clear()
         self._residents.forget()
         ended, self._ended = self._ended, []
         for each in ended:
@@ -140,40 +161,42 @@ class LazyPolicy:
 
     # Following requests
 
-    def _take_notice(self, followed: _Followed) -> None:
-        """What has come into the request's block tables has left the free queue."""
-        request_id = followed.request.request_id
-        for group, manager in enumerate(self._managers):
-            table: list[KVCacheBlock] = manager.req_to_blocks.get(request_id, [])
-            if followed.num_taken[group] < len(table):
-                taken = table[followed.num_taken[group] :]
+    def _take_notice(self, scheduled: "SchedulerOutput") -> None:
+        """What this step has added to block tables has left the free queue."""
+        blocks = [block for block in self._given_out(scheduled) if not block.is_null]
+        if blocks:
+            filled_anew = self._residents.take(blocks, self._walk.drop_reason)
+            self._walk.take([block.block_id for block in blocks], filled_anew)
+        for request_id in self._starting.keys() & scheduled.num_scheduled_tokens.keys():
+            self._starting.pop(request_id).ran = True
+
+    def _given_out(self, scheduled: "SchedulerOutput") -> Iterator[KVCacheBlock]:
+        for request_id, followed in self._starting.items():
+            for group, manager in enumerate(self._managers):
+                table: list[KVCacheBlock] = manager.req_to_blocks.get(request_id, [])
+                yield from table[followed.num_taken[group] :]
                 followed.num_taken[group] = len(table)
-                refilled = self._residents.refilled(taken)
-                self._walk.take(taken, refilled)
-                self._residents.evict(refilled, self._walk.drop_reason)
+        blocks = self._device_pool.blocks
+        running = scheduled.scheduled_cached_reqs
+        for request_id, block_ids in zip(running.req_ids, running.new_block_ids, strict=True):
+            if block_ids is not None and request_id not in self._starting:
+                for of_group in block_ids:
+                    yield from [blocks[block_id] for block_id in of_group]
 
     def _record(self, followed: _Followed) -> None:
         """Note what the blocks hold that have got a hash. Their bytes are complete by the end of
         the step that is being scheduled, if the request is part of it."""
         request_id = followed.request.request_id
         for group in self.groups.ids:
-            manager = self._managers[group]
+            manager, first = self._managers[group], followed.num_hashed[group]
             stop = manager.num_cached_block.get(request_id, 0)
-            if followed.num_hashed[group] < stop:
-                self._record_up_to(followed, group, manager.req_to_blocks[request_id], stop)
-
-    def _record_up_to(
-        self, followed: _Followed, group: int, table: Sequence[KVCacheBlock], stop: int
-    ) -> None:
-        first = followed.num_hashed[group]
-        start = max(first - 1, 0)
-        keys = self.groups.keys(followed.request.block_hashes, group, start, stop)
-        parent = keys[0] if first else None
-        for block, key in zip(table[first:stop], keys[first - start :], strict=False):
-            if block.block_hash == key:
-                self._residents.record(block, key, parent)
-            parent = key
-        followed.num_hashed[group] = stop
+            if first < stop:
+                start = max(first - 1, 0)
+                keys = self.groups.keys(followed.request.block_hashes, group, start, stop)
+                parent = keys.pop(0) if first else None
+                self._residents.record(manager.req_to_blocks[request_id][first:stop], keys, parent)
+                followed.num_hashed[group] = stop
+                self._behind[request_id] = followed
 
     def _record_state(self, request: "Request", state: BoundaryState) -> KVCacheBlock:
         group, size = state.group, self.groups.block_sizes[state.group]
@@ -183,7 +206,7 @@ class LazyPolicy:
             key = key_at(hashes, group, state.num_tokens)
             before = (state.num_tokens - 1) // size * size
             parent = key_at(hashes, group, before) if before else None
-            self._residents.record(block, key, parent)
+            self._residents.record([block], [key], parent)
         return block
 
     # Storing what running requests have
@@ -191,27 +214,41 @@ class LazyPolicy:
     def _is_short_of_blocks(self) -> bool:
         return self._device_pool.get_num_free_blocks() < self._walk.num_ahead
 
-    def _store_ahead(self, followed: _Followed, budget: int) -> int:
-        """Store up to ``budget`` blocks of each group; how many were looked at in all."""
-        request_id = followed.request.request_id
-        blocks: list[KVCacheBlock] = []
-        for group in self.groups.ids:
-            first = followed.num_ahead[group]
-            stop = min(followed.num_hashed[group], first + budget)
-            if first < stop:
-                blocks += self._managers[group].req_to_blocks[request_id][first:stop]
-                followed.num_ahead[group] = stop
-        self._store(followed, blocks)
-        return len(blocks)
+    def _store_ahead(self, budget: int) -> None:
+        """Store what is behind, up to ``budget`` blocks."""
+        for request_id, followed in list(self._behind.items()):
+            blocks: list[KVCacheBlock] = []
+            for group in self.groups.ids:
+                first = followed.num_ahead[group]
+                stop = min(followed.num_hashed[group], first + budget)
+                if first < stop:
+                    table = self._managers[group].req_to_blocks.get(request_id, [])
+                    blocks += table[first:stop]
+                    followed.num_ahead[group] = stop
+            self._store(followed, blocks)
+            budget -= len(blocks)
+            if budget <= 0:
+                return
+            del self._behind[request_id]
 
-    def _store(self, followed: _Followed, blocks: Iterable[KVCacheBlock]) -> None:
+    def _store(self, followed: _Followed, blocks: Sequence[KVCacheBlock]) -> None:
+        """Store those of ``blocks``, parents before children, that the tier lacks."""
+        in_tier = self.tier.pool.cached_block_hash_to_block._cache
         storable = {
-            s.key: s for block in blocks if (s := self._residents.storable(block)) is not None
+            s.key: s
+            for block in reversed(blocks)
+            if block._block_hash not in in_tier
+            and (s := self._residents.storable(block)) is not None
         }
-        if storable:
-            head_first = sorted(storable.values(), key=lambda block: block.num_tokens)
-            num_planned = self._residents.plan(head_first, followed.kept)
-            followed.kept.update(block.key for block in head_first[:num_planned])
+        self._plan(followed, storable)
+
+    def _plan(
+        self, followed: _Followed, storable: dict[BlockHashWithGroupId, Storable]
+    ) -> list[Storable]:
+        """Plan stores, children before parents; those that there is no room for are returned."""
+        left = self._residents.plan(list(storable.values()), followed.kept)
+        followed.kept.update(storable.keys() - {block.key for block in left})
+        return left
 
     # What a request leaves behind
 
@@ -261,8 +298,7 @@ class LazyPolicy:
             num_hashed = followed.num_hashed[group]
             self.tier.refresh(followed.request.block_hashes, group, num_hashed)
         storable = {s.key: s for s in ended.storable if not self.stores.has(s.key)}
-        head_first = sorted(storable.values(), key=lambda block: block.num_tokens)
-        left = head_first[self._residents.plan(head_first, followed.kept) :]
+        left = self._plan(followed, storable)
         # Nothing will find those on the device.
         num_lost = sum(block.device_blocks[0].block_hash is None for block in left)
         self.tier.meter.add(metrics.DROPPED, num_lost, "tier_full")

@@ -142,7 +142,7 @@ class OffloadScheduler:
                 {request_id: [s.block_id for s in of] for request_id, of in states.items()},
             )
         self._policy.on_states(states)
-        self._policy.on_step(scheduler_output.num_scheduled_tokens)
+        self._policy.on_step(scheduler_output)
         # Zeroing of new blocks is queued with this step: loads come after it.
         zeroed = scheduler_output.new_block_ids_to_zero or ()
         loads = self._loads.submit(

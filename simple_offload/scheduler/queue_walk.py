@@ -54,14 +54,19 @@ class QueueWalk:
         """Ids of the blocks before the cursor, and of those held from there."""
         self._num_walked = 0
         """Since the walk started from the front."""
+        self._num_lost = 0
+        """Blocks that the tier had lost by then."""
         self._num_held = 0
         """Blocks that have ever been held from the queue."""
         self._num_tries: dict[int, int] = {}
         """By id of a device block, how often what it holds was to be stored from the queue."""
         self._num_failed = 0
         """Stores that had failed when the walk was last taken up."""
-        self._tier_was_full = False
-        """Whether the last walk has found no room for what should have been stored."""
+        self._tier_is_full = False
+        """Whether the last walk has stopped because every host block is held."""
+        self._num_left = 0
+        """Blocks that the last walk has found no room for in the tier, which was full of what
+        stands as near to the front."""
 
     @property
     def num_ahead(self) -> int:
@@ -73,91 +78,134 @@ class QueueWalk:
     @property
     def drop_reason(self) -> str:
         """Why a block is lost that is filled anew now, for the meter."""
-        return "tier_full" if self._tier_was_full else "too_late"
+        return "tier_full" if self._tier_is_full or self._num_left else "too_late"
 
-    def take(self, taken: Collection[KVCacheBlock], refilled: Collection[KVCacheBlock]) -> None:
-        """A request has been given the blocks ``taken``, which have left the queue; those
-        ``refilled`` do not hold any more what they did there."""
-        for block in taken:
-            self._passed.discard(block.block_id)
-            self.stores.first_to_go.pop(block.block_id, None)
-        for block in refilled:
-            self._num_tries.pop(block.block_id, None)
-        self._lookahead.take(len(refilled))
+    def take(self, taken: Collection[int], filled_anew: Collection[int]) -> None:
+        """Requests have been given the blocks with the ids ``taken``, which have left the queue;
+        ``filled_anew`` are those of them that do not hold any more what they did there."""
+        self._passed.difference_update(taken)
+        for block_id in self.stores.first_to_go.keys() & taken:
+            del self.stores.first_to_go[block_id]
+        for block_id in self._num_tries.keys() & filled_anew:
+            del self._num_tries[block_id]
+        self._lookahead.take(len(filled_anew))
 
     def go_on(self) -> None:
         """The blocks of a step have been given out: go on along the queue, and store what only the
         device has."""
         self._lookahead.end_step()
+        num_ahead = self.num_ahead
         lost_place = self._cursor is not None and self._cursor.ref_cnt > 0
         # What could not be copied has come back to the front.
         has_failed = self.stores.num_failed > self._num_failed
         self._num_failed = self.stores.num_failed
-        if lost_place or has_failed or self._num_walked > self.num_ahead:
+        # Others may have displaced in the tier what has been passed.
+        is_old = self._num_walked > 2 * num_ahead and self.tier.num_lost > self._num_lost
+        if lost_place or has_failed or self._num_left or is_old:
             self._start_over()
-        self._walk_on()
+        self._meet_newcomers()
+        self._walk_on(num_ahead)
         # Every free block has been passed, but not so many are known: some left unnoticed.
         num_free = self._device_pool.get_num_free_blocks()
-        num_safe = len(self._passed) - len(self.stores.first_to_go)
-        if num_safe < min(self.num_ahead, num_free) and self._at_end():
+        if self._num_safe < min(num_ahead, num_free) and self._at_end():
             self._start_over()
 
     def _start_over(self) -> None:
         self._cursor = None
         self._num_walked = 0
+        self._num_lost = self.tier.num_lost
         self._passed = set(self.stores.first_to_go)
+
+    def _meet_newcomers(self) -> None:
+        """vLLM puts blocks that hold nothing before all others: those have been passed too."""
+        if self._cursor is not None:
+            for block in self._device_pool.free_block_queue.iter_blocks_after(None):
+                if block.block_id in self._passed or block is self._cursor:
+                    return
+                if block._block_hash is not None:  # nobody knows where it comes from
+                    self._start_over()
+                    return
+                self._passed.add(block.block_id)
 
     def _at_end(self) -> bool:
         queue = self._device_pool.free_block_queue
         return next(queue.iter_blocks_after(self._cursor), None) is None
 
-    def _walk_on(self) -> None:
-        held = self.stores.first_to_go
-        num_free = self._device_pool.get_num_free_blocks()
-        num_ahead = self.num_ahead
-        room = min(
-            num_free - self.limits.reserve,
-            num_ahead - len(held),
-            self.tier.pool.get_num_free_blocks(),
-        )
-        num_safe = len(self._passed) - len(held)
-        chosen: dict[BlockHashWithGroupId, Storable] = {}
-        skipped: list[KVCacheBlock] = []
-        self._tier_was_full = False
-        for block in self._device_pool.free_block_queue.iter_blocks_after(self._cursor):
-            if num_safe >= num_ahead:
-                break
-            storable = self._residents.storable(block)
-            if storable is not None and self._num_tries.get(block.block_id, 0) >= _MAX_TRIES:
-                storable = None
-            if storable is None or storable.key in chosen:
-                key = block.block_hash
-                if key is not None and self.stores.has(key):
-                    self.tier.promote(key)
-                    self._num_tries.pop(block.block_id, None)
-                    skipped.append(block)
-                self._cursor = block
-                num_safe += block.block_id not in self._passed
-            elif len(chosen) < room:
-                chosen[storable.key] = storable
-            else:
-                self._tier_was_full = len(chosen) >= self.tier.pool.get_num_free_blocks()
-                break
-            self._passed.add(block.block_id)
-            self._num_walked += 1
-        self.tier.meter.add(metrics.SKIPPED, self._residents.settle(skipped), "already_stored")
-        # A parent that comes with its child should come before it.
-        head_first = sorted(chosen.values(), key=lambda block: block.num_tokens)
-        num_planned = self._residents.plan(head_first, _FrontKeys(self._residents, self._passed))
-        for storable in head_first[num_planned:]:
+    @property
+    def _num_safe(self) -> int:
+        """Blocks of the queue that have been passed; those that are held will come back."""
+        return len(self._passed) - len(self.stores.first_to_go)
+
+    def _walk_on(self, num_ahead: int) -> None:
+        chosen = self._pass(num_ahead)
+        # The tier may be full of what stands as near to the front.
+        front = _FrontKeys(self._residents, self._passed)
+        left = self._residents.plan(list(chosen.values()), front)
+        self._num_left = len(left)
+        for storable in left:
             del chosen[storable.key]
             self._passed.discard(storable.device_blocks[0].block_id)
-        if num_planned < len(head_first):
-            # The tier is full of what stands as near to the front.
-            self._tier_was_full = True
-            self._num_walked = num_ahead + 1
         for place, storable in enumerate(chosen.values(), self._num_held):
             block_id = storable.device_blocks[0].block_id
-            held[block_id] = place
+            self.stores.first_to_go[block_id] = place
             self._num_tries[block_id] = self._num_tries.get(block_id, 0) + 1
         self._num_held += len(chosen)
+
+    def _pass(self, num_ahead: int) -> dict[BlockHashWithGroupId, Storable]:
+        """Go on until ``num_ahead`` blocks are safe, or as far as there is room to store what is
+        not: that is returned, in the order of the queue."""
+        pool, tier_pool = self._device_pool, self.tier.pool
+        num_host_blocks = tier_pool.get_num_free_blocks()
+        room = min(
+            pool.get_num_free_blocks() - self.limits.reserve,
+            num_ahead - len(self.stores.first_to_go),
+            num_host_blocks,
+        )
+        num_lacking = num_ahead - self._num_safe
+        in_tier = tier_pool.cached_block_hash_to_block._cache
+        chosen: dict[BlockHashWithGroupId, Storable] = {}
+        skipped: list[KVCacheBlock] = []
+        others: list[KVCacheBlock] = []
+        self._tier_is_full = False
+        for block in pool.free_block_queue.iter_blocks_after(self._cursor):
+            if num_lacking <= 0:
+                break
+            key = block._block_hash
+            if key in in_tier or (key is not None and self.stores.has(key)):
+                skipped.append(block)
+            elif key is None or key in chosen or (storable := self._storable(block)) is None:
+                others.append(block)
+            elif len(chosen) < room:
+                chosen[key] = storable
+                continue
+            else:
+                self._tier_is_full = len(chosen) >= num_host_blocks
+                break
+            num_lacking -= 1
+            self._cursor = block
+        self._skip(skipped)
+        ids = [block.block_id for block in others]
+        ids += [storable.device_blocks[0].block_id for storable in chosen.values()]
+        self._passed.update(ids)
+        self._num_walked += len(skipped) + len(ids)
+        return chosen
+
+    def _skip(self, blocks: list[KVCacheBlock]) -> None:
+        """Pass blocks whose contents the tier has."""
+        if self.tier.order.demoted:
+            for block in blocks:
+                if (key := block._block_hash) is not None:
+                    self.tier.promote(key)
+        ids = [block.block_id for block in blocks]
+        self._passed.update(ids)
+        for block_id in self._num_tries.keys() & ids:
+            del self._num_tries[block_id]
+        self.tier.meter.add(metrics.SKIPPED, self._residents.settle(ids), "already_stored")
+
+    def _storable(self, block: KVCacheBlock) -> Storable | None:
+        """The block as what it is to be stored as; None if it is not, or copies have failed too
+        often."""
+        storable = self._residents.storable(block)
+        if self._num_tries.get(block.block_id, 0) >= _MAX_TRIES:
+            return None
+        return storable

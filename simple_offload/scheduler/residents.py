@@ -1,23 +1,17 @@
 """Residents: what the device's blocks hold, and what becomes of it when they are filled anew."""
 
 from collections.abc import Container, Iterable, Sequence
-from typing import TYPE_CHECKING, NamedTuple, cast
+from typing import TYPE_CHECKING, cast
 
 from vllm.v1.core.kv_cache_utils import BlockHashWithGroupId, KVCacheBlock
 
 from simple_offload import metrics
 from simple_offload.scheduler.admission import Admission
+from simple_offload.scheduler.runs import Run
 from simple_offload.scheduler.stores import Storable, Stores
 
 if TYPE_CHECKING:
     from vllm.v1.core.block_pool import BlockPool
-
-
-class _Origin(NamedTuple):
-    """What a device block has been filled with."""
-
-    key: BlockHashWithGroupId
-    parent: BlockHashWithGroupId | None
 
 
 class Residents:
@@ -32,31 +26,58 @@ class Residents:
         self.admission = admission
         self._device_pool = device_pool
         self._cached = device_pool.cached_block_hash_to_block
-        self._origins: list[_Origin | None] = [None] * len(device_pool.blocks)
-        self._settled: set[int] = set()
-        """Ids of blocks that have been counted, or will be when their store ends."""
+        nothing: list[BlockHashWithGroupId | None] = [None] * len(device_pool.blocks)
+        self._keys = nothing.copy()
+        """By block id, what the block has been filled with, as far as it has been recorded."""
+        self._parents = nothing
+        """By block id, the key of what that follows."""
+        self._uncounted: set[int] = set()
+        """Ids of those of which it has not been counted what becomes of what they hold."""
+
+    def take(self, blocks: Iterable[KVCacheBlock], reason: str) -> list[int]:
+        """Requests have been given ``blocks``. Returns the ids of those that do not hold what
+        they did. That is counted, unless it is kept: as lost for ``reason``."""
+        keys = self._keys
+        filled_anew = [
+            block.block_id
+            for block in blocks
+            if (key := block._block_hash) is None or keys[block.block_id] != key
+        ]
+        if lost := self._uncounted.intersection(filled_anew):
+            self._uncounted -= lost
+            self._count_lost([key for i in lost if (key := keys[i]) is not None], reason)
+        for block_id in filled_anew:
+            keys[block_id] = None
+        return filled_anew
 
     def record(
         self,
-        block: KVCacheBlock,
-        key: BlockHashWithGroupId,
+        blocks: Iterable[KVCacheBlock],
+        keys: Iterable[BlockHashWithGroupId],
         parent: BlockHashWithGroupId | None,
     ) -> None:
-        """``block`` has been filled with what ``key`` stands for."""
-        if not self._has(block, key):
-            self._settled.discard(block.block_id)
-        self._origins[block.block_id] = _Origin(key, parent)
+        """``blocks`` have been filled with what ``keys`` stand for, each the parent of the next;
+        those aside that vLLM has not made findable by it."""
+        recorded: list[int] = []
+        for block, key in zip(blocks, keys, strict=False):
+            if block._block_hash == key:
+                block_id = block.block_id
+                if self._keys[block_id] != key:
+                    self._keys[block_id] = key
+                    self._parents[block_id] = parent
+                    recorded.append(block_id)
+            parent = key
+        self._uncounted.update(recorded)
 
     def storable(self, block: KVCacheBlock) -> Storable | None:
         """The block as what it is to be stored as; None if it is not, or is there already."""
         key = block.block_hash
         if key is None or self.stores.has(key) or not self.admission.admits(key):
             return None
-        origin = self._origins[block.block_id]
         num_tokens = block.block_hash_num_tokens
-        if origin is None or origin.key != key or num_tokens is None:
+        if self._keys[block.block_id] != key or num_tokens is None:
             return None
-        return Storable((block,), key, origin.parent, num_tokens, early=True)
+        return Storable((block,), key, self._parents[block.block_id], num_tokens, early=True)
 
     def holders(self, key: object) -> Iterable[int]:
         """Ids of the device blocks that hold ``key`` and can be found by it."""
@@ -65,39 +86,50 @@ class Residents:
             return found.keys()
         return () if found is None else (found.block_id,)
 
-    def refilled(self, blocks: Iterable[KVCacheBlock]) -> list[KVCacheBlock]:
-        """Those of ``blocks``, just taken by a request, that do not hold what they did."""
-        return [
-            block
-            for block in blocks
-            if not block.is_null
-            and (block.block_hash is None or not self._has(block, block.block_hash))
-        ]
+    def plan(
+        self, blocks: Sequence[Storable], keep: Container[BlockHashWithGroupId]
+    ) -> list[Storable]:
+        """Plan stores of ``blocks``, children before parents, as far as the tier has room without
+        evicting what ``keep`` has. Those that it has no room for, which may yet be evicted
+        unstored, are returned."""
+        left: list[Storable] = []
+        for chain in _chains(blocks):
+            count = self._plan_run(chain, keep)
+            self.settle([block.device_blocks[0].block_id for block in chain[:count]])
+            left += chain[count:]
+        return left
 
-    def plan(self, blocks: Sequence[Storable], keep: Container[BlockHashWithGroupId]) -> int:
-        """``Stores.plan``; what it has no room for may yet be evicted unstored."""
-        num_planned = self.stores.plan(blocks, lambda: keep, self._device_pool)
-        self.settle(block.device_blocks[0] for block in blocks[:num_planned])
-        return num_planned
+    def _plan_run(self, chain: Sequence[Storable], keep: Container[BlockHashWithGroupId]) -> int:
+        head = chain[0]
+        run = Run(
+            [block.device_blocks[0] for block in chain],
+            [block.key for block in chain],
+            head.parent,
+            head.num_tokens,
+            size=chain[-1].num_tokens - chain[-2].num_tokens if len(chain) > 1 else 0,
+            early=head.early,
+        )
+        return self.stores.plan_run(run, lambda: keep, self._device_pool)
 
-    def settle(self, blocks: Iterable[KVCacheBlock]) -> int:
+    def settle(self, block_ids: Iterable[int]) -> int:
         """What these blocks hold needs no more counting. How many did."""
-        before = len(self._settled)
-        self._settled.update(block.block_id for block in blocks)
-        return len(self._settled) - before
+        before = len(self._uncounted)
+        self._uncounted.difference_update(block_ids)
+        return before - len(self._uncounted)
 
-    def evict(self, blocks: Sequence[KVCacheBlock], reason: str) -> None:
-        """Count what these blocks held until now, unless it is kept; lost for ``reason``."""
+    def forget(self) -> None:
+        """Nothing is to be stored of what the blocks hold now, nor counted."""
+        self._keys = [None] * len(self._keys)
+        self._parents = [None] * len(self._parents)
+        self._uncounted.clear()
+
+    def _count_lost(self, keys: Iterable[BlockHashWithGroupId], reason: str) -> None:
+        """Count as lost what the device had by ``keys``, unless it is kept."""
         num_refused = num_lost = 0
-        for block in blocks:
-            origin, self._origins[block.block_id] = self._origins[block.block_id], None
-            if block.block_id in self._settled:
-                self._settled.discard(block.block_id)
-            elif origin is None or self.stores.has(origin.key):
-                continue
-            elif self._cached.get_one_block(origin.key) is not None:
-                continue  # another block of the device has it too
-            elif self.admission.admits(origin.key):
+        for key in keys:
+            if self.stores.has(key) or self._cached.get_one_block(key) is not None:
+                continue  # or another block of the device has it too
+            if self.admission.admits(key):
                 num_lost += 1
             else:
                 num_refused += 1
@@ -105,11 +137,23 @@ class Residents:
         meter.add(metrics.SKIPPED, num_refused, "below_threshold")
         meter.add(metrics.DROPPED, num_lost, reason)
 
-    def forget(self) -> None:
-        """Nothing is to be stored of what the blocks hold now, nor counted."""
-        self._origins = [None] * len(self._origins)
-        self._settled.clear()
 
-    def _has(self, block: KVCacheBlock, key: BlockHashWithGroupId) -> bool:
-        origin = self._origins[block.block_id]
-        return origin is not None and origin.key == key
+def _chains(blocks: Iterable[Storable]) -> list[list[Storable]]:
+    """``blocks``, children before parents, as chains whose blocks follow each other."""
+    chains: list[list[Storable]] = []
+    size = 0
+    for block in blocks:
+        child = chains[-1][-1] if chains else None
+        distance = child.num_tokens - block.num_tokens if child is not None else 0
+        if (
+            child is not None
+            and child.parent == block.key
+            and (len(chains[-1]) == 1 or distance == size)
+        ):
+            chains[-1].append(block)
+            size = distance
+        else:
+            chains.append([block])
+    for chain in chains:
+        chain.reverse()
+    return chains

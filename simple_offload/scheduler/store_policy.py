@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 from simple_offload.scheduler.groups import Groups
 
 if TYPE_CHECKING:
+    from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.request import Request
 
 
@@ -41,9 +42,9 @@ class StorePolicy(Protocol):
     def on_states(self, states: Mapping[str, Sequence[BoundaryState]]) -> None:
         """A step has been scheduled that completes these state blocks, by request id."""
 
-    def on_step(self, num_scheduled: Mapping[str, int]) -> None:
-        """A step has been scheduled that computes so many tokens of these requests. What was
-        computed in earlier steps is complete by the time that this step's stores start."""
+    def on_step(self, scheduled: "SchedulerOutput") -> None:
+        """A step has been scheduled. What was computed in earlier steps is complete by the time
+        that this step's stores start."""
 
     def on_finished(self, request: "Request", loading: bool) -> None:
         """``request`` is giving up its device blocks right after this call; ``loading``: they

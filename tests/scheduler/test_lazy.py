@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 from vllm.v1.core.kv_cache_utils import FreeKVCacheBlockQueue, KVCacheBlock
+from vllm.v1.core.sched.output import SchedulerOutput
 
 from simple_offload.scheduler.lazy import LazyPolicy
 from tests.scheduler.conftest import MakeDriver
@@ -136,8 +137,10 @@ def test_a_stored_block_that_is_used_meanwhile_goes_to_the_back(drive: MakeDrive
     manager = driver.world.scheduler.kv_cache_manager.coordinator.single_type_managers[0]
     driver.device_pool.touch(held)
     manager.req_to_blocks["next"].extend(held)
-    policy = policy_of(driver)
-    policy._take_notice(policy._followed["next"])
+    scheduled = SchedulerOutput.make_empty()
+    scheduled.scheduled_cached_reqs.req_ids.append("next")
+    scheduled.scheduled_cached_reqs.new_block_ids.append(([block.block_id for block in held],))
+    policy_of(driver)._take_notice(scheduled)
     del manager.req_to_blocks["next"][-len(held) :]
     driver.device_pool.free_blocks(held)
     driver.copy(STORE)
@@ -328,5 +331,9 @@ def test_a_block_that_was_filled_anew_is_not_taken_for_what_it_was(drive: MakeDr
     assert residents.storable(block) is not None
     another = make_request("x", prompt(21, family=1))
     (key,) = driver.tier.groups.keys(another.block_hashes, 0, stop=1)
-    residents.record(block, key, None)
+    driver.device_pool.evict_blocks({block.block_id})
+    driver.device_pool._insert_block_hash(key, block, 4)
     assert residents.storable(block) is None
+    residents.record([block], [key], None)
+    assert (storable := residents.storable(block)) is not None
+    assert (storable.key, storable.parent) == (key, None)

@@ -14,11 +14,11 @@ def test_what_another_block_of_the_device_holds_is_not_lost() -> None:
     blocks = device.get_new_blocks(2)
     for block in blocks:
         device._insert_block_hash(key("a"), block, BLOCK_SIZE)
-        residents.record(block, key("a"), None)
+        residents.record([block], [key("a")], None)
     said = []
     for block in blocks:
         device.evict_blocks({block.block_id})
-        residents.evict([block], "too_late")
+        assert residents.take([block], "too_late") == [block.block_id]
         said.append(tier.meter.take())
     assert said[0] is None
     assert said[1] is not None

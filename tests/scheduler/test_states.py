@@ -206,7 +206,7 @@ def test_the_running_state_of_a_request_that_ends_is_not_stored(drive: MakeDrive
     kept, manager.req_to_blocks["a"][3] = manager.req_to_blocks["a"][3], running
     driver.scheduler._policy.on_finished(request, loading=False)
     manager.req_to_blocks["a"][3] = kept
-    driver.scheduler._policy.on_step({})
+    driver.scheduler._policy.on_step(SchedulerOutput.make_empty())
     planned = driver.scheduler._stores._planned.device_blocks
     assert len(planned) == 4
     assert running not in planned
