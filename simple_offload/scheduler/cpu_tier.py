@@ -65,7 +65,7 @@ class CpuTier:
         self.groups = Groups(coordinator, hash_block_size, num_parts)
         self.version = 0
         """Grows whenever a lookup might find something else than before."""
-        self.order = EvictionOrder(self.pool, demotes)
+        self.order = EvictionOrder(self.pool, demotes, self.groups.is_chained)
         self.lookup = Lookup(coordinator, self.groups, self.order)
 
     @property

@@ -1,7 +1,7 @@
 """EvictionOrder: in which order the host blocks that nobody refers to will be evicted."""
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from itertools import islice
 from typing import Any, cast
 
@@ -25,10 +25,13 @@ class EvictionOrder:
     (``forget``). vLLM's queue takes blocks at its ends only, hence links by hand.
     """
 
-    def __init__(self, pool: BlockPool, demotes: bool) -> None:
+    def __init__(
+        self, pool: BlockPool, demotes: bool, is_chained: Callable[[BlockHashWithGroupId], bool]
+    ) -> None:
         """``demotes``: ``demote`` may be used, for which what follows each block has to be
-        counted."""
+        counted. ``is_chained``: as of ``Groups``."""
         self.pool = pool
+        self._is_chained = is_chained
         self.demotes = demotes
         self.segments = Segments(pool)
         self.parents: list[BlockHashWithGroupId | None] = [None] * len(pool.blocks)
@@ -136,21 +139,7 @@ class EvictionOrder:
         """Drop a reference to each block, parents before children. What nobody refers to any
         more joins its segment of the free queue: just before its parent if that is free there,
         else last; and it is first of all if it holds nothing."""
-        parents = self.parents
-        chain: list[KVCacheBlock] = []
-        last_key = None  # of the chain's last block
-        for block in blocks:
-            key = block._block_hash if block.ref_cnt == 1 else None
-            if key is None:
-                # Nothing in the queue's order depends on it.
-                self.pool.free_blocks((block,))
-                continue
-            if last_key is None or parents[block.block_id] != last_key:
-                self._release(chain)
-                chain = []
-            chain.append(block)
-            last_key = key
-        self._release(chain)
+        self._unpin(blocks)
         self.segments.keep_limit()
 
     def queue(self, chain: Sequence[KVCacheBlock], parent: KVCacheBlock | None) -> None:
@@ -182,18 +171,8 @@ class EvictionOrder:
     def renew(self, block: KVCacheBlock, found: bool = False) -> None:
         """Make ``block`` and what precedes it in its chain the most recently used; and protected
         if it has been ``found``, as all has been that is demoted."""
-        found = found or block.block_id in self.demoted
-        lineage: list[KVCacheBlock] = []
-        member: KVCacheBlock | None = block
-        while member is not None:
-            lineage.append(member)
-            parent = self.parents[member.block_id]
-            member = self._get(parent) if parent is not None else None
-        lineage.reverse()
-        self.pin(lineage)
-        if found:
-            self.segments.protect(lineage)
-        self.unpin(lineage)
+        self._renew(block, found)
+        self.segments.keep_limit()
 
     def renew_chain(self, chain: Sequence[KVCacheBlock]) -> None:
         """Make the blocks of a chain, as far as they are not demoted, the most recently used."""
@@ -257,14 +236,57 @@ class EvictionOrder:
     def _get(self, key: BlockHashWithGroupId) -> KVCacheBlock | None:
         return self.pool.cached_block_hash_to_block.get_one_block(key)
 
+    def _renew(self, block: KVCacheBlock, found: bool) -> None:
+        """``renew``, however much is protected."""
+        found = found or block.block_id in self.demoted
+        lineage: list[KVCacheBlock] = []
+        member: KVCacheBlock | None = block
+        while member is not None:
+            lineage.append(member)
+            parent = self.parents[member.block_id]
+            member = self._get(parent) if parent is not None else None
+        lineage.reverse()
+        self.pin(lineage)
+        if found:
+            self.segments.protect(lineage)
+        self._unpin(lineage)
+
+    def _unpin(self, blocks: Iterable[KVCacheBlock]) -> None:
+        """``unpin``, however much is protected."""
+        parents = self.parents
+        chain: list[KVCacheBlock] = []
+        last_key = None  # of the chain's last block
+        for block in blocks:
+            key = block._block_hash if block.ref_cnt == 1 else None
+            if key is None:
+                # Nothing in the queue's order depends on it.
+                self.pool.free_blocks((block,))
+                continue
+            if last_key is None or parents[block.block_id] != last_key:
+                self._release(chain)
+                chain = []
+            chain.append(block)
+            last_key = key
+        self._release(chain)
+
     def _release(self, chain: Sequence[KVCacheBlock]) -> None:
         """Drop the last reference to each block of a chain."""
         if chain:
             key = self.parents[chain[0].block_id]
             parent = self._get(key) if key is not None else None
+            if parent is not None and self._is_ahead(chain[0], parent):
+                self._renew(parent, found=True)
             for piece in self.segments.split(chain):
                 self.queue(piece, parent)
                 parent = None  # is of the other segment
+
+    def _is_ahead(self, block: KVCacheBlock, parent: KVCacheBlock) -> bool:
+        """Whether a block of a chain is protected and its parent is not: that came when the block
+        was pinned, and has gone back on probation before it. (Of a window nobody need have found
+        the parent.)"""
+        flags, key = self.segments.is_protected, block._block_hash
+        is_ahead = flags[block.block_id] > flags[parent.block_id]
+        return is_ahead and key is not None and self._is_chained(key)
 
     def _is_one_piece(self, head: KVCacheBlock, last: KVCacheBlock, count: int) -> bool:
         """Whether nothing lies in the queue between the ``count`` blocks of a chain, and all of

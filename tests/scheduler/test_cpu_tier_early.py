@@ -113,6 +113,19 @@ def test_a_block_whose_parent_came_and_left_waits_for_it_again() -> None:
     assert leave(tier) == ["ab", "a"]
 
 
+def test_a_parent_that_comes_while_what_follows_it_is_held_stays_as_long() -> None:
+    """More is protected than may be, so that the parent, which is free, goes back on probation."""
+    tier = make_tier(6)
+    store_early(tier, "abcd", "abc", "ab")
+    held = [block(tier, name) for name in ("ab", "abc", "abcd")]
+    tier.pin(held)
+    tier.protect(held)
+    store_early(tier, "a", "x")
+    tier.unpin(held)
+    tier.check_integrity()
+    assert leave(tier) == ["x", "abcd", "abc", "ab", "a"]
+
+
 class EarlyTier(RuleBasedStateMachine):
     """Blocks come in any order, and leave behind their children only."""
 
@@ -143,13 +156,15 @@ class EarlyTier(RuleBasedStateMachine):
         else:
             self.tier.unpin([filled])
 
-    @rule(chain=chains, num_on_device=st.integers(0, 4))
-    def pin(self, chain: str, num_on_device: int) -> None:
+    @rule(chain=chains, num_on_device=st.integers(0, 4), found=st.booleans())
+    def pin(self, chain: str, num_on_device: int, found: bool) -> None:
         num_computed = min(num_on_device, len(chain)) * BLOCK_SIZE
         hit = self.tier.lookup.hit(hashes(chain), num_computed, 100)
         if hit.num_tokens:
             held = [*self.tier.lookup.lineage(hashes(chain), num_computed), *hit.blocks[0]]
             self.tier.pin(held)
+            if found:
+                self.tier.protect(held)
             self.holds.append(held)
 
     @precondition(lambda self: self.holds)
