@@ -44,6 +44,8 @@ class Groups:
             group for group in self.ids if isinstance(managers[group], FullAttentionManager)
         )
         """Groups of which a hit needs every block from the first token on."""
+        self.all_chained = len(self.chained_ids) == len(self.ids)
+        """Whether those are all whose blocks can be found again."""
         self.key_ends = [
             make_block_hash_with_group_id(BlockHash(b""), group)
             for group in range(len(self.block_sizes))

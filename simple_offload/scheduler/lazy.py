@@ -82,6 +82,8 @@ class LazyPolicy:
         """Those of them that have not run."""
         self._behind: dict[str, _Followed] = {}
         """Those of which something has been recorded since it was last stored ahead of time."""
+        self._states: Mapping[str, Sequence[BoundaryState]] = {}
+        """Those that the step completes which is being scheduled."""
         self._due = Due(ahead=True)
         self._waits = Waits(tier.groups)
         self._ended: list[_Ended] = []
@@ -109,6 +111,10 @@ class LazyPolicy:
         self._due.follow(request.request_id)
 
     def on_states(self, states: Mapping[str, Sequence[BoundaryState]]) -> None:
+        self._states = states  # they may be in blocks that this step has given out
+
+    def _take_states(self) -> None:
+        states, self._states = self._states, {}
         for request_id, of_request in states.items():
             followed = self._followed.get(request_id)
             if followed is not None:
@@ -122,6 +128,7 @@ class LazyPolicy:
         for each in ended:
             self._finish(each)
         self._take_notice(scheduled)
+        self._take_states()
         for request_id in self._due.step(scheduled.num_scheduled_tokens):
             followed = self._followed[request_id]
             self.admission.note(followed.request)
@@ -186,17 +193,33 @@ class LazyPolicy:
     def _record(self, followed: _Followed) -> None:
         """Note what the blocks hold that have got a hash. Their bytes are complete by the end of
         the step that is being scheduled, if the request is part of it."""
-        request_id = followed.request.request_id
+        request = followed.request
         for group in self.groups.ids:
             manager, first = self._managers[group], followed.num_hashed[group]
-            stop = manager.num_cached_block.get(request_id, 0)
+            stop = manager.num_cached_block.get(request.request_id, 0)
             if first < stop:
-                start = max(first - 1, 0)
-                keys = self.groups.keys(followed.request.block_hashes, group, start, stop)
-                parent = keys.pop(0) if first else None
-                self._residents.record(manager.req_to_blocks[request_id][first:stop], keys, parent)
+                blocks = manager.req_to_blocks[request.request_id][first:stop]
+                keys = self._keys(request, group, blocks, stop)
+                num_tokens = first * self.groups.block_sizes[group]
+                key_at = self.groups.key_at
+                parent = key_at(request.block_hashes, group, num_tokens) if first else None
+                self._residents.record(blocks, keys, parent)
                 followed.num_hashed[group] = stop
-                self._behind[request_id] = followed
+                self._behind[request.request_id] = followed
+
+    def _keys(
+        self, request: "Request", group: int, blocks: Sequence[KVCacheBlock], stop: int
+    ) -> list[BlockHashWithGroupId]:
+        """Those of a request's last ``blocks`` before block ``stop``: the very objects by which
+        vLLM knows them, where all of a chain has one."""
+        if group in self.groups.chained_ids:
+            keys = [key for block in blocks if (key := block._block_hash) is not None]
+            last = self.groups.key_at(
+                request.block_hashes, group, stop * self.groups.block_sizes[group]
+            )
+            if len(keys) == len(blocks) and keys[-1] == last:
+                return keys
+        return self.groups.keys(request.block_hashes, group, stop - len(blocks), stop)
 
     def _record_state(self, request: "Request", state: BoundaryState) -> KVCacheBlock:
         group, size = state.group, self.groups.block_sizes[state.group]

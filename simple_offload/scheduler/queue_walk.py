@@ -163,6 +163,9 @@ class QueueWalk:
         )
         num_lacking = num_ahead - self._num_safe
         in_tier = tier_pool.cached_block_hash_to_block._cache
+        # What precedes a block of a chain is there too, unless some have come before their parents.
+        is_whole = self.tier.groups.all_chained and not self.tier.order.early
+        parent: BlockHashWithGroupId | None = None
         chosen: dict[BlockHashWithGroupId, Storable] = {}
         skipped: list[KVCacheBlock] = []
         others: list[KVCacheBlock] = []
@@ -171,9 +174,14 @@ class QueueWalk:
             if num_lacking <= 0:
                 break
             key = block._block_hash
-            if key in in_tier or (key is not None and self.stores.has(key)):
+            if key is None:
+                others.append(block)
+            elif key is parent or key in in_tier:
                 skipped.append(block)
-            elif key is None or key in chosen or (storable := self._storable(block)) is None:
+                parent = self._residents.parent_of(block) if is_whole else None
+            elif self.stores.has(key):  # on its way, and what precedes it perhaps not
+                skipped.append(block)
+            elif key in chosen or (storable := self._storable(block)) is None:
                 others.append(block)
             elif len(chosen) < room:
                 chosen[key] = storable

@@ -58,14 +58,14 @@ class Residents:
     ) -> None:
         """``blocks`` have been filled with what ``keys`` stand for, each the parent of the next;
         those aside that vLLM has not made findable by it."""
+        known, parents = self._keys, self._parents
         recorded: list[int] = []
         for block, key in zip(blocks, keys, strict=False):
-            if block._block_hash == key:
-                block_id = block.block_id
-                if self._keys[block_id] != key:
-                    self._keys[block_id] = key
-                    self._parents[block_id] = parent
-                    recorded.append(block_id)
+            block_id = block.block_id
+            if block._block_hash == key and known[block_id] != key:
+                known[block_id] = key
+                parents[block_id] = parent
+                recorded.append(block_id)
             parent = key
         self._uncounted.update(recorded)
 
@@ -78,6 +78,11 @@ class Residents:
         if self._keys[block.block_id] != key or num_tokens is None:
             return None
         return Storable((block,), key, self._parents[block.block_id], num_tokens, early=True)
+
+    def parent_of(self, block: KVCacheBlock) -> BlockHashWithGroupId | None:
+        """The key of what the block's content follows, as far as that has been recorded."""
+        block_id = block.block_id
+        return self._parents[block_id] if self._keys[block_id] is block._block_hash else None
 
     def holders(self, key: object) -> Iterable[int]:
         """Ids of the device blocks that hold ``key`` and can be found by it."""

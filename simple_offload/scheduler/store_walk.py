@@ -52,7 +52,7 @@ class StoreWalk:
 
     def count_skipped(self, progress: Progress) -> None:
         """The cursors stand where the tier's part of the request ends."""
-        if len(self.groups.chained_ids) == len(self.groups.ids):
+        if self.groups.all_chained:
             # Else a hit needs blocks of other groups too, and those say what has been loaded.
             progress.num_found = progress.next_index.copy()
         count = sum(progress.next_index[group] for group in self.groups.chained_ids)

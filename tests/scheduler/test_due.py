@@ -106,6 +106,27 @@ def test_nobody_who_has_completed_a_block_is_passed_over(steps: list[dict[str, i
             computed[name] += count
 
 
+@given(STEPS)
+def test_nobody_who_completes_a_block_in_this_step_is_passed_over(
+    steps: list[dict[str, int]],
+) -> None:
+    due = Due(ahead=True)
+    computed = dict.fromkeys("abc", 0)
+    dealt_with = dict.fromkeys("abc", 0)
+    for name in computed:
+        due.follow(name)
+    for scheduled in steps:
+        seen = due.step(scheduled)
+        for name, count in scheduled.items():
+            complete = (computed[name] + count) // SIZE
+            assert name in seen or complete == dealt_with[name]
+        for name in seen:
+            dealt_with[name] = (computed[name] + scheduled[name]) // SIZE
+            due.put_off(name, (dealt_with[name] + 1) * SIZE - computed[name])
+        for name, count in scheduled.items():
+            computed[name] += count
+
+
 def test_most_are_spared() -> None:
     """256 requests that decode are looked at when they complete a block."""
     due = Due()

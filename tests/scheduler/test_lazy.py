@@ -179,6 +179,43 @@ def test_the_walk_does_not_grow_with_the_queue(drive: MakeDriver, num_visited: l
     assert max(costs) <= 6
 
 
+def test_the_walk_does_not_start_over_for_nothing(
+    drive: MakeDriver, num_visited: list[int]
+) -> None:
+    """What is loaded need not be stored, and nothing leaves the tier."""
+    shape = ROOMY | {"num_device_blocks": 400, "max_num_batched_tokens": 64}
+    driver = drive(**shape | {"num_host_blocks": 1000})
+    assert policy_of(driver)._walk.num_ahead > 60
+    for _ in range(2):
+        fill(driver, 100)
+    num_visited.clear()
+    num_steps = driver.world.num_steps
+    fill(driver, 20)
+    assert driver.world.num_blocks_loaded > 500
+    # Of a request's six blocks five hold something when they come to the front.
+    assert len(num_visited) <= 20 * 6 + 2 * (driver.world.num_steps - num_steps)
+
+
+def test_who_decodes_is_seldom_looked_at(
+    drive: MakeDriver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looked_at: list[str] = []
+    record = LazyPolicy._record
+
+    def counting(self: LazyPolicy, followed: Any) -> None:
+        looked_at.append(followed.request.request_id)
+        record(self, followed)
+
+    monkeypatch.setattr(LazyPolicy, "_record", counting)
+    driver = drive(**ROOMY | {"max_model_len": 80})
+    driver.start("a", prompt(8), max_tokens=70)
+    driver.step(2)
+    looked_at.clear()
+    driver.step(60)
+    assert len(looked_at) == 1  # with the eighth of its fifteen blocks
+    driver.run()
+
+
 def test_a_running_request_goes_on_while_stores_are_slow(drive: MakeDriver) -> None:
     """No store ends, and the device has nothing but what would have to be stored."""
     driver = drive(**ROOMY)

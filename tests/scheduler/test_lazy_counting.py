@@ -1,10 +1,18 @@
 """LazyPolicy: what becomes of the blocks that the device evicts is counted, and a copy that failed
 is tried again."""
 
+import pytest
+
 from simple_offload import metrics
 from tests.scheduler.conftest import MakeDriver
 from tests.scheduler.driver import STORE, Driver, make_request, prompt
-from tests.scheduler.test_lazy import CROWDED, ROOMY, fill, load_one, start_a_store
+from tests.scheduler.test_lazy import (
+    CROWDED,
+    ROOMY,
+    fill,
+    load_one,
+    start_a_store,
+)
 
 
 def counted(driver: Driver, name: str, reason: str) -> float:
@@ -50,6 +58,22 @@ def test_what_nobody_asked_for_again_is_refused(drive: MakeDriver) -> None:
     assert lost > 100
     assert counted(driver, metrics.SKIPPED, "below_threshold") == lost
     assert driver.world.ledger(metrics.DROPPED) == driver.world.ledger(metrics.STORED) == 0
+
+
+@pytest.mark.parametrize("num_states", [0, 1])
+def test_what_is_refused_is_counted_when_it_is_evicted(drive: MakeDriver, num_states: int) -> None:
+    driver = drive(**ROOMY | {"store_threshold": 2}, num_states=num_states)
+    cached = driver.device_pool.cached_block_hash_to_block
+    evicted = 0
+    for family in range(1, 41):
+        driver.start(f"f{family}", prompt(21, family))
+        while driver.world.requests:
+            before = set(cached._cache)
+            driver.step()
+            evicted += len(before - set(cached._cache))
+            assert counted(driver, metrics.SKIPPED, "below_threshold") == evicted
+        driver.run()
+    assert evicted > 50
 
 
 def test_what_is_evicted_before_it_could_be_stored(drive: MakeDriver) -> None:
