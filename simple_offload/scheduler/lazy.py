@@ -1,6 +1,6 @@
 """LazyPolicy: blocks are stored when the device is about to evict them."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -11,6 +11,7 @@ from simple_offload import metrics
 from simple_offload.scheduler.admission import Admission
 from simple_offload.scheduler.cpu_tier import CpuTier
 from simple_offload.scheduler.due import Due
+from simple_offload.scheduler.given_out import GivenOut
 from simple_offload.scheduler.lookahead import StepLimits
 from simple_offload.scheduler.queue_walk import QueueWalk
 from simple_offload.scheduler.residents import Residents
@@ -31,16 +32,12 @@ if TYPE_CHECKING:
 @dataclass(slots=True, eq=False)
 class _Followed:
     request: "Request"
-    num_taken: list[int]
-    """By group, blocks of its table that are known to have left the free queue before it ran."""
     num_hashed: list[int]
     """By group, blocks of its table that have been recorded as far as they have a hash."""
     num_ahead: list[int]
     """By group, blocks of its table that have been stored ahead of time, or need not be."""
     loads: bool
     """Whether the tier fills blocks of it before it runs."""
-    ran: bool = False
-    """Whether a step with it has been scheduled since it got its blocks."""
     kept: set[BlockHashWithGroupId] = field(default_factory=set)
     """Of those: these must not leave the tier to make room for the rest."""
 
@@ -78,12 +75,11 @@ class LazyPolicy:
         self._device_pool: BlockPool = kv_cache_manager.block_pool
         self._residents = Residents(stores, admission, self._device_pool)
         self._followed: dict[str, _Followed] = {}
-        self._starting: dict[str, _Followed] = {}
-        """Those of them that have not run."""
         self._behind: dict[str, _Followed] = {}
         """Those of which something has been recorded since it was last stored ahead of time."""
         self._states: Mapping[str, Sequence[BoundaryState]] = {}
         """Those that the step completes which is being scheduled."""
+        self._given_out = GivenOut(kv_cache_manager)
         self._due = Due(ahead=True)
         self._waits = Waits(tier.groups)
         self._ended: list[_Ended] = []
@@ -104,9 +100,9 @@ class LazyPolicy:
     def on_allocated(self, request: "Request", *, loads: bool) -> None:
         self.admission.note(request)
         zeros = [0] * len(self._managers)
-        followed = _Followed(request, zeros.copy(), zeros.copy(), zeros.copy(), loads)
+        followed = _Followed(request, zeros.copy(), zeros.copy(), loads)
         self._followed[request.request_id] = followed
-        self._starting[request.request_id] = followed
+        self._given_out.follow(request.request_id)
         self._behind.pop(request.request_id, None)
         self._due.follow(request.request_id)
 
@@ -141,15 +137,16 @@ class LazyPolicy:
 
     def on_finished(self, request: "Request", loading: bool) -> None:
         followed = self._followed.pop(request.request_id, None)
+        has_run = self._given_out.has_run(request.request_id)
         if followed is not None:
-            self._starting.pop(request.request_id, None)
+            self._given_out.forget(request.request_id)
             self._behind.pop(request.request_id, None)
             self._due.forget(request.request_id)
             self.admission.note(request)
         self.admission.forget(request.request_id)
         # Where no step has run it, another connector (MultiConnector) may still be filling its
         # blocks, unless the tier does.
-        if followed is None or loading or not (followed.ran or followed.loads):
+        if followed is None or loading or not (has_run or followed.loads):
             return
         self._record(followed)  # the last step's output may have given a block its hash
         storable = [*reversed(self._unhashed(request)), *self._at_risk(followed)]
@@ -158,7 +155,7 @@ class LazyPolicy:
 
     def on_reset(self) -> None:
         self._followed.clear()
-        self._starting.clear()
+        self._given_out.clear()
         self._behind.clear()
         self._due.clear()
         self._residents.forget()
@@ -170,25 +167,9 @@ class LazyPolicy:
 
     def _take_notice(self, scheduled: "SchedulerOutput") -> None:
         """What this step has added to block tables has left the free queue."""
-        blocks = [block for block in self._given_out(scheduled) if not block.is_null]
-        if blocks:
+        if blocks := self._given_out.step(scheduled):
             filled_anew = self._residents.take(blocks, self._walk.drop_reason)
             self._walk.take([block.block_id for block in blocks], filled_anew)
-        for request_id in self._starting.keys() & scheduled.num_scheduled_tokens.keys():
-            self._starting.pop(request_id).ran = True
-
-    def _given_out(self, scheduled: "SchedulerOutput") -> Iterator[KVCacheBlock]:
-        for request_id, followed in self._starting.items():
-            for group, manager in enumerate(self._managers):
-                table: list[KVCacheBlock] = manager.req_to_blocks.get(request_id, [])
-                yield from table[followed.num_taken[group] :]
-                followed.num_taken[group] = len(table)
-        blocks = self._device_pool.blocks
-        running = scheduled.scheduled_cached_reqs
-        for request_id, block_ids in zip(running.req_ids, running.new_block_ids, strict=True):
-            if block_ids is not None and request_id not in self._starting:
-                for of_group in block_ids:
-                    yield from [blocks[block_id] for block_id in of_group]
 
     def _record(self, followed: _Followed) -> None:
         """Note what the blocks hold that have got a hash. Their bytes are complete by the end of

@@ -1,0 +1,76 @@
+"""No block leaves the device's free queue unnoticed."""
+
+from typing import Any
+
+import pytest
+from vllm.v1.core.kv_cache_utils import KVCacheBlock
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.request import Request
+
+from simple_offload.scheduler.given_out import GivenOut
+from tests.scheduler.conftest import MakeDriver
+from tests.scheduler.driver import Driver, prompt
+from tests.scheduler.test_lazy import ROOMY
+
+Seen = list[tuple[set[int], set[int]]]
+
+
+def watch(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> Seen:
+    """For each step from now on, the ids of the blocks that have left the queue and of those that
+    were noticed."""
+    seen: Seen = []
+    queue = driver.device_pool.free_block_queue
+    step, free = GivenOut.step, set[int]()
+
+    def watched(self: GivenOut, scheduled: SchedulerOutput) -> list[KVCacheBlock]:
+        given = step(self, scheduled)
+        left = free - {block.block_id for block in queue.get_all_free_blocks()}
+        seen.append((left, {block.block_id for block in given}))
+        return given
+
+    take_step = driver.world.step
+
+    def step_and_look(*arguments: Any, **keywords: Any) -> None:
+        free.clear()
+        free.update(block.block_id for block in queue.get_all_free_blocks())
+        take_step(*arguments, **keywords)
+
+    monkeypatch.setattr(GivenOut, "step", watched)
+    monkeypatch.setattr(driver.world, "step", step_and_look)
+    return seen
+
+
+@pytest.mark.parametrize("async_scheduling", [False, True])
+@pytest.mark.parametrize(
+    ("windows", "num_states", "num_drafted"),
+    [((0,), 0, 0), ((0, 8), 0, 0), ((0,), 1, 0), ((0,), 0, 3)],
+    ids=str,
+)
+def test_what_leaves_the_queue_is_noticed(
+    drive: MakeDriver,
+    monkeypatch: pytest.MonkeyPatch,
+    windows: tuple[int, ...],
+    num_states: int,
+    num_drafted: int,
+    async_scheduling: bool,
+) -> None:
+    """New requests, those that find something, that load, that are preempted."""
+    num_groups = len(windows) + num_states
+    driver = drive(
+        **ROOMY | {"num_device_blocks": 20 * num_groups + 1, "max_num_seqs": 3},
+        windows=windows,
+        num_states=num_states,
+        num_drafted=num_drafted,
+        async_scheduling=async_scheduling,
+    )
+    seen = watch(driver, monkeypatch)
+    requests: list[Request] = []
+    for family in [1, 2, 3, 4, 5, 6, 7, 8, 1, 2, 2, 3, 9, 4]:
+        requests.append(driver.start(f"{len(requests)}", prompt(21, family), max_tokens=16))
+        driver.step()
+        driver.copy_all()
+    driver.drain()
+    assert driver.world.num_blocks_loaded > 0
+    assert any(request.num_preemptions for request in requests)
+    for left, given in seen:
+        assert left <= given
