@@ -112,6 +112,9 @@ WAYS: Mapping[str, Way] = {
     "make bench-scheduler ARGS=--parts cost --contenders ours,ours-128,builtin": Run(
         r"loaded +131,072 ", slow=True, instead={"--parts": "--out {out} --parts"}
     ),
+    "make bench-scheduler ARGS=--parts cost --contenders ours-lazy,builtin-lazy,ours,builtin": Run(
+        r"conversations +256 ", slow=True, instead={"--parts": "--out {out} --parts"}
+    ),
     "make bench-scheduler ARGS=--parts footprint --contenders ours,ours-128,builtin": Run(
         r"4,000,000", slow=True, instead={"--parts": "--out {out} --parts"}
     ),
