@@ -156,8 +156,9 @@ class CudaBackend:
     def copy_quickly(
         self, direction: Direction, transfer: Transfer, barrier: Barrier | None
     ) -> CudaPending:
-        """What gives up the lock may get it back after a millisecond only, from the thread that
-        takes in requests. Doing so 32 times, 1 GiB took 30 ms to queue beside 11 prompts."""
+        """What gives up the lock may get it back milliseconds later only, from the thread that
+        takes in requests: with each call to the driver, queueing took longer than copying
+        (docs/measurements.md, "Engines")."""
         return self.copy(direction, transfer, barrier, keep_lock=True)
 
     def is_quick(self, direction: Direction, transfer: Transfer) -> bool:
