@@ -38,6 +38,7 @@ PLOT = "bandwidth.png"
 NUMBERS = "result.json"
 
 MOST_REPEATS = 100
+MOST_SCALE = 8
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -53,7 +54,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             (output / name).unlink(missing_ok=True)
     except OSError as error:
         return _complain(CANNOT_START, f"--out: cannot write to {output}: {error.strerror}")
-    return _run(Plan(sizes=arguments.sizes, repeats=arguments.repeats), output)
+    plan = Plan(sizes=arguments.sizes, repeats=arguments.repeats).scaled(arguments.scale)
+    return _run(plan, output)
 
 
 def _run(plan: Plan, output: Path) -> int:
@@ -106,6 +108,14 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
         default=Plan.repeats,
         help=f"timed copies of each kind, 1 to {MOST_REPEATS} (default: {Plan.repeats}); "
         "slow ones are repeated less often",
+    )
+    parser.add_argument(
+        "--scale",
+        metavar="N",
+        type=partial(_whole_number, least=1, most=MOST_SCALE),
+        default=1,
+        help=f"copies N times as large, 1 to {MOST_SCALE}: of N GiB, or of N times "
+        f"{Plan.most_blocks:,} blocks if that is less (default: 1)",
     )
     parser.add_argument(
         "--out",

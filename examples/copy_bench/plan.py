@@ -1,7 +1,7 @@
 """What the benchmark copies: sizes, ways, numbers."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 
 KIB, MIB = 1 << 10, 1 << 20
@@ -41,6 +41,12 @@ class Plan:
         yield Way.STORE
         if size >= self.both_from:
             yield Way.BOTH
+
+    def scaled(self, factor: int) -> "Plan":
+        """The same with copies ``factor`` times as large, so that their start weighs less."""
+        return replace(
+            self, pool_bytes=factor * self.pool_bytes, most_blocks=factor * self.most_blocks
+        )
 
     @property
     def all_ways(self) -> tuple[Way, ...]:

@@ -19,7 +19,7 @@ class Division(NamedTuple):
     """How a batch is to be copied."""
 
     by_kernel: Bools
-    """Of each descriptor, whether the kernel takes it; the others go by DMA."""
+    """Of each size, whether the kernel takes it; the others go by DMA."""
     seconds: float
     """How long all of it should take."""
 
@@ -66,22 +66,24 @@ class CopyCosts:
             )
         )
 
-    def divide(self, sizes: npt.NDArray[np.int64]) -> Division:
-        """How to copy descriptors of these sizes, quickest if equal ones lie together. Between
-        measured sizes, and above, costs go by the bytes, at a pace interpolated by log size;
-        below, a descriptor costs what the smallest one does.
+    def divide(self, sizes: npt.NDArray[np.int64], times: int = 1) -> Division:
+        """How to copy descriptors of these sizes, each ``times`` over, quickest if equal ones lie
+        together. Between measured sizes, and above, costs go by the bytes, at a pace interpolated
+        by log size; below, a descriptor costs what the smallest one does.
 
         Each size goes one way. Shared out between both paths, which the bus limits together, it
         gained less than planning for both cost.
         """
         if not len(sizes):
             return Division(np.zeros(0, dtype=np.bool_), 0.0)
-        (starts,) = (sizes[1:] != sizes[:-1]).nonzero()
-        bounds = np.concatenate(([0], starts + 1, [len(sizes)]))
-        counts = bounds[1:] - bounds[:-1]
-        cheaper = self._of_sizes(tuple(sizes[bounds[:-1]].tolist()))
-        by_dma = float(cheaper.by_dma @ counts)
-        with_kernel = float(cheaper.seconds @ counts) + self.kernel_start
+        (ends,) = (sizes[1:] != sizes[:-1]).nonzero()
+        starts, counts = [0], np.array([len(sizes)])
+        if len(ends):
+            starts = [0, *(ends + 1).tolist()]
+            counts = np.diff(starts, append=len(sizes))
+        cheaper = self._of_sizes(tuple(sizes[starts].tolist()))
+        by_dma = times * float(cheaper.by_dma @ counts)
+        with_kernel = times * float(cheaper.seconds @ counts) + self.kernel_start
         if not cheaper.by_kernel.any() or by_dma <= with_kernel:
             return Division(np.zeros(len(sizes), dtype=np.bool_), by_dma)
         return Division(np.repeat(cheaper.by_kernel, counts), with_kernel)
@@ -113,8 +115,8 @@ class Path(NamedTuple):
 
     count: Callable[[int], int]
     """How many descriptors of a size, in bytes, make a batch."""
-    further: int
-    """How many batches more than one are timed."""
+    further: Callable[[int], int]
+    """How many batches more than one are timed, by size."""
     time: Timer
     """Copies so many (third argument) batches of so many (second) descriptors of a size
     (first), one behind the other, and returns the seconds that took."""
@@ -133,8 +135,9 @@ def measure_costs(sizes: list[int], dma: Path, kernel: Path | None) -> CopyCosts
         descriptors = []
         for size in sizes:
             count = path.count(size)
-            further = path.time(size, count, 1 + path.further) - path.time(size, count, 1)
-            descriptors.append(max(further / path.further, 1e-9) / count)
+            further = path.further(size)
+            seconds = path.time(size, count, 1 + further) - path.time(size, count, 1)
+            descriptors.append(max(seconds / further, 1e-9) / count)
         return path.time(sizes[0], 1, 1), np.array(descriptors)
 
     dma_start, by_dma = measure(dma)

@@ -4,7 +4,7 @@ import time
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Literal, get_args
+from typing import Literal, get_args
 
 import numpy as np
 import torch
@@ -22,17 +22,15 @@ from simple_offload.config import ConfigError
 from simple_offload.logs import get_logger
 from simple_offload.metadata import Transfer
 
-if TYPE_CHECKING:
-    from simple_offload.backends.cuda_kernel import Pairs
-
 logger = get_logger(__name__)
 
 CopyPath = Literal["auto", "dma", "kernel"]
 COPY_PATHS: tuple[str, ...] = get_args(CopyPath)
 
 _STRETCH_DESCRIPTORS = 8192
-"""At most so much of a copy is planned at a time: a large one starts long before all of it is
-planned."""
+"""At most so much of a copy is planned at a time, while the device copies what came before."""
+_FIRST_BYTES, _FIRST_DESCRIPTORS = 16 << 20, 2048
+"""At most so much before the first byte moves: what keeps the device busy meanwhile."""
 _MARK_BYTES = 128 << 20
 """After so much of a copy comes an event, so that a large load shows every few milliseconds how far
 it has come. To record one gives up Python's interpreter lock."""
@@ -54,7 +52,7 @@ class CudaBackend:
         self._copy_path = copy_path
         self._queues = CudaQueues(self._device)
         self._costs: dict[Direction, CopyCosts] = {}
-        self._registered: list[torch.Tensor] = []
+        self._pinned: dict[int, torch.Tensor] = {}  # by address
         self._chunks: list[Sequence[torch.Tensor]] = []
         self._sides: list[AlikeRegions] = []
         self._numa_node = node_of_pci_device(_pci_address(self._device))
@@ -71,8 +69,12 @@ class CudaBackend:
                 f"cudaHostRegister cannot pin {num_bytes / 2**30:.2f} GiB more: {error}. "
                 "Is the lock limit (ulimit -l) high enough?"
             )
-        self._registered.append(tensor)
+        self._pinned[tensor.data_ptr()] = tensor
         return tensor
+
+    def _release_host(self, address: int) -> None:
+        torch.cuda.cudart().cudaHostUnregister(address)
+        del self._pinned[address]
 
     def open(self, device: Sequence[torch.Tensor]) -> None:
         """The tensors are only read for their addresses; somebody else keeps them alive.
@@ -119,23 +121,14 @@ class CudaBackend:
         num_bytes = {"kernel": 0, "dma": 0}
         unmarked = 0.0
         last: Piece | None = None
-        pairs: Pairs | None = None
         try:
             for first, stop in self._stretches(sides, transfer):
                 source_blocks, destination_blocks = (side[first:stop] for side in blocks)
                 runs = find_runs(*sides[0].sides(direction), source_blocks, destination_blocks)
                 divisions = [self._divide(direction, alike, runs) for alike in sides]
-                if pairs is None and any(division.by_kernel.all() for division in divisions):
-                    pairs = queues.upload(direction, *blocks)
-                part = pairs.part(first, stop) if pairs is not None else None
-                seconds = sum(
-                    division.seconds * len(alike.device.pages)
-                    for alike, division in zip(sides, divisions, strict=True)
-                )
-                pace = seconds / ((stop - first) * int(self._device_regions.pages.sum()))
-                for piece in queues.submit(
-                    direction, sides, runs, divisions, part, keep_lock=keep_lock
-                ):
+                seconds = sum(division.seconds for division in divisions)
+                pace = seconds / ((stop - first) * self._device_regions.block_bytes)
+                for piece in queues.submit(direction, sides, runs, divisions, keep_lock=keep_lock):
                     kept.append(piece.kept)
                     num_bytes[piece.path] += piece.num_bytes
                     last, unmarked = piece, unmarked + piece.num_bytes * pace
@@ -165,7 +158,7 @@ class CudaBackend:
         """Loads of few descriptors, or of those that the kernel copies. A store has nobody
         waiting for it."""
         num_pairs = len(transfer.device_blocks)
-        num_bytes = num_pairs * int(self._device_regions.pages.sum())
+        num_bytes = num_pairs * self._device_regions.block_bytes
         if direction is Direction.STORE or num_bytes > _QUICK_BYTES:
             return False
         by_dma = sum(
@@ -176,9 +169,8 @@ class CudaBackend:
         return num_pairs * by_dma <= _QUICK_DESCRIPTORS  # as if no two were neighbours
 
     def close(self) -> None:
-        for tensor in self._registered:
-            torch.cuda.cudart().cudaHostUnregister(tensor.data_ptr())
-        self._registered.clear()
+        for address in list(self._pinned):
+            self._release_host(address)
         self._chunks.clear()
 
     # One copy
@@ -191,12 +183,15 @@ class CudaBackend:
         if not len(device.pages):
             return iter(())
         require_blocks_within(transfer, device.num_blocks, sides[0].host.num_blocks)
-        num_pairs = max(1, _STRETCH_DESCRIPTORS // len(device.pages))
-        return in_parts(len(transfer.device_blocks), num_pairs)
+        num_regions = len(device.pages)
+        first = min(_FIRST_DESCRIPTORS // num_regions, _FIRST_BYTES // device.block_bytes)
+        at_once = _STRETCH_DESCRIPTORS // num_regions
+        return in_parts(len(transfer.device_blocks), max(1, first), max(1, at_once))
 
     def _divide(self, direction: Direction, alike: AlikeRegions, runs: Runs) -> Division:
-        """How each run is to be copied, and how long that takes in one region."""
-        division = self._costs[direction].divide(runs.lengths * alike.page)
+        """How each run is to be copied, and how long that takes in all regions."""
+        sizes, num_regions = runs.lengths * alike.page, len(alike.device.pages)
+        division = self._costs[direction].divide(sizes, num_regions)
         if self._copy_path == "kernel":
             return division._replace(by_kernel=np.ones(len(runs.lengths), np.bool_))
         return division
@@ -218,8 +213,7 @@ class CudaBackend:
             self._costs[direction] = cuda_measure.measure_direction(
                 self._queues, direction, sizes, device, host
             )
-        self._registered.remove(host)
-        torch.cuda.cudart().cudaHostUnregister(host.data_ptr())
+        self._release_host(host.data_ptr())
         logger.info(
             "Copies measured in %.2f s: %s", time.monotonic() - started, self.describe_paths()
         )

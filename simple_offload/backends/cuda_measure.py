@@ -16,6 +16,9 @@ from simple_offload.backends.plan import Regions, Runs
 _LADDER = tuple(4096 << step for step in range(8))  # 4 KiB to 512 KiB
 LARGEST_SIZE = _LADDER[-1]
 """Bytes. Above it a descriptor costs what its bytes do."""
+_CLOSE = (32768, 65536)
+"""Sizes of which so many are timed by DMA as a large copy has: with thousands queued each takes
+longer, which decides here. Smaller ones are slow anyway, of larger ones there are fewer."""
 SCRATCH_BYTES = 64 << 20
 """What a measurement needs on each side."""
 
@@ -52,16 +55,19 @@ def measure_direction(
             del kept
         return best
 
-    # Many batches: with thousands of descriptors queued the driver takes longer for each.
     dma = Path(
-        lambda size: min(CALL_DESCRIPTORS, (8 << 20) // size), 16, partial(timed, by_kernel=False)
+        lambda size: min(CALL_DESCRIPTORS, (8 << 20) // size),
+        lambda size: 64 if size in _CLOSE else 16,
+        partial(timed, by_kernel=False),
     )
     if not queues.kernels:
         return measure_costs(sizes, dma, None)
     for size in sizes:
         timed(size, 8, 1, by_kernel=True)  # compiles it
     # Larger ones: the host is to take less time to launch one than the device to copy it.
-    kernel = Path(lambda size: min(4096, (32 << 20) // size), 2, partial(timed, by_kernel=True))
+    kernel = Path(
+        lambda size: min(4096, (32 << 20) // size), lambda _: 2, partial(timed, by_kernel=True)
+    )
     return measure_costs(sizes, dma, kernel)
 
 

@@ -10,10 +10,9 @@ from simple_offload.backends.copy_costs import Division
 from simple_offload.backends.cuda_dma import SubmitDma, largest_first, resolve_dma
 from simple_offload.backends.cuda_regions import AlikeRegions
 from simple_offload.backends.plan import Descriptors, Runs, describe, in_pieces
-from simple_offload.metadata import BlockIds
 
 if TYPE_CHECKING:
-    from simple_offload.backends.cuda_kernel import CopyKernel, Pairs
+    from simple_offload.backends.cuda_kernel import CopyKernel
 
 _KERNEL_PROGRAMS = 8
 """SMs that the kernel runs on: more are no faster on an H200 (docs/measurements.md)."""
@@ -63,7 +62,7 @@ class CudaQueues:
             stream.wait_event(barrier)
         start = self.mark(stream)
         if self.kernels:
-            self._kernel_streams[direction].wait_stream(stream)
+            self._kernel_streams[direction].wait_event(start)
         return start
 
     def end(self, direction: Direction) -> torch.cuda.Event:
@@ -85,31 +84,22 @@ class CudaQueues:
         self._kernel_streams[direction].synchronize()
         self._streams[direction].synchronize()
 
-    def upload(self, direction: Direction, sources: BlockIds, destinations: BlockIds) -> "Pairs":
-        """Have the direction's kernel know these blocks."""
-        stream = self._kernel_streams[direction]
-        return self.kernels[direction].upload(sources, destinations, stream)
-
     def submit(
         self,
         direction: Direction,
         sides: Sequence[AlikeRegions],
         runs: Runs,
         divisions: Sequence[Division],
-        pairs: "Pairs | None" = None,
         *,
         keep_lock: bool = False,
     ) -> Iterator[Piece]:
         """Queue ``runs`` of all regions piece by piece. ``divisions``: which of them go by
-        kernel, for each of ``sides``; ``pairs``: the same runs where the kernel finds them, if
-        they have been uploaded already; ``keep_lock``: as for ``SubmitDma``."""
+        kernel, for each of ``sides``; ``keep_lock``: as for ``SubmitDma``."""
         by_dma: list[Descriptors] = []
         for alike, division in zip(sides, divisions, strict=True):
             chosen = division.by_kernel
             if chosen.any():
-                taken = pairs if chosen.all() else None
-                if taken is None:
-                    taken = self.upload(direction, *runs.take(chosen).pairs())
+                taken = runs if chosen.all() else runs.take(chosen)
                 yield from self._submit_to_kernel(direction, alike, taken)
             if not chosen.all():
                 rest = runs.take(~chosen) if chosen.any() else runs
@@ -119,10 +109,11 @@ class CudaQueues:
             yield from self._submit_by_dma(direction, plan, keep_lock=keep_lock)
 
     def _submit_to_kernel(
-        self, direction: Direction, alike: AlikeRegions, pairs: "Pairs"
+        self, direction: Direction, alike: AlikeRegions, runs: Runs
     ) -> Iterator[Piece]:
         kernel, stream = self.kernels[direction], self._kernel_streams[direction]
-        block_bytes = int(alike.device.pages.sum())
+        pairs = kernel.upload(*runs.pairs(), stream)
+        block_bytes = alike.device.block_bytes
         for piece in pairs.in_pieces(max(1, _PIECE_BYTES // block_bytes)):
             kernel.launch(alike.kernel[direction], piece, _KERNEL_PROGRAMS, stream)
             yield Piece("kernel", stream, piece.length * block_bytes, piece)

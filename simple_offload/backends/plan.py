@@ -50,6 +50,11 @@ class Regions(NamedTuple):
             sum(lengths),
         )
 
+    @property
+    def block_bytes(self) -> int:
+        """What a block has in all regions."""
+        return int(self.pages.sum())
+
     def take(self, chosen: npt.NDArray[np.intp]) -> "Regions":
         """The regions at these indices."""
         return self._replace(bases=self.bases[chosen], pages=self.pages[chosen])
@@ -170,10 +175,10 @@ def plan_copies(
     return describe(source, destination, runs)
 
 
-def in_parts(total: int, at_once: int) -> Iterator[tuple[int, int]]:
-    """Beginnings and ends of at most ``at_once`` of ``total`` things, in their order. The first
-    part is smaller, so that what is done with the others meanwhile begins sooner."""
-    start, stop = 0, min(total, max(1, at_once // 8))
+def in_parts(total: int, first: int, at_once: int) -> Iterator[tuple[int, int]]:
+    """Beginnings and ends of at most ``at_once`` of ``total`` things, in their order, of ``first``
+    at first, so that what is done with each part begins sooner."""
+    start, stop = 0, min(total, first)
     while start < stop:
         yield start, stop
         start, stop = stop, min(total, stop + at_once)

@@ -366,6 +366,30 @@ def test_memory_is_pinned_while_a_graph_is_captured(backend: CudaBackend) -> Non
     assert bool((tensor == 1).all())
 
 
+def test_memory_pinned_before_the_device_is_open(backend: CudaBackend) -> None:
+    """Stays, when what the measurement needed is given back."""
+    early = backend.allocate_host(1 << 20)
+    Sides(backend, 8, (4096,))
+    copied = early.cuda(non_blocking=True)
+    torch.cuda.synchronize()
+    assert early.is_pinned()
+    assert torch.equal(copied.cpu(), early)
+
+
+@pytest.mark.parametrize("backend", ["auto"], indirect=True)
+@pytest.mark.parametrize("direction", list(Direction))
+def test_small_pages_of_many_regions_go_by_kernel(
+    backend: CudaBackend, direction: Direction
+) -> None:
+    """Though each has few."""
+    sides = Sides(backend, 512, (8192,) * 64)
+    transfer = scattered(512, 256)
+    pending = backend.copy(direction, transfer, backend.barrier())
+    pending.wait()
+    assert pending.copied().num_bytes == {"kernel": 256 * 64 * 8192, "dma": 0}
+    assert len(sides.device) == 64  # both sides are there until here
+
+
 def test_memory_that_is_not_there(backend: CudaBackend) -> None:
     with pytest.raises(MemoryError, match="GiB available"):
         backend.allocate_host(1 << 50)

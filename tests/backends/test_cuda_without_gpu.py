@@ -12,7 +12,7 @@ from simple_offload.backends.copy_costs import CopyCosts
 from simple_offload.backends.cuda import CudaBackend
 from simple_offload.backends.cuda_queues import CudaQueues
 from simple_offload.backends.cuda_regions import AlikeRegions
-from simple_offload.backends.plan import Descriptors, Regions
+from simple_offload.backends.plan import Descriptors, Regions, find_runs
 from simple_offload.metadata import Transfer
 
 
@@ -101,11 +101,33 @@ def scattered(count: int) -> Transfer:
     return Transfer(0, np.arange(count), np.arange(count)[::-1] * 3 % count)
 
 
+@pytest.mark.parametrize(
+    ("page", "num_regions", "num_bytes"),
+    [(2 << 20, 1, 16 << 20), (64 << 10, 64, 16 << 20), (4 << 10, 1, 8 << 20)],
+)
+def test_the_first_bytes_move_soon(
+    page: int, num_regions: int, num_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before most of the copy is planned."""
+    planned: list[int] = []
+
+    def find(source: Regions, destination: Regions, *blocks: Any) -> Any:
+        planned.append(len(blocks[0]))
+        return find_runs(source, destination, *blocks)
+
+    monkeypatch.setattr("simple_offload.backends.cuda.find_runs", find)
+    backend = quick_backend(page, num_regions)
+    copy(backend, Direction.LOAD, scattered(16384 // num_regions))
+    assert planned[0] * page * num_regions == num_bytes
+    assert sum(planned) == 16384 // num_regions
+
+
 @pytest.mark.parametrize("direction", list(Direction))
 def test_few_events_and_one_behind_the_last_byte(direction: Direction) -> None:
     """1 GiB and two pages, in pieces of 64 MiB at most, or 16 MiB: about eight events."""
     log, seconds = copy(quick_backend(2 << 20, 1), direction, scattered(514))
-    assert log.given.count("mark") == len(seconds) == 9
+    num_events = {Direction.LOAD: 8, Direction.STORE: 9}[direction]
+    assert log.given.count("mark") == len(seconds) == num_events
     assert log.given[-1] == "mark"
     assert sum(given for given in log.given if not isinstance(given, str)) == 514 << 21
     assert sum(seconds) == pytest.approx(514 * 2e-6 * 32)  # by the bytes, above 64 KiB

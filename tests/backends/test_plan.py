@@ -170,13 +170,13 @@ def test_a_run_ends_with_its_chunk(chunks: tuple[int, int], sizes: list[int]) ->
     assert len(plan.sizes) == 2 * len(sizes)
 
 
-@given(st.integers(0, 300), st.integers(1, 100))
-def test_parts_follow_each_other(total: int, at_once: int) -> None:
-    parts = list(in_parts(total, at_once))
+@given(st.integers(0, 300), st.integers(1, 100), st.integers(1, 100))
+def test_parts_follow_each_other(total: int, first: int, at_once: int) -> None:
+    parts = list(in_parts(total, first, at_once))
     assert [index for start, stop in parts for index in range(start, stop)] == list(range(total))
-    assert all(0 < stop - start <= at_once for start, stop in parts)
     assert all(stop - start == at_once for start, stop in parts[1:-1])
-    assert not parts or parts[0][1] == min(total, max(1, at_once // 8))
+    assert all(0 < stop - start <= at_once for start, stop in parts[1:])
+    assert not parts or parts[0] == (0, min(total, first))
 
 
 @given(st.lists(st.integers(1, 50), max_size=20), st.integers(1, 60))

@@ -720,6 +720,15 @@ def test_chosen_sizes_in_ascending_order(tmp_path: Path) -> None:
     assert set(numbers["peak"]) == {"load", "store"}
 
 
+@pytest.mark.usefixtures("cpu_rig")
+def test_larger_copies(tmp_path: Path) -> None:
+    assert run(tmp_path, "--sizes", "4K", "512K", "--scale", "2") == 0
+    rows = json.loads((tmp_path / "result.json").read_text())["rows"]
+    blocks = {(row["way"], row["size"]): row["blocks"] for row in rows}
+    assert blocks["load", 4 * KIB] == 2 * PLAN.most_blocks
+    assert blocks["both", 512 * KIB] == 2 * PLAN.pool_bytes // (512 * KIB)
+
+
 def spoil_path(
     monkeypatch: pytest.MonkeyPatch, path: str, spoil: Callable[[PathBackend], object]
 ) -> None:
@@ -860,6 +869,7 @@ def test_no_cuda_device(tmp_path: Path) -> None:
         (["--sizes", "64K", "big"], "--sizes: 'big' is not a power of two from 4 KiB to 2 MiB"),
         (["--repeats", "0"], "--repeats: 0 is not within 1 and 100"),
         (["--repeats", "few"], "--repeats: 'few' is not a whole number"),
+        (["--scale", "9"], "--scale: 9 is not within 1 and 8"),
     ],
 )
 def test_bad_arguments_are_named(
