@@ -11,8 +11,10 @@ import numpy.typing as npt
 Floats = npt.NDArray[np.float64]
 Bools = npt.NDArray[np.bool_]
 
-_WORTHWHILE = 0.95
-"""SMs have better uses: by kernel a size has to take this much less time than by DMA."""
+_WORTHWHILE, _SURPRISING = 0.95, 0.8
+"""SMs have better uses: by kernel a size has to take so much less time than by DMA. Large ones even
+less, since DMA can hardly lose there: most likely something else took the machine's time."""
+_LARGE = 128 << 10
 
 
 class Division(NamedTuple):
@@ -50,7 +52,7 @@ class CopyCosts:
     @property
     def by_kernel(self) -> Bools:
         """Which of the sizes the kernel copies, where there are enough."""
-        return self.kernel < self.dma * _WORTHWHILE
+        return _is_worthwhile(self.sizes, self.dma, self.kernel)
 
     def by_kernel_at(self, size: int) -> bool:
         """Whether the kernel copies descriptors of ``size`` bytes, where there are enough."""
@@ -93,7 +95,7 @@ class CopyCosts:
             kinds = np.array(sizes, np.float64)
             by_dma = self._interpolate(kinds, self.dma)
             by_kernel = self._interpolate(kinds, self.kernel)
-            better = by_kernel < by_dma * _WORTHWHILE
+            better = _is_worthwhile(kinds, by_dma, by_kernel)
             known = _Cheaper(by_dma, np.where(better, by_kernel, by_dma), better)
             if len(sizes) == 1:  # as mostly, and of few sizes
                 self._known[sizes] = known
@@ -107,6 +109,12 @@ class CopyCosts:
         return total
 
 
+def _is_worthwhile(sizes: Floats, dma: Floats, kernel: Floats) -> Bools:
+    """Of which sizes the kernel is the better choice, by the seconds that either takes."""
+    better: Bools = kernel < dma * np.where(sizes < _LARGE, _WORTHWHILE, _SURPRISING)
+    return better
+
+
 Timer = Callable[[int, int, int], float]
 
 
@@ -115,8 +123,8 @@ class Path(NamedTuple):
 
     count: Callable[[int], int]
     """How many descriptors of a size, in bytes, make a batch."""
-    further: Callable[[int], int]
-    """How many batches more than one are timed, by size."""
+    further: int
+    """How many batches more than one are timed."""
     time: Timer
     """Copies so many (third argument) batches of so many (second) descriptors of a size
     (first), one behind the other, and returns the seconds that took."""
@@ -135,9 +143,8 @@ def measure_costs(sizes: list[int], dma: Path, kernel: Path | None) -> CopyCosts
         descriptors = []
         for size in sizes:
             count = path.count(size)
-            further = path.further(size)
-            seconds = path.time(size, count, 1 + further) - path.time(size, count, 1)
-            descriptors.append(max(seconds / further, 1e-9) / count)
+            further = path.time(size, count, 1 + path.further) - path.time(size, count, 1)
+            descriptors.append(max(further / path.further, 1e-9) / count)
         return path.time(sizes[0], 1, 1), np.array(descriptors)
 
     dma_start, by_dma = measure(dma)

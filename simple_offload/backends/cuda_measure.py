@@ -2,6 +2,7 @@
 
 import math
 import time
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -13,12 +14,15 @@ from simple_offload.backends.cuda_queues import CALL_DESCRIPTORS, CudaQueues
 from simple_offload.backends.cuda_regions import match_regions
 from simple_offload.backends.plan import Regions, Runs
 
-_LADDER = tuple(4096 << step for step in range(8))  # 4 KiB to 512 KiB
+_LADDER = tuple(4096 << step for step in range(7))  # 4 KiB to 256 KiB
 LARGEST_SIZE = _LADDER[-1]
 """Bytes. Above it a descriptor costs what its bytes do."""
-_CLOSE = (32768, 65536)
-"""Sizes of which so many are timed by DMA as a large copy has: with thousands queued each takes
-longer, which decides here. Smaller ones are slow anyway, of larger ones there are fewer."""
+_SMALL, _SPREAD = 64 << 10, 1.15
+"""Below this size (bytes) a descriptor takes DMA longer by at least this factor in a tier of many
+GiB than in the scratch memory: at 32 KiB 29 to 51 GB/s were seen (docs/measurements.md) where 47 to
+51 had been measured."""
+_REPEATS = 3
+"""The least counts: whatever else the machine does takes its time too."""
 SCRATCH_BYTES = 64 << 20
 """What a measurement needs on each side."""
 
@@ -46,7 +50,7 @@ def measure_direction(
         runs = _scattered(len(device) // size, count)
         division = Division(np.full(count, by_kernel), 0.0)
         best = math.inf
-        for _ in range(2):
+        for _ in range(_REPEATS):
             torch.cuda.synchronize(device.device)
             start = time.perf_counter()
             kept = [list(queues.submit(direction, sides, runs, [division])) for _ in range(batches)]
@@ -55,20 +59,18 @@ def measure_direction(
             del kept
         return best
 
+    # Many batches: with thousands of descriptors queued the driver takes longer for each.
     dma = Path(
-        lambda size: min(CALL_DESCRIPTORS, (8 << 20) // size),
-        lambda size: 64 if size in _CLOSE else 16,
-        partial(timed, by_kernel=False),
+        lambda size: min(CALL_DESCRIPTORS, (8 << 20) // size), 16, partial(timed, by_kernel=False)
     )
     if not queues.kernels:
         return measure_costs(sizes, dma, None)
     for size in sizes:
         timed(size, 8, 1, by_kernel=True)  # compiles it
     # Larger ones: the host is to take less time to launch one than the device to copy it.
-    kernel = Path(
-        lambda size: min(4096, (32 << 20) // size), lambda _: 2, partial(timed, by_kernel=True)
-    )
-    return measure_costs(sizes, dma, kernel)
+    kernel = Path(lambda size: min(4096, (32 << 20) // size), 2, partial(timed, by_kernel=True))
+    costs = measure_costs(sizes, dma, kernel)
+    return replace(costs, dma=costs.dma * np.where(costs.sizes < _SMALL, _SPREAD, 1.0))
 
 
 def _scattered(num_blocks: int, count: int) -> Runs:
