@@ -39,7 +39,7 @@ accuracy: set-up set-up-eval ## Answers with and without the connector, by lm_ev
 	@$(VENV_PYTHON) -m examples.accuracy $(ARGS)
 
 test: set-up ## Unit and engine tests that need no accelerator (ARGS="-k name" for some of them)
-	$(VENV_PYTHON) -m pytest -n $(WORKERS) --dist loadgroup --no-loadscope-reorder $(ARGS)
+	$(VENV_PYTHON) -m pytest -n $(WORKERS) --dist loadscope --no-loadscope-reorder $(ARGS)
 
 check: set-up ## Formatting, lint and types
 	$(VENV_PYTHON) -m ruff format --check .
