@@ -251,7 +251,7 @@ def test_every_series_is_explained() -> None:
 def test_the_picture_is_that_of_the_measurements(tmp_path: Path) -> None:
     measurements = docs.MEASUREMENTS.read_text()
     assert len(docs.demo_turns(measurements)) == 5
-    assert len(docs.loads_by_size(measurements)) == 9
+    assert len(docs.loads_by_size(measurements)) == 8
     docs.save_picture(tmp_path / "results.svg", measurements)
     assert (tmp_path / "results.svg").read_text() == docs.PICTURE.read_text(), "run `make docs`"
 

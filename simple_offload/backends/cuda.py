@@ -220,7 +220,7 @@ class CudaBackend:
 
     def describe_paths(self) -> str:
         """What was measured, in a line: by direction and descriptor size GB/s, and whether that
-        is by kernel."""
+        is by kernel. DMA's of small ones are what to expect of a large tier."""
         return "; ".join(f"{way.value} {costs.describe()}" for way, costs in self._costs.items())
 
     def _make_kernels(self) -> None:

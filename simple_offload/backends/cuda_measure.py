@@ -21,8 +21,6 @@ _SMALL, _SPREAD = 64 << 10, 1.15
 """Below this size (bytes) a descriptor takes DMA longer by at least this factor in a tier of many
 GiB than in the scratch memory: at 32 KiB 29 to 51 GB/s were seen (docs/measurements.md) where 47 to
 51 had been measured."""
-_REPEATS = 3
-"""The least counts: whatever else the machine does takes its time too."""
 SCRATCH_BYTES = 64 << 20
 """What a measurement needs on each side."""
 
@@ -50,7 +48,9 @@ def measure_direction(
         runs = _scattered(len(device) // size, count)
         division = Division(np.full(count, by_kernel), 0.0)
         best = math.inf
-        for _ in range(_REPEATS):
+        # The least counts: whatever else the machine does takes its time too. One batch is soon
+        # timed, and too long a time for it makes all further ones look quick.
+        for _ in range(3 if batches == 1 else 2):
             torch.cuda.synchronize(device.device)
             start = time.perf_counter()
             kept = [list(queues.submit(direction, sides, runs, [division])) for _ in range(batches)]

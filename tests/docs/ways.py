@@ -151,8 +151,10 @@ WAYS: Mapping[str, Way] = {
     "python3 -m examples.copy_bench": _GPU_COPIES,
     "python3 -m examples.copy_bench --sizes 8KiB 64KiB 2MiB --repeats 3": _GPU_COPIES,
     "python3 -m examples.copy_bench --sizes 8KiB 2MiB --repeats 3": _GPU_COPIES,
-    "python3 -m examples.copy_bench --sizes 4KiB 8KiB 16KiB 32KiB 64KiB 128KiB 256KiB 512KiB 2MiB"
-    " --repeats 5": _GPU_COPIES,
+    "python3 -m examples.copy_bench --sizes 8KiB 16KiB 32KiB 64KiB 128KiB 256KiB 512KiB 2MiB"
+    " --repeats 7": _GPU_COPIES,
+    "python3 -m examples.copy_bench --sizes 8KiB 16KiB 32KiB 128KiB --scale 8"
+    " --repeats 3": _GPU_COPIES,
     "python3 -m examples.engine_bench": _GPU_ENGINES,
     "python3 -m examples.engine_bench --preset h200": _GPU_ENGINES,
     "python3 -m examples.engine_bench --preset h200 --rounds 3": _GPU_ENGINES,
