@@ -12,7 +12,7 @@ from simple_offload.backends.copy_costs import CopyCosts
 from simple_offload.backends.cuda import CudaBackend
 from simple_offload.backends.cuda_queues import CudaQueues
 from simple_offload.backends.cuda_regions import AlikeRegions
-from simple_offload.backends.plan import Descriptors, Regions, find_runs
+from simple_offload.backends.plan import Descriptors, Regions, Runs, find_runs
 from simple_offload.metadata import Transfer
 
 
@@ -99,6 +99,17 @@ def copy(backend: CudaBackend, direction: Direction, transfer: Transfer) -> tupl
 
 def scattered(count: int) -> Transfer:
     return Transfer(0, np.arange(count), np.arange(count)[::-1] * 3 % count)
+
+
+def test_regions_start_the_kernel_together() -> None:
+    """So few pages of one region alone would go by DMA."""
+    few = Runs(np.arange(2), np.arange(2), np.ones(2, np.int64))
+    for num_regions, by_kernel in ((1, False), (64, True)):
+        backend = quick_backend(16 << 10, num_regions, kernel=True)
+        division = backend._divide(Direction.STORE, backend._sides[0], few)
+        assert division.by_kernel.tolist() == [by_kernel] * 2
+        expected = backend._costs[Direction.STORE].divide(np.full(2 * num_regions, 16 << 10))
+        assert division.seconds == pytest.approx(expected.seconds)
 
 
 @pytest.mark.parametrize(
