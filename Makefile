@@ -12,7 +12,7 @@ ARGS ?=
 STEPS ?= 100000
 SCRIPTS ?= 200
 SEED ?= 0
-# Each process starts the engines that its tests share, so more than a few are of no use.
+# Tests that share engines run in one process, so more than a few are of no use.
 WORKERS ?= 2
 VENV_PYTHON := .venv/bin/python
 

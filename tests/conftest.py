@@ -51,8 +51,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Where tests run in several processes, those of a room run in one. (xdist's own groups do not
-    get there: 3.8.0 writes them where pytest 9.2 does not look.)"""
+    """With ``--dist loadscope``, tests of a room run in one process. (xdist's own groups do not get
+    there: 3.8.0 writes them where pytest 9.2 does not look.)"""
+    if config.getvalue("dist") != "loadscope":
+        return None
     from xdist.scheduler import LoadScopeScheduling
 
     class ByRoom(LoadScopeScheduling):  # type: ignore[misc]
