@@ -20,8 +20,9 @@ _LARGE = 128 << 10
 class Division(NamedTuple):
     """How a batch is to be copied."""
 
-    by_kernel: Bools
-    """Of each size, whether the kernel takes it; the others go by DMA."""
+    by_kernel: Bools | bool
+    """Whether the kernel takes it, of each size or, if they go one way, of all. What it does not
+    take goes by DMA."""
     seconds: float
     """How long all of it should take."""
 
@@ -35,6 +36,14 @@ class _Cheaper(NamedTuple):
     by_kernel: Bools
 
 
+class _Alike(NamedTuple):
+    """The same of one size."""
+
+    by_dma: float
+    seconds: float
+    by_kernel: bool
+
+
 @dataclass(frozen=True, slots=True)
 class CopyCosts:
     """By descriptor size (ascending, bytes), all arrays ``[k]``."""
@@ -46,8 +55,8 @@ class CopyCosts:
     """Seconds a descriptor by kernel; infinite where there is none."""
     kernel_start: float = 0.0
     """Seconds that a batch pays once for having the kernel take part."""
-    _known: dict[tuple[int, ...], _Cheaper] = field(default_factory=dict, init=False, repr=False)
-    """What has been worked out for one size: small copies have no time to do it again."""
+    _known: dict[int, _Alike] = field(default_factory=dict, init=False, repr=False)
+    """What has been worked out, by size: small copies have no time to do it again."""
 
     @property
     def by_kernel(self) -> Bools:
@@ -56,7 +65,7 @@ class CopyCosts:
 
     def by_kernel_at(self, size: int) -> bool:
         """Whether the kernel copies descriptors of ``size`` bytes, where there are enough."""
-        return bool(self._of_sizes((size,)).by_kernel[0])
+        return self._of_size(size).by_kernel
 
     def describe(self) -> str:
         """By size GB/s of the cheaper path, and whether that is the kernel's, in a line."""
@@ -77,29 +86,36 @@ class CopyCosts:
         gained less than planning for both cost.
         """
         if not len(sizes):
-            return Division(np.zeros(0, dtype=np.bool_), 0.0)
+            return Division(False, 0.0)
         (ends,) = (sizes[1:] != sizes[:-1]).nonzero()
-        starts, counts = [0], np.array([len(sizes)])
+        by_kernel: Bools | bool
         if len(ends):
             starts = [0, *(ends + 1).tolist()]
             counts = np.diff(starts, append=len(sizes))
-        cheaper = self._of_sizes(tuple(sizes[starts].tolist()))
-        by_dma = times * float(cheaper.by_dma @ counts)
-        with_kernel = times * float(cheaper.seconds @ counts) + self.kernel_start
-        if not cheaper.by_kernel.any() or by_dma <= with_kernel:
-            return Division(np.zeros(len(sizes), dtype=np.bool_), by_dma)
-        return Division(np.repeat(cheaper.by_kernel, counts), with_kernel)
+            costs = self._of_sizes(sizes[starts].astype(np.float64))
+            by_dma, seconds = float(costs.by_dma @ counts), float(costs.seconds @ counts)
+            by_kernel = bool(costs.by_kernel.any()) and np.repeat(costs.by_kernel, counts)
+        else:
+            alike = self._of_size(int(sizes[0]))
+            by_dma, seconds = len(sizes) * alike.by_dma, len(sizes) * alike.seconds
+            by_kernel = alike.by_kernel
+        with_kernel = times * seconds + self.kernel_start
+        if by_kernel is False or times * by_dma <= with_kernel:
+            return Division(False, times * by_dma)
+        return Division(by_kernel, with_kernel)
 
-    def _of_sizes(self, sizes: tuple[int, ...]) -> _Cheaper:
-        if (known := self._known.get(sizes)) is None:
-            kinds = np.array(sizes, np.float64)
-            by_dma = self._interpolate(kinds, self.dma)
-            by_kernel = self._interpolate(kinds, self.kernel)
-            better = _is_worthwhile(kinds, by_dma, by_kernel)
-            known = _Cheaper(by_dma, np.where(better, by_kernel, by_dma), better)
-            if len(sizes) == 1:  # as mostly, and of few sizes
-                self._known[sizes] = known
+    def _of_size(self, size: int) -> _Alike:
+        if (known := self._known.get(size)) is None:
+            by_dma, seconds, by_kernel = self._of_sizes(np.array([size], np.float64))
+            known = _Alike(float(by_dma[0]), float(seconds[0]), bool(by_kernel[0]))
+            self._known[size] = known
         return known
+
+    def _of_sizes(self, sizes: Floats) -> _Cheaper:
+        by_dma = self._interpolate(sizes, self.dma)
+        by_kernel = self._interpolate(sizes, self.kernel)
+        better = _is_worthwhile(sizes, by_dma, by_kernel)
+        return _Cheaper(by_dma, np.where(better, by_kernel, by_dma), better)
 
     def _interpolate(self, wanted: Floats, seconds: Floats) -> Floats:
         # Between rungs interpolate seconds a byte, which is flat where bandwidth is.

@@ -80,6 +80,7 @@ class CudaBackend:
         """The tensors are only read for their addresses; somebody else keeps them alive.
         Measures what copies of pages like theirs cost."""
         self._device_regions = Regions.of(device)
+        self._block_bytes = self._device_regions.block_bytes
         pages = self._device_regions.pages
         if len(pages):
             self._measure(int(pages.min()), aligned=not (pages % np.uint64(16)).any())
@@ -127,7 +128,7 @@ class CudaBackend:
                 runs = find_runs(*sides[0].sides(direction), source_blocks, destination_blocks)
                 divisions = [self._divide(direction, alike, runs) for alike in sides]
                 seconds = sum(division.seconds for division in divisions)
-                pace = seconds / ((stop - first) * self._device_regions.block_bytes)
+                pace = seconds / ((stop - first) * self._block_bytes)
                 for piece in queues.submit(direction, sides, runs, divisions, keep_lock=keep_lock):
                     kept.append(piece.kept)
                     num_bytes[piece.path] += piece.num_bytes
@@ -158,7 +159,7 @@ class CudaBackend:
         """Loads of few descriptors, or of those that the kernel copies. A store has nobody
         waiting for it."""
         num_pairs = len(transfer.device_blocks)
-        num_bytes = num_pairs * self._device_regions.block_bytes
+        num_bytes = num_pairs * self._block_bytes
         if direction is Direction.STORE or num_bytes > _QUICK_BYTES:
             return False
         by_dma = sum(
@@ -184,7 +185,7 @@ class CudaBackend:
             return iter(())
         require_blocks_within(transfer, device.num_blocks, sides[0].host.num_blocks)
         num_regions = len(device.pages)
-        first = min(_FIRST_DESCRIPTORS // num_regions, _FIRST_BYTES // device.block_bytes)
+        first = min(_FIRST_DESCRIPTORS // num_regions, _FIRST_BYTES // self._block_bytes)
         at_once = _STRETCH_DESCRIPTORS // num_regions
         return in_parts(len(transfer.device_blocks), max(1, first), max(1, at_once))
 
@@ -193,7 +194,7 @@ class CudaBackend:
         sizes, num_regions = runs.lengths * alike.page, len(alike.device.pages)
         division = self._costs[direction].divide(sizes, num_regions)
         if self._copy_path == "kernel":
-            return division._replace(by_kernel=np.ones(len(runs.lengths), np.bool_))
+            return division._replace(by_kernel=True)
         return division
 
     # Measuring, at start

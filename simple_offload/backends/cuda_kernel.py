@@ -2,11 +2,12 @@
 
 DMA engines handle one descriptor at a time, at a cost of up to microseconds each; a kernel keeps
 many small ones in flight over the bus (vllm#42212). What it costs is the SMs it runs on. It finds
-the pages' addresses itself, so that the host only has to tell it the blocks.
+the pages' addresses itself, so that the host only has to list the blocks, and reads that list where
+the host writes it: an upload delayed each copy, most of all behind one of the other direction.
 """
 
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -62,20 +63,28 @@ def _copy_pages(  # type: ignore[no-untyped-def]
     ``table``: the regions' page sizes in bytes, then the addresses of their chunks, sources and
     destinations; no page has more than ``max_words`` words. A program takes ROWS pages at a
     time, COLUMNS words of each, so that as many bytes are in flight for small ones as for large.
+
+    ``pairs`` lies in host memory: those of a program's next tile are on their way while it copies.
     """
     columns = tl.arange(0, COLUMNS)
     source_bases = table + num_regions
     destination_bases = source_bases + num_regions * source_chunks
     num_rows = count * num_regions
     stride = tl.num_programs(0) * ROWS
+    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    pair = pairs + first + rows // num_regions
+    next_source = tl.load(pair, mask=rows < num_rows, other=0)
+    next_destination = tl.load(pair + num_pairs, mask=rows < num_rows, other=0)
     for start in range(tl.program_id(0) * ROWS, num_rows, stride):
         rows = start + tl.arange(0, ROWS)
         valid = rows < num_rows
         regions = rows % num_regions
-        pair = pairs + first + rows // num_regions
+        source, destination = next_source, next_destination
+        ahead = rows + stride
+        pair = pairs + first + ahead // num_regions
+        next_source = tl.load(pair, mask=ahead < num_rows, other=0)
+        next_destination = tl.load(pair + num_pairs, mask=ahead < num_rows, other=0)
         page = tl.load(table + regions, mask=valid, other=0)
-        source = tl.load(pair, mask=valid, other=0)
-        destination = tl.load(pair + num_pairs, mask=valid, other=0)
         source_chunk = regions * source_chunks + source // source_chunk_blocks
         destination_chunk = regions * destination_chunks + destination // destination_chunk_blocks
         of = tl.load(source_bases + source_chunk, mask=valid, other=0)
@@ -101,35 +110,39 @@ class KernelRegions:
         table = np.concatenate((source.pages, source.bases.ravel(), destination.bases.ravel()))
         self._table = torch.from_numpy(table.view(np.int64))
         shared = int(np.bitwise_or.reduce(table))
-        self.word_bytes, self.alignment, self.word = next(w for w in _WORDS if shared % w[1] == 0)
-        self.max_words = -(-int(source.pages.max()) // self.word_bytes)
+        self.word_bytes, alignment, word = next(w for w in _WORDS if shared % w[1] == 0)
+        max_words = -(-int(source.pages.max()) // self.word_bytes)
         # Few shapes, since each is compiled when it is first used.
-        self.columns = min(max(1 << (self.max_words - 1).bit_length(), _COLUMNS[0]), _COLUMNS[1])
+        columns = min(max(1 << (max_words - 1).bit_length(), _COLUMNS[0]), _COLUMNS[1])
         # Bytes one by one: a smaller tile.
-        self.rows = _TILE_BYTES // max(self.word_bytes, 4) // self.columns
+        self.rows = _TILE_BYTES // max(self.word_bytes, 4) // columns
+        self.num_regions = len(source.pages)
         self.shape = (
-            len(source.pages),
+            self.num_regions,
             source.bases.shape[1],
             source.chunk_blocks,
             destination.bases.shape[1],
             destination.chunk_blocks,
+            max_words,
         )
+        self.constants = (word, self.word_bytes, alignment, self.rows, columns)
+        self.compiled: Any = None
+        """The kernel for these, once it has been launched."""
 
-    def table_on(self, device: torch.device) -> torch.Tensor:
-        """For kernels on the current stream, on which it is uploaded when first asked for. Always
-        to be called on the same stream."""
+    def table_on(self, device: torch.device, stream: torch.cuda.Stream | None) -> torch.Tensor:
+        """For kernels on ``stream``, always the same one, on which it is uploaded when first
+        asked for."""
         if self._table.device != device:
-            self._table = self._table.to(device)
+            with torch.cuda.stream(stream):
+                self._table = self._table.to(device)
         return self._table
 
 
 class Pairs(NamedTuple):
-    """Blocks to be copied, where the kernel finds them."""
+    """Blocks to be copied, where host and device find them."""
 
     blocks: torch.Tensor
-    """Sources, then destinations, int32 ``[2 * n]``, on the device."""
-    host: torch.Tensor
-    """Where they come from."""
+    """Sources, then destinations, int32 ``[2 * n]``."""
     first: int
     length: int
 
@@ -150,20 +163,14 @@ class CopyKernel:
     def __init__(self, device: torch.device) -> None:
         self._device = device
 
-    def upload(
-        self,
-        source_blocks: BlockIds,
-        destination_blocks: BlockIds,
-        stream: torch.cuda.Stream | None,
-    ) -> Pairs:
-        """Have the kernel know these blocks, from this place in ``stream`` on."""
+    def write_pairs(self, source_blocks: BlockIds, destination_blocks: BlockIds) -> Pairs:
+        """Write these blocks where kernels can read them that are launched from now on."""
         count = len(source_blocks)
         pins = self._device.type == "cuda"
-        host = torch.empty(2 * count, dtype=torch.int32, pin_memory=pins)
-        blocks = host.numpy()
+        pairs = torch.empty(2 * count, dtype=torch.int32, pin_memory=pins)
+        blocks = pairs.numpy()
         blocks[:count], blocks[count:] = source_blocks, destination_blocks
-        with torch.cuda.stream(stream):
-            return Pairs(host.to(self._device, non_blocking=True), host, 0, count)
+        return Pairs(pairs, 0, count)
 
     def launch(
         self,
@@ -174,20 +181,21 @@ class CopyKernel:
     ) -> None:
         """Copy the pages of ``pairs`` in every region, on ``stream`` with at most
         ``num_programs`` SMs. Both arguments have to live until that has ended."""
-        num_tiles = -(-pairs.length * regions.shape[0] // regions.rows)
-        with torch.cuda.stream(stream):
-            _copy_pages[(min(num_programs, num_tiles),)](
-                pairs.blocks,
-                len(pairs.blocks) // 2,
-                pairs.first,
-                pairs.length,
-                regions.table_on(self._device),
-                *regions.shape,
-                regions.max_words,
-                WORD=regions.word,
-                WORD_BYTES=regions.word_bytes,
-                ALIGNMENT=regions.alignment,
-                ROWS=regions.rows,
-                COLUMNS=regions.columns,
-                num_warps=_NUM_WARPS,
-            )
+        num_tiles = -(-pairs.length * regions.num_regions // regions.rows)
+        grid = (min(num_programs, num_tiles), 1, 1)
+        arguments = (
+            pairs.blocks,
+            len(pairs.blocks) // 2,
+            pairs.first,
+            pairs.length,
+            regions.table_on(self._device, stream),
+            *regions.shape,
+            *regions.constants,
+        )
+        if regions.compiled is None or stream is None:
+            with torch.cuda.stream(stream):
+                # Nothing where kernels are interpreted.
+                regions.compiled = _copy_pages[grid](*arguments, num_warps=_NUM_WARPS)
+        else:
+            # To find it by its arguments again takes Triton longer than to launch it.
+            regions.compiled[grid](*arguments, stream=stream.cuda_stream)

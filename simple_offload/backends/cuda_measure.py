@@ -46,7 +46,7 @@ def measure_direction(
         regions = (Regions.within(side, size) for side in (device, host))
         sides = match_regions(*regions, kernels=bool(queues.kernels))
         runs = _scattered(len(device) // size, count)
-        division = Division(np.full(count, by_kernel), 0.0)
+        division = Division(by_kernel, 0.0)
         best = math.inf
         # The least counts: whatever else the machine does takes its time too. One batch is soon
         # timed, and too long a time for it makes all further ones look quick.

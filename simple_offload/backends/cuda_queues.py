@@ -98,11 +98,11 @@ class CudaQueues:
         by_dma: list[Descriptors] = []
         for alike, division in zip(sides, divisions, strict=True):
             chosen = division.by_kernel
-            if chosen.any():
-                taken = runs if chosen.all() else runs.take(chosen)
+            if chosen is not False:
+                taken = runs if chosen is True else runs.take(chosen)
                 yield from self._submit_to_kernel(direction, alike, taken)
-            if not chosen.all():
-                rest = runs.take(~chosen) if chosen.any() else runs
+            if chosen is not True:
+                rest = runs if chosen is False else runs.take(~chosen)
                 by_dma.append(describe(*alike.sides(direction), rest))
         if by_dma:
             plan = Descriptors.joined(by_dma)
@@ -112,11 +112,10 @@ class CudaQueues:
         self, direction: Direction, alike: AlikeRegions, runs: Runs
     ) -> Iterator[Piece]:
         kernel, stream = self.kernels[direction], self._kernel_streams[direction]
-        pairs = kernel.upload(*runs.pairs(), stream)
-        block_bytes = alike.device.block_bytes
-        for piece in pairs.in_pieces(max(1, _PIECE_BYTES // block_bytes)):
+        pairs = kernel.write_pairs(*runs.pairs())
+        for piece in pairs.in_pieces(max(1, _PIECE_BYTES // alike.block_bytes)):
             kernel.launch(alike.kernel[direction], piece, _KERNEL_PROGRAMS, stream)
-            yield Piece("kernel", stream, piece.length * block_bytes, piece)
+            yield Piece("kernel", stream, piece.length * alike.block_bytes, piece)
 
     def _submit_by_dma(
         self, direction: Direction, plan: Descriptors, *, keep_lock: bool = False

@@ -25,6 +25,11 @@ class AlikeRegions:
         """Bytes of the largest."""
         return int(self.device.pages.max())
 
+    @cached_property
+    def block_bytes(self) -> int:
+        """What a block has in all of them."""
+        return self.device.block_bytes
+
     def sides(self, direction: Direction) -> tuple[Regions, Regions]:
         """Source and destination."""
         both = self.device, self.host

@@ -136,10 +136,10 @@ def find_runs(
     occur twice on a side.
     """
     steps = source_blocks[1:] - source_blocks[:-1]
-    joins = steps == destination_blocks[1:] - destination_blocks[:-1]
-    joins &= np.abs(steps) == 1
-    (behind,) = joins.nonzero()
-    if not len(behind):
+    joins = np.abs(steps) == 1
+    if joins.any():
+        joins &= steps == destination_blocks[1:] - destination_blocks[:-1]
+    if not joins.any():
         return Runs(source_blocks, destination_blocks, np.ones_like(source_blocks))
     for blocks, chunk_blocks in (
         (source_blocks, source.chunk_blocks),

@@ -278,6 +278,25 @@ def test_what_remains_of_a_copy_shrinks(backend: CudaBackend) -> None:
     assert torch.equal(sides.device[0], sides.host[0])
 
 
+@pytest.mark.parametrize("direction", list(Direction))
+def test_nobody_gets_the_memory_that_the_kernel_reads(
+    backend: CudaBackend, direction: Direction
+) -> None:
+    """Where the blocks are listed, on the host: while a copy is under way."""
+    sides = Sides(backend, 4096, (16 << 10,))
+    transfer = scattered(4096, 2000)
+    device, host = sides.expected(direction, transfer)
+    torch.cuda.synchronize()
+    torch.cuda._sleep(_BUSY)
+    pending = backend.copy(direction, transfer, backend.barrier())
+    others = [torch.zeros(4000, dtype=torch.int32, pin_memory=True) for _ in range(8)]
+    assert not pending.done()
+    pending.wait()
+    for wanted, now in zip((*device, *host), (*sides.device, *sides.host), strict=True):
+        assert torch.equal(now, wanted)
+    assert not any(other.any() for other in others)
+
+
 def test_both_directions_at_once_from_threads(backend: CudaBackend) -> None:
     """As the transfer engine does it: a thread each, the kernels' tables not shared."""
     sides = Sides(backend, 4096, (8192, 512))

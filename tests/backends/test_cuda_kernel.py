@@ -6,7 +6,8 @@ What it does on a GPU, bandwidth aside, is in test_cuda.py.
 import importlib.util
 import sys
 from collections.abc import Sequence
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -85,15 +86,49 @@ def test_pages_of_all_pairs_and_nothing_else(
     regions = kernels.KernelRegions(source.regions, destination.regions)
     assert regions.word_bytes == word_bytes
     kernel = kernels.CopyKernel(CPU)
-    pairs = kernel.upload(of, to, None)
+    pairs = kernel.write_pairs(of, to)
     for part in (pairs.part(20, 33), *pairs.part(13, 20).in_pieces(3), pairs.part(0, 13)):
         kernel.launch(regions, part, num_programs, None)
     assert all(torch.equal(destination.blocks(r), wanted[r]) for r in range(len(pages)))
 
 
-def test_all_that_was_uploaded(kernels: ModuleType) -> None:
+def test_all_that_was_written(kernels: ModuleType) -> None:
     source, destination = Side([4], (512,), 1), Side([4], (512,), 2)
     regions = kernels.KernelRegions(source.regions, destination.regions)
     kernel = kernels.CopyKernel(CPU)
-    kernel.launch(regions, kernel.upload(np.arange(4), np.arange(4), None), 8, None)
+    kernel.launch(regions, kernel.write_pairs(np.arange(4), np.arange(4)), 8, None)
     assert torch.equal(destination.blocks(0), source.blocks(0))
+
+
+class Launcher:
+    """In place of the kernel, or of what it is compiled to: notes how it is called."""
+
+    def __init__(self, answer: Any = None) -> None:
+        self.answer = answer
+        self.calls: list[tuple[Any, tuple[Any, ...], dict[str, Any]]] = []
+
+    def __getitem__(self, grid: Any) -> Any:
+        def call(*arguments: Any, **named: Any) -> Any:
+            self.calls.append((grid, arguments, named))
+            return self.answer
+
+        return call
+
+
+def test_later_launches_take_what_was_compiled(
+    kernels: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the same arguments, and on the stream that is asked for, which nothing else says."""
+    compiled = Launcher()
+    kernel = Launcher(compiled)
+    monkeypatch.setattr(kernels, "_copy_pages", kernel)
+    side = Side([9], (512, 2048), 1).regions
+    regions = kernels.KernelRegions(side, side)
+    launcher = kernels.CopyKernel(CPU)
+    pairs = launcher.write_pairs(np.arange(9), np.arange(9)[::-1])
+    launcher.launch(regions, pairs, 8, None)
+    launcher.launch(regions, pairs, 8, SimpleNamespace(cuda_stream=77))
+    ((grid, arguments, named),) = kernel.calls
+    assert named == {"num_warps": 16}
+    assert compiled.calls == [(grid, arguments, {"stream": 77})]
+    assert grid == (2, 1, 1)  # 18 pages, 16 a program
