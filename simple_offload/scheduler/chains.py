@@ -84,14 +84,14 @@ class Chains:
         parents = self._order.parents
         block: Any = cached.get(key)
         chain: list[KVCacheBlock] = []
-        while type(block) is KVCacheBlock:  # none, or several
+        for _ in range(count):
+            if type(block) is not KVCacheBlock:  # none, or several
+                return None
             chain.append(block)
-            if len(chain) == count:
-                chain.reverse()
-                return chain
             parent = parents[block.block_id]
             behind = block.next_free_block
             if behind is None or behind._block_hash is not parent or parent is None:
                 behind = cached.get(parent)
             block = behind
-        return None
+        chain.reverse()
+        return chain

@@ -44,6 +44,10 @@ class Groups:
             group for group in self.ids if isinstance(managers[group], FullAttentionManager)
         )
         """Groups of which a hit needs every block from the first token on."""
+        self.lasting_ids = frozenset(
+            group for group in self.ids if type(managers[group]) is FullAttentionManager
+        )
+        """Groups whose blocks a request keeps as long as it has any."""
         self.all_chained = len(self.chained_ids) == len(self.ids)
         """Whether those are all whose blocks can be found again."""
         self.key_ends = [

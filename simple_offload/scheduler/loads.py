@@ -1,6 +1,6 @@
 """Loads: requests that wait for host blocks."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import TYPE_CHECKING, NamedTuple
@@ -32,7 +32,11 @@ class _PinnedHit(NamedTuple):
 @dataclass(slots=True, eq=False)
 class _Load:
     request_id: str
-    device_blocks: list[KVCacheBlock]
+    held: list[KVCacheBlock]
+    """Device blocks that it has a reference to."""
+    trusted: list[KVCacheBlock]
+    """Device blocks that the request keeps, whatever becomes of it, until vLLM has heard from
+    every rank that they are being filled."""
     device_ids: list[int]
     slots: list[int]
     """By device block, the part of a host block that it is copied from."""
@@ -49,8 +53,11 @@ class _Load:
         slots: Sequence[int],
         null_block: KVCacheBlock,
         num_parts: int,
+        *,
+        lasting: bool,
     ) -> None:
-        """Pair what a group's block ``table`` has of the hit with ``slots``."""
+        """Pair what a group's block ``table`` has of the hit with ``slots``; ``lasting``: the
+        request keeps them as long as it has any."""
         if len(table) != len(slots):
             raise RuntimeError(
                 f"{self.request_id}: group {group} has {len(table)} device blocks within the hit, "
@@ -68,9 +75,14 @@ class _Load:
                 f"{self.request_id}: group {group} has device block {block_id} within the hit "
                 "and no host block for it"
             )
-        self.device_blocks += table
+        (self.trusted if lasting else self.held).extend(table)
         self.device_ids += ids
         self.slots += slots
+
+    @property
+    def device_blocks(self) -> Iterator[KVCacheBlock]:
+        """All that it fills."""
+        return chain(self.held, self.trusted)
 
 
 class Loads:
@@ -169,7 +181,9 @@ class Loads:
         device_pool: BlockPool,
     ) -> None:
         """Pair the pinned hit with the request's device blocks, by group from its first token
-        on, and hold both until the load has ended on every rank.
+        on. Host blocks, and device blocks that may leave the request's table, are held until the
+        load has ended on every rank; the others from the announcement on (``admit``): until then
+        vLLM frees none of a request that waits for a load, not even if it is aborted.
 
         ``num_external_tokens``: how much of the hit vLLM takes. RuntimeError when the pairing
         would leave a device block that attention reads without its bytes.
@@ -195,7 +209,7 @@ class Loads:
                 f"{request.request_id}: vLLM takes {num_external_tokens} external tokens of "
                 f"{known.hit.num_tokens}, which the host tier cannot supply"
             )
-        load = _Load(request.request_id, [], [], [], pins)
+        load = _Load(request.request_id, [], [], [], [], pins)
         num_parts = self.tier.groups.num_parts
         start = self.tier.groups.start_of(known.num_computed_tokens)
         stop = known.num_computed_tokens + num_external_tokens
@@ -207,8 +221,9 @@ class Loads:
             before = start // size
             slots = self.tier.slots(hit.blocks[group])[first - before : last - before]
             table = device_blocks[group][first:last]
-            load.add(group, table, slots, device_pool.null_block, num_parts)
-        block_lists.hold(device_pool, load.device_blocks)
+            lasting = group in self.tier.groups.lasting_ids
+            load.add(group, table, slots, device_pool.null_block, num_parts, lasting=lasting)
+        block_lists.hold(device_pool, load.held)
         self._planned.append(load)
         self.tier.meter.add(metrics.HIT_TOKENS, num_external_tokens)
 
@@ -231,14 +246,17 @@ class Loads:
         self._planned.clear()
         return transfers
 
-    def admit(self, request_ids: Iterable[str]) -> None:
-        """Every rank has announced the loads of these requests, which vLLM schedules from now
-        on. What has not ended yet is named to the ranks once more, with ``take_admitted``."""
+    def admit(self, request_ids: Iterable[str], device_pool: BlockPool) -> None:
+        """Every rank has announced the loads of these requests, which vLLM schedules from now on,
+        or frees if they have ended. What has not ended yet is named to the ranks once more, with
+        ``take_admitted``."""
         wanted = set(request_ids)
         for transfer_id, load in self._in_flight.items():
             if load.request_id in wanted and not load.admitted:
                 load.admitted = True
                 self._newly_admitted.append(transfer_id)
+                block_lists.hold(device_pool, load.trusted)
+                load.held, load.trusted = [*load.held, *load.trusted], []
 
     def take_admitted(self) -> list[int]:
         """Loads admitted since the last call, by transfer id."""
@@ -266,14 +284,12 @@ class Loads:
         self.tier.unpin(load.pins)
         if ended.ok and self.tier.demotes:
             self.tier.demote(load.pins)
-        block_lists.release(device_pool, reversed(load.device_blocks))
+        block_lists.release(device_pool, reversed(load.held))
         return True
 
     def frees_device_blocks(self) -> bool:
         """Whether the end of a load in flight would return a device block to the pool."""
-        return any(
-            block.ref_cnt == 1 for load in self._in_flight.values() for block in load.device_blocks
-        )
+        return any(block.ref_cnt == 1 for load in self._in_flight.values() for block in load.held)
 
     def check_integrity(self) -> None:
         """Raise AssertionError unless every block that a load or a hit names is referred to."""

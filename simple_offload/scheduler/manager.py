@@ -162,7 +162,8 @@ class OffloadScheduler:
         report = output.kv_connector_worker_meta
         if isinstance(report, WorkerReport):
             self._take(report)
-        self._loads.admit(output.finished_recving or ())
+        if output.finished_recving:
+            self._loads.admit(output.finished_recving, self._device_pool)
 
     def _take(self, report: WorkerReport) -> None:
         if report.num_open:
@@ -189,8 +190,8 @@ class OffloadScheduler:
             )
 
     def request_finished(self, request: "Request") -> tuple[bool, dict[str, Any] | None]:
-        """Store what is left of a request that ends. vLLM may free its blocks right away:
-        what a transfer still needs is held by the transfer."""
+        """Store what is left of a request that ends. vLLM may free its blocks right away: what a
+        transfer still needs, the transfer holds, or vLLM itself until it has heard of the load."""
         if self._stores.origins is not None:
             self._stores.origins.forget(request.request_id)
         self._loads.end(request.request_id)

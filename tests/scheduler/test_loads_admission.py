@@ -28,6 +28,10 @@ def loads_of(driver: Driver) -> Loads:
     return driver.scheduler._loads
 
 
+def admit(driver: Driver, *request_ids: str) -> None:
+    loads_of(driver).admit(request_ids, driver.scheduler._device_pool)
+
+
 def step_while(driver: Driver, going_on: Callable[[], bool]) -> None:
     """Step until that has changed."""
     for _ in range(20):
@@ -80,7 +84,7 @@ def test_blocks_are_held_until_every_rank_has_reported_the_end(
     """What an admitted load reads and writes may not go to anybody else, not even when its
     request is gone."""
     driver, load_id = loading(drive, num_ranks=3)
-    loads_of(driver).admit(["a"])
+    admit(driver, "a")
     assert loads_of(driver).take_admitted() == [load_id]
     driver.world.abort("a")
     driver.step()
@@ -124,14 +128,14 @@ def test_a_load_that_fails_on_a_rank_when_another_has_announced_it(drive: MakeDr
 def test_a_load_is_admitted_once_and_named_once(drive: MakeDriver) -> None:
     driver, load_id = loading(drive)
     loads = loads_of(driver)
-    loads.admit([])
-    loads.admit(["b"])
+    admit(driver)
+    admit(driver, "b")
     assert (loads.take_admitted(), loads.is_loading("a")) == ([], True)
-    loads.admit(["b", "a"])
+    admit(driver, "b", "a")
     assert not loads.is_loading("a")
-    loads.admit(["a"])
+    admit(driver, "a")
     assert loads.take_admitted() == [load_id]
-    loads.admit(["a"])
+    admit(driver, "a")
     assert loads.take_admitted() == []
     assert not loads.is_loading("a")
     assert not loads.idle
@@ -156,8 +160,8 @@ def test_several_loads_are_named_together(drive: MakeDriver) -> None:
     driver.step()
     first, second, third = (load.id for load in driver.pending(LOAD))
     loads = loads_of(driver)
-    loads.admit(["c", "a"])
-    loads.admit(["b"])
+    admit(driver, "c", "a")
+    admit(driver, "b")
     assert loads.take_admitted() == [first, third, second]
     driver.run()
 

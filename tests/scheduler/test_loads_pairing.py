@@ -161,9 +161,47 @@ def test_a_load_frees_what_nobody_else_holds(bench: Bench) -> None:
     tables = bench.tables("xxxx", "..xx")
     bench.plan(request, tables, 4)
     bench.loads.submit(lambda blocks: False)
+    bench.loads.admit(["abcd"], bench.pool)
     assert not bench.loads.frees_device_blocks()  # the request has them
     bench.pool.free_blocks(tables[0][3:])
     assert bench.loads.frees_device_blocks()
+
+
+def test_what_may_leave_a_table_is_held_from_the_plan_on(bench: Bench) -> None:
+    """A request that waits for a load keeps its blocks, but for what its window has left."""
+    request = ask("abcd")
+    bench.lookup(request)
+    tables = bench.tables("xxxx", "..xx")
+    bench.plan(request, tables, 4)
+    (load,) = bench.loads.submit(lambda blocks: False)
+    bench.pool.free_blocks(tables[1][2:])
+    assert [held.ref_cnt for held in (*tables[0], *tables[1][2:])] == [1] * 6
+    assert bench.loads.frees_device_blocks()
+    bench.loads.check_integrity()
+    bench.loads.finish(Ended(load.id, ok=True), bench.pool)
+    assert [held.ref_cnt for held in (*tables[0], *tables[1][2:])] == [1] * 4 + [0] * 2
+
+
+@pytest.mark.parametrize("ends_first", [False, True])
+def test_what_a_request_keeps_is_held_from_the_announcement_on(
+    bench: Bench, ends_first: bool
+) -> None:
+    """vLLM frees an ended request's blocks when it hears of the load; not before."""
+    request = ask("abcd")
+    bench.lookup(request)
+    tables = bench.tables("xxxx", "..xx")
+    bench.plan(request, tables, 4)
+    (load,) = bench.loads.submit(lambda blocks: False)
+    if ends_first:
+        bench.loads.end("abcd")
+    bench.loads.admit(["abcd"], bench.pool)
+    bench.pool.free_blocks([*tables[0], *tables[1][2:]])
+    assert [held.ref_cnt for held in (*tables[0], *tables[1][2:])] == [1] * 6
+    assert bench.loads.frees_device_blocks()
+    bench.loads.admit(["abcd"], bench.pool)  # once is enough
+    bench.loads.check_integrity()
+    bench.loads.finish(Ended(load.id, ok=True), bench.pool)
+    assert [held.ref_cnt for held in (*tables[0], *tables[1][2:])] == [0] * 6
 
 
 def test_device_blocks_leave_tail_first_after_a_load(bench: Bench) -> None:
@@ -173,6 +211,7 @@ def test_device_blocks_leave_tail_first_after_a_load(bench: Bench) -> None:
     bench.pool.get_new_blocks(bench.pool.get_num_free_blocks())
     bench.plan(request, tables, 4)
     (load,) = bench.loads.submit(lambda blocks: False)
+    bench.loads.admit(["abcd"], bench.pool)
     bench.pool.free_blocks(tables[0])
     for held, key in zip(tables[0], blocks(bench.tier, "abcd"), strict=True):
         assert key.block_hash is not None

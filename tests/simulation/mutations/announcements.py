@@ -69,8 +69,8 @@ def no_hold_before_stores_alone() -> Iterator[None]:
 def release_pins_at_the_announcement(stack: ExitStack) -> None:
     admit = Loads.admit
 
-    def hasty(self: Loads, request_ids: Any) -> None:
-        admit(self, request_ids)
+    def hasty(self: Loads, request_ids: Any, device_pool: Any) -> None:
+        admit(self, request_ids, device_pool)
         for load in self._in_flight.values():
             if load.admitted:
                 self.tier.unpin(load.pins)
@@ -87,8 +87,8 @@ def release_device_blocks_at_the_announcement(stack: ExitStack) -> None:
         update(self, output)
         for load in self._loads._in_flight.values():
             if load.admitted:
-                self._device_pool.free_blocks(reversed(load.device_blocks))
-                load.device_blocks = []
+                self._device_pool.free_blocks(reversed(load.held))
+                load.held = []
 
     substitute(stack, OffloadScheduler, "update_connector_output", hasty)
 
