@@ -165,6 +165,8 @@ WAYS: Mapping[str, Way] = {
     " --rounds 1 --repeats 3": _GPU_ENGINES,
     "python3 -m examples.engine_bench --contenders none,ours,builtin --parts ttft --kv-heads 1"
     " --rounds 1 --repeats 3": _GPU_ENGINES,
+    "python3 -m examples.engine_bench --contenders ours,builtin --parts ttft --kv-heads 1"
+    " --rounds 1 --repeats 3": _GPU_ENGINES,
     "python3 -m examples.engine_bench --contenders none,ours,builtin --parts ttft --kv-heads 1"
     " --eager --host-gib 64 --rounds 1 --repeats 3": _GPU_ENGINES,
     "python3 -m examples.multi_turn --preset h200": _GPU_TURNS,
