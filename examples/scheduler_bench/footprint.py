@@ -25,6 +25,10 @@ from examples.scheduler_bench.plan import BLOCK_SIZE, FootprintPlan
 from examples.scheduler_bench.race import Race
 from examples.scheduler_bench.results import Footprint, Results
 
+POOL = "vLLM's BlockPool"
+"""Heads the line of what a tier takes that is nothing but vLLM's pool of as many blocks: no
+connector of which the pool is a part takes less memory."""
+
 ROOT = Path(__file__).resolve().parents[2]
 
 BYTES_EXPECTED = 400
@@ -50,6 +54,7 @@ def run_footprints(race: Race, results: Results) -> None:
     results.footprints |= race.each(
         what, lambda contender: measure_footprint(contender.name, plan), _takes_part
     )
+    results.footprints[POOL] = measure_footprint(POOL, plan)
 
 
 def _takes_part(contender: Contender) -> bool:
@@ -57,8 +62,8 @@ def _takes_part(contender: Contender) -> bool:
 
 
 def measure_footprint(name: str, plan: FootprintPlan) -> Footprint:
-    """In a process of its own. All numbers are for device blocks, also where host blocks are
-    larger."""
+    """Of a contender or ``POOL``, in a process of its own. All numbers are for device blocks, also
+    where host blocks are larger."""
     sizes = (plan.tier_blocks, plan.filled_blocks, plan.repeats)
     done = subprocess.run(
         [sys.executable, "-m", "examples.scheduler_bench.footprint", name, *map(str, sizes)],
@@ -112,6 +117,19 @@ def _measure_here(name: str, num_blocks: int, num_filled: int, repeats: int) -> 
     return Footprint(num_blocks, median(seconds), per_block, filled)
 
 
+def _measure_pool(num_blocks: int, repeats: int) -> Footprint:
+    from vllm.v1.core.block_pool import BlockPool
+
+    seconds, per_block = [], []
+    for _ in range(repeats):
+        before, begin = _resident_bytes(), time.process_time()
+        pool = BlockPool(num_blocks, enable_caching=True, hash_block_size=BLOCK_SIZE)
+        seconds.append(time.process_time() - begin)
+        per_block.append((_resident_bytes() - before) / num_blocks)
+        del pool
+    return Footprint(num_blocks, median(seconds), per_block[0], None)
+
+
 def _resident_bytes() -> int:
     gc.collect()
     return int(psutil.Process().memory_info().rss)
@@ -121,7 +139,11 @@ if __name__ == "__main__":
     from dataclasses import asdict
 
     logging.disable(logging.WARNING)
-    numbers = _measure_here(sys.argv[1], *map(int, sys.argv[2:]))
+    name, (tier_blocks, filled_blocks, times) = sys.argv[1], map(int, sys.argv[2:])
+    if name == POOL:
+        numbers = _measure_pool(tier_blocks, times)
+    else:
+        numbers = _measure_here(name, tier_blocks, filled_blocks, times)
     print(json.dumps(asdict(numbers)), flush=True)
     # To give back millions of objects one by one takes as long as it took to make them.
     os._exit(0)

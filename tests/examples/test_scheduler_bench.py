@@ -19,7 +19,7 @@ from examples.scheduler_bench import __main__ as command
 from examples.scheduler_bench.contenders import CONTENDERS, Contender, OurSide
 from examples.scheduler_bench.costs import Serving
 from examples.scheduler_bench.engine import Engine, Hit, Shape
-from examples.scheduler_bench.footprint import ChildFailed, measure_footprint
+from examples.scheduler_bench.footprint import POOL, ChildFailed, measure_footprint
 from examples.scheduler_bench.plan import (
     BLOCK_SIZE,
     CostPlan,
@@ -317,6 +317,13 @@ def test_footprint(name: str) -> None:
     assert 72 <= found.bytes_per_block * num_parts <= 400
     assert found.bytes_per_filled_block is not None
     assert 32 <= found.bytes_per_filled_block * num_parts <= 1000
+
+
+def test_footprint_of_nothing_but_the_pool() -> None:
+    found = measure_footprint(POOL, FootprintPlan(tier_blocks=200_000, filled_blocks=0, repeats=2))
+    assert (found.tier_blocks, found.bytes_per_filled_block) == (200_000, None)
+    assert 72 <= found.bytes_per_block <= 200
+    assert found.seconds_to_start > 0
 
 
 # The report
