@@ -94,7 +94,9 @@ class CopyCosts:
             counts = np.diff(starts, append=len(sizes))
             costs = self._of_sizes(sizes[starts].astype(np.float64))
             by_dma, seconds = float(costs.by_dma @ counts), float(costs.seconds @ counts)
-            by_kernel = bool(costs.by_kernel.any()) and np.repeat(costs.by_kernel, counts)
+            by_kernel = bool(costs.by_kernel[0])
+            if (costs.by_kernel != by_kernel).any():
+                by_kernel = np.repeat(costs.by_kernel, counts)
         else:
             alike = self._of_size(int(sizes[0]))
             by_dma, seconds = len(sizes) * alike.by_dma, len(sizes) * alike.seconds

@@ -197,6 +197,15 @@ def test_in_a_mixed_batch_each_size_goes_its_way() -> None:
         assert np.array_equal(division.by_kernel, order == 4096)
 
 
+def test_sizes_that_go_one_way_are_not_told_apart() -> None:
+    """Whoever copies them need not either, and has no empty rest to take care of."""
+    costs = Machine().measure()
+    small = np.concatenate((many(4096, 3000), many(16384, 3000)))
+    large = np.concatenate((many(65536, 3000), many(1 << 20, 3000)))
+    assert costs.divide(small).by_kernel is True
+    assert costs.divide(large).by_kernel is False
+
+
 def test_nothing_takes_no_time() -> None:
     division = Machine().measure().divide(descriptors())
     assert division == (False, 0.0)
