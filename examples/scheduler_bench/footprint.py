@@ -48,13 +48,16 @@ def bytes_needed(plan: FootprintPlan) -> int:
 
 def run_footprints(race: Race, results: Results) -> None:
     """Fill in ``results.footprints``: eager contenders, as what is stored when has no part in
-    it."""
+    it, and ``POOL``."""
     plan = results.plan.footprint
     what = f"a tier of {plan.tier_blocks} blocks"
     results.footprints |= race.each(
         what, lambda contender: measure_footprint(contender.name, plan), _takes_part
     )
-    results.footprints[POOL] = measure_footprint(POOL, plan)
+    try:
+        results.footprints[POOL] = measure_footprint(POOL, plan)
+    except ChildFailed as error:
+        results.failures[POOL] = str(error)
 
 
 def _takes_part(contender: Contender) -> bool:

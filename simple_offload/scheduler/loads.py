@@ -1,6 +1,6 @@
 """Loads: requests that wait for host blocks."""
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import TYPE_CHECKING, NamedTuple
@@ -78,11 +78,6 @@ class _Load:
         (self.trusted if lasting else self.held).extend(table)
         self.device_ids += ids
         self.slots += slots
-
-    @property
-    def device_blocks(self) -> Iterator[KVCacheBlock]:
-        """All that it fills."""
-        return chain(self.held, self.trusted)
 
 
 class Loads:
@@ -256,7 +251,8 @@ class Loads:
                 load.admitted = True
                 self._newly_admitted.append(transfer_id)
                 block_lists.hold(device_pool, load.trusted)
-                load.held, load.trusted = [*load.held, *load.trusted], []
+                load.held += load.trusted
+                load.trusted = []
 
     def take_admitted(self) -> list[int]:
         """Loads admitted since the last call, by transfer id."""
@@ -296,5 +292,5 @@ class Loads:
         for known in self._hits.values():
             assert all(block.ref_cnt > 0 for block in known.pins), "a pinned hit is free"
         for load in (*self._planned, *self._in_flight.values()):
-            held = (*load.pins, *load.device_blocks)
-            assert all(block.ref_cnt > 0 for block in held), f"{load.request_id}: block is free"
+            blocks = (*load.pins, *load.held, *load.trusted)
+            assert all(block.ref_cnt > 0 for block in blocks), f"{load.request_id}: block is free"

@@ -19,7 +19,12 @@ from examples.scheduler_bench import __main__ as command
 from examples.scheduler_bench.contenders import CONTENDERS, Contender, OurSide
 from examples.scheduler_bench.costs import Serving
 from examples.scheduler_bench.engine import Engine, Hit, Shape
-from examples.scheduler_bench.footprint import POOL, ChildFailed, measure_footprint
+from examples.scheduler_bench.footprint import (
+    POOL,
+    ChildFailed,
+    measure_footprint,
+    run_footprints,
+)
 from examples.scheduler_bench.plan import (
     BLOCK_SIZE,
     CostPlan,
@@ -324,6 +329,27 @@ def test_footprint_of_nothing_but_the_pool() -> None:
     assert (found.tier_blocks, found.bytes_per_filled_block) == (200_000, None)
     assert 72 <= found.bytes_per_block <= 200
     assert found.seconds_to_start > 0
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_the_pool_is_measured_beside_the_contenders(
+    monkeypatch: pytest.MonkeyPatch, fails: bool
+) -> None:
+    """And if it cannot be, they still are."""
+    measured = Footprint(1000, 1.0, 137, None)
+
+    def measure(name: str, plan: FootprintPlan) -> Footprint:
+        if fails and name == POOL:
+            raise ChildFailed(f"{name}: no")
+        return measured
+
+    monkeypatch.setattr("examples.scheduler_bench.footprint.measure_footprint", measure)
+    race: Any = SimpleNamespace(each=lambda what, do, which: {"ours": do(CONTENDERS["ours"])})
+    found = Results(Plan(), {})
+    run_footprints(race, found)
+    expected = {"ours": measured} if fails else {"ours": measured, POOL: measured}
+    assert found.footprints == expected
+    assert found.failures == ({POOL: f"{POOL}: no"} if fails else {})
 
 
 # The report
