@@ -121,12 +121,22 @@ class CpuTier:
         more joins the free queue, in its place in the order of eviction."""
         self.order.unpin(blocks)
 
-    def refresh(
-        self, block_hashes: list[BlockHash], group: int, count: int, num_found: int = 0
-    ) -> None:
+    def protect_first(self, block_hashes: list[BlockHash], group: int, count: int) -> None:
+        """A request has found its first ``count`` blocks of a chained group: ``protect`` those
+        that are there. No block is looked at that is protected."""
+
+        def is_new(index: int) -> bool:
+            num_tokens = (index + 1) * self.groups.block_sizes[group]
+            block = self.lookup.get(self.groups.key_at(block_hashes, group, num_tokens))
+            return block is None or not self.order.is_protected(block)
+
+        if count and is_new(count - 1):
+            first = bisect_left(range(count), True, key=is_new)
+            self.order.protect(self.lookup.blocks(block_hashes, group, first, count))
+
+    def refresh(self, block_hashes: list[BlockHash], group: int, count: int) -> None:
         """Make the first ``count`` blocks of a request of a chained group, as far as they are
-        there and not demoted, the most recently used; and protect the first ``num_found``, which
-        it has not stored itself."""
+        there and not demoted, the most recently used."""
         if count == 0:
             return
         size = self.groups.block_sizes[group]
@@ -134,13 +144,10 @@ class CpuTier:
         last = self.lookup.get(self.groups.key_at(block_hashes, group, count * size))
         if last is None:
             # The last ones may not have arrived yet.
-            count = self.lookup.count_first(block_hashes, group, count)
-            self.refresh(block_hashes, group, count, min(num_found, count))
+            self.refresh(block_hashes, group, self.lookup.count_first(block_hashes, group, count))
             return
         if not self.order.renew_pieces(head, last, count):
             self.order.renew_chain(self.lookup.first_blocks(block_hashes, group, count))
-        if num_found:
-            self._protect_first(block_hashes, group, num_found)
 
     @property
     def demotes(self) -> bool:
@@ -273,19 +280,6 @@ class CpuTier:
         check_integrity(self)
 
     # Details
-
-    def _protect_first(self, block_hashes: list[BlockHash], group: int, count: int) -> None:
-        """Protect the first ``count`` blocks of a request of a chained group; no block is looked
-        at that is protected."""
-
-        def is_new(index: int) -> bool:
-            num_tokens = (index + 1) * self.groups.block_sizes[group]
-            block = self.lookup.get(self.groups.key_at(block_hashes, group, num_tokens))
-            return block is None or not self.order.is_protected(block)
-
-        if is_new(count - 1):
-            first = bisect_left(range(count), True, key=is_new)
-            self.order.protect(self.lookup.blocks(block_hashes, group, first, count))
 
     def _lose(self, count: int, reason: str) -> None:
         """So many blocks lose what they hold."""

@@ -163,7 +163,8 @@ class EagerPolicy:
 
     def _finish(self, ended: _Ended) -> None:
         """Store what is left of a request. What it has in the tier is the most recently used
-        from now on, so that its rest displaces others' blocks."""
+        from now on, so that its rest displaces others' blocks; unless that was so when it had
+        been loaded, which is long enough."""
         progress, hashes = ended.progress, ended.progress.hashes
         for group in self.groups.chained_ids:
             if not progress.next_index[group]:
@@ -172,15 +173,17 @@ class EagerPolicy:
             self._walk.count_skipped(progress)
         progress.started = True
         for group in self.groups.chained_ids:
-            self.tier.refresh(hashes, group, progress.next_index[group], progress.num_found[group])
+            if not progress.loads:
+                self.tier.refresh(hashes, group, progress.next_index[group])
+            self.tier.protect_first(hashes, group, progress.num_found[group])
         self._walk.store_ready(progress, ended.stops, ended.tables, ended.first, ended=True)
         if progress.refused_at == self.admission.version:
             self.tier.meter.add(metrics.SKIPPED, self._num_left(ended), "below_threshold")
         elif self._num_left(ended):
             # Nothing else is on probation: let it compete with what is protected.
             for group in self.groups.chained_ids:
-                count = progress.next_index[group]
-                self.tier.refresh(hashes, group, count, num_found=count)
+                self.tier.refresh(hashes, group, progress.next_index[group])
+                self.tier.protect_first(hashes, group, progress.next_index[group])
             self._walk.store_ready(progress, ended.stops, ended.tables, ended.first, ended=True)
             self.tier.meter.add(metrics.DROPPED, self._num_left(ended), "tier_full")
         block_lists.release(self._device_pool, reversed(ended.held))

@@ -153,8 +153,8 @@ def test_a_chain_with_a_gap_that_another_block_fills() -> None:
 def test_a_chain_moves_within_its_segments(protected: int) -> None:
     tier = make_tier(20)
     store(tier, "abcd", "pq")
-    tier.refresh(hashes("pq"), 0, 2, num_found=2)
-    tier.refresh(hashes("abcd"), 0, 4, num_found=protected)
+    tier.protect_first(hashes("pq"), 0, 2)
+    tier.protect_first(hashes("abcd"), 0, protected)
     store(tier, "xy")
     tier.refresh(hashes("pq"), 0, 2)
     tier.refresh(hashes("abcd"), 0, 4)

@@ -169,15 +169,25 @@ def test_all_that_is_protected_may_be_held() -> None:
 
 
 @pytest.mark.parametrize("num_found", range(5))
-def test_refresh_protects_what_was_found(num_found: int) -> None:
+def test_what_was_found_is_protected(num_found: int) -> None:
     tier = make_tier(16)
     store(tier, "abcd", "pq", "xy")
     find(tier, "xy")
-    tier.refresh(hashes("abcd"), 0, 4, num_found)
+    tier.refresh(hashes("abcd"), 0, 4)
+    tier.protect_first(hashes("abcd"), 0, num_found)
     tier.check_integrity()
     assert protected(tier) == ["xy", "x", *prefixes("abcd")[:num_found][::-1]]
     tails = prefixes("abcd")[num_found:][::-1]
     assert leave(tier) == ["pq", "p", *tails, "xy", "x", *prefixes("abcd")[:num_found][::-1]]
+
+
+def test_what_is_protected_besides_joins_what_precedes_it() -> None:
+    tier = make_tier(16)
+    store(tier, "abcd", "pq")
+    find(tier, "ab", "pq")
+    tier.protect_first(hashes("abcd"), 0, 3)
+    tier.check_integrity()
+    assert leave(tier) == ["abcd", "abc", "ab", "a", "pq", "p"]
 
 
 @pytest.mark.parametrize("num_found", [0, 2])
@@ -190,7 +200,8 @@ def test_refresh_moves_a_piece_in_each_segment(
     find(tier, "ab", "xy")
     store(tier, "abcd", "pq")
     monkeypatch.setattr(EvictionOrder, "renew_chain", None)
-    tier.refresh(hashes("abcd"), 0, 4, num_found)
+    tier.refresh(hashes("abcd"), 0, 4)
+    tier.protect_first(hashes("abcd"), 0, num_found)
     tier.check_integrity()
     assert leave(tier) == ["pq", "p", "abcd", "abc", "xy", "x", "ab", "a"]
 
@@ -200,7 +211,8 @@ def test_refresh_of_what_is_the_only_one() -> None:
     store(tier, "ab")
     find(tier, "ab")
     store(tier, "abcd")
-    tier.refresh(hashes("abcd"), 0, 4, 2)
+    tier.refresh(hashes("abcd"), 0, 4)
+    tier.protect_first(hashes("abcd"), 0, 2)
     tier.check_integrity()
     assert protected(tier) == ["ab", "a"]
     assert leave(tier) == ["abcd", "abc", "ab", "a"]
@@ -210,7 +222,8 @@ def test_refresh_of_more_than_may_be_protected() -> None:
     """What goes back stands before its parent, and after its child."""
     tier = make_tier(8)
     store(tier, "abcdef", "xy")
-    tier.refresh(hashes("abcdef"), 0, 6, 5)
+    tier.refresh(hashes("abcdef"), 0, 6)
+    tier.protect_first(hashes("abcdef"), 0, 5)
     tier.check_integrity()
     assert protected(tier) == ["abcd", "abc", "ab", "a"]
     assert leave(tier) == ["xy", "x", *prefixes("abcdef")[::-1]]

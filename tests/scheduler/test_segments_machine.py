@@ -96,7 +96,8 @@ class Order(RuleBasedStateMachine):
         present = self.present(chain)
         num_found = min(num_found, len(present))
         protects = not self.found.issuperset(present[:num_found])
-        self.tier.refresh(hashes(chain), 0, len(chain), num_found)
+        self.tier.refresh(hashes(chain), 0, len(chain))
+        self.tier.protect_first(hashes(chain), 0, num_found)
         free = [name for name in reversed(present) if not self.pins[name]]
         self.take(present)
         self.found.update(present[:num_found])
