@@ -72,9 +72,9 @@ class OffloadConfig(BaseModel):
     tiers of terabytes: larger blocks take fewer Python objects, and are stored as a whole only."""
 
     lazy_offload: StrictBool = False
-    """Store blocks when the device is about to evict them, not as soon as they are full (what a
-    request says: a few at a time). While the device is short of free blocks, those of running
-    requests are stored as they fill up."""
+    """Store blocks when the device is about to evict them, not soon after they are full (a few
+    at a time, and what is left when the request ends). While the device is short of free blocks,
+    those of running requests are stored as they fill up."""
 
     store_threshold: Annotated[int, Field(strict=True, ge=1)] = 1
     """Store a block only once so many requests have had the prefix that ends with it, the one

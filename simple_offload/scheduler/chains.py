@@ -37,20 +37,26 @@ class Chains:
         hashes: Hashes,
         end: bytes,
         limit: int,
+        guess: int | None = None,
         is_coming: Callable[[bytes], bool] | None = None,
     ) -> int:
         """How many of the first ``limit`` blocks of a chain are there, or coming. Where the chain
-        has a gap, maybe more: some of those behind it."""
+        has a gap, maybe more: some of those behind it. ``guess``: what it will probably be, if
+        not ``limit``."""
         cached: Container[bytes] = self.pool.cached_block_hash_to_block._cache
         first, stop = 0, limit
-        middle = limit - 1  # to begin with: mostly it is all of them
+        middle = min(limit if guess is None else guess or 1, limit) - 1
+        is_guess = True
         while first < stop:
             key = hashes[middle] + end
             if key in cached or (is_coming is not None and is_coming(key)):
                 first = middle + 1
             else:
                 stop = middle
-            middle = (first + stop) // 2
+            # A guess is right if the next one is not there. And where the last one is not, often
+            # none is.
+            middle = first if is_guess else (first + stop) // 2
+            is_guess = False
         return first
 
     def first(self, hashes: Hashes, end: bytes, count: int) -> list[KVCacheBlock]:

@@ -41,8 +41,8 @@ class _Ended(NamedTuple):
 
 
 class EagerPolicy:
-    """Stores every full block once its tokens are confirmed computed: those of the prompt at
-    once, those of what a request says a few at a time, and what is left of them when it ends.
+    """Stores every full block once its tokens are confirmed computed: a few at a time
+    (``waits.py``), and what is left of them when the request ends.
 
     State blocks are stored when they are handed over; the walk (``store_walk.py``) finds those that
     were not, as long as the device's prefix cache has them. Blocks that leave the block table while
@@ -110,12 +110,17 @@ class EagerPolicy:
             progress = self._progress[request_id]
             request = self._requests[request_id]
             self.admission.note(request)
-            if progress.ran and progress.refused_at != self.admission.version:
+            if not progress.ran:
+                # In its first step a request has no blocks but those that it has found.
+                progress.ran = True
+                progress.ready_at = self._waits.first_at(request.num_computed_tokens)
+                for group in self.groups.chained_ids:
+                    size = self.groups.block_sizes[group]
+                    progress.next_index[group] = request.num_computed_tokens // size
+            elif progress.refused_at != self.admission.version:
                 if confirmed_tokens(request) >= progress.ready_at:
                     self._go_on(request, progress)
                 self._due.put_off(request_id, progress.ready_at - request.num_computed_tokens)
-            # In its first step a request has no blocks but those that it has found.
-            progress.ran = True
 
     def on_finished(self, request: "Request", loading: bool) -> None:
         progress = self._progress.pop(request.request_id, None)
@@ -130,13 +135,11 @@ class EagerPolicy:
             return
         tables, stops = {}, {}
         for group in self._group_ids:
-            if progress.started and group in self.groups.chained_ids:
-                # The tier may have lost the end of what was stored.
-                self._walk.skip_stored(progress, group, progress.next_index[group])
             table = self._table(request.request_id, group)
             stop = self._num_complete(request, group, len(table) // self.groups.num_parts)
-            if self._has_all(request, group, stop):
-                progress.next_index[group] = stop
+            if group in self.groups.chained_ids:
+                # The tier may have lost the end of what was stored, or have got it from others.
+                self._walk.skip_stored(progress, group, stop)
             tables[group] = self.groups.parts(table, progress.next_index[group], stop)
             stops[group] = stop
         held = [block for table in tables.values() for block in table if not block.is_null]
@@ -159,7 +162,7 @@ class EagerPolicy:
             for group, table in tables.items()
         }
         all_stored = self._walk.store_ready(progress, ready, tables, self._zeros, ended=False)
-        progress.ready_at = self._waits.next_at(request, progress.next_index, may_wait=all_stored)
+        progress.ready_at = self._waits.next_at(progress.next_index, may_wait=all_stored)
 
     def _finish(self, ended: _Ended) -> None:
         """Store what is left of a request. What it has in the tier is the most recently used
@@ -168,7 +171,7 @@ class EagerPolicy:
         progress, hashes = ended.progress, ended.progress.hashes
         for group in self.groups.chained_ids:
             if not progress.next_index[group]:
-                self._walk.skip_stored(progress, group, self.groups.num_keys(hashes, group))
+                self._walk.skip_stored(progress, group, ended.stops[group])
         if not progress.started:
             self._walk.count_skipped(progress)
         progress.started = True
@@ -199,11 +202,3 @@ class EagerPolicy:
 
     def _num_complete(self, request: "Request", group: int, num_blocks: int) -> int:
         return num_complete_blocks(self.groups, request, group, num_blocks)
-
-    def _has_all(self, request: "Request", group: int, count: int) -> bool:
-        """Whether the tier has (or is getting) the first ``count`` blocks of the request."""
-        if not count or group not in self.groups.chained_ids:
-            return False
-        num_tokens = count * self.groups.block_sizes[group]
-        last = self.groups.key_at(request.block_hashes, group, num_tokens)
-        return self.stores.has(last)  # and with it, all before it

@@ -127,10 +127,12 @@ class LazyPolicy:
         self._take_states()
         for request_id in self._due.step(scheduled.num_scheduled_tokens):
             followed = self._followed[request_id]
-            self.admission.note(followed.request)
+            request = followed.request
+            self.admission.note(request)
             self._record(followed)
-            next_at = self._waits.next_at(followed.request, followed.num_hashed)
-            self._due.put_off(request_id, next_at - confirmed_tokens(followed.request))
+            past_prompt = self._waits.are_past(request.num_prompt_tokens, followed.num_hashed)
+            next_at = self._waits.next_at(followed.num_hashed, may_wait=past_prompt)
+            self._due.put_off(request_id, next_at - confirmed_tokens(request))
         if self._behind and self._is_short_of_blocks():
             self._store_ahead(self._walk.num_ahead)
         self._walk.go_on()

@@ -53,12 +53,14 @@ class Lookup:
         block_hashes: list[BlockHash],
         group: int,
         limit: int,
+        guess: int | None = None,
         is_coming: Callable[[bytes], bool] | None = None,
     ) -> int:
         """How many of the first ``limit`` blocks of a request of a chained group are there, or
-        coming."""
+        coming. ``guess``: what it will probably be, if not all."""
         hashes = self._groups.hashes(block_hashes, group)
-        return self._chains.count(hashes, self._groups.key_ends[group], limit, is_coming)
+        end = self._groups.key_ends[group]
+        return self._chains.count(hashes, end, limit, guess, is_coming)
 
     def has_none(self, keys: Sequence[BlockHashWithGroupId]) -> bool:
         """Whether no block holds one of ``keys``, at least one, of blocks that follow each other

@@ -14,7 +14,8 @@ class Progress:
     hashes: list[BlockHash]
     """The request's, which grow with it."""
     next_index: list[int]
-    """By group, the first block that has not been dealt with."""
+    """By group, the first block that has not been dealt with; of a chained group a guess at it,
+    until ``started`` or the request's end."""
     num_found: list[int]
     """By chained group, how many of its first blocks the tier had (or was getting) already when
     the first of the others was to be stored."""

@@ -61,7 +61,8 @@ class StoreWalk:
     def skip_stored(self, progress: Progress, group: int, limit: int) -> None:
         """Set the cursor behind what the tier has (or is getting) of the request's first
         ``limit`` blocks."""
-        count = self.stores.count_first(progress.hashes, group, limit)
+        guess = progress.next_index[group]
+        count = self.stores.count_first(progress.hashes, group, limit, guess)
         progress.next_index[group] = count
         progress.kept.keep_first(group, count)
 

@@ -88,10 +88,10 @@ class Stores:
         """Whether ``key`` is in the tier or on its way there."""
         return self.tier.lookup.has(key) or self._is_coming(key)
 
-    def count_first(self, block_hashes: list[BlockHash], group: int, limit: int) -> int:
+    def count_first(self, block_hashes: list[BlockHash], group: int, limit: int, guess: int) -> int:
         """How many of the first ``limit`` blocks of a request of a chained group are in the tier
-        or on their way there."""
-        return self.tier.lookup.count_first(block_hashes, group, limit, self._is_coming)
+        or on their way there. ``guess``: what it will probably be."""
+        return self.tier.lookup.count_first(block_hashes, group, limit, guess, self._is_coming)
 
     def has_none(self, keys: Sequence[BlockHashWithGroupId]) -> bool:
         """Whether none of ``keys``, at least one, of blocks that follow each other in a chain, is

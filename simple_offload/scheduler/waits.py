@@ -1,24 +1,19 @@
-"""Waits: how much of what a request says waits to be stored in one go."""
+"""Waits: how much of a request waits to be stored in one go."""
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 from simple_offload.scheduler.groups import Groups
-
-if TYPE_CHECKING:
-    from vllm.v1.request import Request
 
 _MOST_BLOCKS = 8
 _MOST_TOKENS = 128
 """So many device blocks or tokens, whichever is less, but at least a host block. The scheduler side
-takes about as long for eight blocks as for one. While the request runs, the device has them. One
-that is preempted before they are stored may lose them, which is why these are few: it computes them
-again."""
+takes about as long for eight blocks as for one. While the request runs, the device has them, and
+when it ends, they wait no longer. One that is preempted before they are stored may lose them, which
+is why these are few: it computes them again."""
 
 
 class Waits:
-    """Blocks of a prompt wait for no others, nor do those that leave the block table while their
-    request runs (windows, states)."""
+    """Blocks that leave the block table while their request runs (windows, states) do not."""
 
     def __init__(self, groups: Groups) -> None:
         self._groups = groups
@@ -28,15 +23,26 @@ class Waits:
             else 1
             for group, size in enumerate(groups.block_sizes)
         ]
-        """By group, how many host blocks beyond the prompt are dealt with in one go."""
+        """By group, how many host blocks are dealt with in one go."""
 
-    def next_at(self, request: "Request", next_index: Sequence[int], may_wait: bool = True) -> int:
-        """How many tokens of the request must be complete before there is something to do for it.
+    def next_at(self, next_index: Sequence[int], may_wait: bool = True) -> int:
+        """How many tokens of a request must be complete before there is something to do for it.
         ``next_index``: by group, its first block that has not been dealt with. That one is enough
-        if it is the prompt's, or not ``may_wait``."""
-        at = []
-        for group in self._groups.ids:
-            index, size = next_index[group], self._groups.block_sizes[group]
-            waits = may_wait and (index + 1) * size > request.num_prompt_tokens
-            at.append((index + (self._counts[group] if waits else 1)) * size)
-        return min(at)
+        if not ``may_wait``."""
+        sizes, counts = self._groups.block_sizes, self._counts
+        return min(
+            (next_index[group] + (counts[group] if may_wait else 1)) * sizes[group]
+            for group in self._groups.ids
+        )
+
+    def are_past(self, num_tokens: int, next_index: Sequence[int]) -> bool:
+        """Whether no full block of a request's first ``num_tokens`` tokens is yet to be dealt
+        with."""
+        sizes = self._groups.block_sizes
+        return all(
+            (next_index[group] + 1) * sizes[group] > num_tokens for group in self._groups.ids
+        )
+
+    def first_at(self, num_found: int) -> int:
+        """``next_at`` for one that has found ``num_found`` tokens and computed none."""
+        return self.next_at([num_found // size for size in self._groups.block_sizes])

@@ -74,7 +74,9 @@ def test_how_many_are_there_or_coming() -> None:
     chains, end = Chains(tier.order), tier.groups.key_ends[0]
     asked = hashes("abcdefg")
     for limit, expected in ((0, 0), (2, 2), (3, 3), (7, 3)):
-        assert chains.count(asked, end, limit) == expected
+        for guess in (None, *range(9)):
+            assert chains.count(asked, end, limit, guess) == expected
     coming = {key("abcd"), key("abcde")}
-    assert chains.count(asked, end, 7, coming.__contains__) == 5
+    for guess in (None, 0, 3, 5, 9):
+        assert chains.count(asked, end, 7, guess, coming.__contains__) == 5
     assert chains.count(hashes("xbc"), end, 3) == 0

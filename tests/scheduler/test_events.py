@@ -116,13 +116,13 @@ def test_blocks_of_a_chain_are_one_event(drive: MakeDriver) -> None:
 def test_nothing_is_stored_before_every_rank_has_it(drive: MakeDriver) -> None:
     driver = drive(num_device_blocks=40, num_host_blocks=40, num_ranks=2)
     listener = Listener(driver)
-    driver.start("r", PROMPT, max_tokens=6)
+    driver.start("r", PROMPT)
     driver.step(4)
     driver.copy(STORE, rank=0)
     driver.step()
     assert listener.of(BlockStored, MEDIUM_CPU) == []
     driver.run()
-    assert len(listener.stored(MEDIUM_CPU)) == 4
+    assert len(listener.stored(MEDIUM_CPU)) == 3
 
 
 def test_an_eviction_is_a_removal(drive: MakeDriver) -> None:

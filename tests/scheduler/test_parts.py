@@ -213,7 +213,7 @@ def test_parts_of_a_host_block_are_not_stored(drive: MakeDriver) -> None:
 
 
 @pytest.mark.parametrize("async_scheduling", [False, True])
-def test_a_host_block_is_stored_when_its_last_part_is_computed(
+def test_no_host_block_is_stored_before_its_last_part_is_computed(
     drive: MakeDriver, async_scheduling: bool
 ) -> None:
     driver = drive(num_parts=2, async_scheduling=async_scheduling, max_num_batched_tokens=6)
@@ -222,19 +222,19 @@ def test_a_host_block_is_stored_when_its_last_part_is_computed(
         before = request.num_computed_tokens - request.num_output_placeholders
         driver.step()
         driver.copy_all()
-        assert driver.num_stored // 2 >= before // 8
+        assert driver.num_stored // 2 > before // 8 - 4
         assert driver.num_stored // 2 <= (request.num_tokens - 1) // 8
-    assert driver.num_stored >= 10
+    assert driver.num_stored >= 8
     driver.run()
 
 
-def test_what_a_request_says_is_stored_eight_device_blocks_at_a_time(drive: MakeDriver) -> None:
+def test_host_blocks_are_stored_eight_device_blocks_at_a_time(drive: MakeDriver) -> None:
     driver = drive(num_parts=2)
     driver.start("a", prompt(9), max_tokens=66)
-    driver.step(32)
-    assert driver.num_stored == 2
-    driver.step(2)
-    assert driver.num_stored == 2 + 8
+    driver.step(24)
+    assert driver.num_stored == 0
+    driver.step()
+    assert driver.num_stored == 8
     driver.copy_all()
     driver.run()
 

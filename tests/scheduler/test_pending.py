@@ -55,7 +55,7 @@ def test_a_load_is_work(drive: MakeDriver) -> None:
 
 def test_a_block_comes_free_only_where_a_transfer_is_its_last_holder(drive: MakeDriver) -> None:
     driver = drive()
-    driver.start("a", prompt(17), max_tokens=3)
+    driver.start("a", prompt(33), max_tokens=3)
     while not driver.pending(STORE):
         driver.step()
         assert not is_pending(driver)[1]
@@ -64,7 +64,7 @@ def test_a_block_comes_free_only_where_a_transfer_is_its_last_holder(drive: Make
     while "a" in driver.world.requests:
         driver.step()
     assert is_pending(driver)[1]
-    driver.start("b", prompt(17), max_tokens=3)
+    driver.start("b", prompt(33), max_tokens=3)
     driver.step()
     assert "b" in driver.world.requests
     assert not is_pending(driver)[1]  # "b" has them now

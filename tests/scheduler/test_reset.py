@@ -114,11 +114,11 @@ def test_a_failed_load_after_a_reset_drops_nothing_new(drive: MakeDriver) -> Non
 def test_running_requests_are_not_stored_any_more(drive: MakeDriver) -> None:
     """Their blocks were computed by what may not be the model any more."""
     driver = drive()
-    driver.start("a", prompt(17), max_tokens=20)
-    driver.step(2)
+    driver.start("a", prompt(33), max_tokens=20)
+    driver.step(3)
     driver.copy_all()
     driver.step()
-    assert driver.found(prompt(17)) == 16
+    assert driver.found(prompt(33)) == 32
     assert not driver.world.reset(tier=True)
     num_stored = driver.num_stored
     driver.run()
