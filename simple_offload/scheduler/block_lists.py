@@ -5,8 +5,8 @@ The pool's own methods ask at every block what holds for the whole list. What th
 leave behind is what the pool's methods would have: tests compare the two, link by link.
 """
 
-from collections.abc import Iterable, Sequence
-from itertools import takewhile
+from collections.abc import Container, Iterable, Sequence
+from itertools import islice, takewhile
 from operator import truth
 from typing import Any
 
@@ -75,20 +75,30 @@ def take_empty(pool: BlockPool, limit: int) -> list[KVCacheBlock]:
     return blocks
 
 
-def take(pool: BlockPool, count: int) -> list[KVCacheBlock]:
-    """As many blocks from the front of the free queue as ``get_new_blocks`` returns them: what
-    they held is forgotten. ``count`` must not be more than are free."""
-    if pool.cached_block_hashes_by_block or pool.metrics_collector is not None:
-        several: list[KVCacheBlock] = pool.get_new_blocks(count)
-        return several
+def take(
+    pool: BlockPool, limit: int, keep: Container[BlockHashWithGroupId] = ()
+) -> tuple[list[KVCacheBlock], list[BlockHashWithGroupId]]:
+    """Up to ``limit`` blocks from the front of the free queue, as ``get_new_blocks`` returns
+    them, as far as they hold nothing that is in ``keep``; and what they held, which is
+    forgotten."""
     queue = pool.free_block_queue
+    limit = min(limit, queue.num_free_blocks)
+    evicted: list[BlockHashWithGroupId] = []
+    if pool.cached_block_hashes_by_block or pool.metrics_collector is not None:
+        front = islice(queue.iter_blocks_after(None), limit)
+        held = [
+            block._block_hash for block in takewhile(lambda b: b._block_hash not in keep, front)
+        ]
+        evicted += [key for key in held if key is not None]
+        return pool.get_new_blocks(len(held)), evicted
     cached = pool.cached_block_hash_to_block._cache
     blocks: list[KVCacheBlock] = []
-    evicted: list[BlockHashWithGroupId] = []
     head = queue.fake_free_list_head
     block: Any = head.next_free_block
-    for _ in range(count):
+    for _ in range(limit):
         if (key := block._block_hash) is not None:
+            if key in keep:
+                break
             del cached[key]
             evicted.append(key)
             block._block_hash = block._block_hash_num_tokens = None
@@ -98,20 +108,28 @@ def take(pool: BlockPool, count: int) -> list[KVCacheBlock]:
         block.prev_free_block = block.next_free_block = None
         block = following
     head.next_free_block, block.prev_free_block = block, head
-    queue.num_free_blocks -= count
+    queue.num_free_blocks -= len(blocks)
     if evicted:
         pool._emit_block_removed_events(evicted)
-    return blocks
+    return blocks, evicted
 
 
 def give_keys(
-    pool: BlockPool, blocks: Sequence[KVCacheBlock], keys: Sequence[BlockHashWithGroupId]
+    pool: BlockPool,
+    chain: Sequence[KVCacheBlock],
+    keys: Sequence[BlockHashWithGroupId],
+    parents: list[BlockHashWithGroupId | None],
+    parent: BlockHashWithGroupId | None,
 ) -> None:
-    """Make blocks that hold nothing findable by ``keys``, which no block holds, as
-    ``_insert_block_hash`` does; of how many tokens a prefix has, they say nothing."""
-    for block, key in zip(blocks, keys, strict=True):
+    """Make the blocks of a chain, which hold nothing, findable by ``keys``, which no block holds,
+    as ``_insert_block_hash`` does; of how many tokens a prefix has, they say nothing. And note in
+    ``parents``, by block id, the key of the block before, which is ``parent`` for the first."""
+    before = parent
+    for block, key in zip(chain, keys, strict=True):
         block._block_hash = key
-    pool.cached_block_hash_to_block._cache.update(zip(keys, blocks, strict=True))
+        parents[block.block_id] = before
+        before = key
+    pool.cached_block_hash_to_block._cache.update(zip(keys, chain, strict=True))
 
 
 def queue_chain(

@@ -14,7 +14,6 @@ import gc
 from bisect import bisect_left
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
 
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_coordinator import KVCacheCoordinator
@@ -179,20 +178,11 @@ class CpuTier:
         blocks = block_lists.take_empty(self.pool, count)
         if len(blocks) == count:
             return blocks
-        queue = self.pool.free_block_queue
-        limit = min(count - len(blocks), queue.num_free_blocks)
-        block: Any = queue.fake_free_list_head.next_free_block
-        kept = keep()
-        num_taken = num_evicted = 0
-        while num_taken < limit and block._block_hash not in kept:
-            num_evicted += block._block_hash is not None
-            num_taken += 1
-            block = block.next_free_block
-        if num_taken:
+        evicted, num_lost = self.order.evict(count - len(blocks), keep())
+        if evicted:
             self.version += 1
-            self._lose(num_evicted, "lru")
-            blocks += self.order.evict(num_taken)
-        return blocks
+            self._lose(num_lost, "lru")
+        return blocks + evicted
 
     def commit_all(self, filled: Iterable[tuple[Run, Sequence[KVCacheBlock]]]) -> list[list[int]]:
         """Make blocks, whose bytes are complete on every rank, findable by what they hold, and
@@ -228,8 +218,7 @@ class CpuTier:
             return False
         if before is not None:
             parent = before.block_hash  # equal, but to follow it takes no comparison
-        block_lists.give_keys(self.pool, blocks, keys)
-        self.order.follow(blocks, parent)
+        self.order.fill(blocks, keys, parent)
         self.order.queue(blocks, before)
         return True
 
@@ -242,11 +231,9 @@ class CpuTier:
             if (orphaned and not (run.early and place == 0)) or has(key):
                 useless.append(place)
                 continue
-            block.set_block_hash(key)
-            self.pool.cached_block_hash_to_block.insert(key, block)
+            self.order.fill((block,), (key,), parent)
             for inner_key in run.inner_keys[place] if run.inner_keys else ():
                 self.pool._insert_block_hash(inner_key, block, num_tokens=None)
-            self.order.follow((block,), parent)
             if parent is not None and orphaned:
                 self.order.wait_for(parent, block)
         self.unpin(blocks)

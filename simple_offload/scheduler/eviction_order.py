@@ -1,13 +1,13 @@
 """EvictionOrder: in which order the host blocks that nobody refers to will be evicted."""
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Sequence
-from itertools import islice
+from collections.abc import Callable, Collection, Container, Iterable, Sequence
 from typing import Any, cast
 
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_utils import BlockHashWithGroupId, KVCacheBlock
 
+from simple_offload.scheduler import block_lists
 from simple_offload.scheduler.segments import Segments
 
 
@@ -21,7 +21,7 @@ class EvictionOrder:
     used the longest time ago (``segments.py``). Of a chain the first blocks are protected, or
     none: the rest stands before them in any case.
 
-    Blocks are given parents when they are filled (``follow``), and lose them with what they hold
+    Blocks are given parents when they are filled (``fill``), and lose them with what they hold
     (``forget``). vLLM's queue takes blocks at its ends only, hence links by hand.
     """
 
@@ -50,15 +50,20 @@ class EvictionOrder:
         self.parents.extend([None] * (len(self.pool.blocks) - len(self.parents)))
         self.segments.grow()
 
-    def follow(self, chain: Sequence[KVCacheBlock], parent: BlockHashWithGroupId | None) -> None:
-        """Each block of a chain holds what comes after the one before it, and the first what
-        comes after ``parent``."""
-        parents, demotes = self.parents, self.demotes
-        for block in chain:
-            parents[block.block_id] = parent
-            if demotes and parent is not None:
-                self.num_followers[parent] = self.num_followers.get(parent, 0) + 1
-            parent = block._block_hash
+    def fill(
+        self,
+        chain: Sequence[KVCacheBlock],
+        keys: Sequence[BlockHashWithGroupId],
+        parent: BlockHashWithGroupId | None,
+    ) -> None:
+        """The blocks of a chain, which held nothing, are found by ``keys`` from now on, which no
+        block had. Each holds what comes after the one before it, and the first what comes after
+        ``parent``."""
+        block_lists.give_keys(self.pool, chain, keys, self.parents, parent)
+        if self.demotes:
+            for before in (parent, *keys[:-1]):
+                if before is not None:
+                    self.num_followers[before] = self.num_followers.get(before, 0) + 1
 
     def wait_for(self, parent: BlockHashWithGroupId, block: KVCacheBlock) -> None:
         """``block`` has been filled before its parent."""
@@ -90,25 +95,24 @@ class EvictionOrder:
             if not early:
                 del self.early[parent]
 
-    def evict(self, count: int) -> list[KVCacheBlock]:
-        """The first ``count`` blocks of the queue, pinned, with what they held forgotten."""
-        left: list[BlockHashWithGroupId] = []
-        if self.num_followers:
-            queue = islice(self.pool.free_block_queue.iter_blocks_after(None), count)
-            left = [block.block_hash for block in queue if block.block_hash is not None]
-        self.segments.age(count)
-        blocks = self.segments.take(count)
+    def evict(
+        self, limit: int, keep: Container[BlockHashWithGroupId]
+    ) -> tuple[list[KVCacheBlock], int]:
+        """The first blocks of the queue, up to ``limit`` or one that holds a key in ``keep``,
+        pinned, with what they held forgotten; and how many of them held something."""
+        blocks, evicted = self.segments.take(limit, keep)
+        self.segments.age(len(blocks))
         if self.demotes or self.early:
             for block in blocks:
                 self.forget(block.block_id)
         else:
             for block in blocks:
                 self.parents[block.block_id] = None
-        for key in left:
+        for key in evicted if self.num_followers else ():
             # A load holds a block that came before its parent, which has now come and gone.
             if key in self.num_followers:
                 self.early[key] = self.followers_of({key})
-        return blocks
+        return blocks, len(evicted)
 
     def forget_all(self) -> None:
         """No block holds anything any more."""

@@ -166,7 +166,8 @@ class Loads:
         self.forget(request_id)
         self._unlucky.discard(request_id)
         for load in chain(self._planned, self._in_flight.values()):
-            load.orphaned = load.orphaned or load.request_id == request_id
+            if load.request_id == request_id:
+                load.orphaned = True
 
     def plan(
         self,

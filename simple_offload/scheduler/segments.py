@@ -1,12 +1,12 @@
 """Segments: the two parts of the host tier's free queue."""
 
 from bisect import bisect_left
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 from itertools import groupby
 from typing import Any
 
 from vllm.v1.core.block_pool import BlockPool
-from vllm.v1.core.kv_cache_utils import KVCacheBlock
+from vllm.v1.core.kv_cache_utils import BlockHashWithGroupId, KVCacheBlock
 
 from simple_offload.scheduler import block_lists
 
@@ -98,7 +98,7 @@ class Segments:
             self._return(self.num_protected - self.limit)
 
     def age(self, num_evicted: int) -> None:
-        """So many blocks are about to be evicted."""
+        """So many blocks have been evicted."""
         count, self._num_evicted = divmod(self._num_evicted + num_evicted, EVICTIONS_PER_RETURN)
         self._return(count)
 
@@ -146,14 +146,16 @@ class Segments:
             queue.remove(block)
         queue.prepend_n(list(blocks))
 
-    def take(self, count: int) -> list[KVCacheBlock]:
-        """The first ``count`` blocks of the queue, as ``block_lists.take`` does."""
-        blocks = block_lists.take(self.pool, count)
+    def take(
+        self, limit: int, keep: Container[BlockHashWithGroupId]
+    ) -> tuple[list[KVCacheBlock], list[BlockHashWithGroupId]]:
+        """The first blocks of the queue and what they held, as of ``block_lists.take``."""
+        blocks, evicted = block_lists.take(self.pool, limit, keep)
         if self.boundary.ref_cnt > 0:  # all on probation, and more
             for block in blocks:
                 self.unprotect(block)
             self.boundary = self.pool.free_block_queue.fake_free_list_head.next_free_block
-        return blocks
+        return blocks, evicted
 
     def check_integrity(self) -> None:
         """Raise AssertionError when the boundary is not where it should be, or blocks have been

@@ -110,12 +110,31 @@ def test_take(filled: int, count: int, inner: bool) -> None:
             pool._insert_block_hash(key("inside"), pool.blocks[filled], None)
         if pool is twins.pools[0]:
             setattr(pool, "_emit_block_removed_events", told.append)  # noqa: B010
+    evicted: list[BlockHashWithGroupId] = []
+
+    def take(pool: BlockPool, _: object) -> list[KVCacheBlock]:
+        blocks, keys = block_lists.take(pool, count)
+        evicted.extend(keys)
+        return blocks
+
+    twins.do(take, lambda pool, _: pool.get_new_blocks(count))
+    assert len(evicted) == max(0, count - (NUM_BLOCKS - filled))
+    assert {key for keys in told for key in keys} - {key("inside")} == set(evicted)
+
+
+@given(FILLED, st.integers(0, NUM_BLOCKS), st.integers(0, NUM_BLOCKS - 1), st.booleans())
+def test_take_until_something_is_kept(filled: int, limit: int, kept: int, inner: bool) -> None:
+    twins = Twins(filled)
+    for pool in twins.pools:
+        if inner and filled:
+            pool._insert_block_hash(key("inside"), pool.blocks[filled], None)
+    queued = twins.pools[0].free_block_queue.get_all_free_blocks()
+    keep = {held for block in queued[kept : kept + 1] if (held := block.block_hash) is not None}
+    count = min(limit, kept if keep else NUM_BLOCKS)
     twins.do(
-        lambda pool, _: block_lists.take(pool, count),
+        lambda pool, _: block_lists.take(pool, limit, keep)[0],
         lambda pool, _: pool.get_new_blocks(count),
     )
-    evicted = {key for keys in told for key in keys} - {key("inside")}
-    assert len(evicted) == max(0, count - (NUM_BLOCKS - filled))
 
 
 @given(st.integers(1, NUM_BLOCKS))
@@ -126,15 +145,20 @@ def test_give_keys(count: int) -> None:
         lambda pool, _: pool.get_new_blocks(count),
     )
 
+    parents: list[BlockHashWithGroupId | None] = [None] * (NUM_BLOCKS + 1)
+
     def insert(pool: BlockPool, blocks: list[KVCacheBlock]) -> None:
         for place, block in enumerate(blocks):
             pool._insert_block_hash(CHAIN[place], block, None)
 
     twins.do(
-        lambda pool, blocks: block_lists.give_keys(pool, blocks, CHAIN[:count]),
+        lambda pool, blocks: block_lists.give_keys(
+            pool, blocks, CHAIN[:count], parents, key("before")
+        ),
         insert,
         [block.block_id for block in blocks],
     )
+    assert [parents[block.block_id] for block in blocks] == [key("before"), *CHAIN[: count - 1]]
 
 
 @given(st.integers(1, NUM_BLOCKS))
