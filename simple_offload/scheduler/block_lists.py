@@ -41,18 +41,30 @@ def hold(pool: BlockPool, blocks: Sequence[KVCacheBlock]) -> None:
 def release(pool: BlockPool, blocks: Iterable[KVCacheBlock]) -> None:
     """Drop a reference to each block, as ``free_blocks`` does: what nobody refers to any more
     joins the free queue, in this order. Null blocks must not be among them."""
+    queue = pool.free_block_queue
+    tail = queue.fake_free_list_tail
     first: list[KVCacheBlock] = []
-    last: list[KVCacheBlock] = []
+    others: list[KVCacheBlock] = []
+    num_last = 0
+    last: Any = tail.prev_free_block
     for block in blocks:
         if block.ref_cnt > 1:
             block.ref_cnt -= 1
         elif block.pool is not pool and block.pool is not None:
-            pool.free_blocks((block,))
+            others.append(block)
         else:
             block.ref_cnt = 0
-            (first if block._block_hash is None else last).append(block)
-    pool.free_block_queue.prepend_n(first)
-    pool.free_block_queue.append_n(last)
+            if block._block_hash is None:
+                first.append(block)
+            else:
+                last.next_free_block, block.prev_free_block = block, last
+                last = block
+                num_last += 1
+    last.next_free_block, tail.prev_free_block = tail, last
+    queue.num_free_blocks += num_last
+    queue.prepend_n(first)
+    if others:
+        pool.free_blocks(others)
 
 
 def take_empty(pool: BlockPool, limit: int) -> list[KVCacheBlock]:
