@@ -31,17 +31,20 @@ class Waits:
         if not ``may_wait``."""
         sizes, counts = self._groups.block_sizes, self._counts
         return min(
-            (next_index[group] + (counts[group] if may_wait else 1)) * sizes[group]
-            for group in self._groups.ids
+            [
+                (next_index[group] + (counts[group] if may_wait else 1)) * sizes[group]
+                for group in self._groups.ids
+            ]
         )
 
     def are_past(self, num_tokens: int, next_index: Sequence[int]) -> bool:
         """Whether no full block of a request's first ``num_tokens`` tokens is yet to be dealt
         with."""
         sizes = self._groups.block_sizes
-        return all(
-            (next_index[group] + 1) * sizes[group] > num_tokens for group in self._groups.ids
-        )
+        for group in self._groups.ids:  # a generator takes far longer
+            if (next_index[group] + 1) * sizes[group] <= num_tokens:
+                return False
+        return True
 
     def first_at(self, num_found: int) -> int:
         """``next_at`` for one that has found ``num_found`` tokens and computed none."""
