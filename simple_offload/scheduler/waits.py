@@ -13,7 +13,7 @@ is why these are few: it computes them again."""
 
 
 class Waits:
-    """Blocks that leave the block table while their request runs (windows, states) do not."""
+    """Blocks that leave the block table while their request runs (windows, states) do not wait."""
 
     def __init__(self, groups: Groups) -> None:
         self._groups = groups

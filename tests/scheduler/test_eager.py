@@ -6,7 +6,7 @@ import pytest
 
 from simple_offload.scheduler.eager import EagerPolicy
 from tests.scheduler.conftest import MakeDriver
-from tests.scheduler.driver import LOAD, STORE, Driver, prompt
+from tests.scheduler.driver import LOAD, STORE, Driver, make_request, prompt
 
 ASYNC = pytest.mark.parametrize("async_scheduling", [False, True])
 
@@ -242,6 +242,30 @@ def test_a_finished_request_is_the_most_recently_used(drive: MakeDriver) -> None
     driver.say("third", prompt(9, family=2))
     assert driver.found(prompt(17)) == 16
     assert driver.found(prompt(17, family=1)) == 8
+
+
+@pytest.mark.parametrize("forgets", [False, True])
+def test_what_was_loaded_stands_where_its_load_has_left_it(
+    drive: MakeDriver, forgets: bool
+) -> None:
+    """A long answer later too. Where nothing was loaded, the request's end counts."""
+    driver = drive(num_device_blocks=60)
+    prompts = [prompt(17), prompt(17, family=1)]
+    for name, tokens in zip("ab", prompts, strict=True):
+        driver.say(name, tokens)
+    for num_said in ((2, 12), (12, 2)):  # the second time finds them protected
+        if forgets:
+            driver.forget_device()
+        for name, tokens, count in zip("cd", prompts, num_said, strict=True):
+            driver.start(f"{name}{count}", tokens, max_tokens=count)
+        driver.run()
+    free = driver.tier.pool.free_block_queue.get_all_free_blocks()
+    place = {block.block_id: place for place, block in enumerate(free)}
+    first, second = (
+        driver.tier.lookup.hit(make_request("looker", tokens).block_hashes, 0, 17).blocks[0][0]
+        for tokens in prompts
+    )
+    assert (place[first.block_id] < place[second.block_id]) == forgets
 
 
 def test_a_tail_that_has_left_is_stored_again_when_its_request_ends(drive: MakeDriver) -> None:
