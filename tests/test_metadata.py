@@ -33,6 +33,9 @@ def test_pairing() -> None:
     assert transfer.device_blocks.tolist() == [3, 1, 2]
     assert transfer.host_blocks.tolist() == [9, 8, 7]
     assert transfer.device_blocks.dtype == transfer.host_blocks.dtype == np.int64
+    # As torch wants it, which warns of memory that it may not write to.
+    assert transfer.device_blocks.flags.writeable
+    assert transfer.host_blocks.flags.writeable
 
 
 def test_pairing_of_nothing() -> None:

@@ -68,6 +68,24 @@ def test_a_chain_with_a_gap_ends_there(length: int) -> None:
         ]
 
 
+@pytest.mark.parametrize(("num_there", "guess"), [(20, 20), (37, 37), (1, 1), (0, None), (0, 0)])
+def test_two_looks_tell_that_a_guess_is_right_or_that_nothing_is_there(
+    num_there: int, guess: int | None
+) -> None:
+    chain = "".join(chr(0x4E00 + i) for i in range(40))
+    looked: list[bytes] = []
+
+    def is_coming(found: bytes) -> bool:
+        looked.append(found)
+        return found in there
+
+    tier = make_tier(4)
+    there = {key(name) for name in prefixes(chain)[:num_there]}
+    end = tier.groups.key_ends[0]
+    assert Chains(tier.order).count(hashes(chain), end, 40, guess, is_coming) == num_there
+    assert len(looked) <= 2
+
+
 def test_how_many_are_there_or_coming() -> None:
     tier = make_tier(8)
     store(tier, "abc")

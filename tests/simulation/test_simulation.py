@@ -113,7 +113,7 @@ def test_drawn_scripts_have_every_engine() -> None:
 
 
 def test_in_some_drawn_scripts_answers_are_long() -> None:
-    """Of what a request says, eager stores take eight blocks at a time; lazy ones outlive it."""
+    """Eager stores take eight blocks at a time; lazy ones outlive it."""
     scripts = [Script.draw(seed) for seed in range(_NUM_SEEDS)]
     long = [s.shape for s in scripts if s.most_said > 8 * max(s.shape.block_sizes)]
     assert {shape.lazy for shape in long} == {True, False}
