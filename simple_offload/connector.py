@@ -184,11 +184,6 @@ class SimpleCPUOffloadConnector(KVConnectorBase_V1, SupportsHMA):
             assert isinstance(connector_metadata, StepMetadata)
             self.worker.bind(connector_metadata)
 
-    def clear_connector_metadata(self) -> None:
-        super().clear_connector_metadata()
-        if self.worker is not None:
-            self.worker.unbind()
-
     def start_load_kv(self, forward_context: "ForwardContext", **kwargs: Any) -> None:
         if self.worker is not None:
             self.worker.submit_loads()

@@ -321,21 +321,6 @@ def test_a_failed_load_is_reported_as_such(connect: Connect, memory: KVMemory) -
     assert report.failed == {0: 1}
 
 
-def test_nothing_is_submitted_between_steps(connect: Connect, memory: KVMemory) -> None:
-    connector = connect(WORKER)
-    connector.register_kv_caches(memory.kv_caches)
-    connector.build_connector_worker_meta()
-    loads = [Transfer.pairing(0, [1], [3], "r")]
-    connector.bind_connector_metadata(StepMetadata(loads, [Transfer.pairing(1, [1], [3])]))
-    connector.clear_connector_metadata()
-    connector.start_load_kv(cast(Any, None))
-    connector.wait_for_save()
-    assert run_step(connector, StepMetadata()) == (
-        KVConnectorTransferResults(finished_recving={"r"}),
-        WorkerReport({0: 1}),  # type: ignore[arg-type]
-    )
-
-
 def test_loads_start_with_the_metadata(connect: Connect, memory: KVMemory) -> None:
     """Before the forward, whose first hook comes when vLLM has prepared its inputs."""
     connector = connect(WORKER)

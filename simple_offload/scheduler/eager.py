@@ -16,6 +16,7 @@ from simple_offload.scheduler.progress import Progress
 from simple_offload.scheduler.store_policy import (
     BoundaryState,
     confirmed_tokens,
+    first_own_block,
     num_complete_blocks,
 )
 from simple_offload.scheduler.store_walk import StoreWalk
@@ -35,6 +36,8 @@ class _Ended(NamedTuple):
     first: list[int]
     stops: dict[int, int]
     """By group, where its complete blocks end."""
+    own_from: dict[int, int]
+    """By group, from where on those are stored too that vLLM has not hashed."""
     tables: dict[int, list[KVCacheBlock]]
     """By group, those from block ``first[group]`` on."""
     held: list[KVCacheBlock]
@@ -133,18 +136,21 @@ class EagerPolicy:
         # blocks, unless the tier does.
         if progress is None or loading or not (progress.ran or progress.loads):
             return
-        tables, stops = {}, {}
+        tables, stops, own_from = {}, {}, {}
         for group in self._group_ids:
             table = self._table(request.request_id, group)
             stop = self._num_complete(request, group, len(table) // self.groups.num_parts)
             if group in self.groups.chained_ids:
                 # The tier may have lost the end of what was stored, or have got it from others.
                 self._walk.skip_stored(progress, group, stop)
+            own_from[group] = first_own_block(self.groups, request, group, table, stop)
+            progress.next_index[group] = min(progress.next_index[group], own_from[group])
             tables[group] = self.groups.parts(table, progress.next_index[group], stop)
             stops[group] = stop
         held = [block for table in tables.values() for block in table if not block.is_null]
         block_lists.hold(self._device_pool, held)
-        self._ended.append(_Ended(progress, list(progress.next_index), stops, tables, held))
+        first = list(progress.next_index)
+        self._ended.append(_Ended(progress, first, stops, own_from, tables, held))
 
     def on_reset(self) -> None:
         self._requests.clear()
@@ -161,7 +167,7 @@ class EagerPolicy:
             group: self._num_complete(request, group, len(table) // self.groups.num_parts)
             for group, table in tables.items()
         }
-        all_stored = self._walk.store_ready(progress, ready, tables, self._zeros, ended=False)
+        all_stored = self._walk.store_ready(progress, ready, tables, self._zeros, {})
         progress.ready_at = self._waits.next_at(progress.next_index, may_wait=all_stored)
 
     def _finish(self, ended: _Ended) -> None:
@@ -179,7 +185,8 @@ class EagerPolicy:
             if not progress.loads:
                 self.tier.refresh(hashes, group, progress.next_index[group])
             self.tier.protect_first(hashes, group, progress.num_found[group])
-        self._walk.store_ready(progress, ended.stops, ended.tables, ended.first, ended=True)
+        left = ended.stops, ended.tables, ended.first, ended.own_from
+        self._walk.store_ready(progress, *left)
         if progress.refused_at == self.admission.version:
             self.tier.meter.add(metrics.SKIPPED, self._num_left(ended), "below_threshold")
         elif self._num_left(ended):
@@ -187,7 +194,7 @@ class EagerPolicy:
             for group in self.groups.chained_ids:
                 self.tier.refresh(hashes, group, progress.next_index[group])
                 self.tier.protect_first(hashes, group, progress.next_index[group])
-            self._walk.store_ready(progress, ended.stops, ended.tables, ended.first, ended=True)
+            self._walk.store_ready(progress, *left)
             self.tier.meter.add(metrics.DROPPED, self._num_left(ended), "tier_full")
         block_lists.release(self._device_pool, reversed(ended.held))
 

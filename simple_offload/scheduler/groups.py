@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import cast
+from typing import Any, cast
 
 from vllm.v1.core.kv_cache_coordinator import KVCacheCoordinator
 from vllm.v1.core.kv_cache_utils import (
@@ -14,7 +14,7 @@ from vllm.v1.core.kv_cache_utils import (
     resolve_block_hashes,
 )
 from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
-from vllm.v1.kv_cache_interface import KVCacheConfig
+from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec, SlidingWindowSpec
 
 Hashes = Sequence[BlockHash] | BlockHashListWithBlockSize
 """Of the blocks of a chain from the first one on. ``end``, which goes with them, makes keys of
@@ -44,6 +44,11 @@ class Groups:
             group for group in self.ids if isinstance(managers[group], FullAttentionManager)
         )
         """Groups of which a hit needs every block from the first token on."""
+        self.stable_ids = frozenset(
+            group for group in self.ids if managers[group].has_positionally_stable_blocks
+        )
+        """Groups whose table's block i is about the tokens of block i and nothing else. A table of
+        states has the running state there, or nothing, until a boundary's is kept."""
         self.lasting_ids = frozenset(
             group for group in self.ids if type(managers[group]) is FullAttentionManager
         )
@@ -91,6 +96,21 @@ class Groups:
         block_hash = block_hashes[num_tokens // self.hash_block_size - 1]
         return BlockHashWithGroupId(block_hash + self.key_ends[group])
 
+    def num_unread_tokens(self, num_tokens: int, group: int) -> int:
+        """How many of a request's first ``num_tokens`` tokens attention of ``group`` does not read
+        any more when it goes on from there."""
+        count: int = self._coordinator.single_type_managers[group].get_num_skipped_tokens(
+            num_tokens
+        )
+        return count
+
+    def next_hit(self, num_tokens: int) -> int:
+        """How long the hit is of a request that begins with ``num_tokens`` tokens which are all
+        there, and goes on behind them."""
+        block_size = self._coordinator.scheduler_block_size
+        dropped = block_size if self._coordinator.eagle_group_ids else 0
+        return max(0, num_tokens // block_size * block_size - dropped)
+
     def num_cacheable_tokens(self, num_tokens: int, group: int) -> int:
         """How many of a request's first ``num_tokens`` tokens ``group`` may have in blocks that
         can be found again."""
@@ -135,18 +155,22 @@ def make_keys(hashes: Hashes, end: bytes) -> list[BlockHashWithGroupId]:
     return cast(list[BlockHashWithGroupId], [each + end for each in hashes])
 
 
-def of_larger_blocks(kv_cache_config: KVCacheConfig, num_parts: int) -> KVCacheConfig:
-    """The same groups, ``num_parts`` of the device's blocks in one. Which blocks the device keeps
-    (retention) is said in its own blocks, and nothing here asks."""
-    if num_parts == 1:
-        return kv_cache_config
+def host_groups(kv_cache_config: KVCacheConfig, num_parts: int) -> KVCacheConfig:
+    """The device's groups as the tier has them, ``num_parts`` of the device's blocks in one.
+
+    Sliding windows are as wide as attention reads. The device retains more for a chain of MTP
+    modules, but its prefix cache, too, looks for no more (vLLM's ``SlidingWindowManager``). Which
+    blocks the device keeps (retention) is said in its own blocks, and nothing here asks.
+    """
     groups = [
-        replace(
-            group,
-            kv_cache_spec=replace(
-                group.kv_cache_spec, block_size=group.kv_cache_spec.block_size * num_parts
-            ),
-        )
+        replace(group, kv_cache_spec=_host_spec(group.kv_cache_spec, num_parts))
         for group in kv_cache_config.kv_cache_groups
     ]
     return replace(kv_cache_config, kv_cache_groups=groups, prefix_cache_retention_interval=None)
+
+
+def _host_spec(spec: KVCacheSpec, num_parts: int) -> KVCacheSpec:
+    changes: dict[str, Any] = {"block_size": spec.block_size * num_parts}
+    if isinstance(spec, SlidingWindowSpec):
+        changes["extra_retained_tokens"] = 0
+    return replace(spec, **changes)

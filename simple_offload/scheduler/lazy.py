@@ -18,6 +18,7 @@ from simple_offload.scheduler.residents import Residents
 from simple_offload.scheduler.store_policy import (
     BoundaryState,
     confirmed_tokens,
+    first_own_block,
     num_complete_blocks,
 )
 from simple_offload.scheduler.stores import Storable, Stores
@@ -259,16 +260,16 @@ class LazyPolicy:
     # What a request leaves behind
 
     def _unhashed(self, request: "Request") -> list[Storable]:
-        """Blocks that became full in the last step. vLLM gives them no hash any more, and will
-        hand them out first."""
+        """Blocks that vLLM gives no hash any more, and will hand out first: those that became full
+        in the last step, and a window that the next turn needs."""
         found = []
         for group in self.groups.ids:
             manager = self._managers[group]
-            if not manager.has_positionally_stable_blocks:
-                continue
             table = manager.req_to_blocks.get(request.request_id, [])
-            first = manager.num_cached_block.get(request.request_id, 0)
             stop = num_complete_blocks(self.groups, request, group, len(table))
+            first = first_own_block(self.groups, request, group, table, stop)
+            if group in self.groups.chained_ids:
+                first = manager.num_cached_block.get(request.request_id, 0)
             start = max(first - 1, 0)
             keys = self.groups.keys(request.block_hashes, group, start, stop)
             for index in range(first, stop):

@@ -156,6 +156,11 @@ class Loads:
         )
         return hit.num_tokens
 
+    def num_found(self, request_id: str) -> int:
+        """How many tokens the device had of a request when its hit was looked up."""
+        known = self._hits.get(request_id)
+        return known.num_computed_tokens if known is not None else 0
+
     def forget(self, request_id: str) -> None:
         """Unpin the hit of a request that will not load it."""
         if (known := self._hits.pop(request_id, None)) is not None:

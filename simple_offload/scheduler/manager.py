@@ -13,7 +13,7 @@ from simple_offload.logs import get_logger
 from simple_offload.metadata import RankCapacity, StepMetadata, WorkerReport
 from simple_offload.scheduler.cpu_tier import CpuTier
 from simple_offload.scheduler.events import KVEvents
-from simple_offload.scheduler.groups import of_larger_blocks
+from simple_offload.scheduler.groups import host_groups
 from simple_offload.scheduler.in_flight import InFlight
 from simple_offload.scheduler.loads import Loads
 from simple_offload.scheduler.origins import Origins
@@ -70,6 +70,7 @@ class OffloadScheduler:
     def bind_kv_cache_manager(self, kv_cache_manager: "KVCacheManager") -> None:
         """Learn the device's blocks and block tables."""
         self._device_pool = kv_cache_manager.block_pool
+        self._device_managers = kv_cache_manager.coordinator.single_type_managers
         self._policy: StorePolicy = make_policy(
             self.config, self._vllm_config, self.tier, self._stores, kv_cache_manager
         )
@@ -129,6 +130,7 @@ class OffloadScheduler:
                 self._meter.add(metrics.LOOKUPS, 1, "hit" if num_external_tokens > 0 else "miss")
             self._policy.on_allocated(request, loads=num_external_tokens > 0)
         if num_external_tokens > 0:
+            self._give_back_unread(request, num_external_tokens)
             self._loads.plan(request, blocks.blocks, num_external_tokens, self._device_pool)
         else:
             self._loads.forget(request.request_id)
@@ -148,12 +150,13 @@ class OffloadScheduler:
         loads = self._loads.submit(
             lambda block_ids: bool(zeroed) or self._recent.may_touch(block_ids)
         )
-        self._recent.end_step(zeroed)
+        computes = bool(scheduler_output.num_scheduled_tokens)
+        self._recent.end_step(zeroed, computes=computes)
         return StepMetadata(
             loads=loads,
             stores=self._stores.submit(),
             admitted=self._loads.take_admitted(),
-            computes=bool(scheduler_output.num_scheduled_tokens),
+            computes=computes,
         )
 
     def update_connector_output(self, output: "KVConnectorOutput") -> None:
@@ -270,7 +273,7 @@ class OffloadScheduler:
         """A tier with no host blocks (but vLLM's null block): the ranks open them."""
         num_parts = self._num_parts
         coordinator = vllm_compat.make_host_coordinator(
-            replace(of_larger_blocks(self._device_config, num_parts), num_blocks=1),
+            replace(host_groups(self._device_config, num_parts), num_blocks=1),
             self._vllm_config,
             self.block_size * num_parts,
             self._hash_block_size * num_parts,
@@ -286,6 +289,22 @@ class OffloadScheduler:
         self._events: KVEvents | None = None
         if events_config is not None and events_config.enable_kv_cache_events:
             self._stores.events = self._events = KVEvents(self.tier)
+
+    def _give_back_unread(self, request: "Request", num_external_tokens: int) -> None:
+        """Return those of the request's new device blocks that attention will not read.
+
+        For a chain of MTP modules vLLM lets sliding windows retain some tokens more
+        (``extra_retained_tokens``), in case the last ones are computed again, and allocates blocks
+        for those too. The tier has none to fill them with, since the device gives such a block a
+        hash only while a request is at it; and left as it is, one would be found by its hash with
+        nothing in it. A hit on the device leaves its place in the table empty as well.
+        """
+        num_tokens = self._loads.num_found(request.request_id) + num_external_tokens
+        for group, manager in enumerate(self._device_managers):
+            num_unread = self.tier.groups.num_unread_tokens(num_tokens, group)
+            if num_unread > manager.get_num_skipped_tokens(num_tokens):
+                count = num_unread // manager.block_size
+                manager._remove_blocks_in_range(request.request_id, 0, count)
 
     def _grow_tier(self, num_open: Mapping[str, int]) -> None:
         """Use the host blocks that every rank has opened: each must have room for each block."""

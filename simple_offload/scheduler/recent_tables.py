@@ -17,33 +17,39 @@ _Tables = dict[str, list[KVCacheBlock]]
 
 class RecentTables:
     """With async scheduling, a request is found to have ended (or is preempted) when its next
-    step is on the device already. Its blocks may be handed out at once, and whoever writes to
-    them outside the compute stream has to wait for that step. For all other free blocks the
-    last step that touched them is over: its output has been processed.
+    step is on the device already. Its blocks may be handed out at once, and a copy into them has
+    to wait for that step. So it is with the last step whose output has been processed: vLLM's V2
+    runner hands the output over before its drafter has run (``GPUModelRunner.sample_tokens``).
 
-    Keeps the block tables of the last ``num_steps`` steps, at least as many as vLLM has in
-    flight. A table that was given up since is no longer the request's. That shows for tables
-    which only grow; a sliding window gives up blocks of a table that goes on.
+    Keeps the block tables of the last ``num_steps`` steps with tokens: the one whose output was
+    processed last, and all that vLLM may have in flight beside the coming one. Steps without
+    tokens do not count: they leave the device nothing to be done with. A table that was given up
+    since is no longer the request's. That shows for tables which only grow; a sliding window
+    gives up blocks of a table that goes on.
     """
 
     def __init__(self, kv_cache_manager: "KVCacheManager", num_steps: int) -> None:
         self._managers = kv_cache_manager.coordinator.single_type_managers
         self._only_grow = all(isinstance(m, FullAttentionManager) for m in self._managers)
         self._steps: deque[list[_Tables]] = deque(maxlen=num_steps)
-        self._zeroed: deque[Sequence[int]] = deque(maxlen=num_steps)
-        """By step, the blocks that it zeroes."""
+        self._zeroed: deque[list[int]] = deque([[]], maxlen=num_steps)
+        """By step, the blocks that it, or steps without tokens after it, zeroes."""
         self._given_up: set[int] | None = None
         """Ids of blocks of tables that have been given up which are in use again, and of those
         that are zeroed."""
 
-    def end_step(self, zeroed: Sequence[int] = ()) -> None:
-        """A step has been scheduled that runs requests with the block tables of now, and zeroes
-        these blocks. They are new, but no table need have them any more: under priority
-        scheduling, a request that has got some may be preempted before the step is complete."""
+    def end_step(self, zeroed: Sequence[int] = (), *, computes: bool = True) -> None:
+        """A step has been scheduled that runs requests with the block tables of now, if it
+        ``computes`` at all, and zeroes these blocks. They are new, but no table need have them any
+        more: under priority scheduling, a request that has got some may be preempted before the
+        step is complete."""
         self._given_up = None
-        if self._only_grow:
+        if not self._only_grow:
+            return
+        if computes:
             self._steps.append([dict(manager.req_to_blocks) for manager in self._managers])
-            self._zeroed.append(zeroed)
+            self._zeroed.append([])
+        self._zeroed[-1].extend(zeroed)
 
     def may_touch(self, block_ids: Iterable[int]) -> bool:
         """Whether a step in flight may read or write one of these blocks, which were free when

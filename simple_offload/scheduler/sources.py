@@ -24,12 +24,6 @@ class Sources:
     def __init__(self, groups: Groups, kv_cache_manager: "KVCacheManager") -> None:
         self._groups = groups
         self._device_pool: BlockPool = kv_cache_manager.block_pool
-        self._stable = [
-            manager.has_positionally_stable_blocks
-            for manager in kv_cache_manager.coordinator.single_type_managers
-        ]
-        """By group, whether the table's block i is about the tokens of block i and nothing else.
-        A table of states has the running state there, or nothing, until a boundary's is kept."""
 
     def matching(
         self,
@@ -58,31 +52,30 @@ class Sources:
         index: int,
         key: BlockHashWithGroupId,
         group: int,
-        ended: bool,
+        own: bool,
     ) -> tuple[KVCacheBlock, ...] | None:
         """The device blocks to store under ``key``, the request's host block ``index``, where the
-        block table has ``parts``; None unless all of them are there. ``ended``: vLLM gives the
-        request's blocks no hash any more."""
+        block table has ``parts``; None unless all of them are there. ``own``: the table's may lack
+        a hash."""
         keys = [key]
         if self._groups.num_parts > 1:
             keys = self._groups.part_keys(block_hashes, group, index, index + 1)
         sources = []
         for part, part_key in zip(parts, keys, strict=True):
-            source = self._of_part(part, part_key, group, ended)
+            source = self._of_part(part, part_key, group, own)
             if source is None:
                 return None
             sources.append(source)
         return tuple(sources)
 
     def _of_part(
-        self, block: KVCacheBlock, key: BlockHashWithGroupId, group: int, ended: bool
+        self, block: KVCacheBlock, key: BlockHashWithGroupId, group: int, own: bool
     ) -> KVCacheBlock | None:
         """The device block to store under ``key``, where the block table has ``block``."""
         if block.is_null:
             # The window has moved on. The block may still lie in the free queue, unharmed.
             cached = self._device_pool.get_cached_block(get_block_hash(key), [group])
             return cached[0] if cached is not None else None
-        # A block that vLLM has not hashed it never will (the block serves no hit), or, if this
-        # is where the request ends, because there is no later step to do so.
-        own = ended and block.block_hash is None and self._stable[group]
-        return block if own or block.block_hash == key else None
+        if own and block.block_hash is None and group in self._groups.stable_ids:
+            return block
+        return block if block.block_hash == key else None

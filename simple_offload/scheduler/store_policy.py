@@ -3,6 +3,8 @@
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
+from vllm.v1.core.kv_cache_utils import KVCacheBlock
+
 from simple_offload.scheduler.groups import Groups
 
 if TYPE_CHECKING:
@@ -59,6 +61,27 @@ def confirmed_tokens(request: "Request") -> int:
     """How many of the request's tokens have been computed for certain."""
     # Tokens that async scheduling has only reserved room for are not known yet.
     return request.num_computed_tokens - request.num_output_placeholders
+
+
+def first_own_block(
+    groups: Groups, request: "Request", group: int, table: Sequence[KVCacheBlock], stop: int
+) -> int:
+    """From which of the ``stop`` complete host blocks of a request that ends those are stored too
+    that vLLM has not hashed; ``table``: its block table.
+
+    The last one may lack a hash because there is no later step to give it one. Of a sliding window
+    vLLM hashes, by default, what the prompt's end needs (``prefix_cache_retention_interval`` 0):
+    here it is what the request's end needs, if the table has all of that.
+    """
+    if group in groups.chained_ids:
+        return 0
+    if group not in groups.stable_ids:
+        return stop
+    num_tokens = min(confirmed_tokens(request), len(request.block_hashes) * groups.hash_block_size)
+    num_unread = groups.num_unread_tokens(groups.next_hit(num_tokens), group)
+    first = num_unread // groups.block_sizes[group]
+    has_all = first < stop and not table[first * groups.num_parts].is_null
+    return first if has_all else stop
 
 
 def num_complete_blocks(groups: Groups, request: "Request", group: int, num_blocks: int) -> int:

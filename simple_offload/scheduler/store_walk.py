@@ -72,10 +72,11 @@ class StoreWalk:
         ready: Mapping[int, int],
         tables: Mapping[int, list[KVCacheBlock]],
         first: Sequence[int],
-        ended: bool,
+        own_from: Mapping[int, int],
     ) -> bool:
         """Plan stores from the groups' cursors on, up to block ``ready[group]``. ``tables``: by
-        group the request's blocks from block ``first[group]`` on. False: some have to be put off.
+        group the request's blocks from block ``first[group]`` on. ``own_from``: by group, from
+        where on those are stored too that vLLM has not hashed. False: some have to be put off.
 
         A hit needs every group, so a tier that is too small for the request had better hold the
         beginning of each: groups take turns.
@@ -96,7 +97,7 @@ class StoreWalk:
             start = next_index[group]
             stop = min(start + turn, ready[group])
             blocks = self.groups.parts(tables[group], start - first[group], stop - first[group])
-            if not self._store_run(progress, group, blocks, ended):
+            if not self._store_run(progress, group, blocks, own_from.get(group)):
                 return False
             behind = [group for group in ready if next_index[group] < ready[group]]
         return True
@@ -122,7 +123,7 @@ class StoreWalk:
             progress.kept.keep((key,))
 
     def _store_run(
-        self, progress: Progress, group: int, blocks: list[KVCacheBlock], ended: bool
+        self, progress: Progress, group: int, blocks: list[KVCacheBlock], own_from: int | None
     ) -> bool:
         """Store those of ``blocks``, the parts of the host blocks that follow the group's cursor,
         that there is need to, and move the cursor. False: not now, and nothing of the request
@@ -141,7 +142,7 @@ class StoreWalk:
         stop = first + num_planned
         if num_planned == num_plain and stop < last:
             others = self.groups.parts(blocks, num_plain, last - first)
-            storable, stop = self._storable_from(progress, group, others, stop, ended)
+            storable, stop = self._storable_from(progress, group, others, stop, own_from)
             count = self.stores.plan(storable, progress.kept.collect, self._device_pool)
             num_planned += count
             if count < len(storable):
@@ -178,7 +179,7 @@ class StoreWalk:
         group: int,
         blocks: list[KVCacheBlock],
         first: int,
-        ended: bool,
+        own_from: int | None,
     ) -> tuple[list[Storable], int]:
         """Of a request's host blocks from ``first`` on those that there is need to store, and
         where they end. ``blocks``: their parts."""
@@ -193,7 +194,8 @@ class StoreWalk:
                     progress.refused_at = self.admission.version
                     return storable, index
                 parts = self.groups.parts(blocks, index - first, index - first + 1)
-                sources = self._sources.of(parts, progress.hashes, index, key, group, ended)
+                own = own_from is not None and index >= own_from
+                sources = self._sources.of(parts, progress.hashes, index, key, group, own)
                 if sources is not None:
                     storable.append(Storable(sources, key, parent, (index + 1) * size))
                 elif group in self.groups.chained_ids:

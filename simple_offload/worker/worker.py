@@ -34,7 +34,7 @@ class OffloadWorker:
         self._num_ranks = num_ranks
         self._backend = make_backend(config.backend, config.copy_path)
         self._name = secrets.token_hex(8)
-        self._metadata: StepMetadata | None = None
+        self._metadata = StepMetadata()
         self._last_submitted = {Direction.LOAD: -1, Direction.STORE: -1}
         # vLLM moves the state that a request goes on from, and copies blocks in which hits end,
         # before it lets a step's connector hooks run: ``bind`` would hold that too late.
@@ -76,31 +76,30 @@ class OffloadWorker:
     # One step
 
     def bind(self, metadata: StepMetadata) -> None:
-        """Take the transfers of the step that is about to run, and start its loads.
+        """Take the transfers of the step that is about to run, and start its loads. Stores that
+        the step before has left start before them: vLLM's V1 runner calls ``wait_for_save`` after
+        drafting, which only the last stage of a pipeline gets to.
 
         By now vLLM has queued the compute of all earlier steps and the zeroing of new blocks,
         which loads come after. The step's own compute reads none of the blocks they fill, so
         there is no need to wait until that has been queued too.
         """
+        if metadata is not self._metadata:
+            self.submit_stores()
         self._metadata = metadata
         if self._engine is not None and metadata.admitted:
             self._engine.hold_compute(Direction.LOAD, set(metadata.admitted))
         self._announcements.begin_step(metadata.computes, metadata.admitted)
         self.submit_loads()
 
-    def unbind(self) -> None:
-        """The step is over."""
-        self._metadata = None
-
     def submit_loads(self) -> None:
         """Start those of the step's loads that have not been started."""
-        if self._metadata is not None:
-            self._submit(Direction.LOAD, self._metadata.loads)
+        self._submit(Direction.LOAD, self._metadata.loads)
 
     def submit_stores(self) -> None:
-        """Start the step's stores, after the compute queued so far."""
-        if self._metadata is not None:
-            self._submit(Direction.STORE, self._metadata.stores)
+        """Start those of the step's stores that have not been started, after the compute queued
+        so far."""
+        self._submit(Direction.STORE, self._metadata.stores)
 
     def poll(self) -> tuple[set[str], set[str]]:
         """Requests whose loads have ended on this rank since the last call, or will soon, and

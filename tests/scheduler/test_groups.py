@@ -10,15 +10,22 @@ from tests.simulation.groups import MODELS
 
 
 @pytest.mark.parametrize("model", MODELS.values(), ids=MODELS)
-def test_a_host_hit_is_as_long_as_a_device_hit(drive: MakeDriver, model: dict[str, Any]) -> None:
-    driver = drive(num_device_blocks=200, num_host_blocks=200, **model)
+@pytest.mark.parametrize("retention", [0, None])
+def test_a_host_hit_is_as_long_as_a_device_hit(
+    drive: MakeDriver, model: dict[str, Any], retention: int | None
+) -> None:
+    """At least: with vLLM's default retention, the device does not keep what a request's end
+    needs of a sliding window; nor a block that chained drafters finish as the request ends."""
+    exact = retention is None and not model.get("chained")
+    driver = drive(num_device_blocks=200, num_host_blocks=200, retention=retention, **model)
     tokens = driver.say("a", prompt(35), max_tokens=12)
     coordinator = driver.world.scheduler.kv_cache_manager.coordinator
     hits = set()
     for length in range(1, len(tokens)):
         request = make_request("looker", tokens[:length], hash_size=driver.world.shape.hash_size)
         _, on_device, _ = coordinator.find_longest_cache_hit(request.block_hashes, length - 1)
-        assert driver.tier.lookup.hit(request.block_hashes, 0, length - 1).num_tokens == on_device
+        on_host = driver.tier.lookup.hit(request.block_hashes, 0, length - 1).num_tokens
+        assert on_host == on_device if exact else on_host >= on_device
         hits.add(on_device)
     assert len(hits) > 1
 

@@ -67,6 +67,7 @@ def test_what_is_evicted_is_stored_before(
         windows=windows,
         num_states=num_states,
         async_scheduling=async_scheduling,
+        retention=None,
     )
     driver.world.promises_no_loss = True
     fill(driver, 40)

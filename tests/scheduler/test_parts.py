@@ -241,7 +241,13 @@ def test_host_blocks_are_stored_eight_device_blocks_at_a_time(drive: MakeDriver)
 
 def test_a_host_block_of_which_a_part_is_gone_is_not_stored(drive: MakeDriver) -> None:
     """The window has moved on, and the device has given the block to somebody else."""
-    driver = drive(num_parts=4, windows=(0, 4), num_device_blocks=120, max_num_batched_tokens=4)
+    driver = drive(
+        num_parts=4,
+        windows=(0, 4),
+        num_device_blocks=120,
+        max_num_batched_tokens=4,
+        retention=None,
+    )
     request = driver.start("a", prompt(33), max_tokens=3)
     table = driver.world.scheduler.kv_cache_manager.coordinator.single_type_managers[1]
     while request.num_computed_tokens < 12:
@@ -298,7 +304,13 @@ def test_a_repeated_prompt_loses_one_device_block(
     drive: MakeDriver, windows: tuple[int, ...], num_parts: int
 ) -> None:
     """Its last token is computed anew, and with it the block that it is in."""
-    driver = drive(num_parts=num_parts, windows=windows, num_device_blocks=120, num_host_blocks=120)
+    driver = drive(
+        num_parts=num_parts,
+        windows=windows,
+        num_device_blocks=120,
+        num_host_blocks=120,
+        retention=None,
+    )
     driver.say("before", prompt(32))
     driver.forget_device()
     request = driver.start("again", prompt(32))
@@ -311,7 +323,12 @@ def test_a_repeated_prompt_loses_one_device_block(
 @pytest.mark.parametrize("windows", [(0,), (0, 8), (8,)], ids=str)
 def test_a_drafter_costs_one_device_block(drive: MakeDriver, windows: tuple[int, ...]) -> None:
     driver = drive(
-        num_parts=4, windows=windows, draft=True, num_device_blocks=120, num_host_blocks=200
+        num_parts=4,
+        windows=windows,
+        draft=True,
+        num_device_blocks=120,
+        num_host_blocks=200,
+        retention=None,
     )
     driver.say("before", prompt(36))
     driver.forget_device()
@@ -327,7 +344,9 @@ def test_a_drafter_costs_one_device_block(drive: MakeDriver, windows: tuple[int,
 def test_a_host_hit_is_as_long_as_its_whole_host_blocks_allow(
     drive: MakeDriver, model: dict[str, Any], num_parts: int
 ) -> None:
-    driver = drive(num_device_blocks=200, num_host_blocks=400, num_parts=num_parts, **model)
+    driver = drive(
+        num_device_blocks=200, num_host_blocks=400, num_parts=num_parts, retention=None, **model
+    )
     tokens = driver.say("a", prompt(35), max_tokens=12)
     coordinator = driver.world.scheduler.kv_cache_manager.coordinator
     size = driver.world.shape.scheduler_block_size * num_parts
@@ -342,7 +361,9 @@ def test_a_host_hit_is_as_long_as_its_whole_host_blocks_allow(
 
 
 def test_a_group_may_lack_the_last_host_block(drive: MakeDriver) -> None:
-    driver = drive(num_parts=4, windows=(0, 16), num_device_blocks=90, num_host_blocks=90)
+    driver = drive(
+        num_parts=4, windows=(0, 16), num_device_blocks=90, num_host_blocks=90, retention=None
+    )
     driver.say("before", prompt(33))
     driver.forget_device()
     request = make_request("looker", prompt(32))

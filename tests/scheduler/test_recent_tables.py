@@ -83,6 +83,28 @@ def test_what_a_recent_step_zeroes(tables: Tables) -> None:
     assert tables.touched() == set()
 
 
+def test_steps_without_tokens_do_not_count(tables: Tables) -> None:
+    tables.hold("a", 1, 2)
+    tables.recent.end_step()
+    tables.give_up("a")
+    for _ in range(5):
+        tables.recent.end_step(computes=False)
+    assert tables.touched() == {1, 2}
+
+
+def test_what_steps_without_tokens_zero(tables: Tables) -> None:
+    tables.recent.end_step([5], computes=False)
+    assert tables.touched() == {5}
+    tables.recent.end_step()
+    tables.recent.end_step([3], computes=False)
+    tables.recent.end_step([4], computes=False)
+    assert tables.touched() == {3, 4, 5}
+    tables.recent.end_step()
+    assert tables.touched() == {3, 4}
+    tables.recent.end_step()
+    assert tables.touched() == set()
+
+
 def test_every_group_counts() -> None:
     tables = Tables(FullAttentionManager, FullAttentionManager)
     tables.hold("a", 1)
@@ -118,11 +140,27 @@ def the_load(driver: Driver) -> bool:
 
 
 def test_a_load_into_blocks_that_were_free_waits_for_nothing(drive: MakeDriver) -> None:
+    """Though a request is running."""
     driver = drive(async_scheduling=True, num_device_blocks=60)
     fill_tier(driver)
-    driver.step(2)
+    driver.start("other", prompt(5, family=1), max_tokens=12)
+    driver.step(4)
     driver.start("again", prompt(33))
     assert not the_load(driver)
+    driver.run()
+
+
+def test_a_load_into_blocks_that_a_drafter_is_writing_waits_for_it(drive: MakeDriver) -> None:
+    """vLLM's V2 runner hands over the output, with which the request has ended, before its drafter
+    has run; then steps without tokens are made until its store has ended."""
+    driver = drive(draft=True, num_drafted=3, v2_runner=True, num_device_blocks=60)
+    fill_tier(driver)
+    driver.start("other", prompt(30, family=1), max_tokens=4)
+    while "other" not in driver.world.finished:
+        driver.step()
+    driver.step(5)
+    driver.start("again", prompt(33))
+    assert the_load(driver)
     driver.run()
 
 

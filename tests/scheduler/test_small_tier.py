@@ -24,6 +24,7 @@ def test_the_beginning_is_kept_and_found(
         async_scheduling=async_scheduling,
         max_num_batched_tokens=chunk,
         num_device_blocks=80,
+        retention=None,
     )
     num_blocks = num_host_blocks - 1
     for turn in range(3):

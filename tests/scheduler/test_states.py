@@ -56,7 +56,7 @@ def test_a_state_is_stored_with_the_step_that_completes_it(drive: MakeDriver) ->
 
 
 def test_states_between_boundaries_are_not_stored(drive: MakeDriver) -> None:
-    driver = drive(windows=(0,), num_states=1)
+    driver = drive(windows=(0,), num_states=1, retention=None)
     request = driver.start("a", prompt(17), max_tokens=8)
     driver.run()
     stored = [n for n in range(4, request.num_tokens, 4) if state_of(driver, request, n)]
@@ -65,7 +65,7 @@ def test_states_between_boundaries_are_not_stored(drive: MakeDriver) -> None:
 
 
 def test_a_hit_ends_where_there_is_a_state(drive: MakeDriver) -> None:
-    driver = drive(windows=(0,), num_states=1, num_device_blocks=60)
+    driver = drive(windows=(0,), num_states=1, num_device_blocks=60, retention=None)
     request = driver.start("a", prompt(17), max_tokens=8)
     driver.run()
     tokens = [*prompt(17), *driver.world.finished["a"][0]]
@@ -102,7 +102,9 @@ def test_a_failed_store_of_a_state(drive: MakeDriver) -> None:
 @pytest.mark.parametrize("match_unit", [None, 2])
 def test_a_later_state_leaves_first(drive: MakeDriver, match_unit: int | None) -> None:
     """As the blocks of tokens do, without which it is of no use."""
-    driver = drive(windows=(0,), num_states=1, num_device_blocks=60, match_unit=match_unit)
+    driver = drive(
+        windows=(0,), num_states=1, num_device_blocks=60, match_unit=match_unit, retention=None
+    )
     request = driver.start("a", prompt(19), max_tokens=8)
     driver.run()
     boundaries = [16, 20, 24] if match_unit is None else [16, 18, 20, 24]

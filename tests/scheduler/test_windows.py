@@ -3,7 +3,7 @@
 import pytest
 
 from tests.scheduler.conftest import MakeDriver
-from tests.scheduler.driver import LOAD, prompt
+from tests.scheduler.driver import LOAD, make_request, prompt
 
 
 @pytest.mark.parametrize("async_scheduling", [False, True])
@@ -74,7 +74,7 @@ def test_a_longer_prefix_is_found_when_the_window_has_moved_on(drive: MakeDriver
 
 
 def test_without_the_window_there_is_no_hit(drive: MakeDriver) -> None:
-    driver = drive(windows=(0, 8), num_device_blocks=60)
+    driver = drive(windows=(0, 8), num_device_blocks=60, retention=None)
     request = driver.start("before", prompt(33))
     driver.run()
     driver.forget_device()
@@ -85,6 +85,42 @@ def test_without_the_window_there_is_no_hit(drive: MakeDriver) -> None:
     driver.say("a", prompt(33))
     assert driver.world.num_blocks_loaded == 7 + 2
     assert driver.found(prompt(33)) == 32
+
+
+@pytest.mark.parametrize("async_scheduling", [False, True])
+@pytest.mark.parametrize("num_said", range(1, 18))
+def test_the_next_turn_begins_where_the_answer_ends(
+    drive: MakeDriver, num_said: int, async_scheduling: bool
+) -> None:
+    """The device keeps, by default, what the prompt's end needs of a window. When the request
+    ends, its table still has what the answer's end needs, but for one length in four: the window
+    behind the last computed token then begins with the next block."""
+    driver = drive(windows=(0, 8), num_device_blocks=60, async_scheduling=async_scheduling)
+    history = driver.say("first", prompt(30), max_tokens=num_said)
+    driver.forget_device()
+    num_computed = len(history) - 1
+    begins = num_computed // 4 * 4 if num_computed % 4 != 3 or num_computed == 31 else 28
+    assert driver.found([*history, *prompt(7, family=2)]) == begins
+    driver.say("second", [*history, *prompt(7, family=2)])
+    assert driver.world.num_blocks_loaded == begins // 4 + 2
+
+
+def test_lazy_stores_keep_a_window_that_the_device_does_not(drive: MakeDriver) -> None:
+    driver = drive(windows=(0, 8), num_device_blocks=300, lazy=True)
+    history = driver.say("first", prompt(30), max_tokens=16)
+    request = make_request("second", history)
+    found = driver.tier.lookup.blocks(request.block_hashes, 1, 0, 11)
+    assert len(found) == driver.num_kept == 2
+    assert driver.tier.lookup.blocks(request.block_hashes, 1, 9, 11) == found
+
+
+def test_nothing_is_stored_that_no_turn_begins_with(drive: MakeDriver) -> None:
+    """A drafter costs a hit one block more, which the window has left behind."""
+    driver = drive(windows=(0, 8), draft=True, num_device_blocks=90, num_host_blocks=200)
+    driver.say("first", prompt(30), max_tokens=17)
+    num_full = (30 + 17 - 1) // 4
+    prompt_s_end = 2 + 1
+    assert driver.num_stored <= 2 * num_full + prompt_s_end
 
 
 @pytest.mark.parametrize("windows", [(16,), (0, 16), (24, 16)])

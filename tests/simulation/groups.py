@@ -4,11 +4,14 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
+import numpy as np
 import torch
 from vllm.v1.kv_cache_interface import (
+    ChunkedLocalAttentionSpec,
     FullAttentionSpec,
     KVCacheSpec,
     MambaSpec,
+    RSWASpec,
     SlidingWindowSpec,
 )
 
@@ -21,14 +24,33 @@ class Kind(Enum):
     STATE = "all that remains of every token up to the block's end (Mamba)"
 
 
+class Reach(Enum):
+    """Which earlier tokens attention reads, given a number of tokens; all if that is 0."""
+
+    WINDOW = "the last ones, its own included"
+    CHUNK = "those of the chunk of so many that it is in (Llama 4's local layers)"
+    PROMPT = "the whole prompt, and the last ones behind it (R-SWA)"
+
+
 @dataclass(frozen=True)
 class Group:
-    """One group of a model. ``window``: how many tokens attention reads back, 0 for all.
-    ``scale``: how many times as many tokens as the smallest blocks its blocks have."""
+    """One group of a model. ``window``: the tokens that ``reach`` speaks of. ``scale``: how many
+    times as many tokens as the smallest blocks its blocks have."""
 
     kind: Kind
     window: int = 0
     scale: int = 1
+    reach: Reach = Reach.WINDOW
+
+    def read(self, start: int, num_prompt_tokens: int) -> "np.ndarray[Any, np.dtype[np.int64]]":
+        """Positions before ``start`` that attention at ``start`` and behind it reads."""
+        first = max(0, start - self.window + 1) if self.window else 0
+        if self.reach is Reach.CHUNK:
+            first = start // self.window * self.window
+        if self.reach is Reach.PROMPT:
+            prompt = np.arange(min(start, num_prompt_tokens))
+            return np.concatenate([prompt, np.arange(max(first, len(prompt)), start)])
+        return np.arange(first, start)
 
     def spec(self, block_size: int, width: int, num_drafted: int) -> KVCacheSpec:
         """What vLLM is told of a layer with a page of ``block_size * width`` slots of 8 bytes, in
@@ -47,23 +69,28 @@ class Group:
             head_size=width // self.scale,
             dtype=torch.float32,
         )
+        if self.reach is Reach.CHUNK:
+            return ChunkedLocalAttentionSpec(attention_chunk_size=self.window, **common)
+        if self.reach is Reach.PROMPT:
+            return RSWASpec(rswa_window=self.window, **common)
         if self.window:
             return SlidingWindowSpec(sliding_window=self.window, **common)
         return FullAttentionSpec(**common)
 
 
 class Drafter:
-    """What vLLM's scheduler wants to know of a speculative config: EAGLE, with KV pages of its
-    own, or drafts that need none (n-grams)."""
+    """What vLLM's scheduler wants to know of a speculative config: EAGLE or a chain of MTP
+    modules, with KV pages of its own, or drafts that need none (n-grams)."""
 
     num_speculative_tokens_per_batch_size = None
     max_num_new_slots_for_drafting = 0
     disable_eagle_block_drop = False
     disable_lookahead_block_hashes = False
 
-    def __init__(self, num_drafted: int, eagle: bool) -> None:
+    def __init__(self, num_drafted: int, eagle: bool, chained: bool) -> None:
         self.num_speculative_tokens = num_drafted
         self._eagle = eagle
+        self._chained = chained
 
     def use_eagle(self) -> bool:
         return self._eagle
@@ -73,18 +100,26 @@ class Drafter:
     def use_dflash(self) -> bool:
         return False
 
-    use_dspark = uses_draft_model = use_multi_module_mtp = use_dflash
+    use_dspark = uses_draft_model = use_dflash
+
+    def use_multi_module_mtp(self) -> bool:
+        return self._chained
 
 
 PLAIN: dict[str, Any] = {
     "num_states": 0,
+    "chunks": (),
+    "prompt_windows": (),
     "draft": False,
+    "draft_window": 0,
+    "chained": False,
     "mixed_pages": False,
     "match_unit": None,
     "num_drafted": 0,
     "scales": (),
     "context_parallel": False,
     "uneven_ranks": False,
+    "num_stages": 1,
 }
 """Keywords of a Shape that has nothing but groups of attention layers."""
 
@@ -112,6 +147,25 @@ MODELS: dict[str, dict[str, Any]] = {
         "num_drafted": 2,
     },
     "a drafter that drafts": {"windows": (0, 8), "draft": True, "num_drafted": 2},
+    "a drafter with a window": {"windows": (0,), "draft": True, "draft_window": 8},
+    "chained drafters": {"windows": (0,), "draft": True, "chained": True, "num_drafted": 3},
+    "chained drafters and windows": {
+        "windows": (0, 8),
+        "draft": True,
+        "chained": True,
+        "num_drafted": 3,
+    },
+    "chained drafters with a window": {
+        "windows": (0,),
+        "draft": True,
+        "draft_window": 8,
+        "chained": True,
+        "num_drafted": 3,
+    },
+    "chunked local attention": {"windows": (0,), "chunks": (8,)},
+    "chunked local attention, windows": {"windows": (8,), "chunks": (16,)},
+    "prompts that all answers read": {"windows": (), "prompt_windows": (8,)},
+    "prompts that all answers read, windows": {"windows": (0, 8), "prompt_windows": (6,)},
     "blocks of two sizes": {"windows": (0, 0), "scales": (1, 2)},
     "blocks of three sizes, windows, states": {
         "windows": (0, 8),

@@ -38,6 +38,10 @@ class _Work:
     """By group, device block ids."""
     samples: bool
     """Whether the step ends with a token that was not known before."""
+    num_known: int
+    """Tokens that are known once it has been sampled."""
+    redraft_from: int
+    """Where chained drafters begin to compute: what is before they leave as it was found."""
     states: dict[int, tuple[int, int]]
     """By group of states, the columns of its table where the state is at the start, and where it
     is after the tokens that were known; after each drafted one, in the next."""
@@ -64,6 +68,8 @@ class _Known:
     num_tokens: int = field(default=0)
     """Tokens that are known: the prompt and what has been sampled."""
     num_computed: int = 0
+    num_found: int = 0
+    """How many of those were found when the request got its blocks."""
     states: dict[int, int] = field(default_factory=dict)
     """By group of states, the column of its table where the state is."""
 
@@ -102,9 +108,11 @@ class Runner:
         for new in scheduled.scheduled_new_reqs:
             story = self.stories[new.req_id]
             tables = [list(ids) for ids in new.block_ids]
-            self._known[new.req_id] = _Known(
-                tables, story.num_prompt_tokens, new.num_computed_tokens
-            )
+            # To the V2 runner, requests that go on after a preemption are new ones.
+            known_ids = new.prefill_token_ids
+            num_known = story.num_prompt_tokens if known_ids is None else len(known_ids)
+            num_computed = new.num_computed_tokens
+            self._known[new.req_id] = _Known(tables, num_known, num_computed, num_computed)
         cached = scheduled.scheduled_cached_reqs
         for index, request_id in enumerate(cached.req_ids):
             known = self._known[request_id]
@@ -114,14 +122,15 @@ class Runner:
                 known.tables = [list(ids) for ids in new_ids]
                 story = self.stories[request_id]
                 known.num_tokens = story.num_prompt_tokens + cached.num_output_tokens[index]
-                known.num_computed = cached.num_computed_tokens[index]
+                known.num_computed = known.num_found = cached.num_computed_tokens[index]
                 known.states.clear()
             elif new_ids is not None:
                 for table, ids in zip(known.tables, new_ids, strict=True):
                     table.extend(ids)
             # With async scheduling vLLM counts drafts in until it hears that they were rejected.
             ahead = cached.num_computed_tokens[index] - known.num_computed
-            limit = self.shape.num_drafted if self.shape.async_scheduling else 0
+            limit = self.shape.num_drafted * self.shape.num_stages
+            limit = limit if self.shape.async_scheduling else 0
             assert 0 <= ahead <= limit, f"vLLM is {ahead} tokens ahead of {request_id}"
         drafts = scheduled.scheduled_spec_decode_tokens
         works = [
@@ -159,6 +168,8 @@ class Runner:
             num_drafts - accepted,
             tuple(np.array(table, dtype=np.int64) for table in known.tables),
             samples,
+            known.num_tokens,
+            min(start, max(start - self.shape.num_reprefilled, known.num_found)),
             states,
         )
 
@@ -172,7 +183,7 @@ class Runner:
         self._check_states(batch, moves=True)
 
     def compute(self, batch: _Batch, samples: dict[str, list[int]]) -> None:
-        """The forward. Sampled tokens go into ``samples``.
+        """The forward, without the drafter. Sampled tokens go into ``samples``.
 
         States are read before anything is written: vLLM lets no request start from a state that
         another one writes in the same step. Attention pages are checked when all new tokens'
@@ -183,28 +194,37 @@ class Runner:
             for index, group in self.groups:
                 if group.kind is Kind.STATE:
                     self._write_state(work, index)
-                else:
-                    self._write(work, index, group)
-        for work in batch.works:
-            for index, group in self.groups:
-                if group.kind is not Kind.STATE:
-                    self._check(work, index, group)
+        self._attend(batch, Kind.ATTENTION)
         for work in batch.works:
             if work.samples:
                 samples[work.request_id] = work.story.tokens[work.known_end : work.end + 1]
+
+    def draft(self, batch: _Batch) -> None:
+        """The drafter: it fills its pages of the step's tokens, and drafts."""
+        self._attend(batch, Kind.DRAFT)
+
+    def _attend(self, batch: _Batch, kind: Kind) -> None:
+        groups = [(index, group) for index, group in self.groups if group.kind is kind]
+        for work in batch.works:
+            for index, group in groups:
+                self._write(work, index, group)
+        for work in batch.works:
+            for index, group in groups:
+                self._check(work, index, group)
 
     def fill(self, request_id: str, tables: Sequence[Sequence[int]], num_tokens: int) -> None:
         """Write the pages of a request's first ``num_tokens`` tokens, as somebody does who has
         them from elsewhere. Attention groups only."""
         arrays = tuple(np.array(table, dtype=np.int64) for table in tables)
         story = self.stories[request_id]
-        work = _Work(request_id, story, 0, num_tokens, 0, 0, arrays, False, {})
+        work = _Work(request_id, story, 0, num_tokens, 0, 0, arrays, False, num_tokens, 0, {})
         for index, group in self.groups:
             self._write(work, index, group)
 
     def _check(self, work: _Work, index: int, group: Group) -> None:
-        first = max(0, work.start - group.window + 1) if group.window else 0
-        positions = self._own(np.arange(first, work.start), group)
+        start = work.redraft_from if group.kind is Kind.DRAFT else work.start
+        positions = group.read(start, work.story.num_prompt_tokens)
+        positions = self._own(positions, group)
         blocks, slots = self._places(work, positions, index, group)
         for layer, pages in enumerate(self._pages[index]):
             found = pages[blocks, slots]
@@ -215,13 +235,17 @@ class Runner:
         self.num_pages_read += len(np.unique(blocks)) * len(self.memory.pages)
 
     def _write(self, work: _Work, index: int, group: Group) -> None:
-        positions = self._own(np.arange(work.start, work.end), group)
+        start = work.redraft_from if group.kind is Kind.DRAFT else work.start
+        positions = self._own(np.arange(start, work.end), group)
         blocks, slots = self._places(work, positions, index, group)
         rejected = self._own(self._rejected(work, index, group), group)
         rejected_blocks, rejected_slots = self._places(work, rejected, index, group)
         for layer, pages in enumerate(self._pages[index]):
             pages[blocks, slots] = self._tokens(work, positions, index, group, layer)
             pages[rejected_blocks, rejected_slots] = _REJECTED
+            # A module that looks further ahead than tokens are known goes by drafts.
+            unknown = positions + self._ahead(group, layer) >= work.num_known
+            pages[blocks[unknown], slots[unknown]] = _REJECTED
 
     def _rejected(self, work: _Work, index: int, group: Group) -> "np.ndarray[Any, Any]":
         """Positions of drafted tokens that were rejected, and of those that a drafter drafts for
@@ -249,27 +273,36 @@ class Runner:
     def _tokens(
         self, work: _Work, positions: "np.ndarray[Any, Any]", index: int, group: Group, layer: int
     ) -> Identities:
-        ahead = 1 if group.kind is Kind.DRAFT else 0
-        identities = work.story.identities[positions + ahead]
+        identities = work.story.identities[positions + self._ahead(group, layer)]
         return of_page(identities, index, self.rank, layer, self._pages[index][layer].shape[2])
+
+    def _ahead(self, group: Group, layer: int) -> int:
+        """How many tokens more than its own a layer has seen at each position."""
+        if group.kind is not Kind.DRAFT:
+            return 0
+        return 1 + layer if self.shape.chained else 1
 
     def _is_of_a_sibling(
         self, work: _Work, position: int, index: int, group: Group, layer: int
     ) -> bool:
         """Whether a drafter's page is that of a request which goes on otherwise after its block.
 
-        The last token of a draft block has seen the token behind the block, which the block's
+        The last tokens of a draft block have seen tokens behind the block, which the block's
         hash does not cover. vLLM lets blocks of the same hash stand for each other; what is
         drafted from them may be worse, what is said is the same.
         """
         size = self._sizes[index]
-        last = position % size == size - 1
-        if group.kind is not Kind.DRAFT or not last:
+        last = position - position % size + size - 1
+        num_beyond = position + self._ahead(group, layer) - last
+        if num_beyond <= 0:
             return False
         pages = self._pages[index][layer]
-        found = pages[work.tables[index][position // size], -1]
-        prefix = int(work.story.identities[position])
-        siblings = np.array([extend(prefix, t) for t in range(NUM_TOKENS)], dtype=np.uint64)
+        block, slot = self._places(work, np.array([position]), index, group)
+        found = pages[block, slot][0]
+        beyond = [int(work.story.identities[last])]
+        for _ in range(num_beyond):
+            beyond = [extend(prefix, token) for prefix in beyond for token in range(NUM_TOKENS)]
+        siblings = np.array(beyond, dtype=np.uint64)
         allowed = of_page(siblings, index, self.rank, layer, pages.shape[2])
         return bool((allowed == found).all(axis=1).any())
 

@@ -27,6 +27,13 @@ _MODELS: tuple[dict[str, Any], ...] = (
     {"num_states": 1, "draft": True},
     {"draft": True},
     {"draft": True, "windows": ()},
+    {"draft": True, "draft_window": 8, "num_drafted": 2},
+    {"draft": True, "chained": True, "num_drafted": 3},
+    {"draft": True, "draft_window": 8, "chained": True, "num_drafted": 3},
+    {"chunks": (8,)},
+    {"chunks": (16,), "windows": (0,)},
+    {"prompt_windows": (8,)},
+    {"prompt_windows": (6,), "windows": ()},
     {"mixed_pages": True},
     {"num_states": 1, "windows": (0,), "match_unit": 2},
     {"num_states": 1, "windows": (0,), "match_unit": 1, "draft": True},
@@ -152,6 +159,7 @@ class Script:
         rng = random.Random(f"{seed}: engine")
         if rng.random() >= _COMMON:
             script = script.with_model(**rng.choice(_ENGINES))
+        script = script.with_runner(random.Random(f"{seed}: runner"))
         rng = random.Random(f"{seed}: answers")
         script = replace(script, most_said=rng.choice(_MOST_SAID))
         return script.with_parts(random.Random(f"{seed}: parts").choice([1, 1, 2, 4]))
@@ -166,6 +174,23 @@ class Script:
             changed,
             num_device_blocks=self.shape.num_device_blocks // before * after,
             num_host_blocks=self.shape.num_host_blocks // before * after,
+        )
+        return replace(self, shape=shape)
+
+    def with_runner(self, rng: random.Random) -> "Script":
+        """The same with a model runner, pipeline stages, a policy and a retention drawn."""
+        shape = self.shape
+        v2_runner = rng.random() < 0.5
+        divisors = [n for n in range(2, shape.num_ranks + 1) if shape.num_ranks % n == 0]
+        stages = rng.choice([1, *divisors]) if shape.num_shards == 1 else 1
+        if stages > 1 and not v2_runner:
+            shape = replace(shape, async_scheduling=False)  # vLLM: the V2 runner only
+        shape = replace(
+            shape,
+            v2_runner=v2_runner,
+            num_stages=stages,
+            priority=rng.random() < 0.2,
+            retention=rng.choice([0, 0, None, 2]),
         )
         return replace(self, shape=shape)
 
@@ -324,7 +349,7 @@ class Play:
             # vLLM refuses this while requests wait for loads or blocks are held elsewhere.
             held = world.loading or world.ids_in_flight()
             held = held or world.connector.has_pending_push_work()
-            if not held and not self.script.shape.async_scheduling:
+            if not held and world.num_batches == 1:
                 world.reset(tier=False, preempt=True)
         else:
             world.reset(tier=kind == "both")

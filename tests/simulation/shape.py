@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from tests.simulation.device import KVMemory
-from tests.simulation.groups import Group, Kind
+from tests.simulation.groups import Group, Kind, Reach
 
 NUM_LAYERS = 2
 
@@ -16,7 +16,11 @@ class Shape:
     """An engine: its pools, its model's groups, and how it is run.
 
     ``windows``: a group of attention layers each, 0 for full attention, else a window in tokens.
-    ``num_states``: that many groups of state layers. ``draft``: a drafter's group as well.
+    ``chunks``, ``prompt_windows``: groups of attention layers of other reaches (``Reach``).
+    ``num_states``: that many groups of state layers. ``draft``: a drafter's group as well, of
+    attention over ``draft_window`` tokens; ``chained``: its layers are MTP modules, each of which
+    looks a token further ahead. ``retention``: after how many scheduler blocks each vLLM keeps a
+    window, or a state; 0, its default: at the ends of prompts; None: everywhere.
     ``mixed_pages``: the layers of each group have pages of different sizes. ``match_unit``: how
     many tokens a hash covers, if fewer than a block: with states, hits may end inside a block.
     ``lazy`` and ``store_threshold``: which blocks are stored.
@@ -37,7 +41,19 @@ class Shape:
     load_failures: Literal["recompute", "fail"] = "recompute"
     max_model_len: int = 80
     num_states: int = 0
+    chunks: tuple[int, ...] = ()
+    prompt_windows: tuple[int, ...] = ()
     draft: bool = False
+    draft_window: int = 0
+    chained: bool = False
+    retention: int | None = 0
+    v2_runner: bool = False
+    """Whether steps run in the order of vLLM's V2 runner: a step's output is processed before its
+    drafter has run."""
+    num_stages: int = 1
+    """Pipeline parallel stages that the ranks are dealt out to."""
+    priority: bool = False
+    """Whether requests have priorities."""
     mixed_pages: bool = False
     match_unit: int | None = None
     lazy: bool = False
@@ -81,10 +97,37 @@ class Shape:
         return self.num_ranks if self.context_parallel else 1
 
     @property
+    def retention_interval(self) -> int | None:
+        """``retention`` in tokens. vLLM refuses one for models without windows and states."""
+        windows = any(g.window and g.reach is Reach.WINDOW for g in self.groups)
+        if self.retention and (self.mixed_pages or not (windows or self.num_states)):
+            return 0
+        return self.retention and self.retention * self.scheduler_block_size
+
+    @property
+    def num_reprefilled(self) -> int:
+        """Tokens before those of a step that chained drafters compute once more."""
+        return max(0, self.num_drafted - 1) if self.chained else 0
+
+    def skips_store_hooks(self, rank: int) -> bool:
+        """Whether vLLM's runner does not call the hooks after drafting on this rank: the V1
+        runner, with drafts, on all stages but the last."""
+        is_last = rank >= self.num_ranks - self.num_ranks // self.num_stages
+        return bool(self.num_drafted) and not self.v2_runner and not is_last
+
+    @property
     def groups(self) -> list[Group]:
         """The model's groups, in vLLM's order."""
-        attention = [Group(Kind.ATTENTION, window) for window in self.windows]
-        drafts = [Group(Kind.DRAFT)] if self.draft else []
+        attention = [
+            Group(Kind.ATTENTION, window, reach=reach)
+            for reach, windows in (
+                (Reach.WINDOW, self.windows),
+                (Reach.CHUNK, self.chunks),
+                (Reach.PROMPT, self.prompt_windows),
+            )
+            for window in windows
+        ]
+        drafts = [Group(Kind.DRAFT, self.draft_window)] if self.draft else []
         scaled = _with_scales([*attention, *drafts], self.scales)
         return [*scaled, *[Group(Kind.STATE)] * self.num_states]
 

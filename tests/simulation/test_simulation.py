@@ -7,7 +7,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tests.simulation.groups import MODELS, PLAIN, Kind
+from tests.simulation.groups import MODELS, PLAIN, Kind, Reach
 from tests.simulation.runner import Violation
 from tests.simulation.script import Faults, Play, Script, play
 from tests.simulation.shape import Shape
@@ -36,6 +36,9 @@ shapes = st.builds(
     num_drafted=st.sampled_from([0, 0, 2]),
     scales=st.sampled_from([(), (), (2, 1)]),
     uneven_ranks=st.booleans(),
+    retention=st.sampled_from([0, None, 2]),
+    v2_runner=st.booleans(),
+    priority=st.booleans(),
 )
 chances = st.sampled_from([0.0, 0.05, 0.3])
 scripts_of_whole_blocks = st.builds(
@@ -92,17 +95,20 @@ def test_models(model: dict[str, Any]) -> None:
 
 
 def test_drawn_scripts_have_every_model() -> None:
-    shapes = [Script.draw(seed).shape for seed in range(_NUM_SEEDS)]
+    shapes = [Script.draw(seed).shape for seed in range(3 * _NUM_SEEDS)]
     kinds = {group.kind for shape in shapes for group in shape.groups}
     assert kinds == set(Kind)
     assert any(shape.mixed_pages for shape in shapes)
     assert any(shape.match_unit for shape in shapes)
+    assert {group.reach for shape in shapes for group in shape.groups} == set(Reach)
+    assert any(shape.chained and any(shape.windows) for shape in shapes)
+    assert any(shape.draft_window for shape in shapes)
     assert any(all(group.kind is Kind.STATE for group in shape.groups) for shape in shapes)
     assert {shape.num_parts for shape in shapes} == {1, 2, 4}
 
 
 def test_drawn_scripts_have_every_engine() -> None:
-    shapes = [Script.draw(seed).shape for seed in range(_NUM_SEEDS)]
+    shapes = [Script.draw(seed).shape for seed in range(3 * _NUM_SEEDS)]
     drafting = [shape for shape in shapes if shape.num_drafted]
     assert {shape.async_scheduling for shape in drafting} == {False, True}
     assert {shape.draft for shape in drafting} == {False, True}
@@ -110,6 +116,12 @@ def test_drawn_scripts_have_every_engine() -> None:
     assert any(len(set(shape.block_sizes)) > 1 for shape in shapes)
     assert any(shape.num_shards > 1 for shape in shapes)
     assert any(shape.uneven_ranks for shape in shapes)
+    assert {shape.retention for shape in shapes} == {0, None, 2}
+    assert any(shape.retention_interval for shape in shapes)
+    assert any(shape.v2_runner and shape.draft for shape in shapes)
+    assert any(shape.priority for shape in shapes)
+    assert any(s.num_stages > 1 and s.v2_runner and s.async_scheduling for s in shapes)
+    assert any(shape.skips_store_hooks(0) for shape in shapes)
 
 
 def test_in_some_drawn_scripts_answers_are_long() -> None:

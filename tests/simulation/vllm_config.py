@@ -1,6 +1,7 @@
 """What vLLM is told of the engine of a given shape."""
 
 import tempfile
+from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, cast
@@ -20,6 +21,7 @@ from vllm.v1.core.kv_cache_utils import init_none_hash
 from vllm.v1.kv_cache_interface import (
     KVCacheConfig,
     KVCacheGroupSpec,
+    SlidingWindowSpec,
     UniformTypeKVCacheSpecs,
 )
 
@@ -52,13 +54,23 @@ def _model_config(max_model_len: int) -> ModelConfig:
     )
 
 
+class _Config(VllmConfig):
+    """One whose runner is a script."""
+
+    v2_runner = False
+
+    @property
+    def use_v2_model_runner(self) -> bool:
+        return self.v2_runner
+
+
 def make_vllm_config(shape: Shape, kv_transfer_config: KVTransferConfig) -> VllmConfig:
     """What ``vllm serve`` would be configured with. The ranks are not processes here, so their
     number is set on the side."""
     init_none_hash(sha256)
     cache_config = CacheConfig(block_size=shape.block_size, enable_prefix_caching=True)
     cache_config.num_gpu_blocks = shape.num_device_blocks
-    config = VllmConfig(
+    config = _Config(
         model_config=_model_config(shape.max_model_len),
         cache_config=cache_config,
         scheduler_config=SchedulerConfig(
@@ -69,6 +81,7 @@ def make_vllm_config(shape: Shape, kv_transfer_config: KVTransferConfig) -> Vllm
             enable_chunked_prefill=True,
             async_scheduling=shape.async_scheduling,
             disable_hybrid_kv_cache_manager=False,
+            policy="priority" if shape.priority else "fcfs",
         ),
         parallel_config=ParallelConfig(),
         device_config=DeviceConfig("cpu"),
@@ -77,10 +90,14 @@ def make_vllm_config(shape: Shape, kv_transfer_config: KVTransferConfig) -> Vllm
     config.cache_config.block_size = shape.block_size * min(g.scale for g in shape.groups)
     config.cache_config.prefix_match_unit = shape.match_unit
     if shape.draft or shape.num_drafted:
-        config.speculative_config = cast(Any, Drafter(shape.num_drafted, shape.draft))
+        config.speculative_config = cast(
+            Any, Drafter(shape.num_drafted, shape.draft, shape.chained)
+        )
     config.cache_config.mamba_cache_mode = "align" if shape.num_states else "none"
     config.scheduler_config.async_scheduling = shape.async_scheduling
+    config.v2_runner = shape.v2_runner
     config.parallel_config.world_size = shape.num_ranks
+    config.parallel_config.pipeline_parallel_size = shape.num_stages
     config.parallel_config.decode_context_parallel_size = shape.num_shards
     return config
 
@@ -94,6 +111,9 @@ def make_kv_cache_config(shape: Shape, rank: int = 0) -> KVCacheConfig:
             name: group.spec(shape.block_size, width, shape.num_drafted)
             for name, width in zip(names, shape.widths(rank), strict=True)
         }
+        for name, spec in specs.items():
+            if isinstance(spec, SlidingWindowSpec):  # as vLLM's get_kv_cache_configs does
+                specs[name] = replace(spec, extra_retained_tokens=shape.num_reprefilled)
         spec = specs[names[0]]
         if shape.mixed_pages:
             spec = UniformTypeKVCacheSpecs(spec.block_size, specs)
@@ -102,4 +122,5 @@ def make_kv_cache_config(shape: Shape, rank: int = 0) -> KVCacheConfig:
         num_blocks=shape.num_device_blocks,
         kv_cache_tensors=memory.tensors,
         kv_cache_groups=groups,
+        prefix_cache_retention_interval=shape.retention_interval,
     )

@@ -239,7 +239,7 @@ class World:
         self, request_id: str, prompt: list[int], max_tokens: int, salt: str | None, epoch: int
     ) -> None:
         """Hand a request to the scheduler."""
-        num_beyond = 1 + 3 * self.shape.num_drafted
+        num_beyond = self.num_batches + (2 + self.num_batches) * self.shape.num_drafted
         self.stories[request_id] = Story(prompt, max_tokens, salt, epoch, num_beyond)
         request = Request(
             request_id=request_id,
@@ -247,6 +247,7 @@ class World:
             sampling_params=SamplingParams(max_tokens=max_tokens, ignore_eos=True),
             pooling_params=None,
             cache_salt=salt,
+            priority=len(self._ever) * 7 % 5,
             block_hasher=get_request_block_hasher(self.shape.hash_size, sha256),
         )
         self.requests[request_id] = request
@@ -300,6 +301,12 @@ class World:
 
     # What the engine does
 
+    @property
+    def num_batches(self) -> int:
+        """How many batches may be in flight at once."""
+        count: int = self.config.max_concurrent_batches
+        return count
+
     def step(
         self,
         repeat_hooks: bool = False,
@@ -324,15 +331,20 @@ class World:
             step.positions.append(position)
             meanwhile(rank)
         self._open_steps.append(step)
-        depth = 2 if self.shape.async_scheduling else 1
-        idle = scheduled.total_num_scheduled_tokens == 0
-        while len(self._open_steps) >= depth or (idle and self._open_steps):
+        # As vLLM's EngineCore.step_with_batch_queue: it goes on without an output for as long as
+        # more batches may be in flight and there is something to schedule.
+        executed = scheduled.total_num_scheduled_tokens > 0
+        while self._open_steps and (
+            len(self._open_steps) >= self.num_batches
+            or not (executed or self.scheduler.has_requests())
+        ):
             self._process_output(self._open_steps.popleft())
 
     def _execute(
         self, rank: Rank, step: _Step, repeat_hooks: bool
     ) -> tuple[KVConnectorOutput, int]:
-        """One rank's model runner: the hooks in the order of vLLM's V1 runner."""
+        """One rank's model runner. Both of vLLM's call the hooks in this order; the V2 runner's
+        output does not wait for the drafter, and the V1 runner leaves hooks out on some stages."""
         scheduled = step.scheduled
         worker, device = rank.worker, rank.device
         metadata = self.to_step_metadata(scheduled.kv_connector_metadata)
@@ -358,15 +370,18 @@ class World:
             worker.bind(metadata)
         if batch.works:
             position = device.queue_compute(lambda: rank.runner.compute(batch, samples))
+            if self.shape.draft:
+                drafted = device.queue_compute(lambda: rank.runner.draft(batch))
+                position = position if self.shape.v2_runner else drafted
         for _ in range(2 if repeat_hooks else 1):
             worker.submit_loads()
-        for _ in range(2 if repeat_hooks else 1):
-            worker.submit_stores()
+        if not self.shape.skips_store_hooks(rank.runner.rank):
+            for _ in range(2 if repeat_hooks else 1):
+                worker.submit_stores()
         assert worker._engine is not None
         worker._engine.settle()
         output = self.to_connector_output(worker)
         step.num_open.append(worker.host_pool.num_open)
-        worker.unbind()
         return output, position
 
     def _process_output(self, step: _Step) -> None:
@@ -403,9 +418,16 @@ class World:
         knows, and what the drafts are it never does."""
         if not self.shape.num_drafted or self.shape.async_scheduling:
             return
+        in_flight = {
+            request_id
+            for other in self._open_steps
+            for request_id in other.scheduled.num_scheduled_tokens
+        }
+        running = {request.request_id for request in self.scheduler.running} - in_flight
         drafts = {
             request_id: [0] * (len(tokens) and self._num_proposed(request_id))
             for request_id, tokens in step.samples.items()
+            if request_id in running
         }
         self.scheduler.update_draft_token_ids(DraftTokenIds(list(drafts), list(drafts.values())))
 

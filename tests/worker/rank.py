@@ -75,9 +75,7 @@ class Rank:
         self.worker.submit_loads()
         self.worker.submit_stores()
         self.settle()
-        polled = self.worker.poll()
-        self.worker.unbind()
-        return polled
+        return self.worker.poll()
 
     def pend(self, transfer_id: int, remaining: float) -> LoggedPending:
         """Let the copy of this transfer stay under way, and say how long it still takes."""

@@ -157,7 +157,6 @@ def run(worker: OffloadWorker, step: StepMetadata) -> Ledger:
     assert worker._engine is not None
     worker._engine.drain()
     worker.poll()
-    worker.unbind()
     counted = Ledger()
     counted.take(worker.take_stats())
     return counted

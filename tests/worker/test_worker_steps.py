@@ -38,19 +38,21 @@ def test_a_hook_that_is_called_again_submits_nothing(rank: Rank) -> None:
         for _ in range(2):
             rank.worker.submit_loads()
             rank.worker.submit_stores()
-    rank.worker.unbind()
     rank.step(StepMetadata([load(3, "t")], [store(4)]))
     assert rank.backend.copied(LOAD) == [0, 1, 3]
     assert rank.backend.copied(STORE) == [2, 4]
 
 
-def test_nothing_is_submitted_between_steps(rank: Rank) -> None:
-    rank.worker.bind(StepMetadata([load(0, "r")], [store(1)]))
-    rank.worker.unbind()
-    rank.worker.submit_loads()
-    rank.worker.submit_stores()
+def test_stores_that_a_step_has_left_start_with_the_next_one(rank: Rank) -> None:
+    """vLLM's V1 runner calls no hook for them on the first stages of a pipeline that drafts."""
+    left, step = StepMetadata([], [store(0)]), StepMetadata([load(1, "r")], [store(2)])
+    rank.worker.bind(left)
+    rank.worker.bind(left)
     rank.settle()
-    assert (rank.backend.copied(LOAD), rank.backend.copied(STORE)) == ([0], [])
+    assert rank.backend.copied(STORE) == []
+    rank.worker.bind(step)
+    rank.settle()
+    assert (rank.backend.copied(LOAD), rank.backend.copied(STORE)) == ([1], [0])
 
 
 def test_a_barrier_is_taken_when_the_hook_is_called(rank: Rank) -> None:
@@ -312,5 +314,4 @@ def test_shutdown_in_the_middle_of_a_step(rank: Rank) -> None:
     rank.worker.shutdown()
     with pytest.raises(RuntimeError, match="closed"):
         rank.worker.submit_stores()
-    rank.worker.unbind()
     assert rank.backend.copied(STORE) == []

@@ -52,9 +52,7 @@ class Rank:
         self.worker.bind(metadata)
         self.worker.submit_loads()
         self.worker.submit_stores()
-        polled = self.worker.poll()
-        self.worker.unbind()
-        return polled
+        return self.worker.poll()
 
     def pages(self, block: int) -> dict[str, torch.Tensor]:
         """By layer the block's bytes."""

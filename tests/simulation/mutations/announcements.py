@@ -33,7 +33,7 @@ def _hold_when(stack: ExitStack, hook: str, when: Callable[[StepMetadata], bool]
 
     def belated(self: OffloadWorker) -> None:
         late(self)
-        if self._metadata is not None and when(self._metadata):
+        if when(self._metadata):
             _hold(self)
 
     substitute(stack, OffloadWorker, "bind", hasty)
@@ -42,7 +42,6 @@ def _hold_when(stack: ExitStack, hook: str, when: Callable[[StepMetadata], bool]
 
 def _hold(worker: OffloadWorker) -> None:
     assert worker._engine is not None
-    assert worker._metadata is not None
     worker._engine.hold_compute(Direction.LOAD, set(worker._metadata.admitted))
 
 

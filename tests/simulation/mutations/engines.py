@@ -6,11 +6,14 @@ from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
 
+from simple_offload.metadata import StepMetadata
 from simple_offload.scheduler.cpu_tier import CpuTier
 from simple_offload.scheduler.eager import EagerPolicy
-from simple_offload.scheduler.loads import Loads
+from simple_offload.scheduler.loads import Loads, _Load
+from simple_offload.scheduler.manager import OffloadScheduler
 from simple_offload.worker import worker
 from simple_offload.worker.regions import find_regions
+from simple_offload.worker.worker import OffloadWorker
 from tests.simulation.mutations.registry import mutation, substitute
 from tests.simulation.mutations.scripts import Engine
 
@@ -96,6 +99,36 @@ def think_a_block_is_what_one_rank_has_of_it(stack: ExitStack) -> None:
         return int(spec.block_size)
 
     _skip_blocks_of(stack, of_one_rank)
+
+
+@mutation(
+    Engine({"windows": (0, 8), "draft": True, "chained": True, "num_drafted": 3, "retention": None})
+)
+def leave_blocks_that_attention_does_not_read(stack: ExitStack) -> None:
+    """They stay in the table with nothing in them, and vLLM gives them a hash."""
+    add = _Load.add
+
+    def only_what_is_there(
+        self: _Load, group: int, table: Any, slots: Any, null: Any, num_parts: int, **options: Any
+    ) -> None:
+        pairs = [pair for pair in zip(table, slots, strict=True) if pair[1] >= num_parts]
+        table, slots = [block for block, _ in pairs], [slot for _, slot in pairs]
+        add(self, group, table, slots, null, num_parts, **options)
+
+    substitute(stack, OffloadScheduler, "_give_back_unread", lambda self, *arguments: None)
+    substitute(stack, _Load, "add", only_what_is_there)
+
+
+@mutation(Engine({"windows": (0,), "num_drafted": 2, "num_ranks": 2, "num_stages": 2}))
+def wait_for_hooks_that_are_not_called(stack: ExitStack) -> None:
+    """Of a pipeline's first stages, stores that a step has left are forgotten with it."""
+    bind = OffloadWorker.bind
+
+    def forget(self: OffloadWorker, metadata: StepMetadata) -> None:
+        self._metadata = metadata
+        bind(self, metadata)
+
+    substitute(stack, OffloadWorker, "bind", forget)
 
 
 @mutation(Engine({"windows": (0,), "mixed_pages": True}, otherwise={"windows": (0, 8)}))

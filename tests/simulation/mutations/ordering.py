@@ -7,7 +7,7 @@ from simple_offload.backends.base import Direction
 from simple_offload.scheduler.recent_tables import RecentTables
 from tests.simulation.device import ScriptedDevice
 from tests.simulation.mutations.registry import mutation, substitute
-from tests.simulation.mutations.scripts import recent_tables
+from tests.simulation.mutations.scripts import late_drafts, recent_tables
 
 
 @mutation()
@@ -33,3 +33,14 @@ def _drop_barrier(stack: ExitStack, direction: Direction) -> None:
 @mutation(recent_tables)
 def think_free_blocks_untouched(stack: ExitStack) -> None:
     substitute(stack, RecentTables, "may_touch", lambda self, blocks: False)
+
+
+@mutation(late_drafts)
+def let_steps_without_tokens_count(stack: ExitStack) -> None:
+    """As if each of them meant that a step before was over."""
+    end_step = RecentTables.end_step
+
+    def count(self: RecentTables, zeroed: Any = (), *, computes: bool = True) -> None:
+        end_step(self, zeroed)
+
+    substitute(stack, RecentTables, "end_step", count)

@@ -31,6 +31,27 @@ def recent_tables(script: Script) -> Script:
     return replace(script, shape=shape, lag=0.9, copy_speed=0.9, aborts=0.2, faults=Faults())
 
 
+def late_drafts(script: Script) -> Script:
+    """A load begins after steps without tokens, while the drafter of a request that has ended may
+    still be writing: on the V2 runner, of one request at a time."""
+    script = script.with_model(
+        **PLAIN | {"windows": (0,), "draft": True, "num_drafted": 3, "num_ranks": 1}
+    )
+    shape = replace(
+        script.shape,
+        num_host_blocks=_NUM_HOST_BLOCKS,
+        num_device_blocks=64,
+        v2_runner=True,
+        num_stages=1,
+        lazy=False,
+        store_threshold=1,
+        max_num_seqs=1,
+    )
+    return replace(
+        script, shape=shape, lag=0.8, copy_speed=0.5, arrivals=0.1, resets=0.0, faults=Faults()
+    )
+
+
 def shared_loads(script: Script) -> Script:
     """Two requests load the same blocks, one load fails, the other request goes away."""
     shape = replace(

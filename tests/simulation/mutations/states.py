@@ -24,14 +24,14 @@ def store_the_running_state(stack: ExitStack) -> None:
     num_complete, source_of = EagerPolicy._num_complete, Sources._of_part
 
     def known(self: EagerPolicy, request: Any, group: int, num_blocks: int) -> int:
-        if self._walk._sources._stable[group]:
+        if group in self.groups.stable_ids:
             return num_complete(self, request, group, num_blocks)
         num_tokens = len(request.block_hashes) * self.tier.groups.hash_block_size
         return min(num_tokens // self.tier.groups.block_sizes[group], num_blocks)
 
-    def source(self: Sources, block: Any, key: Any, group: int, ended: bool) -> Any:
-        if self._stable[group] or block.is_null:
-            return source_of(self, block, key, group, ended)
+    def source(self: Sources, block: Any, key: Any, group: int, own: bool) -> Any:
+        if group in self._groups.stable_ids or block.is_null:
+            return source_of(self, block, key, group, own)
         return block
 
     substitute(stack, EagerPolicy, "_num_complete", known)

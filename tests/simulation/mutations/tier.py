@@ -76,8 +76,8 @@ def ignore_salt(stack: ExitStack) -> None:
 
     # The policy stores only what vLLM has hashed under the same key; let it store anything that
     # is about the tokens of its block.
-    def source(self: Sources, block: Any, key: Any, group: int, ended: bool) -> Any:
-        return None if block.is_null or not self._stable[group] else block
+    def source(self: Sources, block: Any, key: Any, group: int, own: bool) -> Any:
+        return None if block.is_null or group not in self._groups.stable_ids else block
 
     substitute(stack, Sources, "_of_part", source)
 
