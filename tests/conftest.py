@@ -32,6 +32,13 @@ PATIENCE_SECONDS = 30.0
 MakeVllmConfig = Callable[..., "VllmConfig"]
 
 
+def pytest_report_header() -> str:
+    """Which build of its operators vLLM picks for this processor: some failures come with one."""
+    from tests import operators
+
+    return operators.describe()
+
+
 def _room(nodeid: str) -> str:
     """What a test shares things with: a directory that makes what takes long, or its file."""
     path = Path(nodeid.split("::", 1)[0])

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests import conftest
+from tests import conftest, operators
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -38,3 +38,10 @@ def test_other_ways_to_share_out_are_left_alone() -> None:
 
 def test_make_test_asks_for_it() -> None:
     assert "-n $(WORKERS) --dist loadscope" in (ROOT / "Makefile").read_text()
+
+
+def test_the_header_names_the_operators() -> None:
+    """A failure that comes with one kind of processor can be told from its log alone."""
+    header = conftest.pytest_report_header()
+    assert f"operators {operators.runnable_builds()[-1]};" in header
+    assert header.startswith("vLLM 0.")
