@@ -243,16 +243,13 @@ class CpuTier:
         """Forget what ``blocks`` hold, at once; references to them stay. With a block go all
         that descend from it, which could not be found any more."""
         self.version += 1
-        lost = {block.block_id for block in blocks if block.block_hash is not None}
-        lost_keys = {self.pool.blocks[block_id].block_hash for block_id in lost}
-        while lost:
-            self._lose(len(lost), "load_failed")
-            self.pool.evict_blocks(lost)
-            for block_id in lost:
-                self.order.forget(block_id)
-                self.order.queue_first(self.pool.blocks[block_id])
-            lost = self.order.followers_of(lost_keys)
-            lost_keys = {self.pool.blocks[block_id].block_hash for block_id in lost}
+        held = [block.block_id for block in blocks if block.block_hash is not None]
+        lost = self.order.descendants(held)
+        self._lose(len(lost), "load_failed")
+        self.pool.evict_blocks(set(lost))
+        for block_id in lost:
+            self.order.forget(block_id)
+            self.order.queue_first(self.pool.blocks[block_id])
 
     def reset(self) -> None:
         """Forget everything, at once; references stay."""

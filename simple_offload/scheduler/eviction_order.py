@@ -108,10 +108,11 @@ class EvictionOrder:
         else:
             for block in blocks:
                 self.parents[block.block_id] = None
-        for key in evicted if self.num_followers else ():
+        if self.num_followers and (gone := self.num_followers.keys() & evicted):
             # A load holds a block that came before its parent, which has now come and gone.
-            if key in self.num_followers:
-                self.early[key] = self.followers_of({key})
+            for block_id, parent in enumerate(self.parents):
+                if parent is not None and parent in gone:
+                    self.early.setdefault(parent, set()).add(block_id)
         return blocks, len(evicted)
 
     def forget_all(self) -> None:
@@ -122,13 +123,26 @@ class EvictionOrder:
         self.demoted.clear()
         self.segments.clear()
 
-    def followers_of(self, keys: Collection[BlockHashWithGroupId | None]) -> set[int]:
-        """Ids of the blocks that come right after these."""
-        return {
-            block_id
-            for block_id, parent in enumerate(self.parents)
-            if parent is not None and parent in keys
-        }
+    def descendants(self, block_ids: Iterable[int]) -> list[int]:
+        """Ids of these blocks and of all that descend from them, parents before children. One
+        pass over the tier, however deep they go: the scheduler waits for it."""
+        last_child: dict[BlockHashWithGroupId, int] = {}
+        sibling = [-1] * len(self.parents)
+        for block_id, parent in enumerate(self.parents):
+            if parent is not None:
+                sibling[block_id] = last_child.get(parent, -1)
+                last_child[parent] = block_id
+        found = dict.fromkeys(block_ids)
+        left = list(found)
+        for block_id in left:  # which grows meanwhile
+            key = self.pool.blocks[block_id].block_hash
+            child = last_child.get(key, -1) if key is not None else -1
+            while child >= 0:
+                if child not in found:
+                    found[child] = None
+                    left.append(child)
+                child = sibling[child]
+        return left
 
     # Holding
 

@@ -1,5 +1,8 @@
 """CpuTier: what is found, what is held, and what makes room."""
 
+from collections.abc import Iterator
+from typing import Any
+
 import pytest
 from vllm.v1.core.kv_cache_utils import BlockHashWithGroupId
 
@@ -243,6 +246,34 @@ def test_what_is_dropped_takes_its_descendants_along() -> None:
     assert {new.block_id for new in lost} <= {new.block_id for new in again}
     assert contents(tier) == {"a", "p", "pq"}
     assert leave(tier) == ["a", "pq", "p"]
+
+
+class Counting(list[Any]):
+    """A list that counts the entries that it has been asked for."""
+
+    num_visited = 0
+
+    def __getitem__(self, index: Any) -> Any:
+        self.num_visited += 1
+        return super().__getitem__(index)
+
+    def __iter__(self) -> Iterator[Any]:
+        for entry in super().__iter__():
+            self.num_visited += 1
+            yield entry
+
+
+@pytest.mark.parametrize("depth", [50, 200])
+def test_a_drop_visits_each_block_a_few_times(depth: int) -> None:
+    """However long the chains are that follow what is dropped: the scheduler waits for it."""
+    tier = make_tier(800)
+    chain = "".join(chr(ord("A") + place) for place in range(depth))
+    store(tier, chain, "ABxyz")
+    parents = tier.order.parents = Counting(tier.order.parents)
+    tier.drop([block(tier, "A")])
+    assert tier.num_lost == depth + 3
+    assert parents.num_visited <= 3 * tier.num_blocks
+    tier.check_integrity()
 
 
 def test_dropped_blocks_stay_as_long_as_they_are_pinned() -> None:
