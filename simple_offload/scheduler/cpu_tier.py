@@ -66,6 +66,9 @@ class CpuTier:
         """Grows whenever a lookup might find something else than before."""
         self.order = EvictionOrder(self.pool, demotes, self.groups.is_chained)
         self.lookup = Lookup(coordinator, self.groups, self.order)
+        self.doubted: dict[int, int] = {}
+        """Ids of blocks of which a load has failed: loads with this number, or a greater one,
+        began after that was known."""
 
     @property
     def num_blocks(self) -> int:
@@ -181,6 +184,7 @@ class CpuTier:
         evicted, num_lost = self.order.evict(count - len(blocks), keep())
         if evicted:
             self.version += 1
+            self.trust(evicted)
             self._lose(num_lost, "lru")
         return blocks + evicted
 
@@ -239,6 +243,27 @@ class CpuTier:
         self.unpin(blocks)
         return useless
 
+    def doubt(self, blocks: Sequence[KVCacheBlock], load_id: int, next_load_id: int) -> None:
+        """A load of ``blocks`` has failed. Those of them are dropped of which another had failed
+        before this one began; ``next_load_id`` is greater than the id of any load so far.
+
+        One failure says little of the blocks: a load reads them and no more, and whatever fails
+        on the way fails all loads under way. What cannot be read fails the next load too.
+        """
+        again = [b for b in blocks if self.doubted.get(b.block_id, next_load_id) <= load_id]
+        for block in blocks:
+            if block.block_hash is not None:
+                self.doubted.setdefault(block.block_id, next_load_id)
+        if again:
+            self.drop(again)
+
+    def trust(self, blocks: Iterable[KVCacheBlock]) -> None:
+        """A load of ``blocks`` has not failed, or they hold nothing any more: of what they will
+        hold no load has failed."""
+        if self.doubted:
+            for block in blocks:
+                self.doubted.pop(block.block_id, None)
+
     def drop(self, blocks: Iterable[KVCacheBlock]) -> None:
         """Forget what ``blocks`` hold, at once; references to them stay. With a block go all
         that descend from it, which could not be found any more."""
@@ -250,12 +275,14 @@ class CpuTier:
         for block_id in lost:
             self.order.forget(block_id)
             self.order.queue_first(self.pool.blocks[block_id])
+            self.doubted.pop(block_id, None)
 
     def reset(self) -> None:
         """Forget everything, at once; references stay."""
         self.version += 1
         self.pool.evict_blocks({b.block_id for b in self.pool.blocks if b.block_hash is not None})
         self.order.forget_all()
+        self.doubted.clear()
         self._lose(self.num_used, "reset")
 
     def check_integrity(self) -> None:

@@ -20,7 +20,8 @@ class InFlight:
 
     def __init__(self, num_ranks: int) -> None:
         self.num_ranks = num_ranks
-        self._next_id = 0
+        self.next_id = 0
+        """Greater than the id of any transfer so far."""
         self._ranks_left: dict[int, int] = {}
         self._failed: set[int] = set()
 
@@ -34,8 +35,8 @@ class InFlight:
 
     def begin(self) -> int:
         """The id of a new transfer, greater than any before."""
-        transfer_id = self._next_id
-        self._next_id += 1
+        transfer_id = self.next_id
+        self.next_id += 1
         self._ranks_left[transfer_id] = self.num_ranks
         return transfer_id
 

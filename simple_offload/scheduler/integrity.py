@@ -47,6 +47,9 @@ def check_integrity(tier: "CpuTier") -> None:
     if tier.demotes:
         followers = Counter(parent for parent in tier.order.parents if parent is not None)
         assert tier.order.num_followers == followers, "followers miscounted"
+    for block_id in tier.doubted:
+        block = tier.pool.blocks[block_id]
+        assert block.block_hash is not None, f"{block}: empty, yet a load of it has failed"
     for block_id in tier.order.demoted:
         block = tier.pool.blocks[block_id]
         assert block.ref_cnt == 0 and block.block_hash is not None, f"{block}: is demoted"

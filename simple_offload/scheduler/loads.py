@@ -265,13 +265,14 @@ class Loads:
         admitted, self._newly_admitted = self._newly_admitted, []
         return admitted
 
-    def drop_failed(self, transfer_ids: Iterable[int]) -> None:
-        """Let the host blocks of loads that failed on some rank leave the tier, though others
-        may still be copying: whatever is wrong with them, the request, which looks again as
-        soon as it has heard, must not be offered them again."""
+    def on_failed(self, transfer_ids: Iterable[int]) -> None:
+        """Loads have failed on some rank, though others may still be copying. Their requests,
+        which look again as soon as they have heard, are offered no other; their host blocks
+        leave the tier if a load of them had failed before (``CpuTier.doubt``)."""
         for transfer_id in transfer_ids:
             if (load := self._in_flight.get(transfer_id)) is not None:
-                self.tier.drop(self.tier.blocks_at(load.slots))
+                blocks = self.tier.blocks_at(load.slots)
+                self.tier.doubt(blocks, transfer_id, self._numbering.next_id)
                 if not load.orphaned:
                     self._unlucky.add(load.request_id)
 
@@ -283,6 +284,8 @@ class Loads:
         self.tier.meter.add(metrics.LOADS, 1, "sync" if load.admitted else "async")
         if ended.ok:
             self.tier.meter.add(metrics.LOADED, self.tier.num_blocks_at(load.slots))
+            if self.tier.doubted:
+                self.tier.trust(self.tier.blocks_at(load.slots))
         self.tier.unpin(load.pins)
         if ended.ok and self.tier.demotes:
             self.tier.demote(load.pins)

@@ -171,7 +171,7 @@ class OffloadScheduler:
     def _take(self, report: WorkerReport) -> None:
         if report.num_open:
             self._grow_tier(report.num_open)
-        self._loads.drop_failed(report.failed)
+        self._loads.on_failed(report.failed)
         for ended in self._in_flight.end(report):
             is_load = self._loads.finish(ended, self._device_pool)
             if not is_load:

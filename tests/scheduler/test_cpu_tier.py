@@ -231,6 +231,25 @@ def test_groups_do_not_find_each_others_blocks() -> None:
     assert tier.lookup.hit(hashes("abc"), 0, 100).num_tokens == 3 * BLOCK_SIZE
 
 
+# Doubting
+
+
+def test_doubt_is_of_what_a_block_holds() -> None:
+    """A block that is filled again is like any other."""
+    tier = make_tier(2)
+    for name in ("a", "x"):
+        store(tier, name, f"{name}y")
+        tier.doubt(blocks(tier, f"{name}y"), load_id=1, next_load_id=2)
+        tier.check_integrity()
+    tier.reset()
+    store(tier, "ab")
+    tier.doubt(blocks(tier, "ab"), load_id=2, next_load_id=3)
+    assert contents(tier) == {"a", "ab"}
+    tier.doubt([block(tier, "ab")], load_id=3, next_load_id=4)
+    assert contents(tier) == {"a"}
+    tier.check_integrity()
+
+
 # Forgetting
 
 

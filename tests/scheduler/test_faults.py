@@ -22,6 +22,24 @@ def stored(drive: MakeDriver, **shape: object) -> Driver:
 # A load that fails
 
 
+def fail_load(driver: Driver, *request_ids: str, failing: int = 0) -> list[int]:
+    """Let requests load ``prompt(33)`` at the same time, which fails on one rank, and end; the host
+    blocks of the last load."""
+    for request_id in request_ids:
+        driver.start(request_id, prompt(33), max_tokens=3)
+    driver.step()
+    loads = driver.pending(LOAD)
+    assert len(loads) == len(request_ids)
+    for rank in range(driver.world.shape.num_ranks):
+        for _ in loads:
+            driver.copy(LOAD, rank, fail=rank == failing)
+    while driver.scheduler.ids_in_flight & {load.id for load in loads}:
+        driver.step()
+        assert not driver.pending(LOAD)  # the blocks are not offered to them again
+    blocks: list[int] = loads[-1].host_blocks.tolist()
+    return blocks
+
+
 @BOTH_GROUPS
 @pytest.mark.parametrize("async_scheduling", [False, True])
 @pytest.mark.parametrize("failing", [0, 1])
@@ -39,59 +57,93 @@ def test_recompute(
         load_failures="recompute",
         async_scheduling=async_scheduling,
     )
-    driver.start("a", prompt(33), max_tokens=3)
-    driver.step()
-    (load,) = driver.pending(LOAD)
-    for rank in range(2):
-        driver.copy(LOAD, rank, fail=rank == failing)
-    while driver.scheduler.num_in_flight:
-        driver.step()
-        assert not driver.pending(LOAD)  # the blocks are not offered again
-    kept = driver.tier.pool.blocks
-    assert all(kept[block_id].block_hash is None for block_id in load.host_blocks.tolist())
-    assert driver.found(prompt(33)) == 0
-    assert driver.found([*prompt(33)[:20], *prompt(13, family=5)]) == 0  # its head was among them
+    num_kept = driver.num_kept
+    loaded = fail_load(driver, "a", failing=failing)
     assert "recomputes or fails, as kv_load_failure_policy says" in caplog.text
     driver.run()
     assert driver.world.finished["a"][1] == RequestStatus.FINISHED_LENGTH_CAPPED
-    assert driver.found(prompt(33)) == 32  # stored anew
+    assert driver.num_kept >= num_kept  # others may load them
     driver.forget_device()
     num_loaded = driver.world.num_blocks_loaded
     driver.say("b", prompt(33))
-    assert driver.world.num_blocks_loaded == num_loaded + 2 * len(load.host_blocks)
+    assert driver.world.num_blocks_loaded == num_loaded + 2 * len(loaded)
+
+
+@BOTH_GROUPS
+@pytest.mark.parametrize("failing", [0, 1])
+def test_what_fails_again_leaves(drive: MakeDriver, windows: tuple[int, ...], failing: int) -> None:
+    """Otherwise each request that comes would pay for it, and never have it from the tier."""
+    driver = stored(drive, windows=windows, num_ranks=2, load_failures="recompute")
+    fail_load(driver, "a", failing=0)
+    driver.run()
+    driver.forget_device()
+    loaded = fail_load(driver, "b", failing=failing)
+    kept = driver.tier.pool.blocks
+    assert all(kept[block_id].block_hash is None for block_id in loaded)
+    assert driver.found(prompt(33)) == 0
+    assert driver.found([*prompt(33)[:20], *prompt(13, family=5)]) == 0  # its head was among them
+    driver.run()
+    assert driver.found(prompt(33)) == 32  # stored anew
+    driver.forget_device()
+    fail_load(driver, "c")
+    assert driver.found(prompt(33)) == 32  # what had failed has gone
+    driver.run()
+
+
+def test_what_fails_at_the_same_time_stays(drive: MakeDriver) -> None:
+    """What is wrong on the way, not with the blocks, fails all loads that are under way."""
+    driver = stored(drive)
+    fail_load(driver, "a", "b", "c")
+    assert driver.found(prompt(33)) == 32
+    driver.run()
+    driver.forget_device()
+    num_loaded = driver.world.num_blocks_loaded
+    driver.say("d", prompt(33))
+    assert driver.world.num_blocks_loaded == num_loaded + 8
+
+
+def test_a_load_that_does_not_fail_ends_the_doubt(drive: MakeDriver) -> None:
+    driver = stored(drive)
+    for turn in range(3):
+        fail_load(driver, f"failing {turn}")
+        driver.run()
+        assert driver.found(prompt(33)) == 32
+        driver.forget_device()
+        driver.say(f"loading {turn}", prompt(33))
+        driver.forget_device()
 
 
 @BOTH_GROUPS
 def test_fail(drive: MakeDriver, windows: tuple[int, ...]) -> None:
     driver = stored(drive, windows=windows, load_failures="fail")
     num_stored = driver.num_stored
-    driver.start("a", prompt(33), max_tokens=3)
-    driver.step()
-    driver.copy(LOAD, fail=True)
-    driver.step()
-    assert driver.world.finished["a"] == ([], RequestStatus.FINISHED_ERROR)
+    for request_id in ("a", "b"):
+        fail_load(driver, request_id)
+        assert driver.world.finished[request_id] == ([], RequestStatus.FINISHED_ERROR)
     assert driver.found(prompt(33)) == 0
     driver.run()
     assert driver.num_stored == num_stored  # least of all what was to be loaded
-    driver.say("b", prompt(33))
-    assert driver.world.finished["b"][1] == RequestStatus.FINISHED_LENGTH_CAPPED
+    driver.say("c", prompt(33))
+    assert driver.world.finished["c"][1] == RequestStatus.FINISHED_LENGTH_CAPPED
 
 
 def test_what_did_not_fail_stays(drive: MakeDriver) -> None:
     """The device had the head: only what was to be loaded leaves, and what follows it."""
     driver = stored(drive)
-    driver.say("head", prompt(33)[:17])
-    driver.start("a", prompt(33))
-    driver.step()
-    driver.copy(LOAD, fail=True)
-    driver.step()
-    assert driver.found(prompt(33)) == 16
-    driver.run()
+    for turn in range(2):
+        driver.say(f"head {turn}", prompt(33)[:17])
+        assert len(fail_load(driver, f"all {turn}")) == 4
+        assert driver.found(prompt(33)) == (16 if turn else 32)
+        driver.run()
+        driver.forget_device()
     assert driver.found(prompt(33)) == 32
 
 
 def test_a_failure_leaves_the_load_of_another_request_alone(drive: MakeDriver) -> None:
     driver = stored(drive)
+    fail_load(driver, "before")
+    driver.run()
+    driver.forget_device()
     driver.start("a", prompt(33))
     driver.start("b", prompt(33))
     driver.step()
@@ -108,13 +160,14 @@ def test_a_failure_leaves_the_load_of_another_request_alone(drive: MakeDriver) -
 
 def test_an_aborted_load_that_fails(drive: MakeDriver) -> None:
     driver = stored(drive)
-    driver.start("a", prompt(33))
-    driver.step()
-    driver.world.abort("a")
-    driver.step()
-    driver.copy(LOAD, fail=True)
-    driver.step()
-    assert driver.num_held == (0, 0)
+    for turn in range(2):
+        driver.start(f"a{turn}", prompt(33))
+        driver.step()
+        driver.world.abort(f"a{turn}")
+        driver.step()
+        driver.copy(LOAD, fail=True)
+        driver.step()
+        assert driver.num_held == (0, 0)
     assert driver.found(prompt(33)) == 0
     driver.run()
 

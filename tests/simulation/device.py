@@ -3,7 +3,7 @@
 import math
 import sys
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -16,7 +16,6 @@ from simple_offload.metadata import Transfer
 from tests.simulation.gate import ChunkGate
 
 _TORN = -55
-_BROKEN = -77
 
 
 class CopyFault(RuntimeError):
@@ -167,13 +166,6 @@ class ScriptedDevice(HostBackend):
     def can_copy(self, direction: Direction) -> bool:
         """Whether the next copy of ``direction`` could run now."""
         return bool(self.copies[direction]) and self._has_passed(self.copies[direction][0])
-
-    def spoil(self, host_blocks: Iterable[int]) -> None:
-        """Put garbage into host blocks that no copy is to touch any more."""
-        copies = (copy for queue in self.copies.values() for copy in queue)
-        busy = {block for copy in copies for block in copy.transfer.host_blocks.tolist()}
-        for host in self._host:
-            host[[block for block in host_blocks if block not in busy]] = _BROKEN
 
     def abandon(self) -> None:
         """Drop the compute that is left, and run the copies that are left."""

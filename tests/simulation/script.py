@@ -279,6 +279,7 @@ class Play:
                     raise Violation(f"hang: {world.scheduler.requests} make no progress")
             if max_steps is None:
                 world.check_at_rest()
+                world.check_kept()
         except Violation as violation:
             raise Violation(f"seed {self.script.seed}, step {world.num_steps}: {violation}") from (
                 violation

@@ -24,13 +24,17 @@ def run_to_rest(world: World) -> None:
 
 
 def store_what_is_being_loaded(world: World) -> None:
-    """Two requests load the same host blocks. The first load fails, so the blocks leave the
-    tier; the second one is announced, its client goes away, and what it is still being given is
-    to be stored again."""
+    """A load has failed, and two requests load the same host blocks. The first load fails too, so
+    the blocks leave the tier; the second one is announced, its client goes away, and what it is
+    still being given is to be stored again."""
     world.add_request("writer", PROMPT, 1, None, 0)
     run_to_rest(world)
     assert world.reset(tier=False)
     device = world.ranks[0].device
+    world.add_request("unlucky before", PROMPT, 1, None, 0)
+    world.step()
+    device.copy_one(LOAD, fail_after=0)
+    run_to_rest(world)
     world.add_request("unlucky", PROMPT, 1, None, 0)
     world.add_request("gone", PROMPT, 1, None, 0)
     world.step()

@@ -23,12 +23,14 @@ from vllm.v1.outputs import DraftTokenIds, KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
+from simple_offload import metrics
 from simple_offload.backends.base import Direction
 from simple_offload.config import OffloadConfig
 from simple_offload.metadata import StepMetadata, Transfer, WorkerReport
 from simple_offload.worker.worker import OffloadWorker
 from tests.simulation import checks
 from tests.simulation.device import ScriptedDevice
+from tests.simulation.failures import Failures
 from tests.simulation.identity import Story
 from tests.simulation.ledger import Ledger
 from tests.simulation.router import EVENTS_CONFIG, Router
@@ -105,7 +107,7 @@ class World:
         """All requests that there have been."""
         self._loads: dict[int, Transfer] = {}
         self._stores: dict[int, Transfer] = {}
-        self._failed: set[int] = set()
+        self._failures = Failures(shape.num_parts)
         self._forgotten: set[int] = set()
         self._aggregator = KVOutputAggregator(shape.num_ranks)
         self._open_steps: deque[_Step] = deque()
@@ -351,8 +353,11 @@ class World:
         for store in metadata.stores:
             if store.id not in self._stores:
                 self._stores[store.id] = store
+                self._failures.begin_store(store)
                 self._check_admitted()
         for load in metadata.loads:
+            if load.id not in self._loads:
+                self._failures.begin_load(load)
             self._loads[load.id] = load
             self.num_blocks_loaded += len(load.host_blocks)
             num_parts = self.shape.num_parts
@@ -408,7 +413,10 @@ class World:
         self._propose_drafts(step)
         self.check_events()
         self._check_tier_size(step.num_open)
-        self._spoil_failed(combined.kv_connector_output)
+        report = getattr(combined.kv_connector_output, "kv_connector_worker_meta", None)
+        self._failures.on_report(
+            report if isinstance(report, WorkerReport) else None, self.ids_in_flight()
+        )
         self._check_forgotten()
         for request_id in [r for r in self.requests if self.requests[r].is_finished()]:
             self._note_finished(request_id)
@@ -436,17 +444,6 @@ class World:
         if self.shape.draft:
             return self.shape.num_drafted
         return (self.num_steps + len(request_id)) % (self.shape.num_drafted + 1)
-
-    def _spoil_failed(self, output: KVConnectorOutput | None) -> None:
-        """Once the scheduler side knows that host blocks could not be loaded, their memory may
-        be broken: whoever loads them again shall notice."""
-        report = output.kv_connector_worker_meta if output is not None else None
-        if isinstance(report, WorkerReport):
-            self._failed.update(id for id in report.failed if id in self._loads)
-        for transfer_id in sorted(self._failed - self.ids_in_flight()):
-            self._failed.discard(transfer_id)
-            for rank in self.ranks:
-                rank.device.spoil(self._loads[transfer_id].host_blocks.tolist())
 
     def _cached_on_device(self) -> dict[BlockHashWithGroupId, int]:
         """Full blocks that the device's prefix cache has, if it has many free ones."""
@@ -520,6 +517,11 @@ class World:
         for rank in self.ranks:
             if any(rank.device.copies.values()):
                 raise Violation("copies that nobody waits for")
+
+    def check_kept(self) -> None:
+        """Raise Violation if blocks have left the tier that a load may yet find readable."""
+        if self.ledger(metrics.EVICTED, "load_failed") and not self._failures.any_again:
+            raise Violation("blocks have left the tier of which one load has failed")
 
     def check_finished(self, request_id: str) -> None:
         """Raise Violation unless the request said what it would have said without a host tier:

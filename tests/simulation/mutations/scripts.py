@@ -67,6 +67,31 @@ def shared_loads(script: Script) -> Script:
     )
 
 
+def failing_loads(script: Script) -> Script:
+    """Requests load the same blocks one after the other, and most loads fail."""
+    shape = replace(
+        script.shape,
+        num_host_blocks=_NUM_HOST_BLOCKS,
+        load_failures="recompute",
+        num_device_blocks=40 * len(script.shape.groups),
+    )
+    faults = Faults(load_error=0.7)
+    return replace(script, shape=shape, copy_speed=0.9, arrivals=0.9, aborts=0, faults=faults)
+
+
+def failing_stores(script: Script) -> Script:
+    """Ranks end the same store in different steps, and some of them fail."""
+    shape = replace(
+        script.shape,
+        num_host_blocks=_NUM_HOST_BLOCKS,
+        num_ranks=max(2, script.shape.num_ranks),
+        kv_role="kv_both",
+        num_device_blocks=24 * len(script.shape.groups),
+    )
+    faults = Faults(store_error=0.3)
+    return replace(script, shape=shape, copy_speed=0.3, arrivals=0.9, faults=faults)
+
+
 def announced(script: Script) -> Script:
     """Loads take long, and are announced to the engine in good time."""
     shape = replace(

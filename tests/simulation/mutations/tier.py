@@ -15,6 +15,7 @@ from simple_offload.scheduler.groups import Groups
 from simple_offload.scheduler.lookup import Lookup
 from simple_offload.scheduler.sources import Sources
 from tests.simulation.mutations.registry import mutation, substitute
+from tests.simulation.mutations.scripts import failing_loads
 from tests.simulation.world import World
 
 
@@ -82,9 +83,19 @@ def ignore_salt(stack: ExitStack) -> None:
     substitute(stack, Sources, "_of_part", source)
 
 
-@mutation()
+@mutation(failing_loads)
 def offer_a_failed_block_again(stack: ExitStack) -> None:
     substitute(stack, CpuTier, "drop", lambda self, blocks: None)
+
+
+@mutation(failing_loads)
+def drop_at_the_first_failure(stack: ExitStack) -> None:
+    substitute(stack, CpuTier, "doubt", lambda self, blocks, *_: self.drop(blocks))
+
+
+@mutation(failing_loads)
+def keep_what_follows_the_lost(stack: ExitStack) -> None:
+    substitute(stack, EvictionOrder, "descendants", lambda self, block_ids: list(block_ids))
 
 
 @mutation()

@@ -1,0 +1,59 @@
+"""Failures: which host blocks no load may name any more."""
+
+from collections.abc import Collection
+
+from simple_offload.metadata import Transfer, WorkerReport
+from tests.simulation.checks import tier_blocks
+from tests.simulation.runner import Violation
+
+
+class Failures:
+    """A block of which a load fails, and the next load too, may not be loaded until something
+    else has been stored there: it would fail for ever. ``num_parts``: of a block of the tier."""
+
+    def __init__(self, num_parts: int) -> None:
+        self._num_parts = num_parts
+        self._loads: dict[int, Transfer] = {}
+        """Under way, by id."""
+        self._next_id = 0
+        """Greater than any load's."""
+        self._failed: set[int] = set()
+        self._doubted: dict[int, int] = {}
+        """By block of the tier of which a load has failed: the first load that began later."""
+        self._broken: set[int] = set()
+        self.any_again = False
+        """Whether a block has ever failed again."""
+
+    def begin_store(self, store: Transfer) -> None:
+        """What the blocks will hold has not failed."""
+        blocks = self._blocks_of(store)
+        self._broken -= blocks
+        self._trust(blocks)
+
+    def begin_load(self, load: Transfer) -> None:
+        """Raise Violation if the scheduler side knows that the blocks cannot be loaded."""
+        if blocks := self._broken & self._blocks_of(load):
+            raise Violation(f"{load.request_id} loads {blocks}, which have failed again and again")
+        self._loads[load.id] = load
+        self._next_id = load.id + 1
+
+    def on_report(self, report: WorkerReport | None, in_flight: Collection[int]) -> None:
+        """The scheduler side has heard a report. ``in_flight``: ids that it still waits for."""
+        for load_id in report.failed.keys() & self._loads.keys() if report is not None else ():
+            self._failed.add(load_id)
+            for block in self._blocks_of(self._loads[load_id]):
+                if load_id >= self._doubted.setdefault(block, self._next_id):
+                    self._broken.add(block)
+                    self.any_again = True
+        for load_id in self._loads.keys() - in_flight:
+            load = self._loads.pop(load_id)
+            if load_id not in self._failed:
+                self._trust(self._blocks_of(load))
+            self._failed.discard(load_id)
+
+    def _trust(self, blocks: set[int]) -> None:
+        for block in blocks:
+            self._doubted.pop(block, None)
+
+    def _blocks_of(self, transfer: Transfer) -> set[int]:
+        return set(tier_blocks(transfer.host_blocks, self._num_parts))
