@@ -13,7 +13,12 @@ from simple_offload.scheduler.groups import Groups
 from simple_offload.scheduler.lookahead import Lookahead
 from simple_offload.scheduler.stores import Stores
 from tests.simulation.mutations.registry import mutation, substitute
-from tests.simulation.mutations.scripts import asked_again, lazily, lazy_evictions
+from tests.simulation.mutations.scripts import (
+    asked_again,
+    lazily_and_quickly,
+    lazy_evictions,
+    lazy_evictions_in_time,
+)
 
 
 @mutation(lazy_evictions())
@@ -43,12 +48,12 @@ def refuse_what_comes_before_its_parent(stack: ExitStack) -> None:
     substitute(stack, CpuTier, "commit_all", strict)
 
 
-@mutation(lazy_evictions(blocks_per_group=60))
+@mutation(lazy_evictions_in_time)
 def let_a_block_outlive_the_parent_that_came_later(stack: ExitStack) -> None:
     substitute(stack, EvictionOrder, "renew", lambda self, block, found=False: None)
 
 
-@mutation(lazily)
+@mutation(lazily_and_quickly)
 def believe_every_known_token_computed(stack: ExitStack) -> None:
     """The last token of a request has been said, and never been computed."""
 

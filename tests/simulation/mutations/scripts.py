@@ -54,16 +54,28 @@ def late_drafts(script: Script) -> Script:
 
 def shared_loads(script: Script) -> Script:
     """Two requests load the same blocks, one load fails, the other request goes away."""
+    script = script.with_model(**PLAIN | {"windows": (0,)})
     shape = replace(
         script.shape,
         num_host_blocks=_NUM_HOST_BLOCKS,
+        chunk_blocks=None,
+        kv_role="kv_both",
+        lazy=False,
+        store_threshold=1,
         load_failures="recompute",
         max_num_seqs=6,
-        num_device_blocks=60 * len(script.shape.groups),
+        num_device_blocks=40,
     )
-    faults = Faults(load_error=0.5)
     return replace(
-        script, shape=shape, copy_speed=0.1, aborts=0.3, arrivals=0.9, resets=0, faults=faults
+        script,
+        shape=shape,
+        copy_speed=0.1,
+        announcements=0.0,
+        aborts=0.3,
+        arrivals=0.9,
+        num_requests=60,
+        resets=0,
+        faults=Faults(load_error=0.7),
     )
 
 
@@ -164,6 +176,28 @@ def lazy_evictions(blocks_per_group: int = 160) -> Situation:
         )
 
     return turn
+
+
+def lazily_and_quickly(script: Script) -> Script:
+    """The same where nothing fails and a plain model's copies keep up."""
+    script = lazily(script.with_model(**PLAIN | {"windows": (0,)}))
+    shape = replace(
+        script.shape,
+        num_device_blocks=24,
+        num_host_blocks=_NUM_HOST_BLOCKS,
+        chunk_blocks=None,
+        kv_role="kv_both",
+    )
+    return replace(
+        script, shape=shape, copy_speed=0.9, arrivals=0.4, num_requests=60, faults=Faults()
+    )
+
+
+def lazy_evictions_in_time(script: Script) -> Script:
+    """Blocks come before their parents, and nothing keeps the tier from taking them."""
+    script = lazy_evictions(60)(script.with_model(**PLAIN | {"windows": (0,)}))
+    shape = replace(script.shape, num_ranks=1, kv_role="kv_both", max_num_seqs=4)
+    return replace(script, shape=shape, lag=0.0, aborts=0.0)
 
 
 def in_parts(script: Script) -> Script:

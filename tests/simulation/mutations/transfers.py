@@ -8,6 +8,7 @@ from simple_offload.scheduler.in_flight import Ended, InFlight
 from simple_offload.worker.lane import Lane
 from simple_offload.worker.worker import OffloadWorker
 from tests.simulation.mutations.registry import mutation, substitute
+from tests.simulation.mutations.scripts import failing_stores
 
 
 @mutation()
@@ -48,7 +49,7 @@ def skip_one_rank(stack: ExitStack) -> None:
     substitute(stack, InFlight, "begin", impatient)
 
 
-@mutation()
+@mutation(failing_stores)
 def believe_the_last_rank(stack: ExitStack) -> None:
     end = InFlight.end
 
