@@ -5,7 +5,6 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from vllm.v1.core.kv_cache_utils import resolve_kv_cache_block_sizes
-from vllm.v1.kv_cache_interface import ChunkedLocalAttentionSpec, iter_layer_specs
 
 from simple_offload import metrics, vllm_compat
 from simple_offload.config import ConfigError, OffloadConfig
@@ -21,7 +20,11 @@ from simple_offload.scheduler.policies import describe_policy, make_policy
 from simple_offload.scheduler.recent_tables import RecentTables
 from simple_offload.scheduler.store_policy import BoundaryState, StorePolicy
 from simple_offload.scheduler.stores import Stores
-from simple_offload.scheduler.supported import require_parts_possible, require_supported_groups
+from simple_offload.scheduler.supported import (
+    chunk_sizes,
+    require_parts_possible,
+    require_supported_groups,
+)
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -54,12 +57,7 @@ class OffloadScheduler:
         self._num_parts = config.num_parts(self.block_size)
         if self._num_parts > 1:
             require_parts_possible(config, kv_cache_config, self.block_size)
-        self._chunk_sizes = {
-            spec.attention_chunk_size
-            for group in kv_cache_config.kv_cache_groups
-            for spec in iter_layer_specs(group.kv_cache_spec)
-            if isinstance(spec, ChunkedLocalAttentionSpec)
-        }
+        self._chunk_sizes = chunk_sizes(kv_cache_config)
         self.switched_off = False
         self._num_open: dict[str, int] = {}
         """By rank, how many host blocks it has opened."""

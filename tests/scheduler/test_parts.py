@@ -63,6 +63,7 @@ GROUPS = {
     "full and window": (full(), window(6)),
     "full and chunks": (full(), chunked(8)),
     "full and long chunks": (full(), chunked(32)),
+    "full and chunks of three parts": (full(), chunked(12)),
     "blocks of two sizes": (full(4), full(8)),
     "large blocks and a window": (full(8), window(6, block_size=4)),
     "a window of large blocks": (full(4), window(10, block_size=8)),
@@ -122,20 +123,25 @@ class Bench:
 ALL_GROUPS = pytest.mark.parametrize("groups", GROUPS.values(), ids=GROUPS)
 
 
-@pytest.mark.parametrize("num_parts", [1, 2, 4])
+@pytest.mark.parametrize("num_parts", [1, 2, 3, 4])
 @ALL_GROUPS
 def test_each_device_block_is_loaded_from_its_own_part(
     groups: tuple[AttentionSpec, ...], num_parts: int
 ) -> None:
     """Wherever the device's prefix ends, and wherever the request does."""
-    bench = Bench(Layout(groups, num_parts))
-    block_size = bench.layout.block_size
+    layout = Layout(groups, num_parts)
+    block_size = layout.block_size
     host_block_size = block_size * num_parts
     chunk_sizes = [
         group.attention_chunk_size
         for group in groups
         if isinstance(group, ChunkedLocalAttentionSpec)
     ]
+    if any(size % host_block_size and host_block_size % size for size in chunk_sizes):
+        with pytest.raises(ConfigError, match="attention_chunk_size"):
+            Bench(layout)
+        return
+    bench = Bench(layout)
     num_loads = 0
     for num_tokens in range(1, NUM_TOKENS + 1, 1 if len(groups) == 1 else 3):
         # Of the host blocks that the request's hashes reach, as much as it does not compute.
@@ -420,6 +426,28 @@ def test_a_size_that_is_no_multiple(size: int, nearest: int) -> None:
     ):
         make_scheduler(config, num_cpu_blocks=8, cpu_block_size=size)
     make_scheduler(config, num_cpu_blocks=8, cpu_block_size=nearest)
+
+
+@pytest.mark.parametrize(
+    ("chunk_size", "size", "nearest"),
+    [(12, 8, 12), (12, 16, 12), (12, 20, 24), (8192, 48, 64), (8192, 8196, 8192)],
+)
+def test_a_size_that_chunks_do_not_fit(chunk_size: int, size: int, nearest: int) -> None:
+    """A lookup for attention in chunks would end in the midst of one (Llama 4: 8192 tokens)."""
+    config = KVCacheConfig(
+        num_blocks=9,
+        kv_cache_tensors=[],
+        kv_cache_groups=[
+            KVCacheGroupSpec(["a"], full()),
+            KVCacheGroupSpec(["b"], chunked(chunk_size)),
+        ],
+    )
+    with pytest.raises(
+        ConfigError,
+        match=f"cpu_block_size={size}: .*attention_chunk_size={chunk_size}.* nearest is {nearest}$",
+    ):
+        make_scheduler(config, num_cpu_blocks=9000, cpu_block_size=size)
+    make_scheduler(config, num_cpu_blocks=9000, cpu_block_size=nearest)
 
 
 @pytest.mark.parametrize("num_blocks", [2, 7])
