@@ -1,6 +1,7 @@
 """OffloadConfig: kv_connector_extra_config, validated."""
 
 import difflib
+import math
 import re
 from collections.abc import Iterator, Mapping
 from decimal import Decimal
@@ -9,8 +10,10 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, Self, cast
 
 import psutil
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, StrictBool, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 from pydantic_core import ErrorDetails, PydanticCustomError
+
+from simple_offload.foreign_keys import is_foreign
 
 GIB = 1024**3
 
@@ -20,10 +23,8 @@ _UNITS = {"": 1, "B": 1} | {
     for suffix, base in (("", 1024), ("I", 1024), ("IB", 1024), ("B", 1000))
 }
 _SIZE = re.compile(r"(?P<number>\d+(?:\.\d+)?)\s*(?P<unit>[a-z]*)", re.IGNORECASE | re.ASCII)
+_FLAGS = {"true": True, "1": True, "false": False, "0": False}
 _SIZE_FORMS = 'a number of bytes or a size such as "64GiB", "512MiB" or "64GB"'
-
-_DISK_KEYS = frozenset({"disk_path", "disk_capacity_bytes", "disk_buffer_slots", "use_page_cache"})
-"""Keys of vLLM's built-in connector that have no meaning without a disk tier."""
 
 
 class ConfigError(ValueError):
@@ -31,14 +32,14 @@ class ConfigError(ValueError):
 
 
 def parse_size(value: object) -> int:
-    """Bytes from an int, a whole float (JSON's 6.4e10) or a string with a unit.
+    """Bytes from an int, a float (JSON's 6.4e10; a fraction is dropped) or a string with a unit.
 
     "GiB", "Gi" and "G" are 1024**3, "GB" is 10**9, likewise K, M and T.
     Raises PydanticCustomError otherwise.
     """
     if isinstance(value, int) and not isinstance(value, bool):
         return value
-    if isinstance(value, float) and value.is_integer():
+    if isinstance(value, float) and math.isfinite(value):
         return int(value)
     if isinstance(value, str) and (match := _SIZE.fullmatch(value.strip())):
         factor = _UNITS.get(match["unit"].upper())
@@ -47,12 +48,26 @@ def parse_size(value: object) -> int:
     raise PydanticCustomError("size", f"must be {_SIZE_FORMS}")
 
 
+def parse_flag(value: object) -> bool:
+    """A bool, or one as templates of configurations write it: "true", "False", 1.
+
+    vLLM's built-in connector takes any non-empty string for true, "false" too. Here it is what
+    it says. Raises PydanticCustomError for anything else.
+    """
+    if isinstance(value, str | int):
+        meant = _FLAGS.get(str(value).lower())
+        if meant is not None:
+            return meant
+    raise PydanticCustomError("flag", "must be true or false")
+
+
 Bytes = Annotated[int, BeforeValidator(parse_size), Field(gt=0)]
+Flag = Annotated[bool, BeforeValidator(parse_flag)]
 
 
 class OffloadConfig(BaseModel):
     """What ``kv_connector_extra_config`` may say. Keys that vLLM's built-in
-    SimpleCPUOffloadConnector takes keep their meaning."""
+    SimpleCPUOffloadConnector takes keep their meaning. Other connectors': foreign_keys.py."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
@@ -71,7 +86,7 @@ class OffloadConfig(BaseModel):
     """Tokens of a host block, a multiple of those of a device block; by default as many. For
     tiers of terabytes: larger blocks take fewer Python objects, and are stored as a whole only."""
 
-    lazy_offload: StrictBool = False
+    lazy_offload: Flag = False
     """Store blocks when the device is about to evict them, not soon after they are full (a few
     at a time, and what is left when the request ends). While the device is short of free blocks,
     those of running requests are stored as they fill up."""
@@ -101,13 +116,15 @@ class OffloadConfig(BaseModel):
 
     @classmethod
     def parse(cls, extra_config: Mapping[str, Any], num_ranks: int) -> Self:
-        """Validate ``extra_config`` for a server of ``num_ranks`` ranks on this machine.
+        """Validate ``extra_config`` for a server of ``num_ranks`` ranks on this machine. Keys of
+        vLLM's other connectors are left out.
 
         Raises ConfigError: one line for every key that is wrong, or sizes that this machine
         (or the cgroup that it runs in) has no memory for.
         """
+        own = {key: value for key, value in extra_config.items() if not is_foreign(key)}
         try:
-            config = cls.model_validate(dict(extra_config))
+            config = cls.model_validate(own)
         except ValidationError as error:
             lines = [_explain(detail) for detail in error.errors()]
             raise ConfigError("kv_connector_extra_config: " + "; ".join(lines)) from None
@@ -225,8 +242,6 @@ def _explain(detail: ErrorDetails) -> str:
     value = detail["input"]
     known = list(OffloadConfig.model_fields)
     if detail["type"] == "extra_forbidden":
-        if key in _DISK_KEYS:
-            return f"{key}={value!r}: there is no disk tier here; remove the key"
         near = difflib.get_close_matches(key, known, n=1, cutoff=0.5)
         hint = f"; did you mean {near[0]!r}?" if near else ""
         return f"{key}={value!r}: unknown key{hint} (known: {', '.join(known)})"

@@ -16,6 +16,7 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from simple_offload import vllm_compat
 from simple_offload.config import OffloadConfig
+from simple_offload.foreign_keys import describe_ignored
 from simple_offload.layout import wanted_layout
 from simple_offload.logs import get_logger
 from simple_offload.metadata import RankCapacity, StepMetadata, WorkerReport
@@ -61,9 +62,10 @@ class SimpleCPUOffloadConnector(KVConnectorBase_V1, SupportsHMA):
         self.scheduler: OffloadScheduler | None = None
         self.worker: OffloadWorker | None = None
         num_ranks = vllm_config.parallel_config.world_size
-        config = OffloadConfig.parse(
-            self._kv_transfer_config.kv_connector_extra_config or {}, num_ranks
-        )
+        extra_config = self._kv_transfer_config.kv_connector_extra_config or {}
+        config = OffloadConfig.parse(extra_config, num_ranks)
+        if role == KVConnectorRole.SCHEDULER and (ignored := describe_ignored(extra_config)):
+            logger.warning("Ignored in kv_connector_extra_config: %s", ignored)
         if not vllm_config.cache_config.enable_prefix_caching:
             if role == KVConnectorRole.SCHEDULER:
                 logger.warning(

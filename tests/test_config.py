@@ -1,6 +1,7 @@
 """OffloadConfig: what it takes, and what it says about what it does not take."""
 
 import json
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -111,11 +112,9 @@ def test_decimal_fractions_are_exact(thousandths: int, unit: str) -> None:
 
 
 @given(st.floats(min_value=1, max_value=2.0**50))
-def test_whole_floats_only(number: float) -> None:
-    if number.is_integer():
-        assert parse_size(number) == int(number)
-    else:
-        assert "cpu_bytes_to_use" in refusal({"cpu_bytes_to_use": number})
+def test_fractions_of_a_byte_are_dropped(number: float) -> None:
+    """vLLM makes floats of --kv-offloading-size: 0.3 GiB are 322122547.2 bytes."""
+    assert parse_size(number) == math.floor(number)
 
 
 # What is refused: key, value, what is allowed
@@ -139,7 +138,7 @@ def test_whole_floats_only(number: float) -> None:
         "1e9",
         "0x10",
         "1,5GiB",
-        1.5,
+        0.5,
         float("inf"),
         float("nan"),
         [64],
@@ -176,11 +175,18 @@ def test_num_cpu_blocks_is_an_int_of_at_least_two(value: object) -> None:
     assert "integer" in message or "greater than or equal to 2" in message
 
 
-@pytest.mark.parametrize("value", [0, 1, "yes", "true", None, []])
-def test_lazy_offload_is_a_bool(value: object) -> None:
+@pytest.mark.parametrize("value", [2, -1, "yes", "", "tru", 1.0, None, []])
+def test_lazy_offload_is_true_or_false(value: object) -> None:
     message = refusal({"lazy_offload": value})
-    assert f"lazy_offload={value!r}" in message
-    assert "boolean" in message
+    assert f"lazy_offload={value!r}: must be true or false" in message
+
+
+@pytest.mark.parametrize(
+    ("value", "meant"),
+    [(True, True), (1, True), ("True", True), ("1", True), (0, False), ("false", False)],
+)
+def test_templates_write_flags_in_many_ways(value: object, meant: bool) -> None:
+    assert OffloadConfig.parse({"lazy_offload": value}, num_ranks=1).lazy_offload is meant
 
 
 @pytest.mark.parametrize("copy_path", ["auto", "dma", "kernel"])
@@ -256,7 +262,7 @@ def test_null_is_not_a_value(key: str) -> None:
         ("cpu_bytes_per_rank", "cpu_bytes_to_use_per_rank"),
         ("num_cpu_block", "num_cpu_blocks"),
         ("lazy", "lazy_offload"),
-        ("backends", "backend"),
+        ("backen", "backend"),
         ("copy_paths", "copy_path"),
         ("sync_load", "sync_load_ms"),
         ("layout", "kv_layout"),
@@ -296,19 +302,9 @@ def test_a_backend_is_a_string(value: object) -> None:
     assert "'cuda'" in message
 
 
-@pytest.mark.parametrize(
-    ("key", "value"),
-    [
-        ("kv_offload_backend", "disk"),
-        ("disk_path", "/mnt"),
-        ("disk_capacity_bytes", 10**9),
-        ("disk_buffer_slots", 2),
-        ("use_page_cache", True),
-    ],
-)
-def test_disk_keys_of_the_builtin_connector(key: str, value: object) -> None:
-    message = refusal({key: value})
-    assert f"{key}={value!r}" in message
+def test_the_disk_tier_of_the_builtin_connector() -> None:
+    message = refusal({"kv_offload_backend": "disk"})
+    assert "kv_offload_backend='disk'" in message
     assert "no disk tier" in message
 
 

@@ -1,20 +1,27 @@
 """A configuration written for vLLM's built-in SimpleCPUOffloadConnector: every key that its source
-reads works here, with the same meaning and nothing but the module path added; a key that means
-nothing here is refused with what to do. Runs on vLLM 0.32 and 0.33."""
+reads works here, with the same meaning and nothing but the module path added; keys that it or
+vLLM's other connectors read and that mean nothing here are ignored, and named in the log. Runs on
+vLLM 0.32 and 0.33."""
 
 import ast
 import importlib
 import inspect
+import json
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
+import vllm
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.v1.kv_cache_layout import KVCacheLayout
 
 from simple_offload.config import ConfigError, OffloadConfig
 from simple_offload.connector import SimpleCPUOffloadConnector
-from tests.conftest import MakeVllmConfig
+from simple_offload.foreign_keys import is_foreign
+from tests.conftest import Machine, MakeVllmConfig
 from tests.worker.kv_memory import full, group, make_kv_memory
 
 pytestmark = pytest.mark.usefixtures("machine")
@@ -26,37 +33,128 @@ MIB = 1 << 20
 RANKS = 2
 
 WORK: dict[str, list[Any]] = {
-    "cpu_bytes_to_use": [64 * MIB, str(64 * MIB), 6.4e7],
+    "cpu_bytes_to_use": [64 * MIB, str(64 * MIB), 6.4e7, 0.0625 * 2**30 + 0.5],
     "cpu_bytes_to_use_per_rank": [48 * MIB],
     "num_cpu_blocks": [64],
-    "lazy_offload": [False, True],
+    "lazy_offload": [False, True, "false", "True", 0, 1],
     "kv_offload_backend": ["cpu"],
 }
 """Keys that work, with values as people write them."""
-REFUSED = {
+DISK_TIER = {
     "disk_path": "/data/kv",
     "disk_capacity_bytes": 1 << 40,
     "disk_buffer_slots": 4,
     "use_page_cache": True,
 }
-"""Keys of a disk tier, which is not to be had here."""
+"""Keys that the built-in connector ignores, with a warning, unless it has a disk tier."""
+RECIPES = {
+    "single_node/agentic/dsv4_fp4_b200_vllm_mtp.sh": (
+        """{"cpu_bytes_to_use_per_rank": 150000000000,
+            "enable_cross_layers_blocks": "true", "lazy_offload": false}""",
+        1,
+        150_000_000_000,
+    ),
+    "single_node/agentic/dsv4_fp4_b300_vllm_mtp.sh, TP 8": (
+        """{"cpu_bytes_to_use": 343597383680,
+            "enable_cross_layers_blocks": "true", "lazy_offload": true}""",
+        8,
+        42_949_672_960,
+    ),
+    "single_node/agentic/dsv4_fp4_b300_vllm_mtp.sh, DP attention": (
+        """{"cpu_bytes_to_use": 343597383680,
+            "enable_cross_layers_blocks": "true", "lazy_offload": false}""",
+        1,
+        343_597_383_680,
+    ),
+    "single_node/agentic/kimik3_fp4_mi355x_mtp.sh": (
+        '{"cpu_bytes_to_use_per_rank": 236223201280, "lazy_offload": false}',
+        8,
+        236_223_201_280,
+    ),
+    "single_node/agentic/minimaxm3_fp4_b200_mtp.sh": (
+        '{"cpu_bytes_to_use": 1200000000000, "lazy_offload": true}',
+        4,
+        300_000_000_000,
+    ),
+    "single_node/agentic/minimaxm3_fp4_b300_mtp.sh": (
+        '{"cpu_bytes_to_use": 2400000000000, "lazy_offload": true}',
+        8,
+        300_000_000_000,
+    ),
+    "multi_node/kimi-k3/agg-gb200-dep16-throughput-vllm-simple-offload-agentic.yaml": (
+        """{"cpu_bytes_to_use": 549755813888,
+            "cpu_bytes_to_use_per_rank": 137438953472, "lazy_offload": false}""",
+        4,
+        137_438_953_472,
+    ),
+    "multi_node/kimi-k3/agg-h200-tp8dp4ep32-vllm-simple-agentic.yaml": (
+        '{"cpu_bytes_to_use_per_rank": 154250000000, "lazy_offload": false}',
+        8,
+        154_250_000_000,
+    ),
+    "multi_node/minimax-m3/gb200-fp4, agg-dep4": (
+        """{"cpu_bytes_to_use": 549755813888,
+            "cpu_bytes_to_use_per_rank": 137438953472, "lazy_offload": false}""",
+        1,
+        137_438_953_472,
+    ),
+    "multi_node/minimax-m3/gb200-fp4, agg-tp4": (
+        """{"cpu_bytes_to_use": 549755813888,
+            "cpu_bytes_to_use_per_rank": 137438953472, "lazy_offload": false}""",
+        4,
+        137_438_953_472,
+    ),
+}
+"""The public recipes that select the built-in connector (SemiAnalysisAI/InferenceX, benchmarks/,
+August 2026): kv_connector_extra_config, the ranks of an engine, the bytes of a rank. Sizes that
+the recipes' scripts work out are filled in for hosts of 2 and 3 TB."""
+
+
+def keys_read_by(source: str) -> Iterator[str]:
+    """Keys of kv_connector_extra_config that a module of vLLM reads."""
+    tree = ast.parse(source)
+    names = {
+        target.id
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Assign)
+        and ast.unparse(node.value).removesuffix(" or {}").endswith("extra_config")
+        for target in node.targets
+        if isinstance(target, ast.Name)
+    }
+
+    def is_configuration(node: ast.expr) -> bool:
+        text = ast.unparse(node)
+        return text in names or text.endswith("extra_config")
+
+    for node in ast.walk(tree):
+        match node:
+            case ast.Call(
+                func=ast.Attribute(attr="get_from_extra_config"),
+                args=[ast.Constant(value=str(key)), *_],
+            ):
+                yield key
+            case ast.Call(
+                func=ast.Attribute(value=holder, attr="get"),
+                args=[ast.Constant(value=str(key)), *_],
+            ) if is_configuration(holder):
+                yield key
+            case ast.Subscript(value=holder, slice=ast.Constant(value=str(key))) if (
+                is_configuration(holder)
+            ):
+                yield key
 
 
 def builtin_keys() -> set[str]:
     """Those that the built-in connector's source takes out of its configuration."""
-    keys = set()
-    for node in ast.walk(ast.parse(inspect.getsource(builtin))):
-        match node:
-            case ast.Call(
-                func=ast.Attribute(value=ast.Name(id="extra_config"), attr="get"),
-                args=[ast.Constant(value=str(key)), *_],
-            ):
-                keys.add(key)
-            case ast.Subscript(
-                value=ast.Name(id="extra_config"), slice=ast.Constant(value=str(key))
-            ):
-                keys.add(key)
-    return keys
+    return set(keys_read_by(inspect.getsource(builtin)))
+
+
+def vllm_keys() -> set[str]:
+    """Those that any connector of the installed vLLM takes out of its configuration."""
+    root = Path(vllm.__file__).parent
+    folders = (root / "distributed" / "kv_transfer", root / "v1" / "kv_offload")
+    files = [file for folder in folders for file in folder.rglob("*.py")]
+    return {key for file in files for key in keys_read_by(file.read_text(encoding="utf-8"))}
 
 
 def connect(
@@ -64,9 +162,10 @@ def connect(
     extra_config: dict[str, Any],
     role: KVConnectorRole,
     ours: bool,
+    num_ranks: int = RANKS,
 ) -> Any:
     """What vLLM's factory makes of that configuration, with the module path or without."""
-    config = make_vllm_config(extra_config, num_ranks=RANKS)
+    config = make_vllm_config(extra_config, num_ranks=num_ranks)
     assert config.kv_transfer_config is not None
     if not ours:
         config.kv_transfer_config.kv_connector_module_path = None
@@ -76,7 +175,15 @@ def connect(
 
 def test_every_key_of_the_builtin_connector_is_known_here() -> None:
     assert {"cpu_bytes_to_use", "lazy_offload", "disk_path"} <= builtin_keys()
-    assert builtin_keys() <= WORK.keys() | REFUSED.keys()
+    assert builtin_keys() <= WORK.keys() | DISK_TIER.keys()
+
+
+def test_keys_of_vllm_s_other_connectors_are_known_here() -> None:
+    read = vllm_keys()
+    assert {"enable_cross_layers_blocks", "secondary_tiers", "kv_lease_duration"} <= read
+    unknown = {key for key in read - OffloadConfig.model_fields.keys() if not is_foreign(key)}
+    assert unknown == set(), "to be added to simple_offload/foreign_keys.py"
+    assert not [key for key in OffloadConfig.model_fields if is_foreign(key)]
 
 
 @pytest.mark.parametrize("role", KVConnectorRole)
@@ -112,15 +219,48 @@ def test_bytes_mean_the_same(
     assert config.bytes_per_rank(RANKS) == theirs.worker_handler.cpu_capacity_bytes
 
 
-@pytest.mark.parametrize("key", REFUSED)
-def test_keys_of_the_disk_tier_are_refused_with_what_to_do(
-    make_vllm_config: MakeVllmConfig, key: str
+@pytest.mark.parametrize(("text", "num_ranks", "num_bytes"), RECIPES.values(), ids=RECIPES)
+def test_public_recipes(
+    make_vllm_config: MakeVllmConfig, machine: Machine, text: str, num_ranks: int, num_bytes: int
 ) -> None:
-    with pytest.raises(ConfigError) as refused:
-        connect(make_vllm_config, {key: REFUSED[key]}, KVConnectorRole.WORKER, ours=True)
-    assert f"{key}={REFUSED[key]!r}: there is no disk tier here; remove the key" in str(
-        refused.value
+    machine.num_bytes = 3 * 10**12
+    extra_config = json.loads(text)
+    ours, theirs = (
+        connect(make_vllm_config, extra_config, KVConnectorRole.WORKER, mine, num_ranks)
+        for mine in (True, False)
     )
+    assert type(ours) is SimpleCPUOffloadConnector
+    assert theirs.worker_handler.cpu_capacity_bytes == num_bytes
+    config = OffloadConfig.parse(extra_config, num_ranks)
+    assert config.bytes_per_rank(num_ranks) == num_bytes
+    assert config.lazy_offload is extra_config["lazy_offload"]
+
+
+@pytest.mark.parametrize("role", KVConnectorRole)
+def test_keys_of_other_connectors_are_named_once(
+    make_vllm_config: MakeVllmConfig, role: KVConnectorRole, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the scheduler's side: each rank has one more of these, and hooks parse them too."""
+    warned = Mock()
+    monkeypatch.setattr("simple_offload.connector.logger.warning", warned)
+    extra_config = {
+        "enable_cross_layers_blocks": "true",
+        "kv_lease_duration": 60,
+        "lmcache.chunk_size": 256,
+        "num_cpu_blocks": 64,
+        **DISK_TIER,
+    }
+    connect(make_vllm_config, extra_config, role, ours=True)
+    told = [call.args[0] % call.args[1:] for call in warned.call_args_list]
+    if role is KVConnectorRole.WORKER:
+        assert told == []
+        return
+    (line,) = told
+    assert line.startswith("Ignored in kv_connector_extra_config: ")
+    assert "enable_cross_layers_blocks (kv_layout decides)" in line
+    for key in extra_config.keys() - {"num_cpu_blocks"}:
+        assert f"{key} (" in line
+    assert "num_cpu_blocks" not in line
 
 
 def test_the_disk_backend_is_refused_with_what_to_do(make_vllm_config: MakeVllmConfig) -> None:

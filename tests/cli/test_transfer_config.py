@@ -41,6 +41,12 @@ def test_the_connector_s_part_alone() -> None:
     assert check.found == "64 host blocks on each of 1 ranks"
 
 
+def test_keys_of_other_connectors_are_named() -> None:
+    (check,) = problems({"num_cpu_blocks": 64, "enable_cross_layers_blocks": "true"})
+    assert check.status is Status.WARNING
+    assert check.found == "enable_cross_layers_blocks (kv_layout decides)"
+
+
 def test_a_file(tmp_path: Path) -> None:
     file = tmp_path / "transfer.json"
     file.write_text(json.dumps(WHOLE))
