@@ -19,4 +19,9 @@ def __getattr__(name: str) -> Any:
         from simple_offload.connector import SimpleCPUOffloadConnector
 
         return SimpleCPUOffloadConnector
+    if name == "OffloadingConnector":
+        raise AttributeError(
+            "vLLM's --kv-offloading-size selects OffloadingConnector. Set "
+            "VLLM_USE_SIMPLE_KV_OFFLOAD=1 to have it select SimpleCPUOffloadConnector"
+        )
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

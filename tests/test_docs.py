@@ -126,7 +126,7 @@ def _validate(config: dict[str, Any]) -> None:
         KVTransferConfig(**config)
         assert config["kv_connector"] == "SimpleCPUOffloadConnector"
         assert config["kv_connector_module_path"] == "simple_offload"
-        extra = config["kv_connector_extra_config"]
+        extra = config.get("kv_connector_extra_config", {})
     OffloadConfig.model_validate(extra)
 
 

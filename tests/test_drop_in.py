@@ -236,6 +236,28 @@ def test_public_recipes(
     assert config.lazy_offload is extra_config["lazy_offload"]
 
 
+@pytest.mark.parametrize("simple", ["1", "0"])
+def test_vllm_s_option_for_offloading(
+    make_vllm_config: MakeVllmConfig, monkeypatch: pytest.MonkeyPatch, simple: str
+) -> None:
+    """--kv-offloading-size, as docs/operations.md has it, and without the variable."""
+    monkeypatch.setenv("VLLM_USE_SIMPLE_KV_OFFLOAD", simple)
+    config = make_vllm_config({"cpu_bytes_to_use": 64 * MIB})
+    config.cache_config.kv_offloading_size = 0.3
+    config._post_init_kv_transfer_config()
+    assert config.kv_transfer_config is not None
+    if simple == "1":
+        made = KVConnectorFactory.get_connector_class(config.kv_transfer_config)
+        assert made is SimpleCPUOffloadConnector
+        extra_config = config.kv_transfer_config.kv_connector_extra_config
+        assert OffloadConfig.parse(extra_config, RANKS).cpu_bytes_to_use == 322_122_547
+        return
+    with pytest.raises(AttributeError) as stopped:
+        KVConnectorFactory.get_connector_class(config.kv_transfer_config)
+    assert "OffloadingConnector not found in simple_offload" in str(stopped.value)
+    assert "VLLM_USE_SIMPLE_KV_OFFLOAD=1" in str(stopped.value.__cause__)
+
+
 @pytest.mark.parametrize("role", KVConnectorRole)
 def test_keys_of_other_connectors_are_named_once(
     make_vllm_config: MakeVllmConfig, role: KVConnectorRole, monkeypatch: pytest.MonkeyPatch

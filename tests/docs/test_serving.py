@@ -76,10 +76,20 @@ def served(
     assert code in (0, -signal.SIGINT, 128 + signal.SIGINT), log.read_text()[-6000:]
 
 
-def test_the_command_of_the_readme(tmp_path: Path, places: Mapping[str, str]) -> None:
-    """It serves, and a prompt that the device has forgotten comes back from the host."""
-    way = Run("", instead={"MODEL": "{model}", "64GiB": "64MiB"}, add=CPU)
-    words = as_run(shown("vllm serve MODEL "), way, places)
+@pytest.mark.parametrize(
+    ("beginning", "size", "less"),
+    [
+        ("vllm serve MODEL ", "64GiB", "64MiB"),
+        ("VLLM_USE_SIMPLE_KV_OFFLOAD=1 vllm serve MODEL ", "64", "0.0625"),
+    ],
+    ids=["of the README", "with vLLM's option"],
+)
+def test_commands_that_serve(
+    tmp_path: Path, places: Mapping[str, str], beginning: str, size: str, less: str
+) -> None:
+    """They serve, and a prompt that the device has forgotten comes back from the host."""
+    way = Run("", instead={"MODEL": "{model}", size: less}, add=CPU)
+    words = ["env", *as_run(shown(beginning), way, places)]
     environment = _cpu(reader_environment(tmp_path))
     with served(words, tmp_path, environment, int(places["port"])) as server:
         first = _complete(server, places["model"])

@@ -201,7 +201,10 @@ WAYS: Mapping[str, Way] = {
     ),
     # Servers, and what asks them
     "vllm serve MODEL --kv-transfer-config {…": Elsewhere(
-        "somebody who asks", "tests/docs/test_serving.py::test_the_command_of_the_readme"
+        "somebody who asks", "tests/docs/test_serving.py::test_commands_that_serve"
+    ),
+    "VLLM_USE_SIMPLE_KV_OFFLOAD=1 vllm serve MODEL --kv-offloading-size 64 …": Elsewhere(
+        "somebody who asks", "tests/docs/test_serving.py::test_commands_that_serve"
     ),
     "python -m examples.vllm_command serve": Named("vllm serve MODEL --kv-transfer-config {…"),
     "vllm serve Qwen/Qwen3-8B --max-model-len 16384 …": Elsewhere("somebody who asks", _SERVED),
