@@ -38,7 +38,9 @@ it has come. To record one gives up Python's interpreter lock."""
 _QUICK_DESCRIPTORS = 2048
 _QUICK_BYTES = 2 << 30
 """A load of so many descriptors for DMA and so many bytes holds up its thread for milliseconds at
-most, which the device then has enough to do for."""
+most, which the device then has enough to do for. It keeps Python's lock meanwhile, so it must not
+fill the device's queue, where a call waits for the compute before it: four times as many do not
+(docs/measurements.md, "Copies queued behind compute")."""
 
 
 class CudaBackend:

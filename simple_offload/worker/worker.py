@@ -116,7 +116,9 @@ class OffloadWorker:
             self._note(Direction.LOAD, completion)
             if self._announcements.end(completion.transfer.id):
                 if completion.error is not None:
-                    # The device broke while compute was waiting for the copy.
+                    # The device broke while compute was waiting for the copy: only CUDA announces,
+                    # and its errors of queued work are for good. The request may be running, and
+                    # vLLM takes a failure of one that waits only (_handle_failed_recving).
                     raise RuntimeError("a load failed after it was announced") from completion.error
                 continue
             loaded.add(_request_of(completion.transfer))
