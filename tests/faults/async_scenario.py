@@ -110,18 +110,25 @@ class Scenario:
         }
         for name, call in calls.items():
             await self._around(name, call)
+        name = "paused, requests kept, caches cleared"
+        await self._around(name, self._pause_clearing, loading=True)
         last = Requests(self._engine, "shutdown", ASKED)
         await last.under_way(num_tokens=1)
 
     async def _around(
-        self, name: str, call: Callable[[Requests], Awaitable[dict[str, Any]]]
+        self,
+        name: str,
+        call: Callable[[Requests], Awaitable[dict[str, Any]]],
+        loading: bool = False,
     ) -> None:
-        """Make the host tier hold ASKED and the device nothing; call in the midst of a round."""
+        """Make the host tier hold ASKED and the device nothing; call in the midst of a round.
+        ``loading``: while ASKED are loaded, which takes a few steps here."""
         await Requests(self._engine, f"{name}, before", ASKED).ended()
         await self._forget_device()
         number = len(self.result.phases) + 1
-        requests = Requests(self._engine, name, (*new_asks(number), *ASKED))
-        await requests.under_way(num_tokens=15)
+        new = new_asks(number)
+        requests = Requests(self._engine, name, (*ASKED, *new) if loading else (*new, *ASKED))
+        await requests.under_way(num_tokens=1 if loading else 15)
         facts = await call(requests)
         await requests.ended()
         finished = {
@@ -144,6 +151,17 @@ class Scenario:
         tokens_after = requests.num_tokens
         await self._engine.resume_generation()
         return {"tokens_while_paused": tokens_after - tokens_before, "paused": paused}
+
+    async def _pause_clearing(self, _: Requests) -> dict[str, Any]:
+        """Requests that load keep their blocks, which vLLM then refuses to clear."""
+        refused = ""
+        try:
+            await self._engine.pause_generation(mode="keep", clear_cache=True)
+        except Exception as error:  # noqa: BLE001 - the engine's process tells nothing but the text
+            refused = str(error)
+        paused = await self._engine.is_paused()
+        await self._engine.resume_generation()
+        return {"refused": refused, "paused": paused}
 
     async def _pause(self, _: Requests, *, mode: PauseMode) -> dict[str, Any]:
         await self._engine.pause_generation(mode=mode, clear_cache=True)

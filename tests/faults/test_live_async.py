@@ -54,6 +54,13 @@ def test_sleep_and_wake(result: AsyncResult) -> None:
     assert facts == {"asleep": True, "still_asleep": False}
 
 
+def test_a_pause_that_clears_and_keeps_requests(result: AsyncResult) -> None:
+    """Refused or not, the engine pauses, and goes on with right answers (see above)."""
+    facts = result.phases["paused, requests kept, caches cleared"].facts
+    assert facts["paused"] is True
+    assert facts["refused"] == "" or "Failed to reset KV cache" in facts["refused"]
+
+
 def test_resets_are_refused_while_blocks_are_held(result: AsyncResult) -> None:
     """And the engine goes on: its answers are right (see above)."""
     assert result.phases["both reset"].facts["reset"] is False

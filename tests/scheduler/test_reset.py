@@ -1,6 +1,7 @@
 """Reset: nothing of before is found, and what is under way is held until its end."""
 
 import pytest
+from vllm.v1.core.sched.interface import PauseState
 
 from tests.scheduler.conftest import MakeDriver
 from tests.scheduler.driver import LOAD, STORE, Driver, prompt
@@ -155,3 +156,33 @@ def test_a_pinned_hit_is_not_offered_after_a_reset(drive: MakeDriver) -> None:
     driver.device_pool.free_blocks(taken)
     driver.run()
     assert driver.world.num_blocks_loaded == 0
+
+
+@pytest.mark.parametrize("ended", [False, True])
+def test_a_pause_that_keeps_a_loading_request_clears_nothing(
+    drive: MakeDriver, ended: bool
+) -> None:
+    """vLLM's pause in mode "keep" schedules nothing, so a request whose load has ended keeps its
+    blocks, and a reset fails (docs/operations.md). Nothing is lost: the request goes on."""
+    driver = drive()
+    driver.say("a", prompt(17))
+    driver.forget_device()
+    driver.start("b", prompt(17), max_tokens=3)
+    while not driver.pending(LOAD):
+        driver.step()
+    vllm = driver.world.scheduler
+    vllm.set_pause_state(PauseState.PAUSED_ALL)
+    if ended:
+        driver.copy(LOAD)
+    while vllm.has_requests():
+        driver.step()
+        driver.copy_all()
+    with pytest.raises(RuntimeError, match="Failed to reset KV cache even when"):
+        vllm.reset_prefix_cache(reset_running_requests=True, reset_connector=True)
+    assert driver.found(prompt(17)) == 16
+    vllm.set_pause_state(PauseState.UNPAUSED)
+    driver.run()
+    assert driver.world.num_blocks_loaded == 4
+    assert vllm.reset_prefix_cache(reset_running_requests=True, reset_connector=True)
+    assert driver.found(prompt(17)) == 0
+    driver.world.check_at_rest()
