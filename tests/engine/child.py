@@ -31,6 +31,7 @@ from vllm.v1.engine.core_client import InprocClient
 from vllm.v1.engine.llm_engine import LLMEngine
 from vllm.v1.metrics.reader import Counter, get_metrics_snapshot
 
+import tests.engine.random_weights  # noqa: F401 - vLLM's loaders have it from here on
 from simple_offload import SimpleCPUOffloadConnector
 from simple_offload.backends.base import Direction
 from simple_offload.metadata import StepMetadata, Transfer

@@ -1,27 +1,42 @@
 """Random models for the tests on a GPU, of kinds that vLLM cannot serve on every CPU.
 
+Those of ``shrunk`` are a configuration only: ``random_weights`` fills them when they are loaded.
 Weights are spread as those of ``examples.random_model`` are, and for the same reason: what a
 model says has to depend on its whole context.
 """
 
+import json
 import math
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from transformers import AutoModelForCausalLM, PretrainedConfig
 
 from examples.random_model import save_random_model
+from tests.engine.shrunk import DRAFTERS, HIDDEN_SIZE, MAX_MODEL_LEN, MODELS, VOCAB_SIZE
 
-Kind = Literal["llama", "gemma3", "mla", "hybrid"]
+Kind = Literal[
+    "llama",
+    "gemma3",
+    "mla",
+    "hybrid",
+    "gpt-oss-eagle3",
+    "drafted-gemma3",
+    "step3p5-mtp",
+    "llama4",
+    "minimax-m3",
+    "kimi-k3",
+    "deepseek-v4",
+]
 
-VOCAB_SIZE = 512
-HIDDEN_SIZE = 256
-MAX_MODEL_LEN = 4096
-
-_FORGETS = (0.003, 0.05)
+FORGETS = (0.003, 0.05)
 """By how much, at least and at most, a Mamba head's state decays with every token: it then
 remembers tens to hundreds of tokens, and a wrong state shows long after."""
+
+DRAFTER = "drafter"
+"""Directory inside a model's, where its drafter is a model of its own."""
 
 
 def save_device_model(directory: Path, kind: Kind, *, seed: int = 0) -> Path:
@@ -30,6 +45,11 @@ def save_device_model(directory: Path, kind: Kind, *, seed: int = 0) -> Path:
     "mla" is DeepSeek-V2's attention without its experts, "hybrid" is Falcon-H1, which has
     attention and Mamba-2 in every layer.
     """
+    if kind in MODELS:
+        _write(directory, MODELS[kind])
+        if kind in DRAFTERS:
+            _write(directory / DRAFTER, DRAFTERS[kind])
+        return directory
     if kind in ("llama", "gemma3"):
         return save_random_model(directory, kind, hidden_size=HIDDEN_SIZE, seed=seed)
     config = _mla_config() if kind == "mla" else _hybrid_config()
@@ -38,11 +58,16 @@ def save_device_model(directory: Path, kind: Kind, *, seed: int = 0) -> Path:
     with torch.no_grad():
         for name, weight in model.named_parameters():
             if name.endswith("A_log"):
-                weight.uniform_(*(math.log(rate) for rate in _FORGETS), generator=generator)
+                weight.uniform_(*(math.log(rate) for rate in FORGETS), generator=generator)
             elif weight.dim() == 2:
                 weight.normal_(0.0, _spread(name, weight, kind), generator=generator)
     model.save_pretrained(directory)
     return directory
+
+
+def _write(directory: Path, config: Mapping[str, Any]) -> None:
+    directory.mkdir(parents=True)
+    (directory / "config.json").write_text(json.dumps(config))
 
 
 def _spread(name: str, weight: torch.Tensor, kind: Kind) -> float:

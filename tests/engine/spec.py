@@ -58,6 +58,8 @@ class EngineSpec(BaseModel):
 class Answer(BaseModel):
     """What one request got. One entry a token in the three lists."""
 
+    model_config = ConfigDict(ser_json_inf_nan="constants")  # of a model that reads a wrong block
+
     tokens: list[int]
     logprobs: list[float]
     leads: list[float]
@@ -107,4 +109,6 @@ class Job(BaseModel):
 
 
 class JobResult(BaseModel):
+    model_config = ConfigDict(ser_json_inf_nan="constants")
+
     results: list[EngineResult]

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 from tests.engine.device_models import Kind
 from tests.engine.rounding import Rounding
+from tests.engine.shrunk import MODELS, RANDOM_WEIGHTS
 from tests.engine.spec import Ask, Round
 from tests.engine.workloads import follow_ups, shared_prefix_asks
 
@@ -40,11 +41,16 @@ class Target(NamedTuple):
     rounding: Rounding
     few_blocks: int | None = None
     """Device blocks of the engines that have a connector, where not plenty."""
+    same_hits: bool = True
+    """Whether hits end where the device's end. Which states and windows are kept is up to each
+    tier."""
 
 
 GPU: dict[str, Any] = {
     "dtype": "float16",
-    "gpu_memory_utilization": 0.2,
+    # vLLM then measures no memory, so that several tests may share a GPU.
+    "gpu_memory_utilization": 0.1,
+    "kv_cache_memory_bytes": 8 << 30,
     "max_model_len": 1024,
     "max_num_seqs": 8,
     "max_num_batched_tokens": 1024,
@@ -56,15 +62,41 @@ SINGLE = Rounding(5e-4)
 HALF = Rounding(0.05)
 """These models' logprobs are off by 0.02 at most in float16 (and by ten times that in bfloat16,
 which would hide a wrong block)."""
+COARSE = Rounding(0.5, same_shape=0.05)
+"""Of models that vLLM serves in bfloat16 only."""
+
+
+def _shrunk(
+    kind: Kind, rounding: Rounding, host: Mapping[str, Any] = GPU, **arguments: Any
+) -> Target:
+    """A model of ``tests.engine.shrunk``."""
+    usual = {**host, "load_format": RANDOM_WEIGHTS}
+    return Target(kind, usual | arguments, rounding, same_hits=False)
+
+
+def _drafts(method: str, tokens: int) -> dict[str, Any]:
+    return {"speculative_config": {"method": method, "num_speculative_tokens": tokens}}
+
 
 TARGETS: dict[str, Target] = {
     "llama": Target("llama", GPU | {"block_size": 16}, HALF, few_blocks=FEW),
     # vLLM serves Gemma in no float16. In float32 Triton computes attention, with as few digits.
     "gemma3": Target("gemma3", GPU | {"block_size": 16, "dtype": "float32"}, HALF),
     "mla": Target("mla", GPU, HALF),
-    "hybrid": Target("hybrid", GPU, HALF),
+    "hybrid": Target("hybrid", GPU, HALF, same_hits=False),
+    "gpt-oss-eagle3": _shrunk("gpt-oss-eagle3", HALF, **_drafts("eagle3", 3)),
+    "drafted-gemma3": _shrunk("drafted-gemma3", HALF, dtype="float32", **_drafts("draft_model", 3)),
+    "step3p5-mtp": _shrunk("step3p5-mtp", HALF, **_drafts("mtp", 3)),
+    "llama4": _shrunk("llama4", HALF),
+    "minimax-m3": _shrunk("minimax-m3", COARSE, dtype="bfloat16", block_size=128),
+    "kimi-k3": _shrunk("kimi-k3", COARSE, dtype="bfloat16", **_drafts("mtp", 1)),
+    "deepseek-v4": _shrunk(
+        "deepseek-v4", COARSE, dtype="bfloat16", kv_cache_dtype="fp8", **_drafts("mtp", 1)
+    ),
     "llama-on-cpu": Target("llama", CPU, SINGLE, few_blocks=FEW // 2),
     "gemma3-on-cpu": Target("gemma3", CPU, SINGLE),
+    "llama4-on-cpu": _shrunk("llama4", SINGLE, CPU),
+    "gpt-oss-eagle3-on-cpu": _shrunk("gpt-oss-eagle3", SINGLE, CPU, **_drafts("eagle3", 3)),
 }
 
 SIZED = {"cpu_bytes_to_use": "512MiB"}
@@ -94,11 +126,14 @@ ENGINES: dict[str, dict[str, Engine]] = {
     "gemma3": {"defaults": Engine(SIZED, EAGER), "graphs": Engine(SIZED, DECODE_GRAPHS)},
     "mla": {"defaults": Engine(SIZED, EAGER), "graphs": Engine(SIZED, DECODE_GRAPHS)},
     "hybrid": {"defaults": Engine(SIZED, EAGER), "graphs": Engine(SIZED, DECODE_GRAPHS)},
+    **{kind: {"defaults": Engine(SIZED, EAGER)} for kind in MODELS},
     "llama-on-cpu": {
         "defaults": Engine(SIZED, EAGER),
         "keep": Engine(SIZED | {"kv_layout": "keep", "sync_load_ms": 0}, EAGER),
     },
     "gemma3-on-cpu": {"defaults": Engine(SIZED, EAGER)},
+    "llama4-on-cpu": {"defaults": Engine(SIZED, EAGER)},
+    "gpt-oss-eagle3-on-cpu": {"defaults": Engine(SIZED, EAGER)},
 }
 """Any two of copy path, layout and announcement meet in some engine of Llama's."""
 

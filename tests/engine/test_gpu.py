@@ -3,7 +3,7 @@ by architecture, copy path, layout, moment of announcement, and with CUDA graphs
 
 Each model's engines share one child process, whose start costs more than its work; the engine
 without a connector comes first and is what all others are held against. The same code runs on
-the CPU with the Llama and the Gemma model (``-m slow``): only what a GPU does is left to a GPU.
+the CPU where vLLM serves the model there (``-m slow``): only what a GPU does is left to a GPU.
 """
 
 from collections.abc import Mapping
@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from tests.engine.compare import assert_nothing_left
-from tests.engine.device_models import save_device_model
+from tests.engine.device_models import DRAFTER, save_device_model
 from tests.engine.harness import log_tail
 from tests.engine.rounding import compare
 from tests.engine.runs import Runs
@@ -33,13 +33,13 @@ from tests.engine.targets import (
     rounds,
 )
 
-ENGINE_SECONDS = 120.0
+ENGINE_SECONDS = 180.0
 """Of one engine, from its start to its end: kernels are compiled on the way."""
 
 pytestmark = pytest.mark.timeout(ENGINE_SECONDS * 8)
 
 
-def where(target: str) -> pytest.MarkDecorator:
+def marker(target: str) -> pytest.MarkDecorator:
     """The marker of a target's tests."""
     return pytest.mark.slow if target.endswith("-on-cpu") else pytest.mark.gpu
 
@@ -47,13 +47,13 @@ def where(target: str) -> pytest.MarkDecorator:
 by_case = pytest.mark.parametrize(
     ("target", "engine"),
     [
-        pytest.param(target, engine, id=f"{target}-{engine}", marks=where(target))
+        pytest.param(target, engine, id=f"{target}-{engine}", marks=marker(target))
         for target, engines in ENGINES.items()
         for engine in engines
     ],
 )
 by_target = pytest.mark.parametrize(
-    "target", [pytest.param(target, marks=where(target)) for target in TARGETS]
+    "target", [pytest.param(target, marks=marker(target)) for target in TARGETS]
 )
 
 
@@ -83,19 +83,23 @@ class GpuRuns:
         **arguments: Any,
     ) -> EngineSpec:
         """One engine of ``target``; ``arguments`` are for EngineArgs, beyond the target's."""
-        kind, usual, _, few_blocks = TARGETS[target]
-        model = self._runs.directory / f"device-model-{kind}"
+        where = TARGETS[target]
+        usual = where.arguments
+        model = self._runs.directory / f"device-model-{where.kind}"
         if not model.exists():
-            save_device_model(model, kind)
+            save_device_model(model, where.kind)
         few = {}
-        if connector is not None and few_blocks is not None:
-            few = {"num_gpu_blocks_override": few_blocks}
+        if connector is not None and where.few_blocks is not None:
+            few = {"num_gpu_blocks_override": where.few_blocks}
         spec = self._runs.spec(
             connector=None if connector is None else dict(connector),
             rounds=rounds(connector=connector is not None),
             **{**usual, **few, **mode, **arguments},
         )
         fitting = dict(spec.arguments)
+        if (model / DRAFTER).exists():
+            drafts = {"model": str(model / DRAFTER)}
+            fitting["speculative_config"] = fitting["speculative_config"] | drafts
         if "block_size" not in usual and "dtype" in usual:
             del fitting["block_size"]  # vLLM knows what the attention kernels want
         return spec.model_copy(update={"model": model, "arguments": fitting})
@@ -120,8 +124,10 @@ def assert_same(target: str, plain: EngineResult, result: EngineResult, *, exact
             expected, actual = ({i: r[i] for i in same} for r in (expected, actual))
         found = compare(expected, actual, TARGETS[target].rounding, exact=exact and one_by_one)
         wrong += [f"round {number}, {line}" for line in found.wrong]
-        # Ties end a comparison early; were they many, there would be no comparison.
-        if found.whole < (0.6 if one_by_one else 0.3) * len(asks()):
+        # Ties end a comparison early; were they many, there would be no comparison. A coarse
+        # format has many where requests share steps.
+        least = 0.6 if one_by_one else 0.3 if TARGETS[target].rounding.same_shape is None else 0.0
+        if found.whole < least * len(asks()):
             wrong.append(f"round {number}: only {found.whole} answers are the same throughout")
     assert not wrong, "\n".join([*wrong[:12], log_tail(result.log)])
 
@@ -162,11 +168,10 @@ def test_all_prompts_come_from_the_host(gpu_runs: GpuRuns, target: str, engine: 
         {ask_id: answer.num_cached_tokens for ask_id, answer in each.rounds[AGAIN].items()}
         for each in (plain, result)
     ]
-    if TARGETS[target].kind == "hybrid":
-        # Which states are kept, and so where a hit may end, is up to each tier.
-        assert sum(cached[1].values()) > 0.5 * sum(cached[0].values())
-    else:
+    if TARGETS[target].same_hits:
         assert cached[1] == cached[0]
+    else:
+        assert sum(cached[1].values()) > 0.5 * sum(cached[0].values())
     assert min(cached[1].values()) > 0
     # Nothing but the shared beginnings of prompts may have come from the device there.
     assert result.metrics["external_prefix_cache_hits"] > 0.5 * sum(cached[0].values())
@@ -181,7 +186,8 @@ def test_one_corrupted_host_block_is_seen(gpu_runs: GpuRuns, target: str, engine
     assert result.corrupted_blocks == 1
     assert plain.corrupted_blocks == 0
     rounding = TARGETS[target].rounding
-    seen = compare(plain.rounds[CORRUPTED], result.rounds[CORRUPTED], rounding, exact=False)
+    exact = rounding.same_shape is not None and ENGINES[target][engine].mode == EAGER
+    seen = compare(plain.rounds[CORRUPTED], result.rounds[CORRUPTED], rounding, exact=exact)
     assert seen.wrong
 
 

@@ -5,7 +5,7 @@ import math
 import pytest
 
 from tests.engine.rounding import Comparison, Rounding, compare
-from tests.engine.spec import Answer
+from tests.engine.spec import Answer, EngineResult, JobResult
 
 ROUNDING = Rounding(0.05)
 
@@ -36,6 +36,15 @@ def test_a_distant_logprob_is_wrong(logprob: float) -> None:
     assert len(compared(answer([1, 2]), answer([1, 2], logprob=logprob)).wrong) == 1
 
 
+def test_a_coarse_format_hides_nothing_in_steps_of_the_same_shape() -> None:
+    coarse = Rounding(0.5, same_shape=0.05)
+    ours, theirs = {"a": answer([1, 2])}, {"a": answer([1, 2], logprob=-1.3)}
+    assert len(compare(ours, theirs, coarse, exact=True).wrong) == 1
+    assert compare(ours, theirs, coarse, exact=False).wrong == []
+    elsewhere = {"a": answer([1, 2], logprob=-1.3, cached=32)}
+    assert compare(ours, elsewhere, coarse, exact=True).wrong == []
+
+
 def test_another_token_is_wrong_after_a_clear_lead() -> None:
     (line,) = compared(answer([1, 2, 3]), answer([1, 9, 3])).wrong
     assert line == "a: token 1 is 9, not 2, which led by 1.0e+00"
@@ -52,6 +61,13 @@ def test_another_token_is_a_tie_after_a_small_lead() -> None:
 def test_a_tie_does_not_excuse_what_came_before() -> None:
     theirs = answer([1, 9], lead=0.09).model_copy(update={"logprobs": [-2.0, -1.0]})
     assert len(compared(answer([1, 2], lead=0.09), theirs).wrong) == 1
+
+
+def test_what_is_no_number_travels() -> None:
+    """A model that reads a wrong block may say NaN, and its negative control reads the result."""
+    told = JobResult(results=[EngineResult(rounds=[{"a": answer([1], logprob=math.nan)}])])
+    (result,) = JobResult.model_validate_json(told.model_dump_json()).results
+    assert math.isnan(result.rounds[0]["a"].logprobs[0])
 
 
 def test_missing_tokens_and_answers_are_wrong() -> None:
