@@ -1,21 +1,23 @@
 """OffloadConfig: kv_connector_extra_config, validated."""
 
 import difflib
+import logging
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from decimal import Decimal
 from fractions import Fraction
-from pathlib import Path
 from typing import Annotated, Any, Literal, Self, cast
 
-import psutil
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 from pydantic_core import ErrorDetails, PydanticCustomError
 
+from simple_offload import memory
 from simple_offload.foreign_keys import is_foreign
 
-GIB = 1024**3
+GIB = memory.GIB
+
+logger = logging.getLogger(f"vllm.{__name__}")  # as in logs.py, for a command without vLLM
 
 _UNITS = {"": 1, "B": 1} | {
     letter + suffix: base**power
@@ -72,8 +74,8 @@ class OffloadConfig(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
     cpu_bytes_to_use: Bytes = 8 * GIB
-    """Host memory of the whole server: all tensor and pipeline parallel ranks together. With data
-    parallel, each engine has as much."""
+    """Host memory of the whole server: all tensor and pipeline parallel ranks together, on whatever
+    nodes they run. With data parallel, each engine has as much."""
 
     cpu_bytes_to_use_per_rank: Bytes | None = None
     """Host memory of each rank; overrides ``cpu_bytes_to_use``."""
@@ -115,8 +117,11 @@ class OffloadConfig(BaseModel):
     """Accepted so that a configuration of the built-in connector works as it is."""
 
     @classmethod
-    def parse(cls, extra_config: Mapping[str, Any], num_ranks: int) -> Self:
-        """Validate ``extra_config`` for a server of ``num_ranks`` ranks on this machine. Keys of
+    def parse(
+        cls, extra_config: Mapping[str, Any], num_ranks: int, num_ranks_here: int | None = None
+    ) -> Self:
+        """Validate ``extra_config`` for an engine of ``num_ranks`` ranks. ``num_ranks_here``: how
+        many ranks, of all its engines, a server has on this machine; by default as many. Keys of
         vLLM's other connectors are left out.
 
         Raises ConfigError: one line for every key that is wrong, or sizes that this machine
@@ -128,7 +133,7 @@ class OffloadConfig(BaseModel):
         except ValidationError as error:
             lines = [_explain(detail) for detail in error.errors()]
             raise ConfigError("kv_connector_extra_config: " + "; ".join(lines)) from None
-        config._check_memory(num_ranks)
+        config._check_memory(num_ranks, num_ranks if num_ranks_here is None else num_ranks_here)
         return config
 
     def bytes_per_rank(self, num_ranks: int) -> int:
@@ -183,57 +188,34 @@ class OffloadConfig(BaseModel):
         per_rank = self.cpu_bytes_to_use_per_rank is not None
         return "cpu_bytes_to_use_per_rank" if per_rank else "cpu_bytes_to_use"
 
-    def _check_memory(self, num_ranks: int) -> None:
+    def _check_memory(self, num_ranks: int, num_ranks_here: int) -> None:
         if self.num_cpu_blocks is not None and not (
             {"cpu_bytes_to_use", "cpu_bytes_to_use_per_rank"} & self.model_fields_set
         ):
             return  # sized in blocks, whose bytes are known once the model is: see host_pool
-        needed = self.bytes_per_rank(num_ranks) * num_ranks
+        needed = self.bytes_per_rank(num_ranks) * num_ranks_here
         check_fits_memory(needed, self._size_key, getattr(self, self._size_key))
 
 
 def check_fits_memory(needed: int, key: str, value: object) -> None:
-    """Raise ConfigError when ``needed`` bytes of host memory, asked for by ``key``, are more
-    than this machine or its cgroup has in all."""
-    limit = memory_limit_bytes()
-    if needed > limit:
+    """Raise ConfigError when ``needed`` bytes of host memory, asked for by ``key``, are more than
+    this machine or its cgroup has in all; only warn where a hypervisor may add memory."""
+    limit = memory.limit()
+    if needed <= limit.num_bytes:
+        return
+    if limit.is_final:
         raise ConfigError(
-            f"{key}={value!r} asks for {Decimal(needed) / GIB:.2f} GiB of host memory, but "
-            f"this machine (or its cgroup) has {limit / GIB:.2f} GiB in all"
+            f"{key}={value!r} asks for {Decimal(needed) / GIB:.2f} GiB of host memory, but this "
+            f"machine (or its cgroup) has {limit.num_bytes / GIB:.2f} GiB in all"
         )
-
-
-def memory_limit_bytes() -> int:
-    """Bytes of memory this process could ever use: the machine's, or the smallest limit of the
-    cgroups that it is in."""
-    limits = [int(psutil.virtual_memory().total)]
-    for file in _cgroup_limit_files():
-        try:
-            limits.append(int(file.read_text()))
-        except (OSError, ValueError):
-            continue  # no such file here, or "max"
-    return min(limits)
-
-
-def _cgroup_limit_files() -> Iterator[Path]:
-    """Where the limits of this process's cgroup and of those above it would be. Lines of
-    /proc/self/cgroup are hierarchy:controllers:path, for version 2 with no controllers."""
-    try:
-        lines = Path("/proc/self/cgroup").read_text().splitlines()
-    except OSError:
-        lines = []
-    for line in lines:
-        _, controllers, path = line.split(":", 2)
-        if controllers == "":
-            root, name = Path("/sys/fs/cgroup"), "memory.max"
-        elif "memory" in controllers.split(","):
-            root, name = Path("/sys/fs/cgroup/memory"), "memory.limit_in_bytes"
-        else:
-            continue
-        group = root / path.lstrip("/")
-        yield from (
-            parent / name for parent in (group, *group.parents) if root in (parent, *parent.parents)
-        )
+    logger.warning(
+        "%s=%r asks for %.2f GiB of host memory, and this machine has %.2f GiB so far: the tier "
+        "grows when a hypervisor adds more",
+        key,
+        value,
+        Decimal(needed) / GIB,
+        limit.num_bytes / GIB,
+    )
 
 
 def _explain(detail: ErrorDetails) -> str:

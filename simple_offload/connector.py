@@ -21,7 +21,9 @@ from simple_offload.layout import wanted_layout
 from simple_offload.logs import get_logger
 from simple_offload.metadata import RankCapacity, StepMetadata, WorkerReport
 from simple_offload.metrics import OffloadPromMetrics, OffloadStats
+from simple_offload.ranks import Ranks
 from simple_offload.scheduler.manager import OffloadScheduler
+from simple_offload.scheduler.supported import require_supported_executor
 from simple_offload.worker.worker import OffloadWorker
 
 if TYPE_CHECKING:
@@ -61,9 +63,10 @@ class SimpleCPUOffloadConnector(KVConnectorBase_V1, SupportsHMA):
         super().__init__(vllm_config, role, kv_cache_config)
         self.scheduler: OffloadScheduler | None = None
         self.worker: OffloadWorker | None = None
-        num_ranks = vllm_config.parallel_config.world_size
+        require_supported_executor(vllm_config.parallel_config)
+        ranks = Ranks.of(vllm_config.parallel_config)
         extra_config = self._kv_transfer_config.kv_connector_extra_config or {}
-        config = OffloadConfig.parse(extra_config, num_ranks)
+        config = OffloadConfig.parse(extra_config, ranks.num, ranks.num_here)
         if role == KVConnectorRole.SCHEDULER and (ignored := describe_ignored(extra_config)):
             logger.warning("Ignored in kv_connector_extra_config: %s", ignored)
         if not vllm_config.cache_config.enable_prefix_caching:
@@ -77,23 +80,28 @@ class SimpleCPUOffloadConnector(KVConnectorBase_V1, SupportsHMA):
         if role == KVConnectorRole.SCHEDULER:
             self.scheduler = OffloadScheduler(vllm_config, kv_cache_config, config)
         else:
-            self.worker = OffloadWorker(kv_cache_config, config, num_ranks)
+            self.worker = OffloadWorker(kv_cache_config, config, ranks)
 
     # Before there is an engine
 
     @classmethod
     def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
         """No: nothing here happens between layers. vLLM asks before it loads the model, which
-        makes this the earliest place for a wrong configuration to be refused."""
-        OffloadConfig.parse(extra_config, num_ranks=1)
+        makes this the earliest place for a wrong key to be refused. How many ranks share the
+        memory of this machine is not known yet."""
+        OffloadConfig.parse(extra_config, num_ranks=1, num_ranks_here=0)
         return False
 
     @classmethod
     def get_required_kvcache_layout(cls, vllm_config: "VllmConfig") -> str | None:
+        """vLLM asks before it measures how much memory is left for KV caches, which makes this the
+        earliest place for a deployment to be refused."""
+        require_supported_executor(vllm_config.parallel_config)
         kv_transfer_config = vllm_config.kv_transfer_config
         extra_config = kv_transfer_config.kv_connector_extra_config if kv_transfer_config else {}
-        num_ranks = vllm_config.parallel_config.world_size
-        return wanted_layout(vllm_config, OffloadConfig.parse(extra_config or {}, num_ranks))
+        ranks = Ranks.of(vllm_config.parallel_config)
+        config = OffloadConfig.parse(extra_config or {}, ranks.num, ranks.num_here)
+        return wanted_layout(vllm_config, config)
 
     @property
     def requires_kv_delivery(self) -> bool:

@@ -69,6 +69,8 @@ class StepMetadata(KVConnectorMetadata):
     its end lets the compute stream wait for the rest of it."""
     computes: bool = False
     """Whether the step runs any tokens."""
+    num_host_blocks: int | None = None
+    """How many host blocks, of a device block's size, all ranks have room for. Said once."""
 
 
 @dataclass(slots=True)
@@ -80,8 +82,8 @@ class WorkerReport(KVConnectorWorkerMetadata):
     failed: Counter[int] = field(default_factory=Counter)
     broken: bool = False
     """A rank cannot copy any more, whatever is asked of it."""
-    num_open: dict[str, int] = field(default_factory=dict)
-    """By rank, how many host blocks it has opened, where that has changed."""
+    capacities: dict[str, "RankCapacity"] = field(default_factory=dict)
+    """By rank, where it has opened more host blocks."""
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> "WorkerReport":
         assert isinstance(other, WorkerReport)
@@ -89,18 +91,19 @@ class WorkerReport(KVConnectorWorkerMetadata):
             self.ended + other.ended,
             self.failed + other.failed,
             self.broken or other.broken,
-            self.num_open | other.num_open,
+            self.capacities | other.capacities,
         )
 
 
 @dataclass(frozen=True, slots=True)
 class RankCapacity(KVConnectorHandshakeMetadata):
-    """What one rank has host memory for, told to the scheduler before serving."""
+    """What one rank has host memory for, told to the scheduler before serving, and whenever more of
+    it is open."""
 
     rank: str
     """A name that no other rank has."""
     num_host_blocks: int
-    """How many host blocks of a device block's size there will be."""
+    """How many host blocks of a device block's size it has room for."""
     num_open: int
     """How many of them are ready."""
     block_bytes: int

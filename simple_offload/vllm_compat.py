@@ -3,6 +3,7 @@
 from typing import TYPE_CHECKING, Any
 
 import vllm
+from vllm import envs
 from vllm.v1.core.kv_cache_coordinator import KVCacheCoordinator, get_kv_cache_coordinator
 
 if TYPE_CHECKING:
@@ -49,6 +50,12 @@ def claim_builtin_name(connector_class: type) -> None:
     )
 
     SimpleCPUOffloadConnector.register(connector_class)
+
+
+def ray_reports_one_stage() -> bool:
+    """Whether ``distributed_executor_backend="ray"`` is vLLM's old executor, which 0.33 has no
+    more: of a pipeline's outputs it returns those of the last stage."""
+    return not getattr(envs, "VLLM_USE_RAY_V2_EXECUTOR_BACKEND", True)
 
 
 def make_host_coordinator(

@@ -75,6 +75,8 @@ class Machine:
     """A machine of 100 GiB, and the files in which its kernel tells of limits."""
 
     num_bytes = 100 * 2**30
+    available: int | None = None
+    """Bytes; None: all."""
 
     def __init__(self, root: Path) -> None:
         self._root = root
@@ -95,10 +97,13 @@ def machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Machine:
     """What the configuration is checked against instead of the machine that runs the test."""
     machine = Machine(tmp_path)
     monkeypatch.setattr(
-        "simple_offload.config.psutil.virtual_memory",
-        lambda: SimpleNamespace(total=machine.num_bytes),
+        "simple_offload.memory.psutil.virtual_memory",
+        lambda: SimpleNamespace(
+            total=machine.num_bytes,
+            available=machine.num_bytes if machine.available is None else machine.available,
+        ),
     )
-    monkeypatch.setattr("simple_offload.config.Path", machine.path)
+    monkeypatch.setattr("simple_offload.memory._ROOT", tmp_path)
     return machine
 
 

@@ -3,10 +3,11 @@
 import logging
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import pytest
 import torch
+from vllm import envs
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
@@ -26,6 +27,9 @@ from tests.conftest import MakeVllmConfig, within_patience
 from tests.hooks import misfits, public_names
 from tests.worker.kv_memory import KVMemory, full, group, make_kv_memory
 from tests.worker.scripted import EndsWhenWaitedFor, ScriptedBackend
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
 
 pytestmark = pytest.mark.usefixtures("no_thread_left", "machine")
 
@@ -62,6 +66,51 @@ def connect(
     yield connect
     for connector in connectors:
         within_patience(connector.shutdown)
+
+
+# What it is refused for
+
+
+def refuse(config: "VllmConfig", memory: KVMemory) -> str:
+    """Neither side starts, nor does vLLM get as far as measuring memory. What is said."""
+    messages = set()
+    for role in (SCHEDULER, WORKER):
+        with pytest.raises(ConfigError) as caught:
+            KVConnectorFactory.create_connector(config, role, memory.config)
+        messages.add(str(caught.value))
+    with pytest.raises(ConfigError) as caught:
+        SimpleCPUOffloadConnector.get_required_kvcache_layout(config)
+    (message,) = messages | {str(caught.value)}
+    return message
+
+
+def test_an_executor_that_hears_of_one_rank_only(
+    make_vllm_config: MakeVllmConfig, memory: KVMemory
+) -> None:
+    """Each rank's engine would wait for the others' reports for ever, and keep nothing."""
+    config = make_vllm_config(EXTRA_CONFIG, num_ranks=2)
+    config.parallel_config.distributed_executor_backend = "external_launcher"
+    message = refuse(config, memory)
+    for part in ("distributed_executor_backend='external_launcher'", "2 ranks", "'mp'", "'ray'"):
+        assert part in message
+    config.parallel_config.world_size = 1
+    SimpleCPUOffloadConnector.get_required_kvcache_layout(config)
+
+
+def test_rays_old_executor_with_stages(
+    make_vllm_config: MakeVllmConfig, memory: KVMemory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It returns what the last stage says. vLLM 0.33 has no such executor, nor the variable."""
+    config = make_vllm_config(EXTRA_CONFIG, num_ranks=2)
+    parallel = config.parallel_config
+    parallel.distributed_executor_backend, parallel.pipeline_parallel_size = "ray", 2
+    SimpleCPUOffloadConnector.get_required_kvcache_layout(config)
+    monkeypatch.setattr(envs, "VLLM_USE_RAY_V2_EXECUTOR_BACKEND", False, raising=False)
+    message = refuse(config, memory)
+    for part in ("VLLM_USE_RAY_V2_EXECUTOR_BACKEND=0", "2 stages", "allowed: 1"):
+        assert part in message
+    parallel.pipeline_parallel_size = 1
+    SimpleCPUOffloadConnector.get_required_kvcache_layout(config)
 
 
 # The class
@@ -291,7 +340,10 @@ def test_worker_hooks(connect: Connect, memory: KVMemory) -> None:
     assert capacity == RankCapacity(capacity.rank, 8, 8, 2 * SPEC.page_size_bytes)
     assert connector.get_aligned_num_cpu_blocks() == 8
     first = run_step(connector, StepMetadata())
-    assert first == (KVConnectorTransferResults(), WorkerReport(num_open={capacity.rank: 8}))
+    assert first == (
+        KVConnectorTransferResults(),
+        WorkerReport(capacities={capacity.rank: capacity}),
+    )
     memory.storage.fill_(5)
     stored = StepMetadata(stores=[Transfer.pairing(0, [1, 2], [3, 4])])
     assert run_step(connector, stored) == (

@@ -13,16 +13,20 @@ from hypothesis import strategies as st
 from simple_offload.metadata import RankCapacity, StepMetadata, Transfer, WorkerReport
 
 REPORTS = st.builds(
-    lambda ended, failed, broken, num_open: WorkerReport(
+    lambda ended, failed, broken, capacities: WorkerReport(
         Counter(ended),
         Counter(transfer for transfer in failed if transfer in ended),
         broken,
-        num_open,
+        capacities,
     ),
     st.lists(st.integers(0, 5), unique=True),
     st.sets(st.integers(0, 5)),
     st.booleans(),
-    st.dictionaries(st.sampled_from("xyz"), st.integers(1, 9), max_size=1),
+    st.dictionaries(
+        st.sampled_from("xyz"),
+        st.builds(RankCapacity, st.just("x"), st.just(9), st.integers(1, 9), st.just(64)),
+        max_size=1,
+    ),
 )
 """What one rank may say: it ends a transfer once, and only an ended one has failed."""
 
@@ -67,9 +71,9 @@ def test_metadata_of_different_steps_share_nothing() -> None:
 
 def test_reports_share_nothing() -> None:
     one, other = WorkerReport(), WorkerReport()
-    one.num_open["x"] = 3
+    one.capacities["x"] = RankCapacity("x", 4, 3, 64)
     one.ended[1] += 1
-    assert (other.num_open, other.ended) == ({}, {})
+    assert (other.capacities, other.ended) == ({}, {})
 
 
 def test_everything_crosses_a_process_boundary() -> None:
@@ -78,21 +82,22 @@ def test_everything_crosses_a_process_boundary() -> None:
         [Transfer.pairing(2, [7], [8])],
         admitted=[0],
         computes=True,
+        num_host_blocks=9,
     )
     there = pickle.loads(pickle.dumps(step))
     assert isinstance(there, StepMetadata)
     (load,), (store,) = there.loads, there.stores
-    assert (there.admitted, there.computes) == ([0], True)
+    assert (there.admitted, there.computes, there.num_host_blocks) == ([0], True, 9)
     assert (load.id, load.request_id, load.after_compute) == (1, "a", False)
     assert load.device_blocks.tolist() == [3, 4]
     assert load.host_blocks.tolist() == [5, 6]
     assert (store.id, store.request_id, store.after_compute) == (2, None, True)
     assert store.host_blocks.dtype == np.int64
 
-    report = WorkerReport(Counter({1: 1}), Counter({1: 1}), broken=True, num_open={"x": 3})
-    assert pickle.loads(pickle.dumps(report)) == report
     capacity = RankCapacity("x", num_host_blocks=10, num_open=4, block_bytes=4096)
     assert pickle.loads(pickle.dumps(capacity)) == capacity
+    report = WorkerReport(Counter({1: 1}), Counter({1: 1}), True, {"x": capacity})
+    assert pickle.loads(pickle.dumps(report)) == report
 
 
 @given(st.lists(REPORTS, min_size=1, max_size=4))
@@ -107,8 +112,8 @@ def test_aggregated_reports_count_ranks(reports: list[WorkerReport]) -> None:
 @given(st.lists(REPORTS, min_size=1, max_size=4))
 def test_aggregated_reports_keep_each_ranks_open_blocks(reports: list[WorkerReport]) -> None:
     combined = reduce(lambda one, other: one.aggregate(other), reports)
-    last_said = {rank: blocks for report in reports for rank, blocks in report.num_open.items()}
-    assert combined.num_open == last_said
+    last_said = {rank: said for report in reports for rank, said in report.capacities.items()}
+    assert combined.capacities == last_said
 
 
 @given(REPORTS, REPORTS)
@@ -116,5 +121,5 @@ def test_aggregation_leaves_its_parts_alone(one: WorkerReport, other: WorkerRepo
     before = pickle.dumps((one, other))
     combined = one.aggregate(other)
     combined.ended[99] += 1
-    combined.num_open["nobody"] = 1
+    combined.capacities["nobody"] = RankCapacity("nobody", 1, 1, 64)
     assert pickle.loads(before) == (one, other)

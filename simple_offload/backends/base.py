@@ -104,7 +104,8 @@ class CopyBackend(Protocol):
 
     def allocate_host(self, num_bytes: int) -> torch.Tensor:
         """Host memory of exactly that size, int8 ``[num_bytes]``, which the device can reach.
-        May take seconds; called on any thread, one at a time."""
+        May take seconds; called on any thread, one at a time. Raises MemoryShortageError where
+        there may be enough later."""
 
     def open(self, device: Sequence[torch.Tensor]) -> None:
         """Take the device's regions. Called once, on the engine's thread, before any copy."""

@@ -15,7 +15,9 @@ class HostBackend:
     """Copies with NumPy's indexed assignment, one call a region, which holds no GIL while
     bytes move and uses no thread but the caller's."""
 
-    chunk_bytes = sys.maxsize  # memory that nobody pins costs nothing until it is written
+    chunk_bytes = sys.maxsize
+    """Memory that nobody pins costs nothing until it is written. So it is looked at start only
+    whether there is enough: what others take later may be missing (OffloadWorker)."""
 
     def __init__(self) -> None:
         self._device: list[npt.NDArray[np.int8]] = []

@@ -6,9 +6,9 @@ import platform
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-import psutil
 import torch
 
+from simple_offload import memory
 from simple_offload.logs import get_logger
 
 logger = get_logger(__name__)
@@ -26,32 +26,19 @@ def map_memory(num_bytes: int, numa_node: int | None = None) -> torch.Tensor:
 
     A driver that pins untouched pages clears them with one thread, so several threads touch
     them here; huge pages make that and the pinning cheaper still. ``numa_node``: where to put
-    the pages. Raises MemoryError when the machine has less than ``num_bytes`` available: pages
-    that are not there would end the process, not the allocation.
+    the pages. Raises MemoryShortageError when there is too little: pages that are not there would
+    end the process, not the allocation.
     """
-    available = psutil.virtual_memory().available
-    if num_bytes > available:
-        raise MemoryError(
-            f"{num_bytes / 2**30:.2f} GiB of host memory asked for, "
-            f"{available / 2**30:.2f} GiB available"
-        )
-    mapping = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    if hasattr(mmap, "MADV_HUGEPAGE"):
-        try:
-            mapping.madvise(mmap.MADV_HUGEPAGE)
-        except OSError as error:  # a kernel without them: slower, not wrong
-            logger.debug("No huge pages: %s", error)
-    tensor = torch.frombuffer(mapping, dtype=torch.int8)
-    if numa_node is not None:
-        _prefer_node(tensor, numa_node)
-    with ThreadPoolExecutor(_TOUCH_THREADS, thread_name_prefix="simple-offload-touch") as pool:
-        starts = range(0, num_bytes, _TOUCH_BYTES)
-        address = tensor.data_ptr()
-        for _ in pool.map(
-            lambda start: ctypes.memset(address + start, 0, min(_TOUCH_BYTES, num_bytes - start)),
-            starts,
-        ):
-            pass
+    with memory.taking(num_bytes):
+        mapping = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        # A forked process would get a copy of each page that a driver has pinned, at once (Linux
+        # 5.10 and later, copy_present_page in mm/memory.c). It has no use for any.
+        _advise(mapping, "MADV_DONTFORK")
+        _advise(mapping, "MADV_HUGEPAGE")
+        tensor = torch.frombuffer(mapping, dtype=torch.int8)
+        if numa_node is not None:
+            _prefer_node(tensor, numa_node)
+        _touch(tensor)
     return tensor
 
 
@@ -65,6 +52,25 @@ def node_of_pci_device(address: str) -> int | None:
     except (OSError, ValueError):
         return None
     return node if node >= 0 else None
+
+
+def _advise(mapping: mmap.mmap, name: str) -> None:
+    if (advice := getattr(mmap, name, None)) is not None:
+        try:
+            mapping.madvise(advice)
+        except OSError as error:  # a kernel that does not know it: slower, not wrong
+            logger.debug("No %s: %s", name, error)
+
+
+def _touch(tensor: torch.Tensor) -> None:
+    """Clear every byte, in several threads."""
+    num_bytes, address = tensor.nbytes, tensor.data_ptr()
+    with ThreadPoolExecutor(_TOUCH_THREADS, thread_name_prefix="simple-offload-touch") as pool:
+        for _ in pool.map(
+            lambda start: ctypes.memset(address + start, 0, min(_TOUCH_BYTES, num_bytes - start)),
+            range(0, num_bytes, _TOUCH_BYTES),
+        ):
+            pass
 
 
 def _prefer_node(tensor: torch.Tensor, node: int) -> None:

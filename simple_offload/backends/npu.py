@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from simple_offload import memory
 from simple_offload.backends.acl import (
     DEVICE,
     HOST,
@@ -115,11 +116,13 @@ class NpuBackend:
 
     def allocate_host(self, num_bytes: int) -> torch.Tensor:
         """Memory that the runtime has pinned; its own, not registered, which would ask for
-        alignment. Raises AclError when there is not that much."""
+        alignment. Raises MemoryShortageError, or the runtime's AclError, when there is not that
+        much."""
         if num_bytes == 0:
             return torch.empty(0, dtype=torch.int8)
         self._npu.set_device(self._device)
-        with self._acl.outside_graph_capture():  # vLLM captures its graphs meanwhile
+        # vLLM captures its graphs meanwhile.
+        with memory.taking(num_bytes), self._acl.outside_graph_capture():
             address = self._acl.malloc_host(num_bytes)
         self._host_addresses.append(address)
         buffer = (ctypes.c_char * num_bytes).from_address(address)

@@ -18,7 +18,7 @@ from rich.table import Table
 from rich.text import Text
 
 from simple_offload import __version__
-from simple_offload.cli.arguments import Parser, count
+from simple_offload.cli.arguments import CommandError, Parser, count
 from simple_offload.cli.checks import Check, Status, error, ok, warning
 from simple_offload.cli.machine import (
     check_huge_pages,
@@ -33,6 +33,7 @@ from simple_offload.cli.transfer_config import (
     read_transfer_config,
 )
 from simple_offload.config import OffloadConfig
+from simple_offload.ranks import Ranks
 
 WOULD_FAIL = 1
 PROBE_SECONDS = 240
@@ -74,13 +75,30 @@ def add_to(commands: "argparse._SubParsersAction[Parser]") -> None:
         metavar="N",
         help="tensor parallel x pipeline parallel ranks of the server (default: 1)",
     )
+    parser.add_argument(
+        "--nodes",
+        type=count,
+        default=1,
+        metavar="N",
+        help="machines that those ranks are spread over (default: 1)",
+    )
+    parser.add_argument(
+        "--data-parallel",
+        type=count,
+        default=1,
+        metavar="N",
+        help="engines of that many ranks on this machine (default: 1)",
+    )
     parser.add_argument("--json", action="store_true", help="print JSON")
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Print what was found; return the exit code. CommandError when --config is not JSON."""
     given = read_transfer_config(arguments.config)
-    checks = examine(given, arguments.ranks)
+    ranks, nodes = arguments.ranks, arguments.nodes
+    if ranks % nodes:
+        raise CommandError(f"--nodes {nodes}: must divide --ranks, which is {ranks}")
+    checks = examine(given, Ranks(ranks, ranks // nodes * arguments.data_parallel))
     failed = any(check.status is Status.ERROR for check in checks)
     if arguments.json:
         listed = [{**asdict(check), "status": check.status.value} for check in checks]
@@ -90,7 +108,7 @@ def run(arguments: argparse.Namespace) -> int:
     return WOULD_FAIL if failed else 0
 
 
-def examine(given: TransferConfig, ranks: int) -> list[Check]:
+def examine(given: TransferConfig, ranks: Ranks) -> list[Check]:
     """Every check, in the order in which a server meets things."""
     config_checks, config = check_transfer_config(given, ranks)
     found = probe(given, config)
@@ -98,7 +116,7 @@ def examine(given: TransferConfig, ranks: int) -> list[Check]:
     pinned = backend.get("name", "HostBackend") != "HostBackend"
     wanted = None
     if config is not None and config.num_cpu_blocks is None:
-        wanted = config.bytes_per_rank(ranks) * ranks
+        wanted = config.bytes_per_rank(ranks.num) * ranks.num_here
     return [
         ok("simple_offload", f"{__version__}, Python {platform.python_version()}"),
         *_check_software(found),

@@ -3,30 +3,31 @@
 import resource
 from pathlib import Path
 
-import psutil
-
+from simple_offload import memory
 from simple_offload.cli.checks import Check, ok, warning
-from simple_offload.config import memory_limit_bytes
+from simple_offload.memory import GIB
 
-GIB = 1 << 30
 _NODES = Path("/sys/devices/system/node")
 _HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 
 
 def check_memory(wanted: int | None) -> Check:
     """Memory for a host tier of ``wanted`` bytes on the whole machine; None: not known."""
-    memory = psutil.virtual_memory()
-    limit = memory_limit_bytes()
-    found = f"{memory.available / GIB:.1f} GiB available of {memory.total / GIB:.1f} GiB"
-    if limit < memory.total:
-        found += f", cgroup limit {limit / GIB:.1f} GiB"
-    available = min(int(memory.available), limit)
-    if wanted is not None and wanted > available:
+    available, reserve = memory.available_bytes(), memory.reserve_bytes()
+    limit, total = memory.limit(), memory.total_bytes()
+    found = f"{available / GIB:.1f} GiB available of {total / GIB:.1f} GiB"
+    if limit.num_bytes < total:
+        found += f", cgroup limit {limit.num_bytes / GIB:.1f} GiB"
+    if not limit.is_final:
+        found += ", and a hypervisor that may add more"
+    found += f"; {reserve / GIB:.1f} GiB are left to others"
+    if wanted is not None and wanted > available - reserve:
         return warning(
             "memory",
             found,
             f"the host tier asks for {wanted / GIB:.1f} GiB: it opens as far as memory goes, and "
-            "nothing is left for the rest. Lower cpu_bytes_to_use, or free memory",
+            "the rest when there is more (vLLM on CPU: it does not start). Lower "
+            "cpu_bytes_to_use, or free memory",
         )
     return ok("memory", found)
 

@@ -10,6 +10,7 @@ from simple_offload.cli.arguments import CommandError
 from simple_offload.cli.checks import Check, error, ok, warning
 from simple_offload.config import ConfigError, OffloadConfig
 from simple_offload.foreign_keys import describe_ignored
+from simple_offload.ranks import Ranks
 
 CONNECTOR = "SimpleCPUOffloadConnector"
 MODULE = "simple_offload"
@@ -60,21 +61,24 @@ def _own_part(config: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def check_transfer_config(
-    given: TransferConfig, ranks: int
+    given: TransferConfig, ranks: Ranks
 ) -> tuple[list[Check], OffloadConfig | None]:
-    """What is wrong with it for a server of ``ranks`` ranks, and what the connector makes of its
+    """What is wrong with it for a server of these ranks, and what the connector makes of its
     part; None if it refuses that."""
     checks = [] if given.whole is None else _check_selection(given.whole)
     try:
-        config = OffloadConfig.parse(given.extra, ranks)
+        config = OffloadConfig.parse(given.extra, ranks.num, ranks.num_here)
     except ConfigError as failure:
         return [*checks, error("configuration", "refused", str(failure))], None
     if ignored := describe_ignored(given.extra):
         checks.append(warning("ignored keys", ignored, "other connectors read them; remove them"))
     if config.num_cpu_blocks is not None:
-        wanted = f"{config.num_cpu_blocks} host blocks on each of {ranks} ranks"
+        wanted = f"{config.num_cpu_blocks} host blocks on each of {ranks.num} ranks"
     else:
-        wanted = f"{config.bytes_per_rank(ranks) / 2**30:.2f} GiB on each of {ranks} ranks"
+        size = config.bytes_per_rank(ranks.num)
+        wanted = f"{size / 2**30:.2f} GiB on each of {ranks.num} ranks"
+    if ranks.num_here != ranks.num:
+        wanted += f", {ranks.num_here} ranks on this machine"
     return [*checks, ok("configuration", wanted)], config
 
 

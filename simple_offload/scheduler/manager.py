@@ -10,6 +10,7 @@ from simple_offload import metrics, vllm_compat
 from simple_offload.config import ConfigError, OffloadConfig
 from simple_offload.logs import get_logger
 from simple_offload.metadata import RankCapacity, StepMetadata, WorkerReport
+from simple_offload.ranks import Ranks
 from simple_offload.scheduler.cpu_tier import CpuTier
 from simple_offload.scheduler.events import KVEvents
 from simple_offload.scheduler.groups import host_groups
@@ -59,8 +60,13 @@ class OffloadScheduler:
             require_parts_possible(config, kv_cache_config, self.block_size)
         self._chunk_sizes = chunk_sizes(kv_cache_config)
         self.switched_off = False
-        self._num_open: dict[str, int] = {}
-        """By rank, how many host blocks it has opened."""
+        self._ranks = Ranks.of(vllm_config.parallel_config)
+        self._capacities: dict[str, RankCapacity] = {}
+        """By rank, what it has said last."""
+        self._agreed: int | None = None
+        """Host blocks, of a device block's size, that all ranks have room for."""
+        self._is_agreed_told = self._ranks.are_alike
+        """Whether the ranks know that number. Those that are alike need not be told."""
         self._make_tier()
 
     # Before the first request
@@ -83,23 +89,15 @@ class OffloadScheduler:
         capacities = list(capacities)
         if not capacities:
             return
-        by_rank = [capacity.num_host_blocks // self._num_parts for capacity in capacities]
-        block_size = self.block_size * self._num_parts
-        if self._num_parts > 1 and min(by_rank) < 2:
+        room = min(capacity.num_host_blocks for capacity in capacities) // self._num_parts
+        if self._num_parts > 1 and room < 2:
+            block_size = self.block_size * self._num_parts
             raise ConfigError(
-                f"cpu_block_size={block_size}: a rank has room for {min(by_rank)} host blocks of "
+                f"cpu_block_size={block_size}: a rank has room for {room} host blocks of "
                 f"{block_size} tokens. Allowed: room for at least 2, that is a smaller block or "
                 "more host memory"
             )
-        if len(set(by_rank)) > 1:
-            logger.info("Ranks have room for %s host blocks; all use %d", by_rank, min(by_rank))
-        logger.info(
-            "Host tier: %d blocks of %d tokens, %s",
-            min(by_rank),
-            block_size,
-            describe_policy(self.config),
-        )
-        self._grow_tier({capacity.rank: capacity.num_open for capacity in capacities})
+        self._learn({capacity.rank: capacity for capacity in capacities})
 
     # One step
 
@@ -150,11 +148,13 @@ class OffloadScheduler:
         )
         computes = bool(scheduler_output.num_scheduled_tokens)
         self._recent.end_step(zeroed, computes=computes)
+        self._is_agreed_told |= self._agreed is not None
         return StepMetadata(
             loads=loads,
             stores=self._stores.submit(),
             admitted=self._loads.take_admitted(),
             computes=computes,
+            num_host_blocks=None if self._ranks.are_alike else self._agreed,
         )
 
     def update_connector_output(self, output: "KVConnectorOutput") -> None:
@@ -167,8 +167,8 @@ class OffloadScheduler:
             self._loads.admit(output.finished_recving, self._device_pool)
 
     def _take(self, report: WorkerReport) -> None:
-        if report.num_open:
-            self._grow_tier(report.num_open)
+        if report.capacities:
+            self._learn(report.capacities)
         self._loads.on_failed(report.failed)
         for ended in self._in_flight.end(report):
             is_load = self._loads.finish(ended, self._device_pool)
@@ -232,7 +232,8 @@ class OffloadScheduler:
 
     def has_pending_work(self) -> bool:
         """Whether the engine has to go on stepping although no request needs it."""
-        return not (self._policy.idle and self._stores.idle and self._loads.idle)
+        untold = self._agreed is not None and not self._is_agreed_told
+        return untold or not (self._policy.idle and self._stores.idle and self._loads.idle)
 
     def has_pending_block_frees(self) -> bool:
         """Whether waiting for a transfer would yield a device block, so that nobody needs to
@@ -280,7 +281,7 @@ class OffloadScheduler:
         # Lazy stores see to it that what has been loaded is not lost.
         lazy = self.config.lazy_offload
         self.tier = CpuTier(coordinator, self._hash_block_size, num_parts, self._meter, lazy)
-        self._in_flight = InFlight(self._vllm_config.parallel_config.world_size)
+        self._in_flight = InFlight(self._ranks.num)
         self._loads = Loads(self.tier, self._in_flight)
         self._stores = Stores(self.tier, self._in_flight)
         events_config = self._vllm_config.kv_events_config
@@ -304,11 +305,28 @@ class OffloadScheduler:
                 count = num_unread // manager.block_size
                 manager._remove_blocks_in_range(request.request_id, 0, count)
 
-    def _grow_tier(self, num_open: Mapping[str, int]) -> None:
+    def _learn(self, capacities: Mapping[str, RankCapacity]) -> None:
         """Use the host blocks that every rank has opened: each must have room for each block."""
-        self._num_open.update(num_open)
-        if len(self._num_open) == self._in_flight.num_ranks:
-            self.tier.grow(min(self._num_open.values()) // self._num_parts)
+        self._capacities.update(capacities)
+        if len(self._capacities) == self._ranks.num:
+            if self._agreed is None:
+                self._agree()
+            num_open = min(capacity.num_open for capacity in self._capacities.values())
+            self.tier.grow(num_open // self._num_parts)
+
+    def _agree(self) -> None:
+        """Every rank has said what it has room for: the smallest decides."""
+        rooms = [capacity.num_host_blocks for capacity in self._capacities.values()]
+        self._agreed = min(rooms)
+        by_rank = [room // self._num_parts for room in rooms]
+        if len(set(by_rank)) > 1:
+            logger.info("Ranks have room for %s host blocks; all use %d", by_rank, min(by_rank))
+        logger.info(
+            "Host tier: %d blocks of %d tokens, %s",
+            min(by_rank),
+            self.block_size * self._num_parts,
+            describe_policy(self.config),
+        )
 
     def _can_extend(self, num_computed_tokens: int) -> bool:
         """Whether host blocks may follow a device prefix of this length: it ends on a scheduler

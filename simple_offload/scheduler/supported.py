@@ -1,6 +1,7 @@
 """What the scheduler side can serve; of anything else, an error that says why."""
 
 from itertools import count
+from typing import TYPE_CHECKING
 
 from vllm.v1.kv_cache_interface import (
     ChunkedLocalAttentionSpec,
@@ -9,7 +10,35 @@ from vllm.v1.kv_cache_interface import (
     iter_layer_specs,
 )
 
+from simple_offload import vllm_compat
 from simple_offload.config import ConfigError, OffloadConfig
+
+if TYPE_CHECKING:
+    from vllm.config import ParallelConfig
+
+
+def require_supported_executor(parallel: "ParallelConfig") -> None:
+    """Raise ConfigError where the scheduler would not hear of every rank: a store is not found
+    before all of them have reported it."""
+    backend, allowed = parallel.distributed_executor_backend, "allowed: 'mp' or 'ray'"
+    if backend == "external_launcher" and parallel.world_size > 1:
+        # Each rank's engine is told of that rank alone. And schedulers that load when it suits
+        # their own rank would no longer decide alike, which such engines have to.
+        raise ConfigError(
+            f"distributed_executor_backend={backend!r} with {parallel.world_size} ranks: each "
+            f"rank's scheduler hears of its own transfers only, and nothing would be found; "
+            f"{allowed}, or one rank"
+        )
+    if (
+        backend == "ray"
+        and parallel.pipeline_parallel_size > 1
+        and vllm_compat.ray_reports_one_stage()
+    ):
+        raise ConfigError(
+            "VLLM_USE_RAY_V2_EXECUTOR_BACKEND=0 with pipeline parallel "
+            f"({parallel.pipeline_parallel_size} stages): that executor drops what all stages but "
+            f"the last report, and loads would never end; allowed: 1, which is vLLM's default"
+        )
 
 
 def require_supported_groups(kv_cache_config: KVCacheConfig) -> None:

@@ -4,12 +4,13 @@ import secrets
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from simple_offload import metrics
+from simple_offload import memory, metrics
 from simple_offload.backends.base import Direction
 from simple_offload.backends.select import make_backend
 from simple_offload.config import OffloadConfig, check_fits_memory
 from simple_offload.logs import get_logger
 from simple_offload.metadata import RankCapacity, StepMetadata, Transfer, WorkerReport
+from simple_offload.ranks import Ranks
 from simple_offload.worker.announcements import Announcements
 from simple_offload.worker.host_pool import HostPool
 from simple_offload.worker.lane import Completion, CopyThreadDied, LaneBroken
@@ -27,11 +28,11 @@ class OffloadWorker:
     """Called by one thread, the one that runs the model."""
 
     def __init__(
-        self, kv_cache_config: "KVCacheConfig", config: OffloadConfig, num_ranks: int
+        self, kv_cache_config: "KVCacheConfig", config: OffloadConfig, ranks: Ranks
     ) -> None:
         self.config = config
         self._kv_cache_config = kv_cache_config
-        self._num_ranks = num_ranks
+        self._ranks = ranks
         self._backend = make_backend(config.backend, config.copy_path)
         self._name = secrets.token_hex(8)
         self._metadata = StepMetadata()
@@ -51,9 +52,13 @@ class OffloadWorker:
         regions = find_regions(kv_caches, self._kv_cache_config)
         page_bytes = [region.shape[1] for region in regions]
         block_bytes = sum(page_bytes)
-        num_blocks = self.config.num_host_blocks(max(block_bytes, 1), self._num_ranks)
-        needed = num_blocks * block_bytes * self._num_ranks
+        num_blocks = self.config.num_host_blocks(max(block_bytes, 1), self._ranks.num)
+        needed = num_blocks * block_bytes * self._ranks.num_here
         check_fits_memory(needed, "num_cpu_blocks", self.config.num_cpu_blocks)
+        if needed < self._backend.chunk_bytes:
+            # All at once, by every rank here, and maybe no page is in place before it is written.
+            with memory.taking_first():
+                memory.require(needed)
         logger.info(
             "Host memory of this rank: %.2f GiB, %d blocks of %d bytes in %d regions",
             num_blocks * block_bytes / 2**30,
@@ -62,16 +67,19 @@ class OffloadWorker:
             len(regions),
         )
         self._backend.open(regions)
-        self.host_pool = HostPool(self._backend, page_bytes, num_blocks)
+        self.host_pool = HostPool(
+            self._backend, page_bytes, num_blocks, is_agreed=self._ranks.are_alike
+        )
         self.host_pool.open()
         self._engine = TransferEngine(self._backend)
         self._block_bytes = block_bytes
+        self._room = num_blocks
 
     @property
     def capacity(self) -> RankCapacity:
         """What this rank has host memory for, and how much of it is open by now."""
         pool = self.host_pool
-        return RankCapacity(self._name, pool.num_blocks, pool.num_open, self._block_bytes)
+        return RankCapacity(self._name, self._room, pool.num_open, self._block_bytes)
 
     # One step
 
@@ -87,6 +95,8 @@ class OffloadWorker:
         if metadata is not self._metadata:
             self.submit_stores()
         self._metadata = metadata
+        if self._engine is not None and metadata.num_host_blocks is not None:
+            self.host_pool.agree(metadata.num_host_blocks)
         if self._engine is not None and metadata.admitted:
             self._engine.hold_compute(Direction.LOAD, set(metadata.admitted))
         self._announcements.begin_step(metadata.computes, metadata.admitted)
@@ -136,9 +146,10 @@ class OffloadWorker:
         """What has been noted since the last call; None when nothing."""
         if self._engine is None:
             return None
-        num_open = self.host_pool.num_open
-        if num_open != self._reported_open:
-            self._report.num_open[self._name] = self._reported_open = num_open
+        capacity = self.capacity
+        if capacity.num_open != self._reported_open:
+            self._report.capacities[self._name] = capacity
+            self._reported_open = capacity.num_open
         elif not self._report.ended:  # a lane breaks by failing a transfer, so this misses none
             return None
         self._report.broken = self._engine.broken

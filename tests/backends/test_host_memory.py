@@ -2,9 +2,10 @@
 
 import ctypes
 import mmap
+import multiprocessing
 import platform
+import sys
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import psutil
@@ -13,6 +14,8 @@ import torch
 
 from simple_offload.backends import host_memory
 from simple_offload.backends.host_memory import map_memory, node_of_pci_device
+from simple_offload.memory import MemoryShortageError
+from tests.conftest import Machine
 
 PAGE = mmap.PAGESIZE
 
@@ -68,13 +71,29 @@ def test_pages_are_in_place() -> None:
     assert memory.nbytes == num_bytes
 
 
-def test_more_than_there_is_available(monkeypatch: pytest.MonkeyPatch) -> None:
-    available = SimpleNamespace(available=3 << 29)
-    monkeypatch.setattr(psutil, "virtual_memory", lambda: available)
+def test_more_than_there_is_available(machine: Machine) -> None:
+    machine.available = 23 << 29
     with pytest.raises(
-        MemoryError, match=r"2\.00 GiB of host memory asked for, 1\.50 GiB available"
+        MemoryShortageError, match=r"2\.00 GiB of host memory asked for, 11\.50 GiB available"
     ):
         map_memory(2 << 30)
+
+
+def test_a_forked_process_has_none_of_it() -> None:
+    """Of pages that are pinned it would get copies, at once: as much memory again."""
+    memory = map_memory(16 << 20)
+    address = memory.data_ptr()
+
+    def is_mapped() -> bool:
+        lines = Path("/proc/self/maps").read_text().splitlines()
+        spans = (line.split()[0].split("-") for line in lines)
+        return any(int(first, 16) <= address < int(last, 16) for first, last in spans)
+
+    assert is_mapped()
+    process = multiprocessing.get_context("fork").Process(target=lambda: sys.exit(is_mapped()))
+    process.start()
+    process.join()
+    assert process.exitcode == 0
 
 
 def test_a_kernel_without_huge_pages(monkeypatch: pytest.MonkeyPatch) -> None:

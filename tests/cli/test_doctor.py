@@ -12,6 +12,8 @@ from simple_offload.cli.doctor import Found, examine, probe
 from simple_offload.cli.main import main
 from simple_offload.cli.transfer_config import read_transfer_config
 from simple_offload.config import OffloadConfig
+from simple_offload.ranks import Ranks
+from tests.conftest import Machine
 
 GIVEN = read_transfer_config(None)
 ON_CPU: Found = {
@@ -47,7 +49,7 @@ ON_CUDA: Found = {
 def found_with(monkeypatch: pytest.MonkeyPatch, found: Found) -> dict[str, Check]:
     """What doctor says where a probe finds ``found``, by name."""
     monkeypatch.setattr(doctor, "probe", lambda *_: found)
-    return {check.name: check for check in examine(GIVEN, ranks=1)}
+    return {check.name: check for check in examine(GIVEN, Ranks(1, 1))}
 
 
 def test_this_machine(capfd: pytest.CaptureFixture[str]) -> None:
@@ -197,6 +199,28 @@ def test_no_torch(monkeypatch: pytest.MonkeyPatch) -> None:
         return None
 
     monkeypatch.setattr("simple_offload.cli.doctor.importlib.util.find_spec", missing)
-    checks = {check.name: check for check in examine(GIVEN, ranks=1)}
+    checks = {check.name: check for check in examine(GIVEN, Ranks(1, 1))}
     assert checks["torch"].status is Status.ERROR
     assert checks["vLLM"].status is Status.ERROR
+
+
+def test_ranks_of_other_machines_do_not_count(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As with the connector itself: 16 ranks on two machines of 100 GiB, in two engines each."""
+    monkeypatch.setattr(doctor, "probe", lambda given, config: {})
+    size = '{"cpu_bytes_to_use_per_rank": "10GiB"}'
+
+    def configuration(*arguments: str) -> str:
+        main(["doctor", "--json", "--config", size, *arguments])
+        checks = json.loads(capsys.readouterr().out)["checks"]
+        (found,) = [check for check in checks if check["name"] == "configuration"]
+        return f"{found['status']}: {found['found']} {found['advice']}"
+
+    assert "ok: 10.00 GiB on each of 8 ranks" in configuration("--ranks", "8")
+    assert "160.00 GiB" in configuration("--ranks", "16")
+    on_two = ("--ranks", "16", "--nodes", "2")
+    assert "8 ranks on this machine" in configuration(*on_two)
+    assert "160.00 GiB" in configuration(*on_two, "--data-parallel", "2")
+    assert main(["doctor", "--ranks", "3", "--nodes", "2"]) == 2
+    assert "--nodes 2: must divide --ranks, which is 3" in capsys.readouterr().err

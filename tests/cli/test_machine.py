@@ -2,43 +2,49 @@
 
 import resource
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
-from simple_offload.cli import machine
+from simple_offload.cli import machine as facts
 from simple_offload.cli.checks import Status
 from simple_offload.cli.machine import (
-    GIB,
     check_huge_pages,
     check_lock_limit,
     check_memory,
     check_numa,
 )
+from simple_offload.memory import GIB, MemoryShortageError, require
+from tests.conftest import Machine
 
 
-@pytest.fixture
-def memory(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
-    """100 GiB, half of which is available, and no cgroup."""
-    memory = SimpleNamespace(total=100 * GIB, available=50 * GIB)
-    monkeypatch.setattr("simple_offload.cli.machine.psutil.virtual_memory", lambda: memory)
-    monkeypatch.setattr(machine, "memory_limit_bytes", lambda: 100 * GIB)
-    return memory
-
-
-def test_memory(memory: SimpleNamespace) -> None:
+def test_memory(machine: Machine) -> None:
+    """What the connector itself would open now."""
+    machine.available = 60 * GIB
     assert check_memory(50 * GIB).status is Status.OK
-    check = check_memory(51 * GIB)
+    check = check_memory(50 * GIB + 1)
     assert check.status is Status.WARNING
-    assert "asks for 51.0 GiB" in check.advice
-    assert check_memory(None).found == "50.0 GiB available of 100.0 GiB"
+    assert "asks for 50.0 GiB" in check.advice
+    with pytest.raises(MemoryShortageError):
+        require(50 * GIB + 1)
+    left = "10.0 GiB are left to others"
+    assert check_memory(None).found == f"60.0 GiB available of 100.0 GiB; {left}"
 
 
-def test_the_cgroup_counts(memory: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(machine, "memory_limit_bytes", lambda: 20 * GIB)
-    check = check_memory(21 * GIB)
+def test_the_cgroup_counts(machine: Machine) -> None:
+    machine.write("/proc/self/cgroup", "0::/")
+    machine.write("/sys/fs/cgroup/memory.max", f"{20 * GIB}")
+    machine.write("/sys/fs/cgroup/memory.current", f"{5 * GIB}")
+    check = check_memory(13 * GIB + 1)
+    assert check_memory(13 * GIB).status is Status.OK
     assert check.status is Status.WARNING
-    assert check.found.endswith("cgroup limit 20.0 GiB")
+    assert check.found == (
+        "15.0 GiB available of 100.0 GiB, cgroup limit 20.0 GiB; 2.0 GiB are left to others"
+    )
+
+
+def test_a_hypervisor_that_may_add_memory(machine: Machine) -> None:
+    machine.write("/sys/bus/virtio/drivers/virtio_mem/virtio3/device", "")
+    assert "a hypervisor that may add more" in check_memory(None).found
 
 
 @pytest.mark.parametrize(
@@ -58,8 +64,8 @@ def test_lock_limit(
 
 
 def test_numa(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(machine, "_NODES", tmp_path)
-    monkeypatch.setattr(machine, "_allowed_nodes", lambda: {0})
+    monkeypatch.setattr(facts, "_NODES", tmp_path)
+    monkeypatch.setattr(facts, "_allowed_nodes", lambda: {0})
     (tmp_path / "node0").mkdir()
     assert check_numa([0]).found == "one node"
     (tmp_path / "node1").mkdir()
@@ -70,7 +76,7 @@ def test_numa(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_allowed_nodes_are_read_from_the_kernel() -> None:
-    allowed = machine._allowed_nodes()
+    allowed = facts._allowed_nodes()
     assert allowed is not None
     assert 0 in allowed
 
@@ -86,7 +92,7 @@ def test_huge_pages(
     text: str, found: str, status: Status, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     file = tmp_path / "enabled"
-    monkeypatch.setattr(machine, "_HUGE_PAGES", file)
+    monkeypatch.setattr(facts, "_HUGE_PAGES", file)
     assert check_huge_pages().found == "not known"
     file.write_text(text)
     assert (check_huge_pages().found, check_huge_pages().status) == (found, status)

@@ -9,6 +9,7 @@ import pytest
 from simple_offload.cli.arguments import CommandError
 from simple_offload.cli.checks import Check, Status
 from simple_offload.cli.transfer_config import check_transfer_config, read_transfer_config
+from simple_offload.ranks import Ranks
 
 WHOLE: dict[str, Any] = {
     "kv_connector": "SimpleCPUOffloadConnector",
@@ -20,13 +21,13 @@ WHOLE: dict[str, Any] = {
 
 
 def problems(config: Any, ranks: int = 1) -> list[Check]:
-    checks, _ = check_transfer_config(read_transfer_config(json.dumps(config)), ranks)
+    checks, _ = check_transfer_config(read_transfer_config(json.dumps(config)), Ranks(ranks, ranks))
     return [check for check in checks if check.status is not Status.OK]
 
 
 def test_the_readme_s_configuration_is_all_right() -> None:
     given = read_transfer_config(json.dumps(WHOLE))
-    checks, config = check_transfer_config(given, ranks=2)
+    checks, config = check_transfer_config(given, Ranks(2, 2))
     assert [(check.status, check.found) for check in checks] == [
         (Status.OK, "0.50 GiB on each of 2 ranks")
     ]
@@ -37,7 +38,7 @@ def test_the_readme_s_configuration_is_all_right() -> None:
 def test_the_connector_s_part_alone() -> None:
     given = read_transfer_config('{"num_cpu_blocks": 64}')
     assert (given.whole, given.extra) == (None, {"num_cpu_blocks": 64})
-    (check,), _ = check_transfer_config(given, ranks=1)
+    (check,), _ = check_transfer_config(given, Ranks(1, 1))
     assert check.found == "64 host blocks on each of 1 ranks"
 
 

@@ -101,7 +101,8 @@ def capacities(*num_open: int) -> list[RankCapacity]:
 
 def tell(scheduler: OffloadScheduler, num_open: dict[str, int]) -> None:
     """Let ranks report that they have opened so many."""
-    report = WorkerReport(num_open=num_open)
+    said = {rank: RankCapacity(rank, NUM_BLOCKS, opened, 64) for rank, opened in num_open.items()}
+    report = WorkerReport(capacities=said)
     scheduler.update_connector_output(KVConnectorOutput(kv_connector_worker_meta=report))
 
 
@@ -197,6 +198,36 @@ def test_a_tier_that_grows_while_it_serves(drive: MakeDriver) -> None:
     driver.forget_device()
     driver.say("again", prompt(60, family))
     assert driver.world.num_blocks_loaded == 2 * 9  # on two ranks
+
+
+@pytest.mark.parametrize("num_handshakes", [2, 0])
+def test_ranks_open_no_more_than_the_smallest_has_room_for(
+    drive: MakeDriver, num_handshakes: int
+) -> None:
+    """Each has one chunk before it can know. Nobody has to ask for anything: with the handshake an
+    idle engine steps once; without (beside another connector) it takes a step that reports."""
+    shape = {"uneven_ranks": True, "num_ranks": 2, "num_host_blocks": 10, "chunk_blocks": 2}
+    driver = drive(num_handshakes=num_handshakes, **shape)
+    large, small = driver.world.ranks
+    assert not any(driver.world.can_open(rank) for rank in (large, small))
+    if num_handshakes == 0:
+        driver.step()
+    assert driver.scheduler.has_pending_work()
+    driver.step()
+    assert not driver.scheduler.has_pending_work()
+    for rank in (large, small):
+        while driver.world.can_open(rank):
+            driver.world.open_chunk(rank)
+    assert [rank.worker.capacity.num_host_blocks for rank in (large, small)] == [20, 10]
+    assert [rank.worker.host_pool.num_open for rank in (large, small)] == [10, 10]
+    driver.step()
+    assert driver.tier.num_blocks == 10
+
+
+def test_ranks_that_are_alike_need_no_step_to_agree(drive: MakeDriver) -> None:
+    driver = drive(num_ranks=2, num_host_blocks=10, chunk_blocks=2)
+    assert not driver.scheduler.has_pending_work()
+    assert all(driver.world.can_open(rank) for rank in driver.world.ranks)
 
 
 # What it is told

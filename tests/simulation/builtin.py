@@ -38,6 +38,8 @@ from tests.simulation.world import World
 
 
 class BuiltinWorld(World):
+    tells_ranks_what_is_agreed = False
+
     """The scheduler side of vLLM's own connector, eager stores.
 
     It numbers loads and stores apart; here loads have even ids and stores odd ones. A load of

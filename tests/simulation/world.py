@@ -4,6 +4,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, cast
+from unittest.mock import patch
 
 from vllm.config import KVEventsConfig, KVTransferConfig
 from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
@@ -27,6 +28,7 @@ from simple_offload import metrics
 from simple_offload.backends.base import Direction
 from simple_offload.config import OffloadConfig
 from simple_offload.metadata import StepMetadata, Transfer, WorkerReport
+from simple_offload.ranks import Ranks
 from simple_offload.worker.worker import OffloadWorker
 from tests.simulation import checks
 from tests.simulation.device import ScriptedDevice
@@ -64,6 +66,9 @@ class World:
     """``step`` schedules and submits one engine step; with async scheduling, the output of the
     step before is processed only then."""
 
+    tells_ranks_what_is_agreed = True
+    """Whether the connector's scheduler side tells ranks what the smallest has room for."""
+
     def __init__(self, shape: Shape) -> None:
         self.shape = shape
         self.config = make_vllm_config(shape, self.kv_transfer_config())
@@ -71,15 +76,18 @@ class World:
         self.kv_cache_configs = [
             make_kv_cache_config(shape, rank) for rank in range(shape.num_ranks)
         ]
+        are_alike = not (shape.uneven_ranks and self.tells_ranks_what_is_agreed)
+        self._parallelism = Ranks(shape.num_ranks, shape.num_ranks, are_alike)
         scheduler_class = AsyncScheduler if shape.async_scheduling else Scheduler
-        self.scheduler: Scheduler = scheduler_class(
-            vllm_config=self.config,
-            kv_cache_config=generate_scheduler_kv_cache_config(self.kv_cache_configs),
-            structured_output_manager=StructuredOutputManager(self.config),
-            block_size=shape.scheduler_block_size,
-            hash_block_size=shape.hash_size,
-            log_stats=False,
-        )
+        with patch.object(Ranks, "of", return_value=self._parallelism):
+            self.scheduler: Scheduler = scheduler_class(
+                vllm_config=self.config,
+                kv_cache_config=generate_scheduler_kv_cache_config(self.kv_cache_configs),
+                structured_output_manager=StructuredOutputManager(self.config),
+                block_size=shape.scheduler_block_size,
+                hash_block_size=shape.hash_size,
+                log_stats=False,
+            )
         self.connector = self.find_connector()
         self.router = Router(shape.hash_size)
         self.scheduler.kv_event_publisher = cast(Any, self.router)
@@ -211,6 +219,17 @@ class World:
         except AssertionError as error:
             raise Violation(f"metrics: {error}") from error
 
+    def _check_rooms(self) -> None:
+        """Raise Violation when a rank has opened more than the smallest has room for, but for the
+        chunk that it opens before it can know."""
+        shape = self.shape
+        if shape.chunk_blocks is None or not shape.uneven_ranks:
+            return
+        rooms = [shape.host_bytes // shape.block_bytes(rank) for rank in range(shape.num_ranks)]
+        for index, rank in enumerate(self.ranks):
+            if rank.worker.host_pool.num_open > max(min(rooms), shape.chunk_blocks):
+                raise Violation(f"rank {index} has opened blocks that no other rank has room for")
+
     def _shake_hands(self) -> None:
         heard = self.ranks[: self.shape.num_handshakes]
         self.connector.set_xfer_handshake_metadata_pp_aware(
@@ -227,7 +246,7 @@ class World:
         shape = self.shape
         memory = shape.make_memory(rank)
         config = OffloadConfig.parse(self.worker_config(), shape.num_ranks)
-        worker = OffloadWorker(self.kv_cache_configs[rank], config, shape.num_ranks)
+        worker = OffloadWorker(self.kv_cache_configs[rank], config, self._parallelism)
         chunk_blocks = shape.chunk_blocks or shape.host_bytes // shape.block_bytes(rank)
         device = ScriptedDevice(chunk_blocks * shape.block_bytes(rank))
         worker._backend = device
@@ -285,7 +304,8 @@ class World:
     def can_open(self, rank: Rank) -> bool:
         """Whether the rank still has host blocks to open."""
         pool = rank.worker.host_pool
-        return not rank.out_of_memory and pool.num_open < pool.num_blocks
+        has_more = pool.num_open < pool.num_blocks
+        return has_more and pool.is_agreed and not rank.out_of_memory
 
     def open_chunk(self, rank: Rank, granted: bool = True) -> None:
         """Let the rank open its next chunk of host blocks, and return when it has. Not
@@ -413,6 +433,7 @@ class World:
         self._propose_drafts(step)
         self.check_events()
         self._check_tier_size(step.num_open)
+        self._check_rooms()
         report = getattr(combined.kv_connector_output, "kv_connector_worker_meta", None)
         self._failures.on_report(
             report if isinstance(report, WorkerReport) else None, self.ids_in_flight()

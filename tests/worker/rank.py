@@ -9,6 +9,7 @@ from vllm.v1.kv_cache_layout import KVCacheLayout
 from simple_offload.backends.base import Barrier, Direction
 from simple_offload.config import OffloadConfig
 from simple_offload.metadata import StepMetadata, Transfer
+from simple_offload.ranks import Ranks
 from simple_offload.worker.worker import OffloadWorker
 from tests.conftest import within_patience
 from tests.worker.kv_memory import full, group, make_kv_memory
@@ -59,7 +60,7 @@ class Rank:
         monkeypatch.setattr(f"{package}.announcements.time", clock)
         self.memory = make_kv_memory([group(full(), "a")], 4, KVCacheLayout.LBHNC)
         config = OffloadConfig.parse({"num_cpu_blocks": NUM_HOST_BLOCKS} | extra_config, 1)
-        self.worker = OffloadWorker(self.memory.config, config, num_ranks=1)
+        self.worker = OffloadWorker(self.memory.config, config, Ranks(1, 1))
 
     def register(self) -> None:
         self.worker.register_kv_caches(self.memory.kv_caches)

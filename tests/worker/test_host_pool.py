@@ -7,6 +7,8 @@ import pytest
 import torch
 
 from simple_offload.backends.host import HostBackend
+from simple_offload.memory import MemoryShortageError
+from simple_offload.worker import host_pool
 from simple_offload.worker.host_pool import HostPool
 from tests.conftest import within_patience
 from tests.worker.scripted import ScriptedBackend, ScriptedError
@@ -195,6 +197,68 @@ def test_a_chunk_that_the_backend_does_not_take_is_not_open(
     pool.wait_until_open()
     assert pool.num_open == 3
     assert "stays at 3 of 10 blocks (0.00 GiB): not taken" in caplog.text
+
+
+# Waiting
+
+
+def test_a_tier_that_is_short_of_memory_goes_on_when_there_is_more(
+    pool: HostPool,
+    backend: ScriptedBackend,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Another process ends, or a hypervisor gives memory. The log tells of it once."""
+    caplog.set_level("INFO")
+    monkeypatch.setattr(host_pool, "_RETRY_SECONDS", 0.0)
+    for attempt in (1, 2, 3):
+        backend.allocation_errors[attempt] = MemoryShortageError("too little")
+    pool.open()
+    pool.wait_until_open()
+    assert pool.num_open == 10
+    assert len(backend.allocators) == 7
+    tier = "The host tier of this rank"
+    assert [(record.levelname, record.getMessage()) for record in caplog.records] == [
+        ("WARNING", f"{tier} waits at 3 of 10 blocks (0.00 GiB) for more memory: too little"),
+        ("INFO", f"{tier} is open: 0.00 GiB"),
+    ]
+
+
+def test_closing_while_there_is_no_memory(pool: HostPool, backend: ScriptedBackend) -> None:
+    backend.allocation_errors[1] = MemoryShortageError("too little")
+    pool.open()
+    backend.wait_allocating(1)
+    within_patience(pool.close)  # well before it would look again
+    assert pool.num_open == 3
+
+
+def test_no_more_than_the_ranks_agree_on(backend: ScriptedBackend) -> None:
+    pool = HostPool(backend, PAGES, num_blocks=10, is_agreed=False)
+    pool.open()
+    assert (pool.is_agreed, pool.num_open) == (False, 3)
+    pool.agree(7)
+    pool.agree(9)  # the first counts
+    pool.wait_until_open()
+    assert (pool.is_agreed, pool.num_open, pool.num_blocks) == (True, 7, 7)
+    assert [len(chunk[0]) for chunk in backend.chunks] == [3, 3, 1]
+
+
+@pytest.mark.parametrize(("agreed", "opened"), [(2, 3), (3, 3), (99, 10)])
+def test_the_first_chunk_is_there_before_the_ranks_agree(
+    backend: ScriptedBackend, agreed: int, opened: int
+) -> None:
+    pool = HostPool(backend, PAGES, num_blocks=10, is_agreed=False)
+    pool.open()
+    pool.agree(agreed)
+    pool.wait_until_open()
+    assert (pool.num_open, pool.num_blocks) == (opened, opened)
+
+
+def test_closing_before_the_ranks_agree(backend: ScriptedBackend) -> None:
+    pool = HostPool(backend, PAGES, num_blocks=10, is_agreed=False)
+    pool.open()
+    within_patience(pool.close)
+    assert (pool.num_open, len(backend.allocators)) == (3, 1)
 
 
 # Closing

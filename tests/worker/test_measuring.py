@@ -12,6 +12,7 @@ from simple_offload import metrics
 from simple_offload.backends.base import Copied, Direction
 from simple_offload.config import OffloadConfig
 from simple_offload.metadata import StepMetadata, Transfer
+from simple_offload.ranks import Ranks
 from simple_offload.worker import lane
 from simple_offload.worker.lane import Completion, CopyThreadDied, LaneBroken, Took
 from simple_offload.worker.worker import OffloadWorker
@@ -144,7 +145,7 @@ def memory() -> KVMemory:
 @pytest.fixture
 def worker(no_thread_left: None, memory: KVMemory) -> Iterator[OffloadWorker]:
     config = OffloadConfig.parse({"num_cpu_blocks": 9}, 1)
-    worker = OffloadWorker(memory.config, config, 1)
+    worker = OffloadWorker(memory.config, config, Ranks(1, 1))
     worker.register_kv_caches(memory.kv_caches)
     yield worker
     within_patience(worker.shutdown)

@@ -9,7 +9,9 @@ from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.kv_cache_layout import KVCacheLayout
 
 from simple_offload.config import GIB, ConfigError, OffloadConfig
+from simple_offload.memory import MemoryShortageError
 from simple_offload.metadata import RankCapacity, StepMetadata, Transfer
+from simple_offload.ranks import Ranks
 from simple_offload.worker.worker import OffloadWorker
 from tests.conftest import Machine, within_patience
 from tests.worker.kv_memory import KVMemory, full, group, make_kv_memory, window
@@ -31,7 +33,11 @@ def make_worker(no_thread_left: None) -> Iterator[MakeWorker]:
         config: KVCacheConfig, extra_config: dict[str, Any], num_ranks: int = 1
     ) -> OffloadWorker:
         workers.append(
-            OffloadWorker(config, OffloadConfig.parse(extra_config, num_ranks), num_ranks)
+            OffloadWorker(
+                config,
+                OffloadConfig.parse(extra_config, num_ranks),
+                Ranks(num_ranks, num_ranks),
+            )
         )
         return workers[-1]
 
@@ -105,6 +111,7 @@ def test_more_blocks_than_the_machine_has_memory_for(
 ) -> None:
     """The ranks live on one machine."""
     machine.num_bytes = 1000 * BLOCK_BYTES
+    machine.available = GIB
     memory = kv_memory()
     worker = make_worker(memory.config, {"num_cpu_blocks": fitting + 1}, num_ranks)
     with pytest.raises(ConfigError, match=f"num_cpu_blocks={fitting + 1} "):
@@ -112,6 +119,20 @@ def test_more_blocks_than_the_machine_has_memory_for(
     worker = make_worker(memory.config, {"num_cpu_blocks": fitting}, num_ranks)
     worker.register_kv_caches(memory.kv_caches)
     assert worker.capacity.num_host_blocks == fitting
+
+
+def test_memory_that_comes_as_it_is_written_must_be_available_at_start(
+    make_worker: MakeWorker, machine: Machine
+) -> None:
+    """On CPUs nobody would notice later, but the kernel, which ends a process. All ranks count:
+    none of them has touched its pages when the others look."""
+    machine.available = 30 * GIB
+    memory = kv_memory()
+    worker = make_worker(memory.config, {"cpu_bytes_to_use_per_rank": 10 * GIB}, 2)
+    worker.register_kv_caches(memory.kv_caches)
+    worker = make_worker(memory.config, {"cpu_bytes_to_use_per_rank": 11 * GIB}, 2)
+    with pytest.raises(MemoryShortageError, match=r"22\.00 GiB of host memory asked for, 30\.00"):
+        worker.register_kv_caches(memory.kv_caches)
 
 
 def test_a_backend_that_is_not_for_this_platform(make_worker: MakeWorker) -> None:

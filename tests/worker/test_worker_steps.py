@@ -189,10 +189,15 @@ def slow_rank(make_rank: MakeRank) -> Rank:
     return rank
 
 
+def told(report: WorkerReport) -> dict[str, int]:
+    """By rank, how many blocks it has opened."""
+    return {rank: capacity.num_open for rank, capacity in report.capacities.items()}
+
+
 def num_open(rank: Rank) -> tuple[int, dict[str, int] | None]:
     """What the rank says of itself when asked, and what its report says."""
     report = rank.worker.take_report()
-    return rank.worker.capacity.num_open, report.num_open if report is not None else None
+    return rank.worker.capacity.num_open, told(report) if report is not None else None
 
 
 def test_open_blocks_are_told_when_there_are_more(slow_rank: Rank) -> None:
@@ -211,13 +216,13 @@ def test_open_blocks_are_told_beside_what_has_ended(slow_rank: Rank) -> None:
     slow_rank.step(StepMetadata(stores=[store(0)]))
     report = slow_rank.worker.take_report()
     assert report is not None
-    assert (report.ended, report.num_open) == ({0: 1}, {})  # nothing new
+    assert (report.ended, told(report)) == ({0: 1}, {})  # nothing new
     slow_rank.step(StepMetadata(stores=[store(1)]))
     slow_rank.backend.release()
     slow_rank.worker.host_pool.wait_until_open()
     report = slow_rank.worker.take_report()
     assert report is not None
-    assert (report.ended, set(report.num_open.values())) == ({1: 1}, {NUM_HOST_BLOCKS})
+    assert (report.ended, set(told(report).values())) == ({1: 1}, {NUM_HOST_BLOCKS})
 
 
 def test_what_cannot_be_opened_is_not_told(slow_rank: Rank) -> None:

@@ -16,6 +16,7 @@ from simple_offload.backends.base import Direction
 from simple_offload.backends.npu import NpuBackend
 from simple_offload.config import OffloadConfig
 from simple_offload.metadata import StepMetadata, Transfer
+from simple_offload.ranks import Ranks
 from simple_offload.worker.worker import OffloadWorker
 from tests.acl_sim.sim import Sim
 from tests.worker.kv_memory import full, group, make_kv_memory, window
@@ -35,7 +36,7 @@ class Rank:
         self._views = memory.kv_caches
         self.kv_caches = self._views_of(self.storage)
         config = OffloadConfig.parse({"num_cpu_blocks": NUM_HOST_BLOCKS}, 1)
-        self.worker = OffloadWorker(memory.config, config, 1)
+        self.worker = OffloadWorker(memory.config, config, Ranks(1, 1))
         assert isinstance(self.worker._backend, NpuBackend)
         self.worker.register_kv_caches(self.kv_caches)
         self.worker.host_pool.wait_until_open()
@@ -246,7 +247,7 @@ def test_a_kv_cache_of_tuples(make_rank: MakeRank) -> None:
     """Keys and values one by one, as vllm-ascend registers them."""
     memory = make_kv_memory([group(full(), "a")], NUM_DEVICE_BLOCKS, KVCacheLayout.LBHNC)
     config = OffloadConfig.parse({"num_cpu_blocks": NUM_HOST_BLOCKS}, 1)
-    worker = OffloadWorker(memory.config, config, 1)
+    worker = OffloadWorker(memory.config, config, Ranks(1, 1))
     contents = [
         torch.randint(-128, 128, (NUM_DEVICE_BLOCKS, n), dtype=torch.int8) for n in (96, 32)
     ]

@@ -8,6 +8,7 @@ from unittest.mock import patch
 
 from simple_offload.metadata import RankCapacity, WorkerReport
 from simple_offload.scheduler.manager import OffloadScheduler
+from simple_offload.worker.host_pool import HostPool
 from simple_offload.worker.worker import OffloadWorker
 from tests.simulation.mutations.registry import mutation, substitute
 from tests.simulation.mutations.scripts import Engine, growing
@@ -16,12 +17,15 @@ from tests.simulation.mutations.scripts import Engine, growing
 def grow_to(stack: ExitStack, size: Callable[[dict[str, int], int], int]) -> None:
     """Let the tier have as many blocks as ``size`` says, given what the ranks have said and how
     many there are."""
+    learn = OffloadScheduler._learn
 
-    def grow(self: OffloadScheduler, num_open: Any) -> None:
-        self._num_open.update(num_open)
-        self.tier.grow(size(self._num_open, self._in_flight.num_ranks))
+    def learn_and_grow(self: OffloadScheduler, capacities: Any) -> None:
+        with patch.object(self.tier, "grow"):
+            learn(self, capacities)
+        said = {rank: capacity.num_open for rank, capacity in self._capacities.items()}
+        self.tier.grow(size(said, self._in_flight.num_ranks))
 
-    substitute(stack, OffloadScheduler, "_grow_tier", grow)
+    substitute(stack, OffloadScheduler, "_learn", learn_and_grow)
 
 
 @mutation(growing)
@@ -58,7 +62,15 @@ def never_grow(stack: ExitStack) -> None:
     take = OffloadScheduler._take
 
     def deaf(self: OffloadScheduler, report: WorkerReport) -> None:
-        report.num_open.clear()
+        report.capacities.clear()
         take(self, report)
 
     substitute(stack, OffloadScheduler, "_take", deaf)
+
+
+@mutation(Engine({"windows": (0,), "num_ranks": 2, "uneven_ranks": True, "chunk_blocks": 3}))
+def open_what_no_other_rank_has_room_for(stack: ExitStack) -> None:
+    def keep(self: HostPool, num_blocks: int) -> None:
+        self._agreed.set()
+
+    substitute(stack, HostPool, "agree", keep)

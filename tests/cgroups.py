@@ -1,0 +1,38 @@
+"""Control groups with a memory limit, on machines that let tests make some."""
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from simple_offload import memory
+
+
+class NoCgroupError(Exception):
+    """None can be made here; the message says why."""
+
+
+@contextmanager
+def limited(num_bytes: int) -> Iterator[Path]:
+    """A group, below that of this process, whose processes (write their ids to its
+    ``cgroup.procs``) may use ``num_bytes``. They must have ended afterwards. NoCgroupError."""
+    folders = [folder for folder in memory._cgroup_folders() if folder[0].is_dir()]
+    if not folders:
+        raise NoCgroupError("no cgroups with a memory controller")
+    parent, is_v2 = folders[0]
+    group = parent / f"simple-offload-test-{os.getpid()}"
+    try:
+        group.mkdir()
+    except OSError as error:
+        raise NoCgroupError(str(error)) from error
+    try:
+        try:
+            limit = group / ("memory.max" if is_v2 else "memory.limit_in_bytes")
+            if is_v2 and not limit.exists():
+                (parent / "cgroup.subtree_control").write_text("+memory")
+            limit.write_text(str(num_bytes))
+        except OSError as error:
+            raise NoCgroupError(str(error)) from error
+        yield group
+    finally:
+        group.rmdir()
