@@ -7,6 +7,7 @@ JSON, how far it has come once it is open or has to wait; then they wait for the
 import json
 import logging
 import multiprocessing
+import multiprocessing.connection
 import os
 import sys
 import threading
@@ -79,7 +80,12 @@ def main(group: Path, num_ranks: int, num_bytes: int) -> int:
     ]
     for rank in ranks:
         rank.start()
-    sys.stdin.read()
+    # A rank that is killed would be waited for by the others.
+    sentinels = [rank.sentinel for rank in ranks]
+    stdin = sys.stdin.fileno()
+    if stdin not in multiprocessing.connection.wait([stdin, *sentinels]):
+        for rank in ranks:
+            rank.kill()
     stop.set()
     for rank in ranks:
         rank.join()
