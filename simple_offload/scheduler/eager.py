@@ -143,8 +143,10 @@ class EagerPolicy:
             if group in self.groups.chained_ids:
                 # The tier may have lost the end of what was stored, or have got it from others.
                 self._walk.skip_stored(progress, group, stop)
-            own_from[group] = first_own_block(self.groups, request, group, table, stop)
-            progress.next_index[group] = min(progress.next_index[group], own_from[group])
+                own_from[group] = progress.next_index[group]
+            else:
+                own_from[group] = first_own_block(self.groups, request, group, table, stop)
+                progress.next_index[group] = min(progress.next_index[group], own_from[group])
             tables[group] = self.groups.parts(table, progress.next_index[group], stop)
             stops[group] = stop
         held = [block for table in tables.values() for block in table if not block.is_null]

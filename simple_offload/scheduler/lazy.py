@@ -267,9 +267,10 @@ class LazyPolicy:
             manager = self._managers[group]
             table = manager.req_to_blocks.get(request.request_id, [])
             stop = num_complete_blocks(self.groups, request, group, len(table))
-            first = first_own_block(self.groups, request, group, table, stop)
             if group in self.groups.chained_ids:
                 first = manager.num_cached_block.get(request.request_id, 0)
+            else:
+                first = first_own_block(self.groups, request, group, table, stop)
             start = max(first - 1, 0)
             keys = self.groups.keys(request.block_hashes, group, start, stop)
             for index in range(first, stop):

@@ -67,14 +67,12 @@ def first_own_block(
     groups: Groups, request: "Request", group: int, table: Sequence[KVCacheBlock], stop: int
 ) -> int:
     """From which of the ``stop`` complete host blocks of a request that ends those are stored too
-    that vLLM has not hashed; ``table``: its block table.
+    that vLLM has not hashed, in a group that is not chained. ``table``: its block table.
 
-    The last one may lack a hash because there is no later step to give it one. Of a sliding window
-    vLLM hashes, by default, what the prompt's end needs (``prefix_cache_retention_interval`` 0):
-    here it is what the request's end needs, if the table has all of that.
+    Of a sliding window vLLM hashes, by default, what the prompt's end needs
+    (``prefix_cache_retention_interval`` 0). Here it is what the request's end needs, if the table
+    has all of that.
     """
-    if group in groups.chained_ids:
-        return 0
     if group not in groups.stable_ids:
         return stop
     num_tokens = min(confirmed_tokens(request), len(request.block_hashes) * groups.hash_block_size)
