@@ -1,0 +1,459 @@
+"""Real models: the KV cache specs of published ones, and the groups that vLLM makes of them.
+
+Each layer's spec comes from vLLM's own layer class, which is asked on an object that has no more
+than the attributes that ``get_kv_cache_spec`` reads: no weights, no kernels, no GPU. Sizes are
+those of one rank of the published checkpoint; of the layers there are a few repeats of their
+pattern. What is said here of a model, vLLM's model file says; each function names it.
+"""
+
+import importlib
+from collections.abc import Callable
+from dataclasses import dataclass, fields, replace
+from types import SimpleNamespace
+from typing import Any, cast
+
+import torch
+from vllm.config import VllmConfig
+from vllm.v1.attention.backend import AttentionType
+from vllm.v1.core import kv_cache_utils
+from vllm.v1.kv_cache_interface import (
+    FullAttentionSpec,
+    KVCacheGroupSpec,
+    KVCacheSpec,
+    MLAAttentionSpec,
+    SparseCacheRole,
+    UniformTypeKVCacheSpecs,
+)
+
+from tests.simulation import groups
+
+planning: Any = kv_cache_utils
+"""vLLM's module that plans KV caches: another one from 0.33 on."""
+if not hasattr(planning, "get_kv_cache_groups"):
+    planning = importlib.import_module("vllm.v1.core.kv_cache_planning")
+
+Specs = dict[str, KVCacheSpec]
+"""By layer name, in the order in which vLLM registers the layers."""
+
+
+DRAFT = "draft."
+"""What names of a drafter's layers begin with."""
+
+
+@dataclass(frozen=True)
+class Drafter:
+    """A drafter with KV pages. ``method``: vLLM's name for how it drafts. ``architecture``: in
+    vLLM's registry. ``num_modules``: MTP modules that draft one after the other."""
+
+    method: str
+    architecture: str
+    num_drafted: int = 3
+    num_modules: int = 1
+
+
+@dataclass(frozen=True)
+class RealModel:
+    """A model as it is served on GPUs."""
+
+    architecture: str
+    """In vLLM's registry."""
+    block_size: int
+    """``cache_config.block_size``, in tokens."""
+    layers: Callable[[VllmConfig], Specs]
+    """The target's layers, then the drafter's."""
+    drafter: Drafter | None = None
+    shrink: int = 4
+    """Tokens for which one stands in the simulator. Divides all block sizes, windows, chunks."""
+    cache_dtype: str = "auto"
+    layout: str = "BLHNC"
+    """The KV layout that this connector asks for, and gets where kernels can."""
+    hybrid: bool = True
+    """Whether vLLM manages unlike kinds of layers in groups of their own."""
+    state_page_bytes: int | None = None
+    """How large vLLM makes pages of states: as large as those of attention, whose blocks it makes
+    as large as that takes (``_align_hybrid_block_size`` in platforms/interface.py)."""
+
+
+# Layers
+
+_BF16 = torch.bfloat16
+
+
+def _spec(layer_class: Any, config: VllmConfig, **attributes: Any) -> KVCacheSpec:
+    layer = object.__new__(layer_class)
+    layer.__dict__.update(attributes)  # not by nn.Module.__setattr__: it has not been set up
+    spec = layer_class.get_kv_cache_spec(layer, config)
+    assert isinstance(spec, KVCacheSpec)
+    return spec
+
+
+def _class(module: str, name: str) -> Any:
+    return getattr(importlib.import_module(f"vllm.{module}"), name)
+
+
+def _attention(
+    config: VllmConfig, num_kv_heads: int, head_size: int, window: int | None = None
+) -> KVCacheSpec:
+    """A layer of ordinary attention with FlashAttention's kernels."""
+    return _spec(
+        _class("model_executor.layers.attention.attention", "Attention"),
+        config,
+        attn_type=AttentionType.DECODER,
+        attn_backend=_class("v1.attention.backends.flash_attn", "FlashAttentionBackend"),
+        kv_cache_dtype="auto",
+        kv_cache_torch_dtype=_BF16,
+        num_kv_heads=num_kv_heads,
+        head_size=head_size,
+        head_size_v=head_size,
+        sliding_window=window,
+    )
+
+
+# Models
+
+
+def _deepseek_v4(config: VllmConfig) -> Specs:
+    """models/deepseek_v4/attention.py, compressor.py: a window's latents in each layer, and in
+    most compressed ones of everything, with what is still to be compressed. An MTP layer has
+    a window only."""
+    specs: Specs = {}
+    compress_ratios = (0, 0, 4, 128, 4, 128, 4)
+    for layer, ratio in enumerate(compress_ratios):
+        prefix = f"model.layers.{layer}.attn"
+        if ratio == 4:
+            specs[f"{prefix}.indexer.k_cache"] = _spec(
+                _class("models.deepseek_v4.attention", "DeepseekV4IndexerCache"),
+                config,
+                cache_config=config.cache_config,
+                head_dim=128 + 4,  # of one byte, and a scale
+                dtype=torch.uint8,
+                compress_ratio=ratio,
+            )
+            state = f"{prefix}.indexer.compressor.state_cache"
+            specs[state] = _compressor_state(config, ratio, head_dim=128)
+        specs[f"{prefix}.swa_cache"] = _deepseek_window(config)
+        if ratio:
+            specs[prefix] = _spec(
+                _class("models.deepseek_v4.nvidia.flashmla", "DeepseekV4FlashMLAAttention"),
+                config,
+                compress_ratio=ratio,
+                head_dim=512,
+                kv_cache_dtype=config.cache_config.cache_dtype,
+                kv_cache_torch_dtype=torch.uint8,
+            )
+            state = f"{prefix}.compressor.state_cache"
+            specs[state] = _compressor_state(config, ratio, head_dim=512)
+    if config.speculative_config is not None:
+        specs["draft.layers.7.attn.swa_cache"] = _deepseek_window(config)
+    return specs
+
+
+def _compressor_state(config: VllmConfig, ratio: int, head_dim: int) -> KVCacheSpec:
+    num_overlapping = 2 if ratio == 4 else 1
+    with _registry_for(config):
+        layer = _class("models.deepseek_v4.compressor", "CompressorStateCache")(
+            state_dim=2 * num_overlapping * head_dim,
+            dtype=torch.float32,
+            compress_ratio=ratio,
+            prefix="",
+        )
+    spec = layer.get_kv_cache_spec(config)
+    assert isinstance(spec, KVCacheSpec)
+    return spec
+
+
+def _deepseek_window(config: VllmConfig) -> KVCacheSpec:
+    with _registry_for(config):
+        layer = _class("v1.attention.backends.mla.sparse_swa", "DeepseekV4SWACache")(
+            head_dim=512,
+            window_size=128,
+            dtype=torch.uint8,
+            prefix="",
+            cache_config=config.cache_config,
+        )
+    spec = layer.get_kv_cache_spec(config)
+    assert isinstance(spec, KVCacheSpec)
+    return spec
+
+
+def _registry_for(config: VllmConfig) -> Any:
+    config.compilation_config.static_forward_context.clear()
+    return _class("config", "set_current_vllm_config")(config)
+
+
+def _kimi_k3(config: VllmConfig, *, non_causal: bool) -> Specs:
+    """models/kimi_k3/nvidia/{kda,mla,mtp,dspark_mla}.py: three layers of linear attention for
+    each of MLA. The drafter's is MLA, DSpark's non-causal."""
+    linear = _class("models.kimi_k3.nvidia.kda", "KimiK3DeltaAttention")
+
+    def state() -> KVCacheSpec:
+        return _spec(
+            linear,
+            config,
+            tp_size=8,
+            num_heads=64,
+            head_dim=128,
+            conv_size=4,
+            num_spec=config.num_speculative_tokens,
+            model_config=SimpleNamespace(dtype=_BF16),
+            cache_config=config.cache_config,
+            kda_prefill_backend="flashkda",
+        )
+
+    def latents(*, non_causal: bool = False) -> KVCacheSpec:
+        return _spec(
+            _class("models.kimi_k3.nvidia.mla", "MultiHeadLatentAttention"),
+            config,
+            head_size=512 + 64,
+            kv_cache_dtype=config.cache_config.cache_dtype,
+            non_causal_multi_token_decode=non_causal,
+        )
+
+    specs = {
+        f"model.layers.{layer}.self_attn": latents() if layer % 4 == 3 else state()
+        for layer in range(8)
+    }
+    if config.speculative_config is not None:
+        specs["draft.layers.8.self_attn"] = latents(non_causal=non_causal)
+    return specs
+
+
+def _kimi_k3_mtp(config: VllmConfig) -> Specs:
+    return _kimi_k3(config, non_causal=False)
+
+
+def _kimi_k3_dspark(config: VllmConfig) -> Specs:
+    return _kimi_k3(config, non_causal=True)
+
+
+def _minimax_m3(config: VllmConfig) -> Specs:
+    """models/minimax_m3/nvidia/model.py (MiniMaxM3Attention, MiniMaxM3SparseAttention, both of
+    4 KV heads), common/indexer.py (MiniMaxM3IndexerCache): three dense layers, then sparse ones
+    with an index. Its module needs torchvision, so these are written out."""
+    block_size = config.cache_config.block_size
+
+    def attention() -> KVCacheSpec:
+        return FullAttentionSpec(
+            block_size=block_size,
+            num_kv_heads=4,
+            head_size=128,
+            dtype=torch.float8_e4m3fn,
+        )
+
+    index = MLAAttentionSpec(
+        block_size=block_size,
+        num_kv_heads=1,
+        head_size=128,
+        dtype=torch.float8_e4m3fn,
+        cache_role=SparseCacheRole.INDEXER,
+    )
+    names = [f"model.layers.{layer}.self_attn" for layer in range(6)]
+    if config.speculative_config is not None:
+        names.append("draft.layers.0.transformer_layer.self_attn")  # nvidia/mtp.py: sparse
+    specs: Specs = {}
+    for layer, name in enumerate(names):
+        specs[f"{name}.attn" if layer < 3 else name] = attention()
+        if layer >= 3:
+            specs[f"{name}.indexer.index_cache"] = index
+    return specs
+
+
+def _gpt_oss(config: VllmConfig) -> Specs:
+    """model_executor/models/gpt_oss.py: every other layer has a window of 128."""
+    specs = {
+        f"model.layers.{layer}.attn": _attention(config, 8, 64, None if layer % 2 else 128)
+        for layer in range(6)
+    }
+    if config.speculative_config is not None:
+        specs["draft.layers.0.self_attn.attn"] = _attention(config, 8, 64)  # llama_eagle3.py
+    return specs
+
+
+def _gemma_3(config: VllmConfig) -> Specs:
+    """model_executor/models/gemma3.py, 27B: five layers with a window of 1024 for each without.
+    The drafter's has half as many heads: pages of another size."""
+    specs = {
+        f"model.layers.{layer}.attn": _attention(config, 16, 128, None if layer % 6 == 5 else 1024)
+        for layer in range(12)
+    }
+    if config.speculative_config is not None:
+        specs["draft.layers.0.self_attn.attn"] = _attention(config, 8, 128)
+    return specs
+
+
+def _step_3p5(config: VllmConfig) -> Specs:
+    """model_executor/models/step3p5.py, step3p5_mtp.py: three layers with a window of 512 for
+    each without; each MTP module is a layer with a window."""
+    specs = {
+        f"model.layers.{layer}.self_attn.attn": _attention(
+            config, 8, 128, 512 if layer % 4 else None
+        )
+        for layer in range(8)
+    }
+    if config.speculative_config is not None:
+        for layer in range(8, 11):
+            name = f"draft.layers.{layer}.mtp_block.self_attn.attn"
+            specs[name] = _attention(config, 8, 128, 512)
+    return specs
+
+
+def _llama_4(config: VllmConfig) -> Specs:
+    """model_executor/models/llama4.py: three layers that attend within chunks of 8192 for each
+    without. Of a drafter vLLM takes Llama's layer."""
+    local = _class(
+        "model_executor.layers.attention.chunked_local_attention", "ChunkedLocalAttention"
+    )
+    specs = {
+        f"model.layers.{layer}.self_attn.attn": _attention(config, 8, 128)
+        if layer % 4 == 3
+        else _spec(
+            local,
+            config,
+            attention_chunk_size=8192,
+            num_kv_heads=8,
+            head_size=128,
+            kv_cache_dtype="auto",
+            kv_cache_torch_dtype=_BF16,
+        )
+        for layer in range(8)
+    }
+    if config.speculative_config is not None:
+        specs["draft.layers.0.self_attn.attn"] = _attention(config, 8, 128)
+    return specs
+
+
+REAL_MODELS = {
+    "DeepSeek-V4": RealModel(
+        "DeepseekV4ForCausalLM",
+        256,
+        _deepseek_v4,
+        Drafter("mtp", "DeepSeekV4MTPModel", num_drafted=2),
+        shrink=2,
+        cache_dtype="fp8_ds_mla",
+    ),
+    "Kimi-K3, MTP": RealModel(
+        "KimiK3ForConditionalGeneration",
+        1024,
+        _kimi_k3_mtp,
+        Drafter("mtp", "KimiK3MTPModel"),
+        shrink=256,
+        state_page_bytes=1024 * 576,
+        cache_dtype="fp8",
+    ),
+    "Kimi-K3, DSpark": RealModel(
+        "KimiK3ForConditionalGeneration",
+        1024,
+        _kimi_k3_dspark,
+        Drafter("dspark", "K3DSparkModel"),
+        shrink=256,
+        state_page_bytes=1024 * 576,
+        cache_dtype="fp8",
+    ),
+    "MiniMax-M3": RealModel(
+        "MiniMaxM3SparseForCausalLM",
+        128,
+        _minimax_m3,
+        Drafter("mtp", "MiniMaxM3MTP"),
+        shrink=32,
+        cache_dtype="fp8",
+    ),
+    "gpt-oss, EAGLE3": RealModel(
+        "GptOssForCausalLM", 16, _gpt_oss, Drafter("eagle3", "Eagle3LlamaForCausalLM")
+    ),
+    "Gemma 3, EAGLE3": RealModel(
+        "Gemma3ForCausalLM", 64, _gemma_3, Drafter("eagle3", "Eagle3LlamaForCausalLM"), shrink=16
+    ),
+    "Step-3.5, chained MTP": RealModel(
+        "Step3p5ForCausalLM", 64, _step_3p5, Drafter("mtp", "Step3p5MTP", num_modules=3), shrink=16
+    ),
+    "Llama 4": RealModel("Llama4ForCausalLM", 256, _llama_4, shrink=64),
+    "Llama 4, EAGLE3": RealModel(
+        "Llama4ForCausalLM",
+        256,
+        _llama_4,
+        Drafter("eagle3", "Eagle3LlamaForCausalLM"),
+        shrink=64,
+        hybrid=False,
+    ),
+}
+"""What runs beside this connector, by name: sizes of blocks are vLLM's own choice, or a power of
+two that kernels allow where windows are long."""
+
+
+# vLLM's plan
+
+
+class SpeculativeConfig(groups.Drafter):
+    """What vLLM's planner and scheduler want to know of a speculative config."""
+
+    def __init__(self, drafter: Drafter) -> None:
+        self.num_speculative_tokens = drafter.num_drafted
+        self.method = drafter.method
+        self.draft_model_config = SimpleNamespace(hf_config=SimpleNamespace())
+        self._num_modules = drafter.num_modules
+
+    def use_eagle(self) -> bool:
+        return True
+
+    needs_eagle_block_drop = use_eagle_block_drop = use_eagle
+
+    def use_dspark(self) -> bool:
+        return self.method == "dspark"
+
+    def use_multi_module_mtp(self) -> bool:
+        return min(self._num_modules, self.num_speculative_tokens) > 1
+
+
+def configure(config: VllmConfig, model: RealModel) -> None:
+    """Change ``config`` to what it is when vLLM plans the model's KV cache."""
+    cache = config.cache_config
+    cache.block_size = model.block_size
+    cache.cache_dtype = model.cache_dtype  # type: ignore[assignment]
+    cache.kv_cache_layout = model.layout
+    config.scheduler_config.disable_hybrid_kv_cache_manager = not model.hybrid
+    if model.drafter:
+        config.speculative_config = cast(Any, SpeculativeConfig(model.drafter))
+    cache.mamba_cache_mode = "align"
+    cache.mamba_block_size = model.block_size
+    cache.mamba_page_size_padded = model.state_page_bytes
+
+
+def plan_groups(model: RealModel, config: VllmConfig) -> list[KVCacheGroupSpec]:
+    """The groups that vLLM makes of the model's layers. ``config``: as ``configure`` leaves it."""
+    specs = model.layers(config)
+    if "is_draft" in {field.name for field in fields(KVCacheSpec)}:  # from 0.33 on
+        specs = {
+            name: replace(spec, is_draft=name.startswith(DRAFT))  # type: ignore[call-arg]
+            for name, spec in specs.items()
+        }
+    if hasattr(planning, "get_global_kv_cache_groups"):
+        groups: list[KVCacheGroupSpec] = planning.get_global_kv_cache_groups(config, [specs])
+        return groups
+    room = 1000 * sum(spec.max_memory_usage_bytes(config) for spec in specs.values())
+    (planned,) = planning.get_kv_cache_configs(config, [specs], [room])
+    return list(planned.kv_cache_groups)
+
+
+def describe(group: KVCacheGroupSpec) -> str:
+    """What matters of a group: how many layers, of which kinds, in blocks of how many tokens."""
+    kinds: dict[str, int] = {}
+    for name in group.layer_names:
+        spec = layer_spec(group, name)
+        sizes = {
+            "window": getattr(spec, "sliding_window", None),
+            "chunk": getattr(spec, "attention_chunk_size", None),
+            "retained": getattr(spec, "extra_retained_tokens", 0),
+            "tokens a state": spec.tokens_per_state if spec.tokens_per_state not in (1, -1) else 0,
+        }
+        kind = type(spec).__name__.removesuffix("Spec")
+        said = ", ".join([kind, *(f"{key} {size}" for key, size in sizes.items() if size)])
+        kinds[said] = kinds.get(said, 0) + 1
+    layers = " + ".join(f"{count} ({said})" for said, count in kinds.items())
+    return f"{layers} in blocks of {group.kv_cache_spec.block_size}"
+
+
+def layer_spec(group: KVCacheGroupSpec, layer_name: str) -> KVCacheSpec:
+    """The spec of one layer of a group."""
+    if isinstance(group.kv_cache_spec, UniformTypeKVCacheSpecs):
+        return group.kv_cache_spec.kv_cache_specs[layer_name]
+    return group.kv_cache_spec

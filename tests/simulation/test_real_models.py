@@ -1,0 +1,97 @@
+"""Models that are served with this connector, as vLLM plans their KV caches."""
+
+import pytest
+from vllm.config import KVTransferConfig, VllmConfig
+from vllm.model_executor.models.registry import ModelRegistry
+
+from simple_offload.vllm_compat import vllm_version
+from tests.simulation.real_models import (
+    REAL_MODELS,
+    RealModel,
+    configure,
+    describe,
+    plan_groups,
+)
+from tests.simulation.shape import Shape
+from tests.simulation.vllm_config import make_vllm_config
+
+_WINDOWS_OF_DEEPSEEK = "(SlidingWindowMLA, window 128) in blocks of 64"
+_LATENTS_OF_DEEPSEEK = "(MLAAttention, tokens a state"
+_WINDOWS_OF_GEMMA = "2 (SlidingWindow, window 1024) in blocks of 64"
+_WINDOWS_OF_STEP = "(SlidingWindow, window 512, retained 2) in blocks of 64"
+_KIMI = [
+    "3 (Mamba) in blocks of 1024",
+    "3 (Mamba) in blocks of 1024",
+    "3 (MLAAttention) in blocks of 1024",
+]
+
+GROUPS = {
+    "DeepSeek-V4": [
+        f"3 {_WINDOWS_OF_DEEPSEEK}",
+        f"3 {_WINDOWS_OF_DEEPSEEK}",
+        f"2 {_WINDOWS_OF_DEEPSEEK}",
+        f"6 {_LATENTS_OF_DEEPSEEK} 4) + 2 {_LATENTS_OF_DEEPSEEK} 128) in blocks of 256",
+        "6 (SlidingWindowMLA, window 8) in blocks of 4",
+        "2 (SlidingWindowMLA, window 128) in blocks of 8",
+    ],
+    "Kimi-K3, MTP": _KIMI,
+    "Kimi-K3, DSpark": _KIMI,
+    "MiniMax-M3": ["7 (FullAttention) + 4 (MLAAttention) in blocks of 128"],
+    "gpt-oss, EAGLE3": [
+        "3 (SlidingWindow, window 128) in blocks of 16",
+        "4 (FullAttention) in blocks of 16",
+    ],
+    "Gemma 3, EAGLE3": [*[_WINDOWS_OF_GEMMA] * 5, "3 (FullAttention) in blocks of 64"],
+    "Step-3.5, chained MTP": [
+        "2 (FullAttention) in blocks of 64",
+        *[f"2 {_WINDOWS_OF_STEP}"] * 4,
+        f"1 {_WINDOWS_OF_STEP}",
+    ],
+    "Llama 4": [
+        *["2 (ChunkedLocalAttention, chunk 8192) in blocks of 256"] * 3,
+        "2 (FullAttention) in blocks of 256",
+    ],
+    "Llama 4, EAGLE3": ["9 (FullAttention, chunk 8192) in blocks of 256"],
+}
+"""What vLLM makes of each model. Where a new one makes something else, look what that means."""
+
+DRAFT_GROUPS = {
+    "DeepSeek-V4": ([1], [1]),
+    "Kimi-K3, MTP": ([2], [2]),
+    "Kimi-K3, DSpark": ([2], [2]),
+    "Step-3.5, chained MTP": ([4], [2, 3, 4]),
+    # Before 0.33 vLLM does not know, and takes it that all are.
+    "MiniMax-M3": ([], [0]),
+    "gpt-oss, EAGLE3": ([], [1]),
+    "Gemma 3, EAGLE3": ([], [5]),
+    "Llama 4": ([], []),
+    "Llama 4, EAGLE3": ([], [0]),
+}
+"""Which of them vLLM 0.32, and 0.33, marks as a drafter's."""
+
+
+def _config(model: RealModel) -> VllmConfig:
+    transfer = KVTransferConfig(
+        kv_connector="SimpleCPUOffloadConnector",
+        kv_connector_module_path="simple_offload",
+        kv_role="kv_both",
+    )
+    config = make_vllm_config(Shape(), transfer)
+    configure(config, model)
+    return config
+
+
+@pytest.mark.parametrize("name", REAL_MODELS)
+def test_groups(name: str) -> None:
+    model = REAL_MODELS[name]
+    groups = plan_groups(model, _config(model))
+    assert [describe(group) for group in groups] == GROUPS[name]
+    marked = [index for index, group in enumerate(groups) if group.is_eagle_group]
+    assert marked == DRAFT_GROUPS[name][vllm_version() >= (0, 33)]
+
+
+@pytest.mark.parametrize("name", REAL_MODELS)
+def test_vllm_has_the_architecture(name: str) -> None:
+    model = REAL_MODELS[name]
+    names = {model.architecture, *([model.drafter.architecture] if model.drafter else [])}
+    assert names <= ModelRegistry.get_supported_archs()
