@@ -78,6 +78,23 @@ class Group:
         return FullAttentionSpec(**common)
 
 
+@dataclass(frozen=True)
+class Layer:
+    """What a layer's pages hold. ``ahead``: how many tokens more than its own it has seen at each
+    position. ``tokens_per_entry``: the tokens that one entry of a page stands for."""
+
+    kind: Kind
+    ahead: int = 0
+    tokens_per_entry: int = 1
+
+    def ends(self, positions: "np.ndarray[Any, Any]") -> "np.ndarray[Any, Any]":
+        """Those of ``positions`` with which the tokens of an entry are complete."""
+        if self.tokens_per_entry == 1:
+            return positions
+        ends: np.ndarray[Any, Any] = positions[(positions + 1) % self.tokens_per_entry == 0]
+        return ends
+
+
 class Drafter:
     """What vLLM's scheduler wants to know of a speculative config: EAGLE or a chain of MTP
     modules, with KV pages of its own, or drafts that need none (n-grams)."""

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from tests.simulation.device import KVMemory
-from tests.simulation.groups import Group, Kind
-from tests.simulation.identity import NUM_TOKENS, Identities, Story, extend, of_page, of_state
+from tests.simulation.groups import Group, Kind, Layer
+from tests.simulation.identity import Identities, Story, of_page, of_state
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
@@ -90,14 +90,11 @@ class Runner:
         self.groups = tuple(enumerate(shape.groups))
         self.stories = stories
         self._sizes = shape.block_sizes
-        self._pages = [
-            [
-                page.reshape(len(page), page.shape[1] * group.scale, page.shape[2] // group.scale)
-                for page in memory.pages
-            ]
-            for group in shape.groups
-        ]
-        """By group and layer ``[num_blocks, tokens on this rank, width]``."""
+        self._layers = shape.layers
+        self._alike = [{kind: _alike(layers, kind) for kind in Kind} for layers in self._layers]
+        """By group and kind, layers whose pages have entries for the same tokens."""
+        self._pages = shape.pages(memory)
+        """By group and layer ``[num_blocks, entries on this rank, width]``."""
         self.num_pages_read = 0
         self._known: dict[str, _Known] = {}
 
@@ -204,13 +201,12 @@ class Runner:
         self._attend(batch, Kind.DRAFT)
 
     def _attend(self, batch: _Batch, kind: Kind) -> None:
-        groups = [(index, group) for index, group in self.groups if group.kind is kind]
         for work in batch.works:
-            for index, group in groups:
-                self._write(work, index, group)
+            for index, _ in self.groups:
+                self._write(work, index, kind)
         for work in batch.works:
-            for index, group in groups:
-                self._check(work, index, group)
+            for index, group in self.groups:
+                self._check(work, index, group, kind)
 
     def fill(self, request_id: str, tables: Sequence[Sequence[int]], num_tokens: int) -> None:
         """Write the pages of a request's first ``num_tokens`` tokens, as somebody does who has
@@ -218,92 +214,90 @@ class Runner:
         arrays = tuple(np.array(table, dtype=np.int64) for table in tables)
         story = self.stories[request_id]
         work = _Work(request_id, story, 0, num_tokens, 0, 0, arrays, False, num_tokens, 0, {})
-        for index, group in self.groups:
-            self._write(work, index, group)
+        for index, _ in self.groups:
+            for kind in (Kind.ATTENTION, Kind.DRAFT):
+                self._write(work, index, kind)
 
-    def _check(self, work: _Work, index: int, group: Group) -> None:
-        start = work.redraft_from if group.kind is Kind.DRAFT else work.start
-        positions = group.read(start, work.story.num_prompt_tokens)
-        positions = self._own(positions, group)
-        blocks, slots = self._places(work, positions, index, group)
-        for layer, pages in enumerate(self._pages[index]):
-            found = pages[blocks, slots]
-            wrong = (found != self._tokens(work, positions, index, group, layer)).any(axis=1)
-            for position in positions[wrong].tolist():
-                if not self._is_of_a_sibling(work, position, index, group, layer):
-                    self._complain(work, index, layer, position)
-        self.num_pages_read += len(np.unique(blocks)) * len(self.memory.pages)
+    def _check(self, work: _Work, index: int, group: Group, kind: Kind) -> None:
+        start = work.redraft_from if kind is Kind.DRAFT else work.start
+        for layers in self._alike[index][kind]:
+            spec = self._layers[index][layers[0]]
+            positions = self._own(spec.ends(group.read(start, work.story.num_prompt_tokens)))
+            blocks, slots = self._places(work, positions, index, spec)
+            for layer in layers:
+                found = self._pages[index][layer][blocks, slots]
+                wrong = (found != self._tokens(work, positions, index, layer)).any(axis=1)
+                for position in positions[wrong].tolist():
+                    if not self._is_of_a_sibling(work, position, index, layer):
+                        self._complain(work, index, layer, position)
+            self.num_pages_read += len(np.unique(blocks)) * len(layers)
 
-    def _write(self, work: _Work, index: int, group: Group) -> None:
-        start = work.redraft_from if group.kind is Kind.DRAFT else work.start
-        positions = self._own(np.arange(start, work.end), group)
-        blocks, slots = self._places(work, positions, index, group)
-        rejected = self._own(self._rejected(work, index, group), group)
-        rejected_blocks, rejected_slots = self._places(work, rejected, index, group)
-        for layer, pages in enumerate(self._pages[index]):
-            pages[blocks, slots] = self._tokens(work, positions, index, group, layer)
-            pages[rejected_blocks, rejected_slots] = _REJECTED
-            # A module that looks further ahead than tokens are known goes by drafts.
-            unknown = positions + self._ahead(group, layer) >= work.num_known
-            pages[blocks[unknown], slots[unknown]] = _REJECTED
+    def _write(self, work: _Work, index: int, kind: Kind) -> None:
+        start = work.redraft_from if kind is Kind.DRAFT else work.start
+        for layers in self._alike[index][kind]:
+            spec = self._layers[index][layers[0]]
+            positions = self._own(spec.ends(np.arange(start, work.end)))
+            blocks, slots = self._places(work, positions, index, spec)
+            rejected = self._own(spec.ends(self._rejected(work, index, kind)))
+            rejected_places = self._places(work, rejected, index, spec)
+            for layer in layers:
+                pages = self._pages[index][layer]
+                pages[blocks, slots] = self._tokens(work, positions, index, layer)
+                pages[rejected_places] = _REJECTED
+                # A module that looks further ahead than tokens are known goes by drafts.
+                if ahead := self._layers[index][layer].ahead:
+                    unknown = positions + ahead >= work.num_known
+                    pages[blocks[unknown], slots[unknown]] = _REJECTED
 
-    def _rejected(self, work: _Work, index: int, group: Group) -> "np.ndarray[Any, Any]":
+    def _rejected(self, work: _Work, index: int, kind: Kind) -> "np.ndarray[Any, Any]":
         """Positions of drafted tokens that were rejected, and of those that a drafter drafts for
         the next step, one after the other: it writes their pages as it goes."""
         num_ahead = work.num_rejected
-        if group.kind is Kind.DRAFT and work.samples:
+        if kind is Kind.DRAFT and work.samples:
             num_ahead = max(num_ahead, self.shape.num_drafted)
         room = len(work.tables[index]) * self._sizes[index]
         return np.arange(work.end, min(work.end + num_ahead, room))
 
-    def _own(self, positions: "np.ndarray[Any, Any]", group: Group) -> "np.ndarray[Any, Any]":
+    def _own(self, positions: "np.ndarray[Any, Any]") -> "np.ndarray[Any, Any]":
         """Those of ``positions`` whose tokens this rank keeps."""
         shards = self.shape.num_shards
         own: np.ndarray[Any, Any] = positions[positions % shards == self.rank % shards]
         return own
 
     def _places(
-        self, work: _Work, positions: "np.ndarray[Any, Any]", index: int, group: Group
+        self, work: _Work, positions: "np.ndarray[Any, Any]", index: int, layer: Layer
     ) -> tuple["np.ndarray[Any, Any]", "np.ndarray[Any, Any]"]:
-        """The device blocks of ``positions``, and the slots in them."""
+        """The device blocks of ``positions``, and the entries in them."""
         size = self._sizes[index]
         blocks = work.tables[index][positions // size]
-        return blocks, positions % size // self.shape.num_shards
+        return blocks, positions % size // (self.shape.num_shards * layer.tokens_per_entry)
 
     def _tokens(
-        self, work: _Work, positions: "np.ndarray[Any, Any]", index: int, group: Group, layer: int
+        self, work: _Work, positions: "np.ndarray[Any, Any]", index: int, layer: int
     ) -> Identities:
-        identities = work.story.identities[positions + self._ahead(group, layer)]
+        identities = work.story.identities[positions + self._layers[index][layer].ahead]
         return of_page(identities, index, self.rank, layer, self._pages[index][layer].shape[2])
 
-    def _ahead(self, group: Group, layer: int) -> int:
-        """How many tokens more than its own a layer has seen at each position."""
-        if group.kind is not Kind.DRAFT:
-            return 0
-        return 1 + layer if self.shape.chained else 1
-
-    def _is_of_a_sibling(
-        self, work: _Work, position: int, index: int, group: Group, layer: int
-    ) -> bool:
+    def _is_of_a_sibling(self, work: _Work, position: int, index: int, layer: int) -> bool:
         """Whether a drafter's page is that of a request which goes on otherwise after its block.
 
         The last tokens of a draft block have seen tokens behind the block, which the block's
         hash does not cover. vLLM lets blocks of the same hash stand for each other; what is
         drafted from them may be worse, what is said is the same.
         """
-        size = self._sizes[index]
+        size, spec = self._sizes[index], self._layers[index][layer]
         last = position - position % size + size - 1
-        num_beyond = position + self._ahead(group, layer) - last
-        if num_beyond <= 0:
+        if position + spec.ahead <= last:
             return False
         pages = self._pages[index][layer]
-        block, slot = self._places(work, np.array([position]), index, group)
-        found = pages[block, slot][0]
-        beyond = [int(work.story.identities[last])]
-        for _ in range(num_beyond):
-            beyond = [extend(prefix, token) for prefix in beyond for token in range(NUM_TOKENS)]
-        siblings = np.array(beyond, dtype=np.uint64)
-        allowed = of_page(siblings, index, self.rank, layer, pages.shape[2])
+        found = pages[self._places(work, np.array([position]), index, spec)][0]
+        mine = work.story.identities[last]
+        siblings = [
+            story.identities[position + spec.ahead]
+            for story in self.stories.values()
+            if len(story.identities) > position + spec.ahead and story.identities[last] == mine
+        ]
+        allowed = of_page(np.array(siblings), index, self.rank, layer, pages.shape[2])
         return bool((allowed == found).all(axis=1).any())
 
     def _check_states(self, batch: _Batch, moves: bool) -> None:
@@ -315,16 +309,20 @@ class Runner:
 
     def _check_state(self, work: _Work, index: int) -> None:
         block = work.tables[index][work.states[index][0]]
-        for layer, pages in enumerate(self.memory.pages):
+        for layer, pages in enumerate(self._pages[index]):
             if not np.array_equal(pages[block], self._state(work, work.start, index, layer)):
                 self._complain(work, index, layer, work.start - 1)
-        self.num_pages_read += len(self.memory.pages)
+        self.num_pages_read += len(self._pages[index])
 
     def _write_state(self, work: _Work, index: int) -> None:
         """The state after what was known, and behind it one for each drafted token. Where the
         accepted ones pass the end of a block, that block gets the state there as well."""
         table, column, size = work.tables[index], work.states[index][1], self._sizes[index]
-        for layer, pages in enumerate(self.memory.pages):
+        checkpoint = self.shape.checkpoint(index, work.start, work.end + work.num_rejected)
+        for layer, pages in enumerate(self._pages[index]):
+            if checkpoint is not None:
+                num_tokens, checkpoint_column = checkpoint
+                pages[table[checkpoint_column]] = self._state(work, num_tokens, index, layer)
             for place in range(work.num_accepted + 1):
                 state = self._state(work, work.known_end + place, index, layer)
                 pages[table[column + place]] = state
@@ -336,8 +334,7 @@ class Runner:
 
     def _state(self, work: _Work, num_tokens: int, index: int, layer: int) -> Identities:
         prefix = int(work.story.identities[num_tokens - 1])
-        shape = self.memory.pages[layer].shape[1:]
-        return of_state(prefix, index, self.rank, layer, shape)
+        return of_state(prefix, index, self.rank, layer, self._pages[index][layer].shape[1:])
 
     def _complain(self, work: _Work, index: int, layer: int, position: int) -> None:
         raise Violation(
@@ -345,3 +342,11 @@ class Runner:
             f"layer {layer}, position {position} of {work.start}, "
             f"device block {work.tables[index][position // self._sizes[index]]}"
         )
+
+
+def _alike(layers: Sequence[Layer], kind: Kind) -> list[list[int]]:
+    alike: dict[int, list[int]] = {}
+    for index, layer in enumerate(layers):
+        if layer.kind is kind:
+            alike.setdefault(layer.tokens_per_entry, []).append(index)
+    return list(alike.values())

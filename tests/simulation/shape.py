@@ -6,7 +6,8 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from tests.simulation.device import KVMemory
-from tests.simulation.groups import Group, Kind, Reach
+from tests.simulation.groups import Group, Kind, Layer, Reach
+from tests.simulation.identity import Identities
 
 NUM_LAYERS = 2
 
@@ -130,6 +131,32 @@ class Shape:
         drafts = [Group(Kind.DRAFT, self.draft_window)] if self.draft else []
         scaled = _with_scales([*attention, *drafts], self.scales)
         return [*scaled, *[Group(Kind.STATE)] * self.num_states]
+
+    @property
+    def layers(self) -> list[list[Layer]]:
+        """By group, its layers."""
+        return [
+            [
+                Layer(group.kind, (1 + layer * self.chained) * (group.kind is Kind.DRAFT))
+                for layer in range(NUM_LAYERS)
+            ]
+            for group in self.groups
+        ]
+
+    def pages(self, memory: KVMemory) -> list[list[Identities]]:
+        """Memory as the groups see it: by group and layer ``[num_blocks, entries, width]``."""
+        return [
+            [
+                page.reshape(len(page), page.shape[1] * group.scale, page.shape[2] // group.scale)
+                for page in memory.pages
+            ]
+            for group in self.groups
+        ]
+
+    def checkpoint(self, group: int, start: int, end: int) -> tuple[int, int] | None:
+        """Where a step over tokens ``start`` to ``end`` leaves the state of a group beside the one
+        at its end: after how many tokens, and in which block of its table."""
+        return None
 
     def widths(self, rank: int = 0) -> tuple[int, ...]:
         """By layer, the slots of 8 bytes that a token takes on a rank, in blocks of
