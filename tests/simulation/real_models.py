@@ -1,9 +1,10 @@
 """Real models: the KV cache specs of published ones, and the groups that vLLM makes of them.
 
 Each layer's spec comes from vLLM's own layer class, which is asked on an object that has no more
-than the attributes that ``get_kv_cache_spec`` reads: no weights, no kernels, no GPU. Sizes are
-those of one rank of the published checkpoint; of the layers there are a few repeats of their
-pattern. What is said here of a model, vLLM's model file says; each function names it.
+than the attributes that ``get_kv_cache_spec`` reads: no weights, no kernels, no GPU. Each function
+names the model files of vLLM that it follows. What vLLM leaves to a checkpoint's config.json (how
+many heads, which layers in which order) is typical of the family, and not any one checkpoint's; of
+the layers there are a few repeats of the pattern.
 """
 
 import importlib
@@ -18,6 +19,7 @@ from vllm.v1.attention.backend import AttentionType
 from vllm.v1.core import kv_cache_utils
 from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
+    KVCacheConfig,
     KVCacheGroupSpec,
     KVCacheSpec,
     MLAAttentionSpec,
@@ -274,7 +276,7 @@ def _gemma_3(config: VllmConfig) -> Specs:
     The drafter's has half as many heads: pages of another size."""
     specs = {
         f"model.layers.{layer}.attn": _attention(config, 16, 128, None if layer % 6 == 5 else 1024)
-        for layer in range(12)
+        for layer in range(6)
     }
     if config.speculative_config is not None:
         specs["draft.layers.0.self_attn.attn"] = _attention(config, 8, 128)
@@ -299,7 +301,7 @@ def _step_3p5(config: VllmConfig) -> Specs:
 
 def _llama_4(config: VllmConfig) -> Specs:
     """model_executor/models/llama4.py: three layers that attend within chunks of 8192 for each
-    without. Of a drafter vLLM takes Llama's layer."""
+    without. The drafter's is Llama's (llama_eagle3.py)."""
     local = _class(
         "model_executor.layers.attention.chunked_local_attention", "ChunkedLocalAttention"
     )
@@ -362,6 +364,14 @@ REAL_MODELS = {
     ),
     "Gemma 3, EAGLE3": RealModel(
         "Gemma3ForCausalLM", 64, _gemma_3, Drafter("eagle3", "Eagle3LlamaForCausalLM"), shrink=16
+    ),
+    "Gemma 3, EAGLE3, layers outermost": RealModel(
+        "Gemma3ForCausalLM",
+        64,
+        _gemma_3,
+        Drafter("eagle3", "Eagle3LlamaForCausalLM"),
+        shrink=16,
+        layout="LBHNC",
     ),
     "Step-3.5, chained MTP": RealModel(
         "Step3p5ForCausalLM", 64, _step_3p5, Drafter("mtp", "Step3p5MTP", num_modules=3), shrink=16
@@ -432,6 +442,17 @@ def plan_groups(model: RealModel, config: VllmConfig) -> list[KVCacheGroupSpec]:
     room = 1000 * sum(spec.max_memory_usage_bytes(config) for spec in specs.values())
     (planned,) = planning.get_kv_cache_configs(config, [specs], [room])
     return list(planned.kv_cache_groups)
+
+
+def place_groups(
+    groups: list[KVCacheGroupSpec], config: VllmConfig, num_blocks: int
+) -> KVCacheConfig:
+    """Where vLLM places the layers of ``groups`` in a KV cache of ``num_blocks`` blocks."""
+    block_bytes = planning._pool_bytes_per_block(config, groups)
+    placed: KVCacheConfig = planning.get_kv_cache_config_from_groups(
+        config, groups, num_blocks * block_bytes
+    )
+    return placed
 
 
 def describe(group: KVCacheGroupSpec) -> str:

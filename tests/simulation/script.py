@@ -98,6 +98,8 @@ class Script:
     opening: float = 0.5
     """How likely, per step and rank, another chunk of host blocks is opened."""
     faults: Faults = field(default_factory=Faults)
+    stretch: int = 1
+    """How many times as long prompts are."""
 
     @classmethod
     def draw(cls, seed: int) -> "Script":
@@ -245,7 +247,7 @@ class Play:
         self._rng = random.Random(script.seed)
         self._num_added = 0
         self._epoch = 0
-        self._families = [self._tokens(self._rng.randint(8, 40)) for _ in range(4)]
+        self._families = [self._prompt(8, 40) for _ in range(4)]
         self._histories: list[tuple[list[int], str | None]] = []
         self._prompts: list[tuple[list[int], str | None]] = []
         """To be sent again as they are, where a hit may then end inside a (host) block."""
@@ -322,11 +324,11 @@ class Play:
             prompt, salt = self._rng.choice(self._prompts)
         elif self._histories and self._chance(0.4):
             prompt, salt = self._rng.choice(self._histories)
-            prompt = prompt + self._tokens(self._rng.randint(1, 9))
+            prompt = prompt + self._prompt(1, 9)
         else:
             family = self._rng.choice(self._families)
             kept = len(family) if self._chance(0.8) else self._rng.randint(0, len(family))
-            prompt = family[:kept] + self._tokens(self._rng.randint(1, 12))
+            prompt = family[:kept] + self._prompt(1, 12)
             salt = self._rng.choice([None, None, "red", "blue"])
         max_tokens = self._rng.randint(1, self.script.most_said)
         prompt = prompt[: self.script.shape.max_model_len - max_tokens - 1]
@@ -408,7 +410,8 @@ class Play:
             self._num_opened,
         )
 
-    def _tokens(self, count: int) -> list[int]:
+    def _prompt(self, least: int, most: int) -> list[int]:
+        count = self._rng.randint(least, most) * self.script.stretch
         return [self._rng.randrange(NUM_TOKENS) for _ in range(count)]
 
     def _chance(self, probability: float) -> bool:

@@ -1,5 +1,7 @@
 """Models that are served with this connector, as vLLM plans their KV caches."""
 
+from dataclasses import replace
+
 import pytest
 from vllm.config import KVTransferConfig, VllmConfig
 from vllm.model_executor.models.registry import ModelRegistry
@@ -10,14 +12,24 @@ from tests.simulation.real_models import (
     RealModel,
     configure,
     describe,
+    layer_spec,
     plan_groups,
 )
+from tests.simulation.real_world import (
+    RealShape,
+    RealWorld,
+    draw,
+    shrunk_groups,
+    takes_intervals,
+)
+from tests.simulation.runner import Violation
+from tests.simulation.script import Faults, Play
 from tests.simulation.shape import Shape
 from tests.simulation.vllm_config import make_vllm_config
 
 _WINDOWS_OF_DEEPSEEK = "(SlidingWindowMLA, window 128) in blocks of 64"
 _LATENTS_OF_DEEPSEEK = "(MLAAttention, tokens a state"
-_WINDOWS_OF_GEMMA = "2 (SlidingWindow, window 1024) in blocks of 64"
+_WINDOWS_OF_GEMMA = "1 (SlidingWindow, window 1024) in blocks of 64"
 _WINDOWS_OF_STEP = "(SlidingWindow, window 512, retained 2) in blocks of 64"
 _KIMI = [
     "3 (Mamba) in blocks of 1024",
@@ -41,7 +53,12 @@ GROUPS = {
         "3 (SlidingWindow, window 128) in blocks of 16",
         "4 (FullAttention) in blocks of 16",
     ],
-    "Gemma 3, EAGLE3": [*[_WINDOWS_OF_GEMMA] * 5, "3 (FullAttention) in blocks of 64"],
+    "Gemma 3, EAGLE3": [*[_WINDOWS_OF_GEMMA] * 5, "2 (FullAttention) in blocks of 64"],
+    "Gemma 3, EAGLE3, layers outermost": [
+        *[_WINDOWS_OF_GEMMA] * 5,
+        "1 (FullAttention) in blocks of 64",
+        "1 (FullAttention) in blocks of 128",
+    ],
     "Step-3.5, chained MTP": [
         "2 (FullAttention) in blocks of 64",
         *[f"2 {_WINDOWS_OF_STEP}"] * 4,
@@ -64,6 +81,7 @@ DRAFT_GROUPS = {
     "MiniMax-M3": ([], [0]),
     "gpt-oss, EAGLE3": ([], [1]),
     "Gemma 3, EAGLE3": ([], [5]),
+    "Gemma 3, EAGLE3, layers outermost": ([], [6]),
     "Llama 4": ([], []),
     "Llama 4, EAGLE3": ([], [0]),
 }
@@ -88,6 +106,62 @@ def test_groups(name: str) -> None:
     assert [describe(group) for group in groups] == GROUPS[name]
     marked = [index for index, group in enumerate(groups) if group.is_eagle_group]
     assert marked == DRAFT_GROUPS[name][vllm_version() >= (0, 33)]
+
+
+@pytest.mark.parametrize("name", REAL_MODELS)
+def test_the_simulator_plays_these_groups(name: str) -> None:
+    model = REAL_MODELS[name]
+    pages = {}
+    for group, played in zip(plan_groups(model, _config(model)), shrunk_groups(name), strict=True):
+        assert played.layer_names == group.layer_names
+        assert played.is_eagle_group == group.is_eagle_group
+        for layer in group.layer_names:
+            spec, small = layer_spec(group, layer), layer_spec(played, layer)
+            assert type(small) is type(spec)
+            for size in ("block_size", "sliding_window", "attention_chunk_size"):
+                assert (getattr(spec, size, 0) or 0) == (
+                    getattr(small, size, 0) or 0
+                ) * model.shrink
+            for same in ("extra_retained_tokens", "num_speculative_blocks"):
+                assert getattr(spec, same, 0) == getattr(small, same, 0)
+            if spec.tokens_per_state not in (1, -1):
+                assert spec.tokens_per_state == small.tokens_per_state * model.shrink
+            pages[spec.page_size_bytes] = small.page_size_bytes
+    # Which pages are larger than which others stays as it is.
+    assert sorted(pages.values()) == [pages[size] for size in sorted(pages)]
+    assert len(set(pages.values())) == len(pages)
+
+
+@pytest.mark.parametrize("name", REAL_MODELS)
+def test_scripts(name: str) -> None:
+    """Hits with each retention interval, with and without async scheduling."""
+    for retention in (0, None, 2) if takes_intervals(name) else (0, None):
+        for asynchronous in (False, True):
+            # Both runners with both, over the intervals.
+            v2_runner = asynchronous == (retention == 0)
+            script = draw(
+                0, name, retention=retention, async_scheduling=asynchronous, v2_runner=v2_runner
+            )
+            outcome = Play(script.without_faults(), RealWorld).run()
+            assert outcome.num_finished == script.num_requests
+            assert outcome.num_blocks_loaded > 0, script
+
+
+@pytest.mark.parametrize("name", REAL_MODELS)
+def test_scripts_with_faults(name: str) -> None:
+    script = replace(draw(1, name), faults=Faults(load_error=0.3, store_error=0.3))
+    outcome = Play(script, RealWorld).run()
+    assert outcome.num_faults > 0
+    assert outcome.num_finished == script.num_requests
+
+
+def test_the_state_inside_a_prompt_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM counts on Kimi's kernels to leave the state of the last block's end of a prompt, which
+    no step ends at."""
+    monkeypatch.setattr(RealShape, "checkpoint", lambda self, group, start, end: None)
+    play = Play(draw(0, "Kimi-K3, MTP", retention=0).without_faults(), RealWorld)
+    with pytest.raises(Violation, match="reads a wrong page"):
+        play.run()
 
 
 @pytest.mark.parametrize("name", REAL_MODELS)

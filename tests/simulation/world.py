@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any, cast
 from unittest.mock import patch
 
-from vllm.config import KVEventsConfig, KVTransferConfig
+from vllm.config import KVEventsConfig, KVTransferConfig, VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata
 from vllm.sampling_params import SamplingParams
@@ -20,6 +20,7 @@ from vllm.v1.core.kv_cache_utils import (
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.outputs import DraftTokenIds, KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
@@ -71,11 +72,9 @@ class World:
 
     def __init__(self, shape: Shape) -> None:
         self.shape = shape
-        self.config = make_vllm_config(shape, self.kv_transfer_config())
+        self.config = self.make_vllm_config()
         self.config.kv_events_config = self.kv_events_config()
-        self.kv_cache_configs = [
-            make_kv_cache_config(shape, rank) for rank in range(shape.num_ranks)
-        ]
+        self.kv_cache_configs = [self.make_kv_cache_config(rank) for rank in range(shape.num_ranks)]
         are_alike = not (shape.uneven_ranks and self.tells_ranks_what_is_agreed)
         self._parallelism = Ranks(shape.num_ranks, shape.num_ranks, are_alike)
         scheduler_class = AsyncScheduler if shape.async_scheduling else Scheduler
@@ -119,6 +118,16 @@ class World:
         self._forgotten: set[int] = set()
         self._aggregator = KVOutputAggregator(shape.num_ranks)
         self._open_steps: deque[_Step] = deque()
+
+    # What another model differs in
+
+    def make_vllm_config(self) -> VllmConfig:
+        """What ``vllm serve`` would be configured with."""
+        return make_vllm_config(self.shape, self.kv_transfer_config())
+
+    def make_kv_cache_config(self, rank: int) -> KVCacheConfig:
+        """What a worker is told."""
+        return make_kv_cache_config(self.shape, rank)
 
     # What a connector under test differs in
 

@@ -1,0 +1,384 @@
+"""A real model in a world: vLLM's own groups and placements, of a model that has shrunk.
+
+Where the GPU's engine has ``RealModel.shrink`` tokens, there is one here: in blocks, windows,
+chunks, and in entries that stand for several tokens. Pages have shrunk too, all by the same
+factor: the smallest one still has 8 bytes for each entry, and pages of one size are so again.
+"""
+
+import copy
+import random
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
+from typing import Any
+
+import numpy as np
+import torch
+from vllm.config import KVTransferConfig, VllmConfig
+from vllm.model_executor.layers.mamba.checkpoint import compute_mamba_prefill_checkpoints
+from vllm.model_executor.models.utils import extract_layer_index
+from vllm.utils.math_utils import cdiv, round_up
+from vllm.v1.core.kv_cache_utils import (
+    generate_scheduler_kv_cache_config,
+    resolve_cache_hit_alignment_tokens,
+    resolve_kv_cache_block_sizes,
+)
+from vllm.v1.kv_cache_interface import (
+    AttentionSpec,
+    ChunkedLocalAttentionSpec,
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    KVCacheSpec,
+    MambaSpec,
+    SlidingWindowSpec,
+    UniformTypeKVCacheSpecs,
+)
+
+from tests.simulation.device import KVMemory
+from tests.simulation.groups import Group, Kind, Layer, Reach
+from tests.simulation.identity import Identities
+from tests.simulation.real_models import (
+    DRAFT,
+    REAL_MODELS,
+    RealModel,
+    configure,
+    layer_spec,
+    place_groups,
+    plan_groups,
+)
+from tests.simulation.script import Script
+from tests.simulation.shape import Shape
+from tests.simulation.vllm_config import make_vllm_config
+from tests.simulation.world import World
+
+_SLOT = 8
+"""Bytes of an identity."""
+
+
+# The model, shrunk
+
+
+@lru_cache
+def shrunk_groups(name: str) -> tuple[KVCacheGroupSpec, ...]:
+    """vLLM's groups of a model of ``REAL_MODELS``, in the simulator's size."""
+    model = REAL_MODELS[name]
+    config = make_vllm_config(Shape(), _TRANSFER_CONFIG)
+    configure(config, model)
+    groups = plan_groups(model, config)
+    specs = [layer_spec(group, layer) for group in groups for layer in group.layer_names]
+    factor = min(
+        spec.page_size_bytes // (_SLOT * _num_entries(spec, model.shrink)) for spec in specs
+    )
+    return tuple(_shrink_group(group, model.shrink, factor) for group in groups)
+
+
+def _shrink_group(group: KVCacheGroupSpec, shrink: int, factor: int) -> KVCacheGroupSpec:
+    specs = {
+        name: _shrink_spec(layer_spec(group, name), shrink, factor) for name in group.layer_names
+    }
+    spec = specs[group.layer_names[0]]
+    if isinstance(group.kv_cache_spec, UniformTypeKVCacheSpecs):
+        spec = UniformTypeKVCacheSpecs(spec.block_size, specs)
+    return replace(group, kv_cache_spec=spec)
+
+
+def _shrink_spec(spec: KVCacheSpec, shrink: int, factor: int) -> KVCacheSpec:
+    """The same kind of spec, with ``shrink`` tokens for each of which there is one, and a page
+    with as many times fewer bytes as ``factor`` says, rounded up to whole slots."""
+    page_bytes = round_up(-(-spec.page_size_bytes // factor), _SLOT)
+    sizes: dict[str, Any] = {"block_size": _divide(spec.block_size, shrink)}
+    for key in ("sliding_window", "attention_chunk_size"):
+        if size := getattr(spec, key, None):
+            sizes[key] = _divide(size, shrink)
+    if isinstance(spec, MambaSpec):
+        if alignment := spec.prefill_checkpoint_alignment:
+            # Checkpoints lie at ends of blocks, which are multiples of it.
+            sizes["prefill_checkpoint_alignment"] = max(1, alignment // shrink)
+        return replace(
+            spec,
+            **sizes,
+            shapes=((page_bytes,),),
+            dtypes=(torch.uint8,),
+            page_size_padded=None,
+        )
+    assert isinstance(spec, AttentionSpec)
+    tokens_per_state = spec.tokens_per_state
+    assert isinstance(tokens_per_state, int)
+    if tokens_per_state > 1:
+        tokens_per_state = _divide(tokens_per_state, shrink)
+    if hasattr(spec, "alignment"):
+        sizes["alignment"] = None
+    width = page_bytes // (_SLOT * _num_entries(spec, shrink))
+    return replace(
+        spec,
+        **sizes,
+        tokens_per_state=tokens_per_state,
+        num_kv_heads=1,
+        num_head_slots=1,
+        state_content_bytes=_SLOT * width,
+        page_size_padded=page_bytes,
+        block_stride_alignment=None,
+    )
+
+
+def _num_entries(spec: KVCacheSpec, shrink: int) -> int:
+    """How many entries a page has when ``shrink`` tokens have become one."""
+    if isinstance(spec, MambaSpec):
+        return 1
+    tokens_per_state = int(spec.tokens_per_state)
+    if tokens_per_state > 1:
+        tokens_per_state = _divide(tokens_per_state, shrink)
+    return _divide(spec.block_size, shrink) // tokens_per_state
+
+
+def _divide(size: int, shrink: int) -> int:
+    assert size % shrink == 0, f"{size} tokens are not a multiple of {shrink}"
+    return size // shrink
+
+
+# Its engine
+
+_TRANSFER_CONFIG = KVTransferConfig(
+    kv_connector="SimpleCPUOffloadConnector",
+    kv_connector_module_path="simple_offload",
+    kv_role="kv_both",
+)
+
+
+@dataclass(frozen=True)
+class RealShape(Shape):
+    """The engine of a model of ``REAL_MODELS``. Of what a Shape says of its model, ``draft``,
+    ``chained``, ``num_drafted`` and ``num_states`` fit it; the rest is not looked at."""
+
+    name: str = ""
+
+    @classmethod
+    def of(cls, name: str, **keywords: Any) -> "RealShape":
+        """``keywords``: of a Shape, other than those that speak of its model."""
+        drafter = REAL_MODELS[name].drafter
+        return cls(
+            name=name,
+            draft=drafter is not None,
+            chained=drafter is not None and drafter.num_modules > 1,
+            num_drafted=drafter.num_drafted if drafter else 0,
+            num_states=sum(isinstance(spec, MambaSpec) for spec in _specs(name)),
+            **keywords,
+        )
+
+    @property
+    def model(self) -> RealModel:
+        """The model in its true size."""
+        return REAL_MODELS[self.name]
+
+    def configure(self, config: VllmConfig) -> None:
+        """Change ``config`` to what it would be if the model had the simulator's size."""
+        configure(config, self.model)
+        cache = config.cache_config
+        cache.block_size = cache.mamba_block_size = self.model.block_size // self.model.shrink
+
+    @cached_property
+    def kv_cache_config(self) -> KVCacheConfig:
+        """What vLLM tells each worker."""
+        config = make_vllm_config(Shape(), _TRANSFER_CONFIG)
+        self.configure(config)
+        placed = place_groups(list(shrunk_groups(self.name)), config, self.num_device_blocks)
+        assert placed.num_blocks == self.num_device_blocks
+        # As EngineCore does: what the scheduler's view of the groups says goes to the workers.
+        of_scheduler = generate_scheduler_kv_cache_config([placed])
+        sizes = resolve_kv_cache_block_sizes(of_scheduler, config)
+        placed.hash_block_size = sizes[1]
+        placed.cache_hit_alignment_tokens = resolve_cache_hit_alignment_tokens(
+            of_scheduler, config, *sizes
+        )
+        placed.prefix_cache_retention_interval = self.retention and self.retention * sizes[0]
+        return placed
+
+    @property
+    def groups(self) -> list[Group]:
+        return [_group(spec) for spec in _specs(self.name)]
+
+    @property
+    def layers(self) -> list[list[Layer]]:
+        return [
+            [_layer(name, layer_spec(group, name), self.modules) for name in group.layer_names]
+            for group in self.kv_cache_config.kv_cache_groups
+        ]
+
+    @cached_property
+    def modules(self) -> list[str]:
+        """The drafter's layers, in the order in which they draft, if they are a chain."""
+        groups = self.kv_cache_config.kv_cache_groups
+        names = [name for group in groups for name in group.layer_names if name.startswith(DRAFT)]
+        return sorted(names, key=extract_layer_index) if self.chained else []
+
+    @property
+    def block_sizes(self) -> list[int]:
+        return [spec.block_size for spec in _specs(self.name)]
+
+    @property
+    def hash_size(self) -> int:
+        hash_size = self.kv_cache_config.hash_block_size
+        assert hash_size is not None
+        return hash_size
+
+    def pages(self, memory: KVMemory) -> list[list[Identities]]:
+        assert isinstance(memory, RealMemory)
+        return [
+            [memory.entries(name, layer_spec(group, name)) for name in group.layer_names]
+            for group in self.kv_cache_config.kv_cache_groups
+        ]
+
+    def checkpoint(self, group: int, start: int, end: int) -> tuple[int, int] | None:
+        spec = _specs(self.name)[group]
+        assert isinstance(spec, MambaSpec)
+        alignment = self.kv_cache_config.cache_hit_alignment_tokens
+        assert alignment is not None
+        (offset,), (column,) = compute_mamba_prefill_checkpoints(
+            [end],
+            [end - start],
+            hash_block_size=self.hash_size,
+            mamba_block_size=spec.block_size,
+            checkpoint_alignment=spec.prefill_checkpoint_alignment,
+            drop_eagle_block=self.draft,
+            cache_hit_alignment_tokens=alignment,
+        )
+        return (start + offset, column) if offset else None
+
+    def block_bytes(self, rank: int = 0) -> int:
+        return self.kv_cache_config.kv_cache_tensors[0].size // self.num_device_blocks
+
+    def make_memory(self, rank: int = 0) -> KVMemory:
+        return RealMemory(self.kv_cache_config)
+
+    def num_blocks_of_a_request(self) -> int:
+        """How many device blocks the longest request has at most."""
+        in_flight = 2 * self.max_num_batched_tokens
+        return sum(
+            spec.max_admission_blocks_per_request(in_flight, self.max_model_len)
+            if isinstance(spec, SlidingWindowSpec | ChunkedLocalAttentionSpec)
+            else 4 + self.num_drafted
+            if isinstance(spec, MambaSpec)
+            else cdiv(self.max_model_len, spec.block_size)
+            for spec in _specs(self.name)
+        )
+
+
+def _specs(name: str) -> list[KVCacheSpec]:
+    """Of each group, the first layer's spec: as vLLM's scheduler sees it."""
+    return [layer_spec(group, group.layer_names[0]) for group in shrunk_groups(name)]
+
+
+def _group(spec: KVCacheSpec) -> Group:
+    if isinstance(spec, MambaSpec):
+        return Group(Kind.STATE)
+    if isinstance(spec, ChunkedLocalAttentionSpec):
+        return Group(Kind.ATTENTION, spec.attention_chunk_size, reach=Reach.CHUNK)
+    if isinstance(spec, SlidingWindowSpec):
+        return Group(Kind.ATTENTION, spec.sliding_window)
+    assert isinstance(spec, FullAttentionSpec), spec
+    return Group(Kind.ATTENTION)
+
+
+def _layer(name: str, spec: KVCacheSpec, modules: list[str]) -> Layer:
+    if isinstance(spec, MambaSpec):
+        return Layer(Kind.STATE)
+    tokens_per_entry = int(spec.tokens_per_state)
+    if not name.startswith(DRAFT):
+        return Layer(Kind.ATTENTION, tokens_per_entry=tokens_per_entry)
+    ahead = 1 + (modules.index(name) if modules else 0)
+    return Layer(Kind.DRAFT, ahead, tokens_per_entry)
+
+
+class RealMemory(KVMemory):
+    """One rank's KV cache, its layers where vLLM places them."""
+
+    def __init__(self, config: KVCacheConfig) -> None:
+        self.tensors = config.kv_cache_tensors
+        self.size = self.tensors[0].size
+        self.layer_names = [group.layer_names for group in config.kv_cache_groups]
+        page_bytes = {
+            name: layer_spec(group, name).page_size_bytes
+            for group in config.kv_cache_groups
+            for name in group.layer_names
+        }
+        slots = torch.full((self.size // _SLOT,), -1, dtype=torch.int64)
+        self._by_name = {
+            name: slots.as_strided(
+                (config.num_blocks, page_bytes[name] // _SLOT),
+                (tensor.block_stride // _SLOT, 1),
+                (tensor.offset + index * tensor.layer_stride) // _SLOT,
+            )
+            for tensor in self.tensors
+            for index, name in enumerate(tensor.layers)
+        }
+        self.layers = list(self._by_name.values())
+        self.pages = [layer.numpy().view(np.uint64) for layer in self.layers]
+
+    def entries(self, name: str, spec: KVCacheSpec) -> Identities:
+        """A layer's pages as ``[num_blocks, entries, width]``, without what fills them up."""
+        pages: Identities = self._by_name[name].numpy().view(np.uint64)
+        num_entries = _num_entries(spec, shrink=1)
+        width = pages.shape[1] // num_entries
+        return pages[:, : num_entries * width].reshape(len(pages), num_entries, width)
+
+    def kv_caches(self) -> dict[str, torch.Tensor]:
+        return self._by_name
+
+
+class RealWorld(World):
+    """An engine that serves a real model."""
+
+    shape: RealShape
+
+    def make_vllm_config(self) -> VllmConfig:
+        config = super().make_vllm_config()
+        self.shape.configure(config)
+        return config
+
+    def make_kv_cache_config(self, rank: int) -> KVCacheConfig:
+        return copy.deepcopy(self.shape.kv_cache_config)
+
+
+# Scripts of it
+
+
+def takes_intervals(name: str) -> bool:
+    """Whether vLLM takes a retention interval for the model: only with windows or states."""
+    return any(isinstance(spec, SlidingWindowSpec | MambaSpec) for spec in _specs(name))
+
+
+def draw(seed: int, name: str, **changes: Any) -> Script:
+    """A script for a model of ``REAL_MODELS``, its prompts so long that windows end within them.
+    ``changes``: to the shape."""
+    drawn = Script.draw(seed)
+    rng = random.Random(f"{seed}: {name}")
+    windows = [group.window for group in RealShape.of(name).groups]
+    unit = RealShape.of(name).scheduler_block_size
+    stretch = max(1, unit // 16, max(windows) // 16)
+    shape = RealShape.of(
+        name,
+        max_model_len=60 * stretch,
+        max_num_batched_tokens=stretch * rng.choice([8, 16, 32]),
+        max_num_seqs=rng.randint(1, 4),
+        num_ranks=rng.choice([1, 1, 2]),
+        lazy=rng.random() < 0.3,
+        async_scheduling=drawn.shape.async_scheduling,
+        v2_runner=rng.random() < 0.5,
+        load_failures=drawn.shape.load_failures,
+    )
+    shape = replace(shape, **changes)
+    needed = shape.num_blocks_of_a_request()
+    shape = replace(
+        shape,
+        num_device_blocks=needed * rng.choice([5, 6, 8]) // 4,
+        num_host_blocks=rng.choice([4, 10, 30]) * needed,
+    )
+    return replace(
+        drawn,
+        shape=shape,
+        stretch=stretch,
+        num_requests=24,
+        arrivals=0.9,
+        copy_speed=rng.choice([0.5, 0.9]),
+        most_said=12,
+    )
