@@ -110,6 +110,10 @@ class Shape:
         """Tokens before those of a step that chained drafters compute once more."""
         return max(0, self.num_drafted - 1) if self.chained else 0
 
+    def _ahead(self, layer: int) -> int:
+        """How many tokens more than its own a drafter's layer has seen at each position."""
+        return 1 + min(layer, self.num_reprefilled)
+
     def skips_store_hooks(self, rank: int) -> bool:
         """Whether vLLM's runner does not call the hooks after drafting on this rank: the V1
         runner, with drafts, on all stages but the last."""
@@ -137,7 +141,7 @@ class Shape:
         """By group, its layers."""
         return [
             [
-                Layer(group.kind, (1 + layer * self.chained) * (group.kind is Kind.DRAFT))
+                Layer(group.kind, self._ahead(layer) if group.kind is Kind.DRAFT else 0)
                 for layer in range(NUM_LAYERS)
             ]
             for group in self.groups
