@@ -230,6 +230,7 @@ def _kv_cache_config(num_blocks: int) -> KVCacheConfig:
         num_blocks=num_blocks,
         kv_cache_tensors=[tensor],
         kv_cache_groups=[KVCacheGroupSpec(list(_LAYERS), spec)],
+        prefix_cache_retention_interval=CacheConfig().prefix_cache_retention_interval,
     )
 
 

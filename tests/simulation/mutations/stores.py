@@ -11,7 +11,7 @@ from simple_offload.scheduler.in_flight import Ended
 from simple_offload.scheduler.loads import Loads
 from simple_offload.scheduler.stores import Stores
 from tests.simulation.mutations.registry import mutation, substitute
-from tests.simulation.mutations.scripts import shared_loads
+from tests.simulation.mutations.scripts import failing_stores, shared_loads
 
 
 @mutation()
@@ -36,7 +36,7 @@ def commit_before_completion(stack: ExitStack) -> None:
     substitute(stack, CpuTier, "commit_all", unpin)
 
 
-@mutation()
+@mutation(failing_stores)
 def keep_a_failed_store(stack: ExitStack) -> None:
     finish = Stores.finish
     substitute(
