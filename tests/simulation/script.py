@@ -171,6 +171,8 @@ class Script:
         changed = replace(self.shape, **changes)
         if changed.num_states:
             changed = replace(changed, num_parts=1)
+        if changed.scales:  # vLLM has no chunked local attention beside blocks of several sizes
+            changed = replace(changed, chunks=())
         before, after = len(self.shape.groups), len(changed.groups)
         shape = replace(
             changed,
