@@ -84,7 +84,8 @@ TARGETS: dict[str, Target] = {
     "gemma3": Target("gemma3", GPU | {"block_size": 16, "dtype": "float32"}, HALF),
     "mla": Target("mla", GPU, HALF),
     "hybrid": Target("hybrid", GPU, HALF, same_hits=False),
-    "gpt-oss-eagle3": _shrunk("gpt-oss-eagle3", HALF, **_drafts("eagle3", 3)),
+    # FlashAttention 3 takes attention sinks in bfloat16 only.
+    "gpt-oss-eagle3": _shrunk("gpt-oss-eagle3", COARSE, dtype="bfloat16", **_drafts("eagle3", 3)),
     "drafted-gemma3": _shrunk("drafted-gemma3", HALF, dtype="float32", **_drafts("draft_model", 3)),
     "step3p5-mtp": _shrunk("step3p5-mtp", HALF, **_drafts("mtp", 3)),
     "llama4": _shrunk("llama4", HALF),

@@ -170,9 +170,14 @@ def test_all_prompts_come_from_the_host(gpu_runs: GpuRuns, target: str, engine: 
     ]
     if TARGETS[target].same_hits:
         assert cached[1] == cached[0]
+        assert min(cached[1].values()) > 0
     else:
+        # With a drafter vLLM drops a hit's last block, and Kimi-K3's blocks have 256 tokens: a
+        # prompt with one whole block has no hit on the device either.
+        hits, host_hits = ({i for i, count in each.items() if count > 0} for each in cached)
+        assert len(hits) > 0.5 * len(asks())
+        assert host_hits >= hits
         assert sum(cached[1].values()) > 0.5 * sum(cached[0].values())
-    assert min(cached[1].values()) > 0
     # Nothing but the shared beginnings of prompts may have come from the device there.
     assert result.metrics["external_prefix_cache_hits"] > 0.5 * sum(cached[0].values())
 
