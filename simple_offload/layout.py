@@ -4,6 +4,7 @@ from typing import TYPE_CHECKING, cast
 
 import torch
 from vllm.config import set_current_vllm_config
+from vllm.model_executor.models import ModelRegistry
 from vllm.platforms import current_platform
 from vllm.v1.attention.backend import MultipleOf
 from vllm.v1.attention.selector import get_attn_backend
@@ -16,6 +17,10 @@ if TYPE_CHECKING:
 
 logger = get_logger(__name__)
 
+_SAFE_MODELS = ("vllm.model_executor.models.", "vllm.models.kimi_k3")
+"""Modules of models that use vLLM's common attention backends, and of others that gave the same
+tokens in that layout on an H200 (docs/architecture.md)."""
+
 _BLOCK_OUTERMOST = "BLHNC"
 """Of the block-outermost layouts the one that most attention backends support. Compute is as
 fast in it as in vLLM's default (docs/measurements.md)."""
@@ -23,14 +28,34 @@ fast in it as in vLLM's default (docs/measurements.md)."""
 
 def wanted_layout(vllm_config: "VllmConfig", config: OffloadConfig) -> str | None:
     """A layout in which a block of all layers is contiguous, so that it is one descriptor; None
-    for vLLM's default: if that is what ``config`` says, or on a platform other than CUDA, or
-    where vLLM would refuse to start, which it does when an attention kernel wants smaller
-    blocks than vLLM manages and blocks of all layers are contiguous."""
+    for vLLM's default: if that is what ``config`` says, on a platform other than CUDA, for models
+    with attention kernels of their own, or where vLLM would refuse to start, which it does when
+    an attention kernel wants smaller blocks than vLLM manages and blocks of all layers are
+    contiguous."""
     if config.kv_layout == "keep" or not vllm_config.cache_config.enable_prefix_caching:
         return None
-    if not current_platform.is_cuda() or _kernel_splits_blocks(vllm_config):
+    if not current_platform.is_cuda() or _has_own_kernels(vllm_config):
         return None
-    return _BLOCK_OUTERMOST
+    return None if _kernel_splits_blocks(vllm_config) else _BLOCK_OUTERMOST
+
+
+def _has_own_kernels(vllm_config: "VllmConfig") -> bool:
+    """Whether the model, or its drafter, comes with attention kernels that are not those of vLLM's
+    common backends. They may say that any layout will do and be wrong: MiniMax-M3's gave wrong
+    tokens in this one (vLLM 0.32, H200). vLLM keeps such models in packages of their own."""
+    models = [vllm_config.model_config]
+    if (speculative := vllm_config.speculative_config) is not None:
+        models.append(getattr(speculative, "draft_model_config", None) or models[0])
+    for model in models:
+        registered = ModelRegistry.models.get(model.architecture)
+        module = getattr(registered, "module_name", "")
+        if not module.startswith(_SAFE_MODELS):
+            logger.info(
+                "No KV cache layout is asked for: %s may have attention kernels of its own",
+                model.architecture,
+            )
+            return True
+    return False
 
 
 def _kernel_splits_blocks(vllm_config: "VllmConfig") -> bool:

@@ -92,6 +92,37 @@ def test_blocks_that_kernels_split_stay_as_they_are(
     assert wish(make_vllm_config, block_size) == ("BLHNC" if whole else None)
 
 
+@pytest.mark.parametrize(
+    ("architecture", "own"),
+    [
+        ("MiniMaxM3SparseForCausalLM", True),
+        ("DeepseekV4ForCausalLM", True),
+        ("KimiLinearForCausalLM", False),
+        ("Step3p5ForCausalLM", False),
+        ("NotOfVllmForCausalLM", True),
+    ],
+)
+@pytest.mark.parametrize("drafter", [False, True])
+def test_models_with_kernels_of_their_own_keep_vllm_s_layout(
+    platform: Platform,
+    make_vllm_config: MakeVllmConfig,
+    monkeypatch: pytest.MonkeyPatch,
+    architecture: str,
+    own: bool,
+    drafter: bool,
+) -> None:
+    """MiniMax-M3's read wrong pages in another one, of a drafter or of the model itself."""
+    config = make_vllm_config({"num_cpu_blocks": 8})
+    model = SimpleNamespace(architecture=architecture)
+    if drafter:
+        draft = SimpleNamespace(draft_model_config=model)
+        monkeypatch.setattr(config, "speculative_config", draft)
+    else:
+        monkeypatch.setattr(config.model_config, "_architecture", architecture)
+    asked = wanted_layout(config, OffloadConfig.parse({"num_cpu_blocks": 8}, 1))
+    assert asked == (None if own else "BLHNC")
+
+
 def test_a_wish_does_not_stop_the_start(
     platform: Platform, make_vllm_config: MakeVllmConfig
 ) -> None:

@@ -28,7 +28,6 @@ Kind = Literal[
     "llama4",
     "minimax-m3",
     "kimi-k3",
-    "deepseek-v4",
 ]
 
 FORGETS = (0.003, 0.05)

@@ -91,9 +91,6 @@ TARGETS: dict[str, Target] = {
     "llama4": _shrunk("llama4", HALF),
     "minimax-m3": _shrunk("minimax-m3", COARSE, dtype="bfloat16", block_size=128),
     "kimi-k3": _shrunk("kimi-k3", COARSE, dtype="bfloat16", **_drafts("mtp", 1)),
-    "deepseek-v4": _shrunk(
-        "deepseek-v4", COARSE, dtype="bfloat16", kv_cache_dtype="fp8", **_drafts("mtp", 1)
-    ),
     "llama-on-cpu": Target("llama", CPU, SINGLE, few_blocks=FEW // 2),
     "gemma3-on-cpu": Target("gemma3", CPU, SINGLE),
     "llama4-on-cpu": _shrunk("llama4", SINGLE, CPU),
