@@ -59,7 +59,7 @@ def limit() -> Limit:
 
 
 def reserve_bytes() -> int:
-    """What the host tier leaves to everybody else: a tenth of the limit, at most 16 GiB."""
+    """What the host tier leaves to other programs: a tenth of the limit, at most 16 GiB."""
     return min(limit().num_bytes // 10, _MOST_RESERVED)
 
 
@@ -127,7 +127,7 @@ def _turn() -> Iterator[None]:
 
 
 def _lock(handle: int) -> None:
-    """Raises OSError where that cannot be done, or somebody holds the lock for longer than it
+    """Raises OSError where that cannot be done, or the lock is held for longer than it
     takes to take memory."""
     give_up = time.monotonic() + _PATIENCE_SECONDS
     while True:

@@ -16,8 +16,8 @@ class HostBackend:
     bytes move and uses no thread but the caller's."""
 
     chunk_bytes = sys.maxsize
-    """Memory that nobody pins costs nothing until it is written. So it is looked at start only
-    whether there is enough: what others take later may be missing (OffloadWorker)."""
+    """Memory that is not pinned costs nothing until it is written. Whether there is enough is
+    looked at when the worker starts only: what other programs take later may be missing."""
 
     def __init__(self) -> None:
         self._device: list[npt.NDArray[np.int8]] = []

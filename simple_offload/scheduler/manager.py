@@ -292,11 +292,11 @@ class OffloadScheduler:
     def _give_back_unread(self, request: "Request", num_external_tokens: int) -> None:
         """Return those of the request's new device blocks that attention will not read.
 
-        For a chain of MTP modules vLLM lets sliding windows retain some tokens more
-        (``extra_retained_tokens``), in case the last ones are computed again, and allocates blocks
-        for those too. The tier has none to fill them with, since the device gives such a block a
-        hash only while a request is at it; and left as it is, one would be found by its hash with
-        nothing in it. A hit on the device leaves its place in the table empty as well.
+        For a chain of MTP modules, vLLM's sliding windows retain some tokens more
+        (``extra_retained_tokens``), and blocks are allocated for those too. Lookups, on the device
+        as in the tier, ask for the window only: the tier has nothing to fill such a block with.
+        Left empty in the table, it would get a hash and be found. After a hit on the device its
+        place is the null block's as well.
         """
         num_tokens = self._loads.num_found(request.request_id) + num_external_tokens
         for group, manager in enumerate(self._device_managers):

@@ -23,9 +23,9 @@ class RecentTables:
 
     Keeps the block tables of the last ``num_steps`` steps with tokens: the one whose output was
     processed last, and all that vLLM may have in flight beside the coming one. Steps without
-    tokens do not count: they leave the device nothing to be done with. A table that was given up
-    since is no longer the request's. That shows for tables which only grow; a sliding window
-    gives up blocks of a table that goes on.
+    tokens do not count: no output of theirs says that compute before them is over. A table that
+    was given up since is no longer the request's. That shows for tables which only grow; a
+    sliding window gives up blocks of a table that goes on.
     """
 
     def __init__(self, kv_cache_manager: "KVCacheManager", num_steps: int) -> None:

@@ -19,7 +19,7 @@ from tests.engine.shrunk import RANDOM_WEIGHTS
 
 _GAIN = 2.0
 _LIKELY = 32
-"""Every so many-th token is likely, the others hardly ever the best: a drafter with random
+"""Every n-th token is likely, the others hardly ever the best: a drafter with random
 weights then guesses some tokens right."""
 _ONES = ("norm.weight", "layernorm.weight", "_scale")
 

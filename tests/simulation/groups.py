@@ -28,7 +28,7 @@ class Reach(Enum):
     """Which earlier tokens attention reads, given a number of tokens; all if that is 0."""
 
     WINDOW = "the last ones, its own included"
-    CHUNK = "those of the chunk of so many that it is in (Llama 4's local layers)"
+    CHUNK = "those of its own chunk (Llama 4's local layers)"
     PROMPT = "the whole prompt, and the last ones behind it (R-SWA)"
 
 

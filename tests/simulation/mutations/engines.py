@@ -15,7 +15,7 @@ from simple_offload.worker import worker
 from simple_offload.worker.regions import find_regions
 from simple_offload.worker.worker import OffloadWorker
 from tests.simulation.mutations.registry import mutation, substitute
-from tests.simulation.mutations.scripts import Engine
+from tests.simulation.mutations.scripts import Engine, chained_windows
 
 
 @mutation(Engine({"num_drafted": 3, "windows": (0,)}))
@@ -101,9 +101,7 @@ def think_a_block_is_what_one_rank_has_of_it(stack: ExitStack) -> None:
     _skip_blocks_of(stack, of_one_rank)
 
 
-@mutation(
-    Engine({"windows": (0, 8), "draft": True, "chained": True, "num_drafted": 3, "retention": None})
-)
+@mutation(chained_windows)
 def leave_blocks_that_attention_does_not_read(stack: ExitStack) -> None:
     """They stay in the table with nothing in them, and vLLM gives them a hash."""
     add = _Load.add

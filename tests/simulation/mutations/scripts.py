@@ -233,6 +233,20 @@ INNER_HITS = Engine(
 """A hit may end inside a block."""
 
 
+def chained_windows(script: Script) -> Script:
+    """Chained MTP modules and windows; what one request has loaded, others find on the device."""
+    script = _with_model(
+        script,
+        PLAIN
+        | {"windows": (0, 8), "draft": True, "chained": True, "num_drafted": 3}
+        | {"retention": None, "num_ranks": 1},
+    )
+    shape = replace(script.shape, num_device_blocks=40 * len(script.shape.groups))
+    return replace(
+        script, shape=shape, arrivals=0.9, num_requests=60, copy_speed=0.9, faults=Faults()
+    )
+
+
 def _with_model(script: Script, changes: dict[str, Any]) -> Script:
     script = script.with_model(**changes, lazy=False, store_threshold=1)
     return replace(script, shape=replace(script.shape, num_host_blocks=_NUM_HOST_BLOCKS))
