@@ -87,7 +87,7 @@ WAYS: Mapping[str, Way] = {
     "make demo ARGS=--help": Run(r"--turns N"),
     "make soak": Named("make soak STEPS=100000 SEED=0"),
     "make soak STEPS=100000 SEED=0": Run(r"no\s+violation", slow=True),
-    "make soak STEPS=100000 SEED=50000": Run(r"no\s+violation", slow=True),
+    "make soak STEPS=300000 SEED=60000": Run(r"no\s+violation", slow=True),
     "make simulate-builtin": Run(
         r"(?s)\A(?!.*stopped).*as drawn +\S simple_offload \S 0 of 200 ", slow=True
     ),
