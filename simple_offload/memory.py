@@ -79,7 +79,7 @@ def require(num_bytes: int) -> None:
     if num_bytes > room:
         raise MemoryShortageError(
             f"{num_bytes / GIB:.2f} GiB of host memory asked for, {available / GIB:.2f} GiB "
-            f"available, of which {reserve / GIB:.2f} GiB are left to others. Free memory, or ask "
+            f"available, {reserve / GIB:.2f} GiB of it reserved. Free memory, or ask "
             "for less (cpu_bytes_to_use)"
         )
 
@@ -122,13 +122,13 @@ def _turn() -> Iterator[None]:
     finally:
         if handle is not None:
             os.close(handle)
-            # Or this process, which wants more, would be back before those that wait look again.
+            # Waiting processes look every _LOOK_SECONDS. Without a pause this one, which takes
+            # chunk after chunk, would always be first.
             time.sleep(2 * _LOOK_SECONDS)
 
 
 def _lock(handle: int) -> None:
-    """Raises OSError where that cannot be done, or the lock is held for longer than it
-    takes to take memory."""
+    """Raises OSError where locks are not supported, or after ``_PATIENCE_SECONDS``."""
     give_up = time.monotonic() + _PATIENCE_SECONDS
     while True:
         try:

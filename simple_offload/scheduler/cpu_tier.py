@@ -67,8 +67,8 @@ class CpuTier:
         self.order = EvictionOrder(self.pool, demotes, self.groups.is_chained)
         self.lookup = Lookup(coordinator, self.groups, self.order)
         self.doubted: dict[int, int] = {}
-        """Ids of blocks of which a load has failed: loads with this number, or a greater one,
-        began after that was known."""
+        """By id of a block that a load failed to read: the first load id that could begin after
+        the failure was known."""
 
     @property
     def num_blocks(self) -> int:
@@ -244,11 +244,11 @@ class CpuTier:
         return useless
 
     def doubt(self, blocks: Sequence[KVCacheBlock], load_id: int, next_load_id: int) -> None:
-        """A load of ``blocks`` has failed. Those of them are dropped of which another had failed
-        before this one began; ``next_load_id`` is greater than the id of any load so far.
+        """A load of ``blocks`` has failed. Blocks that an earlier load failed to read, before this
+        one began, are dropped. ``next_load_id`` is greater than the id of any load so far.
 
-        One failure says little of the blocks: a load reads them and no more, and whatever fails
-        on the way fails all loads under way. What cannot be read fails the next load too.
+        One failure says little about the blocks: a load only reads them, and one fault may fail
+        all loads under way. Blocks that cannot be read fail the next load too.
         """
         again = [b for b in blocks if self.doubted.get(b.block_id, next_load_id) <= load_id]
         for block in blocks:

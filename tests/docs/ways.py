@@ -201,13 +201,13 @@ WAYS: Mapping[str, Way] = {
     ),
     # Servers, and what asks them
     "vllm serve MODEL --kv-transfer-config {…": Elsewhere(
-        "somebody who asks", "tests/docs/test_serving.py::test_commands_that_serve"
+        "a client that asks", "tests/docs/test_serving.py::test_commands_that_serve"
     ),
     "VLLM_USE_SIMPLE_KV_OFFLOAD=1 vllm serve MODEL --kv-offloading-size 64 …": Elsewhere(
-        "somebody who asks", "tests/docs/test_serving.py::test_commands_that_serve"
+        "a client that asks", "tests/docs/test_serving.py::test_commands_that_serve"
     ),
     "python -m examples.vllm_command serve": Named("vllm serve MODEL --kv-transfer-config {…"),
-    "vllm serve Qwen/Qwen3-8B --max-model-len 16384 …": Elsewhere("somebody who asks", _SERVED),
+    "vllm serve Qwen/Qwen3-8B --max-model-len 16384 …": Elsewhere("a client that asks", _SERVED),
     "vllm bench serve --model Qwen/Qwen3-8B --seed 0 …": Elsewhere("a server", _SERVED),
     "lm_eval --model local-completions --tasks gsm8k --num_fewshot 8 …": Elsewhere(
         "a server", _SERVED

@@ -8,7 +8,7 @@ from tests.simulation.runner import Violation
 
 
 class Failures:
-    """A block of which a load fails, and the next load too, may not be loaded until something
+    """A block that two loads in turn fail to read may not be loaded until something
     else has been stored there: it would fail for ever. ``num_parts``: of a block of the tier."""
 
     def __init__(self, num_parts: int) -> None:
@@ -19,7 +19,7 @@ class Failures:
         """Greater than any load's."""
         self._failed: set[int] = set()
         self._doubted: dict[int, int] = {}
-        """By block of the tier of which a load has failed: the first load that began later."""
+        """By block of the tier that a load failed to read: the first load that began later."""
         self._broken: set[int] = set()
         self.any_again = False
         """Whether a block has ever failed again."""
