@@ -117,7 +117,7 @@ def test_the_reserve_is_not_taken(machine: Machine) -> None:
         pass
     with pytest.raises(MemoryShortageError) as caught, memory.taking(2 * GIB + 1):
         pytest.fail("it is taken")
-    for part in ("2.00 GiB of host", "12.00 GiB available", "10.00 GiB are left", "cpu_bytes"):
+    for part in ("2.00 GiB of host", "12.00 GiB available", "10.00 GiB of it reserved", "cpu_bytes"):
         assert part in str(caught.value)
 
 
