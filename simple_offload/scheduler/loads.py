@@ -11,10 +11,10 @@ from vllm.v1.core.kv_cache_utils import KVCacheBlock
 
 from simple_offload import metrics
 from simple_offload.metadata import Transfer
-from simple_offload.scheduler import block_lists
-from simple_offload.scheduler.cpu_tier import CpuTier
-from simple_offload.scheduler.in_flight import Ended, InFlight
-from simple_offload.scheduler.lookup import HostHit
+from simple_offload.scheduler.rank_reports import Ended, InFlight
+from simple_offload.scheduler.tier import block_pool
+from simple_offload.scheduler.tier.cpu_tier import CpuTier
+from simple_offload.scheduler.tier.lookup import HostHit
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request
@@ -224,7 +224,7 @@ class Loads:
             table = device_blocks[group][first:last]
             lasting = group in self.tier.groups.lasting_ids
             load.add(group, table, slots, device_pool.null_block, num_parts, lasting=lasting)
-        block_lists.hold(device_pool, load.held)
+        block_pool.hold(device_pool, load.held)
         self._planned.append(load)
         self.tier.meter.add(metrics.HIT_TOKENS, num_external_tokens)
 
@@ -256,7 +256,7 @@ class Loads:
             if load.request_id in wanted and not load.admitted:
                 load.admitted = True
                 self._newly_admitted.append(transfer_id)
-                block_lists.hold(device_pool, load.trusted)
+                block_pool.hold(device_pool, load.trusted)
                 load.held += load.trusted
                 load.trusted = []
 
@@ -289,7 +289,7 @@ class Loads:
         self.tier.unpin(load.pins)
         if ended.ok and self.tier.demotes:
             self.tier.demote(load.pins)
-        block_lists.release(device_pool, reversed(load.held))
+        block_pool.release(device_pool, reversed(load.held))
         return True
 
     def frees_device_blocks(self) -> bool:

@@ -11,21 +11,21 @@ from simple_offload.config import ConfigError, OffloadConfig
 from simple_offload.logs import get_logger
 from simple_offload.metadata import RankCapacity, StepMetadata, WorkerReport
 from simple_offload.ranks import Ranks
-from simple_offload.scheduler.cpu_tier import CpuTier
-from simple_offload.scheduler.events import KVEvents
-from simple_offload.scheduler.groups import host_groups
-from simple_offload.scheduler.in_flight import InFlight
+from simple_offload.scheduler.kv_events import KVEvents
 from simple_offload.scheduler.loads import Loads
 from simple_offload.scheduler.origins import Origins
-from simple_offload.scheduler.policies import describe_policy, make_policy
-from simple_offload.scheduler.recent_tables import RecentTables
-from simple_offload.scheduler.store_policy import BoundaryState, StorePolicy
+from simple_offload.scheduler.policies.base import BoundaryState, StorePolicy
+from simple_offload.scheduler.policies.select import describe_policy, make_policy
+from simple_offload.scheduler.rank_reports import InFlight
 from simple_offload.scheduler.stores import Stores
 from simple_offload.scheduler.supported import (
     chunk_sizes,
     require_parts_possible,
     require_supported_groups,
 )
+from simple_offload.scheduler.tier.cpu_tier import CpuTier
+from simple_offload.scheduler.tier.groups import host_groups
+from simple_offload.scheduler.write_hazards import RecentTables
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

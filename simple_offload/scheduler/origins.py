@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from vllm.v1.core.kv_cache_utils import KVCacheBlock
 
-from simple_offload.scheduler.contents import ByKey, contents_of_device_block
-from simple_offload.scheduler.groups import Groups
+from simple_offload.scheduler.event_payload import ByKey, contents_of_device_block
+from simple_offload.scheduler.tier.groups import Groups
 
 if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_manager import KVCacheManager

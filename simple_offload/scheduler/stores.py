@@ -10,12 +10,12 @@ from vllm.v1.core.kv_cache_utils import BlockHash, BlockHashWithGroupId, KVCache
 from simple_offload import metrics
 from simple_offload.logs import get_logger
 from simple_offload.metadata import Transfer
-from simple_offload.scheduler import block_lists
-from simple_offload.scheduler.cpu_tier import CpuTier
-from simple_offload.scheduler.events import KVEvents
-from simple_offload.scheduler.in_flight import Ended, InFlight
+from simple_offload.scheduler.kv_events import KVEvents
 from simple_offload.scheduler.origins import Origins
-from simple_offload.scheduler.runs import Run
+from simple_offload.scheduler.rank_reports import Ended, InFlight
+from simple_offload.scheduler.tier import block_pool
+from simple_offload.scheduler.tier.cpu_tier import CpuTier
+from simple_offload.scheduler.tier.run import Run
 
 logger = get_logger(__name__)
 
@@ -132,7 +132,7 @@ class Stores:
 
     def _add(self, run: Run, host_blocks: list[KVCacheBlock], pool: BlockPool) -> None:
         """Plan the copy of a run; its host blocks are held already."""
-        block_lists.hold(pool, run.device_blocks)
+        block_pool.hold(pool, run.device_blocks)
         by_block = pool.cached_block_hashes_by_block
         if by_block and self.tier.groups.num_parts == 1:
             inner_keys = [tuple(by_block.get(block.block_id, ())) for block in run.device_blocks]
@@ -214,7 +214,7 @@ class Stores:
         """Last block first, as vLLM frees a request's: the tail of a prefix leaves first. But
         blocks that were about to be evicted go back to where they were."""
         if not self.first_to_go:
-            block_lists.release(device_pool, reversed(store.device_blocks))
+            block_pool.release(device_pool, reversed(store.device_blocks))
             return
         blocks = store.device_blocks[::-1]
         places = {

@@ -11,8 +11,8 @@ from vllm.v1.request import Request
 
 from simple_offload.backends.base import Direction
 from simple_offload.metadata import StepMetadata, Transfer
-from simple_offload.scheduler.cpu_tier import CpuTier
 from simple_offload.scheduler.manager import OffloadScheduler
+from simple_offload.scheduler.tier.cpu_tier import CpuTier
 from tests.simulation.shape import Shape
 from tests.simulation.world import World
 

@@ -3,7 +3,7 @@
 import pytest
 from vllm.v1.core.kv_cache_utils import BlockHash, make_block_hash_with_group_id
 
-from simple_offload.scheduler.admission import Admission
+from simple_offload.scheduler.policies.admission import Admission
 from tests.scheduler.conftest import MakeDriver
 from tests.scheduler.driver import Driver, make_request, prompt
 

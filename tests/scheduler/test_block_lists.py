@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_utils import BlockHashWithGroupId, KVCacheBlock
 
-from simple_offload.scheduler import block_lists
+from simple_offload.scheduler.tier import block_pool
 from tests.scheduler.tiers import BLOCK_SIZE, key, make_tier, prefixes
 
 NUM_BLOCKS = 12
@@ -84,9 +84,9 @@ FILLED = st.integers(0, NUM_BLOCKS)
 def test_hold_and_release(filled: int, held: list[list[int]], data: st.DataObject) -> None:
     twins = Twins(filled)
     for ids in held:
-        twins.do(block_lists.hold, lambda pool, blocks: pool.touch(blocks), ids)
+        twins.do(block_pool.hold, lambda pool, blocks: pool.touch(blocks), ids)
     for ids in data.draw(st.permutations(held)):
-        twins.do(block_lists.release, lambda pool, blocks: pool.free_blocks(blocks), ids)
+        twins.do(block_pool.release, lambda pool, blocks: pool.free_blocks(blocks), ids)
     assert twins.pools[0].get_num_free_blocks() == NUM_BLOCKS
 
 
@@ -95,7 +95,7 @@ def test_take_empty(filled: int, limit: int) -> None:
     twins = Twins(filled)
     count = min(limit, NUM_BLOCKS - filled)
     taken = twins.do(
-        lambda pool, _: block_lists.take_empty(pool, limit),
+        lambda pool, _: block_pool.take_empty(pool, limit),
         lambda pool, _: pool.get_new_blocks(count),
     )
     assert len(taken) == count
@@ -113,7 +113,7 @@ def test_take(filled: int, count: int, inner: bool) -> None:
     evicted: list[BlockHashWithGroupId] = []
 
     def take(pool: BlockPool, _: object) -> list[KVCacheBlock]:
-        blocks, keys = block_lists.take(pool, count)
+        blocks, keys = block_pool.take(pool, count)
         evicted.extend(keys)
         return blocks
 
@@ -132,7 +132,7 @@ def test_take_until_something_is_kept(filled: int, limit: int, kept: int, inner:
     keep = {held for block in queued[kept : kept + 1] if (held := block.block_hash) is not None}
     count = min(limit, kept if keep else NUM_BLOCKS)
     twins.do(
-        lambda pool, _: block_lists.take(pool, limit, keep)[0],
+        lambda pool, _: block_pool.take(pool, limit, keep)[0],
         lambda pool, _: pool.get_new_blocks(count),
     )
 
@@ -141,7 +141,7 @@ def test_take_until_something_is_kept(filled: int, limit: int, kept: int, inner:
 def test_give_keys(count: int) -> None:
     twins = Twins(0)
     blocks = twins.do(
-        lambda pool, _: block_lists.take_empty(pool, count),
+        lambda pool, _: block_pool.take_empty(pool, count),
         lambda pool, _: pool.get_new_blocks(count),
     )
 
@@ -152,7 +152,7 @@ def test_give_keys(count: int) -> None:
             pool._insert_block_hash(CHAIN[place], block, None)
 
     twins.do(
-        lambda pool, blocks: block_lists.give_keys(
+        lambda pool, blocks: block_pool.give_keys(
             pool, blocks, CHAIN[:count], parents, key("before")
         ),
         insert,
@@ -166,8 +166,8 @@ def test_queue_chain(count: int) -> None:
     """At the end of the queue, tail first."""
     twins = Twins(NUM_BLOCKS)
     ids = range(1, count + 1)
-    twins.do(block_lists.hold, lambda pool, blocks: pool.touch(blocks), ids)
-    twins.do(block_lists.queue_chain, lambda pool, blocks: pool.free_blocks(reversed(blocks)), ids)
+    twins.do(block_pool.hold, lambda pool, blocks: pool.touch(blocks), ids)
+    twins.do(block_pool.queue_chain, lambda pool, blocks: pool.free_blocks(reversed(blocks)), ids)
 
 
 @given(st.integers(1, NUM_BLOCKS), st.integers(1, NUM_BLOCKS))
@@ -180,7 +180,7 @@ def test_move(one: int, other: int) -> None:
         pool.free_blocks(reversed(blocks))
 
     twins.do(
-        lambda pool, blocks: block_lists.move(pool, blocks[-1], blocks[0]),
+        lambda pool, blocks: block_pool.move(pool, blocks[-1], blocks[0]),
         block_by_block,
         range(head, last + 1),
     )
@@ -191,7 +191,7 @@ def test_queue_chain_before_a_block(place: int) -> None:
     pool = make_tier(8).pool
     chain = pool.get_new_blocks(3)
     before = pool.free_block_queue.get_all_free_blocks()
-    block_lists.queue_chain(pool, chain, before[place])
+    block_pool.queue_chain(pool, chain, before[place])
     after = pool.free_block_queue.get_all_free_blocks()
     assert after == [*before[:place], *reversed(chain), *before[place:]]
     assert pool.get_num_free_blocks() == len(after)
@@ -213,8 +213,8 @@ def test_find(filled: int, keys: list[BlockHashWithGroupId], twice: bool) -> Non
     def one_by_one(pool: BlockPool, _: object) -> list[KVCacheBlock | None]:
         return [pool.cached_block_hash_to_block.get_one_block(key) for key in keys]
 
-    found = twins.do(lambda pool, _: block_lists.find(pool, keys), one_by_one)
-    chain = block_lists.find_chain(twins.pools[0], keys)
+    found = twins.do(lambda pool, _: block_pool.find(pool, keys), one_by_one)
+    chain = block_pool.find_chain(twins.pools[0], keys)
     end = found.index(None) if None in found else len(found)
     assert chain == found[:end]
 
@@ -231,7 +231,7 @@ def test_a_pool_that_counts_is_told() -> None:
 
     pool = make_tier(4).pool
     pool.metrics_collector = collector = Collector()  # type: ignore[assignment]
-    block_lists.hold(pool, pool.blocks[1:3])
+    block_pool.hold(pool, pool.blocks[1:3])
     assert collector.accessed == [1, 2]
 
 
@@ -239,5 +239,5 @@ def test_a_block_of_another_pool_goes_back_there() -> None:
     mine, other = make_tier(4).pool, make_tier(4).pool
     (foreign,) = other.get_new_blocks(1)
     foreign.pool = other
-    block_lists.release(mine, [foreign])
+    block_pool.release(mine, [foreign])
     assert mine.get_num_free_blocks() == other.get_num_free_blocks() == 4

@@ -2,9 +2,9 @@
 
 import pytest
 
-from simple_offload.scheduler.chains import Chains
-from simple_offload.scheduler.cpu_tier import CpuTier
-from simple_offload.scheduler.runs import Run
+from simple_offload.scheduler.tier.chains import Chains
+from simple_offload.scheduler.tier.cpu_tier import CpuTier
+from simple_offload.scheduler.tier.run import Run
 from tests.scheduler.tiers import (
     BLOCK_SIZE,
     block,

@@ -1,6 +1,6 @@
 """CpuTier: what the device has too may leave first, and come back before the device loses it."""
 
-from simple_offload.scheduler.cpu_tier import CpuTier
+from simple_offload.scheduler.tier.cpu_tier import CpuTier
 from tests.scheduler.tiers import (
     begin,
     block,

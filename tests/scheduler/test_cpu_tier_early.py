@@ -5,8 +5,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 from vllm.v1.core.kv_cache_utils import KVCacheBlock
 
-from simple_offload.scheduler.cpu_tier import CpuTier
-from simple_offload.scheduler.runs import Run
+from simple_offload.scheduler.tier.cpu_tier import CpuTier
+from simple_offload.scheduler.tier.run import Run
 from tests.scheduler.tiers import (
     BLOCK_SIZE,
     allocate,

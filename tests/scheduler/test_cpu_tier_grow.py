@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from simple_offload.scheduler import cpu_tier
+from simple_offload.scheduler.tier import cpu_tier
 from tests.scheduler.tiers import make_tier
 
 MANY = 20_000

@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from simple_offload.scheduler.due import Due
+from simple_offload.scheduler.policies.due import Due
 
 SIZE = 16
 

@@ -4,7 +4,7 @@ import gc
 
 import pytest
 
-from simple_offload.scheduler.eager import EagerPolicy
+from simple_offload.scheduler.policies.eager import EagerPolicy
 from tests.scheduler.conftest import MakeDriver
 from tests.scheduler.driver import LOAD, STORE, Driver, make_request, prompt
 

@@ -19,8 +19,8 @@ from vllm.v1.core.kv_cache_utils import get_block_hash, get_request_block_hasher
 from vllm.v1.request import Request
 
 from simple_offload.connector import SimpleCPUOffloadConnector
-from simple_offload.scheduler.contents import contents_of_host_block
-from simple_offload.scheduler.events import KVEvents
+from simple_offload.scheduler.event_payload import contents_of_host_block
+from simple_offload.scheduler.kv_events import KVEvents
 from tests.scheduler.conftest import MakeDriver
 from tests.scheduler.driver import LOAD, STORE, Driver, make_request, prompt
 from tests.scheduler.tiers import (

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from simple_offload.metadata import WorkerReport
-from simple_offload.scheduler.in_flight import Ended, InFlight
+from simple_offload.scheduler.rank_reports import Ended, InFlight
 
 
 def report(*ended: int, failed: tuple[int, ...] = ()) -> WorkerReport:

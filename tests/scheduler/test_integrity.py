@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import pytest
 
-from simple_offload.scheduler.cpu_tier import CpuTier
+from simple_offload.scheduler.tier.cpu_tier import CpuTier
 from tests.scheduler.tiers import begin, block, blocks, key, make_tier, store
 
 Corruption = Callable[[CpuTier], None]

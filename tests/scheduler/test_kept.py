@@ -2,8 +2,8 @@
 
 import pytest
 
-from simple_offload.scheduler.cpu_tier import CpuTier
-from simple_offload.scheduler.kept import Kept
+from simple_offload.scheduler.policies.kept import Kept
+from simple_offload.scheduler.tier.cpu_tier import CpuTier
 from tests.scheduler.tiers import begin, blocks, commit, contents, hashes, key, make_tier, store
 
 CHAIN, WINDOW = 0, 1

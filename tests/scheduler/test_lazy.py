@@ -7,7 +7,7 @@ import pytest
 from vllm.v1.core.kv_cache_utils import FreeKVCacheBlockQueue, KVCacheBlock
 from vllm.v1.core.sched.output import SchedulerOutput
 
-from simple_offload.scheduler.lazy import LazyPolicy
+from simple_offload.scheduler.policies.lazy import LazyPolicy
 from tests.scheduler.conftest import MakeDriver
 from tests.scheduler.driver import LOAD, STORE, Driver, make_request, prompt
 

@@ -7,8 +7,8 @@ import pytest
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_utils import KVCacheBlock
 
-from simple_offload.scheduler.in_flight import Ended, InFlight
 from simple_offload.scheduler.loads import Loads
+from simple_offload.scheduler.rank_reports import Ended, InFlight
 from tests.scheduler.tiers import BLOCK_SIZE, block, blocks, hashes, make_tier, names, store
 
 

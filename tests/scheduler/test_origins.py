@@ -7,7 +7,7 @@ import pytest
 from vllm.v1.request import Request
 
 from simple_offload.scheduler import origins as origins_module
-from simple_offload.scheduler.contents import contents_of_host_block
+from simple_offload.scheduler.event_payload import contents_of_host_block
 from simple_offload.scheduler.origins import Origins
 from tests.scheduler.conftest import MakeDriver
 from tests.scheduler.driver import Driver, make_request, prompt

@@ -19,7 +19,7 @@ from vllm.v1.request import Request
 
 from simple_offload.config import ConfigError
 from simple_offload.metadata import RankCapacity, Transfer
-from simple_offload.scheduler.in_flight import Ended
+from simple_offload.scheduler.rank_reports import Ended
 from tests.scheduler.conftest import MakeDriver
 from tests.scheduler.driver import LOAD, STORE, make_request, prompt
 from tests.scheduler.test_manager import make_scheduler

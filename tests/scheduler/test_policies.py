@@ -2,9 +2,9 @@
 
 import pytest
 
-from simple_offload.scheduler.admission import MIN_COUNTED
-from simple_offload.scheduler.eager import EagerPolicy
-from simple_offload.scheduler.lazy import LazyPolicy
+from simple_offload.scheduler.policies.admission import MIN_COUNTED
+from simple_offload.scheduler.policies.eager import EagerPolicy
+from simple_offload.scheduler.policies.lazy import LazyPolicy
 from tests.scheduler.conftest import MakeDriver
 
 

@@ -2,13 +2,13 @@
 
 import pytest
 
-from simple_offload.scheduler.admission import Admission
-from simple_offload.scheduler.in_flight import InFlight
-from simple_offload.scheduler.lookahead import StepLimits
-from simple_offload.scheduler.queue_walk import QueueWalk
-from simple_offload.scheduler.residents import Residents
-from simple_offload.scheduler.runs import Run
+from simple_offload.scheduler.policies.admission import Admission
+from simple_offload.scheduler.policies.device_contents import Residents
+from simple_offload.scheduler.policies.free_queue_walk import QueueWalk
+from simple_offload.scheduler.policies.lookahead import StepLimits
+from simple_offload.scheduler.rank_reports import InFlight
 from simple_offload.scheduler.stores import Stores
+from simple_offload.scheduler.tier.run import Run
 from tests.scheduler.tiers import BLOCK_SIZE, allocate, key, make_tier, names, parent_of, prefixes
 
 LIMITS = StepLimits(per_step=2, num_steps=2, longest=2, reserve=0)

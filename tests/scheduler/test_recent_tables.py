@@ -7,7 +7,7 @@ import pytest
 from vllm.v1.core.kv_cache_utils import KVCacheBlock
 from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager, SlidingWindowManager
 
-from simple_offload.scheduler.recent_tables import RecentTables
+from simple_offload.scheduler.write_hazards import RecentTables
 from tests.scheduler.conftest import MakeDriver
 from tests.scheduler.driver import LOAD, Driver, prompt
 

@@ -1,9 +1,9 @@
 """What becomes of what a device block held is counted once, and by what is lost."""
 
 from simple_offload import metrics
-from simple_offload.scheduler.admission import Admission
-from simple_offload.scheduler.in_flight import InFlight
-from simple_offload.scheduler.residents import Residents
+from simple_offload.scheduler.policies.admission import Admission
+from simple_offload.scheduler.policies.device_contents import Residents
+from simple_offload.scheduler.rank_reports import InFlight
 from simple_offload.scheduler.stores import Storable, Stores
 from tests.scheduler.tiers import BLOCK_SIZE, key, make_tier, parent_of, prefixes
 

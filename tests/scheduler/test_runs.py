@@ -3,8 +3,8 @@
 import pytest
 from vllm.v1.core.kv_cache_utils import BlockHashWithGroupId, KVCacheBlock
 
-from simple_offload.scheduler.cpu_tier import CpuTier
-from simple_offload.scheduler.runs import Run
+from simple_offload.scheduler.tier.cpu_tier import CpuTier
+from simple_offload.scheduler.tier.run import Run
 from tests.scheduler.tiers import (
     BLOCK_SIZE,
     block,

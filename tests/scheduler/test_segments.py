@@ -4,9 +4,9 @@ from unittest.mock import patch
 
 import pytest
 
-from simple_offload.scheduler import segments
-from simple_offload.scheduler.cpu_tier import CpuTier
-from simple_offload.scheduler.eviction_order import EvictionOrder
+from simple_offload.scheduler.tier import segmented_lru as segments
+from simple_offload.scheduler.tier.cpu_tier import CpuTier
+from simple_offload.scheduler.tier.eviction import EvictionOrder
 from tests.scheduler.tiers import (
     allocate,
     begin,

@@ -8,7 +8,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from simple_offload.scheduler import segments
+from simple_offload.scheduler.tier import segmented_lru as segments
 from tests.scheduler.tiers import (
     allocate,
     block,

@@ -6,9 +6,9 @@ import pytest
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_utils import KVCacheBlock
 
-from simple_offload.scheduler.in_flight import Ended, InFlight
-from simple_offload.scheduler.runs import Run
+from simple_offload.scheduler.rank_reports import Ended, InFlight
 from simple_offload.scheduler.stores import Storable, Stores
+from simple_offload.scheduler.tier.run import Run
 from tests.scheduler.conftest import MakeDriver
 from tests.scheduler.driver import STORE, Driver, prompt
 from tests.scheduler.tiers import (

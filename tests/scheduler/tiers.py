@@ -17,8 +17,8 @@ from vllm.v1.core.kv_cache_utils import (
     make_block_hash_with_group_id,
 )
 
-from simple_offload.scheduler.cpu_tier import CpuTier
-from simple_offload.scheduler.runs import Run
+from simple_offload.scheduler.tier.cpu_tier import CpuTier
+from simple_offload.scheduler.tier.run import Run
 from simple_offload.vllm_compat import make_host_coordinator
 from tests.simulation.shape import Shape
 from tests.simulation.vllm_config import make_kv_cache_config, make_vllm_config

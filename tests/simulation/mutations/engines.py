@@ -7,10 +7,10 @@ from typing import Any
 from unittest.mock import patch
 
 from simple_offload.metadata import StepMetadata
-from simple_offload.scheduler.cpu_tier import CpuTier
-from simple_offload.scheduler.eager import EagerPolicy
 from simple_offload.scheduler.loads import Loads, _Load
 from simple_offload.scheduler.manager import OffloadScheduler
+from simple_offload.scheduler.policies.eager import EagerPolicy
+from simple_offload.scheduler.tier.cpu_tier import CpuTier
 from simple_offload.worker import worker
 from simple_offload.worker.regions import find_regions
 from simple_offload.worker.worker import OffloadWorker

@@ -4,10 +4,10 @@ from contextlib import ExitStack
 from typing import Any
 from unittest.mock import patch
 
-from simple_offload.scheduler.cpu_tier import CpuTier
-from simple_offload.scheduler.events import KVEvents
+from simple_offload.scheduler.kv_events import KVEvents
 from simple_offload.scheduler.origins import Origins
 from simple_offload.scheduler.stores import Stores
+from simple_offload.scheduler.tier.cpu_tier import CpuTier
 from tests.simulation.mutations.registry import mutation, substitute
 from tests.simulation.mutations.scripts import INNER_HITS
 

@@ -4,7 +4,7 @@ from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
 
-from simple_offload.scheduler.eviction_order import EvictionOrder
+from simple_offload.scheduler.tier.eviction import EvictionOrder
 from tests.simulation.mutations.registry import mutation, substitute
 from tests.simulation.mutations.scripts import lazily
 from tests.simulation.script import Faults, Script

@@ -4,9 +4,9 @@ from contextlib import ExitStack
 from typing import Any
 from unittest.mock import patch
 
-from simple_offload.scheduler.cpu_tier import CpuTier
-from simple_offload.scheduler.in_flight import Ended
 from simple_offload.scheduler.loads import Loads
+from simple_offload.scheduler.rank_reports import Ended
+from simple_offload.scheduler.tier.cpu_tier import CpuTier
 from tests.simulation.mutations.registry import mutation, substitute
 
 

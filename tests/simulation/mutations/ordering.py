@@ -4,7 +4,7 @@ from contextlib import ExitStack
 from typing import Any
 
 from simple_offload.backends.base import Direction
-from simple_offload.scheduler.recent_tables import RecentTables
+from simple_offload.scheduler.write_hazards import RecentTables
 from tests.simulation.device import ScriptedDevice
 from tests.simulation.mutations.registry import mutation, substitute
 from tests.simulation.mutations.scripts import late_drafts, recent_tables

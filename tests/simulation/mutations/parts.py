@@ -4,11 +4,11 @@ from contextlib import ExitStack
 from typing import Any
 from unittest.mock import patch
 
-from simple_offload.scheduler.cpu_tier import CpuTier
-from simple_offload.scheduler.groups import Groups
 from simple_offload.scheduler.loads import Loads
-from simple_offload.scheduler.lookup import Lookup
-from simple_offload.scheduler.sources import Sources
+from simple_offload.scheduler.policies.sources import Sources
+from simple_offload.scheduler.tier.cpu_tier import CpuTier
+from simple_offload.scheduler.tier.groups import Groups
+from simple_offload.scheduler.tier.lookup import Lookup
 from tests.simulation.mutations.growth import grow_to
 from tests.simulation.mutations.registry import mutation, substitute
 from tests.simulation.mutations.scripts import in_parts

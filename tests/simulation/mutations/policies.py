@@ -5,13 +5,13 @@ from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
 
-from simple_offload.scheduler import lazy
-from simple_offload.scheduler.admission import Admission
-from simple_offload.scheduler.cpu_tier import CpuTier
-from simple_offload.scheduler.eviction_order import EvictionOrder
-from simple_offload.scheduler.groups import Groups
-from simple_offload.scheduler.lookahead import Lookahead
+from simple_offload.scheduler.policies import lazy
+from simple_offload.scheduler.policies.admission import Admission
+from simple_offload.scheduler.policies.lookahead import Lookahead
 from simple_offload.scheduler.stores import Stores
+from simple_offload.scheduler.tier.cpu_tier import CpuTier
+from simple_offload.scheduler.tier.eviction import EvictionOrder
+from simple_offload.scheduler.tier.groups import Groups
 from tests.simulation.mutations.registry import mutation, substitute
 from tests.simulation.mutations.scripts import (
     asked_again,

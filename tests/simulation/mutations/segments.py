@@ -5,9 +5,9 @@ from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
 
-from simple_offload.scheduler import block_lists
-from simple_offload.scheduler.eviction_order import EvictionOrder
-from simple_offload.scheduler.segments import Segments
+from simple_offload.scheduler.tier import block_pool
+from simple_offload.scheduler.tier.eviction import EvictionOrder
+from simple_offload.scheduler.tier.segmented_lru import Segments
 from tests.simulation.mutations.registry import mutation, substitute
 from tests.simulation.mutations.scripts import Engine
 from tests.simulation.script import Faults, Script
@@ -41,7 +41,7 @@ def lose_the_boundary(stack: ExitStack) -> None:
     """It stays where it is when what stands there is held."""
 
     def careless(self: Segments, blocks: Sequence[Any]) -> None:
-        block_lists.hold(self.pool, blocks)
+        block_pool.hold(self.pool, blocks)
         if self.boundary.ref_cnt > 0:
             self.boundary = self.pool.free_block_queue.fake_free_list_tail
 

@@ -7,13 +7,13 @@ from vllm.v1.core.kv_cache_coordinator import KVCacheCoordinator
 from vllm.v1.core.single_type_kv_cache_manager import MambaManager
 from vllm.v1.kv_cache_interface import MambaSpec
 
-from simple_offload.scheduler.cpu_tier import CpuTier
-from simple_offload.scheduler.eager import EagerPolicy
 from simple_offload.scheduler.loads import Loads
-from simple_offload.scheduler.lookup import HostHit, Lookup
 from simple_offload.scheduler.manager import OffloadScheduler
-from simple_offload.scheduler.sources import Sources
+from simple_offload.scheduler.policies.eager import EagerPolicy
+from simple_offload.scheduler.policies.sources import Sources
 from simple_offload.scheduler.stores import Storable
+from simple_offload.scheduler.tier.cpu_tier import CpuTier
+from simple_offload.scheduler.tier.lookup import HostHit, Lookup
 from tests.simulation.mutations.registry import mutation, substitute
 from tests.simulation.mutations.scripts import INNER_HITS, STATES
 

@@ -5,11 +5,11 @@ from itertools import count
 from typing import Any
 from unittest.mock import patch
 
-from simple_offload.scheduler import block_lists
-from simple_offload.scheduler.cpu_tier import CpuTier
-from simple_offload.scheduler.in_flight import Ended
 from simple_offload.scheduler.loads import Loads
+from simple_offload.scheduler.rank_reports import Ended
 from simple_offload.scheduler.stores import Stores
+from simple_offload.scheduler.tier import block_pool
+from simple_offload.scheduler.tier.cpu_tier import CpuTier
 from tests.simulation.mutations.registry import mutation, substitute
 from tests.simulation.mutations.scripts import failing_stores, shared_loads
 
@@ -52,7 +52,7 @@ def release_device_blocks_at_submission(stack: ExitStack) -> None:
     add = Stores._add
 
     def loose(self: Stores, *arguments: Any) -> None:
-        with patch.object(block_lists, "hold", lambda pool, blocks: None):
+        with patch.object(block_pool, "hold", lambda pool, blocks: None):
             add(self, *arguments)
 
     substitute(stack, Stores, "_add", loose)

@@ -4,7 +4,7 @@ from contextlib import ExitStack
 from typing import Any
 
 from simple_offload.backends.base import Direction
-from simple_offload.scheduler.in_flight import Ended, InFlight
+from simple_offload.scheduler.rank_reports import Ended, InFlight
 from simple_offload.worker.lane import Lane
 from simple_offload.worker.worker import OffloadWorker
 from tests.simulation.mutations.registry import mutation, substitute

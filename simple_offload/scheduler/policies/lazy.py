@@ -8,21 +8,21 @@ from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_utils import BlockHashWithGroupId, KVCacheBlock
 
 from simple_offload import metrics
-from simple_offload.scheduler.admission import Admission
-from simple_offload.scheduler.cpu_tier import CpuTier
-from simple_offload.scheduler.due import Due
-from simple_offload.scheduler.given_out import GivenOut
-from simple_offload.scheduler.lookahead import StepLimits
-from simple_offload.scheduler.queue_walk import QueueWalk
-from simple_offload.scheduler.residents import Residents
-from simple_offload.scheduler.store_policy import (
+from simple_offload.scheduler.policies.admission import Admission
+from simple_offload.scheduler.policies.base import (
     BoundaryState,
     confirmed_tokens,
     first_own_block,
     num_complete_blocks,
 )
+from simple_offload.scheduler.policies.device_contents import Residents
+from simple_offload.scheduler.policies.due import Due
+from simple_offload.scheduler.policies.free_queue_walk import QueueWalk
+from simple_offload.scheduler.policies.given_out import GivenOut
+from simple_offload.scheduler.policies.lookahead import StepLimits
+from simple_offload.scheduler.policies.waits import Waits
 from simple_offload.scheduler.stores import Storable, Stores
-from simple_offload.scheduler.waits import Waits
+from simple_offload.scheduler.tier.cpu_tier import CpuTier
 
 if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_manager import KVCacheManager

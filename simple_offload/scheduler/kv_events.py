@@ -17,9 +17,9 @@ from vllm.v1.kv_cache_interface import (
     get_kv_cache_spec_sliding_window,
 )
 
-from simple_offload.scheduler.contents import ByKey, Contents, contents_of_host_block
-from simple_offload.scheduler.cpu_tier import CpuTier
-from simple_offload.scheduler.runs import Run
+from simple_offload.scheduler.event_payload import ByKey, Contents, contents_of_host_block
+from simple_offload.scheduler.tier.cpu_tier import CpuTier
+from simple_offload.scheduler.tier.run import Run
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request

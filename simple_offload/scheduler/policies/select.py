@@ -3,13 +3,13 @@
 from typing import TYPE_CHECKING
 
 from simple_offload.config import OffloadConfig
-from simple_offload.scheduler.admission import MIN_COUNTED, Admission
-from simple_offload.scheduler.cpu_tier import CpuTier
-from simple_offload.scheduler.eager import EagerPolicy
-from simple_offload.scheduler.lazy import LazyPolicy
-from simple_offload.scheduler.lookahead import StepLimits
-from simple_offload.scheduler.store_policy import StorePolicy
+from simple_offload.scheduler.policies.admission import MIN_COUNTED, Admission
+from simple_offload.scheduler.policies.base import StorePolicy
+from simple_offload.scheduler.policies.eager import EagerPolicy
+from simple_offload.scheduler.policies.lazy import LazyPolicy
+from simple_offload.scheduler.policies.lookahead import StepLimits
 from simple_offload.scheduler.stores import Stores
+from simple_offload.scheduler.tier.cpu_tier import CpuTier
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

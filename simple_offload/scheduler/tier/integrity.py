@@ -4,7 +4,7 @@ from collections import Counter
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from simple_offload.scheduler.cpu_tier import CpuTier
+    from simple_offload.scheduler.tier.cpu_tier import CpuTier
 
 
 def check_integrity(tier: "CpuTier") -> None:

@@ -7,8 +7,8 @@ from typing import Any, cast
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_utils import BlockHashWithGroupId, KVCacheBlock
 
-from simple_offload.scheduler import block_lists
-from simple_offload.scheduler.segments import Segments
+from simple_offload.scheduler.tier import block_pool
+from simple_offload.scheduler.tier.segmented_lru import Segments
 
 
 class EvictionOrder:
@@ -59,7 +59,7 @@ class EvictionOrder:
         """The blocks of a chain, which held nothing, are found by ``keys`` from now on, which no
         block had. Each holds what comes after the one before it, and the first what comes after
         ``parent``."""
-        block_lists.give_keys(self.pool, chain, keys, self.parents, parent)
+        block_pool.give_keys(self.pool, chain, keys, self.parents, parent)
         if self.demotes:
             for before in (parent, *keys[:-1]):
                 if before is not None:

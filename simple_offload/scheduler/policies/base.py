@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from vllm.v1.core.kv_cache_utils import KVCacheBlock
 
-from simple_offload.scheduler.groups import Groups
+from simple_offload.scheduler.tier.groups import Groups
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput

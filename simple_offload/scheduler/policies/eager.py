@@ -7,21 +7,21 @@ from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_utils import KVCacheBlock
 
 from simple_offload import metrics
-from simple_offload.scheduler import block_lists
-from simple_offload.scheduler.admission import Admission
-from simple_offload.scheduler.cpu_tier import CpuTier
-from simple_offload.scheduler.due import Due
-from simple_offload.scheduler.kept import Kept
-from simple_offload.scheduler.progress import Progress
-from simple_offload.scheduler.store_policy import (
+from simple_offload.scheduler.policies.admission import Admission
+from simple_offload.scheduler.policies.base import (
     BoundaryState,
     confirmed_tokens,
     first_own_block,
     num_complete_blocks,
 )
-from simple_offload.scheduler.store_walk import StoreWalk
+from simple_offload.scheduler.policies.due import Due
+from simple_offload.scheduler.policies.kept import Kept
+from simple_offload.scheduler.policies.progress import Progress
+from simple_offload.scheduler.policies.request_walk import StoreWalk
+from simple_offload.scheduler.policies.waits import Waits
 from simple_offload.scheduler.stores import Stores
-from simple_offload.scheduler.waits import Waits
+from simple_offload.scheduler.tier import block_pool
+from simple_offload.scheduler.tier.cpu_tier import CpuTier
 
 if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_manager import KVCacheManager
@@ -150,7 +150,7 @@ class EagerPolicy:
             tables[group] = self.groups.parts(table, progress.next_index[group], stop)
             stops[group] = stop
         held = [block for table in tables.values() for block in table if not block.is_null]
-        block_lists.hold(self._device_pool, held)
+        block_pool.hold(self._device_pool, held)
         first = list(progress.next_index)
         self._ended.append(_Ended(progress, first, stops, own_from, tables, held))
 
@@ -160,7 +160,7 @@ class EagerPolicy:
         self._due.clear()
         ended, self._ended = self._ended, []
         for request in ended:
-            block_lists.release(self._device_pool, reversed(request.held))
+            block_pool.release(self._device_pool, reversed(request.held))
 
     def _go_on(self, request: "Request", progress: Progress) -> None:
         """Store what has been computed of a request that runs."""
@@ -198,7 +198,7 @@ class EagerPolicy:
                 self.tier.protect_first(hashes, group, progress.next_index[group])
             self._walk.store_ready(progress, *left)
             self.tier.meter.add(metrics.DROPPED, self._num_left(ended), "tier_full")
-        block_lists.release(self._device_pool, reversed(ended.held))
+        block_pool.release(self._device_pool, reversed(ended.held))
 
     def _num_left(self, ended: _Ended) -> int:
         """How many of its host blocks have neither been stored nor found to be in the tier."""

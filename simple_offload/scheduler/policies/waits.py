@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from simple_offload.scheduler.groups import Groups
+from simple_offload.scheduler.tier.groups import Groups
 
 _MOST_BLOCKS = 8
 _MOST_TOKENS = 128

@@ -20,12 +20,12 @@ from vllm.v1.core.kv_cache_coordinator import KVCacheCoordinator
 from vllm.v1.core.kv_cache_utils import BlockHash, BlockHashWithGroupId, KVCacheBlock
 
 from simple_offload import metrics
-from simple_offload.scheduler import block_lists
-from simple_offload.scheduler.eviction_order import EvictionOrder
-from simple_offload.scheduler.groups import Groups
-from simple_offload.scheduler.integrity import check_integrity
-from simple_offload.scheduler.lookup import Lookup
-from simple_offload.scheduler.runs import Run
+from simple_offload.scheduler.tier import block_pool
+from simple_offload.scheduler.tier.eviction import EvictionOrder
+from simple_offload.scheduler.tier.groups import Groups
+from simple_offload.scheduler.tier.integrity import check_integrity
+from simple_offload.scheduler.tier.lookup import Lookup
+from simple_offload.scheduler.tier.run import Run
 
 
 @contextmanager
@@ -178,7 +178,7 @@ class CpuTier:
         Evicts blocks in their order, but stops at one that holds a key in ``keep()``,
         which is asked for then only: the tier is full of the very chain that wants to grow.
         """
-        blocks = block_lists.take_empty(self.pool, count)
+        blocks = block_pool.take_empty(self.pool, count)
         if len(blocks) == count:
             return blocks
         evicted, num_lost = self.order.evict(count - len(blocks), keep())

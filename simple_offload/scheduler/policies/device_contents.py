@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING, cast
 from vllm.v1.core.kv_cache_utils import BlockHashWithGroupId, KVCacheBlock
 
 from simple_offload import metrics
-from simple_offload.scheduler.admission import Admission
-from simple_offload.scheduler.runs import Run
+from simple_offload.scheduler.policies.admission import Admission
 from simple_offload.scheduler.stores import Storable, Stores
+from simple_offload.scheduler.tier.run import Run
 
 if TYPE_CHECKING:
     from vllm.v1.core.block_pool import BlockPool

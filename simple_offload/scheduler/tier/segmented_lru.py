@@ -8,7 +8,7 @@ from typing import Any
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_utils import BlockHashWithGroupId, KVCacheBlock
 
-from simple_offload.scheduler import block_lists
+from simple_offload.scheduler.tier import block_pool
 
 PROTECTED_SHARE = 0.5
 """Of the tier's blocks, how many may be protected."""
@@ -110,7 +110,7 @@ class Segments:
         before: Any = after.prev_free_block
         before.next_free_block = after.prev_free_block = place
         place.prev_free_block, place.next_free_block = before, after
-        block_lists.hold(self.pool, blocks)
+        block_pool.hold(self.pool, blocks)
         before, after = place.prev_free_block, place.next_free_block
         before.next_free_block, after.prev_free_block = after, before
         self.boundary = after
@@ -123,20 +123,20 @@ class Segments:
         if parent is not None and (parent.ref_cnt > 0 or flags[parent.block_id] != is_protected):
             parent = None
         if not is_protected:
-            block_lists.queue_chain(self.pool, chain, parent or self.boundary)
+            block_pool.queue_chain(self.pool, chain, parent or self.boundary)
             return
-        block_lists.queue_chain(self.pool, chain, parent)
+        block_pool.queue_chain(self.pool, chain, parent)
         if self.boundary is (parent or self._end):
             self.boundary = chain[-1]
 
     def renew(self, first: KVCacheBlock, last: KVCacheBlock) -> None:
         """Make a stretch of the queue within one segment, ``first`` to ``last``, its end."""
         if not self.is_protected[first.block_id]:
-            block_lists.move(self.pool, first, last, self.boundary)
+            block_pool.move(self.pool, first, last, self.boundary)
             return
         if first is self.boundary and last.next_free_block is not self._end:
             self.boundary = last.next_free_block
-        block_lists.move(self.pool, first, last)
+        block_pool.move(self.pool, first, last)
 
     def put_first(self, blocks: Sequence[KVCacheBlock]) -> None:
         """Put free blocks on probation, and first in the queue."""
@@ -149,8 +149,8 @@ class Segments:
     def take(
         self, limit: int, keep: Container[BlockHashWithGroupId]
     ) -> tuple[list[KVCacheBlock], list[BlockHashWithGroupId]]:
-        """The first blocks of the queue and what they held, as of ``block_lists.take``."""
-        blocks, evicted = block_lists.take(self.pool, limit, keep)
+        """The first blocks of the queue and what they held, as of ``block_pool.take``."""
+        blocks, evicted = block_pool.take(self.pool, limit, keep)
         if self.boundary.ref_cnt > 0:  # all on probation, and more
             for block in blocks:
                 self.unprotect(block)

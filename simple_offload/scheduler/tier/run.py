@@ -9,7 +9,7 @@ from vllm.v1.core.kv_cache_utils import BlockHashWithGroupId, KVCacheBlock
 if TYPE_CHECKING:
     from vllm.v1.request import Request
 
-    from simple_offload.scheduler.contents import ByKey
+    from simple_offload.scheduler.event_payload import ByKey
 
 
 @dataclass(slots=True, eq=False)

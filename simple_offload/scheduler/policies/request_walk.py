@@ -7,13 +7,13 @@ from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_utils import BlockHash, BlockHashWithGroupId, KVCacheBlock
 
 from simple_offload import metrics
-from simple_offload.scheduler.admission import Admission
-from simple_offload.scheduler.cpu_tier import CpuTier
-from simple_offload.scheduler.progress import Progress
-from simple_offload.scheduler.runs import Run
-from simple_offload.scheduler.sources import Sources
-from simple_offload.scheduler.store_policy import BoundaryState
+from simple_offload.scheduler.policies.admission import Admission
+from simple_offload.scheduler.policies.base import BoundaryState
+from simple_offload.scheduler.policies.progress import Progress
+from simple_offload.scheduler.policies.sources import Sources
 from simple_offload.scheduler.stores import Storable, Stores
+from simple_offload.scheduler.tier.cpu_tier import CpuTier
+from simple_offload.scheduler.tier.run import Run
 
 if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_manager import KVCacheManager

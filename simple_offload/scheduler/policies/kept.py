@@ -4,8 +4,8 @@ from collections.abc import Iterable, Set
 
 from vllm.v1.core.kv_cache_utils import BlockHash, BlockHashWithGroupId
 
-from simple_offload.scheduler.groups import Groups
-from simple_offload.scheduler.lookup import Lookup
+from simple_offload.scheduler.tier.groups import Groups
+from simple_offload.scheduler.tier.lookup import Lookup
 
 
 class Kept:

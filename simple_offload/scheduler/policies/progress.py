@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from vllm.v1.core.kv_cache_utils import BlockHash
 
-from simple_offload.scheduler.kept import Kept
+from simple_offload.scheduler.policies.kept import Kept
 
 
 @dataclass(slots=True, eq=False)

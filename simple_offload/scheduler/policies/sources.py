@@ -11,7 +11,7 @@ from vllm.v1.core.kv_cache_utils import (
     get_block_hash,
 )
 
-from simple_offload.scheduler.groups import Groups
+from simple_offload.scheduler.tier.groups import Groups
 
 if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_manager import KVCacheManager

@@ -12,7 +12,7 @@ from vllm.v1.core.kv_cache_utils import (
     to_event_extra_keys,
 )
 
-from simple_offload.scheduler.groups import Groups
+from simple_offload.scheduler.tier.groups import Groups
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request

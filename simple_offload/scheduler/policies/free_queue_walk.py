@@ -6,10 +6,10 @@ from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_utils import BlockHashWithGroupId, KVCacheBlock
 
 from simple_offload import metrics
-from simple_offload.scheduler.cpu_tier import CpuTier
-from simple_offload.scheduler.lookahead import Lookahead, StepLimits
-from simple_offload.scheduler.residents import Residents
+from simple_offload.scheduler.policies.device_contents import Residents
+from simple_offload.scheduler.policies.lookahead import Lookahead, StepLimits
 from simple_offload.scheduler.stores import Storable, Stores
+from simple_offload.scheduler.tier.cpu_tier import CpuTier
 
 _MAX_TRIES = 3
 """How often a block is stored whose copies fail."""

@@ -8,9 +8,9 @@ from vllm.v1.core.kv_cache_utils import (
     KVCacheBlock,
 )
 
-from simple_offload.scheduler import block_lists
-from simple_offload.scheduler.eviction_order import EvictionOrder
-from simple_offload.scheduler.groups import Hashes, make_keys
+from simple_offload.scheduler.tier import block_pool
+from simple_offload.scheduler.tier.eviction import EvictionOrder
+from simple_offload.scheduler.tier.groups import Hashes, make_keys
 
 _FIRST_LOOKUP = 64
 """Blocks of a chain with a gap that are looked for at first; then ever more."""
@@ -30,7 +30,7 @@ class Chains:
 
     def present(self, keys: Iterable[BlockHashWithGroupId]) -> list[KVCacheBlock]:
         """The blocks of those ``keys`` that are there."""
-        return [block for block in block_lists.find(self.pool, keys) if block is not None]
+        return [block for block in block_pool.find(self.pool, keys) if block is not None]
 
     def count(
         self,
@@ -77,7 +77,7 @@ class Chains:
         batch = _FIRST_LOOKUP
         while True:
             part = hashes[len(blocks) : min(len(blocks) + batch, limit)]
-            found = block_lists.find_chain(self.pool, make_keys(part, end))
+            found = block_pool.find_chain(self.pool, make_keys(part, end))
             blocks += found
             if len(found) < len(part) or len(blocks) == limit:
                 return blocks

@@ -8,9 +8,9 @@ from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_coordinator import KVCacheCoordinator
 from vllm.v1.core.kv_cache_utils import BlockHash, BlockHashWithGroupId, KVCacheBlock
 
-from simple_offload.scheduler.chains import Chains
-from simple_offload.scheduler.eviction_order import EvictionOrder
-from simple_offload.scheduler.groups import Groups
+from simple_offload.scheduler.tier.chains import Chains
+from simple_offload.scheduler.tier.eviction import EvictionOrder
+from simple_offload.scheduler.tier.groups import Groups
 
 
 class HostHit(NamedTuple):

@@ -1,0 +1,1 @@
+"""Store policies: which device blocks are stored, and when."""

@@ -1,0 +1,1 @@
+"""The host tier: which host block holds what, and what leaves first."""
