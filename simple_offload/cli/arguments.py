@@ -2,14 +2,9 @@
 
 import argparse
 import difflib
-import math
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import NoReturn
-
-from pydantic_core import PydanticCustomError
-
-from simple_offload.config import parse_size
 
 _INVALID_CHOICE = re.compile(r"invalid choice: '(?P<value>[^']*)' \(choose from (?P<choices>.*)\)")
 _UNRECOGNIZED = re.compile(r"unrecognized arguments: (?P<value>-[^\s=]+)")
@@ -55,35 +50,8 @@ def nearest(name: str, known: Iterable[str]) -> str:
     return f"; did you mean {near[0]!r}?" if near else ""
 
 
-def size(text: str) -> int:
-    """Bytes, such as "64GiB"; at least one."""
-    try:
-        num_bytes = parse_size(int(text) if text.isdecimal() else text)
-    except PydanticCustomError as error:
-        raise argparse.ArgumentTypeError(f"{text!r} {error.message()}") from None
-    if num_bytes < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a size above 0")
-    return num_bytes
-
-
 def count(text: str) -> int:
     """A whole number of at least 1."""
     if not text.isascii() or not text.isdigit() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number above 0")
     return int(text)
-
-
-def number(above: float = 0.0, most: float = math.inf) -> Callable[[str], float]:
-    """A parser of numbers above one and up to another."""
-
-    def parse(text: str) -> float:
-        try:
-            value = float(text)
-        except ValueError:
-            raise argparse.ArgumentTypeError(f"{text!r} is not a number") from None
-        if not above < value <= most or math.isinf(value):
-            allowed = f"above {above:g}" + (f" and up to {most:g}" if most < math.inf else "")
-            raise argparse.ArgumentTypeError(f"{text} is not {allowed}")
-        return value
-
-    return parse

@@ -5,7 +5,7 @@ import sys
 from collections.abc import Callable, Sequence
 
 from simple_offload import __version__
-from simple_offload.cli import bench, doctor, plan_command
+from simple_offload.cli import bench, doctor
 from simple_offload.cli.arguments import CommandError, Parser
 
 WRONG_INPUT = 2
@@ -17,11 +17,11 @@ def make_parser() -> Parser:
     code."""
     parser = Parser(
         prog="simple-offload",
-        description="Look at a machine, plan the memory of a server, measure.",
+        description="Check that the connector works on a machine, and run its benchmarks.",
     )
     parser.add_argument("--version", action="version", version=f"simple-offload {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for module in (doctor, plan_command, bench):
+    for module in (doctor, bench):
         module.add_to(commands)
     return parser
 

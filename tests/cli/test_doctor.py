@@ -67,6 +67,7 @@ def test_this_machine(capfd: pytest.CaptureFixture[str]) -> None:
 def test_the_table(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(doctor, "probe", lambda *_: ON_CPU)
     monkeypatch.setenv("VLLM_KV_CACHE_LAYOUT", "[red]BLHNC")
+    monkeypatch.setenv("FORCE_COLOR", "1")
     assert main(["doctor", "--config", '{"backend": "cuda", "bakend": "[red]"}']) == 1
     text = capsys.readouterr().out
     assert "did you mean 'backend'?" in text

@@ -16,15 +16,6 @@ from tools.set_up import ROOT
 SLOW_SECONDS = 3600
 """What the slowest of them may take, on a machine that does other things as well."""
 
-LLAMA_8B = {
-    "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama",
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "hidden_size": 4096,
-}
-
 CONVERSATIONS = {
     "filetype": "generate_conversations",
     "num_conversations": 6,
@@ -97,15 +88,11 @@ def test_what_belongs_to_others_is_none_of_our_programs() -> None:
 @pytest.fixture
 def places(tmp_path: Path) -> Mapping[str, str]:
     """What stands for names that a reader has to fill in."""
-    model, output = tmp_path / "model", tmp_path / "out"
-    model.mkdir()
+    output = tmp_path / "out"
     output.mkdir()
-    (model / "config.json").write_text(json.dumps(LLAMA_8B))
-    weights = {"metadata": {"total_size": 16_060_522_496}}
-    (model / "model.safetensors.index.json").write_text(json.dumps(weights))
     file = tmp_path / "conversations.json"
     file.write_text(json.dumps(CONVERSATIONS))
-    return {"model": str(model), "out": str(output), "input": str(file)}
+    return {"out": str(output), "input": str(file)}
 
 
 def _check(command: Command, folder: Path, places: Mapping[str, str]) -> None:
@@ -140,9 +127,9 @@ def test_replacing_what_is_not_shown_is_an_error() -> None:
 
 
 def test_words_are_run_as_shown_but_for_what_is_said() -> None:
-    way = Run("", instead={"path/to/model": "{model}"}, add="ARGS='--out {out}'")
-    words = as_run(["plan", "path/to/model", "--x"], way, {"model": "/m", "out": "/o"})
-    assert words == ["plan", "/m", "--x", "ARGS=--out /o"]
+    way = Run("", instead={"input.json": "{input}"}, add="ARGS='--out {out}'")
+    words = as_run(["bench", "input.json", "--x"], way, {"input": "/i", "out": "/o"})
+    assert words == ["bench", "/i", "--x", "ARGS=--out /o"]
 
 
 def test_what_make_was_told_is_not_told_to_the_make_of_a_command(

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 class Run:
     """By test_commands.py, as shown but for what is said here.
 
-    In texts, ``{out}`` is an empty folder, ``{model}`` one with a model's config.json and
-    ``{input}`` a small input file of the multi-turn benchmark.
+    In texts, ``{out}`` is an empty folder and ``{input}`` a small input file of the multi-turn
+    benchmark.
     """
 
     prints: str
@@ -129,16 +129,6 @@ WAYS: Mapping[str, Way] = {
         r"The connector works here", slow=True, instead={"256GiB": "1GiB"}
     ),
     "simple-offload doctor": Run(r"The connector works here", slow=True),
-    "simple-offload plan path/to/model --gpu-memory 80GB --host-memory 512GiB "
-    "--conversation 8192 --bandwidth 53 --prefill-speed 38000": Run(
-        r"TTFT of a hit of 8192 tokens", instead={"path/to/model": "{model}"}
-    ),
-    "simple-offload plan path/to/model --gpu-memory 80GB --host-memory 512GiB "
-    "--tensor-parallel 2": Run(r"conversations of 8192", instead={"path/to/model": "{model}"}),
-    "simple-offload plan": Named(
-        "simple-offload plan path/to/model --gpu-memory 80GB --host-memory 512GiB "
-        "--tensor-parallel 2"
-    ),
     "simple-offload bench copy": _GPU_COPIES,
     "simple-offload bench turns": Run(_TURNS, slow=True),
     "simple-offload bench engines --preset cpu": Run(r"TTFT, hit in the host tier", slow=True),
