@@ -1,11 +1,14 @@
-# demo, test and check first make sure that .venv holds the pinned packages (tools/set_up.py); that
-# takes minutes once and no time after. Needed beforehand: make and Python 3.11.
+# Needs make and Python 3.11. Most targets first make sure that .venv holds the pinned packages
+# (tools/set_up.py): that takes minutes the first time, and no time later.
 
 # Candidates: the first that runs and is a Python 3.11 makes .venv.
 PYTHON ?= python3.11 python3
 FITTING_PYTHON = $(shell for p in $(PYTHON); do \
 	$$p -c 'import sys; sys.exit(sys.version_info[:2] != (3, 11))' >/dev/null 2>&1 \
 	&& { echo $$p; break; }; done)
+SET_UP = $(or $(FITTING_PYTHON),$(error None of these is a Python 3.11 that runs: $(PYTHON). \
+	Install it (Debian, Ubuntu: apt install python3.11 python3.11-venv) \
+	or name it: make PYTHON=/path/to/python3.11)) tools/set_up.py
 # The environment of a machine with an accelerator is not made here: see the README.
 GPU_PYTHON ?= python3
 ARGS ?=
@@ -24,13 +27,10 @@ help: ## List the targets
 	@sed -nE 's/^([a-z-]+):[^#]*## (.*)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 26
 
 set-up: ## Make .venv, or bring it up to date (the other targets do it by themselves)
-	@$(or $(FITTING_PYTHON),$(error None of these is a Python 3.11 that runs: $(PYTHON). \
-	Install it (Debian, Ubuntu: apt install python3.11 python3.11-venv) \
-	or name it: make PYTHON=/path/to/python3.11)) tools/set_up.py
+	@$(SET_UP)
 
 set-up-eval: ## Make .venv-eval, which holds lm_eval (accuracy does it by itself)
-	@$(or $(FITTING_PYTHON),$(error None of these is a Python 3.11 that runs: $(PYTHON))) \
-	tools/set_up.py eval
+	@$(SET_UP) eval
 
 demo: set-up ## Conversations on vLLM with and without the connector, on the CPU
 	@$(VENV_PYTHON) -m examples.demo $(ARGS)

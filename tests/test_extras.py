@@ -13,12 +13,10 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.version import Version
 
-from tests.test_packaging import PROJECT, build_wheel
+from tests.test_packaging import EXTRAS, build_wheel
 from tools.set_up import canonical, pip_environment
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
-
-EXTRAS = PROJECT["project"]["optional-dependencies"]
 
 # What each is there for, in a Python that has nothing else.
 CLAIMS = {

@@ -10,8 +10,7 @@ import pytest
 from tests.docs.pages import COMMANDS, Command
 from tests.docs.shell import as_run, empty_environment, reader_environment, run
 from tests.docs.ways import WAYS, Elsewhere, Named, Run, Theirs, key_of
-from tools import set_up
-from tools.set_up import ROOT
+from tools.set_up import ROOT, VirtualEnvironment
 
 SLOW_SECONDS = 3600
 """What the slowest of them may take, on a machine that does other things as well."""
@@ -97,7 +96,8 @@ def places(tmp_path: Path) -> Mapping[str, str]:
 
 def _check(command: Command, folder: Path, places: Mapping[str, str]) -> None:
     # What make sets up while the tests run in it, they would run in no longer.
-    if command.words[0] == "make" and not set_up.VirtualEnvironment(ROOT).is_current():
+    environment = VirtualEnvironment(ROOT)
+    if command.words[0] == "make" and environment.installed() != environment.wanted():
         pytest.skip("needs the .venv that `make set-up` makes")
     way = WAYS[key_of(command.text) or ""]
     assert isinstance(way, Run)
