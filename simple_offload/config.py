@@ -17,7 +17,7 @@ from simple_offload.foreign_keys import is_foreign
 
 GIB = memory.GIB
 
-logger = logging.getLogger(f"vllm.{__name__}")  # as in logs.py, for a command without vLLM
+logger = logging.getLogger(f"vllm.{__name__}")  # as in logs.py, but without importing vLLM
 
 _UNITS = {"": 1, "B": 1} | {
     letter + suffix: base**power
@@ -30,7 +30,7 @@ _SIZE_FORMS = 'a number of bytes or a size such as "64GiB", "512MiB" or "64GB"'
 
 
 class ConfigError(ValueError):
-    """A configuration that cannot be served. Says the key, the value and what is allowed."""
+    """An invalid configuration. The message names the key, the value and what is allowed."""
 
 
 def parse_size(value: object) -> int:
@@ -51,15 +51,15 @@ def parse_size(value: object) -> int:
 
 
 def parse_flag(value: object) -> bool:
-    """A bool, or one as templates of configurations write it: "true", "False", 1.
+    """A bool, also in the forms that templates of configurations produce: "true", "False", 1.
 
-    vLLM's built-in connector takes any non-empty string for true, "false" too. Here it is what
-    it says. Raises PydanticCustomError for anything else.
+    vLLM's built-in connector reads any non-empty string, even "false", as true. Here "false" is
+    false. Raises PydanticCustomError for any other value.
     """
     if isinstance(value, str | int):
-        meant = _FLAGS.get(str(value).lower())
-        if meant is not None:
-            return meant
+        flag = _FLAGS.get(str(value).lower())
+        if flag is not None:
+            return flag
     raise PydanticCustomError("flag", "must be true or false")
 
 
@@ -68,64 +68,66 @@ Flag = Annotated[bool, BeforeValidator(parse_flag)]
 
 
 class OffloadConfig(BaseModel):
-    """What ``kv_connector_extra_config`` may say. Keys that vLLM's built-in
-    SimpleCPUOffloadConnector takes keep their meaning. Other connectors': foreign_keys.py."""
+    """The keys of ``kv_connector_extra_config``. Those of vLLM's built-in
+    SimpleCPUOffloadConnector keep their meaning; for other connectors' see foreign_keys.py."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
     cpu_bytes_to_use: Bytes = 8 * GIB
-    """Host memory of the whole server: all tensor and pipeline parallel ranks together, on whatever
-    nodes they run. With data parallel, each engine has as much."""
+    """Host memory of the whole server, shared by its tensor and pipeline parallel ranks on all
+    nodes. With data parallelism, each engine has this much."""
 
     cpu_bytes_to_use_per_rank: Bytes | None = None
     """Host memory of each rank; overrides ``cpu_bytes_to_use``."""
 
     num_cpu_blocks: Annotated[int, Field(strict=True, ge=2)] | None = None
-    """Blocks of each rank (one is vLLM's null block), counted in device blocks whatever
-    ``cpu_block_size`` is. At most as many as the bytes allow, if those are given too."""
+    """Host blocks of each rank, including vLLM's null block. Always counted in device blocks,
+    whatever ``cpu_block_size`` is. An error if the bytes, when also given, hold fewer."""
 
     cpu_block_size: Annotated[int, Field(strict=True, gt=0)] | None = None
-    """Tokens of a host block, a multiple of those of a device block; by default as many. For
-    tiers of terabytes: larger blocks take fewer Python objects, and are stored as a whole only."""
+    """Tokens of a host block, a multiple of a device block's tokens (the default). Larger blocks
+    need fewer Python objects, for tiers of terabytes, but are stored only as a whole."""
 
     lazy_offload: Flag = False
-    """Store blocks when the device is about to evict them, not soon after they are full (a few
-    at a time, and what is left when the request ends). While the device is short of free blocks,
-    those of running requests are stored as they fill up."""
+    """Store blocks when the device is about to evict them. By default, a request's blocks are
+    stored soon after they are full, a few at a time, and the rest when it ends. While the device
+    is short of free blocks, lazy stores also copy running requests' blocks as they fill up."""
 
     store_threshold: Annotated[int, Field(strict=True, ge=1)] = 1
-    """Store a block only once so many requests have had the prefix that ends with it, the one
-    that computed it included. 1: always. 2 keeps prompts that come once out of the tier."""
+    """Store a block once this many requests, including the one that computed it, have had the
+    prefix that ends with it. 1 stores every block. 2 keeps one-time prompts out of the tier."""
 
     backend: Literal["auto", "cuda", "npu", "host"] = "auto"
-    """How bytes move. "auto" follows vLLM's platform."""
+    """Copy backend: "cuda", "npu" for Ascend, "host" for vLLM on CPU, "auto" for the one of vLLM's
+    platform."""
 
     copy_path: Literal["auto", "dma", "kernel", "batch", "single"] = "auto"
-    """How bytes move. On CUDA by DMA ("dma"), by a kernel on a few SMs ("kernel"), or ("auto")
-    each copy by what measurements at start say is faster. On an NPU in batches ("batch"), one
-    copy at a time ("single"), or ("auto") in batches where they work."""
+    """How the backend copies. CUDA: by DMA ("dma"), by a kernel on a few SMs ("kernel"), or by the
+    faster of both for each copy, as measured at start ("auto"). NPU: in batches ("batch"), one
+    copy at a time ("single"), or in batches where they work ("auto")."""
 
     kv_layout: Literal["auto", "keep"] = "auto"
-    """"auto" asks vLLM for a KV cache layout in which a block of all layers is contiguous."""
+    """"auto" asks vLLM for a KV cache layout in which a block of all layers is contiguous.
+    "keep" asks for none."""
 
     sync_load_ms: Annotated[float, Field(strict=True, ge=0, allow_inf_nan=False)] = 20.0
-    """A request is scheduled before the end of its load if its compute is expected to wait, on the
-    device, no more than so many milliseconds for the rest. 0: never before the end; so it is with
+    """Schedule a request before its load ends if compute should wait at most this many
+    milliseconds, on the device, for the rest. 0 schedules it after the end, as always with
     state (Mamba) layers."""
 
     kv_offload_backend: Literal["cpu"] = "cpu"
-    """Accepted so that a configuration of the built-in connector works as it is."""
+    """Accepted for configurations of the built-in connector."""
 
     @classmethod
     def parse(
         cls, extra_config: Mapping[str, Any], num_ranks: int, num_ranks_here: int | None = None
     ) -> Self:
-        """Validate ``extra_config`` for an engine of ``num_ranks`` ranks. ``num_ranks_here``: how
-        many ranks, of all its engines, a server has on this machine; by default as many. Keys of
-        vLLM's other connectors are left out.
+        """Validate ``extra_config`` for an engine of ``num_ranks`` ranks. ``num_ranks_here``: the
+        ranks of all engines of the server on this machine; ``num_ranks`` by default. Keys of
+        vLLM's other connectors are ignored.
 
-        Raises ConfigError: one line for every key that is wrong, or sizes that this machine
-        (or the cgroup that it runs in) has no memory for.
+        Raises ConfigError, which names every wrong key, or a size that exceeds the memory of this
+        machine (or of its cgroup).
         """
         own = {key: value for key, value in extra_config.items() if not is_foreign(key)}
         try:
@@ -137,16 +139,16 @@ class OffloadConfig(BaseModel):
         return config
 
     def bytes_per_rank(self, num_ranks: int) -> int:
-        """Host memory of one rank of ``num_ranks``."""
+        """Bytes of host memory of one rank of ``num_ranks``."""
         if self.cpu_bytes_to_use_per_rank is not None:
             return self.cpu_bytes_to_use_per_rank
         return self.cpu_bytes_to_use // num_ranks
 
     def num_host_blocks(self, block_bytes: int, num_ranks: int) -> int:
-        """Host blocks of one rank whose blocks take ``block_bytes`` each.
+        """Number of host blocks, of ``block_bytes`` each, of one rank.
 
-        Raises ConfigError when that is less than two (vLLM's null block takes the first) or
-        less than an explicit ``num_cpu_blocks``.
+        Raises ConfigError if there is no room for two (the first is vLLM's null block), or for an
+        explicit ``num_cpu_blocks``.
         """
         budget = self.bytes_per_rank(num_ranks)
         fitting = budget // block_bytes
@@ -154,34 +156,34 @@ class OffloadConfig(BaseModel):
             sized = {"cpu_bytes_to_use", "cpu_bytes_to_use_per_rank"} & self.model_fields_set
             if sized and self.num_cpu_blocks > fitting:
                 raise ConfigError(
-                    f"num_cpu_blocks={self.num_cpu_blocks}: {budget} bytes a rank hold only "
+                    f"num_cpu_blocks={self.num_cpu_blocks}: {budget} bytes per rank hold only "
                     f"{fitting} blocks of {block_bytes} bytes. Allowed: 2 to {fitting}, or more "
                     f"bytes in {' and '.join(sorted(sized))}"
                 )
             return self.num_cpu_blocks
         if fitting < 2:
             raise ConfigError(
-                f"{self._size_key}={getattr(self, self._size_key)}: {budget} bytes a rank hold "
-                f"{fitting} blocks of {block_bytes} bytes. Allowed: room for at least 2 blocks, "
-                f"that is {2 * block_bytes} bytes a rank"
+                f"{self._size_key}={getattr(self, self._size_key)}: {budget} bytes per rank hold "
+                f"{fitting} blocks of {block_bytes} bytes. Allowed: at least 2 blocks, that is "
+                f"{2 * block_bytes} bytes per rank"
             )
         return fitting
 
-    def num_parts(self, block_size: int) -> int:
-        """Device blocks of ``block_size`` tokens that a host block holds.
+    def num_sub_blocks(self, block_size: int) -> int:
+        """Number of device blocks, of ``block_size`` tokens each, in a host block.
 
-        Raises ConfigError when ``cpu_block_size`` is not a multiple of that.
+        Raises ConfigError if ``cpu_block_size`` is not a multiple of ``block_size``.
         """
         if self.cpu_block_size is None:
             return 1
-        num_parts, rest = divmod(self.cpu_block_size, block_size)
+        num_sub_blocks, rest = divmod(self.cpu_block_size, block_size)
         if rest:
-            nearest = max(1, num_parts + (2 * rest > block_size)) * block_size
+            nearest = max(1, num_sub_blocks + (2 * rest > block_size)) * block_size
             raise ConfigError(
                 f"cpu_block_size={self.cpu_block_size}: must be a multiple of the {block_size} "
                 f"tokens of a device block; the nearest is {nearest}"
             )
-        return num_parts
+        return num_sub_blocks
 
     @property
     def _size_key(self) -> str:
@@ -192,14 +194,14 @@ class OffloadConfig(BaseModel):
         if self.num_cpu_blocks is not None and not (
             {"cpu_bytes_to_use", "cpu_bytes_to_use_per_rank"} & self.model_fields_set
         ):
-            return  # sized in blocks, whose bytes are known once the model is: see host_pool
+            return  # a block's bytes depend on the model: host_pool.py checks them
         needed = self.bytes_per_rank(num_ranks) * num_ranks_here
         check_fits_memory(needed, self._size_key, getattr(self, self._size_key))
 
 
 def check_fits_memory(needed: int, key: str, value: object) -> None:
-    """Raise ConfigError when ``needed`` bytes of host memory, asked for by ``key``, are more than
-    this machine or its cgroup has in all; only warn where a hypervisor may add memory."""
+    """Raise ConfigError if ``needed`` bytes, asked for by ``key``, exceed the total memory of this
+    machine or its cgroup. Only warn if a hypervisor may add memory."""
     limit = memory.limit()
     if needed <= limit.num_bytes:
         return
@@ -219,7 +221,7 @@ def check_fits_memory(needed: int, key: str, value: object) -> None:
 
 
 def _explain(detail: ErrorDetails) -> str:
-    """One wrong key as 'key=value: what is allowed'."""
+    """Describe one wrong key as 'key=value: allowed values'."""
     key = ".".join(str(part) for part in detail["loc"]) or "(whole)"
     value = detail["input"]
     known = list(OffloadConfig.model_fields)
@@ -229,8 +231,8 @@ def _explain(detail: ErrorDetails) -> str:
         return f"{key}={value!r}: unknown key{hint} (known: {', '.join(known)})"
     if key == "kv_offload_backend":
         return (
-            f"{key}={value!r}: must be 'cpu'; there is no disk tier here: remove the key and give "
-            "host memory in cpu_bytes_to_use"
+            f"{key}={value!r}: must be 'cpu', since there is no disk tier: remove the key and set "
+            "cpu_bytes_to_use"
         )
     allowed = detail["msg"][0].lower() + detail["msg"][1:]
     if detail["type"] == "literal_error" and isinstance(value, str):

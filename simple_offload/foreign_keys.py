@@ -1,8 +1,8 @@
-"""Keys of kv_connector_extra_config that vLLM's other connectors read, and this one ignores.
+"""Keys of kv_connector_extra_config that only vLLM's other connectors read.
 
-Configurations move from one connector to the next, and vLLM's connectors ignore keys that they do
-not know. Here a key is ignored only where a connector of vLLM 0.32 or 0.33 reads it: any other
-unknown key is a mistake. tests/test_drop_in.py compares this list with the installed vLLM's source.
+Users reuse configurations across connectors, and vLLM's connectors ignore unknown keys. This one
+ignores a key only if another connector of vLLM 0.32 or 0.33 reads it: any other unknown key is an
+error. tests/test_drop_in.py compares this list with the installed vLLM's source.
 """
 
 from collections.abc import Iterable
@@ -42,29 +42,29 @@ _BY_CONNECTOR = {
 _OWNERS = {key: owner for owner, keys in _BY_CONNECTOR.items() for key in keys.split()}
 
 _LMCACHE = "lmcache."
-"""LMCache's own settings, whatever they are called, begin with this."""
+"""Prefix of all of LMCache's own settings."""
 
 _INSTEAD = {
-    "backends": "backend says how bytes move",
-    "block_size": "cpu_block_size says how large host blocks are",
-    "blocks_per_chunk": "cpu_block_size says how large host blocks are",
-    "cache_policy_module_path": "eviction is by segmented LRU",
+    "backends": "backend chooses how bytes move",
+    "block_size": "cpu_block_size sets the size of host blocks",
+    "blocks_per_chunk": "cpu_block_size sets the size of host blocks",
+    "cache_policy_module_path": "eviction is segmented LRU",
     "enable_cross_layers_blocks": "kv_layout decides",
-    "eviction_policy": "eviction is by segmented LRU",
-    "offload_prompt_only": "answers are stored too",
-    "secondary_tiers": "there is no tier but host memory",
+    "eviction_policy": "eviction is segmented LRU",
+    "offload_prompt_only": "generated tokens are stored too",
+    "secondary_tiers": "host memory is the only tier",
 }
 
 
 def is_foreign(key: str) -> bool:
-    """Whether a connector of vLLM other than the one of this name reads ``key``."""
+    """Whether only vLLM's other connectors read ``key``."""
     return key in _OWNERS or key.startswith(_LMCACHE)
 
 
 def describe_ignored(keys: Iterable[str]) -> str:
-    """Which of ``keys`` are ignored and what rules instead, on one line; empty if none is."""
+    """The ignored ones of ``keys``, each with the reason, on one line; empty if there are none."""
     return ", ".join(f"{key} ({_why_ignored(key)})" for key in keys if is_foreign(key))
 
 
 def _why_ignored(key: str) -> str:
-    return _INSTEAD.get(key) or f"of {_OWNERS.get(key, 'LMCache')}"
+    return _INSTEAD.get(key) or f"read by {_OWNERS.get(key, 'LMCache')}"

@@ -1,4 +1,4 @@
-"""Log lines among vLLM's own."""
+"""Loggers whose lines appear in vLLM's log."""
 
 from typing import Any
 
@@ -6,8 +6,8 @@ from vllm.logger import init_logger
 
 
 def get_logger(name: str) -> Any:
-    """vLLM's kind of logger (``warning_once`` and the like) for module ``name``.
+    """Return a logger of vLLM's kind (``warning_once`` and the like) for module ``name``.
 
-    vLLM configures the loggers below "vllm" only: one by any other name prints no INFO line.
+    vLLM configures only loggers below "vllm": under any other name, INFO lines are lost.
     """
     return init_logger(f"vllm.{name}")

@@ -1,7 +1,7 @@
-"""Metrics: what is counted, how it travels to vLLM's loggers, and its Prometheus series.
+"""Metrics: the Prometheus series, and the payload that carries counts to vLLM's loggers.
 
-Both sides count with a Meter and hand vLLM a payload with each step in which there was
-something. vLLM adds up the payloads of the ranks and the scheduler's.
+The scheduler and every rank count with a Meter, which gives vLLM a payload for each step with
+news. vLLM aggregates the payloads of all of them.
 """
 
 import itertools
@@ -31,8 +31,8 @@ _BYTES_PER_SECOND = tuple(
 
 
 class Series(NamedTuple):
-    """A Prometheus series. ``labels``: its own, beside vLLM's model_name and engine, each with
-    the values that it can have."""
+    """A Prometheus series. ``labels``: label -> its possible values, without vLLM's own labels
+    model_name and engine."""
 
     name: str
     kind: str
@@ -56,80 +56,82 @@ def _series(name: str, *rest: Any) -> str:
 BYTES = _series(
     "bytes_total",
     "counter",
-    "Bytes copied between device and host memory, on all ranks together. Path: by DMA or by a "
-    "kernel (CUDA), in batches or one descriptor a call (NPU), or in host memory (CPU).",
+    "Bytes copied between device and host memory, summed over ranks. Path: DMA or kernel (CUDA), "
+    "batches or single descriptors (NPU), plain memory (CPU).",
     _DIRECTION | {"path": ("dma", "kernel", "batch", "single", "host")},
 )
 SECONDS = _series(
     "transfer_seconds",
     "histogram",
-    "Seconds that a transfer's copy took on a rank.",
+    "Duration of a transfer's copy on one rank.",
     _DIRECTION,
     _SECONDS,
 )
 WAIT_SECONDS = _series(
     "transfer_wait_seconds",
     "histogram",
-    "Seconds from a transfer's submission on a rank to the begin of its copy.",
+    "Time from a transfer's submission on a rank to the start of its copy.",
     _DIRECTION,
     _SECONDS,
 )
 BANDWIDTH = _series(
     "transfer_bytes_per_second",
     "histogram",
-    "Bytes per second of a transfer's copy on a rank.",
+    "Bytes per second of a transfer's copy on one rank.",
     _DIRECTION,
     _BYTES_PER_SECOND,
 )
 FAILED = _series(
     "failed_transfers_total",
     "counter",
-    "Transfers that failed, counted on each rank.",
+    "Failed transfers, counted on each rank.",
     _DIRECTION | {"reason": ("copy_error", "no_such_block", "thread_died", "switched_off")},
 )
 LOOKUPS = _series(
     "lookups_total",
     "counter",
-    "Requests that were given device blocks, by whether the host tier had some of their prefix "
-    "beyond the device's. A preempted request counts again.",
+    "Requests that received device blocks. Hit: the host tier had more of their prefix than the "
+    "device. A preempted request counts again.",
     {"result": ("hit", "miss")},
 )
 HIT_TOKENS = _series(
-    "hit_tokens_total", "counter", "Tokens for which a load from the host tier was started."
+    "hit_tokens_total", "counter", "Tokens whose load from the host tier was started."
 )
 LOADS = _series(
     "loads_total",
     "counter",
-    "Loads that have ended on all ranks. Sync: announced before the end, so that compute waited "
-    "for the rest on the device.",
+    "Loads that ended on all ranks. Sync: announced before the end; compute waited for the rest "
+    "on the device.",
     {"kind": ("sync", "async")},
 )
-LOADED = _series("loaded_blocks_total", "counter", "Host blocks loaded, on all ranks.")
+LOADED = _series(
+    "loaded_blocks_total", "counter", "Host blocks loaded; all ranks together count once."
+)
 STORED = _series(
-    "stored_blocks_total", "counter", "Blocks stored on all ranks that can be found from now on."
+    "stored_blocks_total", "counter", "Blocks stored on all ranks; lookups can find them."
 )
 SKIPPED = _series(
     "skipped_blocks_total",
     "counter",
-    "Blocks of requests that were not stored because there was no need to.",
+    "Blocks that needed no store.",
     {"reason": ("already_stored", "below_threshold")},
 )
 DROPPED = _series(
     "dropped_blocks_total",
     "counter",
-    "Blocks that should have been stored and are not kept.",
+    "Blocks that should have been stored but were lost.",
     {"reason": ("tier_full", "too_late", "copy_failed", "reset", "obsolete")},
 )
 EVICTED = _series(
     "evicted_blocks_total",
     "counter",
-    "Host blocks that lost what they held.",
+    "Host blocks whose contents were removed.",
     {"reason": ("lru", "load_failed", "reset")},
 )
-CAPACITY = _series("capacity_blocks", "gauge", "Host blocks there are.")
-USED = _series("used_blocks", "gauge", "Host blocks that hold something.")
+CAPACITY = _series("capacity_blocks", "gauge", "Host blocks opened so far, full or empty.")
+USED = _series("used_blocks", "gauge", "Host blocks with contents.")
 PINNED = _series(
-    "pinned_blocks", "gauge", "Host blocks that a transfer or a request about to load holds."
+    "pinned_blocks", "gauge", "Host blocks held by a transfer, or by a request about to load."
 )
 
 _TYPES, _DATA, _SAMPLES = "types", "data", "samples"
@@ -138,19 +140,18 @@ _TYPES, _DATA, _SAMPLES = "types", "data", "samples"
 @dataclass
 class OffloadStats(KVConnectorStats):
     """The payload: ``{"types": {name: kind}, "data": {name: {labels: number}}, "samples":
-    {name: {labels: [number]}}}``.
+    {name: {labels: [number]}}}``, the latter for histograms.
 
     Under MultiConnector vLLM looks the class up by the connector's name and finds its built-in
-    connector's, which reads "types" and "data" like this, knows counters and gauges only, and
-    leaves "samples", of histograms, alone.
+    connector's. That one reads "types" and "data" in this format, and ignores "samples".
     """
 
     def __post_init__(self) -> None:
-        for part in (_TYPES, _DATA, _SAMPLES):
-            self.data.setdefault(part, {})
+        for key in (_TYPES, _DATA, _SAMPLES):
+            self.data.setdefault(key, {})
 
     def reset(self) -> None:
-        """Forget everything."""
+        """Drop all numbers."""
         self.data = {}
         self.__post_init__()
 
@@ -158,7 +159,7 @@ class OffloadStats(KVConnectorStats):
         return not self.data[_DATA] and not self.data[_SAMPLES]
 
     def aggregate(self, other: KVConnectorStats) -> "OffloadStats":
-        """Add ``other``'s numbers to these. Gauges become ``other``'s."""
+        """Add ``other``'s counters and samples to these, and take over its gauges."""
         assert isinstance(other, OffloadStats)
         for name, values in other.data[_DATA].items():
             for labels, value in values.items():
@@ -170,16 +171,13 @@ class OffloadStats(KVConnectorStats):
         return self
 
     def reduce(self) -> dict[str, Any]:
-        """The line in vLLM's periodic log: what happened in the interval."""
-        loaded, stored = (self._bytes(direction) for direction in ("load", "store"))
+        """Name -> value for the line of the interval in vLLM's periodic log."""
         line: dict[str, Any] = {}
         if hits := self._sum(LOOKUPS, "hit"):
             line["Host hits"] = f"{hits:.0f} of {self._sum(LOOKUPS):.0f} lookups"
             line["Hit tokens"] = round(self._sum(HIT_TOKENS))
-        for name, verb, direction, num_bytes in (
-            (LOADED, "Loaded", "load", loaded),
-            (STORED, "Stored", "store", stored),
-        ):
+        for name, verb, direction in ((LOADED, "Loaded", "load"), (STORED, "Stored", "store")):
+            num_bytes = self._sum(BYTES, direction)
             if num_bytes or self._sum(name):
                 line[verb] = f"{self._sum(name):.0f} blocks, {num_bytes / 2**20:.1f} MiB"
                 if seconds := sum(self._samples(SECONDS, direction)):
@@ -197,19 +195,17 @@ class OffloadStats(KVConnectorStats):
             line["Host blocks"] = f"{self._sum(USED):.0f} of {self._sum(CAPACITY):.0f}"
         return line
 
-    # Counting
-
     def add(self, name: str, value: float, *labels: str) -> None:
-        """Let a counter grow."""
+        """Add ``value`` to a counter."""
         values = self._values(name)
         values[labels] = values.get(labels, 0) + value
 
     def set(self, name: str, value: float, *labels: str) -> None:
-        """Let a gauge stand there."""
+        """Set a gauge."""
         self._values(name)[labels] = value
 
     def sample(self, name: str, value: float, *labels: str) -> None:
-        """Let a histogram see a value."""
+        """Add ``value`` to a histogram."""
         self.data[_SAMPLES].setdefault(name, {}).setdefault(labels, []).append(value)
 
     def _values(self, name: str) -> dict[Labels, float]:
@@ -223,36 +219,33 @@ class OffloadStats(KVConnectorStats):
         values: dict[Labels, float] = self.data[_DATA].get(name, {})
         return sum(v for labels, v in values.items() if first_label in (None, *labels[:1]))
 
-    def _bytes(self, direction: str) -> float:
-        return self._sum(BYTES, direction)
-
     def _samples(self, name: str, direction: str) -> list[float]:
         samples: list[float] = self.data[_SAMPLES].get(name, {}).get((direction,), [])
         return samples
 
 
 class Meter:
-    """Counts between one payload and the next. Used by one thread."""
+    """Counts until the next payload. Not thread-safe."""
 
     def __init__(self) -> None:
         self._stats = OffloadStats()
         self._counts: dict[tuple[str, ...], float] = {}
-        """By name and labels: a few are counted for each request."""
+        """(name, *labels) -> count. Cheaper than OffloadStats, since requests count here."""
         self._gauges: dict[str, float] = {}
 
     def add(self, name: str, value: float, *labels: str) -> None:
-        """Let a counter grow; 0 is nothing to speak of."""
+        """Add ``value`` to a counter; 0 makes no payload."""
         if value:
             series = (name, *labels)
             self._counts[series] = self._counts.get(series, 0) + value
 
     def sample(self, name: str, value: float, *labels: str) -> None:
-        """Let a histogram see a value."""
+        """Add ``value`` to a histogram."""
         self._stats.sample(name, value, *labels)
 
-    def take(self, gauges: Mapping[str, float] = {}) -> OffloadStats | None:
-        """The payload since the last call, None when there is nothing in it. Of ``gauges`` it
-        has all, if one has changed."""
+    def drain(self, gauges: Mapping[str, float] = {}) -> OffloadStats | None:
+        """Return the counts since the last call, and all ``gauges`` if one has changed. None if
+        both are empty."""
         for (counter, *labels), value in self._counts.items():
             self._stats.add(counter, value, *labels)
         self._counts.clear()
@@ -267,8 +260,8 @@ class Meter:
 
 
 class OffloadPromMetrics(KVConnectorPromMetrics):
-    """The series in the process that serves /metrics. Each is there from the start, at 0 with
-    every value that its labels can have."""
+    """The series in the process that serves /metrics. Each exists from the start, at 0, for every
+    combination of its labels' values."""
 
     def __init__(
         self,
@@ -291,7 +284,7 @@ class OffloadPromMetrics(KVConnectorPromMetrics):
                     self._children[engine, series.name, labels] = metric.labels(*common, *labels)
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
-        """Count a payload in."""
+        """Add a payload to the series. KeyError for an unknown label value."""
         for name, values in transfer_stats_data[_DATA].items():
             for labels, value in values.items():
                 child = self._children[engine_idx, name, tuple(labels)]
@@ -309,7 +302,7 @@ class OffloadPromMetrics(KVConnectorPromMetrics):
             labelnames=[*self._labelnames, *series.labels],
         )
         if series.kind == "gauge":
-            # With several API servers: what the one that heard last says.
+            # With several API servers: the latest value that any of them received.
             keywords["multiprocess_mode"] = "mostrecent"
         elif series.kind == "histogram":
             keywords["buckets"] = series.buckets

@@ -323,14 +323,17 @@ def test_a_configuration_is_not_changed_afterwards() -> None:
 # Host blocks of several device blocks
 
 
-def test_parts_of_a_host_block() -> None:
-    assert OffloadConfig.parse({}, num_ranks=1).num_parts(16) == 1
-    for size, num_parts in [(16, 1), (32, 2), (128, 8)]:
-        assert OffloadConfig.parse({"cpu_block_size": size}, num_ranks=1).num_parts(16) == num_parts
+def test_sub_blocks_of_a_host_block() -> None:
+    assert OffloadConfig.parse({}, num_ranks=1).num_sub_blocks(16) == 1
+    for size, num_sub_blocks in [(16, 1), (32, 2), (128, 8)]:
+        assert (
+            OffloadConfig.parse({"cpu_block_size": size}, num_ranks=1).num_sub_blocks(16)
+            == num_sub_blocks
+        )
     for size, nearest in [(1, 16), (8, 16), (24, 16), (25, 32), (40, 32), (120, 112)]:
         config = OffloadConfig.parse({"cpu_block_size": size}, num_ranks=1)
         with pytest.raises(ConfigError) as caught:
-            config.num_parts(16)
+            config.num_sub_blocks(16)
         said = f"cpu_block_size={size}: must be a multiple of the 16 tokens of a device block"
         assert str(caught.value) == f"{said}; the nearest is {nearest}"
 

@@ -103,18 +103,18 @@ def test_it_survives_the_wire() -> None:
 
 def test_a_meter_speaks_when_there_is_something() -> None:
     meter = Meter()
-    assert meter.take() is None
+    assert meter.drain() is None
     meter.add(metrics.LOADED, 0)
-    assert meter.take() is None
+    assert meter.drain() is None
     meter.add(metrics.LOADED, 3)
     meter.add(metrics.LOADED, 4)
-    taken = meter.take()
+    taken = meter.drain()
     assert taken is not None
     assert taken.data["data"] == {metrics.LOADED: {(): 7}}
-    assert meter.take() is None
+    assert meter.drain() is None
     for reason, count in (("lru", 2), ("reset", 1), ("lru", 3)):
         meter.add(metrics.EVICTED, count, reason)
-    taken = meter.take()
+    taken = meter.drain()
     assert taken is not None
     assert taken.data["data"] == {metrics.EVICTED: {("lru",): 5, ("reset",): 1}}
 
@@ -122,12 +122,12 @@ def test_a_meter_speaks_when_there_is_something() -> None:
 def test_a_meter_tells_gauges_when_they_change() -> None:
     meter = Meter()
     gauges = {metrics.USED: 3, metrics.PINNED: 0}
-    taken = meter.take(gauges)
+    taken = meter.drain(gauges)
     assert taken is not None
     assert taken.data["data"] == {metrics.USED: {(): 3}, metrics.PINNED: {(): 0}}
-    assert meter.take(gauges) is None
+    assert meter.drain(gauges) is None
     gauges[metrics.PINNED] = 1
-    taken = meter.take(gauges)
+    taken = meter.drain(gauges)
     assert taken is not None
     assert taken.data["data"] == {metrics.USED: {(): 3}, metrics.PINNED: {(): 1}}
 

@@ -55,7 +55,7 @@ class OffloadScheduler:
         self.block_size, self._hash_block_size = resolve_kv_cache_block_sizes(
             kv_cache_config, vllm_config
         )
-        self._num_parts = config.num_parts(self.block_size)
+        self._num_parts = config.num_sub_blocks(self.block_size)
         if self._num_parts > 1:
             require_parts_possible(config, kv_cache_config, self.block_size)
         self._chunk_sizes = chunk_sizes(kv_cache_config)
@@ -212,7 +212,7 @@ class OffloadScheduler:
         capacity = tier.num_blocks - 1  # vLLM's null block is none
         pinned = capacity - tier.pool.get_num_free_blocks()
         gauges = {metrics.CAPACITY: capacity, metrics.USED: tier.num_used, metrics.PINNED: pinned}
-        return self._meter.take(gauges)
+        return self._meter.drain(gauges)
 
     @property
     def ids_in_flight(self) -> frozenset[int]:

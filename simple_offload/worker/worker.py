@@ -158,7 +158,7 @@ class OffloadWorker:
 
     def take_stats(self) -> metrics.OffloadStats | None:
         """What has been counted since the last call; None when nothing."""
-        return self._meter.take()
+        return self._meter.drain()
 
     def drain(self) -> None:
         """Wait until no copy touches device memory, which is about to be taken away (sleep).

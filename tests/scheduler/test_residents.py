@@ -19,7 +19,7 @@ def test_what_another_block_of_the_device_holds_is_not_lost() -> None:
     for block in blocks:
         device.evict_blocks({block.block_id})
         assert residents.take([block], "too_late") == [block.block_id]
-        said.append(tier.meter.take())
+        said.append(tier.meter.drain())
     assert said[0] is None
     assert said[1] is not None
     assert said[1]._values(metrics.DROPPED) == {("too_late",): 1}
