@@ -1,4 +1,4 @@
-"""``python -m simple_offload.cli``: the command, where its script is not on PATH."""
+"""``python -m simple_offload.cli``: the command where its script is not on PATH."""
 
 import sys
 

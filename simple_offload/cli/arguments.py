@@ -1,4 +1,4 @@
-"""Arguments of the command, and what it says about wrong ones."""
+"""Parsing of the command's arguments, and messages about wrong ones."""
 
 import argparse
 import difflib
@@ -11,11 +11,11 @@ _UNRECOGNIZED = re.compile(r"unrecognized arguments: (?P<value>-[^\s=]+)")
 
 
 class CommandError(Exception):
-    """Input that the command cannot work with. Says key, value and what is allowed."""
+    """Wrong input. The message names the key, the value and what is allowed."""
 
 
 class Parser(argparse.ArgumentParser):
-    """Names the nearest valid name beside a wrong one. Options cannot be abbreviated."""
+    """Adds the nearest valid name to an error about a wrong one. Options cannot be abbreviated."""
 
     def __init__(self, *args: object, **kwargs: object) -> None:
         kwargs["allow_abbrev"] = False
@@ -24,8 +24,8 @@ class Parser(argparse.ArgumentParser):
     def parse_args(  # type: ignore[override]
         self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
     ) -> argparse.Namespace:
-        """As argparse does; what is not recognized goes to ``rest`` where the subcommand has one
-        by default, else its parser tells of it."""
+        """Like argparse, but a subcommand with a default for ``rest`` gets its unrecognized
+        arguments there. Without one they are an error."""
         arguments, rest = self.parse_known_args(args, namespace)
         if hasattr(arguments, "rest"):
             arguments.rest = rest
@@ -45,7 +45,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """A question to put behind a message about ``name``; empty when nothing known is like it."""
+    """A question for the end of a message about ``name``; empty if no known name is similar."""
     near = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
     return f"; did you mean {near[0]!r}?" if near else ""
 

@@ -1,4 +1,4 @@
-"""``simple-offload bench``: the benchmarks and the demo of examples/, from wherever they are."""
+"""``simple-offload bench``: runs the benchmarks and the demo of examples/."""
 
 import argparse
 import os
@@ -19,11 +19,11 @@ class Bench:
     """A program among the examples."""
 
     module: str
-    what: str
+    summary: str
     output_option: str
-    """Of the folder that its numbers go to."""
+    """Names the folder for its results."""
     output: str
-    """That folder, unless the option names another."""
+    """The default of that option."""
 
 
 BENCHES = {
@@ -66,31 +66,31 @@ def add_to(commands: "argparse._SubParsersAction[Parser]") -> None:
     parser = commands.add_parser(
         "bench",
         help="measure: " + ", ".join(BENCHES),
-        description="Runs a benchmark in a process of its own. They need the extra 'bench'.",
+        description="Runs a benchmark in a process of its own. Needs the extra 'bench'.",
         epilog="exit codes: the benchmark's own (see its --help); 2 wrong usage",
     )
     parser.set_defaults(parser=parser)
     benches = parser.add_subparsers(dest="bench", required=True, metavar="BENCH")
     for name, bench in BENCHES.items():
-        each = benches.add_parser(name, help=bench.what, add_help=False)
+        each = benches.add_parser(name, help=bench.summary, add_help=False)
         each.set_defaults(run=run, parser=each, rest=[])
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Run the benchmark with the arguments behind its name; ``--json`` among them is this
-    command's: the benchmark's words go to stderr, and its numbers to stdout."""
+    """Run the benchmark with the arguments after its name; return its exit code. With ``--json``
+    among them, its output goes to stderr, and its result.json to stdout."""
     bench = BENCHES[arguments.bench]
     rest: list[str] = arguments.rest
     as_json = "--json" in rest
     rest = [argument for argument in rest if argument != "--json"]
     root = examples_root(bench.module)
-    # PYTHONSAFEPATH: a folder called examples where the user happens to be is not ours.
+    # PYTHONSAFEPATH: never import a folder `examples` of the user's working directory.
     path = os.pathsep.join([str(root), *filter(None, [os.environ.get("PYTHONPATH")])])
     environment = {**os.environ, "PYTHONPATH": path, "PYTHONSAFEPATH": "1"}
     command = [sys.executable, "-m", bench.module, *rest]
     if not as_json:
         sys.stdout.flush()
-        os.execve(sys.executable, command, environment)  # noqa: S606 - signals go straight to it
+        os.execve(sys.executable, command, environment)  # noqa: S606 - signals reach it directly
     numbers = _output_folder(bench, rest) / NUMBERS
     before = _written_at(numbers)
     code = _run_to_stderr(command, environment)
@@ -100,8 +100,8 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def examples_root(module: str) -> Path:
-    """The folder from which ``module`` can be imported: the checkout, or what the wheel brings.
-    CommandError when neither has it."""
+    """The folder to import ``module`` from: the checkout, else the wheel's copy. CommandError if
+    neither has it."""
     relative = Path(*module.split("."), "__main__.py")
     roots = [PACKAGE.parent, PACKAGE / "bundled"]
     for root in roots:
@@ -109,13 +109,13 @@ def examples_root(module: str) -> Path:
             return root
     raise CommandError(
         f"{module} is not in this installation (looked for in {' and '.join(map(str, roots))}). "
-        "Run it from a checkout, or install a release that has it"
+        "Run it from a checkout, or install the wheel"
     )
 
 
 def _run_to_stderr(command: list[str], environment: dict[str, str]) -> int:
-    """Run ``command``, its words going to stderr, and return its exit code. A signal to end is
-    passed on, so that it ends what it started."""
+    """Run ``command`` with its stdout in our stderr; return its exit code. Termination signals are
+    passed on, so that it can stop its own processes."""
     process = subprocess.Popen(
         command, env=environment, stdout=sys.stderr.fileno(), start_new_session=True
     )

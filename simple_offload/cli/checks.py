@@ -1,28 +1,28 @@
-"""What doctor found out, one thing at a time."""
+"""The results of doctor's checks."""
 
 from dataclasses import dataclass
 from enum import Enum
 
 
 class Status(Enum):
-    """Whether it is a problem."""
+    """How serious a finding is."""
 
     OK = "ok"
     WARNING = "warning"
-    """The server starts, and something is slower or less safe than it could be."""
+    """The server starts, but runs slower or less safely than it could."""
     ERROR = "error"
     """The server would not start, or the connector would do nothing."""
 
 
 @dataclass(frozen=True)
 class Check:
-    """One thing that was looked at."""
+    """One result."""
 
     name: str
     status: Status
     found: str
     advice: str = ""
-    """What to do; empty where there is nothing to do."""
+    """What to do; empty if there is no problem."""
 
 
 def ok(name: str, found: str) -> Check:

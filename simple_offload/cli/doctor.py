@@ -1,4 +1,4 @@
-"""``simple-offload doctor``: would the connector work here, and how would it copy?"""
+"""``simple-offload doctor``: checks that the connector works here, and how it would copy."""
 
 import argparse
 import importlib.util
@@ -26,7 +26,6 @@ from simple_offload.cli.machine import (
     check_memory,
     check_numa,
 )
-from simple_offload.cli.output import make_console
 from simple_offload.cli.transfer_config import (
     TransferConfig,
     check_transfer_config,
@@ -46,27 +45,29 @@ _VARIABLES = (
 )
 _STYLES = {Status.OK: "green", Status.WARNING: "yellow", Status.ERROR: "bold red"}
 
+_PIPE_WIDTH = 160
+
 Found = dict[str, Any]
-"""By step of the probe: {"value": ...}, {"error": text}, or {"begun": True} if it never ended."""
+"""Step of probe.py -> {"value": ...} or {"error": text}."""
 
 
 def add_to(commands: "argparse._SubParsersAction[Parser]") -> None:
     """Add the subcommand."""
     parser = commands.add_parser(
         "doctor",
-        help="would the connector work on this machine, and how would it copy",
+        help="check that the connector works on this machine, and how it would copy",
         description=(
-            "Looks at vLLM, torch, the device, memory and, if given, a configuration, and says "
-            "what would go wrong. Starts no engine; on a GPU it measures copies as a server does."
+            "Checks vLLM, torch, the device, memory and, if given, a configuration. Starts no "
+            "engine; on a GPU it measures copies as a server does."
         ),
-        epilog="exit codes: 0 the connector works here (there may be warnings); 1 it would not; "
+        epilog="exit codes: 0 the connector works here, maybe with warnings; 1 it would not; "
         "2 wrong usage",
     )
     parser.set_defaults(run=run, parser=parser)
     parser.add_argument(
         "--config",
         metavar="JSON",
-        help="kv_connector_extra_config or the whole --kv-transfer-config, or a file with one",
+        help="kv_connector_extra_config, or the whole --kv-transfer-config, or a file with either",
     )
     parser.add_argument(
         "--ranks",
@@ -80,20 +81,20 @@ def add_to(commands: "argparse._SubParsersAction[Parser]") -> None:
         type=count,
         default=1,
         metavar="N",
-        help="machines that those ranks are spread over (default: 1)",
+        help="machines that share those ranks (default: 1)",
     )
     parser.add_argument(
         "--data-parallel",
         type=count,
         default=1,
         metavar="N",
-        help="engines of that many ranks on this machine (default: 1)",
+        help="engines on this machine, each with those ranks (default: 1)",
     )
     parser.add_argument("--json", action="store_true", help="print JSON")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print what was found; return the exit code. CommandError when --config is not JSON."""
+    """Print the checks; return the exit code. Raises CommandError for a wrong --config."""
     given = read_transfer_config(arguments.config)
     ranks, nodes = arguments.ranks, arguments.nodes
     if ranks % nodes:
@@ -104,12 +105,12 @@ def run(arguments: argparse.Namespace) -> int:
         listed = [{**asdict(check), "status": check.status.value} for check in checks]
         print(json.dumps({"works": not failed, "checks": listed}, indent=1))
     else:
-        _show(make_console(), checks)
+        _show(checks)
     return WOULD_FAIL if failed else 0
 
 
 def examine(given: TransferConfig, ranks: Ranks) -> list[Check]:
-    """Every check, in the order in which a server meets things."""
+    """All checks, in the order of a server's start."""
     config_checks, config = check_transfer_config(given, ranks)
     found = probe(given, config)
     backend = found.get("backend", {}).get("value") or {}
@@ -132,8 +133,8 @@ def examine(given: TransferConfig, ranks: Ranks) -> list[Check]:
 
 
 def probe(given: TransferConfig, config: OffloadConfig | None) -> Found:
-    """What a process finds that imports torch and vLLM and makes the backend; the one that was
-    named, also where the rest of the configuration is refused (``config`` None)."""
+    """Run probe.py. ``config`` is None if the configuration was refused; the probe then tries the
+    backend that ``given`` names."""
     if importlib.util.find_spec("torch") is None:
         return {"torch": {"error": "not installed"}}
     wanted: dict[str, Any] = {
@@ -154,14 +155,15 @@ def probe(given: TransferConfig, config: OffloadConfig | None) -> Found:
                 timeout=PROBE_SECONDS,
                 check=False,
             )
-            how = f"ended with code {done.returncode}: {_last_line(done.stderr)}"
+            last_line = (done.stderr.strip().splitlines() or ["no output"])[-1]
+            failure = f"the process ended with code {done.returncode}: {last_line}"
         except subprocess.TimeoutExpired:
-            how = f"did not end within {PROBE_SECONDS} s"
+            failure = f"the process did not end within {PROBE_SECONDS} s"
         found: Found = json.loads(answer.read_text()) if answer.exists() else {}
     for name, step in found.items():
-        if "begun" in step:
-            found[name] = {"error": f"the process that tried it {how}"}
-    return found or {"torch": {"error": f"the process that looks at it {how}"}}
+        if "started" in step:
+            found[name] = {"error": failure}
+    return found or {"torch": {"error": failure}}
 
 
 def _check_software(found: Found) -> list[Check]:
@@ -176,13 +178,13 @@ def _check_software(found: Found) -> list[Check]:
         advice = "install vLLM, which brings it"
         if importlib.util.find_spec("torch_npu") is not None:
             advice = "torch_npu is installed: it needs CANN's libraries (source set_env.sh)"
-        checks.append(error("torch", str(torch.get("error", "not looked at")), advice))
+        checks.append(error("torch", str(torch.get("error", "not checked")), advice))
     if "error" in found.get("torchvision", {}):
         checks.append(
             error(
                 "torchvision",
                 _flat(found["torchvision"]["error"]),
-                "it does not belong to this torch, and vLLM cannot import transformers beside it: "
+                "it does not match this torch, so vLLM cannot import transformers: "
                 "pip uninstall torchvision torchaudio torchcodec (text models need none of them)",
             )
         )
@@ -190,7 +192,7 @@ def _check_software(found: Found) -> list[Check]:
         checks.append(
             error(
                 "vLLM",
-                str(vllm.get("error", "not looked at, for want of torch")),
+                str(vllm.get("error", "not checked without torch")),
                 "pip install 'simple-offload[cuda]' ('simple-offload[cpu]' for the CPU build)",
             )
         )
@@ -198,7 +200,7 @@ def _check_software(found: Found) -> list[Check]:
     version = f"{vllm['value']['version']}, platform {vllm['value']['platform']}"
     for step in ("supported", "connector"):
         if "error" in found.get(step, {}):
-            # The first words are the exception's name.
+            # Without the exception's name.
             text = found[step]["error"].partition(": ")[2]
             return [*checks, error("vLLM", version, text or found[step]["error"])]
     return [*checks, ok("vLLM", version)]
@@ -217,7 +219,8 @@ def _check_device(found: Found) -> list[Check]:
                 warning(
                     "CUDA driver",
                     str(backend.get("cuda_driver")),
-                    "no cuMemcpyBatchAsync: one descriptor a call. Use a driver for CUDA 12.8",
+                    "no cuMemcpyBatchAsync, so each call copies one descriptor. Use a driver for "
+                    "CUDA 12.8 or later",
                 )
             )
         return checks
@@ -225,7 +228,7 @@ def _check_device(found: Found) -> list[Check]:
         return [ok("device", f"NPU, CANN {backend['cann']}")]
     if platform_name == "cuda":
         return [error("device", "none is visible", "check nvidia-smi and CUDA_VISIBLE_DEVICES")]
-    return [ok("device", "none: host memory is the tier of host memory, for trying out")]
+    return [ok("device", "no accelerator: the device cache is in host memory too (for trials)")]
 
 
 def _check_backend(found: Found) -> list[Check]:
@@ -238,13 +241,7 @@ def _check_backend(found: Found) -> list[Check]:
         checks.append(ok("backend", backend["value"]["name"]))
         checks.append(ok("copy path", backend["value"]["path"]))
     elif "value" in found.get("vllm", {}):
-        checks.append(
-            error(
-                "backend",
-                "none",
-                _flat(str(backend.get("error", "not looked at"))),
-            )
-        )
+        checks.append(error("backend", "none", _flat(str(backend.get("error", "not checked")))))
     return checks
 
 
@@ -261,18 +258,17 @@ def _driver_version() -> str:
     return (answer.stdout.split() or ["unknown"])[0]
 
 
-def _last_line(text: str) -> str:
-    return (text.strip().splitlines() or ["it said nothing"])[-1]
-
-
 def _flat(text: str) -> str:
     return " ".join(text.split())
 
 
-def _show(console: Console, checks: list[Check]) -> None:
+def _show(checks: list[Check]) -> None:
+    console = Console()
+    if not console.file.isatty():  # whatever FORCE_COLOR asks for
+        console = Console(width=_PIPE_WIDTH, force_terminal=False, no_color=True)
     table = Table(box=SIMPLE_HEAD, pad_edge=False)
     table.add_column("", no_wrap=True)
-    table.add_column("what", no_wrap=True)
+    table.add_column("check", no_wrap=True)
     table.add_column("found", overflow="fold")
     for check in checks:
         table.add_row(
@@ -289,5 +285,7 @@ def _show(console: Console, checks: list[Check]) -> None:
                 soft_wrap=True,
             )
     problems = sum(check.status is Status.ERROR for check in checks)
-    verdict = "The connector works here." if not problems else f"{problems} would stop it."
+    verdict = f"{problems} problem{'s' * (problems > 1)} would stop the server."
+    if not problems:
+        verdict = "The connector works here."
     console.print(verdict, style="bold", highlight=False)

@@ -1,4 +1,4 @@
-"""What of the machine matters to host memory: how much, how much of it may be locked, where."""
+"""Checks of the machine's memory: its size, lock limit, NUMA nodes and huge pages."""
 
 import resource
 from pathlib import Path
@@ -12,44 +12,44 @@ _HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 
 
 def check_memory(wanted: int | None) -> Check:
-    """Memory for a host tier of ``wanted`` bytes on the whole machine; None: not known."""
+    """Whether a host tier of ``wanted`` bytes on this machine fits now. None: size unknown."""
     available, reserve = memory.available_bytes(), memory.reserve_bytes()
     limit, total = memory.limit(), memory.total_bytes()
     found = f"{available / GIB:.1f} GiB available of {total / GIB:.1f} GiB"
     if limit.num_bytes < total:
         found += f", cgroup limit {limit.num_bytes / GIB:.1f} GiB"
     if not limit.is_final:
-        found += ", and a hypervisor that may add more"
-    found += f"; {reserve / GIB:.1f} GiB are left to others"
+        found += "; a hypervisor may add more"
+    found += f"; {reserve / GIB:.1f} GiB reserved for other processes"
     if wanted is not None and wanted > available - reserve:
         return warning(
             "memory",
             found,
-            f"the host tier asks for {wanted / GIB:.1f} GiB: it opens as far as memory goes, and "
-            "the rest when there is more (vLLM on CPU: it does not start). Lower "
-            "cpu_bytes_to_use, or free memory",
+            f"the host tier asks for {wanted / GIB:.1f} GiB. It opens as far as memory allows, and "
+            "grows when more is free (vLLM on CPU does not start). Lower cpu_bytes_to_use, or free "
+            "memory",
         )
     return ok("memory", found)
 
 
 def check_lock_limit(wanted: int | None, pinned: bool) -> Check:
-    """Whether ``wanted`` bytes may be locked; ``pinned``: whether the backend pins memory."""
+    """Whether ``wanted`` bytes may be locked, if the backend pins memory (``pinned``)."""
     soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     found = "unlimited" if soft == resource.RLIM_INFINITY else f"{soft / GIB:.3g} GiB"
     if not pinned:
-        return ok("lock limit", f"{found} (no memory is pinned by this backend)")
+        return ok("lock limit", f"{found} (this backend pins no memory)")
     if soft != resource.RLIM_INFINITY and wanted is not None and wanted > soft:
         return warning(
             "lock limit",
             found,
-            f"the host tier pins {wanted / GIB:.1f} GiB, which some drivers and containers refuse "
-            "beyond the limit: ulimit -l unlimited (docker: --ulimit memlock=-1)",
+            f"the host tier pins {wanted / GIB:.1f} GiB, and some drivers and containers refuse to "
+            "exceed the limit: ulimit -l unlimited (docker: --ulimit memlock=-1)",
         )
     return ok("lock limit", found)
 
 
 def check_numa(device_nodes: list[int | None]) -> Check:
-    """Nodes of this machine, and where its devices are."""
+    """Whether memory of the devices' NUMA nodes (None: unknown) may be used."""
     nodes = sorted(int(node.name[4:]) for node in _NODES.glob("node[0-9]*"))
     if len(nodes) < 2:
         return ok("NUMA", "one node")
@@ -63,18 +63,18 @@ def check_numa(device_nodes: list[int | None]) -> Check:
         return warning(
             "NUMA",
             found,
-            f"this process may use memory of nodes {sorted(allowed)} only: copies cross to the "
-            "device's. Allow its node (numactl, cpuset)",
+            f"this process may use memory of nodes {sorted(allowed)} only, so copies cross nodes. "
+            "Allow the device's node (numactl, cpuset)",
         )
     return ok("NUMA", found)
 
 
 def check_huge_pages() -> Check:
-    """Whether memory can come in huge pages."""
+    """Whether the kernel provides transparent huge pages."""
     try:
         text = _HUGE_PAGES.read_text(encoding="ascii").strip()
     except OSError:
-        return ok("huge pages", "not known")
+        return ok("huge pages", "unknown")
     chosen = text.partition("[")[2].partition("]")[0] or text
     if chosen == "never":
         return warning(
@@ -86,7 +86,7 @@ def check_huge_pages() -> Check:
 
 
 def _allowed_nodes() -> set[int] | None:
-    """That this process may take memory from, by the kernel; None where it does not say."""
+    """NUMA nodes whose memory this process may use; None if the kernel does not list them."""
     try:
         lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
     except OSError:

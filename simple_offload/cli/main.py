@@ -1,4 +1,4 @@
-"""``simple-offload``: which subcommand, and how it ends."""
+"""``simple-offload``: runs a subcommand, and sets the exit code."""
 
 import signal
 import sys
@@ -13,8 +13,8 @@ INTERRUPTED = 128 + signal.SIGINT
 
 
 def make_parser() -> Parser:
-    """The parser of all subcommands. ``run`` of what it returns takes that and returns the exit
-    code."""
+    """The parser of all subcommands. Its namespace has ``run``, a function from that namespace to
+    the exit code."""
     parser = Parser(
         prog="simple-offload",
         description="Check that the connector works on a machine, and run its benchmarks.",
@@ -38,6 +38,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("Interrupted.", file=sys.stderr)
         return INTERRUPTED
-    except BrokenPipeError:  # the reader of a pipe has seen enough
+    except BrokenPipeError:  # the reader of a pipe has closed it
         sys.stderr.close()
         return 0

@@ -1,9 +1,10 @@
-"""Looks at torch, vLLM and the device as a server would: ``python -m simple_offload.cli.probe``.
+"""Imports torch and vLLM and makes a backend, as a server does: ``python -m
+simple_offload.cli.probe OPTIONS FILE``.
 
-A process of its own, since an import may fail, hang or end it (torch where CANN is missing, a
-driver that does not fit), and since a parent that has touched the device could not fork a server.
-Takes a JSON object (backend, copy_path, kv_transfer_config) and a file to write findings to, as
-JSON: what could be found out before something failed is there.
+It is a process of its own: an import may fail, hang or end it (torch without CANN, an unsuitable
+driver), and a parent that has touched the device could not fork a server. OPTIONS is a JSON object
+(backend, copy_path, kv_transfer_config). FILE receives the findings of each step as JSON, so that
+those before a crash are kept.
 """
 
 import importlib
@@ -19,7 +20,7 @@ _PAGE_BYTES = 4096
 
 
 def main(argv: list[str]) -> None:
-    """Probe, in the order in which a server meets things."""
+    """Run all steps, in the order of a server's start."""
     wanted: dict[str, Any] = json.loads(argv[0])
     found: dict[str, Any] = {}
     steps: dict[str, Callable[[], Any]] = {
@@ -32,11 +33,11 @@ def main(argv: list[str]) -> None:
         "backend": lambda: _backend(wanted["backend"], wanted["copy_path"]),
     }
     for name, step in steps.items():
-        found[name] = {"begun": True}
+        found[name] = {"started": True}
         Path(argv[1]).write_text(json.dumps(found))
         try:
             found[name] = {"value": step()}
-        except Exception as error:  # noqa: BLE001 - whatever it is, doctor tells of it
+        except Exception as error:  # noqa: BLE001 - doctor reports every kind
             found[name] = {"error": f"{type(error).__name__}: {error}"}
     Path(argv[1]).write_text(json.dumps(found))
 
@@ -53,7 +54,7 @@ def _torch() -> dict[str, Any]:
 
 
 def _torchvision() -> None:
-    """transformers imports it where it is there, and vLLM imports transformers."""
+    """vLLM imports transformers, which imports torchvision if it is installed."""
     if importlib.util.find_spec("torchvision") is not None:
         importlib.import_module("torchvision")
 
@@ -99,7 +100,7 @@ def _backend(name: Any, copy_path: str) -> dict[str, Any]:
 
 
 def _measure_cuda(backend: Any, found: dict[str, Any]) -> None:
-    """Let ``backend`` measure its paths at start, as it does in a server."""
+    """Open ``backend`` with a small tensor: it measures its paths then, as in a server."""
     import torch
     from cuda.bindings import driver
 

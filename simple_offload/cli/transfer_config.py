@@ -1,4 +1,4 @@
-"""Doctor's --config: a whole kv-transfer-config, or the connector's part of one."""
+"""Doctor's --config: a whole kv-transfer-config, or only its kv_connector_extra_config."""
 
 import json
 from collections.abc import Mapping
@@ -19,16 +19,16 @@ _EXTRA = "kv_connector_extra_config"
 
 @dataclass(frozen=True)
 class TransferConfig:
-    """A configuration as it was given."""
+    """A parsed, unchecked configuration."""
 
     whole: Mapping[str, Any] | None
-    """--kv-transfer-config of vLLM; None where only the connector's part was given."""
+    """vLLM's --kv-transfer-config; None if only ``extra`` was given."""
     extra: Mapping[str, Any]
     """kv_connector_extra_config of this connector."""
 
 
 def read_transfer_config(text: str | None) -> TransferConfig:
-    """Of JSON, or a file that has it; None is the connector with its defaults. CommandError."""
+    """Read JSON, or a file with JSON; None stands for the defaults. Raises CommandError."""
     if text is None:
         return TransferConfig(None, {})
     source = "--config"
@@ -38,7 +38,7 @@ def read_transfer_config(text: str | None) -> TransferConfig:
             text = Path(text).read_text(encoding="utf-8")
         except OSError as failure:
             raise CommandError(
-                f"{source}: {failure.strerror}. Allowed: a JSON object, or a file that has one"
+                f"{source}: {failure.strerror}. Allowed: a JSON object, or a file with one"
             ) from None
     try:
         config = json.loads(text)
@@ -52,7 +52,7 @@ def read_transfer_config(text: str | None) -> TransferConfig:
 
 
 def _own_part(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Of a MultiConnector's configuration, this connector's."""
+    """This connector's entry in a MultiConnector's configuration, else the whole."""
     if config.get("kv_connector") == "MultiConnector":
         for each in (config.get(_EXTRA) or {}).get("connectors") or []:
             if isinstance(each, dict) and each.get("kv_connector") == CONNECTOR:
@@ -63,15 +63,17 @@ def _own_part(config: Mapping[str, Any]) -> Mapping[str, Any]:
 def check_transfer_config(
     given: TransferConfig, ranks: Ranks
 ) -> tuple[list[Check], OffloadConfig | None]:
-    """What is wrong with it for a server of these ranks, and what the connector makes of its
-    part; None if it refuses that."""
+    """Check the configuration for a server of these ranks, and parse the connector's keys; None if
+    the connector refuses them."""
     checks = [] if given.whole is None else _check_selection(given.whole)
     try:
         config = OffloadConfig.parse(given.extra, ranks.num, ranks.num_here)
     except ConfigError as failure:
         return [*checks, error("configuration", "refused", str(failure))], None
     if ignored := describe_ignored(given.extra):
-        checks.append(warning("ignored keys", ignored, "other connectors read them; remove them"))
+        checks.append(
+            warning("ignored keys", ignored, "only other connectors read them: remove them")
+        )
     if config.num_cpu_blocks is not None:
         wanted = f"{config.num_cpu_blocks} host blocks on each of {ranks.num} ranks"
     else:
@@ -83,38 +85,29 @@ def check_transfer_config(
 
 
 def _check_selection(whole: Mapping[str, Any]) -> list[Check]:
-    checks = []
+    """Whether vLLM would load this connector, and what it does about failed loads."""
     own = _own_part(whole)
-    if own.get("kv_connector") != CONNECTOR:
-        checks.append(
-            error(
-                "kv_connector",
-                repr(own.get("kv_connector")),
-                f"another connector is loaded. Allowed: {CONNECTOR!r}",
-            )
-        )
-    if own.get("kv_connector_module_path") != MODULE:
-        checks.append(
-            error(
-                "kv_connector_module_path",
-                repr(own.get("kv_connector_module_path")),
-                f"vLLM loads its built-in connector of that name. Allowed: {MODULE!r}",
-            )
-        )
-    if whole.get("kv_role") not in ("kv_both", "kv_producer", "kv_consumer"):
-        checks.append(
-            error(
-                "kv_role",
-                repr(whole.get("kv_role")),
-                "vLLM does not start. Allowed: 'kv_both' (the others store and load all the same)",
-            )
-        )
-    if whole.get("kv_load_failure_policy", "fail") != "recompute":
-        checks.append(
-            warning(
-                "kv_load_failure_policy",
-                repr(whole.get("kv_load_failure_policy", "fail")),
-                "a request whose load fails ends in an error. 'recompute' computes it again",
-            )
-        )
-    return checks
+    policy = whole.get("kv_load_failure_policy", "fail")
+    rules = (
+        (
+            ("kv_connector", own.get("kv_connector"), (CONNECTOR,)),
+            (error, f"vLLM loads another connector. Allowed: {CONNECTOR!r}"),
+        ),
+        (
+            ("kv_connector_module_path", own.get("kv_connector_module_path"), (MODULE,)),
+            (error, f"vLLM loads its built-in connector of that name. Allowed: {MODULE!r}"),
+        ),
+        (
+            ("kv_role", whole.get("kv_role"), ("kv_both", "kv_producer", "kv_consumer")),
+            (error, "vLLM does not start. Allowed: 'kv_both' (here the other roles do the same)"),
+        ),
+        (
+            ("kv_load_failure_policy", policy, ("recompute",)),
+            (warning, "a failed load ends its request. 'recompute' computes the blocks again"),
+        ),
+    )
+    return [
+        make(key, repr(value), advice)
+        for (key, value, allowed), (make, advice) in rules
+        if value not in allowed
+    ]

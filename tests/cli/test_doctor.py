@@ -1,4 +1,4 @@
-"""doctor: on this machine as a whole, and what it makes of what a probe may find elsewhere."""
+"""doctor: on this machine, and with findings of a probe on other machines."""
 
 import json
 from pathlib import Path
@@ -10,8 +10,7 @@ from simple_offload.cli import doctor
 from simple_offload.cli.checks import Check, Status
 from simple_offload.cli.doctor import Found, examine, probe
 from simple_offload.cli.main import main
-from simple_offload.cli.transfer_config import read_transfer_config
-from simple_offload.config import OffloadConfig
+from simple_offload.cli.transfer_config import TransferConfig, read_transfer_config
 from simple_offload.ranks import Ranks
 from tests.conftest import Machine
 
@@ -46,22 +45,35 @@ ON_CUDA: Found = {
 }
 
 
-def found_with(monkeypatch: pytest.MonkeyPatch, found: Found) -> dict[str, Check]:
-    """What doctor says where a probe finds ``found``, by name."""
+def checks_of(monkeypatch: pytest.MonkeyPatch, found: Found) -> dict[str, Check]:
+    """doctor's checks by name, if the probe finds ``found``."""
     monkeypatch.setattr(doctor, "probe", lambda *_: found)
     return {check.name: check for check in examine(GIVEN, Ranks(1, 1))}
 
 
+def run_here(capfd: pytest.CaptureFixture[str]) -> dict[str, dict[str, str]]:
+    """The checks of this machine by name."""
+    assert main(["doctor", "--config", '{"cpu_bytes_to_use": "64MiB"}', "--json"]) == 0
+    result = json.loads(capfd.readouterr().out)
+    assert result["works"] is True
+    assert {check["status"] for check in result["checks"]} <= {"ok", "warning"}
+    return {check["name"]: check for check in result["checks"]}
+
+
 def test_this_machine(capfd: pytest.CaptureFixture[str]) -> None:
-    config = '{"cpu_bytes_to_use": "64MiB"}'
-    assert main(["doctor", "--config", config, "--json"]) == 0
-    told = json.loads(capfd.readouterr().out)
-    assert told["works"] is True
-    by_name = {check["name"]: check for check in told["checks"]}
-    assert by_name["vLLM"]["found"] == "0.32.0, platform cpu"
-    assert by_name["backend"]["found"] == "HostBackend"
-    assert by_name["configuration"]["found"] == "0.06 GiB on each of 1 ranks"
-    assert {check["status"] for check in told["checks"]} <= {"ok", "warning"}
+    checks = run_here(capfd)
+    assert checks["vLLM"]["found"] == "0.32.0, platform cpu"
+    assert checks["backend"]["found"] == "HostBackend"
+    assert checks["configuration"]["found"] == "0.06 GiB on each of 1 ranks"
+
+
+@pytest.mark.gpu
+def test_on_a_gpu(capfd: pytest.CaptureFixture[str]) -> None:
+    checks = run_here(capfd)
+    assert checks["backend"]["found"] == "CudaBackend"
+    assert "4K " in checks["copy path"]["found"]
+    assert "GB/s" in checks["copy path"]["found"]
+    assert "driver " in checks["device"]["found"]
 
 
 def test_the_table(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -73,7 +85,7 @@ def test_the_table(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixtur
     assert "did you mean 'backend'?" in text
     assert "bakend='[red]'" in text
     assert "[red]BLHNC" in text
-    assert "1 would stop it." in text
+    assert "1 problem would stop the server." in text
     assert "\x1b" not in text
     assert main(["doctor", "--config", '{"cpu_bytes_to_use": "1MiB"}']) == 0
     assert "The connector works here." in capsys.readouterr().out
@@ -81,37 +93,26 @@ def test_the_table(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixtur
 
 def test_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor, "_driver_version", lambda: "580.159")
-    checks = found_with(monkeypatch, ON_CUDA)
+    checks = checks_of(monkeypatch, ON_CUDA)
     assert checks["device"].found == "NVIDIA H200 (140 GiB); driver 580.159"
     assert checks["copy path"].found == "load 4K 15 GB/s"
     assert "CUDA driver" not in checks
-    assert "no memory is pinned" not in checks["lock limit"].found
-
-
-@pytest.mark.gpu
-def test_on_a_gpu(capfd: pytest.CaptureFixture[str]) -> None:
-    assert main(["doctor", "--config", '{"cpu_bytes_to_use": "64MiB"}', "--json"]) == 0
-    by_name = {check["name"]: check for check in json.loads(capfd.readouterr().out)["checks"]}
-    assert by_name["backend"]["found"] == "CudaBackend"
-    assert "4K " in by_name["copy path"]["found"]
-    assert "GB/s" in by_name["copy path"]["found"]
-    assert "driver " in by_name["device"]["found"]
-
-
-def test_a_driver_without_batches(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "pins no memory" not in checks["lock limit"].found
     backend = {**ON_CUDA["backend"]["value"], "batched": False, "cuda_driver": "12.4"}
-    checks = found_with(monkeypatch, {**ON_CUDA, "backend": {"value": backend}})
+    checks = checks_of(monkeypatch, {**ON_CUDA, "backend": {"value": backend}})
     assert checks["CUDA driver"].status is Status.WARNING
+    vllm = {"value": {"version": "0.33.0", "platform": "cuda"}}
+    assert checks_of(monkeypatch, {**ON_CPU, "vllm": vllm})["device"].status is Status.ERROR
 
 
 def test_an_npu(monkeypatch: pytest.MonkeyPatch) -> None:
     backend = {"name": "NpuBackend", "path": "batches", "nodes": [], "cann": "8.5.1"}
-    checks = found_with(monkeypatch, {**ON_CPU, "backend": {"value": backend}})
+    checks = checks_of(monkeypatch, {**ON_CPU, "backend": {"value": backend}})
     assert checks["device"].found == "NPU, CANN 8.5.1"
 
 
 @pytest.mark.parametrize(
-    ("step", "error", "name", "told"),
+    ("step", "error", "name", "advice"),
     [
         (
             "supported",
@@ -132,74 +133,74 @@ def test_an_npu(monkeypatch: pytest.MonkeyPatch) -> None:
         ("transfer_config", "ValidationError: kv_rank", "kv-transfer-config", "kv_rank"),
     ],
 )
-def test_what_would_go_wrong(
-    step: str, error: str, name: str, told: str, monkeypatch: pytest.MonkeyPatch
+def test_errors_of_the_probe(
+    step: str, error: str, name: str, advice: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    check = found_with(monkeypatch, {**ON_CPU, step: {"error": error}})[name]
+    check = checks_of(monkeypatch, {**ON_CPU, step: {"error": error}})[name]
     assert check.status is Status.ERROR
-    assert told in check.advice
+    assert advice in check.advice
 
 
-def test_vllm_for_cuda_without_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    vllm = {"value": {"version": "0.33.0", "platform": "cuda"}}
-    checks = found_with(monkeypatch, {**ON_CPU, "vllm": vllm})
-    assert checks["device"].status is Status.ERROR
-
-
-def _stub(folder: Path, module: str, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Put a module in front of the real one, for the probe's process."""
-    (folder / f"{module}.py").write_text(text)
+def probe_with(
+    modules: dict[str, str], folder: Path, monkeypatch: pytest.MonkeyPatch, given: TransferConfig
+) -> Found:
+    """Findings of the probe's process if it imports ``modules`` (name -> source) instead."""
+    for module, source in modules.items():
+        (folder / f"{module}.py").write_text(source)
     monkeypatch.setenv("PYTHONPATH", f"{folder}:{Path(doctor.__file__).parents[2]}")
+    return probe(given, None)
 
 
-def test_the_named_backend_is_tried_also_when_the_rest_is_refused(
+NOT_IMPORTED = "raise ImportError('saves time')"
+
+
+@pytest.mark.parametrize(
+    ("modules", "step", "error"),
+    [
+        (
+            {"torch": "import os\nos.write(2, b'no libascend')\nos._exit(7)"},
+            "torch",
+            "the process ended with code 7: no libascend",
+        ),
+        (
+            {"torch": "import threading\nthreading.Event().wait()"},
+            "torch",
+            "the process did not end within 3 s",
+        ),
+        (
+            {
+                "torch": NOT_IMPORTED,
+                "torchvision": "raise RuntimeError('no such operator')",
+                "vllm": NOT_IMPORTED,
+            },
+            "torchvision",
+            "RuntimeError: no such operator",
+        ),
+        *(
+            ({"torch": NOT_IMPORTED, "vllm": "__version__ = '0.31.0'"}, step, "")
+            for step in ("vllm", "supported", "connector", "backend")
+        ),
+    ],
+)
+def test_broken_modules(
+    modules: dict[str, str], step: str, error: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hangs = "wait()" in modules["torch"]
+    monkeypatch.setattr(doctor, "PROBE_SECONDS", 3 if hangs else 240)
+    assert error in probe_with(modules, tmp_path, monkeypatch, GIVEN)[step]["error"]
+
+
+def test_the_named_backend_is_tried_also_when_other_keys_are_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    made = "import sys, json; raise ImportError(json.loads(sys.argv[1])['backend'])"
-    _stub(tmp_path, "torch", made, monkeypatch)
+    torch = "import sys, json; raise ImportError(json.loads(sys.argv[1])['backend'])"
     given = read_transfer_config('{"backend": "npu", "unknown": 1}')
-    assert probe(given, None)["torch"]["error"] == "ImportError: npu"
-
-
-def test_a_torch_that_ends_the_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    _stub(
-        tmp_path,
-        "torch",
-        "import os, sys\nprint('no libascend', file=sys.stderr, flush=True)\nos._exit(7)",
-        monkeypatch,
-    )
-    found = probe(GIVEN, OffloadConfig())
-    assert found["torch"]["error"] == "the process that tried it ended with code 7: no libascend"
-
-
-def test_a_torch_that_hangs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    _stub(tmp_path, "torch", "import threading\nthreading.Event().wait()", monkeypatch)
-    monkeypatch.setattr(doctor, "PROBE_SECONDS", 3)
-    found = probe(GIVEN, OffloadConfig())
-    assert found["torch"]["error"].endswith("did not end within 3 s")
-
-
-def test_a_vllm_of_another_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    _stub(tmp_path, "torch", "raise ImportError('no time for it here')", monkeypatch)
-    _stub(tmp_path, "vllm", "__version__ = '0.31.0'", monkeypatch)
-    found = probe(GIVEN, OffloadConfig())
-    for step in ("vllm", "supported", "connector", "backend"):
-        assert "error" in found[step]
-
-
-def test_a_torchvision_of_another_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    _stub(tmp_path, "torch", "raise ImportError('no time for it here')", monkeypatch)
-    _stub(tmp_path, "torchvision", "raise RuntimeError('operator does not exist')", monkeypatch)
-    _stub(tmp_path, "vllm", "raise ImportError('no time for it here')", monkeypatch)
-    found = probe(GIVEN, OffloadConfig())
-    assert found["torchvision"]["error"] == "RuntimeError: operator does not exist"
+    found = probe_with({"torch": torch}, tmp_path, monkeypatch, given)
+    assert found["torch"]["error"] == "ImportError: npu"
 
 
 def test_no_torch(monkeypatch: pytest.MonkeyPatch) -> None:
-    def missing(_: str) -> Any:
-        return None
-
-    monkeypatch.setattr("simple_offload.cli.doctor.importlib.util.find_spec", missing)
+    monkeypatch.setattr("simple_offload.cli.doctor.importlib.util.find_spec", dict[str, Any]().get)
     checks = {check.name: check for check in examine(GIVEN, Ranks(1, 1))}
     assert checks["torch"].status is Status.ERROR
     assert checks["vLLM"].status is Status.ERROR
@@ -208,7 +209,7 @@ def test_no_torch(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_ranks_of_other_machines_do_not_count(
     machine: Machine, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """As with the connector itself: 16 ranks on two machines of 100 GiB, in two engines each."""
+    """16 ranks on two machines of 100 GiB, also with two engines on each."""
     monkeypatch.setattr(doctor, "probe", lambda given, config: {})
     size = '{"cpu_bytes_to_use_per_rank": "10GiB"}'
 

@@ -1,4 +1,4 @@
-"""The command as a whole: names, wrong ones, and what it costs to start."""
+"""The whole command: wrong arguments, help, and imports."""
 
 import subprocess
 import sys
@@ -10,7 +10,7 @@ from simple_offload.cli.main import main, make_parser
 
 
 @pytest.mark.parametrize(
-    ("asked", "told"),
+    ("arguments", "messages"),
     [
         (["doctr"], ("'doctr'", "'doctor', 'bench'", "did you mean 'doctor'?")),
         (["bench", "turn"], ("'turn'", "'demo'", "did you mean 'turns'?")),
@@ -20,14 +20,14 @@ from simple_offload.cli.main import main, make_parser
     ],
 )
 def test_wrong_input_is_named(
-    asked: list[str], told: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+    arguments: list[str], messages: tuple[str, ...], capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit) as end:
-        main(asked)
+        main(arguments)
     assert end.value.code == 2
     text = capsys.readouterr().err
-    for part in told:
-        assert part in text
+    for message in messages:
+        assert message in text
 
 
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:
@@ -46,7 +46,7 @@ def test_it_starts_without_torch_and_vllm() -> None:
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
-def test_every_subcommand_says_its_exit_codes(capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_lists_exit_codes(capsys: pytest.CaptureFixture[str]) -> None:
     for name in ("doctor", "bench"):
         with pytest.raises(SystemExit):
             make_parser().parse_args([name, "--help"])

@@ -1,4 +1,4 @@
-"""Doctor's --config: what is taken, and what is said about what is not."""
+"""doctor's --config: accepted forms, and messages about wrong ones."""
 
 import json
 from pathlib import Path
@@ -25,8 +25,11 @@ def problems(config: Any, ranks: int = 1) -> list[Check]:
     return [check for check in checks if check.status is not Status.OK]
 
 
-def test_the_readme_s_configuration_is_all_right() -> None:
+def test_the_readme_s_configuration_is_ok(tmp_path: Path) -> None:
+    file = tmp_path / "transfer.json"
+    file.write_text(json.dumps(WHOLE))
     given = read_transfer_config(json.dumps(WHOLE))
+    assert read_transfer_config(str(file)) == given
     checks, config = check_transfer_config(given, Ranks(2, 2))
     assert [(check.status, check.found) for check in checks] == [
         (Status.OK, "0.50 GiB on each of 2 ranks")
@@ -35,7 +38,7 @@ def test_the_readme_s_configuration_is_all_right() -> None:
     assert given.whole == WHOLE
 
 
-def test_the_connector_s_part_alone() -> None:
+def test_extra_config_alone() -> None:
     given = read_transfer_config('{"num_cpu_blocks": 64}')
     assert (given.whole, given.extra) == (None, {"num_cpu_blocks": 64})
     (check,), _ = check_transfer_config(given, Ranks(1, 1))
@@ -48,13 +51,7 @@ def test_keys_of_other_connectors_are_named() -> None:
     assert check.found == "enable_cross_layers_blocks (kv_layout decides)"
 
 
-def test_a_file(tmp_path: Path) -> None:
-    file = tmp_path / "transfer.json"
-    file.write_text(json.dumps(WHOLE))
-    assert read_transfer_config(str(file)).whole == WHOLE
-
-
-def test_the_part_in_a_multi_connector() -> None:
+def test_the_entry_of_a_multi_connector() -> None:
     multi = {
         "kv_connector": "MultiConnector",
         "kv_role": "kv_both",
@@ -66,7 +63,7 @@ def test_the_part_in_a_multi_connector() -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "name", "status", "told"),
+    ("change", "name", "status", "advice"),
     [
         ({"kv_connector": "Simple"}, "kv_connector", Status.ERROR, "'SimpleCPUOffloadConnector'"),
         (
@@ -90,29 +87,27 @@ def test_the_part_in_a_multi_connector() -> None:
         ),
     ],
 )
-def test_what_is_wrong_is_named(
-    change: dict[str, Any], name: str, status: Status, told: str
+def test_wrong_values_are_named(
+    change: dict[str, Any], name: str, status: Status, advice: str
 ) -> None:
     (check,) = problems({**WHOLE, **change})
     assert (check.name, check.status) == (name, status)
-    assert told in check.advice
+    assert advice in check.advice
 
 
 @pytest.mark.parametrize(
-    ("text", "told"),
+    ("text", "message"),
     [
         ("{", "--config: not JSON"),
         ("nowhere.json", "--config='nowhere.json': No such file"),
+        ("list.json", "not a JSON object but list"),
     ],
 )
-def test_what_is_no_configuration(text: str, told: str) -> None:
+def test_no_configuration(
+    text: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "list.json").write_text("[]")
     with pytest.raises(CommandError) as error:
         read_transfer_config(text)
-    assert told in str(error.value)
-
-
-def test_a_file_that_holds_no_object(tmp_path: Path) -> None:
-    file = tmp_path / "list.json"
-    file.write_text("[]")
-    with pytest.raises(CommandError, match="not a JSON object but list"):
-        read_transfer_config(str(file))
+    assert message in str(error.value)
