@@ -1,21 +1,12 @@
-"""OffloadConfig: how much host memory there is, and how ranks share it."""
-
-from collections.abc import Mapping
-from typing import Any
+"""OffloadConfig: limits of the machine's memory, and how ranks share it."""
 
 import pytest
 
 from simple_offload.config import GIB, ConfigError, OffloadConfig
 from tests.conftest import Machine
+from tests.test_config import refusal
 
 pytestmark = pytest.mark.usefixtures("machine")
-
-
-def refusal(extra_config: Mapping[str, Any], num_ranks: int = 1) -> str:
-    """What ``parse`` says when it refuses ``extra_config``."""
-    with pytest.raises(ConfigError) as caught:
-        OffloadConfig.parse(extra_config, num_ranks)
-    return str(caught.value)
 
 
 # Memory of the machine
@@ -75,7 +66,7 @@ def test_a_cgroup_without_a_limit(machine: Machine, limit: str) -> None:
     assert "100.00 GiB" in refusal({"cpu_bytes_to_use": "101GiB"})
 
 
-def test_a_kernel_that_tells_nothing_of_cgroups() -> None:
+def test_a_kernel_without_cgroups() -> None:
     OffloadConfig.parse({"cpu_bytes_to_use": "100GiB"}, num_ranks=1)
 
 
@@ -122,5 +113,5 @@ def test_blocks_beside_explicit_bytes_are_bound_by_them(key: str) -> None:
     assert config.num_host_blocks(block_bytes=100, num_ranks=1) == 10
     with pytest.raises(ConfigError) as caught:
         config.num_host_blocks(block_bytes=101, num_ranks=1)
-    for part in ("num_cpu_blocks=10", "2 to 9", key):
-        assert part in str(caught.value)
+    for text in ("num_cpu_blocks=10", "2 to 9", key):
+        assert text in str(caught.value)
