@@ -1,7 +1,6 @@
-"""A configuration written for vLLM's built-in SimpleCPUOffloadConnector: every key that its source
-reads works here, with the same meaning and nothing but the module path added; keys that it or
-vLLM's other connectors read and that mean nothing here are ignored, and named in the log. Runs on
-vLLM 0.32 and 0.33."""
+"""Configurations of vLLM's built-in SimpleCPUOffloadConnector work here with only the module path
+added: every key that its source reads has the same meaning. Keys that only vLLM's other connectors
+read are ignored, and named in the log. Runs on vLLM 0.32 and 0.33."""
 
 import ast
 import importlib
@@ -39,7 +38,7 @@ WORK: dict[str, list[Any]] = {
     "lazy_offload": [False, True, "false", "True", 0, 1],
     "kv_offload_backend": ["cpu"],
 }
-"""Keys that work, with values as people write them."""
+"""Keys that work, with values in the forms that users write."""
 DISK_TIER = {
     "disk_path": "/data/kv",
     "disk_capacity_bytes": 1 << 40,
@@ -106,8 +105,8 @@ RECIPES = {
     ),
 }
 """The public recipes that select the built-in connector (SemiAnalysisAI/InferenceX, benchmarks/,
-August 2026): kv_connector_extra_config, the ranks of an engine, the bytes of a rank. Sizes that
-the recipes' scripts work out are filled in for hosts of 2 and 3 TB."""
+August 2026): kv_connector_extra_config, ranks of an engine, bytes of a rank. Sizes that the
+recipes' scripts compute are filled in for hosts of 2 and 3 TB."""
 
 
 def keys_read_by(source: str) -> Iterator[str]:
@@ -145,12 +144,12 @@ def keys_read_by(source: str) -> Iterator[str]:
 
 
 def builtin_keys() -> set[str]:
-    """Those that the built-in connector's source takes out of its configuration."""
+    """Keys that the built-in connector's source reads."""
     return set(keys_read_by(inspect.getsource(builtin)))
 
 
 def vllm_keys() -> set[str]:
-    """Those that any connector of the installed vLLM takes out of its configuration."""
+    """Keys that any connector of the installed vLLM reads."""
     root = Path(vllm.__file__).parent
     folders = (root / "distributed" / "kv_transfer", root / "v1" / "kv_offload")
     files = [file for folder in folders for file in folder.rglob("*.py")]
@@ -164,7 +163,7 @@ def connect(
     ours: bool,
     num_ranks: int = RANKS,
 ) -> Any:
-    """What vLLM's factory makes of that configuration, with the module path or without."""
+    """The connector that vLLM's factory makes, ours or the built-in one."""
     config = make_vllm_config(extra_config, num_ranks=num_ranks)
     assert config.kv_transfer_config is not None
     if not ours:
@@ -240,7 +239,7 @@ def test_public_recipes(
 def test_vllm_s_option_for_offloading(
     make_vllm_config: MakeVllmConfig, monkeypatch: pytest.MonkeyPatch, simple: str
 ) -> None:
-    """--kv-offloading-size, as docs/operations.md has it, and without the variable."""
+    """--kv-offloading-size with and without the variable of docs/operations.md."""
     monkeypatch.setenv("VLLM_USE_SIMPLE_KV_OFFLOAD", simple)
     config = make_vllm_config({"cpu_bytes_to_use": 64 * MIB})
     config.cache_config.kv_offloading_size = 0.3
@@ -262,7 +261,7 @@ def test_vllm_s_option_for_offloading(
 def test_keys_of_other_connectors_are_named_once(
     make_vllm_config: MakeVllmConfig, role: KVConnectorRole, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By the scheduler's side: each rank has one more of these, and hooks parse them too."""
+    """By the scheduler's connector alone, not by each rank's."""
     warned = Mock()
     monkeypatch.setattr("simple_offload.connector.logger.warning", warned)
     extra_config = {
@@ -273,11 +272,11 @@ def test_keys_of_other_connectors_are_named_once(
         **DISK_TIER,
     }
     connect(make_vllm_config, extra_config, role, ours=True)
-    told = [call.args[0] % call.args[1:] for call in warned.call_args_list]
+    lines = [call.args[0] % call.args[1:] for call in warned.call_args_list]
     if role is KVConnectorRole.WORKER:
-        assert told == []
+        assert lines == []
         return
-    (line,) = told
+    (line,) = lines
     assert line.startswith("Ignored in kv_connector_extra_config: ")
     assert "enable_cross_layers_blocks (kv_layout decides)" in line
     for key in extra_config.keys() - {"num_cpu_blocks"}:

@@ -1,4 +1,4 @@
-"""Metrics: the payload on its way to vLLM's loggers, and what becomes of it there."""
+"""Metrics: the payload, its way to vLLM's loggers, the periodic log line and the series."""
 
 from functools import partial
 from typing import Any
@@ -28,7 +28,7 @@ COMMON = ["random", "0"]
 
 
 def worker_stats() -> OffloadStats:
-    """Of a rank that has loaded 2 MiB in a millisecond, and failed once."""
+    """A rank's: a load of 2 MiB in 1 ms, and a failed store."""
     stats = OffloadStats()
     stats.add(metrics.BYTES, 1 << 20, "load", "dma")
     stats.add(metrics.BYTES, 1 << 20, "load", "kernel")
@@ -53,7 +53,7 @@ def scheduler_stats() -> OffloadStats:
 
 
 def over_the_wire(stats: dict[str, Any]) -> dict[str, Any]:
-    """As the process that serves /metrics gets it."""
+    """Encode and decode, as between the engine and the process that serves /metrics."""
     sent = EngineCoreOutputs(scheduler_stats=SchedulerStats(kv_connector_stats=stats))
     received = MsgpackDecoder(EngineCoreOutputs).decode(MsgpackEncoder().encode(sent))
     assert received.scheduler_stats is not None
@@ -65,22 +65,17 @@ def over_the_wire(stats: dict[str, Any]) -> dict[str, Any]:
 # The payload
 
 
-def test_counters_add_up_and_gauges_are_the_last_to_speak() -> None:
-    total = worker_stats().aggregate(worker_stats()).aggregate(scheduler_stats())
+def test_counters_and_samples_add_up_and_gauges_are_replaced() -> None:
+    other = worker_stats()
     later = OffloadStats()
     later.set(metrics.USED, 39)
-    total.aggregate(later)
+    total = worker_stats().aggregate(other).aggregate(scheduler_stats()).aggregate(later)
     data, samples = total.data["data"], total.data["samples"]
     assert data[metrics.BYTES] == {("load", "dma"): 2 << 20, ("load", "kernel"): 2 << 20}
     assert data[metrics.FAILED] == {("store", "copy_error"): 2}
     assert data[metrics.USED] == {(): 39}
     assert data[metrics.LOOKUPS] == {("hit",): 1, ("miss",): 2}
     assert samples[metrics.SECONDS] == {("load",): [1e-3, 1e-3]}
-
-
-def test_adding_up_leaves_the_other_alone() -> None:
-    other = worker_stats()
-    OffloadStats().aggregate(other).aggregate(other)
     assert other == worker_stats()
 
 
@@ -93,7 +88,7 @@ def test_emptiness() -> None:
     assert not stats.is_empty()
 
 
-def test_it_survives_the_wire() -> None:
+def test_serialization() -> None:
     stats = worker_stats().aggregate(scheduler_stats())
     assert over_the_wire(stats.to_dict()) == stats.data
     rebuilt = SimpleCPUOffloadConnector.build_kv_connector_stats(over_the_wire(stats.to_dict()))
@@ -101,35 +96,33 @@ def test_it_survives_the_wire() -> None:
     assert SimpleCPUOffloadConnector.build_kv_connector_stats().is_empty()
 
 
-def test_a_meter_speaks_when_there_is_something() -> None:
+def drained(meter: Meter, gauges: dict[str, float] | None = None) -> Any:
+    """The numbers of the next payload; None without one."""
+    stats = meter.drain(gauges or {})
+    return None if stats is None else stats.data["data"]
+
+
+def test_a_meter_drains_counts_once() -> None:
     meter = Meter()
-    assert meter.drain() is None
+    assert drained(meter) is None
     meter.add(metrics.LOADED, 0)
-    assert meter.drain() is None
+    assert drained(meter) is None
     meter.add(metrics.LOADED, 3)
     meter.add(metrics.LOADED, 4)
-    taken = meter.drain()
-    assert taken is not None
-    assert taken.data["data"] == {metrics.LOADED: {(): 7}}
-    assert meter.drain() is None
+    assert drained(meter) == {metrics.LOADED: {(): 7}}
+    assert drained(meter) is None
     for reason, count in (("lru", 2), ("reset", 1), ("lru", 3)):
         meter.add(metrics.EVICTED, count, reason)
-    taken = meter.drain()
-    assert taken is not None
-    assert taken.data["data"] == {metrics.EVICTED: {("lru",): 5, ("reset",): 1}}
+    assert drained(meter) == {metrics.EVICTED: {("lru",): 5, ("reset",): 1}}
 
 
-def test_a_meter_tells_gauges_when_they_change() -> None:
+def test_a_meter_drains_gauges_that_changed() -> None:
     meter = Meter()
-    gauges = {metrics.USED: 3, metrics.PINNED: 0}
-    taken = meter.drain(gauges)
-    assert taken is not None
-    assert taken.data["data"] == {metrics.USED: {(): 3}, metrics.PINNED: {(): 0}}
-    assert meter.drain(gauges) is None
+    gauges: dict[str, float] = {metrics.USED: 3, metrics.PINNED: 0}
+    assert drained(meter, gauges) == {metrics.USED: {(): 3}, metrics.PINNED: {(): 0}}
+    assert drained(meter, gauges) is None
     gauges[metrics.PINNED] = 1
-    taken = meter.drain(gauges)
-    assert taken is not None
-    assert taken.data["data"] == {metrics.USED: {(): 3}, metrics.PINNED: {(): 1}}
+    assert drained(meter, gauges) == {metrics.USED: {(): 3}, metrics.PINNED: {(): 1}}
 
 
 # The periodic log
@@ -156,7 +149,7 @@ def test_the_line_in_the_log(make_vllm_config: MakeVllmConfig) -> None:
     )
 
 
-def test_a_quiet_interval_says_little() -> None:
+def test_a_line_without_news() -> None:
     stats = OffloadStats()
     stats.set(metrics.CAPACITY, 8)
     stats.set(metrics.USED, 2)
@@ -167,7 +160,7 @@ def test_a_quiet_interval_says_little() -> None:
 
 
 class Scraped:
-    """The series as they are served."""
+    """The series as /metrics serves them."""
 
     def __init__(self, connector_class: Any, config: VllmConfig, num_engines: int = 1) -> None:
         self.registry = CollectorRegistry()
@@ -201,24 +194,19 @@ def test_series(make_vllm_config: MakeVllmConfig) -> None:
     assert scraped(f"{metrics.BANDWIDTH}_bucket", direction="load", le="2.5e+09") == 2
 
 
-def test_every_series_is_there_from_the_start(make_vllm_config: MakeVllmConfig) -> None:
-    scraped = Scraped(SimpleCPUOffloadConnector, make_vllm_config())
+def test_every_series_exists_from_the_start_for_each_engine(
+    make_vllm_config: MakeVllmConfig,
+) -> None:
+    scraped = Scraped(SimpleCPUOffloadConnector, make_vllm_config(), num_engines=2)
     for series in SERIES.values():
         labels = {name: values[0] for name, values in series.labels.items()}
         suffix = "_count" if series.kind == "histogram" else ""
         assert scraped(series.name + suffix, 0, **labels) == 0
-    assert scraped(metrics.DROPPED, reason="tier_full") == 0
-
-
-def test_engines_are_told_apart(make_vllm_config: MakeVllmConfig) -> None:
-    scraped = Scraped(SimpleCPUOffloadConnector, make_vllm_config(), num_engines=2)
     scraped.prom.observe(scheduler_stats().to_dict(), 1)
-    assert scraped(metrics.LOADED, engine=0) == 0
-    assert scraped(metrics.LOADED, engine=1) == 3
+    assert [scraped(metrics.LOADED, engine) for engine in (0, 1)] == [0, 3]
 
 
-def test_names_and_labels_are_prometheus_own() -> None:
-    """A counter's name ends in _total, a size or a time says its unit."""
+def test_names_follow_prometheus_s_conventions() -> None:
     for name, series in SERIES.items():
         assert name == series.name
         assert name.startswith("vllm:simple_offload_")
@@ -228,11 +216,11 @@ def test_names_and_labels_are_prometheus_own() -> None:
         assert list(series.buckets) == sorted(set(series.buckets))
 
 
-def test_what_nobody_has_heard_of_is_an_error(make_vllm_config: MakeVllmConfig) -> None:
-    """A reason that is not in the series' list would otherwise be lost."""
+def test_an_unknown_label_value_is_an_error(make_vllm_config: MakeVllmConfig) -> None:
+    """It would otherwise be lost."""
     scraped = Scraped(SimpleCPUOffloadConnector, make_vllm_config())
     stats = OffloadStats()
-    stats.add(metrics.DROPPED, 1, "a whim")
+    stats.add(metrics.DROPPED, 1, "unlisted")
     with pytest.raises(KeyError):
         scraped.prom.observe(stats.to_dict())
 
@@ -274,7 +262,7 @@ def test_beside_another_the_series_are_the_same(make_vllm_config: MakeVllmConfig
 def test_beside_another_the_builtin_class_reads_the_payload(
     make_vllm_config: MakeVllmConfig,
 ) -> None:
-    """MultiConnector goes by the name. It adds up, and logs, what it knows the kind of."""
+    """MultiConnector finds that class by name; it aggregates and logs counters and gauges."""
     payload = over_the_wire({NAME: worker_stats().aggregate(scheduler_stats()).to_dict()})
     rebuilt = MultiConnector.build_kv_connector_stats(payload)
     assert rebuilt is not None
