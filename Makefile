@@ -32,39 +32,39 @@ set-up: ## Make .venv, or bring it up to date (the other targets do it by themse
 set-up-eval: ## Make .venv-eval, which holds lm_eval (accuracy does it by itself)
 	@$(SET_UP) eval
 
-demo: set-up ## Conversations on vLLM with and without the connector, on the CPU
+demo: set-up ## Run conversations on vLLM with and without the connector, on the CPU
 	@$(VENV_PYTHON) -m examples.demo $(ARGS)
 
-accuracy: set-up set-up-eval ## Answers with and without the connector, by lm_eval (ARGS="--help" for more)
+accuracy: set-up set-up-eval ## Compare answers with and without the connector (ARGS="--help" for more)
 	@$(VENV_PYTHON) -m examples.accuracy $(ARGS)
 
-test: set-up ## Unit and engine tests that need no accelerator (ARGS="-k name" for some of them)
+test: set-up ## Run all tests that need no accelerator (ARGS="-k name" for some of them)
 	$(VENV_PYTHON) -m pytest -n $(WORKERS) --dist loadscope --no-loadscope-reorder $(ARGS)
 
-check: set-up ## Formatting, lint and types
+check: set-up ## Check formatting, lint and types
 	$(VENV_PYTHON) -m ruff format --check .
 	$(VENV_PYTHON) -m ruff check .
 	$(VENV_PYTHON) -m mypy
 
-docs: set-up ## Rewrite what the documentation takes from the code and from measurements
+docs: set-up ## Regenerate the table and the figure of the documentation
 	@$(VENV_PYTHON) -m tools.docs
 
-bench-turns: set-up ## Conversations over HTTP with and without the connector (ARGS="--preset h200")
+bench-turns: set-up ## Measure conversations over HTTP with and without the connector
 	@$(VENV_PYTHON) -m examples.multi_turn $(ARGS)
 
 soak: set-up ## Simulate STEPS engine steps (default 100000) from SEED (default 0), checking every page
 	@$(VENV_PYTHON) -m tests.simulation.soak --steps $(STEPS) --seed $(SEED)
 
-simulate-builtin: set-up ## The same SCRIPTS (default 200) for vLLM's own connector: which fail, and how
+simulate-builtin: set-up ## Simulate SCRIPTS (default 200) scripts with vLLM's built-in connector: which fail
 	@$(VENV_PYTHON) -m tests.simulation.builtin --scripts $(SCRIPTS) --seed $(SEED)
 
-bench-scheduler: set-up ## Cost in vLLM's scheduler and hit rate, beside vLLM's own connector
+bench-scheduler: set-up ## Measure cost in vLLM's scheduler and hit rate, beside the built-in connector
 	@$(VENV_PYTHON) -m examples.scheduler_bench $(ARGS)
 
-test-gpu: ## Tests that need an accelerator, in the environment of GPU_PYTHON (default python3)
+test-gpu: ## Run tests that need an accelerator, with GPU_PYTHON (default python3)
 	$(GPU_PYTHON) -m pytest -m gpu $(ARGS)
 
-clean: ## Remove caches, build outputs and demo outputs; .venv and downloads stay
+clean: ## Remove caches and outputs; .venv and downloads stay
 	rm -rf build dist accuracy-out demo-out copy-bench-out engine-bench-out multi-turn-out
 	rm -rf scheduler-bench-out .mypy_cache .ruff_cache .pytest_cache .hypothesis
 	find . -name __pycache__ -type d -not -path './.*' -prune -exec rm -rf {} +

@@ -1,4 +1,4 @@
-"""The package that is built, and the environment that tools/set_up.py makes for it."""
+"""The wheel, the extras, and the environments that tools/set_up.py makes."""
 
 import ast
 import importlib.metadata
@@ -98,7 +98,7 @@ def test_transformers_can_be_imported() -> None:
 
 
 def build_wheel(folder: Path) -> Path:
-    """What `pip wheel .` builds, into ``folder``."""
+    """Build the project's wheel into ``folder``."""
     build = ["pip", "wheel", "--no-build-isolation", "--no-deps", "--no-index", "-w", str(folder)]
     subprocess.run([sys.executable, "-m", *build, str(ROOT)], check=True)
     (built,) = folder.glob("*.whl")
@@ -138,7 +138,7 @@ def test_the_version_is_in_one_place() -> None:
     assert written == ["simple_offload/__init__.py"]
 
 
-# What each part imports comes with what is installed for it
+# Extras
 
 
 _NOT_HERE = {"cuda": "cuda-bindings", "torch_npu": "torch-npu", "lm_eval": "lm-eval", "ray": "ray"}
@@ -146,7 +146,7 @@ _NOT_HERE = {"cuda": "cuda-bindings", "torch_npu": "torch-npu", "lm_eval": "lm-e
 
 
 def _imports(*patterns: str) -> set[str]:
-    """Top-level modules that the files import, but for our own and the standard library's."""
+    """Top-level modules that the files import, without our own and the standard library."""
     found = set()
     for pattern in patterns:
         files = list(ROOT.glob(pattern))
@@ -161,7 +161,7 @@ def _imports(*patterns: str) -> set[str]:
 
 
 def _brought_by(*extras: str) -> set[str]:
-    """Distributions that an installation with these extras has, what they require included."""
+    """Distributions that these extras install, with all their requirements."""
     roots = [*PROJECT["project"]["dependencies"], *(r for extra in extras for r in EXTRAS[extra])]
     found = _required(roots, _installed(Path(sys.prefix)))
     return {set_up.canonical(requirement.name) for requirement in found}
@@ -180,7 +180,7 @@ def _brought_by(*extras: str) -> set[str]:
         (("tests/**/*.py", "tools/**/*.py"), ("cpu", "npu", "ray", "dev")),
     ],
 )
-def test_extras_bring_what_is_imported(patterns: tuple[str, ...], extras: tuple[str, ...]) -> None:
+def test_extras_bring_imported_packages(patterns: tuple[str, ...], extras: tuple[str, ...]) -> None:
     distributions = importlib.metadata.packages_distributions()
     brought = _brought_by(*extras)
     missing = []
@@ -191,7 +191,7 @@ def test_extras_bring_what_is_imported(patterns: tuple[str, ...], extras: tuple[
     assert missing == []
 
 
-def test_extras_for_vllm_take_the_versions_that_are_supported() -> None:
+def test_extras_accept_the_supported_versions_of_vllm() -> None:
     lowest, beyond = SUPPORTED
     (on_cuda,) = (Requirement(text) for text in EXTRAS["cuda"] if text.startswith("vllm"))
     (on_cpu,) = (Requirement(text) for text in EXTRAS["cpu"])
@@ -204,15 +204,14 @@ def test_extras_for_vllm_take_the_versions_that_are_supported() -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_the_wheel_works_where_nothing_else_of_ours_is(wheel: Path, tmp_path: Path) -> None:
-    """In an environment with vLLM's CPU build and the wheel, away from the checkout: the command,
-    and the demo, which serves conversations with the connector and without."""
+def test_the_wheel_works_without_the_checkout(wheel: Path, tmp_path: Path) -> None:
+    """With vLLM's CPU build: the command, a benchmark, and the demo."""
     made = tmp_path / "environment"
     subprocess.run([sys.executable, "-m", "venv", str(made)], check=True)
     python, command = made / "bin" / "python", made / "bin" / "simple-offload"
     install = [str(python), "-m", "pip", "install", "--no-deps", "--no-index", str(wheel)]
     subprocess.run(install, check=True)
-    # The packages of .venv, less what .venv's own .pth files add: the checkout is not among them.
+    # The packages of .venv; its .pth files, which add the checkout, are not read.
     (site,) = made.glob("lib/python*/site-packages")
     (site / "packages.pth").write_text(f"{sysconfig.get_path('purelib')}\n")
     environment = {k: v for k, v in os.environ.items() if not k.startswith("PYTHON")}

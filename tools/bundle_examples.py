@@ -1,4 +1,4 @@
-"""Puts examples/ into the wheel, inside the package: `examples` is no name for site-packages."""
+"""Puts examples/ into the wheel below the package: `examples` could clash in site-packages."""
 
 from typing import Any
 
@@ -8,7 +8,7 @@ TARGET = "simple_offload/bundled/examples"
 
 
 class BundleExamples(BuildHookInterface[Any]):
-    """A build hook of hatchling's. An editable installation finds examples/ beside the package."""
+    """A hatchling build hook. An editable installation finds examples/ beside the package."""
 
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
         """Called before a wheel is built; ``version`` is "editable" or "standard"."""

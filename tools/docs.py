@@ -1,7 +1,7 @@
-"""What the documentation takes from the code and from measurements: ``python -m tools.docs``.
+"""Generates parts of the documentation: ``python -m tools.docs``.
 
-Rewrites the configuration table in README.md from OffloadConfig, and docs/results.svg from the
-figures in docs/measurements.md. Tests fail where either is not what this would write.
+Writes the configuration table in README.md from OffloadConfig, and docs/results.svg from the
+figures in docs/measurements.md. Tests fail if either is out of date.
 """
 
 import json
@@ -30,7 +30,7 @@ BEGIN, END = "<!-- configuration: make docs -->", "<!-- end of configuration -->
 
 
 def config_table() -> str:
-    """Markdown: a row for every key of kv_connector_extra_config."""
+    """A Markdown table with a row for every key of kv_connector_extra_config."""
     rows = ["| key | default | allowed | meaning |", "|---|---|---|---|"]
     for key, field in OffloadConfig.model_fields.items():
         assert field.description, f"{key} has no docstring"
@@ -41,7 +41,7 @@ def config_table() -> str:
 
 
 def with_table(text: str) -> str:
-    """The README with the table between its marks."""
+    """``text``, README.md's, with the current table between its marks."""
     before, _, rest = text.partition(BEGIN)
     _, _, after = rest.partition(END)
     assert after, f"README.md lacks {BEGIN} or {END}"
@@ -58,7 +58,7 @@ def _default(field: FieldInfo) -> str:
 
 
 def _allowed(annotation: Any, metadata: Iterable[Any] = ()) -> str:
-    """In words, what a field of that type takes."""
+    """The allowed values of a field of this type, in words."""
     if get_origin(annotation) in (Union, types.UnionType):
         (annotation,) = (each for each in get_args(annotation) if each is not type(None))
     if hasattr(annotation, "__metadata__"):
@@ -92,7 +92,7 @@ BLUE, GRAY = "tab:blue", "tab:gray"
 
 
 class Turn(NamedTuple):
-    """A line of the demo's table. Seconds."""
+    """A row of the demo's table; times in seconds."""
 
     turn: int
     without: float
@@ -100,7 +100,7 @@ class Turn(NamedTuple):
 
 
 class Copies(NamedTuple):
-    """A line of the copy benchmark's table, of loads. GB/s."""
+    """A row of the copy benchmark's table of loads, in GB/s."""
 
     kib: int
     peak: float
@@ -109,7 +109,7 @@ class Copies(NamedTuple):
 
 
 def demo_turns(measurements: str) -> list[Turn]:
-    """What the demo measured."""
+    """The rows of the demo's table."""
     rows = re.findall(
         r"^ +(\d) +\d+ .* ([\d.]+) s +([\d.]+) s +[\d.]+x$", measurements, re.MULTILINE
     )
@@ -117,7 +117,7 @@ def demo_turns(measurements: str) -> list[Turn]:
 
 
 def loads_by_size(measurements: str) -> list[Copies]:
-    """What the copy benchmark measured of loads, by ascending size."""
+    """The copy benchmark's rows of loads, by ascending size."""
     rows = re.findall(
         r"^ load +(\d+) (KiB|MiB) +\d+ +([\d.]+) +([\d.]+) +[\d.]+ +[\d.]+ +([\d.]+) ",
         measurements,
@@ -130,7 +130,7 @@ def loads_by_size(measurements: str) -> list[Copies]:
 
 
 def save_picture(path: Path, measurements: str) -> None:
-    """Write an SVG of both; the same bytes for the same figures."""
+    """Plot both tables to an SVG; the same bytes for the same figures."""
     import matplotlib as mpl
     from matplotlib.figure import Figure
 
@@ -166,7 +166,7 @@ def save_picture(path: Path, measurements: str) -> None:
 
 
 def main() -> None:
-    """Write both, where they are not so already."""
+    """Write both files, unless they are up to date."""
     with tempfile.TemporaryDirectory() as scratch:
         picture = Path(scratch) / PICTURE.name
         save_picture(picture, MEASUREMENTS.read_text())
