@@ -118,7 +118,7 @@ def within_patience(call: Callable[[], object]) -> None:
 
 @pytest.fixture(autouse=True)
 def no_engine_left() -> Iterator[None]:
-    """Fails a test that leaves a transfer engine open: it would change how the threads of all
+    """Fails a test that leaves a copy lane open: it would change how the threads of all
     later tests of this process take turns."""
     before = sys.getswitchinterval()
     yield

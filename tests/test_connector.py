@@ -322,8 +322,8 @@ def run_step(
     connector.save_kv_layer("a", torch.empty(0), cast(Any, None))
     connector.wait_for_save()
     if connector.worker is not None:
-        assert connector.worker._engine is not None
-        connector.worker._engine.settle()
+        for lane in connector.worker.lanes.values():
+            lane.flush()
     results = connector.get_transfer_results(set())
     assert connector.get_block_ids_with_load_errors() == set()
     report = connector.build_connector_worker_meta()

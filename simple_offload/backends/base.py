@@ -52,21 +52,21 @@ class Pending(Protocol):
         caller, on the engine's thread, does not wait."""
 
 
-class Copied(NamedTuple):
-    """What became of a copy that has ended."""
+class Measurement(NamedTuple):
+    """Duration and size of a copy, as the device measured them."""
 
     seconds: float | None
-    """How long the device was at it; None where it does not say."""
+    """None where the device measures no time."""
     num_bytes: Mapping[str, int]
-    """By path ("dma", "kernel", ...)."""
+    """By copy path ("dma", "kernel", ...)."""
 
 
 @runtime_checkable
 class Measured(Protocol):
-    """What a Pending may be as well."""
+    """Optional protocol of a Pending whose device measures copies."""
 
-    def copied(self) -> Copied:
-        """How it went. Called when it is done."""
+    def measure(self) -> Measurement:
+        """The measurement. Called once ``done`` is true."""
 
 
 class Barrier(Protocol):

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from simple_offload.backends.base import Copied
+from simple_offload.backends.base import Measurement
 
 
 class Part(NamedTuple):
@@ -44,5 +44,5 @@ class CudaPending:
     def hold_compute(self) -> None:
         torch.cuda.current_stream().wait_event(self.parts[-1].event)
 
-    def copied(self) -> Copied:
-        return Copied(self.start.elapsed_time(self.parts[-1].event) / 1e3, self.num_bytes)
+    def measure(self) -> Measurement:
+        return Measurement(self.start.elapsed_time(self.parts[-1].event) / 1e3, self.num_bytes)

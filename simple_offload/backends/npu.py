@@ -21,7 +21,7 @@ from simple_offload.backends.acl import (
     Location,
     Locations,
 )
-from simple_offload.backends.base import Barrier, Copied, Direction, require_blocks_within
+from simple_offload.backends.base import Barrier, Direction, Measurement, require_blocks_within
 from simple_offload.backends.plan import Descriptors, Regions, plan_copies
 from simple_offload.config import ConfigError
 from simple_offload.logs import get_logger
@@ -63,8 +63,8 @@ class NpuPending:
     def hold_compute(self) -> None:
         self.npu.current_stream().wait_event(self.event)
 
-    def copied(self) -> Copied:
-        return Copied(None, {self.path: int(self.descriptors.sizes.sum())})
+    def measure(self) -> Measurement:
+        return Measurement(None, {self.path: int(self.descriptors.sizes.sum())})
 
     def _raise(self) -> None:
         if self.error is not None:

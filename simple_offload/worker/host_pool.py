@@ -79,11 +79,10 @@ class HostPool:
         """Open no more. The backend gives the memory back when it closes."""
         self._closing.set()
         self._agreed.set()
-        if self._thread is not None:
-            self._thread.join()
+        self.join()
 
-    def wait_until_open(self) -> None:
-        """Return when nothing more will be opened."""
+    def join(self) -> None:
+        """Return when no more blocks will be opened."""
         if self._thread is not None:
             self._thread.join()
 

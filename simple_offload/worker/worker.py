@@ -12,11 +12,10 @@ from simple_offload.logs import get_logger
 from simple_offload.metadata import RankCapacity, StepMetadata, Transfer, WorkerReport
 from simple_offload.ranks import Ranks
 from simple_offload.worker.announcements import Announcements
+from simple_offload.worker.copy_lane import Completion, CopyLane, CopyThreadDied, LaneBroken
 from simple_offload.worker.host_pool import HostPool
-from simple_offload.worker.lane import Completion, CopyThreadDied, LaneBroken
 from simple_offload.worker.npu_regions import KVCache
 from simple_offload.worker.regions import find_regions
-from simple_offload.worker.transfers import TransferEngine
 
 if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig
@@ -44,7 +43,9 @@ class OffloadWorker:
         self._report = WorkerReport()
         self._meter = metrics.Meter()
         self._reported_open = 0
-        self._engine: TransferEngine | None = None
+        self._is_shut_down = False
+        self.lanes: dict[Direction, CopyLane] = {}
+        """Empty until KV caches are registered."""
 
     def register_kv_caches(self, kv_caches: Mapping[str, KVCache]) -> None:
         """Find the device blocks, start to open as many host blocks as this rank has memory
@@ -71,9 +72,9 @@ class OffloadWorker:
             self._backend, page_bytes, num_blocks, is_agreed=self._ranks.are_alike
         )
         self.host_pool.open()
-        self._engine = TransferEngine(self._backend)
         self._block_bytes = block_bytes
         self._room = num_blocks
+        self.lanes = {direction: CopyLane(self._backend, direction) for direction in Direction}
 
     @property
     def capacity(self) -> RankCapacity:
@@ -95,10 +96,10 @@ class OffloadWorker:
         if metadata is not self._metadata:
             self.submit_stores()
         self._metadata = metadata
-        if self._engine is not None and metadata.num_host_blocks is not None:
+        if self.lanes and metadata.num_host_blocks is not None:
             self.host_pool.agree(metadata.num_host_blocks)
-        if self._engine is not None and metadata.admitted:
-            self._engine.hold_compute(Direction.LOAD, set(metadata.admitted))
+        if self.lanes and metadata.admitted:
+            self.lanes[Direction.LOAD].hold_compute(set(metadata.admitted))
         self._announcements.begin_step(metadata.computes, metadata.admitted)
         self.submit_loads()
 
@@ -120,9 +121,10 @@ class OffloadWorker:
         """
         loaded: set[str] = set()
         failed: set[str] = set()
-        if self._engine is None:
+        if not self.lanes:
             return loaded, failed
-        for completion in self._engine.poll(Direction.LOAD):
+        load_lane, store_lane = self.lanes[Direction.LOAD], self.lanes[Direction.STORE]
+        for completion in load_lane.poll():
             self._note(Direction.LOAD, completion)
             if self._announcements.end(completion.transfer.id):
                 if completion.error is not None:
@@ -135,16 +137,16 @@ class OffloadWorker:
             if completion.error is not None:
                 failed.add(_request_of(completion.transfer))
         if (lead_seconds := self._announcements.lead_seconds) > 0:
-            for transfer in self._engine.nearly_done(Direction.LOAD, lead_seconds):
+            for transfer in load_lane.nearly_done(lead_seconds):
                 if self._announcements.announce(transfer.id):
                     loaded.add(_request_of(transfer))
-        for completion in self._engine.poll(Direction.STORE):
+        for completion in store_lane.poll():
             self._note(Direction.STORE, completion)
         return loaded, failed
 
     def take_report(self) -> WorkerReport | None:
         """What has been noted since the last call; None when nothing."""
-        if self._engine is None:
+        if not self.lanes:
             return None
         capacity = self.capacity
         if capacity.num_open != self._reported_open:
@@ -152,7 +154,7 @@ class OffloadWorker:
             self._reported_open = capacity.num_open
         elif not self._report.ended:  # a lane breaks by failing a transfer, so this misses none
             return None
-        self._report.broken = self._engine.broken
+        self._report.broken = any(lane.is_broken for lane in self.lanes.values())
         report, self._report = self._report, WorkerReport()
         return report
 
@@ -163,15 +165,22 @@ class OffloadWorker:
     def drain(self) -> None:
         """Wait until no copy touches device memory, which is about to be taken away (sleep).
         What has ended is reported when the engine steps again."""
-        if self._engine is not None:
-            self._engine.drain()
+        for lane in self.lanes.values():
+            lane.drain()
 
     def shutdown(self) -> None:
         """Finish the copies under way, join the threads, free the host memory. Safe to call
-        twice, and before any KV cache has been registered."""
-        if self._engine is not None:
-            self.host_pool.close()
-            self._engine.close()
+        twice, and before any KV cache has been registered.
+
+        If a copy thread does not end, the host memory it may be writing to stays."""
+        if not self.lanes or self._is_shut_down:
+            return
+        self._is_shut_down = True
+        self.host_pool.close()
+        for lane in self.lanes.values():
+            lane.close()
+        if not any(lane.is_stuck for lane in self.lanes.values()):
+            self._backend.close()
 
     # Details
 
@@ -180,11 +189,12 @@ class OffloadWorker:
         due = [t for t in transfers if t.id > self._last_submitted[direction]]
         if not due:
             return
-        assert self._engine is not None, "transfers before any KV cache was registered"
+        assert self.lanes, "transfers before any KV cache was registered"
+        lane = self.lanes[direction]
         ordered = any(transfer.after_compute for transfer in due)
         barrier = self._backend.barrier() if ordered else None
         for transfer in due:
-            self._engine.submit(direction, transfer, barrier if transfer.after_compute else None)
+            lane.submit(transfer, barrier if transfer.after_compute else None)
             self._last_submitted[direction] = transfer.id
 
     def _note(self, direction: Direction, completion: Completion) -> None:
@@ -202,18 +212,18 @@ class OffloadWorker:
             )
 
     def _measure(self, direction: Direction, completion: Completion) -> None:
-        way, took = direction.value, completion.took
-        if took is None:
+        way, stats = direction.value, completion.stats
+        if stats is None:
             self._meter.add(metrics.FAILED, 1, way, _reason_of(completion.error))
             return
         size = len(completion.transfer.host_blocks) * self._block_bytes
-        num_bytes = {"host": size} if took.num_bytes is None else took.num_bytes
+        num_bytes = {"host": size} if stats.num_bytes is None else stats.num_bytes
         for path, count in num_bytes.items():
             self._meter.add(metrics.BYTES, count, way, path)
-        self._meter.sample(metrics.SECONDS, took.seconds, way)
-        self._meter.sample(metrics.WAIT_SECONDS, took.waited, way)
-        if took.seconds > 0:
-            self._meter.sample(metrics.BANDWIDTH, sum(num_bytes.values()) / took.seconds, way)
+        self._meter.sample(metrics.SECONDS, stats.seconds, way)
+        self._meter.sample(metrics.WAIT_SECONDS, stats.wait_seconds, way)
+        if stats.seconds > 0:
+            self._meter.sample(metrics.BANDWIDTH, sum(num_bytes.values()) / stats.seconds, way)
 
 
 def _reason_of(error: BaseException | None) -> str:

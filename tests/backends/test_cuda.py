@@ -298,7 +298,7 @@ def test_nobody_gets_the_memory_that_the_kernel_reads(
 
 
 def test_both_directions_at_once_from_threads(backend: CudaBackend) -> None:
-    """As the transfer engine does it: a thread each, the kernels' tables not shared."""
+    """As the copy lanes do it: a thread each, the kernels' tables not shared."""
     sides = Sides(backend, 4096, (8192, 512))
     halves = np.arange(2048), np.arange(2048, 4096)
     rng = np.random.default_rng(5)
@@ -405,7 +405,7 @@ def test_small_pages_of_many_regions_go_by_kernel(
     transfer = scattered(512, 256)
     pending = backend.copy(direction, transfer, backend.barrier())
     pending.wait()
-    assert pending.copied().num_bytes == {"kernel": 256 * 64 * 8192, "dma": 0}
+    assert pending.measure().num_bytes == {"kernel": 256 * 64 * 8192, "dma": 0}
     assert len(sides.device) == 64  # both sides are there until here
 
 
@@ -422,7 +422,7 @@ def test_a_copy_is_measured(backend: CudaBackend) -> None:
     torch.cuda._sleep(_BUSY)
     pending = backend.copy(Direction.STORE, Transfer(0, blocks, blocks), backend.barrier())
     pending.wait()
-    copied = pending.copied()
+    copied = pending.measure()
     assert copied.seconds is not None
     assert copied.seconds > 0
     assert sum(copied.num_bytes.values()) == len(blocks) * sum(d.shape[1] for d in sides.device)

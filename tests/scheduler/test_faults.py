@@ -1,4 +1,4 @@
-"""Failed loads, and ranks that have lost their copy threads."""
+"""Failed loads, and ranks that have lost a copy thread."""
 
 import pytest
 from vllm.v1.request import RequestStatus
@@ -180,19 +180,6 @@ def kill(driver: Driver, direction: Direction, rank: int) -> None:
     driver.world.ranks[rank].device.fatal[direction] += 1
 
 
-@pytest.mark.parametrize("rank", [0, 1])
-def test_one_death_costs_one_transfer(drive: MakeDriver, rank: int) -> None:
-    driver = stored(drive, num_ranks=2)
-    kill(driver, LOAD, rank)
-    driver.say("a", prompt(33))
-    kill(driver, STORE, rank)
-    driver.say("other", prompt(9, family=1))
-    assert not driver.scheduler.switched_off
-    driver.say("other again", prompt(9, family=1))
-    assert driver.found(prompt(9, family=1)) == 8
-    assert driver.found(prompt(33)) == 32
-
-
 @BOTH_GROUPS
 @pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize("direction", Direction)
@@ -207,14 +194,12 @@ def test_a_broken_rank_switches_the_tier_off(
     driver.say("another", prompt(33, family=1))
     driver.forget_device()
     other = driver.start("other", prompt(9, family=2), max_tokens=60)
-    for attempt in range(2):
-        assert not driver.scheduler.switched_off
-        kill(driver, direction, rank)
-        # The tier holds families 0 and 1.
-        driver.start(f"a{attempt}", prompt(33, family=attempt + 3 * (direction is STORE)))
-        while f"a{attempt}" in driver.world.requests:
-            driver.step()
-            driver.copy_all()
+    kill(driver, direction, rank)
+    # The tier holds families 0 and 1.
+    driver.start("a", prompt(33, family=3 * (direction is STORE)))
+    while "a" in driver.world.requests:
+        driver.step()
+        driver.copy_all()
     while not driver.scheduler.switched_off:
         driver.step()
     assert not other.is_finished()

@@ -150,7 +150,8 @@ class BuiltinWorld(World):
         """vLLM 0.32's has no way to."""
 
     def _flush(self, rank: Any) -> None:
-        rank.worker._engine.settle()
+        for lane in rank.worker.lanes.values():
+            lane.flush()
         rank.device.compute_until(rank.device.num_queued)
         for direction in Direction:
             while rank.device.copies[direction]:

@@ -326,7 +326,7 @@ class World:
         gate.wait_until_reached()
         gate.answer(granted)
         if is_last or not granted:
-            pool.wait_until_open()
+            pool.join()
         else:
             gate.wait_until_reached()
 
@@ -412,8 +412,8 @@ class World:
         if not self.shape.skips_store_hooks(rank.runner.rank):
             for _ in range(2 if repeat_hooks else 1):
                 worker.submit_stores()
-        assert worker._engine is not None
-        worker._engine.settle()
+        for lane in worker.lanes.values():
+            lane.flush()
         output = self.to_connector_output(worker)
         step.num_open.append(worker.host_pool.num_open)
         return output, position
@@ -561,8 +561,8 @@ class World:
     def close(self) -> None:
         """Shut the workers down; copies under way complete."""
         for rank in self.ranks:
-            assert rank.worker._engine is not None
-            rank.worker._engine.settle()
+            for lane in rank.worker.lanes.values():
+                lane.flush()
             rank.device.abandon()
             if self.can_open(rank):
                 self.open_chunk(rank, granted=False)

@@ -17,7 +17,7 @@ def bench(no_thread_left: None) -> Iterator[Bench]:
     bench = Bench()
     yield bench
     bench.backend.release()
-    within_patience(bench.engine.close)
+    within_patience(bench.lane.close)
 
 
 @pytest.fixture

@@ -65,17 +65,17 @@ class Rank:
     def register(self) -> None:
         self.worker.register_kv_caches(self.memory.kv_caches)
 
-    def settle(self) -> None:
-        """Wait until the threads have dealt with everything that was submitted."""
-        assert self.worker._engine is not None
-        self.worker._engine.settle()
+    def flush(self) -> None:
+        """Wait until the copy threads have submitted everything."""
+        for lane in self.worker.lanes.values():
+            lane.flush()
 
     def step(self, metadata: StepMetadata) -> tuple[set[str], set[str]]:
         """One engine step, hooks in vLLM's order; what was polled."""
         self.worker.bind(metadata)
         self.worker.submit_loads()
         self.worker.submit_stores()
-        self.settle()
+        self.flush()
         return self.worker.poll()
 
     def pend(self, transfer_id: int, remaining: float) -> LoggedPending:

@@ -1,4 +1,4 @@
-"""A CopyBackend that does what a test says, and a TransferEngine on it."""
+"""A CopyBackend that does what a test says, and a CopyLane on it."""
 
 import math
 import sys
@@ -11,9 +11,11 @@ import torch
 
 from simple_offload.backends.base import Barrier, Direction, Pending
 from simple_offload.metadata import Transfer
-from simple_offload.worker.lane import Completion
-from simple_offload.worker.transfers import TransferEngine
+from simple_offload.worker.copy_lane import Completion, CopyLane
 from tests.conftest import PATIENCE_SECONDS
+
+Outcomes = list[tuple[int, BaseException | None]]
+"""Ids and errors of completions, in order."""
 
 
 class ScriptedError(Exception):
@@ -172,49 +174,36 @@ class ScriptedBackend:
 
 
 class Bench:
-    """An engine on a scripted backend."""
+    """A lane on a scripted backend."""
 
-    def __init__(self) -> None:
+    def __init__(self, direction: Direction = Direction.LOAD) -> None:
         self.backend = ScriptedBackend()
-        self.engine = TransferEngine(self.backend)
-        self._next_marker = -1
+        self.lane = CopyLane(self.backend, direction)
+        self.thread = copy_thread(direction)
 
-    def submit(
-        self, direction: Direction, *transfer_ids: int, barrier: Barrier | None = None
-    ) -> None:
+    def submit(self, *transfer_ids: int, barrier: Barrier | None = None) -> None:
         for transfer_id in transfer_ids:
             transfer = Transfer.pairing(transfer_id, [1], [2], f"request {transfer_id}")
-            self.engine.submit(direction, transfer, barrier)
+            self.lane.submit(transfer, barrier)
 
     def wait_started(self, transfer_id: int) -> None:
         """Return when the copy of this transfer has begun."""
         assert self.backend.started[transfer_id].wait(PATIENCE_SECONDS), "never copied"
 
-    def flush(self, direction: Direction) -> list[Completion]:
-        """What ``poll`` returns when the thread of ``direction`` has dealt with everything
-        submitted before: it takes jobs in order, so a marker at the end tells. Needs a thread
-        that lives."""
-        marker, self._next_marker = self._next_marker, self._next_marker - 1
-        self.submit(direction, marker)
-        self.wait_started(marker)
-        return self.poll(direction)
+    def poll(self) -> Outcomes:
+        return outcomes(self.lane.poll())
 
-    def submit_fatal(self, direction: Direction, *transfer_ids: int) -> None:
-        """Submit transfers of which one kills the thread, and wait for its death."""
-        thread = copy_thread(direction)
-        self.submit(direction, *transfer_ids)
-        join(thread)
+    def flush(self) -> Outcomes:
+        """What ``poll`` returns once the thread has submitted everything."""
+        self.lane.flush()
+        return self.poll()
 
-    def poll(self, direction: Direction) -> list[Completion]:
-        """What ``poll`` returns, markers left out."""
-        return [each for each in self.engine.poll(direction) if each.transfer.id >= 0]
-
-    def close(self) -> list[Completion]:
-        """What ``close`` returns, markers left out."""
-        return [each for each in self.engine.close() if each.transfer.id >= 0]
+    def copied(self) -> list[int]:
+        """Ids in the order in which their copies were started."""
+        return self.backend.copied(self.lane.direction)
 
 
-def outcomes(completions: Sequence[Completion]) -> list[tuple[int, BaseException | None]]:
+def outcomes(completions: Sequence[Completion]) -> Outcomes:
     """Ids and errors, in order."""
     return [(each.transfer.id, each.error) for each in completions]
 

@@ -65,7 +65,7 @@ def test_regions_share_their_memory_and_leave_none_over(
     pool: HostPool, backend: ScriptedBackend
 ) -> None:
     pool.open()
-    pool.wait_until_open()
+    pool.join()
     for memory, chunk in zip(backend.memory, backend.chunks, strict=True):
         assert memory.nbytes == sum(region.nbytes for region in chunk)
         for value, region in enumerate(chunk, start=1):
@@ -88,7 +88,7 @@ def test_chunks_are_as_large_as_the_backend_wants(chunk_bytes: int, expected: li
     backend = ScriptedBackend(chunk_bytes)
     pool = HostPool(backend, PAGES, num_blocks=10)
     pool.open()
-    pool.wait_until_open()
+    pool.join()
     assert [shapes(chunk) for chunk in backend.chunks] == [[(n, 24), (n, 8)] for n in expected]
     assert pool.num_open == 10
 
@@ -118,7 +118,7 @@ def test_the_first_chunk_is_open_at_once_and_the_rest_later(
     backend.wait_allocating(1)
     assert pool.num_open == 3
     gate.set()
-    pool.wait_until_open()
+    pool.join()
     assert (pool.num_open, pool.nbytes) == (10, 10 * BLOCK_BYTES)
     here = threading.current_thread().name
     assert backend.allocators == [here, *["simple-offload-open"] * 3]
@@ -137,14 +137,14 @@ def test_blocks_are_open_when_the_backend_has_them(
 
     monkeypatch.setattr(backend, "add_host_chunk", take_and_look)
     pool.open()
-    pool.wait_until_open()
+    pool.join()
     assert open_before == [0, 3, 6, 9]
 
 
 def test_an_open_tier_is_told_of_once(pool: HostPool, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO")
     pool.open()
-    pool.wait_until_open()
+    pool.join()
     assert [r.getMessage() for r in caplog.records] == [
         "The host tier of this rank is open: 0.00 GiB"
     ]
@@ -170,7 +170,7 @@ def test_a_later_chunk_that_fails_leaves_the_tier_as_it_is(
 ) -> None:
     backend.allocation_errors[failing] = ScriptedError("no more memory")
     pool.open()
-    pool.wait_until_open()
+    pool.join()
     assert pool.num_open == sum(len(chunk[0]) for chunk in backend.chunks) == 3 * failing
     assert pool.nbytes == 3 * failing * BLOCK_BYTES
     assert len(backend.allocators) == failing + 1  # it does not go on asking
@@ -194,7 +194,7 @@ def test_a_chunk_that_the_backend_does_not_take_is_not_open(
 
     monkeypatch.setattr(backend, "add_host_chunk", take_one)
     pool.open()
-    pool.wait_until_open()
+    pool.join()
     assert pool.num_open == 3
     assert "stays at 3 of 10 blocks (0.00 GiB): not taken" in caplog.text
 
@@ -214,7 +214,7 @@ def test_a_tier_that_is_short_of_memory_goes_on_when_there_is_more(
     for attempt in (1, 2, 3):
         backend.allocation_errors[attempt] = MemoryShortageError("too little")
     pool.open()
-    pool.wait_until_open()
+    pool.join()
     assert pool.num_open == 10
     assert len(backend.allocators) == 7
     tier = "The host tier of this rank"
@@ -238,7 +238,7 @@ def test_no_more_than_the_ranks_agree_on(backend: ScriptedBackend) -> None:
     assert (pool.is_agreed, pool.num_open) == (False, 3)
     pool.agree(7)
     pool.agree(9)  # the first counts
-    pool.wait_until_open()
+    pool.join()
     assert (pool.is_agreed, pool.num_open, pool.num_blocks) == (True, 7, 7)
     assert [len(chunk[0]) for chunk in backend.chunks] == [3, 3, 1]
 
@@ -250,7 +250,7 @@ def test_the_first_chunk_is_there_before_the_ranks_agree(
     pool = HostPool(backend, PAGES, num_blocks=10, is_agreed=False)
     pool.open()
     pool.agree(agreed)
-    pool.wait_until_open()
+    pool.join()
     assert (pool.num_open, pool.num_blocks) == (opened, opened)
 
 
@@ -286,7 +286,7 @@ def test_closing_at_any_other_time(backend: ScriptedBackend) -> None:
     pool.close()
     pool = HostPool(ScriptedBackend(CHUNK_BYTES), PAGES, num_blocks=10)
     pool.open()
-    pool.wait_until_open()
+    pool.join()
     pool.close()
     pool.close()
     assert pool.num_open == 10

@@ -1,4 +1,4 @@
-"""How long a copy took, how long it waited, and what the worker says of it."""
+"""How long a copy stats, how long it waited, and what the worker says of it."""
 
 import threading
 from collections.abc import Iterator
@@ -9,17 +9,22 @@ import pytest
 from vllm.v1.kv_cache_layout import KVCacheLayout
 
 from simple_offload import metrics
-from simple_offload.backends.base import Copied, Direction
+from simple_offload.backends.base import Direction, Measurement
 from simple_offload.config import OffloadConfig
 from simple_offload.metadata import StepMetadata, Transfer
 from simple_offload.ranks import Ranks
-from simple_offload.worker import lane
-from simple_offload.worker.lane import Completion, CopyThreadDied, LaneBroken, Took
+from simple_offload.worker import copy_lane
+from simple_offload.worker.copy_lane import (
+    Completion,
+    CopyStats,
+    CopyThreadDied,
+    LaneBroken,
+)
 from simple_offload.worker.worker import OffloadWorker
 from tests.conftest import within_patience
 from tests.simulation.ledger import Ledger
 from tests.worker.kv_memory import KVMemory, full, group, make_kv_memory
-from tests.worker.scripted import Bench, ScriptedError, ScriptedPending, outcomes
+from tests.worker.scripted import Bench, ScriptedError, ScriptedPending
 
 pytestmark = pytest.mark.usefixtures("no_thread_left", "machine")
 
@@ -40,7 +45,7 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
-    monkeypatch.setattr(lane, "time", SimpleNamespace(monotonic=clock.monotonic))
+    monkeypatch.setattr(copy_lane, "time", SimpleNamespace(monotonic=clock.monotonic))
     return clock
 
 
@@ -48,9 +53,9 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 class MeasuredPending(ScriptedPending):
     """A copy that the device has timed."""
 
-    result: Copied | Exception = field(default_factory=lambda: Copied(1.5, {"dma": 100}))
+    result: Measurement | Exception = field(default_factory=lambda: Measurement(1.5, {"dma": 100}))
 
-    def copied(self) -> Copied:
+    def measure(self) -> Measurement:
         assert self.ended.is_set(), "looked at before the copy has ended"
         if isinstance(self.result, Exception):
             raise self.result
@@ -60,9 +65,9 @@ class MeasuredPending(ScriptedPending):
 def copy(bench: Bench, clock: Clock, pending: ScriptedPending | None) -> Completion:
     """Submitted at 10, begun at 13, seen to have ended at 15."""
     gate = bench.backend.gates[2] = threading.Event()
-    bench.submit(LOAD, 1)
+    bench.submit(1)
     bench.wait_started(1)
-    bench.submit(LOAD, 2)
+    bench.submit(2)
     clock.now = 13
     bench.backend.gates[1].set()
     bench.wait_started(2)
@@ -71,11 +76,11 @@ def copy(bench: Bench, clock: Clock, pending: ScriptedPending | None) -> Complet
     else:
         clock.now = 15
     gate.set()
-    bench.engine.settle()
+    bench.lane.flush()
     clock.now = 15
     if pending is not None:
         pending.ended.set()
-    return bench.poll(LOAD)[-1]
+    return bench.lane.poll()[-1]
 
 
 @pytest.fixture
@@ -86,52 +91,45 @@ def gated(bench: Bench) -> Bench:
 
 
 def test_a_copy_that_nobody_times_ends_when_that_is_seen(gated: Bench, clock: Clock) -> None:
-    assert copy(gated, clock, ScriptedPending()).took == Took(2.0, 3.0, None)
+    assert copy(gated, clock, ScriptedPending()).stats == CopyStats(2.0, 3.0, None)
 
 
 def test_a_copy_in_the_thread_ends_with_it(gated: Bench, clock: Clock) -> None:
-    assert copy(gated, clock, None).took == Took(2.0, 3.0, None)
+    assert copy(gated, clock, None).stats == CopyStats(2.0, 3.0, None)
 
 
 def test_a_copy_that_the_device_times(gated: Bench, clock: Clock) -> None:
-    took = copy(gated, clock, MeasuredPending()).took
-    assert took == Took(1.5, 3.5, {"dma": 100})
+    stats = copy(gated, clock, MeasuredPending()).stats
+    assert stats == CopyStats(1.5, 3.5, {"dma": 100})
 
 
 def test_a_path_without_a_time(gated: Bench, clock: Clock) -> None:
-    pending = MeasuredPending(result=Copied(None, {"batch": 100}))
-    assert copy(gated, clock, pending).took == Took(2.0, 3.0, {"batch": 100})
+    pending = MeasuredPending(result=Measurement(None, {"batch": 100}))
+    assert copy(gated, clock, pending).stats == CopyStats(2.0, 3.0, {"batch": 100})
 
 
 def test_what_cannot_be_measured_has_not_failed(gated: Bench, clock: Clock) -> None:
     completion = copy(gated, clock, MeasuredPending(result=ScriptedError("no such event")))
     assert completion.error is None
-    assert completion.took == Took(2.0, 3.0, None)
+    assert completion.stats == CopyStats(2.0, 3.0, None)
 
 
-def test_a_failed_copy_took_nothing(bench: Bench) -> None:
+def test_a_failed_copy_stats_nothing(bench: Bench) -> None:
     bench.backend.errors[1] = ScriptedError()
-    bench.submit(LOAD, 1)
-    (completion,) = bench.flush(LOAD)
-    assert completion.took is None
+    bench.submit(1)
+    bench.lane.flush()
+    (completion,) = bench.lane.poll()
+    assert completion.stats is None
 
 
 def test_a_drained_copy_is_measured_too(bench: Bench) -> None:
     bench.backend.pendings[1] = pending = MeasuredPending()
-    bench.submit(STORE, 1)
+    bench.submit(1)
     pending.ended.set()
-    bench.engine.drain()
-    (completion,) = bench.poll(STORE)
-    assert completion.took is not None
-    assert completion.took.num_bytes == {"dma": 100}
-
-
-def test_a_dead_thread_has_a_name(bench: Bench) -> None:
-    """By which its transfers are told from others that fail."""
-    bench.backend.errors[1] = SystemExit()
-    bench.submit_fatal(LOAD, 1, 2)
-    errors = [error for _, error in outcomes(bench.poll(LOAD))]
-    assert [type(error) for error in errors] == [SystemExit, CopyThreadDied]
+    bench.lane.drain()
+    (completion,) = bench.lane.poll()
+    assert completion.stats is not None
+    assert completion.stats.num_bytes == {"dma": 100}
 
 
 # What the worker says
@@ -155,8 +153,7 @@ def run(worker: OffloadWorker, step: StepMetadata) -> Ledger:
     """What is counted in a step."""
     worker.bind(step)
     worker.submit_stores()
-    assert worker._engine is not None
-    worker._engine.drain()
+    worker.drain()
     worker.poll()
     counted = Ledger()
     counted.take(worker.take_stats())
@@ -201,8 +198,8 @@ def test_reasons(worker: OffloadWorker, error: BaseException, reason: str) -> No
 
 
 def test_paths_are_counted_apart(worker: OffloadWorker) -> None:
-    took = Took(0.5, 0.25, {"dma": 1000, "kernel": 500})
-    worker._note(LOAD, Completion(Transfer.pairing(0, [1], [1], "r"), None, took))
+    stats = CopyStats(0.5, 0.25, {"dma": 1000, "kernel": 500})
+    worker._note(LOAD, Completion(Transfer.pairing(0, [1], [1], "r"), None, stats))
     counted = Ledger()
     counted.take(worker.take_stats())
     assert counted(metrics.BYTES, "load", "dma") == 1000

@@ -51,12 +51,6 @@ def kv_memory(layout: KVCacheLayout = KVCacheLayout.LBHNC) -> KVMemory:
     return make_kv_memory(groups, NUM_DEVICE_BLOCKS, layout)
 
 
-def settle(worker: OffloadWorker) -> None:
-    """Wait until everything that was submitted has been copied."""
-    assert worker._engine is not None
-    worker._engine.settle()
-
-
 def sizes(capacity: RankCapacity) -> tuple[int, int, int]:
     """What a rank says of itself, without its name."""
     return capacity.num_host_blocks, capacity.num_open, capacity.block_bytes
@@ -154,14 +148,14 @@ def test_blocks_come_back_as_they_left(make_worker: MakeWorker, layout: KVCacheL
 
     worker.bind(StepMetadata(stores=[Transfer.pairing(0, [1, 2, 5], [7, 3, 1])]))
     worker.submit_stores()
-    settle(worker)
+    worker.drain()
     assert worker.poll() == (set(), set())
     memory.storage.fill_(-1)
 
     # Into other device blocks than they came from.
     worker.bind(StepMetadata(loads=[Transfer.pairing(1, [4, 2, 3], [7, 3, 1], "r")]))
     worker.submit_loads()
-    settle(worker)
+    worker.drain()
     assert worker.poll() == ({"r"}, set())
     untouched = torch.full_like(memory.storage[: BLOCK_BYTES // 4], -1).view(torch.float32)
     for name, view in memory.kv_caches.items():
@@ -187,7 +181,7 @@ def test_a_rank_without_layers(make_worker: MakeWorker) -> None:
     worker.bind(StepMetadata([load], [Transfer.pairing(1, [2], [6])]))
     worker.submit_loads()
     worker.submit_stores()
-    settle(worker)
+    worker.drain()
     assert worker.poll() == ({"r"}, set())
     report = worker.take_report()
     assert report is not None

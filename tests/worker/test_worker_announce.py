@@ -173,7 +173,7 @@ def test_only_what_the_device_has_been_handed_is_announced(rank: Rank) -> None:
     assert rank.backend.started[0].wait(PATIENCE_SECONDS)
     assert rank.worker.poll() == NOTHING
     gate.set()
-    rank.settle()
+    rank.flush()
     assert rank.worker.poll() == ({"r", "s"}, set())
 
 

@@ -9,7 +9,13 @@ from simple_offload.metadata import StepMetadata, WorkerReport
 from tests.conftest import PATIENCE_SECONDS
 from tests.worker.conftest import MakeRank
 from tests.worker.rank import BLOCK_BYTES, NUM_HOST_BLOCKS, Rank, load, store
-from tests.worker.scripted import ScriptedError, ScriptedPending
+from tests.worker.scripted import (
+    EndsWhenWaitedFor,
+    ScriptedError,
+    ScriptedPending,
+    copy_thread,
+    join,
+)
 
 pytestmark = pytest.mark.usefixtures("no_thread_left", "machine")
 
@@ -21,13 +27,13 @@ LOAD, STORE = Direction.LOAD, Direction.STORE
 
 def test_loads_start_before_the_forward_and_stores_after_it(rank: Rank) -> None:
     rank.worker.bind(StepMetadata([load(0, "r")], [store(1)]))
-    rank.settle()
+    rank.flush()
     assert (rank.backend.copied(LOAD), rank.backend.copied(STORE)) == ([0], [])
     rank.worker.submit_loads()
-    rank.settle()
+    rank.flush()
     assert (rank.backend.copied(LOAD), rank.backend.copied(STORE)) == ([0], [])
     rank.worker.submit_stores()
-    rank.settle()
+    rank.flush()
     assert (rank.backend.copied(LOAD), rank.backend.copied(STORE)) == ([0], [1])
 
 
@@ -48,10 +54,10 @@ def test_stores_that_a_step_has_left_start_with_the_next_one(rank: Rank) -> None
     left, step = StepMetadata([], [store(0)]), StepMetadata([load(1, "r")], [store(2)])
     rank.worker.bind(left)
     rank.worker.bind(left)
-    rank.settle()
+    rank.flush()
     assert rank.backend.copied(STORE) == []
     rank.worker.bind(step)
-    rank.settle()
+    rank.flush()
     assert (rank.backend.copied(LOAD), rank.backend.copied(STORE)) == ([1], [0])
 
 
@@ -61,7 +67,7 @@ def test_a_barrier_is_taken_when_the_hook_is_called(rank: Rank) -> None:
     rank.worker.submit_loads()
     assert len(rank.backend.marks) == 1
     rank.worker.submit_stores()
-    rank.settle()
+    rank.flush()
     first, second = rank.backend.marks
     assert rank.backend.barriers_of(LOAD) == [first, first]
     assert rank.backend.barriers_of(STORE) == [second]
@@ -73,7 +79,7 @@ def test_what_no_compute_touches_need_not_come_after_any(rank: Rank) -> None:
     assert rank.backend.marks == []
     rank.worker.submit_stores()
     rank.worker.bind(StepMetadata([load(3, "s", after_compute=False), load(4, "t")]))
-    rank.settle()
+    rank.flush()
     first, second = rank.backend.marks
     assert rank.backend.barriers_of(STORE) == [first]
     assert rank.backend.barriers_of(LOAD) == [None, None, None, second]
@@ -164,15 +170,32 @@ def aggregate(ranks: list[Rank]) -> WorkerReport:
 
 
 def test_a_rank_that_cannot_copy_any_more_says_so(rank: Rank) -> None:
-    rank.backend.errors |= {0: SystemExit(), 1: SystemExit()}
-    for transfer_id in (0, 1):
-        polled = rank.step(StepMetadata([load(transfer_id, "r")]))
-        assert polled == ({"r"}, {"r"})
-        report = rank.worker.take_report()
-        assert report is not None
-        assert report.failed == {transfer_id: 1}
-        assert report.broken == (transfer_id == 1)
-    assert rank.step(StepMetadata([load(2, "s")])) == ({"s"}, {"s"})
+    rank.backend.errors[0] = SystemExit()
+    assert rank.step(StepMetadata([load(0, "r")], [store(1)])) == ({"r"}, {"r"})
+    report = rank.worker.take_report()
+    assert report is not None
+    assert (report.ended, report.failed, report.broken) == ({0: 1, 1: 1}, {0: 1}, True)
+    # Stores have a thread of their own, which lives.
+    assert rank.step(StepMetadata([load(2, "s")], [store(3)])) == ({"s"}, {"s"})
+    report = rank.worker.take_report()
+    assert report is not None
+    assert (report.failed, report.broken) == ({2: 1}, True)
+
+
+@pytest.mark.parametrize("blocked", Direction)
+def test_a_blocked_thread_does_not_delay_the_other_direction(
+    rank: Rank, blocked: Direction
+) -> None:
+    gate = rank.backend.gates[0 if blocked is LOAD else 1] = threading.Event()
+    rank.worker.bind(StepMetadata([load(0, "r")], [store(1)]))
+    rank.worker.submit_stores()
+    other = STORE if blocked is LOAD else LOAD
+    rank.worker.lanes[other].flush()
+    assert rank.worker.poll() == ({"r"} if other is LOAD else set(), set())
+    report = rank.worker.take_report()
+    assert report is not None
+    assert report.ended == {0 if other is LOAD else 1: 1}
+    gate.set()
 
 
 # Open blocks
@@ -205,7 +228,7 @@ def test_open_blocks_are_told_when_there_are_more(slow_rank: Rank) -> None:
     assert num_open(slow_rank) == (3, {name: 3})
     assert num_open(slow_rank) == (3, None)
     slow_rank.backend.release()
-    slow_rank.worker.host_pool.wait_until_open()
+    slow_rank.worker.host_pool.join()
     assert num_open(slow_rank) == (NUM_HOST_BLOCKS, {name: NUM_HOST_BLOCKS})
     assert num_open(slow_rank) == (NUM_HOST_BLOCKS, None)
     assert slow_rank.worker.capacity.num_host_blocks == NUM_HOST_BLOCKS
@@ -219,7 +242,7 @@ def test_open_blocks_are_told_beside_what_has_ended(slow_rank: Rank) -> None:
     assert (report.ended, told(report)) == ({0: 1}, {})  # nothing new
     slow_rank.step(StepMetadata(stores=[store(1)]))
     slow_rank.backend.release()
-    slow_rank.worker.host_pool.wait_until_open()
+    slow_rank.worker.host_pool.join()
     report = slow_rank.worker.take_report()
     assert report is not None
     assert (report.ended, set(told(report).values())) == ({1: 1}, {NUM_HOST_BLOCKS})
@@ -228,7 +251,7 @@ def test_open_blocks_are_told_beside_what_has_ended(slow_rank: Rank) -> None:
 def test_what_cannot_be_opened_is_not_told(slow_rank: Rank) -> None:
     slow_rank.backend.allocation_errors[1] = ScriptedError()
     slow_rank.backend.release()
-    slow_rank.worker.host_pool.wait_until_open()
+    slow_rank.worker.host_pool.join()
     assert num_open(slow_rank)[0] == 3
     assert slow_rank.step(StepMetadata([load(0, "r")])) == ({"r"}, set())  # and it goes on
 
@@ -291,7 +314,9 @@ def test_shutdown_without_a_step(rank: Rank) -> None:
 
 
 def test_shutdown_finishes_what_was_submitted(rank: Rank) -> None:
+    """And only then gives up the memory that copies read and write."""
     gate = rank.backend.gates[0] = threading.Event()
+    rank.backend.pendings[1] = EndsWhenWaitedFor(rank.backend.log)
     rank.worker.bind(StepMetadata([load(0, "r"), load(1, "s")], [store(2)]))
     rank.worker.submit_loads()
     rank.worker.submit_stores()
@@ -301,7 +326,7 @@ def test_shutdown_finishes_what_was_submitted(rank: Rank) -> None:
     assert rank.backend.copied(LOAD) == [0, 1]
     assert rank.backend.copied(STORE) == [2]
     assert rank.backend.log[-1] == ("close",)
-    assert rank.worker.poll() == (set(), set())
+    assert ("waited",) in rank.backend.log
     rank.worker.shutdown()
 
 
@@ -311,6 +336,30 @@ def test_shutdown_after_a_thread_has_died(rank: Rank) -> None:
     rank.worker.submit_stores()
     rank.worker.shutdown()
     assert rank.backend.log[-1] == ("close",)
+
+
+def test_a_copy_that_never_ends_keeps_its_memory(
+    rank: Rank, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Shutdown gives up on the thread, but leaves it the memory it writes to."""
+    gate = rank.backend.gates[1] = threading.Event()
+    rank.worker.bind(StepMetadata([load(0, "r")], [store(1)]))
+    rank.worker.submit_stores()
+    assert rank.backend.started[1].wait(PATIENCE_SECONDS)
+    thread, join_thread = copy_thread(STORE), threading.Thread.join
+
+    def give_up_on_stores(waited_for: threading.Thread, timeout: float | None = None) -> None:
+        if waited_for is not thread:
+            join_thread(waited_for, timeout)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(threading.Thread, "join", give_up_on_stores)
+        rank.worker.shutdown()
+    log = list(rank.backend.log)
+    gate.set()
+    join(thread)
+    assert rank.worker.poll() == ({"r"}, set())
+    assert ("close",) not in log
 
 
 def test_shutdown_in_the_middle_of_a_step(rank: Rank) -> None:

@@ -10,7 +10,7 @@ import torch
 import torch_npu
 
 from simple_offload.backends.acl import Acl, AclError
-from simple_offload.backends.base import Copied, Direction
+from simple_offload.backends.base import Direction, Measurement
 from simple_offload.backends.npu import SWITCH, NpuBackend
 from simple_offload.config import ConfigError
 from tests.acl_sim.on_npu.conftest import MakeSides
@@ -56,7 +56,7 @@ def test_blocks_and_nothing_else(
     pending.wait()
     assert pending.done()
     sides.check(expected)
-    assert pending.copied() == Copied(None, {path: count * sum(pages)})
+    assert pending.measure() == Measurement(None, {path: count * sum(pages)})
     assert sides.sim.take_counts().blocking == 0
 
 

@@ -1,4 +1,4 @@
-"""OffloadWorker, TransferEngine and HostPool over NpuBackend, on the real torch_npu."""
+"""OffloadWorker, CopyLane and HostPool over NpuBackend, on the real torch_npu."""
 
 import random
 from collections import Counter
@@ -39,7 +39,7 @@ class Rank:
         self.worker = OffloadWorker(memory.config, config, Ranks(1, 1))
         assert isinstance(self.worker._backend, NpuBackend)
         self.worker.register_kv_caches(self.kv_caches)
-        self.worker.host_pool.wait_until_open()
+        self.worker.host_pool.join()
         self.worker.take_report()  # of how much is open
         sim.take_counts()
 
@@ -212,7 +212,7 @@ def test_a_store_waits_for_compute_of_its_step(make_rank: MakeRank) -> None:
     with rank.sim.held(compute):
         rank.sim.fill(rank.storage.data_ptr(), 5, rank.storage.numel(), compute)
         rank.step(StepMetadata(stores=[store(0, (1, 2))]))
-        rank.worker._engine.settle()  # type: ignore[union-attr]
+        rank.worker.lanes[Direction.STORE].flush()
         rank.sim.settle(rank.stream(Direction.STORE))
         rank.worker.poll()
         assert rank.worker.take_report() is None

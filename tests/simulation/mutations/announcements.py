@@ -41,8 +41,7 @@ def _hold_when(stack: ExitStack, hook: str, when: Callable[[StepMetadata], bool]
 
 
 def _hold(worker: OffloadWorker) -> None:
-    assert worker._engine is not None
-    worker._engine.hold_compute(Direction.LOAD, set(worker._metadata.admitted))
+    worker.lanes[Direction.LOAD].hold_compute(set(worker._metadata.admitted))
 
 
 @mutation(announced)

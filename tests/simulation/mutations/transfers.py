@@ -5,7 +5,7 @@ from typing import Any
 
 from simple_offload.backends.base import Direction
 from simple_offload.scheduler.rank_reports import Ended, InFlight
-from simple_offload.worker.lane import Lane
+from simple_offload.worker.copy_lane import CopyLane
 from simple_offload.worker.worker import OffloadWorker
 from tests.simulation.mutations.registry import mutation, substitute
 from tests.simulation.mutations.scripts import failing_stores
@@ -14,9 +14,8 @@ from tests.simulation.mutations.scripts import failing_stores
 @mutation()
 def submit_twice(stack: ExitStack) -> None:
     def careless(self: OffloadWorker, direction: Direction, transfers: list[Any]) -> None:
-        assert self._engine is not None
         for transfer in transfers:
-            self._engine.submit(direction, transfer, self._backend.barrier())
+            self.lanes[direction].submit(transfer, self._backend.barrier())
 
     substitute(stack, OffloadWorker, "_submit", careless)
 
@@ -33,8 +32,11 @@ def lose_a_completion(stack: ExitStack) -> None:
 
 
 @mutation()
-def leave_the_dead_unburied(stack: ExitStack) -> None:
-    substitute(stack, Lane, "_bury", lambda self: None)
+def submit_to_a_dead_thread(stack: ExitStack) -> None:
+    def unaware(self: CopyLane) -> None:
+        self._num_queued = -(10**9)  # nor does a flush wait for the thread
+
+    substitute(stack, CopyLane, "_on_death", unaware)
 
 
 @mutation()
