@@ -14,7 +14,7 @@ from examples.copy_bench.bench import Rig
 from examples.copy_bench.contenders import BackendContender, ContiguousCopy, PlainTorch
 from examples.copy_bench.plan import Plan
 from simple_offload import __version__
-from simple_offload.backends.cuda import CopyPath, CudaBackend
+from simple_offload.backends.cuda.backend import CopyPath, CudaBackend
 
 
 @contextmanager

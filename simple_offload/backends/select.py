@@ -29,7 +29,7 @@ def make_backend(name: BackendName, copy_path: str = "auto") -> CopyBackend:
             )
         return HostBackend()
     if fitting == "cuda" and current_platform.is_cuda():
-        from simple_offload.backends.cuda import COPY_PATHS, CopyPath, CudaBackend
+        from simple_offload.backends.cuda.backend import COPY_PATHS, CopyPath, CudaBackend
 
         if copy_path not in COPY_PATHS:
             raise ConfigError(
@@ -38,7 +38,7 @@ def make_backend(name: BackendName, copy_path: str = "auto") -> CopyBackend:
             )
         return CudaBackend(cast(CopyPath, copy_path))
     if fitting == "npu":
-        from simple_offload.backends.npu import NpuBackend
+        from simple_offload.backends.npu.backend import NpuBackend
 
         return NpuBackend(copy_path)
     raise ConfigError(

@@ -104,7 +104,7 @@ def _measure_cuda(backend: Any, found: dict[str, Any]) -> None:
     import torch
     from cuda.bindings import driver
 
-    from simple_offload.backends.cuda_dma import copy_one_by_one, resolve_dma
+    from simple_offload.backends.cuda.dma import copy_one_by_one, resolve_dma
     from simple_offload.backends.host_memory import node_of_pci_device
 
     _, version = driver.cuDriverGetVersion()

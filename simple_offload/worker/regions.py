@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from simple_offload.worker.npu_regions import KVCache, find_regions_by_address
+from simple_offload.worker.ascend_regions import KVCache, find_regions_by_address
 
 if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheTensor

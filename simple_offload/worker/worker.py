@@ -11,10 +11,10 @@ from simple_offload.config import OffloadConfig, check_fits_memory
 from simple_offload.logs import get_logger
 from simple_offload.metadata import RankCapacity, StepMetadata, Transfer, WorkerReport
 from simple_offload.ranks import Ranks
-from simple_offload.worker.announcements import Announcements
+from simple_offload.worker.ascend_regions import KVCache
 from simple_offload.worker.copy_lane import Completion, CopyLane, CopyThreadDied, LaneBroken
+from simple_offload.worker.early_announcement import EarlyAnnouncement
 from simple_offload.worker.host_pool import HostPool
-from simple_offload.worker.npu_regions import KVCache
 from simple_offload.worker.regions import find_regions
 
 if TYPE_CHECKING:
@@ -39,7 +39,7 @@ class OffloadWorker:
         # vLLM moves the state that a request goes on from, and copies blocks in which hits end,
         # before it lets a step's connector hooks run: ``bind`` would hold that too late.
         waits = not kv_cache_config.has_mamba_layers
-        self._announcements = Announcements(config.sync_load_ms / 1e3 if waits else 0.0)
+        self._announcements = EarlyAnnouncement(config.sync_load_ms / 1e3 if waits else 0.0)
         self._report = WorkerReport()
         self._meter = metrics.Meter()
         self._reported_open = 0
@@ -116,7 +116,7 @@ class OffloadWorker:
         """Requests whose loads have ended on this rank since the last call, or will soon, and
         those among them whose load failed. Notes every ended transfer for the report.
 
-        A load is announced before its end if little is left of it (``Announcements``): ``bind``
+        A load is announced before its end if little is left of it (``EarlyAnnouncement``): ``bind``
         makes compute wait for the rest.
         """
         loaded: set[str] = set()

@@ -17,9 +17,9 @@ import numpy.typing as npt
 import torch
 import torch_npu
 
-from simple_offload.backends.acl import Acl
 from simple_offload.backends.base import Direction
-from simple_offload.backends.npu import NpuBackend
+from simple_offload.backends.npu.acl import Acl
+from simple_offload.backends.npu.backend import NpuBackend
 from simple_offload.config import ConfigError
 from simple_offload.metadata import Transfer
 

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from simple_offload.backends.copy_costs import CopyCosts, Path, measure_costs
+from simple_offload.backends.cuda.copy_costs import CopyCosts, Path, measure_costs
 
 SIZES = [4096, 16384, 65536]
 BANDWIDTH = 50e9  # bytes a second

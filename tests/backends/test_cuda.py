@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 import torch
 
-from simple_offload.backends import cuda_measure
 from simple_offload.backends.base import Direction
-from simple_offload.backends.copy_costs import CopyCosts
-from simple_offload.backends.cuda import CopyPath, CudaBackend
-from simple_offload.backends.cuda_dma import CudaCopyError, copy_one_by_one
-from simple_offload.backends.cuda_queues import CudaQueues
+from simple_offload.backends.cuda import calibration
+from simple_offload.backends.cuda.backend import CopyPath, CudaBackend
+from simple_offload.backends.cuda.copy_costs import CopyCosts
+from simple_offload.backends.cuda.dma import CudaCopyError, copy_one_by_one
+from simple_offload.backends.cuda.queues import CudaQueues
 from simple_offload.metadata import Transfer
 
 pytestmark = pytest.mark.gpu
@@ -29,7 +29,7 @@ _measured: dict[object, CopyCosts] = {}
 def backend(
     request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[CudaBackend]:
-    measure = cuda_measure.measure_direction
+    measure = calibration.measure_direction
 
     def measure_once(
         queues: CudaQueues, direction: Direction, sizes: list[int], *buffers: torch.Tensor
@@ -39,7 +39,7 @@ def backend(
             _measured[key] = measure(queues, direction, sizes, *buffers)
         return _measured[key]
 
-    monkeypatch.setattr(cuda_measure, "measure_direction", measure_once)
+    monkeypatch.setattr(calibration, "measure_direction", measure_once)
     path: CopyPath = request.param if request.param in ("kernel", "auto") else "dma"
     backend = CudaBackend(path)
     if request.param == "one by one":

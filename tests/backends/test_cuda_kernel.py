@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from simple_offload.backends.plan import Regions
+from simple_offload.backends.descriptors import Regions
 
 CPU = torch.device("cpu")
 
@@ -22,7 +22,7 @@ CPU = torch.device("cpu")
 def kernels(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     """The kernel's module, as it is where kernels are interpreted."""
     monkeypatch.setenv("TRITON_INTERPRET", "1")  # read when a kernel is defined
-    spec = importlib.util.find_spec("simple_offload.backends.cuda_kernel")
+    spec = importlib.util.find_spec("simple_offload.backends.cuda.kernel")
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)

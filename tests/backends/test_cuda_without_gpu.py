@@ -8,11 +8,10 @@ import numpy as np
 import pytest
 
 from simple_offload.backends.base import Direction
-from simple_offload.backends.copy_costs import CopyCosts
-from simple_offload.backends.cuda import CudaBackend
-from simple_offload.backends.cuda_queues import CudaQueues
-from simple_offload.backends.cuda_regions import AlikeRegions
-from simple_offload.backends.plan import Descriptors, Regions, Runs, find_runs
+from simple_offload.backends.cuda.backend import CudaBackend
+from simple_offload.backends.cuda.copy_costs import CopyCosts
+from simple_offload.backends.cuda.queues import AlikeRegions, CudaQueues
+from simple_offload.backends.descriptors import Descriptors, Regions, Runs, find_runs
 from simple_offload.metadata import Transfer
 
 
@@ -126,7 +125,7 @@ def test_the_first_bytes_move_soon(
         planned.append(len(blocks[0]))
         return find_runs(source, destination, *blocks)
 
-    monkeypatch.setattr("simple_offload.backends.cuda.find_runs", find)
+    monkeypatch.setattr("simple_offload.backends.cuda.backend.find_runs", find)
     backend = quick_backend(page, num_regions)
     copy(backend, Direction.LOAD, scattered(16384 // num_regions))
     assert planned[0] * page * num_regions == num_bytes

@@ -10,8 +10,9 @@ from xml.etree import ElementTree as ET
 
 import pytest
 
-from simple_offload.backends import acl, npu, select
-from simple_offload.backends.npu import SWITCH, NpuBackend
+from simple_offload.backends import select
+from simple_offload.backends.npu import acl, backend
+from simple_offload.backends.npu.backend import SWITCH, NpuBackend
 from simple_offload.config import ConfigError
 from tests.acl_sim import child, torch_npu_files
 from tools.set_up import ROOT
@@ -61,7 +62,7 @@ def test_on_torch_npu(run: Run, name: str) -> None:
 OLD_CANN = f"""
 import logging, os, torch
 logging.basicConfig(level=logging.INFO)
-from simple_offload.backends.npu import NpuBackend
+from simple_offload.backends.npu.backend import NpuBackend
 from simple_offload.config import ConfigError
 from simple_offload.backends.base import Direction
 from simple_offload.metadata import Transfer
@@ -115,7 +116,7 @@ def test_the_hardware_check(tmp_path: Path) -> None:
 
 WITHOUT_CANN = """
 import sys
-from simple_offload.backends.npu import NpuBackend
+from simple_offload.backends.npu.backend import NpuBackend
 from simple_offload.config import ConfigError
 sys.path.insert(0, sys.argv[1])  # not before: vLLM cannot be imported with it, nor can torch
 try:
@@ -142,7 +143,7 @@ def test_a_cann_that_cannot_be_loaded(tmp_path: Path) -> None:
 def test_a_runtime_that_is_none(monkeypatch: pytest.MonkeyPatch, library: str, why: str) -> None:
     monkeypatch.setattr(acl, "LIBRARY", library)
     with pytest.raises(ConfigError) as caught:
-        npu._load_acl()
+        backend._load_acl()
     for part in ("backend='npu'", why, "set_env.sh"):
         assert part in str(caught.value)
 

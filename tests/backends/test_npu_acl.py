@@ -7,7 +7,9 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from simple_offload.backends.acl import (
+from simple_offload.backends.base import Direction
+from simple_offload.backends.descriptors import Descriptors
+from simple_offload.backends.npu.acl import (
     DEVICE,
     HOST,
     UNREGISTERED,
@@ -16,8 +18,6 @@ from simple_offload.backends.acl import (
     Location,
     Locations,
 )
-from simple_offload.backends.base import Direction
-from simple_offload.backends.plan import Descriptors
 from tests.acl_sim import build
 from tests.acl_sim.sim import Sim
 

@@ -65,7 +65,7 @@ def test_on_cuda_the_copy_path_is_passed_on(
 ) -> None:
     platform.device_type, platform.is_cuda = "cuda", lambda: True
     asked: list[str] = []
-    monkeypatch.setattr("simple_offload.backends.cuda.CudaBackend", asked.append)
+    monkeypatch.setattr("simple_offload.backends.cuda.backend.CudaBackend", asked.append)
     make_backend("auto", copy_path)
     assert asked == [copy_path]
 

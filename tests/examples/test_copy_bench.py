@@ -44,8 +44,8 @@ from examples.copy_bench.report import (
 )
 from examples.copy_bench.results import Cell, Results, Row, SmallCopies, paths_by_kernel
 from simple_offload.backends.base import Barrier, Direction
-from simple_offload.backends.copy_costs import CopyCosts
-from simple_offload.backends.cuda import CudaBackend
+from simple_offload.backends.cuda.backend import CudaBackend
+from simple_offload.backends.cuda.copy_costs import CopyCosts
 from simple_offload.backends.host import HostBackend
 from simple_offload.config import ConfigError
 from simple_offload.metadata import Transfer

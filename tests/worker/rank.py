@@ -57,7 +57,7 @@ class Rank:
         package = "simple_offload.worker"
         monkeypatch.setattr(f"{package}.worker.make_backend", lambda name, path: self.backend)
         clock = SimpleNamespace(monotonic=lambda: self.now)
-        monkeypatch.setattr(f"{package}.announcements.time", clock)
+        monkeypatch.setattr(f"{package}.early_announcement.time", clock)
         self.memory = make_kv_memory([group(full(), "a")], 4, KVCacheLayout.LBHNC)
         config = OffloadConfig.parse({"num_cpu_blocks": NUM_HOST_BLOCKS} | extra_config, 1)
         self.worker = OffloadWorker(self.memory.config, config, Ranks(1, 1))

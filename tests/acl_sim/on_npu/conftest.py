@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch_npu
 
-from simple_offload.backends.npu import NpuBackend
+from simple_offload.backends.npu.backend import NpuBackend
 from tests.acl_sim.on_npu.sides import Sides
 from tests.acl_sim.sim import Sim
 

@@ -9,9 +9,9 @@ import pytest
 import torch
 import torch_npu
 
-from simple_offload.backends.acl import Acl, AclError
 from simple_offload.backends.base import Direction, Measurement
-from simple_offload.backends.npu import SWITCH, NpuBackend
+from simple_offload.backends.npu.acl import Acl, AclError
+from simple_offload.backends.npu.backend import SWITCH, NpuBackend
 from simple_offload.config import ConfigError
 from tests.acl_sim.on_npu.conftest import MakeSides
 from tests.acl_sim.sim import Sim

@@ -5,10 +5,10 @@ import pytest
 import torch
 
 from simple_offload.backends.base import Direction
-from simple_offload.backends.npu import NpuBackend
+from simple_offload.backends.npu.backend import NpuBackend
 from simple_offload.metadata import Transfer
+from simple_offload.worker.ascend_regions import KVCache, find_regions_by_address
 from simple_offload.worker.host_pool import HostPool
-from simple_offload.worker.npu_regions import KVCache, find_regions_by_address
 from tests.acl_sim.sim import Sim
 
 NUM_BLOCKS = 6

@@ -10,7 +10,7 @@ import torch
 import torch_npu
 
 from simple_offload.backends.base import Barrier, Direction
-from simple_offload.backends.npu import NpuBackend, NpuPending
+from simple_offload.backends.npu.backend import NpuBackend, NpuPending
 from simple_offload.metadata import Transfer
 from tests.acl_sim.sim import Sim
 

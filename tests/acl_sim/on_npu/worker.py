@@ -13,7 +13,7 @@ from vllm.v1.kv_cache_layout import KVCacheLayout
 
 from simple_offload.backends import select
 from simple_offload.backends.base import Direction
-from simple_offload.backends.npu import NpuBackend
+from simple_offload.backends.npu.backend import NpuBackend
 from simple_offload.config import OffloadConfig
 from simple_offload.metadata import StepMetadata, Transfer
 from simple_offload.ranks import Ranks

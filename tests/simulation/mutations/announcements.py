@@ -8,7 +8,7 @@ from simple_offload.backends.base import Direction
 from simple_offload.metadata import StepMetadata
 from simple_offload.scheduler.loads import Loads
 from simple_offload.scheduler.manager import OffloadScheduler
-from simple_offload.worker.announcements import Announcements
+from simple_offload.worker.early_announcement import EarlyAnnouncement
 from simple_offload.worker.worker import OffloadWorker
 from tests.simulation.mutations.registry import mutation, substitute
 from tests.simulation.mutations.scripts import announced, announced_states
@@ -97,7 +97,7 @@ def announce_loads_of_states(stack: ExitStack) -> None:
     register = OffloadWorker.register_kv_caches
 
     def hasty(self: OffloadWorker, kv_caches: Any) -> None:
-        self._announcements = Announcements(self.config.sync_load_ms / 1e3)
+        self._announcements = EarlyAnnouncement(self.config.sync_load_ms / 1e3)
         register(self, kv_caches)
 
     substitute(stack, OffloadWorker, "register_kv_caches", hasty)

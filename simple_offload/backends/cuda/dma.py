@@ -7,7 +7,7 @@ import numpy as np
 import torch
 
 from simple_offload.backends.base import Direction
-from simple_offload.backends.plan import Descriptors
+from simple_offload.backends.descriptors import Descriptors
 from simple_offload.logs import get_logger
 
 logger = get_logger(__name__)

@@ -1,5 +1,7 @@
-"""Announcements, whatever happens: bounds, and each load announced once. What they are good for is
-shown in test_worker_announce.py."""
+"""EarlyAnnouncement keeps its bounds and announces each load once, whatever happens.
+
+What it is good for is shown in test_worker_announce.py.
+"""
 
 from types import SimpleNamespace
 from typing import Any
@@ -8,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from simple_offload.worker import announcements
-from simple_offload.worker.announcements import Announcements
+from simple_offload.worker import early_announcement
+from simple_offload.worker.early_announcement import EarlyAnnouncement
 
 LOADS = st.integers(0, 3)
 EVENTS = st.lists(
@@ -27,8 +29,8 @@ EVENTS = st.lists(
 def test_whatever_happens(wait: float, events: list[tuple[Any, ...]]) -> None:
     with pytest.MonkeyPatch.context() as patched:
         clock = SimpleNamespace(now=1000.0)
-        patched.setattr(announcements, "time", SimpleNamespace(monotonic=lambda: clock.now))
-        mine = Announcements(wait)
+        patched.setattr(early_announcement, "time", SimpleNamespace(monotonic=lambda: clock.now))
+        mine = EarlyAnnouncement(wait)
         under_way: set[int] = set()
         for event in events:
             match event:

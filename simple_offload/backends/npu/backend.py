@@ -10,7 +10,9 @@ from typing import Any
 import torch
 
 from simple_offload import memory
-from simple_offload.backends.acl import (
+from simple_offload.backends.base import Barrier, Direction, Measurement, require_blocks_within
+from simple_offload.backends.descriptors import Descriptors, Regions, plan_copies
+from simple_offload.backends.npu.acl import (
     DEVICE,
     HOST,
     LIBRARY,
@@ -21,8 +23,6 @@ from simple_offload.backends.acl import (
     Location,
     Locations,
 )
-from simple_offload.backends.base import Barrier, Direction, Measurement, require_blocks_within
-from simple_offload.backends.plan import Descriptors, Regions, plan_copies
 from simple_offload.config import ConfigError
 from simple_offload.logs import get_logger
 from simple_offload.metadata import Transfer

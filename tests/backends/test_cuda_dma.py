@@ -11,10 +11,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from simple_offload.backends import cuda_dma
 from simple_offload.backends.base import Direction
-from simple_offload.backends.cuda_dma import CudaCopyError
-from simple_offload.backends.plan import Descriptors
+from simple_offload.backends.cuda import dma
+from simple_offload.backends.cuda.dma import CudaCopyError
+from simple_offload.backends.descriptors import Descriptors
 
 
 class CUresult(IntEnum):
@@ -103,11 +103,11 @@ PLAN = descriptors((100, 200, 16), (300, 400, 64), (500, 600, 32))
 
 
 def test_one_call_for_all_descriptors(driver: Driver) -> None:
-    submit = cuda_dma.resolve_dma()
+    submit = dma.resolve_dma()
     submit(PLAN, Direction.LOAD, STREAM)
     submit(PLAN, Direction.STORE, STREAM)
     lists = ([100, 300, 500], [200, 400, 600], [16, 64, 32])
-    assert driver.calls == [(*lists, cuda_dma._ANY_ORDER), (*lists, cuda_dma._IN_STREAM_ORDER)]
+    assert driver.calls == [(*lists, dma._ANY_ORDER), (*lists, dma._IN_STREAM_ORDER)]
 
 
 def test_the_lock_is_kept_if_asked_for(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -126,11 +126,11 @@ def test_the_lock_is_kept_if_asked_for(driver: Driver, monkeypatch: pytest.Monke
 
         return lambda *_: resolve
 
-    monkeypatch.setattr("simple_offload.backends.cuda_dma.ctypes.PYFUNCTYPE", make("kept", _Batch))
+    monkeypatch.setattr("simple_offload.backends.cuda.dma.ctypes.PYFUNCTYPE", make("kept", _Batch))
     monkeypatch.setattr(
-        "simple_offload.backends.cuda_dma.ctypes.CFUNCTYPE", make("given up", _Batch)
+        "simple_offload.backends.cuda.dma.ctypes.CFUNCTYPE", make("given up", _Batch)
     )
-    submit = cuda_dma.resolve_dma()
+    submit = dma.resolve_dma()
     submit(PLAN, Direction.LOAD, STREAM, keep_lock=True)
     submit(PLAN, Direction.LOAD, STREAM)
     assert made == ["kept", "given up"]
@@ -138,7 +138,7 @@ def test_the_lock_is_kept_if_asked_for(driver: Driver, monkeypatch: pytest.Monke
 
 
 def test_a_refusal_names_error_and_descriptor(driver: Driver) -> None:
-    submit = cuda_dma.resolve_dma()
+    submit = dma.resolve_dma()
     driver.fails_at = 2
     with pytest.raises(CudaCopyError, match="CUDA_ERROR_INVALID_VALUE at descriptor 2 of 3"):
         submit(PLAN, Direction.LOAD, STREAM)
@@ -146,7 +146,7 @@ def test_a_refusal_names_error_and_descriptor(driver: Driver) -> None:
 
 def test_a_driver_without_batches(driver: Driver, caplog: pytest.LogCaptureFixture) -> None:
     driver.has_batch = False
-    submit = cuda_dma.resolve_dma()
+    submit = dma.resolve_dma()
     (record,) = caplog.records
     assert record.levelname == "WARNING"
     for part in ("no cuMemcpyBatchAsync", "CUDA_ERROR_NOT_FOUND", "one descriptor at a time"):
@@ -162,11 +162,11 @@ def test_a_driver_without_batches(driver: Driver, caplog: pytest.LogCaptureFixtu
 def test_a_refused_single_copy_names_its_descriptor(driver: Driver) -> None:
     driver.fails_at = 1
     with pytest.raises(CudaCopyError, match="INVALID_VALUE at descriptor 1 of 3"):
-        cuda_dma.copy_one_by_one(PLAN, Direction.LOAD, STREAM)
+        dma.copy_one_by_one(PLAN, Direction.LOAD, STREAM)
 
 
 def test_largest_first() -> None:
-    assert [part.tolist() for part in cuda_dma.largest_first(PLAN)] == [
+    assert [part.tolist() for part in dma.largest_first(PLAN)] == [
         [300, 500, 100],
         [400, 600, 200],
         [64, 32, 16],
@@ -183,12 +183,12 @@ def test_largest_first() -> None:
     ids=["equal sizes", "one", "none"],
 )
 def test_what_is_in_order_stays_as_it_is(plan: Descriptors) -> None:
-    assert cuda_dma.largest_first(plan) is plan
+    assert dma.largest_first(plan) is plan
 
 
 @given(st.lists(st.tuples(*[st.integers(0, 2**63 - 1)] * 2, st.integers(1, 9)), min_size=1))
 def test_the_same_copies_by_descending_size(rows: list[tuple[int, int, int]]) -> None:
-    ordered = cuda_dma.largest_first(descriptors(*rows))
+    ordered = dma.largest_first(descriptors(*rows))
     again = list(zip(*(part.tolist() for part in ordered), strict=True))
     assert sorted(again) == sorted(rows)
     assert [row[2] for row in again] == sorted((row[2] for row in rows), reverse=True)

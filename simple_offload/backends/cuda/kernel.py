@@ -14,7 +14,7 @@ import torch
 import triton
 import triton.language as tl
 
-from simple_offload.backends.plan import Regions
+from simple_offload.backends.descriptors import Regions
 from simple_offload.metadata import BlockIds
 
 _TILE_BYTES = 32 << 10

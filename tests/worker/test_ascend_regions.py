@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from vllm.v1.kv_cache_layout import KVCacheLayout
 
-from simple_offload.worker.npu_regions import KVCache, find_regions_by_address
+from simple_offload.worker.ascend_regions import KVCache, find_regions_by_address
 from tests.worker.kv_memory import full, group, make_kv_memory, window
 
 NOBODY = -1

@@ -1,18 +1,27 @@
-"""CudaQueues: the streams that copies go to, and what is put on them."""
+"""CudaQueues: the streams that copies go to, what is put on them, and how far they have come."""
 
+from collections import deque
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
 
-from simple_offload.backends.base import Barrier, Direction
-from simple_offload.backends.copy_costs import Division
-from simple_offload.backends.cuda_dma import SubmitDma, largest_first, resolve_dma
-from simple_offload.backends.cuda_regions import AlikeRegions
-from simple_offload.backends.plan import Descriptors, Runs, describe, in_pieces
+from simple_offload.backends.base import Barrier, Direction, Measurement
+from simple_offload.backends.cuda.copy_costs import Division
+from simple_offload.backends.cuda.dma import SubmitDma, largest_first, resolve_dma
+from simple_offload.backends.descriptors import (
+    Descriptors,
+    Regions,
+    Runs,
+    describe,
+    in_pieces,
+    of_similar_size,
+)
 
 if TYPE_CHECKING:
-    from simple_offload.backends.cuda_kernel import CopyKernel
+    from simple_offload.backends.cuda.kernel import CopyKernel, KernelRegions
 
 _KERNEL_PROGRAMS = 8
 """SMs that the kernel runs on: more are no faster on an H200 (docs/measurements.md)."""
@@ -24,6 +33,47 @@ _YIELD_BYTES = 16 << 20
 """After so much of a store it goes on on another stream. Copies from the device share an engine
 that stays with a stream as long as that has a copy ready: the tokens that a step has sampled would
 reach vLLM when all stores have ended (19 ms for 1 GiB instead of 0.3, docs/measurements.md)."""
+
+
+@dataclass(frozen=True, eq=False)
+class AlikeRegions:
+    """Regions of both sides whose pages are of similar size."""
+
+    device: Regions
+    host: Regions
+    kernel: "dict[Direction, KernelRegions]"
+    """Empty where there is no kernel."""
+
+    @cached_property
+    def page(self) -> int:
+        """Bytes of the largest."""
+        return int(self.device.pages.max())
+
+    @cached_property
+    def block_bytes(self) -> int:
+        """What a block has in all of them."""
+        return self.device.block_bytes
+
+    def sides(self, direction: Direction) -> tuple[Regions, Regions]:
+        """Source and destination."""
+        both = self.device, self.host
+        return both if direction is Direction.STORE else both[::-1]
+
+
+def match_regions(device: Regions, host: Regions, *, kernels: bool) -> list[AlikeRegions]:
+    """The regions of both sides, those together whose pages are alike; ``kernels``: with what
+    the copy kernel has to know of them."""
+    sides = []
+    for chosen in of_similar_size(device.pages):
+        alike = AlikeRegions(device.take(chosen), host.take(chosen), {})
+        if kernels:
+            from simple_offload.backends.cuda.kernel import KernelRegions
+
+            alike.kernel.update(
+                {direction: KernelRegions(*alike.sides(direction)) for direction in Direction}
+            )
+        sides.append(alike)
+    return sides
 
 
 class Piece(NamedTuple):
@@ -130,3 +180,42 @@ class CudaQueues:
             if takes_turns:
                 self._streams[direction], self._spare_stream = self._spare_stream, stream
                 self._streams[direction].wait_stream(stream)
+
+
+class Part(NamedTuple):
+    """A stretch of a copy."""
+
+    event: torch.cuda.Event
+    """Behind it on the stream."""
+    seconds: float
+    """How long it should take."""
+
+
+@dataclass(slots=True, eq=False)
+class CudaPending:
+    """A copy under way."""
+
+    parts: deque[Part]
+    """Those that had not ended when last looked at. Never empty: the last one stays."""
+    kept: list[Any]
+    """What the driver and the kernel may read until the copy has ended."""
+    start: torch.cuda.Event
+    num_bytes: dict[str, int]
+    """By path."""
+
+    def done(self) -> bool:
+        return bool(self.parts[-1].event.query())
+
+    def wait(self) -> None:
+        self.parts[-1].event.synchronize()
+
+    def remaining_seconds(self) -> float:
+        while len(self.parts) > 1 and self.parts[0].event.query():
+            self.parts.popleft()
+        return sum(part.seconds for part in self.parts)
+
+    def hold_compute(self) -> None:
+        torch.cuda.current_stream().wait_event(self.parts[-1].event)
+
+    def measure(self) -> Measurement:
+        return Measurement(self.start.elapsed_time(self.parts[-1].event) / 1e3, self.num_bytes)

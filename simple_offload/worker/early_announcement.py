@@ -1,4 +1,4 @@
-"""Announcements: loads that vLLM hears of before they have ended."""
+"""EarlyAnnouncement: loads that vLLM hears of before they have ended."""
 
 import time
 from collections.abc import Iterable
@@ -7,7 +7,7 @@ _LAG_LIMIT = 2
 """In ``wait_seconds``: what vLLM takes longer for is no lag, but a request that is kept waiting."""
 
 
-class Announcements:
+class EarlyAnnouncement:
     """Which loads have been announced, and how long before its end the next one may be.
 
     Between the announcement of a load and the compute that reads its blocks vLLM hears of it,

@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 from simple_offload.backends.base import Direction
-from simple_offload.backends.plan import Descriptors
+from simple_offload.backends.descriptors import Descriptors
 
 LIBRARY = "libascendcl.so"
 NOT_SUPPORTED = 207000

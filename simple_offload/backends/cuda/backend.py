@@ -9,15 +9,20 @@ from typing import Literal, get_args
 import numpy as np
 import torch
 
-from simple_offload.backends import cuda_measure
 from simple_offload.backends.base import Barrier, Direction, require_blocks_within
-from simple_offload.backends.copy_costs import CopyCosts, Division
-from simple_offload.backends.cuda_dma import CudaCopyError
-from simple_offload.backends.cuda_pending import CudaPending, Part
-from simple_offload.backends.cuda_queues import CudaQueues, Piece
-from simple_offload.backends.cuda_regions import AlikeRegions, match_regions
+from simple_offload.backends.cuda import calibration
+from simple_offload.backends.cuda.copy_costs import CopyCosts, Division
+from simple_offload.backends.cuda.dma import CudaCopyError
+from simple_offload.backends.cuda.queues import (
+    AlikeRegions,
+    CudaPending,
+    CudaQueues,
+    Part,
+    Piece,
+    match_regions,
+)
+from simple_offload.backends.descriptors import Regions, Runs, find_runs, in_parts
 from simple_offload.backends.host_memory import map_memory, node_of_pci_device
-from simple_offload.backends.plan import Regions, Runs, find_runs, in_parts
 from simple_offload.config import ConfigError
 from simple_offload.logs import get_logger
 from simple_offload.metadata import Transfer
@@ -204,16 +209,16 @@ class CudaBackend:
     def _measure(self, smallest_page: int, aligned: bool) -> None:
         """Time copies of descriptors from ``smallest_page`` bytes up, both ways."""
         if self._copy_path == "kernel" or (
-            self._copy_path == "auto" and aligned and smallest_page < 2 * cuda_measure.LARGEST_SIZE
+            self._copy_path == "auto" and aligned and smallest_page < 2 * calibration.LARGEST_SIZE
         ):
             self._make_kernels()
         started = time.monotonic()
-        sizes = cuda_measure.sizes_from(smallest_page)
-        num_bytes = cuda_measure.SCRATCH_BYTES
+        sizes = calibration.sizes_from(smallest_page)
+        num_bytes = calibration.SCRATCH_BYTES
         device = torch.empty(num_bytes, dtype=torch.int8, device=self._device)
         host = self.allocate_host(num_bytes)
         for direction in Direction:
-            self._costs[direction] = cuda_measure.measure_direction(
+            self._costs[direction] = calibration.measure_direction(
                 self._queues, direction, sizes, device, host
             )
         self._release_host(host.data_ptr())
@@ -228,7 +233,7 @@ class CudaBackend:
 
     def _make_kernels(self) -> None:
         try:
-            from simple_offload.backends.cuda_kernel import CopyKernel
+            from simple_offload.backends.cuda.kernel import CopyKernel
         except ImportError as error:
             if self._copy_path == "kernel":
                 raise ConfigError(

@@ -9,10 +9,9 @@ import numpy as np
 import torch
 
 from simple_offload.backends.base import Direction
-from simple_offload.backends.copy_costs import CopyCosts, Division, Path, measure_costs
-from simple_offload.backends.cuda_queues import CALL_DESCRIPTORS, CudaQueues
-from simple_offload.backends.cuda_regions import match_regions
-from simple_offload.backends.plan import Regions, Runs
+from simple_offload.backends.cuda.copy_costs import CopyCosts, Division, Path, measure_costs
+from simple_offload.backends.cuda.queues import CALL_DESCRIPTORS, CudaQueues, match_regions
+from simple_offload.backends.descriptors import Regions, Runs
 
 _LADDER = tuple(4096 << step for step in range(7))  # 4 KiB to 256 KiB
 LARGEST_SIZE = _LADDER[-1]

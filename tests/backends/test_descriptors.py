@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from simple_offload.backends.plan import (
+from simple_offload.backends.descriptors import (
     Descriptors,
     Regions,
     find_runs,

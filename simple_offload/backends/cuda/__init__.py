@@ -1,0 +1,1 @@
+"""Copies between pinned host memory and a CUDA device: by DMA, or by a Triton kernel."""

@@ -1,0 +1,1 @@
+"""Copies between pinned host memory and an Ascend NPU, through CANN's ACL runtime."""
