@@ -64,7 +64,7 @@ class SimpleCPUOffloadConnector(KVConnectorBase_V1, SupportsHMA):
         self.scheduler: OffloadScheduler | None = None
         self.worker: OffloadWorker | None = None
         require_supported_executor(vllm_config.parallel_config)
-        ranks = Ranks.of(vllm_config.parallel_config)
+        ranks = Ranks.from_config(vllm_config.parallel_config)
         extra_config = self._kv_transfer_config.kv_connector_extra_config or {}
         config = OffloadConfig.parse(extra_config, ranks.num, ranks.num_here)
         if role == KVConnectorRole.SCHEDULER and (ignored := describe_ignored(extra_config)):
@@ -99,7 +99,7 @@ class SimpleCPUOffloadConnector(KVConnectorBase_V1, SupportsHMA):
         require_supported_executor(vllm_config.parallel_config)
         kv_transfer_config = vllm_config.kv_transfer_config
         extra_config = kv_transfer_config.kv_connector_extra_config if kv_transfer_config else {}
-        ranks = Ranks.of(vllm_config.parallel_config)
+        ranks = Ranks.from_config(vllm_config.parallel_config)
         config = OffloadConfig.parse(extra_config or {}, ranks.num, ranks.num_here)
         return wanted_layout(vllm_config, config)
 
@@ -221,13 +221,14 @@ class SimpleCPUOffloadConnector(KVConnectorBase_V1, SupportsHMA):
         return KVConnectorTransferResults(finished_recving=loaded, failed_recving=failed)
 
     def build_connector_worker_meta(self) -> WorkerReport | None:
-        return self.worker.take_report() if self.worker is not None else None
+        return self.worker.drain_report() if self.worker is not None else None
 
     # Both
 
     def get_kv_connector_stats(self) -> OffloadStats | None:
-        side = self.scheduler or self.worker
-        return side.take_stats() if side is not None else None
+        if self.scheduler is not None:
+            return self.scheduler.take_stats()
+        return self.worker.drain_stats() if self.worker is not None else None
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> OffloadStats:

@@ -18,20 +18,20 @@ if TYPE_CHECKING:
 logger = get_logger(__name__)
 
 _SAFE_MODELS = ("vllm.model_executor.models.", "vllm.models.kimi_k3")
-"""Modules of models that use vLLM's common attention backends, and of others that gave the same
-tokens in that layout on an H200 (docs/architecture.md)."""
+"""Modules of models that use vLLM's common attention backends, and of models that gave the same
+tokens in the block-outermost layout on an H200 (docs/architecture.md)."""
 
 _BLOCK_OUTERMOST = "BLHNC"
-"""Of the block-outermost layouts the one that most attention backends support. Compute is as
-fast in it as in vLLM's default (docs/measurements.md)."""
+"""The block-outermost layout that most attention backends support. Compute is as fast as in vLLM's
+default layout (docs/measurements.md)."""
 
 
 def wanted_layout(vllm_config: "VllmConfig", config: OffloadConfig) -> str | None:
-    """A layout in which a block of all layers is contiguous, so that it is one descriptor; None
-    for vLLM's default: if that is what ``config`` says, on a platform other than CUDA, for models
-    with attention kernels of their own, or where vLLM would refuse to start, which it does when
-    an attention kernel wants smaller blocks than vLLM manages and blocks of all layers are
-    contiguous."""
+    """A layout in which a block of all layers is contiguous, so that it is one descriptor.
+
+    None for vLLM's default layout: if ``config`` says "keep", on platforms other than CUDA, if the
+    model has attention kernels of its own, or if vLLM would refuse to start. vLLM does so if an
+    attention kernel needs smaller blocks than vLLM's and blocks of all layers are contiguous."""
     if config.kv_layout == "keep" or not vllm_config.cache_config.enable_prefix_caching:
         return None
     if not current_platform.is_cuda() or _has_own_kernels(vllm_config):
@@ -40,9 +40,9 @@ def wanted_layout(vllm_config: "VllmConfig", config: OffloadConfig) -> str | Non
 
 
 def _has_own_kernels(vllm_config: "VllmConfig") -> bool:
-    """Whether the model, or its drafter, comes with attention kernels that are not those of vLLM's
-    common backends. They may say that any layout will do and be wrong: MiniMax-M3's gave wrong
-    tokens in this one (vLLM 0.32, H200). vLLM keeps such models in packages of their own."""
+    """Whether the model or its drafter has attention kernels other than vLLM's common backends.
+    Such kernels may accept any layout and then read wrong pages: MiniMax-M3's gave wrong tokens in
+    this layout (vLLM 0.32, H200). vLLM keeps such models in separate packages."""
     models = [vllm_config.model_config]
     if (speculative := vllm_config.speculative_config) is not None:
         models.append(getattr(speculative, "draft_model_config", None) or models[0])
@@ -51,7 +51,7 @@ def _has_own_kernels(vllm_config: "VllmConfig") -> bool:
         module = getattr(registered, "module_name", "")
         if not module.startswith(_SAFE_MODELS):
             logger.info(
-                "No KV cache layout is asked for: %s may have attention kernels of its own",
+                "Keeping vLLM's KV cache layout: %s may have attention kernels of its own",
                 model.architecture,
             )
             return True
@@ -59,8 +59,8 @@ def _has_own_kernels(vllm_config: "VllmConfig") -> bool:
 
 
 def _kernel_splits_blocks(vllm_config: "VllmConfig") -> bool:
-    """Whether the attention backend's kernels want smaller blocks than vLLM's; also when that
-    cannot be found out."""
+    """Whether the attention backend's kernels need smaller blocks than vLLM's. True also if no
+    backend can be found."""
     model = vllm_config.model_config
     block_size = vllm_config.cache_config.block_size
     try:
@@ -72,8 +72,8 @@ def _kernel_splits_blocks(vllm_config: "VllmConfig") -> bool:
                 use_mla=model.use_mla,
             )
             sizes = backend.get_supported_kernel_block_sizes()
-    except Exception as error:  # noqa: BLE001 - a wish is not worth a failed start
-        logger.info("No KV cache layout is asked for: no attention backend to go by (%s)", error)
+    except Exception as error:  # noqa: BLE001 - the layout is optional, the start is not
+        logger.info("Keeping vLLM's KV cache layout: no attention backend found (%s)", error)
         return True
     fits = any(
         block_size % size.base == 0 if isinstance(size, MultipleOf) else block_size == size
@@ -81,7 +81,7 @@ def _kernel_splits_blocks(vllm_config: "VllmConfig") -> bool:
     )
     if not fits:
         logger.info(
-            "No KV cache layout is asked for: %s splits blocks of %d tokens, which contiguous "
+            "Keeping vLLM's KV cache layout: %s splits blocks of %d tokens, which contiguous "
             "blocks do not allow. A --block-size among %s would make copies faster.",
             backend.get_name(),
             block_size,

@@ -1,5 +1,4 @@
-"""Memory of this machine: how much there can ever be, how much there is now, and whose turn it is
-to take some."""
+"""Memory of this machine: its limit, what is available now, and whose turn it is to claim some."""
 
 import fcntl
 import logging
@@ -15,43 +14,44 @@ from typing import NamedTuple
 
 import psutil
 
-logger = logging.getLogger(f"vllm.{__name__}")  # as in logs.py, for a command without vLLM
+logger = logging.getLogger(f"vllm.{__name__}")  # as in logs.py, but without vLLM
 
 GIB = 1024**3
 
 _ROOT = Path("/")
-"""Where the kernel's files are."""
+"""The folder with the kernel's files; tests have another."""
 _NO_LIMIT = 1 << 62
-"""What cgroups of version 1 say who have none is beyond that."""
-_MOST_RESERVED = 16 * GIB
+"""Cgroups of version 1 without a limit report a number above this."""
+_MAX_RESERVE = 16 * GIB
 _LOCKED = Path("/dev/shm")  # noqa: S108 - nothing is written there
-"""Ranks of a server share this folder: vLLM's message queues lie there."""
+"""The folder whose lock gives a process its turn. All ranks of a server share it, since vLLM's
+message queues lie there."""
 _PATIENCE_SECONDS, _LOOK_SECONDS = 60.0, 0.005
-_first = ContextVar("_first", default=False)
+_uses_reserve = ContextVar("_uses_reserve", default=False)
 _HOTPLUG = ("sys/bus/virtio/drivers/virtio_mem/virtio*", "sys/bus/vmbus/drivers/hv_balloon/*-*")
-"""Devices that bring memory which the kernel knows nothing of before."""
+"""Devices by which a hypervisor adds memory that the kernel did not know before."""
 
 
 class MemoryShortageError(MemoryError):
-    """There is too little memory now. There may be enough later."""
+    """Too little memory is available now. There may be enough later."""
 
 
 class Limit(NamedTuple):
-    """How much memory this process could ever use."""
+    """The most memory that this process could ever use."""
 
     num_bytes: int
     is_final: bool
-    """False where the hypervisor may add memory."""
+    """False if a hypervisor may add memory."""
 
 
 def total_bytes() -> int:
-    """Of the machine. A balloon, or a kernel that prepares its memory late, leaves MemTotal small
-    at first; pages that are "present" in a zone include theirs."""
+    """Memory of the machine. MemTotal is small at first where a balloon holds memory, or the kernel
+    prepares it late; the zones' "present" pages include that memory."""
     return max(int(psutil.virtual_memory().total), _present_bytes())
 
 
 def limit() -> Limit:
-    """The machine's memory, or the smallest limit of the cgroups that this process is in."""
+    """The machine's memory, or the smallest limit of this process's cgroups."""
     total, limits = total_bytes(), [group.limit for group in _cgroups()]
     if _can_be_added():
         return Limit(min(limits, default=total), is_final=bool(limits))
@@ -59,22 +59,22 @@ def limit() -> Limit:
 
 
 def reserve_bytes() -> int:
-    """What the host tier leaves to other programs: a tenth of the limit, at most 16 GiB."""
-    return min(limit().num_bytes // 10, _MOST_RESERVED)
+    """Memory that the host tier leaves to other programs: a tenth of the limit, at most 16 GiB."""
+    return min(limit().num_bytes // 10, _MAX_RESERVE)
 
 
 def available_bytes() -> int:
-    """What this process could get now without swapping, the reserve included. Page cache counts:
-    in a cgroup as on the machine it is given up before a process is killed."""
+    """Memory that this process could get now without swapping, including the reserve and the page
+    cache: the kernel drops the cache before it kills a process, in a cgroup as on the machine."""
     rooms = [group.limit - group.used for group in _cgroups()]
     return max(0, min([int(psutil.virtual_memory().available), *rooms]))
 
 
 def require(num_bytes: int) -> None:
-    """Raise MemoryShortageError unless ``num_bytes`` can be taken now and the reserve is left."""
+    """Raise MemoryShortageError unless ``num_bytes`` are available now besides the reserve."""
     available, reserve = available_bytes(), reserve_bytes()
     room = available - reserve
-    if _first.get():
+    if _uses_reserve.get():
         room = max(room, min(available, GIB))
     if num_bytes > room:
         raise MemoryShortageError(
@@ -85,20 +85,20 @@ def require(num_bytes: int) -> None:
 
 
 @contextmanager
-def taking_first() -> Iterator[None]:
-    """Within it, up to 1 GiB may come out of the reserve: a small tier works on a busy machine, and
-    a rank that starts last finds what the others have left."""
-    token = _first.set(True)
+def using_reserve() -> Iterator[None]:
+    """A context in which up to 1 GiB may come out of the reserve, for the first memory of a tier.
+    So a small tier works on a busy machine, and the rank that starts last can start at all."""
+    token = _uses_reserve.set(True)
     try:
         yield
     finally:
-        _first.reset(token)
+        _uses_reserve.reset(token)
 
 
 @contextmanager
-def taking(num_bytes: int) -> Iterator[None]:
-    """Within it, put ``num_bytes`` of pages in place. Processes take turns, so that each sees what
-    the others have taken. Raises MemoryShortageError, and nothing is to be taken."""
+def claim(num_bytes: int) -> Iterator[None]:
+    """A context in which to put ``num_bytes`` of pages in place. Processes take turns, so that each
+    sees the memory that the others have claimed. Raises MemoryShortageError on entry."""
     with _turn():
         require(num_bytes)
         yield
@@ -109,26 +109,26 @@ def taking(num_bytes: int) -> Iterator[None]:
 
 @contextmanager
 def _turn() -> Iterator[None]:
-    """A lock on a folder that is there: no file to be made, owned or left behind, and the kernel
-    unlocks it when its holder dies. Containers share it if they share /dev/shm."""
+    """Hold a lock on a folder: no file to create, own or leave behind, and the kernel releases the
+    lock when its holder dies. Containers share the lock if they share /dev/shm."""
     handle = None
     try:
         handle = os.open(_LOCKED, os.O_RDONLY)
         _lock(handle)
     except OSError as error:
-        _go_on_without(str(error))
+        _warn_without_turns(str(error))
     try:
         yield
     finally:
         if handle is not None:
             os.close(handle)
-            # Waiting processes look every _LOOK_SECONDS. Without a pause this one, which takes
-            # chunk after chunk, would always be first.
+            # Waiting processes try every _LOOK_SECONDS. Without a pause this one, which claims
+            # chunk after chunk, would always win.
             time.sleep(2 * _LOOK_SECONDS)
 
 
 def _lock(handle: int) -> None:
-    """Raises OSError where locks are not supported, or after ``_PATIENCE_SECONDS``."""
+    """Raise OSError if locks are not supported, or after ``_PATIENCE_SECONDS``."""
     give_up = time.monotonic() + _PATIENCE_SECONDS
     while True:
         try:
@@ -142,12 +142,12 @@ def _lock(handle: int) -> None:
 
 
 @cache
-def _go_on_without(why: str) -> None:
-    """Said once."""
+def _warn_without_turns(why: str) -> None:
+    """Log once per reason that processes do not take turns."""
     logger.info("Host memory is taken without waiting for other processes: %s (%s)", why, _LOCKED)
 
 
-# What the kernel says
+# The kernel's files
 
 
 @dataclass(frozen=True)
@@ -158,10 +158,10 @@ class _Cgroup:
 
 
 def _cgroups() -> Iterator[_Cgroup]:
-    """The cgroups that this process is in and those above, as far as they have a limit."""
+    """The cgroups of this process, and those above, that have a limit."""
     for group, is_v2 in _cgroup_folders():
         if is_v2:
-            # Beyond memory.high a process whose pages cannot be reclaimed is all but stopped.
+            # Above memory.high a process whose pages cannot be reclaimed almost stops.
             limits = [_number(group / name) for name in ("memory.max", "memory.high")]
             used, cache = _number(group / "memory.current"), ("inactive_file", "active_file")
         else:
@@ -176,8 +176,8 @@ def _cgroups() -> Iterator[_Cgroup]:
 
 
 def _cgroup_folders() -> Iterator[tuple[Path, bool]]:
-    """Folders of this process's cgroup and those above it, and whether they are of version 2.
-    Lines of /proc/self/cgroup are hierarchy:controllers:path, for version 2 with no controllers."""
+    """Folders of this process's cgroups and of those above, each with True for version 2. A line
+    of /proc/self/cgroup is hierarchy:controllers:path; version 2 has no controllers there."""
     for line in _lines(_ROOT / "proc/self/cgroup"):
         _, controllers, path = line.split(":", 2)
         is_v2 = controllers == ""
@@ -193,7 +193,7 @@ def _cgroup_folders() -> Iterator[tuple[Path, bool]]:
 
 
 def _present_bytes() -> int:
-    """Of all zones; 0 where the kernel does not say."""
+    """Present pages of all zones, in bytes; 0 if the kernel has no such file."""
     words = (line.split() for line in _lines(_ROOT / "proc/zoneinfo"))
     pages = sum(int(line[1]) for line in words if len(line) == 2 and line[0] == "present")
     return pages * os.sysconf("SC_PAGE_SIZE")
@@ -209,7 +209,7 @@ def _table(file: Path) -> dict[str, int]:
 
 
 def _number(file: Path) -> int | None:
-    """None where there is no such file, or it says "max"."""
+    """The file's number; None if there is no such file, or it holds "max"."""
     try:
         return int(file.read_text())
     except (OSError, ValueError):

@@ -1,4 +1,4 @@
-"""Ranks: how many there are, and where."""
+"""Ranks: how many an engine has, and how many of them share this machine."""
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -9,26 +9,27 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Ranks:
-    """Of one engine, unless said otherwise."""
+    """Ranks of one engine, and of this machine."""
 
     num: int
-    """They share ``cpu_bytes_to_use``."""
+    """Ranks of the engine; they share ``cpu_bytes_to_use``."""
     num_here: int
-    """On this machine, of all engines that this server has there."""
+    """Ranks on this machine, of all engines of the server."""
     are_alike: bool = True
-    """Whether all have the same layers, and so room for as many host blocks."""
+    """Whether all ranks of the engine have the same layers, and so as many host blocks."""
 
     @classmethod
-    def of(cls, parallel: "ParallelConfig") -> "Ranks":
-        """As vLLM 0.32 and 0.33 place them (vllm/config/parallel.py)."""
+    def from_config(cls, parallel: "ParallelConfig") -> "Ranks":
+        """The ranks as vLLM 0.32 and 0.33 place them (vllm/config/parallel.py)."""
         from vllm.platforms import current_platform  # doctor works without vLLM
 
         num_local = parallel.local_world_size
         if parallel.distributed_executor_backend == "ray":
-            # Ray chooses the nodes. What of them is here has a device here.
+            # Ray chooses the nodes. Each rank on this machine has a device here.
             num_local = min(num_local, max(1, current_platform.device_count()))
-        # An engine of a dense model is told that it is the only one (vLLM's
-        # reconfigure_for_independent_dp_rank), and which one of this machine: the last knows all.
+        # vLLM configures an engine of a dense model as if it were the only one
+        # (reconfigure_for_independent_dp_rank), but leaves its number on this machine: the last
+        # engine sees the full count.
         last = (parallel.data_parallel_rank_local or 0) + 1
         num_engines = max(parallel.data_parallel_size_local, last)
         return cls(

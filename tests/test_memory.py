@@ -113,9 +113,9 @@ def test_what_is_left_to_others(machine: Machine, total: int, reserve: float) ->
 
 def test_the_reserve_is_not_taken(machine: Machine) -> None:
     machine.available = 12 * GIB
-    with memory.taking(2 * GIB):
+    with memory.claim(2 * GIB):
         pass
-    with pytest.raises(MemoryShortageError) as caught, memory.taking(2 * GIB + 1):
+    with pytest.raises(MemoryShortageError) as caught, memory.claim(2 * GIB + 1):
         pytest.fail("it is taken")
     for part in ("2.00 GiB of host", "12.00 GiB available", "10.00 GiB of it reserved", "cpu_"):
         assert part in str(caught.value)
@@ -123,17 +123,17 @@ def test_the_reserve_is_not_taken(machine: Machine) -> None:
 
 def test_the_first_that_is_taken_may_come_out_of_the_reserve(machine: Machine) -> None:
     machine.available = 5 * GIB
-    with memory.taking_first():
+    with memory.using_reserve():
         memory.require(GIB)
         with pytest.raises(MemoryShortageError):
             memory.require(GIB + 1)
     with pytest.raises(MemoryShortageError):
         memory.require(1)
     machine.available = GIB - 1
-    with memory.taking_first(), pytest.raises(MemoryShortageError):
+    with memory.using_reserve(), pytest.raises(MemoryShortageError):
         memory.require(GIB)
     machine.available = 15 * GIB
-    with memory.taking_first():
+    with memory.using_reserve():
         memory.require(5 * GIB)  # beside the reserve
 
 
@@ -183,7 +183,7 @@ import sys
 from pathlib import Path
 from simple_offload import memory
 memory._LOCKED = Path(sys.argv[1])
-with memory.taking(1):
+with memory.claim(1):
     print("taking", flush=True)
     sys.stdin.read()
 """
@@ -236,7 +236,7 @@ def test_processes_take_turns(
 
     monkeypatch.setattr(memory, "time", SimpleNamespace(monotonic=lambda: 0.0, sleep=look_again))
     assert is_locked(tmp_path)
-    with memory.taking(1):
+    with memory.claim(1):
         assert is_locked(tmp_path)
         assert looks == 3
     assert not is_locked(tmp_path)
@@ -249,7 +249,7 @@ def test_nobody_waits_for_ever(
 ) -> None:
     """One that has been stopped, or another user's that means harm."""
     caplog.set_level("INFO")
-    memory._go_on_without.cache_clear()
+    memory._warn_without_turns.cache_clear()
     now = 0.0
 
     def pass_time(seconds: float) -> None:
@@ -257,7 +257,7 @@ def test_nobody_waits_for_ever(
         now += seconds
 
     monkeypatch.setattr(memory, "time", SimpleNamespace(monotonic=lambda: now, sleep=pass_time))
-    with memory.taking(1):
+    with memory.claim(1):
         assert 60 <= now < 61
     assert "taken without waiting for other processes" in caplog.text
     assert holder.poll() is None
@@ -271,7 +271,7 @@ def test_where_there_is_nothing_to_lock(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     caplog.set_level("INFO")
-    memory._go_on_without.cache_clear()
+    memory._warn_without_turns.cache_clear()
     if folder == "closed":
 
         def refuse(path: Path, flags: int) -> int:
@@ -280,7 +280,7 @@ def test_where_there_is_nothing_to_lock(
         monkeypatch.setattr(os, "open", refuse)
     monkeypatch.setattr(memory, "_LOCKED", tmp_path / folder)
     for _ in range(2):
-        with memory.taking(1):
+        with memory.claim(1):
             pass
     assert [r.message.split(":")[0] for r in caplog.records] == [
         "Host memory is taken without waiting for other processes"
@@ -288,7 +288,7 @@ def test_where_there_is_nothing_to_lock(
 
 
 def test_a_turn_ends_with_an_error(tmp_path: Path) -> None:
-    with pytest.raises(ZeroDivisionError), memory.taking(1):
+    with pytest.raises(ZeroDivisionError), memory.claim(1):
         raise ZeroDivisionError
     assert not is_locked(tmp_path)
 

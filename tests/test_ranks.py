@@ -102,7 +102,7 @@ DEPLOYMENTS = {
 def test_sizes_start_on_the_hosts_that_they_are_for(
     machine: Machine, deployment: Deployment
 ) -> None:
-    ranks = Ranks.of(parallel_config(**deployment.parallel))
+    ranks = Ranks.from_config(parallel_config(**deployment.parallel))
     machine.num_bytes = deployment.host_gib * GIB
     OffloadConfig.parse(deployment.extra_config, 1, 0)  # vLLM's first question
     OffloadConfig.parse(deployment.extra_config, ranks.num, ranks.num_here)
@@ -123,7 +123,7 @@ def test_an_engine_of_a_dense_model_counts_those_before_it(number: int) -> None:
     parallel.data_parallel_rank_local = number  # as EngineCoreProc.run_engine_core does
     parallel.reconfigure_for_independent_dp_rank()
     assert parallel.data_parallel_size_local == 1
-    assert Ranks.of(parallel) == Ranks(4, 4 * (number + 1))
+    assert Ranks.from_config(parallel) == Ranks(4, 4 * (number + 1))
 
 
 @pytest.mark.parametrize(("num_devices", "num_here"), [(8, 8), (16, 16), (99, 16), (0, 1)])
@@ -136,11 +136,11 @@ def test_ranks_that_ray_places_are_where_devices_are(
     parallel = parallel_config(
         tensor_parallel_size=8, pipeline_parallel_size=2, distributed_executor_backend="ray"
     )
-    assert Ranks.of(parallel) == Ranks(16, num_here, are_alike=False)
+    assert Ranks.from_config(parallel) == Ranks(16, num_here, are_alike=False)
 
 
 def test_one_rank() -> None:
-    assert Ranks.of(ParallelConfig()) == Ranks(1, 1)
+    assert Ranks.from_config(ParallelConfig()) == Ranks(1, 1)
 
 
 def test_a_machine_that_may_get_more_memory(

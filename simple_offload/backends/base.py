@@ -20,13 +20,13 @@ class Direction(Enum):
 
 
 def require_blocks_within(transfer: Transfer, num_device_blocks: int, num_host_blocks: int) -> None:
-    """Raise IndexError, before any byte moves, when ``transfer`` names a block that is not
-    there: a copy would run into whatever memory lies beyond (vllm#52921)."""
+    """Raise IndexError, before any byte moves, if ``transfer`` names a block that does not exist: a
+    copy would run into whatever memory lies beyond (vllm#52921)."""
     for side, blocks, count in (
         ("device", transfer.device_blocks, num_device_blocks),
         ("host", transfer.host_blocks, num_host_blocks),
     ):
-        # Read as unsigned, a negative one is too large: one pass instead of two.
+        # As unsigned numbers, negative ones are too large: one pass instead of two.
         if len(blocks) and blocks.view(np.uint64).max() >= count:
             raise IndexError(
                 f"transfer {transfer.id} names {side} blocks {blocks.min()} to {blocks.max()}; "
@@ -35,20 +35,20 @@ def require_blocks_within(transfer: Transfer, num_device_blocks: int, num_host_b
 
 
 class Pending(Protocol):
-    """A copy that has been handed to the device."""
+    """A copy that the device has accepted."""
 
     def done(self) -> bool:
-        """Whether it has ended; never waits. Raises what made it fail."""
+        """Whether the copy has ended. Never waits. Raises the error if it failed."""
 
     def wait(self) -> None:
-        """Return when it has ended. Raises what made it fail."""
+        """Return when the copy has ended. Raises the error if it failed."""
 
     def remaining_seconds(self) -> float:
-        """How long what is left of it should take once the device gets to it, going by measured
-        bandwidth. Infinite where the compute stream cannot be made to wait for it."""
+        """Expected time for the rest of the copy, by measured bandwidth, not counting earlier
+        copies. Infinite where the compute stream cannot wait for it."""
 
     def hold_compute(self) -> None:
-        """Let whatever is queued on the compute stream from now on wait for this copy. The
+        """Make the compute stream wait for this copy before anything queued from now on. The
         caller, on the engine's thread, does not wait."""
 
 
@@ -70,24 +70,23 @@ class Measured(Protocol):
 
 
 class Barrier(Protocol):
-    """A point in the device's compute stream that a copy has to come after."""
+    """A point in the device's compute stream; a copy with this barrier begins after it."""
 
 
 @runtime_checkable
 class QuickToSubmit(Protocol):
-    """What a CopyBackend may be as well."""
+    """Optional protocol of a CopyBackend some of whose copies are quick to submit."""
 
     def is_quick(self, direction: Direction, transfer: Transfer) -> bool:
-        """Whether somebody waits for such a copy, and to submit it takes its thread so little
-        time that the engine's had better do it itself than hand it over. Called on the engine's
-        thread, for blocks of any number."""
+        """True if a request waits for this copy and submitting it is quicker than waking the copy
+        thread. Called on the engine's thread, also for blocks that do not exist."""
 
     def copy_quickly(
         self, direction: Direction, transfer: Transfer, barrier: Barrier | None
     ) -> Pending | None:
-        """``copy``, on the engine's thread, of what is quick, while no other copy of
-        ``direction`` is under way: as far as possible without giving up Python's interpreter
-        lock, which another thread may then keep for longer than the copy takes."""
+        """``copy`` for a quick transfer, on the engine's thread, while no other copy of
+        ``direction`` is under way. As far as possible it keeps Python's interpreter lock, which
+        another thread might hold for longer than the copy takes."""
 
 
 class CopyBackend(Protocol):
@@ -95,39 +94,40 @@ class CopyBackend(Protocol):
 
     A region is an int8 tensor ``[num_blocks, page_bytes]`` with dense rows; row b of every
     region together is block b, and region i has the same ``page_bytes`` on both sides. The
-    host's blocks come in chunks, each with rows of its own for every region: all chunks but
-    the last have the same number of blocks.
+    host's blocks come in chunks; each chunk has rows for every region. All chunks but the last
+    have the same number of blocks.
     """
 
     chunk_bytes: int
-    """How much host memory to provide at a time."""
+    """Size of a chunk of host memory."""
 
     def allocate_host(self, num_bytes: int) -> torch.Tensor:
-        """Host memory of exactly that size, int8 ``[num_bytes]``, which the device can reach.
-        May take seconds; called on any thread, one at a time. Raises MemoryShortageError where
-        there may be enough later."""
+        """Host memory that the device can reach, int8 ``[num_bytes]``. May take seconds. Called
+        on any thread, but one call at a time. Raises MemoryShortageError where there may be enough
+        memory later."""
 
     def open(self, device: Sequence[torch.Tensor]) -> None:
-        """Take the device's regions. Called once, on the engine's thread, before any copy."""
+        """Set the device's regions. Called once, on the engine's thread, before any copy."""
 
     def add_host_chunk(self, regions: Sequence[torch.Tensor]) -> None:
-        """Take the regions of the next chunk of host blocks. Called by the thread that
-        allocated them, while copies of earlier chunks may be under way."""
+        """Add the regions of the next chunk of host blocks. Called on the thread that allocated
+        them, while copies of earlier chunks may be under way."""
 
     def barrier(self) -> Barrier | None:
-        """What the compute stream holds now. Called on the engine's thread; None when compute
-        has always ended by then."""
+        """A barrier behind the compute queued so far; None where that has always ended by now.
+        Called on the engine's thread."""
 
     def enter_thread(self, direction: Direction) -> None:
-        """Prepare the calling thread, which will make copies of ``direction``."""
+        """Prepare the calling thread for copies of ``direction``."""
 
     def copy(
         self, direction: Direction, transfer: Transfer, barrier: Barrier | None
     ) -> Pending | None:
-        """Start to copy the blocks of ``transfer`` once ``barrier`` (None: nothing) has been
-        passed, on a thread that has entered for ``direction``, or on the engine's. Copies of a
-        direction are submitted by one thread at a time and run one after another. Returns None
-        when the copy has already ended. Any exception is a failed transfer."""
+        """Submit the copy of ``transfer``'s blocks, to begin after ``barrier`` if there is one.
+        Returns None if the copy has already ended. Any exception is a failed transfer.
+
+        Called on a thread that has entered for ``direction``, or on the engine's; one call at a
+        time per direction. Copies of a direction run one after another."""
 
     def close(self) -> None:
-        """Give up streams and host memory. No copy is under way."""
+        """Release streams and host memory. No copy is under way."""

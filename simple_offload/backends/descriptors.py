@@ -1,4 +1,4 @@
-"""Block lists to copy descriptors, without a Python loop over blocks."""
+"""Turns lists of blocks into copy descriptors, without a Python loop over blocks."""
 
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
@@ -13,7 +13,7 @@ Addresses = npt.NDArray[np.uint64]
 
 
 class Regions(NamedTuple):
-    """Where the pages of a side lie: page of block b in region r at
+    """Addresses of the pages of one side. The page of block b in region r is at
     ``bases[r, b // chunk_blocks] + (b % chunk_blocks) * pages[r]``."""
 
     bases: Addresses  # [regions, chunks]
@@ -22,20 +22,21 @@ class Regions(NamedTuple):
     num_blocks: int
 
     @classmethod
-    def of(cls, tensors: Sequence[torch.Tensor]) -> "Regions":
-        """Regions in one chunk: int8 tensors ``[num_blocks, page_bytes]``, which must be dense."""
-        return cls.of_chunks([tensors])
+    def from_tensors(cls, tensors: Sequence[torch.Tensor]) -> "Regions":
+        """Regions in one chunk: int8 tensors ``[num_blocks, page_bytes]``. Raises ValueError where
+        one is not dense."""
+        return cls.from_chunks([tensors])
 
     @classmethod
-    def within(cls, buffer: torch.Tensor, page: int) -> "Regions":
+    def in_buffer(cls, buffer: torch.Tensor, page: int) -> "Regions":
         """One region of as many pages of ``page`` bytes as fit into ``buffer``, int8 ``[n]``."""
         num_blocks = len(buffer) // page
-        return cls.of([buffer[: num_blocks * page].view(num_blocks, page)])
+        return cls.from_tensors([buffer[: num_blocks * page].view(num_blocks, page)])
 
     @classmethod
-    def of_chunks(cls, chunks: Sequence[Sequence[torch.Tensor]]) -> "Regions":
-        """Regions whose blocks come in chunks, each with a tensor for every region. All chunks
-        but the last must have as many blocks as the first."""
+    def from_chunks(cls, chunks: Sequence[Sequence[torch.Tensor]]) -> "Regions":
+        """Regions whose blocks come in chunks; each chunk has a tensor per region. Raises
+        ValueError where a tensor is not dense, or a chunk other than the last is smaller."""
         for tensor in (tensor for chunk in chunks for tensor in chunk):
             if not tensor.is_contiguous():
                 raise ValueError(f"a region of shape {tuple(tensor.shape)} is not dense")
@@ -52,15 +53,15 @@ class Regions(NamedTuple):
 
     @property
     def block_bytes(self) -> int:
-        """What a block has in all regions."""
+        """Bytes of one block in all regions."""
         return int(self.pages.sum())
 
-    def take(self, chosen: npt.NDArray[np.intp]) -> "Regions":
+    def select(self, chosen: npt.NDArray[np.intp]) -> "Regions":
         """The regions at these indices."""
         return self._replace(bases=self.bases[chosen], pages=self.pages[chosen])
 
     def addresses(self, blocks: BlockIds) -> Addresses:
-        """Of every block's page in every region, ``[regions, len(blocks)]``."""
+        """Addresses of the blocks' pages, ``[regions, len(blocks)]``."""
         rows = (blocks % self.chunk_blocks).astype(np.uint64)
         if self.bases.shape[1] == 1:
             return self.bases + self.pages[:, None] * rows
@@ -74,12 +75,12 @@ class Descriptors(NamedTuple):
     sources: Addresses
     sizes: npt.NDArray[np.uint64]
 
-    def take(self, chosen: npt.NDArray[np.intp] | npt.NDArray[np.bool_]) -> "Descriptors":
-        """Those at the ``chosen`` indices, or where ``chosen`` is true, in arrays of their own."""
+    def select(self, chosen: npt.NDArray[np.intp] | npt.NDArray[np.bool_]) -> "Descriptors":
+        """Copies of the descriptors at the indices ``chosen``, or where ``chosen`` is true."""
         return Descriptors(*(np.ascontiguousarray(part[chosen]) for part in self))
 
     def split(self, num_bytes: int) -> "Descriptors":
-        """The same copies in descriptors of at most ``num_bytes``."""
+        """The same copies, in descriptors of at most ``num_bytes``."""
         if not len(self.sizes) or self.sizes.max() <= num_bytes:
             return self
         counts = -(-self.sizes.astype(np.int64) // num_bytes)
@@ -93,23 +94,23 @@ class Descriptors(NamedTuple):
         )
 
     @classmethod
-    def joined(cls, plans: Sequence["Descriptors"]) -> "Descriptors":
-        """All of these, at least one."""
+    def concatenate(cls, plans: Sequence["Descriptors"]) -> "Descriptors":
+        """The descriptors of all ``plans``, of which there is at least one."""
         if len(plans) == 1:
             return plans[0]
         return cls(*(np.concatenate(parts) for parts in zip(*plans, strict=True)))
 
 
 class Runs(NamedTuple):
-    """Pairs of blocks, neighbours together: blocks ``sources[i]`` to ``sources[i] + lengths[i]``
-    are copied to ``destinations[i]`` and so on."""
+    """Pairs of blocks, with neighbours merged: the ``lengths[i]`` blocks from ``sources[i]`` on are
+    copied to those from ``destinations[i]`` on."""
 
     sources: BlockIds
     destinations: BlockIds
     lengths: BlockIds
 
-    def take(self, chosen: npt.NDArray[np.bool_]) -> "Runs":
-        """Those where ``chosen`` is true."""
+    def select(self, chosen: npt.NDArray[np.bool_]) -> "Runs":
+        """The runs where ``chosen`` is true."""
         return Runs(*(part[chosen] for part in self))
 
     def pairs(self) -> tuple[BlockIds, BlockIds]:
@@ -128,12 +129,13 @@ class Runs(NamedTuple):
 def find_runs(
     source: Regions, destination: Regions, source_blocks: BlockIds, destination_blocks: BlockIds
 ) -> Runs:
-    """The pairs ``source_blocks[i]``, ``destination_blocks[i]``, with those as one that come one
-    after the other and are neighbours, upwards or downwards, within one chunk on both sides.
+    """Merge the pairs ``source_blocks[i]``, ``destination_blocks[i]`` into runs.
 
-    Pairs are not sorted, which would take longer than it takes to copy small pages: blocks come
-    in the order of their requests' tokens, where neighbours mostly stand together. No block may
-    occur twice on a side.
+    Consecutive pairs merge if their blocks are neighbours on both sides, upwards or downwards, and
+    lie in one chunk. No block may occur twice on a side.
+
+    Pairs are not sorted first: that takes longer than to copy small pages, and blocks come in the
+    order of their requests' tokens, in which most neighbours are consecutive already.
     """
     steps = source_blocks[1:] - source_blocks[:-1]
     joins = np.abs(steps) == 1
@@ -170,14 +172,14 @@ def plan_copies(
     source: Regions, destination: Regions, source_blocks: BlockIds, destination_blocks: BlockIds
 ) -> Descriptors:
     """Descriptors that copy ``source_blocks[i]`` to ``destination_blocks[i]`` in every region,
-    with neighbours as one, as ``find_runs`` finds them."""
+    with neighbours merged (``find_runs``)."""
     runs = find_runs(source, destination, source_blocks, destination_blocks)
     return describe(source, destination, runs)
 
 
-def in_parts(total: int, first: int, at_once: int) -> Iterator[tuple[int, int]]:
-    """Beginnings and ends of at most ``at_once`` of ``total`` things, in their order, of ``first``
-    at first, so that what is done with each part begins sooner."""
+def in_stretches(total: int, first: int, at_once: int) -> Iterator[tuple[int, int]]:
+    """Divide ``range(total)`` into stretches of ``at_once``, as (start, stop). The first has
+    ``first``: a smaller one, so that its copy begins sooner."""
     start, stop = 0, min(total, first)
     while start < stop:
         yield start, stop
@@ -185,8 +187,8 @@ def in_parts(total: int, first: int, at_once: int) -> Iterator[tuple[int, int]]:
 
 
 def in_pieces(plan: Descriptors, num_bytes: int, num_descriptors: int) -> Iterator[Descriptors]:
-    """``plan`` in its order, a piece as soon as it has ``num_bytes`` or more, or so many
-    descriptors."""
+    """Divide ``plan``, in its order, into pieces that end once they have ``num_bytes`` or more, or
+    ``num_descriptors``."""
     start, total = 0, len(plan.sizes)
     ends = np.cumsum(plan.sizes)
     before = 0
@@ -196,8 +198,8 @@ def in_pieces(plan: Descriptors, num_bytes: int, num_descriptors: int) -> Iterat
         start, before = stop, int(ends[min(stop, total) - 1])
 
 
-def of_similar_size(pages: npt.NDArray[np.uint64]) -> list[npt.NDArray[np.intp]]:
-    """Which of ``pages`` are alike: indices, by size within a factor of two."""
+def group_by_size(pages: npt.NDArray[np.uint64]) -> list[npt.NDArray[np.intp]]:
+    """Indices of ``pages`` in groups, each of sizes within a factor of two."""
     if len(pages) and pages.max() < 2 * pages.min():
         return [np.arange(len(pages))]
     classes = np.floor(np.log2(pages.astype(np.float64)))

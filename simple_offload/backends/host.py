@@ -12,19 +12,19 @@ from simple_offload.metadata import Transfer
 
 
 class HostBackend:
-    """Copies with NumPy's indexed assignment, one call a region, which holds no GIL while
-    bytes move and uses no thread but the caller's."""
+    """Copies by NumPy's indexed assignment, one call per region, on the caller's thread. NumPy
+    releases Python's interpreter lock while bytes move."""
 
     chunk_bytes = sys.maxsize
-    """Memory that is not pinned costs nothing until it is written. Whether there is enough is
-    looked at when the worker starts only: what other programs take later may be missing."""
+    """One chunk: memory that is not pinned costs nothing until it is written. The worker checks at
+    start that there is enough, and nothing checks later."""
 
     def __init__(self) -> None:
         self._device: list[npt.NDArray[np.int8]] = []
         self._host: list[npt.NDArray[np.int8]] = []
 
     def allocate_host(self, num_bytes: int) -> torch.Tensor:
-        """Plain memory; the kernel provides pages as they are first written."""
+        """Plain memory; the kernel provides each page at its first write."""
         return torch.empty(num_bytes, dtype=torch.int8)
 
     def open(self, device: Sequence[torch.Tensor]) -> None:
@@ -32,19 +32,19 @@ class HostBackend:
         self._device = [region.numpy() for region in device]
 
     def add_host_chunk(self, regions: Sequence[torch.Tensor]) -> None:
-        """Take the one chunk there is."""
-        assert not self._host, "chunks are as large as asked for"
+        """Set the only chunk."""
+        assert not self._host, "there is one chunk"
         self._host = [region.numpy() for region in regions]
 
     def barrier(self) -> Barrier | None:
-        """None: the forward has returned, and CPU compute does not outlive it."""
+        """None: CPU compute has ended when the forward returns."""
         return None
 
     def enter_thread(self, direction: Direction) -> None:
         """Nothing to prepare."""
 
     def copy(self, direction: Direction, transfer: Transfer, barrier: Barrier | None) -> None:
-        """Copy now; IndexError for a block outside the regions."""
+        """Copy now. Raises IndexError for a block outside the regions."""
         for device, host in zip(self._device, self._host, strict=True):
             require_blocks_within(transfer, len(device), len(host))
         for device, host in zip(self._device, self._host, strict=True):
@@ -54,5 +54,5 @@ class HostBackend:
                 host[transfer.host_blocks] = device[transfer.device_blocks]
 
     def close(self) -> None:
-        """Let go of the arrays."""
+        """Drop the arrays."""
         self._device, self._host = [], []

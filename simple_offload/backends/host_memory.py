@@ -1,4 +1,4 @@
-"""Host memory for a device to reach: exact size, huge pages, near the device, touched at once."""
+"""Host memory for a device: of exact size, in huge pages, near the device, every page in place."""
 
 import ctypes
 import mmap
@@ -15,24 +15,24 @@ logger = get_logger(__name__)
 
 _TOUCH_THREADS = 8
 _TOUCH_BYTES = 32 << 20
-"""What one thread clears at a time; a multiple of every page size."""
+"""Bytes that one thread clears at a time; a multiple of every page size."""
 _MBIND = {"x86_64": 237, "aarch64": 235}  # number of the system call
-_PREFERRED = 1  # MPOL_PREFERRED: another node where this one is full
+_PREFERRED = 1  # MPOL_PREFERRED: another node if this one is full
 _NODES = Path("/sys/devices/system/node")
 
 
 def map_memory(num_bytes: int, numa_node: int | None = None) -> torch.Tensor:
     """Zeroed memory of its own mapping, int8 ``[num_bytes]``, with every page in place.
 
-    A driver that pins untouched pages clears them with one thread, so several threads touch
-    them here; huge pages make that and the pinning cheaper still. ``numa_node``: where to put
-    the pages. Raises MemoryShortageError when there is too little: pages that are not there would
-    end the process, not the allocation.
+    Several threads touch the pages, since a driver that pins untouched pages clears them with one
+    thread. Huge pages make touching and pinning cheaper still. ``numa_node``: the node to put the
+    pages on. Raises MemoryShortageError if there is too little: otherwise the kernel would kill the
+    process when a page is touched.
     """
-    with memory.taking(num_bytes):
+    with memory.claim(num_bytes):
         mapping = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        # A forked process would get a copy of each page that a driver has pinned, at once (Linux
-        # 5.10 and later, copy_present_page in mm/memory.c). It has no use for any.
+        # A fork would copy each pinned page at once (Linux 5.10 and later, copy_present_page in
+        # mm/memory.c), and the child has no use for any.
         _advise(mapping, "MADV_DONTFORK")
         _advise(mapping, "MADV_HUGEPAGE")
         tensor = torch.frombuffer(mapping, dtype=torch.int8)
@@ -43,8 +43,8 @@ def map_memory(num_bytes: int, numa_node: int | None = None) -> torch.Tensor:
 
 
 def node_of_pci_device(address: str) -> int | None:
-    """NUMA node of the PCI device at ``address`` (such as "0000:1b:00.0"); None where there is
-    one node only, or nothing is known."""
+    """NUMA node of the PCI device at ``address`` (such as "0000:1b:00.0"); None on a machine with
+    one node, or if the node is unknown."""
     if len(list(_NODES.glob("node[0-9]*"))) < 2:
         return None
     try:
@@ -58,7 +58,7 @@ def _advise(mapping: mmap.mmap, name: str) -> None:
     if (advice := getattr(mmap, name, None)) is not None:
         try:
             mapping.madvise(advice)
-        except OSError as error:  # a kernel that does not know it: slower, not wrong
+        except OSError as error:  # an old kernel: slower, not wrong
             logger.debug("No %s: %s", name, error)
 
 

@@ -1,4 +1,4 @@
-"""Which backend this process copies with."""
+"""Selects the backend of this process."""
 
 from typing import Literal, cast
 
@@ -12,9 +12,8 @@ BackendName = Literal["auto", "cuda", "npu", "host"]
 
 
 def make_backend(name: BackendName, copy_path: str = "auto") -> CopyBackend:
-    """The backend called ``name``, or the one for vLLM's platform. Raises ConfigError, which
-    names both, when there is none or the platform's memory is out of its reach; likewise when
-    it has no such ``copy_path``."""
+    """The backend called ``name``; for "auto" that of vLLM's platform. Raises ConfigError if there
+    is none, if it cannot reach the platform's memory, or if it has no such ``copy_path``."""
     device = str(current_platform.device_type)
     fitting = "host" if device == "cpu" else device
     if name not in ("auto", fitting):

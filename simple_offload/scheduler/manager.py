@@ -60,7 +60,7 @@ class OffloadScheduler:
             require_parts_possible(config, kv_cache_config, self.block_size)
         self._chunk_sizes = chunk_sizes(kv_cache_config)
         self.switched_off = False
-        self._ranks = Ranks.of(vllm_config.parallel_config)
+        self._ranks = Ranks.from_config(vllm_config.parallel_config)
         self._capacities: dict[str, RankCapacity] = {}
         """By rank, what it has said last."""
         self._agreed: int | None = None

@@ -1,4 +1,4 @@
-"""KV caches of vllm-ascend as regions, cut by address."""
+"""KV caches of vllm-ascend as regions, which addresses delimit."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import product
@@ -7,12 +7,12 @@ from typing import NamedTuple
 import torch
 
 KVCache = torch.Tensor | Sequence["KVCache"]
-"""What a layer registers: a tensor, or tensors (keys and values, the two parts of MLA, the states
-of Mamba, an indexer's keys and scales), of one allocation or of several."""
+"""What a layer registers: one tensor, or several (keys and values, MLA's two tensors, Mamba's
+states, an indexer's keys and scales), in one allocation or in several."""
 
 
 class _Rows(NamedTuple):
-    """Some bytes of every block: those of block b begin at ``start + b * stride``."""
+    """A range of bytes of every block: that of block b begins at ``start + b * stride``."""
 
     start: int  # address
     stride: int
@@ -26,23 +26,22 @@ def find_regions_by_address(
 ) -> list[torch.Tensor]:
     """The memory behind ``kv_caches`` as int8 views ``[num_blocks, page_bytes]``.
 
-    Row b of all regions together has every byte of block b once, whichever tensors, layers and
-    groups it belongs to. The first dimension of a tensor, which has others, is blocks, or kernel
-    blocks, of which each block has the same number.
+    Row b of all regions together holds every byte of block b once, whatever tensor, layer and group
+    the byte belongs to. The first dimension of a tensor is blocks, or kernel blocks, of which every
+    block has the same number; there are further dimensions.
 
-    vllm-ascend allocates keys and values one by one, each larger than needed and sliced, or it
-    carves several tensors from one allocation: so neither the allocations nor where they begin
-    tell what belongs to whom.
-    Raises ValueError when a tensor does not divide into blocks, when bytes belong to several
-    blocks, or when a region would leave its allocation.
+    Only addresses show which tensors share pages: vllm-ascend allocates keys and values separately,
+    each larger than needed and then sliced, or cuts several tensors out of one allocation.
+    Raises ValueError if a tensor does not divide into blocks, if bytes belong to several blocks, or
+    if a region would leave its allocation.
     """
-    rows = [
-        part
+    all_rows = [
+        rows
         for layer, cache in kv_caches.items()
         for tensor in _tensors(cache)
-        for part in _rows_of(layer, tensor, num_blocks)
+        for rows in _rows_of(layer, tensor, num_blocks)
     ]
-    regions = [_region(cluster, num_blocks) for cluster in _clusters(rows, num_blocks)]
+    regions = [_region(cluster, num_blocks) for cluster in _clusters(all_rows, num_blocks)]
     _require_disjoint(regions)
     return regions
 
@@ -51,13 +50,13 @@ def _tensors(cache: KVCache) -> Iterator[torch.Tensor]:
     if isinstance(cache, torch.Tensor):
         yield cache
     else:
-        for part in cache:
-            yield from _tensors(part)
+        for nested in cache:
+            yield from _tensors(nested)
 
 
 def _rows_of(layer: str, tensor: torch.Tensor, num_blocks: int) -> Iterator[_Rows]:
-    """The rows of a tensor: one set, or, where a dimension lies outside the blocks (a head with
-    all its blocks, then the next), one for each index of it."""
+    """The rows of a tensor: one set; if a dimension lies outside the blocks (one head with all its
+    blocks, then the next head), one set per index of that dimension."""
     if tensor.numel() == 0:
         return
     item, length, step = tensor.element_size(), tensor.shape[0], tensor.stride(0)
@@ -67,7 +66,7 @@ def _rows_of(layer: str, tensor: torch.Tensor, num_blocks: int) -> Iterator[_Row
             f"{num_blocks} blocks"
         )
     if tensor.dim() == 1 and length != num_blocks:
-        raise ValueError(f"{layer}: a KV cache tensor of one dimension does not tell its blocks")
+        raise ValueError(f"{layer}: a KV cache tensor of one dimension does not show its blocks")
     per_block = length // num_blocks
     inner: list[tuple[int, int]] = []
     outer: list[tuple[int, int]] = []
@@ -86,36 +85,36 @@ def _rows_of(layer: str, tensor: torch.Tensor, num_blocks: int) -> Iterator[_Row
         yield _Rows(start, block_stride * item, width * item, layer, tensor)
 
 
-def _clusters(rows: Iterable[_Rows], num_blocks: int) -> Iterator[list[_Rows]]:
-    """Rows whose ranges of addresses overlap, together, by address."""
+def _clusters(all_rows: Iterable[_Rows], num_blocks: int) -> Iterator[list[_Rows]]:
+    """Groups of rows whose address ranges overlap, in the order of addresses."""
     cluster: list[_Rows] = []
     end = 0
-    for part in sorted(rows, key=lambda part: part.start):
-        if cluster and part.start >= end:
+    for rows in sorted(all_rows, key=lambda rows: rows.start):
+        if cluster and rows.start >= end:
             yield cluster
             cluster = []
-        cluster.append(part)
-        end = max(end, part.start + (num_blocks - 1) * part.stride + part.width)
+        cluster.append(rows)
+        end = max(end, rows.start + (num_blocks - 1) * rows.stride + rows.width)
     if cluster:
         yield cluster
 
 
 def _region(cluster: Sequence[_Rows], num_blocks: int) -> torch.Tensor:
-    """One region that has every byte of ``cluster``, and those between them."""
+    """One region with every byte of ``cluster``, and the bytes between them."""
     first = cluster[0]
-    end = max(part.start + part.width for part in cluster)
+    end = max(rows.start + rows.width for rows in cluster)
     page = first.stride if num_blocks > 1 else end - first.start
-    for part in cluster:
-        if num_blocks > 1 and (part.stride != page or part.start + part.width > first.start + page):
+    for rows in cluster:
+        if num_blocks > 1 and (rows.stride != page or rows.start + rows.width > first.start + page):
             raise ValueError(
-                f"{first.layer} and {part.layer}: the same bytes of a KV cache belong to "
+                f"{first.layer} and {rows.layer}: the same bytes of a KV cache belong to "
                 "several blocks"
             )
     storage = torch.empty(0, dtype=torch.int8, device=first.tensor.device)
     storage.set_(first.tensor.untyped_storage())
     lowest = storage.data_ptr()
-    # What lies before a block's bytes may serve as its page's other bytes as well as what lies
-    # behind: behind the last block the allocation may end.
+    # A page may begin before the block's bytes, as well as end behind them: the allocation may end
+    # with the bytes of the last block.
     start = min(first.start, lowest + storage.numel() - num_blocks * page)
     if start < max(lowest, end - page):
         raise ValueError(f"{first.layer}: pages of its KV cache leave their allocation")

@@ -1,38 +1,39 @@
-"""EarlyAnnouncement: loads that vLLM hears of before they have ended."""
+"""EarlyAnnouncement: when to announce a load, which is before its copy has ended."""
 
 import time
 from collections.abc import Iterable
 
 _LAG_LIMIT = 2
-"""In ``wait_seconds``: what vLLM takes longer for is no lag, but a request that is kept waiting."""
+"""Lags beyond this multiple of ``wait_seconds`` are cut: the request was queued, not delayed."""
 
 
 class EarlyAnnouncement:
-    """Which loads have been announced, and how long before its end the next one may be.
+    """Decides how long before its end a load may be announced, and which loads have been.
 
-    Between the announcement of a load and the compute that reads its blocks vLLM hears of it,
-    schedules the request, and ends the steps that it has queued before. That lag is measured. A
-    load is announced so long before its end, plus as long as compute may wait for what is then
-    left: ``wait_seconds`` while nothing else runs, otherwise no more than a step takes, since
-    others wait as well. To queue the step takes about as long, and the device waits for that too.
+    vLLM needs time between the announcement of a load and the compute that reads its blocks: it
+    receives the announcement, schedules the request, and ends the steps queued before. This lag is
+    measured. A load is announced early by the lag plus the time that compute may wait for the rest
+    of the copy. That time is ``wait_seconds`` while nothing else runs. Otherwise it is at most the
+    length of a step, since other requests wait as well; the device needs about as long anyway until
+    the step is queued.
 
-    With ``wait_seconds`` of 0 no load is announced before its end.
+    If ``wait_seconds`` is 0, no load is announced before its end.
     """
 
     def __init__(self, wait_seconds: float) -> None:
         self.wait_seconds = wait_seconds
         self.lead_seconds = 0.0
-        """How long before its end a load may be announced now."""
+        """A load may be announced if this much of its copy is left."""
         self._lag = 0.0
         self._step_seconds = 0.0
         self._began_at = 0.0
         self._computed = False
         self._under_way: dict[int, float | None] = {}
-        """Announced and not ended: since when, until its request is admitted."""
+        """Announced loads that have not ended: time of the announcement; None once admitted."""
 
-    def begin_step(self, computes: bool, admitted: Iterable[int]) -> None:
-        """A step begins, with compute or without, the first that may read what the ``admitted``
-        loads fill."""
+    def on_step(self, computes: bool, admitted: Iterable[int]) -> None:
+        """A step begins: ``computes`` if it has compute, which may read the blocks of the
+        ``admitted`` loads. Updates the lag and ``lead_seconds``."""
         now = time.monotonic()
         if self._computed:
             took = min(now - self._began_at, self.wait_seconds)
@@ -48,19 +49,19 @@ class EarlyAnnouncement:
             self.lead_seconds = self._lag + wait
 
     def announce(self, load_id: int) -> bool:
-        """Announce this load; False when it has been."""
+        """Note the load's announcement; False if it has been announced before."""
         if load_id in self._under_way:
             return False
         self._under_way[load_id] = time.monotonic()
         return True
 
-    def end(self, load_id: int) -> bool:
-        """This load has ended; whether it had been announced before."""
+    def on_load_ended(self, load_id: int) -> bool:
+        """Whether the load that has ended was announced before."""
         if load_id not in self._under_way:
             return False
         since = self._under_way.pop(load_id)
         if since is not None and (passed := time.monotonic() - since) > self._lag:
-            self._learn(passed)  # its request has not been admitted yet: the lag is longer
+            self._learn(passed)  # the request is not admitted yet, so the lag is longer
         return True
 
     def _learn(self, seconds: float) -> None:

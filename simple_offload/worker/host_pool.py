@@ -12,15 +12,15 @@ from simple_offload.logs import get_logger
 logger = get_logger(__name__)
 
 _RETRY_SECONDS = 10.0
-"""How often to look whether there is memory again: a process has ended, or a hypervisor has given
-some."""
+"""How often to try again while memory is short: another process may end, or a hypervisor may add
+memory."""
 
 
 class HostPool:
-    """For every device region host regions of the same page size, in chunks of consecutive
-    blocks: to pin a terabyte takes minutes, and the server is not to wait for it (vllm#42632).
+    """A host region for every device region, of the same page size, opened in chunks of consecutive
+    blocks: pinning a terabyte takes minutes, and the server must not wait for it (vllm#42632).
 
-    Within a chunk a region's blocks are neighbours, so that runs can be copied as one.
+    Within a chunk the blocks of a region are neighbours, so a run of them is one copy.
     """
 
     def __init__(
@@ -31,11 +31,11 @@ class HostPool:
         *,
         is_agreed: bool = True,
     ) -> None:
-        """``is_agreed``: the ranks know that all have room for ``num_blocks``. Where they do not,
-        no more than the first chunk is opened before ``agree``."""
+        """``num_blocks``: as many as this rank has room for. Unless ``is_agreed``, other ranks may
+        have room for fewer, and only the first chunk is opened before ``agree``."""
         self.num_blocks = num_blocks
         self.num_open = 0
-        """Blocks 0 to this one are ready to be copied to. Only grows."""
+        """Blocks below this number can be copied to. Only grows."""
         self._backend = backend
         self._page_bytes = page_bytes
         self._block_bytes = sum(page_bytes)
@@ -49,7 +49,7 @@ class HostPool:
 
     @property
     def is_agreed(self) -> bool:
-        """Whether it is known how many blocks there will be."""
+        """Whether the final number of blocks is known."""
         return self._agreed.is_set()
 
     @property
@@ -58,9 +58,9 @@ class HostPool:
         return self.num_open * self._block_bytes
 
     def open(self) -> None:
-        """Open the first chunk before returning, so that memory which cannot be had at all is
-        an error at start, and the rest from a thread."""
-        with memory.taking_first():
+        """Open the first chunk before returning, so that a lack of memory is an error at start,
+        and the other chunks in a thread. Raises MemoryShortageError, or the backend's error."""
+        with memory.using_reserve():
             self._open_chunk()
         if self.num_open < self.num_blocks:
             self._thread = threading.Thread(
@@ -69,14 +69,14 @@ class HostPool:
             self._thread.start()
 
     def agree(self, num_blocks: int) -> None:
-        """Open no more than ``num_blocks`` in all: the rank with the least room has no more. Only
-        the first call counts."""
+        """Limit the pool to ``num_blocks``, those of the rank with the least room. Only the first
+        call counts."""
         if not self._agreed.is_set():
             self.num_blocks = max(self.num_open, min(num_blocks, self.num_blocks))
             self._agreed.set()
 
     def close(self) -> None:
-        """Open no more. The backend gives the memory back when it closes."""
+        """Stop opening chunks. The backend frees the memory when it closes."""
         self._closing.set()
         self._agreed.set()
         self.join()
@@ -103,7 +103,7 @@ class HostPool:
                     )
                 is_waiting = True
                 self._closing.wait(_RETRY_SECONDS)
-            except Exception as error:  # noqa: BLE001 - whatever it is, the server goes on with less
+            except Exception as error:  # noqa: BLE001 - after any error the server runs on with less
                 logger.error(
                     "The host tier of this rank stays at %d of %d blocks (%.2f GiB): %s",
                     *self._progress,
@@ -119,7 +119,7 @@ class HostPool:
 
     def _open_chunk(self) -> None:
         num_blocks = min(self._chunk_blocks, self.num_blocks - self.num_open)
-        if self._page_bytes:  # a rank without layers has nothing to hold
+        if self._page_bytes:  # a rank without layers needs no memory
             chunk = self._backend.allocate_host(num_blocks * self._block_bytes)
             self._backend.add_host_chunk(self._cut(chunk, num_blocks))
         self.num_open += num_blocks
@@ -127,6 +127,6 @@ class HostPool:
     def _cut(self, chunk: torch.Tensor, num_blocks: int) -> list[torch.Tensor]:
         sizes = [num_blocks * page_bytes for page_bytes in self._page_bytes]
         return [
-            part.view(num_blocks, page_bytes)
-            for part, page_bytes in zip(chunk.split(sizes), self._page_bytes, strict=True)
+            region.view(num_blocks, page_bytes)
+            for region, page_bytes in zip(chunk.split(sizes), self._page_bytes, strict=True)
         ]

@@ -1,4 +1,4 @@
-"""KV cache tensors of any layout as regions: base + block * stride."""
+"""KV cache tensors of any layout as regions: base + block x stride."""
 
 from collections.abc import Iterable, Mapping
 from itertools import pairwise
@@ -17,15 +17,15 @@ def find_regions(
 ) -> list[torch.Tensor]:
     """The memory behind ``kv_caches`` as int8 views ``[num_blocks, page_bytes]``.
 
-    Row b of all regions together is every byte of device block b, once, whatever group the
-    block belongs to: groups lie over each other, and views over the same bytes count once.
-    A layer-outermost layout gives one region for each layer (or each KV head of each layer,
-    LHBNC), a block-outermost one a single region for all layers.
+    Row b of all regions together holds every byte of device block b once, whatever group the block
+    belongs to: groups share memory, and views of the same bytes count once. A layer-outermost
+    layout gives one region per layer (LHBNC: per KV head of each layer), a block-outermost layout a
+    single region for all layers.
 
-    ``kv_caches``: by layer name, what vLLM registers: a strided view of the layer, or, for
-    layers that lay out their own memory, the raw buffer. Where some layers register several
-    tensors, as vllm-ascend's do, placements do not tell where they lie, and addresses do.
-    Raises ValueError when tensors overlap other than exactly, or leave their storage.
+    ``kv_caches``: by layer name, what vLLM registers: a strided view of the layer, or the raw
+    buffer for layers that lay out their own memory. If a layer registers several tensors, as
+    vllm-ascend's do, placements do not describe them, and regions are cut by address.
+    Raises ValueError if tensors overlap other than exactly, or leave their storage.
     """
     num_blocks = kv_cache_config.num_blocks
     tensors = {name: c for name, c in kv_caches.items() if isinstance(c, torch.Tensor)}
@@ -53,10 +53,8 @@ def find_regions(
 
 
 def _allocation_start(cache: torch.Tensor, name: str, placement: "KVCacheTensor") -> int:
-    """Byte offset, in the storage of ``cache``, of the allocation that placements refer to.
-
-    Found through the view, which need not start where its storage does.
-    """
+    """Byte offset, in the storage of ``cache``, of the allocation that placements refer to. The
+    view ``cache`` shows it; a view need not start where its storage does."""
     start = cache.data_ptr() - cache.untyped_storage().data_ptr()
     if cache.dim() == 1:
         return start  # the raw buffer

@@ -1,4 +1,4 @@
-"""OffloadWorker: the worker side of one rank: submit, poll, report."""
+"""OffloadWorker: the worker side on one rank: submit transfers, poll them, report their ends."""
 
 import secrets
 from collections.abc import Mapping
@@ -24,7 +24,7 @@ logger = get_logger(__name__)
 
 
 class OffloadWorker:
-    """Called by one thread, the one that runs the model."""
+    """The transfers of one rank. One thread, the one that runs the model, calls all methods."""
 
     def __init__(
         self, kv_cache_config: "KVCacheConfig", config: OffloadConfig, ranks: Ranks
@@ -36,10 +36,10 @@ class OffloadWorker:
         self._name = secrets.token_hex(8)
         self._metadata = StepMetadata()
         self._last_submitted = {Direction.LOAD: -1, Direction.STORE: -1}
-        # vLLM moves the state that a request goes on from, and copies blocks in which hits end,
-        # before it lets a step's connector hooks run: ``bind`` would hold that too late.
-        waits = not kv_cache_config.has_mamba_layers
-        self._announcements = EarlyAnnouncement(config.sync_load_ms / 1e3 if waits else 0.0)
+        # With Mamba states, vLLM queues copies of a request's state, and of the blocks in which
+        # hits end, before a step's connector hooks run: ``bind`` is too late to hold them back.
+        can_wait = not kv_cache_config.has_mamba_layers
+        self._announcements = EarlyAnnouncement(config.sync_load_ms / 1e3 if can_wait else 0.0)
         self._report = WorkerReport()
         self._meter = metrics.Meter()
         self._reported_open = 0
@@ -48,8 +48,9 @@ class OffloadWorker:
         """Empty until KV caches are registered."""
 
     def register_kv_caches(self, kv_caches: Mapping[str, KVCache]) -> None:
-        """Find the device blocks, start to open as many host blocks as this rank has memory
-        for, and start the copy threads. A rank without attention layers copies nothing."""
+        """Find the device blocks, begin to open as many host blocks as this rank has room for, and
+        start the copy threads. A rank without attention layers copies nothing. Raises ConfigError
+        or MemoryShortageError if the machine has too little memory."""
         regions = find_regions(kv_caches, self._kv_cache_config)
         page_bytes = [region.shape[1] for region in regions]
         block_bytes = sum(page_bytes)
@@ -57,8 +58,9 @@ class OffloadWorker:
         needed = num_blocks * block_bytes * self._ranks.num_here
         check_fits_memory(needed, "num_cpu_blocks", self.config.num_cpu_blocks)
         if needed < self._backend.chunk_bytes:
-            # All at once, by every rank here, and maybe no page is in place before it is written.
-            with memory.taking_first():
+            # Every rank on this machine allocates all at once, and maybe no page is in place
+            # before it is written: no rank would notice the others.
+            with memory.using_reserve():
                 memory.require(needed)
         logger.info(
             "Host memory of this rank: %.2f GiB, %d blocks of %d bytes in %d regions",
@@ -78,20 +80,21 @@ class OffloadWorker:
 
     @property
     def capacity(self) -> RankCapacity:
-        """What this rank has host memory for, and how much of it is open by now."""
+        """Host blocks that this rank has room for, and those open by now."""
         pool = self.host_pool
         return RankCapacity(self._name, self._room, pool.num_open, self._block_bytes)
 
     # One step
 
     def bind(self, metadata: StepMetadata) -> None:
-        """Take the transfers of the step that is about to run, and start its loads. Stores that
-        the step before has left start before them: vLLM's V1 runner calls ``wait_for_save`` after
-        drafting, which only the last stage of a pipeline gets to.
+        """Begin a step: make its compute wait for the loads it admits, and start its loads.
 
-        By now vLLM has queued the compute of all earlier steps and the zeroing of new blocks,
-        which loads come after. The step's own compute reads none of the blocks they fill, so
-        there is no need to wait until that has been queued too.
+        Stores left over from the step before start first: vLLM's V1 runner calls ``wait_for_save``
+        after drafting, which only the last stage of a pipeline reaches.
+
+        Loads come after the compute of earlier steps and the zeroing of new blocks, which vLLM has
+        queued by now. The step's own compute reads none of the blocks they fill, so loads need not
+        come after it.
         """
         if metadata is not self._metadata:
             self.submit_stores()
@@ -100,24 +103,23 @@ class OffloadWorker:
             self.host_pool.agree(metadata.num_host_blocks)
         if self.lanes and metadata.admitted:
             self.lanes[Direction.LOAD].hold_compute(set(metadata.admitted))
-        self._announcements.begin_step(metadata.computes, metadata.admitted)
+        self._announcements.on_step(metadata.computes, metadata.admitted)
         self.submit_loads()
 
     def submit_loads(self) -> None:
-        """Start those of the step's loads that have not been started."""
+        """Start the step's loads that have not been started."""
         self._submit(Direction.LOAD, self._metadata.loads)
 
     def submit_stores(self) -> None:
-        """Start those of the step's stores that have not been started, after the compute queued
-        so far."""
+        """Start the step's stores that have not been started, after the compute queued so far."""
         self._submit(Direction.STORE, self._metadata.stores)
 
     def poll(self) -> tuple[set[str], set[str]]:
-        """Requests whose loads have ended on this rank since the last call, or will soon, and
-        those among them whose load failed. Notes every ended transfer for the report.
+        """Note the transfers that have ended since the last call, for the report. Never waits.
 
-        A load is announced before its end if little is left of it (``EarlyAnnouncement``): ``bind``
-        makes compute wait for the rest.
+        Returns the requests whose loads have ended on this rank or are announced, and those among
+        them whose load failed. A load is announced before its end if little of it is left
+        (``EarlyAnnouncement``); ``bind`` makes compute wait for the rest.
         """
         loaded: set[str] = set()
         failed: set[str] = set()
@@ -126,11 +128,12 @@ class OffloadWorker:
         load_lane, store_lane = self.lanes[Direction.LOAD], self.lanes[Direction.STORE]
         for completion in load_lane.poll():
             self._note(Direction.LOAD, completion)
-            if self._announcements.end(completion.transfer.id):
+            if self._announcements.on_load_ended(completion.transfer.id):
                 if completion.error is not None:
-                    # The device broke while compute was waiting for the copy: only CUDA announces,
-                    # and its errors of queued work are for good. The request may be running, and
-                    # vLLM takes a failure of one that waits only (_handle_failed_recving).
+                    # The device broke while compute waited for the copy: only CUDA announces, and
+                    # an error in queued work breaks its context for good. The request may be
+                    # running, and vLLM handles the failure only of a request that waits
+                    # (_handle_failed_recving).
                     raise RuntimeError("a load failed after it was announced") from completion.error
                 continue
             loaded.add(_request_of(completion.transfer))
@@ -144,27 +147,27 @@ class OffloadWorker:
             self._note(Direction.STORE, completion)
         return loaded, failed
 
-    def take_report(self) -> WorkerReport | None:
-        """What has been noted since the last call; None when nothing."""
+    def drain_report(self) -> WorkerReport | None:
+        """The ends noted since the last call, and newly opened blocks; None if there are none."""
         if not self.lanes:
             return None
         capacity = self.capacity
         if capacity.num_open != self._reported_open:
             self._report.capacities[self._name] = capacity
             self._reported_open = capacity.num_open
-        elif not self._report.ended:  # a lane breaks by failing a transfer, so this misses none
+        elif not self._report.ended:  # a lane that breaks fails a transfer, so none is missed
             return None
         self._report.broken = any(lane.is_broken for lane in self.lanes.values())
         report, self._report = self._report, WorkerReport()
         return report
 
-    def take_stats(self) -> metrics.OffloadStats | None:
-        """What has been counted since the last call; None when nothing."""
+    def drain_stats(self) -> metrics.OffloadStats | None:
+        """Counts since the last call; None if there are none."""
         return self._meter.drain()
 
     def drain(self) -> None:
-        """Wait until no copy touches device memory, which is about to be taken away (sleep).
-        What has ended is reported when the engine steps again."""
+        """Wait until no copy is under way, since vLLM is about to take device memory away (sleep).
+        The ends are reported when the engine steps again."""
         for lane in self.lanes.values():
             lane.drain()
 
@@ -185,7 +188,7 @@ class OffloadWorker:
     # Details
 
     def _submit(self, direction: Direction, transfers: list[Transfer]) -> None:
-        """Submit what has not been submitted yet, however often a hook is called."""
+        """Submit each transfer once, however often a hook is called."""
         due = [t for t in transfers if t.id > self._last_submitted[direction]]
         if not due:
             return
@@ -227,7 +230,7 @@ class OffloadWorker:
 
 
 def _reason_of(error: BaseException | None) -> str:
-    """In a word, why a transfer failed."""
+    """The metric's label for the reason of a failure."""
     if isinstance(error, LaneBroken):
         return "switched_off"
     if isinstance(error, CopyThreadDied) or not isinstance(error, Exception):

@@ -78,10 +78,10 @@ def test_which_path_many_of_a_size_take() -> None:
     """Also sizes between those that were measured, and beyond."""
     costs = Machine().measure()
     for size in (1024, 4096, 16384, 20000, 40000, 65536, 1 << 20):
-        division = costs.divide(many(size, 100_000))
-        assert division.by_kernel is costs.by_kernel_at(size)
-    assert costs.by_kernel_at(1024)
-    assert not costs.by_kernel_at(1 << 20)
+        division = costs.choose(many(size, 100_000))
+        assert division.by_kernel is costs.is_by_kernel(size)
+    assert costs.is_by_kernel(1024)
+    assert not costs.is_by_kernel(1 << 20)
 
 
 def test_what_a_batch_takes_to_submit_does_not_count() -> None:
@@ -108,7 +108,7 @@ def test_without_a_kernel_all_goes_by_dma() -> None:
     assert {path for path, _, _ in machine.timed} == {"dma"}
     assert not costs.by_kernel.any()
     assert costs.kernel_start == 0.0
-    division = costs.divide(many(4096, 5000))
+    division = costs.choose(many(4096, 5000))
     assert division.by_kernel is False
     assert division.seconds == pytest.approx(5000 * 1e-6)
 
@@ -129,7 +129,7 @@ def test_the_kernel_has_to_be_worth_its_sms(size: int, slower: float, worthwhile
         Path(lambda _: 100, 3, lambda size, count, batches: slower * batches * count * 1e-6),
     )
     assert costs.by_kernel.tolist() == [worthwhile]
-    division = costs.divide(many(size, 1000))
+    division = costs.choose(many(size, 1000))
     assert division.by_kernel is worthwhile
     assert division.seconds == pytest.approx(1e-3 * (slower if worthwhile else 1))
 
@@ -137,7 +137,7 @@ def test_the_kernel_has_to_be_worth_its_sms(size: int, slower: float, worthwhile
 def test_a_kernel_that_is_never_better_takes_no_part() -> None:
     costs = Machine(kernel_bandwidth=BANDWIDTH / 1e6).measure()
     assert not costs.by_kernel.any()
-    division = costs.divide(many(4096, 5000))
+    division = costs.choose(many(4096, 5000))
     assert division.by_kernel is False
     assert division.seconds == pytest.approx(5000 * 1e-6)
 
@@ -147,7 +147,7 @@ def test_what_is_too_short_to_be_timed_still_takes_time() -> None:
     costs = measure_costs([4096], *[Path(lambda _: 10, 3, lambda *_: 1e-3)] * 2)
     assert costs.dma[0] > 0
     assert costs.kernel[0] > 0
-    assert costs.divide(many(4096, 5)).seconds > 0
+    assert costs.choose(many(4096, 5)).seconds > 0
 
 
 # Dividing
@@ -155,10 +155,10 @@ def test_what_is_too_short_to_be_timed_still_takes_time() -> None:
 
 def test_a_few_descriptors_go_by_dma_and_many_small_ones_by_kernel() -> None:
     costs = Machine().measure()
-    few = costs.divide(many(4096, 5))
+    few = costs.choose(many(4096, 5))
     assert few.by_kernel is False
     assert few.seconds == pytest.approx(5e-6)
-    lots = costs.divide(many(4096, 5000))
+    lots = costs.choose(many(4096, 5000))
     assert lots.by_kernel is True
     assert lots.seconds == pytest.approx(5000 * costs.kernel[0] + costs.kernel_start)
 
@@ -166,25 +166,25 @@ def test_a_few_descriptors_go_by_dma_and_many_small_ones_by_kernel() -> None:
 def test_the_turning_point_is_where_both_cost_the_same() -> None:
     costs = Machine().measure()
     turn = costs.kernel_start / (costs.dma[0] - costs.kernel[0])
-    assert costs.divide(many(4096, int(turn))).by_kernel is False
-    assert costs.divide(many(4096, int(turn) + 1)).by_kernel is True
+    assert costs.choose(many(4096, int(turn))).by_kernel is False
+    assert costs.choose(many(4096, int(turn) + 1)).by_kernel is True
 
 
 def test_regions_start_the_kernel_together() -> None:
     """Each with a few descriptors, which alone would go by DMA."""
     costs = Machine().measure()
-    assert costs.divide(many(4096, 5)).by_kernel is False
-    division = costs.divide(many(4096, 5), 1000)
+    assert costs.choose(many(4096, 5)).by_kernel is False
+    division = costs.choose(many(4096, 5), 1000)
     assert division.by_kernel is True
-    assert division.seconds == pytest.approx(costs.divide(many(4096, 5000)).seconds)
-    by_dma = costs.divide(many(1 << 20, 5), 1000)
+    assert division.seconds == pytest.approx(costs.choose(many(4096, 5000)).seconds)
+    by_dma = costs.choose(many(1 << 20, 5), 1000)
     assert by_dma.by_kernel is False
-    assert by_dma.seconds == pytest.approx(costs.divide(many(1 << 20, 5000)).seconds)
+    assert by_dma.seconds == pytest.approx(costs.choose(many(1 << 20, 5000)).seconds)
 
 
 def test_large_descriptors_go_by_dma() -> None:
     costs = Machine().measure()
-    division = costs.divide(many(1 << 20, 5000))
+    division = costs.choose(many(1 << 20, 5000))
     assert division.by_kernel is False
     assert division.seconds == pytest.approx(5000 * (1 << 20) / BANDWIDTH)
 
@@ -193,7 +193,7 @@ def test_in_a_mixed_batch_each_size_goes_its_way() -> None:
     costs = Machine().measure()
     sizes = np.concatenate((many(65536, 300), many(4096, 5000)))
     for order in (sizes, sizes[::-1], np.random.default_rng(1).permutation(sizes)):
-        division = costs.divide(order)
+        division = costs.choose(order)
         assert np.array_equal(division.by_kernel, order == 4096)
 
 
@@ -202,12 +202,12 @@ def test_sizes_that_go_one_way_are_not_told_apart() -> None:
     costs = Machine().measure()
     small = np.concatenate((many(4096, 3000), many(16384, 3000)))
     large = np.concatenate((many(65536, 3000), many(1 << 20, 3000)))
-    assert costs.divide(small).by_kernel is True
-    assert costs.divide(large).by_kernel is False
+    assert costs.choose(small).by_kernel is True
+    assert costs.choose(large).by_kernel is False
 
 
 def test_nothing_takes_no_time() -> None:
-    division = Machine().measure().divide(descriptors())
+    division = Machine().measure().choose(descriptors())
     assert division == (False, 0.0)
 
 
@@ -225,7 +225,7 @@ COSTS = st.builds(
 @given(COSTS, st.lists(st.integers(1, 1 << 21), min_size=1, max_size=50))
 def test_more_descriptors_never_take_less_time(costs: CopyCosts, sizes: list[int]) -> None:
     seconds = [
-        costs.divide(descriptors(*sizes[:count])).seconds for count in range(1, len(sizes) + 1)
+        costs.choose(descriptors(*sizes[:count])).seconds for count in range(1, len(sizes) + 1)
     ]
     assert all(later >= earlier * (1 - 1e-9) for earlier, later in pairwise(seconds))
 
@@ -233,8 +233,8 @@ def test_more_descriptors_never_take_less_time(costs: CopyCosts, sizes: list[int
 @given(COSTS, st.lists(st.integers(1, 1 << 21), min_size=1, max_size=50))
 def test_the_cheaper_way_is_taken(costs: CopyCosts, sizes: list[int]) -> None:
     """Never more than all by DMA."""
-    division = costs.divide(descriptors(*sizes))
-    by_dma = CopyCosts(costs.sizes, costs.dma, np.full(3, math.inf)).divide(descriptors(*sizes))
+    division = costs.choose(descriptors(*sizes))
+    by_dma = CopyCosts(costs.sizes, costs.dma, np.full(3, math.inf)).choose(descriptors(*sizes))
     assert by_dma.by_kernel is False
     assert division.seconds <= by_dma.seconds * (1 + 1e-9)
     if division.by_kernel is not False:
@@ -248,21 +248,21 @@ def test_the_cheaper_way_is_taken(costs: CopyCosts, sizes: list[int]) -> None:
 def test_a_measured_size_costs_what_was_measured() -> None:
     costs = Machine().measure(kernel=False)
     for size, seconds in zip(SIZES, costs.dma, strict=True):
-        assert costs.divide(descriptors(size)).seconds == pytest.approx(seconds)
+        assert costs.choose(descriptors(size)).seconds == pytest.approx(seconds)
 
 
 def test_beyond_the_largest_the_bytes_decide() -> None:
     costs = Machine().measure(kernel=False)
-    assert costs.divide(descriptors(16 * 65536)).seconds == pytest.approx(16 * costs.dma[-1])
+    assert costs.choose(descriptors(16 * 65536)).seconds == pytest.approx(16 * costs.dma[-1])
 
 
 def test_below_the_smallest_it_costs_as_much_as_the_smallest() -> None:
     """What is left there is the cost of a descriptor."""
     costs = Machine().measure(kernel=False)
-    assert costs.divide(descriptors(1)).seconds == pytest.approx(costs.dma[0])
+    assert costs.choose(descriptors(1)).seconds == pytest.approx(costs.dma[0])
 
 
 def test_between_two_sizes_seconds_a_byte_change_with_log_size() -> None:
     costs = Machine().measure(kernel=False)
     pace = (costs.dma[1] / SIZES[1] + costs.dma[2] / SIZES[2]) / 2
-    assert costs.divide(descriptors(32768)).seconds == pytest.approx(32768 * pace)
+    assert costs.choose(descriptors(32768)).seconds == pytest.approx(32768 * pace)

@@ -268,13 +268,13 @@ def test_what_remains_of_a_copy_shrinks(backend: CudaBackend) -> None:
     torch.cuda.synchronize()
     torch.cuda._sleep(10 * _BUSY)
     pending = backend.copy(Direction.LOAD, Transfer(0, blocks, blocks), backend.barrier())
-    assert len(pending.parts) >= 4  # though all blocks are neighbours
+    assert len(pending.marks) >= 4  # though all blocks are neighbours
     whole = pending.remaining_seconds()
     assert whole > (512 << 20) / 200e9  # faster than any bus there is
     pending.wait()
     assert pending.done()
     assert pending.remaining_seconds() <= whole
-    assert len(pending.parts) == 1
+    assert len(pending.marks) == 1
     assert torch.equal(sides.device[0], sides.host[0])
 
 

@@ -22,7 +22,7 @@ def test_dma_of_small_pages_counts_for_more(monkeypatch: pytest.MonkeyPatch) -> 
 
     monkeypatch.setattr(calibration, "measure_costs", measured)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda _: None)
-    monkeypatch.setattr(calibration, "match_regions", lambda *_, kernels: kernels)
+    monkeypatch.setattr(calibration, "classify_regions", lambda *_, kernels: kernels)
     queues: Any = SimpleNamespace(kernels={Direction.LOAD: "kernel"}, submit=lambda *_: iter(()))
     scratch = torch.zeros(1 << 20, dtype=torch.int8)
     costs = calibration.measure_direction(queues, Direction.LOAD, sizes, scratch, scratch)

@@ -43,7 +43,7 @@ class Side:
             ]
             for count in chunks
         ]
-        self.regions = Regions.of_chunks(self.chunks)
+        self.regions = Regions.from_chunks(self.chunks)
 
     def blocks(self, region: int) -> torch.Tensor:
         """A copy of all pages of a region."""
@@ -87,7 +87,7 @@ def test_pages_of_all_pairs_and_nothing_else(
     assert regions.word_bytes == word_bytes
     kernel = kernels.CopyKernel(CPU)
     pairs = kernel.write_pairs(of, to)
-    for part in (pairs.part(20, 33), *pairs.part(13, 20).in_pieces(3), pairs.part(0, 13)):
+    for part in (pairs.slice(20, 33), *pairs.slice(13, 20).in_pieces(3), pairs.slice(0, 13)):
         kernel.launch(regions, part, num_programs, None)
     assert all(torch.equal(destination.blocks(r), wanted[r]) for r in range(len(pages)))
 

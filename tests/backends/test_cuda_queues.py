@@ -7,7 +7,7 @@ import numpy as np
 import torch
 
 from simple_offload.backends.base import Direction
-from simple_offload.backends.cuda.queues import CudaQueues, match_regions
+from simple_offload.backends.cuda.queues import CudaQueues, classify_regions
 from simple_offload.backends.descriptors import Descriptors, Regions
 
 
@@ -73,7 +73,7 @@ def test_a_store_changes_streams_and_keeps_its_order() -> None:
 
 def test_a_load_stays_on_its_stream() -> None:
     log = Log()
-    twice = Descriptors.joined([LARGE, LARGE])
+    twice = Descriptors.concatenate([LARGE, LARGE])
     pieces = list(queues_with(log)._submit_by_dma(Direction.LOAD, twice))
     assert log == [("load", "copy", 66 * MIB), ("load", "copy", 18 * MIB)]
     assert [piece.num_bytes for piece in pieces] == [66 * MIB, 18 * MIB]
@@ -100,12 +100,12 @@ PAGES = (4096, 20_000, 4608, 16_384)
 
 
 def regions(num_blocks: int) -> Regions:
-    return Regions.of([torch.empty(num_blocks, page, dtype=torch.int8) for page in PAGES])
+    return Regions.from_tensors([torch.empty(num_blocks, page, dtype=torch.int8) for page in PAGES])
 
 
 def test_pages_of_similar_size_go_together() -> None:
     device, host = regions(3), regions(5)
-    small, large = match_regions(device, host, kernels=False)
+    small, large = classify_regions(device, host, kernels=False)
     assert (small.page, large.page) == (4608, 20_000)
     for alike, chosen in ((small, [0, 2]), (large, [1, 3])):
         assert alike.device.pages.tolist() == [PAGES[index] for index in chosen]

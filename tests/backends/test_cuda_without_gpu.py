@@ -10,7 +10,7 @@ import pytest
 from simple_offload.backends.base import Direction
 from simple_offload.backends.cuda.backend import CudaBackend
 from simple_offload.backends.cuda.copy_costs import CopyCosts
-from simple_offload.backends.cuda.queues import AlikeRegions, CudaQueues
+from simple_offload.backends.cuda.queues import CudaQueues, RegionClass
 from simple_offload.backends.descriptors import Descriptors, Regions, Runs, find_runs
 from simple_offload.metadata import Transfer
 
@@ -31,7 +31,7 @@ def quick_backend(page: int, num_regions: int, *, kernel: bool = False) -> CudaB
     backend._costs = dict.fromkeys(Direction, costs)
     backend._copy_path = "auto"
     backend._device_regions, backend._block_bytes = regions, regions.block_bytes
-    backend._sides = [AlikeRegions(regions, regions, {})]
+    backend._classes = [RegionClass(regions, regions, {})]
     return backend
 
 
@@ -93,7 +93,7 @@ def copy(backend: CudaBackend, direction: Direction, transfer: Transfer) -> tupl
     """What the queues were given, and the seconds of each part of the copy."""
     backend._queues = log = Log()
     pending = backend.copy(direction, transfer, None)
-    return log, [part.seconds for part in pending.parts]
+    return log, [part.seconds for part in pending.marks]
 
 
 def scattered(count: int) -> Transfer:
@@ -105,9 +105,9 @@ def test_regions_start_the_kernel_together() -> None:
     few = Runs(np.arange(2), np.arange(2), np.ones(2, np.int64))
     for num_regions, by_kernel in ((1, False), (64, True)):
         backend = quick_backend(16 << 10, num_regions, kernel=True)
-        division = backend._divide(Direction.STORE, backend._sides[0], few)
+        division = backend._choose(Direction.STORE, backend._classes[0], few)
         assert division.by_kernel is by_kernel
-        expected = backend._costs[Direction.STORE].divide(np.full(2 * num_regions, 16 << 10))
+        expected = backend._costs[Direction.STORE].choose(np.full(2 * num_regions, 16 << 10))
         assert division.seconds == pytest.approx(expected.seconds)
 
 
@@ -148,7 +148,7 @@ def test_many_small_pieces_share_an_event() -> None:
     backend = quick_backend(16 << 10, 1)
     log, seconds = copy(backend, Direction.LOAD, scattered(4096))
     assert len(log.given) > 16  # 256 descriptors a call
-    expected = backend._costs[Direction.LOAD].divide(np.full(4096, 16 << 10)).seconds
+    expected = backend._costs[Direction.LOAD].choose(np.full(4096, 16 << 10)).seconds
     assert seconds == [pytest.approx(expected)]
 
 

@@ -12,9 +12,9 @@ from simple_offload.backends.descriptors import (
     Descriptors,
     Regions,
     find_runs,
-    in_parts,
+    group_by_size,
     in_pieces,
-    of_similar_size,
+    in_stretches,
     plan_copies,
 )
 
@@ -155,7 +155,7 @@ def test_runs_have_every_pair_once(
     assert sorted(zip(*pairs, strict=True)) == sorted(zip(sources, destinations, strict=True))
     # Also of some runs.
     chosen = np.arange(len(runs.lengths)) % 2 == 0
-    halves = [runs.take(half) for half in (chosen, ~chosen)]
+    halves = [runs.select(half) for half in (chosen, ~chosen)]
     found = [pair for half in halves for pair in zip(*half.pairs(), strict=True)]
     assert sorted(found) == sorted(zip(sources, destinations, strict=True))
 
@@ -172,7 +172,7 @@ def test_a_run_ends_with_its_chunk(chunks: tuple[int, int], sizes: list[int]) ->
 
 @given(st.integers(0, 300), st.integers(1, 100), st.integers(1, 100))
 def test_parts_follow_each_other(total: int, first: int, at_once: int) -> None:
-    parts = list(in_parts(total, first, at_once))
+    parts = list(in_stretches(total, first, at_once))
     assert [index for start, stop in parts for index in range(start, stop)] == list(range(total))
     assert all(stop - start == at_once for start, stop in parts[1:-1])
     assert all(0 < stop - start <= at_once for start, stop in parts[1:])
@@ -220,7 +220,7 @@ def test_descriptors_that_are_taken_have_arrays_of_their_own() -> None:
     """The driver is given addresses of dense arrays."""
     plan = Descriptors(*(np.arange(start, start + 4, dtype=np.uint64) for start in (0, 10, 20)))
     for chosen in (np.array([3, 1]), np.array([False, True, False, True])):
-        taken = plan.take(chosen)
+        taken = plan.select(chosen)
         assert sorted(rows(taken)) == [(1, 11, 21), (3, 13, 23)]
         assert all(part.flags.c_contiguous and part.base is None for part in taken)
 
@@ -234,7 +234,7 @@ def tensors(num_blocks: int, *pages: int) -> list[torch.Tensor]:
 
 def test_regions_in_one_chunk() -> None:
     device = tensors(3, 16, 8)
-    regions = Regions.of(device)
+    regions = Regions.from_tensors(device)
     assert regions.bases.tolist() == [[tensor.data_ptr()] for tensor in device]
     assert regions.pages.tolist() == [16, 8]
     assert (regions.chunk_blocks, regions.num_blocks) == (3, 3)
@@ -246,7 +246,7 @@ def test_regions_in_one_chunk() -> None:
 
 def test_regions_in_chunks() -> None:
     chunks = [tensors(count, 16, 8) for count in (3, 3, 2)]
-    regions = Regions.of_chunks(chunks)
+    regions = Regions.from_chunks(chunks)
     assert (regions.chunk_blocks, regions.num_blocks) == (3, 8)
     assert regions.addresses(np.arange(8)).tolist() == [
         [chunk[region][row].data_ptr() for chunk in chunks for row in range(len(chunk[region]))]
@@ -257,7 +257,7 @@ def test_regions_in_chunks() -> None:
 @pytest.mark.parametrize(("page", "num_blocks"), [(25, 4), (30, 3), (100, 1), (101, 0)])
 def test_a_region_within_a_buffer(page: int, num_blocks: int) -> None:
     buffer = torch.zeros(100, dtype=torch.int8)
-    regions = Regions.within(buffer, page)
+    regions = Regions.in_buffer(buffer, page)
     assert (regions.num_blocks, regions.pages.tolist()) == (num_blocks, [page])
     assert regions.addresses(np.arange(num_blocks)).tolist() == [
         [buffer.data_ptr() + block * page for block in range(num_blocks)]
@@ -267,11 +267,11 @@ def test_a_region_within_a_buffer(page: int, num_blocks: int) -> None:
 @pytest.mark.parametrize("lengths", [(3, 2, 3), (2, 3), (3, 3, 4)], ids=str)
 def test_only_the_last_chunk_may_be_smaller(lengths: tuple[int, ...]) -> None:
     with pytest.raises(ValueError, match="only the last may be smaller"):
-        Regions.of_chunks([tensors(length, 16) for length in lengths])
+        Regions.from_chunks([tensors(length, 16) for length in lengths])
 
 
 def test_no_regions() -> None:
-    regions = Regions.of([])
+    regions = Regions.from_tensors([])
     assert (regions.num_blocks, len(regions.pages)) == (0, 0)
     nothing = np.array([], np.int64)
     assert rows(plan_copies(regions, regions, nothing, nothing)) == []
@@ -282,7 +282,7 @@ def test_a_region_with_gaps_is_refused(chunk: int) -> None:
     chunks = [tensors(3, 16), tensors(3, 16)]
     chunks[chunk] = [torch.zeros((3, 32), dtype=torch.int8)[:, :16]]
     with pytest.raises(ValueError, match="not dense"):
-        Regions.of_chunks(chunks)
+        Regions.from_chunks(chunks)
 
 
 @pytest.mark.parametrize(
@@ -297,13 +297,13 @@ def test_a_region_with_gaps_is_refused(chunk: int) -> None:
 )
 def test_regions_of_similar_size(pages: tuple[int, ...], classes: list[list[int]]) -> None:
     sizes = np.array(pages, np.uint64)
-    assert [chosen.tolist() for chosen in of_similar_size(sizes)] == classes
+    assert [chosen.tolist() for chosen in group_by_size(sizes)] == classes
 
 
 def test_some_of_the_regions() -> None:
     side = Side(1000, 13)
     for chosen in ([0], [1], [1, 0]):
-        some = side.regions.take(np.array(chosen))
+        some = side.regions.select(np.array(chosen))
         assert some.addresses(np.array([5, 30])).tolist() == [
             [side.where[region, block] for block in (5, 30)] for region in chosen
         ]
@@ -312,5 +312,5 @@ def test_some_of_the_regions() -> None:
 def test_joined_plans() -> None:
     source, destination = Side(0), Side(10_000)
     plans = [plan_pairs(source, destination, pairs) for pairs in ({1: 2}, {5: 6, 6: 7})]
-    assert rows(Descriptors.joined(plans)) == [*rows(plans[0]), *rows(plans[1])]
-    assert Descriptors.joined(plans[:1]) is plans[0]
+    assert rows(Descriptors.concatenate(plans)) == [*rows(plans[0]), *rows(plans[1])]
+    assert Descriptors.concatenate(plans[:1]) is plans[0]

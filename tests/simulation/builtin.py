@@ -110,7 +110,7 @@ class BuiltinWorld(World):
 
     def to_connector_output(self, worker: OffloadWorker) -> KVConnectorOutput:
         loaded, failed = worker.poll()
-        report = worker.take_report()
+        report = worker.drain_report()
         stored = {id // 2: 1 for id in report.ended if id % 2} if report is not None else {}
         return KVConnectorOutput(
             finished_recving={r for event in loaded for r in self._events.get(int(event), [])},

@@ -78,7 +78,7 @@ class World:
         are_alike = not (shape.uneven_ranks and self.tells_ranks_what_is_agreed)
         self._parallelism = Ranks(shape.num_ranks, shape.num_ranks, are_alike)
         scheduler_class = AsyncScheduler if shape.async_scheduling else Scheduler
-        with patch.object(Ranks, "of", return_value=self._parallelism):
+        with patch.object(Ranks, "from_config", return_value=self._parallelism):
             self.scheduler: Scheduler = scheduler_class(
                 vllm_config=self.config,
                 kv_cache_config=generate_scheduler_kv_cache_config(self.kv_cache_configs),
@@ -185,8 +185,8 @@ class World:
         return KVConnectorOutput(
             finished_recving=loaded,
             failed_recving=failed,
-            kv_connector_worker_meta=worker.take_report(),
-            kv_connector_stats=worker.take_stats(),
+            kv_connector_worker_meta=worker.drain_report(),
+            kv_connector_stats=worker.drain_stats(),
         )
 
     def check_bookkeeping(self, at_rest: bool) -> None:

@@ -31,7 +31,7 @@ def make_rank(no_thread_left: None, monkeypatch: pytest.MonkeyPatch) -> Iterator
         ranks.append(rank)
         if register:
             rank.register()
-            assert rank.worker.take_report() is not None
+            assert rank.worker.drain_report() is not None
         return rank
 
     yield make

@@ -35,14 +35,14 @@ def test_whatever_happens(wait: float, events: list[tuple[Any, ...]]) -> None:
         for event in events:
             match event:
                 case "step", computes, admitted:
-                    mine.begin_step(computes, admitted)
+                    mine.on_step(computes, admitted)
                     assert 0 <= mine.lead_seconds <= 3 * wait
                     assert computes or mine.lead_seconds >= wait
                 case "announce", load:
                     assert mine.announce(load) == (load not in under_way)
                     under_way.add(load)
                 case "end", load:
-                    assert mine.end(load) == (load in under_way)
+                    assert mine.on_load_ended(load) == (load in under_way)
                     under_way.discard(load)
                 case "pass", seconds:
                     clock.now += seconds

@@ -183,7 +183,7 @@ def test_a_rank_without_layers(make_worker: MakeWorker) -> None:
     worker.submit_stores()
     worker.drain()
     assert worker.poll() == ({"r"}, set())
-    report = worker.take_report()
+    report = worker.drain_report()
     assert report is not None
     assert (report.ended, report.failed) == ({0: 1, 1: 1}, {})
 

@@ -23,7 +23,7 @@ NOTHING: tuple[set[str], set[str]] = (set(), set())
 
 def ended(rank: Rank) -> dict[int, int]:
     """What the rank reports as ended."""
-    report = rank.worker.take_report()
+    report = rank.worker.drain_report()
     return dict(report.ended) if report is not None else {}
 
 

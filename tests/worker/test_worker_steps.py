@@ -102,18 +102,18 @@ def test_a_loaded_request_is_named_once(rank: Rank) -> None:
 def test_a_request_is_named_when_its_bytes_are_there(rank: Rank) -> None:
     pending = rank.backend.pendings[0] = ScriptedPending()
     assert rank.step(StepMetadata([load(0, "r")])) == (set(), set())
-    assert rank.worker.take_report() is None
+    assert rank.worker.drain_report() is None
     assert rank.step(StepMetadata()) == (set(), set())
     pending.ended.set()
     assert rank.step(StepMetadata()) == ({"r"}, set())
-    assert rank.worker.take_report() == WorkerReport({0: 1})  # type: ignore[arg-type]
+    assert rank.worker.drain_report() == WorkerReport({0: 1})  # type: ignore[arg-type]
 
 
 def test_a_failed_load_has_ended_too(rank: Rank) -> None:
     rank.backend.errors[1] = ScriptedError()
     polled = rank.step(StepMetadata([load(0, "r"), load(1, "s"), load(2, "t")]))
     assert polled == ({"r", "s", "t"}, {"s"})
-    report = rank.worker.take_report()
+    report = rank.worker.drain_report()
     assert report is not None
     assert (report.ended, report.failed) == ({0: 1, 1: 1, 2: 1}, {1: 1})
     assert not report.broken
@@ -122,19 +122,19 @@ def test_a_failed_load_has_ended_too(rank: Rank) -> None:
 def test_stores_are_reported_by_number_only(rank: Rank) -> None:
     rank.backend.errors[1] = ScriptedError()
     assert rank.step(StepMetadata(stores=[store(0), store(1)])) == (set(), set())
-    report = rank.worker.take_report()
+    report = rank.worker.drain_report()
     assert report is not None
     assert (report.ended, report.failed) == ({0: 1, 1: 1}, {1: 1})
 
 
 def test_a_report_is_taken_once(rank: Rank) -> None:
-    assert rank.worker.take_report() is None
+    assert rank.worker.drain_report() is None
     rank.step(StepMetadata(stores=[store(0)]))
     rank.step(StepMetadata(stores=[store(1)]))  # nobody took the first
-    report = rank.worker.take_report()
+    report = rank.worker.drain_report()
     assert report is not None
     assert report.ended == {0: 1, 1: 1}
-    assert rank.worker.take_report() is None
+    assert rank.worker.drain_report() is None
     rank.step(StepMetadata(stores=[store(2)]))
     assert report.ended == {0: 1, 1: 1}
 
@@ -154,7 +154,7 @@ def test_reports_of_all_ranks_together(make_rank: MakeRank) -> None:
     assert (combined.ended, combined.failed) == ({0: 3, 1: 2}, {0: 1})
     slow.ended.set()
     ranks[2].step(StepMetadata())
-    late = ranks[2].worker.take_report()
+    late = ranks[2].worker.drain_report()
     assert late is not None
     combined = combined.aggregate(late)
     assert (combined.ended, combined.failed) == ({0: 3, 1: 3}, {0: 1})
@@ -163,7 +163,7 @@ def test_reports_of_all_ranks_together(make_rank: MakeRank) -> None:
 def aggregate(ranks: list[Rank]) -> WorkerReport:
     combined = WorkerReport()
     for rank in ranks:
-        report = rank.worker.take_report()
+        report = rank.worker.drain_report()
         assert report is not None
         combined = combined.aggregate(report)
     return combined
@@ -172,12 +172,12 @@ def aggregate(ranks: list[Rank]) -> WorkerReport:
 def test_a_rank_that_cannot_copy_any_more_says_so(rank: Rank) -> None:
     rank.backend.errors[0] = SystemExit()
     assert rank.step(StepMetadata([load(0, "r")], [store(1)])) == ({"r"}, {"r"})
-    report = rank.worker.take_report()
+    report = rank.worker.drain_report()
     assert report is not None
     assert (report.ended, report.failed, report.broken) == ({0: 1, 1: 1}, {0: 1}, True)
     # Stores have a thread of their own, which lives.
     assert rank.step(StepMetadata([load(2, "s")], [store(3)])) == ({"s"}, {"s"})
-    report = rank.worker.take_report()
+    report = rank.worker.drain_report()
     assert report is not None
     assert (report.failed, report.broken) == ({2: 1}, True)
 
@@ -192,7 +192,7 @@ def test_a_blocked_thread_does_not_delay_the_other_direction(
     other = STORE if blocked is LOAD else LOAD
     rank.worker.lanes[other].flush()
     assert rank.worker.poll() == ({"r"} if other is LOAD else set(), set())
-    report = rank.worker.take_report()
+    report = rank.worker.drain_report()
     assert report is not None
     assert report.ended == {0 if other is LOAD else 1: 1}
     gate.set()
@@ -219,7 +219,7 @@ def told(report: WorkerReport) -> dict[str, int]:
 
 def num_open(rank: Rank) -> tuple[int, dict[str, int] | None]:
     """What the rank says of itself when asked, and what its report says."""
-    report = rank.worker.take_report()
+    report = rank.worker.drain_report()
     return rank.worker.capacity.num_open, told(report) if report is not None else None
 
 
@@ -235,15 +235,15 @@ def test_open_blocks_are_told_when_there_are_more(slow_rank: Rank) -> None:
 
 
 def test_open_blocks_are_told_beside_what_has_ended(slow_rank: Rank) -> None:
-    slow_rank.worker.take_report()
+    slow_rank.worker.drain_report()
     slow_rank.step(StepMetadata(stores=[store(0)]))
-    report = slow_rank.worker.take_report()
+    report = slow_rank.worker.drain_report()
     assert report is not None
     assert (report.ended, told(report)) == ({0: 1}, {})  # nothing new
     slow_rank.step(StepMetadata(stores=[store(1)]))
     slow_rank.backend.release()
     slow_rank.worker.host_pool.join()
-    report = slow_rank.worker.take_report()
+    report = slow_rank.worker.drain_report()
     assert report is not None
     assert (report.ended, set(told(report).values())) == ({1: 1}, {NUM_HOST_BLOCKS})
 
@@ -283,7 +283,7 @@ def test_shutdown_while_blocks_are_being_opened(
 def test_before_registration(make_rank: MakeRank) -> None:
     rank = make_rank(register=False)
     assert rank.worker.poll() == (set(), set())
-    assert rank.worker.take_report() is None
+    assert rank.worker.drain_report() is None
     rank.worker.bind(StepMetadata(admitted=[0]))
     rank.worker.submit_loads()
     rank.worker.submit_stores()
@@ -300,9 +300,9 @@ def test_draining_lets_copies_end_and_reports_them_later(rank: Rank) -> None:
     rank.worker.submit_stores()
     rank.worker.drain()
     assert (rank.backend.copied(LOAD), rank.backend.copied(STORE)) == ([0], [1])
-    assert rank.worker.take_report() is None
+    assert rank.worker.drain_report() is None
     assert rank.step(StepMetadata()) == ({"r"}, set())
-    report = rank.worker.take_report()
+    report = rank.worker.drain_report()
     assert report is not None
     assert report.ended == {0: 1, 1: 1}
 

@@ -11,17 +11,17 @@ import torch
 
 from simple_offload.backends.base import Barrier, Direction, require_blocks_within
 from simple_offload.backends.cuda import calibration
-from simple_offload.backends.cuda.copy_costs import CopyCosts, Division
+from simple_offload.backends.cuda.copy_costs import CopyCosts, PathChoice
 from simple_offload.backends.cuda.dma import CudaCopyError
 from simple_offload.backends.cuda.queues import (
-    AlikeRegions,
     CudaPending,
     CudaQueues,
-    Part,
+    Mark,
     Piece,
-    match_regions,
+    RegionClass,
+    classify_regions,
 )
-from simple_offload.backends.descriptors import Regions, Runs, find_runs, in_parts
+from simple_offload.backends.descriptors import Regions, Runs, find_runs, in_stretches
 from simple_offload.backends.host_memory import map_memory, node_of_pci_device
 from simple_offload.config import ConfigError
 from simple_offload.logs import get_logger
@@ -33,24 +33,24 @@ CopyPath = Literal["auto", "dma", "kernel"]
 COPY_PATHS: tuple[str, ...] = get_args(CopyPath)
 
 _STRETCH_DESCRIPTORS = 8192
-"""At most so much of a copy is planned at a time, while the device copies what came before."""
+"""A copy is planned in stretches of at most this many descriptors; the device copies one while the
+next is planned."""
 _FIRST_BYTES, _FIRST_DESCRIPTORS = 16 << 20, 2048
-"""At most so much before the first byte moves: what keeps the device busy meanwhile."""
+"""Limits of the first stretch, which is smaller, so that the first byte moves early."""
 _MARK_BYTES = 128 << 20
-"""After so much of a copy comes an event, so that a large load shows every few milliseconds how far
-it has come. To record one gives up Python's interpreter lock."""
+"""Distance of the events in a copy, so that a large load shows every few milliseconds how far it
+has come. Not less, since recording an event releases Python's interpreter lock."""
 
 _QUICK_DESCRIPTORS = 2048
 _QUICK_BYTES = 2 << 30
-"""A load of so many descriptors for DMA and so many bytes holds up its thread for milliseconds at
-most, which the device then has enough to do for. It keeps Python's lock meanwhile, so it must not
-fill the device's queue, where a call waits for the compute before it: four times as many do not
-(docs/measurements.md, "Copies queued behind compute")."""
+"""Limits of a quick load, in descriptors for DMA and in bytes. Its submission takes milliseconds at
+most, while the device is busy with it. The caller keeps Python's interpreter lock meanwhile, so the
+load must not fill the device's queue, where a call would wait for earlier compute: four times as
+many descriptors do not (docs/measurements.md, "Copies queued behind compute")."""
 
 
 class CudaBackend:
-    """Pinned host memory, copied to and from by DMA or by kernel, whichever is quicker on this
-    GPU for pages of that size."""
+    """Copies by DMA or by kernel, whichever is quicker on this GPU for the size of page."""
 
     chunk_bytes = 1 << 30
 
@@ -61,12 +61,12 @@ class CudaBackend:
         self._costs: dict[Direction, CopyCosts] = {}
         self._pinned: dict[int, torch.Tensor] = {}  # by address
         self._chunks: list[Sequence[torch.Tensor]] = []
-        self._sides: list[AlikeRegions] = []
+        self._classes: list[RegionClass] = []
         self._numa_node = node_of_pci_device(_pci_address(self._device))
 
     def allocate_host(self, num_bytes: int) -> torch.Tensor:
-        """Pinned memory. PyTorch's own pinned allocator would round the size up to a power of
-        two."""
+        """Pinned memory of exactly this size: PyTorch's pinned allocator rounds up to a power of
+        two. Raises MemoryShortageError, or CudaCopyError where the driver cannot pin it."""
         torch.cuda.set_device(self._device)
         tensor = map_memory(num_bytes, self._numa_node)
         with _outside_graph_capture():
@@ -84,25 +84,25 @@ class CudaBackend:
         del self._pinned[address]
 
     def open(self, device: Sequence[torch.Tensor]) -> None:
-        """The tensors are only read for their addresses; somebody else keeps them alive.
-        Measures what copies of pages like theirs cost."""
-        self._device_regions = Regions.of(device)
+        """Note the tensors' addresses, and measure the costs of copies of their page sizes. The
+        caller keeps the tensors alive."""
+        self._device_regions = Regions.from_tensors(device)
         self._block_bytes = self._device_regions.block_bytes
         pages = self._device_regions.pages
         if len(pages):
             self._measure(int(pages.min()), aligned=not (pages % np.uint64(16)).any())
 
     def add_host_chunk(self, regions: Sequence[torch.Tensor]) -> None:
-        """Publishes a new list of addresses; copies under way keep the one they have."""
+        """Replace the list of addresses; copies under way keep theirs."""
         self._chunks.append(regions)
-        self._sides = match_regions(
+        self._classes = classify_regions(
             self._device_regions,
-            Regions.of_chunks(self._chunks),
+            Regions.from_chunks(self._chunks),
             kernels=bool(self._queues.kernels),
         )
 
     def barrier(self) -> Barrier | None:
-        """An event on the engine's compute stream."""
+        """An event on the compute stream."""
         event = torch.cuda.Event()
         event.record(torch.cuda.current_stream(self._device))
         return event
@@ -119,62 +119,62 @@ class CudaBackend:
         keep_lock: bool = False,
     ) -> CudaPending:
         """``keep_lock``: as for ``SubmitDma``."""
-        sides, blocks = self._sides, (transfer.device_blocks, transfer.host_blocks)
+        classes, blocks = self._classes, (transfer.device_blocks, transfer.host_blocks)
         if direction is Direction.LOAD:
             blocks = blocks[::-1]
         queues = self._queues
         start = queues.begin(direction, barrier)
-        kept: list[object] = [sides]
-        parts: deque[Part] = deque()
+        kept_alive: list[object] = [classes]
+        marks: deque[Mark] = deque()
         num_bytes = {"kernel": 0, "dma": 0}
-        unmarked = 0.0
+        unmarked_seconds = 0.0
         last: Piece | None = None
         try:
-            for first, stop in self._stretches(sides, transfer):
+            for first, stop in self._stretches(classes, transfer):
                 source_blocks, destination_blocks = (side[first:stop] for side in blocks)
-                runs = find_runs(*sides[0].sides(direction), source_blocks, destination_blocks)
-                divisions = [self._divide(direction, alike, runs) for alike in sides]
-                seconds = sum(division.seconds for division in divisions)
+                runs = find_runs(*classes[0].sides(direction), source_blocks, destination_blocks)
+                choices = [self._choose(direction, regions, runs) for regions in classes]
+                seconds = sum(choice.seconds for choice in choices)
                 pace = seconds / ((stop - first) * self._block_bytes)
-                for piece in queues.submit(direction, sides, runs, divisions, keep_lock=keep_lock):
-                    kept.append(piece.kept)
+                for piece in queues.submit(direction, classes, runs, choices, keep_lock=keep_lock):
+                    kept_alive.append(piece.arguments)
                     num_bytes[piece.path] += piece.num_bytes
-                    last, unmarked = piece, unmarked + piece.num_bytes * pace
-                    if sum(num_bytes.values()) >= _MARK_BYTES * (len(parts) + 1):
-                        parts.append(Part(queues.mark(piece.stream), unmarked))
-                        unmarked = 0.0
+                    last, unmarked_seconds = piece, unmarked_seconds + piece.num_bytes * pace
+                    if sum(num_bytes.values()) >= _MARK_BYTES * (len(marks) + 1):
+                        marks.append(Mark(queues.mark(piece.stream), unmarked_seconds))
+                        unmarked_seconds = 0.0
             if num_bytes["kernel"] or last is None:
-                parts.append(Part(queues.end(direction), unmarked))
-            elif unmarked:
-                parts.append(Part(queues.mark(last.stream), unmarked))
+                marks.append(Mark(queues.join(direction), unmarked_seconds))
+            elif unmarked_seconds:
+                marks.append(Mark(queues.mark(last.stream), unmarked_seconds))
         except BaseException:
-            # Some of it may be queued. It must not write to blocks that somebody else has got
-            # because this transfer has failed, or to memory that is given back at shutdown.
+            # Some pieces may be queued. The failed transfer's blocks are given to others, and host
+            # memory is given back at shutdown: no piece may write there after that.
             queues.drain(direction)
             raise
-        return CudaPending(parts, kept, start, num_bytes)
+        return CudaPending(marks, kept_alive, start, num_bytes)
 
     def copy_quickly(
         self, direction: Direction, transfer: Transfer, barrier: Barrier | None
     ) -> CudaPending:
-        """What gives up the lock may get it back milliseconds later only, from the thread that
-        takes in requests: with each call to the driver, queueing took longer than copying
+        """Keep Python's interpreter lock. The thread that takes in requests may hold it for
+        milliseconds: with a release at each driver call, queueing took longer than copying
         (docs/measurements.md, "Engines")."""
         return self.copy(direction, transfer, barrier, keep_lock=True)
 
     def is_quick(self, direction: Direction, transfer: Transfer) -> bool:
-        """Loads of few descriptors, or of those that the kernel copies. A store has nobody
-        waiting for it."""
+        """True for loads of few descriptors, not counting those that the kernel copies. No request
+        waits for a store."""
         num_pairs = len(transfer.device_blocks)
         num_bytes = num_pairs * self._block_bytes
         if direction is Direction.STORE or num_bytes > _QUICK_BYTES:
             return False
         by_dma = sum(
-            len(alike.device.pages)
-            for alike in self._sides
-            if self._copy_path != "kernel" and not self._costs[direction].by_kernel_at(alike.page)
+            len(regions.device.pages)
+            for regions in self._classes
+            if self._copy_path != "kernel" and not self._costs[direction].is_by_kernel(regions.page)
         )
-        return num_pairs * by_dma <= _QUICK_DESCRIPTORS  # as if no two were neighbours
+        return num_pairs * by_dma <= _QUICK_DESCRIPTORS  # at most: neighbours merge
 
     def close(self) -> None:
         for address in list(self._pinned):
@@ -184,30 +184,30 @@ class CudaBackend:
     # One copy
 
     def _stretches(
-        self, sides: Sequence[AlikeRegions], transfer: Transfer
+        self, classes: Sequence[RegionClass], transfer: Transfer
     ) -> Iterator[tuple[int, int]]:
-        """Where each stretch of the copy begins and ends, in pairs of blocks."""
+        """First pair of blocks of each stretch, and the one behind its last."""
         device = self._device_regions
         if not len(device.pages):
             return iter(())
-        require_blocks_within(transfer, device.num_blocks, sides[0].host.num_blocks)
+        require_blocks_within(transfer, device.num_blocks, classes[0].host.num_blocks)
         num_regions = len(device.pages)
         first = min(_FIRST_DESCRIPTORS // num_regions, _FIRST_BYTES // self._block_bytes)
         at_once = _STRETCH_DESCRIPTORS // num_regions
-        return in_parts(len(transfer.device_blocks), max(1, first), max(1, at_once))
+        return in_stretches(len(transfer.device_blocks), max(1, first), max(1, at_once))
 
-    def _divide(self, direction: Direction, alike: AlikeRegions, runs: Runs) -> Division:
-        """How each run is to be copied, and how long that takes in all regions."""
-        sizes, num_regions = runs.lengths * alike.page, len(alike.device.pages)
-        division = self._costs[direction].divide(sizes, num_regions)
+    def _choose(self, direction: Direction, regions: RegionClass, runs: Runs) -> PathChoice:
+        """The path of each run, and how long all of them take in all regions."""
+        sizes, num_regions = runs.lengths * regions.page, len(regions.device.pages)
+        choice = self._costs[direction].choose(sizes, num_regions)
         if self._copy_path == "kernel":
-            return division._replace(by_kernel=True)
-        return division
+            return choice._replace(by_kernel=True)
+        return choice
 
     # Measuring, at start
 
     def _measure(self, smallest_page: int, aligned: bool) -> None:
-        """Time copies of descriptors from ``smallest_page`` bytes up, both ways."""
+        """Time copies of descriptors of ``smallest_page`` bytes and more, in both directions."""
         if self._copy_path == "kernel" or (
             self._copy_path == "auto" and aligned and smallest_page < 2 * calibration.LARGEST_SIZE
         ):
@@ -227,8 +227,8 @@ class CudaBackend:
         )
 
     def describe_paths(self) -> str:
-        """What was measured, in a line: by direction and descriptor size GB/s, and whether that
-        is by kernel. DMA's of small ones are what to expect of a large tier."""
+        """The measurements in one line: by direction and descriptor size, GB/s and whether the
+        kernel copies. For small sizes DMA's rate is the one expected in a large tier."""
         return "; ".join(f"{way.value} {costs.describe()}" for way, costs in self._costs.items())
 
     def _make_kernels(self) -> None:
@@ -247,8 +247,8 @@ class CudaBackend:
 
 @contextmanager
 def _outside_graph_capture() -> Iterator[None]:
-    """Let this thread call what would break a CUDA graph that another thread is capturing:
-    memory is pinned while vLLM captures its graphs."""
+    """Allow this thread calls that would break a CUDA graph which another thread is capturing:
+    host memory is pinned while vLLM captures its graphs."""
     from cuda.bindings import driver
 
     relaxed = driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
@@ -260,7 +260,7 @@ def _outside_graph_capture() -> Iterator[None]:
 
 
 def _pci_address(device: torch.device) -> str:
-    """Such as "0000:1b:00.0"."""
+    """The device's PCI address, such as "0000:1b:00.0"."""
     from cuda.bindings import driver
 
     _, handle = driver.cuDeviceGet(device.index)

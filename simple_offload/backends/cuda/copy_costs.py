@@ -1,4 +1,4 @@
-"""CopyCosts: what copies of one direction cost on this machine, and which path is cheaper."""
+"""CopyCosts: what copies of one direction cost on this GPU, and which path is cheaper."""
 
 import math
 from collections.abc import Callable
@@ -12,32 +12,32 @@ Floats = npt.NDArray[np.float64]
 Bools = npt.NDArray[np.bool_]
 
 _WORTHWHILE, _SURPRISING = 0.95, 0.8
-"""SMs have better uses: by kernel a size has to take so much less time than by DMA. Large ones even
-less, since DMA can hardly lose there: most likely something else took the machine's time."""
+"""The kernel must beat DMA by this factor to be chosen, since it takes SMs from compute. For large
+copies by more: DMA hardly loses there, so a win of the kernel is likely noise."""
 _LARGE = 128 << 10
 
 
-class Division(NamedTuple):
-    """How a batch is to be copied."""
+class PathChoice(NamedTuple):
+    """The path of each descriptor of a batch, and the batch's cost."""
 
     by_kernel: Bools | bool
-    """Whether the kernel takes it, of each size or, if they go one way, of all. What it does not
-    take goes by DMA."""
+    """Per size, True where the kernel copies; one bool if all sizes go the same way. DMA copies
+    the others."""
     seconds: float
-    """How long all of it should take."""
+    """Expected time of the whole batch."""
 
 
-class _Cheaper(NamedTuple):
-    """Of some sizes, all arrays ``[k]``."""
+class _Costs(NamedTuple):
+    """Costs of one descriptor of each of k sizes, all arrays ``[k]``."""
 
     by_dma: Floats
     seconds: Floats
-    """On the path that is cheaper."""
+    """On the chosen path."""
     by_kernel: Bools
 
 
-class _Alike(NamedTuple):
-    """The same of one size."""
+class _Cost(NamedTuple):
+    """Costs of one descriptor of one size."""
 
     by_dma: float
     seconds: float
@@ -46,29 +46,30 @@ class _Alike(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class CopyCosts:
-    """By descriptor size (ascending, bytes), all arrays ``[k]``."""
+    """Costs measured at k descriptor sizes, all arrays ``[k]``."""
 
     sizes: Floats
+    """Ascending, in bytes."""
     dma: Floats
-    """Seconds a descriptor by DMA."""
+    """Seconds per descriptor by DMA."""
     kernel: Floats
-    """Seconds a descriptor by kernel; infinite where there is none."""
+    """Seconds per descriptor by kernel; infinite where there is none."""
     kernel_start: float = 0.0
-    """Seconds that a batch pays once for having the kernel take part."""
-    _known: dict[int, _Alike] = field(default_factory=dict, init=False, repr=False)
-    """What has been worked out, by size: small copies have no time to do it again."""
+    """Seconds once per batch in which the kernel copies."""
+    _cache: dict[int, _Cost] = field(default_factory=dict, init=False, repr=False)
+    """By size, since interpolation takes too long for small copies."""
 
     @property
     def by_kernel(self) -> Bools:
-        """Which of the sizes the kernel copies, where there are enough."""
+        """The sizes that the kernel copies if a batch has enough of them."""
         return _is_worthwhile(self.sizes, self.dma, self.kernel)
 
-    def by_kernel_at(self, size: int) -> bool:
-        """Whether the kernel copies descriptors of ``size`` bytes, where there are enough."""
-        return self._of_size(size).by_kernel
+    def is_by_kernel(self, size: int) -> bool:
+        """Whether the kernel copies descriptors of ``size`` bytes if a batch has enough of them."""
+        return self._cost_at(size).by_kernel
 
     def describe(self) -> str:
-        """By size GB/s of the cheaper path, and whether that is the kernel's, in a line."""
+        """One line: per size, GB/s of the cheaper path, and whether that is the kernel."""
         return ", ".join(
             f"{int(size) >> 10}K {size / (kernel if better else dma) / 1e9:.0f} GB/s"
             + (" by kernel" if better else "")
@@ -77,50 +78,52 @@ class CopyCosts:
             )
         )
 
-    def divide(self, sizes: npt.NDArray[np.int64], times: int = 1) -> Division:
-        """How to copy descriptors of these sizes, each ``times`` over, quickest if equal ones lie
-        together. Between measured sizes, and above, costs go by the bytes, at a pace interpolated
-        by log size; below, a descriptor costs what the smallest one does.
+    def choose(self, sizes: npt.NDArray[np.int64], times: int = 1) -> PathChoice:
+        """Choose the path of descriptors of these ``sizes``, each ``times`` over. Quickest if equal
+        sizes are neighbours.
 
-        Each size goes one way. Shared out between both paths, which the bus limits together, it
-        gained less than planning for both cost.
+        Between measured sizes, and above them, the seconds per byte are interpolated by the log of
+        the size. Below them a descriptor costs as much as the smallest one.
+
+        All descriptors of a size take the same path. The bus limits both paths together, and
+        sharing a size between them gained less than its planning cost.
         """
         if not len(sizes):
-            return Division(False, 0.0)
+            return PathChoice(False, 0.0)
         (ends,) = (sizes[1:] != sizes[:-1]).nonzero()
         by_kernel: Bools | bool
         if len(ends):
             starts = [0, *(ends + 1).tolist()]
             counts = np.diff(starts, append=len(sizes))
-            costs = self._of_sizes(sizes[starts].astype(np.float64))
+            costs = self._costs_at(sizes[starts].astype(np.float64))
             by_dma, seconds = float(costs.by_dma @ counts), float(costs.seconds @ counts)
             by_kernel = bool(costs.by_kernel[0])
             if (costs.by_kernel != by_kernel).any():
                 by_kernel = np.repeat(costs.by_kernel, counts)
         else:
-            alike = self._of_size(int(sizes[0]))
-            by_dma, seconds = len(sizes) * alike.by_dma, len(sizes) * alike.seconds
-            by_kernel = alike.by_kernel
+            cost = self._cost_at(int(sizes[0]))
+            by_dma, seconds = len(sizes) * cost.by_dma, len(sizes) * cost.seconds
+            by_kernel = cost.by_kernel
         with_kernel = times * seconds + self.kernel_start
         if by_kernel is False or times * by_dma <= with_kernel:
-            return Division(False, times * by_dma)
-        return Division(by_kernel, with_kernel)
+            return PathChoice(False, times * by_dma)
+        return PathChoice(by_kernel, with_kernel)
 
-    def _of_size(self, size: int) -> _Alike:
-        if (known := self._known.get(size)) is None:
-            by_dma, seconds, by_kernel = self._of_sizes(np.array([size], np.float64))
-            known = _Alike(float(by_dma[0]), float(seconds[0]), bool(by_kernel[0]))
-            self._known[size] = known
-        return known
+    def _cost_at(self, size: int) -> _Cost:
+        if (cost := self._cache.get(size)) is None:
+            by_dma, seconds, by_kernel = self._costs_at(np.array([size], np.float64))
+            cost = _Cost(float(by_dma[0]), float(seconds[0]), bool(by_kernel[0]))
+            self._cache[size] = cost
+        return cost
 
-    def _of_sizes(self, sizes: Floats) -> _Cheaper:
+    def _costs_at(self, sizes: Floats) -> _Costs:
         by_dma = self._interpolate(sizes, self.dma)
         by_kernel = self._interpolate(sizes, self.kernel)
         better = _is_worthwhile(sizes, by_dma, by_kernel)
-        return _Cheaper(by_dma, np.where(better, by_kernel, by_dma), better)
+        return _Costs(by_dma, np.where(better, by_kernel, by_dma), better)
 
     def _interpolate(self, wanted: Floats, seconds: Floats) -> Floats:
-        # Between rungs interpolate seconds a byte, which is flat where bandwidth is.
+        # Seconds per byte are flat where the bandwidth is.
         pace: Floats = np.interp(np.log2(wanted), np.log2(self.sizes), seconds / self.sizes)
         floor: Floats = np.where(wanted < self.sizes[0], seconds[0], 0.0)
         total: Floats = np.maximum(pace * wanted, floor)
@@ -128,7 +131,7 @@ class CopyCosts:
 
 
 def _is_worthwhile(sizes: Floats, dma: Floats, kernel: Floats) -> Bools:
-    """Of which sizes the kernel is the better choice, by the seconds that either takes."""
+    """Per size, whether to prefer the kernel, given the seconds of both paths."""
     better: Bools = kernel < dma * np.where(sizes < _LARGE, _WORTHWHILE, _SURPRISING)
     return better
 
@@ -137,27 +140,26 @@ Timer = Callable[[int, int, int], float]
 
 
 class Path(NamedTuple):
-    """How to find out what copies by one path cost."""
+    """How to measure the costs of one path."""
 
     count: Callable[[int], int]
-    """How many descriptors of a size, in bytes, make a batch."""
+    """Descriptors in a batch, given their size in bytes."""
     further: int
-    """How many batches more than one are timed."""
+    """Batches to time after the first."""
     time: Timer
-    """Copies so many (third argument) batches of so many (second) descriptors of a size
-    (first), one behind the other, and returns the seconds that took."""
+    """``time(size, count, batches)`` copies ``batches`` batches of ``count`` descriptors of
+    ``size`` bytes, one after another, and returns the seconds."""
 
 
 def measure_costs(sizes: list[int], dma: Path, kernel: Path | None) -> CopyCosts:
-    """Costs at descriptor sizes ``sizes`` (bytes, ascending). ``kernel`` is None where there is
-    none.
+    """Measure the costs at ``sizes`` (bytes, ascending). ``kernel`` is None where there is none.
 
-    A descriptor costs what further batches take: of large copies later parts are submitted
-    while the device copies earlier ones, and the submission of the first weighs nothing.
+    The cost of a descriptor is taken from the batches after the first: in a large copy the device
+    copies one batch while the next is submitted, and the first submission does not count.
     """
 
     def measure(path: Path) -> tuple[float, Floats]:
-        """What a batch costs however small it is, and each size's cost of a descriptor."""
+        """Seconds of the smallest batch, and per size the seconds of a descriptor."""
         descriptors = []
         for size in sizes:
             count = path.count(size)

@@ -1,4 +1,4 @@
-"""Batched DMA: one driver call for all descriptors, or one for each where there is no better."""
+"""Copies by DMA: one driver call for all descriptors, or one per descriptor on old drivers."""
 
 import ctypes
 from typing import Protocol
@@ -12,16 +12,16 @@ from simple_offload.logs import get_logger
 
 logger = get_logger(__name__)
 
-# CUmemcpySrcAccessOrder: a store's source may be written until its turn in the stream comes,
-# a load's source is host memory that nobody writes to meanwhile.
+# CUmemcpySrcAccessOrder. Compute may write a store's source until the store's turn in the stream;
+# a load's source is host memory that does not change meanwhile.
 _IN_STREAM_ORDER, _ANY_ORDER = 1, 3
 _BATCH_SINCE = 12080
-"""The CUDA version (12.8) whose cuMemcpyBatchAsync is asked for: later ones dropped the index
-of the entry that failed from its arguments."""
+"""The CUDA version (12.8) whose cuMemcpyBatchAsync is used: later versions dropped the argument for
+the index of the failed entry."""
 
 
 class SubmitDma(Protocol):
-    """Queues all descriptors, by descending size, on a stream."""
+    """A function that queues descriptors, given by descending size, on a stream."""
 
     def __call__(
         self,
@@ -31,12 +31,12 @@ class SubmitDma(Protocol):
         *,
         keep_lock: bool = False,
     ) -> None:
-        """``keep_lock``: where possible without giving up Python's interpreter lock, for few
-        descriptors. Raises CudaCopyError."""
+        """``keep_lock``: do not release Python's interpreter lock, where that is possible; for few
+        descriptors only. Raises CudaCopyError."""
 
 
 class CudaCopyError(RuntimeError):
-    """A copy that the CUDA driver refused; its message has the error's name."""
+    """The CUDA driver refused a copy, or memory; the message has the error's name."""
 
 
 class _Location(ctypes.Structure):
@@ -55,18 +55,18 @@ class _Attributes(ctypes.Structure):
 def largest_first(plan: Descriptors) -> Descriptors:
     """The same copies by descending size.
 
-    cuMemcpyBatchAsync of driver 580.159 (CUDA 13, H200) corrupts data, or crashes, when a host
-    to device batch has a larger descriptor after a smaller one (seen from 512 B to 16 KiB); the
-    other way round it is right, which test_cuda.py checks. See docs/measurements.md.
+    cuMemcpyBatchAsync of driver 580.159 (CUDA 13, H200) corrupts data or crashes when a batch from
+    host to device has a larger descriptor after a smaller one (seen from 512 B to 16 KiB). Sorted
+    by descending size it copies correctly, which test_cuda.py checks. See docs/measurements.md.
     """
     if not len(plan.sizes) or bool((plan.sizes[1:] <= plan.sizes[:-1]).all()):
         return plan
-    return plan.take(np.argsort(plan.sizes, kind="stable")[::-1])
+    return plan.select(np.argsort(plan.sizes, kind="stable")[::-1])
 
 
 def resolve_dma() -> SubmitDma:
-    """One call of cuMemcpyBatchAsync for all descriptors; where the driver has none, a warning,
-    and a call for each."""
+    """A function that calls cuMemcpyBatchAsync once for all descriptors. Where the driver lacks
+    it, log a warning and return ``copy_one_by_one``."""
     from cuda.bindings import driver
 
     error, address, _ = driver.cuGetProcAddress(b"cuMemcpyBatchAsync", _BATCH_SINCE, 0)
@@ -115,12 +115,12 @@ def resolve_dma() -> SubmitDma:
 
 def copy_one_by_one(
     plan: Descriptors,
-    direction: Direction,  # noqa: ARG001 - sources are read in stream order either way
+    direction: Direction,  # noqa: ARG001 - sources are always read in stream order
     stream: torch.cuda.Stream,
     *,
-    keep_lock: bool = False,  # noqa: ARG001 - cuda-bindings gives it up
+    keep_lock: bool = False,  # noqa: ARG001 - cuda-bindings releases it
 ) -> None:
-    """cuMemcpyAsync for each descriptor."""
+    """Call cuMemcpyAsync for each descriptor. Raises CudaCopyError."""
     from cuda.bindings import driver
 
     for index, (destination, source, size) in enumerate(

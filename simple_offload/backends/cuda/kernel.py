@@ -1,9 +1,9 @@
 """A Triton kernel that copies scattered pages between host and device on a few SMs.
 
-DMA engines handle one descriptor at a time, at a cost of up to microseconds each; a kernel keeps
-many small ones in flight over the bus (vllm#42212). What it costs is the SMs it runs on. It finds
-the pages' addresses itself, so that the host only has to list the blocks, and reads that list where
-the host writes it: an upload delayed each copy, most of all behind one of the other direction.
+A DMA engine handles one descriptor at a time, which costs up to microseconds each; a kernel keeps
+many small ones in flight over the bus (vllm#42212), at the cost of the SMs it runs on. It works out
+the pages' addresses itself, so the host only lists the blocks. It reads that list in host memory:
+an upload delayed each copy, most of all behind a copy of the other direction.
 """
 
 from collections.abc import Iterator
@@ -18,12 +18,12 @@ from simple_offload.backends.descriptors import Regions
 from simple_offload.metadata import BlockIds
 
 _TILE_BYTES = 32 << 10
-"""What one program has in flight: enough programs of this hide the latency of the bus."""
+"""Bytes that one program has in flight; several programs together hide the latency of the bus."""
 _NUM_WARPS = 16
 _COLUMNS = (128, 1024)
-"""Bounds of a tile's width, in words."""
+"""Smallest and largest width of a tile, in words."""
 _WORDS = ((8, 16, tl.int64), (4, 4, tl.int32), (1, 1, tl.int8))
-"""Bytes of a word, the alignment it asks of every address and size, its type."""
+"""Bytes of a word, the alignment it requires of every address and size, its type."""
 
 
 @triton.jit(  # type: ignore[untyped-decorator]
@@ -57,14 +57,15 @@ def _copy_pages(  # type: ignore[no-untyped-def]
     ROWS: tl.constexpr,  # noqa: N803
     COLUMNS: tl.constexpr,  # noqa: N803
 ):
-    """Copy ``count`` pages of every region: of the blocks ``pairs`` [2, num_pairs] (sources,
-    destinations) from ``first`` on.
+    """Copy ``count`` pages of every region: those of the pairs of blocks ``pairs`` [2, num_pairs]
+    (sources, destinations) from index ``first`` on.
 
-    ``table``: the regions' page sizes in bytes, then the addresses of their chunks, sources and
-    destinations; no page has more than ``max_words`` words. A program takes ROWS pages at a
-    time, COLUMNS words of each, so that as many bytes are in flight for small ones as for large.
+    ``table``: the regions' page sizes in bytes, then the addresses of their source chunks, then of
+    their destination chunks. No page has more than ``max_words`` words. A program copies ROWS
+    pages at a time, COLUMNS words of each, so that small pages have as many bytes in flight as
+    large ones.
 
-    ``pairs`` lies in host memory: those of a program's next tile are on their way while it copies.
+    ``pairs`` lies in host memory: a program fetches the pairs of its next tile while it copies.
     """
     columns = tl.arange(0, COLUMNS)
     source_bases = table + num_regions
@@ -87,24 +88,24 @@ def _copy_pages(  # type: ignore[no-untyped-def]
         page = tl.load(table + regions, mask=valid, other=0)
         source_chunk = regions * source_chunks + source // source_chunk_blocks
         destination_chunk = regions * destination_chunks + destination // destination_chunk_blocks
-        of = tl.load(source_bases + source_chunk, mask=valid, other=0)
-        to = tl.load(destination_bases + destination_chunk, mask=valid, other=0)
-        of += (source % source_chunk_blocks) * page
-        to += (destination % destination_chunk_blocks) * page
-        of_words = tl.multiple_of(of, ALIGNMENT).to(tl.pointer_type(WORD))
-        to_words = tl.multiple_of(to, ALIGNMENT).to(tl.pointer_type(WORD))
+        source_page = tl.load(source_bases + source_chunk, mask=valid, other=0)
+        destination_page = tl.load(destination_bases + destination_chunk, mask=valid, other=0)
+        source_page += (source % source_chunk_blocks) * page
+        destination_page += (destination % destination_chunk_blocks) * page
+        source_words = tl.multiple_of(source_page, ALIGNMENT).to(tl.pointer_type(WORD))
+        destination_words = tl.multiple_of(destination_page, ALIGNMENT).to(tl.pointer_type(WORD))
         words = page // WORD_BYTES
         for offset in range(0, max_words, COLUMNS):
             at = offset + columns
             inside = at[None, :] < words[:, None]
-            values = tl.load(of_words[:, None] + at[None, :], mask=inside)
-            tl.store(to_words[:, None] + at[None, :], values, mask=inside)
+            values = tl.load(source_words[:, None] + at[None, :], mask=inside)
+            tl.store(destination_words[:, None] + at[None, :], values, mask=inside)
 
 
 class KernelRegions:
-    """What the kernel has to know of two sides. Their pages should be of similar size: the time
-    of a copy goes by the largest. An address or a size that is not a multiple of 16 costs speed,
-    not correctness."""
+    """The kernel's table of source and destination regions. Their pages should be of similar size:
+    the largest decides how long a copy takes. Addresses and sizes that are no multiples of 16 make
+    copies slower, not wrong."""
 
     def __init__(self, source: Regions, destination: Regions) -> None:
         table = np.concatenate((source.pages, source.bases.ravel(), destination.bases.ravel()))
@@ -112,9 +113,9 @@ class KernelRegions:
         shared = int(np.bitwise_or.reduce(table))
         self.word_bytes, alignment, word = next(w for w in _WORDS if shared % w[1] == 0)
         max_words = -(-int(source.pages.max()) // self.word_bytes)
-        # Few shapes, since each is compiled when it is first used.
+        # Few shapes, since the first use of each compiles it.
         columns = min(max(1 << (max_words - 1).bit_length(), _COLUMNS[0]), _COLUMNS[1])
-        # Bytes one by one: a smaller tile.
+        # Words of one byte: a smaller tile.
         self.rows = _TILE_BYTES // max(self.word_bytes, 4) // columns
         self.num_regions = len(source.pages)
         self.shape = (
@@ -127,11 +128,11 @@ class KernelRegions:
         )
         self.constants = (word, self.word_bytes, alignment, self.rows, columns)
         self.compiled: Any = None
-        """The kernel for these, once it has been launched."""
+        """The kernel compiled for these regions, after its first launch."""
 
     def table_on(self, device: torch.device, stream: torch.cuda.Stream | None) -> torch.Tensor:
-        """For kernels on ``stream``, always the same one, on which it is uploaded when first
-        asked for."""
+        """The table in the device's memory. The first call uploads it, on ``stream``, which must
+        be the same in every call."""
         if self._table.device != device:
             with torch.cuda.stream(stream):
                 self._table = self._table.to(device)
@@ -139,22 +140,22 @@ class KernelRegions:
 
 
 class Pairs(NamedTuple):
-    """Blocks to be copied, where host and device find them."""
+    """Pairs of blocks to copy, in memory that host and device can read."""
 
     blocks: torch.Tensor
     """Sources, then destinations, int32 ``[2 * n]``."""
     first: int
     length: int
 
-    def part(self, first: int, stop: int) -> "Pairs":
-        """Those from ``first`` on, of all."""
+    def slice(self, first: int, stop: int) -> "Pairs":
+        """The pairs ``first`` to ``stop``, counted in ``blocks``."""
         return self._replace(first=first, length=stop - first)
 
     def in_pieces(self, length: int) -> Iterator["Pairs"]:
-        """These in their order, at most ``length`` at a time."""
+        """The pairs in their order, at most ``length`` at a time."""
         stop = self.first + self.length
         for first in range(self.first, stop, length):
-            yield self.part(first, min(first + length, stop))
+            yield self.slice(first, min(first + length, stop))
 
 
 class CopyKernel:
@@ -164,7 +165,7 @@ class CopyKernel:
         self._device = device
 
     def write_pairs(self, source_blocks: BlockIds, destination_blocks: BlockIds) -> Pairs:
-        """Write these blocks where kernels can read them that are launched from now on."""
+        """Write the blocks to memory that kernels launched from now on can read."""
         count = len(source_blocks)
         pins = self._device.type == "cuda"
         pairs = torch.empty(2 * count, dtype=torch.int32, pin_memory=pins)
@@ -180,7 +181,7 @@ class CopyKernel:
         stream: torch.cuda.Stream | None,
     ) -> None:
         """Copy the pages of ``pairs`` in every region, on ``stream`` with at most
-        ``num_programs`` SMs. Both arguments have to live until that has ended."""
+        ``num_programs`` SMs. The caller keeps ``regions`` and ``pairs`` until the copy ends."""
         num_tiles = -(-pairs.length * regions.num_regions // regions.rows)
         grid = (min(num_programs, num_tiles), 1, 1)
         arguments = (
@@ -194,8 +195,8 @@ class CopyKernel:
         )
         if regions.compiled is None or stream is None:
             with torch.cuda.stream(stream):
-                # Nothing where kernels are interpreted.
+                # None where Triton interprets kernels.
                 regions.compiled = _copy_pages[grid](*arguments, num_warps=_NUM_WARPS)
         else:
-            # To find it by its arguments again takes Triton longer than to launch it.
+            # Triton's lookup by arguments takes longer than the launch.
             regions.compiled[grid](*arguments, stream=stream.cuda_stream)

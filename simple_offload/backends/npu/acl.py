@@ -1,4 +1,4 @@
-"""The ACL runtime of CANN (libascendcl.so), as far as copies need it, by ctypes."""
+"""The functions of CANN's ACL runtime (libascendcl.so) that copies need, by ctypes."""
 
 import ctypes
 from collections.abc import Callable, Iterator
@@ -10,13 +10,13 @@ from simple_offload.backends.descriptors import Descriptors
 
 LIBRARY = "libascendcl.so"
 NOT_SUPPORTED = 207000
-"""The error of a function that the runtime has and the chip has not."""
+"""The error code of a function that the runtime has but the chip lacks."""
 MAX_BATCH = 4096
-"""Descriptors of one batch: what the call that waits is limited to. The limit of the one that
-does not is nowhere documented."""
+"""Descriptors in a batch: the documented limit of the synchronous call. That of the asynchronous
+call is documented nowhere."""
 
 HOST, DEVICE, UNREGISTERED = 0, 1, 2
-"""Types of memory. Unregistered host memory is not pinned: each copy of it would block."""
+"""Types of memory. Unregistered host memory is not pinned: a copy of it would block."""
 _HOST_TO_DEVICE, _DEVICE_TO_HOST = 1, 2
 _NO_INDEX = 2**64 - 1
 _RELAXED = 2  # ACL_MODEL_RI_CAPTURE_MODE_RELAXED
@@ -25,8 +25,8 @@ _pointer, _size, _int = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
 
 
 class AclError(RuntimeError):
-    """A call that the ACL runtime refused. The message has the function, the code, and what
-    the runtime says of it."""
+    """The ACL runtime refused a call. The message has the function, the error code and the
+    runtime's own text; ``index`` is the descriptor's, where known."""
 
     def __init__(self, function: str, code: int, text: str, index: int | None = None) -> None:
         self.function, self.code, self.text, self.index = function, code, text, index
@@ -35,7 +35,7 @@ class AclError(RuntimeError):
 
 
 class Location(ctypes.Structure):
-    """aclrtMemLocation: of which device, and which type of memory."""
+    """aclrtMemLocation: a device and a type of memory."""
 
     _fields_ = (("id", ctypes.c_uint32), ("type", _int))
     id: int
@@ -59,12 +59,12 @@ class _PointerAttributes(ctypes.Structure):
 
 
 class Locations(NamedTuple):
-    """The memory of the two sides, as a batch has to declare it."""
+    """The locations of both sides, which a batch has to declare."""
 
     host: Location
     device: Location
 
-    def of(self, direction: Direction) -> tuple[Location, Location]:
+    def pair(self, direction: Direction) -> tuple[Location, Location]:
         """Destination and source."""
         if direction is Direction.LOAD:
             return self.device, self.host
@@ -72,8 +72,8 @@ class Locations(NamedTuple):
 
 
 class Acl:
-    """The functions of a loaded ACL runtime. Each acts on the device that the calling thread
-    has been set to, and raises AclError when it is refused."""
+    """The functions of a loaded ACL runtime. Each acts on the device set for the calling thread,
+    and raises AclError if the runtime refuses."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
         self._library = library
@@ -94,17 +94,17 @@ class Acl:
 
     @classmethod
     def load(cls) -> "Acl":
-        """The runtime that torch_npu has loaded. Raises OSError when there is none."""
+        """The runtime that torch_npu has loaded. Raises OSError if there is none."""
         return cls(ctypes.CDLL(LIBRARY))
 
     @property
     def has_batch(self) -> bool:
-        """Whether this CANN has aclrtMemcpyBatchAsync (8.5 and later). The chip may refuse it
-        all the same, with NOT_SUPPORTED."""
+        """Whether this CANN has aclrtMemcpyBatchAsync (8.5 and later). The chip may still refuse
+        it, with NOT_SUPPORTED."""
         return self._batch is not None
 
     def version(self) -> str:
-        """CANN's version, such as "8.5.1", or "of unknown version" where it does not say."""
+        """CANN's version, such as "8.5.1"; "of unknown version" if the runtime has no answer."""
         number = ctypes.c_int32()
         try:
             code = self._library.aclsysGetVersionNum(b"runtime", ctypes.byref(number))
@@ -118,7 +118,7 @@ class Acl:
 
     @contextmanager
     def outside_graph_capture(self) -> Iterator[None]:
-        """Let this thread call what would break a graph that another thread is capturing."""
+        """Allow this thread calls that would break a graph which another thread is capturing."""
         exchange = getattr(self._library, "aclmdlRICaptureThreadExchangeMode", None)
         if exchange is None:  # a CANN that captures no graphs
             yield
@@ -138,11 +138,11 @@ class Acl:
         return address.value
 
     def free_host(self, address: int) -> None:
-        """Give back what ``malloc_host`` returned."""
+        """Free memory of ``malloc_host``."""
         self._check("aclrtFreeHost", self._free_host(address))
 
     def location(self, address: int) -> Location | None:
-        """What the runtime takes the memory at ``address`` for; None where it does not say."""
+        """The location of the memory at ``address``; None if the runtime cannot find out."""
         if self._attributes is None:
             return None
         attributes = _PointerAttributes()
@@ -154,15 +154,15 @@ class Acl:
     def copy_batch(
         self, plan: Descriptors, direction: Direction, locations: Locations, stream: int
     ) -> None:
-        """Queue at most MAX_BATCH copies by one call. They may run in any order. When it fails
-        at a descriptor, those before it have been queued."""
+        """Queue at most MAX_BATCH copies by one call; they may run in any order. If the call fails
+        at a descriptor, the earlier ones have been queued."""
         assert self._batch is not None, "this CANN has no aclrtMemcpyBatchAsync"
-        destination, source = locations.of(direction)
+        destination, source = locations.pair(direction)
         attributes = _BatchAttributes(destination, source)
         first_index, failed = _size(0), _size(_NO_INDEX)
         code = self._batch(
             plan.destinations.ctypes.data,
-            plan.sizes.ctypes.data,  # the room at the destination is what is copied
+            plan.sizes.ctypes.data,  # room at the destination: exactly what is copied
             plan.sources.ctypes.data,
             plan.sizes.ctypes.data,
             len(plan.sizes),
@@ -176,7 +176,7 @@ class Acl:
         self._check("aclrtMemcpyBatchAsync", code, index)
 
     def copy_each(self, plan: Descriptors, direction: Direction, stream: int) -> None:
-        """Queue copies by a call for each. When one fails, those before it have been queued."""
+        """Queue copies by one call each. If one fails, the earlier ones have been queued."""
         kind = _HOST_TO_DEVICE if direction is Direction.LOAD else _DEVICE_TO_HOST
         copy = self._copy
         rows = zip(*(part.tolist() for part in plan), strict=True)

@@ -30,19 +30,19 @@ from simple_offload.metadata import Transfer
 logger = get_logger(__name__)
 
 SWITCH = "VLLM_ASCEND_ENABLE_BATCH_MEMCPY"
-"""The variable by which vllm-ascend's own offloading is told to use batches, or not to."""
+"""The environment variable that turns batches on or off in vllm-ascend's own offloading."""
 _PROBE = bytes(range(1, 65))
 
 
 @dataclass(slots=True, eq=False)
 class NpuPending:
-    """A copy under way, or one that was refused in part: what had been queued by then may go
-    on, so it fails when that has ended, and no sooner."""
+    """A copy under way. If the runtime refused a part of it, it fails only when the descriptors
+    queued before have been copied."""
 
     npu: Any
     event: Any
     descriptors: Descriptors
-    """Kept: nothing says that the runtime does not read them after the call."""
+    """Kept alive: the runtime might read them after the call."""
     error: AclError | None
     path: str
 
@@ -57,7 +57,7 @@ class NpuPending:
         self._raise()
 
     def remaining_seconds(self) -> float:
-        """Infinite: no bandwidth has been measured on this hardware."""
+        """Infinite: no bandwidth has been measured on an NPU."""
         return math.inf
 
     def hold_compute(self) -> None:
@@ -72,17 +72,15 @@ class NpuPending:
 
 
 class NpuBackend:
-    """Copies of each direction go to a stream of their own, so loads and stores overlap each
-    other and the compute stream.
+    """Each direction has a stream, so loads and stores overlap each other and the compute stream.
 
-    Where CANN has batches and the chip takes them, up to 4096 descriptors are one call,
-    otherwise each is one: ``copy_path`` is "auto" for that, "batch" or "single" to have it one
-    way. The environment's VLLM_ASCEND_ENABLE_BATCH_MEMCPY (1 or 0) says the same.
-    Raises ConfigError when torch_npu or CANN cannot be loaded, or batches are asked for that
-    are not to be had.
+    ``copy_path``: "batch" copies up to 4096 descriptors by one call, "single" one by one call;
+    "auto" uses batches where CANN and the chip support them. The environment variable
+    VLLM_ASCEND_ENABLE_BATCH_MEMCPY (1 or 0) has the same effect.
+    Raises ConfigError if torch_npu or CANN cannot be loaded, or "batch" is not supported.
     """
 
-    chunk_bytes = 1 << 30  # a single allocation of some 200 GB is refused
+    chunk_bytes = 1 << 30  # the runtime refuses a single allocation of some 200 GB
 
     def __init__(self, copy_path: str = "auto") -> None:
         wanted = _wanted_path(copy_path)
@@ -106,31 +104,30 @@ class NpuBackend:
 
     @property
     def version(self) -> str:
-        """CANN's."""
+        """CANN's version."""
         return self._acl.version()
 
     @property
     def batches(self) -> bool:
-        """Whether copies go in batches. A chip that refuses one gets none thereafter."""
+        """Whether copies go in batches: no longer after the chip has refused one."""
         return self._batches
 
     def allocate_host(self, num_bytes: int) -> torch.Tensor:
-        """Memory that the runtime has pinned; its own, not registered, which would ask for
-        alignment. Raises MemoryShortageError, or the runtime's AclError, when there is not that
-        much."""
+        """Pinned memory from the runtime; registering other memory would require alignment.
+        Raises MemoryShortageError, or AclError, if there is too little."""
         if num_bytes == 0:
             return torch.empty(0, dtype=torch.int8)
         self._npu.set_device(self._device)
-        # vLLM captures its graphs meanwhile.
-        with memory.taking(num_bytes), self._acl.outside_graph_capture():
+        # vLLM may be capturing its graphs.
+        with memory.claim(num_bytes), self._acl.outside_graph_capture():
             address = self._acl.malloc_host(num_bytes)
         self._host_addresses.append(address)
         buffer = (ctypes.c_char * num_bytes).from_address(address)
         return torch.frombuffer(buffer, dtype=torch.int8)
 
     def open(self, device: Sequence[torch.Tensor]) -> None:
-        """The tensors are only read for their addresses; somebody else keeps them alive."""
-        self._device_regions = Regions.of(device)
+        """Note the tensors' addresses. The caller keeps the tensors alive."""
+        self._device_regions = Regions.from_tensors(device)
         if device:
             self._locations = self._locate(device[0])
             if self._locations.device.type != DEVICE:
@@ -139,17 +136,17 @@ class NpuBackend:
                 )
 
     def add_host_chunk(self, regions: Sequence[torch.Tensor]) -> None:
-        """Publishes a new list of addresses; copies under way keep the one they have."""
+        """Replace the list of addresses; copies under way keep theirs."""
         self._chunks.append(regions)
-        self._host_regions = Regions.of_chunks(self._chunks)
+        self._host_regions = Regions.from_chunks(self._chunks)
 
     def barrier(self) -> Barrier | None:
-        """An event on the engine's compute stream."""
+        """An event on the compute stream."""
         event: Barrier = self._npu.current_stream(self._device).record_event()
         return event
 
     def enter_thread(self, direction: Direction) -> None:
-        """The runtime's context is each thread's own."""
+        """Set the device: the runtime has a context per thread."""
         self._npu.set_device(self._device)
 
     def copy(self, direction: Direction, transfer: Transfer, barrier: Barrier | None) -> NpuPending:
@@ -160,7 +157,7 @@ class NpuBackend:
         error = None
         try:
             # torch_npu queues the wait on the host, and reading the handle empties that queue:
-            # with a handle from before, the copies would be on the stream ahead of the wait.
+            # with a handle read before, the copies would reach the stream ahead of the wait.
             self._submit(plan, direction, stream.npu_stream)
         except AclError as refusal:
             error = refusal
@@ -186,8 +183,8 @@ class NpuBackend:
         return plan_copies(device, host, transfer.device_blocks, transfer.host_blocks)
 
     def _submit(self, plan: Descriptors, direction: Direction, stream: int) -> None:
-        """Queue ``plan``. AclError, with the index in the whole plan, for what is refused; what
-        comes before it has been queued."""
+        """Queue ``plan``. Raises AclError, with the index in the whole plan, for a refused
+        descriptor; the earlier ones have been queued."""
         for start in range(0, len(plan.sizes), MAX_BATCH):
             chunk = Descriptors(*(part[start : start + MAX_BATCH] for part in plan))
             try:
@@ -204,16 +201,17 @@ class NpuBackend:
                 if error.code != NOT_SUPPORTED or self._must_batch:
                     raise
                 self._batches = False
-                logger.warning("This NPU takes no batches: one descriptor a call from now on")
+                logger.warning("This NPU refused a batch copy: one descriptor per call from now on")
             else:
                 return
-        # After a refusal part of the chunk may be queued already; a second time does no harm.
+        # Some of the refused chunk may be queued; copying it twice does no harm.
         self._acl.copy_each(chunk, direction, stream)
 
     # Choosing, at start
 
     def _choose(self, wanted: str) -> tuple[bool, str]:
-        """Whether to copy in batches, and why. ConfigError when that is ``wanted`` in vain."""
+        """Whether to copy in batches, and why. Raises ConfigError if the ``wanted`` path is not
+        supported."""
         if wanted == "single":
             return False, "as configured"
         if not self._acl.has_batch:
@@ -233,8 +231,8 @@ class NpuBackend:
         return False, refusal
 
     def _probe(self) -> None:
-        """Copy some bytes to the device and back, a batch each way. AclError when a batch is
-        refused, or the bytes are not the same."""
+        """Copy some bytes to the device and back, by one batch each. Raises AclError if a batch is
+        refused, or other bytes come back."""
         size = len(_PROBE)
         host = self.allocate_host(2 * size)
         try:
@@ -242,10 +240,10 @@ class NpuBackend:
             host[size:] = 0
             device = torch.empty(size, dtype=torch.int8, device=f"npu:{self._device}")
             locations = self._locate(device)
-            regions = Regions.of([device.view(1, size)])
+            regions = Regions.from_tensors([device.view(1, size)])
             stream = self._npu.current_stream(self._device)
             for direction, at in ((Direction.LOAD, 0), (Direction.STORE, size)):
-                side = Regions.of([host[at : at + size].view(1, size)])
+                side = Regions.from_tensors([host[at : at + size].view(1, size)])
                 pair = (regions, side) if direction is Direction.LOAD else (side, regions)
                 plan = Descriptors(pair[0].bases[0], pair[1].bases[0], regions.pages)
                 self._acl.copy_batch(plan, direction, locations, stream.npu_stream)
@@ -256,15 +254,15 @@ class NpuBackend:
             self._acl.free_host(self._host_addresses.pop())
 
     def _locate(self, device: torch.Tensor) -> Locations:
-        """What a batch has to declare of the host's memory and of ``device``. The runtime may
-        know a device by another number than the process does."""
+        """The locations of host memory and of ``device`` for batches. The runtime may number
+        devices otherwise than the process does."""
         location = self._acl.location(device.data_ptr())
         return Locations(Location(0, HOST), location or Location(self._device, DEVICE))
 
 
 def _wanted_path(copy_path: str) -> str:
-    """What ``copy_path`` and the environment agree on. ConfigError when they do not, or say
-    something else."""
+    """The path by ``copy_path`` and the environment variable. Raises ConfigError if they
+    contradict each other, or one has another value."""
     if copy_path not in ("auto", "batch", "single"):
         raise ConfigError(
             f"copy_path={copy_path!r}: on an NPU it can be 'auto', 'batch' or 'single'"
@@ -282,7 +280,7 @@ def _wanted_path(copy_path: str) -> str:
 
 
 def _load_torch_npu() -> Any:
-    """The module ``torch.npu``."""
+    """The module ``torch.npu``. Raises ConfigError if it cannot be imported."""
     try:
         import torch_npu
     except ImportError as error:

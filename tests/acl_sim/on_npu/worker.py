@@ -40,7 +40,7 @@ class Rank:
         assert isinstance(self.worker._backend, NpuBackend)
         self.worker.register_kv_caches(self.kv_caches)
         self.worker.host_pool.join()
-        self.worker.take_report()  # of how much is open
+        self.worker.drain_report()  # of how much is open
         sim.take_counts()
 
     def stream(self, direction: Direction) -> int:
@@ -113,7 +113,7 @@ def test_store_evict_load(
     rank.step(StepMetadata(stores=[store(0, *stored)]))
     rank.worker.drain()
     rank.step(StepMetadata())
-    report = rank.worker.take_report()
+    report = rank.worker.drain_report()
     assert report is not None
     assert (report.ended, report.failed) == ({0: 1}, {})
 
@@ -125,7 +125,7 @@ def test_store_evict_load(
     assert rank.step(StepMetadata(loads=[load(1, "r", *back)]))[1] == set()
     rank.worker.drain()
     rank.step(StepMetadata())
-    report = rank.worker.take_report()
+    report = rank.worker.drain_report()
     assert report is not None
     assert (report.ended, report.failed) == ({1: 1}, {})
     origin = {host: device for device, host in stored}
@@ -156,7 +156,7 @@ def test_a_step_is_submitted_once(make_rank: MakeRank) -> None:
     assert loaded == ["r"]
     num_regions = len(rank.worker._backend._device_regions.pages)  # type: ignore[attr-defined]
     assert rank.sim.take_counts().descriptors == 2 * num_regions
-    report = rank.worker.take_report()
+    report = rank.worker.drain_report()
     assert report is not None
     assert report.ended == {0: 1, 1: 1}
 
@@ -194,11 +194,11 @@ def test_flushes_lose_nothing(make_rank: MakeRank) -> None:
         loaded.update(rank.step(metadata)[0])
         if dice.random() < 0.2:
             rank.worker.drain()
-        if (report := rank.worker.take_report()) is not None:
+        if (report := rank.worker.drain_report()) is not None:
             ended.update(report.ended)
     rank.worker.drain()
     loaded.update(rank.step(StepMetadata())[0])
-    if (report := rank.worker.take_report()) is not None:
+    if (report := rank.worker.drain_report()) is not None:
         ended.update(report.ended)
         assert not report.failed
     assert next_id > 200
@@ -215,7 +215,7 @@ def test_a_store_waits_for_compute_of_its_step(make_rank: MakeRank) -> None:
         rank.worker.lanes[Direction.STORE].flush()
         rank.sim.settle(rank.stream(Direction.STORE))
         rank.worker.poll()
-        assert rank.worker.take_report() is None
+        assert rank.worker.drain_report() is None
     rank.worker.drain()
     rank.sim.fill(rank.storage.data_ptr(), 6, rank.storage.numel(), compute)
     rank.step(StepMetadata(loads=[load(1, "r", (3, 2))]))
@@ -236,7 +236,7 @@ def test_failures_are_reported(make_rank: MakeRank) -> None:
     rank.step(StepMetadata(stores=[store(2, (1, 2)), store(3, (4, 5))]))
     rank.worker.drain()
     rank.step(StepMetadata())
-    report = rank.worker.take_report()
+    report = rank.worker.drain_report()
     assert report is not None
     assert report.ended == {0: 1, 1: 1, 2: 1, 3: 1}
     assert report.failed == {0: 1, 2: 1}
