@@ -1,14 +1,16 @@
 """Generates parts of the documentation: ``python -m tools.docs``.
 
-Writes the configuration table in README.md from OffloadConfig, and docs/results.svg from the
-figures in docs/measurements.md. Tests fail if either is out of date.
+Rewrites the configuration table in README.md from OffloadConfig, the table of invariants in
+docs/coverage.md from the marks of tests, and docs/results.svg from the figures in
+docs/measurements.md. Tests fail where one of them is not what this would write.
 """
 
+import ast
 import json
 import re
 import tempfile
 import types
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, Union, get_args, get_origin
 
@@ -20,10 +22,10 @@ from simple_offload.config import GIB, OffloadConfig, parse_size
 
 ROOT = Path(__file__).resolve().parent.parent
 README = ROOT / "README.md"
+ARCHITECTURE = ROOT / "docs" / "architecture.md"
+COVERAGE = ROOT / "docs" / "coverage.md"
 MEASUREMENTS = ROOT / "docs" / "measurements.md"
 PICTURE = ROOT / "docs" / "results.svg"
-
-BEGIN, END = "<!-- configuration: make docs -->", "<!-- end of configuration -->"
 
 
 # The configuration table
@@ -38,14 +40,6 @@ def config_table() -> str:
         meaning = " ".join(field.description.replace("``", "`").split())
         rows.append(f"| {' | '.join((*cells, meaning))} |")
     return "\n".join(rows)
-
-
-def with_table(text: str) -> str:
-    """``text``, README.md's, with the current table between its marks."""
-    before, _, rest = text.partition(BEGIN)
-    _, _, after = rest.partition(END)
-    assert after, f"README.md lacks {BEGIN} or {END}"
-    return f"{before}{BEGIN}\n{config_table()}\n{END}{after}"
 
 
 def _default(field: FieldInfo) -> str:
@@ -84,6 +78,64 @@ def _constraints(metadata: Iterable[Any]) -> Iterable[Any]:
 
 def _is_size(metadata: Iterable[Any]) -> bool:
     return any(isinstance(each, BeforeValidator) and each.func is parse_size for each in metadata)
+
+
+# The table of invariants
+
+
+def invariants() -> dict[str, str]:
+    """Name ("I1", ...) -> text, from the list in docs/architecture.md."""
+    text = ARCHITECTURE.read_text().replace("\n  ", " ")
+    return dict(re.findall(r"^- \*\*(I\d+)\*\* (.*)$", text, re.MULTILINE))
+
+
+def proofs() -> dict[str, list[str]]:
+    """Invariant -> "file::test" of the tests marked with ``pytest.mark.proves``, sorted."""
+    found: dict[str, list[str]] = {}
+    for file in sorted((ROOT / "tests").rglob("*.py")):
+        for name, test in _marked_tests(ast.parse(file.read_text())):
+            found.setdefault(name, []).append(f"{file.relative_to(ROOT)}::{test}")
+    return found
+
+
+def invariant_table() -> str:
+    """Markdown: a row for every invariant, with the tests that prove it."""
+    tests = proofs()
+    rows = ["| | invariant | tests |", "|---|---|---|"]
+    for name, text in invariants().items():
+        cells = (name, text, ", ".join(f"`{test}`" for test in tests.get(name, [])))
+        rows.append(f"| {' | '.join(cells)} |")
+    return "\n".join(rows)
+
+
+def _marked_tests(module: ast.Module) -> Iterator[tuple[str, str]]:
+    """(invariant, function) of every ``@pytest.mark.proves(...)``."""
+    for function in module.body:
+        if not isinstance(function, ast.FunctionDef):
+            continue
+        for decorator in function.decorator_list:
+            if isinstance(decorator, ast.Call) and ast.unparse(decorator.func).endswith("proves"):
+                yield from ((ast.literal_eval(name), function.name) for name in decorator.args)
+
+
+# The pages
+
+
+def pages_with_tables() -> dict[Path, str]:
+    """Page -> its text with an up-to-date table."""
+    return {
+        README: _with_table(README, "configuration", config_table()),
+        COVERAGE: _with_table(COVERAGE, "invariants", invariant_table()),
+    }
+
+
+def _with_table(page: Path, name: str, table: str) -> str:
+    """The text of ``page`` with ``table`` between the marks of that name."""
+    begin, end = f"<!-- {name}: make docs -->", f"<!-- end of {name} -->"
+    before, _, rest = page.read_text().partition(begin)
+    _, _, after = rest.partition(end)
+    assert after, f"{page.name} lacks {begin} or {end}"
+    return f"{before}{begin}\n{table}\n{end}{after}"
 
 
 # The picture
@@ -166,12 +218,12 @@ def save_picture(path: Path, measurements: str) -> None:
 
 
 def main() -> None:
-    """Write both files, unless they are up to date."""
+    """Write all three, where they are not so already."""
     with tempfile.TemporaryDirectory() as scratch:
         picture = Path(scratch) / PICTURE.name
         save_picture(picture, MEASUREMENTS.read_text())
         for page, text in (
-            (README, with_table(README.read_text())),
+            *pages_with_tables().items(),
             (PICTURE, picture.read_text()),
         ):
             if not page.exists() or page.read_text() != text:

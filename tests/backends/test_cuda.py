@@ -199,6 +199,7 @@ def test_a_load_waits_for_the_compute_that_reads_its_blocks(backend: CudaBackend
     assert load_while_compute_reads(backend, barrier=True) == (True, True)
 
 
+@pytest.mark.proves("I3")
 def test_without_its_barrier_a_load_overtakes_that_compute(backend: CudaBackend) -> None:
     assert load_while_compute_reads(backend, barrier=False) == (False, True)
 

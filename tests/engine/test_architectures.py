@@ -46,6 +46,7 @@ def test_requests_are_preempted(trio: Trio) -> None:
     assert trio.tight.metrics["num_preemptions"] > 0
 
 
+@pytest.mark.proves("I7")
 def test_nothing_is_left_at_the_end(trio: Trio) -> None:
     assert trio.plain.host_pool is None
     assert trio.roomy.host_pool is not None

@@ -71,6 +71,7 @@ def test_failing_copies_are_recomputed(runs: Runs, engines: dict[str, EngineResu
     assert any("fails on purpose" in message for message in failing.warnings)
 
 
+@pytest.mark.proves("I8")
 def test_nothing_is_shared_across_cache_salts(runs: Runs, engines: dict[str, EngineResult]) -> None:
     result = engines["salted"]
     unsalted, *_ = runs.plain("llama").rounds

@@ -79,6 +79,7 @@ def fail(fault_runs: FaultRuns, architecture: Architecture) -> ScenarioResult:
     return result
 
 
+@pytest.mark.proves("I5")
 @architectures
 def test_every_request_gets_its_answer(
     fault_runs: FaultRuns, architecture: Architecture, recompute: ScenarioResult
@@ -96,6 +97,7 @@ def test_every_request_gets_its_answer(
             assert phase.answers.keys() == asked, name
 
 
+@pytest.mark.proves("I7")
 @architectures
 def test_nothing_is_held_at_rest(recompute: ScenarioResult, fail: ScenarioResult) -> None:
     assert_at_rest(recompute)

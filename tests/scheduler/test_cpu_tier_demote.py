@@ -1,5 +1,7 @@
 """CpuTier: what the device has too may leave first, and come back before the device loses it."""
 
+import pytest
+
 from simple_offload.scheduler.tier.cpu_tier import CpuTier
 from tests.scheduler.tiers import (
     begin,
@@ -44,6 +46,7 @@ def test_what_was_demoted_last_leaves_first() -> None:
     assert leave(tier) == ["xy", "x", "abc", "ab", "a", "pq", "p"]
 
 
+@pytest.mark.proves("I9")
 def test_what_others_follow_stays() -> None:
     tier = full_tier("abx", "aby")
     demote(tier, "aby")

@@ -1,5 +1,6 @@
 """CpuTier: blocks that come before their parent, which the device still has."""
 
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
@@ -44,6 +45,7 @@ def test_it_is_kept() -> None:
     assert tier.lookup.hit(hashes("abc"), 2 * BLOCK_SIZE, 100).num_tokens == BLOCK_SIZE
 
 
+@pytest.mark.proves("I9")
 def test_a_chain_that_came_tail_first_leaves_tail_first() -> None:
     tier = make_tier(4)
     store_early(tier, "abcd", "abc", "ab", "a")

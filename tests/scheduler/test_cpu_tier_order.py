@@ -19,6 +19,7 @@ def tail_first(chain: str) -> list[str]:
     return prefixes(chain)[::-1]
 
 
+@pytest.mark.proves("I9")
 def test_tail_first() -> None:
     tier = make_tier(4)
     store(tier, "abcd")
@@ -49,6 +50,7 @@ def test_tail_first_when_parts_are_under_way_together() -> None:
     assert leave(tier) == tail_first("abcdef")
 
 
+@pytest.mark.proves("I9")
 def test_branches_leave_before_the_head_that_they_share() -> None:
     tier = make_tier(7)
     store(tier, "abcx", "abcy", "abcyz")

@@ -113,6 +113,7 @@ def test_blocks_of_a_chain_are_one_event(drive: MakeDriver) -> None:
     assert last.token_ids == prompt(BLOCK_SIZE, family=1)
 
 
+@pytest.mark.proves("I1")
 def test_nothing_is_stored_before_every_rank_has_it(drive: MakeDriver) -> None:
     driver = drive(num_device_blocks=40, num_host_blocks=40, num_ranks=2)
     listener = Listener(driver)

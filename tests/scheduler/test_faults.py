@@ -40,6 +40,7 @@ def fail_load(driver: Driver, *request_ids: str, failing: int = 0) -> list[int]:
     return blocks
 
 
+@pytest.mark.proves("I5")
 @BOTH_GROUPS
 @pytest.mark.parametrize("async_scheduling", [False, True])
 @pytest.mark.parametrize("failing", [0, 1])
@@ -69,6 +70,7 @@ def test_recompute(
     assert driver.world.num_blocks_loaded == num_loaded + 2 * len(loaded)
 
 
+@pytest.mark.proves("I5")
 @BOTH_GROUPS
 @pytest.mark.parametrize("failing", [0, 1])
 def test_what_fails_again_leaves(drive: MakeDriver, windows: tuple[int, ...], failing: int) -> None:

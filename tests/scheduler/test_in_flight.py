@@ -25,6 +25,7 @@ def test_ids_only_grow() -> None:
     assert seen == sorted(set(seen))
 
 
+@pytest.mark.proves("I1")
 def test_every_rank_has_to_report() -> None:
     in_flight = InFlight(3)
     first, second = in_flight.begin(), in_flight.begin()

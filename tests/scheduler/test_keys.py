@@ -71,6 +71,7 @@ def _what_pages_depend_on(key: Mapping[str, Any]) -> str | None:
     return str(key) if key and "pictures" not in key else None
 
 
+@pytest.mark.proves("I8")
 @pytest.mark.parametrize(("one", "other", "num_shared"), KEYS.values(), ids=KEYS)
 def test_only_what_is_the_same_is_found(
     drive: MakeDriver, one: dict[str, Any], other: dict[str, Any], num_shared: int

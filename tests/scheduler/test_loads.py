@@ -67,6 +67,7 @@ def test_a_short_hit_leaves_the_rest_to_be_computed(drive: MakeDriver) -> None:
     assert driver.world.num_blocks_loaded == 2
 
 
+@pytest.mark.proves("I8")
 def test_salts_do_not_see_each_other(drive: MakeDriver) -> None:
     driver = drive()
     driver.say("red", prompt(17), salt="red")
@@ -181,6 +182,7 @@ def test_a_request_waits_for_every_rank(drive: MakeDriver, order: tuple[int, ...
     driver.run()
 
 
+@pytest.mark.proves("I2")
 @pytest.mark.parametrize("num_ranks", [1, 2])
 def test_blocks_of_an_aborted_request_are_held_until_the_end(
     drive: MakeDriver, num_ranks: int

@@ -77,6 +77,7 @@ def test_a_request_is_scheduled_when_every_rank_has_announced_its_load(
     assert admitted(steps) == [load_id]
 
 
+@pytest.mark.proves("I2")
 @pytest.mark.parametrize("order", [(0, 1, 2), (2, 0, 1)], ids=str)
 def test_blocks_are_held_until_every_rank_has_reported_the_end(
     drive: MakeDriver, order: tuple[int, ...]

@@ -167,6 +167,7 @@ def test_a_load_frees_what_nobody_else_holds(bench: Bench) -> None:
     assert bench.loads.frees_device_blocks()
 
 
+@pytest.mark.proves("I2")
 def test_what_may_leave_a_table_is_held_from_the_plan_on(bench: Bench) -> None:
     """A request that waits for a load keeps its blocks, but for what its window has left."""
     request = ask("abcd")
@@ -182,6 +183,7 @@ def test_what_may_leave_a_table_is_held_from_the_plan_on(bench: Bench) -> None:
     assert [held.ref_cnt for held in (*tables[0], *tables[1][2:])] == [1] * 4 + [0] * 2
 
 
+@pytest.mark.proves("I2")
 @pytest.mark.parametrize("ends_first", [False, True])
 def test_what_a_request_keeps_is_held_from_the_announcement_on(
     bench: Bench, ends_first: bool

@@ -342,6 +342,7 @@ def test_a_hit_does_not_start_within_a_block() -> None:
 # Integrity
 
 
+@pytest.mark.proves("I7")
 def test_a_leaking_host_block_is_noticed(drive: MakeDriver) -> None:
     driver = drive()
     driver.say("a", prompt(17))

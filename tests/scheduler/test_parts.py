@@ -269,6 +269,7 @@ def test_a_host_block_of_which_a_part_is_gone_is_not_stored(drive: MakeDriver) -
     assert [driver.tier.lookup.get(key) is not None for key in window_keys] == [False, True]
 
 
+@pytest.mark.proves("I2")
 def test_a_store_holds_all_parts_until_its_end(drive: MakeDriver) -> None:
     driver = drive(num_parts=4)
     driver.start("a", prompt(17))

@@ -164,6 +164,7 @@ def test_a_load_into_blocks_that_a_drafter_is_writing_waits_for_it(drive: MakeDr
     driver.run()
 
 
+@pytest.mark.proves("I3")
 def test_a_load_into_blocks_of_a_step_in_flight_waits_for_it(drive: MakeDriver) -> None:
     """All blocks are the running request's; it is aborted while its next step is in flight."""
     driver = drive(async_scheduling=True, num_device_blocks=11)

@@ -76,6 +76,7 @@ def test_the_same_blocks_are_stored_anew_beside_the_old_store(drive: MakeDriver)
     driver.run()
 
 
+@pytest.mark.proves("I2")
 def test_a_load_in_flight_ends_and_is_forgotten(drive: MakeDriver) -> None:
     driver = drive()
     driver.say("a", prompt(17))

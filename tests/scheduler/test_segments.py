@@ -218,6 +218,7 @@ def test_refresh_of_what_is_the_only_one() -> None:
     assert leave(tier) == ["abcd", "abc", "ab", "a"]
 
 
+@pytest.mark.proves("I9")
 def test_refresh_of_more_than_may_be_protected() -> None:
     """What goes back stands before its parent, and after its child."""
     tier = make_tier(8)

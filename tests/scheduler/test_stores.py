@@ -159,6 +159,7 @@ def test_a_window_may_be_on_its_way_from_anywhere_on() -> None:
 # Completion
 
 
+@pytest.mark.proves("I1")
 @pytest.mark.parametrize("order", [*permutations(range(2)), *permutations(range(3))], ids=str)
 def test_found_only_when_every_rank_is_done(drive: MakeDriver, order: tuple[int, ...]) -> None:
     driver = drive(num_ranks=len(order))
@@ -216,6 +217,7 @@ def test_one_transfer_a_step_carries_the_blocks_of_all_requests(drive: MakeDrive
 # Whatever becomes of the request
 
 
+@pytest.mark.proves("I2")
 def test_blocks_of_a_finished_request_are_held_until_the_end(drive: MakeDriver) -> None:
     driver = drive()
     driver.start("a", prompt(17))
@@ -247,6 +249,7 @@ def test_blocks_of_an_aborted_request_are_held_until_the_end(
     assert driver.found(prompt(17)) == 16
 
 
+@pytest.mark.proves("I2")
 def test_blocks_of_a_preempted_request_are_held_until_the_end(drive: MakeDriver) -> None:
     driver = drive()
     request = driver.start("a", prompt(33), max_tokens=8)
@@ -264,6 +267,7 @@ def test_blocks_of_a_preempted_request_are_held_until_the_end(drive: MakeDriver)
 # Failure
 
 
+@pytest.mark.proves("I5")
 @pytest.mark.parametrize("failing", [0, 1])
 @pytest.mark.parametrize("failing_first", [False, True])
 def test_a_failed_store_is_not_found_and_holds_nothing(

@@ -109,6 +109,7 @@ def test_clients_that_leave(server: Server) -> None:
     assert server.is_idle()
 
 
+@pytest.mark.proves("I6")
 def test_sigterm_leaves_nothing_behind(server: Server) -> None:
     answers(server, ASKS, at_once=len(ASKS))
     assert_stops(server)

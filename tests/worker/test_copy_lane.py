@@ -167,6 +167,7 @@ def test_a_thread_that_cannot_enter_tries_again(bench: Bench) -> None:
 # Death of the thread
 
 
+@pytest.mark.proves("I5")
 @pytest.mark.parametrize("direction", Direction)
 @pytest.mark.parametrize("death", [SystemExit(), KeyboardInterrupt(), GeneratorExit()], ids=repr)
 def test_what_a_dying_thread_leaves_behind_fails(
@@ -291,6 +292,7 @@ def test_draining_with_a_dead_thread(bench: Bench) -> None:
 # Closing
 
 
+@pytest.mark.proves("I6")
 def test_closing_finishes_copies_and_leaves_them_to_poll(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -317,6 +319,7 @@ def test_closing_finishes_copies_and_leaves_them_to_poll(
     assert bench.poll() == []
 
 
+@pytest.mark.proves("I6")
 def test_closing_after_a_death_that_poll_has_not_seen(bench: Bench) -> None:
     bench.backend.errors[1] = SystemExit()
     bench.submit(1, 2)
@@ -339,6 +342,7 @@ STEPS = st.lists(
 )
 
 
+@pytest.mark.proves("I5")
 @given(STEPS)
 def test_every_transfer_ends_once_in_order_and_as_it_went(steps: list[tuple[str, object]]) -> None:
     bench = Bench()

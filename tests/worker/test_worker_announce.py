@@ -64,6 +64,7 @@ def test_an_end_that_cannot_be_waited_for_is_not_announced(rank: Rank) -> None:
     assert rank.step(StepMetadata([load(0, "r")])) == NOTHING
 
 
+@pytest.mark.proves("I3")
 def test_with_states_nothing_is_announced(monkeypatch: pytest.MonkeyPatch) -> None:
     """vLLM moves the state that a request goes on from before the step's hooks run."""
     monkeypatch.setattr(KVCacheConfig, "has_mamba_layers", True)

@@ -25,6 +25,7 @@ LOAD, STORE = Direction.LOAD, Direction.STORE
 # Submitting
 
 
+@pytest.mark.proves("I3")
 def test_loads_start_before_the_forward_and_stores_after_it(rank: Rank) -> None:
     rank.worker.bind(StepMetadata([load(0, "r")], [store(1)]))
     rank.flush()
@@ -37,6 +38,7 @@ def test_loads_start_before_the_forward_and_stores_after_it(rank: Rank) -> None:
     assert (rank.backend.copied(LOAD), rank.backend.copied(STORE)) == ([0], [1])
 
 
+@pytest.mark.proves("I4")
 def test_a_hook_that_is_called_again_submits_nothing(rank: Rank) -> None:
     metadata = StepMetadata([load(0, "r"), load(1, "s")], [store(2)])
     for _ in range(2):
@@ -61,6 +63,7 @@ def test_stores_that_a_step_has_left_start_with_the_next_one(rank: Rank) -> None
     assert (rank.backend.copied(LOAD), rank.backend.copied(STORE)) == ([1], [0])
 
 
+@pytest.mark.proves("I3")
 def test_a_barrier_is_taken_when_the_hook_is_called(rank: Rank) -> None:
     rank.worker.bind(StepMetadata([load(0, "r"), load(1, "s")], [store(2)]))
     assert len(rank.backend.marks) == 1

@@ -53,6 +53,7 @@ def test_a_load_waits_for_the_compute_that_reads_its_blocks(
     np.testing.assert_array_equal(sides.device_pages()[0], sides.host_pages()[0])
 
 
+@pytest.mark.proves("I3")
 def test_without_its_barrier_a_store_reads_too_soon(make_sides: MakeSides) -> None:
     """So the two tests above can see a barrier that is missing."""
     sides = make_sides()
