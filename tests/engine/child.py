@@ -1,11 +1,9 @@
 """Runs engines in a process of their own: ``python -m tests.engine.child JOB RESULT``.
 
-The engine core lives in this process, so that its scheduler can be read; with several ranks
-vLLM's multiprocessing executor starts one process a rank.
+The engine core lives in this process, so that tests can read its scheduler. With several ranks,
+vLLM's multiprocessing executor starts one process per rank.
 """
 
-import gc
-import itertools
 import logging
 import sys
 import threading
@@ -17,15 +15,8 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-import tqdm
-from vllm import SamplingParams
-from vllm.config import KVTransferConfig
-from vllm.distributed.kv_transfer import ensure_kv_transfer_shutdown, get_kv_transfer_group
-from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
 from vllm.engine.arg_utils import EngineArgs
-from vllm.inputs import TokensPrompt
 from vllm.outputs import RequestOutput
-from vllm.sampling_params import RequestOutputKind
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.engine.core_client import InprocClient
 from vllm.v1.engine.llm_engine import LLMEngine
@@ -33,12 +24,12 @@ from vllm.v1.metrics.reader import Counter, get_metrics_snapshot
 
 import tests.engine.random_weights  # noqa: F401 - vLLM's loaders have it from here on
 from simple_offload import SimpleCPUOffloadConnector
-from simple_offload.backends.base import Direction
-from simple_offload.metadata import StepMetadata, Transfer
+from simple_offload.metadata import StepMetadata
 from simple_offload.scheduler.manager import OffloadScheduler
 from simple_offload.worker.host_pool import HostPool
-from tests.engine.harness import tell_stacks_when_asked
+from tests.engine.harness import prepare_child
 from tests.engine.ray_cluster import local_cluster
+from tests.engine.requests import answer_of, clean_up_process, engine_args, greedy, prompt_of
 from tests.engine.spec import (
     Answer,
     Ask,
@@ -55,16 +46,16 @@ HostChunk = list[torch.Tensor]
 
 
 def run_engine(spec: EngineSpec) -> EngineResult:
-    """Start the engine, play the rounds, read its books, shut it down."""
+    """Start the engine, play the rounds, check its state, shut it down."""
     result = EngineResult()
     threads_before = set(threading.enumerate())
     with _connector_warnings(result.warnings), _loads(result.loads), _host_chunks() as chunks:
         try:
-            engine = LLMEngine.from_engine_args(_engine_args(spec))
+            engine = LLMEngine.from_engine_args(engine_args(spec, EngineArgs))
             result.started = True
             try:
                 result.rounds = Player(engine, result, chunks).play(spec.rounds)
-                _read_books(engine, result)
+                _read_state(engine, result)
                 result.metrics = _counters()
             finally:
                 engine.engine_core.shutdown()
@@ -83,7 +74,7 @@ class Player:
         self.result = result
         self.chunks = chunks
         self.scheduler = _scheduler_of(engine)
-        self._said: dict[str, tuple[int, ...]] = {}  # by ask id: prompt and answer
+        self._dialogs: dict[str, tuple[int, ...]] = {}  # ask id -> prompt and answer
 
     def play(self, rounds: tuple[Round, ...]) -> list[dict[str, Answer]]:
         """Play all rounds, then step until the last store has ended."""
@@ -97,8 +88,6 @@ class Player:
             assert self.engine.reset_prefix_cache(reset_connector=each.reset == "both")
         if each.corrupt_a_block:
             self._corrupt_first_load()
-        if each.failing_copies is not None:
-            self._let_copies_fail(each.failing_copies)
         batches = [each.asks] if each.together else [(ask,) for ask in each.asks]
         answers: dict[str, Answer] = {}
         for batch in batches:
@@ -110,13 +99,13 @@ class Player:
         open_asks: dict[str, Ask] = {}
         prompts: dict[str, tuple[int, ...]] = {}
         for ask in asks:
-            before = () if ask.follows is None else self._said[ask.follows]
+            before = () if ask.follows is None else self._dialogs[ask.follows]
             prompts[ask.id] = (*before, *ask.prompt)
             open_asks[f"{number}/{ask.id}"] = ask
             self.engine.add_request(
                 f"{number}/{ask.id}",
-                _prompt(prompts[ask.id], ask.cache_salt),
-                _greedy(ask.max_tokens, ask.sampling),
+                prompt_of(prompts[ask.id], ask.cache_salt),
+                greedy(ask.max_tokens, **ask.sampling),
             )
         while open_asks:
             for output in self.engine.step():
@@ -126,9 +115,9 @@ class Player:
                     continue  # aborted while this step ran
                 if output.finished:
                     del open_asks[output.request_id]
-                    answer = _answer_of(output)
+                    answer = answer_of(output)
                     answers[open_ask.id] = answer
-                    self._said[open_ask.id] = (*prompts[open_ask.id], *answer.tokens)
+                    self._dialogs[open_ask.id] = (*prompts[open_ask.id], *answer.tokens)
                 elif open_ask.abort_after is not None and (
                     len(output.outputs[0].token_ids) >= open_ask.abort_after
                 ):
@@ -141,8 +130,8 @@ class Player:
             self.engine.step()
 
     def _corrupt_first_load(self) -> None:
-        """Turn the sign of one host block's bytes, read as floats, in every region, once a
-        step has planned a load of it and before that load is submitted."""
+        """Negate the floats of one host block, in every region, once: after a step has planned
+        its load and before the load is submitted."""
         connector = self.scheduler.connector
         build = connector.build_connector_meta
 
@@ -158,75 +147,8 @@ class Player:
 
         connector.build_connector_meta = build_and_corrupt
 
-    def _let_copies_fail(self, every: int) -> None:
-        """Let every so many-th copy, whichever its direction, move nothing and raise."""
-        worker: Any = get_kv_transfer_group()
-        backend = worker.worker._backend
-        copy = backend.copy
-        numbers = itertools.count(1)
 
-        def copy_or_fail(direction: Direction, transfer: Transfer, barrier: Any) -> Any:
-            if next(numbers) % every == 0:
-                self.result.failed_copies += 1
-                raise OSError("this copy fails on purpose")
-            return copy(direction, transfer, barrier)
-
-        backend.copy = copy_or_fail
-
-
-def _prompt(tokens: tuple[int, ...], cache_salt: str | None) -> TokensPrompt:
-    prompt = TokensPrompt(prompt_token_ids=list(tokens))
-    if cache_salt is not None:
-        prompt["cache_salt"] = cache_salt
-    return prompt
-
-
-def _greedy(max_tokens: int, others: dict[str, Any]) -> SamplingParams:
-    usual: dict[str, Any] = {
-        "max_tokens": max_tokens,
-        "temperature": 0.0,
-        "ignore_eos": True,
-        "logprobs": 2,
-        "detokenize": False,
-    }
-    if others.get("n", 1) > 1:
-        usual["output_kind"] = RequestOutputKind.FINAL_ONLY
-    return SamplingParams(**usual | others)
-
-
-def _answer_of(output: RequestOutput) -> Answer:
-    completions = output.outputs
-    tokens = [token for completion in completions for token in completion.token_ids]
-    logprobs = [
-        {token: entry.logprob for token, entry in (at or {}).items()}
-        for completion in completions
-        for at in completion.logprobs or ()
-    ]
-    ranked = [sorted(at.values(), reverse=True) for at in logprobs]
-    return Answer(
-        tokens=tokens,
-        logprobs=[at[token] for at, token in zip(logprobs, tokens, strict=True)],
-        leads=[best - second for best, second, *_ in ranked],
-        num_cached_tokens=output.num_cached_tokens or 0,
-    )
-
-
-def _engine_args(spec: EngineSpec) -> EngineArgs:
-    transfer = None
-    if spec.connector is not None:
-        transfer = KVTransferConfig(
-            **{
-                "kv_connector": "SimpleCPUOffloadConnector",
-                "kv_connector_module_path": "simple_offload",
-                "kv_role": "kv_both",
-                "kv_connector_extra_config": spec.connector,
-                **spec.transfer_arguments,
-            }
-        )
-    return EngineArgs(model=str(spec.model), kv_transfer_config=transfer, **spec.arguments)
-
-
-def _read_books(engine: LLMEngine, result: EngineResult) -> None:
+def _read_state(engine: LLMEngine, result: EngineResult) -> None:
     scheduler = _scheduler_of(engine)
     result.device_pool = _pool_state(scheduler.kv_cache_manager.block_pool)
     connector = _our_connector(scheduler)
@@ -244,7 +166,7 @@ def _read_books(engine: LLMEngine, result: EngineResult) -> None:
 
 
 def _our_connector(scheduler: Any) -> Any:
-    """The connector's scheduler side, also where it is one of several."""
+    """The connector's scheduler side, also as one of several."""
     several = getattr(scheduler.connector, "sub_connectors", [scheduler.connector])
     ours = [each for each in several if isinstance(each, SimpleCPUOffloadConnector)]
     return ours[0] if ours else None
@@ -271,7 +193,7 @@ def _counters() -> dict[str, float]:
 
 @contextmanager
 def _connector_warnings(messages: list[str]) -> Iterator[None]:
-    """Append to ``messages`` what the package logs as a warning or worse."""
+    """Append the package's log messages from level WARNING on to ``messages``."""
 
     class Listener(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:
@@ -291,7 +213,7 @@ def _connector_warnings(messages: list[str]) -> Iterator[None]:
 
 @contextmanager
 def _ray_cluster(spec: EngineSpec) -> Iterator[None]:
-    """The cluster that an engine needs whose ranks Ray starts."""
+    """A Ray cluster, if the engine's executor needs one."""
     if spec.arguments.get("distributed_executor_backend") != "ray":
         yield
         return
@@ -301,47 +223,44 @@ def _ray_cluster(spec: EngineSpec) -> Iterator[None]:
 
 @contextmanager
 def _loads(loads: list[tuple[int, int]]) -> Iterator[None]:
-    """Append to ``loads`` the first and the last host block of each that is planned."""
+    """Append the first and the last host block of each planned load to ``loads``."""
     build = OffloadScheduler.build_connector_meta
 
-    def build_and_note(self: OffloadScheduler, scheduler_output: Any) -> StepMetadata:
+    def build_and_record(self: OffloadScheduler, scheduler_output: Any) -> StepMetadata:
         metadata = build(self, scheduler_output)
         loads.extend(
             (int(load.host_blocks[0]), int(load.host_blocks[-1])) for load in metadata.loads
         )
         return metadata
 
-    with patch.object(OffloadScheduler, "build_connector_meta", build_and_note):
+    with patch.object(OffloadScheduler, "build_connector_meta", build_and_record):
         yield
 
 
 @contextmanager
 def _host_chunks() -> Iterator[list[HostChunk]]:
-    """The chunks of host blocks that the connector opens in this process meanwhile."""
+    """The chunks of host blocks that the connector opens in this process during the context."""
     chunks: list[HostChunk] = []
     cut = HostPool._cut
 
-    def cut_and_note(self: HostPool, memory: torch.Tensor, num_blocks: int) -> HostChunk:
+    def cut_and_record(self: HostPool, memory: torch.Tensor, num_blocks: int) -> HostChunk:
         chunk = cut(self, memory, num_blocks)
         chunks.append(chunk)
         return chunk
 
-    with patch.object(HostPool, "_cut", cut_and_note):
+    with patch.object(HostPool, "_cut", cut_and_record):
         yield chunks
     chunks.clear()
 
 
 def main(job_path: Path, result_path: Path) -> None:
-    tell_stacks_when_asked()
-    tqdm.tqdm.monitor_interval = 0  # else the first progress bar leaves a thread behind
+    prepare_child()
     job = Job.model_validate_json(job_path.read_text())
     results = []
     for spec in job.engines:
         with _ray_cluster(spec):
             results.append(run_engine(spec))
-        gc.collect()
-        ensure_kv_transfer_shutdown()  # a start that failed half-way leaves its connector
-        cleanup_dist_env_and_memory()
+        clean_up_process()
     result_path.write_text(JobResult(results=results).model_dump_json())
 
 

@@ -1,4 +1,4 @@
-"""Runs engine jobs in child processes, with a deadline, and leaves no process behind."""
+"""Runs engines in child processes with a deadline, and leaves no process behind."""
 
 import contextlib
 import faulthandler
@@ -13,19 +13,18 @@ from collections.abc import Iterable
 from pathlib import Path
 
 import psutil
-
-from tests.engine.spec import EngineResult, EngineSpec, Job, JobResult
+import tqdm
 
 ROOT = Path(__file__).resolve().parents[2]
 DEADLINE_SECONDS = 270.0
 GRACE_SECONDS = 10.0
 STACKS_SECONDS = 3.0
-"""A stuck child gets so long to write its stacks."""
+"""Time for a stuck child to write its stacks."""
 LOG_TAIL_CHARACTERS = 6000
 
 
 class EngineJobFailed(AssertionError):
-    """The child ended without a result, did not end, or left processes behind."""
+    """The child failed, did not end, or left processes behind."""
 
 
 def engine_environment(**extra: str) -> dict[str, str]:
@@ -44,28 +43,31 @@ def engine_environment(**extra: str) -> dict[str, str]:
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         # Greedy sampling needs none, and it comes with vLLM on some GPU hosts only.
         "VLLM_USE_FLASHINFER_SAMPLER": "0",
+        # vLLM compiles a few small functions even with enforce_eager: ten seconds per process.
+        "TORCHDYNAMO_DISABLE": "1",
     }
     return environment | extra
 
 
-def run_engines(
-    directory: Path, *specs: EngineSpec, deadline: float = DEADLINE_SECONDS
-) -> list[EngineResult]:
-    """Run the engines one after another in one child process; one result for each.
+def run_child(
+    directory: Path,
+    module: str,
+    *arguments: str | Path,
+    deadline: float = DEADLINE_SECONDS,
+    **environment: str,
+) -> Path:
+    """Run ``python -m module arguments`` to its end; return its log, ``directory``/engine.log.
 
-    ``directory`` keeps the job, the result and the engines' log. Raises EngineJobFailed, with
-    the end of the log, when there is no result within ``deadline`` seconds or when a process
-    outlives the child. All processes are gone on return, whatever happened.
+    Raises EngineJobFailed, with the end of the log, if the child fails, runs for more than
+    ``deadline`` seconds or leaves a process behind. No process of it is alive on return.
     """
     directory.mkdir(parents=True, exist_ok=True)
-    job_path, result_path = directory / "job.json", directory / "result.json"
     log_path = directory / "engine.log"
-    job_path.write_text(Job(engines=specs).model_dump_json())
     with log_path.open("wb") as log:
         child = subprocess.Popen(
-            [sys.executable, "-m", "tests.engine.child", str(job_path), str(result_path)],
+            [sys.executable, "-m", module, *map(str, arguments)],
             cwd=ROOT,
-            env=engine_environment(),
+            env=engine_environment(**environment),
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=subprocess.STDOUT,
@@ -74,32 +76,29 @@ def run_engines(
     try:
         status = wait_for(child, deadline)
     finally:
-        leftovers = processes_left(child.pid, within=GRACE_SECONDS if child.returncode == 0 else 0)
+        left = processes_left(child.pid, within=GRACE_SECONDS if child.returncode == 0 else 0)
         kill_session(child.pid)
         child.wait()
         _remove_rendezvous_files(log_path)
     if status is None:
         raise EngineJobFailed(f"no end within {deadline:.0f} s\n{log_tail(log_path)}")
-    if status != 0 or not result_path.exists():
-        raise EngineJobFailed(f"the child ended with status {status}\n{log_tail(log_path)}")
-    if leftovers:
-        raise EngineJobFailed(f"processes left behind: {leftovers}\n{log_tail(log_path)}")
-    results = JobResult.model_validate_json(result_path.read_text()).results
-    return [result.model_copy(update={"log": log_path}) for result in results]
+    if status != 0 or left:
+        raise EngineJobFailed(
+            f"the child ended with status {status}, processes left: {left}\n{log_tail(log_path)}"
+        )
+    return log_path
 
 
-def tell_stacks_when_asked() -> None:
-    """Have this process write all its threads' stacks to its log when ``wait_for`` asks for them.
-
-    Not by the clock, as long as all is well: to walk the stacks of threads that run may crash
-    the process (seen with Python 3.12 in the midst of compiled code).
-    """
+def prepare_child() -> None:
+    """Make this process one that ``wait_for`` and counts of its threads work with."""
+    # Not by the clock: to walk the stacks of running threads may crash the process (seen with
+    # Python 3.12 inside compiled code).
     faulthandler.register(signal.SIGUSR1, all_threads=True)
+    tqdm.tqdm.monitor_interval = 0  # else the first progress bar leaves a thread behind
 
 
 def wait_for(child: "subprocess.Popen[bytes]", deadline: float) -> int | None:
-    """The child's exit status; None, and its stacks in its log, if it has not ended within
-    ``deadline`` seconds."""
+    """The child's exit status; None after ``deadline`` seconds, with its stacks in its log."""
     try:
         return child.wait(timeout=deadline)
     except subprocess.TimeoutExpired:
@@ -137,8 +136,8 @@ def log_tail(path: Path | None) -> str:
 
 
 def _remove_rendezvous_files(log_path: Path) -> None:
-    """Remove what ranks on CPUs met by: vLLM (with a connector or without) leaves the shared
-    memory of its CPU communicator and, sometimes, the file that names the group."""
+    """Remove the files of vLLM's CPU communicator: it leaves its shared memory and, sometimes, the
+    file that names the group, with a connector or without."""
     for group in set(re.findall(r"vllm_dist_[0-9a-f]{32}", log_path.read_text(errors="replace"))):
         for directory in (Path("/dev/shm"), Path(tempfile.gettempdir())):
             for path in directory.glob(f"{group}*"):

@@ -1,35 +1,46 @@
-"""Models and engines that several tests look at: each is made once a session, when first used."""
+"""Models and engines that tests share: each is made once a session, when first used."""
 
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from examples.random_model import Architecture, save_random_model
-from tests.engine.harness import DEADLINE_SECONDS, EngineJobFailed, run_engines
-from tests.engine.spec import EngineResult, EngineSpec, Round
-from tests.engine.workloads import full_workload
+from tests.engine.harness import DEADLINE_SECONDS, EngineJobFailed, run_child
+from tests.engine.spec import EngineResult, EngineSpec, Job, JobResult, Round
+from tests.engine.workloads import COLD, full_workload
 
 BLOCK_SIZE = 32
 
 DEVICE_BLOCKS: Mapping[Architecture, int] = {"llama": 24, "qwen3": 24, "gemma3": 48}
-"""One and a half requests' worth at most. Gemma's layers share a pool in three groups."""
+"""At most one and a half requests. Gemma's layers share a pool in three groups."""
 
 HOST_BLOCKS = 800
 """More than all rounds together store."""
 
-FEW_HOST_BLOCKS: Mapping[Architecture, int] = {"llama": 60, "qwen3": 60, "gemma3": 120}
-"""So few that the host tier evicts too."""
+NUM_AGAIN = 4
+"""Requests of COLD that shorter rounds repeat. The last one shares its beginning with the first."""
+
+SMALL_STEPS: dict[str, Any] = {
+    "max_num_seqs": 2,
+    "max_num_batched_tokens": 64,
+    "num_gpu_blocks_override": 96,
+}
+"""A device with more free blocks than lazy stores look ahead, and too few for the workload."""
 
 
-class Trio(NamedTuple):
-    """The same workload on three engines."""
+class Engines(NamedTuple):
+    """Engines of one child process."""
 
     plain: EngineResult
-    """Without the connector."""
-    roomy: EngineResult
-    """With a host tier that holds everything."""
-    tight: EngineResult
-    """With a host tier that evicts."""
+    """The full workload without the connector."""
+    tier: EngineResult
+    """The full workload, then ``_isolated_rounds``, with a host tier that holds everything."""
+    control: EngineResult
+    """Two rounds of NUM_AGAIN requests; the second one loads a corrupted host block."""
+    lazy: EngineResult
+    """The full workload with lazy stores."""
+    refused: EngineResult
+    """An engine whose connector has a misspelt key."""
 
 
 class Runs:
@@ -38,8 +49,7 @@ class Runs:
     def __init__(self, directory: Path) -> None:
         self.directory = directory
         self._models: dict[Architecture, Path] = {}
-        self._trios: dict[Architecture, Trio] = {}
-        self._failures: dict[str, EngineJobFailed] = {}
+        self._results: dict[str, dict[str, EngineResult] | EngineJobFailed] = {}
 
     def model(self, architecture: Architecture) -> Path:
         """A small random model."""
@@ -50,14 +60,15 @@ class Runs:
 
     def spec(
         self,
-        architecture: Architecture = "llama",
+        architecture: Architecture = "gemma3",
         *,
         connector: dict[str, Any] | None,
         rounds: tuple[Round, ...] | None = None,
         transfer_arguments: dict[str, Any] | None = None,
         **arguments: Any,
     ) -> EngineSpec:
-        """An engine whose device pool is small; ``arguments`` are for EngineArgs."""
+        """An engine with a small device pool; ``arguments`` are for EngineArgs. Without ``rounds``:
+        the full workload."""
         usual = {
             "skip_tokenizer_init": True,
             "dtype": "float32",
@@ -77,28 +88,23 @@ class Runs:
             rounds=full_workload() if rounds is None else rounds,
         )
 
-    def plain(self, architecture: Architecture = "llama") -> EngineResult:
+    def plain(self, architecture: Architecture = "gemma3") -> EngineResult:
         """The full workload without the connector."""
-        return self.trio(architecture).plain
+        return self.engines(architecture).plain
 
-    def trio(self, architecture: Architecture) -> Trio:
-        """The full workload without and with the connector."""
-        if architecture not in self._trios:
-            self._trios[architecture] = self.run_trio(architecture, full_workload())
-        return self._trios[architecture]
-
-    def run_trio(self, architecture: Architecture, rounds: tuple[Round, ...]) -> Trio:
-        """Three engines in one child process, for rounds that no other test needs."""
-        connectors = [
-            None,
-            {"num_cpu_blocks": HOST_BLOCKS},
-            {"num_cpu_blocks": FEW_HOST_BLOCKS[architecture]},
-        ]
-        specs = [
-            self.spec(architecture, connector=connector, rounds=rounds) for connector in connectors
-        ]
-        directory = self.directory / f"trio-{len(list(self.directory.glob('trio-*')))}"
-        return Trio(*run_engines(directory, *specs))
+    def engines(self, architecture: Architecture) -> Engines:
+        """The engines that most tests of an architecture look at."""
+        host = {"num_cpu_blocks": HOST_BLOCKS}
+        full = full_workload()
+        isolated, control = _isolated_rounds(full[COLD]), _control_rounds(full[COLD])
+        specs = {
+            "plain": self.spec(architecture, connector=None),
+            "tier": self.spec(architecture, connector=host, rounds=(*full, *isolated)),
+            "control": self.spec(architecture, connector=host, rounds=control),
+            "lazy": self.spec(architecture, connector=host | {"lazy_offload": True}, **SMALL_STEPS),
+            "refused": self.spec(architecture, connector={"cpu_byte_to_use": "1GiB"}),
+        }
+        return Engines(**self.run(f"engines-{architecture}", specs))
 
     def run(
         self,
@@ -107,13 +113,62 @@ class Runs:
         *,
         deadline: float = DEADLINE_SECONDS,
     ) -> dict[str, EngineResult]:
-        """Run engines in one child process, by name, within ``deadline`` seconds in all. A job
-        that has failed is not run again: that would take minutes, and overwrite its log."""
-        if name in self._failures:
-            raise self._failures[name]
-        try:
-            results = run_engines(self.directory / name, *specs.values(), deadline=deadline)
-        except EngineJobFailed as failure:
-            self._failures[name] = failure
-            raise
-        return dict(zip(specs, results, strict=True))
+        """Run engines in one child process, by name, within ``deadline`` seconds in all; once per
+        ``name``. Raises EngineJobFailed, again if the job has failed before."""
+        if name not in self._results:
+            try:
+                results = run_engines(self.directory / name, *specs.values(), deadline=deadline)
+            except EngineJobFailed as failure:
+                self._results[name] = failure
+            else:
+                self._results[name] = dict(zip(specs, results, strict=True))
+        found = self._results[name]
+        if isinstance(found, EngineJobFailed):
+            raise found
+        return found
+
+
+def run_engines(
+    directory: Path, *specs: EngineSpec, deadline: float = DEADLINE_SECONDS
+) -> list[EngineResult]:
+    """Run the engines one after another in one child process. Raises EngineJobFailed.
+
+    ``directory`` keeps the job, the results and the engines' log.
+    """
+    directory.mkdir(parents=True, exist_ok=True)
+    job_path, result_path = directory / "job.json", directory / "result.json"
+    job_path.write_text(Job(engines=specs).model_dump_json())
+    environment = {}
+    if not all(spec.arguments["enforce_eager"] for spec in specs):
+        environment["TORCHDYNAMO_DISABLE"] = "0"
+    log = run_child(
+        directory,
+        "tests.engine.child",
+        job_path,
+        result_path,
+        deadline=deadline,
+        **environment,
+    )
+    results = JobResult.model_validate_json(result_path.read_text()).results
+    return [result.model_copy(update={"log": log}) for result in results]
+
+
+SALTED, SALTED_AGAIN, OTHER_SALT, EMPTIED = range(-4, 0)
+"""Numbers of the isolated rounds, from the end."""
+
+
+def _isolated_rounds(cold: Round) -> tuple[Round, ...]:
+    """A few of the requests with a salt, again, with another salt, and after a reset of both
+    tiers."""
+
+    def again(salt: str | None, reset: Any) -> Round:
+        asks = (ask.model_copy(update={"cache_salt": salt}) for ask in cold.asks[:NUM_AGAIN])
+        return Round(asks=tuple(asks), together=False, reset=reset)
+
+    return again("a", "none"), again("a", "device"), again("b", "device"), again(None, "both")
+
+
+def _control_rounds(cold: Round) -> tuple[Round, ...]:
+    """A few of the requests twice, the second time from host memory with one wrong block."""
+    few = cold.model_copy(update={"asks": cold.asks[:NUM_AGAIN]})
+    return few, few.model_copy(update={"reset": "device", "corrupt_a_block": True})

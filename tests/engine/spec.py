@@ -1,4 +1,4 @@
-"""What an engine is asked to do in a child process, and what it answered: both travel as JSON."""
+"""The work of an engine in a child process, and its results; both travel as JSON."""
 
 from pathlib import Path
 from typing import Any, Literal
@@ -14,34 +14,32 @@ class Ask(BaseModel):
     id: str
     prompt: tuple[int, ...]
     follows: str | None = None
-    """Id of an earlier request; its whole prompt and answer come before ``prompt``."""
+    """Id of an earlier request, whose prompt and answer precede ``prompt``."""
     max_tokens: int
     cache_salt: str | None = None
     """Only requests of the same salt may share cached blocks."""
     sampling: dict[str, Any] = {}
-    """SamplingParams other than the usual. Of several answers, one comes behind the other."""
+    """SamplingParams that override the greedy ones. Several completions are concatenated."""
     abort_after: int | None = None
-    """Abort the request once it has this many tokens; its answer is then not reported."""
+    """Abort the request once its answer has this many tokens; the answer is then not reported."""
 
 
 class Round(BaseModel):
-    """Requests that the engine finishes before the next round begins."""
+    """Requests that finish before the next round begins."""
 
     model_config = ConfigDict(frozen=True)
 
     asks: tuple[Ask, ...]
     together: bool
-    """Whether all requests are handed over at once, or each after the one before has ended."""
+    """Whether all requests are added at once; else each follows the end of the one before."""
     reset: Literal["none", "device", "both"] = "none"
-    """Prefix caches to empty before the round."""
+    """Prefix caches to reset before the round."""
     corrupt_a_block: bool = False
-    """Overwrite one host block just before the first load of this round copies it."""
-    failing_copies: int | None = None
-    """From this round on, every so many-th copy raises an exception."""
+    """Overwrite one host block just before this round's first load copies it."""
 
 
 class EngineSpec(BaseModel):
-    """One engine, from its start over its rounds to its end."""
+    """One engine: its start, its rounds, its shutdown."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -49,59 +47,58 @@ class EngineSpec(BaseModel):
     arguments: dict[str, Any]
     """For vLLM's EngineArgs."""
     connector: dict[str, Any] | None
-    """``kv_connector_extra_config``; None runs without a connector."""
+    """``kv_connector_extra_config``; None: no connector."""
     transfer_arguments: dict[str, Any] = {}
-    """For vLLM's KVTransferConfig, beyond what selects the connector."""
+    """For vLLM's KVTransferConfig; they override those that select the connector."""
     rounds: tuple[Round, ...]
 
 
 class Answer(BaseModel):
-    """What one request got. One entry a token in the three lists."""
+    """The answer to one request; the three lists have one entry per token."""
 
-    model_config = ConfigDict(ser_json_inf_nan="constants")  # of a model that reads a wrong block
+    model_config = ConfigDict(ser_json_inf_nan="constants")  # after a wrong block
 
     tokens: list[int]
     logprobs: list[float]
     leads: list[float]
-    """How far the best token's logprob lay before the second best's."""
+    """Logprob of the best token less that of the second best."""
     num_cached_tokens: int
 
 
 class PoolState(BaseModel):
-    """Blocks of one pool once nothing runs. The null block counts in neither."""
+    """Blocks of one pool at rest, without the null block."""
 
     free: int
     total: int
 
 
 class EngineResult(BaseModel):
-    """What one engine did. Counts cover its whole life."""
+    """The results of one engine, over its whole life."""
 
     rounds: list[dict[str, Answer]] = []
-    """Answers by request id, one dict for each round."""
+    """Per round: request id -> answer."""
     metrics: dict[str, float] = {}
-    """vLLM's counters, and ours, without the "vllm:" and without "_total"."""
+    """vLLM's counters and ours, without the prefix "vllm:" and the suffix "_total"."""
     device_pool: PoolState | None = None
     host_pool: PoolState | None = None
     integrity_problem: str | None = None
-    """What the connector's own check of its books had to say against them."""
+    """The failure of the connector's own check of its state at rest."""
     loads: list[tuple[int, int]] = []
-    """The first and the last host block of each load, as the ranks number them."""
+    """The first and the last host block of each load, in the ranks' numbering."""
     corrupted_blocks: int = 0
-    failed_copies: int = 0
     surviving_threads: list[str] = []
-    """Names of threads that the engine started and its shutdown left alive."""
+    """Names of the engine's threads that outlived its shutdown."""
     warnings: list[str] = []
-    """What the connector logged in this process, of level WARNING and above."""
+    """The connector's log messages in this process, from level WARNING on."""
     started: bool = False
     error: str | None = None
-    """Traceback of what ended the start or the rounds early."""
+    """Traceback of the exception that ended the start or the rounds."""
     log: Path | None = None
-    """What the child process printed, other engines' lines included."""
+    """Output of the child process, which includes that of other engines."""
 
 
 class Job(BaseModel):
-    """What one child process does: its engines run one after another."""
+    """The engines of one child process, which run one after another."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -109,6 +106,8 @@ class Job(BaseModel):
 
 
 class JobResult(BaseModel):
+    """The results of a job, in the order of its engines."""
+
     model_config = ConfigDict(ser_json_inf_nan="constants")
 
     results: list[EngineResult]

@@ -140,7 +140,12 @@ ENGINES: dict[str, dict[str, Engine]] = {
 def asks() -> tuple[Ask, ...]:
     """Prompts of a few hundred tokens: several blocks even where a block has 64 or 128."""
     return shared_prefix_asks(
-        "a", seed=3, system_lengths=(420, 290, 550), tails=3, tail_lengths=(66, 200)
+        "a",
+        seed=3,
+        system_lengths=(420, 290, 550),
+        tails=3,
+        tail_lengths=(66, 200),
+        max_tokens=24,
     )
 
 

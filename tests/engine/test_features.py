@@ -74,7 +74,7 @@ def pair(runs: Runs, request: pytest.FixtureRequest) -> Pair:
     plain, tier = (
         runs.run(f"features {drafts} {name}", {name: spec}, deadline=400)[name]
         for name, spec in {
-            name: runs.spec(connector=connector, rounds=rounds(drafts), **DRAFTING[drafts])
+            name: runs.spec("llama", connector=connector, rounds=rounds(drafts), **DRAFTING[drafts])
             for name, connector in (("plain", None), ("tier", CONNECTOR))
         }.items()
     )

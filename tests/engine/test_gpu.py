@@ -92,6 +92,7 @@ class GpuRuns:
         if connector is not None and where.few_blocks is not None:
             few = {"num_gpu_blocks_override": where.few_blocks}
         spec = self._runs.spec(
+            "llama",
             connector=None if connector is None else dict(connector),
             rounds=rounds(connector=connector is not None),
             **{**usual, **few, **mode, **arguments},

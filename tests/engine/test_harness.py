@@ -1,4 +1,4 @@
-"""What becomes of a child that does not end."""
+"""Children that do not end."""
 
 import subprocess
 import sys
@@ -8,13 +8,13 @@ from tests.engine.harness import ROOT, kill_session, wait_for
 
 STUCK = """
 import threading
-from tests.engine.harness import tell_stacks_when_asked
+from tests.engine.harness import prepare_child
 
 def wait_for_nothing():
     print("stuck", flush=True)
     threading.Event().wait()
 
-tell_stacks_when_asked()
+prepare_child()
 wait_for_nothing()
 """
 
@@ -34,7 +34,7 @@ def start(code: str, log: Path) -> "subprocess.Popen[bytes]":
     return child
 
 
-def test_a_stuck_child_tells_where(tmp_path: Path) -> None:
+def test_a_stuck_child_writes_its_stacks(tmp_path: Path) -> None:
     with start(STUCK, tmp_path / "log") as child:
         try:
             assert wait_for(child, 0.1) is None
@@ -44,7 +44,7 @@ def test_a_stuck_child_tells_where(tmp_path: Path) -> None:
     assert "wait_for_nothing" in (tmp_path / "log").read_text()
 
 
-def test_a_child_that_ends_says_nothing(tmp_path: Path) -> None:
+def test_a_child_that_ends_writes_no_stacks(tmp_path: Path) -> None:
     with start("print('here'); raise SystemExit(3)", tmp_path / "log") as child:
         assert wait_for(child, 60.0) == 3
     assert (tmp_path / "log").read_text() == ""

@@ -51,8 +51,8 @@ def run(runs: Runs, *, ours_first: bool) -> tuple[EngineResult, EngineResult]:
         },
     }
     specs = {
-        "plain": runs.spec(connector=None, rounds=rounds(), **ROOM),
-        "both": runs.spec(connector={}, rounds=rounds(), transfer_arguments=both, **ROOM),
+        "plain": runs.spec("llama", connector=None, rounds=rounds(), **ROOM),
+        "both": runs.spec("llama", connector={}, rounds=rounds(), transfer_arguments=both, **ROOM),
     }
     results = runs.run(name, specs)
     return results["plain"], results["both"]

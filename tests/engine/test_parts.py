@@ -1,4 +1,6 @@
-"""Host blocks of several device blocks: nobody can tell from the answers."""
+"""Host blocks of several device blocks: the answers do not change."""
+
+import pytest
 
 from tests.engine.compare import assert_nothing_left, assert_same_answers
 from tests.engine.runs import BLOCK_SIZE, HOST_BLOCKS, Runs
@@ -10,8 +12,8 @@ HOST_BLOCK_SIZE = NUM_PARTS * BLOCK_SIZE
 
 
 def workload() -> tuple[Round, ...]:
-    """Prompts with a common beginning that is no multiple of a host block, and prompts that are
-    one: their last token is computed again."""
+    """Prompts whose common beginning ends inside a host block, and prompts that end with one: their
+    last token is computed again."""
     asks = shared_prefix_asks(
         "a", seed=2, system_lengths=(230, 170), tails=2, tail_lengths=(90, 130), max_tokens=12
     )
@@ -25,11 +27,12 @@ def workload() -> tuple[Round, ...]:
     )
 
 
+@pytest.mark.slow
 def test_same_answers_with_loads_from_any_part_to_any_other(runs: Runs) -> None:
     connector = {"num_cpu_blocks": HOST_BLOCKS, "cpu_block_size": HOST_BLOCK_SIZE}
     specs = {
-        "plain": runs.spec(connector=None, rounds=workload()),
-        "parts": runs.spec(connector=connector, rounds=workload()),
+        "plain": runs.spec("llama", connector=None, rounds=workload()),
+        "parts": runs.spec("llama", connector=connector, rounds=workload()),
     }
     plain, parts = runs.run("parts", specs).values()
     assert_same_answers(plain.rounds, parts)

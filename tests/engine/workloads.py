@@ -1,4 +1,4 @@
-"""Rounds of prompts with shared prefixes, the same on every machine."""
+"""Rounds of prompts with shared prefixes, equal on every machine."""
 
 import random
 from collections.abc import Sequence
@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from tests.engine.spec import Ask, Round
 
 VOCABULARY = range(3, 512)
-"""Token ids that prompts are made of: those of a model with the default vocabulary."""
+"""Token ids of prompts: those of a random model of the default size."""
 
 
 def shared_prefix_asks(
@@ -14,13 +14,13 @@ def shared_prefix_asks(
     *,
     seed: int,
     system_lengths: Sequence[int] = (160, 230, 97),
-    tails: int = 4,
+    tails: int = 3,
     tail_lengths: tuple[int, int] = (33, 110),
-    max_tokens: int = 24,
+    max_tokens: int = 12,
 ) -> tuple[Ask, ...]:
     """``tails`` requests on each of several system prompts (lengths in tokens).
 
-    The requests of one system prompt lie apart, as those of different users do.
+    Requests of one system prompt do not follow each other: they are of different users.
     """
     rng = random.Random(seed)
     systems = [_tokens(rng, length) for length in system_lengths]
@@ -36,7 +36,7 @@ def shared_prefix_asks(
 
 
 def follow_ups(asks: Sequence[Ask], name: str, *, seed: int) -> tuple[Ask, ...]:
-    """The next turn of each conversation: its prompt, its answer, and some new tokens."""
+    """The next turn of each conversation: its prompt, its answer and a few new tokens."""
     rng = random.Random(seed)
     return tuple(
         Ask(
@@ -49,26 +49,28 @@ def follow_ups(asks: Sequence[Ask], name: str, *, seed: int) -> tuple[Ask, ...]:
     )
 
 
+COLD, TOGETHER, ABORTS, LONG, TURNS, TURNS_FROM_HOST = range(6)
+"""Numbers of the full workload's rounds."""
+
+
 def full_workload(seed: int = 6) -> tuple[Round, ...]:
-    """Everything a device pool of a few dozen blocks cannot hold: conversations repeated,
-    continued, aborted on the way, one by one and all together."""
+    """More than a device pool of a few dozen blocks holds: conversations repeated, aborted,
+    preempted and continued, one by one and all together."""
     rng = random.Random(seed)
     asks = shared_prefix_asks("a", seed=seed)
     turns = follow_ups(asks, "turn", seed=seed + 1)
     aborted = tuple(
-        ask.model_copy(update={"abort_after": rng.randint(1, 12)}) if index % 3 == 0 else ask
+        ask.model_copy(update={"abort_after": rng.randint(1, 8)}) if index % 3 == 0 else ask
         for index, ask in enumerate(_shuffled(rng, asks))
     )
     long = tuple(ask.model_copy(update={"max_tokens": 72}) for ask in _shuffled(rng, asks))
     return (
         Round(asks=asks, together=False),
-        Round(asks=asks, together=False),
         Round(asks=_shuffled(rng, asks), together=True),
-        Round(asks=turns, together=True),
         Round(asks=aborted, together=True),
         Round(asks=long, together=True),
-        Round(asks=_shuffled(rng, turns), together=False, reset="device"),
-        Round(asks=_shuffled(rng, long), together=True),
+        Round(asks=_shuffled(rng, turns), together=True),
+        Round(asks=turns, together=False, reset="device"),
     )
 
 

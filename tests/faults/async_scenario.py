@@ -1,8 +1,8 @@
-"""Pauses, sleep, resets and a shutdown of vLLM's server engine, with copies under way:
+"""Pauses, sleep, resets and a shutdown of vLLM's server engine, with copies in flight:
 ``python -m tests.faults.async_scenario SPEC RESULT``.
 
-The engine core and its worker are processes of their own here, as under ``vllm serve``. Every
-copy is late, so that there is always one in flight.
+The engine core and its worker are processes of their own, as under ``vllm serve``. Every copy is
+late, so that one is always in flight.
 """
 
 import asyncio
@@ -15,14 +15,13 @@ from typing import Any
 
 from pydantic import BaseModel
 from vllm.engine.arg_utils import AsyncEngineArgs
-from vllm.inputs import TokensPrompt
 from vllm.outputs import RequestOutput
 from vllm.v1.engine import PauseMode
 from vllm.v1.engine.async_llm import AsyncLLM
 
-from tests.engine.harness import tell_stacks_when_asked
+from tests.engine.harness import prepare_child
+from tests.engine.requests import answer_of, engine_args, greedy, prompt_of
 from tests.engine.spec import Answer, Ask, EngineSpec
-from tests.faults.live import answer_of, engine_args, greedy
 from tests.faults.plan import Fault
 from tests.faults.scenarios import OLD, new_asks
 
@@ -38,25 +37,25 @@ ALL_LATE = (
 
 
 class AsyncPhase(BaseModel):
-    """What happened around one call from outside."""
+    """The requests around one call to the engine."""
 
     answers: dict[str, Answer] = {}
-    """Of requests that were answered to their end."""
+    """Of requests that were not aborted."""
     reasons: dict[str, str | None] = {}
-    """Why each request ended."""
+    """The finish reason of each request."""
     free: bool
-    """Whether, at the end, vLLM found every device block free."""
+    """Whether every device block was free at the end."""
     facts: dict[str, Any] = {}
 
 
 class AsyncResult(BaseModel):
-    """By phase."""
+    """The phases of the scenario."""
 
     phases: dict[str, AsyncPhase] = {}
 
 
 class Requests:
-    """Requests under way on one engine."""
+    """Running requests of one engine."""
 
     def __init__(self, engine: AsyncLLM, phase: str, asks: Sequence[Ask]) -> None:
         self._engine = engine
@@ -67,23 +66,23 @@ class Requests:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens that have come so far."""
+        """Number of tokens so far."""
         return sum(len(output.outputs[0].token_ids) for output in self.outputs.values())
 
-    async def under_way(self, num_tokens: int) -> None:
-        """Wait until so many tokens have come."""
+    async def wait_for_tokens(self, num_tokens: int) -> None:
+        """Wait until ``num_tokens`` tokens have arrived."""
         while self.num_tokens < num_tokens:
             self._progress.clear()
             await self._progress.wait()
 
-    async def ended(self) -> None:
-        """Wait for all of them."""
+    async def wait_until_finished(self) -> None:
+        """Wait for the end of all requests."""
         await asyncio.gather(*self._tasks)
 
     async def _ask(self, ask: Ask) -> None:
-        prompt = TokensPrompt(prompt_token_ids=list(ask.prompt))
+        prompt, sampling = prompt_of(ask.prompt), greedy(ask.max_tokens)
         request_id = f"{self._phase}/{ask.id}"
-        async for output in self._engine.generate(prompt, greedy(ask.max_tokens), request_id):
+        async for output in self._engine.generate(prompt, sampling, request_id):
             self.outputs[ask.id] = output
             self._progress.set()
 
@@ -96,10 +95,10 @@ class Scenario:
         self.result = AsyncResult()
 
     async def play(self) -> None:
-        """All phases, and then a few requests that the shutdown finds."""
+        """Play all phases, then leave a few requests running for the shutdown."""
         calls: dict[str, Callable[[Requests], Awaitable[dict[str, Any]]]] = {
             "paused, requests kept": self._pause_keeping,
-            # The caches are cleared as soon as nothing is in flight.
+            # vLLM clears the caches as soon as nothing is in flight.
             "paused, requests awaited": partial(self._pause, mode="wait"),
             "paused, requests aborted": partial(self._pause, mode="abort"),
             "asleep": self._sleep,
@@ -113,7 +112,7 @@ class Scenario:
         name = "paused, requests kept, caches cleared"
         await self._around(name, self._pause_clearing, loading=True)
         last = Requests(self._engine, "shutdown", ASKED)
-        await last.under_way(num_tokens=1)
+        await last.wait_for_tokens(num_tokens=1)
 
     async def _around(
         self,
@@ -121,16 +120,16 @@ class Scenario:
         call: Callable[[Requests], Awaitable[dict[str, Any]]],
         loading: bool = False,
     ) -> None:
-        """Make the host tier hold ASKED and the device nothing; call in the midst of a round.
-        ``loading``: while ASKED are loaded, which takes a few steps here."""
-        await Requests(self._engine, f"{name}, before", ASKED).ended()
-        await self._forget_device()
+        """Store ASKED in the host tier, reset the device, and make the call while a round runs.
+        ``loading``: while ASKED are being loaded, which takes a few steps."""
+        await Requests(self._engine, f"{name}, before", ASKED).wait_until_finished()
+        await self._reset_device()
         number = len(self.result.phases) + 1
         new = new_asks(number)
         requests = Requests(self._engine, name, (*ASKED, *new) if loading else (*new, *ASKED))
-        await requests.under_way(num_tokens=1 if loading else 15)
+        await requests.wait_for_tokens(num_tokens=1 if loading else 15)
         facts = await call(requests)
-        await requests.ended()
+        await requests.wait_until_finished()
         finished = {
             ask_id: output.outputs[0].finish_reason for ask_id, output in requests.outputs.items()
         }
@@ -141,7 +140,7 @@ class Scenario:
                 if reason == "length"
             },
             reasons=finished,
-            free=await self._forget_device(),
+            free=await self._reset_device(),
             facts=facts,
         )
 
@@ -153,11 +152,11 @@ class Scenario:
         return {"tokens_while_paused": tokens_after - tokens_before, "paused": paused}
 
     async def _pause_clearing(self, _: Requests) -> dict[str, Any]:
-        """Requests that load keep their blocks, which vLLM then refuses to clear."""
+        """vLLM refuses to clear the cache while requests that load keep their blocks."""
         refused = ""
         try:
             await self._engine.pause_generation(mode="keep", clear_cache=True)
-        except Exception as error:  # noqa: BLE001 - the engine's process tells nothing but the text
+        except Exception as error:  # noqa: BLE001 - of the engine's error only the text arrives
             refused = str(error)
         paused = await self._engine.is_paused()
         await self._engine.resume_generation()
@@ -169,7 +168,7 @@ class Scenario:
         paused = await self._engine.is_paused()
         tokens_while_paused = late.num_tokens
         await self._engine.resume_generation()
-        await late.ended()
+        await late.wait_until_finished()
         (output,) = late.outputs.values()
         return {
             "paused": paused,
@@ -178,7 +177,7 @@ class Scenario:
         }
 
     async def _sleep(self, _: Requests) -> dict[str, Any]:
-        """Level 0, the only one that a CPU has: the scheduler alone sleeps."""
+        """Level 0, the only one on CPUs: only the scheduler sleeps."""
         await self._engine.sleep(level=0, mode="wait")
         asleep = await self._engine.is_sleeping()
         await self._engine.wake_up(["scheduling"])
@@ -187,11 +186,11 @@ class Scenario:
     async def _reset(self, _: Requests, **how: bool) -> dict[str, Any]:
         try:
             return {"reset": await self._engine.reset_prefix_cache(**how)}
-        except Exception as error:  # noqa: BLE001 - the engine's process tells nothing but the text
+        except Exception as error:  # noqa: BLE001 - of the engine's error only the text arrives
             return {"reset": str(error)}
 
-    async def _forget_device(self) -> bool:
-        """Empty the device's cache as soon as every block is free."""
+    async def _reset_device(self) -> bool:
+        """Reset the device's cache as soon as every block is free; False if that never happens."""
         deadline = time.monotonic() + RESET_SECONDS
         while not await self._engine.reset_prefix_cache():
             if time.monotonic() > deadline:
@@ -201,7 +200,7 @@ class Scenario:
 
 
 async def run(spec: EngineSpec) -> AsyncResult:
-    """Start, play, shut down twice in the midst of a round."""
+    """Start, play, and shut down twice during a round."""
     engine = AsyncLLM.from_engine_args(engine_args(spec, AsyncEngineArgs))
     scenario = Scenario(engine)
     try:
@@ -214,7 +213,7 @@ async def run(spec: EngineSpec) -> AsyncResult:
 
 def main(spec_path: Path, result_path: Path) -> None:
     """Run it."""
-    tell_stacks_when_asked()
+    prepare_child()
     spec = EngineSpec.model_validate_json(spec_path.read_text())
     result = asyncio.run(run(spec))
     result_path.write_text(result.model_dump_json())

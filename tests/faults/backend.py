@@ -1,4 +1,4 @@
-"""FaultyBackend: a real backend, some of whose copies go wrong."""
+"""FaultyBackend: a real backend with planned faults."""
 
 import logging
 import math
@@ -20,25 +20,25 @@ class InjectedError(OSError):
 
 
 class FaultyBackend:
-    """Passes everything on to ``inner``, except what ``plan`` says of its copies."""
+    """Forwards every call to ``inner``, but for the copies that ``plan`` hits."""
 
     def __init__(self, inner: CopyBackend, plan: FaultPlan) -> None:
         self._inner = inner
         self.chunk_bytes = inner.chunk_bytes
         self.injected: Counter[str] = Counter()
-        """How often what has happened: "load fail", "store kill", ..."""
+        """Number of injected faults by kind: "load fail", "store kill", ..."""
         self._late: list[_Late] = []
-        self.follow(plan)
+        self.set_plan(plan)
 
     @property
     def num_open(self) -> int:
-        """Late copies whose end nobody has seen."""
+        """Late copies that were neither polled to their end nor waited for."""
         return sum(not late.ended for late in self._late)
 
-    def follow(self, plan: FaultPlan) -> None:
-        """Let ``plan`` come into force, for the transfers from now on."""
+    def set_plan(self, plan: FaultPlan) -> None:
+        """Inject the faults of ``plan``, and no others, from now on; transfers count from 1."""
         self._plan = plan
-        # Each direction has a thread of its own, which is alone in writing its number.
+        # Only the thread of a direction writes its number.
         self.num_copies = dict.fromkeys(Direction, 0)
 
     def allocate_host(self, num_bytes: int) -> torch.Tensor:
@@ -80,7 +80,7 @@ class FaultyBackend:
 
 @dataclass(slots=True, eq=False)
 class _Late:
-    """A copy whose bytes move as late as possible: when its end is seen, or waited for."""
+    """A copy whose bytes move as late as possible: when it is polled to its end, or waited for."""
 
     inner: CopyBackend
     direction: Direction
@@ -98,12 +98,12 @@ class _Late:
         return True
 
     def remaining_seconds(self) -> float:
-        """Nobody knows, since the copy is made only when its end is seen."""
+        """Unknown: the copy is made only when it is polled to its end."""
         return math.inf
 
     def hold_compute(self) -> None:
-        """Only announced copies are waited for, and this one is announced by nobody."""
-        assert self.ended, "compute is to wait for a copy that it would wait for in vain"
+        """Compute waits for announced copies only, and a late one is never announced."""
+        assert self.ended, "compute would wait for a copy that has not been made"
 
     def wait(self) -> None:
         if self.ended:

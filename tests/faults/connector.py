@@ -1,7 +1,7 @@
 """The connector with faults: what ``kv_connector_module_path: "tests.faults.connector"`` loads.
 
-It is simple_offload's own, except that the key "faults" of its extra configuration holds a
-FaultPlan, and that its workers copy through a FaultyBackend. Nothing of this is in the product.
+It adds a key "faults" to the extra configuration, which holds a FaultPlan, and its workers copy
+through a FaultyBackend. The product has none of this.
 """
 
 import copy
@@ -21,7 +21,7 @@ FAULTS_KEY = "faults"
 
 
 class SimpleCPUOffloadConnector(connector.SimpleCPUOffloadConnector):
-    """The product, which cannot know that it is being tested."""
+    """The product's connector with faults."""
 
     def __init__(
         self,
@@ -29,13 +29,13 @@ class SimpleCPUOffloadConnector(connector.SimpleCPUOffloadConnector):
         role: KVConnectorRole,
         kv_cache_config: "KVCacheConfig",
     ) -> None:
-        vllm_config, faults = _take_faults(vllm_config)
+        vllm_config, faults = _split_faults(vllm_config)
         super().__init__(vllm_config, role, kv_cache_config)
         self.faults: FaultyBackend | None = None
         if self.worker is not None:
             rank = vllm_config.parallel_config.rank
             plan = FaultPlan.model_validate(faults)
-            self.faults = FaultyBackend(self.worker._backend, plan.of_rank(rank))
+            self.faults = FaultyBackend(self.worker._backend, plan.for_rank(rank))
             self.worker._backend = self.faults
 
     @classmethod
@@ -45,11 +45,11 @@ class SimpleCPUOffloadConnector(connector.SimpleCPUOffloadConnector):
 
     @classmethod
     def get_required_kvcache_layout(cls, vllm_config: "VllmConfig") -> str | None:
-        return super().get_required_kvcache_layout(_take_faults(vllm_config)[0])
+        return super().get_required_kvcache_layout(_split_faults(vllm_config)[0])
 
 
-def _take_faults(vllm_config: "VllmConfig") -> tuple["VllmConfig", Any]:
-    """The configuration as the product may see it, and what it says of faults."""
+def _split_faults(vllm_config: "VllmConfig") -> tuple["VllmConfig", Any]:
+    """The configuration without the key of faults, and the value of that key."""
     transfer_config = copy.copy(vllm_config.kv_transfer_config)
     assert transfer_config is not None
     extra_config = dict(transfer_config.kv_connector_extra_config)

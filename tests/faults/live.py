@@ -1,65 +1,60 @@
-"""LiveEngine: a vLLM engine in this process, driven step by step while copies go wrong."""
+"""LiveEngine: a vLLM engine in this process, driven step by step while copies fail."""
 
 import logging
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 from pydantic import BaseModel, ConfigDict
-from vllm import SamplingParams
-from vllm.config import KVTransferConfig
 from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
 from vllm.engine.arg_utils import EngineArgs
-from vllm.inputs import TokensPrompt
 from vllm.outputs import RequestOutput
 from vllm.v1.engine.llm_engine import LLMEngine
 
 from simple_offload.scheduler.manager import OffloadScheduler
+from tests.engine.requests import answer_of, engine_args, greedy, prompt_of
 from tests.engine.spec import Answer, Ask, EngineSpec
 from tests.faults.backend import FaultyBackend
 from tests.faults.connector import FAULTS_KEY, SimpleCPUOffloadConnector
 from tests.faults.plan import Fault, FaultPlan
 
 STEP_LIMIT = 20_000
-"""An engine that takes more steps for a round never ends it."""
-
-
-AnyArgs = TypeVar("AnyArgs", bound=EngineArgs)
+"""More steps mean that a round never ends."""
 
 
 class Phase(BaseModel):
-    """What happened from one point in an engine's life to another, at which it was at rest."""
+    """A part of an engine's life, which ends at rest."""
 
     model_config = ConfigDict(frozen=True)
 
     answers: dict[str, Answer]
     errors: list[str]
-    """Requests that ended in an error."""
+    """Ids of requests that ended in an error."""
     log: list[str]
-    """What the connector logged, of level WARNING and above."""
+    """The connector's log messages, from level WARNING on."""
     injected: dict[str, int]
     held: dict[str, int]
-    """Blocks of each pool that somebody still refers to."""
+    """Number of referenced blocks at its end, by pool."""
     num_cached: int
-    """Host blocks that can be found."""
+    """Number of host blocks that can be found at its end."""
     integrity_problem: str | None
     facts: dict[str, Any]
 
 
 class ScenarioResult(BaseModel):
-    """What an engine did, in phases, and how it ended."""
+    """The phases of an engine, and its end."""
 
     phases: dict[str, Phase] = {}
     last_facts: dict[str, Any] = {}
-    """How things stood when the engine was shut down in the midst of its work."""
+    """Facts at a shutdown with work in flight."""
     num_open_copies: int = 0
-    """Late copies that the shutdown has not waited for."""
+    """Late copies that the shutdown did not wait for."""
     surviving_threads: list[str] = []
     error: str | None = None
-    """Traceback of what ended the scenario early."""
+    """Traceback of the exception that ended the scenario."""
 
 
 class LiveEngine:
-    """One engine. ``phase`` ends a phase; the calls before it belong to it."""
+    """One engine. ``end_phase`` ends a phase, to which the calls before it belong."""
 
     def __init__(self, spec: EngineSpec, result: ScenarioResult) -> None:
         self._result = result
@@ -78,7 +73,7 @@ class LiveEngine:
 
     @property
     def connector(self) -> SimpleCPUOffloadConnector | None:
-        """The connector of the worker, if that is in this process and has one."""
+        """The worker's connector; None without one, or with the worker in another process."""
         if not has_kv_transfer_group():
             return None
         connector: object = get_kv_transfer_group()
@@ -87,27 +82,26 @@ class LiveEngine:
 
     @property
     def backend(self) -> FaultyBackend:
-        """What the worker copies with."""
+        """The worker's backend."""
         assert self.connector is not None
         assert self.connector.faults is not None
         return self.connector.faults
 
-    def follow(self, *faults: Fault) -> None:
-        """Let these faults, and no others, happen from now on."""
-        self.backend.follow(FaultPlan.of(*faults))
+    def inject(self, *faults: Fault) -> None:
+        """Inject these faults, and no others, from now on."""
+        self.backend.set_plan(FaultPlan(faults=faults))
 
     # Requests
 
     def submit(self, asks: Iterable[Ask]) -> None:
-        """Hand requests over."""
+        """Add requests."""
         for ask in asks:
             request_id = f"{self._num_phases}/{ask.id}"
             self._open[request_id] = ask
-            prompt = TokensPrompt(prompt_token_ids=list(ask.prompt))
-            self.llm.add_request(request_id, prompt, greedy(ask.max_tokens))
+            self.llm.add_request(request_id, prompt_of(ask.prompt), greedy(ask.max_tokens))
 
     def step(self) -> int:
-        """One engine step; how many outputs came of it."""
+        """One engine step; the number of its outputs."""
         outputs = self.llm.step()
         for output in outputs:
             assert isinstance(output, RequestOutput)
@@ -134,7 +128,7 @@ class LiveEngine:
         self.step_until(lambda: not self._open)
 
     def drain(self) -> None:
-        """Step until the engine has nothing left to do."""
+        """Step until the engine is at rest."""
         self.step_until(lambda: not self.scheduler.has_requests())
 
     def play(self, asks: Iterable[Ask]) -> None:
@@ -143,47 +137,47 @@ class LiveEngine:
         self.finish()
 
     def abort_all(self) -> None:
-        """Give up every request that is open."""
+        """Abort every open request."""
         self.llm.abort_request(list(self._open))
         self._open.clear()
 
     # Resets
 
     def reset(self, *, both: bool = False, running: bool = False) -> bool | str:
-        """Whether vLLM could empty its prefix cache, or what it raised."""
+        """Whether vLLM reset its prefix cache, or the message of its exception."""
         try:
             return bool(self.llm.reset_prefix_cache(running, both))
         except RuntimeError as error:
             return str(error)
 
-    def forget_device(self) -> None:
-        """Drain, and empty the device's prefix cache: what is asked next comes from the host."""
+    def reset_device(self) -> None:
+        """Drain, and reset the device's prefix cache: the next hits come from the host."""
         self.drain()
         assert self.reset() is True
 
-    # Books
+    # State
 
     @property
     def num_in_flight(self) -> int:
-        """Transfers that some rank has not reported."""
+        """Number of transfers that some rank has not reported."""
         assert self.offload is not None
         return self.offload.num_in_flight
 
     def num_loading(self) -> int:
-        """Loads that are planned or in flight."""
+        """Number of loads that are planned or in flight."""
         return self._num_pending("_loads")
 
     def num_storing(self) -> int:
-        """Stores in flight."""
+        """Number of stores in flight."""
         return self._num_pending("_stores")
 
     def num_cached(self) -> int:
-        """Host blocks that can be found."""
+        """Number of host blocks that can be found."""
         assert self.offload is not None
         return sum(block.block_hash is not None for block in self.offload.tier.pool.blocks)
 
-    def phase(self, name: str, **facts: Any) -> None:
-        """Come to rest, look at the books, and begin another phase."""
+    def end_phase(self, name: str, **facts: Any) -> None:
+        """Come to rest, record the state, and begin another phase."""
         self.finish()
         self.drain()
         offload = self.offload
@@ -194,7 +188,7 @@ class LiveEngine:
         self._result.phases[name] = Phase(
             answers=self._answers,
             errors=self._errors,
-            log=self._log.take(),
+            log=self._log.drain_messages(),
             injected=injected,
             held=self._held(),
             num_cached=0 if offload is None else self.num_cached(),
@@ -204,12 +198,12 @@ class LiveEngine:
         self._answers, self._errors = {}, []
         self._num_phases += 1
 
-    def end_here(self, **facts: Any) -> None:
-        """The scenario ends in the midst of things."""
+    def set_last_facts(self, **facts: Any) -> None:
+        """Record the facts at the end of a scenario that leaves work in flight."""
         self._result.last_facts = facts
 
     def shut_down(self) -> None:
-        """End the engine, as vLLM does."""
+        """Shut the engine down, as vLLM does."""
         try:
             self.llm.engine_core.shutdown()
         finally:
@@ -223,7 +217,7 @@ class LiveEngine:
         pools = {"device": self.scheduler.kv_cache_manager.block_pool}
         if self.offload is not None:
             pools["host"] = self.offload.tier.pool
-        # The null block is nobody's.
+        # The null block is always referenced.
         return {
             name: pool.num_gpu_blocks - 1 - pool.get_num_free_blocks()
             for name, pool in pools.items()
@@ -231,7 +225,7 @@ class LiveEngine:
 
 
 class _ConnectorLog(logging.Handler):
-    """Collects what the connector logs in this process, from WARNING on."""
+    """Collects the connector's log messages in this process, from WARNING on."""
 
     def __init__(self) -> None:
         super().__init__(logging.WARNING)
@@ -243,8 +237,8 @@ class _ConnectorLog(logging.Handler):
         if record.name.startswith("vllm.simple_offload"):
             self._messages.append(record.getMessage())
 
-    def take(self) -> list[str]:
-        """What has been collected since the last call."""
+    def drain_messages(self) -> list[str]:
+        """The messages since the last call."""
         messages, self._messages = self._messages, []
         return messages
 
@@ -253,47 +247,10 @@ class _ConnectorLog(logging.Handler):
         super().close()
 
 
-def engine_args(spec: EngineSpec, kind: type[AnyArgs]) -> AnyArgs:
-    """As the engine tests have them, with the connector that can fail."""
-    transfer = None
-    if spec.connector is not None:
-        transfer = KVTransferConfig(
-            kv_connector="SimpleCPUOffloadConnector",
-            kv_connector_module_path="tests.faults.connector",
-            kv_connector_extra_config=spec.connector,
-            **{"kv_role": "kv_both", **spec.transfer_arguments},
-        )
-    return kind(model=str(spec.model), kv_transfer_config=transfer, **spec.arguments)
-
-
 def with_faults(num_host_blocks: int, faults: Sequence[Fault]) -> dict[str, Any]:
-    """Extra configuration of the connector with faults."""
-    plan = FaultPlan.of(*faults).model_dump(mode="json")
+    """``kv_connector_extra_config`` of the connector with faults."""
+    plan = FaultPlan(faults=tuple(faults)).model_dump(mode="json")
     return {"num_cpu_blocks": num_host_blocks, FAULTS_KEY: plan}
-
-
-def greedy(max_tokens: int) -> SamplingParams:
-    """The best token, always; with what it took to be the best."""
-    return SamplingParams(
-        max_tokens=max_tokens, temperature=0.0, ignore_eos=True, logprobs=2, detokenize=False
-    )
-
-
-def answer_of(output: RequestOutput) -> Answer:
-    """A request's answer so far."""
-    completion = output.outputs[0]
-    tokens = list(completion.token_ids)
-    at_each = [
-        {token: entry.logprob for token, entry in (at or {}).items()}
-        for at in completion.logprobs or ()
-    ]
-    ranked = [sorted(at.values(), reverse=True) for at in at_each]
-    return Answer(
-        tokens=tokens,
-        logprobs=[at[token] for at, token in zip(at_each, tokens, strict=True)],
-        leads=[best - second for best, second, *_ in ranked],
-        num_cached_tokens=output.num_cached_tokens or 0,
-    )
 
 
 def _integrity_problem(offload: OffloadScheduler) -> str | None:

@@ -1,70 +1,68 @@
-"""What engines go through while their copies go wrong: ``python -m tests.faults.scenarios``
-(see tests/faults/children.py) runs some of these in a process of their own."""
+"""Scenarios of engines whose copies fail: ``python -m tests.faults.scenarios JOB RESULT`` runs some
+of them one after another (see tests/faults/conftest.py)."""
 
-import gc
 import sys
 import threading
 import traceback
 from collections.abc import Callable
 from pathlib import Path
 
-import tqdm
 from pydantic import BaseModel
-from vllm.distributed.kv_transfer import ensure_kv_transfer_shutdown
-from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
 
 from simple_offload.backends.base import Direction
-from tests.engine.harness import tell_stacks_when_asked
+from tests.engine.harness import prepare_child
+from tests.engine.requests import clean_up_process
 from tests.engine.spec import Ask, EngineSpec
 from tests.engine.workloads import shared_prefix_asks
 from tests.faults.live import LiveEngine, ScenarioResult
 from tests.faults.plan import Fault
 
 NEVER = 10**9
-"""Polls after which a transfer ends: only waiting for it helps."""
+"""Polls of a transfer that ends only when it is waited for."""
 
 OLD = shared_prefix_asks("old", seed=6, tails=3, max_tokens=12)
-"""Asked again and again: from the device, from the host, recomputed."""
+"""Requests of every phase: they hit on the device or the host, or are recomputed."""
 
 
 def new_asks(phase: int) -> tuple[Ask, ...]:
-    """Asked in one phase only: their blocks have to be stored."""
+    """Requests of one phase only: their blocks have to be stored."""
     return shared_prefix_asks(
         f"new{phase}", seed=100 + phase, system_lengths=(140, 75), tails=2, max_tokens=6
     )
 
 
 def plain(engine: LiveEngine) -> None:
-    """All that the others ask, once."""
+    """All requests of the other scenarios, once."""
     engine.play(OLD)
     for number in range(1, 11):
         engine.play(new_asks(number))
-    engine.phase("all")
+    engine.end_phase("all")
 
 
 def recompute(engine: LiveEngine) -> None:
-    """Every fault but the death of a copy thread, then that. Failed loads are recomputed."""
+    """Failed and late copies, resets, pauses and aborts, then the death of a copy thread. Failed
+    loads are recomputed."""
     engine.play(OLD)
-    engine.phase("no fault")
+    engine.end_phase("no fault")
 
-    engine.forget_device()
-    engine.follow(
+    engine.reset_device()
+    engine.inject(
         Fault(direction="load", action="fail", first=1, every=3),
         Fault(direction="load", action="fail", first=3, every=3, polls=3),
         Fault(direction="store", action="fail", first=2, every=3),
         Fault(direction="store", action="fail", first=3, every=3, polls=4),
     )
     engine.play((*OLD, *new_asks(1)))
-    engine.phase("copies fail")
+    engine.end_phase("copies fail")
 
-    engine.follow()
-    engine.forget_device()
-    engine.follow(
+    engine.inject()
+    engine.reset_device()
+    engine.inject(
         Fault(direction="load", action="delay", every=1, polls=6),
         Fault(direction="store", action="delay", every=1, polls=9),
     )
     engine.play((*new_asks(2), *OLD))
-    engine.phase("copies are late")
+    engine.end_phase("copies are late")
 
     _resets(engine)
     _pauses(engine)
@@ -76,45 +74,45 @@ def _resets(engine: LiveEngine) -> None:
     stores_hang = Fault(direction="store", action="delay", every=1, polls=60)
     loads_hang = Fault(direction="load", action="delay", every=1, polls=60)
 
-    engine.follow(stores_hang)
+    engine.inject(stores_hang)
     engine.play(new_asks(3))
     num_storing, refused = engine.num_storing(), engine.reset()
     engine.drain()
-    engine.phase(
+    engine.end_phase(
         "device reset while storing",
         num_storing=num_storing,
         reset=refused,
         reset_at_rest=engine.reset(),
     )
 
-    engine.follow(stores_hang)
+    engine.inject(stores_hang)
     engine.play(new_asks(4))
     num_storing, refused = engine.num_storing(), engine.reset(both=True)
-    engine.phase("both reset while storing", num_storing=num_storing, reset=refused)
+    engine.end_phase("both reset while storing", num_storing=num_storing, reset=refused)
 
-    engine.follow()
+    engine.inject()
     engine.play(OLD)
-    engine.forget_device()
-    engine.follow(loads_hang)
+    engine.reset_device()
+    engine.inject(loads_hang)
     engine.submit(OLD)
     engine.step_until(engine.num_loading)
     num_loading, refused = engine.num_loading(), engine.reset(both=True)
-    engine.phase("both reset while loading", num_loading=num_loading, reset=refused)
+    engine.end_phase("both reset while loading", num_loading=num_loading, reset=refused)
 
-    engine.follow()
+    engine.inject()
     engine.play(OLD)
-    engine.forget_device()
-    engine.follow(stores_hang, loads_hang)
+    engine.reset_device()
+    engine.inject(stores_hang, loads_hang)
     engine.submit((*new_asks(5), *OLD))
     engine.step_until(lambda: engine.num_loading() and engine.num_storing())
     raised = engine.reset(both=True, running=True)
-    engine.phase("reset of what runs while copying", reset=raised)
+    engine.end_phase("reset of what runs while copying", reset=raised)
 
-    engine.follow()
+    engine.inject()
     engine.submit((*new_asks(6), *OLD))
     engine.step_until(lambda: len(engine.scheduler.running) > 1)
     engine.step_until(lambda: engine.num_in_flight == 0)
-    engine.phase(
+    engine.end_phase(
         "reset of what runs",
         num_running=len(engine.scheduler.running),
         reset=engine.reset(both=True, running=True),
@@ -123,10 +121,10 @@ def _resets(engine: LiveEngine) -> None:
 
 
 def _pauses(engine: LiveEngine) -> None:
-    engine.follow()
+    engine.inject()
     engine.play(OLD)
-    engine.forget_device()
-    engine.follow(
+    engine.reset_device()
+    engine.inject(
         Fault(direction="load", action="delay", every=1, polls=5),
         Fault(direction="store", action="delay", every=1, polls=5),
     )
@@ -134,13 +132,13 @@ def _pauses(engine: LiveEngine) -> None:
     engine.step_until(lambda: engine.num_loading() and engine.num_storing())
     engine.core.pause_scheduler("keep", clear_cache=False)
     num_in_flight = engine.num_in_flight
-    # The connector's work alone keeps a paused engine stepping.
+    # Only the connector's work keeps a paused engine stepping.
     num_outputs = 0
     while engine.scheduler.has_requests():
         num_outputs += engine.step()
     left_in_flight = engine.num_in_flight
     engine.core.resume_scheduler()
-    engine.phase(
+    engine.end_phase(
         "pause while copying",
         num_in_flight=num_in_flight,
         num_outputs=num_outputs,
@@ -149,8 +147,8 @@ def _pauses(engine: LiveEngine) -> None:
 
 
 def _aborts(engine: LiveEngine) -> None:
-    engine.forget_device()
-    engine.follow(
+    engine.reset_device()
+    engine.inject(
         Fault(direction="load", action="fail", first=1, every=2, polls=30),
         Fault(direction="load", action="delay", first=2, every=2, polls=30),
         Fault(direction="store", action="fail", every=1, polls=30),
@@ -158,23 +156,23 @@ def _aborts(engine: LiveEngine) -> None:
     engine.submit((*new_asks(8), *OLD))
     engine.step_until(lambda: engine.num_loading() and engine.num_storing())
     engine.abort_all()
-    engine.phase("aborted while copying")
-    engine.follow()
+    engine.end_phase("aborted while copying")
+    engine.inject()
     engine.play(OLD)
-    engine.phase("after the aborts")
+    engine.end_phase("after the aborts")
 
 
 def _thread_death(engine: LiveEngine) -> None:
-    engine.forget_device()
-    engine.follow(Fault(direction="load", action="kill", first=2))
+    engine.reset_device()
+    engine.inject(Fault(direction="load", action="kill", first=2))
     engine.play((*OLD, *new_asks(9)))
     assert engine.offload is not None
-    engine.phase("a thread dies", switched_off=engine.offload.switched_off)
+    engine.end_phase("a thread dies", switched_off=engine.offload.switched_off)
 
-    engine.follow()
-    engine.forget_device()
+    engine.inject()
+    engine.reset_device()
     engine.play((*OLD, *new_asks(10)))
-    engine.phase(
+    engine.end_phase(
         "switched off",
         num_copies={way.value: engine.backend.num_copies[way] for way in Direction},
         reset=engine.reset(both=True),
@@ -182,27 +180,26 @@ def _thread_death(engine: LiveEngine) -> None:
 
 
 def fail(engine: LiveEngine) -> None:
-    """A failed load is its request's end. Then a shutdown with copies that only end when
-    somebody waits for them."""
+    """A failed load ends its request. Then a shutdown with copies that end only when waited for."""
     engine.play(OLD)
-    engine.phase("no fault")
+    engine.end_phase("no fault")
 
-    engine.forget_device()
-    engine.follow(
+    engine.reset_device()
+    engine.inject(
         Fault(direction="load", action="fail", first=2),
         Fault(direction="load", action="fail", first=4, polls=3),
         Fault(direction="store", action="fail", every=2),
     )
     engine.play((*OLD, *new_asks(1)))
-    engine.phase("loads fail")
+    engine.end_phase("loads fail")
 
-    engine.follow()
-    engine.forget_device()
+    engine.inject()
+    engine.reset_device()
     engine.play((*OLD, *new_asks(2)))
-    engine.phase("asked again")
+    engine.end_phase("asked again")
 
-    engine.forget_device()
-    engine.follow(
+    engine.reset_device()
+    engine.inject(
         Fault(direction="load", action="delay", every=1, polls=NEVER),
         Fault(direction="store", action="delay", every=1, polls=NEVER),
     )
@@ -210,7 +207,7 @@ def fail(engine: LiveEngine) -> None:
     engine.step_until(engine.num_storing)
     engine.submit(OLD)
     engine.step_until(engine.num_loading)
-    engine.end_here(num_loading=engine.num_loading(), num_storing=engine.num_storing())
+    engine.set_last_facts(num_loading=engine.num_loading(), num_storing=engine.num_storing())
 
 
 ONE_RANK = (
@@ -221,18 +218,18 @@ ONE_RANK = (
     Fault(direction="store", action="delay", first=2, every=2, times=8, polls=3, rank=1),
     Fault(direction="store", action="kill", first=32, rank=1),
 )
-"""Rank 1 fails, rank 0 is late, and the other way round; in the end rank 1 stores no more."""
+"""Rank 1 fails while rank 0 is late, and the reverse; in the end rank 1 stores no more."""
 
 
 def one_rank(engine: LiveEngine) -> None:
-    """ONE_RANK, which came with the configuration: the ranks are other processes."""
+    """The faults are those of the configuration (ONE_RANK): the ranks are other processes."""
     assert engine.offload is not None
     engine.play(OLD[:6])
-    engine.phase("no fault on a load")
+    engine.end_phase("no fault on a load")
     for number in range(1, 6):
-        engine.forget_device()
+        engine.reset_device()
         engine.play((*OLD[:6], *new_asks(number)))
-        engine.phase(f"round {number}", switched_off=engine.offload.switched_off)
+        engine.end_phase(f"round {number}", switched_off=engine.offload.switched_off)
 
 
 SCENARIOS: dict[str, Callable[[LiveEngine], None]] = {
@@ -247,11 +244,13 @@ class Job(BaseModel):
 
 
 class JobResult(BaseModel):
+    """Results by name of the engine."""
+
     results: dict[str, ScenarioResult]
 
 
 def run(scenario: str, spec: EngineSpec) -> ScenarioResult:
-    """Start the engine, go through the scenario, shut it down twice."""
+    """Start the engine, play the scenario, shut it down twice."""
     result = ScenarioResult()
     threads_before = set(threading.enumerate())
     try:
@@ -265,7 +264,7 @@ def run(scenario: str, spec: EngineSpec) -> ScenarioResult:
                 connector.shutdown()
                 result.num_open_copies = connector.faults.num_open
             engine.shut_down()
-    except Exception:  # noqa: BLE001 - the test that reads the result says what it thinks of it
+    except Exception:  # noqa: BLE001 - the test that reads the result judges it
         result.error = traceback.format_exc()
     survivors = set(threading.enumerate()) - threads_before
     result.surviving_threads = sorted(thread.name for thread in survivors)
@@ -274,15 +273,12 @@ def run(scenario: str, spec: EngineSpec) -> ScenarioResult:
 
 def main(job_path: Path, result_path: Path) -> None:
     """Run a job."""
-    tell_stacks_when_asked()
-    tqdm.tqdm.monitor_interval = 0  # else the first progress bar leaves a thread behind
+    prepare_child()
     job = Job.model_validate_json(job_path.read_text())
     results = {}
     for name, (scenario, spec) in job.engines.items():
         results[name] = run(scenario, spec)
-        gc.collect()
-        ensure_kv_transfer_shutdown()  # a start that failed half-way leaves its connector
-        cleanup_dist_env_and_memory()
+        clean_up_process()
     result_path.write_text(JobResult(results=results).model_dump_json())
 
 

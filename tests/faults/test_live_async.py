@@ -1,4 +1,4 @@
-"""vLLM's server engine (AsyncLLM): pauses, sleep, resets and a shutdown with copies under way."""
+"""vLLM's server engine (AsyncLLM): pauses, sleep, resets and a shutdown with copies in flight."""
 
 import pytest
 
@@ -7,10 +7,12 @@ from tests.faults.async_scenario import ASKED, AsyncResult
 from tests.faults.conftest import FaultRuns
 from tests.faults.scenarios import new_asks
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def result(fault_runs: FaultRuns) -> AsyncResult:
-    """The child process ended by itself, and nothing has outlived it: shutdown works."""
+    """The child process ended by itself and left no process: the shutdown works."""
     return fault_runs.asynchronous()
 
 

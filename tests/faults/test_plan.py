@@ -1,4 +1,4 @@
-"""The faults strike where they should, and only where a test asks for them."""
+"""Faults hit the planned transfers only, and the product has no switch for them."""
 
 import re
 from pathlib import Path
@@ -13,7 +13,7 @@ PRODUCT = Path(__file__).resolve().parents[2] / "simple_offload"
 
 
 @pytest.mark.parametrize(
-    ("fault", "struck"),
+    ("fault", "expected"),
     [
         (Fault(direction="load", action="fail"), [1]),
         (Fault(direction="load", action="fail", first=4), [4]),
@@ -22,23 +22,24 @@ PRODUCT = Path(__file__).resolve().parents[2] / "simple_offload"
         (Fault(direction="store", action="fail", every=1), []),
     ],
 )
-def test_which_transfers_are_struck(fault: Fault, struck: list[int]) -> None:
-    plan = FaultPlan.of(fault)
-    assert [number for number in range(1, 10) if plan.find("load", number)] == struck
+def test_which_transfers_are_hit(fault: Fault, expected: list[int]) -> None:
+    plan = FaultPlan(faults=(fault,))
+    assert [number for number in range(1, 10) if plan.find("load", number)] == expected
 
 
-def test_the_first_fault_that_strikes_happens() -> None:
+def test_the_first_fault_that_hits_wins() -> None:
     kill = Fault(direction="load", action="kill", first=2)
     late = Fault(direction="load", action="delay", every=1, polls=3)
-    assert [FaultPlan.of(kill, late).find("load", number) for number in (1, 2)] == [late, kill]
+    plan = FaultPlan(faults=(kill, late))
+    assert [plan.find("load", number) for number in (1, 2)] == [late, kill]
 
 
 def test_a_rank_has_its_own_faults() -> None:
     everywhere = Fault(direction="load", action="fail")
     there = Fault(direction="store", action="fail", rank=1)
-    plan = FaultPlan.of(everywhere, there)
-    assert plan.of_rank(0) == FaultPlan.of(everywhere)
-    assert plan.of_rank(1) == plan
+    plan = FaultPlan(faults=(everywhere, there))
+    assert plan.for_rank(0) == FaultPlan(faults=(everywhere,))
+    assert plan.for_rank(1) == plan
 
 
 def test_the_product_has_no_switch_for_faults() -> None:
