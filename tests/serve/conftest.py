@@ -1,27 +1,34 @@
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from examples.random_model import save_random_model
+from tests.serve.events import EventPorts
 from tests.serve.server import START_SECONDS, Server
 from tests.serve.tokenizer import save_word_tokenizer
 
 VOCAB_SIZE = 512
 
+OURS: Mapping[str, Any] = {
+    "kv_connector": "SimpleCPUOffloadConnector",
+    "kv_connector_module_path": "simple_offload",
+    "kv_role": "kv_both",
+    "kv_connector_extra_config": {"cpu_bytes_to_use": "64MiB"},
+}
+
+
+def configured(config: Mapping[str, Any]) -> tuple[str, str]:
+    """Arguments of a server; the last ``--kv-transfer-config`` counts."""
+    return "--kv-transfer-config", json.dumps(config)
+
+
 ARGUMENTS = (
     *("--dtype", "float32", "--enforce-eager", "--block-size", "32"),
     *("--max-model-len", "640", "--max-num-seqs", "4", "--num-gpu-blocks-override", "24"),
-    "--kv-transfer-config",
-    json.dumps(
-        {
-            "kv_connector": "SimpleCPUOffloadConnector",
-            "kv_connector_module_path": "simple_offload",
-            "kv_role": "kv_both",
-            "kv_connector_extra_config": {"cpu_bytes_to_use": "64MiB"},
-        }
-    ),
+    *configured(OURS),
 )
 
 StartServer = Callable[..., Server]
@@ -35,9 +42,9 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="package")
 def start_server(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[StartServer]:
-    """Starts a server and waits until it answers. None outlives the module."""
+    """Starts a server and waits until it answers. None outlives the package."""
     servers: list[Server] = []
 
     def start(*arguments: str, seconds: float = START_SECONDS) -> Server:
@@ -49,3 +56,18 @@ def start_server(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Itera
     yield start
     for server in servers:
         server.kill()
+
+
+@pytest.fixture(scope="package")
+def event_ports() -> EventPorts:
+    """Where ``server`` publishes its KV events."""
+    return EventPorts.free()
+
+
+@pytest.fixture(scope="package")
+def server(start_server: StartServer, event_ports: EventPorts) -> Server:
+    """The server of all tests here, with KV events and statistics in its log every second. It
+    finishes running requests when it is asked to stop: the last test of the package does that."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("VLLM_LOG_STATS_INTERVAL", "1")
+        return start_server(*event_ports.arguments(), "--shutdown-timeout", "60")

@@ -1,4 +1,4 @@
-"""A ``vllm serve`` process with the connector, spoken to over HTTP."""
+"""A ``vllm serve`` process with the connector, and its HTTP interface."""
 
 import json
 import signal
@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import psutil
 from prometheus_client.parser import text_string_to_metric_families
+from prometheus_client.samples import Sample
 
 from tests.engine.harness import ROOT, engine_environment, kill_session, log_tail
 
@@ -26,10 +27,30 @@ _HEADERS = {"Content-Type": "application/json"}
 
 
 class Completion(NamedTuple):
-    """What the server answered to one prompt."""
+    """The answer to one prompt."""
 
     tokens: list[int]
     logprobs: list[float]
+
+
+class Samples:
+    """The samples on /metrics at one time."""
+
+    def __init__(self, samples: Sequence[Sample]) -> None:
+        self._samples = samples
+
+    @property
+    def names(self) -> set[str]:
+        """Names of all samples, as in the exposition."""
+        return {sample.name for sample in self._samples}
+
+    def sum(self, name: str, **labels: str) -> float:
+        """Sum of a metric's samples that carry ``labels``; ``name`` as in the exposition."""
+        return sum(
+            sample.value
+            for sample in self._samples
+            if sample.name == name and labels.items() <= sample.labels.items()
+        )
 
 
 class Server:
@@ -58,7 +79,7 @@ class Server:
         self.wait_for(self._is_up, seconds, "the server to answer")
 
     def wait_for(self, condition: Callable[[], bool], seconds: float, what: str) -> None:
-        """Look at ``condition`` until it holds; AssertionError when it does not in time."""
+        """Poll ``condition`` until it holds; AssertionError when it does not in time."""
         deadline = time.monotonic() + seconds
         while not condition():
             status = self.process.poll()
@@ -78,7 +99,7 @@ class Server:
         return Completion(choice["token_ids"], choice["logprobs"]["token_logprobs"])
 
     def ask_and_hang_up(self, prompt: Sequence[int], max_tokens: int) -> None:
-        """Send a request and close the connection without reading anything."""
+        """Send a request and close the connection without reading the answer."""
         connection = HTTPConnection(HOST, self.port, timeout=ANSWER_SECONDS)
         body = json.dumps(_completion_request(prompt, max_tokens, stream=False))
         connection.request("POST", "/v1/completions", body, _HEADERS)
@@ -86,26 +107,25 @@ class Server:
 
     @contextmanager
     def open_stream(self, prompt: Sequence[int], max_tokens: int) -> Iterator[Iterator[bytes]]:
-        """The lines of a streamed answer; leaving the block closes the connection, wherever
-        the answer is."""
+        """The lines of a streamed answer; the end of the block closes the connection, even before
+        the end of the answer."""
         body = _completion_request(prompt, max_tokens, stream=True)
         with self._post("/v1/completions", body) as response:
             yield (line for line in response if line.strip())
 
     def reset_prefix_cache(self) -> None:
-        """Empty the device's prefix cache; the host tier stays. Waits for stores to end."""
+        """Reset the device's prefix cache but not the host tier. Waits for the end of stores."""
         self.wait_for(self._reset, ANSWER_SECONDS, "the prefix cache to be free")
 
-    def metric(self, name: str, **labels: str) -> float:
-        """Sum of a metric's samples that carry ``labels``; ``name`` as in the exposition."""
+    def samples(self) -> "Samples":
+        """All samples on /metrics."""
         with self._get("/metrics") as response:
             families = text_string_to_metric_families(response.read().decode())
-            return sum(
-                sample.value
-                for family in families
-                for sample in family.samples
-                if sample.name == name and labels.items() <= sample.labels.items()
-            )
+            return Samples([sample for family in families for sample in family.samples])
+
+    def metric(self, name: str, **labels: str) -> float:
+        """The current sum of a metric's samples, as of ``Samples.sum``."""
+        return self.samples().sum(name, **labels)
 
     def is_idle(self) -> bool:
         """Whether no request runs or waits."""
@@ -114,12 +134,12 @@ class Server:
         )
 
     def family(self) -> list[psutil.Process]:
-        """The server's process and all it has started."""
+        """The server's process and its descendants."""
         server = psutil.Process(self.process.pid)
         return [server, *server.children(recursive=True)]
 
     def shared_memory(self) -> set[Path]:
-        """Files of /dev/shm that processes of the server have mapped."""
+        """Files of /dev/shm that the server's processes have mapped."""
         paths = {
             Path(mapping.path.removesuffix(" (deleted)"))
             for process in self.family()
@@ -141,7 +161,7 @@ class Server:
             ) from None
 
     def kill(self) -> None:
-        """End whatever is left of the server at once."""
+        """Kill all processes of the server."""
         kill_session(self.process.pid)
         self.process.wait()
 
@@ -189,7 +209,7 @@ def read_stream(lines: Iterable[bytes]) -> list[int]:
 
 
 def free_port() -> int:
-    """A TCP port that nobody listens on."""
+    """A TCP port that is free to listen on."""
     with socket.socket() as probe:
         probe.bind((HOST, 0))
         return int(probe.getsockname()[1])

@@ -1,26 +1,17 @@
-"""What a live server says of its work: on /metrics, in its log, and through KV events."""
+"""The reports of a live server on its work: on /metrics, in its log, and through KV events."""
 
 import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, cast
 
-import msgspec
 import pytest
-import zmq
-from vllm.distributed.kv_events import (
-    MEDIUM_CPU,
-    BlockRemoved,
-    BlockStored,
-    KVEventBatch,
-    ZmqEventPublisher,
-)
+from vllm.distributed.kv_events import BlockRemoved, BlockStored
 
 from simple_offload import metrics
 from tests.dashboard import DASHBOARD, names_in
-from tests.serve.conftest import StartServer
-from tests.serve.server import HOST, Server, free_port
+from tests.serve.events import EventPorts, Feed
+from tests.serve.server import Samples, Server
 
 BLOCK_SIZE = 32
 HOST_BYTES = 64 << 20
@@ -29,64 +20,27 @@ SHORT = list(range(200, 270))  # two blocks and some
 LAST = list(range(300, 340))  # one block and some
 
 
-class Feed:
-    """A subscriber that comes late: it asks for the events from the first on."""
-
-    def __init__(self, endpoint: str) -> None:
-        self._socket = cast(Any, zmq.Context.instance().socket(zmq.DEALER))
-        self._socket.setsockopt(zmq.RCVTIMEO, 30_000)
-        self._socket.connect(endpoint)
-        self._decoder = msgspec.msgpack.Decoder(KVEventBatch)
-
-    def events(self) -> list[Any]:
-        """All events about host memory so far."""
-        self._socket.send_multipart((b"", (0).to_bytes(8, "big")))
-        events: list[Any] = []
-        while True:
-            *_, number, batch = self._socket.recv_multipart()
-            if number == ZmqEventPublisher.END_SEQ:
-                return [e for e in events if getattr(e, "medium", "") == MEDIUM_CPU]
-            events += self._decoder.decode(batch).events
-
-    def close(self) -> None:
-        self._socket.close(linger=0)
-
-
 @pytest.fixture(scope="module")
-def ports() -> tuple[int, int]:
-    return free_port(), free_port()
+def worked(server: Server) -> Samples:
+    """The samples on /metrics once the new server has stored LONG, loaded it, and stored SHORT."""
+    send_work(server)
+    wait_for_metric(server, metrics.USED, 7)
+    return server.samples()
 
 
-@pytest.fixture(scope="module")
-def server(start_server: StartServer, ports: tuple[int, int]) -> Server:
-    """It has stored LONG, then loaded it, then stored SHORT."""
-    events, replay = (f"tcp://*:{port}" for port in ports)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("VLLM_LOG_STATS_INTERVAL", "1")
-        server = start_server(
-            "--kv-events-config",
-            json.dumps(
-                {
-                    "enable_kv_cache_events": True,
-                    "publisher": "zmq",
-                    "endpoint": events,
-                    "replay_endpoint": replay,
-                }
-            ),
-        )
+@pytest.fixture
+def feed(event_ports: EventPorts) -> Iterator[Feed]:
+    feed = Feed(event_ports)
+    yield feed
+    feed.close()
+
+
+def send_work(server: Server) -> None:
+    """Store LONG, load it, store SHORT."""
     server.complete(LONG, 1)
     server.reset_prefix_cache()
     server.complete([*LONG, *range(400, 408)], 1)
     server.complete(SHORT, 1)
-    wait_for_metric(server, metrics.USED, 7)
-    return server
-
-
-@pytest.fixture
-def feed(ports: tuple[int, int]) -> Iterator[Feed]:
-    feed = Feed(f"tcp://{HOST}:{ports[1]}")
-    yield feed
-    feed.close()
 
 
 def wait_for_metric(server: Server, name: str, value: float) -> None:
@@ -95,16 +49,16 @@ def wait_for_metric(server: Server, name: str, value: float) -> None:
 
 @pytest.fixture
 def block_bytes(model: Path) -> int:
-    """Of all layers' keys and values, in float32."""
+    """Bytes of a block: keys and values of all layers, in float32."""
     config = json.loads((model / "config.json").read_text())
     heads = config["num_key_value_heads"]
     head_size = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
     return int(2 * config["num_hidden_layers"] * heads * head_size * 4 * BLOCK_SIZE)
 
 
-def test_metrics_say_what_was_done(server: Server, block_bytes: int) -> None:
+def test_metrics_count_the_work(worked: Samples, block_bytes: int) -> None:
     def read(name: str, **labels: str) -> float:
-        return server.metric(name, model_name="random", engine="0", **labels)
+        return worked.sum(name, model_name="random", engine="0", **labels)
 
     assert read(metrics.STORED) == 7
     assert read(metrics.LOADED) == 5
@@ -127,8 +81,9 @@ def test_metrics_say_what_was_done(server: Server, block_bytes: int) -> None:
         assert read(name) == 0
 
 
-def test_a_line_in_the_log_says_it(server: Server) -> None:
-    """Or several: what was done after one has been written is in the next."""
+@pytest.mark.usefixtures("worked")
+def test_the_log_has_the_same_numbers(server: Server) -> None:
+    """In one line or several: work after a line is in the next one."""
 
     def logged(what: str) -> int:
         lines = [line for line in server.log.read_text().splitlines() if "KV Transfer" in line]
@@ -144,14 +99,12 @@ def test_a_line_in_the_log_says_it(server: Server) -> None:
     assert (logged("Stored="), logged("Loaded=")) == (7, 5)
 
 
-def test_the_dashboard_s_series_are_served(server: Server) -> None:
-    with server._get("/metrics") as response:
-        served = response.read().decode()
-    for name in names_in(DASHBOARD):
-        assert f"\n{name}{{" in served, name
+def test_the_dashboard_s_series_are_served(worked: Samples) -> None:
+    assert set(names_in(DASHBOARD)) <= worked.names
 
 
-def test_a_subscriber_knows_what_the_tier_holds(server: Server, feed: Feed) -> None:
+@pytest.mark.usefixtures("worked")
+def test_a_subscriber_knows_the_blocks_of_the_tier(server: Server, feed: Feed) -> None:
     stored = feed.events()
     assert {type(event) for event in stored} == {BlockStored}
     assert [event.token_ids for event in stored] == [LONG, SHORT[: 2 * BLOCK_SIZE]]

@@ -1,39 +1,31 @@
-"""The numbers on /metrics of servers that are run in other ways: each fits the work sent."""
+"""The numbers on /metrics of servers with other arguments: they match the work."""
 
 import json
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from simple_offload import metrics
-from tests.serve.conftest import ARGUMENTS, StartServer
+from tests.serve.conftest import OURS, StartServer, configured
 from tests.serve.server import Server
-from tests.serve.test_observability import BLOCK_SIZE, LONG, SHORT, wait_for_metric
+from tests.serve.test_observability import BLOCK_SIZE, LONG, send_work, wait_for_metric
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 START_SECONDS = 400.0
-OURS: Mapping[str, Any] = json.loads(ARGUMENTS[-1])
-# Another KV connector of vLLM's, which keeps prompts in files. It cannot be given hybrid models.
+# Another KV connector of vLLM's, which keeps prompts in files. It refuses hybrid models.
 EXAMPLE = {"kv_connector": "ExampleConnector", "kv_role": "kv_both"}
 
 
-def configured(config: Mapping[str, Any]) -> tuple[str, str]:
-    """Arguments of a server: the last ``--kv-transfer-config`` counts."""
-    return "--kv-transfer-config", json.dumps(config)
-
-
 def token_bytes(model: Path) -> int:
-    """Of all layers' keys and values of a token, in float32, on all ranks together."""
+    """Bytes of a token: keys and values of all layers, in float32, on all ranks together."""
     config = json.loads((model / "config.json").read_text())
     heads, layers = config["num_key_value_heads"], config["num_hidden_layers"]
     return int(2 * layers * heads * config["head_dim"] * 4)
 
 
 def check_work(server: Server, model: Path, *, num_ranks: int) -> None:
-    """Once LONG has been stored, loaded, and SHORT stored."""
+    """Check the numbers of ``send_work``."""
     wait_for_metric(server, metrics.USED, 7)
     block_bytes = BLOCK_SIZE * token_bytes(model)
     assert server.metric(metrics.STORED) == 7
@@ -49,13 +41,6 @@ def check_work(server: Server, model: Path, *, num_ranks: int) -> None:
     assert server.metric(f"{metrics.BANDWIDTH}_count", direction="store") == 2 * num_ranks
     for name in (metrics.DROPPED, metrics.EVICTED, metrics.FAILED, metrics.PINNED):
         assert server.metric(name) == 0
-
-
-def send_work(server: Server) -> None:
-    server.complete(LONG, 1)
-    server.reset_prefix_cache()
-    server.complete([*LONG, *range(400, 408)], 1)
-    server.complete(SHORT, 1)
 
 
 def test_two_ranks(start_server: StartServer, model: Path) -> None:
@@ -79,7 +64,7 @@ def test_beside_another_connector(start_server: StartServer, model: Path, tmp_pa
 
 
 def test_lazy_stores(start_server: StartServer, model: Path) -> None:
-    """Which blocks are stored is up to what the device evicts; the numbers agree all the same."""
+    """The device's evictions choose the stored blocks; the numbers agree with each other."""
     extra = {"cpu_bytes_to_use": "64MiB", "lazy_offload": True}
     server = start_server(*configured({**OURS, "kv_connector_extra_config": extra}))
     server.complete(LONG, 1)

@@ -1,6 +1,6 @@
-"""``vllm serve`` with the connector: HTTP answers, clients that leave, the end."""
+"""``vllm serve`` with the connector: HTTP answers, clients that disconnect, the shutdown."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 
@@ -16,25 +16,7 @@ from tests.serve.server import Completion, Server, can_listen, read_stream
 
 ASKS = shared_prefix_asks("serve", seed=6, tails=3)
 LONG = 400
-"""Tokens of an answer that takes a second or more."""
-
-
-@pytest.fixture(scope="module")
-def running(start_server: StartServer) -> Callable[[], Server]:
-    """The module's server, started again if a test has stopped it."""
-    servers: list[Server] = []
-
-    def get() -> Server:
-        if not servers or servers[-1].process.poll() is not None:
-            servers.append(start_server())
-        return servers[-1]
-
-    return get
-
-
-@pytest.fixture
-def server(running: Callable[[], Server]) -> Server:
-    return running()
+"""Tokens of an answer that takes at least a second."""
 
 
 def answers(server: Server, asks: Sequence[Ask], *, at_once: int) -> list[Completion]:
@@ -49,7 +31,7 @@ def assert_same(expected: list[Completion], actual: list[Completion]) -> None:
 
 
 def assert_stops(server: Server) -> None:
-    """The server, told to stop, ends with status 0 and leaves nothing behind."""
+    """Stop the server with SIGTERM: it ends with status 0 and leaves nothing behind."""
     family, segments = server.family(), server.shared_memory()
     assert len(family) > 2, "the engine runs in processes of its own"
     assert segments, "which talk through shared memory"
@@ -75,7 +57,7 @@ def test_answers_come_back_from_the_host(server: Server) -> None:
 
 
 def test_stop_strings(server: Server) -> None:
-    """They are found outside the engine, which is then told to give the request up."""
+    """The frontend finds them, and then aborts the request in the engine."""
     whole = [server.complete(ask.prompt, ask.max_tokens).tokens for ask in ASKS]
     server.wait_for(server.is_idle, 30, "the first answers' requests to end")
     for _ in range(2):
@@ -90,7 +72,7 @@ def test_stop_strings(server: Server) -> None:
     server.wait_for(server.is_idle, 30, "the stopped requests to end")
 
 
-def test_clients_that_leave(server: Server) -> None:
+def test_clients_that_disconnect(server: Server) -> None:
     expected = answers(server, ASKS, at_once=1)
     generated = server.metric("vllm:generation_tokens_total")
     for left in range(3):
@@ -103,21 +85,25 @@ def test_clients_that_leave(server: Server) -> None:
             server.ask_and_hang_up(ask.prompt, LONG)
     server.wait_for(server.is_idle, 30, "the abandoned requests to end")
     generated = server.metric("vllm:generation_tokens_total") - generated
-    assert generated < 0.5 * 3 * 2 * len(ASKS) * LONG, "answers nobody reads are given up"
+    assert generated < 0.5 * 3 * 2 * len(ASKS) * LONG, "abandoned requests are aborted"
     server.reset_prefix_cache()
     assert_same(expected, answers(server, ASKS, at_once=len(ASKS)))
     assert server.is_idle()
 
 
-@pytest.mark.proves("I6")
-def test_sigterm_leaves_nothing_behind(server: Server) -> None:
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_sigterm_without_a_grace_period_leaves_nothing_behind(start_server: StartServer) -> None:
+    """vLLM's default: the engine's processes are killed."""
+    server = start_server()
     answers(server, ASKS, at_once=len(ASKS))
     assert_stops(server)
 
 
-def test_sigterm_lets_answers_end(start_server: StartServer) -> None:
-    """With a grace period, an answer that has begun is finished, with the connector at work."""
-    server = start_server("--shutdown-timeout", "60")
+@pytest.mark.proves("I6")
+def test_sigterm_leaves_nothing_behind(server: Server) -> None:
+    """The last test of the server. With a grace period, a running request is finished, with the
+    connector at work."""
     ask = ASKS[0]
     whole = server.complete(ask.prompt, LONG).tokens
     server.reset_prefix_cache()
@@ -126,4 +112,3 @@ def test_sigterm_lets_answers_end(start_server: StartServer) -> None:
         rest = client.submit(lambda: read_stream(lines))
         assert_stops(server)
         assert [*read_stream([first]), *rest.result(timeout=30)] == whole
-    assert server.process.returncode == 0
