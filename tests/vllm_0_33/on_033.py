@@ -1,4 +1,4 @@
-"""Tests of what only vLLM 0.33 does with the connector. They run on it: see test_connector.py."""
+"""Tests that need vLLM 0.33: test_on_033.py runs them on it."""
 
 import importlib
 from types import SimpleNamespace
@@ -20,6 +20,7 @@ import simple_offload
 from simple_offload import vllm_compat
 from tests.conftest import MakeVllmConfig
 from tests.hooks import misfits, public_names
+from tests.simulation.script import play
 from tests.worker.kv_memory import full, group, make_kv_memory
 
 builtin: Any = importlib.import_module(
@@ -31,7 +32,7 @@ EXTRA_CONFIG = {"num_cpu_blocks": 8}
 
 @pytest.fixture
 def connector(make_vllm_config: MakeVllmConfig) -> Any:
-    """On a worker, with registered KV caches."""
+    """The worker side, with registered KV caches."""
     memory = make_kv_memory([group(full(block_size=16), "a")], 6, KVCacheLayout.LBHNC)
     connector: Any = KVConnectorFactory.create_connector(
         make_vllm_config(EXTRA_CONFIG), KVConnectorRole.WORKER, memory.config
@@ -46,14 +47,14 @@ def test_this_is_033() -> None:
     assert vllm_compat.vllm_version() == (0, 33)
 
 
-def test_the_class_passes_for_the_builtin_one() -> None:
+def test_the_class_counts_as_the_builtin_one() -> None:
     assert ours is not builtin.SimpleCPUOffloadConnector
     assert builtin.SimpleCPUOffloadConnector not in ours.__mro__
     assert issubclass(ours, builtin.SimpleCPUOffloadConnector)
 
 
-def test_the_engine_will_look_for_it(make_vllm_config: MakeVllmConfig) -> None:
-    """The reason to pass for the built-in one: the engine goes by the name alone."""
+def test_the_engine_looks_for_it_by_name(make_vllm_config: MakeVllmConfig) -> None:
+    """This is why it has to count as the built-in one."""
     transfer_config = make_vllm_config(EXTRA_CONFIG).kv_transfer_config
     assert transfer_config is not None
     assert transfer_config.has_connector("SimpleCPUOffloadConnector")
@@ -79,3 +80,8 @@ def test_every_hook_takes_what_033_passes() -> None:
     assert list(misfits(ours, KVConnectorBase_V1, SupportsHMA)) == []
     hooks = {*public_names(KVConnectorBase_V1), *public_names(SupportsHMA)}
     assert set(public_names(ours)) - hooks == {"get_aligned_num_cpu_blocks"}
+
+
+def test_scripts_of_the_simulator() -> None:
+    outcomes = [play(seed) for seed in range(100, 115)]
+    assert sum(outcome.num_blocks_loaded for outcome in outcomes) > 0

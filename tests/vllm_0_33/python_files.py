@@ -1,7 +1,7 @@
-"""vLLM 0.33 for a machine that has the CPU build of 0.32: its Python files, with 0.32's operators.
+"""vLLM 0.33 on a machine with the CPU build of 0.32: its Python files with the operators of 0.32.
 
-No CPU build of 0.33 is published, and the compiled modules in its wheel are for CUDA. Its Python
-files run on the operators of the installed 0.32, which is enough for whole engines.
+No CPU build of 0.33 is published, and the compiled modules in its wheel are for CUDA. Whole engines
+run with its Python files and the operators of the installed 0.32.
 """
 
 import importlib.util
@@ -15,7 +15,7 @@ DOWNLOAD_SECONDS = 780
 
 
 def _needed(file: str) -> bool:
-    """60 MB of the wheel: no compiled modules."""
+    """Whether a file of the wheel is needed: 60 MB are, without compiled modules."""
     return file.endswith((".py", ".json")) or f"vllm-{VERSION}.dist-info/" in file
 
 

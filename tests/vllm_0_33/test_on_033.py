@@ -1,6 +1,8 @@
-"""The connector on vLLM 0.33: what only that version does, and the unit tests once more."""
+"""The connector on vLLM 0.33: its new interfaces, and unit and simulation tests once more."""
 
 import re
+
+import pytest
 
 from tests.vllm_0_33.conftest import RunScript
 from tools.set_up import ROOT
@@ -17,18 +19,30 @@ TESTS = (
     "tests/scheduler/test_groups.py",
     "tests/scheduler/test_inner_hits.py",
     "tests/scheduler/test_states.py",
+    "tests/simulation/test_real_models.py::test_groups",
     "tests/worker",
 )
 
 
-def test_on_033(run_on_vllm_033: RunScript) -> None:
+def num_passed(run_on_vllm_033: RunScript, *tests: str) -> int:
+    """Run tests on 0.33, all of which have to pass; their number."""
     arguments = [
         *("--rootdir", str(ROOT), "--config-file", str(ROOT / "pyproject.toml")),
         *("-q", "-p", "no:cacheprovider"),
-        *(str(ROOT / path) for path in TESTS),
+        *(str(ROOT / test) for test in tests),
     ]
     script = f"import pytest, sys; sys.exit(pytest.main({arguments!r}))"
     summary = run_on_vllm_033(script).splitlines()[-1]
     passed = re.match(r"(\d+) passed in", summary)
     assert passed is not None, summary
-    assert int(passed[1]) > 100
+    return int(passed[1])
+
+
+def test_on_033(run_on_vllm_033: RunScript) -> None:
+    assert num_passed(run_on_vllm_033, *TESTS) > 100
+
+
+@pytest.mark.slow
+def test_real_models(run_on_vllm_033: RunScript) -> None:
+    """Scripts with the groups that 0.33 plans."""
+    assert num_passed(run_on_vllm_033, "tests/simulation/test_real_models.py") > 20
