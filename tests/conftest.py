@@ -1,4 +1,4 @@
-"""What every test has: an environment without network, and properties that replay."""
+"""The setting of all tests: no network, and properties that replay."""
 
 import os
 import sys
@@ -17,62 +17,62 @@ if TYPE_CHECKING:
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
 
-# The same examples on every run of the same command: a failure is one of the code, and is there
-# again the next time. (They differ with the modules that are loaded: Hypothesis tries constants
-# that it finds there.) No deadline: how long one takes depends on what else the machine does.
+# The same examples in every run of a command, so that a failure replays. (They differ with the
+# loaded modules, whose constants Hypothesis tries.) No deadline: the time depends on the machine's
+# load.
 settings.register_profile("replay", derandomize=True, deadline=None)
 settings.load_profile("replay")
 
-_SHARING = ("engine", "faults", "serve", "vllm_0_33", "acl_sim")
-"""Directories whose tests share what takes long to make, the longest first."""
+_SHARING = ("engine", "serve", "vllm_0_33", "faults", "acl_sim")
+"""Folders whose tests share engines or other costly things, the slowest folder first."""
 
 PATIENCE_SECONDS = 30.0
-"""How long tests wait for what must happen before they give up."""
+"""Tests fail after waiting for so long."""
 
 MakeVllmConfig = Callable[..., "VllmConfig"]
 
 
 def pytest_report_header() -> str:
-    """Which build of its operators vLLM picks for this processor: some failures come with one."""
+    """The build of vLLM's operators on this processor, which some failures depend on."""
     from tests import operators
 
     return operators.describe()
 
 
-def _room(nodeid: str) -> str:
-    """What a test shares things with: a directory that makes what takes long, or its file."""
+def _scope(nodeid: str) -> str:
+    """The scope of a test's fixtures: its folder, if that shares costly things, else its file."""
     path = Path(nodeid.split("::", 1)[0])
     directory = path.parts[1] if len(path.parts) > 2 else ""
     return directory if directory in _SHARING else str(path)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """What takes longest comes first, so that all processes end together."""
+    """Run the slowest folders first, so that all processes end together."""
 
     def place(item: pytest.Item) -> int:
-        room = _room(item.nodeid)
-        return _SHARING.index(room) if room in _SHARING else len(_SHARING)
+        scope = _scope(item.nodeid)
+        return _SHARING.index(scope) if scope in _SHARING else len(_SHARING)
 
     items.sort(key=place)
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """With ``--dist loadscope``, tests of a room run in one process. (xdist's own groups do not get
-    there: 3.8.0 writes them where pytest 9.2 does not look.)"""
+    """With ``--dist loadscope``, run the tests of a scope in one process. (xdist's own groups have
+    no effect: 3.8.0 writes them to a place that pytest 9.2 does not read.)"""
     if config.getvalue("dist") != "loadscope":
         return None
     from xdist.scheduler import LoadScopeScheduling
 
-    class ByRoom(LoadScopeScheduling):  # type: ignore[misc]
+    class ByScope(LoadScopeScheduling):  # type: ignore[misc]
         def _split_scope(self, nodeid: str) -> str:
-            return _room(nodeid)
+            return _scope(nodeid)
 
-    return ByRoom(config, log)
+    return ByScope(config, log)
 
 
 class Machine:
-    """A machine of 100 GiB, and the files in which its kernel tells of limits."""
+    """A machine of 100 GiB, and its kernel's files with limits."""
 
     num_bytes = 100 * 2**30
     available: int | None = None
@@ -82,11 +82,11 @@ class Machine:
         self._root = root
 
     def path(self, *parts: str) -> Path:
-        """Where a file of the kernel's lies here."""
+        """The path that stands for a file of the kernel."""
         return self._root / Path(*parts).relative_to("/")
 
     def write(self, name: str, text: str) -> None:
-        """Give a file of the kernel's this content."""
+        """Write a file of the kernel."""
         path = self.path(name)
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
@@ -94,7 +94,7 @@ class Machine:
 
 @pytest.fixture
 def machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Machine:
-    """What the configuration is checked against instead of the machine that runs the test."""
+    """Stands for the machine of the test when a configuration is checked."""
     machine = Machine(tmp_path)
     monkeypatch.setattr(
         "simple_offload.memory.psutil.virtual_memory",
@@ -108,8 +108,8 @@ def machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Machine:
 
 
 def within_patience(call: Callable[[], object]) -> None:
-    """Call something that may never return, where no test's time limit helps: once a test has
-    failed, nothing limits its teardown."""
+    """Call a function that may never return, where no time limit applies: nothing limits the
+    teardown of a failed test."""
     thread = threading.Thread(target=call, daemon=True)
     thread.start()
     thread.join(PATIENCE_SECONDS)
@@ -129,7 +129,7 @@ def no_engine_left() -> Iterator[None]:
 
 @pytest.fixture
 def no_thread_left() -> Iterator[None]:
-    """Fails a test that leaves a copy thread running."""
+    """Fail a test that leaves a copy thread running."""
     before = set(threading.enumerate())
     yield
     left = [thread.name for thread in threading.enumerate() if thread not in before]

@@ -1,4 +1,4 @@
-"""Where tests run in several processes: those that share what takes long run in one."""
+"""Tests in several processes: those that share costly things run in one."""
 
 from pathlib import Path
 from types import SimpleNamespace
@@ -32,16 +32,16 @@ def test_which_tests_run_in_one_process(first: str, second: str, together: bool)
     assert len(scopes) == (1 if together else 2)
 
 
-def test_other_ways_to_share_out_are_left_alone() -> None:
+def test_other_distributions_are_left_alone() -> None:
     assert conftest.pytest_xdist_make_scheduler(config("load"), None) is None
 
 
-def test_make_test_asks_for_it() -> None:
+def test_make_test_selects_it() -> None:
     assert "-n $(WORKERS) --dist loadscope" in (ROOT / "Makefile").read_text()
 
 
 def test_the_header_names_the_operators() -> None:
-    """A failure that comes with one kind of processor can be told from its log alone."""
+    """The log of a failure on one kind of processor identifies that processor."""
     header = conftest.pytest_report_header()
     assert f"operators {operators.runnable_builds()[-1]};" in header
     assert header.startswith("vLLM 0.")

@@ -1,4 +1,4 @@
-"""The pages of the documentation, and the commands that they show."""
+"""The pages of the documentation, and the commands on them."""
 
 import re
 import shlex
@@ -14,31 +14,31 @@ BEGINNINGS = (
     *("make", "simple-offload", r"\S*python3?", "vllm serve", "vllm bench", "pip install"),
     *("lm_eval", "npu-smi"),
 )
-"""What a command between backticks begins with (patterns). More has to follow."""
+"""Patterns of the beginning of a command between backticks. More words have to follow."""
 
 
 class Command(NamedTuple):
-    """A line of a shell block, or what stands between backticks."""
+    """A line of a shell block, or a command between backticks."""
 
     page: str
     words: tuple[str, ...]
     whole: bool
-    """Whether it can be run as it stands, which what a sentence names need not."""
+    """Whether it can be run as it is shown; a command in a sentence may be a part of one."""
 
     @property
     def text(self) -> str:
-        """Its words on one line, without the shell's quotes."""
+        """Its words in one line, without the shell's quotes."""
         return " ".join(" ".join(self.words).split())
 
 
 def blocks(text: str, language: str) -> Iterator[str]:
-    """What is fenced in that language."""
+    """The fenced blocks of that language."""
     for match in re.finditer(rf"^```{language}\n(.*?)^```$", text, re.MULTILINE | re.DOTALL):
         yield match[1]
 
 
 def shown_commands(page: Path) -> Iterator[Command]:
-    """Of shell blocks, of sessions (``$ ...``) and between backticks."""
+    """The commands of shell blocks, of sessions (``$ ...``) and between backticks."""
     text = page.read_text()
     for block in blocks(text, "sh"):
         yield from _commands(page, block.replace("\\\n", " "), whole=True)
@@ -50,7 +50,7 @@ def shown_commands(page: Path) -> Iterator[Command]:
 
 
 def _commands(page: Path, text: str, *, whole: bool) -> Iterator[Command]:
-    """A command ends with a line, unless something quoted goes on."""
+    """The commands of a text: one a line, but for lines with an open quotation."""
     waiting = ""
     for line in text.splitlines():
         waiting += f"{line}\n"

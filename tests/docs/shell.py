@@ -1,4 +1,4 @@
-"""Running what the documentation shows, as a reader's shell would."""
+"""Runs the commands of the documentation like a reader's shell."""
 
 import os
 import re
@@ -14,16 +14,16 @@ from tests.docs.ways import Run
 from tools.set_up import ROOT, pip_environment
 
 IN_THE_CHECKOUT = ("make", "pip", ".venv/bin/python")
-"""What is run in the checkout. All else is run in an empty folder, where it leaves its output."""
+"""Commands that run in the checkout. All others run in an empty folder, with their output."""
 
 _VLLM = '#!/bin/sh\nexec "{python}" -m examples.vllm_command "$@"\n'
 _STOP_SECONDS = 60.0
 
 
 def as_run(words: Sequence[str], way: Run, places: Mapping[str, str]) -> list[str]:
-    """The words of a command with the changes that ``way`` says. ``places``: for ``{...}``.
+    """The words of a command with the changes of ``way``. ``places``: values for ``{...}``.
 
-    AssertionError where something is to be replaced that is not shown."""
+    AssertionError if the text to replace is not shown."""
     changed = list(words)
     for shown, instead in way.instead.items():
         assert any(shown in word for word in changed), f"{shown} is not in {' '.join(words)}"
@@ -32,19 +32,18 @@ def as_run(words: Sequence[str], way: Run, places: Mapping[str, str]) -> list[st
 
 
 def reader_environment(folder: Path, *first: Path) -> dict[str, str]:
-    """Variables of a reader who has activated this environment and knows nothing of tests:
-    `python3`, `simple-offload` and `vllm` are found. ``first``: folders of programs that come
-    before those. ``folder`` gets what is made for it."""
+    """The environment of a reader who has activated this virtual environment: `python3`,
+    `simple-offload` and `vllm` are on PATH, after the folders ``first``. Writes to ``folder``."""
     tools = folder / "tools"
     tools.mkdir(exist_ok=True)
-    # The CPU build's own `vllm` stops over the build's name.
+    # The CPU build's own `vllm` fails on the name of the build.
     (tools / "vllm").write_text(_VLLM.format(python=sys.executable))
     (tools / "vllm").chmod(0o755)
-    # What `make test ARGS=...` was told is not meant for a make that a test runs.
+    # The variables of `make test ARGS=...` are not for a make that a test runs.
     makefile = (ROOT / "Makefile").read_text()
-    told = {"MAKEFLAGS", "MFLAGS", "MAKELEVEL", "MAKEOVERRIDES"}
-    told |= set(re.findall(r"^(\w+) \?=", makefile, re.MULTILINE)) - {"PYTHON"}
-    environment = {key: value for key, value in pip_environment().items() if key not in told}
+    of_make = {"MAKEFLAGS", "MFLAGS", "MAKELEVEL", "MAKEOVERRIDES"}
+    of_make |= set(re.findall(r"^(\w+) \?=", makefile, re.MULTILINE)) - {"PYTHON"}
+    environment = {key: value for key, value in pip_environment().items() if key not in of_make}
     path = [*map(str, first), str(tools), str(Path(sys.executable).parent), os.environ["PATH"]]
     return environment | {
         "PATH": os.pathsep.join(path),
@@ -57,8 +56,8 @@ def reader_environment(folder: Path, *first: Path) -> dict[str, str]:
 def start(
     words: Sequence[str], folder: Path, environment: Mapping[str, str], log: Path
 ) -> "subprocess.Popen[bytes]":
-    """Start a command in ``folder``, or in the checkout where it belongs there; what it says goes
-    to ``log``."""
+    """Start a command in ``folder``, or in the checkout if IN_THE_CHECKOUT names it, with its
+    output in ``log``."""
     in_checkout = words[0] in IN_THE_CHECKOUT
     program = str(ROOT / words[0]) if words[0].startswith(".venv/") else words[0]
     with log.open("wb") as output:
@@ -70,13 +69,13 @@ def start(
             stdout=output,
             stderr=subprocess.STDOUT,
             start_new_session=True,
-            # Started in the background by a shell, the tests themselves ignore SIGINT.
+            # Tests that a shell started in the background ignore SIGINT.
             preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # noqa: PLW1509 - no lock taken
         )
 
 
 def stop(process: "subprocess.Popen[bytes]", number: signal.Signals = signal.SIGTERM) -> int:
-    """End a command that may still run, as Ctrl-C or a service manager would; its exit code."""
+    """Stop a command, as Ctrl-C or a service manager does; its exit code."""
     try:
         if process.poll() is None:
             process.send_signal(number)
@@ -88,8 +87,8 @@ def stop(process: "subprocess.Popen[bytes]", number: signal.Signals = signal.SIG
 
 
 def run(words: Sequence[str], folder: Path, environment: Mapping[str, str]) -> tuple[int, str]:
-    """The exit code of a command, and what it said. However this returns, it has ended."""
-    log = folder / "said.log"
+    """The exit code and the output of a command, which has ended in any case."""
+    log = folder / "output.log"
     process = start(words, folder, environment, log)
     try:
         process.wait()
@@ -99,6 +98,6 @@ def run(words: Sequence[str], folder: Path, environment: Mapping[str, str]) -> t
 
 
 def empty_environment(folder: Path) -> Path:
-    """Make a virtual environment that has nothing but pip; the folder of its programs."""
+    """Make a virtual environment with nothing but pip; the folder of its programs."""
     subprocess.run([sys.executable, "-m", "venv", str(folder)], check=True)
     return folder / "bin"

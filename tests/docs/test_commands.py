@@ -1,4 +1,4 @@
-"""Every command that the documentation shows: it is run, here or by the test that ways.py names."""
+"""Every command of the documentation is run, here or by the test that ways.py names."""
 
 import json
 import re
@@ -13,7 +13,7 @@ from tests.docs.ways import WAYS, Elsewhere, Named, Run, Theirs, key_of
 from tools.set_up import ROOT, VirtualEnvironment
 
 SLOW_SECONDS = 3600
-"""What the slowest of them may take, on a machine that does other things as well."""
+"""Time limit of the slowest command, on a busy machine."""
 
 CONVERSATIONS = {
     "filetype": "generate_conversations",
@@ -27,7 +27,7 @@ CONVERSATIONS = {
     },
     "prompt_output": {"num_tokens": {"distribution": "constant", "value": 8}},
 }
-"""Four times as many tokens as the device of the benchmark's ``cpu`` preset holds, together."""
+"""Together four times as many tokens as the device of the benchmark's ``cpu`` preset holds."""
 
 
 def _run_here(*, slow: bool) -> list[Command]:
@@ -48,18 +48,18 @@ def _title(command: Command) -> str:
 
 
 def test_every_command_has_a_way_to_be_run() -> None:
-    strangers = [f"{each.page}: {each.text}" for each in COMMANDS if key_of(each.text) is None]
-    assert strangers == [], "say in WAYS in tests/docs/ways.py how these are run"
+    unknown = [f"{each.page}: {each.text}" for each in COMMANDS if key_of(each.text) is None]
+    assert unknown == [], "add these to WAYS in tests/docs/ways.py"
     assert len(COMMANDS) > 90
 
 
-def test_every_way_is_one_of_a_command() -> None:
+def test_every_way_belongs_to_a_command() -> None:
     used = {key_of(command.text) for command in COMMANDS}
     assert WAYS.keys() - used == set(), "no page shows these: remove them from tests/docs/ways.py"
 
 
 @pytest.mark.parametrize("key", [key for key, way in WAYS.items() if isinstance(way, Elsewhere)])
-def test_what_runs_it_elsewhere_is_there(key: str) -> None:
+def test_tests_elsewhere_exist(key: str) -> None:
     way = WAYS[key]
     assert isinstance(way, Elsewhere)
     path, _, name = way.by.partition("::")
@@ -70,13 +70,13 @@ def test_what_runs_it_elsewhere_is_there(key: str) -> None:
         assert re.search(rf"^{re.escape(key)}( <|$)", text, re.MULTILINE), f"{path} lacks {key}"
 
 
-def test_what_is_named_is_shown_whole() -> None:
+def test_a_named_command_is_shown_whole() -> None:
     for key, way in WAYS.items():
         if isinstance(way, Named):
             assert not isinstance(WAYS[way.whole], Named | Theirs), key
 
 
-def test_what_belongs_to_others_is_none_of_our_programs() -> None:
+def test_our_programs_are_not_theirs() -> None:
     ours = ("make", "simple-offload", "python", ".venv", "vllm")
     assert [k for k, way in WAYS.items() if isinstance(way, Theirs) and k.startswith(ours)] == []
 
@@ -103,10 +103,10 @@ def _check(command: Command, folder: Path, places: Mapping[str, str]) -> None:
     assert isinstance(way, Run)
     alone = [empty_environment(folder / "alone")] if way.alone else []
     words = as_run(command.words, way, places)
-    code, said = run(words, folder, reader_environment(folder, *alone))
-    assert (code, bool(re.search(way.prints, said))) == (way.code, True), said[-6000:]
+    code, output = run(words, folder, reader_environment(folder, *alone))
+    assert (code, bool(re.search(way.prints, output))) == (way.code, True), output[-6000:]
     if command.words[0] == "simple-offload":
-        assert "\x1b" not in said, "colours in a pipe"
+        assert "\x1b" not in output, "colours in a pipe"
 
 
 @pytest.mark.parametrize("command", _run_here(slow=False), ids=_title)
@@ -121,7 +121,7 @@ def test_slow_commands(command: Command, tmp_path: Path, places: Mapping[str, st
     _check(command, tmp_path, places)
 
 
-def test_replacing_what_is_not_shown_is_an_error() -> None:
+def test_a_replacement_of_text_that_is_not_shown_is_an_error() -> None:
     with pytest.raises(AssertionError, match="64GiB is not in"):
         as_run(["simple-offload", "doctor"], Run("", instead={"64GiB": "1GiB"}), {})
 
@@ -132,7 +132,7 @@ def test_words_are_run_as_shown_but_for_what_is_said() -> None:
     assert words == ["bench", "/i", "--x", "ARGS=--out /o"]
 
 
-def test_what_make_was_told_is_not_told_to_the_make_of_a_command(
+def test_variables_of_make_do_not_reach_the_make_of_a_command(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in ("ARGS", "MAKEFLAGS", "STEPS"):

@@ -1,4 +1,4 @@
-"""The servers that the documentation shows, and what asks them: as shown, with a small model."""
+"""The servers and clients of the documentation, as shown, with a small model."""
 
 import json
 import re
@@ -27,7 +27,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(SLOW_SECONDS)]
 HITS = "vllm:external_prefix_cache_hits_total"
 
 CPU = "--host 127.0.0.1 --port {port} --dtype float32 --enforce-eager --block-size 32"
-"""What a server of a small model on the CPU is told beside what is shown."""
+"""Additional arguments for a server of a small model on the CPU."""
 
 VOCAB_SIZE = 512
 
@@ -106,9 +106,9 @@ def test_the_commands_of_a_first_run_on_an_npu(tmp_path: Path, places: Mapping[s
 
     def run_shown(beginning: str, way: Run) -> str:
         words = as_run(shown(beginning), way, places)
-        code, said = run(words, tmp_path, environment)
-        assert code == way.code, said[-6000:]
-        return said
+        code, output = run(words, tmp_path, environment)
+        assert code == way.code, output[-6000:]
+        return output
 
     run_shown("pip install lm-eval", Run(""))
     (site,) = programs.parent.glob("lib/python*/site-packages")
@@ -124,22 +124,22 @@ def test_the_commands_of_a_first_run_on_an_npu(tmp_path: Path, places: Mapping[s
     with served(command, tmp_path, environment, int(places["port"])) as server:
         asked = {"Qwen/Qwen3-8B": "{model}", ":8000": ":{port}", "gsm8k": "small"}
         for _ in range(2):
-            said = run_shown(
+            output = run_shown(
                 "lm_eval --model local-completions",
                 Run("", instead=asked, add="--include_path {folder}"),
             )
-            assert "exact_match" in said
+            assert "exact_match" in output
         assert list(tmp_path.rglob("small*.json")), "no results"
 
         hits = server.metric(HITS)
         load = {"Qwen/Qwen3-8B": "{model}", "240": "24", "40": "6", "8192": "512", "256": "32"}
-        said = run_shown("vllm bench serve", Run("", instead=load, add="--port {port}"))
-        assert re.search(r"Successful requests: +24\b", said)
+        output = run_shown("vllm bench serve", Run("", instead=load, add="--port {port}"))
+        assert re.search(r"Successful requests: +24\b", output)
         assert server.metric(HITS) > hits
 
 
 def test_a_server_for_vllm_s_script(tmp_path: Path) -> None:
-    """It says how to ask it, with files that are there, until Ctrl-C."""
+    """It prints the client's command, whose files exist, and serves until Ctrl-C."""
     port = free_port()
     way = Run("", instead={"8000": "{port}"})
     words = as_run(shown("python3 -m examples.multi_turn --serve"), way, {"port": str(port)})
@@ -147,10 +147,10 @@ def test_a_server_for_vllm_s_script(tmp_path: Path) -> None:
         within_patience(lambda: _until_in("python benchmark_serving", server.log))
         assert server.metric("vllm:prompt_tokens_total") == 0
         (line,) = re.findall(r"^python benchmark_serving.*", server.log.read_text(), re.MULTILINE)
-        told = shlex.split(line)
+        words = shlex.split(line)
         for option in ("--model", "--input-file"):
-            assert (tmp_path / told[told.index(option) + 1]).exists()
-        assert told[told.index("--url") + 1] == server.url
+            assert (tmp_path / words[words.index(option) + 1]).exists()
+        assert words[words.index("--url") + 1] == server.url
 
 
 def _until_in(text: str, file: Path) -> None:

@@ -1,4 +1,4 @@
-"""How the commands that the documentation shows are run: ``WAYS``, and the kinds of ways."""
+"""The way to run each command of the documentation: ``WAYS``, and the kinds of ways."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -6,34 +6,34 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True)
 class Run:
-    """By test_commands.py, as shown but for what is said here.
+    """test_commands.py runs it as shown, but for these changes.
 
     In texts, ``{out}`` is an empty folder and ``{input}`` a small input file of the multi-turn
     benchmark.
     """
 
     prints: str
-    """A pattern that its output must have: that it did what it is shown for."""
+    """A pattern that its output must contain, as a proof of its purpose."""
     slow: bool = False
     instead: Mapping[str, str] = field(default_factory=dict)
-    """What is shown -> what is run instead."""
+    """Shown text -> its replacement."""
     add: str = ""
-    """Arguments behind those that are shown."""
+    """Arguments after the shown ones."""
     code: int = 0
     """Its exit code."""
     alone: bool = False
-    """In an environment that has nothing but pip."""
+    """Whether it runs in an environment with nothing but pip."""
 
 
 @dataclass(frozen=True)
 class Elsewhere:
-    """Not by test_commands.py."""
+    """test_commands.py does not run it."""
 
     needs: str
-    """What it takes."""
+    """What it requires."""
     by: str
-    """The test that runs it, or the same program with less: ``tests/file.py::name``. Or a
-    script that has the very command in it."""
+    """The test that runs it, or the same program with less: ``tests/file.py::name``. Or a script
+    that contains the command."""
 
 
 @dataclass(frozen=True)
@@ -41,12 +41,12 @@ class Named:
     """A sentence names the command, and another place shows it whole."""
 
     whole: str
-    """That one, as a key of ``WAYS``."""
+    """The whole command, as a key of ``WAYS``."""
 
 
 @dataclass(frozen=True)
 class Theirs:
-    """Another project's, of which nothing here can run."""
+    """A command of another project, which cannot run here."""
 
     why: str
 
@@ -76,7 +76,7 @@ WAYS: Mapping[str, Way] = {
     "make test ARGS=tests/scheduler": Run(r"\d{3} passed", slow=True),
     "make test ARGS=-k tail_first": Run(r"\d passed", slow=True),
     "make test ARGS=-m slow": Elsewhere(
-        "hours: it runs what is slow here", "tests/docs/test_commands.py::test_slow_commands"
+        "hours: it runs all slow tests", "tests/docs/test_commands.py::test_slow_commands"
     ),
     "make test-gpu": Named("make test-gpu GPU_PYTHON=python3"),
     "make test-gpu GPU_PYTHON=python3": Run(
@@ -167,7 +167,7 @@ WAYS: Mapping[str, Way] = {
         _TURNS, slow=True, instead={"generate_multi_turn.json": "{input}"}
     ),
     "python3 -m examples.multi_turn --serve --contenders ours --port 8000": Elsewhere(
-        "somebody to press Ctrl-C",
+        "a Ctrl-C",
         "tests/docs/test_serving.py::test_a_server_for_vllm_s_script",
     ),
     "python3 -m examples.accuracy --model Qwen/Qwen3-8B --tasks gsm8k --device cuda "
@@ -189,7 +189,7 @@ WAYS: Mapping[str, Way] = {
     ".venv/bin/python -m tests.faults.load_run --minutes 30 --seed 0": Elsewhere(
         "half an hour", "tests/faults/test_load_run.py::test_twenty_seconds_of_load"
     ),
-    # Servers, and what asks them
+    # Servers and their clients
     "vllm serve MODEL --kv-transfer-config {…": Elsewhere(
         "a client that asks", "tests/docs/test_serving.py::test_commands_that_serve"
     ),

@@ -9,13 +9,13 @@ LOGPROB_TOLERANCE = 5e-4
 """Rounding moves logprobs by some 1e-5; a wrong KV block by hundredths."""
 
 MIN_LEAD = 1e-4
-"""A best token that leads by less could change places with the second by rounding alone."""
+"""Rounding alone could swap the two best tokens if the lead is less."""
 
 
 def differences(
     expected: Sequence[dict[str, Answer]], actual: Sequence[dict[str, Answer]]
 ) -> list[str]:
-    """What differs, one line an answer: a token anywhere, or a logprob by more than rounding."""
+    """One line per answer that differs: in any token, or in a logprob by more than rounding."""
     if len(expected) != len(actual):
         return [f"{len(actual)} rounds, not {len(expected)}"]
     found = []
@@ -39,8 +39,8 @@ def assert_same_answers(expected: Sequence[dict[str, Answer]], result: EngineRes
 
 
 def assert_nothing_left(result: EngineResult) -> None:
-    """Fail unless every block of both pools is free, the connector's books are in order and
-    balanced, and the engine's shutdown left no thread."""
+    """Fail unless every block of both pools is free, the connector's own check of its state passes,
+    and the engine's shutdown left no thread."""
     assert result.error is None, result.error
     assert result.device_pool is not None
     left = [

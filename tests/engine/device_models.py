@@ -1,8 +1,8 @@
 """Random models for the tests on a GPU, of kinds that vLLM cannot serve on every CPU.
 
 Those of ``shrunk`` are a configuration only: ``random_weights`` fills them when they are loaded.
-Weights are spread as those of ``examples.random_model`` are, and for the same reason: what a
-model says has to depend on its whole context.
+Weights are spread like those of ``examples.random_model``, so that answers depend on the whole
+context.
 """
 
 import json
@@ -31,11 +31,11 @@ Kind = Literal[
 ]
 
 FORGETS = (0.003, 0.05)
-"""By how much, at least and at most, a Mamba head's state decays with every token: it then
-remembers tens to hundreds of tokens, and a wrong state shows long after."""
+"""Decay of a Mamba head's state per token, at least and at most: the state then remembers tens to
+hundreds of tokens, and a wrong state changes many later tokens."""
 
 DRAFTER = "drafter"
-"""Directory inside a model's, where its drafter is a model of its own."""
+"""Folder of the drafter inside the folder of its target."""
 
 
 def save_device_model(directory: Path, kind: Kind, *, seed: int = 0) -> Path:

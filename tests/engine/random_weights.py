@@ -1,9 +1,9 @@
 """Random weights for any model class of vLLM: ``load_format=RANDOM_WEIGHTS``.
 
-A directory with a ``config.json`` is then a model: no checkpoint, and so no names and shapes of
-one, which differ from class to class. vLLM's own "dummy" weights lie within 1e-3 and make every
-token see the same average of its context. These have a spread, as those of
-``examples.random_model`` do, so that one wrong block changes what the model says.
+A folder with a ``config.json`` is then a model, without a checkpoint, whose names and shapes differ
+from class to class. vLLM's own "dummy" weights lie within 1e-3, and every token sees the same
+average of its context. These have a spread, like those of ``examples.random_model``, so that one
+wrong block changes the answers.
 """
 
 import zlib
@@ -19,8 +19,8 @@ from tests.engine.shrunk import RANDOM_WEIGHTS
 
 _GAIN = 2.0
 _LIKELY = 32
-"""Every n-th token is likely, the others hardly ever the best: a drafter with random
-weights then guesses some tokens right."""
+"""Every n-th token is likely, all others are hardly ever the best: a drafter with random weights
+then guesses some tokens right."""
 _ONES = ("norm.weight", "layernorm.weight", "_scale")
 
 
@@ -29,7 +29,7 @@ class RandomWeightsLoader(BaseModelLoader):
     """Fills parameters in place; the same names and shapes always get the same weights."""
 
     def download_model(self, model_config: ModelConfig) -> None:
-        """Nothing is on a disk."""
+        """Nothing to download."""
 
     def load_weights(self, model: nn.Module, model_config: ModelConfig) -> None:
         gemma = {
@@ -58,7 +58,7 @@ def _draw(
     if not weight.is_floating_point():
         return torch.zeros(shape)
     if name.endswith("dt_bias"):
-        # Of Kimi's gates: a state then forgets some hundredths with every token.
+        # Kimi's gates: a state then decays by a few hundredths per token.
         return torch.full(shape, -5.5)
     if name.endswith("sinks"):
         return torch.empty(shape).normal_(generator=generator)
@@ -77,10 +77,10 @@ def _draw(
 
 
 def _spread(name: str, shape: tuple[int, ...]) -> float:
-    """Standard deviation that keeps the residual stream's parts of one size."""
+    """The standard deviation with which all parts of the residual stream have one size."""
     if "embed" in name:
         return 1.0
-    # A larger output of attention makes what is said depend more on the context.
+    # With a larger output of attention, answers depend more on the context.
     loud = ("qkv", "q_proj", "q_b_proj", "wq_b", "o_proj", "wo_b")
     gain = _GAIN if any(part in name for part in loud) else 1.0
     return gain * float(shape[-1] ** -0.5)

@@ -1,8 +1,8 @@
 """A Ray cluster on this machine, for vLLM's Ray executor to run ranks on CPUs.
 
-vLLM lets Ray place its workers on devices that Ray counts, and its CPU platform names none. Told
-that they are called "GPU", of which a Ray node may claim to have any number, the executor works:
-what differs between platforms is only how Ray counts.
+vLLM has Ray place its workers on devices that Ray counts, and its CPU platform names none. With the
+name "GPU", of which a Ray node may claim any number, the executor works: platforms differ only in
+the name of the devices that Ray counts.
 """
 
 from collections.abc import Iterator
@@ -13,8 +13,8 @@ from typing import Any
 IS_INSTALLED = find_spec("ray") is not None
 
 
-def let_ray_count_cpu_workers() -> None:
-    """Name the device. Called in the driver and, by Ray, in each process that it starts."""
+def count_cpu_workers_as_gpus() -> None:
+    """Name the device. The driver calls it, and Ray in each process that it starts."""
     from vllm.platforms.cpu import CpuPlatform
 
     CpuPlatform.ray_device_key = "GPU"
@@ -22,11 +22,11 @@ def let_ray_count_cpu_workers() -> None:
 
 @contextmanager
 def local_cluster(num_workers: int) -> Iterator[None]:
-    """A node with room for ``num_workers`` workers; gone, processes and all, afterwards."""
+    """A node with room for ``num_workers`` workers; all its processes end with the context."""
     import ray
 
-    let_ray_count_cpu_workers()
-    options: dict[str, Any] = {"worker_process_setup_hook": let_ray_count_cpu_workers}
+    count_cpu_workers_as_gpus()
+    options: dict[str, Any] = {"worker_process_setup_hook": count_cpu_workers_as_gpus}
     ray.init(
         num_cpus=num_workers + 1,
         num_gpus=num_workers,

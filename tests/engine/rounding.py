@@ -1,9 +1,9 @@
 """Whether two engines gave the same answers, up to the rounding of half precision.
 
-Where two engines compute the same tokens in steps of the same shape, kernels give the same
-bits, and tokens must be equal. Where other requests share the steps, or where one engine has
-CUDA graphs, sums are taken in another order: a best token may then change places with one
-that was as good but for rounding, and what follows it in that answer says nothing.
+If two engines compute the same tokens in steps of the same shape, kernels give the same bits, and
+tokens must be equal. If other requests share the steps, or one engine has CUDA graphs, sums have
+another order: rounding may then swap the two best tokens, and the rest of that answer cannot be
+compared.
 """
 
 from collections.abc import Sequence
@@ -13,27 +13,27 @@ from tests.engine.spec import Answer
 
 
 class Rounding(NamedTuple):
-    """What the order of summation may change."""
+    """The largest effect of the order of summation."""
 
     logprob: float
     """Largest distance of two logprobs of one token."""
     same_shape: float | None = None
-    """The same where both engines computed it in steps of one shape; None: no smaller one. A
-    format so coarse that ``logprob`` would hide a wrong block needs it."""
+    """The same if both engines computed it in steps of one shape; None: the same limit. A format so
+    coarse that ``logprob`` would hide a wrong block needs it."""
 
     @property
     def lead(self) -> float:
-        """A best token that leads by less may change places with the second."""
+        """Rounding may swap the two best tokens if the lead is less."""
         return 2 * self.logprob
 
 
 class Comparison(NamedTuple):
-    """Of one round."""
+    """The comparison of one round."""
 
     wrong: list[str]
-    """What rounding cannot explain, one line an answer."""
+    """One line per answer with a difference that rounding cannot explain."""
     whole: int
-    """Answers whose tokens are all the same."""
+    """Number of answers with equal tokens."""
     total: int
 
 

@@ -1,15 +1,15 @@
-"""Shrunk configurations of the models that people pair with this connector.
+"""Shrunk configurations of popular models.
 
 Each has the shapes that vLLM's kernels demand (head sizes, latent ranks, blocks of attention) and
-little else: few layers, few experts. As many experts are used as there are, and so rounding
-cannot choose other ones. Windows, chunks and sparse selections are shorter than the prompts.
+little else: few layers, few experts. Every token uses all experts, so that rounding cannot choose
+others. Windows, chunks and sparse selections are shorter than the prompts.
 """
 
 from collections.abc import Mapping
 from typing import Any, Final
 
 RANDOM_WEIGHTS: Final = "random_weights"
-"""vLLM's ``load_format`` of these models. ``tests.engine.random_weights`` knows it."""
+"""vLLM's ``load_format`` of these models, which ``tests.engine.random_weights`` registers."""
 
 VOCAB_SIZE: Final = 512
 HIDDEN_SIZE: Final = 256
@@ -176,11 +176,11 @@ _SMALL_LLAMA: dict[str, Any] = _EAGLE3 | {"architectures": ["LlamaForCausalLM"]}
 DRAFTERS: Mapping[str, dict[str, Any]] = {
     "gpt-oss-eagle3": _EAGLE3,
     "drafted-gemma3": _SMALL_LLAMA,
-    # Of Kimi-K3's own configuration, as it names the class of its MTP module.
+    # From Kimi-K3's own configuration, which names the class of its MTP module.
     "kimi-k3": {
         "model_type": "kimi_k3",
         "architectures": ["KimiK3ForConditionalGeneration"],
         "text_config": _KIMI,
     },
 }
-"""Of those whose drafter is a model of its own."""
+"""Drafters that are models of their own, by target."""

@@ -1,4 +1,4 @@
-"""What the tests on a GPU run: targets, engines, and what all of them are asked."""
+"""The targets, engines and requests of the tests on a GPU."""
 
 from collections.abc import Mapping
 from functools import cache
@@ -16,7 +16,7 @@ COLD, AGAIN, TOGETHER, FOLLOW_UPS, CORRUPTED = range(5)
 ONE_BY_ONE = (COLD, AGAIN)
 
 PLENTY, FEW = 2048, 80
-"""Device blocks: more than all rounds fill, and one and a quarter of the longest requests."""
+"""Device blocks: more than all rounds fill; one and a quarter of the longest requests."""
 
 EAGER: dict[str, Any] = {"enforce_eager": True}
 COMPILED: dict[str, Any] = {"enforce_eager": False}
@@ -33,17 +33,16 @@ DECODE_GRAPHS: dict[str, Any] = {
 
 
 class Target(NamedTuple):
-    """Where engines run, with which model, and what rounding does there."""
+    """A model, a device, and the rounding there."""
 
     kind: Kind
     arguments: Mapping[str, Any]
     """For EngineArgs."""
     rounding: Rounding
     few_blocks: int | None = None
-    """Device blocks of the engines that have a connector, where not plenty."""
+    """Device blocks of the engines with a connector; None: PLENTY."""
     same_hits: bool = True
-    """Whether hits end where the device's end. Which states and windows are kept is up to each
-    tier."""
+    """Whether host hits are as long as device hits. Each tier keeps other states and windows."""
 
 
 GPU: dict[str, Any] = {
@@ -63,7 +62,7 @@ HALF = Rounding(0.05)
 """These models' logprobs are off by 0.02 at most in float16 (and by ten times that in bfloat16,
 which would hide a wrong block)."""
 COARSE = Rounding(0.5, same_shape=0.05)
-"""Of models that vLLM serves in bfloat16 only."""
+"""For models that vLLM serves in bfloat16 only."""
 
 
 def _shrunk(
@@ -105,11 +104,11 @@ DMA = SIZED | {"copy_path": "dma", "kv_layout": "auto", "sync_load_ms": 0}
 
 
 class Engine(NamedTuple):
-    """One engine that has the connector."""
+    """One engine with the connector."""
 
     connector: Mapping[str, Any]
     mode: Mapping[str, Any]
-    """Of EngineArgs: eager or which graphs."""
+    """For EngineArgs: eager, or the kind of graphs."""
 
 
 ENGINES: dict[str, dict[str, Engine]] = {
@@ -150,8 +149,8 @@ def asks() -> tuple[Ask, ...]:
 
 
 def rounds(*, connector: bool) -> tuple[Round, ...]:
-    """With the connector, device blocks are forgotten where they would serve instead of host
-    blocks, and the last round reads a host block that was overwritten."""
+    """With the connector, the device is reset before rounds that are to hit in the host tier, and
+    the last round loads a corrupted host block."""
     reset: Any = "device" if connector else "none"
     turns = follow_ups(asks(), "turn", seed=4)
     # Long answers outgrow a small device pool, whose requests then preempt one another.

@@ -1,5 +1,4 @@
-"""Ways to ask that change how an engine goes about it: several answers to a prompt, stopping
-early, prompt logprobs, drafted tokens."""
+"""Sampling options: several answers to a prompt, stop tokens, prompt logprobs, drafts."""
 
 from typing import Any, NamedTuple
 
@@ -12,7 +11,7 @@ from tests.engine.workloads import shared_prefix_asks
 
 CONNECTOR = {"num_cpu_blocks": HOST_BLOCKS}
 SAMPLING: dict[str, dict[str, Any]] = {
-    # Alike, for want of another choice: a seed stops vLLM on CPUs in chunks of a prompt.
+    # All answers are equal: vLLM on CPUs refuses a seed with chunked prefill.
     "several": {"n": 3, "temperature": 0.8, "top_k": 1},
     "stopping": {"stop_token_ids": list(range(3, 120))},
     "logprobs": {"prompt_logprobs": 1},
@@ -31,15 +30,15 @@ DRAFTING: dict[str, dict[str, Any]] = {"no drafts": {}, "drafts": N_GRAMS}
 
 
 def ways(drafts: str) -> dict[str, dict[str, Any]]:
-    """By name. vLLM's check of drafts on CPUs stops at a choice among the best tokens in a step
-    that has no drafts."""
+    """Sampling parameters by name. vLLM's check of drafts on CPUs fails with top_k in a step
+    without drafts."""
     chosen = {way: s for way, s in SAMPLING.items() if way != "several" or drafts == "no drafts"}
     return chosen | {"plain": {}}
 
 
 def rounds(drafts: str) -> tuple[Round, ...]:
-    """Each way to ask, and one by one once more from the host tier; prompts that repeat
-    themselves, so that n-grams are found in them."""
+    """Each option, and once more one by one from the host tier. Prompts repeat themselves, so that
+    they have n-grams to find."""
     once = shared_prefix_asks("f", seed=12, tails=2, system_lengths=(70, 45, 90), max_tokens=40)
     asks = tuple(
         ask.model_copy(
@@ -62,15 +61,15 @@ class Pair(NamedTuple):
     plain: EngineResult
     tier: EngineResult
 
-    def of_way(self, number: int, way: str) -> list[Answer]:
-        """The answers of one round with a host tier to what was asked in one way."""
+    def answers_to(self, number: int, way: str) -> list[Answer]:
+        """The answers of one round, with a host tier, to the requests with one option."""
         return [a for id, a in self.tier.rounds[number].items() if id.startswith(f"{way}-")]
 
 
 @pytest.fixture(scope="module", params=DRAFTING)
 def pair(runs: Runs, request: pytest.FixtureRequest) -> Pair:
     drafts = request.param
-    # One process each: vLLM replaces kernels at start, and where drafts are checked, only once.
+    # One process each: vLLM replaces kernels at start, those for drafts only once.
     plain, tier = (
         runs.run(f"features {drafts} {name}", {name: spec}, deadline=400)[name]
         for name, spec in {
@@ -90,16 +89,16 @@ def test_same_answers(pair: Pair) -> None:
     assert_nothing_left(pair.tier)
 
 
-def test_only_those_that_want_prompt_logprobs_are_computed(pair: Pair) -> None:
+def test_only_prompts_with_logprobs_are_computed(pair: Pair) -> None:
     for way in ways(pair.drafts):
-        cached = [answer.num_cached_tokens for answer in pair.of_way(1, way)]
+        cached = [answer.num_cached_tokens for answer in pair.answers_to(1, way)]
         assert cached, way
         assert all((num_tokens > 0) == (way != "logprobs") for num_tokens in cached), way
 
 
-def test_the_ways_to_ask_make_a_difference(pair: Pair) -> None:
+def test_the_options_change_the_answers(pair: Pair) -> None:
     num_tokens = {
-        way: [len(answer.tokens) for answer in pair.of_way(0, way)] for way in ways(pair.drafts)
+        way: [len(answer.tokens) for answer in pair.answers_to(0, way)] for way in ways(pair.drafts)
     }
     assert set(num_tokens["plain"]) == {40}
     assert min(num_tokens["stopping"]) < 40

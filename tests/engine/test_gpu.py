@@ -1,9 +1,9 @@
-"""The connector's main promise on a GPU: what comes back from host memory is what was stored,
-by architecture, copy path, layout, moment of announcement, and with CUDA graphs.
+"""The connector's main promise on a GPU: loads bring back the stored bytes, by architecture, copy
+path, layout, time of announcement, and with CUDA graphs.
 
-Each model's engines share one child process, whose start costs more than its work; the engine
-without a connector comes first and is what all others are held against. The same code runs on
-the CPU where vLLM serves the model there (``-m slow``): only what a GPU does is left to a GPU.
+Each model's engines share one child process, whose start costs more than its work. The first engine
+has no connector, and all others are compared with it. The same tests run on CPUs with the models
+that vLLM serves there (``-m slow``).
 """
 
 from collections.abc import Mapping
@@ -34,7 +34,7 @@ from tests.engine.targets import (
 )
 
 ENGINE_SECONDS = 180.0
-"""Of one engine, from its start to its end: kernels are compiled on the way."""
+"""For one engine from its start to its end; it compiles kernels."""
 
 pytestmark = pytest.mark.timeout(ENGINE_SECONDS * 8)
 
@@ -58,14 +58,14 @@ by_target = pytest.mark.parametrize(
 
 
 class GpuRuns:
-    """The engines of each target, run when first asked for."""
+    """The engines of each target, which run when first used."""
 
     def __init__(self, runs: Runs) -> None:
         self._runs = runs
         self._results: dict[str, dict[str, EngineResult]] = {}
 
-    def of(self, target: str) -> dict[str, EngineResult]:
-        """Results by name of engine; "plain" has no connector."""
+    def results(self, target: str) -> dict[str, EngineResult]:
+        """Results by name of the engine; "plain" has no connector."""
         if target not in self._results:
             specs = {"plain": self.spec(target, None, EAGER)}
             for name, engine in ENGINES[target].items():
@@ -82,7 +82,7 @@ class GpuRuns:
         mode: Mapping[str, Any],
         **arguments: Any,
     ) -> EngineSpec:
-        """One engine of ``target``; ``arguments`` are for EngineArgs, beyond the target's."""
+        """One engine of ``target``; ``arguments`` are for EngineArgs and override the target's."""
         where = TARGETS[target]
         usual = where.arguments
         model = self._runs.directory / f"device-model-{where.kind}"
@@ -102,7 +102,7 @@ class GpuRuns:
             drafts = {"model": str(model / DRAFTER)}
             fitting["speculative_config"] = fitting["speculative_config"] | drafts
         if "block_size" not in usual and "dtype" in usual:
-            del fitting["block_size"]  # vLLM knows what the attention kernels want
+            del fitting["block_size"]  # vLLM selects that of the attention kernels
         return spec.model_copy(update={"model": model, "arguments": fitting})
 
 
@@ -119,14 +119,16 @@ def assert_same(target: str, plain: EngineResult, result: EngineResult, *, exact
     for number in (COLD, AGAIN, TOGETHER, FOLLOW_UPS):
         one_by_one = number in ONE_BY_ONE
         expected, actual = plain.rounds[number], result.rounds[number]
-        if number == FOLLOW_UPS:  # what they follow was said in the round before
-            said = plain.rounds[TOGETHER], result.rounds[TOGETHER]
-            same = [i for i in expected if len({tuple(r[_followed(i)].tokens) for r in said}) == 1]
+        if number == FOLLOW_UPS:  # they follow the answers of the round before
+            before = plain.rounds[TOGETHER], result.rounds[TOGETHER]
+            same = [
+                i for i in expected if len({tuple(r[_followed(i)].tokens) for r in before}) == 1
+            ]
             expected, actual = ({i: r[i] for i in same} for r in (expected, actual))
         found = compare(expected, actual, TARGETS[target].rounding, exact=exact and one_by_one)
         wrong += [f"round {number}, {line}" for line in found.wrong]
-        # Ties end a comparison early; were they many, there would be no comparison. A coarse
-        # format has many where requests share steps.
+        # Ties end the comparison of an answer, so that there must not be many. A coarse format has
+        # many if requests share steps.
         least = 0.6 if one_by_one else 0.3 if TARGETS[target].rounding.same_shape is None else 0.0
         if found.whole < least * len(asks()):
             wrong.append(f"round {number}: only {found.whole} answers are the same throughout")
@@ -134,14 +136,14 @@ def assert_same(target: str, plain: EngineResult, result: EngineResult, *, exact
 
 
 def _beginning(answer: Answer, shorter: Answer) -> Answer:
-    """As much of ``answer`` as ``shorter`` has."""
+    """The first tokens of ``answer``, as many as ``shorter`` has."""
     length = len(shorter.tokens)
     cut = {name: getattr(answer, name)[:length] for name in ("tokens", "logprobs", "leads")}
     return answer.model_copy(update=cut)
 
 
-def _less_threads_of_others(result: EngineResult) -> EngineResult:
-    """On a GPU, compilers of kernels and vLLM leave threads of theirs."""
+def _without_foreign_threads(result: EngineResult) -> EngineResult:
+    """On a GPU, kernel compilers and vLLM leave threads of their own."""
     ours = [name for name in result.surviving_threads if name.startswith("simple-offload")]
     return result.model_copy(update={"surviving_threads": ours})
 
@@ -152,16 +154,16 @@ def _followed(follow_up: str) -> str:
 
 @by_case
 def test_same_tokens_and_logprobs(gpu_runs: GpuRuns, target: str, engine: str) -> None:
-    results = gpu_runs.of(target)
+    results = gpu_runs.results(target)
     exact = ENGINES[target][engine].mode == EAGER
     assert_same(target, results["plain"], results[engine], exact=exact)
 
 
 @by_case
 def test_all_prompts_come_from_the_host(gpu_runs: GpuRuns, target: str, engine: str) -> None:
-    """With every device block forgotten, as much of each prompt is cached as on the device of
-    the engine that forgot nothing."""
-    results = gpu_runs.of(target)
+    """After a reset of the device, each prompt has as many cached tokens as on the engine without a
+    connector and without a reset."""
+    results = gpu_runs.results(target)
     plain, result = results["plain"], results[engine]
     assert result.error is None, result.error
     assert plain.metrics["external_prefix_cache_hits"] == 0
@@ -185,8 +187,8 @@ def test_all_prompts_come_from_the_host(gpu_runs: GpuRuns, target: str, engine: 
 
 @by_case
 def test_one_corrupted_host_block_is_seen(gpu_runs: GpuRuns, target: str, engine: str) -> None:
-    """The negative control, for each engine: a single wrong block shows in the answers."""
-    results = gpu_runs.of(target)
+    """The negative control of each engine: a single wrong block changes answers."""
+    results = gpu_runs.results(target)
     plain, result = results["plain"], results[engine]
     assert result.error is None, result.error
     assert result.corrupted_blocks == 1
@@ -199,16 +201,16 @@ def test_one_corrupted_host_block_is_seen(gpu_runs: GpuRuns, target: str, engine
 
 @by_case
 def test_nothing_is_left_at_the_end(gpu_runs: GpuRuns, target: str, engine: str) -> None:
-    result = gpu_runs.of(target)[engine]
+    result = gpu_runs.results(target)[engine]
     assert result.host_pool is not None
-    assert_nothing_left(_less_threads_of_others(result))
+    assert_nothing_left(_without_foreign_threads(result))
 
 
 @by_target
 def test_comparison_is_sound(gpu_runs: GpuRuns, target: str) -> None:
-    """Without the connector, hits and company change answers by rounding alone, and what the
-    model says depends on its prompt."""
-    plain = gpu_runs.of(target)["plain"]
+    """Without the connector, hits and other requests change answers by rounding alone, and answers
+    depend on their prompts."""
+    plain = gpu_runs.results(target)["plain"]
     assert plain.error is None, plain.error
     cold = plain.rounds[COLD]
     for number in (AGAIN, TOGETHER, CORRUPTED):
@@ -222,7 +224,7 @@ def test_comparison_is_sound(gpu_runs: GpuRuns, target: str) -> None:
 def test_requests_are_preempted(gpu_runs: GpuRuns, target: str) -> None:
     if TARGETS[target].few_blocks is None:
         pytest.skip("this target's engines have plenty of device blocks")
-    results = gpu_runs.of(target)
+    results = gpu_runs.results(target)
     preempted = {name: result.metrics.get("num_preemptions") for name, result in results.items()}
     assert preempted.pop("plain") == 0
     assert any(preempted.values()), preempted
@@ -248,4 +250,4 @@ def test_two_ranks(gpu_runs: GpuRuns, runs: Runs) -> None:
     cached = [answer.num_cached_tokens for answer in result.rounds[AGAIN].values()]
     assert min(cached) > 0
     assert result.metrics["external_prefix_cache_hits"] > 0.5 * sum(cached)
-    assert_nothing_left(_less_threads_of_others(result))
+    assert_nothing_left(_without_foreign_threads(result))

@@ -1,5 +1,5 @@
-"""Beside another connector, in vLLM's MultiConnector: its own example, which keeps whole prompts
-in files and brings them back within a step."""
+"""Beside another connector in vLLM's MultiConnector: its own example, which keeps whole prompts in
+files and loads them within a step."""
 
 from typing import Any
 
@@ -26,7 +26,7 @@ ROOM: dict[str, Any] = {
 
 
 def rounds() -> tuple[Round, ...]:
-    """Prompts twice, and their next turns, which nobody has seen whole."""
+    """Prompts twice, then their next turns, which are new."""
     asks = shared_prefix_asks("multi", seed=9, tails=2)
     return (
         Round(asks=asks, together=False),

@@ -1,4 +1,4 @@
-"""What rounding may explain, and what it may not."""
+"""Differences that rounding may explain, and others."""
 
 import math
 
@@ -63,10 +63,10 @@ def test_a_tie_does_not_excuse_what_came_before() -> None:
     assert len(compared(answer([1, 2], lead=0.09), theirs).wrong) == 1
 
 
-def test_what_is_no_number_travels() -> None:
-    """A model that reads a wrong block may say NaN, and its negative control reads the result."""
-    told = JobResult(results=[EngineResult(rounds=[{"a": answer([1], logprob=math.nan)}])])
-    (result,) = JobResult.model_validate_json(told.model_dump_json()).results
+def test_nan_travels() -> None:
+    """After a wrong block a logprob may be NaN, which the negative control reads."""
+    sent = JobResult(results=[EngineResult(rounds=[{"a": answer([1], logprob=math.nan)}])])
+    (result,) = JobResult.model_validate_json(sent.model_dump_json()).results
     assert math.isnan(result.rounds[0]["a"].logprobs[0])
 
 

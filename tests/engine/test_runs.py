@@ -1,4 +1,4 @@
-"""Runs: a job that has failed is not run again."""
+"""Runs: a failed job is not run again."""
 
 from pathlib import Path
 from typing import Any

@@ -103,7 +103,7 @@ class Scenario:
             "paused, requests aborted": partial(self._pause, mode="abort"),
             "asleep": self._sleep,
             "both reset": partial(self._reset, reset_connector=True),
-            "what runs reset": partial(
+            "running requests reset": partial(
                 self._reset, reset_running_requests=True, reset_connector=True
             ),
         }

@@ -1,4 +1,4 @@
-"""LoadBook: what a load run has asked, what it was answered, and what was wrong with that."""
+"""LoadBook: the prompts of a load run, their answers, and the violations."""
 
 import itertools
 import random
@@ -15,12 +15,12 @@ Tokens = tuple[int, ...]
 
 @dataclass(slots=True)
 class Answer:
-    """What a server said, as far as it was heard. One entry a token in each list."""
+    """A server's answer, as far as it was received. One entry per token in each list."""
 
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     leads: list[float] = field(default_factory=list)
-    """How far the best token's logprob lay before the second best's."""
+    """Logprob of the best token less that of the second best."""
 
 
 class Turn(NamedTuple):
@@ -31,11 +31,11 @@ class Turn(NamedTuple):
 
 
 class LoadBook:
-    """The first answer to every prompt, against which all later ones are held.
+    """The first answer to every prompt, which all later answers are compared with.
 
     Greedy answers of one prompt agree as far as both go, whatever their lengths, the salt, the
-    company they were computed in and the tier that their prefix came from. ``violations`` says
-    in one line each what did not.
+    other requests in their steps and the tier of their prefix. ``violations`` has one line for
+    each answer that did not.
     """
 
     def __init__(self) -> None:
@@ -54,8 +54,8 @@ class LoadBook:
         return self._answers.get(prompt)
 
     def check(self, prompt: Tokens, answer: Answer, *, keep: bool) -> bool:
-        """Compare ``answer`` with what is known, and note a violation if they differ. With
-        ``keep``, remember it if it is the first, or goes further than the first."""
+        """Compare ``answer`` with the known one, and add a violation if they differ. With ``keep``,
+        remember it if it is the first or longer than the known one."""
         known = self._answers.get(prompt)
         if known is None:
             if keep:
@@ -75,8 +75,8 @@ class LoadBook:
             distance = abs(known.logprobs[place] - answer.logprobs[place])
             if token != expected:
                 if known.leads[place] < MIN_LEAD:
-                    # Two best tokens that rounding alone decides between: what follows the
-                    # other one is another story.
+                    # Rounding alone chose between the two best tokens, and the answers differ
+                    # from there on.
                     self.counts["ties"] += 1
                     return None
                 return (

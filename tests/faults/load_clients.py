@@ -1,4 +1,4 @@
-"""Clients of a load run: asyncio tasks that talk to one server over HTTP."""
+"""Clients of a load run: asyncio tasks that send requests to one server."""
 
 import asyncio
 import json
@@ -13,17 +13,17 @@ import aiohttp
 from tests.faults.load_book import Answer, LoadBook, Script, Tokens
 
 REQUEST_SECONDS = 120.0
-"""A request that takes longer never ends, as far as a client is concerned."""
+"""A longer request counts as one that never ends."""
 
 RESET_SECONDS = 60.0
-"""How long an idle server may refuse to empty its prefix cache: stores are on their way out."""
+"""So long an idle server may refuse to reset its prefix cache: stores are still in flight."""
 
 MAX_TOKENS = (4, 40)
 SALTS = (None, None, None, "a", "b")
 
 
 class Gate:
-    """Lets clients send requests, unless somebody wants the server for himself."""
+    """Admits requests of clients, unless a task has closed it to have an idle server."""
 
     def __init__(self) -> None:
         self._changed = asyncio.Condition()
@@ -45,7 +45,7 @@ class Gate:
 
     @asynccontextmanager
     async def closed(self) -> AsyncIterator[None]:
-        """Waits until no request is under way, and lets none begin meanwhile."""
+        """Waits for the end of all requests, and admits none during the context."""
         async with self._changed:
             self._closed = True
             await self._changed.wait_for(lambda: self._num_inside == 0)
@@ -75,8 +75,8 @@ class Connection:
     async def stream(
         self, prompt: Tokens, max_tokens: int, salt: str | None, hang_up_after: int | None
     ) -> Answer:
-        """The answer as it comes. The connection is closed once ``hang_up_after`` tokens have
-        come, if that is less than all."""
+        """The streamed answer. With ``hang_up_after``, the connection is closed after so many
+        tokens."""
         answer = Answer()
         body = _request(prompt, max_tokens, salt) | {"stream": True}
         async with self._post("/v1/completions", body) as response:
@@ -89,22 +89,22 @@ class Connection:
                     _append(answer, choice)
                 elif response.content.at_eof():
                     raise aiohttp.ClientPayloadError("the stream ended without [DONE]")
-            response.close()  # else aiohttp would read on, to use the connection again
+            response.close()  # else aiohttp reads on, to reuse the connection
         return answer
 
     async def reset(self, *, external: bool, running: bool) -> bool:
-        """Empty the device's prefix cache, with ``external`` the host tier too, with
-        ``running`` by preempting what runs. Whether that was possible."""
+        """Reset the device's prefix cache, with ``external`` the host tier too; ``running``
+        requests are preempted. Whether that was possible."""
         wishes = {"reset_external": external, "reset_running_requests": running}
         query = {key: str(wish).lower() for key, wish in wishes.items()}
         async with self._session.post(f"{self._url}/reset_prefix_cache", params=query) as response:
             if running and response.status == 500:
-                return False  # vLLM's way to say so when blocks wait for a transfer
+                return False  # vLLM's refusal while blocks wait for a transfer
             response.raise_for_status()
             return bool((await response.json())["success"])
 
     async def pause(self, *, mode: str, clear: bool) -> None:
-        """Stop the scheduler, which returns when nothing is in flight."""
+        """Pause the scheduler; returns when nothing is in flight."""
         query = {"mode": mode, "clear_cache": str(clear).lower()}
         async with self._session.post(f"{self._url}/pause", params=query) as response:
             response.raise_for_status()
@@ -123,7 +123,7 @@ class Connection:
 
 
 class Client:
-    """Sends one request after another until told to stop."""
+    """Sends one request after another until ``until`` is set."""
 
     def __init__(
         self, connection: Connection, gate: Gate, book: LoadBook, script: Script, seed: int
@@ -148,7 +148,7 @@ class Client:
                 self._script.go_on(turn, answer)
 
     async def _ask(self, prompt: Tokens, max_tokens: int, salt: str | None) -> Answer | None:
-        """One request; its answer if it was to be and has been answered to the end."""
+        """One request; its answer, or None if it was not to be finished or has failed."""
         kind = self._rng.choices(
             ("whole", "streamed", "hung up", "cancelled"), weights=(45, 30, 15, 10)
         )[0]
@@ -182,7 +182,7 @@ class Client:
         return answer
 
     async def _cancel(self, prompt: Tokens, max_tokens: int, salt: str | None) -> None:
-        """Ask for a whole answer and go away a moment later."""
+        """Request a whole answer and disconnect a moment later."""
         try:
             async with asyncio.timeout(self._rng.uniform(0.0, 0.6)):
                 await self._connection.complete(prompt, max_tokens, salt)
@@ -192,8 +192,7 @@ class Client:
 
 
 class Operator:
-    """Empties caches and pauses the server now and then, in the midst of the load and between
-    requests."""
+    """Resets caches and pauses the server now and then, under load and between requests."""
 
     def __init__(
         self,
@@ -225,7 +224,7 @@ class Operator:
                 self._book.violations.append(f"a reset or pause failed: {error!r}")
 
     async def reset_idle(self, *, external: bool) -> bool:
-        """Reset a server that has no request: it has to agree once its stores have ended."""
+        """Reset an idle server, which has to succeed once its stores have ended."""
         deadline = time.monotonic() + RESET_SECONDS
         while not await self._connection.reset(external=external, running=False):
             if time.monotonic() > deadline:
@@ -250,7 +249,7 @@ class Operator:
 
     async def _pause(self) -> None:
         mode = self._rng.choice(("keep", "wait"))
-        # With requests kept that wait for a load vLLM cannot clear the cache.
+        # vLLM cannot clear the cache while it keeps requests that wait for a load.
         await self._connection.pause(mode=mode, clear=mode == "wait")
         await asyncio.sleep(self._rng.uniform(0.0, 1.0))
         await self._connection.resume()

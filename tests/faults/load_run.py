@@ -1,7 +1,7 @@
 """Mixed load against a server for minutes: ``python -m tests.faults.load_run --minutes 30``.
 
-Every answer is compared, memory is watched, and what the server leaves behind is looked for.
-Prints one summary line; exit status 1 if anything was wrong.
+It compares every answer, samples memory, and looks for processes and files that the server leaves
+behind. Prints one summary line; exit status 1 after a violation.
 """
 
 import argparse
@@ -38,10 +38,10 @@ MAX_PROMPT_TOKENS = 560
 
 PROBE_BLOCKS, NUM_PROBES = 17, 7
 HOST_BLOCKS = PROBE_BLOCKS * NUM_PROBES + 1
-"""One is vLLM's null block; prompts of the probe at the end fill all others exactly."""
+"""One is vLLM's null block; the prompts of the probe at the end fill all others exactly."""
 
 WARM = 0.2
-"""The part of the run after which memory must not grow: by then the host tier is full."""
+"""Fraction of the run after which memory must not grow: the host tier is then full."""
 
 SERVER = {
     "--dtype": "float32",
@@ -50,14 +50,14 @@ SERVER = {
     "--max-num-seqs": 6,
     "--max-num-batched-tokens": 256,
     "--num-gpu-blocks-override": DEVICE_BLOCKS,
-    # At 0, vLLM's default, the engine is killed: nothing of it is shut down.
+    # At 0, vLLM's default, the engine is killed without a shutdown.
     "--shutdown-timeout": 30,
 }
 
 
 @dataclass(frozen=True)
 class Plan:
-    """How long, how much, and what is tolerated."""
+    """Length, size and limits of a run."""
 
     seconds: float
     seed: int
@@ -66,14 +66,14 @@ class Plan:
     sample_seconds: float = 5.0
     reset_seconds: tuple[float, float] = (4.0, 20.0)
     num_compared: int = 150
-    """Prompts that a server without the connector answers too, afterwards."""
+    """Number of prompts that a server without the connector answers too, afterwards."""
     connector: bool = True
-    """Without it, what the run says is vLLM's own."""
+    """False: a run of vLLM alone, for comparison."""
 
 
 @dataclass
 class Outcome:
-    """What a run has found."""
+    """The findings of a run."""
 
     plan: Plan
     book: LoadBook
@@ -87,7 +87,7 @@ class Outcome:
 
     @property
     def summary(self) -> str:
-        """All of it in one line."""
+        """The findings in one line."""
         counts, memory = self.book.counts, self.memory
         sizes = " / ".join(f"{memory.at(part):.0f}" for part in (WARM, 0.6, 1.0))
         return (
@@ -110,7 +110,7 @@ class Outcome:
 
 
 def load_run(plan: Plan, directory: Path, console: Console) -> Outcome:
-    """Run it. Logs and the model stay in ``directory``."""
+    """Do a run. Logs and the model stay in ``directory``."""
     model = save_random_model(directory / "model")
     save_word_tokenizer(model, vocab_size=512)
     outcome = Outcome(plan, LoadBook(), MemoryWatch())
@@ -150,7 +150,7 @@ async def _load(server: Server, outcome: Outcome, console: Console) -> None:
 
 
 async def _watch(server: Server, outcome: Outcome, console: Console) -> None:
-    """Sample memory until the time is up or the server has ended."""
+    """Sample memory until the end of the run or of the server."""
     plan, book = outcome.plan, outcome.book
     start = time.monotonic()
     columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
@@ -176,8 +176,8 @@ async def _watch(server: Server, outcome: Outcome, console: Console) -> None:
 async def _probe_host_tier(
     server: Server, connection: Connection, operator: Operator, seed: int, book: LoadBook
 ) -> None:
-    """Fill the empty host tier to its last block and read all of it back: a block that some
-    transfer has kept, or that is lost in other ways, is missed."""
+    """Fill the empty host tier to its last block and load all of it: a block that a transfer still
+    references, or that is lost otherwise, is missing then."""
     rng = random.Random(seed)
     length = PROBE_BLOCKS * BLOCK_SIZE + 1
     prompts: list[Tokens] = [tuple(rng.choices(VOCABULARY, k=length)) for _ in range(NUM_PROBES)]
@@ -196,7 +196,7 @@ async def _probe_host_tier(
 
 
 async def _compare(server: Server, book: LoadBook, plan: Plan) -> int:
-    """Let ``server`` answer some of the prompts too; how many."""
+    """Compare the answers of ``server`` to some of the prompts; the number of prompts."""
     rng = random.Random(plan.seed)
     prompts = rng.sample(book.prompts, min(plan.num_compared, len(book.prompts)))
     slots = asyncio.Semaphore(NUM_CLIENTS)
@@ -226,7 +226,7 @@ def _hit_tokens(server: Server) -> int:
 
 
 def _shut_down(server: Server, outcome: Outcome) -> None:
-    """Stop the server as a service manager does, and look for what it has left."""
+    """Stop the server as a service manager does, and look for leftovers."""
     violations = outcome.book.violations
     if server.process.poll() is None:
         server.terminate()
@@ -254,7 +254,7 @@ def _shut_down(server: Server, outcome: Outcome) -> None:
 
 @contextmanager
 def _server(model: Path, directory: Path, connector: bool) -> Iterator[Server]:
-    """A server that answers; nothing of it is left afterwards."""
+    """A server that answers; it ends with the context."""
     directory.mkdir()
     arguments = [str(part) for option in SERVER.items() for part in option]
     arguments.append("--enforce-eager")
@@ -279,8 +279,8 @@ def _server(model: Path, directory: Path, connector: bool) -> Iterator[Server]:
 
 @contextmanager
 def _temporary_files(directory: str) -> Iterator[None]:
-    """Where a process that starts meanwhile puts its temporary files. vLLM leaves sockets there,
-    with and without a connector."""
+    """The folder for temporary files of processes that start in this context. vLLM leaves sockets
+    there, with and without a connector."""
     before = {name: os.environ.get(name) for name in ("TMPDIR", "VLLM_RPC_BASE_PATH")}
     os.environ.update(dict.fromkeys(before, directory))
     try:

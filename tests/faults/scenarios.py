@@ -106,14 +106,14 @@ def _resets(engine: LiveEngine) -> None:
     engine.submit((*new_asks(5), *OLD))
     engine.step_until(lambda: engine.num_loading() and engine.num_storing())
     raised = engine.reset(both=True, running=True)
-    engine.end_phase("reset of what runs while copying", reset=raised)
+    engine.end_phase("running requests reset while copying", reset=raised)
 
     engine.inject()
     engine.submit((*new_asks(6), *OLD))
     engine.step_until(lambda: len(engine.scheduler.running) > 1)
     engine.step_until(lambda: engine.num_in_flight == 0)
     engine.end_phase(
-        "reset of what runs",
+        "running requests reset",
         num_running=len(engine.scheduler.running),
         reset=engine.reset(both=True, running=True),
         num_cached=engine.num_cached(),

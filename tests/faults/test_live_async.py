@@ -66,4 +66,4 @@ def test_a_pause_that_clears_and_keeps_requests(result: AsyncResult) -> None:
 def test_resets_are_refused_while_blocks_are_held(result: AsyncResult) -> None:
     """And the engine goes on: its answers are right (see above)."""
     assert result.phases["both reset"].facts["reset"] is False
-    assert "Failed to reset KV cache" in result.phases["what runs reset"].facts["reset"]
+    assert "Failed to reset KV cache" in result.phases["running requests reset"].facts["reset"]

@@ -17,8 +17,8 @@ NEW_IN = {
     "copies are late": 2,
     "device reset while storing": 3,
     "both reset while storing": 4,
-    "reset of what runs while copying": 5,
-    "reset of what runs": 6,
+    "running requests reset while copying": 5,
+    "running requests reset": 6,
     "pause while copying": 7,
     "aborted while copying": 8,
     "a thread dies": 9,
@@ -31,8 +31,8 @@ RESETS = (
     "device reset while storing",
     "both reset while storing",
     "both reset while loading",
-    "reset of what runs while copying",
-    "reset of what runs",
+    "running requests reset while copying",
+    "running requests reset",
     "pause while copying",
 )
 
@@ -153,12 +153,12 @@ def test_a_reset_while_loads_are_under_way(recompute: ScenarioResult) -> None:
 
 @architectures
 def test_a_reset_of_running_requests(recompute: ScenarioResult) -> None:
-    phase = recompute.phases["reset of what runs"]
+    phase = recompute.phases["running requests reset"]
     assert phase.facts["num_running"] > 1
     assert phase.facts["reset"] is True
     assert phase.facts["num_cached"] == 0
-    # vLLM preempts what runs, but does not wait for transfers.
-    refused = recompute.phases["reset of what runs while copying"]
+    # vLLM preempts running requests, but does not wait for transfers.
+    refused = recompute.phases["running requests reset while copying"]
     assert "Failed to reset KV cache" in refused.facts["reset"]
 
 

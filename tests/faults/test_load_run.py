@@ -1,4 +1,4 @@
-"""The load run: its judgement, and a short run of it."""
+"""The load run: its comparisons, and a short run."""
 
 from io import StringIO
 from pathlib import Path
@@ -33,7 +33,7 @@ def book() -> LoadBook:
     ],
     ids=["shorter", "longer", "nothing", "first token", "last token", "logprob"],
 )
-def test_answers_are_held_against_the_first(book: LoadBook, answer: Answer, ok: bool) -> None:
+def test_answers_are_compared_with_the_first(book: LoadBook, answer: Answer, ok: bool) -> None:
     assert book.check(PROMPT, answer, keep=True) is ok
     assert len(book.violations) == (0 if ok else 1)
 
@@ -77,7 +77,7 @@ def test_growth_of_memory() -> None:
 
 @pytest.mark.slow
 def test_twenty_seconds_of_load(tmp_path: Path) -> None:
-    """Too short for memory to settle: vLLM's own grows by a tenth while shapes are new."""
+    """Too short for a limit on memory: vLLM's own grows by a tenth while shapes are new."""
     plan = Plan(20.0, seed=1, max_growth=1.0, reset_seconds=(1.0, 4.0), num_compared=40)
     outcome = load_run(plan, tmp_path, Console(file=StringIO()))
     assert outcome.book.violations == []
