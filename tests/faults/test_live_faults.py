@@ -64,18 +64,21 @@ def num_lines(phase: Phase, pattern: str) -> int:
     return sum(re.search(pattern, line) is not None for line in phase.log)
 
 
-@pytest.fixture
-def recompute(fault_runs: FaultRuns, architecture: Architecture) -> ScenarioResult:
-    result = fault_runs.engine(architecture, "recompute")
+def played(fault_runs: FaultRuns, architecture: Architecture, scenario: str) -> ScenarioResult:
+    """The result of a scenario that has come to its end."""
+    result = fault_runs.engine(architecture, scenario)
     assert result.error is None, f"{result.error}\n{fault_runs.log_tail(architecture)}"
     return result
+
+
+@pytest.fixture
+def recompute(fault_runs: FaultRuns, architecture: Architecture) -> ScenarioResult:
+    return played(fault_runs, architecture, "recompute")
 
 
 @pytest.fixture
 def fail(fault_runs: FaultRuns, architecture: Architecture) -> ScenarioResult:
-    result = fault_runs.engine(architecture, "fail")
-    assert result.error is None, f"{result.error}\n{fault_runs.log_tail(architecture)}"
-    return result
+    return played(fault_runs, architecture, "fail")
 
 
 @pytest.mark.proves("I5")
