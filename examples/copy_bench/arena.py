@@ -1,4 +1,4 @@
-"""Arena: the memory that is copied, and whether the right bytes arrived."""
+"""Arena: the memory to copy, and the check of the bytes that arrive."""
 
 from collections.abc import Callable
 from itertools import pairwise
@@ -18,8 +18,8 @@ class Arena:
     """Pools of ``pool_bytes`` on both sides, and as much again on each for staging.
 
     With the bytes that everything is checked against, that is three times ``pool_bytes`` on the
-    device and twice on the host. All tensors but ``truth`` may be written by anybody between
-    ``prepare`` and ``find_fault``.
+    device and twice on the host. Contenders may write all tensors but ``truth``
+    between ``prepare`` and ``find_fault``.
     """
 
     def __init__(
@@ -37,8 +37,8 @@ class Arena:
         self.truth.random_(-128, 128, generator=generator)
 
     def prepare(self, job: Job) -> None:
-        """Give what ``job`` reads the bytes of ``truth`` at the same place, and poison what it
-        may write. Returns when the device has done so."""
+        """Copy ``truth`` to the blocks that ``job`` reads, and poison those that it may write.
+        Returns when the device has done so."""
         truth, device = rows(self.truth, job.size), rows(self.device, job.size)
         staging, host = rows(self.device_staging, job.size), rows(self.host, job.size)
         split = job.split
@@ -50,9 +50,9 @@ class Arena:
         self._synchronize()
 
     def find_fault(self, job: Job) -> str | None:
-        """What is wrong once ``job`` has been copied: a destination without its source's bytes,
-        or a block that was written though it is not a destination. Reads every byte of both
-        pools; overwrites the device's staging memory."""
+        """Describe the first fault after a copy of ``job``: a destination without its source's
+        bytes, or a written block that is no destination. Reads every byte of both pools;
+        overwrites the device's staging memory."""
         loads, stores = (job.transfers.get(direction) for direction in Direction)
         on_device, on_host = (np.arange(job.num_blocks) for _ in range(2))
         on_device[: job.split] = -1

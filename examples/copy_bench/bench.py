@@ -1,10 +1,11 @@
 """One run: every contender at every size, each way."""
 
 import time
-import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
+from examples.bench.race import Race
 from examples.copy_bench.arena import Arena
 from examples.copy_bench.bystander import WATCHED, measure_small_copies
 from examples.copy_bench.contenders import Contender
@@ -12,83 +13,88 @@ from examples.copy_bench.job import Job, contiguous, scattered
 from examples.copy_bench.measure import measure
 from examples.copy_bench.plan import Way, size_text
 from examples.copy_bench.results import AUTO, Cell, Results, Row, paths_by_kernel
-from simple_offload.config import ConfigError
 
 
 @dataclass(frozen=True)
 class Rig:
-    """What is measured, and where."""
+    """The contenders and the memory that they copy."""
 
     arena: Arena
     peak: Contender
     contenders: Sequence[Contender]
-    machine: dict[str, str]
+    machine: dict[str, Any]
     """Device, driver, versions, date: part of the results."""
 
 
-def run(rig: Rig, results: Results, tell: Callable[[str], None]) -> None:
-    """Fill ``results`` as its plan says. ``tell`` hears the name of every step before it is
-    taken, and "" at the end; ``results`` then holds all that has been measured.
+def run(rig: Rig, results: Results, on_step: Callable[[str], None]) -> None:
+    """Fill ``results`` as its plan says. ``on_step`` gets the name of every step before it begins,
+    and "done" at the end; ``results`` then holds all measurements so far.
 
     A contender that fails is not measured any further; the others are.
     """
     start = time.monotonic()
     plan = results.plan
+    race = Race(rig.contenders)
+    results.left_out, results.failures = race.left_out, race.failures
 
-    def step(name: str) -> None:
+    def begin(step: str) -> None:
         results.seconds = time.monotonic() - start
-        tell(name)
+        on_step(step)
 
-    step("peak")
-    results.peaks = _measure(
-        rig.peak, rig, [contiguous(way, plan) for way in plan.all_ways], results
-    )
+    begin("peak")
+    jobs = [contiguous(way, plan) for way in plan.all_ways]
+    with race.attempt(rig.peak.name):
+        _measure(rig.peak, race, rig.arena, jobs, results, results.peaks.__setitem__)
     for size in plan.sizes:
-        step(size_text(size))
-        jobs = [scattered(way, size, plan) for way in plan.ways(size)]
-        rows = {job.way: Row(job.way, size, job.blocks) for job in jobs}
-        results.rows += rows.values()
-        for contender in rig.contenders:
-            for way, cell in _measure(contender, rig, jobs, results).items():
-                rows[way].cells[contender.name] = cell
-        by_kernel = paths_by_kernel(results.calibration.get(size, ""))
-        for row in rows.values():
-            directions = [way.value for way in (Way.LOAD, Way.STORE) if row.way in (way, Way.BOTH)]
-            row.by_kernel = {
-                direction: by_kernel[direction][size]
-                for direction in directions
-                if size in by_kernel.get(direction, {})
-            }
-    step("")
+        begin(size_text(size))
+        _measure_size(size, race, rig, results)
+    begin("done")
+
+
+def _measure_size(size: int, race: Race[Contender], rig: Rig, results: Results) -> None:
+    """Add the rows of one block size."""
+    plan = results.plan
+    jobs = [scattered(way, size, plan) for way in plan.ways(size)]
+    rows = {job.way: Row(job.way, size, job.blocks) for job in jobs}
+    results.rows += rows.values()
+
+    def measure_one(contender: Contender) -> None:
+        def keep(way: Way, cell: Cell) -> None:
+            rows[way].cells[contender.name] = cell
+
+        _measure(contender, race, rig.arena, jobs, results, keep)
+
+    race.run(size_text(size), measure_one)
+    by_kernel = paths_by_kernel(results.calibration.get(size, ""))
+    for row in rows.values():
+        row.by_kernel = {
+            direction: sizes[size]
+            for direction, sizes in by_kernel.items()
+            if size in sizes and row.way in (Way(direction), Way.BOTH)
+        }
 
 
 def _measure(
-    contender: Contender, rig: Rig, jobs: Sequence[Job], results: Results
-) -> dict[Way, Cell]:
-    """What can be measured of ``jobs``, all of one size; ``results`` hears why something cannot."""
-    cells: dict[Way, Cell] = {}
-    if contender.name in (*results.left_out, *results.failures):
-        return cells
-    step = size_text(jobs[0].size)
+    contender: Contender,
+    race: Race[Contender],
+    arena: Arena,
+    jobs: Sequence[Job],
+    results: Results,
+    keep: Callable[[Way, Cell], None],
+) -> None:
+    """Measure ``jobs``, all of one size; ``keep`` gets each job's cell as soon as it is there."""
+    size, repeats = jobs[0].size, results.plan.repeats
+    race.step = size_text(size)
     try:
-        try:
-            contender.open(rig.arena, jobs[0].size)
-            if contender.name == AUTO:
-                results.calibration[jobs[0].size] = contender.calibration()
-            for job in jobs:
-                step = f"{size_text(job.size)}, {job.way.value}"
-                cells[job.way] = measure(contender, rig.arena, job, results.plan.repeats)
-            if contender.name in WATCHED and jobs[0].size == max(results.plan.sizes):
-                step = f"{size_text(jobs[0].size)}, small copies beside it"
-                for job in (job for job in jobs if job.way is not Way.BOTH):
-                    results.small_copies += measure_small_copies(
-                        contender, rig.arena, job, results.plan.repeats
-                    )
-        finally:
-            contender.close()
-    except ConfigError as error:
-        results.left_out[contender.name] = str(error)
-    except Exception as error:  # noqa: BLE001 - whatever one fails with, the others can be measured
-        traceback.print_exc()
-        results.failures[contender.name] = f"{step}: {type(error).__name__}: {error}"
-    return cells
+        contender.open(arena, size)
+        if contender.name == AUTO:
+            results.calibration[size] = contender.calibration()
+        for job in jobs:
+            race.step = f"{size_text(size)}, {job.way.value}"
+            keep(job.way, measure(contender, arena, job, repeats))
+        if contender.name in WATCHED and size == max(results.plan.sizes):
+            race.step = f"{size_text(size)}, small copies beside it"
+            for job in (job for job in jobs if job.way is not Way.BOTH):
+                results.small_copies += measure_small_copies(contender, arena, job, repeats)
+    finally:
+        contender.close()

@@ -1,4 +1,4 @@
-"""Bystander: somebody else, whose small copies share the bus with large ones."""
+"""Bystander: small copies on another stream, which share the bus with large ones."""
 
 import threading
 import time
@@ -20,13 +20,14 @@ from simple_offload.backends.base import Direction
 SMALL_BYTES = 4 * KIB
 
 WATCHED = (PEAK, "dma", "kernel", AUTO)
-"""Contenders beside which small copies are made. Not plain torch, most of whose time goes to the
-host; what one large copy of torch does to others, the peak shows."""
+"""Contenders beside which small copies are made. Plain torch spends most of its time on the host;
+the peak shows the effect of one large copy of torch."""
 
 _STARTING = 0.1
-"""Of a large copy's time: it may still be planned, and small copies pass an idle bus."""
+"""Share of a large copy's time in which it may still be planned: the bus is idle so long."""
 
-Span = tuple[float, float]  # beginning and end, seconds of time.perf_counter
+Span = tuple[float, float]
+"""Begin and end, in seconds of time.perf_counter."""
 
 
 class Bystander:
@@ -69,7 +70,7 @@ def measure_small_copies(
         large_copy = partial(contender.copy, direction, transfer)
         for small in Direction:
             small_copy = partial(bystander.copy, small)
-            small_copy()  # the first one pays for much
+            small_copy()  # the first one has one-time costs
             seconds: list[float] = []
             waits: list[float] = []
             while not enough(seconds, repeats):
@@ -93,7 +94,7 @@ def measure_small_copies(
 def _copy_beside(
     thread: Executor, large_copy: Callable[[], None], small_copy: Callable[[], None]
 ) -> tuple[Span, list[Span]]:
-    """When the large copy ran, on ``thread``, and when each small one did, on this one."""
+    """The times of the large copy, on ``thread``, and of each small one, on the calling thread."""
     started = threading.Event()
 
     def copy() -> Span:
@@ -113,7 +114,7 @@ def _copy_beside(
 
 
 def _within(large: Span, made: Sequence[Span]) -> list[float]:
-    """Seconds of the small copies that met the large one, also of one that waited for all of it."""
+    """Seconds of the small copies that overlap the large one, even if only at its end."""
     start, end = large
     running = start + _STARTING * (end - start)
     return [stop - begin for begin, stop in made if begin < end and stop >= running]

@@ -17,7 +17,7 @@ class Contender(Protocol):
 
     @property
     def name(self) -> str:
-        """Heads its column."""
+        """The heading of its column."""
 
     def open(self, arena: Arena, size: int) -> None:
         """Get ready to copy blocks of ``size`` bytes. ``close`` follows, also when this fails.
@@ -27,15 +27,15 @@ class Contender(Protocol):
         """Prepare the calling thread, which will make all copies of ``direction``."""
 
     def copy(self, direction: Direction, transfer: Transfer) -> None:
-        """Copy, and return when the copy has ended. The device is idle, but for a copy of the
-        other direction, which has no block in common with this one."""
+        """Copy, and return when the copy has ended. At most a copy of the other direction, which
+        shares no block with this one, runs beside it."""
 
     def calibration(self) -> str:
-        """What it measured to choose its path by, as ``CudaBackend.describe_paths`` says it;
+        """The measurements that choose its path, in the words of ``CudaBackend.describe_paths``;
         empty for one that does not choose."""
 
     def close(self) -> None:
-        """Give up what ``open`` took. No copy is under way."""
+        """Free the resources of ``open``. No copy is under way."""
 
 
 class MeasuringBackend(CopyBackend, Protocol):
@@ -95,11 +95,11 @@ class _TorchContender:
         return ""
 
     def close(self) -> None:
-        """Nothing was taken."""
+        """Tensors free themselves."""
 
     @contextmanager
     def _stream(self, direction: Direction) -> Iterator[None]:
-        """Queue what is called inside on the direction's stream; leave when it has passed it."""
+        """Queue the block's work on the direction's stream, and wait for it at the end."""
         stream = self._streams.get(direction)
         if stream is None:  # not on a CUDA device
             yield
@@ -129,8 +129,8 @@ class ContiguousCopy(_TorchContender):
 
 
 class PlainTorch(_TorchContender):
-    """What one writes in plain torch: select the blocks into pinned staging memory, copy that
-    in one piece, and put the blocks where they belong."""
+    """The plain torch way: select the blocks into pinned staging memory, copy that in one piece,
+    and scatter the blocks to their places."""
 
     name = "torch"
 

@@ -26,7 +26,7 @@ class Job:
 
     @property
     def blocks(self) -> int:
-        """How many are copied."""
+        """Number of blocks copied."""
         return sum(len(transfer.device_blocks) for transfer in self.transfers.values())
 
     @property
@@ -50,7 +50,7 @@ def contiguous(way: Way, plan: Plan) -> Job:
 
 
 def _job(way: Way, size: int, plan: Plan, choose: Callable[[BlockIds], BlockIds]) -> Job:
-    """``choose`` is asked for each side's blocks of each transfer."""
+    """``choose`` picks the blocks of each side of each transfer."""
     num_blocks = plan.pool_bytes // size
     split = {Way.LOAD: num_blocks, Way.STORE: 0, Way.BOTH: num_blocks // 2}[way]
     halves = {Direction.LOAD: np.arange(split), Direction.STORE: np.arange(split, num_blocks)}

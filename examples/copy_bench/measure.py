@@ -1,4 +1,4 @@
-"""How long a job takes, from its submission to the end of its copies."""
+"""The time of a job, from its submission to the end of its copies."""
 
 import threading
 import time
@@ -16,9 +16,9 @@ from simple_offload.metadata import Transfer
 
 _FEWEST = 3
 _ENOUGH_SECONDS = 0.3
-"""After so long the fewest repeats will do."""
+"""After this time the fewest repeats are enough."""
 _TOO_MANY_SECONDS = 1.0
-"""After so long any number will."""
+"""After this time any number is."""
 
 
 def measure(contender: Contender, arena: Arena, job: Job, repeats: int) -> Cell:
@@ -37,7 +37,7 @@ def measure(contender: Contender, arena: Arena, job: Job, repeats: int) -> Cell:
 
 
 def enough(seconds: Sequence[float], repeats: int) -> bool:
-    """Whether copies that took ``seconds`` are enough, where ``repeats`` are asked for."""
+    """True if no more copies are needed after those that took ``seconds``."""
     limit = _ENOUGH_SECONDS if len(seconds) >= _FEWEST else _TOO_MANY_SECONDS
     return len(seconds) >= repeats or sum(seconds) >= limit
 

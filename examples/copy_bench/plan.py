@@ -1,4 +1,4 @@
-"""What the benchmark copies: sizes, ways, numbers."""
+"""The plan of a run: sizes, ways, numbers."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -11,7 +11,7 @@ SIZES = tuple(4 * KIB << step for step in range(10))
 
 
 class Way(Enum):
-    """Which way the bytes of a measurement go."""
+    """The direction of a measurement's bytes, or both."""
 
     LOAD = "load"
     """Host to device."""
@@ -29,28 +29,28 @@ class Plan:
     repeats: int = 7
     """Timed copies of each kind, whose median counts; slow ones are repeated less often."""
     pool_bytes: int = 1 << 30
-    """Of the blocks on each side; a multiple of every size. No copy has more bytes."""
+    """Memory for blocks on each side; a multiple of every size. No copy has more bytes."""
     most_blocks: int = 16_384
-    """In one copy."""
+    """Largest number of blocks in one copy."""
     both_from: int = 512 * KIB
     """The smallest size that is copied both ways at once."""
 
     def ways(self, size: int) -> Iterator[Way]:
-        """How blocks of ``size`` bytes are copied."""
+        """The ways in which blocks of ``size`` bytes are copied."""
         yield Way.LOAD
         yield Way.STORE
         if size >= self.both_from:
             yield Way.BOTH
 
     def scaled(self, factor: int) -> "Plan":
-        """The same with copies ``factor`` times as large, so that their start weighs less."""
+        """The same with copies ``factor`` times as large, whose start weighs less."""
         return replace(
             self, pool_bytes=factor * self.pool_bytes, most_blocks=factor * self.most_blocks
         )
 
     @property
     def all_ways(self) -> tuple[Way, ...]:
-        """Those that occur."""
+        """The ways that occur in this plan."""
         return tuple(self.ways(max(self.sizes)))
 
 

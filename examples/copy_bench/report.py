@@ -1,14 +1,16 @@
-"""The results as a table and as a plot."""
+"""The results as tables and as a plot."""
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
-from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
+from examples.bench.tables import MISSING, make_figure, make_table, optional, save_figure
 from examples.copy_bench.plan import Way, size_text
 from examples.copy_bench.results import AUTO, CONTENDERS, Cell, Results, Row, SmallCopies
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 _COLORS = {"torch": "tab:gray", "dma": "tab:orange", "kernel": "tab:green", AUTO: "tab:blue"}
 _TITLES = {
@@ -17,77 +19,51 @@ _TITLES = {
     Way.BOTH: "both at once",
 }
 _FROM_TO = {Way.LOAD: "to device", Way.STORE: "to host"}
-_NOTHING = "-"
-
-
-def _table(caption: str) -> Table:
-    """With a column for the way."""
-    table = Table(
-        box=SIMPLE_HEAD,
-        collapse_padding=True,
-        pad_edge=False,
-        caption=caption,
-        caption_justify="left",
-        caption_style="",
-    )
-    table.add_column("way", no_wrap=True)
-    return table
 
 
 def bandwidth_table(results: Results) -> Table:
     """One line for each way and block size, in GB/s."""
-    table = _table(
-        "GB/s (10^9 bytes), from submission to the end of the copy, median. Scattered\n"
-        "blocks; peak: one contiguous copy. Path: what auto chooses."
+    table = make_table(
+        *("way", "block", "blocks", "peak", *CONTENDERS, "auto of\npeak", "auto's\npath"),
+        caption="GB/s (10^9 bytes), from submission to the end of the copy, median. Scattered\n"
+        "blocks; peak: one contiguous copy. Path: the choice of auto.",
     )
-    headings = ("block", "blocks", "peak", *CONTENDERS, "auto of\npeak", "auto's\npath")
-    for heading in headings:
-        table.add_column(heading, justify="right", no_wrap=True)
     for way in Way:
-        for row in results.rows:
-            if row.way is way:
-                table.add_row(*_line(results, row))
+        for row in (row for row in results.rows if row.way is way):
+            table.add_row(
+                row.way.value,
+                size_text(row.size),
+                str(row.blocks),
+                _bandwidth(results.peaks.get(row.way)),
+                *(_bandwidth(row.cells.get(name)) for name in CONTENDERS),
+                optional(results.of_peak(row), ".0%"),
+                _path(row),
+            )
         table.add_section()
     return table
-
-
-def _line(results: Results, row: Row) -> list[str]:
-    of_peak = results.of_peak(row)
-    return [
-        row.way.value,
-        size_text(row.size),
-        str(row.blocks),
-        _cell(results.peaks.get(row.way)),
-        *(_cell(row.cells.get(name)) for name in CONTENDERS),
-        _NOTHING if of_peak is None else f"{of_peak:.0%}",
-        _path(row),
-    ]
 
 
 def _path(row: Row) -> str:
     paths = {"kernel" if each else "dma" for each in row.by_kernel.values()}
     # Load and store may differ where both are copied at once.
-    return "mixed" if len(paths) > 1 else "".join(paths) or _NOTHING
+    return "mixed" if len(paths) > 1 else "".join(paths) or MISSING
 
 
-def _cell(cell: Cell | None) -> str:
+def _bandwidth(cell: Cell | None) -> str:
     if cell is None:
-        return _NOTHING
+        return MISSING
     return f"{cell.gb_per_s:.1f}" if cell.fault is None else "[bold red]WRONG[/]"
 
 
 def small_copies_table(results: Results) -> Table:
-    """One line for each contender and way, and each way of the small copies made meanwhile."""
-    table = _table(
-        "Small copies that somebody else makes on a stream of its own, one\n"
-        "after another while such blocks are copied, at so many GB/s: from\n"
-        "submission to the end of each."
+    """One line for each contender, way, and way of the small copies."""
+    table = make_table(
+        *("way", "block", "contender", "small copies", "copies", "GB/s", "made"),
+        *("median\nµs", "longest\nµs"),
+        left=4,
+        caption="Small copies on another stream, one after another while such blocks\n"
+        "are copied, which reach that many GB/s: from submission to the end of each.",
     )
-    table.add_column("block", justify="right", no_wrap=True)
-    for heading in ("contender", "small copies"):
-        table.add_column(heading, no_wrap=True)
-    for heading in ("copies", "GB/s", "made", "median\nµs", "longest\nµs"):
-        table.add_column(heading, justify="right", no_wrap=True)
     for way in _FROM_TO:
         for small_way in _FROM_TO:
             for one in results.small_copies:
@@ -106,10 +82,7 @@ def _small_line(one: SmallCopies) -> list[str]:
         str(one.repeats),
         f"{one.gb_per_s:.1f}",
         str(one.made),
-        *(
-            _NOTHING if seconds is None else f"{seconds * 1e6:,.0f}"
-            for seconds in (one.median, one.longest)
-        ),
+        *(optional(seconds and seconds * 1e6, ",.0f") for seconds in (one.median, one.longest)),
     ]
 
 
@@ -121,39 +94,34 @@ def crossing_lines(results: Results) -> list[str]:
         if crossing is None:
             continue
         by_kernel, by_dma = crossing
-        told = [
+        parts = [
             *([f"by kernel up to {size_text(by_kernel)}"] if by_kernel else []),
             *([f"by DMA from {size_text(by_dma)}"] if by_dma else []),
         ]
-        lines.append(f"Calibration, {way.value}: {', '.join(told)}.")
+        lines.append(f"Calibration, {way.value}: {', '.join(parts)}.")
     return lines
 
 
 def save_plot(path: Path, results: Results) -> None:
     """Write a PNG: bandwidth by block size, a panel for each way."""
     ways = [way for way in Way if any(row.way is way for row in results.rows)]
-    figure = Figure(figsize=(5.5 * len(ways), 4.8), layout="constrained")
+    figure = make_figure(5.5 * len(ways), 4.8)
     for axes, way in zip(figure.subplots(1, len(ways), squeeze=False)[0], ways, strict=True):
         _plot_way(axes, results, way)
     figure.suptitle(f"{results.machine.get('device', '')}, {results.machine.get('date', '')[:10]}")
-    figure.savefig(path, format="png", dpi=120)
+    save_figure(path, figure)
 
 
-def _plot_way(axes: Axes, results: Results, way: Way) -> None:
+def _plot_way(axes: "Axes", results: Results, way: Way) -> None:
     rows = [row for row in results.rows if row.way is way]
     for name in CONTENDERS:
-        measured = [
-            (row.size, row.cells[name].gb_per_s)
-            for row in rows
-            if name in row.cells and not row.cells[name].fault
-        ]
-        if measured:
-            sizes, bandwidths = zip(*measured, strict=True)
+        cells = [(row.size, row.cells[name]) for row in rows if name in row.cells]
+        if points := [(size, cell.gb_per_s) for size, cell in cells if not cell.fault]:
+            sizes, bandwidths = zip(*points, strict=True)
             axes.plot(sizes, bandwidths, marker="o", markersize=4, color=_COLORS[name], label=name)
     if way in results.peaks:
-        axes.axhline(
-            results.peaks[way].gb_per_s, color="black", linestyle="--", label="contiguous peak"
-        )
+        peak = results.peaks[way].gb_per_s
+        axes.axhline(peak, color="black", linestyle="--", label="contiguous peak")
     crossing = results.crossing(way.value)
     if crossing is not None and None not in crossing:
         low, high = (float(size or 0) for size in crossing)
@@ -164,10 +132,7 @@ def _plot_way(axes: Axes, results: Results, way: Way) -> None:
     sizes_here = sorted({row.size for row in rows})
     axes.set_xticks(sizes_here, [size_text(size) for size in sizes_here], rotation=45)
     axes.minorticks_off()
-    axes.set_xlabel("block size")
-    axes.set_ylabel("GB/s")
-    axes.set_ylim(bottom=0)
-    axes.set_title(_TITLES[way])
+    axes.set(xlabel="block size", ylabel="GB/s", ylim=(0, None), title=_TITLES[way])
     axes.grid(alpha=0.3)
     if axes.has_data():
         axes.legend(fontsize="small")

@@ -1,8 +1,10 @@
-"""What was measured, as numbers."""
+"""The measured numbers."""
 
 import re
 from dataclasses import asdict, dataclass, field
 from typing import Any
+
+from pydantic_core import to_jsonable_python
 
 from examples.copy_bench.plan import Plan, Way, size_text
 
@@ -22,12 +24,16 @@ class Cell:
     """Median."""
     repeats: int
     fault: str | None
-    """What the check of the copied bytes found; None where every byte was right."""
+    """The wrong bytes that the check found; None where every byte was right."""
 
     @property
     def gb_per_s(self) -> float:
         """In 10^9 bytes."""
         return self.num_bytes / self.seconds / 1e9
+
+    def to_json(self, of_peak: float | None = None) -> dict[str, Any]:
+        numbers = {**asdict(self), "gb_per_s": self.gb_per_s}
+        return numbers if of_peak is None else {**numbers, "of_peak": of_peak}
 
 
 @dataclass
@@ -38,52 +44,51 @@ class Row:
     size: int
     """Bytes of a block."""
     blocks: int
-    """Copied at once, both directions together."""
+    """Number of blocks copied at once, both directions together."""
     cells: dict[str, Cell] = field(default_factory=dict)
-    """By contender. One that could not be measured is missing."""
+    """By contender, without those that could not be measured."""
     by_kernel: dict[str, bool] = field(default_factory=dict)
-    """By direction: whether auto's calibration has the kernel copy such blocks."""
+    """Per direction, True where auto's calibration has the kernel copy such blocks."""
 
 
 @dataclass(frozen=True)
 class SmallCopies:
-    """What small copies took that somebody else made, one after another, while a contender
-    copied."""
+    """Times of small copies on another stream, one after another, while a contender copied."""
 
     contender: str
     way: Way
     """Of the contender's copies."""
     size: int
-    """Bytes of a block of theirs."""
+    """Bytes of a block of the contender's copies."""
     repeats: int
-    """How many they were."""
+    """Number of the contender's copies."""
     gb_per_s: float
     """Their median bandwidth, in 10^9 bytes."""
     small_way: Way
     small_bytes: int
     made: int
-    """Small copies that count, beside all of the contender's."""
+    """Number of small copies that count, beside all of the contender's."""
     median: float | None
-    """Seconds from submission to the end of one of them; None where there are none."""
+    """Seconds from submission to the end of a small copy; None where there are none."""
     longest: float | None
 
 
 @dataclass
 class Results:
-    """A run, as far as it has come."""
+    """The measurements of a run so far."""
 
     plan: Plan
-    machine: dict[str, str]
+    machine: dict[str, Any]
     """Device, driver, versions, date."""
     peaks: dict[Way, Cell] = field(default_factory=dict)
     rows: list[Row] = field(default_factory=list)
     small_copies: list[SmallCopies] = field(default_factory=list)
     calibration: dict[int, str] = field(default_factory=dict)
-    """What auto measured when it was opened for blocks of each size, in its own words."""
+    """By block size, auto's ``describe_paths`` after it was opened for that size."""
     left_out: dict[str, str] = field(default_factory=dict)
     """Contenders that this machine cannot run, and why."""
     failures: dict[str, str] = field(default_factory=dict)
-    """Contenders whose copies ended in an error, and at which step with which."""
+    """Contenders whose copies ended in an error: the step and the error."""
     seconds: float = 0.0
 
     def of_peak(self, row: Row, contender: str = AUTO) -> float | None:
@@ -96,7 +101,7 @@ class Results:
 
     @property
     def faults(self) -> list[str]:
-        """What the checks of the copied bytes found."""
+        """The wrong bytes of all cells."""
         found = [
             f"{PEAK}, {way.value}: {cell.fault}" for way, cell in self.peaks.items() if cell.fault
         ]
@@ -108,8 +113,8 @@ class Results:
         ]
 
     def crossing(self, direction: str) -> tuple[int | None, int | None] | None:
-        """The largest size that goes by kernel, and the next one, from which on all goes by DMA;
-        None in place of a size that was not measured, and in place of all where auto was not."""
+        """The largest size that the kernel copies, and the next one, from which on DMA copies all.
+        A size that was not measured is None, and so is the pair where auto was not measured."""
         paths = {
             row.size: row.by_kernel[direction]
             for row in self.rows
@@ -121,44 +126,38 @@ class Results:
         above = [size for size in paths if by_kernel is None or size > by_kernel]
         return by_kernel, min(above, default=None)
 
-    def to_json(self) -> dict[str, Any]:
-        return {
-            **self.machine,
-            "plan": asdict(self.plan),
-            "peak": {way.value: _cell_json(cell) for way, cell in self.peaks.items()},
-            "rows": [
-                {
-                    "way": row.way.value,
-                    "size": row.size,
-                    "blocks": row.blocks,
-                    "contenders": {
-                        name: _cell_json(cell, self.of_peak(row, name))
-                        for name, cell in row.cells.items()
-                    },
-                    "by_kernel": row.by_kernel,
-                }
-                for row in self.rows
-            ],
-            "small_copies": [
-                {**asdict(one), "way": one.way.value, "small_way": one.small_way.value}
-                for one in self.small_copies
-            ],
-            "crossing": {way.value: self.crossing(way.value) for way in (Way.LOAD, Way.STORE)},
-            "calibration": self.calibration,
-            "left_out": self.left_out,
-            "failures": self.failures,
-            "faults": self.faults,
-            "seconds": self.seconds,
-        }
-
-
-def _cell_json(cell: Cell, of_peak: float | None = None) -> dict[str, Any]:
-    numbers = {**asdict(cell), "gb_per_s": cell.gb_per_s}
-    return numbers if of_peak is None else {**numbers, "of_peak": of_peak}
+    def to_json(self) -> Any:
+        rows = [
+            {
+                "way": row.way,
+                "size": row.size,
+                "blocks": row.blocks,
+                "contenders": {
+                    name: cell.to_json(self.of_peak(row, name)) for name, cell in row.cells.items()
+                },
+                "by_kernel": row.by_kernel,
+            }
+            for row in self.rows
+        ]
+        return to_jsonable_python(
+            {
+                **self.machine,
+                "plan": self.plan,
+                "peak": {way: cell.to_json() for way, cell in self.peaks.items()},
+                "rows": rows,
+                "small_copies": self.small_copies,
+                "crossing": {way: self.crossing(way.value) for way in (Way.LOAD, Way.STORE)},
+                "calibration": self.calibration,
+                "left_out": self.left_out,
+                "failures": self.failures,
+                "faults": self.faults,
+                "seconds": self.seconds,
+            }
+        )
 
 
 def paths_by_kernel(calibration: str) -> dict[str, dict[int, bool]]:
-    """By direction and block size, whether ``CudaBackend.describe_paths`` tells of the kernel."""
+    """By direction and block size, True where ``CudaBackend.describe_paths`` names the kernel."""
     paths: dict[str, dict[int, bool]] = {}
     for part in filter(None, calibration.split("; ")):
         direction, _, rungs = part.partition(" ")

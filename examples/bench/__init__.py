@@ -1,0 +1,1 @@
+"""What the benchmarks and the demo share: arguments, processes, contenders, results, reports."""

@@ -1,0 +1,69 @@
+"""Race: contenders that take turns at the same work."""
+
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Generic, Protocol, TypeVar
+
+from simple_offload.config import ConfigError
+
+
+class Named(Protocol):
+    @property
+    def name(self) -> str: ...
+
+
+C = TypeVar("C", bound=Named)
+T = TypeVar("T")
+
+
+class Race(Generic[C]):
+    """Runs contenders. One that fails is out, and the others go on."""
+
+    def __init__(self, contenders: Sequence[C]) -> None:
+        self.step = ""
+        """The work under way, which a failure is reported with."""
+        self.left_out: dict[str, str] = {}
+        """Contenders that refuse their settings on this machine, and their reasons."""
+        self.failures: dict[str, str] = {}
+        """Contenders that ended in an error: the step and the error."""
+        self._all = list(contenders)
+        self._num_rounds = 0
+
+    @property
+    def contenders(self) -> list[C]:
+        """Those that are still in the race."""
+        return [contender for contender in self._all if self.has(contender)]
+
+    def has(self, contender: C) -> bool:
+        return contender.name not in self.left_out and contender.name not in self.failures
+
+    @contextmanager
+    def attempt(self, name: str) -> Iterator[None]:
+        """Put the contender out of the race if the block raises: left out for a ConfigError,
+        failed for any other exception."""
+        try:
+            yield
+        except ConfigError as error:
+            self.left_out[name] = str(error)
+        except Exception as error:  # noqa: BLE001 - whatever one fails with, the others can run
+            traceback.print_exc()
+            self.failures[name] = f"{self.step}: {type(error).__name__}: {error}"
+
+    def run(
+        self, step: str, do: Callable[[C], T], which: Callable[[C], bool] = lambda _: True
+    ) -> dict[str, T]:
+        """Call ``do`` with one contender after another, of those for which ``which`` is true.
+        Each call begins with another contender, so that none is always first. Returns results by
+        name, without those of contenders that failed."""
+        self.step = step
+        results: dict[str, T] = {}
+        contenders = [contender for contender in self.contenders if which(contender)]
+        if not contenders:
+            return results
+        first = self._num_rounds % len(contenders)
+        self._num_rounds += 1
+        for contender in (*contenders[first:], *contenders[:first]):
+            with self.attempt(contender.name):
+                results[contender.name] = do(contender)
+        return results

