@@ -1,4 +1,4 @@
-"""Running lm_eval against a server, and reading what it found."""
+"""Runs lm_eval against a server, and reads its results."""
 
 import json
 import os
@@ -13,7 +13,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import IO, Any, BinaryIO
 
-from examples.demo.child import ROOT, TAIL_LINES
+from examples.bench.child import ROOT, failure, how_ended, stop
+from examples.bench.command import RunFailed
 from examples.serving import Server
 
 TASKS = Path(__file__).parent / "tasks"
@@ -22,7 +23,7 @@ OWN_PYTHON = ROOT / ".venv-eval" / "bin" / "python"
 """Of the environment that ``make set-up-eval`` makes."""
 
 CACHE = "datasets"
-"""What lm_eval makes of our data, which is of no use afterwards."""
+"""lm_eval's copy of our data, which is removed afterwards."""
 
 REQUEST_SECONDS = 600
 STOP_SECONDS = 10.0
@@ -30,11 +31,7 @@ STOP_SECONDS = 10.0
 _PROGRESS = re.compile(rb"Requesting API:.*?(\d+)/(\d+)")
 
 Show = Callable[[int, int], None]
-"""Is told how many requests are done, of how many."""
-
-
-class EvaluationFailed(Exception):
-    """lm_eval could not be run to its end, or said something that cannot be read."""
+"""Gets the number of requests: done, and of all."""
 
 
 @dataclass(frozen=True)
@@ -51,16 +48,16 @@ class Score:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """What lm_eval found in one pass over its tasks."""
+    """lm_eval's results of one pass over its tasks."""
 
     scores: list[Score]
     answers: dict[tuple[str, int], list[str]]
-    """Of each sample (task, number), what the model said, before any filter."""
+    """By sample (task, number), the model's answers, before any filter."""
 
 
 @dataclass(frozen=True)
 class Request:
-    """What to evaluate."""
+    """The tasks to evaluate."""
 
     tasks: Sequence[str]
     limit: int | None = None
@@ -72,12 +69,12 @@ class Request:
 
 
 def find_python() -> str:
-    """A Python that has lm_eval. Raises EvaluationFailed with what to do if there is none."""
+    """A Python that has lm_eval. Raises RunFailed with instructions if there is none."""
     if OWN_PYTHON.exists():
         return str(OWN_PYTHON)
     if find_spec("lm_eval") is not None:
         return sys.executable
-    raise EvaluationFailed(
+    raise RunFailed(
         f"lm_eval is not installed: neither in {OWN_PYTHON.parents[1]} (make set-up-eval) nor "
         f'beside {sys.executable} (pip install "lm-eval[api]==0.4.13").'
     )
@@ -87,10 +84,10 @@ def evaluate(
     command: Sequence[str], request: Request, server: Server, folder: Path, show: Show
 ) -> Evaluation:
     """Run lm_eval (``command`` and arguments) in ``folder``, which holds the task's data, and
-    return what it found. Everything it writes lies in ``folder`` afterwards.
+    return its results. All its files lie in ``folder`` afterwards.
 
-    Raises ServerFailed as soon as the server ends, else EvaluationFailed if lm_eval fails. It
-    is gone however this returns.
+    Raises RunFailed as soon as the server ends, or if lm_eval fails. However this returns, lm_eval
+    is gone.
     """
     folder = folder.absolute()  # lm_eval's own paths would be taken from there
     log = folder / "lm_eval.log"
@@ -109,19 +106,16 @@ def evaluate(
     try:
         assert process.stdout is not None
         with log.open("wb") as file, process.stdout as output_pipe:
-            _follow(output_pipe, file, show)
+            _log_and_show(output_pipe, file, show)
         code = process.wait()
     finally:
-        _stop(process)
+        stop(process, STOP_SECONDS)
         shutil.rmtree(folder / CACHE, ignore_errors=True)
     if code != 0:
         with suppress(TimeoutError):
-            server.ended.result(timeout=1)  # of a dying server, its clients know first
+            server.ended.result(timeout=1)  # the clients of a dying server notice its end first
         server.check()
-        tail = log.read_text(errors="replace").splitlines()[-TAIL_LINES:]
-        raise EvaluationFailed(
-            "\n".join([f"lm_eval ended with exit code {code}. The end of {log}:", *tail])
-        )
+        raise failure(f"lm_eval ended, {how_ended(code)}", log)
     return read_evaluation(output)
 
 
@@ -154,8 +148,8 @@ def _environment(folder: Path, *, offline: bool) -> dict[str, str]:
     return variables
 
 
-def _follow(output: IO[bytes], log: BinaryIO, show: Show) -> None:
-    """Copy ``output`` to ``log`` as it comes, and tell ``show`` of the progress bar in it."""
+def _log_and_show(output: IO[bytes], log: BinaryIO, show: Show) -> None:
+    """Copy ``output`` to ``log`` as it comes; pass the counts of its progress bar to ``show``."""
     line = b""
     while chunk := os.read(output.fileno(), 4096):
         log.write(chunk)
@@ -165,22 +159,11 @@ def _follow(output: IO[bytes], log: BinaryIO, show: Show) -> None:
             show(int(done), int(total))
 
 
-def _stop(process: "subprocess.Popen[bytes]") -> None:
-    try:
-        if process.poll() is None:
-            process.terminate()
-            with suppress(subprocess.TimeoutExpired):
-                process.wait(STOP_SECONDS)
-    finally:
-        process.kill()
-        process.wait()
-
-
 def read_evaluation(output: Path) -> Evaluation:
-    """What lm_eval wrote under ``output``. Raises EvaluationFailed where something is missing."""
+    """Read lm_eval's files under ``output``. Raises RunFailed where one is missing."""
     results = sorted(output.rglob("results_*.json"))
     if len(results) != 1:
-        raise EvaluationFailed(f"lm_eval left {len(results)} results in {output}, not one.")
+        raise RunFailed(f"lm_eval left {len(results)} results in {output}, not one.")
     found: dict[str, Any] = json.loads(results[0].read_text(encoding="utf-8"))["results"]
     scores = [
         score for task, numbers in sorted(found.items()) for score in _task_scores(task, numbers)
@@ -194,7 +177,7 @@ def read_evaluation(output: Path) -> Evaluation:
                 # Once for each filter, with the same answers.
                 answers[task, int(sample["doc_id"])] = _flat(sample["resps"])
     if not answers or not scores:
-        raise EvaluationFailed(f"lm_eval reported no sample or no score in {output}.")
+        raise RunFailed(f"lm_eval reported no sample or no score in {output}.")
     return Evaluation(scores, answers)
 
 

@@ -1,4 +1,4 @@
-"""Pass, Outcome and the verdict: what came out, and whether offloading changed any of it."""
+"""Pass, Outcome and the verdict: did offloading change any answer?"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,9 +10,9 @@ from examples.accuracy.usage import Usage
 LEAST_HITS = 0.9
 """Share of the second pass's prompts that must have been found in the host tier."""
 LEAST_ACCURACY = 0.9
-"""Of our models, without the connector: of one that recalls nothing, nothing can be learned."""
+"""Of our models, without the connector: a model that recalls nothing proves nothing."""
 SHOWN = 3
-"""Samples that differ and are named."""
+"""Number of differing samples that the verdict shows."""
 
 Sample = tuple[str, int]
 """Task and number."""
@@ -32,7 +32,7 @@ class Pass:
     """Prompt tokens that were found on the device."""
     seconds: float
     tail_tokens: int
-    """At most as many are recomputed of a prompt that is found."""
+    """Largest number of tokens that are recomputed of a prompt that is found."""
 
     @property
     def prompt_tokens(self) -> int:
@@ -57,9 +57,9 @@ class Outcome:
     first: Pass
     """Fills the host tier."""
     second: Pass
-    """Finds it filled, and the device empty."""
+    """Starts with a filled host tier and an empty device."""
     least_accuracy: float = 0.0
-    """That the model must reach without the connector."""
+    """Least share of right answers without the connector."""
 
     @property
     def passes(self) -> tuple[Pass, Pass, Pass]:
@@ -67,7 +67,7 @@ class Outcome:
 
     @cached_property
     def problems(self) -> list[str]:
-        """What speaks against the connector, or against the run itself."""
+        """Faults of the connector, or of the run itself."""
         found = []
         accuracy = self.without.main_score.value
         if accuracy < self.least_accuracy:
@@ -92,13 +92,13 @@ class Outcome:
 
 
 def agreeing(one: Pass, other: Pass) -> int:
-    """How many samples have the same answers, to the letter, in both."""
+    """Number of samples with the same answers, to the letter, in both."""
     answers = other.evaluation.answers
     return sum(answers.get(sample) == said for sample, said in one.evaluation.answers.items())
 
 
 def disagreement(one: Pass, other: Pass) -> list[str]:
-    """How ``other`` differs from ``one``; empty if it does not."""
+    """The differences of ``other`` from ``one``; empty if there are none."""
     ours, theirs = one.evaluation.answers, other.evaluation.answers
     if ours.keys() != theirs.keys():
         apart = len(ours.keys() ^ theirs.keys())

@@ -7,37 +7,37 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from examples.accuracy.evaluation import OUR_TASK, Request, evaluate
 from examples.accuracy.recall import make_questions, write_questions
 from examples.accuracy.results import LEAST_ACCURACY, Outcome, Pass
 from examples.accuracy.usage import MIDDLEWARE, VARIABLE, read_usage
+from examples.bench.child import Device
+from examples.bench.connectors import NONE, OURS, SIMPLE, Contender
 from examples.serving import Server, command_line, server_environment, serving
 
-CONNECTOR = "SimpleCPUOffloadConnector"
-PRODUCT, CORRUPTED = "simple_offload", "examples.accuracy.corrupt"
-"""Modules that have a connector of that name."""
+CORRUPTED = Contender("corrupted", SIMPLE, "examples.accuracy.corrupt")
 
 QUESTIONS = f"{OUR_TASK}.jsonl"
 USAGE = "usage.jsonl"
 
 Show = Callable[[str, int, int], None]
-"""Is told what runs, and how many of how many requests are done."""
+"""Gets the pass under way, and the number of requests: done, and of all."""
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What is run for one model."""
+    """The runs of one model."""
 
     model: str
     """A folder, or a name that vLLM downloads."""
     request: Request
     output: Path
-    device: Literal["cuda", "cpu"]
+    device: Device
     block_size: int
     device_tokens: int
-    """What the device's KV space holds: less than any two prompts that are asked far apart."""
+    """Capacity of the device's KV space: too small for prompts that come far apart."""
     max_model_len: int
     host_bytes: int
     corrupt: bool = False
@@ -52,26 +52,24 @@ class Plan:
 
     @property
     def is_recall(self) -> bool:
-        """Whether our task is among the tasks."""
+        """True if our task is among the tasks."""
         return OUR_TASK in self.request.tasks
 
 
 def run(plan: Plan, show: Show) -> Outcome:
-    """Evaluate three times. Raises ServerFailed or EvaluationFailed; nothing it started is left
-    however it returns."""
+    """Evaluate three times. Raises RunFailed; however it returns, no process is left."""
     plan.output.mkdir(parents=True, exist_ok=True)
-    with _serving(plan, "without", None) as server:
+    with _serving(plan, "without", NONE) as server:
         without = _pass(plan, "without", server, show)
-    module = CORRUPTED if plan.corrupt else PRODUCT
-    with _serving(plan, "with", module) as server:
+    with _serving(plan, "with", CORRUPTED if plan.corrupt else OURS) as server:
         first = _pass(plan, "first pass", server, show)
         server.reset_prefix_cache(external=False)
         second = _pass(plan, "second pass", server, show)
     return Outcome(without, first, second, LEAST_ACCURACY if plan.is_recall else 0.0)
 
 
-def serve_arguments(plan: Plan, module: str | None) -> list[str]:
-    """vLLM's command line, with the connector from ``module`` or without one."""
+def serve_arguments(plan: Plan, contender: Contender) -> list[str]:
+    """vLLM's command line."""
     ours: dict[str, Any] = {
         "block_size": plan.block_size,
         "num_gpu_blocks_override": plan.device_tokens // plan.block_size,
@@ -82,20 +80,13 @@ def serve_arguments(plan: Plan, module: str | None) -> list[str]:
         "enforce_eager": plan.device == "cpu",
         "enable_prompt_tokens_details": True,
         "middleware": MIDDLEWARE,
-        "kv_transfer_config": None,
+        "kv_transfer_config": contender.transfer_config(plan.host_bytes),
     }
-    if module is not None:
-        ours["kv_transfer_config"] = {
-            "kv_connector": CONNECTOR,
-            "kv_connector_module_path": module,
-            "kv_role": "kv_both",
-            "kv_connector_extra_config": {"cpu_bytes_to_use": plan.host_bytes},
-        }
     return [*command_line(ours), *plan.serve_arguments]
 
 
 @contextmanager
-def _serving(plan: Plan, name: str, module: str | None) -> Iterator[Server]:
+def _serving(plan: Plan, name: str, contender: Contender) -> Iterator[Server]:
     """A server whose log and usage lie in the output folder under ``name``."""
     usage = _usage_path(plan, name)
     usage.unlink(missing_ok=True)
@@ -105,7 +96,7 @@ def _serving(plan: Plan, name: str, module: str | None) -> Iterator[Server]:
             "HF_HUB_OFFLINE": str(int(plan.request.offline)),
         }
         environment = server_environment(plan.device, Path(scratch), **extra)
-        arguments = serve_arguments(plan, module)
+        arguments = serve_arguments(plan, contender)
         log = plan.output / f"serve-{name}.log"
         with serving(plan.model, arguments, environment, log) as server:
             yield server

@@ -2,18 +2,20 @@
 
 import argparse
 import textwrap
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 
 from pydantic_core import PydanticCustomError
 
+from examples.bench.child import Device
 from examples.bench.command import BAD_RESULT, CANNOT_START, INTERRUPTED, RUN_FAILED
+from examples.bench.connectors import CONTENDERS, ON_CPU, Contender
 from simple_offload.cli.arguments import Parser, nearest
 from simple_offload.config import parse_size
 
 MAX_SEED = 2**32 - 1
 """numpy.random.RandomState takes no larger one."""
-_COLUMNS = 98
+_COLUMNS = 78
 
 
 class BenchParser(Parser):
@@ -71,6 +73,20 @@ class BenchParser(Parser):
             metavar="DIR",
             help=f"where {contents} go (default: {folder})",
         )
+
+    def contenders(
+        self, names: Sequence[str] | None, device: Device, default: Sequence[str]
+    ) -> list[Contender]:
+        """Those that ``--contenders`` names, else the default ones that run on ``device``. Exits
+        if one does not run there."""
+        allowed = ON_CPU if device == "cpu" else tuple(CONTENDERS)
+        for name in names or ():
+            if name not in allowed:
+                self.error(
+                    f"argument --contenders: {name!r} does not run on the CPU: choose from "
+                    f"{', '.join(allowed)}"
+                )
+        return [CONTENDERS[name] for name in names or default if name in allowed]
 
 
 def exit_codes(good: str, bad: str, failed: str, cannot_start: str = "wrong usage") -> str:

@@ -100,7 +100,7 @@ def listen(
         finally:
             stop(process)
     if code != 0:
-        raise failure(f"The engine process ended: {how_ended(code)}", log)
+        raise failure(f"The process of {log.stem} ended: {how_ended(code)}", log)
 
 
 def run_child(run: Callable[[dict[str, Any], Report], None]) -> None:

@@ -32,7 +32,7 @@ def prepare_output(option: str, folder: Path, *files: str) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=folder).close()
-        for name in (NUMBERS, *files):
+        for name in files:
             (folder / name).unlink(missing_ok=True)
     except OSError as error:
         raise CannotStart(f"{option}: cannot write to {folder}: {error.strerror}") from None

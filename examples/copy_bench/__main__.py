@@ -89,7 +89,7 @@ def _block_size(text: str) -> int:
 def _run(plan: Plan, output: Path) -> int:
     if not torch.cuda.is_available():
         raise CannotStart(f"No CUDA device (torch {torch.__version__} sees none).")
-    prepare_output("--out", output, PLOT)
+    prepare_output("--out", output, NUMBERS, PLOT)
     try:
         return _measure_and_report(plan, output)
     except ImportError as error:

@@ -4,11 +4,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from matplotlib.axes import Axes
-from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
-from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
+from examples.bench.tables import make_figure, make_table, save_figure
 from examples.demo.results import Answer, TurnRow
 
 WITHOUT, WITH = "tab:red", "tab:blue"
@@ -16,35 +15,19 @@ WITHOUT, WITH = "tab:red", "tab:blue"
 
 def turn_table(rows: Sequence[TurnRow]) -> Table:
     """One line a turn: means over the users, tokens as counts and times in seconds."""
-    table = Table(
-        box=SIMPLE_HEAD,
-        collapse_padding=True,
-        pad_edge=False,
+    table = make_table(
+        *("turn", "prompt\ntokens", "from\ndevice", "from\nhost", "recomputed"),
+        *("TTFT\nwithout", "TTFT\nwith", "speed-up"),
+        left=0,
         caption="Means over users. Sources of the prompt's KV\n"
         "are those with the connector. TTFT: time to the\n"
         "first token, without the connector and with it.",
-        caption_justify="left",
-        caption_style="",
     )
-    headings = (
-        "turn",
-        "prompt\ntokens",
-        "from\ndevice",
-        "from\nhost",
-        "recomputed",
-        "TTFT\nwithout",
-        "TTFT\nwith",
-        "speed-up",
-    )
-    for heading in headings:
-        table.add_column(heading, justify="right", no_wrap=True)
     for row in rows:
+        counts = (row.prompt_tokens, row.from_device, row.from_host, row.recomputed)
         table.add_row(
             str(row.turn + 1),
-            f"{row.prompt_tokens:.0f}",
-            f"{row.from_device:.0f}",
-            f"{row.from_host:.0f}",
-            f"{row.recomputed:.0f}",
+            *(f"{count:.0f}" for count in counts),
             f"{row.ttft_without:.2f} s",
             f"{row.ttft_with:.2f} s",
             f"{row.speedup:.1f}x",
@@ -58,8 +41,8 @@ def save_plot(
     without: Sequence[Answer],
     with_host: Sequence[Answer],
 ) -> None:
-    """Write a PNG: time to first token by turn, and where each turn's prompt came from."""
-    figure = Figure(figsize=(11, 4.5), layout="constrained")
+    """Write a PNG: time to first token by turn, and the sources of each turn's prompt."""
+    figure = make_figure(11, 4.5)
     times, sources = figure.subplots(1, 2)
     _plot_times(times, rows, without, with_host)
     _plot_sources(sources, rows)
@@ -68,7 +51,7 @@ def save_plot(
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
         axes.grid(axis="y", alpha=0.3)
         axes.set_ylim(bottom=0)
-    figure.savefig(path, format="png", dpi=120)
+    save_figure(path, figure)
 
 
 def _plot_times(
@@ -81,13 +64,8 @@ def _plot_times(
     axes.plot(turns, [row.ttft_without for row in rows], color=WITHOUT, label="without connector")
     axes.plot(turns, [row.ttft_with for row in rows], color=WITH, label="with connector")
     for answers, color in ((without, WITHOUT), (with_host, WITH)):
-        axes.scatter(
-            [answer.turn + 1 for answer in answers],
-            [answer.ttft for answer in answers],
-            color=color,
-            s=14,
-            alpha=0.6,
-        )
+        users = [answer.turn + 1 for answer in answers]
+        axes.scatter(users, [answer.ttft for answer in answers], color=color, s=14, alpha=0.6)
     axes.set_ylabel("time to first token (s)")
     axes.set_title("Time to first token (line: mean, dots: each user)")
     axes.legend()
@@ -105,5 +83,5 @@ def _plot_sources(axes: Axes, rows: Sequence[TurnRow]) -> None:
         axes.bar(turns, counts, bottom=bottom, width=0.6, color=color, label=name)
         bottom = [low + count for low, count in zip(bottom, counts, strict=True)]
     axes.set_ylabel("prompt tokens, mean over users")
-    axes.set_title("Where the prompt's KV came from, with the connector")
+    axes.set_title("Sources of the prompt's KV, with the connector")
     axes.legend(loc="upper left")

@@ -1,10 +1,9 @@
-"""What a run measured, and whether two runs said the same."""
+"""The answers of a run, and the comparison of two runs."""
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from itertools import zip_longest
 from statistics import fmean
-from typing import Any
 
 
 @dataclass(frozen=True)
@@ -27,13 +26,6 @@ class Answer:
     tokens: list[int]
     logprobs: list[float]
     """Of each token in ``tokens``."""
-
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
-
-    @classmethod
-    def from_json(cls, data: dict[str, Any]) -> "Answer":
-        return cls(**data)
 
 
 @dataclass(frozen=True)
@@ -59,30 +51,23 @@ def rows_by_turn(without: Sequence[Answer], with_host: Sequence[Answer]) -> list
     for turn in sorted({answer.turn for answer in with_host}):
         before = [answer for answer in without if answer.turn == turn]
         after = [answer for answer in with_host if answer.turn == turn]
-        rows.append(
-            TurnRow(
-                turn=turn,
-                prompt_tokens=fmean(answer.prompt_tokens for answer in after),
-                from_device=fmean(answer.from_device for answer in after),
-                from_host=fmean(answer.from_host for answer in after),
-                recomputed=fmean(answer.recomputed for answer in after),
-                ttft_without=fmean(answer.ttft for answer in before),
-                ttft_with=fmean(answer.ttft for answer in after),
-            )
-        )
+        counts = ("prompt_tokens", "from_device", "from_host", "recomputed")
+        means = {name: fmean(getattr(answer, name) for answer in after) for name in counts}
+        times = [fmean(answer.ttft for answer in answers) for answers in (before, after)]
+        rows.append(TurnRow(turn, **means, ttft_without=times[0], ttft_with=times[1]))
     return rows
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """Whether the demo showed what it set out to: the same tokens, some from host memory."""
+    """The demo passes with the same tokens in both runs, some of them from host memory."""
 
     answers: int
     tokens: int
     host_tokens: int
     first_difference: str | None
     max_logprob_difference: float | None
-    """Over all tokens; None where the tokens differ, as there is nothing to compare then."""
+    """Over all tokens; None where the tokens differ."""
 
     @property
     def passed(self) -> bool:
@@ -102,7 +87,7 @@ class Verdict:
 
 
 def compare(without: Sequence[Answer], with_host: Sequence[Answer]) -> Verdict:
-    """Hold both runs against each other, answer by answer and token by token."""
+    """Compare both runs, answer by answer and token by token."""
     difference = _first_difference(without, with_host)
     gap = None
     if difference is None:
@@ -129,8 +114,8 @@ def _first_difference(without: Sequence[Answer], with_host: Sequence[Answer]) ->
                 f"user {before.user + 1}, turn {before.turn + 1} without the connector met "
                 f"user {after.user + 1}, turn {after.turn + 1} with it"
             )
-        said = zip_longest(before.tokens, after.tokens)
-        for position, (one, other) in enumerate(said):
+        pairs = zip_longest(before.tokens, after.tokens)
+        for position, (one, other) in enumerate(pairs):
             if one != other:
                 return (
                     f"turn {after.turn + 1}, user {after.user + 1}, token {position + 1} of the "
@@ -141,7 +126,7 @@ def _first_difference(without: Sequence[Answer], with_host: Sequence[Answer]) ->
 
 
 def _token(answer: Answer, position: int) -> str:
-    """The token and its logprob: nearly equal ones on both sides tell of a tie."""
+    """The token and its logprob: nearly equal logprobs on both sides mean a tie."""
     if position >= len(answer.tokens):
         return "missing"
     return f"{answer.tokens[position]} (logprob {answer.logprobs[position]:.6f})"

@@ -1,4 +1,4 @@
-"""Client: asks one engine and takes the times."""
+"""Client: sends requests to one engine and measures their times."""
 
 import asyncio
 import itertools
@@ -19,9 +19,9 @@ class Reply:
     """One request, as its client saw it. Times in seconds."""
 
     id: str
-    """Of what was asked; the same for the same prompt."""
+    """The same for the same prompt."""
     compared: bool
-    """Whether its tokens have to be the same for every contender."""
+    """True if its tokens have to be the same for every contender."""
     ttft: float
     gaps: list[float]
     """From token to token."""
@@ -31,11 +31,11 @@ class Reply:
 
 
 class RequestLost(Exception):
-    """A request came to no end, or to another one than that of its length."""
+    """A request did not end in time, or did not end by its length."""
 
 
 class Client:
-    """Counts what it asks; collects the replies to compare and the requests that were lost."""
+    """Numbers its requests and collects their replies."""
 
     def __init__(
         self, engine: "AsyncLLM", settle_seconds: float, on_reply: Callable[[], None]
@@ -49,7 +49,7 @@ class Client:
     now = staticmethod(time.perf_counter)
 
     async def settle(self) -> None:
-        """Let stores come to their end, of which a connector tells nobody."""
+        """Wait for stores, whose end no connector reports."""
         await asyncio.sleep(self._settle_seconds)
 
     async def ask(
@@ -61,7 +61,7 @@ class Client:
         compared: bool = True,
         started: asyncio.Event | None = None,
     ) -> Reply:
-        """Have ``num_tokens`` said after ``prompt``; set ``started`` at the first of them, or
+        """Request ``num_tokens`` after ``prompt``; set ``started`` at the first of them, or
         when there will be none.
 
         Raises RequestLost.
@@ -74,7 +74,7 @@ class Client:
             raise RequestLost(f"{id!r} had no end within {REQUEST_DEADLINE:.0f} s") from None
         finally:
             if started is not None:
-                started.set()  # nobody is to wait for a request that is lost
+                started.set()  # so that no task waits for a lost request
         if reason != "length" or len(reply.tokens) != num_tokens:
             raise RequestLost(
                 f"{id!r} ended by {reason} after {len(reply.tokens)} of {num_tokens} tokens"

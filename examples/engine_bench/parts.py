@@ -1,4 +1,4 @@
-"""The work: what is asked of one engine, and what comes out of it.
+"""The work: the requests of each part to one engine, and their numbers.
 
 Each part is a coroutine that returns its numbers, times in seconds.
 """
@@ -8,6 +8,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from statistics import fmean, median
 from typing import Any
 
+from examples.bench.rounds import percentile
 from examples.engine_bench.client import Client, Reply
 from examples.engine_bench.plan import Part, Plan
 
@@ -15,9 +16,8 @@ Numbers = dict[str, float]
 
 
 async def ttft(client: Client, plan: Plan) -> Numbers:
-    """Time to the first token of a prompt nobody has seen, of one whose KV the device has
-    evicted, of one whose KV it holds; and how long it takes to serve all evicted ones that
-    are asked for at once."""
+    """Time to the first token of a new prompt, of one whose KV the device has evicted, of one
+    whose KV it holds; and the time to serve all evicted ones at once."""
     prompts = [plan.text(plan.prompt_tokens, "ttft", i) for i in range(plan.num_hits)]
 
     async def ask(number: int, *, compared: bool = True) -> Reply:
@@ -31,8 +31,8 @@ async def ttft(client: Client, plan: Plan) -> Numbers:
         evicted.append(await ask(number))
         held.append(await ask(number))
     await client.settle()
-    # The device holds the last prompts, and gives them up for the first before they get their
-    # turn: every one is a hit in the host tier. Who shares a step with whom is up to chance.
+    # The device holds the last prompts, and evicts them for the first before their turn comes:
+    # every one is a hit in the host tier. Chance decides which requests share a step.
     before = client.now()
     at_once = await asyncio.gather(
         *(ask(number, compared=plan.compare_shapes) for number in range(len(prompts)))
@@ -51,8 +51,7 @@ async def ttft(client: Client, plan: Plan) -> Numbers:
 
 
 async def idle(client: Client, plan: Plan) -> Numbers:
-    """Throughput when no prompt has been seen before: what a connector costs that never
-    helps."""
+    """Throughput of new prompts: the cost of a connector that never helps."""
     prompts = [
         plan.text(plan.idle_prompt_tokens, "idle", number) for number in range(plan.idle_prompts)
     ]
@@ -136,11 +135,6 @@ async def turns(client: Client, plan: Plan) -> Numbers:
     }
 
 
-def percentile(ordered: Sequence[float], share: float) -> float:
-    """The value below which ``share`` of an ascending sequence lies."""
-    return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
-
-
 def _median_ttft(replies: Sequence[Reply]) -> float:
     return median(reply.ttft for reply in replies)
 
@@ -157,8 +151,8 @@ RUN: Mapping[Part, Callable[[Client, Plan], Awaitable[Numbers]]] = {
 }
 
 
-def requests_of(part: Part, plan: Plan) -> int:
-    """How many requests a part makes."""
+def num_requests(part: Part, plan: Plan) -> int:
+    """Number of requests of a part."""
     return {
         "ttft": 4 * plan.num_hits,
         "idle": plan.idle_prompts,
@@ -168,7 +162,7 @@ def requests_of(part: Part, plan: Plan) -> int:
 
 
 def to_json(replies: Sequence[Reply]) -> list[dict[str, Any]]:
-    """What the parent compares: replies whose tokens have to be the same for everybody."""
+    """Replies whose tokens have to be the same for all contenders; the parent compares them."""
     return [
         {"id": reply.id, "cached": reply.cached_tokens, "tokens": reply.tokens}
         for reply in replies

@@ -1,19 +1,25 @@
-"""Measures one contiguous pinned copy from host to device: ``python -m ...peak``.
+"""Measures one contiguous pinned copy from host to device.
 
-A process of its own, since vLLM's must not have touched the device before the engine does.
-Prints ``{"bytes_per_second": ...}``.
+A process of its own, since the bench's own process must not touch the device before the engine
+does. Reports ``{"bytes_per_second": ...}``.
 """
 
-import json
+import faulthandler
 from statistics import median
+from typing import Any
 
 import torch
 
+from examples.bench.child import Report, run_child
+
 NUM_BYTES = 1 << 30
 REPEATS = 8
+DEADLINE = 120
+"""Seconds, after which the process ends with its stacks in the log."""
 
 
-def main() -> None:
+def run(_arguments: dict[str, Any], report: Report) -> None:
+    faulthandler.dump_traceback_later(DEADLINE, exit=True)
     host = torch.zeros(NUM_BYTES, dtype=torch.int8).pin_memory()
     device = torch.empty(NUM_BYTES, dtype=torch.int8, device="cuda")
     seconds = []
@@ -24,8 +30,8 @@ def main() -> None:
         end.record()
         end.synchronize()
         seconds.append(start.elapsed_time(end) / 1e3)
-    print(json.dumps({"bytes_per_second": NUM_BYTES / median(seconds[1:])}))
+    report({"bytes_per_second": NUM_BYTES / median(seconds[1:])})
 
 
 if __name__ == "__main__":
-    main()
+    run_child(run)

@@ -1,40 +1,21 @@
-"""What every contender has to do: the model's shape, the sizes, and what is asked.
+"""The work of every contender: the model's shape, the sizes, and the prompts.
 
 A plan is plain data, which travels to each engine's process as JSON; all prompts follow from
-its seed, so each contender is asked the same.
+its seed, so that all contenders get the same.
 """
 
 import random
-from dataclasses import asdict, dataclass, replace
-from pathlib import Path
-from typing import Any, Literal, get_args
+from dataclasses import dataclass, replace
+from typing import Literal, get_args
 
-from examples.random_model import save_random_model
+from examples.bench.child import Device
+from examples.bench.models import LLAMA_8B, SMALL, ModelShape
 
 Part = Literal["ttft", "idle", "mix", "turns"]
 PARTS: tuple[Part, ...] = get_args(Part)
 
 FIRST_TEXT_TOKEN = 10
-"""Ids below this one are left to the model's special tokens."""
-
-
-@dataclass(frozen=True)
-class ModelShape:
-    """A Llama."""
-
-    vocab_size: int
-    hidden_size: int
-    num_layers: int
-    num_heads: int
-    num_kv_heads: int
-    dtype: Literal["float32", "bfloat16"]
-
-    @property
-    def kv_bytes_per_token(self) -> int:
-        """Keys and values of all layers."""
-        element = 4 if self.dtype == "float32" else 2
-        head_dim = self.hidden_size // self.num_heads
-        return 2 * self.num_layers * self.num_kv_heads * head_dim * element
+"""Ids below this one are the model's special tokens."""
 
 
 @dataclass(frozen=True)
@@ -42,16 +23,16 @@ class Plan:
     """One bench. Lengths are in tokens, answers included where the name says so."""
 
     model: ModelShape
-    device: Literal["cuda", "cpu"]
+    device: Device
     block_size: int
     device_tokens: int
-    """What the device's KV space holds."""
+    """Capacity of the device's KV space."""
     host_bytes: int
-    """Of the host tier, for all ranks together."""
+    """Size of the host tier, for all ranks together."""
     prompt_tokens: int
-    """Of a prompt that comes back as a hit."""
+    """Length of a prompt that comes back as a hit."""
     first_tokens: int
-    """Answered to each of those; contenders must agree on them."""
+    """Length of its answer; contenders must agree on the tokens."""
     idle_prompts: int
     idle_prompt_tokens: int
     idle_answer_tokens: int
@@ -61,22 +42,24 @@ class Plan:
     mix_hits: int
     users: int
     users_at_once: int
-    """Whose conversations the device cannot hold together."""
+    """Users whose conversations the device cannot hold together."""
     turns: int
     system_tokens: int
-    """Which all users share."""
+    """Length of the prefix that all users share."""
     history_tokens: tuple[int, int]
-    """A user's first message: at least and at most."""
+    """Shortest and longest first message of a user."""
     message_tokens: int
     turn_answer_tokens: int
     settle_seconds: float
-    """Pause before a part. Contenders go on storing after the last answer, none says until
-    when, and what they store would disturb what is measured next."""
+    """Pause before a part. Contenders go on storing after the last answer, none reports the end,
+    and their stores would disturb the next measurement."""
     think_seconds: float
-    """Between an answer and the user's next message."""
+    """Pause between an answer and the user's next message."""
     compare_shapes: bool
-    """Whether answers must be the same even where contenders had other numbers of cached
+    """True if answers must be the same even where contenders had other numbers of cached
     tokens. With dummy weights in bfloat16, other shapes of a step decide ties another way."""
+    rounds: int
+    """Engines of each contender."""
     graphs: bool = False
     tensor_parallel: int = 1
     seed: int = 0
@@ -103,7 +86,7 @@ class Plan:
 
     @property
     def mix_prompt_tokens(self) -> int:
-        """Of the requests that decode: short, so that they decode most of the time."""
+        """Length of the prompts that decode: short, so that they decode most of the time."""
         return self.prompt_tokens // 32
 
     @property
@@ -122,128 +105,63 @@ class Plan:
         return replace(self, seed=self.seed + number * 1_000_003)
 
     def history_length(self, user: int) -> int:
-        """Of the first message of ``user``, without what all share."""
+        """Length of the first message of ``user``, without the shared prefix."""
         return random.Random(f"{self.seed} history {user}").randint(*self.history_tokens)
 
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
 
-    @classmethod
-    def from_json(cls, data: dict[str, Any]) -> "Plan":
-        low, high = data["history_tokens"]
-        return cls(**{**data, "model": ModelShape(**data["model"]), "history_tokens": (low, high)})
-
-
-def h200_plan() -> Plan:
-    """A Llama of 8 billion parameters on one GPU, with prompts whose prefill takes 0.2 s."""
-    return Plan(
-        model=ModelShape(
-            vocab_size=32000,
-            hidden_size=4096,
-            num_layers=32,
-            num_heads=32,
-            num_kv_heads=8,
-            dtype="bfloat16",
-        ),
-        device="cuda",
-        block_size=16,
-        device_tokens=65536,
-        host_bytes=40 << 30,
-        prompt_tokens=8192,
-        first_tokens=1,
-        idle_prompts=48,
-        idle_prompt_tokens=1024,
-        idle_answer_tokens=64,
-        mix_decodes=8,
-        mix_answer_tokens=400,
-        mix_hits=6,
-        users=24,
-        users_at_once=12,
-        turns=5,
-        system_tokens=512,
-        history_tokens=(4000, 8000),
-        message_tokens=200,
-        turn_answer_tokens=64,
-        settle_seconds=0.5,
-        think_seconds=0.05,
-        compare_shapes=False,
-        graphs=True,
-    )
-
-
-def cpu_plan() -> Plan:
-    """A small Llama on two cores: shows that everything works, and which way times go."""
-    return Plan(
-        model=ModelShape(
-            vocab_size=2048,
-            hidden_size=512,
-            num_layers=4,
-            num_heads=8,
-            num_kv_heads=4,
-            dtype="float32",
-        ),
-        device="cpu",
-        block_size=32,
-        device_tokens=4096,
-        host_bytes=256 << 20,
-        prompt_tokens=1024,
-        first_tokens=4,
-        idle_prompts=6,
-        idle_prompt_tokens=256,
-        idle_answer_tokens=16,
-        mix_decodes=3,
-        mix_answer_tokens=64,
-        mix_hits=3,
-        users=6,
-        users_at_once=4,
-        turns=3,
-        system_tokens=128,
-        history_tokens=(1000, 1500),
-        message_tokens=64,
-        turn_answer_tokens=16,
-        settle_seconds=0.2,
-        think_seconds=0.05,
-        compare_shapes=True,
-    )
-
-
-PRESETS = {"h200": h200_plan, "cpu": cpu_plan}
-ROUNDS = {"h200": 3, "cpu": 2}
-"""Of each contender, unless told otherwise."""
-
-
-def save_model(plan: Plan, directory: Path) -> None:
-    """Write what vLLM needs of the model: on a GPU a configuration, which vLLM fills with dummy
-    weights; on the CPU small random weights, on which what the model says depends."""
-    from transformers.utils.logging import disable_progress_bar
-
-    disable_progress_bar()
-    shape = plan.model
-    if plan.device == "cpu":
-        save_random_model(
-            directory,
-            "llama",
-            vocab_size=shape.vocab_size,
-            hidden_size=shape.hidden_size,
-            num_layers=shape.num_layers,
-            num_heads=shape.num_heads,
-            num_kv_heads=shape.num_kv_heads,
-            max_model_len=plan.max_model_len,
-            seed=plan.seed,
-        )
-        return
-    from transformers import LlamaConfig
-
-    LlamaConfig(
-        architectures=["LlamaForCausalLM"],
-        vocab_size=shape.vocab_size,
-        hidden_size=shape.hidden_size,
-        intermediate_size=shape.hidden_size * 7 // 2,
-        num_hidden_layers=shape.num_layers,
-        num_attention_heads=shape.num_heads,
-        num_key_value_heads=shape.num_kv_heads,
-        head_dim=shape.hidden_size // shape.num_heads,
-        max_position_embeddings=plan.max_model_len,
-        dtype=shape.dtype,
-        tie_word_embeddings=False,
-    ).save_pretrained(directory)
+H200 = Plan(
+    model=LLAMA_8B,
+    device="cuda",
+    block_size=16,
+    device_tokens=65536,
+    host_bytes=40 << 30,
+    prompt_tokens=8192,
+    first_tokens=1,
+    idle_prompts=48,
+    idle_prompt_tokens=1024,
+    idle_answer_tokens=64,
+    mix_decodes=8,
+    mix_answer_tokens=400,
+    mix_hits=6,
+    users=24,
+    users_at_once=12,
+    turns=5,
+    system_tokens=512,
+    history_tokens=(4000, 8000),
+    message_tokens=200,
+    turn_answer_tokens=64,
+    settle_seconds=0.5,
+    think_seconds=0.05,
+    compare_shapes=False,
+    rounds=3,
+    graphs=True,
+)
+"""8 billion parameters on one GPU, with prompts whose prefill takes 0.2 s."""
+CPU = Plan(
+    model=SMALL,
+    device="cpu",
+    block_size=32,
+    device_tokens=4096,
+    host_bytes=256 << 20,
+    prompt_tokens=1024,
+    first_tokens=4,
+    idle_prompts=6,
+    idle_prompt_tokens=256,
+    idle_answer_tokens=16,
+    mix_decodes=3,
+    mix_answer_tokens=64,
+    mix_hits=3,
+    users=6,
+    users_at_once=4,
+    turns=3,
+    system_tokens=128,
+    history_tokens=(1000, 1500),
+    message_tokens=64,
+    turn_answer_tokens=16,
+    settle_seconds=0.2,
+    think_seconds=0.05,
+    compare_shapes=True,
+    rounds=2,
+)
+"""A small Llama on two cores: shows that everything works, and the direction of ratios."""
+PRESETS = {"h200": H200, "cpu": CPU}

@@ -1,14 +1,11 @@
-"""What the runs of a bench come to: medians over rounds, ratios, and what went wrong."""
+"""The results of all runs: medians, the floor of a hit, and problems."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from statistics import median
 from typing import Any
 
+from examples.bench.rounds import Runs, medians
 from examples.engine_bench.plan import Part, Plan
-
-Runs = Mapping[str, Sequence[Mapping[str, Any]]]
-"""By contender, what ``engine_run`` told, a run for each repeat of each round."""
 
 
 @dataclass(frozen=True)
@@ -20,7 +17,7 @@ class Metric:
     title: str
     unit: str = "ms"
     scale: float = 1e3
-    """Of the unit in seconds' place: 1e3 for milliseconds."""
+    """Factor from seconds to the unit: 1e3 for milliseconds."""
 
 
 METRICS = (
@@ -41,25 +38,29 @@ METRICS = (
 )
 
 
-def medians(runs: Runs) -> dict[str, dict[str, float]]:
-    """By contender and "part.key", the median over the rounds that have the number."""
-    found: dict[str, dict[str, float]] = {}
-    for contender, rounds in runs.items():
-        values: dict[str, list[float]] = {}
-        for one in rounds:
-            for part, numbers in one["numbers"].items():
-                for key, value in numbers.items():
-                    values.setdefault(f"{part}.{key}", []).append(value)
-        found[contender] = {name: median(each) for name, each in values.items()}
-    return found
+def medians_by_contender(runs: Runs) -> dict[str, dict[str, float]]:
+    """By contender and "part.key", the median over the runs that have the number."""
+    return {
+        contender: medians(
+            [
+                {
+                    f"{part}.{key}": value
+                    for part, numbers in run["numbers"].items()
+                    for key, value in numbers.items()
+                }
+                for run in each
+            ]
+        )
+        for contender, each in runs.items()
+    }
 
 
 def floor_seconds(
     by_contender: Mapping[str, Mapping[str, float]], plan: Plan, bytes_per_second: float | None
 ) -> float | None:
-    """What a hit in the host tier takes at least: a hit on the device (the fastest
-    contender's) and its bytes in one contiguous copy. Each rank copies its share. None without
-    a measured copy, or a hit to start from."""
+    """The least time of a hit in the host tier: a hit on the device (the fastest contender's), and
+    its bytes in one contiguous copy, of which each rank copies its share. None without a measured
+    copy or a hit on the device."""
     hits = [each["ttft.device_hit"] for each in by_contender.values() if "ttft.device_hit" in each]
     if bytes_per_second is None or not hits:
         return None
@@ -67,8 +68,8 @@ def floor_seconds(
 
 
 def problems(runs: Runs, plan: Plan, parts: Iterable[Part], num_runs: int) -> list[str]:
-    """Why the numbers are worth nothing, one line each; none if all is well. ``num_runs``: how
-    many there should be of each contender."""
+    """The reasons why the numbers prove nothing, one line each. ``num_runs``: the number of runs
+    that each contender should have."""
     found = []
     for contender, each in runs.items():
         if len(each) != num_runs:
@@ -82,15 +83,15 @@ def problems(runs: Runs, plan: Plan, parts: Iterable[Part], num_runs: int) -> li
 
 
 def _different_answers(runs: Runs, plan: Plan) -> list[str]:
-    """Prompts after which not everybody said the same, one line for each of the first."""
-    said: dict[tuple[Any, ...], tuple[str, list[int]]] = {}
+    """A line for each contender about the first prompt that got different answers."""
+    answers: dict[tuple[Any, ...], tuple[str, list[int]]] = {}
     found: dict[str, str] = {}
     for contender, rounds in runs.items():
         for number, one in enumerate(rounds, start=1):
             who = f"{contender} in run {number}"
             for reply in one["replies"]:
                 shape = () if plan.compare_shapes else (reply["cached"],)
-                first, tokens = said.setdefault(
+                first, tokens = answers.setdefault(
                     (one.get("repeat", 0), reply["id"], *shape), (who, reply["tokens"])
                 )
                 if tokens != reply["tokens"]:

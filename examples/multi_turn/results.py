@@ -1,20 +1,17 @@
-"""What the rounds come to: medians over them, by contender, and what went wrong."""
+"""The results of all rounds: medians by contender, and problems."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from statistics import fmean, median
+from statistics import fmean
 from typing import Any
 
-from examples.engine_bench.parts import percentile
+from examples.bench.rounds import Runs, medians, percentile
 from examples.multi_turn.client import Reply
 from examples.multi_turn.plan import Plan
 
-Runs = Mapping[str, Sequence[Mapping[str, Any]]]
-"""By contender, what ``Bench`` keeps of each round."""
-
 LEAST_AGREEMENT = 0.95
-"""Share of the answers that have to be the first contender's. Not all: who shares a step with
-whom is up to chance, and the rounding of sums with it."""
+"""Share of the answers that have to be the first contender's. Not all: chance decides which
+requests share a step, and with it the rounding of sums."""
 
 
 @dataclass(frozen=True)
@@ -35,27 +32,25 @@ class Summary:
     by_turn: Mapping[int, Times]
     """TTFT; turns count from 0."""
 
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
-
 
 def summaries(runs: Runs, bytes_per_token: int | None) -> dict[str, Summary]:
     """By contender, of those that have a round with an answer. ``bytes_per_token`` (KV of all
-    layers) stands in where a connector does not tell what it loads; None if not known."""
+    layers) stands in where a connector does not
+    report its loads; None if not known."""
     found = {}
     for contender, rounds in runs.items():
         played = [each for each in rounds if each["replies"]]
         if played:
             found[contender] = Summary(
-                _medians([_numbers(each, bytes_per_token) for each in played]),
+                medians([_numbers(each, bytes_per_token) for each in played]),
                 _by_turn([_replies(each) for each in played]),
             )
     return found
 
 
 def problems(runs: Runs, plan: Plan, requests: int, connected: Iterable[str]) -> list[str]:
-    """Why the numbers are worth nothing, one line each; none if all is well. ``requests`` is how
-    many a round has; ``connected`` are the contenders with a connector."""
+    """The reasons why the numbers prove nothing, one line each. ``requests``: number of requests of
+    a round; ``connected``: the contenders with a connector."""
     found = []
     for contender, rounds in runs.items():
         if len(rounds) != plan.rounds:
@@ -72,12 +67,12 @@ def problems(runs: Runs, plan: Plan, requests: int, connected: Iterable[str]) ->
 
 
 def _disagreements(runs: Runs) -> list[str]:
-    said: dict[tuple[str, int], str] = {}
+    answers: dict[tuple[str, int], str] = {}
     found = []
     for contender, rounds in runs.items():
         for each in rounds:
             same = [
-                said.setdefault((reply.conversation, reply.turn), reply.answer) == reply.answer
+                answers.setdefault((reply.conversation, reply.turn), reply.answer) == reply.answer
                 for reply in _replies(each)
             ]
             if same and sum(same) < LEAST_AGREEMENT * len(same):
@@ -119,15 +114,8 @@ def _by_turn(rounds: Sequence[Sequence[Reply]]) -> dict[int, Times]:
     found = {}
     for turn in turns:
         each = [[reply.ttft for reply in replies if reply.turn == turn] for replies in rounds]
-        medians = _medians([asdict(_times(times)) for times in each if times])
-        found[turn] = Times(**medians)
+        found[turn] = Times(**medians([asdict(_times(times)) for times in each if times]))
     return found
-
-
-def _medians(rounds: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Of each number, over the rounds that have it."""
-    names = dict.fromkeys(name for each in rounds for name in each)
-    return {name: median(each[name] for each in rounds if name in each) for name in names}
 
 
 def _times(values: Iterable[float]) -> Times:

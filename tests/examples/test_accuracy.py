@@ -14,10 +14,9 @@ import pytest
 pytest.importorskip("prometheus_client")
 
 from examples import serving as serving_module
-from examples.accuracy.__main__ import FAILED, NOT_RUN, NUMBERS, main
+from examples.accuracy.__main__ import main
 from examples.accuracy.evaluation import (
     Evaluation,
-    EvaluationFailed,
     Score,
     find_python,
     read_evaluation,
@@ -25,7 +24,9 @@ from examples.accuracy.evaluation import (
 from examples.accuracy.report import outcome_json, verdict
 from examples.accuracy.results import Outcome, Pass, agreeing
 from examples.accuracy.usage import VARIABLE, Message, RecordUsage, Usage, read_usage
-from examples.demo.child import ROOT
+from examples.bench.child import ROOT
+from examples.bench.command import BAD_RESULT, RUN_FAILED, RunFailed
+from examples.bench.results_file import NUMBERS
 
 FAKE_SERVER = (sys.executable, "-m", "tests.examples.fake_recall_server")
 FAKE_LM_EVAL = f"{sys.executable} {ROOT / 'tests/examples/fake_lm_eval.py'}"
@@ -124,9 +125,9 @@ def test_lm_evals_files_are_read(tmp_path: Path) -> None:
 
 
 def test_files_that_are_missing_are_said(tmp_path: Path) -> None:
-    with pytest.raises(EvaluationFailed, match="left 0 results"):
+    with pytest.raises(RunFailed, match="left 0 results"):
         read_evaluation(tmp_path)
-    with pytest.raises(EvaluationFailed, match="no sample or no score"):
+    with pytest.raises(RunFailed, match="no sample or no score"):
         read_evaluation(lm_eval_files(tmp_path, {"t": {"acc,none": 1.0}}, {}))
 
 
@@ -227,7 +228,7 @@ def test_a_run_that_fails(
     model: Path, tmp_path: Path, faulty: Any, capsys: Any, faults: dict[str, Any], why: str
 ) -> None:
     faulty(**faults)
-    assert run_main(model, tmp_path) == FAILED
+    assert run_main(model, tmp_path) == BAD_RESULT
     told = capsys.readouterr().out
     assert "FAILED" in told
     assert why in told
@@ -243,8 +244,8 @@ def test_a_server_that_dies_is_said(
     numbers = tmp_path / "out" / NUMBERS
     numbers.parent.mkdir()
     numbers.write_text("of an earlier run")
-    assert run_main(model, tmp_path) == NOT_RUN
-    told = capsys.readouterr().out
+    assert run_main(model, tmp_path) == RUN_FAILED
+    told = "".join(capsys.readouterr())
     assert "The server ended while it was needed, killed by signal 9" in told
     assert "PASSED" not in told
     assert not numbers.exists()
@@ -255,9 +256,9 @@ def test_an_lm_eval_that_fails_is_said(
     model: Path, tmp_path: Path, faulty: Any, capsys: Any
 ) -> None:
     faulty(refuse_at=1)
-    assert run_main(model, tmp_path) == NOT_RUN
-    told = capsys.readouterr().out
-    assert "lm_eval ended with exit code 1" in told
+    assert run_main(model, tmp_path) == RUN_FAILED
+    told = capsys.readouterr().err
+    assert "lm_eval ended, exit code 1" in told
     assert "HTTP Error 500" in told
     assert not leftovers()
 
@@ -265,7 +266,7 @@ def test_an_lm_eval_that_fails_is_said(
 def test_lm_eval_that_is_not_there_is_said(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr("examples.accuracy.evaluation.OWN_PYTHON", tmp_path / "bin" / "python")
     monkeypatch.setattr("examples.accuracy.evaluation.find_spec", lambda _: None)
-    with pytest.raises(EvaluationFailed, match="make set-up-eval"):
+    with pytest.raises(RunFailed, match="make set-up-eval"):
         find_python()
 
 
@@ -275,11 +276,9 @@ def test_lm_eval_that_is_not_there_is_said(monkeypatch: pytest.MonkeyPatch, tmp_
         (["--model", "/no/such/model"], "/no/such/model is no folder with a config.json"),
         (["--model", "./Qwen/Qwen3"], "is no folder"),
         (["--samples", "0"], "0 is less than 1"),
-        (["--samples", "many"], "'many' is not a whole number"),
         (["--host-bytes", "4 apples"], "'4 apples' must be"),
         (["--tasks", "key_value_recall,gsm8k"], "goes with no other task"),
         (["--device-tokens", "1000"], "1000 do not hold one request of 4128 tokens"),
-        (["--output", "/proc/no"], "cannot write to /proc/no"),
         (["--device", "tpu"], "invalid choice: 'tpu'"),
     ],
 )

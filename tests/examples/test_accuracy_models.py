@@ -11,12 +11,14 @@ import numpy as np
 import pytest
 import torch
 
-from examples.accuracy.__main__ import FAILED, MODELS, NUMBERS, OUR_MODELS, main
+from examples.accuracy.__main__ import MODELS, OUR_MODELS, main
 from examples.accuracy.corrupt import CorruptingBackend
-from examples.accuracy.evaluation import EvaluationFailed, find_python
+from examples.accuracy.evaluation import find_python
 from examples.accuracy.language import HOPS
 from examples.accuracy.recall import make_questions
 from examples.accuracy.train import measure
+from examples.bench.command import BAD_RESULT, RunFailed
+from examples.bench.results_file import NUMBERS
 from simple_offload.backends.base import CopyBackend, Direction
 from simple_offload.backends.host import HostBackend
 from simple_offload.metadata import Transfer
@@ -118,7 +120,7 @@ def test_corrupted_values_are_finite_and_wrong(dtype: torch.dtype) -> None:
 def has_lm_eval() -> bool:
     try:
         find_python()
-    except EvaluationFailed:
+    except RunFailed:
         return False
     return True
 
@@ -141,7 +143,7 @@ def test_answers_from_the_host_tier(
     assert passes["second pass"]["hit_share"] == 1
     assert passes["second pass"]["device_hit_tokens"] == 0
     if corrupt:
-        assert code == FAILED
+        assert code == BAD_RESULT
         assert "FAILED" in told
         assert scores["second pass"] == 0
     else:

@@ -27,7 +27,7 @@ from examples.bench.command import (
 from examples.bench.connectors import CONTENDERS
 from examples.bench.progress import Progress
 from examples.bench.race import Race
-from examples.bench.results_file import machine, prepare_output, save_numbers
+from examples.bench.results_file import NUMBERS, machine, prepare_output, save_numbers
 from examples.bench.rounds import medians, percentile
 from examples.bench.tables import cells_with_ratios, make_table
 from simple_offload.config import ConfigError
@@ -88,7 +88,7 @@ def test_numbers_replace_those_of_an_earlier_run(tmp_path: Path) -> None:
     assert numbers["kinds"] == {"load": [1]}
     assert {"processor", "cores", "vllm", "torch", "commit", "date"} <= set(numbers)
     (folder / "plot.png").touch()
-    prepare_output("--out", folder, "plot.png")
+    prepare_output("--out", folder, NUMBERS, "plot.png")
     assert list(folder.iterdir()) == []
 
 

@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from examples.engine_bench.contenders import CONTENDERS
+from examples.bench.connectors import CONTENDERS
+from examples.bench.models import LLAMA_8B, QWEN3_14B, SMALL, ModelShape, save_model
 from examples.multi_turn.conversations import (
     Conversation,
     Turn,
@@ -17,7 +18,6 @@ from examples.multi_turn.conversations import (
     to_messages,
 )
 from examples.multi_turn.lengths import InputError, draw_talks
-from examples.multi_turn.model import LLAMA_8B, QWEN3_14B, SMALL, Shape, save_model
 from examples.multi_turn.plan import PRESETS, generated
 from examples.multi_turn.tokens import FIRST_TEXT_TOKEN, ModelVocabulary, WordVocabulary
 
@@ -233,9 +233,9 @@ def test_text_means_the_same_to_clients_and_servers(tmp_path: Path) -> None:
     the tokens that the run sent, and a chat for nothing but what was said."""
     from transformers import AutoTokenizer
 
-    shape = Shape("llama", 128, 16, 32, 1, 2, 1, 8, "bfloat16")
-    save_model(shape, 256, 0, tmp_path)
-    vocabulary = WordVocabulary(shape.vocab_size)
+    save_model(ModelShape(128, 16, 1, 2, 1, "bfloat16", intermediate_size=32), 256, 0, tmp_path)
+    vocabulary = WordVocabulary(128)
+    vocabulary.save(tmp_path)
     settings = generated(2, messages=4, common=8, prefix=(10, 20), question=5, answer=3)
     for conversation in make_conversations(settings, vocabulary, seed=0):
         (said,) = to_messages([conversation], vocabulary)
@@ -250,7 +250,7 @@ def test_text_means_the_same_to_clients_and_servers(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("shape", "parameters"), [(LLAMA_8B, 7.24e9), (QWEN3_14B, 14.77e9)])
 def test_large_shapes_are_those_of_their_names(
-    shape: Shape, parameters: float, tmp_path: Path
+    shape: ModelShape, parameters: float, tmp_path: Path
 ) -> None:
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM

@@ -15,7 +15,6 @@ from rich.console import Console
 
 from examples.multi_turn.client import Reply
 from examples.multi_turn.counters import counters, difference
-from examples.multi_turn.progress import Progress
 from examples.multi_turn.report import save_plots, summary_table, turn_table
 from examples.multi_turn.results import summaries
 
@@ -139,21 +138,3 @@ def test_tables_and_plots(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     plots = save_plots(tmp_path, by_contender, "Title")
     assert [path.name for path in plots] == ["ttft_by_turn.png", "throughput.png"]
     assert all(path.read_bytes().startswith(b"\x89PNG") for path in plots)
-
-
-def test_progress_on_a_terminal_and_elsewhere(capsys: pytest.CaptureFixture[str]) -> None:
-    def play(console: Console) -> str:
-        with Progress(console, 2) as progress:
-            for who in ("none", "ours"):
-                progress.show(who, "starting the server", 0)
-                for done in range(3):
-                    progress.show(who, "round 1/1", done)
-        return capsys.readouterr().out
-
-    assert play(Console(force_terminal=False)).splitlines() == [
-        *("none: starting the server", "none: round 1/1"),
-        *("ours: starting the server", "ours: round 1/1"),
-    ]
-    bars = play(Console(force_terminal=True, width=100))
-    assert "2/2" in bars
-    assert "━" in bars

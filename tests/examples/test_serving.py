@@ -15,8 +15,9 @@ import pytest
 pytest.importorskip("prometheus_client")
 
 from examples import serving as serving_module
-from examples.demo.child import ROOT
-from examples.serving import HOST, Server, ServerFailed, command_line, free_port, serving
+from examples.bench.child import ROOT
+from examples.bench.command import RunFailed
+from examples.serving import HOST, Server, command_line, free_port, serving
 
 FAKE = (sys.executable, "-m", "tests.examples.fake_server")
 
@@ -73,9 +74,9 @@ def test_ends_with_what_it_started_when_it_dies(tmp_path: Path) -> None:
         (child,) = process.children()
         process.kill()
         assert server.ended.result(timeout=10) == -9
-        with pytest.raises(ServerFailed, match="ended while it was needed, killed by signal 9"):
+        with pytest.raises(RunFailed, match="ended while it was needed, killed by signal 9"):
             server.check()
-        with pytest.raises(ServerFailed, match="gave no answer to /metrics"):
+        with pytest.raises(RunFailed, match="gave no answer to /metrics"):
             server.samples()
     psutil.wait_procs([child], timeout=10)
     assert is_gone(child)
@@ -83,7 +84,7 @@ def test_ends_with_what_it_started_when_it_dies(tmp_path: Path) -> None:
 
 def test_a_server_that_does_not_start(tmp_path: Path) -> None:
     with (
-        pytest.raises(ServerFailed, match="with exit code 7") as error,
+        pytest.raises(RunFailed, match="exit code 7") as error,
         serve(tmp_path, exit_at_start=7),
     ):
         pass
@@ -96,7 +97,7 @@ def test_a_server_that_never_answers(tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(serving_module, "COMMAND", silent)
     monkeypatch.setattr(serving_module, "START_SECONDS", 0.5)
     with (
-        pytest.raises(ServerFailed, match="did not answer within"),
+        pytest.raises(RunFailed, match="did not answer within"),
         serving("some-model", [], environment(), tmp_path / "log"),
     ):
         pass
@@ -108,7 +109,7 @@ def test_a_port_in_use(tmp_path: Path) -> None:
         other.bind((HOST, 0))
         other.listen()
         port = other.getsockname()[1]
-        with pytest.raises(ServerFailed, match=f"Port {port} .* is in use"), serve(tmp_path, port):
+        with pytest.raises(RunFailed, match=f"Port {port} .* is in use"), serve(tmp_path, port):
             pass
     assert not (tmp_path / "log").exists(), "nothing was started"
 
@@ -125,7 +126,7 @@ def test_reset_waits_for_its_success(tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(serving_module, "RESET_SECONDS", 0.1)
     with (
         serve(tmp_path, resets_refused=1000) as server,
-        pytest.raises(ServerFailed, match="did not reset its caches"),
+        pytest.raises(RunFailed, match="did not reset its caches"),
     ):
         server.reset_prefix_cache(external=False)
 
