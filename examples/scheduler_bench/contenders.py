@@ -1,4 +1,4 @@
-"""Who competes: KV connectors, and how their scheduler sides are spoken to."""
+"""The contenders: KV connectors, and adapters to their scheduler sides."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -131,14 +131,14 @@ class Contender:
     extra: Mapping[str, Any] = field(default_factory=dict)
     """Of ``kv_connector_extra_config``, beside the size."""
     rival: str | None = None
-    """Whom it is compared with."""
+    """The contender that it is compared with."""
     lazy: bool = False
-    """Whether it stores what the device is about to evict, and not all that is computed."""
+    """True if it stores the blocks that the device is about to evict, and no others."""
     for_one_offs: bool = False
-    """Whether it is meant for, and takes part in, hit rates with one-off prompts only."""
+    """True if it takes part in hit rates with one-off prompts only."""
 
     @property
-    def num_parts(self) -> int:
+    def num_sub_blocks(self) -> int:
         """Device blocks in one of its host blocks."""
         return int(self.extra.get("cpu_block_size", BLOCK_SIZE)) // BLOCK_SIZE
 

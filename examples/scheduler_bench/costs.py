@@ -6,46 +6,96 @@ from contextlib import contextmanager
 from functools import partial
 from itertools import count
 from random import Random
+from typing import Protocol
 
+from examples.bench.race import Race
 from examples.scheduler_bench.contenders import Contender
 from examples.scheduler_bench.engine import MAX_MODEL_LEN, Engine, Shape
 from examples.scheduler_bench.plan import BLOCK_SIZE, Mix, Plan
-from examples.scheduler_bench.race import Race
-from examples.scheduler_bench.results import Kind, Results, Row, least_cost
+from examples.scheduler_bench.results import Kind, Results, Row
 from examples.scheduler_bench.stopwatch import Cost
 
 _CYCLE = 3
-"""Prompts of the serving mix for each running request: by the time that one comes again, the
-device has had room for others only."""
+"""Prompts of the serving mix for each running request: before a prompt comes again, the device has
+evicted it for others."""
 _LEAST_CYCLE = 8
 _FRESH_TOKENS = 64
-"""That a prompt of the serving mix has beyond what is in the tier."""
+"""Tokens of a prompt of the serving mix after those in the tier."""
 
 
-def run_costs(race: Race, results: Results, tell: Callable[[str], None]) -> None:
+class Rig(Protocol):
+    """An engine with work to measure."""
+
+    num_missed: int
+    """Tokens that should have been loaded and were not, in all measurements."""
+
+    def measure(self) -> dict[Kind, Cost]:
+        """Do the work once."""
+
+
+def run_costs(race: Race[Contender], results: Results, begin: Callable[[str], None]) -> None:
     """Add rows to ``results``."""
-    plan = results.plan
-    for running in plan.cost.running:
-        tell(f"decode, {running} running")
-        _measure(race, results, Kind.DECODE, running, _Decode)
-    for kind, mix in (
-        (Kind.SERVING, plan.cost.serving),
-        (Kind.CONVERSATIONS, plan.cost.conversations),
-    ):
-        for running in plan.cost.running:
-            tell(f"{kind.value}, {running} running")
-            _measure(race, results, kind, running, partial(Serving, mix))
-    for length in plan.cost.lengths:
-        tell(f"one prompt of {length} tokens")
-        _measure_prompts(race, results, (Kind.STORED, Kind.LOADED), length, length, None)
-    for blocks in plan.cost.tiers:
-        tell(f"a full tier of {blocks} blocks")
-        kinds = (Kind.STORED_FULL, Kind.LOADED_FULL)
-        _measure_prompts(race, results, kinds, blocks, plan.cost.tier_tokens, blocks)
+    cost = results.plan.cost
+    mixes = {Kind.SERVING: cost.serving, Kind.CONVERSATIONS: cost.conversations}
+
+    def measure(
+        step: str, size: int, make: Callable[[Contender], Rig], *, lazy: bool = True
+    ) -> None:
+        begin(step)
+        _measure(race, results, step, size, make, lazy=lazy)
+
+    for running in cost.running:
+        make_decode = partial(_Decode, plan=results.plan, running=running)
+        measure(f"decode, {running} running", running, make_decode)
+    for kind, mix in mixes.items():
+        for running in cost.running:
+            make_mix = partial(Serving, kind=kind, mix=mix, plan=results.plan, running=running)
+            measure(f"{kind.value}, {running} running", running, make_mix)
+    # Lazy contenders store a prompt at its eviction only.
+    for length in cost.lengths:
+        make_prompt = partial(_Prompts, plan=results.plan, length=length, full_tier=None)
+        measure(f"one prompt of {length} tokens", length, make_prompt, lazy=False)
+    for blocks in cost.tiers:
+        make_prompt = partial(
+            _Prompts, plan=results.plan, length=cost.tier_tokens, full_tier=blocks
+        )
+        measure(f"a full tier of {blocks} blocks", blocks, make_prompt, lazy=False)
+
+
+def _measure(
+    race: Race[Contender],
+    results: Results,
+    step: str,
+    size: int,
+    make: Callable[[Contender], Rig],
+    *,
+    lazy: bool,
+) -> None:
+    def takes_part(contender: Contender) -> bool:
+        return not contender.for_one_offs and (lazy or not contender.lazy)
+
+    rigs = race.run(step, make, takes_part)
+    cells: dict[Kind, dict[str, Cost]] = {}
+    with quiet_heap():
+        for _ in range(results.plan.cost.repeats):
+            costs = race.run(step, lambda each: rigs[each.name].measure(), takes_part)
+            for name, by_kind in costs.items():
+                for kind, cost in by_kind.items():
+                    of_kind = cells.setdefault(kind, {})
+                    # Other work on the machine only adds time, so the least counts.
+                    of_kind[name] = min(cost, of_kind.get(name, cost), key=lambda c: c.seconds)
+    for kind, costs_of_kind in cells.items():
+        in_order = {name: costs_of_kind[name] for name in rigs if name in costs_of_kind}
+        results.rows.append(Row(kind, size, in_order))
+    for name, rig in rigs.items():
+        if rig.num_missed:
+            results.problems[f"{name}, {step}"] = f"{rig.num_missed} tokens were not loaded"
 
 
 class _Decode:
     """Requests that decode, and nothing else."""
+
+    num_missed = 0
 
     def __init__(self, contender: Contender, plan: Plan, running: int) -> None:
         cost = plan.cost
@@ -63,18 +113,23 @@ class _Decode:
             self.engine.step()
         self.measure()
 
-    def measure(self) -> Cost:
+    def measure(self) -> dict[Kind, Cost]:
         """Of a step."""
-        self.engine.stopwatch.take()
+        self.engine.stopwatch.drain()
         for _ in range(self._steps):
             self.engine.step()
-        return self.engine.stopwatch.take().over(self._steps)
+        return {Kind.DECODE: self.engine.stopwatch.drain().over(self._steps)}
 
 
 class Serving:
-    """Requests that come, load their prompt, decode for a while and end; then comes another."""
+    """Requests that load their prompt, decode for a while and end; another follows each."""
 
-    def __init__(self, mix: Mix, contender: Contender, plan: Plan, running: int) -> None:
+    num_missed = 0
+
+    def __init__(
+        self, contender: Contender, kind: Kind, mix: Mix, plan: Plan, running: int
+    ) -> None:
+        self._kind = kind
         self._answer_tokens = mix.answer_tokens
         self._steps = max(plan.cost.steps, 2 * mix.answer_tokens)
         self._random = Random(plan.seed)
@@ -94,13 +149,13 @@ class Serving:
         self._fill()
         self.measure()
 
-    def measure(self) -> Cost:
+    def measure(self) -> dict[Kind, Cost]:
         """Of a step."""
-        self.engine.stopwatch.take()
+        self.engine.stopwatch.drain()
         for _ in range(self._steps):
             self.engine.step()
             self._fill()
-        return self.engine.stopwatch.take().over(self._steps)
+        return {self._kind: self.engine.stopwatch.drain().over(self._steps)}
 
     def _fill(self) -> None:
         while self.engine.num_unfinished < self._running:
@@ -114,7 +169,7 @@ class Serving:
 
 
 class _Prompts:
-    """One prompt after another, alone: stored cold, and then, as the device has forgotten it,
+    """One prompt after another, alone: stored cold, and then, after a reset of the device's cache,
     loaded."""
 
     def __init__(
@@ -127,29 +182,34 @@ class _Prompts:
         self._random = Random(plan.seed)
         self._length = length
         self._ids = count()
+        self._kinds = (Kind.STORED, Kind.LOADED)
+        self.num_missed = 0
         if full_tier is not None:
+            self._kinds = (Kind.STORED_FULL, Kind.LOADED_FULL)
             fill_tier(self.engine, full_tier, self._random)
         self.measure()
+        self.num_missed = 0
 
-    def measure(self) -> tuple[Cost, Cost, int]:
-        """Stored, loaded, and tokens that should have been loaded and were not."""
+    def measure(self) -> dict[Kind, Cost]:
+        """Of one prompt, stored and loaded."""
         prompt = _tokens(self._random, self._length)
         index = next(self._ids)
-        self.engine.stopwatch.take()
+        self.engine.stopwatch.drain()
         self.engine.add(f"{index} cold", prompt, [1])
         self.engine.drain()
-        stored = self.engine.stopwatch.take()
-        self.engine.forget_device()
+        stored = self.engine.stopwatch.drain()
+        self.engine.reset_device()
         self.engine.add(f"{index} again", prompt, [1])
         self.engine.drain()
-        loaded = self.engine.stopwatch.take()
-        self.engine.forget_device()
+        loaded = self.engine.stopwatch.drain()
+        self.engine.reset_device()
         wanted = (self._length - 1) // BLOCK_SIZE * BLOCK_SIZE
-        return stored, loaded, wanted - self.engine.hits[f"{index} again"].host
+        self.num_missed += wanted - self.engine.hits[f"{index} again"].host
+        return dict(zip(self._kinds, (stored, loaded), strict=True))
 
 
 def fill_tier(engine: Engine, num_blocks: int, random: Random) -> None:
-    """Store that many blocks, of prompts that nobody asks for again."""
+    """Store ``num_blocks`` blocks of prompts that do not come again."""
     longest = MAX_MODEL_LEN - BLOCK_SIZE
     left = num_blocks
     for index in count():
@@ -161,68 +221,10 @@ def fill_tier(engine: Engine, num_blocks: int, random: Random) -> None:
         left -= len(prompt) // BLOCK_SIZE
 
 
-def _measure(
-    race: Race,
-    results: Results,
-    kind: Kind,
-    size: int,
-    make: "Callable[[Contender, Plan, int], _Decode | Serving]",
-) -> None:
-    plan = results.plan
-    rigs = race.each(f"{kind.value}, {size}", lambda c: make(c, plan, size), _takes_part)
-    costs: dict[str, list[Cost]] = {name: [] for name in rigs}
-    with quiet_heap():
-        for _ in range(plan.cost.repeats):
-            measured = race.each(
-                f"{kind.value}, {size}", lambda c: rigs[c.name].measure(), _takes_part
-            )
-            for name, cost in measured.items():
-                costs[name].append(cost)
-    results.rows.append(
-        Row(kind, size, {name: least_cost(each) for name, each in costs.items() if each})
-    )
-
-
-def _measure_prompts(
-    race: Race,
-    results: Results,
-    kinds: tuple[Kind, Kind],
-    size: int,
-    length: int,
-    full_tier: int | None,
-) -> None:
-    what = f"{kinds[0].value}, {size}"
-    plan = results.plan
-    rigs = race.each(what, lambda c: _Prompts(c, plan, length, full_tier), _stores_at_once)
-    stored: dict[str, list[Cost]] = {name: [] for name in rigs}
-    loaded: dict[str, list[Cost]] = {name: [] for name in rigs}
-    with quiet_heap():
-        for _ in range(plan.cost.repeats):
-            measured = race.each(what, lambda c: rigs[c.name].measure(), _stores_at_once)
-            for name, (cold, again, missed) in measured.items():
-                stored[name].append(cold)
-                loaded[name].append(again)
-                if missed:
-                    results.problems[f"{name}, {kinds[1].value}, {size}"] = (
-                        f"{missed} tokens were not loaded"
-                    )
-    for kind, costs in zip(kinds, (stored, loaded), strict=True):
-        cells = {name: least_cost(each) for name, each in costs.items() if each}
-        results.rows.append(Row(kind, size, cells))
-
-
-def _takes_part(contender: Contender) -> bool:
-    return not contender.for_one_offs
-
-
-def _stores_at_once(contender: Contender) -> bool:
-    return not contender.lazy and not contender.for_one_offs
-
-
 @contextmanager
 def quiet_heap() -> Iterator[None]:
-    """Let the garbage collector not run: whom it meets is chance. (vLLM's engine core takes what
-    there is at its start out of the collector's sight, the tier included.)"""
+    """Stop the garbage collector: chance decides which contender it meets. (vLLM's engine core
+    freezes all objects of its start, the tier included.)"""
     gc.disable()
     try:
         yield

@@ -42,10 +42,10 @@ if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
 
 MAX_MODEL_LEN = 135_168
-"""A prompt of 128K tokens, and an answer."""
+"""A prompt of 128K tokens and its answer."""
 _LAYERS = ("0",)
 _PATIENCE = 1_000
-"""Steps in which a drained engine must have come to rest."""
+"""Steps after which a drained engine must be at rest."""
 
 
 class Stuck(RuntimeError):
@@ -53,7 +53,7 @@ class Stuck(RuntimeError):
 
 
 class Hit(NamedTuple):
-    """What a request was given when it got its blocks, in tokens."""
+    """A request's hits when its blocks were allocated, in tokens."""
 
     device: int
     host: int
@@ -74,12 +74,12 @@ class Engine:
     """One rank, one full attention group, no async scheduling.
 
     Nothing is computed and nothing is copied: a transfer's end is reported ``delay`` steps
-    later, and an answer is what ``add`` was given. What the connector's hooks take is in
+    later, and ``add`` gets the answers beforehand. The time of the connector's hooks is in
     ``stopwatch``.
     """
 
     def __init__(self, contender: Contender, shape: Shape) -> None:
-        """Raises ConfigError (or what the connector raises) for settings that it refuses."""
+        """Raises ConfigError, or the connector's own error, for settings that it refuses."""
         self.side = contender.side
         self.shape = shape
         kv_cache_config = _kv_cache_config(shape.device_blocks)
@@ -110,7 +110,7 @@ class Engine:
         self._observe()
 
     def add(self, request_id: str, prompt: Sequence[int], answer: Sequence[int]) -> None:
-        """Hand a request to the scheduler, which will get ``answer``, a token a step."""
+        """Add a request to the scheduler. It gets ``answer``, a token a step."""
         request = Request(
             request_id=request_id,
             prompt_token_ids=list(prompt),
@@ -123,16 +123,16 @@ class Engine:
 
     @property
     def num_unfinished(self) -> int:
-        """Requests that have not got all of their answer."""
+        """Number of requests without their whole answer."""
         return len(self._answers)
 
     def is_running(self, request_id: str) -> bool:
-        """Whether a request that was added has not got all of its answer."""
+        """True for a request without its whole answer."""
         return request_id in self._answers
 
     @property
     def all_decode(self) -> bool:
-        """Whether every request has its prompt computed."""
+        """True if the prompt of every request is computed."""
         return all(r.num_computed_tokens >= r.num_prompt_tokens for r in self._requests)
 
     def step(self) -> None:
@@ -153,7 +153,7 @@ class Engine:
         self.stopwatch.end_step()
 
     def drain(self) -> None:
-        """Step until no request, no transfer and no store that is put off is left."""
+        """Step until no request, no transfer and no deferred store is left."""
         patience = _PATIENCE + sum(
             len(request.prompt_token_ids or ()) // CHUNK_TOKENS + request.max_tokens
             for request in self._requests
@@ -164,13 +164,13 @@ class Engine:
             self.step()
         raise Stuck(f"not at rest after {patience} steps")
 
-    def forget_device(self) -> None:
+    def reset_device(self) -> None:
         """Empty the device's prefix cache, as if everything had been evicted. At rest only."""
         if not self.scheduler.reset_prefix_cache():
             raise Stuck("blocks are held at rest, and the device's cache cannot be emptied")
 
     def close(self) -> None:
-        """Give up the pools."""
+        """Free the pools."""
         self.scheduler.shutdown()
 
     @property
@@ -196,7 +196,7 @@ class Engine:
         return [self._answers[request_id][request.num_output_tokens]]
 
     def _observe(self) -> None:
-        """Listen to what hits are told of and accepted, without the stopwatch running."""
+        """Record the hits of each request, outside the stopwatch."""
         lookup: Callable[..., Any] = self.connector.get_num_new_matched_tokens
         allocated: Callable[..., Any] = self.connector.update_state_after_alloc
 
@@ -268,7 +268,7 @@ def _vllm_config(contender: Contender, shape: Shape, block_bytes: int) -> VllmCo
 
 @lru_cache(maxsize=1)
 def _model_config() -> ModelConfig:
-    """vLLM reads it once, so its folder need not stay."""
+    """vLLM reads the folder once, so it need not stay."""
     with tempfile.TemporaryDirectory(prefix="simple-offload-bench-") as directory:
         LlamaConfig(
             architectures=["LlamaForCausalLM"],

@@ -1,44 +1,36 @@
-"""Memory and start-up time of a large tier.
+"""Memory and start-up time of a large tier, each contender in a process of its own: freed memory of
+earlier work would hide the tier's.
 
-``measure_footprint`` starts ``python -m examples.scheduler_bench.footprint NAME BLOCKS FILLED
-REPEATS``, which prints them as JSON: memory that a process has had before tells nothing. One
-process a contender makes the tier several times: memory is that of the first, which does not vary,
-start-up time the median.
+A process makes the tier several times: memory is that of the first, which does not vary, start-up
+time the median.
 """
 
 import gc
-import json
 import logging
 import os
-import subprocess
-import sys
+import tempfile
 import time
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from random import Random
 from statistics import median
+from typing import Any
 
 import psutil
 
+from examples.bench.child import Report, child_command, engine_environment, listen, run_child
+from examples.bench.race import Race
 from examples.scheduler_bench.contenders import CONTENDERS, Contender
 from examples.scheduler_bench.plan import BLOCK_SIZE, FootprintPlan
-from examples.scheduler_bench.race import Race
 from examples.scheduler_bench.results import Footprint, Results
 
 POOL = "vLLM's BlockPool"
-"""Heads the line of what a tier takes that is nothing but vLLM's pool of as many blocks: no
-connector of which the pool is a part takes less memory."""
-
-ROOT = Path(__file__).resolve().parents[2]
-
+"""Heads the line of vLLM's pool alone with as many blocks: no connector of which the pool is a part
+takes less memory."""
 BYTES_EXPECTED = 400
-"""Of a host block in Python objects, at most, where one holds something."""
+"""Of a host block in Python objects, at most, where one holds KV."""
 BYTES_OF_A_PROCESS = 2 << 30
-"""That has imported vLLM, at most."""
-
-
-class ChildFailed(RuntimeError):
-    """A process ended without numbers."""
+"""Of a process that has imported vLLM, at most."""
 
 
 def bytes_needed(plan: FootprintPlan) -> int:
@@ -46,50 +38,53 @@ def bytes_needed(plan: FootprintPlan) -> int:
     return BYTES_OF_A_PROCESS + BYTES_EXPECTED * plan.tier_blocks
 
 
-def run_footprints(race: Race, results: Results) -> None:
-    """Fill in ``results.footprints``: eager contenders, as what is stored when has no part in
-    it, and ``POOL``."""
+def run_footprints(race: Race[Contender], results: Results) -> None:
+    """Fill in ``results.footprints``: ``POOL`` and the eager contenders, as the time of stores does
+    not matter here."""
     plan = results.plan.footprint
-    what = f"a tier of {plan.tier_blocks} blocks"
-    results.footprints |= race.each(
-        what, lambda contender: measure_footprint(contender.name, plan), _takes_part
+    results.footprints |= race.run(
+        f"a tier of {plan.tier_blocks} blocks",
+        lambda contender: measure_footprint(contender.name, plan),
+        lambda contender: not contender.lazy and not contender.for_one_offs,
     )
-    try:
+    with race.attempt(POOL):
         results.footprints[POOL] = measure_footprint(POOL, plan)
-    except ChildFailed as error:
-        results.failures[POOL] = str(error)
-
-
-def _takes_part(contender: Contender) -> bool:
-    return not contender.lazy and not contender.for_one_offs
 
 
 def measure_footprint(name: str, plan: FootprintPlan) -> Footprint:
     """Of a contender or ``POOL``, in a process of its own. All numbers are for device blocks, also
-    where host blocks are larger."""
-    sizes = (plan.tier_blocks, plan.filled_blocks, plan.repeats)
-    done = subprocess.run(
-        [sys.executable, "-m", "examples.scheduler_bench.footprint", name, *map(str, sizes)],
-        cwd=ROOT,
-        stdout=subprocess.PIPE,
-        text=True,
-        check=False,
-    )
-    if done.returncode:
-        raise ChildFailed(f"{name}: the process ended with {done.returncode}")
-    return Footprint(**json.loads(done.stdout.splitlines()[-1]))
+    where host blocks are larger. Raises RunFailed."""
+    found: list[Footprint] = []
+    with tempfile.TemporaryDirectory(prefix="simple-offload-bench-") as scratch:
+        listen(
+            child_command("examples.scheduler_bench.footprint", name=name, **asdict(plan)),
+            engine_environment("cpu", Path(scratch)),
+            Path(scratch) / f"{name}.log",
+            lambda event: found.append(Footprint(**event)),
+        )
+    return found[0]
 
 
-def _measure_here(name: str, num_blocks: int, num_filled: int, repeats: int) -> Footprint:
+def run(arguments: dict[str, Any], report: Report) -> None:
+    """Measure in this process."""
+    logging.disable(logging.WARNING)
+    name = arguments.pop("name")
+    plan = FootprintPlan(**arguments)
+    report(asdict(_measure_pool(plan) if name == POOL else _measure_tier(name, plan)))
+    # Freeing millions of objects one by one takes as long as it took to make them.
+    os._exit(0)
+
+
+def _measure_tier(name: str, plan: FootprintPlan) -> Footprint:
     from examples.scheduler_bench.costs import fill_tier
     from examples.scheduler_bench.engine import MAX_MODEL_LEN, Engine, Shape
 
     contender = CONTENDERS[name]
-    num_parts = contender.num_parts
+    num_sub_blocks = contender.num_sub_blocks
     num_device_blocks = MAX_MODEL_LEN // BLOCK_SIZE + 16
-    large = Shape(num_device_blocks, num_blocks // num_parts * num_parts)
-    # What every engine has is there once one has been.
-    Engine(contender, replace(large, host_blocks=64 * num_parts)).close()
+    large = Shape(num_device_blocks, plan.tier_blocks // num_sub_blocks * num_sub_blocks)
+    # The first engine of a process makes the objects that all engines share.
+    Engine(contender, replace(large, host_blocks=64 * num_sub_blocks)).close()
     seconds = []
 
     def start() -> Engine:
@@ -100,37 +95,37 @@ def _measure_here(name: str, num_blocks: int, num_filled: int, repeats: int) -> 
 
     before = _resident_bytes()
     engine = start()
-    found = engine.side.num_host_blocks(engine.connector) * num_parts
+    found = engine.side.num_host_blocks(engine.connector) * num_sub_blocks
     if found != large.host_blocks:
-        raise ChildFailed(f"{name}: has got {found} host blocks, not {large.host_blocks}")
-    per_block = (_resident_bytes() - before) / num_blocks
+        raise RuntimeError(f"{name}: has {found} host blocks, not {large.host_blocks}")
+    per_block = (_resident_bytes() - before) / plan.tier_blocks
     filled = None
-    if num_filled:
+    if plan.filled_blocks:
         random = Random(0)
         # The device's blocks hold something from now on.
         fill_tier(engine, num_device_blocks, random)
-        begin, num_stored = _resident_bytes(), engine.num_stored
-        fill_tier(engine, num_filled, random)
-        filled = (_resident_bytes() - begin) / (engine.num_stored - num_stored)
+        before, num_stored = _resident_bytes(), engine.num_stored
+        fill_tier(engine, plan.filled_blocks, random)
+        filled = (_resident_bytes() - before) / (engine.num_stored - num_stored)
     engine.close()
     del engine
-    for _ in range(repeats - 1):
+    for _ in range(plan.repeats - 1):
         gc.collect()
         start().close()
-    return Footprint(num_blocks, median(seconds), per_block, filled)
+    return Footprint(plan.tier_blocks, median(seconds), per_block, filled)
 
 
-def _measure_pool(num_blocks: int, repeats: int) -> Footprint:
+def _measure_pool(plan: FootprintPlan) -> Footprint:
     from vllm.v1.core.block_pool import BlockPool
 
     seconds, per_block = [], []
-    for _ in range(repeats):
+    for _ in range(plan.repeats):
         before, begin = _resident_bytes(), time.process_time()
-        pool = BlockPool(num_blocks, enable_caching=True, hash_block_size=BLOCK_SIZE)
+        pool = BlockPool(plan.tier_blocks, enable_caching=True, hash_block_size=BLOCK_SIZE)
         seconds.append(time.process_time() - begin)
-        per_block.append((_resident_bytes() - before) / num_blocks)
+        per_block.append((_resident_bytes() - before) / plan.tier_blocks)
         del pool
-    return Footprint(num_blocks, median(seconds), per_block[0], None)
+    return Footprint(plan.tier_blocks, median(seconds), per_block[0], None)
 
 
 def _resident_bytes() -> int:
@@ -139,14 +134,4 @@ def _resident_bytes() -> int:
 
 
 if __name__ == "__main__":
-    from dataclasses import asdict
-
-    logging.disable(logging.WARNING)
-    name, (tier_blocks, filled_blocks, times) = sys.argv[1], map(int, sys.argv[2:])
-    if name == POOL:
-        numbers = _measure_pool(tier_blocks, times)
-    else:
-        numbers = _measure_here(name, tier_blocks, filled_blocks, times)
-    print(json.dumps(asdict(numbers)), flush=True)
-    # To give back millions of objects one by one takes as long as it took to make them.
-    os._exit(0)
+    run_child(run)

@@ -1,4 +1,4 @@
-"""What the benchmark does: sizes and numbers."""
+"""The plan of a run: sizes and numbers."""
 
 from dataclasses import dataclass, field
 from enum import Enum
@@ -10,7 +10,7 @@ CHUNK_TOKENS = 8192
 
 
 class Part(Enum):
-    """What is measured."""
+    """A measurement."""
 
     COST = "cost"
     """Time in the connector's hooks."""
@@ -21,7 +21,7 @@ class Part(Enum):
 
 
 class Order(Enum):
-    """Whose turn it is."""
+    """The order of the conversations' turns."""
 
     ROUND_ROBIN = "round robin"
     RANDOM = "random"
@@ -29,7 +29,7 @@ class Order(Enum):
 
 @dataclass(frozen=True)
 class Mix:
-    """Requests that come, load their prompt, decode for a while and end."""
+    """Requests that load their prompt, decode for a while and end."""
 
     prompt_tokens: int
     """In the host tier but not on the device."""
@@ -39,25 +39,25 @@ class Mix:
 
 @dataclass(frozen=True)
 class CostPlan:
-    """Time in the hooks. Host tiers are large enough, unless said otherwise."""
+    """Time in the hooks. Host tiers are large enough, except for ``tiers``."""
 
     running: tuple[int, ...] = (1, 64, 256)
-    """Requests that run at the same time."""
+    """Numbers of concurrent requests."""
     context_tokens: int = 2048
-    """Of each of them, while they decode."""
+    """Context of each of them, while they decode."""
     steps: int = 128
-    """Measured at a time, if not more: as many as a request needs to fill the largest host block
-    once. Where requests come and go, no fewer than the longest of them needs."""
+    """Least number of steps in a measurement: a request fills the largest host block once. Where
+    requests come and go, the longest of them must fit."""
     serving: Mix = Mix(prompt_tokens=1024, answer_tokens=32)
-    """So short that all is about requests that come and go."""
+    """So short that requests come and go all the time."""
     conversations: Mix = Mix(prompt_tokens=8192, answer_tokens=256)
-    """Histories, and what is said to them."""
+    """Histories, and their answers."""
     lengths: tuple[int, ...] = (2048, 16_384, 131_072)
     """Prompts that are stored cold, and then loaded."""
     tiers: tuple[int, ...] = (16_384, 131_072, 524_288)
-    """Host blocks of a tier that is full, so that what is stored displaces something."""
+    """Host blocks of a full tier, so that every store evicts."""
     tier_tokens: int = 16_384
-    """Prompt that is stored into such a tier, and then loaded."""
+    """Length of the prompt that is stored into such a tier, and then loaded."""
     repeats: int = 5
     """Of each measurement, contenders in turn; the least counts."""
 
@@ -68,33 +68,33 @@ class FootprintPlan:
 
     tier_blocks: int = 4_000_000
     filled_blocks: int = 262_144
-    """Of them, to see what a block takes that holds something; 0: none."""
+    """Blocks to fill, for the bytes of a block that holds KV; 0: none."""
     repeats: int = 3
 
 
 @dataclass(frozen=True)
 class HitPlan:
-    """Conversations. A prompt is all that was said before and something new."""
+    """Conversations. A prompt is the history and a new message."""
 
     conversations: int = 48
     turns: int = 6
     system_tokens: int = 256
-    """Every conversation begins with."""
+    """Length of the prefix of all conversations."""
     user_tokens: tuple[int, int] = (64, 448)
-    """Fewest and most that a turn adds."""
+    """Shortest and longest message of a turn."""
     answer_tokens: int = 16
     running: int = 4
-    """Turns that the engine works on at the same time."""
+    """Concurrent turns."""
     device_part: float = 0.125
-    """Of the working set, the blocks of all conversations at their end, that the device holds."""
+    """Share of the working set (the blocks of all conversations at their end) on the device."""
     host_parts: tuple[float, ...] = (0.25, 0.5, 1.0)
-    """Of the working set, that the host tier holds."""
+    """Shares of the working set in the host tier."""
     one_off_tokens: int = 1024
-    """Of prompts that nobody continues, in the runs that have them."""
+    """Length of prompts that no turn continues, in the runs that have them."""
     one_offs: float = 0.5
-    """Of these, for each turn of a conversation."""
+    """Number of these for each turn of a conversation."""
     seeds: int = 2
-    """Runs of each kind, whose tokens are added up."""
+    """Number of runs of each kind, whose tokens are summed."""
 
 
 @dataclass(frozen=True)
@@ -107,3 +107,21 @@ class Plan:
     delay: int = 2
     """Steps until the end of a transfer is reported."""
     seed: int = 0
+
+
+QUICK = Plan(
+    cost=CostPlan(
+        running=(1, 8),
+        context_tokens=256,
+        steps=16,
+        serving=Mix(prompt_tokens=128, answer_tokens=16),
+        conversations=Mix(prompt_tokens=512, answer_tokens=32),
+        lengths=(256, 4096),
+        tiers=(1024, 4096),
+        tier_tokens=1024,
+        repeats=2,
+    ),
+    footprint=FootprintPlan(tier_blocks=100_000, filled_blocks=0, repeats=1),
+    hits=HitPlan(conversations=16, turns=4, host_parts=(0.5, 1.0), seeds=1),
+)
+"""Shows that it works."""

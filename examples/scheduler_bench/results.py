@@ -1,25 +1,28 @@
-"""What was measured, as numbers."""
+"""The measured numbers."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from enum import Enum
 from typing import Any
 
+from pydantic_core import to_jsonable_python
+
+from examples.bench.tables import ratio
 from examples.scheduler_bench.contenders import CONTENDERS
 from examples.scheduler_bench.plan import Order, Plan
 from examples.scheduler_bench.stopwatch import Cost
 
 GOAL = 1 / 3
-"""Of the rival's time in the hooks, at the large end."""
+"""Largest share of the rival's time in the hooks, at the large end."""
 
 
 class Kind(Enum):
-    """What a row is about, and by what."""
+    """The work of a row, and the unit of its size."""
 
     DECODE = "decode"
     """A step, by requests that decode."""
     SERVING = "serving"
-    """A step, by requests that run: they load their prompts, decode, end, and others come."""
+    """A step, by requests that load their prompts, decode, end, and are replaced by others."""
     CONVERSATIONS = "conversations"
     """The same with longer prompts and answers."""
     STORED = "stored"
@@ -50,12 +53,12 @@ class Footprint:
     bytes_per_block: float
     """Of a block that is free and empty."""
     bytes_per_filled_block: float | None
-    """What it takes in addition when it holds something; None: not measured."""
+    """Additional bytes of a block that holds KV; None: not measured."""
 
 
 @dataclass(frozen=True)
 class HitCount:
-    """Tokens of prompts, added up."""
+    """Sums of prompt tokens."""
 
     possible: int
     """Computed before, in whole blocks, and not found on the device."""
@@ -66,12 +69,12 @@ class HitCount:
 
     @property
     def rate(self) -> float:
-        """Of what could hit the tier, what did."""
+        """Share of the possible hits of the tier."""
         return self.host / self.possible if self.possible else 0.0
 
     @property
     def overall_rate(self) -> float:
-        """Of what could be had without computing it again, what was, from device and host."""
+        """Share of all tokens computed before that were found, on the device or in the tier."""
         reusable = self.possible + self.device
         return (self.host + self.device) / reusable if reusable else 0.0
 
@@ -87,7 +90,7 @@ class HitRow:
 
     order: Order
     one_offs: bool
-    """Whether prompts that nobody continues came in between."""
+    """True if prompts that no later turn continues come in between."""
     host_part: float
     """Host blocks over the blocks of all conversations."""
     counts: dict[str, HitCount] = field(default_factory=dict)
@@ -95,111 +98,100 @@ class HitRow:
 
 @dataclass
 class Results:
-    """A run, as far as it has come."""
+    """The measurements of a run so far."""
 
     plan: Plan
-    machine: dict[str, str]
+    machine: dict[str, Any]
     """Processor, versions, date."""
     rows: list[Row] = field(default_factory=list)
     footprints: dict[str, Footprint] = field(default_factory=dict)
     hit_rows: list[HitRow] = field(default_factory=list)
     left_out: dict[str, str] = field(default_factory=dict)
-    """Contenders that refuse their settings, and in which words."""
+    """Contenders that refuse their settings, and their reasons."""
     failures: dict[str, str] = field(default_factory=dict)
-    """Contenders that ended in an error, and at what with which."""
+    """Contenders that ended in an error: the step and the error."""
     problems: dict[str, str] = field(default_factory=dict)
-    """What makes measurements worth nothing: who and where, and what."""
+    """Measurements that prove nothing: contender and place, and the reason."""
     seconds: float = 0.0
 
-    def to_json(self) -> dict[str, Any]:
-        return {
-            **self.machine,
-            "plan": asdict(self.plan),
-            "rows": [
-                {
-                    "kind": row.kind.value,
-                    "size": row.size,
-                    "contenders": {name: _cost_json(row, name) for name in row.cells},
-                }
-                for row in self.rows
-            ],
-            "footprints": {name: asdict(found) for name, found in self.footprints.items()},
-            "hits": [
-                {
-                    "order": row.order.value,
-                    "one_offs": row.one_offs,
-                    "host_part": row.host_part,
-                    "contenders": {
-                        name: {
-                            **asdict(count),
-                            "rate": count.rate,
-                            "overall_rate": count.overall_rate,
-                        }
-                        for name, count in row.counts.items()
-                    },
-                }
-                for row in self.hit_rows
-            ],
-            "goals": goals(self),
-            "left_out": self.left_out,
-            "failures": self.failures,
-            "problems": self.problems,
-            "seconds": self.seconds,
-        }
+    def to_json(self) -> Any:
+        rows = [
+            {
+                "kind": row.kind,
+                "size": row.size,
+                "contenders": {
+                    name: {**asdict(cost), "seconds": cost.seconds, "of_rival": of_rival(row, name)}
+                    for name, cost in row.cells.items()
+                },
+            }
+            for row in self.rows
+        ]
+        hits = [
+            {
+                "order": row.order,
+                "one_offs": row.one_offs,
+                "host_part": row.host_part,
+                "contenders": {
+                    name: {**asdict(count), "rate": count.rate, "overall_rate": count.overall_rate}
+                    for name, count in row.counts.items()
+                },
+            }
+            for row in self.hit_rows
+        ]
+        return to_jsonable_python(
+            {
+                **self.machine,
+                "plan": self.plan,
+                "rows": rows,
+                "footprints": self.footprints,
+                "hits": hits,
+                "goals": goals(self),
+                "left_out": self.left_out,
+                "failures": self.failures,
+                "problems": self.problems,
+                "seconds": self.seconds,
+            }
+        )
 
 
-def rival_of(name: str) -> str | None:
-    """Whom a contender is compared with."""
-    return CONTENDERS[name].rival if name in CONTENDERS else None
+def rival_of(name: str) -> str:
+    """The contender that ``name`` is compared with; empty if there is none."""
+    return (CONTENDERS[name].rival or "") if name in CONTENDERS else ""
 
 
-def ratio(row: Row, name: str) -> float | None:
-    """A contender's time over its rival's; None where either is missing."""
-    rival = row.cells.get(rival_of(name) or "")
-    cell = row.cells.get(name)
-    if rival is None or cell is None or rival.seconds == 0:
-        return None
-    return cell.seconds / rival.seconds
+def of_rival(row: Row, name: str, value: str = "seconds") -> float | None:
+    """An attribute of a contender's cost over its rival's; None where either is missing."""
+    return ratio(
+        getattr(row.cells.get(name), value, None),
+        getattr(row.cells.get(rival_of(name)), value, None),
+    )
 
 
-def least_cost(costs: Sequence[Cost]) -> Cost:
-    """The one with the least time in all hooks: what else the machine does only adds to it."""
-    return min(costs, key=lambda cost: cost.seconds)
+def largest_rows(results: Results) -> Mapping[Kind, Row]:
+    """Of each kind that was measured, the row with the largest size."""
+    rows = sorted(results.rows, key=lambda row: row.size)
+    largest = {row.kind: row for row in rows}
+    return {kind: largest[kind] for kind in Kind if kind in largest}
 
 
 def goals(results: Results) -> dict[str, bool]:
-    """What was to be reached, in words with the numbers, and whether it was."""
-    told: dict[str, bool] = {}
-    for kind in Kind:
-        rows = [row for row in results.rows if row.kind is kind]
-        if not rows:
-            continue
-        largest = max(rows, key=lambda row: row.size)
-        for name in largest.cells:
-            if (share := ratio(largest, name)) is not None:
-                words = f"{kind.value}, {largest.size}: {name} takes {share:.2f} of its rival's"
-                told[f"{words} time (goal: {GOAL:.2f})"] = share <= GOAL
-    for row in results.hit_rows:
-        for name, count in row.counts.items():
-            rival = row.counts.get(rival_of(name) or "")
+    """The goals, in words with the numbers; True if reached."""
+    found: dict[str, bool] = {}
+    for kind, row in largest_rows(results).items():
+        for name in row.cells:
+            if (share := of_rival(row, name)) is not None:
+                words = f"{kind.value}, {row.size}: {name} takes {share:.2f} of its rival's"
+                found[f"{words} time (goal: {GOAL:.2f})"] = share <= GOAL
+    for hits in results.hit_rows:
+        for name, count in hits.counts.items():
+            rival = hits.counts.get(rival_of(name))
             if rival is not None:
-                told[
-                    f"{hit_row_name(row)}: {name} hits {count.rate:.1%}, its rival {rival.rate:.1%}"
-                ] = count.rate >= rival.rate
-    return told
+                words = f"{name} hits {count.rate:.1%}, its rival {rival.rate:.1%}"
+                found[f"{hit_row_name(hits)}: {words}"] = count.rate >= rival.rate
+    return found
 
 
 def hit_row_name(row: HitRow) -> str:
     """Such as "random, one-offs, tier 25%"."""
     one_offs = ", one-offs" if row.one_offs else ""
     return f"{row.order.value}{one_offs}, tier {row.host_part:.0%}"
-
-
-def _cost_json(row: Row, name: str) -> dict[str, Any]:
-    cost = row.cells[name]
-    return {
-        "seconds": cost.seconds,
-        "by_hook": {hook.value: seconds for hook, seconds in cost.by_hook.items()},
-        "slowest_step": cost.slowest_step,
-        "of_rival": ratio(row, name),
-    }

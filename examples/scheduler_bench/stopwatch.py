@@ -1,6 +1,6 @@
-"""Stopwatch: the time that a connector's scheduler side takes, by hook.
+"""Stopwatch: the time of a connector's scheduler side, by hook.
 
-It is processor time of the thread, so that what else the machine does is not counted.
+It is processor time of the thread, which excludes other work on the machine.
 """
 
 import time
@@ -11,7 +11,7 @@ from typing import Any
 
 
 class Hook(Enum):
-    """What a hook is for."""
+    """The purpose of a hook."""
 
     LOOKUP = "lookup"
     ALLOCATION = "allocation"
@@ -33,12 +33,12 @@ _HOOKS = {
     "get_kv_connector_stats": Hook.OTHER,
     "take_events": Hook.OTHER,
 }
-"""Those that vLLM's scheduler calls in its steps, but for some that read an attribute."""
+"""Hooks that vLLM's scheduler calls in its steps, but for some that read an attribute."""
 
 
 @dataclass(frozen=True)
 class Cost:
-    """Seconds in the hooks, of one step or of many."""
+    """Seconds in the hooks, of one step or of several."""
 
     by_hook: dict[Hook, float] = field(default_factory=dict)
     slowest_step: float = 0.0
@@ -49,7 +49,7 @@ class Cost:
         return sum(self.by_hook.values())
 
     def over(self, count: int) -> "Cost":
-        """The same for one of ``count``; the slowest step stays what it is."""
+        """The mean of ``count`` steps; the slowest step does not change."""
         shares = {hook: seconds / count for hook, seconds in self.by_hook.items()}
         return Cost(shares, self.slowest_step)
 
@@ -65,14 +65,14 @@ class Stopwatch:
             setattr(connector, name, self._timed(getattr(connector, name), hook))
 
     def end_step(self) -> None:
-        """What was called since the last end of a step was this step's."""
+        """The calls since the last end of a step belong to this step."""
         self._slowest = max(self._slowest, sum(self._step.values()))
         for hook, nanoseconds in self._step.items():
             self._total[hook] += nanoseconds
             self._step[hook] = 0
 
-    def take(self) -> Cost:
-        """All steps since the last call."""
+    def drain(self) -> Cost:
+        """The cost of all steps since the last call."""
         cost = Cost({hook: ns / 1e9 for hook, ns in self._total.items()}, self._slowest / 1e9)
         self._total = dict.fromkeys(Hook, 0)
         self._slowest = 0

@@ -13,7 +13,7 @@ from examples.scheduler_bench.results import HitCount
 
 @dataclass(frozen=True)
 class Workload:
-    """What is asked, and in which order: the same for every contender."""
+    """The prompts and their order: the same for every contender."""
 
     plan: HitPlan
     order: Order
@@ -22,7 +22,7 @@ class Workload:
 
     @property
     def user_tokens(self) -> list[list[int]]:
-        """By conversation and turn, how many tokens the user says."""
+        """By conversation and turn, the tokens of the user's message."""
         random = Random(f"{self.seed} lengths")
         fewest, most = self.plan.user_tokens
         return [
@@ -91,7 +91,7 @@ def _play(engine: Engine, load: Workload, conversations: list[_Conversation]) ->
     while waiting or running:
         while len(running) < plan.running and waiting:
             index = _next(waiting, conversations)
-            if index == _NOBODY:
+            if index == _NONE_READY:
                 break
             if index is None:
                 request_id = f"{load.seed} one-off {num_one_offs}"
@@ -130,17 +130,17 @@ def _play(engine: Engine, load: Workload, conversations: list[_Conversation]) ->
     return total
 
 
-_NOBODY = -1
+_NONE_READY = -1
 
 
 def _next(waiting: deque[int | None], conversations: list[_Conversation]) -> int | None:
-    """Take the first turn off ``waiting`` whose conversation awaits no answer; ``_NOBODY`` if
-    there is none."""
+    """Remove and return the first turn of ``waiting`` whose conversation awaits no answer;
+    ``_NONE_READY`` if there is none."""
     for place, index in enumerate(waiting):
         if index is None or not conversations[index].running:
             del waiting[place]
             return index
-    return _NOBODY
+    return _NONE_READY
 
 
 def _tokens(seed: str, count: int) -> list[int]:
