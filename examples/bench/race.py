@@ -55,7 +55,7 @@ class Race(Generic[C]):
     ) -> dict[str, T]:
         """Call ``do`` with one contender after another, of those for which ``which`` is true.
         Each call begins with another contender, so that none is always first. Returns results by
-        name, without those of contenders that failed."""
+        name in the contenders' order, without those that failed."""
         self.step = step
         results: dict[str, T] = {}
         contenders = [contender for contender in self.contenders if which(contender)]
@@ -66,4 +66,4 @@ class Race(Generic[C]):
         for contender in (*contenders[first:], *contenders[:first]):
             with self.attempt(contender.name):
                 results[contender.name] = do(contender)
-        return results
+        return {each.name: results[each.name] for each in contenders if each.name in results}

@@ -84,9 +84,7 @@ def _measure(
                     of_kind = cells.setdefault(kind, {})
                     # Other work on the machine only adds time, so the least counts.
                     of_kind[name] = min(cost, of_kind.get(name, cost), key=lambda c: c.seconds)
-    for kind, costs_of_kind in cells.items():
-        in_order = {name: costs_of_kind[name] for name in rigs if name in costs_of_kind}
-        results.rows.append(Row(kind, size, in_order))
+    results.rows += [Row(kind, size, of_kind) for kind, of_kind in cells.items()]
     for name, rig in rigs.items():
         if rig.num_missed:
             results.problems[f"{name}, {step}"] = f"{rig.num_missed} tokens were not loaded"

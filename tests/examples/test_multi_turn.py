@@ -5,7 +5,6 @@ import importlib.util
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -149,7 +148,6 @@ def test_each_round_begins_with_empty_caches(fake: pytest.MonkeyPatch, tmp_path:
     ("faults", "complaint"),
     [
         ({"refuse_at": WARM_UP + 11}, "lost a request: conversation 'CONV_ID"),
-        ({"refuse_at": WARM_UP + 11}, "500"),
         ({"refuse_at": WARM_UP}, "(2 more turns were not asked)"),
         ({"refuse_at": WARM_UP}, "9 of 12 requests done"),
         ({"short_at": WARM_UP + 5}, "3 of 4 tokens"),
@@ -199,10 +197,8 @@ def test_no_hits_are_asked_for_where_everything_fits(
 @pytest.mark.parametrize(
     ("faults", "complaint"),
     [
-        ({"exit_at_start": 5}, "ended while it was waited for, exit code 5"),
         ({"exit_at_start": 5}, "there is no such model"),
         ({"refuse_at": 0}, "The server answers nothing"),
-        ({"die_at": 1, "child": True}, "killed by signal 9"),
         ({"die_at": WARM_UP + 6, "child": True}, "killed by signal 9"),
     ],
 )
@@ -220,17 +216,6 @@ def test_a_server_that_fails(
     assert str(tmp_path / "ours.log") in printed
     assert children() == []
     assert [path.name for path in tmp_path.iterdir() if path.is_dir()] == [], "no model is left"
-
-
-def test_a_port_in_use(
-    fake: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with socket.socket() as other:
-        other.bind((serving.HOST, 0))
-        other.listen()
-        port = other.getsockname()[1]
-        assert code_of(bench(tmp_path, "ours", port=port)) == RUN_FAILED
-    assert f"Port {port} of 127.0.0.1 is in use." in capsys.readouterr().err
 
 
 def test_what_is_done_is_kept(fake: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -257,10 +242,7 @@ runpy.run_module("examples.multi_turn", run_name="__main__")
 """
 
 
-@pytest.mark.parametrize(
-    "number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)]
-)
-def test_an_interrupted_run_leaves_no_process(number: signal.Signals, tmp_path: Path) -> None:
+def test_a_terminated_run_leaves_no_process(tmp_path: Path) -> None:
     process = subprocess.Popen(
         [
             *(sys.executable, "-u", "-c", INTERRUPTED_RUN),
@@ -284,7 +266,7 @@ def test_an_interrupted_run_leaves_no_process(number: signal.Signals, tmp_path: 
                 break
         family = psutil.Process(process.pid).children(recursive=True)
         assert len(family) == 2
-        process.send_signal(number)
+        process.terminate()
         rest, _ = process.communicate(timeout=60)
     finally:
         process.kill()

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from examples.bench.connectors import CONTENDERS
-from examples.bench.models import LLAMA_8B, QWEN3_14B, SMALL, ModelShape, save_model
+from examples.bench.models import LLAMA_8B, QWEN3_14B, ModelShape, save_model
 from examples.multi_turn.conversations import (
     Conversation,
     Turn,
@@ -99,15 +99,6 @@ def test_distributions(distribution: Mapping[str, Any], mean: float, most: int) 
     assert np.mean(answers) == pytest.approx(mean, rel=0.15)
     assert 1 <= max(answers) <= most
     assert (len(set(answers)) == 1) == (distribution["distribution"] == "constant")
-
-
-def test_a_turn_count_is_rounded_up_to_whole_turns() -> None:
-    for messages, turns in ((1, 1), (2, 1), (3, 2), (4, 2)):
-        settings = with_setting(
-            "prompt_input.num_turns", {"distribution": "constant", "value": messages}
-        )
-        for talk in draw_talks(settings, 0).talks:
-            assert (len(talk.questions), len(talk.answers)) == (turns, turns)
 
 
 @pytest.mark.parametrize(
@@ -290,15 +281,3 @@ def test_presets(name: str, device: Any) -> None:
     assert arguments["kv_transfer_config"]["kv_connector_extra_config"] == {
         "cpu_bytes_to_use": plan.host_bytes
     }
-
-
-def test_the_seed_preset_is_what_its_name_says() -> None:
-    plan = PRESETS["seed"]("cpu")
-    assert (plan.shape, plan.block_size) == (QWEN3_14B, 128)
-    assert (plan.clients, plan.active, plan.settings["num_conversations"]) == (8, 24, 24)
-    assert plan.settings == {
-        key: value for key, value in SETTINGS.items() if key not in {"text_files", "print_stats"}
-    }
-    assert SMALL.dtype == "float32"
-    assert plan.compares_answers is False
-    assert PRESETS["cpu"]("cpu").compares_answers is True

@@ -53,24 +53,6 @@ def test_numbers_of_a_round() -> None:
     assert (summary.by_turn[1].p50, summary.by_turn[1].p99) == (0.4, 0.4)
 
 
-def test_percentiles_by_turn() -> None:
-    replies = [reply(2, number / 100) for number in range(1, 101)]
-    (summary,) = summaries({"none": [one_round(1, replies)]}, None).values()
-    times = summary.by_turn[2]
-    assert (times.p50, times.p90, times.p99) == (0.51, 0.91, 1.0)
-
-
-def test_medians_over_rounds() -> None:
-    rounds = [
-        one_round(number, [reply(0, ttft)], seconds)
-        for number, (ttft, seconds) in enumerate([(0.3, 5), (0.1, 1), (0.2, 2)], start=1)
-    ]
-    (summary,) = summaries({"ours": rounds}, None).values()
-    assert summary.numbers["ttft_mean"] == 0.2
-    assert summary.numbers["requests_per_second"] == 0.5
-    assert summary.by_turn[0].mean == 0.2
-
-
 def test_bytes_are_the_connectors_or_computed() -> None:
     def loaded(bytes_per_token: int | None, **counted: float) -> float | None:
         run = {"ours": [one_round(1, [reply(0, 1.0)], **counted)]}

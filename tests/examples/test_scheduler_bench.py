@@ -16,7 +16,6 @@ pytest.importorskip("vllm")
 from rich.console import Console
 
 from examples.bench.command import BAD_RESULT, RUN_FAILED, RunFailed
-from examples.bench.race import Race
 from examples.scheduler_bench import __main__ as command
 from examples.scheduler_bench.contenders import CONTENDERS, Contender, OurSide
 from examples.scheduler_bench.costs import Serving
@@ -24,7 +23,6 @@ from examples.scheduler_bench.engine import Engine, Hit, Shape
 from examples.scheduler_bench.footprint import (
     POOL,
     measure_footprint,
-    run_footprints,
 )
 from examples.scheduler_bench.plan import (
     BLOCK_SIZE,
@@ -316,26 +314,6 @@ def test_footprint_of_nothing_but_the_pool() -> None:
     assert (found.tier_blocks, found.bytes_per_filled_block) == (200_000, None)
     assert 72 <= found.bytes_per_block <= 200
     assert found.seconds_to_start > 0
-
-
-@pytest.mark.parametrize("fails", [False, True])
-def test_the_pool_is_measured_beside_the_contenders(
-    monkeypatch: pytest.MonkeyPatch, fails: bool
-) -> None:
-    """And if it cannot be, they still are."""
-    measured = Footprint(1000, 1.0, 137, None)
-
-    def measure(name: str, plan: FootprintPlan) -> Footprint:
-        if fails and name == POOL:
-            raise RunFailed(f"{name}: no")
-        return measured
-
-    monkeypatch.setattr("examples.scheduler_bench.footprint.measure_footprint", measure)
-    race, found = Race([CONTENDERS["ours"], CONTENDERS["ours-lazy"]]), Results(Plan(), {})
-    run_footprints(race, found)
-    expected = {"ours": measured} if fails else {"ours": measured, POOL: measured}
-    assert found.footprints == expected
-    assert list(race.failures) == ([POOL] if fails else [])
 
 
 # The report
