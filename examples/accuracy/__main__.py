@@ -13,7 +13,7 @@ from examples.accuracy.recall import LONGEST
 from examples.accuracy.report import outcome_json, outcome_table, verdict
 from examples.accuracy.results import Outcome
 from examples.accuracy.run import Plan, run
-from examples.bench.arguments import BenchParser, exit_codes, size
+from examples.bench.arguments import MAX_SEED, BenchParser, exit_codes, size
 from examples.bench.command import BAD_RESULT, exit_code_of, print_lines, run_program
 from examples.bench.progress import Progress
 from examples.bench.results_file import NUMBERS, prepare_output, save_numbers
@@ -100,7 +100,9 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
         help="corrupt every host block: the run must end with FAILED",
     )
     parser.add_output("--output", "accuracy-out", "numbers, logs and lm_eval's files")
-    parser.add_seed("of our task's questions (default: 0)")
+    parser.add_number(
+        "--seed", "of our task's questions (default: 0)", least=0, most=MAX_SEED, default=0
+    )
     parser.add_argument(
         "--device",
         choices=("cpu", "cuda"),

@@ -48,9 +48,6 @@ class BenchParser(Parser):
             option, help=text, type=parse, default=default, metavar=metavar, nargs=nargs
         )
 
-    def add_seed(self, text: str, default: int | None = 0) -> None:
-        self.add_number("--seed", text, least=0, most=MAX_SEED, default=default)
-
     def add_names(
         self,
         option: str,

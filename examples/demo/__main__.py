@@ -9,7 +9,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from examples.bench.arguments import BenchParser, exit_codes
+from examples.bench.arguments import MAX_SEED, BenchParser, exit_codes
 from examples.bench.child import Event, child_command, engine_environment, listen
 from examples.bench.command import BAD_RESULT, exit_code_of, print_lines, run_program
 from examples.bench.progress import Progress
@@ -56,7 +56,13 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
         least=2,
         most=MOST_TURNS,
     )
-    parser.add_seed("of the model's weights and of the users' messages (default: 0)")
+    parser.add_number(
+        "--seed",
+        "of the model's weights and of the users' messages (default: 0)",
+        least=0,
+        most=MAX_SEED,
+        default=0,
+    )
     parser.add_output("--output", "demo-out", "the plot, the numbers and the logs")
     parser.add_argument(
         "--quick",

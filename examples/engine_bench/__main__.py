@@ -5,7 +5,7 @@ from dataclasses import replace
 
 from rich.console import Console
 
-from examples.bench.arguments import BenchParser, exit_codes
+from examples.bench.arguments import MAX_SEED, BenchParser, exit_codes
 from examples.bench.command import BAD_RESULT, exit_code_of, print_lines, run_program
 from examples.bench.connectors import CONTENDERS, ON_CPU
 from examples.bench.progress import Progress
@@ -71,7 +71,7 @@ def parse(argv: Sequence[str] | None) -> Bench:
     parser.add_number("--host-gib", "size of the host tier (default: the preset's)")
     parser.add_number("--tensor-parallel", "ranks (default: 1)", default=1)
     parser.add_argument("--eager", action="store_true", help="no CUDA graphs")
-    parser.add_seed("of the prompts (default: 0)")
+    parser.add_number("--seed", "of the prompts (default: 0)", least=0, most=MAX_SEED, default=0)
     parser.add_output("--output", "engine-bench-out", "numbers and logs")
     arguments = parser.parse_args(argv)
     plan = PRESETS[arguments.preset]

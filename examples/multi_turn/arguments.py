@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from examples.bench.arguments import BenchParser, exit_codes
+from examples.bench.arguments import MAX_SEED, BenchParser, exit_codes
 from examples.bench.child import Device
 from examples.bench.connectors import CONTENDERS, ON_CPU
 from examples.multi_turn.bench import CONVERSATIONS, Bench
@@ -83,7 +83,9 @@ def parse(argv: Sequence[str] | None) -> tuple[Bench, bool]:
         "whose command line is printed",
     )
     parser.add_number("--port", "where to serve (default: a free one)", most=65535)
-    parser.add_seed("of the conversations (default: the preset's)", default=None)
+    parser.add_number(
+        "--seed", "of the conversations (default: the preset's)", least=0, most=MAX_SEED
+    )
     parser.add_output("--output", "multi-turn-out", "numbers, plots and logs")
     arguments = parser.parse_args(argv)
     plan = _plan(arguments)

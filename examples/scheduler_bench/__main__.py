@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import psutil
 from rich.console import Console
 
-from examples.bench.arguments import BenchParser, exit_codes
+from examples.bench.arguments import MAX_SEED, BenchParser, exit_codes
 from examples.bench.command import (
     BAD_RESULT,
     RUN_FAILED,
@@ -152,7 +152,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
         metavar="BLOCKS",
     )
     parser.add_number("--repeats", "of each time (default: 5; quick: 2)", most=100)
-    parser.add_seed("of the prompts (default: 0)")
+    parser.add_number("--seed", "of the prompts (default: 0)", least=0, most=MAX_SEED, default=0)
     parser.add_output("--out", "scheduler-bench-out", "plots and numbers")
     arguments = parser.parse_args(argv)
     arguments.parts = [Part(name) for name in arguments.parts or [part.value for part in Part]]

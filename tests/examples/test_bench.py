@@ -14,7 +14,7 @@ pytest.importorskip("rich")
 
 from rich.console import Console
 
-from examples.bench.arguments import BenchParser, exit_codes, size
+from examples.bench.arguments import MAX_SEED, BenchParser, exit_codes, size
 from examples.bench.child import LAYOUT, engine_environment, listen
 from examples.bench.command import (
     CANNOT_START,
@@ -38,7 +38,7 @@ def parse(arguments: Sequence[str]) -> Any:
     parser.add_number("--users", "users", least=2, most=16, default=4)
     parser.add_number("--rounds", "rounds")
     parser.add_names("--parts", "parts", ("cost", "hits"))
-    parser.add_seed("of the texts")
+    parser.add_number("--seed", "of the texts", least=0, most=MAX_SEED, default=0)
     parser.add_argument("--bytes", type=size)
     parser.add_argument("--preset", choices=("cpu", "h200"))
     parser.add_output("--out", "some-out", "the numbers")
