@@ -2,7 +2,7 @@
 
 Nothing is downloaded: a Hugging Face configuration is filled with weights drawn from a seed
 and saved with its ``config.json``. Unlike vLLM's dummy weights, which lie within 1e-3, these
-are spread so that attention is sharp: what a model says then depends on its whole context,
+are spread so that attention is sharp: its answers then depend on the whole context,
 and one wrong KV block changes the tokens. Rounding does not: in float32 logits are off by
 about 1e-5, while the best token leads by more than 1e-3 in all but a few cases in a thousand.
 """

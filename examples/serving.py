@@ -55,8 +55,8 @@ class Server:
             raise self.failure("ended while it was needed")
 
     def failure(self, text: str) -> RunFailed:
-        """An error that says ``text`` of the server, the process's exit code if it has ended, and
-        the end of its log."""
+        """An error with ``text`` about the server, its exit code if it has ended, and the end of
+        its log."""
         with suppress(TimeoutError):  # the clients of a dying process notice its end first
             self.ended.result(timeout=1)
         how = f", {how_ended(self.ended.result())}" if self.ended.done() else ""

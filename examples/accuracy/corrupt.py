@@ -1,4 +1,4 @@
-"""The negative control: a connector whose host blocks are not what was stored in them.
+"""The negative control: a connector that corrupts its host blocks.
 
 ``kv_connector_module_path: "examples.accuracy.corrupt"`` loads it. It is simple_offload's own,
 except that the worker turns the top bit of every byte of a host block before it loads it. In
@@ -24,7 +24,7 @@ _TOP_BIT = -128
 
 
 class SimpleCPUOffloadConnector(connector.SimpleCPUOffloadConnector):
-    """The product, which cannot know what is done to its blocks."""
+    """The product, with a backend that corrupts its blocks."""
 
     def __init__(
         self,

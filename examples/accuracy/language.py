@@ -1,10 +1,10 @@
-"""The language of the recall models: what their words are, and how they are written.
+"""The language of the recall models: their words, and the form of a prompt.
 
 A prompt is a context of pairs in random order and a question:
 
     miru tako ; bani velo ; tako bani ; ... ? miru . . . . =
 
-Every pair says which word follows which; together they make one ring. A right answer walks on
+Every pair is a word and its follower; together they make one ring. A right answer walks on
 from the word of the question, "tako bani velo ...": each hop is one more pair that has to be
 found somewhere in the context. The dots keep the word away from the answer that depends on it.
 """

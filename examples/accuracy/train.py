@@ -74,8 +74,8 @@ LAST_STEPS = 300
 
 
 def build_model(kind: Kind, hidden_size: int) -> torch.nn.Module:
-    """An untrained model. Three layers are what it takes: one tells every token the token
-    before, one brings the word of the question to where the answer begins, and one looks it up.
+    """An untrained model. It needs three layers: one gives every token its predecessor, one
+    brings the word of the question to where the answer begins, and one looks it up.
 
     In the window model the first two are sliding-window layers: the last layer can look up
     nothing that they did not prepare.
@@ -111,7 +111,7 @@ def build_model(kind: Kind, hidden_size: int) -> torch.nn.Module:
 
 
 def answer_logits(model: torch.nn.Module, batch: Batch) -> torch.Tensor:
-    """[sequences, answers, words]; everywhere else the model may say what it likes."""
+    """[sequences, answers, words]; other positions do not matter."""
     hidden = model.get_submodule("model")(input_ids=batch.tokens, use_cache=False).last_hidden_state
     logits: torch.Tensor = model.get_submodule("lm_head")(hidden[:, batch.answer_index])
     return logits
@@ -140,7 +140,7 @@ class Trainer:
         self.start = time.monotonic()
 
     def train(self, stages: Sequence[Stage], num_words: int, deadline: float) -> None:
-        """Go through all stages, then let the learning rate fall to nothing, with contexts of
+        """Go through all stages, then lower the learning rate to zero, with contexts of
         the last stage that began before ``deadline`` (time.monotonic())."""
         stage = stages[0]
         for stage in stages:

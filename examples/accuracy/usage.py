@@ -1,6 +1,6 @@
-"""Middleware for ``vllm serve`` that keeps how much of each prompt came from a cache.
+"""Middleware for ``vllm serve`` that records the cached tokens of each prompt.
 
-lm_eval drops what the server says of usage, and the server's own metrics are sums. With
+lm_eval drops the usage of each answer, and the server's own metrics are sums. With
 ``--middleware examples.accuracy.usage.RecordUsage --enable-prompt-tokens-details`` each answer
 adds a line to the file that the environment variable ACCURACY_USAGE names.
 """
@@ -55,7 +55,7 @@ class RecordUsage:
 
 
 def _usage_line(body: bytes) -> str | None:
-    """What to keep of an answer; None if it has no usage, as errors have none."""
+    """The line for an answer; None without usage, as errors are."""
     try:
         usage = json.loads(body)["usage"]
     except (ValueError, KeyError):
@@ -66,7 +66,7 @@ def _usage_line(body: bytes) -> str | None:
 
 
 def read_usage(path: Path, *, skip: int = 0) -> list[Usage]:
-    """What was kept, less the first ``skip`` answers; nothing if there is no such file yet."""
+    """The recorded usages without the first ``skip``; empty if there is no such file yet."""
     if not path.exists():
         return []
     lines = path.read_text(encoding="utf-8").splitlines()[skip:]

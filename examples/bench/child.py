@@ -26,7 +26,7 @@ Report = Callable[[Event], None]
 
 
 def failure(text: str, log: Path) -> RunFailed:
-    """An error that says ``text`` and how ``log`` ends."""
+    """An error with ``text`` and the end of ``log``."""
     tail = log.read_text(errors="replace").splitlines()[-TAIL_LINES:]
     return RunFailed("\n".join([f"{text}. The end of {log}:", *tail]))
 

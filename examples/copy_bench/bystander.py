@@ -61,7 +61,7 @@ def measure_small_copies(
     """Small copies of each direction, one after another while ``job``, of one direction, is
     copied; for each at most ``repeats`` times.
 
-    ``contender`` is open for the job's size and has copied it before. Raises what it raises.
+    ``contender`` is open for the job's size and has copied it before. Its exceptions pass through.
     """
     ((direction, transfer),) = job.transfers.items()
     with copy_threads(contender, job.transfers) as threads:

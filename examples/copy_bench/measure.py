@@ -24,7 +24,7 @@ _TOO_MANY_SECONDS = 1.0
 def measure(contender: Contender, arena: Arena, job: Job, repeats: int) -> Cell:
     """Copy ``job`` once to warm up, check every byte of that, and time ``repeats`` more.
 
-    ``contender`` is open for the job's size. Raises what it raises.
+    ``contender`` is open for the job's size. Its exceptions pass through.
     """
     arena.prepare(job)
     with copy_threads(contender, job.transfers) as threads:

@@ -1,4 +1,4 @@
-"""Client: asks a server over HTTP and takes the times."""
+"""Client: sends requests to a server over HTTP and measures their times."""
 
 import asyncio
 import json
@@ -24,7 +24,7 @@ class Reply:
     prompt_tokens: int
     answer_tokens: int
     cached_tokens: int
-    """Prompt tokens that were not computed, wherever they came from."""
+    """Prompt tokens that were not computed, from any source."""
     ttft: float
     latency: float
     """To the last token."""
@@ -39,8 +39,8 @@ class Reply:
 
 
 class RequestLost(Exception):
-    """A request that was refused, was cut off, came to no end, or got an answer of another
-    length than was asked for."""
+    """A request that was refused, was cut off, did not end in time, or got an answer of the wrong
+    length."""
 
 
 async def ask(
@@ -51,8 +51,8 @@ async def ask(
     prompt: Sequence[int],
     num_tokens: int,
 ) -> Reply:
-    """Have ``num_tokens`` said after ``prompt``. The prompt goes as token ids, so that nobody's
-    tokenizer has a say in how long it is.
+    """Request ``num_tokens`` after ``prompt``. The prompt goes as token ids, so that no tokenizer
+    changes its length.
 
     Raises RequestLost.
     """
@@ -69,21 +69,21 @@ async def ask(
     who = f"conversation {conversation!r}, turn {turn + 1}"
     try:
         async with asyncio.timeout(REQUEST_DEADLINE):
-            said = await _listen(session, f"{url}/v1/completions", body, reply)
+            answered = await _listen(session, f"{url}/v1/completions", body, reply)
     except TimeoutError:
         raise RequestLost(f"{who}: no end within {REQUEST_DEADLINE:.0f} s") from None
     except (aiohttp.ClientError, ValueError) as error:
         raise RequestLost(f"{who}: {type(error).__name__}: {error}") from None
-    if said != num_tokens:
-        raise RequestLost(f"{who}: {said} of {num_tokens} tokens")
+    if answered != num_tokens:
+        raise RequestLost(f"{who}: {answered} of {num_tokens} tokens")
     return reply
 
 
 async def _listen(
     session: aiohttp.ClientSession, url: str, body: dict[str, object], reply: Reply
 ) -> int:
-    """Fill in ``reply``; return how many tokens were said, as the server counts."""
-    said = 0
+    """Fill in ``reply``; return the number of answer tokens, as the server counts."""
+    answered = 0
     began = time.perf_counter()
     async with session.post(url, json=body, raise_for_status=True) as response:
         async for line in response.content:
@@ -100,7 +100,7 @@ async def _listen(
                 reply.latency = now
                 reply.answer += choice["text"]
             if data.get("usage"):
-                said = data["usage"]["completion_tokens"]
+                answered = data["usage"]["completion_tokens"]
                 details = data["usage"].get("prompt_tokens_details") or {}
                 reply.cached_tokens = details.get("cached_tokens") or 0
-    return said
+    return answered

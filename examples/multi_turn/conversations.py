@@ -1,10 +1,10 @@
 """Conversations, from a file of vLLM's multi-turn benchmark.
 
-Two kinds of file exist. A list holds what was said: ``[{"id": ..., "messages": [{"role":
+Two kinds of file exist. A list holds recorded conversations: ``[{"id": ..., "messages": [{"role":
 "user", "content": ...}, {"role": "assistant", ...}, ...]}, ...]``, as vLLM's
 ``convert_sharegpt_to_openai.py`` writes it. A mapping with ``"filetype":
-"generate_conversations"`` says how many conversations there are and how long; what they say is
-made up here, so its ``text_files`` are not read.
+"generate_conversations"`` describes the number of conversations and their lengths; their words
+follow from the seed, so its ``text_files`` are not read.
 """
 
 import json
@@ -19,7 +19,7 @@ from examples.multi_turn.tokens import Vocabulary
 
 @dataclass(frozen=True)
 class Turn:
-    """Tokens of a question and of its answer, as later turns have it in their history."""
+    """Tokens of a question and of its recorded answer, which the history of later turns has."""
 
     question: list[int]
     answer: list[int]
@@ -42,7 +42,7 @@ class Conversation:
 
 
 def read_input(path: Path) -> Any:
-    """What the file says. Raises InputError if it is no JSON, or cannot be read."""
+    """The content of a file. Raises InputError if it is no JSON, or cannot be read."""
     try:
         return json.loads(path.read_text())
     except OSError as error:
@@ -66,7 +66,7 @@ def make_conversations(data: Any, vocabulary: Vocabulary, seed: int) -> list[Con
 def to_messages(
     conversations: Sequence[Conversation], vocabulary: Vocabulary
 ) -> list[dict[str, Any]]:
-    """What was said, in the form of a file that vLLM's benchmark reads."""
+    """The conversations in the form of a file that vLLM's benchmark reads."""
     return [
         {
             "id": conversation.id,
@@ -94,8 +94,8 @@ def _generated(
         Conversation(
             f"CONV_ID_{number}",
             [
-                Turn(question(number, turn, asked), vocabulary.random(said, seed, number, turn))
-                for turn, (asked, said) in enumerate(zip(*talk, strict=True))
+                Turn(question(number, turn, asked), vocabulary.random(answered, seed, number, turn))
+                for turn, (asked, answered) in enumerate(zip(*talk, strict=True))
             ],
         )
         for number, talk in enumerate(talks)
@@ -111,9 +111,9 @@ def _recorded(items: Sequence[Any], vocabulary: Vocabulary) -> list[Conversation
             raise InputError(f'[{number}]: no conversation of the form {{"id", "messages"}}')
         if id in conversations:
             raise InputError(f"[{number}]: a second conversation with id {id!r}")
-        said = [_said(message, index, id) for index, message in enumerate(messages)]
-        tokens = [vocabulary.encode(text) for text in said]
-        # What is asked last may have no answer, hence no length of one: nobody asks it.
+        texts = [_text_of(message, index, id) for index, message in enumerate(messages)]
+        tokens = [vocabulary.encode(text) for text in texts]
+        # The last question may have no answer, hence no length of one: it is left out.
         turns = [
             Turn(question, answer)
             for question, answer in zip(tokens[::2], tokens[1::2], strict=False)
@@ -126,7 +126,7 @@ def _recorded(items: Sequence[Any], vocabulary: Vocabulary) -> list[Conversation
     return list(conversations.values())
 
 
-def _said(message: Any, index: int, id: str) -> str:
+def _text_of(message: Any, index: int, id: str) -> str:
     role = "assistant" if index % 2 else "user"
     if (
         not isinstance(message, Mapping)
@@ -134,7 +134,7 @@ def _said(message: Any, index: int, id: str) -> str:
         or not isinstance(message.get("content"), str)
     ):
         raise InputError(
-            f"conversation {id!r}, message {index}: {str(message)[:80]}. Allowed: what the "
-            f'{role} said, as {{"role", "content"}}; user and assistant take turns'
+            f"conversation {id!r}, message {index}: {str(message)[:80]}. Allowed: a message of "
+            f'the {role}, as {{"role", "content"}}; user and assistant take turns'
         )
     return str(message["content"])

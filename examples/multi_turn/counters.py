@@ -1,11 +1,11 @@
-"""What a server counts of itself, read from its /metrics."""
+"""A server's own counters, from its /metrics."""
 
 from collections.abc import Iterable, Mapping
 
 from prometheus_client.samples import Sample
 
 Counters = dict[str, float]
-"""Running totals: prompt tokens by source, and bytes moved if the connector tells them."""
+"""Running totals: prompt tokens by source, and bytes moved if the connector reports them."""
 
 SOURCES: Mapping[str, str] = {
     "local_compute": "computed_tokens",
@@ -20,11 +20,11 @@ BYTES: tuple[tuple[str, Mapping[str, str], str], ...] = (
     ("vllm:kv_offload_load_bytes_total", {}, "loaded_bytes"),
     ("vllm:kv_offload_store_bytes_total", {}, "stored_bytes"),
 )
-"""What connectors say, by series and labels: this one, and vLLM's OffloadingConnector."""
+"""Series and labels of the connectors' bytes: of this one, and of vLLM's OffloadingConnector."""
 
 
 def counters(samples: Iterable[Sample]) -> Counters:
-    """The totals in ``samples``. Those of bytes are missing if no series holds them."""
+    """The totals in ``samples``. Totals of bytes are missing if no series has them."""
     found: Counters = dict.fromkeys(SOURCES.values(), 0)
     for sample in samples:
         if (name := _name(sample)) is not None:
@@ -33,7 +33,7 @@ def counters(samples: Iterable[Sample]) -> Counters:
 
 
 def difference(before: Mapping[str, float], after: Mapping[str, float]) -> Counters:
-    """What was added. A series that appeared meanwhile began at 0."""
+    """The increase of each total. A series that is new in ``after`` began at 0."""
     return {name: value - before.get(name, 0) for name, value in after.items()}
 
 

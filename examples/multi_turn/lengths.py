@@ -1,4 +1,4 @@
-"""How long things are: the distributions of a file that describes conversations.
+"""Lengths in tokens: the distributions of a file that describes conversations.
 
 The file is that of vLLM's ``benchmarks/multi_turn/benchmark_serving_multi_turn.py``, and the
 numbers are drawn from the same generator in the same order: a seed gives the same lengths there
@@ -14,15 +14,15 @@ from numpy.typing import NDArray
 
 Lengths = NDArray[np.int64]
 Draw = Callable[[np.random.RandomState, int], Lengths]
-"""Draws so many lengths."""
+"""Draws a number of lengths."""
 
 FILETYPE = "generate_conversations"
 MEDIAN_TO_AVERAGE = 0.85
-"""Of a lognormal distribution that gives no ratio of its own; vLLM's default."""
+"""Of a lognormal distribution without a ratio; vLLM's default."""
 
 
 class InputError(ValueError):
-    """An input file that cannot be used. Says where, and what is allowed."""
+    """An input file that cannot be used. The text has the place, the value and what is allowed."""
 
 
 class Talk(NamedTuple):
@@ -37,7 +37,7 @@ class Talks(NamedTuple):
     """All conversations of a file."""
 
     common_prefix: int
-    """Tokens which all first questions share."""
+    """Tokens that all first questions share."""
     talks: tuple[Talk, ...]
 
 

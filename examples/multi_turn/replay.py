@@ -1,4 +1,4 @@
-"""Replays conversations: who asks what, and when."""
+"""Replays conversations: clients that take turns at their conversations."""
 
 import asyncio
 import time
@@ -14,11 +14,11 @@ from examples.multi_turn.conversations import Conversation
 
 @dataclass
 class Replayed:
-    """What came of it."""
+    """The results of a replay."""
 
     replies: list[Reply] = field(default_factory=list)
     lost: list[str] = field(default_factory=list)
-    """One line for each request that was lost, with those that could not follow it."""
+    """One line for each lost request, with the number of turns after it."""
     seconds: float = 0.0
     """From the first question to the last answer."""
 
@@ -35,8 +35,8 @@ async def replay(
 
     As vLLM's benchmark does, each of the ``clients`` holds its share of the ``active``
     conversations and goes round them, one question at a time; one that ends makes room for the
-    next that waits. Other than there, nobody leaves before all is said. The history is what the
-    conversations have, whatever the server answered: all servers are asked the same.
+    next that waits. Unlike there, every client stays until all conversations have ended. The
+    history has the recorded answers, not the server's: all servers get the same prompts.
     """
     waiting = deque(conversations)
     result = Replayed()
@@ -47,7 +47,7 @@ async def replay(
             while waiting and len(held) < places:
                 held.append((waiting.popleft(), 0))
                 if len(held) < places:
-                    await asyncio.sleep(0)  # lets the others take theirs
+                    await asyncio.sleep(0)  # so that the other clients get their share
             conversation, turn = held.popleft()
             length = len(conversation.turns[turn].answer)
             prompt = conversation.prompt(turn)
@@ -62,7 +62,7 @@ async def replay(
             if turn + 1 < len(conversation.turns):
                 held.append((conversation, turn + 1))
 
-    # One connection a client, kept open, and no limit of aiohttp's own.
+    # One connection a client, kept open, without aiohttp's own limits.
     connector = aiohttp.TCPConnector(limit=0)
     timeout = aiohttp.ClientTimeout(total=None)
     began = time.perf_counter()

@@ -15,11 +15,11 @@ its space, text has the same limit as tokens."""
 FIRST_TEXT_TOKEN = len(SPECIAL)
 
 CHAT_TEMPLATE = "{% for message in messages %}{{ message['content'] + ' ' }}{% endfor %}"
-"""A conversation is what was said, and nothing else."""
+"""A conversation is its messages, and nothing else."""
 
 
 class Vocabulary(Protocol):
-    """What a model's tokens mean."""
+    """A model's tokens and their texts."""
 
     def encode(self, text: str) -> list[int]:
         """``text`` as tokens."""
@@ -28,7 +28,7 @@ class Vocabulary(Protocol):
         """``tokens`` as text."""
 
     def random(self, length: int, *what: object) -> list[int]:
-        """So many tokens of text; the same for the same ``what``."""
+        """``length`` tokens of text; the same for the same ``what``."""
 
 
 class WordVocabulary:
@@ -49,7 +49,7 @@ class WordVocabulary:
         return source.choices(range(FIRST_TEXT_TOKEN, self._size), k=length)
 
     def save(self, directory: Path) -> None:
-        """Write the tokenizer's files beside a model, for those who send text to the server."""
+        """Write the tokenizer's files beside a model, for clients that send text to the server."""
         from tokenizers import Tokenizer
         from tokenizers.models import WordLevel
         from tokenizers.pre_tokenizers import WhitespaceSplit

@@ -1,4 +1,4 @@
-"""What a KV connector costs vLLM's scheduler, and how often it hits: ours beside the built-in one.
+"""The cost of a KV connector in vLLM's scheduler, and its hit rates: ours beside the built-in one.
 
 ``python -m examples.scheduler_bench`` runs vLLM's own scheduler, without an engine or a model, with
 one connector after another: time in the connector's hooks, memory and start-up time of a large

@@ -35,7 +35,7 @@ class Workload:
         """Blocks of all conversations at their end."""
         system = self.plan.system_tokens // BLOCK_SIZE
         answers = self.plan.turns * self.plan.answer_tokens
-        own = [self.plan.system_tokens + sum(said) + answers for said in self.user_tokens]
+        own = [self.plan.system_tokens + sum(messages) + answers for messages in self.user_tokens]
         return system + sum(length // BLOCK_SIZE - system for length in own)
 
     def sequence(self) -> Iterator[int | None]:
@@ -61,8 +61,8 @@ class _Conversation:
 def run_turns(contender: Contender, load: Workload, host_part: float, delay: int) -> HitCount:
     """Play ``load`` with a host tier of ``host_part`` of its working set, and count hits."""
     plan = load.plan
-    said = load.user_tokens
-    longest = plan.system_tokens + max(map(sum, said)) + plan.turns * plan.answer_tokens
+    messages = load.user_tokens
+    longest = plan.system_tokens + max(map(sum, messages)) + plan.turns * plan.answer_tokens
     least = plan.running * (max(longest, plan.one_off_tokens) // BLOCK_SIZE + 2)
     shape = Shape(
         device_blocks=max(int(plan.device_part * load.working_set), least) + 1,
@@ -81,7 +81,7 @@ def run_turns(contender: Contender, load: Workload, host_part: float, delay: int
 
 
 def _play(engine: Engine, load: Workload, conversations: list[_Conversation]) -> HitCount:
-    plan, said = load.plan, load.user_tokens
+    plan, messages = load.plan, load.user_tokens
     waiting = deque(load.sequence())
     running: dict[str, int | None] = {}
     answers: dict[str, list[int]] = {}
@@ -105,7 +105,7 @@ def _play(engine: Engine, load: Workload, conversations: list[_Conversation]) ->
                 known = len(talk.history) - bool(talk.num_turns)
                 known = known if talk.num_turns or any_ended else 0
                 reusable[request_id] = known // BLOCK_SIZE * BLOCK_SIZE
-                talk.history += _tokens(request_id, said[index][talk.num_turns])
+                talk.history += _tokens(request_id, messages[index][talk.num_turns])
                 talk.running = True
                 prompt = talk.history
             answers[request_id] = _tokens(f"{request_id} answer", plan.answer_tokens)
