@@ -9,7 +9,7 @@ FITTING_PYTHON = $(shell for p in $(PYTHON); do \
 SET_UP = $(or $(FITTING_PYTHON),$(error None of these is a Python 3.11 that runs: $(PYTHON). \
 	Install it (Debian, Ubuntu: apt install python3.11 python3.11-venv) \
 	or name it: make PYTHON=/path/to/python3.11)) tools/set_up.py
-# The environment of a machine with an accelerator is not made here: see the README.
+# The environment of a machine with an accelerator is not made here: see CONTRIBUTING.md.
 GPU_PYTHON ?= python3
 ARGS ?=
 STEPS ?= 100000
