@@ -140,45 +140,40 @@ def _with_table(page: Path, name: str, table: str) -> str:
 
 # The picture
 
-BLUE, GRAY = "tab:blue", "tab:gray"
+
+class Hit(NamedTuple):
+    """Time to first token of the prompts of 8,192 tokens, ms."""
+
+    cold: float
+    ours: float
+    builtin: float
 
 
-class Turn(NamedTuple):
-    """A row of the demo's table; times in seconds."""
-
-    turn: int
-    without: float
-    with_host: float
-
-
-class Copies(NamedTuple):
-    """A row of the copy benchmark's table of loads, in GB/s."""
-
-    kib: int
-    peak: float
-    torch: float
-    auto: float
+def hits_on_engines(measurements: str) -> Hit:
+    """The rows of the first table under "Engines"."""
+    section = measurements.partition("\n## Engines\n")[2]
+    cold, _, _ = _numbers(section, "TTFT, cold")
+    ours, builtin = _numbers(section, "TTFT, hit in the host tier")
+    return Hit(cold[0], ours[0], builtin[0])
 
 
-def demo_turns(measurements: str) -> list[Turn]:
-    """The rows of the demo's table."""
-    rows = re.findall(
-        r"^ +(\d) +\d+ .* ([\d.]+) s +([\d.]+) s +[\d.]+x$", measurements, re.MULTILINE
-    )
-    return [Turn(int(turn), float(a), float(b)) for turn, a, b in rows]
+def ttft_by_turn(measurements: str) -> tuple[list[int], dict[str, list[float]]]:
+    """Turns, and by contender the mean TTFT (ms) of each: the ``seed`` preset."""
+    head = re.search(r"^\| `seed` \| (none \| .*) \|$", measurements, re.MULTILINE)
+    assert head, "no table of the preset `seed`"
+    section = measurements[head.end() :]
+    row = re.search(r"TTFT of turn ([\d /]+), mean", section)
+    assert row, "no TTFT by turn"
+    means = zip(head[1].split(" | "), _numbers(section, row[0]), strict=True)
+    return [int(turn) for turn in row[1].split("/")], dict(means)
 
 
-def loads_by_size(measurements: str) -> list[Copies]:
-    """The copy benchmark's rows of loads, by ascending size."""
-    rows = re.findall(
-        r"^ load +(\d+) (KiB|MiB) +\d+ +([\d.]+) +([\d.]+) +[\d.]+ +[\d.]+ +([\d.]+) ",
-        measurements,
-        re.MULTILINE,
-    )
-    return [
-        Copies(int(n) << (10 if unit == "MiB" else 0), float(p), float(t), float(a))
-        for n, unit, p, t, a in rows
-    ]
+def _numbers(text: str, row: str) -> list[list[float]]:
+    """The numbers in each cell of the first such row; cells without any are left out."""
+    found = re.search(rf"^\| {re.escape(row)} \|(.*)\|$", text, re.MULTILINE)
+    assert found, f"no row {row!r}"
+    cells = (re.findall(r"\d+(?:\.\d+)?", cell) for cell in found[1].split("|"))
+    return [[float(number) for number in cell] for cell in cells if cell]
 
 
 def save_picture(path: Path, measurements: str) -> None:
@@ -186,31 +181,36 @@ def save_picture(path: Path, measurements: str) -> None:
     import matplotlib as mpl
     from matplotlib.figure import Figure
 
+    looks = {  # contender -> label, colour, marker
+        "none": ("no connector", "tab:gray", "x"),
+        "OffloadingConnector": ("OffloadingConnector", "tab:orange", "s"),
+        "built-in": ("SimpleCPUOffloadConnector", "tab:green", "^"),
+        "ours": ("simple_offload", "tab:blue", "o"),
+    }
     with mpl.rc_context({"svg.hashsalt": "simple_offload", "svg.fonttype": "none"}):
-        figure = Figure(figsize=(9.6, 3.6), layout="constrained")
+        figure = Figure(figsize=(9.6, 3.2), layout="constrained")
         left, right = figure.subplots(1, 2)
-        turns = demo_turns(measurements)
-        where = [turn.turn for turn in turns]
-        left.bar(
-            [x - 0.2 for x in where], [t.without for t in turns], 0.4, color=GRAY, label="without"
-        )
-        left.bar(
-            [x + 0.2 for x in where], [t.with_host for t in turns], 0.4, color=BLUE, label="with"
-        )
-        left.set_title("Demo (CPU): time to first token, s")
-        left.set_xlabel("turn of a conversation")
-        left.legend(frameon=False)
-        loads = loads_by_size(measurements)
-        sizes = [load.kib for load in loads]
-        right.plot(sizes, [load.peak for load in loads], "k--", label="bus (one contiguous copy)")
-        right.plot(sizes, [load.auto for load in loads], "o-", color=BLUE, label="simple_offload")
-        right.plot(sizes, [load.torch for load in loads], "s-", color=GRAY, label="plain PyTorch")
-        right.set_xscale("log", base=2)
-        right.set_xticks(sizes, [f"{s}K" if s < 1024 else f"{s >> 10}M" for s in sizes])
+        hit = hits_on_engines(measurements)
+        bars = {
+            "none": ("computed", hit.cold),
+            "built-in": ("SimpleCPUOffload-\nConnector", hit.builtin),
+            "ours": ("simple_offload", hit.ours),
+        }
+        for place, (contender, (label, value)) in enumerate(reversed(bars.items())):
+            left.barh(place, value, 0.6, color=looks[contender][1])
+            left.text(value + 3, place, f"{value:.0f} ms", va="center")
+            left.text(-3, place, label, va="center", ha="right")
+        left.set_yticks([])
+        left.set_xlim(0, hit.cold * 1.2)
+        left.set_title("8B, prompt of 8,192 tokens: TTFT, ms")
+        turns, means = ttft_by_turn(measurements)
+        for contender, (label, colour, marker) in looks.items():
+            right.plot(turns, means[contender], f"{marker}-", color=colour, label=label)
+        right.set_xticks(turns)
         right.set_ylim(bottom=0)
-        right.set_title("H200: loads of scattered blocks, GB/s")
-        right.set_xlabel("bytes of a block")
-        right.legend(frameon=False)
+        right.set_xlabel("turn of a conversation")
+        right.set_title("14B, conversations over HTTP: mean TTFT, ms")
+        right.legend(frameon=False, fontsize="small")
         for axes in (left, right):
             axes.spines[["top", "right"]].set_visible(False)
         figure.savefig(path, format="svg", metadata={"Date": None, "Creator": None})
