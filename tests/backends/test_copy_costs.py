@@ -70,16 +70,13 @@ def test_each_size_is_timed_both_ways() -> None:
     assert costs.kernel.tolist() == pytest.approx([size / BANDWIDTH for size in SIZES])
 
 
-def test_which_path_is_cheaper() -> None:
-    assert Machine().measure().by_kernel.tolist() == [True, True, False]
-
-
 def test_which_path_many_of_a_size_take() -> None:
     """Also sizes between those that were measured, and beyond."""
     costs = Machine().measure()
+    assert costs.by_kernel.tolist() == [True, True, False]
     for size in (1024, 4096, 16384, 20000, 40000, 65536, 1 << 20):
-        division = costs.choose(many(size, 100_000))
-        assert division.by_kernel is costs.is_by_kernel(size)
+        choice = costs.choose(many(size, 100_000))
+        assert choice.by_kernel is costs.is_by_kernel(size)
     assert costs.is_by_kernel(1024)
     assert not costs.is_by_kernel(1 << 20)
 
@@ -108,9 +105,9 @@ def test_without_a_kernel_all_goes_by_dma() -> None:
     assert {path for path, _, _ in machine.timed} == {"dma"}
     assert not costs.by_kernel.any()
     assert costs.kernel_start == 0.0
-    division = costs.choose(many(4096, 5000))
-    assert division.by_kernel is False
-    assert division.seconds == pytest.approx(5000 * 1e-6)
+    choice = costs.choose(many(4096, 5000))
+    assert choice.by_kernel is False
+    assert choice.seconds == pytest.approx(5000 * 1e-6)
 
 
 @pytest.mark.parametrize(
@@ -129,17 +126,9 @@ def test_the_kernel_has_to_be_worth_its_sms(size: int, slower: float, worthwhile
         Path(lambda _: 100, 3, lambda size, count, batches: slower * batches * count * 1e-6),
     )
     assert costs.by_kernel.tolist() == [worthwhile]
-    division = costs.choose(many(size, 1000))
-    assert division.by_kernel is worthwhile
-    assert division.seconds == pytest.approx(1e-3 * (slower if worthwhile else 1))
-
-
-def test_a_kernel_that_is_never_better_takes_no_part() -> None:
-    costs = Machine(kernel_bandwidth=BANDWIDTH / 1e6).measure()
-    assert not costs.by_kernel.any()
-    division = costs.choose(many(4096, 5000))
-    assert division.by_kernel is False
-    assert division.seconds == pytest.approx(5000 * 1e-6)
+    choice = costs.choose(many(size, 1000))
+    assert choice.by_kernel is worthwhile
+    assert choice.seconds == pytest.approx(1e-3 * (slower if worthwhile else 1))
 
 
 def test_what_is_too_short_to_be_timed_still_takes_time() -> None:
@@ -150,7 +139,7 @@ def test_what_is_too_short_to_be_timed_still_takes_time() -> None:
     assert costs.choose(many(4096, 5)).seconds > 0
 
 
-# Dividing
+# Choosing
 
 
 def test_a_few_descriptors_go_by_dma_and_many_small_ones_by_kernel() -> None:
@@ -174,27 +163,20 @@ def test_regions_start_the_kernel_together() -> None:
     """Each with a few descriptors, which alone would go by DMA."""
     costs = Machine().measure()
     assert costs.choose(many(4096, 5)).by_kernel is False
-    division = costs.choose(many(4096, 5), 1000)
-    assert division.by_kernel is True
-    assert division.seconds == pytest.approx(costs.choose(many(4096, 5000)).seconds)
+    choice = costs.choose(many(4096, 5), 1000)
+    assert choice.by_kernel is True
+    assert choice.seconds == pytest.approx(costs.choose(many(4096, 5000)).seconds)
     by_dma = costs.choose(many(1 << 20, 5), 1000)
     assert by_dma.by_kernel is False
     assert by_dma.seconds == pytest.approx(costs.choose(many(1 << 20, 5000)).seconds)
-
-
-def test_large_descriptors_go_by_dma() -> None:
-    costs = Machine().measure()
-    division = costs.choose(many(1 << 20, 5000))
-    assert division.by_kernel is False
-    assert division.seconds == pytest.approx(5000 * (1 << 20) / BANDWIDTH)
 
 
 def test_in_a_mixed_batch_each_size_goes_its_way() -> None:
     costs = Machine().measure()
     sizes = np.concatenate((many(65536, 300), many(4096, 5000)))
     for order in (sizes, sizes[::-1], np.random.default_rng(1).permutation(sizes)):
-        division = costs.choose(order)
-        assert np.array_equal(division.by_kernel, order == 4096)
+        choice = costs.choose(order)
+        assert np.array_equal(choice.by_kernel, order == 4096)
 
 
 def test_sizes_that_go_one_way_are_not_told_apart() -> None:
@@ -207,8 +189,8 @@ def test_sizes_that_go_one_way_are_not_told_apart() -> None:
 
 
 def test_nothing_takes_no_time() -> None:
-    division = Machine().measure().choose(descriptors())
-    assert division == (False, 0.0)
+    choice = Machine().measure().choose(descriptors())
+    assert choice == (False, 0.0)
 
 
 COSTS = st.builds(
@@ -233,36 +215,23 @@ def test_more_descriptors_never_take_less_time(costs: CopyCosts, sizes: list[int
 @given(COSTS, st.lists(st.integers(1, 1 << 21), min_size=1, max_size=50))
 def test_the_cheaper_way_is_taken(costs: CopyCosts, sizes: list[int]) -> None:
     """Never more than all by DMA."""
-    division = costs.choose(descriptors(*sizes))
+    choice = costs.choose(descriptors(*sizes))
     by_dma = CopyCosts(costs.sizes, costs.dma, np.full(3, math.inf)).choose(descriptors(*sizes))
     assert by_dma.by_kernel is False
-    assert division.seconds <= by_dma.seconds * (1 + 1e-9)
-    if division.by_kernel is not False:
-        assert np.any(division.by_kernel)
-        assert division.seconds < by_dma.seconds
+    assert choice.seconds <= by_dma.seconds * (1 + 1e-9)
+    if choice.by_kernel is not False:
+        assert np.any(choice.by_kernel)
+        assert choice.seconds < by_dma.seconds
 
 
-# Between what was measured
-
-
-def test_a_measured_size_costs_what_was_measured() -> None:
-    costs = Machine().measure(kernel=False)
-    for size, seconds in zip(SIZES, costs.dma, strict=True):
-        assert costs.choose(descriptors(size)).seconds == pytest.approx(seconds)
-
-
-def test_beyond_the_largest_the_bytes_decide() -> None:
-    costs = Machine().measure(kernel=False)
-    assert costs.choose(descriptors(16 * 65536)).seconds == pytest.approx(16 * costs.dma[-1])
-
-
-def test_below_the_smallest_it_costs_as_much_as_the_smallest() -> None:
-    """What is left there is the cost of a descriptor."""
-    costs = Machine().measure(kernel=False)
-    assert costs.choose(descriptors(1)).seconds == pytest.approx(costs.dma[0])
-
-
-def test_between_two_sizes_seconds_a_byte_change_with_log_size() -> None:
+def test_costs_of_any_size() -> None:
     costs = Machine().measure(kernel=False)
     pace = (costs.dma[1] / SIZES[1] + costs.dma[2] / SIZES[2]) / 2
-    assert costs.choose(descriptors(32768)).seconds == pytest.approx(32768 * pace)
+    expected = {
+        1: costs.dma[0],  # below the smallest size: a descriptor's own cost
+        **dict(zip(SIZES, costs.dma, strict=True)),
+        32768: 32768 * pace,  # seconds per byte change with the log of the size
+        16 * 65536: 16 * costs.dma[-1],  # above the largest size the bytes decide
+    }
+    for size, seconds in expected.items():
+        assert costs.choose(descriptors(size)).seconds == pytest.approx(seconds)

@@ -1,4 +1,4 @@
-"""Copy descriptors."""
+"""Descriptors copy every byte of every pair of blocks once, with neighbours merged."""
 
 import random
 
@@ -122,13 +122,6 @@ def test_neighbours_within_a_chunk_become_one_and_no_others(
     )
 
 
-def test_neighbours_on_both_sides_become_one() -> None:
-    source, destination = Side(0), Side(10_000)
-    pairs = {20: 3, 1: 5, 2: 6, 3: 7, 4: 9, 9: 10, 31: 22, 30: 21, 29: 20}
-    plan = plan_pairs(source, destination, pairs)
-    assert plan.sizes.tolist() == [8, 24, 8, 8, 24, 24, 72, 24, 24, 72]
-
-
 @pytest.mark.parametrize("pairs", [{1: 7, 2: 6, 3: 5}, {1: 5, 9: 6, 2: 7}, {1: 5, 3: 7}], ids=str)
 def test_what_is_no_run(pairs: dict[int, int]) -> None:
     """Against each other, neighbours on one side only, a step of two."""
@@ -160,23 +153,15 @@ def test_runs_have_every_pair_once(
     assert sorted(found) == sorted(zip(sources, destinations, strict=True))
 
 
-@pytest.mark.parametrize(
-    ("chunks", "sizes"), [((40, 40), [48]), ((3, 40), [8, 24, 16]), ((40, 4), [24, 24])]
-)
-def test_a_run_ends_with_its_chunk(chunks: tuple[int, int], sizes: list[int]) -> None:
-    source, destination = Side(0, chunks[0]), Side(10_000, chunks[1])
-    plan = plan_pairs(source, destination, {block - 1: block for block in range(2, 8)})
-    assert plan.sizes[: len(sizes)].tolist() == sizes  # of the first region
-    assert len(plan.sizes) == 2 * len(sizes)
-
-
 @given(st.integers(0, 300), st.integers(1, 100), st.integers(1, 100))
-def test_parts_follow_each_other(total: int, first: int, at_once: int) -> None:
-    parts = list(in_stretches(total, first, at_once))
-    assert [index for start, stop in parts for index in range(start, stop)] == list(range(total))
-    assert all(stop - start == at_once for start, stop in parts[1:-1])
-    assert all(0 < stop - start <= at_once for start, stop in parts[1:])
-    assert not parts or parts[0] == (0, min(total, first))
+def test_stretches_follow_each_other(total: int, first: int, at_once: int) -> None:
+    stretches = list(in_stretches(total, first, at_once))
+    assert [index for start, stop in stretches for index in range(start, stop)] == list(
+        range(total)
+    )
+    assert all(stop - start == at_once for start, stop in stretches[1:-1])
+    assert all(0 < stop - start <= at_once for start, stop in stretches[1:])
+    assert not stretches or stretches[0] == (0, min(total, first))
 
 
 @given(st.lists(st.integers(1, 50), max_size=20), st.integers(1, 60))
@@ -212,11 +197,7 @@ def test_pieces_are_no_larger_than_need_be(
         assert piece.sizes.sum() >= num_bytes or len(piece.sizes) == num_descriptors
 
 
-def test_nothing_to_copy() -> None:
-    assert rows(plan_pairs(Side(0), Side(10_000), {})) == []
-
-
-def test_descriptors_that_are_taken_have_arrays_of_their_own() -> None:
+def test_selected_descriptors_have_arrays_of_their_own() -> None:
     """The driver is given addresses of dense arrays."""
     plan = Descriptors(*(np.arange(start, start + 4, dtype=np.uint64) for start in (0, 10, 20)))
     for chosen in (np.array([3, 1]), np.array([False, True, False, True])):
@@ -309,7 +290,7 @@ def test_some_of_the_regions() -> None:
         ]
 
 
-def test_joined_plans() -> None:
+def test_concatenated_plans() -> None:
     source, destination = Side(0), Side(10_000)
     plans = [plan_pairs(source, destination, pairs) for pairs in ({1: 2}, {5: 6, 6: 7})]
     assert rows(Descriptors.concatenate(plans)) == [*rows(plans[0]), *rows(plans[1])]

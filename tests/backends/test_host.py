@@ -119,24 +119,6 @@ def test_one_block_may_go_to_several(direction: Direction) -> None:
 
 
 @pytest.mark.parametrize("direction", Direction)
-def test_there_and_back(direction: Direction) -> None:
-    bench = Bench([Form(64, gap=3), Form(32)], 4, 4)
-    other = Direction.STORE if direction is Direction.LOAD else Direction.LOAD
-    bench.copy(direction, [0, 1, 2], [3, 2, 1])
-    before = bench.snapshot()
-    bench.copy(other, [0, 1, 2], [3, 2, 1])
-    bench.expect(before, other, [])
-
-
-@pytest.mark.parametrize("direction", Direction)
-def test_an_empty_transfer(direction: Direction) -> None:
-    bench = Bench([Form(16)], 2, 2)
-    before = bench.snapshot()
-    bench.copy(direction, [], [])
-    bench.expect(before, direction, [])
-
-
-@pytest.mark.parametrize("direction", Direction)
 @pytest.mark.parametrize(
     ("device", "host"),
     [([0, 4], [0, 1]), ([0, 1], [0, 6]), ([10**9], [0]), ([0, -1], [0, 1]), ([0, 1], [0, -6])],

@@ -235,15 +235,23 @@ def test_nearly_done_adds_up_what_is_left_of_earlier_copies(bench: Bench) -> Non
 
 
 def test_only_what_is_under_way_is_nearly_done(bench: Bench) -> None:
-    """Not what has ended, has failed, or has been returned by poll."""
+    """Not what has ended or failed, what poll has returned, or what the thread still submits."""
     slow = bench.backend.pendings[1] = ScriptedPending(remaining=0.0)
     bench.backend.errors[3] = ScriptedError()
     bench.submit(1, 2, 3)
     bench.lane.flush()
+    gate = bench.backend.gates[4] = threading.Event()
+    bench.backend.pendings[4] = ScriptedPending(remaining=0.0)
+    bench.submit(4)
+    bench.wait_started(4)
+    assert bench.poll() == []
     assert nearly_done(bench, 1.0) == [1]
     slow.ended.set()
     assert len(bench.poll()) == 3
     assert nearly_done(bench, 1.0) == []
+    gate.set()
+    assert bench.flush() == []
+    assert nearly_done(bench, 1.0) == [4]
 
 
 def test_compute_is_held_for_copies_under_way(bench: Bench) -> None:

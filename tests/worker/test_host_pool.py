@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator, Sequence
 import pytest
 import torch
 
-from simple_offload.backends.host import HostBackend
 from simple_offload.memory import MemoryShortageError
 from simple_offload.worker import host_pool
 from simple_offload.worker.host_pool import HostPool
@@ -52,15 +51,6 @@ def when_joined(monkeypatch: pytest.MonkeyPatch, do: Callable[[], None]) -> None
 # Regions
 
 
-def test_host_regions_have_the_pages_of_the_device() -> None:
-    backend = ScriptedBackend()
-    pool = HostPool(backend, PAGES, num_blocks=10)
-    assert (pool.num_blocks, pool.num_open, pool.nbytes) == (10, 0, 0)
-    pool.open()
-    assert [shapes(chunk) for chunk in backend.chunks] == [[(10, 24), (10, 8)]]
-    assert (pool.num_blocks, pool.num_open, pool.nbytes) == (10, 10, 10 * BLOCK_BYTES)
-
-
 def test_regions_share_their_memory_and_leave_none_over(
     pool: HostPool, backend: ScriptedBackend
 ) -> None:
@@ -91,12 +81,6 @@ def test_chunks_are_as_large_as_the_backend_wants(chunk_bytes: int, expected: li
     pool.join()
     assert [shapes(chunk) for chunk in backend.chunks] == [[(n, 24), (n, 8)] for n in expected]
     assert pool.num_open == 10
-
-
-def test_the_host_backend_has_one_chunk() -> None:
-    pool = HostPool(HostBackend(), PAGES, num_blocks=1000)
-    pool.open()
-    assert pool.num_open == 1000
 
 
 def test_without_regions_no_memory_is_asked_for(backend: ScriptedBackend) -> None:
@@ -139,15 +123,6 @@ def test_blocks_are_open_when_the_backend_has_them(
     pool.open()
     pool.join()
     assert open_before == [0, 3, 6, 9]
-
-
-def test_an_open_tier_is_told_of_once(pool: HostPool, caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level("INFO")
-    pool.open()
-    pool.join()
-    assert [r.getMessage() for r in caplog.records] == [
-        "The host tier of this rank is open: 0.00 GiB"
-    ]
 
 
 # Failures

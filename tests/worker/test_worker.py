@@ -1,4 +1,4 @@
-"""OffloadWorker: one rank's memory, transfers and reports, on the host backend."""
+"""OffloadWorker on the host backend: a rank's memory is of the right size, and bytes come back."""
 
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -70,26 +70,22 @@ def test_capacity_by_bytes(make_worker: MakeWorker, layout: KVCacheLayout) -> No
     assert worker.host_pool.nbytes == 10 * BLOCK_BYTES
 
 
-def test_ranks_share_the_bytes(make_worker: MakeWorker) -> None:
+@pytest.mark.parametrize(
+    ("extra_config", "num_ranks", "num_blocks"),
+    [
+        ({"cpu_bytes_to_use": 10 * BLOCK_BYTES}, 2, 5),
+        ({"cpu_bytes_to_use": GIB, "cpu_bytes_to_use_per_rank": 4 * BLOCK_BYTES}, 2, 4),
+        ({"num_cpu_blocks": 3}, 1, 3),
+    ],
+    ids=["ranks share", "per rank", "by blocks"],
+)
+def test_capacity_of_a_rank(
+    make_worker: MakeWorker, extra_config: dict[str, Any], num_ranks: int, num_blocks: int
+) -> None:
     memory = kv_memory()
-    worker = make_worker(memory.config, {"cpu_bytes_to_use": 10 * BLOCK_BYTES}, num_ranks=2)
+    worker = make_worker(memory.config, extra_config, num_ranks)
     worker.register_kv_caches(memory.kv_caches)
-    assert sizes(worker.capacity) == (5, 5, BLOCK_BYTES)
-
-
-def test_bytes_for_each_rank(make_worker: MakeWorker) -> None:
-    memory = kv_memory()
-    extra_config = {"cpu_bytes_to_use": GIB, "cpu_bytes_to_use_per_rank": 4 * BLOCK_BYTES}
-    worker = make_worker(memory.config, extra_config, num_ranks=2)
-    worker.register_kv_caches(memory.kv_caches)
-    assert sizes(worker.capacity) == (4, 4, BLOCK_BYTES)
-
-
-def test_capacity_by_blocks(make_worker: MakeWorker) -> None:
-    memory = kv_memory()
-    worker = make_worker(memory.config, {"num_cpu_blocks": 3})
-    worker.register_kv_caches(memory.kv_caches)
-    assert sizes(worker.capacity) == (3, 3, BLOCK_BYTES)
+    assert sizes(worker.capacity) == (num_blocks, num_blocks, BLOCK_BYTES)
 
 
 def test_bytes_for_less_than_two_blocks(make_worker: MakeWorker) -> None:

@@ -1,7 +1,11 @@
-"""OffloadWorker: loads that are announced before their end, and compute that waits for the rest."""
+"""OffloadWorker announces a load before its end, once, and makes compute wait for the rest.
 
-import threading
+Which copies are nearly done is shown in test_copy_lane.py.
+"""
+
+import math
 from collections import Counter
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -10,7 +14,6 @@ from vllm.v1.kv_cache_interface import KVCacheConfig
 
 from simple_offload.backends.base import Direction
 from simple_offload.metadata import StepMetadata
-from tests.conftest import PATIENCE_SECONDS
 from tests.worker.conftest import MakeRank
 from tests.worker.rank import LoggedPending, Rank, load, store
 from tests.worker.scripted import ScriptedError
@@ -31,37 +34,25 @@ def ended(rank: Rank) -> dict[int, int]:
 
 
 @pytest.mark.parametrize(
-    ("remaining", "announced"), [(0.0, True), (0.02, True), (0.02001, False), (1e9, False)]
+    ("extra_config", "remaining", "announced"),
+    [
+        ({}, 0.0, True),
+        ({}, 0.02, True),
+        ({}, 0.02001, False),
+        ({}, math.inf, False),  # compute cannot wait for it
+        ({"sync_load_ms": 30}, 0.03, True),
+        ({"sync_load_ms": 29}, 0.03, False),
+        ({"sync_load_ms": 0}, 0.0, False),
+    ],
 )
 def test_a_load_is_announced_when_little_is_left(
-    rank: Rank, remaining: float, announced: bool
+    make_rank: MakeRank, extra_config: dict[str, Any], remaining: float, announced: bool
 ) -> None:
-    rank.pend(0, remaining)
+    rank = make_rank(**extra_config)
+    pending = rank.pend(0, remaining)
     assert rank.step(StepMetadata([load(0, "r")])) == ({"r"} if announced else set(), set())
-
-
-@pytest.mark.parametrize(("milliseconds", "announced"), [(30, True), (29, False)])
-def test_how_little_is_configured(
-    make_rank: MakeRank, milliseconds: float, announced: bool
-) -> None:
-    rank = make_rank(sync_load_ms=milliseconds)
-    rank.pend(0, 0.03)
-    assert rank.step(StepMetadata([load(0, "r")]))[0] == ({"r"} if announced else set())
-
-
-def test_without_patience_nothing_is_announced(make_rank: MakeRank) -> None:
-    rank = make_rank(sync_load_ms=0)
-    pending = rank.pend(0, 0.0)
-    for _ in range(3):
-        rank.now += 1.0
-        assert rank.step(StepMetadata([load(0, "r")])) == NOTHING
     pending.ended.set()
-    assert rank.step(StepMetadata()) == ({"r"}, set())
-
-
-def test_an_end_that_cannot_be_waited_for_is_not_announced(rank: Rank) -> None:
-    rank.pend(0, float("inf"))
-    assert rank.step(StepMetadata([load(0, "r")])) == NOTHING
+    assert rank.step(StepMetadata()) == (set() if announced else {"r"}, set())
 
 
 @pytest.mark.proves("I3")
@@ -77,15 +68,6 @@ def test_with_states_nothing_is_announced(monkeypatch: pytest.MonkeyPatch) -> No
         assert rank.step(StepMetadata()) == ({"r"}, set())
     finally:
         rank.close()
-
-
-def test_a_load_comes_near_its_end(rank: Rank) -> None:
-    pending = rank.pend(0, 0.05)
-    assert rank.step(StepMetadata([load(0, "r")])) == NOTHING
-    pending.remaining = 0.021
-    assert rank.step(StepMetadata()) == NOTHING
-    pending.remaining = 0.019
-    assert rank.step(StepMetadata()) == ({"r"}, set())
 
 
 def test_beside_compute_a_load_may_take_a_step_more(rank: Rank) -> None:
@@ -164,36 +146,6 @@ def admit(rank: Rank, number: int, after: float) -> None:
 
 
 # What
-
-
-def test_only_what_the_device_has_been_handed_is_announced(rank: Rank) -> None:
-    gate = rank.backend.gates[0] = threading.Event()
-    rank.pend(0, 0.0)
-    rank.pend(1, 0.0)
-    rank.worker.bind(StepMetadata([load(0, "r"), load(1, "s")]))
-    assert rank.backend.started[0].wait(PATIENCE_SECONDS)
-    assert rank.worker.poll() == NOTHING
-    gate.set()
-    rank.flush()
-    assert rank.worker.poll() == ({"r", "s"}, set())
-
-
-def test_what_could_not_be_handed_over_has_failed(rank: Rank) -> None:
-    """Behind a slow one, its failure is not seen yet: it must not be taken for nearly done."""
-    slow = rank.pend(0, 1.0)
-    rank.pend(1, 0.0)
-    rank.backend.errors[1] = ScriptedError()
-    assert rank.step(StepMetadata([load(0, "r"), load(1, "s")])) == NOTHING
-    slow.ended.set()
-    assert rank.step(StepMetadata()) == ({"r", "s"}, {"s"})
-
-
-def test_a_load_has_to_wait_for_those_before(rank: Rank) -> None:
-    first = rank.pend(0, 0.015)
-    rank.pend(1, 0.006)
-    assert rank.step(StepMetadata([load(0, "r"), load(1, "s")])) == ({"r"}, set())
-    first.remaining = 0.003
-    assert rank.step(StepMetadata()) == ({"s"}, set())
 
 
 def test_stores_are_not_announced(rank: Rank) -> None:
@@ -277,24 +229,6 @@ def test_compute_waits_before_anything_else_of_the_step(rank: Rank) -> None:
         "copy",
         "copy",
     ]
-
-
-def test_compute_waits_for_what_is_admitted_only(rank: Rank) -> None:
-    pendings = [rank.pend(number, 0.0) for number in range(3)]
-    rank.step(StepMetadata([load(number, f"r{number}") for number in range(3)]))
-    rank.step(StepMetadata(admitted=[1]))
-    assert [pending.num_holds for pending in pendings] == [0, 1, 0]
-    assert [pending.num_waits for pending in pendings] == [0, 0, 0]  # nor does this thread wait
-    rank.step(StepMetadata(admitted=[2, 0]))
-    assert [pending.num_holds for pending in pendings] == [1, 1, 1]
-
-
-def test_an_admitted_load_that_has_ended_is_no_matter(rank: Rank) -> None:
-    pending = rank.pend(0, 0.0)
-    pending.ended.set()
-    rank.step(StepMetadata([load(0, "r")]))
-    assert rank.step(StepMetadata(admitted=[0])) == NOTHING
-    assert pending.num_holds == 0
 
 
 # Failures

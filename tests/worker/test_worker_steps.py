@@ -88,11 +88,6 @@ def test_what_no_compute_touches_need_not_come_after_any(rank: Rank) -> None:
     assert rank.backend.barriers_of(LOAD) == [None, None, None, second]
 
 
-def test_without_transfers_there_is_no_barrier(rank: Rank) -> None:
-    rank.step(StepMetadata())
-    assert rank.backend.marks == []
-
-
 # Reporting
 
 
@@ -331,14 +326,6 @@ def test_shutdown_finishes_what_was_submitted(rank: Rank) -> None:
     assert rank.backend.log[-1] == ("close",)
     assert ("waited",) in rank.backend.log
     rank.worker.shutdown()
-
-
-def test_shutdown_after_a_thread_has_died(rank: Rank) -> None:
-    rank.backend.errors[0] = SystemExit()
-    rank.worker.bind(StepMetadata(stores=[store(0), store(1)]))
-    rank.worker.submit_stores()
-    rank.worker.shutdown()
-    assert rank.backend.log[-1] == ("close",)
 
 
 def test_a_copy_that_never_ends_keeps_its_memory(
