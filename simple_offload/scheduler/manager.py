@@ -11,9 +11,9 @@ from simple_offload.config import ConfigError, OffloadConfig
 from simple_offload.logs import get_logger
 from simple_offload.metadata import RankCapacity, StepMetadata, WorkerReport
 from simple_offload.ranks import Ranks
+from simple_offload.scheduler.event_payload import Origins
 from simple_offload.scheduler.kv_events import KVEvents
 from simple_offload.scheduler.loads import Loads
-from simple_offload.scheduler.origins import Origins
 from simple_offload.scheduler.policies.base import BoundaryState, StorePolicy
 from simple_offload.scheduler.policies.select import describe_policy, make_policy
 from simple_offload.scheduler.rank_reports import InFlight

@@ -10,8 +10,8 @@ from vllm.v1.core.kv_cache_utils import BlockHash, BlockHashWithGroupId, KVCache
 from simple_offload import metrics
 from simple_offload.logs import get_logger
 from simple_offload.metadata import Transfer
+from simple_offload.scheduler.event_payload import Origins
 from simple_offload.scheduler.kv_events import KVEvents
-from simple_offload.scheduler.origins import Origins
 from simple_offload.scheduler.rank_reports import Ended, InFlight
 from simple_offload.scheduler.tier import block_pool
 from simple_offload.scheduler.tier.cpu_tier import CpuTier

@@ -2,8 +2,8 @@
 
 import pytest
 
-from simple_offload.scheduler.tier.chains import Chains
 from simple_offload.scheduler.tier.cpu_tier import CpuTier
+from simple_offload.scheduler.tier.lookup import Chains
 from simple_offload.scheduler.tier.run import Run
 from tests.scheduler.tiers import (
     BLOCK_SIZE,

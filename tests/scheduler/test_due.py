@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from simple_offload.scheduler.policies.due import Due
+from simple_offload.scheduler.policies.pacing import Due
 
 SIZE = 16
 

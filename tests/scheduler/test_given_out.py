@@ -7,7 +7,7 @@ from vllm.v1.core.kv_cache_utils import KVCacheBlock
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.request import Request
 
-from simple_offload.scheduler.policies.given_out import GivenOut
+from simple_offload.scheduler.policies.device_contents import GivenOut
 from tests.scheduler.conftest import MakeDriver
 from tests.scheduler.driver import Driver, prompt
 from tests.scheduler.test_lazy import ROOMY

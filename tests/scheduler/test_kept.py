@@ -2,7 +2,7 @@
 
 import pytest
 
-from simple_offload.scheduler.policies.kept import Kept
+from simple_offload.scheduler.policies.request_walk import Kept
 from simple_offload.scheduler.tier.cpu_tier import CpuTier
 from tests.scheduler.tiers import begin, blocks, commit, contents, hashes, key, make_tier, store
 

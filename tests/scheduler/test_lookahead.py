@@ -3,7 +3,7 @@
 import pytest
 from vllm.config import KVTransferConfig
 
-from simple_offload.scheduler.policies.lookahead import Lookahead, StepLimits
+from simple_offload.scheduler.policies.free_queue_walk import Lookahead, StepLimits
 from tests.scheduler.conftest import MakeDriver
 from tests.scheduler.driver import prompt
 from tests.scheduler.test_lazy import ROOMY, policy_of

@@ -6,9 +6,8 @@ from typing import Any
 import pytest
 from vllm.v1.request import Request
 
-from simple_offload.scheduler import origins as origins_module
-from simple_offload.scheduler.event_payload import contents_of_host_block
-from simple_offload.scheduler.origins import Origins
+from simple_offload.scheduler import event_payload as origins_module
+from simple_offload.scheduler.event_payload import Origins, contents_of_host_block
 from tests.scheduler.conftest import MakeDriver
 from tests.scheduler.driver import Driver, make_request, prompt
 from tests.scheduler.tiers import BLOCK_SIZE

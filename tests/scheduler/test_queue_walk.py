@@ -4,8 +4,7 @@ import pytest
 
 from simple_offload.scheduler.policies.admission import Admission
 from simple_offload.scheduler.policies.device_contents import Residents
-from simple_offload.scheduler.policies.free_queue_walk import QueueWalk
-from simple_offload.scheduler.policies.lookahead import StepLimits
+from simple_offload.scheduler.policies.free_queue_walk import QueueWalk, StepLimits
 from simple_offload.scheduler.rank_reports import InFlight
 from simple_offload.scheduler.stores import Stores
 from simple_offload.scheduler.tier.run import Run

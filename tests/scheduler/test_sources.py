@@ -11,7 +11,7 @@ from vllm.v1.core.kv_cache_utils import (
 )
 from vllm.v1.request import Request
 
-from simple_offload.scheduler.policies.sources import Sources
+from simple_offload.scheduler.policies.request_walk import Sources
 from tests.scheduler.conftest import MakeDriver
 from tests.scheduler.driver import Driver, prompt
 

@@ -1,6 +1,6 @@
 """Blocks wait for more of their request."""
 
-from simple_offload.scheduler.policies.waits import Waits
+from simple_offload.scheduler.policies.pacing import Waits
 from tests.scheduler.tiers import BLOCK_SIZE, make_tier
 
 

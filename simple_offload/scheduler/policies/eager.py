@@ -14,11 +14,8 @@ from simple_offload.scheduler.policies.base import (
     first_own_block,
     num_complete_blocks,
 )
-from simple_offload.scheduler.policies.due import Due
-from simple_offload.scheduler.policies.kept import Kept
-from simple_offload.scheduler.policies.progress import Progress
-from simple_offload.scheduler.policies.request_walk import StoreWalk
-from simple_offload.scheduler.policies.waits import Waits
+from simple_offload.scheduler.policies.pacing import Due, Waits
+from simple_offload.scheduler.policies.request_walk import Kept, Progress, StoreWalk
 from simple_offload.scheduler.stores import Stores
 from simple_offload.scheduler.tier import block_pool
 from simple_offload.scheduler.tier.cpu_tier import CpuTier

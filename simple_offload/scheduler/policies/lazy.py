@@ -15,12 +15,9 @@ from simple_offload.scheduler.policies.base import (
     first_own_block,
     num_complete_blocks,
 )
-from simple_offload.scheduler.policies.device_contents import Residents
-from simple_offload.scheduler.policies.due import Due
-from simple_offload.scheduler.policies.free_queue_walk import QueueWalk
-from simple_offload.scheduler.policies.given_out import GivenOut
-from simple_offload.scheduler.policies.lookahead import StepLimits
-from simple_offload.scheduler.policies.waits import Waits
+from simple_offload.scheduler.policies.device_contents import GivenOut, Residents
+from simple_offload.scheduler.policies.free_queue_walk import QueueWalk, StepLimits
+from simple_offload.scheduler.policies.pacing import Due, Waits
 from simple_offload.scheduler.stores import Storable, Stores
 from simple_offload.scheduler.tier.cpu_tier import CpuTier
 

@@ -1,22 +1,170 @@
 """StoreWalk: goes along a request's blocks and plans stores of those that the tier lacks."""
 
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Iterable, Mapping, Sequence, Set
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 from vllm.v1.core.block_pool import BlockPool
-from vllm.v1.core.kv_cache_utils import BlockHash, BlockHashWithGroupId, KVCacheBlock
+from vllm.v1.core.kv_cache_utils import (
+    BlockHash,
+    BlockHashWithGroupId,
+    KVCacheBlock,
+    get_block_hash,
+)
 
 from simple_offload import metrics
 from simple_offload.scheduler.policies.admission import Admission
 from simple_offload.scheduler.policies.base import BoundaryState
-from simple_offload.scheduler.policies.progress import Progress
-from simple_offload.scheduler.policies.sources import Sources
 from simple_offload.scheduler.stores import Storable, Stores
 from simple_offload.scheduler.tier.cpu_tier import CpuTier
+from simple_offload.scheduler.tier.groups import Groups
+from simple_offload.scheduler.tier.lookup import Lookup
 from simple_offload.scheduler.tier.run import Run
 
 if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_manager import KVCacheManager
+
+
+class Kept:
+    """A request's first host blocks, by group, and some more.
+
+    Their keys are collected when somebody asks: only a full tier does.
+    """
+
+    def __init__(self, groups: Groups, lookup: Lookup, block_hashes: list[BlockHash]) -> None:
+        self._groups = groups
+        self._lookup = lookup
+        self._hashes = block_hashes
+        self._counts = [0] * len(groups.block_sizes)
+        self._num_collected = self._counts.copy()
+        self._collected: set[BlockHashWithGroupId] = set()
+
+    def keep_first(self, group: int, count: int) -> None:
+        """Keep at least the first ``count`` blocks of a group."""
+        self._counts[group] = max(self._counts[group], count)
+
+    def keep(self, keys: Iterable[BlockHashWithGroupId]) -> None:
+        """Keep these too."""
+        self._collected.update(keys)
+
+    def collect(self) -> Set[BlockHashWithGroupId]:
+        """Keys of which the queue of eviction has one before it has anything that is kept; none
+        but of blocks that are kept."""
+        for group, count in enumerate(self._counts):
+            if count > self._num_collected[group]:
+                if group in self._groups.chained_ids:
+                    self._collect_last(group, count)
+                else:
+                    self._collect_all(group, count)
+        return self._collected
+
+    def _collect_last(self, group: int, count: int) -> None:
+        """Of a chain the last block that is there stands before all others. Unless somebody holds
+        it, it is all that one has to know."""
+        count = self._lookup.count_first(self._hashes, group, count)
+        if count:
+            last = self._groups.key_at(self._hashes, group, count * self._groups.block_sizes[group])
+            block = self._lookup.get(last)
+            if block is not None and block.ref_cnt == 0:
+                self._collected.add(last)
+            else:
+                self._collect_all(group, count)
+
+    def _collect_all(self, group: int, count: int) -> None:
+        first = self._num_collected[group]
+        if first < count:
+            self._collected.update(self._groups.keys(self._hashes, group, first, count))
+            self._num_collected[group] = count
+
+
+@dataclass(slots=True, eq=False)
+class Progress:
+    """Of a request, but not the request: what is left of one that has ended outlives it."""
+
+    hashes: list[BlockHash]
+    """The request's, which grow with it."""
+    next_index: list[int]
+    """By group, the first block that has not been dealt with; of a chained group a guess at it,
+    until ``started`` or the request's end."""
+    num_found: list[int]
+    """By chained group, how many of its first blocks the tier had (or was getting) already when
+    the first of the others was to be stored."""
+    loads: bool
+    """Whether the tier fills blocks of it before it runs."""
+    kept: Kept
+    """What the tier has of it: that must not leave to make room for the rest."""
+    ran: bool = False
+    """Whether a step with it has been scheduled since it got its blocks."""
+    ready_at: int = 0
+    """With fewer tokens computed, there is nothing to store."""
+    started: bool = False
+    """Whether what the tier has of it already has been skipped."""
+    refused_at: int = -1
+    """The version of the admission that has refused the block at a cursor, if it has."""
+
+
+class Sources:
+    """Tells by what a device block is known whether it is the one to be copied: a block table
+    may have another block there, or none any more."""
+
+    def __init__(self, groups: Groups, kv_cache_manager: "KVCacheManager") -> None:
+        self._groups = groups
+        self._device_pool: BlockPool = kv_cache_manager.block_pool
+
+    def matching(
+        self,
+        block_hashes: list[BlockHash],
+        group: int,
+        first: int,
+        blocks: Sequence[KVCacheBlock],
+    ) -> list[BlockHashWithGroupId]:
+        """The keys of a request's host blocks from ``first`` on, up to the first one of which
+        ``blocks``, the parts that the block table has, at least one, are not all what they are
+        taken for."""
+        num_parts, end = self._groups.num_parts, self._groups.key_ends[group]
+        last = first + len(blocks) // num_parts
+        hashes = self._groups.part_hashes(block_hashes, group, first, last)
+        held: list[Any] = [block._block_hash or b"" for block in blocks]
+        # All at once, which makes no keys: each is as long as any other.
+        if b"".join(held) == end.join(hashes) + end:
+            return held[num_parts - 1 :: num_parts]
+        count = next(i for i, each in enumerate(hashes) if held[i] != each + end) // num_parts
+        return held[num_parts - 1 : count * num_parts : num_parts]
+
+    def of(
+        self,
+        parts: Sequence[KVCacheBlock],
+        block_hashes: list[BlockHash],
+        index: int,
+        key: BlockHashWithGroupId,
+        group: int,
+        own: bool,
+    ) -> tuple[KVCacheBlock, ...] | None:
+        """The device blocks to store under ``key``, the request's host block ``index``, where the
+        block table has ``parts``; None unless all of them are there. ``own``: the table's may lack
+        a hash."""
+        keys = [key]
+        if self._groups.num_parts > 1:
+            keys = self._groups.part_keys(block_hashes, group, index, index + 1)
+        sources = []
+        for part, part_key in zip(parts, keys, strict=True):
+            source = self._of_part(part, part_key, group, own)
+            if source is None:
+                return None
+            sources.append(source)
+        return tuple(sources)
+
+    def _of_part(
+        self, block: KVCacheBlock, key: BlockHashWithGroupId, group: int, own: bool
+    ) -> KVCacheBlock | None:
+        """The device block to store under ``key``, where the block table has ``block``."""
+        if block.is_null:
+            # The window has moved on. The block may still lie in the free queue, unharmed.
+            cached = self._device_pool.get_cached_block(get_block_hash(key), [group])
+            return cached[0] if cached is not None else None
+        if own and block.block_hash is None and group in self._groups.stable_ids:
+            return block
+        return block if block.block_hash == key else None
 
 
 class StoreWalk:

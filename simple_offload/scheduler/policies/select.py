@@ -6,8 +6,8 @@ from simple_offload.config import OffloadConfig
 from simple_offload.scheduler.policies.admission import MIN_COUNTED, Admission
 from simple_offload.scheduler.policies.base import StorePolicy
 from simple_offload.scheduler.policies.eager import EagerPolicy
+from simple_offload.scheduler.policies.free_queue_walk import StepLimits
 from simple_offload.scheduler.policies.lazy import LazyPolicy
-from simple_offload.scheduler.policies.lookahead import StepLimits
 from simple_offload.scheduler.stores import Stores
 from simple_offload.scheduler.tier.cpu_tier import CpuTier
 

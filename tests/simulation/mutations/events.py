@@ -4,8 +4,8 @@ from contextlib import ExitStack
 from typing import Any
 from unittest.mock import patch
 
+from simple_offload.scheduler.event_payload import Origins
 from simple_offload.scheduler.kv_events import KVEvents
-from simple_offload.scheduler.origins import Origins
 from simple_offload.scheduler.stores import Stores
 from simple_offload.scheduler.tier.cpu_tier import CpuTier
 from tests.simulation.mutations.registry import mutation, substitute

@@ -5,7 +5,7 @@ from typing import Any
 from unittest.mock import patch
 
 from simple_offload.scheduler.loads import Loads
-from simple_offload.scheduler.policies.sources import Sources
+from simple_offload.scheduler.policies.request_walk import Sources
 from simple_offload.scheduler.tier.cpu_tier import CpuTier
 from simple_offload.scheduler.tier.groups import Groups
 from simple_offload.scheduler.tier.lookup import Lookup

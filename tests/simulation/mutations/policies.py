@@ -7,7 +7,7 @@ from unittest.mock import patch
 
 from simple_offload.scheduler.policies import lazy
 from simple_offload.scheduler.policies.admission import Admission
-from simple_offload.scheduler.policies.lookahead import Lookahead
+from simple_offload.scheduler.policies.free_queue_walk import Lookahead
 from simple_offload.scheduler.stores import Stores
 from simple_offload.scheduler.tier.cpu_tier import CpuTier
 from simple_offload.scheduler.tier.eviction import EvictionOrder

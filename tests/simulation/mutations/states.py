@@ -10,7 +10,7 @@ from vllm.v1.kv_cache_interface import MambaSpec
 from simple_offload.scheduler.loads import Loads
 from simple_offload.scheduler.manager import OffloadScheduler
 from simple_offload.scheduler.policies.eager import EagerPolicy
-from simple_offload.scheduler.policies.sources import Sources
+from simple_offload.scheduler.policies.request_walk import Sources
 from simple_offload.scheduler.stores import Storable
 from simple_offload.scheduler.tier.cpu_tier import CpuTier
 from simple_offload.scheduler.tier.lookup import HostHit, Lookup

@@ -8,12 +8,11 @@ from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher
 from vllm.v1.request import Request
 
-from simple_offload.scheduler.policies.sources import Sources
-from simple_offload.scheduler.tier.chains import Chains
+from simple_offload.scheduler.policies.request_walk import Sources
 from simple_offload.scheduler.tier.cpu_tier import CpuTier
 from simple_offload.scheduler.tier.eviction import EvictionOrder
 from simple_offload.scheduler.tier.groups import Groups
-from simple_offload.scheduler.tier.lookup import Lookup
+from simple_offload.scheduler.tier.lookup import Chains, Lookup
 from tests.simulation.mutations.registry import mutation, substitute
 from tests.simulation.mutations.scripts import failing_loads
 from tests.simulation.world import World
