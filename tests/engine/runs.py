@@ -20,12 +20,15 @@ HOST_BLOCKS = 800
 NUM_AGAIN = 4
 """Requests of COLD that shorter rounds repeat. The last one shares its beginning with the first."""
 
-SMALL_STEPS: dict[str, Any] = {
-    "max_num_seqs": 2,
-    "max_num_batched_tokens": 64,
-    "num_gpu_blocks_override": 96,
-}
-"""A device with more free blocks than lazy stores look ahead, and too few for the workload."""
+
+def small_steps(architecture: Architecture = "gemma3") -> dict[str, Any]:
+    """EngineArgs of a device with more free blocks than lazy stores look ahead, and too few for the
+    workload."""
+    return {
+        "max_num_seqs": 2,
+        "max_num_batched_tokens": 64,
+        "num_gpu_blocks_override": 2 * DEVICE_BLOCKS[architecture],
+    }
 
 
 class Engines(NamedTuple):
@@ -101,7 +104,9 @@ class Runs:
             "plain": self.spec(architecture, connector=None),
             "tier": self.spec(architecture, connector=host, rounds=(*full, *isolated)),
             "control": self.spec(architecture, connector=host, rounds=control),
-            "lazy": self.spec(architecture, connector=host | {"lazy_offload": True}, **SMALL_STEPS),
+            "lazy": self.spec(
+                architecture, connector=host | {"lazy_offload": True}, **small_steps(architecture)
+            ),
             "refused": self.spec(architecture, connector={"cpu_byte_to_use": "1GiB"}),
         }
         return Engines(**self.run(f"engines-{architecture}", specs))

@@ -3,7 +3,7 @@
 import pytest
 
 from tests.engine.compare import assert_nothing_left, assert_same_answers
-from tests.engine.runs import HOST_BLOCKS, SMALL_STEPS, Runs
+from tests.engine.runs import HOST_BLOCKS, Runs, small_steps
 from tests.engine.spec import Round
 from tests.engine.workloads import follow_ups, shared_prefix_asks
 
@@ -26,7 +26,7 @@ def test_stores_of_repeated_prefixes(runs: Runs) -> None:
     plain, *others = runs.run(
         "repeated",
         {
-            name: runs.spec(connector=connector, rounds=ROUNDS, **SMALL_STEPS)
+            name: runs.spec(connector=connector, rounds=ROUNDS, **small_steps())
             for name, connector in connectors.items()
         },
     ).values()
