@@ -11,7 +11,7 @@ from tests.engine.workloads import COLD, full_workload
 
 BLOCK_SIZE = 32
 
-DEVICE_BLOCKS: Mapping[Architecture, int] = {"llama": 24, "qwen3": 24, "gemma3": 48}
+DEVICE_BLOCKS: Mapping[Architecture, int] = {"llama": 24, "qwen3": 24, "gemma3": 52}
 """At most one and a half requests. Gemma's layers share a pool in three groups."""
 
 HOST_BLOCKS = 800
@@ -25,9 +25,8 @@ def small_steps(architecture: Architecture = "gemma3") -> dict[str, Any]:
     """EngineArgs of a device with more free blocks than lazy stores look ahead, and too few for the
     workload."""
     return {
-        "max_num_seqs": 2,
-        "max_num_batched_tokens": 64,
-        "num_gpu_blocks_override": 2 * DEVICE_BLOCKS[architecture],
+        "max_num_seqs": 1,
+        "num_gpu_blocks_override": 4 * DEVICE_BLOCKS[architecture],
     }
 
 
@@ -77,9 +76,11 @@ class Runs:
             "dtype": "float32",
             "enforce_eager": True,
             "block_size": BLOCK_SIZE,
-            "max_model_len": 640,
+            "max_model_len": 512,
             "max_num_seqs": 6,
-            "max_num_batched_tokens": 256,
+            # As long as any prompt. With longer prompts and sliding windows, vLLM reserves too few
+            # blocks for requests that load, which then may wait for each other's blocks.
+            "max_num_batched_tokens": 512,
             "num_gpu_blocks_override": DEVICE_BLOCKS[architecture],
             "disable_log_stats": False,
         }
