@@ -16,6 +16,9 @@ if TYPE_CHECKING:
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+# Threads of OpenMP wait for each other in busy loops, which costs tenfold where tests in other
+# processes have the cores.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 # The same examples in every run of a command, so that a failure replays. (They differ with the
 # loaded modules, whose constants Hypothesis tries.) No deadline: the time depends on the machine's

@@ -2,7 +2,6 @@
 
 import importlib.util
 import json
-import os
 import struct
 import subprocess
 import sys
@@ -36,7 +35,6 @@ def test_quick_demo_gives_the_same_tokens_with_kv_from_host_memory(tmp_path: Pat
     done = subprocess.run(
         [sys.executable, "-u", "-m", "examples.demo", "--quick", "--output", str(tmp_path)],
         cwd=ROOT,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
         timeout=DEADLINE,

@@ -123,7 +123,6 @@ def test_an_interrupted_bench_leaves_no_process(tmp_path: Path) -> None:
             *("--parts", "idle", "--output", str(tmp_path)),
         ],
         cwd=ROOT,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
