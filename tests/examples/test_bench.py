@@ -2,12 +2,13 @@
 
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from enum import Enum
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import psutil
 import pytest
 
 pytest.importorskip("rich")
@@ -15,7 +16,7 @@ pytest.importorskip("rich")
 from rich.console import Console
 
 from examples.bench.arguments import MAX_SEED, BenchParser, exit_codes, size
-from examples.bench.child import LAYOUT, engine_environment, listen
+from examples.bench.child import LAYOUT, Event, engine_environment, listen
 from examples.bench.command import (
     CANNOT_START,
     INTERRUPTED,
@@ -113,12 +114,17 @@ def test_exit_codes(
 # Children
 
 
-def events_of(code: str, tmp_path: Path) -> list[dict[str, Any]]:
-    """The events of a child that runs ``code``."""
-    events: list[dict[str, Any]] = []
-    start = "import os, signal, sys; from examples.bench.child import run_child\n"
+def listen_to(code: str, tmp_path: Path, on_event: Callable[[Event], None]) -> None:
+    """Pass on the events of a child that runs ``code``."""
+    start = "import os, signal, subprocess, sys; from examples.bench.child import run_child\n"
     command = [sys.executable, "-c", start + code, '{"times": 3}']
-    listen(command, engine_environment("cpu", tmp_path), tmp_path / "log", events.append)
+    listen(command, engine_environment("cpu", tmp_path), tmp_path / "log", on_event)
+
+
+def events_of(code: str, tmp_path: Path) -> list[Event]:
+    """The events of a child that runs ``code``."""
+    events: list[Event] = []
+    listen_to(code, tmp_path, events.append)
     return events
 
 
@@ -142,6 +148,27 @@ def test_a_child_that_fails_shows_the_end_of_its_log(tmp_path: Path) -> None:
     assert str(tmp_path / "log") in lines[0]
     assert lines[-1] == "999"
     assert "900" not in lines
+
+
+def test_an_interrupt_ends_a_child_and_its_children(tmp_path: Path) -> None:
+    """As of a bench whose engine core has a process of its own."""
+    code = """
+def run(arguments, report):
+    started = subprocess.Popen([sys.executable, "-c", "import signal; signal.pause()"])
+    report({"family": [os.getpid(), started.pid]})
+    signal.pause()
+run_child(run)"""
+    family: list[psutil.Process] = []
+
+    def interrupt(event: Event) -> None:
+        family.extend(psutil.Process(pid) for pid in event["family"])
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        listen_to(code, tmp_path, interrupt)
+    assert len(family) == 2
+    _, alive = psutil.wait_procs(family, timeout=10)
+    assert [each for each in alive if each.status() != psutil.STATUS_ZOMBIE] == []
 
 
 def test_only_one_contender_has_another_layout(

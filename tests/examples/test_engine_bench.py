@@ -62,11 +62,15 @@ def tiny_plan() -> Plan:
 
 
 @needs_vllm
+@pytest.mark.usefixtures("light_engines")
+@pytest.mark.parametrize(
+    "names", [["ours"], pytest.param(list(ON_CPU), marks=pytest.mark.slow)], ids="+".join
+)
 def test_a_tiny_bench_measures_every_part(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    names: Sequence[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     plan = tiny_plan()
-    contenders = [CONTENDERS[name] for name in ON_CPU]
+    contenders = [CONTENDERS[name] for name in names]
     bench = Bench(plan, contenders, list(PARTS), tmp_path, repeats=2)
     code = code_of(bench)
     captured = capsys.readouterr()
@@ -81,28 +85,27 @@ def test_a_tiny_bench_measures_every_part(
     assert result["peak_bytes_per_second"] is result["floor_seconds"] is None
     # All but a prompt's last block, which has a token that must be computed.
     cached = plan.prompt_tokens - plan.block_size
+    assert result["runs"].keys() == set(names)
     said = set()
-    for none, ours in zip(*(result["runs"][name] for name in ON_CPU), strict=True):
-        assert none["machine"]["vllm"]
-        assert none["external_hits"] == 0
-        assert ours["external_hits"] >= (plan.num_hits + plan.mix_hits) * cached
-        for run in (none, ours):
-            assert run["lost"] == []
-            assert set(run["numbers"]) == set(PARTS)
-            assert run["numbers"]["ttft"]["device_hit_cached"] == cached
-            assert all(value > 0 for key, value in positive(run["numbers"]))
-        assert none["numbers"]["ttft"]["host_hit_cached"] == 0
-        assert ours["numbers"]["ttft"]["host_hit_cached"] == cached
-        said |= {tuple(reply["tokens"]) for reply in ours["replies"]}
+    for name, run in [(each, run) for each in names for run in result["runs"][each]]:
+        assert run["machine"]["vllm"]
+        assert run["lost"] == []
+        assert set(run["numbers"]) == set(PARTS)
+        assert all(value > 0 for key, value in positive(run["numbers"]))
+        ttft = run["numbers"]["ttft"]
+        assert ttft["device_hit_cached"] == cached
+        if name == "none":
+            assert run["external_hits"] == ttft["host_hit_cached"] == 0
+        else:
+            assert run["external_hits"] >= (plan.num_hits + plan.mix_hits) * cached
+            assert ttft["host_hit_cached"] == cached
+            said |= {tuple(reply["tokens"]) for reply in run["replies"]}
     # A model that ignores its prompt would say the same after each.
     assert len(said) == bench.num_runs * plan.num_hits
     of_ours = [run["numbers"]["mix"]["gap_p99"] for run in result["runs"]["ours"]]
     assert result["medians"]["ours"]["mix.gap_p99"] == median(of_ours)
-    assert {path.name for path in tmp_path.iterdir()} == {
-        "result.json",
-        "none-1.log",
-        "ours-1.log",
-    }
+    logs = {f"{name}-1.log" for name in names}
+    assert {path.name for path in tmp_path.iterdir()} == {"result.json", *logs}
 
 
 def positive(numbers: Mapping[str, Mapping[str, float]]) -> list[tuple[str, float]]:
@@ -116,6 +119,7 @@ def positive(numbers: Mapping[str, Mapping[str, float]]) -> list[tuple[str, floa
 
 
 @needs_vllm
+@pytest.mark.slow
 def test_an_interrupted_bench_leaves_no_process(tmp_path: Path) -> None:
     process = subprocess.Popen(
         [

@@ -424,6 +424,7 @@ def test_a_file_brings_its_own_conversations(tmp_path: Path, fake: pytest.Monkey
 
 
 @needs_vllm
+@pytest.mark.usefixtures("light_engines")
 def test_with_vllm(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """What the stand-in says is what vLLM says: streams, usage, metrics, resets, hits."""
     code = code_of(bench(tmp_path, "ours", rounds=2))
