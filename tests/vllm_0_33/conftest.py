@@ -44,6 +44,8 @@ def run_on_vllm_033(vllm_033_path: Path, tmp_path: Path) -> RunScript:
         "PYTHONPATH": f"{vllm_033_path}{os.pathsep}{ROOT}",
         "VLLM_TARGET_DEVICE": "cpu",
         "VLLM_LOGGING_LEVEL": "WARNING",
+        # vLLM keeps what a new process found out about a model's class, for one version at a time.
+        "VLLM_CACHE_ROOT": str(python_files.CACHE / f"vllm-{python_files.VERSION}-cache"),
         "HF_HUB_OFFLINE": "1",
     }
 

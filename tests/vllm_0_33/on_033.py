@@ -83,5 +83,5 @@ def test_every_hook_takes_what_033_passes() -> None:
 
 
 def test_scripts_of_the_simulator() -> None:
-    outcomes = [play(seed) for seed in range(100, 115)]
+    outcomes = [play(seed) for seed in range(100, 105)]
     assert sum(outcome.num_blocks_loaded for outcome in outcomes) > 0

@@ -30,7 +30,7 @@ WHEEL = Wheel(
 )
 fetch = WHEEL.fetch
 
-__all__ = ["DOWNLOAD_SECONDS", "VERSION", "UnavailableError", "fetch", "with_operators"]
+__all__ = ["CACHE", "DOWNLOAD_SECONDS", "VERSION", "UnavailableError", "fetch", "with_operators"]
 
 
 def with_operators(python_files: Path, folder: Path) -> Path:
