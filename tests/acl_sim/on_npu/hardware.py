@@ -1,0 +1,22 @@
+"""What a first run on hardware starts with."""
+
+import re
+import runpy
+import sys
+
+import pytest
+
+from tests.acl_sim.sim import Sim
+
+
+def test_the_hardware_check(
+    sim: Sim, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """That it runs. On hardware it is the test."""
+    monkeypatch.setattr(sys, "argv", ["", "check", "bench", "--mib", "4", "--rounds", "1"])
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_module("tests.backends.npu_hardware", run_name="__main__")
+    said = capsys.readouterr().out
+    assert ended.value.code == 0, said
+    assert "all right" in said
+    assert len(re.findall(r"(?:batch|single) +(?:load|store) .* GB/s", said)) == 24
