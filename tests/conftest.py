@@ -28,6 +28,8 @@ settings.load_profile("replay")
 
 _SHARING = ("engine", "serve", "vllm_0_33", "faults", "acl_sim")
 """Folders whose tests share engines or other costly things, the slowest folder first."""
+_SINGLE = "simulation"
+"""A folder of long tests that share nothing."""
 
 PATIENCE_SECONDS = 30.0
 """Tests fail after waiting for so long."""
@@ -42,19 +44,29 @@ def pytest_report_header() -> str:
     return operators.describe()
 
 
+def _directory(nodeid: str) -> str:
+    """The folder below tests/ that has the test; "" where it is in none."""
+    parts = Path(nodeid.split("::", 1)[0]).parts
+    return parts[1] if len(parts) > 2 else ""
+
+
 def _scope(nodeid: str) -> str:
-    """The scope of a test's fixtures: its folder, if that shares costly things, else its file."""
-    path = Path(nodeid.split("::", 1)[0])
-    directory = path.parts[1] if len(path.parts) > 2 else ""
-    return directory if directory in _SHARING else str(path)
+    """What runs in one process: the folder, if its tests share costly things, the test, if they
+    share nothing, else the file."""
+    directory = _directory(nodeid)
+    if directory == _SINGLE:
+        return nodeid
+    return directory if directory in _SHARING else nodeid.split("::", 1)[0]
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Run the slowest folders first, so that all processes end together."""
+    """Run the slowest folders first and single tests last, so that all processes end together."""
 
     def place(item: pytest.Item) -> int:
-        scope = _scope(item.nodeid)
-        return _SHARING.index(scope) if scope in _SHARING else len(_SHARING)
+        directory = _directory(item.nodeid)
+        if directory in _SHARING:
+            return _SHARING.index(directory)
+        return len(_SHARING) + (directory == _SINGLE)
 
     items.sort(key=place)
 

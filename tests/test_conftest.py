@@ -22,6 +22,7 @@ def config(dist: str) -> Any:
         ("tests/engine/test_runs.py::a", "tests/serve/test_serve.py::b", False),
         ("tests/scheduler/test_lazy.py::a", "tests/scheduler/test_lazy.py::B::c", True),
         ("tests/scheduler/test_lazy.py::a", "tests/scheduler/test_eager.py::a", False),
+        ("tests/simulation/test_remote.py::a[x::1]", "tests/simulation/test_remote.py::b", False),
         ("tests/test_docs.py::a[x::y]", "tests/test_docs.py::b", True),
         ("tests/test_docs.py::a", "tests/test_config.py::a", False),
     ],
