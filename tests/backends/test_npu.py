@@ -102,6 +102,7 @@ def test_a_cann_without_batches(tmp_path: Path) -> None:
 # What cannot start
 
 
+@pytest.mark.filterwarnings("ignore:invalid escape sequence")  # in torch_npu's own code
 def test_a_cann_that_cannot_be_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
     before = set(sys.modules)
     # Not before torch and vLLM are imported, which would fail as well.
