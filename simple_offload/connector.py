@@ -184,8 +184,8 @@ class SimpleCPUOffloadConnector(KVConnectorBase_V1, SupportsHMA):
         return self.worker.capacity if self.worker is not None else None
 
     def get_aligned_num_cpu_blocks(self) -> int | None:
-        """What vLLM 0.33 asks each rank's built-in connector for before it builds the
-        scheduler; it goes on with the smallest answer."""
+        """vLLM 0.33 asks each rank's built-in connector before it builds the scheduler; it uses the
+        smallest answer."""
         return self.worker.capacity.num_host_blocks if self.worker is not None else None
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
@@ -199,7 +199,7 @@ class SimpleCPUOffloadConnector(KVConnectorBase_V1, SupportsHMA):
             self.worker.submit_loads()
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """Nothing: what compute has to wait for, it waits for from the start of a step."""
+        """Nothing: compute waits for loads at the start of a step, not layer by layer."""
 
     def save_kv_layer(
         self,
@@ -227,7 +227,7 @@ class SimpleCPUOffloadConnector(KVConnectorBase_V1, SupportsHMA):
 
     def get_kv_connector_stats(self) -> OffloadStats | None:
         if self.scheduler is not None:
-            return self.scheduler.take_stats()
+            return self.scheduler.drain_stats()
         return self.worker.drain_stats() if self.worker is not None else None
 
     @classmethod
@@ -250,7 +250,7 @@ class SimpleCPUOffloadConnector(KVConnectorBase_V1, SupportsHMA):
         )
 
     def take_events(self) -> Iterable["KVCacheEvent"]:
-        return self.scheduler.take_events() if self.scheduler is not None else ()
+        return self.scheduler.drain_events() if self.scheduler is not None else ()
 
     def shutdown(self) -> None:
         if self.worker is not None:

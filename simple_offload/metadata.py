@@ -20,11 +20,11 @@ BlockIds = npt.NDArray[np.int64]
 class Transfer:
     """One copy job: pairs of device and host blocks, copied by every rank.
 
-    A host block is here as large as a device block: what the scheduler side calls a slot, where
-    its own host blocks are larger.
+    A host block is as large as a device block here: a slot, in the scheduler side's terms, if its
+    host blocks are larger.
 
-    ``id`` only grows over the life of the engine. ``request_id`` is set on loads: vLLM wants
-    to hear from each rank which request's blocks have arrived; stores belong to nobody.
+    ``id`` only grows over the life of the engine. Loads have a ``request_id``: each rank tells
+    vLLM which request's blocks have arrived. Stores have none.
     """
 
     id: int
@@ -32,8 +32,8 @@ class Transfer:
     host_blocks: BlockIds  # [n]
     request_id: str | None = None
     after_compute: bool = True
-    """Whether it has to come after compute that was queued before it: unless it is known that
-    none of that touches its device blocks."""
+    """Whether it must come after compute that was queued before it. False only if none of that
+    touches its device blocks."""
 
     @classmethod
     def pairing(
@@ -44,8 +44,8 @@ class Transfer:
         request_id: str | None = None,
         after_compute: bool = True,
     ) -> "Transfer":
-        """A transfer of ``device_blocks[i]`` with ``host_blocks[i]``; ValueError when the two
-        are not equally long."""
+        """A transfer of ``device_blocks[i]`` with ``host_blocks[i]``; ValueError if their lengths
+        differ."""
         count = len(device_blocks)
         if count != len(host_blocks):
             raise ValueError(f"{count} device blocks paired with {len(host_blocks)} host blocks")
@@ -54,36 +54,36 @@ class Transfer:
 
 
 def _as_array(ids: Sequence[int]) -> BlockIds:
-    """In a third of the time that ``np.array`` takes for thousands of them; writable, like its."""
+    """As ``np.array``, writable too, in a third of the time for thousands of ids."""
     return np.frombuffer(bytearray(struct.pack(f"{len(ids)}q", *ids)), np.int64)
 
 
 @dataclass(slots=True)
 class StepMetadata(KVConnectorMetadata):
-    """The transfers that start with one engine step, and what its compute has to wait for."""
+    """The transfers that start with one engine step, and the loads that its compute waits for."""
 
     loads: list[Transfer] = field(default_factory=list)
     stores: list[Transfer] = field(default_factory=list)
     admitted: list[int] = field(default_factory=list)
-    """Loads whose blocks may be read from this step on, by id. A rank that announced one before
-    its end lets the compute stream wait for the rest of it."""
+    """Ids of loads whose blocks may be read from this step on. On a rank that announced one before
+    its end, the compute stream waits for the rest of it."""
     computes: bool = False
     """Whether the step runs any tokens."""
     num_host_blocks: int | None = None
-    """How many host blocks, of a device block's size, all ranks have room for. Said once."""
+    """Host blocks, of a device block's size, that all ranks have room for. Sent once."""
 
 
 @dataclass(slots=True)
 class WorkerReport(KVConnectorWorkerMetadata):
-    """Transfers that ended since the last report: how many ranks ended each, and on how many
-    of them it failed."""
+    """Transfers that ended since the last report: by id, the number of ranks that ended it, and of
+    those on which it failed."""
 
     ended: Counter[int] = field(default_factory=Counter)
     failed: Counter[int] = field(default_factory=Counter)
     broken: bool = False
-    """A rank cannot copy any more, whatever is asked of it."""
+    """A rank cannot copy any more."""
     capacities: dict[str, "RankCapacity"] = field(default_factory=dict)
-    """By rank, where it has opened more host blocks."""
+    """By rank, if it has opened more host blocks."""
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> "WorkerReport":
         assert isinstance(other, WorkerReport)
@@ -97,13 +97,12 @@ class WorkerReport(KVConnectorWorkerMetadata):
 
 @dataclass(frozen=True, slots=True)
 class RankCapacity(KVConnectorHandshakeMetadata):
-    """What one rank has host memory for, told to the scheduler before serving, and whenever more of
-    it is open."""
+    """One rank's host memory, reported before serving and whenever more of it is open."""
 
     rank: str
     """A name that no other rank has."""
     num_host_blocks: int
-    """How many host blocks of a device block's size it has room for."""
+    """Host blocks of a device block's size that it has room for."""
     num_open: int
-    """How many of them are ready."""
+    """Number of them that are open."""
     block_bytes: int

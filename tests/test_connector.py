@@ -290,7 +290,7 @@ def test_scheduler_hooks_reach_the_scheduler_side(connect: Connect) -> None:
     connector.update_connector_output(output)
     asked = ["get_num_new_matched_tokens", "build_connector_meta", "request_finished"]
     asked += ["has_pending_work", "has_pending_block_frees", "reset_cache"]
-    asked += ["take_events", "take_stats"]
+    asked += ["drain_events", "drain_stats"]
     assert answers == [f"answer to {name}" for name in asked]
     assert calls == [
         ("bind_kv_cache_manager", (manager,)),
@@ -300,8 +300,8 @@ def test_scheduler_hooks_reach_the_scheduler_side(connect: Connect) -> None:
         ("has_pending_work", ()),
         ("has_pending_block_frees", ()),
         ("reset_cache", ()),
-        ("take_events", ()),
-        ("take_stats", ()),
+        ("drain_events", ()),
+        ("drain_stats", ()),
         ("update_state_after_alloc", (request, blocks, 32)),
         ("update_connector_output", (output,)),
     ]

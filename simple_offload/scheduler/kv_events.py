@@ -1,8 +1,8 @@
-"""KV events: what a cache-aware router is told of the host tier."""
+"""KVEvents: the host tier's part of vLLM's KV events, for cache-aware routers."""
 
 from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from vllm.distributed.kv_events import MEDIUM_CPU, BlockRemoved, BlockStored
 from vllm.v1.core.kv_cache_utils import (
@@ -17,120 +17,114 @@ from vllm.v1.kv_cache_interface import (
     get_kv_cache_spec_sliding_window,
 )
 
-from simple_offload.scheduler.event_payload import ByKey, Contents, contents_of_host_block
+from simple_offload.scheduler.event_payload import payloads_of_host_block
 from simple_offload.scheduler.tier.cpu_tier import CpuTier
-from simple_offload.scheduler.tier.run import Run
-
-if TYPE_CHECKING:
-    from vllm.v1.request import Request
+from simple_offload.scheduler.tier.groups import Groups
+from simple_offload.scheduler.tier.run import EventPayload, PayloadsByKey, Run
 
 _LOCALITY = "LOCAL"
 
 
 class _Removed(NamedTuple):
     key: BlockHashWithGroupId
-    part_keys: Sequence[BlockHashWithGroupId]
-    """That no other host block had a part of then."""
+    sub_block_keys: Sequence[BlockHashWithGroupId]
+    """Keys that no sub-block of another host block had then."""
 
 
 class KVEvents:
     """Collects BlockStored and BlockRemoved for the keys of the tier, in vLLM's terms: whoever
     replays them has exactly the keys that a lookup would find.
 
-    There is no AllBlocksCleared, not even on a reset: it names no medium, and would take the
-    device's blocks along. A host block that holds several device blocks is told of as those, by
-    which a router knows the device's prefix cache too.
+    There is no AllBlocksCleared, even after a reset: it names no medium, and would remove the
+    device's blocks too. A host block with several sub-blocks is reported as those, which routers
+    know from the device's prefix cache.
     """
 
-    def __init__(self, tier: CpuTier) -> None:
-        self.tier = tier
-        self._groups = tier.groups
-        self._parts: dict[BlockHashWithGroupId, list[BlockHashWithGroupId]] = {}
-        """By key of a host block of several parts, those of its parts but the last, which is
-        the same."""
+    def __init__(self, tier: CpuTier, groups: Groups) -> None:
+        self._tier = tier
+        self._groups = groups
+        self._sub_block_keys: dict[BlockHashWithGroupId, list[BlockHashWithGroupId]] = {}
+        """By key of a host block with several sub-blocks, their keys but the last, which is the
+        same."""
         self._num_with: Counter[BlockHashWithGroupId] = Counter()
-        """Host blocks that have a part of that key: they may part ways inside a host block."""
+        """Host blocks with a sub-block of that key: chains may fork inside a host block."""
         self._queue: list[BlockStored | _Removed] = []
         self._specs = [
-            (
-                get_kv_cache_spec_kind(group.kv_cache_spec).value,
-                get_kv_cache_spec_sliding_window(group.kv_cache_spec),
-            )
-            for group in tier.coordinator.kv_cache_config.kv_cache_groups
+            (get_kv_cache_spec_kind(spec).value, get_kv_cache_spec_sliding_window(spec))
+            for spec in groups.specs
         ]
-        # The pool knows of every block that leaves, by whatever way.
-        setattr(tier.pool, "_emit_block_removed_events", self._queue_removed)  # noqa: B010
+        tier.on_removed(self._on_removed)
 
-    def stored_run(self, run: Run, useless: Collection[int]) -> None:
-        """The blocks of ``run`` are findable from now on, but those at the places ``useless``.
-        Where it is not known whose tokens they are, those and their parent are left out."""
+    def on_committed(self, run: Run, useless: Collection[int]) -> None:
+        """The blocks of ``run`` can be found from now on, except at the places ``useless``. Tokens
+        and parent are left out where they are not known."""
         for place, key in enumerate(run.keys):
             if place not in useless:
-                self.stored(
-                    key,
-                    run.inner_keys[place] if run.inner_keys else (),
-                    run.num_tokens + place * run.size,
-                    run.origins[place] if run.origins else None,
-                )
+                inner_keys = run.inner_keys[place] if run.inner_keys else ()
+                num_tokens = run.num_tokens + place * run.size
+                payloads: PayloadsByKey = {}
+                if run.payloads:
+                    payloads = run.payloads[place]
+                elif run.request is not None:
+                    payloads = payloads_of_host_block(
+                        self._groups, key, inner_keys, num_tokens, run.request
+                    )
+                self._on_cached(key, inner_keys, num_tokens, payloads)
 
-    def stored(
+    def _on_cached(
         self,
         key: BlockHashWithGroupId,
         inner_keys: Iterable[BlockHashWithGroupId],
         num_tokens: int,
-        origin: "Request | ByKey | None",
+        payloads: PayloadsByKey,
     ) -> None:
-        """``stored_run`` for one block, of the prefix of ``num_tokens`` tokens; ``inner_keys``:
-        of prefixes that end inside it."""
+        """Queue the events of one block, at the end of a prefix of ``num_tokens`` tokens."""
         group = int(get_group_id(key))
-        size, num_parts = self._groups.block_sizes[group], self._groups.num_parts
-        contents = origin or {}
-        if not isinstance(contents, dict):
-            contents = contents_of_host_block(self._groups, key, inner_keys, num_tokens, contents)
-        if num_parts > 1 and len(contents) == num_parts and key in contents:
-            keys = list(contents)
-            self._parts[key] = keys[:-1]
+        size, num_sub_blocks = self._groups.block_sizes[group], self._groups.num_sub_blocks
+        if num_sub_blocks > 1 and len(payloads) == num_sub_blocks and key in payloads:
+            keys = list(payloads)
+            self._sub_block_keys[key] = keys[:-1]
             self._num_with.update(keys[:-1])
-            for part_key in keys:
-                self._add(part_key, group, size // num_parts, contents[part_key])
+            for sub_block_key in keys:
+                self._add(sub_block_key, group, size // num_sub_blocks, payloads[sub_block_key])
             return
         hash_size = self._groups.hash_block_size
-        self._add(key, group, hash_size if num_tokens % size else size, contents.get(key))
+        self._add(key, group, hash_size if num_tokens % size else size, payloads.get(key))
         for inner_key in inner_keys:
-            self._add(inner_key, group, hash_size, contents.get(inner_key))
+            self._add(inner_key, group, hash_size, payloads.get(inner_key))
 
-    def take(self) -> list[BlockStored | BlockRemoved]:
-        """What has happened since the last call, in order."""
+    def drain(self) -> list[BlockStored | BlockRemoved]:
+        """The events since the last call, in order."""
         queue, self._queue = self._queue, []
         events: list[BlockStored | BlockRemoved] = []
         removed: set[tuple[ExternalBlockHash, int | None]] = set()
-        # Told, and not stored again since: two blocks may have had the same inner key.
+        # Reported, and not stored again since: two blocks may have had the same inner key.
         for item in queue:
             if isinstance(item, BlockStored):
                 events.append(item)
                 removed.difference_update((each, item.group_idx) for each in item.block_hashes)
                 continue
-            if self.tier.lookup.get(item.key) is not None:  # another block holds it
+            if self._tier.has(item.key):  # another block holds it
                 continue
-            for key in (*item.part_keys, item.key):
-                told = maybe_convert_block_hash(get_block_hash(key)), int(get_group_id(key))
-                # Nor has another come to hold that part since.
-                if key not in self._num_with and told not in removed:
-                    removed.add(told)
-                    _append_removed(events, *told)
+            for key in (*item.sub_block_keys, item.key):
+                name = maybe_convert_block_hash(get_block_hash(key)), int(get_group_id(key))
+                # Another host block may have got such a sub-block since.
+                if key not in self._num_with and name not in removed:
+                    removed.add(name)
+                    _append_removed(events, *name)
         return events
 
-    def _queue_removed(self, keys: Sequence[BlockHashWithGroupId]) -> None:
+    def _on_removed(self, keys: Sequence[BlockHashWithGroupId]) -> None:
         for key in keys:
-            part_keys = self._parts.pop(key, ())
-            self._num_with.subtract(part_keys)
-            gone = [part_key for part_key in part_keys if self._num_with[part_key] == 0]
-            for part_key in gone:
-                del self._num_with[part_key]
+            sub_block_keys = self._sub_block_keys.pop(key, ())
+            self._num_with.subtract(sub_block_keys)
+            gone = [each for each in sub_block_keys if self._num_with[each] == 0]
+            for sub_block_key in gone:
+                del self._num_with[sub_block_key]
             self._queue.append(_Removed(key, gone))
 
     def _add(
-        self, key: BlockHashWithGroupId, group: int, size: int, contents: Contents | None
+        self, key: BlockHashWithGroupId, group: int, size: int, payload: EventPayload | None
     ) -> None:
         """Queue ``size`` tokens as stored under ``key``."""
         kind, sliding_window = self._specs[group]
@@ -147,20 +141,21 @@ class KVEvents:
             kv_cache_spec_sliding_window=sliding_window,
             locality=_LOCALITY,
         )
-        if contents is not None:
-            if contents.parent is not None:
-                event.parent_block_hash = maybe_convert_block_hash(contents.parent)
-            event.token_ids = contents.token_ids.tolist()
-            event.extra_keys = contents.extra_keys
-            event.session_id = contents.session_id
-            event.lora_id, event.lora_name = contents.lora_id, contents.lora_name
-            if self._queue and _follows(self._queue[-1], event):
+        if payload is not None:
+            if payload.parent is not None:
+                event.parent_block_hash = maybe_convert_block_hash(payload.parent)
+            event.token_ids = payload.token_ids.tolist()
+            event.extra_keys = payload.extra_keys
+            event.session_id = payload.session_id
+            event.lora_id, event.lora_name = payload.lora_id, payload.lora_name
+            if self._queue and _extend(self._queue[-1], event):
                 return
         self._queue.append(event)
 
 
-def _follows(last: object, event: BlockStored) -> bool:
-    """Whether ``event``, of one block, continues the chain of ``last``, which then has it."""
+def _extend(last: object, event: BlockStored) -> bool:
+    """Add ``event``, of one block, to ``last`` if it is the next block of the same chain; False
+    if not."""
     if (
         not isinstance(last, BlockStored)
         or not last.token_ids

@@ -1,4 +1,4 @@
-"""OffloadScheduler: the scheduler side, one engine step told as a story."""
+"""OffloadScheduler: the scheduler side of one engine, step by step."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -11,21 +11,21 @@ from simple_offload.config import ConfigError, OffloadConfig
 from simple_offload.logs import get_logger
 from simple_offload.metadata import RankCapacity, StepMetadata, WorkerReport
 from simple_offload.ranks import Ranks
-from simple_offload.scheduler.event_payload import Origins
 from simple_offload.scheduler.kv_events import KVEvents
 from simple_offload.scheduler.loads import Loads
 from simple_offload.scheduler.policies.base import BoundaryState, StorePolicy
 from simple_offload.scheduler.policies.select import describe_policy, make_policy
-from simple_offload.scheduler.rank_reports import InFlight
+from simple_offload.scheduler.rank_reports import TransferLedger
 from simple_offload.scheduler.stores import Stores
 from simple_offload.scheduler.supported import (
     chunk_sizes,
-    require_parts_possible,
+    require_sub_blocks_possible,
     require_supported_groups,
 )
+from simple_offload.scheduler.tier import block_pool
 from simple_offload.scheduler.tier.cpu_tier import CpuTier
-from simple_offload.scheduler.tier.groups import host_groups
-from simple_offload.scheduler.write_hazards import RecentTables
+from simple_offload.scheduler.tier.groups import Groups, host_groups
+from simple_offload.scheduler.write_hazards import WriteHazards
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -40,7 +40,7 @@ logger = get_logger(__name__)
 
 
 class OffloadScheduler:
-    """Lives as long as vLLM's scheduler, and is called from its thread only."""
+    """Lives as long as vLLM's scheduler, which calls it from one thread."""
 
     def __init__(
         self,
@@ -55,18 +55,18 @@ class OffloadScheduler:
         self.block_size, self._hash_block_size = resolve_kv_cache_block_sizes(
             kv_cache_config, vllm_config
         )
-        self._num_parts = config.num_sub_blocks(self.block_size)
-        if self._num_parts > 1:
-            require_parts_possible(config, kv_cache_config, self.block_size)
+        self._num_sub_blocks = config.num_sub_blocks(self.block_size)
+        if self._num_sub_blocks > 1:
+            require_sub_blocks_possible(config, kv_cache_config, self.block_size)
         self._chunk_sizes = chunk_sizes(kv_cache_config)
         self.switched_off = False
         self._ranks = Ranks.from_config(vllm_config.parallel_config)
         self._capacities: dict[str, RankCapacity] = {}
-        """By rank, what it has said last."""
-        self._agreed: int | None = None
-        """Host blocks, of a device block's size, that all ranks have room for."""
-        self._is_agreed_told = self._ranks.are_alike
-        """Whether the ranks know that number. Those that are alike need not be told."""
+        """By rank, its last report."""
+        self._capacity: int | None = None
+        """Host blocks of a device block's size that all ranks have room for, once known."""
+        self._is_capacity_sent = self._ranks.are_alike
+        """Whether the ranks know it. Ranks that are alike need no message."""
         self._make_tier()
 
     # Before the first request
@@ -76,28 +76,33 @@ class OffloadScheduler:
         self._device_pool = kv_cache_manager.block_pool
         self._device_managers = kv_cache_manager.coordinator.single_type_managers
         self._policy: StorePolicy = make_policy(
-            self.config, self._vllm_config, self.tier, self._stores, kv_cache_manager
+            self.config,
+            self._vllm_config,
+            self.tier,
+            self.groups,
+            self._stores,
+            kv_cache_manager,
+            self._meter,
+            wants_events=self._events is not None,
         )
-        self._recent = RecentTables(kv_cache_manager, self._vllm_config.max_concurrent_batches)
-        if self._events is not None:
-            self._stores.origins = Origins(self.tier.groups, kv_cache_manager)
+        self._hazards = WriteHazards(kv_cache_manager, self._vllm_config.max_concurrent_batches)
 
     def agree_on_capacity(self, capacities: Iterable[RankCapacity]) -> None:
-        """Learn what the ranks have memory for. Called once by vLLM, when every rank has
-        registered its KV caches and before any request; beside another connector
-        (MultiConnector) maybe not at all, and then the ranks' first reports say the same."""
+        """Learn how much memory the ranks have. vLLM calls this once, when every rank has
+        registered its KV caches and before any request. Beside another connector
+        (MultiConnector) it may not: then the ranks' first reports contain the same."""
         capacities = list(capacities)
         if not capacities:
             return
-        room = min(capacity.num_host_blocks for capacity in capacities) // self._num_parts
-        if self._num_parts > 1 and room < 2:
-            block_size = self.block_size * self._num_parts
+        room = min(capacity.num_host_blocks for capacity in capacities) // self._num_sub_blocks
+        if self._num_sub_blocks > 1 and room < 2:
+            block_size = self.block_size * self._num_sub_blocks
             raise ConfigError(
                 f"cpu_block_size={block_size}: a rank has room for {room} host blocks of "
                 f"{block_size} tokens. Allowed: room for at least 2, that is a smaller block or "
                 "more host memory"
             )
-        self._learn({capacity.rank: capacity for capacity in capacities})
+        self._on_capacities({capacity.rank: capacity for capacity in capacities})
 
     # One step
 
@@ -105,10 +110,10 @@ class OffloadScheduler:
         self, request: "Request", num_computed_tokens: int
     ) -> tuple[int, bool]:
         """Tokens that the tier has beyond those on the device, and whether they are loaded
-        between steps. Pins what it offers."""
+        between steps. Pins their blocks."""
         skip = self.switched_off or request.skip_reading_prefix_cache
         if skip or not self._can_extend(num_computed_tokens):
-            self._loads.forget(request.request_id)
+            self._loads.unpin_hit(request.request_id)
             return 0, False
         num_tokens = self._loads.lookup(request, num_computed_tokens)
         return num_tokens, num_tokens > 0
@@ -117,63 +122,55 @@ class OffloadScheduler:
         self, request: "Request", blocks: "KVCacheBlocks", num_external_tokens: int
     ) -> None:
         """Plan the load of an accepted hit into the request's new device blocks."""
-        # A request comes here again when its load has ended, with the blocks that it has had.
-        if self._stores.origins is not None:
-            self._stores.origins.follow(request)
+        # A request comes here again when its load has ended, with the blocks that it got before.
         starts = num_external_tokens > 0 or request.num_computed_tokens == 0
         if starts and not self.switched_off:
             if not request.skip_reading_prefix_cache:
                 self._meter.add(metrics.LOOKUPS, 1, "hit" if num_external_tokens > 0 else "miss")
             self._policy.on_allocated(request, loads=num_external_tokens > 0)
         if num_external_tokens > 0:
-            self._give_back_unread(request, num_external_tokens)
+            self._free_unread(request, num_external_tokens)
             self._loads.plan(request, blocks.blocks, num_external_tokens, self._device_pool)
         else:
-            self._loads.forget(request.request_id)
+            self._loads.unpin_hit(request.request_id)
 
     def build_connector_meta(self, scheduler_output: "SchedulerOutput") -> StepMetadata:
         """The transfers that start with this step."""
-        states = _boundary_states(scheduler_output)
-        if self._stores.origins is not None:
-            self._stores.origins.on_step(
-                scheduler_output.num_scheduled_tokens,
-                {request_id: [s.block_id for s in of] for request_id, of in states.items()},
-            )
-        self._policy.on_states(states)
+        self._policy.on_states(_boundary_states(scheduler_output))
         self._policy.on_step(scheduler_output)
         # Zeroing of new blocks is queued with this step: loads come after it.
         zeroed = scheduler_output.new_block_ids_to_zero or ()
         loads = self._loads.submit(
-            lambda block_ids: bool(zeroed) or self._recent.may_touch(block_ids)
+            lambda block_ids: bool(zeroed) or self._hazards.may_touch(block_ids)
         )
         computes = bool(scheduler_output.num_scheduled_tokens)
-        self._recent.end_step(zeroed, computes=computes)
-        self._is_agreed_told |= self._agreed is not None
+        self._hazards.on_step(zeroed, computes=computes)
+        self._is_capacity_sent |= self._capacity is not None
         return StepMetadata(
             loads=loads,
             stores=self._stores.submit(),
-            admitted=self._loads.take_admitted(),
+            admitted=self._loads.drain_admitted(),
             computes=computes,
-            num_host_blocks=None if self._ranks.are_alike else self._agreed,
+            num_host_blocks=None if self._ranks.are_alike else self._capacity,
         )
 
     def update_connector_output(self, output: "KVConnectorOutput") -> None:
-        """Commit, release or drop what has ended on every rank; admit what every rank has
-        announced."""
+        """Commit or release transfers that have ended on every rank; admit loads that every rank
+        has announced."""
         report = output.kv_connector_worker_meta
         if isinstance(report, WorkerReport):
-            self._take(report)
+            self._on_report(report)
         if output.finished_recving:
             self._loads.admit(output.finished_recving, self._device_pool)
 
-    def _take(self, report: WorkerReport) -> None:
+    def _on_report(self, report: WorkerReport) -> None:
         if report.capacities:
-            self._learn(report.capacities)
+            self._on_capacities(report.capacities)
         self._loads.on_failed(report.failed)
-        for ended in self._in_flight.end(report):
-            is_load = self._loads.finish(ended, self._device_pool)
-            if not is_load:
-                self._stores.finish(ended, self._device_pool)
+        for ended in self._ledger.on_report(report):
+            is_load = self._loads.on_ended(ended, self._device_pool)
+            if not is_load and (device_blocks := self._stores.on_ended(ended)) is not None:
+                self._policy.free_blocks(device_blocks)
             if not ended.ok:
                 consequence = (
                     "its request recomputes or fails, as kv_load_failure_policy says"
@@ -186,58 +183,44 @@ class OffloadScheduler:
             self.switched_off = True
             self.reset_cache()
             logger.error(
-                "A rank has lost its copy threads: the host tier is switched off. The server "
-                "goes on without it; restart the server to have it back."
+                "A rank has lost a copy thread: the host tier is switched off. The server "
+                "continues without it; restart the server to switch it on again."
             )
 
     def request_finished(self, request: "Request") -> tuple[bool, dict[str, Any] | None]:
-        """Store what is left of a request that ends. vLLM may free its blocks right away: what a
-        transfer still needs, the transfer holds, or vLLM itself until it has heard of the load."""
-        if self._stores.origins is not None:
-            self._stores.origins.forget(request.request_id)
-        self._loads.end(request.request_id)
-        self._policy.on_finished(request, loading=self._loads.is_loading(request.request_id))
+        """Store the rest of a request that ends. vLLM may free its blocks right away: transfers
+        have references to the blocks that they need; until vLLM knows of a load, it keeps them."""
+        self._loads.on_request_finished(request.request_id)
+        loading = self._loads.is_loading(request.request_id)
+        self._policy.on_request_finished(request, loading=loading)
         return False, None
 
     # Between steps
 
-    def take_events(self) -> "Sequence[KVCacheEvent]":
+    def drain_events(self) -> "Sequence[KVCacheEvent]":
         """KV events of the tier since the last call; none unless vLLM is configured for them."""
-        return self._events.take() if self._events is not None else ()
+        return self._events.drain() if self._events is not None else ()
 
-    def take_stats(self) -> metrics.OffloadStats | None:
-        """What has been counted since the last call, and how full the tier is if that has
-        changed; None when nothing."""
+    def drain_stats(self) -> metrics.OffloadStats | None:
+        """Counts since the last call, and how full the tier is if that has changed; None if
+        neither."""
         tier = self.tier
-        capacity = tier.num_blocks - 1  # vLLM's null block is none
-        pinned = capacity - tier.pool.get_num_free_blocks()
-        gauges = {metrics.CAPACITY: capacity, metrics.USED: tier.num_used, metrics.PINNED: pinned}
+        capacity = tier.num_blocks - 1  # without vLLM's null block
+        gauges = {
+            metrics.CAPACITY: capacity,
+            metrics.USED: tier.num_used,
+            metrics.PINNED: capacity - tier.num_free,
+        }
         return self._meter.drain(gauges)
 
-    @property
-    def ids_in_flight(self) -> frozenset[int]:
-        """Transfers that some rank has not reported yet."""
-        return self._in_flight.ids
-
-    @property
-    def num_in_flight(self) -> int:
-        """How many those are."""
-        return len(self._in_flight)
-
-    @property
-    def num_followed(self) -> int:
-        """Requests whose blocks are being stored, and requests with a pinned hit or a load that
-        has failed."""
-        return self._policy.num_requests + self._loads.num_requests
-
     def has_pending_work(self) -> bool:
-        """Whether the engine has to go on stepping although no request needs it."""
-        untold = self._agreed is not None and not self._is_agreed_told
-        return untold or not (self._policy.idle and self._stores.idle and self._loads.idle)
+        """Whether the engine must go on stepping although no request needs it."""
+        must_send = self._capacity is not None and not self._is_capacity_sent
+        return must_send or not (self._policy.idle and self._stores.idle and self._loads.idle)
 
     def has_pending_block_frees(self) -> bool:
-        """Whether waiting for a transfer would yield a device block, so that nobody needs to
-        be preempted for one."""
+        """Whether waiting for a transfer would free a device block, so that no request needs to be
+        preempted for one."""
         return (
             self._policy.num_held_blocks > 0
             or self._stores.frees_device_blocks()
@@ -245,86 +228,71 @@ class OffloadScheduler:
         )
 
     def reset_cache(self) -> bool:
-        """Forget all that the tier holds or is being given. Transfers in flight run to their
-        end; their blocks are held until then."""
+        """Drop all contents of the tier, and those on their way there. Transfers in flight go on;
+        their blocks stay pinned until then."""
         self._policy.on_reset()
-        self._stores.abandon(self._device_pool)
+        self._policy.free_blocks(self._stores.reset())
         self.tier.reset()
         return True
-
-    def check_integrity(self) -> None:
-        """Raise AssertionError when tier and bookkeeping contradict each other; at rest, when
-        anything is still held. For tests: takes time in proportion to the tier."""
-        self.tier.check_integrity()
-        self._loads.check_integrity()
-        self._stores.check_integrity()
-        if not self.has_pending_work():
-            assert self.num_in_flight == 0, f"{self.num_in_flight} transfers nobody waits for"
-            if self._loads.num_hits == 0:
-                free = self.tier.pool.get_num_free_blocks()
-                assert free == self.tier.num_blocks - 1, (
-                    f"{self.tier.num_blocks - 1 - free} host blocks are held by nobody"
-                )
 
     # Details
 
     def _make_tier(self) -> None:
-        """A tier with no host blocks (but vLLM's null block): the ranks open them."""
-        num_parts = self._num_parts
+        """A tier without host blocks (but vLLM's null block): the ranks open them."""
+        num_sub_blocks = self._num_sub_blocks
         coordinator = vllm_compat.make_host_coordinator(
-            replace(host_groups(self._device_config, num_parts), num_blocks=1),
+            replace(host_groups(self._device_config, num_sub_blocks), num_blocks=1),
             self._vllm_config,
-            self.block_size * num_parts,
-            self._hash_block_size * num_parts,
+            self.block_size * num_sub_blocks,
+            self._hash_block_size * num_sub_blocks,
         )
         self._meter = metrics.Meter()
-        # Lazy stores see to it that what has been loaded is not lost.
-        lazy = self.config.lazy_offload
-        self.tier = CpuTier(coordinator, self._hash_block_size, num_parts, self._meter, lazy)
-        self._in_flight = InFlight(self._ranks.num)
-        self._loads = Loads(self.tier, self._in_flight)
-        self._stores = Stores(self.tier, self._in_flight)
+        self.groups = Groups(coordinator, self._hash_block_size, num_sub_blocks)
+        self.tier = CpuTier(coordinator, self.groups, self._meter, demotes=self.config.lazy_offload)
         events_config = self._vllm_config.kv_events_config
         self._events: KVEvents | None = None
         if events_config is not None and events_config.enable_kv_cache_events:
-            self._stores.events = self._events = KVEvents(self.tier)
+            self._events = KVEvents(self.tier, self.groups)
+        self._ledger = TransferLedger(self._ranks.num)
+        self._loads = Loads(self.tier, self.groups, self._ledger, self._meter)
+        self._stores = Stores(self.tier, self.groups, self._ledger, self._meter, self._events)
 
-    def _give_back_unread(self, request: "Request", num_external_tokens: int) -> None:
-        """Return those of the request's new device blocks that attention will not read.
+    def _free_unread(self, request: "Request", num_external_tokens: int) -> None:
+        """Free those of the request's new device blocks that attention will not read.
 
-        For a chain of MTP modules, vLLM's sliding windows retain some tokens more
-        (``extra_retained_tokens``), and blocks are allocated for those too. Lookups, on the device
-        as in the tier, ask for the window only: the tier has nothing to fill such a block with.
-        Left empty in the table, it would get a hash and be found. After a hit on the device its
-        place is the null block's as well.
+        For a chain of MTP modules, vLLM's sliding windows retain more tokens
+        (``extra_retained_tokens``), and vLLM allocates blocks for those too. Lookups, on the device
+        as in the tier, ask for the window only: the tier has no contents for such a block. If it
+        stayed in the table empty, vLLM would hash it and find it. After a hit on the device, too,
+        a null block stands there.
         """
-        num_tokens = self._loads.num_found(request.request_id) + num_external_tokens
+        num_tokens = self._loads.num_computed_tokens(request.request_id) + num_external_tokens
         for group, manager in enumerate(self._device_managers):
-            num_unread = self.tier.groups.num_unread_tokens(num_tokens, group)
+            num_unread = self.groups.num_unread_tokens(num_tokens, group)
             if num_unread > manager.get_num_skipped_tokens(num_tokens):
                 count = num_unread // manager.block_size
-                manager._remove_blocks_in_range(request.request_id, 0, count)
+                block_pool.free_first_blocks(manager, request.request_id, count)
 
-    def _learn(self, capacities: Mapping[str, RankCapacity]) -> None:
+    def _on_capacities(self, capacities: Mapping[str, RankCapacity]) -> None:
         """Use the host blocks that every rank has opened: each must have room for each block."""
         self._capacities.update(capacities)
         if len(self._capacities) == self._ranks.num:
-            if self._agreed is None:
+            if self._capacity is None:
                 self._agree()
             num_open = min(capacity.num_open for capacity in self._capacities.values())
-            self.tier.grow(num_open // self._num_parts)
+            self.tier.grow(num_open // self._num_sub_blocks)
 
     def _agree(self) -> None:
-        """Every rank has said what it has room for: the smallest decides."""
+        """Every rank has reported its room: the smallest decides."""
         rooms = [capacity.num_host_blocks for capacity in self._capacities.values()]
-        self._agreed = min(rooms)
-        by_rank = [room // self._num_parts for room in rooms]
+        self._capacity = min(rooms)
+        by_rank = [room // self._num_sub_blocks for room in rooms]
         if len(set(by_rank)) > 1:
             logger.info("Ranks have room for %s host blocks; all use %d", by_rank, min(by_rank))
         logger.info(
             "Host tier: %d blocks of %d tokens, %s",
             min(by_rank),
-            self.block_size * self._num_parts,
+            self.block_size * self._num_sub_blocks,
             describe_policy(self.config),
         )
 
@@ -333,13 +301,13 @@ class OffloadScheduler:
         block boundary, and where attention is local to a chunk, the lookup starts with a chunk."""
         if num_computed_tokens % self.block_size:
             return False
-        start = self.tier.groups.start_of(num_computed_tokens)
+        start = self.groups.start_of(num_computed_tokens)
         return not any(start % chunk_size for chunk_size in self._chunk_sizes)
 
 
 def _boundary_states(scheduled: "SchedulerOutput") -> dict[str, list[BoundaryState]]:
-    """The state blocks that vLLM hands over with this step. Requests that are giving their
-    blocks up in it are left out: the step does not complete those."""
+    """The state blocks that vLLM hands over with this step, by request; without those of requests
+    that give up their blocks in it: the step does not complete these."""
     handed_over = scheduled.kv_connector_block_state
     if handed_over is None:
         return {}

@@ -1,4 +1,4 @@
-"""InFlight: transfers that not every rank has reported yet."""
+"""TransferLedger: transfers in flight, and the ranks that have reported them."""
 
 from typing import NamedTuple
 
@@ -9,48 +9,49 @@ logger = get_logger(__name__)
 
 
 class Ended(NamedTuple):
-    """A transfer that every rank has ended; ``ok``: with success on all of them."""
+    """A transfer that every rank has ended; ``ok``: successfully on all of them."""
 
     id: int
     ok: bool
 
 
-class InFlight:
+class TransferLedger:
     """Numbers transfers and counts the reports of ``num_ranks`` ranks."""
 
     def __init__(self, num_ranks: int) -> None:
         self.num_ranks = num_ranks
         self.next_id = 0
         """Greater than the id of any transfer so far."""
-        self._ranks_left: dict[int, int] = {}
+        self._num_ranks_left: dict[int, int] = {}
         self._failed: set[int] = set()
 
     def __len__(self) -> int:
-        return len(self._ranks_left)
+        return len(self._num_ranks_left)
 
     @property
     def ids(self) -> frozenset[int]:
-        """Transfers that some rank has not reported."""
-        return frozenset(self._ranks_left)
+        """Transfers in flight."""
+        return frozenset(self._num_ranks_left)
 
     def begin(self) -> int:
-        """The id of a new transfer, greater than any before."""
+        """Number a new transfer, which is in flight from now on."""
         transfer_id = self.next_id
         self.next_id += 1
-        self._ranks_left[transfer_id] = self.num_ranks
+        self._num_ranks_left[transfer_id] = self.num_ranks
         return transfer_id
 
-    def end(self, report: WorkerReport) -> list[Ended]:
-        """Count ``report`` in; the transfers that have now ended on every rank, oldest first."""
-        self._failed.update(id for id in report.failed if id in self._ranks_left)
+    def on_report(self, report: WorkerReport) -> list[Ended]:
+        """Count a report. Returns the transfers that have now ended on every rank, oldest
+        first."""
+        self._failed.update(id for id in report.failed if id in self._num_ranks_left)
         ended = []
         for transfer_id, num_ranks in sorted(report.ended.items()):
-            if transfer_id not in self._ranks_left:
+            if transfer_id not in self._num_ranks_left:
                 logger.error("A rank reported transfer %d, which is not in flight", transfer_id)
                 continue
-            self._ranks_left[transfer_id] -= num_ranks
-            if self._ranks_left[transfer_id] <= 0:
-                del self._ranks_left[transfer_id]
+            self._num_ranks_left[transfer_id] -= num_ranks
+            if self._num_ranks_left[transfer_id] <= 0:
+                del self._num_ranks_left[transfer_id]
                 ended.append(Ended(transfer_id, ok=transfer_id not in self._failed))
                 self._failed.discard(transfer_id)
         return ended

@@ -1,83 +1,69 @@
-"""Stores: device blocks on their way to the host, across ranks."""
+"""Stores: device blocks on their way to the host tier, across ranks."""
 
 from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_utils import BlockHash, BlockHashWithGroupId, KVCacheBlock
 
 from simple_offload import metrics
-from simple_offload.logs import get_logger
 from simple_offload.metadata import Transfer
-from simple_offload.scheduler.event_payload import Origins
 from simple_offload.scheduler.kv_events import KVEvents
-from simple_offload.scheduler.rank_reports import Ended, InFlight
+from simple_offload.scheduler.rank_reports import Ended, TransferLedger
 from simple_offload.scheduler.tier import block_pool
 from simple_offload.scheduler.tier.cpu_tier import CpuTier
+from simple_offload.scheduler.tier.groups import Groups
 from simple_offload.scheduler.tier.run import Run
-
-logger = get_logger(__name__)
-
-
-class Storable(NamedTuple):
-    """A host block's worth of device blocks to be stored: what they will be known by, and their
-    place in a chain."""
-
-    device_blocks: tuple[KVCacheBlock, ...]
-    """As many as a host block has parts, in order."""
-    key: BlockHashWithGroupId
-    parent: BlockHashWithGroupId | None
-    num_tokens: int
-    """Of the prefix that ends with it."""
-    early: bool = False
-    """Whether it may be committed before its parent is: whoever stores it will store that too."""
 
 
 @dataclass(slots=True, eq=False)
 class _Store:
-    runs: list[tuple[Run, list[KVCacheBlock]]] = field(default_factory=list)
-    """Each with the host blocks that it is copied to."""
-    device_blocks: list[KVCacheBlock] = field(default_factory=list)
-    """Of all runs."""
-    host_blocks: list[KVCacheBlock] = field(default_factory=list)
-    """Of all runs."""
-    keys: set[BlockHashWithGroupId] = field(default_factory=set)
-    """Of all runs, unless abandoned. They are dropped as a whole: to take thousands of keys out
-    of a set takes as long as to put them there."""
-    abandoned: bool = False
+    """Runs that one transfer copies, and their blocks and keys together."""
 
-    def add(self, run: Run, host_blocks: list[KVCacheBlock]) -> None:
+    runs: list[Run] = field(default_factory=list)
+    device_blocks: list[KVCacheBlock] = field(default_factory=list)
+    host_blocks: list[KVCacheBlock] = field(default_factory=list)
+    keys: set[BlockHashWithGroupId] = field(default_factory=set)
+    """Empty once the store is cancelled. Dropped as a whole: to remove thousands of keys from a
+    set takes as long as to add them."""
+    cancelled: bool = False
+
+    def add(self, run: Run) -> None:
         """Copy a run too."""
-        self.runs.append((run, host_blocks))
+        self.runs.append(run)
         self.device_blocks += run.device_blocks
-        self.host_blocks += host_blocks
+        self.host_blocks += run.host_blocks
         self.keys.update(run.keys)
 
-    def abandon(self) -> None:
-        """Nothing of it is to be kept."""
-        self.abandoned = True
+    def cancel(self) -> None:
+        """Do not commit it, whatever becomes of the copy."""
+        self.cancelled = True
         self.keys.clear()
 
 
 class Stores:
-    """Planned (paired, both blocks held), in flight, and then committed or released.
+    """A store is planned (paired, both blocks pinned), then in flight, then committed or released.
 
-    One transfer a step carries the blocks of all requests.
+    One transfer a step carries the runs of all requests.
     """
 
-    def __init__(self, tier: CpuTier, in_flight: InFlight) -> None:
-        self.tier = tier
-        self._numbering = in_flight
-        self.events: KVEvents | None = None
-        self.origins: Origins | None = None
+    def __init__(
+        self,
+        tier: CpuTier,
+        groups: Groups,
+        ledger: TransferLedger,
+        meter: metrics.Meter,
+        events: KVEvents | None = None,
+    ) -> None:
+        self._tier = tier
+        self._groups = groups
+        self._ledger = ledger
+        self._meter = meter
+        self._events = events
         self._planned = _Store()
         self._in_flight: dict[int, _Store] = {}
         self.num_failed = 0
         """Stores that have failed."""
-        self.first_to_go: dict[int, int] = {}
-        """By id of a device block that is to be evicted first once it is released: its place
-        among those. Of no other meaning, so whoever plans a store may add and remove blocks."""
 
     @property
     def idle(self) -> bool:
@@ -86,111 +72,101 @@ class Stores:
 
     def has(self, key: BlockHashWithGroupId) -> bool:
         """Whether ``key`` is in the tier or on its way there."""
-        return self.tier.lookup.has(key) or self._is_coming(key)
-
-    def count_first(self, block_hashes: list[BlockHash], group: int, limit: int, guess: int) -> int:
-        """How many of the first ``limit`` blocks of a request of a chained group are in the tier
-        or on their way there. ``guess``: what it will probably be."""
-        return self.tier.lookup.count_first(block_hashes, group, limit, guess, self._is_coming)
+        return self._tier.has(key) or self._is_coming(key)
 
     def has_none(self, keys: Sequence[BlockHashWithGroupId]) -> bool:
-        """Whether none of ``keys``, at least one, of blocks that follow each other in a chain, is
-        in the tier or on its way there. What follows a block that has left the tier, or did not
-        get there, may be on its way unnoticed: it will not be kept without that block."""
-        if not self.tier.lookup.has_none(keys):
+        """Whether none of ``keys``, at least one, of consecutive blocks, is in the tier or on its
+        way there. Descendants of a block that has left the tier, or whose store failed, may be on
+        their way unnoticed: they will not be committed without it."""
+        if not self._tier.has_none(keys):
             return False
-        if self.tier.groups.is_chained(keys[0]):
-            return not self._is_coming(keys[0])  # nor is what follows it, then
+        if self._groups.is_chained(keys[0]):
+            return not self._is_coming(keys[0])  # nor are its descendants, then
         stores = (self._planned, *self._in_flight.values())
         return all(store.keys.isdisjoint(keys) for store in stores)
 
+    def lacking(self, keys: Sequence[BlockHashWithGroupId]) -> Sequence[int]:
+        """Places of those ``keys``, of consecutive blocks, that are neither in the tier nor on
+        their way there; a range if all are."""
+        if keys and self.has_none(keys):
+            return range(len(keys))
+        return [place for place, key in enumerate(keys) if not self.has(key)]
+
+    def count_first(self, block_hashes: list[BlockHash], group: int, limit: int, guess: int) -> int:
+        """Number of the first ``limit`` blocks of a request in a chained group that are in the
+        tier or on their way there. ``guess``: the probable answer."""
+        return self._tier.count_first(block_hashes, group, limit, guess, self._is_coming)
+
     def plan(
         self,
-        blocks: Sequence[Storable],
+        run: Run,
         keep: Callable[[], Container[BlockHashWithGroupId]],
-        pool: BlockPool,
+        device_pool: BlockPool,
     ) -> int:
-        """Pair device blocks, whose bytes are computed by the end of this step, with host
-        blocks, and hold both. Returns for how many of them, from the first on, the tier had
-        room without evicting one that holds a key in ``keep()``."""
-        host_blocks = self.tier.allocate(len(blocks), keep)
-        for block, host_block in zip(blocks, host_blocks, strict=False):
-            run = Run(
-                block.device_blocks, (block.key,), block.parent, block.num_tokens, early=block.early
-            )
-            self._add(run, [host_block], pool)
-        return len(host_blocks)
-
-    def plan_run(
-        self, run: Run, keep: Callable[[], Container[BlockHashWithGroupId]], pool: BlockPool
-    ) -> int:
-        """``plan`` for blocks that follow each other."""
-        host_blocks = self.tier.allocate(len(run), keep)
+        """Pair the device blocks of ``run``, whose bytes are computed by the end of this step, with
+        host blocks, and pin both. Returns the number of blocks, from the first on, that the tier
+        has room for without evicting a block with a key in ``keep()``."""
+        host_blocks = self._tier.allocate(len(run.keys), keep)
         if host_blocks:
-            self._add(run.first(len(host_blocks)), host_blocks, pool)
+            if len(host_blocks) < len(run.keys):
+                run = run.slice(0, len(host_blocks))
+            run.host_blocks = host_blocks
+            block_pool.touch(device_pool, run.device_blocks)
+            by_block = device_pool.cached_block_hashes_by_block
+            if by_block and self._groups.num_sub_blocks == 1:
+                inner_keys = [tuple(by_block.get(b.block_id, ())) for b in run.device_blocks]
+                if any(inner_keys):
+                    run.inner_keys = inner_keys
+            self._planned.add(run)
         return len(host_blocks)
-
-    def _add(self, run: Run, host_blocks: list[KVCacheBlock], pool: BlockPool) -> None:
-        """Plan the copy of a run; its host blocks are held already."""
-        block_pool.hold(pool, run.device_blocks)
-        by_block = pool.cached_block_hashes_by_block
-        if by_block and self.tier.groups.num_parts == 1:
-            inner_keys = [tuple(by_block.get(block.block_id, ())) for block in run.device_blocks]
-            if any(inner_keys):
-                run.inner_keys = inner_keys
-        if self.origins is not None:
-            count = self.tier.groups.num_parts
-            parts = (run.device_blocks[i * count : (i + 1) * count] for i in range(len(run)))
-            run.origins = [self.origins.of(blocks) for blocks in parts]
-        self._planned.add(run, host_blocks)
 
     def submit(self) -> list[Transfer]:
-        """The planned store as a transfer (none if nothing is planned), in flight from now on."""
+        """The planned store as a transfer, in flight from now on; none if nothing is planned."""
         if not self._planned.runs:
             return []
         store, self._planned = self._planned, _Store()
-        transfer_id = self._numbering.begin()
+        transfer_id = self._ledger.begin()
         self._in_flight[transfer_id] = store
         return [
             Transfer.pairing(
                 transfer_id,
                 [block.block_id for block in store.device_blocks],
-                self.tier.slots(store.host_blocks),
+                self._tier.slots(store.host_blocks),
             )
         ]
 
-    def finish(self, ended: Ended, device_pool: BlockPool) -> bool:
-        """Commit a store that succeeded on every rank, forget one that failed, release both
-        sides; False when ``ended`` is not a store."""
+    def on_ended(self, ended: Ended) -> Sequence[KVCacheBlock] | None:
+        """Commit a store that succeeded on every rank, or release its host blocks. Returns its
+        device blocks, in order, whose references are the caller's now; None if ``ended`` is not a
+        store."""
         store = self._in_flight.pop(ended.id, None)
         if store is None:
-            return False
-        meter = self.tier.meter
-        if ended.ok and not store.abandoned:
-            useless = self.tier.commit_all(store.runs)
-            meter.add(metrics.DROPPED, sum(map(len, useless)), "obsolete")
-            if self.events is not None:
-                for (run, _), places in zip(store.runs, useless, strict=True):
-                    self.events.stored_run(run, places)
+            return None
+        if ended.ok and not store.cancelled:
+            useless = self._tier.commit(store.runs)
+            self._meter.add(metrics.DROPPED, sum(map(len, useless)), "obsolete")
+            if self._events is not None:
+                for run, places in zip(store.runs, useless, strict=True):
+                    self._events.on_committed(run, places)
         else:
-            self.tier.unpin(store.host_blocks)
+            self._tier.unpin(store.host_blocks)
         if not ended.ok:
             self.num_failed += 1
-            meter.add(metrics.DROPPED, len(store.host_blocks), "copy_failed")
-        elif store.abandoned:
-            meter.add(metrics.DROPPED, len(store.host_blocks), "reset")
-        self._release(store, device_pool)
-        return True
+            self._meter.add(metrics.DROPPED, len(store.host_blocks), "copy_failed")
+        elif store.cancelled:
+            self._meter.add(metrics.DROPPED, len(store.host_blocks), "reset")
+        return store.device_blocks
 
-    def abandon(self, device_pool: BlockPool) -> None:
-        """Let no store that is planned or in flight be committed. What is in flight stays held
-        until its end: the copy may be under way."""
+    def reset(self) -> Sequence[KVCacheBlock]:
+        """Drop the planned store, and commit no store that is in flight: its blocks stay pinned
+        until it ends, since the copy may be under way. Returns the planned store's device blocks,
+        whose references are the caller's now."""
         planned, self._planned = self._planned, _Store()
-        self.tier.meter.add(metrics.DROPPED, len(planned.host_blocks), "reset")
-        self.tier.unpin(planned.host_blocks)
-        self._release(planned, device_pool)
+        self._meter.add(metrics.DROPPED, len(planned.host_blocks), "reset")
+        self._tier.unpin(planned.host_blocks)
         for store in self._in_flight.values():
-            store.abandon()
+            store.cancel()
+        return planned.device_blocks
 
     def frees_device_blocks(self) -> bool:
         """Whether the end of a store, planned or in flight, would return a device block to the
@@ -209,43 +185,3 @@ class Stores:
             if key in store.keys:
                 return True
         return False
-
-    def _release(self, store: _Store, device_pool: BlockPool) -> None:
-        """Last block first, as vLLM frees a request's: the tail of a prefix leaves first. But
-        blocks that were about to be evicted go back to where they were."""
-        if not self.first_to_go:
-            block_pool.release(device_pool, reversed(store.device_blocks))
-            return
-        blocks = store.device_blocks[::-1]
-        places = {
-            block.block_id: place
-            for block in blocks
-            if (place := self.first_to_go.pop(block.block_id, None)) is not None
-        }
-        first = [b for b in blocks if b.block_id in places and b.ref_cnt == 1]
-        first.sort(key=lambda block: places[block.block_id])
-        for block in first:
-            block.ref_cnt = 0
-        device_pool.free_block_queue.prepend_n(first)
-        device_pool.free_blocks([block for block in blocks if block.ref_cnt > 0])
-
-    def check_integrity(self) -> None:
-        """Raise AssertionError unless every block of a store is held and its key hidden."""
-        for store in (self._planned, *self._in_flight.values()):
-            for run, host_blocks in store.runs:
-                held = (*run.device_blocks, *host_blocks)
-                num_parts = self.tier.groups.num_parts
-                assert len(run.device_blocks) == num_parts * len(host_blocks), f"{run}: not whole"
-                assert len(run) == len(host_blocks), f"{run}: not paired"
-                assert all(block.ref_cnt > 0 for block in held), f"{held}: free during a store"
-                assert all(block.block_hash is None for block in host_blocks), (
-                    f"{host_blocks}: findable too soon"
-                )
-            keys = {key for run, _ in store.runs for key in run.keys}
-            assert store.keys == (set() if store.abandoned else keys), "keys on their way differ"
-        held_ids = {
-            block.block_id
-            for store in (self._planned, *self._in_flight.values())
-            for block in store.device_blocks
-        }
-        assert self.first_to_go.keys() <= held_ids, "a device block keeps a place it does not need"

@@ -1,4 +1,4 @@
-"""What the scheduler side can serve; of anything else, an error that says why."""
+"""Checks at start: models and executors that the scheduler side cannot serve are refused."""
 
 from itertools import count
 from typing import TYPE_CHECKING
@@ -18,12 +18,12 @@ if TYPE_CHECKING:
 
 
 def require_supported_executor(parallel: "ParallelConfig") -> None:
-    """Raise ConfigError where the scheduler would not hear of every rank: a store is not found
-    before all of them have reported it."""
+    """Raise ConfigError if some rank's reports would not reach the scheduler: a store can be found
+    only when all ranks have reported it."""
     backend, allowed = parallel.distributed_executor_backend, "allowed: 'mp' or 'ray'"
     if backend == "external_launcher" and parallel.world_size > 1:
-        # Each rank's engine is told of that rank alone. And schedulers that load when it suits
-        # their own rank would no longer decide alike, which such engines have to.
+        # Each rank's engine gets that rank's reports only. And its scheduler would load when that
+        # rank is ready, while such engines must all decide alike.
         raise ConfigError(
             f"distributed_executor_backend={backend!r} with {parallel.world_size} ranks: each "
             f"rank's scheduler hears of its own transfers only, and nothing would be found; "
@@ -42,7 +42,7 @@ def require_supported_executor(parallel: "ParallelConfig") -> None:
 
 
 def require_supported_groups(kv_cache_config: KVCacheConfig) -> None:
-    """Raise ConfigError for a model whose KV cache this version cannot serve."""
+    """Raise ConfigError for a model with a KV cache that this version cannot serve."""
     if not kv_cache_config.prefix_cacheable_group_ids:
         raise ConfigError("this model has no KV cache group that prefix caching covers")
     modes = {
@@ -52,7 +52,7 @@ def require_supported_groups(kv_cache_config: KVCacheConfig) -> None:
         if isinstance(spec, MambaSpec)
     }
     if "none" in modes:
-        # vLLM then has one state a request, which it overwrites with every token.
+        # vLLM then has one state for each request, and overwrites it with every token.
         raise ConfigError(
             "mamba_cache_mode='none': vLLM keeps no state that a later request could start from; "
             "allowed: 'align', which vLLM chooses when enable_prefix_caching is on"
@@ -62,7 +62,7 @@ def require_supported_groups(kv_cache_config: KVCacheConfig) -> None:
 
 
 def chunk_sizes(kv_cache_config: KVCacheConfig) -> frozenset[int]:
-    """Tokens of the chunks that attention is local to, of all layers that have such."""
+    """Chunk sizes, in tokens, of all layers whose attention is local to a chunk."""
     return frozenset(
         spec.attention_chunk_size
         for group in kv_cache_config.kv_cache_groups
@@ -71,10 +71,10 @@ def chunk_sizes(kv_cache_config: KVCacheConfig) -> frozenset[int]:
     )
 
 
-def require_parts_possible(
+def require_sub_blocks_possible(
     config: OffloadConfig, kv_cache_config: KVCacheConfig, block_size: int
 ) -> None:
-    """Raise ConfigError where host blocks of several device blocks cannot be had."""
+    """Raise ConfigError if host blocks cannot have several sub-blocks."""
     setting = f"cpu_block_size={config.cpu_block_size}"
     allowed = f"allowed: {block_size}, or no cpu_block_size"
     if config.lazy_offload:
@@ -82,12 +82,12 @@ def require_parts_possible(
             f"{setting}: lazy_offload stores device blocks one by one; {allowed}, or "
             "lazy_offload=false"
         )
-    # A state stands for all tokens before it, so there is one at the end of a block and none of
-    # its parts; vLLM keeps few of them besides.
+    # A state stands for all tokens before it: a host block has one at its end, and none for its
+    # other sub-blocks. vLLM keeps few of them anyway.
     if kv_cache_config.has_mamba_layers:
         raise ConfigError(f"{setting}: this model has state (Mamba) layers; {allowed}")
     # vLLM's lookup for attention in chunks (ChunkedLocalAttentionManager.find_longest_cache_hit)
-    # takes it that blocks and chunks end together.
+    # assumes that blocks and chunks end together.
     size = config.cpu_block_size
     chunks = chunk_sizes(kv_cache_config)
     if size is not None and not _fit(size, chunks):

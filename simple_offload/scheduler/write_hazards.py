@@ -1,4 +1,4 @@
-"""RecentTables: device blocks that compute in flight may touch although nobody holds them."""
+"""WriteHazards: free device blocks that compute in flight may still touch."""
 
 from collections import deque
 from collections.abc import Iterable, Sequence
@@ -15,17 +15,17 @@ if TYPE_CHECKING:
 _Tables = dict[str, list[KVCacheBlock]]
 
 
-class RecentTables:
-    """With async scheduling, a request is found to have ended (or is preempted) when its next
-    step is on the device already. Its blocks may be handed out at once, and a copy into them has
-    to wait for that step. So it is with the last step whose output has been processed: vLLM's V2
-    runner hands the output over before its drafter has run (``GPUModelRunner.sample_tokens``).
+class WriteHazards:
+    """With async scheduling, vLLM learns that a request has ended (or preempts it) when its next
+    step is on the device already. Its blocks may be handed out at once, and a copy into them has to
+    wait for that step; also for the last step whose output has been processed, since vLLM's V2
+    runner returns the output before its drafter has run (``GPUModelRunner.sample_tokens``).
 
     Keeps the block tables of the last ``num_steps`` steps with tokens: the one whose output was
     processed last, and all that vLLM may have in flight beside the coming one. Steps without
-    tokens do not count: no output of theirs says that compute before them is over. A table that
-    was given up since is no longer the request's. That shows for tables which only grow; a
-    sliding window gives up blocks of a table that goes on.
+    tokens do not count: they have no output that shows the end of earlier compute. A table that
+    was given up is no longer the request's. That shows for tables which only grow; a sliding
+    window gives up blocks of a table that stays.
     """
 
     def __init__(self, kv_cache_manager: "KVCacheManager", num_steps: int) -> None:
@@ -33,16 +33,15 @@ class RecentTables:
         self._only_grow = all(isinstance(m, FullAttentionManager) for m in self._managers)
         self._steps: deque[list[_Tables]] = deque(maxlen=num_steps)
         self._zeroed: deque[list[int]] = deque([[]], maxlen=num_steps)
-        """By step, the blocks that it, or steps without tokens after it, zeroes."""
+        """By step, ids of the blocks that it zeroes, or steps without tokens after it."""
         self._given_up: set[int] | None = None
-        """Ids of blocks of tables that have been given up which are in use again, and of those
-        that are zeroed."""
+        """Ids of the zeroed blocks, and of blocks in use again that were in a table since given
+        up; None until ``may_touch`` needs it."""
 
-    def end_step(self, zeroed: Sequence[int] = (), *, computes: bool = True) -> None:
+    def on_step(self, zeroed: Sequence[int] = (), *, computes: bool = True) -> None:
         """A step has been scheduled that runs requests with the block tables of now, if it
-        ``computes`` at all, and zeroes these blocks. They are new, but no table need have them any
-        more: under priority scheduling, a request that has got some may be preempted before the
-        step is complete."""
+        ``computes`` at all, and zeroes these blocks. They are new, but may be in no table: under
+        priority scheduling, their request may be preempted before the step is complete."""
         self._given_up = None
         if not self._only_grow:
             return
@@ -52,8 +51,8 @@ class RecentTables:
         self._zeroed[-1].extend(zeroed)
 
     def may_touch(self, block_ids: Iterable[int]) -> bool:
-        """Whether a step in flight may read or write one of these blocks, which were free when
-        the coming step was scheduled, and are not any more."""
+        """Whether a step in flight may read or write one of these blocks, which were free until
+        the coming step was scheduled."""
         if not self._only_grow:
             return True
         if self._given_up is None:

@@ -40,6 +40,7 @@ from tests.engine.spec import (
     PoolState,
     Round,
 )
+from tests.simulation import integrity
 
 HostChunk = list[torch.Tensor]
 """Consecutive host blocks: int8 tensors ``[blocks, page_bytes]``, one for each region."""
@@ -154,14 +155,14 @@ def _read_state(engine: LLMEngine, result: EngineResult) -> None:
     connector = _our_connector(scheduler)
     if connector is None or connector.scheduler is None:
         return
-    result.host_pool = _pool_state(connector.scheduler.tier.pool)
+    result.host_pool = _pool_state(integrity.pool_of(connector.scheduler.tier))
     problems = []
     try:
-        connector.scheduler.check_integrity()
+        integrity.check_scheduler(connector.scheduler)
     except AssertionError:
         problems.append(traceback.format_exc())
-    if connector.scheduler.num_in_flight:
-        problems.append(f"{connector.scheduler.num_in_flight} transfers in flight")
+    if in_flight := integrity.ids_in_flight(connector.scheduler):
+        problems.append(f"{len(in_flight)} transfers in flight")
     result.integrity_problem = "\n".join(problems) or None
 
 

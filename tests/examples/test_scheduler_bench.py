@@ -309,7 +309,6 @@ def test_footprint(name: str) -> None:
     assert 32 <= found.bytes_per_filled_block * num_sub_blocks <= 1000
 
 
-@pytest.mark.slow
 def test_footprint_of_nothing_but_the_pool() -> None:
     found = measure_footprint(POOL, FootprintPlan(tier_blocks=200_000, filled_blocks=0, repeats=2))
     assert (found.tier_blocks, found.bytes_per_filled_block) == (200_000, None)

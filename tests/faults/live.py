@@ -16,6 +16,7 @@ from tests.engine.spec import Answer, Ask, EngineSpec
 from tests.faults.backend import FaultyBackend
 from tests.faults.connector import FAULTS_KEY, SimpleCPUOffloadConnector
 from tests.faults.plan import Fault, FaultPlan
+from tests.simulation import integrity
 
 STEP_LIMIT = 20_000
 """More steps mean that a round never ends."""
@@ -161,7 +162,7 @@ class LiveEngine:
     def num_in_flight(self) -> int:
         """Number of transfers that some rank has not reported."""
         assert self.offload is not None
-        return self.offload.num_in_flight
+        return len(integrity.ids_in_flight(self.offload))
 
     def num_loading(self) -> int:
         """Number of loads that are planned or in flight."""
@@ -174,7 +175,7 @@ class LiveEngine:
     def num_cached(self) -> int:
         """Number of host blocks that can be found."""
         assert self.offload is not None
-        return sum(block.block_hash is not None for block in self.offload.tier.pool.blocks)
+        return self.offload.tier.num_used
 
     def end_phase(self, name: str, **facts: Any) -> None:
         """Come to rest, record the state, and begin another phase."""
@@ -216,7 +217,7 @@ class LiveEngine:
     def _held(self) -> dict[str, int]:
         pools = {"device": self.scheduler.kv_cache_manager.block_pool}
         if self.offload is not None:
-            pools["host"] = self.offload.tier.pool
+            pools["host"] = integrity.pool_of(self.offload.tier)
         # The null block is always referenced.
         return {
             name: pool.num_gpu_blocks - 1 - pool.get_num_free_blocks()
@@ -255,10 +256,7 @@ def with_faults(num_host_blocks: int, faults: Sequence[Fault]) -> dict[str, Any]
 
 def _integrity_problem(offload: OffloadScheduler) -> str | None:
     try:
-        offload.check_integrity()
+        integrity.check_at_rest(offload)
     except AssertionError as problem:
         return str(problem)
-    in_flight, followed = offload.num_in_flight, offload.num_followed
-    if in_flight or followed:
-        return f"{in_flight} transfers in flight, {followed} requests or hits followed, at rest"
     return None

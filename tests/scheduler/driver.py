@@ -79,6 +79,11 @@ class Driver:
     def device_pool(self) -> BlockPool:
         return self.world.scheduler.kv_cache_manager.block_pool
 
+    @property
+    def host_pool(self) -> BlockPool:
+        """The tier's blocks."""
+        return self.world.host_pool
+
     # Requests
 
     def start(
@@ -155,12 +160,12 @@ class Driver:
     def found(self, tokens: list[int], salt: str | None = None) -> int:
         """How many of these tokens the tier could supply."""
         request = make_request("looker", tokens, salt, self.world.shape.hash_size)
-        return self.tier.lookup.hit(request.block_hashes, 0, len(tokens)).num_tokens
+        return self.tier.lookup(request.block_hashes, 0, len(tokens)).num_tokens
 
     @property
     def num_held(self) -> tuple[int, int]:
         """Device and host blocks that are not free."""
-        pools = (self.device_pool, self.tier.pool)
+        pools = (self.device_pool, self.host_pool)
         device, host = (len(pool.blocks) - 1 - pool.get_num_free_blocks() for pool in pools)
         return device, host
 
@@ -172,4 +177,4 @@ class Driver:
     @property
     def num_kept(self) -> int:
         """Blocks that the tier holds something in."""
-        return sum(block.block_hash is not None for block in self.tier.pool.blocks)
+        return sum(block.block_hash is not None for block in self.host_pool.blocks)

@@ -1,4 +1,4 @@
-"""Admission: how many requests have had a prefix. With it, one-off prompts stay out."""
+"""Admission: counts the requests with a prefix, so that one-off prompts stay out."""
 
 import pytest
 from vllm.v1.core.kv_cache_utils import BlockHash, make_block_hash_with_group_id
@@ -11,17 +11,17 @@ BOTH = pytest.mark.parametrize("lazy", [False, True])
 
 
 def admitted(admission: Admission, hashes: list[BlockHash], group: int = 0) -> int:
-    """How many of these prefixes are admitted."""
+    """Number of these prefixes that are admitted."""
     return sum(admission.admits(make_block_hash_with_group_id(h, group)) for h in hashes)
 
 
-def test_a_prefix_is_admitted_once_so_many_requests_have_had_it() -> None:
+def test_a_prefix_is_admitted_with_the_third_request() -> None:
     admission = Admission(threshold=3)
     first = make_request("a", prompt(17))
     versions = []
     for name in "abc":
         assert admitted(admission, first.block_hashes) == 0
-        admission.note(make_request(name, prompt(17)))
+        admission.count(make_request(name, prompt(17)))
         versions.append(admission.version)
     assert admitted(admission, first.block_hashes) == 4
     assert admitted(admission, first.block_hashes, group=1) == 4
@@ -33,25 +33,23 @@ def test_a_request_counts_once_for_each_prefix() -> None:
     admission = Admission(threshold=2)
     request = make_request("a", prompt(9), max_tokens=20)
     for token in range(8):
-        admission.note(request)
+        admission.count(request)
         request.append_output_token_ids(token)
-    admission.note(request)
-    assert admission.num_counted == len(request.block_hashes) == 4
+    admission.count(request)
+    assert len(request.block_hashes) == 4
     assert admitted(admission, request.block_hashes) == 0
-    admission.forget("a")
-    assert admission.num_requests == 0
-    admission.note(request)
+    admission.on_request_finished("a")
+    admission.count(request)
     assert admitted(admission, request.block_hashes) == 4
 
 
-def test_no_more_is_remembered_than_that() -> None:
+def test_the_hashes_requested_least_recently_are_dropped() -> None:
     admission = Admission(threshold=2, max_counted=6)
     request = make_request("a", prompt(17))
-    admission.note(request)
-    admission.note(make_request("b", prompt(17, family=1)))
-    assert admission.num_counted == 6
-    admission.note(make_request("c", prompt(17)))
-    # The end of the prefix had been forgotten first.
+    admission.count(request)
+    admission.count(make_request("b", prompt(17, family=1)))
+    admission.count(make_request("c", prompt(17)))
+    # The end of the prefix was dropped first.
     assert admitted(admission, request.block_hashes[:2]) == 2
     assert admitted(admission, request.block_hashes) == 2
 
@@ -59,8 +57,9 @@ def test_no_more_is_remembered_than_that() -> None:
 def test_a_threshold_of_one_counts_nothing() -> None:
     admission = Admission(threshold=1)
     request = make_request("a", prompt(17))
-    admission.note(request)
-    assert (admission.num_counted, admission.num_requests) == (0, 0)
+    admission.count(request)
+    assert not admission._counts
+    assert not admission._num_seen
     assert admitted(admission, request.block_hashes) == 4
 
 
@@ -68,7 +67,7 @@ def test_a_threshold_of_one_counts_nothing() -> None:
 
 
 def fill(driver: Driver, num_prompts: int, first_family: int = 50) -> None:
-    """Prompts that come once: more than the device holds."""
+    """Run prompts that come once, more than the device holds."""
     for family in range(first_family, first_family + num_prompts):
         driver.say(f"once{family}", prompt(17, family=family))
 
@@ -86,10 +85,8 @@ def test_prompts_that_come_once_do_not_churn_the_tier(drive: MakeDriver, lazy: b
 
 
 @BOTH
-def test_what_is_asked_for_again_is_stored_though_it_was_not_before(
-    drive: MakeDriver, lazy: bool
-) -> None:
-    """In the middle of a prompt, and while the first request is still running."""
+def test_a_prefix_is_stored_once_a_second_request_has_it(drive: MakeDriver, lazy: bool) -> None:
+    """It ends in the middle of a prompt, and the first request is still running."""
     driver = drive(lazy=lazy, store_threshold=2, num_device_blocks=30, windows=(0,))
     driver.start("long", prompt(17), max_tokens=20)
     driver.step(8)

@@ -1,100 +1,92 @@
-"""Chains: which blocks of a prompt are there, wherever they stand."""
+"""CpuTier: finds the first blocks of a chain, wherever they stand in the free queue."""
 
 import pytest
 
 from simple_offload.scheduler.tier.cpu_tier import CpuTier
-from simple_offload.scheduler.tier.lookup import Chains
-from simple_offload.scheduler.tier.run import Run
 from tests.scheduler.tiers import (
     BLOCK_SIZE,
     block,
+    commit_as,
+    get,
     hashes,
+    hold,
     key,
     make_tier,
     names,
     prefixes,
     store,
 )
+from tests.simulation.integrity import pool_of
 
 
-def longest(tier: CpuTier, chain: str) -> list[str]:
-    asked = hashes(chain)
-    return names(Chains(tier.order).longest(asked, tier.groups.key_ends[0], len(asked)))
+def found(tier: CpuTier, chain: str) -> list[str]:
+    (blocks,) = tier.lookup(hashes(chain), 0, len(chain) * BLOCK_SIZE).blocks
+    return names(blocks)
 
 
-@pytest.mark.parametrize("num_asked", [0, 1, 3, 5, 9])
-def test_the_longest_chain_is_what_vllm_finds(num_asked: int) -> None:
-    tier = make_tier(12)
-    store(tier, "abcde", "abx")
-    for chain in ("abcdefghi", "abxyz", "zabcd"):
-        asked = hashes(chain)
-        limit = min(num_asked, len(asked))
-        found = Chains(tier.order).longest(asked, tier.groups.key_ends[0], limit)
-        (expected,) = tier.coordinator.find_longest_cache_hit(asked, num_asked * BLOCK_SIZE)[0]
-        assert found == expected
+def long_chain(length: int) -> str:
+    return "".join(chr(0x4E00 + i) for i in range(length))
 
 
-def test_a_chain_is_followed_wherever_its_blocks_are() -> None:
-    """Held, or with others between them in the free queue."""
+def test_a_chain_is_found_wherever_its_blocks_are() -> None:
+    """They have references, or other blocks stand between them in the free queue."""
     tier = make_tier(12)
     store(tier, "a", "q", "ab", "abc", "abx", "abcd")
     for held in ([], ["abc"], ["abcd"]):
-        tier.pin([block(tier, name) for name in held])
-        assert longest(tier, "abcde") == prefixes("abcd")
-    ancestors = tier.lookup.lineage(hashes("abcde"), 3 * BLOCK_SIZE)
-    assert names(ancestors) == prefixes("abc")
+        hold(tier, [block(tier, name) for name in held])
+        assert found(tier, "abcde") == prefixes("abcd")
+    hit = tier.lookup(hashes("abcde"), 3 * BLOCK_SIZE, 100)
+    assert (names(hit.blocks[0]), names(hit.pins)) == (["abcd"], prefixes("abcd"))
 
 
-def test_blocks_that_do_not_say_what_precedes_them_are_looked_up() -> None:
+def test_blocks_without_a_known_parent_are_found() -> None:
     tier = make_tier(2)
     for name in ("a", "ab"):
         (filled,) = tier.allocate(1)
-        tier.commit_all([(Run((), (key(name),), None, len(name) * BLOCK_SIZE), [filled])])
-    assert longest(tier, "ab") == ["a", "ab"]
+        assert commit_as(tier, filled, key(name), None, len(name) * BLOCK_SIZE)
+    assert found(tier, "ab") == ["a", "ab"]
 
 
 @pytest.mark.parametrize("length", [70, 400])
 def test_a_chain_with_a_gap_ends_there(length: int) -> None:
-    """Longer ones are looked for in several batches."""
+    """Behind the gap, a hit pins its ancestors that are there."""
     tier = make_tier(length + 2)
-    chain = "".join(chr(0x4E00 + i) for i in range(length))
+    chain = long_chain(length)
     store(tier, chain)
-    assert longest(tier, chain) == prefixes(chain)
-    for missing in (length - 1, 66, 3, 0):
-        tier.pool.evict_blocks({block(tier, chain[: missing + 1]).block_id})
-        assert longest(tier, chain) == prefixes(chain[:missing])
-        assert tier.lookup.lineage(hashes(chain), length * BLOCK_SIZE) == [
-            found for name in prefixes(chain) if (found := tier.lookup.get(key(name))) is not None
+    assert found(tier, chain) == prefixes(chain)
+    for missing in (66, 3, 0):
+        pool_of(tier).evict_blocks({block(tier, chain[: missing + 1]).block_id})
+        assert found(tier, chain) == prefixes(chain[:missing])
+        hit = tier.lookup(hashes(chain), (length - 1) * BLOCK_SIZE, BLOCK_SIZE)
+        assert hit.pins == [
+            there for name in prefixes(chain) if (there := get(tier, key(name))) is not None
         ]
 
 
-@pytest.mark.parametrize(("num_there", "guess"), [(20, 20), (37, 37), (1, 1), (0, None), (0, 0)])
-def test_two_looks_tell_that_a_guess_is_right_or_that_nothing_is_there(
-    num_there: int, guess: int | None
+@pytest.mark.parametrize(("num_coming", "guess"), [(20, 20), (37, 37), (1, 1), (0, None), (0, 0)])
+def test_two_keys_confirm_a_right_guess_or_an_absent_chain(
+    num_coming: int, guess: int | None
 ) -> None:
-    chain = "".join(chr(0x4E00 + i) for i in range(40))
-    looked: list[bytes] = []
+    chain = long_chain(40)
+    asked: list[bytes] = []
+    coming = {key(name) for name in prefixes(chain)[:num_coming]}
 
-    def is_coming(found: bytes) -> bool:
-        looked.append(found)
-        return found in there
+    def is_coming(key: bytes) -> bool:
+        asked.append(key)
+        return key in coming
 
-    tier = make_tier(4)
-    there = {key(name) for name in prefixes(chain)[:num_there]}
-    end = tier.groups.key_ends[0]
-    assert Chains(tier.order).count(hashes(chain), end, 40, guess, is_coming) == num_there
-    assert len(looked) <= 2
+    assert make_tier(4).count_first(hashes(chain), 0, 40, guess, is_coming) == num_coming
+    assert len(asked) <= 2
 
 
-def test_how_many_are_there_or_coming() -> None:
+def test_blocks_that_are_there_or_coming_are_counted() -> None:
     tier = make_tier(8)
     store(tier, "abc")
-    chains, end = Chains(tier.order), tier.groups.key_ends[0]
     asked = hashes("abcdefg")
     for limit, expected in ((0, 0), (2, 2), (3, 3), (7, 3)):
         for guess in (None, *range(9)):
-            assert chains.count(asked, end, limit, guess) == expected
+            assert tier.count_first(asked, 0, limit, guess) == expected
     coming = {key("abcd"), key("abcde")}
     for guess in (None, 0, 3, 5, 9):
-        assert chains.count(asked, end, 7, guess, coming.__contains__) == 5
-    assert chains.count(hashes("xbc"), end, 3) == 0
+        assert tier.count_first(asked, 0, 7, guess, coming.__contains__) == 5
+    assert tier.count_first(hashes("xbc"), 0, 3) == 0

@@ -1,4 +1,4 @@
-"""What the scheduler side counts, to the number."""
+"""Metrics of the scheduler side: exact counts."""
 
 from typing import Any
 
@@ -8,6 +8,7 @@ from simple_offload import metrics
 from tests.scheduler.conftest import MakeDriver
 from tests.scheduler.driver import LOAD, STORE, Driver, prompt
 from tests.scheduler.tiers import BLOCK_SIZE
+from tests.simulation.integrity import pool_of
 from tests.simulation.ledger import Ledger
 
 THREE = prompt(3 * BLOCK_SIZE)
@@ -20,7 +21,7 @@ def make_driver(drive: MakeDriver, **shape: Any) -> tuple[Driver, Ledger]:
 
 @pytest.mark.parametrize("num_ranks", [1, 3])
 def test_a_prompt_stored_and_loaded(drive: MakeDriver, num_ranks: int) -> None:
-    """Blocks count once, bytes on each rank."""
+    """Blocks are counted once, bytes on each rank."""
     driver, counted = make_driver(drive, num_ranks=num_ranks)
     block_bytes = driver.world.shape.block_bytes()
     driver.say("r", THREE)
@@ -43,7 +44,7 @@ def test_a_prompt_stored_and_loaded(drive: MakeDriver, num_ranks: int) -> None:
     assert counted(metrics.FAILED) == counted(metrics.DROPPED) == counted(metrics.EVICTED) == 0
 
 
-def test_what_the_tier_has_is_skipped(drive: MakeDriver) -> None:
+def test_blocks_in_the_tier_are_skipped(drive: MakeDriver) -> None:
     driver, counted = make_driver(drive)
     driver.say("r", THREE)
     assert counted(metrics.SKIPPED) == 0
@@ -55,7 +56,7 @@ def test_what_the_tier_has_is_skipped(drive: MakeDriver) -> None:
     assert counted(metrics.STORED) == 3 + 4
 
 
-def test_how_full_the_tier_is(drive: MakeDriver) -> None:
+def test_gauges_of_the_tier(drive: MakeDriver) -> None:
     driver, counted = make_driver(drive, num_host_blocks=7)
     driver.say("r", THREE)
     assert counted(metrics.CAPACITY) == 6
@@ -127,14 +128,13 @@ def test_a_reset_in_flight(drive: MakeDriver) -> None:
     assert counted(metrics.STORED) == 0
 
 
-def test_a_chain_whose_head_has_gone(drive: MakeDriver) -> None:
-    """Its tail was on its way: it could never be found."""
+def test_a_tail_whose_head_is_dropped_meanwhile_is_obsolete(drive: MakeDriver) -> None:
     driver, counted = make_driver(drive)
     driver.say("r", prompt(BLOCK_SIZE))
     driver.start("s", THREE)
     driver.step(3)
     tier = driver.tier
-    tier.drop([block for block in tier.pool.blocks if block.block_hash is not None])
+    tier.drop([block for block in pool_of(tier).blocks if block.block_hash is not None])
     driver.run()
     assert counted(metrics.DROPPED, "obsolete") == 2
 
@@ -151,7 +151,7 @@ def test_an_announced_load_is_sync(drive: MakeDriver) -> None:
     assert counted(metrics.LOADS, "sync") == counted(metrics.LOADS) == 1
 
 
-def test_who_may_not_read_does_not_look(drive: MakeDriver) -> None:
+def test_a_request_that_may_not_read_is_not_looked_up(drive: MakeDriver) -> None:
     driver, counted = make_driver(drive)
     request = driver.start("r", THREE)
     request.skip_reading_prefix_cache = True

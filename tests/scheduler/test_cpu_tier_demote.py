@@ -1,4 +1,4 @@
-"""CpuTier: what the device has too may leave first, and come back before the device loses it."""
+"""CpuTier: demotes blocks that the device has too, and promotes them before it evicts them."""
 
 import pytest
 
@@ -10,12 +10,15 @@ from tests.scheduler.tiers import (
     commit,
     contents,
     hashes,
+    hold,
     key,
     leave,
     make_tier,
+    refresh,
     snapshot,
     store,
 )
+from tests.simulation.integrity import check_tier
 
 
 def full_tier(*chains: str) -> CpuTier:
@@ -28,18 +31,18 @@ def full_tier(*chains: str) -> CpuTier:
 
 def demote(tier: CpuTier, chain: str) -> None:
     tier.demote(blocks(tier, chain))
-    tier.check_integrity()
+    check_tier(tier)
 
 
-def test_it_leaves_first_and_its_tail_before_its_head() -> None:
+def test_a_demoted_chain_leaves_first_tail_before_head() -> None:
     tier = full_tier("abc", "xyz")
     demote(tier, "xyz")
-    assert tier.lookup.hit(hashes("xyz"), 0, 100).num_tokens == 12
+    assert tier.lookup(hashes("xyz"), 0, 100).num_tokens == 12
     assert leave(tier) == ["xyz", "xy", "x", "abc", "ab", "a"]
-    tier.check_integrity()
+    check_tier(tier)
 
 
-def test_what_was_demoted_last_leaves_first() -> None:
+def test_the_chain_demoted_last_leaves_first() -> None:
     tier = full_tier("pq", "abc", "xy")
     demote(tier, "abc")
     demote(tier, "xy")
@@ -47,28 +50,28 @@ def test_what_was_demoted_last_leaves_first() -> None:
 
 
 @pytest.mark.proves("I9")
-def test_what_others_follow_stays() -> None:
+def test_a_block_with_another_child_stays() -> None:
     tier = full_tier("abx", "aby")
     demote(tier, "aby")
     assert leave(tier) == ["aby", "abx", "ab", "a"]
 
 
-def test_a_chain_of_which_more_is_there_stays() -> None:
+def test_a_chain_with_a_longer_tail_stays() -> None:
     tier = full_tier("xy", "abc")
     before = snapshot(tier)
     demote(tier, "ab")
     assert snapshot(tier) == before
 
 
-def test_what_somebody_holds_stays_and_what_is_before_it() -> None:
+def test_a_pinned_block_and_its_ancestors_stay() -> None:
     tier = full_tier("xy", "abc")
-    tier.pin([block(tier, "abc")])
+    hold(tier, [block(tier, "abc")])
     before = snapshot(tier)
     demote(tier, "abc")
     assert snapshot(tier) == before
 
 
-def test_nothing_moves_while_there_are_blocks_that_hold_nothing() -> None:
+def test_demote_has_no_effect_while_the_tier_has_empty_blocks() -> None:
     tier = make_tier(6)
     store(tier, "xy", "abc")
     before = snapshot(tier)
@@ -79,62 +82,62 @@ def test_nothing_moves_while_there_are_blocks_that_hold_nothing() -> None:
 def test_a_block_named_twice_is_moved_once() -> None:
     tier = full_tier("xy", "abc")
     tier.demote([*blocks(tier, "abc"), block(tier, "abc")])
-    tier.check_integrity()
+    check_tier(tier)
     assert leave(tier) == ["abc", "ab", "a", "xy", "x"]
 
 
-def test_promoted_it_is_the_most_recently_used() -> None:
+def test_a_promoted_chain_is_the_most_recently_used() -> None:
     tier = full_tier("abc", "xyz")
     demote(tier, "abc")
-    tier.promote(key("abc"))
-    tier.check_integrity()
+    tier.promote([key("abc")])
+    check_tier(tier)
     assert leave(tier) == ["xyz", "xy", "x", "abc", "ab", "a"]
 
 
-def test_what_is_not_demoted_is_not_promoted() -> None:
+def test_promote_has_no_effect_on_other_blocks() -> None:
     tier = full_tier("abc", "xyz", "p")
     demote(tier, "p")
     before = snapshot(tier)
-    tier.promote(key("abc"))
-    tier.promote(key("not there"))
+    tier.promote([key("abc")])
+    tier.promote([key("not there")])
     assert snapshot(tier) == before
 
 
-def test_what_follows_it_brings_it_back() -> None:
+def test_a_new_child_renews_its_demoted_ancestors() -> None:
     tier = full_tier("xyz", "pq", "ab")
-    new = begin(tier, "abc")  # takes the place of "xyz"
+    new = begin(tier, "abc")  # evicts "xyz"
     demote(tier, "ab")
     assert commit(tier, new, "abc")
-    tier.check_integrity()
+    check_tier(tier)
     assert leave(tier) == ["xy", "x", "pq", "p", "abc", "ab", "a"]
 
 
-def test_what_is_used_is_demoted_no_more() -> None:
+def test_a_pinned_chain_is_demoted_no_more() -> None:
     tier = full_tier("ab", "xy")
     demote(tier, "ab")
     held = blocks(tier, "ab")
-    tier.pin(held)
-    tier.check_integrity()
+    hold(tier, held)
+    check_tier(tier)
     tier.unpin(held)
-    tier.check_integrity()
+    check_tier(tier)
     assert leave(tier) == ["xy", "x", "ab", "a"]
 
 
 def test_a_refreshed_chain_leaves_its_demoted_tail_where_it_is() -> None:
     tier = full_tier("abx", "aby", "pq")
     demote(tier, "aby")
-    tier.refresh(hashes("aby"), 0, 3)
-    tier.check_integrity()
+    refresh(tier, hashes("aby"), 0, 3)
+    check_tier(tier)
     assert leave(tier) == ["aby", "abx", "pq", "p", "ab", "a"]
 
 
-def test_nothing_is_remembered_of_what_has_left() -> None:
+def test_demoted_blocks_that_are_dropped_leave_no_trace() -> None:
     tier = full_tier("abc", "xy")
     demote(tier, "abc")
     tier.drop(blocks(tier, "abc")[1:])
-    tier.check_integrity()
+    check_tier(tier)
     assert contents(tier) == {"a", "x", "xy"}
     tier.reset()
-    tier.check_integrity()
-    assert not tier.order.demoted
-    assert not tier.order.num_followers
+    check_tier(tier)
+    assert not tier._queue.demoted
+    assert not tier._order.num_children

@@ -1,4 +1,4 @@
-"""CpuTier: blocks that come before their parent, which the device still has."""
+"""CpuTier: blocks that are committed before their parent, which the device still has."""
 
 import pytest
 from hypothesis import settings
@@ -15,21 +15,25 @@ from tests.scheduler.tiers import (
     commit_as,
     contents,
     hashes,
+    hold,
     key,
     leave,
     make_tier,
     names,
     parent_of,
+    protect,
+    refresh,
 )
+from tests.simulation.integrity import check_tier
 
 
 def store_early(tier: CpuTier, *stored: str) -> None:
-    """Store blocks, each with whatever of its chain is there."""
+    """Store blocks, whether or not their parents are there."""
     for name in stored:
         filled = allocate(tier)
         assert filled is not None
         assert commit_early(tier, filled, name)
-        tier.check_integrity()
+        check_tier(tier)
 
 
 def commit_early(tier: CpuTier, filled: KVCacheBlock, name: str) -> bool:
@@ -37,12 +41,12 @@ def commit_early(tier: CpuTier, filled: KVCacheBlock, name: str) -> bool:
     return commit_as(tier, filled, key(name), parent_of(name), num_tokens, early=True)
 
 
-def test_it_is_kept() -> None:
+def test_an_early_block_is_kept() -> None:
     tier = make_tier(4)
     store_early(tier, "abc")
     assert contents(tier) == {"abc"}
-    assert tier.lookup.hit(hashes("abc"), 0, 100).num_tokens == 0
-    assert tier.lookup.hit(hashes("abc"), 2 * BLOCK_SIZE, 100).num_tokens == BLOCK_SIZE
+    assert tier.lookup(hashes("abc"), 0, 100).num_tokens == 0
+    assert tier.lookup(hashes("abc"), 2 * BLOCK_SIZE, 100).num_tokens == BLOCK_SIZE
 
 
 @pytest.mark.proves("I9")
@@ -52,7 +56,7 @@ def test_a_chain_that_came_tail_first_leaves_tail_first() -> None:
     assert leave(tier) == ["abcd", "abc", "ab", "a"]
 
 
-def test_a_parent_that_comes_late_and_all_before_it_stay_as_long() -> None:
+def test_a_parent_that_comes_late_stays_as_long_as_its_ancestors() -> None:
     """It would stand before its own parent, which is old."""
     tier = make_tier(6)
     store_early(tier, "a", "ab", "xy", "abcd", "x", "abc")
@@ -63,73 +67,67 @@ def test_a_chain_with_a_gap_is_found_up_to_it() -> None:
     tier = make_tier(8)
     store_early(tier, "a", "abcd", "abcde")
     for name in ("abcdef", "abcde", "abcd", "abc"):
-        assert tier.lookup.hit(hashes(name), 0, 100).num_tokens == BLOCK_SIZE
-    assert names(tier.lookup.lineage(hashes("abcdef"), 5 * BLOCK_SIZE)) == ["a", "abcd", "abcde"]
+        assert tier.lookup(hashes(name), 0, 100).num_tokens == BLOCK_SIZE
+    hit = tier.lookup(hashes("abcde"), 4 * BLOCK_SIZE, 100)
+    assert names(hit.pins) == ["a", "abcd", "abcde"]
 
 
-def test_what_is_there_already_is_not_committed_again_with_what_precedes_it() -> None:
+def test_a_run_is_committed_without_the_blocks_that_are_there() -> None:
     tier = make_tier(8)
     store_early(tier, "a", "abc")
     filled = tier.allocate(3)
-    assert not tier.lookup.has_none([key("ab"), key("abc")])
+    assert not tier.has_none([key("ab"), key("abc")])
     run = Run((), [key("ab"), key("abc"), key("abcd")], key("a"), 2 * BLOCK_SIZE, BLOCK_SIZE)
-    assert tier.commit_all([(run, filled)]) == [[1]]
-    tier.check_integrity()
-    assert tier.lookup.hit(hashes("abcde"), 0, 100).num_tokens == 4 * BLOCK_SIZE
+    run.host_blocks = filled
+    assert tier.commit([run]) == [[1]]
+    check_tier(tier)
+    assert tier.lookup(hashes("abcde"), 0, 100).num_tokens == 4 * BLOCK_SIZE
 
 
-def test_what_is_no_part_of_a_chain_yet_is_evicted_as_all_else() -> None:
+def test_a_block_without_its_parent_is_evicted_like_others() -> None:
     tier = make_tier(2)
     store_early(tier, "abc", "x", "y")
     assert contents(tier) == {"x", "y"}
     store_early(tier, "ab")
-    assert tier.order.early == {key("a"): {block(tier, "ab").block_id}}
+    assert tier._order.early == {key("a"): {block(tier, "ab").block_id}}
     tier.reset()
-    assert tier.order.early == {}
-
-
-def test_what_precedes_a_hit_is_pinned_beyond_a_gap() -> None:
-    tier = make_tier(6)
-    store_early(tier, "abcd", "abc", "a")
-    lineage = tier.lookup.lineage(hashes("abcd"), 3 * BLOCK_SIZE)
-    assert [held.block_id for held in lineage] == [
-        block(tier, name).block_id for name in ("a", "abc")
-    ]
+    assert tier._order.early == {}
 
 
 chains = st.text("ab", min_size=1, max_size=5)
 
 
-def test_a_block_whose_parent_came_and_left_waits_for_it_again() -> None:
-    """It was held meanwhile, by a load that knew of no parent."""
+def test_a_block_whose_parent_came_and_left_is_early_again() -> None:
+    """It was pinned meanwhile, by a load that pinned no parent."""
     tier = make_tier(2)
     store_early(tier, "ab")
     held = [block(tier, "ab")]
-    tier.pin(held)
-    store_early(tier, "a", "x")  # which displaces the parent
+    hold(tier, held)
+    store_early(tier, "a", "x")  # "x" evicts the parent
     assert contents(tier) == {"ab", "x"}
     tier.unpin(held)
-    tier.check_integrity()
-    store_early(tier, "a")  # displaces what was used least recently
+    check_tier(tier)
+    store_early(tier, "a")  # evicts "x", the least recently used
     assert contents(tier) == {"a", "ab"}
     assert leave(tier) == ["ab", "a"]
 
 
-def test_a_parent_that_comes_while_what_follows_it_is_held_stays_as_long() -> None:
-    """More is protected than may be, so that the parent, which is free, goes back on probation."""
+def test_a_parent_that_comes_while_its_child_is_pinned_stays_as_long() -> None:
+    """More blocks are protected than the limit, so the parent, which is free, returns to
+    probation."""
     tier = make_tier(6)
     store_early(tier, "abcd", "abc", "ab")
     held = [block(tier, name) for name in ("ab", "abc", "abcd")]
-    tier.pin(held)
-    tier.protect(held)
+    hold(tier, held)
+    protect(tier, held)
     store_early(tier, "a", "x")
     tier.unpin(held)
-    tier.check_integrity()
+    check_tier(tier)
     assert leave(tier) == ["x", "abcd", "abc", "ab", "a"]
 
 
 class EarlyTier(RuleBasedStateMachine):
-    """Blocks come in any order, and leave behind their children only."""
+    """Blocks come in any order. None leaves before its children."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -143,8 +141,8 @@ class EarlyTier(RuleBasedStateMachine):
         filled = allocate(self.tier)
         held = {each for hold in self.holds for each in names(hold)}
         for left in before - contents(self.tier):
-            followers = {kept for kept in contents(self.tier) if kept[:-1] == left}
-            assert followers <= held, f"{left} left first"
+            children = {kept for kept in contents(self.tier) if kept[:-1] == left}
+            assert children <= held, f"{left} left first"
         if filled is not None:
             self.filling.append((filled, name))
 
@@ -161,12 +159,12 @@ class EarlyTier(RuleBasedStateMachine):
     @rule(chain=chains, num_on_device=st.integers(0, 4), found=st.booleans())
     def pin(self, chain: str, num_on_device: int, found: bool) -> None:
         num_computed = min(num_on_device, len(chain)) * BLOCK_SIZE
-        hit = self.tier.lookup.hit(hashes(chain), num_computed, 100)
+        hit = self.tier.lookup(hashes(chain), num_computed, 100)
         if hit.num_tokens:
-            held = [*self.tier.lookup.lineage(hashes(chain), num_computed), *hit.blocks[0]]
-            self.tier.pin(held)
+            held = hit.pins
+            hold(self.tier, held)
             if found:
-                self.tier.protect(held)
+                protect(self.tier, held)
             self.holds.append(held)
 
     @precondition(lambda self: self.holds)
@@ -176,7 +174,7 @@ class EarlyTier(RuleBasedStateMachine):
 
     @rule(chain=chains)
     def refresh(self, chain: str) -> None:
-        self.tier.refresh(hashes(chain), 0, len(chain))
+        refresh(self.tier, hashes(chain), 0, len(chain))
 
     @rule(name=chains)
     def drop(self, name: str) -> None:
@@ -184,7 +182,7 @@ class EarlyTier(RuleBasedStateMachine):
         if name not in before:
             return
         self.tier.drop([block(self.tier, name)])
-        # Whatever follows it without a gap.
+        # Its descendants up to a gap.
         lost = {each for each in before if each.startswith(name)}
         lost = {
             each for each in lost if before >= {each[:end] for end in range(len(name), len(each))}
@@ -193,17 +191,17 @@ class EarlyTier(RuleBasedStateMachine):
 
     @invariant()
     def it_holds_together(self) -> None:
-        self.tier.check_integrity()
+        check_tier(self.tier)
 
     def teardown(self) -> None:
         for filled, _ in self.filling:
             self.tier.unpin([filled])
         for held in self.holds:
             self.tier.unpin(held)
-        self.tier.check_integrity()
+        check_tier(self.tier)
         leave(self.tier)
-        assert not any(self.tier.order.parents)
-        assert self.tier.order.early == {}
+        assert not any(self.tier._order.parents)
+        assert self.tier._order.early == {}
 
 
 TestEarlyTier = EarlyTier.TestCase

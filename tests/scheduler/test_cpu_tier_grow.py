@@ -1,4 +1,4 @@
-"""CpuTier: growing by many blocks, the garbage collector stands aside, and only for that."""
+"""CpuTier: the garbage collector is paused while the tier grows, and only then."""
 
 import gc
 from collections.abc import Iterator
@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from simple_offload.scheduler.tier import cpu_tier
+from simple_offload.scheduler.tier import block_pool
 from tests.scheduler.tiers import make_tier
 
 MANY = 20_000
@@ -15,7 +15,7 @@ MANY = 20_000
 
 @pytest.fixture(autouse=True)
 def collector() -> Iterator[None]:
-    """It is as before after each test."""
+    """Restores the collector's state after each test."""
     was_enabled = gc.isenabled()
     yield
     (gc.enable if was_enabled else gc.disable)()
@@ -40,25 +40,25 @@ def test_nothing_is_collected_while_blocks_are_made() -> None:
     gc.enable()
     assert count_collections(lambda: [[] for _ in range(MANY)]) > 1
     gc.collect()
-    assert count_collections(lambda: tier.grow(MANY)) <= 1  # when it is over
+    assert count_collections(lambda: tier.grow(MANY)) <= 1  # afterwards
     assert tier.num_blocks == MANY
     assert gc.isenabled()
 
 
-def test_who_has_switched_it_off_finds_it_off() -> None:
+def test_a_collector_that_was_off_stays_off() -> None:
     tier = make_tier(2)
     gc.disable()
     tier.grow(MANY)
     assert not gc.isenabled()
 
 
-def test_it_is_on_again_when_memory_runs_out(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_collector_is_on_again_when_memory_runs_out(monkeypatch: pytest.MonkeyPatch) -> None:
     tier = make_tier(2)
 
     def no_memory(block_id: int) -> None:
         raise MemoryError
 
-    monkeypatch.setattr(cpu_tier, "KVCacheBlock", no_memory)
+    monkeypatch.setattr(block_pool, "KVCacheBlock", no_memory)
     gc.enable()
     with pytest.raises(MemoryError):
         tier.grow(MANY)

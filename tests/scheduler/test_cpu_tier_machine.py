@@ -1,4 +1,4 @@
-"""CpuTier against a model that knows chains, pins and times, and nothing of queues."""
+"""CpuTier against a model with chains, pins and times, but without queues."""
 
 from collections import Counter, deque
 from dataclasses import dataclass
@@ -17,10 +17,13 @@ from tests.scheduler.tiers import (
     commit,
     contents,
     hashes,
+    hold,
     key,
     make_tier,
     prefixes,
+    refresh,
 )
+from tests.simulation.integrity import check_tier, groups_of, pool_of
 
 _NUM_BLOCKS = 3
 _MOST_BLOCKS = 8
@@ -49,16 +52,16 @@ class Tier(RuleBasedStateMachine):
         self.tier = make_tier(_NUM_BLOCKS)
         self.num_blocks = _NUM_BLOCKS
         self.kept: dict[str, int] = {}
-        """What can be found, and the block that holds it."""
+        """By name of a block that can be found, its id."""
         self.ages: dict[str, int] = {}
-        """When each of them that nobody holds was let go of: with its parent, if that was free
-        by then."""
+        """When each of them without references was freed: with its parent, if that was free by
+        then."""
         self.demoted: set[str] = set()
         self.clock = 0
         self.filling: deque[_Filling] = deque()
         self.holds: list[_Hold] = []
 
-    # What happens to a tier
+    # Calls of a tier
 
     @rule(chain=chains)
     def begin_store(self, chain: str) -> None:
@@ -77,7 +80,7 @@ class Tier(RuleBasedStateMachine):
         left = set(self.kept) - contents(self.tier)
         assert left <= victims
         assert len(left) == bool(victims)
-        self.forget(*left)
+        self.remove(*left)
 
     @precondition(lambda self: self.filling)
     @rule(ok=st.sampled_from([True, True, True, False]))
@@ -91,17 +94,17 @@ class Tier(RuleBasedStateMachine):
         assert kept == (len(name) == 1 or name[:-1] in self.kept)
         if kept:
             self.kept[name] = filling.block.block_id
-            self.let_go(name)
+            self.free(name)
 
     @rule(chain=chains)
     def pin(self, chain: str) -> None:
-        """Look a chain up, and hold what there is of it."""
+        """Look a chain up, and pin the hit."""
         found = [name for name in prefixes(chain) if name in self.kept]
-        hit = self.tier.lookup.hit(hashes(chain), 0, 100)
-        assert hit.num_tokens == len(found) * self.tier.groups.hash_block_size
+        hit = self.tier.lookup(hashes(chain), 0, 100)
+        assert hit.num_tokens == len(found) * groups_of(self.tier).hash_block_size
         if found:
             (held,) = hit.blocks
-            self.tier.pin(held)
+            hold(self.tier, held)
             self.holds.append(_Hold(held, found))
             for name in found:
                 self.ages.pop(name, None)
@@ -110,24 +113,24 @@ class Tier(RuleBasedStateMachine):
     @precondition(lambda self: self.holds)
     @rule(data=st.data())
     def unpin(self, data: Any) -> None:
-        hold = self.holds.pop(data.draw(st.integers(0, len(self.holds) - 1)))
-        self.tier.unpin(hold.blocks)
-        for held, name in zip(hold.blocks, hold.names, strict=True):
+        pinned = self.holds.pop(data.draw(st.integers(0, len(self.holds) - 1)))
+        self.tier.unpin(pinned.blocks)
+        for held, name in zip(pinned.blocks, pinned.names, strict=True):
             if self.kept.get(name) == held.block_id:
-                self.let_go(name)
+                self.free(name)
 
     @rule(chain=chains)
     def refresh(self, chain: str) -> None:
-        self.tier.refresh(hashes(chain), 0, len(chain))
+        refresh(self.tier, hashes(chain), 0, len(chain))
         found = [name for name in prefixes(chain) if name in self.kept]
         found = list(takewhile(lambda name: name not in self.demoted, found))
         for name in found:
             self.ages.pop(name, None)
-        self.let_go(*found)
+        self.free(*found)
 
     @rule(chain=chains)
     def demote(self, chain: str) -> None:
-        """As when the device has got what there is of a chain."""
+        """As when the device has loaded the chain's blocks."""
         found = [name for name in prefixes(chain) if name in self.kept]
         self.tier.demote([block(self.tier, name) for name in found])
         if self.num_empty():
@@ -135,8 +138,8 @@ class Tier(RuleBasedStateMachine):
         going: set[str] = set()
         references = self.num_references()
         for name in reversed(found):
-            followers = {other for other in self.kept if other[:-1] == name}
-            if not references[self.kept[name]] and followers <= going:
+            children = {other for other in self.kept if other[:-1] == name}
+            if not references[self.kept[name]] and children <= going:
                 going.add(name)
         self.clock += 1
         self.ages.update(dict.fromkeys(going, -self.clock))
@@ -144,14 +147,14 @@ class Tier(RuleBasedStateMachine):
 
     @rule(name=chains)
     def promote(self, name: str) -> None:
-        self.tier.promote(key(name))
+        self.tier.promote([key(name)])
         self.renew(name)
 
     @rule(name=chains)
     def drop(self, name: str) -> None:
         if name in self.kept:
             self.tier.drop([block(self.tier, name)])
-            self.forget(*(kept for kept in self.kept if kept.startswith(name)))
+            self.remove(*(kept for kept in self.kept if kept.startswith(name)))
 
     @precondition(lambda self: self.num_blocks < _MOST_BLOCKS)
     @rule(more=st.integers(0, 2))
@@ -162,7 +165,7 @@ class Tier(RuleBasedStateMachine):
     @rule()
     def reset(self) -> None:
         self.tier.reset()
-        self.forget(*self.kept)
+        self.remove(*self.kept)
         for filling in self.filling:
             filling.abandoned = True
 
@@ -171,19 +174,19 @@ class Tier(RuleBasedStateMachine):
     def num_references(self) -> Counter[int]:
         """By block."""
         held = Counter(filling.block.block_id for filling in self.filling)
-        held.update(block.block_id for hold in self.holds for block in hold.blocks)
+        held.update(block.block_id for each in self.holds for block in each.blocks)
         return held
 
     def num_empty(self) -> int:
-        """Blocks that nobody holds and that hold nothing."""
+        """Number of blocks without references and contents."""
         return self.num_blocks - len({*self.num_references(), *self.kept.values()})
 
     def next_to_leave(self) -> set[str]:
-        """The tails among what was let go of the longest ago."""
+        """The tails among the blocks that were freed the longest ago."""
         oldest = {name for name, age in self.ages.items() if age == min(self.ages.values())}
         return {name for name in oldest if not any(other[:-1] == name for other in self.kept)}
 
-    def let_go(self, *names: str) -> None:
+    def free(self, *names: str) -> None:
         references = self.num_references()
         for name in names:
             if not references[self.kept[name]]:
@@ -192,26 +195,26 @@ class Tier(RuleBasedStateMachine):
                 self.ages[name] = self.ages.get(name[:-1], self.clock)
 
     def renew(self, name: str) -> None:
-        """A demoted one is worth as much as what was let go of last, with all before it."""
+        """A demoted block and its ancestors become the most recently used."""
         if name in self.demoted:
             self.clock += 1
             self.demoted -= set(prefixes(name))
             self.ages.update(dict.fromkeys(self.ages.keys() & prefixes(name), self.clock))
 
-    def forget(self, *names: str) -> None:
+    def remove(self, *names: str) -> None:
         for name in names:
             del self.kept[name]
             self.demoted.discard(name)
             self.ages.pop(name, None)
 
-    # What must hold
+    # Invariants
 
     @invariant()
     def it_holds_together(self) -> None:
-        self.tier.check_integrity()
+        check_tier(self.tier)
 
     @invariant()
-    def it_finds_what_it_should(self) -> None:
+    def it_finds_the_blocks_of_the_model(self) -> None:
         assert contents(self.tier) == set(self.kept)
         assert all(block(self.tier, name).block_id == kept for name, kept in self.kept.items())
 
@@ -220,24 +223,24 @@ class Tier(RuleBasedStateMachine):
         assert all(len(name) == 1 or name[:-1] in self.kept for name in self.kept)
 
     @invariant()
-    def references_are_as_given(self) -> None:
+    def references_are_those_of_the_model(self) -> None:
         references = self.num_references()
-        assert self.tier.pool.get_num_free_blocks() == self.num_blocks - len(references)
-        for held in self.tier.pool.blocks[1:]:
+        assert pool_of(self.tier).get_num_free_blocks() == self.num_blocks - len(references)
+        for held in pool_of(self.tier).blocks[1:]:
             assert held.ref_cnt == references[held.block_id]
 
     def teardown(self) -> None:
-        """Everything let go of, nothing is left behind."""
+        """Without references, all blocks are free and nothing is left behind."""
         for filling in self.filling:
             self.tier.unpin([filling.block])
-        for hold in self.holds:
-            self.tier.unpin(hold.blocks)
-        self.tier.check_integrity()
-        assert self.tier.pool.get_num_free_blocks() == self.num_blocks
+        for pinned in self.holds:
+            self.tier.unpin(pinned.blocks)
+        check_tier(self.tier)
+        assert pool_of(self.tier).get_num_free_blocks() == self.num_blocks
         self.tier.reset()
         assert contents(self.tier) == set()
-        assert not any(self.tier.order.parents)
-        assert self.tier.order.num_followers == {}
+        assert not any(self.tier._order.parents)
+        assert self.tier._order.num_children == {}
 
 
 TestTier = Tier.TestCase

@@ -1,4 +1,4 @@
-"""CpuTier: the tail of a prefix leaves before its head, whatever came first."""
+"""CpuTier: the tail of a prefix leaves before its head, in whatever order blocks came."""
 
 import pytest
 
@@ -8,11 +8,14 @@ from tests.scheduler.tiers import (
     commit,
     contents,
     hashes,
+    hold,
     leave,
     make_tier,
     prefixes,
+    refresh,
     store,
 )
+from tests.simulation.integrity import check_tier, pool_of
 
 
 def tail_first(chain: str) -> list[str]:
@@ -38,7 +41,7 @@ def test_tail_first_when_another_chain_came_between() -> None:
     assert leave(tier) == [*tail_first("abcd"), *tail_first("xyz")]
 
 
-def test_tail_first_when_parts_are_under_way_together() -> None:
+def test_tail_first_with_two_transfers_under_way() -> None:
     """Two transfers of one chain: the second is allocated before the first is committed."""
     tier = make_tier(6)
     store(tier, "ab")
@@ -46,7 +49,7 @@ def test_tail_first_when_parts_are_under_way_together() -> None:
     second = [begin(tier, "abcde"), begin(tier, "abcdef")]
     for filled, name in zip([*first, *second], prefixes("abcdef")[2:], strict=True):
         assert commit(tier, filled, name)
-        tier.check_integrity()
+        check_tier(tier)
     assert leave(tier) == tail_first("abcdef")
 
 
@@ -60,43 +63,43 @@ def test_branches_leave_before_the_head_that_they_share() -> None:
 def test_the_branch_that_was_used_last_stays_longer() -> None:
     tier = make_tier(7)
     store(tier, "abxx", "abyy")
-    tier.refresh(hashes("abxx"), 0, 4)
-    tier.check_integrity()
+    refresh(tier, hashes("abxx"), 0, 4)
+    check_tier(tier)
     assert leave(tier) == ["abyy", "aby", "abxx", "abx", "ab", "a"]
 
 
-@pytest.mark.parametrize("part", ["a", "ab", "abc", "abcd"])
-def test_a_pinned_part_stays_and_falls_into_line_afterwards(part: str) -> None:
+@pytest.mark.parametrize("prefix", ["a", "ab", "abc", "abcd"])
+def test_unpinned_blocks_return_to_their_places(prefix: str) -> None:
     tier = make_tier(4)
     store(tier, "abcd")
-    pinned = blocks(tier, part)
-    tier.pin(pinned)
-    tier.check_integrity()
+    pinned = blocks(tier, prefix)
+    hold(tier, pinned)
+    check_tier(tier)
     tier.unpin(pinned)
-    tier.check_integrity()
+    check_tier(tier)
     assert leave(tier) == tail_first("abcd")
 
 
-@pytest.mark.parametrize("part", ["a", "ab", "abc", "abcd"])
-def test_what_is_pinned_does_not_leave(part: str) -> None:
+@pytest.mark.parametrize("prefix", ["a", "ab", "abc", "abcd"])
+def test_pinned_blocks_do_not_leave(prefix: str) -> None:
     tier = make_tier(4)
     store(tier, "abcd")
-    tier.pin(blocks(tier, part))
-    assert leave(tier) == tail_first("abcd")[: 4 - len(part)]
-    assert contents(tier) == set(prefixes(part))
+    hold(tier, blocks(tier, prefix))
+    assert leave(tier) == tail_first("abcd")[: 4 - len(prefix)]
+    assert contents(tier) == set(prefixes(prefix))
 
 
-def test_each_pin_holds_on_its_own() -> None:
+def test_pins_are_counted() -> None:
     tier = make_tier(4)
     store(tier, "abcd")
     short, long = blocks(tier, "ab"), blocks(tier, "abcd")
-    tier.pin(short)
-    tier.pin(long)
+    hold(tier, short)
+    hold(tier, long)
     tier.unpin(long)
-    tier.check_integrity()
-    assert tier.pool.get_num_free_blocks() == 2
+    check_tier(tier)
+    assert pool_of(tier).get_num_free_blocks() == 2
     tier.unpin(short)
-    tier.check_integrity()
+    check_tier(tier)
     assert leave(tier) == tail_first("abcd")
 
 
@@ -104,52 +107,52 @@ def test_the_chain_that_was_pinned_last_stays_longest() -> None:
     tier = make_tier(6)
     store(tier, "abc", "xyz")
     pinned = blocks(tier, "abc")
-    tier.pin(pinned)
+    hold(tier, pinned)
     tier.unpin(pinned)
-    tier.check_integrity()
+    check_tier(tier)
     assert leave(tier) == [*tail_first("xyz"), *tail_first("abc")]
 
 
 def test_refresh_makes_a_chain_the_most_recently_used() -> None:
     tier = make_tier(9)
     store(tier, "abc", "pqr", "xyz")
-    tier.refresh(hashes("abc"), 0, 3)
-    tier.check_integrity()
+    refresh(tier, hashes("abc"), 0, 3)
+    check_tier(tier)
     assert leave(tier) == [*tail_first("pqr"), *tail_first("xyz"), *tail_first("abc")]
 
 
 def test_refresh_goes_as_far_as_the_chain_does() -> None:
     tier = make_tier(6)
     store(tier, "abc", "xyz")
-    tier.refresh(hashes("abpq"), 0, 4)
-    tier.check_integrity()
-    # Without its head "abc" is worth nothing, but the head goes on being worth something.
+    refresh(tier, hashes("abpq"), 0, 4)
+    check_tier(tier)
+    # "abc" is not part of the request; its head is.
     assert leave(tier) == ["abc", *tail_first("xyz"), "ab", "a"]
 
 
-def test_refresh_of_what_is_not_there() -> None:
+def test_refresh_of_an_absent_chain() -> None:
     tier = make_tier(6)
     store(tier, "abc", "xyz")
-    tier.refresh(hashes("pqr"), 0, 3)
-    tier.refresh([], 0, 0)
-    tier.check_integrity()
+    refresh(tier, hashes("pqr"), 0, 3)
+    refresh(tier, [], 0, 0)
+    check_tier(tier)
     assert leave(tier) == [*tail_first("abc"), *tail_first("xyz")]
 
 
-def test_refresh_of_what_is_pinned() -> None:
+def test_refresh_of_pinned_blocks() -> None:
     tier = make_tier(6)
     store(tier, "abc", "xyz")
     pinned = blocks(tier, "ab")
-    tier.pin(pinned)
-    tier.refresh(hashes("abc"), 0, 3)
-    tier.check_integrity()
+    hold(tier, pinned)
+    refresh(tier, hashes("abc"), 0, 3)
+    check_tier(tier)
     assert [held.ref_cnt for held in pinned] == [1, 1]
     tier.unpin(pinned)
-    tier.check_integrity()
+    check_tier(tier)
     assert leave(tier) == [*tail_first("xyz"), *tail_first("abc")]
 
 
-def test_a_block_that_comes_back_finds_its_place() -> None:
+def test_a_block_that_is_stored_again_leaves_first() -> None:
     tier = make_tier(4)
     store(tier, "abcd")
     other = begin(tier, "x")

@@ -3,8 +3,8 @@
 import gc
 
 import pytest
+from vllm.v1.request import Request
 
-from simple_offload.scheduler.policies.eager import EagerPolicy
 from tests.scheduler.conftest import MakeDriver
 from tests.scheduler.driver import LOAD, STORE, Driver, make_request, prompt
 
@@ -27,8 +27,8 @@ def test_the_last_full_block_is_stored(
     windows: tuple[int, ...],
     async_scheduling: bool,
 ) -> None:
-    """It may have filled up in the very step with which the request ends. The last token that
-    was sampled has not been computed, so a block that ends with it is not full."""
+    """The last step may have completed it. The last sampled token has not been computed, so a
+    block that ends with it is not full."""
     driver = drive(windows=windows, num_device_blocks=60, async_scheduling=async_scheduling)
     history = driver.say("a", prompt(num_prompt_tokens), max_tokens=num_output_tokens)
     num_full = (num_prompt_tokens + num_output_tokens - 1) // 4
@@ -47,7 +47,7 @@ def test_the_last_full_block_is_stored(
 
 
 @ASYNC
-def test_what_an_aborted_request_has_computed_is_stored(
+def test_computed_blocks_of_an_aborted_request_are_stored(
     drive: MakeDriver, async_scheduling: bool
 ) -> None:
     driver = drive(max_num_batched_tokens=8, async_scheduling=async_scheduling)
@@ -64,10 +64,10 @@ def test_what_an_aborted_request_has_computed_is_stored(
 
 
 @ASYNC
-def test_tokens_that_only_have_room_are_not_stored(
+def test_tokens_without_contents_yet_are_not_stored(
     drive: MakeDriver, async_scheduling: bool
 ) -> None:
-    """Async scheduling gives a request room for a token before it is known."""
+    """Async scheduling reserves room for a token before it is known."""
     driver = drive(async_scheduling=async_scheduling)
     request = driver.start("a", prompt(12), max_tokens=20)
     for _ in range(12):
@@ -80,21 +80,20 @@ def test_tokens_that_only_have_room_are_not_stored(
     assert driver.found(history) == (len(history) - 1) // 4 * 4
 
 
-def test_a_request_that_has_ended_is_not_held(drive: MakeDriver) -> None:
-    """What is left of it to store is; but its tokens may be many, and who lets go of them last
-    has the work of freeing them."""
-    driver = drive()
+def holders(request: Request) -> set[str]:
+    """Our modules with an object that refers to ``request``."""
+    names = {type(holder).__module__ for holder in gc.get_referrers(request)}
+    return {name for name in names if name.startswith("simple_offload")}
+
+
+@pytest.mark.parametrize("lazy", [False, True])
+def test_nothing_refers_to_a_request_whose_rest_is_stored(drive: MakeDriver, lazy: bool) -> None:
+    driver = drive(lazy=lazy)
     request = driver.start("a", prompt(17))
-    while "a" in driver.world.requests:
-        driver.step()
-    policy = driver.scheduler._policy
-    assert isinstance(policy, EagerPolicy)
-    assert (policy.num_requests, len(policy._requests)) == (1, 0)
-    holders = {type(holder).__module__ for holder in gc.get_referrers(request)}
-    holders.discard("simple_offload.scheduler.event_payload")  # for KV events, some steps longer
-    assert not {name for name in holders if name.startswith("simple_offload")}
+    driver.step()
+    assert holders(request)
     driver.run()
-    assert driver.found(prompt(17)) == 16
+    assert not holders(request)
 
 
 # While it runs
@@ -122,7 +121,7 @@ def test_blocks_of_a_prompt_are_stored_as_they_fill_up(
 
 
 def sizes_of_stores(driver: Driver) -> list[int]:
-    """How many blocks each of the following steps stores, until no request is left."""
+    """Number of blocks that each of the following steps stores, until no request is left."""
     sizes = []
     while driver.world.requests or driver.world.scheduler.has_requests():
         driver.step()
@@ -133,8 +132,8 @@ def sizes_of_stores(driver: Driver) -> list[int]:
 
 
 @ASYNC
-def test_blocks_wait_for_seven_others(drive: MakeDriver, async_scheduling: bool) -> None:
-    """Or for the end of their request."""
+def test_blocks_are_stored_in_batches_of_eight(drive: MakeDriver, async_scheduling: bool) -> None:
+    """The rest is stored when the request ends."""
     driver = drive(
         async_scheduling=async_scheduling,
         num_device_blocks=40,
@@ -148,14 +147,14 @@ def test_blocks_wait_for_seven_others(drive: MakeDriver, async_scheduling: bool)
     assert second - first == 32  # as soon as the eighth block is complete
 
 
-def test_blocks_of_many_tokens_wait_for_fewer(drive: MakeDriver) -> None:
-    """128 tokens may be lost when their request is preempted, not eight blocks."""
+def test_a_batch_has_at_most_128_tokens(drive: MakeDriver) -> None:
+    """A preemption may lose a batch."""
     driver = drive(block_size=64, max_num_batched_tokens=128, max_model_len=512)
     driver.start("a", prompt(65), max_tokens=64 * 4 + 1)
     assert [size for size in sizes_of_stores(driver) if size] == [2, 2, 1]
 
 
-def test_what_has_been_found_is_no_part_of_the_eight(drive: MakeDriver) -> None:
+def test_found_blocks_do_not_count_for_a_batch(drive: MakeDriver) -> None:
     driver = drive(num_device_blocks=60)
     history = driver.say("a", prompt(17), max_tokens=8)
     driver.forget_device()
@@ -169,11 +168,11 @@ def test_blocks_that_a_window_is_about_to_leave_do_not_wait(drive: MakeDriver) -
     assert [size for size in sizes_of_stores(driver) if size] == [8, 2, 2, 2, 2]
 
 
-def test_what_found_no_room_does_not_wait_for_more(drive: MakeDriver) -> None:
+def test_blocks_that_found_no_room_do_not_wait_for_a_batch(drive: MakeDriver) -> None:
     driver = drive(num_host_blocks=11, num_device_blocks=60, max_num_seqs=2)
     driver.start("other", prompt(25, family=1))
     driver.step(3)
-    assert len(driver.pending(STORE)[0].host_blocks) == 6  # held until the copy ends
+    assert len(driver.pending(STORE)[0].host_blocks) == 6  # pinned until the copy ends
     driver.start("a", prompt(9), max_tokens=60)
     while driver.num_stored < 6 + 4:
         driver.step()
@@ -197,7 +196,7 @@ def test_requests_that_share_a_prefix_store_it_once(drive: MakeDriver) -> None:
     assert driver.num_stored == 4 + 2
 
 
-def test_what_the_device_has_and_the_tier_has_not_is_stored(drive: MakeDriver) -> None:
+def test_blocks_found_on_the_device_are_stored_if_the_tier_lacks_them(drive: MakeDriver) -> None:
     driver = drive()
     driver.say("a", prompt(17))
     driver.scheduler.reset_cache()
@@ -207,9 +206,8 @@ def test_what_the_device_has_and_the_tier_has_not_is_stored(drive: MakeDriver) -
     assert driver.num_stored == 8
 
 
-def test_blocks_that_a_window_has_left_behind_are_stored(drive: MakeDriver) -> None:
-    """The device gives them up before the policy sees them computed, but nothing has
-    overwritten them yet."""
+def test_blocks_behind_a_window_are_stored(drive: MakeDriver) -> None:
+    """The device frees them before the policy sees them computed, but they are intact."""
     driver = drive(windows=(0, 8), num_device_blocks=60, retention=None)
     driver.say("a", prompt(33))
     assert driver.num_stored == 8 + 8
@@ -217,14 +215,14 @@ def test_blocks_that_a_window_has_left_behind_are_stored(drive: MakeDriver) -> N
         assert driver.found(prompt(33)[: num_blocks * 4]) == num_blocks * 4
 
 
-def test_blocks_that_are_gone_are_not_stored(drive: MakeDriver) -> None:
-    """What a window has left behind may have been overwritten."""
+def test_evicted_blocks_are_not_stored(drive: MakeDriver) -> None:
+    """The device may have evicted blocks behind a window."""
     driver = drive(windows=(0, 8), num_device_blocks=60, max_num_batched_tokens=64)
     driver.start("a", prompt(49), max_tokens=4)
     driver.step()
     request = driver.world.requests["a"]
     pool = driver.device_pool
-    lost = driver.tier.groups.keys(request.block_hashes, 1, stop=12)
+    lost = driver.scheduler.groups.keys(request.block_hashes, 1, stop=12)
     gone = [pool.cached_block_hash_to_block.get_one_block(key) for key in lost]
     pool.evict_blocks({block.block_id for block in gone[:10] if block is not None})
     driver.run()
@@ -233,7 +231,7 @@ def test_blocks_that_are_gone_are_not_stored(drive: MakeDriver) -> None:
     driver.say("b", prompt(49))
 
 
-# How it is kept
+# Its place in the order of eviction
 
 
 def test_a_finished_request_is_the_most_recently_used(drive: MakeDriver) -> None:
@@ -247,31 +245,29 @@ def test_a_finished_request_is_the_most_recently_used(drive: MakeDriver) -> None
     assert driver.found(prompt(17, family=1)) == 8
 
 
-@pytest.mark.parametrize("forgets", [False, True])
-def test_what_was_loaded_stands_where_its_load_has_left_it(
-    drive: MakeDriver, forgets: bool
-) -> None:
-    """A long answer later too. Where nothing was loaded, the request's end counts."""
+@pytest.mark.parametrize("loads", [False, True])
+def test_a_loaded_prefix_stays_where_its_load_has_left_it(drive: MakeDriver, loads: bool) -> None:
+    """Also after a long answer. If nothing was loaded, the request's end counts."""
     driver = drive(num_device_blocks=60)
     prompts = [prompt(17), prompt(17, family=1)]
     for name, tokens in zip("ab", prompts, strict=True):
         driver.say(name, tokens)
-    for num_said in ((2, 12), (12, 2)):  # the second time finds them protected
-        if forgets:
+    for num_tokens in ((2, 12), (12, 2)):  # the second time finds them protected
+        if loads:
             driver.forget_device()
-        for name, tokens, count in zip("cd", prompts, num_said, strict=True):
+        for name, tokens, count in zip("cd", prompts, num_tokens, strict=True):
             driver.start(f"{name}{count}", tokens, max_tokens=count)
         driver.run()
-    free = driver.tier.pool.free_block_queue.get_all_free_blocks()
+    free = driver.host_pool.free_block_queue.get_all_free_blocks()
     place = {block.block_id: place for place, block in enumerate(free)}
     first, second = (
-        driver.tier.lookup.hit(make_request("looker", tokens).block_hashes, 0, 17).blocks[0][0]
+        driver.tier.lookup(make_request("looker", tokens).block_hashes, 0, 17).blocks[0][0]
         for tokens in prompts
     )
-    assert (place[first.block_id] < place[second.block_id]) == forgets
+    assert (place[first.block_id] < place[second.block_id]) == loads
 
 
-def test_a_tail_that_has_left_is_stored_again_when_its_request_ends(drive: MakeDriver) -> None:
+def test_an_evicted_tail_is_stored_again_when_its_request_ends(drive: MakeDriver) -> None:
     driver = drive(num_host_blocks=9, num_device_blocks=60)
     request = driver.start("long", prompt(33), max_tokens=14)
     driver.step(3)
@@ -289,9 +285,8 @@ def test_a_tail_that_has_left_is_stored_again_when_its_request_ends(drive: MakeD
     assert driver.found(list(request.all_token_ids)) == 32
 
 
-def test_an_old_prefix_does_not_keep_its_request_from_being_stored(drive: MakeDriver) -> None:
-    """The oldest thing in a full tier is the prefix of the request that ends now: it has just
-    been used, so others make room."""
+def test_a_request_with_the_oldest_prefix_is_stored(drive: MakeDriver) -> None:
+    """Its prefix, the oldest in a full tier, becomes the most recently used: others make room."""
     driver = drive(num_host_blocks=9, num_device_blocks=60)
     driver.say("first", prompt(17))
     driver.say("second", prompt(17, family=1))

@@ -1,5 +1,6 @@
-"""KVEvents: what a router is told, and that it is what vLLM would say."""
+"""KVEvents: the events of the host tier are those that vLLM would publish."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -15,12 +16,18 @@ from vllm.lora.request import LoRARequest
 from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
 from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import sha256
-from vllm.v1.core.kv_cache_utils import get_block_hash, get_request_block_hasher
+from vllm.v1.core.kv_cache_utils import (
+    BlockHashWithGroupId,
+    get_block_hash,
+    get_request_block_hasher,
+)
 from vllm.v1.request import Request
 
 from simple_offload.connector import SimpleCPUOffloadConnector
-from simple_offload.scheduler.event_payload import contents_of_host_block
+from simple_offload.scheduler.event_payload import payloads_of_host_block
 from simple_offload.scheduler.kv_events import KVEvents
+from simple_offload.scheduler.tier.cpu_tier import CpuTier
+from simple_offload.scheduler.tier.run import PayloadsByKey, Run
 from tests.scheduler.conftest import MakeDriver
 from tests.scheduler.driver import LOAD, STORE, Driver, make_request, prompt
 from tests.scheduler.tiers import (
@@ -33,43 +40,67 @@ from tests.scheduler.tiers import (
     make_tier,
     store,
 )
+from tests.simulation.integrity import groups_of
 from tests.simulation.world import World
 
 PROMPT = prompt(3 * BLOCK_SIZE)
 
 
 class Listener:
-    """Notes everything that a driver's engine publishes."""
+    """Records all events that a driver's engine publishes."""
 
     def __init__(self, driver: Driver) -> None:
         self.events: list[Any] = []
         publish = driver.world.router.publish
 
-        def note(batch: Any) -> None:
+        def record(batch: Any) -> None:
             self.events += batch.events
             publish(batch)
 
-        driver.world.router.publish = note  # type: ignore[method-assign]
+        driver.world.router.publish = record  # type: ignore[method-assign]
 
     def of(self, kind: type[Any], medium: str) -> list[Any]:
         """The events of a kind about a tier."""
         return [e for e in self.events if isinstance(e, kind) and e.medium == medium]
 
     def stored(self, medium: str) -> dict[tuple[int | None, bytes], tuple[object, ...]]:
-        """What was said of each stored block, by group and hash."""
-        said: dict[tuple[int | None, bytes], tuple[object, ...]] = {}
+        """The fields of each stored block's event, by group and hash."""
+        fields: dict[tuple[int | None, bytes], tuple[object, ...]] = {}
         for event in self.of(BlockStored, medium):
             parent = event.parent_block_hash
             for index, block_hash in enumerate(event.block_hashes):
                 tokens = event.token_ids[index * event.block_size :][: event.block_size]
                 assert len(tokens) == event.block_size
-                said[event.group_idx, block_hash] = (
+                fields[event.group_idx, block_hash] = (
                     *(parent, tokens, event.block_size, event.extra_keys[index]),
                     *(event.lora_id, event.lora_name, event.session_id),
                     *(event.kv_cache_spec_kind, event.kv_cache_spec_sliding_window),
                 )
                 parent = block_hash
-        return said
+        return fields
+
+
+def make_events(tier: CpuTier) -> KVEvents:
+    return KVEvents(tier, groups_of(tier))
+
+
+def report(
+    events: KVEvents,
+    key: BlockHashWithGroupId,
+    num_tokens: int,
+    request: Request | None = None,
+    inner_keys: Sequence[BlockHashWithGroupId] = (),
+    payloads: PayloadsByKey | None = None,
+) -> None:
+    """Report a committed block of ``request``, or one with ``payloads``."""
+    run = Run((), (key,), None, num_tokens, request=request)
+    run.payloads = [payloads] if payloads else ()
+    run.inner_keys = [inner_keys] if inner_keys else ()
+    events.on_committed(run, ())
+
+
+def removed(events: KVEvents) -> list[Any]:
+    return [event.block_hashes for event in events.drain() if isinstance(event, BlockRemoved)]
 
 
 def hashes_of(request: Request) -> list[bytes]:
@@ -78,21 +109,31 @@ def hashes_of(request: Request) -> list[bytes]:
 
 @pytest.mark.parametrize(
     "shape",
-    [{}, {"windows": (0, 8)}, {"num_states": 1}, {"num_states": 1, "match_unit": 2}],
-    ids=["full", "window", "states", "fine hashes"],
+    [
+        {},
+        {"windows": (0, 8)},
+        {"num_states": 1},
+        {"num_states": 1, "match_unit": 2},
+        {"num_sub_blocks": 2},
+        {"lazy": True, "num_device_blocks": 20},
+    ],
+    ids=str,
 )
 def test_a_stored_block_is_described_as_the_device_s(
     drive: MakeDriver, shape: dict[str, Any]
 ) -> None:
-    """Field by field, but for where it is."""
-    driver = drive(num_device_blocks=80, num_host_blocks=200, **shape)
+    """In each field but those of its place."""
+    driver = drive(**{"num_device_blocks": 80, "num_host_blocks": 200} | shape)
     listener = Listener(driver)
-    for number in range(6):  # one block at a time: a run with gaps is ambiguous in vLLM's own
+    for number in range(6):  # one block at a time: vLLM's own run with gaps is ambiguous
         driver.say("same", prompt(number * BLOCK_SIZE + 1), salt="red")
+    if shape.get("lazy"):  # blocks outlive their request, until the device needs the room
+        for family in range(1, 6):
+            driver.say("other", prompt(5 * BLOCK_SIZE, family), salt="red")
     on_device, on_host = listener.stored(MEDIUM_GPU), listener.stored(MEDIUM_CPU)
-    assert len(on_host) >= 5
-    for where, said in on_host.items():
-        assert said == on_device[where]
+    assert len(on_host) >= 4
+    for where, fields in on_host.items():
+        assert fields == on_device[where]
     assert {event.locality for event in listener.events if event.medium == MEDIUM_CPU} == {"LOCAL"}
 
 
@@ -133,8 +174,8 @@ def test_an_eviction_is_a_removal(drive: MakeDriver) -> None:
     driver.run()
     driver.say("s", prompt(3 * BLOCK_SIZE, family=1))
     removed = listener.of(BlockRemoved, MEDIUM_CPU)
-    gone = {block_hash for event in removed for block_hash in event.block_hashes}
-    assert gone == set(hashes_of(first)[:3])
+    evicted = {block_hash for event in removed for block_hash in event.block_hashes}
+    assert evicted == set(hashes_of(first)[:3])
     assert {event.group_idx for event in removed} == {0}
     assert {event.locality for event in removed} == {"LOCAL"}
 
@@ -155,7 +196,7 @@ def test_a_load_that_fails_again_removes_its_blocks(drive: MakeDriver) -> None:
 
 
 def test_a_reset_removes_each_block_and_clears_nothing_else(drive: MakeDriver) -> None:
-    """AllBlocksCleared of the tier would be taken for the device's too, which go on."""
+    """AllBlocksCleared of the tier would remove the device's blocks too, which stay."""
     driver = drive(num_device_blocks=40, num_host_blocks=40)
     request = driver.start("r", PROMPT)
     driver.run()
@@ -168,9 +209,9 @@ def test_a_reset_removes_each_block_and_clears_nothing_else(drive: MakeDriver) -
     assert not any(isinstance(event, AllBlocksCleared) for event in listener.events)
 
 
-def test_a_block_that_two_hold_is_removed_with_the_second() -> None:
+def test_a_key_that_two_blocks_have_is_removed_with_the_second() -> None:
     tier = make_tier(2)
-    events = KVEvents(tier)
+    events = make_events(tier)
     inner = key("half")
     for name in ("a", "b"):
         commit_as(tier, begin(tier, name), key(name), None, BLOCK_SIZE, [inner])
@@ -180,29 +221,25 @@ def test_a_block_that_two_hold_is_removed_with_the_second() -> None:
     assert removed(events) == [[get_block_hash(key("b")), get_block_hash(inner)]]
 
 
-def removed(events: KVEvents) -> list[Any]:
-    return [event.block_hashes for event in events.take() if isinstance(event, BlockRemoved)]
-
-
 def test_a_group_at_a_time_is_removed() -> None:
     tier = make_tier(8, windows=(0, 8))
-    events = KVEvents(tier)
+    events = make_events(tier)
     for group in (0, 1):
         store(tier, "ab", group=group)
     tier.reset()
-    taken = [(e.group_idx, len(e.block_hashes)) for e in events.take()]
-    assert sorted(taken) == [(0, 2), (1, 2)]
+    removals = [(e.group_idx, len(e.block_hashes)) for e in events.drain()]
+    assert sorted(removals) == [(0, 2), (1, 2)]
 
 
-def test_a_block_whose_request_nobody_knows() -> None:
-    """It is in the tier, and that is said. So it is when the request has other tokens there."""
+def test_a_block_of_an_unknown_request_is_stored_without_tokens() -> None:
+    """So is a block of other tokens than its request has there."""
     tier = make_tier(4)
-    events = KVEvents(tier)
+    events = make_events(tier)
     commit(tier, begin(tier, "a"), "a")
     other = make_request("other", PROMPT)
     for request in (None, other):
-        events.stored(key("a"), (), BLOCK_SIZE, request)
-        (event,) = events.take()
+        report(events, key("a"), BLOCK_SIZE, request)
+        (event,) = events.drain()
         assert isinstance(event, BlockStored)
         assert event.block_hashes == [get_block_hash(key("a"))]
         assert event.token_ids == []
@@ -211,30 +248,31 @@ def test_a_block_whose_request_nobody_knows() -> None:
         assert event.kv_cache_spec_kind == "full_attention"
 
 
-def test_a_part_of_a_block_is_its_last_hash(drive: MakeDriver) -> None:
+def test_a_prefix_that_ends_inside_a_block_has_the_tokens_of_its_last_hash(
+    drive: MakeDriver,
+) -> None:
     driver = drive(num_device_blocks=80, num_host_blocks=40, num_states=1, match_unit=2)
-    events = KVEvents(driver.tier)
+    events = make_events(driver.tier)
     request = make_request("r", PROMPT, hash_size=2)
-    six, eight = (driver.tier.groups.key_at(request.block_hashes, 1, end) for end in (6, 8))
-    events.stored(six, (), 6, request)
-    events.stored(eight, (six,), 8, request)
-    said = [(e.token_ids, e.block_size) for e in events.take() if isinstance(e, BlockStored)]
-    assert said == [(PROMPT[4:6], 2), (PROMPT[4:8], 4), (PROMPT[4:6], 2)]
+    six, eight = (driver.scheduler.groups.key_at(request.block_hashes, 1, end) for end in (6, 8))
+    report(events, six, 6, request)
+    report(events, eight, 8, request, inner_keys=[six])
+    stored = [(e.token_ids, e.block_size) for e in events.drain() if isinstance(e, BlockStored)]
+    assert stored == [(PROMPT[4:6], 2), (PROMPT[4:8], 4), (PROMPT[4:6], 2)]
 
 
-def test_a_host_block_of_several_parts_is_told_of_as_those() -> None:
-    """By which the device knows them."""
+def test_a_host_block_is_reported_as_its_sub_blocks() -> None:
     tier = make_tier(4)
-    tier.groups.hash_block_size = BLOCK_SIZE // 2
-    tier.groups.num_parts = 2
-    events = KVEvents(tier)
+    groups_of(tier).hash_block_size = BLOCK_SIZE // 2
+    groups_of(tier).num_sub_blocks = 2
+    events = make_events(tier)
     request = make_request("r", PROMPT, salt="red", hash_size=BLOCK_SIZE // 2)
     blocks = [begin(tier, "a") for _ in range(2)]
     for index, filled in enumerate(blocks, 1):
-        whole = tier.groups.key_at(request.block_hashes, 0, index * BLOCK_SIZE)
+        whole = groups_of(tier).key_at(request.block_hashes, 0, index * BLOCK_SIZE)
         commit_as(tier, filled, whole, None, index * BLOCK_SIZE)
-        events.stored(whole, (), index * BLOCK_SIZE, request)
-    (stored,) = events.take()
+        report(events, whole, index * BLOCK_SIZE, request)
+    (stored,) = events.drain()
     assert isinstance(stored, BlockStored)
     assert stored.block_hashes == request.block_hashes[:4]
     assert stored.token_ids == PROMPT[: 2 * BLOCK_SIZE]
@@ -243,13 +281,14 @@ def test_a_host_block_of_several_parts_is_told_of_as_those() -> None:
     assert removed(events) == [request.block_hashes[2:4]]
     tier.reset()
     assert removed(events) == [request.block_hashes[:2]]
-    assert events._parts == {}
+    assert not events._sub_block_keys
+    assert not events._num_with
 
 
-def test_what_else_is_in_a_hash() -> None:
-    """LoRA, pictures and salt: each block's own."""
+def test_each_block_has_its_own_extra_keys() -> None:
+    """LoRA, images and salt are part of its hash."""
     tier = make_tier(8)
-    events = KVEvents(tier)
+    events = make_events(tier)
     feature = MultiModalFeatureSpec(
         data=None,
         modality="image",
@@ -267,13 +306,16 @@ def test_what_else_is_in_a_hash() -> None:
         session_id="talk",
         block_hasher=get_request_block_hasher(BLOCK_SIZE, sha256),
     )
-    for remembered in (False, True):
+    for outlived in (False, True):
         for index in range(3):
-            (key_of,) = tier.groups.keys(request.block_hashes, 0, index, index + 1)
+            (key_of,) = groups_of(tier).keys(request.block_hashes, 0, index, index + 1)
             end = (index + 1) * BLOCK_SIZE
-            contents = contents_of_host_block(tier.groups, key_of, (), end, request)
-            events.stored(key_of, (), end, contents if remembered else request)
-        (event,) = events.take()
+            payloads = payloads_of_host_block(groups_of(tier), key_of, (), end, request)
+            if outlived:
+                report(events, key_of, end, payloads=payloads)
+            else:
+                report(events, key_of, end, request)
+        (event,) = events.drain()
         assert isinstance(event, BlockStored)
         assert event.block_hashes == request.block_hashes
         assert event.token_ids == PROMPT
@@ -281,22 +323,22 @@ def test_what_else_is_in_a_hash() -> None:
         assert (event.lora_id, event.lora_name, event.session_id) == (3, "poet", "talk")
 
 
-def test_another_s_block_does_not_join_a_chain() -> None:
-    """The same parent, another session: vLLM says for each whose it is."""
+def test_a_block_of_another_session_does_not_join_its_parent_s_event() -> None:
+    """vLLM names the session of each block."""
     tier = make_tier(8)
-    events = KVEvents(tier)
+    events = make_events(tier)
     for name, end in (("r", 1), ("s", 2)):
         request = make_request(name, PROMPT)
         request.session_id = name
-        (key_of,) = tier.groups.keys(request.block_hashes, 0, end - 1, end)
-        events.stored(key_of, (), end * BLOCK_SIZE, request)
-    first, second = (event for event in events.take() if isinstance(event, BlockStored))
+        (key_of,) = groups_of(tier).keys(request.block_hashes, 0, end - 1, end)
+        report(events, key_of, end * BLOCK_SIZE, request)
+    first, second = (event for event in events.drain() if isinstance(event, BlockStored))
     assert second.parent_block_hash == first.block_hashes[0]
     assert (first.session_id, second.session_id) == ("r", "s")
 
 
 @pytest.mark.parametrize("config", [None, KVEventsConfig(enable_kv_cache_events=False)])
-def test_nothing_is_collected_unless_asked_for(
+def test_nothing_is_collected_unless_vllm_is_configured_for_events(
     drive: MakeDriver, monkeypatch: pytest.MonkeyPatch, config: KVEventsConfig | None
 ) -> None:
     monkeypatch.setattr(World, "kv_events_config", lambda self: config)
@@ -306,5 +348,4 @@ def test_nothing_is_collected_unless_asked_for(
     driver.say("s", prompt(3 * BLOCK_SIZE, family=1))
     connector: SimpleCPUOffloadConnector = driver.world.connector
     assert list(connector.take_events()) == []
-    assert driver.scheduler._stores.origins is None
-    assert "_emit_block_removed_events" not in vars(driver.tier.pool)
+    assert "_emit_block_removed_events" not in vars(driver.host_pool)

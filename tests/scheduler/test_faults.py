@@ -6,6 +6,7 @@ from vllm.v1.request import RequestStatus
 from simple_offload.backends.base import Direction
 from tests.scheduler.conftest import MakeDriver
 from tests.scheduler.driver import LOAD, STORE, Driver, prompt
+from tests.simulation.integrity import ids_in_flight
 
 BOTH_GROUPS = pytest.mark.parametrize("windows", [(0,), (0, 8)], ids=str)
 
@@ -23,8 +24,8 @@ def stored(drive: MakeDriver, **shape: object) -> Driver:
 
 
 def fail_load(driver: Driver, *request_ids: str, failing: int = 0) -> list[int]:
-    """Let requests load ``prompt(33)`` at the same time, which fails on one rank, and end; the host
-    blocks of the last load."""
+    """Start loads of ``prompt(33)`` by several requests, which fail on one rank, and wait for
+    their end. Returns the host blocks of the last load."""
     for request_id in request_ids:
         driver.start(request_id, prompt(33), max_tokens=3)
     driver.step()
@@ -33,9 +34,9 @@ def fail_load(driver: Driver, *request_ids: str, failing: int = 0) -> list[int]:
     for rank in range(driver.world.shape.num_ranks):
         for _ in loads:
             driver.copy(LOAD, rank, fail=rank == failing)
-    while driver.scheduler.ids_in_flight & {load.id for load in loads}:
+    while ids_in_flight(driver.scheduler) & {load.id for load in loads}:
         driver.step()
-        assert not driver.pending(LOAD)  # the blocks are not offered to them again
+        assert not driver.pending(LOAD)  # their requests are offered no other load
     blocks: list[int] = loads[-1].host_blocks.tolist()
     return blocks
 
@@ -73,14 +74,16 @@ def test_recompute(
 @pytest.mark.proves("I5")
 @BOTH_GROUPS
 @pytest.mark.parametrize("failing", [0, 1])
-def test_what_fails_again_leaves(drive: MakeDriver, windows: tuple[int, ...], failing: int) -> None:
-    """Otherwise each request that comes would pay for it, and never have it from the tier."""
+def test_blocks_that_fail_again_are_dropped(
+    drive: MakeDriver, windows: tuple[int, ...], failing: int
+) -> None:
+    """Otherwise each later request would load them in vain."""
     driver = stored(drive, windows=windows, num_ranks=2, load_failures="recompute")
     fail_load(driver, "a", failing=0)
     driver.run()
     driver.forget_device()
     loaded = fail_load(driver, "b", failing=failing)
-    kept = driver.tier.pool.blocks
+    kept = driver.host_pool.blocks
     assert all(kept[block_id].block_hash is None for block_id in loaded)
     assert driver.found(prompt(33)) == 0
     assert driver.found([*prompt(33)[:20], *prompt(13, family=5)]) == 0  # its head was among them
@@ -88,12 +91,12 @@ def test_what_fails_again_leaves(drive: MakeDriver, windows: tuple[int, ...], fa
     assert driver.found(prompt(33)) == 32  # stored anew
     driver.forget_device()
     fail_load(driver, "c")
-    assert driver.found(prompt(33)) == 32  # what had failed has gone
+    assert driver.found(prompt(33)) == 32  # the blocks that failed are gone
     driver.run()
 
 
-def test_what_fails_at_the_same_time_stays(drive: MakeDriver) -> None:
-    """What is wrong on the way, not with the blocks, fails all loads that are under way."""
+def test_blocks_that_fail_at_the_same_time_stay(drive: MakeDriver) -> None:
+    """A fault of the transport, not of the blocks, fails all loads that are under way."""
     driver = stored(drive)
     fail_load(driver, "a", "b", "c")
     assert driver.found(prompt(33)) == 32
@@ -104,7 +107,7 @@ def test_what_fails_at_the_same_time_stays(drive: MakeDriver) -> None:
     assert driver.world.num_blocks_loaded == num_loaded + 8
 
 
-def test_a_load_that_does_not_fail_ends_the_doubt(drive: MakeDriver) -> None:
+def test_a_load_that_succeeds_ends_the_doubt(drive: MakeDriver) -> None:
     driver = stored(drive)
     for turn in range(3):
         fail_load(driver, f"failing {turn}")
@@ -124,13 +127,13 @@ def test_fail(drive: MakeDriver, windows: tuple[int, ...]) -> None:
         assert driver.world.finished[request_id] == ([], RequestStatus.FINISHED_ERROR)
     assert driver.found(prompt(33)) == 0
     driver.run()
-    assert driver.num_stored == num_stored  # least of all what was to be loaded
+    assert driver.num_stored == num_stored
     driver.say("c", prompt(33))
     assert driver.world.finished["c"][1] == RequestStatus.FINISHED_LENGTH_CAPPED
 
 
-def test_what_did_not_fail_stays(drive: MakeDriver) -> None:
-    """The device had the head: only what was to be loaded leaves, and what follows it."""
+def test_blocks_that_did_not_fail_stay(drive: MakeDriver) -> None:
+    """The device had the head: only the loaded blocks and their descendants are dropped."""
     driver = stored(drive)
     for turn in range(2):
         driver.say(f"head {turn}", prompt(33)[:17])
@@ -152,7 +155,7 @@ def test_a_failure_leaves_the_load_of_another_request_alone(drive: MakeDriver) -
     driver.copy(LOAD, fail=True)
     driver.step()
     driver.world.check()
-    assert driver.num_held[1] == 8  # of "b", which is still loading them
+    assert driver.num_held[1] == 8  # "b" is still loading them
     assert driver.found(prompt(33)) == 0
     driver.run()
     assert {status for _, status in driver.world.finished.values()} == {
@@ -178,7 +181,7 @@ def test_an_aborted_load_that_fails(drive: MakeDriver) -> None:
 
 
 def kill(driver: Driver, direction: Direction, rank: int) -> None:
-    """Let the rank's thread die of the next copy."""
+    """The next copy ends the rank's thread."""
     driver.world.ranks[rank].device.fatal[direction] += 1
 
 
@@ -209,18 +212,17 @@ def test_a_broken_rank_switches_the_tier_off(
     assert caplog.text.count("the host tier is switched off") == 1
     assert driver.num_kept == 0
 
-    # It goes on without.
+    # The server continues without the tier.
     num_stored, num_loaded = driver.num_stored, driver.world.num_blocks_loaded
     driver.forget_device()
     for turn in range(2):
         driver.say(f"b{turn}", prompt(33))
         driver.forget_device()
     assert (driver.num_stored, driver.world.num_blocks_loaded) == (num_stored, num_loaded)
-    assert driver.scheduler.num_followed == 0
     assert caplog.text.count("the host tier is switched off") == 1
 
 
-def test_a_hit_is_let_go_of_when_the_tier_is_switched_off(drive: MakeDriver) -> None:
+def test_a_hit_is_unpinned_when_the_tier_is_switched_off(drive: MakeDriver) -> None:
     driver = stored(drive)
     request = driver.start("waiting", prompt(33))
     taken = driver.device_pool.get_new_blocks(driver.device_pool.get_num_free_blocks())

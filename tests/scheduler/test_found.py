@@ -1,5 +1,4 @@
-"""What counts as found, and is protected in the tier: what another request than the one that has
-stored it asks for."""
+"""Blocks are protected once another request than the one that stored them has found them."""
 
 import pytest
 
@@ -10,10 +9,10 @@ BLOCK = 4
 
 
 def num_protected(driver: Driver) -> int:
-    return driver.tier.order.segments.num_protected
+    return driver.tier._queue.num_protected
 
 
-def test_nothing_is_at_first(drive: MakeDriver) -> None:
+def test_nothing_is_protected_at_first(drive: MakeDriver) -> None:
     driver = drive()
     driver.say("a", prompt(40), max_tokens=8)
     driver.say("b", prompt(40, family=1), max_tokens=8)
@@ -21,31 +20,31 @@ def test_nothing_is_at_first(drive: MakeDriver) -> None:
     assert num_protected(driver) == 0
 
 
-def test_what_has_been_loaded(drive: MakeDriver) -> None:
+def test_loaded_blocks_are_protected(drive: MakeDriver) -> None:
     driver = drive()
     history = driver.say("a", prompt(20), max_tokens=8)
     driver.forget_device()
     driver.say("b", [*history, *prompt(20, family=1)], max_tokens=8)
-    # The last token that "a" said was never computed.
+    # The last token of "a" was never computed.
     assert num_protected(driver) == (len(history) - 1) // BLOCK
     assert driver.num_kept > num_protected(driver)
 
 
-def test_what_the_device_still_had(drive: MakeDriver) -> None:
+def test_blocks_found_on_the_device_are_protected(drive: MakeDriver) -> None:
     driver = drive()
     history = driver.say("a", prompt(20), max_tokens=8)
     driver.say("b", [*history, *prompt(20, family=1)], max_tokens=8)
     assert num_protected(driver) == (len(history) - 1) // BLOCK
 
 
-def test_a_beginning_that_two_have(drive: MakeDriver) -> None:
+def test_a_prefix_of_two_requests_is_protected(drive: MakeDriver) -> None:
     driver = drive()
     driver.say("a", prompt(40), max_tokens=8)
     driver.say("b", [*prompt(24), *prompt(20, family=1)], max_tokens=8)
     assert num_protected(driver) == 24 // BLOCK
 
 
-def test_where_other_groups_count_too_only_what_has_been_loaded(drive: MakeDriver) -> None:
+def test_with_several_groups_only_loaded_blocks_are_protected(drive: MakeDriver) -> None:
     """A hit needs blocks of every group: those of one are of no use without the others'."""
     driver = drive(windows=(0, 8))
     history = driver.say("a", prompt(24), max_tokens=8)
@@ -53,13 +52,13 @@ def test_where_other_groups_count_too_only_what_has_been_loaded(drive: MakeDrive
     assert num_protected(driver) == 0
     driver.forget_device()
     driver.say("c", [*history, *prompt(20, family=2)], max_tokens=8)
-    # All that one group has of it, and a window's length of the other.
+    # All blocks of one group, and a window's length of the other.
     num_blocks = (len(history) - 1) // BLOCK
     assert num_blocks + 2 <= num_protected(driver) <= num_blocks + 3
 
 
 def test_with_lazy_stores(drive: MakeDriver) -> None:
-    """What the device has got is not, until it is about to lose it again."""
+    """Blocks that the device has are not protected until it is about to evict them."""
     driver = drive(lazy=True, num_device_blocks=30, num_host_blocks=300)
     history = driver.say("a", prompt(40), max_tokens=8)
     for family in range(1, 4):
@@ -74,7 +73,7 @@ def test_with_lazy_stores(drive: MakeDriver) -> None:
 
 
 @pytest.mark.parametrize("chunk", [8, 64])
-def test_a_request_larger_than_what_is_on_probation_displaces_the_rest(
+def test_a_request_larger_than_probation_evicts_protected_blocks(
     drive: MakeDriver, chunk: int
 ) -> None:
     driver = drive(num_host_blocks=21, num_device_blocks=40, max_num_batched_tokens=chunk)
@@ -87,7 +86,7 @@ def test_a_request_larger_than_what_is_on_probation_displaces_the_rest(
     assert driver.found(prompt(72, family=1)) == 72
 
 
-def test_a_conversation_outlives_what_is_asked_for_once(drive: MakeDriver) -> None:
+def test_a_conversation_outlives_prompts_that_come_once(drive: MakeDriver) -> None:
     driver = drive(num_host_blocks=41, num_device_blocks=40)
     history = driver.say("a0", prompt(16), max_tokens=8)
     driver.forget_device()

@@ -8,6 +8,7 @@ from tests.scheduler.tiers import (
     allocate,
     block,
     commit_as,
+    get,
     hashes,
     key,
     leave,
@@ -15,6 +16,7 @@ from tests.scheduler.tiers import (
     parent_of,
     store,
 )
+from tests.simulation.integrity import check_tier, pool_of
 
 
 def with_states(drive: MakeDriver, **shape: object) -> Driver:
@@ -32,13 +34,13 @@ def test_a_hit_inside_a_block(drive: MakeDriver, async_scheduling: bool) -> None
     driver.step()
     assert request.num_computed_tokens == 18
     (load,) = driver.pending(LOAD)
-    assert len(load.host_blocks) == 5 + 1  # of the fifth block, two tokens count
+    assert len(load.host_blocks) == 5 + 1  # two tokens of the fifth block are hit
     driver.run()
     assert driver.world.finished["a"] == driver.world.finished["before"]
 
 
 def test_another_request_goes_on_from_inside_the_block(drive: MakeDriver) -> None:
-    """What the block holds behind the hit is the first request's."""
+    """The tokens behind the hit in that block are the first request's."""
     driver = with_states(drive)
     driver.say("before", prompt(19), max_tokens=6)
     driver.forget_device()
@@ -64,20 +66,20 @@ def test_the_state_inside_a_block_is_stored_from_its_copy(drive: MakeDriver) -> 
     driver = with_states(drive)
     request = driver.start("a", prompt(19), max_tokens=6)
     table = driver.world.scheduler.kv_cache_manager.coordinator.single_type_managers[1]
-    key_inside = driver.tier.groups.key_at(request.block_hashes, 1, 18)
+    key_inside = driver.scheduler.groups.key_at(request.block_hashes, 1, 18)
     while not driver.scheduler._stores.has(key_inside):
         driver.step()
     assert request.num_computed_tokens == 19
     *_, store = driver.scheduler._stores._in_flight.values()
-    ((copied,),) = [run.device_blocks for run, _ in store.runs if key_inside in run.keys]
+    ((copied,),) = [run.device_blocks for run in store.runs if key_inside in run.keys]
     running = table.req_to_blocks["a"][4]
     assert copied is not running
     assert copied.block_id in driver.pending(STORE)[-1].device_blocks
     driver.run()
-    assert driver.tier.lookup.get(key_inside) is not None
+    assert get(driver.tier, key_inside) is not None
 
 
-def test_what_follows_does_not_displace_the_state_inside_a_block(drive: MakeDriver) -> None:
+def test_later_blocks_do_not_evict_the_state_inside_a_block(drive: MakeDriver) -> None:
     """Room for five blocks of tokens and the states after 16, 18 and 20 tokens."""
     driver = with_states(drive, num_host_blocks=9)
     driver.say("a", prompt(19), max_tokens=8)
@@ -95,26 +97,26 @@ def test_a_block_is_found_by_its_inner_keys() -> None:
     assert filled is not None
     inner = key("ab and a half")
     assert commit_as(tier, filled, key("abc"), parent_of("abc"), 12, [inner])
-    assert tier.lookup.get(inner) is filled is tier.lookup.get(key("abc"))
-    tier.check_integrity()
+    assert get(tier, inner) is filled is get(tier, key("abc"))
+    check_tier(tier)
     assert leave(tier)[:1] == ["abc"]
-    assert tier.lookup.get(inner) is None
+    assert get(tier, inner) is None
 
 
 def test_inner_keys_leave_with_their_block() -> None:
-    for forget in ("drop", "reset", "drop parent"):
+    for way in ("drop", "reset", "drop parent"):
         tier = make_tier(8)
         store(tier, "ab")
         filled = allocate(tier, "ab")
         assert filled is not None
         inner = key("ab and a half")
         commit_as(tier, filled, key("abc"), parent_of("abc"), 12, [inner])
-        if forget == "reset":
+        if way == "reset":
             tier.reset()
         else:
-            tier.drop([block(tier, "abc" if forget == "drop" else "ab")])
-        assert tier.lookup.get(inner) is None
-        tier.check_integrity()
+            tier.drop([block(tier, "abc" if way == "drop" else "ab")])
+        assert get(tier, inner) is None
+        check_tier(tier)
 
 
 def test_an_inner_key_of_two_blocks() -> None:
@@ -126,14 +128,14 @@ def test_an_inner_key_of_two_blocks() -> None:
     assert second is not None
     commit_as(tier, first, key("a"), None, 4, [inner])
     commit_as(tier, second, key("b"), None, 4, [inner])
-    assert tier.lookup.get(inner) in (first, second)
-    tier.check_integrity()
+    assert get(tier, inner) in (first, second)
+    check_tier(tier)
     tier.drop([first])
-    assert tier.lookup.get(inner) is second
-    tier.check_integrity()
+    assert get(tier, inner) is second
+    check_tier(tier)
     tier.drop([second])
-    assert tier.lookup.get(inner) is None
-    tier.check_integrity()
+    assert get(tier, inner) is None
+    check_tier(tier)
 
 
 def test_a_lost_inner_key_is_noticed() -> None:
@@ -141,18 +143,18 @@ def test_a_lost_inner_key_is_noticed() -> None:
     filled = allocate(tier)
     assert filled is not None
     commit_as(tier, filled, key("a"), None, 4, [key("a half")])
-    tier.check_integrity()
-    tier.pool.cached_block_hash_to_block.pop(key("a half"), filled.block_id)
-    with pytest.raises(AssertionError, match="has lost a key of a part of it"):
-        tier.check_integrity()
+    check_tier(tier)
+    pool_of(tier).cached_block_hash_to_block.pop(key("a half"), filled.block_id)
+    with pytest.raises(AssertionError, match="has lost an inner key"):
+        check_tier(tier)
 
 
-def test_a_block_that_is_not_kept_leaves_no_inner_key() -> None:
+def test_a_useless_block_has_no_inner_key() -> None:
     tier = make_tier(8)
     store(tier, "a")
     orphan = allocate(tier, "a")
     assert orphan is not None
     tier.drop([block(tier, "a")])
     assert not commit_as(tier, orphan, key("ab"), key("a"), 8, [key("a and a half")])
-    assert tier.lookup.get(key("a and a half")) is None
-    assert tier.lookup.hit(hashes("ab"), 0, 8).num_tokens == 0
+    assert get(tier, key("a and a half")) is None
+    assert tier.lookup(hashes("ab"), 0, 8).num_tokens == 0

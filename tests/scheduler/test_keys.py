@@ -73,7 +73,7 @@ def _what_pages_depend_on(key: Mapping[str, Any]) -> str | None:
 
 @pytest.mark.proves("I8")
 @pytest.mark.parametrize(("one", "other", "num_shared"), KEYS.values(), ids=KEYS)
-def test_only_what_is_the_same_is_found(
+def test_only_the_same_contents_are_found(
     drive: MakeDriver, one: dict[str, Any], other: dict[str, Any], num_shared: int
 ) -> None:
     driver = drive()

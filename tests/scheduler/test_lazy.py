@@ -1,4 +1,4 @@
-"""LazyPolicy: what the device is about to evict is stored in time, and nothing else."""
+"""LazyPolicy: blocks are stored in time before the device evicts them, and no others."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -10,6 +10,7 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from simple_offload.scheduler.policies.lazy import LazyPolicy
 from tests.scheduler.conftest import MakeDriver
 from tests.scheduler.driver import LOAD, STORE, Driver, make_request, prompt
+from tests.scheduler.tiers import get
 
 ASYNC = pytest.mark.parametrize("async_scheduling", [False, True])
 
@@ -21,10 +22,10 @@ ROOMY: dict[str, Any] = {
     "max_num_batched_tokens": 8,
     "max_model_len": 40,
 }
-"""A device with many more blocks than are looked ahead."""
+"""A device with many more blocks than the eviction horizon."""
 
 SHORT = ROOMY | {"num_device_blocks": 20, "max_num_seqs": 2}
-"""A device that never has so many free blocks."""
+"""A device that always has fewer free blocks than the eviction horizon."""
 
 
 def policy_of(driver: Driver) -> LazyPolicy:
@@ -58,7 +59,7 @@ def test_nothing_is_stored_while_there_are_blocks_that_hold_nothing(drive: MakeD
 @pytest.mark.parametrize(
     ("windows", "num_states"), [((0,), 0), ((0, 8), 0), ((8,), 0), ((0,), 1), ((), 1)], ids=str
 )
-def test_what_is_evicted_is_stored_before(
+def test_blocks_are_stored_before_they_are_evicted(
     drive: MakeDriver, windows: tuple[int, ...], num_states: int, async_scheduling: bool
 ) -> None:
     num_groups = len(windows) + num_states
@@ -90,8 +91,8 @@ def test_what_is_evicted_is_stored_before(
 def test_a_tier_of_any_size_comes_to_rest(
     drive: MakeDriver, num_host_blocks: int, num_states: int
 ) -> None:
-    """What is stored must not displace what stands as near to the front of the device's queue,
-    and would have to be stored again: smaller than what is looked ahead, it has no room for all."""
+    """A stored block must not displace one that stands as near to the front of the device's queue,
+    and would have to be stored again: a tier below the horizon has no room for all."""
     driver = drive(**ROOMY | {"num_host_blocks": num_host_blocks}, num_states=num_states)
     fill(driver, 20)
     num_stored = driver.num_stored
@@ -117,7 +118,7 @@ def start_a_store(driver: Driver) -> tuple[list[KVCacheBlock], list[KVCacheBlock
     return before, [block for block in before if block.block_id in stored]
 
 
-def test_what_is_stored_comes_back_to_the_front_and_is_not_stored_again(
+def test_stored_blocks_return_to_the_front_and_are_not_stored_again(
     drive: MakeDriver,
 ) -> None:
     driver = drive(**ROOMY)
@@ -141,7 +142,7 @@ def test_a_stored_block_that_is_used_meanwhile_goes_to_the_back(drive: MakeDrive
     scheduled = SchedulerOutput.make_empty()
     scheduled.scheduled_cached_reqs.req_ids.append("next")
     scheduled.scheduled_cached_reqs.new_block_ids.append(([block.block_id for block in held],))
-    policy_of(driver)._take_notice(scheduled)
+    policy_of(driver).on_step(scheduled)
     del manager.req_to_blocks["next"][-len(held) :]
     driver.device_pool.free_blocks(held)
     driver.copy(STORE)
@@ -236,12 +237,12 @@ CROWDED = ROOMY | {"max_num_batched_tokens": 64, "num_host_blocks": 150}
 """All that might be needed at once is most of the device, and the tier is soon full."""
 
 
-def test_a_full_tier_has_little_of_what_the_device_has(drive: MakeDriver) -> None:
+def test_a_full_tier_has_few_blocks_that_the_device_has_too(drive: MakeDriver) -> None:
     driver = drive(**CROWDED)
     fill(driver, 60)
     assert driver.tier.num_used > 140
     on_device = [b.block_hash for b in driver.device_pool.blocks if b.block_hash is not None]
-    in_both = [key for key in on_device if driver.tier.lookup.get(key) is not None]
+    in_both = [key for key in on_device if get(driver.tier, key) is not None]
     # A request takes six blocks, and is followed by another two steps later.
     assert len(in_both) <= 2 * policy_of(driver)._walk.num_ahead <= 24
     assert len(on_device) > 50
@@ -262,7 +263,7 @@ def load_one(driver: Driver) -> int:
     return family
 
 
-def test_what_has_been_loaded_leaves_the_tier_first(drive: MakeDriver) -> None:
+def test_loaded_blocks_leave_the_tier_first(drive: MakeDriver) -> None:
     driver = drive(**CROWDED)
     family = load_one(driver)
     fill(driver, 3, first=61)
@@ -270,7 +271,7 @@ def test_what_has_been_loaded_leaves_the_tier_first(drive: MakeDriver) -> None:
     assert driver.found(prompt(21, family + 8)) == 20
 
 
-def test_what_the_device_is_about_to_evict_leaves_the_tier_last(drive: MakeDriver) -> None:
+def test_blocks_that_the_device_is_about_to_evict_leave_the_tier_last(drive: MakeDriver) -> None:
     """Whether the tier still has it or gets it anew."""
     driver = drive(**CROWDED)
     family = load_one(driver)
@@ -280,27 +281,27 @@ def test_what_the_device_is_about_to_evict_leaves_the_tier_last(drive: MakeDrive
     assert driver.found(prompt(21, family)) == 20
 
 
-def test_what_the_tier_still_has_is_not_stored_again(drive: MakeDriver) -> None:
+def test_blocks_that_the_tier_still_has_are_not_stored_again(drive: MakeDriver) -> None:
     driver = drive(**CROWDED)
     family = load_one(driver)
     request = make_request("x", prompt(21, family))
-    before = driver.tier.lookup.hit(request.block_hashes, 0, 21)
+    before = driver.tier.lookup(request.block_hashes, 0, 21)
     taken: list[KVCacheBlock] = []
     while driver.device_pool.get_num_free_blocks() > 12:  # they leave the device next
         taken += driver.device_pool.get_new_blocks(1)
-    assert driver.tier.order.demoted
+    assert driver.tier._queue.demoted
     driver.start("next", prompt(3))
     driver.step()
-    assert not driver.tier.order.demoted
+    assert not driver.tier._queue.demoted
     driver.device_pool.free_blocks(taken)
     driver.run()
-    assert driver.tier.lookup.hit(request.block_hashes, 0, 21) == before
+    assert driver.tier.lookup(request.block_hashes, 0, 21) == before
 
 
 # A device that is short of blocks
 
 
-def test_what_runs_is_stored_as_it_fills_up(drive: MakeDriver) -> None:
+def test_blocks_of_running_requests_are_stored_as_they_fill_up(drive: MakeDriver) -> None:
     driver = drive(**SHORT)
     request = driver.start("a", prompt(21), max_tokens=12)
     driver.step(4)
@@ -342,17 +343,17 @@ def test_the_last_block_is_kept(
 # Forgetting
 
 
-def test_nothing_of_before_a_reset_is_stored(drive: MakeDriver) -> None:
+def test_blocks_from_before_a_reset_are_not_stored(drive: MakeDriver) -> None:
     driver = drive(**ROOMY)
     fill(driver, 10)
     num_stored = driver.num_stored
-    driver.scheduler.reset_cache()  # the device keeps what it has
+    driver.scheduler.reset_cache()  # the device keeps its blocks
     fill(driver, 6, first=100)
     assert driver.num_kept == 0
     assert driver.num_stored == num_stored
 
 
-def test_what_a_running_request_had_before_a_reset_is_not_stored(drive: MakeDriver) -> None:
+def test_blocks_of_a_running_request_from_before_a_reset_are_not_stored(drive: MakeDriver) -> None:
     driver = drive(**SHORT)
     driver.start("a", prompt(21), max_tokens=12)
     driver.step(3)
@@ -361,17 +362,17 @@ def test_what_a_running_request_had_before_a_reset_is_not_stored(drive: MakeDriv
     assert driver.num_kept == 0
 
 
-def test_a_block_that_was_filled_anew_is_not_taken_for_what_it_was(drive: MakeDriver) -> None:
+def test_a_block_that_was_filled_anew_is_not_stored_under_its_old_key(drive: MakeDriver) -> None:
     driver = drive(**ROOMY)
     driver.say("a", prompt(21))
-    residents = policy_of(driver)._residents
+    recorded = policy_of(driver)._contents
     block = next(b for b in free_blocks(driver) if b.block_hash is not None)
-    assert residents.storable(block) is not None
+    assert recorded.is_storable(block)
     another = make_request("x", prompt(21, family=1))
-    (key,) = driver.tier.groups.keys(another.block_hashes, 0, stop=1)
+    (key,) = driver.scheduler.groups.keys(another.block_hashes, 0, stop=1)
     driver.device_pool.evict_blocks({block.block_id})
     driver.device_pool._insert_block_hash(key, block, 4)
-    assert residents.storable(block) is None
-    residents.record([block], [key], None)
-    assert (storable := residents.storable(block)) is not None
-    assert (storable.key, storable.parent) == (key, None)
+    assert not recorded.is_storable(block)
+    recorded.record([block], [key], None, another)
+    assert recorded.is_storable(block)
+    assert recorded.parent_of(block, key) is None

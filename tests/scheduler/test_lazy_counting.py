@@ -13,6 +13,7 @@ from tests.scheduler.test_lazy import (
     load_one,
     start_a_store,
 )
+from tests.scheduler.tiers import get
 
 
 def counted(driver: Driver, name: str, reason: str) -> float:
@@ -25,7 +26,9 @@ def num_lost(driver: Driver, families: range) -> int:
     keys = [
         key
         for family in families
-        for key in driver.tier.groups.keys(make_request("x", prompt(21, family)).block_hashes, 0)
+        for key in driver.scheduler.groups.keys(
+            make_request("x", prompt(21, family)).block_hashes, 0
+        )
     ]
     return sum(cached.get_one_block(key) is None and not stores.has(key) for key in keys)
 
@@ -38,7 +41,7 @@ def test_nothing_is_skipped_or_dropped_that_is_stored_in_time(drive: MakeDriver)
     assert driver.world.ledger(metrics.STORED) > 50
 
 
-def test_what_has_been_loaded_need_not_be_stored(drive: MakeDriver) -> None:
+def test_loaded_blocks_need_not_be_stored(drive: MakeDriver) -> None:
     """Counted when the device is about to evict it, once."""
     driver = drive(**ROOMY)
     fill(driver, 40)
@@ -51,7 +54,7 @@ def test_what_has_been_loaded_need_not_be_stored(drive: MakeDriver) -> None:
     assert driver.world.ledger(metrics.DROPPED) == 0
 
 
-def test_what_nobody_asked_for_again_is_refused(drive: MakeDriver) -> None:
+def test_blocks_that_no_second_request_had_are_refused(drive: MakeDriver) -> None:
     driver = drive(**ROOMY | {"store_threshold": 2})
     fill(driver, 40)
     lost = num_lost(driver, range(1, 41))
@@ -61,7 +64,9 @@ def test_what_nobody_asked_for_again_is_refused(drive: MakeDriver) -> None:
 
 
 @pytest.mark.parametrize("num_states", [0, 1])
-def test_what_is_refused_is_counted_when_it_is_evicted(drive: MakeDriver, num_states: int) -> None:
+def test_refused_blocks_are_counted_when_they_are_evicted(
+    drive: MakeDriver, num_states: int
+) -> None:
     driver = drive(**ROOMY | {"store_threshold": 2}, num_states=num_states)
     cached = driver.device_pool.cached_block_hash_to_block
     evicted = 0
@@ -76,8 +81,8 @@ def test_what_is_refused_is_counted_when_it_is_evicted(drive: MakeDriver, num_st
     assert evicted > 50
 
 
-def test_what_is_evicted_before_it_could_be_stored(drive: MakeDriver) -> None:
-    """A burst that nobody could foresee."""
+def test_blocks_evicted_before_they_could_be_stored(drive: MakeDriver) -> None:
+    """An unforeseeable burst."""
     driver = drive(**CROWDED | {"max_num_seqs": 12, "num_host_blocks": 120})
     fill(driver, 40)
     for family in range(50, 60):
@@ -122,7 +127,7 @@ def test_a_store_that_failed_is_tried_again(drive: MakeDriver) -> None:
     driver.run()
     assert counted(driver, metrics.DROPPED, "copy_failed") == len(held) > 0
     fill(driver, 20, first=50)
-    assert all(key is not None and driver.tier.lookup.get(key) is not None for key in keys)
+    assert all(key is not None and get(driver.tier, key) is not None for key in keys)
 
 
 def test_but_not_for_ever(drive: MakeDriver) -> None:
@@ -141,7 +146,7 @@ def test_but_not_for_ever(drive: MakeDriver) -> None:
     assert driver.tier.num_used == 0
 
 
-def test_what_was_filled_anew_is_tried_as_often(drive: MakeDriver) -> None:
+def test_a_block_that_was_filled_anew_is_tried_as_often(drive: MakeDriver) -> None:
     driver = drive(**ROOMY)
     for family in range(1, 60):
         driver.start(f"f{family}", prompt(21, family))

@@ -9,6 +9,7 @@ from vllm.v1.request import RequestStatus
 
 from tests.scheduler.conftest import MakeDriver
 from tests.scheduler.driver import LOAD, Driver, make_request, prompt
+from tests.scheduler.tiers import get
 
 
 def stored(drive: MakeDriver, num_tokens: int = 17, **shape: object) -> Driver:
@@ -44,7 +45,7 @@ def test_the_last_token_is_computed(drive: MakeDriver, num_tokens: int) -> None:
     assert driver.world.finished["a"][1] == RequestStatus.FINISHED_LENGTH_CAPPED
 
 
-def test_only_what_the_device_lacks_is_loaded(drive: MakeDriver) -> None:
+def test_only_blocks_that_the_device_lacks_are_loaded(drive: MakeDriver) -> None:
     driver = stored(drive, num_tokens=33)
     driver.say("short", prompt(33)[:13])
     assert driver.world.num_blocks_loaded == 3
@@ -54,8 +55,8 @@ def test_only_what_the_device_lacks_is_loaded(drive: MakeDriver) -> None:
     tables = driver.world.scheduler.kv_cache_manager.get_block_ids("long")
     assert load.request_id == "long"
     assert load.device_blocks.tolist() == tables[0][3:8]
-    wanted = driver.tier.groups.keys(request.block_hashes, 0, 3, 8)
-    assert [driver.tier.pool.blocks[id].block_hash for id in load.host_blocks.tolist()] == wanted
+    wanted = driver.scheduler.groups.keys(request.block_hashes, 0, 3, 8)
+    assert [driver.host_pool.blocks[id].block_hash for id in load.host_blocks.tolist()] == wanted
     # The head is not loaded, but must not leave while its tail is being loaded.
     assert driver.num_held[1] == 8
     driver.run()
@@ -108,7 +109,7 @@ def test_repeated_lookups_pin_once(drive: MakeDriver) -> None:
             assert request.status == RequestStatus.WAITING
             assert driver.scheduler.get_num_new_matched_tokens(request, 0) == (16, True)
         assert driver.num_held[1] == 4
-        assert max(block.ref_cnt for block in driver.tier.pool.blocks) == 1
+        assert max(block.ref_cnt for block in driver.host_pool.blocks) == 1
     driver.run()
     assert driver.world.num_blocks_loaded == 4
 
@@ -123,10 +124,10 @@ def test_a_hit_is_looked_up_again_when_something_has_changed(drive: MakeDriver) 
     driver.drain()
     assert offer(request, 0) == (32, True)
     assert driver.num_held == (0, 8)
-    assert offer(request, 16) == (16, True)  # the device has a part of it now
+    assert offer(request, 16) == (16, True)  # the device has its beginning now
     assert driver.num_held == (0, 8)
-    (fifth_key,) = driver.tier.groups.keys(request.block_hashes, 0, 4, 5)
-    fifth = driver.tier.lookup.get(fifth_key)
+    (fifth_key,) = driver.scheduler.groups.keys(request.block_hashes, 0, 4, 5)
+    fifth = get(driver.tier, fifth_key)
     assert fifth is not None
     driver.tier.drop([fifth])
     assert offer(request, 0) == (16, True)
@@ -140,10 +141,8 @@ def test_a_hit_that_is_not_wanted_any_more_is_unpinned(drive: MakeDriver) -> Non
     with full_device(driver):
         driver.step()
         assert driver.num_held[1] == 4
-        assert driver.scheduler.num_followed == 1
         driver.world.abort("a")
         assert driver.num_held[1] == 0
-        assert driver.scheduler.num_followed == 0
     driver.run()
 
 
@@ -176,7 +175,7 @@ def test_a_request_waits_for_every_rank(drive: MakeDriver, order: tuple[int, ...
         assert driver.scheduler.has_pending_work()
         driver.copy(LOAD, rank)
     driver.step()
-    assert driver.num_held == (4, 0)  # the host blocks are let go of
+    assert driver.num_held == (4, 0)  # the host blocks are unpinned
     driver.step()
     assert "a" in driver.world.finished
     driver.run()
@@ -197,7 +196,6 @@ def test_blocks_of_an_aborted_request_are_held_until_the_end(
         driver.copy(LOAD, rank)
     driver.step()
     assert driver.num_held == (0, 0)
-    assert driver.scheduler.num_followed == 0
     num_stored = driver.num_stored
     driver.run()
     assert driver.num_stored == num_stored  # nothing of a half-loaded request is stored

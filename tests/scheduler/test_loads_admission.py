@@ -11,6 +11,7 @@ from simple_offload.scheduler.loads import Loads
 from tests.scheduler.conftest import MakeDriver
 from tests.scheduler.driver import LOAD, Driver, prompt, record_steps
 from tests.scheduler.test_loads import stored
+from tests.simulation.integrity import ids_in_flight
 
 WAITING, RUNNING = RequestStatus.WAITING_FOR_REMOTE_KVS, RequestStatus.RUNNING
 
@@ -47,7 +48,7 @@ def num_holds(driver: Driver) -> list[int]:
 
 
 def admitted(steps: list[StepMetadata]) -> list[int]:
-    """Loads that ranks were told to let compute wait for, in order."""
+    """Ids of the loads that the ranks let compute wait for, in order."""
     return [load_id for step in steps for load_id in step.admitted]
 
 
@@ -82,26 +83,25 @@ def test_a_request_is_scheduled_when_every_rank_has_announced_its_load(
 def test_blocks_are_held_until_every_rank_has_reported_the_end(
     drive: MakeDriver, order: tuple[int, ...]
 ) -> None:
-    """What an admitted load reads and writes may not go to anybody else, not even when its
-    request is gone."""
+    """Blocks of an admitted load have references even when its request is gone."""
     driver, load_id = loading(drive, num_ranks=3)
     admit(driver, "a")
-    assert loads_of(driver).take_admitted() == [load_id]
+    assert loads_of(driver).drain_admitted() == [load_id]
     driver.world.abort("a")
     driver.step()
     for rank in order:
         driver.step(2)
-        assert driver.scheduler.ids_in_flight >= {load_id}
-        pinned = [block.ref_cnt for block in driver.tier.pool.blocks if block.block_hash]
+        assert ids_in_flight(driver.scheduler) >= {load_id}
+        pinned = [block.ref_cnt for block in driver.host_pool.blocks if block.block_hash]
         assert pinned == [1] * 4
         assert driver.num_held[0] >= 4
         driver.copy(LOAD, rank)
     driver.step()
-    assert load_id not in driver.scheduler.ids_in_flight
+    assert load_id not in ids_in_flight(driver.scheduler)
     driver.run()
 
 
-def test_what_follows_an_admitted_load_is_computed_and_right(drive: MakeDriver) -> None:
+def test_tokens_behind_an_admitted_load_are_computed_and_right(drive: MakeDriver) -> None:
     """The bytes are checked when the request's outputs are."""
     driver, _ = loading(drive, num_tokens=40, async_scheduling=True)
     driver.announce()
@@ -112,7 +112,7 @@ def test_what_follows_an_admitted_load_is_computed_and_right(drive: MakeDriver) 
 
 
 def test_a_load_that_fails_on_a_rank_when_another_has_announced_it(drive: MakeDriver) -> None:
-    """The request computes its blocks again, on each rank behind what is left of the copy."""
+    """The request computes its blocks again, on each rank behind the rest of the copy."""
     driver, load_id = loading(drive, num_ranks=2, async_scheduling=True)
     steps = record_steps(driver)
     driver.announce(LOAD, 0)
@@ -131,13 +131,13 @@ def test_a_load_is_admitted_once_and_named_once(drive: MakeDriver) -> None:
     loads = loads_of(driver)
     admit(driver)
     admit(driver, "b")
-    assert (loads.take_admitted(), loads.is_loading("a")) == ([], True)
+    assert (loads.drain_admitted(), loads.is_loading("a")) == ([], True)
     admit(driver, "b", "a")
     assert not loads.is_loading("a")
     admit(driver, "a")
-    assert loads.take_admitted() == [load_id]
+    assert loads.drain_admitted() == [load_id]
     admit(driver, "a")
-    assert loads.take_admitted() == []
+    assert loads.drain_admitted() == []
     assert not loads.is_loading("a")
     assert not loads.idle
     driver.run()
@@ -163,7 +163,7 @@ def test_several_loads_are_named_together(drive: MakeDriver) -> None:
     loads = loads_of(driver)
     admit(driver, "c", "a")
     admit(driver, "b")
-    assert loads.take_admitted() == [first, third, second]
+    assert loads.drain_admitted() == [first, third, second]
     driver.run()
 
 
@@ -175,7 +175,7 @@ def test_an_aborted_request_that_is_still_loading_stores_nothing(drive: MakeDriv
     assert driver.num_stored == num_stored
 
 
-def test_an_aborted_request_that_was_admitted_stores_what_it_has_computed(
+def test_an_aborted_request_that_was_admitted_stores_its_computed_blocks(
     drive: MakeDriver,
 ) -> None:
     """Its load is waited for, so its blocks are as good as any."""
@@ -184,7 +184,7 @@ def test_an_aborted_request_that_was_admitted_stores_what_it_has_computed(
     driver.announce()
     step_while(driver, lambda: driver.world.requests["a"].status == WAITING)
     assert steps[-1].admitted == [load_id]
-    assert load_id in driver.scheduler.ids_in_flight  # its end has not been reported yet
+    assert load_id in ids_in_flight(driver.scheduler)  # its end has not been reported yet
     driver.world.abort("a")
     num_stored = driver.num_stored
     driver.run()

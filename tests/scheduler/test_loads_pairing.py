@@ -4,12 +4,13 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_utils import KVCacheBlock
 
+from simple_offload.metrics import Meter
 from simple_offload.scheduler.loads import Loads
-from simple_offload.scheduler.rank_reports import Ended, InFlight
+from simple_offload.scheduler.rank_reports import Ended, TransferLedger
 from tests.scheduler.tiers import BLOCK_SIZE, block, blocks, hashes, make_tier, names, store
+from tests.simulation.integrity import check_loads, groups_of, pool_of
 
 
 class Bench:
@@ -20,8 +21,8 @@ class Bench:
         self.tier = make_tier(20, windows=(0, 8))
         store(self.tier, "abcd")
         store(self.tier, "abcd", group=1)
-        self.pool: BlockPool = make_tier(16).pool
-        self.loads = Loads(self.tier, InFlight(1))
+        self.pool = pool_of(make_tier(16))
+        self.loads = Loads(self.tier, groups_of(self.tier), TransferLedger(1), Meter())
 
     def lookup(self, request: Any, num_computed_blocks: int = 0) -> int:
         """Blocks that are offered."""
@@ -60,12 +61,12 @@ def ask(chain: str) -> Any:
     )
 
 
-def test_what_the_window_does_not_reach_is_not_loaded(bench: Bench) -> None:
+def test_blocks_outside_the_window_are_not_loaded(bench: Bench) -> None:
     request = ask("abcd")
     assert bench.lookup(request) == 4
     tables = bench.tables("xxxx", "..xx")
     bench.plan(request, tables, 4)
-    bench.loads.check_integrity()
+    check_loads(bench.loads)
     (load,) = bench.loads.submit(lambda blocks: False)
     device = [held.block_id for held in (*tables[0], *tables[1][2:])]
     host = [*blocks(bench.tier, "abcd"), *blocks(bench.tier, "abcd", group=1)[2:]]
@@ -74,10 +75,10 @@ def test_what_the_window_does_not_reach_is_not_loaded(bench: Bench) -> None:
     assert bench.references() == {0: [1, 1, 1, 1], 1: [0, 0, 1, 1]}
     assert bench.pool.null_block.ref_cnt == 0
     assert (bench.loads.idle, bench.loads.is_loading("abcd")) == (False, True)
-    assert bench.loads.finish(Ended(load.id, ok=True), bench.pool)
+    assert bench.loads.on_ended(Ended(load.id, ok=True), bench.pool)
     assert bench.references() == {0: [0, 0, 0, 0], 1: [0, 0, 0, 0]}
     assert (bench.loads.idle, bench.loads.is_loading("abcd")) == (True, False)
-    assert not bench.loads.finish(Ended(load.id, ok=True), bench.pool)
+    assert not bench.loads.on_ended(Ended(load.id, ok=True), bench.pool)
 
 
 def test_the_device_prefix_is_not_loaded(bench: Bench) -> None:
@@ -87,7 +88,7 @@ def test_the_device_prefix_is_not_loaded(bench: Bench) -> None:
     bench.plan(request, tables, 1)
     (load,) = bench.loads.submit(lambda blocks: False)
     assert load.device_blocks.tolist() == [tables[0][3].block_id, tables[1][3].block_id]
-    loaded = [bench.tier.pool.blocks[block_id] for block_id in load.host_blocks.tolist()]
+    loaded = [pool_of(bench.tier).blocks[block_id] for block_id in load.host_blocks.tolist()]
     assert names(loaded[:1]) == names(loaded[1:], group=1) == ["abcd"]
 
 
@@ -109,13 +110,13 @@ def test_vllm_may_take_less_than_it_was_offered(bench: Bench) -> None:
     host = [*blocks(bench.tier, "abc"), *blocks(bench.tier, "abc", group=1)[1:]]
     assert load.host_blocks.tolist() == [held.block_id for held in host]
     assert all(held.ref_cnt > 0 for held in host)
-    assert all(bench.tier.order.is_protected(held) for held in host)
-    bench.loads.finish(Ended(load.id, ok=True), bench.pool)
+    assert all(bench.tier._queue.is_protected[held.block_id] for held in host)
+    bench.loads.on_ended(Ended(load.id, ok=True), bench.pool)
     assert bench.references() == {0: [0, 0, 0, 0], 1: [0, 0, 0, 0]}
 
 
 def test_less_may_be_impossible(bench: Bench) -> None:
-    bench.tier.pool.evict_blocks({block(bench.tier, "ab", group=1).block_id})
+    pool_of(bench.tier).evict_blocks({block(bench.tier, "ab", group=1).block_id})
     request = ask("abcd")
     assert bench.lookup(request) == 4
     with pytest.raises(RuntimeError, match="takes 12 external tokens of 16"):
@@ -129,13 +130,13 @@ def test_more_is_impossible(bench: Bench) -> None:
         bench.plan(request, bench.tables("xxxxx", "..xxx"), 5)
 
 
-def test_what_was_not_offered_cannot_be_taken(bench: Bench) -> None:
+def test_a_hit_that_was_not_offered_is_refused(bench: Bench) -> None:
     with pytest.raises(RuntimeError, match="16 external tokens that no lookup offered"):
         bench.plan(ask("abcd"), bench.tables("xxxx", "..xx"), 4)
     request = ask("abcd")
     bench.lookup(request)
-    bench.loads.forget("abcd")
-    bench.loads.forget("abcd")
+    bench.loads.unpin_hit("abcd")
+    bench.loads.unpin_hit("abcd")
     with pytest.raises(RuntimeError, match="no lookup offered"):
         bench.plan(request, bench.tables("xxxx", "..xx"), 4)
 
@@ -155,7 +156,7 @@ def test_a_table_shorter_than_the_hit_is_refused(bench: Bench) -> None:
         bench.plan(request, bench.tables("xxx", "..xx"), 4)
 
 
-def test_a_load_frees_what_nobody_else_holds(bench: Bench) -> None:
+def test_a_load_frees_device_blocks_without_other_references(bench: Bench) -> None:
     request = ask("abcd")
     bench.lookup(request)
     tables = bench.tables("xxxx", "..xx")
@@ -168,8 +169,8 @@ def test_a_load_frees_what_nobody_else_holds(bench: Bench) -> None:
 
 
 @pytest.mark.proves("I2")
-def test_what_may_leave_a_table_is_held_from_the_plan_on(bench: Bench) -> None:
-    """A request that waits for a load keeps its blocks, but for what its window has left."""
+def test_blocks_that_may_leave_a_table_are_held_from_the_plan_on(bench: Bench) -> None:
+    """A request that waits for a load keeps its blocks, except those that its window has left."""
     request = ask("abcd")
     bench.lookup(request)
     tables = bench.tables("xxxx", "..xx")
@@ -178,14 +179,14 @@ def test_what_may_leave_a_table_is_held_from_the_plan_on(bench: Bench) -> None:
     bench.pool.free_blocks(tables[1][2:])
     assert [held.ref_cnt for held in (*tables[0], *tables[1][2:])] == [1] * 6
     assert bench.loads.frees_device_blocks()
-    bench.loads.check_integrity()
-    bench.loads.finish(Ended(load.id, ok=True), bench.pool)
+    check_loads(bench.loads)
+    bench.loads.on_ended(Ended(load.id, ok=True), bench.pool)
     assert [held.ref_cnt for held in (*tables[0], *tables[1][2:])] == [1] * 4 + [0] * 2
 
 
 @pytest.mark.proves("I2")
 @pytest.mark.parametrize("ends_first", [False, True])
-def test_what_a_request_keeps_is_held_from_the_announcement_on(
+def test_blocks_that_a_request_keeps_are_held_from_the_announcement_on(
     bench: Bench, ends_first: bool
 ) -> None:
     """vLLM frees an ended request's blocks when it hears of the load; not before."""
@@ -195,14 +196,14 @@ def test_what_a_request_keeps_is_held_from_the_announcement_on(
     bench.plan(request, tables, 4)
     (load,) = bench.loads.submit(lambda blocks: False)
     if ends_first:
-        bench.loads.end("abcd")
+        bench.loads.on_request_finished("abcd")
     bench.loads.admit(["abcd"], bench.pool)
     bench.pool.free_blocks([*tables[0], *tables[1][2:]])
     assert [held.ref_cnt for held in (*tables[0], *tables[1][2:])] == [1] * 6
     assert bench.loads.frees_device_blocks()
     bench.loads.admit(["abcd"], bench.pool)  # once is enough
-    bench.loads.check_integrity()
-    bench.loads.finish(Ended(load.id, ok=True), bench.pool)
+    check_loads(bench.loads)
+    bench.loads.on_ended(Ended(load.id, ok=True), bench.pool)
     assert [held.ref_cnt for held in (*tables[0], *tables[1][2:])] == [0] * 6
 
 
@@ -218,18 +219,18 @@ def test_device_blocks_leave_tail_first_after_a_load(bench: Bench) -> None:
     for held, key in zip(tables[0], blocks(bench.tier, "abcd"), strict=True):
         assert key.block_hash is not None
         bench.pool._insert_block_hash(key.block_hash, held, num_tokens=0)
-    bench.loads.finish(Ended(load.id, ok=True), bench.pool)
+    bench.loads.on_ended(Ended(load.id, ok=True), bench.pool)
     assert bench.pool.free_block_queue.get_all_free_blocks() == tables[0][::-1]
 
 
-def test_check_integrity_notices(bench: Bench) -> None:
+def test_check_loads_raises(bench: Bench) -> None:
     request = ask("abcd")
     bench.lookup(request)
-    bench.loads.check_integrity()
+    check_loads(bench.loads)
     first = block(bench.tier, "a")
     first.ref_cnt = 0
     with pytest.raises(AssertionError, match="pinned hit is free"):
-        bench.loads.check_integrity()
+        check_loads(bench.loads)
     first.ref_cnt = 1
     tables = bench.tables("xxxx", "..xx")
     bench.plan(request, tables, 4)
@@ -239,6 +240,6 @@ def test_check_integrity_notices(bench: Bench) -> None:
         for held in (first, tables[1][3]):
             count, held.ref_cnt = held.ref_cnt, 0
             with pytest.raises(AssertionError, match="abcd: block is free"):
-                bench.loads.check_integrity()
+                check_loads(bench.loads)
             held.ref_cnt = count
-        bench.loads.check_integrity()
+        check_loads(bench.loads)

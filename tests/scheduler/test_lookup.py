@@ -1,4 +1,4 @@
-"""Lookup: what the tier has of a request."""
+"""Lookup: the blocks of a request that the tier holds."""
 
 import pytest
 
@@ -7,13 +7,16 @@ from tests.scheduler.tiers import (
     begin,
     blocks,
     commit,
+    get,
     hashes,
+    hold,
     key,
     make_tier,
     names,
     snapshot,
     store,
 )
+from tests.simulation.integrity import groups_of
 
 
 @pytest.mark.parametrize(
@@ -35,7 +38,7 @@ def test_lookup_finds_the_longest_prefix_that_the_device_lacks(
 ) -> None:
     tier = make_tier(8)
     store(tier, "abc", "xyz")
-    hit = tier.lookup.hit(hashes("abcde"), num_computed_blocks * BLOCK_SIZE, max_tokens)
+    hit = tier.lookup(hashes("abcde"), num_computed_blocks * BLOCK_SIZE, max_tokens)
     assert hit.num_tokens == len(expected) * BLOCK_SIZE
     assert [name for group in hit.blocks for name in names(group)] == expected
 
@@ -43,21 +46,20 @@ def test_lookup_finds_the_longest_prefix_that_the_device_lacks(
 def test_lookup_needs_the_head() -> None:
     tier = make_tier(8)
     store(tier, "abc")
-    assert tier.lookup.hit(hashes("xbc"), 0, 100).num_tokens == 0
-    assert tier.lookup.hit(hashes("bc"), 0, 100).num_tokens == 0
+    assert tier.lookup(hashes("xbc"), 0, 100).num_tokens == 0
+    assert tier.lookup(hashes("bc"), 0, 100).num_tokens == 0
 
 
 def test_looking_changes_nothing() -> None:
     tier = make_tier(8, windows=(0, 8))
     for group in (0, 1):
         store(tier, "abc", group=group)
-    tier.pin(blocks(tier, "a"))
+    hold(tier, blocks(tier, "a"))
     before = snapshot(tier)
     for chain in ("abcd", "ab", "axy", "xyz"):
         for num_computed_tokens in (0, BLOCK_SIZE, 2 * BLOCK_SIZE):
-            tier.lookup.hit(hashes(chain), num_computed_tokens, 100)
-            tier.lookup.lineage(hashes(chain), min(num_computed_tokens, len(chain) * BLOCK_SIZE))
-        tier.lookup.get(key(chain))
+            tier.lookup(hashes(chain), num_computed_tokens, 100)
+        get(tier, key(chain))
     assert snapshot(tier) == before
 
 
@@ -65,42 +67,48 @@ def test_null_blocks_stand_where_the_window_does_not_reach() -> None:
     tier = make_tier(16, windows=(0, 8))
     store(tier, "abcde")
     store(tier, "abcde", group=1)
-    hit = tier.lookup.hit(hashes("abcde"), 0, 100)
+    hit = tier.lookup(hashes("abcde"), 0, 100)
     full, window = hit.blocks
     assert names(full) == ["a", "ab", "abc", "abcd", "abcde"]
     assert [found.is_null for found in window] == [True, True, True, False, False]
     assert names(window[3:], group=1) == ["abcd", "abcde"]
 
 
-def test_lineage_is_what_precedes_a_hit_in_its_chains() -> None:
+def test_a_hit_pins_its_blocks_and_their_ancestors() -> None:
+    """Ancestors in chained groups only, parents before children."""
     tier = make_tier(16, windows=(8, 0))
     for group in (0, 1):
         store(tier, "abc", group=group)
-    assert names(tier.lookup.lineage(hashes("abcd"), 2 * BLOCK_SIZE), group=1) == ["a", "ab"]
-    assert names(tier.lookup.lineage(hashes("abcd"), 4 * BLOCK_SIZE), group=1) == ["a", "ab", "abc"]
-    assert tier.lookup.lineage(hashes("abcd"), 0) == []
-    assert tier.lookup.lineage(hashes("xbcd"), 4 * BLOCK_SIZE) == []
+    hit = tier.lookup(hashes("abcd"), 2 * BLOCK_SIZE, 100)
+    assert names(hit.pins) == ["", "", "abc", ""]
+    assert names(hit.pins, group=1) == ["a", "ab", "", "abc"]
+    hit = tier.lookup(hashes("abcd"), 0, 100)
+    assert names(hit.pins) == ["ab", "abc", "", "", ""]
+    assert names(hit.pins, group=1) == ["", "", "a", "ab", "abc"]
+    assert tier.lookup(hashes("abcd"), 4 * BLOCK_SIZE, 100).pins == []
+    assert tier.lookup(hashes("xbcd"), 0, 100).pins == []
 
 
 @pytest.mark.parametrize("windows", [(0,), (0, 8), (8,), (0, 0)], ids=str)
-def test_a_lookup_finds_what_vllm_finds(windows: tuple[int, ...]) -> None:
-    """Also along a single chain, where it is not asked."""
+def test_a_lookup_finds_the_same_as_vllm(windows: tuple[int, ...]) -> None:
+    """Also along a single chain, where vLLM's lookup is not used."""
     tier = make_tier(24, windows)
+    coordinator = tier._lookup._coordinator
     for group in range(len(windows)):
         store(tier, "abcde", "abx", group=group)
-    assert tier.groups.is_one_chain == (windows == (0,))
+    assert groups_of(tier).is_one_chain == (windows == (0,))
     for chain in ("abcdefghi", "abxyz", "zabcd"):
         asked = hashes(chain)
         for max_tokens in range(1, (len(chain) + 1) * BLOCK_SIZE):
-            expected = tier.coordinator.find_longest_cache_hit(asked, max_tokens)[:2]
-            assert tier.lookup.hit(asked, 0, max_tokens) == expected
+            expected = coordinator.find_longest_cache_hit(asked, max_tokens)[:2]
+            assert tier.lookup(asked, 0, max_tokens)[:2] == expected
 
 
 def test_has_none() -> None:
     """Of a chain the first block tells. A window's blocks may be there without those before."""
     tier = make_tier(8, windows=(0, 8))
     store(tier, "ab")
-    assert tier.lookup.has_none([key("abc"), key("abcd")])
-    assert not tier.lookup.has_none([key("ab"), key("abc")])
+    assert tier.has_none([key("abc"), key("abcd")])
+    assert not tier.has_none([key("ab"), key("abc")])
     assert commit(tier, begin(tier, "xyz", 1), "xyz", 1)
-    assert not tier.lookup.has_none([key("xy", 1), key("xyz", 1)])
+    assert not tier.has_none([key("xy", 1), key("xyz", 1)])

@@ -1,4 +1,4 @@
-"""OffloadScheduler: what it is built from, and what it tells vLLM."""
+"""OffloadScheduler: its configuration, and its answers to vLLM."""
 
 from dataclasses import dataclass, replace
 from typing import Any
@@ -26,6 +26,13 @@ from simple_offload.scheduler.manager import OffloadScheduler
 from tests.scheduler.conftest import MakeDriver
 from tests.scheduler.driver import STORE, make_request, prompt, record_steps
 from tests.scheduler.tiers import BLOCK_SIZE, commit_as
+from tests.simulation.integrity import (
+    check_scheduler,
+    check_tier,
+    groups_of,
+    ids_in_flight,
+    pool_of,
+)
 from tests.simulation.shape import Shape
 from tests.simulation.vllm_config import make_kv_cache_config, make_vllm_config
 
@@ -60,7 +67,7 @@ def make_scheduler(
     [
         ({}, "eager stores"),
         ({"lazy_offload": True}, "lazy stores"),
-        ({"store_threshold": 3}, "eager stores of what 3 requests have had"),
+        ({"store_threshold": 3}, "eager stores of prefixes that 3 requests had"),
     ],
     ids=str,
 )
@@ -77,7 +84,7 @@ def test_there_are_no_blocks_until_ranks_open_some() -> None:
     tier = make_scheduler(make_config(), num_cpu_blocks=8).tier
     assert tier.num_blocks == 1  # vLLM's null block
     assert tier.allocate(1) == []
-    tier.check_integrity()
+    check_tier(tier)
 
 
 # Opening
@@ -99,11 +106,11 @@ def capacities(*num_open: int) -> list[RankCapacity]:
     ]
 
 
-def tell(scheduler: OffloadScheduler, num_open: dict[str, int]) -> None:
-    """Let ranks report that they have opened so many."""
+def report(scheduler: OffloadScheduler, num_open: dict[str, int]) -> None:
+    """Let ranks report their numbers of open blocks."""
     said = {rank: RankCapacity(rank, NUM_BLOCKS, opened, 64) for rank, opened in num_open.items()}
-    report = WorkerReport(capacities=said)
-    scheduler.update_connector_output(KVConnectorOutput(kv_connector_worker_meta=report))
+    output = KVConnectorOutput(kv_connector_worker_meta=WorkerReport(capacities=said))
+    scheduler.update_connector_output(output)
 
 
 @pytest.mark.parametrize("num_open", [(7,), (9, 7), (7, 30, 9), (40, 40, 7)], ids=str)
@@ -111,12 +118,12 @@ def test_the_smallest_rank_decides(num_open: tuple[int, ...]) -> None:
     scheduler = make_scheduler(make_config(), num_ranks=len(num_open), num_cpu_blocks=NUM_BLOCKS)
     scheduler.agree_on_capacity(capacities(*num_open))
     assert scheduler.tier.num_blocks == 7
-    assert scheduler.tier.pool.get_num_free_blocks() == 6
-    scheduler.tier.check_integrity()
+    assert scheduler.tier.num_free == 6
+    check_tier(scheduler.tier)
 
 
 @pytest.mark.parametrize("num_blocks", [(8, 8), (9, 7), (9, 7, 8)], ids=str)
-def test_the_log_tells_what_there_will_be(
+def test_the_log_has_the_capacity(
     num_blocks: tuple[int, ...], caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("INFO")
@@ -130,14 +137,14 @@ def test_the_log_tells_what_there_will_be(
 
 @pytest.mark.parametrize("heard", [(), (7,), (7, 8)], ids=str)
 def test_the_tier_waits_for_every_rank(heard: tuple[int, ...]) -> None:
-    """Beside another connector the handshake may reach only some, or nobody."""
+    """Beside another connector the handshake may reach only some ranks, or none."""
     scheduler = make_scheduler(make_config(), num_ranks=3, num_cpu_blocks=NUM_BLOCKS)
     scheduler.agree_on_capacity(capacities(*heard))
-    tell(scheduler, {})
+    report(scheduler, {})
     assert scheduler.tier.num_blocks == 1
     for rank in range(3):
         assert scheduler.tier.num_blocks == 1
-        tell(scheduler, {f"r{rank}": 5 + rank})
+        report(scheduler, {f"r{rank}": 5 + rank})
     assert scheduler.tier.num_blocks == 5
 
 
@@ -146,14 +153,14 @@ def test_the_tier_grows_with_the_slowest_rank() -> None:
     scheduler.agree_on_capacity(capacities(5, 9))
     sizes = []
     for num_open in ({"r1": 12}, {"r0": 9}, {"r0": 40}, {"r1": 30}, {"r0": 40, "r1": 40}):
-        tell(scheduler, num_open)
+        report(scheduler, num_open)
         sizes.append(scheduler.tier.num_blocks)
     assert sizes == [5, 9, 12, 30, 40]
-    scheduler.tier.check_integrity()
+    check_tier(scheduler.tier)
 
 
 @given(st.data())
-def test_the_tier_has_what_every_rank_has(data: st.DataObject) -> None:
+def test_the_tier_has_the_blocks_that_every_rank_has(data: st.DataObject) -> None:
     """Whatever they say in whatever order: each tells a number that only grows."""
     num_ranks = data.draw(st.integers(1, 4))
     scheduler = make_scheduler(make_config(), num_ranks, num_cpu_blocks=NUM_BLOCKS)
@@ -165,15 +172,15 @@ def test_the_tier_has_what_every_rank_has(data: st.DataObject) -> None:
             for rank in data.draw(ranks)
         }
         said |= news
-        tell(scheduler, news)
+        report(scheduler, news)
         wanted = min(said.values()) if len(said) == num_ranks else 1
         assert scheduler.tier.num_blocks == wanted
-        assert scheduler.tier.pool.get_num_free_blocks() == wanted - 1
-        scheduler.tier.check_integrity()
+        assert scheduler.tier.num_free == wanted - 1
+        check_tier(scheduler.tier)
 
 
 @pytest.mark.parametrize("foreign_first", [True, False])
-def test_what_other_connectors_ranks_say_does_not_count(
+def test_reports_of_other_connectors_ranks_do_not_count(
     drive: MakeDriver, foreign_first: bool
 ) -> None:
     driver = drive(num_host_blocks=NUM_BLOCKS, num_handshakes=0)
@@ -230,7 +237,7 @@ def test_ranks_that_are_alike_need_no_step_to_agree(drive: MakeDriver) -> None:
     assert all(driver.world.can_open(rank) for rank in driver.world.ranks)
 
 
-# What it is told
+# Reports
 
 
 @dataclass
@@ -248,9 +255,9 @@ def test_reports_of_others_are_ignored(
     driver = drive()
     driver.start("a", prompt(17))
     driver.step(2)
-    assert driver.scheduler.num_in_flight == 1
+    assert len(ids_in_flight(driver.scheduler)) == 1
     driver.scheduler.update_connector_output(KVConnectorOutput(kv_connector_worker_meta=report))
-    assert driver.scheduler.num_in_flight == 1
+    assert len(ids_in_flight(driver.scheduler)) == 1
     driver.run()
 
 
@@ -287,9 +294,9 @@ class Chunked:
         self.request = make_request("a", prompt(33))
         self.scheduler.agree_on_capacity(capacities(30))
         tier = self.scheduler.tier
-        for group in tier.groups.ids:
+        for group in groups_of(tier).ids:
             parent = None
-            for index, key in enumerate(tier.groups.keys(self.request.block_hashes, group)):
+            for index, key in enumerate(groups_of(tier).keys(self.request.block_hashes, group)):
                 (block,) = tier.allocate(1)
                 commit_as(tier, block, key, parent, num_tokens=(index + 1) * BLOCK_SIZE)
                 parent = key
@@ -304,7 +311,7 @@ class Chunked:
     @property
     def num_pinned(self) -> int:
         tier = self.scheduler.tier
-        return tier.num_blocks - 1 - tier.pool.get_num_free_blocks()
+        return tier.num_blocks - 1 - pool_of(tier).get_num_free_blocks()
 
 
 CHUNKED = ChunkedLocalAttentionSpec(
@@ -318,7 +325,7 @@ CHUNKED = ChunkedLocalAttentionSpec(
 
 @pytest.mark.parametrize("num_blocks", range(9))
 def test_a_hit_starts_with_a_chunk(num_blocks: int) -> None:
-    """Only what the device lacks is looked up, so what is in a chunk with it must be there."""
+    """Only blocks that the device lacks are looked up, so the tier must have their whole chunks."""
     chunked = Chunked(CHUNKED)
     wanted = 32 - num_blocks * BLOCK_SIZE if num_blocks % 2 == 0 else 0
     assert chunked.offered(num_blocks * BLOCK_SIZE) == wanted
@@ -336,7 +343,7 @@ def test_a_hit_does_not_start_within_a_block() -> None:
         assert plain.offered(BLOCK_SIZE) > 0
         assert plain.num_pinned > 0
         assert plain.offered(num_tokens) == 0
-        assert plain.num_pinned == 0  # what was offered before is let go of
+        assert plain.num_pinned == 0  # the earlier hit is unpinned
 
 
 # Integrity
@@ -346,19 +353,19 @@ def test_a_hit_does_not_start_within_a_block() -> None:
 def test_a_leaking_host_block_is_noticed(drive: MakeDriver) -> None:
     driver = drive()
     driver.say("a", prompt(17))
-    driver.scheduler.check_integrity()
+    check_scheduler(driver.scheduler)
     leaked = driver.tier.allocate(1)
-    with pytest.raises(AssertionError, match="1 host blocks are held by nobody"):
-        driver.scheduler.check_integrity()
+    with pytest.raises(AssertionError, match="1 host blocks are pinned by nothing"):
+        check_scheduler(driver.scheduler)
     driver.tier.unpin(leaked)
-    driver.scheduler.check_integrity()
+    check_scheduler(driver.scheduler)
 
 
-def test_a_transfer_that_nobody_waits_for_is_noticed(drive: MakeDriver) -> None:
+def test_a_transfer_that_nothing_waits_for_is_noticed(drive: MakeDriver) -> None:
     driver = drive()
-    driver.scheduler._in_flight.begin()
-    with pytest.raises(AssertionError, match="1 transfers nobody waits for"):
-        driver.scheduler.check_integrity()
+    driver.scheduler._ledger.begin()
+    with pytest.raises(AssertionError, match="in flight, and nothing waits for them"):
+        check_scheduler(driver.scheduler)
 
 
 def test_each_part_is_checked(drive: MakeDriver) -> None:
@@ -366,14 +373,14 @@ def test_each_part_is_checked(drive: MakeDriver) -> None:
     driver.start("a", prompt(17))
     driver.step(2)
     (store,) = driver.pending(STORE)
-    driver.scheduler.check_integrity()
+    check_scheduler(driver.scheduler)
     held = driver.device_pool.blocks[store.device_blocks.tolist()[0]]
     count, held.ref_cnt = held.ref_cnt, 0
     with pytest.raises(AssertionError, match="free during a store"):
-        driver.scheduler.check_integrity()
+        check_scheduler(driver.scheduler)
     held.ref_cnt = count
-    driver.tier.pool.free_block_queue.num_free_blocks += 1
+    driver.host_pool.free_block_queue.num_free_blocks += 1
     with pytest.raises(AssertionError, match="miscounted"):
-        driver.scheduler.check_integrity()
-    driver.tier.pool.free_block_queue.num_free_blocks -= 1
+        check_scheduler(driver.scheduler)
+    driver.host_pool.free_block_queue.num_free_blocks -= 1
     driver.run()

@@ -1,9 +1,10 @@
-"""What vLLM is told of work under way: go on stepping, and do not preempt for a block."""
+"""Pending work: the engine must go on stepping, and need not preempt for a block."""
 
 import pytest
 
 from tests.scheduler.conftest import MakeDriver
 from tests.scheduler.driver import LOAD, STORE, Driver, prompt
+from tests.simulation.integrity import ids_in_flight
 
 
 def is_pending(driver: Driver) -> tuple[bool, bool]:
@@ -34,7 +35,7 @@ def test_a_planned_store_is_work(drive: MakeDriver) -> None:
     while "a" in driver.world.requests:
         driver.step()
     assert driver.pending(STORE) == []
-    assert driver.scheduler.num_in_flight == 0
+    assert not ids_in_flight(driver.scheduler)
     assert is_pending(driver)[0]
     assert driver.world.scheduler.has_requests()
     driver.run()
@@ -72,7 +73,7 @@ def test_a_block_comes_free_only_where_a_transfer_is_its_last_holder(drive: Make
 
 
 @pytest.mark.parametrize("async_scheduling", [False, True])
-def test_nobody_is_preempted_for_blocks_that_a_store_will_free(
+def test_no_request_is_preempted_for_blocks_that_a_store_will_free(
     drive: MakeDriver, async_scheduling: bool
 ) -> None:
     driver = drive(num_device_blocks=11, async_scheduling=async_scheduling)
@@ -92,7 +93,7 @@ def test_nobody_is_preempted_for_blocks_that_a_store_will_free(
     assert len(driver.world.finished["b"][0]) == 12
 
 
-def test_nobody_is_preempted_for_blocks_that_a_planned_store_will_free(drive: MakeDriver) -> None:
+def test_no_request_is_preempted_for_blocks_of_a_planned_store(drive: MakeDriver) -> None:
     """ "a" ends, and is to be stored with the step in which "b" needs a block."""
     driver = drive(num_device_blocks=10, max_num_batched_tokens=64)
     driver.start("a", prompt(16))

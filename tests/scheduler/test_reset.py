@@ -1,4 +1,4 @@
-"""Reset: nothing of before is found, and what is under way is held until its end."""
+"""Reset: no earlier block is found, and transfers under way keep their blocks until their end."""
 
 import pytest
 from vllm.v1.core.sched.interface import PauseState
@@ -17,7 +17,7 @@ def with_a_store_under_way(drive: MakeDriver, **shape: object) -> Driver:
     return driver
 
 
-def test_what_was_stored_is_forgotten(drive: MakeDriver) -> None:
+def test_stored_blocks_are_dropped(drive: MakeDriver) -> None:
     driver = drive()
     driver.say("a", prompt(17))
     assert driver.world.reset(tier=True)
@@ -44,7 +44,7 @@ def test_a_store_in_flight_is_not_kept(drive: MakeDriver, num_ranks: int) -> Non
     driver.world.check_at_rest()
 
 
-def test_what_an_ended_request_has_left_to_store_is_forgotten(drive: MakeDriver) -> None:
+def test_the_rest_of_an_ended_request_is_dropped(drive: MakeDriver) -> None:
     driver = drive()
     driver.start("a", prompt(17))
     while "a" in driver.world.requests:
@@ -92,7 +92,7 @@ def test_a_load_in_flight_ends_and_is_forgotten(drive: MakeDriver) -> None:
     driver.step()
     assert driver.num_held[1] == 0
     driver.run()
-    assert driver.num_kept == 0  # what it had loaded is not stored either
+    assert driver.num_kept == 0  # its loaded blocks are not stored either
 
 
 def test_a_failed_load_after_a_reset_drops_nothing_new(drive: MakeDriver) -> None:
@@ -114,7 +114,7 @@ def test_a_failed_load_after_a_reset_drops_nothing_new(drive: MakeDriver) -> Non
 
 
 def test_running_requests_are_not_stored_any_more(drive: MakeDriver) -> None:
-    """Their blocks were computed by what may not be the model any more."""
+    """Their blocks were computed by weights that may have changed."""
     driver = drive()
     driver.start("a", prompt(33), max_tokens=20)
     driver.step(3)
@@ -126,11 +126,10 @@ def test_running_requests_are_not_stored_any_more(drive: MakeDriver) -> None:
     driver.run()
     assert driver.num_stored == num_stored
     assert driver.num_kept == 0
-    assert driver.scheduler.num_followed == 0
 
 
 def test_a_preempted_request_is_stored_again(drive: MakeDriver) -> None:
-    """It starts over, so what it computes is new."""
+    """It starts over, so its blocks are new."""
     driver = drive()
     request = driver.start("a", prompt(17), max_tokens=8)
     driver.step(2)

@@ -1,9 +1,11 @@
-"""Runs of blocks, and what becomes of them in the tier."""
+"""Runs of blocks, and their commit to the tier."""
 
 import pytest
 from vllm.v1.core.kv_cache_utils import BlockHashWithGroupId, KVCacheBlock
 
+from simple_offload.scheduler.tier import block_pool
 from simple_offload.scheduler.tier.cpu_tier import CpuTier
+from simple_offload.scheduler.tier.eviction import EvictionOrder
 from simple_offload.scheduler.tier.run import Run
 from tests.scheduler.tiers import (
     BLOCK_SIZE,
@@ -11,14 +13,18 @@ from tests.scheduler.tiers import (
     blocks,
     contents,
     hashes,
+    hold,
     key,
     leave,
     make_tier,
     names,
     parent_of,
     prefixes,
+    protect_first,
+    refresh,
     store,
 )
+from tests.simulation.integrity import check_tier, pool_of
 
 
 def run_of(first: str, last: str) -> Run:
@@ -28,20 +34,25 @@ def run_of(first: str, last: str) -> Run:
 
 
 def commit(tier: CpuTier, run: Run) -> list[int]:
-    (useless,) = tier.commit_all([(run, tier.allocate(len(run)))])
-    tier.check_integrity()
+    run.host_blocks = tier.allocate(len(run))
+    (useless,) = tier.commit([run])
+    check_tier(tier)
     return useless
 
 
-@pytest.mark.parametrize("num_parts", [1, 3])
-def test_the_first_blocks_of_a_run(num_parts: int) -> None:
+@pytest.mark.parametrize("num_sub_blocks", [1, 3])
+def test_a_slice_of_a_run(num_sub_blocks: int) -> None:
     run = run_of("ab", "abcd")
-    run.device_blocks = [KVCacheBlock(i) for i in range(3 * num_parts)]
-    assert run.first(3) is run
-    two = run.first(2)
-    assert list(two.keys) == [key("ab"), key("abc")]
-    assert [each.block_id for each in two.device_blocks] == list(range(2 * num_parts))
-    assert (two.parent, two.num_tokens, two.size) == (key("a"), 2 * BLOCK_SIZE, BLOCK_SIZE)
+    run.device_blocks = [KVCacheBlock(i) for i in range(3 * num_sub_blocks)]
+    first = run.slice(0, 2)
+    assert list(first.keys) == [key("ab"), key("abc")]
+    assert [each.block_id for each in first.device_blocks] == list(range(2 * num_sub_blocks))
+    assert (first.parent, first.num_tokens, first.size) == (key("a"), 2 * BLOCK_SIZE, BLOCK_SIZE)
+    last = run.slice(1, 3)
+    assert list(last.keys) == [key("abc"), key("abcd")]
+    ids = [each.block_id for each in last.device_blocks]
+    assert ids == list(range(num_sub_blocks, 3 * num_sub_blocks))
+    assert (last.parent, last.num_tokens, last.size) == (key("ab"), 3 * BLOCK_SIZE, BLOCK_SIZE)
 
 
 def test_a_run_is_committed_at_once() -> None:
@@ -63,10 +74,10 @@ def test_a_run_whose_parent_is_held_comes_last() -> None:
     tier = make_tier(8)
     store(tier, "ab", "pq")
     held = blocks(tier, "ab")
-    tier.pin(held)
+    hold(tier, held)
     assert commit(tier, run_of("abc", "abcd")) == []
     tier.unpin(held)
-    tier.check_integrity()
+    check_tier(tier)
     assert leave(tier) == ["pq", "p", "abcd", "abc", "ab", "a"]
 
 
@@ -74,10 +85,10 @@ def test_an_orphaned_run_is_of_no_use() -> None:
     tier = make_tier(8)
     assert commit(tier, run_of("abc", "abcd")) == [0, 1]
     assert contents(tier) == set()
-    assert tier.pool.get_num_free_blocks() == 8
+    assert pool_of(tier).get_num_free_blocks() == 8
 
 
-def test_of_a_run_what_another_block_holds_is_of_no_use() -> None:
+def test_blocks_of_a_run_that_the_tier_has_already_are_of_no_use() -> None:
     tier = make_tier(8)
     store(tier, "ab")
     assert commit(tier, run_of("a", "abcd")) == [0, 1]
@@ -96,14 +107,14 @@ def test_an_early_run_waits_for_its_parent() -> None:
 
 
 def test_a_chain_of_several_runs_moves_in_one_piece(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where it lies in the queue in one piece, that is not taken apart, nor gone through block by
-    block with their parents."""
+    """It is neither taken apart nor followed from parent to parent."""
     tier = make_tier(8)
     store(tier, "ab", "pq")
     commit(tier, run_of("abc", "abcd"))
-    monkeypatch.delattr(type(tier.order), "_stretch")
-    tier.refresh(hashes("abcd"), 0, 4)
-    tier.check_integrity()
+    monkeypatch.delattr(block_pool, "last_ancestor_behind")
+    monkeypatch.delattr(EvictionOrder, "renew_chain")
+    refresh(tier, hashes("abcd"), 0, 4)
+    check_tier(tier)
     assert leave(tier) == ["pq", "p", "abcd", "abc", "ab", "a"]
 
 
@@ -116,8 +127,8 @@ def test_a_chain_whose_parents_are_named_by_equal_keys() -> None:
     commit(tier, run)
     commit(tier, run_of("a", "ab"))
     store(tier, "pq")
-    tier.refresh(hashes("abcd"), 0, 4)
-    tier.check_integrity()
+    refresh(tier, hashes("abcd"), 0, 4)
+    check_tier(tier)
     assert leave(tier) == ["pq", "p", "abcd", "abc", "ab", "a"]
 
 
@@ -125,27 +136,27 @@ def test_a_held_chain_of_one_block() -> None:
     tier = make_tier(8)
     store(tier, "a", "p")
     pinned = [block(tier, "a")]
-    tier.pin(pinned)
-    tier.refresh(hashes("a"), 0, 1)
+    hold(tier, pinned)
+    refresh(tier, hashes("a"), 0, 1)
     tier.unpin(pinned)
-    tier.check_integrity()
+    check_tier(tier)
     assert leave(tier) == ["p", "a"]
 
 
 def test_a_chain_with_a_gap_that_another_block_fills() -> None:
-    """Where a block is missing, counting does not tell what lies in between."""
+    """Where a block is missing, the right number of blocks may include others."""
     tier = make_tier(8)
     run = run_of("abc", "abcd")
     run.early = True
     commit(tier, run)
     store(tier, "pq", "a")
     moved = [block(tier, "p")]
-    tier.pin(moved)
+    hold(tier, moved)
     tier.unpin(moved)
-    queued = [name for name in names(tier.pool.free_block_queue.get_all_free_blocks()) if name]
+    queued = [name for name in names(pool_of(tier).free_block_queue.get_all_free_blocks()) if name]
     assert queued == ["abcd", "abc", "pq", "a", "p"]
-    tier.refresh(hashes("abcd"), 0, 4)
-    tier.check_integrity()
+    refresh(tier, hashes("abcd"), 0, 4)
+    check_tier(tier)
     assert leave(tier)[:2] == ["pq", "p"]
 
 
@@ -153,40 +164,40 @@ def test_a_chain_with_a_gap_that_another_block_fills() -> None:
 def test_a_chain_moves_within_its_segments(protected: int) -> None:
     tier = make_tier(20)
     store(tier, "abcd", "pq")
-    tier.protect_first(hashes("pq"), 0, 2)
-    tier.protect_first(hashes("abcd"), 0, protected)
+    protect_first(tier, hashes("pq"), 0, 2)
+    protect_first(tier, hashes("abcd"), 0, protected)
     store(tier, "xy")
-    tier.refresh(hashes("pq"), 0, 2)
-    tier.refresh(hashes("abcd"), 0, 4)
-    tier.check_integrity()
-    queued = [name for name in names(tier.pool.free_block_queue.get_all_free_blocks()) if name]
+    refresh(tier, hashes("pq"), 0, 2)
+    refresh(tier, hashes("abcd"), 0, 4)
+    check_tier(tier)
+    queued = [name for name in names(pool_of(tier).free_block_queue.get_all_free_blocks()) if name]
     chain = ["abcd", "abc", "ab", "a"]
     split = 4 - protected
     assert queued == ["xy", "x", *chain[:split], "pq", "p", *chain[split:]]
 
 
 @pytest.mark.parametrize("held", ["a", "ab", "abc", "abcd"])
-def test_a_chain_of_which_a_part_is_held(held: str) -> None:
+def test_a_chain_that_is_partly_held(held: str) -> None:
     tier = make_tier(8)
     store(tier, "abcd", "pq")
     pinned = [block(tier, held)]
-    tier.pin(pinned)
-    tier.refresh(hashes("abcd"), 0, 4)
+    hold(tier, pinned)
+    refresh(tier, hashes("abcd"), 0, 4)
     tier.unpin(pinned)
-    tier.check_integrity()
-    assert names(tier.pool.free_block_queue.get_all_free_blocks()[:4])[2:] == ["pq", "p"]
+    check_tier(tier)
+    assert names(pool_of(tier).free_block_queue.get_all_free_blocks()[:4])[2:] == ["pq", "p"]
 
 
 def test_a_chain_between_whose_blocks_another_branch_lies() -> None:
     tier = make_tier(8)
     store(tier, "ab", "abxy", "abcd")
-    tier.refresh(hashes("abxy"), 0, 4)
-    tier.check_integrity()
+    refresh(tier, hashes("abxy"), 0, 4)
+    check_tier(tier)
     assert leave(tier) == ["abcd", "abc", "abxy", "abx", "ab", "a"]
 
 
 def test_a_chain_whose_end_is_missing() -> None:
     tier = make_tier(8)
     store(tier, "ab", "pq")
-    tier.refresh(hashes("abcd"), 0, 4)
+    refresh(tier, hashes("abcd"), 0, 4)
     assert leave(tier) == ["pq", "p", "ab", "a"]

@@ -15,12 +15,18 @@ from tests.scheduler.tiers import (
     blocks,
     commit,
     contents,
+    get,
     hashes,
+    hold,
     key,
     make_tier,
     names,
     prefixes,
+    protect,
+    protect_first,
+    refresh,
 )
+from tests.simulation.integrity import check_tier, pool_of
 
 _NUM_BLOCKS = 9
 _MOST_BLOCKS = 14
@@ -41,7 +47,7 @@ class Order(RuleBasedStateMachine):
         """Free blocks, the next to leave first."""
         self.protected: list[str] = []
         self.found: set[str] = set()
-        """What belongs to the protected segment, held or free."""
+        """Names of the protected blocks, held or free."""
         self.pins: Counter[str] = Counter()
         self.holds: list[list[str]] = []
         self.num_evicted = 0
@@ -72,11 +78,11 @@ class Order(RuleBasedStateMachine):
 
     @rule(chain=chains)
     def find(self, chain: str) -> None:
-        """Find what there is of a chain, and hold it."""
+        """Find the blocks of a chain that are there, and hold them."""
         present = self.present(chain)
         held = blocks(self.tier, "".join(present[-1:]))
-        self.tier.pin(held)
-        self.tier.protect(held)
+        hold(self.tier, held)
+        protect(self.tier, held)
         self.holds.append(present)
         self.take(present)
         self.pins.update(present)
@@ -96,8 +102,8 @@ class Order(RuleBasedStateMachine):
         present = self.present(chain)
         num_found = min(num_found, len(present))
         protects = not self.found.issuperset(present[:num_found])
-        self.tier.refresh(hashes(chain), 0, len(chain))
-        self.tier.protect_first(hashes(chain), 0, num_found)
+        refresh(self.tier, hashes(chain), 0, len(chain))
+        protect_first(self.tier, hashes(chain), 0, num_found)
         free = [name for name in reversed(present) if not self.pins[name]]
         self.take(present)
         self.found.update(present[:num_found])
@@ -155,21 +161,21 @@ class Order(RuleBasedStateMachine):
 
     @invariant()
     def it_holds_together(self) -> None:
-        self.tier.check_integrity()
+        check_tier(self.tier)
 
     @invariant()
     def the_queue_is_as_it_should_be(self) -> None:
-        free = names(self.tier.pool.free_block_queue.get_all_free_blocks())
+        free = names(pool_of(self.tier).free_block_queue.get_all_free_blocks())
         num_empty = self.num_blocks - len(contents(self.tier))
         assert free == [""] * num_empty + self.probation + self.protected
 
     @invariant()
     def what_was_found_is_protected(self) -> None:
-        order = self.tier.order
+        is_protected = self.tier._queue.is_protected
         assert self.found == {
-            name for name in contents(self.tier) if order.is_protected(block(self.tier, name))
+            name for name in contents(self.tier) if is_protected[block(self.tier, name).block_id]
         }
-        assert all(self.tier.lookup.get(key(name)) is not None for name in self.found)
+        assert all(get(self.tier, key(name)) is not None for name in self.found)
 
     def teardown(self) -> None:
         self.patch.stop()

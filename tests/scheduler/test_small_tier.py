@@ -1,4 +1,4 @@
-"""Tiers smaller than what a single request computes: they keep its beginning, and keep still."""
+"""Tiers too small for a single request: they keep its beginning, and store nothing twice."""
 
 import pytest
 
@@ -37,7 +37,7 @@ def test_the_beginning_is_kept_and_found(
 
 @SMALL
 def test_slow_stores_do_not_lose_the_beginning(drive: MakeDriver, num_host_blocks: int) -> None:
-    """The request grows while what it has computed before is still on its way."""
+    """The request grows while its earlier blocks are still on their way."""
     driver = drive(num_host_blocks=num_host_blocks, max_num_batched_tokens=4)
     num_blocks = num_host_blocks - 1
     driver.start("a", prompt(60), max_tokens=8)
@@ -65,7 +65,7 @@ def test_taking_turns_costs_no_more_than_storing_each(
 
 
 def test_at_once_each_is_stored_at_most_twice(drive: MakeDriver) -> None:
-    """While it runs, and again when it ends what the other has displaced meanwhile."""
+    """While it runs, and again at its end the blocks that the other displaced meanwhile."""
     driver = drive(num_host_blocks=13, num_device_blocks=80, max_num_batched_tokens=16)
     for turn in range(4):
         before = driver.num_stored

@@ -7,15 +7,17 @@ from vllm.v1.request import Request
 
 from tests.scheduler.conftest import MakeDriver
 from tests.scheduler.driver import LOAD, STORE, Driver, prompt
+from tests.scheduler.tiers import get
+from tests.simulation.integrity import groups_of
 
 STATE = 1
 """The group of states, behind one of full attention."""
 
 
 def state_of(driver: Driver, request: Request, num_tokens: int) -> KVCacheBlock | None:
-    """The host block that holds the state after so many tokens, if there is one."""
+    """The host block that holds the state after ``num_tokens`` tokens, if there is one."""
     tier = driver.tier
-    return tier.lookup.get(tier.groups.key_at(request.block_hashes, STATE, num_tokens))
+    return get(tier, groups_of(tier).key_at(request.block_hashes, STATE, num_tokens))
 
 
 @pytest.mark.parametrize("async_scheduling", [False, True])
@@ -50,7 +52,7 @@ def test_a_state_is_stored_with_the_step_that_completes_it(drive: MakeDriver) ->
     assert request.num_computed_tokens == 16
     (store,) = driver.pending(STORE)
     held = driver.device_pool.blocks[store.device_blocks.tolist()[0]]
-    assert [held.block_hash] == driver.tier.groups.keys(request.block_hashes, STATE, 3, 4)
+    assert [held.block_hash] == driver.scheduler.groups.keys(request.block_hashes, STATE, 3, 4)
     driver.run()
     assert state_of(driver, request, 16) is not None
 
@@ -108,8 +110,8 @@ def test_a_later_state_leaves_first(drive: MakeDriver, match_unit: int | None) -
     request = driver.start("a", prompt(19), max_tokens=8)
     driver.run()
     boundaries = [16, 20, 24] if match_unit is None else [16, 18, 20, 24]
-    keys = [driver.tier.groups.key_at(request.block_hashes, STATE, n) for n in boundaries]
-    queue = driver.tier.pool.free_block_queue.get_all_free_blocks()
+    keys = [driver.scheduler.groups.key_at(request.block_hashes, STATE, n) for n in boundaries]
+    queue = driver.host_pool.free_block_queue.get_all_free_blocks()
     leaving = [block.block_hash for block in queue if block.block_hash in keys]
     assert leaving.index(keys[-1]) < leaving.index(keys[-2]) < leaving.index(keys[0])
     assert len(leaving) == len(keys)
@@ -135,7 +137,7 @@ def start_without_storing(driver: Driver) -> Request:
     """A request whose state after 16 tokens is on the device, and not in the tier."""
     request = driver.start("a", prompt(18), max_tokens=2)
     driver.step()
-    driver.scheduler._stores.abandon(driver.device_pool)
+    driver.scheduler._policy.free_blocks(driver.scheduler._stores.reset())
     return request
 
 
@@ -169,7 +171,7 @@ def test_a_block_that_holds_something_else_by_now_is_left_out(drive: MakeDriver)
     assert driver.scheduler.build_connector_meta(scheduled).stores == []
 
 
-def test_a_stranger_is_left_out(drive: MakeDriver) -> None:
+def test_a_request_from_before_a_reset_is_left_out(drive: MakeDriver) -> None:
     """After a reset, nothing of the running requests is stored."""
     driver = drive(windows=(0,), num_states=1)
     request = start_without_storing(driver)
@@ -206,7 +208,7 @@ def test_the_running_state_of_a_request_that_ends_is_not_stored(drive: MakeDrive
     manager = driver.world.scheduler.kv_cache_manager.coordinator.single_type_managers[STATE]
     (running,) = driver.device_pool.get_new_blocks(1)
     kept, manager.req_to_blocks["a"][3] = manager.req_to_blocks["a"][3], running
-    driver.scheduler._policy.on_finished(request, loading=False)
+    driver.scheduler._policy.on_request_finished(request, loading=False)
     manager.req_to_blocks["a"][3] = kept
     driver.scheduler._policy.on_step(SchedulerOutput.make_empty())
     planned = driver.scheduler._stores._planned.device_blocks

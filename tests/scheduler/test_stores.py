@@ -1,13 +1,14 @@
-"""Stores: found when every rank is done, held until then, whatever becomes of the request."""
+"""Stores: found when every rank has stored them, and pinned until then."""
 
 from itertools import permutations
 
 import pytest
-from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_utils import KVCacheBlock
 
-from simple_offload.scheduler.rank_reports import Ended, InFlight
-from simple_offload.scheduler.stores import Storable, Stores
+from simple_offload.metrics import Meter
+from simple_offload.scheduler.rank_reports import Ended, TransferLedger
+from simple_offload.scheduler.stores import Stores
+from simple_offload.scheduler.tier.cpu_tier import CpuTier
 from simple_offload.scheduler.tier.run import Run
 from tests.scheduler.conftest import MakeDriver
 from tests.scheduler.driver import STORE, Driver, prompt
@@ -21,6 +22,7 @@ from tests.scheduler.tiers import (
     parent_of,
     prefixes,
 )
+from tests.simulation.integrity import check_stores, check_tier, groups_of, pool_of
 
 
 def run_until_stores(driver: Driver, *request_ids: str) -> None:
@@ -35,13 +37,17 @@ def run_until_stores(driver: Driver, *request_ids: str) -> None:
 # On their way
 
 
+def make_stores(tier: CpuTier) -> Stores:
+    return Stores(tier, groups_of(tier), TransferLedger(1), Meter())
+
+
 class Planner:
-    """Stores chains of a device's blocks, as far as they are not there."""
+    """Stores chains of device blocks that the tier lacks."""
 
     def __init__(self) -> None:
         self.tier = make_tier(8)
-        self.stores = Stores(self.tier, InFlight(1))
-        self.device = make_tier(16).pool
+        self.stores = make_stores(self.tier)
+        self.device = pool_of(make_tier(16))
 
     def plan(self, *names: str) -> None:
         """Blocks that follow each other, in a run of their own."""
@@ -52,8 +58,11 @@ class Planner:
             len(names[0]) * BLOCK_SIZE,
             BLOCK_SIZE,
         )
-        assert self.stores.plan_run(run, frozenset, self.device) == len(names)
+        assert self.stores.plan(run, frozenset, self.device) == len(names)
         self.device.free_blocks(run.device_blocks)
+
+    def reset(self) -> None:
+        self.device.free_blocks(self.stores.reset())
 
     def submit(self) -> int:
         """The transfer's id."""
@@ -61,9 +70,11 @@ class Planner:
         return transfer.id
 
     def end(self, transfer_id: int, ok: bool = True) -> None:
-        assert self.stores.finish(Ended(transfer_id, ok), self.device)
-        self.stores.check_integrity()
-        self.tier.check_integrity()
+        device_blocks = self.stores.on_ended(Ended(transfer_id, ok))
+        assert device_blocks is not None
+        self.device.free_blocks(device_blocks)
+        check_stores(self.stores, groups_of(self.tier))
+        check_tier(self.tier)
 
     def has(self, last: str) -> str:
         """The longest of the chain's prefixes up to ``last`` that count as there."""
@@ -79,8 +90,8 @@ class Planner:
         return last[:count]
 
 
-def test_what_is_on_its_way_counts() -> None:
-    """From its plan to its end, in whatever store it is."""
+def test_blocks_on_their_way_count() -> None:
+    """From plan to end, in whichever store they are."""
     planner = Planner()
     assert planner.has("abcdef") == ""
     planner.plan("a", "ab")
@@ -99,16 +110,16 @@ def test_what_is_on_its_way_counts() -> None:
     assert contents(planner.tier) == {"a", "ab"}
     assert not planner.stores.has(key("abc"))
     assert planner.stores.has(key("abcde"))
-    planner.stores.abandon(planner.device)
+    planner.reset()
     assert planner.has("abcdef") == "ab"
 
 
-def test_what_is_abandoned_is_not_on_its_way() -> None:
+def test_blocks_are_not_on_their_way_after_a_reset() -> None:
     planner = Planner()
     planner.plan("a", "ab")
     first = planner.submit()
     planner.plan("abc")
-    planner.stores.abandon(planner.device)
+    planner.reset()
     assert planner.has("abc") == ""
     planner.plan("a", "ab", "abc")
     assert planner.has("abc") == "abc"
@@ -119,8 +130,8 @@ def test_what_is_abandoned_is_not_on_its_way() -> None:
 
 
 @pytest.mark.parametrize("lost", ["by a failed store", "by a failed load"])
-def test_what_follows_a_lost_block_may_be_copied_twice(lost: str) -> None:
-    """But it is kept once, by the store that has that block too."""
+def test_children_of_a_lost_block_may_be_copied_twice(lost: str) -> None:
+    """But they are kept once, by the store that has that block too."""
     planner = Planner()
     planner.plan("a", "ab")
     first = planner.submit()
@@ -139,17 +150,17 @@ def test_what_follows_a_lost_block_may_be_copied_twice(lost: str) -> None:
     assert contents(planner.tier) == set()
     planner.end(again)
     assert contents(planner.tier) == set(prefixes("abcd"))
-    assert planner.tier.pool.get_num_free_blocks() == 8
+    assert planner.tier.num_free == 8
 
 
 def test_a_window_may_be_on_its_way_from_anywhere_on() -> None:
-    """Its blocks need none before them: each is looked for."""
+    """Its blocks need none before them: each counts by itself."""
     tier = make_tier(8, windows=(0, 2 * BLOCK_SIZE))
-    device = make_tier(8).pool
-    stores = Stores(tier, InFlight(1))
+    device = pool_of(make_tier(8))
+    stores = make_stores(tier)
     last, parent = key("abc", group=1), key("ab", group=1)
     run = Run(device.get_new_blocks(1), [last], parent, 3 * BLOCK_SIZE, BLOCK_SIZE)
-    stores.plan_run(run, frozenset, device)
+    stores.plan(run, frozenset, device)
     for _ in range(2):
         assert not stores.has_none([key(name, group=1) for name in prefixes("abcd")])
         assert stores.has_none([key(name, group=1) for name in prefixes("ab")])
@@ -176,8 +187,8 @@ def test_found_only_when_every_rank_is_done(drive: MakeDriver, order: tuple[int,
     assert driver.found(prompt(17)) == 16
     assert driver.num_held == (0, 0)
     assert not driver.scheduler.has_pending_work()
-    # Committed with what every rank has copied there.
-    found = driver.tier.pool.blocks
+    # Committed with the bytes that every rank has copied there.
+    found = driver.host_pool.blocks
     assert {found[block_id].ref_cnt for block_id in transfer.host_blocks.tolist()} == {0}
     driver.forget_device()
     driver.say("b", prompt(17))
@@ -214,7 +225,7 @@ def test_one_transfer_a_step_carries_the_blocks_of_all_requests(drive: MakeDrive
     assert [driver.found(prompt(9, family)) for family in range(3)] == [8, 8, 8]
 
 
-# Whatever becomes of the request
+# The request ends, or is preempted
 
 
 @pytest.mark.proves("I2")
@@ -292,7 +303,7 @@ def test_a_failed_store_is_not_found_and_holds_nothing(
     assert driver.found(prompt(17)) == 16
 
 
-def test_what_follows_a_failed_store_is_not_kept_either(drive: MakeDriver) -> None:
+def test_children_of_a_failed_store_are_not_kept_either(drive: MakeDriver) -> None:
     driver = drive(num_device_blocks=40, max_num_batched_tokens=32)
     driver.start("a", prompt(65), max_tokens=8)
     while len(driver.pending(STORE)) < 2:
@@ -315,14 +326,16 @@ class Bench:
 
     def __init__(self, num_host_blocks: int) -> None:
         self.tier = make_tier(num_host_blocks)
-        self.pool: BlockPool = make_tier(8).pool
-        self.in_flight = InFlight(1)
-        self.stores = Stores(self.tier, self.in_flight)
+        self.pool = pool_of(make_tier(8))
+        self.stores = make_stores(self.tier)
 
     def plan(self, name: str, device_block: KVCacheBlock) -> bool:
         num_tokens = len(name) * BLOCK_SIZE
-        block = Storable((device_block,), key(name), parent_of(name), num_tokens)
-        return self.stores.plan([block], frozenset, self.pool) == 1
+        run = Run((device_block,), (key(name),), parent_of(name), num_tokens)
+        return self.stores.plan(run, frozenset, self.pool) == 1
+
+    def check(self) -> None:
+        check_stores(self.stores, groups_of(self.tier))
 
 
 def test_nothing_is_planned_without_room() -> None:
@@ -342,7 +355,7 @@ def test_a_key_is_known_from_its_plan_to_its_end() -> None:
     bench = Bench(num_host_blocks=4)
 
     def state() -> tuple[bool, bool]:
-        bench.stores.check_integrity()
+        bench.check()
         return bench.stores.idle, bench.stores.has(key("a"))
 
     for ok in (False, True):
@@ -352,69 +365,67 @@ def test_a_key_is_known_from_its_plan_to_its_end() -> None:
         assert state() == (False, True)
         (transfer,) = bench.stores.submit()
         assert state() == (False, True)
-        assert bench.stores.finish(Ended(transfer.id, ok), bench.pool)
+        assert bench.stores.on_ended(Ended(transfer.id, ok)) == [device_block]
         assert state() == (True, ok)
-    assert not bench.stores.finish(Ended(99, ok=True), bench.pool)  # a load
+    assert bench.stores.on_ended(Ended(99, ok=True)) is None  # a load
 
 
-def test_a_store_pairs_what_belongs_together() -> None:
+def test_a_store_pairs_each_device_block_with_its_host_block() -> None:
     bench = Bench(num_host_blocks=6)
     device_blocks = bench.pool.get_new_blocks(4)[::-1]
     for name, device_block in zip(prefixes("abcd"), device_blocks, strict=True):
         assert bench.plan(name, device_block)
     (transfer,) = bench.stores.submit()
     assert transfer.device_blocks.tolist() == [held.block_id for held in device_blocks]
-    bench.stores.finish(Ended(transfer.id, ok=True), bench.pool)
+    assert bench.stores.on_ended(Ended(transfer.id, ok=True)) == device_blocks
     stored = [block(bench.tier, name).block_id for name in prefixes("abcd")]
     assert transfer.host_blocks.tolist() == stored
     assert contents(bench.tier) == set(prefixes("abcd"))
 
 
 @pytest.mark.parametrize("submitted", [False, True])
-def test_device_blocks_leave_tail_first_after_a_store(submitted: bool) -> None:
-    """The last holder decides in which order they are evicted from the device."""
+def test_device_blocks_are_returned_in_order_with_their_references(submitted: bool) -> None:
+    """The policy, which drops the references, decides in which order the device evicts them."""
     bench = Bench(num_host_blocks=6)
-    device_blocks = bench.pool.get_new_blocks(8)[:3]
+    device_blocks = bench.pool.get_new_blocks(3)
     for name, device_block in zip(prefixes("abc"), device_blocks, strict=True):
-        bench.pool._insert_block_hash(key(name), device_block, num_tokens=0)
         bench.plan(name, device_block)
-    bench.pool.free_blocks(device_blocks)
-    assert bench.pool.get_num_free_blocks() == 0
     if submitted:
         (transfer,) = bench.stores.submit()
-        bench.stores.finish(Ended(transfer.id, ok=False), bench.pool)
+        returned = bench.stores.on_ended(Ended(transfer.id, ok=False))
     else:
-        bench.stores.abandon(bench.pool)
-    assert bench.pool.free_block_queue.get_all_free_blocks() == device_blocks[::-1]
-    assert bench.tier.pool.get_num_free_blocks() == 6
+        returned = bench.stores.reset()
+    assert returned == device_blocks
+    assert [device_block.ref_cnt for device_block in device_blocks] == [2, 2, 2]
+    assert bench.tier.num_free == 6
 
 
-def test_check_integrity_notices() -> None:
+def test_check_stores_raises() -> None:
     bench = Bench(num_host_blocks=4)
     (device_block,) = bench.pool.get_new_blocks(1)
     bench.plan("a", device_block)
     (host_block,) = bench.stores._planned.host_blocks
     bench.pool.free_blocks([device_block])
-    bench.stores.check_integrity()
+    bench.check()
 
     device_block.ref_cnt = 0
     with pytest.raises(AssertionError, match="free during a store"):
-        bench.stores.check_integrity()
+        bench.check()
     device_block.ref_cnt = 1
 
     host_block.ref_cnt = 0
     with pytest.raises(AssertionError, match="free during a store"):
-        bench.stores.check_integrity()
+        bench.check()
     host_block.ref_cnt = 1
 
-    bench.tier.pool._insert_block_hash(key("a"), host_block, num_tokens=4)
-    with pytest.raises(AssertionError, match="findable too soon"):
-        bench.stores.check_integrity()
+    pool_of(bench.tier)._insert_block_hash(key("a"), host_block, num_tokens=4)
+    with pytest.raises(AssertionError, match="can be found too soon"):
+        bench.check()
     bench.tier.drop([host_block])
 
     keys = bench.stores._planned.keys
     keys.remove(key("a"))
     with pytest.raises(AssertionError, match="keys on their way"):
-        bench.stores.check_integrity()
+        bench.check()
     keys.add(key("a"))
-    bench.stores.check_integrity()
+    bench.check()

@@ -1,4 +1,4 @@
-"""What the scheduler side cannot serve is refused, with the reason and what is allowed."""
+"""Unsupported models and settings are refused, with the reason and the allowed values."""
 
 from dataclasses import replace
 

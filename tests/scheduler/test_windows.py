@@ -1,9 +1,11 @@
 """Sliding windows, alone and beside full attention."""
 
 import pytest
+from vllm.v1.core.kv_cache_utils import BlockHash, KVCacheBlock
 
 from tests.scheduler.conftest import MakeDriver
-from tests.scheduler.driver import LOAD, make_request, prompt
+from tests.scheduler.driver import LOAD, Driver, make_request, prompt
+from tests.scheduler.tiers import get
 
 
 @pytest.mark.parametrize("async_scheduling", [False, True])
@@ -21,7 +23,7 @@ from tests.scheduler.driver import LOAD, make_request, prompt
         ((0, 64), 8 + 8),
     ],
 )
-def test_a_hit_loads_what_attention_reads(
+def test_a_hit_loads_the_blocks_that_attention_reads(
     drive: MakeDriver, windows: tuple[int, ...], num_blocks: int, async_scheduling: bool
 ) -> None:
     driver = drive(
@@ -78,7 +80,7 @@ def test_without_the_window_there_is_no_hit(drive: MakeDriver) -> None:
     request = driver.start("before", prompt(33))
     driver.run()
     driver.forget_device()
-    last = driver.tier.lookup.get(driver.tier.groups.keys(request.block_hashes, 1)[7])
+    last = get(driver.tier, driver.scheduler.groups.keys(request.block_hashes, 1)[7])
     assert last is not None
     driver.tier.drop([last])
     assert driver.found(prompt(33)) == 28
@@ -92,8 +94,8 @@ def test_without_the_window_there_is_no_hit(drive: MakeDriver) -> None:
 def test_the_next_turn_begins_where_the_answer_ends(
     drive: MakeDriver, num_said: int, async_scheduling: bool
 ) -> None:
-    """The device keeps, by default, what the prompt's end needs of a window. When the request
-    ends, its table still has what the answer's end needs, but for one length in four: the window
+    """The device keeps, by default, the window blocks that the prompt's end needs. When the request
+    ends, its table still has those of the answer's end, except for one length in four: the window
     behind the last computed token then begins with the next block."""
     driver = drive(windows=(0, 8), num_device_blocks=60, async_scheduling=async_scheduling)
     history = driver.say("first", prompt(30), max_tokens=num_said)
@@ -105,13 +107,21 @@ def test_the_next_turn_begins_where_the_answer_ends(
     assert driver.world.num_blocks_loaded == begins // 4 + 2
 
 
+def stored_blocks(
+    driver: Driver, hashes: list[BlockHash], start: int, stop: int
+) -> list[KVCacheBlock]:
+    """Those of a request's blocks ``start`` to ``stop`` of the window's group that the tier has."""
+    keys = driver.scheduler.groups.keys(hashes, 1, start, stop)
+    return [block for key in keys if (block := get(driver.tier, key)) is not None]
+
+
 def test_lazy_stores_keep_a_window_that_the_device_does_not(drive: MakeDriver) -> None:
     driver = drive(windows=(0, 8), num_device_blocks=300, lazy=True)
     history = driver.say("first", prompt(30), max_tokens=16)
     request = make_request("second", history)
-    found = driver.tier.lookup.blocks(request.block_hashes, 1, 0, 11)
+    found = stored_blocks(driver, request.block_hashes, 0, 11)
     assert len(found) == driver.num_kept == 2
-    assert driver.tier.lookup.blocks(request.block_hashes, 1, 9, 11) == found
+    assert stored_blocks(driver, request.block_hashes, 9, 11) == found
 
 
 def test_nothing_is_stored_that_no_turn_begins_with(drive: MakeDriver) -> None:
@@ -119,9 +129,9 @@ def test_nothing_is_stored_that_no_turn_begins_with(drive: MakeDriver) -> None:
     driver = drive(windows=(0, 8), draft=True, num_device_blocks=90, num_host_blocks=200)
     history = driver.say("first", prompt(30), max_tokens=17)
     hashes = make_request("second", history).block_hashes
-    at_the_prompt_s_end = driver.tier.lookup.blocks(hashes, 1, 4, 6)
+    at_the_prompt_s_end = stored_blocks(driver, hashes, 4, 6)
     assert len(at_the_prompt_s_end) == 2
-    assert driver.tier.lookup.blocks(hashes, 1, 0, len(hashes)) == at_the_prompt_s_end
+    assert stored_blocks(driver, hashes, 0, len(hashes)) == at_the_prompt_s_end
 
 
 @pytest.mark.parametrize("windows", [(16,), (0, 16), (24, 16)])

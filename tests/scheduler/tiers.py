@@ -4,7 +4,7 @@ A letter stands for the tokens of one block, so "abc" is a chain of three blocks
 name of its last one: chains that begin alike share blocks.
 """
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from functools import lru_cache
 from hashlib import sha256
 
@@ -17,9 +17,12 @@ from vllm.v1.core.kv_cache_utils import (
     make_block_hash_with_group_id,
 )
 
+from simple_offload.metrics import Meter
 from simple_offload.scheduler.tier.cpu_tier import CpuTier
+from simple_offload.scheduler.tier.groups import Groups
 from simple_offload.scheduler.tier.run import Run
 from simple_offload.vllm_compat import make_host_coordinator
+from tests.simulation.integrity import check_tier, groups_of, pool_of
 from tests.simulation.shape import Shape
 from tests.simulation.vllm_config import make_kv_cache_config, make_vllm_config
 
@@ -33,7 +36,7 @@ def make_tier(num_blocks: int, windows: tuple[int, ...] = (0,)) -> CpuTier:
     coordinator = make_host_coordinator(
         make_kv_cache_config(shape), _vllm_config(), BLOCK_SIZE, BLOCK_SIZE
     )
-    return CpuTier(coordinator, BLOCK_SIZE, demotes=True)
+    return CpuTier(coordinator, Groups(coordinator, BLOCK_SIZE), Meter(), demotes=True)
 
 
 @lru_cache(maxsize=1)
@@ -69,9 +72,40 @@ def hashes(chain: str) -> list[BlockHash]:
     return [BlockHash(sha256(name.encode()).digest()) for name in prefixes(chain)]
 
 
+def get(tier: CpuTier, key: BlockHashWithGroupId) -> KVCacheBlock | None:
+    """The block that holds ``key``, if any."""
+    return pool_of(tier).cached_block_hash_to_block.get_one_block(key)
+
+
+def hold(tier: CpuTier, blocks: Sequence[KVCacheBlock]) -> None:
+    """Add a reference to each block, without a request that has found it."""
+    tier._queue.pin(blocks)
+
+
+def protect(tier: CpuTier, blocks: Sequence[KVCacheBlock]) -> None:
+    """A request has found these blocks, which are held."""
+    tier._queue.protect(blocks)
+
+
+def refresh(tier: CpuTier, hashes: list[BlockHash], group: int, count: int) -> None:
+    """A request with these first blocks has ended."""
+    num_blocks, num_found = _by_group(tier, group, count), _by_group(tier, group, 0)
+    tier.on_request_finished(hashes, num_blocks, num_found, loaded=False)
+
+
+def protect_first(tier: CpuTier, hashes: list[BlockHash], group: int, count: int) -> None:
+    """A request that has loaded these first blocks has ended."""
+    num_blocks, num_found = _by_group(tier, group, 0), _by_group(tier, group, count)
+    tier.on_request_finished(hashes, num_blocks, num_found, loaded=True)
+
+
+def _by_group(tier: CpuTier, group: int, count: int) -> list[int]:
+    return [count if each == group else 0 for each in range(len(groups_of(tier).block_sizes))]
+
+
 def block(tier: CpuTier, name: str, group: int = 0) -> KVCacheBlock:
     """The block that holds ``name``, which is in the tier."""
-    found = tier.lookup.get(key(name, group))
+    found = get(tier, key(name, group))
     assert found is not None, f"{name} is not in the tier"
     return found
 
@@ -111,19 +145,19 @@ def commit_as(
     early: bool = False,
 ) -> bool:
     """Commit a block that holds what ``key`` says; whether it was of any use."""
-    run = Run((), (key,), parent, num_tokens, early=early)
+    run = Run((), (key,), parent, num_tokens, early=early, host_blocks=[filled])
     run.inner_keys = [inner_keys] if inner_keys else ()
-    return tier.commit_all([(run, [filled])]) == [[]]
+    return tier.commit([run]) == [[]]
 
 
 def store(tier: CpuTier, *chains: str, group: int = 0) -> None:
     """Store what the tier lacks of each chain in one transfer, and check the tier."""
     for chain in chains:
-        lacking = [name for name in prefixes(chain) if tier.lookup.get(key(name, group)) is None]
+        lacking = [name for name in prefixes(chain) if get(tier, key(name, group)) is None]
         filled = [begin(tier, name, group) for name in lacking]
         for new, name in zip(filled, lacking, strict=True):
             assert commit(tier, new, name, group)
-        tier.check_integrity()
+        check_tier(tier)
 
 
 def names(found: Iterable[KVCacheBlock], group: int = 0) -> list[str]:
@@ -140,8 +174,8 @@ def contents(tier: CpuTier, group: int = 0) -> set[str]:
     """Names that can be found."""
     return {
         name
-        for name in names(tier.pool.blocks, group)
-        if name and tier.lookup.get(key(name, group)) is not None
+        for name in names(pool_of(tier).blocks, group)
+        if name and get(tier, key(name, group)) is not None
     }
 
 
@@ -158,6 +192,6 @@ def leave(tier: CpuTier) -> list[str]:
 
 def snapshot(tier: CpuTier) -> object:
     """Everything that could change in a tier."""
-    free = [block.block_id for block in tier.pool.free_block_queue.get_all_free_blocks()]
-    held = [(block.ref_cnt, block.block_hash) for block in tier.pool.blocks]
-    return free, held, contents(tier), tier.version, list(tier.order.parents)
+    free = [block.block_id for block in pool_of(tier).free_block_queue.get_all_free_blocks()]
+    held = [(block.ref_cnt, block.block_hash) for block in pool_of(tier).blocks]
+    return free, held, contents(tier), tier.version, list(tier._order.parents)

@@ -22,9 +22,9 @@ from tests.simulation.runner import Violation
 from tests.simulation.shape import Shape
 
 
-def tier_blocks(host_blocks: BlockIds, num_parts: int) -> list[int]:
+def tier_blocks(host_blocks: BlockIds, num_sub_blocks: int) -> list[int]:
     """The tier's blocks that these of a rank are parts of."""
-    blocks: list[int] = (host_blocks // num_parts).tolist()
+    blocks: list[int] = (host_blocks // num_sub_blocks).tolist()
     return blocks
 
 
@@ -42,18 +42,18 @@ def keys_of_parts(
     for key in keys:
         size = shape.block_sizes[get_group_id(key)] // shape.hash_size
         hashes = [*before[get_block_hash(key)], get_block_hash(key)]
-        for end in range(len(hashes) - size * shape.num_parts, len(hashes), size):
+        for end in range(len(hashes) - size * shape.num_sub_blocks, len(hashes), size):
             part = make_block_hash_with_group_id(hashes[end + size - 1], get_group_id(key))
             found.add(part)
     return found
 
 
-def check_open(metadata: StepMetadata, num_open: int, num_parts: int) -> None:
+def check_open(metadata: StepMetadata, num_open: int, num_sub_blocks: int) -> None:
     """Transfers name host blocks that the rank has opened, ``num_open`` of them, and stores
     write whole ones of the tier."""
     for store in metadata.stores:
-        parts = store.host_blocks.reshape(-1, num_parts)
-        if (parts != parts[:, :1] + np.arange(num_parts)).any():
+        parts = store.host_blocks.reshape(-1, num_sub_blocks)
+        if (parts != parts[:, :1] + np.arange(num_sub_blocks)).any():
             raise Violation(f"{store.id} writes parts of a host block: {store.host_blocks}")
     for transfer in (*metadata.loads, *metadata.stores):
         last = max(transfer.host_blocks)
@@ -63,10 +63,10 @@ def check_open(metadata: StepMetadata, num_open: int, num_parts: int) -> None:
             )
 
 
-def check_tier_size(pool: BlockPool, num_open: list[int], num_parts: int) -> None:
+def check_tier_size(pool: BlockPool, num_open: list[int], num_sub_blocks: int) -> None:
     """The tier has the blocks that every rank has reported. ``num_open``: by rank."""
     found, reported = len(pool.blocks), min(num_open)
-    if found != max(1, reported // num_parts):  # there is a null block at least
+    if found != max(1, reported // num_sub_blocks):  # there is a null block at least
         raise Violation(f"the tier has {found} blocks, every rank has opened {reported}")
 
 
@@ -83,7 +83,7 @@ def check_admitted(
 
 
 def check_copies(
-    device: ScriptedDevice, device_pool: BlockPool, host_pool: BlockPool, num_parts: int
+    device: ScriptedDevice, device_pool: BlockPool, host_pool: BlockPool, num_sub_blocks: int
 ) -> None:
     """No block is read and written by copies that know nothing of each other, and none that a
     copy is still to touch could be handed to somebody else."""
@@ -97,7 +97,7 @@ def check_copies(
     for copy in (*loads, *stores):
         for pool, blocks in (
             (device_pool, copy.transfer.device_blocks.tolist()),
-            (host_pool, tier_blocks(copy.transfer.host_blocks, num_parts)),
+            (host_pool, tier_blocks(copy.transfer.host_blocks, num_sub_blocks)),
         ):
             for block_id in blocks:
                 if pool.blocks[block_id].ref_cnt == 0:

@@ -8,11 +8,11 @@ from tests.simulation.runner import Violation
 
 
 class Failures:
-    """A block that two loads in turn fail to read may not be loaded until something
-    else has been stored there: it would fail for ever. ``num_parts``: of a block of the tier."""
+    """A block that two loads in turn fail to read may not be loaded until other contents have
+    been stored there: it would fail for ever. ``num_sub_blocks``: of one of the tier's blocks."""
 
-    def __init__(self, num_parts: int) -> None:
-        self._num_parts = num_parts
+    def __init__(self, num_sub_blocks: int) -> None:
+        self._num_parts = num_sub_blocks
         self._loads: dict[int, Transfer] = {}
         """Under way, by id."""
         self._next_id = 0

@@ -16,22 +16,22 @@ class Ledger:
     def __init__(self) -> None:
         self.stats = metrics.OffloadStats()
 
-    def overhear(self, connector: Any) -> None:
-        """Take in what ``connector``, of the scheduler side, tells vLLM from now on."""
+    def watch(self, connector: Any) -> None:
+        """Add up the counts that ``connector``, of the scheduler side, gives vLLM from now on."""
         tell = connector.get_kv_connector_stats
 
         def tell_both() -> KVConnectorStats | None:
             told: KVConnectorStats | None = tell()
-            self.take(told)
+            self.add(told)
             return told
 
         connector.get_kv_connector_stats = tell_both
 
-    def take(self, stats: KVConnectorStats | None) -> None:
-        """Take in a payload, unless it is another connector's."""
+    def add(self, stats: KVConnectorStats | None) -> None:
+        """Add a payload, unless it is another connector's."""
         if isinstance(stats, MultiKVConnectorStats):
             for each in stats.data.values():
-                self.take(each)
+                self.add(each)
         elif isinstance(stats, metrics.OffloadStats):
             self.stats.aggregate(stats)
 

@@ -170,7 +170,7 @@ class Script:
         """The same with other groups, and as many blocks for each. ``changes``: to the shape."""
         changed = replace(self.shape, **changes)
         if changed.num_states:
-            changed = replace(changed, num_parts=1)
+            changed = replace(changed, num_sub_blocks=1)
         if changed.scales:  # vLLM has no chunked local attention beside blocks of several sizes
             changed = replace(changed, chunks=())
         before, after = len(self.shape.groups), len(changed.groups)
@@ -206,15 +206,17 @@ class Script:
         has_room = shape.num_host_blocks >= 1000 and shape.chunk_blocks is None
         return can_keep_up and has_room and shape.store_threshold == 1 and not self.resets
 
-    def with_parts(self, num_parts: int) -> "Script":
-        """The same with host blocks of ``num_parts`` device blocks, and as many of them; of one
-        where the model has states or stores are lazy."""
+    def with_parts(self, num_sub_blocks: int) -> "Script":
+        """The same with as many host blocks, of ``num_sub_blocks`` device blocks each; of one where
+        the model has states or stores are lazy."""
         if self.shape.num_states or self.shape.lazy:
             return self
-        num_host_blocks = self.shape.num_host_blocks // self.shape.num_parts * num_parts
+        num_host_blocks = self.shape.num_host_blocks // self.shape.num_sub_blocks * num_sub_blocks
         return replace(
             self,
-            shape=replace(self.shape, num_parts=num_parts, num_host_blocks=num_host_blocks),
+            shape=replace(
+                self.shape, num_sub_blocks=num_sub_blocks, num_host_blocks=num_host_blocks
+            ),
         )
 
     def without_faults(self) -> "Script":
@@ -337,11 +339,11 @@ class Play:
         request_id = f"r{self._num_added}"
         self._num_added += 1
         self._salts[request_id] = salt
-        num_parts = self.script.shape.num_parts
-        if num_parts > 1 and self._chance(0.3):
-            host_block_size = num_parts * self.script.shape.block_size
+        num_sub_blocks = self.script.shape.num_sub_blocks
+        if num_sub_blocks > 1 and self._chance(0.3):
+            host_block_size = num_sub_blocks * self.script.shape.block_size
             prompt = prompt[: max(1, len(prompt) // host_block_size) * host_block_size]
-        if self.script.shape.match_unit is not None or num_parts > 1:
+        if self.script.shape.match_unit is not None or num_sub_blocks > 1:
             self._prompts.append((prompt, salt))
         self.world.add_request(request_id, prompt, max_tokens, salt, self._epoch)
 

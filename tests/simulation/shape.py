@@ -25,7 +25,7 @@ class Shape:
     ``mixed_pages``: the layers of each group have pages of different sizes. ``match_unit``: how
     many tokens a hash covers, if fewer than a block: with states, hits may end inside a block.
     ``lazy`` and ``store_threshold``: which blocks are stored.
-    ``num_parts``: how many device blocks a host block holds; ``num_host_blocks`` and
+    ``num_sub_blocks``: how many device blocks a host block holds; ``num_host_blocks`` and
     ``chunk_blocks`` count blocks of a device block's size all the same.
     """
 
@@ -59,7 +59,7 @@ class Shape:
     match_unit: int | None = None
     lazy: bool = False
     store_threshold: int = 1
-    num_parts: int = 1
+    num_sub_blocks: int = 1
     chunk_blocks: int | None = None
     """Host blocks that a rank opens at a time; None: all at start."""
     early_chunks: tuple[int, ...] = ()

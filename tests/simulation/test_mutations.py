@@ -5,15 +5,15 @@ from contextlib import ExitStack
 import pytest
 
 from tests.simulation.mutations import MUTATIONS
-from tests.simulation.mutations.scripts import Engine, in_parts
+from tests.simulation.mutations.scripts import Engine, with_sub_blocks
 from tests.simulation.script import Play, Script
 
 _MAX_SEEDS = 150
-_FEW_SEEDS = 8
+_FEW_SEEDS = 3
 
 OF_ENGINES = {name: bug.shown_by for name, bug in MUTATIONS.items() if type(bug.shown_by) is Engine}
 """What engine each bug shows in, if not in any."""
-OF_PARTS = [bug for bug in MUTATIONS.values() if bug.shown_by is in_parts]
+OF_PARTS = [bug for bug in MUTATIONS.values() if bug.shown_by is with_sub_blocks]
 
 
 @pytest.mark.parametrize("name", MUTATIONS)

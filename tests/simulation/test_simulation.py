@@ -104,7 +104,7 @@ def test_drawn_scripts_have_every_model() -> None:
     assert any(shape.chained and any(shape.windows) for shape in shapes)
     assert any(shape.draft_window for shape in shapes)
     assert any(all(group.kind is Kind.STATE for group in shape.groups) for shape in shapes)
-    assert {shape.num_parts for shape in shapes} == {1, 2, 4}
+    assert {shape.num_sub_blocks for shape in shapes} == {1, 2, 4}
 
 
 def test_drawn_scripts_have_every_engine() -> None:
@@ -149,14 +149,14 @@ def test_announced_loads() -> None:
 
 
 @pytest.mark.parametrize(
-    ("model", "num_parts"), [({}, 2), ({"windows": (0, 8)}, 4), ({"draft": True}, 4)], ids=str
+    ("model", "num_sub_blocks"), [({}, 2), ({"windows": (0, 8)}, 4), ({"draft": True}, 4)], ids=str
 )
-def test_parts(model: dict[str, Any], num_parts: int) -> None:
+def test_parts(model: dict[str, Any], num_sub_blocks: int) -> None:
     """Host blocks of several device blocks, which loads begin and end within."""
     begun = ended = 0
     for seed in range(300, 305):
         script = Script.draw(seed).with_model(**PLAIN | {"windows": (0,), "lazy": False} | model)
-        play = Play(script.with_parts(num_parts))
+        play = Play(script.with_parts(num_sub_blocks))
         play.run()
         begun += play.world.num_begun_inside
         ended += play.world.num_ended_inside

@@ -31,7 +31,7 @@ from simple_offload.config import OffloadConfig
 from simple_offload.metadata import StepMetadata, Transfer, WorkerReport
 from simple_offload.ranks import Ranks
 from simple_offload.worker.worker import OffloadWorker
-from tests.simulation import checks
+from tests.simulation import checks, integrity
 from tests.simulation.device import ScriptedDevice
 from tests.simulation.failures import Failures
 from tests.simulation.identity import Story
@@ -95,7 +95,7 @@ class World:
         self._open_early()
         self._shake_hands()
         self.ledger = Ledger()
-        self.ledger.overhear(self.connector)
+        self.ledger.watch(self.connector)
         self.finished: dict[str, tuple[list[int], RequestStatus]] = {}
         self.requests: dict[str, Request] = {}
         self.num_steps = 0
@@ -114,7 +114,7 @@ class World:
         """All requests that there have been."""
         self._loads: dict[int, Transfer] = {}
         self._stores: dict[int, Transfer] = {}
-        self._failures = Failures(shape.num_parts)
+        self._failures = Failures(shape.num_sub_blocks)
         self._forgotten: set[int] = set()
         self._aggregator = KVOutputAggregator(shape.num_ranks)
         self._open_steps: deque[_Step] = deque()
@@ -160,19 +160,18 @@ class World:
         if shape.uneven_ranks:
             del config["num_cpu_blocks"]
             config["cpu_bytes_to_use_per_rank"] = shape.host_bytes
-        if shape.num_parts > 1:
-            config["cpu_block_size"] = shape.num_parts * shape.scheduler_block_size
+        if shape.num_sub_blocks > 1:
+            config["cpu_block_size"] = shape.num_sub_blocks * shape.scheduler_block_size
         return config
 
     @property
     def host_pool(self) -> BlockPool:
         """The tier's blocks."""
-        pool: BlockPool = self.connector.scheduler.tier.pool
-        return pool
+        return integrity.pool_of(self.connector.scheduler.tier)
 
     def ids_in_flight(self) -> set[int]:
         """Transfers that the scheduler side still waits for."""
-        return set(self.connector.scheduler.ids_in_flight)
+        return integrity.ids_in_flight(self.connector.scheduler)
 
     def to_step_metadata(self, metadata: KVConnectorMetadata | None) -> StepMetadata:
         """What the connector sends down, as our workers read it."""
@@ -192,20 +191,17 @@ class World:
     def check_bookkeeping(self, at_rest: bool) -> None:
         """Raise AssertionError when the scheduler side contradicts itself, or holds on to
         something at rest."""
-        scheduler = self.connector.scheduler
-        scheduler.check_integrity()
-        if at_rest:
-            assert scheduler.num_in_flight == 0, "transfers in flight at rest"
-            assert scheduler.num_followed == 0, "requests are followed at rest"
+        check = integrity.check_at_rest if at_rest else integrity.check_scheduler
+        check(self.connector.scheduler)
 
     def _check_tier_size(self, num_open: list[int]) -> None:
-        checks.check_tier_size(self.host_pool, num_open, self.shape.num_parts)
+        checks.check_tier_size(self.host_pool, num_open, self.shape.num_sub_blocks)
 
     def check_events(self) -> None:
         """Raise Violation unless whoever believes the KV events, which have all been published,
         knows exactly what can be found in the tier."""
         keys = set(self.host_pool.cached_block_hash_to_block._cache)
-        if self.shape.num_parts > 1:
+        if self.shape.num_sub_blocks > 1:
             keys = checks.keys_of_parts(keys, self._ever, self.shape)
         if wrong := keys ^ self.router.keys:
             raise Violation(f"KV events are wrong of {len(wrong)} keys, of {len(keys)} in the tier")
@@ -221,7 +217,7 @@ class World:
             for direction in Direction
         }
         num_slots = sum(len(store.host_blocks) for store in self._stores.values())
-        num_sent = num_slots // self.shape.num_parts
+        num_sent = num_slots // self.shape.num_sub_blocks
         num_used = sum(block.block_hash is not None for block in self.host_pool.blocks)
         try:
             self.ledger.check(num_bytes, num_sent, num_used)
@@ -389,10 +385,10 @@ class World:
                 self._failures.begin_load(load)
             self._loads[load.id] = load
             self.num_blocks_loaded += len(load.host_blocks)
-            num_parts = self.shape.num_parts
-            self.num_begun_inside += bool(load.host_blocks[0] % num_parts)
-            self.num_ended_inside += bool((load.host_blocks[-1] + 1) % num_parts)
-        checks.check_open(metadata, worker.host_pool.num_open, self.shape.num_parts)
+            num_sub_blocks = self.shape.num_sub_blocks
+            self.num_begun_inside += bool(load.host_blocks[0] % num_sub_blocks)
+            self.num_ended_inside += bool((load.host_blocks[-1] + 1) % num_sub_blocks)
+        checks.check_open(metadata, worker.host_pool.num_open, self.shape.num_sub_blocks)
         batch = rank.runner.update(scheduled)
         samples = step.samples if rank is self.ranks[0] else {}
         # A step without tokens runs no forward, and its output waits for nothing.
@@ -434,7 +430,7 @@ class World:
         combined = self._aggregator.aggregate(outputs)
         assert combined is not None
         if combined.kv_connector_output is not None:
-            self.ledger.take(combined.kv_connector_output.kv_connector_stats)
+            self.ledger.add(combined.kv_connector_output.kv_connector_stats)
         for client_outputs in self.scheduler.update_from_output(step.scheduled, combined).values():
             for output in client_outputs.outputs:
                 if output.finish_reason is not None and output.request_id in self.requests:
@@ -511,7 +507,7 @@ class World:
         for transfer_id in sorted(self._forgotten - self.ids_in_flight()):
             self._forgotten.discard(transfer_id)
             host_blocks = self._stores[transfer_id].host_blocks
-            for block_id in checks.tier_blocks(host_blocks, self.shape.num_parts):
+            for block_id in checks.tier_blocks(host_blocks, self.shape.num_sub_blocks):
                 if self.host_pool.blocks[block_id].block_hash is not None:
                     raise Violation(f"store {transfer_id} was committed after a reset")
 
@@ -531,7 +527,7 @@ class World:
             raise Violation(f"integrity: {error}") from error
         device_pool = self.scheduler.kv_cache_manager.block_pool
         for rank in self.ranks:
-            checks.check_copies(rank.device, device_pool, self.host_pool, self.shape.num_parts)
+            checks.check_copies(rank.device, device_pool, self.host_pool, self.shape.num_sub_blocks)
 
     def check_at_rest(self) -> None:
         """Raise Violation unless every block is free and every map empty."""

@@ -156,7 +156,7 @@ def run(worker: OffloadWorker, step: StepMetadata) -> Ledger:
     worker.drain()
     worker.poll()
     counted = Ledger()
-    counted.take(worker.drain_stats())
+    counted.add(worker.drain_stats())
     return counted
 
 
@@ -193,7 +193,7 @@ def test_reasons(worker: OffloadWorker, error: BaseException, reason: str) -> No
     assert reason in metrics.SERIES[metrics.FAILED].labels["reason"]
     worker._note(LOAD, Completion(Transfer.pairing(0, [1], [1], "r"), error))
     counted = Ledger()
-    counted.take(worker.drain_stats())
+    counted.add(worker.drain_stats())
     assert counted(metrics.FAILED, "load", reason) == counted(metrics.FAILED) == 1
 
 
@@ -201,7 +201,7 @@ def test_paths_are_counted_apart(worker: OffloadWorker) -> None:
     stats = CopyStats(0.5, 0.25, {"dma": 1000, "kernel": 500})
     worker._note(LOAD, Completion(Transfer.pairing(0, [1], [1], "r"), None, stats))
     counted = Ledger()
-    counted.take(worker.drain_stats())
+    counted.add(worker.drain_stats())
     assert counted(metrics.BYTES, "load", "dma") == 1000
     assert counted(metrics.BYTES, "load", "kernel") == 500
     assert counted.samples(metrics.SECONDS, "load") == [0.5]

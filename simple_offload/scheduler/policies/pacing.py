@@ -6,53 +6,52 @@ from heapq import heappop, heappush
 from simple_offload.scheduler.tier.groups import Groups
 
 _SMALL_STEP = 16
-"""Tokens that a request is scheduled at most in a step that all requests are counted through
-together: what decodes, drafts included. One that is scheduled more is due."""
+"""Up to this many tokens (a decode step with drafts) a step advances one counter for all requests.
+A request that is scheduled more is due at once."""
 
 
-class Due:
+class Pacer:
     """Spares most requests a look in most steps: of 256 that decode, 240 do not complete a block.
 
-    What a request has computed grows by what it is scheduled. So after steps of 1, 1 and 3
-    tokens (the most that any was scheduled) it has 5 more than before at most, and one that
-    lacks 6 cannot have them yet.
+    The tokens scheduled bound the tokens computed. After steps with at most 1, 1 and 3 tokens a
+    request, none has computed more than 5; a request that lacks 6 is not due.
     """
 
     def __init__(self, ahead: bool = False) -> None:
-        """``ahead``: a request is due in the very step that is scheduled the tokens which it
-        lacks, not in the first after it."""
+        """``ahead``: a request is due in the step that schedules the tokens it lacks, not in the
+        first step after it."""
         self._ahead = ahead
         self._due: dict[str, None] = {}
         """In the order in which they became due."""
-        self._put_off: dict[str, int] = {}
-        """By request, the sum of steps from which on it is due."""
+        self._postponed: dict[str, int] = {}
+        """By request, the value of the counter at which it is due."""
         self._queue: list[tuple[int, str]] = []
-        """A heap of those; what does not agree with them is of the past."""
-        self._sum = 0
-        """Of the steps so far: of the most tokens that a request was scheduled in each."""
-        self._sum_before = 0
+        """A heap of those; entries that do not agree with them are old."""
+        self._counter = 0
+        """Over all steps, the sum of the most tokens that a request was scheduled in each."""
+        self._counter_before = 0
         self._in_big_step: set[str] = set()
 
-    def follow(self, request_id: str) -> None:
-        """The request is due."""
-        self._put_off.pop(request_id, None)
+    def add(self, request_id: str) -> None:
+        """Make the request due."""
+        self._postponed.pop(request_id, None)
         self._due[request_id] = None
 
-    def forget(self, request_id: str) -> None:
-        """The request is not followed any more."""
-        self._put_off.pop(request_id, None)
+    def remove(self, request_id: str) -> None:
+        """Forget the request."""
+        self._postponed.pop(request_id, None)
         self._due.pop(request_id, None)
 
     def clear(self) -> None:
-        """No request is followed any more."""
+        """Forget all requests."""
         self._due.clear()
-        self._put_off.clear()
+        self._postponed.clear()
         self._queue.clear()
 
-    def step(self, num_scheduled: Mapping[str, int]) -> list[str]:
-        """A step has been scheduled with so many tokens of each request: those of them that are
-        due, and stay so until they are put off."""
-        self._sum_before = self._sum
+    def on_step(self, num_scheduled: Mapping[str, int]) -> list[str]:
+        """A step has been scheduled with these numbers of tokens, by request. Returns the requests
+        in it that are due; they stay due until they are postponed."""
+        self._counter_before = self._counter
         sizes = set(num_scheduled.values())
         most = max(sizes, default=0)
         self._in_big_step.clear()
@@ -60,62 +59,62 @@ class Due:
             most = max((size for size in sizes if size <= _SMALL_STEP), default=0)
             self._in_big_step.update([r for r, n in num_scheduled.items() if n > _SMALL_STEP])
             for request_id in self._in_big_step:
-                if self._put_off.pop(request_id, None) is not None:
+                if self._postponed.pop(request_id, None) is not None:
                     self._due[request_id] = None
-        self._sum += most
-        queue, reached = self._queue, self._sum if self._ahead else self._sum_before
+        self._counter += most
+        queue, reached = self._queue, self._counter if self._ahead else self._counter_before
         while queue and queue[0][0] <= reached:
             at, request_id = heappop(queue)
-            if self._put_off.get(request_id) == at:
-                del self._put_off[request_id]
+            if self._postponed.get(request_id) == at:
+                del self._postponed[request_id]
                 self._due[request_id] = None
         return [request_id for request_id in self._due if request_id in num_scheduled]
 
-    def put_off(self, request_id: str, num_lacking: int) -> None:
-        """There is nothing to do for a request that was due in this step before it has computed
-        ``num_lacking`` more tokens, this step's included."""
+    def postpone(self, request_id: str, num_lacking: int) -> None:
+        """A request that was due in this step is due again once it has computed ``num_lacking``
+        more tokens, this step's included."""
         if num_lacking > 0 and request_id not in self._in_big_step:
             self._due.pop(request_id, None)
-            self._put_off[request_id] = at = self._sum_before + num_lacking
+            self._postponed[request_id] = at = self._counter_before + num_lacking
             heappush(self._queue, (at, request_id))
 
 
-_MOST_BLOCKS = 8
-_MOST_TOKENS = 128
-"""So many device blocks or tokens, whichever is less, but at least a host block. The scheduler side
-takes about as long for eight blocks as for one. While the request runs, the device has them, and
-when it ends, they wait no longer. One that is preempted before they are stored may lose them, which
-is why these are few: it computes them again."""
+_MAX_BLOCKS = 8
+_MAX_TOKENS = 128
+"""Device blocks or tokens that are stored at once, whichever is less, but at least a host block.
+The scheduler side takes about as long for eight blocks as for one. The device has them while the
+request runs, and its end stores the rest. A preemption may lose them, which is why these are few:
+the request computes them again."""
 
 
-class Waits:
-    """Blocks that leave the block table while their request runs (windows, states) do not wait."""
+class StoreBatches:
+    """How many blocks of a request are stored at once. Blocks that leave the block table while
+    their request runs (windows, states) are stored one by one."""
 
     def __init__(self, groups: Groups) -> None:
         self._groups = groups
-        self._counts = [
-            max(1, min(_MOST_BLOCKS // groups.num_parts, _MOST_TOKENS // size))
+        self._sizes = [
+            max(1, min(_MAX_BLOCKS // groups.num_sub_blocks, _MAX_TOKENS // size))
             if group in groups.chained_ids
             else 1
             for group, size in enumerate(groups.block_sizes)
         ]
-        """By group, how many host blocks are dealt with in one go."""
+        """By group, in host blocks."""
 
     def next_at(self, next_index: Sequence[int], may_wait: bool = True) -> int:
-        """How many tokens of a request must be complete before there is something to do for it.
-        ``next_index``: by group, its first block that has not been dealt with. That one is enough
-        if not ``may_wait``."""
-        sizes, counts = self._groups.block_sizes, self._counts
+        """Number of a request's tokens that must be complete before a batch is. ``next_index``: by
+        group, its first block that is not stored. Unless the request ``may_wait``, that block is
+        enough."""
+        sizes, batches = self._groups.block_sizes, self._sizes
         return min(
             [
-                (next_index[group] + (counts[group] if may_wait else 1)) * sizes[group]
+                (next_index[group] + (batches[group] if may_wait else 1)) * sizes[group]
                 for group in self._groups.ids
             ]
         )
 
     def are_past(self, num_tokens: int, next_index: Sequence[int]) -> bool:
-        """Whether no full block of a request's first ``num_tokens`` tokens is yet to be dealt
-        with."""
+        """Whether every full block of a request's first ``num_tokens`` tokens is stored."""
         sizes = self._groups.block_sizes
         for group in self._groups.ids:  # a generator takes far longer
             if (next_index[group] + 1) * sizes[group] <= num_tokens:
@@ -123,5 +122,5 @@ class Waits:
         return True
 
     def first_at(self, num_found: int) -> int:
-        """``next_at`` for one that has found ``num_found`` tokens and computed none."""
+        """``next_at`` for a request that has found ``num_found`` tokens and computed none."""
         return self.next_at([num_found // size for size in self._groups.block_sizes])

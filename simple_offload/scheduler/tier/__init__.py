@@ -1,1 +1,1 @@
-"""The host tier: which host block holds what, and what leaves first."""
+"""The host tier: the contents of host blocks, and their order of eviction."""

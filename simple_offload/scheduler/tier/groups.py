@@ -1,4 +1,4 @@
-"""Groups: vLLM's KV cache groups as the tier has them, and by which keys their blocks are known."""
+"""Groups: vLLM's KV cache groups as the host tier has them, and the keys of their blocks."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -17,49 +17,52 @@ from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
 from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec, SlidingWindowSpec
 
 Hashes = Sequence[BlockHash] | BlockHashListWithBlockSize
-"""Of the blocks of a chain from the first one on. ``end``, which goes with them, makes keys of
-them: it says of which group."""
+"""Hashes of the blocks of a chain, from the first one on. A hash and its group's ``end`` make a
+key."""
 
 _LENGTH_OF_KEY_END = len(make_block_hash_with_group_id(BlockHash(b""), 0))
 
 
 class Groups:
-    """A host block may hold several device blocks, its **parts**: as many in every group. Sizes
-    and keys are those of whole host blocks, unless parts are named."""
+    """A host block may hold several device blocks, its **sub-blocks**, in each group the same
+    number. Sizes and keys are those of whole host blocks, unless sub-blocks are named."""
 
     def __init__(
-        self, coordinator: KVCacheCoordinator, hash_block_size: int, num_parts: int = 1
+        self, coordinator: KVCacheCoordinator, hash_block_size: int, num_sub_blocks: int = 1
     ) -> None:
-        """``hash_block_size``: how many tokens each of a request's hashes covers; the
-        coordinator's hashes and blocks are to cover ``num_parts`` times as many as the device's.
-        """
+        """``hash_block_size``: tokens that one of a request's hashes covers. The coordinator's
+        hashes and blocks must cover ``num_sub_blocks`` times as many tokens as the device's."""
         managers = coordinator.single_type_managers
+        self.specs: list[KVCacheSpec] = [
+            group.kv_cache_spec for group in coordinator.kv_cache_config.kv_cache_groups
+        ]
+        """By group."""
         self.hash_block_size = hash_block_size
-        self.num_parts = num_parts
+        self.num_sub_blocks = num_sub_blocks
         self.ids: tuple[int, ...] = coordinator.kv_cache_config.prefix_cacheable_group_ids
-        """Of those whose blocks can be found again."""
+        """Ids of the groups whose blocks can be found again."""
         self.block_sizes: Sequence[int] = coordinator.group_block_sizes
         """In tokens, by group."""
         self.chained_ids = tuple(
             group for group in self.ids if isinstance(managers[group], FullAttentionManager)
         )
-        """Groups of which a hit needs every block from the first token on."""
+        """Groups in which a hit needs every block from the first token on."""
         self.stable_ids = frozenset(
             group for group in self.ids if managers[group].has_positionally_stable_blocks
         )
-        """Groups whose table's block i is about the tokens of block i and nothing else. A table of
-        states has the running state there, or nothing, until a boundary's is kept."""
+        """Groups in whose block tables entry i holds the tokens of block i only. In a table of
+        states, entry i is the running state, or null, until the state at its boundary is kept."""
         self.lasting_ids = frozenset(
             group for group in self.ids if type(managers[group]) is FullAttentionManager
         )
-        """Groups whose blocks a request keeps as long as it has any."""
+        """Groups whose blocks a request keeps until it gives up all blocks."""
         self.all_chained = len(self.chained_ids) == len(self.ids)
-        """Whether those are all whose blocks can be found again."""
+        """Whether all ``ids`` are chained."""
         self.key_ends = [
             make_block_hash_with_group_id(BlockHash(b""), group)
             for group in range(len(self.block_sizes))
         ]
-        """By group, what makes a hash a key: of a long prefix there are thousands to make."""
+        """By group, the bytes that turn a hash into a key: a long prompt needs thousands."""
         self._chained_key_ends = {self.key_ends[group] for group in self.chained_ids}
         self._coordinator = coordinator
         self.is_one_chain = (
@@ -68,10 +71,10 @@ class Groups:
             and not coordinator.eagle_group_ids
             and self.block_sizes[0] == coordinator.block_pool.hash_block_size
         )
-        """Whether a lookup is a walk along one chain, as for most models."""
+        """Whether a lookup follows one chain only, as for most models."""
 
     def hashes(self, block_hashes: list[BlockHash], group: int) -> Hashes:
-        """Those of a request's blocks of ``group``."""
+        """The hashes of a request's blocks of ``group``."""
         hashes: Hashes = resolve_block_hashes(
             block_hashes, self.hash_block_size, self.block_sizes[group]
         )
@@ -84,93 +87,91 @@ class Groups:
         hashes are known."""
         return make_keys(self.hashes(block_hashes, group)[start:stop], self.key_ends[group])
 
-    def num_keys(self, block_hashes: list[BlockHash], group: int) -> int:
-        """How many of a request's blocks of ``group`` have a key."""
-        return len(block_hashes) * self.hash_block_size // self.block_sizes[group]
-
     def key_at(
         self, block_hashes: list[BlockHash], group: int, num_tokens: int
     ) -> BlockHashWithGroupId:
-        """The key of what ends with the prefix of ``num_tokens`` tokens, a multiple of the hash
-        block size: inside a block, perhaps."""
+        """The key of the prefix of ``num_tokens`` tokens, a multiple of the hash block size. It
+        may end inside a block."""
         block_hash = block_hashes[num_tokens // self.hash_block_size - 1]
         return BlockHashWithGroupId(block_hash + self.key_ends[group])
 
     def num_unread_tokens(self, num_tokens: int, group: int) -> int:
-        """How many of a request's first ``num_tokens`` tokens attention of ``group`` does not read
-        any more when it goes on from there."""
+        """Number of a request's first ``num_tokens`` tokens that attention of ``group`` no longer
+        reads for the tokens after them."""
         count: int = self._coordinator.single_type_managers[group].get_num_skipped_tokens(
             num_tokens
         )
         return count
 
     def next_hit(self, num_tokens: int) -> int:
-        """How long the hit is of a request that begins with ``num_tokens`` tokens which are all
-        there, and goes on behind them."""
+        """Tokens that a longer request can hit if the blocks of its first ``num_tokens`` tokens
+        are all there."""
         block_size = self._coordinator.scheduler_block_size
         dropped = block_size if self._coordinator.eagle_group_ids else 0
         return max(0, num_tokens // block_size * block_size - dropped)
 
     def num_cacheable_tokens(self, num_tokens: int, group: int) -> int:
-        """How many of a request's first ``num_tokens`` tokens ``group`` may have in blocks that
-        can be found again."""
+        """Number of a request's first ``num_tokens`` tokens whose blocks in ``group`` can be found
+        again."""
         count: int = self._coordinator.get_num_cacheable_tokens(num_tokens, group)
         return count
 
-    def part_keys(
+    def sub_block_keys(
         self, block_hashes: list[BlockHash], group: int, start: int, stop: int
     ) -> list[BlockHashWithGroupId]:
-        """The keys by which the device knows the parts of a request's host blocks ``start`` to
-        ``stop``, whose hashes must be known."""
-        hashes = self.part_hashes(block_hashes, group, start, stop)
+        """The device's keys of the sub-blocks of a request's host blocks ``start`` to ``stop``,
+        whose hashes must be known."""
+        hashes = self.sub_block_hashes(block_hashes, group, start, stop)
         return make_keys(hashes, self.key_ends[group])
 
-    def part_hashes(
+    def sub_block_hashes(
         self, block_hashes: list[BlockHash], group: int, start: int, stop: int
     ) -> list[BlockHash]:
-        """What becomes ``part_keys`` with ``key_ends[group]`` added to each."""
-        num_parts = self.num_parts
-        stride = self.block_sizes[group] // num_parts // self.hash_block_size  # hashes a part
-        first, last = start * num_parts * stride, stop * num_parts * stride
+        """The hashes for ``sub_block_keys``."""
+        num_sub_blocks = self.num_sub_blocks
+        stride = (
+            self.block_sizes[group] // num_sub_blocks // self.hash_block_size
+        )  # hashes a sub-block
+        first, last = start * num_sub_blocks * stride, stop * num_sub_blocks * stride
         return block_hashes[first + stride - 1 : last : stride]
 
-    def parts(self, table: list[KVCacheBlock], start: int, stop: int) -> list[KVCacheBlock]:
+    def sub_blocks(self, table: list[KVCacheBlock], start: int, stop: int) -> list[KVCacheBlock]:
         """The device blocks of a block table that belong to host blocks ``start`` to ``stop``."""
-        return table[start * self.num_parts : stop * self.num_parts]
+        return table[start * self.num_sub_blocks : stop * self.num_sub_blocks]
 
     def is_chained(self, key: BlockHashWithGroupId) -> bool:
-        """Whether a hit needs what precedes the block of ``key``."""
+        """Whether the block of ``key`` is of use only with its ancestors."""
         return key[-_LENGTH_OF_KEY_END:] in self._chained_key_ends
 
     def start_of(self, num_computed_tokens: int) -> int:
-        """Where a lookup beyond ``num_computed_tokens`` begins: there, or as many tokens earlier
-        as the device has of the next host block of some group."""
-        if self.num_parts == 1:
+        """First token of a lookup beyond ``num_computed_tokens``: the beginning of the host block
+        that the device has a part of."""
+        if self.num_sub_blocks == 1:
             return num_computed_tokens
         return num_computed_tokens - num_computed_tokens % self._coordinator.scheduler_block_size
 
 
 def make_keys(hashes: Hashes, end: bytes) -> list[BlockHashWithGroupId]:
-    """By which the blocks with these hashes are found."""
+    """The keys of blocks with these hashes."""
     return cast(list[BlockHashWithGroupId], [each + end for each in hashes])
 
 
-def host_groups(kv_cache_config: KVCacheConfig, num_parts: int) -> KVCacheConfig:
-    """The device's groups as the tier has them, ``num_parts`` of the device's blocks in one.
+def host_groups(kv_cache_config: KVCacheConfig, num_sub_blocks: int) -> KVCacheConfig:
+    """The device's groups as the tier has them, ``num_sub_blocks`` device blocks in a host block.
 
-    Sliding windows are as wide as attention reads. The device retains more for a chain of MTP
-    modules, but its prefix cache, too, looks for no more (vLLM's ``SlidingWindowManager``). Which
-    blocks the device keeps (retention) is said in its own blocks, and nothing here asks.
+    Sliding windows are as wide as attention reads. The device retains more tokens for a chain of
+    MTP modules, but its prefix cache looks for the window only too (vLLM's
+    ``SlidingWindowManager``). Retention is left out: it decides which blocks the device hashes.
     """
     groups = [
-        replace(group, kv_cache_spec=_host_spec(group.kv_cache_spec, num_parts))
+        replace(group, kv_cache_spec=_host_spec(group.kv_cache_spec, num_sub_blocks))
         for group in kv_cache_config.kv_cache_groups
     ]
     return replace(kv_cache_config, kv_cache_groups=groups, prefix_cache_retention_interval=None)
 
 
-def _host_spec(spec: KVCacheSpec, num_parts: int) -> KVCacheSpec:
-    changes: dict[str, Any] = {"block_size": spec.block_size * num_parts}
+def _host_spec(spec: KVCacheSpec, num_sub_blocks: int) -> KVCacheSpec:
+    changes: dict[str, Any] = {"block_size": spec.block_size * num_sub_blocks}
     if isinstance(spec, SlidingWindowSpec):
         changes["extra_retained_tokens"] = 0
     return replace(spec, **changes)

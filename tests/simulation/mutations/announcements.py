@@ -16,7 +16,7 @@ from tests.simulation.mutations.scripts import announced, announced_states
 
 @mutation(announced)
 def admit_silently(stack: ExitStack) -> None:
-    substitute(stack, Loads, "take_admitted", lambda self: self._newly_admitted.clear() or [])
+    substitute(stack, Loads, "drain_admitted", lambda self: self._newly_admitted.clear() or [])
 
 
 def _hold_when(stack: ExitStack, hook: str, when: Callable[[StepMetadata], bool]) -> None:
@@ -71,7 +71,7 @@ def release_pins_at_the_announcement(stack: ExitStack) -> None:
         admit(self, request_ids, device_pool)
         for load in self._in_flight.values():
             if load.admitted:
-                self.tier.unpin(load.pins)
+                self._tier.unpin(load.pins)
                 load.pins = []
 
     substitute(stack, Loads, "admit", hasty)

@@ -14,6 +14,7 @@ from simple_offload.scheduler.tier.cpu_tier import CpuTier
 from simple_offload.worker import worker
 from simple_offload.worker.regions import find_regions
 from simple_offload.worker.worker import OffloadWorker
+from tests.simulation.integrity import groups_of
 from tests.simulation.mutations.registry import mutation, substitute
 from tests.simulation.mutations.scripts import Engine, chained_windows
 
@@ -33,7 +34,8 @@ def count_rejected_drafts_as_computed(stack: ExitStack) -> None:
     def count(self: EagerPolicy, scheduled: Any) -> None:
         on_step(self, scheduled)
         for request_id, num_tokens in scheduled.num_scheduled_tokens.items():
-            if (request := self._requests.get(request_id)) is not None:
+            if (progress := self._progress.get(request_id)) is not None:
+                request = progress.request
                 first = request.num_computed_tokens - request.num_output_placeholders
                 computed[request_id] = computed.get(request_id, first) + num_tokens
 
@@ -62,7 +64,7 @@ def pair_a_hit_with_the_end_of_a_table(stack: ExitStack) -> None:
         known = self._hits[request.request_id]
         shifted = []
         for group, table in enumerate(tables):
-            first = known.num_computed_tokens // self.tier.groups.block_sizes[group]
+            first = known.num_computed_tokens // self._groups.block_sizes[group]
             num_blocks = len(known.hit.blocks[group])
             shifted.append([*table[:first], *table[len(table) - num_blocks :]])
         plan(self, request, shifted, *rest)
@@ -79,8 +81,8 @@ def _skip_blocks_of(stack: ExitStack, size: Callable[[CpuTier, int], int]) -> No
         num_computed = self._hits[request.request_id].num_computed_tokens
         shifted = []
         for group, table in enumerate(tables):
-            right = num_computed // self.tier.groups.block_sizes[group]
-            wrong = min(num_computed // size(self.tier, group), len(table) - 1)
+            right = num_computed // self._groups.block_sizes[group]
+            wrong = min(num_computed // size(self._tier, group), len(table) - 1)
             shifted.append([*table[:right], *(table[wrong:] + table[:wrong])])
         plan(self, request, shifted, *rest)
 
@@ -89,13 +91,13 @@ def _skip_blocks_of(stack: ExitStack, size: Callable[[CpuTier, int], int]) -> No
 
 @mutation(Engine({"windows": (0, 0), "scales": (1, 2)}))
 def think_all_blocks_as_large_as_the_first(stack: ExitStack) -> None:
-    _skip_blocks_of(stack, lambda tier, group: tier.groups.block_sizes[0])
+    _skip_blocks_of(stack, lambda tier, group: groups_of(tier).block_sizes[0])
 
 
 @mutation(Engine({"windows": (0,), "num_ranks": 2, "context_parallel": True}))
 def think_a_block_is_what_one_rank_has_of_it(stack: ExitStack) -> None:
     def of_one_rank(tier: CpuTier, group: int) -> int:
-        spec = tier.coordinator.kv_cache_config.kv_cache_groups[group].kv_cache_spec
+        spec = groups_of(tier).specs[group]
         return int(spec.block_size)
 
     _skip_blocks_of(stack, of_one_rank)
@@ -107,13 +109,19 @@ def leave_blocks_that_attention_does_not_read(stack: ExitStack) -> None:
     add = _Load.add
 
     def only_what_is_there(
-        self: _Load, group: int, table: Any, slots: Any, null: Any, num_parts: int, **options: Any
+        self: _Load,
+        group: int,
+        table: Any,
+        slots: Any,
+        null: Any,
+        num_sub_blocks: int,
+        **options: Any,
     ) -> None:
-        pairs = [pair for pair in zip(table, slots, strict=True) if pair[1] >= num_parts]
+        pairs = [pair for pair in zip(table, slots, strict=True) if pair[1] >= num_sub_blocks]
         table, slots = [block for block, _ in pairs], [slot for _, slot in pairs]
-        add(self, group, table, slots, null, num_parts, **options)
+        add(self, group, table, slots, null, num_sub_blocks, **options)
 
-    substitute(stack, OffloadScheduler, "_give_back_unread", lambda self, *arguments: None)
+    substitute(stack, OffloadScheduler, "_free_unread", lambda self, *arguments: None)
     substitute(stack, _Load, "add", only_what_is_there)
 
 

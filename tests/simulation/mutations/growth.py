@@ -17,15 +17,15 @@ from tests.simulation.mutations.scripts import Engine, growing
 def grow_to(stack: ExitStack, size: Callable[[dict[str, int], int], int]) -> None:
     """Let the tier have as many blocks as ``size`` says, given what the ranks have said and how
     many there are."""
-    learn = OffloadScheduler._learn
+    on_capacities = OffloadScheduler._on_capacities
 
     def learn_and_grow(self: OffloadScheduler, capacities: Any) -> None:
         with patch.object(self.tier, "grow"):
-            learn(self, capacities)
+            on_capacities(self, capacities)
         said = {rank: capacity.num_open for rank, capacity in self._capacities.items()}
-        self.tier.grow(size(said, self._in_flight.num_ranks))
+        self.tier.grow(size(said, self._ledger.num_ranks))
 
-    substitute(stack, OffloadScheduler, "_learn", learn_and_grow)
+    substitute(stack, OffloadScheduler, "_on_capacities", learn_and_grow)
 
 
 @mutation(growing)
@@ -59,13 +59,13 @@ def promise_what_is_not_open_yet(stack: ExitStack) -> None:
 
 @mutation(growing)
 def never_grow(stack: ExitStack) -> None:
-    take = OffloadScheduler._take
+    on_report = OffloadScheduler._on_report
 
     def deaf(self: OffloadScheduler, report: WorkerReport) -> None:
         report.capacities.clear()
-        take(self, report)
+        on_report(self, report)
 
-    substitute(stack, OffloadScheduler, "_take", deaf)
+    substitute(stack, OffloadScheduler, "_on_report", deaf)
 
 
 @mutation(Engine({"windows": (0,), "num_ranks": 2, "uneven_ranks": True, "chunk_blocks": 3}))

@@ -25,16 +25,16 @@ def small_tier(script: Script) -> Script:
 
 
 @mutation(small_tier)
-def demote_what_others_follow(stack: ExitStack) -> None:
+def demote_a_parent(stack: ExitStack) -> None:
     demote = EvictionOrder.demote
 
     def careless(self: EvictionOrder, blocks: Any) -> None:
-        followers, self.num_followers = self.num_followers, {}
+        children, self.num_children = self.num_children, {}
         for block in blocks:
             if (parent := self.parents[block.block_id]) is not None:
-                self.num_followers[parent] = 1
+                self.num_children[parent] = 1
         demote(self, blocks)
-        self.num_followers = followers
+        self.num_children = children
 
     substitute(stack, EvictionOrder, "demote", careless)
 
@@ -45,9 +45,9 @@ def demote_the_head_first(stack: ExitStack) -> None:
 
     def upside_down(self: EvictionOrder, blocks: Any) -> None:
         demote(self, blocks)
-        queue = self.pool.free_block_queue
+        queue = self._pool.free_block_queue
         for block in reversed(blocks):
-            if block.block_id in self.demoted:
+            if block.block_id in self._queue.demoted:
                 queue.remove(block)
                 queue.prepend_n([block])
 

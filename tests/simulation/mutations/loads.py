@@ -12,13 +12,13 @@ from tests.simulation.mutations.registry import mutation, substitute
 
 @mutation()
 def forget_unpin_after_load(stack: ExitStack) -> None:
-    finish = Loads.finish
+    on_ended = Loads.on_ended
 
     def leaking(self: Loads, ended: Ended, device_pool: Any) -> bool:
         with patch.object(CpuTier, "unpin", lambda self, blocks: None):
-            return finish(self, ended, device_pool)
+            return on_ended(self, ended, device_pool)
 
-    substitute(stack, Loads, "finish", leaking)
+    substitute(stack, Loads, "on_ended", leaking)
 
 
 @mutation()
@@ -27,10 +27,10 @@ def forget_pin_of_hit(stack: ExitStack) -> None:
 
     def unpinned(self: Loads, request: Any, num_computed_tokens: int) -> int:
         num_tokens = lookup(self, request, num_computed_tokens)
-        hit = self._hits.get(request.request_id)
-        if hit is not None and hit.pins:
-            self.tier.unpin(hit.pins)
-            hit.pins.clear()
+        known = self._hits.get(request.request_id)
+        if known is not None:
+            self._tier.unpin(known.hit.pins)
+            known.hit.pins.clear()
         return num_tokens
 
     substitute(stack, Loads, "lookup", unpinned)

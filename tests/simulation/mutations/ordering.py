@@ -4,7 +4,7 @@ from contextlib import ExitStack
 from typing import Any
 
 from simple_offload.backends.base import Direction
-from simple_offload.scheduler.write_hazards import RecentTables
+from simple_offload.scheduler.write_hazards import WriteHazards
 from tests.simulation.device import ScriptedDevice
 from tests.simulation.mutations.registry import mutation, substitute
 from tests.simulation.mutations.scripts import late_drafts, recent_tables
@@ -32,15 +32,15 @@ def _drop_barrier(stack: ExitStack, direction: Direction) -> None:
 
 @mutation(recent_tables)
 def think_free_blocks_untouched(stack: ExitStack) -> None:
-    substitute(stack, RecentTables, "may_touch", lambda self, blocks: False)
+    substitute(stack, WriteHazards, "may_touch", lambda self, blocks: False)
 
 
 @mutation(late_drafts)
 def let_steps_without_tokens_count(stack: ExitStack) -> None:
     """As if each of them meant that a step before was over."""
-    end_step = RecentTables.end_step
+    on_step = WriteHazards.on_step
 
-    def count(self: RecentTables, zeroed: Any = (), *, computes: bool = True) -> None:
-        end_step(self, zeroed)
+    def count(self: WriteHazards, zeroed: Any = (), *, computes: bool = True) -> None:
+        on_step(self, zeroed)
 
-    substitute(stack, RecentTables, "end_step", count)
+    substitute(stack, WriteHazards, "on_step", count)

@@ -7,8 +7,7 @@ from unittest.mock import patch
 
 from simple_offload.scheduler.policies import lazy
 from simple_offload.scheduler.policies.admission import Admission
-from simple_offload.scheduler.policies.free_queue_walk import Lookahead
-from simple_offload.scheduler.stores import Stores
+from simple_offload.scheduler.policies.free_queue_walk import EvictionHorizon, QueueWalk
 from simple_offload.scheduler.tier.cpu_tier import CpuTier
 from simple_offload.scheduler.tier.eviction import EvictionOrder
 from simple_offload.scheduler.tier.groups import Groups
@@ -23,34 +22,34 @@ from tests.simulation.mutations.scripts import (
 
 @mutation(lazy_evictions())
 def look_no_further_than_the_front(stack: ExitStack) -> None:
-    substitute(stack, Lookahead, "num_blocks", lambda self, num_empty: 2)
+    substitute(stack, EvictionHorizon, "num_blocks", lambda self, num_empty: 2)
 
 
 @mutation(lazy_evictions())
 def return_stored_blocks_to_the_back(stack: ExitStack) -> None:
-    release = Stores._release
+    free_blocks = QueueWalk.free_blocks
 
-    def careless(self: Stores, store: Any, device_pool: Any) -> None:
-        for block in store.device_blocks:
-            self.first_to_go.pop(block.block_id, None)
-        release(self, store, device_pool)
+    def careless(self: QueueWalk, blocks: Any) -> None:
+        for block in blocks:
+            self._pinned.pop(block.block_id, None)
+        free_blocks(self, blocks)
 
-    substitute(stack, Stores, "_release", careless)
+    substitute(stack, QueueWalk, "free_blocks", careless)
 
 
 @mutation(lazy_evictions())
 def refuse_what_comes_before_its_parent(stack: ExitStack) -> None:
-    commit_all = CpuTier.commit_all
+    commit = CpuTier.commit
 
-    def strict(self: CpuTier, filled: Any) -> list[list[int]]:
-        return commit_all(self, [(replace(run, early=False), blocks) for run, blocks in filled])
+    def strict(self: CpuTier, runs: Any) -> list[list[int]]:
+        return commit(self, [replace(run, early=False) for run in runs])
 
-    substitute(stack, CpuTier, "commit_all", strict)
+    substitute(stack, CpuTier, "commit", strict)
 
 
 @mutation(lazy_evictions_in_time)
 def let_a_block_outlive_the_parent_that_came_later(stack: ExitStack) -> None:
-    substitute(stack, EvictionOrder, "renew", lambda self, block, found=False: None)
+    substitute(stack, EvictionOrder, "renew", lambda self, block, protect=False: None)
 
 
 @mutation(lazily_and_quickly)
@@ -71,10 +70,10 @@ def admit_everything(stack: ExitStack) -> None:
 
 @mutation(asked_again)
 def count_a_request_in_each_step(stack: ExitStack) -> None:
-    note = Admission.note
+    count = Admission.count
 
     def forgetful(self: Admission, request: Any) -> None:
-        self.forget(request.request_id)
-        note(self, request)
+        self.on_request_finished(request.request_id)
+        count(self, request)
 
-    substitute(stack, Admission, "note", forgetful)
+    substitute(stack, Admission, "count", forgetful)

@@ -200,11 +200,11 @@ def lazy_evictions_in_time(script: Script) -> Script:
     return replace(script, shape=shape, lag=0.0, aborts=0.0)
 
 
-def in_parts(script: Script) -> Script:
+def with_sub_blocks(script: Script) -> Script:
     """Host blocks hold several device blocks."""
     # vLLM deals no windows out to ranks.
     model = {"windows": (0, 4), "num_states": 0, "match_unit": None, "context_parallel": False}
-    return _with_model(script, model | {"num_parts": 4})
+    return _with_model(script, model | {"num_sub_blocks": 4})
 
 
 @dataclass(frozen=True)

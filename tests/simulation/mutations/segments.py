@@ -7,7 +7,7 @@ from typing import Any
 
 from simple_offload.scheduler.tier import block_pool
 from simple_offload.scheduler.tier.eviction import EvictionOrder
-from simple_offload.scheduler.tier.segmented_lru import Segments
+from simple_offload.scheduler.tier.segmented_lru import SegmentedQueue
 from tests.simulation.mutations.registry import mutation, substitute
 from tests.simulation.mutations.scripts import Engine
 from tests.simulation.script import Faults, Script
@@ -40,26 +40,31 @@ def two_chains(script: Script) -> Script:
 def lose_the_boundary(stack: ExitStack) -> None:
     """It stays where it is when what stands there is held."""
 
-    def careless(self: Segments, blocks: Sequence[Any]) -> None:
-        block_pool.hold(self.pool, blocks)
+    def careless(self: SegmentedQueue, blocks: Sequence[Any]) -> None:
+        block_pool.touch(self._pool, blocks)
         if self.boundary.ref_cnt > 0:
-            self.boundary = self.pool.free_block_queue.fake_free_list_tail
+            self.boundary = block_pool.queue_end(self._pool)
 
-    substitute(stack, Segments, "hold", careless)
+    substitute(stack, SegmentedQueue, "pin", careless)
 
 
 @mutation(small_tier)
 def protect_the_end_only(stack: ExitStack) -> None:
-    protect = Segments.protect
-    substitute(stack, Segments, "protect", lambda self, blocks: protect(self, blocks[-1:]))
+    for name in ("protect", "protect_chain"):
+        protect = getattr(SegmentedQueue, name)
+
+        def last_only(self: SegmentedQueue, blocks: Any, protect: Any = protect) -> None:
+            protect(self, blocks[-1:])
+
+        substitute(stack, SegmentedQueue, name, last_only)
 
 
 @mutation(two_chains)
 def go_back_before_the_rest_is_free(stack: ExitStack) -> None:
-    release = EvictionOrder._release
+    free_chain = EvictionOrder._free_chain
 
     def hasty(self: EvictionOrder, chain: Sequence[Any]) -> None:
-        release(self, chain)
-        self.segments.keep_limit()
+        free_chain(self, chain)
+        self._queue.enforce_limit()
 
-    substitute(stack, EvictionOrder, "_release", hasty)
+    substitute(stack, EvictionOrder, "_free_chain", hasty)

@@ -1,7 +1,6 @@
 """Stores, from the plan to the commit."""
 
 from contextlib import ExitStack
-from itertools import count
 from typing import Any
 from unittest.mock import patch
 
@@ -10,6 +9,8 @@ from simple_offload.scheduler.rank_reports import Ended
 from simple_offload.scheduler.stores import Stores
 from simple_offload.scheduler.tier import block_pool
 from simple_offload.scheduler.tier.cpu_tier import CpuTier
+from tests.simulation import integrity
+from tests.simulation.integrity import pool_of
 from tests.simulation.mutations.registry import mutation, substitute
 from tests.simulation.mutations.scripts import failing_stores, shared_loads
 
@@ -19,45 +20,54 @@ def commit_before_completion(stack: ExitStack) -> None:
     submit = Stores.submit
 
     def eager_commit(self: Stores) -> Any:
-        for run, blocks in self._planned.runs:
-            ends = count(run.num_tokens, run.size)
-            for key, block, num_tokens in zip(run.keys, blocks, ends, strict=False):
-                self.tier.pool._insert_block_hash(key, block, num_tokens)
+        for run in self._planned.runs:
+            for key, block in zip(run.keys, run.host_blocks, strict=True):
+                block_pool.add_key(pool_of(self._tier), block, key)
         return submit(self)
 
     substitute(stack, Stores, "submit", eager_commit)
-    substitute(stack, Stores, "check_integrity", lambda self: None)
+    _do_not_check_stores(stack)
 
-    def unpin(self: CpuTier, filled: Any) -> list[list[int]]:
-        for _, blocks in filled:
-            self.unpin(blocks)
-        return [[]] * len(filled)
+    def unpin(self: CpuTier, runs: Any) -> list[list[int]]:
+        for run in runs:
+            self.unpin(run.host_blocks)
+        return [[]] * len(runs)
 
-    substitute(stack, CpuTier, "commit_all", unpin)
+    substitute(stack, CpuTier, "commit", unpin)
+
+
+def _do_not_check_stores(stack: ExitStack) -> None:
+    """The bytes must show it, not the bookkeeping."""
+    stack.enter_context(patch.object(integrity, "check_stores", lambda stores, groups: None))
 
 
 @mutation(failing_stores)
 def keep_a_failed_store(stack: ExitStack) -> None:
-    finish = Stores.finish
+    on_ended = Stores.on_ended
     substitute(
-        stack,
-        Stores,
-        "finish",
-        lambda self, ended, pool: finish(self, Ended(ended.id, ok=True), pool),
+        stack, Stores, "on_ended", lambda self, ended: on_ended(self, Ended(ended.id, ok=True))
     )
 
 
 @mutation()
 def release_device_blocks_at_submission(stack: ExitStack) -> None:
-    add = Stores._add
+    plan, on_ended, reset = Stores.plan, Stores.on_ended, Stores.reset
 
-    def loose(self: Stores, *arguments: Any) -> None:
-        with patch.object(block_pool, "hold", lambda pool, blocks: None):
-            add(self, *arguments)
+    def loose(self: Stores, *arguments: Any) -> int:
+        with patch.object(block_pool, "touch", lambda pool, blocks: None):
+            return plan(self, *arguments)
 
-    substitute(stack, Stores, "_add", loose)
-    substitute(stack, Stores, "_release", lambda self, store, device_pool: None)
-    substitute(stack, Stores, "check_integrity", lambda self: None)
+    def freed(self: Stores, ended: Ended) -> Any:
+        return None if on_ended(self, ended) is None else ()
+
+    def dropped(self: Stores) -> Any:
+        reset(self)
+        return ()
+
+    substitute(stack, Stores, "plan", loose)
+    substitute(stack, Stores, "on_ended", freed)
+    substitute(stack, Stores, "reset", dropped)
+    _do_not_check_stores(stack)
 
 
 @mutation(shared_loads)
@@ -80,4 +90,4 @@ def store_the_neighbour(stack: ExitStack) -> None:
 
 @mutation()
 def keep_stores_over_a_reset(stack: ExitStack) -> None:
-    substitute(stack, Stores, "abandon", lambda self, device_pool: None)
+    substitute(stack, Stores, "reset", lambda self: ())

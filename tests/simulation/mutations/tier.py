@@ -2,17 +2,20 @@
 
 from contextlib import ExitStack
 from typing import Any
+from unittest.mock import patch
 
 from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import sha256
+from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher
 from vllm.v1.request import Request
 
-from simple_offload.scheduler.policies.request_walk import Sources
+from simple_offload.scheduler.policies.request_walk import DeviceBlocks
+from simple_offload.scheduler.tier import block_pool
 from simple_offload.scheduler.tier.cpu_tier import CpuTier
 from simple_offload.scheduler.tier.eviction import EvictionOrder
 from simple_offload.scheduler.tier.groups import Groups
-from simple_offload.scheduler.tier.lookup import Chains, Lookup
+from simple_offload.scheduler.tier.lookup import Lookup
 from tests.simulation.mutations.registry import mutation, substitute
 from tests.simulation.mutations.scripts import failing_loads
 from tests.simulation.world import World
@@ -21,7 +24,7 @@ from tests.simulation.world import World
 @mutation()
 def evict_head_first(stack: ExitStack) -> None:
     substitute(
-        stack, EvictionOrder, "queue", lambda self, chain, parent: self.pool.free_blocks(chain)
+        stack, EvictionOrder, "free", lambda self, chain, parent: self._pool.free_blocks(chain)
     )
 
 
@@ -29,19 +32,19 @@ def evict_head_first(stack: ExitStack) -> None:
 def take_what_stands_behind_for_the_parent(stack: ExitStack) -> None:
     """In the free queue, where chains lie mostly in one piece."""
 
-    def blindly(self: Chains, key: Any, count: int) -> Any:
-        block: Any = self.pool.cached_block_hash_to_block.get_one_block(key)
+    def blindly(pool: BlockPool, parents: Any, key: Any, count: int) -> Any:
+        block: Any = block_pool.get_block(pool, key)
         chain = []
         while block is not None:
             chain.append(block)
             if len(chain) == count:
                 return chain[::-1]
             block = block.next_free_block
-            if block is self.pool.free_block_queue.fake_free_list_tail:
+            if block is block_pool.queue_end(pool):
                 return None
         return None
 
-    substitute(stack, Chains, "_up_to", blindly)
+    stack.enter_context(patch.object(block_pool, "chain_up_to", blindly))
 
 
 @mutation()
@@ -61,7 +64,7 @@ def ignore_salt(stack: ExitStack) -> None:
         salted = self.scheduler.requests[request_id].block_hashes
         unsalted.update(zip(salted, twin.block_hashes, strict=True))
 
-    keys, hit = Groups.keys, Lookup.hit
+    keys, find = Groups.keys, Lookup.find
 
     def strip(hashes: Any) -> Any:
         return [unsalted.get(block_hash, block_hash) for block_hash in hashes]
@@ -71,15 +74,21 @@ def ignore_salt(stack: ExitStack) -> None:
         stack, Groups, "keys", lambda self, hashes, *a, **k: keys(self, strip(hashes), *a, **k)
     )
     substitute(
-        stack, Lookup, "hit", lambda self, hashes, *a, **k: hit(self, strip(hashes), *a, **k)
+        stack, Lookup, "find", lambda self, hashes, *a, **k: find(self, strip(hashes), *a, **k)
     )
 
     # The policy stores only what vLLM has hashed under the same key; let it store anything that
     # is about the tokens of its block.
-    def source(self: Sources, block: Any, key: Any, group: int, own: bool) -> Any:
+    match = DeviceBlocks.match
+
+    def any_match(self: DeviceBlocks, hashes: Any, group: int, *arguments: Any) -> Any:
+        return match(self, strip(hashes), group, *arguments)
+
+    def find_any(self: DeviceBlocks, block: Any, key: Any, group: int, *_: Any) -> Any:
         return None if block.is_null or group not in self._groups.stable_ids else block
 
-    substitute(stack, Sources, "_of_part", source)
+    substitute(stack, DeviceBlocks, "match", any_match)
+    substitute(stack, DeviceBlocks, "_find", find_any)
 
 
 @mutation(failing_loads)
@@ -93,8 +102,8 @@ def drop_at_the_first_failure(stack: ExitStack) -> None:
 
 
 @mutation(failing_loads)
-def keep_what_follows_the_lost(stack: ExitStack) -> None:
-    substitute(stack, EvictionOrder, "descendants", lambda self, block_ids: list(block_ids))
+def keep_descendants_of_the_dropped(stack: ExitStack) -> None:
+    substitute(stack, EvictionOrder, "_with_descendants", lambda self, block_ids: list(block_ids))
 
 
 @mutation()

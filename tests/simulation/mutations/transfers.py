@@ -4,7 +4,7 @@ from contextlib import ExitStack
 from typing import Any
 
 from simple_offload.backends.base import Direction
-from simple_offload.scheduler.rank_reports import Ended, InFlight
+from simple_offload.scheduler.rank_reports import Ended, TransferLedger
 from simple_offload.worker.copy_lane import CopyLane
 from simple_offload.worker.worker import OffloadWorker
 from tests.simulation.mutations.registry import mutation, substitute
@@ -41,22 +41,22 @@ def submit_to_a_dead_thread(stack: ExitStack) -> None:
 
 @mutation()
 def skip_one_rank(stack: ExitStack) -> None:
-    begin = InFlight.begin
+    begin = TransferLedger.begin
 
-    def impatient(self: InFlight) -> int:
+    def impatient(self: TransferLedger) -> int:
         transfer_id = begin(self)
-        self._ranks_left[transfer_id] = max(1, self.num_ranks - 1)
+        self._num_ranks_left[transfer_id] = max(1, self.num_ranks - 1)
         return transfer_id
 
-    substitute(stack, InFlight, "begin", impatient)
+    substitute(stack, TransferLedger, "begin", impatient)
 
 
 @mutation(failing_stores)
 def believe_the_last_rank(stack: ExitStack) -> None:
-    end = InFlight.end
+    on_report = TransferLedger.on_report
 
-    def gullible(self: InFlight, report: Any) -> list[Ended]:
+    def gullible(self: TransferLedger, report: Any) -> list[Ended]:
         self._failed.clear()
-        return end(self, report)
+        return on_report(self, report)
 
-    substitute(stack, InFlight, "end", gullible)
+    substitute(stack, TransferLedger, "on_report", gullible)

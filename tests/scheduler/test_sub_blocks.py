@@ -1,11 +1,10 @@
-"""Host blocks of several device blocks, their parts: stored as a whole, loaded from any part to
-any other."""
+"""Host blocks of several sub-blocks: stored as a whole, loaded from any sub-block on to any
+other."""
 
 from typing import Any, NamedTuple
 
 import pytest
 import torch
-from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_utils import KVCacheBlock
 from vllm.v1.kv_cache_interface import (
     AttentionSpec,
@@ -23,17 +22,18 @@ from simple_offload.scheduler.rank_reports import Ended
 from tests.scheduler.conftest import MakeDriver
 from tests.scheduler.driver import LOAD, STORE, make_request, prompt
 from tests.scheduler.test_manager import make_scheduler
-from tests.scheduler.tiers import commit_as, make_tier
+from tests.scheduler.tiers import commit_as, get, make_tier
 from tests.simulation.groups import MODELS
+from tests.simulation.integrity import check_loads, check_tier, groups_of, pool_of
 
-# Where the parts lie
+# Where the sub-blocks lie
 
 
 class Layout(NamedTuple):
     """The groups of a model, and how many device blocks a host block holds."""
 
     groups: tuple[AttentionSpec, ...]
-    num_parts: int
+    num_sub_blocks: int
 
     @property
     def block_size(self) -> int:
@@ -63,7 +63,7 @@ GROUPS = {
     "full and window": (full(), window(6)),
     "full and chunks": (full(), chunked(8)),
     "full and long chunks": (full(), chunked(32)),
-    "full and chunks of three parts": (full(), chunked(12)),
+    "full and chunks of three sub-blocks": (full(), chunked(12)),
     "blocks of two sizes": (full(4), full(8)),
     "large blocks and a window": (full(8), window(6, block_size=4)),
     "a window of large blocks": (full(4), window(10, block_size=8)),
@@ -78,43 +78,42 @@ class Bench:
         self.layout = layout
         groups = [KVCacheGroupSpec([f"{i}"], group) for i, group in enumerate(layout.groups)]
         config = KVCacheConfig(num_blocks=99, kv_cache_tensors=[], kv_cache_groups=groups)
-        size = layout.block_size * layout.num_parts
+        size = layout.block_size * layout.num_sub_blocks
         self.scheduler = make_scheduler(config, num_cpu_blocks=400, cpu_block_size=size)
         self.scheduler.agree_on_capacity([RankCapacity("r", 400, 400, 64)])
         self.tier = self.scheduler.tier
-        self.hash_size = self.tier.groups.hash_block_size
+        self.hash_size = groups_of(self.tier).hash_block_size
         self.slots: list[dict[int, int]] = []
         """By group, where the tier has the device block that begins with a token."""
         self.fill()
-        self.pool: BlockPool = make_tier(90).pool
+        self.pool = pool_of(make_tier(90))
 
     def fill(self) -> None:
         request = self.request(NUM_TOKENS)
-        num_parts = self.layout.num_parts
+        num_sub_blocks = self.layout.num_sub_blocks
         for group, device_spec in enumerate(self.layout.groups):
             size = device_spec.block_size
             parent, slots = None, {}
-            for end in range(size * num_parts, NUM_TOKENS + 1, size * num_parts):
+            for end in range(size * num_sub_blocks, NUM_TOKENS + 1, size * num_sub_blocks):
                 (block,) = self.tier.allocate(1)
-                key = self.tier.groups.key_at(request.block_hashes, group, end)
+                key = groups_of(self.tier).key_at(request.block_hashes, group, end)
                 commit_as(self.tier, block, key, parent, num_tokens=end)
                 parent = key
-                for part in range(num_parts):
-                    begin = end - size * (num_parts - part)
-                    slots[begin] = block.block_id * num_parts + part
+                for place in range(num_sub_blocks):
+                    begin = end - size * (num_sub_blocks - place)
+                    slots[begin] = block.block_id * num_sub_blocks + place
             self.slots.append(slots)
-        self.tier.check_integrity()
+        check_tier(self.tier)
 
     def request(self, num_tokens: int) -> Request:
         return make_request("a", prompt(num_tokens), hash_size=self.hash_size)
 
     def tables(self, num_tokens: int) -> list[list[KVCacheBlock]]:
-        """What vLLM allocates for so many tokens: nothing where attention does not look."""
+        """The block tables of ``num_tokens`` tokens; null blocks where attention does not read."""
         tables = []
         for group, device_spec in enumerate(self.layout.groups):
             size = device_spec.block_size
-            manager = self.tier.coordinator.single_type_managers[group]
-            num_skipped = manager.get_num_skipped_tokens(num_tokens) // size
+            num_skipped = groups_of(self.tier).num_unread_tokens(num_tokens, group) // size
             new = self.pool.get_new_blocks(-(-num_tokens // size) - num_skipped)
             tables.append([self.pool.null_block] * num_skipped + new)
         return tables
@@ -123,15 +122,15 @@ class Bench:
 ALL_GROUPS = pytest.mark.parametrize("groups", GROUPS.values(), ids=GROUPS)
 
 
-@pytest.mark.parametrize("num_parts", [1, 2, 3, 4])
+@pytest.mark.parametrize("num_sub_blocks", [1, 2, 3, 4])
 @ALL_GROUPS
-def test_each_device_block_is_loaded_from_its_own_part(
-    groups: tuple[AttentionSpec, ...], num_parts: int
+def test_each_device_block_is_loaded_from_its_own_sub_block(
+    groups: tuple[AttentionSpec, ...], num_sub_blocks: int
 ) -> None:
     """Wherever the device's prefix ends, and wherever the request does."""
-    layout = Layout(groups, num_parts)
+    layout = Layout(groups, num_sub_blocks)
     block_size = layout.block_size
-    host_block_size = block_size * num_parts
+    host_block_size = block_size * num_sub_blocks
     chunk_sizes = [
         group.attention_chunk_size
         for group in groups
@@ -144,7 +143,7 @@ def test_each_device_block_is_loaded_from_its_own_part(
     bench = Bench(layout)
     num_loads = 0
     for num_tokens in range(1, NUM_TOKENS + 1, 1 if len(groups) == 1 else 3):
-        # Of the host blocks that the request's hashes reach, as much as it does not compute.
+        # The hit ends with the last complete host block, and before the request's last token.
         known = num_tokens // host_block_size * host_block_size
         end = min(num_tokens - 1, known) // block_size * block_size
         for num_computed in range(0, num_tokens, block_size):
@@ -165,13 +164,13 @@ def test_each_device_block_is_loaded_from_its_own_part(
                 if index * device_spec.block_size >= num_computed and not block.is_null
             ]
             assert pairs(load) == expected
-            bench.tier.check_integrity()
-            bench.scheduler._loads.check_integrity()
-            assert bench.scheduler._loads.finish(Ended(load.id, ok=True), bench.pool)
+            check_tier(bench.tier)
+            check_loads(bench.scheduler._loads)
+            assert bench.scheduler._loads.on_ended(Ended(load.id, ok=True), bench.pool)
             bench.pool.free_blocks([b for table in tables for b in table if not b.is_null])
             num_loads += 1
     assert num_loads > 5
-    assert bench.tier.pool.get_num_free_blocks() == bench.tier.num_blocks - 1
+    assert bench.tier.num_free == bench.tier.num_blocks - 1
 
 
 def pairs(transfer: Transfer) -> list[tuple[int, int]]:
@@ -180,7 +179,7 @@ def pairs(transfer: Transfer) -> list[tuple[int, int]]:
 
 
 def test_the_slots_of_blocks_are_neighbours(drive: MakeDriver) -> None:
-    tier = drive(num_parts=4).tier
+    tier = drive(num_sub_blocks=4).tier
     first, second = tier.allocate(2)
     assert tier.slots([second, first]) == [8, 9, 10, 11, 4, 5, 6, 7]
     assert tier.blocks_at([11, 4, 9, 5]) == [second, first]
@@ -194,7 +193,7 @@ def test_the_slots_of_blocks_are_neighbours(drive: MakeDriver) -> None:
 
 def test_only_host_blocks_that_are_open_as_a_whole_are_used(drive: MakeDriver) -> None:
     """Slots 0 to 3 stand for the null block, and the last 2 for none."""
-    driver = drive(num_parts=4, num_host_blocks=14)
+    driver = drive(num_sub_blocks=4, num_host_blocks=14)
     assert driver.tier.num_blocks == 3
     driver.say("a", prompt(60))
     assert (driver.num_kept, driver.found(prompt(60))) == (2, 32)
@@ -209,9 +208,9 @@ def test_only_host_blocks_that_are_open_as_a_whole_are_used(drive: MakeDriver) -
 # What is stored
 
 
-def test_parts_of_a_host_block_are_not_stored(drive: MakeDriver) -> None:
+def test_single_sub_blocks_are_not_stored(drive: MakeDriver) -> None:
     """Until the conversation has filled it."""
-    driver = drive(num_parts=4, num_device_blocks=60)
+    driver = drive(num_sub_blocks=4, num_device_blocks=60)
     history = driver.say("a", prompt(17), max_tokens=14)  # 30 tokens computed
     assert (driver.num_stored, driver.found(history)) == (4, 16)
     history = driver.say("b", [*history, *prompt(2, family=1)])
@@ -219,10 +218,10 @@ def test_parts_of_a_host_block_are_not_stored(drive: MakeDriver) -> None:
 
 
 @pytest.mark.parametrize("async_scheduling", [False, True])
-def test_no_host_block_is_stored_before_its_last_part_is_computed(
+def test_no_host_block_is_stored_before_its_last_sub_block_is_computed(
     drive: MakeDriver, async_scheduling: bool
 ) -> None:
-    driver = drive(num_parts=2, async_scheduling=async_scheduling, max_num_batched_tokens=6)
+    driver = drive(num_sub_blocks=2, async_scheduling=async_scheduling, max_num_batched_tokens=6)
     request = driver.start("a", prompt(50), max_tokens=5)
     for _ in range(9):
         before = request.num_computed_tokens - request.num_output_placeholders
@@ -235,7 +234,7 @@ def test_no_host_block_is_stored_before_its_last_part_is_computed(
 
 
 def test_host_blocks_are_stored_eight_device_blocks_at_a_time(drive: MakeDriver) -> None:
-    driver = drive(num_parts=2)
+    driver = drive(num_sub_blocks=2)
     driver.start("a", prompt(9), max_tokens=66)
     driver.step(24)
     assert driver.num_stored == 0
@@ -245,10 +244,10 @@ def test_host_blocks_are_stored_eight_device_blocks_at_a_time(drive: MakeDriver)
     driver.run()
 
 
-def test_a_host_block_of_which_a_part_is_gone_is_not_stored(drive: MakeDriver) -> None:
-    """The window has moved on, and the device has given the block to somebody else."""
+def test_a_host_block_that_lacks_a_sub_block_is_not_stored(drive: MakeDriver) -> None:
+    """The window has moved on, and the device has given the block to another request."""
     driver = drive(
-        num_parts=4,
+        num_sub_blocks=4,
         windows=(0, 4),
         num_device_blocks=120,
         max_num_batched_tokens=4,
@@ -263,15 +262,15 @@ def test_a_host_block_of_which_a_part_is_gone_is_not_stored(drive: MakeDriver) -
     assert lost is not None
     driver.device_pool.evict_blocks({lost[0].block_id})
     driver.run()
-    groups = driver.tier.groups
+    groups = driver.scheduler.groups
     full_keys, window_keys = (groups.keys(request.block_hashes, group) for group in (0, 1))
-    assert [driver.tier.lookup.get(key) is not None for key in full_keys] == [True, True]
-    assert [driver.tier.lookup.get(key) is not None for key in window_keys] == [False, True]
+    assert [get(driver.tier, key) is not None for key in full_keys] == [True, True]
+    assert [get(driver.tier, key) is not None for key in window_keys] == [False, True]
 
 
 @pytest.mark.proves("I2")
-def test_a_store_holds_all_parts_until_its_end(drive: MakeDriver) -> None:
-    driver = drive(num_parts=4)
+def test_a_store_holds_all_sub_blocks_until_its_end(drive: MakeDriver) -> None:
+    driver = drive(num_sub_blocks=4)
     driver.start("a", prompt(17))
     while not driver.pending(STORE):
         driver.step()
@@ -292,7 +291,7 @@ def test_a_store_holds_all_parts_until_its_end(drive: MakeDriver) -> None:
 
 
 def test_a_load_begins_where_the_device_stops(drive: MakeDriver) -> None:
-    driver = drive(num_parts=4, num_device_blocks=60)
+    driver = drive(num_sub_blocks=4, num_device_blocks=60)
     driver.say("before", prompt(40))
     driver.forget_device()
     driver.say("short", prompt(23))  # loads a host block, computes a block and a bit
@@ -305,14 +304,14 @@ def test_a_load_begins_where_the_device_stops(drive: MakeDriver) -> None:
     assert driver.world.finished["long"] == driver.world.finished["before"]
 
 
-@pytest.mark.parametrize("num_parts", [2, 4, 8])
+@pytest.mark.parametrize("num_sub_blocks", [2, 4, 8])
 @pytest.mark.parametrize("windows", [(0,), (0, 6), (9,)], ids=str)
 def test_a_repeated_prompt_loses_one_device_block(
-    drive: MakeDriver, windows: tuple[int, ...], num_parts: int
+    drive: MakeDriver, windows: tuple[int, ...], num_sub_blocks: int
 ) -> None:
     """Its last token is computed anew, and with it the block that it is in."""
     driver = drive(
-        num_parts=num_parts,
+        num_sub_blocks=num_sub_blocks,
         windows=windows,
         num_device_blocks=120,
         num_host_blocks=120,
@@ -330,7 +329,7 @@ def test_a_repeated_prompt_loses_one_device_block(
 @pytest.mark.parametrize("windows", [(0,), (0, 8), (8,)], ids=str)
 def test_a_drafter_costs_one_device_block(drive: MakeDriver, windows: tuple[int, ...]) -> None:
     driver = drive(
-        num_parts=4,
+        num_sub_blocks=4,
         windows=windows,
         draft=True,
         num_device_blocks=120,
@@ -346,43 +345,49 @@ def test_a_drafter_costs_one_device_block(drive: MakeDriver, windows: tuple[int,
     driver.run()
 
 
-@pytest.mark.parametrize("num_parts", [2, 4])
+@pytest.mark.parametrize("num_sub_blocks", [2, 4])
 @pytest.mark.parametrize("model", [m for m in MODELS.values() if not m.get("num_states")], ids=str)
 def test_a_host_hit_is_as_long_as_its_whole_host_blocks_allow(
-    drive: MakeDriver, model: dict[str, Any], num_parts: int
+    drive: MakeDriver, model: dict[str, Any], num_sub_blocks: int
 ) -> None:
     driver = drive(
-        num_device_blocks=200, num_host_blocks=400, num_parts=num_parts, retention=None, **model
+        num_device_blocks=200,
+        num_host_blocks=400,
+        num_sub_blocks=num_sub_blocks,
+        retention=None,
+        **model,
     )
     tokens = driver.say("a", prompt(35), max_tokens=12)
     coordinator = driver.world.scheduler.kv_cache_manager.coordinator
-    size = driver.world.shape.scheduler_block_size * num_parts
+    size = driver.world.shape.scheduler_block_size * num_sub_blocks
     for length in range(1, len(tokens)):
         request = make_request("looker", tokens[:length])
         _, on_device, _ = coordinator.find_longest_cache_hit(request.block_hashes, length - 1)
         whole = length // size * size
         if model.get("draft"):
             whole -= 4
-        found = driver.tier.lookup.hit(request.block_hashes, 0, length - 1).num_tokens
+        found = driver.tier.lookup(request.block_hashes, 0, length - 1).num_tokens
         assert found == max(0, min(on_device, whole))
 
 
 def test_a_group_may_lack_the_last_host_block(drive: MakeDriver) -> None:
     driver = drive(
-        num_parts=4, windows=(0, 16), num_device_blocks=90, num_host_blocks=90, retention=None
+        num_sub_blocks=4, windows=(0, 16), num_device_blocks=90, num_host_blocks=90, retention=None
     )
     driver.say("before", prompt(33))
     driver.forget_device()
     request = make_request("looker", prompt(32))
-    assert driver.tier.lookup.hit(request.block_hashes, 0, 31).num_tokens == 28
-    (last,) = driver.tier.lookup.blocks(request.block_hashes, 1, 1, 2)
+    assert driver.tier.lookup(request.block_hashes, 0, 31).num_tokens == 28
+    (last_key,) = driver.scheduler.groups.keys(request.block_hashes, 1, 1, 2)
+    last = get(driver.tier, last_key)
+    assert last is not None
     driver.tier.drop([last])
-    assert driver.tier.lookup.hit(request.block_hashes, 0, 31).num_tokens == 16
+    assert driver.tier.lookup(request.block_hashes, 0, 31).num_tokens == 16
     driver.say("again", prompt(32))
 
 
 def test_a_load_that_fails_again_takes_whole_host_blocks_along(drive: MakeDriver) -> None:
-    driver = drive(num_parts=4, num_device_blocks=60, load_failures="recompute")
+    driver = drive(num_sub_blocks=4, num_device_blocks=60, load_failures="recompute")
     driver.say("before", prompt(60))
     for turn in range(2):
         driver.forget_device()
@@ -396,13 +401,13 @@ def test_a_load_that_fails_again_takes_whole_host_blocks_along(drive: MakeDriver
     assert driver.found(prompt(60)) == 48  # computed and stored again
 
 
-def test_a_pinned_hit_holds_what_stands_before_it(drive: MakeDriver) -> None:
+def test_a_pinned_hit_pins_its_ancestors_too(drive: MakeDriver) -> None:
     """The chain up to the host block in which it begins, each once."""
-    driver = drive(num_parts=2, num_device_blocks=60)
+    driver = drive(num_sub_blocks=2, num_device_blocks=60)
     driver.say("before", prompt(33))
     request = make_request("a", prompt(33))
     assert driver.scheduler.get_num_new_matched_tokens(request, 12) == (20, True)
-    held = [driver.tier.lookup.get(key) for key in driver.tier.groups.keys(request.block_hashes, 0)]
+    held = [get(driver.tier, key) for key in driver.scheduler.groups.keys(request.block_hashes, 0)]
     assert [block.ref_cnt for block in held if block is not None] == [1, 1, 1, 1]
     driver.scheduler.request_finished(request)
     assert driver.num_held == (0, 0)

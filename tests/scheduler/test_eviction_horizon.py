@@ -1,9 +1,9 @@
-"""Lookahead: as far as need be, and no farther where that costs much."""
+"""EvictionHorizon: as far as need be, and no farther where that costs much."""
 
 import pytest
 from vllm.config import KVTransferConfig
 
-from simple_offload.scheduler.policies.free_queue_walk import Lookahead, StepLimits
+from simple_offload.scheduler.policies.free_queue_walk import EvictionHorizon, StepLimits
 from tests.scheduler.conftest import MakeDriver
 from tests.scheduler.driver import prompt
 from tests.scheduler.test_lazy import ROOMY, policy_of
@@ -14,14 +14,14 @@ LIMITS = StepLimits(per_step=10, num_steps=3, longest=50, reserve=2)
 MOST = 3 * 10 + 50
 
 NONE = 0
-"""Host blocks that hold nothing: the tier is full."""
+"""Empty host blocks: the tier is full."""
 
 
-def take(lookahead: Lookahead, *counts: int) -> None:
-    """Steps that take so many blocks each."""
+def allocate(horizon: EvictionHorizon, *counts: int) -> None:
+    """Steps that allocate ``counts`` blocks."""
     for count in counts:
-        lookahead.take(count)
-        lookahead.end_step()
+        horizon.on_allocated(count)
+        horizon.on_step()
 
 
 @pytest.mark.parametrize("windows", [(0,), (0, 8)], ids=str)
@@ -35,56 +35,56 @@ def test_limits(windows: tuple[int, ...], async_scheduling: bool) -> None:
         async_scheduling=async_scheduling,
     )
     groups, num_steps = len(windows), 4 if async_scheduling else 3
-    limits = StepLimits.of(make_vllm_config(shape, transfer), [4] * groups)
+    limits = StepLimits.from_config(make_vllm_config(shape, transfer), [4] * groups)
     assert limits == (groups * (8 + 6), num_steps, groups * 20, groups * 6)
 
 
-def test_all_that_may_be_needed_if_that_is_a_small_part_of_the_device() -> None:
-    assert Lookahead(LIMITS, 3 * MOST).num_blocks(NONE) == MOST
+def test_the_most_that_may_be_needed_if_it_is_a_small_part_of_the_device() -> None:
+    assert EvictionHorizon(LIMITS, 3 * MOST).num_blocks(NONE) == MOST
 
 
 def test_no_more_than_a_quarter_of_the_device_for_a_long_request() -> None:
     limits = LIMITS._replace(per_step=1, longest=10_000)
-    assert Lookahead(limits, 100).num_blocks(NONE) == 3 + 25
+    assert EvictionHorizon(limits, 100).num_blocks(NONE) == 3 + 25
 
 
 def test_else_the_most_that_was_needed_lately() -> None:
-    lookahead = Lookahead(LIMITS, 160)
-    assert lookahead.num_blocks(NONE) == 10
-    take(lookahead, 2, 7, 5, 6, 1, 0, 2)
-    assert lookahead.num_blocks(NONE) == 7 + 5 + 6
+    horizon = EvictionHorizon(LIMITS, 160)
+    assert horizon.num_blocks(NONE) == 10
+    allocate(horizon, 2, 7, 5, 6, 1, 0, 2)
+    assert horizon.num_blocks(NONE) == 7 + 5 + 6
 
 
 def test_more_than_was_thought_possible_if_it_is_needed() -> None:
     """Several long loads in one step."""
-    lookahead = Lookahead(LIMITS, 3 * MOST)
-    take(lookahead, 2 * MOST)
-    assert lookahead.num_blocks(NONE) == 2 * MOST
+    horizon = EvictionHorizon(LIMITS, 3 * MOST)
+    allocate(horizon, 2 * MOST)
+    assert horizon.num_blocks(NONE) == 2 * MOST
 
 
 def test_a_need_is_forgotten_when_the_device_has_been_filled_twice_since() -> None:
-    lookahead = Lookahead(LIMITS, 160)
-    take(lookahead, 40, *[2] * 59)  # 158
+    horizon = EvictionHorizon(LIMITS, 160)
+    allocate(horizon, 40, *[2] * 59)  # 158
     for _ in range(2):
-        assert lookahead.num_blocks(NONE) == 44
-        take(lookahead, *[2] * 80)
-    assert lookahead.num_blocks(NONE) == 10
+        assert horizon.num_blocks(NONE) == 44
+        allocate(horizon, *[2] * 80)
+    assert horizon.num_blocks(NONE) == 10
 
 
 @pytest.mark.parametrize(
     ("num_empty", "expected"), [(40, 12), (80, 20), (4 * MOST, MOST), (10_000, MOST)]
 )
 def test_farther_while_the_tier_has_room_to_spare(num_empty: int, expected: int) -> None:
-    assert Lookahead(LIMITS, 200).num_blocks(num_empty) == expected
+    assert EvictionHorizon(LIMITS, 200).num_blocks(num_empty) == expected
 
 
 @pytest.mark.parametrize("windows", [(0,), (8,)], ids=str)
-def test_blocks_that_are_found_on_the_device_are_not_needed(
+def test_blocks_that_are_found_on_the_device_are_do_not_count(
     drive: MakeDriver, windows: tuple[int, ...]
 ) -> None:
     driver = drive(**ROOMY | {"windows": windows, "max_num_batched_tokens": 64})
-    lookahead = policy_of(driver)._walk._lookahead
+    horizon = policy_of(driver)._walk._horizon
     history = driver.say("a", prompt(30))
-    assert lookahead._peak == 8
+    assert horizon._peak == 8
     driver.say("b", [*history, *prompt(2, family=1)])
-    assert lookahead._num_taken == 8 + 2
+    assert horizon._num_allocated == 8 + 2

@@ -1,4 +1,4 @@
-"""RecentTables: which free device blocks a step in flight may still touch."""
+"""WriteHazards: which free device blocks a step in flight may still touch."""
 
 from types import SimpleNamespace
 from typing import Any, cast
@@ -7,13 +7,13 @@ import pytest
 from vllm.v1.core.kv_cache_utils import KVCacheBlock
 from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager, SlidingWindowManager
 
-from simple_offload.scheduler.write_hazards import RecentTables
+from simple_offload.scheduler.write_hazards import WriteHazards
 from tests.scheduler.conftest import MakeDriver
 from tests.scheduler.driver import LOAD, Driver, prompt
 
 
 class Tables:
-    """vLLM's block tables, as far as they are looked at."""
+    """vLLM's block tables, as far as WriteHazards reads them."""
 
     def __init__(self, *classes: type) -> None:
         self.managers = [cast(Any, object.__new__(each)) for each in classes]
@@ -21,7 +21,7 @@ class Tables:
             manager.req_to_blocks = {}
         self.blocks = [KVCacheBlock(block_id, ref_cnt=1) for block_id in range(20)]
         coordinator = SimpleNamespace(single_type_managers=self.managers)
-        self.recent = RecentTables(cast(Any, SimpleNamespace(coordinator=coordinator)), 2)
+        self.hazards = WriteHazards(cast(Any, SimpleNamespace(coordinator=coordinator)), 2)
 
     def hold(self, request_id: str, *block_ids: int, group: int = 0) -> None:
         table = self.managers[group].req_to_blocks.setdefault(request_id, [])
@@ -31,7 +31,7 @@ class Tables:
         self.managers[group].req_to_blocks.pop(request_id)
 
     def touched(self) -> set[int]:
-        return {block_id for block_id in range(20) if self.recent.may_touch([block_id])}
+        return {block_id for block_id in range(20) if self.hazards.may_touch([block_id])}
 
 
 @pytest.fixture
@@ -45,22 +45,22 @@ def test_nothing_is_touched_before_the_first_step(tables: Tables) -> None:
     assert tables.touched() == set()
 
 
-def test_what_was_given_up_since_a_recent_step(tables: Tables) -> None:
+def test_blocks_given_up_since_a_recent_step(tables: Tables) -> None:
     tables.hold("a", 1, 2)
     tables.hold("b", 3)
-    tables.recent.end_step()
+    tables.hazards.on_step()
     tables.hold("b", 4)
     tables.give_up("a")
     assert tables.touched() == {1, 2}
-    tables.recent.end_step()
+    tables.hazards.on_step()
     assert tables.touched() == {1, 2}
-    tables.recent.end_step()
+    tables.hazards.on_step()
     assert tables.touched() == set()
 
 
 def test_a_request_of_the_same_name_has_another_table(tables: Tables) -> None:
     tables.hold("a", 1, 2)
-    tables.recent.end_step()
+    tables.hazards.on_step()
     tables.give_up("a")
     tables.hold("a", 5)
     assert tables.touched() == {1, 2}
@@ -68,40 +68,40 @@ def test_a_request_of_the_same_name_has_another_table(tables: Tables) -> None:
 
 def test_one_block_of_many_is_enough(tables: Tables) -> None:
     tables.hold("a", 7)
-    tables.recent.end_step()
+    tables.hazards.on_step()
     tables.give_up("a")
-    assert tables.recent.may_touch(range(20))
-    assert not tables.recent.may_touch(range(7))
+    assert tables.hazards.may_touch(range(20))
+    assert not tables.hazards.may_touch(range(7))
 
 
-def test_what_a_recent_step_zeroes(tables: Tables) -> None:
-    tables.recent.end_step([3, 4])
+def test_blocks_that_a_recent_step_zeroes(tables: Tables) -> None:
+    tables.hazards.on_step([3, 4])
     assert tables.touched() == {3, 4}
-    tables.recent.end_step()
+    tables.hazards.on_step()
     assert tables.touched() == {3, 4}
-    tables.recent.end_step()
+    tables.hazards.on_step()
     assert tables.touched() == set()
 
 
 def test_steps_without_tokens_do_not_count(tables: Tables) -> None:
     tables.hold("a", 1, 2)
-    tables.recent.end_step()
+    tables.hazards.on_step()
     tables.give_up("a")
     for _ in range(5):
-        tables.recent.end_step(computes=False)
+        tables.hazards.on_step(computes=False)
     assert tables.touched() == {1, 2}
 
 
-def test_what_steps_without_tokens_zero(tables: Tables) -> None:
-    tables.recent.end_step([5], computes=False)
+def test_blocks_that_steps_without_tokens_zero(tables: Tables) -> None:
+    tables.hazards.on_step([5], computes=False)
     assert tables.touched() == {5}
-    tables.recent.end_step()
-    tables.recent.end_step([3], computes=False)
-    tables.recent.end_step([4], computes=False)
+    tables.hazards.on_step()
+    tables.hazards.on_step([3], computes=False)
+    tables.hazards.on_step([4], computes=False)
     assert tables.touched() == {3, 4, 5}
-    tables.recent.end_step()
+    tables.hazards.on_step()
     assert tables.touched() == {3, 4}
-    tables.recent.end_step()
+    tables.hazards.on_step()
     assert tables.touched() == set()
 
 
@@ -109,12 +109,12 @@ def test_every_group_counts() -> None:
     tables = Tables(FullAttentionManager, FullAttentionManager)
     tables.hold("a", 1)
     tables.hold("a", 2, group=1)
-    tables.recent.end_step()
+    tables.hazards.on_step()
     tables.give_up("a", group=1)
     assert tables.touched() == {2}
 
 
-def test_tables_that_windows_move_over_tell_nothing() -> None:
+def test_with_windows_every_block_may_be_touched() -> None:
     tables = Tables(FullAttentionManager, SlidingWindowManager)
     assert len(tables.touched()) == len(tables.blocks)
 

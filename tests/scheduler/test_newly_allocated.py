@@ -1,4 +1,4 @@
-"""No block leaves the device's free queue unnoticed."""
+"""NewlyAllocated: finds every block that leaves the device's free queue."""
 
 from typing import Any
 
@@ -7,7 +7,7 @@ from vllm.v1.core.kv_cache_utils import KVCacheBlock
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.request import Request
 
-from simple_offload.scheduler.policies.device_contents import GivenOut
+from simple_offload.scheduler.policies.device_contents import NewlyAllocated
 from tests.scheduler.conftest import MakeDriver
 from tests.scheduler.driver import Driver, prompt
 from tests.scheduler.test_lazy import ROOMY
@@ -16,26 +16,26 @@ Seen = list[tuple[set[int], set[int]]]
 
 
 def watch(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> Seen:
-    """For each step from now on, the ids of the blocks that have left the queue and of those that
-    were noticed."""
+    """For each step from now on, the ids of the blocks that have left the queue and of those
+    found."""
     seen: Seen = []
     queue = driver.device_pool.free_block_queue
-    step, free = GivenOut.step, set[int]()
+    on_step, free = NewlyAllocated.on_step, set[int]()
 
-    def watched(self: GivenOut, scheduled: SchedulerOutput) -> list[KVCacheBlock]:
-        given = step(self, scheduled)
+    def watched(self: NewlyAllocated, scheduled: SchedulerOutput) -> list[KVCacheBlock]:
+        found = on_step(self, scheduled)
         left = free - {block.block_id for block in queue.get_all_free_blocks()}
-        seen.append((left, {block.block_id for block in given}))
-        return given
+        seen.append((left, {block.block_id for block in found}))
+        return found
 
-    take_step = driver.world.step
+    step = driver.world.step
 
     def step_and_look(*arguments: Any, **keywords: Any) -> None:
         free.clear()
         free.update(block.block_id for block in queue.get_all_free_blocks())
-        take_step(*arguments, **keywords)
+        step(*arguments, **keywords)
 
-    monkeypatch.setattr(GivenOut, "step", watched)
+    monkeypatch.setattr(NewlyAllocated, "on_step", watched)
     monkeypatch.setattr(driver.world, "step", step_and_look)
     return seen
 
@@ -46,7 +46,7 @@ def watch(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> Seen:
     [((0,), 0, 0), ((0, 8), 0, 0), ((0,), 1, 0), ((0,), 0, 3)],
     ids=str,
 )
-def test_what_leaves_the_queue_is_noticed(
+def test_blocks_that_leave_the_queue_are_found(
     drive: MakeDriver,
     monkeypatch: pytest.MonkeyPatch,
     windows: tuple[int, ...],
@@ -54,7 +54,7 @@ def test_what_leaves_the_queue_is_noticed(
     num_drafted: int,
     async_scheduling: bool,
 ) -> None:
-    """New requests, those that find something, that load, that are preempted."""
+    """By new requests, and by requests with a hit, with a load, and after a preemption."""
     num_groups = len(windows) + num_states
     driver = drive(
         **ROOMY | {"num_device_blocks": 20 * num_groups + 1, "max_num_seqs": 3},
@@ -72,5 +72,5 @@ def test_what_leaves_the_queue_is_noticed(
     driver.drain()
     assert driver.world.num_blocks_loaded > 0
     assert any(request.num_preemptions for request in requests)
-    for left, given in seen:
-        assert left <= given
+    for left, found in seen:
+        assert left <= found
