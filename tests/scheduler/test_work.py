@@ -1,0 +1,489 @@
+"""A guard on work: how the cost of each operation grows.
+
+The cost is a count, so a test fails on every machine or on none (``work.py`` says what is counted,
+and what it cannot see). A test fails when an operation becomes quadratic, and when one begins to
+depend on the size of the tier, of the device or of a context.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from enum import Enum
+from functools import partial
+from hashlib import sha256
+from typing import Any, NamedTuple
+
+import pytest
+from vllm.v1.core.kv_cache_utils import (
+    BlockHash,
+    KVCacheBlock,
+    make_block_hash_with_group_id,
+)
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.request import Request
+
+from simple_offload.scheduler.manager import OffloadScheduler
+from simple_offload.scheduler.tier.cpu_tier import CpuTier
+from simple_offload.scheduler.tier.run import Run
+from tests.scheduler.tiers import BLOCK_SIZE, make_tier
+from tests.scheduler.work import Rig, Work, count_work
+from tests.simulation.integrity import pool_of
+
+
+def lookup(tier: CpuTier, hashes: list[BlockHash]) -> int:
+    """How many tokens of a chain are found."""
+    return tier.lookup(hashes, 0, len(hashes) * BLOCK_SIZE).num_tokens
+
+
+def commit(tier: CpuTier, run: Run, blocks: Sequence[KVCacheBlock]) -> None:
+    run.host_blocks = blocks
+    tier.commit([run])
+
+
+def hashes_of(chain: int, count: int) -> list[BlockHash]:
+    """The block hashes of a chain of its own."""
+    return [BlockHash(sha256(b"%d %d" % (chain, index)).digest()) for index in range(count)]
+
+
+def make_run(chain: int, count: int) -> Run:
+    """The first ``count`` blocks of a chain."""
+    keys = [make_block_hash_with_group_id(each, 0) for each in hashes_of(chain, count)]
+    return Run((), keys, None, BLOCK_SIZE, BLOCK_SIZE)
+
+
+def store(tier: CpuTier, chain: int, count: int) -> list[KVCacheBlock]:
+    """Store the first ``count`` blocks of a chain."""
+    blocks = tier.allocate(count)
+    commit(tier, make_run(chain, count), blocks)
+    return blocks
+
+
+NEW = -1
+"""A chain that no full tier holds."""
+
+
+def full_tier(num_blocks: int) -> CpuTier:
+    """A tier full of chains of 32 blocks."""
+    tier = make_tier(num_blocks)
+    for chain in range(num_blocks // 32):
+        store(tier, chain, 32)
+    assert tier.num_used == num_blocks
+    return tier
+
+
+# Operations of the tier. ``tier``: its blocks, all full. ``blocks``: of one chain.
+
+
+def hit(tier: int = 1024, blocks: int = 32) -> Work:
+    """Look a chain up that the tier holds."""
+    full = full_tier(tier)
+    store(full, NEW, blocks)
+    return count_work(lookup, full, hashes_of(NEW, blocks))
+
+
+def miss(tier: int = 1024, blocks: int = 32) -> Work:
+    """Look a chain up of which the tier holds nothing."""
+    return count_work(lookup, full_tier(tier), hashes_of(NEW, blocks))
+
+
+def evict(tier: int = 1024, blocks: int = 32) -> Work:
+    """Allocate blocks of a full tier."""
+    return count_work(full_tier(tier).allocate, blocks)
+
+
+def commit_run(tier: int = 1024, blocks: int = 32) -> Work:
+    full = full_tier(tier)
+    return count_work(commit, full, make_run(NEW, blocks), full.allocate(blocks))
+
+
+def pin_and_unpin(tier: int = 1024, blocks: int = 32) -> Work:
+    full = full_tier(tier)
+    pinned = store(full, NEW, blocks)
+    pin, unpin = count_work(full.pin, pinned), count_work(full.unpin, pinned)
+    return Work(pin.lines + unpin.lines, pin.allocated + unpin.allocated)
+
+
+def demote(tier: int = 1024, blocks: int = 32) -> Work:
+    full = full_tier(tier)
+    return count_work(full.demote, store(full, NEW, blocks))
+
+
+def promote(tier: int = 1024, blocks: int = 32) -> Work:
+    """Promote a demoted chain tail first, as the device's free queue has it."""
+    full = full_tier(tier)
+    full.demote(store(full, NEW, blocks))
+    keys = make_run(NEW, blocks).keys
+
+    return count_work(full.promote, list(reversed(keys)))
+
+
+def drop(tier: int = 1024, blocks: int = 32) -> Work:
+    """Drop the head of a chain, and with it all that follows."""
+    full = full_tier(tier)
+    chain = store(full, NEW, blocks)
+    before = full.num_used
+    work = count_work(full.drop, chain[:1])
+    assert full.num_used == before - blocks
+    return work
+
+
+def reset(tier: int = 1024) -> Work:
+    return count_work(full_tier(tier).reset)
+
+
+def open_in_chunks(tier: int = 1024) -> Work:
+    """Grow the tier a chunk at a time."""
+    growing = make_tier(1)
+
+    def grow_all() -> None:
+        for num_blocks in range(32, tier + 1, 32):
+            growing.grow(num_blocks)
+
+    return count_work(grow_all)
+
+
+# Operations of the scheduler side: the work in all hooks. ``device``: its blocks.
+
+EAGER: dict[str, Any] = {}
+LAZY = {"lazy_offload": True}
+
+
+def full_rig(extra: dict[str, Any], tier: int, device: int) -> Rig:
+    """A rig in a steady state: device and tier have long been full of prompts that do not come
+    again."""
+    rig = Rig(device=device, tier=tier, extra=extra)
+    rig.run(rig.prompts((tier + 4 * device) // 16, 16))
+    return rig
+
+
+def count_prompts(rig: Rig, prompts: Sequence[list[int]]) -> Work:
+    """The work of a prompt. Lazy stores come in batches, which only the mean of many prompts
+    shows; else the least of three, as now and then a set or a list grows in a leap."""
+    if rig.is_lazy:
+        return rig.count(rig.run, prompts).over(len(prompts))
+    works = [rig.count(rig.run, [prompt]) for prompt in prompts[:3]]
+    return Work(*map(min, zip(*works, strict=True)))
+
+
+def new_prompt(
+    extra: dict[str, Any], tier: int = 1024, device: int = 256, blocks: int = 16
+) -> Work:
+    """Compute a prompt, and store as many blocks; they evict others from device and tier."""
+    rig = full_rig(extra, tier, device)
+    before = rig.num_transferred
+    work = count_prompts(rig, rig.prompts(192 // blocks, blocks))
+    assert rig.num_transferred - before >= 3 * blocks
+    return work
+
+
+def old_prompt(
+    extra: dict[str, Any], tier: int = 1024, device: int = 256, blocks: int = 16
+) -> Work:
+    """Load a prompt that the device has evicted, from lookup to end. With a threshold of two
+    requests, store it."""
+    rig = full_rig(extra, tier, device)
+    prompts = rig.prompts(device // blocks + 2, blocks)
+    rig.run(prompts * (4 if rig.is_lazy else 1))  # the lazy policy remembers how much was loaded
+    before = rig.num_transferred
+    work = count_prompts(rig, prompts[: 192 // blocks])
+    assert rig.num_transferred - before >= 3 * blocks
+    return work
+
+
+def known_prompt(
+    extra: dict[str, Any], tier: int = 1024, device: int = 256, blocks: int = 16
+) -> Work:
+    """Start and end a request whose prompt the device has, and which leaves nothing to store."""
+    rig = full_rig(extra, tier, device)
+    [prompt] = rig.prompts(1, blocks)
+    rig.run([prompt] * 8)
+    before = rig.num_transferred
+    works = [rig.count(rig.run, [prompt]) for _ in range(3)]
+    assert rig.num_transferred == before
+    return Work(*map(min, zip(*works, strict=True)))
+
+
+def idle_step(extra: dict[str, Any], requests: int = 2, context: int = 8, tier: int = 4096) -> Work:
+    """A step of requests that decode, of which none completes a block. ``context``: its blocks."""
+    rig = decoding_rig(extra, requests, context, tier)
+    return rig.count(rig.step, 8).over(8)
+
+
+def busy_step(extra: dict[str, Any], requests: int = 2, context: int = 8, tier: int = 4096) -> Work:
+    """The mean step of requests that decode, while each completes a block. Eager, they store the
+    last eight blocks of each."""
+    rig = decoding_rig(extra, requests, context, tier)
+    rig.step(96)
+    before = rig.num_transferred
+    work = rig.count(rig.step, 32)
+    assert rig.num_transferred - before == (0 if rig.is_lazy else requests * 8)
+    return work.over(32)
+
+
+def decoding_rig(extra: dict[str, Any], requests: int, context: int, tier: int) -> Rig:
+    """A rig on which all requests have just begun to decode, with room on the device."""
+    rig = Rig(device=4096, tier=tier, max_running=requests, extra=extra)
+    for prompt in rig.prompts(requests, context):
+        rig.add(prompt, answer_tokens=200)
+    while not rig.engine.all_decode:
+        rig.step(1)
+    rig.step(4)
+    return rig
+
+
+def turnover(extra: dict[str, Any], loads: int = 16) -> Work:
+    """A step in which a request begins to load, another's load ends, and a third ends. ``loads``:
+    in flight."""
+    rig = Rig(device=512, tier=1024, max_running=256, delay=2, extra=extra)
+    prompts = rig.prompts(2 * loads + 16, 4)
+    rig.run(prompts)
+    rig.run(rig.prompts(512 // 16 + 4, 16))
+    rig.engine.shape = replace(rig.engine.shape, delay=loads)
+
+    def begin_all(some: list[list[int]]) -> None:
+        for prompt in some:
+            rig.add(prompt)
+            rig.step(1)
+
+    begin_all(prompts[: 2 * loads])
+    before = rig.engine.num_loaded
+    work = rig.count(begin_all, prompts[2 * loads :])
+    assert rig.engine.num_loaded - before == 4 * 16
+    return work.over(16)
+
+
+# Laws
+
+
+class Law(Enum):
+    """How a count may grow from one size to twice and four times that."""
+
+    CONSTANT = "does not grow"
+    COPIED = "grows by what C code copies, and by no line"
+    LINEAR = "grows by as much for each one more"
+    MEAN_CONSTANT = "does not grow on average"
+    MEAN_LINEAR = "grows in proportion on average"
+
+
+SLACK = Work(lines=0.1, allocated=4)
+"""By how much a constant may grow for each one more. To visit each block takes a line for each, and
+a list of them eight bytes."""
+BEND = Work(lines=1.25, allocated=1.4)
+"""How much steeper the second part of a line may be than the first. The second part of a parabola
+is twice as steep. Sets and lists grow in leaps."""
+DRIFT = 1.3
+"""How much a mean may deviate: what the lazy policy stores comes in batches."""
+
+
+def obeys(law: Law, unit: str, sizes: Sequence[int], counts: Sequence[float]) -> bool:
+    """Whether ``counts`` at the three ``sizes`` do."""
+    small, middle, large = counts
+    first = (middle - small) / (sizes[1] - sizes[0])
+    second = (large - middle) / (sizes[2] - sizes[1])
+    if law is Law.COPIED:
+        law = Law.CONSTANT if unit == "lines" else Law.LINEAR
+    if law is Law.CONSTANT:
+        return bool(max(first, second) <= getattr(SLACK, unit))
+    if law is Law.LINEAR:
+        return bool(second <= getattr(BEND, unit) * first + getattr(SLACK, unit))
+    in_proportion = sizes[2] / sizes[0] if law is Law.MEAN_LINEAR else 1
+    return large <= DRIFT * in_proportion * small
+
+
+CONSTANT, COPIED, LINEAR = Law.CONSTANT, Law.COPIED, Law.LINEAR
+MEAN_CONSTANT, MEAN_LINEAR = Law.MEAN_CONSTANT, Law.MEAN_LINEAR
+
+
+class Row(NamedTuple):
+    name: str
+    operation: Callable[..., Work]
+    laws: dict[str, Law]
+    """By size that grows. ``all``: tier and blocks together; their product would be quadratic."""
+
+
+TABLE = (
+    Row("hit", hit, dict(tier=CONSTANT, blocks=LINEAR)),
+    Row("miss", miss, dict(tier=CONSTANT, blocks=COPIED)),
+    Row("evict", evict, dict(tier=CONSTANT, blocks=LINEAR)),
+    Row("commit", commit_run, dict(tier=CONSTANT, blocks=LINEAR)),
+    Row("pin and unpin", pin_and_unpin, dict(tier=CONSTANT, blocks=LINEAR)),
+    Row("demote", demote, dict(tier=CONSTANT, blocks=LINEAR)),
+    Row("promote", promote, dict(tier=CONSTANT, blocks=LINEAR)),
+    Row("drop", drop, dict(tier=LINEAR, blocks=LINEAR, all=LINEAR)),
+    Row("reset", reset, dict(tier=LINEAR)),
+    Row("open in chunks", open_in_chunks, dict(tier=LINEAR)),
+    Row(
+        "eager, new prompt",
+        partial(new_prompt, EAGER),
+        dict(tier=CONSTANT, device=CONSTANT, blocks=LINEAR),
+    ),
+    Row(
+        "eager, old prompt",
+        partial(old_prompt, EAGER),
+        dict(tier=CONSTANT, device=CONSTANT, blocks=LINEAR),
+    ),
+    Row(
+        "eager, known prompt",
+        partial(known_prompt, EAGER),
+        dict(tier=CONSTANT, device=CONSTANT, blocks=LINEAR),
+    ),
+    Row(
+        "eager, idle step",
+        partial(idle_step, EAGER),
+        dict(tier=CONSTANT, context=CONSTANT, requests=COPIED),
+    ),
+    Row(
+        "eager, busy step",
+        partial(busy_step, EAGER),
+        dict(context=CONSTANT, requests=LINEAR),
+    ),
+    Row("eager, turnover", partial(turnover, EAGER), dict(loads=LINEAR)),
+    Row(
+        "large host blocks, old prompt",
+        partial(old_prompt, {"cpu_block_size": 64}),
+        dict(tier=CONSTANT, blocks=LINEAR),
+    ),
+    Row(
+        "threshold, old prompt",
+        partial(old_prompt, {"store_threshold": 2}),
+        dict(tier=CONSTANT, blocks=LINEAR),
+    ),
+    Row(
+        "lazy, new prompt",
+        partial(new_prompt, LAZY),
+        dict(tier=MEAN_CONSTANT, device=MEAN_CONSTANT, blocks=MEAN_LINEAR),
+    ),
+    Row(
+        "lazy, old prompt",
+        partial(old_prompt, LAZY),
+        dict(tier=MEAN_CONSTANT, device=MEAN_CONSTANT, blocks=MEAN_LINEAR),
+    ),
+    Row(
+        "lazy, known prompt",
+        partial(known_prompt, LAZY),
+        dict(tier=CONSTANT, device=CONSTANT, blocks=LINEAR),
+    ),
+    Row(
+        "lazy, idle step",
+        partial(idle_step, LAZY),
+        dict(tier=CONSTANT, context=CONSTANT, requests=LINEAR),
+    ),
+    Row(
+        "lazy, busy step",
+        partial(busy_step, LAZY),
+        dict(context=CONSTANT, requests=LINEAR),
+    ),
+    Row("lazy, turnover", partial(turnover, LAZY), dict(loads=MEAN_LINEAR)),
+)
+
+SIZES = dict(
+    tier=(512, 1024, 2048),
+    device=(128, 256, 512),
+    blocks=(16, 32, 64),
+    all=(64, 128, 256),
+    requests=(8, 16, 32),
+    context=(32, 64, 128),
+    loads=(8, 16, 32),
+)
+
+
+def check(row: Row, grows: str) -> None:
+    """Raise AssertionError unless the row's law for the size ``grows`` holds."""
+    law, sizes = row.laws[grows], SIZES[grows]
+
+    def measure(size: int) -> Work:
+        if grows == "all":
+            return row.operation(tier=16 * size, blocks=size)
+        return row.operation(**{grows: size})
+
+    if law not in {MEAN_CONSTANT, MEAN_LINEAR}:
+        measure(sizes[0])  # the first time fills caches
+    works = [measure(size) for size in sizes]
+    for unit, counts in zip(Work._fields, zip(*works, strict=True), strict=True):
+        found = ", ".join(f"{count:,.0f}" for count in counts)
+        message = f"{row.name}, {grows} {sizes}: {found} ({unit})"
+        assert counts[0] > 0, f"{message}: nothing was counted"
+        assert obeys(law, unit, sizes, counts), f"{message}: should be that it {law.value}"
+
+
+@pytest.mark.parametrize(
+    ("row", "grows"),
+    [pytest.param(row, grows, id=f"{row.name}-{grows}") for row in TABLE for grows in row.laws],
+)
+def test_growth(row: Row, grows: str) -> None:
+    check(row, grows)
+
+
+# The guard fails: each plant adds work to a public method.
+
+
+def walk(tier: CpuTier) -> None:
+    """A loop over the tier."""
+    for _ in pool_of(tier).blocks:
+        pass
+
+
+def copy(tier: CpuTier) -> None:
+    """One line of C code."""
+    list(pool_of(tier).blocks)
+
+
+def copy_again(tier: CpuTier) -> None:
+    """A pass for each lost block, as if each generation of descendants took one."""
+    for _ in range(tier.num_lost):
+        copy(tier)
+
+
+def pair_requests(side: OffloadScheduler, request: Request) -> None:
+    """For each block of a request all of its blocks."""
+    for block_hash in request.block_hashes:
+        for other in request.block_hashes:
+            assert (block_hash is other) == (block_hash == other)
+
+
+def walk_scheduled(side: OffloadScheduler, scheduled: SchedulerOutput) -> None:
+    for request_id in scheduled.num_scheduled_tokens:
+        assert request_id
+
+
+def walk_side(side: OffloadScheduler, *arguments: Any) -> None:
+    walk(side.tier)
+
+
+def copy_side(side: OffloadScheduler, *arguments: Any) -> None:
+    copy(side.tier)
+
+
+@pytest.mark.parametrize(
+    ("owner", "method", "plant", "name", "grows"),
+    [
+        (CpuTier, "drop", copy_again, "drop", "all"),
+        (CpuTier, "allocate", walk, "evict", "tier"),
+        (CpuTier, "allocate", copy, "evict", "tier"),
+        (CpuTier, "allocate", copy, "eager, new prompt", "tier"),
+        (CpuTier, "pin", copy, "eager, old prompt", "tier"),
+        (CpuTier, "grow", walk, "open in chunks", "tier"),
+        (OffloadScheduler, "request_finished", pair_requests, "eager, known prompt", "blocks"),
+        (OffloadScheduler, "build_connector_meta", walk_scheduled, "eager, idle step", "requests"),
+        (OffloadScheduler, "build_connector_meta", copy_side, "lazy, idle step", "tier"),
+        (OffloadScheduler, "build_connector_meta", walk_side, "lazy, new prompt", "tier"),
+    ],
+)
+def test_the_guard_fails(
+    monkeypatch: pytest.MonkeyPatch,
+    owner: type,
+    method: str,
+    plant: Callable[..., None],
+    name: str,
+    grows: str,
+) -> None:
+    original = getattr(owner, method)
+
+    def planted(self: Any, *arguments: Any) -> Any:
+        result = original(self, *arguments)
+        plant(self, *arguments) if owner is OffloadScheduler else plant(self)
+        return result
+
+    monkeypatch.setattr(owner, method, planted)
+    [row] = [row for row in TABLE if row.name == name]
+    with pytest.raises(AssertionError, match=f"{name}, {grows} .* should be that it"):
+        check(row, grows)
