@@ -101,7 +101,7 @@ class Descriptors(NamedTuple):
         return cls(*(np.concatenate(parts) for parts in zip(*plans, strict=True)))
 
 
-class Runs(NamedTuple):
+class Extents(NamedTuple):
     """Pairs of blocks, with neighbours merged: the ``lengths[i]`` blocks from ``sources[i]`` on are
     copied to those from ``destinations[i]`` on."""
 
@@ -109,9 +109,9 @@ class Runs(NamedTuple):
     destinations: BlockIds
     lengths: BlockIds
 
-    def select(self, chosen: npt.NDArray[np.bool_]) -> "Runs":
-        """The runs where ``chosen`` is true."""
-        return Runs(*(part[chosen] for part in self))
+    def select(self, chosen: npt.NDArray[np.bool_]) -> "Extents":
+        """The extents where ``chosen`` is true."""
+        return Extents(*(part[chosen] for part in self))
 
     def pairs(self) -> tuple[BlockIds, BlockIds]:
         """Source and destination block of every pair."""
@@ -126,10 +126,10 @@ class Runs(NamedTuple):
         )
 
 
-def find_runs(
+def find_extents(
     source: Regions, destination: Regions, source_blocks: BlockIds, destination_blocks: BlockIds
-) -> Runs:
-    """Merge the pairs ``source_blocks[i]``, ``destination_blocks[i]`` into runs.
+) -> Extents:
+    """Merge the pairs ``source_blocks[i]``, ``destination_blocks[i]`` into extents.
 
     Consecutive pairs merge if their blocks are neighbours on both sides, upwards or downwards, and
     lie in one chunk. No block may occur twice on a side.
@@ -142,7 +142,7 @@ def find_runs(
     if joins.any():
         joins &= steps == destination_blocks[1:] - destination_blocks[:-1]
     if not joins.any():
-        return Runs(source_blocks, destination_blocks, np.ones_like(source_blocks))
+        return Extents(source_blocks, destination_blocks, np.ones_like(source_blocks))
     for blocks, chunk_blocks in (
         (source_blocks, source.chunk_blocks),
         (destination_blocks, destination.chunk_blocks),
@@ -152,19 +152,19 @@ def find_runs(
     starts = np.flatnonzero(np.concatenate(([True], ~joins)))
     lengths = np.diff(starts, append=len(source_blocks))
     lasts = starts + lengths - 1
-    return Runs(
+    return Extents(
         np.minimum(source_blocks[starts], source_blocks[lasts]),
         np.minimum(destination_blocks[starts], destination_blocks[lasts]),
         lengths,
     )
 
 
-def describe(source: Regions, destination: Regions, runs: Runs) -> Descriptors:
-    """Descriptors that copy ``runs`` in every region."""
+def describe(source: Regions, destination: Regions, extents: Extents) -> Descriptors:
+    """Descriptors that copy ``extents`` in every region."""
     return Descriptors(
-        destination.addresses(runs.destinations).ravel(),
-        source.addresses(runs.sources).ravel(),
-        (source.pages[:, None] * runs.lengths.astype(np.uint64)).ravel(),
+        destination.addresses(extents.destinations).ravel(),
+        source.addresses(extents.sources).ravel(),
+        (source.pages[:, None] * extents.lengths.astype(np.uint64)).ravel(),
     )
 
 
@@ -172,9 +172,9 @@ def plan_copies(
     source: Regions, destination: Regions, source_blocks: BlockIds, destination_blocks: BlockIds
 ) -> Descriptors:
     """Descriptors that copy ``source_blocks[i]`` to ``destination_blocks[i]`` in every region,
-    with neighbours merged (``find_runs``)."""
-    runs = find_runs(source, destination, source_blocks, destination_blocks)
-    return describe(source, destination, runs)
+    with neighbours merged (``find_extents``)."""
+    extents = find_extents(source, destination, source_blocks, destination_blocks)
+    return describe(source, destination, extents)
 
 
 def in_stretches(total: int, first: int, at_once: int) -> Iterator[tuple[int, int]]:

@@ -11,7 +11,7 @@ from simple_offload.backends.base import Direction
 from simple_offload.backends.cuda.backend import CudaBackend
 from simple_offload.backends.cuda.copy_costs import CopyCosts
 from simple_offload.backends.cuda.queues import CudaQueues, RegionClass
-from simple_offload.backends.descriptors import Descriptors, Regions, Runs, find_runs
+from simple_offload.backends.descriptors import Descriptors, Extents, Regions, find_extents
 from simple_offload.metadata import Transfer
 
 
@@ -102,7 +102,7 @@ def scattered(count: int) -> Transfer:
 
 def test_regions_start_the_kernel_together() -> None:
     """So few pages of one region alone would go by DMA."""
-    few = Runs(np.arange(2), np.arange(2), np.ones(2, np.int64))
+    few = Extents(np.arange(2), np.arange(2), np.ones(2, np.int64))
     for num_regions, by_kernel in ((1, False), (64, True)):
         backend = quick_backend(16 << 10, num_regions, kernel=True)
         division = backend._choose(Direction.STORE, backend._classes[0], few)
@@ -123,9 +123,9 @@ def test_the_first_bytes_move_soon(
 
     def find(source: Regions, destination: Regions, *blocks: Any) -> Any:
         planned.append(len(blocks[0]))
-        return find_runs(source, destination, *blocks)
+        return find_extents(source, destination, *blocks)
 
-    monkeypatch.setattr("simple_offload.backends.cuda.backend.find_runs", find)
+    monkeypatch.setattr("simple_offload.backends.cuda.backend.find_extents", find)
     backend = quick_backend(page, num_regions)
     copy(backend, Direction.LOAD, scattered(16384 // num_regions))
     assert planned[0] * page * num_regions == num_bytes

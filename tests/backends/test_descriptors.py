@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from simple_offload.backends.descriptors import (
     Descriptors,
     Regions,
-    find_runs,
+    find_extents,
     group_by_size,
     in_pieces,
     in_stretches,
@@ -105,25 +105,31 @@ def test_neighbours_within_a_chunk_become_one_and_no_others(
     destinations = [(block + shift) % _NUM_BLOCKS for block in sources]
     for index in range(min(num_swaps, len(destinations) - 1)):
         destinations[index], destinations[-1] = destinations[-1], destinations[index]
-    runs: list[list[tuple[int, int]]] = []  # of pairs that one descriptor has to cover
+    extents: list[list[tuple[int, int]]] = []  # of pairs that one descriptor has to cover
     for pair in zip(sources, destinations, strict=True):
-        if runs and all(
+        if extents and all(
             block == before + (-1 if down else 1) and side.chunk_of(block) == side.chunk_of(before)
-            for side, block, before in zip((source, destination), pair, runs[-1][-1], strict=True)
+            for side, block, before in zip(
+                (source, destination), pair, extents[-1][-1], strict=True
+            )
         ):
-            runs[-1].append(pair)
+            extents[-1].append(pair)
         else:
-            runs.append([pair])
+            extents.append([pair])
     plan = plan_pairs(source, destination, dict(zip(destinations, sources, strict=True)))
     assert sorted(rows(plan)) == sorted(
-        (destination.where[region, min(run)[1]], source.where[region, min(run)[0]], page * len(run))
+        (
+            destination.where[region, min(extent)[1]],
+            source.where[region, min(extent)[0]],
+            page * len(extent),
+        )
         for region, page in enumerate(_PAGES)
-        for run in runs
+        for extent in extents
     )
 
 
 @pytest.mark.parametrize("pairs", [{1: 7, 2: 6, 3: 5}, {1: 5, 9: 6, 2: 7}, {1: 5, 3: 7}], ids=str)
-def test_what_is_no_run(pairs: dict[int, int]) -> None:
+def test_pairs_that_do_not_merge(pairs: dict[int, int]) -> None:
     """Against each other, neighbours on one side only, a step of two."""
     assert len(plan_pairs(Side(0), Side(10_000), pairs).sizes) == 2 * len(pairs)
 
@@ -138,17 +144,17 @@ def test_runs_have_every_pair_once(
     if ordered:
         sources = sorted(sources)
     destinations = [(block + shift) % _NUM_BLOCKS for block in sources]
-    runs = find_runs(
+    extents = find_extents(
         source.regions,
         destination.regions,
         np.array(sources, np.int64),
         np.array(destinations, np.int64),
     )
-    pairs = [part.tolist() for part in runs.pairs()]
+    pairs = [part.tolist() for part in extents.pairs()]
     assert sorted(zip(*pairs, strict=True)) == sorted(zip(sources, destinations, strict=True))
-    # Also of some runs.
-    chosen = np.arange(len(runs.lengths)) % 2 == 0
-    halves = [runs.select(half) for half in (chosen, ~chosen)]
+    # Also of some extents.
+    chosen = np.arange(len(extents.lengths)) % 2 == 0
+    halves = [extents.select(half) for half in (chosen, ~chosen)]
     found = [pair for half in halves for pair in zip(*half.pairs(), strict=True)]
     assert sorted(found) == sorted(zip(sources, destinations, strict=True))
 

@@ -21,7 +21,7 @@ from simple_offload.backends.cuda.queues import (
     RegionClass,
     classify_regions,
 )
-from simple_offload.backends.descriptors import Regions, Runs, find_runs, in_stretches
+from simple_offload.backends.descriptors import Extents, Regions, find_extents, in_stretches
 from simple_offload.backends.host_memory import map_memory, node_of_pci_device
 from simple_offload.config import ConfigError
 from simple_offload.logs import get_logger
@@ -132,11 +132,15 @@ class CudaBackend:
         try:
             for first, stop in self._stretches(classes, transfer):
                 source_blocks, destination_blocks = (side[first:stop] for side in blocks)
-                runs = find_runs(*classes[0].sides(direction), source_blocks, destination_blocks)
-                choices = [self._choose(direction, regions, runs) for regions in classes]
+                extents = find_extents(
+                    *classes[0].sides(direction), source_blocks, destination_blocks
+                )
+                choices = [self._choose(direction, regions, extents) for regions in classes]
                 seconds = sum(choice.seconds for choice in choices)
                 pace = seconds / ((stop - first) * self._block_bytes)
-                for piece in queues.submit(direction, classes, runs, choices, keep_lock=keep_lock):
+                for piece in queues.submit(
+                    direction, classes, extents, choices, keep_lock=keep_lock
+                ):
                     kept_alive.append(piece.arguments)
                     num_bytes[piece.path] += piece.num_bytes
                     last, unmarked_seconds = piece, unmarked_seconds + piece.num_bytes * pace
@@ -196,9 +200,9 @@ class CudaBackend:
         at_once = _STRETCH_DESCRIPTORS // num_regions
         return in_stretches(len(transfer.device_blocks), max(1, first), max(1, at_once))
 
-    def _choose(self, direction: Direction, regions: RegionClass, runs: Runs) -> PathChoice:
-        """The path of each run, and how long all of them take in all regions."""
-        sizes, num_regions = runs.lengths * regions.page, len(regions.device.pages)
+    def _choose(self, direction: Direction, regions: RegionClass, extents: Extents) -> PathChoice:
+        """The path of each extent, and how long all of them take in all regions."""
+        sizes, num_regions = extents.lengths * regions.page, len(regions.device.pages)
         choice = self._costs[direction].choose(sizes, num_regions)
         if self._copy_path == "kernel":
             return choice._replace(by_kernel=True)

@@ -11,7 +11,7 @@ import torch
 from simple_offload.backends.base import Direction
 from simple_offload.backends.cuda.copy_costs import CopyCosts, Path, PathChoice, measure_costs
 from simple_offload.backends.cuda.queues import CALL_DESCRIPTORS, CudaQueues, classify_regions
-from simple_offload.backends.descriptors import Regions, Runs
+from simple_offload.backends.descriptors import Extents, Regions
 
 _LADDER = tuple(4096 << step for step in range(7))  # 4 KiB to 256 KiB
 LARGEST_SIZE = _LADDER[-1]
@@ -26,7 +26,7 @@ SCRATCH_BYTES = 64 << 20
 
 def sizes_from(smallest_page: int) -> list[int]:
     """The descriptor sizes to measure where every page has at least ``smallest_page`` bytes.
-    Smaller descriptors do not occur; larger ones do, as runs of pages."""
+    Smaller descriptors do not occur; larger ones do, as extents of pages."""
     sizes = [size for size in _LADDER if 2 * size > smallest_page]
     return sizes or [min(smallest_page, SCRATCH_BYTES // 8)]
 
@@ -44,7 +44,7 @@ def measure_direction(
     def timed(size: int, count: int, batches: int, *, by_kernel: bool) -> float:
         regions = (Regions.in_buffer(side, size) for side in (device, host))
         classes = classify_regions(*regions, kernels=bool(queues.kernels))
-        runs = _scattered(len(device) // size, count)
+        extents = _scattered(len(device) // size, count)
         choice = PathChoice(by_kernel, 0.0)
         best = math.inf
         # The shortest time counts: other work on the machine only makes it longer. One batch is
@@ -54,7 +54,7 @@ def measure_direction(
             torch.cuda.synchronize(device.device)
             start = time.perf_counter()
             pieces = [
-                list(queues.submit(direction, classes, runs, [choice])) for _ in range(batches)
+                list(queues.submit(direction, classes, extents, [choice])) for _ in range(batches)
             ]
             torch.cuda.synchronize(device.device)
             best = min(best, time.perf_counter() - start)
@@ -75,8 +75,8 @@ def measure_direction(
     return replace(costs, dma=costs.dma * np.where(costs.sizes < _SMALL, _SPREAD, 1.0))
 
 
-def _scattered(num_blocks: int, count: int) -> Runs:
+def _scattered(num_blocks: int, count: int) -> Extents:
     """``count`` random pairs of ``num_blocks`` blocks."""
     random = np.random.default_rng(0)
     source, destination = (random.permutation(num_blocks)[:count] for _ in range(2))
-    return Runs(source, destination, np.ones_like(source))
+    return Extents(source, destination, np.ones_like(source))

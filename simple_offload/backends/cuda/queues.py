@@ -13,8 +13,8 @@ from simple_offload.backends.cuda.copy_costs import PathChoice
 from simple_offload.backends.cuda.dma import SubmitDma, largest_first, resolve_dma
 from simple_offload.backends.descriptors import (
     Descriptors,
+    Extents,
     Regions,
-    Runs,
     describe,
     group_by_size,
     in_pieces,
@@ -174,31 +174,31 @@ class CudaQueues:
         self,
         direction: Direction,
         classes: Sequence[RegionClass],
-        runs: Runs,
+        extents: Extents,
         choices: Sequence[PathChoice],
         *,
         keep_lock: bool = False,
     ) -> Iterator[Piece]:
-        """Queue ``runs`` in all regions, piece by piece. ``choices``: the path of each run, per
+        """Queue ``extents`` in all regions, piece by piece. ``choices``: each extent's path, by
         class of regions; ``keep_lock``: as for ``SubmitDma``."""
         by_dma: list[Descriptors] = []
         for regions, choice in zip(classes, choices, strict=True):
             chosen = choice.by_kernel
             if chosen is not False:
-                by_kernel = runs if chosen is True else runs.select(chosen)
+                by_kernel = extents if chosen is True else extents.select(chosen)
                 yield from self._submit_to_kernel(direction, regions, by_kernel)
             if chosen is not True:
-                rest = runs if chosen is False else runs.select(~chosen)
+                rest = extents if chosen is False else extents.select(~chosen)
                 by_dma.append(describe(*regions.sides(direction), rest))
         if by_dma:
             plan = Descriptors.concatenate(by_dma)
             yield from self._submit_by_dma(direction, plan, keep_lock=keep_lock)
 
     def _submit_to_kernel(
-        self, direction: Direction, regions: RegionClass, runs: Runs
+        self, direction: Direction, regions: RegionClass, extents: Extents
     ) -> Iterator[Piece]:
         kernel, stream = self.kernels[direction], self._kernel_streams[direction]
-        pairs = kernel.write_pairs(*runs.pairs())
+        pairs = kernel.write_pairs(*extents.pairs())
         for piece in pairs.in_pieces(max(1, _PIECE_BYTES // regions.block_bytes)):
             kernel.launch(regions.kernel[direction], piece, _KERNEL_PROGRAMS, stream)
             yield Piece("kernel", stream, piece.length * regions.block_bytes, piece)
