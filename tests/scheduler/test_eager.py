@@ -7,6 +7,7 @@ from vllm.v1.request import Request
 
 from tests.scheduler.conftest import MakeDriver
 from tests.scheduler.driver import LOAD, STORE, Driver, make_request, prompt
+from tests.simulation.world import World
 
 ASYNC = pytest.mark.parametrize("async_scheduling", [False, True])
 
@@ -94,6 +95,21 @@ def test_nothing_refers_to_a_request_whose_rest_is_stored(drive: MakeDriver, laz
     assert holders(request)
     driver.run()
     assert not holders(request)
+
+
+@pytest.mark.parametrize("events", [False, True])
+def test_only_kv_events_keep_an_ended_request(
+    drive: MakeDriver, monkeypatch: pytest.MonkeyPatch, events: bool
+) -> None:
+    """Otherwise vLLM frees its thousands of tokens, which takes time, and not a hook of ours."""
+    if not events:
+        monkeypatch.setattr(World, "kv_events_config", lambda self: None)
+    driver = drive()
+    request = driver.start("a", prompt(17))
+    while "a" in driver.world.scheduler.requests:
+        driver.step()
+    assert driver.scheduler.has_pending_work()
+    assert bool(holders(request)) == events
 
 
 # While it runs

@@ -46,9 +46,10 @@ def check_at_rest(scheduler: OffloadScheduler) -> None:
     check_scheduler(scheduler)
     assert not scheduler._ledger.ids, "transfers in flight at rest"
     policy, loads = scheduler._policy, scheduler._loads
-    for owner, names in ((policy, ("_progress", "_ended")), (loads, ("_hits", "_unlucky"))):
-        for name in names:
-            assert not getattr(owner, name), f"{name} of {owner} at rest: {getattr(owner, name)}"
+    maps = {"_requests", "_progress", "_ended", "_hits", "_unlucky"}
+    for owner in (policy, loads):
+        for name in vars(owner).keys() & maps:
+            assert not vars(owner)[name], f"{name} of {owner} at rest: {vars(owner)[name]}"
 
 
 def check_loads(loads: Loads) -> None:

@@ -58,6 +58,7 @@ class EagerPolicy:
         kv_cache_manager: "KVCacheManager",
         admission: Admission,
         meter: metrics.Meter,
+        wants_events: bool = False,
     ) -> None:
         self._tier = tier
         self._groups = groups
@@ -65,6 +66,8 @@ class EagerPolicy:
         self._meter = meter
         self._managers = kv_cache_manager.coordinator.single_type_managers
         self._device_pool: BlockPool = kv_cache_manager.block_pool
+        self._wants_events = wants_events
+        self._requests: dict[str, Request] = {}
         self._progress: dict[str, Progress] = {}
         self._pacer = Pacer()
         self._ended: list[_Ended] = []
@@ -86,16 +89,18 @@ class EagerPolicy:
     def on_allocated(self, request: "Request", *, loads: bool) -> None:
         self._admission.count(request)
         keep = KeepSet(self._groups, self._tier, request.block_hashes)
-        zeros = self._zeros
+        hashes, zeros = request.block_hashes, self._zeros
+        source = request if self._wants_events else None
+        self._requests[request.request_id] = request
         self._progress[request.request_id] = Progress(
-            request, zeros.copy(), zeros.copy(), loads, keep
+            hashes, source, zeros.copy(), zeros.copy(), loads, keep
         )
         self._pacer.add(request.request_id)
 
     def on_states(self, states: Mapping[str, Sequence[BoundaryState]]) -> None:
         for request_id, of_request in states.items():
             if (progress := self._progress.get(request_id)) is not None:
-                self._admission.count(progress.request)
+                self._admission.count(self._requests[request_id])
                 for state in of_request:
                     self._walk.store_state(progress, state)
 
@@ -105,7 +110,7 @@ class EagerPolicy:
             self._store_rest(rest)
         for request_id in self._pacer.on_step(scheduled.num_scheduled_tokens):
             progress = self._progress[request_id]
-            request = progress.request
+            request = self._requests[request_id]
             self._admission.count(request)
             if not progress.ran:
                 # In its first step a request has only blocks that it has found.
@@ -116,12 +121,13 @@ class EagerPolicy:
                     progress.next_index[group] = request.num_computed_tokens // size
             elif progress.refused_at != self._admission.version:
                 if confirmed_tokens(request) >= progress.ready_at:
-                    self._store_computed(progress)
+                    self._store_computed(request, progress)
                 self._pacer.postpone(request_id, progress.ready_at - request.num_computed_tokens)
 
     def on_request_finished(self, request: "Request", loading: bool) -> None:
         progress = self._progress.pop(request.request_id, None)
         if progress is not None:
+            del self._requests[request.request_id]
             self._pacer.remove(request.request_id)
             self._admission.count(request)
         self._admission.on_request_finished(request.request_id)
@@ -153,15 +159,15 @@ class EagerPolicy:
         block_pool.free_blocks(self._device_pool, reversed(blocks))
 
     def on_reset(self) -> None:
+        self._requests.clear()
         self._progress.clear()
         self._pacer.clear()
         ended, self._ended = self._ended, []
         for rest in ended:
             self.free_blocks(rest.held)
 
-    def _store_computed(self, progress: Progress) -> None:
+    def _store_computed(self, request: "Request", progress: Progress) -> None:
         """Store the computed blocks of a request that runs."""
-        request = progress.request
         tables = {group: self._table(request.request_id, group) for group in self._group_ids}
         ready = {
             group: self._num_complete(request, group, len(table)) for group, table in tables.items()
@@ -171,7 +177,7 @@ class EagerPolicy:
 
     def _store_rest(self, rest: _Ended) -> None:
         """Store the rest of a request that has ended."""
-        progress, hashes = rest.progress, rest.progress.request.block_hashes
+        progress, hashes = rest.progress, rest.progress.hashes
         for group in self._groups.chained_ids:
             if not progress.next_index[group]:
                 self._walk.skip_stored(progress, group, rest.stops[group])

@@ -80,6 +80,7 @@ class LazyPolicy:
         self._admission = admission
         self._meter = meter
         self._limits = limits
+        self._wants_events = wants_events
         self._managers = kv_cache_manager.coordinator.single_type_managers
         self._device_pool: BlockPool = kv_cache_manager.block_pool
         self._contents = DeviceContents(
@@ -291,7 +292,7 @@ class LazyPolicy:
                         num_tokens + size,
                         size,
                         early=True,
-                        request=request,
+                        request=request if self._wants_events else None,
                     )
                 )
         return runs

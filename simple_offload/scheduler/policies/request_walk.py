@@ -73,10 +73,13 @@ class KeepSet:
 
 @dataclass(slots=True, eq=False)
 class Progress:
-    """How much of a request is stored. A request that has ended is kept with it until its rest is
-    stored."""
+    """How much of a request is stored. What is left of an ended request outlives it."""
 
-    request: "Request"
+    hashes: list[BlockHash]
+    """The request's, which grow with it."""
+    source: "Request | None"
+    """The request, if KV events are wanted. Otherwise nothing here refers to an ended request:
+    dropping the last reference to thousands of tokens takes time."""
     next_index: list[int]
     """By group, the first block that is not dealt with; in a chained group a guess at it until
     ``started`` or the request's end."""
@@ -177,8 +180,7 @@ class StoreWalk:
             if group in self._groups.chained_ids:
                 self.skip_stored(progress, group, limits[group])
             else:
-                hashes = progress.request.block_hashes
-                keys = self._groups.keys(hashes, group, stop=limits[group])
+                keys = self._groups.keys(progress.hashes, group, stop=limits[group])
                 progress.keep.add(filter(self._stores.has, keys))
         self.count_skipped(progress)
 
@@ -194,7 +196,7 @@ class StoreWalk:
         """Set the cursor behind the blocks that the tier has (or is getting), among the request's
         first ``limit``."""
         guess = progress.next_index[group]
-        count = self._stores.count_first(progress.request.block_hashes, group, limit, guess)
+        count = self._stores.count_first(progress.hashes, group, limit, guess)
         progress.next_index[group] = count
         progress.keep.add_first(group, count)
 
@@ -241,7 +243,7 @@ class StoreWalk:
         group, size = state.group, self._groups.block_sizes[state.group]
         if group not in self._groups.ids:
             return
-        hashes = progress.request.block_hashes
+        hashes = progress.hashes
         key = self._groups.key_at(hashes, group, state.num_tokens)
         block = self._device_pool.blocks[state.block_id]
         # A block that was given up since it was handed over has lost its hash.
@@ -252,7 +254,7 @@ class StoreWalk:
         if not progress.started:
             sizes = self._groups.block_sizes
             self.start(progress, {g: state.num_tokens // sizes[g] for g in self._groups.ids})
-        run = Run((block,), (key,), parent, state.num_tokens, request=progress.request)
+        run = Run((block,), (key,), parent, state.num_tokens, request=progress.source)
         if self._stores.plan(run, progress.keep.collect, self._device_pool):
             progress.keep.add((key,))
 
@@ -266,7 +268,7 @@ class StoreWalk:
         """Store those host blocks from the group's cursor on that the tier lacks, and move the
         cursor. ``table``: their sub-blocks. False: the request's further blocks must wait."""
         first, size = progress.next_index[group], self._groups.block_sizes[group]
-        hashes, num_sub_blocks = progress.request.block_hashes, self._groups.num_sub_blocks
+        hashes, num_sub_blocks = progress.hashes, self._groups.num_sub_blocks
         is_chained = group in self._groups.chained_ids
         parent = self._groups.key_at(hashes, group, first * size) if first else None
         if is_chained and parent is not None and not self._stores.has(parent):
@@ -286,7 +288,7 @@ class StoreWalk:
                 keys[start - 1] if start else parent,
                 (first + start + 1) * size,
                 size,
-                request=progress.request,
+                request=progress.source,
             )
             count = self._stores.plan(run, progress.keep.collect, self._device_pool)
             num_planned += count

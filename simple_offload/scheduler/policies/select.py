@@ -45,4 +45,4 @@ def make_policy(
         return LazyPolicy(
             tier, groups, stores, kv_cache_manager, admission, meter, limits, wants_events
         )
-    return EagerPolicy(tier, groups, stores, kv_cache_manager, admission, meter)
+    return EagerPolicy(tier, groups, stores, kv_cache_manager, admission, meter, wants_events)

@@ -49,7 +49,7 @@ class Run:
     """Whether the first block may be committed before its parent: the parent will be stored
     too."""
     request: "Request | None" = None
-    """The request whose tokens these are, for KV events."""
+    """The request whose tokens these are, if KV events are wanted."""
     payloads: "Sequence[PayloadsByKey]" = ()
     """By block, for KV events of blocks that outlived their request; else empty."""
     host_blocks: Sequence[KVCacheBlock] = ()

@@ -34,8 +34,7 @@ def count_rejected_drafts_as_computed(stack: ExitStack) -> None:
     def count(self: EagerPolicy, scheduled: Any) -> None:
         on_step(self, scheduled)
         for request_id, num_tokens in scheduled.num_scheduled_tokens.items():
-            if (progress := self._progress.get(request_id)) is not None:
-                request = progress.request
+            if (request := self._requests.get(request_id)) is not None:
                 first = request.num_computed_tokens - request.num_output_placeholders
                 computed[request_id] = computed.get(request_id, first) + num_tokens
 

@@ -95,7 +95,7 @@ def store_the_original_of_a_copied_state(stack: ExitStack) -> None:
     def careless(self: EagerPolicy, states: Any) -> None:
         for request_id, of_request in states.items():
             for state in of_request if request_id in self._progress else ():
-                hashes = self._progress[request_id].request.block_hashes
+                hashes = self._progress[request_id].hashes
                 size = self._groups.block_sizes[state.group]
                 key = self._groups.key_at(hashes, state.group, state.num_tokens)
                 if state.num_tokens % size == 0 or self._walk._stores.has(key):
