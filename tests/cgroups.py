@@ -9,13 +9,13 @@ from simple_offload import memory
 
 
 class NoCgroupError(Exception):
-    """None can be made here; the message says why."""
+    """This machine lets the process make no group; the message has the reason."""
 
 
 @contextmanager
 def limited(num_bytes: int) -> Iterator[Path]:
-    """A group, below that of this process, whose processes (write their ids to its
-    ``cgroup.procs``) may use ``num_bytes``. They must have ended afterwards. NoCgroupError."""
+    """A group below this process's own, whose processes may use ``num_bytes``. Write their ids to
+    its ``cgroup.procs``, and end them before the context ends. Raises NoCgroupError."""
     folders = [folder for folder in memory._cgroup_folders() if folder[0].is_dir()]
     if not folders:
         raise NoCgroupError("no cgroups with a memory controller")

@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
-# Threads of OpenMP wait for each other in busy loops, which costs tenfold where tests in other
-# processes have the cores.
+# OpenMP's threads wait for each other in busy loops. These take ten times as long where tests in
+# other processes occupy the cores.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 # The same examples in every run of a command, so that a failure replays. (They differ with the
@@ -32,7 +32,7 @@ _SINGLE = "simulation"
 """A folder of long tests that share nothing."""
 
 PATIENCE_SECONDS = 30.0
-"""Tests fail after waiting for so long."""
+"""Time limit, in seconds, for anything that a test waits for."""
 
 MakeVllmConfig = Callable[..., "VllmConfig"]
 
@@ -45,14 +45,14 @@ def pytest_report_header() -> str:
 
 
 def _directory(nodeid: str) -> str:
-    """The folder below tests/ that has the test; "" where it is in none."""
+    """The folder below tests/ that has the test; "" for a test directly in tests/."""
     parts = Path(nodeid.split("::", 1)[0]).parts
     return parts[1] if len(parts) > 2 else ""
 
 
 def _scope(nodeid: str) -> str:
-    """What runs in one process: the folder, if its tests share costly things, the test, if they
-    share nothing, else the file."""
+    """The unit that runs in one process. It is the folder if its tests share costly things, the
+    single test if they share nothing, and else the file."""
     directory = _directory(nodeid)
     if directory == _SINGLE:
         return nodeid
@@ -91,13 +91,13 @@ class Machine:
 
     num_bytes = 100 * 2**30
     available: int | None = None
-    """Bytes; None: all."""
+    """Available bytes; None: all of the machine's."""
 
     def __init__(self, root: Path) -> None:
         self._root = root
 
     def path(self, *parts: str) -> Path:
-        """The path that stands for a file of the kernel."""
+        """The path that replaces a file of the kernel."""
         return self._root / Path(*parts).relative_to("/")
 
     def write(self, name: str, text: str) -> None:
@@ -109,7 +109,7 @@ class Machine:
 
 @pytest.fixture
 def machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Machine:
-    """Stands for the machine of the test when a configuration is checked."""
+    """Replaces the machine's memory when a configuration is checked."""
     machine = Machine(tmp_path)
     monkeypatch.setattr(
         "simple_offload.memory.psutil.virtual_memory",
@@ -123,7 +123,7 @@ def machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Machine:
 
 
 def within_patience(call: Callable[[], object]) -> None:
-    """Call a function that may never return, where no time limit applies: nothing limits the
+    """Call a function that may never return, outside pytest's time limit: nothing limits the
     teardown of a failed test."""
     thread = threading.Thread(target=call, daemon=True)
     thread.start()
@@ -133,8 +133,8 @@ def within_patience(call: Callable[[], object]) -> None:
 
 @pytest.fixture(autouse=True)
 def no_engine_left() -> Iterator[None]:
-    """Fails a test that leaves a copy lane open: it would change how the threads of all
-    later tests of this process take turns."""
+    """Fails a test that leaves a copy lane open. An open lane changes how threads switch in all
+    later tests of this process."""
     before = sys.getswitchinterval()
     yield
     after = sys.getswitchinterval()

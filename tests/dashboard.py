@@ -15,8 +15,8 @@ _TEMPLATE = re.compile(r"\{\{(\w+)\}\}")
 
 
 class Query(NamedTuple):
-    """A query of a panel's. ``selected``: by name of a series the labels it is asked for with;
-    ``grouped`` and ``shown``: labels that the answer is split by, and named by."""
+    """A query of a panel. ``selected``: by series, the labels that it filters by. ``grouped``: the
+    labels that it groups by. ``shown``: the labels in its legend."""
 
     text: str
     selected: list[tuple[str, dict[str, str]]]
@@ -46,5 +46,5 @@ def queries_in(path: Path) -> Iterator[Query]:
 
 
 def names_in(path: Path) -> set[str]:
-    """The names that queries ask for."""
+    """The names of series in queries."""
     return {name for query in queries_in(path) for name, _ in query.selected}

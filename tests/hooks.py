@@ -8,10 +8,11 @@ VAR_KINDS = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 
 def misfits(connector_class: type, *interfaces: type) -> Iterator[str]:
-    """What vLLM could not call on ``connector_class`` as it calls it on ``interfaces``.
+    """Problems that vLLM would have when it calls ``connector_class`` in the way it calls
+    ``interfaces``.
 
-    A hook must be of the interface's kind (property, class method, method), and take what the
-    interface takes, by position and by keyword.
+    A hook must be of the interface's kind (property, class method, method), and accept the
+    interface's parameters by position and by keyword.
     """
     for interface in interfaces:
         for name in public_names(interface):

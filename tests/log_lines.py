@@ -17,7 +17,7 @@ _PLACEHOLDER = re.compile(r"%(?:\([a-z_]+\))?[-+ #0]*\d*(?:\.\d+)?[a-zA-Z]")
 
 
 def log_lines() -> Iterator[tuple[str, str]]:
-    """Level and text of every line, with … for what is filled in; debug lines left out."""
+    """Level and text of every line except debug lines, with … for each value that is filled in."""
     for file in sorted((ROOT / "simple_offload").rglob("*.py")):
         for node in ast.walk(ast.parse(file.read_text())):
             match node:

@@ -1,7 +1,7 @@
 """Ranks that open host memory at once: ``python -m tests.memory_ranks CGROUP RANKS BYTES``.
 
-Each rank is a process of its own in that cgroup. All open a tier of that size and say, in a line of
-JSON, how far it has come once it is open or has to wait; then they wait for the end of stdin.
+Each rank is a process of that cgroup. All open a tier of that size. Each prints a line of JSON once
+its tier is open or has to wait; it then waits for the end of stdin.
 """
 
 import json
@@ -26,7 +26,7 @@ _BLOCK_BYTES = 1 << 20
 
 
 class MappedBackend(HostBackend):
-    """Takes memory as the CUDA backend does, and pins none."""
+    """Allocates memory as the CUDA backend does, but pins none."""
 
     chunk_bytes = CHUNK_BYTES
 
@@ -43,8 +43,8 @@ class MappedBackend(HostBackend):
         self._host.extend(region.numpy() for region in regions)
 
 
-class Said(logging.Handler):
-    """Sets an event when the pool has said that it is open, or has to wait."""
+class LogWatcher(logging.Handler):
+    """Sets an event when the pool logs that it is open or has to wait."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -57,21 +57,21 @@ class Said(logging.Handler):
 
 
 def open_tier(group: Path, num_bytes: int, started: Barrier, stop: Event) -> None:
-    """One rank. ``started``: every rank has its first chunk."""
+    """One rank. ``started`` is passed when every rank has its first chunk."""
     (group / "cgroup.procs").write_text(str(os.getpid()))
-    said = Said()
-    logging.getLogger("vllm.simple_offload.worker.host_pool").addHandler(said)
+    watcher = LogWatcher()
+    logging.getLogger("vllm.simple_offload.worker.host_pool").addHandler(watcher)
     pool = HostPool(MappedBackend(started.wait), [_BLOCK_BYTES], num_bytes // _BLOCK_BYTES)
     pool.open()
-    said.event.wait()
-    sys.stdout.write(json.dumps({"num_bytes": pool.nbytes, "said": said.message}) + "\n")
+    watcher.event.wait()
+    sys.stdout.write(json.dumps({"num_bytes": pool.nbytes, "message": watcher.message}) + "\n")
     sys.stdout.flush()
     stop.wait()
 
 
 def main(group: Path, num_ranks: int, num_bytes: int) -> int:
-    """Returns how many ranks did not end by themselves."""
-    # Forked, so that what the interpreter takes is not charged to the group.
+    """Returns the number of ranks that did not end by themselves."""
+    # Forked, so that the group is not charged for the interpreter's own memory.
     context = multiprocessing.get_context("fork")
     started, stop = context.Barrier(num_ranks), context.Event()
     ranks = [
@@ -80,7 +80,7 @@ def main(group: Path, num_ranks: int, num_bytes: int) -> int:
     ]
     for rank in ranks:
         rank.start()
-    # A rank that is killed would be waited for by the others.
+    # The others would wait for a killed rank.
     sentinels = [rank.sentinel for rank in ranks]
     stdin = sys.stdin.fileno()
     if stdin not in multiprocessing.connection.wait([stdin, *sentinels]):

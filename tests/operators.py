@@ -14,11 +14,11 @@ _FEATURES = {
     "_C_AVX512": {"_is_avx512_supported": True, "_is_avx512_bf16_supported": False},
     "_C": {"_is_avx512_supported": True, "_is_avx512_bf16_supported": True},
 }
-"""By build, what `torch.cpu` says of a processor on which vLLM loads it."""
+"""By build: the features in `torch.cpu` with which vLLM selects it."""
 
 
 def runnable_builds() -> list[str]:
-    """Builds that the installed vLLM has and this processor can run."""
+    """Builds in the installed vLLM that this processor can run."""
     import torch
 
     spec = importlib.util.find_spec("vllm")
@@ -36,7 +36,7 @@ def runnable_builds() -> list[str]:
 
 
 def pretend_processor(build: str) -> None:
-    """Let vLLM, not imported yet, find a processor on which it loads ``build``."""
+    """Make vLLM, which is not imported yet, detect a processor for which it loads ``build``."""
     import torch
 
     for name, answer in _FEATURES[build].items():
@@ -44,14 +44,14 @@ def pretend_processor(build: str) -> None:
 
 
 def loaded_builds() -> list[str]:
-    """The builds that this process has loaded (of one, Python knows no module: vLLM loads it under
-    a name that it does not define)."""
+    """The builds that this process has loaded. One of them is in no Python module: vLLM loads it
+    under a name that the library does not define."""
     maps = Path("/proc/self/maps").read_text()
     return sorted(set(re.findall(r"/vllm/(_C\w*)\.[\w.-]*so$", maps, re.MULTILINE)))
 
 
 def describe() -> str:
-    """Which vLLM this is, and what it runs on here. Loads its operators."""
+    """vLLM's version and the build of its operators in use. Loads the operators."""
     import torch
     import vllm
     from vllm.platforms import current_platform

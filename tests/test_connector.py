@@ -1,4 +1,4 @@
-"""SimpleCPUOffloadConnector: made by vLLM in both roles, every hook led to its side."""
+"""SimpleCPUOffloadConnector: vLLM makes it in both roles, and every hook reaches its side."""
 
 import logging
 from collections.abc import Callable, Iterator
@@ -49,8 +49,8 @@ def memory() -> KVMemory:
 def connect(
     no_thread_left: None, make_vllm_config: MakeVllmConfig, memory: KVMemory
 ) -> Iterator[Connect]:
-    """A function that makes a connector of a role as vLLM does; its other arguments are those
-    of ``make_vllm_config``. The connector is shut down after the test."""
+    """A function that makes a connector in a role, as vLLM does. Its other arguments are those of
+    ``make_vllm_config``. The connector is shut down after the test."""
     connectors: list[SimpleCPUOffloadConnector] = []
 
     def connect(
@@ -68,11 +68,11 @@ def connect(
         within_patience(connector.shutdown)
 
 
-# What it is refused for
+# Refused executors
 
 
 def refuse(config: "VllmConfig", memory: KVMemory) -> str:
-    """Neither side starts, nor does vLLM get as far as measuring memory. What is said."""
+    """The message that refuses the start of both sides, before vLLM measures memory."""
     messages = set()
     for role in (SCHEDULER, WORKER):
         with pytest.raises(ConfigError) as caught:
@@ -84,10 +84,11 @@ def refuse(config: "VllmConfig", memory: KVMemory) -> str:
     return message
 
 
-def test_an_executor_that_hears_of_one_rank_only(
+def test_an_executor_that_returns_one_rank_only(
     make_vllm_config: MakeVllmConfig, memory: KVMemory
 ) -> None:
-    """Each rank's engine would wait for the others' reports for ever, and keep nothing."""
+    """Otherwise the engine would wait for the other ranks' reports without end, and keep no
+    block."""
     config = make_vllm_config(EXTRA_CONFIG, num_ranks=2)
     config.parallel_config.distributed_executor_backend = "external_launcher"
     message = refuse(config, memory)
@@ -100,7 +101,7 @@ def test_an_executor_that_hears_of_one_rank_only(
 def test_rays_old_executor_with_stages(
     make_vllm_config: MakeVllmConfig, memory: KVMemory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It returns what the last stage says. vLLM 0.33 has no such executor, nor the variable."""
+    """It returns the last stage's output. vLLM 0.33 has neither this executor nor the variable."""
     config = make_vllm_config(EXTRA_CONFIG, num_ranks=2)
     parallel = config.parallel_config
     parallel.distributed_executor_backend, parallel.pipeline_parallel_size = "ray", 2
@@ -195,20 +196,20 @@ def test_without_prefix_caching_nothing_happens(
     connect: Connect, role: KVConnectorRole, memory: KVMemory
 ) -> None:
     connector = connect(role, prefix_caching=False)
-    nobody = cast(Any, None)
+    unused = cast(Any, None)
     assert connector.scheduler is None
     assert connector.worker is None
     # Scheduler side
     manager = cast(Any, SimpleNamespace(block_pool=None))
     connector.bind_kv_cache_manager(manager)
     connector.set_xfer_handshake_metadata_pp_aware({(0, 0): RankCapacity("r", 4, 4, 1)})
-    assert connector.get_num_new_matched_tokens(nobody, 0) == (0, False)
-    connector.update_state_after_alloc(nobody, nobody, 0)
-    metadata = connector.build_connector_meta(nobody)
+    assert connector.get_num_new_matched_tokens(unused, 0) == (0, False)
+    connector.update_state_after_alloc(unused, unused, 0)
+    metadata = connector.build_connector_meta(unused)
     assert metadata == StepMetadata()
     connector.update_connector_output(KVConnectorOutput())
-    assert connector.request_finished(nobody, []) == (False, None)
-    assert connector.request_finished_all_groups(nobody, ([],)) == (False, None)
+    assert connector.request_finished(unused, []) == (False, None)
+    assert connector.request_finished_all_groups(unused, ([],)) == (False, None)
     assert not connector.has_pending_push_work()
     assert not connector.has_pending_block_frees()
     assert connector.reset_cache() is True
@@ -229,7 +230,7 @@ def test_without_prefix_caching_nothing_happens(
 
 
 class Foreign(KVConnectorHandshakeMetadata):
-    """Of a connector beside this one."""
+    """Metadata of another connector, in a MultiConnector."""
 
 
 def test_all_ranks_use_as_many_blocks_as_the_smallest_has(connect: Connect) -> None:
@@ -249,7 +250,7 @@ def test_all_ranks_use_as_many_blocks_as_the_smallest_has(connect: Connect) -> N
 
 
 def test_the_tier_grows_with_what_workers_report(connect: Connect, memory: KVMemory) -> None:
-    """The worker's own words, which need no handshake."""
+    """The worker's report, without a handshake."""
     on_scheduler, on_worker = connect(SCHEDULER), connect(WORKER)
     on_worker.register_kv_caches(memory.kv_caches)
     _, report = run_step(on_worker, StepMetadata())
@@ -260,7 +261,7 @@ def test_the_tier_grows_with_what_workers_report(connect: Connect, memory: KVMem
 
 
 def test_scheduler_hooks_reach_the_scheduler_side(connect: Connect) -> None:
-    """Each with the arguments that it was given, and back with what was answered."""
+    """The arguments arrive unchanged, and so do the return values."""
     calls: list[tuple[str, tuple[object, ...]]] = []
 
     class Recorder:
@@ -374,7 +375,8 @@ def test_a_failed_load_is_reported_as_such(connect: Connect, memory: KVMemory) -
 
 
 def test_loads_start_with_the_metadata(connect: Connect, memory: KVMemory) -> None:
-    """Before the forward, whose first hook comes when vLLM has prepared its inputs."""
+    """Loads start before the forward pass. Its first hook comes only after vLLM has prepared the
+    inputs."""
     connector = connect(WORKER)
     connector.register_kv_caches(memory.kv_caches)
     connector.bind_connector_metadata(StepMetadata([Transfer.pairing(0, [1], [3], "r")]))
@@ -386,7 +388,7 @@ def test_loads_start_with_the_metadata(connect: Connect, memory: KVMemory) -> No
 def test_before_sleep_no_copy_is_left(
     connect: Connect, memory: KVMemory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """0.33 takes the device memory away between the two calls."""
+    """vLLM 0.33 frees the device memory between the two calls."""
     backend = ScriptedBackend()
     monkeypatch.setattr("simple_offload.worker.worker.make_backend", lambda name, path: backend)
     backend.pendings[0] = EndsWhenWaitedFor()

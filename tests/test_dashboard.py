@@ -1,4 +1,4 @@
-"""The Grafana dashboard asks for what the code exports, and shows all of it."""
+"""The Grafana dashboard queries exported series only, and shows all of them."""
 
 import inspect
 from itertools import combinations
@@ -16,7 +16,7 @@ QUERIES = list(queries_in(DASHBOARD))
 
 
 def series_of(name: str) -> Series:
-    """The series that ``name``, as it is served, belongs to."""
+    """The series that serves ``name`` on /metrics."""
     base = name.removesuffix("_bucket")
     series = SERIES[base]
     assert (series.kind == "histogram") == (base != name), f"{name} of a {series.kind}"
@@ -24,7 +24,7 @@ def series_of(name: str) -> Series:
 
 
 @pytest.mark.parametrize("query", QUERIES, ids=[query.text[:60] for query in QUERIES])
-def test_a_query_asks_for_what_there_is(query: Query) -> None:
+def test_queries_name_existing_series_and_labels(query: Query) -> None:
     assert query.selected
     for name, labels in query.selected:
         assert labels.keys() >= COMMON, "one model and one engine can be chosen"
@@ -42,7 +42,7 @@ def test_every_series_is_shown() -> None:
     assert {name for name in shown if name.startswith(PREFIX)} == set(SERIES)
 
 
-def test_the_rest_is_vllm_s() -> None:
+def test_all_other_series_are_vllm_s() -> None:
     source = inspect.getsource(loggers)
     rest = {name for name in names_in(DASHBOARD) if not name.startswith(PREFIX)}
     for name in rest:

@@ -1,4 +1,5 @@
-"""The documentation: what it shows is right (tests/docs/ runs it), what it names is there."""
+"""The documentation: its names exist, and its tables are up to date. tests/docs/ runs its
+commands."""
 
 import argparse
 import importlib.util
@@ -25,7 +26,7 @@ every_page = pytest.mark.parametrize("page", PAGES, ids=_ids)
 
 
 def of(*names: str) -> list[Command]:
-    """Commands that begin with one of ``names``, less variables set in front."""
+    """Commands that begin with one of ``names``, without the variables set before it."""
     found = []
     for page, words, whole in COMMANDS:
         while words and re.fullmatch(r"[A-Z_]+=.*", words[0]):
@@ -70,7 +71,8 @@ def test_make_targets_exist(command: Command) -> None:
 
 
 def _source_of(module: str) -> str:
-    """Of a program, where its arguments are: importing it may need a device."""
+    """By program: the module that parses its arguments. Importing the program itself may need a
+    device."""
     spec = importlib.util.find_spec(module)
     assert spec is not None, f"no module {module}"
     assert spec.origin is not None
@@ -89,7 +91,7 @@ def test_python_modules_and_their_options_exist(command: Command) -> None:
         return
     source = _source_of(module)
     if module.endswith("vllm_command"):
-        return  # what is behind it is vLLM's
+        return  # the arguments after it are vLLM's
     for argument in arguments:
         if argument.startswith("--"):
             assert f'"{argument}"' in source, f"{module} has no option {argument}"
@@ -118,7 +120,7 @@ def test_arguments_of_the_command_are_taken(
 
 
 def _validate(config: dict[str, Any]) -> None:
-    """Whether this is a whole configuration that vLLM takes, or the connector's part of it."""
+    """Whether this is a complete configuration for vLLM, or the connector's section of one."""
     from vllm.config import KVTransferConfig
 
     extra = config
@@ -164,7 +166,7 @@ def test_json_is_a_configuration(page: Path) -> None:
         _validate(json.loads(block))
 
 
-# What is named is there
+# Named things exist
 
 
 @every_page
@@ -210,7 +212,7 @@ def test_every_module_has_its_place_in_the_picture() -> None:
                 assert module.name in text, module
 
 
-# What is taken from the code
+# Tables from the code
 
 
 def test_tables_are_up_to_date() -> None:
@@ -223,7 +225,7 @@ def test_the_configuration_table_has_every_key() -> None:
     assert all(f"| `{key}` |" in table for key in OffloadConfig.model_fields)
 
 
-def test_the_table_says_defaults_and_what_is_allowed() -> None:
+def test_the_table_has_defaults_and_allowed_values() -> None:
     rows = {row.split("`")[1]: row for row in docs.config_table().splitlines()[2:]}
     assert '| `"8GiB"` | bytes, or a size such as `"64GiB"` |' in rows["cpu_bytes_to_use"]
     assert "| \N{EN DASH} | bytes, or a size" in rows["cpu_bytes_to_use_per_rank"]

@@ -261,7 +261,7 @@ def test_vllm_s_option_for_offloading(
 def test_keys_of_other_connectors_are_named_once(
     make_vllm_config: MakeVllmConfig, role: KVConnectorRole, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By the scheduler's connector alone, not by each rank's."""
+    """Only the scheduler's connector logs them, not every rank."""
     warned = Mock()
     monkeypatch.setattr("simple_offload.connector.logger.warning", warned)
     extra_config = {

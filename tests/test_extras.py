@@ -1,5 +1,5 @@
-"""What the extras install: into an empty environment, or, where it is gigabytes or for another
-machine, as pip resolves it."""
+"""The packages that the extras install. Small ones go into an empty environment. For large ones,
+and those for other machines, pip only resolves the versions."""
 
 import json
 import os
@@ -18,7 +18,7 @@ from tools.set_up import canonical, pip_environment
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
-# What each is there for, in a Python that has nothing else.
+# The purpose of each extra, checked in a Python with no other packages.
 CLAIMS = {
     "bench": """
 import matplotlib.figure
@@ -75,8 +75,8 @@ def test_extras_work_in_an_empty_environment(extra: str, wheel: Path, tmp_path: 
 
 @pytest.mark.parametrize("extra", ["cpu", "cuda", "npu"])
 def test_extras_resolve(extra: str, wheel: Path, tmp_path: Path) -> None:
-    """What they name, built for this machine, and with it the torch of that device. Of the CPU's
-    extra, which says nothing of torch, pip has to be told where its build is."""
+    """pip finds the packages and the device's torch, built for this machine. The CPU's extra does
+    not name torch, so pip needs the address of that build."""
     python = _empty(tmp_path / "environment")
     nothing = tmp_path / "nothing"
     nothing.mkdir()
@@ -109,7 +109,7 @@ def test_extras_resolve(extra: str, wheel: Path, tmp_path: Path) -> None:
 
 
 def _check_requirements(extra: str, found: Mapping[str, str]) -> None:
-    """What the extra names is there, in a version that it asks for."""
+    """The named packages are resolved, in versions that the extra accepts."""
     for text in EXTRAS[extra]:
         requirement = Requirement(text)
         version = found[canonical(requirement.name)]

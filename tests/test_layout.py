@@ -1,4 +1,4 @@
-"""wanted_layout: a wish for contiguous blocks, where vLLM can fulfil it."""
+"""wanted_layout: the connector requests contiguous blocks where vLLM can provide them."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -105,7 +105,8 @@ def test_models_with_kernels_of_their_own_keep_vllm_s_layout(
     own: bool,
     drafter: bool,
 ) -> None:
-    """MiniMax-M3's read wrong pages in another one, of a drafter or of the model itself."""
+    """MiniMax-M3's kernels read wrong pages in another layout. The drafter may have such kernels
+    too, not only the model."""
     config = make_vllm_config({"num_cpu_blocks": 8})
     model = SimpleNamespace(architecture=architecture)
     if drafter:
@@ -117,7 +118,7 @@ def test_models_with_kernels_of_their_own_keep_vllm_s_layout(
     assert asked == (None if own else "BLHNC")
 
 
-# What vLLM asks the class
+# The class methods that vLLM calls
 
 
 def test_the_connector_passes_the_wish_on(

@@ -1,4 +1,4 @@
-"""What there is of memory, and that processes which take some leave enough."""
+"""Available memory, and the reserve that processes leave when they allocate."""
 
 import errno
 import fcntl
@@ -24,11 +24,11 @@ ROOT = Path(__file__).parents[1]
 
 @pytest.fixture(autouse=True)
 def _a_folder_of_its_own(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Other tests take turns too."""
+    """The lock is in a folder of this test's own, since other tests take turns too."""
     monkeypatch.setattr(memory, "_LOCKED", tmp_path)
 
 
-# How much there is
+# Available memory
 
 
 def test_a_machine(machine: Machine) -> None:
@@ -60,8 +60,9 @@ def group_of_v2(
     machine.write(f"{V2}{path}/memory.stat", "\n".join(["anon 5", *lines, ""]))
 
 
-def test_what_a_cgroup_has_left(machine: Machine) -> None:
-    """Page cache, of which weights leave a lot, is given up before anybody is killed."""
+def test_available_memory_of_a_cgroup(machine: Machine) -> None:
+    """Page cache counts as available: the kernel frees it before it kills a process. Loading
+    weights leaves much of it."""
     machine.write("/proc/self/cgroup", "0::/pod/server\n")
     group_of_v2(machine, "/pod/server", 64, 50, 10, 20)
     group_of_v2(machine, "/pod", 80, 60, 0, 0)
@@ -72,7 +73,7 @@ def test_what_a_cgroup_has_left(machine: Machine) -> None:
     assert memory.available_bytes() == 3 * GIB
 
 
-def test_what_a_cgroup_of_version_1_has_left(machine: Machine) -> None:
+def test_available_memory_of_a_cgroup_of_version_1(machine: Machine) -> None:
     machine.write("/proc/self/cgroup", "4:memory:/pod/server\n0::/\n")
     group_of_v1(machine, "/pod/server", 64, 50, 1, 2)
     group_of_v1(machine, "", 2**33, 90, 0, 0)  # the root's limit is none
@@ -81,13 +82,14 @@ def test_what_a_cgroup_of_version_1_has_left(machine: Machine) -> None:
 
 
 def test_a_container_sees_its_cgroup_as_the_root(machine: Machine) -> None:
-    """Docker on version 1 without a namespace: the path is the host's, the files are its own."""
+    """Docker on cgroup version 1 without a namespace: the path is the host's, the files are the
+    container's."""
     machine.write("/proc/self/cgroup", "4:memory:/docker/1234\n")
     group_of_v1(machine, "", 64, 50, 0, 0)
     assert memory.available_bytes() == 14 * GIB
 
 
-def test_what_slows_a_cgroup_down_limits_it(machine: Machine) -> None:
+def test_memory_high_limits_a_cgroup(machine: Machine) -> None:
     machine.write("/proc/self/cgroup", "0::/\n")
     group_of_v2(machine, "", 64, 30, 0, 0, high=40)
     assert memory.limit().num_bytes == 40 * GIB
@@ -103,12 +105,12 @@ def test_a_cgroup_beyond_its_limit(machine: Machine) -> None:
 @pytest.mark.parametrize(
     ("total", "reserve"), [(10, 1.0), (24, 2.4), (160, 16.0), (2048, 16.0)], ids=str
 )
-def test_what_is_left_to_others(machine: Machine, total: int, reserve: float) -> None:
+def test_the_reserve_for_other_processes(machine: Machine, total: int, reserve: float) -> None:
     machine.num_bytes = total * GIB
     assert memory.reserve_bytes() == int(reserve * GIB)
     machine.write("/proc/self/cgroup", "0::/\n")
     group_of_v2(machine, "", 5, 0, 0, 0)
-    assert memory.reserve_bytes() == GIB // 2  # in a container, of what that has
+    assert memory.reserve_bytes() == GIB // 2  # in a container, a share of the container's memory
 
 
 def test_the_reserve_is_not_taken(machine: Machine) -> None:
@@ -121,7 +123,7 @@ def test_the_reserve_is_not_taken(machine: Machine) -> None:
         assert part in str(caught.value)
 
 
-def test_the_first_that_is_taken_may_come_out_of_the_reserve(machine: Machine) -> None:
+def test_the_first_chunk_may_use_the_reserve(machine: Machine) -> None:
     machine.available = 5 * GIB
     with memory.using_reserve():
         memory.require(GIB)
@@ -137,11 +139,11 @@ def test_the_first_that_is_taken_may_come_out_of_the_reserve(machine: Machine) -
         memory.require(5 * GIB)  # beside the reserve
 
 
-# Machines that have not got all their memory yet
+# Machines that get more memory later
 
 
-def test_memory_that_a_balloon_holds_is_the_machines(machine: Machine) -> None:
-    """Likewise what the kernel has not prepared so far (deferred_init): it is no part of MemTotal,
+def test_memory_in_a_balloon_counts_as_the_machine_s(machine: Machine) -> None:
+    """Memory that the kernel has not initialised yet (deferred_init) counts too: MemTotal lacks it,
     but it is present."""
     machine.num_bytes = 31 * GIB
     page = os.sysconf("SC_PAGE_SIZE")
@@ -191,7 +193,7 @@ with memory.claim(1):
 
 @pytest.fixture
 def holder(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
-    """A process that is taking memory."""
+    """Another process that holds the lock while it allocates memory."""
     process = subprocess.Popen(
         [sys.executable, "-c", HOLD, str(tmp_path)],
         cwd=ROOT,
@@ -242,12 +244,12 @@ def test_processes_take_turns(
     assert not is_locked(tmp_path)
 
 
-def test_nobody_waits_for_ever(
+def test_waiting_for_a_turn_has_a_limit(
     holder: subprocess.Popen[str],
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """One that has been stopped, or another user's that means harm."""
+    """The holder may be a stopped process, or a hostile one of another user."""
     caplog.set_level("INFO")
     memory._warn_without_turns.cache_clear()
     now = 0.0
@@ -297,7 +299,7 @@ def test_a_turn_ends_with_an_error(tmp_path: Path) -> None:
 
 
 def test_ranks_that_open_at_once_stay_within_their_cgroup() -> None:
-    """No rank is killed, and the tiers have most of what there is."""
+    """No rank is killed, and the tiers hold most of the available memory."""
     limit, num_ranks = 512 << 20, 4
     try:
         with cgroups.limited(limit) as group:
@@ -318,9 +320,9 @@ def test_ranks_that_open_at_once_stay_within_their_cgroup() -> None:
                 assert process.wait(PATIENCE_SECONDS) == 0, "ranks have been killed"
     except cgroups.NoCgroupError as reason:
         pytest.skip(f"this machine lets no test make a cgroup: {reason}")
-    said = [json.loads(line) for line in lines]
-    assert all("for more memory" in rank["said"] for rank in said)
-    opened = sum(rank["num_bytes"] for rank in said)
+    reports = [json.loads(line) for line in lines]
+    assert all("for more memory" in rank["message"] for rank in reports)
+    opened = sum(rank["num_bytes"] for rank in reports)
     assert 0.9 * limit - num_ranks * (16 << 20) - 2 * CHUNK_BYTES <= opened <= limit
     # A rank that starts late takes its first chunk out of the reserve.
-    assert all(rank["num_bytes"] > 0 for rank in said)
+    assert all(rank["num_bytes"] > 0 for rank in reports)

@@ -1,4 +1,4 @@
-"""What crosses the process boundary."""
+"""Messages between the scheduler's process and the workers'."""
 
 import pickle
 from collections import Counter
@@ -28,7 +28,7 @@ REPORTS = st.builds(
         max_size=1,
     ),
 )
-"""What one rank may say: it ends a transfer once, and only an ended one has failed."""
+"""Valid reports of one rank: a transfer ends once, and only an ended transfer has failed."""
 
 
 def test_pairing() -> None:
@@ -112,8 +112,8 @@ def test_aggregated_reports_count_ranks(reports: list[WorkerReport]) -> None:
 @given(st.lists(REPORTS, min_size=1, max_size=4))
 def test_aggregated_reports_keep_each_ranks_open_blocks(reports: list[WorkerReport]) -> None:
     combined = reduce(lambda one, other: one.aggregate(other), reports)
-    last_said = {rank: said for report in reports for rank, said in report.capacities.items()}
-    assert combined.capacities == last_said
+    last = {rank: each for report in reports for rank, each in report.capacities.items()}
+    assert combined.capacities == last
 
 
 @given(REPORTS, REPORTS)
@@ -121,5 +121,5 @@ def test_aggregation_leaves_its_parts_alone(one: WorkerReport, other: WorkerRepo
     before = pickle.dumps((one, other))
     combined = one.aggregate(other)
     combined.ended[99] += 1
-    combined.capacities["nobody"] = RankCapacity("nobody", 1, 1, 64)
+    combined.capacities["other"] = RankCapacity("other", 1, 1, 64)
     assert pickle.loads(before) == (one, other)

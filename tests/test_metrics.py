@@ -28,7 +28,7 @@ COMMON = ["random", "0"]
 
 
 def worker_stats() -> OffloadStats:
-    """A rank's: a load of 2 MiB in 1 ms, and a failed store."""
+    """A rank's numbers: a load of 2 MiB in 1 ms, and a failed store."""
     stats = OffloadStats()
     stats.add(metrics.BYTES, 1 << 20, "load", "dma")
     stats.add(metrics.BYTES, 1 << 20, "load", "kernel")
@@ -217,7 +217,7 @@ def test_names_follow_prometheus_s_conventions() -> None:
 
 
 def test_an_unknown_label_value_is_an_error(make_vllm_config: MakeVllmConfig) -> None:
-    """It would otherwise be lost."""
+    """Without the error, its count would be lost."""
     scraped = Scraped(SimpleCPUOffloadConnector, make_vllm_config())
     stats = OffloadStats()
     stats.add(metrics.DROPPED, 1, "unlisted")

@@ -1,4 +1,4 @@
-"""The package itself: its names, and what importing it costs."""
+"""The package itself: its names, and the cost of importing it."""
 
 import subprocess
 import sys
@@ -9,7 +9,7 @@ import simple_offload
 
 
 def run(script: str) -> str:
-    """What a new interpreter prints."""
+    """The output of a new interpreter."""
     done = subprocess.run(
         [sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=False
     )

@@ -45,7 +45,8 @@ def _installed(folder: Path) -> Distributions:
 
 
 def _required(roots: Iterable[str], installed: Distributions) -> Iterator[Requirement]:
-    """The roots and all their requirements that hold on this machine, also of missing packages."""
+    """The roots and all their requirements that apply to this machine, including those of missing
+    packages."""
     waiting, seen = [Requirement(root) for root in roots], set()
     while waiting:
         requirement = waiting.pop()
@@ -144,11 +145,11 @@ def test_the_version_is_in_one_place() -> None:
 
 
 _NOT_HERE = {"cuda": "cuda-bindings", "torch_npu": "torch-npu", "lm_eval": "lm-eval", "ray": "ray"}
-"""Distributions of modules that are not in this environment."""
+"""Distributions of modules that this environment lacks."""
 
 
 def _imports(*patterns: str) -> set[str]:
-    """Top-level modules that the files import, without our own and the standard library."""
+    """Top-level modules that the files import, except ours and the standard library's."""
     found = set()
     for pattern in patterns:
         files = list(ROOT.glob(pattern))
@@ -270,7 +271,7 @@ def test_torch_comes_from_pytorch_when_no_other_index_has_it(failures: int) -> N
 
 
 def _tree(root: Path) -> set_up.VirtualEnvironment:
-    """A made environment, but for its packages, of a checkout in ``root``."""
+    """An environment of a checkout in ``root``, complete except for its packages."""
     (root / "simple_offload").mkdir(parents=True)
     for name in ("pyproject.toml", "constraints.txt", "simple_offload/__init__.py"):
         (root / name).write_bytes((ROOT / name).read_bytes())

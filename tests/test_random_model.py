@@ -1,5 +1,5 @@
-"""Random models must be worth testing with: every part of the context has to show in what they
-say, and rounding must not."""
+"""Random models must make useful tests: every part of the context has to affect their tokens, and
+rounding must not."""
 
 from pathlib import Path
 from typing import Any

@@ -1,4 +1,4 @@
-"""Where ranks are, and that sizes are checked against the host that they are on.
+"""The hosts of ranks, and the check of sizes against each rank's own host.
 
 The deployments are those of public recipes that select this connector (InferenceX, 2026-08), as
 vLLM's arguments make them: on several nodes each server, or each headless node, knows its own part.
@@ -16,7 +16,8 @@ from tests.conftest import Machine
 
 
 def parallel_config(**changes: Any) -> ParallelConfig:
-    """``changes`` that its constructor would act on (look for Ray, set variables) come later."""
+    """The configuration with ``changes``. They are set afterwards where the constructor would act
+    on them (search for Ray, set variables)."""
     late = {key: changes.pop(key) for key in ("distributed_executor_backend",) if key in changes}
     config = ParallelConfig(**{"distributed_executor_backend": "mp"} | changes)
     for key, value in late.items():
@@ -28,11 +29,11 @@ def parallel_config(**changes: Any) -> ParallelConfig:
 class Deployment:
     extra_config: dict[str, Any]
     host_gib: int
-    """What a node of that kind has, or less."""
+    """Memory of a node of that kind, or less."""
     needed_gib: int
-    """What the ranks of a node take together, rounded up."""
+    """Memory that the ranks of a node use together, rounded up."""
     parallel: dict[str, Any] = field(default_factory=dict)
-    """ParallelConfig's."""
+    """Arguments of ParallelConfig."""
 
 
 BOTH_KEYS = {"cpu_bytes_to_use": 549755813888, "cpu_bytes_to_use_per_rank": 137438953472}
@@ -115,8 +116,9 @@ def test_sizes_start_on_the_hosts_that_they_are_for(
 
 @pytest.mark.parametrize("number", [0, 3])
 def test_an_engine_of_a_dense_model_counts_those_before_it(number: int) -> None:
-    """vLLM tells each that it is alone, but for its number on this machine: the last one, without
-    which the server does not start, knows of all."""
+    """vLLM's configuration of each engine describes that engine alone, except for its number on
+    this machine. An engine therefore counts those before it. The last one counts all, and the
+    server does not start without it."""
     parallel = parallel_config(
         **TP4, data_parallel_size=4, data_parallel_size_local=4, data_parallel_rank_local=number
     )
@@ -155,7 +157,7 @@ def test_a_machine_that_may_get_more_memory(
     (record,) = caplog.records
     assert record.levelname == "WARNING"
     assert "has 31.00 GiB so far" in record.getMessage()
-    # What the cgroup has is not to grow.
+    # A cgroup's limit does not grow.
     machine.write("/proc/self/cgroup", "0::/")
     machine.write("/sys/fs/cgroup/memory.max", f"{100 * GIB}")
     with pytest.raises(ConfigError, match=r"100\.00 GiB in all"):

@@ -1,4 +1,4 @@
-"""vllm_compat: which vLLM this is, and what depends on it."""
+"""vllm_compat: the version of vLLM, and the code that depends on it."""
 
 import importlib.util
 from abc import ABC
@@ -39,7 +39,7 @@ def test_unsupported_versions(monkeypatch: pytest.MonkeyPatch, version: str) -> 
 def test_the_connector_does_not_import_on_another_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(vllm, "__version__", "0.34.0")
     assert connector.__file__ is not None
-    # The module under another name: the one that others have imported stays as it is.
+    # Imported under another name, so that the module in use elsewhere does not change.
     spec = importlib.util.spec_from_file_location("connector_on_034", connector.__file__)
     assert spec is not None
     assert spec.loader is not None

@@ -1,4 +1,5 @@
-"""Wheels that tests read from: fetched once, in one piece, and what is said when they are not."""
+"""Wheels that tests read from: fetched once, complete or not at all, with a clear error on
+failure."""
 
 import zipfile
 from dataclasses import replace
@@ -20,7 +21,7 @@ FILES = {
 
 @pytest.fixture
 def wheel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Wheel:
-    """One that pip finds in a folder, and nowhere else."""
+    """A wheel that pip finds in a local folder only."""
     links = tmp_path / "links"
     links.mkdir()
     with zipfile.ZipFile(links / "small_thing-1.0-py3-none-any.whl", "w") as archive:
@@ -39,7 +40,7 @@ def wheel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Wheel:
     )
 
 
-def test_what_is_needed_is_unpacked_once(wheel: Wheel, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_needed_files_are_unpacked_once(wheel: Wheel, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = wheel.fetch()
     assert folder == wheel.folder
     found = {str(file.relative_to(folder)) for file in folder.rglob("*") if file.is_file()}
@@ -49,7 +50,7 @@ def test_what_is_needed_is_unpacked_once(wheel: Wheel, monkeypatch: pytest.Monke
     assert wheel.fetch() == folder
 
 
-def test_what_an_interrupted_fetch_left_is_removed(wheel: Wheel) -> None:
+def test_files_of_an_interrupted_fetch_are_removed(wheel: Wheel) -> None:
     left = wheel.folder.parent / "small.tmp-abc"
     left.mkdir(parents=True)
     wheel.fetch()
@@ -58,8 +59,8 @@ def test_what_an_interrupted_fetch_left_is_removed(wheel: Wheel) -> None:
 
 def test_a_wheel_that_is_not_to_be_had(wheel: Wheel) -> None:
     missing = replace(wheel, version="2.0")
-    with pytest.raises(UnavailableError) as told:
+    with pytest.raises(UnavailableError) as caught:
         missing.fetch()
     for part in ("small-thing 2.0", "(1 MB, once)", "make test ARGS='--ignore=tests/small'"):
-        assert part in str(told.value)
+        assert part in str(caught.value)
     assert not missing.folder.exists()

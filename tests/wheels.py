@@ -13,30 +13,30 @@ from tools.set_up import ROOT, canonical, exclusive_lock, pip_environment
 
 
 class UnavailableError(Exception):
-    """The wheel could not be had; the message says why and what to do."""
+    """The wheel could not be downloaded; the message has the reason and the remedy."""
 
 
 @dataclass(frozen=True)
 class Wheel:
-    """One release of a distribution, of which some files are needed."""
+    """One release of a distribution, and the selection of its files."""
 
     distribution: str
     version: str
     folder: Path
-    """Where its files go; best below ``CACHE``."""
+    """The folder for its files; best below ``CACHE``."""
     download_mb: int
     download_seconds: int
-    """How long the download may take."""
+    """Time limit of the download, in seconds."""
     without: str
-    """Arguments of `make test` that leave out the tests that need it."""
+    """Arguments with which `make test` skips the tests that need the wheel."""
     needed: Callable[[str], bool] = lambda _: True
-    """Whether a file of the wheel is kept, by its path in there."""
+    """Whether a file is kept, by its path in the wheel."""
 
     def fetch(self, folder: Path | None = None) -> Path:
-        """Return the folder (its own unless another is given), which has the files.
+        """Return the folder with the files: ``folder``, or the wheel's own.
 
-        The first call downloads the wheel; later calls return at once. The folder appears in one
-        piece, so an interrupted call leaves nothing to mistake for it. Raises UnavailableError.
+        The first call downloads the wheel; later calls return at once. The folder appears with all
+        files at once, so an interrupted call leaves no incomplete folder. Raises UnavailableError.
         """
         folder = folder or self.folder
         if folder.is_dir():

@@ -20,11 +20,12 @@ _FLAGS = (
 
 @cache
 def library(*, has_batch: bool = True) -> Path:
-    """The simulated libascendcl.so, in a folder with the others. ``has_batch=False`` is an older
-    one: without batches, the number of its version, and what tells whose an address is.
+    """The simulated libascendcl.so, in a folder with the others. ``has_batch=False`` builds an
+    older one. It lacks batches, the query of its version, and the query for the owner of an
+    address.
 
-    Built by the system's C compiler, anew when a source has changed. RuntimeError, with what the
-    compiler says, when it cannot be built.
+    Built by the system's C compiler, again when a source has changed. Raises RuntimeError with the
+    compiler's output when the build fails.
     """
     digest = hashlib.sha256("".join(_FLAGS).encode())
     for source in SOURCES:

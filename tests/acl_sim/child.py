@@ -1,4 +1,4 @@
-"""Processes that have the real torch_npu, over the simulated ACL runtime."""
+"""Processes with the real torch_npu, over the simulated ACL runtime."""
 
 import os
 import subprocess
@@ -15,7 +15,7 @@ CHILD_SECONDS = 150
 
 
 def torch_npu_path() -> Path:
-    """The folder to put on PYTHONPATH. Fails the test when it cannot be had."""
+    """The folder to put on PYTHONPATH. Fails the test when torch_npu cannot be downloaded."""
     try:
         return torch_npu_files.fetch()
     except torch_npu_files.UnavailableError as error:
@@ -23,7 +23,7 @@ def torch_npu_path() -> Path:
 
 
 def environment(*, has_batch: bool = True) -> dict[str, str]:
-    """For a process with torch_npu over the simulated runtime."""
+    """The environment of a process with torch_npu over the simulated runtime."""
     made = {
         **os.environ,
         "HF_HUB_OFFLINE": "1",
@@ -37,8 +37,8 @@ def environment(*, has_batch: bool = True) -> dict[str, str]:
 def run_python(
     arguments: Sequence[str], child_environment: dict[str, str], folder: Path
 ) -> subprocess.CompletedProcess[str]:
-    """Run Python in ``folder``; a child that takes longer than CHILD_SECONDS fails the test
-    with what it printed."""
+    """Run Python in ``folder``. A child that takes longer than CHILD_SECONDS fails the test with
+    its output."""
     try:
         return subprocess.run(
             [sys.executable, *arguments],

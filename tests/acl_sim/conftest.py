@@ -1,4 +1,4 @@
-"""The simulated runtime in this process, on device 0, with every switch put back."""
+"""The simulated runtime in this process, on device 0, with every switch reset."""
 
 from collections.abc import Iterator
 from importlib.util import find_spec

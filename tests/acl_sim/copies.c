@@ -83,7 +83,7 @@ EXPORT int aclrtMemcpyAsync(void *destination, size_t room, const void *source, 
     stream_t *stream = NULL;
     int code = stream_check(handle, &stream);
     if (code == SUCCESS) code = check_kind(destination, source, kind);
-    if (code == SUCCESS && (code = take_failure()) != SUCCESS) fail(code, "told to fail");
+    if (code == SUCCESS && (code = take_failure()) != SUCCESS) fail(code, "requested failure");
     if (code != SUCCESS) return code;
     count(&counts.single_calls, 1);
     return enqueue(stream, destination, source, bytes);
@@ -138,7 +138,7 @@ static int check_entry(const void *destination, size_t room, const void *source,
     if (code == SUCCESS) code = check_location("source", attributes->source, source);
     if (code == SUCCESS && on_device(destination) == on_device(source))
         code = fail(RT_PARAM_INVALID, "a batch goes from host to device or back");
-    if (code == SUCCESS && (code = take_failure()) != SUCCESS) fail(code, "told to fail");
+    if (code == SUCCESS && (code = take_failure()) != SUCCESS) fail(code, "requested failure");
     return code;
 }
 

@@ -1,4 +1,4 @@
-"""The switches of the simulated ACL runtime, and a few of its functions for tests to call."""
+"""The switches of the simulated ACL runtime, and a few of its functions for tests."""
 
 import ctypes
 from collections.abc import Iterator
@@ -43,19 +43,19 @@ _SIGNATURES: dict[str, tuple[Any, ...]] = {
 
 
 class Counts(NamedTuple):
-    """What has been copied since the last time."""
+    """Copies since the last query."""
 
     batch_calls: int
     single_calls: int
     descriptors: int
     largest_batch: int
     blocking: int
-    """Copies of memory that is not pinned, which the caller had to wait for."""
+    """Copies of memory that is not pinned; the caller had to wait for them."""
 
 
 class Sim:
-    """A loaded simulated runtime. ``call`` raises when a function refuses; the rest is what
-    tests do to it behind the back of the code under test."""
+    """A loaded simulated runtime. ``call`` raises when a function refuses. Tests use the other
+    methods, unseen by the code under test."""
 
     def __init__(self, library: Path | str) -> None:
         self.library = ctypes.CDLL(str(library))
@@ -65,7 +65,7 @@ class Sim:
         self.library.aclGetRecentErrMsg.restype = ctypes.c_char_p
 
     def code(self, name: str, *arguments: Any) -> int:
-        """What a function of the runtime returns."""
+        """The return code of a function of the runtime."""
         return int(getattr(self.library, name)(*arguments))
 
     def call(self, name: str, *arguments: Any) -> None:
@@ -74,19 +74,19 @@ class Sim:
         assert code == 0, f"{name}: {code}: {self.library.aclGetRecentErrMsg()}"
 
     def create(self, name: str, *arguments: Any) -> int:
-        """Call a function whose first argument is where it writes a handle or an address."""
+        """Call a function that writes a handle or an address to its first argument; return it."""
         made = _pointer()
         self.call(name, ctypes.byref(made), *arguments)
         assert made.value is not None
         return made.value
 
     def fill(self, address: int, value: int, size: int, stream: int) -> None:
-        """Queue a write to device memory, which stands for compute."""
+        """Queue a write to device memory, as compute would."""
         self.call("aclrtMemsetAsync", address, size, value, size, stream)
 
     @contextmanager
     def held(self, *streams: int) -> Iterator[None]:
-        """While this lasts the streams start nothing."""
+        """The streams start no task during the context."""
         for stream in streams:
             self.library.acl_sim_hold(stream)
         try:
@@ -96,15 +96,15 @@ class Sim:
                 self.library.acl_sim_release(stream)
 
     def hold_waits(self, held: bool) -> None:
-        """Whether who calls aclrtStreamWaitEvent is kept there."""
+        """Whether callers of aclrtStreamWaitEvent are blocked there."""
         self.library.acl_sim_hold_waits(int(held))
 
     def num_tasks(self, stream: int) -> int:
-        """Tasks that the stream has not finished."""
+        """Number of tasks that the stream has not finished."""
         return int(self.library.acl_sim_num_tasks(stream))
 
     def settle(self, stream: int) -> None:
-        """Return when the stream has come to a wait for an event, or to its end."""
+        """Return when the stream has reached a wait for an event, or its end."""
         self.library.acl_sim_settle(stream)
 
     def take_counts(self) -> Counts:
@@ -117,11 +117,11 @@ class Sim:
         self.library.acl_sim_set_batch_supported(int(taken))
 
     def fail_after(self, num_descriptors: int, code: int) -> None:
-        """Refuse one descriptor, after so many more have been taken."""
+        """Refuse one descriptor, after ``good`` more have succeeded."""
         self.library.acl_sim_fail_after(num_descriptors, code)
 
     def reset(self) -> None:
-        """Put every switch back."""
+        """Reset every switch."""
         self.take_batches(True)
         self.hold_waits(False)
         self.fail_after(-1, 0)

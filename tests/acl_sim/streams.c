@@ -406,7 +406,7 @@ EXPORT void acl_sim_release(stream_t *stream) { set(stream, change_held, 0); }
 EXPORT void acl_sim_delay(stream_t *stream, int microseconds) {
     set(stream, change_delay, microseconds);
 }
-/* The next copy or fill fails when the stream gets to it; 0 forgets the failure. */
+/* The next copy or fill fails when the stream gets to it; 0 cancels the failure. */
 EXPORT void acl_sim_fail_stream(stream_t *stream, int code) { set(stream, change_fails, code); }
 
 EXPORT void acl_sim_hold_waits(int held) {

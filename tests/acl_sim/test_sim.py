@@ -1,4 +1,5 @@
-"""The simulated ACL runtime does what tests on it rely on, and refuses what the real one does."""
+"""The simulated ACL runtime behaves as other tests assume, and refuses calls that the real one
+refuses."""
 
 import ctypes
 import threading
@@ -169,7 +170,7 @@ def test_a_thread_has_no_context_until_it_sets_a_device(bench: Bench) -> None:
     assert codes == [107002, 107002, 0, 107003]  # no context; a stream of another device
 
 
-def test_handles_that_are_none(bench: Bench) -> None:
+def test_addresses_that_are_no_handles(bench: Bench) -> None:
     assert bench.batch(bench.host)[0] == 107017
     assert bench.sim.code("aclrtRecordEvent", bench.host, bench.streams[0]) == 107017
 
@@ -231,7 +232,7 @@ def test_a_call_that_is_wrong_as_a_whole(bench: Bench, change: dict[str, Any], c
     ],
 )
 def test_an_entry_that_is_wrong(bench: Bench, change: dict[str, Any], index: int) -> None:
-    """Entries before it are on their way."""
+    """Entries before the wrong one are submitted."""
     assert bench.batch(bench.streams[0], **change) == (107000, index)
     bench.sim.call("aclrtSynchronizeStream", bench.streams[0])
     assert bench.device_bytes() == (bytes([7]) * (SIZE // 2) * index).ljust(SIZE, b"\0")
@@ -248,7 +249,7 @@ def test_a_cann_without_batches() -> None:
     assert hasattr(old.library, "aclrtMemcpyAsync")
 
 
-def test_told_to_fail(bench: Bench) -> None:
+def test_a_requested_failure(bench: Bench) -> None:
     bench.sim.fail_after(1, 107000)
     assert bench.batch(bench.streams[0]) == (107000, 1)
     assert bench.batch(bench.streams[0]) == (0, 2**64 - 1)

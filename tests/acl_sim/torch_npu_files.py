@@ -1,5 +1,5 @@
-"""The real torch_npu, unpacked beside the environment and not installed into it: where it is
-installed, and CANN is not, even `import torch` fails."""
+"""The real torch_npu, unpacked beside the environment and not installed in it. Where it is
+installed without CANN, even `import torch` fails."""
 
 from tests.wheels import CACHE, UnavailableError, Wheel
 

@@ -1,5 +1,5 @@
-/* Functions that torch_npu links to and that nothing here needs: each says "not supported", but
- * for those that run at import and at exit, which have nothing to do. */
+/* Functions that torch_npu links to and that nothing here needs: each returns "not supported".
+ * Those that run at import and at exit succeed: they have nothing to do. */
 #include "acl_sim.h"
 
 #define ABSENT(name) \

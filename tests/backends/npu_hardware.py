@@ -1,5 +1,5 @@
-"""For the first run on an Ascend NPU: does NpuBackend copy the right bytes in the right order, and
-how fast. Needs torch, torch_npu and CANN, and vLLM to import from; no engine runs.
+"""The first run on an Ascend NPU: whether NpuBackend copies the right bytes in the right order, and
+its bandwidth. Needs torch, torch_npu and CANN, and vLLM to import from; no engine runs.
 
     python -m tests.backends.npu_hardware check bench
 """
@@ -23,7 +23,7 @@ from simple_offload.backends.npu.backend import NpuBackend
 from simple_offload.config import ConfigError
 from simple_offload.metadata import Transfer
 
-say = functools.partial(print, flush=True)
+show = functools.partial(print, flush=True)
 Blocks = npt.NDArray[np.int64]
 
 
@@ -45,7 +45,7 @@ class Memory:
         self.backend.copy(direction, transfer, self.backend.barrier()).wait()
 
     def wrong_blocks(self, direction: Direction, device_blocks: Blocks, host_blocks: Blocks) -> int:
-        """Copy, and count the blocks of both sides that have other bytes than they should."""
+        """Copy, and count the blocks of both sides with wrong bytes."""
         device, host = self.device.cpu().numpy().copy(), self.host.copy()
         if direction is Direction.LOAD:
             device[device_blocks] = host[host_blocks]
@@ -56,8 +56,9 @@ class Memory:
         return int((now != device).any(axis=1).sum() + (self.host != host).any(axis=1).sum())
 
     def passes_compute(self, direction: Direction, mib: int) -> bool:
-        """Whether a copy runs ahead of compute queued before it: of device to device copies,
-        which take far longer than to submit the copy, and then touch the same blocks."""
+        """Whether a copy overtakes compute that was queued before it. The compute is
+        device-to-device copies of the same blocks. It takes far longer than the submission of the
+        copy."""
         scratch = torch.empty((2, mib << 20), dtype=torch.int8, device="npu")
         value = torch.full_like(self.device.cpu(), 5).to("npu")
         read = torch.empty_like(self.device)
@@ -79,7 +80,7 @@ class Memory:
 
 @contextmanager
 def memory(path: str, page: int, num_blocks: int) -> Iterator[Memory]:
-    """Memory that is given back afterwards."""
+    """Memory of both sides, which is freed at the end."""
     made = Memory(path, page, num_blocks)
     try:
         yield made
@@ -89,12 +90,12 @@ def memory(path: str, page: int, num_blocks: int) -> Iterator[Memory]:
 
 
 def scattered(count: int, seed: int) -> Blocks:
-    """Blocks of which no two are neighbours."""
+    """Blocks without neighbours."""
     return 2 * np.random.default_rng(seed).permutation(count)
 
 
 def check(path: str, mib: int) -> int:
-    """Say what is right and what is wrong; returns how much is wrong."""
+    """Print right and wrong results; return the number of wrong ones."""
     wrong = 0
     for page, most in ((512, 20_000), (4097, 1000), (64 << 10, 4097), (1 << 20, 40)):
         count = min(most, (mib << 20) // page)
@@ -102,18 +103,18 @@ def check(path: str, mib: int) -> int:
             for direction in Direction:
                 bad = sides.wrong_blocks(direction, scattered(count, 1), scattered(count, 2))
                 wrong += bad
-                say(f"{path:6} {direction.value:5} {count:6} x {page:7} B: {bad} wrong blocks")
+                show(f"{path:6} {direction.value:5} {count:6} x {page:7} B: {bad} wrong blocks")
     for direction in Direction:
         with memory(path, 4096, 64) as sides:
             bad = sides.passes_compute(direction, mib)
         wrong += bad
-        say(f"{path:6} {direction.value:5} comes after compute: {'NO' if bad else 'yes'}")
+        show(f"{path:6} {direction.value:5} comes after compute: {'NO' if bad else 'yes'}")
     return wrong
 
 
 def bench(path: str, mib: int, rounds: int) -> None:
-    """Say the median GB/s of ``mib`` MiB in scattered descriptors, and how long submitting
-    takes its thread for each."""
+    """Print the median GB/s of ``mib`` MiB in scattered descriptors, and the time that the thread
+    spends to submit each."""
     for page in (4 << 10, 16 << 10, 64 << 10, 256 << 10, 1 << 20, 4 << 20):
         count = (mib << 20) // page
         transfer = Transfer(0, scattered(count, 1), scattered(count, 2))
@@ -128,14 +129,14 @@ def bench(path: str, mib: int, rounds: int) -> None:
                     seconds.append(time.perf_counter() - started)
                 rate = count * page / statistics.median(seconds[1:]) / 1e9
                 each = statistics.median(submitting[1:]) / count * 1e6
-                say(
+                show(
                     f"{path:6} {direction.value:5} {count:7} x {page:7} B: {rate:6.2f} GB/s, "
                     f"{each:.2f} us to submit each"
                 )
 
 
 def main() -> int:
-    """1 when bytes were wrong."""
+    """Exit status: 1 when bytes were wrong."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n\n")[0])
     parser.add_argument("what", choices=("check", "bench"), nargs="+")
     parser.add_argument("--mib", type=int, default=256, help="size of a copy, at most")
@@ -143,7 +144,7 @@ def main() -> int:
     parser.add_argument("--path", choices=("batch", "single"), help="only this one (default: both)")
     options = parser.parse_args()
     torch_npu.npu.set_device(0)
-    say(
+    show(
         f"torch {torch.__version__}, torch_npu {torch_npu.__version__}, "
         f"CANN {Acl.load().version()}, {torch_npu.npu.get_device_name(0)}"
     )
@@ -152,14 +153,14 @@ def main() -> int:
         try:
             NpuBackend(path)
         except ConfigError as error:
-            say(f"{path}: {error}")
+            show(f"{path}: {error}")
             continue
         if "check" in options.what:
             wrong += check(path, options.mib)
         if "bench" in options.what:
             bench(path, options.mib, options.rounds)
     if "check" in options.what:
-        say(f"{wrong} WRONG" if wrong else "all right")
+        show(f"{wrong} WRONG" if wrong else "all right")
     return int(wrong > 0)
 
 

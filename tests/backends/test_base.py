@@ -1,4 +1,4 @@
-"""What every backend checks before it copies."""
+"""The check that every backend makes before it copies."""
 
 import pytest
 
@@ -15,7 +15,7 @@ def test_blocks_within(device: list[int], host: list[int]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("device", "host", "said"),
+    ("device", "host", "named"),
     [
         ([1, 4], [0, 1], "device blocks 1 to 4; there are 4"),
         ([0, -1], [0, 1], "device blocks -1 to 0; there are 4"),
@@ -23,6 +23,6 @@ def test_blocks_within(device: list[int], host: list[int]) -> None:
         ([0, 1], [5, -6], "host blocks -6 to 5; there are 6"),
     ],
 )
-def test_blocks_beyond(device: list[int], host: list[int], said: str) -> None:
-    with pytest.raises(IndexError, match=f"transfer 7 names {said}"):
+def test_blocks_beyond(device: list[int], host: list[int], named: str) -> None:
+    with pytest.raises(IndexError, match=f"transfer 7 names {named}"):
         require_blocks_within(Transfer.pairing(7, device, host), 4, 6)

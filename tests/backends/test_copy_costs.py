@@ -1,4 +1,4 @@
-"""CopyCosts: which path is cheaper, and how long it takes, by what was measured."""
+"""CopyCosts: the cheaper path and its time, from measurements."""
 
 import math
 from collections import Counter
@@ -15,13 +15,13 @@ from simple_offload.backends.cuda.copy_costs import CopyCosts, Path, measure_cos
 SIZES = [4096, 16384, 65536]
 BANDWIDTH = 50e9  # bytes a second
 START, LAUNCH = 5e-6, 20e-6
-"""Seconds that a batch takes however small it is, by DMA and by kernel."""
+"""Minimum time of a batch in seconds, by DMA and by kernel."""
 
 
 class Machine:
-    """A device on which a DMA batch takes ``START`` seconds, and ``dma`` seconds for each
-    descriptor, or what its bytes take if that is longer; and a kernel batch ``LAUNCH`` seconds
-    and what its bytes take. The bus limits both together."""
+    """A device. A DMA batch takes ``START`` seconds plus the larger of ``dma`` seconds for each
+    descriptor and the time of its bytes. A kernel batch takes ``LAUNCH`` seconds plus the time of
+    its bytes. The bus limits both together."""
 
     def __init__(self, dma: float = 1e-6, kernel_bandwidth: float = BANDWIDTH) -> None:
         self.dma = dma
@@ -70,8 +70,8 @@ def test_each_size_is_timed_both_ways() -> None:
     assert costs.kernel.tolist() == pytest.approx([size / BANDWIDTH for size in SIZES])
 
 
-def test_which_path_many_of_a_size_take() -> None:
-    """Also sizes between those that were measured, and beyond."""
+def test_path_of_many_descriptors_of_a_size() -> None:
+    """Sizes between and beyond the measured ones get a path too."""
     costs = Machine().measure()
     assert costs.by_kernel.tolist() == [True, True, False]
     for size in (1024, 4096, 16384, 20000, 40000, 65536, 1 << 20):
@@ -81,8 +81,8 @@ def test_which_path_many_of_a_size_take() -> None:
     assert not costs.is_by_kernel(1 << 20)
 
 
-def test_what_a_batch_takes_to_submit_does_not_count() -> None:
-    """As long as the device has something to copy meanwhile."""
+def test_submission_does_not_count() -> None:
+    """Submission is hidden as long as the device has other bytes to copy."""
 
     def pipelined(size: int, count: int, batches: int) -> float:
         submitting, copying = count * 0.5e-6, count * size / BANDWIDTH
@@ -92,7 +92,7 @@ def test_what_a_batch_takes_to_submit_does_not_count() -> None:
     assert costs.dma.tolist() == [pytest.approx(65536 / BANDWIDTH)]
 
 
-def test_what_a_launch_costs_is_paid_once() -> None:
+def test_a_launch_is_paid_once() -> None:
     costs = Machine().measure()
     assert costs.kernel_start == pytest.approx(
         LAUNCH + 4096 / BANDWIDTH - (START + 1e-6)  # each with one descriptor
@@ -131,8 +131,8 @@ def test_the_kernel_has_to_be_worth_its_sms(size: int, slower: float, worthwhile
     assert choice.seconds == pytest.approx(1e-3 * (slower if worthwhile else 1))
 
 
-def test_what_is_too_short_to_be_timed_still_takes_time() -> None:
-    """Else an end would be expected at once, and no way would be cheaper than another."""
+def test_a_time_below_resolution_is_not_zero() -> None:
+    """With zero seconds, a copy would end at once, and no path would be cheaper than the other."""
     costs = measure_costs([4096], *[Path(lambda _: 10, 3, lambda *_: 1e-3)] * 2)
     assert costs.dma[0] > 0
     assert costs.kernel[0] > 0
@@ -160,7 +160,7 @@ def test_the_turning_point_is_where_both_cost_the_same() -> None:
 
 
 def test_regions_start_the_kernel_together() -> None:
-    """Each with a few descriptors, which alone would go by DMA."""
+    """Each region has a few descriptors, which alone would go by DMA."""
     costs = Machine().measure()
     assert costs.choose(many(4096, 5)).by_kernel is False
     choice = costs.choose(many(4096, 5), 1000)
@@ -179,8 +179,8 @@ def test_in_a_mixed_batch_each_size_goes_its_way() -> None:
         assert np.array_equal(choice.by_kernel, order == 4096)
 
 
-def test_sizes_that_go_one_way_are_not_told_apart() -> None:
-    """Whoever copies them need not either, and has no empty rest to take care of."""
+def test_sizes_that_all_go_one_way_share_one_bool() -> None:
+    """One bool spares the copy a split by size, and an empty second half."""
     costs = Machine().measure()
     small = np.concatenate((many(4096, 3000), many(16384, 3000)))
     large = np.concatenate((many(65536, 3000), many(1 << 20, 3000)))
@@ -201,7 +201,7 @@ COSTS = st.builds(
     st.tuples(*[st.floats(1e-7, 1e-3) | st.just(math.inf)] * 3),
     st.floats(0.0, 1e-3),
 )
-"""What may have been measured."""
+"""Possible measurements."""
 
 
 @given(COSTS, st.lists(st.integers(1, 1 << 21), min_size=1, max_size=50))
@@ -214,7 +214,7 @@ def test_more_descriptors_never_take_less_time(costs: CopyCosts, sizes: list[int
 
 @given(COSTS, st.lists(st.integers(1, 1 << 21), min_size=1, max_size=50))
 def test_the_cheaper_way_is_taken(costs: CopyCosts, sizes: list[int]) -> None:
-    """Never more than all by DMA."""
+    """The cost never exceeds that of DMA for all."""
     choice = costs.choose(descriptors(*sizes))
     by_dma = CopyCosts(costs.sizes, costs.dma, np.full(3, math.inf)).choose(descriptors(*sizes))
     assert by_dma.by_kernel is False

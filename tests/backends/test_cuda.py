@@ -1,4 +1,4 @@
-"""CudaBackend on a GPU: every byte of every asked block, no other, in order."""
+"""CudaBackend on a GPU: every byte of every requested block, no other byte, in order."""
 
 import threading
 from collections.abc import Callable, Iterator
@@ -50,7 +50,7 @@ def backend(
 
 
 class Sides:
-    """Random bytes on both sides; the host's blocks in ``num_chunks`` chunks."""
+    """Random bytes on both sides; the host's blocks are in ``num_chunks`` chunks."""
 
     def __init__(
         self, backend: CudaBackend, num_blocks: int, pages: tuple[int, ...], num_chunks: int = 1
@@ -72,7 +72,7 @@ class Sides:
 
     @property
     def host(self) -> list[torch.Tensor]:
-        """The host's regions, put together from their chunks, on the device."""
+        """The host's regions, joined from their chunks, on the device."""
         return [
             torch.cat([part.cuda() for part in parts]) for parts in zip(*self.chunks, strict=True)
         ]
@@ -85,7 +85,7 @@ class Sides:
     def expected(
         self, direction: Direction, transfer: Transfer
     ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        """Device and host regions as they should be after ``transfer``, on the device."""
+        """Expected device and host regions after ``transfer``, on the device."""
         device, host = [region.clone() for region in self.device], self.host
         device_blocks, host_blocks = (
             torch.from_numpy(blocks).cuda()
@@ -152,7 +152,7 @@ def test_runs_of_neighbours_across_chunks(backend: CudaBackend, direction: Direc
 def test_sizes_that_grow(
     backend: CudaBackend, direction: Direction, pages: tuple[int, ...]
 ) -> None:
-    """What driver 580.159 copies wrongly unless the largest descriptors come first."""
+    """Driver 580.159 copies these wrongly unless the largest descriptors come first."""
     sides = Sides(backend, 8_003, pages)
     sides.copy_and_check(backend, direction, scattered(8_003, 4000, seed=3))
 
@@ -180,8 +180,8 @@ def test_without_its_barrier_a_store_reads_too_soon(backend: CudaBackend) -> Non
 
 
 def load_while_compute_reads(backend: CudaBackend, *, barrier: bool) -> tuple[bool, bool]:
-    """Whether compute that was queued before a load has read the old bytes, and whether the
-    load has put the new ones there."""
+    """Whether compute that was queued before a load has read the old bytes, and whether the load
+    has written the new ones."""
     sides = Sides(backend, 64, (1 << 20,))
     blocks = np.arange(64)
     sides.device[0].fill_(1)
@@ -205,7 +205,7 @@ def test_without_its_barrier_a_load_overtakes_that_compute(backend: CudaBackend)
 
 
 def read_behind_a_load(backend: CudaBackend, *, hold: bool) -> bool:
-    """Whether compute that is queued while a load is under way reads all of its bytes."""
+    """Whether compute that is queued during a load reads all of the loaded bytes."""
     sides = Sides(backend, 512, (1 << 20,))
     blocks = np.arange(512)
     sides.device[0].fill_(1)
@@ -231,14 +231,14 @@ def test_compute_that_is_not_held_reads_too_soon(backend: CudaBackend) -> None:
 
 @pytest.mark.parametrize("neighbours", [False, True])
 def test_a_store_lets_others_copy_from_the_device(backend: CudaBackend, neighbours: bool) -> None:
-    """One after another, as vLLM copies the tokens that each step has sampled, on a stream of its
-    own.
+    """Other copies run one after another on their own stream, like vLLM's copies of each step's
+    sampled tokens.
 
-    By DMA 2 GiB change streams 129 times, after every 16 MiB, and each time a copy can pass. If
-    they changed only between parts, after 64 MiB, 33 would; on one stream one or two. All of the
-    store is queued behind compute before its first byte goes, so that it does not matter how long
-    that takes: for descriptors that are submitted one by one it may be long. The kernel leaves
-    the copy engine alone, and hundreds pass.
+    By DMA, 2 GiB change streams 129 times, after every 16 MiB, and each time another copy can pass.
+    If they changed only after parts of 64 MiB, 33 would pass; on one stream one or two. The whole
+    store is queued behind compute before its first byte moves. So the time of queueing does not
+    matter, which may be long for descriptors that are submitted one by one. The kernel leaves the
+    copy engine idle, and hundreds pass.
     """
     sides = Sides(backend, 1024, (2 << 20,))
     sampled, expected = torch.arange(64, device="cuda"), torch.arange(64)
@@ -263,7 +263,7 @@ def test_a_store_lets_others_copy_from_the_device(backend: CudaBackend, neighbou
     assert torch.equal(sides.host[0][blocks[::step].copy()], sides.device[0])
 
 
-def test_what_remains_of_a_copy_shrinks(backend: CudaBackend) -> None:
+def test_the_remaining_time_of_a_copy_shrinks(backend: CudaBackend) -> None:
     sides = Sides(backend, 512, (1 << 20,))
     blocks = np.arange(512)
     torch.cuda.synchronize()
@@ -280,12 +280,13 @@ def test_what_remains_of_a_copy_shrinks(backend: CudaBackend) -> None:
 
 
 @pytest.mark.parametrize("direction", list(Direction))
-def test_nobody_gets_the_memory_that_the_kernel_reads(
+def test_memory_that_the_kernel_reads_is_not_reused(
     backend: CudaBackend, direction: Direction
 ) -> None:
-    """Where the blocks are listed, on the host: while a copy is under way."""
+    """The kernel reads the lists of blocks from host memory, which stays allocated during the
+    copy."""
     sides = Sides(backend, 4096, (16 << 10,))
-    transfer = scattered(4096, 1000)  # so few are listed in one piece
+    transfer = scattered(4096, 1000)  # so few that one list holds them all
     device, host = sides.expected(direction, transfer)
     torch.cuda.synchronize()
     torch.cuda._sleep(_BUSY)
@@ -299,7 +300,7 @@ def test_nobody_gets_the_memory_that_the_kernel_reads(
 
 
 def test_both_directions_at_once_from_threads(backend: CudaBackend) -> None:
-    """As the copy lanes do it: a thread each, the kernels' tables not shared."""
+    """Like the copy lanes: one thread per direction, and the kernels' tables are not shared."""
     sides = Sides(backend, 4096, (8192, 512))
     halves = np.arange(2048), np.arange(2048, 4096)
     rng = np.random.default_rng(5)
@@ -387,7 +388,7 @@ def test_memory_is_pinned_while_a_graph_is_captured(backend: CudaBackend) -> Non
 
 
 def test_memory_pinned_before_the_device_is_open(backend: CudaBackend) -> None:
-    """Stays, when what the measurement needed is given back."""
+    """The pinned memory stays when the measurement's memory is freed."""
     early = backend.allocate_host(1 << 20)
     Sides(backend, 8, (4096,))
     copied = early.cuda(non_blocking=True)
@@ -401,7 +402,7 @@ def test_memory_pinned_before_the_device_is_open(backend: CudaBackend) -> None:
 def test_small_pages_of_many_regions_go_by_kernel(
     backend: CudaBackend, direction: Direction
 ) -> None:
-    """Though each has few."""
+    """Each region alone has few pages."""
     sides = Sides(backend, 512, (8192,) * 64)
     transfer = scattered(512, 256)
     pending = backend.copy(direction, transfer, backend.barrier())
@@ -416,7 +417,7 @@ def test_memory_that_is_not_there(backend: CudaBackend) -> None:
 
 
 def test_a_copy_is_measured(backend: CudaBackend) -> None:
-    """Every byte, by some path."""
+    """Each byte is counted once, under one of the paths."""
     sides = Sides(backend, 64, (1 << 16, 1 << 12))
     blocks = np.arange(0, 64, 2)
     torch.cuda.synchronize()

@@ -1,4 +1,4 @@
-"""What is made of the times that were measured: no GPU needed. ``test_cuda.py`` has the rest."""
+"""Costs from measured times: no GPU needed. ``test_cuda.py`` tests the measurement."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -13,7 +13,7 @@ from simple_offload.backends.cuda.copy_costs import CopyCosts, Path
 
 
 def test_dma_of_small_pages_counts_for_more(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In a tier it takes longer than in the memory that is measured; the kernel does not."""
+    """DMA takes longer in a tier than in the measured memory; the kernel does not."""
     sizes = [16384, 32768, 65536]
 
     def measured(sizes: list[int], dma: Path, kernel: Path | None) -> CopyCosts:

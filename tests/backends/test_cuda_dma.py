@@ -1,4 +1,4 @@
-"""How copies by DMA speak to the driver, with a driver made of Python: no GPU needed."""
+"""Calls of the driver for copies by DMA, with a fake driver: no GPU needed."""
 
 import ctypes
 import sys
@@ -31,7 +31,7 @@ _Batch = ctypes.CFUNCTYPE(
 
 
 class Driver(ModuleType):
-    """cuda.bindings.driver, as far as it is used."""
+    """The functions of cuda.bindings.driver that the code uses."""
 
     CUresult = CUresult
 
@@ -111,7 +111,7 @@ def test_one_call_for_all_descriptors(driver: Driver) -> None:
 
 
 def test_the_lock_is_kept_if_asked_for(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
-    """PYFUNCTYPE makes functions that keep it, CFUNCTYPE such as give it up."""
+    """Functions of PYFUNCTYPE keep the interpreter lock; those of CFUNCTYPE release it."""
     made = []
 
     def make(kind: str, prototype: Any) -> Any:
@@ -182,12 +182,12 @@ def test_largest_first() -> None:
     ],
     ids=["equal sizes", "one", "none"],
 )
-def test_what_is_in_order_stays_as_it_is(plan: Descriptors) -> None:
+def test_ordered_descriptors_are_returned_unchanged(plan: Descriptors) -> None:
     assert dma.largest_first(plan) is plan
 
 
 @given(st.lists(st.tuples(*[st.integers(0, 2**63 - 1)] * 2, st.integers(1, 9)), min_size=1))
-def test_the_same_copies_by_descending_size(rows: list[tuple[int, int, int]]) -> None:
+def test_descriptors_are_ordered_by_descending_size(rows: list[tuple[int, int, int]]) -> None:
     ordered = dma.largest_first(descriptors(*rows))
     again = list(zip(*(part.tolist() for part in ordered), strict=True))
     assert sorted(again) == sorted(rows)

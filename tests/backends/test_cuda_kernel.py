@@ -1,6 +1,6 @@
 """The copy kernel's arithmetic, run by Triton's interpreter on the CPU.
 
-What it does on a GPU, bandwidth aside, is in test_cuda.py.
+test_cuda.py runs it on a GPU. Bandwidth is tested in neither.
 """
 
 import importlib.util
@@ -20,7 +20,7 @@ CPU = torch.device("cpu")
 
 @pytest.fixture
 def kernels(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    """The kernel's module, as it is where kernels are interpreted."""
+    """The kernel's module, imported with Triton's interpreter on."""
     monkeypatch.setenv("TRITON_INTERPRET", "1")  # read when a kernel is defined
     spec = importlib.util.find_spec("simple_offload.backends.cuda.kernel")
     assert spec is not None
@@ -32,7 +32,7 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
 
 class Side:
-    """Random pages in chunks of these many blocks."""
+    """Random pages in chunks with these numbers of blocks."""
 
     def __init__(self, chunks: Sequence[int], pages: Sequence[int], seed: int) -> None:
         generator = torch.Generator().manual_seed(seed)
@@ -92,7 +92,7 @@ def test_pages_of_all_pairs_and_nothing_else(
     assert all(torch.equal(destination.blocks(r), wanted[r]) for r in range(len(pages)))
 
 
-def test_all_that_was_written(kernels: ModuleType) -> None:
+def test_pages_of_all_written_pairs(kernels: ModuleType) -> None:
     source, destination = Side([4], (512,), 1), Side([4], (512,), 2)
     regions = kernels.KernelRegions(source.regions, destination.regions)
     kernel = kernels.CopyKernel(CPU)
@@ -101,7 +101,7 @@ def test_all_that_was_written(kernels: ModuleType) -> None:
 
 
 class Launcher:
-    """In place of the kernel, or of what it is compiled to: notes how it is called."""
+    """Replaces the kernel, or its compiled form: records its calls."""
 
     def __init__(self, answer: Any = None) -> None:
         self.answer = answer
@@ -118,7 +118,8 @@ class Launcher:
 def test_later_launches_take_what_was_compiled(
     kernels: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With the same arguments, and on the stream that is asked for, which nothing else says."""
+    """Later launches have the same arguments and run on the requested stream. Only this test checks
+    the stream."""
     compiled = Launcher()
     kernel = Launcher(compiled)
     monkeypatch.setattr(kernels, "_copy_pages", kernel)

@@ -16,7 +16,7 @@ def descriptors(*rows: tuple[int, int, int]) -> Descriptors:
 
 
 class Log(list[tuple[str, str, int]]):
-    """What streams are given: (stream, "copy", bytes) and (stream, "after " other stream, 0)."""
+    """The work of streams: (stream, "copy", bytes) and (stream, "after " other stream, 0)."""
 
     def stream(self, name: str) -> Any:
         def wait_stream(other: Any) -> None:
@@ -45,7 +45,7 @@ LARGE = descriptors(*((64 * MIB * index, 0, 6 * MIB) for index in range(7)))
 
 
 def test_a_store_changes_streams_and_keeps_its_order() -> None:
-    """Each turn begins behind the one before, also that of the copy before."""
+    """Each piece waits for the one before, including the last piece of the previous copy."""
     log = Log()
     queues = queues_with(log)
     pieces = [
@@ -80,7 +80,7 @@ def test_a_load_stays_on_its_stream() -> None:
 
 
 def test_few_descriptors_a_call() -> None:
-    """The device begins when the driver has taken all of a call's."""
+    """The device begins when the driver has read all descriptors of a call."""
     log = Log()
     many = descriptors(*((4096 * index, 0, 4096) for index in range(600)))
     list(queues_with(log)._submit_by_dma(Direction.LOAD, many))

@@ -1,4 +1,4 @@
-"""What CudaBackend decides about a copy: no GPU needed."""
+"""CudaBackend's decisions about a copy: no GPU needed."""
 
 import math
 from types import SimpleNamespace
@@ -16,7 +16,7 @@ from simple_offload.metadata import Transfer
 
 
 def quick_backend(page: int, num_regions: int, *, kernel: bool = False) -> CudaBackend:
-    """Where descriptors of less than 64 KiB go by kernel, if there is one."""
+    """Costs with which descriptors of less than 64 KiB go by kernel, if there is one."""
     backend = CudaBackend.__new__(CudaBackend)  # needs no GPU as long as it is not initialised
     num_blocks = 1 << 16
     regions = Regions(
@@ -57,13 +57,13 @@ def test_loads_of_few_descriptors_are_quick(
 
 
 def test_stores_are_not_quick() -> None:
-    """Nobody waits for them."""
+    """No request waits for a store."""
     backend = quick_backend(2 << 20, 1)
     assert not backend.is_quick(Direction.STORE, pairs(1))
 
 
 class Log(CudaQueues):
-    """Notes what it is given: bytes of a call to the driver, and "mark" for an event."""
+    """Records its input: bytes for a call of the driver, and "mark" for an event."""
 
     def __init__(self) -> None:
         self.kernels = {}
@@ -90,7 +90,7 @@ class Log(CudaQueues):
 
 
 def copy(backend: CudaBackend, direction: Direction, transfer: Transfer) -> tuple[Log, list[float]]:
-    """What the queues were given, and the seconds of each part of the copy."""
+    """The input of the queues, and the seconds of each part of the copy."""
     backend._queues = log = Log()
     pending = backend.copy(direction, transfer, None)
     return log, [part.seconds for part in pending.marks]
@@ -101,7 +101,7 @@ def scattered(count: int) -> Transfer:
 
 
 def test_regions_start_the_kernel_together() -> None:
-    """So few pages of one region alone would go by DMA."""
+    """One region alone has so few pages that they would go by DMA."""
     few = Extents(np.arange(2), np.arange(2), np.ones(2, np.int64))
     for num_regions, by_kernel in ((1, False), (64, True)):
         backend = quick_backend(16 << 10, num_regions, kernel=True)
@@ -118,7 +118,7 @@ def test_regions_start_the_kernel_together() -> None:
 def test_the_first_bytes_move_soon(
     page: int, num_regions: int, num_bytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Before most of the copy is planned."""
+    """The first bytes move before most of the copy is planned."""
     planned: list[int] = []
 
     def find(source: Regions, destination: Regions, *blocks: Any) -> Any:

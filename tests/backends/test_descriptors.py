@@ -24,13 +24,13 @@ _ORIGINS = (100_000, 500_000)
 
 
 class Side:
-    """Memory without a gap: chunk after chunk, and in each region after region. So what a
-    descriptor must not do, to run on into the next chunk, would reach the right bytes."""
+    """Memory without gaps, chunk after chunk and, in each, region after region. A descriptor that
+    wrongly continues into the next chunk would therefore reach the right bytes."""
 
     def __init__(self, origin: int, chunk_blocks: int = _NUM_BLOCKS) -> None:
         self.chunk_blocks = chunk_blocks
         self.where: dict[tuple[int, int], int] = {}
-        """By region and block, the address of the page: the naive model."""
+        """By region and block, the address of the page: a naive model."""
         bases: list[list[int]] = [[] for _ in _PAGES]
         for first in range(0, _NUM_BLOCKS, chunk_blocks):
             blocks = range(first, min(first + chunk_blocks, _NUM_BLOCKS))
@@ -48,12 +48,12 @@ class Side:
 
 
 def rows(plan: Descriptors) -> list[tuple[int, int, int]]:
-    """Destination, source, bytes."""
+    """Arrays of destinations, sources and bytes."""
     return list(zip(*(part.tolist() for part in plan), strict=True))
 
 
 def plan_pairs(source: Side, destination: Side, pairs: dict[int, int]) -> Descriptors:
-    """``pairs``: the source block by destination block."""
+    """``pairs``: destination block to source block."""
     return plan_copies(
         source.regions,
         destination.regions,
@@ -63,7 +63,7 @@ def plan_pairs(source: Side, destination: Side, pairs: dict[int, int]) -> Descri
 
 
 SIDES = st.tuples(*[st.integers(1, _NUM_BLOCKS + 3)] * 2)
-"""Blocks of a chunk, of either side."""
+"""Number of blocks of a chunk, on either side."""
 SOURCES = st.lists(st.integers(0, _NUM_BLOCKS - 1), unique=True, max_size=_NUM_BLOCKS)
 
 
@@ -97,7 +97,7 @@ def test_every_byte_of_every_pair_and_no_other(
 def test_neighbours_within_a_chunk_become_one_and_no_others(
     chunk_blocks: tuple[int, int], sources: list[int], shift: int, num_swaps: int, down: bool
 ) -> None:
-    """Two chunks may be neighbours in memory, but are pinned one by one."""
+    """Two chunks may be neighbours in memory, but each is pinned separately."""
     source, destination = (
         Side(origin, blocks) for origin, blocks in zip(_ORIGINS, chunk_blocks, strict=True)
     )
@@ -130,7 +130,7 @@ def test_neighbours_within_a_chunk_become_one_and_no_others(
 
 @pytest.mark.parametrize("pairs", [{1: 7, 2: 6, 3: 5}, {1: 5, 9: 6, 2: 7}, {1: 5, 3: 7}], ids=str)
 def test_pairs_that_do_not_merge(pairs: dict[int, int]) -> None:
-    """Against each other, neighbours on one side only, a step of two."""
+    """Pairs in opposite order, pairs that are neighbours on one side only, and a step of two."""
     assert len(plan_pairs(Side(0), Side(10_000), pairs).sizes) == 2 * len(pairs)
 
 
@@ -180,7 +180,7 @@ def test_descriptors_that_are_split_copy_the_same(sizes: list[int], num_bytes: i
 
 
 def copied_bytes(plan: Descriptors) -> list[tuple[int, int]]:
-    """Where each byte goes, and where it comes from."""
+    """Destination address of each byte, and its source."""
     return sorted(
         (destination + offset, source + offset)
         for destination, source, size in rows(plan)
@@ -204,7 +204,7 @@ def test_pieces_are_no_larger_than_need_be(
 
 
 def test_selected_descriptors_have_arrays_of_their_own() -> None:
-    """The driver is given addresses of dense arrays."""
+    """The driver gets addresses of dense arrays."""
     plan = Descriptors(*(np.arange(start, start + 4, dtype=np.uint64) for start in (0, 10, 20)))
     for chosen in (np.array([3, 1]), np.array([False, True, False, True])):
         taken = plan.select(chosen)
@@ -242,7 +242,7 @@ def test_regions_in_chunks() -> None:
 
 
 @pytest.mark.parametrize(("page", "num_blocks"), [(25, 4), (30, 3), (100, 1), (101, 0)])
-def test_a_region_within_a_buffer(page: int, num_blocks: int) -> None:
+def test_a_region_inside_a_buffer(page: int, num_blocks: int) -> None:
     buffer = torch.zeros(100, dtype=torch.int8)
     regions = Regions.in_buffer(buffer, page)
     assert (regions.num_blocks, regions.pages.tolist()) == (num_blocks, [page])
@@ -287,7 +287,7 @@ def test_regions_of_similar_size(pages: tuple[int, ...], classes: list[list[int]
     assert [chosen.tolist() for chosen in group_by_size(sizes)] == classes
 
 
-def test_some_of_the_regions() -> None:
+def test_a_selection_of_regions() -> None:
     side = Side(1000, 13)
     for chosen in ([0], [1], [1, 0]):
         some = side.regions.select(np.array(chosen))

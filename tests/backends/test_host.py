@@ -1,4 +1,4 @@
-"""HostBackend: exactly the asked rows move, and other Python threads run meanwhile."""
+"""HostBackend: it copies exactly the requested rows, and other Python threads run meanwhile."""
 
 import sys
 import threading
@@ -31,7 +31,7 @@ class Form:
 
 
 class Bench:
-    """Device and host memory full of noise, with a backend that copies between regions of it."""
+    """Device and host memory of random bytes, with a backend that copies between their regions."""
 
     def __init__(
         self, forms: Sequence[Form], num_device_blocks: int, num_host_blocks: int, seed: int = 0
@@ -71,7 +71,7 @@ class Bench:
         direction: Direction,
         pairs: Sequence[tuple[int, int]],
     ) -> None:
-        """Fail unless memory is what ``before`` becomes when the pairs are copied byte by byte."""
+        """Fail unless memory equals ``before`` with the pairs copied byte by byte."""
         for form, device, host in zip(self.forms, *before, strict=True):
             for device_block, host_block in pairs:
                 start = form.in_front + device_block * (form.page + form.gap)
@@ -126,7 +126,7 @@ def test_one_block_may_go_to_several(direction: Direction) -> None:
 def test_a_block_outside_the_regions(
     direction: Direction, device: list[int], host: list[int]
 ) -> None:
-    """Fails before any byte moves."""
+    """The copy fails before any byte moves."""
     bench = Bench([Form(16), Form(8)], 4, 6)
     before = bench.snapshot()
     with pytest.raises(IndexError):
@@ -142,14 +142,14 @@ def test_host_memory_is_as_large_as_asked(num_bytes: int) -> None:
 
 
 def test_all_host_memory_is_one_chunk() -> None:
-    """Nobody pins it, so there is nothing to wait for."""
+    """Host memory is not pinned here, so opening it in chunks would gain nothing."""
     assert HostBackend.chunk_bytes > 2**60
     bench = Bench([Form(16)], 2, 2)
     with pytest.raises(AssertionError, match="there is one chunk"):
         bench.backend.add_host_chunk([torch.zeros((2, 16), dtype=torch.int8)])
 
 
-def test_closing_lets_go_of_memory() -> None:
+def test_closing_frees_memory() -> None:
     backend = HostBackend()
     memory = [np.zeros((2, 16), dtype=np.int8) for _ in range(2)]
     backend.open([torch.from_numpy(memory[0])])
@@ -166,7 +166,7 @@ def test_closing_lets_go_of_memory() -> None:
 
 @pytest.fixture
 def no_forced_switches() -> Iterator[None]:
-    """Within this test a thread that holds the interpreter lock gives it up only by itself."""
+    """During this test, a thread that holds the interpreter lock releases it only by itself."""
     interval = sys.getswitchinterval()
     sys.setswitchinterval(1000.0)
     yield
@@ -174,8 +174,8 @@ def no_forced_switches() -> Iterator[None]:
 
 
 def another_thread_runs_during(work: Callable[[], object], attempts: int) -> bool:
-    """Whether, in any of the attempts, a waiting Python thread got to run before ``work`` had
-    ended. With forced switches off it can run only if ``work`` gives the lock up."""
+    """Whether, in any of the attempts, a waiting Python thread ran before ``work`` had ended.
+    Forced switches are off, so it runs only if ``work`` releases the lock."""
     for _ in range(attempts):
         ran: list[bool] = []
         ready, go = threading.Event(), threading.Lock()
@@ -202,8 +202,8 @@ def another_thread_runs_during(work: Callable[[], object], attempts: int) -> boo
 @pytest.mark.parametrize("gap", [0, 64])
 @pytest.mark.parametrize("direction", Direction)
 def test_python_runs_while_bytes_move(direction: Direction, gap: int) -> None:
-    """One attempt is enough in nearly all runs: the copy takes milliseconds. On a busy machine
-    the kernel may not get round to the other thread in time, hence more."""
+    """One attempt is enough in nearly all runs: the copy takes milliseconds. On a busy machine the
+    kernel may schedule the other thread too late, so there are several attempts."""
     num_blocks = 256
     bench = Bench([Form(2**16, gap=gap)], num_blocks, num_blocks)
     blocks = list(range(num_blocks))
@@ -213,7 +213,7 @@ def test_python_runs_while_bytes_move(direction: Direction, gap: int) -> None:
 
 
 @pytest.mark.usefixtures("no_forced_switches")
-def test_a_copy_that_keeps_the_lock_is_told_apart() -> None:
+def test_a_copy_that_keeps_the_lock_is_detected() -> None:
     source, target = bytes(2**24), bytearray(2**24)
 
     def copy() -> None:

@@ -1,4 +1,4 @@
-"""Host memory for a device to reach."""
+"""Host memory that a device can reach."""
 
 import ctypes
 import mmap
@@ -41,7 +41,7 @@ def test_memory_lives_as_long_as_its_tensor() -> None:
 
 
 def test_every_byte_is_touched_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Untouched pages would be cleared by the driver, with one thread."""
+    """The driver would clear untouched pages, with one thread."""
     touched: list[tuple[int, int]] = []
     clear = ctypes.memset
 
@@ -80,7 +80,7 @@ def test_more_than_there_is_available(machine: Machine) -> None:
 
 
 def test_a_forked_process_has_none_of_it() -> None:
-    """Of pages that are pinned it would get copies, at once: as much memory again."""
+    """A forked process would get copies of pinned pages at once: twice the memory."""
     memory = map_memory(16 << 20)
     address = memory.data_ptr()
 
@@ -105,7 +105,7 @@ def test_a_kernel_without_huge_pages(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Kernel:
-    """Stands for libc: notes the calls of ``syscall``."""
+    """Replaces libc: records the calls of ``syscall``."""
 
     def __init__(self, answer: int) -> None:
         self.answer = answer
@@ -174,7 +174,7 @@ def test_an_unknown_machine_is_not_asked(monkeypatch: pytest.MonkeyPatch) -> Non
 
 @pytest.fixture
 def system(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
-    """Where /sys would be: two nodes, and a PCI device on the second."""
+    """A folder in place of /sys, with two nodes, and a PCI device on the second."""
     nodes = tmp_path / "sys/devices/system/node"
     for name in ("node0", "node1", "power"):
         (nodes / name).mkdir(parents=True)
@@ -197,9 +197,9 @@ def test_with_one_node_there_is_nothing_to_choose(system: Path) -> None:
     assert node_of_pci_device("0000:1b:00.0") is None
 
 
-@pytest.mark.parametrize("said", ["-1\n", "", "none\n"])
-def test_a_device_whose_node_is_not_known(system: Path, said: str) -> None:
-    (system / "bus/pci/devices/0000:1b:00.0/numa_node").write_text(said)
+@pytest.mark.parametrize("content", ["-1\n", "", "none\n"])
+def test_a_device_whose_node_is_not_known(system: Path, content: str) -> None:
+    (system / "bus/pci/devices/0000:1b:00.0/numa_node").write_text(content)
     assert node_of_pci_device("0000:1b:00.0") is None
 
 

@@ -1,5 +1,5 @@
-"""NpuBackend. What it does runs on the real torch_npu, in a process of its own over the simulated
-ACL runtime; where it refuses to start, in processes that lack what it needs."""
+"""NpuBackend. Copies run on the real torch_npu, in a separate process over the simulated ACL
+runtime. Refusals to start run in processes that lack a requirement."""
 
 import re
 import sys
@@ -19,16 +19,16 @@ from tools.set_up import ROOT
 
 ON_NPU = ROOT / "tests" / "acl_sim" / "on_npu"
 FILES = {"copies": 60, "hardware": 1, "ordering": 12, "regions": 3, "worker": 11}
-"""Files of tests on torch_npu, and how many tests each has at least."""
+"""Files of tests on torch_npu, and the minimum number of tests in each."""
 
 pytestmark = pytest.mark.timeout(torch_npu_files.DOWNLOAD_SECONDS + 2 * child.CHILD_SECONDS)
 
 
 class Run(NamedTuple):
-    """What became of the tests in the child."""
+    """The results of the tests in the child."""
 
     passed: dict[str, int]
-    """By file."""
+    """Number of passed tests by file."""
     printed: str
 
 
@@ -120,7 +120,9 @@ def test_a_cann_that_cannot_be_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("library", "why"), [("libno.so", "libno.so: cannot open"), ("libm.so.6", "undefined symbol")]
 )
-def test_a_runtime_that_is_none(monkeypatch: pytest.MonkeyPatch, library: str, why: str) -> None:
+def test_a_library_that_is_no_runtime(
+    monkeypatch: pytest.MonkeyPatch, library: str, why: str
+) -> None:
     monkeypatch.setattr(acl, "LIBRARY", library)
     with pytest.raises(ConfigError) as caught:
         backend._load_acl()
@@ -146,7 +148,7 @@ def test_a_copy_path_of_another_device(monkeypatch: pytest.MonkeyPatch, copy_pat
 
 
 @pytest.mark.parametrize("switch", ["2", "yes", " "])
-def test_a_switch_that_says_nothing(monkeypatch: pytest.MonkeyPatch, switch: str) -> None:
+def test_a_switch_with_another_value(monkeypatch: pytest.MonkeyPatch, switch: str) -> None:
     monkeypatch.setenv(SWITCH, switch)
     with pytest.raises(ConfigError) as caught:
         NpuBackend()

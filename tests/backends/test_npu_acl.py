@@ -1,4 +1,4 @@
-"""How Acl calls the runtime: on the simulated one, without torch_npu."""
+"""Acl's calls of the runtime: on the simulated one, without torch_npu."""
 
 import ctypes
 import threading
@@ -25,7 +25,7 @@ SIZE = 64
 
 
 class Bench:
-    """A stream of device 1, host memory of Acl's, and device memory, SIZE bytes each."""
+    """A stream of device 1, host memory from Acl, and device memory, SIZE bytes each."""
 
     locations = Locations(Location(0, HOST), Location(1, DEVICE))
 
@@ -41,7 +41,7 @@ class Bench:
         ctypes.memset(self.device, 2, SIZE)
 
     def plan(self, direction: Direction, *sizes: int) -> Descriptors:
-        """One descriptor after another, from the start of both sides."""
+        """Adjacent descriptors, from the start of both sides."""
         offsets = np.cumsum([0, *sizes[:-1]])
         sides = [self.device + offsets, self.host + offsets]
         if direction is Direction.STORE:
@@ -55,7 +55,7 @@ class Bench:
             self.acl.copy_each(plan, direction, self.stream)
 
     def contents(self) -> tuple[bytes, bytes]:
-        """Of the device and of the host, when the stream has ended."""
+        """Bytes of the device and of the host, after the end of the stream."""
         self.sim.call("aclrtSynchronizeStream", self.stream)
         return ctypes.string_at(self.device, SIZE), ctypes.string_at(self.host, SIZE)
 
@@ -93,7 +93,7 @@ def test_a_refusal_has_its_index_and_its_text(bench: Bench, batch: bool) -> None
     with pytest.raises(AclError) as caught:
         bench.copy(plan, Direction.LOAD, batch=batch)
     assert (caught.value.code, caught.value.index) == (207001, 2)
-    assert str(caught.value).endswith(": error 207001 at descriptor 2: told to fail")
+    assert str(caught.value).endswith(": error 207001 at descriptor 2: requested failure")
     assert bench.contents()[0] == (bytes([1]) * 16).ljust(SIZE, b"\2")
 
 
@@ -131,7 +131,7 @@ def test_a_thread_without_context(bench: Bench) -> None:
     assert message == "aclrtMallocHost: error 107002: aclrtMallocHost: this thread has no context"
 
 
-def test_what_memory_is(bench: Bench) -> None:
+def test_location_of_memory(bench: Bench) -> None:
     plain = np.zeros(SIZE, np.int8)
     found = [bench.acl.location(a) for a in (bench.host, bench.device, plain.ctypes.data)]
     assert [location and (location.id, location.type) for location in found] == [

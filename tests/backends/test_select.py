@@ -1,4 +1,4 @@
-"""make_backend: the one that reaches the platform's memory, or a clear refusal."""
+"""make_backend: it returns the backend that reaches the platform's memory, or refuses clearly."""
 
 from types import SimpleNamespace
 
@@ -12,7 +12,7 @@ from simple_offload.config import ConfigError
 
 @pytest.fixture
 def platform(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
-    """vLLM's platform; "cpu" unless a test says otherwise."""
+    """vLLM's platform; "cpu" unless a test changes it."""
     platform = SimpleNamespace(device_type="cpu")
     monkeypatch.setattr(select, "current_platform", platform)
     return platform

@@ -46,7 +46,7 @@ ON_CUDA: Found = {
 
 
 def checks_of(monkeypatch: pytest.MonkeyPatch, found: Found) -> dict[str, Check]:
-    """doctor's checks by name, if the probe finds ``found``."""
+    """doctor's checks by name, if the probe reports ``found``."""
     monkeypatch.setattr(doctor, "probe", lambda *_: found)
     return {check.name: check for check in examine(GIVEN, Ranks(1, 1))}
 

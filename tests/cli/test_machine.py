@@ -18,7 +18,7 @@ from tests.conftest import Machine
 
 
 def test_memory(machine: Machine) -> None:
-    """The limit is that of the connector itself."""
+    """The connector applies the same limit."""
     machine.available = 60 * GIB
     assert check_memory(50 * GIB).status is Status.OK
     check = check_memory(50 * GIB + 1)

@@ -14,7 +14,7 @@ BEGINNINGS = (
     *("make", "simple-offload", r"\S*python3?", "vllm serve", "vllm bench", "pip install"),
     *("lm_eval", "npu-smi"),
 )
-"""Patterns of the beginning of a command between backticks. More words have to follow."""
+"""Patterns that begin a command between backticks. At least one more word has to follow."""
 
 
 class Command(NamedTuple):
@@ -23,7 +23,7 @@ class Command(NamedTuple):
     page: str
     words: tuple[str, ...]
     whole: bool
-    """Whether it can be run as it is shown; a command in a sentence may be a part of one."""
+    """Whether the command is complete; in a sentence it may be a part of one."""
 
     @property
     def text(self) -> str:
@@ -50,7 +50,7 @@ def shown_commands(page: Path) -> Iterator[Command]:
 
 
 def _commands(page: Path, text: str, *, whole: bool) -> Iterator[Command]:
-    """The commands of a text: one a line, but for lines with an open quotation."""
+    """The commands of a text, one per line. An open quotation continues on the next line."""
     waiting = ""
     for line in text.splitlines():
         waiting += f"{line}\n"

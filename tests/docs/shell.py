@@ -1,4 +1,4 @@
-"""Runs the commands of the documentation like a reader's shell."""
+"""Runs the commands of the documentation in the environment of a reader's shell."""
 
 import os
 import re

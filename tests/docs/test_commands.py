@@ -1,4 +1,4 @@
-"""Every command of the documentation is run, here or by the test that ways.py names."""
+"""Every command of the documentation runs, here or in the test that ways.py names."""
 
 import json
 import re
@@ -27,7 +27,7 @@ CONVERSATIONS = {
     },
     "prompt_output": {"num_tokens": {"distribution": "constant", "value": 8}},
 }
-"""Together four times as many tokens as the device of the benchmark's ``cpu`` preset holds."""
+"""Prompts with four times as many tokens as the device of the benchmark's ``cpu`` preset holds."""
 
 
 def _run_here(*, slow: bool) -> list[Command]:
@@ -76,7 +76,7 @@ def test_a_named_command_is_shown_whole() -> None:
             assert not isinstance(WAYS[way.whole], Named | Theirs), key
 
 
-def test_our_programs_are_not_theirs() -> None:
+def test_our_programs_are_not_listed_as_external() -> None:
     ours = ("make", "simple-offload", "python", ".venv", "vllm")
     assert [k for k, way in WAYS.items() if isinstance(way, Theirs) and k.startswith(ours)] == []
 
@@ -86,7 +86,7 @@ def test_our_programs_are_not_theirs() -> None:
 
 @pytest.fixture
 def places(tmp_path: Path) -> Mapping[str, str]:
-    """What stands for names that a reader has to fill in."""
+    """Values for the placeholders that a reader replaces."""
     output = tmp_path / "out"
     output.mkdir()
     file = tmp_path / "conversations.json"
@@ -95,7 +95,7 @@ def places(tmp_path: Path) -> Mapping[str, str]:
 
 
 def _check(command: Command, folder: Path, places: Mapping[str, str]) -> None:
-    # What make sets up while the tests run in it, they would run in no longer.
+    # `make` would replace the environment in which these tests run.
     environment = VirtualEnvironment(ROOT)
     if command.words[0] == "make" and environment.installed() != environment.wanted():
         pytest.skip("needs the .venv that `make set-up` makes")
@@ -126,7 +126,7 @@ def test_a_replacement_of_text_that_is_not_shown_is_an_error() -> None:
         as_run(["simple-offload", "doctor"], Run("", instead={"64GiB": "1GiB"}), {})
 
 
-def test_words_are_run_as_shown_but_for_what_is_said() -> None:
+def test_words_are_run_as_shown_except_for_listed_changes() -> None:
     way = Run("", instead={"input.json": "{input}"}, add="ARGS='--out {out}'")
     words = as_run(["bench", "input.json", "--x"], way, {"input": "/i", "out": "/o"})
     assert words == ["bench", "/i", "--x", "ARGS=--out /o"]

@@ -44,11 +44,11 @@ generation_kwargs: {max_gen_toks: 4, until: [], do_sample: false, temperature: 0
 metric_list: [{metric: exact_match, aggregation: mean, higher_is_better: true}]
 metadata: {version: 1.0}
 """
-"""In place of the task of that name, whose questions come over the network."""
+"""A local task that replaces the documented one, whose questions come over the network."""
 
 
 def shown(beginning: str) -> Sequence[str]:
-    """The words of the one command that begins so and can be run as it stands."""
+    """The words of the only complete command with this beginning."""
     (words,) = {each.words for each in COMMANDS if each.whole and each.text.startswith(beginning)}
     return words
 
@@ -64,7 +64,7 @@ def places(tmp_path: Path) -> Mapping[str, str]:
 def served(
     words: Sequence[str], folder: Path, environment: Mapping[str, str], port: int
 ) -> Iterator[Server]:
-    """The server that a command starts, once it answers; ended as by Ctrl-C."""
+    """The server that a command starts, once it answers. Ends with SIGINT, as by Ctrl-C."""
     log = folder / "serve.log"
     process = start(words, folder, environment, log)
     try:
@@ -87,7 +87,7 @@ def served(
 def test_commands_that_serve(
     tmp_path: Path, places: Mapping[str, str], beginning: str, size: str, less: str
 ) -> None:
-    """They serve, and a prompt that the device has forgotten comes back from the host."""
+    """The server answers, and a prompt that the device has evicted comes back from the host."""
     way = Run("", instead={"MODEL": "{model}", size: less}, add=CPU)
     words = ["env", *as_run(shown(beginning), way, places)]
     environment = _cpu(reader_environment(tmp_path))
@@ -100,7 +100,7 @@ def test_commands_that_serve(
 
 
 def test_the_commands_of_a_first_run_on_an_npu(tmp_path: Path, places: Mapping[str, str]) -> None:
-    """Those that ask a server: with lm_eval installed as shown, beside vLLM."""
+    """The commands that send requests, with lm_eval installed as shown, beside vLLM."""
     programs = empty_environment(tmp_path / "eval")
     environment = _cpu(reader_environment(tmp_path, programs))
 
@@ -159,7 +159,7 @@ def _until_in(text: str, file: Path) -> None:
 
 
 def _complete(server: Server, model: str) -> list[int]:
-    """The tokens with which the model goes on after 300 others."""
+    """The tokens that the model generates after a prompt of 300 tokens."""
     asked = {
         "model": model,
         "prompt": list(range(3, 303)),

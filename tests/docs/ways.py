@@ -13,7 +13,7 @@ class Run:
     """
 
     prints: str
-    """A pattern that its output must contain, as a proof of its purpose."""
+    """A pattern that its output must match, as a proof that it works."""
     slow: bool = False
     instead: Mapping[str, str] = field(default_factory=dict)
     """Shown text -> its replacement."""
@@ -30,15 +30,15 @@ class Elsewhere:
     """test_commands.py does not run it."""
 
     needs: str
-    """What it requires."""
+    """Its requirement."""
     by: str
-    """The test that runs it, or the same program with less: ``tests/file.py::name``. Or a script
-    that contains the command."""
+    """The test that runs it, or runs the same program with smaller arguments:
+    ``tests/file.py::name``. Or a script that contains the command."""
 
 
 @dataclass(frozen=True)
 class Named:
-    """A sentence names the command, and another place shows it whole."""
+    """A sentence shows the beginning of the command, and another place shows it whole."""
 
     whole: str
     """The whole command, as a key of ``WAYS``."""
@@ -226,7 +226,7 @@ WAYS: Mapping[str, Way] = {
 
 
 def key_of(text: str) -> str | None:
-    """The key of ``WAYS`` for a command's text: the same, or its beginning before ``…``."""
+    """The key of ``WAYS`` for a command's text: the text itself, or its beginning before ``…``."""
     if text in WAYS:
         return text
     beginnings = [key for key in WAYS if key.endswith("…") and text.startswith(key[:-1])]

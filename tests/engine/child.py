@@ -131,8 +131,8 @@ class Player:
             self.engine.step()
 
     def _corrupt_first_load(self) -> None:
-        """Negate the floats of one host block, in every region, once: after a step has planned
-        its load and before the load is submitted."""
+        """Negate the floats of one host block, in every region, once. This happens after a step has
+        planned the block's load and before the load is submitted."""
         connector = self.scheduler.connector
         build = connector.build_connector_meta
 
@@ -167,7 +167,7 @@ def _read_state(engine: LLMEngine, result: EngineResult) -> None:
 
 
 def _our_connector(scheduler: Any) -> Any:
-    """The connector's scheduler side, also as one of several."""
+    """The connector's scheduler side, also inside a MultiConnector."""
     several = getattr(scheduler.connector, "sub_connectors", [scheduler.connector])
     ours = [each for each in several if isinstance(each, SimpleCPUOffloadConnector)]
     return ours[0] if ours else None

@@ -6,10 +6,11 @@ from tests.engine.harness import log_tail
 from tests.engine.spec import Answer, EngineResult
 
 LOGPROB_TOLERANCE = 5e-4
-"""Rounding moves logprobs by some 1e-5; a wrong KV block by hundredths."""
+"""Largest difference of logprobs. Rounding causes about 1e-5; a wrong KV block causes
+hundredths."""
 
 MIN_LEAD = 1e-4
-"""Rounding alone could swap the two best tokens if the lead is less."""
+"""Smallest lead of the best token that rounding cannot reverse."""
 
 
 def differences(

@@ -31,8 +31,8 @@ Kind = Literal[
 ]
 
 FORGETS = (0.003, 0.05)
-"""Decay of a Mamba head's state per token, at least and at most: the state then remembers tens to
-hundreds of tokens, and a wrong state changes many later tokens."""
+"""Decay of a Mamba head's state per token, minimum and maximum. The state then depends on tens to
+hundreds of tokens, so that a wrong state changes many later tokens."""
 
 DRAFTER = "drafter"
 """Folder of the drafter inside the folder of its target."""
@@ -70,7 +70,7 @@ def _write(directory: Path, config: Mapping[str, Any]) -> None:
 
 
 def _spread(name: str, weight: torch.Tensor, kind: Kind) -> float:
-    """Standard deviation of one matrix: attention scores come out with one of 4."""
+    """Standard deviation of one matrix; attention scores then have a standard deviation of 4."""
     if "embed" in name:
         return 1.0
     if kind == "mla":

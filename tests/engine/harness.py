@@ -1,4 +1,4 @@
-"""Runs engines in child processes with a deadline, and leaves no process behind."""
+"""Runs engines in child processes with a deadline, and ends every process."""
 
 import contextlib
 import faulthandler
@@ -90,7 +90,7 @@ def run_child(
 
 
 def prepare_child() -> None:
-    """Make this process one that ``wait_for`` and counts of its threads work with."""
+    """Prepare this process for ``wait_for`` and for counts of its threads."""
     # Not by the clock: to walk the stacks of running threads may crash the process (seen with
     # Python 3.12 inside compiled code).
     faulthandler.register(signal.SIGUSR1, all_threads=True)

@@ -1,9 +1,9 @@
 """Random weights for any model class of vLLM: ``load_format=RANDOM_WEIGHTS``.
 
-A folder with a ``config.json`` is then a model, without a checkpoint, whose names and shapes differ
-from class to class. vLLM's own "dummy" weights lie within 1e-3, and every token sees the same
-average of its context. These have a spread, like those of ``examples.random_model``, so that one
-wrong block changes the answers.
+A folder with only a ``config.json`` is then a model. Names and shapes of weights differ from class
+to class. vLLM's own "dummy" weights lie within 1e-3, and every token sees the same average of its
+context. These weights have a spread, like those of ``examples.random_model``, so that one wrong
+block changes the answers.
 """
 
 import zlib
@@ -19,7 +19,7 @@ from tests.engine.shrunk import RANDOM_WEIGHTS
 
 _GAIN = 2.0
 _LIKELY = 32
-"""Every n-th token is likely, all others are hardly ever the best: a drafter with random weights
+"""Every n-th token is likely; all others are almost never the best. A drafter with random weights
 then guesses some tokens right."""
 _ONES = ("norm.weight", "layernorm.weight", "_scale")
 
@@ -53,7 +53,7 @@ class RandomWeightsLoader(BaseModelLoader):
 def _draw(
     name: str, weight: torch.Tensor, generator: torch.Generator, *, is_gemma_norm: bool
 ) -> torch.Tensor:
-    """Float32 (integers: zeros), of the shape of ``weight``."""
+    """Random values of the shape of ``weight``: float32, or zeros for integers."""
     shape = tuple(weight.shape)
     if not weight.is_floating_point():
         return torch.zeros(shape)
@@ -77,7 +77,7 @@ def _draw(
 
 
 def _spread(name: str, shape: tuple[int, ...]) -> float:
-    """The standard deviation with which all parts of the residual stream have one size."""
+    """The standard deviation that gives all parts of the residual stream one size."""
     if "embed" in name:
         return 1.0
     # With a larger output of attention, answers depend more on the context.

@@ -1,8 +1,8 @@
 """A Ray cluster on this machine, for vLLM's Ray executor to run ranks on CPUs.
 
-vLLM has Ray place its workers on devices that Ray counts, and its CPU platform names none. With the
-name "GPU", of which a Ray node may claim any number, the executor works: platforms differ only in
-the name of the devices that Ray counts.
+vLLM makes Ray place its workers on devices that Ray counts, and vLLM's CPU platform names no
+device. With the name "GPU" the executor works: a Ray node may claim any number of GPUs, and vLLM's
+platforms differ only in this name.
 """
 
 from collections.abc import Iterator

@@ -34,7 +34,7 @@ def engine_args(spec: EngineSpec, kind: type[AnyArgs]) -> AnyArgs:
 
 
 def prompt_of(tokens: tuple[int, ...], cache_salt: str | None = None) -> TokensPrompt:
-    """A prompt of these tokens."""
+    """A prompt of these token ids."""
     prompt = TokensPrompt(prompt_token_ids=list(tokens))
     if cache_salt is not None:
         prompt["cache_salt"] = cache_salt
@@ -42,7 +42,8 @@ def prompt_of(tokens: tuple[int, ...], cache_salt: str | None = None) -> TokensP
 
 
 def greedy(max_tokens: int, **others: Any) -> SamplingParams:
-    """Always the best token, with the logprobs of the two best; ``others`` override that."""
+    """Sampling parameters: always the best token, with the logprobs of the two best. ``others``
+    override them."""
     usual: dict[str, Any] = {
         "max_tokens": max_tokens,
         "temperature": 0.0,

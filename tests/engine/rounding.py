@@ -1,8 +1,8 @@
 """Whether two engines gave the same answers, up to the rounding of half precision.
 
 If two engines compute the same tokens in steps of the same shape, kernels give the same bits, and
-tokens must be equal. If other requests share the steps, or one engine has CUDA graphs, sums have
-another order: rounding may then swap the two best tokens, and the rest of that answer cannot be
+tokens must be equal. If other requests share the steps, or one engine has CUDA graphs, the order of
+summation differs. Rounding may then swap the two best tokens, and the rest of that answer cannot be
 compared.
 """
 
@@ -18,12 +18,12 @@ class Rounding(NamedTuple):
     logprob: float
     """Largest distance of two logprobs of one token."""
     same_shape: float | None = None
-    """The same if both engines computed it in steps of one shape; None: the same limit. A format so
-    coarse that ``logprob`` would hide a wrong block needs it."""
+    """The same limit if both engines computed the token in steps of one shape; None: ``logprob``. A
+    coarse format needs a smaller one, since ``logprob`` would hide a wrong block."""
 
     @property
     def lead(self) -> float:
-        """Rounding may swap the two best tokens if the lead is less."""
+        """Smallest lead of the best token that rounding cannot reverse."""
         return 2 * self.logprob
 
 

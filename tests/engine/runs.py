@@ -12,17 +12,19 @@ from tests.engine.workloads import COLD, full_workload
 BLOCK_SIZE = 32
 
 DEVICE_BLOCKS: Mapping[Architecture, int] = {"llama": 24, "qwen3": 24, "gemma3": 52}
-"""At most one and a half requests. Gemma's layers share a pool in three groups."""
+"""Device blocks: enough for one and a half of the longest requests. Gemma's layers share a pool in
+three groups."""
 
 HOST_BLOCKS = 800
-"""More than all rounds together store."""
+"""Host blocks: more than all rounds together store."""
 
 NUM_AGAIN = 4
-"""Requests of COLD that shorter rounds repeat. The last one shares its beginning with the first."""
+"""Number of COLD's requests that shorter rounds repeat. The last one shares its beginning with the
+first."""
 
 
 def small_steps(architecture: Architecture = "gemma3") -> dict[str, Any]:
-    """EngineArgs of a device with more free blocks than lazy stores look ahead, and too few for the
+    """EngineArgs of a device with more free blocks than lazy stores look ahead, but too few for the
     workload."""
     return {
         "max_num_seqs": 1,
@@ -164,7 +166,7 @@ SALTED, SALTED_AGAIN, OTHER_SALT, EMPTIED = range(-4, 0)
 
 
 def _isolated_rounds(cold: Round) -> tuple[Round, ...]:
-    """A few of the requests with a salt, again, with another salt, and after a reset of both
+    """A few requests with a salt, the same again, with another salt, and after a reset of both
     tiers."""
 
     def again(salt: str | None, reset: Any) -> Round:
@@ -175,6 +177,6 @@ def _isolated_rounds(cold: Round) -> tuple[Round, ...]:
 
 
 def _control_rounds(cold: Round) -> tuple[Round, ...]:
-    """A few of the requests twice, the second time from host memory with one wrong block."""
+    """A few requests twice; the second time from host memory with one wrong block."""
     few = cold.model_copy(update={"asks": cold.asks[:NUM_AGAIN]})
     return few, few.model_copy(update={"reset": "device", "corrupt_a_block": True})

@@ -1,8 +1,8 @@
 """Shrunk configurations of popular models.
 
-Each has the shapes that vLLM's kernels demand (head sizes, latent ranks, blocks of attention) and
-little else: few layers, few experts. Every token uses all experts, so that rounding cannot choose
-others. Windows, chunks and sparse selections are shorter than the prompts.
+Each has the shapes that vLLM's kernels require (head sizes, latent ranks, blocks of attention) and
+little else: few layers, few experts. Every token uses all experts, so that rounding cannot change
+the choice. Windows, chunks and sparse selections are shorter than the prompts.
 """
 
 from collections.abc import Mapping
@@ -183,4 +183,4 @@ DRAFTERS: Mapping[str, dict[str, Any]] = {
         "text_config": _KIMI,
     },
 }
-"""Drafters that are models of their own, by target."""
+"""Drafters that are separate models, by target."""

@@ -31,7 +31,7 @@ class Round(BaseModel):
 
     asks: tuple[Ask, ...]
     together: bool
-    """Whether all requests are added at once; else each follows the end of the one before."""
+    """True adds all requests at once; False adds each when the one before has ended."""
     reset: Literal["none", "device", "both"] = "none"
     """Prefix caches to reset before the round."""
     corrupt_a_block: bool = False

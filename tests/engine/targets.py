@@ -29,7 +29,7 @@ DECODE_GRAPHS: dict[str, Any] = {
         "cudagraph_capture_sizes": [1, 2, 4, 8],
     },
 }
-"""Nothing is compiled and each decode step is one graph. Starts as fast as an eager engine."""
+"""Nothing is compiled, and each decode step is one graph. Starts as fast as an eager engine."""
 
 
 class Target(NamedTuple):
@@ -59,8 +59,8 @@ GPU: dict[str, Any] = {
 CPU: dict[str, Any] = {"max_model_len": 1024, "num_gpu_blocks_override": PLENTY // 2}
 SINGLE = Rounding(5e-4)
 HALF = Rounding(0.05)
-"""These models' logprobs are off by 0.02 at most in float16 (and by ten times that in bfloat16,
-which would hide a wrong block)."""
+"""In float16 the logprobs of these models differ by 0.02 at most. In bfloat16 they differ by ten
+times as much, which would hide a wrong block."""
 COARSE = Rounding(0.5, same_shape=0.05)
 """For models that vLLM serves in bfloat16 only."""
 
@@ -132,12 +132,13 @@ ENGINES: dict[str, dict[str, Engine]] = {
     "llama4-on-cpu": {"defaults": Engine(SIZED, EAGER)},
     "gpt-oss-eagle3-on-cpu": {"defaults": Engine(SIZED, EAGER)},
 }
-"""Any two of copy path, layout and announcement meet in some engine of Llama's."""
+"""Engines that combine each pair of copy path, layout and announcement at least once, with
+Llama."""
 
 
 @cache
 def asks() -> tuple[Ask, ...]:
-    """Prompts of a few hundred tokens: several blocks even where a block has 64 or 128."""
+    """Prompts of a few hundred tokens: several blocks even where a block has 64 or 128 tokens."""
     return shared_prefix_asks(
         "a",
         seed=3,
@@ -149,8 +150,8 @@ def asks() -> tuple[Ask, ...]:
 
 
 def rounds(*, connector: bool) -> tuple[Round, ...]:
-    """With the connector, the device is reset before rounds that are to hit in the host tier, and
-    the last round loads a corrupted host block."""
+    """With the connector, the device is reset before each round that has to hit in the host tier.
+    The last round loads a corrupted host block."""
     reset: Any = "device" if connector else "none"
     turns = follow_ups(asks(), "turn", seed=4)
     # Long answers outgrow a small device pool, whose requests then preempt one another.

@@ -17,7 +17,7 @@ from tests.engine.workloads import COLD, TOGETHER, TURNS, TURNS_FROM_HOST, full_
 
 ARCHITECTURES: list[Architecture] = ["llama", "qwen3", "gemma3"]
 FEW_HOST_BLOCKS: dict[Architecture, int] = {"llama": 60, "qwen3": 60, "gemma3": 120}
-"""So few that the host tier evicts too."""
+"""Host blocks: so few that the host tier evicts too."""
 
 
 @pytest.fixture(
@@ -64,7 +64,7 @@ def test_prompts_come_from_the_host(engines: Engines) -> None:
 
 
 def test_one_corrupted_host_block_changes_answers(engines: Engines) -> None:
-    """The negative control: the comparison would notice a single wrong block."""
+    """Negative control: the comparison detects a single wrong block."""
     control = engines.control
     assert control.error is None, control.error
     assert [result.corrupted_blocks for result in engines[:3]] == [0, 0, 1]
@@ -88,7 +88,7 @@ def test_nothing_is_left_at_the_end(engines: Engines) -> None:
 
 @pytest.mark.proves("I8")
 def test_nothing_is_shared_across_cache_salts(engines: Engines) -> None:
-    """Both tiers hold all prompts without a salt, and those of another salt."""
+    """Both tiers hold all prompts without a salt, and a few with another salt."""
     rounds = engines.tier.rounds
     assert cached(rounds[SALTED]) == cached(rounds[COLD])
     assert cached(rounds[OTHER_SALT]) == cached(rounds[COLD])
@@ -109,7 +109,7 @@ def test_lazy_stores(engines: Engines) -> None:
 
 
 def test_a_refused_configuration_ends_the_start(engines: Engines) -> None:
-    """With the message for the user. Unit tests cover all others."""
+    """The error has the message for the user. Unit tests cover all other messages."""
     refused = engines.refused
     assert not refused.started
     assert refused.error is not None
@@ -118,8 +118,8 @@ def test_a_refused_configuration_ends_the_start(engines: Engines) -> None:
 
 
 def test_comparison_is_sound(engines: Engines) -> None:
-    """Without the connector, other requests and rounding change no token: a difference is the
-    connector's fault."""
+    """Without the connector, neither other requests nor rounding change a token. So the connector
+    causes every difference."""
     rounds = engines.plain.rounds
     assert not differences(
         [rounds[COLD], rounds[TURNS]], [rounds[TOGETHER], rounds[TURNS_FROM_HOST]]

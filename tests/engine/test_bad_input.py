@@ -1,5 +1,5 @@
-"""Configurations at the edge of sense. A wrong one is refused: see the tests of the configuration
-and ``test_architectures.py``."""
+"""Valid configurations at the limits. For refused ones see the tests of the configuration and
+``test_architectures.py``."""
 
 import pytest
 

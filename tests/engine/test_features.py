@@ -37,8 +37,8 @@ def ways(drafts: str) -> dict[str, dict[str, Any]]:
 
 
 def rounds(drafts: str) -> tuple[Round, ...]:
-    """Each option, and once more one by one from the host tier. Prompts repeat themselves, so that
-    they have n-grams to find."""
+    """A round with each option, then each request alone from the host tier. Prompts repeat
+    themselves, so that drafts by n-grams exist."""
     once = shared_prefix_asks("f", seed=12, tails=2, system_lengths=(70, 45, 90), max_tokens=40)
     asks = tuple(
         ask.model_copy(

@@ -1,5 +1,5 @@
-"""The connector's main promise on a GPU: loads bring back the stored bytes, by architecture, copy
-path, layout, time of announcement, and with CUDA graphs.
+"""The connector's main promise on a GPU: loads bring back the stored bytes. Tested by architecture,
+copy path, layout and time of announcement, and with CUDA graphs.
 
 Each model's engines share one child process, whose start costs more than its work. The first engine
 has no connector, and all others are compared with it. The same tests run on CPUs with the models
@@ -34,7 +34,7 @@ from tests.engine.targets import (
 )
 
 ENGINE_SECONDS = 180.0
-"""For one engine from its start to its end; it compiles kernels."""
+"""Time limit, in seconds, of one engine from start to end; it compiles kernels."""
 
 pytestmark = pytest.mark.timeout(ENGINE_SECONDS * 8)
 
@@ -127,7 +127,7 @@ def assert_same(target: str, plain: EngineResult, result: EngineResult, *, exact
             expected, actual = ({i: r[i] for i in same} for r in (expected, actual))
         found = compare(expected, actual, TARGETS[target].rounding, exact=exact and one_by_one)
         wrong += [f"round {number}, {line}" for line in found.wrong]
-        # Ties end the comparison of an answer, so that there must not be many. A coarse format has
+        # Ties end the comparison of an answer, so there must be few. A coarse format has
         # many if requests share steps.
         least = 0.6 if one_by_one else 0.3 if TARGETS[target].rounding.same_shape is None else 0.0
         if found.whole < least * len(asks()):
@@ -187,7 +187,7 @@ def test_all_prompts_come_from_the_host(gpu_runs: GpuRuns, target: str, engine: 
 
 @by_case
 def test_one_corrupted_host_block_is_seen(gpu_runs: GpuRuns, target: str, engine: str) -> None:
-    """The negative control of each engine: a single wrong block changes answers."""
+    """Negative control of each engine: a single wrong block changes answers."""
     results = gpu_runs.results(target)
     plain, result = results["plain"], results[engine]
     assert result.error is None, result.error

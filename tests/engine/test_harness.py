@@ -1,4 +1,4 @@
-"""Children that do not end."""
+"""Child processes that do not end."""
 
 import subprocess
 import sys

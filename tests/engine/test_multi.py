@@ -18,7 +18,7 @@ OURS: dict[str, Any] = {
     "kv_connector_extra_config": {"num_cpu_blocks": HOST_BLOCKS},
 }
 ROOM: dict[str, Any] = {
-    # The example saves a prompt in the step in which it comes, computed or not.
+    # The example saves a prompt in the step that schedules it first, computed or not.
     "max_num_batched_tokens": 1024,
     "num_gpu_blocks_override": 96,
     "disable_hybrid_kv_cache_manager": True,

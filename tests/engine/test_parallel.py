@@ -18,16 +18,17 @@ TENSOR: dict[str, Any] = {"tensor_parallel_size": 2}
 PIPELINE: dict[str, Any] = {"pipeline_parallel_size": 2}
 
 ROUNDS = (LONG, TURNS)
-"""Rounds of the full workload that run here: steps across processes are slow. A last round has a
-few requests of TURNS_FROM_HOST."""
+"""Rounds of the full workload that run here, since steps across processes are slow. A last round
+has a few requests of TURNS_FROM_HOST."""
 NUM_FROM_HOST = 3
 
 DEADLINE_SECONDS = 840
-"""Four processes that wait for each other in busy loops are slow on two cores."""
+"""Time limit, in seconds: four processes that wait for each other in busy loops are slow on two
+cores."""
 
 MORE_BLOCKS: dict[Architecture, int] = {"gemma3": 18}
-"""Additional device blocks: with Gemma's layers split into stages, vLLM makes four groups of each
-stage's layers instead of three, and requires room for one whole request."""
+"""Additional device blocks. With Gemma's layers split into stages, vLLM makes four groups of each
+stage's layers instead of three. It requires room for one whole request."""
 
 # A later pipeline stage gets its receive buffer in a warm-up run, which vLLM skips on CPUs when
 # nothing is compiled. Tracing once without a compiler costs seconds.
@@ -84,7 +85,8 @@ def test_tensor_parallel(runs: Runs) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(DEADLINE_SECONDS + 60)
 def test_pipeline_parallel_with_ranks_of_unequal_room(runs: Runs) -> None:
-    """Sized in bytes, the rank with more layers has room for fewer blocks; both use that number."""
+    """Sized in bytes, the rank with more layers has room for fewer blocks. Both ranks use that
+    number."""
     result = run_parallel(runs, "llama", PIPELINE, {"cpu_bytes_to_use": "64MiB"})
     assert_serves_alike(runs, "llama", result)
     assert result.host_pool is not None

@@ -58,13 +58,13 @@ def test_another_token_is_a_tie_after_a_small_lead() -> None:
     assert compared(tied, answer([1, 9, 8], cached=32), exact=True) == ([], 0, 1)
 
 
-def test_a_tie_does_not_excuse_what_came_before() -> None:
+def test_a_tie_does_not_excuse_earlier_differences() -> None:
     theirs = answer([1, 9], lead=0.09).model_copy(update={"logprobs": [-2.0, -1.0]})
     assert len(compared(answer([1, 2], lead=0.09), theirs).wrong) == 1
 
 
 def test_nan_travels() -> None:
-    """After a wrong block a logprob may be NaN, which the negative control reads."""
+    """After a wrong block a logprob may be NaN, and the negative control reads it."""
     sent = JobResult(results=[EngineResult(rounds=[{"a": answer([1], logprob=math.nan)}])])
     (result,) = JobResult.model_validate_json(sent.model_dump_json()).results
     assert math.isnan(result.rounds[0]["a"].logprobs[0])

@@ -1,4 +1,4 @@
-"""Rounds of prompts with shared prefixes, equal on every machine."""
+"""Rounds of prompts with shared prefixes, identical on every machine."""
 
 import random
 from collections.abc import Sequence
@@ -20,7 +20,7 @@ def shared_prefix_asks(
 ) -> tuple[Ask, ...]:
     """``tails`` requests on each of several system prompts (lengths in tokens).
 
-    Requests of one system prompt do not follow each other: they are of different users.
+    Requests of one system prompt are not adjacent: they belong to different users.
     """
     rng = random.Random(seed)
     systems = [_tokens(rng, length) for length in system_lengths]

@@ -3,7 +3,7 @@ import pytest
 
 @pytest.fixture
 def light_engines(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Engines start in half the time: one process fewer imports vLLM (the worker is in the engine
-    core's), and its helpers are not compiled."""
+    """Halves the start of engines: the worker runs in the engine core's process, so one process
+    fewer imports vLLM. Its helpers are not compiled."""
     monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
     monkeypatch.setenv("TORCHDYNAMO_DISABLE", "1")

@@ -1,4 +1,4 @@
-"""Stands in for lm_eval: asks every question of our task, leaves files like lm_eval's.
+"""Replaces lm_eval: asks every question of our task, and writes files like lm_eval's.
 
 Imports nothing that takes long.
 """
@@ -29,8 +29,8 @@ def main() -> None:
     for number, question in enumerate(questions):
         body = json.dumps({"prompt": question["prompt"], "max_tokens": HOPS}).encode()
         with urlopen(Request(options["base_url"], body)) as response:
-            said = json.load(response)["choices"][0]["text"]
-        samples.append({"doc_id": number, "target": question["answer"], "resps": [[said]]})
+            answer = json.load(response)["choices"][0]["text"]
+        samples.append({"doc_id": number, "target": question["answer"], "resps": [[answer]]})
         sys.stderr.write(f"\rRequesting API: |{number + 1}/{len(questions)} [00:01]")
     share = sum(each["resps"] == [[each["target"]]] for each in samples) / len(samples)
     output = Path(arguments.output_path) / "model"

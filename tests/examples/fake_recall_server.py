@@ -1,8 +1,8 @@
-"""Stands in for ``vllm serve`` with a recall model: it looks up the answers in the prompts.
+"""Replaces ``vllm serve`` with a recall model: it looks up the answers in the prompts.
 
-FAKE_SERVER in the environment is JSON: see ``Faults``. Every prompt that it has seen counts as a
-hit but for its last token: on the device until its cache is reset, then of the connector, if it
-has one and that is not reset as well.
+FAKE_SERVER in the environment is JSON: see ``Faults``. Every earlier prompt counts as a hit, except
+for its last token. The hit is the device's until the device's cache is reset. It is then the
+connector's, if there is one and its cache is not reset as well.
 """
 
 import argparse
@@ -20,11 +20,11 @@ from examples.accuracy.usage import VARIABLE, Usage
 @dataclass(frozen=True)
 class Faults:
     die_at: int | None = None
-    """The request (from 0) in whose midst the process is killed."""
+    """The request (from 0) during which the process is killed."""
     refuse_at: int | None = None
     """The request that is answered with status 500."""
-    forget: bool = False
-    """Whether nothing is ever found."""
+    never_hit: bool = False
+    """True: no prompt is ever a hit."""
     mistaken_after: int | None = None
     """From this request on, every answer is wrong."""
 
@@ -68,7 +68,7 @@ class Handler(BaseHTTPRequestHandler):
         prompt = body["prompt"]
         length = len(prompt.split())
         from_host = prompt in state.on_host - state.on_device
-        known = not faults.forget and (from_host or prompt in state.on_device)
+        known = not faults.never_hit and (from_host or prompt in state.on_device)
         found = length - 1 if known else 0
         state.hits += found * from_host
         state.on_device.add(prompt)
@@ -76,10 +76,10 @@ class Handler(BaseHTTPRequestHandler):
             state.on_host.add(prompt)
         with Path(os.environ[VARIABLE]).open("a") as file:
             file.write(json.dumps(vars(Usage(length, found))) + "\n")
-        said = walk(prompt, body["max_tokens"])
+        words = walk(prompt, body["max_tokens"])
         if faults.mistaken_after is not None and number >= faults.mistaken_after:
-            said = said[::-1]
-        self._answer(json.dumps({"choices": [{"index": 0, "text": " ".join(said)}]}).encode())
+            words = words[::-1]
+        self._answer(json.dumps({"choices": [{"index": 0, "text": " ".join(words)}]}).encode())
 
     def _answer(self, body: bytes) -> None:
         self.send_response(200)
@@ -92,13 +92,13 @@ class Handler(BaseHTTPRequestHandler):
 
 
 def walk(prompt: str, hops: int) -> list[str]:
-    """The right answer, found in the text of a prompt alone."""
+    """The right answer, derived from the text of a prompt alone."""
     context, _, question = prompt.partition(" ? ")
     follower = dict(pair.split() for pair in context.removesuffix(" ;").split(" ; "))
-    said = [question.split()[0]]
+    words = [question.split()[0]]
     for _ in range(hops):
-        said.append(follower[said[-1]])
-    return said[1:]
+        words.append(follower[words[-1]])
+    return words[1:]
 
 
 def main() -> None:

@@ -1,8 +1,8 @@
-"""Stands in for ``vllm serve``: starts at once, streams made-up tokens, and errs when told to.
+"""Replaces ``vllm serve``: starts at once, streams invented tokens, and fails on request.
 
-``python -m tests.examples.fake_server MODEL --host H --port P ...``. FAKE_SERVER in the
-environment is JSON: see ``Faults``. Half of what it has seen before of a prompt counts as a hit
-on the device, the rest as one of the connector, if it has one.
+``python -m tests.examples.fake_server MODEL --host H --port P ...``. FAKE_SERVER in the environment
+is JSON: see ``Faults``. Half of a prompt's known prefix counts as a hit on the device. The other
+half counts as a hit of the connector, if there is one.
 """
 
 import argparse
@@ -20,12 +20,12 @@ from typing import Any
 @dataclass(frozen=True)
 class Faults:
     exit_at_start: int | None = None
-    """Exit code, before anything is answered."""
+    """Exits with this code before it answers."""
     child: bool = False
-    """Starts a process that only a signal ends."""
+    """True: starts a process that only a signal ends."""
     ignore_sigterm: bool = False
     die_at: int | None = None
-    """The request (from 0) in whose midst the process is killed."""
+    """The request (from 0) during which the process is killed."""
     refuse_at: int | None = None
     """The request that is answered with status 500."""
     short_at: int | None = None
@@ -33,10 +33,10 @@ class Faults:
     other_at: int | None = None
     """The request whose answer has other tokens."""
     stall_at: int | None = None
-    """The request whose answer never comes to its end."""
+    """The request whose answer never ends."""
     no_hits: bool = False
     resets_refused: int = 0
-    """How many resets fail before one succeeds."""
+    """Number of resets that fail before one succeeds."""
 
 
 class State:
@@ -123,14 +123,14 @@ class Handler(BaseHTTPRequestHandler):
         if number == faults.die_at:
             os.kill(os.getpid(), signal.SIGKILL)
         first = sum(prompt) + (number == faults.other_at)
-        said = length - (number == faults.short_at)
-        for token in range(first, first + said):
+        num_tokens = length - (number == faults.short_at)
+        for token in range(first, first + num_tokens):
             self._event({"choices": [{"text": f"w{token} "}]})
             if number == faults.stall_at:
                 Event().wait()
         usage = {
             "prompt_tokens": len(prompt),
-            "completion_tokens": said,
+            "completion_tokens": num_tokens,
             "prompt_tokens_details": {"cached_tokens": cached},
         }
         self._event({"choices": [], "usage": usage})

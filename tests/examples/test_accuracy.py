@@ -1,4 +1,4 @@
-"""Accuracy without the connector and with it: what is counted, what is said, how it ends."""
+"""Accuracy without the connector and with it: the counts, the verdict, the exit code."""
 
 import asyncio
 import json
@@ -32,8 +32,10 @@ FAKE_SERVER = (sys.executable, "-m", "tests.examples.fake_recall_server")
 FAKE_LM_EVAL = f"{sys.executable} {ROOT / 'tests/examples/fake_lm_eval.py'}"
 
 
-def a_pass(name: str, said: str = "yes no yes yes", *, cached: int = 0, right: float = 1.0) -> Pass:
-    answers = {("task", number): [word] for number, word in enumerate(said.split())}
+def a_pass(
+    name: str, words: str = "yes no yes yes", *, cached: int = 0, right: float = 1.0
+) -> Pass:
+    answers = {("task", number): [word] for number, word in enumerate(words.split())}
     evaluation = Evaluation([Score("task", "exact_match,words", right, 0.01)], answers)
     usages = [Usage(100, cached)] * len(answers)
     hits = cached * len(answers)
@@ -49,9 +51,9 @@ def an_outcome(**changed: Pass) -> Outcome:
 def test_the_same_answers_from_the_host_pass() -> None:
     outcome = an_outcome()
     assert outcome.passed
-    told = verdict({"model": outcome})
-    assert told.startswith("PASSED: all 4 samples")
-    assert "384 of 400 prompt tokens" in told
+    text = verdict({"model": outcome})
+    assert text.startswith("PASSED: all 4 samples")
+    assert "384 of 400 prompt tokens" in text
 
 
 @pytest.mark.parametrize("which", ["first", "second"])
@@ -59,10 +61,10 @@ def test_one_answer_that_differs_fails(which: str) -> None:
     name = f"{which} pass"
     outcome = an_outcome(**{which: a_pass(name, "yes no no yes", cached=96)})
     assert agreeing(outcome.without, getattr(outcome, which)) == 3
-    told = verdict({"good": an_outcome(), "bad": outcome})
-    assert told.startswith("FAILED\n- bad: 1 of 4 answers")
-    assert "task 2: 'yes', then 'no'" in told
-    assert "good" not in told
+    text = verdict({"good": an_outcome(), "bad": outcome})
+    assert text.startswith("FAILED\n- bad: 1 of 4 answers")
+    assert "task 2: 'yes', then 'no'" in text
+    assert "good" not in text
     assert outcome_json(outcome)["passes"][name]["same_answers"] == 3
 
 
@@ -89,7 +91,7 @@ def test_more_than_nine_prompts_of_ten_must_be_found(found: int, passed: bool) -
     assert an_outcome(second=second).passed == passed
 
 
-def test_what_the_device_kept_is_no_hit_of_the_host() -> None:
+def test_device_hits_are_no_host_hits() -> None:
     second = replace(a_pass("second pass", cached=96), host_hit_tokens=0, device_hit_tokens=384)
     assert an_outcome(second=second).problems == [
         "nothing of the second pass came from the host tier"
@@ -124,7 +126,7 @@ def test_lm_evals_files_are_read(tmp_path: Path) -> None:
     assert found.answers == {("my_task", 7): ["a", "b"]}
 
 
-def test_files_that_are_missing_are_said(tmp_path: Path) -> None:
+def test_missing_files_are_reported(tmp_path: Path) -> None:
     with pytest.raises(RunFailed, match="left 0 results"):
         read_evaluation(tmp_path)
     with pytest.raises(RunFailed, match="no sample or no score"):
@@ -152,7 +154,7 @@ def test_usage_is_kept_and_answers_are_unchanged(
             sent.append(message)
 
         async def receive() -> Message:
-            raise AssertionError("nobody asks")
+            raise AssertionError("an unexpected request")
 
         await RecordUsage(answer)({"type": "http", "path": url}, receive, keep)
         return sent
@@ -176,7 +178,7 @@ def model(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def faulty(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Lets the servers to come be fakes that err as told."""
+    """Replaces the servers of the test by fakes with these faults."""
     monkeypatch.setattr(serving_module, "COMMAND", FAKE_SERVER)
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
 
@@ -195,7 +197,7 @@ def run_main(model: Path, tmp_path: Path, *arguments: str) -> int:
 
 
 def leftovers() -> list[psutil.Process]:
-    """Processes that this one has started and that still run."""
+    """Children of this process that still run."""
     children = psutil.Process(os.getpid()).children(recursive=True)
     return [each for each in children if "tests.examples.fake" in " ".join(each.cmdline())]
 
@@ -203,10 +205,10 @@ def leftovers() -> list[psutil.Process]:
 def test_a_run_that_passes(model: Path, tmp_path: Path, faulty: Any, capsys: Any) -> None:
     faulty()
     assert run_main(model, tmp_path) == 0
-    told = capsys.readouterr().out
-    assert "PASSED: all 5 samples" in told
-    assert "1.0000 ± 0.0000" in told
-    assert "5/5" in told
+    printed = capsys.readouterr().out
+    assert "PASSED: all 5 samples" in printed
+    assert "1.0000 ± 0.0000" in printed
+    assert "5/5" in printed
     numbers = json.loads((tmp_path / "out" / NUMBERS).read_text())["recall"]
     assert numbers["passed"]
     passes = numbers["passes"]
@@ -221,7 +223,7 @@ def test_a_run_that_passes(model: Path, tmp_path: Path, faulty: Any, capsys: Any
     [
         # The server with the connector gets ten requests, that without gets five.
         ({"mistaken_after": 7}, "3 of 5 answers of the second pass differ"),
-        ({"forget": True}, "0.0% of the prompts of the second pass were found"),
+        ({"never_hit": True}, "0.0% of the prompts of the second pass were found"),
     ],
 )
 def test_a_run_that_fails(
@@ -229,15 +231,15 @@ def test_a_run_that_fails(
 ) -> None:
     faulty(**faults)
     assert run_main(model, tmp_path) == BAD_RESULT
-    told = capsys.readouterr().out
-    assert "FAILED" in told
-    assert why in told
+    printed = capsys.readouterr().out
+    assert "FAILED" in printed
+    assert why in printed
     assert not json.loads((tmp_path / "out" / NUMBERS).read_text())["recall"]["passed"]
     assert not leftovers()
 
 
 @pytest.mark.parametrize("request_number", [2, 8])
-def test_a_server_that_dies_is_said(
+def test_a_server_that_dies_is_reported(
     model: Path, tmp_path: Path, faulty: Any, capsys: Any, request_number: int
 ) -> None:
     faulty(die_at=request_number)
@@ -245,25 +247,25 @@ def test_a_server_that_dies_is_said(
     numbers.parent.mkdir()
     numbers.write_text("of an earlier run")
     assert run_main(model, tmp_path) == RUN_FAILED
-    told = "".join(capsys.readouterr())
-    assert "The server ended while it was needed, killed by signal 9" in told
-    assert "PASSED" not in told
+    printed = "".join(capsys.readouterr())
+    assert "The server ended while it was needed, killed by signal 9" in printed
+    assert "PASSED" not in printed
     assert not numbers.exists()
     assert not leftovers()
 
 
-def test_an_lm_eval_that_fails_is_said(
+def test_an_lm_eval_that_fails_is_reported(
     model: Path, tmp_path: Path, faulty: Any, capsys: Any
 ) -> None:
     faulty(refuse_at=1)
     assert run_main(model, tmp_path) == RUN_FAILED
-    told = capsys.readouterr().err
-    assert "lm_eval ended, exit code 1" in told
-    assert "HTTP Error 500" in told
+    printed = capsys.readouterr().err
+    assert "lm_eval ended, exit code 1" in printed
+    assert "HTTP Error 500" in printed
     assert not leftovers()
 
 
-def test_lm_eval_that_is_not_there_is_said(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_missing_lm_eval_is_reported(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr("examples.accuracy.evaluation.OWN_PYTHON", tmp_path / "bin" / "python")
     monkeypatch.setattr("examples.accuracy.evaluation.find_spec", lambda _: None)
     with pytest.raises(RunFailed, match="make set-up-eval"):

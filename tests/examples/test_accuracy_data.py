@@ -1,4 +1,4 @@
-"""The recall models' language, lm_eval's questions and the batches that models learn from."""
+"""The recall models' language, lm_eval's questions and the batches for training."""
 
 import json
 from collections.abc import Iterator
@@ -105,13 +105,13 @@ def test_a_word_is_a_token(tmp_path: Path) -> None:
 
 
 def test_batches_ask_what_lm_eval_asks() -> None:
-    """The same language: every answer of a batch is found by reading its context."""
+    """Both use one language: the context of a batch contains each of its answers."""
     fillers = [0, 7, MAX_FILLER]
     batch = make_batch(4, 40, fillers, 5, torch.Generator().manual_seed(0))
     texts = [*language.SPECIAL_TOKENS, *words()]
     for row, places, answers in zip(batch.tokens, batch.places, batch.answers, strict=True):
-        said = " ".join(texts[each] for each in row)
-        context, *asked = said.split(f" {QUESTION} ")
+        text = " ".join(texts[each] for each in row)
+        context, *asked = text.split(f" {QUESTION} ")
         firsts = [pair.split()[0] for pair in context.removesuffix(" ;").split(" ; ")]
         right, looked_up = [], []
         for question in asked:
@@ -163,7 +163,7 @@ def deterministic_until_the_end() -> Iterator[None]:
 def test_training_lowers_the_loss_and_saves_what_it_trained(
     kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A few steps: uniform attention to the context is learned at once, recall is not."""
+    """A few steps: the model learns uniform attention to the context at once, but not recall."""
     from transformers import AutoModelForCausalLM
 
     small = train.Stage(10, 4, 16, 2, 4, 1.0, 80)
@@ -172,11 +172,11 @@ def test_training_lowers_the_loss_and_saves_what_it_trained(
     arguments = [kind, "--output", str(tmp_path), "--hidden-size", "64", "--words", "16"]
     arguments += ["--longest", "100", "--samples", "8", "--rate", "3e-3"]
     assert train.main(arguments) == train.TOO_INACCURATE
-    told = capsys.readouterr().out
-    assert "FAILED" in told
+    printed = capsys.readouterr().out
+    assert "FAILED" in printed
     model = AutoModelForCausalLM.from_pretrained(tmp_path).float()
     batch = make_batch(64, 10, [4], 4, torch.Generator().manual_seed(1), 16)
     with torch.no_grad():
         logits = train.answer_logits(model, batch)
     loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch.answers.flatten())
-    assert loss < 4.5, "of 2048 tokens it says none but the 16 words: log 2048 = 7.6"
+    assert loss < 4.5, "it predicts only the 16 words of 2048 tokens: log 2048 = 7.6"

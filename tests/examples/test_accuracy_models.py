@@ -26,7 +26,7 @@ from simple_offload.metadata import Transfer
 
 @cache
 def load(name: str) -> tuple[Any, Any]:
-    """Model, in float32 as it is served on the CPU, and tokenizer."""
+    """Model and tokenizer. The model is in float32, as it is served on the CPU."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     model = AutoModelForCausalLM.from_pretrained(MODELS / name, dtype=torch.float32)
@@ -50,21 +50,21 @@ def test_models_recall(name: str) -> None:
 
 @pytest.mark.parametrize("name", OUR_MODELS)
 def test_a_word_that_is_looked_up_changes_the_answer(name: str) -> None:
-    """What the models say comes from the pairs of the context, whichever is asked for."""
+    """The models' answer follows the pairs of the context, for every pair that a question needs."""
     model, tokenizer = load(name)
     (question,) = make_questions(1, seed=5, shortest=700, longest=700)
     words = question.answer.split()
     ids = tokenizer(f"{question.prompt} {question.answer}", return_tensors="pt").input_ids
     with torch.no_grad():
-        said = model(ids).logits[0, -HOPS - 1 : -1].argmax(-1)
-    assert tokenizer.decode(said).split() == words
+        predicted = model(ids).logits[0, -HOPS - 1 : -1].argmax(-1)
+    assert tokenizer.decode(predicted).split() == words
     for hop, (word, follower) in enumerate(pairwise(words)):
         other = question.prompt.replace(f"{word} {follower} ;", f"{word} {words[0]} ;")
         assert other != question.prompt
         ids = tokenizer(f"{other} {question.answer}", return_tensors="pt").input_ids
         with torch.no_grad():
-            said = model(ids).logits[0, -HOPS - 1 : -1].argmax(-1)
-        assert tokenizer.decode(said).split()[hop + 1] == words[0]
+            predicted = model(ids).logits[0, -HOPS - 1 : -1].argmax(-1)
+        assert tokenizer.decode(predicted).split()[hop + 1] == words[0]
 
 
 def run_copy(backend: CopyBackend, direction: Direction, device: int, host: int) -> None:
@@ -98,7 +98,7 @@ def test_host_blocks_are_corrupted_once_after_each_store() -> None:
 def test_a_block_is_corrupted_in_its_chunk_and_in_all_regions() -> None:
     class Idle(HostBackend):
         def add_host_chunk(self, regions: Sequence[torch.Tensor]) -> None:
-            """As a device's backend, takes more than one."""
+            """A backend with several chunks, like a device's."""
 
     backend = CorruptingBackend(Idle())
     chunks = [[torch.zeros(3, 8, dtype=torch.int8) for _ in range(2)] for _ in range(2)]
@@ -133,10 +133,10 @@ def has_lm_eval() -> bool:
 def test_answers_from_the_host_tier(
     name: str, corrupt: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """With vLLM and lm_eval: the product changes nothing, corrupted blocks change everything."""
+    """With vLLM and lm_eval: the connector changes no answer, and corrupted blocks change all."""
     arguments = ["--model", str(MODELS / name), "--samples", "12", "--output", str(tmp_path)]
     code = main([*arguments, *(["--corrupt"] if corrupt else [])])
-    told = capsys.readouterr().out
+    printed = capsys.readouterr().out
     passes = json.loads((tmp_path / NUMBERS).read_text())[name]["passes"]
     scores = {each: numbers["scores"][0]["value"] for each, numbers in passes.items()}
     assert scores["without"] == scores["first pass"] >= 0.9
@@ -144,8 +144,8 @@ def test_answers_from_the_host_tier(
     assert passes["second pass"]["device_hit_tokens"] == 0
     if corrupt:
         assert code == BAD_RESULT
-        assert "FAILED" in told
+        assert "FAILED" in printed
         assert scores["second pass"] == 0
     else:
-        assert code == 0, told
-        assert "PASSED: all 12 samples" in told
+        assert code == 0, printed
+        assert "PASSED: all 12 samples" in printed

@@ -1,4 +1,5 @@
-"""What the benchmarks share: arguments, children, races, tables, progress, the results file."""
+"""Code that the benchmarks share: arguments, children, races, tables, progress, the results
+file."""
 
 import json
 import sys
@@ -115,7 +116,7 @@ def test_exit_codes(
 
 
 def listen_to(code: str, tmp_path: Path, on_event: Callable[[Event], None]) -> None:
-    """Pass on the events of a child that runs ``code``."""
+    """Pass the events of a child that runs ``code`` to ``on_event``."""
     start = "import os, signal, subprocess, sys; from examples.bench.child import run_child\n"
     command = [sys.executable, "-c", start + code, '{"times": 3}']
     listen(command, engine_environment("cpu", tmp_path), tmp_path / "log", on_event)
@@ -151,7 +152,7 @@ def test_a_child_that_fails_shows_the_end_of_its_log(tmp_path: Path) -> None:
 
 
 def test_an_interrupt_ends_a_child_and_its_children(tmp_path: Path) -> None:
-    """As of a bench whose engine core has a process of its own."""
+    """A child with a child of its own, like a bench whose engine core is a separate process."""
     code = """
 def run(arguments, report):
     started = subprocess.Popen([sys.executable, "-c", "import signal; signal.pause()"])

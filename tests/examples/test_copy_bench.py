@@ -1,4 +1,4 @@
-"""The copy benchmark: what it says about copies, right and wrong. The GPU is played by the CPU."""
+"""The copy benchmark: its results for right and wrong copies. The CPU takes the GPU's place."""
 
 import json
 import threading
@@ -52,7 +52,7 @@ PATIENCE_SECONDS = 30.0
 
 @dataclass(frozen=True)
 class SmallPlan(Plan):
-    """Pools that a CPU copies in no time."""
+    """Pools so small that a CPU copies them at once."""
 
     pool_bytes: int = 4 * MIB
     most_blocks: int = 100
@@ -62,7 +62,7 @@ PLAN = SmallPlan(repeats=2)
 
 
 class PathBackend(HostBackend):
-    """HostBackend in the place of CudaBackend, with its way of telling what it measured."""
+    """HostBackend in place of CudaBackend, with CudaBackend's description of its measurements."""
 
     def __init__(self, copy_path: str = "auto") -> None:
         super().__init__()
@@ -159,7 +159,7 @@ def test_the_peak_copies_everything(way: Way) -> None:
 
 
 class Spoiled(BackendContender):
-    """Copies rightly, then spoils something."""
+    """Copies correctly, then spoils one thing."""
 
     def __init__(self, spoil: Callable[[Arena, int, Direction, Transfer], None]) -> None:
         super().__init__("auto", PathBackend)
@@ -177,7 +177,7 @@ class Spoiled(BackendContender):
 def sides(
     arena: Arena, size: int, direction: Direction, transfer: Transfer
 ) -> tuple[torch.Tensor, torch.Tensor, "np.ndarray[tuple[int], np.dtype[np.int64]]"]:
-    """Source and destination as bytes of blocks, and the destination's blocks."""
+    """Source and destination as bytes ``[blocks, page]``, and the destination's blocks."""
     device, host = arena.device.view(-1, size), arena.host.view(-1, size)
     if direction is Direction.LOAD:
         return host, device, transfer.device_blocks
@@ -194,7 +194,7 @@ def swap_two(arena: Arena, size: int, direction: Direction, transfer: Transfer) 
     destination[blocks[:2]] = destination[blocks[:2][::-1].copy()]
 
 
-def forget_one(arena: Arena, size: int, direction: Direction, transfer: Transfer) -> None:
+def skip_one(arena: Arena, size: int, direction: Direction, transfer: Transfer) -> None:
     _, destination, blocks = sides(arena, size, direction, transfer)
     destination[int(blocks[3])] = 0x5A
 
@@ -217,7 +217,7 @@ def write_source(arena: Arena, size: int, direction: Direction, transfer: Transf
     [
         (flip_last_byte, "1 of 1024 {} blocks are wrong"),
         (swap_two, "2 of 1024 {} blocks are wrong"),
-        (forget_one, "has not the bytes of block"),
+        (skip_one, "has not the bytes of block"),
         (write_another, "1 of 1024 {} blocks are wrong"),
         (write_source, "1 of 1024 {} blocks are wrong"),
     ],
@@ -239,7 +239,7 @@ def test_wrong_bytes_are_found(
 
 
 class Recorder:
-    """A contender that copies nothing and takes ``seconds`` of ``clock`` for each copy."""
+    """A contender that copies nothing and advances ``clock`` by ``seconds`` for each copy."""
 
     name = "auto"
 
@@ -330,8 +330,9 @@ def test_a_bystander_copies_that_way(direction: Direction) -> None:
 
 
 class Bus:
-    """A large copy, small ones beside it, and their clock. A large copy has small ones take the
-    seconds ``small`` in turn, and ends with the last of them; others take none."""
+    """A large copy, small ones beside it, and their clock. During a large copy, the small ones take
+    the seconds ``small`` in turn, and the large copy ends with the last of them. Other small copies
+    take no time."""
 
     name = "auto"
 
@@ -364,7 +365,7 @@ class Bus:
 
 
 def beside(bus: Bus, monkeypatch: pytest.MonkeyPatch, repeats: int = 1) -> list[SmallCopies]:
-    """What is measured of a store of the whole pool, ``bus`` in the place of device and clock."""
+    """The measurement of a store of the whole pool; ``bus`` replaces the device and the clock."""
     monkeypatch.setattr(bystander_module, "time", SimpleNamespace(perf_counter=lambda: bus.now))
     monkeypatch.setattr(Bystander, "copy", lambda _, direction: bus.copy_small(direction))
     job = scattered(Way.STORE, MIB, PLAN)
@@ -374,7 +375,7 @@ def beside(bus: Bus, monkeypatch: pytest.MonkeyPatch, repeats: int = 1) -> list[
 def test_small_copies_beside_a_large_one(
     monkeypatch: pytest.MonkeyPatch, no_thread_left: None
 ) -> None:
-    """Those that have ended within its first tenth do not count: an idle bus has taken them."""
+    """Small copies that end in its first tenth do not count: the bus was idle when they began."""
     bus = Bus([0.004, 0.005, 0.03, 0.02, 0.041])
     to_device, to_host = beside(bus, monkeypatch, repeats=2)
     assert (to_device.small_way, to_host.small_way) == (Way.LOAD, Way.STORE)
@@ -448,7 +449,7 @@ def results() -> Results:
 
 
 def printed(found: Results, table: Callable[[Results], Table] = bandwidth_table) -> list[str]:
-    """A table as it reads in a pipe, whose width is taken to be 80."""
+    """A table as a pipe gets it, with an assumed width of 80."""
     console = Console(width=80, color_system=None)
     with console.capture() as capture:
         console.print(table(found))
@@ -481,7 +482,7 @@ def test_table_of_small_copies() -> None:
     assert not [line for line in lines if "…" in line]
 
 
-def test_what_is_missing_or_wrong_has_no_number(tmp_path: Path) -> None:
+def test_missing_or_wrong_results_have_no_number(tmp_path: Path) -> None:
     found = results()
     del found.rows[0].cells["kernel"]
     found.rows[0].cells["auto"] = cell(45, "one byte")
@@ -495,7 +496,7 @@ def test_what_is_missing_or_wrong_has_no_number(tmp_path: Path) -> None:
     save_plot(tmp_path / "plot.png", found)
 
 
-def test_paths_are_read_as_the_backend_tells_them() -> None:
+def test_paths_are_read_from_the_backend_s_description() -> None:
     backend = CudaBackend.__new__(CudaBackend)  # needs no GPU as long as it is not initialised
     sizes = np.array([4096.0, 65536.0, 524288.0])
     dma = np.array([1e-6, 1.4e-6, 9.7e-6])
@@ -511,7 +512,7 @@ def test_paths_are_read_as_the_backend_tells_them() -> None:
 
 
 @pytest.mark.parametrize(
-    ("paths", "crossing", "told"),
+    ("paths", "crossing", "line_end"),
     [
         ({4: True, 8: True, 16: False, 32: False}, (8, 16), "up to 8 KiB, by DMA from 16 KiB."),
         ({4: False, 8: True, 16: False}, (8, 16), "up to 8 KiB, by DMA from 16 KiB."),
@@ -520,18 +521,18 @@ def test_paths_are_read_as_the_backend_tells_them() -> None:
     ],
 )
 def test_crossing(
-    paths: dict[int, bool], crossing: tuple[int | None, int | None], told: str
+    paths: dict[int, bool], crossing: tuple[int | None, int | None], line_end: str
 ) -> None:
     found = Results(Plan(), {})
     found.rows = [
         Row(Way.STORE, size * KIB, 1, {}, {"store": path}) for size, path in paths.items()
     ]
-    # Both ways at once says nothing about one alone.
+    # A row of both directions at once does not count for either alone.
     found.rows.append(Row(Way.BOTH, 2 * MIB, 1, {}, {"store": True}))
     assert found.crossing("store") == tuple(k and k * KIB for k in crossing)
     assert found.crossing("load") is None
     (line,) = crossing_lines(found)
-    assert line.endswith(told)
+    assert line.endswith(line_end)
 
 
 # The program
@@ -539,7 +540,7 @@ def test_crossing(
 
 @pytest.fixture
 def cpu_rig(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A CPU that passes for a CUDA device."""
+    """A CPU that the benchmark accepts as a CUDA device."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "NVIDIA H200")
@@ -656,8 +657,8 @@ def test_a_failed_copy_exits_with_3_and_the_others_go_on(
 
     spoil_path(monkeypatch, "dma", fail)
     assert run(tmp_path, "--sizes", "4K", "64K") == RUN_FAILED
-    told = "dma failed: 4 KiB, load: RuntimeError: CUDA_ERROR_LAUNCH_FAILED"
-    assert told in capsys.readouterr().out
+    message = "dma failed: 4 KiB, load: RuntimeError: CUDA_ERROR_LAUNCH_FAILED"
+    assert message in capsys.readouterr().out
     numbers = json.loads((tmp_path / "result.json").read_text())
     for row in numbers["rows"]:
         assert set(row["contenders"]) == {"torch", "kernel", "auto"}
@@ -702,17 +703,17 @@ def test_an_interrupted_run_keeps_its_numbers(
 
 @pytest.mark.usefixtures("cpu_rig")
 @pytest.mark.parametrize(
-    ("error", "code", "told"),
+    ("error", "code", "message"),
     [
         (ImportError("No module named 'cuda'"), 2, "No module named 'cuda' (the extra"),
         (MemoryError("2.00 GiB of host memory asked for"), 3, "2.00 GiB of host"),
         (RuntimeError("CUDA out of memory"), 3, "RuntimeError: CUDA out of memory"),
     ],
 )
-def test_what_the_machine_lacks_is_said(
+def test_missing_requirements_are_reported(
     error: Exception,
     code: int,
-    told: str,
+    message: str,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
@@ -723,7 +724,7 @@ def test_what_the_machine_lacks_is_said(
     monkeypatch.setattr(rig_module, "cuda_rig", no_rig)
     assert run(tmp_path) == code
     captured = capsys.readouterr()
-    assert captured.err.splitlines()[-1].startswith(told)
+    assert captured.err.splitlines()[-1].startswith(message)
     assert captured.out == ""
 
 

@@ -27,7 +27,7 @@ needs_vllm = pytest.mark.skipif(
 )
 
 DEADLINE = 240
-"""Seconds for a whole quick demo, far more than it takes, so that only a hang meets it."""
+"""Time limit, in seconds, of a whole quick demo; only a hang exceeds it."""
 
 
 @needs_vllm
@@ -51,7 +51,7 @@ def test_quick_demo_gives_the_same_tokens_with_kv_from_host_memory(tmp_path: Pat
     assert TypeAdapter(Plan).validate_python(result["plan"]) == plan
     without, with_host = ([Answer(**a) for a in result[k]] for k in ("without", "with"))
     assert [a.tokens for a in without] == [a.tokens for a in with_host]
-    # A model that ignores its context would say the same to everyone.
+    # A model that ignores its context would give every user the same answer.
     assert len({tuple(a.tokens) for a in with_host}) == plan.requests
     assert sum(a.from_host for a in without) == 0
     returning = [a for a in with_host if a.turn > 0]
@@ -132,7 +132,7 @@ def test_rows_are_means_over_users() -> None:
 
 
 def failing_command(plan: Plan, model: Path, *, connector: bool) -> list[str]:
-    """Stands in for a run whose engine dies with the connector, after saying why."""
+    """Replaces a run whose engine fails with the connector, after it has logged the reason."""
     if connector:
         return [sys.executable, "-c", "import sys; print('host tier is upset'); sys.exit(7)"]
     return [sys.executable, "-c", "pass"]

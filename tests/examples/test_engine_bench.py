@@ -1,4 +1,4 @@
-"""The bench: on a tiny model with real engines, and what it makes of bad numbers."""
+"""The engine benchmark: on a tiny model with real engines, and its verdict on bad numbers."""
 
 import importlib.util
 import json
@@ -38,7 +38,7 @@ def code_of(one: Bench) -> int:
 
 
 def tiny_plan() -> Plan:
-    """The CPU preset, as small as each part can be."""
+    """The CPU preset with every part as small as possible."""
     return replace(
         CPU,
         model=replace(CPU.model, hidden_size=128, num_layers=3, num_heads=4, num_kv_heads=2),
@@ -86,7 +86,7 @@ def test_a_tiny_bench_measures_every_part(
     # All but a prompt's last block, which has a token that must be computed.
     cached = plan.prompt_tokens - plan.block_size
     assert result["runs"].keys() == set(names)
-    said = set()
+    answers = set()
     for name, run in [(each, run) for each in names for run in result["runs"][each]]:
         assert run["machine"]["vllm"]
         assert run["lost"] == []
@@ -99,9 +99,9 @@ def test_a_tiny_bench_measures_every_part(
         else:
             assert run["external_hits"] >= (plan.num_hits + plan.mix_hits) * cached
             assert ttft["host_hit_cached"] == cached
-            said |= {tuple(reply["tokens"]) for reply in run["replies"]}
-    # A model that ignores its prompt would say the same after each.
-    assert len(said) == bench.num_runs * plan.num_hits
+            answers |= {tuple(reply["tokens"]) for reply in run["replies"]}
+    # A model that ignores its prompt would give the same answer to each.
+    assert len(answers) == bench.num_runs * plan.num_hits
     of_ours = [run["numbers"]["mix"]["gap_p99"] for run in result["runs"]["ours"]]
     assert result["medians"]["ours"]["mix.gap_p99"] == median(of_ours)
     logs = {f"{name}-1.log" for name in names}
@@ -109,7 +109,7 @@ def test_a_tiny_bench_measures_every_part(
 
 
 def positive(numbers: Mapping[str, Mapping[str, float]]) -> list[tuple[str, float]]:
-    """Every number that cannot be zero."""
+    """Every number that must not be zero."""
     return [
         (f"{part}.{key}", value)
         for part, each in numbers.items()
@@ -180,7 +180,7 @@ def processes_of(group: int) -> list[int]:
     return found
 
 
-def told(
+def measured(
     ttft: float = 0.2,
     *,
     hits: float = 100,
@@ -188,7 +188,7 @@ def told(
     tokens: Sequence[int] = (7, 8),
     cached: int = 0,
 ) -> dict[str, Any]:
-    """What a run tells."""
+    """The report of a run."""
     return {
         "numbers": {"ttft": {"cold": ttft, "host_hit": ttft / 4, "device_hit": ttft / 16}},
         "lost": list(lost),
@@ -206,36 +206,36 @@ OTHER = "'ttft 0' (0 cached tokens) with [7, 9], none in run 1 with [7, 8]"
 @pytest.mark.parametrize(
     ("ours", "plan", "found"),
     [
-        ([told(), told()], CPU, []),
-        ([told()], CPU, ["ours: 1 of 2 runs"]),
+        ([measured(), measured()], CPU, []),
+        ([measured()], CPU, ["ours: 1 of 2 runs"]),
         (
-            [told(), told(lost=["mix: 'mix 3' ended by error"])],
+            [measured(), measured(lost=["mix: 'mix 3' ended by error"])],
             CPU,
             ["ours, run 2: lost a request: mix: 'mix 3' ended by error"],
         ),
-        ([told(), told(hits=0)], CPU, ["ours, run 2: the connector got no hits"]),
+        ([measured(), measured(hits=0)], CPU, ["ours, run 2: the connector got no hits"]),
         (
-            [told(tokens=[7, 9]), told()],
+            [measured(tokens=[7, 9]), measured()],
             H200,
             [f"ours in run 1 answered {OTHER}"],
         ),
         # Dummy weights decide ties by the number of cached tokens.
-        ([told(), told(tokens=[7, 9], cached=96)], H200, []),
+        ([measured(), measured(tokens=[7, 9], cached=96)], H200, []),
     ],
 )
 def test_problems(ours: list[dict[str, Any]], plan: Plan, found: list[str]) -> None:
-    runs = {"none": [told(hits=0), told(hits=0)], "ours": ours}
+    runs = {"none": [measured(hits=0), measured(hits=0)], "ours": ours}
     assert problems(runs, plan, TTFT, 2) == found
 
 
 def test_cached_tokens_and_hits_count_only_where_they_should() -> None:
-    runs = {"none": [told(hits=0)], "ours": [told(hits=0, tokens=[7, 9], cached=96)]}
+    runs = {"none": [measured(hits=0)], "ours": [measured(hits=0, tokens=[7, 9], cached=96)]}
     (problem,) = problems(runs, CPU, ["idle"], 1)
     assert problem.startswith("ours in run 1 answered")
 
 
 def test_repeats_have_prompts_of_their_own() -> None:
-    runs = {"ours": [told(), {**told(tokens=[1, 8]), "repeat": 1}]}
+    runs = {"ours": [measured(), {**measured(tokens=[1, 8]), "repeat": 1}]}
     assert problems(runs, H200, TTFT, 2) == []
     plan = H200
     other = plan.with_other_texts(1)
@@ -245,7 +245,7 @@ def test_repeats_have_prompts_of_their_own() -> None:
 
 def test_the_floor_is_a_device_hit_and_the_bytes() -> None:
     plan = H200
-    by_contender = medians_by_contender({"none": [told(0.16)], "ours": [told(0.32)]})
+    by_contender = medians_by_contender({"none": [measured(0.16)], "ours": [measured(0.32)]})
     assert plan.hit_bytes == 1 << 30
     assert floor_seconds(by_contender, plan, 2.0**30) == pytest.approx(0.01 + 1)
     split = replace(plan, tensor_parallel=2)
@@ -262,7 +262,7 @@ def printed_table(by_contender: Mapping[str, Mapping[str, float]], floor: float 
 
 
 def test_the_table_has_medians_ratios_and_the_floor() -> None:
-    by_contender = medians_by_contender({"none": [told(0.2, hits=0)], "ours": [told(0.16)]})
+    by_contender = medians_by_contender({"none": [measured(0.2, hits=0)], "ours": [measured(0.16)]})
     lines = printed_table(by_contender, 0.032).splitlines()
     assert row(lines, "TTFT, prompt never seen, ms") == ["200", "160", "(0.80x)"]
     assert row(lines, "TTFT, hit in the host tier, ms") == ["50.0", "40.0", "(0.80x)"]
@@ -276,30 +276,30 @@ def row(lines: Sequence[str], title: str) -> list[str]:
 
 
 class StandIn(Bench):
-    """A bench whose engines have told what they are said to have told."""
+    """A bench whose engines have already reported ``runs``."""
 
-    def __init__(self, output: Path, told_by: Mapping[str, dict[str, Any]]) -> None:
-        contenders = [CONTENDERS[name] for name in told_by]
+    def __init__(self, output: Path, runs: Mapping[str, dict[str, Any]]) -> None:
+        contenders = [CONTENDERS[name] for name in runs]
         super().__init__(replace(CPU, rounds=1), contenders, TTFT, output)
-        self._told_by = told_by
+        self._reported = runs
 
     def run(self, show: Show) -> None:
-        for name, one in self._told_by.items():
+        for name, one in self._reported.items():
             self.runs[name].append(one)
 
 
 @pytest.mark.parametrize(
     ("ours", "code"),
     [
-        (told(), 0),
-        (told(hits=0), BAD_RESULT),
+        (measured(), 0),
+        (measured(hits=0), BAD_RESULT),
     ],
     ids=["fine", "no-hits"],
 )
 def test_exit_codes(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], ours: dict[str, Any], code: int
 ) -> None:
-    assert code_of(StandIn(tmp_path, {"none": told(hits=0), "ours": ours})) == code
+    assert code_of(StandIn(tmp_path, {"none": measured(hits=0), "ours": ours})) == code
     found = json.loads((tmp_path / "result.json").read_text())["problems"]
     assert bool(found) == bool(code)
     assert all(problem in capsys.readouterr().out for problem in found[:1])
@@ -327,7 +327,7 @@ def test_contenders_take_turns_and_each_repeat_is_kept(
     def play(command: list[str], _environment: Any, log: Path, on_event: Any) -> None:
         order.append(log.stem)
         for repeat in range(json.loads(command[-1])["repeats"]):
-            on_event({"run": told() | {"repeat": repeat}})
+            on_event({"run": measured() | {"repeat": repeat}})
             runs = json.loads((tmp_path / "result.json").read_text())["runs"]
             assert sum(map(len, runs.values())) == 2 * (len(order) - 1) + repeat + 1
 

@@ -1,4 +1,4 @@
-"""The multi-turn benchmark from end to end, mostly against servers that stand in for vLLM."""
+"""The multi-turn benchmark from end to end, mostly with servers that replace vLLM."""
 
 import asyncio
 import importlib.util
@@ -64,12 +64,12 @@ def bench(output: Path, *names: str, port: int | None = None, **changes: Any) ->
 
 
 WARM_UP = 3
-"""Requests of each server's warm-up."""
+"""Number of requests of each server's warm-up."""
 
 
 @pytest.fixture
 def fake(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
-    """Servers that stand in for vLLM. FAKE_SERVER in the environment tells them how to err."""
+    """Servers that replace vLLM. FAKE_SERVER in the environment is their list of faults."""
     monkeypatch.setattr(serving, "COMMAND", FAKE)
     return monkeypatch
 
@@ -115,7 +115,7 @@ def test_every_contender_answers_all_that_is_asked(
                 assert 0 < reply["ttft"] <= reply["latency"] <= each["seconds"]
                 assert reply["answer_tokens"] == 4
                 assert reply["cached_tokens"] > 0 or reply["turn"] == 0
-    assert len(asked) == 1, "everybody is asked the same in every round"
+    assert len(asked) == 1, "all contenders get the same prompts in every round"
     none, ours = (result["summaries"][name] for name in ("none", "ours"))
     assert none["numbers"]["external_hit_tokens"] == 0
     assert ours["numbers"]["external_hit_tokens"] > 0
@@ -154,7 +154,7 @@ def test_each_round_begins_with_empty_caches(fake: pytest.MonkeyPatch, tmp_path:
         ({"no_hits": True}, "ours, round 1: the connector got no hits"),
     ],
 )
-def test_what_makes_a_run_worth_nothing(
+def test_problems_that_invalidate_a_run(
     faults: Mapping[str, Any],
     complaint: str,
     fake: pytest.MonkeyPatch,
@@ -169,7 +169,7 @@ def test_what_makes_a_run_worth_nothing(
     )
 
 
-def test_other_answers_make_a_run_worth_nothing(
+def test_other_answers_invalidate_a_run(
     fake: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     both = bench(tmp_path, "none", "ours")
@@ -184,7 +184,7 @@ def test_other_answers_make_a_run_worth_nothing(
     assert both.problems == ["ours, round 1: 1 of 12 answers differ from none's"]
     assert both.plan.shape is not None
     both.plan = replace(both.plan, shape=replace(both.plan.shape, dtype="bfloat16"))
-    assert both.problems == [], "dummy weights leave it to chance what is said"
+    assert both.problems == [], "the answers of dummy weights are random"
 
 
 def test_no_hits_are_asked_for_where_everything_fits(
@@ -218,8 +218,8 @@ def test_a_server_that_fails(
     assert [path.name for path in tmp_path.iterdir() if path.is_dir()] == [], "no model is left"
 
 
-def test_what_is_done_is_kept(fake: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """A contender whose server fails costs itself only."""
+def test_finished_results_are_kept(fake: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A contender whose server fails affects no other contender."""
     both = bench(tmp_path, "none", "ours")
 
     def show(who: str, *_: object) -> None:
@@ -262,7 +262,7 @@ def test_a_terminated_run_leaves_no_process(tmp_path: Path) -> None:
     assert process.stdout is not None
     try:
         for line in process.stdout:
-            if "round 1/1" in line:  # in which a request comes to no end
+            if "round 1/1" in line:  # a request in it never ends
                 break
         family = psutil.Process(process.pid).children(recursive=True)
         assert len(family) == 2
@@ -281,20 +281,21 @@ def test_a_terminated_run_leaves_no_process(tmp_path: Path) -> None:
 def test_a_server_for_other_clients(
     fake: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Is up, with its model, when the command line for vLLM's script is told; Ctrl-C ends it."""
+    """The server and its model are ready when the command line for vLLM's script is printed. Ctrl-C
+    ends the server."""
     one = bench(tmp_path, "ours")
-    told: list[str] = []
+    paths: list[str] = []
 
     def on_ready(server: serving.Server, model: str) -> None:
         assert server.metric("vllm:prompt_tokens_by_source_total") == 0
         assert (Path(model) / "tokenizer.json").is_file()
-        told.append(model)
+        paths.append(model)
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
         one.serve(lambda *_: None, on_ready)
     assert children() == []
-    assert not Path(told[0]).exists()
+    assert not Path(paths[0]).exists()
 
     err(fake, exit_at_start=5)
     assert command.main(["--serve", "--output", str(tmp_path)]) == RUN_FAILED
@@ -306,7 +307,7 @@ def talk(name: str, turns: int) -> Conversation:
 
 
 class Asked:
-    """Stands in for ``ask``: notes what is asked, and who is asked at the same time."""
+    """Replaces ``ask``: records each request, and the clients that ask at the same time."""
 
     def __init__(self, lost: Sequence[tuple[str, int]] = ()) -> None:
         self.order: list[tuple[str, int]] = []
@@ -408,13 +409,13 @@ def test_wrong_usage(
 
 
 def test_a_file_brings_its_own_conversations(tmp_path: Path, fake: pytest.MonkeyPatch) -> None:
-    """Of fewer than the preset's clients are for, none is without work."""
-    said = [
+    """The file has fewer conversations than the preset has clients; no client is idle."""
+    messages = [
         {"role": role, "content": f"some words {role} {turn}"}
         for turn in range(3)
         for role in ("user", "assistant")
     ]
-    (tmp_path / "input.json").write_text(json.dumps([{"id": "only", "messages": said}]))
+    (tmp_path / "input.json").write_text(json.dumps([{"id": "only", "messages": messages}]))
     arguments = ["--input-file", str(tmp_path / "input.json"), "--output", str(tmp_path / "out")]
     assert command.main([*arguments, "--contenders", "none"]) == 0
     result = json.loads((tmp_path / "out" / "result.json").read_text())
@@ -426,7 +427,7 @@ def test_a_file_brings_its_own_conversations(tmp_path: Path, fake: pytest.Monkey
 @needs_vllm
 @pytest.mark.usefixtures("light_engines")
 def test_with_vllm(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """What the stand-in says is what vLLM says: streams, usage, metrics, resets, hits."""
+    """The fake server sends the same things as vLLM: streams, usage, metrics, resets, hits."""
     code = code_of(bench(tmp_path, "ours", rounds=2))
     assert code == 0, capsys.readouterr().out
     result = json.loads((tmp_path / "result.json").read_text())

@@ -1,4 +1,4 @@
-"""What the multi-turn benchmark reads, and what it makes of it."""
+"""The input files of the multi-turn benchmark, and the conversations that it makes of them."""
 
 import json
 from collections.abc import Mapping
@@ -40,7 +40,7 @@ SETTINGS: Mapping[str, Any] = {
 
 
 def with_setting(path: str, value: object) -> dict[str, Any]:
-    """SETTINGS with one of them, at a path with dots, replaced; None removes it."""
+    """SETTINGS with a replaced value at a path with dots; None removes the key."""
     settings = json.loads(json.dumps(SETTINGS))
     *parents, name = path.split(".")
     inner = settings
@@ -69,8 +69,9 @@ def test_lengths_are_those_of_the_settings() -> None:
 
 
 def test_lengths_are_those_that_vllm_draws() -> None:
-    """Noted from vLLM 0.32's ``generate_conversations`` for SETTINGS and seed 1234: messages of
-    each conversation, tokens of the first prefixes, and of the first conversation's messages."""
+    """Recorded from vLLM 0.32's ``generate_conversations`` for SETTINGS and seed 1234: number of
+    messages of each conversation, tokens of the first prefixes, and of the first conversation's
+    messages."""
     _, talks = draw_talks(SETTINGS, seed=1234)
     assert [2 * len(talk.questions) for talk in talks[:8]] == [16, 18, 18, 16, 16, 12, 14, 14]
     assert [talk.questions[0] - 501 for talk in talks[:6]] == [767, 553, 1288, 488, 695, 475]
@@ -148,7 +149,7 @@ def test_generated_conversations() -> None:
     assert conversations != make_conversations(settings, VOCABULARY, seed=6)
 
 
-def test_a_prompt_is_what_was_said_before() -> None:
+def test_a_prompt_has_the_whole_conversation() -> None:
     conversation = Conversation("one", [Turn([1, 2], [3]), Turn([4], [5, 6]), Turn([7], [8])])
     assert conversation.prompt(0) == [1, 2]
     assert conversation.prompt(1) == [1, 2, 3, 4]
@@ -161,14 +162,14 @@ def message(role: str, content: object) -> dict[str, object]:
 
 
 def test_recorded_conversations() -> None:
-    said = [
+    messages = [
         message("user", "How do you do? 你好"),
         message("assistant", "w17 w18"),
         message("user", "And how do you do?"),
         message("assistant", "fine"),
         message("user", "Nobody answers this."),
     ]
-    (conversation,) = make_conversations([{"id": "x", "messages": said}], VOCABULARY, seed=0)
+    (conversation,) = make_conversations([{"id": "x", "messages": messages}], VOCABULARY, seed=0)
     assert conversation.id == "x"
     assert [len(turn.question) for turn in conversation.turns] == [5, 5]
     assert conversation.turns[0].answer == [17, 18]
@@ -179,7 +180,7 @@ def test_recorded_conversations() -> None:
     assert all(FIRST_TEXT_TOKEN <= token < 512 for token in everything)
 
 
-def test_what_a_run_asks_can_be_read_again() -> None:
+def test_conversations_of_a_run_can_be_read_again() -> None:
     settings = generated(3, messages=4, common=8, prefix=(10, 20), question=5, answer=3)
     conversations = make_conversations(settings, VOCABULARY, seed=0)
     file = json.dumps(to_messages(conversations, VOCABULARY))
@@ -220,8 +221,8 @@ def test_wrong_files(tmp_path: Path) -> None:
 
 
 def test_text_means_the_same_to_clients_and_servers(tmp_path: Path) -> None:
-    """The tokenizer that is saved with a made model takes the words of a run's conversations for
-    the tokens that the run sent, and a chat for nothing but what was said."""
+    """The tokenizer that is saved with a generated model encodes the words of a conversation as the
+    tokens that the run sent. A chat adds no token to its messages."""
     from transformers import AutoTokenizer
 
     save_model(ModelShape(128, 16, 1, 2, 1, "bfloat16", intermediate_size=32), 256, 0, tmp_path)
@@ -229,9 +230,9 @@ def test_text_means_the_same_to_clients_and_servers(tmp_path: Path) -> None:
     vocabulary.save(tmp_path)
     settings = generated(2, messages=4, common=8, prefix=(10, 20), question=5, answer=3)
     for conversation in make_conversations(settings, vocabulary, seed=0):
-        (said,) = to_messages([conversation], vocabulary)
+        (recorded,) = to_messages([conversation], vocabulary)
         tokenizer = AutoTokenizer.from_pretrained(tmp_path)
-        chat = tokenizer.apply_chat_template(said["messages"][:3], tokenize=False)
+        chat = tokenizer.apply_chat_template(recorded["messages"][:3], tokenize=False)
         assert tokenizer.encode(chat, add_special_tokens=False) == conversation.prompt(1)
         assert ModelVocabulary(str(tmp_path)).encode(chat) == conversation.prompt(1)
     longest = max(map(len, AutoTokenizer.from_pretrained(tmp_path).get_vocab()))

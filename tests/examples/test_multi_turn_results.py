@@ -1,4 +1,4 @@
-"""What the multi-turn benchmark makes of what it measured."""
+"""The numbers, tables and plots of the multi-turn benchmark."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict

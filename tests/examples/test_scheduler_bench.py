@@ -1,4 +1,4 @@
-"""The scheduler benchmark: a tiny run, what it counts, and that it notices what went wrong."""
+"""The scheduler benchmark: a tiny run, its counts, and its detection of faults."""
 
 import json
 from collections.abc import Sequence
@@ -155,7 +155,7 @@ def test_a_tiny_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 def test_a_measurement_lasts_as_long_as_the_longest_answer(
     answer_tokens: int, num_steps: int
 ) -> None:
-    """Of fewer, the least of the repeats would be of those in which nobody comes or goes."""
+    """With fewer steps, the fastest repeat would be one in which no request starts or ends."""
     rig = Serving(CONTENDERS["ours"], Kind.SERVING, Mix(64, answer_tokens), TINY, 3)
     before = rig.engine.num_steps
     rig.measure()
@@ -217,18 +217,18 @@ def test_bad_arguments_are_named(
     assert complaint in capsys.readouterr().err
 
 
-def test_too_little_memory_is_told_beforehand(
+def test_too_little_memory_is_refused_beforehand(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     arguments = ["--parts", "footprint", "--tier-blocks", "100000000", "--out", str(tmp_path)]
     memory = SimpleNamespace(available=39 << 30)
     monkeypatch.setattr("examples.scheduler_bench.__main__.psutil.virtual_memory", lambda: memory)
     assert command.main(arguments) == 2
-    told = "--tier-blocks 100000000 may take 39.3 GiB of memory, of which 39.0 are available"
-    assert told in capsys.readouterr().err
+    message = "--tier-blocks 100000000 may take 39.3 GiB of memory, of which 39.0 are available"
+    assert message in capsys.readouterr().err
 
 
-def test_the_names_on_offer_are_those_there_are() -> None:
+def test_offered_names_are_the_contenders() -> None:
     assert tuple(CONTENDERS) == command.NAMES
 
 
@@ -276,13 +276,13 @@ def test_hit_counts(name: str) -> None:
     load = Workload(plan, Order.ROUND_ROBIN, one_offs=False, seed=0)
     count = run_turns(CONTENDERS[name], load, host_part=1.0, delay=2)
     lengths = []
-    for said in load.user_tokens:
+    for by_turn in load.user_tokens:
         history = plan.system_tokens
-        for turn, user in enumerate(said):
+        for turn, user in enumerate(by_turn):
             known = history - (turn > 0)
             lengths.append(known // BLOCK_SIZE * BLOCK_SIZE)
             history += user + plan.answer_tokens
-    # All that was there before a turn, but the system prompt of the very first.
+    # The whole history before a turn, except the system prompt of the first request.
     assert count.possible + count.device == sum(lengths) - plan.system_tokens
     assert count.host == count.possible > 0
     assert count.rate == count.overall_rate == 1
@@ -297,7 +297,7 @@ def test_a_process_without_numbers() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [*EAGER, "ours-128"])
 def test_footprint(name: str) -> None:
-    # So many that what the engine takes once, some 6 MB, weighs little.
+    # So large that the engine's fixed 6 MB hardly count.
     plan = FootprintPlan(tier_blocks=400_000, filled_blocks=240_000)
     found, num_sub_blocks = measure_footprint(name, plan), CONTENDERS[name].num_sub_blocks
     assert num_sub_blocks == (8 if name == "ours-128" else 1)

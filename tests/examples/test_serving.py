@@ -1,4 +1,4 @@
-"""A server for as long as a block runs: how it starts, fails and ends."""
+"""A server that runs during a block: its start, its failures and its end."""
 
 import json
 import os
@@ -52,7 +52,7 @@ def test_runs_while_the_block_does(tmp_path: Path) -> None:
 
 
 def test_ends_with_what_it_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Even if it does not listen, and the block ends by an exception."""
+    """The server may ignore SIGTERM, and the block may end by an exception."""
     monkeypatch.setattr(serving_module, "STOP_SECONDS", 0.2)
     family: list[psutil.Process] = []
 

@@ -1,8 +1,8 @@
 """Pauses, sleep, resets and a shutdown of vLLM's server engine, with copies in flight:
 ``python -m tests.faults.async_scenario SPEC RESULT``.
 
-The engine core and its worker are processes of their own, as under ``vllm serve``. Every copy is
-late, so that one is always in flight.
+The engine core and its worker are separate processes, as under ``vllm serve``. Every copy is late,
+so that one is always in flight.
 """
 
 import asyncio
@@ -40,7 +40,7 @@ class AsyncPhase(BaseModel):
     """The requests around one call to the engine."""
 
     answers: dict[str, Answer] = {}
-    """Of requests that were not aborted."""
+    """Answers of the requests that were not aborted."""
     reasons: dict[str, str | None] = {}
     """The finish reason of each request."""
     free: bool
@@ -120,8 +120,8 @@ class Scenario:
         call: Callable[[Requests], Awaitable[dict[str, Any]]],
         loading: bool = False,
     ) -> None:
-        """Store ASKED in the host tier, reset the device, and make the call while a round runs.
-        ``loading``: while ASKED are being loaded, which takes a few steps."""
+        """Store ASKED in the host tier, reset the device, and make the call during a round. With
+        ``loading``, the call comes while ASKED are being loaded, which takes a few steps."""
         await Requests(self._engine, f"{name}, before", ASKED).wait_until_finished()
         await self._reset_device()
         number = len(self.result.phases) + 1
@@ -212,7 +212,7 @@ async def run(spec: EngineSpec) -> AsyncResult:
 
 
 def main(spec_path: Path, result_path: Path) -> None:
-    """Run it."""
+    """Run the scenario of the specification file SPEC; write RESULT."""
     prepare_child()
     spec = EngineSpec.model_validate_json(spec_path.read_text())
     result = asyncio.run(run(spec))

@@ -16,11 +16,11 @@ logger = logging.getLogger("vllm.tests.faults")
 
 
 class InjectedError(OSError):
-    """A copy that fails because the plan says so."""
+    """The planned failure of a copy."""
 
 
 class FaultyBackend:
-    """Forwards every call to ``inner``, but for the copies that ``plan`` hits."""
+    """Forwards every call to ``inner``, except for the copies that ``plan`` selects."""
 
     def __init__(self, inner: CopyBackend, plan: FaultPlan) -> None:
         self._inner = inner
@@ -98,7 +98,7 @@ class _Late:
         return True
 
     def remaining_seconds(self) -> float:
-        """Unknown: the copy is made only when it is polled to its end."""
+        """None, for unknown: the copy is made only when it is polled to its end."""
         return math.inf
 
     def hold_compute(self) -> None:

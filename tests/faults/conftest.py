@@ -15,7 +15,7 @@ from tests.faults.plan import Fault
 from tests.faults.scenarios import ONE_RANK, Job, JobResult
 
 HOST_BLOCKS = 300
-"""More than all phases together store."""
+"""Host blocks: more than all phases together store."""
 
 
 class FaultRuns:

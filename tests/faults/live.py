@@ -19,7 +19,7 @@ from tests.faults.plan import Fault, FaultPlan
 from tests.simulation import integrity
 
 STEP_LIMIT = 20_000
-"""More steps mean that a round never ends."""
+"""Limit of a round's steps; a longer round never ends."""
 
 
 class Phase(BaseModel):
@@ -36,7 +36,7 @@ class Phase(BaseModel):
     held: dict[str, int]
     """Number of referenced blocks at its end, by pool."""
     num_cached: int
-    """Number of host blocks that can be found at its end."""
+    """Number of host blocks at its end that a lookup can find."""
     integrity_problem: str | None
     facts: dict[str, Any]
 
@@ -173,7 +173,7 @@ class LiveEngine:
         return self._num_pending("_stores")
 
     def num_cached(self) -> int:
-        """Number of host blocks that can be found."""
+        """Number of host blocks that a lookup can find."""
         assert self.offload is not None
         return self.offload.tier.num_used
 

@@ -15,7 +15,7 @@ Tokens = tuple[int, ...]
 
 @dataclass(slots=True)
 class Answer:
-    """A server's answer, as far as it was received. One entry per token in each list."""
+    """A server's answer, as far as it has arrived. One entry per token in each list."""
 
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
@@ -33,9 +33,9 @@ class Turn(NamedTuple):
 class LoadBook:
     """The first answer to every prompt, which all later answers are compared with.
 
-    Greedy answers of one prompt agree as far as both go, whatever their lengths, the salt, the
-    other requests in their steps and the tier of their prefix. ``violations`` has one line for
-    each answer that did not.
+    Greedy answers to one prompt agree up to the end of the shorter one. Lengths, the salt, other
+    requests in the same steps and the tier of the prefix change nothing. ``violations`` has one
+    line for each answer that disagreed.
     """
 
     def __init__(self) -> None:

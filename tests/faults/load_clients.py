@@ -13,17 +13,18 @@ import aiohttp
 from tests.faults.load_book import Answer, LoadBook, Script, Tokens
 
 REQUEST_SECONDS = 120.0
-"""A longer request counts as one that never ends."""
+"""Time limit of a request, in seconds; a longer one counts as one that never ends."""
 
 RESET_SECONDS = 60.0
-"""So long an idle server may refuse to reset its prefix cache: stores are still in flight."""
+"""Time in seconds during which an idle server may refuse to reset its prefix cache, since stores
+are still in flight."""
 
 MAX_TOKENS = (4, 40)
 SALTS = (None, None, None, "a", "b")
 
 
 class Gate:
-    """Admits requests of clients, unless a task has closed it to have an idle server."""
+    """Admits requests of clients, except while a task has closed it to get an idle server."""
 
     def __init__(self) -> None:
         self._changed = asyncio.Condition()
@@ -32,7 +33,7 @@ class Gate:
 
     @asynccontextmanager
     async def entered(self) -> AsyncIterator[None]:
-        """For one request: waits while the gate is closed."""
+        """Admits one request; waits while the gate is closed."""
         async with self._changed:
             await self._changed.wait_for(lambda: not self._closed)
             self._num_inside += 1
@@ -75,7 +76,7 @@ class Connection:
     async def stream(
         self, prompt: Tokens, max_tokens: int, salt: str | None, hang_up_after: int | None
     ) -> Answer:
-        """The streamed answer. With ``hang_up_after``, the connection is closed after so many
+        """The streamed answer. With ``hang_up_after``, closes the connection after that many
         tokens."""
         answer = Answer()
         body = _request(prompt, max_tokens, salt) | {"stream": True}
@@ -135,7 +136,8 @@ class Client:
         self._rng = random.Random(seed)
 
     async def work(self, until: asyncio.Event) -> None:
-        """Requests of all kinds. Returns when ``until`` is set and the last has ended."""
+        """Send requests of all kinds. Returns when ``until`` is set and the last request has
+        ended."""
         while not until.is_set():
             turn = self._script.pick()
             max_tokens = self._rng.randint(*MAX_TOKENS)
@@ -148,7 +150,7 @@ class Client:
                 self._script.go_on(turn, answer)
 
     async def _ask(self, prompt: Tokens, max_tokens: int, salt: str | None) -> Answer | None:
-        """One request; its answer, or None if it was not to be finished or has failed."""
+        """Send one request. Returns its answer, or None if it failed or was to be abandoned."""
         kind = self._rng.choices(
             ("whole", "streamed", "hung up", "cancelled"), weights=(45, 30, 15, 10)
         )[0]
@@ -209,7 +211,7 @@ class Operator:
         self._seconds_between = seconds_between
 
     async def work(self, until: asyncio.Event) -> None:
-        """Resets and pauses of all kinds, until ``until`` is set."""
+        """Reset and pause in all ways, until ``until`` is set."""
         while not until.is_set():
             try:
                 async with asyncio.timeout(self._rng.uniform(*self._seconds_between)):

@@ -38,7 +38,7 @@ MAX_PROMPT_TOKENS = 560
 
 PROBE_BLOCKS, NUM_PROBES = 17, 7
 HOST_BLOCKS = PROBE_BLOCKS * NUM_PROBES + 1
-"""One is vLLM's null block; the prompts of the probe at the end fill all others exactly."""
+"""Host blocks. One is vLLM's null block; the prompts of the final probe fill all others exactly."""
 
 WARM = 0.2
 """Fraction of the run after which memory must not grow: the host tier is then full."""
@@ -66,9 +66,9 @@ class Plan:
     sample_seconds: float = 5.0
     reset_seconds: tuple[float, float] = (4.0, 20.0)
     num_compared: int = 150
-    """Number of prompts that a server without the connector answers too, afterwards."""
+    """Number of prompts that a server without the connector answers afterwards, for comparison."""
     connector: bool = True
-    """False: a run of vLLM alone, for comparison."""
+    """False: run vLLM alone, for comparison."""
 
 
 @dataclass
@@ -110,7 +110,7 @@ class Outcome:
 
 
 def load_run(plan: Plan, directory: Path, console: Console) -> Outcome:
-    """Do a run. Logs and the model stay in ``directory``."""
+    """Run the load. Logs and the model stay in ``directory``."""
     model = save_random_model(directory / "model")
     save_word_tokenizer(model, vocab_size=512)
     outcome = Outcome(plan, LoadBook(), MemoryWatch())
@@ -176,8 +176,8 @@ async def _watch(server: Server, outcome: Outcome, console: Console) -> None:
 async def _probe_host_tier(
     server: Server, connection: Connection, operator: Operator, seed: int, book: LoadBook
 ) -> None:
-    """Fill the empty host tier to its last block and load all of it: a block that a transfer still
-    references, or that is lost otherwise, is missing then."""
+    """Fill the empty host tier to its last block and load all of it. A block that is lost, or that
+    a transfer still references, is missing then."""
     rng = random.Random(seed)
     length = PROBE_BLOCKS * BLOCK_SIZE + 1
     prompts: list[Tokens] = [tuple(rng.choices(VOCABULARY, k=length)) for _ in range(NUM_PROBES)]

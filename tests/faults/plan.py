@@ -1,4 +1,4 @@
-"""FaultPlan: the copies that go wrong. Travels as JSON."""
+"""FaultPlan: the planned faults of copies. Encoded as JSON between processes."""
 
 from typing import Literal
 

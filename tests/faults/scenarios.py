@@ -18,7 +18,7 @@ from tests.faults.live import LiveEngine, ScenarioResult
 from tests.faults.plan import Fault
 
 NEVER = 10**9
-"""Polls of a transfer that ends only when it is waited for."""
+"""Number of polls of a transfer that ends only when it is waited for."""
 
 OLD = shared_prefix_asks("old", seed=6, tails=3, max_tokens=12)
 """Requests of every phase: they hit on the device or the host, or are recomputed."""

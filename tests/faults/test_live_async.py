@@ -57,13 +57,14 @@ def test_sleep_and_wake(result: AsyncResult) -> None:
 
 
 def test_a_pause_that_clears_and_keeps_requests(result: AsyncResult) -> None:
-    """Refused or not, the engine pauses, and goes on with right answers (see above)."""
+    """The call may be refused. The engine pauses in any case, then continues with right answers
+    (see above)."""
     facts = result.phases["paused, requests kept, caches cleared"].facts
     assert facts["paused"] is True
     assert facts["refused"] == "" or "Failed to reset KV cache" in facts["refused"]
 
 
 def test_resets_are_refused_while_blocks_are_held(result: AsyncResult) -> None:
-    """And the engine goes on: its answers are right (see above)."""
+    """The engine continues with right answers (see above)."""
     assert result.phases["both reset"].facts["reset"] is False
     assert "Failed to reset KV cache" in result.phases["running requests reset"].facts["reset"]

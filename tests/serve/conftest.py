@@ -44,7 +44,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="package")
 def start_server(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[StartServer]:
-    """Starts a server and waits until it answers. None outlives the package."""
+    """Starts a server and waits until it answers. Every server ends with the package."""
     servers: list[Server] = []
 
     def start(*arguments: str, seconds: float = START_SECONDS) -> Server:
@@ -66,8 +66,8 @@ def event_ports() -> EventPorts:
 
 @pytest.fixture(scope="package")
 def server(start_server: StartServer, event_ports: EventPorts) -> Server:
-    """The server of all tests here, with KV events and statistics in its log every second. It
-    finishes running requests when it is asked to stop: the last test of the package does that."""
+    """The server of all tests here, with KV events, and statistics in its log every second. After
+    SIGTERM it finishes running requests: the last test of the package needs that."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("VLLM_LOG_STATS_INTERVAL", "1")
         return start_server(*event_ports.arguments(), "--shutdown-timeout", "60")

@@ -45,7 +45,7 @@ class Samples:
         return {sample.name for sample in self._samples}
 
     def sum(self, name: str, **labels: str) -> float:
-        """Sum of a metric's samples that carry ``labels``; ``name`` as in the exposition."""
+        """Sum of a metric's samples with ``labels``; ``name`` as in the exposition."""
         return sum(
             sample.value
             for sample in self._samples
@@ -107,14 +107,14 @@ class Server:
 
     @contextmanager
     def open_stream(self, prompt: Sequence[int], max_tokens: int) -> Iterator[Iterator[bytes]]:
-        """The lines of a streamed answer; the end of the block closes the connection, even before
-        the end of the answer."""
+        """The lines of a streamed answer. Leaving the block closes the connection, even before the
+        end of the answer."""
         body = _completion_request(prompt, max_tokens, stream=True)
         with self._post("/v1/completions", body) as response:
             yield (line for line in response if line.strip())
 
     def reset_prefix_cache(self) -> None:
-        """Reset the device's prefix cache but not the host tier. Waits for the end of stores."""
+        """Reset the device's prefix cache but not the host tier, once all stores have ended."""
         self.wait_for(self._reset, ANSWER_SECONDS, "the prefix cache to be free")
 
     def samples(self) -> "Samples":

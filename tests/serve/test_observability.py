@@ -83,7 +83,7 @@ def test_metrics_count_the_work(worked: Samples, block_bytes: int) -> None:
 
 @pytest.mark.usefixtures("worked")
 def test_the_log_has_the_same_numbers(server: Server) -> None:
-    """In one line or several: work after a line is in the next one."""
+    """The numbers may be in several lines: each line counts the work since the one before."""
 
     def logged(what: str) -> int:
         lines = [line for line in server.log.read_text().splitlines() if "KV Transfer" in line]

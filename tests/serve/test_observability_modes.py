@@ -1,4 +1,4 @@
-"""The numbers on /metrics of servers with other arguments: they match the work."""
+"""The numbers on /metrics match the work, also on servers with other arguments."""
 
 import json
 from pathlib import Path

@@ -16,7 +16,7 @@ from tests.serve.server import Completion, Server, can_listen, read_stream
 
 ASKS = shared_prefix_asks("serve", seed=6, tails=3)
 LONG = 400
-"""Tokens of an answer that takes at least a second."""
+"""Number of tokens of an answer that takes at least a second."""
 
 
 def answers(server: Server, asks: Sequence[Ask], *, at_once: int) -> list[Completion]:
@@ -57,7 +57,7 @@ def test_answers_come_back_from_the_host(server: Server) -> None:
 
 
 def test_stop_strings(server: Server) -> None:
-    """The frontend finds them, and then aborts the request in the engine."""
+    """The frontend finds the stop strings, and then aborts the request in the engine."""
     whole = [server.complete(ask.prompt, ask.max_tokens).tokens for ask in ASKS]
     server.wait_for(server.is_idle, 30, "the first answers' requests to end")
     for _ in range(2):
@@ -102,8 +102,8 @@ def test_sigterm_without_a_grace_period_leaves_nothing_behind(start_server: Star
 
 @pytest.mark.proves("I6")
 def test_sigterm_leaves_nothing_behind(server: Server) -> None:
-    """The last test of the server. With a grace period, a running request is finished, with the
-    connector at work."""
+    """The last test of the server. Within the grace period the server finishes a running request,
+    which uses the connector."""
     ask = ASKS[0]
     whole = server.complete(ask.prompt, LONG).tokens
     server.reset_prefix_cache()

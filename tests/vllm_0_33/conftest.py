@@ -16,7 +16,7 @@ SCRIPT_SECONDS = 600
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The first test may have to download the wheel."""
+    """Time limit, in seconds: the first test may have to download the wheel."""
     for item in items:
         if item.path.parent == Path(__file__).parent:
             item.add_marker(pytest.mark.timeout(python_files.DOWNLOAD_SECONDS + 60))
@@ -44,7 +44,7 @@ def run_on_vllm_033(vllm_033_path: Path, tmp_path: Path) -> RunScript:
         "PYTHONPATH": f"{vllm_033_path}{os.pathsep}{ROOT}",
         "VLLM_TARGET_DEVICE": "cpu",
         "VLLM_LOGGING_LEVEL": "WARNING",
-        # vLLM keeps what a new process found out about a model's class, for one version at a time.
+        # vLLM caches its inspection of a model's class, for one version at a time.
         "VLLM_CACHE_ROOT": str(python_files.CACHE / f"vllm-{python_files.VERSION}-cache"),
         "HF_HUB_OFFLINE": "1",
     }

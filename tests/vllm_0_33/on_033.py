@@ -54,7 +54,7 @@ def test_the_class_counts_as_the_builtin_one() -> None:
 
 
 def test_the_engine_looks_for_it_by_name(make_vllm_config: MakeVllmConfig) -> None:
-    """This is why it has to count as the built-in one."""
+    """So the class has to count as the built-in one."""
     transfer_config = make_vllm_config(EXTRA_CONFIG).kv_transfer_config
     assert transfer_config is not None
     assert transfer_config.has_connector("SimpleCPUOffloadConnector")

@@ -25,7 +25,7 @@ TESTS = (
 
 
 def num_passed(run_on_vllm_033: RunScript, *tests: str) -> int:
-    """Run tests on 0.33, all of which have to pass; their number."""
+    """Run tests on 0.33, which all have to pass; return their number."""
     arguments = [
         *("--rootdir", str(ROOT), "--config-file", str(ROOT / "pyproject.toml")),
         *("-q", "-p", "no:cacheprovider"),
@@ -44,5 +44,5 @@ def test_on_033(run_on_vllm_033: RunScript) -> None:
 
 @pytest.mark.slow
 def test_real_models(run_on_vllm_033: RunScript) -> None:
-    """Scripts with the groups that 0.33 plans."""
+    """Scripts with the KV cache groups that vLLM 0.33 plans."""
     assert num_passed(run_on_vllm_033, "tests/simulation/test_real_models.py") > 20

@@ -1,1 +1,1 @@
-"""Tests that need torch_npu. They run in a process of their own: tests/backends/test_npu.py."""
+"""Tests that need torch_npu. tests/backends/test_npu.py runs them in a separate process."""

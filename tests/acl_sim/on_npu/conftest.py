@@ -1,4 +1,4 @@
-"""What tests on torch_npu share: the runtime that it has loaded, and a backend with memory."""
+"""Fixtures of tests on torch_npu: its loaded runtime, and a backend with memory."""
 
 from collections.abc import Callable, Iterator, Sequence
 

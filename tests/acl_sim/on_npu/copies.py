@@ -1,4 +1,5 @@
-"""NpuBackend on the real torch_npu: every byte of every asked block, no other; and its errors."""
+"""NpuBackend on the real torch_npu: every byte of every requested block, no other byte; and its
+errors."""
 
 import ctypes
 import logging
@@ -17,11 +18,11 @@ from tests.acl_sim.on_npu.conftest import MakeSides
 from tests.acl_sim.sim import Sim
 
 PATHS = ["batch", "single"]
-HELD_BLOCKS = np.arange(0, 2 * 5000, 2)  # of which no two are neighbours
+HELD_BLOCKS = np.arange(0, 2 * 5000, 2)  # no two are neighbours
 
 
 def scattered(count: int) -> np.ndarray:
-    """Blocks of which no two are neighbours: nothing merges."""
+    """Blocks without neighbours, so that no descriptors merge."""
     return 2 * np.random.default_rng(count).permutation(count)
 
 
@@ -131,7 +132,7 @@ def test_chunks_of_at_most_4096(make_sides: MakeSides, path: str, count: int) ->
 
 @pytest.mark.parametrize("path", PATHS)
 def test_neighbours_are_one_descriptor(make_sides: MakeSides, path: str) -> None:
-    """Of each region, within a chunk of the host's."""
+    """This holds for each region, within one host chunk."""
     sides = make_sides((64, 128), 100, chunk_blocks=50, copy_path=path)
     blocks = np.arange(40, 60)
     expected = sides.expected(Direction.STORE, blocks, blocks)
@@ -234,7 +235,8 @@ def test_forcing_batches_on_a_chip_without_them(
 def test_a_probe_that_fails(
     make_sides: MakeSides, sim: Sim, fault: int, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """For another reason than 207000, on the way there or back: no batches either."""
+    """The probe fails for a reason other than 207000, on the way there or back: no batches
+    either."""
     sim.fail_after(fault, 107000)
     with caplog.at_level(logging.INFO):
         sides = make_sides()
@@ -258,7 +260,7 @@ def test_a_probe_that_brings_back_other_bytes(
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("index", [0, 1, 4095, 4096, 4999])
 def test_a_refusal_says_where_and_why(make_sides: MakeSides, path: str, index: int) -> None:
-    """What comes before it is copied, nothing after it is."""
+    """Descriptors before the refused one are copied, later ones are not."""
     sides = make_sides((8,), 10_000, copy_path=path)
     blocks = HELD_BLOCKS
     expected = sides.expected(Direction.STORE, blocks[:index], blocks[:index])
@@ -267,15 +269,15 @@ def test_a_refusal_says_where_and_why(make_sides: MakeSides, path: str, index: i
     with pytest.raises(AclError) as caught:
         pending.wait()
     function = "aclrtMemcpyBatchAsync" if path == "batch" else "aclrtMemcpyAsync"
-    message = f"{function}: error 507018 at descriptor {index}: told to fail"
+    message = f"{function}: error 507018 at descriptor {index}: requested failure"
     assert str(caught.value) == message
     sides.check(expected)
     sides.sim.fail_after(-1, 0)
-    sides.copy(Direction.STORE, blocks, blocks).wait()  # the next is none the worse
+    sides.copy(Direction.STORE, blocks, blocks).wait()  # the next copy succeeds
 
 
 def test_a_refused_copy_fails_when_what_was_queued_has_ended(make_sides: MakeSides) -> None:
-    """Until then its blocks must not be given to anybody else."""
+    """Until then no other request may get its blocks."""
     sides = make_sides((8,), 10_000)
     with sides.sim.held(sides.stream(Direction.STORE)):
         sides.sim.fail_after(4500, 107000)
@@ -320,7 +322,7 @@ def test_host_memory_is_given_back(sim: Sim) -> None:
         threading.Thread(target=lambda n=n: sizes.append(backend.allocate_host(n).nbytes))
         for n in (1, 4096, 100_001)
     ]
-    for thread in threads:  # none of which has a context of its own
+    for thread in threads:  # none has a context of its own
         thread.start()
         thread.join()
     assert sizes == [1, 4096, 100_001]

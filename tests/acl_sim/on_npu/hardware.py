@@ -1,4 +1,4 @@
-"""What a first run on hardware starts with."""
+"""The program for the first run on hardware."""
 
 import re
 import runpy
@@ -12,11 +12,11 @@ from tests.acl_sim.sim import Sim
 def test_the_hardware_check(
     sim: Sim, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """That it runs. On hardware it is the test."""
+    """The program runs to its end. On hardware it is the test."""
     monkeypatch.setattr(sys, "argv", ["", "check", "bench", "--mib", "4", "--rounds", "1"])
     with pytest.raises(SystemExit) as ended:
         runpy.run_module("tests.backends.npu_hardware", run_name="__main__")
-    said = capsys.readouterr().out
-    assert ended.value.code == 0, said
-    assert "all right" in said
-    assert len(re.findall(r"(?:batch|single) +(?:load|store) .* GB/s", said)) == 24
+    printed = capsys.readouterr().out
+    assert ended.value.code == 0, printed
+    assert "all right" in printed
+    assert len(re.findall(r"(?:batch|single) +(?:load|store) .* GB/s", printed)) == 24

@@ -55,7 +55,7 @@ def test_a_load_waits_for_the_compute_that_reads_its_blocks(
 
 @pytest.mark.proves("I3")
 def test_without_its_barrier_a_store_reads_too_soon(make_sides: MakeSides) -> None:
-    """So the two tests above can see a barrier that is missing."""
+    """So the two tests above detect a missing barrier."""
     sides = make_sides()
     before = sides.device_pages()[0]
     with sides.sim.held(sides.compute_stream()):
@@ -85,7 +85,7 @@ def test_compute_can_be_held_until_a_load_has_ended(make_sides: MakeSides) -> No
     with sides.sim.held(sides.stream(Direction.LOAD)):
         pending = sides.copy(Direction.LOAD, BLOCKS, BLOCKS)
         pending.hold_compute()
-        assert not pending.done()  # who asks does not wait
+        assert not pending.done()  # the caller does not wait
         sides.sim.call(
             "aclrtMemcpyAsync",
             *(reader.data_ptr(), reader.nbytes, sides.device[0].data_ptr(), reader.nbytes, 2),
@@ -96,12 +96,12 @@ def test_compute_can_be_held_until_a_load_has_ended(make_sides: MakeSides) -> No
     np.testing.assert_array_equal(reader.numpy(), expected[0][0].ravel())
 
 
-# torch_npu's queue: the wait is in it until somebody reads the stream's handle
+# torch_npu's queue: the wait stays in it until code reads the stream's handle
 
 
 class Stream:
-    """A stream whose queued waits reach the device only when its handle is read after them,
-    which is what torch_npu allows them to do."""
+    """A stream whose queued waits reach the device only when its handle is read after them.
+    torch_npu may behave like this."""
 
     def __init__(self, sides: Sides, direction: Direction) -> None:
         self._sides = sides
@@ -162,14 +162,14 @@ def test_a_copy_does_not_pass_a_wait_that_is_queued_on_the_host(
 
 @pytest.mark.parametrize("path", ["batch", "single"])
 def test_with_a_cached_handle_it_does(make_sides: MakeSides, path: str) -> None:
-    """So the test above can see the fault."""
+    """So the test above detects the fault."""
     sides = make_sides(copy_path=path)
     assert not stored_behind_compute(sides, CachedStream(sides, Direction.STORE))
 
 
 def test_barriers_and_waits_share_the_queue(make_sides: MakeSides) -> None:
-    """Records from this thread, waits from copy threads and from this one, copies past the
-    queue: every round stores what was filled in just before, and not what is filled in next."""
+    """This thread records, it and the copy threads wait, and copies bypass the queue. Every round
+    stores the bytes that were written just before it, not those written next."""
     sides = make_sides()
     sides.sim.library.acl_sim_delay_all(50)
     for value in range(1, 100):

@@ -19,7 +19,7 @@ Pages = list[npt.NDArray[np.int8]]
 
 
 class Sides:
-    """Regions of ``num_blocks`` blocks on both sides, of random bytes, the host's in chunks."""
+    """Regions of ``num_blocks`` blocks of random bytes on both sides. The host's are in chunks."""
 
     def __init__(
         self,
@@ -46,16 +46,16 @@ class Sides:
             self.chunks.append(chunk)
 
     def device_pages(self) -> Pages:
-        """Copies of what the device has."""
+        """Copies of the device's regions."""
         return [region.cpu().numpy().copy() for region in self.device]
 
     def host_pages(self) -> Pages:
-        """Copies of what the host has."""
+        """Copies of the host's regions."""
         columns = zip(*self.chunks, strict=True)
         return [np.concatenate([part.numpy() for part in column]) for column in columns]
 
     def stream(self, direction: Direction) -> int:
-        """The handle of the stream that copies of ``direction`` go to."""
+        """The handle of the stream for copies of ``direction``."""
         return int(self.backend._streams[direction].npu_stream)
 
     def compute_stream(self) -> int:
@@ -73,7 +73,7 @@ class Sides:
         host_blocks: Sequence[int] | npt.NDArray[Any],
         barrier: Barrier | None = None,
     ) -> NpuPending:
-        """Copy on a thread of its own, as the engine does. Raises what the copy raises."""
+        """Copy on a new thread, as the engine does. Raises the copy's exception."""
         transfer = Transfer(0, np.array(device_blocks), np.array(host_blocks))
         ended: list[NpuPending | BaseException] = []
 
@@ -98,7 +98,7 @@ class Sides:
         device_blocks: Sequence[int] | npt.NDArray[Any],
         host_blocks: Sequence[int] | npt.NDArray[Any],
     ) -> tuple[Pages, Pages]:
-        """What both sides should have once the copy has ended: device, host."""
+        """Expected bytes of both sides after the copy: device, host."""
         device, host = self.device_pages(), self.host_pages()
         for d, h in zip(device, host, strict=True):
             if direction is Direction.LOAD:
@@ -108,7 +108,7 @@ class Sides:
         return device, host
 
     def check(self, expected: tuple[Pages, Pages]) -> None:
-        """Every byte of both sides is as expected."""
+        """Whether every byte of both sides is as expected."""
         for wanted, found in zip(expected, (self.device_pages(), self.host_pages()), strict=True):
             for w, f in zip(wanted, found, strict=True):
                 np.testing.assert_array_equal(f, w)

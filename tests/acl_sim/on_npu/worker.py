@@ -26,7 +26,7 @@ NUM_HOST_BLOCKS = 20
 
 
 class Rank:
-    """A rank with a KV cache on the NPU, and what the engine would call on it."""
+    """A rank with a KV cache on the NPU, and the engine's calls on it."""
 
     def __init__(self, sim: Sim, layout: KVCacheLayout) -> None:
         self.sim = sim
@@ -44,7 +44,7 @@ class Rank:
         sim.take_counts()
 
     def stream(self, direction: Direction) -> int:
-        """The handle of the stream that copies of ``direction`` go to."""
+        """The handle of the stream for copies of ``direction``."""
         backend: Any = self.worker._backend
         return int(backend._streams[direction].npu_stream)
 
@@ -56,7 +56,7 @@ class Rank:
         return self.worker.poll()
 
     def pages(self, block: int) -> dict[str, torch.Tensor]:
-        """By layer the block's bytes."""
+        """The block's bytes, by layer."""
         views = self._views_of(self.storage.cpu())
         return {name: view[block].contiguous().view(torch.int8) for name, view in views.items()}
 
@@ -84,7 +84,7 @@ MakeRank = Callable[..., Rank]
 
 @pytest.fixture
 def make_rank(sim: Sim, monkeypatch: pytest.MonkeyPatch) -> Iterator[MakeRank]:
-    """A function that makes a rank, whose host memory comes in chunks of a few blocks."""
+    """A function that makes a rank. Its host memory comes in chunks of a few blocks."""
     monkeypatch.setattr(select, "current_platform", SimpleNamespace(device_type="npu"))
     monkeypatch.setattr(NpuBackend, "chunk_bytes", 7000)
     ranks: list[Rank] = []
@@ -105,7 +105,7 @@ def make_rank(sim: Sim, monkeypatch: pytest.MonkeyPatch) -> Iterator[MakeRank]:
 def test_store_evict_load(
     make_rank: MakeRank, sim: Sim, layout: KVCacheLayout, has_batch: bool
 ) -> None:
-    """Bytes come back into other blocks than they left, and no other block changes."""
+    """Bytes come back into other device blocks than the stored ones, and no other block changes."""
     sim.take_batches(has_batch)
     rank = make_rank(layout)
     stored = [(1, 17), (2, 18), (3, 4), (6, 19)]
@@ -140,8 +140,8 @@ def test_store_evict_load(
 
 
 def test_a_step_is_submitted_once(make_rank: MakeRank) -> None:
-    """However often its hooks are called: a port of vLLM's connector to Ascend copied a step
-    again at every poll."""
+    """A step is copied once, however often its hooks are called. A port of vLLM's connector to
+    Ascend copied a step again at every poll."""
     rank = make_rank()
     metadata = StepMetadata([load(0, "r", (1, 2))], [store(1, (3, 4))])
     loaded: list[str] = []
@@ -162,7 +162,7 @@ def test_a_step_is_submitted_once(make_rank: MakeRank) -> None:
 
 
 def test_a_load_of_an_earlier_step_is_reported(make_rank: MakeRank) -> None:
-    """That port kept the requests of one step only: whoever loaded longer hung."""
+    """That port kept the requests of one step only: a request with a longer load hung."""
     rank = make_rank()
     with rank.sim.held(rank.stream(Direction.LOAD)):
         assert rank.step(StepMetadata(loads=[load(0, "r", (1, 2))])) == (set(), set())
@@ -174,8 +174,8 @@ def test_a_load_of_an_earlier_step_is_reported(make_rank: MakeRank) -> None:
 
 
 def test_flushes_lose_nothing(make_rank: MakeRank) -> None:
-    """Every transfer is reported once, though the engine drains while threads submit and
-    report: that port cleared a list that its thread was appending to."""
+    """Every transfer is reported once, though the engine drains while threads submit and report.
+    That port cleared a list while its thread appended to it."""
     rank = make_rank()
     rank.sim.library.acl_sim_delay_all(100)
     dice = random.Random(7)
@@ -244,7 +244,7 @@ def test_failures_are_reported(make_rank: MakeRank) -> None:
 
 
 def test_a_kv_cache_of_tuples(make_rank: MakeRank) -> None:
-    """Keys and values one by one, as vllm-ascend registers them."""
+    """Keys and values are separate tensors, as vllm-ascend registers them."""
     memory = make_kv_memory([group(full(), "a")], NUM_DEVICE_BLOCKS, KVCacheLayout.LBHNC)
     config = OffloadConfig.parse({"num_cpu_blocks": NUM_HOST_BLOCKS}, 1)
     worker = OffloadWorker(memory.config, config, Ranks(1, 1))

@@ -7,13 +7,13 @@ from tests.engine.runs import BLOCK_SIZE, HOST_BLOCKS, Runs
 from tests.engine.spec import Round
 from tests.engine.workloads import follow_ups, shared_prefix_asks
 
-NUM_PARTS = 4
-HOST_BLOCK_SIZE = NUM_PARTS * BLOCK_SIZE
+NUM_SUB_BLOCKS = 4
+HOST_BLOCK_SIZE = NUM_SUB_BLOCKS * BLOCK_SIZE
 
 
 def workload() -> tuple[Round, ...]:
-    """Prompts whose common beginning ends inside a host block, and prompts that end with one: their
-    last token is computed again."""
+    """Prompts whose common beginning ends inside a host block, and prompts that end with a host
+    block. The last token of these is computed again."""
     asks = shared_prefix_asks(
         "a", seed=2, system_lengths=(230, 170), tails=2, tail_lengths=(90, 130), max_tokens=12
     )
@@ -28,17 +28,19 @@ def workload() -> tuple[Round, ...]:
 
 
 @pytest.mark.slow
-def test_same_answers_with_loads_from_any_part_to_any_other(runs: Runs) -> None:
+def test_same_answers_with_loads_between_any_sub_blocks(runs: Runs) -> None:
     connector = {"num_cpu_blocks": HOST_BLOCKS, "cpu_block_size": HOST_BLOCK_SIZE}
     specs = {
         "plain": runs.spec("llama", connector=None, rounds=workload()),
-        "parts": runs.spec("llama", connector=connector, rounds=workload()),
+        "sub-blocks": runs.spec("llama", connector=connector, rounds=workload()),
     }
-    plain, parts = runs.run("parts", specs).values()
-    assert_same_answers(plain.rounds, parts)
-    assert_nothing_left(parts)
-    assert parts.host_pool is not None
-    assert parts.host_pool.total == HOST_BLOCKS // NUM_PARTS - 1
-    assert parts.metrics["external_prefix_cache_hits"] > 500
-    assert any(first % NUM_PARTS for first, _ in parts.loads), "none begins inside a host block"
-    assert any((last + 1) % NUM_PARTS for _, last in parts.loads), "none ends inside one"
+    plain, ours = runs.run("sub-blocks", specs).values()
+    assert_same_answers(plain.rounds, ours)
+    assert_nothing_left(ours)
+    assert ours.host_pool is not None
+    assert ours.host_pool.total == HOST_BLOCKS // NUM_SUB_BLOCKS - 1
+    assert ours.metrics["external_prefix_cache_hits"] > 500
+    assert any(first % NUM_SUB_BLOCKS for first, _ in ours.loads), (
+        "no load begins inside a host block"
+    )
+    assert any((last + 1) % NUM_SUB_BLOCKS for _, last in ours.loads), "no load ends inside one"
