@@ -1,4 +1,4 @@
-"""Control groups with a memory limit, on machines that let tests make some."""
+"""Control groups with a memory limit, on machines where tests may make them."""
 
 import os
 from collections.abc import Iterator

@@ -14,7 +14,7 @@ _FEATURES = {
     "_C_AVX512": {"_is_avx512_supported": True, "_is_avx512_bf16_supported": False},
     "_C": {"_is_avx512_supported": True, "_is_avx512_bf16_supported": True},
 }
-"""By build: the features in `torch.cpu` with which vLLM selects it."""
+"""By build: the processor features, as functions of `torch.cpu`, with which vLLM loads it."""
 
 
 def runnable_builds() -> list[str]:

@@ -113,7 +113,7 @@ def test_fractions_of_a_byte_are_dropped(number: float) -> None:
     assert parse_size(number) == math.floor(number)
 
 
-# Refused values: the message has the key, the value and what is allowed
+# Refused values: the message has the key, the value and the allowed values
 
 
 @pytest.mark.parametrize("key", ["cpu_bytes_to_use", "cpu_bytes_to_use_per_rank"])

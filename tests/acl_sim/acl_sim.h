@@ -15,7 +15,7 @@ enum {
     RT_CONTEXT_NULL = 107002,
     RT_STREAM_CONTEXT = 107003,   /* the stream is another device's */
     RT_INVALID_HANDLE = 107017,
-    RT_CAPTURE_MODE = 107030,     /* what this is would break a graph that is being captured */
+    RT_CAPTURE_MODE = 107030,     /* the call would break a graph that is being captured */
     RT_NOT_SUPPORT = 207000,
     RT_MEMORY_ALLOCATION = 207001,
     RT_STREAM_FAILED = 507011     /* a task has failed on the device */
@@ -33,7 +33,7 @@ typedef struct {
     uint32_t reserved[4];
 } pointer_attributes_t;
 
-/* memory.c: which addresses are whose */
+/* memory.c: allocations and their owners */
 int memory_add(void *address, size_t bytes, int type, int device, int owned);
 int memory_remove(void *address, int type, int owned); /* frees what is owned */
 location_t memory_find(const void *address);

@@ -132,6 +132,6 @@ EXPORT int aclsysGetVersionStr(const char *package, char *text) {
 
 /* For tests */
 
-/* As if some thread captured a graph, in the mode that no other may disturb. */
+/* Simulates another thread that captures a graph, in the mode that forbids interference. */
 EXPORT void acl_sim_set_capturing(int now) { capturing = now; }
 EXPORT void acl_sim_set_version(int number) { version = number; }

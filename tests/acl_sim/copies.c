@@ -1,4 +1,4 @@
-/* The copy calls: what they refuse, and what they hand to a stream. */
+/* The copy calls: their checks, and the work that they pass to a stream. */
 #include "acl_sim.h"
 
 #include <pthread.h>
@@ -7,7 +7,7 @@
 
 typedef struct {
     uint64_t batch_calls, single_calls; /* that were accepted in whole or in part */
-    uint64_t descriptors;               /* handed to streams by either */
+    uint64_t descriptors;               /* passed to streams by either */
     uint64_t largest_batch;             /* descriptors */
     uint64_t blocking;                  /* copies of memory that is not pinned */
 } counts_t;
@@ -15,10 +15,10 @@ typedef struct {
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 static counts_t counts;
 static int batch_supported = 1;
-static int64_t until_failure = -1; /* descriptors that still go well; -1: all */
+static int64_t until_failure = -1; /* descriptors that still succeed; -1: all */
 static int failure;
 
-/* Whether the descriptor that is about to be submitted is the one that shall fail. */
+/* Whether the next descriptor to submit has to fail. */
 static int take_failure(void) {
     pthread_mutex_lock(&lock);
     int code = SUCCESS;
@@ -48,7 +48,7 @@ static int check_kind(const void *destination, const void *source, int kind) {
     return SUCCESS;
 }
 
-/* What the device would find out: an address that runs out of its allocation. */
+/* The device's own check: an address range that leaves its allocation. */
 static int leaves_memory(const void *destination, const void *source, size_t bytes) {
     return !memory_holds(destination, bytes) || !memory_holds(source, bytes);
 }
@@ -57,7 +57,7 @@ static int pinned_or_device(const void *address) {
     return memory_find(address).type != LOCATION_UNREGISTERED;
 }
 
-/* Hand one checked copy to the stream; memory that is not pinned makes it wait and copy now. */
+/* Pass one checked copy to the stream; memory that is not pinned makes it wait and copy now. */
 static int enqueue(stream_t *stream, void *destination, const void *source, size_t bytes) {
     if (leaves_memory(destination, source, bytes))
         return fail(RT_STREAM_FAILED, "%zu bytes leave their allocation", bytes);
@@ -196,7 +196,7 @@ EXPORT int aclrtMemcpyBatchAsync(void **destinations, size_t *rooms, void **sour
         else
             copies[num_copies++] = (copy_t){destination, source, sizes[taken]};
     }
-    /* What came before the entry that failed is on its way. */
+    /* Entries before the failed one are submitted. */
     pthread_mutex_lock(&lock);
     counts.batch_calls++;
     counts.descriptors += num_copies;
@@ -216,7 +216,7 @@ EXPORT int aclrtMemcpyBatchAsync(void **destinations, size_t *rooms, void **sour
 
 EXPORT void acl_sim_set_batch_supported(int supported) { batch_supported = supported; }
 
-/* The descriptor after `good` more fails with `code` when it is submitted; good < 0: none does. */
+/* After `good` more descriptors, the next fails with `code` at submission; good < 0: none. */
 EXPORT void acl_sim_fail_after(int64_t good, int code) {
     pthread_mutex_lock(&lock);
     until_failure = good;

@@ -1,4 +1,4 @@
-/* Host and device allocations, which the runtime knows apart. Both are this process's memory. */
+/* Host and device allocations, which the runtime distinguishes. Both are this process's memory. */
 #include "acl_sim.h"
 
 #include <pthread.h>
@@ -20,7 +20,7 @@ static const size_t host_call_limit = (size_t)200 * 1000 * 1000 * 1000;
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 static range_t *ranges;
 static size_t host_limit = SIZE_MAX;
-static int first_device; /* the number that the runtime has for device 0 */
+static int first_device; /* the runtime's number of device 0 */
 
 int memory_add(void *address, size_t bytes, int type, int device, int owned) {
     range_t *range = malloc(sizeof *range);

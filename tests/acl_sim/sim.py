@@ -117,7 +117,8 @@ class Sim:
         self.library.acl_sim_set_batch_supported(int(taken))
 
     def fail_after(self, num_descriptors: int, code: int) -> None:
-        """Refuse one descriptor, after ``good`` more have succeeded."""
+        """Refuse one descriptor with ``code``, after ``num_descriptors`` more have succeeded; -1
+        refuses none."""
         self.library.acl_sim_fail_after(num_descriptors, code)
 
     def reset(self) -> None:

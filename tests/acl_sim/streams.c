@@ -9,8 +9,8 @@
 
 typedef struct event {
     int references; /* the owner's, and one for every task that names it */
-    uint64_t recorded, reached; /* records submitted, and records that a stream came to */
-    int error;                  /* of the stream that came to the last one */
+    uint64_t recorded, reached; /* records submitted, and records that a stream reached */
+    int error;                  /* of the stream that reached the last one */
     struct event *next;
 } event_t;
 
@@ -50,7 +50,7 @@ static void release(event_t *event) {
     if (--event->references == 0) free(event);
 }
 
-/* A batch promises no order among its entries: the last comes first here. */
+/* A batch has no order among its entries: here the last is copied first. */
 static void run_copies(const task_t *task) {
     for (size_t i = task->count; i-- > 0;)
         memcpy(task->copies[i].destination, task->copies[i].source, task->copies[i].bytes);
@@ -176,7 +176,7 @@ int stream_push_fill(stream_t *stream, void *address, int value, size_t bytes) {
     return code;
 }
 
-/* The lock is held; what is pushed meanwhile is not waited for. */
+/* The lock is held. Tasks that are pushed meanwhile are not waited for. */
 static int drain(stream_t *stream) {
     uint64_t pushed = stream->pushed;
     while (stream->finished < pushed) pthread_cond_wait(&moved, &lock);
@@ -324,7 +324,7 @@ EXPORT int aclrtRecordEvent(event_t *event, stream_t *stream) {
     return push_event(event, stream, RECORD);
 }
 
-/* Waits for what has been recorded by now: for nothing if that is nothing. */
+/* Waits for the last record so far; without a record, for nothing. */
 EXPORT int aclrtStreamWaitEvent(stream_t *stream, event_t *event) {
     REQUIRE_CONTEXT();
     pthread_mutex_lock(&lock);
@@ -406,7 +406,7 @@ EXPORT void acl_sim_release(stream_t *stream) { set(stream, change_held, 0); }
 EXPORT void acl_sim_delay(stream_t *stream, int microseconds) {
     set(stream, change_delay, microseconds);
 }
-/* The next copy or fill fails when the stream gets to it; 0 cancels the failure. */
+/* The next copy or fill fails when the stream reaches it; 0 cancels the failure. */
 EXPORT void acl_sim_fail_stream(stream_t *stream, int code) { set(stream, change_fails, code); }
 
 EXPORT void acl_sim_hold_waits(int held) {
@@ -430,7 +430,7 @@ EXPORT int acl_sim_num_events(void) {
     return count;
 }
 
-/* Return when the stream has come to a wait for an event, or to its end. */
+/* Return when the stream has reached a wait for an event, or its end. */
 EXPORT void acl_sim_settle(stream_t *handle) {
     pthread_mutex_lock(&lock);
     for (stream_t *stream = streams; stream != NULL; stream = stream->next)

@@ -19,9 +19,9 @@ START, LAUNCH = 5e-6, 20e-6
 
 
 class Machine:
-    """A device. A DMA batch takes ``START`` seconds plus the larger of ``dma`` seconds for each
-    descriptor and the time of its bytes. A kernel batch takes ``LAUNCH`` seconds plus the time of
-    its bytes. The bus limits both together."""
+    """A device. A DMA batch takes ``START`` seconds and, for each descriptor, the larger of ``dma``
+    seconds and the time of its bytes. A kernel batch takes ``LAUNCH`` seconds and the time of its
+    bytes. The bus limits both."""
 
     def __init__(self, dma: float = 1e-6, kernel_bandwidth: float = BANDWIDTH) -> None:
         self.dma = dma
@@ -56,7 +56,7 @@ def many(size: int, count: int) -> npt.NDArray[np.int64]:
 def test_each_size_is_timed_both_ways() -> None:
     machine = Machine()
     costs = machine.measure()
-    # And what either costs to start.
+    # The start of each path is timed too.
     assert set(machine.timed) == {
         (path, size, count)
         for path, batch in (("dma", 1000), ("kernel", 500))

@@ -411,7 +411,7 @@ def test_small_pages_of_many_regions_go_by_kernel(
     assert len(sides.device) == 64  # both sides are there until here
 
 
-def test_memory_that_is_not_there(backend: CudaBackend) -> None:
+def test_memory_beyond_the_available(backend: CudaBackend) -> None:
     with pytest.raises(MemoryError, match="GiB available"):
         backend.allocate_host(1 << 50)
 

@@ -115,7 +115,7 @@ class Launcher:
         return call
 
 
-def test_later_launches_take_what_was_compiled(
+def test_later_launches_use_the_compiled_kernel(
     kernels: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Later launches have the same arguments and run on the requested stream. Only this test checks

@@ -16,7 +16,7 @@ from simple_offload.metadata import Transfer
 
 
 def quick_backend(page: int, num_regions: int, *, kernel: bool = False) -> CudaBackend:
-    """Costs with which descriptors of less than 64 KiB go by kernel, if there is one."""
+    """A backend whose costs send descriptors of less than 64 KiB by kernel, if there is one."""
     backend = CudaBackend.__new__(CudaBackend)  # needs no GPU as long as it is not initialised
     num_blocks = 1 << 16
     regions = Regions(

@@ -48,7 +48,7 @@ class Side:
 
 
 def rows(plan: Descriptors) -> list[tuple[int, int, int]]:
-    """Arrays of destinations, sources and bytes."""
+    """The descriptors as tuples of destination, source and bytes."""
     return list(zip(*(part.tolist() for part in plan), strict=True))
 
 

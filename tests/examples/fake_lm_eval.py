@@ -1,6 +1,6 @@
-"""Replaces lm_eval: asks every question of our task, and writes files like lm_eval's.
+"""A fake lm_eval: asks every question of our task, and writes files like lm_eval's.
 
-Imports nothing that takes long.
+Imports only fast modules.
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""Replaces ``vllm serve`` with a recall model: it looks up the answers in the prompts.
+"""A fake ``vllm serve`` of a recall model: it looks up the answers in the prompts.
 
 FAKE_SERVER in the environment is JSON: see ``Faults``. Every earlier prompt counts as a hit, except
 for its last token. The hit is the device's until the device's cache is reset. It is then the

@@ -1,4 +1,4 @@
-"""Replaces ``vllm serve``: starts at once, streams invented tokens, and fails on request.
+"""A fake ``vllm serve``: starts at once, streams invented tokens, and fails on request.
 
 ``python -m tests.examples.fake_server MODEL --host H --port P ...``. FAKE_SERVER in the environment
 is JSON: see ``Faults``. Half of a prompt's known prefix counts as a hit on the device. The other

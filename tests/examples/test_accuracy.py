@@ -178,7 +178,7 @@ def model(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def faulty(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Replaces the servers of the test by fakes with these faults."""
+    """A function that sets the faults of the fake servers, which replace vLLM's."""
     monkeypatch.setattr(serving_module, "COMMAND", FAKE_SERVER)
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
 
@@ -189,7 +189,7 @@ def faulty(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def run_main(model: Path, tmp_path: Path, *arguments: str) -> int:
-    # As the default is: a path from here, while lm_eval is run elsewhere.
+    # Like the default, a path relative to this folder; lm_eval runs in another one.
     output = os.path.relpath(tmp_path / "out")
     command = ["--model", str(model), "--output", output, "--samples", "5"]
     command += ["--device", "cpu", "--lm-eval", f"env PYTHONPATH={ROOT} {FAKE_LM_EVAL}"]
@@ -221,7 +221,7 @@ def test_a_run_that_passes(model: Path, tmp_path: Path, faulty: Any, capsys: Any
 @pytest.mark.parametrize(
     ("faults", "why"),
     [
-        # The server with the connector gets ten requests, that without gets five.
+        # The server with the connector gets ten requests; the one without gets five.
         ({"mistaken_after": 7}, "3 of 5 answers of the second pass differ"),
         ({"never_hit": True}, "0.0% of the prompts of the second pass were found"),
     ],

@@ -85,7 +85,7 @@ def test_host_blocks_are_corrupted_once_after_each_store() -> None:
     backend.open([device])
     backend.add_host_chunk([backend.allocate_host(100).reshape(5, 20)])
     run_copy(backend, Direction.STORE, 1, 4)
-    assert torch.equal(device, stored), "what is stored is not changed on the device"
+    assert torch.equal(device, stored), "a store changes no device block"
     for _ in range(2):
         run_copy(backend, Direction.LOAD, 2, 4)
         assert torch.equal(device[2], top_bits_turned(stored[1]))
@@ -98,7 +98,7 @@ def test_host_blocks_are_corrupted_once_after_each_store() -> None:
 def test_a_block_is_corrupted_in_its_chunk_and_in_all_regions() -> None:
     class Idle(HostBackend):
         def add_host_chunk(self, regions: Sequence[torch.Tensor]) -> None:
-            """A backend with several chunks, like a device's."""
+            """Accepts further chunks, like a device's backend."""
 
     backend = CorruptingBackend(Idle())
     chunks = [[torch.zeros(3, 8, dtype=torch.int8) for _ in range(2)] for _ in range(2)]

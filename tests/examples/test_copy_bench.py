@@ -132,7 +132,7 @@ def test_default_plan_stays_within_its_limits() -> None:
     assert (plan.sizes[0], plan.sizes[-1]) == (4 * KIB, 2 * MIB)
 
 
-# Contenders, and the check of what they copied
+# Contenders, and the check of their copies
 
 
 @pytest.mark.parametrize("way", list(Way))
@@ -375,7 +375,7 @@ def beside(bus: Bus, monkeypatch: pytest.MonkeyPatch, repeats: int = 1) -> list[
 def test_small_copies_beside_a_large_one(
     monkeypatch: pytest.MonkeyPatch, no_thread_left: None
 ) -> None:
-    """Small copies that end in its first tenth do not count: the bus was idle when they began."""
+    """Small copies that end in its first tenth do not count: the bus was still idle for them."""
     bus = Bus([0.004, 0.005, 0.03, 0.02, 0.041])
     to_device, to_host = beside(bus, monkeypatch, repeats=2)
     assert (to_device.small_way, to_host.small_way) == (Way.LOAD, Way.STORE)

@@ -1,4 +1,4 @@
-"""The multi-turn benchmark from end to end, mostly with servers that replace vLLM."""
+"""The multi-turn benchmark from end to end, mostly with fake servers."""
 
 import asyncio
 import importlib.util
@@ -69,7 +69,7 @@ WARM_UP = 3
 
 @pytest.fixture
 def fake(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
-    """Servers that replace vLLM. FAKE_SERVER in the environment is their list of faults."""
+    """Makes the servers fakes. FAKE_SERVER in the environment is their list of faults."""
     monkeypatch.setattr(serving, "COMMAND", FAKE)
     return monkeypatch
 
@@ -184,7 +184,7 @@ def test_other_answers_invalidate_a_run(
     assert both.problems == ["ours, round 1: 1 of 12 answers differ from none's"]
     assert both.plan.shape is not None
     both.plan = replace(both.plan, shape=replace(both.plan.shape, dtype="bfloat16"))
-    assert both.problems == [], "the answers of dummy weights are random"
+    assert both.problems == [], "dummy weights have ties, so answers may differ"
 
 
 def test_no_hits_are_asked_for_where_everything_fits(

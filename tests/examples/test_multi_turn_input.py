@@ -139,7 +139,7 @@ def test_generated_conversations() -> None:
     assert len({conversation.id for conversation in conversations}) == 3
     first = [conversation.turns[0].question for conversation in conversations]
     assert all(question[:40] == first[0][:40] for question in first)
-    assert len({tuple(question[40:60]) for question in first}) == 3, "what follows is their own"
+    assert len({tuple(question[40:60]) for question in first}) == 3, "only the prefix is shared"
     assert all(150 <= len(question) <= 250 for question in first)
     one = conversations[0]
     assert [len(turn.question) for turn in one.turns[1:]] == [50, 50]

@@ -1,4 +1,5 @@
-"""The connector with faults: what ``kv_connector_module_path: "tests.faults.connector"`` loads.
+"""The connector with faults: the module that ``kv_connector_module_path: "tests.faults.connector"``
+loads.
 
 It adds a key "faults" to the extra configuration, which holds a FaultPlan, and its workers copy
 through a FaultyBackend. The product has none of this.

@@ -24,7 +24,7 @@ class Answer:
 
 
 class Turn(NamedTuple):
-    """A prompt, and the conversation that goes on from its answer."""
+    """A prompt, and the conversation that continues from its answer."""
 
     prompt: Tokens
     conversation: int

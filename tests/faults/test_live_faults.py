@@ -65,7 +65,7 @@ def num_lines(phase: Phase, pattern: str) -> int:
 
 
 def played(fault_runs: FaultRuns, architecture: Architecture, scenario: str) -> ScenarioResult:
-    """The result of a scenario that has come to its end."""
+    """The result of a scenario that has ended."""
     result = fault_runs.engine(architecture, scenario)
     assert result.error is None, f"{result.error}\n{fault_runs.log_tail(architecture)}"
     return result

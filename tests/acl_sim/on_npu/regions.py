@@ -15,8 +15,8 @@ NUM_BLOCKS = 6
 
 
 def empty(size: int) -> torch.Tensor:
-    """An allocation of ``size`` bytes in a larger one, aligned as vllm-ascend does it. vllm-ascend
-    aligns to 2 MiB; this one to 4 KiB."""
+    """An allocation of ``size`` bytes in a larger one, aligned like vllm-ascend's: 2 MiB there, 4
+    KiB here."""
     memory = torch.empty(size + 4096, dtype=torch.int8, device="npu")
     start = -memory.data_ptr() % 4096
     return memory[start : start + size]
