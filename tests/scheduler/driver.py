@@ -93,7 +93,7 @@ class Driver:
         self.world.add_request(request_id, tokens, max_tokens, salt, 0)
         return self.world.requests[request_id]
 
-    def say(
+    def serve(
         self, request_id: str, tokens: list[int], max_tokens: int = 1, salt: str | None = None
     ) -> list[int]:
         """Run a request until everything has come to rest; prompt and output."""
@@ -101,7 +101,7 @@ class Driver:
         self.run()
         return tokens + self.world.finished[request_id][0]
 
-    def forget_device(self) -> None:
+    def empty_device_cache(self) -> None:
         """Empty the device's prefix cache; nothing may be running."""
         assert self.world.reset(tier=False)
 

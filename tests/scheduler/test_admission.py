@@ -69,18 +69,18 @@ def test_a_threshold_of_one_counts_nothing() -> None:
 def fill(driver: Driver, num_prompts: int, first_family: int = 50) -> None:
     """Run prompts that come once, more than the device holds."""
     for family in range(first_family, first_family + num_prompts):
-        driver.say(f"once{family}", prompt(17, family=family))
+        driver.serve(f"once{family}", prompt(17, family=family))
 
 
 @BOTH
 def test_prompts_that_come_once_do_not_churn_the_tier(drive: MakeDriver, lazy: bool) -> None:
     driver = drive(lazy=lazy, store_threshold=2, num_device_blocks=30, num_host_blocks=9)
-    driver.say("a", prompt(17))
-    driver.say("b", prompt(17))
+    driver.serve("a", prompt(17))
+    driver.serve("b", prompt(17))
     fill(driver, 12)
     assert driver.num_stored == 4
     assert driver.found(prompt(17)) == 16
-    driver.say("c", prompt(17))
+    driver.serve("c", prompt(17))
     assert driver.world.num_blocks_loaded == 4
 
 
@@ -102,9 +102,9 @@ def test_a_prefix_is_stored_once_a_second_request_has_it(drive: MakeDriver, lazy
 @BOTH
 def test_a_conversation_is_stored_from_its_second_turn_on(drive: MakeDriver, lazy: bool) -> None:
     driver = drive(lazy=lazy, store_threshold=2, num_device_blocks=30)
-    first = driver.say("1", prompt(10), max_tokens=8)
+    first = driver.serve("1", prompt(10), max_tokens=8)
     fill(driver, 6)
     assert driver.num_stored == 0
-    driver.say("2", [*first, *prompt(8, family=1)], max_tokens=4)
+    driver.serve("2", [*first, *prompt(8, family=1)], max_tokens=4)
     fill(driver, 6, first_family=70)
     assert driver.found([*first, *prompt(8, family=1)]) == 16

@@ -24,12 +24,12 @@ def test_a_prompt_stored_and_loaded(drive: MakeDriver, num_ranks: int) -> None:
     """Blocks are counted once, bytes on each rank."""
     driver, counted = make_driver(drive, num_ranks=num_ranks)
     block_bytes = driver.world.shape.block_bytes()
-    driver.say("r", THREE)
+    driver.serve("r", THREE)
     assert counted(metrics.STORED) == 3
     assert counted(metrics.BYTES, "store", "host") == 3 * block_bytes * num_ranks
     assert counted(metrics.LOOKUPS, "miss") == 1
-    driver.forget_device()
-    driver.say("s", [*THREE, 1])
+    driver.empty_device_cache()
+    driver.serve("s", [*THREE, 1])
     assert counted(metrics.LOADED) == 3
     assert counted(metrics.HIT_TOKENS) == 3 * BLOCK_SIZE
     assert counted(metrics.LOOKUPS, "hit") == 1
@@ -46,23 +46,23 @@ def test_a_prompt_stored_and_loaded(drive: MakeDriver, num_ranks: int) -> None:
 
 def test_blocks_in_the_tier_are_skipped(drive: MakeDriver) -> None:
     driver, counted = make_driver(drive)
-    driver.say("r", THREE)
+    driver.serve("r", THREE)
     assert counted(metrics.SKIPPED) == 0
-    driver.say("s", THREE)  # found on the device
+    driver.serve("s", THREE)  # found on the device
     assert counted(metrics.SKIPPED, "already_stored") == 3
-    driver.forget_device()
-    driver.say("t", [*THREE, *prompt(2 * BLOCK_SIZE, family=1)], max_tokens=9)
+    driver.empty_device_cache()
+    driver.serve("t", [*THREE, *prompt(2 * BLOCK_SIZE, family=1)], max_tokens=9)
     assert counted(metrics.SKIPPED, "already_stored") == 6
     assert counted(metrics.STORED) == 3 + 4
 
 
 def test_gauges_of_the_tier(drive: MakeDriver) -> None:
     driver, counted = make_driver(drive, num_host_blocks=7)
-    driver.say("r", THREE)
+    driver.serve("r", THREE)
     assert counted(metrics.CAPACITY) == 6
     assert counted(metrics.USED) == 3
     assert counted(metrics.PINNED) == 0
-    driver.forget_device()
+    driver.empty_device_cache()
     driver.start("s", [*THREE, 1])
     driver.step()
     assert counted(metrics.PINNED) == 3
@@ -72,19 +72,19 @@ def test_gauges_of_the_tier(drive: MakeDriver) -> None:
 
 def test_evictions(drive: MakeDriver) -> None:
     driver, counted = make_driver(drive, num_host_blocks=5)
-    driver.say("r", THREE)
-    driver.say("s", prompt(3 * BLOCK_SIZE, family=1))
+    driver.serve("r", THREE)
+    driver.serve("s", prompt(3 * BLOCK_SIZE, family=1))
     assert counted(metrics.EVICTED, "lru") == 2
     assert counted(metrics.USED) == 4
     driver.scheduler.reset_cache()
-    driver.say("t", [1])
+    driver.serve("t", [1])
     assert counted(metrics.EVICTED, "reset") == 4
     assert counted(metrics.USED) == 0
 
 
 def test_a_tier_that_is_too_small_for_a_request(drive: MakeDriver) -> None:
     driver, counted = make_driver(drive, num_host_blocks=3)
-    driver.say("r", THREE, max_tokens=5)
+    driver.serve("r", THREE, max_tokens=5)
     assert counted(metrics.STORED) == 2
     assert counted(metrics.DROPPED, "tier_full") == 2  # three of the prompt and one of the answer
 
@@ -102,14 +102,14 @@ def test_a_failed_store(drive: MakeDriver) -> None:
 
 def test_a_failed_load(drive: MakeDriver) -> None:
     driver, counted = make_driver(drive)
-    driver.say("r", THREE)
-    driver.forget_device()
+    driver.serve("r", THREE)
+    driver.empty_device_cache()
     for turn in range(2):
         driver.start(f"s{turn}", [*THREE, 1])
         driver.step()
         driver.copy(LOAD, fail=True)
         driver.run()
-        driver.forget_device()
+        driver.empty_device_cache()
         failures = turn + 1
         assert counted(metrics.FAILED, "load", "copy_error") == failures
         assert counted(metrics.FAILED) == failures
@@ -130,7 +130,7 @@ def test_a_reset_in_flight(drive: MakeDriver) -> None:
 
 def test_a_tail_whose_head_is_dropped_meanwhile_is_obsolete(drive: MakeDriver) -> None:
     driver, counted = make_driver(drive)
-    driver.say("r", prompt(BLOCK_SIZE))
+    driver.serve("r", prompt(BLOCK_SIZE))
     driver.start("s", THREE)
     driver.step(3)
     tier = driver.tier
@@ -141,8 +141,8 @@ def test_a_tail_whose_head_is_dropped_meanwhile_is_obsolete(drive: MakeDriver) -
 
 def test_an_announced_load_is_sync(drive: MakeDriver) -> None:
     driver, counted = make_driver(drive)
-    driver.say("r", THREE)
-    driver.forget_device()
+    driver.serve("r", THREE)
+    driver.empty_device_cache()
     driver.start("s", [*THREE, 1])
     driver.step()
     driver.announce()

@@ -31,7 +31,7 @@ def test_the_last_full_block_is_stored(
     """The last step may have completed it. The last sampled token has not been computed, so a
     block that ends with it is not full."""
     driver = drive(windows=windows, num_device_blocks=60, async_scheduling=async_scheduling)
-    history = driver.say("a", prompt(num_prompt_tokens), max_tokens=num_output_tokens)
+    history = driver.serve("a", prompt(num_prompt_tokens), max_tokens=num_output_tokens)
     num_full = (num_prompt_tokens + num_output_tokens - 1) // 4
     assert len(history) == num_prompt_tokens + num_output_tokens
     assert driver.found([*history, *prompt(4)]) == num_full * 4
@@ -39,7 +39,7 @@ def test_the_last_full_block_is_stored(
     most = num_full * len(windows)
     least = num_full + (min(num_full, 2) if len(windows) == 2 else 0)
     assert least <= driver.num_stored <= most
-    driver.forget_device()
+    driver.empty_device_cache()
     driver.start("b", [*history, *prompt(4)])
     driver.step()
     (load,) = driver.pending(LOAD)
@@ -59,8 +59,8 @@ def test_computed_blocks_of_an_aborted_request_are_stored(
     driver.world.abort("a")
     driver.run()
     assert driver.found(prompt(60)) == num_computed
-    driver.forget_device()
-    driver.say("b", prompt(60), max_tokens=5)
+    driver.empty_device_cache()
+    driver.serve("b", prompt(60), max_tokens=5)
     assert driver.world.num_blocks_loaded == num_computed // 4
 
 
@@ -172,8 +172,8 @@ def test_a_batch_has_at_most_128_tokens(drive: MakeDriver) -> None:
 
 def test_found_blocks_do_not_count_for_a_batch(drive: MakeDriver) -> None:
     driver = drive(num_device_blocks=60)
-    history = driver.say("a", prompt(17), max_tokens=8)
-    driver.forget_device()
+    history = driver.serve("a", prompt(17), max_tokens=8)
+    driver.empty_device_cache()
     driver.start("b", [*history, *prompt(28, family=1)], max_tokens=20)
     assert [size for size in sizes_of_stores(driver) if size] == [8, 4]
 
@@ -206,18 +206,18 @@ def test_requests_that_share_a_prefix_store_it_once(drive: MakeDriver) -> None:
     for name in "abc":
         driver.start(name, prompt(17), max_tokens=3)
     driver.run()
-    driver.say("d", prompt(17), max_tokens=3)
+    driver.serve("d", prompt(17), max_tokens=3)
     assert driver.num_stored == 4
-    driver.say("e", [*prompt(17)[:12], *prompt(9, family=1)])
+    driver.serve("e", [*prompt(17)[:12], *prompt(9, family=1)])
     assert driver.num_stored == 4 + 2
 
 
 def test_blocks_found_on_the_device_are_stored_if_the_tier_lacks_them(drive: MakeDriver) -> None:
     driver = drive()
-    driver.say("a", prompt(17))
+    driver.serve("a", prompt(17))
     driver.scheduler.reset_cache()
     assert driver.found(prompt(17)) == 0
-    driver.say("b", prompt(17))
+    driver.serve("b", prompt(17))
     assert driver.found(prompt(17)) == 16
     assert driver.num_stored == 8
 
@@ -225,7 +225,7 @@ def test_blocks_found_on_the_device_are_stored_if_the_tier_lacks_them(drive: Mak
 def test_blocks_behind_a_window_are_stored(drive: MakeDriver) -> None:
     """The device frees them before the policy sees them computed, but they are intact."""
     driver = drive(windows=(0, 8), num_device_blocks=60, retention=None)
-    driver.say("a", prompt(33))
+    driver.serve("a", prompt(33))
     assert driver.num_stored == 8 + 8
     for num_blocks in range(1, 9):
         assert driver.found(prompt(33)[: num_blocks * 4]) == num_blocks * 4
@@ -243,8 +243,8 @@ def test_evicted_blocks_are_not_stored(drive: MakeDriver) -> None:
     pool.evict_blocks({block.block_id for block in gone[:10] if block is not None})
     driver.run()
     assert driver.num_stored == 13 + 13 - 10
-    driver.forget_device()
-    driver.say("b", prompt(49))
+    driver.empty_device_cache()
+    driver.serve("b", prompt(49))
 
 
 # Its place in the order of eviction
@@ -252,11 +252,11 @@ def test_evicted_blocks_are_not_stored(drive: MakeDriver) -> None:
 
 def test_a_finished_request_is_the_most_recently_used(drive: MakeDriver) -> None:
     driver = drive(num_host_blocks=9, num_device_blocks=60)
-    driver.say("first", prompt(17))
-    driver.say("second", prompt(17, family=1))
-    driver.say("first again", prompt(17))  # the device has it: nothing is loaded or stored
+    driver.serve("first", prompt(17))
+    driver.serve("second", prompt(17, family=1))
+    driver.serve("first again", prompt(17))  # the device has it: nothing is loaded or stored
     assert (driver.num_stored, driver.world.num_blocks_loaded) == (8, 0)
-    driver.say("third", prompt(9, family=2))
+    driver.serve("third", prompt(9, family=2))
     assert driver.found(prompt(17)) == 16
     assert driver.found(prompt(17, family=1)) == 8
 
@@ -267,10 +267,10 @@ def test_a_loaded_prefix_stays_where_its_load_has_left_it(drive: MakeDriver, loa
     driver = drive(num_device_blocks=60)
     prompts = [prompt(17), prompt(17, family=1)]
     for name, tokens in zip("ab", prompts, strict=True):
-        driver.say(name, tokens)
+        driver.serve(name, tokens)
     for num_tokens in ((2, 12), (12, 2)):  # the second time finds them protected
         if loads:
-            driver.forget_device()
+            driver.empty_device_cache()
         for name, tokens, count in zip("cd", prompts, num_tokens, strict=True):
             driver.start(f"{name}{count}", tokens, max_tokens=count)
         driver.run()
@@ -304,9 +304,9 @@ def test_an_evicted_tail_is_stored_again_when_its_request_ends(drive: MakeDriver
 def test_a_request_with_the_oldest_prefix_is_stored(drive: MakeDriver) -> None:
     """Its prefix, the oldest in a full tier, becomes the most recently used: others make room."""
     driver = drive(num_host_blocks=9, num_device_blocks=60)
-    driver.say("first", prompt(17))
-    driver.say("second", prompt(17, family=1))
+    driver.serve("first", prompt(17))
+    driver.serve("second", prompt(17, family=1))
     assert driver.num_kept == 8
-    driver.say("first goes on", [*prompt(17), *prompt(8, family=2)])
+    driver.serve("first goes on", [*prompt(17), *prompt(8, family=2)])
     assert driver.found([*prompt(17), *prompt(8, family=2)]) == 24
     assert driver.found(prompt(17, family=1)) == 8

@@ -126,10 +126,10 @@ def test_a_stored_block_is_described_as_the_device_s(
     driver = drive(**{"num_device_blocks": 80, "num_host_blocks": 200} | shape)
     listener = Listener(driver)
     for number in range(6):  # one block at a time: vLLM's own run with gaps is ambiguous
-        driver.say("same", prompt(number * BLOCK_SIZE + 1), salt="red")
+        driver.serve("same", prompt(number * BLOCK_SIZE + 1), salt="red")
     if shape.get("lazy"):  # blocks outlive their request, until the device needs the room
         for family in range(1, 6):
-            driver.say("other", prompt(5 * BLOCK_SIZE, family), salt="red")
+            driver.serve("other", prompt(5 * BLOCK_SIZE, family), salt="red")
     on_device, on_host = listener.stored(MEDIUM_GPU), listener.stored(MEDIUM_CPU)
     assert len(on_host) >= 4
     for where, fields in on_host.items():
@@ -148,7 +148,7 @@ def test_blocks_of_a_chain_are_one_event(drive: MakeDriver) -> None:
     assert event.token_ids == PROMPT
     assert event.block_size == BLOCK_SIZE
     assert event.extra_keys == [("red",), None, None]
-    driver.say("s", PROMPT + prompt(BLOCK_SIZE, family=1), salt="red")
+    driver.serve("s", PROMPT + prompt(BLOCK_SIZE, family=1), salt="red")
     last = listener.of(BlockStored, MEDIUM_CPU)[-1]
     assert last.parent_block_hash == request.block_hashes[2]
     assert last.token_ids == prompt(BLOCK_SIZE, family=1)
@@ -172,7 +172,7 @@ def test_an_eviction_is_a_removal(drive: MakeDriver) -> None:
     listener = Listener(driver)
     first = driver.start("r", PROMPT)
     driver.run()
-    driver.say("s", prompt(3 * BLOCK_SIZE, family=1))
+    driver.serve("s", prompt(3 * BLOCK_SIZE, family=1))
     removed = listener.of(BlockRemoved, MEDIUM_CPU)
     evicted = {block_hash for event in removed for block_hash in event.block_hashes}
     assert evicted == set(hashes_of(first)[:3])
@@ -182,10 +182,10 @@ def test_an_eviction_is_a_removal(drive: MakeDriver) -> None:
 
 def test_a_load_that_fails_again_removes_its_blocks(drive: MakeDriver) -> None:
     driver = drive(num_device_blocks=40, num_host_blocks=40)
-    driver.say("r", PROMPT)
+    driver.serve("r", PROMPT)
     listener = Listener(driver)
     for turn in range(2):
-        driver.forget_device()
+        driver.empty_device_cache()
         request = driver.start(f"s{turn}", [*PROMPT, 1])
         driver.step()
         driver.copy(LOAD, fail=True)
@@ -202,7 +202,7 @@ def test_a_reset_removes_each_block_and_clears_nothing_else(drive: MakeDriver) -
     driver.run()
     listener = Listener(driver)
     driver.scheduler.reset_cache()
-    driver.say("s", prompt(BLOCK_SIZE, family=2))
+    driver.serve("s", prompt(BLOCK_SIZE, family=2))
     removed, *others = listener.of(BlockRemoved, MEDIUM_CPU)
     assert set(removed.block_hashes) == set(hashes_of(request)[:3])
     assert others == []
@@ -344,8 +344,8 @@ def test_nothing_is_collected_unless_vllm_is_configured_for_events(
     monkeypatch.setattr(World, "kv_events_config", lambda self: config)
     monkeypatch.setattr(World, "check_events", lambda self: None)
     driver = drive(num_device_blocks=40, num_host_blocks=4)
-    driver.say("r", PROMPT)
-    driver.say("s", prompt(3 * BLOCK_SIZE, family=1))
+    driver.serve("r", PROMPT)
+    driver.serve("s", prompt(3 * BLOCK_SIZE, family=1))
     connector: SimpleCPUOffloadConnector = driver.world.connector
     assert list(connector.take_events()) == []
     assert "_emit_block_removed_events" not in vars(driver.host_pool)

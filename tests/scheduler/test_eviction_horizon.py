@@ -84,7 +84,7 @@ def test_blocks_that_are_found_on_the_device_are_do_not_count(
 ) -> None:
     driver = drive(**ROOMY | {"windows": windows, "max_num_batched_tokens": 64})
     horizon = policy_of(driver)._walk._horizon
-    history = driver.say("a", prompt(30))
+    history = driver.serve("a", prompt(30))
     assert horizon._peak == 8
-    driver.say("b", [*history, *prompt(2, family=1)])
+    driver.serve("b", [*history, *prompt(2, family=1)])
     assert horizon._num_allocated == 8 + 2

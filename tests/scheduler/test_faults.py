@@ -14,9 +14,9 @@ BOTH_GROUPS = pytest.mark.parametrize("windows", [(0,), (0, 8)], ids=str)
 def stored(drive: MakeDriver, **shape: object) -> Driver:
     """A driver whose tier, and only that, holds ``prompt(33)`` and more of another branch."""
     driver = drive(num_device_blocks=60, num_host_blocks=90, **shape)
-    driver.say("before", prompt(33))
-    driver.say("branch", [*prompt(33)[:20], *prompt(13, family=5)])
-    driver.forget_device()
+    driver.serve("before", prompt(33))
+    driver.serve("branch", [*prompt(33)[:20], *prompt(13, family=5)])
+    driver.empty_device_cache()
     return driver
 
 
@@ -65,9 +65,9 @@ def test_recompute(
     driver.run()
     assert driver.world.finished["a"][1] == RequestStatus.FINISHED_LENGTH_CAPPED
     assert driver.num_kept >= num_kept  # others may load them
-    driver.forget_device()
+    driver.empty_device_cache()
     num_loaded = driver.world.num_blocks_loaded
-    driver.say("b", prompt(33))
+    driver.serve("b", prompt(33))
     assert driver.world.num_blocks_loaded == num_loaded + 2 * len(loaded)
 
 
@@ -81,7 +81,7 @@ def test_blocks_that_fail_again_are_dropped(
     driver = stored(drive, windows=windows, num_ranks=2, load_failures="recompute")
     fail_load(driver, "a", failing=0)
     driver.run()
-    driver.forget_device()
+    driver.empty_device_cache()
     loaded = fail_load(driver, "b", failing=failing)
     kept = driver.host_pool.blocks
     assert all(kept[block_id].block_hash is None for block_id in loaded)
@@ -89,7 +89,7 @@ def test_blocks_that_fail_again_are_dropped(
     assert driver.found([*prompt(33)[:20], *prompt(13, family=5)]) == 0  # its head was among them
     driver.run()
     assert driver.found(prompt(33)) == 32  # stored anew
-    driver.forget_device()
+    driver.empty_device_cache()
     fail_load(driver, "c")
     assert driver.found(prompt(33)) == 32  # the blocks that failed are gone
     driver.run()
@@ -101,9 +101,9 @@ def test_blocks_that_fail_at_the_same_time_stay(drive: MakeDriver) -> None:
     fail_load(driver, "a", "b", "c")
     assert driver.found(prompt(33)) == 32
     driver.run()
-    driver.forget_device()
+    driver.empty_device_cache()
     num_loaded = driver.world.num_blocks_loaded
-    driver.say("d", prompt(33))
+    driver.serve("d", prompt(33))
     assert driver.world.num_blocks_loaded == num_loaded + 8
 
 
@@ -113,9 +113,9 @@ def test_a_load_that_succeeds_ends_the_doubt(drive: MakeDriver) -> None:
         fail_load(driver, f"failing {turn}")
         driver.run()
         assert driver.found(prompt(33)) == 32
-        driver.forget_device()
-        driver.say(f"loading {turn}", prompt(33))
-        driver.forget_device()
+        driver.empty_device_cache()
+        driver.serve(f"loading {turn}", prompt(33))
+        driver.empty_device_cache()
 
 
 @BOTH_GROUPS
@@ -128,7 +128,7 @@ def test_fail(drive: MakeDriver, windows: tuple[int, ...]) -> None:
     assert driver.found(prompt(33)) == 0
     driver.run()
     assert driver.num_stored == num_stored
-    driver.say("c", prompt(33))
+    driver.serve("c", prompt(33))
     assert driver.world.finished["c"][1] == RequestStatus.FINISHED_LENGTH_CAPPED
 
 
@@ -136,11 +136,11 @@ def test_blocks_that_did_not_fail_stay(drive: MakeDriver) -> None:
     """The device had the head: only the loaded blocks and their descendants are dropped."""
     driver = stored(drive)
     for turn in range(2):
-        driver.say(f"head {turn}", prompt(33)[:17])
+        driver.serve(f"head {turn}", prompt(33)[:17])
         assert len(fail_load(driver, f"all {turn}")) == 4
         assert driver.found(prompt(33)) == (16 if turn else 32)
         driver.run()
-        driver.forget_device()
+        driver.empty_device_cache()
     assert driver.found(prompt(33)) == 32
 
 
@@ -148,7 +148,7 @@ def test_a_failure_leaves_the_load_of_another_request_alone(drive: MakeDriver) -
     driver = stored(drive)
     fail_load(driver, "before")
     driver.run()
-    driver.forget_device()
+    driver.empty_device_cache()
     driver.start("a", prompt(33))
     driver.start("b", prompt(33))
     driver.step()
@@ -196,8 +196,8 @@ def test_a_broken_rank_switches_the_tier_off(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     driver = stored(drive, num_ranks=2, windows=windows)
-    driver.say("another", prompt(33, family=1))
-    driver.forget_device()
+    driver.serve("another", prompt(33, family=1))
+    driver.empty_device_cache()
     other = driver.start("other", prompt(9, family=2), max_tokens=60)
     kill(driver, direction, rank)
     # The tier holds families 0 and 1.
@@ -214,10 +214,10 @@ def test_a_broken_rank_switches_the_tier_off(
 
     # The server continues without the tier.
     num_stored, num_loaded = driver.num_stored, driver.world.num_blocks_loaded
-    driver.forget_device()
+    driver.empty_device_cache()
     for turn in range(2):
-        driver.say(f"b{turn}", prompt(33))
-        driver.forget_device()
+        driver.serve(f"b{turn}", prompt(33))
+        driver.empty_device_cache()
     assert (driver.num_stored, driver.world.num_blocks_loaded) == (num_stored, num_loaded)
     assert caplog.text.count("the host tier is switched off") == 1
 

@@ -14,17 +14,17 @@ def num_protected(driver: Driver) -> int:
 
 def test_nothing_is_protected_at_first(drive: MakeDriver) -> None:
     driver = drive()
-    driver.say("a", prompt(40), max_tokens=8)
-    driver.say("b", prompt(40, family=1), max_tokens=8)
+    driver.serve("a", prompt(40), max_tokens=8)
+    driver.serve("b", prompt(40, family=1), max_tokens=8)
     assert driver.num_kept >= 20
     assert num_protected(driver) == 0
 
 
 def test_loaded_blocks_are_protected(drive: MakeDriver) -> None:
     driver = drive()
-    history = driver.say("a", prompt(20), max_tokens=8)
-    driver.forget_device()
-    driver.say("b", [*history, *prompt(20, family=1)], max_tokens=8)
+    history = driver.serve("a", prompt(20), max_tokens=8)
+    driver.empty_device_cache()
+    driver.serve("b", [*history, *prompt(20, family=1)], max_tokens=8)
     # The last token of "a" was never computed.
     assert num_protected(driver) == (len(history) - 1) // BLOCK
     assert driver.num_kept > num_protected(driver)
@@ -32,26 +32,26 @@ def test_loaded_blocks_are_protected(drive: MakeDriver) -> None:
 
 def test_blocks_found_on_the_device_are_protected(drive: MakeDriver) -> None:
     driver = drive()
-    history = driver.say("a", prompt(20), max_tokens=8)
-    driver.say("b", [*history, *prompt(20, family=1)], max_tokens=8)
+    history = driver.serve("a", prompt(20), max_tokens=8)
+    driver.serve("b", [*history, *prompt(20, family=1)], max_tokens=8)
     assert num_protected(driver) == (len(history) - 1) // BLOCK
 
 
 def test_a_prefix_of_two_requests_is_protected(drive: MakeDriver) -> None:
     driver = drive()
-    driver.say("a", prompt(40), max_tokens=8)
-    driver.say("b", [*prompt(24), *prompt(20, family=1)], max_tokens=8)
+    driver.serve("a", prompt(40), max_tokens=8)
+    driver.serve("b", [*prompt(24), *prompt(20, family=1)], max_tokens=8)
     assert num_protected(driver) == 24 // BLOCK
 
 
 def test_with_several_groups_only_loaded_blocks_are_protected(drive: MakeDriver) -> None:
     """A hit needs blocks of every group: those of one are of no use without the others'."""
     driver = drive(windows=(0, 8))
-    history = driver.say("a", prompt(24), max_tokens=8)
-    driver.say("b", [*history, *prompt(20, family=1)], max_tokens=8)
+    history = driver.serve("a", prompt(24), max_tokens=8)
+    driver.serve("b", [*history, *prompt(20, family=1)], max_tokens=8)
     assert num_protected(driver) == 0
-    driver.forget_device()
-    driver.say("c", [*history, *prompt(20, family=2)], max_tokens=8)
+    driver.empty_device_cache()
+    driver.serve("c", [*history, *prompt(20, family=2)], max_tokens=8)
     # All blocks of one group, and a window's length of the other.
     num_blocks = (len(history) - 1) // BLOCK
     assert num_blocks + 2 <= num_protected(driver) <= num_blocks + 3
@@ -60,15 +60,15 @@ def test_with_several_groups_only_loaded_blocks_are_protected(drive: MakeDriver)
 def test_with_lazy_stores(drive: MakeDriver) -> None:
     """Blocks that the device has are not protected until it is about to evict them."""
     driver = drive(lazy=True, num_device_blocks=30, num_host_blocks=300)
-    history = driver.say("a", prompt(40), max_tokens=8)
+    history = driver.serve("a", prompt(40), max_tokens=8)
     for family in range(1, 4):
-        driver.say(f"f{family}", prompt(60, family=family), max_tokens=4)
+        driver.serve(f"f{family}", prompt(60, family=family), max_tokens=4)
     assert num_protected(driver) == 0
     found = driver.found(history) // BLOCK
     assert found >= 8
-    driver.say("b", [*history, *prompt(20, family=5)], max_tokens=4)
+    driver.serve("b", [*history, *prompt(20, family=5)], max_tokens=4)
     for family in range(6, 12):
-        driver.say(f"f{family}", prompt(60, family=family), max_tokens=4)
+        driver.serve(f"f{family}", prompt(60, family=family), max_tokens=4)
     assert found - 1 <= num_protected(driver) <= found
 
 
@@ -78,22 +78,22 @@ def test_a_request_larger_than_probation_evicts_protected_blocks(
 ) -> None:
     driver = drive(num_host_blocks=21, num_device_blocks=40, max_num_batched_tokens=chunk)
     for turn in range(3):
-        driver.say(f"a{turn}", prompt(40), max_tokens=8)
-        driver.forget_device()
+        driver.serve(f"a{turn}", prompt(40), max_tokens=8)
+        driver.empty_device_cache()
     assert num_protected(driver) == 10
-    driver.say("b", prompt(72, family=1), max_tokens=4)
-    driver.forget_device()
+    driver.serve("b", prompt(72, family=1), max_tokens=4)
+    driver.empty_device_cache()
     assert driver.found(prompt(72, family=1)) == 72
 
 
 def test_a_conversation_outlives_prompts_that_come_once(drive: MakeDriver) -> None:
     driver = drive(num_host_blocks=41, num_device_blocks=40)
-    history = driver.say("a0", prompt(16), max_tokens=8)
-    driver.forget_device()
+    history = driver.serve("a0", prompt(16), max_tokens=8)
+    driver.empty_device_cache()
     for turn in range(1, 4):
-        history = driver.say(f"a{turn}", [*history, *prompt(4, family=turn)], max_tokens=4)
-        driver.forget_device()
+        history = driver.serve(f"a{turn}", [*history, *prompt(4, family=turn)], max_tokens=4)
+        driver.empty_device_cache()
     for family in range(10, 18):
-        driver.say(f"f{family}", prompt(40, family=family), max_tokens=8)
-        driver.forget_device()
+        driver.serve(f"f{family}", prompt(40, family=family), max_tokens=8)
+        driver.empty_device_cache()
     assert driver.found(history) >= len(history) // 2

@@ -18,7 +18,7 @@ def test_a_host_hit_is_as_long_as_a_device_hit(
     needs of a sliding window; nor a block that chained drafters finish as the request ends."""
     exact = retention is None and not model.get("chained")
     driver = drive(num_device_blocks=200, num_host_blocks=200, retention=retention, **model)
-    tokens = driver.say("a", prompt(35), max_tokens=12)
+    tokens = driver.serve("a", prompt(35), max_tokens=12)
     coordinator = driver.world.scheduler.kv_cache_manager.coordinator
     hits = set()
     for length in range(1, len(tokens)):
@@ -36,10 +36,10 @@ def test_a_drafter_leaves_the_last_block_to_be_computed(
 ) -> None:
     """The drafter's last token depends on the next one, which may differ in the next request."""
     driver = drive(windows=windows, draft=True, num_device_blocks=90, num_host_blocks=90)
-    driver.say("a", prompt(34))
-    driver.forget_device()
+    driver.serve("a", prompt(34))
+    driver.empty_device_cache()
     assert driver.found(prompt(34)) == 28
-    driver.say("b", prompt(34))
+    driver.serve("b", prompt(34))
     assert driver.world.num_blocks_loaded == 7 + sum(2 if window else 7 for window in windows)
 
 

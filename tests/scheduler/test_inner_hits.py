@@ -27,8 +27,8 @@ def with_states(drive: MakeDriver, **shape: object) -> Driver:
 @pytest.mark.parametrize("async_scheduling", [False, True])
 def test_a_hit_inside_a_block(drive: MakeDriver, async_scheduling: bool) -> None:
     driver = with_states(drive, async_scheduling=async_scheduling)
-    driver.say("before", prompt(19), max_tokens=6)
-    driver.forget_device()
+    driver.serve("before", prompt(19), max_tokens=6)
+    driver.empty_device_cache()
     assert driver.found(prompt(19)) == 18
     request = driver.start("a", prompt(19), max_tokens=6)
     driver.step()
@@ -42,17 +42,17 @@ def test_a_hit_inside_a_block(drive: MakeDriver, async_scheduling: bool) -> None
 def test_another_request_goes_on_from_inside_the_block(drive: MakeDriver) -> None:
     """The tokens behind the hit in that block are the first request's."""
     driver = with_states(drive)
-    driver.say("before", prompt(19), max_tokens=6)
-    driver.forget_device()
-    driver.say("other", [*prompt(18), *prompt(9, family=3)], max_tokens=6)
+    driver.serve("before", prompt(19), max_tokens=6)
+    driver.empty_device_cache()
+    driver.serve("other", [*prompt(18), *prompt(9, family=3)], max_tokens=6)
     assert driver.world.hits_inside_blocks == {"other"}
 
 
 def test_a_longer_host_hit_replaces_a_device_hit_inside_a_block(drive: MakeDriver) -> None:
     driver = with_states(drive)
-    tokens = driver.say("long", prompt(31), max_tokens=6)
-    driver.forget_device()
-    driver.say("short", tokens[:19], max_tokens=1)
+    tokens = driver.serve("long", prompt(31), max_tokens=6)
+    driver.empty_device_cache()
+    driver.serve("short", tokens[:19], max_tokens=1)
     request = driver.start("again", tokens[:31], max_tokens=1)
     driver.step()
     assert request.num_computed_tokens == 30
@@ -82,7 +82,7 @@ def test_the_state_inside_a_block_is_stored_from_its_copy(drive: MakeDriver) -> 
 def test_later_blocks_do_not_evict_the_state_inside_a_block(drive: MakeDriver) -> None:
     """Room for five blocks of tokens and the states after 16, 18 and 20 tokens."""
     driver = with_states(drive, num_host_blocks=9)
-    driver.say("a", prompt(19), max_tokens=8)
+    driver.serve("a", prompt(19), max_tokens=8)
     assert driver.num_kept == 8
     assert driver.found(prompt(19)) == 18
 

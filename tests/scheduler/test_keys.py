@@ -63,7 +63,7 @@ def ask(driver: Driver, request_id: str, key: Mapping[str, Any]) -> int:
     before = world.num_blocks_loaded
     driver.run()
     world.check_finished(request_id)
-    driver.forget_device()
+    driver.empty_device_cache()
     return (world.num_blocks_loaded - before) * world.shape.block_size
 
 

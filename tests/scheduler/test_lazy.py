@@ -37,7 +37,7 @@ def policy_of(driver: Driver) -> LazyPolicy:
 def fill(driver: Driver, num_requests: int, first: int = 1) -> None:
     """Requests of five full blocks each, none of which any other has."""
     for family in range(first, first + num_requests):
-        driver.say(f"f{family}", prompt(21, family=family))
+        driver.serve(f"f{family}", prompt(21, family=family))
 
 
 def free_blocks(driver: Driver) -> list[KVCacheBlock]:
@@ -258,7 +258,7 @@ def load_one(driver: Driver) -> int:
     the request's family."""
     fill(driver, 50)
     family = next(f for f in range(1, 50) if driver.found(prompt(21, f)) == 20)
-    driver.say("again", prompt(21, family))
+    driver.serve("again", prompt(21, family))
     assert driver.world.num_blocks_loaded == 5
     return family
 
@@ -332,7 +332,7 @@ def test_the_last_block_is_kept(
 ) -> None:
     """It may get no hash any more; then nothing will find it on the device."""
     driver = drive(**ROOMY, async_scheduling=async_scheduling)
-    history = driver.say("a", prompt(num_prompt_tokens), max_tokens=21 - num_prompt_tokens)
+    history = driver.serve("a", prompt(num_prompt_tokens), max_tokens=21 - num_prompt_tokens)
     request = driver.start("b", [*history, *prompt(4, family=3)])
     driver.step()
     in_tier = driver.scheduler._loads.num_hits or len(driver.pending(LOAD))
@@ -364,7 +364,7 @@ def test_blocks_of_a_running_request_from_before_a_reset_are_not_stored(drive: M
 
 def test_a_block_that_was_filled_anew_is_not_stored_under_its_old_key(drive: MakeDriver) -> None:
     driver = drive(**ROOMY)
-    driver.say("a", prompt(21))
+    driver.serve("a", prompt(21))
     recorded = policy_of(driver)._contents
     block = next(b for b in free_blocks(driver) if b.block_hash is not None)
     assert recorded.is_storable(block)

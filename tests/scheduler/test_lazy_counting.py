@@ -45,7 +45,7 @@ def test_loaded_blocks_need_not_be_stored(drive: MakeDriver) -> None:
     """Counted when the device is about to evict it, once."""
     driver = drive(**ROOMY)
     fill(driver, 40)
-    driver.say("again", prompt(21, family=1))
+    driver.serve("again", prompt(21, family=1))
     assert driver.world.num_blocks_loaded > 0
     num_loaded = driver.world.num_blocks_loaded
     assert counted(driver, metrics.SKIPPED, "already_stored") == 0

@@ -15,8 +15,8 @@ from tests.scheduler.tiers import get
 def stored(drive: MakeDriver, num_tokens: int = 17, **shape: object) -> Driver:
     """A driver whose tier, and only that, holds the whole blocks of ``prompt(num_tokens)``."""
     driver = drive(**shape)
-    driver.say("before", prompt(num_tokens))
-    driver.forget_device()
+    driver.serve("before", prompt(num_tokens))
+    driver.empty_device_cache()
     assert driver.found(prompt(num_tokens)) == num_tokens // 4 * 4
     return driver
 
@@ -47,7 +47,7 @@ def test_the_last_token_is_computed(drive: MakeDriver, num_tokens: int) -> None:
 
 def test_only_blocks_that_the_device_lacks_are_loaded(drive: MakeDriver) -> None:
     driver = stored(drive, num_tokens=33)
-    driver.say("short", prompt(33)[:13])
+    driver.serve("short", prompt(33)[:13])
     assert driver.world.num_blocks_loaded == 3
     request = driver.start("long", prompt(33))
     driver.step()
@@ -64,22 +64,22 @@ def test_only_blocks_that_the_device_lacks_are_loaded(drive: MakeDriver) -> None
 
 def test_a_short_hit_leaves_the_rest_to_be_computed(drive: MakeDriver) -> None:
     driver = stored(drive, num_tokens=9)
-    driver.say("a", [*prompt(9)[:8], *prompt(20, family=3)])
+    driver.serve("a", [*prompt(9)[:8], *prompt(20, family=3)])
     assert driver.world.num_blocks_loaded == 2
 
 
 @pytest.mark.proves("I8")
 def test_salts_do_not_see_each_other(drive: MakeDriver) -> None:
     driver = drive()
-    driver.say("red", prompt(17), salt="red")
-    driver.forget_device()
+    driver.serve("red", prompt(17), salt="red")
+    driver.empty_device_cache()
     assert driver.found(prompt(17), salt="red") == 16
     assert driver.found(prompt(17), salt="blue") == driver.found(prompt(17)) == 0
-    driver.say("blue", prompt(17), salt="blue")
-    driver.say("none", prompt(17))
+    driver.serve("blue", prompt(17), salt="blue")
+    driver.serve("none", prompt(17))
     assert driver.world.num_blocks_loaded == 0
-    driver.forget_device()
-    driver.say("red again", prompt(17), salt="red")
+    driver.empty_device_cache()
+    driver.serve("red again", prompt(17), salt="red")
     assert driver.world.num_blocks_loaded == 4
 
 
@@ -156,7 +156,7 @@ def test_a_pinned_hit_is_not_evicted(drive: MakeDriver) -> None:
     assert driver.scheduler.get_num_new_matched_tokens(request, 0) == (16, True)
     driver.scheduler.request_finished(request)
     driver.world.check_at_rest()
-    driver.say("another", prompt(60, family=3))
+    driver.serve("another", prompt(60, family=3))
     assert driver.found(prompt(17)) < 16
 
 
@@ -221,13 +221,13 @@ def test_two_requests_load_the_same_blocks(drive: MakeDriver) -> None:
 
 def test_the_loaded_chain_is_the_most_recently_used(drive: MakeDriver) -> None:
     driver = drive(num_host_blocks=9, num_device_blocks=40)
-    driver.say("old", prompt(17))
-    driver.say("new", prompt(17, family=1))
-    driver.forget_device()
+    driver.serve("old", prompt(17))
+    driver.serve("new", prompt(17, family=1))
+    driver.empty_device_cache()
     driver.start("old again", prompt(17))
     driver.step()
     driver.copy(LOAD)
     driver.step()
-    driver.say("third", prompt(17, family=2))
+    driver.serve("third", prompt(17, family=2))
     assert driver.found(prompt(17)) == 16
     assert driver.found(prompt(17, family=1)) == 0

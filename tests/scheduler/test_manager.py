@@ -199,11 +199,11 @@ def test_a_tier_that_grows_while_it_serves(drive: MakeDriver) -> None:
         for rank in opening:
             driver.world.open_chunk(rank)
         driver.step()  # with which they report
-        driver.say(f"{family}", prompt(60, family))
+        driver.serve(f"{family}", prompt(60, family))
         sizes.append((driver.tier.num_blocks, driver.num_kept))
     assert sizes == [(4, 3), (4, 3), (8, 7), (10, 9)]
-    driver.forget_device()
-    driver.say("again", prompt(60, family))
+    driver.empty_device_cache()
+    driver.serve("again", prompt(60, family))
     assert driver.world.num_blocks_loaded == 2 * 9  # on two ranks
 
 
@@ -352,7 +352,7 @@ def test_a_hit_does_not_start_within_a_block() -> None:
 @pytest.mark.proves("I7")
 def test_a_leaking_host_block_is_noticed(drive: MakeDriver) -> None:
     driver = drive()
-    driver.say("a", prompt(17))
+    driver.serve("a", prompt(17))
     check_scheduler(driver.scheduler)
     leaked = driver.tier.allocate(1)
     with pytest.raises(AssertionError, match="1 host blocks are pinned by nothing"):

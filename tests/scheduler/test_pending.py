@@ -43,8 +43,8 @@ def test_a_planned_store_is_work(drive: MakeDriver) -> None:
 
 def test_a_load_is_work(drive: MakeDriver) -> None:
     driver = drive()
-    driver.say("a", prompt(17))
-    driver.forget_device()
+    driver.serve("a", prompt(17))
+    driver.empty_device_cache()
     driver.start("b", prompt(17))
     driver.step()
     assert is_pending(driver) == (True, False)

@@ -19,12 +19,12 @@ def with_a_store_under_way(drive: MakeDriver, **shape: object) -> Driver:
 
 def test_stored_blocks_are_dropped(drive: MakeDriver) -> None:
     driver = drive()
-    driver.say("a", prompt(17))
+    driver.serve("a", prompt(17))
     assert driver.world.reset(tier=True)
     assert driver.found(prompt(17)) == 0
     assert driver.num_kept == 0
     driver.world.check_at_rest()
-    driver.say("b", prompt(17))
+    driver.serve("b", prompt(17))
     assert driver.world.num_blocks_loaded == 0
     assert driver.found(prompt(17)) == 16
 
@@ -79,8 +79,8 @@ def test_the_same_blocks_are_stored_anew_beside_the_old_store(drive: MakeDriver)
 @pytest.mark.proves("I2")
 def test_a_load_in_flight_ends_and_is_forgotten(drive: MakeDriver) -> None:
     driver = drive()
-    driver.say("a", prompt(17))
-    driver.forget_device()
+    driver.serve("a", prompt(17))
+    driver.empty_device_cache()
     driver.start("b", prompt(17))
     driver.step()
     assert not driver.world.reset(tier=True)  # the device's blocks are not free
@@ -97,8 +97,8 @@ def test_a_load_in_flight_ends_and_is_forgotten(drive: MakeDriver) -> None:
 
 def test_a_failed_load_after_a_reset_drops_nothing_new(drive: MakeDriver) -> None:
     driver = drive()
-    driver.say("a", prompt(17))
-    driver.forget_device()
+    driver.serve("a", prompt(17))
+    driver.empty_device_cache()
     driver.start("b", prompt(17))
     driver.step()
     driver.world.reset(tier=True)
@@ -143,8 +143,8 @@ def test_a_preempted_request_is_stored_again(drive: MakeDriver) -> None:
 
 def test_a_pinned_hit_is_not_offered_after_a_reset(drive: MakeDriver) -> None:
     driver = drive()
-    driver.say("a", prompt(17))
-    driver.forget_device()
+    driver.serve("a", prompt(17))
+    driver.empty_device_cache()
     request = driver.start("b", prompt(17))
     taken = driver.device_pool.get_new_blocks(driver.device_pool.get_num_free_blocks())
     driver.step()
@@ -165,8 +165,8 @@ def test_a_pause_that_keeps_a_loading_request_clears_nothing(
     """vLLM's pause in mode "keep" schedules nothing, so a request whose load has ended keeps its
     blocks, and a reset fails (docs/operations.md). Nothing is lost: the request goes on."""
     driver = drive()
-    driver.say("a", prompt(17))
-    driver.forget_device()
+    driver.serve("a", prompt(17))
+    driver.empty_device_cache()
     driver.start("b", prompt(17), max_tokens=3)
     while not driver.pending(LOAD):
         driver.step()

@@ -28,8 +28,8 @@ def test_the_beginning_is_kept_and_found(
     )
     num_blocks = num_host_blocks - 1
     for turn in range(3):
-        driver.say(f"r{turn}", prompt(60), max_tokens=8)
-        driver.forget_device()
+        driver.serve(f"r{turn}", prompt(60), max_tokens=8)
+        driver.empty_device_cache()
         assert driver.found(prompt(60)) == num_blocks // len(windows) * 4
     assert driver.num_kept == num_blocks
     assert driver.num_stored == num_blocks  # all turns together
@@ -58,8 +58,8 @@ def test_taking_turns_costs_no_more_than_storing_each(
     driver = drive(windows=windows, num_host_blocks=20, num_device_blocks=80)
     for turn in range(6):
         before = driver.num_stored
-        driver.say(f"r{turn}", prompt(60, family=turn % 2), max_tokens=8)
-        driver.forget_device()
+        driver.serve(f"r{turn}", prompt(60, family=turn % 2), max_tokens=8)
+        driver.empty_device_cache()
         assert driver.num_stored - before <= 16 * len(windows)
         assert driver.found(prompt(60, family=turn % 2)) >= 19 // len(windows) * 4 - 4 * 4
 
@@ -72,6 +72,6 @@ def test_at_once_each_is_stored_at_most_twice(drive: MakeDriver) -> None:
         for family in (0, 1):
             driver.start(f"r{turn}.{family}", prompt(40, family), max_tokens=8)
         driver.run()
-        driver.forget_device()
+        driver.empty_device_cache()
         assert driver.num_stored - before <= 2 * (2 * 11)
         assert driver.found(prompt(40)) + driver.found(prompt(40, family=1)) > 0

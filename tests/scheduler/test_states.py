@@ -33,8 +33,8 @@ def test_a_hit_loads_one_state(
         num_host_blocks=90,
         async_scheduling=async_scheduling,
     )
-    driver.say("before", prompt(34), max_tokens=5)
-    driver.forget_device()
+    driver.serve("before", prompt(34), max_tokens=5)
+    driver.empty_device_cache()
     driver.start("a", prompt(34), max_tokens=5)
     driver.step()
     (load,) = driver.pending(LOAD)
@@ -85,7 +85,7 @@ def test_a_state_that_was_not_handed_over_is_found_in_the_device_cache(drive: Ma
     driver.run()
     driver.scheduler.reset_cache()
     assert state_of(driver, request, 16) is None
-    driver.say("b", prompt(18))  # starts from the device's state
+    driver.serve("b", prompt(18))  # starts from the device's state
     assert state_of(driver, request, 16) is not None
     assert driver.world.num_blocks_loaded == 0
 
@@ -183,7 +183,7 @@ def test_a_request_from_before_a_reset_is_left_out(drive: MakeDriver) -> None:
 def test_it_does_not_displace_its_own_prefix(drive: MakeDriver) -> None:
     """Room for four blocks of tokens and one state, and states at 16, 20 and 24 tokens."""
     driver = drive(windows=(0,), num_states=1, num_device_blocks=60, num_host_blocks=6)
-    driver.say("a", prompt(18), max_tokens=8)
+    driver.serve("a", prompt(18), max_tokens=8)
     assert driver.num_kept == 5
     assert driver.found(prompt(18)) == 16
 
@@ -194,10 +194,10 @@ def test_it_does_not_displace_the_prefix_that_its_request_has_found(
 ) -> None:
     """On the device or in the tier; the state is handed over in the request's first step."""
     driver = drive(windows=(0,), num_states=1, num_device_blocks=60, num_host_blocks=6)
-    driver.say("a", prompt(18))
+    driver.serve("a", prompt(18))
     if forget:
-        driver.forget_device()
-    driver.say("b", [*prompt(18), *prompt(10, family=3)])
+        driver.empty_device_cache()
+    driver.serve("b", [*prompt(18), *prompt(10, family=3)])
     assert driver.found(prompt(18)) == 16
 
 

@@ -190,8 +190,8 @@ def test_found_only_when_every_rank_is_done(drive: MakeDriver, order: tuple[int,
     # Committed with the bytes that every rank has copied there.
     found = driver.host_pool.blocks
     assert {found[block_id].ref_cnt for block_id in transfer.host_blocks.tolist()} == {0}
-    driver.forget_device()
-    driver.say("b", prompt(17))
+    driver.empty_device_cache()
+    driver.serve("b", prompt(17))
     assert driver.world.num_blocks_loaded == 4 * len(order)
 
 
@@ -297,8 +297,8 @@ def test_a_failed_store_is_not_found_and_holds_nothing(
     assert "Store 0 failed on a rank: its blocks are not kept" in caplog.text
     driver.world.check_at_rest()
     # The next request computes, and stores it anew.
-    driver.forget_device()
-    driver.say("b", prompt(17))
+    driver.empty_device_cache()
+    driver.serve("b", prompt(17))
     assert driver.world.num_blocks_loaded == 0
     assert driver.found(prompt(17)) == 16
 

@@ -195,9 +195,9 @@ def test_only_host_blocks_that_are_open_as_a_whole_are_used(drive: MakeDriver) -
     """Slots 0 to 3 stand for the null block, and the last 2 for none."""
     driver = drive(num_sub_blocks=4, num_host_blocks=14)
     assert driver.tier.num_blocks == 3
-    driver.say("a", prompt(60))
+    driver.serve("a", prompt(60))
     assert (driver.num_kept, driver.found(prompt(60))) == (2, 32)
-    driver.forget_device()
+    driver.empty_device_cache()
     driver.start("b", prompt(60))
     driver.step()
     (load,) = driver.pending(LOAD)
@@ -211,9 +211,9 @@ def test_only_host_blocks_that_are_open_as_a_whole_are_used(drive: MakeDriver) -
 def test_single_sub_blocks_are_not_stored(drive: MakeDriver) -> None:
     """Until the conversation has filled it."""
     driver = drive(num_sub_blocks=4, num_device_blocks=60)
-    history = driver.say("a", prompt(17), max_tokens=14)  # 30 tokens computed
+    history = driver.serve("a", prompt(17), max_tokens=14)  # 30 tokens computed
     assert (driver.num_stored, driver.found(history)) == (4, 16)
-    history = driver.say("b", [*history, *prompt(2, family=1)])
+    history = driver.serve("b", [*history, *prompt(2, family=1)])
     assert (driver.num_stored, driver.found([*history, 1])) == (8, 32)
 
 
@@ -292,9 +292,9 @@ def test_a_store_holds_all_sub_blocks_until_its_end(drive: MakeDriver) -> None:
 
 def test_a_load_begins_where_the_device_stops(drive: MakeDriver) -> None:
     driver = drive(num_sub_blocks=4, num_device_blocks=60)
-    driver.say("before", prompt(40))
-    driver.forget_device()
-    driver.say("short", prompt(23))  # loads a host block, computes a block and a bit
+    driver.serve("before", prompt(40))
+    driver.empty_device_cache()
+    driver.serve("short", prompt(23))  # loads a host block, computes a block and a bit
     driver.start("long", prompt(40))
     driver.step()
     (load,) = driver.pending(LOAD)
@@ -317,8 +317,8 @@ def test_a_repeated_prompt_loses_one_device_block(
         num_host_blocks=120,
         retention=None,
     )
-    driver.say("before", prompt(32))
-    driver.forget_device()
+    driver.serve("before", prompt(32))
+    driver.empty_device_cache()
     request = driver.start("again", prompt(32))
     driver.step()
     assert request.num_computed_tokens == 28
@@ -336,8 +336,8 @@ def test_a_drafter_costs_one_device_block(drive: MakeDriver, windows: tuple[int,
         num_host_blocks=200,
         retention=None,
     )
-    driver.say("before", prompt(36))
-    driver.forget_device()
+    driver.serve("before", prompt(36))
+    driver.empty_device_cache()
     assert driver.found(prompt(36)) == 28
     request = driver.start("again", [*prompt(36), *prompt(3, family=2)])
     driver.step()
@@ -357,7 +357,7 @@ def test_a_host_hit_is_as_long_as_its_whole_host_blocks_allow(
         retention=None,
         **model,
     )
-    tokens = driver.say("a", prompt(35), max_tokens=12)
+    tokens = driver.serve("a", prompt(35), max_tokens=12)
     coordinator = driver.world.scheduler.kv_cache_manager.coordinator
     size = driver.world.shape.scheduler_block_size * num_sub_blocks
     for length in range(1, len(tokens)):
@@ -374,8 +374,8 @@ def test_a_group_may_lack_the_last_host_block(drive: MakeDriver) -> None:
     driver = drive(
         num_sub_blocks=4, windows=(0, 16), num_device_blocks=90, num_host_blocks=90, retention=None
     )
-    driver.say("before", prompt(33))
-    driver.forget_device()
+    driver.serve("before", prompt(33))
+    driver.empty_device_cache()
     request = make_request("looker", prompt(32))
     assert driver.tier.lookup(request.block_hashes, 0, 31).num_tokens == 28
     (last_key,) = driver.scheduler.groups.keys(request.block_hashes, 1, 1, 2)
@@ -383,15 +383,15 @@ def test_a_group_may_lack_the_last_host_block(drive: MakeDriver) -> None:
     assert last is not None
     driver.tier.drop([last])
     assert driver.tier.lookup(request.block_hashes, 0, 31).num_tokens == 16
-    driver.say("again", prompt(32))
+    driver.serve("again", prompt(32))
 
 
 def test_a_load_that_fails_again_takes_whole_host_blocks_along(drive: MakeDriver) -> None:
     driver = drive(num_sub_blocks=4, num_device_blocks=60, load_failures="recompute")
-    driver.say("before", prompt(60))
+    driver.serve("before", prompt(60))
     for turn in range(2):
-        driver.forget_device()
-        driver.say(f"short {turn}", prompt(23))
+        driver.empty_device_cache()
+        driver.serve(f"short {turn}", prompt(23))
         driver.start(f"long {turn}", prompt(60))
         driver.step()
         driver.copy(LOAD, fail=True)
@@ -404,7 +404,7 @@ def test_a_load_that_fails_again_takes_whole_host_blocks_along(drive: MakeDriver
 def test_a_pinned_hit_pins_its_ancestors_too(drive: MakeDriver) -> None:
     """The chain up to the host block in which it begins, each once."""
     driver = drive(num_sub_blocks=2, num_device_blocks=60)
-    driver.say("before", prompt(33))
+    driver.serve("before", prompt(33))
     request = make_request("a", prompt(33))
     assert driver.scheduler.get_num_new_matched_tokens(request, 12) == (20, True)
     held = [get(driver.tier, key) for key in driver.scheduler.groups.keys(request.block_hashes, 0)]

@@ -32,8 +32,8 @@ def test_a_hit_loads_the_blocks_that_attention_reads(
         num_host_blocks=60,
         async_scheduling=async_scheduling,
     )
-    driver.say("before", prompt(33), max_tokens=5)
-    driver.forget_device()
+    driver.serve("before", prompt(33), max_tokens=5)
+    driver.empty_device_cache()
     driver.start("a", prompt(33), max_tokens=5)
     driver.step()
     (load,) = driver.pending(LOAD)
@@ -46,9 +46,9 @@ def test_a_hit_loads_the_blocks_that_attention_reads(
 def test_a_hit_resumes_in_the_window(drive: MakeDriver, num_device_blocks_known: int) -> None:
     """The blocks in front of the hit that the window still reaches are the device's own."""
     driver = drive(windows=(0, 12), num_device_blocks=60)
-    driver.say("before", prompt(37))
-    driver.forget_device()
-    driver.say("short", prompt(37)[: num_device_blocks_known * 4 + 1])
+    driver.serve("before", prompt(37))
+    driver.empty_device_cache()
+    driver.serve("short", prompt(37)[: num_device_blocks_known * 4 + 1])
     num_loaded = driver.world.num_blocks_loaded
     driver.start("long", prompt(37))
     driver.step()
@@ -64,14 +64,14 @@ def test_a_longer_prefix_is_found_when_the_window_has_moved_on(drive: MakeDriver
     """What follows a conversation's first turn needs the window at that turn's end, whose
     blocks the device gave up while it was decoding."""
     driver = drive(windows=(0, 8), num_device_blocks=60)
-    history = driver.say("first", prompt(18), max_tokens=16)
-    driver.forget_device()
+    history = driver.serve("first", prompt(18), max_tokens=16)
+    driver.empty_device_cache()
     assert driver.found(history) == 32
     assert driver.found(history[:16]) == 16
-    driver.say("second", [*history, *prompt(7, family=2)])
+    driver.serve("second", [*history, *prompt(7, family=2)])
     assert driver.world.num_blocks_loaded == 8 + 2
-    driver.forget_device()
-    driver.say("another second", [*history[:17], *prompt(7, family=3)])
+    driver.empty_device_cache()
+    driver.serve("another second", [*history[:17], *prompt(7, family=3)])
     assert driver.world.num_blocks_loaded == 10 + 4 + 2
 
 
@@ -79,12 +79,12 @@ def test_without_the_window_there_is_no_hit(drive: MakeDriver) -> None:
     driver = drive(windows=(0, 8), num_device_blocks=60, retention=None)
     request = driver.start("before", prompt(33))
     driver.run()
-    driver.forget_device()
+    driver.empty_device_cache()
     last = get(driver.tier, driver.scheduler.groups.keys(request.block_hashes, 1)[7])
     assert last is not None
     driver.tier.drop([last])
     assert driver.found(prompt(33)) == 28
-    driver.say("a", prompt(33))
+    driver.serve("a", prompt(33))
     assert driver.world.num_blocks_loaded == 7 + 2
     assert driver.found(prompt(33)) == 32
 
@@ -98,12 +98,12 @@ def test_the_next_turn_begins_where_the_answer_ends(
     ends, its table still has those of the answer's end, except for one length in four: the window
     behind the last computed token then begins with the next block."""
     driver = drive(windows=(0, 8), num_device_blocks=60, async_scheduling=async_scheduling)
-    history = driver.say("first", prompt(30), max_tokens=num_said)
-    driver.forget_device()
+    history = driver.serve("first", prompt(30), max_tokens=num_said)
+    driver.empty_device_cache()
     num_computed = len(history) - 1
     begins = num_computed // 4 * 4 if num_computed % 4 != 3 or num_computed == 31 else 28
     assert driver.found([*history, *prompt(7, family=2)]) == begins
-    driver.say("second", [*history, *prompt(7, family=2)])
+    driver.serve("second", [*history, *prompt(7, family=2)])
     assert driver.world.num_blocks_loaded == begins // 4 + 2
 
 
@@ -117,7 +117,7 @@ def stored_blocks(
 
 def test_lazy_stores_keep_a_window_that_the_device_does_not(drive: MakeDriver) -> None:
     driver = drive(windows=(0, 8), num_device_blocks=300, lazy=True)
-    history = driver.say("first", prompt(30), max_tokens=16)
+    history = driver.serve("first", prompt(30), max_tokens=16)
     request = make_request("second", history)
     found = stored_blocks(driver, request.block_hashes, 0, 11)
     assert len(found) == driver.num_kept == 2
@@ -127,7 +127,7 @@ def test_lazy_stores_keep_a_window_that_the_device_does_not(drive: MakeDriver) -
 def test_nothing_is_stored_that_no_turn_begins_with(drive: MakeDriver) -> None:
     """A drafter costs a hit one block more, which the window has left behind."""
     driver = drive(windows=(0, 8), draft=True, num_device_blocks=90, num_host_blocks=200)
-    history = driver.say("first", prompt(30), max_tokens=17)
+    history = driver.serve("first", prompt(30), max_tokens=17)
     hashes = make_request("second", history).block_hashes
     at_the_prompt_s_end = stored_blocks(driver, hashes, 4, 6)
     assert len(at_the_prompt_s_end) == 2
@@ -141,6 +141,6 @@ def test_a_tier_smaller_than_a_window(
 ) -> None:
     driver = drive(windows=windows, num_host_blocks=num_host_blocks, num_device_blocks=60)
     for turn in range(3):
-        driver.say(f"r{turn}", prompt(33), max_tokens=12)
-        driver.forget_device()
+        driver.serve(f"r{turn}", prompt(33), max_tokens=12)
+        driver.empty_device_cache()
     assert driver.num_kept <= num_host_blocks - 1

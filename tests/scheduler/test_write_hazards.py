@@ -124,8 +124,8 @@ def test_with_windows_every_block_may_be_touched() -> None:
 
 def fill_tier(driver: Driver) -> None:
     """Have the tier hold a prompt, and the device nothing."""
-    driver.say("first", prompt(33))
-    driver.forget_device()
+    driver.serve("first", prompt(33))
+    driver.empty_device_cache()
 
 
 def the_load(driver: Driver) -> bool:
@@ -168,7 +168,7 @@ def test_a_load_into_blocks_that_a_drafter_is_writing_waits_for_it(drive: MakeDr
 def test_a_load_into_blocks_of_a_step_in_flight_waits_for_it(drive: MakeDriver) -> None:
     """All blocks are the running request's; it is aborted while its next step is in flight."""
     driver = drive(async_scheduling=True, num_device_blocks=11)
-    driver.say("other before", prompt(37, family=3))  # stored, so that nothing holds its blocks
+    driver.serve("other before", prompt(37, family=3))  # stored, so that nothing holds its blocks
     fill_tier(driver)
     driver.start("other", prompt(37, family=3), max_tokens=4)
     while driver.world.requests["other"].num_computed_tokens < 37:
