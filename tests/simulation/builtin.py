@@ -1,10 +1,10 @@
 """vLLM's built-in SimpleCPUOffloadConnector in the same scripts.
 
 ``python -m tests.simulation.builtin --scripts N --seed S`` plays N scripts with each connector's
-scheduler side over this project's worker side, and says which scripts fail and how. Fair to the
-built-in one: the device under it waits at barriers and flushes fully on preemption, which its
-own worker side does not; and it is first asked for scripts in which no copy fails, since it has
-no way to hear of one that does.
+scheduler side over this project's worker side, and prints which scripts fail and how. The
+comparison is fair to the built-in one. The device under it waits at barriers and flushes fully on
+preemption, which its own worker side does not. It first plays scripts in which no copy fails,
+because it has no report of a failed copy.
 """
 
 import argparse
@@ -42,14 +42,16 @@ class BuiltinWorld(World):
 
     """The scheduler side of vLLM's own connector, eager stores.
 
-    It numbers loads and stores apart; here loads have even ids and stores odd ones. A load of
-    several requests is one event to it, and whose event it is, is said anew in each step.
+    It numbers loads and stores apart; here loads have even ids and stores odd ones. It loads for
+    several requests in one event, and each step's metadata names the event's requests anew.
     """
 
     _events: dict[int, list[str]]
 
     def __init__(self, shape: Shape) -> None:
-        super().__init__(replace(shape, chunk_blocks=None))  # it counts on all of them at once
+        super().__init__(
+            replace(shape, chunk_blocks=None)
+        )  # it needs all host blocks from the start
 
     @property
     def manager(self) -> SimpleCPUOffloadScheduler:
@@ -69,7 +71,7 @@ class BuiltinWorld(World):
         )
 
     def worker_config(self) -> dict[str, Any]:
-        """It lets compute read what it is told has been loaded."""
+        """Compute may read blocks as soon as their load is reported."""
         return {**super().worker_config(), "sync_load_ms": 0}
 
     @property
@@ -123,31 +125,31 @@ class BuiltinWorld(World):
             manager = self.manager
             assert not manager.has_pending_stores(), "stores are pending at rest"
             assert not manager._pending_cpu_hits, "hits are pinned at rest"
-            assert not manager._reqs_to_load, "loads are followed at rest"
-            assert not manager._abandoned_reqs_to_load, "loads are followed at rest"
-            assert not manager._reqs_to_store, "requests are followed at rest"
+            assert not manager._reqs_to_load, "loads are tracked at rest"
+            assert not manager._abandoned_reqs_to_load, "loads are tracked at rest"
+            assert not manager._reqs_to_store, "requests are tracked at rest"
 
     def kv_events_config(self) -> KVEventsConfig | None:
-        """Its events are not what is judged."""
+        """Its events are not compared."""
         return None
 
     def check_events(self) -> None:
-        """There are none."""
+        """It publishes no events."""
 
     def check_counts(self) -> None:
-        """It counts other things."""
+        """It counts other quantities."""
 
     def _check_losses(self, before: dict[BlockHashWithGroupId, int]) -> None:
         """It stores eagerly."""
 
     def _check_admitted(self) -> None:
-        """It stores what is asked for once."""
+        """It has no admission: it stores blocks of the first request."""
 
     def _check_tier_size(self, num_open: list[int]) -> None:
-        """It goes by the configuration, whatever ranks have room for (vllm#52921)."""
+        """Its size is configured, whatever the ranks have room for (vllm#52921)."""
 
     def _shake_hands(self) -> None:
-        """vLLM 0.32's has no way to."""
+        """The connector of vLLM 0.32 has no handshake."""
 
     def _flush(self, rank: Any) -> None:
         for lane in rank.worker.lanes.values():
@@ -159,10 +161,10 @@ class BuiltinWorld(World):
 
 
 def judge(script: Script, make_world: Callable[[Shape], World]) -> str | Outcome:
-    """The outcome of ``script``, or in a few words how it failed."""
+    """The outcome of ``script``, or a few words on its failure."""
     try:
         play = Play(script, make_world)
-    except Exception:  # noqa: BLE001 - an assertion, in the built-in one's case
+    except Exception:  # noqa: BLE001 - the built-in one raises assertions
         return "does not start with this model"
     try:
         return play.run()
@@ -201,7 +203,7 @@ def main() -> int:
     with Progress(console=console) as progress:
         task = progress.add_task("scripts", total=4 * arguments.scripts)
         for seed in range(arguments.seed, arguments.seed + arguments.scripts):
-            drawn = Script.draw(seed).with_parts(1)  # the built-in one has no larger blocks
+            drawn = Script.draw(seed).with_sub_blocks(1)  # the built-in one has no larger blocks
             for kind, script in (("no faults", drawn.without_faults()), ("as drawn", drawn)):
                 for name, make_world in contenders.items():
                     verdict = judge(script, make_world)

@@ -1,4 +1,4 @@
-"""What nobody must see in a world. Each check raises Violation."""
+"""Invariants of a world. Each check raises Violation."""
 
 from collections import Counter
 from collections.abc import Iterable
@@ -23,16 +23,16 @@ from tests.simulation.shape import Shape
 
 
 def tier_blocks(host_blocks: BlockIds, num_sub_blocks: int) -> list[int]:
-    """The tier's blocks that these of a rank are parts of."""
+    """The tier's blocks that contain these sub-blocks of a rank."""
     blocks: list[int] = (host_blocks // num_sub_blocks).tolist()
     return blocks
 
 
-def keys_of_parts(
+def keys_of_sub_blocks(
     keys: set[BlockHashWithGroupId], requests: Iterable[Request], shape: Shape
 ) -> set[BlockHashWithGroupId]:
-    """Of host blocks by whose ends' ``keys`` they are known, the keys of all parts. ``requests``:
-    all that there have been."""
+    """The keys of all sub-blocks of the host blocks with these ``keys``, each the key of a block's
+    end. ``requests``: all requests so far."""
     before = {
         block_hash: request.block_hashes[:index]
         for request in requests
@@ -43,50 +43,50 @@ def keys_of_parts(
         size = shape.block_sizes[get_group_id(key)] // shape.hash_size
         hashes = [*before[get_block_hash(key)], get_block_hash(key)]
         for end in range(len(hashes) - size * shape.num_sub_blocks, len(hashes), size):
-            part = make_block_hash_with_group_id(hashes[end + size - 1], get_group_id(key))
-            found.add(part)
+            sub_block = make_block_hash_with_group_id(hashes[end + size - 1], get_group_id(key))
+            found.add(sub_block)
     return found
 
 
 def check_open(metadata: StepMetadata, num_open: int, num_sub_blocks: int) -> None:
-    """Transfers name host blocks that the rank has opened, ``num_open`` of them, and stores
-    write whole ones of the tier."""
+    """Transfers name only host blocks that the rank has opened, ``num_open`` of them. Stores write
+    whole blocks of the tier."""
     for store in metadata.stores:
-        parts = store.host_blocks.reshape(-1, num_sub_blocks)
-        if (parts != parts[:, :1] + np.arange(num_sub_blocks)).any():
-            raise Violation(f"{store.id} writes parts of a host block: {store.host_blocks}")
+        sub_blocks = store.host_blocks.reshape(-1, num_sub_blocks)
+        if (sub_blocks != sub_blocks[:, :1] + np.arange(num_sub_blocks)).any():
+            raise Violation(f"{store.id} writes a fraction of a host block: {store.host_blocks}")
     for transfer in (*metadata.loads, *metadata.stores):
         last = max(transfer.host_blocks)
         if last >= num_open:
             raise Violation(
-                f"{transfer.id} names host block {last}, of which a rank has opened {num_open}"
+                f"{transfer.id} names host block {last}, but a rank has opened {num_open}"
             )
 
 
 def check_tier_size(pool: BlockPool, num_open: list[int], num_sub_blocks: int) -> None:
-    """The tier has the blocks that every rank has reported. ``num_open``: by rank."""
+    """The tier has as many blocks as every rank has reported. ``num_open``: by rank."""
     found, reported = len(pool.blocks), min(num_open)
-    if found != max(1, reported // num_sub_blocks):  # there is a null block at least
+    if found != max(1, reported // num_sub_blocks):  # the tier has at least a null block
         raise Violation(f"the tier has {found} blocks, every rank has opened {reported}")
 
 
 def check_admitted(
     keys: Iterable[BlockHashWithGroupId], requests: Iterable[Request], threshold: int
 ) -> None:
-    """What is on its way to the tier has been asked for by ``threshold`` of the requests."""
+    """Blocks in stores that have not ended have been in ``threshold`` requests."""
     asked: Counter[bytes] = Counter()
     for request in requests:
         asked.update(set(request.block_hashes))
     for key in keys:
         if (count := asked[get_block_hash(key)]) < threshold:
-            raise Violation(f"a block is stored that {count} requests have had")
+            raise Violation(f"a block is stored that only {count} requests had")
 
 
 def check_copies(
     device: ScriptedDevice, device_pool: BlockPool, host_pool: BlockPool, num_sub_blocks: int
 ) -> None:
-    """No block is read and written by copies that know nothing of each other, and none that a
-    copy is still to touch could be handed to somebody else."""
+    """No block is read and written by copies that are not ordered. No block that a copy will still
+    touch is free."""
     loads, stores = (device.copies[direction] for direction in Direction)
     for load, store in product(loads, stores):
         shared = _device_blocks(load) & _device_blocks(store)
@@ -113,14 +113,14 @@ def check_all_free(**pools: BlockPool) -> None:
 
 
 def check_answer(request_id: str, story: Story, tokens: list[int], status: RequestStatus) -> None:
-    """The request said what it would have said without a host tier: all of it, or a beginning if
-    it was aborted or failed on purpose."""
+    """The answer is the one without a host tier: all of it, or a beginning if the request was
+    aborted or failed on purpose."""
     expected = story.tokens[story.num_prompt_tokens :][: story.num_output_tokens]
     complete = status == RequestStatus.FINISHED_LENGTH_CAPPED
     if complete and len(tokens) != len(expected):
         raise Violation(f"{request_id}: {len(tokens)} tokens instead of {len(expected)}")
     if tokens != expected[: len(tokens)]:
-        raise Violation(f"{request_id}: said {tokens}, should have said {expected}")
+        raise Violation(f"{request_id}: answered {tokens} instead of {expected}")
 
 
 def _device_blocks(copy: ScriptedCopy) -> set[int]:

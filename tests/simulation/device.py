@@ -1,4 +1,4 @@
-"""ScriptedDevice: one rank's KV memory, compute stream and copies, all under script."""
+"""ScriptedDevice: one rank's KV memory, compute stream and copies, driven by a script."""
 
 import math
 import sys
@@ -19,19 +19,19 @@ _TORN = -55
 
 
 class CopyFault(RuntimeError):
-    """A copy that the script makes fail."""
+    """The script's failure of a copy."""
 
 
 @dataclass(frozen=True)
 class ComputeMark(Barrier):
-    """Everything queued on the compute stream before item ``position``."""
+    """All items queued on the compute stream before item ``position``."""
 
     position: int
 
 
 @dataclass(eq=False)
 class ScriptedCopy:
-    """A copy that a real device would be working on."""
+    """A copy under way on the device."""
 
     device: "ScriptedDevice"
     direction: Direction
@@ -40,11 +40,11 @@ class ScriptedCopy:
     ended: bool = False
     error: Exception | None = None
     torn: bool = False
-    """Whether its destination has been spoiled, as that of a copy under way is."""
+    """Whether its destination holds garbage, as that of a copy under way does."""
     nearly_done: bool = False
-    """Whether it says that it will end at once. From then on it must not be made to fail."""
+    """Whether it has announced that it will end at once. From then on it must not fail."""
     held_at: int | None = None
-    """The position on the compute stream up to which compute does not wait for it."""
+    """The position on the compute stream up to which compute does not wait for this copy."""
 
     def done(self) -> bool:
         if self.error is not None:
@@ -52,7 +52,7 @@ class ScriptedCopy:
         return self.ended
 
     def wait(self) -> None:
-        assert self.ended or self.error, "nothing drives the device any more"
+        assert self.ended or self.error, "nothing drives the device"
         self.done()
 
     def remaining_seconds(self) -> float:
@@ -63,7 +63,7 @@ class ScriptedCopy:
         self.device.queue_hold(self)
 
     def precedes(self, other: "ScriptedCopy") -> bool:
-        """Whether ``other`` cannot start before this one has ended, since the compute that it
+        """Whether ``other`` cannot start before this copy has ended, because the compute that it
         waits for cannot."""
         return (
             self.held_at is not None
@@ -73,13 +73,13 @@ class ScriptedCopy:
 
 
 class ScriptedDevice(HostBackend):
-    """A CopyBackend that copies when the script says so, one copy of a direction at a time, and
-    has host memory for the next ``chunk_bytes`` when the script says so.
+    """A CopyBackend under script, which makes one copy of a direction at a time when the script
+    decides. The script also decides when there is host memory for the next ``chunk_bytes``.
 
-    The compute stream is a queue of closures, and of copies that it has to wait for, run in
-    order, also when the script says so. A copy may run as soon as the compute before its barrier
-    has: a missing barrier lets it run ahead of compute that it should have waited for. What it is
-    to write to holds garbage from that moment on until it has ended.
+    The compute stream is a queue of closures, and of copies that it has to wait for. They run in
+    order when the script decides. A copy may run once the compute before its barrier has run.
+    Without the barrier, the copy may run before compute that it should wait for. From that
+    moment until its end, the destination of the copy holds garbage.
     """
 
     def __init__(self, chunk_bytes: int = sys.maxsize) -> None:
@@ -90,15 +90,15 @@ class ScriptedDevice(HostBackend):
         self.num_queued = 0
         self.num_computed = 0
         self.num_holds = 0
-        """How often compute was made to wait for a copy that had not ended."""
+        """How often compute had to wait for a copy that had not ended."""
         self.copies: dict[Direction, deque[ScriptedCopy]] = {d: deque() for d in Direction}
         self.num_copied = dict.fromkeys(Direction, 0)
         """Blocks of copies that have not failed."""
         self.fatal: dict[Direction, int] = dict.fromkeys(Direction, 0)
-        """Copies of a direction whose thread is to die of them."""
+        """By direction, copies that end their thread."""
         self.ignore_barriers: set[Direction] = set()
         self.estimate: Callable[[ScriptedCopy], bool] = lambda copy: False
-        """Whether a copy says from now on that it is nearly done."""
+        """Whether each copy announces from now on that it is nearly done."""
 
     # As a backend
 
@@ -107,7 +107,7 @@ class ScriptedDevice(HostBackend):
         return super().allocate_host(num_bytes)
 
     def add_host_chunk(self, regions: Sequence[torch.Tensor]) -> None:
-        """Append the chunk's rows, so that a host block is a row again."""
+        """Append the chunk's rows, so that each row is a host block."""
         new = [region.numpy() for region in regions]
         if self._host:
             new = [np.concatenate(pair) for pair in zip(self._host, new, strict=True)]
@@ -131,19 +131,19 @@ class ScriptedDevice(HostBackend):
     # As a device
 
     def queue_compute(self, work: Callable[[], None]) -> int:
-        """Queue ``work``; the position to run to for it to be over."""
+        """Queue ``work``. Returns the position that compute reaches when it has run."""
         return self._queue(work)
 
     def queue_hold(self, copy: ScriptedCopy) -> None:
-        """Let the compute stream go no further until ``copy`` has run."""
+        """Stop the compute stream here until ``copy`` has run."""
         self.num_holds += not copy.ended
         position = self._queue(copy)
         if copy.held_at is None:
             copy.held_at = position
 
     def compute_until(self, position: int) -> None:
-        """Run the compute stream up to and including item ``position``, and the copies that it
-        has to wait for."""
+        """Run the compute stream up to and including item ``position``, with the copies that it has
+        to wait for."""
         while self.num_computed < position:
             self._tear()
             work = self._compute.popleft()
@@ -154,7 +154,7 @@ class ScriptedDevice(HostBackend):
             self.num_computed += 1
 
     def compute_one(self) -> bool:
-        """Run one item; False when there is none, or when it has to wait for a copy."""
+        """Run one item. False if there is none, or if it has to wait for a copy."""
         if not self._compute:
             return False
         first = self._compute[0]
@@ -168,7 +168,7 @@ class ScriptedDevice(HostBackend):
         return bool(self.copies[direction]) and self._has_passed(self.copies[direction][0])
 
     def abandon(self) -> None:
-        """Drop the compute that is left, and run the copies that are left."""
+        """Drop the remaining compute, and run the remaining copies."""
         self._compute.clear()
         self.num_computed = self.num_queued
         for direction in Direction:
@@ -176,13 +176,13 @@ class ScriptedDevice(HostBackend):
                 self.copy_one(direction)
 
     def copy_one(self, direction: Direction, fail_after: int | None = None) -> None:
-        """Run the next copy of ``direction``. With ``fail_after`` it fails, having copied that
-        many of its blocks."""
+        """Run the next copy of ``direction``. With ``fail_after`` it fails after that many
+        blocks."""
         self._tear()
         pending = self.copies[direction].popleft()
         transfer = pending.transfer
         if fail_after is not None:
-            assert not pending.nearly_done, "compute may be waiting for it"
+            assert not pending.nearly_done, "compute may wait for it"
             transfer = Transfer(
                 transfer.id,
                 transfer.device_blocks[:fail_after],
@@ -207,11 +207,12 @@ class ScriptedDevice(HostBackend):
 
     def _copy_until(self, copy: ScriptedCopy) -> None:
         while not copy.ended:
-            assert self.can_copy(copy.direction), "compute and a copy wait for each other"
+            assert self.can_copy(copy.direction), "deadlock of compute and a copy"
             self.copy_one(copy.direction)
 
     def _tear(self) -> None:
-        """A copy writes to its destination at any time after its barrier, in any order."""
+        """Put garbage in destinations: a copy may write at any time after its barrier, in any
+        order."""
         for direction, queue in self.copies.items():
             for copy in queue:
                 if not copy.torn and self._has_passed(copy):
@@ -224,10 +225,10 @@ class ScriptedDevice(HostBackend):
 
 
 class KVMemory:
-    """One rank's KV cache: a region for each layer, each group's layers lying over the same bytes.
+    """One rank's KV cache: a region for each layer. The groups' layers share the same bytes.
 
-    ``widths``: by layer, how many slots of 8 bytes a token takes. ``block_outermost``: a block's
-    layers are neighbours, so the worker sees one region.
+    ``widths``: by layer, slots of 8 bytes per token. ``block_outermost``: the layers of a block are
+    adjacent, so the worker sees one region.
     """
 
     def __init__(
@@ -243,13 +244,13 @@ class KVMemory:
         self.size = slots.numel() * 8
         self.layers: list[torch.Tensor] = []
         self.pages = []
-        """By layer ``[num_blocks, block_size, width]``."""
+        """By layer, ``[num_blocks, block_size, width]``."""
         self.layer_names: Sequence[Sequence[str]] = [
             [f"group{group}.layer{layer}" for layer in range(len(widths))]
             for group in range(num_groups)
         ]
         self.tensors: list[KVCacheTensor] = []
-        """Where vLLM would say that the layers lie."""
+        """The placements of the layers, as vLLM would give them."""
         for layer, width in enumerate(widths):
             page, before = block_size * width, block_size * sum(widths[:layer])
             if block_outermost:
@@ -272,7 +273,7 @@ class KVMemory:
             )
 
     def kv_caches(self) -> dict[str, torch.Tensor]:
-        """What vLLM would register."""
+        """The caches that vLLM would register."""
         return {
             name: self.layers[index]
             for names in self.layer_names

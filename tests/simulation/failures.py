@@ -8,37 +8,39 @@ from tests.simulation.runner import Violation
 
 
 class Failures:
-    """A block that two loads in turn fail to read may not be loaded until other contents have
-    been stored there: it would fail for ever. ``num_sub_blocks``: of one of the tier's blocks."""
+    """After two loads in turn have failed to read a block, no load may name it until other contents
+    are stored there. Otherwise it would fail for ever. ``num_sub_blocks``: of one of the tier's
+    blocks."""
 
     def __init__(self, num_sub_blocks: int) -> None:
-        self._num_parts = num_sub_blocks
+        self._num_sub_blocks = num_sub_blocks
         self._loads: dict[int, Transfer] = {}
-        """Under way, by id."""
+        """Transfers in flight, by id."""
         self._next_id = 0
-        """Greater than any load's."""
+        """Greater than the id of any load."""
         self._failed: set[int] = set()
         self._doubted: dict[int, int] = {}
-        """By block of the tier that a load failed to read: the first load that began later."""
+        """By block that a load failed to read: the first load that began later."""
         self._broken: set[int] = set()
         self.any_again = False
-        """Whether a block has ever failed again."""
+        """Whether a block has ever failed a second time."""
 
     def begin_store(self, store: Transfer) -> None:
-        """What the blocks will hold has not failed."""
+        """New contents of a block have not failed."""
         blocks = self._blocks_of(store)
         self._broken -= blocks
         self._trust(blocks)
 
     def begin_load(self, load: Transfer) -> None:
-        """Raise Violation if the scheduler side knows that the blocks cannot be loaded."""
+        """Raise Violation if two reports have shown that the blocks cannot be loaded."""
         if blocks := self._broken & self._blocks_of(load):
-            raise Violation(f"{load.request_id} loads {blocks}, which have failed again and again")
+            raise Violation(f"{load.request_id} loads {blocks}, which have failed repeatedly")
         self._loads[load.id] = load
         self._next_id = load.id + 1
 
     def on_report(self, report: WorkerReport | None, in_flight: Collection[int]) -> None:
-        """The scheduler side has heard a report. ``in_flight``: ids that it still waits for."""
+        """The scheduler side has received a report. ``in_flight``: ids of transfers that have not
+        ended."""
         for load_id in report.failed.keys() & self._loads.keys() if report is not None else ():
             self._failed.add(load_id)
             for block in self._blocks_of(self._loads[load_id]):
@@ -56,4 +58,4 @@ class Failures:
             self._doubted.pop(block, None)
 
     def _blocks_of(self, transfer: Transfer) -> set[int]:
-        return set(tier_blocks(transfer.host_blocks, self._num_parts))
+        return set(tier_blocks(transfer.host_blocks, self._num_sub_blocks))

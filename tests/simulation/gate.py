@@ -1,15 +1,15 @@
-"""ChunkGate: where the thread that opens host memory waits for the script."""
+"""ChunkGate: makes the thread that opens host memory wait for the script."""
 
 import threading
 from collections.abc import Callable
 
 _SECONDS = 60.0
-"""After so long the thread will not come any more."""
+"""Seconds after which the thread is missing."""
 
 
 class ChunkGate:
-    """Lets one chunk through at a time. The first one, which is opened before the server starts,
-    does not wait."""
+    """Admits one chunk at a time. The first chunk does not wait: it is opened before the server
+    starts."""
 
     def __init__(self) -> None:
         self._condition = threading.Condition()
@@ -17,7 +17,7 @@ class ChunkGate:
         self._verdict: bool | None = True
 
     def enter(self) -> None:
-        """Wait for the script's word. MemoryError when that is that there is no memory."""
+        """Wait for the script. Raises MemoryError if the script grants no memory."""
         with self._condition:
             if self._verdict is None:
                 self._waiting = True
@@ -26,15 +26,15 @@ class ChunkGate:
                 self._waiting = False
             granted, self._verdict = self._verdict, None
         if not granted:
-            raise MemoryError("no host memory, says the script")
+            raise MemoryError("no host memory, by script")
 
     def wait_until_reached(self) -> None:
-        """Return when the thread stands at the gate: what it was let through for is open."""
+        """Return when the thread waits at the gate: the chunk before is open."""
         with self._condition:
             self._wait_for(lambda: self._waiting)
 
     def answer(self, granted: bool) -> None:
-        """Let the thread, which stands at the gate, have its chunk or not."""
+        """Grant the waiting thread its chunk, or refuse it."""
         with self._condition:
             assert self._waiting
             self._verdict = granted
@@ -42,4 +42,4 @@ class ChunkGate:
             self._condition.notify_all()
 
     def _wait_for(self, predicate: Callable[[], bool]) -> None:
-        assert self._condition.wait_for(predicate, _SECONDS), "nobody came to the gate"
+        assert self._condition.wait_for(predicate, _SECONDS), "no thread came to the gate"

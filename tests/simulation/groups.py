@@ -17,15 +17,15 @@ from vllm.v1.kv_cache_interface import (
 
 
 class Kind(Enum):
-    """What a group's block holds."""
+    """The contents of a group's block."""
 
     ATTENTION = "keys and values of the block's own tokens"
-    DRAFT = "a drafter's, which at each position has seen one token more (EAGLE)"
-    STATE = "all that remains of every token up to the block's end (Mamba)"
+    DRAFT = "a drafter's, which depend on one more token at each position (EAGLE)"
+    STATE = "the state after the last token of the block (Mamba)"
 
 
 class Reach(Enum):
-    """Which earlier tokens attention reads, given a number of tokens; all if that is 0."""
+    """Which earlier tokens attention reads. With a size of 0, it reads all."""
 
     WINDOW = "the last ones, its own included"
     CHUNK = "those of its own chunk (Llama 4's local layers)"
@@ -34,8 +34,8 @@ class Reach(Enum):
 
 @dataclass(frozen=True)
 class Group:
-    """One group of a model. ``window``: the tokens that ``reach`` speaks of. ``scale``: how many
-    times as many tokens as the smallest blocks its blocks have."""
+    """One group of a model. ``window``: the number of tokens for ``reach``. ``scale``: tokens in
+    its blocks, as a multiple of the smallest blocks'."""
 
     kind: Kind
     window: int = 0
@@ -43,7 +43,7 @@ class Group:
     reach: Reach = Reach.WINDOW
 
     def read(self, start: int, num_prompt_tokens: int) -> "np.ndarray[Any, np.dtype[np.int64]]":
-        """Positions before ``start`` that attention at ``start`` and behind it reads."""
+        """Positions before ``start`` that attention reads from ``start`` on."""
         first = max(0, start - self.window + 1) if self.window else 0
         if self.reach is Reach.CHUNK:
             first = start // self.window * self.window
@@ -53,8 +53,8 @@ class Group:
         return np.arange(first, start)
 
     def spec(self, block_size: int, width: int, num_drafted: int) -> KVCacheSpec:
-        """What vLLM is told of a layer with a page of ``block_size * width`` slots of 8 bytes, in
-        which a step may have ``num_drafted`` drafted tokens."""
+        """The spec of a layer whose page has ``block_size * width`` slots of 8 bytes. A step may
+        have ``num_drafted`` drafted tokens."""
         if self.kind is Kind.STATE:
             return MambaSpec(
                 block_size=block_size * self.scale,
@@ -80,15 +80,15 @@ class Group:
 
 @dataclass(frozen=True)
 class Layer:
-    """What a layer's pages hold. ``ahead``: how many tokens more than its own it has seen at each
-    position. ``tokens_per_entry``: the tokens that one entry of a page stands for."""
+    """The contents of a layer's pages. ``ahead``: how many later tokens each position depends on.
+    ``tokens_per_entry``: tokens for each entry of a page."""
 
     kind: Kind
     ahead: int = 0
     tokens_per_entry: int = 1
 
     def ends(self, positions: "np.ndarray[Any, Any]") -> "np.ndarray[Any, Any]":
-        """Those of ``positions`` with which the tokens of an entry are complete."""
+        """Those of ``positions`` that complete an entry's tokens."""
         if self.tokens_per_entry == 1:
             return positions
         ends: np.ndarray[Any, Any] = positions[(positions + 1) % self.tokens_per_entry == 0]
@@ -96,8 +96,8 @@ class Layer:
 
 
 class Drafter:
-    """What vLLM's scheduler wants to know of a speculative config: EAGLE or a chain of MTP
-    modules, with KV pages of its own, or drafts that need none (n-grams)."""
+    """A speculative config, as far as vLLM's scheduler reads it: EAGLE or chained MTP modules with
+    KV pages of their own, or drafts without pages (n-grams)."""
 
     num_speculative_tokens_per_batch_size = None
     max_num_new_slots_for_drafting = 0
@@ -138,7 +138,7 @@ PLAIN: dict[str, Any] = {
     "uneven_ranks": False,
     "num_stages": 1,
 }
-"""Keywords of a Shape that has nothing but groups of attention layers."""
+"""Keywords of a Shape that has only groups of attention layers."""
 
 MODELS: dict[str, dict[str, Any]] = {
     "states and full attention": {"windows": (0,), "num_states": 1},
@@ -210,4 +210,4 @@ MODELS: dict[str, dict[str, Any]] = {
     "pages of two sizes": {"windows": (0,), "mixed_pages": True},
     "pages of two sizes, windows": {"windows": (0, 8), "mixed_pages": True},
 }
-"""What models may consist of, as keywords of a Shape."""
+"""The groups of all models, as keywords of a Shape."""

@@ -1,4 +1,4 @@
-"""What each KV slot must hold: the exact identity of the tokens it stands for."""
+"""The contents of each KV slot: the exact identity of the tokens that it stands for."""
 
 from collections.abc import Sequence
 from functools import lru_cache
@@ -9,7 +9,7 @@ import numpy.typing as npt
 Identities = npt.NDArray[np.uint64]
 
 NUM_TOKENS = 97
-"""In the vocabulary."""
+"""Size of the vocabulary."""
 
 _MASK = (1 << 64) - 1
 _ODD = 0x9E3779B97F4A7C15
@@ -33,14 +33,14 @@ def root(salt: str | None, epoch: int) -> int:
 
 
 def of_page(tokens: Identities, group: int, rank: int, layer: int, width: int) -> Identities:
-    """What one layer of one group on one rank holds for these token identities, ``width`` slots
-    each: ``[len(tokens), width]``."""
+    """The contents of one layer's pages, of one group on one rank, for these token identities. Each
+    has ``width`` slots: ``[len(tokens), width]``."""
     own = tokens ^ np.uint64(extend(extend(extend(11, group), rank), layer))
     return own[:, None] ^ _slots(width)
 
 
 def of_state(prefix: int, group: int, rank: int, layer: int, shape: tuple[int, int]) -> Identities:
-    """What a page of ``shape`` holds as the state after the prefix of this identity."""
+    """The contents of a page of ``shape``: the state after the prefix of this identity."""
     tokens = np.array([prefix], dtype=np.uint64)
     return of_page(tokens, group, rank, layer, shape[0] * shape[1]).reshape(shape)
 
@@ -51,8 +51,8 @@ def _slots(count: int) -> Identities:
 
 
 class Story:
-    """A request's tokens, as far as they will ever go: the prompt, and what the model would say
-    to it. Each next token follows from the identity of everything before."""
+    """A request's tokens up to any length: the prompt, then the model's answer. The identity of the
+    whole prefix determines each next token."""
 
     def __init__(
         self,
@@ -62,8 +62,8 @@ class Story:
         epoch: int,
         num_beyond: int = 1,
     ) -> None:
-        """``num_beyond``: tokens more than asked for, for what is sampled in a step too many
-        (async scheduling) and for drafts."""
+        """``num_beyond``: tokens beyond the answer, for drafts and for steps that sample one too
+        many (async scheduling)."""
         self.num_prompt_tokens = len(prompt)
         self.num_output_tokens = num_output_tokens
         self.tokens = list(prompt)
@@ -77,5 +77,6 @@ class Story:
         self.identities: Identities = np.array(identities, dtype=np.uint64)
 
     def num_accepted(self, num_tokens: int, num_drafted: int) -> int:
-        """How many of ``num_drafted`` drafts after the first ``num_tokens`` tokens are right."""
+        """How many of the ``num_drafted`` drafts after the first ``num_tokens`` tokens are
+        right."""
         return int(self.identities[num_tokens - 1] >> np.uint64(7)) % (num_drafted + 1)

@@ -1,6 +1,6 @@
-"""The inside of a scheduler side, for tests: what must be true of it at any moment.
+"""The inside of a scheduler side, for tests: its invariants at any moment.
 
-All functions that check raise AssertionError, and take time in proportion to the tier.
+All checks raise AssertionError. Their cost is proportional to the size of the tier.
 """
 
 from collections import Counter
@@ -25,12 +25,12 @@ def groups_of(tier: CpuTier) -> Groups:
 
 
 def ids_in_flight(scheduler: OffloadScheduler) -> set[int]:
-    """Transfers that the scheduler side waits for."""
+    """Ids of the transfers that the scheduler side waits for."""
     return set(scheduler._ledger.ids)
 
 
 def check_scheduler(scheduler: OffloadScheduler) -> None:
-    """Tier and bookkeeping agree; without pending work, no host block is pinned but for hits."""
+    """Tier and bookkeeping agree. Without pending work, only hits pin host blocks."""
     check_tier(scheduler.tier)
     check_loads(scheduler._loads)
     check_stores(scheduler._stores, scheduler.groups)
@@ -53,7 +53,7 @@ def check_at_rest(scheduler: OffloadScheduler) -> None:
 
 
 def check_loads(loads: Loads) -> None:
-    """Every block that a load or a hit names has a reference."""
+    """Every block of a load or a hit has a reference."""
     for known in loads._hits.values():
         assert all(block.ref_cnt > 0 for block in known.hit.pins), "a pinned hit is free"
     for load in (*loads._planned, *loads._in_flight.values()):
@@ -62,11 +62,11 @@ def check_loads(loads: Loads) -> None:
 
 
 def check_stores(stores: Stores, groups: Groups) -> None:
-    """Every block of a store has a reference, and its key cannot be found."""
+    """Every block of a store has a reference, and its key is not found."""
     for store in (stores._planned, *stores._in_flight.values()):
         for run in store.runs:
             num_device_blocks = groups.num_sub_blocks * len(run)
-            assert len(run.device_blocks) == num_device_blocks, f"{run}: not whole"
+            assert len(run.device_blocks) == num_device_blocks, f"{run}: incomplete"
             assert len(run) == len(run.host_blocks), f"{run}: not paired"
             pinned = (*run.device_blocks, *run.host_blocks)
             assert all(block.ref_cnt > 0 for block in pinned), f"{pinned}: free during a store"
@@ -108,7 +108,7 @@ def check_tier(tier: CpuTier) -> None:
                 raise AssertionError(f"{block}: its chain's head has left the tier")
             later = position.get(parent.block_id, len(position))
             assert position.get(block.block_id, -1) < later, f"{block}: outlives {parent}"
-            # A parent that came while its child was pinned is protected once that is free.
+            # A parent stored while its child was pinned is protected once the child is free.
             came_late = block.ref_cnt > 0 and parent.ref_cnt == 0
             flags = queue.is_protected
             alike = flags[parent.block_id] or not flags[block.block_id]
@@ -129,7 +129,7 @@ def check_tier(tier: CpuTier) -> None:
 
 
 def check_segments(tier: CpuTier) -> None:
-    """The boundary stands where the protected blocks begin, and they are counted."""
+    """The boundary stands before the protected blocks, and their number is right."""
     pool, queue = tier._pool, tier._queue
     free = pool.free_block_queue.get_all_free_blocks()
     flags = queue.is_protected

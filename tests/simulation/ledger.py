@@ -1,4 +1,5 @@
-"""Ledger: what vLLM's loggers would hear of an engine, held against what has happened."""
+"""Ledger: an engine's stats as vLLM's loggers would receive them, compared with the actual
+events."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -11,21 +12,21 @@ from simple_offload.backends.base import Direction
 
 
 class Ledger:
-    """Adds up all that is counted."""
+    """Adds up all stats."""
 
     def __init__(self) -> None:
         self.stats = metrics.OffloadStats()
 
     def watch(self, connector: Any) -> None:
-        """Add up the counts that ``connector``, of the scheduler side, gives vLLM from now on."""
-        tell = connector.get_kv_connector_stats
+        """Add up the stats that ``connector``, of the scheduler side, gives vLLM from now on."""
+        get_stats = connector.get_kv_connector_stats
 
-        def tell_both() -> KVConnectorStats | None:
-            told: KVConnectorStats | None = tell()
-            self.add(told)
-            return told
+        def get_and_add() -> KVConnectorStats | None:
+            stats: KVConnectorStats | None = get_stats()
+            self.add(stats)
+            return stats
 
-        connector.get_kv_connector_stats = tell_both
+        connector.get_kv_connector_stats = get_and_add
 
     def add(self, stats: KVConnectorStats | None) -> None:
         """Add a payload, unless it is another connector's."""
@@ -36,18 +37,19 @@ class Ledger:
             self.stats.aggregate(stats)
 
     def __call__(self, name: str, *labels: str) -> float:
-        """A number; without labels the sum."""
+        """The value of a metric. Without labels, the sum."""
         values: dict[tuple[str, ...], float] = self.stats.data["data"].get(name, {})
         return sum(value for of, value in values.items() if labels in ((), of))
 
     def samples(self, name: str, *labels: str) -> list[float]:
-        """What a histogram has seen."""
+        """All samples of a histogram."""
         samples: list[float] = self.stats.data["samples"].get(name, {}).get(labels, [])
         return samples
 
     def check(self, num_bytes: Mapping[Direction, int], num_sent: int, num_used: int) -> None:
-        """Raise AssertionError unless the numbers fit what has happened: bytes copied on all ranks
-        without failing, blocks sent to be stored, and blocks that now hold something."""
+        """Raise AssertionError unless the counts are right. ``num_bytes``: bytes of successful
+        copies on all ranks. ``num_sent``: blocks in submitted stores. ``num_used``: blocks with
+        contents."""
         for direction, expected in num_bytes.items():
             found = self(metrics.BYTES, direction.value, "host")
             assert found == expected, f"{found} bytes counted, {expected} copied ({direction})"
@@ -56,6 +58,6 @@ class Ledger:
         assert num_used == self(metrics.USED), f"{num_used} blocks are used"
         least = self(metrics.STORED)
         least += sum(self(metrics.DROPPED, reason) for reason in ("copy_failed", "obsolete"))
-        # Of what a reset drops, some had not been sent.
+        # Some of the blocks that a reset drops had not been sent.
         most = least + self(metrics.DROPPED, "reset")
         assert least <= num_sent <= most, f"{num_sent} blocks sent, counted {least} to {most}"

@@ -1,10 +1,10 @@
-"""Real models: the KV cache specs of published ones, and the groups that vLLM makes of them.
+"""Real models: the KV cache specs of published models, and the groups that vLLM makes of them.
 
-Each layer's spec comes from vLLM's own layer class, which is asked on an object that has no more
-than the attributes that ``get_kv_cache_spec`` reads: no weights, no kernels, no GPU. Each function
-names the model files of vLLM that it follows. What vLLM leaves to a checkpoint's config.json (how
-many heads, which layers in which order) is typical of the family, and not any one checkpoint's; of
-the layers there are a few repeats of the pattern.
+Each layer's spec comes from vLLM's own layer class. The layer object has only the attributes that
+``get_kv_cache_spec`` reads: no weights, no kernels, no GPU. Each function names its sources, the
+model files of vLLM. A checkpoint's config.json sets the number of heads and the order of layers.
+Here these are typical of the family, and not of one checkpoint. A few repeats of the layer pattern
+stand for all layers.
 """
 
 import importlib
@@ -30,7 +30,7 @@ from vllm.v1.kv_cache_interface import (
 from tests.simulation import groups
 
 planning: Any = kv_cache_utils
-"""vLLM's module that plans KV caches: another one from 0.33 on."""
+"""vLLM's module that plans KV caches. Its name differs from 0.33 on."""
 if not hasattr(planning, "get_kv_cache_groups"):
     planning = importlib.import_module("vllm.v1.core.kv_cache_planning")
 
@@ -39,13 +39,13 @@ Specs = dict[str, KVCacheSpec]
 
 
 DRAFT = "draft."
-"""What names of a drafter's layers begin with."""
+"""Prefix of the names of a drafter's layers."""
 
 
 @dataclass(frozen=True)
 class Drafter:
-    """A drafter with KV pages. ``method``: vLLM's name for how it drafts. ``architecture``: in
-    vLLM's registry. ``num_modules``: MTP modules that draft one after the other."""
+    """A drafter with KV pages. ``method``: vLLM's name for its method. ``architecture``: in vLLM's
+    registry. ``num_modules``: MTP modules that draft one after the other."""
 
     method: str
     architecture: str
@@ -55,7 +55,7 @@ class Drafter:
 
 @dataclass(frozen=True)
 class RealModel:
-    """A model as it is served on GPUs."""
+    """A model as served on GPUs."""
 
     architecture: str
     """In vLLM's registry."""
@@ -65,15 +65,15 @@ class RealModel:
     """The target's layers, then the drafter's."""
     drafter: Drafter | None = None
     shrink: int = 4
-    """Tokens for which one stands in the simulator. Divides all block sizes, windows, chunks."""
+    """Tokens for each token of the simulator. Divides all block sizes, windows and chunks."""
     cache_dtype: str = "auto"
     layout: str = "BLHNC"
-    """The KV layout that this connector asks for, and gets where kernels can."""
+    """The KV layout that this connector requests. vLLM uses it where kernels can."""
     hybrid: bool = True
-    """Whether vLLM manages unlike kinds of layers in groups of their own."""
+    """Whether vLLM puts different kinds of layers in separate groups."""
     state_page_bytes: int | None = None
-    """How large vLLM makes pages of states: as large as those of attention, whose blocks it makes
-    as large as that takes (``_align_hybrid_block_size`` in platforms/interface.py)."""
+    """Bytes of a state page: as large as vLLM makes them. They equal attention's pages, whose
+    blocks vLLM enlarges to match (``_align_hybrid_block_size`` in platforms/interface.py)."""
 
 
 # Layers
@@ -83,7 +83,7 @@ _BF16 = torch.bfloat16
 
 def _spec(layer_class: Any, config: VllmConfig, **attributes: Any) -> KVCacheSpec:
     layer = object.__new__(layer_class)
-    layer.__dict__.update(attributes)  # not by nn.Module.__setattr__: it has not been set up
+    layer.__dict__.update(attributes)  # nn.Module.__setattr__ needs __init__, which has not run
     spec = layer_class.get_kv_cache_spec(layer, config)
     assert isinstance(spec, KVCacheSpec)
     return spec
@@ -115,9 +115,9 @@ def _attention(
 
 
 def _deepseek_v4(config: VllmConfig) -> Specs:
-    """models/deepseek_v4/attention.py, compressor.py: a window's latents in each layer, and in
-    most compressed ones of everything, with what is still to be compressed. An MTP layer has
-    a window only."""
+    """models/deepseek_v4/attention.py, compressor.py: each layer has a window of latents. Most also
+    have compressed latents of all tokens, and those still to be compressed. An MTP layer has only a
+    window."""
     specs: Specs = {}
     compress_ratios = (0, 0, 4, 128, 4, 128, 4)
     for layer, ratio in enumerate(compress_ratios):
@@ -184,8 +184,8 @@ def _registry_for(config: VllmConfig) -> Any:
 
 
 def _kimi_k3(config: VllmConfig, *, non_causal: bool) -> Specs:
-    """models/kimi_k3/nvidia/{kda,mla,mtp,dspark_mla}.py: three layers of linear attention for
-    each of MLA. The drafter's is MLA, DSpark's non-causal."""
+    """models/kimi_k3/nvidia/{kda,mla,mtp,dspark_mla}.py: three layers of linear attention for each
+    of MLA. The drafter uses MLA; DSpark's is non-causal."""
     linear = _class("models.kimi_k3.nvidia.kda", "KimiK3DeltaAttention")
 
     def state() -> KVCacheSpec:
@@ -229,9 +229,9 @@ def _kimi_k3_dspark(config: VllmConfig) -> Specs:
 
 
 def _minimax_m3(config: VllmConfig) -> Specs:
-    """models/minimax_m3/nvidia/model.py (MiniMaxM3Attention, MiniMaxM3SparseAttention, both of
-    4 KV heads), common/indexer.py (MiniMaxM3IndexerCache): three dense layers, then sparse ones
-    with an index. Its module needs torchvision, so these are written out."""
+    """models/minimax_m3/nvidia/model.py (MiniMaxM3Attention, MiniMaxM3SparseAttention, both with 4
+    KV heads), common/indexer.py (MiniMaxM3IndexerCache): three dense layers, then sparse ones with
+    an index. The module needs torchvision, so the specs are written out here."""
     block_size = config.cache_config.block_size
 
     def attention() -> KVCacheSpec:
@@ -272,8 +272,8 @@ def _gpt_oss(config: VllmConfig) -> Specs:
 
 
 def _gemma_3(config: VllmConfig) -> Specs:
-    """model_executor/models/gemma3.py, 27B: five layers with a window of 1024 for each without.
-    The drafter's has half as many heads: pages of another size."""
+    """model_executor/models/gemma3.py, 27B: five layers with a window of 1024 for each without. The
+    drafter has half as many heads, so its pages have another size."""
     specs = {
         f"model.layers.{layer}.attn": _attention(config, 16, 128, None if layer % 6 == 5 else 1024)
         for layer in range(6)
@@ -301,7 +301,7 @@ def _step_3p5(config: VllmConfig) -> Specs:
 
 def _llama_4(config: VllmConfig) -> Specs:
     """model_executor/models/llama4.py: three layers that attend within chunks of 8192 for each
-    without. The drafter's is Llama's (llama_eagle3.py)."""
+    without chunks. The drafter is Llama's (llama_eagle3.py)."""
     local = _class(
         "model_executor.layers.attention.chunked_local_attention", "ChunkedLocalAttention"
     )
@@ -386,15 +386,15 @@ REAL_MODELS = {
         hybrid=False,
     ),
 }
-"""What runs beside this connector, by name: sizes of blocks are vLLM's own choice, or a power of
-two that kernels allow where windows are long."""
+"""Models to run with this connector, by name. Block sizes are vLLM's own choice, or a power of two
+that kernels allow where windows are long."""
 
 
 # vLLM's plan
 
 
 class SpeculativeConfig(groups.Drafter):
-    """What vLLM's planner and scheduler want to know of a speculative config."""
+    """A speculative config, as far as vLLM's planner and scheduler read it."""
 
     def __init__(self, drafter: Drafter) -> None:
         self.num_speculative_tokens = drafter.num_drafted
@@ -415,7 +415,7 @@ class SpeculativeConfig(groups.Drafter):
 
 
 def configure(config: VllmConfig, model: RealModel) -> None:
-    """Change ``config`` to what it is when vLLM plans the model's KV cache."""
+    """Change ``config`` to its state when vLLM plans the model's KV cache."""
     cache = config.cache_config
     cache.block_size = model.block_size
     cache.cache_dtype = model.cache_dtype  # type: ignore[assignment]
@@ -429,7 +429,7 @@ def configure(config: VllmConfig, model: RealModel) -> None:
 
 
 def plan_groups(model: RealModel, config: VllmConfig) -> list[KVCacheGroupSpec]:
-    """The groups that vLLM makes of the model's layers. ``config``: as ``configure`` leaves it."""
+    """The groups that vLLM makes of the model's layers. ``config``: after ``configure``."""
     specs = model.layers(config)
     if "is_draft" in {field.name for field in fields(KVCacheSpec)}:  # from 0.33 on
         specs = {
@@ -447,7 +447,7 @@ def plan_groups(model: RealModel, config: VllmConfig) -> list[KVCacheGroupSpec]:
 def place_groups(
     groups: list[KVCacheGroupSpec], config: VllmConfig, num_blocks: int
 ) -> KVCacheConfig:
-    """Where vLLM places the layers of ``groups`` in a KV cache of ``num_blocks`` blocks."""
+    """vLLM's placement of the layers of ``groups`` in a KV cache of ``num_blocks`` blocks."""
     block_bytes = planning._pool_bytes_per_block(config, groups)
     placed: KVCacheConfig = planning.get_kv_cache_config_from_groups(
         config, groups, num_blocks * block_bytes
@@ -456,7 +456,7 @@ def place_groups(
 
 
 def describe(group: KVCacheGroupSpec) -> str:
-    """What matters of a group: how many layers, of which kinds, in blocks of how many tokens."""
+    """A summary of a group: its number of layers, their kinds, and the tokens of a block."""
     kinds: dict[str, int] = {}
     for name in group.layer_names:
         spec = layer_spec(group, name)
@@ -467,9 +467,9 @@ def describe(group: KVCacheGroupSpec) -> str:
             "tokens a state": spec.tokens_per_state if spec.tokens_per_state not in (1, -1) else 0,
         }
         kind = type(spec).__name__.removesuffix("Spec")
-        said = ", ".join([kind, *(f"{key} {size}" for key, size in sizes.items() if size)])
-        kinds[said] = kinds.get(said, 0) + 1
-    layers = " + ".join(f"{count} ({said})" for said, count in kinds.items())
+        layout = ", ".join([kind, *(f"{key} {size}" for key, size in sizes.items() if size)])
+        kinds[layout] = kinds.get(layout, 0) + 1
+    layers = " + ".join(f"{count} ({layout})" for layout, count in kinds.items())
     return f"{layers} in blocks of {group.kv_cache_spec.block_size}"
 
 

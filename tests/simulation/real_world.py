@@ -1,8 +1,8 @@
-"""A real model in a world: vLLM's own groups and placements, of a model that has shrunk.
+"""A real model in a world: vLLM's own groups and placements, in a smaller size.
 
-Where the GPU's engine has ``RealModel.shrink`` tokens, there is one here: in blocks, windows,
-chunks, and in entries that stand for several tokens. Pages have shrunk too, all by the same
-factor: the smallest one still has 8 bytes for each entry, and pages of one size are so again.
+One token here stands for ``RealModel.shrink`` tokens of the GPU's engine: in blocks, windows,
+chunks, and in entries that stand for several tokens. Pages shrink too, all by the same factor.
+The smallest page still has 8 bytes for each entry, and pages of equal size stay equal.
 """
 
 import copy
@@ -83,8 +83,8 @@ def _shrink_group(group: KVCacheGroupSpec, shrink: int, factor: int) -> KVCacheG
 
 
 def _shrink_spec(spec: KVCacheSpec, shrink: int, factor: int) -> KVCacheSpec:
-    """The same kind of spec, with ``shrink`` tokens for each of which there is one, and a page
-    with as many times fewer bytes as ``factor`` says, rounded up to whole slots."""
+    """The same kind of spec with 1 token for each ``shrink`` tokens. The page has ``factor`` times
+    fewer bytes, rounded up to whole slots."""
     page_bytes = round_up(-(-spec.page_size_bytes // factor), _SLOT)
     sizes: dict[str, Any] = {"block_size": _divide(spec.block_size, shrink)}
     for key in ("sliding_window", "attention_chunk_size"):
@@ -92,7 +92,7 @@ def _shrink_spec(spec: KVCacheSpec, shrink: int, factor: int) -> KVCacheSpec:
             sizes[key] = _divide(size, shrink)
     if isinstance(spec, MambaSpec):
         if alignment := spec.prefill_checkpoint_alignment:
-            # Checkpoints lie at ends of blocks, which are multiples of it.
+            # Checkpoints lie at ends of blocks, whose sizes are multiples of this.
             sizes["prefill_checkpoint_alignment"] = max(1, alignment // shrink)
         return replace(
             spec,
@@ -122,7 +122,7 @@ def _shrink_spec(spec: KVCacheSpec, shrink: int, factor: int) -> KVCacheSpec:
 
 
 def _num_entries(spec: KVCacheSpec, shrink: int) -> int:
-    """How many entries a page has when ``shrink`` tokens have become one."""
+    """The number of entries of a page after ``shrink`` tokens have become one."""
     if isinstance(spec, MambaSpec):
         return 1
     tokens_per_state = int(spec.tokens_per_state)
@@ -147,14 +147,15 @@ _TRANSFER_CONFIG = KVTransferConfig(
 
 @dataclass(frozen=True)
 class RealShape(Shape):
-    """The engine of a model of ``REAL_MODELS``. Of what a Shape says of its model, ``draft``,
-    ``chained``, ``num_drafted`` and ``num_states`` fit it; the rest is not looked at."""
+    """The engine of a model of ``REAL_MODELS``. ``draft``, ``chained``, ``num_drafted`` and
+    ``num_states`` describe that model. Other fields that describe a Shape's model have no
+    effect."""
 
     name: str = ""
 
     @classmethod
     def of(cls, name: str, **keywords: Any) -> "RealShape":
-        """``keywords``: of a Shape, other than those that speak of its model."""
+        """``keywords``: of a Shape, without those that describe its model."""
         drafter = REAL_MODELS[name].drafter
         return cls(
             name=name,
@@ -167,23 +168,23 @@ class RealShape(Shape):
 
     @property
     def model(self) -> RealModel:
-        """The model in its true size."""
+        """The model in its real size."""
         return REAL_MODELS[self.name]
 
     def configure(self, config: VllmConfig) -> None:
-        """Change ``config`` to what it would be if the model had the simulator's size."""
+        """Change ``config`` as for a model of the simulator's size."""
         configure(config, self.model)
         cache = config.cache_config
         cache.block_size = cache.mamba_block_size = self.model.block_size // self.model.shrink
 
     @cached_property
     def kv_cache_config(self) -> KVCacheConfig:
-        """What vLLM tells each worker."""
+        """The configuration that vLLM sends each worker."""
         config = make_vllm_config(Shape(), _TRANSFER_CONFIG)
         self.configure(config)
         placed = place_groups(list(shrunk_groups(self.name)), config, self.num_device_blocks)
         assert placed.num_blocks == self.num_device_blocks
-        # As EngineCore does: what the scheduler's view of the groups says goes to the workers.
+        # As EngineCore does: workers get the block sizes and flags of the scheduler's groups.
         of_scheduler = generate_scheduler_kv_cache_config([placed])
         sizes = resolve_kv_cache_block_sizes(of_scheduler, config)
         placed.hash_block_size = sizes[1]
@@ -206,7 +207,7 @@ class RealShape(Shape):
 
     @cached_property
     def modules(self) -> list[str]:
-        """The drafter's layers, in the order in which they draft, if they are a chain."""
+        """The drafter's layers in the order in which they draft, if they are a chain."""
         groups = self.kv_cache_config.kv_cache_groups
         names = [name for group in groups for name in group.layer_names if name.startswith(DRAFT)]
         return sorted(names, key=extract_layer_index) if self.chained else []
@@ -251,7 +252,7 @@ class RealShape(Shape):
         return RealMemory(self.kv_cache_config)
 
     def num_blocks_of_a_request(self) -> int:
-        """How many device blocks the longest request has at most."""
+        """The most device blocks that a request has."""
         in_flight = 2 * self.max_num_batched_tokens
         return sum(
             spec.max_admission_blocks_per_request(in_flight, self.max_model_len)
@@ -264,7 +265,7 @@ class RealShape(Shape):
 
 
 def _specs(name: str) -> list[KVCacheSpec]:
-    """Of each group, the first layer's spec: as vLLM's scheduler sees it."""
+    """The first layer's spec of each group, which vLLM's scheduler uses."""
     return [layer_spec(group, group.layer_names[0]) for group in shrunk_groups(name)]
 
 
@@ -290,7 +291,7 @@ def _layer(name: str, spec: KVCacheSpec, modules: list[str]) -> Layer:
 
 
 class RealMemory(KVMemory):
-    """One rank's KV cache, its layers where vLLM places them."""
+    """One rank's KV cache, with vLLM's placement of the layers."""
 
     def __init__(self, config: KVCacheConfig) -> None:
         self.tensors = config.kv_cache_tensors
@@ -315,7 +316,7 @@ class RealMemory(KVMemory):
         self.pages = [layer.numpy().view(np.uint64) for layer in self.layers]
 
     def entries(self, name: str, spec: KVCacheSpec) -> Identities:
-        """A layer's pages as ``[num_blocks, entries, width]``, without what fills them up."""
+        """A layer's pages as ``[num_blocks, entries, width]``, without padding."""
         pages: Identities = self._by_name[name].numpy().view(np.uint64)
         num_entries = _num_entries(spec, shrink=1)
         width = pages.shape[1] // num_entries
@@ -339,17 +340,17 @@ class RealWorld(World):
         return copy.deepcopy(self.shape.kv_cache_config)
 
 
-# Scripts of it
+# Its scripts
 
 
-def takes_intervals(name: str) -> bool:
-    """Whether vLLM takes a retention interval for the model: only with windows or states."""
+def has_intervals(name: str) -> bool:
+    """Whether vLLM allows a retention interval for the model: only with windows or states."""
     return any(isinstance(spec, SlidingWindowSpec | MambaSpec) for spec in _specs(name))
 
 
 def draw(seed: int, name: str, **changes: Any) -> Script:
-    """A script for a model of ``REAL_MODELS``, its prompts so long that windows end within them.
-    ``changes``: to the shape."""
+    """A script for a model of ``REAL_MODELS`` with prompts longer than its windows. ``changes``: to
+    the shape."""
     drawn = Script.draw(seed)
     rng = random.Random(f"{seed}: {name}")
     windows = [group.window for group in RealShape.of(name).groups]
@@ -380,5 +381,5 @@ def draw(seed: int, name: str, **changes: Any) -> Script:
         num_requests=24,
         arrivals=0.9,
         copy_speed=rng.choice([0.5, 0.9]),
-        most_said=12,
+        max_answer_tokens=12,
     )

@@ -1,4 +1,4 @@
-"""A world in which vLLM's MultiConnector has another connector beside this project's."""
+"""A world where vLLM's MultiConnector has another connector beside this project's."""
 
 from typing import TYPE_CHECKING, Any
 
@@ -25,12 +25,12 @@ if TYPE_CHECKING:
 
 
 class RemoteConnector(KVConnectorBase_V1, SupportsHMA):
-    """Offers, between steps, what the script says that another machine has."""
+    """Offers the tokens that the script places on another machine between steps."""
 
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         self.offers: dict[str, int] = {}
-        """By request, the first so many tokens."""
+        """By request, the number of its first tokens that the other machine has."""
 
     def get_num_new_matched_tokens(
         self, request: "Request", num_computed_tokens: int
@@ -39,7 +39,7 @@ class RemoteConnector(KVConnectorBase_V1, SupportsHMA):
         return num_tokens, num_tokens > 0
 
     def update_state_after_alloc(self, *args: Any) -> None:
-        """Nothing: the script keeps the books."""
+        """No effect: the script keeps track."""
 
     def build_connector_meta(self, *args: Any) -> KVConnectorMetadata:
         return KVConnectorMetadata()
@@ -47,7 +47,7 @@ class RemoteConnector(KVConnectorBase_V1, SupportsHMA):
     def request_finished_all_groups(self, *args: Any) -> tuple[bool, None]:
         return False, None
 
-    # Its worker side is played by the script.
+    # The script plays the worker side.
 
     def start_load_kv(self, *args: Any, **kwargs: Any) -> None:
         raise NotImplementedError
@@ -56,7 +56,7 @@ class RemoteConnector(KVConnectorBase_V1, SupportsHMA):
 
 
 class WorldWithRemote(World):
-    """``remote_first``: the other connector is asked first."""
+    """``remote_first``: vLLM queries the other connector first."""
 
     def __init__(self, shape: Shape, remote_first: bool) -> None:
         self.remote_first = remote_first
@@ -65,7 +65,7 @@ class WorldWithRemote(World):
         multi: Any = self.scheduler.connector
         self.remote: RemoteConnector = multi.sub_connectors[1 - self._ours]
         self.arrived: set[str] = set()
-        """Requests whose remote bytes have come since the last step."""
+        """Requests whose remote bytes have arrived since the last step."""
 
     def kv_transfer_config(self) -> KVTransferConfig:
         ours = {
@@ -110,7 +110,7 @@ class WorldWithRemote(World):
         return output
 
     def receive(self, request_id: str, num_tokens: int) -> None:
-        """The first ``num_tokens`` tokens of a request come from the other machine."""
+        """Receive the first ``num_tokens`` tokens of a request from the other machine."""
         manager = self.scheduler.kv_cache_manager
         tables = manager.get_block_ids(request_id)
         for rank in self.ranks:

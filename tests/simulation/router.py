@@ -1,4 +1,4 @@
-"""Router: believes an engine's KV events, and nothing else."""
+"""Router: knows the host tier's contents from an engine's KV events alone."""
 
 import os
 from collections.abc import Iterable
@@ -16,27 +16,27 @@ from vllm.v1.core.kv_cache_utils import (
 
 from tests.simulation.runner import Violation
 
-# Whole hashes, not their last 64 bits: the next block's can be worked out from them.
+# Whole hashes, not their last 64 bits: the next block's hash is computed from them.
 os.environ["VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES"] = "0"
 
 EVENTS_CONFIG = KVEventsConfig(enable_kv_cache_events=True, publisher="null")
-"""Events are made, and whoever takes the publisher's place gets them."""
+"""vLLM makes events, and the test replaces their publisher."""
 
 
 LORA_PATH = "/nowhere"
-"""Of every adapter: vLLM hashes it, and events do not say it."""
+"""The path of every adapter. vLLM hashes it, and events omit it."""
 
 
 class Router:
-    """Stands where vLLM publishes events, and knows by them what the host tier holds.
+    """Replaces vLLM's publisher, and derives the host tier's keys from the events.
 
-    Works out the hash of every stored block from what the event says of it. Raises Violation
-    for an event that contradicts itself, or the one before.
+    Computes the hash of every stored block from the event's fields. Raises Violation for an event
+    that contradicts itself or an earlier event.
     """
 
     def __init__(self, hash_size: int) -> None:
         self.keys: set[BlockHashWithGroupId] = set()
-        """What may be looked up in the host tier."""
+        """The keys that can be found in the host tier."""
         self.num_stored = 0
         self.num_removed = 0
         self._hash_size = hash_size
@@ -46,7 +46,7 @@ class Router:
     def publish(self, batch: Any) -> None:
         events = [event for event in batch.events if getattr(event, "medium", "") == MEDIUM_CPU]
         try:
-            self.take(events)
+            self.apply(events)
         except AssertionError as error:
             raise Violation(f"KV events: {error}") from error
 
@@ -58,8 +58,8 @@ class Router:
 
     # As a router
 
-    def take(self, events: Iterable[object]) -> None:
-        """Believe these, in order. AssertionError for one that is wrong in itself."""
+    def apply(self, events: Iterable[object]) -> None:
+        """Apply these events in order. Raises AssertionError for a wrong event."""
         for event in events:
             assert isinstance(event, BlockStored | BlockRemoved), event
             assert event.locality == "LOCAL", event
@@ -88,7 +88,7 @@ class Router:
             for start in range(index * size, end, self._hash_size):
                 tokens = event.token_ids[start : start + self._hash_size]
                 parent = hash_block_tokens(sha256, parent, tokens, keys)
-                keys = None  # a salt is the first tokens' alone
+                keys = None  # only the first block's hash covers a salt
             assert parent == block_hash, f"{event}: block {index} has another hash"
 
 

@@ -1,4 +1,5 @@
-"""Runner: a scripted model on one rank. Checks what it reads, writes who it is."""
+"""Runner: a scripted model on one rank. It checks each page that it reads, and writes
+identities."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
     from tests.simulation.shape import Shape
 
 _REJECTED = np.uint64(0xDEAD)
-"""What a page holds of a drafted token that was rejected."""
+"""The contents of a page for a drafted token that was rejected."""
 
 
 class Violation(AssertionError):
@@ -25,13 +26,13 @@ class Violation(AssertionError):
 
 @dataclass(frozen=True)
 class _Work:
-    """One request's part of a step."""
+    """One request's tokens in a step."""
 
     request_id: str
     story: Story
     start: int
     end: int
-    """Behind the last token that is known, or was drafted and accepted."""
+    """End of the tokens that are known, or were drafted and accepted."""
     num_accepted: int
     num_rejected: int
     tables: tuple["np.ndarray[tuple[int], np.dtype[np.int64]]", ...]
@@ -39,16 +40,16 @@ class _Work:
     samples: bool
     """Whether the step ends with a token that was not known before."""
     num_known: int
-    """Tokens that are known once it has been sampled."""
+    """Number of known tokens after it has been sampled."""
     redraft_from: int
-    """Where chained drafters begin to compute: what is before they leave as it was found."""
+    """Where chained drafters begin to compute. They leave earlier pages unchanged."""
     states: dict[int, tuple[int, int]]
-    """By group of states, the columns of its table where the state is at the start, and where it
-    is after the tokens that were known; after each drafted one, in the next."""
+    """By group of states, columns of its block table: for the state at the start, and for the state
+    after the known tokens. The state after each drafted token has the next column."""
 
     @property
     def known_end(self) -> int:
-        """Behind the last token that is known."""
+        """End of the known tokens."""
         return self.end - self.num_accepted
 
 
@@ -56,22 +57,22 @@ class _Work:
 class _Batch:
     works: list[_Work]
     zeroed: list[int]
-    """Device blocks to be zeroed before anything else."""
+    """Device blocks to zero before anything else."""
 
     copies: list[tuple[int, int]]
-    """Then device blocks to be copied, from and to."""
+    """Device blocks to copy after that, from and to."""
 
 
 @dataclass(eq=False)
 class _Known:
     tables: list[list[int]]
     num_tokens: int = field(default=0)
-    """Tokens that are known: the prompt and what has been sampled."""
+    """Number of known tokens: the prompt and all that were sampled."""
     num_computed: int = 0
     num_found: int = 0
-    """How many of those were found when the request got its blocks."""
+    """Number of those that were found when the request got its blocks."""
     states: dict[int, int] = field(default_factory=dict)
-    """By group of states, the column of its table where the state is."""
+    """By group of states, the state's column in its block table."""
 
 
 class Runner:
@@ -94,12 +95,12 @@ class Runner:
         self._alike = [{kind: _alike(layers, kind) for kind in Kind} for layers in self._layers]
         """By group and kind, layers whose pages have entries for the same tokens."""
         self._pages = shape.pages(memory)
-        """By group and layer ``[num_blocks, entries on this rank, width]``."""
+        """By group and layer, ``[num_blocks, entries on this rank, width]``."""
         self.num_pages_read = 0
         self._known: dict[str, _Known] = {}
 
     def update(self, scheduled: "SchedulerOutput") -> _Batch:
-        """Take in what is new, and snapshot this step's work."""
+        """Apply the scheduler's output, and snapshot this step's work."""
         for request_id in scheduled.finished_req_ids:
             self._known.pop(request_id, None)
         for new in scheduled.scheduled_new_reqs:
@@ -124,7 +125,7 @@ class Runner:
             elif new_ids is not None:
                 for table, ids in zip(known.tables, new_ids, strict=True):
                     table.extend(ids)
-            # With async scheduling vLLM counts drafts in until it hears that they were rejected.
+            # With async scheduling, vLLM counts drafts as computed until they are rejected.
             ahead = cached.num_computed_tokens[index] - known.num_computed
             limit = self.shape.num_drafted * self.shape.num_stages
             limit = limit if self.shape.async_scheduling else 0
@@ -153,7 +154,7 @@ class Runner:
                 source = known.states.get(index, (start - 1) // self._sizes[index])
                 target = (start + num_tokens - 1) // self._sizes[index]
                 states[index] = source, target
-                # A state that a block ends with moves to that block when the step is over.
+                # A state at a block's end moves to that block after the step.
                 moved = known.num_computed == (target + 1) * self._sizes[index]
                 known.states[index] = target if moved else target + accepted
         return _Work(
@@ -171,8 +172,8 @@ class Runner:
         )
 
     def prepare(self, batch: _Batch) -> None:
-        """What vLLM queues before it lets the connector know of the step: blocks are zeroed, and
-        copied, and a state is moved where the step goes on from it in another block."""
+        """The work that vLLM queues before it calls the connector's hooks: it zeroes and copies
+        blocks. It also moves a state where the step goes on from it in another block."""
         for pages in self.memory.pages:
             pages[batch.zeroed] = 0
             for source, target in batch.copies:
@@ -182,9 +183,9 @@ class Runner:
     def compute(self, batch: _Batch, samples: dict[str, list[int]]) -> None:
         """The forward, without the drafter. Sampled tokens go into ``samples``.
 
-        States are read before anything is written: vLLM lets no request start from a state that
-        another one writes in the same step. Attention pages are checked when all new tokens'
-        pages have been written: there, it does.
+        States are read before anything is written: in vLLM, no request starts from a state that
+        another one writes in the same step. Attention pages are checked after all new tokens'
+        pages have been written: a request may read pages that another one writes in that step.
         """
         self._check_states(batch, moves=False)
         for work in batch.works:
@@ -197,7 +198,7 @@ class Runner:
                 samples[work.request_id] = work.story.tokens[work.known_end : work.end + 1]
 
     def draft(self, batch: _Batch) -> None:
-        """The drafter: it fills its pages of the step's tokens, and drafts."""
+        """The drafter: fills its pages of the step's tokens, and drafts."""
         self._attend(batch, Kind.DRAFT)
 
     def _attend(self, batch: _Batch, kind: Kind) -> None:
@@ -209,8 +210,8 @@ class Runner:
                 self._check(work, index, group, kind)
 
     def fill(self, request_id: str, tables: Sequence[Sequence[int]], num_tokens: int) -> None:
-        """Write the pages of a request's first ``num_tokens`` tokens, as somebody does who has
-        them from elsewhere. Attention groups only."""
+        """Write the pages of a request's first ``num_tokens`` tokens, as if loaded from another
+        machine. Attention groups only."""
         arrays = tuple(np.array(table, dtype=np.int64) for table in tables)
         story = self.stories[request_id]
         work = _Work(request_id, story, 0, num_tokens, 0, 0, arrays, False, num_tokens, 0, {})
@@ -244,14 +245,14 @@ class Runner:
                 pages = self._pages[index][layer]
                 pages[blocks, slots] = self._tokens(work, positions, index, layer)
                 pages[rejected_places] = _REJECTED
-                # A module that looks further ahead than tokens are known goes by drafts.
+                # A module that reads beyond the known tokens uses drafts.
                 if ahead := self._layers[index][layer].ahead:
                     unknown = positions + ahead >= work.num_known
                     pages[blocks[unknown], slots[unknown]] = _REJECTED
 
     def _rejected(self, work: _Work, index: int, kind: Kind) -> "np.ndarray[Any, Any]":
-        """Positions of drafted tokens that were rejected, and of those that a drafter drafts for
-        the next step, one after the other: it writes their pages as it goes."""
+        """Positions of rejected drafted tokens, and of tokens that a drafter drafts one by one for
+        the next step. The drafter writes their pages as it drafts."""
         num_ahead = work.num_rejected
         if kind is Kind.DRAFT and work.samples:
             num_ahead = max(num_ahead, self.shape.num_drafted)
@@ -279,11 +280,11 @@ class Runner:
         return of_page(identities, index, self.rank, layer, self._pages[index][layer].shape[2])
 
     def _is_of_a_sibling(self, work: _Work, position: int, index: int, layer: int) -> bool:
-        """Whether a drafter's page is that of a request which goes on otherwise after its block.
+        """Whether a drafter's page is that of a request with other tokens after the block.
 
-        The last tokens of a draft block have seen tokens behind the block, which the block's
-        hash does not cover. vLLM lets blocks of the same hash stand for each other; what is
-        drafted from them may be worse, what is said is the same.
+        The last entries of a draft block depend on tokens after the block, which its hash does not
+        cover. vLLM treats blocks of the same hash as equal. Drafts from them may be worse, but the
+        answer is the same.
         """
         size, spec = self._sizes[index], self._layers[index][layer]
         last = position - position % size + size - 1
@@ -301,7 +302,8 @@ class Runner:
         return bool((allowed == found).all(axis=1).any())
 
     def _check_states(self, batch: _Batch, moves: bool) -> None:
-        """Check what requests start from: those states that the step ``moves``, or the others."""
+        """Check the states that requests start from: those that the step ``moves``, or the
+        others."""
         for work in batch.works:
             for index, (source, target) in work.states.items():
                 if work.start > 0 and (source != target) is moves:
@@ -315,8 +317,8 @@ class Runner:
         self.num_pages_read += len(self._pages[index])
 
     def _write_state(self, work: _Work, index: int) -> None:
-        """The state after what was known, and behind it one for each drafted token. Where the
-        accepted ones pass the end of a block, that block gets the state there as well."""
+        """Write the state after the known tokens, and after each drafted token in the next columns.
+        Where the accepted tokens pass the end of a block, that block also gets its state."""
         table, column, size = work.tables[index], work.states[index][1], self._sizes[index]
         checkpoint = self.shape.checkpoint(index, work.start, work.end + work.num_rejected)
         for layer, pages in enumerate(self._pages[index]):

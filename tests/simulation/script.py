@@ -1,4 +1,4 @@
-"""Script: everything that happens to a world, drawn from one seed."""
+"""Script: all events of a world, drawn from one seed."""
 
 import random
 from collections.abc import Callable
@@ -15,7 +15,8 @@ from tests.simulation.shape import Shape
 from tests.simulation.world import Rank, World
 
 _PATIENCE = 400
-"""Steps without any request making progress, nothing being held back, that count as a hang."""
+"""Number of steps without progress of any request that counts as a hang, if nothing is held
+back."""
 
 
 _ATTENTION_ONLY = 0.5
@@ -38,7 +39,7 @@ _MODELS: tuple[dict[str, Any], ...] = (
     {"num_states": 1, "windows": (0,), "match_unit": 2},
     {"num_states": 1, "windows": (0,), "match_unit": 1, "draft": True},
 )
-"""What a script's model may have beside, or instead of, its groups of attention layers."""
+"""Groups that a script's model may have beside or instead of attention groups."""
 
 _COMMON = 0.6
 _ENGINES: tuple[dict[str, Any], ...] = (
@@ -58,52 +59,52 @@ _ENGINES: tuple[dict[str, Any], ...] = (
     | {"windows": (0, 0), "num_ranks": 2, "context_parallel": True, "num_drafted": 2}
     | {"scales": (1, 2)},
 )
-"""How an engine may be run otherwise, whatever its model."""
+"""Other ways to run an engine, for any model."""
 
 
-_MOST_SAID = (12, 12, 12, 12, 48)
-"""How long an answer may be: a few blocks, or more than eager stores wait for."""
+_MAX_ANSWER_TOKENS = (12, 12, 12, 12, 48)
+"""Maximum lengths of answers: a few blocks, or more than a batch of eager stores."""
 
 
 @dataclass(frozen=True)
 class Faults:
-    """How likely, per copy or per step, something goes wrong."""
+    """Probabilities of failures, per copy or per step."""
 
     load_error: float = 0.0
     store_error: float = 0.0
     thread_death: float = 0.0
     repeated_hooks: float = 0.0
     no_memory: float = 0.0
-    """For each chunk of host blocks."""
+    """Per chunk of host blocks."""
 
 
 @dataclass(frozen=True)
 class Script:
-    """A seed, an engine, and what its users and its fate do to it."""
+    """A seed, an engine, its requests and its faults."""
 
     seed: int
     shape: Shape
     num_requests: int = 12
     arrivals: float = 0.25
-    most_said: int = _MOST_SAID[0]
-    """Tokens that a request is answered with at most."""
+    max_answer_tokens: int = _MAX_ANSWER_TOKENS[0]
+    """The most tokens of an answer."""
     aborts: float = 0.02
     resets: float = 0.01
     copy_speed: float = 0.5
-    """How likely, per step and rank, each waiting copy runs."""
+    """Probability that a waiting copy runs, per step and rank."""
     lag: float = 0.5
-    """How likely the compute stream lags behind the host for a while."""
+    """Probability that the compute stream lags behind the host for a while."""
     announcements: float = 0.0
-    """How likely, per step and rank, each load under way says that it is nearly done."""
+    """Probability that a load in flight is announced as nearly done, per step and rank."""
     opening: float = 0.5
-    """How likely, per step and rank, another chunk of host blocks is opened."""
+    """Probability that another chunk of host blocks is opened, per step and rank."""
     faults: Faults = field(default_factory=Faults)
     stretch: int = 1
-    """How many times as long prompts are."""
+    """Factor of the prompts' lengths."""
 
     @classmethod
     def draw(cls, seed: int) -> "Script":
-        """A script that is a function of ``seed`` alone."""
+        """A script that depends on ``seed`` alone."""
         rng = random.Random(seed)
         windows = rng.choice([(0,), (0,), (0, 8), (8,), (0, 6, 6), (0, 16), (12, 5)])
         faulty = rng.random() < 0.4
@@ -150,7 +151,7 @@ class Script:
             script.shape,
             lazy=lazy,
             store_threshold=rng.choice([1, 1, 1, 2, 3]),
-            # On a device that is full, lazy stores are as early as eager ones.
+            # On a full device, lazy stores are as early as eager ones.
             num_device_blocks=script.shape.num_device_blocks
             * rng.choice([1, 2, 4] if lazy else [1]),
         )
@@ -163,11 +164,12 @@ class Script:
             script = script.with_model(**rng.choice(_ENGINES))
         script = script.with_runner(random.Random(f"{seed}: runner"))
         rng = random.Random(f"{seed}: answers")
-        script = replace(script, most_said=rng.choice(_MOST_SAID))
-        return script.with_parts(random.Random(f"{seed}: parts").choice([1, 1, 2, 4]))
+        script = replace(script, max_answer_tokens=rng.choice(_MAX_ANSWER_TOKENS))
+        return script.with_sub_blocks(random.Random(f"{seed}: parts").choice([1, 1, 2, 4]))
 
     def with_model(self, **changes: Any) -> "Script":
-        """The same with other groups, and as many blocks for each. ``changes``: to the shape."""
+        """The same script with other groups, and as many blocks for each. ``changes``: to the
+        shape."""
         changed = replace(self.shape, **changes)
         if changed.num_states:
             changed = replace(changed, num_sub_blocks=1)
@@ -182,7 +184,7 @@ class Script:
         return replace(self, shape=shape)
 
     def with_runner(self, rng: random.Random) -> "Script":
-        """The same with a model runner, pipeline stages, a policy and a retention drawn."""
+        """The same script with a model runner, pipeline stages, a policy and a retention drawn."""
         shape = self.shape
         v2_runner = rng.random() < 0.5
         divisors = [n for n in range(2, shape.num_ranks + 1) if shape.num_ranks % n == 0]
@@ -200,15 +202,15 @@ class Script:
 
     @property
     def promises_no_loss(self) -> bool:
-        """Whether lazy stores have to be in time, as long as the device has enough free blocks."""
+        """Whether lazy stores must be in time while the device has enough free blocks."""
         shape = self.shape
         can_keep_up = shape.lazy and self.copy_speed >= 0.5 and self.faults == Faults()
         has_room = shape.num_host_blocks >= 1000 and shape.chunk_blocks is None
         return can_keep_up and has_room and shape.store_threshold == 1 and not self.resets
 
-    def with_parts(self, num_sub_blocks: int) -> "Script":
-        """The same with as many host blocks, of ``num_sub_blocks`` device blocks each; of one where
-        the model has states or stores are lazy."""
+    def with_sub_blocks(self, num_sub_blocks: int) -> "Script":
+        """The same script with as many host blocks, each of ``num_sub_blocks`` device blocks. They
+        have one device block if the model has states or stores are lazy."""
         if self.shape.num_states or self.shape.lazy:
             return self
         num_host_blocks = self.shape.num_host_blocks // self.shape.num_sub_blocks * num_sub_blocks
@@ -220,13 +222,13 @@ class Script:
         )
 
     def without_faults(self) -> "Script":
-        """The same, on a machine where nothing fails."""
+        """The same script without faults."""
         return replace(self, faults=Faults())
 
 
 @dataclass
 class Outcome:
-    """What a run did, for those who want to know that it did something."""
+    """The counts of a run, which show its coverage."""
 
     num_steps: int
     num_blocks_loaded: int
@@ -234,7 +236,7 @@ class Outcome:
     num_preemptions: int
     num_faults: int
     num_holds: int
-    """Loads under way that compute had to wait for, counted on each rank."""
+    """Loads in flight that compute had to wait for, counted on each rank."""
     num_opened: int
     """Chunks of host blocks that were opened while the engine was running."""
 
@@ -254,7 +256,7 @@ class Play:
         self._families = [self._prompt(8, 40) for _ in range(4)]
         self._histories: list[tuple[list[int], str | None]] = []
         self._prompts: list[tuple[list[int], str | None]] = []
-        """To be sent again as they are, where a hit may then end inside a (host) block."""
+        """Prompts to send again unchanged. A hit may then end inside a (host) block."""
         self._salts: dict[str, str | None] = {}
         self._seen: set[str] = set()
         self._num_faults = 0
@@ -263,7 +265,7 @@ class Play:
         self._weights_due = False
 
     def run(self, max_steps: int | None = None) -> Outcome:
-        """Raises Violation. The world is closed afterwards in any case."""
+        """Play the script. Raises Violation. Closes the world in any case."""
         world = self.world
         patience = _PATIENCE
         try:
@@ -317,7 +319,7 @@ class Play:
         if self._chance(script.resets):
             self._reset()
         idle = not world.scheduler.has_unfinished_requests()
-        # As a weight update does: retried until neither pool holds anything old.
+        # As a weight update does: repeat until neither pool holds old blocks.
         if self._weights_due and idle and world.reset(tier=True):
             self._epoch += 1
             self._weights_due = False
@@ -334,7 +336,7 @@ class Play:
             kept = len(family) if self._chance(0.8) else self._rng.randint(0, len(family))
             prompt = family[:kept] + self._prompt(1, 12)
             salt = self._rng.choice([None, None, "red", "blue"])
-        max_tokens = self._rng.randint(1, self.script.most_said)
+        max_tokens = self._rng.randint(1, self.script.max_answer_tokens)
         prompt = prompt[: self.script.shape.max_model_len - max_tokens - 1]
         request_id = f"r{self._num_added}"
         self._num_added += 1
@@ -364,7 +366,7 @@ class Play:
     # Fate
 
     def _fate(self, rank: Rank, hurry: bool) -> None:
-        """Let the device get on with some of what it has been given."""
+        """Let the device run some of its queued work."""
         device, faults = rank.device, self.script.faults
         if self.world.can_open(rank) and (hurry or self._chance(self.script.opening)):
             self.world.open_chunk(rank, granted=not self._chance(faults.no_memory))
@@ -395,7 +397,7 @@ class Play:
             tokens, status = world.finished[request_id]
             story = world.stories[request_id]
             if status == RequestStatus.FINISHED_ERROR and not self._num_faults:
-                raise Violation(f"{request_id} failed although nothing did")
+                raise Violation(f"{request_id} failed without a fault")
             if status == RequestStatus.FINISHED_LENGTH_CAPPED:
                 history = story.tokens[: story.num_prompt_tokens] + tokens
                 self._histories.append((history, self._salts[request_id]))

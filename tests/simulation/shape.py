@@ -1,4 +1,4 @@
-"""Shape: what engine a world has."""
+"""Shape: the description of a world's engine."""
 
 import math
 from collections.abc import Sequence
@@ -16,17 +16,17 @@ NUM_LAYERS = 2
 class Shape:
     """An engine: its pools, its model's groups, and how it is run.
 
-    ``windows``: a group of attention layers each, 0 for full attention, else a window in tokens.
+    ``windows``: one group of attention layers each: 0 for full attention, else a window in tokens.
     ``chunks``, ``prompt_windows``: groups of attention layers of other reaches (``Reach``).
-    ``num_states``: that many groups of state layers. ``draft``: a drafter's group as well, of
-    attention over ``draft_window`` tokens; ``chained``: its layers are MTP modules, each of which
-    looks a token further ahead. ``retention``: after how many scheduler blocks each vLLM keeps a
-    window, or a state; 0, its default: at the ends of prompts; None: everywhere.
-    ``mixed_pages``: the layers of each group have pages of different sizes. ``match_unit``: how
-    many tokens a hash covers, if fewer than a block: with states, hits may end inside a block.
-    ``lazy`` and ``store_threshold``: which blocks are stored.
-    ``num_sub_blocks``: how many device blocks a host block holds; ``num_host_blocks`` and
-    ``chunk_blocks`` count blocks of a device block's size all the same.
+    ``num_states``: number of groups of state layers. ``draft``: whether there is a drafter's group,
+    with attention over ``draft_window`` tokens. ``chained``: its layers are MTP modules, and each
+    reads one token further ahead. ``retention``: vLLM keeps a window or a state after each multiple
+    of this many scheduler blocks; 0, its default: at the ends of prompts; None: everywhere.
+    ``mixed_pages``: the layers of each group have pages of different sizes. ``match_unit``: the
+    tokens that a hash covers, if fewer than a block: with states, hits may end inside a block.
+    ``lazy``, ``store_threshold``: the policy and admission of stores. ``num_sub_blocks``: device
+    blocks in a host block. ``num_host_blocks`` and ``chunk_blocks`` still count blocks of a device
+    block's size.
     """
 
     num_device_blocks: int = 24
@@ -49,10 +49,10 @@ class Shape:
     chained: bool = False
     retention: int | None = 0
     v2_runner: bool = False
-    """Whether steps run in the order of vLLM's V2 runner: a step's output is processed before its
+    """Whether steps run in the order of vLLM's V2 runner: it returns a step's output before its
     drafter has run."""
     num_stages: int = 1
-    """Pipeline parallel stages that the ranks are dealt out to."""
+    """Number of pipeline parallel stages of the ranks."""
     priority: bool = False
     """Whether requests have priorities."""
     mixed_pages: bool = False
@@ -63,19 +63,20 @@ class Shape:
     chunk_blocks: int | None = None
     """Host blocks that a rank opens at a time; None: all at start."""
     early_chunks: tuple[int, ...] = ()
-    """By rank, how many chunks beyond the first are open before the handshake, none if not said."""
+    """By rank, the number of chunks beyond the first that are open before the handshake. Default
+    0."""
     num_handshakes: int | None = None
-    """Of how many ranks the scheduler hears before the first step; None: of all."""
+    """Number of ranks whose handshake reaches the scheduler before the first step. None: all."""
     num_drafted: int = 0
-    """Tokens drafted for each step of a request that decodes, some of which are accepted."""
+    """Tokens drafted for each step of a decoding request. Some are accepted."""
     scales: tuple[int, ...] = ()
-    """By group of attention layers, how many times ``block_size`` tokens its blocks have; 1 where
-    not said. Those of states have the fewest: where they end, vLLM ends chunks of a prompt."""
+    """By group of attention layers, tokens of its blocks in multiples of ``block_size``. Default 1.
+    State groups have the smallest blocks: vLLM ends chunks of a prompt at their ends."""
     context_parallel: bool = False
-    """Whether the tokens of each block are dealt out to the ranks (DCP)."""
+    """Whether each block's tokens are distributed over the ranks (DCP)."""
     uneven_ranks: bool = False
-    """Whether every other rank's pages are twice as large. With the same number of bytes for
-    each rank, those have room for ``num_host_blocks`` and the others for more."""
+    """Whether every other rank's pages are twice as large. All ranks have the same number of bytes.
+    These have room for ``num_host_blocks``, and the others for more."""
 
     @property
     def hash_size(self) -> int:
@@ -84,17 +85,17 @@ class Shape:
 
     @property
     def block_sizes(self) -> list[int]:
-        """By group, the tokens of a block of all ranks together."""
+        """By group, the tokens of a block on all ranks together."""
         return [self.block_size * group.scale * self.num_shards for group in self.groups]
 
     @property
     def scheduler_block_size(self) -> int:
-        """Tokens between the ends of two hits, if hits end with blocks."""
+        """Distance in tokens between ends of hits, if hits end with blocks."""
         return math.lcm(*self.block_sizes)
 
     @property
     def num_shards(self) -> int:
-        """Ranks that the tokens of a block are dealt out to."""
+        """Number of ranks that a block's tokens are distributed over."""
         return self.num_ranks if self.context_parallel else 1
 
     @property
@@ -107,16 +108,16 @@ class Shape:
 
     @property
     def num_reprefilled(self) -> int:
-        """Tokens before those of a step that chained drafters compute once more."""
+        """Number of earlier tokens that chained drafters compute again in each step."""
         return max(0, self.num_drafted - 1) if self.chained else 0
 
     def _ahead(self, layer: int) -> int:
-        """How many tokens more than its own a drafter's layer has seen at each position."""
+        """The number of later tokens that each position of a drafter's layer depends on."""
         return 1 + min(layer, self.num_reprefilled)
 
     def skips_store_hooks(self, rank: int) -> bool:
-        """Whether vLLM's runner does not call the hooks after drafting on this rank: the V1
-        runner, with drafts, on all stages but the last."""
+        """Whether vLLM's runner skips the hooks after drafting on this rank. The V1 runner does,
+        with drafts, on all stages but the last."""
         is_last = rank >= self.num_ranks - self.num_ranks // self.num_stages
         return bool(self.num_drafted) and not self.v2_runner and not is_last
 
@@ -148,7 +149,7 @@ class Shape:
         ]
 
     def pages(self, memory: KVMemory) -> list[list[Identities]]:
-        """Memory as the groups see it: by group and layer ``[num_blocks, entries, width]``."""
+        """Memory by group and layer, ``[num_blocks, entries, width]``."""
         return [
             [
                 page.reshape(len(page), page.shape[1] * group.scale, page.shape[2] // group.scale)
@@ -158,13 +159,13 @@ class Shape:
         ]
 
     def checkpoint(self, group: int, start: int, end: int) -> tuple[int, int] | None:
-        """Where a step over tokens ``start`` to ``end`` leaves the state of a group beside the one
-        at its end: after how many tokens, and in which block of its table."""
+        """The extra state that a step over tokens ``start`` to ``end`` leaves, beside the one at
+        its end: the number of tokens before it, and its column in the group's block table."""
         return None
 
     def widths(self, rank: int = 0) -> tuple[int, ...]:
-        """By layer, the slots of 8 bytes that a token takes on a rank, in blocks of
-        ``block_size`` tokens. In larger ones it takes fewer: the pages of all groups are alike."""
+        """By layer, slots of 8 bytes per token on a rank, in blocks of ``block_size`` tokens.
+        Larger blocks have fewer per token, because the pages of all groups have equal size."""
         unit = math.lcm(*self.scales) * (2 if self.uneven_ranks and rank % 2 else 1)
         return tuple(unit * (layer + 1 if self.mixed_pages else 1) for layer in range(NUM_LAYERS))
 

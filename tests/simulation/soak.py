@@ -29,7 +29,7 @@ def main() -> int:
         while steps < arguments.steps:
             try:
                 outcome = play(seed)
-            except Exception as error:  # noqa: BLE001 - an assertion of vLLM's counts as well
+            except Exception as error:  # noqa: BLE001 - vLLM's assertions count as well
                 progress.stop()
                 console.print(f"seed {seed}: {type(error).__name__}: {error}", markup=False)
                 console.print(f"replay: make soak STEPS=1 SEED={seed}", markup=False)

@@ -1,4 +1,4 @@
-"""A store of blocks whose load has been announced and has not ended."""
+"""A store of blocks whose load is announced and still in flight."""
 
 import pytest
 
@@ -24,9 +24,9 @@ def run_to_rest(world: World) -> None:
 
 
 def store_what_is_being_loaded(world: World) -> None:
-    """A load has failed, and two requests load the same host blocks. The first load fails too, so
-    the blocks leave the tier; the second one is announced, its client goes away, and what it is
-    still being given is to be stored again."""
+    """A load has failed, and two requests load the same host blocks. The first of these loads fails
+    too, so the blocks leave the tier. The second load is announced, and its request is aborted. The
+    policy stores its blocks again while the load still writes them."""
     world.add_request("writer", PROMPT, 1, None, 0)
     run_to_rest(world)
     assert world.reset(tier=False)
@@ -56,7 +56,7 @@ def make_world() -> World:
     return World(Shape(load_failures="fail", max_num_batched_tokens=64))
 
 
-def test_it_waits_for_the_load() -> None:
+def test_the_store_waits_for_the_load() -> None:
     world = make_world()
     store_what_is_being_loaded(world)
     device = world.ranks[0].device

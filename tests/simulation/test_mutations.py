@@ -1,4 +1,4 @@
-"""The simulation catches every bug that was made on purpose."""
+"""The simulation catches every bug made on purpose."""
 
 from contextlib import ExitStack
 
@@ -12,14 +12,14 @@ _MAX_SEEDS = 150
 _FEW_SEEDS = 3
 
 OF_ENGINES = {name: bug.shown_by for name, bug in MUTATIONS.items() if type(bug.shown_by) is Engine}
-"""What engine each bug shows in, if not in any."""
-OF_PARTS = [bug for bug in MUTATIONS.values() if bug.shown_by is with_sub_blocks]
+"""The engine that a bug needs, for bugs that need one."""
+OF_SUB_BLOCKS = [bug for bug in MUTATIONS.values() if bug.shown_by is with_sub_blocks]
 
 
 @pytest.mark.parametrize("name", MUTATIONS)
 def test_planted_bug_is_caught(name: str) -> None:
     seed = _first_caught(name)
-    Play(MUTATIONS[name].script(seed)).run()  # and nothing but the bug was wrong
+    Play(MUTATIONS[name].script(seed)).run()  # without the bug the script passes
 
 
 def _first_caught(name: str) -> int:
@@ -28,24 +28,24 @@ def _first_caught(name: str) -> int:
             try:
                 Play(MUTATIONS[name].script(seed)).run()
             except (AttributeError, NameError, TypeError):
-                raise  # the bug was planted wrongly
+                raise  # the patch itself is wrong
             except Exception:  # noqa: BLE001 - a violation, or a refusal by vLLM's or our own code
                 return seed
-    pytest.fail(f"{name}: nobody noticed in {_MAX_SEEDS} scripts")
+    pytest.fail(f"{name}: not caught in {_MAX_SEEDS} scripts")
 
 
 @pytest.mark.parametrize("name", OF_ENGINES)
 def test_other_engines_do_not_show_it(name: str) -> None:
-    """Those bugs are what the scripts with such engines are there for."""
+    """Scripts with these engines catch bugs that other scripts cannot."""
     with MUTATIONS[name].planted():
         for seed in range(_FEW_SEEDS):
-            Play(OF_ENGINES[name].without(Script.draw(seed).with_parts(1))).run()
+            Play(OF_ENGINES[name].without(Script.draw(seed).with_sub_blocks(1))).run()
 
 
 def test_small_host_blocks_do_not_show_it() -> None:
-    """What goes wrong with parts only does not with host blocks of one, not even all at once."""
+    """Bugs of sub-blocks do not show with host blocks of one device block, even all at once."""
     with ExitStack() as stack:
-        for bug in OF_PARTS:
+        for bug in OF_SUB_BLOCKS:
             stack.enter_context(bug.planted())
         for seed in range(_FEW_SEEDS):
-            Play(Script.draw(seed).with_parts(1)).run()
+            Play(Script.draw(seed).with_sub_blocks(1)).run()

@@ -19,8 +19,8 @@ from tests.simulation.real_world import (
     RealShape,
     RealWorld,
     draw,
+    has_intervals,
     shrunk_groups,
-    takes_intervals,
 )
 from tests.simulation.runner import Violation
 from tests.simulation.script import Faults, Play
@@ -70,14 +70,14 @@ GROUPS = {
     ],
     "Llama 4, EAGLE3": ["9 (FullAttention, chunk 8192) in blocks of 256"],
 }
-"""What vLLM makes of each model. Where a new one makes something else, look what that means."""
+"""vLLM's groups of each model. If a new vLLM makes others, examine the consequences."""
 
 DRAFT_GROUPS = {
     "DeepSeek-V4": ([1], [1]),
     "Kimi-K3, MTP": ([2], [2]),
     "Kimi-K3, DSpark": ([2], [2]),
     "Step-3.5, chained MTP": ([4], [2, 3, 4]),
-    # Before 0.33 vLLM does not know, and takes it that all are.
+    # vLLM 0.32 marks no group of these drafters, and treats every group as theirs.
     "MiniMax-M3": ([], [0]),
     "gpt-oss, EAGLE3": ([], [1]),
     "Gemma 3, EAGLE3": ([], [5]),
@@ -85,7 +85,7 @@ DRAFT_GROUPS = {
     "Llama 4": ([], []),
     "Llama 4, EAGLE3": ([], [0]),
 }
-"""Which of them vLLM 0.32, and 0.33, marks as a drafter's."""
+"""The groups that vLLM marks as a drafter's: in 0.32, and in 0.33."""
 
 
 def _config(model: RealModel) -> VllmConfig:
@@ -127,7 +127,7 @@ def test_the_simulator_plays_these_groups(name: str) -> None:
             if spec.tokens_per_state not in (1, -1):
                 assert spec.tokens_per_state == small.tokens_per_state * model.shrink
             pages[spec.page_size_bytes] = small.page_size_bytes
-    # Which pages are larger than which others stays as it is.
+    # The order of the page sizes is unchanged.
     assert sorted(pages.values()) == [pages[size] for size in sorted(pages)]
     assert len(set(pages.values())) == len(pages)
 
@@ -135,9 +135,9 @@ def test_the_simulator_plays_these_groups(name: str) -> None:
 @pytest.mark.parametrize("name", REAL_MODELS)
 def test_scripts(name: str) -> None:
     """Hits with each retention interval, with and without async scheduling."""
-    for retention in (0, None, 2) if takes_intervals(name) else (0, None):
+    for retention in (0, None, 2) if has_intervals(name) else (0, None):
         for asynchronous in (False, True):
-            # Both runners with both, over the intervals.
+            # Each runner with and without async scheduling, over the intervals.
             v2_runner = asynchronous == (retention == 0)
             script = draw(
                 0, name, retention=retention, async_scheduling=asynchronous, v2_runner=v2_runner
@@ -156,8 +156,8 @@ def test_scripts_with_faults(name: str) -> None:
 
 
 def test_the_state_inside_a_prompt_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    """vLLM counts on Kimi's kernels to leave the state of the last block's end of a prompt, which
-    no step ends at."""
+    """vLLM relies on Kimi's kernels to write the state at the last block end of a prompt, where no
+    step ends."""
     monkeypatch.setattr(RealShape, "checkpoint", lambda self, group, start, end: None)
     play = Play(draw(0, "Kimi-K3, MTP", retention=0).without_faults(), RealWorld)
     with pytest.raises(Violation, match="reads a wrong page"):

@@ -1,4 +1,4 @@
-"""Another connector beside ours, in vLLM's MultiConnector."""
+"""Another connector beside this project's, in vLLM's MultiConnector."""
 
 import pytest
 
@@ -17,7 +17,7 @@ def lazy(request: pytest.FixtureRequest) -> bool:
 
 @pytest.fixture(params=[False, True], ids=["ours first", "remote first"])
 def world(request: pytest.FixtureRequest, lazy: bool) -> WorldWithRemote:
-    """The tier has so much room that lazy stores look far ahead."""
+    """The tier has enough room for lazy stores to look far ahead."""
     shape = Shape(windows=(0, 8), num_device_blocks=48, num_host_blocks=400, lazy=lazy)
     return WorldWithRemote(shape, request.param)
 
@@ -36,7 +36,7 @@ def end(world: WorldWithRemote) -> None:
     world.close()
 
 
-def test_what_came_from_elsewhere_is_stored(world: WorldWithRemote) -> None:
+def test_blocks_from_another_machine_are_stored(world: WorldWithRemote) -> None:
     ask(world, "first", OFFERED)
     assert world.loading
     world.receive("first", OFFERED)
@@ -48,12 +48,12 @@ def test_what_came_from_elsewhere_is_stored(world: WorldWithRemote) -> None:
     assert world.num_blocks_loaded > 0
 
 
-def test_what_has_not_come_is_not_stored(world: WorldWithRemote) -> None:
-    """Its client goes away while the other machine still sends."""
+def test_blocks_that_have_not_arrived_are_not_stored(world: WorldWithRemote) -> None:
+    """The request is aborted while the other machine still sends."""
     ask(world, "gone", OFFERED)
     assert world.loading
     world.abort("gone")
-    world.arrived.add("gone")  # vLLM frees the blocks when it hears of it
+    world.arrived.add("gone")  # vLLM frees the blocks upon this report
     run_to_rest(world)
     assert world.reset(tier=False)
     ask(world, "reader")

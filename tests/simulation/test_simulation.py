@@ -1,4 +1,4 @@
-"""Scripts in which nothing may go wrong, whatever goes wrong."""
+"""Scripts that pass, whatever faults they have."""
 
 from dataclasses import replace
 from typing import Any
@@ -62,7 +62,7 @@ scripts_of_whole_blocks = st.builds(
         no_memory=chances,
     ),
 )
-scripts = st.builds(Script.with_parts, scripts_of_whole_blocks, st.sampled_from([1, 1, 2, 4]))
+scripts = st.builds(Script.with_sub_blocks, scripts_of_whole_blocks, st.sampled_from([1, 1, 2, 4]))
 
 
 @pytest.mark.parametrize("first", range(0, _NUM_SEEDS, _PER_TEST))
@@ -89,7 +89,7 @@ def test_models(model: dict[str, Any]) -> None:
     outcomes = [play.run() for play in plays]
     assert sum(outcome.num_finished for outcome in outcomes) > 0
     assert sum(outcome.num_blocks_loaded for outcome in outcomes) > 0
-    # vLLM lets no hit end inside a block that a window is in.
+    # In vLLM, no hit ends inside a block of a window's group.
     inside = "match_unit" in model and 8 not in model["windows"]
     assert any(play.world.hits_inside_blocks for play in plays) == inside
 
@@ -125,9 +125,10 @@ def test_drawn_scripts_have_every_engine() -> None:
 
 
 def test_in_some_drawn_scripts_answers_are_long() -> None:
-    """Eager stores take eight blocks at a time; lazy ones outlive it."""
+    """Such answers outlast eager stores, which wait for eight blocks. Some lazy scripts have them
+    too."""
     scripts = [Script.draw(seed) for seed in range(_NUM_SEEDS)]
-    long = [s.shape for s in scripts if s.most_said > 8 * max(s.shape.block_sizes)]
+    long = [s.shape for s in scripts if s.max_answer_tokens > 8 * max(s.shape.block_sizes)]
     assert {shape.lazy for shape in long} == {True, False}
 
 
@@ -136,7 +137,7 @@ def test_same_seed_same_run() -> None:
 
 
 def test_announced_loads() -> None:
-    """Slow copies that the ranks announce at one time or another; clients that go away."""
+    """Slow copies that the ranks announce at various times, and aborted requests."""
     num_holds = 0
     for seed in range(12):
         drawn = Script.draw(seed)
@@ -151,12 +152,12 @@ def test_announced_loads() -> None:
 @pytest.mark.parametrize(
     ("model", "num_sub_blocks"), [({}, 2), ({"windows": (0, 8)}, 4), ({"draft": True}, 4)], ids=str
 )
-def test_parts(model: dict[str, Any], num_sub_blocks: int) -> None:
-    """Host blocks of several device blocks, which loads begin and end within."""
+def test_sub_blocks(model: dict[str, Any], num_sub_blocks: int) -> None:
+    """Host blocks of several device blocks. Loads begin and end inside them."""
     begun = ended = 0
     for seed in range(300, 305):
         script = Script.draw(seed).with_model(**PLAIN | {"windows": (0,), "lazy": False} | model)
-        play = Play(script.with_parts(num_sub_blocks))
+        play = Play(script.with_sub_blocks(num_sub_blocks))
         play.run()
         begun += play.world.num_begun_inside
         ended += play.world.num_ended_inside
@@ -164,7 +165,7 @@ def test_parts(model: dict[str, Any], num_sub_blocks: int) -> None:
 
 
 def test_growing_tier() -> None:
-    """Ranks that open their host memory while requests store and load."""
+    """Ranks open host memory while requests store and load."""
     outcomes = []
     for seed in range(12):
         drawn = Script.draw(seed)
@@ -176,7 +177,7 @@ def test_growing_tier() -> None:
 
 
 def test_preemption_storm() -> None:
-    """A device pool that two requests fill, for six."""
+    """Six requests run on a device pool that two of them fill."""
     script = replace(
         Script.draw(5),
         shape=Shape(num_device_blocks=18, max_model_len=60, max_num_seqs=6, num_host_blocks=100),

@@ -1,4 +1,4 @@
-"""What vLLM is told of the engine of a given shape."""
+"""vLLM's configuration for the engine of a given shape."""
 
 import tempfile
 from dataclasses import replace
@@ -55,7 +55,7 @@ def _model_config(max_model_len: int) -> ModelConfig:
 
 
 class _Config(VllmConfig):
-    """One whose runner is a script."""
+    """A config with a script as its model runner."""
 
     v2_runner = False
 
@@ -65,8 +65,8 @@ class _Config(VllmConfig):
 
 
 def make_vllm_config(shape: Shape, kv_transfer_config: KVTransferConfig) -> VllmConfig:
-    """What ``vllm serve`` would be configured with. The ranks are not processes here, so their
-    number is set on the side."""
+    """The configuration that ``vllm serve`` would make. Ranks are not processes here, so their
+    number is set directly."""
     init_none_hash(sha256)
     cache_config = CacheConfig(block_size=shape.block_size, enable_prefix_caching=True)
     cache_config.num_gpu_blocks = shape.num_device_blocks
@@ -103,7 +103,7 @@ def make_vllm_config(shape: Shape, kv_transfer_config: KVTransferConfig) -> Vllm
 
 
 def make_kv_cache_config(shape: Shape, rank: int = 0) -> KVCacheConfig:
-    """What a worker is told: the groups, their layers over each other."""
+    """A worker's configuration: the groups, with their layers over each other."""
     memory = shape.make_memory(rank)
     groups = []
     for group, names in zip(shape.groups, memory.layer_names, strict=True):

@@ -50,7 +50,7 @@ class Rank:
     device: ScriptedDevice
     runner: Runner
     out_of_memory: bool = False
-    """Whether it opens no more host blocks, for want of memory."""
+    """Whether it opens no more host blocks because it lacks memory."""
 
 
 @dataclass
@@ -59,16 +59,16 @@ class _Step:
     outputs: list[KVConnectorOutput]
     positions: list[int]
     num_open: list[int]
-    """By rank, the host blocks that it had opened when it reported."""
+    """By rank, the number of host blocks open when it reported."""
     samples: dict[str, list[int]] = field(default_factory=dict)
 
 
 class World:
-    """``step`` schedules and submits one engine step; with async scheduling, the output of the
-    step before is processed only then."""
+    """``step`` schedules and submits one engine step. With async scheduling, it processes the
+    output of the step before only then."""
 
     tells_ranks_what_is_agreed = True
-    """Whether the connector's scheduler side tells ranks what the smallest has room for."""
+    """Whether the connector's scheduler side sends ranks the capacity of the smallest."""
 
     def __init__(self, shape: Shape) -> None:
         self.shape = shape
@@ -102,37 +102,38 @@ class World:
         self.num_blocks_loaded = 0
         self.num_begun_inside = 0
         self.num_ended_inside = 0
-        """Loads whose first device block is not the first part of a host block, and those whose
-        last one is not the last part."""
+        """Loads that begin behind the first sub-block of a host block, and loads that end before
+        the last one."""
         self.hits_inside_blocks: set[str] = set()
-        """Requests that have loaded up to somewhere inside a block."""
+        """Requests with a load that ended inside a block."""
         self.promises_no_loss = False
-        """Whether lazy stores have to be in time: nothing fails, and the tier has room for all."""
+        """Whether lazy stores must be in time: nothing fails, and the tier has room for all
+        blocks."""
         self.num_evicted = 0
-        """Blocks that the device gave up while that held, and there were enough free ones."""
+        """Blocks that the device evicted while that was promised and enough blocks were free."""
         self._ever: list[Request] = []
-        """All requests that there have been."""
+        """All requests so far."""
         self._loads: dict[int, Transfer] = {}
         self._stores: dict[int, Transfer] = {}
         self._failures = Failures(shape.num_sub_blocks)
-        self._forgotten: set[int] = set()
+        self._reset_stores: set[int] = set()
         self._aggregator = KVOutputAggregator(shape.num_ranks)
         self._open_steps: deque[_Step] = deque()
 
-    # What another model differs in
+    # For other models to override
 
     def make_vllm_config(self) -> VllmConfig:
-        """What ``vllm serve`` would be configured with."""
+        """The configuration of ``vllm serve``."""
         return make_vllm_config(self.shape, self.kv_transfer_config())
 
     def make_kv_cache_config(self, rank: int) -> KVCacheConfig:
-        """What a worker is told."""
+        """A worker's KV cache configuration."""
         return make_kv_cache_config(self.shape, rank)
 
-    # What a connector under test differs in
+    # For other connectors to override
 
     def kv_transfer_config(self) -> KVTransferConfig:
-        """What ``--kv-transfer-config`` says."""
+        """The value of ``--kv-transfer-config``."""
         return KVTransferConfig(
             kv_connector="SimpleCPUOffloadConnector",
             kv_connector_module_path="simple_offload",
@@ -146,11 +147,11 @@ class World:
         return self.scheduler.connector
 
     def kv_events_config(self) -> KVEventsConfig | None:
-        """What ``--kv-events-config`` says."""
+        """The value of ``--kv-events-config``."""
         return EVENTS_CONFIG
 
     def worker_config(self) -> dict[str, Any]:
-        """What our workers take from it."""
+        """The configuration of our workers."""
         shape = self.shape
         config: dict[str, Any] = {
             "num_cpu_blocks": shape.num_host_blocks,
@@ -174,12 +175,12 @@ class World:
         return integrity.ids_in_flight(self.connector.scheduler)
 
     def to_step_metadata(self, metadata: KVConnectorMetadata | None) -> StepMetadata:
-        """What the connector sends down, as our workers read it."""
+        """The connector's metadata, as our workers read it."""
         assert isinstance(metadata, StepMetadata)
         return metadata
 
     def to_connector_output(self, worker: OffloadWorker) -> KVConnectorOutput:
-        """What our worker reports, as the connector's scheduler side reads it."""
+        """Our worker's report, as the connector's scheduler side reads it."""
         loaded, failed = worker.poll()
         return KVConnectorOutput(
             finished_recving=loaded,
@@ -189,8 +190,8 @@ class World:
         )
 
     def check_bookkeeping(self, at_rest: bool) -> None:
-        """Raise AssertionError when the scheduler side contradicts itself, or holds on to
-        something at rest."""
+        """Raise AssertionError if the scheduler side contradicts itself, or still holds something
+        at rest."""
         check = integrity.check_at_rest if at_rest else integrity.check_scheduler
         check(self.connector.scheduler)
 
@@ -198,17 +199,17 @@ class World:
         checks.check_tier_size(self.host_pool, num_open, self.shape.num_sub_blocks)
 
     def check_events(self) -> None:
-        """Raise Violation unless whoever believes the KV events, which have all been published,
-        knows exactly what can be found in the tier."""
+        """Raise Violation unless the published KV events name exactly the keys that can be found in
+        the tier."""
         keys = set(self.host_pool.cached_block_hash_to_block._cache)
         if self.shape.num_sub_blocks > 1:
-            keys = checks.keys_of_parts(keys, self._ever, self.shape)
+            keys = checks.keys_of_sub_blocks(keys, self._ever, self.shape)
         if wrong := keys ^ self.router.keys:
-            raise Violation(f"KV events are wrong of {len(wrong)} keys, of {len(keys)} in the tier")
+            raise Violation(f"KV events are wrong for {len(wrong)} keys; the tier has {len(keys)}")
 
     def check_counts(self) -> None:
-        """Raise Violation unless what has been counted is what has happened. At rest."""
-        self.connector.get_kv_connector_stats()  # what no step has told yet
+        """Raise Violation unless the counts are right. At rest."""
+        self.connector.get_kv_connector_stats()  # counts since the last step
         num_bytes = {
             direction: sum(
                 rank.device.num_copied[direction] * self.shape.block_bytes(index)
@@ -225,8 +226,8 @@ class World:
             raise Violation(f"metrics: {error}") from error
 
     def _check_rooms(self) -> None:
-        """Raise Violation when a rank has opened more than the smallest has room for, but for the
-        chunk that it opens before it can know."""
+        """Raise Violation if a rank has opened more than the smallest has room for. It may open one
+        chunk before it knows that size."""
         shape = self.shape
         if shape.chunk_blocks is None or not shape.uneven_ranks:
             return
@@ -236,9 +237,9 @@ class World:
                 raise Violation(f"rank {index} has opened blocks that no other rank has room for")
 
     def _shake_hands(self) -> None:
-        heard = self.ranks[: self.shape.num_handshakes]
+        reached = self.ranks[: self.shape.num_handshakes]
         self.connector.set_xfer_handshake_metadata_pp_aware(
-            {(0, index): rank.worker.capacity for index, rank in enumerate(heard)}
+            {(0, index): rank.worker.capacity for index, rank in enumerate(reached)}
         )
 
     def _open_early(self) -> None:
@@ -281,22 +282,22 @@ class World:
         self.scheduler.add_request(request)
 
     def abort(self, request_id: str) -> None:
-        """A client has gone away."""
+        """Abort a request."""
         self.scheduler.finish_requests(request_id, RequestStatus.FINISHED_ABORTED)
 
     def reset(self, tier: bool, preempt: bool = False) -> bool:
-        """Reset the device's prefix cache and, with ``tier``, the host's; whether vLLM says that
-        nothing of before is left."""
+        """Reset the device's prefix cache and, with ``tier``, the host's. Returns whether vLLM
+        reports success: no earlier block is left."""
         if tier:
-            self._forgotten |= self.ids_in_flight() & self._stores.keys()
+            self._reset_stores |= self.ids_in_flight() & self._stores.keys()
         return bool(
             self.scheduler.reset_prefix_cache(reset_running_requests=preempt, reset_connector=tier)
         )
 
     @property
     def loading(self) -> bool:
-        """Whether a request that does not run has device blocks: it waits for host blocks, or has
-        got them and waits to be scheduled."""
+        """Whether a request that does not run has device blocks: it waits for a load, or its load
+        has ended and it waits to be scheduled."""
         manager = self.scheduler.kv_cache_manager
         return any(
             any(manager.get_blocks(request.request_id).blocks)
@@ -304,7 +305,7 @@ class World:
             if request not in self.scheduler.running
         )
 
-    # What a rank's machine does on the side
+    # Host memory of a rank
 
     def can_open(self, rank: Rank) -> bool:
         """Whether the rank still has host blocks to open."""
@@ -313,8 +314,8 @@ class World:
         return has_more and pool.is_agreed and not rank.out_of_memory
 
     def open_chunk(self, rank: Rank, granted: bool = True) -> None:
-        """Let the rank open its next chunk of host blocks, and return when it has. Not
-        ``granted``: there is no memory for it, nor for any other."""
+        """Let the rank open its next chunk of host blocks, and return when it has. If not
+        ``granted``, there is no memory for this chunk or any later one."""
         assert self.shape.chunk_blocks is not None
         pool, gate = rank.worker.host_pool, rank.device.gate
         rank.out_of_memory = not granted
@@ -330,7 +331,7 @@ class World:
 
     @property
     def num_batches(self) -> int:
-        """How many batches may be in flight at once."""
+        """The most batches in flight at once."""
         count: int = self.config.max_concurrent_batches
         return count
 
@@ -339,8 +340,8 @@ class World:
         repeat_hooks: bool = False,
         meanwhile: Callable[[Rank], None] = lambda rank: None,
     ) -> None:
-        """Schedule one step, submit it on every rank, and process the oldest output.
-        ``meanwhile``: what each rank's device does before that output is due."""
+        """Schedule one step, submit it on every rank, and process the oldest output. ``meanwhile``:
+        the work of each rank's device before that output is due."""
         self.num_steps += 1
         before = self._cached_on_device() if self.promises_no_loss else {}
         scheduled = self.scheduler.schedule()
@@ -358,8 +359,8 @@ class World:
             step.positions.append(position)
             meanwhile(rank)
         self._open_steps.append(step)
-        # As vLLM's EngineCore.step_with_batch_queue: it goes on without an output for as long as
-        # more batches may be in flight and there is something to schedule.
+        # As vLLM's EngineCore.step_with_batch_queue: it goes on without an output while more
+        # batches may be in flight and there is something to schedule.
         executed = scheduled.total_num_scheduled_tokens > 0
         while self._open_steps and (
             len(self._open_steps) >= self.num_batches
@@ -370,8 +371,8 @@ class World:
     def _execute(
         self, rank: Rank, step: _Step, repeat_hooks: bool
     ) -> tuple[KVConnectorOutput, int]:
-        """One rank's model runner. Both of vLLM's call the hooks in this order; the V2 runner's
-        output does not wait for the drafter, and the V1 runner leaves hooks out on some stages."""
+        """One rank's model runner. Both of vLLM's runners call the hooks in this order. The V2
+        runner's output does not wait for the drafter. The V1 runner skips hooks on some stages."""
         scheduled = step.scheduled
         worker, device = rank.worker, rank.device
         metadata = self.to_step_metadata(scheduled.kv_connector_metadata)
@@ -443,13 +444,13 @@ class World:
         self._failures.on_report(
             report if isinstance(report, WorkerReport) else None, self.ids_in_flight()
         )
-        self._check_forgotten()
+        self._check_after_reset()
         for request_id in [r for r in self.requests if self.requests[r].is_finished()]:
             self._note_finished(request_id)
 
     def _propose_drafts(self, step: _Step) -> None:
-        """Tell the scheduler what has been drafted. With async scheduling it goes on before it
-        knows, and what the drafts are it never does."""
+        """Pass the drafts to the scheduler. With async scheduling, it goes on before it knows their
+        number, and it never gets their tokens."""
         if not self.shape.num_drafted or self.shape.async_scheduling:
             return
         in_flight = {
@@ -466,13 +467,13 @@ class World:
         self.scheduler.update_draft_token_ids(DraftTokenIds(list(drafts), list(drafts.values())))
 
     def _num_proposed(self, request_id: str) -> int:
-        """A drafter of its own always drafts as many; n-grams find what they find."""
+        """A drafter model always drafts the same number; n-grams draft as many as they find."""
         if self.shape.draft:
             return self.shape.num_drafted
         return (self.num_steps + len(request_id)) % (self.shape.num_drafted + 1)
 
     def _cached_on_device(self) -> dict[BlockHashWithGroupId, int]:
-        """Full blocks that the device's prefix cache has, if it has many free ones."""
+        """Full blocks in the device's prefix cache, if it has many free blocks."""
         shape, pool = self.shape, self.scheduler.kv_cache_manager.block_pool
         per_step = shape.max_num_batched_tokens // shape.block_size + shape.max_num_seqs
         longest = shape.max_model_len // shape.block_size
@@ -487,7 +488,7 @@ class World:
         }
 
     def _check_losses(self, before: dict[BlockHashWithGroupId, int]) -> None:
-        """What was evicted since must be in the tier, or on its way there."""
+        """Blocks evicted since then must be in the tier, or in a store."""
         cached = self.scheduler.kv_cache_manager.block_pool.cached_block_hash_to_block
         stores = self.connector.scheduler._stores
         for key, block_id in before.items():
@@ -503,9 +504,9 @@ class World:
             keys = set().union(*(store.keys for store in coming))
             checks.check_admitted(keys, self._ever, threshold)
 
-    def _check_forgotten(self) -> None:
-        for transfer_id in sorted(self._forgotten - self.ids_in_flight()):
-            self._forgotten.discard(transfer_id)
+    def _check_after_reset(self) -> None:
+        for transfer_id in sorted(self._reset_stores - self.ids_in_flight()):
+            self._reset_stores.discard(transfer_id)
             host_blocks = self._stores[transfer_id].host_blocks
             for block_id in checks.tier_blocks(host_blocks, self.shape.num_sub_blocks):
                 if self.host_pool.blocks[block_id].block_hash is not None:
@@ -516,11 +517,11 @@ class World:
         tokens = list(request.output_token_ids)
         self.finished[request_id] = (tokens, request.status)
 
-    # What nobody must see
+    # Invariants
 
     def check(self) -> None:
-        """Raise Violation when the bookkeeping is inconsistent, or a block that a copy is still
-        to touch could be handed to somebody else."""
+        """Raise Violation if the bookkeeping is inconsistent, or a block that a copy will still
+        touch is free."""
         try:
             self.check_bookkeeping(at_rest=False)
         except AssertionError as error:
@@ -542,20 +543,20 @@ class World:
             raise Violation(f"requests never ended: {list(self.scheduler.requests)}")
         for rank in self.ranks:
             if any(rank.device.copies.values()):
-                raise Violation("copies that nobody waits for")
+                raise Violation("copies are left that nothing waits for")
 
     def check_kept(self) -> None:
-        """Raise Violation if blocks have left the tier that a load may yet find readable."""
+        """Raise Violation if blocks have left the tier that a later load might read."""
         if self.ledger(metrics.EVICTED, "load_failed") and not self._failures.any_again:
-            raise Violation("blocks have left the tier of which one load has failed")
+            raise Violation("blocks have left the tier after one failed load")
 
     def check_finished(self, request_id: str) -> None:
-        """Raise Violation unless the request said what it would have said without a host tier:
-        all of it, or a beginning if it was aborted or failed on purpose."""
+        """Raise Violation unless the answer is the one without a host tier: all of it, or a
+        beginning if the request was aborted or failed on purpose."""
         checks.check_answer(request_id, self.stories[request_id], *self.finished[request_id])
 
     def close(self) -> None:
-        """Shut the workers down; copies under way complete."""
+        """Shut the workers down. Copies in flight complete."""
         for rank in self.ranks:
             for lane in rank.worker.lanes.values():
                 lane.flush()

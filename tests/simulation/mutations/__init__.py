@@ -1,5 +1,5 @@
-"""Bugs made on purpose, a file a subject. Each must be caught by the simulation: one that is not
-means that something is not checked."""
+"""Bugs made on purpose, one file per subject. The simulation must catch each of them: a bug that it
+misses shows a missing check."""
 
 from importlib import import_module
 from pkgutil import iter_modules

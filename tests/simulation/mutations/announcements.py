@@ -1,4 +1,4 @@
-"""Loads that the engine is told of before they have ended."""
+"""Loads that ranks announce before their end."""
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -20,8 +20,8 @@ def admit_silently(stack: ExitStack) -> None:
 
 
 def _hold_when(stack: ExitStack, hook: str, when: Callable[[StepMetadata], bool]) -> None:
-    """Let ``bind`` hold no compute in steps of which ``when`` is true, and the worker's ``hook``
-    do it at its end."""
+    """Make ``bind`` hold no compute in steps where ``when`` is true. The worker's ``hook`` holds it
+    at its end instead."""
     bind, late = OffloadWorker.bind, getattr(OffloadWorker, hook)
 
     def hasty(self: OffloadWorker, metadata: StepMetadata) -> None:
@@ -56,8 +56,8 @@ def hold_compute_after_the_stores(stack: ExitStack) -> None:
 
 @contextmanager
 def no_hold_before_stores_alone() -> Iterator[None]:
-    """Where a step has no compute, its stores do not wait for the loads it admits. It takes so
-    much to show that random scripts never do: see test_announced."""
+    """In a step without compute, stores do not wait for the loads that the step admits. Random
+    scripts never show this: see test_announced."""
     with ExitStack() as stack:
         _hold_when(stack, "submit_stores", lambda metadata: not metadata.computes)
         yield
@@ -93,7 +93,7 @@ def release_device_blocks_at_the_announcement(stack: ExitStack) -> None:
 
 @mutation(announced_states)
 def announce_loads_of_states(stack: ExitStack) -> None:
-    """vLLM moves a state before it lets a step's hooks run, which would hold that back."""
+    """vLLM moves a state before it calls a step's hooks, so no hook can delay the move."""
     register = OffloadWorker.register_kv_caches
 
     def hasty(self: OffloadWorker, kv_caches: Any) -> None:
@@ -107,8 +107,8 @@ def announce_loads_of_states(stack: ExitStack) -> None:
 def announce_twice(stack: ExitStack) -> None:
     poll = OffloadWorker.poll
 
-    def forgetful(self: OffloadWorker) -> Any:
+    def repeating(self: OffloadWorker) -> Any:
         self._announcements._under_way.clear()
         return poll(self)
 
-    substitute(stack, OffloadWorker, "poll", forgetful)
+    substitute(stack, OffloadWorker, "poll", repeating)

@@ -1,4 +1,4 @@
-"""Engines that are run otherwise: drafts, blocks and pages of several sizes."""
+"""Engines with drafts, or with blocks and pages of several sizes."""
 
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -21,8 +21,8 @@ from tests.simulation.mutations.scripts import Engine, chained_windows
 
 @mutation(Engine({"num_drafted": 3, "windows": (0,)}))
 def count_rejected_drafts_as_computed(stack: ExitStack) -> None:
-    """Adds up what is scheduled, from when a request got its blocks on, and does not hear what
-    comes of it."""
+    """The policy adds up scheduled tokens from the request's first blocks on. It ignores rejected
+    drafts."""
     allocated, on_step = EagerPolicy.on_allocated, EagerPolicy.on_step
     num_complete = EagerPolicy._num_complete
     computed: dict[str, int] = {}
@@ -56,7 +56,8 @@ count_rejected_drafts_with_async_scheduling = replace(
 
 @mutation(Engine({"num_drafted": 2, "windows": (0,), "num_states": 1}))
 def pair_a_hit_with_the_end_of_a_table(stack: ExitStack) -> None:
-    """As if a table ended with the hit: one of states has room for drafts' states behind it."""
+    """As if a table ended with the hit. The table of a state group has room for the drafts' states
+    behind it."""
     plan = Loads.plan
 
     def from_the_end(self: Loads, request: Any, tables: Any, *rest: Any) -> None:
@@ -72,8 +73,8 @@ def pair_a_hit_with_the_end_of_a_table(stack: ExitStack) -> None:
 
 
 def _skip_blocks_of(stack: ExitStack, size: Callable[[CpuTier, int], int]) -> None:
-    """Let the part of a table that the device has be counted in blocks of ``size`` tokens, given
-    the tier and the group."""
+    """Count the device's share of a table in blocks of ``size`` tokens, given the tier and the
+    group."""
     plan = Loads.plan
 
     def mistaken(self: Loads, request: Any, tables: Any, *rest: Any) -> None:
@@ -104,7 +105,7 @@ def think_a_block_is_what_one_rank_has_of_it(stack: ExitStack) -> None:
 
 @mutation(chained_windows)
 def leave_blocks_that_attention_does_not_read(stack: ExitStack) -> None:
-    """They stay in the table with nothing in them, and vLLM gives them a hash."""
+    """The blocks stay in the table without contents, and vLLM gives them a hash."""
     add = _Load.add
 
     def only_what_is_there(
@@ -126,19 +127,19 @@ def leave_blocks_that_attention_does_not_read(stack: ExitStack) -> None:
 
 @mutation(Engine({"windows": (0,), "num_drafted": 2, "num_ranks": 2, "num_stages": 2}))
 def wait_for_hooks_that_are_not_called(stack: ExitStack) -> None:
-    """Of a pipeline's first stages, stores that a step has left are forgotten with it."""
+    """On a pipeline's first stages, the stores that a step has left are lost with the step."""
     bind = OffloadWorker.bind
 
-    def forget(self: OffloadWorker, metadata: StepMetadata) -> None:
+    def lose(self: OffloadWorker, metadata: StepMetadata) -> None:
         self._metadata = metadata
         bind(self, metadata)
 
-    substitute(stack, OffloadWorker, "bind", forget)
+    substitute(stack, OffloadWorker, "bind", lose)
 
 
 @mutation(Engine({"windows": (0,), "mixed_pages": True}, otherwise={"windows": (0, 8)}))
 def believe_all_pages_alike(stack: ExitStack) -> None:
-    """Of every page as many bytes are copied as the smallest has."""
+    """A copy covers as many bytes of each page as the smallest page has."""
 
     def narrow(*args: Any) -> list[Any]:
         regions = find_regions(*args)

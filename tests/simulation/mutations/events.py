@@ -1,4 +1,4 @@
-"""What a router is told."""
+"""KV events, as a router receives them."""
 
 from contextlib import ExitStack
 from typing import Any

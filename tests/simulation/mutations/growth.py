@@ -15,34 +15,34 @@ from tests.simulation.mutations.scripts import Engine, growing
 
 
 def grow_to(stack: ExitStack, size: Callable[[dict[str, int], int], int]) -> None:
-    """Let the tier have as many blocks as ``size`` says, given what the ranks have said and how
-    many there are."""
+    """Grow the tier to ``size``, given each rank's reported number of open blocks and the number of
+    ranks."""
     on_capacities = OffloadScheduler._on_capacities
 
     def learn_and_grow(self: OffloadScheduler, capacities: Any) -> None:
         with patch.object(self.tier, "grow"):
             on_capacities(self, capacities)
-        said = {rank: capacity.num_open for rank, capacity in self._capacities.items()}
-        self.tier.grow(size(said, self._ledger.num_ranks))
+        sizes = {rank: capacity.num_open for rank, capacity in self._capacities.items()}
+        self.tier.grow(size(sizes, self._ledger.num_ranks))
 
     substitute(stack, OffloadScheduler, "_on_capacities", learn_and_grow)
 
 
 @mutation(growing)
 def grow_to_the_largest_rank(stack: ExitStack) -> None:
-    grow_to(stack, lambda said, num_ranks: max(said.values()) if len(said) == num_ranks else 0)
+    grow_to(stack, lambda sizes, num_ranks: max(sizes.values()) if len(sizes) == num_ranks else 0)
 
 
 @mutation(growing)
 def grow_before_all_ranks_have_spoken(stack: ExitStack) -> None:
-    grow_to(stack, lambda said, num_ranks: min(said.values(), default=0))
+    grow_to(stack, lambda sizes, num_ranks: min(sizes.values(), default=0))
 
 
 @mutation(Engine({"windows": (0,), "num_ranks": 2, "uneven_ranks": True, "chunk_blocks": None}))
 def believe_all_ranks_have_as_much_room(stack: ExitStack) -> None:
-    """Once every rank has opened all it will, the first one's number goes for all."""
+    """Once every rank has opened all its blocks, the first rank's number counts for all ranks."""
     grow_to(
-        stack, lambda said, num_ranks: next(iter(said.values())) if len(said) == num_ranks else 0
+        stack, lambda sizes, num_ranks: next(iter(sizes.values())) if len(sizes) == num_ranks else 0
     )
 
 

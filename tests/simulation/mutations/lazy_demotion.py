@@ -1,4 +1,4 @@
-"""What has been loaded is the first to leave the tier again, where stores are lazy."""
+"""Demotion: with lazy stores, loaded blocks are the first to leave the tier."""
 
 from contextlib import ExitStack
 from dataclasses import replace
@@ -11,7 +11,7 @@ from tests.simulation.script import Faults, Script
 
 
 def small_tier(script: Script) -> Script:
-    """Lazy stores into a tier that is soon full, and loads from it."""
+    """Lazy stores fill a tier soon, and requests load from it."""
     script = lazily(script)
     shape = replace(
         script.shape,

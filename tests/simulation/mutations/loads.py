@@ -1,4 +1,4 @@
-"""Loads, and the hits that they are planned for."""
+"""Loads and their hits."""
 
 from contextlib import ExitStack
 from typing import Any
@@ -11,7 +11,7 @@ from tests.simulation.mutations.registry import mutation, substitute
 
 
 @mutation()
-def forget_unpin_after_load(stack: ExitStack) -> None:
+def skip_unpin_after_load(stack: ExitStack) -> None:
     on_ended = Loads.on_ended
 
     def leaking(self: Loads, ended: Ended, device_pool: Any) -> bool:
@@ -22,7 +22,7 @@ def forget_unpin_after_load(stack: ExitStack) -> None:
 
 
 @mutation()
-def forget_pin_of_hit(stack: ExitStack) -> None:
+def skip_pin_of_hit(stack: ExitStack) -> None:
     lookup = Loads.lookup
 
     def unpinned(self: Loads, request: Any, num_computed_tokens: int) -> int:

@@ -1,4 +1,4 @@
-"""What the device and the scheduler keep in order: compute, stores and loads."""
+"""The order of compute, stores and loads, on the device and in the scheduler."""
 
 from contextlib import ExitStack
 from typing import Any
@@ -37,7 +37,7 @@ def think_free_blocks_untouched(stack: ExitStack) -> None:
 
 @mutation(late_drafts)
 def let_steps_without_tokens_count(stack: ExitStack) -> None:
-    """As if each of them meant that a step before was over."""
+    """As if each of these steps showed that an earlier step was over."""
     on_step = WriteHazards.on_step
 
     def count(self: WriteHazards, zeroed: Any = (), *, computes: bool = True) -> None:

@@ -1,4 +1,4 @@
-"""Lazy stores, and stores of what is asked for again."""
+"""Lazy stores, and stores of blocks that several requests have."""
 
 from contextlib import ExitStack
 from dataclasses import replace
@@ -54,7 +54,7 @@ def let_a_block_outlive_the_parent_that_came_later(stack: ExitStack) -> None:
 
 @mutation(lazily_and_quickly)
 def believe_every_known_token_computed(stack: ExitStack) -> None:
-    """The last token of a request has been said, and never been computed."""
+    """A request's last token is sampled, but never computed."""
 
     def known(groups: Groups, request: Any, group: int, num_blocks: int) -> int:
         num_tokens = len(request.block_hashes) * groups.hash_block_size
@@ -72,8 +72,8 @@ def admit_everything(stack: ExitStack) -> None:
 def count_a_request_in_each_step(stack: ExitStack) -> None:
     count = Admission.count
 
-    def forgetful(self: Admission, request: Any) -> None:
+    def recount(self: Admission, request: Any) -> None:
         self.on_request_finished(request.request_id)
         count(self, request)
 
-    substitute(stack, Admission, "count", forgetful)
+    substitute(stack, Admission, "count", recount)

@@ -20,18 +20,19 @@ class Mutation:
 
     @contextmanager
     def planted(self) -> Iterator[None]:
-        """The bug is there until the end of the ``with`` block."""
+        """The bug is present until the end of the ``with`` block."""
         with ExitStack() as stack:
             self.patch_in(stack)
             yield
 
     def script(self, seed: int) -> Script:
-        """The script of ``seed``, turned towards what lets the bug show."""
-        return self.shown_by(Script.draw(seed).with_parts(1))
+        """The script of ``seed``, adapted so that the bug can show."""
+        return self.shown_by(Script.draw(seed).with_sub_blocks(1))
 
 
 def mutation(shown_by: Situation = ordinary) -> Callable[[Callable[[ExitStack], None]], Mutation]:
-    """Make a Mutation of the function that patches the bug in; it is known by that name."""
+    """Make a Mutation from the function that patches the bug in. Its name is the function's
+    name."""
 
     def make(patch_in: Callable[[ExitStack], None]) -> Mutation:
         return Mutation(patch_in, shown_by)
@@ -40,5 +41,5 @@ def mutation(shown_by: Situation = ordinary) -> Callable[[Callable[[ExitStack], 
 
 
 def substitute(stack: ExitStack, owner: type, name: str, replacement: Callable[..., Any]) -> None:
-    """Let ``owner`` have ``replacement`` as ``name`` for as long as the stack is open."""
+    """Replace attribute ``name`` of ``owner`` by ``replacement`` while the stack is open."""
     stack.enter_context(patch.object(owner, name, replacement))

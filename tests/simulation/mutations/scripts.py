@@ -1,4 +1,4 @@
-"""Situations: scripts turned towards what lets a bug show where ordinary ones seldom do."""
+"""Situations: scripts adapted to show a bug that ordinary scripts seldom show."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -10,17 +10,17 @@ from tests.simulation.script import Faults, Script
 Situation = Callable[[Script], Script]
 
 _NUM_HOST_BLOCKS = 300
-"""Room for what is looked for."""
+"""Enough room for the blocks of all prompts."""
 
 
 def ordinary(script: Script) -> Script:
-    """As it was drawn."""
+    """The script as it was drawn."""
     return script
 
 
 def recent_tables(script: Script) -> Script:
-    """Blocks are given away that a step in flight may still touch. As a consumer, vLLM itself
-    keeps those."""
+    """vLLM frees blocks that a step in flight may still touch, and allocates them again. For a
+    consumer, vLLM itself holds such blocks."""
     shape = replace(
         script.shape,
         num_host_blocks=_NUM_HOST_BLOCKS,
@@ -32,8 +32,8 @@ def recent_tables(script: Script) -> Script:
 
 
 def late_drafts(script: Script) -> Script:
-    """A load begins after steps without tokens, while the drafter of a request that has ended may
-    still be writing: on the V2 runner, of one request at a time."""
+    """A load begins after steps without tokens, while the drafter of an ended request may still
+    write. This needs the V2 runner and one request at a time."""
     script = script.with_model(
         **PLAIN | {"windows": (0,), "draft": True, "num_drafted": 3, "num_ranks": 1}
     )
@@ -53,7 +53,7 @@ def late_drafts(script: Script) -> Script:
 
 
 def shared_loads(script: Script) -> Script:
-    """Two requests load the same blocks, one load fails, the other request goes away."""
+    """Two requests load the same blocks: one load fails, and the other request is aborted."""
     script = script.with_model(**PLAIN | {"windows": (0,)})
     shape = replace(
         script.shape,
@@ -105,7 +105,7 @@ def failing_stores(script: Script) -> Script:
 
 
 def announced(script: Script) -> Script:
-    """Loads take long, and are announced to the engine in good time."""
+    """Loads are slow, and ranks announce them early."""
     shape = replace(
         script.shape,
         num_host_blocks=_NUM_HOST_BLOCKS,
@@ -125,7 +125,7 @@ def announced(script: Script) -> Script:
 
 
 def announced_states(script: Script) -> Script:
-    """The same, of a model that has states."""
+    """The same for a model that has states."""
     return announced(script.with_model(**PLAIN | {"windows": (0,), "num_states": 1}))
 
 
@@ -142,7 +142,7 @@ def growing(script: Script) -> Script:
 
 
 def asked_again(script: Script) -> Script:
-    """Blocks are stored only once they have been asked for again."""
+    """Blocks are stored only once a second request has them."""
     return replace(script, shape=replace(script.shape, store_threshold=2))
 
 
@@ -152,7 +152,7 @@ def lazily(script: Script) -> Script:
 
 
 def lazy_evictions(blocks_per_group: int = 160) -> Situation:
-    """The device has many free blocks and evicts all the same, after lazy stores."""
+    """The device has many free blocks, and evicts blocks after lazy stores all the same."""
 
     def turn(script: Script) -> Script:
         script = lazily(script)
@@ -179,7 +179,7 @@ def lazy_evictions(blocks_per_group: int = 160) -> Situation:
 
 
 def lazily_and_quickly(script: Script) -> Script:
-    """The same where nothing fails and a plain model's copies keep up."""
+    """Lazy stores without faults, in which a plain model's copies keep up."""
     script = lazily(script.with_model(**PLAIN | {"windows": (0,)}))
     shape = replace(
         script.shape,
@@ -194,7 +194,7 @@ def lazily_and_quickly(script: Script) -> Script:
 
 
 def lazy_evictions_in_time(script: Script) -> Script:
-    """Blocks come before their parents, and nothing keeps the tier from taking them."""
+    """Blocks are stored before their parents, and nothing prevents those stores."""
     script = lazy_evictions(60)(script.with_model(**PLAIN | {"windows": (0,)}))
     shape = replace(script.shape, num_ranks=1, kv_role="kv_both", max_num_seqs=4)
     return replace(script, shape=shape, lag=0.0, aborts=0.0)
@@ -209,13 +209,13 @@ def with_sub_blocks(script: Script) -> Script:
 
 @dataclass(frozen=True)
 class Engine:
-    """A model, or a way to run it, without which the bug does not show. Keywords of a Shape that
-    is plain but for them."""
+    """A model, or a way to run it, that the bug needs to show: keywords of an otherwise plain
+    Shape."""
 
     changes: dict[str, Any]
-    """What the engine has."""
+    """Keywords of the engine that shows the bug."""
     otherwise: dict[str, Any] = field(default_factory=dict)
-    """What one has that does not show the bug; beyond that it is alike."""
+    """Keywords of a similar engine that does not show the bug."""
 
     def __call__(self, script: Script) -> Script:
         return _with_model(script, PLAIN | self.changes)
@@ -230,11 +230,12 @@ INNER_HITS = Engine(
     {"windows": (0,), "num_states": 1, "match_unit": 2},
     otherwise={"windows": (0, 8), "num_states": 1},
 )
-"""A hit may end inside a block."""
+"""States, and hits that may end inside a block."""
 
 
 def chained_windows(script: Script) -> Script:
-    """Chained MTP modules and windows; what one request has loaded, others find on the device."""
+    """Chained MTP modules and windows. Requests find on the device blocks that another one has
+    loaded."""
     script = _with_model(
         script,
         PLAIN

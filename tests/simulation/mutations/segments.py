@@ -1,4 +1,4 @@
-"""What a request has found is protected, and of a chain, what comes before it."""
+"""Segments: blocks that a request has found are protected, and so are their ancestors."""
 
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -16,7 +16,7 @@ _DRAFTER = Engine({"windows": (0,), "draft": True})
 
 
 def small_tier(script: Script) -> Script:
-    """Much is found in a tier that cannot protect it all."""
+    """Requests find more blocks than the tier can protect."""
     shape = replace(
         script.shape,
         num_device_blocks=20 * len(script.shape.groups),
@@ -31,14 +31,14 @@ def small_tier(script: Script) -> Script:
 
 
 def two_chains(script: Script) -> Script:
-    """Of what a request has found, another group's blocks are let go of between the first ones
-    of a chain and the rest."""
+    """The hit has two groups. Between the first blocks of one group's chain and the rest, the other
+    group's blocks are unpinned."""
     return small_tier(_DRAFTER(script))
 
 
 @mutation(small_tier)
 def lose_the_boundary(stack: ExitStack) -> None:
-    """It stays where it is when what stands there is held."""
+    """The boundary stays in place when its block is pinned."""
 
     def careless(self: SegmentedQueue, blocks: Sequence[Any]) -> None:
         block_pool.touch(self._pool, blocks)

@@ -21,7 +21,8 @@ from tests.simulation.mutations.scripts import INNER_HITS, STATES
 
 @mutation(STATES)
 def store_the_running_state(stack: ExitStack) -> None:
-    """A state block is stored as soon as its last token is known, before the state has seen it."""
+    """A state block is stored once its last token is known, before the state includes that
+    token."""
     num_complete, find = EagerPolicy._num_complete, DeviceBlocks._find
 
     def known(self: EagerPolicy, request: Any, group: int, num_blocks: int) -> int:
@@ -61,7 +62,8 @@ def load_the_state_of_another_boundary(stack: ExitStack) -> None:
 
 @mutation(STATES)
 def believe_a_state_that_is_missing(stack: ExitStack) -> None:
-    """A hit as long as the attention groups', whatever the states'; nothing is loaded for those."""
+    """The hit is as long as the attention groups', whatever the state groups hold. No state is
+    loaded."""
     init, plan = OffloadScheduler.__init__, Loads.plan
 
     def careless(self: OffloadScheduler, *args: Any) -> None:
@@ -88,8 +90,8 @@ def _state_groups(coordinator: KVCacheCoordinator) -> list[int]:
 
 @mutation(INNER_HITS)
 def store_the_original_of_a_copied_state(stack: ExitStack) -> None:
-    """vLLM copies a state that is to be kept from inside a block; the request goes on with the
-    original, and this step changes it."""
+    """vLLM copies a state to keep it from inside a block. The request goes on with the original,
+    which this step changes."""
     on_states = EagerPolicy.on_states
 
     def careless(self: EagerPolicy, states: Any) -> None:

@@ -37,7 +37,7 @@ def commit_before_completion(stack: ExitStack) -> None:
 
 
 def _do_not_check_stores(stack: ExitStack) -> None:
-    """The bytes must show it, not the bookkeeping."""
+    """The wrong bytes must show the bug, not the bookkeeping."""
     stack.enter_context(patch.object(integrity, "check_stores", lambda stores, groups: None))
 
 

@@ -16,7 +16,7 @@ from tests.simulation.mutations.scripts import with_sub_blocks
 
 @mutation(with_sub_blocks)
 def pair_from_the_start_of_the_host_block(stack: ExitStack) -> None:
-    """A load that begins in the middle of a host block."""
+    """The bug shows in a load that begins in the middle of a host block."""
     submit = Loads.submit
 
     def shifted(self: Loads, *arguments: Any) -> Any:
@@ -41,7 +41,7 @@ def number_slots_by_the_host_block(stack: ExitStack) -> None:
 
 @mutation(with_sub_blocks)
 def grow_by_slots(stack: ExitStack) -> None:
-    grow_to(stack, lambda said, num_ranks: min(said.values()) if len(said) == num_ranks else 0)
+    grow_to(stack, lambda sizes, num_ranks: min(sizes.values()) if len(sizes) == num_ranks else 0)
 
 
 @mutation(with_sub_blocks)
@@ -93,7 +93,7 @@ def know_a_host_block_by_its_first_sub_block(stack: ExitStack) -> None:
 
 @mutation(with_sub_blocks)
 def believe_that_all_groups_have_the_last_host_block(stack: ExitStack) -> None:
-    """Of a hit that ends inside it."""
+    """The bug shows in a hit that ends inside the last host block."""
     extend = Lookup._extend
 
     def careless(self: Lookup, *arguments: Any) -> Any:

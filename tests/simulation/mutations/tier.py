@@ -1,4 +1,4 @@
-"""The host tier: what it is asked for and what it keeps."""
+"""The host tier: the keys that it finds and the blocks that it keeps."""
 
 from contextlib import ExitStack
 from typing import Any
@@ -30,7 +30,7 @@ def evict_head_first(stack: ExitStack) -> None:
 
 @mutation()
 def take_what_stands_behind_for_the_parent(stack: ExitStack) -> None:
-    """In the free queue, where chains lie mostly in one piece."""
+    """Where chains lie mostly in one piece in the free queue."""
 
     def blindly(pool: BlockPool, parents: Any, key: Any, count: int) -> Any:
         block: Any = block_pool.get_block(pool, key)
@@ -77,8 +77,8 @@ def ignore_salt(stack: ExitStack) -> None:
         stack, Lookup, "find", lambda self, hashes, *a, **k: find(self, strip(hashes), *a, **k)
     )
 
-    # The policy stores only what vLLM has hashed under the same key; let it store anything that
-    # is about the tokens of its block.
+    # The policy stores only blocks that vLLM has hashed under the same key. Here it stores any
+    # block of the right tokens, whatever its salt.
     match = DeviceBlocks.match
 
     def any_match(self: DeviceBlocks, hashes: Any, group: int, *arguments: Any) -> Any:

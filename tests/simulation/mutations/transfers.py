@@ -24,17 +24,17 @@ def submit_twice(stack: ExitStack) -> None:
 def lose_a_completion(stack: ExitStack) -> None:
     note = OffloadWorker._note
 
-    def forgetful(self: OffloadWorker, direction: Direction, completion: Any) -> None:
+    def lossy(self: OffloadWorker, direction: Direction, completion: Any) -> None:
         if completion.transfer.id % 5 != 4:
             note(self, direction, completion)
 
-    substitute(stack, OffloadWorker, "_note", forgetful)
+    substitute(stack, OffloadWorker, "_note", lossy)
 
 
 @mutation()
 def submit_to_a_dead_thread(stack: ExitStack) -> None:
     def unaware(self: CopyLane) -> None:
-        self._num_queued = -(10**9)  # nor does a flush wait for the thread
+        self._num_queued = -(10**9)  # a flush does not wait for the thread either
 
     substitute(stack, CopyLane, "_on_death", unaware)
 
