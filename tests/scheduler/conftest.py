@@ -1,4 +1,4 @@
-"""Worlds that are closed afterwards."""
+"""Drivers whose worlds are closed after the test."""
 
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -14,13 +14,13 @@ MakeDriver = Callable[..., Driver]
 
 @pytest.fixture(scope="session", autouse=True)
 def first_hash() -> None:
-    """What vLLM hashes the first block of a prompt with; an engine sets it when it starts."""
+    """The parent hash of a prompt's first block. An engine sets it when it starts."""
     init_none_hash(sha256)
 
 
 @pytest.fixture
 def drive(no_thread_left: None) -> Iterator[MakeDriver]:
-    """A function that makes a Driver of a world of the Shape that its keywords describe."""
+    """A function that makes a Driver of a world. Its keywords are those of the Shape."""
     drivers: list[Driver] = []
 
     def make(**shape: Any) -> Driver:

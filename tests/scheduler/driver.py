@@ -1,4 +1,4 @@
-"""Driver: a world in which a test says when each copy runs."""
+"""Driver: a world in which a test runs each copy."""
 
 from typing import Any
 
@@ -22,7 +22,7 @@ _MAX_STEPS = 500
 
 
 def prompt(num_tokens: int, family: int = 0) -> list[int]:
-    """Tokens of which no two blocks, and no two families, are alike."""
+    """Tokens without two equal blocks, within a family or across families."""
     return [
         (family * 31 + position * position + position // 9) % 97 for position in range(num_tokens)
     ]
@@ -47,7 +47,7 @@ def make_request(
 
 
 def record_steps(driver: "Driver") -> list[StepMetadata]:
-    """What the connector sends down from now on; the list grows."""
+    """The connector's metadata of each step from now on, in a list that grows."""
     steps: list[StepMetadata] = []
     build = driver.scheduler.build_connector_meta
 
@@ -60,14 +60,14 @@ def record_steps(driver: "Driver") -> list[StepMetadata]:
 
 
 class Driver:
-    """Steps a world and checks it after each step. No copy runs unless it is told to."""
+    """Steps a world and checks it after each step. Copies run only at the test's command."""
 
     def __init__(self, **shape: Any) -> None:
         self.world = World(Shape(**shape))
 
     @property
     def scheduler(self) -> OffloadScheduler:
-        """Our scheduler side."""
+        """This project's scheduler side."""
         scheduler: OffloadScheduler = self.world.connector.scheduler
         return scheduler
 
@@ -96,13 +96,13 @@ class Driver:
     def serve(
         self, request_id: str, tokens: list[int], max_tokens: int = 1, salt: str | None = None
     ) -> list[int]:
-        """Run a request until everything has come to rest; prompt and output."""
+        """Run a request until all is at rest. Returns prompt and output."""
         self.start(request_id, tokens, max_tokens, salt)
         self.run()
         return tokens + self.world.finished[request_id][0]
 
     def empty_device_cache(self) -> None:
-        """Empty the device's prefix cache; nothing may be running."""
+        """Empty the device's prefix cache. No request may be running."""
         assert self.world.reset(tier=False)
 
     # Time
@@ -113,12 +113,12 @@ class Driver:
             self.world.check()
 
     def pending(self, direction: Direction, rank: int = 0) -> list[Transfer]:
-        """Copies that a rank has been given and that have not run."""
+        """Transfers that a rank has received and not yet copied."""
         return [copy.transfer for copy in self.world.ranks[rank].device.copies[direction]]
 
     def copy(self, direction: Direction, rank: int = 0, fail: bool = False) -> None:
-        """Run a rank's next copy, whatever compute it waits for included. ``fail``: it fails
-        when it has copied all blocks but one."""
+        """Run a rank's next copy, and any compute that it waits for. With ``fail``, it fails after
+        all blocks but one."""
         device = self.world.ranks[rank].device
         while not device.can_copy(direction):
             assert device.compute_one(), f"rank {rank} has no {direction.value} to run"
@@ -126,7 +126,7 @@ class Driver:
         device.copy_one(direction, num_blocks - 1 if fail else None)
 
     def announce(self, direction: Direction = LOAD, rank: int = 0) -> None:
-        """Let every copy that a rank has been given say that it will end at once."""
+        """Announce every copy of a rank as nearly done."""
         for copy in self.world.ranks[rank].device.copies[direction]:
             copy.nearly_done = True
 
@@ -138,8 +138,8 @@ class Driver:
                     self.copy(direction, rank)
 
     def drain(self) -> None:
-        """Step, and copy at once, until every request and transfer has ended. Checks what was
-        said."""
+        """Step, and copy at once, until every request and transfer has ended. Checks the
+        answers."""
         for _ in range(_MAX_STEPS):
             if not self.world.requests and not self.world.scheduler.has_requests():
                 break
@@ -151,30 +151,30 @@ class Driver:
             self.world.check_finished(request_id)
 
     def run(self) -> None:
-        """Drain, and check that nothing is held afterwards."""
+        """Drain, and check that no block is held afterwards."""
         self.drain()
         self.world.check_at_rest()
 
-    # Looking
+    # State
 
     def found(self, tokens: list[int], salt: str | None = None) -> int:
-        """How many of these tokens the tier could supply."""
+        """The number of these tokens that the tier could supply."""
         request = make_request("looker", tokens, salt, self.world.shape.hash_size)
         return self.tier.lookup(request.block_hashes, 0, len(tokens)).num_tokens
 
     @property
     def num_held(self) -> tuple[int, int]:
-        """Device and host blocks that are not free."""
+        """Number of device blocks and of host blocks that are not free."""
         pools = (self.device_pool, self.host_pool)
         device, host = (len(pool.blocks) - 1 - pool.get_num_free_blocks() for pool in pools)
         return device, host
 
     @property
     def num_stored(self) -> int:
-        """Blocks in all stores that have ever been submitted."""
+        """Number of blocks in all stores submitted so far."""
         return sum(len(store.host_blocks) for store in self.world._stores.values())
 
     @property
     def num_kept(self) -> int:
-        """Blocks that the tier holds something in."""
+        """Number of blocks with contents in the tier."""
         return sum(block.block_hash is not None for block in self.host_pool.blocks)

@@ -49,7 +49,7 @@ def test_the_hashes_requested_least_recently_are_dropped() -> None:
     admission.count(request)
     admission.count(make_request("b", prompt(17, family=1)))
     admission.count(make_request("c", prompt(17)))
-    # The end of the prefix was dropped first.
+    # The counts of the prefix's end are dropped first.
     assert admitted(admission, request.block_hashes[:2]) == 2
     assert admitted(admission, request.block_hashes) == 2
 
@@ -67,7 +67,7 @@ def test_a_threshold_of_one_counts_nothing() -> None:
 
 
 def fill(driver: Driver, num_prompts: int, first_family: int = 50) -> None:
-    """Run prompts that come once, more than the device holds."""
+    """Run prompts that each come once, more than the device holds."""
     for family in range(first_family, first_family + num_prompts):
         driver.serve(f"once{family}", prompt(17, family=family))
 
@@ -86,7 +86,7 @@ def test_prompts_that_come_once_do_not_churn_the_tier(drive: MakeDriver, lazy: b
 
 @BOTH
 def test_a_prefix_is_stored_once_a_second_request_has_it(drive: MakeDriver, lazy: bool) -> None:
-    """It ends in the middle of a prompt, and the first request is still running."""
+    """The prefix ends in the middle of a prompt, and the first request is still running."""
     driver = drive(lazy=lazy, store_threshold=2, num_device_blocks=30, windows=(0,))
     driver.start("long", prompt(17), max_tokens=20)
     driver.step(8)

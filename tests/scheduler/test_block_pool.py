@@ -47,7 +47,7 @@ class Twins:
     """Two equal pools: our functions change one, vLLM's own methods the other."""
 
     def __init__(self, filled: int) -> None:
-        """``filled`` of the blocks hold the chain's first keys and are free, tail first."""
+        """``filled`` of the blocks hold the chain's first keys. They are free, tail first."""
         self.pools = [pool_of(make_tier(NUM_BLOCKS)) for _ in range(2)]
         for pool in self.pools:
             blocks = pool.get_new_blocks(filled)
@@ -109,7 +109,7 @@ def test_get_new_blocks(filled: int, limit: int, kept: int, inner: bool) -> None
     removed: list[BlockHashWithGroupId] = []
     block_pool.on_removed(twins.pools[0], removed.extend)
     for pool in twins.pools:
-        if inner and filled:  # a block that is found by another key too
+        if inner and filled:  # a block with another key too
             pool._insert_block_hash(key("inside"), pool.blocks[filled], None)
     queued = twins.pools[0].free_block_queue.get_all_free_blocks()
     keep = {each for block in queued[kept : kept + 1] if (each := block.block_hash) is not None}

@@ -29,7 +29,7 @@ def long_chain(length: int) -> str:
 
 
 def test_a_chain_is_found_wherever_its_blocks_are() -> None:
-    """They have references, or other blocks stand between them in the free queue."""
+    """The blocks have references, or other blocks stand between them in the free queue."""
     tier = make_tier(12)
     store(tier, "a", "q", "ab", "abc", "abx", "abcd")
     for held in ([], ["abc"], ["abcd"]):
@@ -49,7 +49,7 @@ def test_blocks_without_a_known_parent_are_found() -> None:
 
 @pytest.mark.parametrize("length", [70, 400])
 def test_a_chain_with_a_gap_ends_there(length: int) -> None:
-    """Behind the gap, a hit pins its ancestors that are there."""
+    """A hit behind the gap pins those of its ancestors that are in the tier."""
     tier = make_tier(length + 2)
     chain = long_chain(length)
     store(tier, chain)
@@ -79,7 +79,7 @@ def test_two_keys_confirm_a_right_guess_or_an_absent_chain(
     assert len(asked) <= 2
 
 
-def test_blocks_that_are_there_or_coming_are_counted() -> None:
+def test_blocks_in_the_tier_or_in_a_store_are_counted() -> None:
     tier = make_tier(8)
     store(tier, "abc")
     asked = hashes("abcdefg")

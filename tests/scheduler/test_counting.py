@@ -1,4 +1,4 @@
-"""Metrics of the scheduler side: exact counts."""
+"""Metrics of the scheduler side have exact counts."""
 
 from typing import Any
 
@@ -86,7 +86,9 @@ def test_a_tier_that_is_too_small_for_a_request(drive: MakeDriver) -> None:
     driver, counted = make_driver(drive, num_host_blocks=3)
     driver.serve("r", THREE, max_tokens=5)
     assert counted(metrics.STORED) == 2
-    assert counted(metrics.DROPPED, "tier_full") == 2  # three of the prompt and one of the answer
+    assert (
+        counted(metrics.DROPPED, "tier_full") == 2
+    )  # three blocks of the prompt and one of the answer
 
 
 def test_a_failed_store(drive: MakeDriver) -> None:
@@ -128,7 +130,7 @@ def test_a_reset_in_flight(drive: MakeDriver) -> None:
     assert counted(metrics.STORED) == 0
 
 
-def test_a_tail_whose_head_is_dropped_meanwhile_is_obsolete(drive: MakeDriver) -> None:
+def test_a_tail_is_obsolete_if_its_head_is_dropped_meanwhile(drive: MakeDriver) -> None:
     driver, counted = make_driver(drive)
     driver.serve("r", prompt(BLOCK_SIZE))
     driver.start("s", THREE)

@@ -26,7 +26,7 @@ from tests.scheduler.tiers import (
 from tests.simulation.integrity import check_tier, pool_of
 
 
-def test_version_grows_when_a_lookup_may_find_something_else() -> None:
+def test_version_grows_when_a_lookup_may_change() -> None:
     tier = make_tier(3)
     seen = [tier.version]
 
@@ -84,7 +84,7 @@ def test_a_chain_that_fills_the_tier_does_not_evict_itself() -> None:
 
 @pytest.mark.parametrize("count", [0, 1, 2, 3, 4, 5, 9])
 def test_blocks_are_allocated_as_far_as_there_is_room(count: int) -> None:
-    """Empty ones first, then the least recently used."""
+    """Empty blocks first, then the least recently used."""
     tier = make_tier(5)
     store(tier, "abc")
     allocated = tier.allocate(count)
@@ -199,7 +199,7 @@ def test_an_orphan_is_not_kept() -> None:
     assert contents(tier) == {"a"}
     assert (filled.ref_cnt, filled.block_hash) == (0, None)
     check_tier(tier)
-    assert tier.allocate(1) == [filled]  # the first to be allocated again
+    assert tier.allocate(1) == [filled]  # the next to be allocated
     assert contents(tier) == {"a"}
 
 
@@ -285,7 +285,7 @@ class Counting(list[Any]):
 
 @pytest.mark.parametrize("depth", [50, 200])
 def test_a_drop_visits_each_block_a_few_times(depth: int) -> None:
-    """However long the chains of its descendants are: the scheduler waits for it."""
+    """However long the chains of its descendants are: the scheduler waits for a drop."""
     tier = make_tier(800)
     chain = "".join(chr(ord("A") + place) for place in range(depth))
     store(tier, chain, "ABxyz")

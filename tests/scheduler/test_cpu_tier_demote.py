@@ -1,4 +1,5 @@
-"""CpuTier: demotes blocks that the device has too, and promotes them before it evicts them."""
+"""CpuTier: demotes blocks that the device also has, and promotes them before the device evicts
+them."""
 
 import pytest
 
@@ -112,7 +113,7 @@ def test_a_new_child_renews_its_demoted_ancestors() -> None:
     assert leave(tier) == ["xy", "x", "pq", "p", "abc", "ab", "a"]
 
 
-def test_a_pinned_chain_is_demoted_no_more() -> None:
+def test_a_pinned_chain_is_no_longer_demoted() -> None:
     tier = full_tier("ab", "xy")
     demote(tier, "ab")
     held = blocks(tier, "ab")

@@ -1,4 +1,4 @@
-"""CpuTier: blocks that are committed before their parent, which the device still has."""
+"""CpuTier: blocks committed before their parent, which only the device has."""
 
 import pytest
 from hypothesis import settings
@@ -28,7 +28,7 @@ from tests.simulation.integrity import check_tier
 
 
 def store_early(tier: CpuTier, *stored: str) -> None:
-    """Store blocks, whether or not their parents are there."""
+    """Store blocks, with or without their parents in the tier."""
     for name in stored:
         filled = allocate(tier)
         assert filled is not None
@@ -50,14 +50,14 @@ def test_an_early_block_is_kept() -> None:
 
 
 @pytest.mark.proves("I9")
-def test_a_chain_that_came_tail_first_leaves_tail_first() -> None:
+def test_a_chain_stored_tail_first_leaves_tail_first() -> None:
     tier = make_tier(4)
     store_early(tier, "abcd", "abc", "ab", "a")
     assert leave(tier) == ["abcd", "abc", "ab", "a"]
 
 
-def test_a_parent_that_comes_late_stays_as_long_as_its_ancestors() -> None:
-    """It would stand before its own parent, which is old."""
+def test_a_parent_stored_late_stays_as_long_as_its_ancestors() -> None:
+    """Otherwise it would stand before its own parent, which is old."""
     tier = make_tier(6)
     store_early(tier, "a", "ab", "xy", "abcd", "x", "abc")
     assert leave(tier) == ["xy", "abcd", "x", "abc", "ab", "a"]
@@ -72,7 +72,7 @@ def test_a_chain_with_a_gap_is_found_up_to_it() -> None:
     assert names(hit.pins) == ["a", "abcd", "abcde"]
 
 
-def test_a_run_is_committed_without_the_blocks_that_are_there() -> None:
+def test_a_run_is_committed_without_the_blocks_in_the_tier() -> None:
     tier = make_tier(8)
     store_early(tier, "a", "abc")
     filled = tier.allocate(3)
@@ -97,8 +97,8 @@ def test_a_block_without_its_parent_is_evicted_like_others() -> None:
 chains = st.text("ab", min_size=1, max_size=5)
 
 
-def test_a_block_whose_parent_came_and_left_is_early_again() -> None:
-    """It was pinned meanwhile, by a load that pinned no parent."""
+def test_a_block_whose_parent_was_stored_and_evicted_is_early_again() -> None:
+    """A load pinned it meanwhile, without its parent."""
     tier = make_tier(2)
     store_early(tier, "ab")
     held = [block(tier, "ab")]
@@ -112,7 +112,7 @@ def test_a_block_whose_parent_came_and_left_is_early_again() -> None:
     assert leave(tier) == ["ab", "a"]
 
 
-def test_a_parent_that_comes_while_its_child_is_pinned_stays_as_long() -> None:
+def test_a_parent_stored_while_its_child_is_pinned_stays_as_long() -> None:
     """More blocks are protected than the limit, so the parent, which is free, returns to
     probation."""
     tier = make_tier(6)
@@ -127,7 +127,7 @@ def test_a_parent_that_comes_while_its_child_is_pinned_stays_as_long() -> None:
 
 
 class EarlyTier(RuleBasedStateMachine):
-    """Blocks come in any order. None leaves before its children."""
+    """Blocks are stored in any order. None leaves before its children."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -190,7 +190,7 @@ class EarlyTier(RuleBasedStateMachine):
         assert contents(self.tier) == before - lost
 
     @invariant()
-    def it_holds_together(self) -> None:
+    def check_consistency(self) -> None:
         check_tier(self.tier)
 
     def teardown(self) -> None:

@@ -1,4 +1,4 @@
-"""CpuTier against a model with chains, pins and times, but without queues."""
+"""CpuTier compared with a model that has chains, pins and times, but no queues."""
 
 from collections import Counter, deque
 from dataclasses import dataclass
@@ -44,18 +44,18 @@ class _Hold:
 
 
 class Tier(RuleBasedStateMachine):
-    """As the scheduler side uses it: pins go from a chain's head on, stores end in the order in
-    which they began, and no key is on its way twice."""
+    """A tier as the scheduler side uses it. Pins go from a chain's head on. Stores end in the order
+    of their begin. No key is in two stores at once."""
 
     def __init__(self) -> None:
         super().__init__()
         self.tier = make_tier(_NUM_BLOCKS)
         self.num_blocks = _NUM_BLOCKS
         self.kept: dict[str, int] = {}
-        """By name of a block that can be found, its id."""
+        """By name of each block that can be found, its id."""
         self.ages: dict[str, int] = {}
-        """When each of them without references was freed: with its parent, if that was free by
-        then."""
+        """The time when each block without references was freed. A block has its parent's time if
+        that was free already."""
         self.demoted: set[str] = set()
         self.clock = 0
         self.filling: deque[_Filling] = deque()
@@ -65,7 +65,7 @@ class Tier(RuleBasedStateMachine):
 
     @rule(chain=chains)
     def begin_store(self, chain: str) -> None:
-        """Start to fill the first block of a chain that is neither there nor on its way."""
+        """Begin to store the first block of a chain that is neither in the tier nor in a store."""
         under_way = {filling.name for filling in self.filling if not filling.abandoned}
         lacking = [name for name in prefixes(chain) if name not in {*self.kept, *under_way}]
         if not lacking:
@@ -172,7 +172,7 @@ class Tier(RuleBasedStateMachine):
     # The model
 
     def num_references(self) -> Counter[int]:
-        """By block."""
+        """The number of references by block."""
         held = Counter(filling.block.block_id for filling in self.filling)
         held.update(block.block_id for each in self.holds for block in each.blocks)
         return held
@@ -182,7 +182,7 @@ class Tier(RuleBasedStateMachine):
         return self.num_blocks - len({*self.num_references(), *self.kept.values()})
 
     def next_to_leave(self) -> set[str]:
-        """The tails among the blocks that were freed the longest ago."""
+        """The tails among the blocks with the earliest time."""
         oldest = {name for name, age in self.ages.items() if age == min(self.ages.values())}
         return {name for name in oldest if not any(other[:-1] == name for other in self.kept)}
 
@@ -210,27 +210,27 @@ class Tier(RuleBasedStateMachine):
     # Invariants
 
     @invariant()
-    def it_holds_together(self) -> None:
+    def check_consistency(self) -> None:
         check_tier(self.tier)
 
     @invariant()
-    def it_finds_the_blocks_of_the_model(self) -> None:
+    def check_findable_blocks(self) -> None:
         assert contents(self.tier) == set(self.kept)
         assert all(block(self.tier, name).block_id == kept for name, kept in self.kept.items())
 
     @invariant()
-    def no_tail_without_a_head(self) -> None:
+    def check_heads(self) -> None:
         assert all(len(name) == 1 or name[:-1] in self.kept for name in self.kept)
 
     @invariant()
-    def references_are_those_of_the_model(self) -> None:
+    def check_references(self) -> None:
         references = self.num_references()
         assert pool_of(self.tier).get_num_free_blocks() == self.num_blocks - len(references)
         for held in pool_of(self.tier).blocks[1:]:
             assert held.ref_cnt == references[held.block_id]
 
     def teardown(self) -> None:
-        """Without references, all blocks are free and nothing is left behind."""
+        """Without references, all blocks are free and no bookkeeping is left."""
         for filling in self.filling:
             self.tier.unpin([filling.block])
         for pinned in self.holds:

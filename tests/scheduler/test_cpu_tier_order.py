@@ -1,4 +1,4 @@
-"""CpuTier: the tail of a prefix leaves before its head, in whatever order blocks came."""
+"""CpuTier: the tail of a prefix leaves before its head, in any order of stores."""
 
 import pytest
 
@@ -35,14 +35,14 @@ def test_tail_first_when_a_chain_grew_over_several_transfers() -> None:
     assert leave(tier) == tail_first("abcdef")
 
 
-def test_tail_first_when_another_chain_came_between() -> None:
+def test_tail_first_with_another_chain_stored_between() -> None:
     tier = make_tier(8)
     store(tier, "ab", "xy", "abcd", "xyz")
     assert leave(tier) == [*tail_first("abcd"), *tail_first("xyz")]
 
 
 def test_tail_first_with_two_transfers_under_way() -> None:
-    """Two transfers of one chain: the second is allocated before the first is committed."""
+    """Two stores of one chain: the second is allocated before the first is committed."""
     tier = make_tier(6)
     store(tier, "ab")
     first = [begin(tier, "abc"), begin(tier, "abcd")]
@@ -60,7 +60,7 @@ def test_branches_leave_before_the_head_that_they_share() -> None:
     assert leave(tier) == ["abcx", "abcyz", "abcy", "abc", "ab", "a"]
 
 
-def test_the_branch_that_was_used_last_stays_longer() -> None:
+def test_the_branch_used_last_stays_longer() -> None:
     tier = make_tier(7)
     store(tier, "abxx", "abyy")
     refresh(tier, hashes("abxx"), 0, 4)
@@ -126,7 +126,7 @@ def test_refresh_goes_as_far_as_the_chain_does() -> None:
     store(tier, "abc", "xyz")
     refresh(tier, hashes("abpq"), 0, 4)
     check_tier(tier)
-    # "abc" is not part of the request; its head is.
+    # The request has "ab", and not "abc".
     assert leave(tier) == ["abc", *tail_first("xyz"), "ab", "a"]
 
 

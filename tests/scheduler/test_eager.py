@@ -1,4 +1,4 @@
-"""EagerPolicy: every full block is stored once its tokens are computed, and stored once."""
+"""EagerPolicy: stores every full block once its tokens are computed, and only once."""
 
 import gc
 
@@ -28,14 +28,14 @@ def test_the_last_full_block_is_stored(
     windows: tuple[int, ...],
     async_scheduling: bool,
 ) -> None:
-    """The last step may have completed it. The last sampled token has not been computed, so a
-    block that ends with it is not full."""
+    """The last step may have completed it. The last sampled token is not computed, so a block that
+    ends with it is not full."""
     driver = drive(windows=windows, num_device_blocks=60, async_scheduling=async_scheduling)
     history = driver.serve("a", prompt(num_prompt_tokens), max_tokens=num_output_tokens)
     num_full = (num_prompt_tokens + num_output_tokens - 1) // 4
     assert len(history) == num_prompt_tokens + num_output_tokens
     assert driver.found([*history, *prompt(4)]) == num_full * 4
-    # Of the window, what the prompt's end needs and what the answer's end needs.
+    # Of the window: the blocks that the prompt's end and the answer's end need.
     most = num_full * len(windows)
     least = num_full + (min(num_full, 2) if len(windows) == 2 else 0)
     assert least <= driver.num_stored <= most
@@ -65,9 +65,7 @@ def test_computed_blocks_of_an_aborted_request_are_stored(
 
 
 @ASYNC
-def test_tokens_without_contents_yet_are_not_stored(
-    drive: MakeDriver, async_scheduling: bool
-) -> None:
+def test_reserved_tokens_are_not_stored(drive: MakeDriver, async_scheduling: bool) -> None:
     """Async scheduling reserves room for a token before it is known."""
     driver = drive(async_scheduling=async_scheduling)
     request = driver.start("a", prompt(12), max_tokens=20)
@@ -82,13 +80,13 @@ def test_tokens_without_contents_yet_are_not_stored(
 
 
 def holders(request: Request) -> set[str]:
-    """Our modules with an object that refers to ``request``."""
+    """Modules of this project with an object that refers to ``request``."""
     names = {type(holder).__module__ for holder in gc.get_referrers(request)}
     return {name for name in names if name.startswith("simple_offload")}
 
 
 @pytest.mark.parametrize("lazy", [False, True])
-def test_nothing_refers_to_a_request_whose_rest_is_stored(drive: MakeDriver, lazy: bool) -> None:
+def test_nothing_refers_to_an_ended_request(drive: MakeDriver, lazy: bool) -> None:
     driver = drive(lazy=lazy)
     request = driver.start("a", prompt(17))
     driver.step()
@@ -101,7 +99,8 @@ def test_nothing_refers_to_a_request_whose_rest_is_stored(drive: MakeDriver, laz
 def test_only_kv_events_keep_an_ended_request(
     drive: MakeDriver, monkeypatch: pytest.MonkeyPatch, events: bool
 ) -> None:
-    """Otherwise vLLM frees its thousands of tokens, which takes time, and not a hook of ours."""
+    """Otherwise vLLM frees it. Its thousands of tokens take time to free, which no hook should
+    spend."""
     if not events:
         monkeypatch.setattr(World, "kv_events_config", lambda self: None)
     driver = drive()
@@ -119,7 +118,7 @@ def test_only_kv_events_keep_an_ended_request(
 def test_blocks_of_a_prompt_are_stored_as_they_fill_up(
     drive: MakeDriver, async_scheduling: bool
 ) -> None:
-    """Eight at a time."""
+    """The policy stores eight blocks at a time."""
     driver = drive(async_scheduling=async_scheduling, max_num_batched_tokens=6)
     request = driver.start("a", prompt(68), max_tokens=6)
     found = []
@@ -127,17 +126,17 @@ def test_blocks_of_a_prompt_are_stored_as_they_fill_up(
         before = request.num_computed_tokens - request.num_output_placeholders
         driver.step()
         driver.copy_all()
-        # What was computed before this step has been stored in it, or is less than eight.
+        # This step stores the blocks computed before it, unless they are fewer than eight.
         assert driver.num_stored > before // 4 - 8
         found.append(driver.found(prompt(68)))
     assert found == sorted(found)
-    assert found[8] >= 32  # before the prompt was computed as a whole
+    assert found[8] >= 32  # before the end of the prompt was computed
     driver.run()
     assert driver.found(prompt(68)) == 68
 
 
 def sizes_of_stores(driver: Driver) -> list[int]:
-    """Number of blocks that each of the following steps stores, until no request is left."""
+    """Number of blocks that each later step stores, until no request is left."""
     sizes = []
     while driver.world.requests or driver.world.scheduler.has_requests():
         driver.step()
@@ -149,7 +148,7 @@ def sizes_of_stores(driver: Driver) -> list[int]:
 
 @ASYNC
 def test_blocks_are_stored_in_batches_of_eight(drive: MakeDriver, async_scheduling: bool) -> None:
-    """The rest is stored when the request ends."""
+    """The request's end stores the rest."""
     driver = drive(
         async_scheduling=async_scheduling,
         num_device_blocks=40,
@@ -164,7 +163,7 @@ def test_blocks_are_stored_in_batches_of_eight(drive: MakeDriver, async_scheduli
 
 
 def test_a_batch_has_at_most_128_tokens(drive: MakeDriver) -> None:
-    """A preemption may lose a batch."""
+    """A preemption may lose a whole batch."""
     driver = drive(block_size=64, max_num_batched_tokens=128, max_model_len=512)
     driver.start("a", prompt(65), max_tokens=64 * 4 + 1)
     assert [size for size in sizes_of_stores(driver) if size] == [2, 2, 1]
@@ -178,13 +177,13 @@ def test_found_blocks_do_not_count_for_a_batch(drive: MakeDriver) -> None:
     assert [size for size in sizes_of_stores(driver) if size] == [8, 4]
 
 
-def test_blocks_that_a_window_is_about_to_leave_do_not_wait(drive: MakeDriver) -> None:
+def test_blocks_about_to_leave_a_window_are_stored_at_once(drive: MakeDriver) -> None:
     driver = drive(windows=(0, 8), num_device_blocks=60, retention=None)
     driver.start("a", prompt(17), max_tokens=16)
     assert [size for size in sizes_of_stores(driver) if size] == [8, 2, 2, 2, 2]
 
 
-def test_blocks_that_found_no_room_do_not_wait_for_a_batch(drive: MakeDriver) -> None:
+def test_blocks_without_room_before_do_not_wait_for_a_batch(drive: MakeDriver) -> None:
     driver = drive(num_host_blocks=11, num_device_blocks=60, max_num_seqs=2)
     driver.start("other", prompt(25, family=1))
     driver.step(3)
@@ -223,7 +222,7 @@ def test_blocks_found_on_the_device_are_stored_if_the_tier_lacks_them(drive: Mak
 
 
 def test_blocks_behind_a_window_are_stored(drive: MakeDriver) -> None:
-    """The device frees them before the policy sees them computed, but they are intact."""
+    """The device frees them before the policy sees them as computed, but they are intact."""
     driver = drive(windows=(0, 8), num_device_blocks=60, retention=None)
     driver.serve("a", prompt(33))
     assert driver.num_stored == 8 + 8
@@ -254,7 +253,9 @@ def test_a_finished_request_is_the_most_recently_used(drive: MakeDriver) -> None
     driver = drive(num_host_blocks=9, num_device_blocks=60)
     driver.serve("first", prompt(17))
     driver.serve("second", prompt(17, family=1))
-    driver.serve("first again", prompt(17))  # the device has it: nothing is loaded or stored
+    driver.serve(
+        "first again", prompt(17)
+    )  # the device has the prompt: nothing is loaded or stored
     assert (driver.num_stored, driver.world.num_blocks_loaded) == (8, 0)
     driver.serve("third", prompt(9, family=2))
     assert driver.found(prompt(17)) == 16
@@ -262,13 +263,13 @@ def test_a_finished_request_is_the_most_recently_used(drive: MakeDriver) -> None
 
 
 @pytest.mark.parametrize("loads", [False, True])
-def test_a_loaded_prefix_stays_where_its_load_has_left_it(drive: MakeDriver, loads: bool) -> None:
-    """Also after a long answer. If nothing was loaded, the request's end counts."""
+def test_a_loaded_prefix_keeps_the_place_of_its_load(drive: MakeDriver, loads: bool) -> None:
+    """Also after a long answer. Without a load, the request's end counts."""
     driver = drive(num_device_blocks=60)
     prompts = [prompt(17), prompt(17, family=1)]
     for name, tokens in zip("ab", prompts, strict=True):
         driver.serve(name, tokens)
-    for num_tokens in ((2, 12), (12, 2)):  # the second time finds them protected
+    for num_tokens in ((2, 12), (12, 2)):  # the second request finds them protected
         if loads:
             driver.empty_device_cache()
         for name, tokens, count in zip("cd", prompts, num_tokens, strict=True):

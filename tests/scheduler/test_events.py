@@ -1,4 +1,4 @@
-"""KVEvents: the events of the host tier are those that vLLM would publish."""
+"""KVEvents: the host tier's events are those that vLLM would publish."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -92,7 +92,7 @@ def report(
     inner_keys: Sequence[BlockHashWithGroupId] = (),
     payloads: PayloadsByKey | None = None,
 ) -> None:
-    """Report a committed block of ``request``, or one with ``payloads``."""
+    """Report a committed block of ``request``, or a block with ``payloads``."""
     run = Run((), (key,), None, num_tokens, request=request)
     run.payloads = [payloads] if payloads else ()
     run.inner_keys = [inner_keys] if inner_keys else ()
@@ -119,15 +119,15 @@ def hashes_of(request: Request) -> list[bytes]:
     ],
     ids=str,
 )
-def test_a_stored_block_is_described_as_the_device_s(
+def test_a_stored_block_has_the_fields_of_the_device_s_event(
     drive: MakeDriver, shape: dict[str, Any]
 ) -> None:
-    """In each field but those of its place."""
+    """All fields are equal, except those of the tier."""
     driver = drive(**{"num_device_blocks": 80, "num_host_blocks": 200} | shape)
     listener = Listener(driver)
-    for number in range(6):  # one block at a time: vLLM's own run with gaps is ambiguous
+    for number in range(6):  # one block at a time: vLLM's own event of a run with gaps is ambiguous
         driver.serve("same", prompt(number * BLOCK_SIZE + 1), salt="red")
-    if shape.get("lazy"):  # blocks outlive their request, until the device needs the room
+    if shape.get("lazy"):  # blocks stay on the device after their request's end
         for family in range(1, 6):
             driver.serve("other", prompt(5 * BLOCK_SIZE, family), salt="red")
     on_device, on_host = listener.stored(MEDIUM_GPU), listener.stored(MEDIUM_CPU)
@@ -180,7 +180,7 @@ def test_an_eviction_is_a_removal(drive: MakeDriver) -> None:
     assert {event.locality for event in removed} == {"LOCAL"}
 
 
-def test_a_load_that_fails_again_removes_its_blocks(drive: MakeDriver) -> None:
+def test_a_load_that_fails_a_second_time_removes_its_blocks(drive: MakeDriver) -> None:
     driver = drive(num_device_blocks=40, num_host_blocks=40)
     driver.serve("r", PROMPT)
     listener = Listener(driver)
@@ -196,7 +196,7 @@ def test_a_load_that_fails_again_removes_its_blocks(drive: MakeDriver) -> None:
 
 
 def test_a_reset_removes_each_block_and_clears_nothing_else(drive: MakeDriver) -> None:
-    """AllBlocksCleared of the tier would remove the device's blocks too, which stay."""
+    """An AllBlocksCleared event of the tier would also remove the device's blocks, which stay."""
     driver = drive(num_device_blocks=40, num_host_blocks=40)
     request = driver.start("r", PROMPT)
     driver.run()
@@ -232,7 +232,7 @@ def test_a_group_at_a_time_is_removed() -> None:
 
 
 def test_a_block_of_an_unknown_request_is_stored_without_tokens() -> None:
-    """So is a block of other tokens than its request has there."""
+    """So is a block with other tokens than the request has there."""
     tier = make_tier(4)
     events = make_events(tier)
     commit(tier, begin(tier, "a"), "a")
@@ -286,7 +286,7 @@ def test_a_host_block_is_reported_as_its_sub_blocks() -> None:
 
 
 def test_each_block_has_its_own_extra_keys() -> None:
-    """LoRA, images and salt are part of its hash."""
+    """A block's hash covers LoRA adapter, images and salt."""
     tier = make_tier(8)
     events = make_events(tier)
     feature = MultiModalFeatureSpec(
@@ -323,8 +323,8 @@ def test_each_block_has_its_own_extra_keys() -> None:
         assert (event.lora_id, event.lora_name, event.session_id) == (3, "poet", "talk")
 
 
-def test_a_block_of_another_session_does_not_join_its_parent_s_event() -> None:
-    """vLLM names the session of each block."""
+def test_a_block_of_another_session_has_an_event_of_its_own() -> None:
+    """vLLM's events have the session of each block."""
     tier = make_tier(8)
     events = make_events(tier)
     for name, end in (("r", 1), ("s", 2)):

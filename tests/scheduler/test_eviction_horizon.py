@@ -1,4 +1,4 @@
-"""EvictionHorizon: as far as need be, and no farther where that costs much."""
+"""EvictionHorizon: as far as needed, and no farther where that is costly."""
 
 import pytest
 from vllm.config import KVTransferConfig
@@ -39,7 +39,7 @@ def test_limits(windows: tuple[int, ...], async_scheduling: bool) -> None:
     assert limits == (groups * (8 + 6), num_steps, groups * 20, groups * 6)
 
 
-def test_the_most_that_may_be_needed_if_it_is_a_small_part_of_the_device() -> None:
+def test_the_largest_possible_need_if_it_is_small_beside_the_device() -> None:
     assert EvictionHorizon(LIMITS, 3 * MOST).num_blocks(NONE) == MOST
 
 
@@ -48,21 +48,21 @@ def test_no_more_than_a_quarter_of_the_device_for_a_long_request() -> None:
     assert EvictionHorizon(limits, 100).num_blocks(NONE) == 3 + 25
 
 
-def test_else_the_most_that_was_needed_lately() -> None:
+def test_otherwise_the_largest_recent_need() -> None:
     horizon = EvictionHorizon(LIMITS, 160)
     assert horizon.num_blocks(NONE) == 10
     allocate(horizon, 2, 7, 5, 6, 1, 0, 2)
     assert horizon.num_blocks(NONE) == 7 + 5 + 6
 
 
-def test_more_than_was_thought_possible_if_it_is_needed() -> None:
+def test_an_actual_need_may_exceed_the_largest_possible_need() -> None:
     """Several long loads in one step."""
     horizon = EvictionHorizon(LIMITS, 3 * MOST)
     allocate(horizon, 2 * MOST)
     assert horizon.num_blocks(NONE) == 2 * MOST
 
 
-def test_a_need_is_forgotten_when_the_device_has_been_filled_twice_since() -> None:
+def test_a_need_counts_until_the_device_has_been_filled_twice() -> None:
     horizon = EvictionHorizon(LIMITS, 160)
     allocate(horizon, 40, *[2] * 59)  # 158
     for _ in range(2):
@@ -79,7 +79,7 @@ def test_farther_while_the_tier_has_room_to_spare(num_empty: int, expected: int)
 
 
 @pytest.mark.parametrize("windows", [(0,), (8,)], ids=str)
-def test_blocks_that_are_found_on_the_device_are_do_not_count(
+def test_blocks_found_on_the_device_do_not_count(
     drive: MakeDriver, windows: tuple[int, ...]
 ) -> None:
     driver = drive(**ROOMY | {"windows": windows, "max_num_batched_tokens": 64})

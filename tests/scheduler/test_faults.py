@@ -12,7 +12,8 @@ BOTH_GROUPS = pytest.mark.parametrize("windows", [(0,), (0, 8)], ids=str)
 
 
 def stored(drive: MakeDriver, **shape: object) -> Driver:
-    """A driver whose tier, and only that, holds ``prompt(33)`` and more of another branch."""
+    """A driver whose tier holds ``prompt(33)`` and more of another branch. Its device holds no
+    block."""
     driver = drive(num_device_blocks=60, num_host_blocks=90, **shape)
     driver.serve("before", prompt(33))
     driver.serve("branch", [*prompt(33)[:20], *prompt(13, family=5)])
@@ -24,8 +25,8 @@ def stored(drive: MakeDriver, **shape: object) -> Driver:
 
 
 def fail_load(driver: Driver, *request_ids: str, failing: int = 0) -> list[int]:
-    """Start loads of ``prompt(33)`` by several requests, which fail on one rank, and wait for
-    their end. Returns the host blocks of the last load."""
+    """Start loads of ``prompt(33)`` by several requests, fail them on one rank, and wait for their
+    end. Returns the host blocks of the last load."""
     for request_id in request_ids:
         driver.start(request_id, prompt(33), max_tokens=3)
     driver.step()
@@ -36,7 +37,7 @@ def fail_load(driver: Driver, *request_ids: str, failing: int = 0) -> list[int]:
             driver.copy(LOAD, rank, fail=rank == failing)
     while ids_in_flight(driver.scheduler) & {load.id for load in loads}:
         driver.step()
-        assert not driver.pending(LOAD)  # their requests are offered no other load
+        assert not driver.pending(LOAD)  # their requests get no other hit
     blocks: list[int] = loads[-1].host_blocks.tolist()
     return blocks
 
@@ -64,7 +65,7 @@ def test_recompute(
     assert "recomputes or fails, as kv_load_failure_policy says" in caplog.text
     driver.run()
     assert driver.world.finished["a"][1] == RequestStatus.FINISHED_LENGTH_CAPPED
-    assert driver.num_kept >= num_kept  # others may load them
+    assert driver.num_kept >= num_kept  # other requests may load them
     driver.empty_device_cache()
     num_loaded = driver.world.num_blocks_loaded
     driver.serve("b", prompt(33))
@@ -77,7 +78,7 @@ def test_recompute(
 def test_blocks_that_fail_again_are_dropped(
     drive: MakeDriver, windows: tuple[int, ...], failing: int
 ) -> None:
-    """Otherwise each later request would load them in vain."""
+    """Otherwise each later request would load them and fail."""
     driver = stored(drive, windows=windows, num_ranks=2, load_failures="recompute")
     fail_load(driver, "a", failing=0)
     driver.run()
@@ -86,17 +87,17 @@ def test_blocks_that_fail_again_are_dropped(
     kept = driver.host_pool.blocks
     assert all(kept[block_id].block_hash is None for block_id in loaded)
     assert driver.found(prompt(33)) == 0
-    assert driver.found([*prompt(33)[:20], *prompt(13, family=5)]) == 0  # its head was among them
+    assert driver.found([*prompt(33)[:20], *prompt(13, family=5)]) == 0  # its head was one of them
     driver.run()
     assert driver.found(prompt(33)) == 32  # stored anew
     driver.empty_device_cache()
     fail_load(driver, "c")
-    assert driver.found(prompt(33)) == 32  # the blocks that failed are gone
+    assert driver.found(prompt(33)) == 32  # the failed blocks have left the tier
     driver.run()
 
 
 def test_blocks_that_fail_at_the_same_time_stay(drive: MakeDriver) -> None:
-    """A fault of the transport, not of the blocks, fails all loads that are under way."""
+    """A fault of the transport, not of the blocks, fails all loads in flight."""
     driver = stored(drive)
     fail_load(driver, "a", "b", "c")
     assert driver.found(prompt(33)) == 32
@@ -133,7 +134,7 @@ def test_fail(drive: MakeDriver, windows: tuple[int, ...]) -> None:
 
 
 def test_blocks_that_did_not_fail_stay(drive: MakeDriver) -> None:
-    """The device had the head: only the loaded blocks and their descendants are dropped."""
+    """The device has the head. Only the loaded blocks and their descendants are dropped."""
     driver = stored(drive)
     for turn in range(2):
         driver.serve(f"head {turn}", prompt(33)[:17])
@@ -144,7 +145,7 @@ def test_blocks_that_did_not_fail_stay(drive: MakeDriver) -> None:
     assert driver.found(prompt(33)) == 32
 
 
-def test_a_failure_leaves_the_load_of_another_request_alone(drive: MakeDriver) -> None:
+def test_a_failed_load_does_not_stop_the_load_of_another_request(drive: MakeDriver) -> None:
     driver = stored(drive)
     fail_load(driver, "before")
     driver.run()
@@ -181,7 +182,7 @@ def test_an_aborted_load_that_fails(drive: MakeDriver) -> None:
 
 
 def kill(driver: Driver, direction: Direction, rank: int) -> None:
-    """The next copy ends the rank's thread."""
+    """End the rank's copy thread with its next copy."""
     driver.world.ranks[rank].device.fatal[direction] += 1
 
 

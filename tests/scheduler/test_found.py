@@ -1,4 +1,4 @@
-"""Blocks are protected once another request than the one that stored them has found them."""
+"""Blocks are protected once a second request has found them."""
 
 import pytest
 
@@ -25,7 +25,7 @@ def test_loaded_blocks_are_protected(drive: MakeDriver) -> None:
     history = driver.serve("a", prompt(20), max_tokens=8)
     driver.empty_device_cache()
     driver.serve("b", [*history, *prompt(20, family=1)], max_tokens=8)
-    # The last token of "a" was never computed.
+    # The last token of "a" is never computed.
     assert num_protected(driver) == (len(history) - 1) // BLOCK
     assert driver.num_kept > num_protected(driver)
 
@@ -45,14 +45,14 @@ def test_a_prefix_of_two_requests_is_protected(drive: MakeDriver) -> None:
 
 
 def test_with_several_groups_only_loaded_blocks_are_protected(drive: MakeDriver) -> None:
-    """A hit needs blocks of every group: those of one are of no use without the others'."""
+    """A hit needs blocks of every group, so one group's blocks alone are useless."""
     driver = drive(windows=(0, 8))
     history = driver.serve("a", prompt(24), max_tokens=8)
     driver.serve("b", [*history, *prompt(20, family=1)], max_tokens=8)
     assert num_protected(driver) == 0
     driver.empty_device_cache()
     driver.serve("c", [*history, *prompt(20, family=2)], max_tokens=8)
-    # All blocks of one group, and a window's length of the other.
+    # All blocks of one group, and one window of the other.
     num_blocks = (len(history) - 1) // BLOCK
     assert num_blocks + 2 <= num_protected(driver) <= num_blocks + 3
 

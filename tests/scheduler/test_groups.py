@@ -14,8 +14,9 @@ from tests.simulation.groups import MODELS
 def test_a_host_hit_is_as_long_as_a_device_hit(
     drive: MakeDriver, model: dict[str, Any], retention: int | None
 ) -> None:
-    """At least: with vLLM's default retention, the device does not keep what a request's end
-    needs of a sliding window; nor a block that chained drafters finish as the request ends."""
+    """A host hit may be longer. With vLLM's default retention, the device drops window blocks that
+    a request's end needs. It also drops a block that chained drafters complete at the request's
+    end."""
     exact = retention is None and not model.get("chained")
     driver = drive(num_device_blocks=200, num_host_blocks=200, retention=retention, **model)
     tokens = driver.serve("a", prompt(35), max_tokens=12)
@@ -34,7 +35,7 @@ def test_a_host_hit_is_as_long_as_a_device_hit(
 def test_a_drafter_leaves_the_last_block_to_be_computed(
     drive: MakeDriver, windows: tuple[int, ...]
 ) -> None:
-    """The drafter's last token depends on the next one, which may differ in the next request."""
+    """The drafter's last entry depends on the next token, which may differ in the next request."""
     driver = drive(windows=windows, draft=True, num_device_blocks=90, num_host_blocks=90)
     driver.serve("a", prompt(34))
     driver.empty_device_cache()

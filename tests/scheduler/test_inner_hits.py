@@ -20,7 +20,7 @@ from tests.simulation.integrity import check_tier, pool_of
 
 
 def with_states(drive: MakeDriver, **shape: object) -> Driver:
-    """Blocks of 4 tokens and hashes of 2."""
+    """A driver with blocks of 4 tokens and hashes of 2."""
     return drive(windows=(0,), num_states=1, match_unit=2, num_device_blocks=60, **shape)
 
 
@@ -34,13 +34,13 @@ def test_a_hit_inside_a_block(drive: MakeDriver, async_scheduling: bool) -> None
     driver.step()
     assert request.num_computed_tokens == 18
     (load,) = driver.pending(LOAD)
-    assert len(load.host_blocks) == 5 + 1  # two tokens of the fifth block are hit
+    assert len(load.host_blocks) == 5 + 1  # the hit ends after two tokens of the fifth block
     driver.run()
     assert driver.world.finished["a"] == driver.world.finished["before"]
 
 
 def test_another_request_goes_on_from_inside_the_block(drive: MakeDriver) -> None:
-    """The tokens behind the hit in that block are the first request's."""
+    """The block's tokens behind the hit are the first request's."""
     driver = with_states(drive)
     driver.serve("before", prompt(19), max_tokens=6)
     driver.empty_device_cache()
@@ -62,7 +62,7 @@ def test_a_longer_host_hit_replaces_a_device_hit_inside_a_block(drive: MakeDrive
 
 
 def test_the_state_inside_a_block_is_stored_from_its_copy(drive: MakeDriver) -> None:
-    """The block that the request goes on with changes in that very step."""
+    """The request goes on with the original block, which that same step changes."""
     driver = with_states(drive)
     request = driver.start("a", prompt(19), max_tokens=6)
     table = driver.world.scheduler.kv_cache_manager.coordinator.single_type_managers[1]
@@ -80,7 +80,8 @@ def test_the_state_inside_a_block_is_stored_from_its_copy(drive: MakeDriver) -> 
 
 
 def test_later_blocks_do_not_evict_the_state_inside_a_block(drive: MakeDriver) -> None:
-    """Room for five blocks of tokens and the states after 16, 18 and 20 tokens."""
+    """The tier has room for five blocks of tokens, and for the states after 16, 18 and 20
+    tokens."""
     driver = with_states(drive, num_host_blocks=9)
     driver.serve("a", prompt(19), max_tokens=8)
     assert driver.num_kept == 8
@@ -120,7 +121,7 @@ def test_inner_keys_leave_with_their_block() -> None:
 
 
 def test_an_inner_key_of_two_blocks() -> None:
-    """Two prompts that end alike inside a block, and go on otherwise."""
+    """Two prompts end alike inside a block, and go on differently."""
     tier = make_tier(8)
     inner = key("a half")
     first, second = allocate(tier), allocate(tier)

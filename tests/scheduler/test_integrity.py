@@ -13,7 +13,7 @@ Corruption = Callable[[CpuTier], None]
 
 @pytest.fixture
 def tier() -> CpuTier:
-    """ "abc" free, "xy" pinned, one block under way, two empty."""
+    """ "abc" is free, "xy" is pinned, one block is in a store, and two are empty."""
     tier = make_tier(8)
     store(tier, "abc", "xy")
     hold(tier, blocks(tier, "xy"))

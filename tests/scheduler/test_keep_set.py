@@ -21,7 +21,7 @@ CHAIN, WINDOW = 0, 1
 
 
 def make(num_blocks: int) -> tuple[CpuTier, KeepSet]:
-    """A tier that "abcd" is to be stored in, and the KeepSet of "abcd"."""
+    """A tier for "abcd", and the KeepSet of "abcd"."""
     tier = make_tier(num_blocks, windows=(0, 8))
     return tier, KeepSet(groups_of(tier), tier, hashes("abcd"))
 
@@ -50,8 +50,8 @@ def test_each_of_the_first_blocks_of_a_window_stays(num_kept: int) -> None:
     assert contents(tier, WINDOW) >= set(["a", "ab", "abc"][:num_kept])
 
 
-def test_a_block_of_a_window_does_not_stand_for_those_before_it() -> None:
-    """It may be there without the one between them, and then stands anywhere in the queue."""
+def test_a_window_block_does_not_keep_earlier_ones() -> None:
+    """It may be in the tier without the block between, and anywhere in the queue."""
     tier, kept = make(2)
     store(tier, "a", group=WINDOW)
     assert commit(tier, begin(tier, "abc", WINDOW), "abc", WINDOW)
@@ -61,18 +61,18 @@ def test_a_block_of_a_window_does_not_stand_for_those_before_it() -> None:
 
 
 def test_only_blocks_in_the_tier_count() -> None:
-    """The last blocks that are kept may not have come yet, or have left."""
+    """The last blocks to keep may not be stored yet, or may have left."""
     tier, kept = make(3)
     store(tier, "ab")
     kept.add_first(CHAIN, 4)
     assert len(tier.allocate(3, kept.collect)) == 1
     assert contents(tier) == {"a", "ab"}
-    assert len(tier.allocate(1)) == 1  # for a request that keeps none of them
+    assert len(tier.allocate(1)) == 1  # for a request without blocks to keep
     assert tier.allocate(1, kept.collect) == []
     assert contents(tier) == {"a"}
 
 
-def test_a_pinned_block_does_not_stand_for_those_before_it() -> None:
+def test_a_pinned_block_does_not_keep_earlier_ones() -> None:
     tier, kept = make(3)
     store(tier, "abc")
     last = blocks(tier, "abc")[-1:]
@@ -105,8 +105,8 @@ def test_nothing_is_kept_at_first() -> None:
 
 
 def test_one_key_of_a_chain_is_collected() -> None:
-    """A prompt of 128K tokens has thousands."""
-    for stored in ("abcd", "ab"):  # the rest may not have come yet
+    """Only one, because a prompt of 128K tokens has thousands."""
+    for stored in ("abcd", "ab"):  # the rest may not be stored yet
         tier, kept = make(4)
         store(tier, stored)
         kept.add_first(CHAIN, 4)

@@ -1,4 +1,4 @@
-"""What else than tokens a block is known by: salt, LoRA adapter, the pictures among the tokens."""
+"""Keys: salt, LoRA adapter and pictures distinguish blocks of equal tokens."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -17,7 +17,7 @@ from tests.simulation.router import LORA_PATH
 PROMPT = prompt(24)
 PICTURE_AT = 8
 NUM_LOADED = 20
-"""Tokens of ``PROMPT`` that a hit has: the last one is always computed, with its block."""
+"""Tokens of ``PROMPT`` in a hit. The last token's block is always computed."""
 
 
 def adapter(name: str) -> LoRARequest:
@@ -37,12 +37,12 @@ KEYS: dict[str, tuple[dict[str, Any], dict[str, Any], int]] = {
     "pictures": ({"pictures": [picture("cat")]}, {"pictures": [picture("dog")]}, PICTURE_AT),
     "a picture and none": ({"pictures": [picture("cat")]}, {}, PICTURE_AT),
 }
-"""Two kinds of request with the same tokens, and how many of those they may share."""
+"""Two kinds of request with the same tokens, and the number of tokens that they may share."""
 
 
 def ask(driver: Driver, request_id: str, key: Mapping[str, Any]) -> int:
-    """Run ``PROMPT`` under ``key``; how many of its tokens came from the tier. The world checks
-    every page that is read."""
+    """Run ``PROMPT`` under ``key``. Returns the number of tokens loaded. The world checks every
+    page that is read."""
     plain = make_request(request_id, PROMPT, max_tokens=1)
     request = Request(
         request_id=request_id,

@@ -1,4 +1,4 @@
-"""LazyPolicy: blocks are stored in time before the device evicts them, and no others."""
+"""LazyPolicy: stores blocks shortly before the device evicts them, and no others."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -35,7 +35,7 @@ def policy_of(driver: Driver) -> LazyPolicy:
 
 
 def fill(driver: Driver, num_requests: int, first: int = 1) -> None:
-    """Requests of five full blocks each, none of which any other has."""
+    """Run requests of five full blocks each, all different."""
     for family in range(first, first + num_requests):
         driver.serve(f"f{family}", prompt(21, family=family))
 
@@ -47,7 +47,7 @@ def free_blocks(driver: Driver) -> list[KVCacheBlock]:
 # When
 
 
-def test_nothing_is_stored_while_there_are_blocks_that_hold_nothing(drive: MakeDriver) -> None:
+def test_nothing_is_stored_while_the_device_has_empty_blocks(drive: MakeDriver) -> None:
     driver = drive(**ROOMY)
     lookahead = policy_of(driver)._walk.num_ahead
     fill(driver, (80 - lookahead) // 6 - 1)
@@ -80,7 +80,7 @@ def test_blocks_are_stored_before_they_are_evicted(
     assert all(b.block_hash is None or stores.has(b.block_hash) for b in safe)
     beyond = free_blocks(driver)[lookahead + 20 * num_groups :]
     assert not any(b.block_hash is not None and stores.has(b.block_hash) for b in beyond)
-    # The device has lost all of it, or of some groups the end.
+    # The device has evicted all blocks, or the last ones of some groups.
     driver.start("again", prompt(21, family=1))
     driver.run()
     assert driver.world.num_blocks_loaded > 0
@@ -88,11 +88,11 @@ def test_blocks_are_stored_before_they_are_evicted(
 
 @pytest.mark.parametrize("num_host_blocks", [2, 3, 7, 16, 32])
 @pytest.mark.parametrize("num_states", [0, 1])
-def test_a_tier_of_any_size_comes_to_rest(
+def test_stores_stop_with_a_tier_of_any_size(
     drive: MakeDriver, num_host_blocks: int, num_states: int
 ) -> None:
-    """A stored block must not displace one that stands as near to the front of the device's queue,
-    and would have to be stored again: a tier below the horizon has no room for all."""
+    """A stored block must not displace one equally near the front of the device's queue: the policy
+    would store that one again. A tier below the horizon has no room for all."""
     driver = drive(**ROOMY | {"num_host_blocks": num_host_blocks}, num_states=num_states)
     fill(driver, 20)
     num_stored = driver.num_stored
@@ -104,8 +104,8 @@ def test_a_tier_of_any_size_comes_to_rest(
 
 
 def start_a_store(driver: Driver) -> tuple[list[KVCacheBlock], list[KVCacheBlock]]:
-    """Fill the device until something is being stored; the free queue of before, and what of it
-    is held now."""
+    """Fill the device until a store is in flight. Returns the earlier free queue, and its blocks
+    that are now held."""
     fill(driver, 12)
     driver.start("next", prompt(21, family=90))
     before: list[KVCacheBlock] = []
@@ -127,7 +127,7 @@ def test_stored_blocks_return_to_the_front_and_are_not_stored_again(
     driver.copy(STORE)
     driver.step()
     assert {block.ref_cnt for block in held} == {0}
-    assert free_blocks(driver)[: len(held)] == held  # in the order in which they were
+    assert free_blocks(driver)[: len(held)] == held  # in their earlier order
     driver.run()
     assert driver.num_stored == driver.num_kept  # each key once
 
@@ -135,7 +135,7 @@ def test_stored_blocks_return_to_the_front_and_are_not_stored_again(
 def test_a_stored_block_that_is_used_meanwhile_goes_to_the_back(drive: MakeDriver) -> None:
     driver = drive(**ROOMY)
     _, held = start_a_store(driver)
-    # The request that runs takes the blocks into its table, as one does that has found them.
+    # The running request gets references to the blocks, as after a hit.
     manager = driver.world.scheduler.kv_cache_manager.coordinator.single_type_managers[0]
     driver.device_pool.touch(held)
     manager.req_to_blocks["next"].extend(held)
@@ -154,7 +154,7 @@ def test_a_stored_block_that_is_used_meanwhile_goes_to_the_back(drive: MakeDrive
 
 @pytest.fixture
 def num_visited(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """One entry for each block of a free queue that anyone has walked over."""
+    """One entry for each block of a free queue that a walk has visited."""
     visited: list[int] = []
     walk = FreeKVCacheBlockQueue.iter_blocks_after
 
@@ -177,14 +177,14 @@ def test_the_walk_does_not_grow_with_the_queue(drive: MakeDriver, num_visited: l
         fill(driver, 20, first=1000)
         costs.append(len(num_visited) / (driver.world.num_steps - steps))
     assert costs[1] <= 1.5 * costs[0]
-    # A step takes a block or two, and the walk starts over from time to time.
+    # A step allocates a block or two, and the walk sometimes starts over.
     assert max(costs) <= 6
 
 
-def test_the_walk_does_not_start_over_for_nothing(
+def test_the_walk_does_not_start_over_without_need(
     drive: MakeDriver, num_visited: list[int]
 ) -> None:
-    """What is loaded need not be stored, and nothing leaves the tier."""
+    """Loaded blocks need no store, and no block leaves the tier."""
     shape = ROOMY | {"num_device_blocks": 400, "max_num_batched_tokens": 64}
     driver = drive(**shape | {"num_host_blocks": 1000})
     assert policy_of(driver)._walk.num_ahead > 60
@@ -194,32 +194,32 @@ def test_the_walk_does_not_start_over_for_nothing(
     num_steps = driver.world.num_steps
     fill(driver, 20)
     assert driver.world.num_blocks_loaded > 500
-    # Of a request's six blocks five hold something when they come to the front.
+    # Five of a request's six blocks have contents when they reach the front.
     assert len(num_visited) <= 20 * 6 + 2 * (driver.world.num_steps - num_steps)
 
 
-def test_who_decodes_is_seldom_looked_at(
+def test_decoding_requests_are_seldom_visited(
     drive: MakeDriver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    looked_at: list[str] = []
+    visited: list[str] = []
     record = LazyPolicy._record
 
     def counting(self: LazyPolicy, followed: Any) -> None:
-        looked_at.append(followed.request.request_id)
+        visited.append(followed.request.request_id)
         record(self, followed)
 
     monkeypatch.setattr(LazyPolicy, "_record", counting)
     driver = drive(**ROOMY | {"max_model_len": 80})
     driver.start("a", prompt(8), max_tokens=70)
     driver.step(2)
-    looked_at.clear()
+    visited.clear()
     driver.step(60)
-    assert len(looked_at) == 1  # with the eighth of its fifteen blocks
+    assert len(visited) == 1  # at the eighth of its fifteen blocks
     driver.run()
 
 
 def test_a_running_request_goes_on_while_stores_are_slow(drive: MakeDriver) -> None:
-    """No store ends, and the device has nothing but what would have to be stored."""
+    """No store ends, and the device has only blocks that would need a store."""
     driver = drive(**ROOMY)
     fill(driver, 30)
     driver.device_pool.touch(rest := free_blocks(driver)[45:])
@@ -234,28 +234,28 @@ def test_a_running_request_goes_on_while_stores_are_slow(drive: MakeDriver) -> N
 
 
 CROWDED = ROOMY | {"max_num_batched_tokens": 64, "num_host_blocks": 150}
-"""All that might be needed at once is most of the device, and the tier is soon full."""
+"""The largest possible need is most of the device, and the tier is soon full."""
 
 
-def test_a_full_tier_has_few_blocks_that_the_device_has_too(drive: MakeDriver) -> None:
+def test_a_full_tier_shares_few_blocks_with_the_device(drive: MakeDriver) -> None:
     driver = drive(**CROWDED)
     fill(driver, 60)
     assert driver.tier.num_used > 140
     on_device = [b.block_hash for b in driver.device_pool.blocks if b.block_hash is not None]
     in_both = [key for key in on_device if get(driver.tier, key) is not None]
-    # A request takes six blocks, and is followed by another two steps later.
+    # A request has six blocks, and another request starts two steps later.
     assert len(in_both) <= 2 * policy_of(driver)._walk.num_ahead <= 24
     assert len(on_device) > 50
     in_tier = [family for family in range(1, 61) if driver.found(prompt(21, family)) == 20]
     first, last = in_tier[0], in_tier[-1]
     assert in_tier == list(range(first, last + 1))
-    assert 5 * (60 - last - 1) <= len(on_device)  # nothing is lost, one is leaving
+    assert 5 * (60 - last - 1) <= len(on_device)  # nothing is lost, and one block is in a store
     assert 5 * (60 - first) > 150 + 50
 
 
 def load_one(driver: Driver) -> int:
-    """Fill the tier, and load a request's five blocks from it that are the next to be evicted;
-    the request's family."""
+    """Fill the tier, and load five blocks of one request: the next to be evicted. Returns the
+    request's family."""
     fill(driver, 50)
     family = next(f for f in range(1, 50) if driver.found(prompt(21, f)) == 20)
     driver.serve("again", prompt(21, family))
@@ -272,7 +272,7 @@ def test_loaded_blocks_leave_the_tier_first(drive: MakeDriver) -> None:
 
 
 def test_blocks_that_the_device_is_about_to_evict_leave_the_tier_last(drive: MakeDriver) -> None:
-    """Whether the tier still has it or gets it anew."""
+    """Whether the tier still has the block or stores it again."""
     driver = drive(**CROWDED)
     family = load_one(driver)
     fill(driver, 20, first=61)
@@ -287,7 +287,7 @@ def test_blocks_that_the_tier_still_has_are_not_stored_again(drive: MakeDriver) 
     request = make_request("x", prompt(21, family))
     before = driver.tier.lookup(request.block_hashes, 0, 21)
     taken: list[KVCacheBlock] = []
-    while driver.device_pool.get_num_free_blocks() > 12:  # they leave the device next
+    while driver.device_pool.get_num_free_blocks() > 12:  # the device evicts them next
         taken += driver.device_pool.get_new_blocks(1)
     assert driver.tier._queue.demoted
     driver.start("next", prompt(3))
@@ -320,8 +320,8 @@ def test_nothing_is_lost_when_requests_fill_the_device(
         driver.start(f"f{family}", prompt(21, family=family), max_tokens=8)
     driver.run()
     for family in range(12):
-        said = driver.world.finished[f"f{family}"][0]
-        history = [*prompt(21, family=family), *said]
+        answer = driver.world.finished[f"f{family}"][0]
+        history = [*prompt(21, family=family), *answer]
         assert driver.found(history) == 28, family
 
 
@@ -330,7 +330,7 @@ def test_nothing_is_lost_when_requests_fill_the_device(
 def test_the_last_block_is_kept(
     drive: MakeDriver, num_prompt_tokens: int, async_scheduling: bool
 ) -> None:
-    """It may get no hash any more; then nothing will find it on the device."""
+    """It may never get a hash. Then no lookup finds it on the device."""
     driver = drive(**ROOMY, async_scheduling=async_scheduling)
     history = driver.serve("a", prompt(num_prompt_tokens), max_tokens=21 - num_prompt_tokens)
     request = driver.start("b", [*history, *prompt(4, family=3)])
@@ -340,7 +340,7 @@ def test_the_last_block_is_kept(
     driver.run()
 
 
-# Forgetting
+# Resets and new contents
 
 
 def test_blocks_from_before_a_reset_are_not_stored(drive: MakeDriver) -> None:

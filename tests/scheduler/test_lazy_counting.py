@@ -1,5 +1,4 @@
-"""LazyPolicy: what becomes of the blocks that the device evicts is counted, and a copy that failed
-is tried again."""
+"""LazyPolicy: counts the fate of blocks that the device evicts, and tries failed copies again."""
 
 import pytest
 
@@ -33,7 +32,7 @@ def num_lost(driver: Driver, families: range) -> int:
     return sum(cached.get_one_block(key) is None and not stores.has(key) for key in keys)
 
 
-def test_nothing_is_skipped_or_dropped_that_is_stored_in_time(drive: MakeDriver) -> None:
+def test_blocks_stored_in_time_are_neither_skipped_nor_dropped(drive: MakeDriver) -> None:
     driver = drive(**ROOMY)
     fill(driver, 40)
     assert counted(driver, metrics.SKIPPED, "already_stored") == 0
@@ -41,8 +40,8 @@ def test_nothing_is_skipped_or_dropped_that_is_stored_in_time(drive: MakeDriver)
     assert driver.world.ledger(metrics.STORED) > 50
 
 
-def test_loaded_blocks_need_not_be_stored(drive: MakeDriver) -> None:
-    """Counted when the device is about to evict it, once."""
+def test_loaded_blocks_are_skipped(drive: MakeDriver) -> None:
+    """A loaded block counts once, when the device is about to evict it."""
     driver = drive(**ROOMY)
     fill(driver, 40)
     driver.serve("again", prompt(21, family=1))
@@ -82,7 +81,7 @@ def test_refused_blocks_are_counted_when_they_are_evicted(
 
 
 def test_blocks_evicted_before_they_could_be_stored(drive: MakeDriver) -> None:
-    """An unforeseeable burst."""
+    """The cause is a burst that no policy can foresee."""
     driver = drive(**CROWDED | {"max_num_seqs": 12, "num_host_blocks": 120})
     fill(driver, 40)
     for family in range(50, 60):
@@ -91,7 +90,7 @@ def test_blocks_evicted_before_they_could_be_stored(drive: MakeDriver) -> None:
     too_late = counted(driver, metrics.DROPPED, "too_late")
     assert too_late > 5
     assert driver.world.ledger(metrics.DROPPED) == too_late
-    # Other blocks of it may have left the tier since.
+    # Other blocks of the prompt may have left the tier since.
     assert too_late <= num_lost(driver, range(1, 60))
 
 
@@ -108,7 +107,7 @@ def test_a_burst_that_has_been_seen_is_foreseen(drive: MakeDriver) -> None:
 
 
 def test_a_tier_without_room(drive: MakeDriver) -> None:
-    """Of two blocks, which are always being filled."""
+    """The tier has two blocks, which are always in a store."""
     driver = drive(**ROOMY | {"num_host_blocks": 3})
     fill(driver, 40)
     assert counted(driver, metrics.DROPPED, "tier_full") > 5
@@ -121,7 +120,7 @@ def test_a_tier_without_room(drive: MakeDriver) -> None:
 def test_a_store_that_failed_is_tried_again(drive: MakeDriver) -> None:
     driver = drive(**ROOMY)
     _, held = start_a_store(driver)
-    # Until the failure has been heard of, one step may take some of the first.
+    # Until the failure is reported, one step may allocate some of the first blocks.
     keys = [block.block_hash for block in held[6:]]
     driver.copy(STORE, fail=True)
     driver.run()
@@ -130,7 +129,7 @@ def test_a_store_that_failed_is_tried_again(drive: MakeDriver) -> None:
     assert all(key is not None and get(driver.tier, key) is not None for key in keys)
 
 
-def test_but_not_for_ever(drive: MakeDriver) -> None:
+def test_a_store_that_keeps_failing_is_given_up(drive: MakeDriver) -> None:
     driver = drive(**ROOMY)
     _, held = start_a_store(driver)
     tries = 0
@@ -146,7 +145,7 @@ def test_but_not_for_ever(drive: MakeDriver) -> None:
     assert driver.tier.num_used == 0
 
 
-def test_a_block_that_was_filled_anew_is_tried_as_often(drive: MakeDriver) -> None:
+def test_a_block_with_new_contents_is_tried_as_often(drive: MakeDriver) -> None:
     driver = drive(**ROOMY)
     for family in range(1, 60):
         driver.start(f"f{family}", prompt(21, family))
@@ -158,7 +157,7 @@ def test_a_block_that_was_filled_anew_is_tried_as_often(drive: MakeDriver) -> No
     assert driver.tier.num_used > 20
 
 
-def test_a_demoted_block_that_comes_back_is_skipped(drive: MakeDriver) -> None:
+def test_a_demoted_block_that_the_device_frees_again_is_skipped(drive: MakeDriver) -> None:
     driver = drive(**CROWDED)
     load_one(driver)
     num_skipped = counted(driver, metrics.SKIPPED, "already_stored")

@@ -13,7 +13,8 @@ from tests.scheduler.tiers import get
 
 
 def stored(drive: MakeDriver, num_tokens: int = 17, **shape: object) -> Driver:
-    """A driver whose tier, and only that, holds the whole blocks of ``prompt(num_tokens)``."""
+    """A driver whose tier holds the whole blocks of ``prompt(num_tokens)``. Its device holds no
+    block."""
     driver = drive(**shape)
     driver.serve("before", prompt(num_tokens))
     driver.empty_device_cache()
@@ -23,7 +24,7 @@ def stored(drive: MakeDriver, num_tokens: int = 17, **shape: object) -> Driver:
 
 @contextmanager
 def full_device(driver: Driver) -> Iterator[None]:
-    """A device on which others hold every block."""
+    """A device without a free block."""
     taken = driver.device_pool.get_new_blocks(driver.device_pool.get_num_free_blocks())
     yield
     driver.device_pool.free_blocks(taken)
@@ -34,7 +35,7 @@ def full_device(driver: Driver) -> Iterator[None]:
 
 @pytest.mark.parametrize("num_tokens", [14, 15, 16, 17, 18])
 def test_the_last_token_is_computed(drive: MakeDriver, num_tokens: int) -> None:
-    """Its logits are needed, and its block is loaded only if it is not the last."""
+    """Its logits are needed. Its block is loaded only if another block comes after it."""
     driver = stored(drive, num_tokens=20)
     tokens = prompt(20)[:num_tokens]
     driver.start("a", tokens)
@@ -57,7 +58,7 @@ def test_only_blocks_that_the_device_lacks_are_loaded(drive: MakeDriver) -> None
     assert load.device_blocks.tolist() == tables[0][3:8]
     wanted = driver.scheduler.groups.keys(request.block_hashes, 0, 3, 8)
     assert [driver.host_pool.blocks[id].block_hash for id in load.host_blocks.tolist()] == wanted
-    # The head is not loaded, but must not leave while its tail is being loaded.
+    # The head is not loaded, but must not leave while its tail is loaded.
     assert driver.num_held[1] == 8
     driver.run()
 
@@ -83,7 +84,7 @@ def test_salts_do_not_see_each_other(drive: MakeDriver) -> None:
     assert driver.world.num_blocks_loaded == 4
 
 
-def test_a_request_that_must_be_computed_is(drive: MakeDriver) -> None:
+def test_a_request_with_prompt_logprobs_is_computed(drive: MakeDriver) -> None:
     """Prompt logprobs need every token's logits."""
     driver = stored(drive)
     request = make_request("a", prompt(17), prompt_logprobs=1, max_tokens=1)
@@ -105,7 +106,7 @@ def test_repeated_lookups_pin_once(drive: MakeDriver) -> None:
     request = driver.start("a", prompt(17))
     with full_device(driver):
         for _ in range(3):
-            driver.step()  # vLLM asks again in every step
+            driver.step()  # vLLM looks the request up in every step
             assert request.status == RequestStatus.WAITING
             assert driver.scheduler.get_num_new_matched_tokens(request, 0) == (16, True)
         assert driver.num_held[1] == 4
@@ -124,7 +125,7 @@ def test_a_hit_is_looked_up_again_when_something_has_changed(drive: MakeDriver) 
     driver.drain()
     assert offer(request, 0) == (32, True)
     assert driver.num_held == (0, 8)
-    assert offer(request, 16) == (16, True)  # the device has its beginning now
+    assert offer(request, 16) == (16, True)  # the device has the first blocks now
     assert driver.num_held == (0, 8)
     (fifth_key,) = driver.scheduler.groups.keys(request.block_hashes, 0, 4, 5)
     fifth = get(driver.tier, fifth_key)
@@ -135,7 +136,7 @@ def test_a_hit_is_looked_up_again_when_something_has_changed(drive: MakeDriver) 
     driver.world.check_at_rest()
 
 
-def test_a_hit_that_is_not_wanted_any_more_is_unpinned(drive: MakeDriver) -> None:
+def test_an_unused_hit_is_unpinned(drive: MakeDriver) -> None:
     driver = stored(drive)
     driver.start("a", prompt(17))
     with full_device(driver):
@@ -198,7 +199,7 @@ def test_blocks_of_an_aborted_request_are_held_until_the_end(
     assert driver.num_held == (0, 0)
     num_stored = driver.num_stored
     driver.run()
-    assert driver.num_stored == num_stored  # nothing of a half-loaded request is stored
+    assert driver.num_stored == num_stored  # no block of a half-loaded request is stored
     assert driver.found(prompt(17)) == 16
 
 
@@ -212,7 +213,7 @@ def test_two_requests_load_the_same_blocks(drive: MakeDriver) -> None:
     assert not {*first.device_blocks.tolist()} & {*second.device_blocks.tolist()}
     driver.copy(LOAD)
     driver.step()
-    assert driver.num_held[1] == 4  # for the other one
+    assert driver.num_held[1] == 4  # for the other request
     driver.copy(LOAD)
     driver.step()
     assert driver.num_held[1] == 0

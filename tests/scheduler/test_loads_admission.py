@@ -17,7 +17,8 @@ WAITING, RUNNING = RequestStatus.WAITING_FOR_REMOTE_KVS, RequestStatus.RUNNING
 
 
 def loading(drive: MakeDriver, num_tokens: int = 17, **shape: Any) -> tuple[Driver, int]:
-    """A driver with a request "a" whose load of the 16 first tokens is in flight, and its id."""
+    """A driver with a request "a" whose load of the first 16 tokens is in flight, and the load's
+    id."""
     driver = stored(drive, **shape)
     driver.start("a", [*prompt(17)[:16], *prompt(num_tokens - 16, family=5)], max_tokens=4)
     driver.step()
@@ -33,22 +34,22 @@ def admit(driver: Driver, *request_ids: str) -> None:
     loads_of(driver).admit(request_ids, driver.scheduler._device_pool)
 
 
-def step_while(driver: Driver, going_on: Callable[[], bool]) -> None:
-    """Step until that has changed."""
+def step_while(driver: Driver, is_unfinished: Callable[[], bool]) -> None:
+    """Step until the condition is false."""
     for _ in range(20):
-        if not going_on():
+        if not is_unfinished():
             return
         driver.step()
-    raise AssertionError("it goes on and on")
+    raise AssertionError("the condition stays true")
 
 
 def num_holds(driver: Driver) -> list[int]:
-    """By rank, how often compute was made to wait for a copy that had not ended."""
+    """By rank, how often compute had to wait for a copy that had not ended."""
     return [rank.device.num_holds for rank in driver.world.ranks]
 
 
 def admitted(steps: list[StepMetadata]) -> list[int]:
-    """Ids of the loads that the ranks let compute wait for, in order."""
+    """Ids of the loads that these steps admit, in order."""
     return [load_id for step in steps for load_id in step.admitted]
 
 
@@ -83,7 +84,7 @@ def test_a_request_is_scheduled_when_every_rank_has_announced_its_load(
 def test_blocks_are_held_until_every_rank_has_reported_the_end(
     drive: MakeDriver, order: tuple[int, ...]
 ) -> None:
-    """Blocks of an admitted load have references even when its request is gone."""
+    """Blocks of an admitted load have references even after its request has ended."""
     driver, load_id = loading(drive, num_ranks=3)
     admit(driver, "a")
     assert loads_of(driver).drain_admitted() == [load_id]
@@ -102,7 +103,7 @@ def test_blocks_are_held_until_every_rank_has_reported_the_end(
 
 
 def test_tokens_behind_an_admitted_load_are_computed_and_right(drive: MakeDriver) -> None:
-    """The bytes are checked when the request's outputs are."""
+    """The driver checks the request's tokens at its end."""
     driver, _ = loading(drive, num_tokens=40, async_scheduling=True)
     driver.announce()
     step_while(driver, lambda: "a" in driver.world.requests)
@@ -112,7 +113,8 @@ def test_tokens_behind_an_admitted_load_are_computed_and_right(drive: MakeDriver
 
 
 def test_a_load_that_fails_on_a_rank_when_another_has_announced_it(drive: MakeDriver) -> None:
-    """The request computes its blocks again, on each rank behind the rest of the copy."""
+    """The request computes its blocks again. On each rank, this comes after the rest of the
+    copy."""
     driver, load_id = loading(drive, num_ranks=2, async_scheduling=True)
     steps = record_steps(driver)
     driver.announce(LOAD, 0)
@@ -145,7 +147,7 @@ def test_a_load_is_admitted_once_and_named_once(drive: MakeDriver) -> None:
 
 
 def test_a_load_that_has_ended_is_not_admitted(drive: MakeDriver) -> None:
-    """There is nothing left to wait for."""
+    """Nothing is left to wait for."""
     driver, _ = loading(drive)
     steps = record_steps(driver)
     driver.copy(LOAD)
@@ -178,7 +180,7 @@ def test_an_aborted_request_that_is_still_loading_stores_nothing(drive: MakeDriv
 def test_an_aborted_request_that_was_admitted_stores_its_computed_blocks(
     drive: MakeDriver,
 ) -> None:
-    """Its load is waited for, so its blocks are as good as any."""
+    """Compute waited for its load, so its blocks are valid."""
     driver, load_id = loading(drive, num_tokens=24)
     steps = record_steps(driver)
     driver.announce()

@@ -25,12 +25,12 @@ class Bench:
         self.loads = Loads(self.tier, groups_of(self.tier), TransferLedger(1), Meter())
 
     def lookup(self, request: Any, num_computed_blocks: int = 0) -> int:
-        """Blocks that are offered."""
+        """The number of blocks in the hit."""
         num_tokens = self.loads.lookup(request, num_computed_blocks * BLOCK_SIZE)
         return num_tokens // BLOCK_SIZE
 
     def tables(self, full: str, window: str) -> list[list[KVCacheBlock]]:
-        """Block tables: "x" for a new block, "." for the null block."""
+        """Block tables of both groups: "x" is a new block, "." the null block."""
         return [
             [
                 self.pool.get_new_blocks(1)[0] if entry == "x" else self.pool.null_block
@@ -43,7 +43,7 @@ class Bench:
         self.loads.plan(request, tables, num_blocks * BLOCK_SIZE, self.pool)
 
     def references(self) -> dict[int, list[int]]:
-        """Of the blocks of "abcd", by group."""
+        """References of the blocks of "abcd", by group."""
         return {
             group: [held.ref_cnt for held in blocks(self.tier, "abcd", group)] for group in (0, 1)
         }
@@ -55,7 +55,7 @@ def bench() -> Bench:
 
 
 def ask(chain: str) -> Any:
-    """A request for a chain, and a token more."""
+    """A request for a chain and one more token."""
     return SimpleNamespace(
         request_id=chain, block_hashes=hashes(chain), num_tokens=len(chain) * BLOCK_SIZE + 1
     )
@@ -101,7 +101,7 @@ def test_blocks_behind_the_hit_are_left_alone(bench: Bench) -> None:
     assert len(load.device_blocks) == 6
 
 
-def test_vllm_may_take_less_than_it_was_offered(bench: Bench) -> None:
+def test_vllm_may_use_less_than_the_hit(bench: Bench) -> None:
     request = ask("abcd")
     assert bench.lookup(request) == 4
     tables = bench.tables("xxxx", ".xxx")
@@ -115,7 +115,7 @@ def test_vllm_may_take_less_than_it_was_offered(bench: Bench) -> None:
     assert bench.references() == {0: [0, 0, 0, 0], 1: [0, 0, 0, 0]}
 
 
-def test_less_may_be_impossible(bench: Bench) -> None:
+def test_some_shorter_loads_are_impossible(bench: Bench) -> None:
     pool_of(bench.tier).evict_blocks({block(bench.tier, "ab", group=1).block_id})
     request = ask("abcd")
     assert bench.lookup(request) == 4
@@ -123,14 +123,14 @@ def test_less_may_be_impossible(bench: Bench) -> None:
         bench.plan(request, bench.tables("xxxx", ".xxx"), 3)
 
 
-def test_more_is_impossible(bench: Bench) -> None:
+def test_a_load_longer_than_the_hit_is_impossible(bench: Bench) -> None:
     request = ask("abcdx")
     assert bench.lookup(request) == 4
     with pytest.raises(RuntimeError, match="takes 20 external tokens of 16"):
         bench.plan(request, bench.tables("xxxxx", "..xxx"), 5)
 
 
-def test_a_hit_that_was_not_offered_is_refused(bench: Bench) -> None:
+def test_a_load_without_a_lookup_is_refused(bench: Bench) -> None:
     with pytest.raises(RuntimeError, match="16 external tokens that no lookup offered"):
         bench.plan(ask("abcd"), bench.tables("xxxx", "..xx"), 4)
     request = ask("abcd")
@@ -141,7 +141,7 @@ def test_a_hit_that_was_not_offered_is_refused(bench: Bench) -> None:
         bench.plan(request, bench.tables("xxxx", "..xx"), 4)
 
 
-def test_no_device_block_is_left_without_its_bytes(bench: Bench) -> None:
+def test_a_device_block_without_a_host_block_is_refused(bench: Bench) -> None:
     request = ask("abcd")
     bench.lookup(request)
     tables = bench.tables("xxxx", ".xxx")
@@ -163,14 +163,14 @@ def test_a_load_frees_device_blocks_without_other_references(bench: Bench) -> No
     bench.plan(request, tables, 4)
     bench.loads.submit(lambda blocks: False)
     bench.loads.admit(["abcd"], bench.pool)
-    assert not bench.loads.frees_device_blocks()  # the request has them
+    assert not bench.loads.frees_device_blocks()  # the request holds them
     bench.pool.free_blocks(tables[0][3:])
     assert bench.loads.frees_device_blocks()
 
 
 @pytest.mark.proves("I2")
 def test_blocks_that_may_leave_a_table_are_held_from_the_plan_on(bench: Bench) -> None:
-    """A request that waits for a load keeps its blocks, except those that its window has left."""
+    """A request that waits for a load keeps its blocks, except those outside its window."""
     request = ask("abcd")
     bench.lookup(request)
     tables = bench.tables("xxxx", "..xx")
@@ -189,7 +189,7 @@ def test_blocks_that_may_leave_a_table_are_held_from_the_plan_on(bench: Bench) -
 def test_blocks_that_a_request_keeps_are_held_from_the_announcement_on(
     bench: Bench, ends_first: bool
 ) -> None:
-    """vLLM frees an ended request's blocks when it hears of the load; not before."""
+    """vLLM frees an ended request's blocks when the load is reported, and not before."""
     request = ask("abcd")
     bench.lookup(request)
     tables = bench.tables("xxxx", "..xx")
@@ -201,7 +201,7 @@ def test_blocks_that_a_request_keeps_are_held_from_the_announcement_on(
     bench.pool.free_blocks([*tables[0], *tables[1][2:]])
     assert [held.ref_cnt for held in (*tables[0], *tables[1][2:])] == [1] * 6
     assert bench.loads.frees_device_blocks()
-    bench.loads.admit(["abcd"], bench.pool)  # once is enough
+    bench.loads.admit(["abcd"], bench.pool)  # a second call would hold nothing more
     check_loads(bench.loads)
     bench.loads.on_ended(Ended(load.id, ok=True), bench.pool)
     assert [held.ref_cnt for held in (*tables[0], *tables[1][2:])] == [0] * 6

@@ -50,7 +50,7 @@ def test_lookup_needs_the_head() -> None:
     assert tier.lookup(hashes("bc"), 0, 100).num_tokens == 0
 
 
-def test_looking_changes_nothing() -> None:
+def test_a_lookup_changes_nothing() -> None:
     tier = make_tier(8, windows=(0, 8))
     for group in (0, 1):
         store(tier, "abc", group=group)
@@ -75,7 +75,7 @@ def test_null_blocks_stand_where_the_window_does_not_reach() -> None:
 
 
 def test_a_hit_pins_its_blocks_and_their_ancestors() -> None:
-    """Ancestors in chained groups only, parents before children."""
+    """Ancestors only in chained groups, parents before children."""
     tier = make_tier(16, windows=(8, 0))
     for group in (0, 1):
         store(tier, "abc", group=group)
@@ -91,7 +91,7 @@ def test_a_hit_pins_its_blocks_and_their_ancestors() -> None:
 
 @pytest.mark.parametrize("windows", [(0,), (0, 8), (8,), (0, 0)], ids=str)
 def test_a_lookup_finds_the_same_as_vllm(windows: tuple[int, ...]) -> None:
-    """Also along a single chain, where vLLM's lookup is not used."""
+    """Also for a single chain, where vLLM's lookup is not used."""
     tier = make_tier(24, windows)
     coordinator = tier._lookup._coordinator
     for group in range(len(windows)):
@@ -105,7 +105,7 @@ def test_a_lookup_finds_the_same_as_vllm(windows: tuple[int, ...]) -> None:
 
 
 def test_has_none() -> None:
-    """Of a chain the first block tells. A window's blocks may be there without those before."""
+    """A chain's first block decides. Window blocks may be in the tier without earlier ones."""
     tier = make_tier(8, windows=(0, 8))
     store(tier, "ab")
     assert tier.has_none([key("abc"), key("abcd")])

@@ -40,7 +40,7 @@ MAMBA = MambaSpec(block_size=BLOCK_SIZE, shapes=((4, 4),), dtypes=(torch.float32
 
 
 def make_config(windows: tuple[int, ...] = (0,), **last_group: object) -> KVCacheConfig:
-    """A model's groups, the last of which is different."""
+    """A model's groups, with changes to the last one."""
     config = make_kv_cache_config(Shape(windows=windows, block_size=BLOCK_SIZE))
     *others, last = config.kv_cache_groups
     return replace(config, kv_cache_groups=[*others, replace(last, **last_group)])  # type: ignore[arg-type]
@@ -59,7 +59,7 @@ def make_scheduler(
     return OffloadScheduler(vllm_config, kv_cache_config, config)
 
 
-# What it is built from
+# Configuration
 
 
 @pytest.mark.parametrize(
@@ -71,7 +71,7 @@ def make_scheduler(
     ],
     ids=str,
 )
-def test_the_log_says_when_blocks_are_stored(
+def test_the_log_has_the_policy(
     extra_config: dict[str, Any], words: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("INFO")
@@ -94,13 +94,13 @@ NUM_BLOCKS = 40
 
 
 class Foreign(KVConnectorHandshakeMetadata):
-    """What another connector's rank says."""
+    """The handshake of another connector's rank."""
 
     num_host_blocks = num_open = 2
 
 
 def capacities(*num_open: int) -> list[RankCapacity]:
-    """What each rank says at the handshake."""
+    """The handshake of each rank."""
     return [
         RankCapacity(f"r{rank}", NUM_BLOCKS, blocks, 64) for rank, blocks in enumerate(num_open)
     ]
@@ -108,8 +108,8 @@ def capacities(*num_open: int) -> list[RankCapacity]:
 
 def report(scheduler: OffloadScheduler, num_open: dict[str, int]) -> None:
     """Let ranks report their numbers of open blocks."""
-    said = {rank: RankCapacity(rank, NUM_BLOCKS, opened, 64) for rank, opened in num_open.items()}
-    output = KVConnectorOutput(kv_connector_worker_meta=WorkerReport(capacities=said))
+    known = {rank: RankCapacity(rank, NUM_BLOCKS, opened, 64) for rank, opened in num_open.items()}
+    output = KVConnectorOutput(kv_connector_worker_meta=WorkerReport(capacities=known))
     scheduler.update_connector_output(output)
 
 
@@ -135,11 +135,11 @@ def test_the_log_has_the_capacity(
     assert ("all use 7" in caplog.text) == (len(set(num_blocks)) > 1)
 
 
-@pytest.mark.parametrize("heard", [(), (7,), (7, 8)], ids=str)
-def test_the_tier_waits_for_every_rank(heard: tuple[int, ...]) -> None:
+@pytest.mark.parametrize("ranks", [(), (7,), (7, 8)], ids=str)
+def test_the_tier_waits_for_every_rank(ranks: tuple[int, ...]) -> None:
     """Beside another connector the handshake may reach only some ranks, or none."""
     scheduler = make_scheduler(make_config(), num_ranks=3, num_cpu_blocks=NUM_BLOCKS)
-    scheduler.agree_on_capacity(capacities(*heard))
+    scheduler.agree_on_capacity(capacities(*ranks))
     report(scheduler, {})
     assert scheduler.tier.num_blocks == 1
     for rank in range(3):
@@ -161,19 +161,19 @@ def test_the_tier_grows_with_the_slowest_rank() -> None:
 
 @given(st.data())
 def test_the_tier_has_the_blocks_that_every_rank_has(data: st.DataObject) -> None:
-    """Whatever they say in whatever order: each tells a number that only grows."""
+    """For any reports in any order. A rank's number only grows."""
     num_ranks = data.draw(st.integers(1, 4))
     scheduler = make_scheduler(make_config(), num_ranks, num_cpu_blocks=NUM_BLOCKS)
-    said: dict[str, int] = {}
+    known: dict[str, int] = {}
     ranks = st.sets(st.integers(0, num_ranks - 1))
     for _ in range(data.draw(st.integers(1, 6))):
         news = {
-            f"r{rank}": min(NUM_BLOCKS, said.get(f"r{rank}", 1) + data.draw(st.integers(0, 15)))
+            f"r{rank}": min(NUM_BLOCKS, known.get(f"r{rank}", 1) + data.draw(st.integers(0, 15)))
             for rank in data.draw(ranks)
         }
-        said |= news
+        known |= news
         report(scheduler, news)
-        wanted = min(said.values()) if len(said) == num_ranks else 1
+        wanted = min(known.values()) if len(known) == num_ranks else 1
         assert scheduler.tier.num_blocks == wanted
         assert scheduler.tier.num_free == wanted - 1
         check_tier(scheduler.tier)
@@ -198,7 +198,7 @@ def test_a_tier_that_grows_while_it_serves(drive: MakeDriver) -> None:
     for family, opening in enumerate([(), (fast,), (slow,), (slow, fast)]):
         for rank in opening:
             driver.world.open_chunk(rank)
-        driver.step()  # with which they report
+        driver.step()  # ranks report in each step
         driver.serve(f"{family}", prompt(60, family))
         sizes.append((driver.tier.num_blocks, driver.num_kept))
     assert sizes == [(4, 3), (4, 3), (8, 7), (10, 9)]
@@ -211,8 +211,8 @@ def test_a_tier_that_grows_while_it_serves(drive: MakeDriver) -> None:
 def test_ranks_open_no_more_than_the_smallest_has_room_for(
     drive: MakeDriver, num_handshakes: int
 ) -> None:
-    """Each has one chunk before it can know. Nobody has to ask for anything: with the handshake an
-    idle engine steps once; without (beside another connector) it takes a step that reports."""
+    """Each rank has one chunk before it knows the capacity. With the handshake, an idle engine
+    steps once to send it. Without (beside another connector), it steps once more to report."""
     shape = {"uneven_ranks": True, "num_ranks": 2, "num_host_blocks": 10, "chunk_blocks": 2}
     driver = drive(num_handshakes=num_handshakes, **shape)
     large, small = driver.world.ranks
@@ -231,7 +231,7 @@ def test_ranks_open_no_more_than_the_smallest_has_room_for(
     assert driver.tier.num_blocks == 10
 
 
-def test_ranks_that_are_alike_need_no_step_to_agree(drive: MakeDriver) -> None:
+def test_equal_ranks_need_no_step_to_agree(drive: MakeDriver) -> None:
     driver = drive(num_ranks=2, num_host_blocks=10, chunk_blocks=2)
     assert not driver.scheduler.has_pending_work()
     assert all(driver.world.can_open(rank) for rank in driver.world.ranks)
@@ -242,7 +242,7 @@ def test_ranks_that_are_alike_need_no_step_to_agree(drive: MakeDriver) -> None:
 
 @dataclass
 class ForeignReport(KVConnectorWorkerMetadata):
-    """What another connector's rank reports."""
+    """The report of another connector's rank."""
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:
         return self
@@ -270,12 +270,12 @@ def test_vllm_may_free_a_finished_request(drive: MakeDriver) -> None:
     driver.run()
 
 
-def test_a_step_says_whether_it_computes(drive: MakeDriver) -> None:
+def test_a_step_names_whether_it_computes(drive: MakeDriver) -> None:
     driver = drive()
     steps = record_steps(driver)
     driver.start("a", prompt(17))
     driver.run()
-    # Computing, and then waiting for the stores.
+    # Two steps of compute, then steps that wait for the stores.
     assert [step.computes for step in steps][:1] == [True]
     assert [bool(step.stores) for step in steps].count(True) == 1
     assert not steps[-1].computes
@@ -285,8 +285,8 @@ def test_a_step_says_whether_it_computes(drive: MakeDriver) -> None:
 
 
 class Chunked:
-    """A scheduler side whose second group attends to chunks of two blocks, and whose tier holds
-    the blocks of 32 tokens in both groups."""
+    """A scheduler side whose second group attends to chunks of two blocks. Its tier holds the
+    blocks of 32 tokens in both groups."""
 
     def __init__(self, spec: KVCacheSpec | None) -> None:
         last = {} if spec is None else {"kv_cache_spec": spec}
@@ -325,7 +325,8 @@ CHUNKED = ChunkedLocalAttentionSpec(
 
 @pytest.mark.parametrize("num_blocks", range(9))
 def test_a_hit_starts_with_a_chunk(num_blocks: int) -> None:
-    """Only blocks that the device lacks are looked up, so the tier must have their whole chunks."""
+    """The lookup covers only blocks that the device lacks, so the tier must have their whole
+    chunks."""
     chunked = Chunked(CHUNKED)
     wanted = 32 - num_blocks * BLOCK_SIZE if num_blocks % 2 == 0 else 0
     assert chunked.offered(num_blocks * BLOCK_SIZE) == wanted
@@ -368,7 +369,7 @@ def test_a_transfer_that_nothing_waits_for_is_noticed(drive: MakeDriver) -> None
         check_scheduler(driver.scheduler)
 
 
-def test_each_part_is_checked(drive: MakeDriver) -> None:
+def test_stores_are_checked(drive: MakeDriver) -> None:
     driver = drive()
     driver.start("a", prompt(17))
     driver.step(2)

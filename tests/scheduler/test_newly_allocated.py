@@ -16,8 +16,7 @@ Seen = list[tuple[set[int], set[int]]]
 
 
 def watch(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> Seen:
-    """For each step from now on, the ids of the blocks that have left the queue and of those
-    found."""
+    """For each step from now on: ids of blocks that have left the queue, and ids of those found."""
     seen: Seen = []
     queue = driver.device_pool.free_block_queue
     on_step, free = NewlyAllocated.on_step, set[int]()
@@ -54,7 +53,7 @@ def test_blocks_that_leave_the_queue_are_found(
     num_drafted: int,
     async_scheduling: bool,
 ) -> None:
-    """By new requests, and by requests with a hit, with a load, and after a preemption."""
+    """Blocks leave for new requests and hits, for loads, and after a preemption."""
     num_groups = len(windows) + num_states
     driver = drive(
         **ROOMY | {"num_device_blocks": 20 * num_groups + 1, "max_num_seqs": 3},

@@ -1,4 +1,4 @@
-"""Pacer: a request that may have completed a block is looked at, and few others are."""
+"""Pacer: the policy visits a request that may have completed a block, and few others."""
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -52,7 +52,7 @@ def test_a_request_in_a_big_step_is_due_at_once_without_the_others() -> None:
     for name in "ab":
         pacer.postpone(name, 10)
     assert pacer.on_step({"a": 1, "b": 512}) == ["b"]
-    pacer.postpone("b", 10)  # has no effect: how many tokens this step computes is not known yet
+    pacer.postpone("b", 10)  # no effect: the number of tokens of this step is not known yet
     assert pacer.on_step({"a": 1, "b": 1}) == ["b"]
 
 
@@ -88,7 +88,7 @@ STEPS = st.lists(st.dictionaries(st.sampled_from("abc"), st.integers(1, 40)), ma
 
 @given(STEPS)
 def test_a_request_that_has_completed_a_block_is_due(steps: list[dict[str, int]]) -> None:
-    """Each block is dealt with as soon as its request is due."""
+    """Each block is processed as soon as its request is due."""
     pacer = Pacer()
     computed = dict.fromkeys("abc", 0)
     dealt_with = dict.fromkeys("abc", 0)
@@ -128,7 +128,7 @@ def test_ahead_a_request_that_completes_a_block_in_this_step_is_due(
 
 
 def test_most_requests_are_spared() -> None:
-    """256 requests that decode are looked at when they complete a block."""
+    """256 decoding requests are visited when they complete a block."""
     pacer = Pacer()
     computed = {str(i): i for i in range(256)}
     for name in computed:

@@ -1,4 +1,4 @@
-"""Pending work: the engine must go on stepping, and need not preempt for a block."""
+"""Pending work: the engine goes on stepping, and need not preempt for a block."""
 
 import pytest
 
@@ -8,7 +8,7 @@ from tests.simulation.integrity import ids_in_flight
 
 
 def is_pending(driver: Driver) -> tuple[bool, bool]:
-    """(whether the engine has to go on, whether a device block is about to come free)"""
+    """(whether the engine must go on, whether a transfer will free a device block)"""
     connector = driver.world.connector
     return connector.has_pending_push_work(), connector.has_pending_block_frees()
 
@@ -54,21 +54,21 @@ def test_a_load_is_work(drive: MakeDriver) -> None:
     driver.run()
 
 
-def test_a_block_comes_free_only_where_a_transfer_is_its_last_holder(drive: MakeDriver) -> None:
+def test_a_transfer_frees_a_block_only_as_its_last_holder(drive: MakeDriver) -> None:
     driver = drive()
     driver.start("a", prompt(33), max_tokens=3)
     while not driver.pending(STORE):
         driver.step()
         assert not is_pending(driver)[1]
     assert "a" in driver.world.requests
-    assert not is_pending(driver)[1]  # the request has them as well
+    assert not is_pending(driver)[1]  # the request holds them as well
     while "a" in driver.world.requests:
         driver.step()
     assert is_pending(driver)[1]
     driver.start("b", prompt(33), max_tokens=3)
     driver.step()
     assert "b" in driver.world.requests
-    assert not is_pending(driver)[1]  # "b" has them now
+    assert not is_pending(driver)[1]  # "b" holds them now
     driver.run()
 
 
@@ -94,7 +94,7 @@ def test_no_request_is_preempted_for_blocks_that_a_store_will_free(
 
 
 def test_no_request_is_preempted_for_blocks_of_a_planned_store(drive: MakeDriver) -> None:
-    """ "a" ends, and is to be stored with the step in which "b" needs a block."""
+    """The store of "a", which has ended, comes in the step in which "b" needs a block."""
     driver = drive(num_device_blocks=10, max_num_batched_tokens=64)
     driver.start("a", prompt(16))
     request = driver.start("b", prompt(20, family=1), max_tokens=8)
@@ -107,7 +107,7 @@ def test_no_request_is_preempted_for_blocks_of_a_planned_store(drive: MakeDriver
 
 
 def test_without_stores_under_way_vllm_preempts(drive: MakeDriver) -> None:
-    """The counterpart: the same pool, filled by what runs."""
+    """The counterpart: running requests fill the same pool."""
     driver = drive(num_device_blocks=10, max_num_batched_tokens=64)
     requests = [driver.start(f"r{i}", prompt(16, family=i), max_tokens=8) for i in range(2)]
     driver.run()

@@ -1,4 +1,4 @@
-"""The policy that a configuration asks for."""
+"""The policy for a configuration."""
 
 import pytest
 

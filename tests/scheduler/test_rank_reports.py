@@ -41,7 +41,7 @@ def test_every_rank_has_to_report() -> None:
 @pytest.mark.parametrize("failing", [0, 1, 2])
 def test_one_failing_rank_is_enough(failing: int) -> None:
     ledger = TransferLedger(3)
-    for expected in (False, True):  # the next transfer has nothing to do with it
+    for expected in (False, True):  # the next transfer is not affected
         transfer = ledger.begin()
         ended: list[Ended] = []
         for rank in range(3):
@@ -81,7 +81,7 @@ def test_unknown_transfers_are_logged_and_ignored(caplog: pytest.LogCaptureFixtu
     assert "transfer 0" in caplog.text
     assert "transfer 7" in caplog.text
     first = ledger.begin()
-    assert first == 0  # failed before it began, which must not count
+    assert first == 0  # failed before its begin, which must not count
     assert ledger.on_report(report(first)) == [Ended(first, ok=True)]
     assert ledger.on_report(report(first)) == []
     assert "transfer 0" in caplog.records[-1].getMessage()

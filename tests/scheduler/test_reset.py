@@ -1,4 +1,4 @@
-"""Reset: no earlier block is found, and transfers under way keep their blocks until their end."""
+"""Reset: no earlier block is found, and transfers in flight hold their blocks until their end."""
 
 import pytest
 from vllm.v1.core.sched.interface import PauseState
@@ -8,7 +8,7 @@ from tests.scheduler.driver import LOAD, STORE, Driver, prompt
 
 
 def with_a_store_under_way(drive: MakeDriver, **shape: object) -> Driver:
-    """A driver that is storing ``prompt(17)``, whose request has ended."""
+    """A driver with a store of ``prompt(17)`` in flight, whose request has ended."""
     driver = drive(**shape)
     driver.start("a", prompt(17))
     while not driver.pending(STORE):
@@ -69,7 +69,7 @@ def test_the_same_blocks_are_stored_anew_beside_the_old_store(drive: MakeDriver)
     assert not {*old.host_blocks.tolist()} & {*new.host_blocks.tolist()}
     driver.copy(STORE)
     driver.step()
-    assert driver.found(prompt(17)) == 0  # that was the old one
+    assert driver.found(prompt(17)) == 0  # the copy was the old store's
     driver.copy(STORE)
     driver.step()
     assert driver.found(prompt(17)) == 16
@@ -77,7 +77,7 @@ def test_the_same_blocks_are_stored_anew_beside_the_old_store(drive: MakeDriver)
 
 
 @pytest.mark.proves("I2")
-def test_a_load_in_flight_ends_and_is_forgotten(drive: MakeDriver) -> None:
+def test_a_load_in_flight_ends_without_effect(drive: MakeDriver) -> None:
     driver = drive()
     driver.serve("a", prompt(17))
     driver.empty_device_cache()
@@ -114,7 +114,7 @@ def test_a_failed_load_after_a_reset_drops_nothing_new(drive: MakeDriver) -> Non
 
 
 def test_running_requests_are_not_stored_any_more(drive: MakeDriver) -> None:
-    """Their blocks were computed by weights that may have changed."""
+    """Their blocks come from weights that may have changed."""
     driver = drive()
     driver.start("a", prompt(33), max_tokens=20)
     driver.step(3)
@@ -162,8 +162,8 @@ def test_a_pinned_hit_is_not_offered_after_a_reset(drive: MakeDriver) -> None:
 def test_a_pause_that_keeps_a_loading_request_clears_nothing(
     drive: MakeDriver, ended: bool
 ) -> None:
-    """vLLM's pause in mode "keep" schedules nothing, so a request whose load has ended keeps its
-    blocks, and a reset fails (docs/operations.md). Nothing is lost: the request goes on."""
+    """vLLM's pause in mode "keep" schedules nothing. A request whose load has ended keeps its
+    blocks, so a reset fails (docs/operations.md). Nothing is lost: the request goes on."""
     driver = drive()
     driver.serve("a", prompt(17))
     driver.empty_device_cache()

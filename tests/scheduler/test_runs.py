@@ -28,7 +28,7 @@ from tests.simulation.integrity import check_tier, pool_of
 
 
 def run_of(first: str, last: str) -> Run:
-    """The blocks of the chain ``last`` from ``first`` on."""
+    """The blocks of chain ``last``, from ``first`` on."""
     keys = [key(name) for name in prefixes(last) if len(name) >= len(first)]
     return Run((), keys, parent_of(first), len(first) * BLOCK_SIZE, BLOCK_SIZE)
 
@@ -81,14 +81,14 @@ def test_a_run_whose_parent_is_held_comes_last() -> None:
     assert leave(tier) == ["pq", "p", "abcd", "abc", "ab", "a"]
 
 
-def test_an_orphaned_run_is_of_no_use() -> None:
+def test_an_orphaned_run_is_dropped() -> None:
     tier = make_tier(8)
     assert commit(tier, run_of("abc", "abcd")) == [0, 1]
     assert contents(tier) == set()
     assert pool_of(tier).get_num_free_blocks() == 8
 
 
-def test_blocks_of_a_run_that_the_tier_has_already_are_of_no_use() -> None:
+def test_blocks_of_a_run_already_in_the_tier_are_dropped() -> None:
     tier = make_tier(8)
     store(tier, "ab")
     assert commit(tier, run_of("a", "abcd")) == [0, 1]
@@ -107,7 +107,7 @@ def test_an_early_run_waits_for_its_parent() -> None:
 
 
 def test_a_chain_of_several_runs_moves_in_one_piece(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is neither taken apart nor followed from parent to parent."""
+    """The move neither splits the chain nor walks from parent to parent."""
     tier = make_tier(8)
     store(tier, "ab", "pq")
     commit(tier, run_of("abc", "abcd"))
@@ -119,7 +119,7 @@ def test_a_chain_of_several_runs_moves_in_one_piece(monkeypatch: pytest.MonkeyPa
 
 
 def test_a_chain_whose_parents_are_named_by_equal_keys() -> None:
-    """Not by the very objects that their blocks hold: a block came before its parent."""
+    """Not by the same objects as their blocks' keys: a block was stored before its parent."""
     tier = make_tier(8)
     run = run_of("abc", "abcd")
     run.early = True
@@ -144,7 +144,7 @@ def test_a_held_chain_of_one_block() -> None:
 
 
 def test_a_chain_with_a_gap_that_another_block_fills() -> None:
-    """Where a block is missing, the right number of blocks may include others."""
+    """Where a block is missing, the expected number of blocks may include others."""
     tier = make_tier(8)
     run = run_of("abc", "abcd")
     run.early = True
@@ -188,7 +188,7 @@ def test_a_chain_that_is_partly_held(held: str) -> None:
     assert names(pool_of(tier).free_block_queue.get_all_free_blocks()[:4])[2:] == ["pq", "p"]
 
 
-def test_a_chain_between_whose_blocks_another_branch_lies() -> None:
+def test_a_chain_with_another_branch_between_its_blocks() -> None:
     tier = make_tier(8)
     store(tier, "ab", "abxy", "abcd")
     refresh(tier, hashes("abxy"), 0, 4)

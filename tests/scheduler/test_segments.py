@@ -1,4 +1,4 @@
-"""The order of eviction: blocks that no request has found leave before those that one has."""
+"""The order of eviction: blocks that no request has found leave before found ones."""
 
 from unittest.mock import patch
 
@@ -32,13 +32,13 @@ from tests.simulation.integrity import check_tier, pool_of
 
 @pytest.fixture(autouse=True)
 def _nothing_goes_back_with_evictions() -> object:
-    """Except where a test patches it."""
+    """Evictions do not shrink the protected segment, except where a test patches this."""
     with patch.object(segments, "EVICTIONS_PER_RETURN", 1_000_000):
         yield
 
 
 def find(tier: CpuTier, *chains: str) -> None:
-    """As a request does that loads the chain."""
+    """Find the chains as a request that loads them."""
     for chain in chains:
         found = blocks(tier, chain)
         hold(tier, found)
@@ -49,7 +49,7 @@ def find(tier: CpuTier, *chains: str) -> None:
 
 
 def protected(tier: CpuTier) -> list[str]:
-    """Names of the protected free blocks, next to leave first."""
+    """Names of the protected free blocks, the next to leave first."""
     free = names(pool_of(tier).free_block_queue.get_all_free_blocks())
     return [name for name in free if name and tier._queue.is_protected[block(tier, name).block_id]]
 
@@ -62,7 +62,7 @@ def test_blocks_that_were_never_found_leave_first() -> None:
     assert leave(tier) == ["pq", "p", "xy", "x", "ab", "a"]
 
 
-def test_blocks_used_once_displace_no_found_ones() -> None:
+def test_blocks_used_once_do_not_displace_found_ones() -> None:
     tier = make_tier(6)
     store(tier, "abc")
     find(tier, "abc")
@@ -71,7 +71,7 @@ def test_blocks_used_once_displace_no_found_ones() -> None:
     assert contents(tier) == {"a", "ab", "abc", "x", "xy", "u"}
 
 
-def test_of_found_blocks_the_least_recently_found_leave_first() -> None:
+def test_the_least_recently_found_blocks_leave_first_among_found_ones() -> None:
     tier = make_tier(12)
     store(tier, "ab", "pq", "xy")
     find(tier, "ab", "xy", "pq", "xy")
@@ -199,7 +199,7 @@ def test_newly_protected_blocks_join_their_parents() -> None:
 def test_refresh_moves_a_piece_in_each_segment(
     num_found: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Blocks of a long prefix that were found before are not visited one by one."""
+    """The queue does not visit each block of a long prefix that was found before."""
     tier = make_tier(16)
     store(tier, "ab", "xy")
     find(tier, "ab", "xy")
@@ -307,8 +307,8 @@ def test_a_larger_tier_protects_more() -> None:
 
 
 def test_the_parent_of_a_found_block_is_protected() -> None:
-    """The parent comes to the tier after its child, which a request has found with the parent on
-    the device."""
+    """The parent is stored after its child. A request has found that child, with the parent on the
+    device."""
     tier = make_tier(8)
     early = allocate(tier)
     assert early is not None
@@ -324,7 +324,7 @@ def test_the_parent_of_a_found_block_is_protected() -> None:
 
 
 def test_promoted_blocks_are_protected() -> None:
-    """Only loaded blocks are ever demoted."""
+    """Only loaded blocks are demoted."""
     tier = make_tier(6)
     store(tier, "pq", "ab", "xy")
     find(tier, "ab")

@@ -1,4 +1,4 @@
-"""The order of eviction against a plain model: two lists of names and a set."""
+"""The order of eviction, compared with a plain model: two lists of names and a set."""
 
 from collections import Counter
 from collections.abc import Collection
@@ -35,7 +35,7 @@ chains = st.text("ab", min_size=1, max_size=6)
 
 
 class Order(RuleBasedStateMachine):
-    """A tier as the scheduler side uses it, but that stores end at once."""
+    """A tier as the scheduler side uses it, except that stores end at once."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -56,7 +56,7 @@ class Order(RuleBasedStateMachine):
 
     @rule(chain=chains)
     def store(self, chain: str) -> None:
-        """Store the first block of a chain that is not there."""
+        """Store the first block of a chain that is not in the tier."""
         lacking = [name for name in prefixes(chain) if name not in contents(self.tier)]
         if not lacking:
             return
@@ -78,19 +78,19 @@ class Order(RuleBasedStateMachine):
 
     @rule(chain=chains)
     def find(self, chain: str) -> None:
-        """Find the blocks of a chain that are there, and hold them."""
+        """Find the blocks of a chain that are in the tier, and hold them."""
         present = self.present(chain)
         held = blocks(self.tier, "".join(present[-1:]))
         hold(self.tier, held)
         protect(self.tier, held)
         self.holds.append(present)
-        self.take(present)
+        self.remove(present)
         self.pins.update(present)
         self.found.update(present)
 
     @precondition(lambda self: self.holds)
     @rule(index=st.integers(0, 99))
-    def let_go(self, index: int) -> None:
+    def unpin(self, index: int) -> None:
         present = self.holds.pop(index % len(self.holds))
         self.tier.unpin(blocks(self.tier, "".join(present[-1:])))
         self.pins -= Counter(present)
@@ -105,7 +105,7 @@ class Order(RuleBasedStateMachine):
         refresh(self.tier, hashes(chain), 0, len(chain))
         protect_first(self.tier, hashes(chain), 0, num_found)
         free = [name for name in reversed(present) if not self.pins[name]]
-        self.take(present)
+        self.remove(present)
         self.found.update(present[:num_found])
         self.probation += [name for name in free if name not in self.found]
         self.protected += [name for name in free if name in self.found]
@@ -114,11 +114,11 @@ class Order(RuleBasedStateMachine):
 
     @rule(name=chains)
     def drop(self, name: str) -> None:
-        """As when a load has failed; whoever holds blocks of it holds them on, in vain."""
+        """Drop as after a failed load. References to the blocks remain, without effect."""
         lost = {kept for kept in contents(self.tier) if kept.startswith(name)}
         if name in lost and not any(self.pins[each] for each in lost):
             self.tier.drop([block(self.tier, name)])
-            self.take(lost)
+            self.remove(lost)
             self.found -= lost
 
     @rule(more=st.integers(0, 2))
@@ -137,7 +137,7 @@ class Order(RuleBasedStateMachine):
     def present(self, chain: str) -> list[str]:
         return [name for name in prefixes(chain) if name in contents(self.tier)]
 
-    def take(self, gone: Collection[str]) -> None:
+    def remove(self, gone: Collection[str]) -> None:
         self.probation = [name for name in self.probation if name not in gone]
         self.protected = [name for name in self.protected if name not in gone]
 
@@ -157,20 +157,20 @@ class Order(RuleBasedStateMachine):
             self.probation.append(self.protected.pop(0))
             self.found.discard(self.probation[-1])
 
-    # What must hold
+    # Invariants
 
     @invariant()
-    def it_holds_together(self) -> None:
+    def check_consistency(self) -> None:
         check_tier(self.tier)
 
     @invariant()
-    def the_queue_is_as_it_should_be(self) -> None:
+    def check_queue(self) -> None:
         free = names(pool_of(self.tier).free_block_queue.get_all_free_blocks())
         num_empty = self.num_blocks - len(contents(self.tier))
         assert free == [""] * num_empty + self.probation + self.protected
 
     @invariant()
-    def what_was_found_is_protected(self) -> None:
+    def check_protected(self) -> None:
         is_protected = self.tier._queue.is_protected
         assert self.found == {
             name for name in contents(self.tier) if is_protected[block(self.tier, name).block_id]

@@ -1,4 +1,4 @@
-"""Tiers too small for a single request: they keep its beginning, and store nothing twice."""
+"""Tiers too small for one request: they keep its first blocks, and store nothing twice."""
 
 import pytest
 
@@ -32,7 +32,7 @@ def test_the_beginning_is_kept_and_found(
         driver.empty_device_cache()
         assert driver.found(prompt(60)) == num_blocks // len(windows) * 4
     assert driver.num_kept == num_blocks
-    assert driver.num_stored == num_blocks  # all turns together
+    assert driver.num_stored == num_blocks  # in all turns together
 
 
 @SMALL
@@ -51,7 +51,7 @@ def test_slow_stores_do_not_lose_the_beginning(drive: MakeDriver, num_host_block
 
 
 @pytest.mark.parametrize("windows", [(0,), (0, 8)], ids=str)
-def test_taking_turns_costs_no_more_than_storing_each(
+def test_alternating_requests_store_no_more_than_each_alone(
     drive: MakeDriver, windows: tuple[int, ...]
 ) -> None:
     """Two requests whose blocks do not fit together."""
@@ -64,8 +64,9 @@ def test_taking_turns_costs_no_more_than_storing_each(
         assert driver.found(prompt(60, family=turn % 2)) >= 19 // len(windows) * 4 - 4 * 4
 
 
-def test_at_once_each_is_stored_at_most_twice(drive: MakeDriver) -> None:
-    """While it runs, and again at its end the blocks that the other displaced meanwhile."""
+def test_concurrent_requests_are_stored_at_most_twice(drive: MakeDriver) -> None:
+    """Each request is stored while it runs. At its end, the policy stores the blocks again that the
+    other displaced."""
     driver = drive(num_host_blocks=13, num_device_blocks=80, max_num_batched_tokens=16)
     for turn in range(4):
         before = driver.num_stored

@@ -11,11 +11,11 @@ from tests.scheduler.tiers import get
 from tests.simulation.integrity import groups_of
 
 STATE = 1
-"""The group of states, behind one of full attention."""
+"""The group of states, after one of full attention."""
 
 
 def state_of(driver: Driver, request: Request, num_tokens: int) -> KVCacheBlock | None:
-    """The host block that holds the state after ``num_tokens`` tokens, if there is one."""
+    """The host block with the state after ``num_tokens`` tokens, if there is one."""
     tier = driver.tier
     return get(tier, groups_of(tier).key_at(request.block_hashes, STATE, num_tokens))
 
@@ -45,10 +45,10 @@ def test_a_hit_loads_one_state(
 
 
 def test_a_state_is_stored_with_the_step_that_completes_it(drive: MakeDriver) -> None:
-    """Later, the request may have given its block up."""
+    """Later, the request may have freed its block."""
     driver = drive(windows=(0,), num_states=1)
     request = driver.start("a", prompt(18), max_tokens=2)
-    driver.step()  # vLLM ends the first chunk where a state is worth keeping
+    driver.step()  # vLLM ends the first chunk where it keeps a state
     assert request.num_computed_tokens == 16
     (store,) = driver.pending(STORE)
     held = driver.device_pool.blocks[store.device_blocks.tolist()[0]]
@@ -103,7 +103,7 @@ def test_a_failed_store_of_a_state(drive: MakeDriver) -> None:
 
 @pytest.mark.parametrize("match_unit", [None, 2])
 def test_a_later_state_leaves_first(drive: MakeDriver, match_unit: int | None) -> None:
-    """As the blocks of tokens do, without which it is of no use."""
+    """Blocks of tokens do so too, and the state is useless without them."""
     driver = drive(
         windows=(0,), num_states=1, num_device_blocks=60, match_unit=match_unit, retention=None
     )
@@ -117,7 +117,7 @@ def test_a_later_state_leaves_first(drive: MakeDriver, match_unit: int | None) -
     assert len(leaving) == len(keys)
 
 
-# What is handed over
+# States that vLLM hands over
 
 
 def handed_over(driver: Driver, request: Request, num_tokens: int) -> SchedulerOutput:
@@ -141,14 +141,14 @@ def start_without_storing(driver: Driver) -> Request:
     return request
 
 
-def test_it_is_stored(drive: MakeDriver) -> None:
+def test_a_handed_over_state_is_stored(drive: MakeDriver) -> None:
     driver = drive(windows=(0,), num_states=1)
     request = start_without_storing(driver)
     (store,) = driver.scheduler.build_connector_meta(handed_over(driver, request, 16)).stores
     assert len(store.host_blocks) == 1
 
 
-def test_a_request_that_gives_its_blocks_up_is_left_out(drive: MakeDriver) -> None:
+def test_a_request_that_frees_its_blocks_is_skipped(drive: MakeDriver) -> None:
     driver = drive(windows=(0,), num_states=1)
     request = start_without_storing(driver)
     scheduled = handed_over(driver, request, 16)
@@ -161,7 +161,7 @@ def test_a_request_that_gives_its_blocks_up_is_left_out(drive: MakeDriver) -> No
     assert len(driver.scheduler.build_connector_meta(scheduled).stores) == 1
 
 
-def test_a_block_that_holds_something_else_by_now_is_left_out(drive: MakeDriver) -> None:
+def test_a_block_with_new_contents_is_skipped(drive: MakeDriver) -> None:
     driver = drive(windows=(0,), num_states=1)
     request = start_without_storing(driver)
     scheduled = handed_over(driver, request, 16)
@@ -171,8 +171,8 @@ def test_a_block_that_holds_something_else_by_now_is_left_out(drive: MakeDriver)
     assert driver.scheduler.build_connector_meta(scheduled).stores == []
 
 
-def test_a_request_from_before_a_reset_is_left_out(drive: MakeDriver) -> None:
-    """After a reset, nothing of the running requests is stored."""
+def test_a_request_from_before_a_reset_is_skipped(drive: MakeDriver) -> None:
+    """After a reset, no block of the running requests is stored."""
     driver = drive(windows=(0,), num_states=1)
     request = start_without_storing(driver)
     scheduled = handed_over(driver, request, 16)
@@ -180,29 +180,31 @@ def test_a_request_from_before_a_reset_is_left_out(drive: MakeDriver) -> None:
     assert driver.scheduler.build_connector_meta(scheduled).stores == []
 
 
-def test_it_does_not_displace_its_own_prefix(drive: MakeDriver) -> None:
-    """Room for four blocks of tokens and one state, and states at 16, 20 and 24 tokens."""
+def test_a_state_does_not_displace_its_own_prefix(drive: MakeDriver) -> None:
+    """The tier has room for four blocks of tokens and one state. There are states at 16, 20 and 24
+    tokens."""
     driver = drive(windows=(0,), num_states=1, num_device_blocks=60, num_host_blocks=6)
     driver.serve("a", prompt(18), max_tokens=8)
     assert driver.num_kept == 5
     assert driver.found(prompt(18)) == 16
 
 
-@pytest.mark.parametrize("forget", [False, True])
-def test_it_does_not_displace_the_prefix_that_its_request_has_found(
-    drive: MakeDriver, forget: bool
+@pytest.mark.parametrize("empty_device", [False, True])
+def test_a_state_does_not_displace_the_prefix_that_its_request_has_found(
+    drive: MakeDriver, empty_device: bool
 ) -> None:
-    """On the device or in the tier; the state is handed over in the request's first step."""
+    """The request finds it on the device or in the tier. vLLM hands the state over in the request's
+    first step."""
     driver = drive(windows=(0,), num_states=1, num_device_blocks=60, num_host_blocks=6)
     driver.serve("a", prompt(18))
-    if forget:
+    if empty_device:
         driver.empty_device_cache()
     driver.serve("b", [*prompt(18), *prompt(10, family=3)])
     assert driver.found(prompt(18)) == 16
 
 
 def test_the_running_state_of_a_request_that_ends_is_not_stored(drive: MakeDriver) -> None:
-    """It may be anything, although the block table has it where a boundary's would be."""
+    """Its contents are arbitrary, although the block table has it in a boundary's column."""
     driver = drive(windows=(0,), num_states=1)
     request = start_without_storing(driver)
     manager = driver.world.scheduler.kv_cache_manager.coordinator.single_type_managers[STATE]

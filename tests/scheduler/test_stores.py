@@ -1,4 +1,4 @@
-"""Stores: found when every rank has stored them, and pinned until then."""
+"""Stores: blocks are found when every rank has stored them, and pinned until then."""
 
 from itertools import permutations
 
@@ -34,7 +34,7 @@ def run_until_stores(driver: Driver, *request_ids: str) -> None:
     assert driver.pending(STORE)
 
 
-# On their way
+# In flight
 
 
 def make_stores(tier: CpuTier) -> Stores:
@@ -42,7 +42,7 @@ def make_stores(tier: CpuTier) -> Stores:
 
 
 class Planner:
-    """Stores chains of device blocks that the tier lacks."""
+    """Plans stores of chains that the tier lacks."""
 
     def __init__(self) -> None:
         self.tier = make_tier(8)
@@ -50,7 +50,7 @@ class Planner:
         self.device = pool_of(make_tier(16))
 
     def plan(self, *names: str) -> None:
-        """Blocks that follow each other, in a run of their own."""
+        """Plan blocks, each the parent of the next, in a run of their own."""
         run = Run(
             self.device.get_new_blocks(len(names)),
             [key(name) for name in names],
@@ -65,7 +65,7 @@ class Planner:
         self.device.free_blocks(self.stores.reset())
 
     def submit(self) -> int:
-        """The transfer's id."""
+        """Submit the planned stores. Returns the transfer's id."""
         (transfer,) = self.stores.submit()
         return transfer.id
 
@@ -77,7 +77,7 @@ class Planner:
         check_tier(self.tier)
 
     def has(self, last: str) -> str:
-        """The longest of the chain's prefixes up to ``last`` that count as there."""
+        """The chain's longest prefix up to ``last`` that is in the tier or in a store."""
         names = [name for name in prefixes(last) if self.stores.has(key(name))]
         (count,) = {
             self.stores.count_first(hashes(last), 0, len(last), guess)
@@ -90,8 +90,8 @@ class Planner:
         return last[:count]
 
 
-def test_blocks_on_their_way_count() -> None:
-    """From plan to end, in whichever store they are."""
+def test_blocks_in_a_store_count() -> None:
+    """From plan to end, in any store."""
     planner = Planner()
     assert planner.has("abcdef") == ""
     planner.plan("a", "ab")
@@ -114,7 +114,7 @@ def test_blocks_on_their_way_count() -> None:
     assert planner.has("abcdef") == "ab"
 
 
-def test_blocks_are_not_on_their_way_after_a_reset() -> None:
+def test_stored_blocks_do_not_count_after_a_reset() -> None:
     planner = Planner()
     planner.plan("a", "ab")
     first = planner.submit()
@@ -131,7 +131,7 @@ def test_blocks_are_not_on_their_way_after_a_reset() -> None:
 
 @pytest.mark.parametrize("lost", ["by a failed store", "by a failed load"])
 def test_children_of_a_lost_block_may_be_copied_twice(lost: str) -> None:
-    """But they are kept once, by the store that has that block too."""
+    """The tier keeps them once, from the store that also has the lost block."""
     planner = Planner()
     planner.plan("a", "ab")
     first = planner.submit()
@@ -153,8 +153,8 @@ def test_children_of_a_lost_block_may_be_copied_twice(lost: str) -> None:
     assert planner.tier.num_free == 8
 
 
-def test_a_window_may_be_on_its_way_from_anywhere_on() -> None:
-    """Its blocks need none before them: each counts by itself."""
+def test_a_window_counts_from_any_block_on() -> None:
+    """Window blocks need no earlier ones: each counts by itself."""
     tier = make_tier(8, windows=(0, 2 * BLOCK_SIZE))
     device = pool_of(make_tier(8))
     stores = make_stores(tier)
@@ -187,7 +187,7 @@ def test_found_only_when_every_rank_is_done(drive: MakeDriver, order: tuple[int,
     assert driver.found(prompt(17)) == 16
     assert driver.num_held == (0, 0)
     assert not driver.scheduler.has_pending_work()
-    # Committed with the bytes that every rank has copied there.
+    # Committed with the bytes that every rank has copied.
     found = driver.host_pool.blocks
     assert {found[block_id].ref_cnt for block_id in transfer.host_blocks.tolist()} == {0}
     driver.empty_device_cache()
@@ -296,7 +296,7 @@ def test_a_failed_store_is_not_found_and_holds_nothing(
     assert driver.num_held == (0, 0)
     assert "Store 0 failed on a rank: its blocks are not kept" in caplog.text
     driver.world.check_at_rest()
-    # The next request computes, and stores it anew.
+    # The next request computes and stores the block again.
     driver.empty_device_cache()
     driver.serve("b", prompt(17))
     assert driver.world.num_blocks_loaded == 0
@@ -313,12 +313,12 @@ def test_children_of_a_failed_store_are_not_kept_either(drive: MakeDriver) -> No
     driver.step()
     assert driver.found(prompt(65)) == 0
     assert driver.num_kept == 0
-    # When the request ends, its blocks are still there to be stored.
+    # When the request ends, its blocks are still on the device and can be stored.
     driver.run()
     assert driver.found(prompt(65)) == 64
 
 
-# By itself
+# Stores alone
 
 
 class Bench:
@@ -385,7 +385,7 @@ def test_a_store_pairs_each_device_block_with_its_host_block() -> None:
 
 @pytest.mark.parametrize("submitted", [False, True])
 def test_device_blocks_are_returned_in_order_with_their_references(submitted: bool) -> None:
-    """The policy, which drops the references, decides in which order the device evicts them."""
+    """The policy drops the references, so it decides the device's order of eviction."""
     bench = Bench(num_host_blocks=6)
     device_blocks = bench.pool.get_new_blocks(3)
     for name, device_block in zip(prefixes("abc"), device_blocks, strict=True):

@@ -1,5 +1,4 @@
-"""Host blocks of several sub-blocks: stored as a whole, loaded from any sub-block on to any
-other."""
+"""Host blocks of several sub-blocks: stored as a whole, loaded from any sub-block to any other."""
 
 from typing import Any, NamedTuple
 
@@ -26,11 +25,11 @@ from tests.scheduler.tiers import commit_as, get, make_tier
 from tests.simulation.groups import MODELS
 from tests.simulation.integrity import check_loads, check_tier, groups_of, pool_of
 
-# Where the sub-blocks lie
+# Location of the sub-blocks
 
 
 class Layout(NamedTuple):
-    """The groups of a model, and how many device blocks a host block holds."""
+    """The groups of a model, and the number of device blocks in a host block."""
 
     groups: tuple[AttentionSpec, ...]
     num_sub_blocks: int
@@ -72,7 +71,7 @@ NUM_TOKENS = 64
 
 
 class Bench:
-    """A scheduler side whose tier has all host blocks of a prompt, and a device of its own."""
+    """A scheduler side with its own device. Its tier has all host blocks of a prompt."""
 
     def __init__(self, layout: Layout) -> None:
         self.layout = layout
@@ -84,7 +83,7 @@ class Bench:
         self.tier = self.scheduler.tier
         self.hash_size = groups_of(self.tier).hash_block_size
         self.slots: list[dict[int, int]] = []
-        """By group, where the tier has the device block that begins with a token."""
+        """By group and first token, the slot of a device block in the tier."""
         self.fill()
         self.pool = pool_of(make_tier(90))
 
@@ -127,7 +126,7 @@ ALL_GROUPS = pytest.mark.parametrize("groups", GROUPS.values(), ids=GROUPS)
 def test_each_device_block_is_loaded_from_its_own_sub_block(
     groups: tuple[AttentionSpec, ...], num_sub_blocks: int
 ) -> None:
-    """Wherever the device's prefix ends, and wherever the request does."""
+    """For any end of the device's prefix, and any end of the request."""
     layout = Layout(groups, num_sub_blocks)
     block_size = layout.block_size
     host_block_size = block_size * num_sub_blocks
@@ -192,7 +191,7 @@ def test_the_slots_of_blocks_are_neighbours(drive: MakeDriver) -> None:
 
 
 def test_only_host_blocks_that_are_open_as_a_whole_are_used(drive: MakeDriver) -> None:
-    """Slots 0 to 3 stand for the null block, and the last 2 for none."""
+    """Slots 0 to 3 belong to the null block, and the last 2 to no block."""
     driver = drive(num_sub_blocks=4, num_host_blocks=14)
     assert driver.tier.num_blocks == 3
     driver.serve("a", prompt(60))
@@ -205,11 +204,11 @@ def test_only_host_blocks_that_are_open_as_a_whole_are_used(drive: MakeDriver) -
     driver.run()
 
 
-# What is stored
+# Stores
 
 
 def test_single_sub_blocks_are_not_stored(drive: MakeDriver) -> None:
-    """Until the conversation has filled it."""
+    """They wait until the conversation has filled the host block."""
     driver = drive(num_sub_blocks=4, num_device_blocks=60)
     history = driver.serve("a", prompt(17), max_tokens=14)  # 30 tokens computed
     assert (driver.num_stored, driver.found(history)) == (4, 16)
@@ -245,7 +244,7 @@ def test_host_blocks_are_stored_eight_device_blocks_at_a_time(drive: MakeDriver)
 
 
 def test_a_host_block_that_lacks_a_sub_block_is_not_stored(drive: MakeDriver) -> None:
-    """The window has moved on, and the device has given the block to another request."""
+    """The window has left the block, and the device has allocated it to another request."""
     driver = drive(
         num_sub_blocks=4,
         windows=(0, 4),
@@ -287,7 +286,7 @@ def test_a_store_holds_all_sub_blocks_until_its_end(drive: MakeDriver) -> None:
     assert free[-4:] == store.device_blocks.tolist()[::-1]
 
 
-# What is loaded
+# Loads
 
 
 def test_a_load_begins_where_the_device_stops(drive: MakeDriver) -> None:
@@ -309,7 +308,7 @@ def test_a_load_begins_where_the_device_stops(drive: MakeDriver) -> None:
 def test_a_repeated_prompt_loses_one_device_block(
     drive: MakeDriver, windows: tuple[int, ...], num_sub_blocks: int
 ) -> None:
-    """Its last token is computed anew, and with it the block that it is in."""
+    """Its last token is computed again, with the whole block of that token."""
     driver = drive(
         num_sub_blocks=num_sub_blocks,
         windows=windows,
@@ -386,7 +385,7 @@ def test_a_group_may_lack_the_last_host_block(drive: MakeDriver) -> None:
     driver.serve("again", prompt(32))
 
 
-def test_a_load_that_fails_again_takes_whole_host_blocks_along(drive: MakeDriver) -> None:
+def test_a_load_that_fails_a_second_time_drops_whole_host_blocks(drive: MakeDriver) -> None:
     driver = drive(num_sub_blocks=4, num_device_blocks=60, load_failures="recompute")
     driver.serve("before", prompt(60))
     for turn in range(2):
@@ -402,7 +401,7 @@ def test_a_load_that_fails_again_takes_whole_host_blocks_along(drive: MakeDriver
 
 
 def test_a_pinned_hit_pins_its_ancestors_too(drive: MakeDriver) -> None:
-    """The chain up to the host block in which it begins, each once."""
+    """It pins each block of the chain once, up to the host block in which it begins."""
     driver = drive(num_sub_blocks=2, num_device_blocks=60)
     driver.serve("before", prompt(33))
     request = make_request("a", prompt(33))
@@ -413,7 +412,7 @@ def test_a_pinned_hit_pins_its_ancestors_too(drive: MakeDriver) -> None:
     assert driver.num_held == (0, 0)
 
 
-# What is refused
+# Refused sizes
 
 
 @pytest.mark.parametrize(
@@ -439,7 +438,7 @@ def test_a_size_that_is_no_multiple(size: int, nearest: int) -> None:
     [(12, 8, 12), (12, 16, 12), (12, 20, 24), (8192, 48, 64), (8192, 8196, 8192)],
 )
 def test_a_size_that_chunks_do_not_fit(chunk_size: int, size: int, nearest: int) -> None:
-    """A lookup for attention in chunks would end in the midst of one (Llama 4: 8192 tokens)."""
+    """With chunked attention, a lookup would end inside a host block (Llama 4: 8192 tokens)."""
     config = KVCacheConfig(
         num_blocks=9,
         kv_cache_tensors=[],

@@ -28,14 +28,14 @@ def test_groups_in_host_memory_are_refused() -> None:
         make_scheduler(make_config((0, 8), host_resident=True), num_cpu_blocks=8)
 
 
-def test_states_have_no_parts(drive: MakeDriver) -> None:
+def test_states_have_no_sub_blocks(drive: MakeDriver) -> None:
     states = drive(num_states=1).world.kv_cache_configs[0]
     with pytest.raises(ConfigError, match=r"cpu_block_size=8: .* state .*; allowed: 4, or no"):
         make_scheduler(states, num_cpu_blocks=8, cpu_block_size=8)
     make_scheduler(states, num_cpu_blocks=8, cpu_block_size=4)
 
 
-def test_lazy_stores_have_no_parts() -> None:
+def test_lazy_stores_have_no_sub_blocks() -> None:
     config = make_config()
     with pytest.raises(ConfigError, match=r"cpu_block_size=8: lazy_offload .* allowed: 4, .*false"):
         make_scheduler(config, num_cpu_blocks=8, cpu_block_size=8, lazy_offload=True)

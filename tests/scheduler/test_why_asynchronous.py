@@ -1,6 +1,6 @@
 """Why no load is synchronous in vLLM's sense, where the request runs in the step that starts its
-load: what vLLM's scheduler makes of such a load that fails. Should this test fail with another
-vLLM, such loads may have become possible (docs/architecture.md, "Copies").
+load: vLLM's scheduler mishandles such a load that fails. If this test fails with another vLLM, such
+loads may have become possible (docs/architecture.md, "Copies").
 """
 
 from typing import Any
@@ -21,7 +21,7 @@ from tests.simulation.vllm_config import make_kv_cache_config, make_vllm_config
 
 LOADED, PROMPT = 32, 40
 FROM_WRONG_BYTES = 8
-"""What the model says after blocks that were not loaded."""
+"""The model's token after blocks that were not loaded."""
 
 
 class SynchronousConnector(RemoteConnector):
@@ -34,7 +34,7 @@ class SynchronousConnector(RemoteConnector):
 
 
 def make_scheduler(shape: Shape) -> AsyncScheduler:
-    """vLLM's, which schedules a step ahead, with that connector."""
+    """vLLM's scheduler with that connector. It schedules one step ahead."""
     config = make_vllm_config(
         shape,
         KVTransferConfig(
@@ -54,8 +54,8 @@ def make_scheduler(shape: Shape) -> AsyncScheduler:
     )
 
 
-def said(step: SchedulerOutput, token: int, invalid_blocks: set[int]) -> ModelRunnerOutput:
-    """What the worker answers to a step of one request."""
+def output_of(step: SchedulerOutput, token: int, invalid_blocks: set[int]) -> ModelRunnerOutput:
+    """The worker's output for a step of one request."""
     ids = list(step.num_scheduled_tokens)
     return ModelRunnerOutput(
         req_ids=ids,
@@ -65,9 +65,9 @@ def said(step: SchedulerOutput, token: int, invalid_blocks: set[int]) -> ModelRu
     )
 
 
-def test_vllm_takes_a_token_from_wrong_bytes_when_a_synchronous_load_fails() -> None:
-    """The next step has been scheduled on top of the failed one; vLLM 0.32 discards what the
-    failed step said, and takes what the next one says for the request's first token."""
+def test_vllm_accepts_a_token_from_wrong_bytes_when_a_synchronous_load_fails() -> None:
+    """The next step is scheduled on top of the failed one. vLLM 0.32 discards the failed step's
+    token. It accepts the next step's token as the request's first one."""
     shape = Shape(async_scheduling=True)
     scheduler: Any = make_scheduler(shape)
     request = Request(
@@ -83,9 +83,9 @@ def test_vllm_takes_a_token_from_wrong_bytes_when_a_synchronous_load_fails() -> 
     assert on_top.num_scheduled_tokens == {"r": 1}
     first_block = scheduler.kv_cache_manager.get_block_ids("r")[0][0]
 
-    scheduler.update_from_output(failed, said(failed, FROM_WRONG_BYTES - 1, {first_block}))
+    scheduler.update_from_output(failed, output_of(failed, FROM_WRONG_BYTES - 1, {first_block}))
     assert list(request.output_token_ids) == []
     assert request.num_computed_tokens == 0
-    scheduler.update_from_output(on_top, said(on_top, FROM_WRONG_BYTES, set()))
+    scheduler.update_from_output(on_top, output_of(on_top, FROM_WRONG_BYTES, set()))
     assert list(request.output_token_ids) == [FROM_WRONG_BYTES]
     scheduler.shutdown()

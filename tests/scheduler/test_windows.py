@@ -44,7 +44,7 @@ def test_a_hit_loads_the_blocks_that_attention_reads(
 
 @pytest.mark.parametrize("num_device_blocks_known", [1, 2, 3, 4, 7])
 def test_a_hit_resumes_in_the_window(drive: MakeDriver, num_device_blocks_known: int) -> None:
-    """The blocks in front of the hit that the window still reaches are the device's own."""
+    """The device itself has the blocks in front of the hit that the window reaches."""
     driver = drive(windows=(0, 12), num_device_blocks=60)
     driver.serve("before", prompt(37))
     driver.empty_device_cache()
@@ -61,8 +61,8 @@ def test_a_hit_resumes_in_the_window(drive: MakeDriver, num_device_blocks_known:
 
 
 def test_a_longer_prefix_is_found_when_the_window_has_moved_on(drive: MakeDriver) -> None:
-    """What follows a conversation's first turn needs the window at that turn's end, whose
-    blocks the device gave up while it was decoding."""
+    """The next turn of a conversation needs the window at the first turn's end. The device freed
+    those blocks during decoding."""
     driver = drive(windows=(0, 8), num_device_blocks=60)
     history = driver.serve("first", prompt(18), max_tokens=16)
     driver.empty_device_cache()
@@ -94,9 +94,9 @@ def test_without_the_window_there_is_no_hit(drive: MakeDriver) -> None:
 def test_the_next_turn_begins_where_the_answer_ends(
     drive: MakeDriver, num_said: int, async_scheduling: bool
 ) -> None:
-    """The device keeps, by default, the window blocks that the prompt's end needs. When the request
-    ends, its table still has those of the answer's end, except for one length in four: the window
-    behind the last computed token then begins with the next block."""
+    """By default, the device keeps the window blocks that the prompt's end needs. When the request
+    ends, its table still has those of the answer's end. One length in four is an exception: there
+    the window behind the last computed token begins with the next block."""
     driver = drive(windows=(0, 8), num_device_blocks=60, async_scheduling=async_scheduling)
     history = driver.serve("first", prompt(30), max_tokens=num_said)
     driver.empty_device_cache()
@@ -110,7 +110,7 @@ def test_the_next_turn_begins_where_the_answer_ends(
 def stored_blocks(
     driver: Driver, hashes: list[BlockHash], start: int, stop: int
 ) -> list[KVCacheBlock]:
-    """Those of a request's blocks ``start`` to ``stop`` of the window's group that the tier has."""
+    """A request's blocks ``start`` to ``stop`` of the window's group that the tier has."""
     keys = driver.scheduler.groups.keys(hashes, 1, start, stop)
     return [block for key in keys if (block := get(driver.tier, key)) is not None]
 
@@ -124,8 +124,8 @@ def test_lazy_stores_keep_a_window_that_the_device_does_not(drive: MakeDriver) -
     assert stored_blocks(driver, request.block_hashes, 9, 11) == found
 
 
-def test_nothing_is_stored_that_no_turn_begins_with(drive: MakeDriver) -> None:
-    """A drafter costs a hit one block more, which the window has left behind."""
+def test_only_blocks_that_a_turn_may_begin_with_are_stored(drive: MakeDriver) -> None:
+    """With a drafter, a hit is one block shorter, and the window has left that block."""
     driver = drive(windows=(0, 8), draft=True, num_device_blocks=90, num_host_blocks=200)
     history = driver.serve("first", prompt(30), max_tokens=17)
     hashes = make_request("second", history).block_hashes

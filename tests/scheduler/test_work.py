@@ -1,7 +1,7 @@
 """A guard on work: how the cost of each operation grows.
 
-The cost is a count, so a test fails on every machine or on none (``work.py`` says what is counted,
-and what it cannot see). A test fails when an operation becomes quadratic, and when one begins to
+The cost is a count, so a test fails on every machine or on none (``work.py`` defines the count and
+its limits). A test fails when an operation becomes quadratic. It also fails when one begins to
 depend on the size of the tier, of the device or of a context.
 """
 
@@ -30,7 +30,7 @@ from tests.simulation.integrity import pool_of
 
 
 def lookup(tier: CpuTier, hashes: list[BlockHash]) -> int:
-    """How many tokens of a chain are found."""
+    """The number of tokens of a chain that are found."""
     return tier.lookup(hashes, 0, len(hashes) * BLOCK_SIZE).num_tokens
 
 
@@ -40,7 +40,7 @@ def commit(tier: CpuTier, run: Run, blocks: Sequence[KVCacheBlock]) -> None:
 
 
 def hashes_of(chain: int, count: int) -> list[BlockHash]:
-    """The block hashes of a chain of its own."""
+    """The block hashes of a unique chain."""
     return [BlockHash(sha256(b"%d %d" % (chain, index)).digest()) for index in range(count)]
 
 
@@ -74,14 +74,14 @@ def full_tier(num_blocks: int) -> CpuTier:
 
 
 def hit(tier: int = 1024, blocks: int = 32) -> Work:
-    """Look a chain up that the tier holds."""
+    """Look up a chain that the tier holds."""
     full = full_tier(tier)
     store(full, NEW, blocks)
     return count_work(lookup, full, hashes_of(NEW, blocks))
 
 
 def miss(tier: int = 1024, blocks: int = 32) -> Work:
-    """Look a chain up of which the tier holds nothing."""
+    """Look up a chain without any block in the tier."""
     return count_work(lookup, full_tier(tier), hashes_of(NEW, blocks))
 
 
@@ -117,7 +117,7 @@ def promote(tier: int = 1024, blocks: int = 32) -> Work:
 
 
 def drop(tier: int = 1024, blocks: int = 32) -> Work:
-    """Drop the head of a chain, and with it all that follows."""
+    """Drop the head of a chain, and with it all descendants."""
     full = full_tier(tier)
     chain = store(full, NEW, blocks)
     before = full.num_used
@@ -148,16 +148,15 @@ LAZY = {"lazy_offload": True}
 
 
 def full_rig(extra: dict[str, Any], tier: int, device: int) -> Rig:
-    """A rig in a steady state: device and tier have long been full of prompts that do not come
-    again."""
+    """A rig in a steady state: device and tier are full of prompts that do not return."""
     rig = Rig(device=device, tier=tier, extra=extra)
     rig.run(rig.prompts((tier + 4 * device) // 16, 16))
     return rig
 
 
 def count_prompts(rig: Rig, prompts: Sequence[list[int]]) -> Work:
-    """The work of a prompt. Lazy stores come in batches, which only the mean of many prompts
-    shows; else the least of three, as now and then a set or a list grows in a leap."""
+    """The work for one prompt. Lazy stores come in batches, so it is the mean of many prompts.
+    Otherwise it is the least of three, because sets and lists sometimes grow in a leap."""
     if rig.is_lazy:
         return rig.count(rig.run, prompts).over(len(prompts))
     works = [rig.count(rig.run, [prompt]) for prompt in prompts[:3]]
@@ -167,7 +166,7 @@ def count_prompts(rig: Rig, prompts: Sequence[list[int]]) -> Work:
 def new_prompt(
     extra: dict[str, Any], tier: int = 1024, device: int = 256, blocks: int = 16
 ) -> Work:
-    """Compute a prompt, and store as many blocks; they evict others from device and tier."""
+    """Compute a prompt, and store its blocks. They evict others from device and tier."""
     rig = full_rig(extra, tier, device)
     before = rig.num_transferred
     work = count_prompts(rig, rig.prompts(192 // blocks, blocks))
@@ -182,7 +181,9 @@ def old_prompt(
     requests, store it."""
     rig = full_rig(extra, tier, device)
     prompts = rig.prompts(device // blocks + 2, blocks)
-    rig.run(prompts * (4 if rig.is_lazy else 1))  # the lazy policy remembers how much was loaded
+    rig.run(
+        prompts * (4 if rig.is_lazy else 1)
+    )  # the lazy policy depends on the size of recent loads
     before = rig.num_transferred
     work = count_prompts(rig, prompts[: 192 // blocks])
     assert rig.num_transferred - before >= 3 * blocks
@@ -192,7 +193,7 @@ def old_prompt(
 def known_prompt(
     extra: dict[str, Any], tier: int = 1024, device: int = 256, blocks: int = 16
 ) -> Work:
-    """Start and end a request whose prompt the device has, and which leaves nothing to store."""
+    """Start and end a request whose prompt the device has. Nothing is left to store."""
     rig = full_rig(extra, tier, device)
     [prompt] = rig.prompts(1, blocks)
     rig.run([prompt] * 8)
@@ -203,14 +204,14 @@ def known_prompt(
 
 
 def idle_step(extra: dict[str, Any], requests: int = 2, context: int = 8, tier: int = 4096) -> Work:
-    """A step of requests that decode, of which none completes a block. ``context``: its blocks."""
+    """A step of decoding requests that completes no block. ``context``: blocks of each request."""
     rig = decoding_rig(extra, requests, context, tier)
     return rig.count(rig.step, 8).over(8)
 
 
 def busy_step(extra: dict[str, Any], requests: int = 2, context: int = 8, tier: int = 4096) -> Work:
-    """The mean step of requests that decode, while each completes a block. Eager, they store the
-    last eight blocks of each."""
+    """The mean step of decoding requests, while each completes a block. With eager stores, each
+    request's last eight blocks are stored."""
     rig = decoding_rig(extra, requests, context, tier)
     rig.step(96)
     before = rig.num_transferred
@@ -255,7 +256,7 @@ def turnover(extra: dict[str, Any], loads: int = 16) -> Work:
 
 
 class Law(Enum):
-    """How a count may grow from one size to twice and four times that."""
+    """The growth of a count from one size to twice and four times that size."""
 
     CONSTANT = "does not grow"
     COPIED = "grows by what C code copies, and by no line"
@@ -265,17 +266,17 @@ class Law(Enum):
 
 
 SLACK = Work(lines=0.1, allocated=4)
-"""By how much a constant may grow for each one more. To visit each block takes a line for each, and
-a list of them eight bytes."""
+"""The growth per unit of size that still counts as constant. A visit to each block costs one line
+each, and a list of the blocks eight bytes each."""
 BEND = Work(lines=1.25, allocated=1.4)
-"""How much steeper the second part of a line may be than the first. The second part of a parabola
-is twice as steep. Sets and lists grow in leaps."""
+"""How much steeper the second half of a line may be than the first. A parabola's second half is
+twice as steep. Sets and lists grow in leaps."""
 DRIFT = 1.3
-"""How much a mean may deviate: what the lazy policy stores comes in batches."""
+"""The allowed deviation of a mean: lazy stores come in batches."""
 
 
 def obeys(law: Law, unit: str, sizes: Sequence[int], counts: Sequence[float]) -> bool:
-    """Whether ``counts`` at the three ``sizes`` do."""
+    """Whether ``counts`` at the three ``sizes`` obey the law."""
     small, middle, large = counts
     first = (middle - small) / (sizes[1] - sizes[0])
     second = (large - middle) / (sizes[2] - sizes[1])
@@ -297,7 +298,8 @@ class Row(NamedTuple):
     name: str
     operation: Callable[..., Work]
     laws: dict[str, Law]
-    """By size that grows. ``all``: tier and blocks together; their product would be quadratic."""
+    """The laws by growing size. ``all``: tier and blocks together; their product would be
+    quadratic."""
 
 
 TABLE = (
@@ -413,7 +415,7 @@ def test_growth(row: Row, grows: str) -> None:
     check(row, grows)
 
 
-# The guard fails: each plant adds work to a public method.
+# The guard fails on each planted bug, which adds work to a public method.
 
 
 def walk(tier: CpuTier) -> None:
@@ -428,13 +430,13 @@ def copy(tier: CpuTier) -> None:
 
 
 def copy_again(tier: CpuTier) -> None:
-    """A pass for each lost block, as if each generation of descendants took one."""
+    """One pass for each lost block, as if each generation of descendants needed one."""
     for _ in range(tier.num_lost):
         copy(tier)
 
 
 def pair_requests(side: OffloadScheduler, request: Request) -> None:
-    """For each block of a request all of its blocks."""
+    """A quadratic loop: for each block of a request, all of its blocks."""
     for block_hash in request.block_hashes:
         for other in request.block_hashes:
             assert (block_hash is other) == (block_hash == other)

@@ -1,4 +1,4 @@
-"""WriteHazards: which free device blocks a step in flight may still touch."""
+"""WriteHazards: knows which free device blocks a step in flight may still touch."""
 
 from types import SimpleNamespace
 from typing import Any, cast
@@ -27,7 +27,7 @@ class Tables:
         table = self.managers[group].req_to_blocks.setdefault(request_id, [])
         table.extend(self.blocks[block_id] for block_id in block_ids)
 
-    def give_up(self, request_id: str, group: int = 0) -> None:
+    def release(self, request_id: str, group: int = 0) -> None:
         self.managers[group].req_to_blocks.pop(request_id)
 
     def touched(self) -> set[int]:
@@ -41,7 +41,7 @@ def tables() -> Tables:
 
 def test_nothing_is_touched_before_the_first_step(tables: Tables) -> None:
     tables.hold("a", 1, 2)
-    tables.give_up("a")
+    tables.release("a")
     assert tables.touched() == set()
 
 
@@ -50,7 +50,7 @@ def test_blocks_given_up_since_a_recent_step(tables: Tables) -> None:
     tables.hold("b", 3)
     tables.hazards.on_step()
     tables.hold("b", 4)
-    tables.give_up("a")
+    tables.release("a")
     assert tables.touched() == {1, 2}
     tables.hazards.on_step()
     assert tables.touched() == {1, 2}
@@ -61,7 +61,7 @@ def test_blocks_given_up_since_a_recent_step(tables: Tables) -> None:
 def test_a_request_of_the_same_name_has_another_table(tables: Tables) -> None:
     tables.hold("a", 1, 2)
     tables.hazards.on_step()
-    tables.give_up("a")
+    tables.release("a")
     tables.hold("a", 5)
     assert tables.touched() == {1, 2}
 
@@ -69,7 +69,7 @@ def test_a_request_of_the_same_name_has_another_table(tables: Tables) -> None:
 def test_one_block_of_many_is_enough(tables: Tables) -> None:
     tables.hold("a", 7)
     tables.hazards.on_step()
-    tables.give_up("a")
+    tables.release("a")
     assert tables.hazards.may_touch(range(20))
     assert not tables.hazards.may_touch(range(7))
 
@@ -86,7 +86,7 @@ def test_blocks_that_a_recent_step_zeroes(tables: Tables) -> None:
 def test_steps_without_tokens_do_not_count(tables: Tables) -> None:
     tables.hold("a", 1, 2)
     tables.hazards.on_step()
-    tables.give_up("a")
+    tables.release("a")
     for _ in range(5):
         tables.hazards.on_step(computes=False)
     assert tables.touched() == {1, 2}
@@ -110,7 +110,7 @@ def test_every_group_counts() -> None:
     tables.hold("a", 1)
     tables.hold("a", 2, group=1)
     tables.hazards.on_step()
-    tables.give_up("a", group=1)
+    tables.release("a", group=1)
     assert tables.touched() == {2}
 
 
@@ -123,13 +123,13 @@ def test_with_windows_every_block_may_be_touched() -> None:
 
 
 def fill_tier(driver: Driver) -> None:
-    """Have the tier hold a prompt, and the device nothing."""
+    """Store a prompt in the tier, and empty the device's cache."""
     driver.serve("first", prompt(33))
     driver.empty_device_cache()
 
 
-def the_load(driver: Driver) -> bool:
-    """Whether the one load that is planned next comes after compute."""
+def next_load_waits(driver: Driver) -> bool:
+    """Whether the next planned load comes after compute."""
     for _ in range(20):
         driver.step()
         if driver.pending(LOAD):
@@ -139,20 +139,20 @@ def the_load(driver: Driver) -> bool:
     raise AssertionError("no load")
 
 
-def test_a_load_into_blocks_that_were_free_waits_for_nothing(drive: MakeDriver) -> None:
-    """Though a request is running."""
+def test_a_load_into_blocks_that_were_free_does_not_wait(drive: MakeDriver) -> None:
+    """A running request makes no difference."""
     driver = drive(async_scheduling=True, num_device_blocks=60)
     fill_tier(driver)
     driver.start("other", prompt(5, family=1), max_tokens=12)
     driver.step(4)
     driver.start("again", prompt(33))
-    assert not the_load(driver)
+    assert not next_load_waits(driver)
     driver.run()
 
 
 def test_a_load_into_blocks_that_a_drafter_is_writing_waits_for_it(drive: MakeDriver) -> None:
-    """vLLM's V2 runner hands over the output, with which the request has ended, before its drafter
-    has run; then steps without tokens are made until its store has ended."""
+    """vLLM's V2 runner returns the output that ends the request before its drafter has run. Steps
+    without tokens then run until the store has ended."""
     driver = drive(draft=True, num_drafted=3, v2_runner=True, num_device_blocks=60)
     fill_tier(driver)
     driver.start("other", prompt(30, family=1), max_tokens=4)
@@ -160,15 +160,18 @@ def test_a_load_into_blocks_that_a_drafter_is_writing_waits_for_it(drive: MakeDr
         driver.step()
     driver.step(5)
     driver.start("again", prompt(33))
-    assert the_load(driver)
+    assert next_load_waits(driver)
     driver.run()
 
 
 @pytest.mark.proves("I3")
 def test_a_load_into_blocks_of_a_step_in_flight_waits_for_it(drive: MakeDriver) -> None:
-    """All blocks are the running request's; it is aborted while its next step is in flight."""
+    """All blocks belong to the running request, which is aborted while its next step is in
+    flight."""
     driver = drive(async_scheduling=True, num_device_blocks=11)
-    driver.serve("other before", prompt(37, family=3))  # stored, so that nothing holds its blocks
+    driver.serve(
+        "other before", prompt(37, family=3)
+    )  # already stored, so nothing holds its blocks
     fill_tier(driver)
     driver.start("other", prompt(37, family=3), max_tokens=4)
     while driver.world.requests["other"].num_computed_tokens < 37:
@@ -176,15 +179,15 @@ def test_a_load_into_blocks_of_a_step_in_flight_waits_for_it(drive: MakeDriver) 
         driver.copy_all()
     driver.world.abort("other")
     driver.start("again", prompt(33))
-    assert the_load(driver)
+    assert next_load_waits(driver)
     driver.run()
 
 
 def test_a_load_into_blocks_that_a_step_in_flight_zeroes_waits_for_it(
     drive: MakeDriver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """They were a request's that has been preempted in the same step, as the priority scheduler
-    does. vLLM zeroes the new blocks of models whose caches differ in precision."""
+    """The priority scheduler preempts their request in the same step. vLLM zeroes the new blocks of
+    models whose caches differ in precision."""
     driver = drive(async_scheduling=True, num_device_blocks=60)
     fill_tier(driver)
     driver.start("other", prompt(5, family=1), max_tokens=12)
@@ -195,5 +198,5 @@ def test_a_load_into_blocks_that_a_step_in_flight_zeroes_waits_for_it(
         patched.setattr(scheduler, "_get_new_block_ids_to_zero", lambda: free)
         driver.step()
     driver.start("again", prompt(33))
-    assert the_load(driver)
+    assert next_load_waits(driver)
     driver.run()

@@ -1,7 +1,7 @@
 """Small host tiers whose blocks have names.
 
-A letter stands for the tokens of one block, so "abc" is a chain of three blocks, and also the
-name of its last one: chains that begin alike share blocks.
+A letter stands for the tokens of one block. "abc" is a chain of three blocks, and also the name of
+its last block. Chains with a common prefix share blocks.
 """
 
 from collections.abc import Collection, Iterable, Sequence
@@ -51,14 +51,14 @@ def _vllm_config() -> VllmConfig:
 
 @lru_cache(maxsize=4096)
 def key(name: str, group: int = 0) -> BlockHashWithGroupId:
-    """What the block is found by."""
+    """The key of a block."""
     key = make_block_hash_with_group_id(BlockHash(sha256(name.encode()).digest()), group)
     _NAMES[key] = name
     return key
 
 
 def parent_of(name: str, group: int = 0) -> BlockHashWithGroupId | None:
-    """The key of the block before, if there is one."""
+    """The key of the block's parent, if it has one."""
     return key(name[:-1], group) if len(name) > 1 else None
 
 
@@ -68,7 +68,7 @@ def prefixes(chain: str) -> list[str]:
 
 
 def hashes(chain: str) -> list[BlockHash]:
-    """What a request for these blocks asks for."""
+    """The block hashes of a request for this chain."""
     return [BlockHash(sha256(name.encode()).digest()) for name in prefixes(chain)]
 
 
@@ -83,18 +83,18 @@ def hold(tier: CpuTier, blocks: Sequence[KVCacheBlock]) -> None:
 
 
 def protect(tier: CpuTier, blocks: Sequence[KVCacheBlock]) -> None:
-    """A request has found these blocks, which are held."""
+    """Protect these held blocks, as if a request had found them."""
     tier._queue.protect(blocks)
 
 
 def refresh(tier: CpuTier, hashes: list[BlockHash], group: int, count: int) -> None:
-    """A request with these first blocks has ended."""
+    """Refresh these first blocks, as at the end of a request that has them."""
     num_blocks, num_found = _by_group(tier, group, count), _by_group(tier, group, 0)
     tier.on_request_finished(hashes, num_blocks, num_found, loaded=False)
 
 
 def protect_first(tier: CpuTier, hashes: list[BlockHash], group: int, count: int) -> None:
-    """A request that has loaded these first blocks has ended."""
+    """Protect these first blocks, as at the end of a request that has loaded them."""
     num_blocks, num_found = _by_group(tier, group, 0), _by_group(tier, group, count)
     tier.on_request_finished(hashes, num_blocks, num_found, loaded=True)
 
@@ -116,14 +116,14 @@ def blocks(tier: CpuTier, chain: str, group: int = 0) -> list[KVCacheBlock]:
 
 
 def allocate(tier: CpuTier, *keep: str, group: int = 0) -> KVCacheBlock | None:
-    """A block to be filled, None when there is no room beside what is to be kept."""
+    """A block to be filled. None if there is only room that is kept."""
     blocks = tier.allocate(1, lambda: {key(name, group) for name in keep})
     assert len(blocks) <= 1
     return blocks[0] if blocks else None
 
 
 def begin(tier: CpuTier, name: str, group: int = 0) -> KVCacheBlock:
-    """Allocate a block for ``name``, which follows the one before in its chain."""
+    """Allocate a block for ``name``, a child of the block before it in its chain."""
     allocated = allocate(tier, name[:-1], group=group)
     assert allocated is not None, f"no room for {name}"
     return allocated
@@ -144,14 +144,14 @@ def commit_as(
     inner_keys: Collection[BlockHashWithGroupId] = (),
     early: bool = False,
 ) -> bool:
-    """Commit a block that holds what ``key`` says; whether it was of any use."""
+    """Commit a block under ``key``. Returns whether the tier keeps it."""
     run = Run((), (key,), parent, num_tokens, early=early, host_blocks=[filled])
     run.inner_keys = [inner_keys] if inner_keys else ()
     return tier.commit([run]) == [[]]
 
 
 def store(tier: CpuTier, *chains: str, group: int = 0) -> None:
-    """Store what the tier lacks of each chain in one transfer, and check the tier."""
+    """Store the missing blocks of each chain in one transfer, and check the tier."""
     for chain in chains:
         lacking = [name for name in prefixes(chain) if get(tier, key(name, group)) is None]
         filled = [begin(tier, name, group) for name in lacking]
@@ -161,7 +161,7 @@ def store(tier: CpuTier, *chains: str, group: int = 0) -> None:
 
 
 def names(found: Iterable[KVCacheBlock], group: int = 0) -> list[str]:
-    """What blocks hold, "" for nothing."""
+    """The names of blocks' contents, "" for an empty block."""
     return [
         _NAMES[block.block_hash]
         if block.block_hash is not None and get_group_id(block.block_hash) == group
@@ -180,8 +180,8 @@ def contents(tier: CpuTier, group: int = 0) -> set[str]:
 
 
 def leave(tier: CpuTier) -> list[str]:
-    """Evict until nothing can be evicted any more: what left, in order. Blocks without content
-    are handed out first, and do not show."""
+    """Evict until nothing more can be evicted. Returns the evicted names in order. Empty blocks are
+    allocated first, and are not in the result."""
     left: list[str] = []
     while True:
         before = contents(tier)
@@ -191,7 +191,7 @@ def leave(tier: CpuTier) -> list[str]:
 
 
 def snapshot(tier: CpuTier) -> object:
-    """Everything that could change in a tier."""
+    """The whole state of a tier."""
     free = [block.block_id for block in pool_of(tier).free_block_queue.get_all_free_blocks()]
     held = [(block.ref_cnt, block.block_hash) for block in pool_of(tier).blocks]
     return free, held, contents(tier), tier.version, list(tier._order.parents)

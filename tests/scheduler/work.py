@@ -25,14 +25,14 @@ from examples.scheduler_bench.plan import BLOCK_SIZE
 
 
 class Work(NamedTuple):
-    """The cost of some calls."""
+    """The cost of calls."""
 
     lines: float
-    """Executed lines of Python code, vLLM's included. Each turn of a loop counts, also within a
+    """Executed lines of Python code, including vLLM's. Each turn of a loop counts, also within a
     line."""
     allocated: float
-    """Bytes: the most by which memory grew within a line, summed over all lines. What the same
-    line frees again counts. Some 64 bytes a line are the counter's own."""
+    """Peak growth of memory within a line in bytes, summed over all lines. Memory that the same
+    line frees again counts. About 64 bytes a line are the counter's own."""
 
     def over(self, count: int) -> "Work":
         """The mean of ``count`` times the work."""
@@ -49,7 +49,7 @@ class WorkCounter:
     @contextmanager
     def counting(self) -> Iterator[None]:
         """Count from zero. The garbage collector pauses: chance decides which call it meets."""
-        assert not tracemalloc.is_tracing(), "somebody else resets the peak of memory"
+        assert not tracemalloc.is_tracing(), "another tracer would reset the peak of memory"
         self._lines = self._allocated = 0
         was_enabled = gc.isenabled()
         gc.disable()
@@ -65,7 +65,7 @@ class WorkCounter:
 
     @property
     def work(self) -> Work:
-        """Since the last start of ``counting``."""
+        """The work since the last start of ``counting``."""
         return Work(self._lines, self._allocated)
 
     def count(self, call: Callable[..., Any], *arguments: Any, **keywords: Any) -> Any:
@@ -115,7 +115,7 @@ _HOOKS = (
     "get_kv_connector_stats",
     "take_events",
 )
-"""Those of the connector that vLLM's scheduler calls in its steps."""
+"""The connector's hooks that vLLM's scheduler calls in its steps."""
 
 
 class Rig:

@@ -1,4 +1,4 @@
-"""What tests of the copy threads and of the worker share."""
+"""Fixtures for tests of the copy threads and of the worker."""
 
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -22,8 +22,8 @@ def bench(no_thread_left: None) -> Iterator[Bench]:
 
 @pytest.fixture
 def make_rank(no_thread_left: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[MakeRank]:
-    """A function that makes a Rank whose configuration has these keywords. Unless ``register``
-    is false it has its memory, all of it open, and has told so."""
+    """A function that makes a Rank with these configuration keywords. With ``register``, all its
+    memory is open, and it has reported so."""
     ranks: list[Rank] = []
 
     def make(register: bool = True, **extra_config: Any) -> Rank:

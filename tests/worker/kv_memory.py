@@ -27,7 +27,7 @@ _planner = importlib.import_module(
 )
 
 Owners = npt.NDArray[np.int32]
-NOBODY = -1
+UNOWNED = -1
 
 
 def full(num_heads: int = 2, head_size: int = 3, block_size: int = 4, **more: Any) -> KVCacheSpec:
@@ -71,19 +71,19 @@ class KVMemory:
     """By layer, as vLLM registers them."""
 
     def owners(self) -> Owners:
-        """For every byte of the storage the block that it belongs to through the registered
-        views, or NOBODY.
+        """For every byte of the storage, the block that owns it through the registered views, or
+        UNOWNED.
 
-        Every layer claims its pages with the number of the block. Layers of different groups
-        may claim the same bytes, but only for the same block: else the memory itself is wrong.
+        Every layer claims its pages with the number of the block. Layers of different groups may
+        claim the same bytes, but only for the same block: otherwise the memory itself is wrong.
         """
         size = self.storage.numel()
-        owners = np.full(size, NOBODY, dtype=np.int32)
+        owners = np.full(size, UNOWNED, dtype=np.int32)
         offsets = torch.arange(size, dtype=torch.int32)
         for layer, block_bytes in self._pages(offsets).items():
             for block, taken in enumerate(block_bytes):
                 claimed = owners[taken]
-                assert set(claimed.tolist()) <= {NOBODY, block}, f"{layer} collides"
+                assert set(claimed.tolist()) <= {UNOWNED, block}, f"{layer} collides"
                 owners[taken] = block
         return owners
 
@@ -97,7 +97,7 @@ class KVMemory:
                 if cache is None:
                     continue
                 start = cache.data_ptr() - self.storage.data_ptr()
-                if cache.dim() == 1:  # the raw buffer: pages are where the placement says
+                if cache.dim() == 1:  # the raw buffer: the placement locates its pages
                     page_bytes = _spec_of(self.config.kv_cache_groups, name).page_size_bytes
                     first = start + placement.offset + index * placement.layer_stride
                     pages[name] = [
@@ -124,8 +124,8 @@ def make_kv_memory(
     behind: int = 0,
     kernel_block_size: int | None = None,
 ) -> KVMemory:
-    """Memory for ``groups``, placed by vLLM, ``in_front`` and ``behind`` so many bytes of
-    storage that are not part of it. AssertionError or ValueError where vLLM refuses."""
+    """Memory for ``groups``, placed by vLLM, with ``in_front`` and ``behind`` bytes of other
+    storage around it. AssertionError or ValueError where vLLM refuses."""
     vllm_config = SimpleNamespace(
         attention_config=SimpleNamespace(hisparse_config=None),
         cache_config=SimpleNamespace(
@@ -145,8 +145,8 @@ def place(
     behind: int = 0,
     kernel_block_size: int | None = None,
 ) -> KVMemory:
-    """The memory that ``config`` describes, with one view a layer, or the raw buffer for layers
-    that have none."""
+    """The memory that ``config`` describes, with one view per layer. Layers without a view have the
+    raw buffer."""
     (size,) = {tensor.size for tensor in config.kv_cache_tensors}
     storage = torch.zeros(in_front + size + behind, dtype=torch.int8)
     buffer = storage[in_front:]

@@ -1,4 +1,4 @@
-"""Rank: a worker on a scripted backend, stepped by hand."""
+"""Rank: a worker on a scripted backend, stepped by a test."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -20,7 +20,7 @@ BLOCK_BYTES = full().page_size_bytes
 
 
 class MarkingBackend(ScriptedBackend):
-    """Gives each barrier that it is asked for a mark of its own; logs ("barrier",)."""
+    """Gives each barrier a mark of its own; logs ("barrier",)."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -36,7 +36,7 @@ class MarkingBackend(ScriptedBackend):
 
 
 class LoggedPending(ScriptedPending):
-    """Logs ("hold", id) when compute is to wait for it."""
+    """Logs ("hold", id) when compute has to wait for it."""
 
     def __init__(self, backend: ScriptedBackend, transfer_id: int, remaining: float) -> None:
         super().__init__(remaining=remaining)
@@ -71,7 +71,7 @@ class Rank:
             lane.flush()
 
     def step(self, metadata: StepMetadata) -> tuple[set[str], set[str]]:
-        """One engine step, hooks in vLLM's order; what was polled."""
+        """Run one engine step, with hooks in vLLM's order. Returns the polled requests."""
         self.worker.bind(metadata)
         self.worker.submit_loads()
         self.worker.submit_stores()
@@ -79,7 +79,7 @@ class Rank:
         return self.worker.poll()
 
     def pend(self, transfer_id: int, remaining: float) -> LoggedPending:
-        """Let the copy of this transfer stay under way, and say how long it still takes."""
+        """Keep the copy of this transfer in flight, with ``remaining`` seconds left."""
         pending = LoggedPending(self.backend, transfer_id, remaining)
         self.backend.pendings[transfer_id] = pending
         return pending

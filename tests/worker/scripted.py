@@ -1,4 +1,4 @@
-"""A CopyBackend that does what a test says, and a CopyLane on it."""
+"""A CopyBackend under a test's control, and a CopyLane on it."""
 
 import math
 import sys
@@ -19,22 +19,22 @@ Outcomes = list[tuple[int, BaseException | None]]
 
 
 class ScriptedError(Exception):
-    """A failure that the test asked for."""
+    """A failure that the test causes."""
 
 
 @dataclass(eq=False)
 class Mark(Barrier):
-    """A barrier to be recognised by."""
+    """A barrier that the test can recognize."""
 
 
 @dataclass(eq=False)
 class ScriptedPending:
-    """A copy on the device: under way until ``ended`` is set."""
+    """A copy on the device, in flight until ``ended`` is set."""
 
     ended: threading.Event = field(default_factory=threading.Event)
     error: BaseException | None = None
     remaining: float = math.inf
-    """Seconds, as it says; test and device agree on nothing."""
+    """Its estimate in seconds. Test and device share no clock."""
     num_waits: int = 0
     num_holds: int = 0
 
@@ -45,7 +45,7 @@ class ScriptedPending:
 
     def wait(self) -> None:
         self.num_waits += 1
-        assert self.ended.wait(PATIENCE_SECONDS), "a copy that nobody ends"
+        assert self.ended.wait(PATIENCE_SECONDS), "a copy that nothing ends"
         self.done()
 
     def remaining_seconds(self) -> float:
@@ -56,7 +56,7 @@ class ScriptedPending:
 
 
 class EndsWhenWaitedFor(ScriptedPending):
-    """A copy that takes as long as nobody waits for it."""
+    """A copy that ends only when something waits for it."""
 
     def __init__(
         self, log: list[tuple[object, ...]] | None = None, error: BaseException | None = None
@@ -71,16 +71,16 @@ class EndsWhenWaitedFor(ScriptedPending):
 
 
 class Events(dict[int, threading.Event]):
-    """An event for every number that anybody asks for, the same for every thread: two threads
-    that ask a defaultdict at once may be given one each, of which the map keeps one."""
+    """An event for every number, the same for every thread. With a defaultdict, two threads at once
+    may each get an event, and the map keeps only one."""
 
     def __missing__(self, number: int) -> threading.Event:
         return self.setdefault(number, threading.Event())
 
 
 class ScriptedBackend:
-    """Copies nothing. What ``copy`` does with a transfer is scripted by its id, what becomes of
-    a chunk of host memory by its number, from 0."""
+    """Copies nothing. A test scripts each transfer by its id, and each chunk of host memory by its
+    number, from 0."""
 
     def __init__(self, chunk_bytes: int = sys.maxsize) -> None:
         self.chunk_bytes = chunk_bytes
@@ -93,13 +93,13 @@ class ScriptedBackend:
         self.pendings: dict[int, ScriptedPending] = {}
         self.quick: set[int] = set()
         self.copied_quickly: list[int] = []
-        """Ids of those that the engine's thread may submit."""
+        """Ids of copies that the engine's thread may submit."""
         self.started = Events()
         self.enter_errors: list[BaseException] = []
         self.memory: list[torch.Tensor] = []
         self.chunks: list[Sequence[torch.Tensor]] = []
         self.allocators: list[str] = []
-        """Names of the threads that have asked for memory, in order."""
+        """Names of the threads that have requested memory, in order."""
         self.allocating = Events()
         self.allocation_gates: dict[int, threading.Event] = {}
         self.allocation_errors: dict[int, Exception] = {}
@@ -109,7 +109,7 @@ class ScriptedBackend:
         self.allocators.append(threading.current_thread().name)
         self.allocating[number].set()
         if (gate := self.allocation_gates.get(number)) is not None:
-            assert gate.wait(PATIENCE_SECONDS), "a gate that nobody opens"
+            assert gate.wait(PATIENCE_SECONDS), "a gate that nothing opens"
         if (error := self.allocation_errors.get(number)) is not None:
             raise error
         self.memory.append(torch.zeros(num_bytes, dtype=torch.int8))
@@ -137,7 +137,7 @@ class ScriptedBackend:
         self.log.append(("copy", direction, transfer.id, barrier, thread))
         self.started[transfer.id].set()
         if (gate := self.gates.get(transfer.id)) is not None:
-            assert gate.wait(PATIENCE_SECONDS), "a gate that nobody opens"
+            assert gate.wait(PATIENCE_SECONDS), "a gate that nothing opens"
         if (error := self.errors.get(transfer.id)) is not None:
             raise error
         return self.pendings.get(transfer.id)
@@ -154,21 +154,21 @@ class ScriptedBackend:
         self.copied_quickly.append(transfer.id)
         return self.copy(direction, transfer, barrier)
 
-    # What tests do
+    # For tests
 
     def release(self) -> None:
-        """Let everything end."""
+        """Open all gates, so that everything ends."""
         for gate in (*self.gates.values(), *self.allocation_gates.values()):
             gate.set()
         for pending in self.pendings.values():
             pending.ended.set()
 
     def wait_allocating(self, number: int) -> None:
-        """Return when somebody is asking for the memory of chunk ``number``."""
-        assert self.allocating[number].wait(PATIENCE_SECONDS), "nobody asks for memory"
+        """Return when a thread requests the memory of chunk ``number``."""
+        assert self.allocating[number].wait(PATIENCE_SECONDS), "no thread requests memory"
 
     def copied(self, direction: Direction) -> list[int]:
-        """Ids in the order in which copies of ``direction`` were started."""
+        """Ids of copies of ``direction``, in the order of their start."""
         copies = [entry for entry in self.log if entry[0] == "copy" and entry[1] is direction]
         return [cast(int, entry[2]) for entry in copies]
 
@@ -194,12 +194,12 @@ class Bench:
         return outcomes(self.lane.poll())
 
     def flush(self) -> Outcomes:
-        """What ``poll`` returns once the thread has submitted everything."""
+        """The result of ``poll`` once the thread has submitted everything."""
         self.lane.flush()
         return self.poll()
 
     def copied(self) -> list[int]:
-        """Ids in the order in which their copies were started."""
+        """Ids of copies, in the order of their start."""
         return self.backend.copied(self.lane.direction)
 
 
@@ -209,7 +209,7 @@ def outcomes(completions: Sequence[Completion]) -> Outcomes:
 
 
 def copy_thread(direction: Direction) -> threading.Thread:
-    """The thread that copies ``direction`` now: the last that was started for it."""
+    """The thread that copies ``direction`` now: the one started last."""
     name = f"simple-offload-{direction.value}"
     return [thread for thread in threading.enumerate() if thread.name == name][-1]
 

@@ -1,4 +1,5 @@
-"""find_regions_by_address: every byte of a block, once, for the layouts that vllm-ascend has."""
+"""find_regions_by_address: for vllm-ascend's layouts, the regions have every byte of a block
+once."""
 
 import math
 from collections.abc import Callable
@@ -13,16 +14,16 @@ from vllm.v1.kv_cache_layout import KVCacheLayout
 from simple_offload.worker.ascend_regions import KVCache, find_regions_by_address
 from tests.worker.kv_memory import full, group, make_kv_memory, window
 
-NOBODY = -1
+UNOWNED = -1
 Caches = dict[str, KVCache]
 
 
-# Layouts. Each takes a random source and a number of blocks, and registers some layers.
+# Layouts. Each draws the layers of a number of blocks from a random source.
 
 
 def allocate(draw: st.DataObject, size: int) -> torch.Tensor:
-    """An int8 allocation of more than ``size`` bytes, and a slice of it with that many: as
-    vllm-ascend aligns addresses to 2 MiB, which are 64 bytes here."""
+    """An int8 slice of ``size`` bytes in a larger allocation: vllm-ascend aligns addresses to 2
+    MiB, here 64 bytes."""
     slack = draw.draw(st.sampled_from([0, 64]))
     memory = torch.zeros(size + slack, dtype=torch.int8)
     start = -memory.data_ptr() % 64 if slack else 0
@@ -43,22 +44,22 @@ def page_bytes(draw: st.DataObject) -> int:
 
 
 def separate(draw: st.DataObject, num_blocks: int) -> Caches:
-    """Keys and values, MLA's two parts, or one part alone: each an allocation of its own."""
-    parts = [
+    """Keys and values, MLA's two tensors, or one tensor alone: each in its own allocation."""
+    tensors = [
         shaped(draw, allocate(draw, num_blocks * page_bytes(draw)), num_blocks)
         for _ in range(draw.draw(st.integers(1, 3)))
     ]
-    return {"separate": tuple(parts)}
+    return {"separate": tuple(tensors)}
 
 
 def alone(draw: st.DataObject, num_blocks: int) -> Caches:
-    """A tensor that is in no tuple, which two layers share."""
+    """A tensor outside any tuple, which two layers share."""
     cache = shaped(draw, allocate(draw, num_blocks * page_bytes(draw)), num_blocks)
     return {"alone": cache, "shares it": cache}
 
 
 def carved(draw: st.DataObject, num_blocks: int) -> Caches:
-    """Mamba's states, or an indexer's keys and scales, one behind the other in an allocation."""
+    """Mamba's states, or an indexer's keys and scales, consecutive in one allocation."""
     pages = [page_bytes(draw) for _ in range(draw.draw(st.integers(2, 3)))]
     raw = allocate(draw, num_blocks * sum(pages))
     sizes = [num_blocks * page for page in pages]
@@ -66,29 +67,29 @@ def carved(draw: st.DataObject, num_blocks: int) -> Caches:
 
 
 def hybrid(draw: st.DataObject, num_blocks: int) -> Caches:
-    """An attention layer and a Mamba layer in one allocation: the convolution's states, then
-    keys, which lie over the other states, then values."""
+    """An attention layer and a Mamba layer in one allocation. First come the convolution's states.
+    Keys come next, over the other states, and then values."""
     conv, key, value = (page_bytes(draw) for _ in range(3))
     raw = allocate(draw, num_blocks * (conv + key + value))
-    parts = raw.split([num_blocks * page for page in (conv, key, value)])
-    first, second, third = (shaped(draw, part, num_blocks) for part in parts)
-    return {"mamba": [first, second], "attention": (shaped(draw, parts[1], num_blocks), third)}
+    tensors = raw.split([num_blocks * page for page in (conv, key, value)])
+    first, second, third = (shaped(draw, tensor, num_blocks) for tensor in tensors)
+    return {"mamba": [first, second], "attention": (shaped(draw, tensors[1], num_blocks), third)}
 
 
 def interleaved(draw: st.DataObject, num_blocks: int) -> Caches:
-    """Blocks of several layers, each followed by the next block of all of them, with bytes
-    between that belong to nobody."""
+    """Blocks of several layers, interleaved: after all layers' blocks come all layers' next blocks.
+    The bytes between them are unowned."""
     pages = [page_bytes(draw) for _ in range(draw.draw(st.integers(1, 3)))]
     gap = draw.draw(st.sampled_from([0, 32]))
     block = sum(pages) + gap
     raw = allocate(draw, num_blocks * block).view(num_blocks, block)
     in_front = draw.draw(st.sampled_from([0, gap]))
-    parts = raw[:, in_front : in_front + sum(pages)].split(pages, dim=1)
-    return {f"interleaved {i}": part for i, part in enumerate(parts)}
+    layers = raw[:, in_front : in_front + sum(pages)].split(pages, dim=1)
+    return {f"interleaved {i}": layer for i, layer in enumerate(layers)}
 
 
 def heads_outermost(draw: st.DataObject, num_blocks: int) -> Caches:
-    """A head's blocks, then the next head's."""
+    """All blocks of a head, then those of the next head."""
     num_heads, page = draw.draw(st.integers(1, 3)), page_bytes(draw)
     raw = allocate(draw, num_heads * num_blocks * page)
     return {"heads": raw.view(num_heads, num_blocks, page).transpose(0, 1)}
@@ -104,7 +105,7 @@ LAYOUTS: list[Callable[[st.DataObject, int], Caches]] = [
 ]
 
 
-# What the views say of every byte
+# The owner of every byte, by the views
 
 
 def tensors_of(cache: KVCache) -> list[torch.Tensor]:
@@ -114,7 +115,7 @@ def tensors_of(cache: KVCache) -> list[torch.Tensor]:
 
 
 def owners_of(caches: Caches, num_blocks: int) -> dict[int, int]:
-    """By address the block that a byte belongs to, going element by element."""
+    """By address, the block that owns a byte, element by element."""
     owners: dict[int, int] = {}
     for cache in caches.values():
         for tensor in tensors_of(cache):
@@ -132,8 +133,8 @@ def owners_of(caches: Caches, num_blocks: int) -> dict[int, int]:
 
 
 def check(caches: Caches, num_blocks: int) -> list[torch.Tensor]:
-    """The regions of ``caches``. Fails unless every byte that belongs to a block lies in the row
-    of its block, once, and no row has a byte of another block."""
+    """The regions of ``caches``. Fails unless every byte of a block lies once in the row of its
+    block. No row may have a byte of another block."""
     owners = owners_of(caches, num_blocks)
     found: dict[int, int] = {}
     regions = find_regions_by_address(caches, num_blocks)
@@ -165,12 +166,12 @@ def test_any_layers(
 
 @pytest.mark.parametrize("layout", list(KVCacheLayout), ids=lambda layout: layout.name)
 def test_views_of_vllm(layout: KVCacheLayout) -> None:
-    """It needs to know nothing of where vLLM placed what."""
+    """It works without vLLM's placements."""
     memory = make_kv_memory([group(full(), "a", "b"), group(window(), "c", "d")], 5, layout)
     check(dict(memory.kv_caches), 5)
 
 
-# How many regions: each costs a descriptor for every run of blocks
+# Number of regions: each costs a descriptor for every run of blocks
 
 
 def test_tensors_one_by_one_are_regions() -> None:
@@ -197,7 +198,7 @@ def test_a_layer_without_memory() -> None:
     assert check({"a": (torch.zeros((0, 8)),), "b": ()}, 6) == []
 
 
-# What cannot be addressed
+# Refused layouts
 
 
 def test_blocks_that_do_not_divide() -> None:
@@ -206,7 +207,7 @@ def test_blocks_that_do_not_divide() -> None:
 
 
 def test_a_buffer_that_has_no_blocks() -> None:
-    """What some layers of vLLM's register: its placement tells where the blocks are."""
+    """Some of vLLM's layers register such a buffer. Only its placement locates the blocks."""
     with pytest.raises(ValueError, match=r"layer: .*one dimension"):
         find_regions_by_address({"layer": torch.zeros(60)}, 6)
     check({"a number a block": torch.zeros(6)}, 6)
@@ -237,8 +238,7 @@ def test_bytes_of_several_blocks(start: int, page: int) -> None:
 
 
 def test_pages_that_leave_their_allocation() -> None:
-    """Between their blocks lie bytes that are not there in front of the first or behind the
-    last."""
+    """Between their blocks lie bytes that are missing in front of the first or behind the last."""
     memory = torch.zeros(5 * 16 + 8, dtype=torch.int8)
     with pytest.raises(ValueError, match="leave their allocation"):
         find_regions_by_address({"a": memory.as_strided((6, 8), (16, 1))}, 6)

@@ -1,6 +1,6 @@
-"""CopyLane: copies start in order, and every transfer ends exactly once, whatever fails.
+"""CopyLane: copies start in order, and every transfer ends exactly once, after any failure.
 
-That the two directions do not wait for each other is shown in test_worker_steps.py.
+test_worker_steps.py shows that the two directions do not wait for each other.
 """
 
 import sys
@@ -47,7 +47,7 @@ def test_one_thread_starts_all_copies_in_order(direction: Direction) -> None:
     name = f"simple-offload-{direction.value}"
     marks += [None] * 47
     copies = [("copy", direction, number, mark, name) for number, mark in enumerate(marks)]
-    # The thread enters once, before its first copy.
+    # The thread calls enter_thread once, before its first copy.
     assert bench.backend.log == [("enter", direction, name), *copies]
     bench.lane.close()
 
@@ -63,14 +63,14 @@ def test_threads_take_turns_more_often_while_a_lane_is_open(
         for lane in lanes:  # in the order in which they were opened
             assert sys.getswitchinterval() == pytest.approx(meanwhile)
             within_patience(lane.close)
-            within_patience(lane.close)  # changes nothing
+            within_patience(lane.close)  # no effect
         assert sys.getswitchinterval() == pytest.approx(before)
     finally:
         sys.setswitchinterval(default)
 
 
 def test_the_caller_starts_a_quick_copy_itself(bench: Bench) -> None:
-    """As long as nothing else is under way: an idle device must not wait for a thread to wake."""
+    """While no other copy is in flight: an idle device must not wait for a thread to wake."""
     bench.backend.quick = {1, 2, 4}
     pendings = {number: ScriptedPending() for number in (1, 2, 3)}
     bench.backend.pendings |= pendings
@@ -78,7 +78,7 @@ def test_the_caller_starts_a_quick_copy_itself(bench: Bench) -> None:
     bench.submit(1, barrier=mark)
     caller = threading.current_thread().name
     assert bench.backend.log == [("copy", LOAD, 1, mark, caller)]
-    bench.submit(2, 3)  # 2 comes behind another; 3 is not quick
+    bench.submit(2, 3)  # 2 is submitted behind another; 3 is not quick
     assert bench.flush() == []
     for pending in pendings.values():
         pending.ended.set()
@@ -98,7 +98,7 @@ def test_a_quick_copy_that_fails(bench: Bench) -> None:
 
 def test_a_signal_during_a_quick_copy(bench: Bench) -> None:
     """vLLM's SIGTERM handler raises on the engine's thread. Closing does not wait for a copy that
-    the handler has prevented."""
+    the handler has stopped."""
     bench.backend.quick = {1}
     bench.backend.errors[1] = SystemExit()
     with pytest.raises(SystemExit):
@@ -145,7 +145,7 @@ def test_a_transfer_that_ended_first_waits_for_earlier_ones(bench: Bench) -> Non
 # Failures
 
 
-def test_a_failed_copy_is_one_transfer_s(bench: Bench) -> None:
+def test_a_failed_copy_fails_one_transfer(bench: Bench) -> None:
     error, late_error = ScriptedError(), ScriptedError()
     bench.backend.errors[2] = error
     pending = bench.backend.pendings[3] = ScriptedPending(error=late_error)
@@ -170,14 +170,14 @@ def test_a_thread_that_cannot_enter_tries_again(bench: Bench) -> None:
 @pytest.mark.proves("I5")
 @pytest.mark.parametrize("direction", Direction)
 @pytest.mark.parametrize("death", [SystemExit(), KeyboardInterrupt(), GeneratorExit()], ids=repr)
-def test_what_a_dying_thread_leaves_behind_fails(
+def test_copies_that_a_dying_thread_leaves_fail(
     direction: Direction, death: BaseException, caplog: pytest.LogCaptureFixture
 ) -> None:
     bench = Bench(direction)
     bench.backend.errors[2] = death
     gate = bench.backend.gates[2] = threading.Event()
     bench.submit(1, 2, 3, 4)
-    gate.set()  # all four have been submitted when it dies
+    gate.set()  # all four are submitted when it dies
     join(bench.thread)
     (first, second, *rest) = bench.poll()
     assert (first, second) == ((1, None), (2, death))
@@ -197,7 +197,7 @@ def test_what_a_dying_thread_leaves_behind_fails(
 
 
 def test_copies_on_the_device_outlive_the_thread(bench: Bench) -> None:
-    """Their bytes do arrive. Until then nothing after them is returned either."""
+    """Their bytes do arrive. Until then, poll returns no later transfer either."""
     pending = bench.backend.pendings[1] = ScriptedPending()
     bench.backend.errors[2] = SystemExit()
     bench.submit(1, 2, 3)
@@ -212,7 +212,7 @@ def test_copies_on_the_device_outlive_the_thread(bench: Bench) -> None:
     ]
 
 
-def test_a_thread_that_dies_of_entering(bench: Bench) -> None:
+def test_a_thread_that_dies_while_it_enters(bench: Bench) -> None:
     bench.backend.enter_errors.append(SystemExit())
     bench.submit(1)
     assert [type(error) for _, error in bench.flush()] == [SystemExit]
@@ -223,7 +223,7 @@ def test_a_thread_that_dies_of_entering(bench: Bench) -> None:
 
 
 def test_nearly_done_adds_up_what_is_left_of_earlier_copies(bench: Bench) -> None:
-    """The device makes one after another."""
+    """The device makes one copy after another."""
     for number, remaining in enumerate((0.25, 0.125, 0.5)):
         bench.backend.pendings[number] = ScriptedPending(remaining=remaining)
     bench.submit(0, 1, 2)
@@ -234,8 +234,9 @@ def test_nearly_done_adds_up_what_is_left_of_earlier_copies(bench: Bench) -> Non
     assert nearly_done(bench, 0.875) == [0, 1, 2]
 
 
-def test_only_what_is_under_way_is_nearly_done(bench: Bench) -> None:
-    """Not what has ended or failed, what poll has returned, or what the thread still submits."""
+def test_only_copies_in_flight_are_nearly_done(bench: Bench) -> None:
+    """Copies that have ended or failed, that poll has returned, or that are not yet submitted, are
+    not."""
     slow = bench.backend.pendings[1] = ScriptedPending(remaining=0.0)
     bench.backend.errors[3] = ScriptedError()
     bench.submit(1, 2, 3)
@@ -287,7 +288,7 @@ def test_draining_waits_for_thread_and_device(bench: Bench) -> None:
     assert bench.poll() == [(1, None), (2, bad.error)]
     bench.submit(3)
     assert bench.flush() == [(3, None)]
-    bench.lane.drain()  # nothing
+    bench.lane.drain()  # no effect
 
 
 def test_draining_with_a_dead_thread(bench: Bench) -> None:
@@ -304,7 +305,7 @@ def test_draining_with_a_dead_thread(bench: Bench) -> None:
 def test_closing_finishes_copies_and_leaves_them_to_poll(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The thread's first copy ends only when somebody joins the thread."""
+    """The thread's first copy ends only when the test joins the thread."""
     gate = bench.backend.gates[1] = threading.Event()
     late = bench.backend.pendings[2] = EndsWhenWaitedFor()
     bench.backend.errors[3] = error = ScriptedError()
@@ -336,7 +337,7 @@ def test_closing_after_a_death_that_poll_has_not_seen(bench: Bench) -> None:
     assert [(number, error is None) for number, error in bench.poll()] == [(1, False), (2, False)]
 
 
-# All of it at once
+# Everything together
 
 
 ENDS = st.sampled_from(["at once", "fails at once", "later", "fails later", "dies"])

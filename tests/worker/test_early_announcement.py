@@ -1,6 +1,6 @@
-"""EarlyAnnouncement keeps its bounds and announces each load once, whatever happens.
+"""EarlyAnnouncement keeps its bounds and announces each load once, after any events.
 
-What it is good for is shown in test_worker_announce.py.
+test_worker_announce.py shows its benefit.
 """
 
 from types import SimpleNamespace

@@ -37,7 +37,7 @@ def shapes(regions: Sequence[torch.Tensor]) -> list[tuple[int, ...]]:
 
 
 def when_joined(monkeypatch: pytest.MonkeyPatch, do: Callable[[], None]) -> None:
-    """``do`` something when somebody begins to wait for the thread that opens chunks."""
+    """Call ``do`` when a caller begins to wait for the thread that opens chunks."""
     join_thread = threading.Thread.join
 
     def do_and_join(thread: threading.Thread, timeout: float | None = None) -> None:
@@ -61,7 +61,7 @@ def test_regions_share_their_memory_and_leave_none_over(
         for value, region in enumerate(chunk, start=1):
             assert (region.dtype, region.is_contiguous()) == (torch.int8, True)
             region.add_(value)
-        assert set(memory.tolist()) == {1, 2}  # 3, and bytes would belong to both
+        assert set(memory.tolist()) == {1, 2}  # 3 if regions overlapped
 
 
 @pytest.mark.parametrize(
@@ -74,7 +74,7 @@ def test_regions_share_their_memory_and_leave_none_over(
         (BLOCK_BYTES - 1, [1] * 10),  # a block must lie in one piece
     ],
 )
-def test_chunks_are_as_large_as_the_backend_wants(chunk_bytes: int, expected: list[int]) -> None:
+def test_chunks_have_the_backend_s_size(chunk_bytes: int, expected: list[int]) -> None:
     backend = ScriptedBackend(chunk_bytes)
     pool = HostPool(backend, PAGES, num_blocks=10)
     pool.open()
@@ -83,8 +83,8 @@ def test_chunks_are_as_large_as_the_backend_wants(chunk_bytes: int, expected: li
     assert pool.num_open == 10
 
 
-def test_without_regions_no_memory_is_asked_for(backend: ScriptedBackend) -> None:
-    """A rank without layers: memory of no bytes is an error to the kernel."""
+def test_without_regions_no_memory_is_allocated(backend: ScriptedBackend) -> None:
+    """A rank without layers has no bytes, and the kernel refuses to allocate none."""
     pool = HostPool(backend, [], num_blocks=10)
     pool.open()
     assert (pool.num_open, pool.nbytes, backend.allocators) == (10, 0, [])
@@ -111,15 +111,15 @@ def test_the_first_chunk_is_open_at_once_and_the_rest_later(
 def test_blocks_are_open_when_the_backend_has_them(
     pool: HostPool, backend: ScriptedBackend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And not before: a copy to a block that is open must find it."""
+    """And not before: a copy to an open block must find it."""
     open_before: list[int] = []
-    take = backend.add_host_chunk
+    add = backend.add_host_chunk
 
-    def take_and_look(regions: Sequence[torch.Tensor]) -> None:
+    def add_and_look(regions: Sequence[torch.Tensor]) -> None:
         open_before.append(pool.num_open)
-        take(regions)
+        add(regions)
 
-    monkeypatch.setattr(backend, "add_host_chunk", take_and_look)
+    monkeypatch.setattr(backend, "add_host_chunk", add_and_look)
     pool.open()
     pool.join()
     assert open_before == [0, 3, 6, 9]
@@ -148,30 +148,30 @@ def test_a_later_chunk_that_fails_leaves_the_tier_as_it_is(
     pool.join()
     assert pool.num_open == sum(len(chunk[0]) for chunk in backend.chunks) == 3 * failing
     assert pool.nbytes == 3 * failing * BLOCK_BYTES
-    assert len(backend.allocators) == failing + 1  # it does not go on asking
+    assert len(backend.allocators) == failing + 1  # it does not ask again
     (record,) = caplog.records
     assert record.levelname == "ERROR"
     assert f"stays at {3 * failing} of 10 blocks (0.00 GiB): no more memory" in record.getMessage()
 
 
-def test_a_chunk_that_the_backend_does_not_take_is_not_open(
+def test_a_chunk_that_the_backend_refuses_is_not_open(
     pool: HostPool,
     backend: ScriptedBackend,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    take = backend.add_host_chunk
+    add = backend.add_host_chunk
 
     def take_one(regions: Sequence[torch.Tensor]) -> None:
         if backend.chunks:
-            raise ScriptedError("not taken")
-        take(regions)
+            raise ScriptedError("refused")
+        add(regions)
 
     monkeypatch.setattr(backend, "add_host_chunk", take_one)
     pool.open()
     pool.join()
     assert pool.num_open == 3
-    assert "stays at 3 of 10 blocks (0.00 GiB): not taken" in caplog.text
+    assert "stays at 3 of 10 blocks (0.00 GiB): refused" in caplog.text
 
 
 # Waiting
@@ -183,7 +183,7 @@ def test_a_tier_that_is_short_of_memory_goes_on_when_there_is_more(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """Another process ends, or a hypervisor gives memory. The log tells of it once."""
+    """Another process ends, or a hypervisor gives memory. One log message reports the wait."""
     caplog.set_level("INFO")
     monkeypatch.setattr(host_pool, "_RETRY_SECONDS", 0.0)
     for attempt in (1, 2, 3):
@@ -203,7 +203,7 @@ def test_closing_while_there_is_no_memory(pool: HostPool, backend: ScriptedBacke
     backend.allocation_errors[1] = MemoryShortageError("too little")
     pool.open()
     backend.wait_allocating(1)
-    within_patience(pool.close)  # well before it would look again
+    within_patience(pool.close)  # well before its next attempt
     assert pool.num_open == 3
 
 
@@ -212,7 +212,7 @@ def test_no_more_than_the_ranks_agree_on(backend: ScriptedBackend) -> None:
     pool.open()
     assert (pool.is_agreed, pool.num_open) == (False, 3)
     pool.agree(7)
-    pool.agree(9)  # the first counts
+    pool.agree(9)  # only the first call counts
     pool.join()
     assert (pool.is_agreed, pool.num_open, pool.num_blocks) == (True, 7, 7)
     assert [len(chunk[0]) for chunk in backend.chunks] == [3, 3, 1]
@@ -245,13 +245,13 @@ def test_closing_while_a_chunk_is_being_opened(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """That chunk is the last, and nobody touches the backend after ``close``."""
+    """That chunk is the last, and no thread uses the backend after ``close``."""
     gate = backend.allocation_gates[1] = threading.Event()
     pool.open()
     backend.wait_allocating(1)
     when_joined(monkeypatch, gate.set)
     pool.close()
-    assert gate.is_set(), "nobody has waited for the thread"
+    assert gate.is_set(), "no caller has waited for the thread"
     assert (pool.num_open, len(backend.allocators)) == (6, 2)
     assert caplog.records == []  # neither open nor failed
 

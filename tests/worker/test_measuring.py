@@ -1,4 +1,4 @@
-"""How long a copy stats, how long it waited, and what the worker says of it."""
+"""The duration of a copy, its wait, and the worker's stats."""
 
 import threading
 from collections.abc import Iterator
@@ -33,7 +33,7 @@ BLOCK_BYTES = full().page_size_bytes
 
 
 class Clock:
-    """Stands still unless the test moves it."""
+    """A clock that stands still unless the test moves it."""
 
     def __init__(self) -> None:
         self.now = 10.0
@@ -56,14 +56,14 @@ class MeasuredPending(ScriptedPending):
     result: Measurement | Exception = field(default_factory=lambda: Measurement(1.5, {"dma": 100}))
 
     def measure(self) -> Measurement:
-        assert self.ended.is_set(), "looked at before the copy has ended"
+        assert self.ended.is_set(), "measured before the copy has ended"
         if isinstance(self.result, Exception):
             raise self.result
         return self.result
 
 
 def copy(bench: Bench, clock: Clock, pending: ScriptedPending | None) -> Completion:
-    """Submitted at 10, begun at 13, seen to have ended at 15."""
+    """A copy submitted at 10, begun at 13, and seen to have ended at 15."""
     gate = bench.backend.gates[2] = threading.Event()
     bench.submit(1)
     bench.wait_started(1)
@@ -85,12 +85,12 @@ def copy(bench: Bench, clock: Clock, pending: ScriptedPending | None) -> Complet
 
 @pytest.fixture
 def gated(bench: Bench) -> Bench:
-    """Its thread is busy with transfer 1 for as long as the test likes."""
+    """A bench whose thread is busy with transfer 1 until the test opens its gate."""
     bench.backend.gates[1] = threading.Event()
     return bench
 
 
-def test_a_copy_that_nobody_times_ends_when_that_is_seen(gated: Bench, clock: Clock) -> None:
+def test_a_copy_without_a_timer_ends_when_poll_sees_it(gated: Bench, clock: Clock) -> None:
     assert copy(gated, clock, ScriptedPending()).stats == CopyStats(2.0, 3.0, None)
 
 
@@ -108,13 +108,13 @@ def test_a_path_without_a_time(gated: Bench, clock: Clock) -> None:
     assert copy(gated, clock, pending).stats == CopyStats(2.0, 3.0, {"batch": 100})
 
 
-def test_what_cannot_be_measured_has_not_failed(gated: Bench, clock: Clock) -> None:
+def test_a_copy_that_cannot_be_measured_has_not_failed(gated: Bench, clock: Clock) -> None:
     completion = copy(gated, clock, MeasuredPending(result=ScriptedError("no such event")))
     assert completion.error is None
     assert completion.stats == CopyStats(2.0, 3.0, None)
 
 
-def test_a_failed_copy_stats_nothing(bench: Bench) -> None:
+def test_a_failed_copy_has_no_measurement(bench: Bench) -> None:
     bench.backend.errors[1] = ScriptedError()
     bench.submit(1)
     bench.lane.flush()
@@ -132,7 +132,7 @@ def test_a_drained_copy_is_measured_too(bench: Bench) -> None:
     assert completion.stats.num_bytes == {"dma": 100}
 
 
-# What the worker says
+# The worker's stats
 
 
 @pytest.fixture
@@ -150,7 +150,7 @@ def worker(no_thread_left: None, memory: KVMemory) -> Iterator[OffloadWorker]:
 
 
 def run(worker: OffloadWorker, step: StepMetadata) -> Ledger:
-    """What is counted in a step."""
+    """The counts of a step."""
     worker.bind(step)
     worker.submit_stores()
     worker.drain()

@@ -1,4 +1,4 @@
-"""find_regions: every byte of a block, once, whatever the layout, and wherever the memory lies."""
+"""find_regions: for any layout and any address, the regions have every byte of a block once."""
 
 from collections.abc import Callable
 from typing import Any
@@ -38,7 +38,7 @@ def test_number_of_regions(layout: KVCacheLayout, others: list[KVCacheGroupSpec]
     regions = regions_of(memory)
     assert padding(memory, regions) == 0
     assert min(region.data_ptr() for region in regions) == memory.storage.data_ptr() + 512
-    expected = {"LHBNC": 6, "LBHNC": 3, "LBNHC": 3}  # block-outermost: all in one
+    expected = {"LHBNC": 6, "LBHNC": 3, "LBNHC": 3}  # with blocks outermost, one region
     assert len(regions) == expected.get(layout.name, 1)
 
 
@@ -127,17 +127,17 @@ def test_any_memory_that_vllm_makes(
     try:
         memory = make_kv_memory(groups, num_blocks, layout, in_front=surplus[0], behind=surplus[1])
     except (AssertionError, ValueError):
-        reject()  # vLLM has no such memory
+        reject()  # vLLM refuses such memory
     regions_of(memory)
 
 
-# Which layers are here
+# Layers on this rank
 
 
 @pytest.mark.parametrize("layout", ALL_LAYOUTS, ids=lambda layout: layout.name)
 @pytest.mark.parametrize("missing", ["a", "b", "c"])
 def test_layers_without_a_cache_here(layout: KVCacheLayout, missing: str) -> None:
-    """Their bytes are part of the block as long as another layer of theirs is here."""
+    """Their bytes belong to the block as long as another layer of that memory is on this rank."""
     memory = make_kv_memory([group(full(), "a", "b", "c")], 5, layout)
     every_region = find_regions(memory.kv_caches, memory.config)
     del memory.kv_caches[missing]
@@ -146,7 +146,7 @@ def test_layers_without_a_cache_here(layout: KVCacheLayout, missing: str) -> Non
     assert spans[0] == spans[1]
 
 
-def test_a_group_of_which_this_rank_has_nothing() -> None:
+def test_a_group_without_layers_on_this_rank() -> None:
     groups = [group(full(), "a", "b"), group(window(), "c", "d")]
     memory = make_kv_memory(groups, 5, KVCacheLayout.LBHNC)
     for name in ("c", "d"):
@@ -167,7 +167,7 @@ def test_a_layer_that_shares_the_cache_of_another() -> None:
 
 
 def raw_config(num_layers: int, page: int, num_blocks: int, **placement: Any) -> KVCacheConfig:
-    """Layers that have no views: what they lie in is registered as it is."""
+    """Layers without views, which register the raw buffer that they lie in."""
     layers = [f"raw{number}" for number in range(num_layers)]
     spec = HiSparseHotSpec(block_size=4, page_size=page, blocks_per_request=2)
     tensor = KVCacheTensor(size=num_layers * num_blocks * page, layers=layers, **placement)
@@ -187,7 +187,7 @@ def test_raw_buffers(block_outermost: bool, in_front: int) -> None:
 
 
 def test_raw_buffers_beside_views() -> None:
-    """A placement further inside the allocation, whose base is the buffer and not its place."""
+    """A placement further inside the allocation. Its base is the buffer, not its own address."""
     spec = full()
     page, num_blocks = spec.page_size_bytes, 5
     size = 3 * num_blocks * page
@@ -204,7 +204,7 @@ def test_raw_buffers_beside_views() -> None:
     assert len(regions_of(place(config, KVCacheLayout.LBHNC, in_front=64))) == 3
 
 
-# What cannot be served
+# Refused placements
 
 
 def placed_at(*placements: dict[str, Any], num_blocks: int = 4) -> Callable[[], Any]:
@@ -218,7 +218,7 @@ def placed_at(*placements: dict[str, Any], num_blocks: int = 4) -> Callable[[], 
     return lambda: find_regions(kv_caches, KVCacheConfig(num_blocks, tensors, []))
 
 
-def test_overlap_in_part() -> None:
+def test_partial_overlap() -> None:
     one = {"offset": 0, "layer_stride": 400, "block_stride": 100}
     for offset in (1, 100, 200, 399):
         with pytest.raises(ValueError, match="overlap in part"):
@@ -233,7 +233,7 @@ def test_pages_of_two_sizes_at_one_place() -> None:
 
 
 def test_heads_of_two_sizes_over_each_other() -> None:
-    """Equal pages, but cut into regions for each head."""
+    """The pages are equal, but each head has regions of its own."""
     groups = [group(full(4, head_size=1), "a"), group(window(2, head_size=2), "b")]
     memory = make_kv_memory(groups, 5, KVCacheLayout.LHBNC)
     with pytest.raises(ValueError, match="pages of"):
@@ -248,7 +248,7 @@ def test_pages_outside_their_storage(offset: int) -> None:
         placed_at(inside | {"offset": offset})()
 
 
-def test_a_view_that_does_not_lie_where_its_placement_says() -> None:
+def test_a_view_outside_its_placement() -> None:
     memory = make_kv_memory([group(full(), "a", "b")], 5, KVCacheLayout.LBHNC)
     memory.kv_caches = {"b": memory.kv_caches["a"]}
     with pytest.raises(ValueError, match="outside their storage"):

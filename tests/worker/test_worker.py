@@ -1,4 +1,4 @@
-"""OffloadWorker on the host backend: a rank's memory is of the right size, and bytes come back."""
+"""OffloadWorker on the host backend: its memory has the right size, and bytes return unchanged."""
 
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -52,7 +52,7 @@ def kv_memory(layout: KVCacheLayout = KVCacheLayout.LBHNC) -> KVMemory:
 
 
 def sizes(capacity: RankCapacity) -> tuple[int, int, int]:
-    """What a rank says of itself, without its name."""
+    """A rank's capacity without its name."""
     return capacity.num_host_blocks, capacity.num_open, capacity.block_bytes
 
 
@@ -99,7 +99,7 @@ def test_bytes_for_less_than_two_blocks(make_worker: MakeWorker) -> None:
 def test_more_blocks_than_the_machine_has_memory_for(
     make_worker: MakeWorker, machine: Machine, num_ranks: int, fitting: int
 ) -> None:
-    """The ranks live on one machine."""
+    """The ranks share one machine."""
     machine.num_bytes = 1000 * BLOCK_BYTES
     machine.available = GIB
     memory = kv_memory()
@@ -114,8 +114,8 @@ def test_more_blocks_than_the_machine_has_memory_for(
 def test_memory_that_comes_as_it_is_written_must_be_available_at_start(
     make_worker: MakeWorker, machine: Machine
 ) -> None:
-    """On CPUs nobody would notice later, but the kernel, which ends a process. All ranks count:
-    none of them has touched its pages when the others look."""
+    """On CPUs the kernel would end a process later, without an error before. The memory of all
+    ranks counts, because none has touched its pages yet."""
     machine.available = 30 * GIB
     memory = kv_memory()
     worker = make_worker(memory.config, {"cpu_bytes_to_use_per_rank": 10 * GIB}, 2)
@@ -148,7 +148,7 @@ def test_blocks_come_back_as_they_left(make_worker: MakeWorker, layout: KVCacheL
     assert worker.poll() == (set(), set())
     memory.storage.fill_(-1)
 
-    # Into other device blocks than they came from.
+    # Into other device blocks than their source.
     worker.bind(StepMetadata(loads=[Transfer.pairing(1, [4, 2, 3], [7, 3, 1], "r")]))
     worker.submit_loads()
     worker.drain()
@@ -167,7 +167,7 @@ def test_blocks_come_back_as_they_left(make_worker: MakeWorker, layout: KVCacheL
 
 
 def test_a_rank_without_layers(make_worker: MakeWorker) -> None:
-    """It has nothing to copy, and says of every transfer that it has ended."""
+    """It copies nothing, and reports every transfer as ended."""
     worker = make_worker(KVCacheConfig(NUM_DEVICE_BLOCKS, [], []), {"cpu_bytes_to_use": GIB})
     worker.register_kv_caches({})
     assert worker.capacity.block_bytes == 0

@@ -1,6 +1,6 @@
-"""OffloadWorker announces a load before its end, once, and makes compute wait for the rest.
+"""OffloadWorker announces a load once, before its end, and makes compute wait for the rest.
 
-Which copies are nearly done is shown in test_copy_lane.py.
+test_copy_lane.py shows which copies are nearly done.
 """
 
 import math
@@ -25,7 +25,7 @@ NOTHING: tuple[set[str], set[str]] = (set(), set())
 
 
 def ended(rank: Rank) -> dict[int, int]:
-    """What the rank reports as ended."""
+    """The transfers that the rank reports as ended."""
     report = rank.worker.drain_report()
     return dict(report.ended) if report is not None else {}
 
@@ -57,7 +57,7 @@ def test_a_load_is_announced_when_little_is_left(
 
 @pytest.mark.proves("I3")
 def test_with_states_nothing_is_announced(monkeypatch: pytest.MonkeyPatch) -> None:
-    """vLLM moves the state that a request goes on from before the step's hooks run."""
+    """vLLM moves a request's state before the step's hooks run."""
     monkeypatch.setattr(KVCacheConfig, "has_mamba_layers", True)
     rank = Rank(monkeypatch)
     rank.register()
@@ -70,8 +70,8 @@ def test_with_states_nothing_is_announced(monkeypatch: pytest.MonkeyPatch) -> No
         rank.close()
 
 
-def test_beside_compute_a_load_may_take_a_step_more(rank: Rank) -> None:
-    """Others would wait with it."""
+def test_beside_compute_a_load_may_last_one_more_step(rank: Rank) -> None:
+    """An announcement would make other requests wait as well."""
     pending = rank.pend(0, 0.0031)
     for loads in [], [], [], [], [], [], [], [], [], [load(0, "r")]:
         rank.now += 0.003
@@ -88,7 +88,7 @@ def test_without_compute_the_length_of_steps_does_not_matter(rank: Rank) -> None
     assert rank.step(StepMetadata([load(0, "r")])) == ({"r"}, set())
 
 
-def test_what_vllm_takes_to_schedule_comes_on_top(rank: Rank) -> None:
+def test_vllm_s_scheduling_time_is_added(rank: Rank) -> None:
     announce(rank, 0)
     admit(rank, 0, after=0.012)
     announce(rank, 1)
@@ -99,8 +99,8 @@ def test_what_vllm_takes_to_schedule_comes_on_top(rank: Rank) -> None:
     assert rank.step(StepMetadata()) == ({"r2"}, set())
 
 
-def test_a_load_that_ends_too_soon_shows_that_vllm_takes_longer(rank: Rank) -> None:
-    for number, after in enumerate((0.010, 0.001)):  # the second one says nothing
+def test_a_load_that_ends_too_soon_shows_that_vllm_is_slower(rank: Rank) -> None:
+    for number, after in enumerate((0.010, 0.001)):  # the second one has no effect
         pending = announce(rank, number)
         rank.now += after
         pending.ended.set()
@@ -113,15 +113,15 @@ def test_a_load_that_ends_too_soon_shows_that_vllm_takes_longer(rank: Rank) -> N
 
 def test_a_request_that_is_kept_waiting_counts_for_little(rank: Rank) -> None:
     announce(rank, 0)
-    admit(rank, 0, after=5.0)  # as 40 ms, and half of that is believed
+    admit(rank, 0, after=5.0)  # counted as 40 ms, at half weight
     pending = rank.pend(1, 0.0401)
     assert rank.step(StepMetadata([load(1, "r1")])) == NOTHING
     pending.remaining = 0.0399
     assert rank.step(StepMetadata()) == ({"r1"}, set())
 
 
-def test_a_pause_makes_nobody_more_patient(rank: Rank) -> None:
-    """It counts as a step of 20 ms, and each step for a quarter."""
+def test_a_pause_does_not_count_as_a_long_step(rank: Rank) -> None:
+    """It counts as a step of 20 ms, and each step has a weight of a quarter."""
     pending = rank.pend(0, 0.0051)
     rank.step(StepMetadata(computes=True))
     rank.now += 5.0
@@ -131,21 +131,21 @@ def test_a_pause_makes_nobody_more_patient(rank: Rank) -> None:
 
 
 def announce(rank: Rank, number: int) -> LoggedPending:
-    """Have a load announced that has not ended."""
+    """Announce a load that has not ended."""
     pending = rank.pend(number, 0.0)
     assert rank.step(StepMetadata([load(number, f"r{number}")]))[0] == {f"r{number}"}
     return pending
 
 
 def admit(rank: Rank, number: int, after: float) -> None:
-    """Have the request of an announced load scheduled, and then the load ended."""
+    """Schedule the request of an announced load, and then end the load."""
     rank.now += after
     rank.step(StepMetadata(admitted=[number]))
     rank.backend.pendings[number].ended.set()
     rank.step(StepMetadata())
 
 
-# What
+# Which transfers
 
 
 def test_stores_are_not_announced(rank: Rank) -> None:
@@ -180,7 +180,7 @@ def test_an_announced_load_that_is_drained_is_not_named_again(rank: Rank) -> Non
     rank.worker.drain()
     assert rank.step(StepMetadata(admitted=[0])) == NOTHING
     assert ended(rank) == {0: 1}
-    assert pending.num_holds == 0  # there was nothing left to wait for
+    assert pending.num_holds == 0  # nothing was left to wait for
 
 
 @given(st.data())
@@ -204,7 +204,7 @@ def test_each_request_is_named_once_whenever_its_load_ends(data: st.DataObject) 
                 named.update(loaded)
                 reported.update(ended(rank))
                 assert failed == set()
-                # In order of submission, so an end is seen with those before it.
+                # In order of submission: poll returns an end after all earlier ones.
                 over = [pending.ended.is_set() for pending in pendings]
                 seen = over.index(False) if False in over else num_loads
                 assert reported == dict.fromkeys(range(seen), 1)
@@ -217,7 +217,7 @@ def test_each_request_is_named_once_whenever_its_load_ends(data: st.DataObject) 
 
 
 def test_compute_waits_before_anything_else_of_the_step(rank: Rank) -> None:
-    """So that what comes after this step's barriers comes after the admitted load, too."""
+    """So that work behind this step's barriers also runs after the admitted load."""
     rank.pend(0, 0.0)
     rank.step(StepMetadata([load(0, "r")]))
     del rank.backend.log[:]
@@ -238,7 +238,7 @@ def test_compute_waits_before_anything_else_of_the_step(rank: Rank) -> None:
 def test_a_load_that_fails_after_its_announcement_ends_the_worker(
     rank: Rank, drained: bool
 ) -> None:
-    """Compute has read the blocks, and there is no taking that back."""
+    """Compute has read the blocks, and cannot undo that."""
     pending = rank.pend(0, 0.0)
     assert rank.step(StepMetadata([load(0, "r")])) == ({"r"}, set())
     pending.error = ScriptedError()
@@ -250,7 +250,7 @@ def test_a_load_that_fails_after_its_announcement_ends_the_worker(
     assert caught.value.__cause__ is pending.error
 
 
-def test_a_load_that_fails_before_its_announcement_is_one_request_s(rank: Rank) -> None:
+def test_a_load_that_fails_before_its_announcement_fails_one_request(rank: Rank) -> None:
     pending = rank.pend(0, 1.0)
     rank.pend(1, 0.0)
     assert rank.step(StepMetadata([load(0, "r"), load(1, "s")])) == NOTHING

@@ -1,4 +1,4 @@
-"""OffloadWorker: what it submits and reports, step by step, on a scripted backend."""
+"""OffloadWorker: its submissions and reports, step by step, on a scripted backend."""
 
 import threading
 
@@ -64,7 +64,7 @@ def test_stores_that_a_step_has_left_start_with_the_next_one(rank: Rank) -> None
 
 
 @pytest.mark.proves("I3")
-def test_a_barrier_is_taken_when_the_hook_is_called(rank: Rank) -> None:
+def test_a_barrier_is_made_when_the_hook_is_called(rank: Rank) -> None:
     rank.worker.bind(StepMetadata([load(0, "r"), load(1, "s")], [store(2)]))
     assert len(rank.backend.marks) == 1
     rank.worker.submit_loads()
@@ -76,7 +76,7 @@ def test_a_barrier_is_taken_when_the_hook_is_called(rank: Rank) -> None:
     assert rank.backend.barriers_of(STORE) == [second]
 
 
-def test_what_no_compute_touches_need_not_come_after_any(rank: Rank) -> None:
+def test_a_load_into_untouched_blocks_needs_no_barrier(rank: Rank) -> None:
     free = [load(number, "r", after_compute=False) for number in (0, 1)]
     rank.worker.bind(StepMetadata(free, [store(2)]))
     assert rank.backend.marks == []
@@ -125,10 +125,10 @@ def test_stores_are_reported_by_number_only(rank: Rank) -> None:
     assert (report.ended, report.failed) == ({0: 1, 1: 1}, {1: 1})
 
 
-def test_a_report_is_taken_once(rank: Rank) -> None:
+def test_a_report_is_drained_once(rank: Rank) -> None:
     assert rank.worker.drain_report() is None
     rank.step(StepMetadata(stores=[store(0)]))
-    rank.step(StepMetadata(stores=[store(1)]))  # nobody took the first
+    rank.step(StepMetadata(stores=[store(1)]))  # the first report was not drained
     report = rank.worker.drain_report()
     assert report is not None
     assert report.ended == {0: 1, 1: 1}
@@ -138,7 +138,7 @@ def test_a_report_is_taken_once(rank: Rank) -> None:
 
 
 def test_reports_of_all_ranks_together(make_rank: MakeRank) -> None:
-    """A transfer has ended when as many ranks as there are say so."""
+    """A transfer has ended when every rank has reported its end."""
     ranks = [make_rank() for _ in range(3)]
     ranks[1].backend.errors[0] = ScriptedError()
     slow = ranks[2].backend.pendings[1] = ScriptedPending()
@@ -167,13 +167,13 @@ def aggregate(ranks: list[Rank]) -> WorkerReport:
     return combined
 
 
-def test_a_rank_that_cannot_copy_any_more_says_so(rank: Rank) -> None:
+def test_a_rank_that_cannot_copy_any_more_reports_it(rank: Rank) -> None:
     rank.backend.errors[0] = SystemExit()
     assert rank.step(StepMetadata([load(0, "r")], [store(1)])) == ({"r"}, {"r"})
     report = rank.worker.drain_report()
     assert report is not None
     assert (report.ended, report.failed, report.broken) == ({0: 1, 1: 1}, {0: 1}, True)
-    # Stores have a thread of their own, which lives.
+    # The thread for stores is still alive.
     assert rank.step(StepMetadata([load(2, "s")], [store(3)])) == ({"s"}, {"s"})
     report = rank.worker.drain_report()
     assert report is not None
@@ -201,7 +201,8 @@ def test_a_blocked_thread_does_not_delay_the_other_direction(
 
 @pytest.fixture
 def slow_rank(make_rank: MakeRank) -> Rank:
-    """Chunks of three blocks, of which the second is not to be had until its gate opens."""
+    """A rank with chunks of three blocks. The second chunk opens only when the test opens its
+    gate."""
     rank = make_rank(register=False)
     rank.backend.chunk_bytes = 3 * BLOCK_BYTES
     rank.backend.allocation_gates[1] = threading.Event()
@@ -210,18 +211,18 @@ def slow_rank(make_rank: MakeRank) -> Rank:
     return rank
 
 
-def told(report: WorkerReport) -> dict[str, int]:
-    """By rank, how many blocks it has opened."""
+def opened(report: WorkerReport) -> dict[str, int]:
+    """By rank, the number of blocks that it has opened."""
     return {rank: capacity.num_open for rank, capacity in report.capacities.items()}
 
 
 def num_open(rank: Rank) -> tuple[int, dict[str, int] | None]:
-    """What the rank says of itself when asked, and what its report says."""
+    """The number of open blocks in the rank's capacity, and in its report."""
     report = rank.worker.drain_report()
-    return rank.worker.capacity.num_open, told(report) if report is not None else None
+    return rank.worker.capacity.num_open, opened(report) if report is not None else None
 
 
-def test_open_blocks_are_told_when_there_are_more(slow_rank: Rank) -> None:
+def test_a_larger_number_of_open_blocks_is_reported(slow_rank: Rank) -> None:
     name = slow_rank.worker.capacity.rank
     assert num_open(slow_rank) == (3, {name: 3})
     assert num_open(slow_rank) == (3, None)
@@ -232,26 +233,26 @@ def test_open_blocks_are_told_when_there_are_more(slow_rank: Rank) -> None:
     assert slow_rank.worker.capacity.num_host_blocks == NUM_HOST_BLOCKS
 
 
-def test_open_blocks_are_told_beside_what_has_ended(slow_rank: Rank) -> None:
+def test_open_blocks_are_reported_beside_ended_transfers(slow_rank: Rank) -> None:
     slow_rank.worker.drain_report()
     slow_rank.step(StepMetadata(stores=[store(0)]))
     report = slow_rank.worker.drain_report()
     assert report is not None
-    assert (report.ended, told(report)) == ({0: 1}, {})  # nothing new
+    assert (report.ended, opened(report)) == ({0: 1}, {})  # nothing new
     slow_rank.step(StepMetadata(stores=[store(1)]))
     slow_rank.backend.release()
     slow_rank.worker.host_pool.join()
     report = slow_rank.worker.drain_report()
     assert report is not None
-    assert (report.ended, set(told(report).values())) == ({1: 1}, {NUM_HOST_BLOCKS})
+    assert (report.ended, set(opened(report).values())) == ({1: 1}, {NUM_HOST_BLOCKS})
 
 
-def test_what_cannot_be_opened_is_not_told(slow_rank: Rank) -> None:
+def test_blocks_that_cannot_be_opened_are_not_reported(slow_rank: Rank) -> None:
     slow_rank.backend.allocation_errors[1] = ScriptedError()
     slow_rank.backend.release()
     slow_rank.worker.host_pool.join()
     assert num_open(slow_rank)[0] == 3
-    assert slow_rank.step(StepMetadata([load(0, "r")])) == ({"r"}, set())  # and it goes on
+    assert slow_rank.step(StepMetadata([load(0, "r")])) == ({"r"}, set())  # and the rank goes on
 
 
 def test_ranks_have_names_of_their_own(make_rank: MakeRank) -> None:
@@ -261,7 +262,7 @@ def test_ranks_have_names_of_their_own(make_rank: MakeRank) -> None:
 def test_shutdown_while_blocks_are_being_opened(
     slow_rank: Rank, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The backend gives memory up only when nobody asks for more."""
+    """The backend frees memory only when no thread allocates more."""
     join_thread = threading.Thread.join
 
     def open_gate_and_join(thread: threading.Thread, timeout: float | None = None) -> None:
@@ -312,7 +313,7 @@ def test_shutdown_without_a_step(rank: Rank) -> None:
 
 
 def test_shutdown_finishes_what_was_submitted(rank: Rank) -> None:
-    """And only then gives up the memory that copies read and write."""
+    """And only then frees the memory that copies read and write."""
     gate = rank.backend.gates[0] = threading.Event()
     rank.backend.pendings[1] = EndsWhenWaitedFor(rank.backend.log)
     rank.worker.bind(StepMetadata([load(0, "r"), load(1, "s")], [store(2)]))
@@ -331,7 +332,7 @@ def test_shutdown_finishes_what_was_submitted(rank: Rank) -> None:
 def test_a_copy_that_never_ends_keeps_its_memory(
     rank: Rank, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Shutdown gives up on the thread, but leaves it the memory it writes to."""
+    """Shutdown stops waiting for the thread, and leaves it the memory that it writes."""
     gate = rank.backend.gates[1] = threading.Event()
     rank.worker.bind(StepMetadata([load(0, "r")], [store(1)]))
     rank.worker.submit_stores()
