@@ -7,7 +7,7 @@ from simple_offload.backends.base import Direction
 from simple_offload.scheduler.write_hazards import WriteHazards
 from tests.simulation.device import ScriptedDevice
 from tests.simulation.mutations.registry import mutation, substitute
-from tests.simulation.mutations.scripts import late_drafts, recent_tables
+from tests.simulation.mutations.scripts import late_drafts, write_hazards
 
 
 @mutation()
@@ -15,7 +15,7 @@ def drop_store_barrier(stack: ExitStack) -> None:
     _drop_barrier(stack, Direction.STORE)
 
 
-@mutation(recent_tables)
+@mutation(write_hazards)
 def drop_load_barrier(stack: ExitStack) -> None:
     _drop_barrier(stack, Direction.LOAD)
 
@@ -30,7 +30,7 @@ def _drop_barrier(stack: ExitStack, direction: Direction) -> None:
     substitute(stack, ScriptedDevice, "__init__", careless)
 
 
-@mutation(recent_tables)
+@mutation(write_hazards)
 def think_free_blocks_untouched(stack: ExitStack) -> None:
     substitute(stack, WriteHazards, "may_touch", lambda self, blocks: False)
 

@@ -18,7 +18,7 @@ def ordinary(script: Script) -> Script:
     return script
 
 
-def recent_tables(script: Script) -> Script:
+def write_hazards(script: Script) -> Script:
     """vLLM frees blocks that a step in flight may still touch, and allocates them again. For a
     consumer, vLLM itself holds such blocks."""
     shape = replace(
