@@ -110,11 +110,6 @@ class Loads:
         """Whether no load is planned or in flight."""
         return not self._planned and not self._in_flight
 
-    @property
-    def num_hits(self) -> int:
-        """Hits pinned for requests that have no device blocks yet."""
-        return len(self._hits)
-
     def is_loading(self, request_id: str) -> bool:
         """Whether a load that is not admitted has yet to fill blocks of this request."""
         for load in chain(self._planned, self._in_flight.values()):

@@ -25,14 +25,6 @@ class TransferLedger:
         self._num_ranks_left: dict[int, int] = {}
         self._failed: set[int] = set()
 
-    def __len__(self) -> int:
-        return len(self._num_ranks_left)
-
-    @property
-    def ids(self) -> frozenset[int]:
-        """Transfers in flight."""
-        return frozenset(self._num_ranks_left)
-
     def begin(self) -> int:
         """Number a new transfer, which is in flight from now on."""
         transfer_id = self.next_id

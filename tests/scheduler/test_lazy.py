@@ -335,7 +335,7 @@ def test_the_last_block_is_kept(
     history = driver.serve("a", prompt(num_prompt_tokens), max_tokens=21 - num_prompt_tokens)
     request = driver.start("b", [*history, *prompt(4, family=3)])
     driver.step()
-    in_tier = driver.scheduler._loads.num_hits or len(driver.pending(LOAD))
+    in_tier = driver.scheduler._loads._hits or len(driver.pending(LOAD))
     assert request.num_computed_tokens == 25 or in_tier
     driver.run()
 

@@ -26,7 +26,7 @@ def groups_of(tier: CpuTier) -> Groups:
 
 def ids_in_flight(scheduler: OffloadScheduler) -> set[int]:
     """Ids of the transfers that the scheduler side waits for."""
-    return set(scheduler._ledger.ids)
+    return set(scheduler._ledger._num_ranks_left)
 
 
 def check_scheduler(scheduler: OffloadScheduler) -> None:
@@ -35,8 +35,8 @@ def check_scheduler(scheduler: OffloadScheduler) -> None:
     check_loads(scheduler._loads)
     check_stores(scheduler._stores, scheduler.groups)
     if not scheduler.has_pending_work():
-        assert not scheduler._ledger.ids, "transfers are in flight, and nothing waits for them"
-        if scheduler._loads.num_hits == 0:
+        assert not ids_in_flight(scheduler), "transfers are in flight, and nothing waits for them"
+        if not scheduler._loads._hits:
             num_pinned = scheduler.tier.num_blocks - 1 - scheduler.tier.num_free
             assert num_pinned == 0, f"{num_pinned} host blocks are pinned by nothing"
 
@@ -44,7 +44,7 @@ def check_scheduler(scheduler: OffloadScheduler) -> None:
 def check_at_rest(scheduler: OffloadScheduler) -> None:
     """Nothing is in flight, and every map of requests is empty."""
     check_scheduler(scheduler)
-    assert not scheduler._ledger.ids, "transfers in flight at rest"
+    assert not ids_in_flight(scheduler), "transfers in flight at rest"
     policy, loads = scheduler._policy, scheduler._loads
     maps = {"_requests", "_progress", "_ended", "_hits", "_unlucky"}
     for owner in (policy, loads):
