@@ -238,6 +238,9 @@ class QueueWalk:
 
     def _walk_on(self, num_ahead: int) -> None:
         chosen = self._pass(num_ahead)
+        self._num_left = 0
+        if not chosen:
+            return
         # The tier may be full of contents as close to eviction.
         keep = _PassedKeys(self._contents, self._passed)
         left = {block.block_id for block in self._contents.plan(list(chosen.values()), keep)}
@@ -287,7 +290,8 @@ class QueueWalk:
                 break
             num_lacking -= 1
             self._cursor = block
-        self._skip(skipped)
+        if skipped:
+            self._skip(skipped)
         ids = [block.block_id for block in (*others, *chosen.values())]
         self._passed.update(ids)
         self._num_walked += len(skipped) + len(ids)
