@@ -95,7 +95,7 @@ class Descriptors(NamedTuple):
 
     @classmethod
     def concatenate(cls, plans: Sequence["Descriptors"]) -> "Descriptors":
-        """The descriptors of all ``plans``, of which there is at least one."""
+        """The descriptors of all ``plans``, at least one."""
         if len(plans) == 1:
             return plans[0]
         return cls(*(np.concatenate(parts) for parts in zip(*plans, strict=True)))

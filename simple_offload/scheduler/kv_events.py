@@ -32,8 +32,8 @@ class _Removed(NamedTuple):
 
 
 class KVEvents:
-    """Collects BlockStored and BlockRemoved for the keys of the tier, in vLLM's terms: whoever
-    replays them has exactly the keys that a lookup would find.
+    """Collects BlockStored and BlockRemoved for the keys of the tier, in vLLM's terms. A router
+    that replays them has exactly the keys that a lookup would find.
 
     There is no AllBlocksCleared, even after a reset: it names no medium, and would remove the
     device's blocks too. A host block with several sub-blocks is reported as those, which routers

@@ -101,9 +101,9 @@ class Loads:
         self._in_flight: dict[int, _Load] = {}
         self._newly_admitted: list[int] = []
         self._unlucky: set[str] = set()
-        """Requests with a failed load. To offer them another would be right, but vLLM may then
-        wait for its blocks before it looks at loads that have ended, whose requests have those
-        blocks: both wait forever (vllm#57841)."""
+        """Requests with a failed load, which are offered no other. vLLM may wait for its blocks
+        before it looks at ended loads. If their requests have those blocks, both wait forever
+        (vllm#57841)."""
 
     @property
     def idle(self) -> bool:

@@ -1,8 +1,5 @@
 """CpuTier: allocation, commits, drops and references."""
 
-from collections.abc import Iterator
-from typing import Any
-
 import pytest
 from vllm.v1.core.kv_cache_utils import BlockHashWithGroupId
 
@@ -266,34 +263,6 @@ def test_descendants_are_dropped_too() -> None:
     assert {new.block_id for new in lost} <= {new.block_id for new in again}
     assert contents(tier) == {"a", "p", "pq"}
     assert leave(tier) == ["a", "pq", "p"]
-
-
-class Counting(list[Any]):
-    """A list that counts reads of its entries."""
-
-    num_visited = 0
-
-    def __getitem__(self, index: Any) -> Any:
-        self.num_visited += 1
-        return super().__getitem__(index)
-
-    def __iter__(self) -> Iterator[Any]:
-        for entry in super().__iter__():
-            self.num_visited += 1
-            yield entry
-
-
-@pytest.mark.parametrize("depth", [50, 200])
-def test_a_drop_visits_each_block_a_few_times(depth: int) -> None:
-    """However long the chains of its descendants are: the scheduler waits for a drop."""
-    tier = make_tier(800)
-    chain = "".join(chr(ord("A") + place) for place in range(depth))
-    store(tier, chain, "ABxyz")
-    parents = tier._order.parents = Counting(tier._order.parents)
-    tier.drop([block(tier, "A")])
-    assert tier.num_lost == depth + 3
-    assert parents.num_visited <= 3 * tier.num_blocks
-    check_tier(tier)
 
 
 def test_dropped_blocks_stay_as_long_as_they_are_pinned() -> None:

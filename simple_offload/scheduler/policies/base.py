@@ -65,8 +65,8 @@ def confirmed_tokens(request: "Request") -> int:
 def first_unhashed_block(
     groups: Groups, request: "Request", group: int, table: Sequence[KVCacheBlock], stop: int
 ) -> int:
-    """The first of the ``stop`` complete host blocks of an ending request, in a group that is not
-    chained, that is stored although vLLM has not hashed it. ``table``: its block table.
+    """The first block that is stored although vLLM has not hashed it: of the ``stop`` complete host
+    blocks of an ending request, in a group that is not chained. ``table``: its block table.
 
     By default vLLM hashes the blocks of a sliding window that the prompt's end needs
     (``prefix_cache_retention_interval`` 0). This adds the blocks that the request's end needs, if

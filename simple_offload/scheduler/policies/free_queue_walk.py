@@ -54,9 +54,8 @@ class EvictionHorizon:
     Blocks stored too early are in both caches, and take the tier's room from others (Wong and
     Wilkes, "My cache or yours?", 2002).
 
-    The horizon is the most that may be needed until the stores of now have ended, if that is a
-    small part of the device, or while the tier has room to spare. Otherwise it is the most that was
-    needed lately.
+    The horizon is the upper limit of blocks needed until the stores of now have ended. If that is
+    no small part of the device, and the tier has no room to spare, it is the recent peak instead.
     """
 
     def __init__(self, limits: StepLimits, num_device_blocks: int) -> None:

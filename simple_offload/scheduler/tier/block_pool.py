@@ -84,7 +84,7 @@ def free_blocks_first(pool: BlockPool, blocks: Sequence[KVCacheBlock]) -> None:
 def free_chain(
     pool: BlockPool, chain: Sequence[KVCacheBlock], successor: KVCacheBlock | None = None
 ) -> None:
-    """Drop the last reference to each block of a chain, parents before children, and queue them
+    """Drop the last reference to each block of a chain, parents before children. They are queued
     children first, just before ``successor``, which is free, or at the end."""
     queue = pool.free_block_queue
     after = successor or queue.fake_free_list_tail
@@ -247,8 +247,8 @@ def move(
     last: KVCacheBlock,
     successor: KVCacheBlock | None = None,
 ) -> None:
-    """Move a piece of the free queue, ``first`` to ``last``, to just before ``successor``, which
-    is not in it, or to the end, as ``touch`` and then ``free_blocks`` do."""
+    """Move a piece of the free queue, ``first`` to ``last``, as ``touch`` and then ``free_blocks``
+    do: to just before ``successor``, which is not in it, or to the end."""
     tail = successor or pool.free_block_queue.fake_free_list_tail
     before: Any = first.prev_free_block
     after: Any = last.next_free_block

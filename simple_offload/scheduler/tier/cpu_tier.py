@@ -64,7 +64,8 @@ class CpuTier:
         """Blocks that lost their contents, since the start."""
         self.version = 0
         """Grows whenever a lookup might find something else than before."""
-        self.has: Callable[[bytes], bool] = block_pool.cached(self._pool).__contains__
+        self._cached = block_pool.cached(self._pool)
+        self.has: Callable[[bytes], bool] = self._cached.__contains__
         """Whether a block holds a key."""
 
     # Size
@@ -117,7 +118,9 @@ class CpuTier:
 
     def has_none(self, keys: Sequence[BlockHashWithGroupId]) -> bool:
         """Whether no block holds one of ``keys``, at least one, of consecutive blocks."""
-        return self._lookup.has_none(keys)
+        if not self._order.early and self._groups.is_chained(keys[0]):
+            return not self.has(keys[0])  # then its descendants are not there either
+        return self._cached.keys().isdisjoint(keys)
 
     def count_first(
         self,

@@ -103,7 +103,7 @@ class EvictionOrder:
         self._pool.evict_blocks(set(dropped))
         for block_id in dropped:
             self._remove_parent(block_id)
-            self._queue.on_emptied(self._pool.blocks[block_id])
+        self._queue.on_emptied([self._pool.blocks[block_id] for block_id in dropped])
         return dropped
 
     def reset(self) -> None:

@@ -53,17 +53,9 @@ class Lookup:
         guess: int | None = None,
         is_coming: Callable[[bytes], bool] | None = None,
     ) -> int:
-        """Number of the first ``limit`` blocks of a request in a chained group that are in the
-        tier, or coming. If the chain has a gap, blocks behind it may be counted too. ``guess``:
-        the probable answer, if not ``limit``."""
+        """``CpuTier.count_first``."""
         hashes, end = self._groups.hashes(block_hashes, group), self._groups.key_ends[group]
         return self._count(hashes, end, limit, guess, is_coming)
-
-    def has_none(self, keys: Sequence[BlockHashWithGroupId]) -> bool:
-        """Whether no block holds one of ``keys``, at least one, of consecutive blocks."""
-        if not self._order.early and self._groups.is_chained(keys[0]):
-            return keys[0] not in self._cached  # then its descendants are not there either
-        return self._cached.keys().isdisjoint(keys)
 
     def find(
         self, block_hashes: list[BlockHash], num_computed_tokens: int, max_tokens: int

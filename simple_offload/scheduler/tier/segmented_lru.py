@@ -82,14 +82,13 @@ class SegmentedQueue:
     def demote(self, blocks: Sequence[KVCacheBlock]) -> None:
         """Make free ``blocks``, children before parents, the first to be evicted. No block may be
         empty."""
-        self.move_first(blocks)
+        self._move_first(blocks)
         self.demoted.update([block.block_id for block in blocks])
 
-    def on_emptied(self, block: KVCacheBlock) -> None:
-        """``block`` has lost its contents. If it is free, it joins the empty blocks."""
-        if block.ref_cnt == 0:
-            self.move_first([block])
-        else:
+    def on_emptied(self, blocks: Sequence[KVCacheBlock]) -> None:
+        """``blocks`` have lost their contents. The free ones join the empty blocks."""
+        self._move_first([block for block in blocks if block.ref_cnt == 0])
+        for block in blocks:
             self._unprotect(block)
 
     def split(self, chain: Sequence[KVCacheBlock]) -> list[Sequence[KVCacheBlock]]:
@@ -141,13 +140,6 @@ class SegmentedQueue:
             self.boundary = behind
         block_pool.move(self._pool, first, last)
 
-    def move_first(self, blocks: Sequence[KVCacheBlock]) -> None:
-        """Move free blocks to the front of the queue, on probation."""
-        self.pin(blocks)
-        for block in blocks:
-            self._unprotect(block)
-        block_pool.free_blocks_first(self._pool, blocks)
-
     def get_new_blocks(
         self, limit: int, keep: Container[BlockHashWithGroupId]
     ) -> tuple[list[KVCacheBlock], list[BlockHashWithGroupId]]:
@@ -164,6 +156,13 @@ class SegmentedQueue:
         return blocks, evicted
 
     # Details
+
+    def _move_first(self, blocks: Sequence[KVCacheBlock]) -> None:
+        """Move free blocks to the front of the queue, on probation."""
+        self.pin(blocks)
+        for block in blocks:
+            self._unprotect(block)
+        block_pool.free_blocks_first(self._pool, blocks)
 
     def _unprotect(self, block: KVCacheBlock) -> None:
         """Clear the flag of a block outside the queue."""

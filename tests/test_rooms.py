@@ -1,0 +1,75 @@
+"""The rooms of docs/architecture.md: imports run one way, and insides stay inside."""
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).parents[1] / "simple_offload"
+LINKS = {
+    "next_free_block",
+    "prev_free_block",
+    "fake_free_list_head",
+    "fake_free_list_tail",
+}
+"""Members that link vLLM's free queue."""
+
+
+def imports(path: Path) -> Iterator[str]:
+    """Modules that a file imports, wherever in it."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module is not None:
+            yield node.module
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def insides(source: str) -> set[str]:
+    """Private members of other objects, and links of the free queue, that code uses."""
+    return {
+        node.attr
+        for node in ast.walk(ast.parse(source))
+        if isinstance(node, ast.Attribute)
+        and (node.attr in LINKS or (node.attr.startswith("_") and not node.attr.endswith("__")))
+        and not (isinstance(node.value, ast.Name) and node.value.id in ("self", "cls"))
+    }
+
+
+@pytest.mark.parametrize(
+    ("room", "forbidden"),
+    [
+        ("scheduler", ("torch", "simple_offload.worker", "simple_offload.backends")),
+        ("worker", ("simple_offload.scheduler",)),
+        ("backends", ("simple_offload.scheduler", "simple_offload.worker")),
+        ("metadata.py", ("simple_offload.scheduler", "simple_offload.worker")),
+    ],
+)
+def test_imports_run_one_way(room: str, forbidden: tuple[str, ...]) -> None:
+    place = PACKAGE / room
+    for path in place.rglob("*.py") if place.is_dir() else [place]:
+        for module in imports(path):
+            assert not any(f"{module}.".startswith(f"{name}.") for name in forbidden), path
+
+
+def test_the_tier_imports_no_room_above_it() -> None:
+    for path in (PACKAGE / "scheduler" / "tier").glob("*.py"):
+        for module in imports(path):
+            if module.startswith("simple_offload.scheduler"):
+                assert module.startswith("simple_offload.scheduler.tier"), path
+
+
+def test_the_insides_of_vllm_and_of_the_tier_are_used_in_their_own_files_only() -> None:
+    block_pool = PACKAGE / "scheduler" / "tier" / "block_pool.py"
+    assert {"_block_hash", "_cache", *LINKS} <= insides(block_pool.read_text())
+    for path in (PACKAGE / "scheduler").rglob("*.py"):
+        if path != block_pool:
+            assert not insides(path.read_text()), path
+
+
+def test_the_check_sees_what_it_forbids() -> None:
+    assert insides("tier._order.early; block.next_free_block; self._order.early") == {
+        "_order",
+        "next_free_block",
+    }
