@@ -27,8 +27,11 @@ if TYPE_CHECKING:
     from examples.scheduler_bench.contenders import Contender
     from examples.scheduler_bench.results import Results
 
-COST_PLOT, HIT_PLOT = "cost.png", "hits.png"
-NAMES = ("ours", "ours-128", "ours-lazy", "ours-threshold", "builtin", "builtin-lazy")
+COST_PLOT, HIT_PLOT, TRACE_PLOT = "cost.png", "hits.png", "traces.png"
+NAMES = (
+    *("ours", "ours-128", "ours-lazy", "ours-threshold", "builtin", "builtin-lazy"),
+    *("none", "offloading", "offloading-arc"),
+)
 """Those of the contenders, whose module takes seconds to import."""
 
 
@@ -42,7 +45,7 @@ def _start(arguments: argparse.Namespace) -> int:
     plan: Plan = arguments.plan
     if Part.FOOTPRINT in arguments.parts:
         _require_memory(plan)
-    prepare_output("--out", arguments.output, NUMBERS, COST_PLOT, HIT_PLOT)
+    prepare_output("--out", arguments.output, NUMBERS, COST_PLOT, HIT_PLOT, TRACE_PLOT)
     # Takes seconds, as it brings vLLM: wrong usage is reported without it.
     from examples.scheduler_bench.contenders import CONTENDERS
 
@@ -101,6 +104,10 @@ def _report(results: "Results", output: Path) -> None:
         console.print(report.hit_table(results))
         report.save_hit_plot(output / HIT_PLOT, results)
         lines.append(f"Plot: {output / HIT_PLOT}")
+    if results.trace_rows:
+        console.print(report.trace_table(results))
+        report.save_trace_plot(output / TRACE_PLOT, results)
+        lines.append(f"Plot: {output / TRACE_PLOT}")
     lines.append(f"Numbers: {output / NUMBERS}")
     lines += [f"Not reached: {goal}" for goal, reached in goals(results).items() if not reached]
     lines += [f"Left out: {name}: {reason}" for name, reason in results.left_out.items()]
@@ -151,11 +158,41 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
         most=100_000_000,
         metavar="BLOCKS",
     )
+    parser.add_argument(
+        "--traces",
+        help="recorded requests to replay: Mooncake's JSONL or Claude Code sessions, also .xz",
+        type=Path,
+        metavar="FILE",
+        nargs="+",
+    )
+    parser.add_argument(
+        "--memory",
+        help="device and host memory of a replay, in millions of tokens (default: 0.5/1 1/1 0.5/2)",
+        type=_memory,
+        metavar="D/H",
+        nargs="+",
+    )
+    parser.add_number("--agents", "concurrent sessions of a replay (default: 32)", most=4096)
+    parser.add_number("--requests", "of a replay (default: 3000)")
+    parser.add_number(
+        "--warm-up", "percent of them that do not count (default: 30)", least=0, most=90
+    )
+    parser.add_number(
+        "--step-ms", "engine step of a replay (default: 50)", most=60_000, metavar="MS"
+    )
+    parser.add_number("--max-num-seqs", "running requests of a replay (default: 16)", most=256)
+    parser.add_number("--seeds", "orders of a replay's sessions (default: 1)", most=100)
     parser.add_number("--repeats", "of each time (default: 5; quick: 2)", most=100)
     parser.add_number("--seed", "of the prompts (default: 0)", least=0, most=MAX_SEED, default=0)
     parser.add_output("--out", "scheduler-bench-out", "plots and numbers")
     arguments = parser.parse_args(argv)
-    arguments.parts = [Part(name) for name in arguments.parts or [part.value for part in Part]]
+    if arguments.parts is None:
+        arguments.parts = [part.value for part in Part]
+        if arguments.traces is None:
+            arguments.parts.remove(Part.TRACES.value)
+    arguments.parts = [Part(name) for name in arguments.parts]
+    if Part.TRACES in arguments.parts and arguments.traces is None:
+        parser.error("argument --parts: traces needs --traces FILE")
     arguments.plan = _plan(arguments)
     smallest = arguments.plan.cost.tier_tokens // BLOCK_SIZE + 2
     for blocks in arguments.plan.cost.tiers:
@@ -178,7 +215,36 @@ def _plan(arguments: argparse.Namespace) -> Plan:
     if (blocks := arguments.tier_blocks) is not None:
         filled = min(footprint.filled_blocks, blocks // 4)
         footprint = replace(footprint, tier_blocks=blocks, filled_blocks=filled)
-    return replace(plan, cost=cost, footprint=footprint, seed=arguments.seed)
+    traces = {
+        "files": arguments.traces,
+        "memories": arguments.memory,
+        "agents": arguments.agents,
+        "requests": arguments.requests,
+        "warm_up": None if arguments.warm_up is None else arguments.warm_up / 100,
+        "step_seconds": None if arguments.step_ms is None else arguments.step_ms / 1000,
+        "running": arguments.max_num_seqs,
+        "seeds": arguments.seeds,
+    }
+    given = {name: value for name, value in traces.items() if value is not None}
+    return replace(
+        plan,
+        cost=cost,
+        footprint=footprint,
+        traces=replace(plan.traces, **given),
+        seed=arguments.seed,
+    )
+
+
+def _memory(text: str) -> tuple[float, float]:
+    try:
+        device, host = (float(each) for each in text.split("/"))
+    except ValueError:
+        device = host = 0.0
+    if not (0.01 <= device <= 1000 and 0.01 <= host <= 1000):
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not device/host in millions of tokens, each from 0.01 to 1000"
+        )
+    return device, host
 
 
 if __name__ == "__main__":

@@ -10,7 +10,16 @@ from examples.scheduler_bench.costs import run_costs
 from examples.scheduler_bench.engine import Engine, Shape
 from examples.scheduler_bench.footprint import run_footprints
 from examples.scheduler_bench.plan import Order, Part
-from examples.scheduler_bench.results import HitCount, HitRow, Results, hit_row_name
+from examples.scheduler_bench.replay import replay
+from examples.scheduler_bench.results import (
+    HitCount,
+    HitRow,
+    Results,
+    TraceRow,
+    hit_row_name,
+    trace_row_name,
+)
+from examples.scheduler_bench.traces import read_trace
 from examples.scheduler_bench.turns import Workload, run_turns
 
 
@@ -39,6 +48,8 @@ def run(
         run_footprints(race, results)
     if Part.HITS in parts:
         run_hits(race, results, begin)
+    if Part.TRACES in parts:
+        run_traces(race, results, begin)
     begin("done")
 
 
@@ -66,7 +77,26 @@ def _count_hits(race: Race[Contender], results: Results, row: HitRow) -> None:
         counts = race.run(
             hit_row_name(row),
             partial(run_turns, load=load, host_part=row.host_part, delay=delay),
-            lambda contender: row.one_offs or not contender.for_one_offs,
+            lambda each: not each.for_traces and (row.one_offs or not each.for_one_offs),
         )
         for name, count in counts.items():
             row.counts[name] = row.counts.get(name, HitCount(0, 0, 0)) + count
+
+
+def run_traces(race: Race[Contender], results: Results, begin: Callable[[str], None]) -> None:
+    """Add replays of traces to ``results``."""
+    plan = results.plan
+    for trace in map(read_trace, plan.traces.files):
+        for memory in plan.traces.memories:
+            row = TraceRow(trace.name, memory)
+            results.trace_rows.append(row)
+            for seed in range(plan.seed, plan.seed + plan.traces.seeds):
+                step = f"{trace_row_name(row)}, seed {seed}"
+                begin(step)
+                counts = race.run(
+                    step,
+                    partial(replay, trace=trace, plan=plan.traces, memory=memory, seed=seed),
+                    lambda each: not each.for_one_offs and each.num_sub_blocks == 1,
+                )
+                for name, count in counts.items():
+                    row.counts[name] = row.counts[name] + count if name in row.counts else count

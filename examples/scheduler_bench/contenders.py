@@ -5,33 +5,41 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol, cast
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import (
+    OffloadingConnectorMetadata,
+    OffloadingWorkerMetadata,
+)
+from vllm.v1.core.kv_cache_utils import BlockHashWithGroupId, get_block_hash, get_group_id
+from vllm.v1.kv_offload.base import make_offload_key
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.simple_kv_offload.metadata import (
     SimpleCPUOffloadMetadata,
     SimpleCPUOffloadWorkerMetadata,
 )
 
+from examples.scheduler_bench.no_offload import NoSide
 from examples.scheduler_bench.plan import BLOCK_SIZE
 from simple_offload.metadata import RankCapacity, StepMetadata, WorkerReport
 
 
 @dataclass(frozen=True)
-class Submitted:
-    """The transfers that started with one step."""
+class Transfer:
+    """A load or store that started with a step."""
 
-    loads: tuple[int, ...] = ()
-    stores: tuple[int, ...] = ()
-    """Their ids."""
-    loading: frozenset[str] = frozenset()
-    """Requests whose blocks are being loaded."""
-    num_loaded: int = 0
-    num_stored: int = 0
-    """In blocks."""
+    id: int
+    is_load: bool
+    num_blocks: int
+    requests: frozenset[str] = frozenset()
+    """Requests whose blocks are loaded."""
+    is_urgent: bool = False
+    """True if the worker waits for it before the step's compute."""
 
 
 class Side(Protocol):
-    """How one kind of connector is configured, and what its worker side would say to it."""
+    """How one kind of connector is configured, and the messages of its worker side."""
 
+    connector: str
+    """``kv_connector``."""
     module: str | None
     """``kv_connector_module_path``."""
 
@@ -39,21 +47,25 @@ class Side(Protocol):
         """For a tier of ``num_blocks`` host blocks, vLLM's null block included."""
 
     def open(self, connector: Any, num_blocks: int, block_bytes: int) -> None:
-        """Tell the scheduler side, once, that the worker has its memory."""
+        """Report to the scheduler side, once, that the worker has its memory."""
 
-    def submitted(self, metadata: KVConnectorMetadata) -> Submitted:
-        """What a step's metadata starts."""
+    def submitted(self, metadata: KVConnectorMetadata) -> list[Transfer]:
+        """The transfers that start with a step."""
 
-    def report(self, ended: Sequence[Submitted]) -> KVConnectorOutput | None:
-        """What the worker says when all these transfers have ended; None: nothing."""
+    def report(self, ended: Sequence[Transfer]) -> KVConnectorOutput | None:
+        """The worker's report when all these transfers have ended; None: nothing."""
 
     def num_host_blocks(self, connector: Any) -> int:
         """How many host blocks the scheduler side has."""
+
+    def has(self, connector: Any, key: BlockHashWithGroupId) -> bool:
+        """Whether the host tier holds a device block's key."""
 
 
 class OurSide:
     """simple_offload."""
 
+    connector = "SimpleCPUOffloadConnector"
     module: str | None = "simple_offload"
 
     def extra_config(self, num_blocks: int, block_bytes: int) -> dict[str, Any]:
@@ -64,32 +76,32 @@ class OurSide:
         capacity = RankCapacity("0", num_blocks, num_blocks, block_bytes)
         connector.set_xfer_handshake_metadata_pp_aware({(0, 0): capacity})
 
-    def submitted(self, metadata: KVConnectorMetadata) -> Submitted:
+    def submitted(self, metadata: KVConnectorMetadata) -> list[Transfer]:
         step = cast(StepMetadata, metadata)
-        return Submitted(
-            tuple(load.id for load in step.loads),
-            tuple(store.id for store in step.stores),
-            frozenset(load.request_id for load in step.loads if load.request_id is not None),
-            sum(len(load.host_blocks) for load in step.loads),
-            sum(len(store.host_blocks) for store in step.stores),
-        )
+        loads = [
+            Transfer(each.id, True, len(each.host_blocks), _names(each.request_id))
+            for each in step.loads
+        ]
+        return loads + [Transfer(each.id, False, len(each.host_blocks)) for each in step.stores]
 
-    def report(self, ended: Sequence[Submitted]) -> KVConnectorOutput | None:
-        report = WorkerReport()
-        for step in ended:
-            report.ended.update((*step.loads, *step.stores))
-        if not report.ended:
+    def report(self, ended: Sequence[Transfer]) -> KVConnectorOutput | None:
+        if not ended:
             return None
-        loaded = {request_id for step in ended for request_id in step.loading}
-        return KVConnectorOutput(finished_recving=loaded, kv_connector_worker_meta=report)
+        report = WorkerReport()
+        report.ended.update(transfer.id for transfer in ended)
+        return KVConnectorOutput(finished_recving=_loaded(ended), kv_connector_worker_meta=report)
 
     def num_host_blocks(self, connector: Any) -> int:
         return int(connector.scheduler.tier.num_blocks)
+
+    def has(self, connector: Any, key: BlockHashWithGroupId) -> bool:
+        return bool(connector.scheduler.tier.has(key))
 
 
 class BuiltinSide:
     """vLLM's own SimpleCPUOffloadConnector."""
 
+    connector = "SimpleCPUOffloadConnector"
     module: str | None = None
 
     def extra_config(self, num_blocks: int, block_bytes: int) -> dict[str, Any]:
@@ -98,28 +110,80 @@ class BuiltinSide:
     def open(self, connector: Any, num_blocks: int, block_bytes: int) -> None:
         """It takes the memory for granted."""
 
-    def submitted(self, metadata: KVConnectorMetadata) -> Submitted:
+    def submitted(self, metadata: KVConnectorMetadata) -> list[Transfer]:
         step = cast(SimpleCPUOffloadMetadata, metadata)
-        return Submitted(
-            (step.load_event,) if step.load_event >= 0 else (),
-            (step.store_event,) if step.store_event >= 0 else (),
-            frozenset(step.load_event_to_reqs.get(step.load_event, ())),
-            len(step.load_cpu_blocks),
-            len(step.store_cpu_blocks),
-        )
+        transfers = []
+        if (event := step.load_event) >= 0:
+            requests = frozenset(step.load_event_to_reqs.get(event, ()))
+            transfers.append(Transfer(event, True, len(step.load_cpu_blocks), requests))
+        if (event := step.store_event) >= 0:
+            transfers.append(Transfer(event, False, len(step.store_cpu_blocks)))
+        return transfers
 
-    def report(self, ended: Sequence[Submitted]) -> KVConnectorOutput | None:
-        stored = {event: 1 for step in ended for event in step.stores}
-        loaded = {request_id for step in ended for request_id in step.loading}
-        if not stored and not loaded:
+    def report(self, ended: Sequence[Transfer]) -> KVConnectorOutput | None:
+        if not ended:
             return None
+        stored = {transfer.id: 1 for transfer in ended if not transfer.is_load}
         return KVConnectorOutput(
-            finished_recving=loaded,
+            finished_recving=_loaded(ended),
             kv_connector_worker_meta=SimpleCPUOffloadWorkerMetadata(stored) if stored else None,
         )
 
     def num_host_blocks(self, connector: Any) -> int:
         return int(connector.scheduler_manager.num_cpu_blocks)
+
+    def has(self, connector: Any, key: BlockHashWithGroupId) -> bool:
+        found = connector.scheduler_manager.cpu_block_pool.cached_block_hash_to_block
+        return found.get_one_block(key) is not None
+
+
+class OffloadingSide:
+    """vLLM's OffloadingConnector."""
+
+    connector = "OffloadingConnector"
+    module: str | None = None
+
+    def extra_config(self, num_blocks: int, block_bytes: int) -> dict[str, Any]:
+        return {"cpu_bytes_to_use": num_blocks * block_bytes}
+
+    def open(self, connector: Any, num_blocks: int, block_bytes: int) -> None:
+        """It takes the memory for granted."""
+
+    def submitted(self, metadata: KVConnectorMetadata) -> list[Transfer]:
+        step = cast(OffloadingConnectorMetadata, metadata)
+        urgent = step.jobs_to_flush or ()
+        transfers = [Transfer(job, False, 0, is_urgent=True) for job in urgent]
+        for job_id, job in step.load_jobs.items():
+            count = len(cast(Any, job.dst_spec).block_ids)
+            transfers.append(Transfer(job_id, True, count, frozenset((job.req_id,))))
+        for job_id, job in step.store_jobs.items():
+            count = len(cast(Any, job.src_spec).block_ids)
+            transfers.append(Transfer(job_id, False, count))
+        return transfers
+
+    def report(self, ended: Sequence[Transfer]) -> KVConnectorOutput | None:
+        if not ended:
+            return None
+        report = OffloadingWorkerMetadata()
+        for transfer in ended:
+            report.mark_completed(transfer.id)
+        return KVConnectorOutput(finished_recving=_loaded(ended), kv_connector_worker_meta=report)
+
+    def num_host_blocks(self, connector: Any) -> int:
+        return int(connector.scheduler.manager._num_chunks)
+
+    def has(self, connector: Any, key: BlockHashWithGroupId) -> bool:
+        manager = connector.scheduler.manager
+        chunk = manager._policy.get(make_offload_key(get_block_hash(key), get_group_id(key)))
+        return chunk is not None and bool(chunk.is_ready)
+
+
+def _names(request_id: str | None) -> frozenset[str]:
+    return frozenset() if request_id is None else frozenset((request_id,))
+
+
+def _loaded(ended: Sequence[Transfer]) -> set[str]:
+    return {request_id for transfer in ended for request_id in transfer.requests}
 
 
 @dataclass(frozen=True)
@@ -136,6 +200,13 @@ class Contender:
     """True if it stores the blocks that the device is about to evict, and no others."""
     for_one_offs: bool = False
     """True if it takes part in hit rates with one-off prompts only."""
+    for_traces: bool = False
+    """True if it takes part in the replay of traces only."""
+
+    @property
+    def takes_times(self) -> bool:
+        """Whether its time in the hooks and its memory are measured."""
+        return not self.for_one_offs and not self.for_traces
 
     @property
     def num_sub_blocks(self) -> int:
@@ -154,5 +225,8 @@ CONTENDERS = {
         ),
         Contender("builtin", BuiltinSide()),
         Contender("builtin-lazy", BuiltinSide(), {"lazy_offload": True}, lazy=True),
+        Contender("none", NoSide(), for_traces=True),
+        Contender("offloading", OffloadingSide(), for_traces=True),
+        Contender("offloading-arc", OffloadingSide(), {"eviction_policy": "arc"}, for_traces=True),
     )
 }

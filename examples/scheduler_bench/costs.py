@@ -72,7 +72,7 @@ def _measure(
     lazy: bool,
 ) -> None:
     def takes_part(contender: Contender) -> bool:
-        return not contender.for_one_offs and (lazy or not contender.lazy)
+        return contender.takes_times and (lazy or not contender.lazy)
 
     rigs = race.run(step, make, takes_part)
     cells: dict[Kind, dict[str, Cost]] = {}

@@ -2,10 +2,10 @@
 
 import tempfile
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from math import inf
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
@@ -34,7 +34,7 @@ from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request
 from vllm.v1.structured_output import StructuredOutputManager
 
-from examples.scheduler_bench.contenders import Contender, Submitted
+from examples.scheduler_bench.contenders import Contender, Transfer
 from examples.scheduler_bench.plan import BLOCK_SIZE, CHUNK_TOKENS
 from examples.scheduler_bench.stopwatch import Stopwatch
 
@@ -67,14 +67,53 @@ class Shape:
     host_blocks: int
     max_running: int = 256
     delay: int = 2
-    """Steps until the end of a transfer is reported."""
+    """Steps until the end of a transfer is reported, at least."""
+    bus_blocks: float = inf
+    """Blocks that are copied in a step, in each direction."""
+    chunk_tokens: int = CHUNK_TOKENS
+    """Tokens that a step computes, at most."""
+
+
+class Bus:
+    """Times of copies: those of one direction follow each other."""
+
+    def __init__(self, delay: int, blocks_per_step: float) -> None:
+        self._delay = delay
+        self._blocks_per_step = blocks_per_step
+        self._free_at = {True: 0.0, False: 0.0}
+        """By direction, the step in which the last copy ends."""
+        self._in_flight: dict[tuple[bool, int], tuple[float, Transfer]] = {}
+        """By direction and id, the step of the report."""
+
+    @property
+    def idle(self) -> bool:
+        """Whether no transfer is in flight."""
+        return not self._in_flight
+
+    def submit(self, transfers: Sequence[Transfer], step: int) -> None:
+        """Transfers start with this step, or behind others."""
+        for transfer in transfers:
+            key = (transfer.is_load, transfer.id)
+            if transfer.is_urgent:
+                if key in self._in_flight:
+                    self._in_flight[key] = (step, self._in_flight[key][1])
+                continue
+            start = max(self._free_at[transfer.is_load], float(step))
+            end = start + transfer.num_blocks / self._blocks_per_step
+            self._free_at[transfer.is_load] = end
+            self._in_flight[key] = (max(end, step + self._delay), transfer)
+
+    def drain_ended(self, step: int) -> list[Transfer]:
+        """The transfers whose end is reported with this step."""
+        ended = [key for key, (end, _) in self._in_flight.items() if end <= step]
+        return [self._in_flight.pop(key)[1] for key in ended]
 
 
 class Engine:
     """One rank, one full attention group, no async scheduling.
 
-    Nothing is computed and nothing is copied: a transfer's end is reported ``delay`` steps
-    later, and ``add`` gets the answers beforehand. The time of the connector's hooks is in
+    Nothing is computed and nothing is copied: a transfer's end is reported some steps later
+    (``Bus``), and ``add`` gets the answers beforehand. The time of the connector's hooks is in
     ``stopwatch``.
     """
 
@@ -99,13 +138,15 @@ class Engine:
         self.seconds_to_start = time.perf_counter() - start
         self.stopwatch = Stopwatch(self.connector)
         self.hits: dict[str, Hit] = {}
+        self.on_hit: Callable[[Request, Hit], None] = lambda _, __: None
+        """Is called when a request gets its blocks for the first time."""
         self.num_steps = 0
         self.num_loaded = 0
         self.num_stored = 0
         """In blocks, since the start."""
         self._answers: dict[str, Sequence[int]] = {}
         self._computed_on_device: dict[str, int] = {}
-        self._in_flight: deque[tuple[int, Submitted]] = deque()
+        self._bus = Bus(shape.delay, shape.bus_blocks)
         self._hasher = get_request_block_hasher(BLOCK_SIZE, sha256)
         self._observe()
 
@@ -135,16 +176,20 @@ class Engine:
         """True if the prompt of every request is computed."""
         return all(r.num_computed_tokens >= r.num_prompt_tokens for r in self._requests)
 
+    @property
+    def at_rest(self) -> bool:
+        """True if no request, no transfer and no deferred store is left."""
+        return self._bus.idle and not self.scheduler.has_requests()
+
     def step(self) -> None:
         """One engine step."""
         self.num_steps += 1
         scheduled = self.scheduler.schedule()
         assert scheduled.kv_connector_metadata is not None
-        submitted = self.side.submitted(scheduled.kv_connector_metadata)
-        self.num_loaded += submitted.num_loaded
-        self.num_stored += submitted.num_stored
-        if submitted.loads or submitted.stores:
-            self._in_flight.append((self.num_steps + self.shape.delay, submitted))
+        transfers = self.side.submitted(scheduled.kv_connector_metadata)
+        self.num_loaded += sum(each.num_blocks for each in transfers if each.is_load)
+        self.num_stored += sum(each.num_blocks for each in transfers if not each.is_load)
+        self._bus.submit(transfers, self.num_steps)
         output = self._output(scheduled)
         for client_outputs in self.scheduler.update_from_output(scheduled, output).values():
             for each in client_outputs.outputs:
@@ -159,7 +204,7 @@ class Engine:
             for request in self._requests
         )
         for _ in range(patience):
-            if not self._in_flight and not self.scheduler.has_requests():
+            if self.at_rest:
                 return
             self.step()
         raise Stuck(f"not at rest after {patience} steps")
@@ -178,15 +223,12 @@ class Engine:
         return list(self.scheduler.requests.values())
 
     def _output(self, scheduled: SchedulerOutput) -> ModelRunnerOutput:
-        ended: list[Submitted] = []
-        while self._in_flight and self._in_flight[0][0] <= self.num_steps:
-            ended.append(self._in_flight.popleft()[1])
         request_ids = list(scheduled.num_scheduled_tokens)
         return ModelRunnerOutput(
             req_ids=request_ids,
             req_id_to_index={request_id: index for index, request_id in enumerate(request_ids)},
             sampled_token_ids=[self._sample(request_id) for request_id in request_ids],
-            kv_connector_output=self.side.report(ended),
+            kv_connector_output=self.side.report(self._bus.drain_ended(self.num_steps)),
         )
 
     def _sample(self, request_id: str) -> list[int]:
@@ -208,7 +250,10 @@ class Engine:
             request: Request, blocks: "KVCacheBlocks", num_external_tokens: int
         ) -> None:
             on_device = self._computed_on_device.get(request.request_id, 0)
-            self.hits.setdefault(request.request_id, Hit(on_device, num_external_tokens))
+            if request.request_id not in self.hits:
+                hit = Hit(on_device, num_external_tokens)
+                self.hits[request.request_id] = hit
+                self.on_hit(request, hit)
             allocated(request, blocks, num_external_tokens)
 
         self.connector.get_num_new_matched_tokens = observed_lookup
@@ -244,7 +289,7 @@ def _vllm_config(contender: Contender, shape: Shape, block_bytes: int) -> VllmCo
         cache_config=cache_config,
         scheduler_config=SchedulerConfig(
             max_num_seqs=shape.max_running,
-            max_num_batched_tokens=CHUNK_TOKENS,
+            max_num_batched_tokens=shape.chunk_tokens,
             max_model_len=MAX_MODEL_LEN,
             is_encoder_decoder=False,
             enable_chunked_prefill=True,
@@ -252,7 +297,7 @@ def _vllm_config(contender: Contender, shape: Shape, block_bytes: int) -> VllmCo
         ),
         device_config=DeviceConfig("cpu"),
         kv_transfer_config=KVTransferConfig(
-            kv_connector="SimpleCPUOffloadConnector",
+            kv_connector=side.connector,
             kv_connector_module_path=side.module,
             kv_role="kv_both",
             kv_connector_extra_config={

@@ -45,7 +45,7 @@ def run_footprints(race: Race[Contender], results: Results) -> None:
     results.footprints |= race.run(
         f"a tier of {plan.tier_blocks} blocks",
         lambda contender: measure_footprint(contender.name, plan),
-        lambda contender: not contender.lazy and not contender.for_one_offs,
+        lambda contender: not contender.lazy and contender.takes_times,
     )
     with race.attempt(POOL):
         results.footprints[POOL] = measure_footprint(POOL, plan)

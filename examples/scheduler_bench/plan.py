@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, field
 from enum import Enum
+from pathlib import Path
 
 BLOCK_SIZE = 16
 """Tokens of a block."""
@@ -18,6 +19,8 @@ class Part(Enum):
     """Memory and start-up time of a large tier."""
     HITS = "hits"
     """Hit rates."""
+    TRACES = "traces"
+    """Hit rates of recorded requests."""
 
 
 class Order(Enum):
@@ -98,12 +101,41 @@ class HitPlan:
 
 
 @dataclass(frozen=True)
+class TracePlan:
+    """Replay of traces, in their tokens and seconds."""
+
+    files: tuple[Path, ...] = ()
+    agents: int = 32
+    """Sessions at the same time, of a trace that has sessions."""
+    memories: tuple[tuple[float, float], ...] = ((0.5, 1.0), (1.0, 1.0), (0.5, 2.0))
+    """Device and host memory, in millions of tokens."""
+    requests: int = 3000
+    warm_up: float = 0.3
+    """Share of the requests that are not counted."""
+    scale: int = 32
+    """Tokens for which one token is played."""
+    step_seconds: float = 0.05
+    """Time of an engine step, whatever it computes: at most ``CHUNK_TOKENS`` tokens."""
+    bus_tokens: int = 500_000
+    """Tokens that are copied in a second, in each direction: 8B, 64 GB/s."""
+    running: int = 16
+    """Concurrent requests of the engine, at most."""
+    max_pause: float = 300.0
+    """Longest pause between an answer and the next request."""
+    max_prompt: int = 262_144
+    """A session ends before a longer prompt."""
+    seeds: int = 1
+    """Number of orders of the sessions, whose tokens are summed."""
+
+
+@dataclass(frozen=True)
 class Plan:
     """One run of the benchmark."""
 
     cost: CostPlan = field(default_factory=CostPlan)
     footprint: FootprintPlan = field(default_factory=FootprintPlan)
     hits: HitPlan = field(default_factory=HitPlan)
+    traces: TracePlan = field(default_factory=TracePlan)
     delay: int = 2
     """Steps until the end of a transfer is reported."""
     seed: int = 0

@@ -23,6 +23,7 @@ from examples.scheduler_bench.results import (
     largest_rows,
     of_rival,
     rival_of,
+    trace_row_name,
 )
 from examples.scheduler_bench.stopwatch import Hook
 
@@ -36,6 +37,9 @@ _COLORS = {
     "ours-threshold": "tab:green",
     "builtin": "tab:orange",
     "builtin-lazy": "tab:red",
+    "offloading": "tab:olive",
+    "offloading-arc": "tab:brown",
+    "none": "tab:gray",
 }
 _TITLES = {
     Kind.DECODE: "a step, by requests that decode",
@@ -130,6 +134,36 @@ def hit_table(results: Results) -> Table:
     return table
 
 
+def trace_table(results: Results) -> Table:
+    """A line for each contender of each trace and memory, in percent of the prompts' tokens."""
+    table = make_table(
+        *("contender", "device", "host", "found", "lost on\ndevice", "lost in\nhost"),
+        *("LRU\nof H", "LRU of\nD + H", "best of\nD + H", "stored", "loaded", "copies", "hooks, s"),
+        caption="Prompt tokens in percent. Found: on the device or in the host tier. Lost:\n"
+        "computed before, and evicted by the device when the tier did not have them, or by the\n"
+        "tier. "
+        "LRU, best: a cache of the tier's size (H), or the device's too (D), that gets the same\n"
+        "requests, and one that knows the future. Stored, loaded: thousands of blocks.\n"
+        "Copies: blocks of the tier that the device has too.",
+    )
+    for row in results.trace_rows:
+        table.add_row(trace_row_name(row), style="bold")
+        for name, count in row.counts.items():
+            tokens = (
+                *(count.device, count.host, count.found, count.unstored, count.evicted),
+                *(count.lru_host, count.lru_both, count.optimal),
+            )
+            table.add_row(
+                name,
+                *(f"{100 * count.share(each):.1f}" for each in tokens),
+                *(f"{blocks / 1000:.0f}" for blocks in (count.stored, count.loaded)),
+                f"{count.shared:.0%}",
+                f"{count.hook_seconds:.1f}",
+            )
+        table.add_section()
+    return table
+
+
 def _hit_rates(row: HitRow, name: str) -> str:
     count = row.counts.get(name)
     return MISSING if count is None else f"{count.rate:.1%} ({count.overall_rate:.0%})"
@@ -185,6 +219,35 @@ def save_hit_plot(path: Path, results: Results) -> None:
         axes.grid(alpha=0.3)
         axes.legend(fontsize="small")
     grid[0].set_ylabel("hit rate of the host tier, %")
+    save_figure(path, figure)
+
+
+def save_trace_plot(path: Path, results: Results) -> None:
+    """Write a PNG: tokens found by contender, a panel for each trace and memory, with the bounds
+    as lines."""
+    rows = results.trace_rows
+    figure = make_figure(4.2 * len(rows), 4.4)
+    grid = figure.subplots(1, len(rows), squeeze=False, sharey=True)[0]
+    for axes, row in zip(grid, rows, strict=True):
+        names = in_order(row.counts, _COLORS)
+        for place, name in enumerate(names):
+            count = row.counts[name]
+            device, host = (100 * count.share(each) for each in (count.device, count.host))
+            axes.bar(place, device, color=_COLORS.get(name), alpha=0.5)
+            axes.bar(place, host, bottom=device, color=_COLORS.get(name))
+        first = next(iter(row.counts.values()))
+        for tokens, line, label in (
+            (first.lru_host, ":", "LRU of host"),
+            (first.lru_both, "--", "LRU of device + host"),
+            (first.optimal, "-", "best of device + host"),
+        ):
+            axes.axhline(
+                100 * first.share(tokens), color="black", linestyle=line, linewidth=1, label=label
+            )
+        axes.set_xticks(range(len(names)), names, rotation=60, ha="right")
+        axes.set_title(trace_row_name(row), fontsize="small")
+        axes.legend(fontsize="x-small")
+    grid[0].set_ylabel("prompt tokens found, % (pale: on the device)")
     save_figure(path, figure)
 
 

@@ -96,6 +96,62 @@ class HitRow:
     counts: dict[str, HitCount] = field(default_factory=dict)
 
 
+@dataclass(frozen=True)
+class TraceCount:
+    """A replay. Tokens are those that were played."""
+
+    prompt: int
+    """Tokens of all prompts, in whole blocks."""
+    device: int
+    """Of these, found on the device."""
+    host: int
+    """Of these, found in the host tier."""
+    unstored: int
+    """Computed before, and evicted by the device when the tier did not have them."""
+    evicted: int
+    """Computed before, and evicted by the tier later."""
+    stored: int
+    """Blocks."""
+    loaded: int
+    """Blocks."""
+    shared: float
+    """Share of the tier that the device had too, mean of samples."""
+    hook_seconds: float
+    """Processor time in the connector's hooks."""
+    steps: int
+    lru_host: int
+    """Tokens that the same requests find in an LRU cache of the tier's size."""
+    lru_both: int
+    """The same of the device's and the tier's size together."""
+    optimal: int
+    """The same if that cache knew the future."""
+
+    @property
+    def found(self) -> int:
+        """On the device or in the tier."""
+        return self.device + self.host
+
+    def share(self, tokens: int) -> float:
+        """``tokens`` over those of the prompts."""
+        return tokens / self.prompt if self.prompt else 0.0
+
+    def __add__(self, other: "TraceCount") -> "TraceCount":
+        sums = {name: value + getattr(other, name) for name, value in asdict(self).items()}
+        steps = self.steps + other.steps
+        mean = (self.shared * self.steps + other.shared * other.steps) / steps
+        return TraceCount(**(sums | {"shared": mean}))
+
+
+@dataclass
+class TraceRow:
+    """All contenders with one trace and memory."""
+
+    trace: str
+    memory: tuple[float, float]
+    """Device and host, in millions of tokens."""
+    counts: dict[str, TraceCount] = field(default_factory=dict)
+
+
 @dataclass
 class Results:
     """The measurements of a run so far."""
@@ -106,6 +162,7 @@ class Results:
     rows: list[Row] = field(default_factory=list)
     footprints: dict[str, Footprint] = field(default_factory=dict)
     hit_rows: list[HitRow] = field(default_factory=list)
+    trace_rows: list[TraceRow] = field(default_factory=list)
     left_out: dict[str, str] = field(default_factory=dict)
     """Contenders that refuse their settings, and their reasons."""
     failures: dict[str, str] = field(default_factory=dict)
@@ -145,6 +202,7 @@ class Results:
                 "rows": rows,
                 "footprints": self.footprints,
                 "hits": hits,
+                "traces": self.trace_rows,
                 "goals": goals(self),
                 "left_out": self.left_out,
                 "failures": self.failures,
@@ -189,6 +247,12 @@ def goals(results: Results) -> dict[str, bool]:
                 words = f"{name} hits {count.rate:.1%}, its rival {rival.rate:.1%}"
                 found[f"{hit_row_name(hits)}: {words}"] = count.rate >= rival.rate
     return found
+
+
+def trace_row_name(row: TraceRow) -> str:
+    """Such as "conversation_trace, 0.5M / 1M tokens"."""
+    device, host = row.memory
+    return f"{row.trace}, {device:g}M / {host:g}M tokens"
 
 
 def hit_row_name(row: HitRow) -> str:

@@ -118,6 +118,11 @@ WAYS: Mapping[str, Way] = {
     "make bench-scheduler ARGS=--parts footprint --contenders ours,ours-128,builtin": Run(
         r"4,000,000", slow=True, instead={"--parts": "--out {out} --parts"}
     ),
+    "make bench-scheduler ARGS=--parts traces --traces conversation_trace.jsonl": (
+        Elsewhere(
+            "a recorded trace", "tests/examples/test_traces.py::test_a_run_reports_its_replays"
+        )
+    ),
     "make bench-scheduler ARGS=--parts hits": Run(
         r"hit rate", slow=True, instead={"--parts": "--out {out} --parts"}
     ),

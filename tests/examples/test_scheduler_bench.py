@@ -40,6 +40,7 @@ from examples.scheduler_bench.report import (
     footprint_table,
     hit_table,
     hook_table,
+    trace_table,
 )
 from examples.scheduler_bench.results import (
     Footprint,
@@ -48,6 +49,8 @@ from examples.scheduler_bench.results import (
     Kind,
     Results,
     Row,
+    TraceCount,
+    TraceRow,
     goals,
 )
 from examples.scheduler_bench.stopwatch import Cost, Hook
@@ -371,13 +374,17 @@ def test_tables() -> None:
 
 def test_no_number_of_all_contenders_is_cut_off() -> None:
     found = results()
+    names = [each.name for each in CONTENDERS.values() if not each.for_traces]
     for row in found.rows:
-        row.cells.update(dict.fromkeys(CONTENDERS, Cost({Hook.LOOKUP: 0.123456}, 0.001)))
-    found.footprints |= dict.fromkeys(CONTENDERS, Footprint(4_000_000, 12.34, 137, 280))
+        row.cells.update(dict.fromkeys(names, Cost({Hook.LOOKUP: 0.123456}, 0.001)))
+    found.footprints |= dict.fromkeys(names, Footprint(4_000_000, 12.34, 137, 280))
     for hit in found.hit_rows:
-        hit.counts.update(dict.fromkeys(CONTENDERS, HitCount(80, 80, 20)))
+        hit.counts.update(dict.fromkeys(names, HitCount(80, 80, 20)))
+    count = replace(TraceCount(*range(1_000_000, 1_000_013)), shared=1.0, hook_seconds=123.4)
+    counts = dict.fromkeys(CONTENDERS, count)
+    found.trace_rows.append(TraceRow("conversation_trace", (0.5, 2.6), counts))
     console = Console(width=WIDTH, color_system=None)
     with console.capture() as capture:
-        for table in (cost_table, hook_table, footprint_table, hit_table):
+        for table in (cost_table, hook_table, footprint_table, hit_table, trace_table):
             console.print(table(found))
     assert "…" not in capture.get()

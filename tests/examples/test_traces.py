@@ -1,0 +1,196 @@
+"""The scheduler benchmark's replay of traces: files, counts and bounds."""
+
+import json
+import lzma
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("matplotlib")
+pytest.importorskip("rich")
+pytest.importorskip("vllm")
+
+from examples.bench.command import CANNOT_START, CannotStart
+from examples.scheduler_bench import __main__ as command
+from examples.scheduler_bench.bounds import Access, lru_hits, optimal_hits
+from examples.scheduler_bench.contenders import CONTENDERS, Transfer
+from examples.scheduler_bench.engine import Bus
+from examples.scheduler_bench.plan import Part, Plan, TracePlan
+from examples.scheduler_bench.replay import replay
+from examples.scheduler_bench.traces import Trace, Turn, read_trace
+
+MOONCAKE = [
+    {"timestamp": 0, "input_length": 1100, "output_length": 9, "hash_ids": [0, 1, 2]},
+    {"timestamp": 1500, "input_length": 1536, "output_length": 70, "hash_ids": [0, 1, 3]},
+]
+SESSION = [
+    [0.0, 200, 30, 0.0, 2.5, 0, [[1, 3]]],
+    [10.0, 330, 40, None, None, 2, [[7, 2], [12, 1]]],
+]
+CLAUDE_CODE: dict[str, Any] = {
+    "block_size": 64,
+    "traces": [
+        {"rows": SESSION},
+        {"rows": [[0.0, 70, 1, 0.0, 1.0, 0, [[1, 1]]]]},
+        {"rows": [*SESSION, [30.0, 400, 1, 0.0, 1.0, 5, []]][:2]},  # a fork of the first
+    ],
+}
+
+# Files
+
+
+@pytest.mark.parametrize("suffix", ["", ".xz"])
+def test_requests_of_mooncakes_format(tmp_path: Path, suffix: str) -> None:
+    text = "\n".join(map(json.dumps, MOONCAKE)).encode()
+    path = tmp_path / f"talks.jsonl{suffix}"
+    path.write_bytes(lzma.compress(text) if suffix else text)
+    trace = read_trace(path)
+    # The last id of the first one stands for 76 tokens.
+    first, second = Turn(0.0, 0.0, (0, 1), 9), Turn(1.5, 0.0, (0, 1, 3), 70)
+    assert trace == Trace("talks", 512, [[first], [second]])
+    assert not trace.has_sessions
+
+
+def test_sessions_of_claude_code(tmp_path: Path) -> None:
+    path = tmp_path / "agents.json"
+    path.write_text(json.dumps(CLAUDE_CODE))
+    trace = read_trace(path)
+    turns = [Turn(0.0, 0.0, (1, 2, 3), 30), Turn(10.0, 7.5, (1, 2, 7, 8, 12), 40)]
+    # Ids are local to a session. A fork is left out.
+    assert trace == Trace("agents", 64, [turns, [Turn(0.0, 0.0, (14,), 1)]])
+    assert trace.has_sessions
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "has no requests"),
+        ('{"timestamp": 0}', "line 1 is no request.*KeyError.'input_length'"),
+        ("[1, 2]", "line 1 is no request"),
+        ('{"traces": [], "blocks": 3}', "lacks block_size"),
+        ('{"block_size": 64, "traces": [{"rows": [[1, 2, 3]]}]}', "session 1 has a row"),
+    ],
+)
+def test_other_files_are_refused(tmp_path: Path, text: str, message: str) -> None:
+    path = tmp_path / "trace.jsonl"
+    path.write_text(text)
+    with pytest.raises(CannotStart, match=f"{path}.*{message}"):
+        read_trace(path)
+
+
+def test_a_missing_file_is_refused(tmp_path: Path) -> None:
+    arguments = ["--parts", "traces", "--traces", str(tmp_path / "no"), "--out", str(tmp_path)]
+    assert command.main(arguments) == CANNOT_START
+
+
+@pytest.mark.parametrize("arguments", [["--parts", "traces"], ["--memory", "1"]])
+def test_wrong_arguments_are_refused(arguments: list[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        command.main(arguments)
+
+
+# Bounds
+
+
+def accesses(*prompts: str) -> list[Access]:
+    return [Access([letter.encode() for letter in prompt], 0) for prompt in prompts]
+
+
+def test_a_cycle_that_is_too_long() -> None:
+    cycle = accesses(*"abcd" * 3)
+    assert lru_hits(cycle, 3, first=4) == 0
+    assert lru_hits(cycle, 4, first=4) == 8
+    # Of each cycle of four, three can stay.
+    assert optimal_hits(cycle, 3, first=4) == 6
+    assert optimal_hits(cycle, 4, first=4) == 8
+
+
+def test_a_tail_leaves_before_its_head() -> None:
+    prompts = accesses("abc", "x", "abc")
+    assert lru_hits(prompts, 3, first=2) == 2
+    assert lru_hits([prompts[0], Access([b"x"], 1), prompts[2]], 3, first=2) == 1
+    assert optimal_hits(prompts, 2, first=2) == 2
+
+
+# Replay
+
+
+def test_copies_of_one_direction_follow_each_other() -> None:
+    bus = Bus(delay=2, blocks_per_step=10)
+    load, small, store = (
+        Transfer(1, True, 35),
+        Transfer(2, True, 1),
+        Transfer(1, False, 5),
+    )
+    bus.submit([load, small, store], step=1)
+    ended = {step: bus.drain_ended(step) for step in range(1, 7)}
+    assert ended == {1: [], 2: [], 3: [store], 4: [], 5: [load, small], 6: []}
+    assert bus.idle
+
+
+PLAN = TracePlan(agents=2, requests=8, warm_up=0.5, scale=4, max_pause=1.0, bus_tokens=100_000)
+
+
+def talk(first_id: int) -> list[Turn]:
+    """Four requests, each a block longer than the one before."""
+    return [
+        Turn(0.0, 0.5, tuple(range(first_id, first_id + num_blocks)), 4)
+        for num_blocks in range(4, 8)
+    ]
+
+
+TRACE = Trace("talks", 64, [talk(0), talk(100)])
+
+
+@pytest.mark.parametrize("name", ["none", "ours", "ours-lazy", "builtin", "offloading"])
+def test_the_counts_of_a_replay(name: str) -> None:
+    """Of each prompt after the first, all but one block were computed before."""
+    reusable = 16 * 2 * (5 + 6)
+    large, small = (
+        replay(CONTENDERS[name], TRACE, PLAN, (tokens / 1e6, 0.01), seed=0)
+        for tokens in (64 * 40, 64 * 12)
+    )
+    for count in (large, small):
+        assert count.prompt == 16 * 2 * (6 + 7)
+        assert count.found + count.unstored + count.evicted == reusable
+        assert count.lru_both == count.optimal == reusable
+    assert (large.device, large.host) == (reusable, 0)
+    if name == "none":
+        assert small.unstored > 0
+        assert small.host == small.stored == small.loaded == 0
+    else:
+        assert small.host > 0
+        assert small.host == 16 * small.loaded
+
+
+def test_a_small_tier_loses_hits_itself() -> None:
+    count = replay(CONTENDERS["ours"], TRACE, PLAN, (64 * 12 / 1e6, 64 * 8 / 1e6), seed=0)
+    assert count.evicted > count.unstored
+    assert 0 < count.shared <= 1
+
+
+def test_requests_come_at_the_times_of_the_trace() -> None:
+    turns = [turn._replace(at=at) for at, turn in enumerate(talk(0))]
+    trace = Trace("requests", 64, [[turn] for turn in turns])
+    plan = replace(PLAN, warm_up=0.0)
+    count = replay(CONTENDERS["ours"], trace, plan, (0.01, 0.01), seed=0)
+    assert (count.prompt, count.device) == (16 * (4 + 5 + 6 + 7), 16 * (4 + 5 + 6))
+
+
+def test_a_run_reports_its_replays(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "agents.json"
+    path.write_text(json.dumps(CLAUDE_CODE))
+    traces = replace(PLAN, files=(path,), memories=((0.01, 0.02),), seeds=2, warm_up=0.0)
+    contenders = [CONTENDERS[name] for name in ("ours", "none")]
+    assert command.run(Plan(traces=traces), contenders, {Part.TRACES}, tmp_path) == 0
+    assert "agents, 0.01M / 0.02M tokens" in capsys.readouterr().out
+    assert (tmp_path / "traces.png").stat().st_size
+    (row,) = json.loads((tmp_path / "result.json").read_text())["traces"]
+    assert row["memory"] == [0.01, 0.02]
+    # Two orders of the sessions, with prompts of 3, 5 and 1 ids of 16 tokens.
+    assert {name: count["prompt"] for name, count in row["counts"].items()} == {
+        "ours": 2 * 16 * 9,
+        "none": 2 * 16 * 9,
+    }
