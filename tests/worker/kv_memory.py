@@ -6,8 +6,6 @@ from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
 import torch
 from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
@@ -25,9 +23,6 @@ from simple_offload.vllm_compat import vllm_version
 _planner = importlib.import_module(
     "vllm.v1.core.kv_cache_utils" if vllm_version() < (0, 33) else "vllm.v1.core.kv_cache_planning"
 )
-
-Owners = npt.NDArray[np.int32]
-UNOWNED = -1
 
 
 def full(num_heads: int = 2, head_size: int = 3, block_size: int = 4, **more: Any) -> KVCacheSpec:
@@ -69,50 +64,6 @@ class KVMemory:
     storage: torch.Tensor  # [bytes] int8
     kv_caches: dict[str, torch.Tensor]
     """By layer, as vLLM registers them."""
-
-    def owners(self) -> Owners:
-        """For every byte of the storage, the block that owns it through the registered views, or
-        UNOWNED.
-
-        Every layer claims its pages with the number of the block. Layers of different groups may
-        claim the same bytes, but only for the same block: otherwise the memory itself is wrong.
-        """
-        size = self.storage.numel()
-        owners = np.full(size, UNOWNED, dtype=np.int32)
-        offsets = torch.arange(size, dtype=torch.int32)
-        for layer, block_bytes in self._pages(offsets).items():
-            for block, taken in enumerate(block_bytes):
-                claimed = owners[taken]
-                assert set(claimed.tolist()) <= {UNOWNED, block}, f"{layer} collides"
-                owners[taken] = block
-        return owners
-
-    def _pages(self, offsets: torch.Tensor) -> dict[str, list[npt.NDArray[np.int32]]]:
-        """By layer and block, the offsets in the storage of the block's bytes."""
-        num_blocks = self.config.num_blocks
-        pages: dict[str, list[npt.NDArray[np.int32]]] = {}
-        for placement in self.config.kv_cache_tensors:
-            for index, name in enumerate(placement.layers):
-                cache = self.kv_caches.get(name)
-                if cache is None:
-                    continue
-                start = cache.data_ptr() - self.storage.data_ptr()
-                if cache.dim() == 1:  # the raw buffer: the placement locates its pages
-                    page_bytes = _spec_of(self.config.kv_cache_groups, name).page_size_bytes
-                    first = start + placement.offset + index * placement.layer_stride
-                    pages[name] = [
-                        offsets[at : at + page_bytes].numpy()
-                        for at in range(
-                            first,
-                            first + num_blocks * placement.block_stride,
-                            placement.block_stride,
-                        )
-                    ]
-                    continue
-                view = cache.view(torch.int8)
-                same = torch.as_strided(offsets, view.shape, view.stride(), start)
-                pages[name] = [part.numpy().ravel() for part in same.chunk(num_blocks)]
-        return pages
 
 
 def make_kv_memory(

@@ -6,53 +6,25 @@ from typing import Any
 import pytest
 from vllm.v1.kv_cache_layout import KVCacheLayout
 
-from simple_offload.backends.base import Barrier, Direction
 from simple_offload.config import OffloadConfig
 from simple_offload.metadata import StepMetadata, Transfer
 from simple_offload.ranks import Ranks
 from simple_offload.worker.worker import OffloadWorker
 from tests.conftest import within_patience
 from tests.worker.kv_memory import full, group, make_kv_memory
-from tests.worker.scripted import Mark, ScriptedBackend, ScriptedPending
+from tests.worker.scripted import ScriptedBackend, ScriptedPending
 
 NUM_HOST_BLOCKS = 8
 BLOCK_BYTES = full().page_size_bytes
-
-
-class MarkingBackend(ScriptedBackend):
-    """Gives each barrier a mark of its own; logs ("barrier",)."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.marks: list[Mark] = []
-
-    def barrier(self) -> Barrier | None:
-        self.log.append(("barrier",))
-        self.marks.append(Mark())
-        return self.marks[-1]
-
-    def barriers_of(self, direction: Direction) -> list[object]:
-        return [entry[3] for entry in self.log if entry[:2] == ("copy", direction)]
-
-
-class LoggedPending(ScriptedPending):
-    """Logs ("hold", id) when compute has to wait for it."""
-
-    def __init__(self, backend: ScriptedBackend, transfer_id: int, remaining: float) -> None:
-        super().__init__(remaining=remaining)
-        self._entry = ("hold", transfer_id)
-        self._log = backend.log
-
-    def hold_compute(self) -> None:
-        super().hold_compute()
-        self._log.append(self._entry)
+NOTHING: tuple[set[str], set[str]] = (set(), set())
+"""What ``poll`` returns if no request's load has ended."""
 
 
 class Rank:
     """A worker, its backend, and the clock that the worker reads."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, **extra_config: Any) -> None:
-        self.backend = MarkingBackend()
+        self.backend = ScriptedBackend()
         self.now = 1000.0
         package = "simple_offload.worker"
         monkeypatch.setattr(f"{package}.worker.make_backend", lambda name, path: self.backend)
@@ -65,22 +37,31 @@ class Rank:
     def register(self) -> None:
         self.worker.register_kv_caches(self.memory.kv_caches)
 
+    def submit(self, metadata: StepMetadata) -> None:
+        """Call a step's hooks in vLLM's order. The copy threads work on."""
+        self.worker.bind(metadata)
+        self.worker.submit_loads()
+        self.worker.submit_stores()
+
     def flush(self) -> None:
         """Wait until the copy threads have submitted everything."""
         for lane in self.worker.lanes.values():
             lane.flush()
 
-    def step(self, metadata: StepMetadata) -> tuple[set[str], set[str]]:
-        """Run one engine step, with hooks in vLLM's order. Returns the polled requests."""
-        self.worker.bind(metadata)
-        self.worker.submit_loads()
-        self.worker.submit_stores()
+    def step(self, metadata: StepMetadata | None = None) -> tuple[set[str], set[str]]:
+        """Run one engine step. Returns the polled requests."""
+        self.submit(metadata or StepMetadata())
         self.flush()
         return self.worker.poll()
 
-    def pend(self, transfer_id: int, remaining: float) -> LoggedPending:
+    def report(self) -> tuple[dict[int, int], dict[int, int]]:
+        """Transfers that the rank reports as ended, and those of them that failed."""
+        report = self.worker.drain_report()
+        return (dict(report.ended), dict(report.failed)) if report is not None else ({}, {})
+
+    def pend(self, transfer_id: int, remaining: float) -> ScriptedPending:
         """Keep the copy of this transfer in flight, with ``remaining`` seconds left."""
-        pending = LoggedPending(self.backend, transfer_id, remaining)
+        pending = ScriptedPending(remaining=remaining, log=self.backend.log)
         self.backend.pendings[transfer_id] = pending
         return pending
 

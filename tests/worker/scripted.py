@@ -11,11 +11,12 @@ import torch
 
 from simple_offload.backends.base import Barrier, Direction, Pending
 from simple_offload.metadata import Transfer
-from simple_offload.worker.copy_lane import Completion, CopyLane
+from simple_offload.worker.copy_lane import CopyLane
 from tests.conftest import PATIENCE_SECONDS
 
 Outcomes = list[tuple[int, BaseException | None]]
 """Ids and errors of completions, in order."""
+Log = list[tuple[object, ...]]
 
 
 class ScriptedError(Exception):
@@ -35,8 +36,8 @@ class ScriptedPending:
     error: BaseException | None = None
     remaining: float = math.inf
     """Its estimate in seconds. Test and device share no clock."""
-    num_waits: int = 0
-    num_holds: int = 0
+    log: Log = field(default_factory=list)
+    """Each ("wait",) and ("hold",)."""
 
     def done(self) -> bool:
         if self.ended.is_set() and self.error is not None:
@@ -44,7 +45,7 @@ class ScriptedPending:
         return self.ended.is_set()
 
     def wait(self) -> None:
-        self.num_waits += 1
+        self.log.append(("wait",))
         assert self.ended.wait(PATIENCE_SECONDS), "a copy that nothing ends"
         self.done()
 
@@ -52,20 +53,13 @@ class ScriptedPending:
         return self.remaining
 
     def hold_compute(self) -> None:
-        self.num_holds += 1
+        self.log.append(("hold",))
 
 
 class EndsWhenWaitedFor(ScriptedPending):
     """A copy that ends only when something waits for it."""
 
-    def __init__(
-        self, log: list[tuple[object, ...]] | None = None, error: BaseException | None = None
-    ) -> None:
-        super().__init__(error=error)
-        self.log = [] if log is None else log
-
     def wait(self) -> None:
-        self.log.append(("waited",))
         self.ended.set()
         super().wait()
 
@@ -84,19 +78,20 @@ class ScriptedBackend:
 
     def __init__(self, chunk_bytes: int = sys.maxsize) -> None:
         self.chunk_bytes = chunk_bytes
-        self.log: list[tuple[object, ...]] = []
-        """("open", number of regions), ("chunk", blocks in it), ("enter", direction, thread
-        name), ("copy", direction, id, barrier, thread name), ("close",)"""
+        self.log: Log = []
+        """("open",), ("chunk", blocks in it), ("barrier",), ("enter", direction, thread name),
+        ("copy", direction, id, barrier, thread name), ("close",)"""
+        self.marks: list[Mark] = []
+        """The barriers, in order."""
         self.errors: dict[int, BaseException] = {}
         self.gates: dict[int, threading.Event] = {}
         """Ids of copies that block their thread until the event is set."""
         self.pendings: dict[int, ScriptedPending] = {}
         self.quick: set[int] = set()
         self.copied_quickly: list[int] = []
-        """Ids of copies that the engine's thread may submit."""
+        """Ids of copies that the engine's thread has submitted."""
         self.started = Events()
         self.enter_errors: list[BaseException] = []
-        self.memory: list[torch.Tensor] = []
         self.chunks: list[Sequence[torch.Tensor]] = []
         self.allocators: list[str] = []
         """Names of the threads that have requested memory, in order."""
@@ -112,18 +107,19 @@ class ScriptedBackend:
             assert gate.wait(PATIENCE_SECONDS), "a gate that nothing opens"
         if (error := self.allocation_errors.get(number)) is not None:
             raise error
-        self.memory.append(torch.zeros(num_bytes, dtype=torch.int8))
-        return self.memory[-1]
+        return torch.zeros(num_bytes, dtype=torch.int8)
 
     def open(self, device: Sequence[torch.Tensor]) -> None:
-        self.log.append(("open", len(device)))
+        self.log.append(("open",))
 
     def add_host_chunk(self, regions: Sequence[torch.Tensor]) -> None:
         self.chunks.append(regions)
         self.log.append(("chunk", len(regions[0])))
 
     def barrier(self) -> Barrier | None:
-        return None
+        self.log.append(("barrier",))
+        self.marks.append(Mark())
+        return self.marks[-1]
 
     def enter_thread(self, direction: Direction) -> None:
         self.log.append(("enter", direction, threading.current_thread().name))
@@ -163,14 +159,21 @@ class ScriptedBackend:
         for pending in self.pendings.values():
             pending.ended.set()
 
+    def wait_started(self, transfer_id: int) -> None:
+        """Return when the copy of this transfer has begun."""
+        assert self.started[transfer_id].wait(PATIENCE_SECONDS), "never copied"
+
     def wait_allocating(self, number: int) -> None:
         """Return when a thread requests the memory of chunk ``number``."""
         assert self.allocating[number].wait(PATIENCE_SECONDS), "no thread requests memory"
 
     def copied(self, direction: Direction) -> list[int]:
         """Ids of copies of ``direction``, in the order of their start."""
-        copies = [entry for entry in self.log if entry[0] == "copy" and entry[1] is direction]
-        return [cast(int, entry[2]) for entry in copies]
+        return [cast(int, entry[2]) for entry in self.log if entry[:2] == ("copy", direction)]
+
+    def barriers_of(self, direction: Direction) -> list[object]:
+        """Barriers of these copies."""
+        return [entry[3] for entry in self.log if entry[:2] == ("copy", direction)]
 
 
 class Bench:
@@ -186,26 +189,13 @@ class Bench:
             transfer = Transfer.pairing(transfer_id, [1], [2], f"request {transfer_id}")
             self.lane.submit(transfer, barrier)
 
-    def wait_started(self, transfer_id: int) -> None:
-        """Return when the copy of this transfer has begun."""
-        assert self.backend.started[transfer_id].wait(PATIENCE_SECONDS), "never copied"
-
     def poll(self) -> Outcomes:
-        return outcomes(self.lane.poll())
+        return [(each.transfer.id, each.error) for each in self.lane.poll()]
 
     def flush(self) -> Outcomes:
         """The result of ``poll`` once the thread has submitted everything."""
         self.lane.flush()
         return self.poll()
-
-    def copied(self) -> list[int]:
-        """Ids of copies, in the order of their start."""
-        return self.backend.copied(self.lane.direction)
-
-
-def outcomes(completions: Sequence[Completion]) -> Outcomes:
-    """Ids and errors, in order."""
-    return [(each.transfer.id, each.error) for each in completions]
 
 
 def copy_thread(direction: Direction) -> threading.Thread:

@@ -1,10 +1,8 @@
 """find_regions_by_address: for vllm-ascend's layouts, the regions have every byte of a block
 once."""
 
-import math
 from collections.abc import Callable
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -12,9 +10,9 @@ from hypothesis import strategies as st
 from vllm.v1.kv_cache_layout import KVCacheLayout
 
 from simple_offload.worker.ascend_regions import KVCache, find_regions_by_address
+from tests.worker.coverage import check_regions
 from tests.worker.kv_memory import full, group, make_kv_memory, window
 
-UNOWNED = -1
 Caches = dict[str, KVCache]
 
 
@@ -105,52 +103,11 @@ LAYOUTS: list[Callable[[st.DataObject, int], Caches]] = [
 ]
 
 
-# The owner of every byte, by the views
-
-
-def tensors_of(cache: KVCache) -> list[torch.Tensor]:
-    if isinstance(cache, torch.Tensor):
-        return [cache]
-    return [tensor for part in cache for tensor in tensors_of(part)]
-
-
-def owners_of(caches: Caches, num_blocks: int) -> dict[int, int]:
-    """By address, the block that owns a byte, element by element."""
-    owners: dict[int, int] = {}
-    for cache in caches.values():
-        for tensor in tensors_of(cache):
-            count = math.prod(tensor.shape)
-            where = np.unravel_index(np.arange(count), tuple(tensor.shape))
-            offsets = sum(
-                index * stride for index, stride in zip(where, tensor.stride(), strict=True)
-            )
-            blocks = where[0] // (tensor.shape[0] // num_blocks)
-            for offset, block in zip(np.asarray(offsets).tolist(), blocks.tolist(), strict=True):
-                address = tensor.data_ptr() + offset * tensor.element_size()
-                for byte in range(address, address + tensor.element_size()):
-                    assert owners.setdefault(byte, block) == block
-    return owners
-
-
-def check(caches: Caches, num_blocks: int) -> list[torch.Tensor]:
-    """The regions of ``caches``. Fails unless every byte of a block lies once in the row of its
-    block. No row may have a byte of another block."""
-    owners = owners_of(caches, num_blocks)
-    found: dict[int, int] = {}
+def check(caches: Caches, num_blocks: int) -> list[int]:
+    """The sizes of the pages of the regions of ``caches``, sorted."""
     regions = find_regions_by_address(caches, num_blocks)
-    for region in regions:
-        assert region.dtype == torch.int8
-        assert region.shape[0] == num_blocks
-        assert region.is_contiguous()
-        for block in range(num_blocks):
-            row = region[block]
-            for byte in range(row.data_ptr(), row.data_ptr() + row.numel()):
-                assert byte not in found
-                found[byte] = block
-                assert owners.get(byte, block) == block
-    assert owners.keys() <= found.keys()
-    assert all(found[byte] == block for byte, block in owners.items())
-    return regions
+    check_regions(regions, caches, num_blocks)
+    return sorted(region.shape[1] for region in regions)
 
 
 @given(st.data(), st.integers(1, 4), st.lists(st.sampled_from(LAYOUTS), max_size=4))
@@ -176,72 +133,63 @@ def test_views_of_vllm(layout: KVCacheLayout) -> None:
 
 def test_tensors_one_by_one_are_regions() -> None:
     key, value = torch.zeros((6, 4, 8)), torch.zeros((6, 4, 2))
-    regions = check({"a": (key, value)}, 6)
-    assert sorted(region.shape[1] for region in regions) == [32, 128]
+    assert check({"a": (key, value)}, 6) == [32, 128]
 
 
 def test_keys_over_states_are_one_region() -> None:
     raw = torch.zeros(6 * (8 + 16 + 16), dtype=torch.int8)
     conv, key, value = raw.split([6 * 8, 6 * 16, 6 * 16])
     mamba = [conv.view(6, 8), key.view(torch.float32).view(6, 4)]
-    regions = check({"mamba": mamba, "attention": (key.view(12, 8), value.view(12, 8))}, 6)
-    assert sorted(region.shape[1] for region in regions) == [8, 16, 16]
+    attention = (key.view(12, 8), value.view(12, 8))
+    assert check({"mamba": mamba, "attention": attention}, 6) == [8, 16, 16]
 
 
 def test_interleaved_layers_are_one_region() -> None:
     raw = torch.zeros((6, 40), dtype=torch.int8)
-    regions = check({"a": (raw[:, 4:20], raw[:, 20:28]), "b": raw[:, 30:40]}, 6)
-    assert [region.shape[1] for region in regions] == [40]
+    assert check({"a": (raw[:, 4:20], raw[:, 20:28]), "b": raw[:, 30:40]}, 6) == [40]
 
 
 def test_a_layer_without_memory() -> None:
     assert check({"a": (torch.zeros((0, 8)),), "b": ()}, 6) == []
 
 
-# Refused layouts
-
-
-def test_blocks_that_do_not_divide() -> None:
-    with pytest.raises(ValueError, match=r"layer: .*\(7, 8\) does not divide into 6 blocks"):
-        find_regions_by_address({"layer": torch.zeros((7, 8))}, 6)
-
-
-def test_a_buffer_that_has_no_blocks() -> None:
-    """Some of vLLM's layers register such a buffer. Only its placement locates the blocks."""
-    with pytest.raises(ValueError, match=r"layer: .*one dimension"):
-        find_regions_by_address({"layer": torch.zeros(60)}, 6)
-    check({"a number a block": torch.zeros(6)}, 6)
-
-
-def test_blocks_within_one_another() -> None:
-    memory = torch.zeros(100)
-    with pytest.raises(ValueError, match="lie within one another"):
-        find_regions_by_address({"layer": memory.as_strided((6, 8), (4, 1))}, 6)
-
-
-@pytest.mark.parametrize(
-    ("start", "page"),
-    [
-        (0, 12),  # another page over the same bytes
-        (4, 16),  # the same page, not where the other's begins
-        (16, 16),  # block 0 over the other's block 1
-    ],
-)
-def test_bytes_of_several_blocks(start: int, page: int) -> None:
-    raw = torch.zeros(200, dtype=torch.int8)
-    caches = {
-        "a": raw[: 6 * 16].view(6, 16),
-        "b": raw[start : start + 6 * page].view(6, page),
-    }
-    with pytest.raises(ValueError, match=r"a and b: the same bytes .* several blocks"):
-        find_regions_by_address(caches, 6)
-
-
-def test_pages_that_leave_their_allocation() -> None:
-    """Between their blocks lie bytes that are missing in front of the first or behind the last."""
-    memory = torch.zeros(5 * 16 + 8, dtype=torch.int8)
-    with pytest.raises(ValueError, match="leave their allocation"):
-        find_regions_by_address({"a": memory.as_strided((6, 8), (16, 1))}, 6)
+def test_bytes_between_blocks_belong_to_pages() -> None:
+    """They lie in front of a block's bytes or behind them: the first or the last may lack them."""
     spaced = torch.zeros(6 * 16, dtype=torch.int8).view(6, 16)
-    check({"in front": spaced[:, 8:]}, 6)
-    check({"behind": spaced[:, :8]}, 6)
+    assert check({"in front": spaced[:, 8:]}, 6) == [16]
+    assert check({"behind": spaced[:, :8]}, 6) == [16]
+    assert check({"a number a block": torch.zeros(6)}, 6) == [4]
+
+
+RAW = torch.zeros(200, dtype=torch.int8)
+REFUSED = {
+    "blocks that do not divide": (
+        {"a": torch.zeros((7, 8))},
+        r"a: .*\(7, 8\) does not divide into 6 blocks",
+    ),
+    # Some of vLLM's layers register such a buffer. Only its placement locates the blocks.
+    "a buffer without blocks": ({"a": torch.zeros(60)}, "a: .*one dimension"),
+    "blocks within one another": ({"a": RAW.as_strided((6, 8), (4, 1))}, "lie within one another"),
+    "another page over the same bytes": (
+        {"a": RAW[: 6 * 16].view(6, 16), "b": RAW[: 6 * 12].view(6, 12)},
+        "a and b: the same bytes .* several blocks",
+    ),
+    "the same page, elsewhere": (
+        {"a": RAW[: 6 * 16].view(6, 16), "b": RAW[4 : 4 + 6 * 16].view(6, 16)},
+        "a and b: the same bytes .* several blocks",
+    ),
+    "block 0 over block 1": (
+        {"a": RAW[: 6 * 16].view(6, 16), "b": RAW[16 : 16 + 6 * 16].view(6, 16)},
+        "a and b: the same bytes .* several blocks",
+    ),
+    "bytes missing in front of the first and behind the last": (
+        {"a": torch.zeros(5 * 16 + 8, dtype=torch.int8).as_strided((6, 8), (16, 1))},
+        "leave their allocation",
+    ),
+}
+
+
+@pytest.mark.parametrize(("caches", "message"), REFUSED.values(), ids=REFUSED)
+def test_refused_layouts(caches: Caches, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        find_regions_by_address(caches, 6)

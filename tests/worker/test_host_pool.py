@@ -16,6 +16,7 @@ PAGES = (24, 8)
 BLOCK_BYTES = sum(PAGES)
 CHUNK_BYTES = 3 * BLOCK_BYTES + 5
 """Room for three blocks."""
+MakePool = Callable[..., HostPool]
 
 
 @pytest.fixture
@@ -25,43 +26,26 @@ def backend(no_thread_left: None) -> Iterator[ScriptedBackend]:
 
 
 @pytest.fixture
-def pool(backend: ScriptedBackend) -> Iterator[HostPool]:
-    """Ten blocks in chunks of 3, 3, 3 and 1."""
-    yield (pool := HostPool(backend, PAGES, num_blocks=10))
+def make_pool(backend: ScriptedBackend) -> Iterator[MakePool]:
+    """A function that makes a pool of ten blocks in chunks of 3, 3, 3 and 1."""
+    pools: list[HostPool] = []
+
+    def make(pages: Sequence[int] = PAGES, *, is_agreed: bool = True) -> HostPool:
+        pools.append(HostPool(backend, pages, num_blocks=10, is_agreed=is_agreed))
+        return pools[-1]
+
+    yield make
     backend.release()
-    within_patience(pool.close)
+    for pool in pools:
+        within_patience(pool.close)
 
 
-def shapes(regions: Sequence[torch.Tensor]) -> list[tuple[int, ...]]:
-    return [tuple(region.shape) for region in regions]
+@pytest.fixture
+def pool(make_pool: MakePool) -> HostPool:
+    return make_pool()
 
 
-def when_joined(monkeypatch: pytest.MonkeyPatch, do: Callable[[], None]) -> None:
-    """Call ``do`` when a caller begins to wait for the thread that opens chunks."""
-    join_thread = threading.Thread.join
-
-    def do_and_join(thread: threading.Thread, timeout: float | None = None) -> None:
-        if thread.name == "simple-offload-open":
-            do()
-        join_thread(thread, timeout)
-
-    monkeypatch.setattr(threading.Thread, "join", do_and_join)
-
-
-# Regions
-
-
-def test_regions_share_their_memory_and_leave_none_over(
-    pool: HostPool, backend: ScriptedBackend
-) -> None:
-    pool.open()
-    pool.join()
-    for memory, chunk in zip(backend.memory, backend.chunks, strict=True):
-        assert memory.nbytes == sum(region.nbytes for region in chunk)
-        for value, region in enumerate(chunk, start=1):
-            assert (region.dtype, region.is_contiguous()) == (torch.int8, True)
-            region.add_(value)
-        assert set(memory.tolist()) == {1, 2}  # 3 if regions overlapped
+# Opening
 
 
 @pytest.mark.parametrize(
@@ -74,44 +58,38 @@ def test_regions_share_their_memory_and_leave_none_over(
         (BLOCK_BYTES - 1, [1] * 10),  # a block must lie in one piece
     ],
 )
-def test_chunks_have_the_backend_s_size(chunk_bytes: int, expected: list[int]) -> None:
-    backend = ScriptedBackend(chunk_bytes)
-    pool = HostPool(backend, PAGES, num_blocks=10)
+def test_chunks_have_the_backend_s_size_and_leave_nothing_over(
+    backend: ScriptedBackend, make_pool: MakePool, chunk_bytes: int, expected: list[int]
+) -> None:
+    backend.chunk_bytes = chunk_bytes
+    pool = make_pool()
     pool.open()
     pool.join()
-    assert [shapes(chunk) for chunk in backend.chunks] == [[(n, 24), (n, 8)] for n in expected]
-    assert pool.num_open == 10
+    assert (pool.num_open, pool.nbytes) == (10, 10 * BLOCK_BYTES)
+    shapes = [[tuple(region.shape) for region in chunk] for chunk in backend.chunks]
+    assert shapes == [[(n, 24), (n, 8)] for n in expected]
+    for chunk in backend.chunks:
+        for value, region in enumerate(chunk, start=1):
+            assert (region.dtype, region.is_contiguous()) == (torch.int8, True)
+            region.add_(value)
+        memory = list(chunk[0].untyped_storage())
+        assert len(memory) == sum(region.nbytes for region in chunk)
+        assert set(memory) == {1, 2}  # 3 if regions overlapped
 
 
-def test_without_regions_no_memory_is_allocated(backend: ScriptedBackend) -> None:
+def test_without_regions_no_memory_is_allocated(
+    backend: ScriptedBackend, make_pool: MakePool
+) -> None:
     """A rank without layers has no bytes, and the kernel refuses to allocate none."""
-    pool = HostPool(backend, [], num_blocks=10)
+    pool = make_pool([])
     pool.open()
     assert (pool.num_open, pool.nbytes, backend.allocators) == (10, 0, [])
 
 
-# Opening
-
-
 def test_the_first_chunk_is_open_at_once_and_the_rest_later(
-    pool: HostPool, backend: ScriptedBackend
-) -> None:
-    gate = backend.allocation_gates[1] = threading.Event()
-    pool.open()
-    assert (pool.num_open, pool.nbytes) == (3, 3 * BLOCK_BYTES)
-    backend.wait_allocating(1)
-    assert pool.num_open == 3
-    gate.set()
-    pool.join()
-    assert (pool.num_open, pool.nbytes) == (10, 10 * BLOCK_BYTES)
-    here = threading.current_thread().name
-    assert backend.allocators == [here, *["simple-offload-open"] * 3]
-
-
-def test_blocks_are_open_when_the_backend_has_them(
     pool: HostPool, backend: ScriptedBackend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And not before: a copy to an open block must find it."""
+    """A chunk's blocks are open when the backend has them: a copy to an open block must find it."""
     open_before: list[int] = []
     add = backend.add_host_chunk
 
@@ -120,9 +98,16 @@ def test_blocks_are_open_when_the_backend_has_them(
         add(regions)
 
     monkeypatch.setattr(backend, "add_host_chunk", add_and_look)
+    gate = backend.allocation_gates[1] = threading.Event()
     pool.open()
+    assert (pool.num_open, pool.nbytes) == (3, 3 * BLOCK_BYTES)
+    backend.wait_allocating(1)
+    assert pool.num_open == 3
+    gate.set()
     pool.join()
     assert open_before == [0, 3, 6, 9]
+    here = threading.current_thread().name
+    assert backend.allocators == [here, *["simple-offload-open"] * 3]
 
 
 # Failures
@@ -136,14 +121,30 @@ def test_a_first_chunk_that_fails_is_an_error_at_start(
         pool.open()
     assert caught.value is error
     assert (pool.num_open, len(backend.allocators)) == (0, 1)
-    pool.close()
 
 
 @pytest.mark.parametrize("failing", [1, 2, 3])
+@pytest.mark.parametrize("refused", [False, True])
 def test_a_later_chunk_that_fails_leaves_the_tier_as_it_is(
-    pool: HostPool, backend: ScriptedBackend, caplog: pytest.LogCaptureFixture, failing: int
+    pool: HostPool,
+    backend: ScriptedBackend,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    failing: int,
+    refused: bool,
 ) -> None:
-    backend.allocation_errors[failing] = ScriptedError("no more memory")
+    """It is not allocated, or the backend refuses it."""
+    add = backend.add_host_chunk
+
+    def refuse(regions: Sequence[torch.Tensor]) -> None:
+        if len(backend.chunks) == failing:
+            raise ScriptedError("no more memory")
+        add(regions)
+
+    if refused:
+        monkeypatch.setattr(backend, "add_host_chunk", refuse)
+    else:
+        backend.allocation_errors[failing] = ScriptedError("no more memory")
     pool.open()
     pool.join()
     assert pool.num_open == sum(len(chunk[0]) for chunk in backend.chunks) == 3 * failing
@@ -152,29 +153,6 @@ def test_a_later_chunk_that_fails_leaves_the_tier_as_it_is(
     (record,) = caplog.records
     assert record.levelname == "ERROR"
     assert f"stays at {3 * failing} of 10 blocks (0.00 GiB): no more memory" in record.getMessage()
-
-
-def test_a_chunk_that_the_backend_refuses_is_not_open(
-    pool: HostPool,
-    backend: ScriptedBackend,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    add = backend.add_host_chunk
-
-    def take_one(regions: Sequence[torch.Tensor]) -> None:
-        if backend.chunks:
-            raise ScriptedError("refused")
-        add(regions)
-
-    monkeypatch.setattr(backend, "add_host_chunk", take_one)
-    pool.open()
-    pool.join()
-    assert pool.num_open == 3
-    assert "stays at 3 of 10 blocks (0.00 GiB): refused" in caplog.text
-
-
-# Waiting
 
 
 def test_a_tier_that_is_short_of_memory_goes_on_when_there_is_more(
@@ -190,8 +168,7 @@ def test_a_tier_that_is_short_of_memory_goes_on_when_there_is_more(
         backend.allocation_errors[attempt] = MemoryShortageError("too little")
     pool.open()
     pool.join()
-    assert pool.num_open == 10
-    assert len(backend.allocators) == 7
+    assert (pool.num_open, len(backend.allocators)) == (10, 7)
     tier = "The host tier of this rank"
     assert [(record.levelname, record.getMessage()) for record in caplog.records] == [
         ("WARNING", f"{tier} waits at 3 of 10 blocks (0.00 GiB) for more memory: too little"),
@@ -199,41 +176,24 @@ def test_a_tier_that_is_short_of_memory_goes_on_when_there_is_more(
     ]
 
 
-def test_closing_while_there_is_no_memory(pool: HostPool, backend: ScriptedBackend) -> None:
-    backend.allocation_errors[1] = MemoryShortageError("too little")
-    pool.open()
-    backend.wait_allocating(1)
-    within_patience(pool.close)  # well before its next attempt
-    assert pool.num_open == 3
+# What the ranks agree on
 
 
-def test_no_more_than_the_ranks_agree_on(backend: ScriptedBackend) -> None:
-    pool = HostPool(backend, PAGES, num_blocks=10, is_agreed=False)
+@pytest.mark.parametrize(
+    ("agreed", "opened"), [(2, [3]), (3, [3]), (7, [3, 3, 1]), (99, [3, 3, 3, 1])]
+)
+def test_no_more_than_the_ranks_agree_on(
+    backend: ScriptedBackend, make_pool: MakePool, agreed: int, opened: list[int]
+) -> None:
+    """The first chunk is open before they agree."""
+    pool = make_pool(is_agreed=False)
     pool.open()
     assert (pool.is_agreed, pool.num_open) == (False, 3)
-    pool.agree(7)
+    pool.agree(agreed)
     pool.agree(9)  # only the first call counts
     pool.join()
-    assert (pool.is_agreed, pool.num_open, pool.num_blocks) == (True, 7, 7)
-    assert [len(chunk[0]) for chunk in backend.chunks] == [3, 3, 1]
-
-
-@pytest.mark.parametrize(("agreed", "opened"), [(2, 3), (3, 3), (99, 10)])
-def test_the_first_chunk_is_there_before_the_ranks_agree(
-    backend: ScriptedBackend, agreed: int, opened: int
-) -> None:
-    pool = HostPool(backend, PAGES, num_blocks=10, is_agreed=False)
-    pool.open()
-    pool.agree(agreed)
-    pool.join()
-    assert (pool.num_open, pool.num_blocks) == (opened, opened)
-
-
-def test_closing_before_the_ranks_agree(backend: ScriptedBackend) -> None:
-    pool = HostPool(backend, PAGES, num_blocks=10, is_agreed=False)
-    pool.open()
-    within_patience(pool.close)
-    assert (pool.num_open, len(backend.allocators)) == (3, 1)
+    assert (pool.is_agreed, pool.num_open, pool.num_blocks) == (True, sum(opened), sum(opened))
+    assert [len(chunk[0]) for chunk in backend.chunks] == opened
 
 
 # Closing
@@ -249,19 +209,36 @@ def test_closing_while_a_chunk_is_being_opened(
     gate = backend.allocation_gates[1] = threading.Event()
     pool.open()
     backend.wait_allocating(1)
-    when_joined(monkeypatch, gate.set)
+    join_thread = threading.Thread.join
+
+    def open_gate_and_join(thread: threading.Thread, timeout: float | None = None) -> None:
+        if thread.name == "simple-offload-open":
+            gate.set()
+        join_thread(thread, timeout)
+
+    monkeypatch.setattr(threading.Thread, "join", open_gate_and_join)
     pool.close()
     assert gate.is_set(), "no caller has waited for the thread"
     assert (pool.num_open, len(backend.allocators)) == (6, 2)
     assert caplog.records == []  # neither open nor failed
 
 
-def test_closing_at_any_other_time(backend: ScriptedBackend) -> None:
-    pool = HostPool(backend, PAGES, num_blocks=10)
-    pool.close()
-    pool = HostPool(ScriptedBackend(CHUNK_BYTES), PAGES, num_blocks=10)
+def test_closing_while_there_is_no_memory(pool: HostPool, backend: ScriptedBackend) -> None:
+    backend.allocation_errors[1] = MemoryShortageError("too little")
+    pool.open()
+    backend.wait_allocating(1)
+    within_patience(pool.close)  # well before its next attempt
+    assert pool.num_open == 3
+
+
+def test_closing_at_any_other_time(backend: ScriptedBackend, make_pool: MakePool) -> None:
+    within_patience(make_pool().close)
+    pool = make_pool(is_agreed=False)
+    pool.open()
+    within_patience(pool.close)  # before the ranks agree
+    assert (pool.num_open, len(backend.allocators)) == (3, 1)
+    pool = make_pool()
     pool.open()
     pool.join()
-    pool.close()
     pool.close()
     assert pool.num_open == 10
