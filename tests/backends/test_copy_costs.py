@@ -19,31 +19,25 @@ START, LAUNCH = 5e-6, 20e-6
 
 
 class Machine:
-    """A device. A DMA batch takes ``START`` seconds and, for each descriptor, the larger of ``dma``
-    seconds and the time of its bytes. A kernel batch takes ``LAUNCH`` seconds and the time of its
-    bytes. The bus limits both."""
+    """A device. A DMA batch takes ``START`` seconds and, for each descriptor, the larger of a
+    microsecond and the time of its bytes. A kernel batch takes ``LAUNCH`` seconds and the time of
+    its bytes. The bus limits both."""
 
-    def __init__(self, dma: float = 1e-6, kernel_bandwidth: float = BANDWIDTH) -> None:
-        self.dma = dma
-        self.kernel_bandwidth = kernel_bandwidth
+    def __init__(self) -> None:
         self.timed: Counter[tuple[str, int, int]] = Counter()
 
     def time_dma(self, size: int, count: int, batches: int) -> float:
         self.timed["dma", size, count] += batches
-        return START + batches * count * max(self.dma, size / BANDWIDTH)
+        return START + batches * count * max(1e-6, size / BANDWIDTH)
 
     def time_kernel(self, size: int, count: int, batches: int) -> float:
         self.timed["kernel", size, count] += batches
-        return LAUNCH + batches * count * size / self.kernel_bandwidth
+        return LAUNCH + batches * count * size / BANDWIDTH
 
-    def measure(self, kernel: bool = True, sizes: list[int] = SIZES) -> CopyCosts:
+    def measure(self, kernel: bool = True) -> CopyCosts:
         by_kernel = Path(lambda _: 500, 2, self.time_kernel)
         by_dma = Path(lambda _: 1000, 7, self.time_dma)
-        return measure_costs(sizes, by_dma, by_kernel if kernel else None)
-
-
-def descriptors(*sizes: int) -> npt.NDArray[np.int64]:
-    return np.array(sizes, np.int64)
+        return measure_costs(SIZES, by_dma, by_kernel if kernel else None)
 
 
 def many(size: int, count: int) -> npt.NDArray[np.int64]:
@@ -68,17 +62,8 @@ def test_each_size_is_timed_both_ways() -> None:
     assert costs.sizes.tolist() == SIZES
     assert costs.dma.tolist() == pytest.approx([1e-6, 1e-6, 65536 / BANDWIDTH])
     assert costs.kernel.tolist() == pytest.approx([size / BANDWIDTH for size in SIZES])
-
-
-def test_path_of_many_descriptors_of_a_size() -> None:
-    """Sizes between and beyond the measured ones get a path too."""
-    costs = Machine().measure()
-    assert costs.by_kernel.tolist() == [True, True, False]
-    for size in (1024, 4096, 16384, 20000, 40000, 65536, 1 << 20):
-        choice = costs.choose(many(size, 100_000))
-        assert choice.by_kernel is costs.is_by_kernel(size)
-    assert costs.is_by_kernel(1024)
-    assert not costs.is_by_kernel(1 << 20)
+    # A launch is paid once. Both starts were timed with one descriptor.
+    assert costs.kernel_start == pytest.approx(LAUNCH + 4096 / BANDWIDTH - (START + 1e-6))
 
 
 def test_submission_does_not_count() -> None:
@@ -92,22 +77,13 @@ def test_submission_does_not_count() -> None:
     assert costs.dma.tolist() == [pytest.approx(65536 / BANDWIDTH)]
 
 
-def test_a_launch_is_paid_once() -> None:
-    costs = Machine().measure()
-    assert costs.kernel_start == pytest.approx(
-        LAUNCH + 4096 / BANDWIDTH - (START + 1e-6)  # each with one descriptor
-    )
-
-
 def test_without_a_kernel_all_goes_by_dma() -> None:
     machine = Machine()
     costs = machine.measure(kernel=False)
     assert {path for path, _, _ in machine.timed} == {"dma"}
     assert not costs.by_kernel.any()
     assert costs.kernel_start == 0.0
-    choice = costs.choose(many(4096, 5000))
-    assert choice.by_kernel is False
-    assert choice.seconds == pytest.approx(5000 * 1e-6)
+    assert costs.choose(many(4096, 5000)) == (False, pytest.approx(5000 * 1e-6))
 
 
 @pytest.mark.parametrize(
@@ -126,9 +102,8 @@ def test_the_kernel_has_to_be_worth_its_sms(size: int, slower: float, worthwhile
         Path(lambda _: 100, 3, lambda size, count, batches: slower * batches * count * 1e-6),
     )
     assert costs.by_kernel.tolist() == [worthwhile]
-    choice = costs.choose(many(size, 1000))
-    assert choice.by_kernel is worthwhile
-    assert choice.seconds == pytest.approx(1e-3 * (slower if worthwhile else 1))
+    seconds = pytest.approx(1e-3 * (slower if worthwhile else 1))
+    assert costs.choose(many(size, 1000)) == (worthwhile, seconds)
 
 
 def test_a_time_below_resolution_is_not_zero() -> None:
@@ -142,55 +117,41 @@ def test_a_time_below_resolution_is_not_zero() -> None:
 # Choosing
 
 
+def test_path_of_many_descriptors_of_a_size() -> None:
+    """Sizes between and beyond the measured ones get a path too."""
+    costs = Machine().measure()
+    assert costs.by_kernel.tolist() == [True, True, False]
+    for size in (1024, 4096, 16384, 20000, 40000, 65536, 1 << 20):
+        assert costs.choose(many(size, 100_000)).by_kernel is costs.is_by_kernel(size)
+    assert costs.is_by_kernel(1024)
+    assert not costs.is_by_kernel(1 << 20)
+
+
 def test_a_few_descriptors_go_by_dma_and_many_small_ones_by_kernel() -> None:
+    """The turning point is where both cost the same. Regions start the kernel together."""
     costs = Machine().measure()
-    few = costs.choose(many(4096, 5))
-    assert few.by_kernel is False
-    assert few.seconds == pytest.approx(5e-6)
-    lots = costs.choose(many(4096, 5000))
-    assert lots.by_kernel is True
-    assert lots.seconds == pytest.approx(5000 * costs.kernel[0] + costs.kernel_start)
-
-
-def test_the_turning_point_is_where_both_cost_the_same() -> None:
-    costs = Machine().measure()
+    assert costs.choose(many(4096, 0)) == (False, 0.0)
+    assert costs.choose(many(4096, 5)) == (False, pytest.approx(5e-6))
+    by_kernel = pytest.approx(5000 * costs.kernel[0] + costs.kernel_start)
+    assert costs.choose(many(4096, 5000)) == (True, by_kernel)
+    assert costs.choose(many(4096, 5), 1000) == (True, by_kernel)
+    by_dma = pytest.approx(costs.choose(many(1 << 20, 5000)).seconds)
+    assert costs.choose(many(1 << 20, 5), 1000) == (False, by_dma)
     turn = costs.kernel_start / (costs.dma[0] - costs.kernel[0])
     assert costs.choose(many(4096, int(turn))).by_kernel is False
     assert costs.choose(many(4096, int(turn) + 1)).by_kernel is True
 
 
-def test_regions_start_the_kernel_together() -> None:
-    """Each region has a few descriptors, which alone would go by DMA."""
-    costs = Machine().measure()
-    assert costs.choose(many(4096, 5)).by_kernel is False
-    choice = costs.choose(many(4096, 5), 1000)
-    assert choice.by_kernel is True
-    assert choice.seconds == pytest.approx(costs.choose(many(4096, 5000)).seconds)
-    by_dma = costs.choose(many(1 << 20, 5), 1000)
-    assert by_dma.by_kernel is False
-    assert by_dma.seconds == pytest.approx(costs.choose(many(1 << 20, 5000)).seconds)
-
-
 def test_in_a_mixed_batch_each_size_goes_its_way() -> None:
+    """Sizes that all go one way share one bool. It spares the copy a split by size."""
     costs = Machine().measure()
     sizes = np.concatenate((many(65536, 300), many(4096, 5000)))
     for order in (sizes, sizes[::-1], np.random.default_rng(1).permutation(sizes)):
-        choice = costs.choose(order)
-        assert np.array_equal(choice.by_kernel, order == 4096)
-
-
-def test_sizes_that_all_go_one_way_share_one_bool() -> None:
-    """One bool spares the copy a split by size, and an empty second half."""
-    costs = Machine().measure()
+        assert np.array_equal(costs.choose(order).by_kernel, order == 4096)
     small = np.concatenate((many(4096, 3000), many(16384, 3000)))
     large = np.concatenate((many(65536, 3000), many(1 << 20, 3000)))
     assert costs.choose(small).by_kernel is True
     assert costs.choose(large).by_kernel is False
-
-
-def test_nothing_takes_no_time() -> None:
-    choice = Machine().measure().choose(descriptors())
-    assert choice == (False, 0.0)
 
 
 COSTS = st.builds(
@@ -205,23 +166,19 @@ COSTS = st.builds(
 
 
 @given(COSTS, st.lists(st.integers(1, 1 << 21), min_size=1, max_size=50))
-def test_more_descriptors_never_take_less_time(costs: CopyCosts, sizes: list[int]) -> None:
-    seconds = [
-        costs.choose(descriptors(*sizes[:count])).seconds for count in range(1, len(sizes) + 1)
-    ]
-    assert all(later >= earlier * (1 - 1e-9) for earlier, later in pairwise(seconds))
-
-
-@given(COSTS, st.lists(st.integers(1, 1 << 21), min_size=1, max_size=50))
 def test_the_cheaper_way_is_taken(costs: CopyCosts, sizes: list[int]) -> None:
-    """The cost never exceeds that of DMA for all."""
-    choice = costs.choose(descriptors(*sizes))
-    by_dma = CopyCosts(costs.sizes, costs.dma, np.full(3, math.inf)).choose(descriptors(*sizes))
+    """More descriptors never take less time. The cost never exceeds that of DMA for all."""
+    wanted = np.array(sizes, np.int64)
+    choices = [costs.choose(wanted[:count]) for count in range(1, len(sizes) + 1)]
+    assert all(
+        later.seconds >= earlier.seconds * (1 - 1e-9) for earlier, later in pairwise(choices)
+    )
+    by_dma = CopyCosts(costs.sizes, costs.dma, np.full(3, math.inf)).choose(wanted)
     assert by_dma.by_kernel is False
-    assert choice.seconds <= by_dma.seconds * (1 + 1e-9)
-    if choice.by_kernel is not False:
-        assert np.any(choice.by_kernel)
-        assert choice.seconds < by_dma.seconds
+    assert choices[-1].seconds <= by_dma.seconds * (1 + 1e-9)
+    if choices[-1].by_kernel is not False:
+        assert np.any(choices[-1].by_kernel)
+        assert choices[-1].seconds < by_dma.seconds
 
 
 def test_costs_of_any_size() -> None:
@@ -234,4 +191,4 @@ def test_costs_of_any_size() -> None:
         16 * 65536: 16 * costs.dma[-1],  # above the largest size the bytes decide
     }
     for size, seconds in expected.items():
-        assert costs.choose(descriptors(size)).seconds == pytest.approx(seconds)
+        assert costs.choose(many(size, 1)).seconds == pytest.approx(seconds)

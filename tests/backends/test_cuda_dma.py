@@ -86,9 +86,7 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> Driver:
     fake = Driver()
     bindings = ModuleType("cuda.bindings")
     bindings.driver = fake  # type: ignore[attr-defined]
-    package = ModuleType("cuda")
-    package.bindings = bindings  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "cuda", package)
+    monkeypatch.setitem(sys.modules, "cuda", ModuleType("cuda"))
     monkeypatch.setitem(sys.modules, "cuda.bindings", bindings)
     monkeypatch.setitem(sys.modules, "cuda.bindings.driver", fake)
     return fake
@@ -112,35 +110,33 @@ def test_one_call_for_all_descriptors(driver: Driver) -> None:
 
 def test_the_lock_is_kept_if_asked_for(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
     """Functions of PYFUNCTYPE keep the interpreter lock; those of CFUNCTYPE release it."""
-    made = []
+    used = []
 
-    def make(kind: str, prototype: Any) -> Any:
+    def make(kind: str) -> Any:
         def resolve(address: int) -> Any:
-            function = prototype(address)
-
             def call(*arguments: Any) -> Any:
-                made.append(kind)
-                return function(*arguments)
+                used.append(kind)
+                return _Batch(address)(*arguments)
 
             return call
 
         return lambda *_: resolve
 
-    monkeypatch.setattr("simple_offload.backends.cuda.dma.ctypes.PYFUNCTYPE", make("kept", _Batch))
-    monkeypatch.setattr(
-        "simple_offload.backends.cuda.dma.ctypes.CFUNCTYPE", make("given up", _Batch)
-    )
+    monkeypatch.setattr(dma.ctypes, "PYFUNCTYPE", make("kept"))
+    monkeypatch.setattr(dma.ctypes, "CFUNCTYPE", make("given up"))
     submit = dma.resolve_dma()
     submit(PLAN, Direction.LOAD, STREAM, keep_lock=True)
     submit(PLAN, Direction.LOAD, STREAM)
-    assert made == ["kept", "given up"]
+    assert used == ["kept", "given up"]
     assert len(driver.calls) == 2
 
 
-def test_a_refusal_names_error_and_descriptor(driver: Driver) -> None:
+@pytest.mark.parametrize("has_batch", [True, False])
+def test_a_refusal_names_error_and_descriptor(driver: Driver, has_batch: bool) -> None:
+    driver.has_batch = has_batch
     submit = dma.resolve_dma()
-    driver.fails_at = 2
-    with pytest.raises(CudaCopyError, match="CUDA_ERROR_INVALID_VALUE at descriptor 2 of 3"):
+    driver.fails_at = 1
+    with pytest.raises(CudaCopyError, match="CUDA_ERROR_INVALID_VALUE at descriptor 1 of 3"):
         submit(PLAN, Direction.LOAD, STREAM)
 
 
@@ -159,33 +155,6 @@ def test_a_driver_without_batches(driver: Driver, caplog: pytest.LogCaptureFixtu
     ]
 
 
-def test_a_refused_single_copy_names_its_descriptor(driver: Driver) -> None:
-    driver.fails_at = 1
-    with pytest.raises(CudaCopyError, match="INVALID_VALUE at descriptor 1 of 3"):
-        dma.copy_one_by_one(PLAN, Direction.LOAD, STREAM)
-
-
-def test_largest_first() -> None:
-    assert [part.tolist() for part in dma.largest_first(PLAN)] == [
-        [300, 500, 100],
-        [400, 600, 200],
-        [64, 32, 16],
-    ]
-
-
-@pytest.mark.parametrize(
-    "plan",
-    [
-        descriptors((1, 2, 64), (3, 4, 64), (5, 6, 16)),
-        descriptors((1, 2, 16)),
-        Descriptors(*(np.empty(0, np.uint64) for _ in range(3))),
-    ],
-    ids=["equal sizes", "one", "none"],
-)
-def test_ordered_descriptors_are_returned_unchanged(plan: Descriptors) -> None:
-    assert dma.largest_first(plan) is plan
-
-
 @given(st.lists(st.tuples(*[st.integers(0, 2**63 - 1)] * 2, st.integers(1, 9)), min_size=1))
 def test_descriptors_are_ordered_by_descending_size(rows: list[tuple[int, int, int]]) -> None:
     ordered = dma.largest_first(descriptors(*rows))
@@ -193,3 +162,9 @@ def test_descriptors_are_ordered_by_descending_size(rows: list[tuple[int, int, i
     assert sorted(again) == sorted(rows)
     assert [row[2] for row in again] == sorted((row[2] for row in rows), reverse=True)
     assert all(part.flags.c_contiguous for part in ordered)  # the driver is given addresses
+    assert dma.largest_first(ordered) is ordered
+
+
+def test_no_descriptors_need_no_order() -> None:
+    nothing = Descriptors(*(np.empty(0, np.uint64) for _ in range(3)))
+    assert dma.largest_first(nothing) is nothing

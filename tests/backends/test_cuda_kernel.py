@@ -92,44 +92,34 @@ def test_pages_of_all_pairs_and_nothing_else(
     assert all(torch.equal(destination.blocks(r), wanted[r]) for r in range(len(pages)))
 
 
-def test_pages_of_all_written_pairs(kernels: ModuleType) -> None:
-    source, destination = Side([4], (512,), 1), Side([4], (512,), 2)
-    regions = kernels.KernelRegions(source.regions, destination.regions)
-    kernel = kernels.CopyKernel(CPU)
-    kernel.launch(regions, kernel.write_pairs(np.arange(4), np.arange(4)), 8, None)
-    assert torch.equal(destination.blocks(0), source.blocks(0))
-
-
-class Launcher:
-    """Replaces the kernel, or its compiled form: records its calls."""
-
-    def __init__(self, answer: Any = None) -> None:
-        self.answer = answer
-        self.calls: list[tuple[Any, tuple[Any, ...], dict[str, Any]]] = []
-
-    def __getitem__(self, grid: Any) -> Any:
-        def call(*arguments: Any, **named: Any) -> Any:
-            self.calls.append((grid, arguments, named))
-            return self.answer
-
-        return call
-
-
 def test_later_launches_use_the_compiled_kernel(
     kernels: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Later launches have the same arguments and run on the requested stream. Only this test checks
     the stream."""
-    compiled = Launcher()
-    kernel = Launcher(compiled)
-    monkeypatch.setattr(kernels, "_copy_pages", kernel)
+    calls: dict[str, list[Any]] = {"first": [], "later": []}
+
+    class Launcher:
+        """Replaces the kernel, or its compiled form."""
+
+        def __init__(self, name: str, answer: Any = None) -> None:
+            self.name, self.answer = name, answer
+
+        def __getitem__(self, grid: Any) -> Any:
+            def call(*arguments: Any, **named: Any) -> Any:
+                calls[self.name].append((grid, arguments, named))
+                return self.answer
+
+            return call
+
+    monkeypatch.setattr(kernels, "_copy_pages", Launcher("first", Launcher("later")))
     side = Side([9], (512, 2048), 1).regions
     regions = kernels.KernelRegions(side, side)
-    launcher = kernels.CopyKernel(CPU)
-    pairs = launcher.write_pairs(np.arange(9), np.arange(9)[::-1])
-    launcher.launch(regions, pairs, 8, None)
-    launcher.launch(regions, pairs, 8, SimpleNamespace(cuda_stream=77))
-    ((grid, arguments, named),) = kernel.calls
+    kernel = kernels.CopyKernel(CPU)
+    pairs = kernel.write_pairs(np.arange(9), np.arange(9)[::-1])
+    kernel.launch(regions, pairs, 8, None)
+    kernel.launch(regions, pairs, 8, SimpleNamespace(cuda_stream=77))
+    ((grid, arguments, named),) = calls["first"]
     assert named == {"num_warps": 16}
-    assert compiled.calls == [(grid, arguments, {"stream": 77})]
+    assert calls["later"] == [(grid, arguments, {"stream": 77})]
     assert grid == (2, 1, 1)  # 18 pages, 16 a program

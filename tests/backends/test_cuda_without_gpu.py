@@ -1,4 +1,4 @@
-"""CudaBackend's decisions about a copy: no GPU needed."""
+"""CudaBackend's decisions about a copy, and their streams and pieces: no GPU needed."""
 
 import math
 from types import SimpleNamespace
@@ -6,16 +6,61 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from simple_offload.backends.base import Direction
+from simple_offload.backends.cuda import calibration
 from simple_offload.backends.cuda.backend import CudaBackend
-from simple_offload.backends.cuda.copy_costs import CopyCosts
-from simple_offload.backends.cuda.queues import CudaQueues, RegionClass
+from simple_offload.backends.cuda.copy_costs import CopyCosts, Path
+from simple_offload.backends.cuda.queues import CudaQueues, classify_regions
 from simple_offload.backends.descriptors import Descriptors, Extents, Regions, find_extents
 from simple_offload.metadata import Transfer
 
+LOAD, STORE = Direction.LOAD, Direction.STORE
+MIB = 1 << 20
 
-def quick_backend(page: int, num_regions: int, *, kernel: bool = False) -> CudaBackend:
+
+class Queues(CudaQueues):
+    """Streams without a device. ``log``: the stream, "copy", "copy with lock", "mark" or "after"
+    another stream, and bytes."""
+
+    def __init__(self) -> None:
+        self.kernels = {}
+        self.log: list[tuple[str, str, int]] = []
+        self._streams = {direction: self._stream(direction.value) for direction in Direction}
+        self._spare_stream = self._stream("spare")
+        self.submit_dma = self._note
+
+    def _stream(self, name: str) -> Any:
+        def wait_stream(other: Any) -> None:
+            self.log.append((name, f"after {other.name}", 0))
+
+        return SimpleNamespace(name=name, wait_stream=wait_stream)
+
+    def _note(
+        self, plan: Descriptors, direction: Direction, stream: Any, *, keep_lock: bool = False
+    ) -> None:
+        assert stream is self._streams[direction]
+        kind = "copy with lock" if keep_lock else "copy"
+        self.log.append((stream.name, kind, int(plan.sizes.sum())))
+
+    def begin(self, direction: Direction, barrier: Any) -> Any:
+        return "start"
+
+    def mark(self, stream: Any) -> Any:
+        self.log.append((stream.name, "mark", 0))
+        return "mark"
+
+    def take(self, *kinds: str) -> list[tuple[str, str, int]]:
+        """Entries of these kinds, without those of earlier calls."""
+        taken = [entry for entry in self.log if entry[1].split()[0] in kinds]
+        self.log.clear()
+        return taken
+
+
+def make_backend(
+    page: int, num_regions: int = 1, *, kernel: bool = False
+) -> tuple[CudaBackend, Queues]:
     """A backend whose costs send descriptors of less than 64 KiB by kernel, if there is one."""
     backend = CudaBackend.__new__(CudaBackend)  # needs no GPU as long as it is not initialised
     num_blocks = 1 << 16
@@ -27,22 +72,26 @@ def quick_backend(page: int, num_regions: int, *, kernel: bool = False) -> CudaB
     )
     sizes = np.array([4096.0, 32768.0, 65536.0])
     by_kernel = np.array([1e-7, 1e-6, 4e-6]) if kernel else np.full(3, math.inf)
-    costs = CopyCosts(sizes, np.array([2e-6, 2e-6, 2e-6]), by_kernel, 1e-5)
+    costs = CopyCosts(sizes, np.full(3, 2e-6), by_kernel, 1e-5)
     backend._costs = dict.fromkeys(Direction, costs)
     backend._copy_path = "auto"
     backend._device_regions, backend._block_bytes = regions, regions.block_bytes
-    backend._classes = [RegionClass(regions, regions, {})]
-    return backend
+    backend._classes = classify_regions(regions, regions, kernels=False)
+    backend._queues = queues = Queues()
+    return backend, queues
 
 
-def pairs(count: int) -> Transfer:
-    return Transfer(0, np.arange(count), np.arange(count))
+def scattered(count: int) -> Transfer:
+    return Transfer(0, np.arange(count), np.arange(count)[::-1] * 3 % count)
+
+
+# Which copies are quick
 
 
 @pytest.mark.parametrize(
     ("page", "num_regions", "kernel", "most"),
     [
-        (2 << 20, 1, False, 1024),  # 2 GiB
+        (2 * MIB, 1, False, 1024),  # 2 GiB
         (64 << 10, 64, True, 32),
         (16 << 10, 64, False, 32),
         (16 << 10, 64, True, 2048),  # 2 GiB again: the kernel takes thousands at once
@@ -51,69 +100,70 @@ def pairs(count: int) -> Transfer:
 def test_loads_of_few_descriptors_are_quick(
     page: int, num_regions: int, kernel: bool, most: int
 ) -> None:
-    backend = quick_backend(page, num_regions, kernel=kernel)
-    assert backend.is_quick(Direction.LOAD, pairs(most))
-    assert not backend.is_quick(Direction.LOAD, pairs(most + 1))
-
-
-def test_stores_are_not_quick() -> None:
     """No request waits for a store."""
-    backend = quick_backend(2 << 20, 1)
-    assert not backend.is_quick(Direction.STORE, pairs(1))
+    backend, _ = make_backend(page, num_regions, kernel=kernel)
+    assert backend.is_quick(LOAD, scattered(most))
+    assert not backend.is_quick(LOAD, scattered(most + 1))
+    assert not backend.is_quick(STORE, scattered(1))
 
 
-class Log(CudaQueues):
-    """Records its input: bytes for a call of the driver, and "mark" for an event."""
-
-    def __init__(self) -> None:
-        self.kernels = {}
-        self.submit_dma = self._note
-        stream: Any = SimpleNamespace(wait_stream=lambda _: None)
-        self._streams = dict.fromkeys(Direction, stream)
-        self._spare_stream = stream
-        self.given: list[int | str] = []
-        self.kept_lock: set[bool] = set()
-
-    def _note(
-        self, plan: Descriptors, direction: Direction, stream: Any, *, keep_lock: bool = False
-    ) -> None:
-        assert stream is self._streams[direction]
-        self.given.append(int(plan.sizes.sum()))
-        self.kept_lock.add(keep_lock)
-
-    def begin(self, direction: Direction, barrier: Any) -> Any:
-        return "start"
-
-    def mark(self, stream: Any) -> Any:
-        self.given.append("mark")
-        return "mark"
+def test_only_a_quick_copy_keeps_the_lock() -> None:
+    backend, queues = make_backend(2 * MIB)
+    for copy, kind in ((backend.copy, "copy"), (backend.copy_quickly, "copy with lock")):
+        copy(LOAD, scattered(64), None)
+        assert {entry[1] for entry in queues.take("copy")} == {kind}
 
 
-def copy(backend: CudaBackend, direction: Direction, transfer: Transfer) -> tuple[Log, list[float]]:
-    """The input of the queues, and the seconds of each part of the copy."""
-    backend._queues = log = Log()
-    pending = backend.copy(direction, transfer, None)
-    return log, [part.seconds for part in pending.marks]
+# Pieces and streams
 
 
-def scattered(count: int) -> Transfer:
-    return Transfer(0, np.arange(count), np.arange(count)[::-1] * 3 % count)
+@pytest.mark.parametrize(
+    ("direction", "page", "count", "expected"),
+    [
+        # The first piece is a smaller one; each later one of a load has 64 MiB or just more.
+        (LOAD, 6 * MIB, 14, [("load", 12 * MIB), ("load", 66 * MIB), ("load", 6 * MIB)]),
+        (STORE, 6 * MIB, 7, [("store", 12 * MIB), ("spare", 18 * MIB), ("store", 12 * MIB)]),
+        # The device begins when the driver has read all descriptors of a call: 256.
+        (LOAD, 4096, 600, [("load", num * 4096) for num in (256, 256, 88)]),
+    ],
+)
+def test_copies_go_in_pieces(
+    direction: Direction, page: int, count: int, expected: list[tuple[str, int]]
+) -> None:
+    backend, queues = make_backend(page)
+    backend.copy(direction, scattered(count), None)
+    assert [(stream, size) for stream, _, size in queues.take("copy")] == expected
+
+
+def test_a_store_changes_streams_and_keeps_its_order() -> None:
+    """Each piece waits for the one before, including the last piece of the previous copy."""
+    backend, queues = make_backend(6 * MIB)
+    backend.copy(STORE, scattered(5), None)
+    backend.copy(STORE, scattered(1), None)
+    assert queues.take("copy", "after") == [
+        ("store", "copy", 12 * MIB),
+        ("spare", "after store", 0),
+        ("spare", "copy", 18 * MIB),
+        ("store", "after spare", 0),
+        ("store", "copy", 6 * MIB),
+        ("spare", "after store", 0),
+    ]
 
 
 def test_regions_start_the_kernel_together() -> None:
     """One region alone has so few pages that they would go by DMA."""
     few = Extents(np.arange(2), np.arange(2), np.ones(2, np.int64))
     for num_regions, by_kernel in ((1, False), (64, True)):
-        backend = quick_backend(16 << 10, num_regions, kernel=True)
-        division = backend._choose(Direction.STORE, backend._classes[0], few)
+        backend, _ = make_backend(16 << 10, num_regions, kernel=True)
+        division = backend._choose(STORE, backend._classes[0], few)
         assert division.by_kernel is by_kernel
-        expected = backend._costs[Direction.STORE].choose(np.full(2 * num_regions, 16 << 10))
+        expected = backend._costs[STORE].choose(np.full(2 * num_regions, 16 << 10))
         assert division.seconds == pytest.approx(expected.seconds)
 
 
 @pytest.mark.parametrize(
     ("page", "num_regions", "num_bytes"),
-    [(2 << 20, 1, 16 << 20), (64 << 10, 64, 16 << 20), (4 << 10, 1, 8 << 20)],
+    [(2 * MIB, 1, 16 * MIB), (64 << 10, 64, 16 * MIB), (4 << 10, 1, 8 * MIB)],
 )
 def test_the_first_bytes_move_soon(
     page: int, num_regions: int, num_bytes: int, monkeypatch: pytest.MonkeyPatch
@@ -126,40 +176,73 @@ def test_the_first_bytes_move_soon(
         return find_extents(source, destination, *blocks)
 
     monkeypatch.setattr("simple_offload.backends.cuda.backend.find_extents", find)
-    backend = quick_backend(page, num_regions)
-    copy(backend, Direction.LOAD, scattered(16384 // num_regions))
+    backend, _ = make_backend(page, num_regions)
+    backend.copy(LOAD, scattered(16384 // num_regions), None)
     assert planned[0] * page * num_regions == num_bytes
     assert sum(planned) == 16384 // num_regions
 
 
-@pytest.mark.parametrize("direction", list(Direction))
-def test_few_events_and_one_behind_the_last_byte(direction: Direction) -> None:
-    """1 GiB and two pages, in pieces of 64 MiB at most, or 16 MiB: about eight events."""
-    log, seconds = copy(quick_backend(2 << 20, 1), direction, scattered(514))
-    num_events = {Direction.LOAD: 8, Direction.STORE: 9}[direction]
-    assert log.given.count("mark") == len(seconds) == num_events
-    assert log.given[-1] == "mark"
-    assert sum(given for given in log.given if not isinstance(given, str)) == 514 << 21
-    assert sum(seconds) == pytest.approx(514 * 2e-6 * 32)  # by the bytes, above 64 KiB
-    assert min(seconds) > 0
+# Events
 
 
-def test_many_small_pieces_share_an_event() -> None:
-    backend = quick_backend(16 << 10, 1)
-    log, seconds = copy(backend, Direction.LOAD, scattered(4096))
-    assert len(log.given) > 16  # 256 descriptors a call
-    expected = backend._costs[Direction.LOAD].choose(np.full(4096, 16 << 10)).seconds
-    assert seconds == [pytest.approx(expected)]
+@pytest.mark.parametrize(
+    ("direction", "page", "count", "num_events"),
+    [
+        # 1 GiB and two pages, in pieces of 64 MiB at most, or 16 MiB
+        (LOAD, 2 * MIB, 514, 8),
+        (STORE, 2 * MIB, 514, 9),
+        (LOAD, 16 << 10, 4096, 1),  # many small pieces share one
+        (LOAD, 4096, 0, 1),  # a copy of nothing has an end
+    ],
+)
+def test_few_events_and_one_behind_the_last_byte(
+    direction: Direction, page: int, count: int, num_events: int
+) -> None:
+    backend, queues = make_backend(page)
+    transfer = scattered(count) if count else Transfer(0, *[np.arange(0)] * 2)
+    seconds = [mark.seconds for mark in backend.copy(direction, transfer, None).marks]
+    log = queues.take("copy", "mark")
+    assert [entry[1] for entry in log].count("mark") == len(seconds) == num_events
+    assert log[-1][1] == "mark"
+    assert sum(size for _, _, size in log) == count * page
+    expected = backend._costs[direction].choose(np.full(count, page)).seconds
+    assert sum(seconds) == pytest.approx(expected)
+    assert count == 0 or min(seconds) > 0
 
 
-def test_a_copy_of_nothing_has_an_end() -> None:
-    log, seconds = copy(quick_backend(4096, 1), Direction.LOAD, pairs(0))
-    assert (log.given, seconds) == (["mark"], [0.0])
+# Regions, and their costs
 
 
-def test_only_a_quick_copy_keeps_the_lock() -> None:
-    backend = quick_backend(2 << 20, 1)
-    log, _ = copy(backend, Direction.LOAD, scattered(64))
-    assert log.kept_lock == {False}
-    backend.copy_quickly(Direction.LOAD, scattered(64), None)
-    assert log.kept_lock == {False, True}
+def test_pages_of_similar_size_go_together() -> None:
+    pages = (4096, 20_000, 4608, 16_384)
+    device, host = (
+        Regions.from_tensors([torch.empty(count, page, dtype=torch.int8) for page in pages])
+        for count in (3, 5)
+    )
+    small, large = classify_regions(device, host, kernels=False)
+    assert (small.page, large.page) == (4608, 20_000)
+    for alike, chosen in ((small, [0, 2]), (large, [1, 3])):
+        assert alike.device.pages.tolist() == [pages[index] for index in chosen]
+        assert np.array_equal(alike.device.bases, device.bases[chosen])
+        assert np.array_equal(alike.host.bases, host.bases[chosen])
+        assert (alike.device.num_blocks, alike.host.num_blocks) == (3, 5)
+        assert alike.sides(STORE) == alike.sides(LOAD)[::-1] == (alike.device, alike.host)
+
+
+def test_dma_of_small_pages_counts_for_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    """DMA takes longer in a tier than in the measured memory; the kernel does not."""
+    sizes = [16384, 32768, 65536]
+
+    def measured(sizes: list[int], dma: Path, kernel: Path | None) -> CopyCosts:
+        assert kernel is not None
+        return CopyCosts(np.array(sizes, np.float64), np.full(3, 1e-6), np.full(3, 1e-6), 2e-5)
+
+    monkeypatch.setattr(calibration, "measure_costs", measured)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda _: None)
+    monkeypatch.setattr(calibration, "classify_regions", lambda *_, kernels: kernels)
+    queues: Any = SimpleNamespace(kernels={LOAD: "kernel"}, submit=lambda *_: iter(()))
+    scratch = torch.zeros(1 << 20, dtype=torch.int8)
+    costs = calibration.measure_direction(queues, LOAD, sizes, scratch, scratch)
+    assert costs.dma.tolist() == pytest.approx([1.15e-6, 1.15e-6, 1e-6])
+    assert costs.by_kernel.tolist() == [True, True, False]
+    assert (costs.kernel.tolist(), costs.kernel_start) == ([1e-6] * 3, 2e-5)

@@ -1,6 +1,6 @@
 """Descriptors copy every byte of every pair of blocks once, with neighbours merged."""
 
-import random
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -21,6 +21,8 @@ from simple_offload.backends.descriptors import (
 _PAGES = (8, 24)
 _NUM_BLOCKS = 40
 _ORIGINS = (100_000, 500_000)
+Pairs = list[tuple[int, int]]
+"""Source and destination blocks."""
 
 
 class Side:
@@ -52,111 +54,62 @@ def rows(plan: Descriptors) -> list[tuple[int, int, int]]:
     return list(zip(*(part.tolist() for part in plan), strict=True))
 
 
-def plan_pairs(source: Side, destination: Side, pairs: dict[int, int]) -> Descriptors:
-    """``pairs``: destination block to source block."""
-    return plan_copies(
-        source.regions,
-        destination.regions,
-        np.array(list(pairs.values()), np.int64),
-        np.array(list(pairs), np.int64),
-    )
+def plan_pairs(source: Side, destination: Side, pairs: Pairs) -> Descriptors:
+    sides = np.array(pairs, np.int64).reshape(-1, 2).T.copy()
+    return plan_copies(source.regions, destination.regions, *sides)
 
 
-SIDES = st.tuples(*[st.integers(1, _NUM_BLOCKS + 3)] * 2)
-"""Number of blocks of a chunk, on either side."""
-SOURCES = st.lists(st.integers(0, _NUM_BLOCKS - 1), unique=True, max_size=_NUM_BLOCKS)
-
-
-@given(SIDES, SOURCES, st.booleans(), st.randoms(use_true_random=False))
-def test_every_byte_of_every_pair_and_no_other(
-    chunk_blocks: tuple[int, int], sources: list[int], mixed: bool, rng: random.Random
-) -> None:
-    source, destination = (
-        Side(origin, blocks) for origin, blocks in zip(_ORIGINS, chunk_blocks, strict=True)
-    )
-    destinations = list(range(_NUM_BLOCKS))
-    if mixed:
-        rng.shuffle(destinations)
-    else:  # many neighbours
-        sources.sort()
-    pairs = dict(zip(destinations, sources, strict=False))
-    copied = {}
-    for to, of, size in rows(plan_pairs(source, destination, pairs)):
-        for offset in range(size):
-            assert to + offset not in copied
-            copied[to + offset] = of + offset
-    assert copied == {
-        destination.where[region, to] + offset: source.where[region, of] + offset
-        for region, page in enumerate(_PAGES)
-        for to, of in pairs.items()
-        for offset in range(page)
-    }
-
-
-@given(SIDES, SOURCES, st.integers(0, _NUM_BLOCKS), st.integers(0, 3), st.booleans())
-def test_neighbours_within_a_chunk_become_one_and_no_others(
-    chunk_blocks: tuple[int, int], sources: list[int], shift: int, num_swaps: int, down: bool
-) -> None:
-    """Two chunks may be neighbours in memory, but each is pinned separately."""
-    source, destination = (
-        Side(origin, blocks) for origin, blocks in zip(_ORIGINS, chunk_blocks, strict=True)
-    )
-    sources = sorted(sources, reverse=down)
+@st.composite
+def drawn_pairs(draw: st.DrawFn) -> Pairs:
+    """Many neighbours, upwards, downwards or mixed; no block twice on a side."""
+    sources = draw(st.lists(st.integers(0, _NUM_BLOCKS - 1), unique=True, max_size=_NUM_BLOCKS))
+    order = draw(st.sampled_from(["up", "down", "mixed"]))
+    if order != "mixed":
+        sources.sort(reverse=order == "down")
+    shift, num_swaps = draw(st.integers(0, _NUM_BLOCKS)), draw(st.integers(0, 3))
     destinations = [(block + shift) % _NUM_BLOCKS for block in sources]
     for index in range(min(num_swaps, len(destinations) - 1)):
         destinations[index], destinations[-1] = destinations[-1], destinations[index]
-    extents: list[list[tuple[int, int]]] = []  # of pairs that one descriptor has to cover
-    for pair in zip(sources, destinations, strict=True):
-        if extents and all(
-            block == before + (-1 if down else 1) and side.chunk_of(block) == side.chunk_of(before)
-            for side, block, before in zip(
-                (source, destination), pair, extents[-1][-1], strict=True
-            )
-        ):
-            extents[-1].append(pair)
-        else:
-            extents.append([pair])
-    plan = plan_pairs(source, destination, dict(zip(destinations, sources, strict=True)))
-    assert sorted(rows(plan)) == sorted(
-        (
-            destination.where[region, min(extent)[1]],
-            source.where[region, min(extent)[0]],
-            page * len(extent),
-        )
-        for region, page in enumerate(_PAGES)
-        for extent in extents
+    return list(zip(sources, destinations, strict=True))
+
+
+def joins(before: tuple[int, int], after: tuple[int, int], sides: tuple[Side, Side]) -> bool:
+    """Whether one descriptor copies both pairs. Two chunks may be neighbours in memory, but each is
+    pinned separately."""
+    steps = [now - then for then, now in zip(before, after, strict=True)]
+    return steps in ([1, 1], [-1, -1]) and all(
+        side.chunk_of(now) == side.chunk_of(then)
+        for side, then, now in zip(sides, before, after, strict=True)
     )
 
 
-@pytest.mark.parametrize("pairs", [{1: 7, 2: 6, 3: 5}, {1: 5, 9: 6, 2: 7}, {1: 5, 3: 7}], ids=str)
-def test_pairs_that_do_not_merge(pairs: dict[int, int]) -> None:
-    """Pairs in opposite order, pairs that are neighbours on one side only, and a step of two."""
-    assert len(plan_pairs(Side(0), Side(10_000), pairs).sizes) == 2 * len(pairs)
-
-
-@given(SIDES, SOURCES, st.integers(0, _NUM_BLOCKS), st.booleans())
-def test_runs_have_every_pair_once(
-    chunk_blocks: tuple[int, int], sources: list[int], shift: int, ordered: bool
+@given(st.tuples(*[st.integers(1, _NUM_BLOCKS + 3)] * 2), drawn_pairs())
+def test_every_byte_of_every_pair_once_with_neighbours_merged(
+    chunk_blocks: tuple[int, int], pairs: Pairs
 ) -> None:
-    source, destination = (
-        Side(origin, blocks) for origin, blocks in zip(_ORIGINS, chunk_blocks, strict=True)
+    source, destination = Side(_ORIGINS[0], chunk_blocks[0]), Side(_ORIGINS[1], chunk_blocks[1])
+    plan = plan_pairs(source, destination, pairs)
+    assert copied_bytes(plan) == sorted(
+        (destination.where[region, to] + offset, source.where[region, of] + offset)
+        for region, page in enumerate(_PAGES)
+        for of, to in pairs
+        for offset in range(page)
     )
-    if ordered:
-        sources = sorted(sources)
-    destinations = [(block + shift) % _NUM_BLOCKS for block in sources]
-    extents = find_extents(
-        source.regions,
-        destination.regions,
-        np.array(sources, np.int64),
-        np.array(destinations, np.int64),
-    )
-    pairs = [part.tolist() for part in extents.pairs()]
-    assert sorted(zip(*pairs, strict=True)) == sorted(zip(sources, destinations, strict=True))
+    num_joins = sum(joins(*both, (source, destination)) for both in pairwise(pairs))
+    assert len(plan.sizes) == len(_PAGES) * (len(pairs) - num_joins)
+
+
+@given(st.tuples(*[st.integers(1, _NUM_BLOCKS + 3)] * 2), drawn_pairs())
+def test_extents_have_every_pair_once(chunk_blocks: tuple[int, int], pairs: Pairs) -> None:
+    source, destination = Side(_ORIGINS[0], chunk_blocks[0]), Side(_ORIGINS[1], chunk_blocks[1])
+    blocks = np.array(pairs, np.int64).reshape(-1, 2).T.copy()
+    extents = find_extents(source.regions, destination.regions, *blocks)
+    assert sorted(zip(*(part.tolist() for part in extents.pairs()), strict=True)) == sorted(pairs)
     # Also of some extents.
     chosen = np.arange(len(extents.lengths)) % 2 == 0
     halves = [extents.select(half) for half in (chosen, ~chosen)]
     found = [pair for half in halves for pair in zip(*half.pairs(), strict=True)]
-    assert sorted(found) == sorted(zip(sources, destinations, strict=True))
+    assert sorted(found) == sorted(pairs)
 
 
 @given(st.integers(0, 300), st.integers(1, 100), st.integers(1, 100))
@@ -219,26 +172,16 @@ def tensors(num_blocks: int, *pages: int) -> list[torch.Tensor]:
     return [torch.zeros((num_blocks, page), dtype=torch.int8) for page in pages]
 
 
-def test_regions_in_one_chunk() -> None:
-    device = tensors(3, 16, 8)
-    regions = Regions.from_tensors(device)
-    assert regions.bases.tolist() == [[tensor.data_ptr()] for tensor in device]
-    assert regions.pages.tolist() == [16, 8]
-    assert (regions.chunk_blocks, regions.num_blocks) == (3, 3)
-    blocks = np.array([2, 0])
-    assert regions.addresses(blocks).tolist() == [
-        [tensor.data_ptr() + 2 * tensor.shape[1], tensor.data_ptr()] for tensor in device
-    ]
-
-
 def test_regions_in_chunks() -> None:
     chunks = [tensors(count, 16, 8) for count in (3, 3, 2)]
-    regions = Regions.from_chunks(chunks)
-    assert (regions.chunk_blocks, regions.num_blocks) == (3, 8)
-    assert regions.addresses(np.arange(8)).tolist() == [
-        [chunk[region][row].data_ptr() for chunk in chunks for row in range(len(chunk[region]))]
-        for region in range(2)
-    ]
+    for some, num_blocks in ((chunks, 8), (chunks[:1], 3)):
+        regions = Regions.from_chunks(some)
+        assert regions.pages.tolist() == [16, 8]
+        assert (regions.chunk_blocks, regions.num_blocks) == (3, num_blocks)
+        assert regions.addresses(np.arange(num_blocks)).tolist() == [
+            [chunk[region][row].data_ptr() for chunk in some for row in range(len(chunk[region]))]
+            for region in range(2)
+        ]
 
 
 @pytest.mark.parametrize(("page", "num_blocks"), [(25, 4), (30, 3), (100, 1), (101, 0)])
@@ -251,12 +194,6 @@ def test_a_region_inside_a_buffer(page: int, num_blocks: int) -> None:
     ]
 
 
-@pytest.mark.parametrize("lengths", [(3, 2, 3), (2, 3), (3, 3, 4)], ids=str)
-def test_only_the_last_chunk_may_be_smaller(lengths: tuple[int, ...]) -> None:
-    with pytest.raises(ValueError, match="only the last may be smaller"):
-        Regions.from_chunks([tensors(length, 16) for length in lengths])
-
-
 def test_no_regions() -> None:
     regions = Regions.from_tensors([])
     assert (regions.num_blocks, len(regions.pages)) == (0, 0)
@@ -264,11 +201,22 @@ def test_no_regions() -> None:
     assert rows(plan_copies(regions, regions, nothing, nothing)) == []
 
 
-@pytest.mark.parametrize("chunk", [0, 1])
-def test_a_region_with_gaps_is_refused(chunk: int) -> None:
-    chunks = [tensors(3, 16), tensors(3, 16)]
-    chunks[chunk] = [torch.zeros((3, 32), dtype=torch.int8)[:, :16]]
-    with pytest.raises(ValueError, match="not dense"):
+GAPS = [torch.zeros((3, 32), dtype=torch.int8)[:, :16]]
+
+
+@pytest.mark.parametrize(
+    ("chunks", "message"),
+    [
+        *(
+            ([tensors(length, 16) for length in lengths], "only the last may be smaller")
+            for lengths in ((3, 2, 3), (2, 3), (3, 3, 4))
+        ),
+        ([GAPS, tensors(3, 16)], "not dense"),
+        ([tensors(3, 16), GAPS], "not dense"),
+    ],
+)
+def test_refused_chunks(chunks: list[list[torch.Tensor]], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
         Regions.from_chunks(chunks)
 
 
@@ -298,6 +246,6 @@ def test_a_selection_of_regions() -> None:
 
 def test_concatenated_plans() -> None:
     source, destination = Side(0), Side(10_000)
-    plans = [plan_pairs(source, destination, pairs) for pairs in ({1: 2}, {5: 6, 6: 7})]
+    plans = [plan_pairs(source, destination, pairs) for pairs in ([(1, 2)], [(5, 6), (6, 7)])]
     assert rows(Descriptors.concatenate(plans)) == [*rows(plans[0]), *rows(plans[1])]
     assert Descriptors.concatenate(plans[:1]) is plans[0]

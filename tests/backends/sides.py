@@ -1,0 +1,119 @@
+"""Sides: the memory on both sides of a backend's copies, and what a copy should do to it."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from simple_offload.backends.base import Barrier, CopyBackend, Direction
+from simple_offload.metadata import Transfer
+
+Blocks = Sequence[int] | npt.NDArray[Any]
+Contents = tuple[list[torch.Tensor], list[torch.Tensor]]
+"""The regions of the device and of the host, ``[num_blocks, page_bytes]`` each."""
+
+
+class Sides:
+    """Regions of random bytes on both sides. The host's are in chunks of ``chunk_blocks`` blocks.
+
+    ``device``: where the device's regions lie. ``checked_on``: where bytes are compared.
+    """
+
+    def __init__(
+        self,
+        backend: CopyBackend,
+        pages: Sequence[int],
+        num_blocks: int,
+        *,
+        num_host_blocks: int | None = None,
+        chunk_blocks: int | None = None,
+        device: str = "cpu",
+        checked_on: str = "cpu",
+    ) -> None:
+        self.backend = backend
+        self._checked_on = checked_on
+        self._noise = torch.Generator(checked_on).manual_seed(0)
+        self.device = [self._random(num_blocks, page).to(device) for page in pages]
+        backend.open(self.device)
+        self.chunks: list[list[torch.Tensor]] = []
+        num_host_blocks = num_host_blocks or num_blocks
+        chunk_blocks = chunk_blocks or num_host_blocks
+        for first in range(0, num_host_blocks, chunk_blocks):
+            count = min(chunk_blocks, num_host_blocks - first)
+            memory = backend.allocate_host(count * sum(pages))
+            memory.copy_(self._random(len(memory)))
+            parts = memory.split([count * page for page in pages])
+            chunk = [part.view(count, page) for part, page in zip(parts, pages, strict=True)]
+            backend.add_host_chunk(chunk)
+            self.chunks.append(chunk)
+
+    def _random(self, *shape: int) -> torch.Tensor:
+        return torch.randint(
+            -128,
+            128,
+            shape,
+            generator=self._noise,
+            dtype=torch.int8,
+            device=self._checked_on,
+        )
+
+    @property
+    def host(self) -> list[torch.Tensor]:
+        """Copies of the host's regions, joined from their chunks."""
+        columns = zip(*self.chunks, strict=True)
+        return [torch.cat([part.to(self._checked_on) for part in column]) for column in columns]
+
+    def contents(self) -> Contents:
+        """Copies of both sides' regions."""
+        return [region.to(self._checked_on, copy=True) for region in self.device], self.host
+
+    def fill_host(self, value: int) -> None:
+        for part in (part for chunk in self.chunks for part in chunk):
+            part.fill_(value)
+
+    def copy(
+        self,
+        direction: Direction,
+        device_blocks: Blocks,
+        host_blocks: Blocks,
+        barrier: Barrier | None = None,
+    ) -> Any:
+        """Submit a copy. Returns the backend's answer."""
+        device, host = (np.array(side, np.int64) for side in (device_blocks, host_blocks))
+        return self.backend.copy(direction, Transfer(0, device, host), barrier)
+
+    def expected(
+        self, direction: Direction, device_blocks: Blocks, host_blocks: Blocks
+    ) -> Contents:
+        """Both sides' regions after the copy."""
+        device, host = self.contents()
+        on_device, on_host = (
+            torch.from_numpy(np.array(side, np.int64)).to(self._checked_on)
+            for side in (device_blocks, host_blocks)
+        )
+        for d, h in zip(device, host, strict=True):
+            if direction is Direction.LOAD:
+                d[on_device] = h[on_host]
+            else:
+                h[on_host] = d[on_device]
+        return device, host
+
+    def copy_and_check(
+        self, direction: Direction, device_blocks: Blocks, host_blocks: Blocks
+    ) -> Any:
+        """Copy behind the compute queued so far, and check every byte of both sides. Returns the
+        backend's answer."""
+        expected = self.expected(direction, device_blocks, host_blocks)
+        pending = self.copy(direction, device_blocks, host_blocks, self.backend.barrier())
+        if pending is not None:
+            pending.wait()
+        self.check(expected)
+        return pending
+
+    def check(self, expected: Contents) -> None:
+        """Fail unless every byte of both sides is as expected."""
+        for wanted, found in zip(expected, self.contents(), strict=True):
+            for w, f in zip(wanted, found, strict=True):
+                assert torch.equal(f, w)
