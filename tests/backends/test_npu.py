@@ -4,13 +4,11 @@ runtime. Refusals to start run in processes that lack a requirement."""
 import re
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 from typing import NamedTuple
 from xml.etree import ElementTree as ET
 
 import pytest
 
-from simple_offload.backends import select
 from simple_offload.backends.npu import acl, backend
 from simple_offload.backends.npu.backend import SWITCH, NpuBackend
 from simple_offload.config import ConfigError
@@ -18,7 +16,7 @@ from tests.acl_sim import child, torch_npu_files
 from tools.set_up import ROOT
 
 ON_NPU = ROOT / "tests" / "acl_sim" / "on_npu"
-FILES = {"copies": 60, "hardware": 1, "ordering": 12, "regions": 3, "worker": 11}
+FILES = {"copies": 63, "ordering": 13, "worker": 12}
 """Files of tests on torch_npu, and the minimum number of tests in each."""
 
 pytestmark = pytest.mark.timeout(torch_npu_files.DOWNLOAD_SECONDS + 2 * child.CHILD_SECONDS)
@@ -130,38 +128,19 @@ def test_a_library_that_is_no_runtime(
         assert part in str(caught.value)
 
 
-def test_without_torch_npu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(select, "current_platform", SimpleNamespace(device_type="npu"))
-    with pytest.raises(ConfigError) as caught:
-        select.make_backend("auto")
-    for part in ("backend='npu'", "No module named 'torch_npu'", "Install"):
-        assert part in str(caught.value)
-
-
-@pytest.mark.parametrize("copy_path", ["dma", "kernel", ""])
-def test_a_copy_path_of_another_device(monkeypatch: pytest.MonkeyPatch, copy_path: str) -> None:
-    monkeypatch.setattr(select, "current_platform", SimpleNamespace(device_type="npu"))
-    with pytest.raises(ConfigError) as caught:
-        select.make_backend("npu", copy_path)
-    for part in (f"copy_path={copy_path!r}", "'auto', 'batch' or 'single'"):
-        assert part in str(caught.value)
-
-
-@pytest.mark.parametrize("switch", ["2", "yes", " "])
-def test_a_switch_with_another_value(monkeypatch: pytest.MonkeyPatch, switch: str) -> None:
-    monkeypatch.setenv(SWITCH, switch)
-    with pytest.raises(ConfigError) as caught:
-        NpuBackend()
-    for part in (f"{SWITCH}={switch!r}", "0 or 1"):
-        assert part in str(caught.value)
-
-
-@pytest.mark.parametrize(("copy_path", "switch"), [("batch", "0"), ("single", "1")])
-def test_copy_path_and_switch_that_contradict_each_other(
-    monkeypatch: pytest.MonkeyPatch, copy_path: str, switch: str
+@pytest.mark.parametrize(
+    ("copy_path", "switch", "parts"),
+    [
+        *(("auto", switch, [f"{SWITCH}={switch!r}", "0 or 1"]) for switch in ("2", "yes", " ")),
+        ("batch", "0", ["copy_path='batch'", f"{SWITCH}=0", "contradict"]),
+        ("single", "1", ["copy_path='single'", f"{SWITCH}=1", "contradict"]),
+    ],
+)
+def test_switches_that_are_refused(
+    monkeypatch: pytest.MonkeyPatch, copy_path: str, switch: str, parts: list[str]
 ) -> None:
     monkeypatch.setenv(SWITCH, switch)
     with pytest.raises(ConfigError) as caught:
         NpuBackend(copy_path)
-    for part in (f"copy_path={copy_path!r}", f"{SWITCH}={switch}", "contradict"):
+    for part in parts:
         assert part in str(caught.value)

@@ -7,10 +7,10 @@ import torch
 import torch_npu
 
 from simple_offload.backends.npu.backend import NpuBackend
-from tests.acl_sim.on_npu.sides import Sides
+from tests.acl_sim.on_npu.sides import NpuSides
 from tests.acl_sim.sim import Sim
 
-MakeSides = Callable[..., Sides]
+MakeSides = Callable[..., NpuSides]
 
 
 @pytest.fixture
@@ -34,11 +34,11 @@ def make_sides(sim: Sim) -> Iterator[MakeSides]:
         num_blocks: int = 16,
         chunk_blocks: int | None = None,
         copy_path: str = "auto",
-    ) -> Sides:
+    ) -> NpuSides:
         backend = NpuBackend(copy_path)
         made.append(backend)
         sim.take_counts()  # less what the backend did to try itself out
-        return Sides(sim, backend, pages, num_blocks, chunk_blocks or num_blocks)
+        return NpuSides(sim, backend, pages, num_blocks, chunk_blocks or num_blocks)
 
     yield make
     torch.npu.synchronize()  # type: ignore[attr-defined]

@@ -3,7 +3,11 @@ errors."""
 
 import ctypes
 import logging
+import re
+import runpy
+import sys
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -16,12 +20,13 @@ from simple_offload.backends.npu.backend import SWITCH, NpuBackend
 from simple_offload.config import ConfigError
 from tests.acl_sim.on_npu.conftest import MakeSides
 from tests.acl_sim.sim import Sim
+from tests.backends.sides import Blocks
 
-PATHS = ["batch", "single"]
+both_paths = pytest.mark.parametrize("path", ["batch", "single"])
 HELD_BLOCKS = np.arange(0, 2 * 5000, 2)  # no two are neighbours
 
 
-def scattered(count: int) -> np.ndarray:
+def scattered(count: int) -> Blocks:
     """Blocks without neighbours, so that no descriptors merge."""
     return 2 * np.random.default_rng(count).permutation(count)
 
@@ -30,10 +35,11 @@ def scattered(count: int) -> np.ndarray:
 
 
 @pytest.mark.parametrize("direction", list(Direction))
-@pytest.mark.parametrize("path", PATHS)
+@both_paths
 @pytest.mark.parametrize(
     ("pages", "num_blocks", "chunk_blocks", "count"),
     [
+        ((64,), 16, 16, 0),
         ((64,), 16, 16, 16),
         ((512, 1000, 24), 100, 100, 33),
         ((4097, 16), 64, 10, 50),  # host blocks in seven chunks, the last of 4
@@ -52,20 +58,10 @@ def test_blocks_and_nothing_else(
     sides = make_sides(pages, num_blocks, chunk_blocks, path)
     device_blocks = np.random.default_rng(1).permutation(num_blocks)[:count]
     host_blocks = np.random.default_rng(2).permutation(num_blocks)[:count]
-    expected = sides.expected(direction, device_blocks, host_blocks)
-    pending = sides.copy(direction, device_blocks, host_blocks, sides.backend.barrier())
-    pending.wait()
+    pending = sides.copy_and_check(direction, device_blocks, host_blocks)
     assert pending.done()
-    sides.check(expected)
     assert pending.measure() == Measurement(None, {path: count * sum(pages)})
     assert sides.sim.take_counts().blocking == 0
-
-
-def test_no_blocks(make_sides: MakeSides) -> None:
-    sides = make_sides()
-    expected = sides.expected(Direction.LOAD, [], [])
-    sides.copy(Direction.LOAD, np.zeros(0, np.int64), np.zeros(0, np.int64)).wait()
-    sides.check(expected)
 
 
 def test_a_rank_without_layers(make_sides: MakeSides) -> None:
@@ -74,53 +70,39 @@ def test_a_rank_without_layers(make_sides: MakeSides) -> None:
     assert sides.sim.take_counts().descriptors == 0
 
 
-def test_another_device(make_sides: MakeSides) -> None:
-    """Copy threads begin on device 0."""
-    torch_npu.npu.set_device(1)
+@pytest.mark.parametrize(("first_device", "device"), [(0, 1), (4, 0)])
+def test_another_device(make_sides: MakeSides, sim: Sim, first_device: int, device: int) -> None:
+    """Copy threads begin on device 0. The runtime may know a device by another number."""
+    sim.library.acl_sim_set_first_device(first_device)
+    torch_npu.npu.set_device(device)
     sides = make_sides(pages=(512,))
-    expected = sides.expected(Direction.STORE, [1, 3], [2, 9])
-    sides.copy(Direction.STORE, [1, 3], [2, 9], sides.backend.barrier()).wait()
-    sides.check(expected)
-    assert sides.sim.take_counts().batch_calls == 1
-
-
-def test_a_device_that_the_runtime_knows_by_another_number(make_sides: MakeSides, sim: Sim) -> None:
-    sim.library.acl_sim_set_first_device(4)
-    sides = make_sides()
-    expected = sides.expected(Direction.LOAD, [1, 3], [2, 9])
-    sides.copy(Direction.LOAD, [1, 3], [2, 9]).wait()
-    sides.check(expected)
-    assert sides.sim.take_counts().batch_calls == 1
+    for direction in Direction:
+        sides.copy_and_check(direction, [1, 3], [2, 9])
+    assert sides.sim.take_counts().batch_calls == 2
 
 
 def test_a_copy_thread_has_the_runtimes_context(make_sides: MakeSides) -> None:
     sides = make_sides()
     stream = sides.stream(Direction.LOAD)
-    codes: list[int] = []
 
-    def run() -> None:
-        codes.append(sides.sim.code("aclrtSynchronizeStream", stream))
+    def run() -> list[int]:
+        before = sides.sim.code("aclrtSynchronizeStream", stream)
         sides.backend.enter_thread(Direction.LOAD)
-        codes.append(sides.sim.code("aclrtSynchronizeStream", stream))
+        return [before, sides.sim.code("aclrtSynchronizeStream", stream)]
 
-    thread = threading.Thread(target=run)
-    thread.start()
-    thread.join()
-    assert codes == [107002, 0]
+    with ThreadPoolExecutor(1) as pool:
+        assert pool.submit(run).result() == [107002, 0]
 
 
 # Descriptors and calls
 
 
-@pytest.mark.parametrize("path", PATHS)
+@both_paths
 @pytest.mark.parametrize("count", [4095, 4096, 4097, 20_000])
 def test_chunks_of_at_most_4096(make_sides: MakeSides, path: str, count: int) -> None:
     sides = make_sides((8,), 2 * count, copy_path=path)
-    device_blocks, host_blocks = scattered(count), scattered(count)[::-1]
     for direction in Direction:
-        expected = sides.expected(direction, device_blocks, host_blocks)
-        sides.copy(direction, device_blocks, host_blocks).wait()
-        sides.check(expected)
+        sides.copy_and_check(direction, scattered(count), scattered(count)[::-1])
         counts = sides.sim.take_counts()
         assert counts.descriptors == count
         if path == "batch":
@@ -130,52 +112,62 @@ def test_chunks_of_at_most_4096(make_sides: MakeSides, path: str, count: int) ->
             assert (counts.batch_calls, counts.single_calls) == (0, count)
 
 
-@pytest.mark.parametrize("path", PATHS)
+@both_paths
 def test_neighbours_are_one_descriptor(make_sides: MakeSides, path: str) -> None:
     """This holds for each region, within one host chunk."""
     sides = make_sides((64, 128), 100, chunk_blocks=50, copy_path=path)
-    blocks = np.arange(40, 60)
-    expected = sides.expected(Direction.STORE, blocks, blocks)
-    sides.copy(Direction.STORE, blocks, blocks).wait()
-    sides.check(expected)
+    sides.copy_and_check(Direction.STORE, np.arange(40, 60), np.arange(40, 60))
     assert sides.sim.take_counts().descriptors == 4
 
 
 # Which path
 
 
-def test_a_chip_without_batches(
-    make_sides: MakeSides, sim: Sim, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize(
+    ("version", "text", "fault", "found"),
+    [
+        (80501000, "8.5.1", None, "they work here"),
+        (90203000, "9.2.3", None, "they work here"),
+        (90110000, "9.1.10", "no batches", "207000"),
+        # The probe fails for another reason, on the way there or back.
+        (90200000, "9.2.0", 0, "107000"),
+        (90200000, "9.2.0", 1, "107000"),
+        (90200000, "9.2.0", "other bytes", "came back with other bytes"),
+    ],
+)
+def test_the_choice_and_the_version_are_logged(
+    make_sides: MakeSides,
+    sim: Sim,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    version: int,
+    text: str,
+    fault: int | str | None,
+    found: str,
 ) -> None:
-    sim.take_batches(False)
+    sim.library.acl_sim_set_version(version)
+    if fault == "no batches":
+        sim.take_batches(False)
+    elif fault == "other bytes":
+        monkeypatch.setattr(Acl, "copy_batch", lambda *arguments: None)
+    elif isinstance(fault, int):
+        sim.fail_after(fault, 107000)
     with caplog.at_level(logging.INFO):
         sides = make_sides()
-    assert not sides.backend.batches
     (line,) = [r.getMessage() for r in caplog.records if "CANN" in r.getMessage()]
-    for part in ("CANN 8.5.1", "one descriptor a call", "207000"):
-        assert part in line
+    assert f"CANN {text}, " in line
+    assert ("one descriptor a call" if fault is not None else "in batches") in line
+    assert found in line
+    assert sides.backend.batches is (fault is None)
     sides.copy(Direction.LOAD, [1], [2]).wait()
-    assert sides.sim.take_counts().single_calls == 1
-
-
-def test_the_choice_and_the_version_are_logged(
-    make_sides: MakeSides, sim: Sim, caplog: pytest.LogCaptureFixture
-) -> None:
-    sim.library.acl_sim_set_version(90203000)
-    with caplog.at_level(logging.INFO):
-        make_sides()
-    (line,) = [r.getMessage() for r in caplog.records if "CANN" in r.getMessage()]
-    assert "CANN 9.2.3" in line
-    assert "in batches" in line
+    assert sides.sim.take_counts().single_calls == (fault is not None)
 
 
 def test_batches_that_are_refused_later_are_never_tried_again(make_sides: MakeSides) -> None:
     sides = make_sides()
     assert sides.backend.batches
     sides.sim.take_batches(False)
-    expected = sides.expected(Direction.STORE, [1, 5], [3, 2])
-    sides.copy(Direction.STORE, [1, 5], [3, 2]).wait()
-    sides.check(expected)
+    sides.copy_and_check(Direction.STORE, [1, 5], [3, 2])
     sides.sim.take_batches(True)
     sides.sim.take_counts()
     sides.copy(Direction.LOAD, [1], [3]).wait()
@@ -186,20 +178,22 @@ def test_batches_that_are_refused_later_are_never_tried_again(make_sides: MakeSi
 def test_forced_batches_that_are_refused_later_fail(make_sides: MakeSides) -> None:
     sides = make_sides(copy_path="batch")
     sides.sim.take_batches(False)
-    with pytest.raises(AclError, match="aclrtMemcpyBatchAsync: error 207000"):
+    with pytest.raises(AclError) as caught:
         sides.copy(Direction.STORE, [1], [3]).wait()
+    assert str(caught.value) == (
+        "aclrtMemcpyBatchAsync: error 207000: this chip has no batched copies"
+    )
 
 
 @pytest.mark.parametrize(
     ("copy_path", "switch", "batches"),
     [
-        ("auto", None, True),
         ("auto", "", True),
         ("auto", "1", True),
         ("auto", "0", False),
-        ("single", None, False),
+        ("single", "", False),
         ("single", "0", False),
-        ("batch", None, True),
+        ("batch", "", True),
         ("batch", "1", True),
     ],
 )
@@ -207,12 +201,10 @@ def test_the_path_can_be_forced(
     make_sides: MakeSides,
     monkeypatch: pytest.MonkeyPatch,
     copy_path: str,
-    switch: str | None,
+    switch: str,
     batches: bool,
 ) -> None:
-    monkeypatch.delenv(SWITCH, raising=False)
-    if switch is not None:
-        monkeypatch.setenv(SWITCH, switch)
+    monkeypatch.setenv(SWITCH, switch)
     sides = make_sides(copy_path=copy_path)
     sides.copy(Direction.LOAD, [1], [2]).wait()
     counts = sides.sim.take_counts()
@@ -231,33 +223,10 @@ def test_forcing_batches_on_a_chip_without_them(
         assert part in str(caught.value)
 
 
-@pytest.mark.parametrize("fault", [0, 1])
-def test_a_probe_that_fails(
-    make_sides: MakeSides, sim: Sim, fault: int, caplog: pytest.LogCaptureFixture
-) -> None:
-    """The probe fails for a reason other than 207000, on the way there or back: no batches
-    either."""
-    sim.fail_after(fault, 107000)
-    with caplog.at_level(logging.INFO):
-        sides = make_sides()
-    assert not sides.backend.batches
-    assert "107000" in caplog.text
-
-
-def test_a_probe_that_brings_back_other_bytes(
-    make_sides: MakeSides, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr(Acl, "copy_batch", lambda *arguments: None)
-    with caplog.at_level(logging.INFO):
-        sides = make_sides()
-    assert not sides.backend.batches
-    assert "came back with other bytes" in caplog.text
-
-
 # Faults
 
 
-@pytest.mark.parametrize("path", PATHS)
+@both_paths
 @pytest.mark.parametrize("index", [0, 1, 4095, 4096, 4999])
 def test_a_refusal_says_where_and_why(make_sides: MakeSides, path: str, index: int) -> None:
     """Descriptors before the refused one are copied, later ones are not."""
@@ -283,22 +252,20 @@ def test_a_refused_copy_fails_when_what_was_queued_has_ended(make_sides: MakeSid
         sides.sim.fail_after(4500, 107000)
         pending = sides.copy(Direction.STORE, HELD_BLOCKS, HELD_BLOCKS)
         assert not pending.done()
-    with pytest.raises(AclError):
-        pending.wait()
-    with pytest.raises(AclError):
-        pending.done()
+    for call in (pending.wait, pending.done):
+        with pytest.raises(AclError):
+            call()
 
 
-@pytest.mark.parametrize("path", PATHS)
+@both_paths
 def test_a_copy_that_the_device_fails(make_sides: MakeSides, path: str) -> None:
     sides = make_sides(copy_path=path)
     stream = sides.stream(Direction.LOAD)
     sides.sim.library.acl_sim_fail_stream(stream, 507011)
     pending = sides.copy(Direction.LOAD, [1], [2])
-    with pytest.raises(RuntimeError, match="507011"):
-        pending.wait()
-    with pytest.raises(RuntimeError, match="507011"):
-        pending.done()
+    for call in (pending.wait, pending.done):
+        with pytest.raises(RuntimeError, match="507011"):
+            call()
     sides.sim.library.acl_sim_fail_stream(stream, 0)
 
 
@@ -354,3 +321,19 @@ def test_a_kv_cache_that_is_not_the_npus(sim: Sim) -> None:
     with pytest.raises(ValueError, match="not the NPU's"):
         backend.open([torch.zeros((4, 8), dtype=torch.int8)])
     backend.close()
+
+
+# The program for the first run on hardware
+
+
+def test_the_hardware_check(
+    sim: Sim, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The program runs to its end. On hardware it is the test."""
+    monkeypatch.setattr(sys, "argv", ["", "check", "bench", "--mib", "4", "--rounds", "1"])
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_module("tests.backends.npu_hardware", run_name="__main__")
+    printed = capsys.readouterr().out
+    assert ended.value.code == 0, printed
+    assert "all right" in printed
+    assert len(re.findall(r"(?:batch|single) +(?:load|store) .* GB/s", printed)) == 24

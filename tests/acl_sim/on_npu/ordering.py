@@ -4,74 +4,75 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 import torch_npu
 
 from simple_offload.backends.base import Direction
 from tests.acl_sim.on_npu.conftest import MakeSides
-from tests.acl_sim.on_npu.sides import Sides
+from tests.acl_sim.on_npu.sides import NpuSides
 from tests.conftest import within_patience
 
 BLOCKS = np.arange(16)
+LOAD, STORE = Direction.LOAD, Direction.STORE
+both_paths = pytest.mark.parametrize("path", ["batch", "single"])
+
+
+def queue_read(sides: NpuSides) -> torch.Tensor:
+    """Queue compute that reads the device's region. Returns what it has read, once it has run."""
+    device = sides.device[0]
+    reader = sides.backend.allocate_host(device.numel())
+    sides.sim.call(
+        "aclrtMemcpyAsync",
+        *(reader.data_ptr(), reader.nbytes, device.data_ptr(), reader.nbytes, 2),
+        sides.compute_stream(),
+    )
+    return reader.view(device.shape)
 
 
 # Both barriers
 
 
-@pytest.mark.parametrize("path", ["batch", "single"])
-def test_a_store_waits_for_the_compute_that_fills_its_blocks(
-    make_sides: MakeSides, path: str
+@pytest.mark.proves("I3")
+@both_paths
+@pytest.mark.parametrize("barrier", [True, False])
+def test_without_its_barrier_a_store_reads_too_soon(
+    make_sides: MakeSides, path: str, barrier: bool
 ) -> None:
+    """With it, the store reads what the compute before it has written."""
     sides = make_sides(copy_path=path)
+    (before,) = sides.contents()[0]
     with sides.sim.held(sides.compute_stream()):
         sides.fill(5)
-        pending = sides.copy(Direction.STORE, BLOCKS, BLOCKS, sides.backend.barrier())
-        sides.sim.settle(sides.stream(Direction.STORE))
-        assert not pending.done()
+        pending = sides.copy(STORE, BLOCKS, BLOCKS, sides.backend.barrier() if barrier else None)
+        sides.sim.settle(sides.stream(STORE))
+        assert pending.done() is not barrier
     pending.wait()
-    assert (sides.host_pages()[0] == 5).all()
+    assert torch.equal(sides.host[0], torch.full_like(before, 5) if barrier else before)
 
 
-@pytest.mark.parametrize("path", ["batch", "single"])
+@both_paths
 def test_a_load_waits_for_the_compute_that_reads_its_blocks(
     make_sides: MakeSides, path: str
 ) -> None:
     sides = make_sides(copy_path=path)
-    before = sides.device_pages()[0]
-    reader = sides.backend.allocate_host(before.nbytes)
+    (before,) = sides.contents()[0]
     with sides.sim.held(sides.compute_stream()):
-        device = sides.device[0]
-        sides.sim.call(
-            "aclrtMemcpyAsync",
-            *(reader.data_ptr(), reader.nbytes, device.data_ptr(), reader.nbytes, 2),
-            sides.compute_stream(),
-        )
-        pending = sides.copy(Direction.LOAD, BLOCKS, BLOCKS, sides.backend.barrier())
-        sides.sim.settle(sides.stream(Direction.LOAD))
+        read = queue_read(sides)
+        pending = sides.copy(LOAD, BLOCKS, BLOCKS, sides.backend.barrier())
+        sides.sim.settle(sides.stream(LOAD))
         assert not pending.done()
     pending.wait()
-    np.testing.assert_array_equal(reader.numpy(), before.ravel())
-    np.testing.assert_array_equal(sides.device_pages()[0], sides.host_pages()[0])
-
-
-@pytest.mark.proves("I3")
-def test_without_its_barrier_a_store_reads_too_soon(make_sides: MakeSides) -> None:
-    """So the two tests above detect a missing barrier."""
-    sides = make_sides()
-    before = sides.device_pages()[0]
-    with sides.sim.held(sides.compute_stream()):
-        sides.fill(5)
-        pending = sides.copy(Direction.STORE, BLOCKS, BLOCKS, None)
-        sides.sim.settle(sides.stream(Direction.STORE))
-    pending.wait()
-    np.testing.assert_array_equal(sides.host_pages()[0], before)
+    assert torch.equal(read, before)
+    device, host = sides.contents()
+    assert torch.equal(device[0], host[0])
 
 
 def test_directions_do_not_wait_for_each_other(make_sides: MakeSides) -> None:
     sides = make_sides()
-    with sides.sim.held(sides.stream(Direction.STORE)):
-        store = sides.copy(Direction.STORE, [1], [2])
-        load = sides.copy(Direction.LOAD, [3], [4])
-        stream = sides.stream(Direction.LOAD)
+    with sides.sim.held(sides.stream(STORE)):
+        store = sides.copy(STORE, [1], [2])
+        load = sides.copy(LOAD, [3], [4])
+        stream = sides.stream(LOAD)
         within_patience(lambda: sides.sim.settle(stream))
         assert load.done()
         assert not store.done()
@@ -80,20 +81,14 @@ def test_directions_do_not_wait_for_each_other(make_sides: MakeSides) -> None:
 
 def test_compute_can_be_held_until_a_load_has_ended(make_sides: MakeSides) -> None:
     sides = make_sides()
-    expected = sides.expected(Direction.LOAD, BLOCKS, BLOCKS)
-    reader = sides.backend.allocate_host(expected[0][0].nbytes)
-    with sides.sim.held(sides.stream(Direction.LOAD)):
-        pending = sides.copy(Direction.LOAD, BLOCKS, BLOCKS)
+    with sides.sim.held(sides.stream(LOAD)):
+        pending = sides.copy(LOAD, BLOCKS, BLOCKS)
         pending.hold_compute()
         assert not pending.done()  # the caller does not wait
-        sides.sim.call(
-            "aclrtMemcpyAsync",
-            *(reader.data_ptr(), reader.nbytes, sides.device[0].data_ptr(), reader.nbytes, 2),
-            sides.compute_stream(),
-        )
+        read = queue_read(sides)
         assert sides.sim.num_tasks(sides.compute_stream()) == 2
     torch_npu.npu.synchronize()
-    np.testing.assert_array_equal(reader.numpy(), expected[0][0].ravel())
+    assert torch.equal(read, sides.host[0])
 
 
 # torch_npu's queue: the wait stays in it until code reads the stream's handle
@@ -101,15 +96,19 @@ def test_compute_can_be_held_until_a_load_has_ended(make_sides: MakeSides) -> No
 
 class Stream:
     """A stream whose queued waits reach the device only when its handle is read after them.
-    torch_npu may behave like this."""
+    torch_npu may behave like this. With ``cached``, the fault: the handle is read once, before any
+    wait."""
 
-    def __init__(self, sides: Sides, direction: Direction) -> None:
+    def __init__(self, sides: NpuSides, *, cached: bool) -> None:
         self._sides = sides
-        self._real = sides.backend._streams[direction]
+        self._real = sides.backend._streams[STORE]
         self._waits = False
+        self._cached = int(self._real.npu_stream) if cached else None
 
     @property
     def npu_stream(self) -> int:
+        if self._cached is not None:
+            return self._cached
         if self._waits:
             self._sides.sim.hold_waits(False)
         return int(self._real.npu_stream)
@@ -123,48 +122,27 @@ class Stream:
         return self._real.record_event()
 
 
-class CachedStream(Stream):
-    """The fault: the handle is read once, before any wait."""
-
-    def __init__(self, sides: Sides, direction: Direction) -> None:
-        super().__init__(sides, direction)
-        self._handle = super().npu_stream
-
-    @property
-    def npu_stream(self) -> int:
-        return self._handle
-
-
-def stored_behind_compute(sides: Sides, stream: Stream) -> bool:
-    """Whether a store through ``stream`` comes after the compute that its barrier stands for."""
-    handle = sides.stream(Direction.STORE)
-    sides.backend._streams[Direction.STORE] = stream
+@both_paths
+@pytest.mark.parametrize("cached", [False, True])
+def test_a_copy_does_not_pass_a_wait_that_is_queued_on_the_host(
+    make_sides: MakeSides, path: str, cached: bool
+) -> None:
+    """With a cached handle it does."""
+    sides = make_sides(copy_path=path)
+    handle = sides.stream(STORE)
+    stream: Any = Stream(sides, cached=cached)
+    sides.backend._streams[STORE] = stream
     with sides.sim.held(sides.compute_stream()):
         sides.fill(5)
         barrier = sides.backend.barrier()
         try:
-            pending = sides.copy(Direction.STORE, BLOCKS, BLOCKS, barrier)
+            pending = sides.copy(STORE, BLOCKS, BLOCKS, barrier)
         finally:
             sides.sim.hold_waits(False)
         sides.compute_stream()  # to read a handle empties torch_npu's queue
         sides.sim.settle(handle)
     pending.wait()
-    return bool((sides.host_pages()[0] == 5).all())
-
-
-@pytest.mark.parametrize("path", ["batch", "single"])
-def test_a_copy_does_not_pass_a_wait_that_is_queued_on_the_host(
-    make_sides: MakeSides, path: str
-) -> None:
-    sides = make_sides(copy_path=path)
-    assert stored_behind_compute(sides, Stream(sides, Direction.STORE))
-
-
-@pytest.mark.parametrize("path", ["batch", "single"])
-def test_with_a_cached_handle_it_does(make_sides: MakeSides, path: str) -> None:
-    """So the test above detects the fault."""
-    sides = make_sides(copy_path=path)
-    assert not stored_behind_compute(sides, CachedStream(sides, Direction.STORE))
+    assert bool((sides.host[0] == 5).all()) is not cached
 
 
 def test_barriers_and_waits_share_the_queue(make_sides: MakeSides) -> None:
@@ -174,8 +152,8 @@ def test_barriers_and_waits_share_the_queue(make_sides: MakeSides) -> None:
     sides.sim.library.acl_sim_delay_all(50)
     for value in range(1, 100):
         sides.fill(value)
-        store = sides.copy(Direction.STORE, BLOCKS, BLOCKS, sides.backend.barrier())
+        store = sides.copy(STORE, BLOCKS, BLOCKS, sides.backend.barrier())
         store.hold_compute()
         sides.fill(-value)
         store.wait()
-        assert (sides.host_pages()[0] == value).all()
+        assert (sides.host[0] == value).all()

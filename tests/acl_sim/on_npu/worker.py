@@ -17,6 +17,7 @@ from simple_offload.backends.npu.backend import NpuBackend
 from simple_offload.config import OffloadConfig
 from simple_offload.metadata import StepMetadata, Transfer
 from simple_offload.ranks import Ranks
+from simple_offload.worker.ascend_regions import KVCache
 from simple_offload.worker.worker import OffloadWorker
 from tests.acl_sim.sim import Sim
 from tests.worker.kv_memory import full, group, make_kv_memory, window
@@ -55,6 +56,16 @@ class Rank:
         self.worker.submit_stores()
         return self.worker.poll()
 
+    def run(self, metadata: StepMetadata) -> tuple[dict[int, int], dict[int, int]]:
+        """Run a step until its copies have ended. Returns how many ended, and failed, by id."""
+        self.step(metadata)
+        self.worker.drain()
+        self.worker.poll()
+        report = self.worker.drain_report()
+        assert report is not None
+        assert not report.broken
+        return dict(report.ended), dict(report.failed)
+
     def pages(self, block: int) -> dict[str, torch.Tensor]:
         """The block's bytes, by layer."""
         views = self._views_of(self.storage.cpu())
@@ -75,7 +86,6 @@ def store(transfer_id: int, *pairs: tuple[int, int]) -> Transfer:
 
 
 def load(transfer_id: int, request_id: str, *pairs: tuple[int, int]) -> Transfer:
-    """Device blocks and their host blocks."""
     return Transfer.pairing(transfer_id, [d for d, _ in pairs], [h for _, h in pairs], request_id)
 
 
@@ -110,24 +120,13 @@ def test_store_evict_load(
     rank = make_rank(layout)
     stored = [(1, 17), (2, 18), (3, 4), (6, 19)]
     left = {device: rank.pages(device) for device, _ in stored}
-    rank.step(StepMetadata(stores=[store(0, *stored)]))
-    rank.worker.drain()
-    rank.step(StepMetadata())
-    report = rank.worker.drain_report()
-    assert report is not None
-    assert (report.ended, report.failed) == ({0: 1}, {})
-
+    assert rank.run(StepMetadata(stores=[store(0, *stored)])) == ({0: 1}, {})
     # Evicted: compute of other requests writes over them.
     size = rank.storage.numel()
     compute = int(torch_npu.npu.current_stream().npu_stream)
     sim.fill(rank.storage.data_ptr(), 99, size, compute)
     back = [(5, 18), (2, 17), (7, 4), (0, 19)]
-    assert rank.step(StepMetadata(loads=[load(1, "r", *back)]))[1] == set()
-    rank.worker.drain()
-    rank.step(StepMetadata())
-    report = rank.worker.drain_report()
-    assert report is not None
-    assert (report.ended, report.failed) == ({1: 1}, {})
+    assert rank.run(StepMetadata(loads=[load(1, "r", *back)])) == ({1: 1}, {})
     origin = {host: device for device, host in stored}
     for device, host in back:
         for name, page in rank.pages(device).items():
@@ -139,43 +138,13 @@ def test_store_evict_load(
     assert (counts.batch_calls > 0, counts.single_calls > 0) == (has_batch, not has_batch)
 
 
-def test_a_step_is_submitted_once(make_rank: MakeRank) -> None:
-    """A step is copied once, however often its hooks are called. A port of vLLM's connector to
-    Ascend copied a step again at every poll."""
-    rank = make_rank()
-    metadata = StepMetadata([load(0, "r", (1, 2))], [store(1, (3, 4))])
-    loaded: list[str] = []
-    for _ in range(3):
-        rank.worker.bind(metadata)
-        for _ in range(3):
-            rank.worker.submit_loads()
-            rank.worker.submit_stores()
-            loaded.extend(rank.worker.poll()[0])
-    rank.worker.drain()
-    loaded.extend(rank.worker.poll()[0])
-    assert loaded == ["r"]
-    num_regions = len(rank.worker._backend._device_regions.pages)  # type: ignore[attr-defined]
-    assert rank.sim.take_counts().descriptors == 2 * num_regions
-    report = rank.worker.drain_report()
-    assert report is not None
-    assert report.ended == {0: 1, 1: 1}
+def test_every_transfer_is_copied_and_reported_once(make_rank: MakeRank) -> None:
+    """A step is copied once, however often its hooks are called. A load that takes several steps is
+    reported too. Nothing is lost if the engine drains while threads submit and report.
 
-
-def test_a_load_of_an_earlier_step_is_reported(make_rank: MakeRank) -> None:
-    """That port kept the requests of one step only: a request with a longer load hung."""
-    rank = make_rank()
-    with rank.sim.held(rank.stream(Direction.LOAD)):
-        assert rank.step(StepMetadata(loads=[load(0, "r", (1, 2))])) == (set(), set())
-        assert rank.step(StepMetadata(loads=[load(1, "s", (2, 3))])) == (set(), set())
-        assert rank.step(StepMetadata()) == (set(), set())
-    rank.worker.drain()
-    assert rank.step(StepMetadata()) == ({"r", "s"}, set())
-    assert rank.step(StepMetadata()) == (set(), set())
-
-
-def test_flushes_lose_nothing(make_rank: MakeRank) -> None:
-    """Every transfer is reported once, though the engine drains while threads submit and report.
-    That port cleared a list while its thread appended to it."""
+    A port of vLLM's connector to Ascend had these faults: it copied a step again at every poll,
+    kept the requests of one step only, and cleared a list while its thread appended to it.
+    """
     rank = make_rank()
     rank.sim.library.acl_sim_delay_all(100)
     dice = random.Random(7)
@@ -191,7 +160,8 @@ def test_flushes_lose_nothing(make_rank: MakeRank) -> None:
             else:
                 metadata.stores.append(store(next_id, blocks))
             next_id += 1
-        loaded.update(rank.step(metadata)[0])
+        for _ in range(dice.randrange(1, 3)):
+            loaded.update(rank.step(metadata)[0])
         if dice.random() < 0.2:
             rank.worker.drain()
         if (report := rank.worker.drain_report()) is not None:
@@ -204,6 +174,8 @@ def test_flushes_lose_nothing(make_rank: MakeRank) -> None:
     assert next_id > 200
     assert ended == Counter(range(next_id))
     assert set(loaded.values()) == {1}
+    num_regions = len(rank.worker._backend._device_regions.pages)  # type: ignore[attr-defined]
+    assert rank.sim.take_counts().descriptors == next_id * num_regions
 
 
 def test_a_store_waits_for_compute_of_its_step(make_rank: MakeRank) -> None:
@@ -227,33 +199,61 @@ def test_a_store_waits_for_compute_of_its_step(make_rank: MakeRank) -> None:
 def test_failures_are_reported(make_rank: MakeRank) -> None:
     rank = make_rank()
     rank.sim.fail_after(0, 107000)
-    rank.step(StepMetadata(loads=[load(0, "r", (1, 2))]))
-    rank.worker.drain()
-    assert rank.step(StepMetadata(loads=[load(1, "s", (2, 3))]))[1] == {"r"}
-    rank.worker.drain()
-    assert rank.step(StepMetadata()) == ({"s"}, set())
+    assert rank.run(StepMetadata([load(0, "r", (1, 2))])) == ({0: 1}, {0: 1})
+    assert rank.run(StepMetadata([load(1, "s", (2, 3))])) == ({1: 1}, {})
     rank.sim.fail_after(1, 107000)
-    rank.step(StepMetadata(stores=[store(2, (1, 2)), store(3, (4, 5))]))
-    rank.worker.drain()
-    rank.step(StepMetadata())
-    report = rank.worker.drain_report()
-    assert report is not None
-    assert report.ended == {0: 1, 1: 1, 2: 1, 3: 1}
-    assert report.failed == {0: 1, 2: 1}
-    assert not report.broken
+    stores = [store(2, (1, 2)), store(3, (4, 5))]
+    assert rank.run(StepMetadata(stores=stores)) == ({2: 1, 3: 1}, {2: 1})
 
 
-def test_a_kv_cache_of_tuples(make_rank: MakeRank) -> None:
-    """Keys and values are separate tensors, as vllm-ascend registers them."""
+# vllm-ascend's KV caches
+
+
+def aligned(size: int) -> torch.Tensor:
+    """An allocation of ``size`` bytes in a larger one, aligned like vllm-ascend's: 2 MiB there, 4
+    KiB here."""
+    memory = torch.empty(size + 4096, dtype=torch.int8, device="npu")
+    start = -memory.data_ptr() % 4096
+    return memory[start : start + size]
+
+
+Parts = tuple[list[torch.Tensor], dict[str, KVCache]]
+"""Memory with a share for each block, and the layers' views of it."""
+
+
+def attention() -> Parts:
+    """Keys and values are separate tensors."""
+    key, value = aligned(NUM_DEVICE_BLOCKS * 64), aligned(NUM_DEVICE_BLOCKS * 96)
+    views = (key.view(torch.float16).view(-1, 4, 4), value.view(torch.float16).view(-1, 4, 4))
+    return [key, value], {"a": views}
+
+
+def mla() -> Parts:
+    parts = [aligned(NUM_DEVICE_BLOCKS * 128), aligned(NUM_DEVICE_BLOCKS * 16)]
+    return parts, {"a": tuple(part.view(NUM_DEVICE_BLOCKS, -1) for part in parts)}
+
+
+def hybrid() -> Parts:
+    """Keys lie over states."""
+    sizes = [NUM_DEVICE_BLOCKS * page for page in (8, 32, 32)]
+    parts = list(aligned(sum(sizes)).split(sizes))
+    views = [part.view(NUM_DEVICE_BLOCKS, -1) for part in parts]
+    return parts, {"mamba": views[:2], "attention": tuple(views[1:])}
+
+
+@pytest.mark.usefixtures("make_rank")  # the platform, and small chunks
+@pytest.mark.parametrize("make", [attention, mla, hybrid])
+def test_a_kv_cache_of_tuples(make: Callable[[], Parts]) -> None:
+    parts, kv_caches = make()
+    contents = [torch.randint(-128, 128, (part.numel(),), dtype=torch.int8) for part in parts]
+    for part, content in zip(parts, contents, strict=True):
+        part.copy_(content)
     memory = make_kv_memory([group(full(), "a")], NUM_DEVICE_BLOCKS, KVCacheLayout.LBHNC)
     config = OffloadConfig.parse({"num_cpu_blocks": NUM_HOST_BLOCKS}, 1)
     worker = OffloadWorker(memory.config, config, Ranks(1, 1))
-    contents = [
-        torch.randint(-128, 128, (NUM_DEVICE_BLOCKS, n), dtype=torch.int8) for n in (96, 32)
-    ]
-    parts = [content.to("npu") for content in contents]
-    worker.register_kv_caches({"a": tuple(part.view(2 * NUM_DEVICE_BLOCKS, -1) for part in parts)})
-    assert worker.capacity.block_bytes == 128
+    worker.register_kv_caches(kv_caches)
+    worker.host_pool.join()
+    assert worker.capacity.block_bytes == sum(map(len, parts)) // NUM_DEVICE_BLOCKS
     for metadata in (
         StepMetadata(stores=[store(0, (1, 5), (4, 6))]),
         StepMetadata(loads=[load(1, "r", (7, 5), (0, 6))]),
@@ -264,6 +264,7 @@ def test_a_kv_cache_of_tuples(make_rank: MakeRank) -> None:
         worker.drain()
     assert worker.poll() == ({"r"}, set())
     for part, content in zip(parts, contents, strict=True):
-        content[[7, 0]] = content[[1, 4]]
-        assert torch.equal(part.cpu(), content)
+        expected = content.view(NUM_DEVICE_BLOCKS, -1)
+        expected[[7, 0]] = expected[[1, 4]]
+        assert torch.equal(part.cpu().view(NUM_DEVICE_BLOCKS, -1), expected)
     worker.shutdown()
