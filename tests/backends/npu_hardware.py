@@ -22,74 +22,54 @@ from simple_offload.backends.npu.acl import Acl
 from simple_offload.backends.npu.backend import NpuBackend
 from simple_offload.config import ConfigError
 from simple_offload.metadata import Transfer
+from tests.backends.sides import Blocks, Sides
 
 show = functools.partial(print, flush=True)
-Blocks = npt.NDArray[np.int64]
 
 
-class Memory:
-    """One region of ``num_blocks`` blocks of ``page`` bytes on each side, of random bytes, and
-    the backend that copies between them."""
+def wrong_blocks(sides: Sides, direction: Direction, device: Blocks, host: Blocks) -> int:
+    """Copy, and count the blocks of both sides with wrong bytes."""
+    expected = sides.expected(direction, device, host)
+    sides.copy(direction, device, host, sides.backend.barrier()).wait()
+    pairs = zip(expected, sides.contents(), strict=True)
+    return sum(int((wanted[0] != now[0]).any(dim=1).sum()) for wanted, now in pairs)
 
-    def __init__(self, path: str, page: int, num_blocks: int) -> None:
-        self.backend = NpuBackend(path)
-        host = self.backend.allocate_host(num_blocks * page).view(num_blocks, page)
-        self.host = host.random_(-128, 128).numpy()
-        self.device = torch.randint(-128, 128, (num_blocks, page), dtype=torch.int8).to("npu")
-        self.backend.open([self.device])
-        self.backend.add_host_chunk([host])
 
-    def copy(self, direction: Direction, device_blocks: Blocks, host_blocks: Blocks) -> None:
-        """Return when the copy, which comes after compute queued so far, has ended."""
-        transfer = Transfer(0, device_blocks, host_blocks)
-        self.backend.copy(direction, transfer, self.backend.barrier()).wait()
-
-    def wrong_blocks(self, direction: Direction, device_blocks: Blocks, host_blocks: Blocks) -> int:
-        """Copy, and count the blocks of both sides with wrong bytes."""
-        device, host = self.device.cpu().numpy().copy(), self.host.copy()
-        if direction is Direction.LOAD:
-            device[device_blocks] = host[host_blocks]
-        else:
-            host[host_blocks] = device[device_blocks]
-        self.copy(direction, device_blocks, host_blocks)
-        now = self.device.cpu().numpy()
-        return int((now != device).any(axis=1).sum() + (self.host != host).any(axis=1).sum())
-
-    def passes_compute(self, direction: Direction, mib: int) -> bool:
-        """Whether a copy overtakes compute that was queued before it. The compute is
-        device-to-device copies of the same blocks. It takes far longer than the submission of the
-        copy."""
-        scratch = torch.empty((2, mib << 20), dtype=torch.int8, device="npu")
-        value = torch.full_like(self.device.cpu(), 5).to("npu")
-        read = torch.empty_like(self.device)
-        before = self.device.cpu()
-        blocks = np.arange(len(self.device))
-        torch_npu.npu.synchronize()
-        for _ in range(100):
-            scratch[0].copy_(scratch[1], non_blocking=True)
-        if direction is Direction.STORE:
-            self.device.copy_(value, non_blocking=True)
-        else:
-            read.copy_(self.device, non_blocking=True)
-        self.copy(direction, blocks, blocks)
-        torch_npu.npu.synchronize()
-        if direction is Direction.STORE:
-            return not bool((self.host == 5).all())
-        return not torch.equal(read.cpu(), before)
+def passes_compute(sides: Sides, direction: Direction, mib: int) -> bool:
+    """Whether a copy overtakes compute that was queued before it. The compute is device-to-device
+    copies of the same blocks. It takes far longer than the submission of the copy."""
+    (device,) = sides.device
+    scratch = torch.empty((2, mib << 20), dtype=torch.int8, device="npu")
+    value = torch.full_like(device.cpu(), 5).to("npu")
+    read = torch.empty_like(device)
+    before = device.cpu()
+    blocks = np.arange(len(device))
+    torch_npu.npu.synchronize()
+    for _ in range(100):
+        scratch[0].copy_(scratch[1], non_blocking=True)
+    if direction is Direction.STORE:
+        device.copy_(value, non_blocking=True)
+    else:
+        read.copy_(device, non_blocking=True)
+    sides.copy(direction, blocks, blocks, sides.backend.barrier()).wait()
+    torch_npu.npu.synchronize()
+    if direction is Direction.STORE:
+        return not bool((sides.host[0] == 5).all())
+    return not torch.equal(read.cpu(), before)
 
 
 @contextmanager
-def memory(path: str, page: int, num_blocks: int) -> Iterator[Memory]:
-    """Memory of both sides, which is freed at the end."""
-    made = Memory(path, page, num_blocks)
+def memory(path: str, page: int, num_blocks: int) -> Iterator[Sides]:
+    """One region of memory on both sides, which is freed at the end."""
+    backend = NpuBackend(path)
     try:
-        yield made
+        yield Sides(backend, [page], num_blocks, device="npu")
     finally:
         torch_npu.npu.synchronize()
-        made.backend.close()
+        backend.close()
 
 
-def scattered(count: int, seed: int) -> Blocks:
+def scattered(count: int, seed: int) -> npt.NDArray[np.int64]:
     """Blocks without neighbours."""
     return 2 * np.random.default_rng(seed).permutation(count)
 
@@ -101,12 +81,12 @@ def check(path: str, mib: int) -> int:
         count = min(most, (mib << 20) // page)
         with memory(path, page, 2 * count) as sides:
             for direction in Direction:
-                bad = sides.wrong_blocks(direction, scattered(count, 1), scattered(count, 2))
+                bad = wrong_blocks(sides, direction, scattered(count, 1), scattered(count, 2))
                 wrong += bad
                 show(f"{path:6} {direction.value:5} {count:6} x {page:7} B: {bad} wrong blocks")
     for direction in Direction:
         with memory(path, 4096, 64) as sides:
-            bad = sides.passes_compute(direction, mib)
+            bad = passes_compute(sides, direction, mib)
         wrong += bad
         show(f"{path:6} {direction.value:5} comes after compute: {'NO' if bad else 'yes'}")
     return wrong

@@ -30,28 +30,34 @@ def test_memory_is_as_large_as_asked_and_empty(num_bytes: int) -> None:
     assert memory.untyped_storage().nbytes() == num_bytes
     assert memory.data_ptr() % PAGE == 0  # a mapping of its own, which can be pinned alone
     assert not memory.any()
-    memory.fill_(7)
-    assert bool((memory == 7).all())
+    part = memory[num_bytes // 2 :]
+    del memory  # it lives as long as any part
+    part.fill_(7)
+    assert bool((part == 7).all())
 
 
-def test_memory_lives_as_long_as_its_tensor() -> None:
-    part = map_memory(2 * PAGE)[PAGE:]
-    part.fill_(3)
-    assert bool((part == 3).all())
-
-
-def test_every_byte_is_touched_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The driver would clear untouched pages, with one thread."""
+def test_every_byte_is_bound_to_its_node_and_then_touched_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The kernel places a page when it is first touched. The driver would clear untouched pages,
+    with one thread."""
+    bound: list[int] = []
     touched: list[tuple[int, int]] = []
     clear = ctypes.memset
+
+    def bind(tensor: torch.Tensor, node: int) -> None:
+        assert not touched
+        bound.append(node)
 
     def note_and_clear(address: int, value: int, size: int) -> int:
         touched.append((address, size))
         return clear(address, value, size)
 
+    monkeypatch.setattr(host_memory, "_prefer_node", bind)
     monkeypatch.setattr(host_memory, "_TOUCH_BYTES", 4 * PAGE)
     monkeypatch.setattr(ctypes, "memset", note_and_clear)
-    memory = map_memory(10 * PAGE + 5)
+    memory = map_memory(10 * PAGE + 5, numa_node=3)
+    assert bound == [3]
     assert [(address - memory.data_ptr(), size) for address, size in sorted(touched)] == [
         (0, 4 * PAGE),
         (4 * PAGE, 4 * PAGE),
@@ -59,15 +65,11 @@ def test_every_byte_is_touched_once(monkeypatch: pytest.MonkeyPatch) -> None:
     ]
 
 
-def resident_bytes() -> int:
-    return int(psutil.Process().memory_info().rss)
-
-
 def test_pages_are_in_place() -> None:
     num_bytes = 64 << 20
-    before = resident_bytes()
+    before = psutil.Process().memory_info().rss
     memory = map_memory(num_bytes)
-    assert resident_bytes() - before > num_bytes // 2
+    assert psutil.Process().memory_info().rss - before > num_bytes // 2
     assert memory.nbytes == num_bytes
 
 
@@ -105,11 +107,13 @@ def test_a_kernel_without_huge_pages(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Kernel:
-    """Replaces libc: records the calls of ``syscall``."""
+    """Replaces libc on a machine of this kind: records the calls of ``syscall``."""
 
-    def __init__(self, answer: int) -> None:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, machine: str, answer: int = 0) -> None:
         self.answer = answer
         self.calls: list[tuple[Any, ...]] = []
+        monkeypatch.setattr(ctypes, "CDLL", lambda name, use_errno: self)
+        monkeypatch.setattr(platform, "machine", lambda: machine)
 
     def syscall(self, number: int, *arguments: Any) -> int:
         self.calls.append((number, *arguments))
@@ -121,55 +125,28 @@ class Kernel:
 def test_memory_is_bound_to_a_node(
     monkeypatch: pytest.MonkeyPatch, machine: str, number: int, node: int
 ) -> None:
-    kernel = Kernel(0)
-    monkeypatch.setattr(ctypes, "CDLL", lambda name, use_errno: kernel)
-    monkeypatch.setattr(platform, "machine", lambda: machine)
+    kernel = Kernel(monkeypatch, machine)
     memory = map_memory(PAGE, numa_node=node)
     ((called, address, length, policy, mask, num_bits, flags),) = kernel.calls
     assert called == number
     assert (address.value, length.value) == (memory.data_ptr(), PAGE)
     assert (policy.value, flags.value) == (1, 0)  # preferred, not strict
-    nodes = [
-        64 * word + bit
-        for word, bits in enumerate(mask._obj)
-        for bit in range(64)
-        if bits >> bit & 1
-    ]
-    assert nodes == [node]
+    assert sum(bits << 64 * word for word, bits in enumerate(mask._obj)) == 1 << node
     assert num_bits.value >= node + 1
 
 
-def test_memory_is_bound_before_it_is_touched(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The kernel places a page when it is first touched."""
-    order: list[str] = []
-    clear = ctypes.memset
-    monkeypatch.setattr(host_memory, "_prefer_node", lambda tensor, node: order.append("bind"))
-
-    def note_and_clear(address: int, value: int, size: int) -> int:
-        order.append("touch")
-        return clear(address, value, size)
-
-    monkeypatch.setattr(ctypes, "memset", note_and_clear)
-    map_memory(PAGE, numa_node=0)
-    assert order == ["bind", "touch"]
-
-
+@pytest.mark.parametrize(("machine", "num_calls"), [("x86_64", 1), ("riscv64", 0)])
 def test_a_refused_binding_is_no_error(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    machine: str,
+    num_calls: int,
 ) -> None:
+    """The kernel of an unknown machine is not asked."""
     caplog.set_level("INFO")
-    monkeypatch.setattr(ctypes, "CDLL", lambda name, use_errno: Kernel(-1))
-    monkeypatch.setattr(platform, "machine", lambda: "x86_64")
+    kernel = Kernel(monkeypatch, machine, answer=-1)
     assert not map_memory(PAGE, numa_node=1).any()
-    assert "not bound to NUMA node 1" in caplog.text
-
-
-def test_an_unknown_machine_is_not_asked(monkeypatch: pytest.MonkeyPatch) -> None:
-    kernel = Kernel(0)
-    monkeypatch.setattr(ctypes, "CDLL", lambda name, use_errno: kernel)
-    monkeypatch.setattr(platform, "machine", lambda: "riscv64")
-    map_memory(PAGE, numa_node=1)
-    assert kernel.calls == []
+    assert len(kernel.calls) == caplog.text.count("not bound to NUMA node 1") == num_calls
 
 
 @pytest.fixture
@@ -178,31 +155,29 @@ def system(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     nodes = tmp_path / "sys/devices/system/node"
     for name in ("node0", "node1", "power"):
         (nodes / name).mkdir(parents=True)
-    device = tmp_path / "sys/bus/pci/devices/0000:1b:00.0"
-    device.mkdir(parents=True)
-    (device / "numa_node").write_text("1\n")
+    (tmp_path / "sys/bus/pci/devices/0000:1b:00.0").mkdir(parents=True)
     monkeypatch.setattr(host_memory, "_NODES", nodes)
     monkeypatch.setattr(host_memory, "Path", lambda path: tmp_path / path.removeprefix("/"))
     return tmp_path / "sys"
 
 
-@pytest.mark.parametrize("address", ["0000:1b:00.0", "0000:1B:00.0"])
-@pytest.mark.usefixtures("system")
-def test_the_node_of_a_device(address: str) -> None:
-    assert node_of_pci_device(address) == 1
+@pytest.mark.parametrize(
+    ("address", "content", "node"),
+    [
+        ("0000:1b:00.0", "1\n", 1),
+        ("0000:1B:00.0", "1\n", 1),
+        ("0000:1b:00.0", "-1\n", None),
+        ("0000:1b:00.0", "", None),
+        ("0000:1b:00.0", "none\n", None),
+        ("0000:ff:00.0", "1\n", None),  # no such device
+    ],
+)
+def test_the_node_of_a_device(system: Path, address: str, content: str, node: int | None) -> None:
+    (system / "bus/pci/devices/0000:1b:00.0/numa_node").write_text(content)
+    assert node_of_pci_device(address) == node
 
 
 def test_with_one_node_there_is_nothing_to_choose(system: Path) -> None:
+    (system / "bus/pci/devices/0000:1b:00.0/numa_node").write_text("1\n")
     (system / "devices/system/node/node1").rmdir()
     assert node_of_pci_device("0000:1b:00.0") is None
-
-
-@pytest.mark.parametrize("content", ["-1\n", "", "none\n"])
-def test_a_device_whose_node_is_not_known(system: Path, content: str) -> None:
-    (system / "bus/pci/devices/0000:1b:00.0/numa_node").write_text(content)
-    assert node_of_pci_device("0000:1b:00.0") is None
-
-
-@pytest.mark.usefixtures("system")
-def test_a_device_that_is_not_there() -> None:
-    assert node_of_pci_device("0000:ff:00.0") is None

@@ -61,7 +61,7 @@ _GPU_TURNS = Elsewhere("a GPU of 80 GB", "tests/examples/test_multi_turn.py::tes
 _GPU_ACCURACY = Elsewhere(
     "a GPU", "tests/examples/test_accuracy_models.py::test_answers_from_the_host_tier"
 )
-_NPU = Elsewhere("an Ascend NPU", "tests/acl_sim/on_npu/hardware.py::test_the_hardware_check")
+_NPU = Elsewhere("an Ascend NPU", "tests/acl_sim/on_npu/copies.py::test_the_hardware_check")
 _SERVED = "tests/docs/test_serving.py::test_the_commands_of_a_first_run_on_an_npu"
 
 _OUTPUT = "ARGS='--output {out}'"
