@@ -40,6 +40,12 @@ class Machine:
         return measure_costs(SIZES, by_dma, by_kernel if kernel else None)
 
 
+def choose(costs: CopyCosts, sizes: npt.NDArray[np.int64], times: int = 1) -> tuple[object, float]:
+    """Whether the kernel copies, and the seconds."""
+    choice = costs.choose(sizes, times)
+    return choice.by_kernel, choice.seconds
+
+
 def many(size: int, count: int) -> npt.NDArray[np.int64]:
     return np.full(count, size, np.int64)
 
@@ -83,7 +89,7 @@ def test_without_a_kernel_all_goes_by_dma() -> None:
     assert {path for path, _, _ in machine.timed} == {"dma"}
     assert not costs.by_kernel.any()
     assert costs.kernel_start == 0.0
-    assert costs.choose(many(4096, 5000)) == (False, pytest.approx(5000 * 1e-6))
+    assert choose(costs, many(4096, 5000)) == (False, pytest.approx(5000 * 1e-6))
 
 
 @pytest.mark.parametrize(
@@ -103,7 +109,7 @@ def test_the_kernel_has_to_be_worth_its_sms(size: int, slower: float, worthwhile
     )
     assert costs.by_kernel.tolist() == [worthwhile]
     seconds = pytest.approx(1e-3 * (slower if worthwhile else 1))
-    assert costs.choose(many(size, 1000)) == (worthwhile, seconds)
+    assert choose(costs, many(size, 1000)) == (worthwhile, seconds)
 
 
 def test_a_time_below_resolution_is_not_zero() -> None:
@@ -130,13 +136,13 @@ def test_path_of_many_descriptors_of_a_size() -> None:
 def test_a_few_descriptors_go_by_dma_and_many_small_ones_by_kernel() -> None:
     """The turning point is where both cost the same. Regions start the kernel together."""
     costs = Machine().measure()
-    assert costs.choose(many(4096, 0)) == (False, 0.0)
-    assert costs.choose(many(4096, 5)) == (False, pytest.approx(5e-6))
+    assert choose(costs, many(4096, 0)) == (False, 0.0)
+    assert choose(costs, many(4096, 5)) == (False, pytest.approx(5e-6))
     by_kernel = pytest.approx(5000 * costs.kernel[0] + costs.kernel_start)
-    assert costs.choose(many(4096, 5000)) == (True, by_kernel)
-    assert costs.choose(many(4096, 5), 1000) == (True, by_kernel)
+    assert choose(costs, many(4096, 5000)) == (True, by_kernel)
+    assert choose(costs, many(4096, 5), 1000) == (True, by_kernel)
     by_dma = pytest.approx(costs.choose(many(1 << 20, 5000)).seconds)
-    assert costs.choose(many(1 << 20, 5), 1000) == (False, by_dma)
+    assert choose(costs, many(1 << 20, 5), 1000) == (False, by_dma)
     turn = costs.kernel_start / (costs.dma[0] - costs.kernel[0])
     assert costs.choose(many(4096, int(turn))).by_kernel is False
     assert costs.choose(many(4096, int(turn) + 1)).by_kernel is True

@@ -17,6 +17,7 @@ from simple_offload.backends.descriptors import (
     in_stretches,
     plan_copies,
 )
+from simple_offload.metadata import BlockIds
 
 _PAGES = (8, 24)
 _NUM_BLOCKS = 40
@@ -55,8 +56,12 @@ def rows(plan: Descriptors) -> list[tuple[int, int, int]]:
 
 
 def plan_pairs(source: Side, destination: Side, pairs: Pairs) -> Descriptors:
-    sides = np.array(pairs, np.int64).reshape(-1, 2).T.copy()
-    return plan_copies(source.regions, destination.regions, *sides)
+    return plan_copies(source.regions, destination.regions, *columns(pairs))
+
+
+def columns(pairs: Pairs) -> tuple[BlockIds, BlockIds]:
+    sources, destinations = np.array(pairs, np.int64).reshape(-1, 2).T.copy()
+    return sources, destinations
 
 
 @st.composite
@@ -97,19 +102,12 @@ def test_every_byte_of_every_pair_once_with_neighbours_merged(
     )
     num_joins = sum(joins(*both, (source, destination)) for both in pairwise(pairs))
     assert len(plan.sizes) == len(_PAGES) * (len(pairs) - num_joins)
-
-
-@given(st.tuples(*[st.integers(1, _NUM_BLOCKS + 3)] * 2), drawn_pairs())
-def test_extents_have_every_pair_once(chunk_blocks: tuple[int, int], pairs: Pairs) -> None:
-    source, destination = Side(_ORIGINS[0], chunk_blocks[0]), Side(_ORIGINS[1], chunk_blocks[1])
-    blocks = np.array(pairs, np.int64).reshape(-1, 2).T.copy()
-    extents = find_extents(source.regions, destination.regions, *blocks)
-    assert sorted(zip(*(part.tolist() for part in extents.pairs()), strict=True)) == sorted(pairs)
-    # Also of some extents.
+    # The kernel takes pairs, of some extents or of all.
+    extents = find_extents(source.regions, destination.regions, *columns(pairs))
     chosen = np.arange(len(extents.lengths)) % 2 == 0
-    halves = [extents.select(half) for half in (chosen, ~chosen)]
-    found = [pair for half in halves for pair in zip(*half.pairs(), strict=True)]
-    assert sorted(found) == sorted(pairs)
+    for parts in ([extents], [extents.select(chosen), extents.select(~chosen)]):
+        found = [pair for part in parts for pair in zip(*part.pairs(), strict=True)]
+        assert sorted(found) == sorted(pairs)
 
 
 @given(st.integers(0, 300), st.integers(1, 100), st.integers(1, 100))
@@ -154,15 +152,6 @@ def test_pieces_are_no_larger_than_need_be(
         assert all(part.flags.c_contiguous for part in piece)
     for piece in pieces[:-1]:
         assert piece.sizes.sum() >= num_bytes or len(piece.sizes) == num_descriptors
-
-
-def test_selected_descriptors_have_arrays_of_their_own() -> None:
-    """The driver gets addresses of dense arrays."""
-    plan = Descriptors(*(np.arange(start, start + 4, dtype=np.uint64) for start in (0, 10, 20)))
-    for chosen in (np.array([3, 1]), np.array([False, True, False, True])):
-        taken = plan.select(chosen)
-        assert sorted(rows(taken)) == [(1, 11, 21), (3, 13, 23)]
-        assert all(part.flags.c_contiguous and part.base is None for part in taken)
 
 
 # Where regions lie
@@ -233,15 +222,6 @@ def test_refused_chunks(chunks: list[list[torch.Tensor]], message: str) -> None:
 def test_regions_of_similar_size(pages: tuple[int, ...], classes: list[list[int]]) -> None:
     sizes = np.array(pages, np.uint64)
     assert [chosen.tolist() for chosen in group_by_size(sizes)] == classes
-
-
-def test_a_selection_of_regions() -> None:
-    side = Side(1000, 13)
-    for chosen in ([0], [1], [1, 0]):
-        some = side.regions.select(np.array(chosen))
-        assert some.addresses(np.array([5, 30])).tolist() == [
-            [side.where[region, block] for block in (5, 30)] for region in chosen
-        ]
 
 
 def test_concatenated_plans() -> None:

@@ -7,11 +7,11 @@ import pytest
 
 from simple_offload import metrics
 from simple_offload.backends.base import Direction, Measurement
-from simple_offload.metadata import StepMetadata, Transfer
+from simple_offload.metadata import StepMetadata
 from simple_offload.worker import copy_lane
 from simple_offload.worker.copy_lane import CopyStats
 from tests.simulation.ledger import Ledger
-from tests.worker.rank import BLOCK_BYTES, Rank, load
+from tests.worker.rank import Rank, load
 from tests.worker.scripted import Bench, EndsWhenWaitedFor, ScriptedError
 
 pytestmark = pytest.mark.usefixtures("no_thread_left", "machine")
@@ -94,18 +94,6 @@ def counted(rank: Rank, step: StepMetadata) -> Ledger:
     ledger = Ledger()
     ledger.add(rank.worker.drain_stats())
     return ledger
-
-
-def test_bytes_are_blocks_times_their_size(rank: Rank) -> None:
-    stored = counted(rank, StepMetadata(stores=[Transfer.pairing(0, [1, 2, 3], [4, 5, 6])]))
-    assert stored(metrics.BYTES, "store", "host") == stored(metrics.BYTES) == 3 * BLOCK_BYTES
-    (seconds,) = stored.samples(metrics.SECONDS, "store")
-    (bandwidth,) = stored.samples(metrics.BANDWIDTH, "store")
-    assert bandwidth == pytest.approx(3 * BLOCK_BYTES / seconds)
-    assert len(stored.samples(metrics.WAIT_SECONDS, "store")) == 1
-    loaded = counted(rank, StepMetadata([load(1, "r")]))
-    assert loaded(metrics.BYTES, "load", "host") == loaded(metrics.BYTES) == BLOCK_BYTES
-    assert rank.worker.drain_stats() is None
 
 
 def test_paths_are_counted_apart(rank: Rank) -> None:

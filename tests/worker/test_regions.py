@@ -12,7 +12,6 @@ from vllm.v1.kv_cache_interface import (
     KVCacheGroupSpec,
     KVCacheSpec,
     KVCacheTensor,
-    MLAAttentionSpec,
 )
 from vllm.v1.kv_cache_layout import KVCacheLayout
 
@@ -68,13 +67,6 @@ def test_pages_of_different_sizes_in_one_group(name: str) -> None:
     assert len(check(memory)) == (4 if layout.is_layer_compact else 1)
 
 
-@pytest.mark.parametrize("layout", BLOCK_OUTERMOST[:2], ids=lambda layout: layout.name)
-def test_groups_with_pages_of_different_sizes(layout: KVCacheLayout) -> None:
-    groups = [mixed_group({"a": full(2), "b": full(4)}), group(window(1), "c", "d", "e")]
-    (region,) = check(make_kv_memory(groups, 5, layout))
-    assert region.shape[1] == full(2).page_size_bytes + full(4).page_size_bytes
-
-
 @pytest.mark.parametrize("name", NAMED)
 def test_padded_pages(name: str) -> None:
     padded = full(page_size_padded=full().page_size_bytes + 64)
@@ -88,12 +80,6 @@ def test_blocks_split_for_kernels(layout: KVCacheLayout) -> None:
     memory = make_kv_memory(groups, 5, layout, kernel_block_size=2)
     assert memory.kv_caches["a"].shape[0] == 5 * 4
     assert [region.shape for region in check(memory)] == [(5, spec.page_size_bytes)] * 2
-
-
-@pytest.mark.parametrize("layout", ALL_LAYOUTS, ids=lambda layout: layout.name)
-def test_latent_attention(layout: KVCacheLayout) -> None:
-    spec = MLAAttentionSpec(block_size=4, num_kv_heads=1, head_size=10, dtype=torch.bfloat16)
-    check(make_kv_memory([group(spec, "a", "b", "c")], 5, layout), padding=None)
 
 
 @given(

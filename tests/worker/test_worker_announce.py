@@ -1,12 +1,9 @@
 """OffloadWorker announces a load once, before its end, and makes compute wait for the rest."""
 
 import math
-from collections import Counter
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from vllm.v1.kv_cache_interface import KVCacheConfig
 
 from simple_offload.metadata import StepMetadata
@@ -159,36 +156,6 @@ def test_an_announced_load_is_reported_at_its_end_and_not_named_again(
     assert not rank.worker._announcements._under_way
 
 
-@given(st.data())
-def test_each_request_is_named_once_whenever_its_load_ends(data: st.DataObject) -> None:
-    num_loads = 4
-    with pytest.MonkeyPatch.context() as patched:
-        rank = Rank(patched)
-        rank.register()
-        try:
-            named: Counter[str] = Counter()
-            reported: Counter[int] = Counter()
-            pendings = [rank.pend(number, 1.0) for number in range(num_loads)]
-            steps = data.draw(st.lists(st.tuples(st.integers(0, 3), st.booleans()), max_size=12))
-            loads = [load(number, f"r{number}") for number in range(num_loads)]
-            everything_ends = [(number, True) for number in range(num_loads)]
-            for number, ends in [*steps, *everything_ends]:
-                pendings[number].remaining = 0.0
-                if ends:
-                    pendings[number].ended.set()
-                loaded, failed = rank.step(StepMetadata(loads))
-                named.update(loaded)
-                reported.update(rank.report()[0])
-                assert failed == set()
-                # In order of submission: poll returns an end after all earlier ones.
-                over = [pending.ended.is_set() for pending in pendings]
-                seen = over.index(False) if False in over else num_loads
-                assert reported == dict.fromkeys(range(seen), 1)
-            assert named == {f"r{number}": 1 for number in range(num_loads)}
-        finally:
-            rank.close()
-
-
 # Waiting
 
 
@@ -219,12 +186,3 @@ def test_a_load_that_fails_after_its_announcement_ends_the_worker(
     with pytest.raises(RuntimeError, match="failed after it was announced") as caught:
         rank.step()
     assert caught.value.__cause__ is pending.error
-
-
-def test_a_load_that_fails_before_its_announcement_fails_one_request(rank: Rank) -> None:
-    pending = rank.pend(0, 1.0)
-    rank.pend(1, 0.0)
-    assert rank.step(StepMetadata([load(0, "r"), load(1, "s")])) == NOTHING
-    pending.error = ScriptedError()
-    pending.ended.set()
-    assert rank.step() == ({"r", "s"}, {"r"})

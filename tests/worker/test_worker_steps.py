@@ -7,7 +7,7 @@ import pytest
 from simple_offload.backends.base import Direction
 from simple_offload.metadata import StepMetadata
 from tests.worker.conftest import MakeRank
-from tests.worker.rank import BLOCK_BYTES, NOTHING, NUM_HOST_BLOCKS, Rank, load, store
+from tests.worker.rank import BLOCK_BYTES, NOTHING, Rank, load, store
 from tests.worker.scripted import (
     EndsWhenWaitedFor,
     ScriptedError,
@@ -135,69 +135,35 @@ def test_a_blocked_thread_does_not_delay_the_other_direction(
 # Open blocks
 
 
-@pytest.fixture
-def slow_rank(make_rank: MakeRank) -> Rank:
-    """A rank with chunks of three blocks. The second chunk opens only when the test opens its
-    gate."""
-    rank = make_rank(register=False)
-    rank.backend.chunk_bytes = 3 * BLOCK_BYTES
-    rank.backend.allocation_gates[1] = threading.Event()
-    rank.register()
-    rank.backend.wait_allocating(1)
-    return rank
-
-
-def opened(rank: Rank) -> tuple[dict[int, int], dict[str, int]] | None:
-    """The ended transfers of the report, and by rank the number of blocks that it has opened."""
-    report = rank.worker.drain_report()
-    if report is None:
-        return None
-    opened = {rank: capacity.num_open for rank, capacity in report.capacities.items()}
-    return dict(report.ended), opened
-
-
-def test_a_larger_number_of_open_blocks_is_reported(slow_rank: Rank) -> None:
-    name = slow_rank.worker.capacity.rank
-    assert opened(slow_rank) == ({}, {name: 3})
-    assert opened(slow_rank) is None
-    slow_rank.step(StepMetadata(stores=[store(0)]))
-    assert opened(slow_rank) == ({0: 1}, {})  # nothing new
-    slow_rank.step(StepMetadata(stores=[store(1)]))
-    slow_rank.backend.release()
-    slow_rank.worker.host_pool.join()
-    assert opened(slow_rank) == ({1: 1}, {name: NUM_HOST_BLOCKS})
-    assert opened(slow_rank) is None
-    capacity = slow_rank.worker.capacity
-    assert (capacity.num_open, capacity.num_host_blocks) == (NUM_HOST_BLOCKS, NUM_HOST_BLOCKS)
-
-
-def test_blocks_that_cannot_be_opened_are_not_reported(slow_rank: Rank) -> None:
-    slow_rank.backend.allocation_errors[1] = ScriptedError()
-    slow_rank.backend.release()
-    slow_rank.worker.host_pool.join()
-    assert slow_rank.worker.capacity.num_open == 3
-    assert slow_rank.step(StepMetadata([load(0, "r")])) == ({"r"}, set())  # and the rank goes on
-
-
 def test_ranks_have_names_of_their_own(make_rank: MakeRank) -> None:
     assert len({make_rank().worker.capacity.rank for _ in range(3)}) == 3
 
 
 def test_shutdown_while_blocks_are_being_opened(
-    slow_rank: Rank, monkeypatch: pytest.MonkeyPatch
+    make_rank: MakeRank, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The backend frees memory only when no thread allocates more."""
+    """Open blocks are reported once. The backend frees memory only when no thread allocates
+    more."""
+    rank = make_rank(register=False)
+    rank.backend.chunk_bytes = 3 * BLOCK_BYTES
+    rank.backend.allocation_gates[1] = threading.Event()
+    rank.register()
+    rank.backend.wait_allocating(1)
+    report = rank.worker.drain_report()
+    assert report is not None
+    assert [capacity.num_open for capacity in report.capacities.values()] == [3]
+    assert rank.worker.drain_report() is None
     join_thread = threading.Thread.join
 
     def open_gate_and_join(thread: threading.Thread, timeout: float | None = None) -> None:
         if thread.name == "simple-offload-open":
-            slow_rank.backend.release()
+            rank.backend.release()
         join_thread(thread, timeout)
 
     monkeypatch.setattr(threading.Thread, "join", open_gate_and_join)
-    slow_rank.worker.shutdown()
-    assert slow_rank.backend.log.count(("chunk", 3)) == 2
-    assert slow_rank.backend.log[-1] == ("close",)
+    rank.worker.shutdown()
+    assert rank.backend.log.count(("chunk", 3)) == 2
+    assert rank.backend.log[-1] == ("close",)
 
 
 # Before and after
@@ -212,15 +178,6 @@ def test_before_registration(make_rank: MakeRank) -> None:
         rank.worker.bind(StepMetadata([load(0, "r")]))
     rank.worker.drain()
     rank.worker.shutdown()
-
-
-def test_draining_lets_copies_end_and_reports_them_later(rank: Rank) -> None:
-    rank.submit(StepMetadata([load(0, "r")], [store(1)]))
-    rank.worker.drain()
-    assert (rank.backend.copied(LOAD), rank.backend.copied(STORE)) == ([0], [1])
-    assert rank.worker.drain_report() is None
-    assert rank.step() == ({"r"}, set())
-    assert rank.report() == ({0: 1, 1: 1}, {})
 
 
 def test_shutdown_finishes_what_was_submitted(rank: Rank) -> None:

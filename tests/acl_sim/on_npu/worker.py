@@ -178,34 +178,6 @@ def test_every_transfer_is_copied_and_reported_once(make_rank: MakeRank) -> None
     assert rank.sim.take_counts().descriptors == next_id * num_regions
 
 
-def test_a_store_waits_for_compute_of_its_step(make_rank: MakeRank) -> None:
-    rank = make_rank()
-    compute = int(torch_npu.npu.current_stream().npu_stream)
-    with rank.sim.held(compute):
-        rank.sim.fill(rank.storage.data_ptr(), 5, rank.storage.numel(), compute)
-        rank.step(StepMetadata(stores=[store(0, (1, 2))]))
-        rank.worker.lanes[Direction.STORE].flush()
-        rank.sim.settle(rank.stream(Direction.STORE))
-        rank.worker.poll()
-        assert rank.worker.drain_report() is None
-    rank.worker.drain()
-    rank.sim.fill(rank.storage.data_ptr(), 6, rank.storage.numel(), compute)
-    rank.step(StepMetadata(loads=[load(1, "r", (3, 2))]))
-    rank.worker.drain()
-    assert all((page == 5).all() for page in rank.pages(3).values())
-    assert all((page == 6).all() for page in rank.pages(2).values())
-
-
-def test_failures_are_reported(make_rank: MakeRank) -> None:
-    rank = make_rank()
-    rank.sim.fail_after(0, 107000)
-    assert rank.run(StepMetadata([load(0, "r", (1, 2))])) == ({0: 1}, {0: 1})
-    assert rank.run(StepMetadata([load(1, "s", (2, 3))])) == ({1: 1}, {})
-    rank.sim.fail_after(1, 107000)
-    stores = [store(2, (1, 2)), store(3, (4, 5))]
-    assert rank.run(StepMetadata(stores=stores)) == ({2: 1, 3: 1}, {2: 1})
-
-
 # vllm-ascend's KV caches
 
 
