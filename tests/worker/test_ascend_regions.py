@@ -56,17 +56,9 @@ def alone(draw: st.DataObject, num_blocks: int) -> Caches:
     return {"alone": cache, "shares it": cache}
 
 
-def carved(draw: st.DataObject, num_blocks: int) -> Caches:
-    """Mamba's states, or an indexer's keys and scales, consecutive in one allocation."""
-    pages = [page_bytes(draw) for _ in range(draw.draw(st.integers(2, 3)))]
-    raw = allocate(draw, num_blocks * sum(pages))
-    sizes = [num_blocks * page for page in pages]
-    return {"carved": [shaped(draw, part, num_blocks) for part in raw.split(sizes)]}
-
-
 def hybrid(draw: st.DataObject, num_blocks: int) -> Caches:
-    """An attention layer and a Mamba layer in one allocation. First come the convolution's states.
-    Keys come next, over the other states, and then values."""
+    """An attention layer and a Mamba layer, in consecutive parts of one allocation. First come the
+    convolution's states. Keys come next, over the other states, and then values."""
     conv, key, value = (page_bytes(draw) for _ in range(3))
     raw = allocate(draw, num_blocks * (conv + key + value))
     tensors = raw.split([num_blocks * page for page in (conv, key, value)])
@@ -96,7 +88,6 @@ def heads_outermost(draw: st.DataObject, num_blocks: int) -> Caches:
 LAYOUTS: list[Callable[[st.DataObject, int], Caches]] = [
     separate,
     alone,
-    carved,
     hybrid,
     interleaved,
     heads_outermost,

@@ -77,15 +77,6 @@ def test_chunks_have_the_backend_s_size_and_leave_nothing_over(
         assert set(memory) == {1, 2}  # 3 if regions overlapped
 
 
-def test_without_regions_no_memory_is_allocated(
-    backend: ScriptedBackend, make_pool: MakePool
-) -> None:
-    """A rank without layers has no bytes, and the kernel refuses to allocate none."""
-    pool = make_pool([])
-    pool.open()
-    assert (pool.num_open, pool.nbytes, backend.allocators) == (10, 0, [])
-
-
 def test_the_first_chunk_is_open_at_once_and_the_rest_later(
     pool: HostPool, backend: ScriptedBackend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -123,8 +114,7 @@ def test_a_first_chunk_that_fails_is_an_error_at_start(
     assert (pool.num_open, len(backend.allocators)) == (0, 1)
 
 
-@pytest.mark.parametrize("failing", [1, 2, 3])
-@pytest.mark.parametrize("refused", [False, True])
+@pytest.mark.parametrize(("failing", "refused"), [(1, False), (1, True), (3, False)])
 def test_a_later_chunk_that_fails_leaves_the_tier_as_it_is(
     pool: HostPool,
     backend: ScriptedBackend,
