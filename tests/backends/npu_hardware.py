@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -103,7 +104,7 @@ def bench(path: str, mib: int, rounds: int) -> None:
                 seconds, submitting = [], []
                 for _ in range(rounds + 1):
                     started = time.perf_counter()
-                    pending = sides.backend.copy(direction, transfer, None)
+                    pending: Any = sides.backend.copy(direction, transfer, None)
                     submitting.append(time.perf_counter() - started)
                     pending.wait()
                     seconds.append(time.perf_counter() - started)

@@ -3,6 +3,7 @@
 import math
 from collections import Counter
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -40,7 +41,7 @@ class Machine:
         return measure_costs(SIZES, by_dma, by_kernel if kernel else None)
 
 
-def choose(costs: CopyCosts, sizes: npt.NDArray[np.int64], times: int = 1) -> tuple[object, float]:
+def choose(costs: CopyCosts, sizes: npt.NDArray[np.int64], times: int = 1) -> tuple[Any, Any]:
     """Whether the kernel copies, and the seconds."""
     choice = costs.choose(sizes, times)
     return choice.by_kernel, choice.seconds

@@ -122,8 +122,8 @@ def test_the_lock_is_kept_if_asked_for(driver: Driver, monkeypatch: pytest.Monke
 
         return lambda *_: resolve
 
-    monkeypatch.setattr(dma.ctypes, "PYFUNCTYPE", make("kept"))
-    monkeypatch.setattr(dma.ctypes, "CFUNCTYPE", make("given up"))
+    monkeypatch.setattr(ctypes, "PYFUNCTYPE", make("kept"))
+    monkeypatch.setattr(ctypes, "CFUNCTYPE", make("given up"))
     submit = dma.resolve_dma()
     submit(PLAN, Direction.LOAD, STREAM, keep_lock=True)
     submit(PLAN, Direction.LOAD, STREAM)

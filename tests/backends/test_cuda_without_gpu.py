@@ -40,7 +40,8 @@ class Queues(CudaQueues):
     def _note(
         self, plan: Descriptors, direction: Direction, stream: Any, *, keep_lock: bool = False
     ) -> None:
-        assert stream is self._streams[direction]
+        streams: Any = self._streams
+        assert stream is streams[direction]
         kind = "copy with lock" if keep_lock else "copy"
         self.log.append((stream.name, kind, int(plan.sizes.sum())))
 
@@ -82,7 +83,7 @@ def make_backend(
 
 
 def scattered(count: int) -> Transfer:
-    return Transfer(0, np.arange(count), np.arange(count)[::-1] * 3 % count)
+    return Transfer(0, np.arange(count), np.arange(count)[::-1] * 3 % max(count, 1))
 
 
 # Which copies are quick
@@ -199,8 +200,7 @@ def test_few_events_and_one_behind_the_last_byte(
     direction: Direction, page: int, count: int, num_events: int
 ) -> None:
     backend, queues = make_backend(page)
-    transfer = scattered(count) if count else Transfer(0, *[np.arange(0)] * 2)
-    seconds = [mark.seconds for mark in backend.copy(direction, transfer, None).marks]
+    seconds = [mark.seconds for mark in backend.copy(direction, scattered(count), None).marks]
     log = queues.take("copy", "mark")
     assert [entry[1] for entry in log].count("mark") == len(seconds) == num_events
     assert log[-1][1] == "mark"

@@ -3,16 +3,17 @@
 import random
 from collections import Counter
 from collections.abc import Callable, Iterator
+from functools import partial
 from types import SimpleNamespace
-from typing import Any
+from typing import NamedTuple
 
 import pytest
 import torch
 import torch_npu
+from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.kv_cache_layout import KVCacheLayout
 
 from simple_offload.backends import select
-from simple_offload.backends.base import Direction
 from simple_offload.backends.npu.backend import NpuBackend
 from simple_offload.config import OffloadConfig
 from simple_offload.metadata import StepMetadata, Transfer
@@ -26,58 +27,109 @@ NUM_DEVICE_BLOCKS = 8
 NUM_HOST_BLOCKS = 20
 
 
-class Rank:
-    """A rank with a KV cache on the NPU, and the engine's calls on it."""
+# KV caches of vLLM, and of vllm-ascend
 
-    def __init__(self, sim: Sim, layout: KVCacheLayout) -> None:
-        self.sim = sim
-        groups = [group(full(), "a", "b"), group(window(), "c")]
-        memory = make_kv_memory(groups, NUM_DEVICE_BLOCKS, layout)
-        self.storage = memory.storage.random_(-128, 128).to("npu")
-        self._views = memory.kv_caches
-        self.kv_caches = self._views_of(self.storage)
+
+class Cache(NamedTuple):
+    """A rank's KV cache on the NPU."""
+
+    config: KVCacheConfig
+    memory: list[torch.Tensor]
+    """Its allocations, int8."""
+    kv_caches: dict[str, KVCache]
+    views: Callable[[list[torch.Tensor]], list[torch.Tensor]]
+    """Tensors whose first dimension is blocks, of such memory on the CPU."""
+
+
+def of_vllm(layout: KVCacheLayout) -> Cache:
+    groups = [group(full(), "a", "b"), group(window(), "c")]
+    made = make_kv_memory(groups, NUM_DEVICE_BLOCKS, layout)
+
+    def views_of(memory: list[torch.Tensor]) -> dict[str, torch.Tensor]:
+        return {
+            name: memory[0]
+            .view(view.dtype)
+            .as_strided(view.shape, view.stride(), view.storage_offset())
+            for name, view in made.kv_caches.items()
+        }
+
+    memory = [torch.empty_like(made.storage, device="npu")]
+    kv_caches: dict[str, KVCache] = {**views_of(memory)}
+    return Cache(made.config, memory, kv_caches, lambda memory: [*views_of(memory).values()])
+
+
+def aligned(size: int) -> torch.Tensor:
+    """An allocation of ``size`` bytes in a larger one, aligned like vllm-ascend's: 2 MiB there, 4
+    KiB here."""
+    memory = torch.empty(size + 4096, dtype=torch.int8, device="npu")
+    start = -memory.data_ptr() % 4096
+    return memory[start : start + size]
+
+
+def by_block(memory: list[torch.Tensor]) -> list[torch.Tensor]:
+    return [part.view(NUM_DEVICE_BLOCKS, -1) for part in memory]
+
+
+def of_ascend(memory: list[torch.Tensor], kv_caches: dict[str, KVCache]) -> Cache:
+    config = make_kv_memory([group(full(), "a")], NUM_DEVICE_BLOCKS, KVCacheLayout.LBHNC).config
+    return Cache(config, memory, kv_caches, by_block)
+
+
+def attention() -> Cache:
+    """Keys and values are separate tensors."""
+    key, value = aligned(NUM_DEVICE_BLOCKS * 64), aligned(NUM_DEVICE_BLOCKS * 96)
+    views = (key.view(torch.float16).view(-1, 4, 4), value.view(torch.float16).view(-1, 4, 4))
+    return of_ascend([key, value], {"a": views})
+
+
+def mla() -> Cache:
+    memory = [aligned(NUM_DEVICE_BLOCKS * 128), aligned(NUM_DEVICE_BLOCKS * 16)]
+    return of_ascend(memory, {"a": tuple(by_block(memory))})
+
+
+def hybrid() -> Cache:
+    """Keys lie over states."""
+    sizes = [NUM_DEVICE_BLOCKS * page for page in (8, 32, 32)]
+    memory = list(aligned(sum(sizes)).split(sizes))
+    conv, key, value = by_block(memory)
+    return of_ascend(memory, {"mamba": [conv, key], "attention": (key, value)})
+
+
+class Rank:
+    """A rank with a KV cache of random bytes, and the engine's calls on it."""
+
+    def __init__(self, sim: Sim, cache: Cache) -> None:
+        self.cache = cache
+        for part in cache.memory:
+            part.copy_(torch.randint(-128, 128, part.shape, dtype=torch.int8))
         config = OffloadConfig.parse({"num_cpu_blocks": NUM_HOST_BLOCKS}, 1)
-        self.worker = OffloadWorker(memory.config, config, Ranks(1, 1))
+        self.worker = OffloadWorker(cache.config, config, Ranks(1, 1))
         assert isinstance(self.worker._backend, NpuBackend)
-        self.worker.register_kv_caches(self.kv_caches)
+        self.worker.register_kv_caches(cache.kv_caches)
         self.worker.host_pool.join()
         self.worker.drain_report()  # of how much is open
         sim.take_counts()
 
-    def stream(self, direction: Direction) -> int:
-        """The handle of the stream for copies of ``direction``."""
-        backend: Any = self.worker._backend
-        return int(backend._streams[direction].npu_stream)
-
-    def step(self, metadata: StepMetadata) -> tuple[set[str], set[str]]:
-        """One engine step: its loads, its compute (none here), its stores, and a poll."""
+    def step(self, metadata: StepMetadata) -> set[str]:
+        """One engine step: its loads, its compute (none here), its stores, and a poll. Returns the
+        loaded requests."""
         self.worker.bind(metadata)
         self.worker.submit_loads()
         self.worker.submit_stores()
-        return self.worker.poll()
+        loaded, failed = self.worker.poll()
+        assert not failed
+        return loaded
 
-    def run(self, metadata: StepMetadata) -> tuple[dict[int, int], dict[int, int]]:
-        """Run a step until its copies have ended. Returns how many ended, and failed, by id."""
-        self.step(metadata)
-        self.worker.drain()
-        self.worker.poll()
+    def ended(self) -> dict[int, int]:
+        """The transfers that the rank reports as ended."""
         report = self.worker.drain_report()
-        assert report is not None
-        assert not report.broken
-        return dict(report.ended), dict(report.failed)
+        assert report is None or not report.failed
+        return dict(report.ended) if report is not None else {}
 
-    def pages(self, block: int) -> dict[str, torch.Tensor]:
-        """The block's bytes, by layer."""
-        views = self._views_of(self.storage.cpu())
-        return {name: view[block].contiguous().view(torch.int8) for name, view in views.items()}
-
-    def _views_of(self, storage: torch.Tensor) -> dict[str, torch.Tensor]:
-        return {
-            name: torch.as_strided(
-                storage.view(view.dtype), view.shape, view.stride(), view.storage_offset()
-            )
-            for name, view in self._views.items()
-        }
+    def pages(self) -> list[torch.Tensor]:
+        """A copy of all blocks' bytes."""
+        views = self.cache.views([part.cpu() for part in self.cache.memory])
+        return [view.contiguous().view(torch.int8) for view in views]
 
 
 def store(transfer_id: int, *pairs: tuple[int, int]) -> Transfer:
@@ -89,7 +141,7 @@ def load(transfer_id: int, request_id: str, *pairs: tuple[int, int]) -> Transfer
     return Transfer.pairing(transfer_id, [d for d, _ in pairs], [h for _, h in pairs], request_id)
 
 
-MakeRank = Callable[..., Rank]
+MakeRank = Callable[[Cache], Rank]
 
 
 @pytest.fixture
@@ -100,8 +152,8 @@ def make_rank(sim: Sim, monkeypatch: pytest.MonkeyPatch) -> Iterator[MakeRank]:
     ranks: list[Rank] = []
     num_host = sim.library.acl_sim_num_host()
 
-    def make(layout: KVCacheLayout = KVCacheLayout.LBHNC) -> Rank:
-        ranks.append(Rank(sim, layout))
+    def make(cache: Cache) -> Rank:
+        ranks.append(Rank(sim, cache))
         return ranks[-1]
 
     yield make
@@ -110,43 +162,50 @@ def make_rank(sim: Sim, monkeypatch: pytest.MonkeyPatch) -> Iterator[MakeRank]:
     assert sim.library.acl_sim_num_host() == num_host
 
 
-@pytest.mark.parametrize("layout", [KVCacheLayout.LBHNC, KVCacheLayout.LHBNC, KVCacheLayout.BLHNC])
+LAYOUTS = (KVCacheLayout.LBHNC, KVCacheLayout.LHBNC, KVCacheLayout.BLHNC)
+
+
+@pytest.mark.parametrize(
+    "make", [*(partial(of_vllm, layout) for layout in LAYOUTS), attention, mla, hybrid]
+)
 @pytest.mark.parametrize("has_batch", [True, False])
 def test_store_evict_load(
-    make_rank: MakeRank, sim: Sim, layout: KVCacheLayout, has_batch: bool
+    make_rank: MakeRank, sim: Sim, make: Callable[[], Cache], has_batch: bool
 ) -> None:
     """Bytes come back into other device blocks than the stored ones, and no other block changes."""
     sim.take_batches(has_batch)
-    rank = make_rank(layout)
-    stored = [(1, 17), (2, 18), (3, 4), (6, 19)]
-    left = {device: rank.pages(device) for device, _ in stored}
-    assert rank.run(StepMetadata(stores=[store(0, *stored)])) == ({0: 1}, {})
+    rank = make_rank(make())
+    stored = {17: 1, 18: 2, 4: 3, 19: 6}  # host block: device block
+    left = rank.pages()
+    rank.step(StepMetadata(stores=[store(0, *((d, h) for h, d in stored.items()))]))
+    rank.worker.drain()
     # Evicted: compute of other requests writes over them.
-    size = rank.storage.numel()
     compute = int(torch_npu.npu.current_stream().npu_stream)
-    sim.fill(rank.storage.data_ptr(), 99, size, compute)
-    back = [(5, 18), (2, 17), (7, 4), (0, 19)]
-    assert rank.run(StepMetadata(loads=[load(1, "r", *back)])) == ({1: 1}, {})
-    origin = {host: device for device, host in stored}
-    for device, host in back:
-        for name, page in rank.pages(device).items():
-            assert torch.equal(page, left[origin[host]][name])
-    for device in (1, 3, 4, 6):
-        assert all((page == 99).all() for page in rank.pages(device).values())
+    for part in rank.cache.memory:
+        sim.fill(part.data_ptr(), 99, part.numel(), compute)
+    back = {5: 18, 2: 17, 7: 4, 0: 19}  # device block: host block
+    rank.step(StepMetadata(loads=[load(1, "r", *back.items())]))
+    rank.worker.drain()
+    rank.step(StepMetadata())
+    assert rank.ended() == {0: 1, 1: 1}
+    for now, before in zip(rank.pages(), left, strict=True):
+        for device, host in back.items():
+            assert torch.equal(now[device], before[stored[host]])
+        assert bool((now[[1, 3, 4, 6]] == 99).all())
     counts = sim.take_counts()
     assert counts.blocking == 0
     assert (counts.batch_calls > 0, counts.single_calls > 0) == (has_batch, not has_batch)
 
 
-def test_every_transfer_is_copied_and_reported_once(make_rank: MakeRank) -> None:
+def test_every_transfer_is_copied_and_reported_once(make_rank: MakeRank, sim: Sim) -> None:
     """A step is copied once, however often its hooks are called. A load that takes several steps is
     reported too. Nothing is lost if the engine drains while threads submit and report.
 
     A port of vLLM's connector to Ascend had these faults: it copied a step again at every poll,
     kept the requests of one step only, and cleared a list while its thread appended to it.
     """
-    rank = make_rank()
-    rank.sim.library.acl_sim_delay_all(100)
+    rank = make_rank(mla())  # two regions
+    sim.library.acl_sim_delay_all(100)
     dice = random.Random(7)
     ended: Counter[int] = Counter()
     loaded: Counter[str] = Counter()
@@ -161,82 +220,14 @@ def test_every_transfer_is_copied_and_reported_once(make_rank: MakeRank) -> None
                 metadata.stores.append(store(next_id, blocks))
             next_id += 1
         for _ in range(dice.randrange(1, 3)):
-            loaded.update(rank.step(metadata)[0])
+            loaded.update(rank.step(metadata))
         if dice.random() < 0.2:
             rank.worker.drain()
-        if (report := rank.worker.drain_report()) is not None:
-            ended.update(report.ended)
+        ended.update(rank.ended())
     rank.worker.drain()
-    loaded.update(rank.step(StepMetadata())[0])
-    if (report := rank.worker.drain_report()) is not None:
-        ended.update(report.ended)
-        assert not report.failed
+    loaded.update(rank.step(StepMetadata()))
+    ended.update(rank.ended())
     assert next_id > 200
     assert ended == Counter(range(next_id))
     assert set(loaded.values()) == {1}
-    num_regions = len(rank.worker._backend._device_regions.pages)  # type: ignore[attr-defined]
-    assert rank.sim.take_counts().descriptors == next_id * num_regions
-
-
-# vllm-ascend's KV caches
-
-
-def aligned(size: int) -> torch.Tensor:
-    """An allocation of ``size`` bytes in a larger one, aligned like vllm-ascend's: 2 MiB there, 4
-    KiB here."""
-    memory = torch.empty(size + 4096, dtype=torch.int8, device="npu")
-    start = -memory.data_ptr() % 4096
-    return memory[start : start + size]
-
-
-Parts = tuple[list[torch.Tensor], dict[str, KVCache]]
-"""Memory with a share for each block, and the layers' views of it."""
-
-
-def attention() -> Parts:
-    """Keys and values are separate tensors."""
-    key, value = aligned(NUM_DEVICE_BLOCKS * 64), aligned(NUM_DEVICE_BLOCKS * 96)
-    views = (key.view(torch.float16).view(-1, 4, 4), value.view(torch.float16).view(-1, 4, 4))
-    return [key, value], {"a": views}
-
-
-def mla() -> Parts:
-    parts = [aligned(NUM_DEVICE_BLOCKS * 128), aligned(NUM_DEVICE_BLOCKS * 16)]
-    return parts, {"a": tuple(part.view(NUM_DEVICE_BLOCKS, -1) for part in parts)}
-
-
-def hybrid() -> Parts:
-    """Keys lie over states."""
-    sizes = [NUM_DEVICE_BLOCKS * page for page in (8, 32, 32)]
-    parts = list(aligned(sum(sizes)).split(sizes))
-    views = [part.view(NUM_DEVICE_BLOCKS, -1) for part in parts]
-    return parts, {"mamba": views[:2], "attention": tuple(views[1:])}
-
-
-@pytest.mark.usefixtures("make_rank")  # the platform, and small chunks
-@pytest.mark.parametrize("make", [attention, mla, hybrid])
-def test_a_kv_cache_of_tuples(make: Callable[[], Parts]) -> None:
-    parts, kv_caches = make()
-    contents = [torch.randint(-128, 128, (part.numel(),), dtype=torch.int8) for part in parts]
-    for part, content in zip(parts, contents, strict=True):
-        part.copy_(content)
-    memory = make_kv_memory([group(full(), "a")], NUM_DEVICE_BLOCKS, KVCacheLayout.LBHNC)
-    config = OffloadConfig.parse({"num_cpu_blocks": NUM_HOST_BLOCKS}, 1)
-    worker = OffloadWorker(memory.config, config, Ranks(1, 1))
-    worker.register_kv_caches(kv_caches)
-    worker.host_pool.join()
-    assert worker.capacity.block_bytes == sum(map(len, parts)) // NUM_DEVICE_BLOCKS
-    for metadata in (
-        StepMetadata(stores=[store(0, (1, 5), (4, 6))]),
-        StepMetadata(loads=[load(1, "r", (7, 5), (0, 6))]),
-    ):
-        worker.bind(metadata)
-        worker.submit_loads()
-        worker.submit_stores()
-        worker.drain()
-    assert worker.poll() == ({"r"}, set())
-    for part, content in zip(parts, contents, strict=True):
-        expected = content.view(NUM_DEVICE_BLOCKS, -1)
-        expected[[7, 0]] = expected[[1, 4]]
-        assert torch.equal(part.cpu().view(NUM_DEVICE_BLOCKS, -1), expected)
-    worker.shutdown()
+    assert sim.take_counts().descriptors == 2 * next_id
