@@ -42,16 +42,22 @@ def test_one_block_may_go_to_several(direction: Direction) -> None:
 
 @both_ways
 @pytest.mark.parametrize(
-    ("device", "host"),
-    [([0, 4], [0, 1]), ([0, 1], [0, 6]), ([10**9], [0]), ([0, -1], [0, 1]), ([0, 1], [0, -6])],
+    ("device", "host", "named"),
+    [
+        ([1, 4], [0, 1], "device blocks 1 to 4; there are 4"),
+        ([10**9], [0], "device blocks 1000000000 to 1000000000; there are 4"),
+        ([0, -1], [0, 1], "device blocks -1 to 0; there are 4"),
+        ([0, 1], [6, 2], "host blocks 2 to 6; there are 6"),
+        ([0, 1], [5, -6], "host blocks -6 to 5; there are 6"),
+    ],
 )
 def test_a_block_outside_the_regions(
-    direction: Direction, device: list[int], host: list[int]
+    direction: Direction, device: list[int], host: list[int], named: str
 ) -> None:
-    """The copy fails before any byte moves."""
+    """The copy fails before any byte moves. Every backend makes this check."""
     sides = Sides(HostBackend(), [16, 8], 4, num_host_blocks=6)
     before = sides.contents()
-    with pytest.raises(IndexError):
+    with pytest.raises(IndexError, match=f"transfer 0 names {named}"):
         sides.copy(direction, device, host)
     sides.check(before)
 
