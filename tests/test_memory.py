@@ -1,13 +1,12 @@
 """Available memory, and the reserve that processes leave when they allocate."""
 
-import errno
 import fcntl
 import json
 import os
-import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -15,8 +14,7 @@ import pytest
 
 from simple_offload import memory
 from simple_offload.memory import GIB, Limit, MemoryShortageError
-from tests import cgroups
-from tests.conftest import PATIENCE_SECONDS, Machine
+from tests.conftest import Machine
 from tests.memory_ranks import CHUNK_BYTES
 
 ROOT = Path(__file__).parents[1]
@@ -31,75 +29,82 @@ def _a_folder_of_its_own(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Non
 # Available memory
 
 
-def test_a_machine(machine: Machine) -> None:
+def write_group(
+    machine: Machine,
+    path: str,
+    limit: str | int,
+    used: int = 0,
+    cached: tuple[int, int] = (0, 0),
+    *,
+    high: str | int = "max",
+) -> None:
+    """Write the kernel's files of a cgroup of version 2. Sizes are in GiB."""
+    for name, value in {"max": limit, "high": high, "current": used}.items():
+        text = value if isinstance(value, str) else str(value * GIB)
+        machine.write(f"/sys/fs/cgroup{path}/memory.{name}", f"{text}\n")
+    inactive, active = (size * GIB for size in cached)
+    stat = f"anon 5\ninactive_file {inactive}\nactive_file {active}\n"
+    machine.write(f"/sys/fs/cgroup{path}/memory.stat", stat)
+
+
+def test_a_machine_without_cgroups(machine: Machine) -> None:
     machine.available = 60 * GIB
     assert memory.limit() == Limit(100 * GIB, is_final=True)
     assert memory.available_bytes() == 60 * GIB
-
-
-V1, V2 = "/sys/fs/cgroup/memory", "/sys/fs/cgroup"
-
-
-def group_of_v1(machine: Machine, path: str, limit: int, used: int, *cached: int) -> None:
-    machine.write(f"{V1}{path}/memory.limit_in_bytes", f"{limit * GIB}\n")
-    machine.write(f"{V1}{path}/memory.usage_in_bytes", f"{used * GIB}\n")
-    names = ("total_inactive_file", "total_active_file")
-    lines = [f"{name} {size * GIB}" for name, size in zip(names, cached, strict=True)]
-    machine.write(f"{V1}{path}/memory.stat", "\n".join(["inactive_file 7", *lines, ""]))
-
-
-def group_of_v2(
-    machine: Machine, path: str, limit: str | int, used: int, *cached: int, high: str | int = "max"
-) -> None:
-    for name, value in (("max", limit), ("high", high)):
-        text = value if isinstance(value, str) else str(value * GIB)
-        machine.write(f"{V2}{path}/memory.{name}", text + "\n")
-    machine.write(f"{V2}{path}/memory.current", f"{used * GIB}\n")
-    names = ("inactive_file", "active_file")
-    lines = [f"{name} {size * GIB}" for name, size in zip(names, cached, strict=True)]
-    machine.write(f"{V2}{path}/memory.stat", "\n".join(["anon 5", *lines, ""]))
 
 
 def test_available_memory_of_a_cgroup(machine: Machine) -> None:
     """Page cache counts as available: the kernel frees it before it kills a process. Loading
     weights leaves much of it."""
     machine.write("/proc/self/cgroup", "0::/pod/server\n")
-    group_of_v2(machine, "/pod/server", 64, 50, 10, 20)
-    group_of_v2(machine, "/pod", 80, 60, 0, 0)
+    write_group(machine, "/pod/server", 64, 50, (10, 20))
+    write_group(machine, "/pod", 80, 60)
     assert memory.available_bytes() == 20 * GIB  # of the pod
-    group_of_v2(machine, "/pod", "max", 60, 0, 0)
+    write_group(machine, "/pod", "max", 60)
     assert memory.available_bytes() == 44 * GIB
     machine.available = 3 * GIB
     assert memory.available_bytes() == 3 * GIB
-
-
-def test_available_memory_of_a_cgroup_of_version_1(machine: Machine) -> None:
-    machine.write("/proc/self/cgroup", "4:memory:/pod/server\n0::/\n")
-    group_of_v1(machine, "/pod/server", 64, 50, 1, 2)
-    group_of_v1(machine, "", 2**33, 90, 0, 0)  # the root's limit is none
-    assert memory.available_bytes() == 17 * GIB
-    assert memory.limit() == Limit(64 * GIB, is_final=True)
-
-
-def test_a_container_sees_its_cgroup_as_the_root(machine: Machine) -> None:
-    """Docker on cgroup version 1 without a namespace: the path is the host's, the files are the
-    container's."""
-    machine.write("/proc/self/cgroup", "4:memory:/docker/1234\n")
-    group_of_v1(machine, "", 64, 50, 0, 0)
-    assert memory.available_bytes() == 14 * GIB
+    write_group(machine, "/pod", 10, 11)  # more than its limit
+    assert memory.available_bytes() == 0
 
 
 def test_memory_high_limits_a_cgroup(machine: Machine) -> None:
     machine.write("/proc/self/cgroup", "0::/\n")
-    group_of_v2(machine, "", 64, 30, 0, 0, high=40)
+    write_group(machine, "", 64, 30, high=40)
     assert memory.limit().num_bytes == 40 * GIB
     assert memory.available_bytes() == 10 * GIB
 
 
-def test_a_cgroup_beyond_its_limit(machine: Machine) -> None:
-    machine.write("/proc/self/cgroup", "0::/\n")
-    group_of_v2(machine, "", 10, 11, 0, 0)
-    assert memory.available_bytes() == 0
+@pytest.mark.parametrize(
+    ("membership", "path"),
+    [
+        ("4:memory:/\n0::/", ""),
+        ("9:pids:/elsewhere\n4:cpu,memory:/pod/server\n0::/", "/pod/server"),
+        # Docker without a namespace: the path is the host's, the files are the container's.
+        ("4:memory:/docker/1234", ""),
+    ],
+    ids=["at the root", "below the root", "in a container"],
+)
+def test_a_cgroup_of_version_1(machine: Machine, membership: str, path: str) -> None:
+    machine.write("/proc/self/cgroup", membership)
+    files = {
+        "limit_in_bytes": 9223372036854771712,  # none
+        "usage_in_bytes": 50 * GIB,
+        "stat": f"inactive_file 7\ntotal_inactive_file {GIB}\ntotal_active_file {2 * GIB}\n",
+    }
+    for name, value in files.items():
+        machine.write(f"/sys/fs/cgroup/memory{path}/memory.{name}", f"{value}\n")
+    assert memory.limit() == Limit(100 * GIB, is_final=True)
+    machine.write(f"/sys/fs/cgroup/memory{path}/memory.limit_in_bytes", f"{64 * GIB}\n")
+    assert memory.limit() == Limit(64 * GIB, is_final=True)
+    assert memory.available_bytes() == 17 * GIB
+
+
+def test_the_smallest_limit_counts(machine: Machine) -> None:
+    machine.write("/proc/self/cgroup", "0::/jobs/one")
+    for path, limit in (("", 30), ("/jobs", 10), ("/jobs/one", 20)):
+        write_group(machine, path, limit)
+    assert memory.limit() == Limit(10 * GIB, is_final=True)
 
 
 @pytest.mark.parametrize(
@@ -109,7 +114,7 @@ def test_the_reserve_for_other_processes(machine: Machine, total: int, reserve: 
     machine.num_bytes = total * GIB
     assert memory.reserve_bytes() == int(reserve * GIB)
     machine.write("/proc/self/cgroup", "0::/\n")
-    group_of_v2(machine, "", 5, 0, 0, 0)
+    write_group(machine, "", 5)
     assert memory.reserve_bytes() == GIB // 2  # in a container, a share of the container's memory
 
 
@@ -168,44 +173,20 @@ def test_memory_that_a_hypervisor_may_add(machine: Machine, device: str) -> None
     machine.write(f"/sys/bus/{device}/device", "")
     assert memory.limit() == Limit(100 * GIB, is_final=False)
     machine.write("/proc/self/cgroup", "0::/\n")
-    group_of_v2(machine, "", 300, 0, 0, 0)
+    write_group(machine, "", 300)
     assert memory.limit() == Limit(300 * GIB, is_final=True)
-
-
-def test_this_machine() -> None:
-    limit = memory.limit()
-    assert 0 < memory.available_bytes() <= memory.total_bytes()
-    assert 0 < limit.num_bytes <= memory.total_bytes()
 
 
 # Turns
 
-HOLD = """
-import sys
-from pathlib import Path
-from simple_offload import memory
-memory._LOCKED = Path(sys.argv[1])
-with memory.claim(1):
-    print("taking", flush=True)
-    sys.stdin.read()
-"""
-
 
 @pytest.fixture
-def holder(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
-    """Another process that holds the lock while it allocates memory."""
-    process = subprocess.Popen(
-        [sys.executable, "-c", HOLD, str(tmp_path)],
-        cwd=ROOT,
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    with process:
-        assert process.stdout is not None
-        assert process.stdout.readline() == "taking\n"
-        yield process
-        process.kill()
+def held(tmp_path: Path) -> Iterator[int]:
+    """The lock as another process holds it, with a descriptor of its own."""
+    handle = os.open(tmp_path, os.O_RDONLY)
+    fcntl.flock(handle, fcntl.LOCK_EX)
+    yield handle
+    os.close(handle)
 
 
 def is_locked(folder: Path) -> bool:
@@ -219,35 +200,28 @@ def is_locked(folder: Path) -> bool:
     return False
 
 
-@pytest.mark.parametrize("how", ["ends", "is killed"])
-def test_processes_take_turns(
-    holder: subprocess.Popen[str], how: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_processes_take_turns(held: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     looks = 0
 
     def look_again(seconds: float) -> None:
         nonlocal looks
         looks += 1
-        if looks == 3 and is_locked(tmp_path):
-            if how == "is killed":
-                holder.send_signal(signal.SIGKILL)
-            else:
-                assert holder.stdin is not None
-                holder.stdin.close()
-            holder.wait(PATIENCE_SECONDS)
+        if looks == 3:
+            fcntl.flock(held, fcntl.LOCK_UN)
 
     monkeypatch.setattr(memory, "time", SimpleNamespace(monotonic=lambda: 0.0, sleep=look_again))
-    assert is_locked(tmp_path)
     with memory.claim(1):
         assert is_locked(tmp_path)
         assert looks == 3
     assert not is_locked(tmp_path)
+    with pytest.raises(ZeroDivisionError), memory.claim(1):
+        raise ZeroDivisionError
+    assert not is_locked(tmp_path)
 
 
+@pytest.mark.usefixtures("held")
 def test_waiting_for_a_turn_has_a_limit(
-    holder: subprocess.Popen[str],
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The holder may be a stopped process, or a hostile one of another user."""
     caplog.set_level("INFO")
@@ -262,25 +236,15 @@ def test_waiting_for_a_turn_has_a_limit(
     with memory.claim(1):
         assert 60 <= now < 61
     assert "taken without waiting for other processes" in caplog.text
-    assert holder.poll() is None
+    assert is_locked(tmp_path)
 
 
-@pytest.mark.parametrize("folder", ["nowhere", "closed"])
 def test_where_there_is_nothing_to_lock(
-    folder: str,
-    monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
-    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("INFO")
     memory._warn_without_turns.cache_clear()
-    if folder == "closed":
-
-        def refuse(path: Path, flags: int) -> int:
-            raise PermissionError(errno.EACCES, "Permission denied")
-
-        monkeypatch.setattr(os, "open", refuse)
-    monkeypatch.setattr(memory, "_LOCKED", tmp_path / folder)
+    monkeypatch.setattr(memory, "_LOCKED", tmp_path / "nowhere")
     for _ in range(2):
         with memory.claim(1):
             pass
@@ -289,38 +253,41 @@ def test_where_there_is_nothing_to_lock(
     ]
 
 
-def test_a_turn_ends_with_an_error(tmp_path: Path) -> None:
-    with pytest.raises(ZeroDivisionError), memory.claim(1):
-        raise ZeroDivisionError
-    assert not is_locked(tmp_path)
-
-
 # In a real container
+
+
+@contextmanager
+def limited_cgroup(num_bytes: int) -> Iterator[Path]:
+    """A group below this process's own. Write the ids of its processes to its ``cgroup.procs``, and
+    end them before the context ends. Skips the test on machines that let none make a group."""
+    folders = [folder for folder in memory._cgroup_folders() if folder[0].is_dir()]
+    if not folders:
+        pytest.skip("no cgroups with a memory controller")
+    parent, is_v2 = folders[0]
+    group = parent / f"simple-offload-test-{os.getpid()}"
+    limit = group / ("memory.max" if is_v2 else "memory.limit_in_bytes")
+    try:
+        group.mkdir()
+        if is_v2 and not limit.exists():
+            (parent / "cgroup.subtree_control").write_text("+memory")
+        limit.write_text(str(num_bytes))
+    except OSError as error:
+        if group.exists():
+            group.rmdir()
+        pytest.skip(f"this machine lets no test make a cgroup: {error}")
+    try:
+        yield group
+    finally:
+        group.rmdir()
 
 
 def test_ranks_that_open_at_once_stay_within_their_cgroup() -> None:
     """No rank is killed, and the tiers hold most of the available memory."""
     limit, num_ranks = 512 << 20, 4
-    try:
-        with cgroups.limited(limit) as group:
-            command = [sys.executable, "-m", "tests.memory_ranks", str(group)]
-            process = subprocess.Popen(
-                [*command, str(num_ranks), str(limit)],
-                cwd=ROOT,
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.DEVNULL,
-                text=True,
-            )
-            with process:
-                assert process.stdin is not None
-                assert process.stdout is not None
-                lines = [process.stdout.readline() for _ in range(num_ranks)]
-                process.stdin.close()
-                assert process.wait(PATIENCE_SECONDS) == 0, "ranks have been killed"
-    except cgroups.NoCgroupError as reason:
-        pytest.skip(f"this machine lets no test make a cgroup: {reason}")
-    reports = [json.loads(line) for line in lines]
+    with limited_cgroup(limit) as group:
+        command = [sys.executable, "-m", "tests.memory_ranks", str(group), str(num_ranks)]
+        done = subprocess.run([*command, str(limit)], cwd=ROOT, stdout=subprocess.PIPE, check=True)
+    reports = json.loads(done.stdout)
     assert all("for more memory" in rank["message"] for rank in reports)
     opened = sum(rank["num_bytes"] for rank in reports)
     assert 0.9 * limit - num_ranks * (16 << 20) - 2 * CHUNK_BYTES <= opened <= limit
