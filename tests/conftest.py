@@ -1,6 +1,7 @@
 """The setting of all tests: no network, and properties that replay."""
 
 import os
+import re
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -38,10 +39,21 @@ MakeVllmConfig = Callable[..., "VllmConfig"]
 
 
 def pytest_report_header() -> str:
-    """The build of vLLM's operators on this processor, which some failures depend on."""
-    from tests import operators
+    """The build of vLLM's operators on this processor, which some failures depend on. vLLM's wheel
+    for x86 has several, and only vLLM may choose: a second one in a process aborts it."""
+    import torch
+    import vllm
+    from vllm.platforms import current_platform
 
-    return operators.describe()
+    current_platform.import_kernels()
+    # One build is in no Python module: vLLM loads it under a name that the library does not define.
+    maps = Path("/proc/self/maps").read_text()
+    builds = sorted(set(re.findall(r"/vllm/(_C\w*)\.[\w.-]*so$", maps, re.MULTILINE))) or ["none"]
+    capability = torch.backends.cpu.get_cpu_capability()
+    return (
+        f"vLLM {vllm.__version__}, operators {', '.join(builds)}; "
+        f"torch {torch.__version__} on {capability}"
+    )
 
 
 def _directory(nodeid: str) -> str:

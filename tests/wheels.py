@@ -1,6 +1,5 @@
 """Wheels that tests read from without installing them: downloaded once, kept under `.cache/`."""
 
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -9,7 +8,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from tools.set_up import ROOT, canonical, exclusive_lock, pip_environment
+from tools.set_up import ROOT, exclusive_lock, pip_environment
+
+CACHE = ROOT / ".cache"
 
 
 class UnavailableError(Exception):
@@ -32,65 +33,49 @@ class Wheel:
     needed: Callable[[str], bool] = lambda _: True
     """Whether a file is kept, by its path in the wheel."""
 
-    def fetch(self, folder: Path | None = None) -> Path:
-        """Return the folder with the files: ``folder``, or the wheel's own.
+    def fetch(self) -> Path:
+        """Return the folder with the files.
 
         The first call downloads the wheel; later calls return at once. The folder appears with all
         files at once, so an interrupted call leaves no incomplete folder. Raises UnavailableError.
         """
-        folder = folder or self.folder
-        if folder.is_dir():
-            return folder
-        with exclusive_lock(folder.with_name(f"{folder.name}.lock")):
-            if folder.is_dir():
-                return folder
-            prefix = f"{folder.name}.tmp-"
-            for leftover in folder.parent.glob(f"{prefix}*"):
-                shutil.rmtree(leftover)
-            with tempfile.TemporaryDirectory(prefix=prefix, dir=folder.parent) as scratch:
-                extracted = Path(scratch) / "extracted"
-                self._extract(self._download(Path(scratch)), extracted)
-                extracted.replace(folder)
-        return folder
+        if self.folder.is_dir():
+            return self.folder
+        parent, name = self.folder.parent, self.folder.name
+        with exclusive_lock(parent / f"{name}.lock"):
+            if not self.folder.is_dir():
+                with tempfile.TemporaryDirectory(prefix=f"{name}.tmp-", dir=parent) as scratch:
+                    extracted = Path(scratch) / "extracted"
+                    self._extract(self._download(Path(scratch)), extracted)
+                    extracted.replace(self.folder)
+        return self.folder
 
     def _download(self, into: Path) -> Path:
-        name = f"{self.distribution} {self.version}"
+        wanted = f"{self.distribution}=={self.version}"
         command = [
-            *(sys.executable, "-m", "pip", "download", f"{self.distribution}=={self.version}"),
-            *("--dest", str(into), "--no-deps", "--only-binary=:all:", "--retries", "2"),
+            *(sys.executable, "-m", "pip", "download", wanted, "--dest", str(into)),
+            *("--no-deps", "--only-binary=:all:", "--retries", "2"),
         ]
-        try:
-            done = subprocess.run(
-                command,
-                env=pip_environment(),
-                check=False,
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                text=True,
-                timeout=self.download_seconds,
-            )
-        except subprocess.TimeoutExpired:
-            raise UnavailableError(
-                f"{name} did not arrive within {self.download_seconds} s "
-                f"({self.download_mb} MB, by pip)."
-            ) from None
+        done = subprocess.run(
+            command,
+            env=pip_environment(),
+            check=False,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            timeout=self.download_seconds,
+        )
         if done.returncode:
             raise UnavailableError(
-                f"These tests run on files of {name}, and pip could not download its wheel "
+                f"These tests run on files of {wanted}, and pip could not download its wheel "
                 f"({self.download_mb} MB, once). Give pip an index or a find-links folder that has "
                 f"it, or leave these tests out: make test ARGS='{self.without}'.\n\n"
                 f"{' '.join(command)}\n{done.stdout}"
             )
-        return next(
-            wheel
-            for wheel in into.glob("*.whl")
-            if canonical(wheel.name).startswith(f"{canonical(self.distribution)}-")
-        )
+        (wheel,) = into.glob("*.whl")
+        return wheel
 
     def _extract(self, wheel: Path, folder: Path) -> None:
         with zipfile.ZipFile(wheel) as archive:
             archive.extractall(folder, [name for name in archive.namelist() if self.needed(name)])
-
-
-CACHE = ROOT / ".cache"
