@@ -1,7 +1,6 @@
 """The wheel, the extras, and the environments that tools/set_up.py makes."""
 
 import ast
-import importlib
 import importlib.metadata
 import json
 import os
@@ -12,10 +11,8 @@ import sysconfig
 import tomllib
 import zipfile
 from collections.abc import Iterable, Iterator
-from contextlib import nullcontext
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 import pytest
 from packaging.requirements import Requirement
@@ -95,11 +92,6 @@ def test_pins_are_exactly_what_the_roots_need(
         assert requirement.specifier.contains(version, prereleases=True), requirement
 
 
-def test_transformers_can_be_imported() -> None:
-    assert PINS.keys().isdisjoint(LEFT_OUT)
-    importlib.import_module("transformers.modeling_utils")
-
-
 def build_wheel(folder: Path) -> Path:
     """Build the project's wheel into ``folder``."""
     build = ["pip", "wheel", "--no-build-isolation", "--no-deps", "--no-index", "-w", str(folder)]
@@ -129,16 +121,6 @@ def test_wheel_holds_the_typed_package_the_examples_and_nothing_else(wheel: Path
     assert inside == package | examples | {"simple_offload/py.typed"}
     assert f"{info}/licenses/LICENSE" in names
     assert "simple-offload = simple_offload.cli.main:main" in scripts
-
-
-def test_the_version_is_in_one_place() -> None:
-    assert PROJECT["project"]["dynamic"] == ["version"]
-    written = [
-        str(file.relative_to(ROOT))
-        for file in (ROOT / "simple_offload").rglob("*.py")
-        if simple_offload.__version__ in file.read_text()
-    ]
-    assert written == ["simple_offload/__init__.py"]
 
 
 # Extras
@@ -214,38 +196,25 @@ def test_the_wheel_works_without_the_checkout(wheel: Path, tmp_path: Path) -> No
     """With vLLM's CPU build: the command, a benchmark, and the demo."""
     made = tmp_path / "environment"
     subprocess.run([sys.executable, "-m", "venv", str(made)], check=True)
-    python, command = made / "bin" / "python", made / "bin" / "simple-offload"
-    install = [str(python), "-m", "pip", "install", "--no-deps", "--no-index", str(wheel)]
-    subprocess.run(install, check=True)
-    # The packages of .venv; its .pth files, which add the checkout, are not read.
+    python, command = str(made / "bin" / "python"), str(made / "bin" / "simple-offload")
     (site,) = made.glob("lib/python*/site-packages")
-    (site / "packages.pth").write_text(f"{sysconfig.get_path('purelib')}\n")
     environment = {k: v for k, v in os.environ.items() if not k.startswith("PYTHON")}
 
-    def run(*arguments: str) -> Any:
-        done = subprocess.run(
-            arguments,
-            cwd=tmp_path,
-            env=environment,
-            stdout=subprocess.PIPE,
-            text=True,
-            check=True,
-        )
-        return done.stdout
+    def run(*arguments: str) -> str:
+        return subprocess.check_output(arguments, cwd=tmp_path, env=environment, text=True)
 
+    run(python, "-m", "pip", "install", "--no-deps", "--no-index", str(wheel))
+    # The packages of .venv; its .pth files, which add the checkout, are not read.
+    (site / "packages.pth").write_text(f"{sysconfig.get_path('purelib')}\n")
     where = "import simple_offload; print(simple_offload.__file__)"
-    assert run(str(python), "-c", where).startswith(str(site))
-    missing = (
-        "import importlib.util as u; print([n for n in ('examples', 'tests') if u.find_spec(n)])"
-    )
-    assert run(str(python), "-c", missing) == "[]\n"
-    assert run(str(command), "--version") == f"simple-offload {simple_offload.__version__}\n"
-    doctor = json.loads(run(str(command), "doctor", "--json", "--config", '{"num_cpu_blocks": 9}'))
+    assert run(python, "-c", where).startswith(str(site))
+    assert run(command, "--version") == f"simple-offload {simple_offload.__version__}\n"
+    doctor = json.loads(run(command, "doctor", "--json", "--config", '{"num_cpu_blocks": 9}'))
     assert doctor["works"] is True
-    run(str(command), "bench", "scheduler", "--quick")
+    run(command, "bench", "scheduler", "--quick")
     costs = json.loads((tmp_path / "scheduler-bench-out" / "result.json").read_text())
     assert {"ours", "builtin"} <= set(costs["rows"][0]["contenders"])
-    demo = json.loads(run(str(command), "bench", "demo", "--quick", "--json"))
+    demo = json.loads(run(command, "bench", "demo", "--quick", "--json"))
     assert demo["verdict"]["passed"] is True
     assert "simple_offload" in (tmp_path / "demo-out" / "with.log").read_text()
 
@@ -253,20 +222,16 @@ def test_the_wheel_works_without_the_checkout(wheel: Path, tmp_path: Path) -> No
 # tools/set_up.py
 
 
-@pytest.mark.parametrize("failures", [0, 1, 2])
-def test_torch_comes_from_pytorch_when_no_other_index_has_it(failures: int) -> None:
+def test_torch_comes_from_pytorch_when_no_other_index_has_it() -> None:
     asked: list[tuple[str, ...]] = []
 
     def pip(*arguments: str) -> None:
         asked.append(arguments)
-        if len(asked) <= failures:
-            raise subprocess.CalledProcessError(1, "pip")
+        raise subprocess.CalledProcessError(1, "pip")
 
-    with pytest.raises(subprocess.CalledProcessError) if failures == 2 else nullcontext():
+    with pytest.raises(subprocess.CalledProcessError):
         set_up.install_torch(pip, "2.13.0+cpu")
-    assert [set_up.PYTORCH_INDEX in arguments for arguments in asked] == [False, True][
-        : failures + 1
-    ]
+    assert [set_up.PYTORCH_INDEX in arguments for arguments in asked] == [False, True]
     assert all("torch==2.13.0+cpu" in arguments for arguments in asked)
 
 
@@ -313,15 +278,13 @@ def test_set_up_begins_anew_after_a_kill_or_a_move(tmp_path: Path) -> None:
     subprocess.run([str(new.python), "-m", "pip", "--version"], check=True)
 
 
-@pytest.mark.parametrize("link", [False, True], ids=["another's", "a link to another's"])
-def test_set_up_does_not_touch_another_environment(tmp_path: Path, link: bool) -> None:
+def test_set_up_does_not_touch_another_environment(tmp_path: Path) -> None:
     other = _tree(tmp_path / "other")
-    environment = set_up.VirtualEnvironment(tmp_path)
-    if link:
-        environment.folder.symlink_to(other.folder)
-    else:
-        environment = other
-        (other.folder / "set-up.json").unlink()
+    link = set_up.VirtualEnvironment(tmp_path)
+    link.folder.symlink_to(other.folder)
     with pytest.raises(set_up.SetUpError, match="was not made by this script"):
-        environment.create()
+        link.create()
+    (other.folder / "set-up.json").unlink()
+    with pytest.raises(set_up.SetUpError, match="was not made by this script"):
+        other.create()
     assert other.python.is_symlink()
