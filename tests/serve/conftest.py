@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 
 from examples.random_model import save_random_model
-from tests.serve.events import EventPorts
-from tests.serve.server import START_SECONDS, Server
+from examples.serving import free_port
+from tests.serve.server import Server
 from tests.serve.tokenizer import save_word_tokenizer
 
 VOCAB_SIZE = 512
@@ -47,10 +47,10 @@ def start_server(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Itera
     """Starts a server and waits until it answers. Every server ends with the package."""
     servers: list[Server] = []
 
-    def start(*arguments: str, seconds: float = START_SECONDS) -> Server:
+    def start(*arguments: str) -> Server:
         server = Server(model, tmp_path_factory.mktemp("server"), *ARGUMENTS, *arguments)
         servers.append(server)
-        server.wait_until_ready(seconds)
+        server.wait_until_ready()
         return server
 
     yield start
@@ -59,15 +59,22 @@ def start_server(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Itera
 
 
 @pytest.fixture(scope="package")
-def event_ports() -> EventPorts:
-    """Where ``server`` publishes its KV events."""
-    return EventPorts.free()
+def event_ports() -> tuple[int, int]:
+    """TCP ports where ``server`` publishes its KV events, and replays them."""
+    return free_port(), free_port()
 
 
 @pytest.fixture(scope="package")
-def server(start_server: StartServer, event_ports: EventPorts) -> Server:
+def server(start_server: StartServer, event_ports: tuple[int, int]) -> Server:
     """The server of all tests here, with KV events, and statistics in its log every second. After
     SIGTERM it finishes running requests: the last test of the package needs that."""
+    live, replay = event_ports
+    events = {
+        "enable_kv_cache_events": True,
+        "publisher": "zmq",
+        "endpoint": f"tcp://*:{live}",
+        "replay_endpoint": f"tcp://*:{replay}",
+    }
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("VLLM_LOG_STATS_INTERVAL", "1")
-        return start_server(*event_ports.arguments(), "--shutdown-timeout", "60")
+        return start_server("--kv-events-config", json.dumps(events), "--shutdown-timeout", "60")

@@ -11,10 +11,10 @@ HITS = "vllm:external_prefix_cache_hits_total"
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_two_engines(start_server: StartServer) -> None:
-    server = start_server("--data-parallel-size", "2", "--api-server-count", "1", seconds=400)
+    server = start_server("--data-parallel-size", "2", "--api-server-count", "1")
     first = answers(server, ASKS, at_once=1)
     for _ in range(3):
-        server.reset_prefix_cache()
+        server.reset_prefix_cache(external=False)
         assert_same(first, answers(server, ASKS, at_once=len(ASKS)))
     assert all(server.metric(HITS, engine=engine) > 0 for engine in ("0", "1"))
     assert_stops(server)

@@ -1,51 +1,29 @@
 """The numbers on /metrics match the work, also on servers with other arguments."""
 
-import json
 from pathlib import Path
 
 import pytest
 
 from simple_offload import metrics
 from tests.serve.conftest import OURS, StartServer, configured
-from tests.serve.server import Server
-from tests.serve.test_observability import BLOCK_SIZE, LONG, send_work, wait_for_metric
+from tests.serve.test_observability import (
+    BLOCK_SIZE,
+    LONG,
+    check_work,
+    token_bytes,
+    wait_for_metric,
+    work,
+)
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
-START_SECONDS = 400.0
 # Another KV connector of vLLM's, which keeps prompts in files. It refuses hybrid models.
 EXAMPLE = {"kv_connector": "ExampleConnector", "kv_role": "kv_both"}
 
 
-def token_bytes(model: Path) -> int:
-    """Bytes of a token: keys and values of all layers, in float32, on all ranks together."""
-    config = json.loads((model / "config.json").read_text())
-    heads, layers = config["num_key_value_heads"], config["num_hidden_layers"]
-    return int(2 * layers * heads * config["head_dim"] * 4)
-
-
-def check_work(server: Server, model: Path, *, num_ranks: int) -> None:
-    """Check the numbers of ``send_work``."""
-    wait_for_metric(server, metrics.USED, 7)
-    block_bytes = BLOCK_SIZE * token_bytes(model)
-    assert server.metric(metrics.STORED) == 7
-    assert server.metric(metrics.LOADED) == 5
-    assert server.metric(metrics.HIT_TOKENS) == 5 * BLOCK_SIZE
-    assert server.metric(metrics.LOOKUPS, result="hit") == 1
-    assert server.metric(metrics.LOOKUPS, result="miss") == 2
-    assert server.metric(metrics.LOADS) == 1
-    # A rank has its share of a block's heads: the bytes add up, the blocks do not.
-    assert server.metric(metrics.BYTES, direction="load") == 5 * block_bytes
-    assert server.metric(metrics.BYTES, direction="store") == 7 * block_bytes
-    assert server.metric(f"{metrics.SECONDS}_count", direction="load") == num_ranks
-    assert server.metric(f"{metrics.BANDWIDTH}_count", direction="store") == 2 * num_ranks
-    for name in (metrics.DROPPED, metrics.EVICTED, metrics.FAILED, metrics.PINNED):
-        assert server.metric(name) == 0
-
-
 def test_two_ranks(start_server: StartServer, model: Path) -> None:
-    server = start_server("--tensor-parallel-size", "2", seconds=START_SECONDS)
-    send_work(server)
+    server = start_server("--tensor-parallel-size", "2")
+    work(server)
     check_work(server, model, num_ranks=2)
     server.kill()
 
@@ -58,8 +36,8 @@ def test_beside_another_connector(start_server: StartServer, model: Path, tmp_pa
         "kv_connector_extra_config": {"connectors": [OURS, EXAMPLE | files]},
     }
     server = start_server(*configured(both), "--disable-hybrid-kv-cache-manager")
-    send_work(server)
-    check_work(server, model, num_ranks=1)
+    work(server)
+    check_work(server, model)
     server.kill()
 
 

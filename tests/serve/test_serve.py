@@ -15,6 +15,7 @@ from tests.serve.conftest import StartServer
 from tests.serve.server import Completion, Server, can_listen, read_stream
 
 ASKS = shared_prefix_asks("serve", seed=6, tails=3)
+HITS = "vllm:external_prefix_cache_hits_total"
 LONG = 400
 """Number of tokens of an answer that takes at least a second."""
 
@@ -46,14 +47,11 @@ def assert_stops(server: Server) -> None:
 
 def test_answers_come_back_from_the_host(server: Server) -> None:
     first = answers(server, ASKS, at_once=1)
-    server.reset_prefix_cache()
-    hits = server.metric("vllm:external_prefix_cache_hits_total")
-    assert_same(first, answers(server, ASKS, at_once=1))
-    assert server.metric("vllm:external_prefix_cache_hits_total") > hits
-    server.reset_prefix_cache()
-    hits = server.metric("vllm:external_prefix_cache_hits_total")
-    assert_same(first, answers(server, ASKS, at_once=len(ASKS)))
-    assert server.metric("vllm:external_prefix_cache_hits_total") > hits
+    for at_once in (1, len(ASKS)):
+        server.reset_prefix_cache(external=False)
+        hits = server.metric(HITS)
+        assert_same(first, answers(server, ASKS, at_once=at_once))
+        assert server.metric(HITS) > hits
 
 
 def test_stop_strings(server: Server) -> None:
@@ -61,14 +59,14 @@ def test_stop_strings(server: Server) -> None:
     whole = [server.complete(ask.prompt, ask.max_tokens).tokens for ask in ASKS]
     server.wait_for(server.is_idle, 30, "the first answers' requests to end")
     for _ in range(2):
-        server.reset_prefix_cache()
-        hits = server.metric("vllm:external_prefix_cache_hits_total")
+        server.reset_prefix_cache(external=False)
+        hits = server.metric(HITS)
         for ask, tokens in zip(ASKS, whole, strict=True):
             stop = " ".join(f"w{token}" for token in tokens[8:11])
             answer = server.complete(ask.prompt, ask.max_tokens, stop).tokens
             assert answer == tokens[: len(answer)]
             assert len(answer) < len(tokens)
-        assert server.metric("vllm:external_prefix_cache_hits_total") > hits
+        assert server.metric(HITS) > hits
     server.wait_for(server.is_idle, 30, "the stopped requests to end")
 
 
@@ -86,7 +84,7 @@ def test_clients_that_disconnect(server: Server) -> None:
     server.wait_for(server.is_idle, 30, "the abandoned requests to end")
     generated = server.metric("vllm:generation_tokens_total") - generated
     assert generated < 0.5 * 3 * 2 * len(ASKS) * LONG, "abandoned requests are aborted"
-    server.reset_prefix_cache()
+    server.reset_prefix_cache(external=False)
     assert_same(expected, answers(server, ASKS, at_once=len(ASKS)))
     assert server.is_idle()
 
@@ -106,7 +104,7 @@ def test_sigterm_leaves_nothing_behind(server: Server) -> None:
     which uses the connector."""
     ask = ASKS[0]
     whole = server.complete(ask.prompt, LONG).tokens
-    server.reset_prefix_cache()
+    server.reset_prefix_cache(external=False)
     with ThreadPoolExecutor(1) as client, server.open_stream(ask.prompt, LONG) as lines:
         first = next(lines)
         rest = client.submit(lambda: read_stream(lines))
