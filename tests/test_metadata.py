@@ -2,6 +2,7 @@
 
 import pickle
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import FrozenInstanceError
 from functools import reduce
 
@@ -31,49 +32,22 @@ REPORTS = st.builds(
 """Valid reports of one rank: a transfer ends once, and only an ended transfer has failed."""
 
 
-def test_pairing() -> None:
-    transfer = Transfer.pairing(7, [3, 1, 2], (9, 8, 7), "a")
+@pytest.mark.parametrize(("device", "host"), [([3, 1, 2], (9, 8, 7)), ([], [])])
+def test_pairing(device: list[int], host: Sequence[int]) -> None:
+    transfer = Transfer.pairing(7, device, host, "a")
     assert (transfer.id, transfer.request_id) == (7, "a")
-    assert transfer.device_blocks.tolist() == [3, 1, 2]
-    assert transfer.host_blocks.tolist() == [9, 8, 7]
-    assert transfer.device_blocks.dtype == transfer.host_blocks.dtype == np.int64
-    # As torch wants it, which warns of memory that it may not write to.
-    assert transfer.device_blocks.flags.writeable
-    assert transfer.host_blocks.flags.writeable
-
-
-def test_pairing_of_nothing() -> None:
-    transfer = Transfer.pairing(0, [], [])
-    assert transfer.device_blocks.shape == transfer.host_blocks.shape == (0,)
-    assert transfer.device_blocks.dtype == transfer.host_blocks.dtype == np.int64
-    assert transfer.request_id is None
+    for paired, wanted in ((transfer.device_blocks, device), (transfer.host_blocks, host)):
+        assert paired.tolist() == list(wanted)
+        assert paired.dtype == np.int64
+        assert paired.flags.writeable  # torch warns of memory that it may not write to
+    with pytest.raises(FrozenInstanceError):
+        transfer.id = 2  # type: ignore[misc]
 
 
 @pytest.mark.parametrize(("device", "host"), [([1, 2], [1]), ([], [1]), ([1], [])])
 def test_unequal_lists_do_not_pair(device: list[int], host: list[int]) -> None:
     with pytest.raises(ValueError, match=f"{len(device)} device blocks .* {len(host)} host"):
         Transfer.pairing(1, device, host)
-
-
-def test_a_transfer_does_not_change() -> None:
-    transfer = Transfer.pairing(1, [1], [2])
-    with pytest.raises(FrozenInstanceError):
-        transfer.id = 2  # type: ignore[misc]
-
-
-def test_metadata_of_different_steps_share_nothing() -> None:
-    one, other = StepMetadata(), StepMetadata()
-    one.loads.append(Transfer.pairing(1, [1], [2]))
-    one.stores.append(Transfer.pairing(2, [1], [2]))
-    one.admitted.append(1)
-    assert (other.loads, other.stores, other.admitted, other.computes) == ([], [], [], False)
-
-
-def test_reports_share_nothing() -> None:
-    one, other = WorkerReport(), WorkerReport()
-    one.capacities["x"] = RankCapacity("x", 4, 3, 64)
-    one.ended[1] += 1
-    assert (other.capacities, other.ended) == ({}, {})
 
 
 def test_everything_crosses_a_process_boundary() -> None:
@@ -101,25 +75,15 @@ def test_everything_crosses_a_process_boundary() -> None:
 
 
 @given(st.lists(REPORTS, min_size=1, max_size=4))
-def test_aggregated_reports_count_ranks(reports: list[WorkerReport]) -> None:
-    combined = reduce(lambda one, other: one.aggregate(other), reports)
+def test_aggregated_reports_count_ranks_and_keep_open_blocks(reports: list[WorkerReport]) -> None:
+    before = pickle.dumps(reports)
+    combined = reduce(WorkerReport.aggregate, reports, WorkerReport())
     for transfer in range(6):
         assert combined.ended[transfer] == sum(transfer in report.ended for report in reports)
         assert combined.failed[transfer] == sum(transfer in report.failed for report in reports)
     assert combined.broken == any(report.broken for report in reports)
-
-
-@given(st.lists(REPORTS, min_size=1, max_size=4))
-def test_aggregated_reports_keep_each_ranks_open_blocks(reports: list[WorkerReport]) -> None:
-    combined = reduce(lambda one, other: one.aggregate(other), reports)
     last = {rank: each for report in reports for rank, each in report.capacities.items()}
     assert combined.capacities == last
-
-
-@given(REPORTS, REPORTS)
-def test_aggregation_leaves_its_parts_alone(one: WorkerReport, other: WorkerReport) -> None:
-    before = pickle.dumps((one, other))
-    combined = one.aggregate(other)
     combined.ended[99] += 1
     combined.capacities["other"] = RankCapacity("other", 1, 1, 64)
-    assert pickle.loads(before) == (one, other)
+    assert pickle.loads(before) == reports

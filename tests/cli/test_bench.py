@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import pytest
 
 from simple_offload.cli import bench
 from simple_offload.cli.bench import BENCHES, examples_root
-from simple_offload.cli.main import main, make_parser
+from simple_offload.cli.main import main
 
 FAKE = """
 import json, pathlib, signal, sys
@@ -29,67 +30,62 @@ sys.exit(3 if "--fail" in sys.argv else 0)
 """
 
 
+Start = Callable[..., "subprocess.Popen[str]"]
+
+
 @pytest.fixture
-def fake(tmp_path: Path) -> dict[str, str]:
-    """Environment of a `simple-offload bench copy` that runs FAKE."""
-    root = tmp_path / "root"
-    folder = root / "examples" / "copy_bench"
+def start(tmp_path: Path) -> Start:
+    """A function that starts `simple-offload bench copy` in ``tmp_path``; it runs FAKE."""
+    folder = tmp_path / "root" / "examples" / "copy_bench"
     folder.mkdir(parents=True)
     for part in (folder.parent, folder):
         (part / "__init__.py").touch()
     (folder / "__main__.py").write_text(FAKE)
-    return {**os.environ, "ROOT": str(root), "PYTHONPATH": str(bench.PACKAGE.parent)}
-
-
-def command(*arguments: str) -> list[str]:
-    """The command, with the examples taken from $ROOT."""
     code = (
-        "import os, pathlib, sys; import simple_offload.cli.bench as b;"
-        "b.PACKAGE = pathlib.Path(os.environ['ROOT'], 'simple_offload');"
+        "import pathlib, sys; import simple_offload.cli.bench as b;"
+        f"b.PACKAGE = pathlib.Path({str(tmp_path / 'root' / 'simple_offload')!r});"
         "from simple_offload.cli.main import main; sys.exit(main())"
     )
-    return [sys.executable, "-c", code, "bench", *arguments]
+
+    def start(*arguments: str) -> "subprocess.Popen[str]":
+        return subprocess.Popen(
+            [sys.executable, "-c", code, "bench", "copy", *arguments],
+            env={**os.environ, "PYTHONPATH": str(bench.PACKAGE.parent)},
+            cwd=tmp_path,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+
+    return start
 
 
-def run(fake: dict[str, str], *arguments: str, cwd: Path) -> "subprocess.CompletedProcess[str]":
-    return subprocess.run(
-        command(*arguments), env=fake, cwd=cwd, capture_output=True, text=True, check=False
-    )
-
-
-def test_arguments_and_exit_code_are_the_benchmark_s(fake: dict[str, str], tmp_path: Path) -> None:
+def test_arguments_and_exit_code_are_the_benchmark_s(start: Start, tmp_path: Path) -> None:
     foreign = tmp_path / "examples" / "copy_bench"  # must not be imported
     foreign.mkdir(parents=True)
     for name in ("../__init__.py", "__main__.py"):
         (foreign / name).write_text("print('foreign')")
-    done = run(fake, "copy", "--sizes", "4KiB", "--fail", "x", cwd=tmp_path)
-    assert (done.returncode, done.stdout) == (3, "words --sizes 4KiB --fail x\n")
+    process = start("--sizes", "4KiB", "--fail", "x")
+    assert process.communicate()[0] == "words --sizes 4KiB --fail x\n"
+    assert process.returncode == 3
 
 
-def test_json_is_the_benchmark_s_result(fake: dict[str, str], tmp_path: Path) -> None:
-    done = run(fake, "copy", "--json", "--out", str(tmp_path), cwd=tmp_path)
-    assert (done.returncode, json.loads(done.stdout)) == (0, {"gb": 7})
-    assert done.stderr == f"words --out {tmp_path}\n"
-
-
-def test_old_results_are_not_printed(fake: dict[str, str], tmp_path: Path) -> None:
+def test_json_is_the_benchmark_s_result(start: Start, tmp_path: Path) -> None:
+    process = start("--json", "--out", str(tmp_path))
+    output, errors = process.communicate()
+    assert (process.returncode, json.loads(output)) == (0, {"gb": 7})
+    assert errors == f"words --out {tmp_path}\n"
+    # An old result is not printed.
     (tmp_path / "copy-bench-out").mkdir()
     (tmp_path / "copy-bench-out" / "result.json").write_text("{}")
-    done = run(fake, "copy", "--json", "--fail", cwd=tmp_path)
-    assert (done.returncode, done.stdout) == (3, "")
+    process = start("--json", "--fail")
+    assert process.communicate()[0] == ""
+    assert process.returncode == 3
 
 
 @pytest.mark.parametrize("as_json", [False, True])
-def test_a_signal_ends_the_benchmark(fake: dict[str, str], tmp_path: Path, as_json: bool) -> None:
-    asked = command("copy", "--wait", *(["--json"] if as_json else []))
-    process = subprocess.Popen(
-        asked,
-        env=fake,
-        cwd=tmp_path,
-        text=True,
-        stdout=None if as_json else subprocess.PIPE,
-        stderr=subprocess.PIPE if as_json else None,
-    )
+def test_a_signal_ends_the_benchmark(start: Start, as_json: bool) -> None:
+    process = start("--wait", *(["--json"] if as_json else []))
     words = process.stderr if as_json else process.stdout
     assert words is not None
     assert words.readline() == "ready\n"
@@ -126,10 +122,3 @@ def test_every_benchmark_has_the_option_of_its_folder(
     assert f"(default: {each.output})" in " ".join(text.replace("-\n", "-").split()).replace(
         "- ", "-"
     )
-
-
-def test_help_names_all_benchmarks(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        make_parser().parse_args(["bench", "--help"])
-    text = capsys.readouterr().out
-    assert all(name in text for name in BENCHES)

@@ -2,10 +2,12 @@
 
 import subprocess
 import sys
+from collections.abc import Iterable
 
 import pytest
 
 import simple_offload
+from simple_offload.cli.bench import BENCHES
 from simple_offload.cli.main import main, make_parser
 
 
@@ -46,8 +48,11 @@ def test_it_starts_without_torch_and_vllm() -> None:
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
-def test_help_lists_exit_codes(capsys: pytest.CaptureFixture[str]) -> None:
-    for name in ("doctor", "bench"):
-        with pytest.raises(SystemExit):
-            make_parser().parse_args([name, "--help"])
-        assert "exit codes: " in capsys.readouterr().out
+@pytest.mark.parametrize(("command", "names"), [("doctor", ["--config"]), ("bench", BENCHES)])
+def test_help_lists_exit_codes_and_names(
+    command: str, names: Iterable[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        make_parser().parse_args([command, "--help"])
+    text = capsys.readouterr().out
+    assert all(part in text for part in ("exit codes: ", *names))
