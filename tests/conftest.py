@@ -56,7 +56,7 @@ def pytest_report_header() -> str:
     )
 
 
-def _directory(nodeid: str) -> str:
+def _folder(nodeid: str) -> str:
     """The folder below tests/ that has the test; "" for a test directly in tests/."""
     parts = Path(nodeid.split("::", 1)[0]).parts
     return parts[1] if len(parts) > 2 else ""
@@ -65,22 +65,16 @@ def _directory(nodeid: str) -> str:
 def _scope(nodeid: str) -> str:
     """The unit that runs in one process. It is the folder if its tests share costly things, the
     single test if they share nothing, and else the file."""
-    directory = _directory(nodeid)
-    if directory == _SINGLE:
+    folder = _folder(nodeid)
+    if folder == _SINGLE:
         return nodeid
-    return directory if directory in _SHARING else nodeid.split("::", 1)[0]
+    return folder if folder in _SHARING else nodeid.split("::", 1)[0]
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Run the slowest folders first and single tests last, so that all processes end together."""
-
-    def place(item: pytest.Item) -> int:
-        directory = _directory(item.nodeid)
-        if directory in _SHARING:
-            return _SHARING.index(directory)
-        return len(_SHARING) + (directory == _SINGLE)
-
-    items.sort(key=place)
+    order = {folder: place for place, folder in enumerate(_SHARING)} | {_SINGLE: len(_SHARING) + 1}
+    items.sort(key=lambda item: order.get(_folder(item.nodeid), len(_SHARING)))
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -156,11 +156,6 @@ def test_a_wrong_configuration_is_refused(
         connect(role, {"num_cpu_block": 8}, prefix_caching=prefix_caching)
 
 
-def test_a_backend_for_another_platform_is_refused(connect: Connect) -> None:
-    with pytest.raises(ConfigError, match="backend='npu'"):
-        connect(WORKER, {"backend": "npu"})
-
-
 def test_the_ranks_share_the_bytes(connect: Connect, memory: KVMemory) -> None:
     extra_config = {"cpu_bytes_to_use": 20 * 2 * SPEC.page_size_bytes}
     on_worker = connect(WORKER, extra_config, num_ranks=4)

@@ -47,24 +47,20 @@ def write_group(
     machine.write(f"/sys/fs/cgroup{path}/memory.stat", stat)
 
 
-def test_a_machine_without_cgroups(machine: Machine) -> None:
-    machine.available = 60 * GIB
-    assert memory.limit() == Limit(100 * GIB, is_final=True)
-    assert memory.available_bytes() == 60 * GIB
-
-
-def test_available_memory_of_a_cgroup(machine: Machine) -> None:
-    """Page cache counts as available: the kernel frees it before it kills a process. Loading
-    weights leaves much of it."""
+def test_a_cgroup_and_those_above_it(machine: Machine) -> None:
+    """The smallest limit counts. Page cache counts as available: the kernel frees it before it
+    kills a process. Loading weights leaves much of it."""
     machine.write("/proc/self/cgroup", "0::/pod/server\n")
     write_group(machine, "/pod/server", 64, 50, (10, 20))
     write_group(machine, "/pod", 80, 60)
+    assert memory.limit() == Limit(64 * GIB, is_final=True)
     assert memory.available_bytes() == 20 * GIB  # of the pod
     write_group(machine, "/pod", "max", 60)
     assert memory.available_bytes() == 44 * GIB
     machine.available = 3 * GIB
     assert memory.available_bytes() == 3 * GIB
     write_group(machine, "/pod", 10, 11)  # more than its limit
+    assert memory.limit() == Limit(10 * GIB, is_final=True)
     assert memory.available_bytes() == 0
 
 
@@ -98,13 +94,6 @@ def test_a_cgroup_of_version_1(machine: Machine, membership: str, path: str) -> 
     machine.write(f"/sys/fs/cgroup/memory{path}/memory.limit_in_bytes", f"{64 * GIB}\n")
     assert memory.limit() == Limit(64 * GIB, is_final=True)
     assert memory.available_bytes() == 17 * GIB
-
-
-def test_the_smallest_limit_counts(machine: Machine) -> None:
-    machine.write("/proc/self/cgroup", "0::/jobs/one")
-    for path, limit in (("", 30), ("/jobs", 10), ("/jobs/one", 20)):
-        write_group(machine, path, limit)
-    assert memory.limit() == Limit(10 * GIB, is_final=True)
 
 
 @pytest.mark.parametrize(

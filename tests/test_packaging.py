@@ -11,7 +11,6 @@ import sysconfig
 import tomllib
 import zipfile
 from collections.abc import Iterable, Iterator
-from functools import cache
 from pathlib import Path
 
 import pytest
@@ -106,17 +105,16 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_wheel_holds_the_typed_package_the_examples_and_nothing_else(wheel: Path) -> None:
+    info = f"simple_offload-{simple_offload.__version__}.dist-info"
     with zipfile.ZipFile(wheel) as archive:
         names = set(archive.namelist())
-        (entry_points,) = (name for name in names if name.endswith("entry_points.txt"))
-        scripts = archive.read(entry_points).decode()
+        scripts = archive.read(f"{info}/entry_points.txt").decode()
     package = {str(file.relative_to(ROOT)) for file in (ROOT / "simple_offload").rglob("*.py")}
     examples = {
         f"simple_offload/bundled/{file.relative_to(ROOT)}"
         for file in (ROOT / "examples").rglob("*")
         if file.is_file() and "__pycache__" not in file.parts
     }
-    info = f"simple_offload-{simple_offload.__version__}.dist-info"
     inside = {name for name in names if not name.startswith(info)}
     assert inside == package | examples | {"simple_offload/py.typed"}
     assert f"{info}/licenses/LICENSE" in names
@@ -152,9 +150,6 @@ def _brought_by(*extras: str) -> set[str]:
     return {set_up.canonical(requirement.name) for requirement in found}
 
 
-_distributions = cache(importlib.metadata.packages_distributions)
-
-
 @pytest.mark.parametrize(
     ("patterns", "extras"),
     [
@@ -169,7 +164,7 @@ _distributions = cache(importlib.metadata.packages_distributions)
     ],
 )
 def test_extras_bring_imported_packages(patterns: tuple[str, ...], extras: tuple[str, ...]) -> None:
-    distributions = _distributions()
+    distributions = importlib.metadata.packages_distributions()
     brought = _brought_by(*extras)
     missing = []
     for module in _imports(*patterns):

@@ -59,21 +59,16 @@ def test_the_builtin_name_is_claimed_from_033_on(monkeypatch: pytest.MonkeyPatch
     assert issubclass(Ours, BuiltinConnector)
 
 
-@pytest.mark.parametrize("num_groups", [1, 2])
-def test_host_coordinator(make_vllm_config: MakeVllmConfig, num_groups: int) -> None:
-    """A pool of its own size, the device's groups, hits on whole blocks, and no events."""
+def test_host_coordinator(make_vllm_config: MakeVllmConfig) -> None:
+    """A pool of its own size, the device's groups, and no events."""
     vllm_config = make_vllm_config()
-    groups = [group(full(block_size=16), "a"), group(window(block_size=16), "b")][:num_groups]
-    kv_cache_config = make_kv_memory(groups, 12, KVCacheLayout.LBHNC).config
-    block_size, hash_block_size = resolve_kv_cache_block_sizes(kv_cache_config, vllm_config)
-    coordinator = vllm_compat.make_host_coordinator(
-        kv_cache_config, vllm_config, block_size, hash_block_size
-    )
+    groups = [group(full(block_size=16), "a"), group(window(block_size=16), "b")]
+    config = make_kv_memory(groups, 12, KVCacheLayout.LBHNC).config
+    sizes = resolve_kv_cache_block_sizes(config, vllm_config)
+    coordinator = vllm_compat.make_host_coordinator(config, vllm_config, *sizes)
     pool = coordinator.block_pool
-    assert pool.num_gpu_blocks == len(pool.blocks) == 12
-    assert pool.get_num_free_blocks() == 11
+    assert (pool.num_gpu_blocks, pool.get_num_free_blocks()) == (12, 11)
     assert pool.enable_caching
     assert not pool.enable_kv_cache_events
-    assert tuple(coordinator.group_block_sizes) == (16,) * num_groups
-    assert len(coordinator.single_type_managers) == num_groups
+    assert tuple(coordinator.group_block_sizes) == (16, 16)
     assert not coordinator.enable_partial_hash_hits

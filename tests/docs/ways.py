@@ -27,21 +27,21 @@ class Run:
 
 @dataclass(frozen=True)
 class Elsewhere:
-    """test_commands.py does not run it."""
+    """test_commands.py does not run it, for want of what it needs.
+
+    ``by``: the test that runs it, or runs the same program with smaller arguments
+    (``tests/file.py::name``). Or a script that contains the command."""
 
     needs: str
-    """Its requirement."""
     by: str
-    """The test that runs it, or runs the same program with smaller arguments:
-    ``tests/file.py::name``. Or a script that contains the command."""
 
 
 @dataclass(frozen=True)
 class Named:
-    """A sentence shows the beginning of the command, and another place shows it whole."""
+    """A sentence shows the beginning of the command, and another place shows it ``whole``: that is
+    a key of ``WAYS``."""
 
     whole: str
-    """The whole command, as a key of ``WAYS``."""
 
 
 @dataclass(frozen=True)
@@ -144,29 +144,10 @@ WAYS: Mapping[str, Way] = {
     "simple-offload bench demo --quick": Run(r"answers are the same", slow=True),
     # The examples
     "python3 -m examples.copy_bench": _GPU_COPIES,
-    "python3 -m examples.copy_bench --sizes 8KiB 64KiB 2MiB --repeats 3": _GPU_COPIES,
-    "python3 -m examples.copy_bench --sizes 8KiB 2MiB --repeats 3": _GPU_COPIES,
-    "python3 -m examples.copy_bench --sizes 8KiB 16KiB 32KiB 64KiB 128KiB 256KiB 512KiB 2MiB"
-    " --repeats 7": _GPU_COPIES,
-    "python3 -m examples.copy_bench --sizes 8KiB 16KiB 32KiB 128KiB --scale 8"
-    " --repeats 3": _GPU_COPIES,
+    "python3 -m examples.copy_bench --sizes …": _GPU_COPIES,
     "python3 -m examples.engine_bench": _GPU_ENGINES,
-    "python3 -m examples.engine_bench --preset h200 --rounds 3": _GPU_ENGINES,
-    "python3 -m examples.engine_bench --contenders none,ours --rounds 1 --repeats 3": _GPU_ENGINES,
-    "python3 -m examples.engine_bench --contenders ours,builtin,none --parts ttft,mix"
-    " --rounds 1 --repeats 3": _GPU_ENGINES,
-    "python3 -m examples.engine_bench --contenders none,ours,builtin --parts ttft,idle,mix"
-    " --rounds 1 --repeats 3": _GPU_ENGINES,
-    "python3 -m examples.engine_bench --contenders none,ours,builtin --parts ttft --kv-heads 1"
-    " --rounds 1 --repeats 3": _GPU_ENGINES,
-    "python3 -m examples.engine_bench --contenders ours,builtin --parts ttft --kv-heads 1"
-    " --rounds 1 --repeats 3": _GPU_ENGINES,
-    "python3 -m examples.engine_bench --contenders none,ours,builtin --parts ttft --kv-heads 1"
-    " --eager --host-gib 64 --rounds 1 --repeats 3": _GPU_ENGINES,
-    "python3 -m examples.multi_turn --preset h200": _GPU_TURNS,
-    "python3 -m examples.multi_turn --preset h200 --contenders ours,builtin,offloading": _GPU_TURNS,
-    "python3 -m examples.multi_turn --preset fits --contenders none,ours": _GPU_TURNS,
-    "python3 -m examples.multi_turn --preset seed": _GPU_TURNS,
+    "python3 -m examples.engine_bench --…": _GPU_ENGINES,
+    "python3 -m examples.multi_turn --preset …": _GPU_TURNS,
     "python3 -m examples.multi_turn --input-file generate_multi_turn.json --seed 1234": Run(
         _TURNS, slow=True, instead={"generate_multi_turn.json": "{input}"}
     ),
@@ -174,17 +155,8 @@ WAYS: Mapping[str, Way] = {
         "a Ctrl-C",
         "tests/docs/test_serving.py::test_a_server_for_vllm_s_script",
     ),
-    "python3 -m examples.accuracy --model Qwen/Qwen3-8B --tasks gsm8k --device cuda "
-    "--host-bytes 64GiB": Elsewhere(
-        "a GPU, a network",
-        "tests/examples/test_accuracy_models.py::test_answers_from_the_host_tier",
-    ),
-    "python3 -m examples.accuracy --device cuda --model examples/accuracy/models/llama-recall": (
-        _GPU_ACCURACY
-    ),
-    "python3 -m examples.accuracy --device cuda --model examples/accuracy/models/window-recall": (
-        _GPU_ACCURACY
-    ),
+    "python3 -m examples.accuracy --model Qwen/Qwen3-8B --tasks gsm8k …": _GPU_ACCURACY,
+    "python3 -m examples.accuracy --device cuda --model examples/accuracy/models/…": _GPU_ACCURACY,
     "python3 -m examples.accuracy.train llama --output DIR": Elsewhere(
         "minutes on a GPU",
         "tests/examples/test_accuracy_data.py"
