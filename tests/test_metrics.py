@@ -93,18 +93,21 @@ def test_serialization() -> None:
 
 def test_a_meter_drains_counts_once_and_gauges_that_changed() -> None:
     meter = Meter()
-    gauges: dict[str, float] = {metrics.USED: 3}
+    gauges: dict[str, float] = {metrics.USED: 3, metrics.PINNED: 0}
     for reason, count in (("lru", 2), ("reset", 1), ("lru", 3), ("load_failed", 0)):
         meter.add(metrics.EVICTED, count, reason)
     first, again = meter.drain(gauges), meter.drain(gauges)
     assert first is not None
-    evicted = {("lru",): 5, ("reset",): 1}
-    assert first.data["data"] == {metrics.EVICTED: evicted, metrics.USED: {(): 3}}
+    assert first.data["data"] == {
+        metrics.EVICTED: {("lru",): 5, ("reset",): 1},
+        metrics.USED: {(): 3},
+        metrics.PINNED: {(): 0},
+    }
     assert again is None
-    gauges[metrics.USED] = 4
+    gauges[metrics.PINNED] = 1
     changed = meter.drain(gauges)
     assert changed is not None
-    assert changed.data["data"] == {metrics.USED: {(): 4}}
+    assert changed.data["data"] == {metrics.USED: {(): 3}, metrics.PINNED: {(): 1}}
 
 
 # The periodic log

@@ -3,9 +3,7 @@
 import pytest
 
 from tests.serve.conftest import StartServer
-from tests.serve.test_serve import ASKS, answers, assert_same, assert_stops
-
-HITS = "vllm:external_prefix_cache_hits_total"
+from tests.serve.test_serve import ASKS, HITS, answers, assert_same, assert_stops
 
 
 @pytest.mark.slow
@@ -17,4 +15,4 @@ def test_two_engines(start_server: StartServer) -> None:
         server.reset_prefix_cache(external=False)
         assert_same(first, answers(server, ASKS, at_once=len(ASKS)))
     assert all(server.metric(HITS, engine=engine) > 0 for engine in ("0", "1"))
-    assert_stops(server)
+    assert_stops(server)  # without a grace period, vLLM's default

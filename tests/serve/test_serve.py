@@ -11,7 +11,6 @@ from tests.engine.compare import LOGPROB_TOLERANCE
 from tests.engine.harness import log_tail, processes_left
 from tests.engine.spec import Ask
 from tests.engine.workloads import shared_prefix_asks
-from tests.serve.conftest import StartServer
 from tests.serve.server import Completion, Server, can_listen, read_stream
 
 ASKS = shared_prefix_asks("serve", seed=6, tails=3)
@@ -87,15 +86,6 @@ def test_clients_that_disconnect(server: Server) -> None:
     server.reset_prefix_cache(external=False)
     assert_same(expected, answers(server, ASKS, at_once=len(ASKS)))
     assert server.is_idle()
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(600)
-def test_sigterm_without_a_grace_period_leaves_nothing_behind(start_server: StartServer) -> None:
-    """vLLM's default: the engine's processes are killed."""
-    server = start_server()
-    answers(server, ASKS, at_once=len(ASKS))
-    assert_stops(server)
 
 
 @pytest.mark.proves("I6")
