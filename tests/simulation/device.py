@@ -8,14 +8,23 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from vllm.v1.kv_cache_interface import KVCacheTensor
+from vllm.v1.kv_cache_interface import (
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    KVCacheSpec,
+    MambaSpec,
+    UniformTypeKVCacheSpecs,
+)
 
 from simple_offload.backends.base import Barrier, Direction
 from simple_offload.backends.host import HostBackend
 from simple_offload.metadata import Transfer
 from tests.simulation.gate import ChunkGate
+from tests.simulation.identity import Identities
 
 _TORN = -55
+SLOT = 8
+"""Bytes of an identity."""
 
 
 class CopyFault(RuntimeError):
@@ -225,57 +234,50 @@ class ScriptedDevice(HostBackend):
 
 
 class KVMemory:
-    """One rank's KV cache: a region for each layer. The groups' layers share the same bytes.
+    """One rank's KV cache, with the layers where ``config`` places them. The groups share the same
+    bytes."""
 
-    ``widths``: by layer, slots of 8 bytes per token. ``block_outermost``: the layers of a block are
-    adjacent, so the worker sees one region.
-    """
-
-    def __init__(
-        self,
-        num_blocks: int,
-        block_size: int,
-        widths: Sequence[int],
-        num_groups: int,
-        block_outermost: bool,
-    ) -> None:
-        per_block = block_size * sum(widths)
-        slots = torch.full((num_blocks * per_block,), -1, dtype=torch.int64)
-        self.size = slots.numel() * 8
-        self.layers: list[torch.Tensor] = []
-        self.pages = []
-        """By layer, ``[num_blocks, block_size, width]``."""
-        self.layer_names: Sequence[Sequence[str]] = [
-            [f"group{group}.layer{layer}" for layer in range(len(widths))]
-            for group in range(num_groups)
-        ]
-        self.tensors: list[KVCacheTensor] = []
-        """The placements of the layers, as vLLM would give them."""
-        for layer, width in enumerate(widths):
-            page, before = block_size * width, block_size * sum(widths[:layer])
-            if block_outermost:
-                pages = slots.view(num_blocks, per_block)[:, before : before + page]
-                offset, layer_stride, block_stride = before, page, per_block
-            else:
-                pages = slots[num_blocks * before :][: num_blocks * page].view(num_blocks, page)
-                offset, layer_stride, block_stride = num_blocks * before, num_blocks * page, page
-            self.layers.append(pages)
-            self.pages.append(pages.view(num_blocks, block_size, width).numpy().view(np.uint64))
-            self.tensors.extend(
-                KVCacheTensor(
-                    size=self.size,
-                    layers=[names[layer]],
-                    layer_stride=layer_stride * 8,
-                    block_stride=block_stride * 8,
-                    offset=offset * 8,
-                )
-                for names in self.layer_names
-            )
-
-    def kv_caches(self) -> dict[str, torch.Tensor]:
-        """The caches that vLLM would register."""
-        return {
-            name: self.layers[index]
-            for names in self.layer_names
-            for index, name in enumerate(names)
+    def __init__(self, config: KVCacheConfig) -> None:
+        slots = torch.full((config.kv_cache_tensors[0].size // SLOT,), -1, dtype=torch.int64)
+        specs = {
+            name: layer_spec(group, name)
+            for group in config.kv_cache_groups
+            for name in group.layer_names
         }
+        self.kv_caches: dict[str, torch.Tensor] = {
+            name: slots.as_strided(
+                (config.num_blocks, specs[name].page_size_bytes // SLOT),
+                (tensor.block_stride // SLOT, 1),
+                (tensor.offset + index * tensor.layer_stride) // SLOT,
+            )
+            for tensor in config.kv_cache_tensors
+            for index, name in enumerate(tensor.layers)
+        }
+        """As vLLM would register them."""
+        self.pages = [
+            [_entries(self.kv_caches[name], specs[name]) for name in group.layer_names]
+            for group in config.kv_cache_groups
+        ]
+        """By group and layer, ``[num_blocks, entries, width]``, without padding."""
+
+
+def _entries(cache: torch.Tensor, spec: KVCacheSpec) -> Identities:
+    num_entries = num_entries_of(spec)
+    width = cache.shape[1] // num_entries
+    pages: Identities = cache.numpy().view(np.uint64)[:, : num_entries * width]
+    return pages.reshape(len(pages), num_entries, width)
+
+
+def layer_spec(group: KVCacheGroupSpec, layer_name: str) -> KVCacheSpec:
+    """The spec of one layer of a group."""
+    if isinstance(group.kv_cache_spec, UniformTypeKVCacheSpecs):
+        return group.kv_cache_spec.kv_cache_specs[layer_name]
+    return group.kv_cache_spec
+
+
+def num_entries_of(spec: KVCacheSpec, shrink: int = 1) -> int:
+    """The number of entries in a page, after ``shrink`` tokens have become one."""
+    if isinstance(spec, MambaSpec):
+        return 1
+    tokens_per_entry = int(spec.tokens_per_state)
+    return spec.block_size // (tokens_per_entry if tokens_per_entry > 1 else shrink)

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 from enum import Enum
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,9 @@ from vllm.v1.kv_cache_interface import (
     RSWASpec,
     SlidingWindowSpec,
 )
+
+DRAFT = "draft."
+"""Prefix of the names of a drafter's layers."""
 
 
 class Kind(Enum):
@@ -87,6 +91,15 @@ class Layer:
     ahead: int = 0
     tokens_per_entry: int = 1
 
+    @classmethod
+    def of(cls, name: str, spec: KVCacheSpec, ahead: int) -> "Layer":
+        """The layer of this name and spec. ``ahead``: if it is a drafter's."""
+        if isinstance(spec, MambaSpec):
+            return cls(Kind.STATE)
+        is_draft = name.startswith(DRAFT)
+        kind = Kind.DRAFT if is_draft else Kind.ATTENTION
+        return cls(kind, ahead if is_draft else 0, int(spec.tokens_per_state))
+
     def ends(self, positions: "np.ndarray[Any, Any]") -> "np.ndarray[Any, Any]":
         """Those of ``positions`` that complete an entry's tokens."""
         if self.tokens_per_entry == 1:
@@ -95,17 +108,21 @@ class Layer:
         return ends
 
 
-class Drafter:
-    """A speculative config, as far as vLLM's scheduler reads it: EAGLE or chained MTP modules with
-    KV pages of their own, or drafts without pages (n-grams)."""
+class SpeculativeConfig:
+    """vLLM's, as far as its planner and scheduler read it: EAGLE or chained MTP modules with KV
+    pages of their own, or drafts without pages (n-grams)."""
 
     num_speculative_tokens_per_batch_size = None
     max_num_new_slots_for_drafting = 0
     disable_eagle_block_drop = False
     disable_lookahead_block_hashes = False
 
-    def __init__(self, num_drafted: int, eagle: bool, chained: bool) -> None:
+    def __init__(
+        self, num_drafted: int, eagle: bool, chained: bool, method: str | None = None
+    ) -> None:
         self.num_speculative_tokens = num_drafted
+        self.method = method
+        self.draft_model_config = SimpleNamespace(hf_config=SimpleNamespace())
         self._eagle = eagle
         self._chained = chained
 
@@ -117,7 +134,10 @@ class Drafter:
     def use_dflash(self) -> bool:
         return False
 
-    use_dspark = uses_draft_model = use_dflash
+    uses_draft_model = use_dflash
+
+    def use_dspark(self) -> bool:
+        return self.method == "dspark"
 
     def use_multi_module_mtp(self) -> bool:
         return self._chained

@@ -10,11 +10,12 @@ stand for all layers.
 import importlib
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
+from functools import partial
 from types import SimpleNamespace
 from typing import Any, cast
 
 import torch
-from vllm.config import VllmConfig
+from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.v1.attention.backend import AttentionType
 from vllm.v1.core import kv_cache_utils
 from vllm.v1.kv_cache_interface import (
@@ -24,10 +25,10 @@ from vllm.v1.kv_cache_interface import (
     KVCacheSpec,
     MLAAttentionSpec,
     SparseCacheRole,
-    UniformTypeKVCacheSpecs,
 )
 
-from tests.simulation import groups
+from tests.simulation.device import layer_spec
+from tests.simulation.groups import DRAFT, SpeculativeConfig
 
 planning: Any = kv_cache_utils
 """vLLM's module that plans KV caches. Its name differs from 0.33 on."""
@@ -36,10 +37,6 @@ if not hasattr(planning, "get_kv_cache_groups"):
 
 Specs = dict[str, KVCacheSpec]
 """By layer name, in the order in which vLLM registers the layers."""
-
-
-DRAFT = "draft."
-"""Prefix of the names of a drafter's layers."""
 
 
 @dataclass(frozen=True)
@@ -152,38 +149,37 @@ def _deepseek_v4(config: VllmConfig) -> Specs:
 
 def _compressor_state(config: VllmConfig, ratio: int, head_dim: int) -> KVCacheSpec:
     num_overlapping = 2 if ratio == 4 else 1
-    with _registry_for(config):
-        layer = _class("models.deepseek_v4.compressor", "CompressorStateCache")(
-            state_dim=2 * num_overlapping * head_dim,
-            dtype=torch.float32,
-            compress_ratio=ratio,
-            prefix="",
-        )
-    spec = layer.get_kv_cache_spec(config)
-    assert isinstance(spec, KVCacheSpec)
-    return spec
+    return _spec_of_built(
+        _class("models.deepseek_v4.compressor", "CompressorStateCache"),
+        config,
+        state_dim=2 * num_overlapping * head_dim,
+        dtype=torch.float32,
+        compress_ratio=ratio,
+    )
 
 
 def _deepseek_window(config: VllmConfig) -> KVCacheSpec:
-    with _registry_for(config):
-        layer = _class("v1.attention.backends.mla.sparse_swa", "DeepseekV4SWACache")(
-            head_dim=512,
-            window_size=128,
-            dtype=torch.uint8,
-            prefix="",
-            cache_config=config.cache_config,
-        )
+    return _spec_of_built(
+        _class("v1.attention.backends.mla.sparse_swa", "DeepseekV4SWACache"),
+        config,
+        head_dim=512,
+        window_size=128,
+        dtype=torch.uint8,
+        cache_config=config.cache_config,
+    )
+
+
+def _spec_of_built(layer_class: Any, config: VllmConfig, **arguments: Any) -> KVCacheSpec:
+    """The spec of a layer whose own ``__init__`` can run here."""
+    config.compilation_config.static_forward_context.clear()
+    with set_current_vllm_config(config):
+        layer = layer_class(prefix="", **arguments)
     spec = layer.get_kv_cache_spec(config)
     assert isinstance(spec, KVCacheSpec)
     return spec
 
 
-def _registry_for(config: VllmConfig) -> Any:
-    config.compilation_config.static_forward_context.clear()
-    return _class("config", "set_current_vllm_config")(config)
-
-
-def _kimi_k3(config: VllmConfig, *, non_causal: bool) -> Specs:
+def _kimi_k3(config: VllmConfig, *, non_causal: bool = False) -> Specs:
     """models/kimi_k3/nvidia/{kda,mla,mtp,dspark_mla}.py: three layers of linear attention for each
     of MLA. The drafter uses MLA; DSpark's is non-causal."""
     linear = _class("models.kimi_k3.nvidia.kda", "KimiK3DeltaAttention")
@@ -218,14 +214,6 @@ def _kimi_k3(config: VllmConfig, *, non_causal: bool) -> Specs:
     if config.speculative_config is not None:
         specs["draft.layers.8.self_attn"] = latents(non_causal=non_causal)
     return specs
-
-
-def _kimi_k3_mtp(config: VllmConfig) -> Specs:
-    return _kimi_k3(config, non_causal=False)
-
-
-def _kimi_k3_dspark(config: VllmConfig) -> Specs:
-    return _kimi_k3(config, non_causal=True)
 
 
 def _minimax_m3(config: VllmConfig) -> Specs:
@@ -324,6 +312,19 @@ def _llama_4(config: VllmConfig) -> Specs:
     return specs
 
 
+_EAGLE3 = Drafter("eagle3", "Eagle3LlamaForCausalLM")
+_KIMI_K3 = RealModel(
+    "KimiK3ForConditionalGeneration",
+    1024,
+    _kimi_k3,
+    Drafter("mtp", "KimiK3MTPModel"),
+    shrink=256,
+    state_page_bytes=1024 * 576,
+    cache_dtype="fp8",
+)
+_GEMMA_3 = RealModel("Gemma3ForCausalLM", 64, _gemma_3, _EAGLE3, shrink=16)
+_LLAMA_4 = RealModel("Llama4ForCausalLM", 256, _llama_4, shrink=64)
+
 REAL_MODELS = {
     "DeepSeek-V4": RealModel(
         "DeepseekV4ForCausalLM",
@@ -333,23 +334,11 @@ REAL_MODELS = {
         shrink=2,
         cache_dtype="fp8_ds_mla",
     ),
-    "Kimi-K3, MTP": RealModel(
-        "KimiK3ForConditionalGeneration",
-        1024,
-        _kimi_k3_mtp,
-        Drafter("mtp", "KimiK3MTPModel"),
-        shrink=256,
-        state_page_bytes=1024 * 576,
-        cache_dtype="fp8",
-    ),
-    "Kimi-K3, DSpark": RealModel(
-        "KimiK3ForConditionalGeneration",
-        1024,
-        _kimi_k3_dspark,
-        Drafter("dspark", "K3DSparkModel"),
-        shrink=256,
-        state_page_bytes=1024 * 576,
-        cache_dtype="fp8",
+    "Kimi-K3, MTP": _KIMI_K3,
+    "Kimi-K3, DSpark": replace(
+        _KIMI_K3,
+        layers=partial(_kimi_k3, non_causal=True),
+        drafter=Drafter("dspark", "K3DSparkModel"),
     ),
     "MiniMax-M3": RealModel(
         "MiniMaxM3SparseForCausalLM",
@@ -359,59 +348,20 @@ REAL_MODELS = {
         shrink=32,
         cache_dtype="fp8",
     ),
-    "gpt-oss, EAGLE3": RealModel(
-        "GptOssForCausalLM", 16, _gpt_oss, Drafter("eagle3", "Eagle3LlamaForCausalLM")
-    ),
-    "Gemma 3, EAGLE3": RealModel(
-        "Gemma3ForCausalLM", 64, _gemma_3, Drafter("eagle3", "Eagle3LlamaForCausalLM"), shrink=16
-    ),
-    "Gemma 3, EAGLE3, layers outermost": RealModel(
-        "Gemma3ForCausalLM",
-        64,
-        _gemma_3,
-        Drafter("eagle3", "Eagle3LlamaForCausalLM"),
-        shrink=16,
-        layout="LBHNC",
-    ),
+    "gpt-oss, EAGLE3": RealModel("GptOssForCausalLM", 16, _gpt_oss, _EAGLE3),
+    "Gemma 3, EAGLE3": _GEMMA_3,
+    "Gemma 3, EAGLE3, layers outermost": replace(_GEMMA_3, layout="LBHNC"),
     "Step-3.5, chained MTP": RealModel(
         "Step3p5ForCausalLM", 64, _step_3p5, Drafter("mtp", "Step3p5MTP", num_modules=3), shrink=16
     ),
-    "Llama 4": RealModel("Llama4ForCausalLM", 256, _llama_4, shrink=64),
-    "Llama 4, EAGLE3": RealModel(
-        "Llama4ForCausalLM",
-        256,
-        _llama_4,
-        Drafter("eagle3", "Eagle3LlamaForCausalLM"),
-        shrink=64,
-        hybrid=False,
-    ),
+    "Llama 4": _LLAMA_4,
+    "Llama 4, EAGLE3": replace(_LLAMA_4, drafter=_EAGLE3, hybrid=False),
 }
 """Models to run with this connector, by name. Block sizes are vLLM's own choice, or a power of two
 that kernels allow where windows are long."""
 
 
 # vLLM's plan
-
-
-class SpeculativeConfig(groups.Drafter):
-    """A speculative config, as far as vLLM's planner and scheduler read it."""
-
-    def __init__(self, drafter: Drafter) -> None:
-        self.num_speculative_tokens = drafter.num_drafted
-        self.method = drafter.method
-        self.draft_model_config = SimpleNamespace(hf_config=SimpleNamespace())
-        self._num_modules = drafter.num_modules
-
-    def use_eagle(self) -> bool:
-        return True
-
-    needs_eagle_block_drop = use_eagle_block_drop = use_eagle
-
-    def use_dspark(self) -> bool:
-        return self.method == "dspark"
-
-    def use_multi_module_mtp(self) -> bool:
-        return min(self._num_modules, self.num_speculative_tokens) > 1
 
 
 def configure(config: VllmConfig, model: RealModel) -> None:
@@ -421,8 +371,11 @@ def configure(config: VllmConfig, model: RealModel) -> None:
     cache.cache_dtype = model.cache_dtype  # type: ignore[assignment]
     cache.kv_cache_layout = model.layout
     config.scheduler_config.disable_hybrid_kv_cache_manager = not model.hybrid
-    if model.drafter:
-        config.speculative_config = cast(Any, SpeculativeConfig(model.drafter))
+    if drafter := model.drafter:
+        chained = min(drafter.num_modules, drafter.num_drafted) > 1
+        config.speculative_config = cast(
+            Any, SpeculativeConfig(drafter.num_drafted, True, chained, drafter.method)
+        )
     cache.mamba_cache_mode = "align"
     cache.mamba_block_size = model.block_size
     cache.mamba_page_size_padded = model.state_page_bytes
@@ -471,10 +424,3 @@ def describe(group: KVCacheGroupSpec) -> str:
         kinds[layout] = kinds.get(layout, 0) + 1
     layers = " + ".join(f"{count} ({layout})" for layout, count in kinds.items())
     return f"{layers} in blocks of {group.kv_cache_spec.block_size}"
-
-
-def layer_spec(group: KVCacheGroupSpec, layer_name: str) -> KVCacheSpec:
-    """The spec of one layer of a group."""
-    if isinstance(group.kv_cache_spec, UniformTypeKVCacheSpecs):
-        return group.kv_cache_spec.kv_cache_specs[layer_name]
-    return group.kv_cache_spec

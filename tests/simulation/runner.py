@@ -3,6 +3,7 @@ identities."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -86,7 +87,6 @@ class Runner:
         stories: Mapping[str, Story],
     ) -> None:
         self.rank = rank
-        self.memory = memory
         self.shape = shape
         self.groups = tuple(enumerate(shape.groups))
         self.stories = stories
@@ -94,8 +94,7 @@ class Runner:
         self._layers = shape.layers
         self._alike = [{kind: _alike(layers, kind) for kind in Kind} for layers in self._layers]
         """By group and kind, layers whose pages have entries for the same tokens."""
-        self._pages = shape.pages(memory)
-        """By group and layer, ``[num_blocks, entries on this rank, width]``."""
+        self._pages = memory.pages
         self.num_pages_read = 0
         self._known: dict[str, _Known] = {}
 
@@ -174,7 +173,7 @@ class Runner:
     def prepare(self, batch: _Batch) -> None:
         """The work that vLLM queues before it calls the connector's hooks: it zeroes and copies
         blocks. It also moves a state where the step goes on from it in another block."""
-        for pages in self.memory.pages:
+        for pages in chain.from_iterable(self._pages):
             pages[batch.zeroed] = 0
             for source, target in batch.copies:
                 pages[target] = pages[source]

@@ -167,6 +167,15 @@ class Script:
         script = replace(script, max_answer_tokens=rng.choice(_MAX_ANSWER_TOKENS))
         return script.with_sub_blocks(random.Random(f"{seed}: parts").choice([1, 1, 2, 4]))
 
+    def varied(self, **changes: Any) -> "Script":
+        """The same script with other values of its own fields, its shape's and its faults'."""
+        script = replace(self, **_fields_of(Script, changes))
+        return replace(
+            script,
+            shape=replace(script.shape, **_fields_of(Shape, changes)),
+            faults=replace(script.faults, **_fields_of(Faults, changes)),
+        )
+
     def with_model(self, **changes: Any) -> "Script":
         """The same script with other groups, and as many blocks for each. ``changes``: to the
         shape."""
@@ -224,6 +233,10 @@ class Script:
     def without_faults(self) -> "Script":
         """The same script without faults."""
         return replace(self, faults=Faults())
+
+
+def _fields_of(part: type[Any], changes: dict[str, Any]) -> dict[str, Any]:
+    return {name: changes[name] for name in changes.keys() & part.__dataclass_fields__.keys()}
 
 
 @dataclass

@@ -3,11 +3,20 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal, cast
 
-from tests.simulation.device import KVMemory
-from tests.simulation.groups import Group, Kind, Layer, Reach
-from tests.simulation.identity import Identities
+from vllm.config import VllmConfig
+from vllm.model_executor.models.utils import extract_layer_index
+from vllm.v1.kv_cache_interface import (
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    KVCacheTensor,
+    SlidingWindowSpec,
+    UniformTypeKVCacheSpecs,
+)
+
+from tests.simulation.device import SLOT, layer_spec
+from tests.simulation.groups import DRAFT, Group, Kind, Layer, Reach, SpeculativeConfig
 
 NUM_LAYERS = 2
 
@@ -111,10 +120,6 @@ class Shape:
         """Number of earlier tokens that chained drafters compute again in each step."""
         return max(0, self.num_drafted - 1) if self.chained else 0
 
-    def _ahead(self, layer: int) -> int:
-        """The number of later tokens that each position of a drafter's layer depends on."""
-        return 1 + min(layer, self.num_reprefilled)
-
     def skips_store_hooks(self, rank: int) -> bool:
         """Whether vLLM's runner skips the hooks after drafting on this rank. The V1 runner does,
         with drafts, on all stages but the last."""
@@ -139,23 +144,20 @@ class Shape:
 
     @property
     def layers(self) -> list[list[Layer]]:
-        """By group, its layers."""
+        """By group, its layers. Those of chained drafters draft in the order of their names, and
+        each reads one token further ahead."""
+        groups = self.kv_cache_config().kv_cache_groups
+        names = [name for group in groups for name in group.layer_names]
+        drafters = sorted(
+            (name for name in names if name.startswith(DRAFT)), key=extract_layer_index
+        )
+        ahead = {name: index if self.num_reprefilled else 0 for index, name in enumerate(drafters)}
         return [
             [
-                Layer(group.kind, self._ahead(layer) if group.kind is Kind.DRAFT else 0)
-                for layer in range(NUM_LAYERS)
+                Layer.of(name, layer_spec(group, name), 1 + ahead.get(name, 0))
+                for name in group.layer_names
             ]
-            for group in self.groups
-        ]
-
-    def pages(self, memory: KVMemory) -> list[list[Identities]]:
-        """Memory by group and layer, ``[num_blocks, entries, width]``."""
-        return [
-            [
-                page.reshape(len(page), page.shape[1] * group.scale, page.shape[2] // group.scale)
-                for page in memory.pages
-            ]
-            for group in self.groups
+            for group in groups
         ]
 
     def checkpoint(self, group: int, start: int, end: int) -> tuple[int, int] | None:
@@ -171,7 +173,7 @@ class Shape:
 
     def block_bytes(self, rank: int = 0) -> int:
         """Bytes of a block of all layers on a rank."""
-        return self.block_size * 8 * sum(self.widths(rank))
+        return self.block_size * SLOT * sum(self.widths(rank))
 
     @property
     def host_bytes(self) -> int:
@@ -179,15 +181,53 @@ class Shape:
         largest = max(self.block_bytes(rank) for rank in range(self.num_ranks))
         return self.num_host_blocks * largest
 
-    def make_memory(self, rank: int = 0) -> KVMemory:
-        """One rank's KV cache."""
-        return KVMemory(
-            self.num_device_blocks,
-            self.block_size,
-            self.widths(rank),
-            len(self.groups),
-            self.block_outermost,
+    def configure(self, config: VllmConfig) -> None:
+        """Change ``config`` as for this model."""
+        cache = config.cache_config
+        cache.block_size = self.block_size * min(group.scale for group in self.groups)
+        cache.prefix_match_unit = self.match_unit
+        cache.mamba_cache_mode = "align" if self.num_states else "none"
+        if self.draft or self.num_drafted:
+            config.speculative_config = cast(
+                Any, SpeculativeConfig(self.num_drafted, self.draft, self.chained)
+            )
+
+    def kv_cache_config(self, rank: int = 0) -> KVCacheConfig:
+        """A worker's configuration: the groups, with their layers over each other."""
+        groups = [self._group_spec(index, group, rank) for index, group in enumerate(self.groups)]
+        num_blocks, block_bytes = self.num_device_blocks, self.block_bytes(rank)
+        tensors, before = [], 0
+        for layer, width in enumerate(self.widths(rank)):
+            page_bytes = self.block_size * width * SLOT
+            tensors += [
+                KVCacheTensor(
+                    size=num_blocks * block_bytes,
+                    layers=[group.layer_names[layer]],
+                    layer_stride=page_bytes * (1 if self.block_outermost else num_blocks),
+                    block_stride=block_bytes if self.block_outermost else page_bytes,
+                    offset=before * (1 if self.block_outermost else num_blocks),
+                )
+                for group in groups
+            ]
+            before += page_bytes
+        return KVCacheConfig(
+            num_blocks=num_blocks,
+            kv_cache_tensors=tensors,
+            kv_cache_groups=groups,
+            prefix_cache_retention_interval=self.retention_interval,
         )
+
+    def _group_spec(self, index: int, group: Group, rank: int) -> KVCacheGroupSpec:
+        prefix = DRAFT if group.kind is Kind.DRAFT else ""
+        specs = {}
+        for layer, width in enumerate(self.widths(rank)):
+            spec = group.spec(self.block_size, width, self.num_drafted)
+            if isinstance(spec, SlidingWindowSpec):  # as vLLM's get_kv_cache_configs does
+                spec = replace(spec, extra_retained_tokens=self.num_reprefilled)
+            specs[f"{prefix}group{index}.layer.{layer}"] = spec
+        if self.mixed_pages:
+            spec = UniformTypeKVCacheSpecs(spec.block_size, specs)
+        return KVCacheGroupSpec(list(specs), spec, is_eagle_group=group.kind is Kind.DRAFT)
 
 
 def _with_scales(groups: Sequence[Group], scales: Sequence[int]) -> list[Group]:

@@ -5,15 +5,14 @@ from contextlib import ExitStack
 import pytest
 
 from tests.simulation.mutations import MUTATIONS
-from tests.simulation.mutations.scripts import Engine, with_sub_blocks
+from tests.simulation.mutations.situations import SUB_BLOCKS
 from tests.simulation.script import Play, Script
 
 _MAX_SEEDS = 150
 _FEW_SEEDS = 3
 
-OF_ENGINES = {name: bug.shown_by for name, bug in MUTATIONS.items() if type(bug.shown_by) is Engine}
-"""The engine that a bug needs, for bugs that need one."""
-OF_SUB_BLOCKS = [bug for bug in MUTATIONS.values() if bug.shown_by is with_sub_blocks]
+OF_ENGINES = [name for name, bug in MUTATIONS.items() if bug.shown_by.otherwise is not None]
+OF_SUB_BLOCKS = [bug for bug in MUTATIONS.values() if bug.shown_by is SUB_BLOCKS]
 
 
 @pytest.mark.parametrize("name", MUTATIONS)
@@ -39,7 +38,7 @@ def test_other_engines_do_not_show_it(name: str) -> None:
     """Scripts with these engines catch bugs that other scripts cannot."""
     with MUTATIONS[name].planted():
         for seed in range(_FEW_SEEDS):
-            Play(OF_ENGINES[name].without(Script.draw(seed).with_sub_blocks(1))).run()
+            Play(MUTATIONS[name].shown_by.without(Script.draw(seed).with_sub_blocks(1))).run()
 
 
 def test_small_host_blocks_do_not_show_it() -> None:

@@ -3,29 +3,24 @@
 from dataclasses import replace
 
 import pytest
-from vllm.config import KVTransferConfig, VllmConfig
 from vllm.model_executor.models.registry import ModelRegistry
 
 from simple_offload.vllm_compat import vllm_version
+from tests.simulation.device import layer_spec
 from tests.simulation.real_models import (
     REAL_MODELS,
-    RealModel,
-    configure,
     describe,
-    layer_spec,
     plan_groups,
 )
-from tests.simulation.real_world import (
+from tests.simulation.real_shape import (
     RealShape,
-    RealWorld,
     draw,
     has_intervals,
+    real_config,
     shrunk_groups,
 )
 from tests.simulation.runner import Violation
 from tests.simulation.script import Faults, Play
-from tests.simulation.shape import Shape
-from tests.simulation.vllm_config import make_vllm_config
 
 _WINDOWS_OF_DEEPSEEK = "(SlidingWindowMLA, window 128) in blocks of 64"
 _LATENTS_OF_DEEPSEEK = "(MLAAttention, tokens a state"
@@ -88,21 +83,10 @@ DRAFT_GROUPS = {
 """The groups that vLLM marks as a drafter's: in 0.32, and in 0.33."""
 
 
-def _config(model: RealModel) -> VllmConfig:
-    transfer = KVTransferConfig(
-        kv_connector="SimpleCPUOffloadConnector",
-        kv_connector_module_path="simple_offload",
-        kv_role="kv_both",
-    )
-    config = make_vllm_config(Shape(), transfer)
-    configure(config, model)
-    return config
-
-
 @pytest.mark.parametrize("name", REAL_MODELS)
 def test_groups(name: str) -> None:
     model = REAL_MODELS[name]
-    groups = plan_groups(model, _config(model))
+    groups = plan_groups(model, real_config(model))
     assert [describe(group) for group in groups] == GROUPS[name]
     marked = [index for index, group in enumerate(groups) if group.is_eagle_group]
     assert marked == DRAFT_GROUPS[name][vllm_version() >= (0, 33)]
@@ -112,7 +96,9 @@ def test_groups(name: str) -> None:
 def test_the_simulator_plays_these_groups(name: str) -> None:
     model = REAL_MODELS[name]
     pages = {}
-    for group, played in zip(plan_groups(model, _config(model)), shrunk_groups(name), strict=True):
+    for group, played in zip(
+        plan_groups(model, real_config(model)), shrunk_groups(name), strict=True
+    ):
         assert played.layer_names == group.layer_names
         assert played.is_eagle_group == group.is_eagle_group
         for layer in group.layer_names:
@@ -142,7 +128,7 @@ def test_scripts(name: str) -> None:
             script = draw(
                 0, name, retention=retention, async_scheduling=asynchronous, v2_runner=v2_runner
             )
-            outcome = Play(script.without_faults(), RealWorld).run()
+            outcome = Play(script.without_faults()).run()
             assert outcome.num_finished == script.num_requests
             assert outcome.num_blocks_loaded > 0, script
 
@@ -150,7 +136,7 @@ def test_scripts(name: str) -> None:
 @pytest.mark.parametrize("name", REAL_MODELS)
 def test_scripts_with_faults(name: str) -> None:
     script = replace(draw(1, name), faults=Faults(load_error=0.3, store_error=0.3))
-    outcome = Play(script, RealWorld).run()
+    outcome = Play(script).run()
     assert outcome.num_faults > 0
     assert outcome.num_finished == script.num_requests
 
@@ -159,7 +145,7 @@ def test_the_state_inside_a_prompt_is_found(monkeypatch: pytest.MonkeyPatch) -> 
     """vLLM relies on Kimi's kernels to write the state at the last block end of a prompt, where no
     step ends."""
     monkeypatch.setattr(RealShape, "checkpoint", lambda self, group, start, end: None)
-    play = Play(draw(0, "Kimi-K3, MTP", retention=0).without_faults(), RealWorld)
+    play = Play(draw(0, "Kimi-K3, MTP", retention=0).without_faults())
     with pytest.raises(Violation, match="reads a wrong page"):
         play.run()
 

@@ -1,10 +1,8 @@
 """vLLM's configuration for the engine of a given shape."""
 
 import tempfile
-from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, cast
 
 from transformers import LlamaConfig
 from vllm.config import (
@@ -18,14 +16,8 @@ from vllm.config import (
 )
 from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import init_none_hash
-from vllm.v1.kv_cache_interface import (
-    KVCacheConfig,
-    KVCacheGroupSpec,
-    SlidingWindowSpec,
-    UniformTypeKVCacheSpecs,
-)
+from vllm.v1.kv_cache_interface import KVCacheConfig
 
-from tests.simulation.groups import Drafter, Kind
 from tests.simulation.shape import NUM_LAYERS, Shape
 
 
@@ -64,7 +56,9 @@ class _Config(VllmConfig):
         return self.v2_runner
 
 
-def make_vllm_config(shape: Shape, kv_transfer_config: KVTransferConfig) -> VllmConfig:
+def make_vllm_config(
+    shape: Shape, kv_transfer_config: KVTransferConfig | None = None
+) -> VllmConfig:
     """The configuration that ``vllm serve`` would make. Ranks are not processes here, so their
     number is set directly."""
     init_none_hash(sha256)
@@ -87,13 +81,7 @@ def make_vllm_config(shape: Shape, kv_transfer_config: KVTransferConfig) -> Vllm
         device_config=DeviceConfig("cpu"),
         kv_transfer_config=kv_transfer_config,
     )
-    config.cache_config.block_size = shape.block_size * min(g.scale for g in shape.groups)
-    config.cache_config.prefix_match_unit = shape.match_unit
-    if shape.draft or shape.num_drafted:
-        config.speculative_config = cast(
-            Any, Drafter(shape.num_drafted, shape.draft, shape.chained)
-        )
-    config.cache_config.mamba_cache_mode = "align" if shape.num_states else "none"
+    shape.configure(config)
     config.scheduler_config.async_scheduling = shape.async_scheduling
     config.v2_runner = shape.v2_runner
     config.parallel_config.world_size = shape.num_ranks
@@ -103,24 +91,5 @@ def make_vllm_config(shape: Shape, kv_transfer_config: KVTransferConfig) -> Vllm
 
 
 def make_kv_cache_config(shape: Shape, rank: int = 0) -> KVCacheConfig:
-    """A worker's configuration: the groups, with their layers over each other."""
-    memory = shape.make_memory(rank)
-    groups = []
-    for group, names in zip(shape.groups, memory.layer_names, strict=True):
-        specs = {
-            name: group.spec(shape.block_size, width, shape.num_drafted)
-            for name, width in zip(names, shape.widths(rank), strict=True)
-        }
-        for name, spec in specs.items():
-            if isinstance(spec, SlidingWindowSpec):  # as vLLM's get_kv_cache_configs does
-                specs[name] = replace(spec, extra_retained_tokens=shape.num_reprefilled)
-        spec = specs[names[0]]
-        if shape.mixed_pages:
-            spec = UniformTypeKVCacheSpecs(spec.block_size, specs)
-        groups.append(KVCacheGroupSpec(list(names), spec, is_eagle_group=group.kind is Kind.DRAFT))
-    return KVCacheConfig(
-        num_blocks=shape.num_device_blocks,
-        kv_cache_tensors=memory.tensors,
-        kv_cache_groups=groups,
-        prefix_cache_retention_interval=shape.retention_interval,
-    )
+    """The configuration that vLLM sends to a worker."""
+    return shape.kv_cache_config(rank)

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any, cast
 from unittest.mock import patch
 
-from vllm.config import KVEventsConfig, KVTransferConfig, VllmConfig
+from vllm.config import KVEventsConfig, KVTransferConfig
 from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata
 from vllm.sampling_params import SamplingParams
@@ -20,7 +20,6 @@ from vllm.v1.core.kv_cache_utils import (
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
-from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.outputs import DraftTokenIds, KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
@@ -32,14 +31,14 @@ from simple_offload.metadata import StepMetadata, Transfer, WorkerReport
 from simple_offload.ranks import Ranks
 from simple_offload.worker.worker import OffloadWorker
 from tests.simulation import checks, integrity
-from tests.simulation.device import ScriptedDevice
+from tests.simulation.device import KVMemory, ScriptedDevice
 from tests.simulation.failures import Failures
 from tests.simulation.identity import Story
 from tests.simulation.ledger import Ledger
 from tests.simulation.router import EVENTS_CONFIG, Router
 from tests.simulation.runner import Runner, Violation
 from tests.simulation.shape import Shape
-from tests.simulation.vllm_config import make_kv_cache_config, make_vllm_config
+from tests.simulation.vllm_config import make_vllm_config
 
 
 @dataclass(eq=False)
@@ -72,9 +71,9 @@ class World:
 
     def __init__(self, shape: Shape) -> None:
         self.shape = shape
-        self.config = self.make_vllm_config()
+        self.config = make_vllm_config(shape, self.kv_transfer_config())
         self.config.kv_events_config = self.kv_events_config()
-        self.kv_cache_configs = [self.make_kv_cache_config(rank) for rank in range(shape.num_ranks)]
+        self.kv_cache_configs = [shape.kv_cache_config(rank) for rank in range(shape.num_ranks)]
         are_alike = not (shape.uneven_ranks and self.tells_ranks_what_is_agreed)
         self._parallelism = Ranks(shape.num_ranks, shape.num_ranks, are_alike)
         scheduler_class = AsyncScheduler if shape.async_scheduling else Scheduler
@@ -119,16 +118,6 @@ class World:
         self._reset_stores: set[int] = set()
         self._aggregator = KVOutputAggregator(shape.num_ranks)
         self._open_steps: deque[_Step] = deque()
-
-    # For other models to override
-
-    def make_vllm_config(self) -> VllmConfig:
-        """The configuration of ``vllm serve``."""
-        return make_vllm_config(self.shape, self.kv_transfer_config())
-
-    def make_kv_cache_config(self, rank: int) -> KVCacheConfig:
-        """A worker's KV cache configuration."""
-        return make_kv_cache_config(self.shape, rank)
 
     # For other connectors to override
 
@@ -250,13 +239,13 @@ class World:
 
     def _make_rank(self, rank: int) -> Rank:
         shape = self.shape
-        memory = shape.make_memory(rank)
+        memory = KVMemory(self.kv_cache_configs[rank])
         config = OffloadConfig.parse(self.worker_config(), shape.num_ranks)
         worker = OffloadWorker(self.kv_cache_configs[rank], config, self._parallelism)
         chunk_blocks = shape.chunk_blocks or shape.host_bytes // shape.block_bytes(rank)
         device = ScriptedDevice(chunk_blocks * shape.block_bytes(rank))
         worker._backend = device
-        worker.register_kv_caches(memory.kv_caches())
+        worker.register_kv_caches(memory.kv_caches)
         runner = Runner(rank, memory, shape, self.stories)
         return Rank(worker, device, runner)
 

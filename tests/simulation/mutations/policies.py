@@ -1,79 +1,116 @@
-"""Lazy stores, and stores of blocks that several requests have."""
+"""The policies of stores, and the KV events of stored blocks."""
 
-from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
 
+from simple_offload.scheduler.kv_events import KVEvents
 from simple_offload.scheduler.policies import lazy
 from simple_offload.scheduler.policies.admission import Admission
+from simple_offload.scheduler.policies.device_contents import DeviceContents
 from simple_offload.scheduler.policies.free_queue_walk import EvictionHorizon, QueueWalk
+from simple_offload.scheduler.stores import Stores
 from simple_offload.scheduler.tier.cpu_tier import CpuTier
 from simple_offload.scheduler.tier.eviction import EvictionOrder
 from simple_offload.scheduler.tier.groups import Groups
-from tests.simulation.mutations.registry import mutation, substitute
-from tests.simulation.mutations.scripts import (
-    asked_again,
-    lazily_and_quickly,
-    lazy_evictions,
-    lazy_evictions_in_time,
+from tests.simulation.mutations.registry import always, mutation
+from tests.simulation.mutations.situations import (
+    ASKED_AGAIN,
+    INNER_HITS,
+    LAZILY_AND_QUICKLY,
+    LAZY_EVICTIONS,
+    LAZY_EVICTIONS_IN_TIME,
+)
+
+# Lazy stores
+
+look_no_further_than_the_front = always(EvictionHorizon, "num_blocks", 2, LAZY_EVICTIONS)
+let_a_block_outlive_the_parent_that_came_later = always(
+    EvictionOrder, "renew", None, LAZY_EVICTIONS_IN_TIME
 )
 
 
-@mutation(lazy_evictions())
-def look_no_further_than_the_front(stack: ExitStack) -> None:
-    substitute(stack, EvictionHorizon, "num_blocks", lambda self, num_empty: 2)
+@mutation(QueueWalk, "free_blocks", LAZY_EVICTIONS)
+def return_stored_blocks_to_the_back(free_blocks: Any, self: QueueWalk, blocks: Any) -> None:
+    for block in blocks:
+        self._pinned.pop(block.block_id, None)
+    free_blocks(self, blocks)
 
 
-@mutation(lazy_evictions())
-def return_stored_blocks_to_the_back(stack: ExitStack) -> None:
-    free_blocks = QueueWalk.free_blocks
-
-    def careless(self: QueueWalk, blocks: Any) -> None:
-        for block in blocks:
-            self._pinned.pop(block.block_id, None)
-        free_blocks(self, blocks)
-
-    substitute(stack, QueueWalk, "free_blocks", careless)
+@mutation(CpuTier, "commit", LAZY_EVICTIONS)
+def refuse_what_comes_before_its_parent(commit: Any, self: CpuTier, runs: Any) -> Any:
+    return commit(self, [replace(run, early=False) for run in runs])
 
 
-@mutation(lazy_evictions())
-def refuse_what_comes_before_its_parent(stack: ExitStack) -> None:
-    commit = CpuTier.commit
-
-    def strict(self: CpuTier, runs: Any) -> list[list[int]]:
-        return commit(self, [replace(run, early=False) for run in runs])
-
-    substitute(stack, CpuTier, "commit", strict)
-
-
-@mutation(lazy_evictions_in_time)
-def let_a_block_outlive_the_parent_that_came_later(stack: ExitStack) -> None:
-    substitute(stack, EvictionOrder, "renew", lambda self, block, protect=False: None)
-
-
-@mutation(lazily_and_quickly)
-def believe_every_known_token_computed(stack: ExitStack) -> None:
+@mutation(lazy, "num_complete_blocks", LAZILY_AND_QUICKLY)
+def believe_every_known_token_computed(
+    original: Any, groups: Groups, request: Any, group: int, num_blocks: int
+) -> int:
     """A request's last token is sampled, but never computed."""
-
-    def known(groups: Groups, request: Any, group: int, num_blocks: int) -> int:
-        num_tokens = len(request.block_hashes) * groups.hash_block_size
-        return min(num_tokens // groups.block_sizes[group], num_blocks)
-
-    stack.enter_context(patch.object(lazy, "num_complete_blocks", known))
+    num_tokens = len(request.block_hashes) * groups.hash_block_size
+    return min(num_tokens // groups.block_sizes[group], num_blocks)
 
 
-@mutation(asked_again)
-def admit_everything(stack: ExitStack) -> None:
-    substitute(stack, Admission, "admits", lambda self, key: True)
+# Admission
+
+admit_everything = always(Admission, "admits", True, ASKED_AGAIN)
 
 
-@mutation(asked_again)
-def count_a_request_in_each_step(stack: ExitStack) -> None:
-    count = Admission.count
+@mutation(Admission, "count", ASKED_AGAIN)
+def count_a_request_in_each_step(count: Any, self: Admission, request: Any) -> None:
+    self.on_request_finished(request.request_id)
+    count(self, request)
 
-    def recount(self: Admission, request: Any) -> None:
-        self.on_request_finished(request.request_id)
-        count(self, request)
 
-    substitute(stack, Admission, "count", recount)
+# KV events
+
+say_nothing_of_evictions = always(KVEvents, "_on_removed", None)
+
+
+@mutation(Stores, "submit")
+def say_stored_at_submission(submit: Any, self: Stores) -> Any:
+    assert self._events is not None
+    for run in self._planned.runs:
+        self._events.on_committed(run, None)
+    return submit(self)
+
+
+@say_stored_at_submission.also(KVEvents, "on_committed")
+def say_nothing_at_the_end(on_committed: Any, self: KVEvents, run: Any, useless: Any) -> None:
+    if useless is None:
+        on_committed(self, run, ())
+
+
+@mutation(CpuTier, "reset")
+def say_nothing_of_a_reset(reset: Any, self: CpuTier) -> None:
+    with patch.object(self._pool, "_emit_block_removed_events", lambda keys: None):
+        reset(self)
+
+
+@mutation(KVEvents, "_on_cached", INNER_HITS)
+def say_nothing_of_inner_keys(
+    on_cached: Any, self: KVEvents, key: Any, inner: Any, *rest: Any
+) -> None:
+    on_cached(self, key, (), *rest)
+
+
+@mutation(Stores, "plan")
+def name_the_request_before(plan: Any, self: Any, run: Any, *arguments: Any) -> Any:
+    before = vars(self).get("request_before")
+    self.request_before, run.request = run.request, before
+    return plan(self, run, *arguments)
+
+
+@mutation(DeviceContents, "record", LAZY_EVICTIONS)
+def keep_the_payload_of_the_contents_before(
+    record: Any, self: DeviceContents, *arguments: Any
+) -> None:
+    before = dict(self._payloads)
+    record(self, *arguments)
+    self._payloads.update(before)
+
+
+@keep_the_payload_of_the_contents_before.also(DeviceContents, "on_allocated")
+def forget_no_payload(on_allocated: Any, self: DeviceContents, *arguments: Any) -> Any:
+    with patch.object(self, "_payloads", dict(self._payloads)):
+        return on_allocated(self, *arguments)

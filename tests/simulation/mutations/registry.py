@@ -6,23 +6,37 @@ from dataclasses import dataclass
 from typing import Any
 from unittest.mock import patch
 
-from tests.simulation.mutations.scripts import Situation, ordinary
+from tests.simulation.mutations.situations import ORDINARY, Situation
 from tests.simulation.script import Script
+
+Replacement = Callable[..., Any]
+"""A function that gets the original as its first argument, before the original's arguments."""
 
 
 @dataclass(frozen=True)
 class Mutation:
     """A bug and the situation in which it shows."""
 
-    patch_in: Callable[[ExitStack], None]
-    """Patches the bug in for as long as the stack is open."""
+    patches: list[tuple[Any, str, Replacement]]
+    """Owner and name of each function that the bug replaces."""
     shown_by: Situation
+
+    def also(self, owner: Any, name: str) -> Callable[[Replacement], Replacement]:
+        """Let the bug replace a second function, by the decorated one."""
+
+        def add(replacement: Replacement) -> Replacement:
+            self.patches.append((owner, name, replacement))
+            return replacement
+
+        return add
 
     @contextmanager
     def planted(self) -> Iterator[None]:
         """The bug is present until the end of the ``with`` block."""
         with ExitStack() as stack:
-            self.patch_in(stack)
+            for owner, name, replacement in self.patches:
+                patched = _around(getattr(owner, name), replacement)
+                stack.enter_context(patch.object(owner, name, patched))
             yield
 
     def script(self, seed: int) -> Script:
@@ -30,16 +44,20 @@ class Mutation:
         return self.shown_by(Script.draw(seed).with_sub_blocks(1))
 
 
-def mutation(shown_by: Situation = ordinary) -> Callable[[Callable[[ExitStack], None]], Mutation]:
-    """Make a Mutation from the function that patches the bug in. Its name is the function's
-    name."""
-
-    def make(patch_in: Callable[[ExitStack], None]) -> Mutation:
-        return Mutation(patch_in, shown_by)
-
-    return make
+def mutation(
+    owner: Any, name: str, shown_by: Situation = ORDINARY
+) -> Callable[[Replacement], Mutation]:
+    """Make a Mutation from the function that replaces ``name`` of a class or module."""
+    return lambda replacement: Mutation([(owner, name, replacement)], shown_by)
 
 
-def substitute(stack: ExitStack, owner: type, name: str, replacement: Callable[..., Any]) -> None:
-    """Replace attribute ``name`` of ``owner`` by ``replacement`` while the stack is open."""
-    stack.enter_context(patch.object(owner, name, replacement))
+def always(owner: Any, name: str, answer: Any, shown_by: Situation = ORDINARY) -> Mutation:
+    """The bug that a function has no effect and always gives the same answer."""
+    return mutation(owner, name, shown_by)(lambda *arguments: answer)
+
+
+def _around(original: Callable[..., Any], replacement: Replacement) -> Callable[..., Any]:
+    def patched(*arguments: Any, **keywords: Any) -> Any:
+        return replacement(original, *arguments, **keywords)
+
+    return patched

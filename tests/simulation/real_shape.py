@@ -1,4 +1,4 @@
-"""A real model in a world: vLLM's own groups and placements, in a smaller size.
+"""RealShape: a real model's engine, with vLLM's own groups and placements in a smaller size.
 
 One token here stands for ``RealModel.shrink`` tokens of the GPU's engine: in blocks, windows,
 chunks, and in entries that stand for several tokens. Pages shrink too, all by the same factor.
@@ -11,11 +11,9 @@ from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from typing import Any
 
-import numpy as np
 import torch
-from vllm.config import KVTransferConfig, VllmConfig
+from vllm.config import VllmConfig
 from vllm.model_executor.layers.mamba.checkpoint import compute_mamba_prefill_checkpoints
-from vllm.model_executor.models.utils import extract_layer_index
 from vllm.utils.math_utils import cdiv, round_up
 from vllm.v1.core.kv_cache_utils import (
     generate_scheduler_kv_cache_config,
@@ -34,40 +32,37 @@ from vllm.v1.kv_cache_interface import (
     UniformTypeKVCacheSpecs,
 )
 
-from tests.simulation.device import KVMemory
-from tests.simulation.groups import Group, Kind, Layer, Reach
-from tests.simulation.identity import Identities
+from tests.simulation.device import SLOT, layer_spec, num_entries_of
+from tests.simulation.groups import Group, Kind, Reach
 from tests.simulation.real_models import (
-    DRAFT,
     REAL_MODELS,
     RealModel,
     configure,
-    layer_spec,
     place_groups,
     plan_groups,
 )
 from tests.simulation.script import Script
 from tests.simulation.shape import Shape
 from tests.simulation.vllm_config import make_vllm_config
-from tests.simulation.world import World
-
-_SLOT = 8
-"""Bytes of an identity."""
-
 
 # The model, shrunk
+
+
+def real_config(model: RealModel) -> VllmConfig:
+    """vLLM's configuration when it plans the model's KV cache."""
+    config = make_vllm_config(Shape())
+    configure(config, model)
+    return config
 
 
 @lru_cache
 def shrunk_groups(name: str) -> tuple[KVCacheGroupSpec, ...]:
     """vLLM's groups of a model of ``REAL_MODELS``, in the simulator's size."""
     model = REAL_MODELS[name]
-    config = make_vllm_config(Shape(), _TRANSFER_CONFIG)
-    configure(config, model)
-    groups = plan_groups(model, config)
+    groups = plan_groups(model, real_config(model))
     specs = [layer_spec(group, layer) for group in groups for layer in group.layer_names]
     factor = min(
-        spec.page_size_bytes // (_SLOT * _num_entries(spec, model.shrink)) for spec in specs
+        spec.page_size_bytes // (SLOT * num_entries_of(spec, model.shrink)) for spec in specs
     )
     return tuple(_shrink_group(group, model.shrink, factor) for group in groups)
 
@@ -85,7 +80,7 @@ def _shrink_group(group: KVCacheGroupSpec, shrink: int, factor: int) -> KVCacheG
 def _shrink_spec(spec: KVCacheSpec, shrink: int, factor: int) -> KVCacheSpec:
     """The same kind of spec with 1 token for each ``shrink`` tokens. The page has ``factor`` times
     fewer bytes, rounded up to whole slots."""
-    page_bytes = round_up(-(-spec.page_size_bytes // factor), _SLOT)
+    page_bytes = round_up(-(-spec.page_size_bytes // factor), SLOT)
     sizes: dict[str, Any] = {"block_size": _divide(spec.block_size, shrink)}
     for key in ("sliding_window", "attention_chunk_size"):
         if size := getattr(spec, key, None):
@@ -108,27 +103,17 @@ def _shrink_spec(spec: KVCacheSpec, shrink: int, factor: int) -> KVCacheSpec:
         tokens_per_state = _divide(tokens_per_state, shrink)
     if hasattr(spec, "alignment"):
         sizes["alignment"] = None
-    width = page_bytes // (_SLOT * _num_entries(spec, shrink))
+    width = page_bytes // (SLOT * num_entries_of(spec, shrink))
     return replace(
         spec,
         **sizes,
         tokens_per_state=tokens_per_state,
         num_kv_heads=1,
         num_head_slots=1,
-        state_content_bytes=_SLOT * width,
+        state_content_bytes=SLOT * width,
         page_size_padded=page_bytes,
         block_stride_alignment=None,
     )
-
-
-def _num_entries(spec: KVCacheSpec, shrink: int) -> int:
-    """The number of entries of a page after ``shrink`` tokens have become one."""
-    if isinstance(spec, MambaSpec):
-        return 1
-    tokens_per_state = int(spec.tokens_per_state)
-    if tokens_per_state > 1:
-        tokens_per_state = _divide(tokens_per_state, shrink)
-    return _divide(spec.block_size, shrink) // tokens_per_state
 
 
 def _divide(size: int, shrink: int) -> int:
@@ -137,12 +122,6 @@ def _divide(size: int, shrink: int) -> int:
 
 
 # Its engine
-
-_TRANSFER_CONFIG = KVTransferConfig(
-    kv_connector="SimpleCPUOffloadConnector",
-    kv_connector_module_path="simple_offload",
-    kv_role="kv_both",
-)
 
 
 @dataclass(frozen=True)
@@ -166,22 +145,18 @@ class RealShape(Shape):
             **keywords,
         )
 
-    @property
-    def model(self) -> RealModel:
-        """The model in its real size."""
-        return REAL_MODELS[self.name]
-
     def configure(self, config: VllmConfig) -> None:
-        """Change ``config`` as for a model of the simulator's size."""
-        configure(config, self.model)
+        model = REAL_MODELS[self.name]
+        configure(config, model)
         cache = config.cache_config
-        cache.block_size = cache.mamba_block_size = self.model.block_size // self.model.shrink
+        cache.block_size = cache.mamba_block_size = model.block_size // model.shrink
+
+    def kv_cache_config(self, rank: int = 0) -> KVCacheConfig:
+        return copy.deepcopy(self._placed)
 
     @cached_property
-    def kv_cache_config(self) -> KVCacheConfig:
-        """The configuration that vLLM sends each worker."""
-        config = make_vllm_config(Shape(), _TRANSFER_CONFIG)
-        self.configure(config)
+    def _placed(self) -> KVCacheConfig:
+        config = make_vllm_config(self)
         placed = place_groups(list(shrunk_groups(self.name)), config, self.num_device_blocks)
         assert placed.num_blocks == self.num_device_blocks
         # As EngineCore does: workers get the block sizes and flags of the scheduler's groups.
@@ -199,40 +174,19 @@ class RealShape(Shape):
         return [_group(spec) for spec in _specs(self.name)]
 
     @property
-    def layers(self) -> list[list[Layer]]:
-        return [
-            [_layer(name, layer_spec(group, name), self.modules) for name in group.layer_names]
-            for group in self.kv_cache_config.kv_cache_groups
-        ]
-
-    @cached_property
-    def modules(self) -> list[str]:
-        """The drafter's layers in the order in which they draft, if they are a chain."""
-        groups = self.kv_cache_config.kv_cache_groups
-        names = [name for group in groups for name in group.layer_names if name.startswith(DRAFT)]
-        return sorted(names, key=extract_layer_index) if self.chained else []
-
-    @property
     def block_sizes(self) -> list[int]:
         return [spec.block_size for spec in _specs(self.name)]
 
     @property
     def hash_size(self) -> int:
-        hash_size = self.kv_cache_config.hash_block_size
+        hash_size = self._placed.hash_block_size
         assert hash_size is not None
         return hash_size
-
-    def pages(self, memory: KVMemory) -> list[list[Identities]]:
-        assert isinstance(memory, RealMemory)
-        return [
-            [memory.entries(name, layer_spec(group, name)) for name in group.layer_names]
-            for group in self.kv_cache_config.kv_cache_groups
-        ]
 
     def checkpoint(self, group: int, start: int, end: int) -> tuple[int, int] | None:
         spec = _specs(self.name)[group]
         assert isinstance(spec, MambaSpec)
-        alignment = self.kv_cache_config.cache_hit_alignment_tokens
+        alignment = self._placed.cache_hit_alignment_tokens
         assert alignment is not None
         (offset,), (column,) = compute_mamba_prefill_checkpoints(
             [end],
@@ -246,10 +200,7 @@ class RealShape(Shape):
         return (start + offset, column) if offset else None
 
     def block_bytes(self, rank: int = 0) -> int:
-        return self.kv_cache_config.kv_cache_tensors[0].size // self.num_device_blocks
-
-    def make_memory(self, rank: int = 0) -> KVMemory:
-        return RealMemory(self.kv_cache_config)
+        return self._placed.kv_cache_tensors[0].size // self.num_device_blocks
 
     def num_blocks_of_a_request(self) -> int:
         """The most device blocks that a request has."""
@@ -278,66 +229,6 @@ def _group(spec: KVCacheSpec) -> Group:
         return Group(Kind.ATTENTION, spec.sliding_window)
     assert isinstance(spec, FullAttentionSpec), spec
     return Group(Kind.ATTENTION)
-
-
-def _layer(name: str, spec: KVCacheSpec, modules: list[str]) -> Layer:
-    if isinstance(spec, MambaSpec):
-        return Layer(Kind.STATE)
-    tokens_per_entry = int(spec.tokens_per_state)
-    if not name.startswith(DRAFT):
-        return Layer(Kind.ATTENTION, tokens_per_entry=tokens_per_entry)
-    ahead = 1 + (modules.index(name) if modules else 0)
-    return Layer(Kind.DRAFT, ahead, tokens_per_entry)
-
-
-class RealMemory(KVMemory):
-    """One rank's KV cache, with vLLM's placement of the layers."""
-
-    def __init__(self, config: KVCacheConfig) -> None:
-        self.tensors = config.kv_cache_tensors
-        self.size = self.tensors[0].size
-        self.layer_names = [group.layer_names for group in config.kv_cache_groups]
-        page_bytes = {
-            name: layer_spec(group, name).page_size_bytes
-            for group in config.kv_cache_groups
-            for name in group.layer_names
-        }
-        slots = torch.full((self.size // _SLOT,), -1, dtype=torch.int64)
-        self._by_name = {
-            name: slots.as_strided(
-                (config.num_blocks, page_bytes[name] // _SLOT),
-                (tensor.block_stride // _SLOT, 1),
-                (tensor.offset + index * tensor.layer_stride) // _SLOT,
-            )
-            for tensor in self.tensors
-            for index, name in enumerate(tensor.layers)
-        }
-        self.layers = list(self._by_name.values())
-        self.pages = [layer.numpy().view(np.uint64) for layer in self.layers]
-
-    def entries(self, name: str, spec: KVCacheSpec) -> Identities:
-        """A layer's pages as ``[num_blocks, entries, width]``, without padding."""
-        pages: Identities = self._by_name[name].numpy().view(np.uint64)
-        num_entries = _num_entries(spec, shrink=1)
-        width = pages.shape[1] // num_entries
-        return pages[:, : num_entries * width].reshape(len(pages), num_entries, width)
-
-    def kv_caches(self) -> dict[str, torch.Tensor]:
-        return self._by_name
-
-
-class RealWorld(World):
-    """An engine that serves a real model."""
-
-    shape: RealShape
-
-    def make_vllm_config(self) -> VllmConfig:
-        config = super().make_vllm_config()
-        self.shape.configure(config)
-        return config
-
-    def make_kv_cache_config(self, rank: int) -> KVCacheConfig:
-        return copy.deepcopy(self.shape.kv_cache_config)
 
 
 # Its scripts

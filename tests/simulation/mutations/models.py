@@ -1,0 +1,316 @@
+"""Models with states, drafts, several sizes of blocks and pages; host blocks with sub-blocks."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+from unittest.mock import patch
+
+from vllm.v1.core.kv_cache_coordinator import KVCacheCoordinator
+from vllm.v1.core.single_type_kv_cache_manager import MambaManager
+from vllm.v1.kv_cache_interface import MambaSpec
+
+from simple_offload.metadata import StepMetadata
+from simple_offload.scheduler.loads import Loads, _Load
+from simple_offload.scheduler.manager import OffloadScheduler
+from simple_offload.scheduler.policies.eager import EagerPolicy
+from simple_offload.scheduler.policies.request_walk import DeviceBlocks
+from simple_offload.scheduler.tier import block_pool
+from simple_offload.scheduler.tier.cpu_tier import CpuTier
+from simple_offload.scheduler.tier.groups import Groups
+from simple_offload.scheduler.tier.lookup import HostHit, Lookup
+from simple_offload.scheduler.tier.run import Run
+from simple_offload.worker import worker
+from simple_offload.worker.worker import OffloadWorker
+from tests.simulation.integrity import groups_of
+from tests.simulation.mutations.registry import Mutation, mutation
+from tests.simulation.mutations.situations import (
+    CHAINED_WINDOWS,
+    INNER_HITS,
+    STATES,
+    SUB_BLOCKS,
+    Situation,
+    engine,
+)
+
+# States
+
+
+@mutation(EagerPolicy, "_num_complete", STATES)
+def store_the_running_state(
+    num_complete: Any, self: EagerPolicy, request: Any, group: int, num_blocks: int
+) -> Any:
+    """A state block is stored once its last token is known, before the state includes that
+    token."""
+    if group in self._groups.stable_ids:
+        return num_complete(self, request, group, num_blocks)
+    num_tokens = len(request.block_hashes) * self._groups.hash_block_size
+    return min(num_tokens // self._groups.block_sizes[group], num_blocks)
+
+
+@store_the_running_state.also(DeviceBlocks, "_find")
+def find_running(
+    find: Any, self: DeviceBlocks, block: Any, key: Any, group: int, *rest: Any
+) -> Any:
+    if group in self._groups.stable_ids or block.is_null:
+        return find(self, block, key, group, *rest)
+    return block
+
+
+@mutation(Lookup, "find", STATES)
+def load_the_state_of_another_boundary(
+    find: Any, self: Lookup, block_hashes: Any, num_computed_tokens: int, max_tokens: int
+) -> HostHit:
+    hit: HostHit = find(self, block_hashes, num_computed_tokens, max_tokens)
+    for group in _state_groups(self._coordinator) if hit.num_tokens else ():
+        size = self._groups.block_sizes[group]
+        last = (num_computed_tokens + hit.num_tokens) // size - 1
+        keys = self._groups.keys(block_hashes, group, stop=last)
+        blocks = block_pool.find_blocks(self._pool, keys)
+        if others := [block for block in blocks if block is not None]:
+            hit.blocks[group][-1] = others[-1]
+    return hit
+
+
+@mutation(OffloadScheduler, "__init__", STATES)
+def believe_a_state_that_is_missing(init: Any, self: OffloadScheduler, *arguments: Any) -> None:
+    """The hit is as long as the attention groups', whatever the state groups hold. No state is
+    loaded."""
+    init(self, *arguments)
+    coordinator: Any = self.tier._lookup._coordinator
+    groups = getattr(coordinator, "attention_groups", [])
+    if attention := [group for group in groups if not isinstance(group.spec, MambaSpec)]:
+        coordinator.attention_groups = attention
+
+
+@believe_a_state_that_is_missing.also(Loads, "plan")
+def plan_without_states(plan: Any, self: Loads, request: Any, tables: Any, *rest: Any) -> None:
+    groups = _state_groups(self._tier._lookup._coordinator)
+    plan(self, request, [[] if g in groups else t for g, t in enumerate(tables)], *rest)
+
+
+def _state_groups(coordinator: KVCacheCoordinator) -> list[int]:
+    managers = coordinator.single_type_managers
+    ids = coordinator.kv_cache_config.prefix_cacheable_group_ids
+    return [group for group in ids if isinstance(managers[group], MambaManager)]
+
+
+@mutation(EagerPolicy, "on_states", INNER_HITS)
+def store_the_original_of_a_copied_state(on_states: Any, self: EagerPolicy, states: Any) -> None:
+    """vLLM copies a state to keep it from inside a block. The request goes on with the original,
+    which this step changes."""
+    for request_id, of_request in states.items():
+        for state in of_request if request_id in self._progress else ():
+            hashes = self._progress[request_id].hashes
+            size = self._groups.block_sizes[state.group]
+            key = self._groups.key_at(hashes, state.group, state.num_tokens)
+            if state.num_tokens % size == 0 or self._walk._stores.has(key):
+                on_states(self, {request_id: [state]})
+                continue
+            table = self._managers[state.group].req_to_blocks[request_id]
+            run = Run((table[state.num_tokens // size],), (key,), None, state.num_tokens)
+            self._walk._stores.plan(run, frozenset, self._device_pool)
+
+
+@mutation(CpuTier, "commit", INNER_HITS)
+def take_the_inner_keys_of_another_block(commit: Any, self: Any, runs: Any) -> Any:
+    before = vars(self).setdefault("inner_keys_before", [()])
+    for run in runs:
+        inner_keys = run.inner_keys or [()] * len(run)
+        before.extend(inner_keys)
+        run.inner_keys = [before.pop(0) for _ in inner_keys]
+    return commit(self, runs)
+
+
+# Drafts
+
+_COMPUTED: dict[str, int] = {}
+"""By request, the sum of its scheduled tokens, with those that were found first."""
+
+
+@mutation(EagerPolicy, "on_allocated", engine(windows=(0,), num_drafted=3))
+def count_rejected_drafts_as_computed(
+    on_allocated: Any, self: EagerPolicy, request: Any, **options: Any
+) -> None:
+    _COMPUTED.pop(request.request_id, None)
+    on_allocated(self, request, **options)
+
+
+@count_rejected_drafts_as_computed.also(EagerPolicy, "on_step")
+def count_scheduled_tokens(on_step: Any, self: EagerPolicy, scheduled: Any) -> None:
+    on_step(self, scheduled)
+    for request_id, num_tokens in scheduled.num_scheduled_tokens.items():
+        if (request := self._requests.get(request_id)) is not None:
+            first = request.num_computed_tokens - request.num_output_placeholders
+            _COMPUTED[request_id] = _COMPUTED.get(request_id, first) + num_tokens
+
+
+@count_rejected_drafts_as_computed.also(EagerPolicy, "_num_complete")
+def believe_that_count(num_complete: Any, self: EagerPolicy, request: Any, *rest: Any) -> Any:
+    num_tokens = max(_COMPUTED.get(request.request_id, 0), request.num_computed_tokens)
+    with patch.multiple(request, num_computed_tokens=num_tokens, num_output_placeholders=0):
+        return num_complete(self, request, *rest)
+
+
+count_rejected_drafts_with_async_scheduling = replace(
+    count_rejected_drafts_as_computed,
+    shown_by=engine(windows=(0,), num_drafted=3, async_scheduling=True),
+)
+
+
+@mutation(Loads, "plan", engine(windows=(0,), num_drafted=2, num_states=1))
+def pair_a_hit_with_the_end_of_a_table(
+    plan: Any, self: Loads, request: Any, tables: Any, *rest: Any
+) -> None:
+    """As if a table ended with the hit. The table of a state group has room for the drafts' states
+    behind it."""
+    known = self._hits[request.request_id]
+    shifted = []
+    for group, table in enumerate(tables):
+        first = known.num_computed_tokens // self._groups.block_sizes[group]
+        num_blocks = len(known.hit.blocks[group])
+        shifted.append([*table[:first], *table[len(table) - num_blocks :]])
+    plan(self, request, shifted, *rest)
+
+
+@mutation(OffloadScheduler, "_free_unread", CHAINED_WINDOWS)
+def leave_blocks_that_attention_does_not_read(*arguments: Any) -> None:
+    """The blocks stay in the table without contents, and vLLM gives them a hash."""
+
+
+@leave_blocks_that_attention_does_not_read.also(_Load, "add")
+def add_only_what_is_there(
+    add: Any,
+    self: _Load,
+    group: int,
+    table: Any,
+    slots: Any,
+    null: Any,
+    num_sub_blocks: int,
+    **options: Any,
+) -> None:
+    pairs = [pair for pair in zip(table, slots, strict=True) if pair[1] >= num_sub_blocks]
+    table, slots = [block for block, _ in pairs], [slot for _, slot in pairs]
+    add(self, group, table, slots, null, num_sub_blocks, **options)
+
+
+@mutation(OffloadWorker, "bind", engine(windows=(0,), num_drafted=2, num_ranks=2, num_stages=2))
+def wait_for_hooks_that_are_not_called(
+    bind: Any, self: OffloadWorker, metadata: StepMetadata
+) -> None:
+    """On a pipeline's first stages, the stores that a step has left are lost with the step."""
+    self._metadata = metadata
+    bind(self, metadata)
+
+
+# Blocks and pages of several sizes
+
+
+def _skip_blocks_of(shown_by: Situation, size: Callable[[CpuTier, int], int]) -> Mutation:
+    """Count the device's share of a table in blocks of ``size`` tokens, given the tier and the
+    group."""
+
+    @mutation(Loads, "plan", shown_by)
+    def mistaken(plan: Any, self: Loads, request: Any, tables: Any, *rest: Any) -> None:
+        num_computed = self._hits[request.request_id].num_computed_tokens
+        shifted = []
+        for group, table in enumerate(tables):
+            right = num_computed // self._groups.block_sizes[group]
+            wrong = min(num_computed // size(self._tier, group), len(table) - 1)
+            shifted.append([*table[:right], *(table[wrong:] + table[:wrong])])
+        plan(self, request, shifted, *rest)
+
+    return mistaken
+
+
+def _of_the_first_group(tier: CpuTier, group: int) -> int:
+    return groups_of(tier).block_sizes[0]
+
+
+def _on_one_rank(tier: CpuTier, group: int) -> int:
+    spec: Any = groups_of(tier).specs[group]
+    return int(spec.block_size)
+
+
+think_all_blocks_as_large_as_the_first = _skip_blocks_of(
+    engine(windows=(0, 0), scales=(1, 2)), _of_the_first_group
+)
+think_a_block_is_what_one_rank_has_of_it = _skip_blocks_of(
+    engine(windows=(0,), num_ranks=2, context_parallel=True), _on_one_rank
+)
+
+
+@mutation(
+    worker, "find_regions", engine(windows=(0,), mixed_pages=True, otherwise={"windows": (0, 8)})
+)
+def believe_all_pages_alike(find_regions: Any, *arguments: Any) -> list[Any]:
+    """A copy covers as many bytes of each page as the smallest page has."""
+    regions = find_regions(*arguments)
+    page_bytes = min(region.shape[1] for region in regions)
+    return [region[:, :page_bytes] for region in regions]
+
+
+# Host blocks with several sub-blocks
+
+
+@mutation(Loads, "submit", SUB_BLOCKS)
+def pair_from_the_start_of_the_host_block(submit: Any, self: Loads, *arguments: Any) -> Any:
+    """The bug shows in a load that begins in the middle of a host block."""
+    transfers = submit(self, *arguments)
+    for transfer in transfers:
+        transfer.host_blocks[:] -= transfer.host_blocks[0] % self._groups.num_sub_blocks
+    return transfers
+
+
+@mutation(CpuTier, "slots", SUB_BLOCKS)
+def number_slots_by_the_host_block(slots: Any, self: CpuTier, blocks: Any) -> list[int]:
+    """As if the sub-blocks of the next host block began at the next slot."""
+    count = self._groups.num_sub_blocks
+    return [block.block_id + count - 1 + place for block in blocks for place in range(count)]
+
+
+@mutation(DeviceBlocks, "match", SUB_BLOCKS)
+def store_a_host_block_that_lacks_a_sub_block(
+    match: Any, self: DeviceBlocks, *arguments: Any
+) -> Any:
+    keys, blocks = match(self, *arguments)
+    count = self._groups.num_sub_blocks
+    whole: list[Any] = []
+    for first in range(0, len(blocks), count):
+        own = blocks[first : first + count]
+        there = next((block for block in own if block is not None), None)
+        whole += own if count == 1 else [block or there for block in own]
+    return keys, whole
+
+
+def _first_hashes(groups: Groups, hashes: Any) -> Any:
+    return [hashes[index - index % groups.num_sub_blocks] for index in range(len(hashes))]
+
+
+@mutation(Groups, "keys", SUB_BLOCKS)
+def know_a_host_block_by_its_first_sub_block(
+    keys: Any, self: Groups, hashes: Any, *rest: Any, **options: Any
+) -> Any:
+    return keys(self, _first_hashes(self, hashes), *rest, **options)
+
+
+@know_a_host_block_by_its_first_sub_block.also(Lookup, "find")
+def find_first(find: Any, self: Lookup, hashes: Any, *rest: Any, **options: Any) -> Any:
+    return find(self, _first_hashes(self._groups, hashes), *rest, **options)
+
+
+@know_a_host_block_by_its_first_sub_block.also(DeviceBlocks, "match")
+def match_first(
+    match: Any, self: DeviceBlocks, hashes: Any, group: int, start: int, table: Any, *rest: Any
+) -> Any:
+    _, blocks = match(self, hashes, group, start, table, *rest)
+    stop = start + len(table) // self._groups.num_sub_blocks
+    return self._groups.keys(hashes, group, start, stop), blocks
+
+
+@mutation(Lookup, "_extend", SUB_BLOCKS)
+def believe_that_all_groups_have_the_last_host_block(
+    extend: Any, self: Lookup, *arguments: Any
+) -> Any:
+    """The bug shows in a hit that ends inside the last host block."""
+    with patch.object(self._groups, "ids", self._groups.ids[:1]):
+        return extend(self, *arguments)

@@ -1,0 +1,202 @@
+"""Situations: scripts adapted to show a bug that ordinary scripts seldom show."""
+
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from tests.simulation.groups import PLAIN
+from tests.simulation.script import Faults, Script
+
+
+@dataclass(frozen=True)
+class Situation:
+    """Changes to a script, in this order: another model, other pools, other keywords."""
+
+    model: dict[str, Any] = field(default_factory=dict)
+    """Keywords of ``Script.with_model``."""
+    device_blocks: int | None = None
+    """Device blocks for each group of the model."""
+    host_blocks: int | None = None
+    """Host blocks for each group of the model."""
+    changes: dict[str, Any] = field(default_factory=dict)
+    """Keywords of ``Script.varied``."""
+    otherwise: dict[str, Any] | None = None
+    """A similar model, in which the bug does not show: keywords of a Shape."""
+
+    def __call__(self, script: Script) -> Script:
+        script = script.with_model(**self.model) if self.model else script
+        num_groups = len(script.shape.groups)
+        if self.device_blocks is not None:
+            script = script.varied(num_device_blocks=self.device_blocks * num_groups)
+        if self.host_blocks is not None:
+            script = script.varied(num_host_blocks=self.host_blocks * num_groups)
+        return script.varied(**self.changes)
+
+    def without(self, script: Script) -> Script:
+        """The same script with a model that does not show the bug."""
+        assert self.otherwise is not None
+        return self(script).with_model(**PLAIN | self.otherwise)
+
+
+_ROOM = {"num_host_blocks": 300}
+"""Enough room for the blocks of all prompts."""
+_EAGER = {"lazy": False, "store_threshold": 1}
+_LAZY = {"lazy": True, "store_threshold": 1}
+_NO_FAULTS = {"faults": Faults()}
+_BUSY = {"arrivals": 0.9, "num_requests": 60}
+_QUICK = {"copy_speed": 0.9}
+
+ORDINARY = Situation()
+"""The script as it was drawn."""
+
+WRITE_HAZARDS = Situation(
+    device_blocks=18,
+    changes=_ROOM
+    | _QUICK
+    | _NO_FAULTS
+    | {"async_scheduling": True, "lag": 0.9, "aborts": 0.2}
+    # For a consumer, vLLM itself holds such blocks.
+    | {"kv_role": "kv_producer"},
+)
+"""vLLM frees blocks that a step in flight may still touch, and allocates them again."""
+
+LATE_DRAFTS = Situation(
+    PLAIN | {"windows": (0,), "draft": True, "num_drafted": 3, "num_ranks": 1},
+    device_blocks=32,
+    changes=_ROOM
+    | _EAGER
+    | _NO_FAULTS
+    # This needs the V2 runner and one request at a time.
+    | {"v2_runner": True, "max_num_seqs": 1}
+    | {"lag": 0.8, "copy_speed": 0.5, "arrivals": 0.1, "resets": 0.0},
+)
+"""A load begins after steps without tokens, while the drafter of an ended request may still
+write."""
+
+SHARED_LOADS = Situation(
+    PLAIN | {"windows": (0,)},
+    device_blocks=40,
+    changes=_ROOM
+    | _EAGER
+    | _BUSY
+    | {"chunk_blocks": None, "kv_role": "kv_both", "load_failures": "recompute", "max_num_seqs": 6}
+    | {"copy_speed": 0.1, "announcements": 0.0, "aborts": 0.3, "resets": 0.0}
+    | {"faults": Faults(load_error=0.7)},
+)
+"""Two requests load the same blocks: one load fails, and the other request is aborted."""
+
+FAILING_LOADS = Situation(
+    device_blocks=40,
+    changes=_ROOM
+    | _QUICK
+    | {"load_failures": "recompute", "arrivals": 0.9, "aborts": 0.0}
+    | {"faults": Faults(load_error=0.7)},
+)
+"""Requests load the same blocks one after the other, and most loads fail."""
+
+FAILING_STORES = Situation(
+    device_blocks=24,
+    changes=_ROOM
+    | {"num_ranks": 2, "num_stages": 1, "kv_role": "kv_both", "copy_speed": 0.3, "arrivals": 0.9}
+    | {"faults": Faults(store_error=0.3)},
+)
+"""Ranks end the same store in different steps, and some of them fail."""
+
+ANNOUNCED = Situation(
+    device_blocks=24,
+    changes=_ROOM
+    | _BUSY
+    | {"async_scheduling": True, "max_num_seqs": 6}
+    | {"copy_speed": 0.1, "announcements": 0.6, "thread_death": 0.0},
+)
+"""Loads are slow, and ranks announce them early."""
+
+ANNOUNCED_STATES = replace(ANNOUNCED, model=PLAIN | {"windows": (0,), "num_states": 1})
+"""The same for a model that has states."""
+
+GROWING = Situation(
+    changes=_ROOM
+    | _NO_FAULTS
+    | {"chunk_blocks": 6, "num_ranks": 2, "num_stages": 1, "arrivals": 0.9}
+)
+"""Two ranks open host blocks while they serve."""
+
+ASKED_AGAIN = Situation(changes={"store_threshold": 2})
+"""Blocks are stored only once a second request has them."""
+
+LAZY_EVICTIONS = Situation(
+    device_blocks=160,
+    changes=_LAZY
+    | _QUICK
+    | _BUSY
+    | _NO_FAULTS
+    | {"num_host_blocks": 2000, "chunk_blocks": None, "resets": 0.0, "aborts": 0.01}
+    | {"max_num_batched_tokens": 8, "max_num_seqs": 2},
+)
+"""The device has many free blocks, and evicts blocks after lazy stores all the same."""
+
+LAZY_EVICTIONS_IN_TIME = Situation(
+    PLAIN | {"windows": (0,)},
+    device_blocks=60,
+    changes=LAZY_EVICTIONS.changes
+    | {"num_ranks": 1, "kv_role": "kv_both", "max_num_seqs": 4, "lag": 0.0, "aborts": 0.0},
+)
+"""Blocks are stored before their parents, and nothing prevents those stores."""
+
+LAZILY_AND_QUICKLY = Situation(
+    PLAIN | {"windows": (0,)},
+    device_blocks=24,
+    changes=_ROOM
+    | _LAZY
+    | _QUICK
+    | _NO_FAULTS
+    | {"chunk_blocks": None, "kv_role": "kv_both", "arrivals": 0.4, "num_requests": 60},
+)
+"""Lazy stores without faults, in which a plain model's copies keep up."""
+
+SMALL_LAZY_TIER = Situation(
+    device_blocks=30,
+    host_blocks=40,
+    changes=_LAZY | _QUICK | _BUSY | _NO_FAULTS | {"chunk_blocks": None},
+)
+"""Lazy stores fill a tier soon, and requests load from it."""
+
+SMALL_TIER = Situation(
+    device_blocks=20,
+    host_blocks=24,
+    changes=_EAGER | _QUICK | _BUSY | _NO_FAULTS | {"chunk_blocks": None},
+)
+"""Requests find more blocks than the tier can protect."""
+
+TWO_CHAINS = replace(SMALL_TIER, model=PLAIN | {"windows": (0,), "draft": True})
+"""The hit has two groups. Between the first blocks of one group's chain and the rest, the other
+group's blocks are unpinned."""
+
+SUB_BLOCKS = Situation(
+    # vLLM deals no windows out to ranks.
+    {"windows": (0, 4), "num_states": 0, "match_unit": None, "context_parallel": False}
+    | {"num_sub_blocks": 4},
+    changes=_ROOM | _EAGER,
+)
+"""Host blocks hold several device blocks."""
+
+
+def engine(otherwise: dict[str, Any] | None = None, **model: Any) -> Situation:
+    """An engine that the bug needs to show, otherwise plain: keywords of a Shape."""
+    return Situation(PLAIN | model, changes=_ROOM | _EAGER, otherwise=otherwise or {})
+
+
+STATES = engine(num_states=1, otherwise={"windows": (0, 8)})
+INNER_HITS = engine(
+    windows=(0,), num_states=1, match_unit=2, otherwise={"windows": (0, 8), "num_states": 1}
+)
+"""States, and hits that may end inside a block."""
+
+CHAINED_WINDOWS = Situation(
+    PLAIN
+    | {"windows": (0, 8), "draft": True, "chained": True, "num_drafted": 3}
+    | {"retention": None, "num_ranks": 1},
+    device_blocks=40,
+    changes=_ROOM | _EAGER | _BUSY | _QUICK | _NO_FAULTS,
+)
+"""Chained MTP modules and windows. Requests find on the device blocks that another one has
+loaded."""
