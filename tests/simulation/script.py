@@ -20,7 +20,7 @@ back."""
 
 
 _ATTENTION_ONLY = 0.5
-_MODELS: tuple[dict[str, Any], ...] = (
+DRAWN_MODELS: tuple[dict[str, Any], ...] = (
     {"num_states": 1},
     {"num_states": 2},
     {"num_states": 1, "windows": (8,)},
@@ -42,7 +42,7 @@ _MODELS: tuple[dict[str, Any], ...] = (
 """Groups that a script's model may have beside or instead of attention groups."""
 
 _COMMON = 0.6
-_ENGINES: tuple[dict[str, Any], ...] = (
+DRAWN_ENGINES: tuple[dict[str, Any], ...] = (
     {"num_drafted": 1},
     {"num_drafted": 3},
     {"num_drafted": 2, "async_scheduling": True},
@@ -62,8 +62,37 @@ _ENGINES: tuple[dict[str, Any], ...] = (
 """Other ways to run an engine, for any model."""
 
 
-_MAX_ANSWER_TOKENS = (12, 12, 12, 12, 48)
-"""Maximum lengths of answers: a few blocks, or more than a batch of eager stores."""
+# The values that scripts draw; a number is the probability of True.
+ENGINE: dict[str, Any] = {
+    "async_scheduling": 0.5,
+    "block_outermost": 0.5,
+    "max_num_seqs": range(1, 7),
+    "max_num_batched_tokens": (8, 16, 32, 64),
+    "kv_role": ("kv_both", "kv_both", "kv_producer", "kv_consumer"),
+    "load_failures": ("recompute", "fail"),
+    "chunk_blocks": (None, None, None, 1, 6, 30),
+}
+TRAFFIC: dict[str, Any] = {
+    "num_requests": range(10, 61),
+    "arrivals": (0.1, 0.4, 0.9),
+    "aborts": (0.0, 0.01, 0.1),
+    "resets": (0.0, 0.0, 0.01, 0.05),
+    "copy_speed": (0.1, 0.5, 0.9),
+    "lag": (0.0, 0.3, 0.8),
+    "announcements": (0.0, 0.5, 1.0),
+    "opening": (0.1, 0.5, 1.0),
+}
+FAULTS: dict[str, Any] = {
+    "load_error": (0.0, 0.1, 0.5),
+    "store_error": (0.0, 0.1, 0.5),
+    "thread_death": (0.0, 0.0, 0.01),
+    "repeated_hooks": (0.0, 0.3),
+    "no_memory": (0.0, 0.1),
+}
+POLICY: dict[str, Any] = {"lazy": 0.4, "store_threshold": (1, 1, 1, 2, 3)}
+# A few blocks, or more than a batch of eager stores.
+ANSWERS: dict[str, Any] = {"max_answer_tokens": (12, 12, 12, 12, 48)}
+OPTIONS = ENGINE | TRAFFIC | FAULTS | POLICY | ANSWERS
 
 
 @dataclass(frozen=True)
@@ -86,7 +115,7 @@ class Script:
     shape: Shape
     num_requests: int = 12
     arrivals: float = 0.25
-    max_answer_tokens: int = _MAX_ANSWER_TOKENS[0]
+    max_answer_tokens: int = 12
     """The most tokens of an answer."""
     aborts: float = 0.02
     resets: float = 0.01
@@ -109,62 +138,28 @@ class Script:
         windows = rng.choice([(0,), (0,), (0, 8), (8,), (0, 6, 6), (0, 16), (12, 5)])
         faulty = rng.random() < 0.4
         num_ranks = rng.choice([1, 1, 2, 3, 4])
-        script = cls(
-            seed=seed,
-            shape=Shape(
-                num_device_blocks=rng.randint(18, 36) * len(windows),
-                num_host_blocks=rng.choice([2, 5, 16, 40, 90, 300, 300]) * len(windows),
-                windows=windows,
-                num_ranks=num_ranks,
-                async_scheduling=rng.random() < 0.5,
-                block_outermost=rng.random() < 0.5,
-                max_num_seqs=rng.randint(1, 6),
-                max_num_batched_tokens=rng.choice([8, 16, 32, 64]),
-                max_model_len=60,
-                kv_role=rng.choice(["kv_both", "kv_both", "kv_producer", "kv_consumer"]),
-                load_failures=rng.choice(["recompute", "fail"]),
-                chunk_blocks=rng.choice([None, None, None, 1, 6, 30]),
-                early_chunks=tuple(rng.randint(0, 6) for _ in range(num_ranks)),
-                num_handshakes=rng.choice([None, None, rng.randint(0, num_ranks)]),
-            ),
-            num_requests=rng.randint(10, 60),
-            arrivals=rng.choice([0.1, 0.4, 0.9]),
-            aborts=rng.choice([0.0, 0.01, 0.1]),
-            resets=rng.choice([0.0, 0.0, 0.01, 0.05]),
-            copy_speed=rng.choice([0.1, 0.5, 0.9]),
-            lag=rng.choice([0.0, 0.3, 0.8]),
-            announcements=rng.choice([0.0, 0.5, 1.0]),
-            opening=rng.choice([0.1, 0.5, 1.0]),
-            faults=Faults(
-                load_error=rng.choice([0.0, 0.1, 0.5]),
-                store_error=rng.choice([0.0, 0.1, 0.5]),
-                thread_death=rng.choice([0.0, 0.0, 0.01]),
-                repeated_hooks=rng.choice([0.0, 0.3]),
-                no_memory=rng.choice([0.0, 0.1]),
-            )
-            if faulty
-            else Faults(),
+        script = cls(seed, Shape(windows=windows, num_ranks=num_ranks, max_model_len=60)).varied(
+            num_device_blocks=rng.randint(18, 36) * len(windows),
+            num_host_blocks=rng.choice([2, 5, 16, 40, 90, 300, 300]) * len(windows),
+            **_draw(rng, ENGINE),
+            early_chunks=tuple(rng.randint(0, 6) for _ in range(num_ranks)),
+            num_handshakes=rng.choice([None, None, rng.randint(0, num_ranks)]),
+            **_draw(rng, TRAFFIC),
+            **(_draw(rng, FAULTS) if faulty else {}),
         )
         rng = random.Random(f"{seed}: policy")
-        lazy = rng.random() < 0.4
-        shape = replace(
-            script.shape,
-            lazy=lazy,
-            store_threshold=rng.choice([1, 1, 1, 2, 3]),
-            # On a full device, lazy stores are as early as eager ones.
-            num_device_blocks=script.shape.num_device_blocks
-            * rng.choice([1, 2, 4] if lazy else [1]),
-        )
-        script = replace(script, shape=shape)
+        script = script.varied(**_draw(rng, POLICY))
+        # On a full device, lazy stores are as early as eager ones.
+        factor = rng.choice([1, 2, 4] if script.shape.lazy else [1])
+        script = script.varied(num_device_blocks=script.shape.num_device_blocks * factor)
         rng = random.Random(f"{seed}: model")
         if rng.random() >= _ATTENTION_ONLY:
-            script = script.with_model(**rng.choice(_MODELS))
+            script = script.with_model(**rng.choice(DRAWN_MODELS))
         rng = random.Random(f"{seed}: engine")
         if rng.random() >= _COMMON:
-            script = script.with_model(**rng.choice(_ENGINES))
-        script = script.with_runner(random.Random(f"{seed}: runner"))
-        rng = random.Random(f"{seed}: answers")
-        script = replace(script, max_answer_tokens=rng.choice(_MAX_ANSWER_TOKENS))
+            script = script.with_model(**rng.choice(DRAWN_ENGINES))
+        script = script._with_runner(random.Random(f"{seed}: runner"))
+        script = script.varied(**_draw(random.Random(f"{seed}: answers"), ANSWERS))
         return script.with_sub_blocks(random.Random(f"{seed}: parts").choice([1, 1, 2, 4]))
 
     def varied(self, **changes: Any) -> "Script":
@@ -179,35 +174,33 @@ class Script:
     def with_model(self, **changes: Any) -> "Script":
         """The same script with other groups, and as many blocks for each. ``changes``: to the
         shape."""
-        changed = replace(self.shape, **changes)
-        if changed.num_states:
-            changed = replace(changed, num_sub_blocks=1)
-        if changed.scales:  # vLLM has no chunked local attention beside blocks of several sizes
-            changed = replace(changed, chunks=())
-        before, after = len(self.shape.groups), len(changed.groups)
-        shape = replace(
-            changed,
+        before, script = len(self.shape.groups), self.varied(**changes)
+        if script.shape.num_states:
+            script = script.varied(num_sub_blocks=1)
+        if (
+            script.shape.scales
+        ):  # vLLM has no chunked local attention beside blocks of several sizes
+            script = script.varied(chunks=())
+        after = len(script.shape.groups)
+        return script.varied(
             num_device_blocks=self.shape.num_device_blocks // before * after,
             num_host_blocks=self.shape.num_host_blocks // before * after,
         )
-        return replace(self, shape=shape)
 
-    def with_runner(self, rng: random.Random) -> "Script":
+    def _with_runner(self, rng: random.Random) -> "Script":
         """The same script with a model runner, pipeline stages, a policy and a retention drawn."""
         shape = self.shape
         v2_runner = rng.random() < 0.5
         divisors = [n for n in range(2, shape.num_ranks + 1) if shape.num_ranks % n == 0]
-        stages = rng.choice([1, *divisors]) if shape.num_shards == 1 else 1
-        if stages > 1 and not v2_runner:
-            shape = replace(shape, async_scheduling=False)  # vLLM: the V2 runner only
-        shape = replace(
-            shape,
+        num_stages = rng.choice([1, *divisors]) if shape.num_shards == 1 else 1
+        return self.varied(
             v2_runner=v2_runner,
-            num_stages=stages,
+            num_stages=num_stages,
+            # In vLLM, stages have this with the V2 runner only.
+            async_scheduling=shape.async_scheduling and (v2_runner or num_stages == 1),
             priority=rng.random() < 0.2,
             retention=rng.choice([0, 0, None, 2]),
         )
-        return replace(self, shape=shape)
 
     @property
     def promises_no_loss(self) -> bool:
@@ -223,16 +216,18 @@ class Script:
         if self.shape.num_states or self.shape.lazy:
             return self
         num_host_blocks = self.shape.num_host_blocks // self.shape.num_sub_blocks * num_sub_blocks
-        return replace(
-            self,
-            shape=replace(
-                self.shape, num_sub_blocks=num_sub_blocks, num_host_blocks=num_host_blocks
-            ),
-        )
+        return self.varied(num_sub_blocks=num_sub_blocks, num_host_blocks=num_host_blocks)
 
     def without_faults(self) -> "Script":
         """The same script without faults."""
         return replace(self, faults=Faults())
+
+
+def _draw(rng: random.Random, options: dict[str, Any]) -> dict[str, Any]:
+    return {
+        name: rng.random() < values if isinstance(values, float) else rng.choice(values)
+        for name, values in options.items()
+    }
 
 
 def _fields_of(part: type[Any], changes: dict[str, Any]) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from vllm.model_executor.models.utils import extract_layer_index
 from vllm.v1.kv_cache_interface import (
     KVCacheConfig,
     KVCacheGroupSpec,
+    KVCacheSpec,
     KVCacheTensor,
     SlidingWindowSpec,
     UniformTypeKVCacheSpecs,
@@ -219,15 +220,16 @@ class Shape:
 
     def _group_spec(self, index: int, group: Group, rank: int) -> KVCacheGroupSpec:
         prefix = DRAFT if group.kind is Kind.DRAFT else ""
-        specs = {}
+        specs: dict[str, KVCacheSpec] = {}
         for layer, width in enumerate(self.widths(rank)):
             spec = group.spec(self.block_size, width, self.num_drafted)
             if isinstance(spec, SlidingWindowSpec):  # as vLLM's get_kv_cache_configs does
                 spec = replace(spec, extra_retained_tokens=self.num_reprefilled)
             specs[f"{prefix}group{index}.layer.{layer}"] = spec
+        common, *_ = specs.values()
         if self.mixed_pages:
-            spec = UniformTypeKVCacheSpecs(spec.block_size, specs)
-        return KVCacheGroupSpec(list(specs), spec, is_eagle_group=group.kind is Kind.DRAFT)
+            common = UniformTypeKVCacheSpecs(common.block_size, specs)
+        return KVCacheGroupSpec(list(specs), common, is_eagle_group=group.kind is Kind.DRAFT)
 
 
 def _with_scales(groups: Sequence[Group], scales: Sequence[int]) -> list[Group]:

@@ -67,18 +67,21 @@ def count_a_request_in_each_step(count: Any, self: Admission, request: Any) -> N
 say_nothing_of_evictions = always(KVEvents, "_on_removed", None)
 
 
+_AT_SUBMISSION: list[int] = []
+
+
 @mutation(Stores, "submit")
 def say_stored_at_submission(submit: Any, self: Stores) -> Any:
     assert self._events is not None
     for run in self._planned.runs:
-        self._events.on_committed(run, None)
+        self._events.on_committed(run, _AT_SUBMISSION)
     return submit(self)
 
 
 @say_stored_at_submission.also(KVEvents, "on_committed")
 def say_nothing_at_the_end(on_committed: Any, self: KVEvents, run: Any, useless: Any) -> None:
-    if useless is None:
-        on_committed(self, run, ())
+    if useless is _AT_SUBMISSION:
+        on_committed(self, run, useless)
 
 
 @mutation(CpuTier, "reset")
