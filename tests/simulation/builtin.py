@@ -10,18 +10,17 @@ because it has no report of a failed copy.
 import argparse
 import logging
 import sys
-from collections import defaultdict
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, cast
 
 from rich.console import Console
-from rich.progress import Progress
+from rich.progress import track
 from rich.table import Table
-from vllm.config import KVEventsConfig, KVTransferConfig
+from vllm.config import KVTransferConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata
 from vllm.v1.core.block_pool import BlockPool
-from vllm.v1.core.kv_cache_utils import BlockHashWithGroupId
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.simple_kv_offload.manager import SimpleCPUOffloadScheduler
 from vllm.v1.simple_kv_offload.metadata import (
@@ -38,20 +37,17 @@ from tests.simulation.world import World
 
 
 class BuiltinWorld(World):
-    tells_ranks_what_is_agreed = False
-
     """The scheduler side of vLLM's own connector, eager stores.
 
     It numbers loads and stores apart; here loads have even ids and stores odd ones. It loads for
     several requests in one event, and each step's metadata names the event's requests anew.
     """
 
+    is_ours = False
     _events: dict[int, list[str]]
 
     def __init__(self, shape: Shape) -> None:
-        super().__init__(
-            replace(shape, chunk_blocks=None)
-        )  # it needs all host blocks from the start
+        super().__init__(replace(shape, chunk_blocks=None))  # it needs all host blocks at start
 
     @property
     def manager(self) -> SimpleCPUOffloadScheduler:
@@ -92,22 +88,12 @@ class BuiltinWorld(World):
         self._events = metadata.load_event_to_reqs
         step = StepMetadata()
         if metadata.load_event >= 0:
-            step.loads.append(
-                Transfer.pairing(
-                    2 * metadata.load_event,
-                    metadata.load_gpu_blocks,
-                    metadata.load_cpu_blocks,
-                    str(metadata.load_event),
-                )
-            )
+            blocks = metadata.load_gpu_blocks, metadata.load_cpu_blocks
+            event = metadata.load_event
+            step.loads.append(Transfer.pairing(2 * event, *blocks, str(event)))
         if metadata.store_event >= 0:
-            step.stores.append(
-                Transfer.pairing(
-                    2 * metadata.store_event + 1,
-                    metadata.store_gpu_blocks,
-                    metadata.store_cpu_blocks,
-                )
-            )
+            blocks = metadata.store_gpu_blocks, metadata.store_cpu_blocks
+            step.stores.append(Transfer.pairing(2 * metadata.store_event + 1, *blocks))
         return step
 
     def to_connector_output(self, worker: OffloadWorker) -> KVConnectorOutput:
@@ -129,28 +115,6 @@ class BuiltinWorld(World):
             assert not manager._abandoned_reqs_to_load, "loads are tracked at rest"
             assert not manager._reqs_to_store, "requests are tracked at rest"
 
-    def kv_events_config(self) -> KVEventsConfig | None:
-        """Its events are not compared."""
-        return None
-
-    def check_events(self) -> None:
-        """It publishes no events."""
-
-    def check_counts(self) -> None:
-        """It counts other quantities."""
-
-    def _check_losses(self, before: dict[BlockHashWithGroupId, int]) -> None:
-        """It stores eagerly."""
-
-    def _check_admitted(self) -> None:
-        """It has no admission: it stores blocks of the first request."""
-
-    def _check_tier_size(self, num_open: list[int]) -> None:
-        """Its size is configured, whatever the ranks have room for (vllm#52921)."""
-
-    def _shake_hands(self) -> None:
-        """The connector of vLLM 0.32 has no handshake."""
-
     def _flush(self, rank: Any) -> None:
         for lane in rank.worker.lanes.values():
             lane.flush()
@@ -158,6 +122,18 @@ class BuiltinWorld(World):
         for direction in Direction:
             while rank.device.copies[direction]:
                 rank.device.copy_one(direction)
+
+
+_MEANINGS = {
+    "wrong page": "wrong page",
+    "hang": "hang",
+    "names host block": "host block that a rank does not have",
+    "leaked": "leaked",
+    "is free during": "block freed during its copy",
+    "after a reset": "after a reset",
+    "at rest": "at rest",
+}
+"""By a part of the message, how a script failed."""
 
 
 def judge(script: Script, make_world: Callable[[Shape], World]) -> str | Outcome:
@@ -170,20 +146,9 @@ def judge(script: Script, make_world: Callable[[Shape], World]) -> str | Outcome
         return play.run()
     except Exception as error:  # noqa: BLE001 - vLLM's assertions count as well
         text = str(error)
-    for words in (
-        "wrong page",
-        "hang",
-        "names host block",
-        "leaked",
-        "is free during",
-        "after a reset",
-        "at rest",
-    ):
+    for words, meaning in _MEANINGS.items():
         if words in text:
-            return {
-                "is free during": "block freed during its copy",
-                "names host block": "host block that a rank does not have",
-            }.get(words, words)
+            return meaning
     return f"stopped: {text.splitlines()[0][:60] or 'by an assertion'}"
 
 
@@ -198,32 +163,28 @@ def main() -> int:
         "simple_offload": World,
         "built-in": BuiltinWorld,
     }
-    failures: dict[tuple[str, str, str], list[int]] = defaultdict(list)
-    loaded: dict[tuple[str, str], int] = defaultdict(int)
-    with Progress(console=console) as progress:
-        task = progress.add_task("scripts", total=4 * arguments.scripts)
-        for seed in range(arguments.seed, arguments.seed + arguments.scripts):
-            drawn = Script.draw(seed).with_sub_blocks(1)  # the built-in one has no larger blocks
-            for kind, script in (("no faults", drawn.without_faults()), ("as drawn", drawn)):
-                for name, make_world in contenders.items():
-                    verdict = judge(script, make_world)
-                    progress.advance(task)
-                    if isinstance(verdict, str):
-                        failures[kind, name, verdict].append(seed)
-                    else:
-                        loaded[kind, name] += verdict.num_blocks_loaded
+    failures: dict[tuple[str, str], dict[str, list[int]]] = {}
+    loaded: Counter[tuple[str, str]] = Counter()
+    seeds = range(arguments.seed, arguments.seed + arguments.scripts)
+    for seed in track(seeds, "scripts", console=console):
+        drawn = Script.draw(seed).with_sub_blocks(1)  # the built-in one has no larger blocks
+        for kind, script in (("no faults", drawn.without_faults()), ("as drawn", drawn)):
+            for name, make_world in contenders.items():
+                of_kind = failures.setdefault((kind, name), {})
+                verdict = judge(script, make_world)
+                if isinstance(verdict, str):
+                    of_kind.setdefault(verdict, []).append(seed)
+                else:
+                    loaded[kind, name] += verdict.num_blocks_loaded
     table = Table("scripts", "connector", "failed", "how", "seeds")
-    for kind in ("no faults", "as drawn"):
-        for name in contenders:
-            rows = {how: seeds for (k, n, how), seeds in failures.items() if (k, n) == (kind, name)}
-            total = f"{sum(map(len, rows.values()))} of {arguments.scripts}"
-            table.add_row(kind, name, total, "", f"({loaded[kind, name]:,} blocks loaded)")
-            for how, seeds in sorted(rows.items()):
-                more = " ..." if len(seeds) > 6 else ""
-                some = ", ".join(map(str, seeds[:6])) + more
-                table.add_row("", "", str(len(seeds)), how, some)
+    for (kind, name), rows in failures.items():
+        total = f"{sum(map(len, rows.values()))} of {arguments.scripts}"
+        table.add_row(kind, name, total, "", f"({loaded[kind, name]:,} blocks loaded)")
+        for how, found in sorted(rows.items()):
+            more = " ..." if len(found) > 6 else ""
+            table.add_row("", "", str(len(found)), how, ", ".join(map(str, found[:6])) + more)
     console.print(table)
-    return int(any(name == "simple_offload" for _, name, _ in failures))
+    return int(any(rows for (_, name), rows in failures.items() if name == "simple_offload"))
 
 
 if __name__ == "__main__":

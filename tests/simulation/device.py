@@ -2,9 +2,11 @@
 
 import math
 import sys
+import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from queue import SimpleQueue
 
 import numpy as np
 import torch
@@ -19,10 +21,11 @@ from vllm.v1.kv_cache_interface import (
 from simple_offload.backends.base import Barrier, Direction
 from simple_offload.backends.host import HostBackend
 from simple_offload.metadata import Transfer
-from tests.simulation.gate import ChunkGate
 from tests.simulation.identity import Identities
 
 _TORN = -55
+_SECONDS = 60.0
+"""Seconds after which the thread that opens host memory is missing."""
 SLOT = 8
 """Bytes of an identity."""
 
@@ -69,7 +72,9 @@ class ScriptedCopy:
         return 0.0 if self.nearly_done else math.inf
 
     def hold_compute(self) -> None:
-        self.device.queue_hold(self)
+        self.device.num_holds += not self.ended
+        position = self.device.queue_compute(self)
+        self.held_at = position if self.held_at is None else self.held_at
 
     def precedes(self, other: "ScriptedCopy") -> bool:
         """Whether ``other`` cannot start before this copy has ended, because the compute that it
@@ -79,6 +84,32 @@ class ScriptedCopy:
             and other.mark is not None
             and other.mark.position >= self.held_at
         )
+
+
+class ChunkGate:
+    """Makes the thread that opens host memory wait for the script, chunk by chunk. The first chunk
+    does not wait: it is opened before the server starts."""
+
+    def __init__(self) -> None:
+        self._reached = threading.Event()
+        self._verdicts: SimpleQueue[bool] = SimpleQueue()
+        self._verdicts.put(True)
+
+    def enter(self) -> None:
+        """Wait for the script. Raises MemoryError if the script grants no memory."""
+        if self._verdicts.empty():
+            self._reached.set()
+        if not self._verdicts.get(timeout=_SECONDS):
+            raise MemoryError("no host memory, by script")
+
+    def wait_until_reached(self) -> None:
+        """Return when the thread waits at the gate: the chunk before is open."""
+        assert self._reached.wait(_SECONDS), "no thread came to the gate"
+
+    def answer(self, granted: bool) -> None:
+        """Grant the waiting thread its chunk, or refuse it."""
+        self._reached.clear()
+        self._verdicts.put(granted)
 
 
 class ScriptedDevice(HostBackend):
@@ -103,7 +134,7 @@ class ScriptedDevice(HostBackend):
         self.copies: dict[Direction, deque[ScriptedCopy]] = {d: deque() for d in Direction}
         self.num_copied = dict.fromkeys(Direction, 0)
         """Blocks of copies that have not failed."""
-        self.fatal: dict[Direction, int] = dict.fromkeys(Direction, 0)
+        self.fatal = dict.fromkeys(Direction, 0)
         """By direction, copies that end their thread."""
         self.ignore_barriers: set[Direction] = set()
         self.estimate: Callable[[ScriptedCopy], bool] = lambda copy: False
@@ -139,16 +170,12 @@ class ScriptedDevice(HostBackend):
 
     # As a device
 
-    def queue_compute(self, work: Callable[[], None]) -> int:
-        """Queue ``work``. Returns the position that compute reaches when it has run."""
-        return self._queue(work)
-
-    def queue_hold(self, copy: ScriptedCopy) -> None:
-        """Stop the compute stream here until ``copy`` has run."""
-        self.num_holds += not copy.ended
-        position = self._queue(copy)
-        if copy.held_at is None:
-            copy.held_at = position
+    def queue_compute(self, work: "Callable[[], None] | ScriptedCopy") -> int:
+        """Queue ``work``, or a copy to wait for. Returns the position that compute reaches when it
+        has run."""
+        self._compute.append(work)
+        self.num_queued += 1
+        return self.num_queued
 
     def compute_until(self, position: int) -> None:
         """Run the compute stream up to and including item ``position``, with the copies that it has
@@ -157,7 +184,9 @@ class ScriptedDevice(HostBackend):
             self._tear()
             work = self._compute.popleft()
             if isinstance(work, ScriptedCopy):
-                self._copy_until(work)
+                while not work.ended:
+                    assert self.can_copy(work.direction), "deadlock of compute and a copy"
+                    self.copy_one(work.direction)
             else:
                 work()
             self.num_computed += 1
@@ -190,34 +219,20 @@ class ScriptedDevice(HostBackend):
         self._tear()
         pending = self.copies[direction].popleft()
         transfer = pending.transfer
-        if fail_after is not None:
-            assert not pending.nearly_done, "compute may wait for it"
-            transfer = Transfer(
-                transfer.id,
-                transfer.device_blocks[:fail_after],
-                transfer.host_blocks[:fail_after],
-            )
-        super().copy(direction, transfer, None)
+        device_blocks = transfer.device_blocks[:fail_after]
+        host_blocks = transfer.host_blocks[:fail_after]
+        super().copy(direction, Transfer(transfer.id, device_blocks, host_blocks), None)
         pending.ended = True
-        if fail_after is not None:
-            pending.error = CopyFault(f"{direction.value} {transfer.id} by script")
+        if fail_after is None:
+            self.num_copied[direction] += len(host_blocks)
         else:
-            self.num_copied[direction] += len(transfer.host_blocks)
+            assert not pending.nearly_done, "compute may wait for it"
+            pending.error = CopyFault(f"{direction.value} {transfer.id} by script")
 
     # Details
 
-    def _queue(self, item: Callable[[], None] | ScriptedCopy) -> int:
-        self._compute.append(item)
-        self.num_queued += 1
-        return self.num_queued
-
     def _has_passed(self, copy: ScriptedCopy) -> bool:
         return copy.mark is None or copy.mark.position <= self.num_computed
-
-    def _copy_until(self, copy: ScriptedCopy) -> None:
-        while not copy.ended:
-            assert self.can_copy(copy.direction), "deadlock of compute and a copy"
-            self.copy_one(copy.direction)
 
     def _tear(self) -> None:
         """Put garbage in destinations: a copy may write at any time after its barrier, in any

@@ -1,8 +1,8 @@
 """Failures: which host blocks no load may name any more."""
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 
-from simple_offload.metadata import Transfer, WorkerReport
+from simple_offload.metadata import Transfer
 from tests.simulation.checks import tier_blocks
 from tests.simulation.runner import Violation
 
@@ -38,10 +38,10 @@ class Failures:
         self._loads[load.id] = load
         self._next_id = load.id + 1
 
-    def on_report(self, report: WorkerReport | None, in_flight: Collection[int]) -> None:
-        """The scheduler side has received a report. ``in_flight``: ids of transfers that have not
-        ended."""
-        for load_id in report.failed.keys() & self._loads.keys() if report is not None else ():
+    def on_report(self, failed: Iterable[int], in_flight: Collection[int]) -> None:
+        """Ranks have reported these transfers as ``failed``. ``in_flight``: ids of transfers that
+        have not ended."""
+        for load_id in self._loads.keys() & failed:
             self._failed.add(load_id)
             for block in self._blocks_of(self._loads[load_id]):
                 if load_id >= self._doubted.setdefault(block, self._next_id):

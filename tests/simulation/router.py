@@ -1,7 +1,6 @@
 """Router: knows the host tier's contents from an engine's KV events alone."""
 
 import os
-from collections.abc import Iterable
 from typing import Any
 
 from vllm.config.kv_events import KVEventsConfig
@@ -13,8 +12,6 @@ from vllm.v1.core.kv_cache_utils import (
     hash_block_tokens,
     make_block_hash_with_group_id,
 )
-
-from tests.simulation.runner import Violation
 
 # Whole hashes, not their last 64 bits: the next block's hash is computed from them.
 os.environ["VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES"] = "0"
@@ -30,25 +27,19 @@ LORA_PATH = "/nowhere"
 class Router:
     """Replaces vLLM's publisher, and derives the host tier's keys from the events.
 
-    Computes the hash of every stored block from the event's fields. Raises Violation for an event
-    that contradicts itself or an earlier event.
+    Computes the hash of every stored block from the event's fields. Raises AssertionError for an
+    event that contradicts itself or an earlier event.
     """
 
     def __init__(self, hash_size: int) -> None:
         self.keys: set[BlockHashWithGroupId] = set()
         """The keys that can be found in the host tier."""
-        self.num_stored = 0
-        self.num_removed = 0
         self._hash_size = hash_size
 
-    # As vLLM's publisher
-
     def publish(self, batch: Any) -> None:
-        events = [event for event in batch.events if getattr(event, "medium", "") == MEDIUM_CPU]
-        try:
-            self.apply(events)
-        except AssertionError as error:
-            raise Violation(f"KV events: {error}") from error
+        for event in batch.events:
+            if getattr(event, "medium", "") == MEDIUM_CPU:
+                self._apply(event)
 
     def shutdown(self) -> None:
         pass
@@ -56,24 +47,18 @@ class Router:
     def get_publisher_config(self) -> None:
         return None
 
-    # As a router
-
-    def apply(self, events: Iterable[object]) -> None:
-        """Apply these events in order. Raises AssertionError for a wrong event."""
-        for event in events:
-            assert isinstance(event, BlockStored | BlockRemoved), event
-            assert event.locality == "LOCAL", event
-            assert event.group_idx is not None, event
-            hashes = [BlockHash(block_hash) for block_hash in event.block_hashes]  # type: ignore[arg-type]
-            keys = {make_block_hash_with_group_id(h, event.group_idx) for h in hashes}
-            if isinstance(event, BlockStored):
-                self._check(event, hashes)
-                self.num_stored += len(hashes)
-                self.keys |= keys
-            else:
-                assert keys <= self.keys, f"{event}: removed before it was stored"
-                self.num_removed += len(hashes)
-                self.keys -= keys
+    def _apply(self, event: object) -> None:
+        assert isinstance(event, BlockStored | BlockRemoved), event
+        assert event.locality == "LOCAL", event
+        assert event.group_idx is not None, event
+        hashes = [BlockHash(block_hash) for block_hash in event.block_hashes]  # type: ignore[arg-type]
+        keys = {make_block_hash_with_group_id(h, event.group_idx) for h in hashes}
+        if isinstance(event, BlockStored):
+            self._check(event, hashes)
+            self.keys |= keys
+        else:
+            assert keys <= self.keys, f"{event}: removed before it was stored"
+            self.keys -= keys
 
     def _check(self, event: BlockStored, hashes: list[BlockHash]) -> None:
         size = event.block_size

@@ -238,14 +238,14 @@ def _fields_of(part: type[Any], changes: dict[str, Any]) -> dict[str, Any]:
 class Outcome:
     """The counts of a run, which show its coverage."""
 
-    num_steps: int
-    num_blocks_loaded: int
-    num_finished: int
-    num_preemptions: int
-    num_faults: int
-    num_holds: int
+    num_steps: int = 0
+    num_blocks_loaded: int = 0
+    num_finished: int = 0
+    num_preemptions: int = 0
+    num_faults: int = 0
+    num_holds: int = 0
     """Loads in flight that compute had to wait for, counted on each rank."""
-    num_opened: int
+    num_opened: int = 0
     """Chunks of host blocks that were opened while the engine was running."""
 
 
@@ -255,7 +255,7 @@ class Play:
     def __init__(self, script: Script, make_world: Callable[[Shape], World] = World) -> None:
         self.script = script
         self.world = make_world(script.shape)
-        self.world.promises_no_loss = script.promises_no_loss
+        self.world.promises_no_loss = script.promises_no_loss and self.world.is_ours
         for rank in self.world.ranks:
             rank.device.estimate = lambda copy: self._chance(script.announcements)
         self._rng = random.Random(script.seed)
@@ -267,19 +267,15 @@ class Play:
         """Prompts to send again unchanged. A hit may then end inside a (host) block."""
         self._salts: dict[str, str | None] = {}
         self._seen: set[str] = set()
-        self._num_faults = 0
-        self._num_preemptions = 0
-        self._num_opened = 0
+        self._outcome = Outcome()
         self._weights_due = False
 
-    def run(self, max_steps: int | None = None) -> Outcome:
-        """Play the script. Raises Violation. Closes the world in any case."""
+    def run(self) -> Outcome:
+        """Play the script. Raises Violation, or vLLM's own errors. Closes the world in any case."""
         world = self.world
         patience = _PATIENCE
         try:
             while self._num_added < self.script.num_requests or world.scheduler.has_requests():
-                if max_steps is not None and world.num_steps >= max_steps:
-                    break
                 before = self._progress()
                 self._users()
                 hurry = patience < _PATIENCE // 2
@@ -293,34 +289,26 @@ class Play:
                 patience = _PATIENCE if self._progress() != before else patience - 1
                 if patience == 0:
                     raise Violation(f"hang: {world.scheduler.requests} make no progress")
-            if max_steps is None:
-                world.check_at_rest()
-                world.check_kept()
-        except Violation as violation:
-            raise Violation(f"seed {self.script.seed}, step {world.num_steps}: {violation}") from (
-                violation
-            )
+            world.check_at_rest()
+            world.check_kept()
+        except AssertionError as error:
+            message = f"seed {self.script.seed}, step {world.num_steps}: {error}"
+            raise Violation(message) from error
         finally:
             world.close()
-        return Outcome(
-            world.num_steps,
-            world.num_blocks_loaded,
-            len(world.finished),
-            self._num_preemptions,
-            self._num_faults,
-            sum(rank.device.num_holds for rank in world.ranks),
-            self._num_opened,
-        )
+        outcome = self._outcome
+        outcome.num_steps = world.num_steps
+        outcome.num_blocks_loaded = world.num_blocks_loaded
+        outcome.num_finished = len(world.finished)
+        outcome.num_holds = sum(rank.device.num_holds for rank in world.ranks)
+        return outcome
 
     # Users
 
     def _users(self) -> None:
         world, script = self.world, self.script
-        if (
-            self._num_added < script.num_requests
-            and not self._weights_due
-            and self._chance(script.arrivals)
-        ):
+        may_add = self._num_added < script.num_requests and not self._weights_due
+        if may_add and self._chance(script.arrivals):
             self._add_request()
         if world.requests and self._chance(script.aborts):
             world.abort(self._rng.choice(sorted(world.requests)))
@@ -378,20 +366,20 @@ class Play:
         device, faults = rank.device, self.script.faults
         if self.world.can_open(rank) and (hurry or self._chance(self.script.opening)):
             self.world.open_chunk(rank, granted=not self._chance(faults.no_memory))
-            self._num_opened += 1
+            self._outcome.num_opened += 1
         while not self._chance(self.script.lag) and device.compute_one():
             pass
         for direction in Direction:
             if self._chance(faults.thread_death):
                 device.fatal[direction] += 1
-                self._num_faults += 1
+                self._outcome.num_faults += 1
             while device.can_copy(direction) and (hurry or self._chance(self.script.copy_speed)):
                 first = device.copies[direction][0]
                 likely = faults.load_error if direction is Direction.LOAD else faults.store_error
                 fail_after = None
                 if not first.nearly_done and self._chance(likely):
                     fail_after = self._rng.randint(0, len(first.transfer.host_blocks))
-                    self._num_faults += 1
+                    self._outcome.num_faults += 1
                 device.copy_one(direction, fail_after)
 
     # Looking
@@ -404,7 +392,7 @@ class Play:
             world.check_finished(request_id)
             tokens, status = world.finished[request_id]
             story = world.stories[request_id]
-            if status == RequestStatus.FINISHED_ERROR and not self._num_faults:
+            if status == RequestStatus.FINISHED_ERROR and not self._outcome.num_faults:
                 raise Violation(f"{request_id} failed without a fault")
             if status == RequestStatus.FINISHED_LENGTH_CAPPED:
                 history = story.tokens[: story.num_prompt_tokens] + tokens
@@ -412,16 +400,15 @@ class Play:
 
     def _progress(self) -> tuple[int, ...]:
         requests = self.world.requests.values()
-        self._num_preemptions = max(
-            self._num_preemptions, sum(request.num_preemptions for request in requests)
-        )
+        preemptions = [request.num_preemptions for request in requests]
+        self._outcome.num_preemptions = max(self._outcome.num_preemptions, sum(preemptions))
         return (
             len(self.world.finished),
             self._num_added,
             *(request.num_computed_tokens for request in requests),
-            *(request.num_preemptions for request in requests),
+            *preemptions,
             *(len(c) for rank in self.world.ranks for c in rank.device.copies.values()),
-            self._num_opened,
+            self._outcome.num_opened,
         )
 
     def _prompt(self, least: int, most: int) -> list[int]:
@@ -432,6 +419,6 @@ class Play:
         return self._rng.random() < probability
 
 
-def play(seed: int, make_world: Callable[[Shape], World] = World) -> Outcome:
+def play(seed: int) -> Outcome:
     """Play the script of ``seed``. Raises Violation, whose message names the seed."""
-    return Play(Script.draw(seed), make_world).run()
+    return Play(Script.draw(seed)).run()

@@ -5,6 +5,8 @@ import argparse
 import logging
 import sys
 import time
+from collections import Counter
+from dataclasses import asdict
 
 from rich.console import Console
 from rich.progress import Progress
@@ -21,28 +23,24 @@ def main() -> int:
         parser.error(f"--steps={arguments.steps}: must be at least 1")
     logging.disable(logging.CRITICAL)  # faults on purpose log an error each
     console = Console()
-    steps = loaded = requests = faults = 0
-    seed = arguments.seed
-    start = time.monotonic()
+    total: Counter[str] = Counter()
+    seed, start = arguments.seed, time.monotonic()
     with Progress(console=console) as progress:
         task = progress.add_task("engine steps", total=arguments.steps)
-        while steps < arguments.steps:
+        while total["num_steps"] < arguments.steps:
             try:
-                outcome = play(seed)
+                total.update(asdict(play(seed)))
             except Exception as error:  # noqa: BLE001 - vLLM's assertions count as well
                 progress.stop()
                 console.print(f"seed {seed}: {type(error).__name__}: {error}", markup=False)
                 console.print(f"replay: make soak STEPS=1 SEED={seed}", markup=False)
                 return 1
-            steps += outcome.num_steps
-            loaded += outcome.num_blocks_loaded
-            requests += outcome.num_finished
-            faults += outcome.num_faults
             seed += 1
-            progress.update(task, completed=steps)
+            progress.update(task, completed=total["num_steps"])
     console.print(
-        f"{steps:,} steps in {seed - arguments.seed:,} scripts from seed {arguments.seed}: "
-        f"{requests:,} requests, {loaded:,} blocks loaded, {faults:,} faults, no violation "
+        f"{total['num_steps']:,} steps in {seed - arguments.seed:,} scripts from seed "
+        f"{arguments.seed}: {total['num_finished']:,} requests, {total['num_blocks_loaded']:,} "
+        f"blocks loaded, {total['num_faults']:,} faults, no violation "
         f"({time.monotonic() - start:.0f} s)"
     )
     return 0
