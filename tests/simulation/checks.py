@@ -1,7 +1,7 @@
-"""Invariants of a world. Each check raises Violation."""
+"""Invariants of a world. Each check raises AssertionError."""
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from itertools import product
 
 import numpy as np
@@ -15,10 +15,9 @@ from vllm.v1.core.kv_cache_utils import (
 from vllm.v1.request import Request, RequestStatus
 
 from simple_offload.backends.base import Direction
-from simple_offload.metadata import BlockIds, StepMetadata
-from tests.simulation.device import ScriptedCopy, ScriptedDevice
+from simple_offload.metadata import BlockIds, StepMetadata, Transfer
+from tests.simulation.device import ScriptedDevice
 from tests.simulation.identity import Story
-from tests.simulation.runner import Violation
 from tests.simulation.shape import Shape
 
 
@@ -53,21 +52,17 @@ def check_open(metadata: StepMetadata, num_open: int, num_sub_blocks: int) -> No
     whole blocks of the tier."""
     for store in metadata.stores:
         sub_blocks = store.host_blocks.reshape(-1, num_sub_blocks)
-        if (sub_blocks != sub_blocks[:, :1] + np.arange(num_sub_blocks)).any():
-            raise Violation(f"{store.id} writes a fraction of a host block: {store.host_blocks}")
+        whole = (sub_blocks == sub_blocks[:, :1] + np.arange(num_sub_blocks)).all()
+        assert whole, f"{store.id} writes a fraction of a host block: {store.host_blocks}"
     for transfer in (*metadata.loads, *metadata.stores):
         last = max(transfer.host_blocks)
-        if last >= num_open:
-            raise Violation(
-                f"{transfer.id} names host block {last}, but a rank has opened {num_open}"
-            )
+        assert last < num_open, f"{transfer.id} names host block {last}, open are {num_open}"
 
 
 def check_tier_size(pool: BlockPool, num_open: list[int], num_sub_blocks: int) -> None:
     """The tier has as many blocks as every rank has reported. ``num_open``: by rank."""
-    found, reported = len(pool.blocks), min(num_open)
-    if found != max(1, reported // num_sub_blocks):  # the tier has at least a null block
-        raise Violation(f"the tier has {found} blocks, every rank has opened {reported}")
+    expected = max(1, min(num_open) // num_sub_blocks)  # the tier has at least a null block
+    assert len(pool.blocks) == expected, f"{len(pool.blocks)} blocks, ranks opened {num_open}"
 
 
 def check_admitted(
@@ -78,8 +73,8 @@ def check_admitted(
     for request in requests:
         asked.update(set(request.block_hashes))
     for key in keys:
-        if (count := asked[get_block_hash(key)]) < threshold:
-            raise Violation(f"a block is stored that only {count} requests had")
+        count = asked[get_block_hash(key)]
+        assert count >= threshold, f"a block is stored that only {count} requests had"
 
 
 def check_copies(
@@ -89,27 +84,27 @@ def check_copies(
     touch is free."""
     loads, stores = (device.copies[direction] for direction in Direction)
     for load, store in product(loads, stores):
-        shared = _device_blocks(load) & _device_blocks(store)
-        if shared and not load.precedes(store):
-            raise Violation(f"device blocks {shared} are stored while being loaded")
-        if shared := _host_blocks(load) & _host_blocks(store):
-            raise Violation(f"host blocks {shared} are loaded while being stored")
+        read, written = store.transfer.device_blocks, load.transfer.device_blocks
+        shared = np.intersect1d(read, written)
+        ordered = load.precedes(store) or not shared.size
+        assert ordered, f"device blocks {shared} are stored while being loaded"
+        shared = np.intersect1d(store.transfer.host_blocks, load.transfer.host_blocks)
+        assert not shared.size, f"host blocks {shared} are loaded while being stored"
     for copy in (*loads, *stores):
         for pool, blocks in (
             (device_pool, copy.transfer.device_blocks.tolist()),
             (host_pool, tier_blocks(copy.transfer.host_blocks, num_sub_blocks)),
         ):
             for block_id in blocks:
-                if pool.blocks[block_id].ref_cnt == 0:
-                    raise Violation(f"block {block_id} is free during {copy.transfer.id}")
+                used = pool.blocks[block_id].ref_cnt > 0
+                assert used, f"block {block_id} is free during {copy.transfer.id}"
 
 
 def check_all_free(**pools: BlockPool) -> None:
     """Every block but the null block is free."""
     for name, pool in pools.items():
         leaked = len(pool.blocks) - 1 - pool.get_num_free_blocks()
-        if leaked:
-            raise Violation(f"{leaked} {name} blocks leaked")
+        assert not leaked, f"{leaked} {name} blocks leaked"
 
 
 def check_answer(request_id: str, story: Story, tokens: list[int], status: RequestStatus) -> None:
@@ -117,15 +112,59 @@ def check_answer(request_id: str, story: Story, tokens: list[int], status: Reque
     aborted or failed on purpose."""
     expected = story.tokens[story.num_prompt_tokens :][: story.num_output_tokens]
     complete = status == RequestStatus.FINISHED_LENGTH_CAPPED
-    if complete and len(tokens) != len(expected):
-        raise Violation(f"{request_id}: {len(tokens)} tokens instead of {len(expected)}")
-    if tokens != expected[: len(tokens)]:
-        raise Violation(f"{request_id}: answered {tokens} instead of {expected}")
+    right = tokens == (expected if complete else expected[: len(tokens)])
+    assert right, f"{request_id}: answered {tokens} instead of {expected}"
 
 
-def _device_blocks(copy: ScriptedCopy) -> set[int]:
-    return set(copy.transfer.device_blocks.tolist())
+class Failures:
+    """After two loads in turn have failed to read a block, no load may name it until other contents
+    are stored there. Otherwise it would fail for ever. ``num_sub_blocks``: of one of the tier's
+    blocks."""
 
+    def __init__(self, num_sub_blocks: int) -> None:
+        self._num_sub_blocks = num_sub_blocks
+        self._loads: dict[int, Transfer] = {}
+        """Transfers in flight, by id."""
+        self._next_id = 0
+        """Greater than the id of any load."""
+        self._failed: set[int] = set()
+        self._doubted: dict[int, int] = {}
+        """By block that a load failed to read: the first load that began later."""
+        self._broken: set[int] = set()
+        self.any_again = False
+        """Whether a block has ever failed a second time."""
 
-def _host_blocks(copy: ScriptedCopy) -> set[int]:
-    return set(copy.transfer.host_blocks.tolist())
+    def begin_store(self, store: Transfer) -> None:
+        """New contents of a block have not failed."""
+        blocks = self._blocks_of(store)
+        self._broken -= blocks
+        self._trust(blocks)
+
+    def begin_load(self, load: Transfer) -> None:
+        """No two reports have shown that the blocks cannot be loaded."""
+        blocks = self._broken & self._blocks_of(load)
+        assert not blocks, f"{load.request_id} loads {blocks}, which have failed repeatedly"
+        self._loads[load.id] = load
+        self._next_id = load.id + 1
+
+    def on_report(self, failed: Iterable[int], in_flight: Collection[int]) -> None:
+        """Ranks have reported these transfers as ``failed``. ``in_flight``: ids of transfers that
+        have not ended."""
+        for load_id in self._loads.keys() & failed:
+            self._failed.add(load_id)
+            for block in self._blocks_of(self._loads[load_id]):
+                if load_id >= self._doubted.setdefault(block, self._next_id):
+                    self._broken.add(block)
+                    self.any_again = True
+        for load_id in self._loads.keys() - in_flight:
+            load = self._loads.pop(load_id)
+            if load_id not in self._failed:
+                self._trust(self._blocks_of(load))
+            self._failed.discard(load_id)
+
+    def _trust(self, blocks: set[int]) -> None:
+        for block in blocks:
+            self._doubted.pop(block, None)
+
+    def _blocks_of(self, transfer: Transfer) -> set[int]:
+        return set(tier_blocks(transfer.host_blocks, self._num_sub_blocks))

@@ -160,6 +160,9 @@ PLAIN: dict[str, Any] = {
 }
 """Keywords of a Shape that has only groups of attention layers."""
 
+_CHAINED = {"draft": True, "chained": True, "num_drafted": 3}
+_DEALT_OUT = {"context_parallel": True, "num_ranks": 2}
+
 MODELS: dict[str, dict[str, Any]] = {
     "states and full attention": {"windows": (0,), "num_states": 1},
     "states and sliding windows": {"windows": (8,), "num_states": 1},
@@ -170,35 +173,16 @@ MODELS: dict[str, dict[str, Any]] = {
     "a drafter and states": {"windows": (0,), "draft": True, "num_states": 1},
     "states, and hits inside blocks": {"windows": (0,), "num_states": 1, "match_unit": 2},
     "states only, and hits inside blocks": {"windows": (), "num_states": 2, "match_unit": 1},
-    "a drafter, states, and hits inside blocks": {
-        "windows": (0,),
-        "draft": True,
-        "num_states": 1,
-        "match_unit": 2,
-    },
+    "a drafter, states, and hits inside blocks": {"windows": (0,), "num_states": 1, "match_unit": 2}
+    | {"draft": True},
     "hashes finer than blocks, and windows": {"windows": (0, 8), "num_states": 1, "match_unit": 2},
     "drafts without a drafter's pages": {"windows": (0, 8), "num_drafted": 3},
-    "drafts, and states": {
-        "windows": (0,),
-        "num_states": 2,
-        "num_drafted": 2,
-    },
+    "drafts, and states": {"windows": (0,), "num_states": 2, "num_drafted": 2},
     "a drafter that drafts": {"windows": (0, 8), "draft": True, "num_drafted": 2},
     "a drafter with a window": {"windows": (0,), "draft": True, "draft_window": 8},
-    "chained drafters": {"windows": (0,), "draft": True, "chained": True, "num_drafted": 3},
-    "chained drafters and windows": {
-        "windows": (0, 8),
-        "draft": True,
-        "chained": True,
-        "num_drafted": 3,
-    },
-    "chained drafters with a window": {
-        "windows": (0,),
-        "draft": True,
-        "draft_window": 8,
-        "chained": True,
-        "num_drafted": 3,
-    },
+    "chained drafters": _CHAINED | {"windows": (0,)},
+    "chained drafters and windows": _CHAINED | {"windows": (0, 8)},
+    "chained drafters with a window": _CHAINED | {"windows": (0,), "draft_window": 8},
     "chunked local attention": {"windows": (0,), "chunks": (8,)},
     "chunked local attention, windows": {"windows": (8,), "chunks": (16,)},
     "prompts that all answers read": {"windows": (), "prompt_windows": (8,)},
@@ -210,23 +194,11 @@ MODELS: dict[str, dict[str, Any]] = {
         "scales": (2, 4),
     },
     "blocks of two sizes, drafts": {"windows": (0, 8), "scales": (2, 1), "num_drafted": 3},
-    "blocks dealt out to two ranks": {
-        "windows": (0,),
-        "context_parallel": True,
-        "num_ranks": 2,
-    },
-    "blocks of two sizes dealt out to two ranks, drafts": {
-        "windows": (0, 0),
-        "scales": (1, 2),
-        "num_drafted": 2,
-        "context_parallel": True,
-        "num_ranks": 2,
-    },
-    "ranks with room for unlike numbers of blocks": {
-        "windows": (0, 8),
-        "num_ranks": 3,
-        "uneven_ranks": True,
-    },
+    "blocks dealt out to two ranks": _DEALT_OUT | {"windows": (0,)},
+    "blocks of two sizes dealt out to two ranks, drafts": _DEALT_OUT
+    | {"windows": (0, 0), "scales": (1, 2), "num_drafted": 2},
+    "ranks with room for unlike numbers of blocks": {"windows": (0, 8), "num_ranks": 3}
+    | {"uneven_ranks": True},
     "pages of two sizes": {"windows": (0,), "mixed_pages": True},
     "pages of two sizes, windows": {"windows": (0, 8), "mixed_pages": True},
 }

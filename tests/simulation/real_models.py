@@ -8,7 +8,7 @@ stand for all layers.
 """
 
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from types import SimpleNamespace
@@ -249,42 +249,25 @@ def _minimax_m3(config: VllmConfig) -> Specs:
 
 
 def _gpt_oss(config: VllmConfig) -> Specs:
-    """model_executor/models/gpt_oss.py: every other layer has a window of 128."""
-    specs = {
-        f"model.layers.{layer}.attn": _attention(config, 8, 64, None if layer % 2 else 128)
-        for layer in range(6)
-    }
-    if config.speculative_config is not None:
-        specs["draft.layers.0.self_attn.attn"] = _attention(config, 8, 64)  # llama_eagle3.py
-    return specs
+    """model_executor/models/gpt_oss.py: every other layer has a window of 128. The drafter is
+    Llama's (llama_eagle3.py)."""
+    layers = [_attention(config, 8, 64, None if layer % 2 else 128) for layer in range(6)]
+    return _named("attn", layers, config, _attention(config, 8, 64))
 
 
 def _gemma_3(config: VllmConfig) -> Specs:
     """model_executor/models/gemma3.py, 27B: five layers with a window of 1024 for each without. The
     drafter has half as many heads, so its pages have another size."""
-    specs = {
-        f"model.layers.{layer}.attn": _attention(config, 16, 128, None if layer % 6 == 5 else 1024)
-        for layer in range(6)
-    }
-    if config.speculative_config is not None:
-        specs["draft.layers.0.self_attn.attn"] = _attention(config, 8, 128)
-    return specs
+    layers = [_attention(config, 16, 128, None if layer == 5 else 1024) for layer in range(6)]
+    return _named("attn", layers, config, _attention(config, 8, 128))
 
 
 def _step_3p5(config: VllmConfig) -> Specs:
     """model_executor/models/step3p5.py, step3p5_mtp.py: three layers with a window of 512 for
     each without; each MTP module is a layer with a window."""
-    specs = {
-        f"model.layers.{layer}.self_attn.attn": _attention(
-            config, 8, 128, 512 if layer % 4 else None
-        )
-        for layer in range(8)
-    }
-    if config.speculative_config is not None:
-        for layer in range(8, 11):
-            name = f"draft.layers.{layer}.mtp_block.self_attn.attn"
-            specs[name] = _attention(config, 8, 128, 512)
-    return specs
+    windows = [512 if layer % 4 else None for layer in range(8)]
+    layers = [_attention(config, 8, 128, window) for window in windows]
+    return _named("self_attn.attn", layers, config, *[_attention(config, 8, 128, 512)] * 3)
 
 
 def _llama_4(config: VllmConfig) -> Specs:
@@ -293,22 +276,27 @@ def _llama_4(config: VllmConfig) -> Specs:
     local = _class(
         "model_executor.layers.attention.chunked_local_attention", "ChunkedLocalAttention"
     )
-    specs = {
-        f"model.layers.{layer}.self_attn.attn": _attention(config, 8, 128)
-        if layer % 4 == 3
-        else _spec(
-            local,
-            config,
-            attention_chunk_size=8192,
-            num_kv_heads=8,
-            head_size=128,
-            kv_cache_dtype="auto",
-            kv_cache_torch_dtype=_BF16,
-        )
-        for layer in range(8)
-    }
+    chunked = _spec(
+        local,
+        config,
+        attention_chunk_size=8192,
+        num_kv_heads=8,
+        head_size=128,
+        kv_cache_dtype="auto",
+        kv_cache_torch_dtype=_BF16,
+    )
+    whole = _attention(config, 8, 128)
+    return _named("self_attn.attn", [chunked, chunked, chunked, whole] * 2, config, whole)
+
+
+def _named(
+    suffix: str, layers: Sequence[KVCacheSpec], config: VllmConfig, *drafters: KVCacheSpec
+) -> Specs:
+    """The specs of a model's layers, and of its drafter's if it has one."""
+    specs = {f"model.layers.{layer}.{suffix}": spec for layer, spec in enumerate(layers)}
     if config.speculative_config is not None:
-        specs["draft.layers.0.self_attn.attn"] = _attention(config, 8, 128)
+        for layer, spec in enumerate(drafters, len(layers)):
+            specs[f"{DRAFT}layers.{layer}.self_attn.attn"] = spec
     return specs
 
 

@@ -287,8 +287,7 @@ class Play:
                     self._fate(rank, hurry)
                 self._look()
                 patience = _PATIENCE if self._progress() != before else patience - 1
-                if patience == 0:
-                    raise Violation(f"hang: {world.scheduler.requests} make no progress")
+                assert patience, f"hang: {world.scheduler.requests} make no progress"
             world.check_at_rest()
             world.check_kept()
         except AssertionError as error:
@@ -392,8 +391,8 @@ class Play:
             world.check_finished(request_id)
             tokens, status = world.finished[request_id]
             story = world.stories[request_id]
-            if status == RequestStatus.FINISHED_ERROR and not self._outcome.num_faults:
-                raise Violation(f"{request_id} failed without a fault")
+            failed = status == RequestStatus.FINISHED_ERROR
+            assert not failed or self._outcome.num_faults, f"{request_id} failed without a fault"
             if status == RequestStatus.FINISHED_LENGTH_CAPPED:
                 history = story.tokens[: story.num_prompt_tokens] + tokens
                 self._histories.append((history, self._salts[request_id]))

@@ -32,11 +32,10 @@ from simple_offload.ranks import Ranks
 from simple_offload.worker.worker import OffloadWorker
 from tests.simulation import checks, integrity
 from tests.simulation.device import KVMemory, ScriptedDevice
-from tests.simulation.failures import Failures
 from tests.simulation.identity import Story
 from tests.simulation.ledger import Ledger
 from tests.simulation.router import EVENTS_CONFIG, Router
-from tests.simulation.runner import Runner, Violation
+from tests.simulation.runner import Runner
 from tests.simulation.shape import Shape
 from tests.simulation.vllm_config import make_vllm_config
 
@@ -92,9 +91,15 @@ class World:
         self.scheduler.kv_event_publisher = cast(Any, self.router)
         self.stories: dict[str, Story] = {}
         self.ranks = [self._make_rank(rank) for rank in range(shape.num_ranks)]
-        self._open_early()
+        for rank, num_chunks in zip(self.ranks, shape.early_chunks, strict=False):
+            for _ in range(num_chunks):
+                if self.can_open(rank):
+                    self.open_chunk(rank)
         if self.is_ours:
-            self._shake_hands()
+            reached = self.ranks[: shape.num_handshakes]
+            self.connector.set_xfer_handshake_metadata_pp_aware(
+                {(0, index): rank.worker.capacity for index, rank in enumerate(reached)}
+            )
         self.ledger = Ledger()
         self.ledger.watch(self.connector)
         self.finished: dict[str, tuple[list[int], RequestStatus]] = {}
@@ -115,7 +120,7 @@ class World:
         self._ever: list[Request] = []
         """All requests so far."""
         self._stores: dict[int, Transfer] = {}
-        self._failures = Failures(shape.num_sub_blocks)
+        self._failures = checks.Failures(shape.num_sub_blocks)
         self._reset_stores: set[int] = set()
         self._aggregator = KVOutputAggregator(shape.num_ranks)
         self._open_steps: deque[_Step] = deque()
@@ -186,13 +191,12 @@ class World:
         check(self.connector.scheduler)
 
     def check_events(self) -> None:
-        """Raise Violation unless the published KV events name exactly the keys that can be found in
-        the tier."""
+        """The published KV events name exactly the keys that can be found in the tier."""
         keys = set(self.host_pool.cached_block_hash_to_block._cache)
         if self.shape.num_sub_blocks > 1:
             keys = checks.keys_of_sub_blocks(keys, self._ever, self.shape)
-        if wrong := keys ^ self.router.keys:
-            raise Violation(f"KV events are wrong for {len(wrong)} keys; the tier has {len(keys)}")
+        wrong = keys ^ self.router.keys
+        assert not wrong, f"KV events are wrong for {len(wrong)} keys; the tier has {len(keys)}"
 
     def check_counts(self) -> None:
         """Raise AssertionError unless the counts are right. At rest."""
@@ -210,27 +214,14 @@ class World:
         self.ledger.check(num_bytes, num_sent, num_used)
 
     def _check_rooms(self) -> None:
-        """Raise Violation if a rank has opened more than the smallest has room for. It may open one
-        chunk before it knows that size."""
+        """No rank has opened more than the smallest has room for, or one chunk, which it may open
+        before it knows that size."""
         shape = self.shape
-        if shape.chunk_blocks is None or not shape.uneven_ranks:
-            return
-        rooms = [shape.host_bytes // shape.block_bytes(rank) for rank in range(shape.num_ranks)]
-        for index, rank in enumerate(self.ranks):
-            if rank.worker.host_pool.num_open > max(min(rooms), shape.chunk_blocks):
-                raise Violation(f"rank {index} has opened blocks that no other rank has room for")
-
-    def _shake_hands(self) -> None:
-        reached = self.ranks[: self.shape.num_handshakes]
-        self.connector.set_xfer_handshake_metadata_pp_aware(
-            {(0, index): rank.worker.capacity for index, rank in enumerate(reached)}
-        )
-
-    def _open_early(self) -> None:
-        for rank, num_chunks in zip(self.ranks, self.shape.early_chunks, strict=False):
-            for _ in range(num_chunks):
-                if self.can_open(rank):
-                    self.open_chunk(rank)
+        if shape.chunk_blocks is not None and shape.uneven_ranks:
+            ranks = range(shape.num_ranks)
+            rooms = [shape.host_bytes // shape.block_bytes(rank) for rank in ranks]
+            opened = [rank.worker.host_pool.num_open for rank in self.ranks]
+            assert max(opened) <= max(min(rooms), shape.chunk_blocks), f"{opened} of {rooms}"
 
     def _make_rank(self, rank: int) -> Rank:
         shape = self.shape
@@ -482,8 +473,7 @@ class World:
         for key, block_id in before.items():
             if cached.get_one_block(key) is None:
                 self.num_evicted += 1
-                if not stores.has(key):
-                    raise Violation(f"device block {block_id} was evicted before it was stored")
+                assert stores.has(key), f"device block {block_id} was evicted before it was stored"
 
     def _check_admitted(self) -> None:
         if self.is_ours and (threshold := self.shape.store_threshold) > 1:
@@ -497,8 +487,8 @@ class World:
             self._reset_stores.discard(transfer_id)
             host_blocks = self._stores[transfer_id].host_blocks
             for block_id in checks.tier_blocks(host_blocks, self.shape.num_sub_blocks):
-                if self.host_pool.blocks[block_id].block_hash is not None:
-                    raise Violation(f"store {transfer_id} was committed after a reset")
+                block_hash = self.host_pool.blocks[block_id].block_hash
+                assert block_hash is None, f"store {transfer_id} was committed after a reset"
 
     def _note_finished(self, request_id: str) -> None:
         request = self.requests.pop(request_id)
@@ -522,19 +512,18 @@ class World:
         self.check_bookkeeping(at_rest=True)
         if self.is_ours:
             self.check_counts()
-        if self.scheduler.requests or self.requests:
-            raise Violation(f"requests never ended: {list(self.scheduler.requests)}")
+        requests = [*self.scheduler.requests, *self.requests]
+        assert not requests, f"requests never ended: {requests}"
         for rank in self.ranks:
-            if any(rank.device.copies.values()):
-                raise Violation("copies are left that nothing waits for")
+            assert not any(rank.device.copies.values()), "copies are left that nothing waits for"
 
     def check_kept(self) -> None:
-        """Raise Violation if blocks have left the tier that a later load might read."""
-        if self.ledger(metrics.EVICTED, "load_failed") and not self._failures.any_again:
-            raise Violation("blocks have left the tier after one failed load")
+        """No blocks have left the tier that a later load might read."""
+        dropped = self.ledger(metrics.EVICTED, "load_failed")
+        assert not dropped or self._failures.any_again, "blocks have left after one failed load"
 
     def check_finished(self, request_id: str) -> None:
-        """Raise Violation unless the answer is the one without a host tier: all of it, or a
+        """Raise AssertionError unless the answer is the one without a host tier: all of it, or a
         beginning if the request was aborted or failed on purpose."""
         checks.check_answer(request_id, self.stories[request_id], *self.finished[request_id])
 

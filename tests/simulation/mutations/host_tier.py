@@ -178,11 +178,6 @@ def _if_all_have_spoken(choose: Callable[[list[int]], int]) -> Any:
 
 grow_to_the_largest_rank = grow_to(GROWING, _if_all_have_spoken(max))
 grow_by_slots = grow_to(SUB_BLOCKS, _if_all_have_spoken(min))
-believe_all_ranks_have_as_much_room = grow_to(
-    # Once every rank has opened all its blocks, the first rank's number counts for all ranks.
-    engine(windows=(0,), num_ranks=2, uneven_ranks=True, chunk_blocks=None),
-    _if_all_have_spoken(lambda sizes: sizes[0]),
-)
 
 
 def _least_open(known: list[RankCapacity], num_ranks: int) -> int:

@@ -1,7 +1,6 @@
 """Models with states, drafts, several sizes of blocks and pages; host blocks with sub-blocks."""
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
 
@@ -149,12 +148,6 @@ def believe_that_count(num_complete: Any, self: EagerPolicy, request: Any, *rest
     num_tokens = max(_COMPUTED.get(request.request_id, 0), request.num_computed_tokens)
     with patch.multiple(request, num_computed_tokens=num_tokens, num_output_placeholders=0):
         return num_complete(self, request, *rest)
-
-
-count_rejected_drafts_with_async_scheduling = replace(
-    count_rejected_drafts_as_computed,
-    shown_by=engine(windows=(0,), num_drafted=3, async_scheduling=True),
-)
 
 
 @mutation(Loads, "plan", engine(windows=(0,), num_drafted=2, num_states=1))
