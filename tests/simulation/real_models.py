@@ -224,10 +224,7 @@ def _minimax_m3(config: VllmConfig) -> Specs:
 
     def attention() -> KVCacheSpec:
         return FullAttentionSpec(
-            block_size=block_size,
-            num_kv_heads=4,
-            head_size=128,
-            dtype=torch.float8_e4m3fn,
+            block_size=block_size, num_kv_heads=4, head_size=128, dtype=torch.float8_e4m3fn
         )
 
     index = MLAAttentionSpec(

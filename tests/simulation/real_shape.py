@@ -68,10 +68,9 @@ def shrunk_groups(name: str) -> tuple[KVCacheGroupSpec, ...]:
 
 
 def _shrink_group(group: KVCacheGroupSpec, shrink: int, factor: int) -> KVCacheGroupSpec:
-    specs = {
-        name: _shrink_spec(layer_spec(group, name), shrink, factor) for name in group.layer_names
-    }
-    spec = specs[group.layer_names[0]]
+    names = group.layer_names
+    specs = {name: _shrink_spec(layer_spec(group, name), shrink, factor) for name in names}
+    spec = specs[names[0]]
     if isinstance(group.kv_cache_spec, UniformTypeKVCacheSpecs):
         spec = UniformTypeKVCacheSpecs(spec.block_size, specs)
     return replace(group, kv_cache_spec=spec)
@@ -90,11 +89,7 @@ def _shrink_spec(spec: KVCacheSpec, shrink: int, factor: int) -> KVCacheSpec:
             # Checkpoints lie at ends of blocks, whose sizes are multiples of this.
             sizes["prefill_checkpoint_alignment"] = max(1, alignment // shrink)
         return replace(
-            spec,
-            **sizes,
-            shapes=((page_bytes,),),
-            dtypes=(torch.uint8,),
-            page_size_padded=None,
+            spec, **sizes, shapes=((page_bytes,),), dtypes=(torch.uint8,), page_size_padded=None
         )
     assert isinstance(spec, AttentionSpec)
     tokens_per_state = spec.tokens_per_state
@@ -260,15 +255,9 @@ def draw(seed: int, name: str, **changes: Any) -> Script:
     )
     shape = replace(shape, **changes)
     needed = shape.num_blocks_of_a_request()
-    shape = replace(
-        shape,
+    return replace(drawn, shape=shape, stretch=stretch).varied(
         num_device_blocks=needed * rng.choice([5, 6, 8]) // 4,
         num_host_blocks=rng.choice([4, 10, 30]) * needed,
-    )
-    return replace(
-        drawn,
-        shape=shape,
-        stretch=stretch,
         num_requests=24,
         arrivals=0.9,
         copy_speed=rng.choice([0.5, 0.9]),

@@ -59,7 +59,6 @@ class _Batch:
     works: list[_Work]
     zeroed: list[int]
     """Device blocks to zero before anything else."""
-
     copies: list[tuple[int, int]]
     """Device blocks to copy after that, from and to."""
 
@@ -67,7 +66,7 @@ class _Batch:
 @dataclass(eq=False)
 class _Known:
     tables: list[list[int]]
-    num_tokens: int = field(default=0)
+    num_tokens: int = 0
     """Number of known tokens: the prompt and all that were sampled."""
     num_computed: int = 0
     num_found: int = 0
@@ -80,11 +79,7 @@ class Runner:
     """Follows requests through scheduler outputs as vLLM's model runner does."""
 
     def __init__(
-        self,
-        rank: int,
-        memory: KVMemory,
-        shape: "Shape",
-        stories: Mapping[str, Story],
+        self, rank: int, memory: KVMemory, shape: "Shape", stories: Mapping[str, Story]
     ) -> None:
         self.rank = rank
         self.shape = shape
@@ -95,7 +90,6 @@ class Runner:
         self._alike = [{kind: _alike(layers, kind) for kind in Kind} for layers in self._layers]
         """By group and kind, layers whose pages have entries for the same tokens."""
         self._pages = memory.pages
-        self.num_pages_read = 0
         self._known: dict[str, _Known] = {}
 
     def update(self, scheduled: "SchedulerOutput") -> _Batch:
@@ -230,7 +224,6 @@ class Runner:
                 for position in positions[wrong].tolist():
                     if not self._is_of_a_sibling(work, position, index, layer):
                         self._complain(work, index, layer, position)
-            self.num_pages_read += len(np.unique(blocks)) * len(layers)
 
     def _write(self, work: _Work, index: int, kind: Kind) -> None:
         start = work.redraft_from if kind is Kind.DRAFT else work.start
@@ -313,7 +306,6 @@ class Runner:
         for layer, pages in enumerate(self._pages[index]):
             if not np.array_equal(pages[block], self._state(work, work.start, index, layer)):
                 self._complain(work, index, layer, work.start - 1)
-        self.num_pages_read += len(self._pages[index])
 
     def _write_state(self, work: _Work, index: int) -> None:
         """Write the state after the known tokens, and after each drafted token in the next columns.

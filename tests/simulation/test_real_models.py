@@ -7,18 +7,8 @@ from vllm.model_executor.models.registry import ModelRegistry
 
 from simple_offload.vllm_compat import vllm_version
 from tests.simulation.device import layer_spec
-from tests.simulation.real_models import (
-    REAL_MODELS,
-    describe,
-    plan_groups,
-)
-from tests.simulation.real_shape import (
-    RealShape,
-    draw,
-    has_intervals,
-    real_config,
-    shrunk_groups,
-)
+from tests.simulation.real_models import REAL_MODELS, describe, plan_groups
+from tests.simulation.real_shape import RealShape, draw, has_intervals, real_config, shrunk_groups
 from tests.simulation.runner import Violation
 from tests.simulation.script import Faults, Play
 

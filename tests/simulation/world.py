@@ -311,9 +311,7 @@ class World:
         return count
 
     def step(
-        self,
-        repeat_hooks: bool = False,
-        meanwhile: Callable[[Rank], None] = lambda rank: None,
+        self, repeat_hooks: bool = False, meanwhile: Callable[[Rank], None] = lambda rank: None
     ) -> None:
         """Schedule one step, submit it on every rank, and process the oldest output. ``meanwhile``:
         the work of each rank's device before that output is due."""
