@@ -182,21 +182,18 @@ def _spec_of_built(layer_class: Any, config: VllmConfig, **arguments: Any) -> KV
 def _kimi_k3(config: VllmConfig, *, non_causal: bool = False) -> Specs:
     """models/kimi_k3/nvidia/{kda,mla,mtp,dspark_mla}.py: three layers of linear attention for each
     of MLA. The drafter uses MLA; DSpark's is non-causal."""
-    linear = _class("models.kimi_k3.nvidia.kda", "KimiK3DeltaAttention")
-
-    def state() -> KVCacheSpec:
-        return _spec(
-            linear,
-            config,
-            tp_size=8,
-            num_heads=64,
-            head_dim=128,
-            conv_size=4,
-            num_spec=config.num_speculative_tokens,
-            model_config=SimpleNamespace(dtype=_BF16),
-            cache_config=config.cache_config,
-            kda_prefill_backend="flashkda",
-        )
+    state = _spec(
+        _class("models.kimi_k3.nvidia.kda", "KimiK3DeltaAttention"),
+        config,
+        tp_size=8,
+        num_heads=64,
+        head_dim=128,
+        conv_size=4,
+        num_spec=config.num_speculative_tokens,
+        model_config=SimpleNamespace(dtype=_BF16),
+        cache_config=config.cache_config,
+        kda_prefill_backend="flashkda",
+    )
 
     def latents(*, non_causal: bool = False) -> KVCacheSpec:
         return _spec(
@@ -208,7 +205,7 @@ def _kimi_k3(config: VllmConfig, *, non_causal: bool = False) -> Specs:
         )
 
     specs = {
-        f"model.layers.{layer}.self_attn": latents() if layer % 4 == 3 else state()
+        f"model.layers.{layer}.self_attn": latents() if layer % 4 == 3 else state
         for layer in range(8)
     }
     if config.speculative_config is not None:
@@ -222,11 +219,9 @@ def _minimax_m3(config: VllmConfig) -> Specs:
     an index. The module needs torchvision, so the specs are written out here."""
     block_size = config.cache_config.block_size
 
-    def attention() -> KVCacheSpec:
-        return FullAttentionSpec(
-            block_size=block_size, num_kv_heads=4, head_size=128, dtype=torch.float8_e4m3fn
-        )
-
+    attention = FullAttentionSpec(
+        block_size=block_size, num_kv_heads=4, head_size=128, dtype=torch.float8_e4m3fn
+    )
     index = MLAAttentionSpec(
         block_size=block_size,
         num_kv_heads=1,
@@ -239,7 +234,7 @@ def _minimax_m3(config: VllmConfig) -> Specs:
         names.append("draft.layers.0.transformer_layer.self_attn")  # nvidia/mtp.py: sparse
     specs: Specs = {}
     for layer, name in enumerate(names):
-        specs[f"{name}.attn" if layer < 3 else name] = attention()
+        specs[f"{name}.attn" if layer < 3 else name] = attention
         if layer >= 3:
             specs[f"{name}.indexer.index_cache"] = index
     return specs

@@ -41,9 +41,8 @@ _ROOM = {"num_host_blocks": 300}
 """Enough room for the blocks of all prompts."""
 _EAGER = {"lazy": False, "store_threshold": 1}
 _LAZY = {"lazy": True, "store_threshold": 1}
-_NO_FAULTS = {"faults": Faults()}
 _BUSY = {"arrivals": 0.9, "num_requests": 60}
-_QUICK = {"copy_speed": 0.9}
+_QUICK = {"copy_speed": 0.9, "faults": Faults()}
 
 ORDINARY = Situation()
 """The script as it was drawn."""
@@ -52,7 +51,6 @@ WRITE_HAZARDS = Situation(
     device_blocks=18,
     changes=_ROOM
     | _QUICK
-    | _NO_FAULTS
     | {"async_scheduling": True, "lag": 0.9, "aborts": 0.2}
     # For a consumer, vLLM itself holds such blocks.
     | {"kv_role": "kv_producer"},
@@ -64,9 +62,8 @@ LATE_DRAFTS = Situation(
     device_blocks=32,
     changes=_ROOM
     | _EAGER
-    | _NO_FAULTS
     # This needs the V2 runner and one request at a time.
-    | {"v2_runner": True, "max_num_seqs": 1}
+    | {"v2_runner": True, "max_num_seqs": 1, "faults": Faults()}
     | {"lag": 0.8, "copy_speed": 0.5, "arrivals": 0.1, "resets": 0.0},
 )
 """A load begins after steps without tokens, while the drafter of an ended request may still
@@ -115,8 +112,7 @@ ANNOUNCED_STATES = replace(ANNOUNCED, model=PLAIN | {"windows": (0,), "num_state
 
 GROWING = Situation(
     changes=_ROOM
-    | _NO_FAULTS
-    | {"chunk_blocks": 6, "num_ranks": 2, "num_stages": 1, "arrivals": 0.9}
+    | {"chunk_blocks": 6, "num_ranks": 2, "num_stages": 1, "arrivals": 0.9, "faults": Faults()}
 )
 """Two ranks open host blocks while they serve."""
 
@@ -128,7 +124,6 @@ LAZY_EVICTIONS = Situation(
     changes=_LAZY
     | _QUICK
     | _BUSY
-    | _NO_FAULTS
     | {"num_host_blocks": 2000, "chunk_blocks": None, "resets": 0.0, "aborts": 0.01}
     | {"max_num_batched_tokens": 8, "max_num_seqs": 2},
 )
@@ -148,7 +143,6 @@ LAZILY_AND_QUICKLY = Situation(
     changes=_ROOM
     | _LAZY
     | _QUICK
-    | _NO_FAULTS
     | {"chunk_blocks": None, "kv_role": "kv_both", "arrivals": 0.4, "num_requests": 60},
 )
 """Lazy stores without faults, in which a plain model's copies keep up."""
@@ -156,14 +150,14 @@ LAZILY_AND_QUICKLY = Situation(
 SMALL_LAZY_TIER = Situation(
     device_blocks=30,
     host_blocks=40,
-    changes=_LAZY | _QUICK | _BUSY | _NO_FAULTS | {"chunk_blocks": None},
+    changes=_LAZY | _QUICK | _BUSY | {"chunk_blocks": None},
 )
 """Lazy stores fill a tier soon, and requests load from it."""
 
 SMALL_TIER = Situation(
     device_blocks=20,
     host_blocks=24,
-    changes=_EAGER | _QUICK | _BUSY | _NO_FAULTS | {"chunk_blocks": None},
+    changes=_EAGER | _QUICK | _BUSY | {"chunk_blocks": None},
 )
 """Requests find more blocks than the tier can protect."""
 
@@ -196,7 +190,7 @@ CHAINED_WINDOWS = Situation(
     | {"windows": (0, 8), "draft": True, "chained": True, "num_drafted": 3}
     | {"retention": None, "num_ranks": 1},
     device_blocks=40,
-    changes=_ROOM | _EAGER | _BUSY | _QUICK | _NO_FAULTS,
+    changes=_ROOM | _EAGER | _BUSY | _QUICK,
 )
 """Chained MTP modules and windows. Requests find on the device blocks that another one has
 loaded."""
