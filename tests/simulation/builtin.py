@@ -145,11 +145,11 @@ def judge(script: Script, make_world: Callable[[Shape], World]) -> str | Outcome
     try:
         return play.run()
     except Exception as error:  # noqa: BLE001 - vLLM's assertions count as well
-        text = str(error)
+        text = str(error) or type(error).__name__
     for words, meaning in _MEANINGS.items():
         if words in text:
             return meaning
-    return f"stopped: {text.splitlines()[0][:60] or 'by an assertion'}"
+    return f"stopped: {text.splitlines()[0][:60]}"
 
 
 def main() -> int:

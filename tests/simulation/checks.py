@@ -56,13 +56,14 @@ def check_open(metadata: StepMetadata, num_open: int, num_sub_blocks: int) -> No
         assert whole, f"{store.id} writes a fraction of a host block: {store.host_blocks}"
     for transfer in (*metadata.loads, *metadata.stores):
         last = max(transfer.host_blocks)
-        assert last < num_open, f"{transfer.id} names host block {last}, open are {num_open}"
+        assert last < num_open, f"{transfer.id} names host block {last}, but {num_open} are open"
 
 
 def check_tier_size(pool: BlockPool, num_open: list[int], num_sub_blocks: int) -> None:
     """The tier has as many blocks as every rank has reported. ``num_open``: by rank."""
     expected = max(1, min(num_open) // num_sub_blocks)  # the tier has at least a null block
-    assert len(pool.blocks) == expected, f"{len(pool.blocks)} blocks, ranks opened {num_open}"
+    found = len(pool.blocks)
+    assert found == expected, f"the tier has {found} blocks, ranks have opened {num_open}"
 
 
 def check_admitted(

@@ -291,8 +291,8 @@ class Play:
             world.check_at_rest()
             world.check_kept()
         except AssertionError as error:
-            message = f"seed {self.script.seed}, step {world.num_steps}: {error}"
-            raise Violation(message) from error
+            what = str(error) or "an assertion of vLLM"
+            raise Violation(f"seed {self.script.seed}, step {world.num_steps}: {what}") from error
         finally:
             world.close()
         outcome = self._outcome

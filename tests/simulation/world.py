@@ -221,7 +221,7 @@ class World:
             ranks = range(shape.num_ranks)
             rooms = [shape.host_bytes // shape.block_bytes(rank) for rank in ranks]
             opened = [rank.worker.host_pool.num_open for rank in self.ranks]
-            assert max(opened) <= max(min(rooms), shape.chunk_blocks), f"{opened} of {rooms}"
+            assert max(opened) <= max(min(rooms), shape.chunk_blocks), f"ranks have opened {opened}"
 
     def _make_rank(self, rank: int) -> Rank:
         shape = self.shape
