@@ -1,5 +1,7 @@
 """Driver: a world in which a test runs each copy."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from vllm.sampling_params import SamplingParams
@@ -101,9 +103,21 @@ class Driver:
         self.run()
         return tokens + self.world.finished[request_id][0]
 
+    def fill(self, num_requests: int, first: int = 50) -> None:
+        """Serve requests of five whole blocks each, all different: families from ``first`` on."""
+        for family in range(first, first + num_requests):
+            self.serve(f"fill {family}", prompt(21, family))
+
     def empty_device_cache(self) -> None:
         """Empty the device's prefix cache. No request may be running."""
         assert self.world.reset(tier=False)
+
+    @contextmanager
+    def full_device(self) -> Iterator[None]:
+        """A device without a free block."""
+        taken = self.device_pool.get_new_blocks(self.device_pool.get_num_free_blocks())
+        yield
+        self.device_pool.free_blocks(taken)
 
     # Time
 

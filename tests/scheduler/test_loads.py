@@ -1,14 +1,14 @@
 """Loads: a hit is pinned when it is offered, and held until every rank is done."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from itertools import permutations
 
 import pytest
-from vllm.v1.request import RequestStatus
+from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+from vllm.v1.core.kv_cache_utils import KVCacheBlock
+from vllm.v1.request import Request, RequestStatus
 
 from tests.scheduler.conftest import MakeDriver
-from tests.scheduler.driver import LOAD, Driver, make_request, prompt
+from tests.scheduler.driver import LOAD, Driver, make_request, prompt, record_steps
 from tests.scheduler.tiers import get
 
 
@@ -22,23 +22,14 @@ def stored(drive: MakeDriver, num_tokens: int = 17, **shape: object) -> Driver:
     return driver
 
 
-@contextmanager
-def full_device(driver: Driver) -> Iterator[None]:
-    """A device without a free block."""
-    taken = driver.device_pool.get_new_blocks(driver.device_pool.get_num_free_blocks())
-    yield
-    driver.device_pool.free_blocks(taken)
-
-
 # A hit
 
 
-@pytest.mark.parametrize("num_tokens", [14, 15, 16, 17, 18])
+@pytest.mark.parametrize("num_tokens", [16, 17])
 def test_the_last_token_is_computed(drive: MakeDriver, num_tokens: int) -> None:
     """Its logits are needed. Its block is loaded only if another block comes after it."""
     driver = stored(drive, num_tokens=20)
-    tokens = prompt(20)[:num_tokens]
-    driver.start("a", tokens)
+    driver.start("a", prompt(20)[:num_tokens])
     driver.step()
     (load,) = driver.pending(LOAD)
     assert len(load.host_blocks) == (num_tokens - 1) // 4
@@ -63,27 +54,6 @@ def test_only_blocks_that_the_device_lacks_are_loaded(drive: MakeDriver) -> None
     driver.run()
 
 
-def test_a_short_hit_leaves_the_rest_to_be_computed(drive: MakeDriver) -> None:
-    driver = stored(drive, num_tokens=9)
-    driver.serve("a", [*prompt(9)[:8], *prompt(20, family=3)])
-    assert driver.world.num_blocks_loaded == 2
-
-
-@pytest.mark.proves("I8")
-def test_salts_do_not_see_each_other(drive: MakeDriver) -> None:
-    driver = drive()
-    driver.serve("red", prompt(17), salt="red")
-    driver.empty_device_cache()
-    assert driver.found(prompt(17), salt="red") == 16
-    assert driver.found(prompt(17), salt="blue") == driver.found(prompt(17)) == 0
-    driver.serve("blue", prompt(17), salt="blue")
-    driver.serve("none", prompt(17))
-    assert driver.world.num_blocks_loaded == 0
-    driver.empty_device_cache()
-    driver.serve("red again", prompt(17), salt="red")
-    assert driver.world.num_blocks_loaded == 4
-
-
 def test_a_request_with_prompt_logprobs_is_computed(drive: MakeDriver) -> None:
     """Prompt logprobs need every token's logits."""
     driver = stored(drive)
@@ -101,18 +71,22 @@ def test_a_request_with_prompt_logprobs_is_computed(drive: MakeDriver) -> None:
 # Pins
 
 
-def test_repeated_lookups_pin_once(drive: MakeDriver) -> None:
+@pytest.mark.parametrize("aborts", [False, True])
+def test_repeated_lookups_pin_once(drive: MakeDriver, aborts: bool) -> None:
     driver = stored(drive)
     request = driver.start("a", prompt(17))
-    with full_device(driver):
+    with driver.full_device():
         for _ in range(3):
             driver.step()  # vLLM looks the request up in every step
             assert request.status == RequestStatus.WAITING
             assert driver.scheduler.get_num_new_matched_tokens(request, 0) == (16, True)
         assert driver.num_held[1] == 4
         assert max(block.ref_cnt for block in driver.host_pool.blocks) == 1
+        if aborts:
+            driver.world.abort("a")
+            assert driver.num_held[1] == 0
     driver.run()
-    assert driver.world.num_blocks_loaded == 4
+    assert driver.world.num_blocks_loaded == (0 if aborts else 4)
 
 
 def test_a_hit_is_looked_up_again_when_something_has_changed(drive: MakeDriver) -> None:
@@ -136,17 +110,6 @@ def test_a_hit_is_looked_up_again_when_something_has_changed(drive: MakeDriver) 
     driver.world.check_at_rest()
 
 
-def test_an_unused_hit_is_unpinned(drive: MakeDriver) -> None:
-    driver = stored(drive)
-    driver.start("a", prompt(17))
-    with full_device(driver):
-        driver.step()
-        assert driver.num_held[1] == 4
-        driver.world.abort("a")
-        assert driver.num_held[1] == 0
-    driver.run()
-
-
 def test_a_pinned_hit_is_not_evicted(drive: MakeDriver) -> None:
     driver = stored(drive, num_host_blocks=9)
     request = make_request("a", prompt(17), max_tokens=1)
@@ -161,46 +124,107 @@ def test_a_pinned_hit_is_not_evicted(drive: MakeDriver) -> None:
     assert driver.found(prompt(17)) < 16
 
 
+# What vLLM accepts of a hit
+
+
+class Allocation:
+    """A request for the tier's 16 tokens. The test gives it device blocks."""
+
+    def __init__(self, driver: Driver) -> None:
+        self._driver = driver
+        self.request: Request = make_request("a", prompt(21), max_tokens=1)
+
+    def look_up(self) -> None:
+        assert self._driver.scheduler.get_num_new_matched_tokens(self.request, 0) == (16, True)
+
+    def accept(self, num_tokens: int, *tables: str) -> None:
+        """Load the first ``num_tokens`` into block tables of both groups: "x" is a new block, "."
+        the null block."""
+        blocks = tuple([self._block(entry) for entry in table] for table in tables)
+        self._driver.scheduler.update_state_after_alloc(
+            self.request, KVCacheBlocks(blocks), num_tokens
+        )
+
+    def _block(self, entry: str) -> KVCacheBlock:
+        pool = self._driver.device_pool
+        return pool.get_new_blocks(1)[0] if entry == "x" else pool.null_block
+
+
+@pytest.fixture
+def allocation(drive: MakeDriver) -> Allocation:
+    """The second group has a window of two blocks."""
+    return Allocation(stored(drive, windows=(0, 8), num_device_blocks=60, retention=None))
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "full", "window", "complaint"),
+    [
+        (20, "xxxxx", "...xx", "takes 20 external tokens of 16, which the host tier cannot supply"),
+        (16, "xxxx", ".xxx", r"a: group 1 has device block \d+ within the hit and no host block"),
+        (16, "xxx", "..xx", "a: group 0 has 3 device blocks within the hit, and the host tier 4"),
+    ],
+)
+def test_a_load_that_would_leave_a_block_empty_is_refused(
+    allocation: Allocation, num_tokens: int, full: str, window: str, complaint: str
+) -> None:
+    allocation.look_up()
+    with pytest.raises(RuntimeError, match=complaint):
+        allocation.accept(num_tokens, full, window)
+
+
+def test_a_load_without_a_lookup_is_refused(allocation: Allocation) -> None:
+    complaint = "a: vLLM allocated 16 external tokens that no lookup offered"
+    with pytest.raises(RuntimeError, match=complaint):
+        allocation.accept(16, "xxxx", "..xx")
+
+
+def test_vllm_may_accept_less_than_the_hit(
+    drive: MakeDriver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A window then has other blocks than those of the hit."""
+    driver = stored(drive, num_tokens=33, windows=(0, 8), num_device_blocks=60, retention=None)
+    offer = driver.scheduler.get_num_new_matched_tokens
+
+    def offer_less(request: Request, num_computed_tokens: int) -> tuple[int, bool]:
+        num_tokens, is_async = offer(request, num_computed_tokens)
+        return num_tokens - 12, is_async
+
+    monkeypatch.setattr(driver.scheduler, "get_num_new_matched_tokens", offer_less)
+    driver.start("a", prompt(33))
+    driver.step()
+    (load,) = driver.pending(LOAD)
+    assert len(load.host_blocks) == 5 + 2
+    driver.run()  # the pages have the right contents
+
+
 # Completion
 
 
-@pytest.mark.parametrize("order", [*permutations(range(2)), *permutations(range(3))], ids=str)
-def test_a_request_waits_for_every_rank(drive: MakeDriver, order: tuple[int, ...]) -> None:
+@pytest.mark.proves("I2")
+@pytest.mark.parametrize("aborts", [False, True])
+@pytest.mark.parametrize("order", [(0,), *permutations(range(3))], ids=str)
+def test_blocks_are_held_until_every_rank_is_done(
+    drive: MakeDriver, order: tuple[int, ...], aborts: bool
+) -> None:
     driver = stored(drive, num_ranks=len(order))
     request = driver.start("a", prompt(17))
     driver.step()
+    if aborts:
+        driver.world.abort("a")
+    steps = record_steps(driver)
     for rank in order:
         driver.step(2)
-        assert request.status == RequestStatus.WAITING_FOR_REMOTE_KVS
+        assert aborts or request.status == RequestStatus.WAITING_FOR_REMOTE_KVS
         assert driver.num_held == (4, 4)
         assert driver.scheduler.has_pending_work()
         driver.copy(LOAD, rank)
     driver.step()
-    assert driver.num_held == (4, 0)  # the host blocks are unpinned
-    driver.step()
-    assert "a" in driver.world.finished
-    driver.run()
-
-
-@pytest.mark.proves("I2")
-@pytest.mark.parametrize("num_ranks", [1, 2])
-def test_blocks_of_an_aborted_request_are_held_until_the_end(
-    drive: MakeDriver, num_ranks: int
-) -> None:
-    driver = stored(drive, num_ranks=num_ranks)
-    driver.start("a", prompt(17), max_tokens=5)
-    driver.step()
-    driver.world.abort("a")
-    for rank in range(num_ranks):
-        driver.step(2)
-        assert driver.num_held == (4, 4)
-        driver.copy(LOAD, rank)
-    driver.step()
-    assert driver.num_held == (0, 0)
+    assert driver.num_held == (0 if aborts else 4, 0)
     num_stored = driver.num_stored
     driver.run()
     assert driver.num_stored == num_stored  # no block of a half-loaded request is stored
     assert driver.found(prompt(17)) == 16
+    assert not any(step.admitted for step in steps)  # nothing is left to wait for
 
 
 def test_two_requests_load_the_same_blocks(drive: MakeDriver) -> None:
@@ -211,24 +235,8 @@ def test_two_requests_load_the_same_blocks(drive: MakeDriver) -> None:
     first, second = driver.pending(LOAD)
     assert first.host_blocks.tolist() == second.host_blocks.tolist()
     assert not {*first.device_blocks.tolist()} & {*second.device_blocks.tolist()}
-    driver.copy(LOAD)
-    driver.step()
-    assert driver.num_held[1] == 4  # for the other request
-    driver.copy(LOAD)
-    driver.step()
-    assert driver.num_held[1] == 0
+    for num_left in (4, 0):
+        driver.copy(LOAD)
+        driver.step()
+        assert driver.num_held[1] == num_left
     driver.run()
-
-
-def test_the_loaded_chain_is_the_most_recently_used(drive: MakeDriver) -> None:
-    driver = drive(num_host_blocks=9, num_device_blocks=40)
-    driver.serve("old", prompt(17))
-    driver.serve("new", prompt(17, family=1))
-    driver.empty_device_cache()
-    driver.start("old again", prompt(17))
-    driver.step()
-    driver.copy(LOAD)
-    driver.step()
-    driver.serve("third", prompt(17, family=2))
-    assert driver.found(prompt(17)) == 16
-    assert driver.found(prompt(17, family=1)) == 0

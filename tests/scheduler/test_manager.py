@@ -1,5 +1,6 @@
 """OffloadScheduler: its configuration, and its answers to vLLM."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -15,7 +16,6 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from vllm.v1.kv_cache_interface import (
     ChunkedLocalAttentionSpec,
     KVCacheConfig,
-    KVCacheSpec,
     MambaSpec,
 )
 from vllm.v1.outputs import KVConnectorOutput
@@ -24,19 +24,14 @@ from simple_offload.config import OffloadConfig
 from simple_offload.metadata import RankCapacity, WorkerReport
 from simple_offload.scheduler.manager import OffloadScheduler
 from tests.scheduler.conftest import MakeDriver
-from tests.scheduler.driver import STORE, make_request, prompt, record_steps
+from tests.scheduler.driver import LOAD, STORE, Driver, make_request, prompt, record_steps
 from tests.scheduler.tiers import BLOCK_SIZE, commit_as
-from tests.simulation.integrity import (
-    check_scheduler,
-    check_tier,
-    groups_of,
-    ids_in_flight,
-    pool_of,
-)
+from tests.simulation.integrity import check_scheduler, check_tier, groups_of, ids_in_flight
 from tests.simulation.shape import Shape
 from tests.simulation.vllm_config import make_kv_cache_config, make_vllm_config
 
 MAMBA = MambaSpec(block_size=BLOCK_SIZE, shapes=((4, 4),), dtypes=(torch.float32,))
+NUM_BLOCKS = 40
 
 
 def make_config(windows: tuple[int, ...] = (0,), **last_group: object) -> KVCacheConfig:
@@ -55,140 +50,77 @@ def make_scheduler(
         kv_role="kv_both",
     )
     vllm_config = make_vllm_config(Shape(block_size=BLOCK_SIZE, num_ranks=num_ranks), transfer)
-    config = OffloadConfig.parse(extra_config, num_ranks)
+    config = OffloadConfig.parse({"num_cpu_blocks": NUM_BLOCKS} | extra_config, num_ranks)
     return OffloadScheduler(vllm_config, kv_cache_config, config)
 
 
-# Configuration
+def capacities(*num_blocks: int, num_open: int = NUM_BLOCKS) -> list[RankCapacity]:
+    """The handshake of ranks with room for these numbers of host blocks."""
+    return [RankCapacity(f"r{i}", blocks, num_open, 64) for i, blocks in enumerate(num_blocks)]
+
+
+# Capacity
 
 
 @pytest.mark.parametrize(
-    ("extra_config", "words"),
+    ("extra_config", "num_blocks", "lines"),
     [
-        ({}, "eager stores"),
-        ({"lazy_offload": True}, "lazy stores"),
-        ({"store_threshold": 3}, "eager stores of prefixes that 3 requests had"),
+        ({}, (8, 8), ["Host tier: 8 blocks of 4 tokens, eager stores"]),
+        (
+            {"lazy_offload": True},
+            (9, 7, 8),
+            [
+                "Ranks have room for [9, 7, 8] host blocks; all use 7",
+                "Host tier: 7 blocks of 4 tokens, lazy stores",
+            ],
+        ),
+        (
+            {"store_threshold": 3},
+            (8,),
+            ["Host tier: 8 blocks of 4 tokens, eager stores of prefixes that 3 requests had"],
+        ),
     ],
-    ids=str,
+    ids=["eager", "lazy, unlike ranks", "threshold"],
 )
-def test_the_log_has_the_policy(
-    extra_config: dict[str, Any], words: str, caplog: pytest.LogCaptureFixture
+def test_the_log_has_capacity_and_policy(
+    extra_config: dict[str, Any],
+    num_blocks: tuple[int, ...],
+    lines: list[str],
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     caplog.set_level("INFO")
-    scheduler = make_scheduler(make_config(), num_cpu_blocks=8, **extra_config)
-    scheduler.agree_on_capacity(capacities(8))
-    assert caplog.messages[-1] == f"Host tier: 40 blocks of {BLOCK_SIZE} tokens, {words}"
-
-
-def test_there_are_no_blocks_until_ranks_open_some() -> None:
-    tier = make_scheduler(make_config(), num_cpu_blocks=8).tier
-    assert tier.num_blocks == 1  # vLLM's null block
-    assert tier.allocate(1) == []
-    check_tier(tier)
-
-
-# Opening
-
-
-NUM_BLOCKS = 40
-
-
-class Foreign(KVConnectorHandshakeMetadata):
-    """The handshake of another connector's rank."""
-
-    num_host_blocks = num_open = 2
-
-
-def capacities(*num_open: int) -> list[RankCapacity]:
-    """The handshake of each rank."""
-    return [
-        RankCapacity(f"r{rank}", NUM_BLOCKS, blocks, 64) for rank, blocks in enumerate(num_open)
-    ]
-
-
-def report(scheduler: OffloadScheduler, num_open: dict[str, int]) -> None:
-    """Let ranks report their numbers of open blocks."""
-    known = {rank: RankCapacity(rank, NUM_BLOCKS, opened, 64) for rank, opened in num_open.items()}
-    output = KVConnectorOutput(kv_connector_worker_meta=WorkerReport(capacities=known))
-    scheduler.update_connector_output(output)
-
-
-@pytest.mark.parametrize("num_open", [(7,), (9, 7), (7, 30, 9), (40, 40, 7)], ids=str)
-def test_the_smallest_rank_decides(num_open: tuple[int, ...]) -> None:
-    scheduler = make_scheduler(make_config(), num_ranks=len(num_open), num_cpu_blocks=NUM_BLOCKS)
-    scheduler.agree_on_capacity(capacities(*num_open))
-    assert scheduler.tier.num_blocks == 7
-    assert scheduler.tier.num_free == 6
-    check_tier(scheduler.tier)
-
-
-@pytest.mark.parametrize("num_blocks", [(8, 8), (9, 7), (9, 7, 8)], ids=str)
-def test_the_log_has_the_capacity(
-    num_blocks: tuple[int, ...], caplog: pytest.LogCaptureFixture
-) -> None:
-    caplog.set_level("INFO")
-    scheduler = make_scheduler(make_config(), num_ranks=len(num_blocks), num_cpu_blocks=NUM_BLOCKS)
-    scheduler.agree_on_capacity(
-        RankCapacity(f"r{rank}", blocks, 2, 64) for rank, blocks in enumerate(num_blocks)
-    )
-    assert f"Host tier: {min(num_blocks)} blocks of {BLOCK_SIZE} tokens" in caplog.text
-    assert ("all use 7" in caplog.text) == (len(set(num_blocks)) > 1)
-
-
-@pytest.mark.parametrize("ranks", [(), (7,), (7, 8)], ids=str)
-def test_the_tier_waits_for_every_rank(ranks: tuple[int, ...]) -> None:
-    """Beside another connector the handshake may reach only some ranks, or none."""
-    scheduler = make_scheduler(make_config(), num_ranks=3, num_cpu_blocks=NUM_BLOCKS)
-    scheduler.agree_on_capacity(capacities(*ranks))
-    report(scheduler, {})
-    assert scheduler.tier.num_blocks == 1
-    for rank in range(3):
-        assert scheduler.tier.num_blocks == 1
-        report(scheduler, {f"r{rank}": 5 + rank})
-    assert scheduler.tier.num_blocks == 5
-
-
-def test_the_tier_grows_with_the_slowest_rank() -> None:
-    scheduler = make_scheduler(make_config(), num_ranks=2, num_cpu_blocks=NUM_BLOCKS)
-    scheduler.agree_on_capacity(capacities(5, 9))
-    sizes = []
-    for num_open in ({"r1": 12}, {"r0": 9}, {"r0": 40}, {"r1": 30}, {"r0": 40, "r1": 40}):
-        report(scheduler, num_open)
-        sizes.append(scheduler.tier.num_blocks)
-    assert sizes == [5, 9, 12, 30, 40]
-    check_tier(scheduler.tier)
+    scheduler = make_scheduler(make_config(), num_ranks=len(num_blocks), **extra_config)
+    scheduler.agree_on_capacity(capacities(*num_blocks))
+    assert caplog.messages[-len(lines) :] == lines
 
 
 @given(st.data())
-def test_the_tier_has_the_blocks_that_every_rank_has(data: st.DataObject) -> None:
-    """For any reports in any order. A rank's number only grows."""
+def test_the_smallest_rank_decides(data: st.DataObject) -> None:
+    """The tier has the blocks that every rank has opened, and none before each rank has spoken.
+    Beside another connector the handshake may reach only some ranks, or none. A rank's number only
+    grows."""
     num_ranks = data.draw(st.integers(1, 4))
-    scheduler = make_scheduler(make_config(), num_ranks, num_cpu_blocks=NUM_BLOCKS)
+    scheduler = make_scheduler(make_config(), num_ranks)
+    assert scheduler.tier.num_blocks == 1  # vLLM's null block
     known: dict[str, int] = {}
     ranks = st.sets(st.integers(0, num_ranks - 1))
-    for _ in range(data.draw(st.integers(1, 6))):
+    for turn in range(data.draw(st.integers(1, 6))):
         news = {
             f"r{rank}": min(NUM_BLOCKS, known.get(f"r{rank}", 1) + data.draw(st.integers(0, 15)))
             for rank in data.draw(ranks)
         }
         known |= news
-        report(scheduler, news)
+        reported = {rank: RankCapacity(rank, NUM_BLOCKS, news[rank], 64) for rank in news}
+        if turn == 0:
+            scheduler.agree_on_capacity(reported.values())
+        else:
+            report = WorkerReport(capacities=reported)
+            scheduler.update_connector_output(KVConnectorOutput(kv_connector_worker_meta=report))
         wanted = min(known.values()) if len(known) == num_ranks else 1
         assert scheduler.tier.num_blocks == wanted
-        assert scheduler.tier.num_free == wanted - 1
+        assert scheduler.tier.num_free == len(scheduler.tier.allocate(NUM_BLOCKS)) == wanted - 1
+        scheduler.tier.unpin(scheduler.tier._pool.blocks[1:])
         check_tier(scheduler.tier)
-
-
-@pytest.mark.parametrize("foreign_first", [True, False])
-def test_reports_of_other_connectors_ranks_do_not_count(
-    drive: MakeDriver, foreign_first: bool
-) -> None:
-    driver = drive(num_host_blocks=NUM_BLOCKS, num_handshakes=0)
-    metadata: list[KVConnectorHandshakeMetadata] = [Foreign(), *capacities(7)]
-    driver.world.connector.set_xfer_handshake_metadata_pp_aware(
-        dict(enumerate(metadata if foreign_first else metadata[::-1]))
-    )
-    assert driver.tier.num_blocks == 7
 
 
 def test_a_tier_that_grows_while_it_serves(drive: MakeDriver) -> None:
@@ -237,81 +169,67 @@ def test_equal_ranks_need_no_step_to_agree(drive: MakeDriver) -> None:
     assert all(driver.world.can_open(rank) for rank in driver.world.ranks)
 
 
-# Reports
+# Other connectors
+
+
+class ForeignHandshake(KVConnectorHandshakeMetadata):
+    """Of another connector's rank."""
+
+    num_host_blocks = num_open = 2
 
 
 @dataclass
 class ForeignReport(KVConnectorWorkerMetadata):
-    """The report of another connector's rank."""
+    """Of another connector's rank."""
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:
         return self
 
 
+@pytest.mark.parametrize("foreign_first", [True, False])
+def test_handshakes_of_other_connectors_do_not_count(
+    drive: MakeDriver, foreign_first: bool
+) -> None:
+    driver = drive(num_host_blocks=NUM_BLOCKS, num_handshakes=0)
+    metadata = [ForeignHandshake(), *capacities(NUM_BLOCKS, num_open=7)]
+    driver.world.connector.set_xfer_handshake_metadata_pp_aware(
+        dict(enumerate(metadata if foreign_first else metadata[::-1]))
+    )
+    assert driver.tier.num_blocks == 7
+
+
 @pytest.mark.parametrize("report", [None, ForeignReport()], ids=["none", "foreign"])
-def test_reports_of_others_are_ignored(
+def test_reports_of_other_connectors_do_not_count(
     drive: MakeDriver, report: KVConnectorWorkerMetadata | None
 ) -> None:
     driver = drive()
     driver.start("a", prompt(17))
     driver.step(2)
-    assert len(ids_in_flight(driver.scheduler)) == 1
+    in_flight = ids_in_flight(driver.scheduler)
+    assert len(in_flight) == 1
     driver.scheduler.update_connector_output(KVConnectorOutput(kv_connector_worker_meta=report))
-    assert len(ids_in_flight(driver.scheduler)) == 1
+    assert ids_in_flight(driver.scheduler) == in_flight
     driver.run()
 
 
-def test_vllm_may_free_a_finished_request(drive: MakeDriver) -> None:
-    driver = drive()
-    request = driver.start("a", prompt(17), max_tokens=9)
-    driver.step(2)
-    assert driver.scheduler.request_finished(request) == (False, None)
-    assert driver.scheduler.request_finished(request) == (False, None)
-    driver.run()
+# Steps
 
 
 def test_a_step_names_whether_it_computes(drive: MakeDriver) -> None:
+    """A step of compute, then steps that wait for the store."""
     driver = drive()
     steps = record_steps(driver)
-    driver.start("a", prompt(17))
+    request = driver.start("a", prompt(17))
+    driver.step()
+    assert steps[0].computes
+    for _ in range(2):  # vLLM may free it, and tells so again
+        assert driver.scheduler.request_finished(request) == (False, None)
     driver.run()
-    # Two steps of compute, then steps that wait for the stores.
-    assert [step.computes for step in steps][:1] == [True]
     assert [bool(step.stores) for step in steps].count(True) == 1
     assert not steps[-1].computes
 
 
 # Where a hit may start
-
-
-class Chunked:
-    """A scheduler side whose second group attends to chunks of two blocks. Its tier holds the
-    blocks of 32 tokens in both groups."""
-
-    def __init__(self, spec: KVCacheSpec | None) -> None:
-        last = {} if spec is None else {"kv_cache_spec": spec}
-        self.scheduler = make_scheduler(make_config((0, 0), **last), num_cpu_blocks=30)
-        self.request = make_request("a", prompt(33))
-        self.scheduler.agree_on_capacity(capacities(30))
-        tier = self.scheduler.tier
-        for group in groups_of(tier).ids:
-            parent = None
-            for index, key in enumerate(groups_of(tier).keys(self.request.block_hashes, group)):
-                (block,) = tier.allocate(1)
-                commit_as(tier, block, key, parent, num_tokens=(index + 1) * BLOCK_SIZE)
-                parent = key
-
-    def offered(self, num_computed_tokens: int) -> int:
-        num_tokens, is_async = self.scheduler.get_num_new_matched_tokens(
-            self.request, num_computed_tokens
-        )
-        assert is_async == (num_tokens > 0)
-        return num_tokens
-
-    @property
-    def num_pinned(self) -> int:
-        tier = self.scheduler.tier
-        return tier.num_blocks - 1 - pool_of(tier).get_num_free_blocks()
 
 
 CHUNKED = ChunkedLocalAttentionSpec(
@@ -323,65 +241,85 @@ CHUNKED = ChunkedLocalAttentionSpec(
 )
 
 
-@pytest.mark.parametrize("num_blocks", range(9))
-def test_a_hit_starts_with_a_chunk(num_blocks: int) -> None:
+@pytest.mark.parametrize(
+    ("last_group", "first_tokens"),
+    [({}, [0, 4, 8, 12, 16, 20, 24, 28]), ({"kv_cache_spec": CHUNKED}, [0, 8, 16, 24])],
+    ids=["blocks", "chunks"],
+)
+def test_a_hit_starts_with_a_block_and_a_chunk(
+    last_group: dict[str, Any], first_tokens: list[int]
+) -> None:
     """The lookup covers only blocks that the device lacks, so the tier must have their whole
-    chunks."""
-    chunked = Chunked(CHUNKED)
-    wanted = 32 - num_blocks * BLOCK_SIZE if num_blocks % 2 == 0 else 0
-    assert chunked.offered(num_blocks * BLOCK_SIZE) == wanted
-    assert (chunked.num_pinned > 0) == (wanted > 0)
+    chunks. Elsewhere an earlier hit is unpinned."""
+    scheduler = make_scheduler(make_config((0, 0), **last_group))
+    scheduler.agree_on_capacity(capacities(NUM_BLOCKS))
+    tier, request = scheduler.tier, make_request("a", prompt(33))
+    for group in groups_of(tier).ids:
+        parent = None
+        for index, key in enumerate(groups_of(tier).keys(request.block_hashes, group)):
+            (block,) = tier.allocate(1)
+            commit_as(tier, block, key, parent, num_tokens=(index + 1) * BLOCK_SIZE)
+            parent = key
+    for num_tokens in range(33):
+        assert scheduler.get_num_new_matched_tokens(request, 0) == (32, True)
+        hit = 32 - num_tokens if num_tokens in first_tokens else 0
+        assert scheduler.get_num_new_matched_tokens(request, num_tokens) == (hit, hit > 0)
+        assert (tier.num_free < NUM_BLOCKS - 1) == (hit > 0)
 
 
-@pytest.mark.parametrize("num_blocks", range(9))
-def test_without_chunks_a_hit_starts_with_a_block(num_blocks: int) -> None:
-    assert Chunked(None).offered(num_blocks * BLOCK_SIZE) == 32 - num_blocks * BLOCK_SIZE
+# The tests' own checks
 
 
-def test_a_hit_does_not_start_within_a_block() -> None:
-    plain = Chunked(None)
-    for num_tokens in (1, 2, 3, 5):
-        assert plain.offered(BLOCK_SIZE) > 0
-        assert plain.num_pinned > 0
-        assert plain.offered(num_tokens) == 0
-        assert plain.num_pinned == 0  # the earlier hit is unpinned
+def _leak_a_host_block(driver: Driver) -> None:
+    driver.run()
+    driver.tier.allocate(1)
 
 
-# Integrity
+def _begin_a_transfer(driver: Driver) -> None:
+    driver.run()
+    driver.scheduler._ledger.begin()
+
+
+def _free_a_block_of_a_store(driver: Driver) -> None:
+    (store,) = driver.pending(STORE)
+    driver.device_pool.blocks[store.device_blocks[0]].ref_cnt = 0
+
+
+def _find_a_block_too_soon(driver: Driver) -> None:
+    (store,) = driver.scheduler._stores._in_flight.values()
+    (run,) = store.runs
+    driver.host_pool._insert_block_hash(run.keys[0], run.host_blocks[0], num_tokens=4)
+    driver.tier.num_used += 1
+
+
+def _free_a_block_of_a_load(driver: Driver) -> None:
+    (load,) = driver.pending(LOAD)
+    driver.device_pool.blocks[load.device_blocks[0]].ref_cnt = 0
 
 
 @pytest.mark.proves("I7")
-def test_a_leaking_host_block_is_noticed(drive: MakeDriver) -> None:
-    driver = drive()
-    driver.serve("a", prompt(17))
-    check_scheduler(driver.scheduler)
-    leaked = driver.tier.allocate(1)
-    with pytest.raises(AssertionError, match="1 host blocks are pinned by nothing"):
-        check_scheduler(driver.scheduler)
-    driver.tier.unpin(leaked)
-    check_scheduler(driver.scheduler)
-
-
-def test_a_transfer_that_nothing_waits_for_is_noticed(drive: MakeDriver) -> None:
-    driver = drive()
-    driver.scheduler._ledger.begin()
-    with pytest.raises(AssertionError, match="in flight, and nothing waits for them"):
-        check_scheduler(driver.scheduler)
-
-
-def test_stores_are_checked(drive: MakeDriver) -> None:
-    driver = drive()
+@pytest.mark.parametrize(
+    ("corrupt", "complaint"),
+    [
+        (_leak_a_host_block, "1 host blocks are pinned by nothing"),
+        (_begin_a_transfer, "in flight, and nothing waits for them"),
+        (_free_a_block_of_a_store, "free during a store"),
+        (_find_a_block_too_soon, "can be found too soon"),
+        (_free_a_block_of_a_load, "b: block is free"),
+    ],
+)
+def test_what_the_scheduler_side_loses_is_noticed(
+    drive: MakeDriver, corrupt: Callable[[Driver], None], complaint: str
+) -> None:
+    driver = drive(num_device_blocks=40)
+    driver.serve("before", prompt(17, family=1))
+    driver.empty_device_cache()
     driver.start("a", prompt(17))
     driver.step(2)
-    (store,) = driver.pending(STORE)
+    driver.start("b", prompt(17, family=1))
+    driver.step()
+    assert driver.pending(LOAD)
     check_scheduler(driver.scheduler)
-    held = driver.device_pool.blocks[store.device_blocks.tolist()[0]]
-    count, held.ref_cnt = held.ref_cnt, 0
-    with pytest.raises(AssertionError, match="free during a store"):
+    corrupt(driver)
+    with pytest.raises(AssertionError, match=complaint):
         check_scheduler(driver.scheduler)
-    held.ref_cnt = count
-    driver.host_pool.free_block_queue.num_free_blocks += 1
-    with pytest.raises(AssertionError, match="miscounted"):
-        check_scheduler(driver.scheduler)
-    driver.host_pool.free_block_queue.num_free_blocks -= 1
-    driver.run()

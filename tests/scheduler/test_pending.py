@@ -4,7 +4,6 @@ import pytest
 
 from tests.scheduler.conftest import MakeDriver
 from tests.scheduler.driver import LOAD, STORE, Driver, prompt
-from tests.simulation.integrity import ids_in_flight
 
 
 def is_pending(driver: Driver) -> tuple[bool, bool]:
@@ -17,28 +16,17 @@ def test_the_engine_goes_on_until_the_stores_have_drained(drive: MakeDriver) -> 
     driver = drive(num_ranks=2)
     assert is_pending(driver) == (False, False)
     driver.start("a", prompt(17))
-    driver.step(2)
-    assert "a" in driver.world.finished
+    while "a" in driver.world.requests:
+        driver.step()
+    assert driver.pending(STORE) == []  # it is planned
     for rank in range(2):
-        driver.step(3)
         assert is_pending(driver) == (True, True)
         assert driver.world.scheduler.has_requests()
+        driver.step(3)
         driver.copy(STORE, rank)
     driver.step()
     assert is_pending(driver) == (False, False)
     assert not driver.world.scheduler.has_requests()
-
-
-def test_a_planned_store_is_work(drive: MakeDriver) -> None:
-    driver = drive()
-    driver.start("a", prompt(17))
-    while "a" in driver.world.requests:
-        driver.step()
-    assert driver.pending(STORE) == []
-    assert not ids_in_flight(driver.scheduler)
-    assert is_pending(driver)[0]
-    assert driver.world.scheduler.has_requests()
-    driver.run()
 
 
 def test_a_load_is_work(drive: MakeDriver) -> None:
@@ -54,7 +42,22 @@ def test_a_load_is_work(drive: MakeDriver) -> None:
     driver.run()
 
 
-def test_a_transfer_frees_a_block_only_as_its_last_holder(drive: MakeDriver) -> None:
+def test_an_admitted_load_whose_request_has_ended_frees_its_blocks(drive: MakeDriver) -> None:
+    driver = drive(async_scheduling=True, kv_role="kv_producer")
+    driver.serve("a", prompt(17))
+    driver.empty_device_cache()
+    request = driver.start("b", prompt(17), max_tokens=9)
+    driver.step()
+    driver.announce()
+    while request not in driver.world.scheduler.running:
+        driver.step()
+    assert is_pending(driver) == (True, False)
+    driver.world.abort("b")
+    assert is_pending(driver) == (True, True)
+    driver.run()
+
+
+def test_a_store_frees_a_block_only_as_its_last_holder(drive: MakeDriver) -> None:
     driver = drive()
     driver.start("a", prompt(33), max_tokens=3)
     while not driver.pending(STORE):
@@ -90,25 +93,22 @@ def test_no_request_is_preempted_for_blocks_that_a_store_will_free(
     driver.copy(STORE)
     driver.run()
     assert request.num_preemptions == 0
-    assert len(driver.world.finished["b"][0]) == 12
 
 
-def test_no_request_is_preempted_for_blocks_of_a_planned_store(drive: MakeDriver) -> None:
-    """The store of "a", which has ended, comes in the step in which "b" needs a block."""
+@pytest.mark.parametrize("ends", [True, False])
+def test_no_request_is_preempted_for_blocks_of_a_planned_store(
+    drive: MakeDriver, ends: bool
+) -> None:
+    """The store of "a", if it has ended, comes in the step in which "b" needs a block. While both
+    run in the same pool, vLLM preempts one."""
     driver = drive(num_device_blocks=10, max_num_batched_tokens=64)
-    driver.start("a", prompt(16))
-    request = driver.start("b", prompt(20, family=1), max_tokens=8)
+    requests = [
+        driver.start("a", prompt(16), max_tokens=1 if ends else 8),
+        driver.start("b", prompt(20, family=1), max_tokens=8),
+    ]
     driver.step()
-    assert "a" in driver.world.finished
+    assert ("a" in driver.world.finished) == ends
     assert driver.device_pool.get_num_free_blocks() == 0
     driver.run()
-    assert request.num_preemptions == 0
+    assert sum(request.num_preemptions for request in requests) == (0 if ends else 1)
     assert driver.found(prompt(16)) == 16
-
-
-def test_without_stores_under_way_vllm_preempts(drive: MakeDriver) -> None:
-    """The counterpart: running requests fill the same pool."""
-    driver = drive(num_device_blocks=10, max_num_batched_tokens=64)
-    requests = [driver.start(f"r{i}", prompt(16, family=i), max_tokens=8) for i in range(2)]
-    driver.run()
-    assert sum(request.num_preemptions for request in requests) > 0

@@ -1,41 +1,46 @@
 """Unsupported models and settings are refused, with the reason and the allowed values."""
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
 from simple_offload.config import ConfigError
-from tests.scheduler.conftest import MakeDriver
 from tests.scheduler.test_manager import MAMBA, make_config, make_scheduler
 
+ONE_STATE = {"kv_cache_spec": MAMBA}
+STATES = {"kv_cache_spec": replace(MAMBA, mamba_cache_mode="align")}
 
-def test_state_layers_that_keep_one_state_are_refused() -> None:
-    for windows in ((0,), (0, 8)):
-        config = make_config(windows, kv_cache_spec=MAMBA)
-        with pytest.raises(ConfigError, match=r"mamba_cache_mode='none': .*; allowed: 'align'"):
-            make_scheduler(config, num_cpu_blocks=8)
-        config = make_config(windows, kv_cache_spec=replace(MAMBA, mamba_cache_mode="align"))
-        make_scheduler(config, num_cpu_blocks=8)
+
+@pytest.mark.parametrize("windows", [(0,), (0, 8)], ids=str)
+@pytest.mark.parametrize(
+    ("last_group", "extra_config", "complaint"),
+    [
+        (ONE_STATE, {}, r"mamba_cache_mode='none': .*; allowed: 'align'"),
+        ({"host_resident": True}, {}, "in host memory already"),
+        (STATES, {"cpu_block_size": 8}, r"cpu_block_size=8: .* state .*; allowed: 4, or no"),
+        (
+            {},
+            {"cpu_block_size": 8, "lazy_offload": True},
+            r"cpu_block_size=8: lazy_offload .* allowed: 4, .*false",
+        ),
+    ],
+    ids=["one state", "host memory", "sub-blocks of states", "lazy sub-blocks"],
+)
+def test_unsupported_models_and_settings_are_refused(
+    windows: tuple[int, ...],
+    last_group: dict[str, Any],
+    extra_config: dict[str, Any],
+    complaint: str,
+) -> None:
+    with pytest.raises(ConfigError, match=complaint):
+        make_scheduler(make_config(windows, **last_group), **extra_config)
 
 
 def test_models_without_prefix_caching_are_refused() -> None:
     with pytest.raises(ConfigError, match="no KV cache group that prefix caching covers"):
-        make_scheduler(make_config(enable_kv_transfer=False), num_cpu_blocks=8)
+        make_scheduler(make_config(enable_kv_transfer=False))
 
 
-def test_groups_in_host_memory_are_refused() -> None:
-    with pytest.raises(ConfigError, match="in host memory already"):
-        make_scheduler(make_config((0, 8), host_resident=True), num_cpu_blocks=8)
-
-
-def test_states_have_no_sub_blocks(drive: MakeDriver) -> None:
-    states = drive(num_states=1).world.kv_cache_configs[0]
-    with pytest.raises(ConfigError, match=r"cpu_block_size=8: .* state .*; allowed: 4, or no"):
-        make_scheduler(states, num_cpu_blocks=8, cpu_block_size=8)
-    make_scheduler(states, num_cpu_blocks=8, cpu_block_size=4)
-
-
-def test_lazy_stores_have_no_sub_blocks() -> None:
-    config = make_config()
-    with pytest.raises(ConfigError, match=r"cpu_block_size=8: lazy_offload .* allowed: 4, .*false"):
-        make_scheduler(config, num_cpu_blocks=8, cpu_block_size=8, lazy_offload=True)
+def test_states_at_block_boundaries_are_supported() -> None:
+    make_scheduler(make_config((0, 8), **STATES), cpu_block_size=4)
