@@ -227,6 +227,18 @@ def test_blocks_are_held_until_every_rank_is_done(
     assert not any(step.admitted for step in steps)  # nothing is left to wait for
 
 
+@pytest.mark.proves("I2")
+def test_a_load_has_its_own_references_to_blocks_that_may_leave_a_table(drive: MakeDriver) -> None:
+    """A request that waits for a load keeps its blocks, except those outside its window."""
+    driver = stored(drive, windows=(0, 8), num_device_blocks=60)
+    driver.start("a", prompt(17))
+    driver.step()
+    (load,) = driver.pending(LOAD)
+    blocks = [driver.device_pool.blocks[block_id] for block_id in load.device_blocks.tolist()]
+    assert [block.ref_cnt for block in blocks] == [1] * 4 + [2] * 2
+    driver.run()
+
+
 def test_two_requests_load_the_same_blocks(drive: MakeDriver) -> None:
     driver = stored(drive)
     driver.start("a", prompt(17))

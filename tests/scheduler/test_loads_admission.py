@@ -86,6 +86,10 @@ def test_blocks_of_an_admitted_load_are_held_after_its_request_has_ended(
     ):
         assert all(pool.blocks[block_id].ref_cnt > 0 for block_id in ids.tolist())
     driver.run()
+    # The tail leaves the device first.
+    queue = [block.block_id for block in driver.device_pool.free_block_queue.get_all_free_blocks()]
+    chain = load.device_blocks.tolist()[:4]
+    assert sorted(chain, key=queue.index) == chain[::-1]
 
 
 def test_a_load_that_fails_on_a_rank_when_another_has_announced_it(drive: MakeDriver) -> None:
