@@ -1,9 +1,8 @@
-"""block_pool: each function leaves the pool as vLLM's own methods do, block by block."""
+"""block_pool: each function leaves the pool as vLLM's own methods do, link by link."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from vllm.v1.core.block_pool import BlockPool
@@ -15,23 +14,20 @@ from tests.simulation.integrity import pool_of
 
 NUM_BLOCKS = 12
 CHAIN = [key(name) for name in prefixes("abcdefghijkl")]
+Call = Callable[[BlockPool, list[KVCacheBlock]], Any]
 
 
 def snapshot(pool: BlockPool) -> object:
     """The state of the pool and its blocks, links in both directions included."""
     queue = pool.free_block_queue
-
-    def id_of(block: KVCacheBlock | None) -> object:
-        return None if block is None else block.block_id
-
     fields = [
         (
             block.block_id,
             block.ref_cnt,
             block.block_hash,
             block.block_hash_num_tokens,
-            id_of(block.prev_free_block),
-            id_of(block.next_free_block),
+            block.prev_free_block and block.prev_free_block.block_id,
+            block.next_free_block and block.next_free_block.block_id,
         )
         for block in (*pool.blocks, queue.fake_free_list_head, queue.fake_free_list_tail)
     ]
@@ -46,7 +42,7 @@ def snapshot(pool: BlockPool) -> object:
 class Twins:
     """Two equal pools: our functions change one, vLLM's own methods the other."""
 
-    def __init__(self, filled: int) -> None:
+    def __init__(self, filled: int = NUM_BLOCKS) -> None:
         """``filled`` of the blocks hold the chain's first keys. They are free, tail first."""
         self.pools = [pool_of(make_tier(NUM_BLOCKS)) for _ in range(2)]
         for pool in self.pools:
@@ -54,14 +50,8 @@ class Twins:
             for place, block in enumerate(blocks):
                 pool._insert_block_hash(CHAIN[place], block, (place + 1) * BLOCK_SIZE)
             pool.free_blocks(reversed(blocks))
-        self.check()
 
-    def do(
-        self,
-        own: Callable[[BlockPool, list[KVCacheBlock]], Any],
-        theirs: Callable[[BlockPool, list[KVCacheBlock]], Any],
-        block_ids: Sequence[int] = (),
-    ) -> Any:
+    def do(self, own: Call, theirs: Call, block_ids: Sequence[int] = ()) -> Any:
         """Call both with the blocks of these ids, and compare. Returns the result of ``own``."""
         returned = [
             act(pool, [pool.blocks[i] for i in block_ids])
@@ -70,18 +60,16 @@ class Twins:
         if isinstance(returned[0], list):
             ids = [[each and each.block_id for each in blocks] for blocks in returned]
             assert ids[0] == ids[1]
-        self.check()
-        return returned[0]
-
-    def check(self) -> None:
         assert snapshot(self.pools[0]) == snapshot(self.pools[1])
+        return returned[0]
 
 
 IDS = st.lists(st.integers(1, NUM_BLOCKS), unique=True)
-FILLED = st.integers(0, NUM_BLOCKS)
+COUNT = st.integers(0, NUM_BLOCKS)
+PLACE = st.integers(1, NUM_BLOCKS)
 
 
-@given(FILLED, st.lists(IDS, max_size=4), st.data())
+@given(COUNT, st.lists(IDS, max_size=4), st.data())
 def test_touch_and_free_blocks(filled: int, held: list[list[int]], data: st.DataObject) -> None:
     twins = Twins(filled)
     for ids in held:
@@ -91,18 +79,7 @@ def test_touch_and_free_blocks(filled: int, held: list[list[int]], data: st.Data
     assert twins.pools[0].get_num_free_blocks() == NUM_BLOCKS
 
 
-@given(FILLED, st.integers(0, NUM_BLOCKS + 2))
-def test_get_empty_blocks(filled: int, limit: int) -> None:
-    twins = Twins(filled)
-    count = min(limit, NUM_BLOCKS - filled)
-    blocks = twins.do(
-        lambda pool, _: block_pool.get_empty_blocks(pool, limit),
-        lambda pool, _: pool.get_new_blocks(count),
-    )
-    assert len(blocks) == count
-
-
-@given(FILLED, st.integers(0, NUM_BLOCKS), st.integers(0, NUM_BLOCKS), st.booleans())
+@given(COUNT, COUNT, COUNT, st.booleans())
 def test_get_new_blocks(filled: int, limit: int, kept: int, inner: bool) -> None:
     """``kept``: the place in the queue of a block to keep, if it has contents."""
     twins = Twins(filled)
@@ -128,65 +105,29 @@ def test_get_new_blocks(filled: int, limit: int, kept: int, inner: bool) -> None
     assert (key("inside") in removed) == (inner and CHAIN[filled - 1] in evicted)
 
 
-@given(st.integers(1, NUM_BLOCKS))
-def test_cache_chain(count: int) -> None:
-    twins = Twins(0)
+@given(COUNT, st.integers(1, NUM_BLOCKS + 2))
+def test_empty_blocks_are_filled_with_a_chain(filled: int, limit: int) -> None:
+    twins = Twins(filled)
+    count = min(limit, NUM_BLOCKS - filled)
     blocks = twins.do(
-        lambda pool, _: block_pool.get_empty_blocks(pool, count),
+        lambda pool, _: block_pool.get_empty_blocks(pool, limit),
         lambda pool, _: pool.get_new_blocks(count),
     )
-
+    keys = [key(name) for name in prefixes("xyzuvwxyzuvw"[:count])]
     parents: list[BlockHashWithGroupId | None] = [None] * (NUM_BLOCKS + 1)
 
+    def cache_chain(pool: BlockPool, blocks: list[KVCacheBlock]) -> None:
+        block_pool.cache_chain(pool, blocks, keys, parents, key("before"))
+
     def insert(pool: BlockPool, blocks: list[KVCacheBlock]) -> None:
-        for place, block in enumerate(blocks):
-            pool._insert_block_hash(CHAIN[place], block, None)
+        for block, own_key in zip(blocks, keys, strict=True):
+            pool._insert_block_hash(own_key, block, None)
 
-    twins.do(
-        lambda pool, blocks: block_pool.cache_chain(
-            pool, blocks, CHAIN[:count], parents, key("before")
-        ),
-        insert,
-        [block.block_id for block in blocks],
-    )
-    assert [parents[block.block_id] for block in blocks] == [key("before"), *CHAIN[: count - 1]]
+    twins.do(cache_chain, insert, [block.block_id for block in blocks])
+    assert [parents[block.block_id] for block in blocks] == [key("before"), *keys][:count]
 
 
-@given(st.integers(1, NUM_BLOCKS))
-def test_free_chain(count: int) -> None:
-    """At the end of the queue, tail first."""
-    twins = Twins(NUM_BLOCKS)
-    ids = range(1, count + 1)
-    twins.do(block_pool.touch, lambda pool, blocks: pool.touch(blocks), ids)
-    twins.do(block_pool.free_chain, lambda pool, blocks: pool.free_blocks(reversed(blocks)), ids)
-
-
-def backwards(pool: BlockPool) -> list[KVCacheBlock]:
-    """The free queue by its links from the end to the front."""
-    blocks, block = [], pool.free_block_queue.fake_free_list_tail.prev_free_block
-    while block is not None and block.block_id >= 0:
-        blocks.append(block)
-        block = block.prev_free_block
-    return blocks
-
-
-@given(st.integers(1, NUM_BLOCKS), st.integers(1, NUM_BLOCKS))
-def test_move(one: int, other: int) -> None:
-    twins = Twins(NUM_BLOCKS)
-    head, last = sorted((one, other))
-
-    def block_by_block(pool: BlockPool, blocks: list[KVCacheBlock]) -> None:
-        pool.touch(blocks)
-        pool.free_blocks(reversed(blocks))
-
-    twins.do(
-        lambda pool, blocks: block_pool.move(pool, blocks[-1], blocks[0]),
-        block_by_block,
-        range(head, last + 1),
-    )
-
-
-@given(st.integers(1, NUM_BLOCKS))
+@given(PLACE)
 def test_free_blocks_first(count: int) -> None:
     """As vLLM frees empty blocks."""
     twins = Twins(0)
@@ -195,9 +136,56 @@ def test_free_blocks_first(count: int) -> None:
     twins.do(block_pool.free_blocks_first, lambda pool, blocks: pool.free_blocks(blocks), ids)
 
 
-@given(IDS, st.integers(0, NUM_BLOCKS))
+def join_before(
+    pool: BlockPool, blocks: list[KVCacheBlock], successor: KVCacheBlock | None
+) -> None:
+    """Free a chain, tail first, just before ``successor`` or at the end: with the blocks from
+    ``successor`` on behind it."""
+    queued = pool.free_block_queue.get_all_free_blocks()
+    behind = queued[queued.index(successor) :] if successor is not None else []
+    pool.touch(behind)
+    pool.free_blocks([*reversed(blocks), *behind])
+
+
+@given(PLACE, COUNT)
+def test_free_chain(count: int, place: int) -> None:
+    """Before another block of the queue, or at its end."""
+    twins = Twins()
+    ids = range(1, count + 1)
+    twins.do(block_pool.touch, lambda pool, blocks: pool.touch(blocks), ids)
+
+    def successor(pool: BlockPool) -> KVCacheBlock | None:
+        return next(iter(pool.free_block_queue.get_all_free_blocks()[place:]), None)
+
+    twins.do(
+        lambda pool, blocks: block_pool.free_chain(pool, blocks, successor(pool)),
+        lambda pool, blocks: join_before(pool, blocks, successor(pool)),
+        ids,
+    )
+
+
+@given(PLACE, PLACE, COUNT)
+def test_move(one: int, other: int, place: int) -> None:
+    """Before a block outside the piece, or to the end."""
+    ids = range(min(one, other), max(one, other) + 1)
+
+    def successor(pool: BlockPool) -> KVCacheBlock | None:
+        return pool.blocks[place] if place and place not in ids else None
+
+    def block_by_block(pool: BlockPool, blocks: list[KVCacheBlock]) -> None:
+        pool.touch(blocks)
+        join_before(pool, blocks, successor(pool))
+
+    Twins().do(
+        lambda pool, blocks: block_pool.move(pool, blocks[-1], blocks[0], successor(pool)),
+        block_by_block,
+        ids,
+    )
+
+
+@given(IDS, COUNT)
 def test_a_bookmark_marks_its_place_while_blocks_leave(gone: list[int], place: int) -> None:
-    twins = Twins(NUM_BLOCKS)
+    twins = Twins()
     pool = twins.pools[0]
     queued = [*pool.free_block_queue.get_all_free_blocks(), block_pool.queue_end(pool)]
     bookmark = block_pool.Bookmark()
@@ -213,45 +201,19 @@ def test_a_bookmark_marks_its_place_while_blocks_leave(gone: list[int], place: i
 
 @given(IDS)
 def test_the_order_of_the_free_queue(held: list[int]) -> None:
-    pool = Twins(NUM_BLOCKS).pools[0]
-    block_pool.touch(pool, [pool.blocks[i] for i in held])
+    pool = Twins().pools[0]
+    pool.touch([pool.blocks[i] for i in held])
     queued = pool.free_block_queue.get_all_free_blocks()
     found = [(block, block.block_hash) for block in queued]
     assert list(block_pool.free_blocks_after(pool, None)) == found
-    assert block_pool.first_free(pool) is next(iter(queued), block_pool.queue_end(pool))
+    followers = [*queued, block_pool.queue_end(pool)]
+    assert block_pool.first_free(pool) is followers[0]
     for place, block in enumerate(queued, 1):
         assert list(block_pool.free_blocks_after(pool, block)) == found[place:]
-        following = queued[place] if place < len(queued) else block_pool.queue_end(pool)
-        assert block_pool.next_free(block) is following
+        assert block_pool.next_free(block) is followers[place]
 
 
-@pytest.mark.parametrize("place", range(4))
-def test_free_chain_before_a_block(place: int) -> None:
-    pool = pool_of(make_tier(8))
-    chain = pool.get_new_blocks(3)
-    before = pool.free_block_queue.get_all_free_blocks()
-    block_pool.free_chain(pool, chain, before[place])
-    after = pool.free_block_queue.get_all_free_blocks()
-    assert after == [*before[:place], *reversed(chain), *before[place:]]
-    assert pool.get_num_free_blocks() == len(after)
-    assert all(block.ref_cnt == 0 for block in chain)
-    assert backwards(pool) == after[::-1]
-
-
-@pytest.mark.parametrize("place", [0, 1, 4, 5, None])
-def test_move_before_a_block(place: int | None) -> None:
-    pool = Twins(NUM_BLOCKS).pools[0]
-    before = pool.free_block_queue.get_all_free_blocks()
-    successor = None if place is None else before[place]
-    block_pool.move(pool, before[2], before[3], successor)
-    others = [*before[:2], *before[4:]]
-    start = len(others) if successor is None else others.index(successor)
-    after = pool.free_block_queue.get_all_free_blocks()
-    assert after == [*others[:start], *before[2:4], *others[start:]]
-    assert backwards(pool) == after[::-1]
-
-
-@given(FILLED, st.lists(st.sampled_from([*CHAIN, key("nowhere")])), st.booleans())
+@given(COUNT, st.lists(st.sampled_from([*CHAIN, key("nowhere")])), st.booleans())
 def test_find_blocks_and_find_chain(
     filled: int, keys: list[BlockHashWithGroupId], twice: bool
 ) -> None:
@@ -266,8 +228,7 @@ def test_find_blocks_and_find_chain(
     found = twins.do(lambda pool, _: block_pool.find_blocks(pool, keys), one_by_one)
     assert [block_pool.get_block(twins.pools[0], key) for key in keys] == found
     chain = block_pool.find_chain(twins.pools[0], keys)
-    end = found.index(None) if None in found else len(found)
-    assert chain == found[:end]
+    assert chain == found[: found.index(None) if None in found else len(found)]
 
 
 def test_touch_calls_the_metrics_collector() -> None:

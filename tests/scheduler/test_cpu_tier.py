@@ -1,118 +1,148 @@
-"""CpuTier: allocation, commits, drops and references."""
+"""CpuTier: one scene for each promise. ``test_cpu_tier_machine.py`` has all orders of calls."""
+
+import gc
+from collections.abc import Iterator
 
 import pytest
-from vllm.v1.core.kv_cache_utils import BlockHashWithGroupId
+from vllm.v1.core.kv_cache_utils import KVCacheBlock
 
+from simple_offload.scheduler.tier import block_pool
+from simple_offload.scheduler.tier.cpu_tier import CpuTier
+from simple_offload.scheduler.tier.run import Run
 from tests.scheduler.tiers import (
     BLOCK_SIZE,
     begin,
     block,
     blocks,
     commit,
+    commit_as,
     contents,
+    finish,
+    get,
     hashes,
-    hold,
     key,
     leave,
     make_tier,
     names,
+    parent_of,
     prefixes,
-    snapshot,
+    protected,
     store,
 )
-from tests.simulation.integrity import check_tier, pool_of
+from tests.simulation.integrity import check_tier, groups_of, pool_of
 
 
-def test_version_grows_when_a_lookup_may_change() -> None:
-    tier = make_tier(3)
-    seen = [tier.version]
+def find(tier: CpuTier, *chains: str) -> None:
+    """Load the chains for requests that end at once."""
+    for chain in chains:
+        pins = tier.lookup(hashes(chain), 0, 100).pins
+        tier.pin(pins)
+        tier.unpin(pins)
+        check_tier(tier)
 
-    def grew() -> bool:
-        seen.append(tier.version)
-        return seen[-1] > seen[-2]
 
-    filled = begin(tier, "a")
-    assert not grew()
-    commit(tier, filled, "a")
-    assert grew()
-    store(tier, "ab", "abc")
-    assert grew()
-    hold(tier, blocks(tier, "ab"))
-    tier.unpin(blocks(tier, "ab"))
-    assert not grew()
-    begin(tier, "x")  # evicts "abc"
-    assert grew()
-    tier.drop(blocks(tier, "a"))
-    assert grew()
-    tier.reset()
-    assert grew()
+def store_early(tier: CpuTier, *stored: str) -> None:
+    """Store blocks before their parents."""
+    for name in stored:
+        (filled,) = tier.allocate(1)
+        num_tokens = len(name) * BLOCK_SIZE
+        assert commit_as(tier, filled, key(name), parent_of(name), num_tokens, early=True)
+        check_tier(tier)
+
+
+# The order of eviction
+
+
+@pytest.mark.proves("I9")
+def test_the_tail_of_a_prefix_leaves_before_its_head() -> None:
+    """Branches of a prefix leave before it, and chains stored between do not matter."""
+    tier = make_tier(9)
+    store(tier, "ab", "xy", "abcd", "xyz", "abce")
+    assert leave(tier) == ["abcd", "abce", "abc", "ab", "a", "xyz", "xy", "x"]
+
+
+@pytest.mark.proves("I9")
+def test_a_chain_stored_tail_first_leaves_tail_first() -> None:
+    """A parent that comes late stays as long as its own parent."""
+    tier = make_tier(4)
+    store_early(tier, "abcd", "abc", "ab", "a")
+    assert leave(tier) == ["abcd", "abc", "ab", "a"]
+    other = make_tier(6)
+    store_early(other, "a", "ab", "xy", "abcd", "x", "abc")
+    assert leave(other) == ["xy", "abcd", "x", "abc", "ab", "a"]
+
+
+@pytest.mark.proves("I9")
+def test_a_demoted_block_with_another_child_stays() -> None:
+    tier = make_tier(6)
+    store(tier, "abx", "pq", "aby")
+    tier.demote(blocks(tier, "aby"))
+    assert tier.lookup(hashes("aby"), 0, 100).num_tokens == 3 * BLOCK_SIZE
+    assert leave(tier) == ["aby", "abx", "ab", "a", "pq", "p"]
+
+
+def test_a_promoted_chain_is_the_most_recently_used() -> None:
+    tier = make_tier(6)
+    store(tier, "abc", "xyz")
+    tier.demote(blocks(tier, "abc"))
+    tier.promote([key("abc"), key("not there")])
+    check_tier(tier)
+    assert leave(tier) == ["xyz", "xy", "x", "abc", "ab", "a"]
+
+
+def test_a_request_that_ends_renews_its_chain() -> None:
+    tier = make_tier(6)
+    store(tier, "abc", "xyz")
+    finish(tier, "abpq", 4)
+    assert leave(tier) == ["abc", "xyz", "xy", "x", "ab", "a"]
+
+
+def test_a_chain_with_a_gap_is_renewed() -> None:
+    """Another chain stands where the missing block should be."""
+    tier = make_tier(8)
+    store_early(tier, "abcd", "abc")
+    store(tier, "pq", "a")
+    finish(tier, "pqx", 2)
+    finish(tier, "abcd", 4)
+    check_tier(tier)
+    assert leave(tier)[:2] == ["pq", "p"]
+
+
+def test_blocks_used_once_do_not_displace_found_ones() -> None:
+    tier = make_tier(6)
+    store(tier, "abc")
+    find(tier, "abc")
+    store(tier, "kl", "mn", "op", "xy")
+    assert contents(tier) == {"a", "ab", "abc", "x", "xy", "o"}
+    store(tier, "pqrst")  # evicts protected blocks only when no others are there
+    assert contents(tier) == {*prefixes("pqrst"), "a"}
+
+
+def test_half_of_the_tier_is_protected_and_less_with_every_ten_evictions() -> None:
+    """Blocks beyond the limit are the most recently used on probation."""
+    tier = make_tier(8)
+    store(tier, "abcde", "xyz")
+    find(tier, "abcde")
+    assert protected(tier) == {"a", "ab", "abc", "abcd"}
+    find(tier, "a", "ab")
+    store(tier, *"klmnopqrs")
+    assert protected(tier) == {"a", "ab", "abc", "abcd"}
+    store(tier, "t")
+    assert protected(tier) == {"a", "ab", "abc"}
+    tier.grow(17)
+    find(tier, "abcd", "t")
+    assert protected(tier) == {"a", "ab", "abc", "abcd", "t"}
 
 
 # Making room
 
 
-def test_empty_blocks_are_allocated_before_any_is_evicted() -> None:
-    tier = make_tier(5)
-    store(tier, "abc")
-    allocated = [begin(tier, "x"), begin(tier, "xy")]
-    assert contents(tier) == {"a", "ab", "abc"}
-    assert [new.ref_cnt for new in allocated] == [1, 1]
-    assert names(allocated) == ["", ""]
-
-
-def test_allocation_stops_when_everything_is_pinned() -> None:
-    tier = make_tier(3)
-    store(tier, "abc")
-    hold(tier, blocks(tier, "abc"))
-    before = snapshot(tier)
-    assert tier.allocate(1) == tier.allocate(5) == tier.allocate(1, lambda: {key("abc")}) == []
-    assert snapshot(tier) == before
-
-
-def test_a_chain_that_fills_the_tier_does_not_evict_itself() -> None:
-    tier = make_tier(4)
-    store(tier, "abcd")
-    before = snapshot(tier)
-    assert tier.allocate(1, lambda: {key("abcd")}) == []
-    assert snapshot(tier) == before
-    begin(tier, "x")  # another chain may evict its tail
-    assert contents(tier) == {"a", "ab", "abc"}
-
-
-@pytest.mark.parametrize("count", [0, 1, 2, 3, 4, 5, 9])
-def test_blocks_are_allocated_as_far_as_there_is_room(count: int) -> None:
-    """Empty blocks first, then the least recently used."""
-    tier = make_tier(5)
-    store(tier, "abc")
-    allocated = tier.allocate(count)
-    assert len(allocated) == min(count, 5)
-    assert [new.ref_cnt for new in allocated] == [1] * len(allocated)
-    assert names(allocated) == [""] * len(allocated)
-    assert contents(tier) == set(prefixes("abc")[: 3 - max(0, len(allocated) - 2)])
-    check_tier(tier)
-
-
-def test_keys_to_keep_are_collected_only_for_an_eviction() -> None:
-    tier = make_tier(4)
-    store(tier, "ab")
-    calls: list[None] = []
-
-    def keep() -> set[BlockHashWithGroupId]:
-        calls.append(None)
-        return {key("a")}
-
-    held = tier.allocate(2, keep)
-    assert calls == []
-    assert len(tier.allocate(2, keep)) == 1
-    assert calls == [None]
-    tier.unpin(held)
-
-
-def test_allocation_stops_at_a_block_to_keep() -> None:
+def test_allocation_evicts_as_many_as_needed_up_to_a_block_to_keep() -> None:
+    """It asks for the blocks to keep only when no empty block is left."""
     tier = make_tier(6)
     store(tier, "xy", "abc")
-    allocated = tier.allocate(6, lambda: {key("ab"), key("abc")})
-    assert len(allocated) == 3  # the empty one, "xy" and "x"
+    assert names(tier.allocate(1, pytest.fail)) == [""]
+    assert len(tier.allocate(5, lambda: {key("ab"), key("abc")})) == 2
     assert contents(tier) == {"a", "ab", "abc"}
     assert tier.allocate(1, lambda: {key("abc")}) == []
     assert len(tier.allocate(6, lambda: {key("ab")})) == 1
@@ -120,84 +150,144 @@ def test_allocation_stops_at_a_block_to_keep() -> None:
     check_tier(tier)
 
 
-# Growing
-
-
 def test_new_blocks_are_the_next_to_be_allocated_lowest_first() -> None:
-    tier = make_tier(4)
-    store(tier, "abc")
-    tier.grow(9)
-    assert (tier.num_blocks, pool_of(tier).num_gpu_blocks) == (9, 9)
-    assert pool_of(tier).get_num_free_blocks() == 8
-    check_tier(tier)
-    new = [begin(tier, "x" * length) for length in range(1, 5)]
-    assert [block.block_id for block in new] == [5, 6, 7, 8]
-    assert contents(tier) == {"a", "ab", "abc"}
-
-
-def test_growing_keeps_contents_and_references() -> None:
-    tier = make_tier(4)
-    store(tier, "abcd")
-    pinned = blocks(tier, "ab")
-    hold(tier, pinned)
-    version = tier.version
-    assert tier.allocate(1, lambda: {key("abcd")}) == []
-    tier.grow(7)
-    assert tier.version == version  # lookups find the same as before
-    assert contents(tier) == {"a", "ab", "abc", "abcd"}
-    assert [held.ref_cnt for held in pinned] == [1, 1]
-    store(tier, "abcdef")
-    tier.unpin(pinned)
-    check_tier(tier)
-    assert leave(tier) == ["abcdef", "abcde", "abcd", "abc", "ab", "a"]
-
-
-@pytest.mark.parametrize("num_blocks", [0, 1, 4, 5])
-def test_a_tier_does_not_shrink(num_blocks: int) -> None:
-    tier = make_tier(4)
-    store(tier, "ab")
-    before = snapshot(tier)
-    tier.grow(num_blocks)
-    assert snapshot(tier) == before
-    assert tier.num_blocks == 5
-    check_tier(tier)
-
-
-def test_a_tier_may_begin_without_blocks() -> None:
     tier = make_tier(0)
-    assert (tier.num_blocks, pool_of(tier).get_num_free_blocks()) == (1, 0)
+    assert (tier.num_blocks, tier.allocate(1)) == (1, [])
     assert tier.lookup(hashes("abc"), 0, 100).num_tokens == 0
-    assert tier.allocate(1) == []
-    tier.reset()
-    check_tier(tier)
     tier.grow(4)
-    store(tier, "abc")
-    assert contents(tier) == {"a", "ab", "abc"}
-
-
-# Filling
-
-
-def test_a_block_is_found_once_it_is_committed() -> None:
-    tier = make_tier(4)
-    filled = begin(tier, "a")
-    assert contents(tier) == set()
-    assert commit(tier, filled, "a")
-    assert contents(tier) == {"a"}
-    assert filled.ref_cnt == 0
-
-
-def test_an_orphan_is_not_kept() -> None:
-    tier = make_tier(4)
-    store(tier, "ab")
-    filled = begin(tier, "abc")
-    tier.drop([block(tier, "ab")])
-    assert not commit(tier, filled, "abc")
-    assert contents(tier) == {"a"}
-    assert (filled.ref_cnt, filled.block_hash) == (0, None)
+    store(tier, "a")
+    tier.grow(6)
+    tier.grow(5)  # a tier does not shrink
     check_tier(tier)
-    assert tier.allocate(1) == [filled]  # the next to be allocated
-    assert contents(tier) == {"a"}
+    assert [new.block_id for new in tier.allocate(9)] == [4, 5, 2, 3, 1]
+
+
+@pytest.fixture
+def collector() -> Iterator[None]:
+    """Restores the garbage collector's state after the test."""
+    was_enabled = gc.isenabled()
+    yield
+    (gc.enable if was_enabled else gc.disable)()
+
+
+@pytest.mark.usefixtures("collector")
+def test_no_garbage_is_collected_while_blocks_are_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Afterwards the collector is on again, if it was, even when memory has run out."""
+    was_enabled: list[bool] = []
+
+    def make_block(block_id: int) -> KVCacheBlock:
+        was_enabled.append(gc.isenabled())
+        if block_id == 9:
+            raise MemoryError
+        return KVCacheBlock(block_id)
+
+    monkeypatch.setattr(block_pool, "KVCacheBlock", make_block)
+    gc.enable()
+    tier = make_tier(2)
+    was_enabled.clear()
+    tier.grow(6)
+    assert gc.isenabled()
+    with pytest.raises(MemoryError):
+        tier.grow(10)
+    assert (gc.isenabled(), tier.num_blocks) == (True, 6)
+    gc.disable()
+    tier.grow(7)
+    assert not gc.isenabled()
+    assert not any(was_enabled)
+
+
+# Finding
+
+
+@pytest.mark.parametrize("windows", [(0,), (0, 8), (8,), (0, 0)], ids=str)
+def test_a_lookup_finds_the_same_as_vllm(windows: tuple[int, ...]) -> None:
+    """Also for a single chain, where vLLM's lookup is not used."""
+    tier = make_tier(24, windows)
+    coordinator = tier._lookup._coordinator
+    for group in range(len(windows)):
+        store(tier, "abcde", "abx", group=group)
+    assert groups_of(tier).is_one_chain == (windows == (0,))
+    for chain in ("abcdefghi", "abxyz", "zabcd", "bcd"):
+        asked = hashes(chain)
+        assert tier.lookup(asked, 0, -1).num_tokens == tier.lookup(asked, 0, 0).num_tokens == 0
+        for max_tokens in range(1, (len(chain) + 1) * BLOCK_SIZE):
+            expected = coordinator.find_longest_cache_hit(asked, max_tokens)[:2]
+            assert tier.lookup(asked, 0, max_tokens)[:2] == expected
+
+
+def test_a_hit_pins_its_blocks_and_their_ancestors() -> None:
+    """Ancestors only in chained groups, parents before children."""
+    tier = make_tier(16, windows=(8, 0))
+    for group in (0, 1):
+        store(tier, "abc", group=group)
+    assert tier.lookup(hashes("abc"), 0, 100).blocks[0][0].is_null  # the window is of two blocks
+    hit = tier.lookup(hashes("abcd"), 2 * BLOCK_SIZE, 100)
+    assert names(hit.pins) == ["", "", "abc", ""]
+    assert names(hit.pins, group=1) == ["a", "ab", "", "abc"]
+    hit = tier.lookup(hashes("abcd"), 0, 100)
+    assert names(hit.pins) == ["ab", "abc", "", "", ""]
+    assert names(hit.pins, group=1) == ["", "", "a", "ab", "abc"]
+    assert tier.lookup(hashes("abcd"), 4 * BLOCK_SIZE, 100).pins == []
+    assert tier.lookup(hashes("xbcd"), 0, 100).pins == []
+
+
+@pytest.mark.parametrize("missing", [66, 3, 0])
+def test_a_long_chain_with_a_gap_ends_there(missing: int) -> None:
+    """A hit behind the gap pins those of its ancestors that are in the tier."""
+    chain = "".join(chr(0x4E00 + index) for index in range(400))
+    tier = make_tier(400)
+    store(tier, chain)
+    pool_of(tier).evict_blocks({block(tier, chain[: missing + 1]).block_id})
+    (found,) = tier.lookup(hashes(chain), 0, 400 * BLOCK_SIZE).blocks
+    assert names(found) == prefixes(chain[:missing])
+    hit = tier.lookup(hashes(chain), 399 * BLOCK_SIZE, BLOCK_SIZE)
+    others = [name for name in prefixes(chain) if get(tier, key(name)) is not None]
+    assert names(hit.pins) == others
+    assert len(others) == 399
+
+
+def test_has_none() -> None:
+    """A chain's first block decides. Window blocks may be in the tier without earlier ones."""
+    tier = make_tier(8, windows=(0, 8))
+    store(tier, "ab")
+    assert tier.has_none([key("abc"), key("abcd")])
+    assert not tier.has_none([key("ab"), key("abc")])
+    assert commit(tier, begin(tier, "xyz", 1), "xyz", 1)
+    assert not tier.has_none([key("xy", 1), key("xyz", 1)])
+    early = make_tier(8)
+    store_early(early, "abc")
+    assert not early.has_none([key("ab"), key("abc")])
+
+
+@pytest.mark.parametrize("guess", [None, *range(9)])
+def test_first_blocks_in_the_tier_or_coming_are_counted(guess: int | None) -> None:
+    tier = make_tier(8)
+    store(tier, "abc")
+    asked = hashes("abcdefg")
+    counts = [tier.count_first(asked, 0, limit, guess) for limit in (0, 2, 3, 7)]
+    assert counts == [0, 2, 3, 3]
+    coming = {key("abcd"), key("abcde")}
+    assert tier.count_first(asked, 0, 7, guess, coming.__contains__) == 5
+    assert tier.count_first(hashes("xbc"), 0, 3, guess) == 0
+
+
+@pytest.mark.parametrize(("num_coming", "guess"), [(20, 20), (37, 37), (1, 1), (0, None), (0, 0)])
+def test_two_keys_confirm_a_right_guess_or_an_absent_chain(
+    num_coming: int, guess: int | None
+) -> None:
+    chain = "".join(chr(0x4E00 + index) for index in range(40))
+    asked: list[bytes] = []
+    coming = {key(name) for name in prefixes(chain)[:num_coming]}
+
+    def is_coming(key: bytes) -> bool:
+        asked.append(key)
+        return key in coming
+
+    assert make_tier(4).count_first(hashes(chain), 0, 40, guess, is_coming) == num_coming
+    assert len(asked) <= 2
+
+
+# Contents
 
 
 def test_a_window_needs_no_head() -> None:
@@ -207,30 +297,18 @@ def test_a_window_needs_no_head() -> None:
     tier.drop([block(tier, "ab", group=1)])
     assert commit(tier, filled, "abc", group=1)
     assert contents(tier, group=1) == {"a", "abc"}
+    assert contents(tier, group=0) == set()
     check_tier(tier)
 
 
-def test_a_key_is_held_once() -> None:
+def test_dropping_empty_blocks() -> None:
     tier = make_tier(4)
-    first, second = begin(tier, "a"), begin(tier, "a")
-    assert commit(tier, first, "a")
-    assert not commit(tier, second, "a")
-    assert block(tier, "a") is first
-    assert (second.ref_cnt, second.block_hash) == (0, None)
+    store(tier, "a")
+    held = begin(tier, "x")
+    tier.drop([held, pool_of(tier).blocks[-1]])
+    assert contents(tier) == {"a"}
+    assert held.ref_cnt == 1
     check_tier(tier)
-    assert tier.allocate(1) == [second]
-
-
-def test_groups_do_not_find_each_others_blocks() -> None:
-    tier = make_tier(8, windows=(0, 8))
-    store(tier, "abc", group=0)
-    assert contents(tier, group=1) == set()
-    assert tier.lookup(hashes("abc"), 0, 100).num_tokens == 0
-    store(tier, "abc", group=1)
-    assert tier.lookup(hashes("abc"), 0, 100).num_tokens == 3 * BLOCK_SIZE
-
-
-# Doubt
 
 
 def test_doubt_ends_with_the_contents_of_a_block() -> None:
@@ -248,88 +326,14 @@ def test_doubt_ends_with_the_contents_of_a_block() -> None:
     check_tier(tier)
 
 
-# Drops and resets
-
-
-def test_descendants_are_dropped_too() -> None:
-    tier = make_tier(10)
-    store(tier, "abcd", "abxy", "pq")
-    lost = [*blocks(tier, "abcd")[1:], *blocks(tier, "abxy")[2:]]
-    tier.drop([block(tier, "ab")])
-    assert contents(tier) == {"a", "p", "pq"}
-    check_tier(tier)
-    # Empty blocks are allocated before any is evicted.
-    again = [begin(tier, name) for name in ("m", "mn", "mno", "mnop", "mnopq")]
-    assert {new.block_id for new in lost} <= {new.block_id for new in again}
-    assert contents(tier) == {"a", "p", "pq"}
-    assert leave(tier) == ["a", "pq", "p"]
-
-
-def test_dropped_blocks_stay_as_long_as_they_are_pinned() -> None:
-    tier = make_tier(4)
-    store(tier, "abc")
-    pinned = blocks(tier, "abc")
-    hold(tier, pinned)
-    tier.drop(pinned[1:2])
-    assert contents(tier) == {"a"}
-    assert [held.ref_cnt for held in pinned] == [1, 1, 1]
-    check_tier(tier)
-    new = begin(tier, "x")
-    assert new not in pinned
-    assert tier.allocate(1) == []
-    tier.unpin(pinned)
-    check_tier(tier)
-    assert {begin(tier, "y").block_id, begin(tier, "z").block_id} == {
-        held.block_id for held in pinned[1:]
-    }
-    assert contents(tier) == {"a"}
-
-
-def test_dropping_empty_blocks() -> None:
-    tier = make_tier(4)
-    store(tier, "a")
-    held = begin(tier, "x")
-    tier.drop([held, pool_of(tier).blocks[-1]])
-    assert contents(tier) == {"a"}
-    assert held.ref_cnt == 1
-    check_tier(tier)
-
-
-def test_a_reset_drops_all_contents_and_no_reference() -> None:
-    tier = make_tier(6)
-    store(tier, "abc", "x")
-    pinned = blocks(tier, "ab")
-    hold(tier, pinned)
-    filling = begin(tier, "abcd")
-    tier.reset()
-    assert contents(tier) == set()
-    assert tier.lookup(hashes("abc"), 0, 100).num_tokens == 0
-    assert [held.ref_cnt for held in (*pinned, filling)] == [1, 1, 1]
-    assert pool_of(tier).get_num_free_blocks() == 3
-    check_tier(tier)
-    tier.unpin([*pinned, filling])
-    check_tier(tier)
-    assert pool_of(tier).get_num_free_blocks() == 6
-    store(tier, "abc")  # the tier works as before
-    assert contents(tier) == {"a", "ab", "abc"}
-
-
-def test_unpinned_chains_join_the_queue_tail_first() -> None:
-    tier = make_tier(12)
-    store(tier, "abcd", "abx", "q")
-    one, other = blocks(tier, "abcd"), blocks(tier, "abx")
-    hold(tier, [*one, *other, block(tier, "q")])
-    tier.unpin([*one, block(tier, "q")])  # the other chain has a reference to "ab"
-    queue = pool_of(tier).free_block_queue
-    assert names(queue.get_all_free_blocks())[-3:] == ["abcd", "abc", "q"]
-    tier.unpin(other)
-    assert names(queue.get_all_free_blocks())[-6:] == ["abcd", "abc", "q", "abx", "ab", "a"]
-    check_tier(tier)
-
-
-def test_an_unpinned_block_joins_a_parent_that_is_free() -> None:
-    tier = make_tier(12)
-    store(tier, "abc", "q")
-    hold(tier, [block(tier, "abc")])
-    tier.unpin([block(tier, "abc")])
-    assert leave(tier) == ["abc", "ab", "a", "q"]
+@pytest.mark.parametrize("num_sub_blocks", [1, 3])
+def test_a_slice_of_a_run(num_sub_blocks: int) -> None:
+    keys = [key(name) for name in ("ab", "abc", "abcd")]
+    device_blocks = [KVCacheBlock(index) for index in range(3 * num_sub_blocks)]
+    run = Run(device_blocks, keys, key("a"), 2 * BLOCK_SIZE, BLOCK_SIZE)
+    first, last = run.slice(0, 2), run.slice(1, 3)
+    assert (first.keys, last.keys) == (keys[:2], keys[1:])
+    assert first.device_blocks == device_blocks[: 2 * num_sub_blocks]
+    assert last.device_blocks == device_blocks[num_sub_blocks:]
+    assert (first.parent, first.num_tokens, first.size) == (key("a"), 2 * BLOCK_SIZE, BLOCK_SIZE)
+    assert (last.parent, last.num_tokens, last.size) == (key("ab"), 3 * BLOCK_SIZE, BLOCK_SIZE)

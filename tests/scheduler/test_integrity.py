@@ -5,7 +5,7 @@ from collections.abc import Callable
 import pytest
 
 from simple_offload.scheduler.tier.cpu_tier import CpuTier
-from tests.scheduler.tiers import begin, block, blocks, hold, key, make_tier, protect, store
+from tests.scheduler.tiers import begin, block, blocks, key, make_tier, store
 from tests.simulation.integrity import check_tier, pool_of
 
 Corruption = Callable[[CpuTier], None]
@@ -16,7 +16,7 @@ def tier() -> CpuTier:
     """ "abc" is free, "xy" is pinned, one block is in a store, and two are empty."""
     tier = make_tier(8)
     store(tier, "abc", "xy")
-    hold(tier, blocks(tier, "xy"))
+    pool_of(tier).touch(blocks(tier, "xy"))
     begin(tier, "p")
     check_tier(tier)
     return tier
@@ -26,24 +26,12 @@ def _reference_a_free_block(tier: CpuTier) -> None:
     block(tier, "abc").ref_cnt += 1
 
 
-def _lose_a_reference(tier: CpuTier) -> None:
-    block(tier, "xy").ref_cnt -= 1
-
-
 def _queue_a_pinned_block(tier: CpuTier) -> None:
     pool_of(tier).free_block_queue.append(block(tier, "xy"))
 
 
-def _lose_a_free_block(tier: CpuTier) -> None:
-    pool_of(tier).free_block_queue.remove(block(tier, "abc"))
-
-
 def _miscount(tier: CpuTier) -> None:
     pool_of(tier).free_block_queue.num_free_blocks += 1
-
-
-def _give_an_empty_block_a_parent(tier: CpuTier) -> None:
-    tier._order.parents[pool_of(tier).blocks[-1].block_id] = key("a")
 
 
 def _empty_a_block_with_a_parent(tier: CpuTier) -> None:
@@ -90,8 +78,9 @@ def _miscount_protected(tier: CpuTier) -> None:
 
 def _protect_too_many(tier: CpuTier) -> None:
     held = blocks(tier, "xy")
-    protect(tier, held)
-    tier.unpin(held)
+    tier.pin(held)
+    for _ in range(2):
+        tier.unpin(held)
     tier._queue.limit = 1
 
 
@@ -104,32 +93,18 @@ def _lose_a_head(tier: CpuTier) -> None:
     pool_of(tier).evict_blocks({head.block_id})
 
 
-def _lose_a_pinned_head(tier: CpuTier) -> None:
-    head = block(tier, "x")
-    pool_of(tier).evict_blocks({head.block_id})
-
-
 def _queue_a_head_first(tier: CpuTier) -> None:
     queue, head = pool_of(tier).free_block_queue, block(tier, "a")
     queue.remove(head)
     queue.prepend_n([head])
 
 
-def _queue_a_tail_last(tier: CpuTier) -> None:
-    queue, tail = pool_of(tier).free_block_queue, block(tier, "abc")
-    queue.remove(tail)
-    queue.append(tail)
-
-
 @pytest.mark.parametrize(
     ("corrupt", "complaint"),
     [
         (_reference_a_free_block, "free and pinned, or neither"),
-        (_lose_a_reference, "free and pinned, or neither"),
         (_queue_a_pinned_block, "free and pinned, or neither"),
-        (_lose_a_free_block, "free and pinned, or neither"),
         (_miscount, "miscounted"),
-        (_give_an_empty_block_a_parent, "empty, yet has a parent"),
         (_empty_a_block_with_a_parent, "empty, yet has a parent"),
         (_miscount_used, "blocks have contents, not"),
         (_miscount_children, "children miscounted"),
@@ -143,25 +118,10 @@ def _queue_a_tail_last(tier: CpuTier) -> None:
         (_lose_a_key, "not found by its own key"),
         (_store_a_key_twice, "not found by its own key"),
         (_lose_a_head, "head has left"),
-        (_lose_a_pinned_head, "head has left"),
         (_queue_a_head_first, "outlives"),
-        (_queue_a_tail_last, "outlives"),
     ],
 )
 def test_corruption_is_noticed(tier: CpuTier, corrupt: Corruption, complaint: str) -> None:
     corrupt(tier)
     with pytest.raises(AssertionError, match=complaint):
         check_tier(tier)
-
-
-def test_a_free_parent_of_a_pinned_block_is_no_contradiction(tier: CpuTier) -> None:
-    hold(tier, [block(tier, "abc")])
-    check_tier(tier)
-
-
-def test_windows_may_lose_their_head() -> None:
-    tier = make_tier(8, windows=(0, 8))
-    store(tier, "abc", group=1)
-    pool_of(tier).evict_blocks({block(tier, "a", group=1).block_id})
-    tier.num_used -= 1
-    check_tier(tier)

@@ -4,7 +4,7 @@ A letter stands for the tokens of one block. "abc" is a chain of three blocks, a
 its last block. Chains with a common prefix share blocks.
 """
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable
 from functools import lru_cache
 from hashlib import sha256
 
@@ -22,7 +22,7 @@ from simple_offload.scheduler.tier.cpu_tier import CpuTier
 from simple_offload.scheduler.tier.groups import Groups
 from simple_offload.scheduler.tier.run import Run
 from simple_offload.vllm_compat import make_host_coordinator
-from tests.simulation.integrity import check_tier, groups_of, pool_of
+from tests.simulation.integrity import check_tier, pool_of
 from tests.simulation.shape import Shape
 from tests.simulation.vllm_config import make_kv_cache_config, make_vllm_config
 
@@ -75,32 +75,6 @@ def hashes(chain: str) -> list[BlockHash]:
 def get(tier: CpuTier, key: BlockHashWithGroupId) -> KVCacheBlock | None:
     """The block that holds ``key``, if any."""
     return pool_of(tier).cached_block_hash_to_block.get_one_block(key)
-
-
-def hold(tier: CpuTier, blocks: Sequence[KVCacheBlock]) -> None:
-    """Add a reference to each block, without a request that has found it."""
-    tier._queue.pin(blocks)
-
-
-def protect(tier: CpuTier, blocks: Sequence[KVCacheBlock]) -> None:
-    """Protect these held blocks, as if a request had found them."""
-    tier._queue.protect(blocks)
-
-
-def refresh(tier: CpuTier, hashes: list[BlockHash], group: int, count: int) -> None:
-    """Refresh these first blocks, as at the end of a request that has them."""
-    num_blocks, num_found = _by_group(tier, group, count), _by_group(tier, group, 0)
-    tier.on_request_finished(hashes, num_blocks, num_found, loaded=False)
-
-
-def protect_first(tier: CpuTier, hashes: list[BlockHash], group: int, count: int) -> None:
-    """Protect these first blocks, as at the end of a request that has loaded them."""
-    num_blocks, num_found = _by_group(tier, group, 0), _by_group(tier, group, count)
-    tier.on_request_finished(hashes, num_blocks, num_found, loaded=True)
-
-
-def _by_group(tier: CpuTier, group: int, count: int) -> list[int]:
-    return [count if each == group else 0 for each in range(len(groups_of(tier).block_sizes))]
 
 
 def block(tier: CpuTier, name: str, group: int = 0) -> KVCacheBlock:
@@ -179,6 +153,29 @@ def contents(tier: CpuTier, group: int = 0) -> set[str]:
     }
 
 
+def blocks_of(tier: CpuTier, stored: Iterable[str]) -> list[KVCacheBlock]:
+    """The blocks with these names."""
+    return [block(tier, name) for name in stored]
+
+
+def free_queue(tier: CpuTier) -> list[str]:
+    """Names of the free blocks, the next to leave first."""
+    return names(pool_of(tier).free_block_queue.get_all_free_blocks())
+
+
+def protected(tier: CpuTier) -> set[str]:
+    """Names of the protected blocks, free or pinned."""
+    flags = tier._queue.is_protected
+    return {name for name in contents(tier) if flags[block(tier, name).block_id]}
+
+
+def finish(
+    tier: CpuTier, chain: str, num_blocks: int, num_found: int = 0, *, loaded: bool = False
+) -> None:
+    """End a request for a chain, whose first ``num_found`` blocks it has found."""
+    tier.on_request_finished(hashes(chain), [num_blocks], [num_found], loaded=loaded)
+
+
 def leave(tier: CpuTier) -> list[str]:
     """Evict until nothing more can be evicted. Returns the evicted names in order. Empty blocks are
     allocated first, and are not in the result."""
@@ -188,10 +185,3 @@ def leave(tier: CpuTier) -> list[str]:
         if allocate(tier) is None:
             return left
         left += sorted(before - contents(tier))
-
-
-def snapshot(tier: CpuTier) -> object:
-    """The whole state of a tier."""
-    free = [block.block_id for block in pool_of(tier).free_block_queue.get_all_free_blocks()]
-    held = [(block.ref_cnt, block.block_hash) for block in pool_of(tier).blocks]
-    return free, held, contents(tier), tier.version, list(tier._order.parents)
