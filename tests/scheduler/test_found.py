@@ -12,36 +12,20 @@ def num_protected(driver: Driver) -> int:
     return driver.tier._queue.num_protected
 
 
-def test_nothing_is_protected_at_first(drive: MakeDriver) -> None:
+@pytest.mark.parametrize("on_device", [False, True])
+@pytest.mark.parametrize("num_shared", [24, 28])
+def test_blocks_that_a_second_request_finds_are_protected(
+    drive: MakeDriver, num_shared: int, on_device: bool
+) -> None:
+    """The last token of the first request, the 28th, is never computed."""
     driver = drive()
-    driver.serve("a", prompt(40), max_tokens=8)
-    driver.serve("b", prompt(40, family=1), max_tokens=8)
-    assert driver.num_kept >= 20
+    history = driver.serve("a", prompt(20), max_tokens=8)
     assert num_protected(driver) == 0
-
-
-def test_loaded_blocks_are_protected(drive: MakeDriver) -> None:
-    driver = drive()
-    history = driver.serve("a", prompt(20), max_tokens=8)
-    driver.empty_device_cache()
-    driver.serve("b", [*history, *prompt(20, family=1)], max_tokens=8)
-    # The last token of "a" is never computed.
-    assert num_protected(driver) == (len(history) - 1) // BLOCK
-    assert driver.num_kept > num_protected(driver)
-
-
-def test_blocks_found_on_the_device_are_protected(drive: MakeDriver) -> None:
-    driver = drive()
-    history = driver.serve("a", prompt(20), max_tokens=8)
-    driver.serve("b", [*history, *prompt(20, family=1)], max_tokens=8)
-    assert num_protected(driver) == (len(history) - 1) // BLOCK
-
-
-def test_a_prefix_of_two_requests_is_protected(drive: MakeDriver) -> None:
-    driver = drive()
-    driver.serve("a", prompt(40), max_tokens=8)
-    driver.serve("b", [*prompt(24), *prompt(20, family=1)], max_tokens=8)
+    if not on_device:
+        driver.empty_device_cache()
+    driver.serve("b", [*history[:num_shared], *prompt(20, family=1)], max_tokens=8)
     assert num_protected(driver) == 24 // BLOCK
+    assert driver.num_kept > num_protected(driver)
 
 
 def test_with_several_groups_only_loaded_blocks_are_protected(drive: MakeDriver) -> None:

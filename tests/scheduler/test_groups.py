@@ -42,35 +42,3 @@ def test_a_drafter_leaves_the_last_block_to_be_computed(
     assert driver.found(prompt(34)) == 28
     driver.serve("b", prompt(34))
     assert driver.world.num_blocks_loaded == 7 + sum(2 if window else 7 for window in windows)
-
-
-@pytest.mark.parametrize("num_sub_blocks", [1, 2, 4])
-def test_a_key_is_that_of_the_prefix_that_ends_with_the_block(
-    drive: MakeDriver, num_sub_blocks: int
-) -> None:
-    driver = drive(
-        num_device_blocks=200,
-        num_host_blocks=80,
-        num_sub_blocks=num_sub_blocks,
-        windows=(0, 8),
-        scales=(2, 1),
-    )
-    groups = driver.scheduler.groups
-    request = make_request("r", prompt(67), hash_size=groups.hash_block_size)
-    hashes = request.block_hashes
-    for group in groups.ids:
-        size = groups.block_sizes[group]
-        sub_size = size // num_sub_blocks
-        ends = range(size, 67 + 1, size)
-        keys = [groups.key_at(hashes, group, end) for end in ends]
-        assert groups.keys(hashes, group) == keys
-        assert groups.keys(hashes, group, 1, 3) == keys[1:3]
-        assert all(groups.is_chained(key) == (group == 0) for key in keys)
-        sub_ends = range(sub_size, 67 + 1, sub_size)
-        sub_keys = [groups.key_at(hashes, group, end) for end in sub_ends]
-        expected = sub_keys[num_sub_blocks : 3 * num_sub_blocks]
-        assert groups.sub_block_keys(hashes, group, 1, 3) == expected
-    end = driver.world.shape.scheduler_block_size * (num_sub_blocks + 1)
-    assert groups.start_of(end) == (
-        end // (num_sub_blocks + 1) * num_sub_blocks if num_sub_blocks > 1 else end
-    )

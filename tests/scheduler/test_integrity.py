@@ -5,7 +5,7 @@ from collections.abc import Callable
 import pytest
 
 from simple_offload.scheduler.tier.cpu_tier import CpuTier
-from tests.scheduler.tiers import begin, block, blocks, key, make_tier, store
+from tests.scheduler.tiers import begin, block, blocks, commit_as, key, make_tier, store
 from tests.simulation.integrity import check_tier, pool_of
 
 Corruption = Callable[[CpuTier], None]
@@ -41,6 +41,12 @@ def _empty_a_block_with_a_parent(tier: CpuTier) -> None:
 def _lose_a_key(tier: CpuTier) -> None:
     lost = block(tier, "abc")
     pool_of(tier).cached_block_hash_to_block.pop(key("abc"), lost.block_id)
+
+
+def _lose_an_inner_key(tier: CpuTier) -> None:
+    filled = begin(tier, "q")
+    commit_as(tier, filled, key("q"), None, 4, [key("inside")])
+    pool_of(tier).cached_block_hash_to_block.pop(key("inside"), filled.block_id)
 
 
 def _miscount_used(tier: CpuTier) -> None:
@@ -106,6 +112,7 @@ def _queue_a_head_first(tier: CpuTier) -> None:
         (_queue_a_pinned_block, "free and pinned, or neither"),
         (_miscount, "miscounted"),
         (_empty_a_block_with_a_parent, "empty, yet has a parent"),
+        (_lose_an_inner_key, "has lost an inner key"),
         (_miscount_used, "blocks have contents, not"),
         (_miscount_children, "children miscounted"),
         (_demote_a_pinned_block, "is demoted"),

@@ -57,19 +57,12 @@ def test_a_state_is_stored_with_the_step_that_completes_it(drive: MakeDriver) ->
     assert state_of(driver, request, 16) is not None
 
 
-def test_states_between_boundaries_are_not_stored(drive: MakeDriver) -> None:
-    driver = drive(windows=(0,), num_states=1, retention=None)
-    request = driver.start("a", prompt(17), max_tokens=8)
-    driver.run()
-    stored = [n for n in range(4, request.num_tokens, 4) if state_of(driver, request, n)]
-    assert stored == [16, 20, 24]
-    assert driver.num_kept == 6 + 3
-
-
 def test_a_hit_ends_where_there_is_a_state(drive: MakeDriver) -> None:
     driver = drive(windows=(0,), num_states=1, num_device_blocks=60, retention=None)
     request = driver.start("a", prompt(17), max_tokens=8)
     driver.run()
+    stored = [n for n in range(4, request.num_tokens, 4) if state_of(driver, request, n)]
+    assert stored == [16, 20, 24]
     tokens = [*prompt(17), *driver.world.finished["a"][0]]
     for boundary, next_best in ((24, 20), (20, 16), (16, 0)):
         assert driver.found(tokens) == boundary
@@ -88,17 +81,6 @@ def test_a_state_that_was_not_handed_over_is_found_in_the_device_cache(drive: Ma
     driver.serve("b", prompt(18))  # starts from the device's state
     assert state_of(driver, request, 16) is not None
     assert driver.world.num_blocks_loaded == 0
-
-
-def test_a_failed_store_of_a_state(drive: MakeDriver) -> None:
-    driver = drive(windows=(0,), num_states=1, num_device_blocks=60)
-    request = driver.start("a", prompt(18))
-    driver.step()
-    driver.copy(STORE, fail=True)
-    driver.run()
-    assert state_of(driver, request, 16) is None
-    assert driver.found(prompt(18)) == 0
-    assert driver.num_kept == 4
 
 
 @pytest.mark.parametrize("match_unit", [None, 2])
@@ -133,51 +115,29 @@ def handed_over(driver: Driver, request: Request, num_tokens: int) -> SchedulerO
     return scheduled
 
 
-def start_without_storing(driver: Driver) -> Request:
-    """A request whose state after 16 tokens is on the device, and not in the tier."""
+def test_a_handed_over_state_is_stored_if_its_block_still_has_it(drive: MakeDriver) -> None:
+    driver = drive(windows=(0,), num_states=1)
     request = driver.start("a", prompt(18), max_tokens=2)
     driver.step()
-    driver.scheduler._policy.free_blocks(driver.scheduler._stores.reset())
-    return request
-
-
-def test_a_handed_over_state_is_stored(drive: MakeDriver) -> None:
-    driver = drive(windows=(0,), num_states=1)
-    request = start_without_storing(driver)
-    (store,) = driver.scheduler.build_connector_meta(handed_over(driver, request, 16)).stores
-    assert len(store.host_blocks) == 1
-
-
-def test_a_request_that_frees_its_blocks_is_skipped(drive: MakeDriver) -> None:
-    driver = drive(windows=(0,), num_states=1)
-    request = start_without_storing(driver)
+    driver.scheduler._policy.free_blocks(driver.scheduler._stores.reset())  # store it anew
+    build = driver.scheduler.build_connector_meta
     scheduled = handed_over(driver, request, 16)
     scheduled.finished_req_ids = {"a"}
-    assert driver.scheduler.build_connector_meta(scheduled).stores == []
+    assert build(scheduled).stores == []
     scheduled.finished_req_ids = set()
     scheduled.preempted_req_ids = {"a"}
-    assert driver.scheduler.build_connector_meta(scheduled).stores == []
+    assert build(scheduled).stores == []
     scheduled.preempted_req_ids = {"b"}
-    assert len(driver.scheduler.build_connector_meta(scheduled).stores) == 1
-
-
-def test_a_block_with_new_contents_is_skipped(drive: MakeDriver) -> None:
-    driver = drive(windows=(0,), num_states=1)
-    request = start_without_storing(driver)
-    scheduled = handed_over(driver, request, 16)
     assert scheduled.kv_connector_block_state is not None
     offloads = scheduled.kv_connector_block_state.boundary_state_offloads
-    offloads["a"] = [(group, block, 12) for group, block, _ in offloads["a"]]
-    assert driver.scheduler.build_connector_meta(scheduled).stores == []
-
-
-def test_a_request_from_before_a_reset_is_skipped(drive: MakeDriver) -> None:
-    """After a reset, no block of the running requests is stored."""
-    driver = drive(windows=(0,), num_states=1)
-    request = start_without_storing(driver)
-    scheduled = handed_over(driver, request, 16)
-    driver.scheduler.reset_cache()
-    assert driver.scheduler.build_connector_meta(scheduled).stores == []
+    ((group, block_id, _),) = offloads["a"]
+    offloads["a"] = [(group, block_id, 12)]  # the block has new contents
+    assert build(scheduled).stores == []
+    offloads["a"] = [(group, block_id, 16)]
+    (store,) = build(scheduled).stores
+    assert len(store.host_blocks) == 1
+    driver.scheduler.reset_cache()  # no block of a running request is stored any more
+    assert build(scheduled).stores == []
 
 
 def test_a_state_does_not_displace_its_own_prefix(drive: MakeDriver) -> None:
@@ -201,19 +161,3 @@ def test_a_state_does_not_displace_the_prefix_that_its_request_has_found(
         driver.empty_device_cache()
     driver.serve("b", [*prompt(18), *prompt(10, family=3)])
     assert driver.found(prompt(18)) == 16
-
-
-def test_the_running_state_of_a_request_that_ends_is_not_stored(drive: MakeDriver) -> None:
-    """Its contents are arbitrary, although the block table has it in a boundary's column."""
-    driver = drive(windows=(0,), num_states=1)
-    request = start_without_storing(driver)
-    manager = driver.world.scheduler.kv_cache_manager.coordinator.single_type_managers[STATE]
-    (running,) = driver.device_pool.get_new_blocks(1)
-    kept, manager.req_to_blocks["a"][3] = manager.req_to_blocks["a"][3], running
-    driver.scheduler._policy.on_request_finished(request, loading=False)
-    manager.req_to_blocks["a"][3] = kept
-    driver.scheduler._policy.on_step(SchedulerOutput.make_empty())
-    planned = driver.scheduler._stores._planned.device_blocks
-    assert len(planned) == 4
-    assert running not in planned
-    driver.device_pool.free_blocks([running])

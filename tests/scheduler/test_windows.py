@@ -60,35 +60,6 @@ def test_a_hit_resumes_in_the_window(drive: MakeDriver, num_device_blocks_known:
     assert driver.world.finished["long"] == driver.world.finished["before"]
 
 
-def test_a_longer_prefix_is_found_when_the_window_has_moved_on(drive: MakeDriver) -> None:
-    """The next turn of a conversation needs the window at the first turn's end. The device freed
-    those blocks during decoding."""
-    driver = drive(windows=(0, 8), num_device_blocks=60)
-    history = driver.serve("first", prompt(18), max_tokens=16)
-    driver.empty_device_cache()
-    assert driver.found(history) == 32
-    assert driver.found(history[:16]) == 16
-    driver.serve("second", [*history, *prompt(7, family=2)])
-    assert driver.world.num_blocks_loaded == 8 + 2
-    driver.empty_device_cache()
-    driver.serve("another second", [*history[:17], *prompt(7, family=3)])
-    assert driver.world.num_blocks_loaded == 10 + 4 + 2
-
-
-def test_without_the_window_there_is_no_hit(drive: MakeDriver) -> None:
-    driver = drive(windows=(0, 8), num_device_blocks=60, retention=None)
-    request = driver.start("before", prompt(33))
-    driver.run()
-    driver.empty_device_cache()
-    last = get(driver.tier, driver.scheduler.groups.keys(request.block_hashes, 1)[7])
-    assert last is not None
-    driver.tier.drop([last])
-    assert driver.found(prompt(33)) == 28
-    driver.serve("a", prompt(33))
-    assert driver.world.num_blocks_loaded == 7 + 2
-    assert driver.found(prompt(33)) == 32
-
-
 @pytest.mark.parametrize("async_scheduling", [False, True])
 @pytest.mark.parametrize("num_said", range(1, 18))
 def test_the_next_turn_begins_where_the_answer_ends(
@@ -132,15 +103,3 @@ def test_only_blocks_that_a_turn_may_begin_with_are_stored(drive: MakeDriver) ->
     at_the_prompt_s_end = stored_blocks(driver, hashes, 4, 6)
     assert len(at_the_prompt_s_end) == 2
     assert stored_blocks(driver, hashes, 0, len(hashes)) == at_the_prompt_s_end
-
-
-@pytest.mark.parametrize("windows", [(16,), (0, 16), (24, 16)])
-@pytest.mark.parametrize("num_host_blocks", [2, 3, 4])
-def test_a_tier_smaller_than_a_window(
-    drive: MakeDriver, windows: tuple[int, ...], num_host_blocks: int
-) -> None:
-    driver = drive(windows=windows, num_host_blocks=num_host_blocks, num_device_blocks=60)
-    for turn in range(3):
-        driver.serve(f"r{turn}", prompt(33), max_tokens=12)
-        driver.empty_device_cache()
-    assert driver.num_kept <= num_host_blocks - 1
