@@ -302,78 +302,37 @@ class Row(NamedTuple):
     quadratic."""
 
 
+CHAIN = dict(tier=CONSTANT, blocks=LINEAR)
+PROMPT = dict(tier=CONSTANT, device=CONSTANT, blocks=LINEAR)
+LAZY_PROMPT = dict(tier=MEAN_CONSTANT, device=MEAN_CONSTANT, blocks=MEAN_LINEAR)
+BUSY = dict(context=CONSTANT, requests=LINEAR)
+LARGE = {"cpu_block_size": 64}
+THRESHOLD = {"store_threshold": 2}
+
 TABLE = (
-    Row("hit", hit, dict(tier=CONSTANT, blocks=LINEAR)),
+    Row("hit", hit, CHAIN),
     Row("miss", miss, dict(tier=CONSTANT, blocks=COPIED)),
-    Row("evict", evict, dict(tier=CONSTANT, blocks=LINEAR)),
-    Row("commit", commit_run, dict(tier=CONSTANT, blocks=LINEAR)),
-    Row("pin and unpin", pin_and_unpin, dict(tier=CONSTANT, blocks=LINEAR)),
-    Row("demote", demote, dict(tier=CONSTANT, blocks=LINEAR)),
-    Row("promote", promote, dict(tier=CONSTANT, blocks=LINEAR)),
+    Row("evict", evict, CHAIN),
+    Row("commit", commit_run, CHAIN),
+    Row("pin and unpin", pin_and_unpin, CHAIN),
+    Row("demote", demote, CHAIN),
+    Row("promote", promote, CHAIN),
     Row("drop", drop, dict(tier=LINEAR, blocks=LINEAR, all=LINEAR)),
     Row("reset", reset, dict(tier=LINEAR)),
     Row("open in chunks", open_in_chunks, dict(tier=LINEAR)),
-    Row(
-        "eager, new prompt",
-        partial(new_prompt, EAGER),
-        dict(tier=CONSTANT, device=CONSTANT, blocks=LINEAR),
-    ),
-    Row(
-        "eager, old prompt",
-        partial(old_prompt, EAGER),
-        dict(tier=CONSTANT, device=CONSTANT, blocks=LINEAR),
-    ),
-    Row(
-        "eager, known prompt",
-        partial(known_prompt, EAGER),
-        dict(tier=CONSTANT, device=CONSTANT, blocks=LINEAR),
-    ),
-    Row(
-        "eager, idle step",
-        partial(idle_step, EAGER),
-        dict(tier=CONSTANT, context=CONSTANT, requests=COPIED),
-    ),
-    Row(
-        "eager, busy step",
-        partial(busy_step, EAGER),
-        dict(context=CONSTANT, requests=LINEAR),
-    ),
+    Row("eager, new prompt", partial(new_prompt, EAGER), PROMPT),
+    Row("eager, old prompt", partial(old_prompt, EAGER), PROMPT),
+    Row("eager, known prompt", partial(known_prompt, EAGER), PROMPT),
+    Row("eager, idle step", partial(idle_step, EAGER), BUSY | dict(tier=CONSTANT, requests=COPIED)),
+    Row("eager, busy step", partial(busy_step, EAGER), BUSY),
     Row("eager, turnover", partial(turnover, EAGER), dict(loads=LINEAR)),
-    Row(
-        "large host blocks, old prompt",
-        partial(old_prompt, {"cpu_block_size": 64}),
-        dict(tier=CONSTANT, blocks=LINEAR),
-    ),
-    Row(
-        "threshold, old prompt",
-        partial(old_prompt, {"store_threshold": 2}),
-        dict(tier=CONSTANT, blocks=LINEAR),
-    ),
-    Row(
-        "lazy, new prompt",
-        partial(new_prompt, LAZY),
-        dict(tier=MEAN_CONSTANT, device=MEAN_CONSTANT, blocks=MEAN_LINEAR),
-    ),
-    Row(
-        "lazy, old prompt",
-        partial(old_prompt, LAZY),
-        dict(tier=MEAN_CONSTANT, device=MEAN_CONSTANT, blocks=MEAN_LINEAR),
-    ),
-    Row(
-        "lazy, known prompt",
-        partial(known_prompt, LAZY),
-        dict(tier=CONSTANT, device=CONSTANT, blocks=LINEAR),
-    ),
-    Row(
-        "lazy, idle step",
-        partial(idle_step, LAZY),
-        dict(tier=CONSTANT, context=CONSTANT, requests=LINEAR),
-    ),
-    Row(
-        "lazy, busy step",
-        partial(busy_step, LAZY),
-        dict(context=CONSTANT, requests=LINEAR),
-    ),
+    Row("large host blocks, old prompt", partial(old_prompt, LARGE), CHAIN),
+    Row("threshold, old prompt", partial(old_prompt, THRESHOLD), CHAIN),
+    Row("lazy, new prompt", partial(new_prompt, LAZY), LAZY_PROMPT),
+    Row("lazy, old prompt", partial(old_prompt, LAZY), LAZY_PROMPT),
+    Row("lazy, known prompt", partial(known_prompt, LAZY), PROMPT),
+    Row("lazy, idle step", partial(idle_step, LAZY), BUSY | dict(tier=CONSTANT)),
+    Row("lazy, busy step", partial(busy_step, LAZY), BUSY),
     Row("lazy, turnover", partial(turnover, LAZY), dict(loads=MEAN_LINEAR)),
 )
 
@@ -460,7 +419,6 @@ def copy_side(side: OffloadScheduler, *arguments: Any) -> None:
     [
         (CpuTier, "drop", copy_again, "drop", "all"),
         (CpuTier, "allocate", walk, "evict", "tier"),
-        (CpuTier, "allocate", copy, "evict", "tier"),
         (CpuTier, "allocate", copy, "eager, new prompt", "tier"),
         (CpuTier, "pin", copy, "eager, old prompt", "tier"),
         (CpuTier, "grow", walk, "open in chunks", "tier"),
