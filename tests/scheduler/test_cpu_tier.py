@@ -86,6 +86,7 @@ def test_a_promoted_chain_is_the_most_recently_used() -> None:
     store(tier, "abc", "xyz")
     tier.demote(blocks(tier, "abc"))
     tier.promote([key("abc"), key("not there")])
+    tier.promote([key("xyz")])  # no effect: it was not demoted
     check_tier(tier)
     assert leave(tier) == ["xyz", "xy", "x", "abc", "ab", "a"]
 
@@ -95,6 +96,44 @@ def test_a_request_that_ends_renews_its_chain() -> None:
     store(tier, "abc", "xyz")
     finish(tier, "abpq", 4)
     assert leave(tier) == ["abc", "xyz", "xy", "x", "ab", "a"]
+
+
+def test_a_renewed_chain_leaves_its_demoted_tail_where_it_is() -> None:
+    tier = make_tier(6)
+    store(tier, "abx", "aby", "pq")
+    tier.demote(blocks(tier, "aby"))
+    finish(tier, "aby", 3)
+    assert leave(tier) == ["aby", "abx", "pq", "p", "ab", "a"]
+
+
+def test_a_block_whose_parent_was_stored_and_evicted_is_early_again() -> None:
+    """A load pinned it meanwhile, without its parent."""
+    tier = make_tier(2)
+    store_early(tier, "ab")
+    pinned = [block(tier, "ab")]
+    pool_of(tier).touch(pinned)
+    store_early(tier, "a", "x")  # "x" evicts the parent
+    assert contents(tier) == {"ab", "x"}
+    tier.unpin(pinned)
+    check_tier(tier)
+    store_early(tier, "a")  # evicts "x", the least recently used
+    assert leave(tier) == ["ab", "a"]
+
+
+@pytest.mark.parametrize("while_pinned", [False, True])
+def test_a_parent_stored_after_its_child_was_found_is_protected(while_pinned: bool) -> None:
+    tier = make_tier(6)
+    store_early(tier, "abcd", "abc", "ab")
+    pinned = [block(tier, name) for name in ("ab", "abc", "abcd")]
+    tier.pin(pinned)
+    if not while_pinned:
+        tier.unpin(pinned)
+    store_early(tier, "a", "x")
+    if while_pinned:
+        tier.unpin(pinned)
+    check_tier(tier)
+    assert "a" in protected(tier)
+    assert leave(tier)[-2:] == ["ab", "a"]
 
 
 def test_a_chain_with_a_gap_is_renewed() -> None:
