@@ -82,12 +82,12 @@ def test_a_demoted_block_with_another_child_stays() -> None:
 
 
 def test_a_promoted_chain_is_the_most_recently_used() -> None:
-    tier = make_tier(6)
-    store(tier, "abc", "xyz")
+    tier = make_tier(8)
+    store(tier, "abc", "xyz", "pq")
     tier.demote(blocks(tier, "abc"))
     tier.promote([key("abc"), key("not there"), key("xyz")])  # "xyz" was not demoted
     check_tier(tier)
-    assert leave(tier) == ["xyz", "xy", "x", "abc", "ab", "a"]
+    assert leave(tier) == ["xyz", "xy", "x", "pq", "p", "abc", "ab", "a"]
 
 
 def test_a_request_that_ends_renews_its_chain() -> None:
