@@ -103,10 +103,10 @@ def _run(plan: Plan, output: Path) -> int:
 
 def _measure_and_report(plan: Plan, output: Path) -> int:
     # Takes seconds, as it brings vLLM: wrong usage is reported without it.
-    from examples.copy_bench import bench, report, rig
+    from examples.copy_bench import bench, report
     from examples.copy_bench.results import Results
 
-    with rig.cuda_rig(plan) as here, Progress() as progress:
+    with bench.cuda_rig(plan) as here, Progress() as progress:
         results = Results(plan, here.machine)
 
         def on_step(step: str) -> None:

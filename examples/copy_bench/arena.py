@@ -6,7 +6,7 @@ from itertools import pairwise
 import numpy as np
 import torch
 
-from examples.copy_bench.job import Job
+from examples.copy_bench.plan import Job
 from simple_offload.backends.base import Direction
 from simple_offload.metadata import BlockIds
 

@@ -1,18 +1,25 @@
-"""One run: every contender at every size, each way."""
+"""One run on a CUDA device: every contender at every size, each way."""
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from examples.bench.race import Race
+from examples.bench.results_file import gpu_driver, machine
 from examples.copy_bench.arena import Arena
-from examples.copy_bench.bystander import WATCHED, measure_small_copies
-from examples.copy_bench.contenders import Contender
-from examples.copy_bench.job import Job, contiguous, scattered
-from examples.copy_bench.measure import measure
-from examples.copy_bench.plan import Way, size_text
-from examples.copy_bench.results import AUTO, Cell, Results, Row, paths_by_kernel
+from examples.copy_bench.contenders import BackendContender, Contender, ContiguousCopy, PlainTorch
+from examples.copy_bench.measure import measure, measure_small_copies
+from examples.copy_bench.plan import Job, Plan, Way, make_job, size_text
+from examples.copy_bench.results import AUTO, PEAK, Cell, Results, Row, paths_by_kernel
+from simple_offload.backends.cuda.backend import CopyPath, CudaBackend
+
+WATCHED = (PEAK, "dma", "kernel", AUTO)
+"""Contenders beside which small copies are made. Plain torch spends most of its time on the host;
+the peak shows the effect of one large copy of torch."""
 
 
 @dataclass(frozen=True)
@@ -24,6 +31,27 @@ class Rig:
     contenders: Sequence[Contender]
     machine: dict[str, Any]
     """Device, driver, versions, date: part of the results."""
+
+
+@contextmanager
+def cuda_rig(plan: Plan) -> Iterator[Rig]:
+    """The current device, and pinned memory until the end."""
+    device = torch.device("cuda", torch.cuda.current_device())
+    # Its own backend pins the pools once for all sizes and paths.
+    memory = CudaBackend("dma")
+    try:
+        arena = Arena(plan.pool_bytes, device, memory.allocate_host)
+        paths: tuple[CopyPath, ...] = ("dma", "kernel", "auto")
+        facts = {
+            "device": torch.cuda.get_device_name(device),
+            "driver": gpu_driver(),
+            "cuda": str(torch.version.cuda),
+            **machine(),
+        }
+        ours = [BackendContender(path, lambda path=path: CudaBackend(path)) for path in paths]
+        yield Rig(arena, ContiguousCopy(), [PlainTorch(), *ours], facts)
+    finally:
+        memory.close()
 
 
 def run(rig: Rig, results: Results, on_step: Callable[[str], None]) -> None:
@@ -42,27 +70,28 @@ def run(rig: Rig, results: Results, on_step: Callable[[str], None]) -> None:
         on_step(step)
 
     begin("peak")
-    jobs = [contiguous(way, plan) for way in plan.all_ways]
+    largest = max(plan.sizes)
+    jobs = [make_job(way, largest, plan, scattered=False) for way in plan.ways(largest)]
     with race.attempt(rig.peak.name):
-        _measure(rig.peak, race, rig.arena, jobs, results, results.peaks.__setitem__)
+        _measure(rig.peak, race, rig.arena, jobs, results, results.peak.__setitem__)
     for size in plan.sizes:
         begin(size_text(size))
-        _measure_size(size, race, rig, results)
+        _measure_size(size, race, rig.arena, results)
     begin("done")
 
 
-def _measure_size(size: int, race: Race[Contender], rig: Rig, results: Results) -> None:
+def _measure_size(size: int, race: Race[Contender], arena: Arena, results: Results) -> None:
     """Add the rows of one block size."""
     plan = results.plan
-    jobs = [scattered(way, size, plan) for way in plan.ways(size)]
+    jobs = [make_job(way, size, plan) for way in plan.ways(size)]
     rows = {job.way: Row(job.way, size, job.blocks) for job in jobs}
     results.rows += rows.values()
 
     def measure_one(contender: Contender) -> None:
         def keep(way: Way, cell: Cell) -> None:
-            rows[way].cells[contender.name] = cell
+            rows[way].contenders[contender.name] = cell
 
-        _measure(contender, race, rig.arena, jobs, results, keep)
+        _measure(contender, race, arena, jobs, results, keep)
 
     race.run(size_text(size), measure_one)
     by_kernel = paths_by_kernel(results.calibration.get(size, ""))
@@ -85,8 +114,7 @@ def _measure(
     """Measure ``jobs``, all of one size; ``keep`` gets each job's cell as soon as it is there."""
     size, repeats = jobs[0].size, results.plan.repeats
     race.step = size_text(size)
-    try:
-        contender.open(arena, size)
+    with contender.opened(arena, size):
         if contender.name == AUTO:
             results.calibration[size] = contender.calibration()
         for job in jobs:
@@ -96,5 +124,3 @@ def _measure(
             race.step = f"{size_text(size)}, small copies beside it"
             for job in (job for job in jobs if job.way is not Way.BOTH):
                 results.small_copies += measure_small_copies(contender, arena, job, repeats)
-    finally:
-        contender.close()

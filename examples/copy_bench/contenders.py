@@ -1,7 +1,7 @@
 """Contenders: ways to copy blocks, to be measured side by side."""
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from typing import Protocol
 
 import numpy as np
@@ -12,16 +12,17 @@ from simple_offload.backends.base import CopyBackend, Direction
 from simple_offload.metadata import Transfer
 
 
-class Contender(Protocol):
+class Contender:
     """One way to copy blocks between the two pools of an arena."""
 
-    @property
-    def name(self) -> str:
-        """The heading of its column."""
+    name: str
+    """The heading of its column."""
 
-    def open(self, arena: Arena, size: int) -> None:
-        """Get ready to copy blocks of ``size`` bytes. ``close`` follows, also when this fails.
+    @contextmanager
+    def opened(self, _arena: Arena, _size: int) -> Iterator[None]:
+        """Copies blocks of ``size`` bytes during the block, and frees its resources after it.
         ConfigError: this machine does not have what it takes."""
+        yield
 
     def enter_thread(self, direction: Direction) -> None:
         """Prepare the calling thread, which will make all copies of ``direction``."""
@@ -29,13 +30,12 @@ class Contender(Protocol):
     def copy(self, direction: Direction, transfer: Transfer) -> None:
         """Copy, and return when the copy has ended. At most a copy of the other direction, which
         shares no block with this one, runs beside it."""
+        raise NotImplementedError
 
     def calibration(self) -> str:
         """The measurements that choose its path, in the words of ``CudaBackend.describe_paths``;
         empty for one that does not choose."""
-
-    def close(self) -> None:
-        """Free the resources of ``open``. No copy is under way."""
+        return ""
 
 
 class MeasuringBackend(CopyBackend, Protocol):
@@ -44,69 +44,57 @@ class MeasuringBackend(CopyBackend, Protocol):
     def describe_paths(self) -> str: ...
 
 
-class BackendContender:
+class BackendContender(Contender):
     """A backend of this project, made anew for each size: it measures its paths for it."""
 
     def __init__(self, name: str, make_backend: Callable[[], MeasuringBackend]) -> None:
         self.name = name
         self._make_backend = make_backend
-        self._backend: MeasuringBackend | None = None
 
-    def open(self, arena: Arena, size: int) -> None:
+    @contextmanager
+    def opened(self, arena: Arena, size: int) -> Iterator[None]:
         self._backend = self._make_backend()
-        self._backend.open([arena.device.view(-1, size)])
-        self._backend.add_host_chunk([arena.host.view(-1, size)])
+        with closing(self._backend):
+            self._backend.open([arena.device.view(-1, size)])
+            self._backend.add_host_chunk([arena.host.view(-1, size)])
+            yield
 
     def enter_thread(self, direction: Direction) -> None:
-        assert self._backend is not None
         self._backend.enter_thread(direction)
 
     def copy(self, direction: Direction, transfer: Transfer) -> None:
-        assert self._backend is not None
         pending = self._backend.copy(direction, transfer, None)
         if pending is not None:
             pending.wait()
 
     def calibration(self) -> str:
-        assert self._backend is not None
         return self._backend.describe_paths()
 
-    def close(self) -> None:
-        if self._backend is not None:
-            self._backend.close()
-            self._backend = None
 
-
-class _TorchContender:
+class _TorchContender(Contender):
     """Copies with torch, each direction on a stream of its own."""
 
-    def open(self, arena: Arena, size: int) -> None:
+    @contextmanager
+    def opened(self, arena: Arena, size: int) -> Iterator[None]:
         self._device, self._host = rows(arena.device, size), rows(arena.host, size)
         self._device_staging = rows(arena.device_staging, size)
         self._host_staging = rows(arena.host_staging, size)
         self._streams: dict[Direction, torch.cuda.Stream] = {}
+        yield
 
     def enter_thread(self, direction: Direction) -> None:
         if self._device.is_cuda:
             torch.cuda.set_device(self._device.device)
             self._streams[direction] = torch.cuda.Stream(self._device.device)
 
-    def calibration(self) -> str:
-        return ""
-
-    def close(self) -> None:
-        """Tensors free themselves."""
-
     @contextmanager
     def _stream(self, direction: Direction) -> Iterator[None]:
         """Queue the block's work on the direction's stream, and wait for it at the end."""
         stream = self._streams.get(direction)
-        if stream is None:  # not on a CUDA device
+        with torch.cuda.stream(stream):  # None where the device is not CUDA: no effect
             yield
-            return
-        with torch.cuda.stream(stream):
-            yield
-        stream.synchronize()
+        if stream is not None:
+            stream.synchronize()
 
 
 class ContiguousCopy(_TorchContender):
@@ -142,13 +130,13 @@ class PlainTorch(_TorchContender):
         host_blocks = torch.from_numpy(transfer.host_blocks)
         if direction is Direction.LOAD:
             torch.index_select(self._host, 0, host_blocks, out=on_host)
-            with self._stream(direction):
-                device_blocks = torch.from_numpy(transfer.device_blocks).to(self._device.device)
+        with self._stream(direction):
+            device_blocks = torch.from_numpy(transfer.device_blocks).to(self._device.device)
+            if direction is Direction.LOAD:
                 on_device.copy_(on_host, non_blocking=True)
                 self._device.index_copy_(0, device_blocks, on_device)
-        else:
-            with self._stream(direction):
-                device_blocks = torch.from_numpy(transfer.device_blocks).to(self._device.device)
+            else:
                 torch.index_select(self._device, 0, device_blocks, out=on_device)
                 on_host.copy_(on_device, non_blocking=True)
+        if direction is Direction.STORE:
             self._host.index_copy_(0, host_blocks, on_host)

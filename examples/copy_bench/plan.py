@@ -1,8 +1,13 @@
-"""The plan of a run: sizes, ways, numbers."""
+"""The plan of a run: sizes, ways, numbers; and the blocks that each measurement copies."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from enum import Enum
+
+import numpy as np
+
+from simple_offload.backends.base import Direction
+from simple_offload.metadata import BlockIds, Transfer
 
 KIB, MIB = 1 << 10, 1 << 20
 
@@ -48,14 +53,50 @@ class Plan:
             self, pool_bytes=factor * self.pool_bytes, most_blocks=factor * self.most_blocks
         )
 
+
+@dataclass(frozen=True)
+class Job:
+    """Transfers that run at once, between pools of ``num_blocks`` blocks on each side.
+
+    Loads are among the blocks below ``split``, stores among the others, on both sides.
+    """
+
+    way: Way
+    size: int
+    """Bytes of a block."""
+    num_blocks: int
+    split: int
+    transfers: dict[Direction, Transfer]
+
     @property
-    def all_ways(self) -> tuple[Way, ...]:
-        """The ways that occur in this plan."""
-        return tuple(self.ways(max(self.sizes)))
+    def blocks(self) -> int:
+        """Number of blocks copied."""
+        return sum(len(transfer.device_blocks) for transfer in self.transfers.values())
+
+    @property
+    def num_bytes(self) -> int:
+        return self.blocks * self.size
+
+
+def make_job(way: Way, size: int, plan: Plan, *, scattered: bool = True) -> Job:
+    """Random blocks to random places, as many as ``plan`` allows; or all blocks, each to its own
+    place."""
+    random = np.random.default_rng(0)
+    num_blocks = plan.pool_bytes // size
+    split = {Way.LOAD: num_blocks, Way.STORE: 0, Way.BOTH: num_blocks // 2}[way]
+    halves = {Direction.LOAD: np.arange(split), Direction.STORE: np.arange(split, num_blocks)}
+
+    def choose(blocks: BlockIds) -> BlockIds:
+        return random.permutation(blocks)[: plan.most_blocks] if scattered else blocks
+
+    transfers = {
+        direction: Transfer(index, choose(blocks), choose(blocks))
+        for index, (direction, blocks) in enumerate(halves.items())
+        if len(blocks)
+    }
+    return Job(way, size, num_blocks, split, transfers)
 
 
 def size_text(num_bytes: int) -> str:
     """Such as "64 KiB"."""
-    if num_bytes % MIB == 0:
-        return f"{num_bytes // MIB} MiB"
-    return f"{num_bytes // KIB} KiB"
+    return f"{num_bytes // KIB} KiB" if num_bytes % MIB else f"{num_bytes // MIB} MiB"

@@ -34,8 +34,8 @@ def bandwidth_table(results: Results) -> Table:
                 row.way.value,
                 size_text(row.size),
                 str(row.blocks),
-                _bandwidth(results.peaks.get(row.way)),
-                *(_bandwidth(row.cells.get(name)) for name in CONTENDERS),
+                _bandwidth(results.peak.get(row.way)),
+                *(_bandwidth(row.contenders.get(name)) for name in CONTENDERS),
                 optional(results.of_peak(row), ".0%"),
                 _path(row),
             )
@@ -115,12 +115,12 @@ def save_plot(path: Path, results: Results) -> None:
 def _plot_way(axes: "Axes", results: Results, way: Way) -> None:
     rows = [row for row in results.rows if row.way is way]
     for name in CONTENDERS:
-        cells = [(row.size, row.cells[name]) for row in rows if name in row.cells]
+        cells = [(row.size, row.contenders[name]) for row in rows if name in row.contenders]
         if points := [(size, cell.gb_per_s) for size, cell in cells if not cell.fault]:
             sizes, bandwidths = zip(*points, strict=True)
             axes.plot(sizes, bandwidths, marker="o", markersize=4, color=_COLORS[name], label=name)
-    if way in results.peaks:
-        peak = results.peaks[way].gb_per_s
+    if way in results.peak:
+        peak = results.peak[way].gb_per_s
         axes.axhline(peak, color="black", linestyle="--", label="contiguous peak")
     crossing = results.crossing(way.value)
     if crossing is not None and None not in crossing:

@@ -1,10 +1,8 @@
 """The measured numbers."""
 
 import re
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
-
-from pydantic_core import to_jsonable_python
 
 from examples.copy_bench.plan import Plan, Way, size_text
 
@@ -31,10 +29,6 @@ class Cell:
         """In 10^9 bytes."""
         return self.num_bytes / self.seconds / 1e9
 
-    def to_json(self, of_peak: float | None = None) -> dict[str, Any]:
-        numbers = {**asdict(self), "gb_per_s": self.gb_per_s}
-        return numbers if of_peak is None else {**numbers, "of_peak": of_peak}
-
 
 @dataclass
 class Row:
@@ -45,8 +39,8 @@ class Row:
     """Bytes of a block."""
     blocks: int
     """Number of blocks copied at once, both directions together."""
-    cells: dict[str, Cell] = field(default_factory=dict)
-    """By contender, without those that could not be measured."""
+    contenders: dict[str, Cell] = field(default_factory=dict)
+    """Without those that could not be measured."""
     by_kernel: dict[str, bool] = field(default_factory=dict)
     """Per direction, True where auto's calibration has the kernel copy such blocks."""
 
@@ -80,7 +74,7 @@ class Results:
     plan: Plan
     machine: dict[str, Any]
     """Device, driver, versions, date."""
-    peaks: dict[Way, Cell] = field(default_factory=dict)
+    peak: dict[Way, Cell] = field(default_factory=dict)
     rows: list[Row] = field(default_factory=list)
     small_copies: list[SmallCopies] = field(default_factory=list)
     calibration: dict[int, str] = field(default_factory=dict)
@@ -94,7 +88,7 @@ class Results:
     def of_peak(self, row: Row, contender: str = AUTO) -> float | None:
         """Bandwidth of a contender over the contiguous peak; None where either is missing or
         brought wrong bytes."""
-        peak, cell = self.peaks.get(row.way), row.cells.get(contender)
+        peak, cell = self.peak.get(row.way), row.contenders.get(contender)
         if peak is None or cell is None or peak.fault or cell.fault:
             return None
         return cell.gb_per_s / peak.gb_per_s
@@ -103,12 +97,12 @@ class Results:
     def faults(self) -> list[str]:
         """The wrong bytes of all cells."""
         found = [
-            f"{PEAK}, {way.value}: {cell.fault}" for way, cell in self.peaks.items() if cell.fault
+            f"{PEAK}, {way.value}: {cell.fault}" for way, cell in self.peak.items() if cell.fault
         ]
         return found + [
             f"{name}, {row.way.value}, {size_text(row.size)}: {cell.fault}"
             for row in self.rows
-            for name, cell in row.cells.items()
+            for name, cell in row.contenders.items()
             if cell.fault
         ]
 
@@ -126,34 +120,25 @@ class Results:
         above = [size for size in paths if by_kernel is None or size > by_kernel]
         return by_kernel, min(above, default=None)
 
-    def to_json(self) -> Any:
-        rows = [
-            {
-                "way": row.way,
-                "size": row.size,
-                "blocks": row.blocks,
-                "contenders": {
-                    name: cell.to_json(self.of_peak(row, name)) for name, cell in row.cells.items()
-                },
-                "by_kernel": row.by_kernel,
-            }
-            for row in self.rows
-        ]
-        return to_jsonable_python(
-            {
-                **self.machine,
-                "plan": self.plan,
-                "peak": {way: cell.to_json() for way, cell in self.peaks.items()},
-                "rows": rows,
-                "small_copies": self.small_copies,
-                "crossing": {way: self.crossing(way.value) for way in (Way.LOAD, Way.STORE)},
-                "calibration": self.calibration,
-                "left_out": self.left_out,
-                "failures": self.failures,
-                "faults": self.faults,
-                "seconds": self.seconds,
-            }
-        )
+    def to_json(self) -> dict[str, Any]:
+        """The content of the results file."""
+
+        def numbers(cell: Cell, of_peak: float | None = None) -> dict[str, Any]:
+            found = {**vars(cell), "gb_per_s": cell.gb_per_s}
+            return found if of_peak is None else {**found, "of_peak": of_peak}
+
+        def contenders(row: Row) -> dict[str, Any]:
+            found = row.contenders.items()
+            return {name: numbers(cell, self.of_peak(row, name)) for name, cell in found}
+
+        found = {
+            **vars(self),
+            "peak": {way: numbers(cell) for way, cell in self.peak.items()},
+            "rows": [{**vars(row), "contenders": contenders(row)} for row in self.rows],
+            "crossing": {way: self.crossing(way.value) for way in (Way.LOAD, Way.STORE)},
+            "faults": self.faults,
+        }
+        return {**found.pop("machine"), **found}
 
 
 def paths_by_kernel(calibration: str) -> dict[str, dict[int, bool]]:
