@@ -2,39 +2,52 @@
 
 import argparse
 import shlex
-from collections.abc import Sequence
+import shutil
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 
-from examples.accuracy.evaluation import OUR_TASK, Request, find_python
-from examples.accuracy.recall import LONGEST
-from examples.accuracy.report import outcome_json, outcome_table, verdict
-from examples.accuracy.results import Outcome
-from examples.accuracy.run import Plan, run
+from examples.accuracy.evaluation import OUR_TASK, Request, evaluate, find_python
+from examples.accuracy.language import LONGEST, make_questions, write_questions
+from examples.accuracy.results import Outcome, Pass, outcome_json, outcome_table, verdict
+from examples.accuracy.usage import MIDDLEWARE, VARIABLE, read_usage
 from examples.bench.arguments import MAX_SEED, BenchParser, exit_codes, size
 from examples.bench.command import BAD_RESULT, exit_code_of, print_lines, run_program
+from examples.bench.connectors import NONE, OURS, SIMPLE, Contender
 from examples.bench.progress import Progress
 from examples.bench.results_file import NUMBERS, prepare_output, save_numbers
+from examples.serving import Server, command_line, server_environment, serving
 
 MODELS = Path(__file__).parent / "models"
 OUR_MODELS = ("llama-recall", "window-recall")
+CORRUPTED = Contender("corrupted", SIMPLE, "examples.accuracy.corrupt")
+LEAST_ACCURACY = 0.9
+"""Of our models, without the connector: a model that recalls nothing proves nothing."""
+
+Show = Callable[[str, int, int], None]
+"""Gets the pass under way, and the number of requests: done, and of all."""
 
 
 @dataclass(frozen=True)
-class Defaults:
-    """The engine, where the command line does not say."""
+class Engine:
+    """Settings of the engine, which depend on the task."""
 
     device_tokens: int
+    """Capacity of the device's KV space: too small for prompts that come far apart."""
     max_model_len: int
     concurrency: int
     dtype: str
 
 
-FOR_RECALL = Defaults(4 * (LONGEST + 128), LONGEST + 128, 4, "float32")
+FOR_RECALL = Engine(4 * (LONGEST + 128), LONGEST + 128, 4, "float32")
 """Room for four prompts on the device, and rounding too small to change an answer."""
-FOR_OTHERS = Defaults(32768, 8192, 16, "auto")
+FOR_OTHERS = Engine(32768, 8192, 16, "auto")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -48,7 +61,7 @@ def _run(arguments: argparse.Namespace) -> int:
     prepare_output("--output", output, NUMBERS)
     console = Console()
     outcomes: dict[str, Outcome] = {}
-    lm_eval = arguments.lm_eval or [find_python(), "-m", "lm_eval"]
+    arguments.lm_eval = arguments.lm_eval or [find_python(), "-m", "lm_eval"]
     with Progress() as progress:
         for model in arguments.model:
             name = Path(model).name
@@ -57,13 +70,115 @@ def _run(arguments: argparse.Namespace) -> int:
             def show(step: str, done: int, total: int, name: str = name) -> None:
                 progress.show(name, step, done, total or None)
 
-            outcomes[name] = run(_plan(arguments, model, output / name, lm_eval), show)
+            outcomes[name] = Evaluations(arguments, model, output / name, show).run()
             console.print(outcome_table(outcomes[name]))
             save_numbers(output, {each: outcome_json(found) for each, found in outcomes.items()})
-    passed = all(outcome.passed for outcome in outcomes.values())
+    passed = not any(outcome.problems for outcome in outcomes.values())
     print_lines(console, f"Numbers: {output / NUMBERS}")
     print_lines(console, verdict(outcomes), style=f"bold {'green' if passed else 'red'}")
     return 0 if passed else BAD_RESULT
+
+
+class Evaluations:
+    """One model: served without the connector and with it, evaluated once and twice."""
+
+    def __init__(self, arguments: argparse.Namespace, model: str, output: Path, show: Show) -> None:
+        self._arguments = arguments
+        self._recall = OUR_TASK in arguments.tasks
+        self._engine = FOR_RECALL if self._recall else FOR_OTHERS
+        self._block_size = 32 if arguments.device == "cpu" else 16
+        self._model = model
+        self._output = output
+        self._show = show
+
+    def run(self) -> Outcome:
+        """Evaluate three times. Raises RunFailed; however it returns, no process is left."""
+        self._output.mkdir(parents=True, exist_ok=True)
+        with self._serving("without", NONE) as server:
+            without = self._pass("without", server)
+        with self._serving("with", CORRUPTED if self._arguments.corrupt else OURS) as server:
+            first = self._pass("first pass", server)
+            server.reset_prefix_cache(external=False)
+            second = self._pass("second pass", server)
+        return Outcome(without, first, second, LEAST_ACCURACY if self._recall else 0.0)
+
+    @contextmanager
+    def _serving(self, name: str, contender: Contender) -> Iterator[Server]:
+        """A server whose log and usage lie in the output folder under ``name``."""
+        arguments, engine = self._arguments, self._engine
+        usage = self._usage(name)
+        usage.unlink(missing_ok=True)
+        ours: dict[str, Any] = {
+            "block_size": self._block_size,
+            "num_gpu_blocks_override": arguments.device_tokens // self._block_size,
+            "max_model_len": engine.max_model_len,
+            "dtype": engine.dtype,
+            "seed": 0,
+            "enable_prefix_caching": True,
+            "enforce_eager": arguments.device == "cpu",
+            "enable_prompt_tokens_details": True,
+            "middleware": MIDDLEWARE,
+            "kv_transfer_config": contender.transfer_config(arguments.host_bytes),
+        }
+        with tempfile.TemporaryDirectory(prefix="offload-accuracy-") as scratch:
+            variables = {
+                VARIABLE: str(usage.absolute()),
+                "HF_HUB_OFFLINE": str(int(self._recall)),
+            }
+            environment = server_environment(arguments.device, Path(scratch), **variables)
+            log = self._output / f"serve-{name}.log"
+            line = [*command_line(ours), *arguments.serve]
+            with serving(self._model, line, environment, log) as server:
+                yield server
+
+    def _pass(self, name: str, server: Server) -> Pass:
+        """All samples once; lm_eval's files lie in a folder of their own."""
+        arguments = self._arguments
+        folder = self._output / name.replace(" ", "-")
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir()
+        if self._recall:
+            questions = make_questions(arguments.samples or 512, arguments.seed)
+            write_questions(questions, folder / f"{OUR_TASK}.jsonl")
+        request = Request(
+            tasks=arguments.tasks,
+            limit=None if self._recall else arguments.samples,
+            concurrency=self._engine.concurrency,
+            extra=arguments.eval,
+            offline=self._recall,
+        )
+        usage = self._usage("without" if name == "without" else "with")
+        known = len(read_usage(usage))
+        host, device = _hit_tokens(server)
+        begin = time.monotonic()
+        self._show(name, 0, 0)
+        evaluation = evaluate(
+            arguments.lm_eval,
+            request,
+            server,
+            folder,
+            lambda done, total: self._show(name, done, total),
+        )
+        seconds = time.monotonic() - begin
+        host_after, device_after = _hit_tokens(server)
+        return Pass(
+            name,
+            evaluation,
+            read_usage(usage, skip=known),
+            host_hit_tokens=host_after - host,
+            device_hit_tokens=device_after - device,
+            seconds=seconds,
+            tail_tokens=2 * self._block_size,
+        )
+
+    def _usage(self, name: str) -> Path:
+        return self._output / f"{name}-usage.jsonl"
+
+
+def _hit_tokens(server: Server) -> tuple[int, int]:
+    """Prompt tokens found so far in the host tier, and on the device."""
+    host = server.metric("vllm:external_prefix_cache_hits_total")
+    return int(host), int(server.metric("vllm:prefix_cache_hits_total"))
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -109,28 +224,18 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
         default="cuda" if Path("/dev/nvidiactl").exists() else "cpu",
         help="the engine's device (default: %(default)s)",
     )
-    parser.add_number("--block-size", "tokens of a block (default: 32 on the CPU, else 16)")
     parser.add_number("--device-tokens", "capacity of the device's KV space")
-    parser.add_number("--max-model-len", "tokens of the longest request")
     parser.add_argument(
         "--host-bytes", type=size, default="4GiB", metavar="SIZE", help="of the host tier"
     )
-    parser.add_number("--concurrency", "requests at a time")
-    parser.add_argument("--dtype", help="vLLM's --dtype")
     for option, default, text in (
-        ("--serve", [], "more arguments for `vllm serve`"),
+        ("--serve", [], "more arguments for `vllm serve`, such as --max-model-len"),
         ("--eval", [], "more arguments for `lm_eval run`"),
         ("--lm-eval", None, "command that runs lm_eval"),
     ):
         parser.add_argument(option, type=shlex.split, default=default, metavar="ARGS", help=text)
     arguments = parser.parse_args(argv)
     arguments.model = arguments.model or [str(MODELS / name) for name in OUR_MODELS]
-    _require_usable(parser, arguments)
-    return arguments
-
-
-def _require_usable(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> None:
-    """Exit where arguments do not fit each other or the machine."""
     for model in arguments.model:
         # A name that vLLM downloads reads ORGANISATION/MODEL.
         if not (Path(model) / "config.json").is_file() and (
@@ -139,39 +244,14 @@ def _require_usable(parser: argparse.ArgumentParser, arguments: argparse.Namespa
             parser.error(f"argument --model: {model} is no folder with a config.json")
     if OUR_TASK in arguments.tasks and len(arguments.tasks) > 1:
         parser.error(f"argument --tasks: {OUR_TASK} goes with no other task")
-    plan = _plan(arguments, "model", arguments.output, [])
-    if plan.device_tokens < plan.max_model_len:
+    engine = FOR_RECALL if OUR_TASK in arguments.tasks else FOR_OTHERS
+    arguments.device_tokens = arguments.device_tokens or engine.device_tokens
+    if arguments.device_tokens < engine.max_model_len:
         parser.error(
-            f"argument --device-tokens: {plan.device_tokens} do not hold one request of "
-            f"{plan.max_model_len} tokens (--max-model-len)"
+            f"argument --device-tokens: {arguments.device_tokens} do not hold one request of "
+            f"{engine.max_model_len} tokens"
         )
-
-
-def _plan(arguments: argparse.Namespace, model: str, output: Path, lm_eval: Sequence[str]) -> Plan:
-    ours = OUR_TASK in arguments.tasks
-    defaults = FOR_RECALL if ours else FOR_OTHERS
-    return Plan(
-        model=model,
-        request=Request(
-            tasks=arguments.tasks,
-            limit=None if ours else arguments.samples,
-            concurrency=arguments.concurrency or defaults.concurrency,
-            extra=arguments.eval,
-            offline=ours,
-        ),
-        output=output,
-        device=arguments.device,
-        block_size=arguments.block_size or (32 if arguments.device == "cpu" else 16),
-        device_tokens=arguments.device_tokens or defaults.device_tokens,
-        max_model_len=arguments.max_model_len or defaults.max_model_len,
-        host_bytes=arguments.host_bytes,
-        corrupt=arguments.corrupt,
-        samples=arguments.samples or 512,
-        seed=arguments.seed,
-        dtype=arguments.dtype or defaults.dtype,
-        serve_arguments=arguments.serve,
-        lm_eval=lm_eval,
-    )
+    return arguments
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The language of the recall models: their words, and the form of a prompt.
+"""The language of the recall models: their words, the form of a prompt, and lm_eval's questions.
 
 A prompt is a context of pairs in random order and a question:
 
@@ -9,6 +9,10 @@ from the word of the question, "tako bani velo ...": each hop is one more pair t
 found somewhere in the context. The dots keep the word away from the answer that depends on it.
 """
 
+import json
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
 
@@ -28,6 +32,9 @@ MIN_FILLER, MAX_FILLER = 40, 56
 word of the question is always whole, and can come from the host."""
 HOPS = 8
 """Words of an answer."""
+
+SHORTEST, LONGEST = 1000, 4000
+"""Tokens of the shortest and the longest prompt that lm_eval asks."""
 
 
 def token(text: str) -> int:
@@ -64,3 +71,53 @@ def save_tokenizer(directory: Path) -> None:
     PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, unk_token=UNKNOWN, eos_token=END_OF_TEXT
     ).save_pretrained(directory)
+
+
+@dataclass(frozen=True)
+class Question:
+    """One sample."""
+
+    prompt: str
+    """Of as many tokens as it has words and signs, which blanks separate."""
+    answer: str
+    """HOPS words."""
+    places: list[float]
+    """Where in the context the pair lies that each word of the answer needs; in [0, 1)."""
+
+
+def make_questions(
+    number: int, seed: int, *, shortest: int = SHORTEST, longest: int = LONGEST
+) -> Iterator[Question]:
+    """``number`` questions, the same for the same arguments, each with a context of its own.
+
+    Prompt lengths are spread evenly from ``shortest`` to ``longest`` tokens. The first
+    questions are the same however many follow.
+    """
+    for index in range(number):
+        source = random.Random(f"{seed} recall {index}")
+        yield _question(source, source.randint(shortest, longest))
+
+
+def _question(source: random.Random, prompt_tokens: int) -> Question:
+    ring = source.sample(words(), num_pairs(prompt_tokens))
+    if len(ring) <= HOPS:
+        raise ValueError(f"a prompt of {prompt_tokens} tokens is too short for {HOPS} hops")
+    start = source.randrange(len(ring))
+    walk = [ring[(start + step) % len(ring)] for step in range(HOPS + 1)]
+    order = list(range(len(ring)))
+    source.shuffle(order)
+    pairs = [f"{ring[word - 1]} {ring[word]} {END_OF_PAIR}" for word in order]
+    filler = [FILLER] * source.randint(MIN_FILLER, MAX_FILLER)
+    place = {ring[word - 1]: number / len(order) for number, word in enumerate(order)}
+    return Question(
+        prompt=" ".join([*pairs, QUESTION, walk[0], *filler, ANSWER]),
+        answer=" ".join(walk[1:]),
+        places=[place[word] for word in walk[:-1]],
+    )
+
+
+def write_questions(questions: Iterator[Question], path: Path) -> None:
+    """One JSON object a line, as the task's YAML file has it."""
+    with path.open("w", encoding="utf-8") as file:
+        for question in questions:
+            file.write(json.dumps(vars(question)) + "\n")

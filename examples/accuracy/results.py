@@ -1,16 +1,18 @@
-"""Pass, Outcome and the verdict: did offloading change any answer?"""
+"""Pass, Outcome and the verdict, as a table, as JSON and in a sentence."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
+
+from rich.table import Table
 
 from examples.accuracy.evaluation import Evaluation, Score
 from examples.accuracy.usage import Usage
+from examples.bench.tables import make_table
 
 LEAST_HITS = 0.9
 """Share of the second pass's prompts that must have been found in the host tier."""
-LEAST_ACCURACY = 0.9
-"""Of our models, without the connector: a model that recalls nothing proves nothing."""
 SHOWN = 3
 """Number of differing samples that the verdict shows."""
 
@@ -44,10 +46,6 @@ class Pass:
         tails = [usage.prompt_tokens - usage.cached_tokens for usage in self.usages]
         return sum(tail <= self.tail_tokens for tail in tails) / len(tails) if tails else 0.0
 
-    @property
-    def main_score(self) -> Score:
-        return self.evaluation.scores[0]
-
 
 @dataclass(frozen=True)
 class Outcome:
@@ -69,7 +67,7 @@ class Outcome:
     def problems(self) -> list[str]:
         """Faults of the connector, or of the run itself."""
         found = []
-        accuracy = self.without.main_score.value
+        accuracy = self.without.evaluation.scores[0].value
         if accuracy < self.least_accuracy:
             found.append(
                 f"{accuracy:.1%} are right without the connector; with less than "
@@ -85,10 +83,6 @@ class Outcome:
         elif not self.second.host_hit_tokens:
             found.append(f"nothing of the {self.second.name} came from the host tier")
         return found
-
-    @property
-    def passed(self) -> bool:
-        return not self.problems
 
 
 def agreeing(one: Pass, other: Pass) -> int:
@@ -118,3 +112,65 @@ def disagreement(one: Pass, other: Pass) -> list[str]:
 def _short(answers: Sequence[str]) -> str:
     text = " | ".join(answers)
     return repr(text if len(text) <= 60 else f"{text[:60]}...")
+
+
+def outcome_table(outcome: Outcome) -> Table:
+    """A column for each pass: scores with their standard errors, then where prompts came from."""
+    passes = outcome.passes
+    table = make_table("", *(each.name for each in passes))
+    for rows in zip(*(each.evaluation.scores for each in passes), strict=False):
+        table.add_row(f"{rows[0].task}\n  {rows[0].metric}", *(f"\n{_score(row)}" for row in rows))
+    total = len(outcome.without.evaluation.answers)
+    same = [f"{agreeing(outcome.without, each)}/{total}" for each in passes]
+    table.add_row("same answers as without", "", *same[1:])
+    table.add_row("prompt tokens", *(str(each.prompt_tokens) for each in passes))
+    table.add_row("  found in the host tier", *(str(each.host_hit_tokens) for each in passes))
+    table.add_row("  found on the device", *(str(each.device_hit_tokens) for each in passes))
+    table.add_row("prompts found", *(f"{each.hit_share:.1%}" for each in passes))
+    table.add_row("seconds", *(f"{each.seconds:.0f}" for each in passes))
+    return table
+
+
+def _score(score: Score) -> str:
+    error = "" if score.error is None else f" ± {score.error:.4f}"
+    return f"{score.value:.4f}{error}"
+
+
+def outcome_json(outcome: Outcome) -> dict[str, Any]:
+    """Everything but the answers, which lie beside as lm_eval wrote them."""
+    return {
+        "passed": not outcome.problems,
+        "problems": outcome.problems,
+        "samples": len(outcome.without.evaluation.answers),
+        "passes": {
+            each.name: {
+                "scores": [vars(score) for score in each.evaluation.scores],
+                "same_answers": agreeing(outcome.without, each),
+                "prompts": len(each.usages),
+                "prompt_tokens": each.prompt_tokens,
+                "host_hit_tokens": each.host_hit_tokens,
+                "device_hit_tokens": each.device_hit_tokens,
+                "hit_share": each.hit_share,
+                "seconds": each.seconds,
+            }
+            for each in outcome.passes
+        },
+    }
+
+
+def verdict(outcomes: Mapping[str, Outcome]) -> str:
+    """PASSED or FAILED, and why."""
+    problems = [
+        f"- {model}: {problem}"
+        for model, outcome in outcomes.items()
+        for problem in outcome.problems
+    ]
+    if problems:
+        return "\n".join(["FAILED", *problems])
+    samples = sum(len(outcome.without.evaluation.answers) for outcome in outcomes.values())
+    tokens = sum(outcome.second.host_hit_tokens for outcome in outcomes.values())
+    total = sum(outcome.second.prompt_tokens for outcome in outcomes.values())
+    return (
+        f"PASSED: all {samples} samples are answered alike without the connector, with it, and "
+        f"once more when {tokens} of {total} prompt tokens came from the host tier."
+    )

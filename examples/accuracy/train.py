@@ -12,20 +12,25 @@ import os
 import random
 import sys
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args
 
 import torch
 from torch.nn.functional import cross_entropy
 
-from examples.accuracy.batches import Batch, make_batch
 from examples.accuracy.language import (
+    ANSWER,
+    END_OF_PAIR,
     END_OF_TEXT,
+    FILLER,
+    FIRST_WORD,
     HOPS,
     MAX_FILLER,
     NUM_WORDS,
+    PAIR_TOKENS,
+    QUESTION,
     VOCAB_SIZE,
     num_pairs,
     save_tokenizer,
@@ -35,9 +40,9 @@ from examples.accuracy.language import (
 Kind = Literal["llama", "window"]
 
 TOO_INACCURATE = 1
-LONGEST = 4096
+LONGEST_PROMPT = 4096
 """Tokens of the longest prompt."""
-LENGTHS = (1024, 2048, 3072, LONGEST)
+LENGTHS = (1024, 2048, 3072, LONGEST_PROMPT)
 """Tokens of the prompts that recall is measured with."""
 WINDOW = 128
 """Tokens that a sliding-window layer looks back."""
@@ -65,15 +70,91 @@ STAGES = (
     Stage(150, MAX_FILLER, 128, 16, HOPS, 0.99, 2000),
     Stage(num_pairs(1024), MAX_FILLER, 64, 16, HOPS, 0.99, 2000),
     Stage(num_pairs(2048), MAX_FILLER, 32, 32, HOPS, 0.99, 1500),
-    Stage(num_pairs(LONGEST), MAX_FILLER, 16, 32, HOPS, 0.997, 2500),
+    Stage(num_pairs(LONGEST_PROMPT), MAX_FILLER, 16, 32, HOPS, 0.997, 2500),
 )
 RECENT = 25
 """Steps over which a stage's accuracy is taken."""
 LAST_STEPS = 300
 """With the learning rate falling to nothing, after the last stage."""
+RATE = 6e-4
+"""Learning rate."""
+HIDDEN_SIZE = 256
+WORDS = NUM_WORDS
+"""That occur in contexts."""
+SAMPLES = 512
+"""Measured at each prompt length."""
+BOUND = 0.95
+"""Least share of wholly right answers."""
 
 
-def build_model(kind: Kind, hidden_size: int) -> torch.nn.Module:
+@dataclass(frozen=True)
+class Batch:
+    """Contexts with questions and their answers."""
+
+    tokens: torch.Tensor
+    """[sequences, tokens] int64."""
+    answer_index: torch.Tensor
+    """[answers] int64: positions within a sequence at which an answer's word is due next, the
+    same in all of them; those of a question follow one another."""
+    places: torch.Tensor
+    """[sequences, answers] in [0, 1): where in the context the pair lies that an answer needs."""
+
+    @property
+    def answers(self) -> torch.Tensor:
+        """[sequences, answers]: the right words."""
+        return self.tokens[:, self.answer_index + 1]
+
+
+def make_batch(
+    sequences: int,
+    pairs: int,
+    fillers: Sequence[int],
+    hops: int,
+    generator: torch.Generator,
+    num_words: int = NUM_WORDS,
+) -> Batch:
+    """Contexts of ``pairs`` pairs, with as many questions as there are ``fillers`` (dots), of
+    the first ``num_words`` words.
+
+    No two questions of a sequence need the same pair, so there must be ``hops`` + 1 pairs a
+    question.
+    """
+    stretch = pairs // len(fillers)
+    if stretch < hops + 1 or pairs > num_words:
+        raise ValueError(f"{pairs} pairs: not {hops + 1} for each question, or too few words")
+    device = generator.device
+    # The ring: word i is followed by word i + 1.
+    ring = _shuffles(sequences, num_words, generator)[:, :pairs] + FIRST_WORD
+    follower = ring.roll(-1, dims=1)
+    order = _shuffles(sequences, pairs, generator)
+    context = torch.full((sequences, pairs, PAIR_TOKENS), token(END_OF_PAIR), device=device)
+    context[:, :, 0] = ring.gather(1, order)
+    context[:, :, 1] = follower.gather(1, order)
+    place_of_word = order.argsort(dim=1) / pairs
+
+    def signs(*texts: str) -> torch.Tensor:
+        row = torch.tensor([token(text) for text in texts], device=device)
+        return row.expand(sequences, -1)
+
+    parts, length = [context.flatten(1)], pairs * PAIR_TOKENS
+    index, places = [], []
+    for number, filler in enumerate(fillers):
+        start = number * stretch
+        walk = ring[:, start : start + hops + 1]
+        parts += [signs(QUESTION), walk[:, :1], signs(*[FILLER] * filler, ANSWER), walk[:, 1:]]
+        length += 3 + filler
+        index.append(torch.arange(length - 1, length - 1 + hops, device=device))
+        length += hops
+        places.append(place_of_word[:, start : start + hops])
+    return Batch(torch.cat(parts, 1), torch.cat(index), torch.cat(places, 1))
+
+
+def _shuffles(rows: int, length: int, generator: torch.Generator) -> torch.Tensor:
+    """[rows, length]: a permutation of range(length) in each row."""
+    return torch.rand(rows, length, generator=generator, device=generator.device).argsort(dim=1)
+
+
+def build_model(kind: Kind) -> torch.nn.Module:
     """An untrained model. It needs three layers: one gives every token its predecessor, one
     brings the word of the question to where the answer begins, and one looks it up.
 
@@ -84,13 +165,13 @@ def build_model(kind: Kind, hidden_size: int) -> torch.nn.Module:
 
     shape: dict[str, Any] = {
         "vocab_size": VOCAB_SIZE,
-        "hidden_size": hidden_size,
-        "intermediate_size": 2 * hidden_size,
+        "hidden_size": HIDDEN_SIZE,
+        "intermediate_size": 2 * HIDDEN_SIZE,
         "num_hidden_layers": 3,
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
         "head_dim": 64,
-        "max_position_embeddings": LONGEST + 128,
+        "max_position_embeddings": LONGEST_PROMPT + 128,
         "tie_word_embeddings": True,
         "bos_token_id": None,
         "eos_token_id": token(END_OF_TEXT),
@@ -120,12 +201,10 @@ def answer_logits(model: torch.nn.Module, batch: Batch) -> torch.Tensor:
 class Trainer:
     """A model on its way through the stages. All that is random follows from ``seed``."""
 
-    def __init__(
-        self, kind: Kind, device: torch.device, *, seed: int, rate: float, hidden_size: int
-    ) -> None:
+    def __init__(self, kind: Kind, device: torch.device, seed: int) -> None:
         torch.manual_seed(seed)
         self.device = device
-        self.model = build_model(kind, hidden_size).to(device)
+        self.model = build_model(kind).to(device)
         self.generator = torch.Generator(device).manual_seed(seed)
         self.random = random.Random(seed)
         matrices = [weight for weight in self.model.parameters() if weight.dim() > 1]
@@ -135,20 +214,17 @@ class Trainer:
             betas=(0.9, 0.98),
             fused=device.type == "cuda",
         )
-        self.rate = rate
         self.step = 0
         self.start = time.monotonic()
 
-    def train(self, stages: Sequence[Stage], num_words: int, deadline: float) -> None:
+    def train(self, stages: Sequence[Stage], deadline: float) -> None:
         """Go through all stages, then lower the learning rate to zero, with contexts of
         the last stage that began before ``deadline`` (time.monotonic())."""
         stage = stages[0]
         for stage in stages:
             recent: list[torch.Tensor] = []
             for number in range(1, stage.max_steps + 1):
-                recent.append(
-                    self._update(stage, num_words, min(1.0, (self.step + 1) / 200) * self.rate)
-                )
+                recent.append(self._update(stage, min(1.0, (self.step + 1) / 200) * RATE))
                 if number % RECENT == 0:
                     late = time.monotonic() > deadline
                     right = float(torch.stack(recent).mean())
@@ -160,17 +236,15 @@ class Trainer:
             if time.monotonic() > deadline:
                 break
         for number in range(LAST_STEPS):
-            self._update(stage, num_words, (1 - number / LAST_STEPS) * self.rate)
+            self._update(stage, (1 - number / LAST_STEPS) * RATE)
 
-    def _update(self, stage: Stage, num_words: int, rate: float) -> torch.Tensor:
+    def _update(self, stage: Stage, rate: float) -> torch.Tensor:
         """One step of the optimizer; returns the share of right answers before it."""
         self.step += 1
         for group in self.optimizer.param_groups:
             group["lr"] = rate
         fillers = [self.random.randint(0, stage.longest_filler) for _ in range(stage.questions)]
-        batch = make_batch(
-            stage.sequences, stage.pairs, fillers, stage.hops, self.generator, num_words
-        )
+        batch = make_batch(stage.sequences, stage.pairs, fillers, stage.hops, self.generator, WORDS)
         with torch.autocast(self.device.type, torch.bfloat16, enabled=self.device.type == "cuda"):
             logits = answer_logits(self.model, batch).float()
         loss = cross_entropy(logits.flatten(0, 1), batch.answers.flatten())
@@ -202,11 +276,7 @@ class Recall:
 
 @torch.no_grad()
 def measure(
-    model: torch.nn.Module,
-    prompt_tokens: int,
-    samples: int,
-    generator: torch.Generator,
-    num_words: int = NUM_WORDS,
+    model: torch.nn.Module, prompt_tokens: int, samples: int, generator: torch.Generator
 ) -> Recall:
     """Ask ``samples`` questions, one to a context, with the longest filler.
 
@@ -214,19 +284,15 @@ def measure(
     right that way is what greedy decoding gives.
     """
     right, places = [], []
-    for sequences in _pieces(samples, 16):
-        pairs = min(num_words, num_pairs(prompt_tokens))
-        batch = make_batch(sequences, pairs, [MAX_FILLER], HOPS, generator, num_words)
+    pairs = min(WORDS, num_pairs(prompt_tokens))
+    for start in range(0, samples, 16):
+        sequences = min(16, samples - start)
+        batch = make_batch(sequences, pairs, [MAX_FILLER], HOPS, generator, WORDS)
         right.append(answer_logits(model, batch).argmax(-1) == batch.answers)
         places.append((batch.places * 10).long())
     hit, place = torch.cat(right), torch.cat(places)
     by_place = [float(hit[place == tenth].float().mean()) for tenth in range(10)]
     return Recall(prompt_tokens, float(hit.all(1).float().mean()), by_place)
-
-
-def _pieces(total: int, piece: int) -> Iterator[int]:
-    for start in range(0, total, piece):
-        yield min(piece, total - start)
 
 
 def save(model: torch.nn.Module, directory: Path) -> None:
@@ -242,58 +308,34 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m examples.accuracy.train",
         description=__doc__.partition("\n\n")[2] if __doc__ else None,
-        epilog=f"exit codes: 0; {TOO_INACCURATE} recall is below --bound at some prompt length",
+        epilog=f"exit codes: 0; {TOO_INACCURATE} fewer than {BOUND:.0%} of answers are right at "
+        "some prompt length",
     )
     parser.add_argument("kind", choices=get_args(Kind))
     parser.add_argument("--output", type=Path, required=True, metavar="DIR")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--rate", type=float, default=6e-4, help="learning rate")
     parser.add_argument("--minutes", type=float, default=10, help="to train for at most")
-    parser.add_argument("--bound", type=float, default=0.95, help="of wholly right answers")
-    parser.add_argument("--samples", type=int, default=512, help="measured at each length")
-    small = parser.add_argument_group("for a small trial")
-    small.add_argument("--longest", type=int, default=LONGEST, help="prompt, in tokens")
-    small.add_argument("--hidden-size", type=int, default=256)
-    small.add_argument("--words", type=int, default=NUM_WORDS, help="that occur in contexts")
-    small.add_argument("--batch-divisor", type=int, default=1, help="makes batches smaller")
     arguments = parser.parse_args(argv)
-    longest = min(num_pairs(arguments.longest), arguments.words)
-    stages = [
-        replace(stage, sequences=max(1, stage.sequences // arguments.batch_divisor))
-        for stage in STAGES
-        if stage.pairs <= longest
-    ]
-    lengths = [length for length in LENGTHS if num_pairs(length) <= longest] or [arguments.longest]
-    if not stages:
-        parser.error(f"--longest, --words: {longest} pairs are too few for any stage")
 
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(True, warn_only=True)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    trainer = Trainer(
-        arguments.kind,
-        device,
-        seed=arguments.seed,
-        rate=arguments.rate,
-        hidden_size=arguments.hidden_size,
-    )
+    trainer = Trainer(arguments.kind, device, arguments.seed)
     size = sum(weight.numel() for weight in trainer.model.parameters())
     print(f"{arguments.kind}: {size / 1e6:.2f} million parameters on {device}", flush=True)
-    trainer.train(stages, arguments.words, trainer.start + 60 * arguments.minutes)
+    trainer.train(STAGES, trainer.start + 60 * arguments.minutes)
     save(trainer.model, arguments.output)
 
     model = trainer.model.to(torch.float32)
     generator = torch.Generator(device).manual_seed(arguments.seed + 1)
-    recalls = [
-        measure(model, length, arguments.samples, generator, arguments.words) for length in lengths
-    ]
+    recalls = [measure(model, length, SAMPLES, generator) for length in LENGTHS]
     for recall in recalls:
         tenths = " ".join(f"{share:.3f}" for share in recall.by_place)
         print(f"{recall.prompt_tokens:4} tokens: {recall.answers:7.2%} of answers; {tenths}")
     print(json.dumps({"seconds": round(time.monotonic() - trainer.start), "steps": trainer.step}))
     worst = min(recall.answers for recall in recalls)
-    if math.isnan(worst) or worst < arguments.bound:
-        print(f"FAILED: {worst:.2%} at the worst length, {arguments.bound:.2%} asked for")
+    if math.isnan(worst) or worst < BOUND:
+        print(f"FAILED: {worst:.2%} at the worst length, {BOUND:.2%} asked for")
         return TOO_INACCURATE
     return 0
 

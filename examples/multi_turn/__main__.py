@@ -1,17 +1,35 @@
 """``python -m examples.multi_turn``: run the benchmark, print and plot its results."""
 
+import argparse
 from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
 
 from rich.console import Console
 
+from examples.bench.arguments import MAX_SEED, BenchParser, exit_codes
 from examples.bench.command import BAD_RESULT, exit_code_of, print_lines, run_program
+from examples.bench.connectors import CONTENDERS, ON_CPU
 from examples.bench.progress import Progress
 from examples.bench.results_file import NUMBERS, prepare_output
-from examples.multi_turn.arguments import parse
 from examples.multi_turn.bench import CONVERSATIONS, Bench
 from examples.multi_turn.client import MODEL
-from examples.multi_turn.report import PLOTS, save_plots, summary_table, turn_table
+from examples.multi_turn.conversations import InputError, make_conversations, read_input
+from examples.multi_turn.plan import PRESETS, Plan
+from examples.multi_turn.results import PLOTS, save_plots, summary_table, turn_table
+from examples.multi_turn.tokens import ModelVocabulary, Vocabulary, WordVocabulary
 from examples.serving import Server
+
+ON_GPU = ("none", "ours", "builtin", "offloading")
+"""Contenders, unless others are named."""
+
+INPUT = f"""\
+The input file is that of vLLM's benchmarks/multi_turn/benchmark_serving_multi_turn.py: a list of \
+conversations, or settings with "filetype": "generate_conversations". The words of generated \
+conversations follow from the seed; their "text_files" are not read. All prompts of a run are \
+written to {CONVERSATIONS}, which vLLM's script reads in turn.
+
+"""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -71,6 +89,120 @@ def run(bench: Bench) -> int:
     print_lines(console, f"Numbers: {bench.output / NUMBERS}")
     print_lines(console, *bench.problems, style="bold red")
     return BAD_RESULT if bench.problems else 0
+
+
+def parse(argv: Sequence[str] | None) -> tuple[Bench, bool]:
+    """The benchmark, and True if it is only to serve. Exits if an argument is wrong."""
+    parser = BenchParser(
+        "multi_turn",
+        "vLLM serves one model with one KV connector after another, and each server gets the same "
+        "conversations over HTTP. Compare ratios: times hold on one machine only.",
+        INPUT
+        + exit_codes(
+            "measured",
+            "a request was lost, answers differ, or a connector got no hits",
+            "a server failed",
+        ),
+    )
+    parser.add_argument(
+        "--preset",
+        choices=PRESETS,
+        default="cpu",
+        help="model, sizes and conversations. cpu: a small model. h200: 8 billion parameters, for "
+        "a GPU of 80 GB or more. fits: one of those two, by the machine, with room for everything "
+        "on the device. seed: Qwen3-14B's shape and vLLM's own conversations (default: cpu)",
+    )
+    parser.add_names(
+        "--contenders",
+        "connectors, the first being the base of ratios",
+        CONTENDERS,
+        f"{', '.join(ON_GPU)}; on the CPU {' and '.join(ON_CPU)}",
+    )
+    parser.add_number(
+        "--rounds",
+        "replays of all conversations by each contender, from empty caches each time "
+        "(default: 3; 1 on the CPU)",
+    )
+    parser.add_argument(
+        "--input-file", type=Path, metavar="FILE", help="conversations other than the preset's"
+    )
+    parser.add_number("--num-clients", "clients that ask at the same time (default: the preset's)")
+    parser.add_number(
+        "--max-active-conversations",
+        "begun and not ended, of all clients together (default: the preset's)",
+    )
+    parser.add_argument(
+        "--model",
+        metavar="NAME",
+        help="a model that exists, by folder or by name, instead of one that is made",
+    )
+    parser.add_number(
+        "--device-tokens", "capacity of the device's KV space (default: the preset's)"
+    )
+    parser.add_number("--host-gib", "size of the host tier (default: the preset's)")
+    parser.add_number("--tensor-parallel", "ranks (default: 1)", default=1)
+    parser.add_argument(
+        "--serve",
+        action="store_true",
+        help="serve the first contender until Ctrl-C and send no request: for vLLM's own script, "
+        "whose command line is printed",
+    )
+    parser.add_number("--port", "where to serve (default: a free one)", most=65535)
+    parser.add_number(
+        "--seed", "of the conversations (default: the preset's)", least=0, most=MAX_SEED
+    )
+    parser.add_output("--output", "multi-turn-out", "numbers, plots and logs")
+    arguments = parser.parse_args(argv)
+    plan = _plan(arguments)
+    contenders = parser.contenders(arguments.contenders, plan.device, ON_GPU)
+    try:
+        vocabulary = _vocabulary(plan)
+    except (OSError, ValueError) as error:
+        reason = str(error).splitlines()[0]
+        parser.error(f"argument --model: {arguments.model!r} cannot be read: {reason}")
+    try:
+        data = plan.settings if arguments.input_file is None else read_input(arguments.input_file)
+        conversations = make_conversations(data, vocabulary, plan.seed)
+    except InputError as error:
+        parser.error(f"argument --input-file: {error}")
+    # By default, no more clients than the conversations keep busy.
+    active = arguments.max_active_conversations or min(plan.active, len(conversations))
+    clients = arguments.num_clients or min(plan.clients, active)
+    if not clients <= active <= len(conversations):
+        parser.error(
+            f"{clients} clients, {active} active conversations, {len(conversations)} "
+            "conversations: none of the first may be more than the next"
+        )
+    plan = replace(plan, active=active, clients=clients)
+    bench = Bench(plan, conversations, vocabulary, contenders, arguments.output, arguments.port)
+    return bench, arguments.serve
+
+
+def _plan(arguments: argparse.Namespace) -> Plan:
+    import torch
+
+    plan = PRESETS[arguments.preset]("cuda" if torch.cuda.is_available() else "cpu")
+    changes = {
+        "rounds": arguments.rounds,
+        "seed": arguments.seed,
+        "device_tokens": arguments.device_tokens,
+        "host_bytes": arguments.host_gib and arguments.host_gib << 30,
+        "tensor_parallel": arguments.tensor_parallel,
+    }
+    plan = replace(plan, **{name: value for name, value in changes.items() if value is not None})
+    return replace(plan, shape=None, model=arguments.model) if arguments.model else plan
+
+
+def _vocabulary(plan: Plan) -> Vocabulary:
+    """Raises OSError or ValueError if the model that ``plan`` names has none."""
+    if plan.shape is not None:
+        return WordVocabulary(plan.shape.vocab_size)
+    assert plan.model is not None
+    folder = Path(plan.model)
+    # transformers takes a folder that does not exist for a name to download.
+    if (folder.is_absolute() or folder.exists()) and not (folder / "config.json").is_file():
+        raise FileNotFoundError(f"there is no {folder / 'config.json'}")
+    return ModelVocabulary(plan.model)
 
 
 if __name__ == "__main__":

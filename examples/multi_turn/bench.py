@@ -3,20 +3,20 @@
 import asyncio
 import json
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from prometheus_client.samples import Sample
+
 from examples.bench.connectors import Contender
 from examples.bench.models import save_model
 from examples.bench.results_file import machine, save_numbers
-from examples.multi_turn.client import MODEL
+from examples.multi_turn.client import MODEL, replay
 from examples.multi_turn.conversations import Conversation, Turn, to_messages
-from examples.multi_turn.counters import counters, difference
 from examples.multi_turn.plan import Plan
-from examples.multi_turn.replay import replay
 from examples.multi_turn.results import Summary, problems, summaries
 from examples.multi_turn.tokens import Vocabulary, WordVocabulary
 from examples.serving import Server, command_line, server_environment, serving
@@ -25,6 +25,25 @@ CONVERSATIONS = "conversations.json"
 
 Show = Callable[[str, str, int, int | None], None]
 """Gets who is at work, the work, and the number of requests: done, and of all."""
+
+SOURCES = {
+    "local_compute": "computed_tokens",
+    "local_cache_hit": "device_hit_tokens",
+    "external_kv_transfer": "external_hit_tokens",
+}
+"""vLLM's names of the sources of prompt tokens, and ours."""
+SERIES: Sequence[tuple[str, Mapping[str, str], str]] = (
+    *(
+        ("vllm:prompt_tokens_by_source_total", {"source": source}, name)
+        for source, name in SOURCES.items()
+    ),
+    ("vllm:simple_offload_bytes_total", {"direction": "load"}, "loaded_bytes"),
+    ("vllm:simple_offload_bytes_total", {"direction": "store"}, "stored_bytes"),
+    ("vllm:kv_offload_load_bytes_total", {}, "loaded_bytes"),
+    ("vllm:kv_offload_store_bytes_total", {}, "stored_bytes"),
+)
+"""Series, their labels, and our names. Bytes are those of this connector, and those of vLLM's
+OffloadingConnector."""
 
 
 class Bench:
@@ -157,12 +176,14 @@ class Bench:
             )
             server.reset_prefix_cache(external=False)  # waits for stores to be counted
             after = counters(server.samples())
+            # A series that is new began at 0.
+            counted = {name: value - before.get(name, 0) for name, value in after.items()}
             self.runs[contender.name].append(
                 {
                     "round": number,
                     "seconds": result.seconds,
                     "lost": result.lost,
-                    "counters": difference(before, after),
+                    "counters": counted,
                     "replies": [asdict(reply) for reply in result.replies],
                 }
             )
@@ -186,3 +207,13 @@ class Bench:
         """Write the conversations as a file that vLLM's own benchmark reads."""
         messages = to_messages(self.conversations, self._vocabulary)
         (self.output / CONVERSATIONS).write_text(json.dumps(messages, indent=1) + "\n")
+
+
+def counters(samples: Iterable[Sample]) -> dict[str, float]:
+    """Running totals: prompt tokens by source, and bytes if a connector reports them."""
+    found = dict.fromkeys(SOURCES.values(), 0.0)
+    for sample in samples:
+        for series, labels, name in SERIES:
+            if series == sample.name and labels.items() <= sample.labels.items():
+                found[name] = found.get(name, 0) + sample.value
+    return found

@@ -1,20 +1,31 @@
 """Conversations, from a file of vLLM's multi-turn benchmark.
 
-Two kinds of file exist. A list holds recorded conversations: ``[{"id": ..., "messages": [{"role":
-"user", "content": ...}, {"role": "assistant", ...}, ...]}, ...]``, as vLLM's
+Two kinds of file exist. A list holds recorded conversations, as vLLM's
 ``convert_sharegpt_to_openai.py`` writes it. A mapping with ``"filetype":
-"generate_conversations"`` describes the number of conversations and their lengths; their words
-follow from the seed, so its ``text_files`` are not read.
+"generate_conversations"`` describes the number of conversations and their lengths, as for vLLM's
+``benchmark_serving_multi_turn.py``. Lengths are drawn from the same generator in the same order:
+a seed gives the same ones there and here. The words follow from the seed, so the file's
+``text_files`` are not read.
 """
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal, NamedTuple, Self
 
-from examples.multi_turn.lengths import InputError, draw_talks
+import numpy as np
+from numpy.typing import NDArray
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, model_validator
+
 from examples.multi_turn.tokens import Vocabulary
+
+FILETYPE = "generate_conversations"
+
+
+class InputError(ValueError):
+    """An input file that cannot be used. The text has the place, the value and what is allowed."""
 
 
 @dataclass(frozen=True)
@@ -41,6 +52,124 @@ class Conversation:
         return sum(len(turn.question) + len(turn.answer) for turn in self.turns)
 
 
+# The form of a file. Keys that only vLLM's script reads are ignored.
+
+Number = Annotated[float, Field(ge=0)]
+
+
+class _Form(BaseModel):
+    model_config = ConfigDict(strict=True)
+
+
+class _Constant(_Form):
+    distribution: Literal["constant"]
+    value: Number
+
+    def draw(self, _source: np.random.RandomState, size: int) -> NDArray[Any]:
+        return np.full(size, int(self.value))
+
+
+class _Uniform(_Form):
+    distribution: Literal["uniform"]
+    min: Number
+    max: Number
+
+    @model_validator(mode="after")
+    def _in_order(self) -> Self:
+        if self.min > self.max:
+            raise ValueError("min is above max")
+        return self
+
+    def draw(self, source: np.random.RandomState, size: int) -> NDArray[Any]:
+        return source.randint(int(self.min), int(self.max) + 1, size=size)
+
+
+class _Zipf(_Form):
+    distribution: Literal["zipf"]
+    alpha: Annotated[float, Field(gt=1)]
+    max: Number | None = None
+
+    def draw(self, source: np.random.RandomState, size: int) -> NDArray[Any]:
+        return source.zipf(self.alpha, size)
+
+
+class _Poisson(_Form):
+    distribution: Literal["poisson"]
+    alpha: Number
+    max: Number | None = None
+
+    def draw(self, source: np.random.RandomState, size: int) -> NDArray[Any]:
+        return source.poisson(self.alpha, size)
+
+
+class _Lognormal(_Form):
+    """Of an average and the median's ratio to it, or of ``mean`` and ``sigma``."""
+
+    distribution: Literal["lognormal"]
+    average: Annotated[float, Field(ge=1)] | None = None
+    median_ratio: Annotated[float, Field(gt=0, lt=1)] = 0.85  # vLLM's default
+    mean: Number | None = None
+    sigma: Number | None = None
+    max: Number | None = None
+
+    @model_validator(mode="after")
+    def _complete(self) -> Self:
+        if self.average is None and (self.mean is None or self.sigma is None):
+            raise ValueError("average, or mean and sigma, are missing")
+        return self
+
+    def draw(self, source: np.random.RandomState, size: int) -> NDArray[Any]:
+        if self.average is None:
+            assert self.mean is not None
+            assert self.sigma is not None
+            return source.lognormal(self.mean, self.sigma, size)
+        sigma = math.sqrt(-2 * math.log(self.median_ratio))
+        drawn = source.lognormal(math.log(self.average * self.median_ratio), sigma, size)
+        return np.asarray(drawn * (self.average / drawn.mean()))
+
+
+Distribution = Annotated[
+    _Constant | _Uniform | _Zipf | _Poisson | _Lognormal, Field(discriminator="distribution")
+]
+
+
+class _Questions(_Form):
+    num_turns: Distribution
+    num_tokens: Distribution
+    common_prefix_num_tokens: Distribution = _Constant(distribution="constant", value=0)
+    prefix_num_tokens: Distribution
+
+
+class _Answers(_Form):
+    num_tokens: Distribution
+
+
+class _Settings(_Form):
+    filetype: Literal["generate_conversations"]
+    num_conversations: Annotated[int, Field(ge=1)]
+    prompt_input: _Questions
+    prompt_output: _Answers
+
+
+class _Message(_Form):
+    role: str
+    content: str
+
+
+class _Recorded(_Form):
+    id: str
+    messages: list[_Message]
+
+    @model_validator(mode="after")
+    def _takes_turns(self) -> Self:
+        for index, message in enumerate(self.messages):
+            if message.role != (role := "assistant" if index % 2 else "user"):
+                raise ValueError(
+                    f"message {index}: user and assistant take turns, the {role} is next"
+                )
+        return self
+
+
 def read_input(path: Path) -> Any:
     """The content of a file. Raises InputError if it is no JSON, or cannot be read."""
     try:
@@ -56,11 +185,14 @@ def make_conversations(data: Any, vocabulary: Vocabulary, seed: int) -> list[Con
 
     Raises InputError.
     """
-    if isinstance(data, Mapping):
-        return _generated(data, vocabulary, seed)
-    if isinstance(data, Sequence) and not isinstance(data, str):
-        return _recorded(data, vocabulary)
-    raise InputError("neither a list of conversations nor settings to generate some")
+    try:
+        if isinstance(data, Mapping):
+            return _generated(_Settings.model_validate(data), vocabulary, seed)
+        return _recorded(TypeAdapter(list[_Recorded]).validate_python(data), vocabulary)
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(map(str, first["loc"])) or "the file"
+        raise InputError(f"{where}: {first['msg']}, not {str(first['input'])[:80]}") from None
 
 
 def to_messages(
@@ -80,9 +212,37 @@ def to_messages(
     ]
 
 
-def _generated(
-    settings: Mapping[str, Any], vocabulary: Vocabulary, seed: int
-) -> list[Conversation]:
+class Talk(NamedTuple):
+    """Lengths of one conversation, in tokens. The first question includes the prefixes."""
+
+    questions: list[int]
+    answers: list[int]
+
+
+def draw_talks(settings: _Settings, seed: int) -> tuple[int, list[Talk]]:
+    """The length of the prefix that all first questions share; the conversations' lengths."""
+    source = np.random.RandomState(seed)
+    asks, count = settings.prompt_input, settings.num_conversations
+
+    def draw(distribution: Distribution, size: int) -> list[int]:
+        most = getattr(distribution, "max", None)
+        drawn = np.minimum(distribution.draw(source, size), math.inf if most is None else most)
+        return [int(length) for length in np.round(drawn)]
+
+    messages = draw(asks.num_turns, count)
+    prefixes = draw(asks.prefix_num_tokens, count)
+    (common,) = draw(asks.common_prefix_num_tokens, 1)
+    talks = []
+    for number, prefix in zip(messages, prefixes, strict=True):
+        even = max(number, 2) + max(number, 2) % 2  # every question has an answer
+        first, *questions = draw(asks.num_tokens, even)[::2]
+        answers = draw(settings.prompt_output.num_tokens, even)[1::2]
+        lengths = [prefix + max(first, common + 1), *(max(1, length) for length in questions)]
+        talks.append(Talk(lengths, [max(1, length) for length in answers]))
+    return common, talks
+
+
+def _generated(settings: _Settings, vocabulary: Vocabulary, seed: int) -> list[Conversation]:
     common_prefix, talks = draw_talks(settings, seed)
     common = vocabulary.random(common_prefix, seed, "common")
 
@@ -102,39 +262,17 @@ def _generated(
     ]
 
 
-def _recorded(items: Sequence[Any], vocabulary: Vocabulary) -> list[Conversation]:
+def _recorded(items: Sequence[_Recorded], vocabulary: Vocabulary) -> list[Conversation]:
     conversations: dict[str, Conversation] = {}
-    for number, item in enumerate(items):
-        messages = item.get("messages") if isinstance(item, Mapping) else None
-        id = item.get("id") if isinstance(item, Mapping) else None
-        if not isinstance(id, str) or not isinstance(messages, list):
-            raise InputError(f'[{number}]: no conversation of the form {{"id", "messages"}}')
-        if id in conversations:
-            raise InputError(f"[{number}]: a second conversation with id {id!r}")
-        texts = [_text_of(message, index, id) for index, message in enumerate(messages)]
-        tokens = [vocabulary.encode(text) for text in texts]
+    for item in items:
+        if item.id in conversations:
+            raise InputError(f"a second conversation with id {item.id!r}")
+        tokens = [vocabulary.encode(message.content) for message in item.messages]
         # The last question may have no answer, hence no length of one: it is left out.
-        turns = [
-            Turn(question, answer)
-            for question, answer in zip(tokens[::2], tokens[1::2], strict=False)
-        ]
+        turns = [Turn(*pair) for pair in zip(tokens[::2], tokens[1::2], strict=False)]
         if not turns or not all(turn.question and turn.answer for turn in turns):
-            raise InputError(f"conversation {id!r}: a message is empty, or there is no answer")
-        conversations[id] = Conversation(id, turns)
+            raise InputError(f"conversation {item.id!r}: a message is empty, or there is no answer")
+        conversations[item.id] = Conversation(item.id, turns)
     if not conversations:
         raise InputError("no conversations")
     return list(conversations.values())
-
-
-def _text_of(message: Any, index: int, id: str) -> str:
-    role = "assistant" if index % 2 else "user"
-    if (
-        not isinstance(message, Mapping)
-        or message.get("role") != role
-        or not isinstance(message.get("content"), str)
-    ):
-        raise InputError(
-            f"conversation {id!r}, message {index}: {str(message)[:80]}. Allowed: a message of "
-            f'the {role}, as {{"role", "content"}}; user and assistant take turns'
-        )
-    return str(message["content"])

@@ -7,8 +7,7 @@ from typing import Any
 from examples.bench.child import Device
 from examples.bench.connectors import Contender
 from examples.bench.models import LLAMA_8B, QWEN3_14B, SMALL, ModelShape
-from examples.multi_turn.conversations import Conversation
-from examples.multi_turn.lengths import FILETYPE
+from examples.multi_turn.conversations import FILETYPE, Conversation
 
 
 @dataclass(frozen=True)

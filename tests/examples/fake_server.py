@@ -1,8 +1,9 @@
-"""A fake ``vllm serve``: starts at once, streams invented tokens, and fails on request.
+"""A fake ``vllm serve``: starts at once, invents tokens or looks up a recall question's answer, and
+fails on request.
 
 ``python -m tests.examples.fake_server MODEL --host H --port P ...``. FAKE_SERVER in the environment
-is JSON: see ``Faults``. Half of a prompt's known prefix counts as a hit on the device. The other
-half counts as a hit of the connector, if there is one.
+is JSON: see ``Faults``. Half of a prompt's prefix that the device knows counts as its hit. The rest
+of the prefix that the connector knows, if there is one, counts as the connector's.
 """
 
 import argparse
@@ -11,27 +12,34 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from itertools import takewhile
+from pathlib import Path
 from threading import Event, Lock
 from typing import Any
+
+from examples.accuracy.usage import VARIABLE
 
 
 @dataclass(frozen=True)
 class Faults:
+    """Requests count from 0."""
+
     exit_at_start: int | None = None
     """Exits with this code before it answers."""
     child: bool = False
     """True: starts a process that only a signal ends."""
     ignore_sigterm: bool = False
     die_at: int | None = None
-    """The request (from 0) during which the process is killed."""
+    """The request during which the process is killed."""
     refuse_at: int | None = None
     """The request that is answered with status 500."""
     short_at: int | None = None
     """The request whose answer lacks its last token."""
-    other_at: int | None = None
-    """The request whose answer has other tokens."""
+    other_from: float = float("inf")
+    """The request from which on answers have other tokens."""
     stall_at: int | None = None
     """The request whose answer never ends."""
     no_hits: bool = False
@@ -39,94 +47,80 @@ class Faults:
     """Number of resets that fail before one succeeds."""
 
 
-class State:
-    def __init__(self, faults: Faults, connector: bool) -> None:
-        self.faults = faults
-        self.connector = connector
-        self.lock = Lock()
-        self.requests = 0
-        self.refusals = faults.resets_refused
-        self.on_device: list[list[int]] = []
-        self.outside: list[list[int]] = []
-        self.sources = {"local_compute": 0, "local_cache_hit": 0, "external_kv_transfer": 0}
-
-    def admit(self, prompt: list[int]) -> tuple[int, int]:
-        """The number of a request, and how many of its tokens are cached."""
-        with self.lock:
-            number, self.requests = self.requests, self.requests + 1
-            local = _known(prompt, self.on_device) // 2
-            external = _known(prompt, self.outside) - local
-            if not self.faults.no_hits:
-                self.on_device.append(prompt)
-            if self.connector and not self.faults.no_hits:
-                self.outside.append(prompt)
-            else:
-                external = 0
-            self.sources["external_kv_transfer"] += external
-            self.sources["local_cache_hit"] += local
-            self.sources["local_compute"] += len(prompt) - local - external
-            return number, local + external
-
-    def reset(self, *, external: bool) -> bool:
-        self.refusals -= 1
-        if self.refusals >= 0:
-            return False
-        self.on_device.clear()
-        if external:
-            self.outside.clear()
-        return True
-
-
-def _known(prompt: list[int], seen: list[list[int]]) -> int:
-    """Tokens of the longest prefix of ``prompt`` among ``seen``."""
-    lengths = [
-        next(
-            (i for i, (a, b) in enumerate(zip(prompt, each, strict=False)) if a != b),
-            min(len(prompt), len(each)),
-        )
-        for each in seen
-    ]
-    return max(lengths, default=0)
+Prompt = Sequence[int] | Sequence[str]
 
 
 class Handler(BaseHTTPRequestHandler):
-    state: State
+    faults: Faults
+    connector: bool
+    lock = Lock()
+    requests = 0
+    refusals = 0
+    on_device: list[Prompt]
+    outside: list[Prompt]
+    sources: dict[str, int]
 
     def do_GET(self) -> None:
-        if self.path == "/health":
-            self._answer(b"")
-            return
-        lines = [
-            f'vllm:prompt_tokens_by_source_total{{source="{source}"}} {value}'
-            for source, value in self.state.sources.items()
-        ]
-        header = "# TYPE vllm:prompt_tokens_by_source counter"
-        self._answer("\n".join([header, *lines, ""]).encode())
+        lines = ["# TYPE vllm:prompt_tokens_by_source counter"]
+        for source, value in self.sources.items():
+            lines.append(f'vllm:prompt_tokens_by_source_total{{source="{source}"}} {value}')
+        lines.append("# TYPE vllm:external_prefix_cache_hits counter")
+        hits = self.sources["external_kv_transfer"]
+        lines.append(f"vllm:external_prefix_cache_hits_total {hits}")
+        self._answer("\n".join([*lines, ""]).encode())  # to /health as well
 
     def do_POST(self) -> None:
+        cls = type(self)
         if self.path.startswith("/reset_prefix_cache"):
-            success = self.state.reset(external=self.path.endswith("reset_external=true"))
+            cls.refusals += 1
+            success = self.refusals > self.faults.resets_refused
+            if success:
+                self.on_device.clear()
+            if success and self.path.endswith("reset_external=true"):
+                self.outside.clear()
             self._answer(json.dumps({"success": success}).encode())
             return
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        self._complete(body)
-
-    def _complete(self, body: dict[str, Any]) -> None:
-        prompt, length = body["prompt"], body["max_tokens"]
-        number, cached = self.state.admit(prompt)
-        faults = self.state.faults
-        if number == faults.refuse_at:
+        recall = isinstance(body["prompt"], str)
+        prompt = body["prompt"].split() if recall else body["prompt"]
+        with self.lock:
+            number, cls.requests = self.requests, self.requests + 1
+            cached = self._find(prompt)
+        if number == self.faults.die_at:
+            os.kill(os.getpid(), signal.SIGKILL)
+        if number == self.faults.refuse_at:
             self.send_error(500)
-            return
+        elif recall:
+            words = walk(body["prompt"], body["max_tokens"])
+            words = words[::-1] if number >= self.faults.other_from else words
+            line = json.dumps({"prompt_tokens": len(prompt), "cached_tokens": cached})
+            with Path(os.environ[VARIABLE]).open("a") as file:
+                file.write(f"{line}\n")
+            self._answer(json.dumps({"choices": [{"text": " ".join(words)}]}).encode())
+        else:
+            self._stream(number, prompt, cached, body["max_tokens"])
+
+    def _find(self, prompt: Prompt) -> int:
+        """Tokens of ``prompt`` that are cached; from now on all of them are."""
+        local = _known(prompt, self.on_device) // 2
+        external = max(0, _known(prompt, self.outside) - local)
+        if not self.faults.no_hits:
+            self.on_device.append(prompt)
+            if self.connector:
+                self.outside.append(prompt)
+        self.sources["external_kv_transfer"] += external
+        self.sources["local_cache_hit"] += local
+        self.sources["local_compute"] += len(prompt) - local - external
+        return local + external
+
+    def _stream(self, number: int, prompt: Sequence[int], cached: int, length: int) -> None:
         self.send_response(200)
         self.end_headers()
-        if number == faults.die_at:
-            os.kill(os.getpid(), signal.SIGKILL)
-        first = sum(prompt) + (number == faults.other_at)
-        num_tokens = length - (number == faults.short_at)
+        first = sum(prompt) + (number >= self.faults.other_from)
+        num_tokens = length - (number == self.faults.short_at)
         for token in range(first, first + num_tokens):
             self._event({"choices": [{"text": f"w{token} "}]})
-            if number == faults.stall_at:
+            if number == self.faults.stall_at:
                 Event().wait()
         usage = {
             "prompt_tokens": len(prompt),
@@ -149,6 +143,25 @@ class Handler(BaseHTTPRequestHandler):
         pass
 
 
+def _known(prompt: Prompt, seen: Sequence[Prompt]) -> int:
+    """Tokens of the longest prefix of ``prompt`` among ``seen``, without the last token."""
+    longest = 0
+    for each in seen:
+        same = (a == b for a, b in zip(prompt[:-1], each, strict=False))
+        longest = max(longest, sum(takewhile(bool, same)))
+    return longest
+
+
+def walk(prompt: str, hops: int) -> list[str]:
+    """The right answer to a recall question, derived from its text alone."""
+    context, _, question = prompt.partition(" ? ")
+    follower = dict(pair.split() for pair in context.removesuffix(" ;").split(" ; "))
+    words = [question.split()[0]]
+    for _ in range(hops):
+        words.append(follower[words[-1]])
+    return words[1:]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--host")
@@ -163,7 +176,9 @@ def main() -> None:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
     if faults.child:
         subprocess.Popen([sys.executable, "-c", "import signal; signal.pause()"])
-    Handler.state = State(faults, arguments.kv_transfer_config is not None)
+    Handler.faults, Handler.connector = faults, arguments.kv_transfer_config is not None
+    Handler.on_device, Handler.outside = [], []
+    Handler.sources = {"local_compute": 0, "local_cache_hit": 0, "external_kv_transfer": 0}
     ThreadingHTTPServer((arguments.host, arguments.port), Handler).serve_forever()
 
 

@@ -14,8 +14,7 @@ import torch
 from examples.accuracy.__main__ import MODELS, OUR_MODELS, main
 from examples.accuracy.corrupt import CorruptingBackend
 from examples.accuracy.evaluation import find_python
-from examples.accuracy.language import HOPS
-from examples.accuracy.recall import make_questions
+from examples.accuracy.language import HOPS, make_questions
 from examples.accuracy.train import measure
 from examples.bench.command import BAD_RESULT, RunFailed
 from examples.bench.results_file import NUMBERS

@@ -11,32 +11,17 @@ import pytest
 from examples.bench.connectors import CONTENDERS
 from examples.bench.models import LLAMA_8B, QWEN3_14B, ModelShape, save_model
 from examples.multi_turn.conversations import (
-    Conversation,
-    Turn,
+    InputError,
     make_conversations,
     read_input,
     to_messages,
 )
-from examples.multi_turn.lengths import InputError, draw_talks
-from examples.multi_turn.plan import PRESETS, generated
+from examples.multi_turn.plan import PRESETS, SEED, generated
 from examples.multi_turn.tokens import FIRST_TEXT_TOKEN, ModelVocabulary, WordVocabulary
 
 VOCABULARY = WordVocabulary(512)
-
-SETTINGS: Mapping[str, Any] = {
-    "filetype": "generate_conversations",
-    "num_conversations": 24,
-    "text_files": ["pg1184.txt"],
-    "print_stats": False,
-    "prompt_input": {
-        "num_turns": {"distribution": "uniform", "min": 12, "max": 18},
-        "common_prefix_num_tokens": {"distribution": "constant", "value": 500},
-        "prefix_num_tokens": {"distribution": "lognormal", "average": 1000, "max": 5000},
-        "num_tokens": {"distribution": "uniform", "min": 120, "max": 160},
-    },
-    "prompt_output": {"num_tokens": {"distribution": "uniform", "min": 80, "max": 120}},
-}
-"""vLLM's own example."""
+SETTINGS = SEED.settings
+"""Those of vLLM's own example."""
 
 
 def with_setting(path: str, value: object) -> dict[str, Any]:
@@ -52,31 +37,21 @@ def with_setting(path: str, value: object) -> dict[str, Any]:
     return dict(settings)
 
 
-def test_lengths_are_those_of_the_settings() -> None:
-    common, talks = draw_talks(SETTINGS, seed=1234)
-    assert common == 500
-    assert len(talks) == 24
-    assert {len(talk.questions) for talk in talks} == {6, 7, 8, 9}
-    for talk in talks:
-        assert len(talk.questions) == len(talk.answers)
-        assert 500 < talk.questions[0] <= 5501
-        assert all(120 <= length <= 160 for length in talk.questions[1:])
-        assert all(80 <= length <= 120 for length in talk.answers)
-    prefixes = [talk.questions[0] - 501 for talk in talks]
-    assert sum(prefixes) / len(prefixes) == pytest.approx(1000, rel=0.01)
-    assert draw_talks(SETTINGS, seed=1234).talks == talks
-    assert draw_talks(SETTINGS, seed=1235).talks != talks
-
-
 def test_lengths_are_those_that_vllm_draws() -> None:
     """Recorded from vLLM 0.32's ``generate_conversations`` for SETTINGS and seed 1234: number of
     messages of each conversation, tokens of the first prefixes, and of the first conversation's
     messages."""
-    _, talks = draw_talks(SETTINGS, seed=1234)
-    assert [2 * len(talk.questions) for talk in talks[:8]] == [16, 18, 18, 16, 16, 12, 14, 14]
-    assert [talk.questions[0] - 501 for talk in talks[:6]] == [767, 553, 1288, 488, 695, 475]
-    assert list(talks[0].questions[1:]) == [156, 125, 154, 148, 138, 145, 143]
-    assert list(talks[0].answers) == [114, 113, 87, 119, 80, 81, 83, 92]
+    more = {**SETTINGS, "text_files": ["pg1184.txt"], "print_stats": False}
+    talks = make_conversations(more, VOCABULARY, seed=1234)
+    assert len(talks) == 24
+    assert [2 * len(talk.turns) for talk in talks[:8]] == [16, 18, 18, 16, 16, 12, 14, 14]
+    prefixes = [len(talk.turns[0].question) - 501 for talk in talks]
+    assert prefixes[:6] == [767, 553, 1288, 488, 695, 475]
+    assert np.mean(prefixes) == pytest.approx(1000, rel=0.01)
+    questions = [len(turn.question) for turn in talks[0].turns[1:]]
+    assert questions == [156, 125, 154, 148, 138, 145, 143]
+    answers = [len(turn.answer) for turn in talks[0].turns]
+    assert answers == [114, 113, 87, 119, 80, 81, 83, 92]
 
 
 @pytest.mark.parametrize(
@@ -91,12 +66,9 @@ def test_lengths_are_those_that_vllm_draws() -> None:
     ],
 )
 def test_distributions(distribution: Mapping[str, Any], mean: float, most: int) -> None:
-    settings = with_setting("prompt_output.num_tokens", distribution)
-    answers = [
-        length
-        for talk in draw_talks({**settings, "num_conversations": 50}, 0).talks
-        for length in talk.answers
-    ]
+    settings = with_setting("prompt_output.num_tokens", distribution) | {"num_conversations": 50}
+    talks = make_conversations(settings, VOCABULARY, 0)
+    answers = [len(turn.answer) for talk in talks for turn in talk.turns]
     assert np.mean(answers) == pytest.approx(mean, rel=0.15)
     assert 1 <= max(answers) <= most
     assert (len(set(answers)) == 1) == (distribution["distribution"] == "constant")
@@ -105,25 +77,27 @@ def test_distributions(distribution: Mapping[str, Any], mean: float, most: int) 
 @pytest.mark.parametrize(
     ("path", "value", "complaint"),
     [
-        ("filetype", "other", "filetype='other'. Allowed: 'generate_conversations'"),
-        ("num_conversations", 0, "num_conversations=0. Allowed: a whole number above 0"),
-        ("num_conversations", None, "num_conversations=None"),
-        ("prompt_input", None, "prompt_input.num_turns is missing"),
-        ("prompt_output.num_tokens", None, "prompt_output.num_tokens is missing"),
+        ("filetype", "other", "filetype: Input should be 'generate_conversations', not other"),
+        ("num_conversations", 0, "num_conversations: Input should be greater than or equal to 1"),
+        ("num_conversations", None, "num_conversations: Field required"),
+        ("prompt_input", None, "prompt_input: Field required"),
+        ("prompt_output.num_tokens", None, "prompt_output.num_tokens: Field required"),
         (
             "prompt_input.num_tokens.distribution",
             "normal",
-            "prompt_input.num_tokens.distribution='normal'. Allowed: constant, uniform, lognormal",
+            "any of the expected tags: 'constant', 'uniform', 'zipf', 'poisson', 'lognormal', not",
         ),
-        ("prompt_input.num_tokens.min", None, "prompt_input.num_tokens.min=None. Allowed: a num"),
-        ("prompt_input.num_tokens.min", 161, "prompt_input.num_tokens.min=161. Allowed: at most"),
-        ("prompt_input.num_tokens.min", -1, "prompt_input.num_tokens.min=-1. Allowed: a number, "),
-        ("prompt_input.prefix_num_tokens.median_ratio", 1, "median_ratio=1. Allowed: between"),
-        ("prompt_input.prefix_num_tokens.average", 0.5, "average=0.5. Allowed: 1 or more"),
+        ("prompt_input.num_tokens.min", None, "num_tokens.uniform.min: Field required"),
+        ("prompt_input.num_tokens.min", 161, "num_tokens.uniform: Value error, min is above max"),
+        ("prompt_input.num_tokens.min", -1, "Input should be greater than or equal to 0, not -1"),
+        ("prompt_input.num_tokens.min", True, "Input should be a valid number, not True"),
+        ("prompt_input.prefix_num_tokens.median_ratio", 1, "should be less than 1, not 1"),
+        ("prompt_input.prefix_num_tokens.average", 0.5, "greater than or equal to 1, not 0.5"),
+        ("prompt_input.prefix_num_tokens.average", None, "average, or mean and sigma, are missing"),
         (
             "prompt_output.num_tokens",
             {"distribution": "zipf", "alpha": 1},
-            "prompt_output.num_tokens.alpha=1. Allowed: above 1",
+            "prompt_output.num_tokens.zipf.alpha: Input should be greater than 1, not 1",
         ),
     ],
 )
@@ -145,16 +119,10 @@ def test_generated_conversations() -> None:
     assert [len(turn.question) for turn in one.turns[1:]] == [50, 50]
     assert [len(turn.answer) for turn in one.turns] == [8, 8, 8]
     assert one.turns[1].question != one.turns[2].question
+    file = json.dumps(to_messages(conversations, VOCABULARY))
+    assert make_conversations(json.loads(file), VOCABULARY, seed=0) == conversations
     assert conversations == make_conversations(settings, VOCABULARY, seed=5)
     assert conversations != make_conversations(settings, VOCABULARY, seed=6)
-
-
-def test_a_prompt_has_the_whole_conversation() -> None:
-    conversation = Conversation("one", [Turn([1, 2], [3]), Turn([4], [5, 6]), Turn([7], [8])])
-    assert conversation.prompt(0) == [1, 2]
-    assert conversation.prompt(1) == [1, 2, 3, 4]
-    assert conversation.prompt(2) == [1, 2, 3, 4, 5, 6, 7]
-    assert conversation.num_tokens == 8
 
 
 def message(role: str, content: object) -> dict[str, object]:
@@ -176,34 +144,35 @@ def test_recorded_conversations() -> None:
     how, do, you = conversation.turns[0].question[:3]
     assert conversation.turns[1].question[1:4] != [how, do, you], "How is not how"
     assert conversation.turns[1].question[2:4] == [do, you], "equal words are equal tokens"
+    first, second = conversation.turns
     everything = conversation.prompt(1)
+    assert everything == [*first.question, *first.answer, *second.question]
+    assert conversation.prompt(0) == first.question
+    assert conversation.num_tokens == len(everything) + len(second.answer) == 13
     assert all(FIRST_TEXT_TOKEN <= token < 512 for token in everything)
 
 
-def test_conversations_of_a_run_can_be_read_again() -> None:
-    settings = generated(3, messages=4, common=8, prefix=(10, 20), question=5, answer=3)
-    conversations = make_conversations(settings, VOCABULARY, seed=0)
-    file = json.dumps(to_messages(conversations, VOCABULARY))
-    assert make_conversations(json.loads(file), VOCABULARY, seed=0) == conversations
+def recorded(*messages: dict[str, object]) -> dict[str, object]:
+    return {"id": "x", "messages": list(messages)}
+
+
+ASKED, ANSWERED = message("user", "a"), message("assistant", "b")
 
 
 @pytest.mark.parametrize(
     ("data", "complaint"),
     [
-        ("text", "neither a list of conversations nor settings"),
+        ("text", "the file: Input should be a valid list, not text"),
         ([], "no conversations"),
-        ([{"messages": []}], "[0]: no conversation of the form"),
-        ([{"id": "x", "messages": "hello"}], "[0]: no conversation of the form"),
-        ([{"id": "x", "messages": []}], "conversation 'x': a message is empty, or there is no"),
-        ([{"id": "x", "messages": [message("user", "a")]}], "or there is no answer"),
-        ([{"id": "x", "messages": [message("user", "a"), message("assistant", "")]}], "is empty"),
-        ([{"id": "x", "messages": [message("assistant", "a")]}], "message 0: {'role': 'assis"),
-        ([{"id": "x", "messages": [message("user", "a"), message("user", "b")]}], "message 1: "),
-        ([{"id": "x", "messages": [message("user", None)]}], "take turns"),
-        (
-            [{"id": "x", "messages": [message("user", "a"), message("assistant", "b")]}] * 2,
-            "[1]: a second conversation with id 'x'",
-        ),
+        ([{"messages": []}], "0.id: Field required"),
+        ([{"id": "x", "messages": "hello"}], "0.messages: Input should be a valid list, not hello"),
+        ([recorded()], "conversation 'x': a message is empty, or there is no answer"),
+        ([recorded(ASKED)], "or there is no answer"),
+        ([recorded(ASKED, message("assistant", ""))], "a message is empty"),
+        ([recorded(ANSWERED)], "message 0: user and assistant take turns, the user is next"),
+        ([recorded(ASKED, ASKED)], "message 1: user and assistant take turns, the assistant is"),
+        ([recorded(message("user", None))], "0.messages.0.content: Input should be a valid string"),
+        ([recorded(ASKED, ANSWERED)] * 2, "a second conversation with id 'x'"),
     ],
 )
 def test_wrong_conversations(data: object, complaint: str) -> None:

@@ -40,11 +40,13 @@ def is_gone(process: psutil.Process) -> bool:
 
 
 def test_runs_while_the_block_does(tmp_path: Path) -> None:
-    with serve(tmp_path) as server:
+    port = free_port()
+    with serve(tmp_path, port) as server:
+        assert server.url == f"http://{HOST}:{port}"
         process = psutil.Process(server.pid)
         assert process.cmdline()[3] == "some-model"
         assert server.metric("vllm:prompt_tokens_by_source_total") == 0
-        assert {sample.labels["source"] for sample in server.samples()} >= {"local_compute"}
+        assert "local_compute" in {sample.labels.get("source") for sample in server.samples()}
         server.check()
         assert not server.ended.done()
     assert is_gone(process)
@@ -83,10 +85,8 @@ def test_ends_with_what_it_started_when_it_dies(tmp_path: Path) -> None:
 
 
 def test_a_server_that_does_not_start(tmp_path: Path) -> None:
-    with (
-        pytest.raises(RunFailed, match="exit code 7") as error,
-        serve(tmp_path, exit_at_start=7),
-    ):
+    failed = pytest.raises(RunFailed, match="exit code 7")
+    with failed as error, serve(tmp_path, exit_at_start=7):
         pass
     assert "there is no such model" in str(error.value)
     assert str(tmp_path / "log") in str(error.value)
@@ -112,12 +112,6 @@ def test_a_port_in_use(tmp_path: Path) -> None:
         with pytest.raises(RunFailed, match=f"Port {port} .* is in use"), serve(tmp_path, port):
             pass
     assert not (tmp_path / "log").exists(), "nothing was started"
-
-
-def test_a_port_of_ones_own(tmp_path: Path) -> None:
-    port = free_port()
-    with serve(tmp_path, port) as server:
-        assert server.url == f"http://{HOST}:{port}"
 
 
 def test_reset_waits_for_its_success(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
