@@ -4,6 +4,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -48,7 +49,7 @@ def cuda_rig(plan: Plan) -> Iterator[Rig]:
             "cuda": str(torch.version.cuda),
             **machine(),
         }
-        ours = [BackendContender(path, lambda path=path: CudaBackend(path)) for path in paths]
+        ours = [BackendContender(path, partial(CudaBackend, path)) for path in paths]
         yield Rig(arena, ContiguousCopy(), [PlainTorch(), *ours], facts)
     finally:
         memory.close()

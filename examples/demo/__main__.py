@@ -15,7 +15,7 @@ from examples.bench.command import BAD_RESULT, exit_code_of, print_lines, run_pr
 from examples.bench.progress import Progress
 from examples.bench.results_file import NUMBERS, machine, prepare_output, save_numbers
 from examples.demo.plan import FULL, QUICK, Plan
-from examples.demo.results import Answer, compare, rows_by_turn
+from examples.demo.results import Answer, compare, rows_by_turn, save_plot, turn_table
 
 PLOT = "ttft.png"
 MOST_USERS = 16
@@ -86,10 +86,6 @@ def _run(plan: Plan, output: Path) -> int:
         f"the host tier {plan.host_bytes >> 20} MiB.",
     )
     answers = _both_runs(plan, output)
-
-    # Takes a second to import, which the first words of the demo need not wait for.
-    from examples.demo.report import save_plot, turn_table
-
     rows, verdict = rows_by_turn(*answers), compare(*answers)
     save_plot(output / PLOT, rows, *answers)
     numbers = {

@@ -12,7 +12,7 @@ from examples.bench.progress import Progress
 from examples.bench.results_file import NUMBERS, prepare_output
 from examples.engine_bench.bench import Bench
 from examples.engine_bench.plan import PARTS, PRESETS
-from examples.engine_bench.report import bench_table
+from examples.engine_bench.results import bench_table
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -14,6 +14,8 @@ from examples.bench.results_file import machine, save_numbers
 from examples.engine_bench.plan import Part, Plan
 from examples.engine_bench.results import floor_seconds, medians_by_contender, problems
 
+ENGINE_RUN = "examples.engine_bench.engine_run"
+
 Show = Callable[[str, str, int, int | None], None]
 """Gets who is at work, the work, and the number of requests: done, and of all."""
 
@@ -96,8 +98,8 @@ class Bench:
         def on_event(event: Event) -> None:
             self.peak = event["bytes_per_second"]
 
-        command = child_command("examples.engine_bench.peak")
-        listen(command, engine_environment("cuda", scratch), self.output / "peak.log", on_event)
+        environment = engine_environment("cuda", scratch)
+        listen(child_command(ENGINE_RUN), environment, self.output / "peak.log", on_event)
 
     def _run_one(
         self, contender: Contender, number: int, model: Path, scratch: Path, show: Show
@@ -125,7 +127,7 @@ class Bench:
 
     def _command(self, contender: Contender, model: Path) -> list[str]:
         return child_command(
-            "examples.engine_bench.engine_run",
+            ENGINE_RUN,
             plan=asdict(self.plan),
             contender=contender.name,
             parts=self.parts,

@@ -1,12 +1,16 @@
 """One contender in a process of its own: start an engine, play the parts, shut it down.
 
 Reports ``{"phase": ...}``, ``{"done": n, "of": m}``, and after each repeat ``{"run": ...}``.
+Without a plan it measures one contiguous pinned copy to the device, which the bench's own process
+must not touch, and reports ``{"bytes_per_second": ...}``.
 """
 
 import asyncio
+import faulthandler
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from pydantic import TypeAdapter
@@ -15,11 +19,15 @@ from examples.bench.child import Report, run_child
 from examples.bench.connectors import CONTENDERS, Contender
 from examples.bench.results_file import machine
 from examples.engine_bench import parts as work
-from examples.engine_bench.client import Client, RequestLost
+from examples.engine_bench.parts import Client, RequestLost
 from examples.engine_bench.plan import Part, Plan
 
 if TYPE_CHECKING:
     from vllm.v1.engine.async_llm import AsyncLLM
+
+COPY_BYTES, COPIES = 1 << 30, 8
+COPY_DEADLINE = 120
+"""Seconds, after which the process ends with its stacks in the log."""
 
 _COUNTERS = {
     "vllm:external_prefix_cache_hits": "external_hits",
@@ -30,6 +38,9 @@ _COUNTERS = {
 
 def run(arguments: dict[str, Any], report: Report) -> None:
     """Play the parts ``repeats`` times, each time with prompts of their own."""
+    if not arguments:
+        report({"bytes_per_second": _peak()})
+        return
     plan = TypeAdapter(Plan).validate_python(arguments["plan"])
     contender = CONTENDERS[arguments["contender"]]
     model = Path(arguments["model"])
@@ -145,6 +156,24 @@ def _device() -> str:
     from vllm.platforms import current_platform
 
     return str(current_platform.get_device_name() or current_platform.device_type)
+
+
+def _peak() -> float:
+    """Bytes a second."""
+    import torch
+
+    faulthandler.dump_traceback_later(COPY_DEADLINE, exit=True)
+    host = torch.zeros(COPY_BYTES, dtype=torch.int8).pin_memory()
+    device = torch.empty(COPY_BYTES, dtype=torch.int8, device="cuda")
+    seconds = []
+    for _ in range(COPIES + 1):  # the first is a warm-up
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        device.copy_(host, non_blocking=True)
+        end.record()
+        end.synchronize()
+        seconds.append(start.elapsed_time(end) / 1e3)
+    return COPY_BYTES / median(seconds[1:])
 
 
 if __name__ == "__main__":

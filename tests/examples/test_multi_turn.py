@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,19 +16,24 @@ import psutil
 import pytest
 
 pytest.importorskip("aiohttp")
+pytest.importorskip("prometheus_client")
 pytest.importorskip("rich")
+
+from prometheus_client.samples import Sample
 
 from examples import serving
 from examples.bench.child import ROOT
 from examples.bench.command import BAD_RESULT, INTERRUPTED, RUN_FAILED, RunFailed, exit_code_of
 from examples.bench.connectors import CONTENDERS
 from examples.bench.models import ModelShape
+from examples.bench.tables import cells_with_ratios, digits
 from examples.multi_turn import __main__ as command
 from examples.multi_turn import client as client_module
-from examples.multi_turn.bench import Bench
+from examples.multi_turn.bench import Bench, counters
 from examples.multi_turn.client import Replayed, Reply, RequestLost, replay
 from examples.multi_turn.conversations import Conversation, Turn, make_conversations
 from examples.multi_turn.plan import CPU, Plan, generated
+from examples.multi_turn.results import ROWS, summaries
 from examples.multi_turn.tokens import WordVocabulary
 
 needs_vllm = pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="runs vLLM")
@@ -122,6 +127,13 @@ def test_every_contender_answers_all_that_is_asked(
     assert none["numbers"]["external_hit_tokens"] == 0
     assert ours["numbers"]["external_hit_tokens"] > 0
     assert set(ours["by_turn"]) == {"0", "1", "2"}
+    lines = [" ".join(line.split()) for line in printed.splitlines()]
+    for turn, times in ours["by_turn"].items():
+        assert " ".join(["ours", *(digits(each * 1e3) for each in times.values())]) in lines, turn
+    for key, title, scale in (row for row in ROWS if "bytes" in row[0] or "TTFT" in row[1]):
+        values = [each["numbers"].get(key) for each in (none, ours)]
+        assert " ".join([title, *cells_with_ratios(values, scale)]) in lines
+    assert "requests done 12 12" in lines
     for name in ("ttft_by_turn.png", "throughput.png"):
         assert (tmp_path / name).read_bytes().startswith(b"\x89PNG")
     assert {path.name for path in tmp_path.iterdir()} == {
@@ -405,3 +417,80 @@ def test_with_vllm(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert len({reply["answer"] for reply in each["replies"]}) > 6, "answers follow from prompts"
     assert result["summaries"]["ours"]["numbers"]["loaded_bytes"] > 0
     assert children() == []
+
+
+# Numbers
+
+
+def reply(turn: int, ttft: float, latency: float = 2.0, tokens: int = 11) -> Reply:
+    return Reply("c", turn, 100 * (turn + 1), tokens, 0, ttft, latency, "")
+
+
+def one_round(
+    number: int, replies: Sequence[Reply], seconds: float = 4.0, **counted: float
+) -> Mapping[str, Any]:
+    sources = {"computed_tokens": 1.0, "device_hit_tokens": 2.0, "external_hit_tokens": 3.0}
+    return {
+        "round": number,
+        "seconds": seconds,
+        "lost": [],
+        "counters": {**sources, **counted},
+        "replies": [asdict(each) for each in replies],
+    }
+
+
+def test_numbers_of_a_round() -> None:
+    replies = [reply(0, 1.0), reply(0, 1.5), reply(1, 0.2, 1.2), reply(1, 0.4, 0.4, tokens=1)]
+    (summary,) = summaries({"ours": [one_round(1, replies)]}, 1000).values()
+    numbers = summary.numbers
+    assert numbers["requests"] == 4
+    assert numbers["requests_per_second"] == 1
+    assert numbers["answer_tokens_per_second"] == 34 / 4
+    assert numbers["tokens_per_second"] == (34 + 600) / 4
+    assert numbers["ttft_mean"] == pytest.approx(3.1 / 4)
+    assert numbers["ttft_p99"] == 1.5
+    assert numbers["later_ttft_mean"] == pytest.approx(0.3)
+    assert numbers["tpot_mean"] == pytest.approx((0.1 + 0.05 + 0.1) / 3), "one token has no gap"
+    assert numbers["external_hit_tokens"] == 3
+    assert summary.by_turn[0].mean == 1.25
+    assert (summary.by_turn[1].p50, summary.by_turn[1].p99) == (0.4, 0.4)
+
+
+def test_bytes_are_the_connectors_or_computed() -> None:
+    def loaded(bytes_per_token: int | None, **counted: float) -> float | None:
+        run = {"ours": [one_round(1, [reply(0, 1.0)], **counted)]}
+        return summaries(run, bytes_per_token)["ours"].numbers.get("loaded_bytes")
+
+    assert loaded(1000, loaded_bytes=7.0) == 7
+    assert loaded(1000) == 3000
+    assert loaded(None) is None
+    assert loaded(1000, external_hit_tokens=0.0) is None
+    assert summaries({"none": [], "ours": [one_round(1, [])]}, None) == {}
+
+
+def sample(name: str, value: float, **labels: str) -> Sample:
+    return Sample(name, labels, value, None, None)
+
+
+def test_counters() -> None:
+    samples = [
+        sample("vllm:prompt_tokens_by_source_total", 5, source="local_compute", engine="0"),
+        sample("vllm:prompt_tokens_by_source_total", 6, source="local_compute", engine="1"),
+        sample("vllm:prompt_tokens_by_source_total", 7, source="external_kv_transfer"),
+        sample("vllm:prompt_tokens_by_source_total", 9, source="something_new"),
+        sample("vllm:kv_offload_load_bytes_total", 100),
+        sample("vllm:kv_offload_store_bytes_total", 200, engine="0"),
+        sample("vllm:kv_offload_store_bytes_total", 300, engine="1"),
+        sample("vllm:kv_offload_store_bytes_created", 1e9),
+        sample("vllm:simple_offload_bytes_total", 30, direction="load", path="dma"),
+        sample("vllm:simple_offload_bytes_total", 4, direction="load", path="kernel"),
+        sample("vllm:simple_offload_bytes_total", 1, direction="store", path="dma"),
+        sample("vllm:other_total", 1),
+    ]
+    assert counters(samples) == {
+        "computed_tokens": 11,
+        "device_hit_tokens": 0,
+        "external_hit_tokens": 7,
+        "loaded_bytes": 134,
+        "stored_bytes": 501,
+    }
