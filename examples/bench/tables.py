@@ -1,8 +1,9 @@
-"""Tables and plots of results."""
+"""What several runs of the same work come to; tables and plots of results."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from statistics import median
+from typing import TYPE_CHECKING, Any
 
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
@@ -11,6 +12,8 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 MISSING = "-"
+Runs = Mapping[str, Sequence[Mapping[str, Any]]]
+"""By contender, its runs in their order."""
 
 
 def make_table(
@@ -74,3 +77,14 @@ def make_figure(width: float, height: float) -> "Figure":
 def save_figure(path: Path, figure: "Figure") -> None:
     """Write a PNG."""
     figure.savefig(path, format="png", dpi=120)
+
+
+def medians(runs: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """The median of each number, over the runs that have it."""
+    names = dict.fromkeys(name for run in runs for name in run)
+    return {name: median(run[name] for run in runs if name in run) for name in names}
+
+
+def percentile(ordered: Sequence[float], share: float) -> float:
+    """The value below which ``share`` of an ascending sequence lies."""
+    return ordered[min(len(ordered) - 1, int(share * len(ordered)))]

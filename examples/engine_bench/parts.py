@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from statistics import fmean, median
 from typing import TYPE_CHECKING, Any
 
-from examples.bench.rounds import percentile
+from examples.bench.tables import percentile
 from examples.engine_bench.plan import Part, Plan
 
 if TYPE_CHECKING:

@@ -6,8 +6,7 @@ from typing import Any
 
 from rich.table import Table
 
-from examples.bench.rounds import Runs, medians
-from examples.bench.tables import MISSING, cells_with_ratios, make_table
+from examples.bench.tables import MISSING, Runs, cells_with_ratios, make_table, medians
 from examples.engine_bench.plan import Part, Plan
 
 

@@ -8,13 +8,15 @@ from typing import Any
 
 from rich.table import Table
 
-from examples.bench.rounds import Runs, medians, percentile
 from examples.bench.tables import (
     MISSING,
+    Runs,
     cells_with_ratios,
     digits,
     make_figure,
     make_table,
+    medians,
+    percentile,
     save_figure,
 )
 from examples.multi_turn.client import Reply

