@@ -262,24 +262,3 @@ def test_a_missing_lm_eval_is_reported(monkeypatch: pytest.MonkeyPatch, tmp_path
     monkeypatch.setattr("examples.accuracy.evaluation.find_spec", lambda _: None)
     with pytest.raises(RunFailed, match="make set-up-eval"):
         find_python()
-
-
-@pytest.mark.parametrize(
-    ("arguments", "why"),
-    [
-        (["--model", "/no/such/model"], "/no/such/model is no folder with a config.json"),
-        (["--model", "./Qwen/Qwen3"], "is no folder"),
-        (["--samples", "0"], "0 is less than 1"),
-        (["--host-bytes", "4 apples"], "'4 apples' must be"),
-        (["--tasks", "key_value_recall,gsm8k"], "goes with no other task"),
-        (["--device-tokens", "1000"], "1000 do not hold one request of 4128 tokens"),
-        (["--device", "tpu"], "invalid choice: 'tpu'"),
-    ],
-)
-def test_bad_input_is_refused(
-    arguments: list[str], why: str, model: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit) as ended:
-        main(["--model", str(model), *arguments])
-    assert ended.value.code == 2
-    assert why in capsys.readouterr().err

@@ -1,6 +1,7 @@
 """Code that the benchmarks share: arguments, children, races, tables, progress, the results
 file."""
 
+import importlib
 import json
 import sys
 from collections.abc import Callable, Sequence
@@ -32,6 +33,7 @@ from examples.bench.race import Race
 from examples.bench.results_file import NUMBERS, machine, prepare_output, save_numbers
 from examples.bench.tables import cells_with_ratios, medians, percentile
 from simple_offload.config import ConfigError
+from tests.examples.processes import assert_gone
 
 
 def parse(arguments: Sequence[str]) -> Any:
@@ -73,6 +75,53 @@ def test_wrong_arguments_are_refused(
         parse(arguments)
     assert exit_.value.code == CANNOT_START
     assert complaint in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("program", "arguments", "complaint"),
+    [
+        ("demo", "--users 1", "--users: 1 is not within 2 and 16"),
+        ("demo", "--turns 13", "--turns: 13 is not within 2 and 12"),
+        ("copy_bench", "--sizes 3K", "'3K' is not a power of two from 4 KiB to 2 MiB"),
+        ("copy_bench", "--sizes 64K big", "'big' is not a power of two from 4 KiB to 2 MiB"),
+        ("copy_bench", "--repeats 0", "--repeats: 0 is not within 1 and 100"),
+        ("copy_bench", "--scale 9", "--scale: 9 is not within 1 and 8"),
+        ("engine_bench", "--parts ttft,all", "--parts: 'all' is none of ttft, idle, mix, turns"),
+        ("engine_bench", "--contenders theirs", "--contenders: 'theirs' is none of none, ours"),
+        ("engine_bench", "--rounds 0", "--rounds: 0 is less than 1"),
+        ("engine_bench", "--kv-heads 5", "--kv-heads: 5 does not divide 32 heads"),
+        (
+            "engine_bench",
+            "--preset cpu --contenders offloading",
+            "'offloading' does not run on the CPU: choose from none, ours",
+        ),
+        ("multi_turn", "--preset big", "invalid choice: 'big'"),
+        ("multi_turn", "--contenders builtin", "'builtin' does not run on the CPU"),
+        ("multi_turn", "--num-clients 13", "13 clients, 12 active conversations, 12 conversations"),
+        (
+            "multi_turn",
+            "--max-active-conversations 13",
+            "2 clients, 13 active conversations, 12 co",
+        ),
+        ("multi_turn", "--model /no/such", "'/no/such' cannot be read: there is no /no/such/conf"),
+        ("multi_turn", "--input-file /no/such", "--input-file: /no/such: No such file"),
+        ("accuracy", "--model /no/such/model", "/no/such/model is no folder with a config.json"),
+        ("accuracy", "--model ./Qwen/Qwen3", "is no folder"),
+        ("accuracy", "--samples 0", "0 is less than 1"),
+        ("accuracy", "--host-bytes apples", "'apples' must be"),
+        ("accuracy", "--tasks key_value_recall,gsm8k", "goes with no other task"),
+        ("accuracy", "--device-tokens 1000", "1000 do not hold one request of 4128 tokens"),
+        ("accuracy", "--device tpu", "invalid choice: 'tpu'"),
+    ],
+)
+def test_wrong_usage_of_each_program_is_refused(
+    program: str, arguments: str, complaint: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    main = importlib.import_module(f"examples.{program}.__main__").main
+    with pytest.raises(SystemExit) as exit_:
+        main(arguments.split())
+    assert exit_.value.code == CANNOT_START
+    assert complaint in " ".join(capsys.readouterr().err.split())
 
 
 def test_a_folder_that_cannot_be_written() -> None:
@@ -167,8 +216,7 @@ run_child(run)"""
     with pytest.raises(KeyboardInterrupt):
         listen_to(code, tmp_path, interrupt)
     assert len(family) == 2
-    _, alive = psutil.wait_procs(family, timeout=10)
-    assert [each for each in alive if each.status() != psutil.STATUS_ZOMBIE] == []
+    assert_gone(family)
 
 
 def test_contenders_differ_in_the_connector_and_one_in_the_layout(

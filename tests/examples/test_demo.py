@@ -4,7 +4,6 @@ import importlib.util
 import json
 import subprocess
 import sys
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -162,19 +161,3 @@ def test_users_share_only_the_head_of_their_first_message() -> None:
     assert plan.message(0, 1) != plan.message(1, 1) != plan.message(1, 2)
     assert plan.first_messages() == first
     assert plan.changed(users=3, turns=3, seed=1).first_messages() != first
-
-
-@pytest.mark.parametrize(
-    ("arguments", "complaint"),
-    [
-        (["--users", "1"], "--users: 1 is not within 2 and 16"),
-        (["--turns", "13"], "--turns: 13 is not within 2 and 12"),
-    ],
-)
-def test_bad_arguments_are_named(
-    arguments: Sequence[str], complaint: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit) as exit_:
-        demo.main(arguments)
-    assert exit_.value.code == 2
-    assert complaint in capsys.readouterr().err

@@ -3,7 +3,6 @@
 import importlib.util
 import json
 import signal
-import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, replace
@@ -11,7 +10,6 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-import psutil
 import pytest
 from pydantic import TypeAdapter
 
@@ -19,7 +17,6 @@ pytest.importorskip("rich")
 
 from rich.console import Console
 
-from examples.bench.child import ROOT
 from examples.bench.command import BAD_RESULT, INTERRUPTED, RUN_FAILED, exit_code_of
 from examples.bench.connectors import CONTENDERS, ON_CPU
 from examples.engine_bench import __main__ as command
@@ -31,6 +28,7 @@ from examples.engine_bench.results import (
     medians_by_contender,
     problems,
 )
+from tests.examples.processes import end_at
 
 needs_vllm = pytest.mark.skipif(
     importlib.util.find_spec("vllm") is None, reason="runs a vLLM engine"
@@ -116,33 +114,10 @@ def test_a_tiny_bench_measures_every_part(
 @needs_vllm
 @pytest.mark.slow
 def test_an_interrupted_bench_leaves_no_process(tmp_path: Path) -> None:
-    process = subprocess.Popen(
-        [
-            *(sys.executable, "-u", "-m", "examples.engine_bench", "--preset", "cpu"),
-            *("--parts", "idle", "--output", str(tmp_path)),
-        ],
-        cwd=ROOT,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        # Started in the background by a shell, the tests themselves ignore SIGINT.
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # noqa: PLW1509 - no lock taken
-    )
-    assert process.stdout is not None
-    family: list[psutil.Process] = []
-    try:
-        for line in process.stdout:
-            if "warming up" in line:  # the engine core has a process of its own by now
-                family = psutil.Process(process.pid).children(recursive=True)
-                process.send_signal(signal.SIGINT)
-                break
-        process.communicate(timeout=120)
-    finally:
-        process.kill()
-    assert process.returncode == INTERRUPTED
-    assert len(family) >= 2
-    _, alive = psutil.wait_procs(family, timeout=10)
-    assert [each for each in alive if each.status() != psutil.STATUS_ZOMBIE] == []
+    """The engine core has a process of its own by the warm-up."""
+    command = [sys.executable, "-u", "-m", "examples.engine_bench", "--preset", "cpu"]
+    command += ["--parts", "idle", "--output", str(tmp_path)]
+    assert end_at("warming up", signal.SIGINT, command) == INTERRUPTED
     assert [path.name for path in tmp_path.iterdir()] == ["none-1.log"]
 
 
@@ -311,25 +286,3 @@ def test_arguments_make_the_bench_and_the_cpu_leaves_out_what_needs_cuda(tmp_pat
     bench = command.parse(["--preset", "cpu", "--output", str(tmp_path)])
     assert [each.name for each in bench.contenders] == ["none", "ours"]
     assert (list(bench.parts), bench.plan.rounds) == (list(PARTS), 2)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "complaint"),
-    [
-        (["--parts", "ttft,all"], "--parts: 'all' is none of ttft, idle, mix, turns"),
-        (["--contenders", "theirs"], "--contenders: 'theirs' is none of none, ours"),
-        (["--rounds", "0"], "--rounds: 0 is less than 1"),
-        (["--kv-heads", "5"], "--kv-heads: 5 does not divide 32 heads"),
-        (
-            ["--preset", "cpu", "--contenders", "offloading"],
-            "--contenders: 'offloading' does not run on the CPU: choose from none, ours",
-        ),
-    ],
-)
-def test_bad_arguments_are_named(
-    arguments: Sequence[str], complaint: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit) as exit_:
-        command.main(list(arguments))
-    assert exit_.value.code == 2
-    assert complaint in capsys.readouterr().err

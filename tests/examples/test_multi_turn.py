@@ -3,9 +3,7 @@
 import asyncio
 import importlib.util
 import json
-import os
 import signal
-import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
@@ -22,7 +20,6 @@ pytest.importorskip("rich")
 from prometheus_client.samples import Sample
 
 from examples import serving
-from examples.bench.child import ROOT
 from examples.bench.command import BAD_RESULT, INTERRUPTED, RUN_FAILED, RunFailed, exit_code_of
 from examples.bench.connectors import CONTENDERS
 from examples.bench.models import ModelShape
@@ -35,6 +32,7 @@ from examples.multi_turn.conversations import Conversation, Turn, make_conversat
 from examples.multi_turn.plan import CPU, Plan, generated
 from examples.multi_turn.results import ROWS, summaries
 from examples.multi_turn.tokens import WordVocabulary
+from tests.examples.processes import end_at
 
 needs_vllm = pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="runs vLLM")
 
@@ -235,38 +233,11 @@ runpy.run_module("examples.multi_turn", run_name="__main__")
 
 
 def test_a_terminated_run_leaves_no_process(tmp_path: Path) -> None:
-    process = subprocess.Popen(
-        [
-            *(sys.executable, "-u", "-c", INTERRUPTED_RUN),
-            *("--contenders", "ours", "--output", str(tmp_path)),
-        ],
-        cwd=ROOT,
-        env={
-            **os.environ,
-            "FAKE_SERVER": json.dumps({"stall_at": WARM_UP + 3, "child": True}),
-        },
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        # Started in the background by a shell, the tests themselves ignore SIGINT.
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # noqa: PLW1509 - no lock taken
-    )
-    assert process.stdout is not None
-    try:
-        for line in process.stdout:
-            if "round 1/1" in line:  # a request in it never ends
-                break
-        family = psutil.Process(process.pid).children(recursive=True)
-        assert len(family) == 2
-        process.terminate()
-        rest, _ = process.communicate(timeout=60)
-    finally:
-        process.kill()
-    assert process.returncode == INTERRUPTED, rest
-    assert "Interrupted." in rest
-    assert "Traceback" not in rest
-    _, alive = psutil.wait_procs(family, timeout=10)
-    assert [each for each in alive if each.status() != psutil.STATUS_ZOMBIE] == []
+    """It is ended during a request that never ends."""
+    command = [sys.executable, "-u", "-c", INTERRUPTED_RUN, "--contenders", "ours"]
+    command += ["--output", str(tmp_path)]
+    faults = json.dumps({"stall_at": WARM_UP + 3, "child": True})
+    assert end_at("round 1/1", signal.SIGTERM, command, FAKE_SERVER=faults) == INTERRUPTED
     assert {path.name for path in tmp_path.iterdir()} == {"conversations.json", "ours.log"}
 
 
@@ -357,28 +328,6 @@ def test_a_client_goes_round_its_conversations() -> None:
     asked = Asked()
     asked.play([talk("a", 2), talk("b", 1), talk("c", 2), talk("d", 1)], clients=1, active=2)
     assert asked.order == [("a", 0), ("b", 0), ("a", 1), ("c", 0), ("d", 0), ("c", 1)]
-
-
-@pytest.mark.parametrize(
-    ("arguments", "complaint"),
-    [
-        (["--preset", "big"], "invalid choice: 'big'"),
-        (["--contenders", "ours,mine"], "'mine' is none of none, ours, builtin"),
-        (["--contenders", "builtin"], "'builtin' does not run on the CPU"),
-        (["--rounds", "0"], "--rounds: 0 is less than 1"),
-        (["--num-clients", "13"], "13 clients, 12 active conversations, 12 conversations"),
-        (["--max-active-conversations", "13"], "2 clients, 13 active conversations, 12 conv"),
-        (["--model", "/no/such/model"], "'/no/such/model' cannot be read: there is no /no/such/"),
-        (["--input-file", "/no/such/file"], "--input-file: /no/such/file: No such file"),
-    ],
-)
-def test_wrong_usage(
-    arguments: list[str], complaint: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit) as exit_:
-        command.main(arguments)
-    assert exit_.value.code == 2
-    assert complaint in " ".join(capsys.readouterr().err.split())
 
 
 def test_a_file_brings_its_own_conversations(tmp_path: Path, fake: pytest.MonkeyPatch) -> None:

@@ -18,6 +18,7 @@ from examples import serving as serving_module
 from examples.bench.child import ROOT
 from examples.bench.command import RunFailed
 from examples.serving import HOST, Server, command_line, free_port, serving
+from tests.examples.processes import assert_gone
 
 FAKE = (sys.executable, "-m", "tests.examples.fake_server")
 
@@ -35,10 +36,6 @@ def serve(tmp_path: Path, port: int | None = None, **faults: Any) -> AbstractCon
     return serving("some-model", [], environment(**faults), tmp_path / "log", port=port)
 
 
-def is_gone(process: psutil.Process) -> bool:
-    return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
-
-
 def test_runs_while_the_block_does(tmp_path: Path) -> None:
     port = free_port()
     with serve(tmp_path, port) as server:
@@ -49,7 +46,7 @@ def test_runs_while_the_block_does(tmp_path: Path) -> None:
         assert "local_compute" in {sample.labels.get("source") for sample in server.samples()}
         server.check()
         assert not server.ended.done()
-    assert is_gone(process)
+    assert_gone([process])
     assert server.ended.result(timeout=0) == -15, "asked to end, it did"
 
 
@@ -66,8 +63,7 @@ def test_ends_with_what_it_started(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     with pytest.raises(KeyboardInterrupt):
         interrupted()
     assert len(family) == 2
-    _, alive = psutil.wait_procs(family, timeout=10)
-    assert all(is_gone(process) for process in alive)
+    assert_gone(family)
 
 
 def test_ends_with_what_it_started_when_it_dies(tmp_path: Path) -> None:
@@ -80,8 +76,7 @@ def test_ends_with_what_it_started_when_it_dies(tmp_path: Path) -> None:
             server.check()
         with pytest.raises(RunFailed, match="gave no answer to /metrics"):
             server.samples()
-    psutil.wait_procs([child], timeout=10)
-    assert is_gone(child)
+    assert_gone([child])
 
 
 def test_a_server_that_does_not_start(tmp_path: Path) -> None:
