@@ -165,7 +165,7 @@ def _peak() -> float:
     faulthandler.dump_traceback_later(COPY_DEADLINE, exit=True)
     host = torch.zeros(COPY_BYTES, dtype=torch.int8).pin_memory()
     device = torch.empty(COPY_BYTES, dtype=torch.int8, device="cuda")
-    seconds = []
+    seconds: list[float] = []
     for _ in range(COPIES + 1):  # the first is a warm-up
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         start.record()
