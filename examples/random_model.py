@@ -8,7 +8,7 @@ about 1e-5, while the best token leads by more than 1e-3 in all but a few cases 
 """
 
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from transformers import (
@@ -22,37 +22,25 @@ from transformers import (
 Architecture = Literal["llama", "qwen3", "gemma3"]
 
 
+SIZES = {
+    "vocab_size": 512,
+    "hidden_size": 128,
+    "num_layers": 3,
+    "num_heads": 4,
+    "num_kv_heads": 2,
+    "max_model_len": 4096,
+}
+
+
 def save_random_model(
-    directory: Path,
-    architecture: Architecture = "llama",
-    *,
-    vocab_size: int = 512,
-    hidden_size: int = 128,
-    num_layers: int = 3,
-    num_heads: int = 4,
-    num_kv_heads: int = 2,
-    max_model_len: int = 4096,
-    sliding_window: int = 64,
-    seed: int = 0,
+    directory: Path, architecture: Architecture = "llama", *, seed: int = 0, **sizes: int
 ) -> Path:
     """Write ``config.json`` and ``model.safetensors`` (float32) and return ``directory``.
 
-    ``sliding_window`` (tokens) is used by "gemma3" only, whose every third layer is a full
-    attention layer. The same arguments always give the same weights.
+    ``sizes`` replace those of SIZES, and the ``sliding_window`` of "gemma3", whose every third
+    layer is a full attention layer. The same arguments always give the same weights.
     """
-    config = _config(
-        architecture,
-        vocab_size=vocab_size,
-        hidden_size=hidden_size,
-        intermediate_size=2 * hidden_size,
-        num_hidden_layers=num_layers,
-        num_attention_heads=num_heads,
-        num_key_value_heads=num_kv_heads,
-        head_dim=hidden_size // num_heads,
-        max_position_embeddings=max_model_len,
-        tie_word_embeddings=False,
-        sliding_window=sliding_window,
-    )
+    config = model_config(architecture, **{**SIZES, **sizes})
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
@@ -65,14 +53,36 @@ def save_random_model(
     return directory
 
 
-def _config(architecture: Architecture, *, sliding_window: int, **shape: Any) -> PretrainedConfig:
+def model_config(
+    architecture: Architecture,
+    *,
+    vocab_size: int,
+    hidden_size: int,
+    num_layers: int,
+    num_heads: int,
+    num_kv_heads: int,
+    max_model_len: int,
+    intermediate_size: int | None = None,
+    sliding_window: int = 64,
+) -> PretrainedConfig:
+    """Hugging Face's configuration."""
+    shape = {
+        "vocab_size": vocab_size,
+        "hidden_size": hidden_size,
+        "intermediate_size": intermediate_size or 2 * hidden_size,
+        "num_hidden_layers": num_layers,
+        "num_attention_heads": num_heads,
+        "num_key_value_heads": num_kv_heads,
+        "head_dim": hidden_size // num_heads,
+        "max_position_embeddings": max_model_len,
+        "tie_word_embeddings": False,
+    }
     if architecture == "llama":
         return LlamaConfig(**shape)
     if architecture == "qwen3":
         return Qwen3Config(**shape)
     layer_types = [
-        "full_attention" if layer % 3 == 2 else "sliding_attention"
-        for layer in range(shape["num_hidden_layers"])
+        "full_attention" if layer % 3 == 2 else "sliding_attention" for layer in range(num_layers)
     ]
     return Gemma3TextConfig(
         **shape,

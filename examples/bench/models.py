@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from examples.random_model import save_random_model
+from examples.random_model import SIZES, model_config, save_random_model
 
 
 @dataclass(frozen=True)
@@ -46,34 +46,13 @@ def save_model(shape: ModelShape, max_model_len: int, seed: int, directory: Path
     from transformers.utils.logging import disable_progress_bar
 
     disable_progress_bar()
+    sizes = {name: getattr(shape, name) for name in SIZES if name != "max_model_len"}
+    sizes["max_model_len"] = max_model_len
     if shape.dtype == "float32":
-        save_random_model(
-            directory,
-            shape.architecture,
-            vocab_size=shape.vocab_size,
-            hidden_size=shape.hidden_size,
-            num_layers=shape.num_layers,
-            num_heads=shape.num_heads,
-            num_kv_heads=shape.num_kv_heads,
-            max_model_len=max_model_len,
-            seed=seed,
-        )
+        save_random_model(directory, shape.architecture, seed=seed, **sizes)
         return
-    from transformers import LlamaConfig, Qwen3Config
-
-    kind = {"llama": LlamaConfig, "qwen3": Qwen3Config}[shape.architecture]
-    kind(
-        architectures=[
-            {"llama": "LlamaForCausalLM", "qwen3": "Qwen3ForCausalLM"}[shape.architecture]
-        ],
-        vocab_size=shape.vocab_size,
-        hidden_size=shape.hidden_size,
-        intermediate_size=shape.intermediate_size,
-        num_hidden_layers=shape.num_layers,
-        num_attention_heads=shape.num_heads,
-        num_key_value_heads=shape.num_kv_heads,
-        head_dim=shape.hidden_size // shape.num_heads,
-        max_position_embeddings=max_model_len,
-        dtype=shape.dtype,
-        tie_word_embeddings=False,
-    ).save_pretrained(directory)
+    sizes["intermediate_size"] = shape.intermediate_size
+    config = model_config(shape.architecture, **sizes)
+    config.architectures = [f"{shape.architecture.capitalize()}ForCausalLM"]
+    config.dtype = shape.dtype
+    config.save_pretrained(directory)

@@ -181,7 +181,9 @@ def parse(argv: Sequence[str] | None) -> tuple[Bench, bool]:
 def _plan(arguments: argparse.Namespace) -> Plan:
     import torch
 
-    plan = PRESETS[arguments.preset]("cuda" if torch.cuda.is_available() else "cpu")
+    # The other presets must not touch a device that a server of the run will fill.
+    on_gpu = arguments.preset == "fits" and torch.cuda.is_available()
+    plan = PRESETS[arguments.preset]("cuda" if on_gpu else "cpu")
     changes = {
         "rounds": arguments.rounds,
         "seed": arguments.seed,
