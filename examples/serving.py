@@ -1,8 +1,6 @@
 """A ``vllm serve`` process for as long as a block runs, and its HTTP endpoints."""
 
 import json
-import os
-import signal
 import socket
 import subprocess
 import sys
@@ -18,7 +16,7 @@ from typing import Any
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.samples import Sample
 
-from examples.bench.child import Device, engine_environment, failure, how_ended
+from examples.bench.child import Device, engine_environment, failure, how_ended, stop
 from examples.bench.command import RunFailed
 
 HOST = "127.0.0.1"
@@ -174,7 +172,10 @@ def serving(
         ready = True
         yield server
     finally:
-        _stop(server, ready=ready)
+        # Once it is up, vLLM's server ends its engine on SIGTERM. One that starts may not react for
+        # a minute, so its engine gets the signal as well, and little time is given.
+        stop(process, STOP_SECONDS if ready else STOP_SECONDS / 6, group=not ready)
+        server.ended.result()
 
 
 def command_line(arguments: Mapping[str, Any]) -> list[str]:
@@ -206,19 +207,3 @@ def _is_free(port: int) -> bool:
         except OSError:
             return False
         return True
-
-
-def _stop(server: Server, *, ready: bool) -> None:
-    """Once it is up, vLLM's server ends its engine on SIGTERM. A server that starts may not react
-    for a minute, so its engine gets the signal as well, and little time is given."""
-    send, seconds = (os.kill, STOP_SECONDS) if ready else (os.killpg, STOP_SECONDS / 6)
-    try:
-        if not server.ended.done():
-            with suppress(ProcessLookupError, TimeoutError):
-                send(server.pid, signal.SIGTERM)
-                server.ended.result(timeout=seconds)
-    finally:
-        # The engine's processes as well, which outlive a server that was killed.
-        with suppress(ProcessLookupError):
-            os.killpg(server.pid, signal.SIGKILL)
-        server.ended.result()

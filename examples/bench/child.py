@@ -115,12 +115,15 @@ def run_child(run: Callable[[dict[str, Any], Report], None]) -> None:
         run(arguments, lambda event: print(json.dumps(event), file=events))
 
 
-def stop(process: "subprocess.Popen[Any]", seconds: float = STOP_SECONDS) -> None:
-    """End a process that leads its session, and all that it started."""
+def stop(
+    process: "subprocess.Popen[Any]", seconds: float = STOP_SECONDS, *, group: bool = False
+) -> None:
+    """End a process that leads its session, and all that it started. It is asked first, alone or
+    with its whole ``group``."""
     try:
         if process.poll() is None:
-            process.terminate()
-            with suppress(subprocess.TimeoutExpired):
+            with suppress(ProcessLookupError, subprocess.TimeoutExpired):
+                (os.killpg if group else os.kill)(process.pid, signal.SIGTERM)
                 process.wait(seconds)
     finally:
         with suppress(ProcessLookupError):
