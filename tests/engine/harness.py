@@ -1,16 +1,19 @@
-"""Runs engines in child processes with a deadline, and ends every process."""
+"""Calls functions in child processes with a deadline, and ends every process."""
 
 import contextlib
 import faulthandler
 import os
+import pickle
+import pkgutil
 import re
 import signal
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterable
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import psutil
 import tqdm
@@ -29,11 +32,10 @@ class EngineJobFailed(AssertionError):
 
 def engine_environment(**extra: str) -> dict[str, str]:
     """The environment of a process that runs vLLM on CPU with a model from this disk."""
-    environment = dict(os.environ)
-    environment |= {
-        "PYTHONPATH": os.pathsep.join(
-            part for part in (str(ROOT), os.environ.get("PYTHONPATH")) if part
-        ),
+    paths = (str(ROOT), os.environ.get("PYTHONPATH"))
+    return {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(path for path in paths if path),
         "HF_HUB_OFFLINE": "1",
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_CPU_KVCACHE_SPACE": "1",
@@ -45,74 +47,63 @@ def engine_environment(**extra: str) -> dict[str, str]:
         "VLLM_USE_FLASHINFER_SAMPLER": "0",
         # vLLM compiles a few small functions even with enforce_eager: ten seconds per process.
         "TORCHDYNAMO_DISABLE": "1",
+        **extra,
     }
-    return environment | extra
 
 
 def run_child(
     directory: Path,
-    module: str,
-    *arguments: str | Path,
+    function: str,
+    *arguments: object,
     deadline: float = DEADLINE_SECONDS,
-    **environment: str,
-) -> Path:
-    """Run ``python -m module arguments`` to its end; return its log, ``directory``/engine.log.
+    environment: Mapping[str, str] | None = None,
+) -> Any:
+    """Call ``function`` ("module:name") in a child process; return its result.
 
     Raises EngineJobFailed, with the end of the log, if the child fails, runs for more than
-    ``deadline`` seconds or leaves a process behind. No process of it is alive on return.
+    ``deadline`` seconds or leaves a process behind. No process of it is alive on return. The
+    child's log is ``directory``/engine.log.
     """
     directory.mkdir(parents=True, exist_ok=True)
-    log_path = directory / "engine.log"
+    job_path, log_path = directory / "job.pickle", directory / "engine.log"
+    job_path.write_bytes(pickle.dumps(arguments))
     with log_path.open("wb") as log:
         child = subprocess.Popen(
-            [sys.executable, "-m", module, *map(str, arguments)],
+            [sys.executable, "-m", "tests.engine.harness", function, str(job_path)],
             cwd=ROOT,
-            env=engine_environment(**environment),
+            env=engine_environment(**environment or {}),
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=subprocess.STDOUT,
             start_new_session=True,
         )
     try:
-        status = wait_for(child, deadline)
+        status: int | None = child.wait(deadline)
+    except subprocess.TimeoutExpired:
+        status = None
+        child.send_signal(signal.SIGUSR1)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            child.wait(STACKS_SECONDS)
     finally:
         left = processes_left(child.pid, within=GRACE_SECONDS if child.returncode == 0 else 0)
         kill_session(child.pid)
         child.wait()
         _remove_rendezvous_files(log_path)
-    if status is None:
-        raise EngineJobFailed(f"no end within {deadline:.0f} s\n{log_tail(log_path)}")
     if status != 0 or left:
-        raise EngineJobFailed(
-            f"the child ended with status {status}, processes left: {left}\n{log_tail(log_path)}"
-        )
-    return log_path
-
-
-def prepare_child() -> None:
-    """Prepare this process for ``wait_for`` and for counts of its threads."""
-    # Not by the clock: to walk the stacks of running threads may crash the process (seen with
-    # Python 3.12 inside compiled code).
-    faulthandler.register(signal.SIGUSR1, all_threads=True)
-    tqdm.tqdm.monitor_interval = 0  # else the first progress bar leaves a thread behind
-
-
-def wait_for(child: "subprocess.Popen[bytes]", deadline: float) -> int | None:
-    """The child's exit status; None after ``deadline`` seconds, with its stacks in its log."""
-    try:
-        return child.wait(timeout=deadline)
-    except subprocess.TimeoutExpired:
-        child.send_signal(signal.SIGUSR1)
-    with contextlib.suppress(subprocess.TimeoutExpired):
-        child.wait(timeout=STACKS_SECONDS)
-    return None
+        end = f"no end within {deadline:.0f} s" if status is None else f"status {status}"
+        raise EngineJobFailed(f"{end}, processes left: {left}\n{log_tail(log_path)}")
+    return pickle.loads(job_path.with_suffix(".result").read_bytes())
 
 
 def processes_left(session: int, *, within: float) -> list[str]:
     """Processes of a session still alive ``within`` seconds from now, other than its leader."""
     deadline = time.monotonic() + within
     while True:
-        left = [_describe(process) for process in _session_members(session)]
+        left = [
+            f"{process.pid} {' '.join(process.info['cmdline'] or ())[:200]}"
+            for process in _processes_of(session)
+            if process.pid != session and process.info["status"] != psutil.STATUS_ZOMBIE
+        ]
         if not left or time.monotonic() >= deadline:
             return left
         time.sleep(0.1)
@@ -120,11 +111,9 @@ def processes_left(session: int, *, within: float) -> list[str]:
 
 def kill_session(session: int) -> None:
     """End every process of a session, its leader included. Does not wait for zombies."""
-    for process in [*_session_members(session), *_by_id(session)]:
-        try:
+    for process in _processes_of(session):
+        with contextlib.suppress(psutil.NoSuchProcess):
             process.send_signal(signal.SIGKILL)
-        except psutil.NoSuchProcess:
-            continue
 
 
 def log_tail(path: Path | None) -> str:
@@ -144,27 +133,25 @@ def _remove_rendezvous_files(log_path: Path) -> None:
                 path.unlink(missing_ok=True)
 
 
-def _session_members(session: int) -> list[psutil.Process]:
-    members = []
-    for process in psutil.process_iter():
-        try:
-            in_session = process.pid != session and os.getsid(process.pid) == session
-            if in_session and process.status() != psutil.STATUS_ZOMBIE:
-                members.append(process)
-        except (ProcessLookupError, PermissionError, psutil.NoSuchProcess):
-            continue
-    return members
+def _processes_of(session: int) -> list[psutil.Process]:
+    found = []
+    for process in psutil.process_iter(["cmdline", "status"]):
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            if os.getsid(process.pid) == session:
+                found.append(process)
+    return found
 
 
-def _by_id(pid: int) -> Iterable[psutil.Process]:
-    try:
-        return [psutil.Process(pid)]
-    except psutil.NoSuchProcess:
-        return []
+def main(function: str, job_path: Path) -> None:
+    """The child process of ``run_child``. Writes its stacks on SIGUSR1."""
+    # Not by the clock: to walk the stacks of running threads may crash the process (seen with
+    # Python 3.12 inside compiled code).
+    faulthandler.register(signal.SIGUSR1, all_threads=True)
+    tqdm.tqdm.monitor_interval = 0  # else the first progress bar leaves a thread behind
+    arguments = pickle.loads(job_path.read_bytes())
+    result = pkgutil.resolve_name(function)(*arguments)
+    job_path.with_suffix(".result").write_bytes(pickle.dumps(result))
 
 
-def _describe(process: psutil.Process) -> str:
-    try:
-        return f"{process.pid} {' '.join(process.cmdline())[:200]}"
-    except psutil.NoSuchProcess:
-        return str(process.pid)
+if __name__ == "__main__":
+    main(sys.argv[1], Path(sys.argv[2]))

@@ -1,9 +1,7 @@
 """Random weights for any model class of vLLM: ``load_format=RANDOM_WEIGHTS``.
 
-A folder with only a ``config.json`` is then a model. Names and shapes of weights differ from class
-to class. vLLM's own "dummy" weights lie within 1e-3, and every token sees the same average of its
-context. These weights have a spread, like those of ``examples.random_model``, so that one wrong
-block changes the answers.
+A folder with only a ``config.json`` is then a model. With vLLM's own "dummy" weights, within 1e-3,
+every token sees the same average of its context. With these, one wrong block changes the answers.
 """
 
 import zlib

@@ -7,10 +7,9 @@ platforms differ only in this name.
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from importlib.util import find_spec
 from typing import Any
 
-IS_INSTALLED = find_spec("ray") is not None
+from tests.engine.spec import EngineSpec
 
 
 def count_cpu_workers_as_gpus() -> None:
@@ -21,17 +20,18 @@ def count_cpu_workers_as_gpus() -> None:
 
 
 @contextmanager
-def local_cluster(num_workers: int) -> Iterator[None]:
-    """A node with room for ``num_workers`` workers; all its processes end with the context."""
+def cluster_for(spec: EngineSpec) -> Iterator[None]:
+    """A node for the engine's workers, if Ray runs them. All its processes end with the context."""
+    if spec.arguments.get("distributed_executor_backend") != "ray":
+        yield
+        return
     import ray
 
     count_cpu_workers_as_gpus()
+    num_workers = spec.arguments["tensor_parallel_size"]
     options: dict[str, Any] = {"worker_process_setup_hook": count_cpu_workers_as_gpus}
     ray.init(
-        num_cpus=num_workers + 1,
-        num_gpus=num_workers,
-        include_dashboard=False,
-        runtime_env=options,
+        num_cpus=num_workers + 1, num_gpus=num_workers, include_dashboard=False, runtime_env=options
     )
     try:
         yield

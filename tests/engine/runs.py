@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 from examples.random_model import Architecture, save_random_model
 from tests.engine.harness import DEADLINE_SECONDS, EngineJobFailed, run_child
-from tests.engine.spec import EngineResult, EngineSpec, Job, JobResult, Round
+from tests.engine.spec import EngineResult, EngineSpec, Round
 from tests.engine.workloads import COLD, full_workload
 
 BLOCK_SIZE = 32
@@ -26,10 +26,11 @@ first."""
 def small_steps(architecture: Architecture = "gemma3") -> dict[str, Any]:
     """EngineArgs of a device with more free blocks than lazy stores look ahead, but too few for the
     workload."""
-    return {
-        "max_num_seqs": 1,
-        "num_gpu_blocks_override": 4 * DEVICE_BLOCKS[architecture],
-    }
+    return {"max_num_seqs": 1, "num_gpu_blocks_override": 4 * DEVICE_BLOCKS[architecture]}
+
+
+SALTED, SALTED_AGAIN, OTHER_SALT, EMPTIED = range(-4, 0)
+"""Numbers of the tier's last rounds, from the end."""
 
 
 class Engines(NamedTuple):
@@ -38,7 +39,8 @@ class Engines(NamedTuple):
     plain: EngineResult
     """The full workload without the connector."""
     tier: EngineResult
-    """The full workload, then ``_isolated_rounds``, with a host tier that holds everything."""
+    """With a host tier that holds everything: the full workload, then NUM_AGAIN requests with a
+    salt, the same again, with another salt, and after a reset of both tiers."""
     control: EngineResult
     """Two rounds of NUM_AGAIN requests; the second one loads a corrupted host block."""
     lazy: EngineResult
@@ -52,15 +54,12 @@ class Runs:
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
-        self._models: dict[Architecture, Path] = {}
         self._results: dict[str, dict[str, EngineResult] | EngineJobFailed] = {}
 
     def model(self, architecture: Architecture) -> Path:
         """A small random model."""
-        if architecture not in self._models:
-            directory = self.directory / f"model-{architecture}"
-            self._models[architecture] = save_random_model(directory, architecture)
-        return self._models[architecture]
+        directory = self.directory / f"model-{architecture}"
+        return directory if directory.exists() else save_random_model(directory, architecture)
 
     def spec(
         self,
@@ -87,28 +86,43 @@ class Runs:
             "disable_log_stats": False,
         }
         return EngineSpec(
-            model=self.model(architecture),
-            arguments=usual | arguments,
-            connector=connector,
-            transfer_arguments=transfer_arguments or {},
-            rounds=full_workload() if rounds is None else rounds,
+            self.model(architecture),
+            usual | arguments,
+            connector,
+            transfer_arguments or {},
+            full_workload() if rounds is None else rounds,
         )
 
-    def plain(self, architecture: Architecture = "gemma3") -> EngineResult:
-        """The full workload without the connector."""
-        return self.engines(architecture).plain
-
-    def engines(self, architecture: Architecture) -> Engines:
+    def engines(self, architecture: Architecture = "gemma3") -> Engines:
         """The engines that most tests of an architecture look at."""
         host = {"num_cpu_blocks": HOST_BLOCKS}
         full = full_workload()
-        isolated, control = _isolated_rounds(full[COLD]), _control_rounds(full[COLD])
+        few = full[COLD]._replace(asks=full[COLD].asks[:NUM_AGAIN])
+        salted, other_salt = (
+            few._replace(asks=tuple(ask._replace(cache_salt=salt) for ask in few.asks))
+            for salt in ("a", "b")
+        )
+        isolated = (
+            salted,
+            salted._replace(reset="device"),
+            other_salt._replace(reset="device"),
+            few._replace(reset="both"),
+        )
+        control = (few, few._replace(reset="device", corrupt_a_block=True))
         specs = {
             "plain": self.spec(architecture, connector=None),
             "tier": self.spec(architecture, connector=host, rounds=(*full, *isolated)),
-            "control": self.spec(architecture, connector=host, rounds=control),
+            "control": self.spec(
+                architecture,
+                connector=host,
+                rounds=control,
+                transfer_arguments={"kv_role": "kv_producer"},
+            ),
             "lazy": self.spec(
-                architecture, connector=host | {"lazy_offload": True}, **small_steps(architecture)
+                architecture,
+                connector=host | {"lazy_offload": True},
+                transfer_arguments={"kv_role": "kv_consumer"},
+                **small_steps(architecture),
             ),
             "refused": self.spec(architecture, connector={"cpu_byte_to_use": "1GiB"}),
         }
@@ -125,58 +139,28 @@ class Runs:
         ``name``. Raises EngineJobFailed, again if the job has failed before."""
         if name not in self._results:
             try:
-                results = run_engines(self.directory / name, *specs.values(), deadline=deadline)
+                self._results[name] = _run(self.directory / name, specs, deadline)
             except EngineJobFailed as failure:
                 self._results[name] = failure
-            else:
-                self._results[name] = dict(zip(specs, results, strict=True))
         found = self._results[name]
         if isinstance(found, EngineJobFailed):
             raise found
         return found
 
 
-def run_engines(
-    directory: Path, *specs: EngineSpec, deadline: float = DEADLINE_SECONDS
-) -> list[EngineResult]:
-    """Run the engines one after another in one child process. Raises EngineJobFailed.
-
-    ``directory`` keeps the job, the results and the engines' log.
-    """
-    directory.mkdir(parents=True, exist_ok=True)
-    job_path, result_path = directory / "job.json", directory / "result.json"
-    job_path.write_text(Job(engines=specs).model_dump_json())
+def _run(
+    directory: Path, specs: Mapping[str, EngineSpec], deadline: float
+) -> dict[str, EngineResult]:
     environment = {}
-    if not all(spec.arguments["enforce_eager"] for spec in specs):
+    if not all(spec.arguments["enforce_eager"] for spec in specs.values()):
         environment["TORCHDYNAMO_DISABLE"] = "0"
-    log = run_child(
+    results: list[EngineResult] = run_child(
         directory,
-        "tests.engine.child",
-        job_path,
-        result_path,
+        "tests.engine.child:run_engines",
+        list(specs.values()),
         deadline=deadline,
-        **environment,
+        environment=environment,
     )
-    results = JobResult.model_validate_json(result_path.read_text()).results
-    return [result.model_copy(update={"log": log}) for result in results]
-
-
-SALTED, SALTED_AGAIN, OTHER_SALT, EMPTIED = range(-4, 0)
-"""Numbers of the isolated rounds, from the end."""
-
-
-def _isolated_rounds(cold: Round) -> tuple[Round, ...]:
-    """A few requests with a salt, the same again, with another salt, and after a reset of both
-    tiers."""
-
-    def again(salt: str | None, reset: Any) -> Round:
-        asks = (ask.model_copy(update={"cache_salt": salt}) for ask in cold.asks[:NUM_AGAIN])
-        return Round(asks=tuple(asks), together=False, reset=reset)
-
-    return again("a", "none"), again("a", "device"), again("b", "device"), again(None, "both")
-
-
-def _control_rounds(cold: Round) -> tuple[Round, ...]:
-    """A few requests twice; the second time from host memory with one wrong block."""
-    few = cold.model_copy(update={"asks": cold.asks[:NUM_AGAIN]})
-    return few, few.model_copy(update={"reset": "device", "corrupt_a_block": True})
+    for result in results:
+        result.log = directory / "engine.log"
+    return dict(zip(specs, results, strict=True))

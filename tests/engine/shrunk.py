@@ -1,8 +1,7 @@
-"""Shrunk configurations of popular models.
+"""Shrunk configurations of popular models, with the shapes that vLLM's kernels require. Windows,
+chunks and sparse selections are shorter than the prompts.
 
-Each has the shapes that vLLM's kernels require (head sizes, latent ranks, blocks of attention) and
-little else: few layers, few experts. Every token uses all experts, so that rounding cannot change
-the choice. Windows, chunks and sparse selections are shorter than the prompts.
+Every token uses all experts, so that rounding cannot change the choice.
 """
 
 from collections.abc import Mapping
@@ -184,3 +183,45 @@ DRAFTERS: Mapping[str, dict[str, Any]] = {
     },
 }
 """Drafters that are separate models, by target."""
+
+FILLED: Mapping[str, dict[str, Any]] = {
+    # DeepSeek-V2's attention, with its own sizes and without its experts.
+    "mla": {
+        "model_type": "deepseek_v2",
+        "vocab_size": VOCAB_SIZE,
+        "hidden_size": HIDDEN_SIZE,
+        "intermediate_size": 2 * HIDDEN_SIZE,
+        "num_hidden_layers": 3,
+        "first_k_dense_replace": 3,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 16,
+        "q_lora_rank": None,
+        "kv_lora_rank": 512,
+        "qk_nope_head_dim": 128,
+        "qk_rope_head_dim": 64,
+        "v_head_dim": 128,
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 64,
+        "max_position_embeddings": MAX_MODEL_LEN,
+        "tie_word_embeddings": False,
+    },
+    # Attention and Mamba-2 in every layer.
+    "hybrid": {
+        "model_type": "falcon_h1",
+        "vocab_size": VOCAB_SIZE,
+        "hidden_size": HIDDEN_SIZE,
+        "intermediate_size": 2 * HIDDEN_SIZE,
+        "num_hidden_layers": 3,
+        **_HEADS,
+        "mamba_d_ssm": 256,
+        "mamba_n_heads": 4,
+        "mamba_d_head": 64,
+        "mamba_d_state": 16,
+        "mamba_chunk_size": 64,
+        "mamba_rms_norm": True,
+        "max_position_embeddings": MAX_MODEL_LEN,
+        "tie_word_embeddings": False,
+    },
+}
+"""Configurations whose weights are saved with them."""

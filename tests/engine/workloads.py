@@ -60,10 +60,10 @@ def full_workload(seed: int = 6) -> tuple[Round, ...]:
     asks = shared_prefix_asks("a", seed=seed)
     turns = follow_ups(asks, "turn", seed=seed + 1)
     aborted = tuple(
-        ask.model_copy(update={"abort_after": rng.randint(1, 8)}) if index % 3 == 0 else ask
+        ask._replace(abort_after=rng.randint(1, 8)) if index % 3 == 0 else ask
         for index, ask in enumerate(_shuffled(rng, asks))
     )
-    long = tuple(ask.model_copy(update={"max_tokens": 72}) for ask in _shuffled(rng, asks))
+    long = tuple(ask._replace(max_tokens=72) for ask in _shuffled(rng, asks))
     return (
         Round(asks=asks, together=False),
         Round(asks=_shuffled(rng, asks), together=True),

@@ -1,18 +1,35 @@
 """FaultyBackend: a real backend with planned faults."""
 
-import logging
 import math
 from collections import Counter
-from collections.abc import Sequence
 from dataclasses import dataclass
-
-import torch
+from typing import Any, Literal, NamedTuple
 
 from simple_offload.backends.base import Barrier, CopyBackend, Direction, Pending
 from simple_offload.metadata import Transfer
-from tests.faults.plan import Fault, FaultPlan
 
-logger = logging.getLogger("vllm.tests.faults")
+
+class Fault(NamedTuple):
+    """A fault of some transfers of one direction. A transfer gets the first planned fault that hits
+    it."""
+
+    direction: Literal["load", "store"]
+    action: Literal["fail", "delay", "kill"]
+    """fail: an exception, and no copy. delay: the copy is made after ``polls``, when its end is
+    polled. kill: the copy thread ends (SystemExit)."""
+    first: int = 1
+    """The first transfer that it hits; transfers count from 1 since the plan is set."""
+    every: int | None = None
+    """Period of further hits, in transfers; None: no further hits."""
+    polls: int = 0
+    """Polls that find the transfer still running. With "fail", the exception comes after them, like
+    an error that a device reports."""
+
+    def hits(self, direction: Direction, number: int) -> bool:
+        """Whether it hits transfer ``number`` of ``direction``."""
+        past = number - self.first
+        in_time = past == 0 if self.every is None else past >= 0 and past % self.every == 0
+        return in_time and self.direction == direction.value
 
 
 class InjectedError(OSError):
@@ -20,52 +37,38 @@ class InjectedError(OSError):
 
 
 class FaultyBackend:
-    """Forwards every call to ``inner``, except for the copies that ``plan`` selects."""
+    """Is ``inner``, except for the copies that the plan selects."""
 
-    def __init__(self, inner: CopyBackend, plan: FaultPlan) -> None:
+    def __init__(self, inner: CopyBackend) -> None:
         self._inner = inner
-        self.chunk_bytes = inner.chunk_bytes
-        self.injected: Counter[str] = Counter()
-        """Number of injected faults by kind: "load fail", "store kill", ..."""
         self._late: list[_Late] = []
-        self.set_plan(plan)
+        self.set_plan()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
 
     @property
     def num_open(self) -> int:
         """Late copies that were neither polled to their end nor waited for."""
         return sum(not late.ended for late in self._late)
 
-    def set_plan(self, plan: FaultPlan) -> None:
-        """Inject the faults of ``plan``, and no others, from now on; transfers count from 1."""
-        self._plan = plan
-        # Only the thread of a direction writes its number.
+    def set_plan(self, *faults: Fault) -> None:
+        """Inject these faults, and no others, from now on; transfers count from 1."""
+        self._plan = faults
+        # Only the thread of a direction writes its numbers.
         self.num_copies = dict.fromkeys(Direction, 0)
-
-    def allocate_host(self, num_bytes: int) -> torch.Tensor:
-        return self._inner.allocate_host(num_bytes)
-
-    def open(self, device: Sequence[torch.Tensor]) -> None:
-        self._inner.open(device)
-
-    def add_host_chunk(self, regions: Sequence[torch.Tensor]) -> None:
-        self._inner.add_host_chunk(regions)
-
-    def barrier(self) -> Barrier | None:
-        return self._inner.barrier()
-
-    def enter_thread(self, direction: Direction) -> None:
-        self._inner.enter_thread(direction)
+        self.injected: Counter[str] = Counter()
+        """Number of injected faults by kind: "load fail", "store kill", ..."""
 
     def copy(
         self, direction: Direction, transfer: Transfer, barrier: Barrier | None
     ) -> Pending | None:
         self.num_copies[direction] += 1
-        fault = self._plan.find(direction.value, self.num_copies[direction])
+        hits = (each for each in self._plan if each.hits(direction, self.num_copies[direction]))
+        fault = next(hits, None)
         if fault is None:
             return self._inner.copy(direction, transfer, barrier)
         self.injected[f"{direction.value} {fault.action}"] += 1
-        if fault.action != "delay":
-            logger.info("Injected: %s %d, %s", direction.value, transfer.id, fault.action)
         if fault.action == "kill":
             raise SystemExit("the plan ends this thread")
         if fault.action == "fail" and fault.polls == 0:
@@ -73,9 +76,6 @@ class FaultyBackend:
         late = _Late(self._inner, direction, transfer, barrier, fault)
         self._late.append(late)
         return late
-
-    def close(self) -> None:
-        self._inner.close()
 
 
 @dataclass(slots=True, eq=False)
@@ -98,7 +98,7 @@ class _Late:
         return True
 
     def remaining_seconds(self) -> float:
-        """None, for unknown: the copy is made only when it is polled to its end."""
+        """Unknown: the copy is made only when it is polled to its end."""
         return math.inf
 
     def hold_compute(self) -> None:

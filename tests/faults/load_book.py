@@ -3,24 +3,15 @@
 import itertools
 import random
 from collections import Counter
-from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from tests.engine.compare import LOGPROB_TOLERANCE, MIN_LEAD
+from tests.engine.compare import LOGPROB_TOLERANCE, MIN_LEAD, Rounding, compare
+from tests.engine.spec import Answer
+from tests.engine.workloads import VOCABULARY
 
-VOCABULARY = range(3, 512)
+ROUNDING = Rounding(LOGPROB_TOLERANCE, MIN_LEAD)
 
 Tokens = tuple[int, ...]
-
-
-@dataclass(slots=True)
-class Answer:
-    """A server's answer, as far as it has arrived. One entry per token in each list."""
-
-    tokens: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-    leads: list[float] = field(default_factory=list)
-    """Logprob of the best token less that of the second best."""
 
 
 class Turn(NamedTuple):
@@ -42,50 +33,27 @@ class LoadBook:
         self.violations: list[str] = []
         self.counts: Counter[str] = Counter()
         self.slowest_seconds = 0.0
-        self._answers: dict[Tokens, Answer] = {}
-
-    @property
-    def prompts(self) -> list[Tokens]:
-        """Every prompt that has been answered to its end, oldest first."""
-        return list(self._answers)
-
-    def known(self, prompt: Tokens) -> Answer | None:
-        """The longest answer to ``prompt`` that agreed with the first."""
-        return self._answers.get(prompt)
+        self.answers: dict[Tokens, Answer] = {}
+        """The longest answer to each prompt, among those that agreed with the first."""
 
     def check(self, prompt: Tokens, answer: Answer, *, keep: bool) -> bool:
         """Compare ``answer`` with the known one, and add a violation if they differ. With ``keep``,
         remember it if it is the first or longer than the known one."""
-        known = self._answers.get(prompt)
-        if known is None:
-            if keep:
-                self._answers[prompt] = answer
-            return True
-        self.counts["compared"] += 1
-        problem = self._difference(known, answer)
-        if problem is not None:
-            self.violations.append(f"prompt of {len(prompt)} tokens: {problem}")
-            return False
-        if keep and len(answer.tokens) > len(known.tokens):
-            self._answers[prompt] = answer
+        known = self.answers.get(prompt)
+        if known is not None:
+            self.counts["compared"] += 1
+            length = min(len(known.tokens), len(answer.tokens))
+            name = f"prompt of {len(prompt)} tokens"
+            found = compare(
+                {name: known.beginning(length)}, {name: answer.beginning(length)}, ROUNDING
+            )
+            if found.wrong:
+                self.violations += found.wrong
+                return False
+            self.counts["ties"] += not found.whole
+        if keep and (known is None or len(answer.tokens) > len(known.tokens)):
+            self.answers[prompt] = answer
         return True
-
-    def _difference(self, known: Answer, answer: Answer) -> str | None:
-        for place, (expected, token) in enumerate(zip(known.tokens, answer.tokens, strict=False)):
-            distance = abs(known.logprobs[place] - answer.logprobs[place])
-            if token != expected:
-                if known.leads[place] < MIN_LEAD:
-                    # Rounding alone chose between the two best tokens, and the answers differ
-                    # from there on.
-                    self.counts["ties"] += 1
-                    return None
-                return (
-                    f"token {place} is {token}, not {expected}, "
-                    f"which led by {known.leads[place]:.1e}"
-                )
-            if distance > LOGPROB_TOLERANCE:
-                return f"logprob of token {place} is off by {distance:.1e}"
-        return None
 
 
 class Script:

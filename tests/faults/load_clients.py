@@ -1,16 +1,19 @@
 """Clients of a load run: asyncio tasks that send requests to one server."""
 
 import asyncio
+import contextlib
 import json
 import random
 import time
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from typing import Any
 
 import aiohttp
 
-from tests.faults.load_book import Answer, LoadBook, Script, Tokens
+from tests.engine.spec import Answer
+from tests.faults.load_book import LoadBook, Script, Tokens
+
+NUM_CLIENTS = 6
 
 REQUEST_SECONDS = 120.0
 """Time limit of a request, in seconds; a longer one counts as one that never ends."""
@@ -23,71 +26,31 @@ MAX_TOKENS = (4, 40)
 SALTS = (None, None, None, "a", "b")
 
 
-class Gate:
-    """Admits requests of clients, except while a task has closed it to get an idle server."""
-
-    def __init__(self) -> None:
-        self._changed = asyncio.Condition()
-        self._num_inside = 0
-        self._closed = False
-
-    @asynccontextmanager
-    async def entered(self) -> AsyncIterator[None]:
-        """Admits one request; waits while the gate is closed."""
-        async with self._changed:
-            await self._changed.wait_for(lambda: not self._closed)
-            self._num_inside += 1
-        try:
-            yield
-        finally:
-            async with self._changed:
-                self._num_inside -= 1
-                self._changed.notify_all()
-
-    @asynccontextmanager
-    async def closed(self) -> AsyncIterator[None]:
-        """Waits for the end of all requests, and admits none during the context."""
-        async with self._changed:
-            self._closed = True
-            await self._changed.wait_for(lambda: self._num_inside == 0)
-        try:
-            yield
-        finally:
-            async with self._changed:
-                self._closed = False
-                self._changed.notify_all()
-
-
 class Connection:
-    """One server's completions, greedy and never stopping early."""
+    """One server's completions, greedy and never stopping early, and its switches."""
 
-    def __init__(self, session: aiohttp.ClientSession, url: str) -> None:
+    def __init__(self, session: aiohttp.ClientSession) -> None:
         self._session = session
-        self._url = url
 
     async def complete(self, prompt: Tokens, max_tokens: int, salt: str | None = None) -> Answer:
         """The whole answer at once."""
-        answer = Answer()
-        async with self._post("/v1/completions", _request(prompt, max_tokens, salt)) as response:
-            (choice,) = (await response.json())["choices"]
-            _append(answer, choice)
+        answer = Answer([], [], [])
+        async with self._complete(prompt, max_tokens, salt, stream=False) as response:
+            _append(answer, await response.read())
         return answer
 
     async def stream(
-        self, prompt: Tokens, max_tokens: int, salt: str | None, hang_up_after: int | None
+        self, prompt: Tokens, max_tokens: int, salt: str | None, hang_up_after: int
     ) -> Answer:
-        """The streamed answer. With ``hang_up_after``, closes the connection after that many
-        tokens."""
-        answer = Answer()
-        body = _request(prompt, max_tokens, salt) | {"stream": True}
-        async with self._post("/v1/completions", body) as response:
-            while hang_up_after is None or len(answer.tokens) < hang_up_after:
+        """The streamed answer. Closes the connection after ``hang_up_after`` tokens."""
+        answer = Answer([], [], [])
+        async with self._complete(prompt, max_tokens, salt, stream=True) as response:
+            while len(answer.tokens) < hang_up_after:
                 line = (await response.content.readline()).strip()
                 if line == b"data: [DONE]":
                     return answer
                 if line:
-                    (choice,) = json.loads(line.removeprefix(b"data: "))["choices"]
-                    _append(answer, choice)
+                    _append(answer, line.removeprefix(b"data: "))
                 elif response.content.at_eof():
                     raise aiohttp.ClientPayloadError("the stream ended without [DONE]")
             response.close()  # else aiohttp reads on, to reuse the connection
@@ -98,123 +61,114 @@ class Connection:
         requests are preempted. Whether that was possible."""
         wishes = {"reset_external": external, "reset_running_requests": running}
         query = {key: str(wish).lower() for key, wish in wishes.items()}
-        async with self._session.post(f"{self._url}/reset_prefix_cache", params=query) as response:
+        async with self._session.post("/reset_prefix_cache", params=query) as response:
             if running and response.status == 500:
                 return False  # vLLM's refusal while blocks wait for a transfer
             response.raise_for_status()
             return bool((await response.json())["success"])
 
-    async def pause(self, *, mode: str, clear: bool) -> None:
-        """Pause the scheduler; returns when nothing is in flight."""
-        query = {"mode": mode, "clear_cache": str(clear).lower()}
-        async with self._session.post(f"{self._url}/pause", params=query) as response:
+    async def pause(self, *, mode: str, seconds: float) -> None:
+        """Pause the scheduler for a while."""
+        # vLLM cannot clear the cache while it keeps requests that wait for a load.
+        query = {"mode": mode, "clear_cache": str(mode == "wait").lower()}
+        async with self._session.post("/pause", params=query) as response:
             response.raise_for_status()
-
-    async def resume(self) -> None:
-        """Go on after a pause."""
-        async with self._session.post(f"{self._url}/resume") as response:
+        await asyncio.sleep(seconds)
+        async with self._session.post("/resume") as response:
             response.raise_for_status()
 
     @asynccontextmanager
-    async def _post(self, path: str, body: dict[str, Any]) -> AsyncIterator[aiohttp.ClientResponse]:
-        async with self._session.post(f"{self._url}{path}", json=body) as response:
+    async def _complete(
+        self, prompt: Tokens, max_tokens: int, salt: str | None, *, stream: bool
+    ) -> AsyncIterator[aiohttp.ClientResponse]:
+        request = {
+            "model": "random",
+            "prompt": list(prompt),
+            "max_tokens": max_tokens,
+            "temperature": 0,
+            "ignore_eos": True,
+            "logprobs": 2,
+            "return_token_ids": True,
+            "stream": stream,
+        }
+        if salt is not None:
+            request["cache_salt"] = salt
+        async with self._session.post("/v1/completions", json=request) as response:
             if response.status != 200:
                 raise aiohttp.ClientPayloadError(f"{response.status}: {await response.text()}")
             yield response
 
 
-class Client:
-    """Sends one request after another until ``until`` is set."""
+class Worker:
+    """A task that uses the server until the end of the run."""
 
     def __init__(
-        self, connection: Connection, gate: Gate, book: LoadBook, script: Script, seed: int
+        self, connection: Connection, slots: asyncio.Semaphore, book: LoadBook, seed: int
     ) -> None:
+        """``slots``: one for each request that runs."""
         self._connection = connection
-        self._gate = gate
+        self._slots = slots
         self._book = book
-        self._script = script
         self._rng = random.Random(seed)
 
-    async def work(self, until: asyncio.Event) -> None:
+
+class Client(Worker):
+    """Sends one request after another."""
+
+    async def work(self, script: Script, until: asyncio.Event) -> None:
         """Send requests of all kinds. Returns when ``until`` is set and the last request has
         ended."""
         while not until.is_set():
-            turn = self._script.pick()
-            max_tokens = self._rng.randint(*MAX_TOKENS)
-            salt = self._rng.choice(SALTS)
+            turn = script.pick()
             start = time.monotonic()
-            async with self._gate.entered():
-                answer = await self._ask(turn.prompt, max_tokens, salt)
+            answer = None
+            try:
+                async with self._slots, asyncio.timeout(REQUEST_SECONDS):
+                    answer = await self._ask(turn.prompt)
+            except TimeoutError:
+                self._book.violations.append(f"a request has not ended in {REQUEST_SECONDS:.0f} s")
+            except (aiohttp.ClientError, OSError) as error:
+                self._book.violations.append(f"a request failed: {error!r}")
             self._book.slowest_seconds = max(self._book.slowest_seconds, time.monotonic() - start)
             if answer is not None:
-                self._script.go_on(turn, answer)
+                script.go_on(turn, answer)
 
-    async def _ask(self, prompt: Tokens, max_tokens: int, salt: str | None) -> Answer | None:
-        """Send one request. Returns its answer, or None if it failed or was to be abandoned."""
-        kind = self._rng.choices(
-            ("whole", "streamed", "hung up", "cancelled"), weights=(45, 30, 15, 10)
-        )[0]
-        counts = self._book.counts
-        counts["requests"] += 1
-        counts[kind] += 1
-        try:
-            async with asyncio.timeout(REQUEST_SECONDS):
-                if kind == "cancelled":
-                    await self._cancel(prompt, max_tokens, salt)
-                    return None
-                if kind == "whole":
-                    answer = await self._connection.complete(prompt, max_tokens, salt)
-                else:
-                    after = self._rng.randrange(max_tokens) if kind == "hung up" else None
-                    answer = await self._connection.stream(prompt, max_tokens, salt, after)
-        except TimeoutError:
-            self._book.violations.append(f"a request has not ended in {REQUEST_SECONDS:.0f} s")
+    async def _ask(self, prompt: Tokens) -> Answer | None:
+        """Send one request. Returns its answer, or None if it was wrong or was abandoned."""
+        max_tokens = self._rng.randint(*MAX_TOKENS)
+        salt = self._rng.choice(SALTS)
+        kinds = ("whole", "streamed", "hung up", "cancelled")
+        (kind,) = self._rng.choices(kinds, weights=(45, 30, 15, 10))
+        self._book.counts.update(("requests", kind))
+        if kind == "cancelled":
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(self._rng.uniform(0.0, 0.6)):
+                    await self._connection.complete(prompt, max_tokens, salt)
             return None
-        except (aiohttp.ClientError, OSError) as error:
-            self._book.violations.append(f"a request failed: {error!r}")
-            return None
-        if kind == "hung up":
-            self._book.check(prompt, answer, keep=False)
-            return None
-        counts["completed"] += 1
-        if len(answer.tokens) != max_tokens:
+        if kind == "whole":
+            answer = await self._connection.complete(prompt, max_tokens, salt)
+        elif kind == "streamed":
+            answer = await self._connection.stream(prompt, max_tokens, salt, max_tokens + 1)
+        else:
+            num_tokens = self._rng.randrange(max_tokens)
+            answer = await self._connection.stream(prompt, max_tokens, salt, num_tokens)
+        is_whole = kind != "hung up"
+        self._book.counts["completed"] += is_whole
+        if is_whole and len(answer.tokens) != max_tokens:
             self._book.violations.append(f"{len(answer.tokens)} tokens, not {max_tokens}")
             return None
-        self._book.check(prompt, answer, keep=True)
-        return answer
-
-    async def _cancel(self, prompt: Tokens, max_tokens: int, salt: str | None) -> None:
-        """Request a whole answer and disconnect a moment later."""
-        try:
-            async with asyncio.timeout(self._rng.uniform(0.0, 0.6)):
-                await self._connection.complete(prompt, max_tokens, salt)
-        except TimeoutError:
-            return
-        self._book.counts["too late to cancel"] += 1
+        self._book.check(prompt, answer, keep=is_whole)
+        return answer if is_whole else None
 
 
-class Operator:
+class Operator(Worker):
     """Resets caches and pauses the server now and then, under load and between requests."""
 
-    def __init__(
-        self,
-        connection: Connection,
-        gate: Gate,
-        book: LoadBook,
-        seed: int,
-        seconds_between: tuple[float, float],
-    ) -> None:
-        self._connection = connection
-        self._gate = gate
-        self._book = book
-        self._rng = random.Random(seed)
-        self._seconds_between = seconds_between
-
-    async def work(self, until: asyncio.Event) -> None:
+    async def work(self, seconds_between: tuple[float, float], until: asyncio.Event) -> None:
         """Reset and pause in all ways, until ``until`` is set."""
         while not until.is_set():
             try:
-                async with asyncio.timeout(self._rng.uniform(*self._seconds_between)):
+                async with asyncio.timeout(self._rng.uniform(*seconds_between)):
                     await until.wait()
                 return
             except TimeoutError:
@@ -240,7 +194,7 @@ class Operator:
     async def _reset(self) -> None:
         external = self._rng.random() < 0.5
         if self._rng.random() < 0.5:
-            async with self._gate.closed():
+            async with self._all_slots():
                 done = await self.reset_idle(external=external)
         else:
             running = self._rng.random() < 0.5
@@ -251,28 +205,26 @@ class Operator:
 
     async def _pause(self) -> None:
         mode = self._rng.choice(("keep", "wait"))
-        # vLLM cannot clear the cache while it keeps requests that wait for a load.
-        await self._connection.pause(mode=mode, clear=mode == "wait")
-        await asyncio.sleep(self._rng.uniform(0.0, 1.0))
-        await self._connection.resume()
+        await self._connection.pause(mode=mode, seconds=self._rng.uniform(0.0, 1.0))
         self._book.counts["pauses"] += 1
 
+    @asynccontextmanager
+    async def _all_slots(self) -> AsyncIterator[None]:
+        """Waits for the end of all requests, and admits none during the context."""
+        num_taken = 0
+        try:
+            while num_taken < NUM_CLIENTS:
+                await self._slots.acquire()
+                num_taken += 1
+            yield
+        finally:
+            for _ in range(num_taken):
+                self._slots.release()
 
-def _request(prompt: Tokens, max_tokens: int, salt: str | None) -> dict[str, Any]:
-    request = {
-        "model": "random",
-        "prompt": list(prompt),
-        "max_tokens": max_tokens,
-        "temperature": 0,
-        "ignore_eos": True,
-        "logprobs": 2,
-        "return_token_ids": True,
-    }
-    return request if salt is None else request | {"cache_salt": salt}
 
-
-def _append(answer: Answer, choice: Mapping[str, Any]) -> None:
-    """Add one chunk of an answer (or all of it)."""
+def _append(answer: Answer, encoded: bytes) -> None:
+    """Add one chunk of an answer, or all of it."""
+    (choice,) = json.loads(encoded)["choices"]
     if not choice["token_ids"]:
         return
     answer.tokens.extend(choice["token_ids"])
