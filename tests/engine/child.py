@@ -12,7 +12,7 @@ from vllm.v1.metrics.reader import Counter, get_metrics_snapshot
 
 import tests.engine.random_weights  # noqa: F401 - vLLM's loaders have it from here on
 from simple_offload.worker.host_pool import HostPool
-from tests.engine.live import ConnectorLog, LiveEngine, clean_up_process
+from tests.engine.live import LiveEngine, clean_up_process
 from tests.engine.ray_cluster import cluster_for
 from tests.engine.spec import Answer, EngineResult, EngineSpec, Round
 
@@ -33,7 +33,6 @@ def run_engines(specs: list[EngineSpec]) -> list[EngineResult]:
 def _run_engine(spec: EngineSpec) -> EngineResult:
     result = EngineResult()
     threads_before = set(threading.enumerate())
-    log = ConnectorLog()
     with _host_chunks() as chunks:
         try:
             engine = LiveEngine(spec)
@@ -50,8 +49,6 @@ def _run_engine(spec: EngineSpec) -> EngineResult:
                 engine.shut_down()
         except Exception:  # noqa: BLE001 - whatever it is, the parent reports it
             result.error = traceback.format_exc()
-    log.close()
-    result.warnings = log.messages
     survivors = set(threading.enumerate()) - threads_before
     result.surviving_threads = sorted(thread.name for thread in survivors)
     return result

@@ -1,7 +1,6 @@
 """LiveEngine: a vLLM engine in this process, driven step by step."""
 
 import gc
-import logging
 from collections.abc import Callable, Iterable
 from itertools import count
 from typing import Any
@@ -179,24 +178,6 @@ def _answer_of(output: RequestOutput) -> Answer:
         [best - second for best, second, *_ in ranked],
         output.num_cached_tokens or 0,
     )
-
-
-class ConnectorLog(logging.Handler):
-    """Collects the connector's log messages in this process, from WARNING on."""
-
-    def __init__(self) -> None:
-        super().__init__(logging.WARNING)
-        self.messages: list[str] = []
-        # Not to "vllm", whose handlers vLLM replaces when an engine starts.
-        self._logger = logging.getLogger("vllm.simple_offload")
-        self._logger.addHandler(self)
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.messages.append(record.getMessage())
-
-    def close(self) -> None:
-        self._logger.removeHandler(self)
-        super().close()
 
 
 def clean_up_process() -> None:

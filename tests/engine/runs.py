@@ -42,9 +42,9 @@ class Engines(NamedTuple):
     """With a host tier that holds everything: the full workload, then NUM_AGAIN requests with a
     salt, the same again, with another salt, and after a reset of both tiers."""
     control: EngineResult
-    """Two rounds of NUM_AGAIN requests; the second one loads a corrupted host block."""
+    """A producer. Two rounds of NUM_AGAIN requests; the second one loads a corrupted host block."""
     lazy: EngineResult
-    """The full workload with lazy stores."""
+    """A consumer: the full workload with lazy stores."""
     refused: EngineResult
     """An engine whose connector has a misspelt key."""
 

@@ -170,11 +170,10 @@ _EAGLE3: dict[str, Any] = (
         "eagle_aux_hidden_state_layer_ids": [1, 2, 3],
     }
 )
-_SMALL_LLAMA: dict[str, Any] = _EAGLE3 | {"architectures": ["LlamaForCausalLM"]}
 
 DRAFTERS: Mapping[str, dict[str, Any]] = {
     "gpt-oss-eagle3": _EAGLE3,
-    "drafted-gemma3": _SMALL_LLAMA,
+    "drafted-gemma3": _EAGLE3 | {"architectures": ["LlamaForCausalLM"]},
     # From Kimi-K3's own configuration, which names the class of its MTP module.
     "kimi-k3": {
         "model_type": "kimi_k3",

@@ -88,8 +88,6 @@ class EngineResult:
     num_corrupted_blocks: int = 0
     surviving_threads: list[str] = field(default_factory=list)
     """Names of the engine's threads that outlived its shutdown."""
-    warnings: list[str] = field(default_factory=list)
-    """The connector's log messages in this process, from level WARNING on."""
     started: bool = False
     error: str | None = None
     """Traceback of the exception that ended the start or the rounds."""

@@ -91,7 +91,6 @@ TARGETS: dict[str, Target] = {
     "minimax-m3": _shrunk("minimax-m3", COARSE, dtype="bfloat16", block_size=128),
     "kimi-k3": _shrunk("kimi-k3", COARSE, dtype="bfloat16", **_drafts("mtp", 1)),
     "llama-on-cpu": Target("llama", CPU, SINGLE, few_blocks=FEW // 2),
-    "gemma3-on-cpu": Target("gemma3", CPU, SINGLE),
     "llama4-on-cpu": _shrunk("llama4", SINGLE, CPU),
     "gpt-oss-eagle3-on-cpu": _shrunk("gpt-oss-eagle3", SINGLE, CPU, **_drafts("eagle3", 3)),
 }

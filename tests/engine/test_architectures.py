@@ -91,7 +91,7 @@ def test_lazy_stores(engines: Engines) -> None:
 
 
 def test_any_role_stores_and_loads(engines: Engines) -> None:
-    """These two are a producer and a consumer by their configuration."""
+    """As with vLLM's own connector. These are a producer and a consumer by their configuration."""
     assert engines.control.metrics["external_prefix_cache_hits"] > 0
     assert engines.lazy.metrics["external_prefix_cache_hits"] > 0
 

@@ -1,6 +1,7 @@
 """Scenes of vLLM's engine while copies fail, are late, or lose their threads. They run in a child
 process, one after another on one engine."""
 
+import logging
 import re
 import threading
 import traceback
@@ -10,7 +11,7 @@ import pytest
 from vllm.distributed.kv_transfer import get_kv_transfer_group
 
 from tests.engine.compare import compare
-from tests.engine.live import ConnectorLog, LiveEngine, clean_up_process
+from tests.engine.live import LiveEngine, clean_up_process
 from tests.engine.spec import Answer, Ask, EngineSpec
 from tests.engine.workloads import shared_prefix_asks
 from tests.faults.backend import Fault
@@ -31,6 +32,17 @@ def new_asks(number: int) -> tuple[Ask, ...]:
     )
 
 
+class ConnectorLog(logging.Handler):
+    """Collects the connector's log messages in this process, from WARNING on."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.messages: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.messages.append(record.getMessage())
+
+
 class Stage(LiveEngine):
     """An engine with the connector with faults, and the right answers to its requests."""
 
@@ -38,7 +50,9 @@ class Stage(LiveEngine):
         super().__init__(spec)
         self._expected = expected
         self._asked: set[str] = set()
+        # Afterwards, since vLLM replaces all handlers when an engine starts.
         self._log = ConnectorLog()
+        logging.getLogger("vllm.simple_offload").addHandler(self._log)
         assert self.offload is not None
         self.side = self.offload
         connector = get_kv_transfer_group()
@@ -193,25 +207,21 @@ def resets_of_running_requests(stage: Stage) -> None:
 
 
 def a_pause_and_a_sleep_while_copying(stage: Stage) -> None:
-    """Transfers end during the pause, and nothing else runs."""
+    """A sleep is a pause. Transfers end meanwhile, and nothing else runs."""
     stage.store_old()
     stage.inject(
         Fault("load", "delay", every=1, polls=5), Fault("store", "delay", every=1, polls=5)
     )
     stage.submit((*new_asks(7), *OLD))
     stage.step_until(stage.is_copying_both_ways)
-    stage.core.pause_scheduler("keep", clear_cache=False)
+    # The only level on CPUs: vLLM pauses its scheduler, and keeps requests and caches.
+    stage.core.sleep(level=0, mode="keep")
+    assert stage.core.is_scheduler_paused()
     assert stage.num_in_flight() > 1
-    # Only the connector's work keeps a paused engine stepping.
+    # Only the connector's work keeps the engine stepping.
     while stage.scheduler.has_requests():
         assert stage.step() == 0
     assert stage.num_in_flight() == 0
-    stage.core.resume_scheduler()
-    stage.step_until(stage.num_storing)
-    # Level 0 is the only one on CPUs: only the scheduler sleeps.
-    stage.core.sleep(level=0, mode="keep")
-    assert stage.core.is_sleeping()
-    assert stage.step() == 0
     assert stage.core.wake_up(["scheduling"])
     assert stage.rest() == []
 
