@@ -1,7 +1,8 @@
-"""KV cache memory as vLLM's workers make it: placements from vLLM, views from vLLM."""
+"""KV cache memory as vLLM's workers make it: placements from vLLM, views from vLLM. A check of
+regions of it."""
 
 import importlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -19,6 +20,7 @@ from vllm.v1.kv_cache_interface import (
 from vllm.v1.kv_cache_layout import KVCacheLayout
 
 from simple_offload.vllm_compat import vllm_version
+from simple_offload.worker.ascend_regions import KVCache
 
 _planner = importlib.import_module(
     "vllm.v1.core.kv_cache_utils" if vllm_version() < (0, 33) else "vllm.v1.core.kv_cache_planning"
@@ -119,3 +121,41 @@ def _spec_of(groups: Sequence[KVCacheGroupSpec], layer: str) -> KVCacheSpec:
     if isinstance(spec, UniformTypeKVCacheSpecs):
         return spec.kv_cache_specs[layer]
     return spec
+
+
+def check_regions(
+    regions: Sequence[torch.Tensor], kv_caches: Iterable[KVCache], num_blocks: int
+) -> int:
+    """Fail unless every byte of a block lies in one region, once, in the row of its block. The
+    views ``kv_caches`` show the blocks. Overwrites them. Returns the number of bytes in rows that
+    no block owns."""
+    blocks = [
+        tensor.view(torch.int8).unflatten(0, (num_blocks, -1))
+        for cache in kv_caches
+        for tensor in _tensors_of(cache)
+        if tensor.numel()
+    ]
+    for region in regions:
+        assert (region.dtype, len(region)) == (torch.int8, num_blocks)
+        assert region.is_contiguous()
+        region.zero_()
+    for number in range(num_blocks):
+        for view in blocks:
+            view[number] = number + 1
+    unowned = 0
+    for region in regions:
+        for number, row in enumerate(region):
+            assert set(row.tolist()) <= {0, number + 1}
+        unowned += int((region == 0).sum())
+        region.zero_()
+    assert not any(view.any() for view in blocks), "a byte outside all regions"
+    for region in regions:
+        region.add_(1)
+    assert all((region == 1).all() for region in regions), "a byte in two regions"
+    return unowned
+
+
+def _tensors_of(cache: KVCache) -> list[torch.Tensor]:
+    if isinstance(cache, torch.Tensor):
+        return [cache]
+    return [tensor for part in cache for tensor in _tensors_of(part)]

@@ -177,12 +177,12 @@ class ScriptedBackend:
 
 
 class Bench:
-    """A lane on a scripted backend."""
+    """A lane of loads on a scripted backend."""
 
-    def __init__(self, direction: Direction = Direction.LOAD) -> None:
+    def __init__(self) -> None:
         self.backend = ScriptedBackend()
-        self.lane = CopyLane(self.backend, direction)
-        self.thread = copy_thread(direction)
+        self.lane = CopyLane(self.backend, Direction.LOAD)
+        self.thread = copy_thread(Direction.LOAD)
 
     def submit(self, *transfer_ids: int, barrier: Barrier | None = None) -> None:
         for transfer_id in transfer_ids:

@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 from vllm.v1.kv_cache_layout import KVCacheLayout
 
 from simple_offload.worker.ascend_regions import KVCache, find_regions_by_address
-from tests.worker.coverage import check_regions
-from tests.worker.kv_memory import full, group, make_kv_memory, window
+from tests.worker.kv_memory import check_regions, full, group, make_kv_memory, window
 
 Caches = dict[str, KVCache]
 
@@ -42,18 +41,13 @@ def page_bytes(draw: st.DataObject) -> int:
 
 
 def separate(draw: st.DataObject, num_blocks: int) -> Caches:
-    """Keys and values, MLA's two tensors, or one tensor alone: each in its own allocation."""
+    """Keys and values, MLA's two tensors, or one tensor alone: each in its own allocation. Another
+    layer shares one of them, outside any tuple."""
     tensors = [
         shaped(draw, allocate(draw, num_blocks * page_bytes(draw)), num_blocks)
         for _ in range(draw.draw(st.integers(1, 3)))
     ]
-    return {"separate": tuple(tensors)}
-
-
-def alone(draw: st.DataObject, num_blocks: int) -> Caches:
-    """A tensor outside any tuple, which two layers share."""
-    cache = shaped(draw, allocate(draw, num_blocks * page_bytes(draw)), num_blocks)
-    return {"alone": cache, "shares it": cache}
+    return {"separate": tuple(tensors), "shares it": tensors[0]}
 
 
 def hybrid(draw: st.DataObject, num_blocks: int) -> Caches:
@@ -87,7 +81,6 @@ def heads_outermost(draw: st.DataObject, num_blocks: int) -> Caches:
 
 LAYOUTS: list[Callable[[st.DataObject, int], Caches]] = [
     separate,
-    alone,
     hybrid,
     interleaved,
     heads_outermost,
@@ -97,7 +90,7 @@ LAYOUTS: list[Callable[[st.DataObject, int], Caches]] = [
 def check(caches: Caches, num_blocks: int) -> list[int]:
     """The sizes of the pages of the regions of ``caches``, sorted."""
     regions = find_regions_by_address(caches, num_blocks)
-    check_regions(regions, caches, num_blocks)
+    check_regions(regions, caches.values(), num_blocks)
     return sorted(region.shape[1] for region in regions)
 
 
@@ -122,37 +115,36 @@ def test_views_of_vllm(layout: KVCacheLayout) -> None:
 # Number of regions: each costs a descriptor for every run of blocks
 
 
-def test_tensors_one_by_one_are_regions() -> None:
-    key, value = torch.zeros((6, 4, 8)), torch.zeros((6, 4, 2))
-    assert check({"a": (key, value)}, 6) == [32, 128]
+RAW = torch.zeros(256, dtype=torch.int8)
+CONV, KEY, VALUE = RAW[:240].split([6 * 8, 6 * 16, 6 * 16])
+ROWS = RAW[:240].view(6, 40)
+SPACED = torch.zeros((6, 16), dtype=torch.int8)
 
 
-def test_keys_over_states_are_one_region() -> None:
-    raw = torch.zeros(6 * (8 + 16 + 16), dtype=torch.int8)
-    conv, key, value = raw.split([6 * 8, 6 * 16, 6 * 16])
-    mamba = [conv.view(6, 8), key.view(torch.float32).view(6, 4)]
-    attention = (key.view(12, 8), value.view(12, 8))
-    assert check({"mamba": mamba, "attention": attention}, 6) == [8, 16, 16]
+@pytest.mark.parametrize(
+    ("caches", "pages"),
+    [
+        ({"a": (torch.zeros((6, 4, 8)), torch.zeros((6, 4, 2)))}, [32, 128]),
+        (
+            {
+                "mamba": [CONV.view(6, 8), KEY.view(torch.float32).view(6, 4)],
+                "attention": (KEY.view(12, 8), VALUE.view(12, 8)),
+            },
+            [8, 16, 16],
+        ),
+        ({"a": (ROWS[:, 4:20], ROWS[:, 20:28]), "b": ROWS[:, 30:40]}, [40]),
+        ({"a": (torch.zeros((0, 8)),), "b": ()}, []),
+        ({"a number a block": torch.zeros(6)}, [4]),
+        # Bytes between blocks belong to pages. The first or the last block may lack them.
+        ({"in front": SPACED[:, 8:]}, [16]),
+        ({"behind": SPACED[:, :8]}, [16]),
+    ],
+    ids=["separate", "keys over states", "interleaved", "none", "numbers", "in front", "behind"],
+)
+def test_page_sizes_of_the_regions(caches: Caches, pages: list[int]) -> None:
+    assert check(caches, 6) == pages
 
 
-def test_interleaved_layers_are_one_region() -> None:
-    raw = torch.zeros((6, 40), dtype=torch.int8)
-    assert check({"a": (raw[:, 4:20], raw[:, 20:28]), "b": raw[:, 30:40]}, 6) == [40]
-
-
-def test_a_layer_without_memory() -> None:
-    assert check({"a": (torch.zeros((0, 8)),), "b": ()}, 6) == []
-
-
-def test_bytes_between_blocks_belong_to_pages() -> None:
-    """They lie in front of a block's bytes or behind them: the first or the last may lack them."""
-    spaced = torch.zeros(6 * 16, dtype=torch.int8).view(6, 16)
-    assert check({"in front": spaced[:, 8:]}, 6) == [16]
-    assert check({"behind": spaced[:, :8]}, 6) == [16]
-    assert check({"a number a block": torch.zeros(6)}, 6) == [4]
-
-
-RAW = torch.zeros(200, dtype=torch.int8)
 REFUSED = {
     "blocks that do not divide": (
         {"a": torch.zeros((7, 8))},

@@ -34,20 +34,6 @@ def kinds(outcomes: Outcomes) -> list[tuple[int, type[BaseException] | None]]:
 # Submission
 
 
-@pytest.mark.parametrize("direction", Direction)
-def test_one_thread_starts_all_copies_in_order(direction: Direction) -> None:
-    bench = Bench(direction)
-    marks = [Mark(), None, Mark(), *[None] * 47]
-    for number, mark in enumerate(marks):
-        bench.submit(number, barrier=mark)
-    assert bench.flush() == [(number, None) for number in range(50)]
-    name = f"simple-offload-{direction.value}"
-    copies = [("copy", direction, number, mark, name) for number, mark in enumerate(marks)]
-    # The thread calls enter_thread once, before its first copy.
-    assert bench.backend.log == [("enter", direction, name), *copies]
-    bench.lane.close()
-
-
 @pytest.mark.parametrize(("before", "meanwhile"), [(5e-3, 1e-3), (5e-4, 5e-4)])
 def test_threads_take_turns_more_often_while_a_lane_is_open(
     before: float, meanwhile: float
@@ -98,20 +84,6 @@ def test_a_signal_during_a_quick_copy(bench: Bench) -> None:
     assert bench.poll() == []
 
 
-def test_poll_waits_neither_for_the_thread_nor_for_the_device(bench: Bench) -> None:
-    pending = bench.backend.pendings[1] = ScriptedPending()
-    gate = bench.backend.gates[2] = threading.Event()
-    bench.submit(1, 2)
-    bench.backend.wait_started(2)
-    assert bench.poll() == []
-    pending.ended.set()
-    assert bench.poll() == [(1, None)]
-    assert bench.poll() == []
-    gate.set()
-    assert bench.flush() == [(2, None)]
-    assert pending.log == []
-
-
 # Death of the thread
 
 
@@ -124,12 +96,10 @@ def test_a_thread_that_cannot_enter_tries_again_unless_it_dies(bench: Bench) -> 
 
 
 @pytest.mark.proves("I5")
-@pytest.mark.parametrize("direction", Direction)
 @pytest.mark.parametrize("death", [SystemExit(), KeyboardInterrupt(), GeneratorExit()], ids=repr)
 def test_copies_that_a_dying_thread_leaves_fail(
-    direction: Direction, death: BaseException, caplog: pytest.LogCaptureFixture
+    bench: Bench, death: BaseException, caplog: pytest.LogCaptureFixture
 ) -> None:
-    bench = Bench(direction)
     bench.backend.errors[2] = death
     gate = bench.backend.gates[2] = threading.Event()
     bench.submit(1, 2, 3, 4)
@@ -141,12 +111,13 @@ def test_copies_that_a_dying_thread_leaves_fail(
     assert bench.lane.is_broken
     bench.submit(5, 6)  # every later one fails too
     assert kinds(bench.poll()) == [(5, LaneBroken), (6, LaneBroken)]
-    assert bench.backend.copied(direction) == [1, 2]
-    assert caplog.text.count(f"The {direction.value} thread has died: no more copies") == 1
-    bench.lane.close()
+    entered = ("enter", LOAD, bench.thread.name)  # once, before the first copy
+    assert [entry for entry in bench.backend.log if entry[0] == "enter"] == [entered]
+    assert bench.backend.copied(LOAD) == [1, 2]
+    assert caplog.text.count("The load thread has died: no more copies") == 1
 
 
-# Draining and closing
+# Draining
 
 
 def test_draining_waits_for_thread_and_device(bench: Bench) -> None:
@@ -163,42 +134,6 @@ def test_draining_waits_for_thread_and_device(bench: Bench) -> None:
     bench.submit(3, 4)
     bench.lane.drain()  # with a dead thread
     assert kinds(bench.poll()) == [(3, SystemExit), (4, CopyThreadDied)]
-
-
-@pytest.mark.proves("I6")
-def test_closing_finishes_copies_and_leaves_them_to_poll(
-    bench: Bench, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The thread's first copy ends only when the test joins the thread."""
-    gate = bench.backend.gates[1] = threading.Event()
-    late = bench.backend.pendings[2] = EndsWhenWaitedFor()
-    bench.backend.errors[3] = error = ScriptedError()
-    bench.submit(1, 2, 3)
-    bench.backend.wait_started(1)
-    join_thread = threading.Thread.join
-
-    def open_gate_and_join(thread: threading.Thread, timeout: float | None = None) -> None:
-        gate.set()
-        join_thread(thread, timeout)
-
-    monkeypatch.setattr(threading.Thread, "join", open_gate_and_join)
-    bench.lane.close()
-    bench.lane.close()
-    assert (late.log, bench.lane.is_stuck) == ([("wait",)], False)
-    assert bench.poll() == [(1, None), (2, None), (3, error)]
-    with pytest.raises(RuntimeError, match="closed"):
-        bench.submit(4)
-    assert bench.backend.copied(LOAD) == [1, 2, 3]
-    assert bench.poll() == []
-
-
-@pytest.mark.proves("I6")
-def test_closing_after_a_death_that_poll_has_not_seen(bench: Bench) -> None:
-    bench.backend.errors[1] = SystemExit()
-    bench.submit(1, 2)
-    join(bench.thread)
-    bench.lane.close()
-    assert kinds(bench.poll()) == [(1, SystemExit), (2, CopyThreadDied)]
 
 
 # Everything together

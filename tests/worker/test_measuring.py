@@ -88,9 +88,7 @@ def test_a_copy_in_the_thread_ends_with_it(bench: Bench, clock: SimpleNamespace)
 # The worker's stats
 
 
-def counted(rank: Rank, step: StepMetadata) -> Ledger:
-    """The counts of a step."""
-    rank.step(step)
+def drain_stats(rank: Rank) -> Ledger:
     ledger = Ledger()
     ledger.add(rank.worker.drain_stats())
     return ledger
@@ -100,7 +98,8 @@ def test_paths_are_counted_apart(rank: Rank) -> None:
     pending = MeasuredPending(Measurement(0.5, {"dma": 1000, "kernel": 500}))
     rank.backend.pendings[0] = pending
     pending.ended.set()
-    ledger = counted(rank, StepMetadata([load(0, "r")]))
+    rank.step(StepMetadata([load(0, "r")]))
+    ledger = drain_stats(rank)
     assert ledger(metrics.BYTES, "load", "dma") == 1000
     assert ledger(metrics.BYTES, "load", "kernel") == 500
     assert ledger.samples(metrics.SECONDS, "load") == [0.5]
@@ -128,8 +127,7 @@ def test_reasons_of_failed_copies(rank: Rank, error: BaseException, reasons: lis
     rank.worker.poll()
     for step in steps[2:]:
         rank.step(step)
-    ledger = Ledger()
-    ledger.add(rank.worker.drain_stats())
+    ledger = drain_stats(rank)
     assert set(reasons) <= set(metrics.SERIES[metrics.FAILED].labels["reason"])
     for reason in reasons:
         assert ledger(metrics.FAILED, Direction.LOAD.value, reason) == reasons.count(reason)

@@ -16,9 +16,9 @@ from vllm.v1.kv_cache_interface import (
 from vllm.v1.kv_cache_layout import KVCacheLayout
 
 from simple_offload.worker.regions import find_regions
-from tests.worker.coverage import check_regions
 from tests.worker.kv_memory import (
     KVMemory,
+    check_regions,
     full,
     group,
     make_kv_memory,
@@ -27,17 +27,16 @@ from tests.worker.kv_memory import (
     window,
 )
 
-NAMED = ["LBHNC", "LBNHC", "BLHNC", "BLNHC"]
+NAMED = [KVCacheLayout[name] for name in ("LBHNC", "LBNHC", "BLHNC", "BLNHC")]
 ALL_LAYOUTS = list(KVCacheLayout)
 LAYER_OUTERMOST = [layout for layout in ALL_LAYOUTS if layout.is_layer_compact]
-BLOCK_OUTERMOST = [layout for layout in ALL_LAYOUTS if layout.is_block_outermost]
 
 
 def check(memory: KVMemory, *, padding: int | None = 0) -> list[torch.Tensor]:
     """The regions of ``memory``, whose rows have ``padding`` bytes that no block owns."""
     regions = find_regions(memory.kv_caches, memory.config)
     # A raw buffer shows no blocks.
-    views = {name: cache for name, cache in memory.kv_caches.items() if cache.dim() > 1}
+    views = [cache for cache in memory.kv_caches.values() if cache.dim() > 1]
     found = check_regions(regions, views, memory.config.num_blocks)
     assert padding in (None, found)
     return regions
@@ -58,19 +57,21 @@ def test_number_of_regions(layout: KVCacheLayout, others: list[KVCacheGroupSpec]
     assert len(regions) == expected.get(layout.name, 1)
 
 
-@pytest.mark.parametrize("name", NAMED)
-def test_pages_of_different_sizes_in_one_group(name: str) -> None:
-    layout = KVCacheLayout[name]
-    specs = {"a": full(2), "b": full(2), "c": full(1), "d": full(6, head_size=5)}
+@pytest.mark.parametrize("layout", NAMED, ids=lambda layout: layout.name)
+@pytest.mark.parametrize(
+    ("specs", "num_regions", "padding"),
+    [
+        ({"a": full(2), "b": full(2), "c": full(1), "d": full(6, head_size=5)}, 4, 0),
+        (dict.fromkeys("ab", full(page_size_padded=full().page_size_bytes + 64)), 2, 5 * 2 * 64),
+    ],
+    ids=["different sizes", "padded"],
+)
+def test_pages_of_one_group(
+    layout: KVCacheLayout, specs: dict[str, KVCacheSpec], num_regions: int, padding: int
+) -> None:
     memory = make_kv_memory([mixed_group(specs)], 5, layout)
-    assert len(memory.config.kv_cache_tensors) == 3
-    assert len(check(memory)) == (4 if layout.is_layer_compact else 1)
-
-
-@pytest.mark.parametrize("name", NAMED)
-def test_padded_pages(name: str) -> None:
-    padded = full(page_size_padded=full().page_size_bytes + 64)
-    check(make_kv_memory([group(padded, "a", "b")], 4, KVCacheLayout[name]), padding=4 * 2 * 64)
+    regions = check(memory, padding=padding)
+    assert len(regions) == (num_regions if layout.is_layer_compact else 1)
 
 
 @pytest.mark.parametrize("layout", LAYER_OUTERMOST, ids=lambda layout: layout.name)
@@ -131,20 +132,14 @@ def test_layers_without_a_cache_here(layout: KVCacheLayout, missing: str) -> Non
     assert spans[0] == spans[1]
 
 
-def test_groups_and_ranks_without_layers() -> None:
-    memory = make_kv_memory(
-        [group(full(), "a", "b"), group(window(), "c", "d")], 5, KVCacheLayout.LBHNC
-    )
+def test_layers_of_other_ranks_and_layers_that_share_a_cache() -> None:
+    groups = [group(full(), "a", "b"), group(window(), "c", "d")]
+    memory = make_kv_memory(groups, 5, KVCacheLayout.LBHNC)
     del memory.kv_caches["c"], memory.kv_caches["d"]
+    memory.kv_caches["e"] = memory.kv_caches["a"]
     assert len(check(memory)) == 2
     assert find_regions({}, memory.config) == []
     assert find_regions({}, KVCacheConfig(5, [], [])) == []
-
-
-def test_a_layer_that_shares_the_cache_of_another() -> None:
-    memory = make_kv_memory([group(full(), "a", "b")], 5, KVCacheLayout.LBHNC)
-    memory.kv_caches["c"] = memory.kv_caches["a"]
-    assert len(check(memory)) == 2
 
 
 @pytest.mark.parametrize("in_front", [0, 512])
@@ -175,12 +170,12 @@ def test_raw_buffers(block_outermost: bool, in_front: int, num_views: int) -> No
     memory = place(config, layout, in_front, behind=100)
     regions = find_regions(memory.kv_caches, config)
     assert len(regions) == (1 if block_outermost else 3)
-    views = {
-        name: memory.storage.as_strided(
+    views = [
+        memory.storage.as_strided(
             (num_blocks, page), (strides[1], 1), in_front + index * strides[0]
         )
-        for index, name in enumerate(layers)
-    }
+        for index in range(len(layers))
+    ]
     assert check_regions(regions, views, num_blocks) == 0
     assert all(memory.kv_caches[name].dim() == 1 for name in layers[num_views:])
 
@@ -219,19 +214,6 @@ ONE = {"offset": 0, "layer_stride": 400, "block_stride": 100}
 def test_refused_placements(placements: list[dict[str, Any]], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         find_placed(*placements)
-
-
-def test_placements_beside_each_other_and_at_the_end() -> None:
-    assert len(find_placed(ONE, ONE | {"offset": 400})) == 2
-    assert len(find_placed(ONE | {"offset": 600})) == 1
-
-
-def test_heads_of_two_sizes_over_each_other() -> None:
-    """The pages are equal, but each head has regions of its own."""
-    groups = [group(full(4, head_size=1), "a"), group(window(2, head_size=2), "b")]
-    memory = make_kv_memory(groups, 5, KVCacheLayout.LHBNC)
-    with pytest.raises(ValueError, match="pages of"):
-        find_regions(memory.kv_caches, memory.config)
 
 
 def test_a_view_outside_its_placement() -> None:

@@ -108,14 +108,6 @@ def test_beside_compute_a_load_may_last_one_more_step(
     check_lead(rank, 0, lead, computes=computes)
 
 
-def test_vllm_s_scheduling_time_is_added(rank: Rank) -> None:
-    announce(rank, 0)
-    admit(rank, 0, after=0.012)
-    announce(rank, 1)
-    admit(rank, 1, after=0.008)  # the mean of 6 and 8: 7
-    check_lead(rank, 2, 0.027)
-
-
 def test_a_load_that_ends_too_soon_shows_that_vllm_is_slower(rank: Rank) -> None:
     for number, after in enumerate((0.010, 0.001)):  # the second one has no effect
         pending = announce(rank, number)
@@ -125,10 +117,18 @@ def test_a_load_that_ends_too_soon_shows_that_vllm_is_slower(rank: Rank) -> None
     check_lead(rank, 2, 0.025)
 
 
-def test_a_request_that_is_kept_waiting_counts_for_little(rank: Rank) -> None:
-    announce(rank, 0)
-    admit(rank, 0, after=5.0)  # counted as 40 ms, at half weight
-    check_lead(rank, 1, 0.040)
+@pytest.mark.parametrize(
+    ("lags", "lead"),
+    [
+        ([0.012, 0.008], 0.027),  # the mean of 6 and 8: 7
+        ([5.0], 0.040),  # a request was kept waiting: counted as 40 ms, at half weight
+    ],
+)
+def test_vllm_s_scheduling_time_is_added(rank: Rank, lags: list[float], lead: float) -> None:
+    for number, after in enumerate(lags):
+        announce(rank, number)
+        admit(rank, number, after)
+    check_lead(rank, len(lags), lead)
 
 
 # Once
@@ -154,20 +154,6 @@ def test_an_announced_load_is_reported_at_its_end_and_not_named_again(
     assert rank.report() == ({0: 1, 1: 1}, {})
     assert rank.step() == NOTHING
     assert not rank.worker._announcements._under_way
-
-
-# Waiting
-
-
-def test_compute_waits_before_anything_else_of_the_step(rank: Rank) -> None:
-    """So that work behind this step's barriers also runs after the admitted load."""
-    announce(rank, 0)
-    announce(rank, 1)
-    del rank.backend.log[:]
-    rank.step(StepMetadata([load(2, "r2")], [store(3)], admitted=[1, 77]))
-    kinds = [entry[0] for entry in rank.backend.log if entry[0] != "enter"]
-    assert kinds[:2] == ["hold", "barrier"]
-    assert sorted(map(str, kinds[2:])) == ["barrier", "copy", "copy"]
 
 
 # Failures

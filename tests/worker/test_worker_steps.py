@@ -11,7 +11,6 @@ from tests.worker.rank import BLOCK_BYTES, NOTHING, Rank, load, store
 from tests.worker.scripted import (
     EndsWhenWaitedFor,
     ScriptedError,
-    ScriptedPending,
     copy_thread,
     join,
 )
@@ -22,17 +21,6 @@ LOAD, STORE = Direction.LOAD, Direction.STORE
 
 
 # Submitting
-
-
-@pytest.mark.proves("I3")
-def test_loads_start_before_the_forward_and_stores_after_it(rank: Rank) -> None:
-    rank.worker.bind(StepMetadata([load(0, "r")], [store(1)]))
-    rank.worker.submit_loads()
-    rank.flush()
-    assert (rank.backend.copied(LOAD), rank.backend.copied(STORE)) == ([0], [])
-    rank.worker.submit_stores()
-    rank.flush()
-    assert (rank.backend.copied(LOAD), rank.backend.copied(STORE)) == ([0], [1])
 
 
 @pytest.mark.proves("I4")
@@ -72,23 +60,11 @@ def test_a_barrier_is_made_when_the_hook_is_called(rank: Rank) -> None:
     rank.worker.submit_stores()
     rank.flush()
     first, second = rank.backend.marks
-    assert rank.backend.barriers_of(LOAD) == [None, None, first, first]
+    assert rank.backend.barriers_of(LOAD) == [None, None, first, first]  # before the forward
     assert rank.backend.barriers_of(STORE) == [second]
 
 
 # Reporting
-
-
-def test_a_request_is_named_when_its_bytes_are_there(rank: Rank) -> None:
-    pending = rank.backend.pendings[0] = ScriptedPending()
-    assert rank.step(StepMetadata([load(0, "r")])) == NOTHING
-    assert rank.worker.drain_report() is None
-    assert rank.step() == NOTHING
-    pending.ended.set()
-    assert rank.step() == ({"r"}, set())
-    assert rank.worker.poll() == NOTHING
-    assert rank.report() == ({0: 1}, {})
-    assert rank.step(StepMetadata([load(1, "r")])) == ({"r"}, set())
 
 
 def test_ends_and_failures_are_reported_once(rank: Rank, caplog: pytest.LogCaptureFixture) -> None:
@@ -132,11 +108,7 @@ def test_a_blocked_thread_does_not_delay_the_other_direction(
     gate.set()
 
 
-# Open blocks
-
-
-def test_ranks_have_names_of_their_own(make_rank: MakeRank) -> None:
-    assert len({make_rank().worker.capacity.rank for _ in range(3)}) == 3
+# Before and after
 
 
 def test_shutdown_while_blocks_are_being_opened(
@@ -166,9 +138,6 @@ def test_shutdown_while_blocks_are_being_opened(
     assert rank.backend.log[-1] == ("close",)
 
 
-# Before and after
-
-
 def test_before_registration(make_rank: MakeRank) -> None:
     rank = make_rank(register=False)
     assert rank.worker.poll() == NOTHING
@@ -180,6 +149,7 @@ def test_before_registration(make_rank: MakeRank) -> None:
     rank.worker.shutdown()
 
 
+@pytest.mark.proves("I6")
 def test_shutdown_finishes_what_was_submitted(rank: Rank) -> None:
     """And only then frees the memory that copies read and write."""
     gate = rank.backend.gates[0] = threading.Event()
@@ -193,6 +163,7 @@ def test_shutdown_finishes_what_was_submitted(rank: Rank) -> None:
     assert rank.backend.copied(STORE) == [2]
     assert ("wait",) in rank.backend.log
     assert rank.backend.log.index(("close",)) == len(rank.backend.log) - 1
+    assert rank.worker.poll() == ({"r", "s"}, set())
 
 
 def test_a_copy_that_never_ends_keeps_its_memory(
