@@ -8,17 +8,29 @@ from pathlib import Path
 
 import pytest
 
-from tests.acl_sim import build, torch_npu_files
+from tests.acl_sim import build
+from tests.wheels import CACHE, UnavailableError, Wheel
 from tools.set_up import ROOT
 
 CHILD_SECONDS = 150
+DOWNLOAD_SECONDS = 300
+VERSION = "2.13.0"
+TORCH_NPU = Wheel(
+    "torch-npu",
+    VERSION,
+    CACHE / f"torch-npu-{VERSION}",
+    download_mb=44,
+    download_seconds=DOWNLOAD_SECONDS,
+    without="--deselect tests/backends/test_npu.py",
+)
 
 
 def torch_npu_path() -> Path:
-    """The folder to put on PYTHONPATH. Fails the test when torch_npu cannot be downloaded."""
+    """The folder to put on PYTHONPATH. It is not installed in the environment: where torch_npu is
+    and CANN is not, even `import torch` fails. Fails the test if it cannot be downloaded."""
     try:
-        return torch_npu_files.fetch()
-    except torch_npu_files.UnavailableError as error:
+        return TORCH_NPU.fetch()
+    except UnavailableError as error:
         pytest.fail(str(error), pytrace=False)
 
 

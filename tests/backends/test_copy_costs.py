@@ -73,17 +73,6 @@ def test_each_size_is_timed_both_ways() -> None:
     assert costs.kernel_start == pytest.approx(LAUNCH + 4096 / BANDWIDTH - (START + 1e-6))
 
 
-def test_submission_does_not_count() -> None:
-    """Submission is hidden as long as the device has other bytes to copy."""
-
-    def pipelined(size: int, count: int, batches: int) -> float:
-        submitting, copying = count * 0.5e-6, count * size / BANDWIDTH
-        return submitting + batches * max(submitting, copying)
-
-    costs = measure_costs([65536], Path(lambda _: 500, 3, pipelined), None)
-    assert costs.dma.tolist() == [pytest.approx(65536 / BANDWIDTH)]
-
-
 def test_without_a_kernel_all_goes_by_dma() -> None:
     machine = Machine()
     costs = machine.measure(kernel=False)

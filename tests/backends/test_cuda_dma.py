@@ -108,29 +108,6 @@ def test_one_call_for_all_descriptors(driver: Driver) -> None:
     assert driver.calls == [(*lists, dma._ANY_ORDER), (*lists, dma._IN_STREAM_ORDER)]
 
 
-def test_the_lock_is_kept_if_asked_for(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Functions of PYFUNCTYPE keep the interpreter lock; those of CFUNCTYPE release it."""
-    used = []
-
-    def make(kind: str) -> Any:
-        def resolve(address: int) -> Any:
-            def call(*arguments: Any) -> Any:
-                used.append(kind)
-                return _Batch(address)(*arguments)
-
-            return call
-
-        return lambda *_: resolve
-
-    monkeypatch.setattr(ctypes, "PYFUNCTYPE", make("kept"))
-    monkeypatch.setattr(ctypes, "CFUNCTYPE", make("given up"))
-    submit = dma.resolve_dma()
-    submit(PLAN, Direction.LOAD, STREAM, keep_lock=True)
-    submit(PLAN, Direction.LOAD, STREAM)
-    assert used == ["kept", "given up"]
-    assert len(driver.calls) == 2
-
-
 @pytest.mark.parametrize("has_batch", [True, False])
 def test_a_refusal_names_error_and_descriptor(driver: Driver, has_batch: bool) -> None:
     driver.has_batch = has_batch

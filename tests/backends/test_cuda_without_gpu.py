@@ -9,11 +9,10 @@ import pytest
 import torch
 
 from simple_offload.backends.base import Direction
-from simple_offload.backends.cuda import calibration
 from simple_offload.backends.cuda.backend import CudaBackend
-from simple_offload.backends.cuda.copy_costs import CopyCosts, Path
+from simple_offload.backends.cuda.copy_costs import CopyCosts
 from simple_offload.backends.cuda.queues import CudaQueues, classify_regions
-from simple_offload.backends.descriptors import Descriptors, Extents, Regions, find_extents
+from simple_offload.backends.descriptors import Descriptors, Regions
 from simple_offload.metadata import Transfer
 
 LOAD, STORE = Direction.LOAD, Direction.STORE
@@ -151,38 +150,6 @@ def test_a_store_changes_streams_and_keeps_its_order() -> None:
     ]
 
 
-def test_regions_start_the_kernel_together() -> None:
-    """One region alone has so few pages that they would go by DMA."""
-    few = Extents(np.arange(2), np.arange(2), np.ones(2, np.int64))
-    for num_regions, by_kernel in ((1, False), (64, True)):
-        backend, _ = make_backend(16 << 10, num_regions, kernel=True)
-        division = backend._choose(STORE, backend._classes[0], few)
-        assert division.by_kernel is by_kernel
-        expected = backend._costs[STORE].choose(np.full(2 * num_regions, 16 << 10))
-        assert division.seconds == pytest.approx(expected.seconds)
-
-
-@pytest.mark.parametrize(
-    ("page", "num_regions", "num_bytes"),
-    [(2 * MIB, 1, 16 * MIB), (64 << 10, 64, 16 * MIB), (4 << 10, 1, 8 * MIB)],
-)
-def test_the_first_bytes_move_soon(
-    page: int, num_regions: int, num_bytes: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The first bytes move before most of the copy is planned."""
-    planned: list[int] = []
-
-    def find(source: Regions, destination: Regions, *blocks: Any) -> Any:
-        planned.append(len(blocks[0]))
-        return find_extents(source, destination, *blocks)
-
-    monkeypatch.setattr("simple_offload.backends.cuda.backend.find_extents", find)
-    backend, _ = make_backend(page, num_regions)
-    backend.copy(LOAD, scattered(16384 // num_regions), None)
-    assert planned[0] * page * num_regions == num_bytes
-    assert sum(planned) == 16384 // num_regions
-
-
 # Events
 
 
@@ -210,7 +177,7 @@ def test_few_events_and_one_behind_the_last_byte(
     assert count == 0 or min(seconds) > 0
 
 
-# Regions, and their costs
+# Regions
 
 
 def test_pages_of_similar_size_go_together() -> None:
@@ -227,22 +194,3 @@ def test_pages_of_similar_size_go_together() -> None:
         assert np.array_equal(alike.host.bases, host.bases[chosen])
         assert (alike.device.num_blocks, alike.host.num_blocks) == (3, 5)
         assert alike.sides(STORE) == alike.sides(LOAD)[::-1] == (alike.device, alike.host)
-
-
-def test_dma_of_small_pages_counts_for_more(monkeypatch: pytest.MonkeyPatch) -> None:
-    """DMA takes longer in a tier than in the measured memory; the kernel does not."""
-    sizes = [16384, 32768, 65536]
-
-    def measured(sizes: list[int], dma: Path, kernel: Path | None) -> CopyCosts:
-        assert kernel is not None
-        return CopyCosts(np.array(sizes, np.float64), np.full(3, 1e-6), np.full(3, 1e-6), 2e-5)
-
-    monkeypatch.setattr(calibration, "measure_costs", measured)
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda _: None)
-    monkeypatch.setattr(calibration, "classify_regions", lambda *_, kernels: kernels)
-    queues: Any = SimpleNamespace(kernels={LOAD: "kernel"}, submit=lambda *_: iter(()))
-    scratch = torch.zeros(1 << 20, dtype=torch.int8)
-    costs = calibration.measure_direction(queues, LOAD, sizes, scratch, scratch)
-    assert costs.dma.tolist() == pytest.approx([1.15e-6, 1.15e-6, 1e-6])
-    assert costs.by_kernel.tolist() == [True, True, False]
-    assert (costs.kernel.tolist(), costs.kernel_start) == ([1e-6] * 3, 2e-5)

@@ -12,9 +12,7 @@ from simple_offload.backends.descriptors import (
     Descriptors,
     Regions,
     find_extents,
-    group_by_size,
     in_pieces,
-    in_stretches,
     plan_copies,
 )
 from simple_offload.metadata import BlockIds
@@ -55,10 +53,6 @@ def rows(plan: Descriptors) -> list[tuple[int, int, int]]:
     return list(zip(*(part.tolist() for part in plan), strict=True))
 
 
-def plan_pairs(source: Side, destination: Side, pairs: Pairs) -> Descriptors:
-    return plan_copies(source.regions, destination.regions, *columns(pairs))
-
-
 def columns(pairs: Pairs) -> tuple[BlockIds, BlockIds]:
     sources, destinations = np.array(pairs, np.int64).reshape(-1, 2).T.copy()
     return sources, destinations
@@ -93,7 +87,7 @@ def test_every_byte_of_every_pair_once_with_neighbours_merged(
     chunk_blocks: tuple[int, int], pairs: Pairs
 ) -> None:
     source, destination = Side(_ORIGINS[0], chunk_blocks[0]), Side(_ORIGINS[1], chunk_blocks[1])
-    plan = plan_pairs(source, destination, pairs)
+    plan = plan_copies(source.regions, destination.regions, *columns(pairs))
     assert copied_bytes(plan) == sorted(
         (destination.where[region, to] + offset, source.where[region, of] + offset)
         for region, page in enumerate(_PAGES)
@@ -108,17 +102,6 @@ def test_every_byte_of_every_pair_once_with_neighbours_merged(
     for parts in ([extents], [extents.select(chosen), extents.select(~chosen)]):
         found = [pair for part in parts for pair in zip(*part.pairs(), strict=True)]
         assert sorted(found) == sorted(pairs)
-
-
-@given(st.integers(0, 300), st.integers(1, 100), st.integers(1, 100))
-def test_stretches_follow_each_other(total: int, first: int, at_once: int) -> None:
-    stretches = list(in_stretches(total, first, at_once))
-    assert [index for start, stop in stretches for index in range(start, stop)] == list(
-        range(total)
-    )
-    assert all(stop - start == at_once for start, stop in stretches[1:-1])
-    assert all(0 < stop - start <= at_once for start, stop in stretches[1:])
-    assert not stretches or stretches[0] == (0, min(total, first))
 
 
 @given(st.lists(st.integers(1, 50), max_size=20), st.integers(1, 60))
@@ -173,16 +156,6 @@ def test_regions_in_chunks() -> None:
         ]
 
 
-@pytest.mark.parametrize(("page", "num_blocks"), [(25, 4), (30, 3), (100, 1), (101, 0)])
-def test_a_region_inside_a_buffer(page: int, num_blocks: int) -> None:
-    buffer = torch.zeros(100, dtype=torch.int8)
-    regions = Regions.in_buffer(buffer, page)
-    assert (regions.num_blocks, regions.pages.tolist()) == (num_blocks, [page])
-    assert regions.addresses(np.arange(num_blocks)).tolist() == [
-        [buffer.data_ptr() + block * page for block in range(num_blocks)]
-    ]
-
-
 def test_no_regions() -> None:
     regions = Regions.from_tensors([])
     assert (regions.num_blocks, len(regions.pages)) == (0, 0)
@@ -207,25 +180,3 @@ GAPS = [torch.zeros((3, 32), dtype=torch.int8)[:, :16]]
 def test_refused_chunks(chunks: list[list[torch.Tensor]], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         Regions.from_chunks(chunks)
-
-
-@pytest.mark.parametrize(
-    ("pages", "classes"),
-    [
-        ((), []),
-        ((4096,), [[0]]),
-        ((4096, 8191), [[0, 1]]),
-        ((4096, 8192), [[0], [1]]),
-        ((8192, 4096, 9000, 512), [[3], [1], [0, 2]]),
-    ],
-)
-def test_regions_of_similar_size(pages: tuple[int, ...], classes: list[list[int]]) -> None:
-    sizes = np.array(pages, np.uint64)
-    assert [chosen.tolist() for chosen in group_by_size(sizes)] == classes
-
-
-def test_concatenated_plans() -> None:
-    source, destination = Side(0), Side(10_000)
-    plans = [plan_pairs(source, destination, pairs) for pairs in ([(1, 2)], [(5, 6), (6, 7)])]
-    assert rows(Descriptors.concatenate(plans)) == [*rows(plans[0]), *rows(plans[1])]
-    assert Descriptors.concatenate(plans[:1]) is plans[0]

@@ -1,9 +1,6 @@
-"""HostBackend: it copies exactly the requested rows, and other Python threads run meanwhile."""
+"""HostBackend: it copies exactly the requested rows."""
 
-import sys
-import threading
 import weakref
-from collections.abc import Callable, Iterator
 
 import numpy as np
 import pytest
@@ -13,10 +10,7 @@ from hypothesis import strategies as st
 
 from simple_offload.backends.base import Direction
 from simple_offload.backends.host import HostBackend
-from simple_offload.metadata import Transfer
 from tests.backends.sides import Sides
-
-both_ways = pytest.mark.parametrize("direction", Direction)
 
 
 @given(
@@ -32,15 +26,7 @@ def test_exactly_the_asked_rows_move(
     sides.copy_and_check(direction, device, host[: len(device)])
 
 
-@both_ways
-def test_one_block_may_go_to_several(direction: Direction) -> None:
-    sides = Sides(HostBackend(), [16, 8], 4)
-    several, same = [0, 2, 3], [1, 1, 1]
-    blocks = (several, same) if direction is Direction.LOAD else (same, several)
-    sides.copy_and_check(direction, *blocks)
-
-
-@both_ways
+@pytest.mark.parametrize("direction", Direction)
 @pytest.mark.parametrize(
     ("device", "host", "named"),
     [
@@ -62,13 +48,6 @@ def test_a_block_outside_the_regions(
     sides.check(before)
 
 
-@pytest.mark.parametrize("num_bytes", [0, 1, 5 * 24])
-def test_host_memory_is_as_large_as_asked(num_bytes: int) -> None:
-    memory = HostBackend().allocate_host(num_bytes)
-    assert (memory.shape, memory.dtype) == ((num_bytes,), torch.int8)
-    assert memory.untyped_storage().nbytes() == num_bytes
-
-
 def test_all_host_memory_is_one_chunk() -> None:
     """Host memory is not pinned here, so opening it in chunks would gain nothing."""
     assert HostBackend.chunk_bytes > 2**60
@@ -86,62 +65,3 @@ def test_closing_frees_memory() -> None:
     assert all(ref() is not None for ref in held)
     backend.close()
     assert all(ref() is None for ref in held)
-
-
-# The interpreter lock
-
-
-@pytest.fixture
-def no_forced_switches() -> Iterator[None]:
-    """During this test, a thread that holds the interpreter lock releases it only by itself."""
-    interval = sys.getswitchinterval()
-    sys.setswitchinterval(1000.0)
-    yield
-    sys.setswitchinterval(interval)
-
-
-def another_thread_runs_during(work: Callable[[], object], attempts: int) -> bool:
-    """Whether, in any of the attempts, a waiting Python thread ran before ``work`` had ended.
-    Forced switches are off, so it runs only if ``work`` releases the lock."""
-    for _ in range(attempts):
-        ran: list[bool] = []
-        ready, go = threading.Event(), threading.Lock()
-        go.acquire()
-
-        def wait_and_run(ready: threading.Event, go: threading.Lock, ran: list[bool]) -> None:
-            ready.set()
-            with go:
-                ran.append(True)
-
-        thread = threading.Thread(target=wait_and_run, args=(ready, go, ran))
-        thread.start()
-        ready.wait()
-        go.release()  # from here on the thread lacks nothing but the interpreter lock
-        work()
-        ran_during = bool(ran)
-        thread.join()
-        if ran_during:
-            return True
-    return False
-
-
-@pytest.mark.usefixtures("no_forced_switches")
-@both_ways
-def test_python_runs_while_bytes_move(direction: Direction) -> None:
-    """One attempt is enough in nearly all runs: the copy takes milliseconds. On a busy machine the
-    kernel may schedule the other thread too late, so there are several attempts."""
-    blocks = np.arange(256)
-    sides = Sides(HostBackend(), [2**16], len(blocks))
-    transfer = Transfer(0, blocks, blocks[::-1])
-    copy = sides.backend.copy
-    assert another_thread_runs_during(lambda: copy(direction, transfer, None), attempts=100)
-
-
-@pytest.mark.usefixtures("no_forced_switches")
-def test_a_copy_that_keeps_the_lock_is_detected() -> None:
-    source, target = bytes(2**24), bytearray(2**24)
-
-    def copy() -> None:
-        target[:] = source
-
-    assert not another_thread_runs_during(copy, attempts=10)

@@ -36,35 +36,6 @@ def test_memory_is_as_large_as_asked_and_empty(num_bytes: int) -> None:
     assert bool((part == 7).all())
 
 
-def test_every_byte_is_bound_to_its_node_and_then_touched_once(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """The kernel places a page when it is first touched. The driver would clear untouched pages,
-    with one thread."""
-    bound: list[int] = []
-    touched: list[tuple[int, int]] = []
-    clear = ctypes.memset
-
-    def bind(tensor: torch.Tensor, node: int) -> None:
-        assert not touched
-        bound.append(node)
-
-    def note_and_clear(address: int, value: int, size: int) -> int:
-        touched.append((address, size))
-        return clear(address, value, size)
-
-    monkeypatch.setattr(host_memory, "_prefer_node", bind)
-    monkeypatch.setattr(host_memory, "_TOUCH_BYTES", 4 * PAGE)
-    monkeypatch.setattr(ctypes, "memset", note_and_clear)
-    memory = map_memory(10 * PAGE + 5, numa_node=3)
-    assert bound == [3]
-    assert [(address - memory.data_ptr(), size) for address, size in sorted(touched)] == [
-        (0, 4 * PAGE),
-        (4 * PAGE, 4 * PAGE),
-        (8 * PAGE, 2 * PAGE + 5),
-    ]
-
-
 def test_pages_are_in_place() -> None:
     num_bytes = 64 << 20
     before = psutil.Process().memory_info().rss
@@ -126,8 +97,10 @@ def test_memory_is_bound_to_a_node(
     monkeypatch: pytest.MonkeyPatch, machine: str, number: int, node: int
 ) -> None:
     kernel = Kernel(monkeypatch, machine)
+    monkeypatch.setattr(host_memory, "_touch", lambda _: kernel.calls.append(("touch",)))
     memory = map_memory(PAGE, numa_node=node)
-    ((called, address, length, policy, mask, num_bits, flags),) = kernel.calls
+    (called, address, length, policy, mask, num_bits, flags), touched = kernel.calls
+    assert touched == ("touch",)  # then, because the first touch of a page places it
     assert called == number
     assert (address.value, length.value) == (memory.data_ptr(), PAGE)
     assert (policy.value, flags.value) == (1, 0)  # preferred, not strict

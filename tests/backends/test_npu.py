@@ -12,14 +12,14 @@ import pytest
 from simple_offload.backends.npu import acl, backend
 from simple_offload.backends.npu.backend import SWITCH, NpuBackend
 from simple_offload.config import ConfigError
-from tests.acl_sim import child, torch_npu_files
+from tests.acl_sim import child
 from tools.set_up import ROOT
 
 ON_NPU = ROOT / "tests" / "acl_sim" / "on_npu"
-FILES = {"copies": 63, "ordering": 13, "worker": 13}
+FILES = {"copies": 63, "ordering": 13, "worker": 4}
 """Files of tests on torch_npu, and the minimum number of tests in each."""
 
-pytestmark = pytest.mark.timeout(torch_npu_files.DOWNLOAD_SECONDS + 2 * child.CHILD_SECONDS)
+pytestmark = pytest.mark.timeout(child.DOWNLOAD_SECONDS + 2 * child.CHILD_SECONDS)
 
 
 class Run(NamedTuple):

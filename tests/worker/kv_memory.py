@@ -75,7 +75,6 @@ def make_kv_memory(
     *,
     in_front: int = 0,
     behind: int = 0,
-    kernel_block_size: int | None = None,
 ) -> KVMemory:
     """Memory for ``groups``, placed by vLLM, with ``in_front`` and ``behind`` bytes of other
     storage around it. AssertionError or ValueError where vLLM refuses."""
@@ -88,7 +87,7 @@ def make_kv_memory(
         ),
     )
     config = _planner.get_kv_cache_config_from_groups(vllm_config, list(groups), 0)
-    return place(config, layout, in_front, behind, kernel_block_size)
+    return place(config, layout, in_front, behind)
 
 
 def place(
@@ -96,7 +95,6 @@ def place(
     layout: KVCacheLayout,
     in_front: int = 0,
     behind: int = 0,
-    kernel_block_size: int | None = None,
 ) -> KVMemory:
     """The memory that ``config`` describes, with one view per layer. Layers without a view have the
     raw buffer."""
@@ -107,9 +105,7 @@ def place(
     for placement in config.kv_cache_tensors:
         spec = _spec_of(config.kv_cache_groups, placement.layers[0])
         if spec.has_layer_views:
-            views = create_kv_cache_views(
-                buffer, spec, config.num_blocks, layout, placement, kernel_block_size
-            )
+            views = create_kv_cache_views(buffer, spec, config.num_blocks, layout, placement)
             kv_caches |= dict(zip(placement.layers, views, strict=True))
         else:
             kv_caches |= dict.fromkeys(placement.layers, buffer)

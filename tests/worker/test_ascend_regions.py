@@ -7,10 +7,9 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from vllm.v1.kv_cache_layout import KVCacheLayout
 
 from simple_offload.worker.ascend_regions import KVCache, find_regions_by_address
-from tests.worker.kv_memory import check_regions, full, group, make_kv_memory, window
+from tests.worker.kv_memory import check_regions
 
 Caches = dict[str, KVCache]
 
@@ -105,13 +104,6 @@ def test_any_layers(
     check(caches, num_blocks)
 
 
-@pytest.mark.parametrize("layout", list(KVCacheLayout), ids=lambda layout: layout.name)
-def test_views_of_vllm(layout: KVCacheLayout) -> None:
-    """It works without vLLM's placements."""
-    memory = make_kv_memory([group(full(), "a", "b"), group(window(), "c", "d")], 5, layout)
-    check(dict(memory.kv_caches), 5)
-
-
 # Number of regions: each costs a descriptor for every run of blocks
 
 
@@ -155,10 +147,6 @@ REFUSED = {
     "blocks within one another": ({"a": RAW.as_strided((6, 8), (4, 1))}, "lie within one another"),
     "another page over the same bytes": (
         {"a": RAW[: 6 * 16].view(6, 16), "b": RAW[: 6 * 12].view(6, 12)},
-        "a and b: the same bytes .* several blocks",
-    ),
-    "the same page, elsewhere": (
-        {"a": RAW[: 6 * 16].view(6, 16), "b": RAW[4 : 4 + 6 * 16].view(6, 16)},
         "a and b: the same bytes .* several blocks",
     ),
     "block 0 over block 1": (

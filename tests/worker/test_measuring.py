@@ -77,14 +77,6 @@ def test_a_copy_is_measured(
     assert (completion.error, completion.stats) == (None, stats)
 
 
-def test_a_copy_in_the_thread_ends_with_it(bench: Bench, clock: SimpleNamespace) -> None:
-    bench.submit(1)
-    bench.lane.flush()
-    clock.now = 15
-    (completion,) = bench.lane.poll()
-    assert completion.stats == CopyStats(0.0, 0.0, None)
-
-
 # The worker's stats
 
 
@@ -127,7 +119,10 @@ def test_reasons_of_failed_copies(rank: Rank, error: BaseException, reasons: lis
     rank.worker.poll()
     for step in steps[2:]:
         rank.step(step)
-    ledger = drain_stats(rank)
+    report, ledger = rank.worker.drain_report(), drain_stats(rank)
+    assert report is not None
+    assert report.failed == dict.fromkeys(range(len(reasons)), 1)
+    assert report.broken is isinstance(error, SystemExit)  # this rank cannot copy any more
     assert set(reasons) <= set(metrics.SERIES[metrics.FAILED].labels["reason"])
     for reason in reasons:
         assert ledger(metrics.FAILED, Direction.LOAD.value, reason) == reasons.count(reason)

@@ -29,7 +29,6 @@ from tests.worker.kv_memory import (
 
 NAMED = [KVCacheLayout[name] for name in ("LBHNC", "LBNHC", "BLHNC", "BLNHC")]
 ALL_LAYOUTS = list(KVCacheLayout)
-LAYER_OUTERMOST = [layout for layout in ALL_LAYOUTS if layout.is_layer_compact]
 
 
 def check(memory: KVMemory, *, padding: int | None = 0) -> list[torch.Tensor]:
@@ -72,15 +71,6 @@ def test_pages_of_one_group(
     memory = make_kv_memory([mixed_group(specs)], 5, layout)
     regions = check(memory, padding=padding)
     assert len(regions) == (num_regions if layout.is_layer_compact else 1)
-
-
-@pytest.mark.parametrize("layout", LAYER_OUTERMOST, ids=lambda layout: layout.name)
-def test_blocks_split_for_kernels(layout: KVCacheLayout) -> None:
-    spec = full(num_heads=1, block_size=8)
-    groups = [group(spec, "a", "b"), group(window(num_heads=1, block_size=8), "c", "d")]
-    memory = make_kv_memory(groups, 5, layout, kernel_block_size=2)
-    assert memory.kv_caches["a"].shape[0] == 5 * 4
-    assert [region.shape for region in check(memory)] == [(5, spec.page_size_bytes)] * 2
 
 
 @given(
@@ -143,41 +133,34 @@ def test_layers_of_other_ranks_and_layers_that_share_a_cache() -> None:
 
 
 @pytest.mark.parametrize("in_front", [0, 512])
-@pytest.mark.parametrize("block_outermost", [False, True])
-@pytest.mark.parametrize("num_views", [0, 1])
-def test_raw_buffers(block_outermost: bool, in_front: int, num_views: int) -> None:
-    """Layers without views register the raw buffer that they lie in, also beside views. Their
-    placement may begin further inside. Its base is the buffer, not its own address."""
+@pytest.mark.parametrize("layout", [KVCacheLayout.LBHNC, KVCacheLayout.BLHNC])
+def test_raw_buffers_beside_views(layout: KVCacheLayout, in_front: int) -> None:
+    """Layers without views register the raw buffer that they lie in. Their placement may begin
+    further inside. Its base is the buffer, not its own address."""
     spec, num_blocks = full(), 5
     page = spec.page_size_bytes
-    strides = (page, 3 * page) if block_outermost else (num_blocks * page, page)
+    between, stride = (num_blocks * page, page) if layout.is_layer_compact else (page, 3 * page)
     raw = HiSparseHotSpec(block_size=4, page_size=page, blocks_per_request=2)
-    size, layers = 3 * num_blocks * page, ["a", "b", "c"]
     placements = [
         KVCacheTensor(
-            size=size,
-            layers=names,
-            offset=first * strides[0],
-            layer_stride=strides[0],
-            block_stride=strides[1],
+            size=3 * num_blocks * page,
+            layers=layers,
+            offset=offset,
+            layer_stride=between,
+            block_stride=stride,
         )
-        for first, names in ((0, layers[:num_views]), (num_views, layers[num_views:]))
-        if names
+        for layers, offset in ((["a"], 0), (["b", "c"], between))
     ]
-    groups = [group(raw, *layers[num_views:]), group(spec, *layers[:num_views])]
-    config = KVCacheConfig(num_blocks, placements, groups)
-    layout = KVCacheLayout.BLHNC if block_outermost else KVCacheLayout.LBHNC
+    config = KVCacheConfig(num_blocks, placements, [group(raw, "b", "c"), group(spec, "a")])
     memory = place(config, layout, in_front, behind=100)
+    assert all(memory.kv_caches[name].dim() == 1 for name in "bc")
     regions = find_regions(memory.kv_caches, config)
-    assert len(regions) == (1 if block_outermost else 3)
+    assert len(regions) == (3 if layout.is_layer_compact else 1)
     views = [
-        memory.storage.as_strided(
-            (num_blocks, page), (strides[1], 1), in_front + index * strides[0]
-        )
-        for index in range(len(layers))
+        memory.storage.as_strided((num_blocks, page), (stride, 1), in_front + index * between)
+        for index in range(3)
     ]
     assert check_regions(regions, views, num_blocks) == 0
-    assert all(memory.kv_caches[name].dim() == 1 for name in layers[num_views:])
 
 
 # Refused placements

@@ -66,25 +66,8 @@ def run(worker: OffloadWorker, step: StepMetadata) -> tuple[set[str], set[str]]:
 # Capacity
 
 
-@pytest.mark.parametrize(
-    ("extra_config", "num_ranks", "num_blocks"),
-    [
-        ({"cpu_bytes_to_use": 10 * BLOCK_BYTES}, 2, 5),
-        ({"cpu_bytes_to_use": GIB, "cpu_bytes_to_use_per_rank": 4 * BLOCK_BYTES}, 2, 4),
-        ({"num_cpu_blocks": 3}, 1, 3),
-    ],
-    ids=["ranks share", "per rank", "by blocks"],
-)
-def test_capacity_of_a_rank(
-    make_worker: MakeWorker, extra_config: dict[str, Any], num_ranks: int, num_blocks: int
-) -> None:
-    assert sizes(make_worker(extra_config, num_ranks)) == (num_blocks, num_blocks, BLOCK_BYTES)
-
-
-def test_bytes_for_less_than_two_blocks(make_worker: MakeWorker) -> None:
-    num_bytes = 2 * BLOCK_BYTES - 1
-    with pytest.raises(ConfigError, match=f"cpu_bytes_to_use={num_bytes}"):
-        make_worker({"cpu_bytes_to_use": num_bytes})
+def test_ranks_share_the_bytes(make_worker: MakeWorker) -> None:
+    assert sizes(make_worker({"cpu_bytes_to_use": 10 * BLOCK_BYTES}, 2)) == (5, 5, BLOCK_BYTES)
 
 
 @pytest.mark.parametrize(("num_ranks", "fitting"), [(1, 1000), (2, 500)])

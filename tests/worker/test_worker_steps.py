@@ -83,18 +83,6 @@ def test_ends_and_failures_are_reported_once(rank: Rank, caplog: pytest.LogCaptu
     assert report.ended == ended
 
 
-def test_a_rank_that_cannot_copy_any_more_reports_it(rank: Rank) -> None:
-    rank.backend.errors[0] = SystemExit()
-    for loads, stores in (([load(0, "r")], [store(1)]), ([load(2, "s")], [store(3)])):
-        request_id = loads[0].request_id
-        assert rank.step(StepMetadata(loads, stores)) == ({request_id}, {request_id})
-        report = rank.worker.drain_report()
-        assert report is not None
-        # The thread for stores is still alive.
-        assert report.ended == {loads[0].id: 1, stores[0].id: 1}
-        assert (report.failed, report.broken) == ({loads[0].id: 1}, True)
-
-
 @pytest.mark.parametrize("blocked", Direction)
 def test_a_blocked_thread_does_not_delay_the_other_direction(
     rank: Rank, blocked: Direction

@@ -1,21 +1,19 @@
 """Fixtures of tests on torch_npu: its loaded runtime, and a backend with memory."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 import pytest
 import torch
 import torch_npu
 
 from simple_offload.backends.npu.backend import NpuBackend
-from tests.acl_sim.on_npu.sides import NpuSides
+from tests.acl_sim.on_npu.sides import MakeSides, NpuSides
 from tests.acl_sim.sim import Sim
-
-MakeSides = Callable[..., NpuSides]
 
 
 @pytest.fixture
 def sim() -> Iterator[Sim]:
-    sim = Sim("libascendcl.so")
+    sim = Sim()
     sim.reset()
     torch_npu.npu.set_device(0)
     yield sim
@@ -38,7 +36,9 @@ def make_sides(sim: Sim) -> Iterator[MakeSides]:
         backend = NpuBackend(copy_path)
         made.append(backend)
         sim.take_counts()  # less what the backend did to try itself out
-        return NpuSides(sim, backend, pages, num_blocks, chunk_blocks or num_blocks)
+        sides = NpuSides(backend, pages, num_blocks, chunk_blocks=chunk_blocks, device="npu")
+        sides.sim = sim
+        return sides
 
     yield make
     torch.npu.synchronize()  # type: ignore[attr-defined]

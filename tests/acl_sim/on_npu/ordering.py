@@ -8,8 +8,7 @@ import torch
 import torch_npu
 
 from simple_offload.backends.base import Direction
-from tests.acl_sim.on_npu.conftest import MakeSides
-from tests.acl_sim.on_npu.sides import NpuSides
+from tests.acl_sim.on_npu.sides import MakeSides, NpuSides
 from tests.conftest import within_patience
 
 BLOCKS = np.arange(16)

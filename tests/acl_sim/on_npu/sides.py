@@ -1,6 +1,6 @@
 """Memory on both sides of an NPU's copies, and the streams of the simulated runtime."""
 
-from collections.abc import Sequence
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -11,22 +11,15 @@ from simple_offload.backends.npu.backend import NpuBackend
 from tests.acl_sim.sim import Sim
 from tests.backends.sides import Blocks, Sides
 
+MakeSides = Callable[..., "NpuSides"]
+
 
 class NpuSides(Sides):
     """Copies run on a thread of their own, as the engine's do."""
 
     backend: NpuBackend
 
-    def __init__(
-        self,
-        sim: Sim,
-        backend: NpuBackend,
-        pages: Sequence[int],
-        num_blocks: int,
-        chunk_blocks: int,
-    ) -> None:
-        super().__init__(backend, pages, num_blocks, chunk_blocks=chunk_blocks, device="npu")
-        self.sim = sim
+    sim: Sim
 
     def stream(self, direction: Direction) -> int:
         """The handle of the stream for copies of ``direction``."""
