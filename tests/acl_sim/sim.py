@@ -3,12 +3,28 @@
 import ctypes
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, NamedTuple
 
 _pointer, _size, _int = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
 _SIGNATURES: dict[str, tuple[Any, ...]] = {
+    "aclrtCreateEventExWithFlag": (_pointer, ctypes.c_uint32),
+    "aclrtCreateStream": (_pointer,),
+    "aclrtDestroyEvent": (_pointer,),
+    "aclrtDestroyStream": (_pointer,),
+    "aclrtFree": (_pointer,),
+    "aclrtFreeHost": (_pointer,),
+    "aclrtMalloc": (_pointer, _size, _int),
     "aclrtMemcpyAsync": (_pointer, _size, _pointer, _size, _int, _pointer),
+    "aclrtMemcpyBatchAsync": (
+        *[_pointer] * 4, _size, _pointer, _pointer, _size, _pointer, _pointer,
+    ),
     "aclrtMemsetAsync": (_pointer, _size, _int, _size, _pointer),
+    "aclrtRecordEvent": (_pointer, _pointer),
+    "aclrtSetDevice": (_int,),
+    "aclrtStreamWaitEvent": (_pointer, _pointer),
+    "aclrtSynchronizeEvent": (_pointer,),
+    "aclrtSynchronizeStream": (_pointer,),
     "acl_sim_delay_all": (_int,),
     "acl_sim_fail_after": (ctypes.c_int64, _int),
     "acl_sim_fail_stream": (_pointer, _int),
@@ -19,7 +35,7 @@ _SIGNATURES: dict[str, tuple[Any, ...]] = {
     "acl_sim_release": (_pointer,),
     "acl_sim_settle": (_pointer,),
     "acl_sim_take_counts": (_pointer,),
-}
+}  # fmt: skip
 
 
 class Counts(NamedTuple):
@@ -37,10 +53,11 @@ class Sim:
     """A loaded simulated runtime. ``call`` raises when a function refuses. Tests use the other
     methods, unseen by the code under test."""
 
-    def __init__(self) -> None:
-        self.library = ctypes.CDLL("libascendcl.so")
+    def __init__(self, library: Path | str) -> None:
+        self.library = ctypes.CDLL(str(library))
         for name, arguments in _SIGNATURES.items():
-            getattr(self.library, name).argtypes = arguments
+            if hasattr(self.library, name):
+                getattr(self.library, name).argtypes = arguments
         self.library.aclGetRecentErrMsg.restype = ctypes.c_char_p
 
     def code(self, name: str, *arguments: Any) -> int:
@@ -51,6 +68,13 @@ class Sim:
         """Call a function of the runtime; AssertionError when it refuses."""
         code = self.code(name, *arguments)
         assert code == 0, f"{name}: {code}: {self.library.aclGetRecentErrMsg()}"
+
+    def create(self, name: str, *arguments: Any) -> int:
+        """Call a function that writes a handle or an address to its first argument; return it."""
+        made = _pointer()
+        self.call(name, ctypes.byref(made), *arguments)
+        assert made.value is not None
+        return made.value
 
     def fill(self, address: int, value: int, size: int, stream: int) -> None:
         """Queue a write to device memory, as compute would."""

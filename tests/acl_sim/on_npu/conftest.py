@@ -13,7 +13,7 @@ from tests.acl_sim.sim import Sim
 
 @pytest.fixture
 def sim() -> Iterator[Sim]:
-    sim = Sim()
+    sim = Sim("libascendcl.so")
     sim.reset()
     torch_npu.npu.set_device(0)
     yield sim
