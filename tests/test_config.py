@@ -6,22 +6,12 @@ from collections.abc import Mapping
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from simple_offload.config import GIB, ConfigError, OffloadConfig, parse_size
 
 pytestmark = pytest.mark.usefixtures("machine")
 
-FACTORS = {
-    "": 1,
-    "B": 1,
-    **{unit: 1024**power for power, unit in enumerate("KMGT", 1)},
-    **{f"{unit}i": 1024**power for power, unit in enumerate("KMGT", 1)},
-    **{f"{unit}iB": 1024**power for power, unit in enumerate("KMGT", 1)},
-    **{f"{unit}B": 1000**power for power, unit in enumerate("KMGT", 1)},
-}
 NO_SIZES: tuple[object, ...] = (
     *(True, False, "yes", "", "GiB", "64 GiB of memory", "64XiB", "5i", "5iB", "5GIIB", "-64GiB"),
     *("1e9", "0x10", "1,5GiB", 0.5, math.inf, math.nan, [64], {"GiB": 64}),
@@ -103,18 +93,19 @@ def test_accepted_values(key: str, value: object, meaning: object) -> None:
     assert (found, type(found)) == (meaning, type(meaning))
 
 
-@given(number=st.integers(0, 2**64), unit=st.sampled_from(sorted(FACTORS)), data=st.data())
-def test_size_round_trip(number: int, unit: str, data: st.DataObject) -> None:
-    spelled = data.draw(st.sampled_from([unit, unit.lower(), unit.upper()]))
-    space = data.draw(st.sampled_from(["", " ", "\t"]))
-    assert parse_size(f"{number}{space}{spelled}") == number * FACTORS[unit]
-    assert parse_size(number) == number
-
-
-@given(thousandths=st.integers(0, 10**9), unit=st.sampled_from(["KB", "MB", "GB", "TB"]))
-def test_decimal_fractions_are_exact(thousandths: int, unit: str) -> None:
-    text = f"{thousandths // 1000}.{thousandths % 1000:03d}{unit}"
-    assert parse_size(text) == thousandths * FACTORS[unit] // 1000
+@pytest.mark.parametrize(
+    ("text", "num_bytes"),
+    [
+        ("9007199254740993", 2**53 + 1),
+        ("9007199254740993b", 2**53 + 1),
+        *((f"5{unit}", 5 << 10) for unit in ("K", "k", "Ki", "KiB", "kib", " KIB")),
+        *(("7m", 7 << 20), ("7\tGi", 7 << 30), ("7T", 7 << 40)),
+        *(("1.001KB", 1001), ("4.035mb", 4_035_000), ("2.3GB", 2_300_000_000)),
+        ("9.007199254743TB", 9_007_199_254_743),
+    ],
+)
+def test_sizes_are_exact(text: str, num_bytes: int) -> None:
+    assert parse_size(text) == num_bytes
 
 
 # Refused values
@@ -136,9 +127,6 @@ def test_a_message_has_the_key_the_value_and_what_is_allowed(
     ("key", "value", "nearest"),
     [
         ("copy_path", "kernal", "kernel"),
-        ("copy_path", "DMA", None),
-        ("kv_layout", "keeps", "keep"),
-        ("backend", "hots", "host"),
         ("backend", "auto ", "auto"),
         ("backend", "CUDA", None),
         ("cpu_byte_to_use", "7", "cpu_bytes_to_use"),

@@ -36,13 +36,6 @@ def test_the_default_too_must_fit(machine: Machine) -> None:
     OffloadConfig.parse({"num_cpu_blocks": 16}, num_ranks=1)  # sized otherwise
 
 
-def test_more_than_the_cgroup_may_use(machine: Machine) -> None:
-    machine.write("/proc/self/cgroup", "0::/")
-    machine.write("/sys/fs/cgroup/memory.max", f"{10 * GIB}\n")
-    OffloadConfig.parse({"cpu_bytes_to_use": "10GiB"}, num_ranks=1)
-    assert "10.00 GiB in all" in refusal({"cpu_bytes_to_use": "11GiB"})
-
-
 def test_a_machine_that_may_get_more_memory(
     machine: Machine, caplog: pytest.LogCaptureFixture
 ) -> None:

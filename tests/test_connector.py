@@ -1,5 +1,6 @@
 """SimpleCPUOffloadConnector: vLLM makes it in both roles, and every hook reaches its side."""
 
+import inspect
 import logging
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -25,7 +26,6 @@ from simple_offload.config import ConfigError
 from simple_offload.connector import SimpleCPUOffloadConnector
 from simple_offload.metadata import RankCapacity, StepMetadata, Transfer, WorkerReport
 from tests.conftest import MakeVllmConfig, within_patience
-from tests.hooks import misfits, public_names
 from tests.worker.kv_memory import KVMemory, full, group, make_kv_memory
 from tests.worker.scripted import EndsWhenWaitedFor, ScriptedBackend
 
@@ -118,8 +118,27 @@ def test_rays_old_executor_with_stages(
 # The class
 
 
-def test_every_hook_takes_what_vllm_passes() -> None:
-    assert list(misfits(SimpleCPUOffloadConnector, KVConnectorBase_V1, SupportsHMA)) == []
+def public_names(cls: type) -> set[str]:
+    return {name for name in dir(cls) if not name.startswith("_")}
+
+
+def parameters(attribute: Any) -> list[tuple[str, str, bool]]:
+    """Name and kind of each parameter, and whether it has a default."""
+    signature = inspect.signature(getattr(attribute, "__func__", attribute))
+    return [
+        (each.name, each.kind.name, each.default is not each.empty)
+        for each in signature.parameters.values()
+    ]
+
+
+@pytest.mark.parametrize("interface", [KVConnectorBase_V1, SupportsHMA])
+def test_every_hook_takes_what_vllm_passes(interface: type) -> None:
+    for name in public_names(interface):
+        wanted = inspect.getattr_static(interface, name)
+        found = inspect.getattr_static(SimpleCPUOffloadConnector, name)
+        assert type(found) is type(wanted), name
+        if not isinstance(wanted, property):
+            assert parameters(found) == parameters(wanted), name
     assert supports_hma(SimpleCPUOffloadConnector)  # hybrid models
 
 
@@ -281,21 +300,11 @@ def test_worker_hooks(connect: Connect, memory: KVMemory) -> None:
     connector.wait_for_save()
 
 
-def test_loads_start_with_the_metadata(connect: Connect, memory: KVMemory) -> None:
-    """Loads start before the forward pass. Its first hook comes only after vLLM has prepared the
-    inputs."""
-    connector = connect(WORKER)
-    connector.register_kv_caches(memory.kv_caches)
-    connector.bind_connector_metadata(StepMetadata([Transfer.pairing(0, [1], [3], "r")]))
-    assert connector.worker is not None
-    connector.worker.drain()
-    assert connector.get_transfer_results(set()).finished_recving == {"r"}
-
-
-def test_before_sleep_no_copy_is_left(
+def test_loads_start_with_the_metadata_and_end_before_sleep(
     connect: Connect, memory: KVMemory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """vLLM 0.33 frees the device memory between the two calls."""
+    """The forward pass has its first hook only after vLLM has prepared the inputs. Between the
+    calls before and after sleep, vLLM 0.33 frees the device memory."""
     backend = ScriptedBackend()
     monkeypatch.setattr("simple_offload.worker.worker.make_backend", lambda name, path: backend)
     backend.pendings[0] = EndsWhenWaitedFor()
@@ -303,7 +312,6 @@ def test_before_sleep_no_copy_is_left(
     connector.register_kv_caches(memory.kv_caches)
     connector.build_connector_worker_meta()
     connector.bind_connector_metadata(StepMetadata([Transfer.pairing(0, [1], [3], "r")]))
-    connector.start_load_kv(cast(Any, None))
     connector.clear_connector_metadata()
     connector.unregister_kv_caches()
     assert backend.pendings[0].ended.is_set()

@@ -6,9 +6,10 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -57,18 +58,14 @@ def test_a_cgroup_and_those_above_it(machine: Machine) -> None:
     assert memory.available_bytes() == 20 * GIB  # of the pod
     write_group(machine, "/pod", "max", 60)
     assert memory.available_bytes() == 44 * GIB
+    write_group(machine, "/pod", 64, 30, high=40)
+    assert memory.limit().num_bytes == 40 * GIB
+    assert memory.available_bytes() == 10 * GIB
     machine.available = 3 * GIB
     assert memory.available_bytes() == 3 * GIB
     write_group(machine, "/pod", 10, 11)  # more than its limit
     assert memory.limit() == Limit(10 * GIB, is_final=True)
     assert memory.available_bytes() == 0
-
-
-def test_memory_high_limits_a_cgroup(machine: Machine) -> None:
-    machine.write("/proc/self/cgroup", "0::/\n")
-    write_group(machine, "", 64, 30, high=40)
-    assert memory.limit().num_bytes == 40 * GIB
-    assert memory.available_bytes() == 10 * GIB
 
 
 @pytest.mark.parametrize(
@@ -273,10 +270,20 @@ def limited_cgroup(num_bytes: int) -> Iterator[Path]:
 def test_ranks_that_open_at_once_stay_within_their_cgroup() -> None:
     """No rank is killed, and the tiers hold most of the available memory."""
     limit, num_ranks = 512 << 20, 4
-    with limited_cgroup(limit) as group:
-        command = [sys.executable, "-m", "tests.memory_ranks", str(group), str(num_ranks)]
-        done = subprocess.run([*command, str(limit)], cwd=ROOT, stdout=subprocess.PIPE, check=True)
-    reports = json.loads(done.stdout)
+    with limited_cgroup(limit) as group, ExitStack() as ranks:
+        command = [sys.executable, "-m", "tests.memory_ranks", str(group), str(limit)]
+        running = []
+        for _ in range(num_ranks):
+            pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+            rank: Any = subprocess.Popen(command, cwd=ROOT, text=True, bufsize=1, **pipes)
+            running.append(ranks.enter_context(rank))
+            ranks.callback(rank.kill)
+        for rank in running:
+            assert rank.stdout.readline() == "the first chunk\n"
+        for rank in running:
+            rank.stdin.write("\n")
+        reports = [json.loads(rank.stdout.readline()) for rank in running]
+        assert all(rank.poll() is None for rank in running), "ranks have been killed"
     assert all("for more memory" in rank["message"] for rank in reports)
     opened = sum(rank["num_bytes"] for rank in reports)
     assert 0.9 * limit - num_ranks * (16 << 20) - 2 * CHUNK_BYTES <= opened <= limit

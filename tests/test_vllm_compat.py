@@ -8,12 +8,8 @@ import vllm
 from vllm.distributed.kv_transfer.kv_connector.v1.simple_cpu_offload_connector import (
     SimpleCPUOffloadConnector as BuiltinConnector,
 )
-from vllm.v1.core.kv_cache_utils import resolve_kv_cache_block_sizes
-from vllm.v1.kv_cache_layout import KVCacheLayout
 
 from simple_offload import connector, vllm_compat
-from tests.conftest import MakeVllmConfig
-from tests.worker.kv_memory import full, group, make_kv_memory, window
 
 SUPPORTED = ["0.32.0", "0.32.7", "0.32.1.dev3+g1234567", "0.33.0", "0.33.0rc1", "0.33.2+cpu"]
 UNSUPPORTED = ["0.31.9", "0.34.0", "0.34.0rc1", "0.9.2", "1.32.0", "0.3", "dev", ""]
@@ -57,18 +53,3 @@ def test_the_builtin_name_is_claimed_from_033_on(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(vllm, "__version__", "0.33.0")
     vllm_compat.claim_builtin_name(Ours)
     assert issubclass(Ours, BuiltinConnector)
-
-
-def test_host_coordinator(make_vllm_config: MakeVllmConfig) -> None:
-    """A pool of its own size, the device's groups, and no events."""
-    vllm_config = make_vllm_config()
-    groups = [group(full(block_size=16), "a"), group(window(block_size=16), "b")]
-    config = make_kv_memory(groups, 12, KVCacheLayout.LBHNC).config
-    sizes = resolve_kv_cache_block_sizes(config, vllm_config)
-    coordinator = vllm_compat.make_host_coordinator(config, vllm_config, *sizes)
-    pool = coordinator.block_pool
-    assert (pool.num_gpu_blocks, pool.get_num_free_blocks()) == (12, 11)
-    assert pool.enable_caching
-    assert not pool.enable_kv_cache_events
-    assert tuple(coordinator.group_block_sizes) == (16, 16)
-    assert not coordinator.enable_partial_hash_hits

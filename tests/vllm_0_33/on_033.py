@@ -7,11 +7,7 @@ from typing import Any, cast
 import pytest
 import vllm
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
-from vllm.distributed.kv_transfer.kv_connector.v1.base import (
-    KVConnectorBase_V1,
-    KVConnectorRole,
-    SupportsHMA,
-)
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.v1.kv_cache_layout import KVCacheLayout
 from vllm.v1.worker import gpu_worker
 from vllm.v1.worker.cpu_worker import CPUWorker
@@ -19,7 +15,6 @@ from vllm.v1.worker.cpu_worker import CPUWorker
 import simple_offload
 from simple_offload import vllm_compat
 from tests.conftest import MakeVllmConfig
-from tests.hooks import misfits, public_names
 from tests.simulation.script import play
 from tests.worker.kv_memory import full, group, make_kv_memory
 
@@ -70,12 +65,6 @@ def test_it_is_found_beside_others(connector: Any) -> None:
     several = cast(Any, SimpleNamespace(_connectors=[object(), connector]))
     assert builtin._find_simple_cpu_offload_connector(connector) is connector
     assert builtin._find_simple_cpu_offload_connector(several) is connector
-
-
-def test_every_hook_takes_what_033_passes() -> None:
-    assert list(misfits(ours, KVConnectorBase_V1, SupportsHMA)) == []
-    hooks = {*public_names(KVConnectorBase_V1), *public_names(SupportsHMA)}
-    assert set(public_names(ours)) - hooks == {"get_aligned_num_cpu_blocks"}
 
 
 def test_scripts_of_the_simulator() -> None:
