@@ -6,14 +6,12 @@ import importlib.util
 import json
 import re
 from collections.abc import Iterator, Sequence
-from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from simple_offload.cli.bench import BENCHES
-from simple_offload.cli.main import make_parser
 from simple_offload.config import OffloadConfig
 from simple_offload.metrics import SERIES
 from tests.docs.pages import COMMANDS, PAGES, Command, blocks
@@ -38,16 +36,7 @@ def _shown(command: Command) -> str:
     return f"{command.page}: {' '.join(command.words)[:60]}"
 
 
-@pytest.mark.parametrize("command", of("make"), ids=_shown)
-def test_make_targets_exist(command: Command) -> None:
-    makefile = (ROOT / "Makefile").read_text()
-    for word in command.words[1:]:
-        name, equals, _ = word.partition("=")
-        beginning = rf"^{name} \?=" if equals else rf"^{name}:"
-        assert re.search(beginning, makefile, re.MULTILINE), f"neither target nor variable: {name}"
-
-
-# python -m, simple-offload, vllm
+# python -m, simple-offload
 
 
 def _check_options(module: str, arguments: Sequence[str]) -> None:
@@ -84,9 +73,6 @@ def test_arguments_of_the_command_are_taken(command: Command) -> None:
         return
     assert name == "doctor"
     _check_options("simple_offload.cli.doctor", arguments)
-    if command.whole:
-        given = make_parser().parse_args(command.words[1:])
-        _validate(json.loads(given.config or "{}"))
 
 
 def _validate(config: dict[str, Any]) -> None:
@@ -100,29 +86,6 @@ def _validate(config: dict[str, Any]) -> None:
         assert config["kv_connector_module_path"] == "simple_offload"
         extra = config.get("kv_connector_extra_config", {})
     OffloadConfig.model_validate(extra)
-
-
-@cache
-def _serve_parser() -> Any:
-    from vllm.entrypoints.launchers.cli_args import make_arg_parser
-    from vllm.utils.argparse_utils import FlexibleArgumentParser
-
-    untyped: Any = FlexibleArgumentParser
-    return make_arg_parser(untyped())
-
-
-@pytest.mark.parametrize("command", of("vllm"), ids=_shown)
-def test_vllm_takes_its_arguments(command: Command) -> None:
-    if command.words[1] == "bench":
-        return  # tests/docs/test_serving.py runs it
-    assert command.words[1] == "serve"
-    options = {option for action in _serve_parser()._actions for option in action.option_strings}
-    named = [word for word in command.words if word.startswith("--")]
-    assert set(named) <= options
-    configs = [word for word in command.words if word.startswith("{")]
-    assert len(configs) == named.count("--kv-transfer-config")
-    for config in configs:
-        _validate(json.loads(config))
 
 
 @every_page
@@ -180,17 +143,6 @@ def test_every_module_has_its_place_in_the_picture() -> None:
 def test_tables_are_up_to_date() -> None:
     for page, text in docs.pages_with_tables().items():
         assert page.read_text() == text, f"{page.name}: run `make docs`"
-
-
-def test_the_configuration_table_has_defaults_and_allowed_values() -> None:
-    rows = {row.split("`")[1]: row for row in docs.config_table().splitlines()[2:]}
-    assert rows.keys() == OffloadConfig.model_fields.keys()
-    assert '| `"8GiB"` | bytes, or a size such as `"64GiB"` |' in rows["cpu_bytes_to_use"]
-    assert "| \N{EN DASH} | bytes, or a size" in rows["cpu_bytes_to_use_per_rank"]
-    assert "| \N{EN DASH} | a whole number, ≥ 2 |" in rows["num_cpu_blocks"]
-    assert "| `false` | `true`, `false` |" in rows["lazy_offload"]
-    assert '| `"auto"` | `"auto"`, `"keep"` |' in rows["kv_layout"]
-    assert "| `20` | a number, ≥ 0 |" in rows["sync_load_ms"]
 
 
 _LEVELS = {

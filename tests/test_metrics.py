@@ -9,7 +9,6 @@ from vllm.config import KVTransferConfig, VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorLogging
 from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import (
     MultiConnector,
-    MultiKVConnectorStats,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.simple_cpu_offload_connector import (
     SimpleCPUOffloadConnector as BuiltinConnector,
@@ -81,14 +80,6 @@ def test_counters_and_samples_add_up_and_gauges_are_replaced() -> None:
     assert total.is_empty()
     total.sample(metrics.SECONDS, 1.0, "load")
     assert not total.is_empty()
-
-
-def test_serialization() -> None:
-    stats = worker_stats().aggregate(scheduler_stats())
-    assert over_the_wire(stats.to_dict()) == stats.data
-    rebuilt = SimpleCPUOffloadConnector.build_kv_connector_stats(over_the_wire(stats.to_dict()))
-    assert rebuilt == stats
-    assert SimpleCPUOffloadConnector.build_kv_connector_stats().is_empty()
 
 
 def test_a_meter_drains_counts_once_and_gauges_that_changed() -> None:
@@ -205,16 +196,6 @@ def multi_config(make_vllm_config: MakeVllmConfig) -> VllmConfig:
         kv_connector_extra_config={"connectors": [other, ours]},
     )
     return config
-
-
-def test_beside_another_the_series_are_the_same(make_vllm_config: MakeVllmConfig) -> None:
-    scraped = Scraped(MultiConnector, multi_config(make_vllm_config))
-    stats = MultiKVConnectorStats({NAME: worker_stats()})
-    stats.aggregate(MultiKVConnectorStats({NAME: scheduler_stats()}))
-    scraped.prom.observe(over_the_wire(stats.to_dict()))
-    assert scraped(metrics.BYTES, direction="load", path="kernel") == 1 << 20
-    assert scraped(metrics.CAPACITY) == 100
-    assert scraped(f"{metrics.SECONDS}_count", direction="load") == 1
 
 
 def test_beside_another_the_builtin_class_reads_the_payload(

@@ -28,6 +28,12 @@ def as_run(words: Sequence[str], way: Run, places: Mapping[str, str]) -> list[st
     for shown, instead in way.instead.items():
         assert any(shown in word for word in changed), f"{shown} is not in {' '.join(words)}"
         changed = [word.replace(shown, instead.format(**places)) for word in changed]
+    if way.output:
+        folder = f"ARGS={way.output} {places['out']}"
+        if any(word.startswith("ARGS=") for word in changed):
+            changed = [word.replace("ARGS=", f"{folder} ") for word in changed]
+        else:
+            changed.append(folder)
     return [*changed, *(word.format(**places) for word in shlex.split(way.add))]
 
 

@@ -2,14 +2,15 @@
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.docs.pages import COMMANDS, Command
 from tests.docs.shell import as_run, empty_environment, reader_environment, run
-from tests.docs.ways import WAYS, Elsewhere, Named, Run, Theirs, key_of
+from tests.docs.ways import THEIRS, WAYS, Elsewhere, Named, Run, key_of
 from tools.set_up import ROOT, VirtualEnvironment
 
 SLOW_SECONDS = 3600
@@ -30,32 +31,21 @@ CONVERSATIONS = {
 """Prompts with four times as many tokens as the device of the benchmark's ``cpu`` preset holds."""
 
 
-def _run_here(*, slow: bool) -> list[Command]:
-    """The commands that this file runs, each once."""
-    found = {}
-    for command in COMMANDS:
-        way = WAYS.get(key_of(command.text) or "")
-        if isinstance(way, Run) and way.slow == slow:
-            found[command.text] = command
-    return list(found.values())
+def _run_here() -> Iterator[Any]:
+    """The commands that this file runs, each once, and how."""
+    for text, command in {command.text: command for command in COMMANDS}.items():
+        way = WAYS.get(key_of(text) or "")
+        if isinstance(way, Run):
+            marks = [] if way.fast else [pytest.mark.slow, pytest.mark.timeout(SLOW_SECONDS)]
+            yield pytest.param(command, way, marks=marks, id=text[:60])
 
 
-def _title(command: Command) -> str:
-    return command.text[:60]
-
-
-# The table
-
-
-def test_every_command_has_a_way_to_be_run() -> None:
-    unknown = [f"{each.page}: {each.text}" for each in COMMANDS if key_of(each.text) is None]
-    assert unknown == [], "add these to WAYS in tests/docs/ways.py"
+def test_every_command_has_a_way_and_every_way_a_command() -> None:
+    shown = {command.text for command in COMMANDS} - set(THEIRS)
+    assert [text for text in shown if key_of(text) is None] == [], "to be added to ways.py"
     assert len(COMMANDS) > 90
-
-
-def test_every_way_belongs_to_a_command() -> None:
-    used = {key_of(command.text) for command in COMMANDS}
-    assert WAYS.keys() - used == set(), "no page shows these: remove them from tests/docs/ways.py"
+    unused = WAYS.keys() - {key_of(text) for text in shown}
+    assert unused == set(), "no page shows these: remove them from ways.py"
 
 
 @pytest.mark.parametrize("key", [key for key, way in WAYS.items() if isinstance(way, Elsewhere)])
@@ -70,14 +60,9 @@ def test_tests_elsewhere_exist(key: str) -> None:
         assert re.search(rf"^{re.escape(key)}( <|$)", text, re.MULTILINE), f"{path} lacks {key}"
 
 
-def test_a_command_is_run_whole_and_by_this_project() -> None:
-    ours = ("make", "simple-offload", "python", ".venv", "vllm")
+def test_a_named_command_is_run_whole() -> None:
     for key, way in WAYS.items():
-        assert not (isinstance(way, Named) and isinstance(WAYS[way.whole], Named | Theirs)), key
-        assert not (isinstance(way, Theirs) and key.startswith(ours)), key
-
-
-# Running them
+        assert not (isinstance(way, Named) and isinstance(WAYS[way.whole], Named)), key
 
 
 @pytest.fixture
@@ -90,28 +75,15 @@ def places(tmp_path: Path) -> Mapping[str, str]:
     return {"out": str(output), "input": str(file)}
 
 
-def _check(command: Command, folder: Path, places: Mapping[str, str]) -> None:
+@pytest.mark.parametrize(("command", "way"), list(_run_here()))
+def test_commands(command: Command, way: Run, tmp_path: Path, places: Mapping[str, str]) -> None:
     # `make` would replace the environment in which these tests run.
     environment = VirtualEnvironment(ROOT)
     if command.words[0] == "make" and environment.installed() != environment.wanted():
         pytest.skip("needs the .venv that `make set-up` makes")
-    way = WAYS[key_of(command.text) or ""]
-    assert isinstance(way, Run)
-    alone = [empty_environment(folder / "alone")] if way.alone else []
+    alone = [empty_environment(tmp_path / "alone")] if way.alone else []
     words = as_run(command.words, way, places)
-    code, output = run(words, folder, reader_environment(folder, *alone))
+    code, output = run(words, tmp_path, reader_environment(tmp_path, *alone))
     assert (code, bool(re.search(way.prints, output))) == (way.code, True), output[-6000:]
     if command.words[0] == "simple-offload":
         assert "\x1b" not in output, "colours in a pipe"
-
-
-@pytest.mark.parametrize("command", _run_here(slow=False), ids=_title)
-def test_commands(command: Command, tmp_path: Path, places: Mapping[str, str]) -> None:
-    _check(command, tmp_path, places)
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(SLOW_SECONDS)
-@pytest.mark.parametrize("command", _run_here(slow=True), ids=_title)
-def test_slow_commands(command: Command, tmp_path: Path, places: Mapping[str, str]) -> None:
-    _check(command, tmp_path, places)

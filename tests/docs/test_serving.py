@@ -2,10 +2,8 @@
 
 import json
 import re
-import shlex
 import signal
 import sysconfig
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,7 +13,6 @@ import pytest
 
 from examples.random_model import save_random_model
 from examples.serving import Server, free_port
-from tests.conftest import within_patience
 from tests.docs.pages import COMMANDS
 from tests.docs.shell import as_run, empty_environment, reader_environment, run, start, stop
 from tests.docs.test_commands import SLOW_SECONDS
@@ -136,26 +133,6 @@ def test_the_commands_of_a_first_run_on_an_npu(tmp_path: Path, places: Mapping[s
         output = run_shown("vllm bench serve", Run("", instead=load, add="--port {port}"))
         assert re.search(r"Successful requests: +24\b", output)
         assert server.metric(HITS) > hits
-
-
-def test_a_server_for_vllm_s_script(tmp_path: Path) -> None:
-    """It prints the client's command, whose files exist, and serves until Ctrl-C."""
-    port = free_port()
-    way = Run("", instead={"8000": "{port}"})
-    words = as_run(shown("python3 -m examples.multi_turn --serve"), way, {"port": str(port)})
-    with served(words, tmp_path, reader_environment(tmp_path), port) as server:
-        within_patience(lambda: _until_in("python benchmark_serving", server.log))
-        assert server.metric("vllm:prompt_tokens_total") == 0
-        (line,) = re.findall(r"^python benchmark_serving.*", server.log.read_text(), re.MULTILINE)
-        words = shlex.split(line)
-        for option in ("--model", "--input-file"):
-            assert (tmp_path / words[words.index(option) + 1]).exists()
-        assert words[words.index("--url") + 1] == server.url
-
-
-def _until_in(text: str, file: Path) -> None:
-    while text not in file.read_text():
-        time.sleep(0.05)
 
 
 def _complete(server: Server, model: str) -> list[int]:

@@ -9,16 +9,18 @@ class Run:
     """test_commands.py runs it as shown, but for these changes.
 
     In texts, ``{out}`` is an empty folder and ``{input}`` a small input file of the multi-turn
-    benchmark.
+    benchmark. All but the ``fast`` ones are slow tests.
     """
 
     prints: str
     """A pattern that its output must match, as a proof that it works."""
-    slow: bool = False
+    fast: bool = False
     instead: Mapping[str, str] = field(default_factory=dict)
     """Shown text -> its replacement."""
     add: str = ""
     """Arguments after the shown ones."""
+    output: str = ""
+    """The option of a make target's program for the folder of its results."""
     code: int = 0
     """Its exit code."""
     alone: bool = False
@@ -27,12 +29,11 @@ class Run:
 
 @dataclass(frozen=True)
 class Elsewhere:
-    """test_commands.py does not run it, for want of what it needs.
+    """test_commands.py does not run it: it takes hours, or needs a device or a server.
 
     ``by``: the test that runs it, or runs the same program with smaller arguments
     (``tests/file.py::name``). Or a script that contains the command."""
 
-    needs: str
     by: str
 
 
@@ -44,104 +45,77 @@ class Named:
     whole: str
 
 
-@dataclass(frozen=True)
-class Theirs:
-    """A command of another project, which cannot run here."""
+Way = Run | Elsewhere | Named
 
-    why: str
-
-
-Way = Run | Elsewhere | Named | Theirs
-
-_GPU_COPIES = Elsewhere("a GPU", "tests/examples/test_copy_bench.py::test_on_a_gpu")
+_GPU_COPIES = Elsewhere("tests/examples/test_copy_bench.py::test_on_a_gpu")
 _GPU_ENGINES = Elsewhere(
-    "a GPU of 80 GB", "tests/examples/test_engine_bench.py::test_a_tiny_bench_measures_every_part"
+    "tests/examples/test_engine_bench.py::test_a_tiny_bench_measures_every_part"
 )
-_GPU_TURNS = Elsewhere("a GPU of 80 GB", "tests/examples/test_multi_turn.py::test_with_vllm")
-_GPU_ACCURACY = Elsewhere(
-    "a GPU", "tests/examples/test_accuracy_models.py::test_answers_from_the_host_tier"
-)
-_NPU = Elsewhere("an Ascend NPU", "tests/acl_sim/on_npu/copies.py::test_the_hardware_check")
+_GPU_TURNS = Elsewhere("tests/examples/test_multi_turn.py::test_with_vllm")
+_GPU_ACCURACY = Elsewhere("tests/examples/test_accuracy_models.py::test_answers_from_the_host_tier")
+_NPU = Elsewhere("tests/acl_sim/on_npu/copies.py::test_the_hardware_check")
 _SERVED = "tests/docs/test_serving.py::test_the_commands_of_a_first_run_on_an_npu"
 
-_OUTPUT = "ARGS='--output {out}'"
 _TURNS = r"TTFT from the second turn on"
 _SAME_ANSWERS = r"(?s)PASSED: all .* samples .*PASSED: all"
 
 WAYS: Mapping[str, Way] = {
     # make
-    "make set-up": Run(r"\A\Z"),
-    "make check": Elsewhere("minutes", ".ci/run"),
-    "make test": Elsewhere("minutes", ".ci/run"),
-    "make test ARGS=tests/scheduler": Run(r"\d{3} passed", slow=True),
-    "make test ARGS=-k tail_first": Run(r"\d passed", slow=True),
-    "make test ARGS=-m slow": Elsewhere(
-        "hours: it runs all slow tests", "tests/docs/test_commands.py::test_slow_commands"
-    ),
+    "make set-up": Run(r"\A\Z", fast=True),
+    "make check": Elsewhere(".ci/run"),
+    "make test": Elsewhere(".ci/run"),
+    "make test ARGS=tests/scheduler": Run(r"\d{3} passed"),
+    "make test ARGS=-k tail_first": Run(r"\d passed"),
+    "make test ARGS=-m slow": Elsewhere("tests/docs/test_commands.py::test_commands"),
     "make test-gpu": Named("make test-gpu GPU_PYTHON=python3"),
     "make test-gpu GPU_PYTHON=python3": Run(
-        r"\d{2,}/\d+ tests collected", slow=True, add="ARGS='--collect-only -q'"
+        r"\d{2,}/\d+ tests collected", add="ARGS='--collect-only -q'"
     ),
-    "make docs": Run(r"\A\Z"),
-    "make demo": Run(r"All 480 tokens of 20 answers are the same", slow=True, add=_OUTPUT),
-    "make demo ARGS=--help": Run(r"--turns N"),
+    "make docs": Run(r"\A\Z", fast=True),
+    "make demo": Run(r"All 480 tokens of 20 answers are the same", output="--output"),
+    "make demo ARGS=--help": Run(r"--turns N", fast=True),
     "make soak": Named("make soak STEPS=100000 SEED=0"),
-    "make soak STEPS=100000 SEED=0": Run(r"no\s+violation", slow=True),
-    "make soak STEPS=300000 SEED=60000": Run(r"no\s+violation", slow=True),
-    "make simulate-builtin": Run(
-        r"(?s)\A(?!.*stopped).*as drawn +\S simple_offload \S 0 of 200 ", slow=True
-    ),
-    "make accuracy": Run(_SAME_ANSWERS, slow=True, add=_OUTPUT),
-    "make accuracy ARGS=--samples 32": Run(
-        _SAME_ANSWERS, slow=True, instead={"--samples": "--output {out} --samples"}
-    ),
+    "make soak STEPS=100000 SEED=0": Run(r"no\s+violation"),
+    "make soak STEPS=300000 SEED=60000": Run(r"no\s+violation"),
+    "make simulate-builtin": Run(r"(?s)\A(?!.*stopped).*as drawn +\S simple_offload \S 0 of 200 "),
+    "make accuracy": Run(_SAME_ANSWERS, output="--output"),
+    "make accuracy ARGS=--samples 32": Run(_SAME_ANSWERS, output="--output"),
     "make accuracy ARGS=--corrupt": Run(
-        r"FAILED",
-        slow=True,
-        instead={"--corrupt": "--corrupt --samples 12 --output {out}"},
-        code=2,
+        r"FAILED", instead={"--corrupt": "--corrupt --samples 12"}, output="--output", code=2
     ),
-    "make bench-turns": Run(_TURNS, slow=True, add=_OUTPUT),
-    "make bench-turns ARGS=--preset fits": Run(
-        _TURNS, slow=True, instead={"--preset": "--output {out} --preset"}
-    ),
-    "make bench-scheduler": Run(r"hit rate", slow=True, add="ARGS='--out {out}'"),
-    "make bench-scheduler ARGS=--quick": Run(
-        r"hit rate", slow=True, instead={"--quick": "--quick --out {out}"}
-    ),
+    "make bench-turns": Run(_TURNS, output="--output"),
+    "make bench-turns ARGS=--preset fits": Run(_TURNS, output="--output"),
+    "make bench-scheduler": Run(r"hit rate", output="--out"),
+    "make bench-scheduler ARGS=--quick": Run(r"hit rate", output="--out"),
     "make bench-scheduler ARGS=--parts cost --contenders ours,ours-128,builtin": Run(
-        r"loaded +131,072 ", slow=True, instead={"--parts": "--out {out} --parts"}
+        r"loaded +131,072 ", output="--out"
     ),
     "make bench-scheduler ARGS=--parts cost --contenders ours-lazy,builtin-lazy,ours,builtin": Run(
-        r"conversations +256 ", slow=True, instead={"--parts": "--out {out} --parts"}
+        r"conversations +256 ", output="--out"
     ),
     "make bench-scheduler ARGS=--parts footprint --contenders ours,ours-128,builtin": Run(
-        r"4,000,000", slow=True, instead={"--parts": "--out {out} --parts"}
+        r"4,000,000", output="--out"
     ),
-    "make bench-scheduler ARGS=--parts traces --traces conversation_trace.jsonl": (
-        Elsewhere(
-            "a recorded trace", "tests/examples/test_traces.py::test_a_run_reports_its_replays"
-        )
+    "make bench-scheduler ARGS=--parts traces --traces conversation_trace.jsonl": Elsewhere(
+        "tests/examples/test_traces.py::test_a_run_reports_its_replays"
     ),
-    "make bench-scheduler ARGS=--parts hits": Run(
-        r"hit rate", slow=True, instead={"--parts": "--out {out} --parts"}
-    ),
+    "make bench-scheduler ARGS=--parts hits": Run(r"hit rate", output="--out"),
     # The command
     'simple-offload doctor --ranks 2 --config {"cpu_bytes_to_use": "64GiB"}': Run(
-        r"The connector works here", slow=True, instead={"64GiB": "1GiB"}
+        r"The connector works here", instead={"64GiB": "1GiB"}
     ),
     "simple-offload doctor --ranks 4 --config {…": Run(
-        r"The connector works here", slow=True, instead={"256GiB": "1GiB"}
+        r"The connector works here", instead={"256GiB": "1GiB"}
     ),
-    "simple-offload doctor": Run(r"The connector works here", slow=True),
+    "simple-offload doctor": Run(r"The connector works here"),
     "simple-offload bench copy": _GPU_COPIES,
-    "simple-offload bench turns": Run(_TURNS, slow=True),
-    "simple-offload bench engines --preset cpu": Run(r"TTFT, hit in the host tier", slow=True),
+    "simple-offload bench turns": Run(_TURNS),
+    "simple-offload bench engines --preset cpu": Run(r"TTFT, hit in the host tier"),
     "simple-offload bench engines --preset h200": _GPU_ENGINES,
     "simple-offload bench engines": _GPU_ENGINES,
-    "simple-offload bench scheduler --quick": Run(r"hit rate", slow=True),
+    "simple-offload bench scheduler --quick": Run(r"hit rate"),
     "simple-offload bench scheduler": Named("simple-offload bench scheduler --quick"),
-    "simple-offload bench demo --quick": Run(r"answers are the same", slow=True),
+    "simple-offload bench demo --quick": Run(r"answers are the same"),
     # The examples
     "python3 -m examples.copy_bench": _GPU_COPIES,
     "python3 -m examples.copy_bench --sizes …": _GPU_COPIES,
@@ -149,57 +123,52 @@ WAYS: Mapping[str, Way] = {
     "python3 -m examples.engine_bench --…": _GPU_ENGINES,
     "python3 -m examples.multi_turn --preset …": _GPU_TURNS,
     "python3 -m examples.multi_turn --input-file generate_multi_turn.json --seed 1234": Run(
-        _TURNS, slow=True, instead={"generate_multi_turn.json": "{input}"}
+        _TURNS, instead={"generate_multi_turn.json": "{input}"}
     ),
     "python3 -m examples.multi_turn --serve --contenders ours --port 8000": Elsewhere(
-        "a Ctrl-C",
-        "tests/docs/test_serving.py::test_a_server_for_vllm_s_script",
+        "tests/examples/test_multi_turn.py::test_a_server_for_other_clients"
     ),
     "python3 -m examples.accuracy --model Qwen/Qwen3-8B --tasks gsm8k …": _GPU_ACCURACY,
     "python3 -m examples.accuracy --device cuda --model examples/accuracy/models/…": _GPU_ACCURACY,
     "python3 -m examples.accuracy.train llama --output DIR": Elsewhere(
-        "minutes on a GPU",
         "tests/examples/test_accuracy_data.py"
-        "::test_training_lowers_the_loss_and_saves_what_it_trained",
+        "::test_training_lowers_the_loss_and_saves_what_it_trained"
     ),
     ".venv/bin/python -m tests.faults.load_run --minutes 30 --seed 0": Elsewhere(
-        "half an hour", "tests/faults/test_load_run.py::test_twenty_seconds_of_load"
+        "tests/faults/test_load_run.py::test_twenty_seconds_of_load"
     ),
     # Servers and their clients
     "vllm serve MODEL --kv-transfer-config {…": Elsewhere(
-        "a client that asks", "tests/docs/test_serving.py::test_commands_that_serve"
+        "tests/docs/test_serving.py::test_commands_that_serve"
     ),
     "VLLM_USE_SIMPLE_KV_OFFLOAD=1 vllm serve MODEL --kv-offloading-size 64 …": Elsewhere(
-        "a client that asks", "tests/docs/test_serving.py::test_commands_that_serve"
+        "tests/docs/test_serving.py::test_commands_that_serve"
     ),
     "python -m examples.vllm_command serve": Named("vllm serve MODEL --kv-transfer-config {…"),
-    "vllm serve Qwen/Qwen3-8B --max-model-len 16384 …": Elsewhere("a client that asks", _SERVED),
-    "vllm bench serve --model Qwen/Qwen3-8B --seed 0 …": Elsewhere("a server", _SERVED),
-    "lm_eval --model local-completions --tasks gsm8k --num_fewshot 8 …": Elsewhere(
-        "a server", _SERVED
-    ),
+    "vllm serve Qwen/Qwen3-8B --max-model-len 16384 …": Elsewhere(_SERVED),
+    "vllm bench serve --model Qwen/Qwen3-8B --seed 0 …": Elsewhere(_SERVED),
+    "lm_eval --model local-completions --tasks gsm8k --num_fewshot 8 …": Elsewhere(_SERVED),
     # Installations
-    "pip install .": Run(r"Successfully installed .*simple-offload", slow=True, alone=True),
-    "pip install .[bench]": Run(
-        r"Successfully installed .*lm.eval-0\.4\.13", slow=True, alone=True
-    ),
+    "pip install .": Run(r"Successfully installed .*simple-offload", alone=True),
+    "pip install .[bench]": Run(r"Successfully installed .*lm.eval-0\.4\.13", alone=True),
     "pip install .[dev]": Run(
-        r"Successfully installed .*pytest-timeout-.*simple-offload", slow=True, alone=True
+        r"Successfully installed .*pytest-timeout-.*simple-offload", alone=True
     ),
-    "pip install .[cpu]": Elsewhere("gigabytes", "tests/test_extras.py::test_extras_resolve"),
-    "pip install lm-eval[api]==0.4.13": Elsewhere("minutes", _SERVED),
+    "pip install .[cpu]": Elsewhere("tests/test_packaging.py::test_extras_resolve"),
+    "pip install lm-eval[api]==0.4.13": Elsewhere(_SERVED),
     ".venv/bin/python -m pip install --no-deps --target .cache/torch-npu torch_npu==2.13.0": Run(
         r"Successfully installed torch.npu-2\.13\.0",
-        slow=True,
         instead={".cache/torch-npu": "{out}/torch-npu"},
     ),
     # An Ascend NPU
-    "source /usr/local/Ascend/ascend-toolkit/set_env.sh": Theirs("a part of CANN"),
-    "npu-smi info": Theirs("a part of the NPU's driver"),
     "export PYTHONPATH=$PWD/.cache/torch-npu:$PWD ASCEND_RT_VISIBLE_DEVICES=0": _NPU,
     ".venv/bin/python -m tests.backends.npu_hardware check": _NPU,
     ".venv/bin/python -m tests.backends.npu_hardware bench --mib 1024": _NPU,
 }
+
+
+THEIRS = ("source /usr/local/Ascend/ascend-toolkit/set_env.sh", "npu-smi info")
+"""Commands of CANN and of the NPU's driver, which cannot run here."""
 
 
 def key_of(text: str) -> str | None:

@@ -66,8 +66,8 @@ def event_ports() -> tuple[int, int]:
 
 @pytest.fixture(scope="package")
 def server(start_server: StartServer, event_ports: tuple[int, int]) -> Server:
-    """The server of all tests here, with KV events, and statistics in its log every second. After
-    SIGTERM it finishes running requests: the last test of the package needs that."""
+    """The server of all tests here, with KV events. After SIGTERM it finishes running requests:
+    the last test of the package needs that."""
     live, replay = event_ports
     events = {
         "enable_kv_cache_events": True,
@@ -75,6 +75,4 @@ def server(start_server: StartServer, event_ports: tuple[int, int]) -> Server:
         "endpoint": f"tcp://*:{live}",
         "replay_endpoint": f"tcp://*:{replay}",
     }
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("VLLM_LOG_STATS_INTERVAL", "1")
-        return start_server("--kv-events-config", json.dumps(events), "--shutdown-timeout", "60")
+    return start_server("--kv-events-config", json.dumps(events), "--shutdown-timeout", "60")

@@ -1,4 +1,4 @@
-"""The numbers on /metrics match the work, also on servers with other arguments."""
+"""Servers with other arguments: the numbers on /metrics match the work."""
 
 from pathlib import Path
 
@@ -6,6 +6,7 @@ import pytest
 
 from tests.serve.conftest import OURS, StartServer, configured
 from tests.serve.test_observability import check_work, work
+from tests.serve.test_serve import ASKS, HITS, answers, assert_same, assert_stops
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -31,3 +32,14 @@ def test_beside_another_connector(start_server: StartServer, model: Path, tmp_pa
     work(server)
     check_work(server, model)
     server.kill()
+
+
+def test_two_engines(start_server: StartServer) -> None:
+    """Data parallel: each engine has a host tier of its own."""
+    server = start_server("--data-parallel-size", "2", "--api-server-count", "1")
+    first = answers(server, ASKS, at_once=1)
+    for _ in range(3):
+        server.reset_prefix_cache(external=False)
+        assert_same(first, answers(server, ASKS, at_once=len(ASKS)))
+    assert all(server.metric(HITS, engine=engine) > 0 for engine in ("0", "1"))
+    assert_stops(server)  # without a grace period, vLLM's default
