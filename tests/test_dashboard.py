@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import pytest
 from vllm.v1.metrics import loggers
 
-from simple_offload.metrics import SERIES, Series
+from simple_offload.metrics import SERIES
 from tools.set_up import ROOT
 
 DASHBOARD: dict[str, Any] = json.loads((ROOT / "dashboards" / "simple-offload.json").read_text())
@@ -55,25 +55,21 @@ PREFIX = "vllm:simple_offload_"
 QUERIES = list(queries())
 
 
-def series_of(name: str) -> Series:
-    """The series that serves ``name`` on /metrics."""
-    base = name.removesuffix("_bucket")
-    series = SERIES[base]
-    assert (series.kind == "histogram") == (base != name), f"{name} of a {series.kind}"
-    return series
-
-
 @pytest.mark.parametrize("query", QUERIES, ids=[query.text[:60] for query in QUERIES])
-def test_queries_name_existing_series_and_labels(query: Query) -> None:
+def test_queries_name_existing_series_and_labels_and_show_rates_of_counters(query: Query) -> None:
     assert query.selected
     for name, labels in query.selected:
         assert labels.keys() >= COMMON, "one model and one engine can be chosen"
         own: dict[str, Any] = {}
         if name.startswith(PREFIX):
-            own = dict(series_of(name).labels)
+            series = SERIES[name.removesuffix("_bucket")]
+            assert (series.kind == "histogram") == name.endswith("_bucket")
+            own = dict(series.labels)
             assert query.grouped <= {*own, *COMMON, "le"}
         for label, value in labels.items() - {(of, f"${of}") for of in COMMON}:
             assert value in own[label]
+        grows = name.endswith(("_total", "_bucket"))
+        assert grows == ("rate(" in query.text or "increase(" in query.text)
     assert query.shown <= query.grouped
 
 
@@ -87,13 +83,6 @@ def test_all_other_series_are_vllm_s() -> None:
     rest = {name for name in names_in_queries() if not name.startswith(PREFIX)}
     for name in rest:
         assert f'"{name.removesuffix("_total")}"' in source, name
-
-
-def test_counters_are_rates() -> None:
-    for query in QUERIES:
-        for name, _ in query.selected:
-            grows = name.endswith(("_total", "_bucket"))
-            assert grows == ("rate(" in query.text or "increase(" in query.text), query.text
 
 
 def test_variables_are_asked_of_a_series_that_is_always_there() -> None:

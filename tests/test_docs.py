@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 
-from simple_offload.cli.bench import BENCHES
 from simple_offload.config import OffloadConfig
 from simple_offload.metrics import SERIES
 from tests.docs.pages import COMMANDS, PAGES, Command, blocks
@@ -36,7 +35,7 @@ def _shown(command: Command) -> str:
     return f"{command.page}: {' '.join(command.words)[:60]}"
 
 
-# python -m, simple-offload
+# python -m
 
 
 def _check_options(module: str, arguments: Sequence[str]) -> None:
@@ -62,17 +61,6 @@ def test_python_modules_and_their_options_exist(command: Command) -> None:
     if module not in ("pip", "pytest"):
         # The arguments of vllm_command are vLLM's.
         _check_options(module, [] if module.endswith("vllm_command") else arguments)
-
-
-@pytest.mark.parametrize("command", of("simple-offload"), ids=_shown)
-def test_arguments_of_the_command_are_taken(command: Command) -> None:
-    _, name, *arguments = command.words
-    if name == "bench":
-        bench, *arguments = arguments
-        _check_options(BENCHES[bench].module, [word for word in arguments if word != "--json"])
-        return
-    assert name == "doctor"
-    _check_options("simple_offload.cli.doctor", arguments)
 
 
 def _validate(config: dict[str, Any]) -> None:

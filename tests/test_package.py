@@ -1,9 +1,7 @@
-"""The package itself: its names, and the cost of importing it."""
+"""The package itself."""
 
 import subprocess
 import sys
-
-import pytest
 
 import simple_offload
 
@@ -23,11 +21,3 @@ except ImportError as error:
     version, missing = printed.split()
     assert version == simple_offload.__version__
     assert missing == "vllm" or missing.startswith("vllm.")
-
-
-def test_its_names() -> None:
-    from simple_offload.connector import SimpleCPUOffloadConnector
-
-    assert simple_offload.SimpleCPUOffloadConnector is SimpleCPUOffloadConnector
-    with pytest.raises(AttributeError, match="SimpleCpuOffloadConnector"):
-        simple_offload.SimpleCpuOffloadConnector  # noqa: B018 - the wrong spelling is the point

@@ -272,18 +272,6 @@ def _tree(root: Path) -> set_up.VirtualEnvironment:
     return environment
 
 
-def test_set_up_begins_anew_after_a_kill_or_a_move(tmp_path: Path) -> None:
-    old = _tree(tmp_path / "old")
-    old.root.rename(tmp_path / "new")
-    new = set_up.VirtualEnvironment(tmp_path / "new")
-    assert new.installed() == set_up.BUSY
-    left = new.folder / "left"
-    left.touch()
-    new.create()
-    assert (left.exists(), new.installed()) == (False, set_up.BUSY)
-    subprocess.run([str(new.python), "-m", "pip", "--version"], check=True)
-
-
 def test_set_up_does_not_touch_another_environment(tmp_path: Path) -> None:
     other = _tree(tmp_path / "other")
     link = set_up.VirtualEnvironment(tmp_path)

@@ -26,39 +26,30 @@ ENGINE_ON_EACH_NODE = {**TP4, "data_parallel_size": 4, "data_parallel_size_local
 FOUR_NODES = {**TP4, "pipeline_parallel_size": 4, "nnodes": 4}
 
 
+DEPLOYMENTS: dict[str, tuple[dict[str, Any], int, dict[str, Any]]] = {
+    "dsv4 on B200": (PER_RANK, 1760, ENGINE_ON_EACH_GPU),
+    "dsv4 on B300": ({"cpu_bytes_to_use": 220 * GIB}, 1760, ENGINE_ON_EACH_GPU),
+    "Kimi-K3 on MI355X": (PER_RANK, 1760, TP8),
+    "MiniMax-M3 on B200, sized whole": ({"cpu_bytes_to_use": 1600 * GIB}, 1600, TP4),
+    "Kimi-K3 on nodes of GB200": (BOTH_KEYS, 512, ENGINE_ON_EACH_NODE),
+    "... by node rank": (BOTH_KEYS, 512, ENGINE_ON_EACH_NODE | {"nnodes": 4, "node_rank": 2}),
+    "... an engine on each GPU": (
+        BOTH_KEYS,
+        512,
+        {"data_parallel_size": 16, "data_parallel_size_local": 4},
+    ),
+    "... behind a balancer of their own": (
+        BOTH_KEYS,
+        512,
+        ENGINE_ON_EACH_NODE | {"data_parallel_rank": 3, "data_parallel_external_lb": True},
+    ),
+    "one engine on four": ({"cpu_bytes_to_use_per_rank": 128 * GIB}, 512, FOUR_NODES),
+    "... sized as a whole": ({"cpu_bytes_to_use": 2048 * GIB}, 512, FOUR_NODES),
+}
+
+
 @pytest.mark.parametrize(
-    ("extra_config", "needed_gib", "parallel"),
-    [
-        pytest.param(PER_RANK, 1760, ENGINE_ON_EACH_GPU, id="dsv4 on B200"),
-        pytest.param({"cpu_bytes_to_use": 220 * GIB}, 1760, ENGINE_ON_EACH_GPU, id="dsv4 on B300"),
-        pytest.param(PER_RANK, 1760, TP8, id="Kimi-K3 on MI355X"),
-        pytest.param(
-            {"cpu_bytes_to_use": 1600 * GIB}, 1600, TP4, id="MiniMax-M3 on B200, sized whole"
-        ),
-        pytest.param(BOTH_KEYS, 512, ENGINE_ON_EACH_NODE, id="Kimi-K3 on nodes of GB200"),
-        pytest.param(
-            BOTH_KEYS,
-            512,
-            ENGINE_ON_EACH_NODE | {"nnodes": 4, "node_rank": 2},
-            id="... by node rank",
-        ),
-        pytest.param(
-            BOTH_KEYS,
-            512,
-            {"data_parallel_size": 16, "data_parallel_size_local": 4},
-            id="... an engine on each GPU",
-        ),
-        pytest.param(
-            BOTH_KEYS,
-            512,
-            ENGINE_ON_EACH_NODE | {"data_parallel_rank": 3, "data_parallel_external_lb": True},
-            id="... behind a balancer of their own",
-        ),
-        pytest.param(
-            {"cpu_bytes_to_use_per_rank": 128 * GIB}, 512, FOUR_NODES, id="one engine on four"
-        ),
-        pytest.param({"cpu_bytes_to_use": 2048 * GIB}, 512, FOUR_NODES, id="... sized as a whole"),
-    ],
+    ("extra_config", "needed_gib", "parallel"), DEPLOYMENTS.values(), ids=DEPLOYMENTS
 )
 def test_sizes_start_on_the_hosts_that_they_are_for(
     machine: Machine,

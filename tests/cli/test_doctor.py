@@ -3,7 +3,6 @@
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -159,23 +158,6 @@ def test_broken_modules(replace_module: Callable[[str, str], None]) -> None:
     assert "RuntimeError: no such operator" in found["torchvision"]["error"]
     for step in ("vllm", "supported", "connector", "backend"):
         assert "error" in found[step], step
-
-
-def test_the_named_backend_is_tried_also_when_other_keys_are_refused(
-    replace_module: Callable[[str, str], None],
-) -> None:
-    replace_module(
-        "torch", "import sys, json; raise ImportError(json.loads(sys.argv[1])['backend'])"
-    )
-    found = probe(read_transfer_config('{"backend": "npu", "unknown": 1}'), None)
-    assert found["torch"]["error"] == "ImportError: npu"
-
-
-def test_no_torch(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("simple_offload.cli.doctor.importlib.util.find_spec", dict[str, Any]().get)
-    checks = {check.name: check for check in examine(GIVEN, Ranks(1, 1))}
-    assert checks["torch"].status is Status.ERROR
-    assert checks["vLLM"].status is Status.ERROR
 
 
 def test_ranks_of_other_machines_do_not_count(

@@ -1,7 +1,6 @@
 """The reports of a live server on its work: on /metrics, and through KV events."""
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, cast
 
@@ -90,40 +89,26 @@ def test_metrics_count_the_work(worked: Server, model: Path) -> None:
     assert names_in_queries() <= {sample.name for sample in worked.samples()}
 
 
-class Feed:
-    """A late subscriber: it requests all events from the first on."""
-
-    def __init__(self, port: int) -> None:
-        self._socket = cast(Any, zmq.Context.instance().socket(zmq.DEALER))
-        self._socket.setsockopt(zmq.RCVTIMEO, 30_000)
-        self._socket.connect(f"tcp://{HOST}:{port}")
-        self._decoder = msgspec.msgpack.Decoder(KVEventBatch)
-
-    def events(self) -> list[Any]:
-        """All events about host memory so far."""
-        self._socket.send_multipart((b"", (0).to_bytes(8, "big")))
-        events: list[Any] = []
+def host_events(replay_port: int) -> list[Any]:
+    """All events about host memory, as a late subscriber requests them from the first on."""
+    events: list[Any] = []
+    with cast(Any, zmq.Context.instance().socket(zmq.DEALER)) as socket:
+        socket.setsockopt(zmq.RCVTIMEO, 30_000)
+        socket.setsockopt(zmq.LINGER, 0)
+        socket.connect(f"tcp://{HOST}:{replay_port}")
+        socket.send_multipart((b"", (0).to_bytes(8, "big")))
         while True:
-            *_, number, batch = self._socket.recv_multipart()
+            *_, number, batch = socket.recv_multipart()
             if number == ZmqEventPublisher.END_SEQ:
                 return [e for e in events if getattr(e, "medium", "") == MEDIUM_CPU]
-            events += self._decoder.decode(batch).events
-
-    def close(self) -> None:
-        """Close the connection."""
-        self._socket.close(linger=0)
+            events += msgspec.msgpack.decode(batch, type=KVEventBatch).events
 
 
-@pytest.fixture
-def feed(event_ports: tuple[int, int]) -> Iterator[Feed]:
+def test_a_subscriber_knows_the_blocks_of_the_tier(
+    worked: Server, event_ports: tuple[int, int]
+) -> None:
     _, replay = event_ports
-    feed = Feed(replay)
-    yield feed
-    feed.close()
-
-
-def test_a_subscriber_knows_the_blocks_of_the_tier(worked: Server, feed: Feed) -> None:
-    stored = feed.events()
+    stored = host_events(replay)
     assert {type(event) for event in stored} == {BlockStored}
     assert [event.token_ids for event in stored] == [LONG, SHORT[: 2 * BLOCK_SIZE]]
     hashes = {block_hash for event in stored for block_hash in event.block_hashes}
@@ -136,7 +121,7 @@ def test_a_subscriber_knows_the_blocks_of_the_tier(worked: Server, feed: Feed) -
     worked.reset_prefix_cache(external=True)
     worked.complete(LAST, 1)
     wait_for_metric(worked, metrics.USED, 1)
-    removed, last = feed.events()[len(stored) :]
+    removed, last = host_events(replay)[len(stored) :]
     assert isinstance(removed, BlockRemoved)
     assert set(removed.block_hashes) == hashes
     assert last.token_ids == LAST[:BLOCK_SIZE]
