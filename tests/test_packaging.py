@@ -257,28 +257,13 @@ def test_the_wheel_works_without_the_checkout(wheel: Path, tmp_path: Path) -> No
     assert "simple_offload" in (tmp_path / "demo-out" / "with.log").read_text()
 
 
-# tools/set_up.py
-
-
-def _tree(root: Path) -> set_up.VirtualEnvironment:
-    """An environment of a checkout in ``root``, complete except for its packages."""
-    (root / "simple_offload").mkdir(parents=True)
-    for name in ("pyproject.toml", "constraints.txt", "simple_offload/__init__.py"):
-        (root / name).write_bytes((ROOT / name).read_bytes())
-    environment = set_up.VirtualEnvironment(root)
-    environment.python.parent.mkdir(parents=True)
-    environment.python.symlink_to(sys.executable)
-    environment.note(environment.wanted())
-    return environment
-
-
 def test_set_up_does_not_touch_another_environment(tmp_path: Path) -> None:
-    other = _tree(tmp_path / "other")
-    link = set_up.VirtualEnvironment(tmp_path)
+    other, link = (set_up.VirtualEnvironment(tmp_path / name) for name in ("other", "link"))
+    other.python.parent.mkdir(parents=True)
+    other.python.symlink_to(sys.executable)
+    link.root.mkdir()
     link.folder.symlink_to(other.folder)
-    with pytest.raises(set_up.SetUpError, match="was not made by this script"):
-        link.create()
-    (other.folder / "set-up.json").unlink()
-    with pytest.raises(set_up.SetUpError, match="was not made by this script"):
-        other.create()
+    for environment in (link, other):
+        with pytest.raises(set_up.SetUpError, match="was not made by this script"):
+            environment.create()
     assert other.python.is_symlink()
