@@ -3,8 +3,7 @@
 import inspect
 import json
 import re
-from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 from vllm.v1.metrics import loggers
@@ -20,57 +19,38 @@ _GROUPING = re.compile(r"by \(([^)]*)\)")
 _TEMPLATE = re.compile(r"\{\{(\w+)\}\}")
 
 
-class Query(NamedTuple):
-    """A query of a panel. ``selected``: by series, the labels that it filters by. ``grouped``: the
-    labels that it groups by. ``shown``: the labels in its legend."""
-
-    text: str
-    selected: list[tuple[str, dict[str, str]]]
-    grouped: set[str]
-    shown: set[str]
-
-
-def queries() -> Iterator[Query]:
-    """Every panel's queries."""
-    for panel in DASHBOARD["panels"]:
-        for target in panel.get("targets", ()):
-            text = target["expr"]
-            selected = [
-                (name, {label: value for label, _, value in _MATCHER.findall(matchers)})
-                for name, matchers in _SELECTOR.findall(text)
-            ]
-            grouped = {
-                label.strip() for labels in _GROUPING.findall(text) for label in labels.split(",")
-            }
-            yield Query(text, selected, grouped, set(_TEMPLATE.findall(target["legendFormat"])))
+COMMON = {"model_name", "engine"}
+PREFIX = "vllm:simple_offload_"
+TARGETS = [target for panel in DASHBOARD["panels"] for target in panel.get("targets", ())]
 
 
 def names_in_queries() -> set[str]:
     """The names of series in queries."""
-    return {name for query in queries() for name, _ in query.selected}
+    return {name for target in TARGETS for name, _ in _SELECTOR.findall(target["expr"])}
 
 
-COMMON = {"model_name", "engine"}
-PREFIX = "vllm:simple_offload_"
-QUERIES = list(queries())
-
-
-@pytest.mark.parametrize("query", QUERIES, ids=[query.text[:60] for query in QUERIES])
-def test_queries_name_existing_series_and_labels_and_show_rates_of_counters(query: Query) -> None:
-    assert query.selected
-    for name, labels in query.selected:
+@pytest.mark.parametrize("target", TARGETS, ids=lambda target: target["expr"][:60])
+def test_queries_name_existing_series_and_labels_and_show_rates_of_counters(
+    target: dict[str, Any],
+) -> None:
+    text = target["expr"]
+    grouped = {each.strip() for group in _GROUPING.findall(text) for each in group.split(",")}
+    selected = _SELECTOR.findall(text)
+    assert selected
+    for name, matchers in selected:
+        labels = {label: value for label, _, value in _MATCHER.findall(matchers)}
         assert labels.keys() >= COMMON, "one model and one engine can be chosen"
         own: dict[str, Any] = {}
         if name.startswith(PREFIX):
             series = SERIES[name.removesuffix("_bucket")]
             assert (series.kind == "histogram") == name.endswith("_bucket")
             own = dict(series.labels)
-            assert query.grouped <= {*own, *COMMON, "le"}
+            assert grouped <= {*own, *COMMON, "le"}
         for label, value in labels.items() - {(of, f"${of}") for of in COMMON}:
             assert value in own[label]
         grows = name.endswith(("_total", "_bucket"))
-        assert grows == ("rate(" in query.text or "increase(" in query.text)
-    assert query.shown <= query.grouped
+        assert grows == ("rate(" in text or "increase(" in text)
+    assert set(_TEMPLATE.findall(target["legendFormat"])) <= grouped
 
 
 def test_every_series_is_shown() -> None:

@@ -46,7 +46,9 @@ class Wheel:
             if not self.folder.is_dir():
                 with tempfile.TemporaryDirectory(prefix=f"{name}.tmp-", dir=parent) as scratch:
                     extracted = Path(scratch) / "extracted"
-                    self._extract(self._download(Path(scratch)), extracted)
+                    with zipfile.ZipFile(self._download(Path(scratch))) as archive:
+                        wanted = [name for name in archive.namelist() if self.needed(name)]
+                        archive.extractall(extracted, wanted)
                     extracted.replace(self.folder)
         return self.folder
 
@@ -75,7 +77,3 @@ class Wheel:
             )
         (wheel,) = into.glob("*.whl")
         return wheel
-
-    def _extract(self, wheel: Path, folder: Path) -> None:
-        with zipfile.ZipFile(wheel) as archive:
-            archive.extractall(folder, [name for name in archive.namelist() if self.needed(name)])

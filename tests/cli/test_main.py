@@ -1,14 +1,11 @@
-"""The whole command: wrong arguments, help, and imports."""
+"""The whole command: wrong arguments, and imports."""
 
 import subprocess
 import sys
-from collections.abc import Iterable
 
 import pytest
 
-import simple_offload
-from simple_offload.cli.bench import BENCHES
-from simple_offload.cli.main import main, make_parser
+from simple_offload.cli.main import main
 
 
 @pytest.mark.parametrize(
@@ -32,13 +29,6 @@ def test_wrong_input_is_named(
         assert message in text
 
 
-def test_version(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as end:
-        main(["--version"])
-    assert end.value.code == 0
-    assert capsys.readouterr().out == f"simple-offload {simple_offload.__version__}\n"
-
-
 def test_it_starts_without_torch_and_vllm() -> None:
     # In a process of its own: this one has imported both.
     code = (
@@ -46,13 +36,3 @@ def test_it_starts_without_torch_and_vllm() -> None:
         "sys.exit(bool({'torch', 'vllm', 'matplotlib'} & sys.modules.keys()))"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
-
-
-@pytest.mark.parametrize(("command", "names"), [("doctor", ["--config"]), ("bench", BENCHES)])
-def test_help_lists_exit_codes_and_names(
-    command: str, names: Iterable[str], capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit):
-        make_parser().parse_args([command, "--help"])
-    text = capsys.readouterr().out
-    assert all(part in text for part in ("exit codes: ", *names))

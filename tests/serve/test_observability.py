@@ -26,14 +26,6 @@ SHORT = list(range(200, 270))  # two blocks and some
 LAST = list(range(300, 340))  # one block and some
 
 
-def token_bytes(model: Path) -> int:
-    """Bytes of a token: keys and values of all layers, in float32, on all ranks together."""
-    config = json.loads((model / "config.json").read_text())
-    heads, layers = config["num_key_value_heads"], config["num_hidden_layers"]
-    head_size = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
-    return int(2 * layers * heads * head_size * 4)
-
-
 def wait_for_metric(server: Server, name: str, value: float) -> None:
     server.wait_for(lambda: server.metric(name) == value, 30, f"{name} to be {value}")
 
@@ -53,7 +45,10 @@ def check_work(server: Server, model: Path, *, num_ranks: int = 1) -> None:
     def read(name: str, **labels: str) -> float:
         return server.metric(name, model_name="random", engine="0", **labels)
 
-    block_bytes = BLOCK_SIZE * token_bytes(model)
+    config = json.loads((model / "config.json").read_text())
+    head_size = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
+    heads = 2 * config["num_hidden_layers"] * config["num_key_value_heads"]  # keys and values
+    block_bytes = BLOCK_SIZE * heads * head_size * 4  # on all ranks together
     assert read(metrics.STORED) == 7
     assert read(metrics.LOADED) == 5
     assert read(metrics.HIT_TOKENS) == 5 * BLOCK_SIZE
