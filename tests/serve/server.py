@@ -60,9 +60,11 @@ class Server(serving.Server):
                 raise self.failure(f"was waited for, {seconds:.0f} s, for {what}")
             time.sleep(0.05)
 
-    def complete(self, prompt: Sequence[int], max_tokens: int) -> Completion:
-        """Answer greedily."""
-        with self._ask(prompt, max_tokens) as connection:
+    def complete(
+        self, prompt: Sequence[int], max_tokens: int, stop: str | None = None
+    ) -> Completion:
+        """Answer greedily, stopping early at ``stop`` only."""
+        with self._ask(prompt, max_tokens, stop=stop) as connection:
             response = connection.getresponse()
             text = response.read()
         assert response.status == 200, text[:1000]

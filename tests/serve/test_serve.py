@@ -53,6 +53,22 @@ def test_answers_come_back_from_the_host(server: Server) -> None:
         assert server.metric(HITS) > hits
 
 
+def test_stop_strings(server: Server) -> None:
+    """The frontend finds the stop strings, and then aborts the request in the engine."""
+    whole = [server.complete(ask.prompt, ask.max_tokens).tokens for ask in ASKS]
+    server.wait_for(server.is_idle, 30, "the first answers' requests to end")
+    for _ in range(2):
+        server.reset_prefix_cache(external=False)
+        hits = server.metric(HITS)
+        for ask, tokens in zip(ASKS, whole, strict=True):
+            stop = " ".join(f"w{token}" for token in tokens[8:11])
+            answer = server.complete(ask.prompt, ask.max_tokens, stop).tokens
+            assert answer == tokens[: len(answer)]
+            assert len(answer) < len(tokens)
+        assert server.metric(HITS) > hits
+    server.wait_for(server.is_idle, 30, "the stopped requests to end")
+
+
 def test_clients_that_disconnect(server: Server) -> None:
     expected = answers(server, ASKS, at_once=1)
     generated = server.metric("vllm:generation_tokens_total")
