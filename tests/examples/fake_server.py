@@ -1,5 +1,4 @@
-"""A fake ``vllm serve``: starts at once, invents tokens or looks up a recall question's answer, and
-fails on request.
+"""A fake ``vllm serve``: starts at once, invents tokens, and fails on request.
 
 ``python -m tests.examples.fake_server MODEL --host H --port P ...``. FAKE_SERVER in the environment
 is JSON: see ``Faults``. Half of a prompt's prefix that the device knows counts as its hit. The rest
@@ -16,11 +15,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from itertools import takewhile
-from pathlib import Path
 from threading import Event, Lock
 from typing import Any
-
-from examples.accuracy.usage import VARIABLE
 
 
 @dataclass(frozen=True)
@@ -31,7 +27,6 @@ class Faults:
     """Exits with this code before it answers."""
     child: bool = False
     """True: starts a process that only a signal ends."""
-    ignore_sigterm: bool = False
     die_at: int | None = None
     """The request during which the process is killed."""
     refuse_at: int | None = None
@@ -47,7 +42,7 @@ class Faults:
     """Number of resets that fail before one succeeds."""
 
 
-Prompt = Sequence[int] | Sequence[str]
+Prompt = Sequence[int]
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -64,9 +59,6 @@ class Handler(BaseHTTPRequestHandler):
         lines = ["# TYPE vllm:prompt_tokens_by_source counter"]
         for source, value in self.sources.items():
             lines.append(f'vllm:prompt_tokens_by_source_total{{source="{source}"}} {value}')
-        lines.append("# TYPE vllm:external_prefix_cache_hits counter")
-        hits = self.sources["external_kv_transfer"]
-        lines.append(f"vllm:external_prefix_cache_hits_total {hits}")
         self._answer("\n".join([*lines, ""]).encode())  # to /health as well
 
     def do_POST(self) -> None:
@@ -81,8 +73,7 @@ class Handler(BaseHTTPRequestHandler):
             self._answer(json.dumps({"success": success}).encode())
             return
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        recall = isinstance(body["prompt"], str)
-        prompt = body["prompt"].split() if recall else body["prompt"]
+        prompt = body["prompt"]
         with self.lock:
             number, cls.requests = self.requests, self.requests + 1
             cached = self._find(prompt)
@@ -90,13 +81,6 @@ class Handler(BaseHTTPRequestHandler):
             os.kill(os.getpid(), signal.SIGKILL)
         if number == self.faults.refuse_at:
             self.send_error(500)
-        elif recall:
-            words = walk(body["prompt"], body["max_tokens"])
-            words = words[::-1] if number >= self.faults.other_from else words
-            line = json.dumps({"prompt_tokens": len(prompt), "cached_tokens": cached})
-            with Path(os.environ[VARIABLE]).open("a") as file:
-                file.write(f"{line}\n")
-            self._answer(json.dumps({"choices": [{"text": " ".join(words)}]}).encode())
         else:
             self._stream(number, prompt, cached, body["max_tokens"])
 
@@ -113,7 +97,7 @@ class Handler(BaseHTTPRequestHandler):
         self.sources["local_compute"] += len(prompt) - local - external
         return local + external
 
-    def _stream(self, number: int, prompt: Sequence[int], cached: int, length: int) -> None:
+    def _stream(self, number: int, prompt: Prompt, cached: int, length: int) -> None:
         self.send_response(200)
         self.end_headers()
         first = sum(prompt) + (number >= self.faults.other_from)
@@ -152,16 +136,6 @@ def _known(prompt: Prompt, seen: Sequence[Prompt]) -> int:
     return longest
 
 
-def walk(prompt: str, hops: int) -> list[str]:
-    """The right answer to a recall question, derived from its text alone."""
-    context, _, question = prompt.partition(" ? ")
-    follower = dict(pair.split() for pair in context.removesuffix(" ;").split(" ; "))
-    words = [question.split()[0]]
-    for _ in range(hops):
-        words.append(follower[words[-1]])
-    return words[1:]
-
-
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--host")
@@ -172,10 +146,9 @@ def main() -> None:
     if faults.exit_at_start is not None:
         sys.stderr.write("there is no such model\n")
         sys.exit(faults.exit_at_start)
-    if faults.ignore_sigterm:
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
     if faults.child:
-        subprocess.Popen([sys.executable, "-c", "import signal; signal.pause()"])
+        # With the server's command line, by which a test finds it.
+        subprocess.Popen([sys.executable, "-c", "import signal; signal.pause()", *sys.argv])
     Handler.faults, Handler.connector = faults, arguments.kv_transfer_config is not None
     Handler.on_device, Handler.outside = [], []
     Handler.sources = {"local_compute": 0, "local_cache_hit": 0, "external_kv_transfer": 0}

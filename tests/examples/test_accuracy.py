@@ -2,33 +2,30 @@
 
 import asyncio
 import json
-import os
+import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 
 pytest.importorskip("prometheus_client")
 
-from examples import serving as serving_module
 from examples.accuracy.__main__ import main
 from examples.accuracy.evaluation import (
     Evaluation,
+    Request,
     Score,
+    evaluate,
     find_python,
     read_evaluation,
 )
-from examples.accuracy.results import Outcome, Pass, agreeing, outcome_json, verdict
+from examples.accuracy.results import Outcome, Pass
 from examples.accuracy.usage import VARIABLE, Message, RecordUsage, Usage, read_usage
-from examples.bench.child import ROOT
-from examples.bench.command import BAD_RESULT, RUN_FAILED, RunFailed
+from examples.bench.command import BAD_RESULT, RunFailed
 from examples.bench.results_file import NUMBERS
-
-FAKE_SERVER = (sys.executable, "-m", "tests.examples.fake_server")
-FAKE_LM_EVAL = f"{sys.executable} {ROOT / 'tests/examples/fake_lm_eval.py'}"
+from examples.serving import Server
 
 
 def a_pass(
@@ -47,18 +44,6 @@ def an_outcome(**changed: Pass) -> Outcome:
     return Outcome(**(passes | changed), least_accuracy=0.9)
 
 
-@pytest.mark.parametrize("which", ["first", "second"])
-def test_one_answer_that_differs_fails(which: str) -> None:
-    name = f"{which} pass"
-    outcome = an_outcome(**{which: a_pass(name, "yes no no yes", cached=96)})
-    assert agreeing(outcome.without, getattr(outcome, which)) == 3
-    text = verdict({"good": an_outcome(), "bad": outcome})
-    assert text.startswith("FAILED\n- bad: 1 of 4 answers")
-    assert "task 2: 'yes', then 'no'" in text
-    assert "good" not in text
-    assert outcome_json(outcome)["passes"][name]["same_answers"] == 3
-
-
 def second_pass(*usages: Usage) -> dict[str, Pass]:
     return {"second": replace(a_pass("second pass", cached=96), usages=usages)}
 
@@ -75,6 +60,11 @@ FEW_HITS = "of the prompts of the second pass were found, not more than 90%"
         (
             {"first": a_pass("first pass", "yes no yes")},
             "1 samples were answered in only one of without and first pass",
+        ),
+        (
+            {"first": a_pass("first pass", "yes no no yes")},
+            """1 of 4 answers of the first pass differ from those of the run without:
+  task 2: 'yes', then 'no'""",
         ),
         # A prompt is found but for its tail.
         (second_pass(Usage(100, 89)), f"0.0% {FEW_HITS}"),
@@ -119,9 +109,7 @@ def test_lm_evals_files_are_read(tmp_path: Path) -> None:
     assert found.answers == {("my_task", 7): ["a", "b"]}
 
 
-def test_missing_files_are_reported(tmp_path: Path) -> None:
-    with pytest.raises(RunFailed, match="left 0 results"):
-        read_evaluation(tmp_path)
+def test_missing_samples_are_reported(tmp_path: Path) -> None:
     with pytest.raises(RunFailed, match="no sample or no score"):
         read_evaluation(lm_eval_files(tmp_path, {"t": {"acc,none": 1.0}}, {}))
 
@@ -161,100 +149,62 @@ def test_usage_is_kept_and_answers_are_unchanged(
     assert read_usage(tmp_path / "none") == []
 
 
-@pytest.fixture
-def model(tmp_path: Path) -> Path:
-    directory = tmp_path / "recall"
-    directory.mkdir()
-    (directory / "config.json").write_text("{}")
-    return directory
-
-
-@pytest.fixture
-def faulty(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """A function that sets the faults of the fake servers, which replace vLLM's."""
-    monkeypatch.setattr(serving_module, "COMMAND", FAKE_SERVER)
-    monkeypatch.setenv("PYTHONPATH", str(ROOT))
-
-    def set_faults(**faults: Any) -> None:
-        monkeypatch.setenv("FAKE_SERVER", json.dumps(faults))
-
-    return set_faults
-
-
-def run_main(model: Path, tmp_path: Path, *arguments: str) -> int:
-    # Like the default, a path relative to this folder; lm_eval runs in another one.
-    output = os.path.relpath(tmp_path / "out")
-    command = ["--model", str(model), "--output", output, "--samples", "5"]
-    command += ["--device", "cpu", "--lm-eval", f"env PYTHONPATH={ROOT} {FAKE_LM_EVAL}"]
-    return main([*command, *arguments])
-
-
-def leftovers() -> list[psutil.Process]:
-    """Children of this process that still run."""
-    children = psutil.Process(os.getpid()).children(recursive=True)
-    return [each for each in children if "tests.examples.fake" in " ".join(each.cmdline())]
-
-
-def test_a_run_that_passes(model: Path, tmp_path: Path, faulty: Any, capsys: Any) -> None:
-    faulty()
-    assert run_main(model, tmp_path) == 0
-    printed = capsys.readouterr().out
-    assert "PASSED: all 5 samples" in printed
-    found = "once more when {host_hit_tokens} of {prompt_tokens} prompt tokens came from the host"
-    assert "1.0000 ± 0.0000" in printed
-    assert "5/5" in printed
-    numbers = json.loads((tmp_path / "out" / NUMBERS).read_text())["recall"]
-    assert numbers["passed"]
-    passes = numbers["passes"]
-    assert found.format(**passes["second pass"]) in printed
-    assert [each["prompts"] for each in passes.values()] == [5, 5, 5]
-    assert [each["hit_share"] for each in passes.values()] == [0, 0, 1]
-    assert passes["second pass"]["host_hit_tokens"] == passes["without"]["prompt_tokens"] - 5
-    assert not leftovers()
-
-
 @pytest.mark.parametrize(
-    ("faults", "why"),
+    ("words", "code", "words_of_verdict"),
     [
-        # The server with the connector gets ten requests; the one without gets five.
-        ({"other_from": 7}, "3 of 5 answers of the second pass differ"),
-        ({"no_hits": True}, "0.0% of the prompts of the second pass were found"),
+        ("yes no yes yes", 0, "when 384 of 400 prompt tokens came from the host tier."),
+        ("yes no no yes", BAD_RESULT, "FAILED\n- recall: 1 of 4 answers of the second pass differ"),
     ],
 )
-def test_a_run_that_fails(
-    model: Path, tmp_path: Path, faulty: Any, capsys: Any, faults: dict[str, Any], why: str
+def test_the_table_the_numbers_and_the_exit_code_agree(
+    words: str,
+    code: int,
+    words_of_verdict: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    faulty(**faults)
-    assert run_main(model, tmp_path) == BAD_RESULT
+    outcome = an_outcome(second=a_pass("second pass", words, cached=96))
+    monkeypatch.setattr("examples.accuracy.__main__.Evaluations.run", lambda _: outcome)
+    (tmp_path / "recall").mkdir()
+    (tmp_path / "recall" / "config.json").touch()
+    arguments = ["--model", str(tmp_path / "recall"), "--output", str(tmp_path)]
+    assert main([*arguments, "--lm-eval", "none"]) == code
     printed = capsys.readouterr().out
-    assert "FAILED" in printed
-    assert why in printed
-    assert not json.loads((tmp_path / "out" / NUMBERS).read_text())["recall"]["passed"]
-    assert not leftovers()
+    assert words_of_verdict in printed
+    assert ("PASSED: all 4 samples" in printed) == (code == 0)
+    lines = [" ".join(line.split()) for line in printed.splitlines()]
+    numbers = json.loads((tmp_path / NUMBERS).read_text())["recall"]
+    assert numbers["passed"] == (code == 0)
+    first, second = (numbers["passes"][name] for name in ("first pass", "second pass"))
+    assert (first["same_answers"], second["host_hit_tokens"]) == (4, 384)
+    assert f"same answers as without 4/4 {second['same_answers']}/4" in lines
+    assert "found in the host tier 0 0 384" in lines
+    assert "prompts found 0.0% 0.0% 100.0%" in lines
+    assert "exact_match,words 1.0000 ± 0.0100 1.0000 ± 0.0100 1.0000 ± 0.0100" in lines
+
+
+PAUSE = "import signal; signal.pause()"
 
 
 @pytest.mark.parametrize(
-    ("faults", "words"),
+    ("server", "lm_eval", "complaint"),
     [
-        ({"die_at": 2}, "The server ended while it was needed, killed by signal 9"),
-        ({"die_at": 8}, "The server ended while it was needed, killed by signal 9"),
-        ({"refuse_at": 1}, "lm_eval ended, exit code 1"),
-        ({"refuse_at": 1}, "HTTP Error 500"),
+        ("raise SystemExit(9)", PAUSE, "The server ended while it was needed, exit code 9"),
+        (PAUSE, "print('HTTP Error 500'); raise SystemExit(1)", "exit code 1(.|\n)*Error 500"),
+        (PAUSE, "pass", "lm_eval left 0 results"),
     ],
 )
 def test_a_server_or_an_lm_eval_that_fails_is_reported(
-    model: Path, tmp_path: Path, faulty: Any, capsys: Any, faults: dict[str, Any], words: str
+    server: str, lm_eval: str, complaint: str, tmp_path: Path
 ) -> None:
-    faulty(**faults)
-    numbers = tmp_path / "out" / NUMBERS
-    numbers.parent.mkdir()
-    numbers.write_text("of an earlier run")
-    assert run_main(model, tmp_path) == RUN_FAILED
-    printed = "".join(capsys.readouterr())
-    assert words in printed
-    assert "PASSED" not in printed
-    assert not numbers.exists()
-    assert not leftovers()
+    log = tmp_path / "log"
+    log.touch()
+    with subprocess.Popen([sys.executable, "-c", server]) as process:
+        command = [sys.executable, "-c", lm_eval]
+        with pytest.raises(RunFailed, match=complaint):
+            evaluate(command, Request(["a"]), Server(process, 1, log), tmp_path, lambda *_: None)
+        process.kill()
 
 
 def test_a_missing_lm_eval_is_reported(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

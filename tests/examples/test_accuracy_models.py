@@ -1,26 +1,20 @@
 """The recall models of this repository, and runs with them."""
 
 import json
-from collections.abc import Sequence
 from functools import cache
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
 from examples.accuracy.__main__ import MODELS, OUR_MODELS, main
-from examples.accuracy.corrupt import CorruptingBackend
 from examples.accuracy.evaluation import find_python
 from examples.accuracy.language import HOPS, make_questions
 from examples.accuracy.train import measure
 from examples.bench.command import BAD_RESULT, RunFailed
 from examples.bench.results_file import NUMBERS
-from simple_offload.backends.base import Direction
-from simple_offload.backends.host import HostBackend
-from simple_offload.metadata import Transfer
 
 
 @cache
@@ -58,50 +52,6 @@ def test_a_word_that_is_looked_up_changes_the_answer(name: str) -> None:
         with torch.no_grad():
             predicted = model(ids).logits[0, -HOPS - 1 : -1].argmax(-1)
         assert tokenizer.decode(predicted).split()[hop + 1] == words[0]
-
-
-def top_bits_turned(block: torch.Tensor) -> torch.Tensor:
-    return (block.int() ^ -128).to(torch.int8)
-
-
-def test_host_blocks_are_corrupted_once_after_each_store() -> None:
-    """In all regions of their chunk, and in no other block."""
-
-    class Idle(HostBackend):
-        def add_host_chunk(self, regions: Sequence[torch.Tensor]) -> None:
-            """Accepts several chunks, like a device's backend."""
-
-        def copy(self, *_: Any) -> None:
-            seen.append(chunks[1][0].clone())
-
-    backend = CorruptingBackend(Idle())
-    seen: list[torch.Tensor] = []
-    untouched = torch.arange(24, dtype=torch.int8).reshape(3, 8)
-    chunks = [[untouched.clone() for _ in range(2)] for _ in range(2)]
-    for regions in chunks:
-        backend.add_host_chunk(regions)
-    corrupted = untouched.clone()
-    corrupted[1] = top_bits_turned(corrupted[1])
-    block = Transfer(0, np.array([0]), np.array([4]))
-    for direction, wanted in (
-        (Direction.STORE, untouched),
-        (Direction.LOAD, corrupted),
-        (Direction.LOAD, corrupted),
-        (Direction.STORE, corrupted),
-        (Direction.LOAD, untouched),  # the store copied nothing, so the bits turn back
-    ):
-        backend.copy(direction, block, None)
-        assert all(torch.equal(region, untouched) for region in chunks[0])
-        assert all(torch.equal(region, wanted) for region in [*chunks[1], seen[-1]])
-    backend.close()
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_corrupted_values_are_finite_and_wrong(dtype: torch.dtype) -> None:
-    values = torch.tensor([1.5, -2.25e-3, 7.0, 300.0], dtype=dtype)
-    spoilt = top_bits_turned(values.view(torch.int8)).view(dtype)
-    assert spoilt.isfinite().all()
-    assert (spoilt.sign() == -values.sign()).all()
 
 
 def has_lm_eval() -> bool:

@@ -23,7 +23,7 @@ from examples.copy_bench.contenders import BackendContender, Contender
 from examples.copy_bench.measure import Bystander, measure, measure_small_copies
 from examples.copy_bench.plan import KIB, MIB, SIZES, Plan, Way, make_job, size_text
 from examples.copy_bench.report import crossing_lines
-from examples.copy_bench.results import Results, Row, SmallCopies, paths_by_kernel
+from examples.copy_bench.results import Results, Row, paths_by_kernel
 from simple_offload.backends.base import Barrier, Direction
 from simple_offload.backends.cuda.backend import CudaBackend
 from simple_offload.backends.cuda.copy_costs import CopyCosts
@@ -224,19 +224,15 @@ class Bus(Contender):
                 self._large.notify()
 
 
-def beside(bus: Bus, monkeypatch: pytest.MonkeyPatch, repeats: int = 1) -> list[SmallCopies]:
-    """The measurement of a store of the whole pool; ``bus`` replaces the device and the clock."""
-    monkeypatch.setattr(measure_module, "time", SimpleNamespace(perf_counter=lambda: bus.now))
-    monkeypatch.setattr(Bystander, "copy", lambda _, direction: bus.copy_small(direction))
-    return list(measure_small_copies(bus, cpu_arena(), make_job(Way.STORE, MIB, PLAN), repeats))
-
-
 def test_small_copies_beside_a_large_one(
     monkeypatch: pytest.MonkeyPatch, no_thread_left: None
 ) -> None:
     """Small copies that end in its first tenth do not count: the bus was still idle for them."""
     bus = Bus([0.004, 0.005, 0.03, 0.02, 0.041])
-    to_device, to_host = beside(bus, monkeypatch, repeats=2)
+    monkeypatch.setattr(measure_module, "time", SimpleNamespace(perf_counter=lambda: bus.now))
+    monkeypatch.setattr(Bystander, "copy", lambda _, direction: bus.copy_small(direction))
+    job = make_job(Way.STORE, MIB, PLAN)
+    to_device, to_host = measure_small_copies(bus, cpu_arena(), job, repeats=2)
     assert (to_device.small_way, to_host.small_way) == (Way.LOAD, Way.STORE)
     for found in (to_device, to_host):
         assert (found.contender, found.way, found.size) == ("auto", Way.STORE, MIB)
@@ -248,14 +244,6 @@ def test_small_copies_beside_a_large_one(
     assert first_store >= 2 * 5
     assert set(bus.asked[:first_store]) == {Direction.LOAD}
     assert set(bus.asked[first_store:]) == {Direction.STORE}
-
-
-def test_a_small_copy_that_waits_for_all_of_the_large_one_counts(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    for found in beside(Bus([0.02, 0.98]), monkeypatch):
-        assert found.made == 1
-        assert found.median == found.longest == pytest.approx(0.98)
 
 
 # Numbers
@@ -383,16 +371,6 @@ def test_a_whole_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert numbers["calibration"][str(4 * KIB)] == PathBackend().describe_paths()
     assert numbers["seconds"] > 0
     assert (tmp_path / "out" / "bandwidth.png").read_bytes().startswith(b"\x89PNG")
-
-
-@pytest.mark.usefixtures("cpu_rig")
-def test_chosen_sizes_and_scale(tmp_path: Path) -> None:
-    assert run(tmp_path, "--sizes", "512K", "4KiB", "4096", "--scale", "2") == 0
-    numbers = json.loads((tmp_path / "result.json").read_text())
-    assert numbers["plan"]["sizes"] == [4 * KIB, 512 * KIB]
-    blocks = {(row["way"], row["size"]): row["blocks"] for row in numbers["rows"]}
-    assert blocks["load", 4 * KIB] == 2 * PLAN.most_blocks
-    assert blocks["both", 512 * KIB] == 2 * PLAN.pool_bytes // (512 * KIB)
 
 
 def spoil_path(

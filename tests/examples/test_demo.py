@@ -15,8 +15,6 @@ pytest.importorskip("matplotlib")
 pytest.importorskip("rich")
 
 from examples.bench.child import ROOT
-from examples.bench.command import RUN_FAILED
-from examples.demo import __main__ as demo
 from examples.demo.plan import FULL, QUICK, Plan
 from examples.demo.results import Answer, compare, rows_by_turn
 
@@ -120,26 +118,6 @@ def test_rows_are_means_over_users() -> None:
     assert second.speedup == 4.0
 
 
-def failing_command(plan: Plan, model: Path, *, connector: bool) -> list[str]:
-    """Replaces a run whose engine fails with the connector, after it has logged the reason."""
-    if connector:
-        return [sys.executable, "-c", "import sys; print('host tier is upset'); sys.exit(7)"]
-    return [sys.executable, "-c", "pass"]
-
-
-def test_failing_run_shows_its_log_and_exit_code(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(demo, "run_command", failing_command)
-    (tmp_path / "result.json").write_text("of an earlier demo")
-    assert demo.main(["--quick", "--output", str(tmp_path)]) == RUN_FAILED
-    printed = capsys.readouterr().err
-    assert "The process of with ended: exit code 7" in printed
-    assert "host tier is upset" in printed
-    assert str(tmp_path / "with.log") in printed
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["with.log", "without.log"]
-
-
 @pytest.mark.parametrize("preset", [FULL, QUICK])
 @pytest.mark.parametrize("users", [2, 16])
 @pytest.mark.parametrize("turns", [2, 12])
@@ -150,14 +128,3 @@ def test_one_conversation_fits_the_device_and_all_do_not(
     assert plan.longest_context <= plan.max_model_len < plan.device_tokens
     assert plan.conversation_tokens > plan.device_tokens
     assert plan.conversation_tokens * plan.model.kv_bytes_per_token <= plan.host_bytes
-
-
-def test_users_share_only_the_head_of_their_first_message() -> None:
-    plan = QUICK
-    first = plan.first_messages()
-    assert [len(message) for message in first] == [plan.first_message_tokens] * 3
-    assert len({tuple(message[: plan.shared_tokens]) for message in first}) == 1
-    assert len({message[plan.shared_tokens] for message in first}) > 1
-    assert plan.message(0, 1) != plan.message(1, 1) != plan.message(1, 2)
-    assert plan.first_messages() == first
-    assert plan.changed(users=3, turns=3, seed=1).first_messages() != first

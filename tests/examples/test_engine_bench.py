@@ -2,7 +2,6 @@
 
 import importlib.util
 import json
-import signal
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, replace
@@ -17,7 +16,7 @@ pytest.importorskip("rich")
 
 from rich.console import Console
 
-from examples.bench.command import BAD_RESULT, INTERRUPTED, RUN_FAILED, exit_code_of
+from examples.bench.command import BAD_RESULT, RUN_FAILED, exit_code_of
 from examples.bench.connectors import CONTENDERS, ON_CPU
 from examples.engine_bench import __main__ as command
 from examples.engine_bench.bench import Bench
@@ -28,7 +27,6 @@ from examples.engine_bench.results import (
     medians_by_contender,
     problems,
 )
-from tests.examples.processes import end_at
 
 needs_vllm = pytest.mark.skipif(
     importlib.util.find_spec("vllm") is None, reason="runs a vLLM engine"
@@ -111,16 +109,6 @@ def test_a_tiny_bench_measures_every_part(
     assert {path.name for path in tmp_path.iterdir()} == {"result.json", *logs}
 
 
-@needs_vllm
-@pytest.mark.slow
-def test_an_interrupted_bench_leaves_no_process(tmp_path: Path) -> None:
-    """The engine core has a process of its own by the warm-up."""
-    command = [sys.executable, "-u", "-m", "examples.engine_bench", "--preset", "cpu"]
-    command += ["--parts", "idle", "--output", str(tmp_path)]
-    assert end_at("warming up", signal.SIGINT, command) == INTERRUPTED
-    assert [path.name for path in tmp_path.iterdir()] == ["none-1.log"]
-
-
 def measured(
     ttft: float = 0.2,
     *,
@@ -175,12 +163,6 @@ def test_problems(
 ) -> None:
     runs = {"none": [measured(hits=0), measured(hits=0)], "ours": ours}
     assert problems(runs, plan, parts, 2) == found
-
-
-def test_repeats_have_prompts_of_their_own() -> None:
-    same, other = H200.with_other_texts(0), H200.with_other_texts(1)
-    assert H200.text(9, "a") == same.text(9, "a") != other.text(9, "a")
-    assert other.text(9, "a") == H200.with_other_texts(1).text(9, "a")
 
 
 def test_the_floor_is_a_device_hit_and_the_bytes() -> None:

@@ -3,7 +3,10 @@
 import asyncio
 import importlib.util
 import json
+import os
 import signal
+import socket
+import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
@@ -20,6 +23,7 @@ pytest.importorskip("rich")
 from prometheus_client.samples import Sample
 
 from examples import serving
+from examples.bench.child import ROOT
 from examples.bench.command import BAD_RESULT, INTERRUPTED, RUN_FAILED, RunFailed, exit_code_of
 from examples.bench.connectors import CONTENDERS
 from examples.bench.models import ModelShape
@@ -32,7 +36,7 @@ from examples.multi_turn.conversations import Conversation, Turn, make_conversat
 from examples.multi_turn.plan import CPU, Plan, generated
 from examples.multi_turn.results import ROWS, summaries
 from examples.multi_turn.tokens import WordVocabulary
-from tests.examples.processes import end_at
+from tests.examples.processes import assert_gone
 
 needs_vllm = pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="runs vLLM")
 
@@ -76,16 +80,14 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     return monkeypatch
 
 
+def servers(output: Path) -> list[psutil.Process]:
+    """The servers of a run, and what they have started."""
+    found = psutil.process_iter(["cmdline"])
+    return [each for each in found if str(output) in " ".join(each.info["cmdline"] or ())]
+
+
 def err(fake: pytest.MonkeyPatch, **faults: Any) -> None:
     fake.setenv("FAKE_SERVER", json.dumps(faults))
-
-
-def children() -> list[psutil.Process]:
-    return [
-        child
-        for child in psutil.Process().children(recursive=True)
-        if child.status() != psutil.STATUS_ZOMBIE and "serve" in " ".join(child.cmdline())
-    ]
 
 
 def test_every_contender_answers_all_that_is_asked(
@@ -138,14 +140,14 @@ def test_every_contender_answers_all_that_is_asked(
         *("result.json", "conversations.json", "ttft_by_turn.png", "throughput.png"),
         *("none.log", "ours.log"),
     }
-    assert children() == []
+    assert_gone(servers(tmp_path))
 
 
 @pytest.mark.parametrize(
     ("faults", "complaint"),
     [
         ({"refuse_at": WARM_UP}, "turn 1: ClientResponseError: 500"),
-        ({"refuse_at": WARM_UP}, "9 of 12 requests done"),
+        ({"refuse_at": WARM_UP + 1}, "9 of 12 requests done"),
         ({"short_at": WARM_UP + 5}, "3 of 4 tokens"),
         ({"no_hits": True}, "ours, round 1: the connector got no hits"),
     ],
@@ -178,18 +180,12 @@ def test_other_answers_invalidate_a_run(fake: pytest.MonkeyPatch, tmp_path: Path
     assert both.problems == [], "dummy weights have ties, so answers may differ"
 
 
-def test_no_hits_are_asked_for_where_everything_fits(
-    fake: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    err(fake, no_hits=True)
-    assert code_of(bench(tmp_path, "ours", device_tokens=None)) == 0
-
-
 @pytest.mark.parametrize(
     ("faults", "complaint"),
     [
-        ({"exit_at_start": 5}, "there is no such model"),
+        ({"exit_at_start": 5}, "exit code 5"),
         ({"refuse_at": 0}, "The server answers nothing"),
+        ({"resets_refused": 1000}, "The server did not reset its caches within"),
         ({"die_at": WARM_UP + 6, "child": True}, "killed by signal 9"),
     ],
 )
@@ -201,12 +197,25 @@ def test_a_server_that_fails(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     err(fake, **faults)
+    fake.setattr(serving, "RESET_SECONDS", 0.1)
     assert code_of(bench(tmp_path, "ours")) == RUN_FAILED
     printed = capsys.readouterr().err
     assert complaint in printed
-    assert str(tmp_path / "ours.log") in printed
-    assert children() == []
+    assert f"The end of {tmp_path / 'ours.log'}:" in printed
+    assert ("there is no such model" in printed) == ("exit_at_start" in faults)
+    assert_gone(servers(tmp_path))
     assert [path.name for path in tmp_path.iterdir() if path.is_dir()] == [], "no model is left"
+
+
+def test_a_port_in_use(tmp_path: Path) -> None:
+    """The clients would ask another server than the contender's."""
+    with socket.socket() as other:
+        other.bind((serving.HOST, 0))
+        other.listen()
+        port = other.getsockname()[1]
+        with pytest.raises(RunFailed, match=f"Port {port} .* is in use"):
+            bench(tmp_path, "ours", port=port).run(lambda *_: None)
+    assert not (tmp_path / "ours.log").exists(), "nothing was started"
 
 
 def test_finished_results_are_kept(fake: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -235,34 +244,29 @@ runpy.run_module("examples.multi_turn", run_name="__main__")
 def test_a_terminated_run_leaves_no_process(tmp_path: Path) -> None:
     """It is ended during a request that never ends."""
     command = [sys.executable, "-u", "-c", INTERRUPTED_RUN, "--contenders", "ours"]
-    command += ["--output", str(tmp_path)]
-    faults = json.dumps({"stall_at": WARM_UP + 3, "child": True})
-    assert end_at("round 1/1", signal.SIGTERM, command, FAKE_SERVER=faults) == INTERRUPTED
+    process = subprocess.Popen(
+        [*command, "--output", str(tmp_path)],
+        cwd=ROOT,
+        env={**os.environ, "FAKE_SERVER": json.dumps({"stall_at": WARM_UP + 3, "child": True})},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        # Started in the background by a shell, the tests themselves ignore SIGINT.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # noqa: PLW1509 - no lock taken
+    )
+    assert process.stdout is not None
+    for line in process.stdout:
+        if "round 1/1" in line:
+            break
+    family = psutil.Process(process.pid).children(recursive=True)
+    process.terminate()
+    rest, _ = process.communicate(timeout=120)
+    assert process.returncode == INTERRUPTED
+    assert "Interrupted." in rest
+    assert "Traceback" not in rest
+    assert len(family) == 2
+    assert_gone(family)
     assert {path.name for path in tmp_path.iterdir()} == {"conversations.json", "ours.log"}
-
-
-def test_a_server_for_other_clients(
-    fake: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """The server and its model are ready when the command line for vLLM's script is printed. Ctrl-C
-    ends the server."""
-    one = bench(tmp_path, "ours")
-    paths: list[str] = []
-
-    def on_ready(server: serving.Server, model: str) -> None:
-        assert server.metric("vllm:prompt_tokens_by_source_total") == 0
-        assert (Path(model) / "tokenizer.json").is_file()
-        paths.append(model)
-        raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        one.serve(lambda *_: None, on_ready)
-    assert children() == []
-    assert not Path(paths[0]).exists()
-
-    err(fake, exit_at_start=5)
-    assert command.main(["--serve", "--output", str(tmp_path)]) == RUN_FAILED
-    assert "exit code 5" in capsys.readouterr().err
 
 
 def talk(name: str, turns: int) -> Conversation:
@@ -330,22 +334,6 @@ def test_a_client_goes_round_its_conversations() -> None:
     assert asked.order == [("a", 0), ("b", 0), ("a", 1), ("c", 0), ("d", 0), ("c", 1)]
 
 
-def test_a_file_brings_its_own_conversations(tmp_path: Path, fake: pytest.MonkeyPatch) -> None:
-    """The file has fewer conversations than the preset has clients; no client is idle."""
-    messages = [
-        {"role": role, "content": f"some words {role} {turn}"}
-        for turn in range(3)
-        for role in ("user", "assistant")
-    ]
-    (tmp_path / "input.json").write_text(json.dumps([{"id": "only", "messages": messages}]))
-    arguments = ["--input-file", str(tmp_path / "input.json"), "--output", str(tmp_path / "out")]
-    assert command.main([*arguments, "--contenders", "none"]) == 0
-    result = json.loads((tmp_path / "out" / "result.json").read_text())
-    assert (result["plan"]["clients"], result["plan"]["active"]) == (1, 1)
-    prompts = [reply["prompt_tokens"] for reply in result["runs"]["none"][0]["replies"]]
-    assert prompts == [4, 12, 20]
-
-
 @needs_vllm
 @pytest.mark.usefixtures("light_engines")
 def test_with_vllm(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -365,7 +353,6 @@ def test_with_vllm(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         assert first["turn"] == 0
     assert len({reply["answer"] for reply in each["replies"]}) > 6, "answers follow from prompts"
     assert result["summaries"]["ours"]["numbers"]["loaded_bytes"] > 0
-    assert children() == []
 
 
 # Numbers

@@ -9,11 +9,10 @@ import numpy as np
 import pytest
 
 from examples.bench.connectors import CONTENDERS
-from examples.bench.models import LLAMA_8B, QWEN3_14B, ModelShape, save_model
+from examples.bench.models import QWEN3_14B, ModelShape, save_model
 from examples.multi_turn.conversations import (
     InputError,
     make_conversations,
-    read_input,
     to_messages,
 )
 from examples.multi_turn.plan import PRESETS, SEED, generated
@@ -79,9 +78,7 @@ def test_distributions(distribution: Mapping[str, Any], mean: float, most: int) 
     [
         ("filetype", "other", "filetype: Input should be 'generate_conversations', not other"),
         ("num_conversations", 0, "num_conversations: Input should be greater than or equal to 1"),
-        ("num_conversations", None, "num_conversations: Field required"),
         ("prompt_input", None, "prompt_input: Field required"),
-        ("prompt_output.num_tokens", None, "prompt_output.num_tokens: Field required"),
         (
             "prompt_input.num_tokens.distribution",
             "normal",
@@ -92,7 +89,6 @@ def test_distributions(distribution: Mapping[str, Any], mean: float, most: int) 
         ("prompt_input.num_tokens.min", -1, "Input should be greater than or equal to 0, not -1"),
         ("prompt_input.num_tokens.min", True, "Input should be a valid number, not True"),
         ("prompt_input.prefix_num_tokens.median_ratio", 1, "should be less than 1, not 1"),
-        ("prompt_input.prefix_num_tokens.average", 0.5, "greater than or equal to 1, not 0.5"),
         ("prompt_input.prefix_num_tokens.average", None, "average, or mean and sigma, are missing"),
         (
             "prompt_output.num_tokens",
@@ -164,10 +160,8 @@ ASKED, ANSWERED = message("user", "a"), message("assistant", "b")
     [
         ("text", "the file: Input should be a valid list, not text"),
         ([], "no conversations"),
-        ([{"messages": []}], "0.id: Field required"),
         ([{"id": "x", "messages": "hello"}], "0.messages: Input should be a valid list, not hello"),
         ([recorded()], "conversation 'x': a message is empty, or there is no answer"),
-        ([recorded(ASKED)], "or there is no answer"),
         ([recorded(ASKED, message("assistant", ""))], "a message is empty"),
         ([recorded(ANSWERED)], "message 0: user and assistant take turns, the user is next"),
         ([recorded(ASKED, ASKED)], "message 1: user and assistant take turns, the assistant is"),
@@ -179,14 +173,6 @@ def test_wrong_conversations(data: object, complaint: str) -> None:
     with pytest.raises(InputError) as error:
         make_conversations(data, VOCABULARY, seed=0)
     assert complaint in str(error.value)
-
-
-def test_wrong_files(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match="No such file"):
-        read_input(tmp_path / "missing.json")
-    (tmp_path / "wrong.json").write_text("{")
-    with pytest.raises(InputError, match="is no JSON"):
-        read_input(tmp_path / "wrong.json")
 
 
 def test_text_means_the_same_to_clients_and_servers(tmp_path: Path) -> None:
@@ -207,23 +193,6 @@ def test_text_means_the_same_to_clients_and_servers(tmp_path: Path) -> None:
     longest = max(map(len, AutoTokenizer.from_pretrained(tmp_path).get_vocab()))
     assert longest > len(f"w{QWEN3_14B.vocab_size}"), "vLLM takes that many characters a token"
     assert min(ModelVocabulary(str(tmp_path)).random(1000, "any")) >= 3, "no special tokens"
-
-
-@pytest.mark.parametrize(("shape", "parameters"), [(LLAMA_8B, 7.24e9), (QWEN3_14B, 14.77e9)])
-def test_large_shapes_are_those_of_their_names(
-    shape: ModelShape, parameters: float, tmp_path: Path
-) -> None:
-    import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    save_model(shape, 4096, 0, tmp_path)
-    assert not list(tmp_path.glob("*.safetensors")), "vLLM fills in dummy weights"
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(tmp_path))
-    assert sum(weight.numel() for weight in model.parameters()) == pytest.approx(
-        parameters, rel=0.01
-    )
-    assert shape.kv_bytes_per_token == {32: 128, 40: 160}[shape.num_layers] << 10
 
 
 @pytest.mark.parametrize("name", PRESETS)
