@@ -12,10 +12,7 @@ pytest.importorskip("rich")
 
 
 from examples.bench.child import LAYOUT, Event, engine_environment, listen
-from examples.bench.command import (
-    CANNOT_START,
-    CannotStart,
-)
+from examples.bench.command import CANNOT_START, CannotStart
 from examples.bench.connectors import CONTENDERS
 from examples.bench.race import Race
 from examples.bench.results_file import prepare_output

@@ -350,9 +350,6 @@ def test_a_whole_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
         of_peak = f"{cells[-1]['of_peak']:.0%}"
         line = f"{row['way']} {size_text(row['size'])} {row['blocks']} {bandwidths} {of_peak}"
         assert any(each.startswith(line) for each in shown), line
-    by_size = {(row["way"], row["size"]): row["by_kernel"] for row in numbers["rows"]}
-    assert by_size["load", 64 * KIB] == {"load": True}
-    assert by_size["both", 512 * KIB] == {"load": False, "store": False}
     small = []
     for one in numbers["small_copies"]:
         small.append((one["contender"], one["way"], one["small_way"], one["size"]))
@@ -428,18 +425,16 @@ def test_paths_that_fail_or_are_missing_stop_no_other(
 
     monkeypatch.setattr(PathBackend, "open", refuse)
     monkeypatch.setattr(PathBackend, "close", lambda self: closed.append(self.copy_path))
-    assert run(tmp_path, "--sizes", "4K", "64K") == 0
-    printed = capsys.readouterr().out
-    assert "Left out: kernel: copy_path='kernel': Triton cannot be" in printed
-    (line, *_) = table_lines(printed)
-    assert line.startswith("load 4 KiB 100 ")
-    assert line.split()[7] == "-", "a kernel that was not measured has no number"
-    # Each is closed, and "dma" once more for the backend that pins the pools.
-    assert sorted(closed) == ["auto", "auto", "dma", "dma", "dma", "kernel"]
     spoil_path(monkeypatch, "dma", fail)
     assert run(tmp_path, "--sizes", "4K", "64K") == RUN_FAILED
-    message = "dma failed: 4 KiB, load: RuntimeError: CUDA_ERROR_LAUNCH_FAILED"
-    assert message in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "Left out: kernel: copy_path='kernel': Triton cannot be" in printed
+    assert "dma failed: 4 KiB, load: RuntimeError: CUDA_ERROR_LAUNCH_FAILED" in printed
+    (line, *_) = table_lines(printed)
+    assert line.startswith("load 4 KiB 100 ")
+    assert line.split()[6:8] == ["-", "-"], "paths that were not measured have no number"
+    # Each is closed, and "dma" once more for the backend that pins the pools.
+    assert sorted(closed) == ["auto", "auto", "dma", "dma", "kernel"]
     for row in json.loads((tmp_path / "result.json").read_text())["rows"]:
         assert set(row["contenders"]) == {"torch", "auto"}
 

@@ -21,12 +21,7 @@ from examples.bench.connectors import CONTENDERS, ON_CPU
 from examples.engine_bench import __main__ as command
 from examples.engine_bench.bench import Bench
 from examples.engine_bench.plan import CPU, H200, PARTS, PRESETS, Part, Plan
-from examples.engine_bench.results import (
-    bench_table,
-    floor_seconds,
-    medians_by_contender,
-    problems,
-)
+from examples.engine_bench.results import bench_table, floor_seconds, medians_by_contender, problems
 
 needs_vllm = pytest.mark.skipif(
     importlib.util.find_spec("vllm") is None, reason="runs a vLLM engine"
@@ -202,13 +197,8 @@ def test_a_failing_engine_shows_its_log(
     assert [path.name for path in tmp_path.iterdir()] == ["ours-1.log"]
 
 
-@pytest.mark.parametrize(("hits", "code"), [(100, 0), (0, BAD_RESULT)])
 def test_contenders_take_turns_and_each_repeat_is_kept(
-    hits: float,
-    code: int,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The exit code and the output tell of problems, as the numbers do."""
     order: list[str] = []
@@ -216,19 +206,19 @@ def test_contenders_take_turns_and_each_repeat_is_kept(
     def play(command: list[str], _environment: Any, log: Path, on_event: Any) -> None:
         order.append(log.stem)
         for repeat in range(json.loads(command[-1])["repeats"]):
-            on_event({"run": measured(hits=hits) | {"repeat": repeat}})
+            on_event({"run": measured(hits=0) | {"repeat": repeat}})
             runs = json.loads((tmp_path / "result.json").read_text())["runs"]
             assert sum(map(len, runs.values())) == 2 * (len(order) - 1) + repeat + 1
 
     monkeypatch.setattr("examples.engine_bench.bench.listen", play)
     contenders = [CONTENDERS[name] for name in ON_CPU]
     bench = Bench(replace(tiny_plan(), rounds=2), contenders, TTFT, tmp_path, repeats=2)
-    assert code_of(bench) == code
+    assert code_of(bench) == BAD_RESULT
     assert order == ["none-1", "ours-1", "none-2", "ours-2"]
     done = [(run["round"], run["repeat"]) for run in bench.runs["ours"]]
     assert done == [(1, 0), (1, 1), (2, 0), (2, 1)]
     found = json.loads((tmp_path / "result.json").read_text())["problems"]
-    assert len(found) == (0 if hits else 4)
+    assert len(found) == 4
     printed = capsys.readouterr().out
     assert all(problem in printed for problem in found)
 
@@ -248,21 +238,11 @@ def test_hits_of_a_plan_have_to_come_from_the_host_and_fit_it(plan: Plan) -> Non
 
 
 def test_arguments_make_the_bench_and_the_cpu_leaves_out_what_needs_cuda(tmp_path: Path) -> None:
-    bench = command.parse(
-        [
-            *("--kv-heads", "1", "--host-gib", "64", "--eager", "--rounds", "5", "--seed", "3"),
-            *("--parts", "turns,idle", "--contenders", "ours,builtin"),
-            *("--output", str(tmp_path / "new")),
-        ]
-    )
-    assert bench.plan == replace(
-        H200,
-        model=replace(H200.model, num_kv_heads=1),
-        host_bytes=64 << 30,
-        graphs=False,
-        rounds=5,
-        seed=3,
-    )
+    options = "--kv-heads 1 --host-gib 64 --eager --rounds 5 --parts turns,idle"
+    options += f" --contenders ours,builtin --output {tmp_path}"
+    bench = command.parse(options.split())
+    model = replace(H200.model, num_kv_heads=1)
+    assert bench.plan == replace(H200, model=model, host_bytes=64 << 30, graphs=False, rounds=5)
     assert [each.name for each in bench.contenders] == ["ours", "builtin"]
     assert list(bench.parts) == ["turns", "idle"]
     bench = command.parse(["--preset", "cpu", "--output", str(tmp_path)])

@@ -10,11 +10,7 @@ import pytest
 
 from examples.bench.connectors import CONTENDERS
 from examples.bench.models import QWEN3_14B, ModelShape, save_model
-from examples.multi_turn.conversations import (
-    InputError,
-    make_conversations,
-    to_messages,
-)
+from examples.multi_turn.conversations import InputError, make_conversations, to_messages
 from examples.multi_turn.plan import PRESETS, SEED, generated
 from examples.multi_turn.tokens import FIRST_TEXT_TOKEN, ModelVocabulary, WordVocabulary
 
@@ -56,8 +52,6 @@ def test_lengths_are_those_that_vllm_draws() -> None:
 @pytest.mark.parametrize(
     ("distribution", "mean", "most"),
     [
-        ({"distribution": "constant", "value": 50}, 50, 50),
-        ({"distribution": "uniform", "min": 40, "max": 60}, 50, 60),
         ({"distribution": "poisson", "alpha": 50, "max": 55}, 48.5, 55),
         ({"distribution": "zipf", "alpha": 4.0, "max": 7}, 1.1, 7),
         ({"distribution": "lognormal", "average": 50, "median_ratio": 0.5}, 50, 1000),
@@ -70,7 +64,6 @@ def test_distributions(distribution: Mapping[str, Any], mean: float, most: int) 
     answers = [len(turn.answer) for talk in talks for turn in talk.turns]
     assert np.mean(answers) == pytest.approx(mean, rel=0.15)
     assert 1 <= max(answers) <= most
-    assert (len(set(answers)) == 1) == (distribution["distribution"] == "constant")
 
 
 @pytest.mark.parametrize(

@@ -20,57 +20,16 @@ from examples.scheduler_bench.contenders import CONTENDERS, Contender, OurSide
 from examples.scheduler_bench.costs import Serving
 from examples.scheduler_bench.engine import Engine, Hit, Shape
 from examples.scheduler_bench.footprint import POOL, measure_footprint
-from examples.scheduler_bench.plan import (
-    BLOCK_SIZE,
-    CostPlan,
-    FootprintPlan,
-    HitPlan,
-    Mix,
-    Order,
-    Part,
-    Plan,
-)
-from examples.scheduler_bench.report import (
-    cost_table,
-    footprint_table,
-    hit_table,
-    hook_table,
-)
-from examples.scheduler_bench.results import (
-    Footprint,
-    HitCount,
-    HitRow,
-    Kind,
-    Results,
-    Row,
-    goals,
-)
+from examples.scheduler_bench.plan import BLOCK_SIZE, QUICK, FootprintPlan, Mix, Order, Part, Plan
+from examples.scheduler_bench.report import cost_table, footprint_table, hit_table, hook_table
+from examples.scheduler_bench.results import Footprint, HitCount, HitRow, Kind, Results, Row, goals
 from examples.scheduler_bench.stopwatch import Cost, Hook
 from examples.scheduler_bench.turns import Workload, run_turns
 
-TINY = Plan(
-    cost=CostPlan(
-        running=(1, 3),
-        context_tokens=64,
-        steps=17,
-        serving=Mix(prompt_tokens=64, answer_tokens=8),
-        conversations=Mix(prompt_tokens=128, answer_tokens=16),
-        lengths=(64, 256),
-        tiers=(64,),
-        tier_tokens=256,
-        repeats=2,
-    ),
-    hits=HitPlan(
-        conversations=6,
-        turns=3,
-        system_tokens=32,
-        user_tokens=(16, 48),
-        answer_tokens=16,
-        running=2,
-        host_parts=(0.5, 1.0),
-        one_off_tokens=64,
-        seeds=1,
-    ),
+TINY = replace(
+    QUICK,
+    cost=replace(QUICK.cost, running=(1, 3), lengths=(64, 256), tiers=(64,), tier_tokens=256),
+    hits=replace(QUICK.hits, conversations=6, turns=3, running=2, one_off_tokens=64),
 )
 EAGER = ("ours", "builtin")
 QUICKLY = {Part.COST, Part.HITS}
