@@ -42,17 +42,14 @@ class Faults:
     """Number of resets that fail before one succeeds."""
 
 
-Prompt = Sequence[int]
-
-
 class Handler(BaseHTTPRequestHandler):
     faults: Faults
     connector: bool
     lock = Lock()
     requests = 0
     refusals = 0
-    on_device: list[Prompt]
-    outside: list[Prompt]
+    on_device: list[Sequence[int]]
+    outside: list[Sequence[int]]
     sources: dict[str, int]
 
     def do_GET(self) -> None:
@@ -84,7 +81,7 @@ class Handler(BaseHTTPRequestHandler):
         else:
             self._stream(number, prompt, cached, body["max_tokens"])
 
-    def _find(self, prompt: Prompt) -> int:
+    def _find(self, prompt: Sequence[int]) -> int:
         """Tokens of ``prompt`` that are cached; from now on all of them are."""
         local = _known(prompt, self.on_device) // 2
         external = max(0, _known(prompt, self.outside) - local)
@@ -97,7 +94,7 @@ class Handler(BaseHTTPRequestHandler):
         self.sources["local_compute"] += len(prompt) - local - external
         return local + external
 
-    def _stream(self, number: int, prompt: Prompt, cached: int, length: int) -> None:
+    def _stream(self, number: int, prompt: Sequence[int], cached: int, length: int) -> None:
         self.send_response(200)
         self.end_headers()
         first = sum(prompt) + (number >= self.faults.other_from)
@@ -127,7 +124,7 @@ class Handler(BaseHTTPRequestHandler):
         pass
 
 
-def _known(prompt: Prompt, seen: Sequence[Prompt]) -> int:
+def _known(prompt: Sequence[int], seen: Sequence[Sequence[int]]) -> int:
     """Tokens of the longest prefix of ``prompt`` among ``seen``, without the last token."""
     longest = 0
     for each in seen:
