@@ -4,6 +4,8 @@ import asyncio
 import json
 import subprocess
 import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -148,6 +150,29 @@ def test_usage_is_kept_and_answers_are_unchanged(
     assert read_usage(tmp_path / "none") == []
 
 
+class FakeServer:
+    """Its connector finds all but four tokens of each prompt, once the device has been reset."""
+
+    def __init__(self, arguments: Sequence[str], usage: str) -> None:
+        self.has_connector = "--kv-transfer-config" in arguments
+        self.usage = Path(usage)
+        self.cached = self.host_hits = 0
+
+    def metric(self, name: str) -> int:
+        return self.host_hits if name == "vllm:external_prefix_cache_hits_total" else 0
+
+    def reset_prefix_cache(self, *, external: bool) -> None:
+        assert self.has_connector
+        assert not external
+        self.cached = 96
+
+    def evaluate(self, words: str) -> Evaluation:
+        with self.usage.open("a") as file:
+            file.write(4 * (json.dumps(vars(Usage(100, self.cached))) + "\n"))
+        self.host_hits += 4 * self.cached
+        return a_pass("any", words if self.cached else "yes no yes yes").evaluation
+
+
 @pytest.mark.parametrize(
     ("words", "code", "words_of_verdict"),
     [
@@ -163,17 +188,26 @@ def test_the_table_the_numbers_and_the_exit_code_agree(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    outcome = an_outcome(second=a_pass("second pass", words, cached=96))
-    monkeypatch.setattr("examples.accuracy.__main__.Evaluations.run", lambda _: outcome)
+    @contextmanager
+    def serving(
+        _model: str, line: Sequence[str], environment: Mapping[str, str], _log: Path
+    ) -> Iterator[FakeServer]:
+        yield FakeServer(line, environment[VARIABLE])
+
+    def evaluated(_command: object, _request: object, server: FakeServer, *_: object) -> Evaluation:
+        return server.evaluate(words)
+
+    monkeypatch.setattr("examples.accuracy.__main__.serving", serving)
+    monkeypatch.setattr("examples.accuracy.__main__.evaluate", evaluated)
     (tmp_path / "recall").mkdir()
     (tmp_path / "recall" / "config.json").touch()
-    arguments = ["--model", str(tmp_path / "recall"), "--output", str(tmp_path)]
-    assert main([*arguments, "--lm-eval", "none"]) == code
+    arguments = ["--model", str(tmp_path / "recall"), "--output", str(tmp_path / "out")]
+    assert main([*arguments, "--samples", "4", "--lm-eval", "none"]) == code
     printed = capsys.readouterr().out
     assert words_of_verdict in printed
     assert ("PASSED: all 4 samples" in printed) == (code == 0)
     lines = [" ".join(line.split()) for line in printed.splitlines()]
-    numbers = json.loads((tmp_path / NUMBERS).read_text())["recall"]
+    numbers = json.loads((tmp_path / "out" / NUMBERS).read_text())["recall"]
     assert numbers["passed"] == (code == 0)
     first, second = (numbers["passes"][name] for name in ("first pass", "second pass"))
     assert (first["same_answers"], second["host_hit_tokens"]) == (4, 384)
