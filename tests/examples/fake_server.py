@@ -21,7 +21,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Faults:
-    """Requests count from 0."""
+    """Those of a server with a connector. Requests count from 0."""
 
     exit_at_start: int | None = None
     """Exits with this code before it answers."""
@@ -139,14 +139,15 @@ def main() -> None:
     parser.add_argument("--port", type=int)
     parser.add_argument("--kv-transfer-config")
     arguments, _ = parser.parse_known_args()
-    faults = Faults(**json.loads(os.environ.get("FAKE_SERVER", "{}")))
+    connector = arguments.kv_transfer_config is not None
+    faults = Faults(**json.loads(os.environ.get("FAKE_SERVER", "{}")) if connector else {})
     if faults.exit_at_start is not None:
         sys.stderr.write("there is no such model\n")
         sys.exit(faults.exit_at_start)
     if faults.child:
         # With the server's command line, by which a test finds it.
         subprocess.Popen([sys.executable, "-c", "import signal; signal.pause()", *sys.argv])
-    Handler.faults, Handler.connector = faults, arguments.kv_transfer_config is not None
+    Handler.faults, Handler.connector = faults, connector
     Handler.on_device, Handler.outside = [], []
     Handler.sources = {"local_compute": 0, "local_cache_hit": 0, "external_kv_transfer": 0}
     ThreadingHTTPServer((arguments.host, arguments.port), Handler).serve_forever()

@@ -167,13 +167,9 @@ def test_problems_that_invalidate_a_run(
 
 
 def test_other_answers_invalidate_a_run(fake: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    err(fake, other_from=WARM_UP + 11)
     both = bench(tmp_path, "none", "ours")
-
-    def on_show(who: str, *_: object) -> None:
-        if who == "ours":
-            err(fake, other_from=WARM_UP + 11)
-
-    both.run(on_show)
+    both.run(lambda *_: None)
     assert both.problems == ["ours, round 1: 1 of 12 answers differ from none's"]
     assert both.plan.shape is not None
     both.plan = replace(both.plan, shape=replace(both.plan.shape, dtype="bfloat16"))
@@ -198,13 +194,16 @@ def test_a_server_that_fails(
 ) -> None:
     err(fake, **faults)
     fake.setattr(serving, "RESET_SECONDS", 0.1)
-    assert code_of(bench(tmp_path, "ours")) == RUN_FAILED
+    assert code_of(bench(tmp_path, "none", "ours")) == RUN_FAILED
     printed = capsys.readouterr().err
     assert complaint in printed
     assert f"The end of {tmp_path / 'ours.log'}:" in printed
     assert ("there is no such model" in printed) == ("exit_at_start" in faults)
     assert_gone(servers(tmp_path))
     assert [path.name for path in tmp_path.iterdir() if path.is_dir()] == [], "no model is left"
+    result = json.loads((tmp_path / "result.json").read_text())
+    assert len(result["runs"]["none"][0]["replies"]) == 12, "finished results are kept"
+    assert result["problems"] == ["ours: 0 of 1 rounds"]
 
 
 def test_a_port_in_use(tmp_path: Path) -> None:
@@ -216,20 +215,6 @@ def test_a_port_in_use(tmp_path: Path) -> None:
         with pytest.raises(RunFailed, match=f"Port {port} .* is in use"):
             bench(tmp_path, "ours", port=port).run(lambda *_: None)
     assert not (tmp_path / "ours.log").exists(), "nothing was started"
-
-
-def test_finished_results_are_kept(fake: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """A contender whose server fails affects no other contender."""
-
-    def show(who: str, *_: object) -> None:
-        if who == "ours":
-            err(fake, exit_at_start=5)
-
-    with pytest.raises(RunFailed):
-        bench(tmp_path, "none", "ours").run(show)
-    result = json.loads((tmp_path / "result.json").read_text())
-    assert len(result["runs"]["none"][0]["replies"]) == 12
-    assert result["problems"] == ["ours: 0 of 1 rounds"]
 
 
 INTERRUPTED_RUN = f"""
