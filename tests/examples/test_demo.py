@@ -18,12 +18,8 @@ from examples.bench.child import ROOT
 from examples.demo.plan import FULL, QUICK, Plan
 from examples.demo.results import Answer, compare, rows_by_turn
 
-needs_vllm = pytest.mark.skipif(
-    importlib.util.find_spec("vllm") is None, reason="runs a vLLM engine"
-)
 
-
-@needs_vllm
+@pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="runs a vLLM engine")
 def test_quick_demo_gives_the_same_tokens_with_kv_from_host_memory(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-u", "-m", "examples.demo", "--quick", "--output", str(tmp_path)],

@@ -1,6 +1,5 @@
 """The engine benchmark: on a tiny model with real engines, and its verdict on bad numbers."""
 
-import importlib.util
 import json
 import sys
 from collections.abc import Sequence
@@ -22,10 +21,6 @@ from examples.engine_bench import __main__ as command
 from examples.engine_bench.bench import Bench
 from examples.engine_bench.plan import CPU, H200, PARTS, PRESETS, Part, Plan
 from examples.engine_bench.results import bench_table, floor_seconds, medians_by_contender, problems
-
-needs_vllm = pytest.mark.skipif(
-    importlib.util.find_spec("vllm") is None, reason="runs a vLLM engine"
-)
 
 
 def code_of(one: Bench) -> int:
@@ -56,7 +51,6 @@ def tiny_plan() -> Plan:
     )
 
 
-@needs_vllm
 @pytest.mark.usefixtures("light_engines")
 @pytest.mark.parametrize(
     "names", [["ours"], pytest.param(list(ON_CPU), marks=pytest.mark.slow)], ids="+".join
