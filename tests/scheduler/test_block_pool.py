@@ -66,7 +66,6 @@ class Twins:
 
 IDS = st.lists(st.integers(1, NUM_BLOCKS), unique=True)
 COUNT = st.integers(0, NUM_BLOCKS)
-PLACE = st.integers(1, NUM_BLOCKS)
 
 
 @given(COUNT, st.lists(IDS, max_size=4), st.data())
@@ -103,114 +102,6 @@ def test_get_new_blocks(filled: int, limit: int, kept: int, inner: bool) -> None
     assert evicted == expected
     assert set(removed) - {key("inside")} == set(evicted)
     assert (key("inside") in removed) == (inner and CHAIN[filled - 1] in evicted)
-
-
-@given(COUNT, st.integers(1, NUM_BLOCKS + 2))
-def test_empty_blocks_are_filled_with_a_chain(filled: int, limit: int) -> None:
-    twins = Twins(filled)
-    count = min(limit, NUM_BLOCKS - filled)
-    blocks = twins.do(
-        lambda pool, _: block_pool.get_empty_blocks(pool, limit),
-        lambda pool, _: pool.get_new_blocks(count),
-    )
-    keys = [key(name) for name in prefixes("xyzuvwxyzuvw"[:count])]
-    parents: list[BlockHashWithGroupId | None] = [None] * (NUM_BLOCKS + 1)
-
-    def cache_chain(pool: BlockPool, blocks: list[KVCacheBlock]) -> None:
-        block_pool.cache_chain(pool, blocks, keys, parents, key("before"))
-
-    def insert(pool: BlockPool, blocks: list[KVCacheBlock]) -> None:
-        for block, own_key in zip(blocks, keys, strict=True):
-            pool._insert_block_hash(own_key, block, None)
-
-    twins.do(cache_chain, insert, [block.block_id for block in blocks])
-    assert [parents[block.block_id] for block in blocks] == [key("before"), *keys][:count]
-
-
-@given(PLACE)
-def test_free_blocks_first(count: int) -> None:
-    """As vLLM frees empty blocks."""
-    twins = Twins(0)
-    twins.do(block_pool.touch, lambda pool, blocks: pool.touch(blocks), range(1, count + 1))
-    ids = range(count, 0, -1)
-    twins.do(block_pool.free_blocks_first, lambda pool, blocks: pool.free_blocks(blocks), ids)
-
-
-def join_before(
-    pool: BlockPool, blocks: list[KVCacheBlock], successor: KVCacheBlock | None
-) -> None:
-    """Free a chain, tail first, just before ``successor`` or at the end: with the blocks from
-    ``successor`` on behind it."""
-    queued = pool.free_block_queue.get_all_free_blocks()
-    behind = queued[queued.index(successor) :] if successor is not None else []
-    pool.touch(behind)
-    pool.free_blocks([*reversed(blocks), *behind])
-
-
-@given(PLACE, COUNT)
-def test_free_chain(count: int, place: int) -> None:
-    """Before another block of the queue, or at its end."""
-    twins = Twins()
-    ids = range(1, count + 1)
-    twins.do(block_pool.touch, lambda pool, blocks: pool.touch(blocks), ids)
-
-    def successor(pool: BlockPool) -> KVCacheBlock | None:
-        return next(iter(pool.free_block_queue.get_all_free_blocks()[place:]), None)
-
-    twins.do(
-        lambda pool, blocks: block_pool.free_chain(pool, blocks, successor(pool)),
-        lambda pool, blocks: join_before(pool, blocks, successor(pool)),
-        ids,
-    )
-
-
-@given(PLACE, PLACE, COUNT)
-def test_move(one: int, other: int, place: int) -> None:
-    """Before a block outside the piece, or to the end."""
-    ids = range(min(one, other), max(one, other) + 1)
-
-    def successor(pool: BlockPool) -> KVCacheBlock | None:
-        return pool.blocks[place] if place and place not in ids else None
-
-    def block_by_block(pool: BlockPool, blocks: list[KVCacheBlock]) -> None:
-        pool.touch(blocks)
-        join_before(pool, blocks, successor(pool))
-
-    Twins().do(
-        lambda pool, blocks: block_pool.move(pool, blocks[-1], blocks[0], successor(pool)),
-        block_by_block,
-        ids,
-    )
-
-
-@given(IDS, COUNT)
-def test_a_bookmark_marks_its_place_while_blocks_leave(gone: list[int], place: int) -> None:
-    twins = Twins()
-    pool = twins.pools[0]
-    queued = [*pool.free_block_queue.get_all_free_blocks(), block_pool.queue_end(pool)]
-    bookmark = block_pool.Bookmark()
-
-    def touch(pool: BlockPool, blocks: list[KVCacheBlock]) -> KVCacheBlock:
-        bookmark.insert_before(queued[place])
-        block_pool.touch(pool, blocks)
-        return bookmark.remove()
-
-    behind = twins.do(touch, lambda pool, blocks: pool.touch(blocks), gone)
-    assert behind is next(block for block in queued[place:] if block.ref_cnt == 0)
-
-
-@given(IDS)
-def test_the_order_of_the_free_queue(held: list[int]) -> None:
-    pool = Twins().pools[0]
-    pool.touch([pool.blocks[i] for i in held])
-    queued = pool.free_block_queue.get_all_free_blocks()
-    found = [(block, block.block_hash) for block in queued]
-    assert list(block_pool.free_blocks_after(pool, None)) == found
-    followers = [*queued, block_pool.queue_end(pool)]
-    assert block_pool.first_free(pool) is followers[0]
-    for place, block in enumerate(queued, 1):
-        assert list(block_pool.free_blocks_after(pool, block)) == found[place:]
-        assert block_pool.next_free(block) is followers[place]
 
 
 @given(COUNT, st.lists(st.sampled_from([*CHAIN, key("nowhere")])), st.booleans())

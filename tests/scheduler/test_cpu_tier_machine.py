@@ -20,6 +20,7 @@ from tests.scheduler.tiers import (
     contents,
     finish,
     free_queue,
+    free_queue_backwards,
     hashes,
     key,
     make_tier,
@@ -312,6 +313,7 @@ class Tier(RuleBasedStateMachine):
     def check_queue(self) -> None:
         queue = [*self.demoted, *self.probation, *self.protected]
         assert free_queue(self.tier) == [""] * self.num_empty + queue
+        assert free_queue_backwards(self.tier) == free_queue(self.tier)[::-1]
         assert protected(self.tier) == self.found
 
     @invariant()

@@ -7,6 +7,7 @@ its last block. Chains with a common prefix share blocks.
 from collections.abc import Collection, Iterable
 from functools import lru_cache
 from hashlib import sha256
+from typing import Any
 
 from vllm.config import KVTransferConfig, VllmConfig
 from vllm.v1.core.kv_cache_utils import (
@@ -161,6 +162,16 @@ def blocks_of(tier: CpuTier, stored: Iterable[str]) -> list[KVCacheBlock]:
 def free_queue(tier: CpuTier) -> list[str]:
     """Names of the free blocks, the next to leave first."""
     return names(pool_of(tier).free_block_queue.get_all_free_blocks())
+
+
+def free_queue_backwards(tier: CpuTier) -> list[str]:
+    """Names of the free blocks by the links in the other direction."""
+    queue = pool_of(tier).free_block_queue
+    blocks: list[KVCacheBlock] = []
+    block: Any = queue.fake_free_list_tail
+    while (block := block.prev_free_block) is not queue.fake_free_list_head:
+        blocks.append(block)
+    return names(blocks)
 
 
 def protected(tier: CpuTier) -> set[str]:
