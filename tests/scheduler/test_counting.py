@@ -151,11 +151,3 @@ def test_an_announced_load_is_sync(drive: MakeDriver) -> None:
     driver.step(2)
     driver.run()
     assert counted(metrics.LOADS, "sync") == counted(metrics.LOADS) == 1
-
-
-def test_a_request_that_may_not_read_is_not_looked_up(drive: MakeDriver) -> None:
-    driver, counted = make_driver(drive)
-    request = driver.start("r", THREE)
-    request.skip_reading_prefix_cache = True
-    driver.run()
-    assert counted(metrics.LOOKUPS) == 0

@@ -8,7 +8,6 @@ from vllm.v1.core.kv_cache_utils import KVCacheBlock
 
 from simple_offload.scheduler.tier import block_pool
 from simple_offload.scheduler.tier.cpu_tier import CpuTier
-from simple_offload.scheduler.tier.run import Run
 from tests.scheduler.tiers import (
     BLOCK_SIZE,
     begin,
@@ -202,38 +201,33 @@ def test_new_blocks_are_the_next_to_be_allocated_lowest_first() -> None:
     assert [new.block_id for new in tier.allocate(9)] == [4, 5, 2, 3, 1]
 
 
-@pytest.fixture
-def collector() -> Iterator[None]:
-    """Restores the garbage collector's state after the test."""
-    was_enabled = gc.isenabled()
-    yield
-    (gc.enable if was_enabled else gc.disable)()
+@pytest.fixture(params=[True, False], ids=["collector on", "collector off"])
+def was_enabled(request: pytest.FixtureRequest) -> Iterator[bool]:
+    """Whether the garbage collector is on during the test."""
+    before = gc.isenabled()
+    (gc.enable if request.param else gc.disable)()
+    yield request.param
+    (gc.enable if before else gc.disable)()
 
 
-@pytest.mark.usefixtures("collector")
-def test_no_garbage_is_collected_while_blocks_are_made(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Afterwards the collector is on again, if it was, even when memory has run out."""
-    was_enabled: list[bool] = []
+def test_no_garbage_is_collected_while_blocks_are_made(
+    monkeypatch: pytest.MonkeyPatch, was_enabled: bool
+) -> None:
+    """Afterwards the collector is as before, even when memory has run out."""
+    seen: list[bool] = []
 
     def make_block(block_id: int) -> KVCacheBlock:
-        was_enabled.append(gc.isenabled())
+        seen.append(gc.isenabled())
         if block_id == 9:
             raise MemoryError
         return KVCacheBlock(block_id)
 
-    monkeypatch.setattr(block_pool, "KVCacheBlock", make_block)
-    gc.enable()
     tier = make_tier(2)
-    was_enabled.clear()
-    tier.grow(6)
-    assert gc.isenabled()
+    monkeypatch.setattr(block_pool, "KVCacheBlock", make_block)
     with pytest.raises(MemoryError):
         tier.grow(10)
-    assert (gc.isenabled(), tier.num_blocks) == (True, 6)
-    gc.disable()
-    tier.grow(7)
-    assert not gc.isenabled()
-    assert not any(was_enabled)
+    assert not any(seen)
+    assert (gc.isenabled(), tier.num_blocks) == (was_enabled, 3)
 
 
 # Finding
@@ -311,22 +305,6 @@ def test_first_blocks_in_the_tier_or_coming_are_counted(guess: int | None) -> No
     assert tier.count_first(hashes("xbc"), 0, 3, guess) == 0
 
 
-@pytest.mark.parametrize(("num_coming", "guess"), [(20, 20), (37, 37), (1, 1), (0, None), (0, 0)])
-def test_two_keys_confirm_a_right_guess_or_an_absent_chain(
-    num_coming: int, guess: int | None
-) -> None:
-    chain = "".join(chr(0x4E00 + index) for index in range(40))
-    asked: list[bytes] = []
-    coming = {key(name) for name in prefixes(chain)[:num_coming]}
-
-    def is_coming(key: bytes) -> bool:
-        asked.append(key)
-        return key in coming
-
-    assert make_tier(4).count_first(hashes(chain), 0, 40, guess, is_coming) == num_coming
-    assert len(asked) <= 2
-
-
 # Contents
 
 
@@ -364,16 +342,3 @@ def test_doubt_ends_with_the_contents_of_a_block() -> None:
     tier.doubt([block(tier, "ab")], load_id=3, next_load_id=4)
     assert contents(tier) == {"a"}
     check_tier(tier)
-
-
-@pytest.mark.parametrize("num_sub_blocks", [1, 3])
-def test_a_slice_of_a_run(num_sub_blocks: int) -> None:
-    keys = [key(name) for name in ("ab", "abc", "abcd")]
-    device_blocks = [KVCacheBlock(index) for index in range(3 * num_sub_blocks)]
-    run = Run(device_blocks, keys, key("a"), 2 * BLOCK_SIZE, BLOCK_SIZE)
-    first, last = run.slice(0, 2), run.slice(1, 3)
-    assert (first.keys, last.keys) == (keys[:2], keys[1:])
-    assert first.device_blocks == device_blocks[: 2 * num_sub_blocks]
-    assert last.device_blocks == device_blocks[num_sub_blocks:]
-    assert (first.parent, first.num_tokens, first.size) == (key("a"), 2 * BLOCK_SIZE, BLOCK_SIZE)
-    assert (last.parent, last.num_tokens, last.size) == (key("ab"), 3 * BLOCK_SIZE, BLOCK_SIZE)

@@ -118,50 +118,6 @@ def test_fail(drive: MakeDriver, windows: tuple[int, ...]) -> None:
     assert driver.world.finished["c"][1] == RequestStatus.FINISHED_LENGTH_CAPPED
 
 
-def test_blocks_that_did_not_fail_stay(drive: MakeDriver) -> None:
-    """The device has the head. Only the loaded blocks and their descendants are dropped."""
-    driver = stored(drive)
-    for turn in range(2):
-        driver.serve(f"head {turn}", prompt(33)[:17])
-        assert len(fail_load(driver, f"all {turn}")) == 4
-        assert driver.found(prompt(33)) == (16 if turn else 32)
-        driver.run()
-        driver.empty_device_cache()
-    assert driver.found(prompt(33)) == 32
-
-
-def test_a_failed_load_does_not_stop_the_load_of_another_request(drive: MakeDriver) -> None:
-    driver = stored(drive)
-    fail_load(driver, "before")
-    driver.run()
-    driver.empty_device_cache()
-    driver.start("a", prompt(33))
-    driver.start("b", prompt(33))
-    driver.step()
-    driver.copy(LOAD, fail=True)
-    driver.step()
-    assert driver.num_held[1] == 8  # "b" is still loading them
-    assert driver.found(prompt(33)) == 0
-    driver.run()
-    assert {status for _, status in driver.world.finished.values()} == {
-        RequestStatus.FINISHED_LENGTH_CAPPED
-    }
-
-
-def test_an_aborted_load_that_fails(drive: MakeDriver) -> None:
-    driver = stored(drive)
-    for turn in range(2):
-        driver.start(f"a{turn}", prompt(33))
-        driver.step()
-        driver.world.abort(f"a{turn}")
-        driver.step()
-        driver.copy(LOAD, fail=True)
-        driver.step()
-        assert driver.num_held == (0, 0)
-    assert driver.found(prompt(33)) == 0
-    driver.run()
-
-
 # A rank that breaks
 
 
@@ -196,16 +152,3 @@ def test_a_broken_rank_switches_the_tier_off(
         driver.empty_device_cache()
     assert (driver.num_stored, driver.world.num_blocks_loaded) == (num_stored, num_loaded)
     assert caplog.text.count("the host tier is switched off") == 1
-
-
-def test_a_hit_is_unpinned_when_the_tier_is_switched_off(drive: MakeDriver) -> None:
-    driver = stored(drive)
-    driver.start("waiting", prompt(33))
-    with driver.full_device():
-        driver.step()
-        assert driver.num_held[1] == 8
-        driver.scheduler.switched_off = True
-        driver.step()
-        assert driver.num_held[1] == 0
-    driver.run()
-    assert driver.world.num_blocks_loaded == 0

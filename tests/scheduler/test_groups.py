@@ -1,11 +1,11 @@
-"""Models with groups of every kind: a host hit is as long as a device hit."""
+"""Models with groups of every kind: the length of a hit, and the blocks that it loads."""
 
 from typing import Any
 
 import pytest
 
 from tests.scheduler.conftest import MakeDriver
-from tests.scheduler.driver import make_request, prompt
+from tests.scheduler.driver import LOAD, make_request, prompt
 from tests.simulation.groups import MODELS
 
 
@@ -31,14 +31,41 @@ def test_a_host_hit_is_as_long_as_a_device_hit(
     assert len(hits) > 1
 
 
-@pytest.mark.parametrize("windows", [(), (0,), (8,)], ids=str)
-def test_a_drafter_leaves_the_last_block_to_be_computed(
-    drive: MakeDriver, windows: tuple[int, ...]
+@pytest.mark.parametrize("async_scheduling", [False, True])
+@pytest.mark.parametrize(
+    ("shape", "num_blocks"),
+    [
+        ({"windows": (0,)}, 8),
+        ({"windows": (8,)}, 2),
+        ({"windows": (5,)}, 1),
+        ({"windows": (9,)}, 2),
+        ({"windows": (10,)}, 3),
+        ({"windows": (0, 8)}, 8 + 2),
+        ({"windows": (0, 6, 6)}, 8 + 2 + 2),
+        ({"windows": (12, 5)}, 3 + 1),
+        ({"windows": (0, 64)}, 8 + 8),
+        ({"windows": (), "num_states": 1}, 1),
+        ({"windows": (8,), "num_states": 2}, 2 + 2),
+        ({"windows": (0, 8), "num_states": 2}, 8 + 2 + 2),
+        ({"windows": (), "draft": True}, 7),
+        ({"windows": (0,), "draft": True}, 7 + 7),
+        ({"windows": (8,), "draft": True}, 2 + 7),
+    ],
+    ids=str,
+)
+def test_a_hit_loads_the_blocks_that_attention_reads(
+    drive: MakeDriver, shape: dict[str, Any], num_blocks: int, async_scheduling: bool
 ) -> None:
-    """The drafter's last entry depends on the next token, which may differ in the next request."""
-    driver = drive(windows=windows, draft=True, num_device_blocks=90, num_host_blocks=90)
-    driver.serve("a", prompt(34))
+    """One state holds all of a prefix. A drafter leaves the last block to be computed: its last
+    entry depends on the next token, which may differ in the next request."""
+    driver = drive(
+        num_device_blocks=90, num_host_blocks=90, async_scheduling=async_scheduling, **shape
+    )
+    driver.serve("before", prompt(33), max_tokens=5)
     driver.empty_device_cache()
-    assert driver.found(prompt(34)) == 28
-    driver.serve("b", prompt(34))
-    assert driver.world.num_blocks_loaded == 7 + sum(2 if window else 7 for window in windows)
+    driver.start("a", prompt(33), max_tokens=5)
+    driver.step()
+    (load,) = driver.pending(LOAD)
+    assert len(load.device_blocks) == num_blocks
+    driver.run()
+    assert driver.world.finished["a"] == driver.world.finished["before"]

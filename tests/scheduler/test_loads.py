@@ -25,35 +25,6 @@ def stored(drive: MakeDriver, num_tokens: int = 17, **shape: object) -> Driver:
 # A hit
 
 
-@pytest.mark.parametrize("num_tokens", [16, 17])
-def test_the_last_token_is_computed(drive: MakeDriver, num_tokens: int) -> None:
-    """Its logits are needed. Its block is loaded only if another block comes after it."""
-    driver = stored(drive, num_tokens=20)
-    driver.start("a", prompt(20)[:num_tokens])
-    driver.step()
-    (load,) = driver.pending(LOAD)
-    assert len(load.host_blocks) == (num_tokens - 1) // 4
-    driver.run()
-    assert driver.world.finished["a"][1] == RequestStatus.FINISHED_LENGTH_CAPPED
-
-
-def test_only_blocks_that_the_device_lacks_are_loaded(drive: MakeDriver) -> None:
-    driver = stored(drive, num_tokens=33)
-    driver.serve("short", prompt(33)[:13])
-    assert driver.world.num_blocks_loaded == 3
-    request = driver.start("long", prompt(33))
-    driver.step()
-    (load,) = driver.pending(LOAD)
-    tables = driver.world.scheduler.kv_cache_manager.get_block_ids("long")
-    assert load.request_id == "long"
-    assert load.device_blocks.tolist() == tables[0][3:8]
-    wanted = driver.scheduler.groups.keys(request.block_hashes, 0, 3, 8)
-    assert [driver.host_pool.blocks[id].block_hash for id in load.host_blocks.tolist()] == wanted
-    # The head is not loaded, but must not leave while its tail is loaded.
-    assert driver.num_held[1] == 8
-    driver.run()
-
-
 def test_a_request_with_prompt_logprobs_is_computed(drive: MakeDriver) -> None:
     """Prompt logprobs need every token's logits."""
     driver = stored(drive)
@@ -66,27 +37,6 @@ def test_a_request_with_prompt_logprobs_is_computed(drive: MakeDriver) -> None:
     driver.run()
     assert driver.world.num_blocks_loaded == 0
     assert driver.world.finished["a"][0] == driver.world.finished["before"][0]
-
-
-# Pins
-
-
-@pytest.mark.parametrize("aborts", [False, True])
-def test_repeated_lookups_pin_once(drive: MakeDriver, aborts: bool) -> None:
-    driver = stored(drive)
-    request = driver.start("a", prompt(17))
-    with driver.full_device():
-        for _ in range(3):
-            driver.step()  # vLLM looks the request up in every step
-            assert request.status == RequestStatus.WAITING
-            assert driver.scheduler.get_num_new_matched_tokens(request, 0) == (16, True)
-        assert driver.num_held[1] == 4
-        assert max(block.ref_cnt for block in driver.host_pool.blocks) == 1
-        if aborts:
-            driver.world.abort("a")
-            assert driver.num_held[1] == 0
-    driver.run()
-    assert driver.world.num_blocks_loaded == (0 if aborts else 4)
 
 
 def test_a_hit_is_looked_up_again_when_something_has_changed(drive: MakeDriver) -> None:
@@ -108,20 +58,6 @@ def test_a_hit_is_looked_up_again_when_something_has_changed(drive: MakeDriver) 
     assert offer(request, 0) == (16, True)
     assert offer(request, 16) == (0, False)
     driver.world.check_at_rest()
-
-
-def test_a_pinned_hit_is_not_evicted(drive: MakeDriver) -> None:
-    driver = stored(drive, num_host_blocks=9)
-    request = make_request("a", prompt(17), max_tokens=1)
-    assert driver.scheduler.get_num_new_matched_tokens(request, 0) == (16, True)
-    driver.start("other", prompt(60, family=2))
-    driver.drain()
-    assert driver.found(prompt(17)) == 16
-    assert driver.scheduler.get_num_new_matched_tokens(request, 0) == (16, True)
-    driver.scheduler.request_finished(request)
-    driver.world.check_at_rest()
-    driver.serve("another", prompt(60, family=3))
-    assert driver.found(prompt(17)) < 16
 
 
 # What vLLM accepts of a hit
@@ -239,16 +175,78 @@ def test_a_load_has_its_own_references_to_blocks_that_may_leave_a_table(drive: M
     driver.run()
 
 
-def test_two_requests_load_the_same_blocks(drive: MakeDriver) -> None:
-    driver = stored(drive)
-    driver.start("a", prompt(17))
-    driver.start("b", prompt(17))
-    driver.step()
-    first, second = driver.pending(LOAD)
-    assert first.host_blocks.tolist() == second.host_blocks.tolist()
-    assert not {*first.device_blocks.tolist()} & {*second.device_blocks.tolist()}
-    for num_left in (4, 0):
-        driver.copy(LOAD)
-        driver.step()
-        assert driver.num_held[1] == num_left
+# Admission: loads that every rank announces before their end
+
+
+class Loading:
+    """A request "a" whose load of the first 16 tokens is in flight."""
+
+    def __init__(self, drive: MakeDriver, **shape: object) -> None:
+        self.driver = stored(drive, async_scheduling=True, **shape)
+        tokens = [*prompt(17)[:16], *prompt(24, family=5)]
+        self.request = self.driver.start("a", tokens, max_tokens=4)
+        self.driver.step()
+        (self.load,) = self.driver.pending(LOAD)
+        self.steps = record_steps(self.driver)
+
+    def step_until_admitted(self) -> None:
+        for _ in range(20):
+            self.driver.step()
+            if self.admitted:
+                return
+        raise AssertionError("no load is admitted")
+
+    @property
+    def admitted(self) -> list[int]:
+        """Ids of the loads that the steps have admitted, in order."""
+        return [load_id for step in self.steps for load_id in step.admitted]
+
+    @property
+    def num_holds(self) -> list[int]:
+        """By rank, how often compute had to wait for a copy that had not ended."""
+        return [rank.device.num_holds for rank in self.driver.world.ranks]
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 3])
+def test_a_request_is_scheduled_when_every_rank_has_announced_its_load(
+    drive: MakeDriver, num_ranks: int
+) -> None:
+    loading = Loading(drive, num_ranks=num_ranks)
+    driver, request = loading.driver, loading.request
+    for rank in range(num_ranks):
+        driver.step(2)
+        assert request.status == RequestStatus.WAITING_FOR_REMOTE_KVS
+        driver.announce(LOAD, rank)
+    assert loading.num_holds == [0] * num_ranks
+    loading.step_until_admitted()
+    assert request.status == RequestStatus.RUNNING
+    assert loading.steps[-1].computes
+    assert loading.num_holds == [1] * num_ranks
+    assert all(driver.pending(LOAD, rank) for rank in range(num_ranks))  # no copy has run
+    driver.run()  # its tokens are right
+    assert loading.admitted == [loading.load.id]
+    assert driver.world.finished["a"][1] == RequestStatus.FINISHED_LENGTH_CAPPED
+
+
+@pytest.mark.proves("I2")
+@pytest.mark.parametrize("windows", [(0,), (0, 8)], ids=str)
+def test_blocks_of_an_admitted_load_are_held_after_its_request_has_ended(
+    drive: MakeDriver, windows: tuple[int, ...]
+) -> None:
+    loading = Loading(drive, num_ranks=2, windows=windows, num_device_blocks=60)
+    driver, load = loading.driver, loading.load
+    for rank in range(2):
+        driver.announce(LOAD, rank)
+    loading.step_until_admitted()
+    driver.world.abort("a")
+    assert all(driver.pending(LOAD, rank) == [load] for rank in range(2))
+    for pool, ids in (
+        (driver.device_pool, load.device_blocks),
+        (driver.host_pool, load.host_blocks),
+    ):
+        assert all(pool.blocks[block_id].ref_cnt > 0 for block_id in ids.tolist())
     driver.run()
+    # The tail leaves the device first.
+    queue = [block.block_id for block in driver.device_pool.free_block_queue.get_all_free_blocks()]
+    chain = load.device_blocks.tolist()[:4]
+    assert sorted(chain, key=queue.index) == chain[::-1]

@@ -3,7 +3,7 @@
 import pytest
 
 from tests.scheduler.conftest import MakeDriver
-from tests.scheduler.driver import LOAD, STORE, Driver, prompt
+from tests.scheduler.driver import STORE, Driver, prompt
 
 
 def is_pending(driver: Driver) -> tuple[bool, bool]:
@@ -27,19 +27,6 @@ def test_the_engine_goes_on_until_the_stores_have_drained(drive: MakeDriver) -> 
     driver.step()
     assert is_pending(driver) == (False, False)
     assert not driver.world.scheduler.has_requests()
-
-
-def test_a_load_is_work(drive: MakeDriver) -> None:
-    driver = drive()
-    driver.serve("a", prompt(17))
-    driver.empty_device_cache()
-    driver.start("b", prompt(17))
-    driver.step()
-    assert is_pending(driver) == (True, False)
-    driver.copy(LOAD)
-    driver.step()
-    assert is_pending(driver) == (False, False)
-    driver.run()
 
 
 def test_an_admitted_load_whose_request_has_ended_frees_its_blocks(drive: MakeDriver) -> None:

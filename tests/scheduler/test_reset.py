@@ -18,58 +18,6 @@ def loading(drive: MakeDriver) -> Driver:
     return driver
 
 
-def test_stored_blocks_are_dropped(drive: MakeDriver) -> None:
-    driver = drive()
-    driver.serve("a", prompt(17))
-    assert driver.world.reset(tier=True)
-    assert driver.found(prompt(17)) == 0
-    assert driver.num_kept == 0
-    driver.world.check_at_rest()
-    driver.serve("b", prompt(17))
-    assert driver.world.num_blocks_loaded == 0
-    assert driver.found(prompt(17)) == 16
-
-
-def test_the_rest_of_an_ended_request_is_dropped(drive: MakeDriver) -> None:
-    driver = drive()
-    driver.start("a", prompt(17))
-    while "a" in driver.world.requests:
-        driver.step()
-    assert driver.scheduler.has_pending_work()
-    assert driver.num_held == (4, 0)
-    driver.world.reset(tier=True)
-    assert driver.num_held == (0, 0)
-    assert not driver.scheduler.has_pending_work()
-    driver.step()
-    assert driver.pending(STORE) == []
-    driver.world.check_at_rest()
-
-
-def test_a_store_in_flight_is_not_kept(drive: MakeDriver) -> None:
-    """The same blocks are stored anew beside it."""
-    driver = drive()
-    driver.start("a", prompt(17))
-    while not driver.pending(STORE):
-        driver.step()
-    assert "a" in driver.world.finished
-    driver.world.reset(tier=True)
-    driver.step()
-    assert driver.num_held == (4, 4)
-    driver.start("b", prompt(17))
-    while len(driver.pending(STORE)) < 2:
-        driver.step()
-    old, new = driver.pending(STORE)
-    assert not {*old.host_blocks.tolist()} & {*new.host_blocks.tolist()}
-    driver.copy(STORE)
-    driver.step()
-    assert driver.found(prompt(17)) == driver.num_kept == 0
-    assert driver.num_held == (4, 4)
-    driver.copy(STORE)
-    driver.step()
-    assert driver.found(prompt(17)) == 16
-    driver.run()
-
-
 @pytest.mark.proves("I2")
 @pytest.mark.parametrize("fails", [False, True])
 def test_a_load_in_flight_ends_without_effect(drive: MakeDriver, fails: bool) -> None:
@@ -105,19 +53,6 @@ def test_a_pinned_hit_is_not_offered_after_a_reset(drive: MakeDriver) -> None:
         assert driver.num_held[1] == 0
     driver.run()
     assert driver.world.num_blocks_loaded == 0
-
-
-def test_a_preempted_request_is_stored_again(drive: MakeDriver) -> None:
-    """It starts over, so its blocks are new."""
-    driver = drive()
-    request = driver.start("a", prompt(17), max_tokens=8)
-    driver.step(2)
-    driver.copy_all()
-    driver.step()
-    assert driver.world.reset(tier=True, preempt=True)
-    driver.run()
-    assert request.num_preemptions == 1
-    assert driver.found(prompt(17)) == 16
 
 
 @pytest.mark.parametrize("ended", [False, True])

@@ -6,7 +6,7 @@ from vllm.v1.core.sched.output import KVConnectorBlockState, SchedulerOutput
 from vllm.v1.request import Request
 
 from tests.scheduler.conftest import MakeDriver
-from tests.scheduler.driver import LOAD, STORE, Driver, prompt
+from tests.scheduler.driver import STORE, Driver, prompt
 from tests.scheduler.tiers import get
 from tests.simulation.integrity import groups_of
 
@@ -18,30 +18,6 @@ def state_of(driver: Driver, request: Request, num_tokens: int) -> KVCacheBlock 
     """The host block with the state after ``num_tokens`` tokens, if there is one."""
     tier = driver.tier
     return get(tier, groups_of(tier).key_at(request.block_hashes, STATE, num_tokens))
-
-
-@pytest.mark.parametrize("async_scheduling", [False, True])
-@pytest.mark.parametrize("num_states", [1, 2])
-@pytest.mark.parametrize("windows", [(), (0,), (8,), (0, 8)], ids=str)
-def test_a_hit_loads_one_state(
-    drive: MakeDriver, windows: tuple[int, ...], num_states: int, async_scheduling: bool
-) -> None:
-    driver = drive(
-        windows=windows,
-        num_states=num_states,
-        num_device_blocks=90,
-        num_host_blocks=90,
-        async_scheduling=async_scheduling,
-    )
-    driver.serve("before", prompt(34), max_tokens=5)
-    driver.empty_device_cache()
-    driver.start("a", prompt(34), max_tokens=5)
-    driver.step()
-    (load,) = driver.pending(LOAD)
-    num_attention = sum(2 if window else 8 for window in windows)
-    assert len(load.host_blocks) == num_attention + num_states
-    driver.run()
-    assert driver.world.finished["a"] == driver.world.finished["before"]
 
 
 def test_a_state_is_stored_with_the_step_that_completes_it(drive: MakeDriver) -> None:

@@ -7,8 +7,6 @@ import pytest
 from tests.scheduler.conftest import MakeDriver
 from tests.scheduler.driver import STORE, Driver, prompt
 
-FAMILIES = range(2)
-
 
 def run_until_stores(driver: Driver, *request_ids: str) -> None:
     """Step until these requests have ended and a store has been submitted."""
@@ -49,33 +47,6 @@ def test_found_only_when_every_rank_is_done(drive: MakeDriver, order: tuple[int,
     assert driver.world.num_blocks_loaded == 4 * len(order)
 
 
-def test_a_lagging_rank_holds_up_its_own_transfer_only(drive: MakeDriver) -> None:
-    driver = drive(num_ranks=2)
-    for family in FAMILIES:
-        driver.start(f"{family}", prompt(9, family))
-        run_until_stores(driver, f"{family}")
-        driver.copy(STORE, rank=0)
-    driver.step(2)
-    assert [driver.found(prompt(9, family)) for family in FAMILIES] == [0, 0]
-    driver.copy(STORE, rank=1)
-    driver.step()
-    assert [driver.found(prompt(9, family)) for family in FAMILIES] == [8, 0]
-    driver.copy(STORE, rank=1)
-    driver.step()
-    assert [driver.found(prompt(9, family)) for family in FAMILIES] == [8, 8]
-
-
-def test_one_transfer_a_step_carries_the_blocks_of_all_requests(drive: MakeDriver) -> None:
-    driver = drive()
-    for family in FAMILIES:
-        driver.start(f"{family}", prompt(9, family))
-    run_until_stores(driver, "0", "1")
-    (transfer,) = driver.pending(STORE)
-    assert len(set(transfer.host_blocks.tolist())) == len(transfer.host_blocks) == 4
-    driver.run()
-    assert [driver.found(prompt(9, family)) for family in FAMILIES] == [8, 8]
-
-
 @pytest.mark.parametrize("fails", [False, True])
 @pytest.mark.parametrize("windows", [(0,), (0, 8)], ids=str)
 def test_blocks_on_their_way_are_not_stored_again(
@@ -99,25 +70,6 @@ def test_blocks_on_their_way_are_not_stored_again(
     driver.serve("c", longer)
     assert driver.found(longer) == 24
     assert driver.num_kept == 6 * len(windows)
-
-
-# The request is aborted, or preempted
-
-
-@pytest.mark.parametrize("async_scheduling", [False, True])
-def test_blocks_of_an_aborted_request_are_held_until_the_end(
-    drive: MakeDriver, async_scheduling: bool
-) -> None:
-    driver = drive(async_scheduling=async_scheduling)
-    driver.start("a", prompt(17), max_tokens=30)
-    while not driver.pending(STORE):
-        driver.step()
-    driver.world.abort("a")
-    driver.step(3)
-    assert driver.world.finished.keys() == {"a"}
-    assert driver.num_held[0] == driver.num_held[1] >= 4
-    driver.run()
-    assert driver.found(prompt(17)) == 16
 
 
 @pytest.mark.proves("I2")

@@ -7,40 +7,13 @@ import pytest
 from simple_offload.config import ConfigError
 from simple_offload.metadata import RankCapacity
 from tests.scheduler.conftest import MakeDriver
-from tests.scheduler.driver import LOAD, STORE, make_request, prompt
+from tests.scheduler.driver import LOAD, make_request, prompt
 from tests.scheduler.test_manager import make_config, make_scheduler
 from tests.simulation.groups import MODELS
 from tests.simulation.shape import Shape
 from tests.simulation.vllm_config import make_kv_cache_config
 
 # Stores and loads
-
-
-def test_the_slots_of_blocks_are_neighbours(drive: MakeDriver) -> None:
-    tier = drive(num_sub_blocks=4).tier
-    first, second = tier.allocate(2)
-    assert tier.slots([second, first]) == [8, 9, 10, 11, 4, 5, 6, 7]
-    assert tier.blocks_at([11, 4, 9, 5]) == [second, first]
-    tier.unpin([first, second])
-    plain = drive().tier
-    (block,) = plain.allocate(1)
-    assert plain.slots([block]) == [block.block_id] == [1]
-    assert plain.blocks_at([1]) == [block]
-    plain.unpin([block])
-
-
-def test_only_host_blocks_that_are_open_as_a_whole_are_used(drive: MakeDriver) -> None:
-    """Slots 0 to 3 belong to the null block, and the last 2 to no block."""
-    driver = drive(num_sub_blocks=4, num_host_blocks=14)
-    assert driver.tier.num_blocks == 3
-    driver.serve("a", prompt(60))
-    assert (driver.num_kept, driver.found(prompt(60))) == (2, 32)
-    driver.empty_device_cache()
-    driver.start("b", prompt(60))
-    driver.step()
-    (load,) = driver.pending(LOAD)
-    assert load.host_blocks.tolist() == list(range(4, 12))
-    driver.run()
 
 
 def test_single_sub_blocks_are_not_stored(drive: MakeDriver) -> None:
@@ -61,39 +34,6 @@ def test_host_blocks_are_stored_eight_device_blocks_at_a_time(drive: MakeDriver)
     assert driver.num_stored == 8
     driver.copy_all()
     driver.run()
-
-
-@pytest.mark.proves("I2")
-def test_a_store_holds_all_sub_blocks_until_its_end(drive: MakeDriver) -> None:
-    driver = drive(num_sub_blocks=4)
-    driver.start("a", prompt(17))
-    while not driver.pending(STORE):
-        driver.step()
-    (store,) = driver.pending(STORE)
-    assert len(store.device_blocks) == 4
-    assert driver.num_held == (4, 1)
-    assert driver.scheduler.has_pending_block_frees()
-    driver.copy(STORE)
-    driver.step()
-    assert driver.num_held == (0, 0)
-    assert driver.found(prompt(17)) == 16
-    # The tail of a prefix is the first to be evicted from the device.
-    free = [block.block_id for block in driver.device_pool.free_block_queue.get_all_free_blocks()]
-    assert free[-4:] == store.device_blocks.tolist()[::-1]
-
-
-def test_a_load_begins_where_the_device_stops(drive: MakeDriver) -> None:
-    driver = drive(num_sub_blocks=4, num_device_blocks=60)
-    driver.serve("before", prompt(40))
-    driver.empty_device_cache()
-    driver.serve("short", prompt(23))  # loads a host block, computes a block and a bit
-    driver.start("long", prompt(40))
-    driver.step()
-    (load,) = driver.pending(LOAD)
-    (_, second) = driver.tier.blocks_at(range(4, 12))
-    assert load.host_blocks.tolist() == driver.tier.slots([second])[1:]
-    driver.run()
-    assert driver.world.finished["long"] == driver.world.finished["before"]
 
 
 @pytest.mark.parametrize("num_sub_blocks", [2, 4])
@@ -138,21 +78,6 @@ def test_a_load_that_fails_a_second_time_drops_whole_host_blocks(drive: MakeDriv
         assert driver.found(prompt(60)) == (16 if turn else 48)
         driver.run()
     assert driver.found(prompt(60)) == 48  # computed and stored again
-
-
-@pytest.mark.parametrize(("num_on_device", "num_loaded"), [(0, 64), (4, 60), (8, 0), (36, 28)])
-def test_a_hit_begins_in_the_first_host_block_of_a_chunk(
-    drive: MakeDriver, num_on_device: int, num_loaded: int
-) -> None:
-    driver = drive(
-        chunks=(32,), num_sub_blocks=2, num_device_blocks=90, num_host_blocks=90, retention=None
-    )
-    driver.serve("before", prompt(65))
-    request = make_request("a", prompt(65))
-    found = driver.scheduler.get_num_new_matched_tokens(request, num_on_device)
-    assert found == (num_loaded, num_loaded > 0)
-    driver.scheduler.request_finished(request)
-    assert driver.num_held == (0, 0)
 
 
 # Refused sizes

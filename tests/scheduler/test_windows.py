@@ -8,40 +8,6 @@ from tests.scheduler.driver import LOAD, Driver, make_request, prompt
 from tests.scheduler.tiers import get
 
 
-@pytest.mark.parametrize("async_scheduling", [False, True])
-@pytest.mark.parametrize(
-    ("windows", "num_blocks"),
-    [
-        ((0,), 8),
-        ((8,), 2),
-        ((5,), 1),
-        ((9,), 2),
-        ((10,), 3),
-        ((0, 8), 8 + 2),
-        ((0, 6, 6), 8 + 2 + 2),
-        ((12, 5), 3 + 1),
-        ((0, 64), 8 + 8),
-    ],
-)
-def test_a_hit_loads_the_blocks_that_attention_reads(
-    drive: MakeDriver, windows: tuple[int, ...], num_blocks: int, async_scheduling: bool
-) -> None:
-    driver = drive(
-        windows=windows,
-        num_device_blocks=30 * len(windows),
-        num_host_blocks=60,
-        async_scheduling=async_scheduling,
-    )
-    driver.serve("before", prompt(33), max_tokens=5)
-    driver.empty_device_cache()
-    driver.start("a", prompt(33), max_tokens=5)
-    driver.step()
-    (load,) = driver.pending(LOAD)
-    assert len(load.device_blocks) == num_blocks
-    driver.run()
-    assert driver.world.finished["a"] == driver.world.finished["before"]
-
-
 @pytest.mark.parametrize("num_device_blocks_known", [1, 2, 3, 4, 7])
 def test_a_hit_resumes_in_the_window(drive: MakeDriver, num_device_blocks_known: int) -> None:
     """The device itself has the blocks in front of the hit that the window reaches."""
