@@ -104,6 +104,44 @@ def test_get_new_blocks(filled: int, limit: int, kept: int, inner: bool) -> None
     assert (key("inside") in removed) == (inner and CHAIN[filled - 1] in evicted)
 
 
+@given(COUNT, st.integers(1, NUM_BLOCKS + 2))
+def test_empty_blocks_are_filled_with_a_chain(filled: int, limit: int) -> None:
+    twins = Twins(filled)
+    count = min(limit, NUM_BLOCKS - filled)
+    blocks = twins.do(
+        lambda pool, _: block_pool.get_empty_blocks(pool, limit),
+        lambda pool, _: pool.get_new_blocks(count),
+    )
+    keys = [key(name) for name in prefixes("xyzuvwxyzuvw"[:count])]
+    parents: list[BlockHashWithGroupId | None] = [None] * (NUM_BLOCKS + 1)
+
+    def cache_chain(pool: BlockPool, blocks: list[KVCacheBlock]) -> None:
+        block_pool.cache_chain(pool, blocks, keys, parents, key("before"))
+
+    def insert(pool: BlockPool, blocks: list[KVCacheBlock]) -> None:
+        for block, own_key in zip(blocks, keys, strict=True):
+            pool._insert_block_hash(own_key, block, None)
+
+    twins.do(cache_chain, insert, [block.block_id for block in blocks])
+    assert [parents[block.block_id] for block in blocks] == [key("before"), *keys][:count]
+
+
+@given(IDS, COUNT)
+def test_a_bookmark_marks_its_place_while_blocks_leave(gone: list[int], place: int) -> None:
+    twins = Twins()
+    pool = twins.pools[0]
+    queued = [*pool.free_block_queue.get_all_free_blocks(), block_pool.queue_end(pool)]
+    bookmark = block_pool.Bookmark()
+
+    def touch(pool: BlockPool, blocks: list[KVCacheBlock]) -> KVCacheBlock:
+        bookmark.insert_before(queued[place])
+        block_pool.touch(pool, blocks)
+        return bookmark.remove()
+
+    behind = twins.do(touch, lambda pool, blocks: pool.touch(blocks), gone)
+    assert behind is next(block for block in queued[place:] if block.ref_cnt == 0)
+
+
 @given(COUNT, st.lists(st.sampled_from([*CHAIN, key("nowhere")])), st.booleans())
 def test_find_blocks_and_find_chain(
     filled: int, keys: list[BlockHashWithGroupId], twice: bool

@@ -17,10 +17,10 @@ from tests.scheduler.tiers import (
     BLOCK_SIZE,
     block,
     blocks_of,
+    check_links,
     contents,
     finish,
     free_queue,
-    free_queue_backwards,
     hashes,
     key,
     make_tier,
@@ -307,13 +307,13 @@ class Tier(RuleBasedStateMachine):
 
     @invariant()
     def check_consistency(self) -> None:
+        check_links(self.tier)
         check_tier(self.tier)
 
     @invariant()
     def check_queue(self) -> None:
         queue = [*self.demoted, *self.probation, *self.protected]
         assert free_queue(self.tier) == [""] * self.num_empty + queue
-        assert free_queue_backwards(self.tier) == free_queue(self.tier)[::-1]
         assert protected(self.tier) == self.found
 
     @invariant()

@@ -1,6 +1,7 @@
 """Loads: a hit is pinned when it is offered, and held until every rank is done."""
 
 from itertools import permutations
+from typing import Any
 
 import pytest
 from vllm.v1.core.kv_cache_manager import KVCacheBlocks
@@ -181,7 +182,7 @@ def test_a_load_has_its_own_references_to_blocks_that_may_leave_a_table(drive: M
 class Loading:
     """A request "a" whose load of the first 16 tokens is in flight."""
 
-    def __init__(self, drive: MakeDriver, **shape: object) -> None:
+    def __init__(self, drive: MakeDriver, **shape: Any) -> None:
         self.driver = stored(drive, async_scheduling=True, **shape)
         tokens = [*prompt(17)[:16], *prompt(24, family=5)]
         self.request = self.driver.start("a", tokens, max_tokens=4)

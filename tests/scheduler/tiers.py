@@ -164,14 +164,15 @@ def free_queue(tier: CpuTier) -> list[str]:
     return names(pool_of(tier).free_block_queue.get_all_free_blocks())
 
 
-def free_queue_backwards(tier: CpuTier) -> list[str]:
-    """Names of the free blocks by the links in the other direction."""
+def check_links(tier: CpuTier) -> None:
+    """The free queue is linked in both directions, and ends after its last block."""
     queue = pool_of(tier).free_block_queue
-    blocks: list[KVCacheBlock] = []
-    block: Any = queue.fake_free_list_tail
-    while (block := block.prev_free_block) is not queue.fake_free_list_head:
-        blocks.append(block)
-    return names(blocks)
+    block: Any = queue.fake_free_list_head
+    for _ in range(queue.num_free_blocks + 1):
+        following = block.next_free_block
+        assert following.prev_free_block is block
+        block = following
+    assert block is queue.fake_free_list_tail
 
 
 def protected(tier: CpuTier) -> set[str]:
