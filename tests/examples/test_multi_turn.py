@@ -251,6 +251,24 @@ def test_a_terminated_run_leaves_no_process(tmp_path: Path) -> None:
     assert {path.name for path in tmp_path.iterdir()} == {"conversations.json", "ours.log"}
 
 
+def test_a_server_for_other_clients(fake: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The server and its model are ready when the command line for vLLM's script is printed. Ctrl-C
+    ends the server."""
+    del fake
+    paths: list[Path] = []
+
+    def on_ready(server: serving.Server, model: str) -> None:
+        assert server.metric("vllm:prompt_tokens_by_source_total") == 0
+        assert (Path(model) / "tokenizer.json").is_file()
+        paths.append(Path(model))
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        bench(tmp_path, "ours").serve(lambda *_: None, on_ready)
+    assert_gone(servers(tmp_path))
+    assert not paths[0].exists()
+
+
 def talk(name: str, turns: int) -> Conversation:
     return Conversation(name, [Turn([turn], [100 + turn]) for turn in range(turns)])
 
