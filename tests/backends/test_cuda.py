@@ -221,7 +221,7 @@ def test_memory_that_the_kernel_reads_is_not_reused(
     blocks = scattered(4096, 1000)  # so few that one list holds them all
     expected = sides.expected(direction, *blocks)
     torch.cuda.synchronize()
-    torch.cuda._sleep(_BUSY)
+    torch.cuda._sleep(10 * _BUSY)  # longer than eight pinned allocations
     pending = sides.copy(direction, *blocks, backend.barrier())
     others = [torch.zeros(2000, dtype=torch.int32, pin_memory=True) for _ in range(8)]
     assert not pending.done()

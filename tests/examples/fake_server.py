@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from itertools import takewhile
+from pathlib import Path
 from threading import Event, Lock
 from typing import Any
 
@@ -37,6 +38,8 @@ class Faults:
     """The request from which on answers have other tokens."""
     stall_at: int | None = None
     """The request whose answer never ends."""
+    stall_pipe: str | None = None
+    """A named pipe to write to when it stalls."""
     no_hits: bool = False
     resets_refused: int = 0
     """Number of resets that fail before one succeeds."""
@@ -102,6 +105,8 @@ class Handler(BaseHTTPRequestHandler):
         for token in range(first, first + num_tokens):
             self._event({"choices": [{"text": f"w{token} "}]})
             if number == self.faults.stall_at:
+                if self.faults.stall_pipe is not None:
+                    Path(self.faults.stall_pipe).write_text("stalled")
                 Event().wait()
         usage = {
             "prompt_tokens": len(prompt),

@@ -223,23 +223,25 @@ runpy.run_module("examples.multi_turn", run_name="__main__")
 """
 
 
-def test_a_terminated_run_leaves_no_process(tmp_path: Path) -> None:
+def test_a_terminated_run_leaves_no_process(
+    tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
     """It is ended during a request that never ends."""
+    pipe = tmp_path_factory.mktemp("pipe") / "stalled"
+    os.mkfifo(pipe)
+    faults = {"stall_at": WARM_UP + 3, "stall_pipe": str(pipe), "child": True}
     command = [sys.executable, "-u", "-c", INTERRUPTED_RUN, "--contenders", "ours"]
     process = subprocess.Popen(
         [*command, "--output", str(tmp_path)],
         cwd=ROOT,
-        env={**os.environ, "FAKE_SERVER": json.dumps({"stall_at": WARM_UP + 3, "child": True})},
+        env={**os.environ, "FAKE_SERVER": json.dumps(faults)},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
         # Started in the background by a shell, the tests themselves ignore SIGINT.
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # noqa: PLW1509 - no lock taken
     )
-    assert process.stdout is not None
-    for line in process.stdout:
-        if "round 1/1" in line:
-            break
+    assert pipe.read_text() == "stalled"
     family = psutil.Process(process.pid).children(recursive=True)
     process.terminate()
     rest, _ = process.communicate(timeout=120)
