@@ -45,6 +45,8 @@ def _start(arguments: argparse.Namespace) -> int:
     plan: Plan = arguments.plan
     if Part.FOOTPRINT in arguments.parts:
         _require_memory(plan)
+    for path in plan.traces.files:
+        _require_scalable(path, plan)
     prepare_output("--out", arguments.output, NUMBERS, COST_PLOT, HIT_PLOT, TRACE_PLOT)
     # Takes seconds, as it brings vLLM: wrong usage is reported without it.
     from examples.scheduler_bench.contenders import CONTENDERS
@@ -62,7 +64,18 @@ def _require_memory(plan: Plan) -> None:
     if needed > available:
         raise CannotStart(
             f"--tier-blocks {plan.footprint.tier_blocks} may take {needed / 2**30:.1f} GiB of "
-            f"memory, of which {available / 2**30:.1f} are available"
+            f"memory; {available / 2**30:.1f} are available"
+        )
+
+
+def _require_scalable(path: Path, plan: Plan) -> None:
+    """Read a trace before anything is measured."""
+    from examples.scheduler_bench.traces import read_trace
+
+    block_tokens, scale = read_trace(path).block_tokens, plan.traces.scale
+    if block_tokens % scale or block_tokens < scale:
+        raise CannotStart(
+            f"--traces: {path} has ids of {block_tokens} tokens. Allowed: a multiple of {scale}"
         )
 
 

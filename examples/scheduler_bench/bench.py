@@ -100,3 +100,5 @@ def run_traces(race: Race[Contender], results: Results, begin: Callable[[str], N
                 )
                 for name, count in counts.items():
                     row.counts[name] = row.counts[name] + count if name in row.counts else count
+                    if not count.prompt:
+                        results.problems[f"{name}, {step}"] = "no request after the warm-up"

@@ -155,8 +155,8 @@ class _Watch:
         self._num_unstored = self._num_evicted = 0
         """Blocks, after the warm-up."""
         self._hits: list[Hit] = []
-        self._num_shared: list[float] = []
-        """Samples of the share of the tier's blocks that the device has too."""
+        self._num_shared: list[int] = []
+        """Samples of the number of blocks that device and tier both have."""
         self._start = (0, 0, 0)
         """Steps, blocks stored and loaded, at the end of the warm-up."""
         self._next_sample = 0

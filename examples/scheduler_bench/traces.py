@@ -14,6 +14,7 @@ import json
 import lzma
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from itertools import chain
 from pathlib import Path
 from random import Random
@@ -57,6 +58,7 @@ class Trace:
 _MOONCAKE_TOKENS = 512
 
 
+@cache
 def read_trace(path: Path) -> Trace:
     """Raises CannotStart, which names the file and the line or session, for anything else."""
     try:

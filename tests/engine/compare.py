@@ -33,7 +33,7 @@ class Rounding(NamedTuple):
 
 
 SMALL_MODEL = Rounding(LOGPROB_TOLERANCE, lead=0.0)
-"""For answers of small models on CPUs, all of which lead by more than MIN_LEAD."""
+"""For answers of small models on CPUs. Each of their tokens leads by more than MIN_LEAD."""
 
 
 class Comparison(NamedTuple):

@@ -147,7 +147,7 @@ def test_too_little_memory_is_refused_beforehand(
     memory = SimpleNamespace(available=39 << 30)
     monkeypatch.setattr("examples.scheduler_bench.__main__.psutil.virtual_memory", lambda: memory)
     assert command.main(arguments) == 2
-    message = "--tier-blocks 100000000 may take 39.3 GiB of memory, of which 39.0 are available"
+    message = "--tier-blocks 100000000 may take 39.3 GiB of memory; 39.0 are available"
     assert message in capsys.readouterr().err
 
 

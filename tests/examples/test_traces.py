@@ -85,6 +85,15 @@ def test_a_missing_file_is_refused(tmp_path: Path) -> None:
     assert command.main(arguments) == CANNOT_START
 
 
+def test_ids_that_do_not_scale_are_refused_before_anything_runs(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "trace.json"
+    path.write_text(json.dumps(CLAUDE_CODE | {"block_size": 16}))
+    assert command.main(["--traces", str(path), "--out", str(tmp_path)]) == CANNOT_START
+    assert "ids of 16 tokens. Allowed: a multiple of 32" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("arguments", [["--parts", "traces"], ["--memory", "1"]])
 def test_wrong_arguments_are_refused(arguments: list[str]) -> None:
     with pytest.raises(SystemExit, match="2"):

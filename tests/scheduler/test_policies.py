@@ -25,7 +25,7 @@ def drive(drive: MakeDriver) -> MakeDriver:
 
 
 def evict_all(driver: Driver) -> None:
-    """Serve so many requests that the device evicts all earlier blocks."""
+    """Serve requests until the device has evicted all earlier blocks."""
     driver.fill(8 * len(driver.world.shape.windows))
 
 
