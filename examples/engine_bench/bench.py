@@ -1,5 +1,6 @@
 """Bench: runs contenders in turn and keeps their reports."""
 
+import os
 import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
@@ -8,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from examples.bench.child import Event, child_command, engine_environment, listen
-from examples.bench.connectors import Contender
+from examples.bench.connectors import PACKAGE, Contender
 from examples.bench.models import save_model
 from examples.bench.results_file import machine, save_numbers
 from examples.engine_bench.plan import Part, Plan
@@ -119,17 +120,28 @@ class Bench:
 
         listen(
             self._command(contender, model),
-            engine_environment(self.plan.device, scratch, **contender.environment),
+            self._environment(contender, scratch),
             self.output / f"{contender.name}-{number}.log",
             on_event,
         )
         show(who, "done", 1, 1)
 
+    def _environment(self, contender: Contender, scratch: Path) -> dict[str, str]:
+        environment = engine_environment(self.plan.device, scratch, **contender.environment)
+        if contender.source is not None:
+            # A checkout has examples too. Its package alone goes before this one's, and the
+            # current directory, where Python would look first, counts no more.
+            alone = Path(tempfile.mkdtemp(dir=scratch))
+            (alone / PACKAGE).symlink_to(Path(contender.source) / PACKAGE)
+            environment["PYTHONPATH"] = os.pathsep.join([str(alone), environment["PYTHONPATH"]])
+            environment["PYTHONSAFEPATH"] = "1"
+        return environment
+
     def _command(self, contender: Contender, model: Path) -> list[str]:
         return child_command(
             ENGINE_RUN,
             plan=asdict(self.plan),
-            contender=contender.name,
+            contender=asdict(contender),
             parts=self.parts,
             repeats=self.repeats,
             model=str(model),

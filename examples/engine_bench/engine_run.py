@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from pydantic import TypeAdapter
 
 from examples.bench.child import Report, run_child
-from examples.bench.connectors import CONTENDERS, Contender
+from examples.bench.connectors import Contender
 from examples.bench.results_file import machine
 from examples.engine_bench import parts as work
 from examples.engine_bench.parts import Client, RequestLost
@@ -42,7 +42,7 @@ def run(arguments: dict[str, Any], report: Report) -> None:
         report({"bytes_per_second": _peak()})
         return
     plan = TypeAdapter(Plan).validate_python(arguments["plan"])
-    contender = CONTENDERS[arguments["contender"]]
+    contender = TypeAdapter(Contender).validate_python(arguments["contender"])
     model = Path(arguments["model"])
     asyncio.run(_run(plan, contender, arguments["parts"], arguments["repeats"], model, report))
 

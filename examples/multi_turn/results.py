@@ -53,6 +53,7 @@ _COLORS = {
     "none": "tab:gray",
     "ours": "tab:blue",
     "builtin": "tab:orange",
+    "builtin-lazy": "tab:brown",
     "builtin-BLHNC": "tab:red",
     "offloading": "tab:green",
 }

@@ -37,6 +37,7 @@ from tests.examples.processes import assert_gone
         ("engine_bench", "--contenders theirs", "--contenders: 'theirs' is none of none, ours"),
         ("engine_bench", "--rounds 0", "--rounds: 0 is less than 1"),
         ("engine_bench", "--kv-heads 5", "--kv-heads: 5 does not divide 32 heads"),
+        ("engine_bench", "--before /no/such", "--before: /no/such has no package simple_offload"),
         (
             "engine_bench",
             "--preset cpu --contenders offloading",
@@ -122,6 +123,8 @@ def test_contenders_differ_in_the_connector_and_one_in_the_layout(
     assert ours is not None
     assert ours.pop("kv_connector_module_path") == "simple_offload"
     assert ours == builtin == configs["builtin-BLHNC"]
+    lazy = {"cpu_bytes_to_use": 1 << 30, "lazy_offload": True}
+    assert configs["builtin-lazy"] == {**ours, "kv_connector_extra_config": lazy}
     assert configs["offloading"] == {**ours, "kv_connector": "OffloadingConnector"}
     for name, contender in CONTENDERS.items():
         environment = engine_environment("cuda", tmp_path, **contender.environment)

@@ -1,6 +1,7 @@
 """The engine benchmark: on a tiny model with real engines, and its verdict on bad numbers."""
 
 import json
+import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, replace
@@ -15,8 +16,10 @@ pytest.importorskip("rich")
 
 from rich.console import Console
 
+import simple_offload
+from examples.bench.child import ROOT
 from examples.bench.command import BAD_RESULT, RUN_FAILED, exit_code_of
-from examples.bench.connectors import CONTENDERS, ON_CPU
+from examples.bench.connectors import CONTENDERS, NONE, ON_CPU, Contender, before
 from examples.engine_bench import __main__ as command
 from examples.engine_bench.bench import Bench
 from examples.engine_bench.plan import CPU, H200, PARTS, PRESETS, Part, Plan
@@ -242,3 +245,32 @@ def test_arguments_make_the_bench_and_the_cpu_leaves_out_what_needs_cuda(tmp_pat
     bench = command.parse(["--preset", "cpu", "--output", str(tmp_path)])
     assert [each.name for each in bench.contenders] == ["none", "ours"]
     assert (list(bench.parts), bench.plan.rounds) == (list(PARTS), 2)
+
+
+def test_another_commit_takes_the_place_of_the_package_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not that of the bench, which a checkout has too, wherever the bench is started."""
+    monkeypatch.chdir(ROOT)
+    source, output = tmp_path / "checkout", tmp_path / "out"
+    for package in ("simple_offload", "examples"):
+        (source / package).mkdir(parents=True)
+        (source / package / "__init__.py").write_text("__version__ = 'another'")
+    output.mkdir()
+    options = ["--preset", "cpu", "--contenders", "none", "--rounds", "1", "--output", str(output)]
+    bench = command.parse([*options, "--before", str(source)])
+    found: dict[str, Any] = {}
+
+    def look(command: list[str], environment: dict[str, str], log: Path, _: Any) -> None:
+        code = "import simple_offload, examples.bench.child as child; "
+        code += "print(simple_offload.__version__, child.ROOT)"
+        sent = json.loads(command[-1])["contender"]
+        printed = subprocess.check_output([sys.executable, "-c", code], env=environment, text=True)
+        found[log.stem] = (TypeAdapter(Contender).validate_python(sent), printed)
+
+    monkeypatch.setattr("examples.engine_bench.bench.listen", look)
+    assert code_of(bench) == BAD_RESULT
+    assert found == {
+        "none-1": (NONE, f"{simple_offload.__version__} {ROOT}\n"),
+        "before-1": (before(source), f"another {ROOT}\n"),
+    }
