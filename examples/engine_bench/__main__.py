@@ -31,6 +31,8 @@ def run(bench: Bench) -> int:
     console = Console()
     title = f"Medians of {bench.num_runs}, and their ratios to {bench.contenders[0].name}"
     console.print(bench_table(bench.medians, bench.floor, title))
+    if bench.working_set is not None:
+        print_lines(console, str(bench.working_set))
     print_lines(console, f"Numbers: {bench.output / NUMBERS}")
     print_lines(console, *bench.problems, style="bold red")
     return BAD_RESULT if bench.problems else 0
@@ -68,7 +70,26 @@ def parse(argv: Sequence[str] | None) -> Bench:
         help=f"add the contender before: ours with the package {PACKAGE} of DIR, for example a "
         "checkout of another commit",
     )
-    parser.add_names("--parts", "parts of the work", PARTS)
+    parser.add_names("--parts", "parts of the work", PARTS, "all; traces with --traces only")
+    parser.add_argument(
+        "--traces",
+        help="recorded Claude Code sessions for the part traces, also .xz",
+        type=Path,
+        metavar="FILE",
+    )
+    parser.add_number("--agents", "sessions at the same time (default: 16; 8 on the CPU)", most=256)
+    parser.add_number("--trace-requests", "of all agents together (default: 200; 40 on the CPU)")
+    parser.add_number(
+        "--trace-scale",
+        "recorded tokens for each token that is sent; pauses shrink alike (default: 8; 64 on the "
+        "CPU)",
+    )
+    parser.add_number(
+        "--trace-pause",
+        "longest pause of an agent (default: 5; 1 on the CPU)",
+        least=0,
+        metavar="SECONDS",
+    )
     parser.add_number("--rounds", "engines of each contender (default: 3; 2 on the CPU)")
     parser.add_number(
         "--repeats",
@@ -83,6 +104,9 @@ def parse(argv: Sequence[str] | None) -> Bench:
     parser.add_output("--output", "engine-bench-out", "numbers and logs")
     arguments = parser.parse_args(argv)
     plan = PRESETS[arguments.preset]
+    parts = arguments.parts or [part for part in PARTS if part != "traces" or arguments.traces]
+    if "traces" in parts and arguments.traces is None:
+        parser.error("argument --parts: traces needs --traces FILE")
     contenders = parser.contenders(arguments.contenders, plan.device, tuple(CONTENDERS))
     if arguments.before is not None:
         if not (arguments.before / PACKAGE / "__init__.py").is_file():
@@ -100,9 +124,14 @@ def parse(argv: Sequence[str] | None) -> Bench:
         graphs=plan.graphs and not arguments.eager,
         tensor_parallel=arguments.tensor_parallel,
         rounds=arguments.rounds or plan.rounds,
+        agents=arguments.agents or plan.agents,
+        trace_requests=arguments.trace_requests or plan.trace_requests,
+        trace_scale=arguments.trace_scale or plan.trace_scale,
+        trace_pause=plan.trace_pause if arguments.trace_pause is None else arguments.trace_pause,
+        trace=str(arguments.traces.resolve()) if "traces" in parts else None,
+        trace_seed=arguments.seed,
         seed=arguments.seed,
     )
-    parts = arguments.parts or PARTS
     return Bench(plan, contenders, parts, arguments.output, arguments.repeats)
 
 

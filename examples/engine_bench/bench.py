@@ -13,6 +13,7 @@ from examples.bench.connectors import PACKAGE, Contender
 from examples.bench.models import save_model
 from examples.bench.results_file import machine, save_numbers
 from examples.engine_bench.plan import Part, Plan
+from examples.engine_bench.replay import WorkingSet, working_set
 from examples.engine_bench.results import floor_seconds, medians_by_contender, problems
 
 ENGINE_RUN = "examples.engine_bench.engine_run"
@@ -42,6 +43,8 @@ class Bench:
         self.runs: dict[str, list[dict[str, Any]]] = {each.name: [] for each in contenders}
         self.peak: float | None = None
         """Bytes a second of a contiguous copy to the device."""
+        self.working_set: WorkingSet | None = None
+        """Of the part ``traces``."""
         self._machine = machine()
 
     @property
@@ -62,7 +65,11 @@ class Bench:
         return self.plan.rounds * self.repeats
 
     def run(self, show: Show) -> None:
-        """Raises RunFailed if a process fails. No process is left, however this ends."""
+        """Raises CannotStart if the trace does not fit, and RunFailed if a process fails. No
+        process is left, however this ends."""
+        if "traces" in self.parts:
+            show("bench", "reading the trace", 0, None)
+            self.working_set = working_set(self.plan)
         with (
             tempfile.TemporaryDirectory(prefix="work-", dir=self.output) as work,
             tempfile.TemporaryDirectory(prefix="offload-bench-") as scratch,
@@ -89,6 +96,7 @@ class Bench:
             "repeats": self.repeats,
             "peak_bytes_per_second": self.peak,
             "floor_seconds": self.floor,
+            "working_set": self.working_set,
             "medians": self.medians,
             "problems": self.problems,
             "runs": self.runs,

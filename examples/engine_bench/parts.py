@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from examples.bench.tables import percentile
 from examples.engine_bench.plan import Part, Plan
+from examples.engine_bench.replay import Request, requests_by_agent
 
 if TYPE_CHECKING:
     from vllm.v1.engine.async_llm import AsyncLLM
@@ -243,6 +244,38 @@ async def turns(client: Client, plan: Plan) -> Numbers:
     }
 
 
+async def traces(client: Client, plan: Plan) -> Numbers:
+    """Agents that replay recorded sessions: throughput, time to the first token of requests that
+    continue a session, and the share of all prompt tokens that were not computed."""
+    work = requests_by_agent(plan)
+    replies: list[Reply] = []
+    later: list[float] = []
+
+    async def agent(number: int, requests: Sequence[Request]) -> None:
+        for index, request in enumerate(requests):
+            await asyncio.sleep(request.pause)
+            name = f"trace {number} {index}"
+            reply = await client.ask(name, request.prompt, request.answer_tokens, compared=False)
+            replies.append(reply)
+            if not request.opens:
+                later.append(reply.ttft)
+
+    before = client.now()
+    await asyncio.gather(*(agent(number, requests) for number, requests in enumerate(work)))
+    seconds = client.now() - before
+    later.sort()
+    prompt_tokens = sum(len(request.prompt) for requests in work for request in requests)
+    answer_tokens = sum(request.answer_tokens for requests in work for request in requests)
+    return {
+        "tokens_per_second": (prompt_tokens + answer_tokens) / seconds,
+        "requests_per_second": len(replies) / seconds,
+        "ttft_p50": percentile(later, 0.5),
+        "ttft_p99": percentile(later, 0.99),
+        "share_cached": sum(reply.cached_tokens for reply in replies) / prompt_tokens,
+        "seconds": seconds,
+    }
+
+
 def _median_ttft(replies: Sequence[Reply]) -> float:
     return median(reply.ttft for reply in replies)
 
@@ -256,6 +289,7 @@ RUN: Mapping[Part, Callable[[Client, Plan], Awaitable[Numbers]]] = {
     "idle": idle,
     "mix": mix,
     "turns": turns,
+    "traces": traces,
 }
 
 
@@ -266,6 +300,7 @@ def num_requests(part: Part, plan: Plan) -> int:
         "idle": plan.idle_prompts,
         "mix": plan.num_hits + plan.mix_decodes + min(plan.mix_hits, plan.num_hits // 2),
         "turns": plan.users * plan.turns,
+        "traces": plan.trace_requests,
     }[part]
 
 

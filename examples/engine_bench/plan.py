@@ -11,7 +11,7 @@ from typing import Literal, get_args
 from examples.bench.child import Device
 from examples.bench.models import LLAMA_8B, SMALL, ModelShape
 
-Part = Literal["ttft", "idle", "mix", "turns"]
+Part = Literal["ttft", "idle", "mix", "turns", "traces"]
 PARTS: tuple[Part, ...] = get_args(Part)
 
 FIRST_TEXT_TOKEN = 10
@@ -50,6 +50,14 @@ class Plan:
     """Shortest and longest first message of a user."""
     message_tokens: int
     turn_answer_tokens: int
+    agents: int
+    """Sessions of the trace that go on at the same time."""
+    trace_requests: int
+    """Requests of all agents together."""
+    trace_scale: int
+    """Recorded tokens for each token that is sent. Pauses shrink by the same factor."""
+    trace_pause: float
+    """Longest pause of an agent, in seconds."""
     settle_seconds: float
     """Pause before a part. Contenders go on storing after the last answer, none reports the end,
     and their stores would disturb the next measurement."""
@@ -62,6 +70,10 @@ class Plan:
     """Engines of each contender."""
     graphs: bool = False
     tensor_parallel: int = 1
+    trace: str | None = None
+    """File with recorded sessions; None without the part ``traces``."""
+    trace_seed: int = 0
+    """Of the order of the sessions, which all repeats have in common."""
     seed: int = 0
 
     @property
@@ -81,8 +93,14 @@ class Plan:
             self.idle_prompt_tokens + self.idle_answer_tokens,
             self.mix_prompt_tokens + self.mix_answer_tokens,
             longest_chat,
+            self.max_trace_tokens if self.trace is not None else 0,
         )
         return -(-longest // self.block_size) * self.block_size
+
+    @property
+    def max_trace_tokens(self) -> int:
+        """Longest request of an agent with its answer: the device holds two of them."""
+        return self.device_tokens // 2
 
     @property
     def mix_prompt_tokens(self) -> int:
@@ -130,6 +148,10 @@ H200 = Plan(
     history_tokens=(4000, 8000),
     message_tokens=200,
     turn_answer_tokens=64,
+    agents=16,
+    trace_requests=200,
+    trace_scale=8,
+    trace_pause=5.0,
     settle_seconds=0.5,
     think_seconds=0.05,
     compare_shapes=False,
@@ -158,6 +180,10 @@ CPU = Plan(
     history_tokens=(1000, 1500),
     message_tokens=64,
     turn_answer_tokens=16,
+    agents=8,
+    trace_requests=40,
+    trace_scale=64,
+    trace_pause=1.0,
     settle_seconds=0.2,
     think_seconds=0.05,
     compare_shapes=True,

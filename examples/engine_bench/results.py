@@ -19,7 +19,7 @@ class Metric:
     title: str
     unit: str = "ms"
     scale: float = 1e3
-    """Factor from seconds to the unit: 1e3 for milliseconds."""
+    """Factor to the unit: 1e3 from seconds to milliseconds."""
 
 
 METRICS = (
@@ -37,6 +37,11 @@ METRICS = (
     Metric("turns", "later_ttft_p99", "chat: the same, p99"),
     Metric("turns", "token_time", "chat: time a token"),
     Metric("turns", "requests_per_second", "chat: requests", "1/s", 1),
+    Metric("traces", "tokens_per_second", "agents: prompts and answers", "tokens/s", 1),
+    Metric("traces", "requests_per_second", "agents: requests", "1/s", 1),
+    Metric("traces", "ttft_p50", "agents: TTFT of later requests, p50"),
+    Metric("traces", "ttft_p99", "agents: the same, p99"),
+    Metric("traces", "share_cached", "agents: prompt tokens not computed", "%", 100),
 )
 
 

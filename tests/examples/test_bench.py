@@ -37,6 +37,8 @@ from tests.examples.processes import assert_gone
         ("engine_bench", "--contenders theirs", "--contenders: 'theirs' is none of none, ours"),
         ("engine_bench", "--rounds 0", "--rounds: 0 is less than 1"),
         ("engine_bench", "--kv-heads 5", "--kv-heads: 5 does not divide 32 heads"),
+        ("engine_bench", "--parts traces", "--parts: traces needs --traces FILE"),
+        ("engine_bench", "--trace-pause -1", "--trace-pause: -1 is less than 0"),
         ("engine_bench", "--before /no/such", "--before: /no/such has no package simple_offload"),
         (
             "engine_bench",

@@ -1,13 +1,15 @@
 """The engine benchmark: on a tiny model with real engines, and its verdict on bad numbers."""
 
+import asyncio
 import json
 import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, replace
+from itertools import chain, pairwise
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from pydantic import TypeAdapter
@@ -18,11 +20,14 @@ from rich.console import Console
 
 import simple_offload
 from examples.bench.child import ROOT
-from examples.bench.command import BAD_RESULT, RUN_FAILED, exit_code_of
+from examples.bench.command import BAD_RESULT, CANNOT_START, RUN_FAILED, CannotStart, exit_code_of
 from examples.bench.connectors import CONTENDERS, NONE, ON_CPU, Contender, before
 from examples.engine_bench import __main__ as command
+from examples.engine_bench import engine_run, parts
 from examples.engine_bench.bench import Bench
+from examples.engine_bench.parts import Client, Reply, RequestLost
 from examples.engine_bench.plan import CPU, H200, PARTS, PRESETS, Part, Plan
+from examples.engine_bench.replay import requests_by_agent, working_set
 from examples.engine_bench.results import bench_table, floor_seconds, medians_by_contender, problems
 
 
@@ -50,8 +55,27 @@ def tiny_plan() -> Plan:
         system_tokens=32,
         history_tokens=(300, 400),
         turn_answer_tokens=4,
+        agents=3,
+        trace_requests=12,
+        trace_scale=2,
+        trace_pause=0.1,
         rounds=1,
     )
+
+
+def with_trace(folder: Path, plan: Plan | None = None) -> Plan:
+    """``plan``, else the tiny one, with three sessions of four requests. Their prompts grow from 8
+    to 14 ids of 32 tokens, and together do not fit the tiny plan's device."""
+    rows = [
+        [
+            [10.0 * turn, 64 * num_ids + session, 8, 0.0, 1.0, 0, [[1, num_ids]]]
+            for turn, num_ids in enumerate(range(8, 16, 2))
+        ]
+        for session in range(3)
+    ]
+    path = folder / "agents.json"
+    path.write_text(json.dumps({"block_size": 64, "traces": [{"rows": each} for each in rows]}))
+    return replace(plan or tiny_plan(), trace=str(path))
 
 
 @pytest.mark.usefixtures("light_engines")
@@ -59,9 +83,12 @@ def tiny_plan() -> Plan:
     "names", [["ours"], pytest.param(list(ON_CPU), marks=pytest.mark.slow)], ids="+".join
 )
 def test_a_tiny_bench_measures_every_part(
-    names: Sequence[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    names: Sequence[str],
+    tmp_path: Path,
+    tmp_path_factory: pytest.TempPathFactory,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    plan = tiny_plan()
+    plan = with_trace(tmp_path_factory.mktemp("trace"))
     contenders = [CONTENDERS[name] for name in names]
     bench = Bench(plan, contenders, list(PARTS), tmp_path, repeats=2)
     code = code_of(bench)
@@ -70,6 +97,7 @@ def test_a_tiny_bench_measures_every_part(
     assert code == 0, captured
     assert "round 1/1 ours: done" in captured.err
     assert "TTFT, hit in the host tier" in printed
+    assert "Agents: 12 requests, " in printed
 
     result = json.loads((tmp_path / "result.json").read_text())
     assert TypeAdapter(Plan).validate_python(result["plan"]) == plan
@@ -244,7 +272,21 @@ def test_arguments_make_the_bench_and_the_cpu_leaves_out_what_needs_cuda(tmp_pat
     assert list(bench.parts) == ["turns", "idle"]
     bench = command.parse(["--preset", "cpu", "--output", str(tmp_path)])
     assert [each.name for each in bench.contenders] == ["none", "ours"]
-    assert (list(bench.parts), bench.plan.rounds) == (list(PARTS), 2)
+    assert (list(bench.parts), bench.plan.rounds) == (["ttft", "idle", "mix", "turns"], 2)
+    options = "--traces a.json --agents 4 --trace-requests 50 --trace-scale 16 --trace-pause 0"
+    bench = command.parse([*options.split(), "--seed", "7"])
+    assert list(bench.parts) == list(PARTS)
+    assert bench.plan == replace(
+        H200,
+        agents=4,
+        trace_requests=50,
+        trace_scale=16,
+        trace_pause=0,
+        trace=str(Path("a.json").resolve()),
+        trace_seed=7,
+        seed=7,
+    )
+    assert bench.plan.max_model_len == H200.device_tokens // 2
 
 
 def test_another_commit_takes_the_place_of_the_package_alone(
@@ -274,3 +316,129 @@ def test_another_commit_takes_the_place_of_the_package_alone(
         "none-1": (NONE, f"{simple_offload.__version__} {ROOT}\n"),
         "before-1": (before(source), f"another {ROOT}\n"),
     }
+
+
+# Agents
+
+
+class FakeClient(Client):
+    """Answers without an engine. Requests that open a session take ``open_seconds``."""
+
+    def __init__(self, open_seconds: float = 0.0, lost: str | None = None) -> None:
+        super().__init__(cast(Any, None), 0.0, lambda: None)
+        self.asked: dict[str, tuple[list[int], int]] = {}
+        self._open_seconds = open_seconds
+        self._lost = lost
+        self._busy: set[str] = set()
+
+    async def ask(
+        self,
+        id: str,
+        prompt: Sequence[int],
+        num_tokens: int,
+        *,
+        compared: bool = True,
+        started: asyncio.Event | None = None,
+    ) -> Reply:
+        _, agent, index = id.split()
+        assert agent not in self._busy, "an agent sends one request at a time"
+        assert not compared
+        self._busy.add(agent)
+        opens = index == "0"
+        await asyncio.sleep(self._open_seconds if opens else 0)
+        if id == self._lost:
+            raise RequestLost(f"{id!r} ended by abort")
+        self._busy.remove(agent)
+        self.asked[id] = (list(prompt), num_tokens)
+        cached = 0 if opens else len(prompt) // 2
+        return Reply(id, compared, 2.0 if opens else 0.5, [], [1] * num_tokens, cached)
+
+
+def test_agents_send_the_same_sessions_however_fast_the_answers_are(tmp_path: Path) -> None:
+    plan = with_trace(tmp_path)
+    slow, fast = FakeClient(open_seconds=0.05), FakeClient()
+    numbers = asyncio.run(parts.traces(slow, plan))
+    asyncio.run(parts.traces(fast, plan))
+    assert slow.asked == fast.asked
+    assert len(slow.asked) == parts.num_requests("traces", plan) == 12
+    firsts = set()
+    for agent in range(3):
+        prompts = [slow.asked[f"trace {agent} {index}"][0] for index in range(4)]
+        assert [len(prompt) for prompt in prompts] == [32 * ids + 1 for ids in (8, 10, 12, 14)]
+        firsts.add(tuple(prompts[0][:32]))
+        for shorter, longer in pairwise(prompts):
+            assert longer[: len(shorter) - 1] == shorter[:-1]
+    assert len(firsts) == 3, "sessions have no tokens in common"
+    assert {num_tokens for _, num_tokens in slow.asked.values()} == {4}
+    # The first request of a session counts for all but the times.
+    later, tokens = 3 * 32 * (10 + 12 + 14) + 9, 3 * 32 * (8 + 10 + 12 + 14) + 12
+    assert (numbers["ttft_p50"], numbers["ttft_p99"]) == (0.5, 0.5)
+    assert numbers["share_cached"] == pytest.approx(later / 2 / tokens, rel=0.01)
+    assert numbers["requests_per_second"] == pytest.approx(12 / numbers["seconds"])
+    assert numbers["tokens_per_second"] == pytest.approx((tokens + 48) / numbers["seconds"])
+
+
+def test_repeats_send_the_same_sessions_with_other_tokens(tmp_path: Path) -> None:
+    plan = with_trace(tmp_path)
+    first, second = (requests_by_agent(each) for each in (plan, plan.with_other_texts(1)))
+    for one, other in zip(chain(*first), chain(*second), strict=True):
+        assert one.prompt[:8] != other.prompt[:8]
+        assert len(one.prompt) == len(other.prompt)
+        assert replace(one, prompt=other.prompt) == other
+
+
+def test_the_working_set_is_what_an_endless_cache_computes(tmp_path: Path) -> None:
+    plan = with_trace(tmp_path)
+    found = working_set(plan)
+    tokens = 3 * 32 * 14 + 12
+    assert (found.requests, found.prompt_tokens) == (12, 3 * 32 * (8 + 10 + 12 + 14) + 12)
+    assert (found.new_tokens, found.answer_tokens) == (tokens, 48)
+    assert found.device_multiple == tokens / plan.device_tokens > 1
+    assert found.host_multiple == tokens * plan.model.kv_bytes_per_token / plan.host_bytes
+    assert f"{tokens:,} of them are new: 1.32 times the device's KV space" in str(found)
+
+
+def test_sessions_end_before_a_request_that_does_not_fit(tmp_path: Path) -> None:
+    """Then the agent takes the next session."""
+    plan = replace(with_trace(tmp_path), device_tokens=2 * 32 * 13, agents=1, trace_requests=9)
+    (requests,) = requests_by_agent(plan)
+    assert [len(each.prompt) // 32 for each in requests] == [8, 10, 12] * 3
+    assert [each.opens for each in requests] == [True, False, False] * 3
+    # Of the recorded pauses of 9 s, halved, the longest allowed is left.
+    assert [each.pause for each in requests] == [0.0, 0.1, 0.1] * 3
+
+
+@pytest.mark.parametrize(
+    ("changes", "complaint"),
+    [
+        ({"trace_scale": 3}, "--trace-scale: 3 does not divide the 64 tokens of an id"),
+        ({"trace_requests": 13}, "12 for 3 agents. Wanted: 13"),
+        ({"trace_requests": 1}, "some of which continue a session"),
+        ({"trace": "/no/such"}, "--traces: /no/such cannot be read"),
+    ],
+)
+def test_a_trace_that_does_not_fit_is_refused_before_anything_runs(
+    changes: dict[str, Any],
+    complaint: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    plan = replace(with_trace(tmp_path), **changes)
+    assert code_of(Bench(plan, [NONE], ["traces"], tmp_path / "out")) == CANNOT_START
+    assert complaint in " ".join(capsys.readouterr().err.split())
+
+
+def test_requests_without_sessions_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "talks.jsonl"
+    path.write_text('{"timestamp": 0, "input_length": 600, "output_length": 9, "hash_ids": [0, 1]}')
+    with pytest.raises(CannotStart, match=r"talks\.jsonl has no sessions for agents"):
+        requests_by_agent(replace(tiny_plan(), trace=str(path)))
+
+
+def test_a_lost_request_of_an_agent_ends_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine_run, "Client", lambda *_: FakeClient(lost="trace 1 2"))
+    plan, engine = with_trace(tmp_path), cast(Any, None)
+    played = asyncio.run(engine_run._play(plan, engine, ["traces", "idle"], lambda _: None))
+    assert played == ({}, [], ["traces: 'trace 1 2' ended by abort"])
