@@ -100,7 +100,13 @@ def parse(argv: Sequence[str] | None) -> Bench:
     parser.add_number("--host-gib", "size of the host tier (default: the preset's)")
     parser.add_number("--tensor-parallel", "ranks (default: 1)", default=1)
     parser.add_argument("--eager", action="store_true", help="no CUDA graphs")
-    parser.add_number("--seed", "of the prompts (default: 0)", least=0, most=MAX_SEED, default=0)
+    parser.add_number(
+        "--seed",
+        "of the prompts and of the order of sessions (default: 0)",
+        least=0,
+        most=MAX_SEED,
+        default=0,
+    )
     parser.add_output("--output", "engine-bench-out", "numbers and logs")
     arguments = parser.parse_args(argv)
     plan = PRESETS[arguments.preset]
