@@ -88,10 +88,10 @@ class OffloadConfig(BaseModel):
     """Tokens of a host block, a multiple of a device block's tokens (the default). Larger blocks
     need fewer Python objects, for tiers of terabytes, but are stored only as a whole."""
 
-    lazy_offload: Flag = False
-    """Store blocks when the device is about to evict them. By default, a request's blocks are
-    stored soon after they are full, a few at a time, and the rest when it ends. While the device
-    is short of free blocks, lazy stores also copy running requests' blocks as they fill up."""
+    lazy_offload: Flag | None = None
+    """When a block is stored. By default: early, as long as host memory has room that nothing else
+    needs, otherwise when the device is about to evict it. ``true``: only then. ``false``: as soon
+    as it is full."""
 
     store_threshold: Annotated[int, Field(strict=True, ge=1)] = 1
     """Store a block once this many requests, including the one that computed it, have had the

@@ -125,8 +125,8 @@ DROPPED = _series(
 EVICTED = _series(
     "evicted_blocks_total",
     "counter",
-    "Host blocks whose contents were removed.",
-    {"reason": ("lru", "load_failed", "reset")},
+    "Host blocks whose contents were removed. Copy: the device had them too.",
+    {"reason": ("copy", "lru", "load_failed", "reset")},
 )
 CAPACITY = _series("capacity_blocks", "gauge", "Host blocks opened so far, full or empty.")
 USED = _series("used_blocks", "gauge", "Host blocks with contents.")

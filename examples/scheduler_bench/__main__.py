@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 COST_PLOT, HIT_PLOT, TRACE_PLOT = "cost.png", "hits.png", "traces.png"
 NAMES = (
-    *("ours", "ours-128", "ours-lazy", "ours-threshold", "builtin", "builtin-lazy"),
+    *("ours", "ours-128", "ours-eager", "ours-lazy", "ours-threshold", "builtin", "builtin-lazy"),
     *("none", "offloading", "offloading-arc"),
 )
 """Those of the contenders, whose module takes seconds to import."""

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from enum import Enum
 from typing import Any, Protocol, cast
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata
@@ -186,6 +187,16 @@ def _loaded(ended: Sequence[Transfer]) -> set[str]:
     return {request_id for transfer in ended for request_id in transfer.requests}
 
 
+class When(Enum):
+    """When a contender stores blocks."""
+
+    AT_ONCE = "at once"
+    WITH_ROOM = "with room"
+    """Soon, as long as the tier has room, and else like ``AT_EVICTION``."""
+    AT_EVICTION = "at eviction"
+    """When the device is about to evict them."""
+
+
 @dataclass(frozen=True)
 class Contender:
     """A connector and its settings."""
@@ -196,8 +207,7 @@ class Contender:
     """Of ``kv_connector_extra_config``, beside the size."""
     rival: str | None = None
     """The contender that it is compared with."""
-    lazy: bool = False
-    """True if it stores the blocks that the device is about to evict, and no others."""
+    stores: When = When.AT_ONCE
     for_one_offs: bool = False
     """True if it takes part in hit rates with one-off prompts only."""
     for_traces: bool = False
@@ -217,14 +227,20 @@ class Contender:
 CONTENDERS = {
     contender.name: contender
     for contender in (
-        Contender("ours", OurSide(), rival="builtin"),
-        Contender("ours-128", OurSide(), {"cpu_block_size": 128}, "builtin"),
-        Contender("ours-lazy", OurSide(), {"lazy_offload": True}, "builtin-lazy", lazy=True),
+        Contender("ours", OurSide(), {}, "builtin", When.WITH_ROOM),
+        Contender("ours-128", OurSide(), {"cpu_block_size": 128}, "builtin", When.WITH_ROOM),
+        Contender("ours-eager", OurSide(), {"lazy_offload": False}, "builtin"),
+        Contender("ours-lazy", OurSide(), {"lazy_offload": True}, "builtin-lazy", When.AT_EVICTION),
         Contender(
-            "ours-threshold", OurSide(), {"store_threshold": 2}, "builtin", for_one_offs=True
+            "ours-threshold",
+            OurSide(),
+            {"store_threshold": 2},
+            "builtin",
+            When.WITH_ROOM,
+            for_one_offs=True,
         ),
         Contender("builtin", BuiltinSide()),
-        Contender("builtin-lazy", BuiltinSide(), {"lazy_offload": True}, lazy=True),
+        Contender("builtin-lazy", BuiltinSide(), {"lazy_offload": True}, stores=When.AT_EVICTION),
         Contender("none", NoSide(), for_traces=True),
         Contender("offloading", OffloadingSide(), for_traces=True),
         Contender("offloading-arc", OffloadingSide(), {"eviction_policy": "arc"}, for_traces=True),

@@ -1,7 +1,7 @@
 """Time in the hooks: of a step by running requests, of a request by its length and the tier."""
 
 import gc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from functools import partial
 from itertools import count
@@ -9,7 +9,7 @@ from random import Random
 from typing import Protocol
 
 from examples.bench.race import Race
-from examples.scheduler_bench.contenders import Contender
+from examples.scheduler_bench.contenders import Contender, When
 from examples.scheduler_bench.engine import MAX_MODEL_LEN, Engine, Shape
 from examples.scheduler_bench.plan import BLOCK_SIZE, Mix, Plan
 from examples.scheduler_bench.results import Kind, Results, Row
@@ -39,10 +39,13 @@ def run_costs(race: Race[Contender], results: Results, begin: Callable[[str], No
     mixes = {Kind.SERVING: cost.serving, Kind.CONVERSATIONS: cost.conversations}
 
     def measure(
-        step: str, size: int, make: Callable[[Contender], Rig], *, lazy: bool = True
+        step: str,
+        size: int,
+        make: Callable[[Contender], Rig],
+        whens: Collection[When] = tuple(When),
     ) -> None:
         begin(step)
-        _measure(race, results, step, size, make, lazy=lazy)
+        _measure(race, results, step, size, make, whens)
 
     for running in cost.running:
         make_decode = partial(_Decode, plan=results.plan, running=running)
@@ -51,15 +54,17 @@ def run_costs(race: Race[Contender], results: Results, begin: Callable[[str], No
         for running in cost.running:
             make_mix = partial(Serving, kind=kind, mix=mix, plan=results.plan, running=running)
             measure(f"{kind.value}, {running} running", running, make_mix)
-    # Lazy contenders store a prompt at its eviction only.
+    # These prompts are not evicted.
     for length in cost.lengths:
         make_prompt = partial(_Prompts, plan=results.plan, length=length, full_tier=None)
-        measure(f"one prompt of {length} tokens", length, make_prompt, lazy=False)
+        measure(
+            f"one prompt of {length} tokens", length, make_prompt, {When.AT_ONCE, When.WITH_ROOM}
+        )
     for blocks in cost.tiers:
         make_prompt = partial(
             _Prompts, plan=results.plan, length=cost.tier_tokens, full_tier=blocks
         )
-        measure(f"a full tier of {blocks} blocks", blocks, make_prompt, lazy=False)
+        measure(f"a full tier of {blocks} blocks", blocks, make_prompt, {When.AT_ONCE})
 
 
 def _measure(
@@ -68,11 +73,10 @@ def _measure(
     step: str,
     size: int,
     make: Callable[[Contender], Rig],
-    *,
-    lazy: bool,
+    whens: Collection[When],
 ) -> None:
     def takes_part(contender: Contender) -> bool:
-        return contender.takes_times and (lazy or not contender.lazy)
+        return contender.takes_times and contender.stores in whens
 
     rigs = race.run(step, make, takes_part)
     cells: dict[Kind, dict[str, Cost]] = {}

@@ -20,7 +20,7 @@ import psutil
 
 from examples.bench.child import Report, child_command, engine_environment, listen, run_child
 from examples.bench.race import Race
-from examples.scheduler_bench.contenders import CONTENDERS, Contender
+from examples.scheduler_bench.contenders import CONTENDERS, Contender, When
 from examples.scheduler_bench.plan import BLOCK_SIZE, FootprintPlan
 from examples.scheduler_bench.results import Footprint, Results
 
@@ -39,13 +39,12 @@ def bytes_needed(plan: FootprintPlan) -> int:
 
 
 def run_footprints(race: Race[Contender], results: Results) -> None:
-    """Fill in ``results.footprints``: ``POOL`` and the eager contenders, as the time of stores does
-    not matter here."""
+    """Fill in ``results.footprints``: ``POOL``, and the contenders that fill a tier with room."""
     plan = results.plan.footprint
     results.footprints |= race.run(
         f"a tier of {plan.tier_blocks} blocks",
         lambda contender: measure_footprint(contender.name, plan),
-        lambda contender: not contender.lazy and contender.takes_times,
+        lambda each: each.takes_times and each.stores is not When.AT_EVICTION,
     )
     with race.attempt(POOL):
         results.footprints[POOL] = measure_footprint(POOL, plan)

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 _COLORS = {
     "ours": "tab:blue",
     "ours-128": "tab:purple",
+    "ours-eager": "tab:pink",
     "ours-lazy": "tab:cyan",
     "ours-threshold": "tab:green",
     "builtin": "tab:orange",

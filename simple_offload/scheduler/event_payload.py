@@ -48,7 +48,7 @@ def payloads_of_device_block(
     num_tokens: int,
     request: "Request",
 ) -> PayloadsByKey:
-    """``payloads_of_host_block`` for a device block, which is as large as a sub-block."""
+    """The same for a device block, which is as large as a sub-block."""
     size = groups.block_sizes[int(get_group_id(key))] // groups.num_sub_blocks
     hash_size = groups.hash_block_size
     payloads: PayloadsByKey = {}

@@ -17,7 +17,6 @@ from vllm.v1.kv_cache_interface import (
     get_kv_cache_spec_sliding_window,
 )
 
-from simple_offload.scheduler.event_payload import payloads_of_host_block
 from simple_offload.scheduler.tier.cpu_tier import CpuTier
 from simple_offload.scheduler.tier.groups import Groups
 from simple_offload.scheduler.tier.run import EventPayload, PayloadsByKey, Run
@@ -58,18 +57,10 @@ class KVEvents:
     def on_committed(self, run: Run, useless: Collection[int]) -> None:
         """The blocks of ``run`` can be found from now on, except at the places ``useless``. Tokens
         and parent are left out where they are not known."""
-        for place, key in enumerate(run.keys):
+        for place, (key, num_tokens) in enumerate(zip(run.keys, run.num_tokens, strict=True)):
             if place not in useless:
                 inner_keys = run.inner_keys[place] if run.inner_keys else ()
-                num_tokens = run.num_tokens + place * run.size
-                payloads: PayloadsByKey = {}
-                if run.payloads:
-                    payloads = run.payloads[place]
-                elif run.request is not None:
-                    payloads = payloads_of_host_block(
-                        self._groups, key, inner_keys, num_tokens, run.request
-                    )
-                self._on_cached(key, inner_keys, num_tokens, payloads)
+                self._on_cached(key, inner_keys, num_tokens, run.payloads[place])
 
     def _on_cached(
         self,

@@ -146,6 +146,11 @@ class Loads:
         known = self._hits.get(request_id)
         return known.num_computed_tokens if known is not None else 0
 
+    def num_blocks(self, request_id: str) -> int:
+        """Device blocks that a load of the request's hit would fill, at most."""
+        known = self._hits.get(request_id)
+        return len(known.hit.pins) * self._groups.num_sub_blocks if known is not None else 0
+
     def unpin_hit(self, request_id: str) -> None:
         """Unpin the hit of a request that will not load it."""
         if (known := self._hits.pop(request_id, None)) is not None:
@@ -270,8 +275,6 @@ class Loads:
             if self._tier.has_doubts:
                 self._tier.trust(self._tier.blocks_at(load.slots))
         self._tier.unpin(load.pins)
-        if ended.ok:
-            self._tier.demote(load.pins)
         block_pool.free_blocks(device_pool, reversed(load.held))
         return True
 

@@ -13,8 +13,11 @@ from simple_offload.metadata import RankCapacity, StepMetadata, WorkerReport
 from simple_offload.ranks import Ranks
 from simple_offload.scheduler.kv_events import KVEvents
 from simple_offload.scheduler.loads import Loads
-from simple_offload.scheduler.policies.base import BoundaryState, StorePolicy
-from simple_offload.scheduler.policies.select import describe_policy, make_policy
+from simple_offload.scheduler.policy.store_policy import (
+    BoundaryState,
+    StorePolicy,
+    describe_policy,
+)
 from simple_offload.scheduler.rank_reports import TransferLedger
 from simple_offload.scheduler.stores import Stores
 from simple_offload.scheduler.supported import (
@@ -75,7 +78,7 @@ class OffloadScheduler:
         """Learn the device's blocks and block tables."""
         self._device_pool = kv_cache_manager.block_pool
         self._device_managers = kv_cache_manager.coordinator.single_type_managers
-        self._policy: StorePolicy = make_policy(
+        self._policy = StorePolicy(
             self.config,
             self._vllm_config,
             self.tier,
@@ -108,14 +111,21 @@ class OffloadScheduler:
 
     def get_num_new_matched_tokens(
         self, request: "Request", num_computed_tokens: int
-    ) -> tuple[int, bool]:
+    ) -> tuple[int | None, bool]:
         """Tokens that the tier has beyond those on the device, and whether they are loaded
-        between steps. Pins their blocks."""
+        between steps. Pins their blocks. None: vLLM should ask again in the next step."""
         skip = self.switched_off or request.skip_reading_prefix_cache
         if skip or not self._can_extend(num_computed_tokens):
             self._loads.unpin_hit(request.request_id)
             return 0, False
+        request_id = request.request_id
+        if self._policy.is_waiting(request_id):
+            return None, False
         num_tokens = self._loads.lookup(request, num_computed_tokens)
+        num_blocks = self._loads.num_blocks(request_id)
+        if num_tokens and self._policy.must_wait(request_id, num_blocks):
+            self._loads.unpin_hit(request_id)
+            return None, False
         return num_tokens, num_tokens > 0
 
     def update_state_after_alloc(
@@ -170,7 +180,7 @@ class OffloadScheduler:
         for ended in self._ledger.on_report(report):
             is_load = self._loads.on_ended(ended, self._device_pool)
             if not is_load and (device_blocks := self._stores.on_ended(ended)) is not None:
-                self._policy.free_blocks(device_blocks)
+                self._policy.on_store_ended(device_blocks, ok=ended.ok)
             if not ended.ok:
                 consequence = (
                     "its request recomputes or fails, as kv_load_failure_policy says"
@@ -231,7 +241,7 @@ class OffloadScheduler:
         """Drop all contents of the tier, and those on their way there. Transfers in flight go on;
         their blocks stay pinned until then."""
         self._policy.on_reset()
-        self._policy.free_blocks(self._stores.reset())
+        self._policy.on_store_ended(self._stores.reset(), ok=True)
         self.tier.reset()
         return True
 
@@ -248,7 +258,7 @@ class OffloadScheduler:
         )
         self._meter = metrics.Meter()
         self.groups = Groups(coordinator, self._hash_block_size, num_sub_blocks)
-        self.tier = CpuTier(coordinator, self.groups, self._meter, demotes=self.config.lazy_offload)
+        self.tier = CpuTier(coordinator, self.groups, self._meter)
         events_config = self._vllm_config.kv_events_config
         self._events: KVEvents | None = None
         if events_config is not None and events_config.enable_kv_cache_events:

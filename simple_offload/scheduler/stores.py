@@ -1,10 +1,10 @@
 """Stores: device blocks on their way to the host tier, across ranks."""
 
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from vllm.v1.core.block_pool import BlockPool
-from vllm.v1.core.kv_cache_utils import BlockHash, BlockHashWithGroupId, KVCacheBlock
+from vllm.v1.core.kv_cache_utils import BlockHashWithGroupId, KVCacheBlock
 
 from simple_offload import metrics
 from simple_offload.metadata import Transfer
@@ -62,54 +62,41 @@ class Stores:
         self._events = events
         self._planned = _Store()
         self._in_flight: dict[int, _Store] = {}
-        self.num_failed = 0
-        """Stores that have failed."""
 
     @property
     def idle(self) -> bool:
         """Whether no store is planned or in flight."""
         return not self._planned.runs and not self._in_flight
 
+    @property
+    def newest(self) -> int:
+        """Id of the newest store in flight; -1 if there is none."""
+        return next(reversed(self._in_flight), -1)
+
+    def has_up_to(self, store_id: int) -> bool:
+        """Whether a store is in flight that is no newer than this one."""
+        return next(iter(self._in_flight), store_id + 1) <= store_id
+
     def has(self, key: BlockHashWithGroupId) -> bool:
         """Whether ``key`` is in the tier or on its way there."""
         return self._tier.has(key) or self._is_coming(key)
 
-    def has_none(self, keys: Sequence[BlockHashWithGroupId]) -> bool:
-        """Whether none of ``keys``, at least one, of consecutive blocks, is in the tier or on its
-        way there. Descendants of a block that has left the tier, or whose store failed, may be on
-        their way unnoticed: they will not be committed without it."""
-        if not self._tier.has_none(keys):
-            return False
-        if self._groups.is_chained(keys[0]):
-            return not self._is_coming(keys[0])  # nor are its descendants, then
-        stores = (self._planned, *self._in_flight.values())
-        return all(store.keys.isdisjoint(keys) for store in stores)
+    def absent(self, keys: Iterable[BlockHashWithGroupId | None]) -> set[BlockHashWithGroupId]:
+        """Those of ``keys`` that are neither in the tier nor on their way there."""
+        absent = self._tier.absent(keys)
+        for store in (self._planned, *self._in_flight.values()):
+            if absent and store.keys:
+                absent -= store.keys
+        return absent
 
-    def lacking(self, keys: Sequence[BlockHashWithGroupId]) -> Sequence[int]:
-        """Places of those ``keys``, of consecutive blocks, that are neither in the tier nor on
-        their way there; a range if all are."""
-        if keys and self.has_none(keys):
-            return range(len(keys))
-        return [place for place, key in enumerate(keys) if not self.has(key)]
-
-    def count_first(self, block_hashes: list[BlockHash], group: int, limit: int, guess: int) -> int:
-        """Number of the first ``limit`` blocks of a request in a chained group that are in the
-        tier or on their way there. ``guess``: the probable answer."""
-        return self._tier.count_first(block_hashes, group, limit, guess, self._is_coming)
-
-    def plan(
-        self,
-        run: Run,
-        keep: Callable[[], Container[BlockHashWithGroupId]],
-        device_pool: BlockPool,
-    ) -> int:
+    def plan(self, run: Run, keep: Container[BlockHashWithGroupId], device_pool: BlockPool) -> int:
         """Pair the device blocks of ``run``, whose bytes are computed by the end of this step, with
         host blocks, and pin both. Returns the number of blocks, from the first on, that the tier
-        has room for without evicting a block with a key in ``keep()``."""
+        has room for without evicting a block with a key in ``keep``."""
         host_blocks = self._tier.allocate(len(run.keys), keep)
         if host_blocks:
             if len(host_blocks) < len(run.keys):
-                run = run.slice(0, len(host_blocks))
+                run = run.first(len(host_blocks))
             run.host_blocks = host_blocks
             block_pool.touch(device_pool, run.device_blocks)
             by_block = device_pool.cached_block_hashes_by_block
@@ -151,7 +138,6 @@ class Stores:
         else:
             self._tier.unpin(store.host_blocks)
         if not ended.ok:
-            self.num_failed += 1
             self._meter.add(metrics.DROPPED, len(store.host_blocks), "copy_failed")
         elif store.cancelled:
             self._meter.add(metrics.DROPPED, len(store.host_blocks), "reset")

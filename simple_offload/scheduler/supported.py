@@ -77,11 +77,6 @@ def require_sub_blocks_possible(
     """Raise ConfigError if host blocks cannot have several sub-blocks."""
     setting = f"cpu_block_size={config.cpu_block_size}"
     allowed = f"allowed: {block_size}, or no cpu_block_size"
-    if config.lazy_offload:
-        raise ConfigError(
-            f"{setting}: lazy_offload stores device blocks one by one; {allowed}, or "
-            "lazy_offload=false"
-        )
     # A state stands for all tokens before it: a host block has one at its end, and none for its
     # other sub-blocks. vLLM keeps few of them anyway.
     if kv_cache_config.has_mamba_layers:

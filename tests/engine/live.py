@@ -114,18 +114,20 @@ class LiveEngine:
 
     def left(self) -> list[str]:
         """What the engine holds, in words; at rest that has to be nothing."""
-        pools = {"device": self.scheduler.kv_cache_manager.block_pool}
+        pool = self.scheduler.kv_cache_manager.block_pool
+        held = {"device": pool.num_gpu_blocks - pool.get_num_free_blocks()}
         found = []
         if self.offload is not None:
-            pools["host"] = integrity.pool_of(self.offload.tier)
+            held["host"] = self.offload.tier.num_blocks - self.offload.tier.num_free
             try:
                 integrity.check_at_rest(self.offload)
             except AssertionError as problem:
                 found.append(str(problem))
-        for name, pool in pools.items():
-            held = pool.num_gpu_blocks - 1 - pool.get_num_free_blocks()  # less the null block
-            if held:
-                found.append(f"{held} {name} blocks are not free")
+        found += [
+            f"{count - 1} {name} blocks are not free"
+            for name, count in held.items()
+            if count > 1  # the null block
+        ]
         return found
 
     def shut_down(self) -> None:

@@ -23,10 +23,9 @@ NUM_AGAIN = 4
 first."""
 
 
-def small_steps(architecture: Architecture = "gemma3") -> dict[str, Any]:
-    """EngineArgs of a device with more free blocks than lazy stores look ahead, but too few for the
-    workload."""
-    return {"max_num_seqs": 1, "num_gpu_blocks_override": 4 * DEVICE_BLOCKS[architecture]}
+SMALL_STEPS: Mapping[str, Any] = {"max_num_seqs": 1}
+"""EngineArgs that leave free blocks for the walk, while a request runs, but too few for the
+workload: the device evicts."""
 
 
 SALTED, SALTED_AGAIN, OTHER_SALT, EMPTIED = range(-4, 0)
@@ -44,7 +43,7 @@ class Engines(NamedTuple):
     control: EngineResult
     """A producer. Two rounds of NUM_AGAIN requests; the second one loads a corrupted host block."""
     lazy: EngineResult
-    """A consumer: the full workload with lazy stores."""
+    """A consumer: the full workload, stored at eviction."""
     refused: EngineResult
     """An engine whose connector has a misspelt key."""
 
@@ -122,7 +121,7 @@ class Runs:
                 architecture,
                 connector=host | {"lazy_offload": True},
                 transfer_arguments={"kv_role": "kv_consumer"},
-                **small_steps(architecture),
+                **SMALL_STEPS,
             ),
             "refused": self.spec(architecture, connector={"cpu_byte_to_use": "1GiB"}),
         }

@@ -81,13 +81,13 @@ def test_a_reset_empties_the_host_tier(engines: Engines) -> None:
     assert cached(engines.tier.rounds[EMPTIED]) == cached(engines.tier.rounds[COLD])
 
 
-def test_lazy_stores(engines: Engines) -> None:
+def test_stores_at_eviction(engines: Engines) -> None:
     lazy = engines.lazy
     assert_same_answers(engines.plain.rounds, lazy)
     assert_nothing_left(lazy)
     assert lazy.metrics["external_prefix_cache_hits"] > 0
     assert lazy.log is not None
-    assert "lazy stores" in lazy.log.read_text()
+    assert "stores when the device evicts" in lazy.log.read_text()
 
 
 def test_any_role_stores_and_loads(engines: Engines) -> None:

@@ -7,7 +7,7 @@ import pytest
 
 from tests.engine.compare import assert_nothing_left, assert_same_answers
 from tests.engine.harness import log_tail
-from tests.engine.runs import BLOCK_SIZE, HOST_BLOCKS, Runs, small_steps
+from tests.engine.runs import BLOCK_SIZE, HOST_BLOCKS, SMALL_STEPS, Runs
 from tests.engine.spec import THIS_CONNECTOR, EngineResult, Round
 from tests.engine.workloads import follow_ups, shared_prefix_asks
 
@@ -45,13 +45,13 @@ def test_stores_of_repeated_prefixes(runs: Runs) -> None:
         Round(follow_ups(asks, "turn", seed=9), together=True, reset="device"),
     )
     repeated = ROOMY | {"store_threshold": 2}
-    connectors = {"plain": None, "eager": repeated, "lazy": repeated | {"lazy_offload": True}}
+    connectors = {"plain": None, "soon": repeated, "lazy": repeated | {"lazy_offload": True}}
     specs = {
-        name: runs.spec(connector=connector, rounds=rounds, **small_steps())
+        name: runs.spec(connector=connector, rounds=rounds, **SMALL_STEPS)
         for name, connector in connectors.items()
     }
-    plain, eager, lazy = runs.run("repeated", specs).values()
-    assert_serves_alike(plain, eager)
+    plain, soon, lazy = runs.run("repeated", specs).values()
+    assert_serves_alike(plain, soon)
     assert_serves_alike(plain, lazy)
 
 

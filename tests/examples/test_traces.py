@@ -153,7 +153,9 @@ def talk(first_id: int) -> list[Turn]:
 TRACE = Trace("talks", 64, [talk(0), talk(100)])
 
 
-@pytest.mark.parametrize("name", ["none", "ours", "ours-lazy", "builtin", "offloading"])
+@pytest.mark.parametrize(
+    "name", ["none", "ours", "ours-eager", "ours-lazy", "builtin", "offloading"]
+)
 def test_the_counts_of_a_replay(name: str) -> None:
     """Of each prompt after the first, all but one block were computed before."""
     reusable = 16 * 2 * (5 + 6)
@@ -175,7 +177,7 @@ def test_the_counts_of_a_replay(name: str) -> None:
 
 
 def test_a_small_tier_loses_hits_itself() -> None:
-    count = replay(CONTENDERS["ours"], TRACE, PLAN, (64 * 12 / 1e6, 64 * 8 / 1e6), seed=0)
+    count = replay(CONTENDERS["ours-eager"], TRACE, PLAN, (64 * 12 / 1e6, 64 * 8 / 1e6), seed=0)
     assert count.evicted > count.unstored
     assert 0 < count.shared <= 1
 

@@ -1,6 +1,6 @@
 """Driver: a world in which a test runs each copy."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -126,6 +126,14 @@ class Driver:
             self.world.step()
             self.world.check()
 
+    def step_until(self, condition: Callable[[], object]) -> None:
+        """Step until ``condition`` holds."""
+        for _ in range(_MAX_STEPS):
+            if condition():
+                return
+            self.step()
+        raise AssertionError("the condition never holds")
+
     def pending(self, direction: Direction, rank: int = 0) -> list[Transfer]:
         """Transfers that a rank has received and not yet copied."""
         return [copy.transfer for copy in self.world.ranks[rank].device.copies[direction]]
@@ -179,9 +187,9 @@ class Driver:
     @property
     def num_held(self) -> tuple[int, int]:
         """Number of device blocks and of host blocks that are not free."""
-        pools = (self.device_pool, self.host_pool)
-        device, host = (len(pool.blocks) - 1 - pool.get_num_free_blocks() for pool in pools)
-        return device, host
+        pool, tier = self.device_pool, self.tier
+        device = len(pool.blocks) - 1 - pool.get_num_free_blocks()
+        return device, tier.num_blocks - 1 - tier.num_free
 
     @property
     def num_stored(self) -> int:

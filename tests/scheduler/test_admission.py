@@ -3,17 +3,17 @@
 import pytest
 from vllm.v1.core.kv_cache_utils import make_block_hash_with_group_id
 
-from simple_offload.scheduler.policies.admission import Admission
+from simple_offload.scheduler.policy.admission import Admission
 from tests.scheduler.conftest import MakeDriver
 from tests.scheduler.driver import make_request, prompt
 
-BOTH = pytest.mark.parametrize("lazy", [False, True], ids=["eager", "lazy"])
+SETTINGS = pytest.mark.parametrize("lazy", [None, True, False])
 
 
-@BOTH
+@SETTINGS
 @pytest.mark.parametrize("threshold", [2, 3])
 def test_prompts_that_come_once_do_not_churn_the_tier(
-    drive: MakeDriver, lazy: bool, threshold: int
+    drive: MakeDriver, lazy: bool | None, threshold: int
 ) -> None:
     driver = drive(lazy=lazy, store_threshold=threshold, num_device_blocks=30, num_host_blocks=9)
     for turn in range(threshold):
@@ -26,8 +26,10 @@ def test_prompts_that_come_once_do_not_churn_the_tier(
     assert driver.world.num_blocks_loaded == 4
 
 
-@BOTH
-def test_a_prefix_is_stored_once_a_second_request_has_it(drive: MakeDriver, lazy: bool) -> None:
+@SETTINGS
+def test_a_prefix_is_stored_once_a_second_request_has_it(
+    drive: MakeDriver, lazy: bool | None
+) -> None:
     """The prefix ends in the middle of a prompt, and the first request is still running."""
     driver = drive(lazy=lazy, store_threshold=2, num_device_blocks=30, windows=(0,))
     driver.start("long", prompt(17), max_tokens=20)
@@ -41,8 +43,10 @@ def test_a_prefix_is_stored_once_a_second_request_has_it(drive: MakeDriver, lazy
     assert driver.found([*prompt(17)[:10], *prompt(9, family=1)]) == 8
 
 
-@BOTH
-def test_a_conversation_is_stored_from_its_second_turn_on(drive: MakeDriver, lazy: bool) -> None:
+@SETTINGS
+def test_a_conversation_is_stored_from_its_second_turn_on(
+    drive: MakeDriver, lazy: bool | None
+) -> None:
     driver = drive(lazy=lazy, store_threshold=2, num_device_blocks=30)
     first = driver.serve("1", prompt(10), max_tokens=8)
     driver.fill(6)

@@ -5,10 +5,13 @@ from typing import Any
 import pytest
 
 from simple_offload import metrics
+from simple_offload.scheduler.rank_reports import Ended, TransferLedger
+from simple_offload.scheduler.stores import Stores
+from simple_offload.scheduler.tier.run import Run
 from tests.scheduler.conftest import MakeDriver
 from tests.scheduler.driver import LOAD, STORE, Driver, prompt
-from tests.scheduler.tiers import BLOCK_SIZE
-from tests.simulation.integrity import pool_of
+from tests.scheduler.tiers import BLOCK_SIZE, key, make_tier, store
+from tests.simulation.integrity import groups_of, pool_of
 from tests.simulation.ledger import Ledger
 
 THREE = prompt(3 * BLOCK_SIZE)
@@ -45,14 +48,14 @@ def test_a_prompt_stored_and_loaded(drive: MakeDriver, num_ranks: int) -> None:
 
 
 def test_blocks_in_the_tier_are_skipped(drive: MakeDriver) -> None:
+    """Blocks that the device got once more: loaded, or computed again."""
     driver, counted = make_driver(drive)
     driver.serve("r", THREE)
-    assert counted(metrics.SKIPPED) == 0
-    driver.serve("s", THREE)  # found on the device
-    assert counted(metrics.SKIPPED, "already_stored") == 3
+    driver.serve("s", THREE)  # the device still has all but the last
+    assert counted(metrics.SKIPPED) == 1
     driver.empty_device_cache()
     driver.serve("t", [*THREE, *prompt(2 * BLOCK_SIZE, family=1)], max_tokens=9)
-    assert counted(metrics.SKIPPED, "already_stored") == 6
+    assert counted(metrics.SKIPPED, "already_stored") == counted(metrics.SKIPPED) == 1 + 3
     assert counted(metrics.STORED) == 3 + 4
 
 
@@ -71,24 +74,31 @@ def test_gauges_of_the_tier(drive: MakeDriver) -> None:
 
 
 def test_evictions(drive: MakeDriver) -> None:
-    driver, counted = make_driver(drive, num_host_blocks=5)
+    driver, counted = make_driver(drive, lazy=False, num_host_blocks=5)
     driver.serve("r", THREE)
     driver.serve("s", prompt(3 * BLOCK_SIZE, family=1))
-    assert counted(metrics.EVICTED, "lru") == 2
+    assert counted(metrics.EVICTED, "copy") == counted(metrics.EVICTED) == 2
+    driver.empty_device_cache()
+    driver.serve("t", prompt(3 * BLOCK_SIZE, family=2))
+    assert counted(metrics.EVICTED, "lru") == 3
+    assert counted(metrics.EVICTED) == 5
     assert counted(metrics.USED) == 4
     driver.scheduler.reset_cache()
-    driver.serve("t", [1])
+    driver.serve("u", [1])
     assert counted(metrics.EVICTED, "reset") == 4
     assert counted(metrics.USED) == 0
 
 
-def test_a_tier_that_is_too_small_for_a_request(drive: MakeDriver) -> None:
-    driver, counted = make_driver(drive, num_host_blocks=3)
-    driver.serve("r", THREE, max_tokens=5)
-    assert counted(metrics.STORED) == 2
-    assert (
-        counted(metrics.DROPPED, "tier_full") == 2
-    )  # three blocks of the prompt and one of the answer
+@pytest.mark.parametrize("lazy", [None, True, False])
+def test_contents_that_the_device_loses_unstored(drive: MakeDriver, lazy: bool | None) -> None:
+    driver, counted = make_driver(drive, lazy=lazy, num_host_blocks=3)
+    driver.serve("r", THREE)
+    num_stored = 0 if lazy else 2
+    assert counted(metrics.STORED) == num_stored
+    assert counted(metrics.DROPPED) == 0
+    driver.empty_device_cache()
+    driver.serve("s", [1])
+    assert counted(metrics.DROPPED) == 3 - num_stored
 
 
 def test_a_failed_store(drive: MakeDriver) -> None:
@@ -130,15 +140,17 @@ def test_a_reset_in_flight(drive: MakeDriver) -> None:
     assert counted(metrics.STORED) == 0
 
 
-def test_a_tail_is_obsolete_if_its_head_is_dropped_meanwhile(drive: MakeDriver) -> None:
-    driver, counted = make_driver(drive)
-    driver.serve("r", prompt(BLOCK_SIZE))
-    driver.start("s", THREE)
-    driver.step(3)
-    tier = driver.tier
-    tier.drop([block for block in pool_of(tier).blocks if block.block_hash is not None])
-    driver.run()
-    assert counted(metrics.DROPPED, "obsolete") == 2
+def test_a_block_whose_contents_came_another_way_is_obsolete() -> None:
+    """The scheduler side plans no key twice."""
+    tier, meter, counted = make_tier(4), metrics.Meter(), Ledger()
+    stores = Stores(tier, groups_of(tier), TransferLedger(num_ranks=1), meter)
+    device = pool_of(make_tier(4))
+    stores.plan(Run(device.blocks[1:3], [key("a"), key("ab")]), (), device)
+    [transfer] = stores.submit()
+    store(tier, "a")
+    stores.on_ended(Ended(transfer.id, ok=True))
+    counted.add(meter.drain())
+    assert counted(metrics.DROPPED, "obsolete") == counted(metrics.DROPPED) == 1
 
 
 def test_an_announced_load_is_sync(drive: MakeDriver) -> None:

@@ -10,20 +10,16 @@ from simple_offload.scheduler.tier import block_pool
 from simple_offload.scheduler.tier.cpu_tier import CpuTier
 from tests.scheduler.tiers import (
     BLOCK_SIZE,
-    begin,
     block,
     blocks,
     commit,
-    commit_as,
     contents,
-    finish,
-    get,
+    copies,
     hashes,
     key,
     leave,
     make_tier,
     names,
-    parent_of,
     prefixes,
     protected,
     store,
@@ -40,111 +36,128 @@ def find(tier: CpuTier, *chains: str) -> None:
         check_tier(tier)
 
 
-def store_early(tier: CpuTier, *stored: str) -> None:
-    """Store blocks before their parents."""
-    for name in stored:
-        (filled,) = tier.allocate(1)
-        num_tokens = len(name) * BLOCK_SIZE
-        assert commit_as(tier, filled, key(name), parent_of(name), num_tokens, early=True)
-        check_tier(tier)
+def get_on_device(tier: CpuTier, chain: str) -> int:
+    """The device gets a chain. Returns how many of its blocks the tier has too."""
+    count = tier.add_copies([key(name) for name in prefixes(chain)])
+    check_tier(tier)
+    return count
 
 
-# The order of eviction
+def let_go(tier: CpuTier, chain: str, *, found: bool = False) -> None:
+    """The device lets go of a chain, tail first."""
+    tier.remove_copies([key(name) for name in reversed(prefixes(chain))], found=found)
+    check_tier(tier)
+
+
+# The order of eviction. Of 16 blocks, 3 may be copies although others need room.
 
 
 @pytest.mark.proves("I9")
 def test_the_tail_of_a_prefix_leaves_before_its_head() -> None:
-    """Branches of a prefix leave before it, and chains stored between do not matter."""
-    tier = make_tier(9)
-    store(tier, "ab", "xy", "abcd", "xyz", "abce")
-    assert leave(tier) == ["abcd", "abce", "abc", "ab", "a", "xyz", "xy", "x"]
-
-
-@pytest.mark.proves("I9")
-def test_a_chain_stored_tail_first_leaves_tail_first() -> None:
-    """A parent that comes late stays as long as its own parent."""
-    tier = make_tier(4)
-    store_early(tier, "abcd", "abc", "ab", "a")
-    assert leave(tier) == ["abcd", "abc", "ab", "a"]
-    other = make_tier(6)
-    store_early(other, "a", "ab", "xy", "abcd", "x", "abc")
-    assert leave(other) == ["xy", "abcd", "x", "abc", "ab", "a"]
-
-
-@pytest.mark.proves("I9")
-def test_a_demoted_block_with_another_child_stays() -> None:
-    tier = make_tier(6)
-    store(tier, "abx", "pq", "aby")
-    tier.demote(blocks(tier, "aby"))
-    assert tier.lookup(hashes("aby"), 0, 100).num_tokens == 3 * BLOCK_SIZE
-    assert leave(tier) == ["aby", "abx", "ab", "a", "pq", "p"]
-
-
-def test_a_promoted_chain_is_the_most_recently_used() -> None:
-    tier = make_tier(8)
-    store(tier, "abc", "xyz", "pq")
-    tier.demote(blocks(tier, "abc"))
-    tier.promote([key("abc"), key("not there"), key("xyz")])  # "xyz" was not demoted
-    check_tier(tier)
-    assert leave(tier) == ["xyz", "xy", "x", "pq", "p", "abc", "ab", "a"]
-
-
-def test_a_request_that_ends_renews_its_chain() -> None:
-    tier = make_tier(6)
+    """However its blocks come: stored together, loaded, or let go by the device."""
+    tier = make_tier(16)
     store(tier, "abc", "xyz")
-    finish(tier, "abpq", 4)
-    assert leave(tier) == ["abc", "xyz", "xy", "x", "ab", "a"]
+    assert leave(tier) == ["abc", "ab", "a", "xyz", "xy", "x"]
+    other = make_tier(16)
+    store(other, "abc")
+    find(other, "abc")
+    store(other, "xyz", on_device=True)
+    let_go(other, "xyz")
+    assert leave(other) == ["xyz", "xy", "x", "abc", "ab", "a"]
 
 
-def test_a_renewed_chain_leaves_its_demoted_tail_where_it_is() -> None:
-    tier = make_tier(6)
-    store(tier, "abx", "aby", "pq")
-    tier.demote(blocks(tier, "aby"))
-    finish(tier, "aby", 3)
-    assert leave(tier) == ["aby", "abx", "pq", "p", "ab", "a"]
+def test_copies_beyond_their_share_leave_first() -> None:
+    """The others stay while contents leave that nothing else has. Then they leave too."""
+    tier = make_tier(16)
+    store(tier, "abcdefgh")
+    store(tier, "pqrst", on_device=True)
+    find(tier, "ab")
+    assert leave(tier) == [
+        *prefixes("pq"),
+        *prefixes("abcdefgh")[:1:-1],
+        "ab",
+        "a",
+        "pqr",
+        "pqrs",
+        "pqrst",
+    ]
 
 
-def test_a_block_whose_parent_was_stored_and_evicted_is_early_again() -> None:
-    """A load pinned it meanwhile, without its parent."""
-    tier = make_tier(2)
-    store_early(tier, "ab")
-    pinned = [block(tier, "ab")]
-    pool_of(tier).touch(pinned)
-    store_early(tier, "a", "x")  # "x" evicts the parent
-    assert contents(tier) == {"ab", "x"}
-    tier.unpin(pinned)
-    check_tier(tier)
-    store_early(tier, "a")  # evicts "x", the least recently used
-    assert leave(tier) == ["ab", "a"]
+def test_copies_stay_while_empty_blocks_are_there() -> None:
+    tier = make_tier(16)
+    store(tier, "abcdefgh", on_device=True)
+    store(tier, "pqrstuvw")
+    assert contents(tier) == {*prefixes("abcdefgh"), *prefixes("pqrstuvw")}
+    assert len(tier.allocate(2)) == 2
+    assert contents(tier) == {*prefixes("abcdefgh")[2:], *prefixes("pqrstuvw")}
 
 
-@pytest.mark.parametrize("while_pinned", [False, True])
-def test_a_parent_stored_after_its_child_was_found_is_protected(while_pinned: bool) -> None:
-    tier = make_tier(6)
-    store_early(tier, "abcd", "abc", "ab")
-    pinned = [block(tier, name) for name in ("ab", "abc", "abcd")]
-    tier.pin(pinned)
-    if not while_pinned:
-        tier.unpin(pinned)
-    store_early(tier, "a", "x")
-    if while_pinned:
-        tier.unpin(pinned)
-    check_tier(tier)
-    assert "a" in protected(tier)
-    assert leave(tier)[-2:] == ["ab", "a"]
-
-
-def test_a_chain_with_a_gap_is_renewed() -> None:
-    """Another chain stands where the missing block should be."""
+def test_the_copy_that_was_found_last_leaves_first() -> None:
+    """The device evicts it last, and the tail of a chain before its head."""
     tier = make_tier(8)
-    store_early(tier, "abcd", "abc")
-    store(tier, "pq", "a")
-    moved = [block(tier, "p")]
-    pool_of(tier).touch(moved)
-    tier.unpin(moved)
-    finish(tier, "abcd", 4)
+    store(tier, "ab", "xy", on_device=True)
+    store(tier, "pq")
+    assert get_on_device(tier, "pqrs") == get_on_device(tier, "ab") == 2
+    assert get_on_device(tier, "mn") == 0
+    assert leave(tier) == ["a", "ab", "p", "pq", "x", "xy"]
+
+
+@pytest.mark.parametrize("found", [False, True])
+def test_what_the_device_lets_go_of_becomes_the_most_recently_used(found: bool) -> None:
+    """Protected if requests had found it."""
+    tier = make_tier(8)
+    store(tier, "ab", on_device=True)
+    store(tier, "xy", "pq")
+    find(tier, "xy")
+    let_go(tier, "abcd", found=found)
+    let_go(tier, "pq", found=True)  # was no copy
+    assert copies(tier) == set()
+    assert protected(tier) == {"x", "xy", *(["a", "ab"] if found else [])}
+    last = ["xy", "x", "ab", "a"] if found else ["ab", "a", "xy", "x"]
+    assert leave(tier) == ["pq", "p", *last]
+
+
+def test_a_pinned_block_changes_its_segment_too() -> None:
+    tier = make_tier(8)
+    store(tier, "ab", "xy", on_device=True)
+    pins = [*blocks(tier, "ab"), *blocks(tier, "xy")]
+    tier.pin(pins)
+    let_go(tier, "ab", found=True)
+    let_go(tier, "xy")
+    assert get_on_device(tier, "x") == 1
+    tier.unpin(pins)
     check_tier(tier)
-    assert leave(tier)[:2] == ["pq", "p"]
+    assert (protected(tier), copies(tier)) == ({"a", "ab"}, {"x"})
+    assert leave(tier) == ["xy", "ab", "a", "x"]
+
+
+@pytest.mark.parametrize("windows", [(0, 0), (0, 8), (8,)], ids=str)
+def test_with_several_groups_or_windows_nothing_is_a_copy(windows: tuple[int, ...]) -> None:
+    """If the device has lost the blocks of one group, those of the others are of no use to it.
+    Blocks that a request finds there are used here, too."""
+    tier = make_tier(8, windows)
+    assert not tier.has_copies
+    store(tier, "ab", "xy", "pq", on_device=True)
+    assert get_on_device(tier, "abc") == 2
+    let_go(tier, "xy")
+    assert copies(tier) == set()
+    assert protected(tier) == {"a", "ab"}
+    assert leave(tier) == ["xy", "x", "pq", "p", "ab", "a"]
+
+
+def test_room_for_copies() -> None:
+    """All empty blocks, and the share of copies."""
+    tier = make_tier(16)
+    assert tier.room_for_copies == 16
+    store(tier, "abcdefgh", on_device=True)
+    assert tier.room_for_copies == 8
+    store(tier, "pqrstuvw")
+    assert tier.room_for_copies == 0
+    let_go(tier, "abcdef")
+    assert copies(tier) == {"abcdefg", "abcdefgh"}
+    assert tier.room_for_copies == 1
+    tier.grow(33)
+    assert tier.room_for_copies == 16
 
 
 def test_blocks_used_once_do_not_displace_found_ones() -> None:
@@ -176,17 +189,21 @@ def test_half_of_the_tier_is_protected_and_less_with_every_ten_evictions() -> No
 # Making room
 
 
-def test_allocation_evicts_as_many_as_needed_up_to_a_block_to_keep() -> None:
-    """It asks for the blocks to keep only when no empty block is left."""
-    tier = make_tier(6)
-    store(tier, "xy", "abc")
-    assert names(tier.allocate(1, pytest.fail)) == [""]
-    assert len(tier.allocate(5, lambda: {key("ab"), key("abc")})) == 2
-    assert contents(tier) == {"a", "ab", "abc"}
-    assert tier.allocate(1, lambda: {key("abc")}) == []
-    assert len(tier.allocate(6, lambda: {key("ab")})) == 1
-    assert contents(tier) == {"a", "ab"}
+def test_allocation_evicts_as_many_as_needed_without_a_block_to_keep() -> None:
+    """Such a block also keeps those behind it in its segment."""
+    tier = make_tier(16)
+    store(tier, "abcdefgh", "xyz")
+    find(tier, "xyz")
+    store(tier, "pqrst", on_device=True)
+    keep = {key("abcdef"), key("xy"), key("pqr")}
+    assert len(tier.allocate(3, keep)) == 3
+    assert contents(tier) == {*prefixes("abcdefgh"), *prefixes("xyz"), "pqr", "pqrs", "pqrst"} - {
+        "abcdefgh"
+    }
+    assert len(tier.allocate(9, keep)) == 2
+    assert contents(tier) == {*prefixes("abcdef"), "x", "xy", "pqr", "pqrs", "pqrst"}
     check_tier(tier)
+    assert tier.allocate(1, keep) == []
 
 
 def test_new_blocks_are_the_next_to_be_allocated_lowest_first() -> None:
@@ -249,15 +266,15 @@ def test_a_lookup_finds_the_same_as_vllm(windows: tuple[int, ...]) -> None:
             assert tier.lookup(asked, 0, max_tokens)[:2] == expected
 
 
-def test_a_hit_pins_its_blocks_and_their_ancestors() -> None:
-    """Ancestors only in chained groups, parents before children."""
+def test_a_hit_pins_its_blocks() -> None:
+    """By group, parents before children; no blocks that the device has or attention skips."""
     tier = make_tier(16, windows=(8, 0))
     for group in (0, 1):
         store(tier, "abc", group=group)
     assert tier.lookup(hashes("abc"), 0, 100).blocks[0][0].is_null  # the window is of two blocks
     hit = tier.lookup(hashes("abcd"), 2 * BLOCK_SIZE, 100)
-    assert names(hit.pins) == ["", "", "abc", ""]
-    assert names(hit.pins, group=1) == ["a", "ab", "", "abc"]
+    assert names(hit.pins) == ["abc", ""]
+    assert names(hit.pins, group=1) == ["", "abc"]
     hit = tier.lookup(hashes("abcd"), 0, 100)
     assert names(hit.pins) == ["ab", "abc", "", "", ""]
     assert names(hit.pins, group=1) == ["", "", "a", "ab", "abc"]
@@ -267,62 +284,39 @@ def test_a_hit_pins_its_blocks_and_their_ancestors() -> None:
 
 @pytest.mark.parametrize("missing", [66, 3, 0])
 def test_a_long_chain_with_a_gap_ends_there(missing: int) -> None:
-    """A hit behind the gap pins those of its ancestors that are in the tier."""
+    """Behind the gap it goes on for a device that has the blocks before."""
     chain = "".join(chr(0x4E00 + index) for index in range(400))
     tier = make_tier(400)
     store(tier, chain)
-    pool_of(tier).evict_blocks({block(tier, chain[: missing + 1]).block_id})
-    (found,) = tier.lookup(hashes(chain), 0, 400 * BLOCK_SIZE).blocks
-    assert names(found) == prefixes(chain[:missing])
-    hit = tier.lookup(hashes(chain), 399 * BLOCK_SIZE, BLOCK_SIZE)
-    others = [name for name in prefixes(chain) if get(tier, key(name)) is not None]
-    assert names(hit.pins) == others
-    assert len(others) == 399
-
-
-def test_has_none() -> None:
-    """A chain's first block decides. Window blocks may be in the tier without earlier ones."""
-    tier = make_tier(8, windows=(0, 8))
-    store(tier, "ab")
-    assert tier.has_none([key("abc"), key("abcd")])
-    assert not tier.has_none([key("ab"), key("abc")])
-    assert commit(tier, begin(tier, "xyz", 1), "xyz", 1)
-    assert not tier.has_none([key("xy", 1), key("xyz", 1)])
-    early = make_tier(8)
-    store_early(early, "abc")
-    assert not early.has_none([key("ab"), key("abc")])
-
-
-@pytest.mark.parametrize("guess", [None, *range(9)])
-def test_first_blocks_in_the_tier_or_coming_are_counted(guess: int | None) -> None:
-    tier = make_tier(8)
-    store(tier, "abc")
-    asked = hashes("abcdefg")
-    counts = [tier.count_first(asked, 0, limit, guess) for limit in (0, 2, 3, 7)]
-    assert counts == [0, 2, 3, 3]
-    coming = {key("abcd"), key("abcde")}
-    assert tier.count_first(asked, 0, 7, guess, coming.__contains__) == 5
-    assert tier.count_first(hashes("xbc"), 0, 3, guess) == 0
+    tier.drop([block(tier, chain[: missing + 1])])
+    assert names(tier.lookup(hashes(chain), 0, 400 * BLOCK_SIZE).pins) == prefixes(chain[:missing])
+    hit = tier.lookup(hashes(chain), (missing + 1) * BLOCK_SIZE, 400 * BLOCK_SIZE)
+    assert names(hit.pins) == prefixes(chain)[missing + 1 :]
 
 
 # Contents
 
 
-def test_a_window_needs_no_head() -> None:
-    tier = make_tier(8, windows=(0, 8))
-    store(tier, "ab", group=1)
-    filled = begin(tier, "abc", group=1)
-    tier.drop([block(tier, "ab", group=1)])
-    assert commit(tier, filled, "abc", group=1)
-    assert contents(tier, group=1) == {"a", "abc"}
-    assert contents(tier, group=0) == set()
+@pytest.mark.parametrize("on_device", [False, True])
+def test_only_keys_that_no_block_holds_are_committed(on_device: bool) -> None:
+    """Blocks need no parent in the tier."""
+    tier = make_tier(8)
+    store(tier, "abc")
+    tier.drop(blocks(tier, "ab"))
+    filled = tier.allocate(4)
+    stored = ["abc", "abcd", "xy", "a"]
+    assert commit(tier, filled, stored, on_device=on_device) == [0]
     check_tier(tier)
+    assert contents(tier) == {"abc", "abcd", "xy", "a"}
+    assert copies(tier) == ({"abcd", "xy", "a"} if on_device else set())
+    assert filled[0].block_hash is None
+    assert tier.allocate(1) == filled[:1]
 
 
 def test_dropping_empty_blocks() -> None:
     tier = make_tier(4)
     store(tier, "a")
-    held = begin(tier, "x")
+    [held] = tier.allocate(1)
     tier.drop([held, pool_of(tier).blocks[-1]])
     assert contents(tier) == {"a"}
     assert held.ref_cnt == 1

@@ -2,8 +2,8 @@
 
 from collections import Counter
 from collections.abc import Collection, Sequence
-from itertools import groupby, takewhile
-from typing import NamedTuple
+from itertools import takewhile
+from typing import Any, NamedTuple
 from unittest.mock import patch
 
 from hypothesis import settings
@@ -11,37 +11,36 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from vllm.v1.core.kv_cache_utils import KVCacheBlock
 
-from simple_offload.scheduler.tier import segmented_lru
-from simple_offload.scheduler.tier.run import Run
+from simple_offload.scheduler.tier import segments
 from tests.scheduler.tiers import (
     BLOCK_SIZE,
     block,
-    blocks_of,
     check_links,
+    commit,
     contents,
-    finish,
-    free_queue,
     hashes,
+    in_segment,
     key,
     make_tier,
     names,
-    parent_of,
     prefixes,
-    protected,
+    queues,
 )
 from tests.simulation.integrity import check_tier, pool_of
 
 _NUM_BLOCKS = 7
 _MOST_BLOCKS = 12
-_EVICTIONS_PER_RETURN = 3
+_CONSTANTS: dict[str, Any] = dict(COPIES_SHARE=0.3, PROTECTED_SHARE=0.5, EVICTIONS_PER_RETURN=3)
+_PROBATION, _PROTECTED, _COPY = range(3)
 _INDICES = st.integers(0, 99)
 chains = st.sampled_from(["aaaaa", "aaabb", "abbbb", "abba", "aab", "bbb", "bb", "ba", "a"])
+starts = st.sampled_from([0, 0, 1, 2, 3])
 
 
 class _Store(NamedTuple):
     blocks: list[KVCacheBlock]
     names: list[str]
-    early: bool
+    on_device: bool
 
 
 class Tier(RuleBasedStateMachine):
@@ -50,18 +49,16 @@ class Tier(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.patch = patch.object(segmented_lru, "EVICTIONS_PER_RETURN", _EVICTIONS_PER_RETURN)
+        self.patch = patch.multiple(segments, **_CONSTANTS)
         self.patch.start()
         self.tier = make_tier(_NUM_BLOCKS)
         self.num_blocks = _NUM_BLOCKS
         self.kept: dict[str, KVCacheBlock] = {}
         """The blocks that can be found."""
-        self.demoted: list[str] = []
-        """Free blocks, the next to leave first; and so the next two."""
-        self.probation: list[str] = []
-        self.protected: list[str] = []
-        self.found: set[str] = set()
-        """Names of the protected blocks, pinned or free."""
+        self.segment: dict[str, int] = {}
+        """Of these blocks, pinned or free."""
+        self.queues: list[list[str]] = [[], [], []]
+        """By segment, the free ones, the next to leave first."""
         self.references: Counter[int] = Counter()
         self.stores: list[_Store] = []
         self.hits: list[list[KVCacheBlock]] = []
@@ -72,138 +69,102 @@ class Tier(RuleBasedStateMachine):
 
     @initialize()
     def fill(self) -> None:
-        self.store("aaabb")
-        self.store("bbb")
+        self.store("aaabb", on_device=True)
+        self.store("bbb", on_device=False)
 
-    @rule(chain=chains)
-    def store(self, chain: str) -> None:
+    @rule(chain=chains, on_device=st.booleans())
+    def store(self, chain: str, on_device: bool) -> None:
         """Store what the tier lacks of a chain, at once."""
         if lacking := [name for name in prefixes(chain) if name not in self.kept]:
-            self.begin_store(chain, len(lacking[0]) - 1, early=False)
-            if self.stores:
-                self.end_store(len(self.stores) - 1, ok=True)
+            num_stores = len(self.stores)
+            self.begin_store(chain, len(lacking[0]) - 1, on_device, kept="")
+            if len(self.stores) > num_stores:
+                self.end_store(num_stores, ok=True)
 
-    @rule(chain=chains, start=st.sampled_from([0, 0, 1, 2, 3]), early=st.booleans())
-    def begin_store(self, chain: str, start: int, early: bool) -> None:
-        """Begin to store the end of a chain. Its parent must not leave for it."""
+    @rule(chain=chains, start=starts, on_device=st.booleans(), kept=chains | st.just(""))
+    def begin_store(self, chain: str, start: int, on_device: bool, kept: str) -> None:
+        """Begin to store the end of a chain. No block of ``kept`` may leave for it."""
         wanted = prefixes(chain)[start:]
-        if not wanted:
-            return
-        parent = wanted[0][:-1]
+        keep = set(prefixes(kept))
         num_empty = min(self.num_empty, len(wanted))
-        count = num_empty + self.evict(len(wanted) - num_empty, keep=parent)
-        allocated = self.tier.allocate(len(wanted), lambda: {key(parent)})
+        count = num_empty + self.evict(len(wanted) - num_empty, keep)
+        allocated = self.tier.allocate(len(wanted), {key(name) for name in keep})
         assert names(allocated) == [""] * count
         self.references.update(each.block_id for each in allocated)
         if allocated:
-            self.stores.append(_Store(allocated, wanted[:count], early))
+            self.stores.append(_Store(allocated, wanted[:count], on_device))
 
     @precondition(lambda self: self.stores)
     @rule(index=_INDICES, ok=st.sampled_from([True, True, True, False]))
     def end_store(self, index: int, ok: bool) -> None:
-        filled, stored, early = self.stores.pop(index % len(self.stores))
+        filled, stored, on_device = self.stores.pop(index % len(self.stores))
         self.references.subtract(each.block_id for each in filled)
         if not ok:
             self.tier.unpin(filled)
-            self.keep_limit()
             return
-        keys = [key(name) for name in stored]
-        run = Run((), keys, parent_of(stored[0]), len(stored[0]) * BLOCK_SIZE, BLOCK_SIZE, early)
-        run.host_blocks = filled
-        useless = self.useless(stored, early)
-        assert self.tier.commit([run]) == [useless]
-        if useless:
-            self.keep_limit()
-        awaited = {name[:-1] for name in self.kept} - self.kept.keys()
-        for place, name in enumerate(stored):
-            if place not in useless:
-                self.kept[name] = filled[place]
-                self.join(name)
-        late = [name for name in stored if name in awaited and name in self.kept]
-        for name in late:
-            if any(child[:-1] == name for child in self.found):
-                self.renew(name, protect=True)
-                self.keep_limit()
-        for name in late:
-            self.renew(name)
-            self.keep_limit()
+        useless = [place for place, name in enumerate(stored) if name in self.kept]
+        assert commit(self.tier, filled, stored, on_device=on_device) == useless
+        new = {n: b for n, b in zip(stored, filled, strict=True) if n not in self.kept}
+        self.kept.update(new)
+        if on_device:
+            self.move([*new], _COPY)
+        else:
+            self.move([*reversed(new)], _PROBATION)
 
-    @rule(chain=chains, num_on_device=st.sampled_from([0, 0, 1, 2, 3]))
+    @rule(chain=chains, num_on_device=starts)
     def find(self, chain: str, num_on_device: int) -> None:
         """Look a chain up, and pin the hit."""
         hit = self.tier.lookup(hashes(chain), num_on_device * BLOCK_SIZE, 100)
         behind = list(takewhile(self.kept.__contains__, prefixes(chain)[num_on_device:]))
         assert hit.num_tokens == len(behind) * BLOCK_SIZE
+        assert names(hit.pins) == behind
         if behind:
-            pins = [*self.present(chain[:num_on_device]), *behind]
-            assert names(hit.pins) == pins
             self.tier.pin(hit.pins)
             self.hits.append(hit.pins)
             self.references.update(each.block_id for each in hit.pins)
-            self.take(pins)
-            self.found.update(pins)
+            self.take(behind)
+            for name in behind:
+                self.segment[name] = self.segment[name] or _PROTECTED
 
     @precondition(lambda self: self.hits)
     @rule(index=_INDICES)
     def unpin(self, index: int) -> None:
+        """A block that was dropped meanwhile has no name any more."""
         pins = self.hits.pop(index % len(self.hits))
         self.tier.unpin(pins)
         self.references.subtract(each.block_id for each in pins)
-        ids = {each.block_id for each in pins}
-        self.free([name for name in sorted(self.kept) if self.kept[name].block_id in ids])
-        self.keep_limit()
+        name_of = {each.block_id: name for name, each in self.kept.items()}
+        names = [name for each in pins if (name := name_of.get(each.block_id)) is not None]
+        copies = [name for name in names if self.segment[name] == _COPY]
+        self.move(copies, _COPY, first=True)
+        for name in reversed(names):
+            if name not in copies:
+                self.move([name], self.segment[name])
+        self.enforce_limit()
 
-    @rule(chain=chains, num_found=st.integers(0, 5), loaded=st.booleans())
-    def finish(self, chain: str, num_found: int, loaded: bool) -> None:
-        """A request for a chain ends. How a chain with a gap is renewed is not defined."""
-        present = self.present(chain)
-        found = [name in self.found for name in present]
-        if present != prefixes(chain)[: len(present)] or found != sorted(found, reverse=True):
-            return
-        asked = prefixes(chain)[:num_found]
-        finish(self.tier, chain, len(chain), len(asked), loaded=loaded)
-        if not loaded:
-            chain_ = list(takewhile(lambda name: name not in self.demoted, present))
-            self.take(chain_)
-            for is_found, piece in groupby(chain_, self.found.__contains__):
-                free = [name for name in piece if not self.has_references(name)]
-                (self.protected if is_found else self.probation).extend(reversed(free))
-        if new := [name for name in asked if name not in self.found]:
-            new = [name for name in new if name in self.kept]
-            self.take(new)
-            self.found.update(new)
-            self.free(new)
-            self.keep_limit()
+    @rule(chain=chains, start=starts)
+    def add_copies(self, chain: str, start: int) -> None:
+        """The device has got the end of a chain."""
+        got = prefixes(chain)[start:]
+        present = self.present(got)
+        assert self.tier.add_copies([key(name) for name in got]) == len(present)
+        self.move(present, _COPY, first=True)
 
-    @rule(chain=chains)
-    def demote(self, chain: str) -> None:
-        """As when the device has loaded the chain's blocks."""
-        present = self.present(chain)
-        self.tier.demote(blocks_of(self.tier, present))
-        if self.num_empty:
-            return
-        going: list[str] = []
-        for name in reversed(present):
-            children = {other for other in self.kept if other[:-1] == name}
-            if not self.has_references(name) and children <= {*going}:
-                going.append(name)
-        self.take(going)
-        self.found.difference_update(going)
-        self.demoted[:0] = going
-
-    @rule(name=chains)
-    def promote(self, name: str) -> None:
-        self.tier.promote([key(name)])
-        if name in self.demoted:
-            self.renew(name)
-            self.keep_limit()
+    @rule(chain=chains, start=starts, found=st.booleans())
+    def remove_copies(self, chain: str, start: int, found: bool) -> None:
+        """The device has let go of the end of a chain."""
+        lost = prefixes(chain)[start:][::-1]
+        self.tier.remove_copies([key(name) for name in lost], found=found)
+        lost = [name for name in self.present(lost) if self.segment[name] == _COPY]
+        self.move(lost, _PROTECTED if found else _PROBATION)
+        self.enforce_limit()
 
     @precondition(lambda self: not self.num_empty)
-    @rule(name=chains)
-    def drop(self, name: str) -> None:
-        if name in self.kept:
-            self.tier.drop([self.kept[name]])
-            self.lose([lost for lost in self.kept if name in self.ancestors(lost)])
+    @rule(chain=chains, start=starts)
+    def drop(self, chain: str, start: int) -> None:
+        lost = self.present(prefixes(chain)[start:])
+        self.tier.drop([self.kept[name] for name in lost])
+        self.lose(lost)
 
     @precondition(lambda self: self.num_blocks < _MOST_BLOCKS)
     @rule(more=st.integers(0, 2))
@@ -219,16 +180,6 @@ class Tier(RuleBasedStateMachine):
 
     # The model
 
-    def useless(self, stored: Sequence[str], early: bool) -> list[int]:
-        """Places of blocks that another block has the key of, or whose parent is not there."""
-        has_parent = early or stored[0][:-1] in {"", *self.kept}
-        places = []
-        for place, name in enumerate(stored):
-            has_parent |= name in self.kept
-            if name in self.kept or not has_parent:
-                places.append(place)
-        return places
-
     @property
     def num_empty(self) -> int:
         """Number of blocks without references and contents."""
@@ -236,72 +187,47 @@ class Tier(RuleBasedStateMachine):
             {*(+self.references), *(b.block_id for b in self.kept.values())}
         )
 
-    def has_references(self, name: str) -> bool:
-        return self.references[self.kept[name].block_id] > 0
-
-    def present(self, chain: str) -> list[str]:
-        return [name for name in prefixes(chain) if name in self.kept]
-
-    def ancestors(self, name: str) -> list[str]:
-        """A block and its ancestors up to a gap, parents first."""
-        return list(takewhile(self.kept.__contains__, reversed(prefixes(name))))[::-1]
+    def present(self, wanted: Sequence[str]) -> list[str]:
+        return [name for name in wanted if name in self.kept]
 
     def take(self, gone: Collection[str]) -> None:
-        """Take blocks out of the queue."""
-        for segment in (self.demoted, self.probation, self.protected):
-            segment[:] = [name for name in segment if name not in gone]
+        """Take blocks out of the queues."""
+        for queue in self.queues:
+            queue[:] = [name for name in queue if name not in gone]
+
+    def move(self, moved: Sequence[str], segment: int, *, first: bool = False) -> None:
+        """Move blocks to a segment, the free ones to an end of its queue, in this order."""
+        self.take(moved)
+        self.segment.update(dict.fromkeys(moved, segment))
+        queue = self.queues[segment]
+        place = 0 if first else len(queue)
+        queue[place:place] = [n for n in moved if not self.references[self.kept[n].block_id]]
 
     def lose(self, lost: Sequence[str]) -> None:
         self.take(lost)
-        self.found.difference_update(lost)
         for name in lost:
-            del self.kept[name]
+            del self.kept[name], self.segment[name]
 
-    def evict(self, count: int, keep: str) -> int:
-        queue = [*self.demoted, *self.probation, *self.protected]
-        lost = list(takewhile(lambda name: name != keep, queue[:count]))
-        self.lose(lost)
-        self.num_evicted += len(lost)
-        while self.num_evicted >= _EVICTIONS_PER_RETURN:
-            self.num_evicted -= _EVICTIONS_PER_RETURN
-            self.return_to_probation()
+    def evict(self, count: int, keep: Collection[str]) -> int:
+        """Copies beyond the share leave first, then whole queues, up to a block to keep."""
+        num_copies = [*self.segment.values()].count(_COPY)
+        num_excess = max(0, num_copies - int(_CONSTANTS["COPIES_SHARE"] * self.num_blocks))
+        lost: list[str] = []
+        for segment, most in ((_COPY, num_excess), *((each, count) for each in range(3))):
+            front = self.queues[segment][: min(most, count - len(lost))]
+            left = list(takewhile(lambda name: name not in keep, front))
+            self.num_evicted += len(left) if segment != _COPY else 0
+            self.lose(left)
+            lost += left
+        num_returned, self.num_evicted = divmod(self.num_evicted, 3)
+        self.return_to_probation(num_returned)
         return len(lost)
 
-    def free(self, freed: Sequence[str]) -> None:
-        """Blocks lose a reference, parents before children."""
-        for name in freed:
-            if not self.has_references(name):
-                parent = name[:-1]
-                if name in self.found and parent in self.kept and parent not in self.found:
-                    self.renew(parent, protect=True)
-                self.join(name)
+    def enforce_limit(self) -> None:
+        self.return_to_probation(len(self.queues[_PROTECTED]) - self.num_blocks // 2)
 
-    def join(self, name: str) -> None:
-        """A block without references joins the queue."""
-        parent = name[:-1]
-        if parent in self.demoted:
-            self.renew(parent)
-            self.keep_limit()
-        segment = self.protected if name in self.found else self.probation
-        place = segment.index(parent) if parent in segment else len(segment)
-        segment.insert(place, name)
-
-    def renew(self, name: str, protect: bool = False) -> None:
-        """A block and its ancestors become the most recently used."""
-        chain = self.ancestors(name)
-        if protect or name in self.demoted:
-            self.found.update(chain)
-        self.take(chain)
-        self.free(chain)
-
-    def keep_limit(self) -> None:
-        for _ in range(len(self.found) - self.num_blocks // 2):
-            self.return_to_probation()
-
-    def return_to_probation(self) -> None:
-        if self.protected:
-            self.probation.append(self.protected.pop(0))
-            self.found.discard(self.probation[-1])
+    def return_to_probation(self, count: int) -> None:
+        self.move(self.queues[_PROTECTED][: max(0, count)], _PROBATION)
 
     # Invariants
 
@@ -311,10 +237,12 @@ class Tier(RuleBasedStateMachine):
         check_tier(self.tier)
 
     @invariant()
-    def check_queue(self) -> None:
-        queue = [*self.demoted, *self.probation, *self.protected]
-        assert free_queue(self.tier) == [""] * self.num_empty + queue
-        assert protected(self.tier) == self.found
+    def check_queues(self) -> None:
+        probation, *others = self.queues
+        assert queues(self.tier) == [[""] * self.num_empty + probation, *others]
+        for segment in range(3):
+            expected = {name for name, of in self.segment.items() if of == segment}
+            assert in_segment(self.tier, segment) == expected
 
     @invariant()
     def check_blocks(self) -> None:
@@ -336,10 +264,8 @@ class Tier(RuleBasedStateMachine):
             self.tier.unpin(each)
         check_tier(self.tier)
         assert self.tier.num_free == self.num_blocks
-        self.tier.allocate(self.num_blocks)
-        order = self.tier._order
-        assert not any(order.parents)
-        assert (order.num_children, order.early) == ({}, {})
+        assert len(self.tier.allocate(self.num_blocks)) == self.num_blocks
+        check_tier(self.tier)
         self.patch.stop()
 
 

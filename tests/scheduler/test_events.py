@@ -113,11 +113,9 @@ def test_blocks_of_a_chain_and_a_session_are_one_event(
     driver = drive(num_device_blocks=40)
     listener = Listener(driver)
     start(driver, "first", PROMPT, "talk")
-    while not driver.pending(STORE):
-        driver.step()
+    driver.step_until(lambda: driver.pending(STORE))
     start(driver, "second", [*PROMPT, *prompt(BLOCK_SIZE + 1, family=1)], second_session)
-    while len(driver.pending(STORE)) < 2:
-        driver.step()
+    driver.step_until(lambda: len(driver.pending(STORE)) >= 2)
     driver.copy_all()
     driver.run()
     events = listener.stored_events()

@@ -140,8 +140,7 @@ def test_a_broken_rank_switches_the_tier_off(
     while "a" in driver.world.requests:
         driver.step()
         driver.copy_all()
-    while not driver.scheduler.switched_off:
-        driver.step()
+    driver.step_until(lambda: driver.scheduler.switched_off)
     assert not other.is_finished()
     driver.run()
     assert driver.num_kept == 0

@@ -2,20 +2,9 @@
 
 import pytest
 
-from simple_offload.scheduler.tier.cpu_tier import CpuTier
 from tests.scheduler.conftest import MakeDriver
 from tests.scheduler.driver import LOAD, Driver, prompt
-from tests.scheduler.tiers import (
-    BLOCK_SIZE,
-    block,
-    commit_as,
-    get,
-    key,
-    leave,
-    make_tier,
-    parent_of,
-    store,
-)
+from tests.scheduler.tiers import block, commit, get, key, leave, make_tier, store
 from tests.simulation.integrity import check_tier
 
 
@@ -64,27 +53,22 @@ def test_later_blocks_do_not_evict_the_state_inside_a_block(drive: MakeDriver) -
 # In the tier
 
 
-def commit_with_inner_key(tier: CpuTier, name: str) -> bool:
-    (filled,) = tier.allocate(1)
-    num_tokens = len(name) * BLOCK_SIZE
-    return commit_as(tier, filled, key(name), parent_of(name), num_tokens, [key("inside")])
-
-
-@pytest.mark.parametrize("way", ["evict", "drop", "drop its parent", "reset"])
+@pytest.mark.parametrize("way", ["evict", "drop", "reset"])
 def test_an_inner_key_comes_and_leaves_with_its_block(way: str) -> None:
     tier = make_tier(4)
-    assert not commit_with_inner_key(tier, "abc")  # useless without its parent
-    assert get(tier, key("inside")) is None
-    store(tier, "ab")
-    assert commit_with_inner_key(tier, "abc")
-    assert get(tier, key("inside")) is block(tier, "abc")
+    store(tier, "a")
+    inner_keys = [[key("inside the other")], [key("inside")]]
+    filled = tier.allocate(2)
+    assert commit(tier, filled, ["a", "ab"], inner_keys=inner_keys) == [0]  # has another block
+    assert get(tier, key("inside the other")) is None
+    assert get(tier, key("inside")) is block(tier, "ab") is filled[1]
     check_tier(tier)
     if way == "evict":
-        assert leave(tier)[:1] == ["abc"]
+        assert leave(tier) == ["a", "ab"]
     elif way == "reset":
         tier.reset()
     else:
-        tier.drop([block(tier, "abc" if way == "drop" else "ab")])
+        tier.drop([block(tier, "ab")])
     assert get(tier, key("inside")) is None
     check_tier(tier)
 
@@ -92,8 +76,7 @@ def test_an_inner_key_comes_and_leaves_with_its_block(way: str) -> None:
 def test_an_inner_key_of_two_blocks() -> None:
     """Two prompts end alike inside a block, and go on differently."""
     tier = make_tier(8)
-    for name in ("a", "b"):
-        assert commit_with_inner_key(tier, name)
+    assert commit(tier, tier.allocate(2), "ab", inner_keys=[[key("inside")]] * 2) == []
     check_tier(tier)
     second = block(tier, "b")
     tier.drop([block(tier, "a")])

@@ -12,7 +12,6 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorWorkerMetadata,
 )
 from vllm.v1.kv_cache_interface import (
-    ChunkedLocalAttentionSpec,
     KVCacheConfig,
     MambaSpec,
 )
@@ -23,8 +22,8 @@ from simple_offload.metadata import RankCapacity, WorkerReport
 from simple_offload.scheduler.manager import OffloadScheduler
 from tests.scheduler.conftest import MakeDriver
 from tests.scheduler.driver import make_request, prompt
-from tests.scheduler.tiers import BLOCK_SIZE, commit_as
-from tests.simulation.integrity import groups_of, ids_in_flight
+from tests.scheduler.tiers import BLOCK_SIZE
+from tests.simulation.integrity import ids_in_flight
 from tests.simulation.shape import Shape
 from tests.simulation.vllm_config import make_kv_cache_config, make_vllm_config
 
@@ -63,22 +62,22 @@ def capacities(*num_blocks: int, num_open: int = NUM_BLOCKS) -> list[RankCapacit
 @pytest.mark.parametrize(
     ("extra_config", "num_blocks", "lines"),
     [
-        ({}, (8, 8), ["Host tier: 8 blocks of 4 tokens, eager stores"]),
+        ({}, (8, 8), ["Host tier: 8 blocks of 4 tokens, stores early where there is room"]),
         (
             {"lazy_offload": True},
             (9, 7, 8),
             [
                 "Ranks have room for [9, 7, 8] host blocks; all use 7",
-                "Host tier: 7 blocks of 4 tokens, lazy stores",
+                "Host tier: 7 blocks of 4 tokens, stores when the device evicts",
             ],
         ),
         (
-            {"store_threshold": 3},
+            {"lazy_offload": False, "store_threshold": 3},
             (8,),
-            ["Host tier: 8 blocks of 4 tokens, eager stores of prefixes that 3 requests had"],
+            ["Host tier: 8 blocks of 4 tokens, stores at once, prefixes that 3 requests had"],
         ),
     ],
-    ids=["eager", "lazy, unlike ranks", "threshold"],
+    ids=["default", "lazy, unlike ranks", "eager, threshold"],
 )
 def test_the_log_has_capacity_and_policy(
     extra_config: dict[str, Any],
@@ -99,7 +98,7 @@ def test_ranks_open_no_more_than_the_smallest_has_room_for(
     """Each rank has one chunk before it knows the capacity. With the handshake, an idle engine
     steps once to send it. Without (beside another connector), it steps once more to report."""
     shape = {"uneven_ranks": True, "num_ranks": 2, "num_host_blocks": 10, "chunk_blocks": 2}
-    driver = drive(num_handshakes=num_handshakes, **shape)
+    driver = drive(num_handshakes=num_handshakes, lazy=True, **shape)
     large, small = driver.world.ranks
     assert not any(driver.world.can_open(rank) for rank in (large, small))
     if num_handshakes == 0:
@@ -182,36 +181,22 @@ def test_reports_of_unknown_transfers_are_logged_and_ignored(
 # Where a hit may start
 
 
-CHUNKED = ChunkedLocalAttentionSpec(
-    block_size=BLOCK_SIZE,
-    num_kv_heads=1,
-    head_size=1,
-    dtype=torch.float32,
-    attention_chunk_size=2 * BLOCK_SIZE,
-)
-
-
 @pytest.mark.parametrize(
-    ("last_group", "first_tokens"),
-    [({}, [0, 4, 8, 12, 16, 20, 24, 28]), ({"kv_cache_spec": CHUNKED}, [0, 8, 16, 24])],
+    ("shape", "first_tokens"),
+    [({"windows": (0, 0)}, [0, 4, 8, 12, 16, 20, 24, 28]), ({"chunks": (8,)}, [0, 8, 16, 24])],
     ids=["blocks", "chunks"],
 )
 def test_a_hit_starts_with_a_block_and_a_chunk(
-    last_group: dict[str, Any], first_tokens: list[int]
+    drive: MakeDriver, shape: dict[str, Any], first_tokens: list[int]
 ) -> None:
     """The lookup covers only blocks that the device lacks, so the tier must have their whole
     chunks. Elsewhere an earlier hit is unpinned."""
-    scheduler = make_scheduler(make_config((0, 0), **last_group))
-    scheduler.agree_on_capacity(capacities(NUM_BLOCKS))
-    tier, request = scheduler.tier, make_request("a", prompt(33))
-    for group in groups_of(tier).ids:
-        parent = None
-        for index, key in enumerate(groups_of(tier).keys(request.block_hashes, group)):
-            (block,) = tier.allocate(1)
-            commit_as(tier, block, key, parent, num_tokens=(index + 1) * BLOCK_SIZE)
-            parent = key
+    driver = drive(num_device_blocks=60, retention=None, **shape)
+    driver.serve("before", prompt(33))
+    driver.empty_device_cache()
+    request = make_request("a", prompt(33))
     for num_tokens in range(33):
-        assert scheduler.get_num_new_matched_tokens(request, 0) == (32, True)
+        assert driver.scheduler.get_num_new_matched_tokens(request, 0) == (32, True)
         hit = 32 - num_tokens if num_tokens in first_tokens else 0
-        assert scheduler.get_num_new_matched_tokens(request, num_tokens) == (hit, hit > 0)
-        assert (tier.num_free < NUM_BLOCKS - 1) == (hit > 0)
+        assert driver.scheduler.get_num_new_matched_tokens(request, num_tokens) == (hit, hit > 0)
+        assert (driver.num_held[1] > 0) == (hit > 0)

@@ -13,12 +13,10 @@ def is_pending(driver: Driver) -> tuple[bool, bool]:
 
 
 def test_the_engine_goes_on_until_the_stores_have_drained(drive: MakeDriver) -> None:
-    driver = drive(num_ranks=2)
+    driver = drive(num_ranks=2, lazy=False)
     assert is_pending(driver) == (False, False)
     driver.start("a", prompt(17))
-    while "a" in driver.world.requests:
-        driver.step()
-    assert driver.pending(STORE) == []  # it is planned
+    driver.step_until(lambda: "a" not in driver.world.requests)
     for rank in range(2):
         assert is_pending(driver) == (True, True)
         assert driver.world.scheduler.has_requests()
@@ -36,8 +34,7 @@ def test_an_admitted_load_whose_request_has_ended_frees_its_blocks(drive: MakeDr
     request = driver.start("b", prompt(17), max_tokens=9)
     driver.step()
     driver.announce()
-    while request not in driver.world.scheduler.running:
-        driver.step()
+    driver.step_until(lambda: request in driver.world.scheduler.running)
     assert is_pending(driver) == (True, False)
     driver.world.abort("b")
     assert is_pending(driver) == (True, True)
@@ -45,15 +42,14 @@ def test_an_admitted_load_whose_request_has_ended_frees_its_blocks(drive: MakeDr
 
 
 def test_a_store_frees_a_block_only_as_its_last_holder(drive: MakeDriver) -> None:
-    driver = drive()
+    driver = drive(lazy=False)
     driver.start("a", prompt(33), max_tokens=3)
     while not driver.pending(STORE):
         driver.step()
         assert not is_pending(driver)[1]
     assert "a" in driver.world.requests
     assert not is_pending(driver)[1]  # the request holds them as well
-    while "a" in driver.world.requests:
-        driver.step()
+    driver.step_until(lambda: "a" not in driver.world.requests)
     assert is_pending(driver)[1]
     driver.start("b", prompt(33), max_tokens=3)
     driver.step()
@@ -66,10 +62,9 @@ def test_a_store_frees_a_block_only_as_its_last_holder(drive: MakeDriver) -> Non
 def test_no_request_is_preempted_for_blocks_that_a_store_will_free(
     drive: MakeDriver, async_scheduling: bool
 ) -> None:
-    driver = drive(num_device_blocks=11, async_scheduling=async_scheduling)
+    driver = drive(num_device_blocks=11, lazy=False, async_scheduling=async_scheduling)
     driver.start("a", prompt(17))
-    while not driver.pending(STORE) or "a" in driver.world.requests:
-        driver.step()
+    driver.step_until(lambda: driver.pending(STORE) and "a" not in driver.world.requests)
     assert driver.num_held == (4, 4)
     request = driver.start("b", prompt(21, family=1), max_tokens=12)
     driver.step(12)
@@ -88,7 +83,7 @@ def test_no_request_is_preempted_for_blocks_of_a_planned_store(
 ) -> None:
     """The store of "a", if it has ended, comes in the step in which "b" needs a block. While both
     run in the same pool, vLLM preempts one."""
-    driver = drive(num_device_blocks=10, max_num_batched_tokens=64)
+    driver = drive(num_device_blocks=10, lazy=False, max_num_batched_tokens=64)
     requests = [
         driver.start("a", prompt(16), max_tokens=1 if ends else 8),
         driver.start("b", prompt(20, family=1), max_tokens=8),

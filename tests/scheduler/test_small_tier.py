@@ -1,78 +1,88 @@
-"""Tiers too small for one request: they keep its first blocks, and store nothing twice."""
+"""Tiers too small for one request: device and tier together hold what neither could alone."""
 
 import pytest
 
 from tests.scheduler.conftest import MakeDriver
-from tests.scheduler.driver import STORE, prompt
+from tests.scheduler.driver import STORE, Driver, make_request, prompt
 
 SMALL = pytest.mark.parametrize("num_host_blocks", [2, 4, 9, 14])
+BLOCK = 4
+
+
+def count_found(driver: Driver, tokens: list[int]) -> tuple[int, int]:
+    """Blocks of a prompt that the device has, and those that device and tier have together."""
+    coordinator = driver.world.scheduler.kv_cache_manager.coordinator
+    asked = make_request("looker", tokens).block_hashes
+    on_device = coordinator.find_longest_cache_hit(asked, len(tokens))[1]
+    on_host = driver.tier.lookup(asked, on_device, len(tokens) - on_device).num_tokens
+    return on_device // BLOCK, (on_device + on_host) // BLOCK
 
 
 @SMALL
-@pytest.mark.parametrize("windows", [(0,), (8, 0), (0, 6, 6)], ids=str)
-@pytest.mark.parametrize(("chunk", "async_scheduling"), [(8, False), (8, True), (64, False)])
-def test_the_beginning_is_kept_and_found(
-    drive: MakeDriver,
-    num_host_blocks: int,
-    windows: tuple[int, ...],
-    chunk: int,
-    async_scheduling: bool,
+@pytest.mark.parametrize("max_num_seqs", [2, 4])
+def test_a_full_tier_takes_no_copies(
+    drive: MakeDriver, num_host_blocks: int, max_num_seqs: int
 ) -> None:
-    driver = drive(
-        num_host_blocks=num_host_blocks,
-        windows=windows,
-        async_scheduling=async_scheduling,
-        max_num_batched_tokens=chunk,
-        num_device_blocks=80,
-        retention=None,
-    )
-    num_blocks = num_host_blocks - 1
+    """What the device keeps does not displace other copies of it."""
+    driver = drive(num_host_blocks=num_host_blocks, num_device_blocks=80, max_num_seqs=max_num_seqs)
     for turn in range(3):
         driver.serve(f"r{turn}", prompt(60), max_tokens=8)
-        driver.empty_device_cache()
-        assert driver.found(prompt(60)) == num_blocks // len(windows) * 4
-    assert driver.num_kept == num_blocks
-    assert driver.num_stored == num_blocks  # in all turns together
+        assert driver.num_stored == driver.num_kept == num_host_blocks - 1
+
+
+@pytest.mark.parametrize("lazy", [None, True])
+def test_the_tier_continues_what_the_device_has_left(drive: MakeDriver, lazy: bool | None) -> None:
+    """The device evicts the tail first."""
+    driver = drive(
+        lazy=lazy,
+        num_host_blocks=14,
+        num_device_blocks=31,
+        max_num_batched_tokens=8,
+        max_num_seqs=2,
+    )
+    driver.serve("r", prompt(60), max_tokens=8)
+    assert count_found(driver, prompt(60))[0] == 15
+    on_device, together = 15, 15
+    for family in range(50, 70):
+        driver.serve(f"f{family}", prompt(9, family))
+        on_device, together = count_found(driver, prompt(60))
+        if on_device < 10:
+            break
+    assert 5 <= on_device < 10
+    assert together >= 14
+
+
+@pytest.mark.parametrize("lazy", [None, True])
+def test_two_prompts_alternate_that_fit_only_together(drive: MakeDriver, lazy: bool | None) -> None:
+    """The device has 25 blocks, the tier 20, and each prompt 15 with an answer of two."""
+    driver = drive(
+        lazy=lazy,
+        num_host_blocks=21,
+        num_device_blocks=26,
+        max_num_batched_tokens=8,
+        max_num_seqs=2,
+    )
+    found = []
+    for turn in range(12):
+        tokens, before = prompt(60, family=turn % 2), driver.num_stored
+        found.append(count_found(driver, tokens))
+        driver.serve(f"r{turn}", tokens, max_tokens=8)
+        assert driver.num_stored - before <= 15 + 2
+    on_device, together = map(sum, zip(*found[2:], strict=True))
+    assert on_device <= 10 * 8
+    assert together >= 10 * 10
 
 
 @SMALL
-def test_slow_stores_do_not_lose_the_beginning(drive: MakeDriver, num_host_blocks: int) -> None:
-    """The request grows while its earlier blocks are still on their way."""
-    driver = drive(num_host_blocks=num_host_blocks, max_num_batched_tokens=4)
-    num_blocks = num_host_blocks - 1
+def test_a_request_outgrows_the_tier_while_its_stores_are_slow(
+    drive: MakeDriver, num_host_blocks: int
+) -> None:
+    driver = drive(lazy=False, num_host_blocks=num_host_blocks, max_num_batched_tokens=4)
     driver.start("a", prompt(60), max_tokens=8)
     while driver.world.requests:
         driver.step(3)
         if driver.pending(STORE):
             driver.copy(STORE)
     driver.run()
-    assert driver.found(prompt(60)) == num_blocks * 4
-    assert driver.num_stored == num_blocks
-
-
-@pytest.mark.parametrize("windows", [(0,), (0, 8)], ids=str)
-def test_alternating_requests_store_no_more_than_each_alone(
-    drive: MakeDriver, windows: tuple[int, ...]
-) -> None:
-    """Two requests whose blocks do not fit together."""
-    driver = drive(windows=windows, num_host_blocks=20, num_device_blocks=80)
-    for turn in range(6):
-        before = driver.num_stored
-        driver.serve(f"r{turn}", prompt(60, family=turn % 2), max_tokens=8)
-        driver.empty_device_cache()
-        assert driver.num_stored - before <= 16 * len(windows)
-        assert driver.found(prompt(60, family=turn % 2)) >= 19 // len(windows) * 4 - 4 * 4
-
-
-def test_concurrent_requests_are_stored_at_most_twice(drive: MakeDriver) -> None:
-    """Each request is stored while it runs. At its end, the policy stores the blocks again that the
-    other displaced."""
-    driver = drive(num_host_blocks=13, num_device_blocks=80, max_num_batched_tokens=16)
-    for turn in range(4):
-        before = driver.num_stored
-        for family in (0, 1):
-            driver.start(f"r{turn}.{family}", prompt(40, family), max_tokens=8)
-        driver.run()
-        driver.empty_device_cache()
-        assert driver.num_stored - before <= 2 * (2 * 11)
-        assert driver.found(prompt(40)) + driver.found(prompt(40, family=1)) > 0
+    assert driver.num_kept == num_host_blocks - 1
+    assert driver.num_stored <= 16

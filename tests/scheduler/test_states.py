@@ -5,6 +5,7 @@ from vllm.v1.core.kv_cache_utils import KVCacheBlock
 from vllm.v1.core.sched.output import KVConnectorBlockState, SchedulerOutput
 from vllm.v1.request import Request
 
+from simple_offload.scheduler.manager import _boundary_states
 from tests.scheduler.conftest import MakeDriver
 from tests.scheduler.driver import STORE, Driver, prompt
 from tests.scheduler.tiers import get
@@ -91,29 +92,20 @@ def handed_over(driver: Driver, request: Request, num_tokens: int) -> SchedulerO
     return scheduled
 
 
-def test_a_handed_over_state_is_stored_if_its_block_still_has_it(drive: MakeDriver) -> None:
+def test_states_of_requests_that_give_up_their_blocks_do_not_count(drive: MakeDriver) -> None:
     driver = drive(windows=(0,), num_states=1)
     request = driver.start("a", prompt(18), max_tokens=2)
     driver.step()
-    driver.scheduler._policy.free_blocks(driver.scheduler._stores.reset())  # store it anew
-    build = driver.scheduler.build_connector_meta
     scheduled = handed_over(driver, request, 16)
-    scheduled.finished_req_ids = {"a"}
-    assert build(scheduled).stores == []
-    scheduled.finished_req_ids = set()
-    scheduled.preempted_req_ids = {"a"}
-    assert build(scheduled).stores == []
+    states = _boundary_states(scheduled)
+    assert [state.num_tokens for state in states["a"]] == [16]
     scheduled.preempted_req_ids = {"b"}
-    assert scheduled.kv_connector_block_state is not None
-    offloads = scheduled.kv_connector_block_state.boundary_state_offloads
-    ((group, block_id, _),) = offloads["a"]
-    offloads["a"] = [(group, block_id, 12)]  # the block has new contents
-    assert build(scheduled).stores == []
-    offloads["a"] = [(group, block_id, 16)]
-    (store,) = build(scheduled).stores
-    assert len(store.host_blocks) == 1
-    driver.scheduler.reset_cache()  # no block of a running request is stored any more
-    assert build(scheduled).stores == []
+    assert _boundary_states(scheduled) == states
+    scheduled.preempted_req_ids = {"a"}
+    assert _boundary_states(scheduled) == {}
+    scheduled.preempted_req_ids, scheduled.finished_req_ids = None, {"a"}
+    assert _boundary_states(scheduled) == {}
+    driver.run()
 
 
 def test_a_state_does_not_displace_its_own_prefix(drive: MakeDriver) -> None:

@@ -7,7 +7,7 @@ import pytest
 from simple_offload.config import ConfigError
 from simple_offload.metadata import RankCapacity
 from tests.scheduler.conftest import MakeDriver
-from tests.scheduler.driver import LOAD, make_request, prompt
+from tests.scheduler.driver import LOAD, make_request, prompt, record_steps
 from tests.scheduler.test_manager import make_config, make_scheduler
 from tests.simulation.groups import MODELS
 from tests.simulation.shape import Shape
@@ -26,14 +26,13 @@ def test_single_sub_blocks_are_not_stored(drive: MakeDriver) -> None:
 
 
 def test_host_blocks_are_stored_eight_device_blocks_at_a_time(drive: MakeDriver) -> None:
-    driver = drive(num_sub_blocks=2)
+    """Those of prompts do not wait."""
+    driver = drive(num_sub_blocks=2, lazy=False)
     driver.start("a", prompt(9), max_tokens=66)
-    driver.step(24)
-    assert driver.num_stored == 0
-    driver.step()
-    assert driver.num_stored == 8
-    driver.copy_all()
+    steps = record_steps(driver)
     driver.run()
+    stores = [store for step in steps for store in step.stores]
+    assert [len(store.host_blocks) for store in stores] == [2, 8, 8]
 
 
 @pytest.mark.parametrize("num_sub_blocks", [2, 4])

@@ -19,13 +19,8 @@ STATES = {"kv_cache_spec": replace(MAMBA, mamba_cache_mode="align")}
         (ONE_STATE, {}, r"mamba_cache_mode='none': .*; allowed: 'align'"),
         ({"host_resident": True}, {}, "in host memory already"),
         (STATES, {"cpu_block_size": 8}, r"cpu_block_size=8: .* state .*; allowed: 4, or no"),
-        (
-            {},
-            {"cpu_block_size": 8, "lazy_offload": True},
-            r"cpu_block_size=8: lazy_offload .* allowed: 4, .*false",
-        ),
     ],
-    ids=["one state", "host memory", "sub-blocks of states", "lazy sub-blocks"],
+    ids=["one state", "host memory", "sub-blocks of states"],
 )
 def test_unsupported_models_and_settings_are_refused(
     windows: tuple[int, ...],

@@ -23,7 +23,7 @@ from simple_offload.metadata import StepMetadata
 from simple_offload.scheduler.manager import OffloadScheduler
 from simple_offload.scheduler.tier.cpu_tier import CpuTier
 from simple_offload.scheduler.tier.run import Run
-from tests.scheduler.tiers import BLOCK_SIZE, make_tier
+from tests.scheduler.tiers import make_tier
 from tests.scheduler.work import Rig, Work, count_work
 from tests.simulation.integrity import pool_of
 
@@ -34,11 +34,10 @@ def keys_of(chain: int, count: int) -> list[BlockHashWithGroupId]:
     return [make_block_hash_with_group_id(BlockHash(each), 0) for each in digests]
 
 
-def store(tier: CpuTier, chain: int, count: int) -> list[KVCacheBlock]:
+def store(tier: CpuTier, chain: int, count: int, *, on_device: bool = False) -> list[KVCacheBlock]:
     """Store the first ``count`` blocks of a chain."""
     blocks = tier.allocate(count)
-    run = Run((), keys_of(chain, count), None, BLOCK_SIZE, BLOCK_SIZE, host_blocks=blocks)
-    tier.commit([run])
+    tier.commit([Run((), keys_of(chain, count), on_device=on_device, host_blocks=blocks)])
     return blocks
 
 
@@ -47,38 +46,61 @@ NEW = -1
 
 
 def full_tier(num_blocks: int) -> CpuTier:
-    """A tier full of chains of 32 blocks."""
+    """A tier full of chains of 32 blocks, every other one a copy."""
     tier = make_tier(num_blocks)
     for chain in range(num_blocks // 32):
-        store(tier, chain, 32)
+        store(tier, chain, 32, on_device=chain % 2 == 0)
     assert tier.num_used == num_blocks
     return tier
 
 
-# Operations of the tier beside those that each prompt causes. ``tier``: its blocks, all full.
-# ``blocks``: of one chain.
+# Operations of the tier, one by one. ``tier``: its blocks, all full. ``blocks``: of one chain.
 
 
-def demote(tier: int = 1024, blocks: int = 32) -> Work:
+def add_copies(tier: int = 1024, blocks: int = 32) -> Work:
     full = full_tier(tier)
-    return count_work(full.demote, store(full, NEW, blocks))
+    store(full, NEW, blocks)
+    return count_work(full.add_copies, keys_of(NEW, blocks))
 
 
-def promote(tier: int = 1024, blocks: int = 32) -> Work:
-    """Promote a demoted chain tail first, as the device's free queue has it."""
+def remove_copies(tier: int = 1024, blocks: int = 32) -> Work:
+    """The device lets go of a found chain, tail first. The limit of protected blocks is reached."""
     full = full_tier(tier)
-    full.demote(store(full, NEW, blocks))
-    return count_work(full.promote, keys_of(NEW, blocks)[::-1])
+    store(full, NEW, blocks, on_device=True)
+    found = [keys_of(chain, 32)[::-1] for chain in range(0, tier // 32, 2)]
+    for keys in found:
+        full.remove_copies(keys, found=True)
+    keys = keys_of(NEW, blocks)[::-1]
+    return count_work(lambda: full.remove_copies(keys, found=True))
+
+
+def allocate(tier: int = 1024, blocks: int = 32) -> Work:
+    """Evict copies, then others; and commit the blocks."""
+    full = full_tier(tier)
+    num_copies = full._segments.num_copies - full._segments.max_copies
+    full.allocate(num_copies - blocks // 2)
+
+    def store_new() -> None:
+        store(full, NEW, blocks, on_device=True)
+
+    return count_work(store_new)
+
+
+def pin(tier: int = 1024, blocks: int = 32) -> Work:
+    """Pin a hit, and unpin it."""
+    full = full_tier(tier)
+    chain = store(full, NEW, blocks)
+
+    def pin_and_unpin() -> None:
+        full.pin(chain)
+        full.unpin(chain)
+
+    return count_work(pin_and_unpin)
 
 
 def drop(tier: int = 1024, blocks: int = 32) -> Work:
-    """Drop the head of a chain, and with it all descendants."""
     full = full_tier(tier)
-    chain = store(full, NEW, blocks)
-    before = full.num_used
-    work = count_work(full.drop, chain[:1])
-    assert full.num_used == before - blocks
-    return work
+    return count_work(full.drop, store(full, NEW, blocks))
 
 
 def reset(tier: int = 1024) -> Work:
@@ -98,8 +120,9 @@ def open_in_chunks(tier: int = 1024) -> Work:
 
 # Operations of the scheduler side: the work in all hooks. ``device``: its blocks.
 
-EAGER: dict[str, Any] = {}
+EAGER = {"lazy_offload": False}
 LAZY = {"lazy_offload": True}
+EARLY: dict[str, Any] = {}
 
 
 def full_rig(extra: dict[str, Any], tier: int, device: int) -> Rig:
@@ -177,7 +200,7 @@ def busy_step(extra: dict[str, Any], requests: int = 2, context: int = 8, tier: 
 
 def decoding_rig(extra: dict[str, Any], requests: int, context: int, tier: int) -> Rig:
     """A rig on which all requests have just begun to decode, with room on the device."""
-    rig = Rig(device=4096, tier=tier, max_running=requests, extra=extra)
+    rig = Rig(device=4096, tier=tier, max_running=requests, chunk=512, extra=extra)
     for prompt in rig.prompts(requests, context):
         rig.add(prompt, answer_tokens=200)
     while not rig.engine.all_decode:
@@ -189,7 +212,7 @@ def decoding_rig(extra: dict[str, Any], requests: int, context: int, tier: int) 
 def turnover(extra: dict[str, Any], loads: int = 16) -> Work:
     """A step in which a request begins to load, another's load ends, and a third ends. ``loads``:
     in flight."""
-    rig = Rig(device=512, tier=1024, max_running=256, delay=2, extra=extra)
+    rig = Rig(device=512, tier=1024, max_running=64, delay=2, extra=extra)
     prompts = rig.prompts(2 * loads + 16, 4)
     rig.run(prompts)
     rig.run(rig.prompts(512 // 16 + 4, 16))
@@ -214,7 +237,6 @@ class Law(Enum):
     """The growth of a count from one size to twice and four times that size."""
 
     CONSTANT = "does not grow"
-    COPIED = "grows by what C code copies, and by no line"
     LINEAR = "grows by as much for each one more"
     MEAN_CONSTANT = "does not grow on average"
     MEAN_LINEAR = "grows in proportion on average"
@@ -235,8 +257,6 @@ def obeys(law: Law, unit: str, sizes: Sequence[int], counts: Sequence[float]) ->
     small, middle, large = counts
     first = max(0, middle - small) / (sizes[1] - sizes[0])
     second = (large - middle) / (sizes[2] - sizes[1])
-    if law is Law.COPIED:
-        law = Law.CONSTANT if unit == "lines" else Law.LINEAR
     if law is Law.CONSTANT:
         return bool(max(first, second) <= getattr(SLACK, unit))
     if law is Law.LINEAR:
@@ -245,7 +265,7 @@ def obeys(law: Law, unit: str, sizes: Sequence[int], counts: Sequence[float]) ->
     return large <= DRIFT * in_proportion * small
 
 
-CONSTANT, COPIED, LINEAR = Law.CONSTANT, Law.COPIED, Law.LINEAR
+CONSTANT, LINEAR = Law.CONSTANT, Law.LINEAR
 MEAN_CONSTANT, MEAN_LINEAR = Law.MEAN_CONSTANT, Law.MEAN_LINEAR
 
 
@@ -253,29 +273,30 @@ class Row(NamedTuple):
     name: str
     operation: Callable[..., Work]
     laws: dict[str, Law]
-    """The laws by growing size. ``all``: tier and blocks together; their product would be
-    quadratic."""
+    """The laws by growing size."""
 
 
 CHAIN = dict(tier=CONSTANT, blocks=LINEAR)
 PROMPT = dict(tier=CONSTANT, device=CONSTANT, blocks=LINEAR)
 LAZY_PROMPT = dict(tier=MEAN_CONSTANT, device=MEAN_CONSTANT, blocks=MEAN_LINEAR)
 BUSY = dict(context=CONSTANT, requests=LINEAR)
-LARGE = {"cpu_block_size": 64}
-THRESHOLD = {"store_threshold": 2}
+LARGE = EAGER | {"cpu_block_size": 64}
+THRESHOLD = EAGER | {"store_threshold": 2}
 
 TABLE = (
-    Row("demote", demote, CHAIN),
-    Row("promote", promote, CHAIN),
-    Row("drop", drop, dict(tier=LINEAR, blocks=LINEAR, all=LINEAR)),
+    Row("add copies", add_copies, CHAIN),
+    Row("remove copies", remove_copies, CHAIN),
+    Row("allocate and commit", allocate, CHAIN),
+    Row("pin and unpin", pin, CHAIN),
+    Row("drop", drop, CHAIN),
     Row("reset", reset, dict(tier=LINEAR)),
     Row("open in chunks", open_in_chunks, dict(tier=LINEAR)),
-    Row("eager, new prompt", partial(new_prompt, EAGER), PROMPT),
+    Row("eager, new prompt", partial(new_prompt, EAGER), PROMPT | dict(device=MEAN_CONSTANT)),
     Row("eager, old prompt", partial(old_prompt, EAGER), PROMPT),
     Row("eager, known prompt", partial(known_prompt, EAGER), PROMPT),
-    Row("eager, idle step", partial(idle_step, EAGER), BUSY | dict(tier=CONSTANT, requests=COPIED)),
+    Row("eager, idle step", partial(idle_step, EAGER), BUSY | dict(tier=CONSTANT)),
     Row("eager, busy step", partial(busy_step, EAGER), BUSY),
-    Row("eager, turnover", partial(turnover, EAGER), dict(loads=LINEAR)),
+    Row("eager, turnover", partial(turnover, EAGER), dict(loads=MEAN_LINEAR)),
     Row("large host blocks, old prompt", partial(old_prompt, LARGE), CHAIN),
     Row("threshold, old prompt", partial(old_prompt, THRESHOLD), CHAIN),
     Row("lazy, new prompt", partial(new_prompt, LAZY), LAZY_PROMPT),
@@ -284,13 +305,19 @@ TABLE = (
     Row("lazy, idle step", partial(idle_step, LAZY), BUSY | dict(tier=CONSTANT)),
     Row("lazy, busy step", partial(busy_step, LAZY), BUSY),
     Row("lazy, turnover", partial(turnover, LAZY), dict(loads=MEAN_LINEAR)),
+    Row("early, new prompt", partial(new_prompt, EARLY), LAZY_PROMPT),
+    Row("early, old prompt", partial(old_prompt, EARLY), LAZY_PROMPT),
+    # The walk passes again what the tier has room for, some blocks in each step.
+    Row("early, known prompt", partial(known_prompt, EARLY), dict(blocks=MEAN_LINEAR)),
+    Row("early, idle step", partial(idle_step, EARLY), BUSY | dict(tier=CONSTANT)),
+    Row("early, busy step", partial(busy_step, EARLY), BUSY),
+    Row("early, turnover", partial(turnover, EARLY), dict(loads=MEAN_LINEAR)),
 )
 
 SIZES = dict(
     tier=(512, 1024, 2048),
-    device=(128, 256, 512),
+    device=(256, 512, 1024),
     blocks=(16, 32, 64),
-    all=(64, 128, 256),
     requests=(8, 16, 32),
     context=(32, 64, 128),
     loads=(8, 16, 32),
@@ -302,8 +329,8 @@ def check(row: Row, grows: str) -> None:
     law, sizes = row.laws[grows], SIZES[grows]
 
     def measure(size: int) -> Work:
-        if grows == "all":
-            return row.operation(tier=16 * size, blocks=size)
+        if grows == "device":  # a tier as small would hold less and less of it
+            return row.operation(tier=4096, device=size)
         return row.operation(**{grows: size})
 
     if law not in {MEAN_CONSTANT, MEAN_LINEAR}:
@@ -338,11 +365,6 @@ def copy(side: OffloadScheduler, scheduled: SchedulerOutput) -> None:
     list(pool_of(side.tier).blocks)
 
 
-def visit_requests(side: OffloadScheduler, scheduled: SchedulerOutput) -> None:
-    for request_id in scheduled.num_scheduled_tokens:
-        assert request_id
-
-
 def pair_blocks(side: OffloadScheduler, scheduled: SchedulerOutput) -> None:
     """A quadratic loop: for each block of a new request, all of its blocks."""
     for new in scheduled.scheduled_new_reqs:
@@ -357,7 +379,6 @@ def pair_blocks(side: OffloadScheduler, scheduled: SchedulerOutput) -> None:
         (walk, "lazy, new prompt", "tier"),
         (copy, "lazy, idle step", "tier"),
         (copy, "eager, old prompt", "tier"),
-        (visit_requests, "eager, idle step", "requests"),
         (pair_blocks, "eager, known prompt", "blocks"),
     ],
 )

@@ -43,8 +43,7 @@ def test_a_load_into_blocks_that_a_drafter_is_writing_waits_for_it(drive: MakeDr
     driver = drive(draft=True, num_drafted=3, v2_runner=True, num_device_blocks=60)
     fill_tier(driver)
     driver.start("other", prompt(30, family=1), max_tokens=4)
-    while "other" not in driver.world.finished:
-        driver.step()
+    driver.step_until(lambda: "other" in driver.world.finished)
     driver.step(5)
     assert next_load_waits(driver)
 

@@ -4,7 +4,7 @@ A letter stands for the tokens of one block. "abc" is a chain of three blocks, a
 its last block. Chains with a common prefix share blocks.
 """
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from functools import lru_cache
 from hashlib import sha256
 from typing import Any
@@ -37,7 +37,7 @@ def make_tier(num_blocks: int, windows: tuple[int, ...] = (0,)) -> CpuTier:
     coordinator = make_host_coordinator(
         make_kv_cache_config(shape), _vllm_config(), BLOCK_SIZE, BLOCK_SIZE
     )
-    return CpuTier(coordinator, Groups(coordinator, BLOCK_SIZE), Meter(), demotes=True)
+    return CpuTier(coordinator, Groups(coordinator, BLOCK_SIZE), Meter())
 
 
 @lru_cache(maxsize=1)
@@ -56,11 +56,6 @@ def key(name: str, group: int = 0) -> BlockHashWithGroupId:
     key = make_block_hash_with_group_id(BlockHash(sha256(name.encode()).digest()), group)
     _NAMES[key] = name
     return key
-
-
-def parent_of(name: str, group: int = 0) -> BlockHashWithGroupId | None:
-    """The key of the block's parent, if it has one."""
-    return key(name[:-1], group) if len(name) > 1 else None
 
 
 def prefixes(chain: str) -> list[str]:
@@ -90,48 +85,29 @@ def blocks(tier: CpuTier, chain: str, group: int = 0) -> list[KVCacheBlock]:
     return [block(tier, name, group) for name in prefixes(chain)]
 
 
-def allocate(tier: CpuTier, *keep: str, group: int = 0) -> KVCacheBlock | None:
-    """A block to be filled. None if there is only room that is kept."""
-    blocks = tier.allocate(1, lambda: {key(name, group) for name in keep})
-    assert len(blocks) <= 1
-    return blocks[0] if blocks else None
-
-
-def begin(tier: CpuTier, name: str, group: int = 0) -> KVCacheBlock:
-    """Allocate a block for ``name``, a child of the block before it in its chain."""
-    allocated = allocate(tier, name[:-1], group=group)
-    assert allocated is not None, f"no room for {name}"
-    return allocated
-
-
-def commit(tier: CpuTier, filled: KVCacheBlock, name: str, group: int = 0) -> bool:
-    """Commit the block allocated for ``name``."""
-    num_tokens = len(name) * BLOCK_SIZE
-    return commit_as(tier, filled, key(name, group), parent_of(name, group), num_tokens)
-
-
-def commit_as(
+def commit(
     tier: CpuTier,
-    filled: KVCacheBlock,
-    key: BlockHashWithGroupId,
-    parent: BlockHashWithGroupId | None,
-    num_tokens: int,
-    inner_keys: Collection[BlockHashWithGroupId] = (),
-    early: bool = False,
-) -> bool:
-    """Commit a block under ``key``. Returns whether the tier keeps it."""
-    run = Run((), (key,), parent, num_tokens, early=early, host_blocks=[filled])
-    run.inner_keys = [inner_keys] if inner_keys else ()
-    return tier.commit([run]) == [[]]
+    filled: Sequence[KVCacheBlock],
+    stored: Iterable[str],
+    group: int = 0,
+    *,
+    on_device: bool = False,
+    inner_keys: Sequence[Collection[BlockHashWithGroupId]] = (),
+) -> list[int]:
+    """Commit the blocks allocated for these names. Returns the places of useless ones."""
+    keys = [key(name, group) for name in stored]
+    run = Run((), keys, on_device=on_device, host_blocks=filled, inner_keys=inner_keys)
+    [useless] = tier.commit([run])
+    return useless
 
 
-def store(tier: CpuTier, *chains: str, group: int = 0) -> None:
+def store(tier: CpuTier, *chains: str, group: int = 0, on_device: bool = False) -> None:
     """Store the missing blocks of each chain in one transfer, and check the tier."""
     for chain in chains:
         lacking = [name for name in prefixes(chain) if get(tier, key(name, group)) is None]
-        filled = [begin(tier, name, group) for name in lacking]
-        for new, name in zip(filled, lacking, strict=True):
-            assert commit(tier, new, name, group)
+        filled = tier.allocate(len(lacking))
+        assert len(filled) == len(lacking), f"no room for {chain}"
+        assert commit(tier, filled, lacking, group, on_device=on_device) == []
         check_tier(tier)
 
 
@@ -154,38 +130,39 @@ def contents(tier: CpuTier, group: int = 0) -> set[str]:
     }
 
 
-def blocks_of(tier: CpuTier, stored: Iterable[str]) -> list[KVCacheBlock]:
-    """The blocks with these names."""
-    return [block(tier, name) for name in stored]
-
-
-def free_queue(tier: CpuTier) -> list[str]:
-    """Names of the free blocks, the next to leave first."""
-    return names(pool_of(tier).free_block_queue.get_all_free_blocks())
+def queues(tier: CpuTier) -> list[list[str]]:
+    """Names of the free blocks, the next to leave first: empty ones and those on probation, the
+    protected ones, and copies."""
+    return [names(queue.get_all_free_blocks()) for queue in tier._segments._queues]
 
 
 def check_links(tier: CpuTier) -> None:
-    """The free queue is linked in both directions, and ends after its last block."""
-    queue = pool_of(tier).free_block_queue
-    block: Any = queue.fake_free_list_head
-    for _ in range(queue.num_free_blocks + 1):
-        following = block.next_free_block
-        assert following.prev_free_block is block
-        block = following
-    assert block is queue.fake_free_list_tail
+    """Each queue is linked in both directions, and ends after its last block."""
+    for queue in tier._segments._queues:
+        block: Any = queue.fake_free_list_head
+        for _ in range(queue.num_free_blocks + 1):
+            following = block.next_free_block
+            assert following.prev_free_block is block
+            block = following
+        assert block is queue.fake_free_list_tail
+
+
+def in_segment(tier: CpuTier, segment: int, group: int = 0) -> set[str]:
+    """Names of the blocks of a segment, free or pinned, numbered as ``queues``."""
+    of = tier._segments._of
+    return {
+        name for name in contents(tier, group) if of[block(tier, name, group).block_id] == segment
+    }
 
 
 def protected(tier: CpuTier) -> set[str]:
-    """Names of the protected blocks, free or pinned."""
-    flags = tier._queue.is_protected
-    return {name for name in contents(tier) if flags[block(tier, name).block_id]}
+    """Names of the protected blocks."""
+    return in_segment(tier, 1)
 
 
-def finish(
-    tier: CpuTier, chain: str, num_blocks: int, num_found: int = 0, *, loaded: bool = False
-) -> None:
-    """End a request for a chain, whose first ``num_found`` blocks it has found."""
-    tier.on_request_finished(hashes(chain), [num_blocks], [num_found], loaded=loaded)
+def copies(tier: CpuTier) -> set[str]:
+    """Names of the copies."""
+    return in_segment(tier, 2)
 
 
 def leave(tier: CpuTier) -> list[str]:
@@ -194,6 +171,6 @@ def leave(tier: CpuTier) -> list[str]:
     left: list[str] = []
     while True:
         before = contents(tier)
-        if allocate(tier) is None:
+        if not tier.allocate(1):
             return left
-        left += sorted(before - contents(tier))
+        left += before - contents(tier)

@@ -128,14 +128,18 @@ class Rig:
         tier: int,
         max_running: int = 8,
         delay: int = 2,
+        chunk: int = 8,
         extra: dict[str, Any],
     ) -> None:
-        """``device``, ``tier``: blocks. ``delay``: as for ``Shape``. ``extra``: the connector's
-        configuration."""
+        """``device``, ``tier``: blocks. ``delay``: as for ``Shape``. ``chunk``: blocks that a step
+        computes, at most; few, so that the policy keeps few ahead of the device's eviction.
+        ``extra``: the connector's configuration."""
         contender = Contender("counted", OurSide(), extra)
-        shape = Shape(device + 1, tier + 1, max_running, delay)  # vLLM's null blocks
+        shape = Shape(  # with vLLM's null blocks
+            device + 1, tier + 1, max_running, delay, chunk_tokens=chunk * BLOCK_SIZE
+        )
         self.engine = Engine(contender, shape)
-        self.is_lazy = bool(extra.get("lazy_offload"))
+        self.is_lazy = extra.get("lazy_offload") is not False
         self._counter = WorkCounter()
         self._random = Random(0)
         self._ids = count()

@@ -28,22 +28,24 @@ def tier_blocks(host_blocks: BlockIds, num_sub_blocks: int) -> list[int]:
 
 
 def keys_of_sub_blocks(
-    keys: set[BlockHashWithGroupId], requests: Iterable[Request], shape: Shape
-) -> set[BlockHashWithGroupId]:
+    keys: Iterable[BlockHashWithGroupId], requests: Iterable[Request], shape: Shape
+) -> dict[BlockHashWithGroupId, set[BlockHashWithGroupId]]:
     """The keys of all sub-blocks of the host blocks with these ``keys``, each the key of a block's
     end. ``requests``: all requests so far."""
+    if shape.num_sub_blocks == 1:
+        return {key: {key} for key in keys}
     before = {
         block_hash: request.block_hashes[:index]
         for request in requests
         for index, block_hash in enumerate(request.block_hashes)
     }
-    found = set()
+    found: dict[BlockHashWithGroupId, set[BlockHashWithGroupId]] = {}
     for key in keys:
         size = shape.block_sizes[get_group_id(key)] // shape.hash_size
         hashes = [*before[get_block_hash(key)], get_block_hash(key)]
         for end in range(len(hashes) - size * shape.num_sub_blocks, len(hashes), size):
             sub_block = make_block_hash_with_group_id(hashes[end + size - 1], get_group_id(key))
-            found.add(sub_block)
+            found.setdefault(key, set()).add(sub_block)
     return found
 
 
@@ -104,7 +106,7 @@ def check_copies(
 def check_all_free(**pools: BlockPool) -> None:
     """Every block but the null block is free."""
     for name, pool in pools.items():
-        leaked = len(pool.blocks) - 1 - pool.get_num_free_blocks()
+        leaked = sum(block.ref_cnt > 0 for block in pool.blocks if not block.is_null)
         assert not leaked, f"{leaked} {name} blocks leaked"
 
 

@@ -3,15 +3,18 @@
 All checks raise AssertionError. Their cost is proportional to the size of the tier.
 """
 
-from collections import Counter
+from collections.abc import Callable
+from typing import Any
 
 from vllm.v1.core.block_pool import BlockPool
+from vllm.v1.core.kv_cache_utils import BlockHashWithGroupId
 
 from simple_offload.scheduler.loads import Loads
 from simple_offload.scheduler.manager import OffloadScheduler
 from simple_offload.scheduler.stores import Stores
 from simple_offload.scheduler.tier.cpu_tier import CpuTier
 from simple_offload.scheduler.tier.groups import Groups
+from simple_offload.scheduler.tier.run import Run
 
 
 def pool_of(tier: CpuTier) -> BlockPool:
@@ -46,10 +49,45 @@ def check_at_rest(scheduler: OffloadScheduler) -> None:
     check_scheduler(scheduler)
     assert not ids_in_flight(scheduler), "transfers in flight at rest"
     policy, loads = scheduler._policy, scheduler._loads
-    maps = {"_requests", "_progress", "_ended", "_hits", "_unlucky"}
+    maps = {"_progress", "_ended", "_waiting", "_behind", "_hits", "_unlucky"}
     for owner in (policy, loads):
         for name in vars(owner).keys() & maps:
             assert not vars(owner)[name], f"{name} of {owner} at rest: {vars(owner)[name]}"
+
+
+def copies(scheduler: OffloadScheduler) -> list[BlockHashWithGroupId]:
+    """Keys of what the tier calls copies. After a reset of the device's cache, the next step will
+    know: none until then."""
+    segments = scheduler.tier._segments
+    on_device = scheduler._device_pool.cached_block_hash_to_block
+    if scheduler._policy._contents._cached is not on_device._cache:
+        return []
+    is_copy = len(segments._queues) - 1
+    return [
+        block.block_hash
+        for block in pool_of(scheduler.tier).blocks
+        if segments._of[block.block_id] == is_copy and block.block_hash is not None
+    ]
+
+
+def watch_copies(
+    scheduler: OffloadScheduler, on_evicted: Callable[[list[BlockHashWithGroupId]], None]
+) -> None:
+    """Call ``on_evicted`` with the keys of copies that the tier evicts, at once."""
+    segments: Any = scheduler.tier._segments
+    get_new_blocks = segments.get_new_blocks
+
+    def watched(*arguments: Any) -> Any:
+        blocks, evicted, others = get_new_blocks(*arguments)
+        on_evicted(evicted)
+        return blocks, evicted, others
+
+    segments.get_new_blocks = watched
+
+
+def runs_of(scheduler: OffloadScheduler, store_id: int) -> list[Run]:
+    """The runs of a store in flight."""
+    return scheduler._stores._in_flight[store_id].runs
 
 
 def check_loads(loads: Loads) -> None:
@@ -65,9 +103,9 @@ def check_stores(stores: Stores, groups: Groups) -> None:
     """Every block of a store has a reference, and its key is not found."""
     for store in (stores._planned, *stores._in_flight.values()):
         for run in store.runs:
-            num_device_blocks = groups.num_sub_blocks * len(run)
+            num_device_blocks = groups.num_sub_blocks * len(run.keys)
             assert len(run.device_blocks) == num_device_blocks, f"{run}: incomplete"
-            assert len(run) == len(run.host_blocks), f"{run}: not paired"
+            assert len(run.keys) == len(run.host_blocks), f"{run}: not paired"
             pinned = (*run.device_blocks, *run.host_blocks)
             assert all(block.ref_cnt > 0 for block in pinned), f"{pinned}: free during a store"
             assert all(block.block_hash is None for block in run.host_blocks), (
@@ -78,71 +116,45 @@ def check_stores(stores: Stores, groups: Groups) -> None:
 
 
 def check_tier(tier: CpuTier) -> None:
-    """The free queue, the hash map and the parents agree."""
-    pool, order, queue = tier._pool, tier._order, tier._queue
+    """The free queues, the hash map and the segments agree."""
+    pool, segments = tier._pool, tier._segments
     by_key = pool.cached_block_hash_to_block
-    position = {
-        block.block_id: place
-        for place, block in enumerate(pool.free_block_queue.get_all_free_blocks())
-    }
-    assert len(position) == pool.get_num_free_blocks(), "free queue miscounted"
+    places = [
+        (block.block_id, segment)
+        for segment, queue in enumerate(segments._queues)
+        for block in queue.get_all_free_blocks()
+    ]
+    segment_of = dict(places)
+    assert len(segment_of) == len(places) == tier.num_free, "free queues miscounted"
+    for segment, queue in enumerate(segments._queues):
+        count = sum(of == segment for of in segment_of.values())
+        assert queue.num_free_blocks == count, f"segment {segment} miscounted"
     for block in pool.blocks:
         if block.is_null:
             continue
-        free = block.block_id in position
+        free = block.block_id in segment_of
         assert free == (block.ref_cnt == 0), f"{block}: free and pinned, or neither"
+        segment = segments._of[block.block_id]
+        assert segment_of.get(block.block_id, segment) == segment, f"{block}: in another segment"
         for inner_key in pool.cached_block_hashes_by_block.get(block.block_id, ()):
             assert block.block_hash is not None, f"{block}: empty, yet has an inner key"
             assert by_key.get_one_block(inner_key) is not None, f"{block}: has lost an inner key"
-        parent_key = order.parents[block.block_id]
         if block.block_hash is None:
-            assert parent_key is None, f"{block}: empty, yet has a parent"
+            assert segment == 0, f"{block}: empty, yet in segment {segment}"
             continue
         found = by_key.get_one_block(block.block_hash)
         assert found is block, f"{block}: not found by its own key"
-        if parent_key is not None and tier._groups.is_chained(block.block_hash):
-            parent = by_key.get_one_block(parent_key)
-            if parent is None:
-                if block.block_id in order.early.get(parent_key, ()):
-                    continue
-                raise AssertionError(f"{block}: its chain's head has left the tier")
-            later = position.get(parent.block_id, len(position))
-            assert position.get(block.block_id, -1) < later, f"{block}: outlives {parent}"
-            # A parent stored while its child was pinned is protected once the child is free.
-            came_late = block.ref_cnt > 0 and parent.ref_cnt == 0
-            flags = queue.is_protected
-            alike = flags[parent.block_id] or not flags[block.block_id]
-            assert alike or came_late, f"{block}: protected, but not its parent {parent}"
-    if order.counts_children:
-        children = Counter(parent for parent in order.parents if parent is not None)
-        assert order.num_children == children, "children miscounted"
+    num_copies = sum(segment == len(segments._queues) - 1 for segment in segments._of)
+    assert num_copies == segments.num_copies, "copies miscounted"
+    assert tier.has_copies or not num_copies, "a copy in a tier that has none"
+    num_protected = segments._protected.num_free_blocks
+    assert num_protected <= segments._max_protected, "too many blocks are protected"
+    assert len(segments._of) == len(pool.blocks), "a block has no segment"
+    free_blocks = pool.free_block_queue.get_all_free_blocks()
+    empty = [block.block_hash is None for block in free_blocks]
+    assert empty == sorted(empty, reverse=True), "an empty block is not the next to be allocated"
     for block_id in tier._doubted:
         block = pool.blocks[block_id]
         assert block.block_hash is not None, f"{block}: empty, yet a load of it has failed"
-    for block_id in queue.demoted:
-        block = pool.blocks[block_id]
-        assert block.ref_cnt == 0, f"{block}: pinned, yet is demoted"
-        assert block.block_hash is not None, f"{block}: empty, yet is demoted"
-    check_segments(tier)
     num_used = sum(block.block_hash is not None for block in pool.blocks)
     assert num_used == tier.num_used, f"{num_used} blocks have contents, not {tier.num_used}"
-
-
-def check_segments(tier: CpuTier) -> None:
-    """The boundary stands before the protected blocks, and their number is right."""
-    pool, queue = tier._pool, tier._queue
-    free = pool.free_block_queue.get_all_free_blocks()
-    flags = queue.is_protected
-    count = sum(flags[block.block_id] for block in free)
-    assert not any(flags[block.block_id] for block in free[: len(free) - count]), (
-        "a protected block stands on probation"
-    )
-    boundary = free[-count] if count else pool.free_block_queue.fake_free_list_tail
-    assert queue.boundary is boundary, f"{boundary}: should be the boundary"
-    assert len(flags) == len(pool.blocks), "a block has no protected flag"
-    assert sum(flags) == queue.num_protected, "protected blocks miscounted"
-    assert count <= queue.limit, "too many blocks are protected"
-    for block in pool.blocks:
-        assert block.block_hash is not None or not flags[block.block_id], (
-            f"{block}: empty, yet protected"
-        )

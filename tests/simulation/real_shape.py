@@ -248,7 +248,7 @@ def draw(seed: int, name: str, **changes: Any) -> Script:
         max_num_batched_tokens=stretch * rng.choice([8, 16, 32]),
         max_num_seqs=rng.randint(1, 4),
         num_ranks=rng.choice([1, 1, 2]),
-        lazy=rng.random() < 0.3,
+        lazy=True if rng.random() < 0.3 else None,
         async_scheduling=drawn.shape.async_scheduling,
         v2_runner=rng.random() < 0.5,
         load_failures=drawn.shape.load_failures,

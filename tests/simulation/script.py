@@ -89,8 +89,11 @@ FAULTS: dict[str, Any] = {
     "repeated_hooks": (0.0, 0.3),
     "no_memory": (0.0, 0.1),
 }
-POLICY: dict[str, Any] = {"lazy": 0.4, "store_threshold": (1, 1, 1, 2, 3)}
-# A few blocks, or more than a batch of eager stores.
+POLICY: dict[str, Any] = {
+    "lazy": (None, None, True, False),
+    "store_threshold": (1, 1, 1, 2, 3),
+}
+# A few blocks, or more than a batch that is recorded at once.
 ANSWERS: dict[str, Any] = {"max_answer_tokens": (12, 12, 12, 12, 48)}
 OPTIONS = ENGINE | TRAFFIC | FAULTS | POLICY | ANSWERS
 
@@ -149,8 +152,8 @@ class Script:
         )
         rng = random.Random(f"{seed}: policy")
         script = script.varied(**_draw(rng, POLICY))
-        # On a full device, lazy stores are as early as eager ones.
-        factor = rng.choice([1, 2, 4] if script.shape.lazy else [1])
+        # On a full device, all stores are early.
+        factor = rng.choice([1] if script.shape.lazy is False else [1, 2, 4])
         script = script.varied(num_device_blocks=script.shape.num_device_blocks * factor)
         rng = random.Random(f"{seed}: model")
         if rng.random() >= _ATTENTION_ONLY:
@@ -204,16 +207,15 @@ class Script:
 
     @property
     def promises_no_loss(self) -> bool:
-        """Whether lazy stores must be in time while the device has enough free blocks."""
-        shape = self.shape
-        can_keep_up = shape.lazy and self.copy_speed >= 0.5 and self.faults == Faults()
-        has_room = shape.num_host_blocks >= 1000 and shape.chunk_blocks is None
-        return can_keep_up and has_room and shape.store_threshold == 1 and not self.resets
+        """Whether stores must be in time while the device has enough free blocks, and the tier
+        empty ones."""
+        can_keep_up = self.copy_speed >= 0.5 and self.faults == Faults()
+        return can_keep_up and self.shape.store_threshold == 1 and not self.resets
 
     def with_sub_blocks(self, num_sub_blocks: int) -> "Script":
         """The same script with as many host blocks, each of ``num_sub_blocks`` device blocks. They
-        have one device block if the model has states or stores are lazy."""
-        if self.shape.num_states or self.shape.lazy:
+        have one device block if the model has states."""
+        if self.shape.num_states:
             return self
         num_host_blocks = self.shape.num_host_blocks // self.shape.num_sub_blocks * num_sub_blocks
         return self.varied(num_sub_blocks=num_sub_blocks, num_host_blocks=num_host_blocks)

@@ -67,7 +67,7 @@ class Shape:
     """Whether requests have priorities."""
     mixed_pages: bool = False
     match_unit: int | None = None
-    lazy: bool = False
+    lazy: bool | None = None
     store_threshold: int = 1
     num_sub_blocks: int = 1
     chunk_blocks: int | None = None

@@ -1,7 +1,7 @@
 """World: one engine, stepped by hand."""
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any, cast
 from unittest.mock import patch
@@ -30,7 +30,7 @@ from simple_offload.config import OffloadConfig
 from simple_offload.metadata import StepMetadata, Transfer, WorkerReport
 from simple_offload.ranks import Ranks
 from simple_offload.worker.worker import OffloadWorker
-from tests.simulation import checks, integrity
+from tests.simulation import checks, integrity, promises
 from tests.simulation.device import KVMemory, ScriptedDevice
 from tests.simulation.identity import Story
 from tests.simulation.ledger import Ledger
@@ -113,14 +113,21 @@ class World:
         self.hits_inside_blocks: set[str] = set()
         """Requests with a load that ended inside a block."""
         self.promises_no_loss = False
-        """Whether lazy stores must be in time: nothing fails, and the tier has room for all
-        blocks."""
+        """Whether stores must be in time: nothing fails, and the tier has had room for all blocks
+        so far."""
         self.num_evicted = 0
         """Blocks that the device evicted while that was promised and enough blocks were free."""
         self._ever: list[Request] = []
         """All requests so far."""
         self._stores: dict[int, Transfer] = {}
         self._failures = checks.Failures(shape.num_sub_blocks)
+        self._device_pool = self.scheduler.kv_cache_manager.block_pool
+        if self.is_ours:
+            scheduler = self.connector.scheduler
+            self.answers = promises.Answers(
+                scheduler, lambda: self.ids_in_flight() & self._stores.keys()
+            )
+            integrity.watch_copies(scheduler, self._check_copies)
         self._reset_stores: set[int] = set()
         self._aggregator = KVOutputAggregator(shape.num_ranks)
         self._open_steps: deque[_Step] = deque()
@@ -150,9 +157,10 @@ class World:
         shape = self.shape
         config: dict[str, Any] = {
             "num_cpu_blocks": shape.num_host_blocks,
-            "lazy_offload": shape.lazy,
             "store_threshold": shape.store_threshold,
         }
+        if shape.lazy is not None:
+            config["lazy_offload"] = shape.lazy
         if shape.uneven_ranks:
             del config["num_cpu_blocks"]
             config["cpu_bytes_to_use_per_rank"] = shape.host_bytes
@@ -194,7 +202,7 @@ class World:
         """The published KV events name exactly the keys that can be found in the tier."""
         keys = set(self.host_pool.cached_block_hash_to_block._cache)
         if self.shape.num_sub_blocks > 1:
-            keys = checks.keys_of_sub_blocks(keys, self._ever, self.shape)
+            keys = set().union(*self._sub_keys(keys).values())
         wrong = keys ^ self.router.keys
         assert not wrong, f"KV events are wrong for {len(wrong)} keys; the tier has {len(keys)}"
 
@@ -317,9 +325,13 @@ class World:
         the work of each rank's device before that output is due."""
         self.num_steps += 1
         before = self._cached_on_device() if self.promises_no_loss else {}
+        were_free = {b.block_id: b.block_hash for b in self._device_pool.blocks if b.ref_cnt == 0}
         scheduled = self.scheduler.schedule()
         if before:
             self._check_losses(before)
+        if self.is_ours:
+            metadata = self.to_step_metadata(scheduled.kv_connector_metadata)
+            self._check_stores(metadata.stores, were_free)
         self.hits_inside_blocks |= {
             request.request_id
             for request in self.scheduler.requests.values()
@@ -450,28 +462,53 @@ class World:
         return (self.num_steps + len(request_id)) % (self.shape.num_drafted + 1)
 
     def _cached_on_device(self) -> dict[BlockHashWithGroupId, int]:
-        """Full blocks in the device's prefix cache, if it has many free blocks."""
-        shape, pool = self.shape, self.scheduler.kv_cache_manager.block_pool
+        """Host blocks whose contents are in the device's prefix cache, if it has many free
+        blocks: by key, the last device block."""
+        shape, pool, tier = self.shape, self._device_pool, self.connector.scheduler.tier
+        num_empty = tier.num_free - tier.num_used
+        self.promises_no_loss = num_empty * shape.num_sub_blocks >= len(pool.blocks)
         per_step = shape.max_num_batched_tokens // shape.block_size + shape.max_num_seqs
         longest = shape.max_model_len // shape.block_size
         if pool.get_num_free_blocks() < (12 * per_step + 3 * longest) * len(shape.groups):
             return {}
-        return {
+        found = {
             block.block_hash: block.block_id
             for block in pool.blocks
             if block.block_hash is not None
             and block.block_hash_num_tokens is not None
-            and block.block_hash_num_tokens % shape.block_size == 0
+            and block.block_hash_num_tokens % (shape.block_size * shape.num_sub_blocks) == 0
         }
+        sub_keys = self._sub_keys(found)
+        return {key: found[key] for key in found if self._is_on_device(sub_keys[key])}
+
+    def _is_on_device(self, keys: Iterable[BlockHashWithGroupId]) -> bool:
+        return all(promises.has_key(self._device_pool, key) for key in keys)
 
     def _check_losses(self, before: dict[BlockHashWithGroupId, int]) -> None:
         """Blocks evicted since then must be in the tier, or in a store."""
-        cached = self.scheduler.kv_cache_manager.block_pool.cached_block_hash_to_block
         stores = self.connector.scheduler._stores
-        for key, block_id in before.items():
-            if cached.get_one_block(key) is None:
+        for key, sub_keys in self._sub_keys(before).items():
+            if not self._is_on_device(sub_keys):
+                block_id = before[key]
                 self.num_evicted += 1
                 assert stores.has(key), f"device block {block_id} was evicted before it was stored"
+
+    def _sub_keys(
+        self, keys: Iterable[BlockHashWithGroupId]
+    ) -> dict[BlockHashWithGroupId, set[BlockHashWithGroupId]]:
+        """The keys of all sub-blocks of these host blocks."""
+        return checks.keys_of_sub_blocks(keys, self._ever, self.shape)
+
+    def _check_copies(self, keys: Iterable[BlockHashWithGroupId]) -> None:
+        promises.check_copies(self._sub_keys(keys).values(), self._device_pool)
+
+    def _check_stores(self, stores: Iterable[Transfer], were_free: dict[int, Any]) -> None:
+        scheduler = self.connector.scheduler
+        runs = [run for store in stores for run in integrity.runs_of(scheduler, store.id)]
+        promises.check_contents(runs, self._sub_keys)
+        limits = self.shape.max_num_seqs, self.shape.max_num_batched_tokens
+        reserve = min(min(limits) * len(self.shape.groups), scheduler._policy._walk.min_ahead)
+        promises.check_free(self._device_pool, were_free, runs, reserve)
 
     def _check_admitted(self) -> None:
         if self.is_ours and (threshold := self.shape.store_threshold) > 1:
@@ -499,14 +536,15 @@ class World:
         """Raise AssertionError if the bookkeeping is inconsistent, or a block that a copy will
         still touch is free."""
         self.check_bookkeeping(at_rest=False)
-        device_pool = self.scheduler.kv_cache_manager.block_pool
+        if self.is_ours:
+            self._check_copies(integrity.copies(self.connector.scheduler))
+        device_pool = self._device_pool
         for rank in self.ranks:
             checks.check_copies(rank.device, device_pool, self.host_pool, self.shape.num_sub_blocks)
 
     def check_at_rest(self) -> None:
         """Raise AssertionError unless every block is free and every map empty."""
-        device_pool = self.scheduler.kv_cache_manager.block_pool
-        checks.check_all_free(device=device_pool, host=self.host_pool)
+        checks.check_all_free(device=self._device_pool, host=self.host_pool)
         self.check_bookkeeping(at_rest=True)
         if self.is_ours:
             self.check_counts()

@@ -12,7 +12,11 @@ from operator import attrgetter, truth
 from typing import Any, cast
 
 from vllm.v1.core.block_pool import BlockPool
-from vllm.v1.core.kv_cache_utils import BlockHashWithGroupId, KVCacheBlock
+from vllm.v1.core.kv_cache_utils import (
+    BlockHashWithGroupId,
+    FreeKVCacheBlockQueue,
+    KVCacheBlock,
+)
 from vllm.v1.core.single_type_kv_cache_manager import SingleTypeKVCacheManager
 
 Key = BlockHashWithGroupId
@@ -25,23 +29,29 @@ def touch(pool: BlockPool, blocks: Sequence[KVCacheBlock]) -> None:
     if pool.metrics_collector is not None:
         pool.touch(blocks)
         return
-    # A chain lies in the queue tail first and mostly in one piece, which is cut out as a whole.
-    num_removed = 0
+    free: list[KVCacheBlock] = []
+    for block in blocks:
+        if block.ref_cnt == 0:
+            free.append(block)
+        block.ref_cnt += 1
+    unlink(free)
+    pool.free_block_queue.num_free_blocks -= len(free)
+
+
+def unlink(blocks: Iterable[KVCacheBlock]) -> None:
+    """Take free blocks out of their queues, whose counts stay as they are. A chain lies in a queue
+    tail first and mostly in one piece, which is cut out as a whole."""
     before: Any = None
     after: Any = None
     for block in blocks:
-        if block.ref_cnt == 0:
-            if block is not before:
-                if before is not None:
-                    before.next_free_block, after.prev_free_block = after, before
-                after = block.next_free_block
-            before = block.prev_free_block
-            block.prev_free_block = block.next_free_block = None
-            num_removed += 1
-        block.ref_cnt += 1
+        if block is not before:
+            if before is not None:
+                before.next_free_block, after.prev_free_block = after, before
+            after = block.next_free_block
+        before = block.prev_free_block
+        block.prev_free_block = block.next_free_block = None
     if before is not None:
         before.next_free_block, after.prev_free_block = after, before
-    pool.free_block_queue.num_free_blocks -= num_removed
 
 
 def free_blocks(pool: BlockPool, blocks: Iterable[KVCacheBlock]) -> None:
@@ -73,50 +83,20 @@ def free_blocks(pool: BlockPool, blocks: Iterable[KVCacheBlock]) -> None:
         pool.free_blocks(of_other_pools)
 
 
-def free_blocks_first(pool: BlockPool, blocks: Sequence[KVCacheBlock]) -> None:
-    """Drop the last reference to each block, and put all to the front of the free queue, in this
-    order."""
-    for block in blocks:
-        block.ref_cnt = 0
-    pool.free_block_queue.prepend_n(list(blocks))
-
-
-def free_chain(
-    pool: BlockPool, chain: Sequence[KVCacheBlock], successor: KVCacheBlock | None = None
+def return_blocks(
+    pool: BlockPool, blocks: Sequence[KVCacheBlock], preceding: KVCacheBlock | None
 ) -> None:
-    """Drop the last reference to each block of a chain, parents before children. They are queued
-    children first, just before ``successor``, which is free, or at the end."""
+    """Drop the last reference to each block, and put all into the free queue behind
+    ``preceding``, in this order; None: to the front."""
     queue = pool.free_block_queue
-    after = successor or queue.fake_free_list_tail
-    before: Any = after.prev_free_block
-    for block in chain:
-        block.ref_cnt = 0
-        block.next_free_block, after.prev_free_block = after, block
-        after = block
-    after.prev_free_block, before.next_free_block = before, after
-    queue.num_free_blocks += len(chain)
-
-
-def unpinned_chains(
-    pool: BlockPool, blocks: Iterable[KVCacheBlock], parents: Sequence[Key | None]
-) -> Iterator[list[KVCacheBlock]]:
-    """Drop a reference to each block, parents before children, except the last reference to blocks
-    with contents. Those are returned as chains. ``parents``: by block id, the parent's key."""
-    chain: list[KVCacheBlock] = []
-    last_key = None  # of the chain's last block
+    before: Any = preceding or queue.fake_free_list_head
+    after = before.next_free_block
     for block in blocks:
-        key = block._block_hash if block.ref_cnt == 1 else None
-        if key is None:
-            pool.free_blocks((block,))
-            continue
-        if last_key is None or parents[block.block_id] != last_key:
-            if chain:
-                yield chain
-            chain = []
-        chain.append(block)
-        last_key = key
-    if chain:
-        yield chain
+        block.ref_cnt = 0
+        before.next_free_block, block.prev_free_block = block, before
+        before = block
+    before.next_free_block, after.prev_free_block = after, before
+    queue.num_free_blocks += len(blocks)
 
 
 def free_first_blocks(manager: SingleTypeKVCacheManager, request_id: str, count: int) -> None:
@@ -138,50 +118,27 @@ def add_blocks(pool: BlockPool, num_blocks: int) -> None:
     pool.free_block_queue.prepend_n(new)
 
 
-def get_empty_blocks(pool: BlockPool, limit: int) -> list[KVCacheBlock]:
-    """Up to ``limit`` blocks from the front of the free queue, as ``get_new_blocks`` returns them,
-    up to the first one with contents."""
-    queue = pool.free_block_queue
+def get_new_blocks(
+    pool: BlockPool, queue: FreeKVCacheBlockQueue, limit: int, keep: Container[Key]
+) -> tuple[list[KVCacheBlock], list[Key]]:
+    """Up to ``limit`` blocks from the front of a queue of free blocks, as ``get_new_blocks``
+    returns them, up to the first one with a key in ``keep``; and the keys that they had."""
+    cached = pool.cached_block_hash_to_block._cache
+    has_more_keys = bool(pool.cached_block_hashes_by_block)
     blocks: list[KVCacheBlock] = []
+    evicted: list[Key] = []
     head = queue.fake_free_list_head
     block: Any = head.next_free_block
     for _ in range(min(limit, queue.num_free_blocks)):
-        if block._block_hash is not None:
-            break
-        blocks.append(block)
-        following = block.next_free_block
-        block.ref_cnt = 1
-        block.prev_free_block = block.next_free_block = None
-        block = following
-    head.next_free_block, block.prev_free_block = block, head
-    queue.num_free_blocks -= len(blocks)
-    return blocks
-
-
-def get_new_blocks(
-    pool: BlockPool, limit: int, keep: Container[Key]
-) -> tuple[list[KVCacheBlock], list[Key]]:
-    """Up to ``limit`` blocks from the front of the free queue, as ``get_new_blocks`` returns them,
-    up to the first one with a key in ``keep``; and the keys that they had."""
-    queue = pool.free_block_queue
-    limit = min(limit, queue.num_free_blocks)
-    evicted: list[Key] = []
-    if pool.cached_block_hashes_by_block or pool.metrics_collector is not None:
-        front = islice(queue.iter_blocks_after(None), limit)
-        old = [block._block_hash for block in takewhile(lambda b: b._block_hash not in keep, front)]
-        evicted += [key for key in old if key is not None]
-        return pool.get_new_blocks(len(old)), evicted
-    cached = pool.cached_block_hash_to_block._cache
-    blocks: list[KVCacheBlock] = []
-    head = queue.fake_free_list_head
-    block: Any = head.next_free_block
-    for _ in range(limit):
         if (key := block._block_hash) is not None:
             if key in keep:
                 break
-            del cached[key]
             evicted.append(key)
-            block._block_hash = block._block_hash_num_tokens = None
+            if has_more_keys:
+                pool.evict_blocks({block.block_id})
+            else:
+                del cached[key]
+                block._block_hash = block._block_hash_num_tokens = None
         blocks.append(block)
         following = block.next_free_block
         block.ref_cnt = 1
@@ -189,7 +146,7 @@ def get_new_blocks(
         block = following
     head.next_free_block, block.prev_free_block = block, head
     queue.num_free_blocks -= len(blocks)
-    if evicted:
+    if evicted and not has_more_keys:
         pool._emit_block_removed_events(evicted)
     return blocks, evicted
 
@@ -199,84 +156,14 @@ def on_removed(pool: BlockPool, callback: Callable[[Sequence[Key]], None]) -> No
     setattr(pool, "_emit_block_removed_events", callback)  # noqa: B010
 
 
-# The order of the free queue
-
-
-def first_free(pool: BlockPool) -> KVCacheBlock:
-    """The first block of the free queue; ``queue_end`` if none is free."""
-    return cast(KVCacheBlock, pool.free_block_queue.fake_free_list_head.next_free_block)
-
-
-def queue_end(pool: BlockPool) -> KVCacheBlock:
-    """The mark behind the last block of the free queue."""
-    return pool.free_block_queue.fake_free_list_tail
-
-
-def next_free(block: KVCacheBlock) -> KVCacheBlock:
-    """The next block of the free queue, or its end."""
-    return cast(KVCacheBlock, block.next_free_block)
-
-
-def free_blocks_from(
-    block: KVCacheBlock, count: int, end: KVCacheBlock
-) -> tuple[list[KVCacheBlock], KVCacheBlock]:
-    """Up to ``count`` blocks of the free queue from ``block`` on, before its ``end``; and the next
-    block, or ``end``."""
-    blocks: list[KVCacheBlock] = []
-    current: Any = block
-    while len(blocks) < count and current is not end:
-        blocks.append(current)
-        current = current.next_free_block
-    return blocks, current
+# The free queue
 
 
 def free_blocks_after(
-    pool: BlockPool, block: KVCacheBlock | None
-) -> Iterator[tuple[KVCacheBlock, Key | None]]:
-    """The blocks of the free queue behind ``block``, or from its front on, and their keys."""
-    queue = pool.free_block_queue
-    current: Any = queue.fake_free_list_head if block is None else block
-    end = queue.fake_free_list_tail
-    while (current := current.next_free_block) is not end:
-        yield current, current._block_hash
-
-
-def move(
-    pool: BlockPool,
-    first: KVCacheBlock,
-    last: KVCacheBlock,
-    successor: KVCacheBlock | None = None,
-) -> None:
-    """Move a piece of the free queue, ``first`` to ``last``, as ``touch`` and then ``free_blocks``
-    do: to just before ``successor``, which is not in it, or to the end."""
-    tail = successor or pool.free_block_queue.fake_free_list_tail
-    before: Any = first.prev_free_block
-    after: Any = last.next_free_block
-    before.next_free_block, after.prev_free_block = after, before
-    end: Any = tail.prev_free_block
-    end.next_free_block, first.prev_free_block = first, end
-    last.next_free_block, tail.prev_free_block = tail, last
-
-
-class Bookmark:
-    """Marks a place in a free queue while blocks leave it."""
-
-    def __init__(self) -> None:
-        self._node = KVCacheBlock(-1)
-
-    def insert_before(self, block: KVCacheBlock) -> None:
-        """Mark the place before ``block``, which is free or the queue's end."""
-        node = self._node
-        before: Any = block.prev_free_block
-        before.next_free_block = block.prev_free_block = node
-        node.prev_free_block, node.next_free_block = before, block
-
-    def remove(self) -> KVCacheBlock:
-        """Remove the mark. Returns the block behind its place, or the queue's end."""
-        before: Any = self._node.prev_free_block
-        after: Any = self._node.next_free_block
-        before.next_free_block, after.prev_free_block = after, before
-        return cast(KVCacheBlock, after)
+    pool: BlockPool, block: KVCacheBlock | None, limit: int | None = None
+) -> Iterator[KVCacheBlock]:
+    """Up to ``limit`` blocks of the free queue behind ``block``, or from its front on."""
+    return islice(pool.free_block_queue.iter_blocks_after(block), limit)
 
 
 # Keys
@@ -293,15 +180,8 @@ def cached(pool: BlockPool) -> Mapping[bytes, Any]:
     return cast(Mapping[bytes, Any], pool.cached_block_hash_to_block._cache)
 
 
-def get_block(pool: BlockPool, key: bytes) -> KVCacheBlock | None:
-    """The block that holds ``key``, as ``get_one_block`` finds it."""
-    blocks: Any = pool.cached_block_hash_to_block._cache
-    found: KVCacheBlock | dict[int, KVCacheBlock] | None = blocks.get(key)
-    return next(iter(found.values())) if isinstance(found, dict) else found
-
-
 def find_blocks(pool: BlockPool, keys: Iterable[bytes]) -> list[KVCacheBlock | None]:
-    """``get_block`` for each key."""
+    """For each key the block that holds it, as ``get_one_block`` finds it."""
     found: list[Any] = list(map(cached(pool).get, keys))
     if dict in set(map(type, found)):
         return [next(iter(each.values())) if isinstance(each, dict) else each for each in found]
@@ -314,76 +194,17 @@ def find_chain(pool: BlockPool, keys: Iterable[bytes]) -> list[KVCacheBlock]:
     return list(takewhile(truth, found))
 
 
-def cache_chain(
-    pool: BlockPool,
-    chain: Sequence[KVCacheBlock],
-    keys: Sequence[Key],
-    parents: list[Key | None],
-    parent: Key | None,
-) -> None:
-    """Make the blocks of a chain, which are empty, findable by ``keys``, which no block holds, as
-    ``_insert_block_hash`` does without a number of tokens. Enters in ``parents``, by block id, the
-    key of the block before each; ``parent`` for the first."""
-    before = parent
-    for block, key in zip(chain, keys, strict=True):
+def cache_blocks(pool: BlockPool, blocks: Sequence[KVCacheBlock], keys: Sequence[Key]) -> None:
+    """Make empty blocks findable by ``keys``, which no block holds, as ``_insert_block_hash`` does
+    without a number of tokens."""
+    for block, key in zip(blocks, keys, strict=True):
         block._block_hash = key
-        parents[block.block_id] = before
-        before = key
-    pool.cached_block_hash_to_block._cache.update(zip(keys, chain, strict=True))
+    pool.cached_block_hash_to_block._cache.update(zip(keys, blocks, strict=True))
 
 
 def add_key(pool: BlockPool, block: KVCacheBlock, key: Key) -> None:
     """Make a block with contents findable by one more key."""
     pool._insert_block_hash(key, block, num_tokens=None)
-
-
-# Chains that lie in the free queue, where a parent mostly stands right behind its child
-
-
-def chain_up_to(
-    pool: BlockPool, parents: Sequence[Key | None], key: bytes, count: int
-) -> list[KVCacheBlock] | None:
-    """The ``count`` blocks of a chain up to the one that holds ``key``, in order; None where
-    ``parents`` (by block id, the parent's key) do not lead to the first one."""
-    blocks: Any = cached(pool)
-    block: Any = blocks.get(key)
-    chain: list[KVCacheBlock] = []
-    for _ in range(count):
-        if type(block) is not KVCacheBlock:  # none, or several
-            return None
-        chain.append(block)
-        parent = parents[block.block_id]
-        behind = block.next_free_block
-        # As a rule the very same key object: identity is faster than equality.
-        if behind is None or behind._block_hash is not parent or parent is None:
-            behind = blocks.get(parent)
-        block = behind
-    chain.reverse()
-    return chain
-
-
-def last_ancestor_behind(
-    block: KVCacheBlock, parents: Sequence[Key | None], stop: KVCacheBlock
-) -> tuple[KVCacheBlock, Key | None]:
-    """From a free block on towards the head of its chain: the last block that stands in one piece
-    of the free queue with it, before ``stop``; and the key of its parent, if it has one."""
-    current: Any = block
-    while (parent := parents[current.block_id]) is not None:
-        following = current.next_free_block
-        if following._block_hash is not parent or following is stop:
-            break
-        current = following
-    return cast(KVCacheBlock, current), parent
-
-
-def is_one_piece(first: KVCacheBlock, last: KVCacheBlock, count: int) -> bool:
-    """Whether ``last`` is the ``count``-th block of the free queue from ``first`` on."""
-    block: KVCacheBlock | None = first
-    for _ in range(count - 1):
-        if block is None:
-            return False
-        block = block.next_free_block
-    return block is last
 
 
 _GET_KEY: Callable[[KVCacheBlock], Key | None] = attrgetter("_block_hash")

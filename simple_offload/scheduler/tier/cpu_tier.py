@@ -1,28 +1,27 @@
 """CpuTier: the host tier, made of vLLM's own coordinator and block pool.
 
-The rest of the scheduler side knows the tier by this class alone. The tail of a prefix leaves
-before its head (``eviction.py``). A block may be committed before its parent, while the device
-still has that: a hit then continues from the device's blocks into the tier's.
+The rest of the scheduler side knows the tier by this class alone. The tier need not hold what the
+device has: a hit continues from the device's blocks into the tier's. Which block leaves first:
+``segments.py``.
 
 A host block may hold several device blocks (``groups.py``). The ranks have slots of one device
 block each; a host block's slots are neighbours.
 """
 
 import gc
-from bisect import bisect_left
-from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 from vllm.v1.core.kv_cache_coordinator import KVCacheCoordinator
 from vllm.v1.core.kv_cache_utils import BlockHash, BlockHashWithGroupId, KVCacheBlock
 
 from simple_offload import metrics
 from simple_offload.scheduler.tier import block_pool
-from simple_offload.scheduler.tier.eviction import EvictionOrder
 from simple_offload.scheduler.tier.groups import Groups
 from simple_offload.scheduler.tier.lookup import HostHit, Lookup
-from simple_offload.scheduler.tier.run import Run, stretches
-from simple_offload.scheduler.tier.segmented_lru import SegmentedQueue
+from simple_offload.scheduler.tier.run import Run
+from simple_offload.scheduler.tier.segments import Segments
 
 
 @contextmanager
@@ -42,26 +41,22 @@ class CpuTier:
     """Host blocks by contents. Single-threaded: vLLM calls the scheduler side from one thread."""
 
     def __init__(
-        self,
-        coordinator: KVCacheCoordinator,
-        groups: Groups,
-        meter: metrics.Meter,
-        demotes: bool = False,
+        self, coordinator: KVCacheCoordinator, groups: Groups, meter: metrics.Meter
     ) -> None:
-        """``demotes``: ``demote`` has an effect. It costs an entry for each parent."""
         self._pool = coordinator.block_pool
         self._groups = groups
         self._meter = meter
-        self._queue = SegmentedQueue(self._pool)
-        self._order = EvictionOrder(self._pool, self._queue, demotes, groups.is_chained)
-        self._lookup = Lookup(coordinator, groups, self._order)
+        self.has_copies = groups.all_chained and len(groups.ids) == 1
+        """Whether contents that the device has too may leave first. A hit needs blocks of every
+        group from one place on. If the device has lost those of one group, copies of the others
+        are all there is."""
+        self._segments = Segments(self._pool)
+        self._lookup = Lookup(coordinator, groups)
         self._doubted: dict[int, int] = {}
         """By id of a block that a load failed to read: the first load id that could begin after
         the failure was known."""
         self.num_used = 0
         """Blocks with contents."""
-        self.num_lost = 0
-        """Blocks that lost their contents, since the start."""
         self.version = 0
         """Grows whenever a lookup might find something else than before."""
         self._cached = block_pool.cached(self._pool)
@@ -78,8 +73,14 @@ class CpuTier:
     @property
     def num_free(self) -> int:
         """Blocks without references, empty or not."""
-        num_free: int = self._pool.get_num_free_blocks()
-        return num_free
+        return self._segments.num_free
+
+    @property
+    def room_for_copies(self) -> int:
+        """Host blocks that may take contents which the device keeps: at least so many hold nothing,
+        or may hold copies."""
+        num_empty = self.num_free - self.num_used
+        return max(num_empty, self._segments.max_copies - self._segments.num_copies)
 
     def grow(self, num_blocks: int) -> None:
         """Have ``num_blocks`` blocks from now on, vLLM's null block included; no effect if there
@@ -87,8 +88,7 @@ class CpuTier:
         together lie together."""
         with _collector_paused():
             block_pool.add_blocks(self._pool, max(0, num_blocks - self.num_blocks))
-        self._order.grow()
-        self._queue.grow()
+        self._segments.grow()
 
     def slots(self, blocks: Iterable[KVCacheBlock]) -> list[int]:
         """Slots of the sub-blocks of ``blocks`` in each rank's host memory, in order. The first
@@ -116,92 +116,54 @@ class CpuTier:
         ``max_tokens`` tokens. Changes nothing: ``pin`` the hit's ``pins`` before anything else."""
         return self._lookup.find(block_hashes, num_computed_tokens, max_tokens)
 
-    def has_none(self, keys: Sequence[BlockHashWithGroupId]) -> bool:
-        """Whether no block holds one of ``keys``, at least one, of consecutive blocks."""
-        if not self._order.early and self._groups.is_chained(keys[0]):
-            return not self.has(keys[0])  # then its descendants are not there either
-        return self._cached.keys().isdisjoint(keys)
+    def present(
+        self, keys: Iterable[BlockHashWithGroupId | None]
+    ) -> Collection[BlockHashWithGroupId]:
+        """Those of ``keys`` that blocks hold."""
+        return self._cached.keys() & keys  # type: ignore[return-value]
 
-    def count_first(
-        self,
-        block_hashes: list[BlockHash],
-        group: int,
-        limit: int,
-        guess: int | None = None,
-        is_coming: Callable[[bytes], bool] | None = None,
-    ) -> int:
-        """Number of the first ``limit`` blocks of a request in a chained group that are in the
-        tier, or coming. If the chain has a gap, blocks behind it may be counted too. ``guess``:
-        the probable answer, if not ``limit``."""
-        return self._lookup.count_first(block_hashes, group, limit, guess, is_coming)
-
-    @property
-    def has_all_parents(self) -> bool:
-        """Whether the parent of every block is in the tier too."""
-        return self._groups.all_chained and not self._order.early
-
-    def is_free(self, key: BlockHashWithGroupId) -> bool:
-        """Whether a block holds ``key`` and has no references."""
-        block = block_pool.get_block(self._pool, key)
-        return block is not None and block.ref_cnt == 0
+    def absent(self, keys: Iterable[BlockHashWithGroupId | None]) -> set[BlockHashWithGroupId]:
+        """Those of ``keys``, but None, that no block holds."""
+        absent: set[Any] = set(keys)
+        absent -= self._cached.keys() & absent
+        absent.discard(None)
+        return absent
 
     # References
 
     def pin(self, blocks: Sequence[KVCacheBlock]) -> None:
-        """Add a reference to each block of a hit, parents before children: it cannot be evicted.
-        A request has found these blocks, so they are protected, too, once they are free."""
-        self._queue.pin(blocks)
-        if self._groups.is_one_chain:
-            self._queue.protect_chain(blocks)
-        else:
-            self._queue.protect(blocks)
+        """Add a reference to each block of a hit: it cannot be evicted. A request has found these
+        blocks, so they are protected, too, once they are free."""
+        self._segments.pin(blocks)
 
-    def unpin(self, blocks: Iterable[KVCacheBlock]) -> None:
-        """Drop a reference to each block, parents before children. Blocks without references join
-        the free queue at their place in the order of eviction."""
-        self._order.unpin(blocks)
+    def unpin(self, blocks: Sequence[KVCacheBlock]) -> None:
+        """Drop a reference to each block, parents before children. Those without references become
+        the most recently used."""
+        self._segments.unpin(blocks)
 
     # Filling
 
     def allocate(
-        self, count: int, keep: Callable[[], Container[BlockHashWithGroupId]] = frozenset
+        self, count: int, keep: Container[BlockHashWithGroupId] = frozenset()
     ) -> list[KVCacheBlock]:
-        """Up to ``count`` pinned, empty blocks; fewer if there is no room.
-
-        Evicts blocks in order, up to the first one with a key in ``keep()``, which is called only
-        if the tier is full: then a chain must not evict its own beginning.
-        """
-        blocks = block_pool.get_empty_blocks(self._pool, count)
-        if len(blocks) == count:
-            return blocks
-        evicted, num_lost = self._order.evict(count - len(blocks), keep())
-        if evicted:
+        """Up to ``count`` pinned, empty blocks; fewer if there is no room without evicting a block
+        with a key in ``keep``."""
+        blocks, copies, others = self._segments.get_new_blocks(count, keep)
+        if copies or others:
             self.version += 1
-            self.trust(evicted)
-            self._on_lost(num_lost, "lru")
-        return blocks + evicted
+            self.trust(blocks)
+            self._on_lost(len(copies), "copy")
+            self._on_lost(len(others), "lru")
+        return blocks
 
     def commit(self, runs: Iterable[Run]) -> list[list[int]]:
         """Make the host blocks of ``runs``, whose bytes are complete on every rank, findable by
         their keys, and unpin them.
 
-        Returns for each run the places of blocks that no hit could use: their chain's head has
-        left, or another block holds the key. They are free and empty again.
+        Returns for each run the places of blocks whose key another block holds by now. They are
+        free and empty again.
         """
-        useless: list[list[int]] = []
-        renewed: list[KVCacheBlock] = []
-        count = 0
-        for run in runs:
-            useless.append(self._commit(run))
-            count += len(run.keys) - len(useless[-1])
-            if self._order.early:
-                renewed += self._order.on_cached(run.keys)
-        self.version += count
-        self.num_used += count
-        self._meter.add(metrics.STORED, count)
-        for block in renewed:
-            self._order.renew(block)  # its children stand anywhere, so it had better stand last
-        return useless
+        return [self._commit(run) for run in runs]
 
     # Losing
 
@@ -231,133 +193,88 @@ class CpuTier:
         return bool(self._doubted)
 
     def drop(self, blocks: Iterable[KVCacheBlock]) -> None:
-        """Empty ``blocks`` and all their descendants, which could not be found any more, at once.
-        References stay."""
-        self.version += 1
-        dropped = self._order.drop(b.block_id for b in blocks if b.block_hash is not None)
-        for block_id in dropped:
-            self._doubted.pop(block_id, None)
-        self._on_lost(len(dropped), "load_failed")
+        """Empty ``blocks``, at once. References stay. Their descendants leave in their turn, or are
+        found again when these contents return."""
+        self._on_lost(self._empty([block for block in blocks if block.block_hash]), "load_failed")
 
     def reset(self) -> None:
         """Empty all blocks, at once. References stay."""
-        self.version += 1
-        self._order.reset()
-        self._doubted.clear()
-        self._on_lost(self.num_used, "reset")
+        self._on_lost(
+            self._empty([block for block in self._pool.blocks if block.block_hash]), "reset"
+        )
 
     def on_removed(self, callback: Callable[[Sequence[BlockHashWithGroupId]], None]) -> None:
         """Call ``callback`` with the keys of all blocks that lose their contents."""
         block_pool.on_removed(self._pool, callback)
 
-    # What leaves first
+    # What the device has too
 
-    def on_request_finished(
-        self,
-        block_hashes: list[BlockHash],
-        num_blocks: Sequence[int],
-        num_found: Sequence[int],
-        *,
-        loaded: bool,
-    ) -> None:
-        """A request has ended. By group: its first ``num_blocks`` blocks become the most recently
-        used, so that its rest, which is stored next, evicts others' blocks; unless it was
-        ``loaded``, which made them so. Its first ``num_found`` blocks become protected. Only
-        chained groups count."""
-        for group in self._groups.chained_ids:
-            if not loaded:
-                self._renew_first(block_hashes, group, num_blocks[group])
-            self._protect_first(block_hashes, group, num_found[group])
+    def add_copies(self, keys: Iterable[BlockHashWithGroupId | None]) -> int:
+        """The device has got contents with ``keys``, parents before children, each once, for
+        requests that find or recompute them. Their blocks in the tier are copies from now on: the
+        first to leave; unless the tier ``has_copies``, the last. Returns how many there are."""
+        found = block_pool.find_blocks(self._pool, (key for key in keys if key is not None))
+        blocks = [block for block in found if block is not None]
+        if blocks and self.has_copies:
+            self._segments.add_copies(blocks)
+        elif blocks:
+            self.pin(blocks)
+            self.unpin(blocks)
+        return len(blocks)
 
-    def demote(self, blocks: Sequence[KVCacheBlock]) -> None:
-        """Let ``blocks``, parents before children, leave first, because the device has them too.
-        Without effect unless the tier ``demotes``, or while it has empty blocks."""
-        if self._order.counts_children:
-            self._order.demote(blocks)
+    def renew(self, keys: Iterable[BlockHashWithGroupId]) -> None:
+        """Make the blocks of ``keys``, parents before children, the most recently used, for a tier
+        that has no copies: its blocks are in the order in which they came."""
+        found = block_pool.find_blocks(self._pool, keys)
+        self._segments.renew(block for block in found if block is not None)
 
-    def promote(self, keys: Iterable[BlockHashWithGroupId]) -> None:
-        """Make the demoted blocks among those of ``keys``, and their ancestors, the most recently
-        used: the device is about to evict its copies."""
-        demoted = self._queue.demoted
-        for key in keys if demoted else ():
-            block = block_pool.get_block(self._pool, key)
-            if block is not None and block.block_id in demoted:
-                self._order.renew(block)
+    def remove_copies(
+        self, keys: Sequence[BlockHashWithGroupId], *, found: bool
+    ) -> list[BlockHashWithGroupId]:
+        """The device has let go of contents with ``keys``, in this order, each once. Their blocks
+        become the most recently used, and protected if requests have ``found`` them; unless the
+        tier ``has_copies``, they stay where they are. Returns the keys that no block holds."""
+        blocks = block_pool.find_blocks(self._pool, keys)
+        lacking = []
+        if not all(blocks):  # "None in" would call __eq__ of each block
+            lacking = [key for key, block in zip(keys, blocks, strict=True) if block is None]
+        if self.has_copies:
+            self._segments.remove_copies(filter(None, blocks), found=found)
+        return lacking
 
     # Details
 
     def _commit(self, run: Run) -> list[int]:
         """``commit`` for one run."""
-        useless = self._useless_places(run)
-        places: Sequence[int] = range(len(run.keys))
-        if useless:
-            places = [place for place in places if place not in set(useless)]
-            self.unpin([run.host_blocks[place] for place in useless])
-        for start, stop in stretches(places):
-            key = run.keys[start - 1] if start else run.parent
-            parent = block_pool.get_block(self._pool, key) if key is not None else None
-            if parent is not None:
-                key = parent.block_hash  # equal, but the very same object is faster to compare
-            blocks, keys = run.host_blocks, run.keys
-            if stop - start < len(run.keys):
-                blocks, keys = blocks[start:stop], keys[start:stop]
-            self._order.cache_chain(blocks, keys, key)
-            for block, inner_keys in zip(blocks, run.inner_keys[start:stop], strict=False):
-                for inner_key in inner_keys:
-                    block_pool.add_key(self._pool, block, inner_key)
-            if parent is None and key is not None and self._groups.is_chained(keys[0]):
-                self._order.add_early(key, blocks[0])
-            self._order.free(blocks, parent)
+        blocks, keys, inner_keys = run.host_blocks, run.keys, run.inner_keys
+        useless: list[int] = []
+        if not self._cached.keys().isdisjoint(keys):
+            useless = [place for place, key in enumerate(keys) if self.has(key)]
+            self.unpin([blocks[place] for place in useless])
+            places = sorted(set(range(len(keys))).difference(useless))
+            blocks, keys = [blocks[i] for i in places], [keys[i] for i in places]
+            inner_keys = [inner_keys[i] for i in places] if inner_keys else ()
+        block_pool.cache_blocks(self._pool, blocks, keys)
+        for block, of_block in zip(blocks, inner_keys, strict=False):
+            for inner_key in of_block:
+                block_pool.add_key(self._pool, block, inner_key)
+        self._segments.add(blocks, copies=run.on_device and self.has_copies)
+        self.version += len(keys)
+        self.num_used += len(keys)
+        self._meter.add(metrics.STORED, len(keys))
         return useless
 
-    def _useless_places(self, run: Run) -> list[int]:
-        """Places of blocks that no hit could use."""
-        keys, parent = run.keys, run.parent
-        is_orphan = parent is not None and not self.has(parent) and self._groups.is_chained(keys[0])
-        if self.has_none(keys) and (run.early or not is_orphan):
-            return []
-        useless = []
-        is_chained = self._groups.is_chained(keys[0])
-        has_parent = run.early or not is_orphan
-        for place, key in enumerate(keys):
-            is_held = self.has(key)
-            if is_held or (is_chained and not has_parent):
-                useless.append(place)
-            has_parent = is_held or has_parent
-        return useless
-
-    def _renew_first(self, block_hashes: list[BlockHash], group: int, count: int) -> None:
-        """Make the first ``count`` blocks of a request, up to the first demoted one, the most
-        recently used. Some may not have arrived yet."""
-        if count == 0:
-            return
-        size = self._groups.block_sizes[group]
-        head, last = (
-            block_pool.get_block(self._pool, self._groups.key_at(block_hashes, group, num_tokens))
-            for num_tokens in (size, count * size)
-        )
-        if last is None:
-            count = self.count_first(block_hashes, group, count)
-            self._renew_first(block_hashes, group, count)
-        elif not self._order.renew_pieces(head, last, count):
-            self._order.renew_chain(self._lookup.first_blocks(block_hashes, group, count))
-
-    def _protect_first(self, block_hashes: list[BlockHash], group: int, count: int) -> None:
-        """Protect those of the first ``count`` blocks of a request that are there. Visits no block
-        that is protected already."""
-
-        def is_new(index: int) -> bool:
-            num_tokens = (index + 1) * self._groups.block_sizes[group]
-            key = self._groups.key_at(block_hashes, group, num_tokens)
-            block = block_pool.get_block(self._pool, key)
-            return block is None or not self._queue.is_protected[block.block_id]
-
-        if count and is_new(count - 1):
-            first = bisect_left(range(count), True, key=is_new)
-            self._order.protect(self._lookup.blocks(block_hashes, group, first, count))
+    def _empty(self, blocks: Sequence[KVCacheBlock]) -> int:
+        """Empty ``blocks``, which have contents. Returns their number."""
+        self.version += 1
+        ids = {block.block_id for block in blocks}
+        self._pool.evict_blocks(ids)
+        self._segments.on_emptied(blocks)
+        for block_id in ids:
+            self._doubted.pop(block_id, None)
+        return len(blocks)
 
     def _on_lost(self, count: int, reason: str) -> None:
         """``count`` blocks have lost their contents."""
         self.num_used -= count
-        self.num_lost += count
         self._meter.add(metrics.EVICTED, count, reason)

@@ -20,8 +20,6 @@ Hashes = Sequence[BlockHash] | BlockHashListWithBlockSize
 """Hashes of the blocks of a chain, from the first one on. A hash and its group's ``end`` make a
 key."""
 
-_LENGTH_OF_KEY_END = len(make_block_hash_with_group_id(BlockHash(b""), 0))
-
 
 class Groups:
     """A host block may hold several device blocks, its **sub-blocks**, in each group the same
@@ -63,7 +61,6 @@ class Groups:
             for group in range(len(self.block_sizes))
         ]
         """By group, the bytes that turn a hash into a key: a long prompt needs thousands."""
-        self._chained_key_ends = {self.key_ends[group] for group in self.chained_ids}
         self._coordinator = coordinator
         self.is_one_chain = (
             [type(manager) for manager in managers] == [FullAttentionManager]
@@ -121,27 +118,16 @@ class Groups:
     ) -> list[BlockHashWithGroupId]:
         """The device's keys of the sub-blocks of a request's host blocks ``start`` to ``stop``,
         whose hashes must be known."""
-        hashes = self.sub_block_hashes(block_hashes, group, start, stop)
-        return make_keys(hashes, self.key_ends[group])
-
-    def sub_block_hashes(
-        self, block_hashes: list[BlockHash], group: int, start: int, stop: int
-    ) -> list[BlockHash]:
-        """The hashes for ``sub_block_keys``."""
         num_sub_blocks = self.num_sub_blocks
         stride = (
             self.block_sizes[group] // num_sub_blocks // self.hash_block_size
         )  # hashes a sub-block
         first, last = start * num_sub_blocks * stride, stop * num_sub_blocks * stride
-        return block_hashes[first + stride - 1 : last : stride]
+        return make_keys(block_hashes[first + stride - 1 : last : stride], self.key_ends[group])
 
     def sub_blocks(self, table: list[KVCacheBlock], start: int, stop: int) -> list[KVCacheBlock]:
         """The device blocks of a block table that belong to host blocks ``start`` to ``stop``."""
         return table[start * self.num_sub_blocks : stop * self.num_sub_blocks]
-
-    def is_chained(self, key: BlockHashWithGroupId) -> bool:
-        """Whether the block of ``key`` is of use only with its ancestors."""
-        return key[-_LENGTH_OF_KEY_END:] in self._chained_key_ends
 
     def start_of(self, num_computed_tokens: int) -> int:
         """First token of a lookup beyond ``num_computed_tokens``: the beginning of the host block

@@ -1,22 +1,13 @@
-"""Lookup: the blocks of a request that the tier holds. Changes nothing.
+"""Lookup: the blocks of a request that the tier holds. Changes nothing."""
 
-A prompt of 128K tokens has 8,192 blocks. A chain loses its tail first, so bisection finds its end;
-and a parent stands mostly right behind its child in the free queue, so few blocks are looked up.
-"""
-
-from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 from vllm.utils.math_utils import cdiv
 from vllm.v1.core.kv_cache_coordinator import KVCacheCoordinator
-from vllm.v1.core.kv_cache_utils import BlockHash, BlockHashWithGroupId, KVCacheBlock
+from vllm.v1.core.kv_cache_utils import BlockHash, KVCacheBlock
 
 from simple_offload.scheduler.tier import block_pool
-from simple_offload.scheduler.tier.eviction import EvictionOrder
 from simple_offload.scheduler.tier.groups import Groups, Hashes, make_keys
-
-_FIRST_LOOKUP = 64
-"""Blocks of a chain with a gap that are looked up first; then ever more."""
 
 
 class HostHit(NamedTuple):
@@ -29,33 +20,17 @@ class HostHit(NamedTuple):
     """Tokens that they add. 0: no hit. A hit may end inside a host block, and then uses that much
     of each group's last block."""
     pins: list[KVCacheBlock]
-    """Blocks that must stay as long as the hit: its own and their ancestors, although the device
-    has copies of those; parents before children."""
+    """Its blocks, which must stay as long as the hit; by group, parents before children."""
 
 
 class Lookup:
     """Finds host blocks by their keys."""
 
-    def __init__(
-        self, coordinator: KVCacheCoordinator, groups: Groups, order: EvictionOrder
-    ) -> None:
+    def __init__(self, coordinator: KVCacheCoordinator, groups: Groups) -> None:
         self._coordinator = coordinator
         self._groups = groups
-        self._order = order
         self._pool = coordinator.block_pool
         self._cached = block_pool.cached(self._pool)
-
-    def count_first(
-        self,
-        block_hashes: list[BlockHash],
-        group: int,
-        limit: int,
-        guess: int | None = None,
-        is_coming: Callable[[bytes], bool] | None = None,
-    ) -> int:
-        """``CpuTier.count_first``."""
-        hashes, end = self._groups.hashes(block_hashes, group), self._groups.key_ends[group]
-        return self._count(hashes, end, limit, guess, is_coming)
 
     def find(
         self, block_hashes: list[BlockHash], num_computed_tokens: int, max_tokens: int
@@ -78,98 +53,38 @@ class Lookup:
             size = groups.block_sizes[0]
             limit = min(max_tokens // size, len(remaining))
             chain = self._longest(remaining, groups.key_ends[0], limit)
-            blocks, num_tokens = (chain,), len(chain) * size
+            blocks, num_tokens = (chain,), len(chain) * size  # and so without null blocks
         else:
             blocks, num_tokens, _ = self._coordinator.find_longest_cache_hit(remaining, max_tokens)
         if groups.num_sub_blocks > 1:
             num_tokens = self._extend(block_hashes, start, blocks, num_tokens, max_tokens)
         num_tokens = max(0, start + num_tokens - num_computed_tokens)
-        return HostHit(blocks, num_tokens, self._pins(block_hashes, start, blocks, num_tokens))
-
-    def first_blocks(
-        self, block_hashes: list[BlockHash], group: int, count: int
-    ) -> list[KVCacheBlock]:
-        """Those of the first ``count`` blocks of a request in a chained group that are in the
-        tier."""
-        if not count:
-            return []
-        hashes, end = self._groups.hashes(block_hashes, group), self._groups.key_ends[group]
-        chain = block_pool.chain_up_to(
-            self._pool, self._order.parents, hashes[count - 1] + end, count
-        )
-        return self._present(make_keys(hashes[:count], end)) if chain is None else chain
+        if groups.is_one_chain or not num_tokens:
+            return HostHit(blocks, num_tokens, blocks[0] if num_tokens else [])
+        pins = [block for of_group in blocks for block in of_group if not block.is_null]
+        return HostHit(blocks, num_tokens, pins)
 
     def blocks(
         self, block_hashes: list[BlockHash], group: int, start: int, stop: int
     ) -> list[KVCacheBlock]:
         """Those of a request's blocks ``start`` to ``stop`` of ``group`` that are in the tier."""
-        return self._present(self._groups.keys(block_hashes, group, start, stop))
+        keys = self._groups.keys(block_hashes, group, start, stop)
+        return [block for block in block_pool.find_blocks(self._pool, keys) if block is not None]
 
     # Details
 
-    def _present(self, keys: Iterable[BlockHashWithGroupId]) -> list[KVCacheBlock]:
-        return [block for block in block_pool.find_blocks(self._pool, keys) if block is not None]
-
-    def _count(
-        self,
-        hashes: Hashes,
-        end: bytes,
-        limit: int,
-        guess: int | None = None,
-        is_coming: Callable[[bytes], bool] | None = None,
-    ) -> int:
+    def _longest(self, hashes: Hashes, end: bytes, limit: int) -> list[KVCacheBlock]:
+        """The first blocks of a chain, at most ``limit``, up to the first that is missing. A chain
+        mostly loses its tail first, so bisection finds where it may end."""
         first, stop = 0, limit
-        middle = min(limit if guess is None else guess or 1, limit) - 1
-        is_guess = True
+        middle = limit - 1
         while first < stop:
-            key = hashes[middle] + end
-            if key in self._cached or (is_coming is not None and is_coming(key)):
+            if hashes[middle] + end in self._cached:
                 first = middle + 1
             else:
                 stop = middle
-            # A guess is right if the next block is missing. And if the guessed last block is
-            # missing, often all are.
-            middle = first if is_guess else (first + stop) // 2
-            is_guess = False
-        return first
-
-    def _longest(self, hashes: Hashes, end: bytes, limit: int) -> list[KVCacheBlock]:
-        """The first blocks of a chain, at most ``limit``, up to the first that is missing."""
-        count = self._count(hashes, end, limit)
-        if not count:
-            return []
-        chain = block_pool.chain_up_to(
-            self._pool, self._order.parents, hashes[count - 1] + end, count
-        )
-        if chain is not None:
-            return chain
-        # The chain has a gap: a block came before its parent.
-        blocks: list[KVCacheBlock] = []
-        batch = _FIRST_LOOKUP
-        while True:
-            part = hashes[len(blocks) : min(len(blocks) + batch, limit)]
-            found = block_pool.find_chain(self._pool, make_keys(part, end))
-            blocks += found
-            if len(found) < len(part) or len(blocks) == limit:
-                return blocks
-            batch *= 4
-
-    def _pins(
-        self,
-        block_hashes: list[BlockHash],
-        start: int,
-        blocks: Sequence[list[KVCacheBlock]],
-        num_tokens: int,
-    ) -> list[KVCacheBlock]:
-        pins: list[KVCacheBlock] = []
-        if num_tokens:
-            for group in self._groups.chained_ids:
-                size = self._groups.block_sizes[group]
-                pins += self.first_blocks(block_hashes, group, start // size)
-            for group, of_group in enumerate(blocks):
-                is_chained = group in self._groups.chained_ids  # and so has no null blocks
-                pins += of_group if is_chained else [b for b in of_group if not b.is_null]
-        return pins
+            middle = (first + stop) // 2
+        return block_pool.find_chain(self._pool, make_keys(hashes[:first], end))
 
     def _extend(
         self,

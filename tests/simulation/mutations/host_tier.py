@@ -6,27 +6,27 @@ from unittest.mock import patch
 
 from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import sha256
-from vllm.v1.core.kv_cache_utils import get_request_block_hasher
+from vllm.v1.core.kv_cache_utils import (
+    get_block_hash,
+    get_group_id,
+    get_request_block_hasher,
+    make_block_hash_with_group_id,
+)
 from vllm.v1.request import Request
 
 from simple_offload.metadata import RankCapacity
 from simple_offload.scheduler.manager import OffloadScheduler
-from simple_offload.scheduler.policies.request_walk import DeviceBlocks
-from simple_offload.scheduler.tier import block_pool
 from simple_offload.scheduler.tier.cpu_tier import CpuTier
-from simple_offload.scheduler.tier.eviction import EvictionOrder
-from simple_offload.scheduler.tier.groups import Groups
 from simple_offload.scheduler.tier.lookup import Lookup
-from simple_offload.scheduler.tier.segmented_lru import SegmentedQueue
+from simple_offload.scheduler.tier.segments import Segments
 from simple_offload.worker.host_pool import HostPool
 from tests.simulation.mutations.registry import Mutation, always, mutation
 from tests.simulation.mutations.situations import (
+    COPIES,
     FAILING_LOADS,
     GROWING,
-    SMALL_LAZY_TIER,
     SMALL_TIER,
     SUB_BLOCKS,
-    TWO_CHAINS,
     Situation,
     engine,
 )
@@ -43,75 +43,27 @@ def drop_at_the_first_failure(doubt: Any, self: CpuTier, blocks: Any, *_: Any) -
     self.drop(blocks)
 
 
-@mutation(EvictionOrder, "_with_descendants", FAILING_LOADS)
-def keep_descendants_of_the_dropped(original: Any, self: EvictionOrder, ids: Any) -> list[int]:
-    return list(ids)
-
-
 # Its order of eviction
 
-
-@mutation(EvictionOrder, "free")
-def evict_head_first(free: Any, self: EvictionOrder, chain: Any, parent: Any) -> None:
-    self._pool.free_blocks(chain)
+protect_without_limit = always(Segments, "_enforce_limit", None, SMALL_TIER)
+leave_the_evicted_in_their_segment = always(Segments, "_forget", None, SMALL_TIER)
 
 
-@mutation(block_pool, "chain_up_to")
-def take_what_stands_behind_for_the_parent(
-    chain_up_to: Any, pool: Any, parents: Any, key: Any, count: int
-) -> Any:
-    """Where chains lie mostly in one piece in the free queue."""
-    chain: list[Any] = []
-    block: Any = block_pool.get_block(pool, key)
-    while block is not None and block is not block_pool.queue_end(pool):
-        chain.append(block)
-        if len(chain) == count:
-            return chain[::-1]
-        block = block.next_free_block
-    return None
+@mutation(Segments, "remove_copies", COPIES)
+def let_the_copies_of_lost_blocks_leave_first(
+    remove_copies: Any, self: Segments, blocks: Sequence[Any], **options: Any
+) -> None:
+    """Only one of them becomes the most recently used."""
+    remove_copies(self, list(blocks)[:1], **options)
 
 
-@mutation(EvictionOrder, "demote", SMALL_LAZY_TIER)
-def demote_a_parent(demote: Any, self: EvictionOrder, blocks: Any) -> None:
-    parents = [self.parents[block.block_id] for block in blocks]
-    with patch.object(
-        self, "num_children", {parent: 1 for parent in parents if parent is not None}
-    ):
-        demote(self, blocks)
-
-
-@mutation(EvictionOrder, "demote", SMALL_LAZY_TIER)
-def demote_the_head_first(demote: Any, self: EvictionOrder, blocks: Any) -> None:
-    demote(self, blocks)
-    queue = self._pool.free_block_queue
-    for block in reversed(blocks):
-        if block.block_id in self._queue.demoted:
-            queue.remove(block)
-            queue.prepend_n([block])
-
-
-@mutation(SegmentedQueue, "pin", SMALL_TIER)
-def lose_the_boundary(pin: Any, self: SegmentedQueue, blocks: Sequence[Any]) -> None:
-    """The boundary stays in place when its block is pinned."""
-    block_pool.touch(self._pool, blocks)
-    if self.boundary.ref_cnt > 0:
-        self.boundary = block_pool.queue_end(self._pool)
-
-
-@mutation(SegmentedQueue, "protect", SMALL_TIER)
-def protect_the_end_only(protect: Any, self: SegmentedQueue, blocks: Any) -> None:
-    protect(self, blocks[-1:])
-
-
-@protect_the_end_only.also(SegmentedQueue, "protect_chain")
-def protect_the_end_of_a_chain(protect: Any, self: SegmentedQueue, blocks: Any) -> None:
-    protect(self, blocks[-1:])
-
-
-@mutation(EvictionOrder, "_free_chain", TWO_CHAINS)
-def go_back_before_the_rest_is_free(free_chain: Any, self: EvictionOrder, chain: Any) -> None:
-    free_chain(self, chain)
-    self._queue.enforce_limit()
+@mutation(CpuTier, "add_copies", COPIES)
+def call_copies_what_the_device_does_not_have(add_copies: Any, self: CpuTier, keys: Any) -> Any:
+    """The next block of the tier becomes a copy too."""
+    block = next((b for b in reversed(self._pool.blocks) if b.block_hash is not None), None)
+    if block is not None and self.has_copies:
+        self._segments.add_copies([block])
+    return add_copies(self, keys)
 
 
 # Its keys
@@ -123,12 +75,16 @@ def _strip(hashes: Any) -> Any:
     return [_UNSALTED.get(block_hash, block_hash) for block_hash in hashes]
 
 
+def _strip_keys(keys: Any) -> Any:
+    pairs = zip(_strip(map(get_block_hash, keys)), map(get_group_id, keys), strict=True)
+    return [make_block_hash_with_group_id(*pair) for pair in pairs]
+
+
 @mutation(World, "add_request")
 def ignore_salt(
     add_request: Any, self: World, request_id: str, prompt: list[int], *rest: Any
 ) -> None:
-    """The policy stores only blocks that vLLM has hashed under the same key. Here it stores any
-    block of the right tokens, whatever its salt."""
+    """The tier stores and finds blocks by their tokens, whatever their salt."""
     add_request(self, request_id, prompt, *rest)
     twin = Request(
         request_id=request_id,
@@ -141,16 +97,25 @@ def ignore_salt(
     _UNSALTED.update(zip(salted, twin.block_hashes, strict=True))
 
 
-@ignore_salt.also(Groups, "keys")
 @ignore_salt.also(Lookup, "find")
-@ignore_salt.also(DeviceBlocks, "match")
-def call_without_salt(original: Any, self: Any, hashes: Any, *rest: Any, **options: Any) -> Any:
-    return original(self, _strip(hashes), *rest, **options)
+def find_without_salt(find: Any, self: Lookup, hashes: Any, *rest: Any) -> Any:
+    return find(self, _strip(hashes), *rest)
 
 
-@ignore_salt.also(DeviceBlocks, "_find")
-def find_any(find: Any, self: DeviceBlocks, block: Any, key: Any, group: int, *_: Any) -> Any:
-    return None if block.is_null or group not in self._groups.stable_ids else block
+@ignore_salt.also(CpuTier, "commit")
+def commit_without_salt(commit: Any, self: CpuTier, runs: Any) -> Any:
+    salted = [run.keys for run in runs]
+    for run in runs:
+        run.keys = _strip_keys(run.keys)
+    useless = commit(self, runs)
+    for run, keys in zip(runs, salted, strict=True):
+        run.keys = keys  # KV events are right
+    return useless
+
+
+@ignore_salt.also(World, "check_events")
+def ignore_events(*arguments: Any) -> None:
+    """The wrong bytes must show this bug."""
 
 
 # Its growth

@@ -9,10 +9,11 @@ from vllm.v1.core.single_type_kv_cache_manager import MambaManager
 from vllm.v1.kv_cache_interface import MambaSpec
 
 from simple_offload.metadata import StepMetadata
+from simple_offload.scheduler.event_payload import payloads_of_host_block
 from simple_offload.scheduler.loads import Loads, _Load
 from simple_offload.scheduler.manager import OffloadScheduler
-from simple_offload.scheduler.policies.eager import EagerPolicy
-from simple_offload.scheduler.policies.request_walk import DeviceBlocks
+from simple_offload.scheduler.policy.device_contents import DeviceContents
+from simple_offload.scheduler.policy.store_policy import StorePolicy
 from simple_offload.scheduler.tier import block_pool
 from simple_offload.scheduler.tier.cpu_tier import CpuTier
 from simple_offload.scheduler.tier.groups import Groups
@@ -30,13 +31,14 @@ from tests.simulation.mutations.situations import (
     Situation,
     engine,
 )
+from tests.simulation.world import World
 
 # States
 
 
-@mutation(EagerPolicy, "_num_complete", STATES)
+@mutation(StorePolicy, "_num_complete_blocks", STATES)
 def store_the_running_state(
-    num_complete: Any, self: EagerPolicy, request: Any, group: int, num_blocks: int
+    num_complete: Any, self: StorePolicy, request: Any, group: int, num_blocks: int
 ) -> Any:
     """A state block is stored once its last token is known, before the state includes that
     token."""
@@ -46,13 +48,13 @@ def store_the_running_state(
     return min(num_tokens // self._groups.block_sizes[group], num_blocks)
 
 
-@store_the_running_state.also(DeviceBlocks, "_find")
+@store_the_running_state.also(StorePolicy, "_first_unhashed_block")
 def find_running(
-    find: Any, self: DeviceBlocks, block: Any, key: Any, group: int, *rest: Any
+    first: Any, self: StorePolicy, request: Any, group: int, table: Any, stop: int
 ) -> Any:
-    if group in self._groups.stable_ids or block.is_null:
-        return find(self, block, key, group, *rest)
-    return block
+    if group in self._groups.stable_ids:
+        return first(self, request, group, table, stop)
+    return max(0, stop - 1)
 
 
 @mutation(Lookup, "find", STATES)
@@ -93,28 +95,28 @@ def _state_groups(coordinator: KVCacheCoordinator) -> list[int]:
     return [group for group in ids if isinstance(managers[group], MambaManager)]
 
 
-@mutation(EagerPolicy, "on_states", INNER_HITS)
-def store_the_original_of_a_copied_state(on_states: Any, self: EagerPolicy, states: Any) -> None:
+@mutation(StorePolicy, "_record_state", INNER_HITS)
+def store_the_original_of_a_copied_state(
+    record: Any, self: StorePolicy, request: Any, state: Any
+) -> Any:
     """vLLM copies a state to keep it from inside a block. The request goes on with the original,
     which this step changes."""
-    for request_id, of_request in states.items():
-        for state in of_request if request_id in self._progress else ():
-            hashes = self._progress[request_id].hashes
-            size = self._groups.block_sizes[state.group]
-            key = self._groups.key_at(hashes, state.group, state.num_tokens)
-            if state.num_tokens % size == 0 or self._walk._stores.has(key):
-                on_states(self, {request_id: [state]})
-                continue
-            table = self._managers[state.group].req_to_blocks[request_id]
-            run = Run((table[state.num_tokens // size],), (key,), None, state.num_tokens)
-            self._walk._stores.plan(run, frozenset, self._device_pool)
+    size = self._groups.block_sizes[state.group]
+    key = self._groups.key_at(request.block_hashes, state.group, state.num_tokens)
+    if state.num_tokens % size and not self._stores.has(key):
+        table = self._managers[state.group].req_to_blocks[request.request_id]
+        run = Run([table[state.num_tokens // size]], [key], on_device=False)
+        run.num_tokens = [state.num_tokens]
+        run.payloads = [payloads_of_host_block(self._groups, key, (), state.num_tokens, request)]
+        self._stores.plan(run, (), self._device_pool)
+    return record(self, request, state)
 
 
 @mutation(CpuTier, "commit", INNER_HITS)
 def take_the_inner_keys_of_another_block(commit: Any, self: Any, runs: Any) -> Any:
     before = vars(self).setdefault("inner_keys_before", [()])
     for run in runs:
-        inner_keys = run.inner_keys or [()] * len(run)
+        inner_keys = run.inner_keys or [()] * len(run.keys)
         before.extend(inner_keys)
         run.inner_keys = [before.pop(0) for _ in inner_keys]
     return commit(self, runs)
@@ -126,25 +128,26 @@ _COMPUTED: dict[str, int] = {}
 """By request, the sum of its scheduled tokens, with those that were found first."""
 
 
-@mutation(EagerPolicy, "on_allocated", engine(windows=(0,), num_drafted=3))
+@mutation(StorePolicy, "on_allocated", engine(windows=(0,), num_drafted=3))
 def count_rejected_drafts_as_computed(
-    on_allocated: Any, self: EagerPolicy, request: Any, **options: Any
+    on_allocated: Any, self: StorePolicy, request: Any, **options: Any
 ) -> None:
     _COMPUTED.pop(request.request_id, None)
     on_allocated(self, request, **options)
 
 
-@count_rejected_drafts_as_computed.also(EagerPolicy, "on_step")
-def count_scheduled_tokens(on_step: Any, self: EagerPolicy, scheduled: Any) -> None:
+@count_rejected_drafts_as_computed.also(StorePolicy, "on_step")
+def count_scheduled_tokens(on_step: Any, self: StorePolicy, scheduled: Any) -> None:
     on_step(self, scheduled)
     for request_id, num_tokens in scheduled.num_scheduled_tokens.items():
-        if (request := self._requests.get(request_id)) is not None:
+        if (progress := self._progress.get(request_id)) is not None:
+            request = progress.request
             first = request.num_computed_tokens - request.num_output_placeholders
             _COMPUTED[request_id] = _COMPUTED.get(request_id, first) + num_tokens
 
 
-@count_rejected_drafts_as_computed.also(EagerPolicy, "_num_complete")
-def believe_that_count(num_complete: Any, self: EagerPolicy, request: Any, *rest: Any) -> Any:
+@count_rejected_drafts_as_computed.also(StorePolicy, "_num_complete_blocks")
+def believe_that_count(num_complete: Any, self: StorePolicy, request: Any, *rest: Any) -> Any:
     num_tokens = max(_COMPUTED.get(request.request_id, 0), request.num_computed_tokens)
     with patch.multiple(request, num_computed_tokens=num_tokens, num_output_placeholders=0):
         return num_complete(self, request, *rest)
@@ -261,43 +264,49 @@ def number_slots_by_the_host_block(slots: Any, self: CpuTier, blocks: Any) -> li
     return [block.block_id + count - 1 + place for block in blocks for place in range(count)]
 
 
-@mutation(DeviceBlocks, "match", SUB_BLOCKS)
+@mutation(DeviceContents, "_is_whole", SUB_BLOCKS)
 def store_a_host_block_that_lacks_a_sub_block(
-    match: Any, self: DeviceBlocks, *arguments: Any
-) -> Any:
-    keys, blocks = match(self, *arguments)
-    count = self._groups.num_sub_blocks
-    whole: list[Any] = []
-    for first in range(0, len(blocks), count):
-        own = blocks[first : first + count]
-        there = next((block for block in own if block is not None), None)
-        whole += own if count == 1 else [block or there for block in own]
-    return keys, whole
+    is_whole: Any, self: DeviceContents, host_block: Any
+) -> bool:
+    return True
+
+
+@store_a_host_block_that_lacks_a_sub_block.also(DeviceContents, "_split")
+def forget_no_host_block(split: Any, self: DeviceContents, block_id: int) -> Any:
+    before = {i: dict(of_block) for i, of_block in self._host_blocks.items()}
+    keys = split(self, block_id)
+    self._host_blocks.update({i: before[i] for i in before if i != block_id})
+    return keys
 
 
 def _first_hashes(groups: Groups, hashes: Any) -> Any:
     return [hashes[index - index % groups.num_sub_blocks] for index in range(len(hashes))]
 
 
-@mutation(Groups, "keys", SUB_BLOCKS)
+@mutation(Lookup, "find", SUB_BLOCKS)
 def know_a_host_block_by_its_first_sub_block(
-    keys: Any, self: Groups, hashes: Any, *rest: Any, **options: Any
+    find: Any, self: Lookup, hashes: Any, *rest: Any
 ) -> Any:
-    return keys(self, _first_hashes(self, hashes), *rest, **options)
+    return find(self, _first_hashes(self._groups, hashes), *rest)
 
 
-@know_a_host_block_by_its_first_sub_block.also(Lookup, "find")
-def find_first(find: Any, self: Lookup, hashes: Any, *rest: Any, **options: Any) -> Any:
-    return find(self, _first_hashes(self._groups, hashes), *rest, **options)
+@know_a_host_block_by_its_first_sub_block.also(CpuTier, "commit")
+def commit_by_the_first(commit: Any, self: CpuTier, runs: Any) -> Any:
+    keys = [run.keys for run in runs]
+    count = groups_of(self).num_sub_blocks
+    for run in runs if count > 1 else ():
+        first = block_pool.keys_of(run.device_blocks[::count])
+        run.keys = [by_first or key for by_first, key in zip(first, run.keys, strict=True)]
+    useless = commit(self, runs)
+    for run, of_run in zip(runs, keys, strict=True):
+        run.keys = of_run  # KV events are right
+    return useless
 
 
-@know_a_host_block_by_its_first_sub_block.also(DeviceBlocks, "match")
-def match_first(
-    match: Any, self: DeviceBlocks, hashes: Any, group: int, start: int, table: Any, *rest: Any
-) -> Any:
-    _, blocks = match(self, hashes, group, start, table, *rest)
-    stop = start + len(table) // self._groups.num_sub_blocks
-    return self._groups.keys(hashes, group, start, stop), blocks
+@know_a_host_block_by_its_first_sub_block.also(World, "check_events")
+@know_a_host_block_by_its_first_sub_block.also(World, "_check_copies")
+def check_nothing(*arguments: Any) -> None:
+    """The wrong bytes must show this bug."""
 
 
 @mutation(Lookup, "_extend", SUB_BLOCKS)

@@ -53,7 +53,7 @@ def mutation(
 
 def always(owner: Any, name: str, answer: Any, shown_by: Situation = ORDINARY) -> Mutation:
     """The bug that a function has no effect and always gives the same answer."""
-    return mutation(owner, name, shown_by)(lambda *arguments: answer)
+    return mutation(owner, name, shown_by)(lambda *arguments, **keywords: answer)
 
 
 def _around(original: Callable[..., Any], replacement: Replacement) -> Callable[..., Any]:

@@ -119,23 +119,60 @@ GROWING = Situation(
 ASKED_AGAIN = Situation(changes={"store_threshold": 2})
 """Blocks are stored only once a second request has them."""
 
-LAZY_EVICTIONS = Situation(
-    device_blocks=160,
-    changes=_LAZY
-    | _QUICK
-    | _BUSY
-    | {"num_host_blocks": 2000, "chunk_blocks": None, "resets": 0.0, "aborts": 0.01}
-    | {"max_num_batched_tokens": 8, "max_num_seqs": 2},
-)
-"""The device has many free blocks, and evicts blocks after lazy stores all the same."""
+_ONE_CHAIN = PLAIN | {"windows": (0,), "num_ranks": 1}
 
-LAZY_EVICTIONS_IN_TIME = Situation(
-    PLAIN | {"windows": (0,)},
-    device_blocks=60,
-    changes=LAZY_EVICTIONS.changes
-    | {"num_ranks": 1, "kv_role": "kv_both", "max_num_seqs": 4, "lag": 0.0, "aborts": 0.0},
+EVICTIONS = {
+    lazy: Situation(
+        _ONE_CHAIN,
+        device_blocks=120,
+        changes=_QUICK
+        | _BUSY
+        | {"lazy": lazy, "store_threshold": 1, "num_host_blocks": 1000, "chunk_blocks": None}
+        | {"resets": 0.0, "aborts": 0.01, "max_num_batched_tokens": 8, "max_num_seqs": 2}
+        | {"num_stages": 1, "kv_role": "kv_both", "max_answer_tokens": 12},
+    )
+    for lazy in (None, True, False)
+}
+"""The device has many free blocks, and evicts blocks all the same. The tier has room for all. By
+``lazy``."""
+
+COPIES = Situation(
+    _ONE_CHAIN,
+    device_blocks=30,
+    host_blocks=60,
+    changes=_QUICK | _BUSY | {"lazy": None, "store_threshold": 1, "chunk_blocks": None},
 )
-"""Blocks are stored before their parents, and nothing prevents those stores."""
+"""The tier evicts what the device has too."""
+
+RESETS = Situation(
+    _ONE_CHAIN,
+    device_blocks=20,
+    changes=_ROOM
+    | _BUSY
+    | {"lazy": None, "store_threshold": 1, "chunk_blocks": None, "max_num_seqs": 6}
+    | {"copy_speed": 0.1, "resets": 0.1, "announcements": 0.0, "faults": Faults()}
+    | {"max_num_batched_tokens": 16, "kv_role": "kv_both"},
+)
+"""Requests wait for loads, and then for the rest of their blocks, when caches are reset."""
+
+DELAYED_LOADS = Situation(
+    _ONE_CHAIN,
+    device_blocks=30,
+    changes=_ROOM
+    | _BUSY
+    | {"lazy": True, "store_threshold": 1, "chunk_blocks": None, "max_num_seqs": 2}
+    | {"max_num_batched_tokens": 8, "copy_speed": 0.3, "faults": Faults(), "resets": 0.0},
+)
+"""Loads need more device blocks than are safe to evict, and wait for stores."""
+
+FULL_DEVICE = Situation(
+    _ONE_CHAIN,
+    device_blocks=18,
+    changes=_ROOM
+    | _BUSY
+    | {"lazy": True, "store_threshold": 1, "chunk_blocks": None, "max_num_seqs": 6},
+)
+"""Running requests have most of the device's blocks."""
 
 LAZILY_AND_QUICKLY = Situation(
     PLAIN | {"windows": (0,)},
@@ -147,23 +184,12 @@ LAZILY_AND_QUICKLY = Situation(
 )
 """Lazy stores without faults, in which a plain model's copies keep up."""
 
-SMALL_LAZY_TIER = Situation(
-    device_blocks=30,
-    host_blocks=40,
-    changes=_LAZY | _QUICK | _BUSY | {"chunk_blocks": None},
-)
-"""Lazy stores fill a tier soon, and requests load from it."""
-
 SMALL_TIER = Situation(
     device_blocks=20,
     host_blocks=24,
     changes=_EAGER | _QUICK | _BUSY | {"chunk_blocks": None},
 )
 """Requests find more blocks than the tier can protect."""
-
-TWO_CHAINS = replace(SMALL_TIER, model=PLAIN | {"windows": (0,), "draft": True})
-"""The hit has two groups. Between the first blocks of one group's chain and the rest, the other
-group's blocks are unpinned."""
 
 SUB_BLOCKS = Situation(
     # vLLM deals no windows out to ranks.

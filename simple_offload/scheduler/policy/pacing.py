@@ -17,10 +17,7 @@ class Pacer:
     request, none has computed more than 5; a request that lacks 6 is not due.
     """
 
-    def __init__(self, ahead: bool = False) -> None:
-        """``ahead``: a request is due in the step that schedules the tokens it lacks, not in the
-        first step after it."""
-        self._ahead = ahead
+    def __init__(self) -> None:
         self._due: dict[str, None] = {}
         """In the order in which they became due."""
         self._postponed: dict[str, int] = {}
@@ -50,7 +47,8 @@ class Pacer:
 
     def on_step(self, num_scheduled: Mapping[str, int]) -> list[str]:
         """A step has been scheduled with these numbers of tokens, by request. Returns the requests
-        in it that are due; they stay due until they are postponed."""
+        in it that are due: the step may compute the tokens they lack. They stay due until they are
+        postponed."""
         self._counter_before = self._counter
         sizes = set(num_scheduled.values())
         most = max(sizes, default=0)
@@ -62,8 +60,8 @@ class Pacer:
                 if self._postponed.pop(request_id, None) is not None:
                     self._due[request_id] = None
         self._counter += most
-        queue, reached = self._queue, self._counter if self._ahead else self._counter_before
-        while queue and queue[0][0] <= reached:
+        queue = self._queue
+        while queue and queue[0][0] <= self._counter:
             at, request_id = heappop(queue)
             if self._postponed.get(request_id) == at:
                 del self._postponed[request_id]
@@ -81,15 +79,14 @@ class Pacer:
 
 _MAX_BLOCKS = 8
 _MAX_TOKENS = 128
-"""Device blocks or tokens that are stored at once, whichever is less, but at least a host block.
-The scheduler side takes about as long for eight blocks as for one. The device has them while the
-request runs, and its end stores the rest. A preemption may lose them, which is why these are few:
-the request computes them again."""
+"""Device blocks or tokens of an answer that are recorded at once, whichever is less, but at least a
+host block. The scheduler side takes about as long for eight blocks as for one. The device has them
+while the request runs, and its end records the rest."""
 
 
-class StoreBatches:
-    """How many blocks of a request are stored at once. Blocks that leave the block table while
-    their request runs (windows, states) are stored one by one."""
+class Batches:
+    """How many blocks of a request are recorded at once. Blocks that may leave the block table
+    while their request runs (windows, states) are recorded one by one."""
 
     def __init__(self, groups: Groups) -> None:
         self._groups = groups
@@ -101,26 +98,18 @@ class StoreBatches:
         ]
         """By group, in host blocks."""
 
-    def next_at(self, next_index: Sequence[int], may_wait: bool = True) -> int:
-        """Number of a request's tokens that must be complete before a batch is. ``next_index``: by
-        group, its first block that is not stored. Unless the request ``may_wait``, that block is
-        enough."""
+    def next_at(self, num_recorded: Sequence[int], num_prompt_tokens: int) -> int:
+        """Number of a request's tokens that must be complete before its next batch is.
+        ``num_recorded``: by group, in host blocks. Full blocks of the prompt do not wait for a
+        batch."""
         sizes, batches = self._groups.block_sizes, self._sizes
-        return min(
-            [
-                (next_index[group] + (batches[group] if may_wait else 1)) * sizes[group]
-                for group in self._groups.ids
-            ]
-        )
-
-    def are_past(self, num_tokens: int, next_index: Sequence[int]) -> bool:
-        """Whether every full block of a request's first ``num_tokens`` tokens is stored."""
-        sizes = self._groups.block_sizes
+        first = most = 0
         for group in self._groups.ids:  # a generator takes far longer
-            if (next_index[group] + 1) * sizes[group] <= num_tokens:
-                return False
-        return True
-
-    def first_at(self, num_found: int) -> int:
-        """``next_at`` for a request that has found ``num_found`` tokens and computed none."""
-        return self.next_at([num_found // size for size in self._groups.block_sizes])
+            size = sizes[group]
+            at = (num_recorded[group] + 1) * size
+            if at <= num_prompt_tokens:
+                return at
+            batch = at + (batches[group] - 1) * size
+            most = min(most, batch) if first else batch
+            first = 1
+        return most

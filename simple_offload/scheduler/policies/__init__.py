@@ -1,1 +1,0 @@
-"""Store policies: which device blocks are stored, and when."""

@@ -1,0 +1,1 @@
+"""The store policy: which device blocks are stored, and when."""

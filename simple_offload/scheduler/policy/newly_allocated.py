@@ -1,0 +1,50 @@
+"""NewlyAllocated: the device blocks that a step adds to block tables."""
+
+from typing import TYPE_CHECKING
+
+from vllm.v1.core.kv_cache_utils import KVCacheBlock
+
+if TYPE_CHECKING:
+    from vllm.v1.core.kv_cache_manager import KVCacheManager
+    from vllm.v1.core.sched.output import SchedulerOutput
+
+
+class NewlyAllocated:
+    """Finds the blocks that each step adds to block tables. vLLM's output names those of running
+    requests. Those of requests that wait for a load, or did, are found in their tables."""
+
+    def __init__(self, kv_cache_manager: "KVCacheManager") -> None:
+        self._managers = kv_cache_manager.coordinator.single_type_managers
+        self._blocks = kv_cache_manager.block_pool.blocks
+        self._starting: dict[str, list[int]] = {}
+        """By request that has not run since it got blocks: entries of its table in each group that
+        have been seen."""
+
+    def on_allocated(self, request_id: str) -> None:
+        """The request has got its first blocks in the step that is being scheduled."""
+        self._starting[request_id] = [0] * len(self._managers)
+
+    def on_request_finished(self, request_id: str) -> None:
+        """The request has ended."""
+        self._starting.pop(request_id, None)
+
+    def has_run(self, request_id: str) -> bool:
+        """Whether a step with the request has been scheduled since it got its first blocks."""
+        return request_id not in self._starting
+
+    def on_step(self, scheduled: "SchedulerOutput") -> list[KVCacheBlock]:
+        """A step has been scheduled. Returns the blocks that it has added to tables, newly filled
+        or found; without null blocks."""
+        added: list[KVCacheBlock] = []
+        for request_id, num_seen in self._starting.items():
+            for group, manager in enumerate(self._managers):
+                table = manager.req_to_blocks.get(request_id, ())
+                added += table[num_seen[group] :]
+                num_seen[group] = len(table)
+        running, blocks = scheduled.scheduled_cached_reqs, self._blocks
+        for request_id, block_ids in zip(running.req_ids, running.new_block_ids, strict=True):
+            if block_ids is not None and request_id not in self._starting:
+                added += [blocks[block_id] for of_group in block_ids for block_id in of_group]
+        for request_id in self._starting.keys() & scheduled.num_scheduled_tokens.keys():
+            del self._starting[request_id]
+        return [block for block in added if not block.is_null]

@@ -1,0 +1,237 @@
+"""QueueWalk: stores blocks at the front of the device's free queue before the device evicts
+them."""
+
+from collections.abc import Collection, Container, Sequence, Set
+from typing import TYPE_CHECKING, NamedTuple, cast
+
+from vllm.utils.math_utils import cdiv
+from vllm.v1.core.block_pool import BlockPool
+from vllm.v1.core.kv_cache_utils import BlockHashWithGroupId, KVCacheBlock
+
+from simple_offload.scheduler.policy.device_contents import DeviceContents
+from simple_offload.scheduler.stores import Stores
+from simple_offload.scheduler.tier import block_pool
+from simple_offload.scheduler.tier.cpu_tier import CpuTier
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+
+class StepLimits(NamedTuple):
+    """Upper limits of how many device blocks are needed how soon."""
+
+    per_step: int
+    """Blocks to schedule one step, without those that a load fills."""
+
+    num_steps: int
+    """Steps from the one that plans a store to the first that may use its blocks."""
+
+    reserve: int
+    """Blocks for running requests to compute one token each."""
+
+    @classmethod
+    def from_config(cls, vllm_config: "VllmConfig", block_sizes: Sequence[int]) -> "StepLimits":
+        """``block_sizes``: of the device, in tokens, by KV cache group."""
+        scheduler_config = vllm_config.scheduler_config
+        num_tokens = scheduler_config.max_num_batched_tokens
+        num_requests = min(scheduler_config.max_num_seqs, num_tokens)
+        return cls(
+            per_step=sum(cdiv(num_tokens, size) + num_requests for size in block_sizes),
+            # A store starts at its step's end. Its end is reported a step later at the earliest.
+            num_steps=vllm_config.max_concurrent_batches + 2,
+            reserve=num_requests * len(block_sizes),
+        )
+
+
+class _PassedKeys(Container[BlockHashWithGroupId]):
+    """Keys of the blocks that the walk has passed: they are safe because the tier has them."""
+
+    def __init__(self, device_pool: BlockPool, passed: Set[int]) -> None:
+        self._device_pool = device_pool
+        self._passed = passed
+
+    def __contains__(self, key: object) -> bool:
+        found = block_pool.cached(self._device_pool).get(cast(bytes, key))
+        if found is None:
+            return False
+        ids = found if isinstance(found, dict) else (found.block_id,)  # several blocks, or one
+        return not self._passed.isdisjoint(ids)
+
+
+class QueueWalk:
+    """Walks on along the free queue from where it stopped, until enough blocks before it are safe
+    to evict. Blocks that only the device has are pinned while they are stored, and return to their
+    place: the device evicts those before them first."""
+
+    def __init__(
+        self,
+        tier: CpuTier,
+        stores: Stores,
+        contents: DeviceContents,
+        limits: StepLimits,
+        device_pool: BlockPool,
+        num_sub_blocks: int,
+    ) -> None:
+        self._tier = tier
+        self._stores = stores
+        self._contents = contents
+        self._limits = limits
+        self._device_pool = device_pool
+        self._num_sub_blocks = num_sub_blocks
+        self.min_ahead = min(limits.num_steps * limits.per_step, len(device_pool.blocks) // 4)
+        """Blocks that should always be safe: the most that are needed, but for loads, until the
+        stores of now have ended."""
+        self._reserve = min(limits.reserve, self.min_ahead)
+        """Free blocks that are not pinned, for running requests. With fewer than ``min_ahead``,
+        their blocks are stored instead."""
+        self._cursor: KVCacheBlock | None = None
+        """The last block that the walk has passed and left in the queue; None: start at the
+        front."""
+        self._passed: set[int] = set()
+        """Ids of the blocks before the cursor, and of pinned blocks from there."""
+        self.passed_keys = _PassedKeys(device_pool, self._passed)
+        """Keys of contents that must not leave the tier to make room for others."""
+        self._pinned: set[int] = set()
+        """Ids of blocks pinned from the queue."""
+        self._return_behind: KVCacheBlock | None = None
+        """The cursor when blocks were last pinned: they return behind it, or to the front if it has
+        left the queue."""
+        self._tier_is_full = False
+        """Whether the last walk found no room in the tier."""
+        self.is_behind = False
+        """Whether the walk would go on in a further step, though nothing else happens."""
+
+    @property
+    def num_safe(self) -> int:
+        """Passed blocks in the queue; pinned ones will return."""
+        return len(self._passed) - len(self._pinned)
+
+    @property
+    def drop_reason(self) -> str:
+        """Why contents are lost that the device overwrites now, for the meter."""
+        return "tier_full" if self._tier_is_full else "too_late"
+
+    def count_safe(self, limit: int) -> int:
+        """Number of blocks at the front of the queue, up to ``limit``, that may be evicted now."""
+        blocks = list(block_pool.free_blocks_after(self._device_pool, None, limit))
+        unsafe = {
+            block.block_id
+            for block in self._contents.choose(
+                [block for block in blocks if block.block_id not in self._passed]
+            ).values()
+        }
+        places = (place for place, block in enumerate(blocks) if block.block_id in unsafe)
+        return next(places, len(blocks))
+
+    def on_allocated(self, block_ids: Collection[int]) -> None:
+        """Requests have got these blocks, which have left the queue."""
+        self._passed.difference_update(block_ids)
+        self._pinned.difference_update(block_ids)
+        if self._return_behind is not None and self._return_behind.ref_cnt > 0:
+            self._return_behind = None
+
+    def free_blocks(self, blocks: Sequence[KVCacheBlock]) -> None:
+        """Drop a reference to each block, last block first, as vLLM frees a request's. Blocks
+        pinned from the queue return to their place in it."""
+        pinned = self._pinned
+        if not pinned.isdisjoint([block.block_id for block in blocks]):
+            self._return([b for b in reversed(blocks) if b.block_id in pinned and b.ref_cnt == 1])
+            pinned.difference_update([block.block_id for block in blocks])
+            blocks = [block for block in blocks if block.ref_cnt > 0]
+        block_pool.free_blocks(self._device_pool, reversed(blocks))
+
+    def on_step(self, demand: int, may_store_early: bool) -> None:
+        """A step has got its blocks: walk on until ``demand`` blocks for loads are safe, beside
+        those that should always be. ``may_store_early``: go on into the tier's room for copies, in
+        small parts, while no store from the queue is in flight."""
+        if self._tier_is_full or (self._cursor is not None and self._cursor.ref_cnt > 0):
+            self._start_over()
+        self._pass_newcomers()
+        num_ahead = self.min_ahead + demand
+        self._walk_on(num_ahead)
+        # Goes on when the stores in flight have ended.
+        self.is_behind = may_store_early and bool(self._pinned) and not self._tier_is_full
+        if may_store_early and not self._pinned and not self._tier_is_full:
+            num_passed = len(self._passed)
+            room = self._tier.room_for_copies * self._num_sub_blocks
+            self._walk_on(self.num_safe + min(room, self._limits.per_step))
+            self.is_behind = len(self._passed) > num_passed and not self._is_at_end()
+        # Every free block has been passed, but too few are known: some left unnoticed.
+        num_free = self._device_pool.get_num_free_blocks()
+        if self.num_safe < min(num_ahead, num_free) and self._is_at_end():
+            self._start_over()
+
+    # Details
+
+    def _return(self, blocks: Sequence[KVCacheBlock]) -> None:
+        """Free passed blocks that were pinned from the queue."""
+        behind = self._return_behind
+        if behind is not None and behind.ref_cnt > 0:
+            behind = None
+        block_pool.return_blocks(self._device_pool, blocks, behind)
+        if blocks and self._cursor is behind:
+            self._return_behind = self._cursor = blocks[-1]
+
+    def _start_over(self) -> None:
+        self._cursor = self._return_behind = None
+        self._passed.intersection_update(self._pinned)
+
+    def _pass_newcomers(self) -> None:
+        """Pass the empty blocks that vLLM has put before all others."""
+        if self._cursor is None:
+            return
+        for block in block_pool.free_blocks_after(self._device_pool, None):
+            if block.block_id in self._passed or block is self._cursor:
+                return
+            if block.block_hash is not None:  # from an unknown place
+                self._start_over()
+                return
+            self._passed.add(block.block_id)
+
+    def _is_at_end(self) -> bool:
+        return next(block_pool.free_blocks_after(self._device_pool, self._cursor), None) is None
+
+    def _walk_on(self, num_ahead: int) -> None:
+        """Walk on until ``num_ahead`` blocks are safe, or will be when their stores end; or as far
+        as there is room to store those that only the device has."""
+        self._tier_is_full = False
+        num_lacking = num_ahead - self.num_safe
+        if num_lacking <= 0:
+            return
+        blocks = list(block_pool.free_blocks_after(self._device_pool, self._cursor, num_lacking))
+        chosen = self._contents.choose(blocks)
+        num_host_blocks = self._tier.num_free
+        room = self._device_pool.get_num_free_blocks() - self._reserve
+        room = max(0, min(room, num_ahead - len(self._pinned)) // self._num_sub_blocks)
+        if len(chosen) > min(room, num_host_blocks):
+            self._tier_is_full = num_host_blocks <= room
+            beyond = list(chosen)[min(room, num_host_blocks) :]
+            stop = next(i for i, block in enumerate(blocks) if block is chosen[beyond[0]])
+            blocks = blocks[:stop]
+            for key in beyond:
+                del chosen[key]
+        self._passed.update([block.block_id for block in blocks])
+        must_store = bool(chosen)
+        if must_store:
+            self._store(chosen)
+        # The last one that stays in the queue.
+        self._cursor = next((b for b in reversed(blocks) if b.ref_cnt == 0), self._cursor)
+        if must_store:
+            self._return_behind = self._cursor
+
+    def _store(self, chosen: dict[BlockHashWithGroupId, KVCacheBlock]) -> None:
+        """Plan stores of ``chosen``, passed and pinned until they have ended."""
+        stored = self._contents.plan(chosen, self.passed_keys)
+        if len(stored) < len(chosen) * self._num_sub_blocks:
+            # The tier is full of contents as close to eviction. The first of these stay unsafe.
+            self._tier_is_full = True
+            unsafe = list(chosen.values())[: len(chosen) - len(stored) // self._num_sub_blocks]
+            self._passed.difference_update([block.block_id for block in unsafe])
+        if self._num_sub_blocks > 1:
+            # Parts of further host blocks, which are not stored: the walk will meet them again.
+            shared = {block.block_id for block in stored if self._contents.choose([block])}
+            self._passed -= shared
+            stored = [block for block in stored if block.block_id not in shared]
+        ids = [block.block_id for block in stored if block.ref_cnt == 1]  # from the queue
+        self._passed.update(ids)
+        self._pinned.update(ids)

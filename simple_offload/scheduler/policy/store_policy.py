@@ -1,0 +1,496 @@
+"""StorePolicy: decides which device blocks are stored, and when."""
+
+from collections.abc import Container, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, NamedTuple
+
+from vllm.utils.math_utils import cdiv
+from vllm.v1.core.block_pool import BlockPool
+from vllm.v1.core.kv_cache_utils import BlockHashWithGroupId, KVCacheBlock
+
+from simple_offload import metrics
+from simple_offload.config import OffloadConfig
+from simple_offload.scheduler.event_payload import payloads_of_host_block
+from simple_offload.scheduler.policy.admission import MIN_COUNTED, Admission
+from simple_offload.scheduler.policy.device_contents import DeviceContents
+from simple_offload.scheduler.policy.newly_allocated import NewlyAllocated
+from simple_offload.scheduler.policy.pacing import Batches, Pacer
+from simple_offload.scheduler.policy.queue_walk import QueueWalk, StepLimits
+from simple_offload.scheduler.stores import Stores
+from simple_offload.scheduler.tier import block_pool
+from simple_offload.scheduler.tier.cpu_tier import CpuTier
+from simple_offload.scheduler.tier.groups import Groups
+from simple_offload.scheduler.tier.run import Run
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.core.kv_cache_manager import KVCacheManager
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.request import Request
+
+
+class BoundaryState(NamedTuple):
+    """A device block that holds the state (Mamba and the like) after ``num_tokens`` tokens by the
+    end of this step. vLLM hands it over; soon it may be in no block table."""
+
+    group: int
+    block_id: int
+    num_tokens: int
+
+
+def describe_policy(config: OffloadConfig) -> str:
+    """The policy in a few words, for the log."""
+    when = {
+        None: "stores early where there is room",
+        True: "stores when the device evicts",
+        False: "stores at once",
+    }[config.lazy_offload]
+    if config.store_threshold == 1:
+        return when
+    return f"{when}, prefixes that {config.store_threshold} requests had"
+
+
+@dataclass(slots=True, eq=False)
+class _Progress:
+    """What is known of a request with device blocks. By group, in host blocks."""
+
+    request: "Request"
+    num_recorded: list[int]
+    num_ahead: list[int]
+    """Recorded blocks that have been stored ahead of time, or need not be."""
+    loads: bool
+    """Whether the tier fills blocks of it before it runs."""
+    own: set[BlockHashWithGroupId] = field(default_factory=set)
+    """Keys of its blocks, for a tier that has no copies: they must not make room for its rest."""
+
+
+@dataclass(slots=True, eq=False)
+class _Waiting:
+    """A request that was told to ask again, until it has its blocks."""
+
+    num_blocks: int
+    """Device blocks that it would load into."""
+    last_store: int | None = None
+    """The newest store in flight when it asked again."""
+    is_over: bool = False
+
+
+class _Unhashed(NamedTuple):
+    """A host block of an ended request which vLLM will not find."""
+
+    key: BlockHashWithGroupId
+    blocks: list[KVCacheBlock]
+    num_tokens: int
+
+
+class _Ended(NamedTuple):
+    """Blocks of a request that has ended which would not live to the next step."""
+
+    request: "Request"
+    num_recorded: list[int]
+    """By group, in host blocks."""
+    own: set[BlockHashWithGroupId]
+    unhashed: list[_Unhashed]
+    at_risk: list[KVCacheBlock]
+    """Children before parents."""
+    held: list[KVCacheBlock]
+    """All of them, in the order in which vLLM would free them."""
+
+
+class StorePolicy:
+    """Keeps the front of the device's free queue, which is evicted first, free of blocks that only
+    the device has.
+
+    A walk along the queue stores those (``queue_walk.py``). If fewer blocks are free than it
+    should keep safe, blocks that running requests give up may be evicted before the walk meets
+    them: then blocks are stored as they fill up. A load may take more blocks in one step than are
+    safe: its request is told to ask again until stores have made room.
+    """
+
+    def __init__(
+        self,
+        config: OffloadConfig,
+        vllm_config: "VllmConfig",
+        tier: CpuTier,
+        groups: Groups,
+        stores: Stores,
+        kv_cache_manager: "KVCacheManager",
+        meter: metrics.Meter,
+        *,
+        wants_events: bool,
+    ) -> None:
+        self._tier = tier
+        self._groups = groups
+        self._stores = stores
+        self._meter = meter
+        self._wants_events = wants_events
+        self._stores_early = config.lazy_offload is None and tier.has_copies
+        self._stores_at_once = not (config.lazy_offload or self._stores_early)
+        num_sub_blocks = groups.num_sub_blocks
+        self._limits = StepLimits.from_config(
+            vllm_config, [size // num_sub_blocks for size in groups.block_sizes]
+        )
+        self._managers = kv_cache_manager.coordinator.single_type_managers
+        self._device_pool: BlockPool = kv_cache_manager.block_pool
+        num_device_blocks = len(self._device_pool.blocks)
+        self._admission = Admission(config.store_threshold, max(MIN_COUNTED, 2 * num_device_blocks))
+        self._contents = DeviceContents(
+            tier, groups, stores, self._admission, self._device_pool, meter, wants_events
+        )
+        self._progress: dict[str, _Progress] = {}
+        self._behind: dict[str, _Progress] = {}
+        """Requests with blocks recorded since they were last stored ahead of time."""
+        self._states: Mapping[str, Sequence[BoundaryState]] = {}
+        """States that the step being scheduled completes."""
+        self._newly_allocated = NewlyAllocated(kv_cache_manager)
+        self._pacer = Pacer()
+        self._batches = Batches(groups)
+        self._ended: list[_Ended] = []
+        self._has_news = False
+        """Whether blocks have joined the free queue that may be stored early."""
+        self._waiting: dict[str, _Waiting] = {}
+        self._demand = self._promised = 0
+        """Device blocks that requests asked for since the last step, in vain and not."""
+        self._walk = QueueWalk(
+            tier, stores, self._contents, self._limits, self._device_pool, num_sub_blocks
+        )
+
+    @property
+    def idle(self) -> bool:
+        """Whether nothing is postponed to the next step."""
+        return not (self._ended or self._has_news or self._walk.is_behind)
+
+    @property
+    def num_held_blocks(self) -> int:
+        """Device blocks of ended requests that are held until the next step."""
+        return sum(len(ended.held) for ended in self._ended)
+
+    # Loads
+
+    def is_waiting(self, request_id: str) -> bool:
+        """Whether a request that was told to wait, and asks again, still has to. It waits no longer
+        than the stores take that are in flight when it asks again."""
+        waiting = self._waiting.get(request_id)
+        if waiting is None or waiting.is_over:
+            return False
+        if waiting.last_store is None:
+            waiting.last_store = self._stores.newest
+        wanted = waiting.num_blocks + self._promised + self._limits.per_step
+        if self._walk.num_safe >= wanted or not self._stores.has_up_to(waiting.last_store):
+            waiting.is_over = True
+            return False
+        self._demand += waiting.num_blocks
+        return True
+
+    def must_wait(self, request_id: str, num_blocks: int) -> bool:
+        """Whether a request that would load ``num_blocks`` device blocks should ask again in the
+        next step, because others that only the device has would leave."""
+        wanted = num_blocks + self._promised + self._limits.per_step
+        if request_id not in self._waiting and self._walk.num_safe < wanted:
+            wanted = min(wanted, self._device_pool.get_num_free_blocks())
+            if self._walk.count_safe(wanted) < wanted:
+                self._waiting[request_id] = _Waiting(num_blocks)
+                self._demand += num_blocks
+                return True
+        self._promised += num_blocks
+        return False
+
+    def on_allocated(self, request: "Request", *, loads: bool) -> None:
+        """``request`` has (new) device blocks. ``loads``: the tier fills some of them. Otherwise
+        another connector (MultiConnector) may do so until the request runs."""
+        self._admission.count(request)
+        zeros = [0] * len(self._managers)
+        request_id = request.request_id
+        self._waiting.pop(request_id, None)
+        self._progress[request_id] = _Progress(request, zeros.copy(), zeros, loads)
+        self._newly_allocated.on_allocated(request_id)
+        self._behind.pop(request_id, None)
+        self._pacer.add(request_id)
+
+    def on_states(self, states: Mapping[str, Sequence[BoundaryState]]) -> None:
+        """A step has been scheduled that completes these state blocks, by request id."""
+        self._states = states  # they may be in blocks that this step has allocated
+
+    def on_step(self, scheduled: "SchedulerOutput") -> None:
+        """A step has been scheduled. Tokens of earlier steps are computed by the time that this
+        step's stores start."""
+        # First what the device has lost: a store must not evict it from the tier as a copy.
+        self._contents.find_reset(self._walk.drop_reason)
+        if blocks := self._newly_allocated.on_step(scheduled):
+            self._contents.on_allocated(blocks, self._walk.drop_reason)
+            self._walk.on_allocated([block.block_id for block in blocks])
+        ended, self._ended = self._ended, []
+        for each in ended:
+            self._store_rest(each)
+        demand, self._demand, self._promised = self._demand, 0, 0
+        self._record_states()
+        for request_id in self._pacer.on_step(scheduled.num_scheduled_tokens):
+            progress = self._progress[request_id]
+            request = progress.request
+            self._admission.count(request)
+            self._record(progress)
+            next_at = self._batches.next_at(progress.num_recorded, request.num_prompt_tokens)
+            self._pacer.postpone(request_id, next_at - _confirmed_tokens(request))
+        if self._behind and self._must_store_running():
+            self._store_running()
+        self._walk.on_step(demand, self._stores_early)
+        self._has_news = False
+
+    def on_request_finished(self, request: "Request", loading: bool) -> None:
+        """``request`` gives up its device blocks right after this call; ``loading``: they were
+        still waiting for a load. Work is postponed to the next step: a client waits for the
+        request's last token."""
+        request_id = request.request_id
+        self._waiting.pop(request_id, None)
+        progress = self._progress.pop(request_id, None)
+        has_run = self._newly_allocated.has_run(request_id)
+        self._newly_allocated.on_request_finished(request_id)
+        if progress is not None:
+            self._pacer.remove(request_id)
+            self._admission.count(request)
+        self._admission.on_request_finished(request_id)
+        # Until a step has run it, another connector (MultiConnector) may still be filling its
+        # blocks, unless the tier does.
+        if progress is None or loading or not (has_run or progress.loads):
+            self._behind.pop(request_id, None)
+            return
+        self._record(progress)  # the last step's output may have given a block its hash
+        self._behind.pop(request_id, None)
+        self._has_news = self._stores_early
+        unhashed, at_risk = self._unhashed(request), self._at_risk(progress)
+        held = [block for each in reversed(unhashed) for block in reversed(each.blocks)]
+        held += at_risk
+        if held or not self._tier.has_copies:
+            block_pool.touch(self._device_pool, held)
+            recorded, own = progress.num_recorded, progress.own
+            self._ended.append(_Ended(request, recorded, own, unhashed, at_risk, held))
+
+    def on_store_ended(self, blocks: Sequence[KVCacheBlock], *, ok: bool) -> None:
+        """A store of these device blocks, in order, has ended: drop its references, and with the
+        last one put each block where it belongs in the free queue."""
+        if not ok:
+            self._contents.on_store_failed(blocks)
+        self._walk.free_blocks(blocks)
+
+    def on_reset(self) -> None:
+        """Contents of the device's blocks must not be stored any more."""
+        self._progress.clear()  # those that wait for a load will still get blocks
+        self._behind.clear()
+        self._pacer.clear()
+        self._contents.clear()
+        ended, self._ended = self._ended, []
+        for each in ended:
+            block_pool.free_blocks(self._device_pool, each.held)
+
+    # Recording
+
+    def _record(self, progress: _Progress) -> None:
+        """Record the blocks that have got a hash. Their bytes are complete by the end of the step
+        that is being scheduled, if the request is part of it."""
+        request, num_sub_blocks = progress.request, self._groups.num_sub_blocks
+        for group in self._groups.ids:
+            manager, first = self._managers[group], progress.num_recorded[group]
+            stop = manager.num_cached_block.get(request.request_id, 0) // num_sub_blocks
+            if first < stop:
+                table = manager.req_to_blocks[request.request_id]
+                blocks = self._groups.sub_blocks(table, first, stop)
+                keys = self._keys(request, group, blocks, first, stop)
+                if num_sub_blocks > 1 and group not in self._groups.chained_ids:
+                    # The window has left some of a host block. They may still be in the free queue.
+                    cached = block_pool.find_blocks(self._device_pool, keys)
+                    pairs = zip(blocks, cached, strict=True)
+                    blocks = [
+                        (found or block) if block.is_null else block for block, found in pairs
+                    ]
+                self._contents.record(blocks, keys, request)
+                if not self._tier.has_copies:
+                    progress.own.update(keys[num_sub_blocks - 1 :: num_sub_blocks])
+                progress.num_recorded[group] = stop
+                self._behind[request.request_id] = progress
+
+    def _keys(
+        self, request: "Request", group: int, blocks: Sequence[KVCacheBlock], first: int, stop: int
+    ) -> list[BlockHashWithGroupId]:
+        """Keys of ``blocks``, the sub-blocks of a request's host blocks ``first`` to ``stop``:
+        vLLM's own objects, which are faster to compare, if each block of a chain has one."""
+        if group in self._groups.chained_ids:
+            keys = [key for key in block_pool.keys_of(blocks) if key is not None]
+            last = self._groups.key_at(
+                request.block_hashes, group, stop * self._groups.block_sizes[group]
+            )
+            if len(keys) == len(blocks) and keys[-1] == last:
+                return keys
+        return self._groups.sub_block_keys(request.block_hashes, group, first, stop)
+
+    def _record_states(self) -> None:
+        states, self._states = self._states, {}
+        for request_id, of_request in states.items():
+            progress = self._progress.get(request_id)
+            if progress is not None:
+                self._admission.count(progress.request)
+                self._record(progress)  # what it has found must not make room
+                blocks = [self._record_state(progress.request, state) for state in of_request]
+                if self._must_store_running():
+                    self._plan(blocks, progress.own)
+                progress.own.update([key for key in block_pool.keys_of(blocks) if key is not None])
+
+    def _record_state(self, request: "Request", state: BoundaryState) -> KVCacheBlock:
+        block = self._device_pool.blocks[state.block_id]
+        if state.group in self._groups.ids:
+            key = self._groups.key_at(request.block_hashes, state.group, state.num_tokens)
+            self._contents.record([block], [key], request)
+        return block
+
+    # Storing blocks of requests that run or have ended
+
+    def _must_store_running(self) -> bool:
+        """Whether recorded blocks of running requests are stored, because they are to be stored
+        at once, or because too few blocks are free for the walk to meet them in time."""
+        num_free = self._device_pool.get_num_free_blocks()
+        return self._stores_at_once or num_free < self._walk.min_ahead
+
+    def _store_running(self) -> None:
+        """Store recorded blocks of running requests: all, or as many as should be safe."""
+        budget = len(self._device_pool.blocks) if self._stores_at_once else self._walk.min_ahead
+        num_sub_blocks = self._groups.num_sub_blocks
+        for request_id, progress in list(self._behind.items()):
+            blocks: list[KVCacheBlock] = []
+            for group in self._groups.ids:
+                first = progress.num_ahead[group]
+                stop = min(progress.num_recorded[group], first + cdiv(budget, num_sub_blocks))
+                if first < stop:
+                    table = self._managers[group].req_to_blocks.get(request_id, [])
+                    blocks += self._groups.sub_blocks(table, first, stop)
+                    progress.num_ahead[group] = stop
+            self._plan(list(reversed(blocks)), progress.own)
+            budget -= len(blocks)
+            if budget <= 0:
+                return
+            del self._behind[request_id]
+
+    def _plan(self, blocks: Sequence[KVCacheBlock], own: set[BlockHashWithGroupId]) -> None:
+        """Plan stores of those of ``blocks``, children before parents, that the tier lacks, without
+        evicting what the walk has passed or the request's ``own``."""
+        chosen = self._contents.choose(blocks)
+        if chosen:
+            self._contents.plan(chosen, _Either(self._walk.passed_keys, own))
+
+    def _unhashed(self, request: "Request") -> list[_Unhashed]:
+        """Blocks that vLLM will not hash any more, and will allocate first: blocks completed by
+        the last step, and a window that the next turn needs."""
+        groups, found = self._groups, []
+        for group in groups.ids:
+            manager = self._managers[group]
+            table = manager.req_to_blocks.get(request.request_id, [])
+            stop = self._num_complete_blocks(request, group, len(table) // groups.num_sub_blocks)
+            if group in groups.chained_ids:
+                num_hashed = manager.num_cached_block.get(request.request_id, 0)
+                first = num_hashed // groups.num_sub_blocks
+            else:
+                first = self._first_unhashed_block(request, group, table, stop)
+            size = groups.block_sizes[group]
+            keys = groups.keys(request.block_hashes, group, first, stop)
+            for index, key in enumerate(keys, first):
+                blocks = groups.sub_blocks(table, index, index + 1)
+                if (
+                    not any(block.is_null for block in blocks)
+                    and None in block_pool.keys_of(blocks)
+                    and self._admission.admits(key)
+                ):
+                    found.append(_Unhashed(key, blocks, (index + 1) * size))
+        return found
+
+    def _at_risk(self, progress: _Progress) -> list[KVCacheBlock]:
+        """Blocks that are to be stored at once, or join a queue so short that they may be evicted
+        before the next walk, children before parents."""
+        num_free = self._device_pool.get_num_free_blocks()
+        num_at_risk = min(self._limits.per_step, self._walk.min_ahead) - num_free
+        if self._stores_at_once:
+            num_at_risk = len(self._device_pool.blocks)
+        found: list[KVCacheBlock] = []
+        for group in reversed(self._groups.ids) if num_at_risk > 0 else ():
+            table = self._managers[group].req_to_blocks.get(progress.request.request_id, [])
+            unstored = self._groups.sub_blocks(
+                table, progress.num_ahead[group], progress.num_recorded[group]
+            )
+            found += [block for block in reversed(unstored) if block.block_hash is not None]
+        return found[:num_at_risk]
+
+    def _store_rest(self, ended: _Ended) -> None:
+        """Store the blocks held of a request that has ended."""
+        for group in self._groups.ids if not self._tier.has_copies else ():
+            stop = ended.num_recorded[group]
+            keys = self._groups.keys(ended.request.block_hashes, group, 0, stop)
+            self._tier.renew(keys)
+        self._plan(ended.at_risk, ended.own)
+        lacking = [each for each in ended.unhashed if not self._stores.has(each.key)]
+        if lacking:
+            run = Run(
+                [block for each in lacking for block in each.blocks],
+                [each.key for each in lacking],
+                on_device=False,
+            )
+            if self._wants_events:
+                run.num_tokens = [each.num_tokens for each in lacking]
+                run.payloads = [
+                    payloads_of_host_block(
+                        self._groups, each.key, (), each.num_tokens, ended.request
+                    )
+                    for each in lacking
+                ]
+            keep = _Either(self._walk.passed_keys, ended.own)
+            count = self._stores.plan(run, keep, self._device_pool)
+            # The device has these no more.
+            self._meter.add(metrics.DROPPED, len(lacking) - count, "tier_full")
+        block_pool.free_blocks(self._device_pool, ended.held)
+
+    def _first_unhashed_block(
+        self, request: "Request", group: int, table: Sequence[KVCacheBlock], stop: int
+    ) -> int:
+        """The first block that is stored although vLLM has not hashed it: of the ``stop`` complete
+        host blocks of an ending request, in a group that is not chained. ``table``: its block
+        table.
+
+        By default vLLM hashes the blocks of a sliding window that the prompt's end needs
+        (``prefix_cache_retention_interval`` 0). This adds the blocks that the request's end needs,
+        if the table has all of them.
+        """
+        groups = self._groups
+        if group not in groups.stable_ids:
+            return stop
+        num_tokens = min(
+            _confirmed_tokens(request), len(request.block_hashes) * groups.hash_block_size
+        )
+        num_unread = groups.num_unread_tokens(groups.next_hit(num_tokens), group)
+        first = num_unread // groups.block_sizes[group]
+        has_all = first < stop and not table[first * groups.num_sub_blocks].is_null
+        return first if has_all else stop
+
+    def _num_complete_blocks(self, request: "Request", group: int, num_blocks: int) -> int:
+        """Number of the request's ``num_blocks`` blocks of ``group`` that are complete and have a
+        hash."""
+        confirmed = _confirmed_tokens(request)
+        tokens = min(
+            confirmed,
+            self._groups.num_cacheable_tokens(confirmed, group),
+            len(request.block_hashes) * self._groups.hash_block_size,
+        )
+        return int(min(tokens // self._groups.block_sizes[group], num_blocks))
+
+
+class _Either(Container[BlockHashWithGroupId]):
+    """What one of two has."""
+
+    def __init__(
+        self, first: Container[BlockHashWithGroupId], second: Container[BlockHashWithGroupId]
+    ) -> None:
+        self._both = first, second
+
+    def __contains__(self, key: object) -> bool:
+        return key in self._both[0] or key in self._both[1]
+
+
+def _confirmed_tokens(request: "Request") -> int:
+    """Number of the request's tokens that have been computed for certain."""
+    # Async scheduling counts tokens that it only has reserved room for.
+    return request.num_computed_tokens - request.num_output_placeholders

@@ -1,0 +1,240 @@
+"""Segments: which free host block leaves the tier next."""
+
+from collections.abc import Container, Iterable, Sequence
+
+from vllm.v1.core.block_pool import BlockPool
+from vllm.v1.core.kv_cache_utils import (
+    BlockHashWithGroupId,
+    FreeKVCacheBlockQueue,
+    KVCacheBlock,
+)
+
+from simple_offload.scheduler.tier import block_pool
+
+COPIES_SHARE = 3 / 16
+"""Share of the tier's blocks that may hold copies although others need room. Each copy that leaves
+costs a second store, when the device lets go of its block. Each that stays takes the room of
+contents that nothing else has (Wong and Wilkes, "My cache or yours?", USENIX 2002)."""
+PROTECTED_SHARE = 0.5
+"""Share of the tier's blocks that may be protected."""
+EVICTIONS_PER_RETURN = 10
+"""After this many evictions one protected block returns to probation."""
+
+_PROBATION, _PROTECTED, _COPY = range(3)
+
+
+class _EveryKey(Container[BlockHashWithGroupId]):
+    """Lets ``get_new_blocks`` evict nothing."""
+
+    def __contains__(self, key: object) -> bool:
+        return True
+
+
+class Segments:
+    """The tier's free blocks in three queues. Each block with contents belongs to one of them,
+    also while it is pinned and in none::
+
+        empty, then probation     protected     copies
+
+    **Copies** hold what the device has too. Those beyond ``COPIES_SHARE`` leave first, from the
+    front of their queue: the device will let go of their blocks last. The others hold contents that
+    nothing else has, in the order in which the device let go of them. They are a segmented LRU
+    queue (Karedla, Love and Wherry: "Caching strategies to improve disk system performance", IEEE
+    Computer 27(3), 1994): contents that a request has found are **protected** and leave after those
+    on **probation**. So they stay while many contents pass through that are used once. Beyond a
+    limit, and with evictions, the least recently used protected blocks return to probation, so
+    what is never found again leaves in the end.
+
+    The device lets go of a prefix tail first, and the head was found whenever the tail was. So the
+    tail leaves the tier before the head, without which it could not be found.
+    """
+
+    def __init__(self, pool: BlockPool) -> None:
+        self._pool = pool
+        self._protected = FreeKVCacheBlockQueue([])
+        self._copies = FreeKVCacheBlockQueue([])
+        self._queues = (pool.free_block_queue, self._protected, self._copies)
+        self._num_evicted = 0
+        """Evictions since a block last returned to probation for them."""
+        self._of = bytearray()
+        """By block id."""
+        self.num_copies = 0
+        """Blocks that are copies, pinned or free."""
+        self.grow()
+
+    def grow(self) -> None:
+        """Cover the blocks that the pool has by now."""
+        num_blocks = len(self._pool.blocks)
+        self._of.extend(bytes(num_blocks - len(self._of)))
+        num_blocks -= 1  # vLLM's null block
+        self._max_protected = int(PROTECTED_SHARE * num_blocks)
+        self.max_copies = int(COPIES_SHARE * num_blocks)
+        """Copies that need not make room for others."""
+
+    @property
+    def num_free(self) -> int:
+        """Blocks in the queues."""
+        return sum(queue.num_free_blocks for queue in self._queues)
+
+    # Segments
+
+    def add(self, blocks: Sequence[KVCacheBlock], *, copies: bool) -> None:
+        """Drop the last reference to blocks that have just been filled, parents before children.
+        ``copies``: the device has their contents too, and will let go of them soon."""
+        for block in blocks:
+            block.ref_cnt = 0
+        if copies:
+            of = self._of
+            for block in blocks:
+                of[block.block_id] = _COPY
+            self.num_copies += len(blocks)
+            self._copies.append_n(list(blocks))
+        else:
+            self._pool.free_block_queue.append_n(list(reversed(blocks)))
+
+    def add_copies(self, blocks: Iterable[KVCacheBlock]) -> None:
+        """Requests have found the contents of ``blocks``, parents before children, and the device
+        has them too. They are the first copies to leave."""
+        of = self._of
+        free: list[KVCacheBlock] = []
+        counts = [0, 0, 0]
+        for block in blocks:
+            segment = of[block.block_id]
+            if block.ref_cnt == 0:
+                free.append(block)
+                counts[segment] += 1
+            self.num_copies += segment != _COPY
+            of[block.block_id] = _COPY
+        self._take_out(free, counts)
+        self._copies.prepend_n(free)
+
+    def remove_copies(self, blocks: Iterable[KVCacheBlock], *, found: bool) -> None:
+        """The device has let go of the contents of ``blocks``, in this order. ``found``: requests
+        had found them."""
+        of, segment = self._of, _PROTECTED if found else _PROBATION
+        free: list[KVCacheBlock] = []
+        for block in blocks:
+            if of[block.block_id] == _COPY:
+                of[block.block_id] = segment
+                self.num_copies -= 1
+                if block.ref_cnt == 0:
+                    free.append(block)
+        # From the last on, as a piece of the queue is cut out from its end.
+        self._take_out(reversed(free), [0, 0, len(free)])
+        self._queues[segment].append_n(free)
+        self._enforce_limit()
+
+    def on_emptied(self, blocks: Sequence[KVCacheBlock]) -> None:
+        """``blocks`` have lost their contents. The free ones are the next to be allocated."""
+        free = [block for block in blocks if block.ref_cnt == 0]
+        segments = [self._of[block.block_id] for block in free]
+        self._take_out(free, [segments.count(segment) for segment in range(3)])
+        self._forget(blocks)
+        self._pool.free_block_queue.prepend_n(free)
+
+    # References
+
+    def pin(self, blocks: Iterable[KVCacheBlock]) -> None:
+        """Add a reference to each block. A request has found their contents."""
+        of = self._of
+        free: list[KVCacheBlock] = []
+        counts = [0, 0, 0]
+        for block in blocks:
+            segment = of[block.block_id]
+            if block.ref_cnt == 0:
+                free.append(block)
+                counts[segment] += 1
+            block.ref_cnt += 1
+            if segment == _PROBATION:
+                of[block.block_id] = _PROTECTED
+        self._take_out(free, counts)
+
+    def unpin(self, blocks: Sequence[KVCacheBlock]) -> None:
+        """Drop a reference to each block, parents before children. Those without references become
+        the last to leave in their segment, children first, but copies the first; empty ones are
+        allocated next."""
+        freed: tuple[list[KVCacheBlock], ...] = ([], [], [])
+        of = self._of
+        for block in reversed(blocks):
+            block.ref_cnt -= 1
+            if block.ref_cnt == 0:
+                freed[of[block.block_id]].append(block)
+        for segment, of_segment in enumerate(freed):
+            if segment == _COPY:
+                self._copies.prepend_n(of_segment[::-1])
+            elif segment == _PROTECTED:
+                self._protected.append_n(of_segment)
+            else:
+                keys = list(block_pool.keys_of(of_segment))
+                empty = [b for b, key in zip(of_segment, keys, strict=True) if key is None]
+                full = [b for b, key in zip(of_segment, keys, strict=True) if key is not None]
+                self._pool.free_block_queue.append_n(full)
+                self._pool.free_block_queue.prepend_n(empty)
+        self._enforce_limit()
+
+    def renew(self, blocks: Iterable[KVCacheBlock]) -> None:
+        """Make the free ones of ``blocks``, parents before children, the last to leave in their
+        segment, children first."""
+        free = [block for block in blocks if block.ref_cnt == 0]
+        segments = [self._of[block.block_id] for block in free]
+        self._take_out(free, [segments.count(segment) for segment in range(3)])
+        for block in free:
+            block.ref_cnt += 1
+        self.unpin(free)
+
+    def get_new_blocks(
+        self, limit: int, keep: Container[BlockHashWithGroupId]
+    ) -> tuple[list[KVCacheBlock], list[BlockHashWithGroupId], list[BlockHashWithGroupId]]:
+        """Up to ``limit`` pinned, empty blocks; the evicted keys of copies, and those of others.
+        ``keep``: keys that must stay, with those behind them in their segment."""
+        pool, copies = self._pool, self._copies
+        blocks: list[KVCacheBlock] = []
+        keys: dict[bool, list[BlockHashWithGroupId]] = {True: [], False: []}
+
+        def evict(
+            queue: FreeKVCacheBlockQueue, count: int, keep: Container[BlockHashWithGroupId]
+        ) -> None:
+            count = min(count, limit - len(blocks))
+            if count > 0 and queue.num_free_blocks:
+                new, evicted = block_pool.get_new_blocks(pool, queue, count, keep)
+                if evicted:
+                    self._forget(new)
+                    keys[queue is copies].extend(evicted)
+                blocks.extend(new)
+
+        evict(pool.free_block_queue, limit, _EveryKey())
+        evict(copies, self.num_copies - self.max_copies, keep)
+        for queue in self._queues:
+            evict(queue, limit, keep)
+        count, self._num_evicted = divmod(
+            self._num_evicted + len(keys[False]), EVICTIONS_PER_RETURN
+        )
+        self._return_to_probation(count)
+        return blocks, keys[True], keys[False]
+
+    # Details
+
+    def _take_out(self, free: Iterable[KVCacheBlock], counts: Sequence[int]) -> None:
+        """Take free blocks out of their queues. ``counts``: by segment, how many."""
+        block_pool.unlink(free)
+        for queue, count in zip(self._queues, counts, strict=True):
+            queue.num_free_blocks -= count
+
+    def _forget(self, blocks: Iterable[KVCacheBlock]) -> None:
+        """``blocks`` have lost their contents, and so their segment."""
+        of = self._of
+        for block in blocks:
+            self.num_copies -= of[block.block_id] == _COPY
+            of[block.block_id] = _PROBATION
+
+    def _enforce_limit(self) -> None:
+        self._return_to_probation(self._protected.num_free_blocks - self._max_protected)
+
+    def _return_to_probation(self, count: int) -> None:
+        """Move up to ``count`` protected blocks to the end of those on probation."""
+        count = min(count, self._protected.num_free_blocks)
+        if count > 0:
+            blocks = self._protected.popleft_n(count)
+            for block in blocks:
+                self._of[block.block_id] = _PROBATION
+            self._pool.free_block_queue.append_n(blocks)

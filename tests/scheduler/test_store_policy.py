@@ -1,0 +1,568 @@
+"""The store policy: the tier has a block once the device has evicted it."""
+
+import gc
+from typing import Any
+
+import pytest
+from vllm.v1.core.kv_cache_utils import make_block_hash_with_group_id
+from vllm.v1.request import Request
+
+from simple_offload import metrics
+from simple_offload.scheduler.tier import segments
+from tests.scheduler.conftest import MakeDriver
+from tests.scheduler.driver import LOAD, STORE, Driver, make_request, prompt, record_steps
+from tests.simulation.world import World
+
+ASYNC = pytest.mark.parametrize("async_scheduling", [False, True])
+SETTINGS = pytest.mark.parametrize("lazy", [None, True, False])
+
+
+@pytest.fixture
+def drive(drive: MakeDriver) -> MakeDriver:
+    """Drivers with a tier for all blocks, whose device has 40 blocks of each group."""
+
+    def make(windows: tuple[int, ...] = (0,), **shape: object) -> Driver:
+        roomy = {"num_device_blocks": 40 * len(windows), "num_host_blocks": 400}
+        return drive(windows=windows, **roomy | shape)
+
+    return make
+
+
+def evict_all(driver: Driver) -> None:
+    """Serve requests until the device has evicted all earlier blocks."""
+    driver.fill(8 * len(driver.world.shape.windows))
+
+
+@ASYNC
+@SETTINGS
+@pytest.mark.parametrize("windows", [(0,), (0, 8)], ids=str)
+@pytest.mark.parametrize(
+    ("num_prompt_tokens", "num_output_tokens"),
+    [(17, 1), (15, 1), (15, 2), (13, 4), (1, 8)],
+)
+def test_the_last_full_block_is_kept(
+    drive: MakeDriver,
+    num_prompt_tokens: int,
+    num_output_tokens: int,
+    windows: tuple[int, ...],
+    lazy: bool | None,
+    async_scheduling: bool,
+) -> None:
+    """The last step may have completed it. It may never get a hash. The last sampled token is not
+    computed, so a block that ends with it is not full."""
+    driver = drive(windows, lazy=lazy, async_scheduling=async_scheduling)
+    history = driver.serve("a", prompt(num_prompt_tokens), max_tokens=num_output_tokens)
+    evict_all(driver)
+    num_full = (num_prompt_tokens + num_output_tokens - 1) // 4
+    assert driver.found([*history, *prompt(4)]) == num_full * 4
+    driver.serve("b", [*history, *prompt(4)])
+    num_loaded = num_full + (len(windows) - 1) * min(num_full, 2)
+    assert driver.world.num_blocks_loaded == num_loaded
+
+
+@ASYNC
+@SETTINGS
+def test_computed_blocks_of_an_aborted_request_are_kept(
+    drive: MakeDriver, lazy: bool | None, async_scheduling: bool
+) -> None:
+    driver = drive(lazy=lazy, max_num_batched_tokens=8, async_scheduling=async_scheduling)
+    request = driver.start("a", prompt(60), max_tokens=5)
+    driver.step(4)
+    num_computed = request.num_computed_tokens
+    assert 24 <= num_computed <= 32
+    driver.world.abort("a")
+    evict_all(driver)
+    assert driver.found(prompt(60)) == num_computed
+    driver.serve("b", prompt(60), max_tokens=5)  # the pages have the right contents
+
+
+@ASYNC
+@pytest.mark.parametrize(("lazy", "num_blocks"), [(None, 80), (True, 80), (False, 20)])
+def test_nothing_is_lost_when_requests_fill_the_device(
+    drive: MakeDriver, lazy: bool | None, num_blocks: int, async_scheduling: bool
+) -> None:
+    driver = drive(
+        lazy=lazy,
+        num_device_blocks=num_blocks,
+        async_scheduling=async_scheduling,
+        max_num_batched_tokens=8,
+    )
+    for family in range(30):
+        driver.start(f"{family}", prompt(21, family), max_tokens=8)
+    driver.run()
+    assert driver.world.ledger(metrics.DROPPED) == 0
+    driver.fill(20)
+    for family in range(30):
+        history = [*prompt(21, family), *driver.world.finished[f"{family}"][0]]
+        assert driver.found(history) == 28, family
+
+
+@SETTINGS
+def test_requests_that_share_a_prefix_store_it_once(drive: MakeDriver, lazy: bool | None) -> None:
+    driver = drive(lazy=lazy, max_num_batched_tokens=64)
+    for name in "abc":
+        driver.start(name, prompt(17), max_tokens=3)
+    driver.run()
+    driver.serve("d", prompt(17), max_tokens=3)
+    driver.serve("e", [*prompt(17)[:12], *prompt(9, family=1)])
+    evict_all(driver)
+    assert driver.found(prompt(17)) == 16
+    assert driver.found([*prompt(17)[:12], *prompt(9, family=1)]) == 20
+    assert driver.num_stored == driver.num_kept
+
+
+@SETTINGS
+@pytest.mark.parametrize("runs", [False, True])
+def test_blocks_from_before_a_reset_are_not_stored(
+    drive: MakeDriver, lazy: bool | None, runs: bool
+) -> None:
+    """They come from weights that may have changed. The device may keep them."""
+    driver = drive(lazy=lazy)
+    request = driver.start("a", prompt(33), max_tokens=20)
+    while request.num_tokens < 40:
+        driver.step()
+        driver.copy_all()
+    if not runs:
+        driver.run()
+    driver.scheduler.reset_cache()
+    driver.run()
+    assert driver.num_kept == 0
+    evict_all(driver)
+    assert driver.found(prompt(33)) == 0
+    driver.serve("b", prompt(33))
+    evict_all(driver)
+    assert driver.found(prompt(33)) == 32
+
+
+def holders(request: Request) -> set[str]:
+    """Modules of this project with an object that refers to ``request``."""
+    names = {type(holder).__module__ for holder in gc.get_referrers(request)}
+    return {name for name in names if name.startswith("simple_offload")}
+
+
+@SETTINGS
+@pytest.mark.parametrize("events", [False, True])
+def test_nothing_refers_to_an_ended_request(
+    drive: MakeDriver, monkeypatch: pytest.MonkeyPatch, events: bool, lazy: bool | None
+) -> None:
+    """Its thousands of tokens take time to free, which no hook should spend."""
+    if not events:
+        monkeypatch.setattr(World, "kv_events_config", lambda self: None)
+        monkeypatch.setattr(World, "check_events", lambda self: None)
+    driver = drive(lazy=lazy)
+    request = driver.start("a", prompt(17), max_tokens=3)
+    driver.step()
+    assert holders(request)
+    driver.run()
+    assert not holders(request)
+
+
+# When blocks are stored
+
+
+ROOMY: dict[str, Any] = {
+    "num_device_blocks": 81,
+    "num_host_blocks": 400,
+    "max_num_seqs": 1,
+    "max_num_batched_tokens": 8,
+    "max_model_len": 40,
+}
+"""A device with many more blocks than are stored ahead of evictions."""
+
+CROWDED = ROOMY | {"max_num_batched_tokens": 64, "num_host_blocks": 150}
+"""The largest possible need is most of the device, and the tier is soon full."""
+
+
+def keys_of(driver: Driver, *families: int) -> list[Any]:
+    """Keys of the prompts of ``Driver.fill``, in host blocks."""
+    return [
+        key
+        for family in families
+        for key in driver.scheduler.groups.keys(
+            make_request("x", prompt(21, family)).block_hashes, 0
+        )
+    ]
+
+
+def on_device(driver: Driver, key: Any) -> bool:
+    return driver.device_pool.cached_block_hash_to_block.get_one_block(key) is not None
+
+
+def num_shared(driver: Driver) -> int:
+    """Blocks that both the device and the tier have."""
+    cached = [b.block_hash for b in driver.device_pool.blocks if b.block_hash is not None]
+    return sum(map(driver.tier.has, cached))
+
+
+def num_lost(driver: Driver, *families: int) -> int:
+    """Blocks of these prompts that neither the device nor the tier has."""
+    keys = keys_of(driver, *families)
+    return sum(not on_device(driver, key) and not driver.tier.has(key) for key in keys)
+
+
+def counted(driver: Driver, *counter: str) -> float:
+    return driver.world.ledger(*counter)
+
+
+@ASYNC
+def test_by_default_blocks_are_stored_while_the_tier_has_room(
+    drive: MakeDriver, async_scheduling: bool
+) -> None:
+    """Without a further request: the engine steps until then, however often a store ends."""
+    driver = drive(**ROOMY, async_scheduling=async_scheduling)
+    driver.start("a", prompt(33))
+    driver.step_until(lambda: "a" not in driver.world.requests)
+    while driver.scheduler.has_pending_work():
+        assert driver.num_stored <= 8
+        driver.step()
+        driver.copy_all()
+    driver.step()
+    assert driver.found(prompt(33)) == 32
+    assert num_shared(driver) == driver.num_stored == 8
+    driver.run()
+
+
+def test_by_default_a_full_tier_stores_only_what_is_about_to_leave(drive: MakeDriver) -> None:
+    driver = drive(**ROOMY | {"num_host_blocks": 101})
+    driver.fill(40, first=1)
+    assert driver.tier.num_used == 100
+    assert num_shared(driver) <= 3 / 16 * 100 + 9  # the share of copies, and three steps' need
+    assert counted(driver, metrics.DROPPED) == 0
+
+
+@ASYNC
+@pytest.mark.parametrize(
+    ("windows", "num_states"), [((0,), 0), ((0, 8), 0), ((8,), 0), ((0,), 1), ((), 1)], ids=str
+)
+def test_lazy_stores_come_before_an_eviction_and_not_long_before(
+    drive: MakeDriver, windows: tuple[int, ...], num_states: int, async_scheduling: bool
+) -> None:
+    """The world checks each eviction."""
+    num_blocks = 80 * (len(windows) + num_states)
+    driver = drive(
+        **ROOMY | {"num_device_blocks": num_blocks + 1},
+        lazy=True,
+        windows=windows,
+        num_states=num_states,
+        async_scheduling=async_scheduling,
+        retention=None,
+    )
+    driver.fill(7, first=1)
+    assert driver.num_stored == 0
+    assert not driver.scheduler.has_pending_work()
+    driver.world.promises_no_loss = True
+    driver.fill(33, first=8)
+    assert driver.world.num_evicted > 20
+    assert num_shared(driver) < num_blocks // 2
+    assert counted(driver, metrics.SKIPPED) == counted(driver, metrics.DROPPED) == 0
+    driver.serve("again", prompt(21, family=1))
+    assert driver.world.num_blocks_loaded > 0
+
+
+@ASYNC
+@pytest.mark.parametrize(
+    ("shape", "num_prompt_tokens", "num_output_tokens", "expected"),
+    [
+        ({"max_model_len": 120}, 17, 76, [4, 8, 8, 3]),
+        (
+            {"block_size": 64, "max_num_batched_tokens": 128, "max_model_len": 512},
+            65,
+            257,
+            [1, 2, 2],
+        ),
+        ({"windows": (0, 8), "retention": None}, 17, 16, [8, 2, 2, 2, 2]),
+    ],
+    ids=["eight blocks", "128 tokens", "a window"],
+)
+def test_blocks_of_a_running_request_are_stored_in_batches(
+    drive: MakeDriver,
+    shape: dict[str, Any],
+    num_prompt_tokens: int,
+    num_output_tokens: int,
+    expected: list[int],
+    async_scheduling: bool,
+) -> None:
+    """Of at most 128 tokens; those of prompts, and those about to leave a window, do not wait. The
+    request's end stores the rest."""
+    driver = drive(
+        async_scheduling=async_scheduling,
+        num_device_blocks=60,
+        num_host_blocks=60,
+        lazy=False,
+        **shape,
+    )
+    steps = record_steps(driver)
+    driver.serve("a", prompt(num_prompt_tokens), max_tokens=num_output_tokens)
+    assert [len(store.host_blocks) for step in steps for store in step.stores] == expected
+
+
+@SETTINGS
+def test_blocks_found_on_the_device_are_stored_if_the_tier_lacks_them(
+    drive: MakeDriver, lazy: bool | None
+) -> None:
+    driver = drive(lazy=lazy)
+    driver.serve("a", prompt(17))
+    driver.scheduler.reset_cache()
+    driver.serve("b", prompt(17))
+    driver.fill(8)
+    assert driver.found(prompt(17)) == 16
+
+
+@SETTINGS
+@pytest.mark.parametrize("num_host_blocks", [2, 3, 7, 16, 32])
+@pytest.mark.parametrize("num_states", [0, 1])
+def test_stores_stop_with_a_tier_of_any_size(
+    drive: MakeDriver, num_host_blocks: int, num_states: int, lazy: bool | None
+) -> None:
+    """A stored block must not displace one equally near to its eviction: the policy would store
+    that one again."""
+    shape = ROOMY | {"num_host_blocks": num_host_blocks, "num_states": num_states}
+    driver = drive(**shape, lazy=lazy)
+    driver.fill(20)
+    num_stored = []
+    for _ in range(40):
+        driver.step()
+        driver.copy_all()
+        num_stored.append(driver.num_stored)
+    assert num_stored[20] == num_stored[-1] > 0
+
+
+def start_a_store(driver: Driver) -> list[Any]:
+    """Fill the device until a store is in flight. Returns the keys of its blocks."""
+    driver.fill(14, first=1)
+    driver.start("next", prompt(21, family=90))
+    driver.step_until(lambda: driver.pending(STORE))
+    (store,) = driver.pending(STORE)
+    blocks = [driver.device_pool.blocks[block_id] for block_id in store.device_blocks.tolist()]
+    return [block.block_hash for block in blocks]
+
+
+def test_stored_blocks_are_evicted_next(drive: MakeDriver) -> None:
+    """They return to the front of the queue, in their earlier order."""
+    driver = drive(**ROOMY, lazy=True)
+    keys = start_a_store(driver)
+    driver.copy(STORE)
+    driver.step()
+    queue = driver.device_pool.free_block_queue.get_all_free_blocks()
+    front = [block.block_hash for block in queue if block.block_hash is not None][: len(keys)]
+    order = [key for family in range(1, 15) for key in reversed(keys_of(driver, family))]
+    assert front == [key for key in order if key in keys]
+    driver.run()
+    assert driver.num_stored == driver.num_kept  # each key once
+
+
+@pytest.mark.parametrize("lazy", [None, True])
+def test_a_running_request_goes_on_while_stores_are_slow(
+    drive: MakeDriver, lazy: bool | None
+) -> None:
+    """No store ends, and the device has only blocks that would need a store."""
+    driver = drive(**ROOMY | {"num_host_blocks": 90}, lazy=lazy)
+    driver.fill(30)
+    free = driver.device_pool.free_block_queue.get_all_free_blocks()
+    driver.device_pool.touch(rest := free[45:])
+    request = driver.start("slow", prompt(9, family=45), max_tokens=30)
+    driver.step(40)
+    assert request.is_finished()
+    assert driver.pending(STORE)
+    assert driver.device_pool.get_num_free_blocks() > 0
+    driver.device_pool.free_blocks(rest)
+    driver.run()
+
+
+# Copies
+
+
+def load_one(driver: Driver) -> int:
+    """Fill the tier, and load five blocks of one request: copies now. Returns its family."""
+    driver.fill(50, first=1)
+    family = next(f for f in range(1, 50) if driver.found(prompt(21, f)) == 20)
+    driver.serve("again", prompt(21, family))
+    assert driver.world.num_blocks_loaded == 5
+    return family
+
+
+@pytest.mark.parametrize("lazy", [None, True])
+def test_a_loaded_block_s_copy_leaves_first_and_the_block_is_stored_again(
+    drive: MakeDriver, monkeypatch: pytest.MonkeyPatch, lazy: bool | None
+) -> None:
+    """When the device lets go of it."""
+    monkeypatch.setattr(segments, "COPIES_SHARE", 0)
+    driver = drive(**CROWDED, lazy=lazy)
+    family = load_one(driver)
+    driver.fill(3, first=61)
+    assert driver.found(prompt(21, family)) == 0
+    assert driver.found(prompt(21, family + 8)) == 20
+    driver.fill(20, first=64)
+    assert not on_device(driver, keys_of(driver, family)[-1])
+    assert driver.found(prompt(21, family)) == 20
+
+
+@pytest.mark.parametrize("lazy", [None, True])
+def test_a_copy_that_is_still_there_is_not_stored_again(
+    drive: MakeDriver, lazy: bool | None
+) -> None:
+    """It counts as skipped when the device gets its contents, and stays longest afterwards."""
+    driver = drive(**ROOMY, lazy=lazy)
+    driver.fill(30, first=1)
+    driver.serve("again", prompt(21, family=1))
+    assert driver.world.num_blocks_loaded == 5
+    assert counted(driver, metrics.SKIPPED, "already_stored") == 5
+    driver.fill(30, first=61)
+    assert driver.found(prompt(21, family=1)) == 20
+    assert driver.num_stored == driver.num_kept
+
+
+# Loads that need more than is safe
+
+
+def start_a_big_load(driver: Driver) -> Request:
+    """Fill a device with blocks that only it has, and start a request with a load of 25."""
+    driver.serve("before", prompt(101))
+    driver.fill(20, first=1)
+    assert driver.found(prompt(101)) == 100
+    return driver.start("big", prompt(101))
+
+
+BIG = ROOMY | {"lazy": True, "num_device_blocks": 41, "max_model_len": 120}
+
+
+def answer(driver: Driver, request: Request) -> tuple[int | None, bool]:
+    offer: tuple[int | None, bool] = driver.scheduler.get_num_new_matched_tokens(request, 0)
+    return offer
+
+
+@ASYNC
+def test_a_load_that_needs_more_than_is_safe_waits_until_its_victims_are_stored(
+    drive: MakeDriver, async_scheduling: bool
+) -> None:
+    driver = drive(**BIG, async_scheduling=async_scheduling)
+    request = start_a_big_load(driver)
+    driver.step(3)
+    assert answer(driver, request) == (None, False)
+    assert driver.pending(STORE)
+    assert not driver.pending(LOAD)
+    driver.run()
+    assert driver.world.num_blocks_loaded == 25
+    assert num_lost(driver, *range(1, 21)) == counted(driver, metrics.DROPPED) == 0
+
+
+@pytest.mark.parametrize("why", ["stores fail", "the tier is pinned", "nothing is stored"])
+def test_a_waiting_request_is_answered_when_the_stores_have_ended(
+    drive: MakeDriver, monkeypatch: pytest.MonkeyPatch, why: str
+) -> None:
+    driver = drive(**BIG | ({"store_threshold": 2} if why == "nothing is stored" else {}))
+    if why == "nothing is stored":
+        driver.serve("once", prompt(101))
+    request = start_a_big_load(driver)
+    if why == "the tier is pinned":
+        monkeypatch.setattr(driver.tier, "allocate", lambda count, keep: [])
+    driver.step()
+    assert bool(driver.pending(LOAD)) == (why == "nothing is stored")
+    for _ in range(12):
+        if driver.pending(LOAD) or request.is_finished():
+            break
+        driver.step()
+        while driver.pending(STORE):
+            driver.copy(STORE, fail=why == "stores fail")
+    assert driver.pending(LOAD) or driver.world.num_blocks_loaded == 25
+    driver.run()
+    assert driver.world.num_blocks_loaded == 25
+
+
+def test_a_request_that_is_aborted_while_it_waits_leaves_nothing_behind(drive: MakeDriver) -> None:
+    driver = drive(**BIG)
+    request = start_a_big_load(driver)
+    driver.step(2)
+    assert answer(driver, request) == (None, False)
+    driver.world.abort("big")
+    driver.run()
+    driver.serve("big", prompt(5, family=70))  # the same name does not wait
+    assert driver.world.num_blocks_loaded == 0
+
+
+# Several sub-blocks a host block
+
+
+@pytest.mark.parametrize("lazy", [None, True])
+def test_a_host_block_is_stored_as_a_whole_when_a_sub_block_nears_eviction(
+    drive: MakeDriver, lazy: bool | None
+) -> None:
+    """Whether or not the others are in the queue."""
+    driver = drive(**ROOMY, num_sub_blocks=4, lazy=lazy)
+    steps = record_steps(driver)
+    driver.fill(30, first=1)
+    sizes = {len(store.host_blocks) % 4 for step in steps for store in step.stores}
+    assert sizes == {0}
+    assert [driver.found(prompt(21, family)) for family in range(1, 10)] == [16] * 9
+    driver.serve("again", prompt(21, family=1))
+    assert driver.world.num_blocks_loaded == 4
+
+
+@pytest.mark.parametrize("lazy", [None, True])
+def test_a_host_block_is_not_stored_if_a_sub_block_has_left_the_device(
+    drive: MakeDriver, lazy: bool | None
+) -> None:
+    driver = drive(**ROOMY, num_sub_blocks=4, lazy=lazy)
+    request = driver.start("a", prompt(17))
+    driver.step_until(request.is_finished)
+    cached = driver.device_pool.cached_block_hash_to_block
+    keys = [make_block_hash_with_group_id(each, 0) for each in request.block_hashes]
+    block = cached.get_one_block(keys[2])
+    assert block is not None
+    driver.device_pool.evict_blocks({block.block_id})
+    driver.run()
+    driver.fill(30, first=1)
+    assert driver.found(prompt(17)) == 0
+    assert driver.found(prompt(21, family=1)) == 16
+
+
+# What is lost
+
+
+@pytest.mark.parametrize("lazy", [None, True])
+@pytest.mark.parametrize("num_states", [0, 1])
+def test_refused_blocks_are_counted_when_they_are_evicted(
+    drive: MakeDriver, num_states: int, lazy: bool | None
+) -> None:
+    driver = drive(**ROOMY, store_threshold=2, num_states=num_states, lazy=lazy)
+    cached = driver.device_pool.cached_block_hash_to_block
+    evicted = 0
+    for family in range(1, 41):
+        driver.start(f"f{family}", prompt(21, family))
+        while driver.world.requests:
+            before = set(cached._cache)
+            driver.step()
+            evicted += len(before - set(cached._cache))
+            assert counted(driver, metrics.SKIPPED, "below_threshold") == evicted
+        driver.run()
+    assert evicted > 50
+    assert counted(driver, metrics.DROPPED) == counted(driver, metrics.STORED) == 0
+
+
+def test_a_tier_without_room(drive: MakeDriver) -> None:
+    """The tier has two blocks, which are always in a store."""
+    driver = drive(**ROOMY | {"num_host_blocks": 3}, lazy=True)
+    driver.fill(40)
+    assert counted(driver, metrics.DROPPED, "tier_full") > 5
+    assert counted(driver, metrics.DROPPED, "too_late") == 0
+
+
+@pytest.mark.parametrize("lazy", [None, True])
+def test_a_store_that_failed_is_not_tried_again(drive: MakeDriver, lazy: bool | None) -> None:
+    """Until a request computes or finds its blocks again."""
+    driver = drive(**ROOMY, lazy=lazy)
+    if lazy is None:
+        driver.start("a", prompt(21, family=1))
+        driver.step_until(lambda: driver.pending(STORE))
+    else:
+        start_a_store(driver)
+    num_blocks = len(driver.pending(STORE)[0].host_blocks)
+    driver.copy(STORE, fail=True)
+    driver.run()
+    assert counted(driver, metrics.DROPPED, "copy_failed") == num_blocks
+    driver.fill(30, first=100)
+    assert driver.found(prompt(21, family=1)) < 20
+    assert not on_device(driver, keys_of(driver, 1)[-1])
+    driver.serve("again", prompt(21, family=1))
+    driver.fill(30, first=200)
+    assert driver.found(prompt(21, family=1)) == 20

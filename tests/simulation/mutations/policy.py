@@ -1,0 +1,165 @@
+"""The policy of stores, and the KV events of stored blocks."""
+
+from typing import Any
+from unittest.mock import patch
+
+from simple_offload.scheduler.kv_events import KVEvents
+from simple_offload.scheduler.policy.admission import Admission
+from simple_offload.scheduler.policy.device_contents import DeviceContents
+from simple_offload.scheduler.policy.newly_allocated import NewlyAllocated
+from simple_offload.scheduler.policy.queue_walk import QueueWalk
+from simple_offload.scheduler.policy.store_policy import StorePolicy
+from simple_offload.scheduler.stores import Stores
+from simple_offload.scheduler.tier.cpu_tier import CpuTier
+from tests.simulation.mutations.registry import always, mutation
+from tests.simulation.mutations.situations import (
+    ASKED_AGAIN,
+    COPIES,
+    DELAYED_LOADS,
+    EVICTIONS,
+    FULL_DEVICE,
+    INNER_HITS,
+    LAZILY_AND_QUICKLY,
+    RESETS,
+)
+
+# Blocks leave both caches
+
+forget_no_copy = always(CpuTier, "remove_copies", [], COPIES)
+notice_no_allocation = always(NewlyAllocated, "on_step", [], COPIES)
+
+
+@mutation(StorePolicy, "on_reset", RESETS)
+def forget_at_a_reset_what_requests_wait_for(on_reset: Any, self: StorePolicy) -> None:
+    """Blocks that such a request gets later are not noticed."""
+    on_reset(self)
+    self._newly_allocated._starting.clear()
+
+
+never_walk_along_the_queue = always(QueueWalk, "on_step", None, EVICTIONS[None])
+never_walk_although_stores_are_lazy = always(QueueWalk, "on_step", None, EVICTIONS[True])
+record_nothing = always(StorePolicy, "_record", None, EVICTIONS[False])
+
+
+@mutation(QueueWalk, "__init__", EVICTIONS[True])
+def look_no_further_than_the_front(init: Any, self: QueueWalk, *arguments: Any) -> None:
+    init(self, *arguments)
+    self.min_ahead = 2
+
+
+@mutation(QueueWalk, "free_blocks", EVICTIONS[True])
+def return_stored_blocks_to_the_back(free_blocks: Any, self: QueueWalk, blocks: Any) -> None:
+    """The walk believes that they are at the front, where others are."""
+    pinned = self._pinned.difference([block.block_id for block in blocks])
+    self._pinned.clear()
+    free_blocks(self, blocks)
+    self._pinned.update(pinned)
+
+
+@mutation(StorePolicy, "_num_complete_blocks", LAZILY_AND_QUICKLY)
+def believe_every_known_token_computed(
+    original: Any, self: StorePolicy, request: Any, group: int, num_blocks: int
+) -> int:
+    """A request's last token is sampled, but never computed."""
+    num_tokens = len(request.block_hashes) * self._groups.hash_block_size
+    return int(min(num_tokens // self._groups.block_sizes[group], num_blocks))
+
+
+# Requests wait for stores
+
+
+@mutation(StorePolicy, "must_wait", DELAYED_LOADS)
+def let_a_request_wait_again(must_wait: Any, self: StorePolicy, request_id: str, num: int) -> Any:
+    """It is held back as long as stores go on."""
+    waiting = self._waiting.get(request_id)
+    if waiting is not None and waiting.is_over:
+        del self._waiting[request_id]
+    return must_wait(self, request_id, num)
+
+
+@mutation(StorePolicy, "is_waiting", DELAYED_LOADS)
+def let_a_request_wait_for_later_stores(is_waiting: Any, self: StorePolicy, request_id: str) -> Any:
+    if (waiting := self._waiting.get(request_id)) is not None:
+        waiting.last_store = None
+    return is_waiting(self, request_id)
+
+
+@mutation(StorePolicy, "is_waiting", DELAYED_LOADS)
+def never_answer(is_waiting: Any, self: StorePolicy, request_id: str) -> bool:
+    return request_id in self._waiting
+
+
+@mutation(QueueWalk, "__init__", FULL_DEVICE)
+def store_the_last_free_block(init: Any, self: QueueWalk, *arguments: Any) -> None:
+    """Requests that run have to wait for these stores."""
+    init(self, *arguments)
+    self._reserve = 0
+
+
+# Admission
+
+admit_everything = always(Admission, "admits", True, ASKED_AGAIN)
+
+
+@mutation(Admission, "count", ASKED_AGAIN)
+def count_a_request_in_each_step(count: Any, self: Admission, request: Any) -> None:
+    self.on_request_finished(request.request_id)
+    count(self, request)
+
+
+# KV events
+
+say_nothing_of_evictions = always(KVEvents, "_on_removed", None)
+
+
+_AT_SUBMISSION: list[int] = []
+
+
+@mutation(Stores, "submit")
+def say_stored_at_submission(submit: Any, self: Stores) -> Any:
+    assert self._events is not None
+    for run in self._planned.runs:
+        self._events.on_committed(run, _AT_SUBMISSION)
+    return submit(self)
+
+
+@say_stored_at_submission.also(KVEvents, "on_committed")
+def say_nothing_at_the_end(on_committed: Any, self: KVEvents, run: Any, useless: Any) -> None:
+    if useless is _AT_SUBMISSION:
+        on_committed(self, run, useless)
+
+
+@mutation(CpuTier, "reset")
+def say_nothing_of_a_reset(reset: Any, self: CpuTier) -> None:
+    with patch.object(self._pool, "_emit_block_removed_events", lambda keys: None):
+        reset(self)
+
+
+@mutation(KVEvents, "_on_cached", INNER_HITS)
+def say_nothing_of_inner_keys(
+    on_cached: Any, self: KVEvents, key: Any, inner: Any, *rest: Any
+) -> None:
+    on_cached(self, key, (), *rest)
+
+
+@mutation(Stores, "plan")
+def give_a_block_the_payload_of_its_parent(
+    plan: Any, self: Stores, run: Any, *arguments: Any
+) -> Any:
+    run.payloads = [*run.payloads[-1:], *run.payloads[:-1]]
+    return plan(self, run, *arguments)
+
+
+@mutation(DeviceContents, "record", EVICTIONS[True])
+def keep_the_payload_of_the_contents_before(
+    record: Any, self: DeviceContents, *arguments: Any
+) -> None:
+    before = dict(self._payloads)
+    record(self, *arguments)
+    self._payloads.update(before)
+
+
+@keep_the_payload_of_the_contents_before.also(DeviceContents, "_forget")
+def forget_no_payload(forget: Any, self: DeviceContents, block_ids: Any) -> Any:
+    with patch.object(self, "_payloads", dict(self._payloads)):
+        return forget(self, block_ids)

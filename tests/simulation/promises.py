@@ -1,0 +1,99 @@
+"""Promises of the store policy, checked while a world runs. Each check raises AssertionError."""
+
+from collections.abc import Callable, Collection, Iterable, Mapping
+from typing import Any
+
+from vllm.v1.core.block_pool import BlockPool
+from vllm.v1.core.kv_cache_utils import BlockHashWithGroupId
+
+from simple_offload.scheduler.manager import OffloadScheduler
+from simple_offload.scheduler.tier.run import Run
+
+Keys = Collection[BlockHashWithGroupId]
+
+
+class Answers:
+    """A request is told to ask again (None) only until it gets an answer, once for each allocation,
+    and only while a store goes on that was in flight when it asked the second time."""
+
+    def __init__(
+        self, scheduler: OffloadScheduler, stores_in_flight: Callable[[], set[int]]
+    ) -> None:
+        self.num_delayed = 0
+        """Requests that were told to ask again."""
+        self._stores_in_flight = stores_in_flight
+        self._waits_for: dict[str, set[int] | None] = {}
+        """By request that was told to ask again: the stores that it may wait for, if it has asked
+        twice; none once it has got its answer."""
+        ask, allocated = scheduler.get_num_new_matched_tokens, scheduler.update_state_after_alloc
+
+        def watch_answer(request: Any, *arguments: Any) -> Any:
+            request_id, in_flight = request.request_id, self._stores_in_flight()
+            answer = ask(request, *arguments)
+            self._check(request_id, in_flight, must_ask_again=answer[0] is None)
+            return answer
+
+        def watch_allocation(request: Any, *arguments: Any) -> None:
+            self._waits_for.pop(request.request_id, None)
+            allocated(request, *arguments)
+
+        watched: Any = scheduler
+        watched.get_num_new_matched_tokens = watch_answer
+        watched.update_state_after_alloc = watch_allocation
+
+    def _check(self, request_id: str, in_flight: set[int], *, must_ask_again: bool) -> None:
+        known = self._waits_for
+        if not must_ask_again:
+            if request_id in known:
+                known[request_id] = set()
+        elif request_id not in known:
+            self.num_delayed += 1
+            known[request_id] = None
+        else:
+            stores = known[request_id]
+            known[request_id] = stores = in_flight if stores is None else stores & in_flight
+            assert stores, f"{request_id} must ask again, although no store is left to wait for"
+
+
+def check_copies(copies: Iterable[Keys], device_pool: BlockPool) -> None:
+    """The device has all of what the tier calls a copy. ``copies``: keys of their sub-blocks."""
+    for keys in copies:
+        lost = [key for key in keys if not has_key(device_pool, key)]
+        assert not lost, f"called a copy, and the device has lost it: {lost}"
+
+
+def check_contents(runs: Iterable[Run], sub_keys: Callable[[Keys], Mapping[Any, Keys]]) -> None:
+    """The device blocks of planned stores have the contents that the tier's blocks will be found
+    by. ``sub_keys``: by key of a host block, those of its sub-blocks."""
+    for run in runs:
+        expected, count = sub_keys(run.keys), len(run.device_blocks) // len(run.keys)
+        for place, key in enumerate(run.keys):
+            for block in run.device_blocks[place * count : (place + 1) * count]:
+                # vLLM gives some blocks no hash; the runner checks their bytes.
+                unknown = block.block_hash is None and not run.on_device
+                right = unknown or block.block_hash in expected[key]
+                assert right, f"{block} is stored as a part of other contents"
+
+
+def check_free(
+    pool: BlockPool, were_free: dict[int, Any], runs: Iterable[Run], reserve: int
+) -> None:
+    """Stores of a step leave ``reserve`` blocks free, if they take host blocks of which all device
+    blocks were free before. ``were_free``: their keys, by id."""
+    num_free = pool.get_num_free_blocks()
+    for run in runs:
+        count = len(run.device_blocks) // len(run.keys)
+        for first in range(0, len(run.device_blocks), count):
+            blocks = run.device_blocks[first : first + count]
+            taken = all(
+                block.ref_cnt == 1
+                and block.block_hash is not None
+                and block.block_hash == were_free.get(block.block_id)
+                for block in blocks
+            )
+            assert not taken or num_free >= reserve, f"stores of free blocks leave only {num_free}"
+
+
+def has_key(pool: BlockPool, key: BlockHashWithGroupId) -> bool:
+    """Whether a block of vLLM's ``pool`` is found by ``key``."""
+    return pool.cached_block_hash_to_block.get_one_block(key) is not None
