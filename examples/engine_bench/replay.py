@@ -84,8 +84,8 @@ def requests_by_agent(plan: Plan) -> list[list[Request]]:
     if num_found < plan.trace_requests or all(each.opens for mine in found for each in mine):
         raise CannotStart(
             f"--traces: {plan.trace} has too few requests of at most {plan.max_trace_tokens} "
-            f"tokens: {num_found} for {plan.agents} agents. Wanted: {plan.trace_requests}, some of "
-            "which continue a session"
+            f"tokens: {num_found} for {plan.agents} agents. Wanted: {plan.trace_requests}, and "
+            "one or more that continue a session"
         )
     return found
 

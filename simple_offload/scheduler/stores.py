@@ -81,7 +81,7 @@ class Stores:
         """Whether ``key`` is in the tier or on its way there."""
         return self._tier.has(key) or self._is_coming(key)
 
-    def absent(self, keys: Iterable[BlockHashWithGroupId | None]) -> set[BlockHashWithGroupId]:
+    def absent(self, keys: Iterable[BlockHashWithGroupId]) -> set[BlockHashWithGroupId]:
         """Those of ``keys`` that are neither in the tier nor on their way there."""
         absent = self._tier.absent(keys)
         for store in (self._planned, *self._in_flight.values()):

@@ -413,7 +413,7 @@ def test_sessions_end_before_a_request_that_does_not_fit(tmp_path: Path) -> None
     [
         ({"trace_scale": 3}, "--trace-scale: 3 does not divide the 64 tokens of an id"),
         ({"trace_requests": 13}, "12 for 3 agents. Wanted: 13"),
-        ({"trace_requests": 1}, "some of which continue a session"),
+        ({"trace_requests": 1}, "one or more that continue a session"),
         ({"trace": "/no/such"}, "--traces: /no/such cannot be read"),
     ],
 )

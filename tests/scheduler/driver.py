@@ -24,7 +24,7 @@ _MAX_STEPS = 500
 
 
 def prompt(num_tokens: int, family: int = 0) -> list[int]:
-    """Tokens without two equal blocks, within a family or across families."""
+    """Tokens without two equal blocks, within a family or across 97 families."""
     return [
         (family * 31 + position * position + position // 9) % 97 for position in range(num_tokens)
     ]

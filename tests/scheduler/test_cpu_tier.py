@@ -38,9 +38,11 @@ def find(tier: CpuTier, *chains: str) -> None:
 
 def get_on_device(tier: CpuTier, chain: str) -> int:
     """The device gets a chain. Returns how many of its blocks the tier has too."""
-    count = tier.add_copies([key(name) for name in prefixes(chain)])
+    keys = [key(name) for name in prefixes(chain)]
+    lacking = tier.add_copies(keys)
+    assert set(lacking) == tier.absent(keys)
     check_tier(tier)
-    return count
+    return len(keys) - len(lacking)
 
 
 def let_go(tier: CpuTier, chain: str, *, found: bool = False) -> None:
@@ -325,9 +327,10 @@ def test_dropping_empty_blocks() -> None:
 
 def test_doubt_ends_with_the_contents_of_a_block() -> None:
     tier = make_tier(2)
-    for name in ("a", "x"):
+    for load_id, name in enumerate(("a", "x")):
         store(tier, name, f"{name}y")
-        tier.doubt(blocks(tier, f"{name}y"), load_id=1, next_load_id=2)
+        tier.doubt(blocks(tier, f"{name}y"), load_id, next_load_id=load_id + 1)
+        assert contents(tier) == {name, f"{name}y"}
         check_tier(tier)
     tier.reset()
     store(tier, "ab")

@@ -147,7 +147,8 @@ class Tier(RuleBasedStateMachine):
         """The device has got the end of a chain."""
         got = prefixes(chain)[start:]
         present = self.present(got)
-        assert self.tier.add_copies([key(name) for name in got]) == len(present)
+        lacking = self.tier.add_copies([key(name) for name in got])
+        assert lacking == [key(name) for name in got if name not in present]
         self.move(present, _COPY, first=True)
 
     @rule(chain=chains, start=starts, found=st.booleans())
@@ -158,6 +159,14 @@ class Tier(RuleBasedStateMachine):
         lost = [name for name in self.present(lost) if self.segment[name] == _COPY]
         self.move(lost, _PROTECTED if found else _PROBATION)
         self.enforce_limit()
+
+    @rule()
+    def remove_all_copies(self) -> None:
+        """The device's cache has been reset. What would leave first was found last."""
+        self.tier.remove_all_copies()
+        self.move(self.queues[_COPY][::-1], _PROBATION)
+        pinned = [name for name, segment in self.segment.items() if segment == _COPY]
+        self.segment.update(dict.fromkeys(pinned, _PROBATION))
 
     @precondition(lambda self: not self.num_empty)
     @rule(chain=chains, start=starts)

@@ -165,4 +165,3 @@ def test_nothing_is_collected_unless_vllm_is_configured_for_events(
     driver.serve("s", prompt(3 * BLOCK_SIZE, family=1))
     connector: SimpleCPUOffloadConnector = driver.world.connector
     assert list(connector.take_events()) == []
-    assert "_emit_block_removed_events" not in vars(driver.host_pool)

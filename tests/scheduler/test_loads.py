@@ -48,9 +48,10 @@ def test_a_hit_is_looked_up_again_when_something_has_changed(drive: MakeDriver) 
     assert driver.num_held == (0, 4)
     driver.start("longer", prompt(33))
     driver.drain()
+    driver.empty_device_cache()
     assert offer(request, 0) == (32, True)
     assert driver.num_held == (0, 8)
-    assert offer(request, 16) == (16, True)  # the device has the first blocks now
+    assert offer(request, 16) == (16, True)  # as if the device had the first blocks
     assert driver.num_held == (0, 4)
     (fifth_key,) = driver.scheduler.groups.keys(request.block_hashes, 0, 4, 5)
     fifth = get(driver.tier, fifth_key)

@@ -7,6 +7,8 @@ from tests.scheduler.driver import STORE, Driver, make_request, prompt
 
 SMALL = pytest.mark.parametrize("num_host_blocks", [2, 4, 9, 14])
 BLOCK = 4
+CALM = {"max_num_batched_tokens": 8, "max_num_seqs": 2}
+"""An engine that takes few blocks in a step."""
 
 
 def count_found(driver: Driver, tokens: list[int]) -> tuple[int, int]:
@@ -33,13 +35,7 @@ def test_a_full_tier_takes_no_copies(
 @pytest.mark.parametrize("lazy", [None, True])
 def test_the_tier_continues_what_the_device_has_left(drive: MakeDriver, lazy: bool | None) -> None:
     """The device evicts the tail first."""
-    driver = drive(
-        lazy=lazy,
-        num_host_blocks=14,
-        num_device_blocks=31,
-        max_num_batched_tokens=8,
-        max_num_seqs=2,
-    )
+    driver = drive(**CALM, lazy=lazy, num_host_blocks=14, num_device_blocks=31)
     driver.serve("r", prompt(60), max_tokens=8)
     assert count_found(driver, prompt(60))[0] == 15
     on_device, together = 15, 15
@@ -55,13 +51,7 @@ def test_the_tier_continues_what_the_device_has_left(drive: MakeDriver, lazy: bo
 @pytest.mark.parametrize("lazy", [None, True])
 def test_two_prompts_alternate_that_fit_only_together(drive: MakeDriver, lazy: bool | None) -> None:
     """The device has 25 blocks, the tier 20, and each prompt 15 with an answer of two."""
-    driver = drive(
-        lazy=lazy,
-        num_host_blocks=21,
-        num_device_blocks=26,
-        max_num_batched_tokens=8,
-        max_num_seqs=2,
-    )
+    driver = drive(**CALM, lazy=lazy, num_host_blocks=21, num_device_blocks=26)
     found = []
     for turn in range(12):
         tokens, before = prompt(60, family=turn % 2), driver.num_stored
@@ -70,7 +60,7 @@ def test_two_prompts_alternate_that_fit_only_together(drive: MakeDriver, lazy: b
         assert driver.num_stored - before <= 15 + 2
     on_device, together = map(sum, zip(*found[2:], strict=True))
     assert on_device <= 10 * 8
-    assert together >= 10 * 10
+    assert together >= 10 * 13
 
 
 @SMALL

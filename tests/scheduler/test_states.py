@@ -60,6 +60,25 @@ def test_a_state_that_was_not_handed_over_is_found_in_the_device_cache(drive: Ma
     assert driver.world.num_blocks_loaded == 0
 
 
+@pytest.mark.parametrize("lazy", [True, False])
+def test_a_state_that_has_left_the_block_table_is_stored(drive: MakeDriver, lazy: bool) -> None:
+    """With async scheduling and drafts, vLLM hashes the last state of an answer, and removes it
+    from the table before the request ends. The next turn begins with it."""
+    driver = drive(
+        windows=(0,),
+        num_states=1,
+        num_device_blocks=60,
+        num_host_blocks=400,
+        retention=None,
+        async_scheduling=True,
+        num_drafted=2,
+        lazy=lazy,
+    )
+    history = driver.serve("a", prompt(19), max_tokens=2)
+    driver.fill(14)
+    assert driver.found(history) == 20
+
+
 @pytest.mark.parametrize("match_unit", [None, 2])
 def test_a_later_state_leaves_first(drive: MakeDriver, match_unit: int | None) -> None:
     """Blocks of tokens do so too, and the state is useless without them."""

@@ -1,6 +1,7 @@
 """The store policy: the tier has a block once the device has evicted it."""
 
 import gc
+from collections import Counter
 from typing import Any
 
 import pytest
@@ -11,6 +12,8 @@ from simple_offload import metrics
 from simple_offload.scheduler.tier import segments
 from tests.scheduler.conftest import MakeDriver
 from tests.scheduler.driver import LOAD, STORE, Driver, make_request, prompt, record_steps
+from tests.scheduler.tiers import get
+from tests.simulation.integrity import copies
 from tests.simulation.world import World
 
 ASYNC = pytest.mark.parametrize("async_scheduling", [False, True])
@@ -77,13 +80,13 @@ def test_computed_blocks_of_an_aborted_request_are_kept(
 
 
 @ASYNC
-@pytest.mark.parametrize(("lazy", "num_blocks"), [(None, 80), (True, 80), (False, 20)])
+@SETTINGS
 def test_nothing_is_lost_when_requests_fill_the_device(
-    drive: MakeDriver, lazy: bool | None, num_blocks: int, async_scheduling: bool
+    drive: MakeDriver, lazy: bool | None, async_scheduling: bool
 ) -> None:
     driver = drive(
         lazy=lazy,
-        num_device_blocks=num_blocks,
+        num_device_blocks=20,
         async_scheduling=async_scheduling,
         max_num_batched_tokens=8,
     )
@@ -208,9 +211,11 @@ def counted(driver: Driver, *counter: str) -> float:
 def test_by_default_blocks_are_stored_while_the_tier_has_room(
     drive: MakeDriver, async_scheduling: bool
 ) -> None:
-    """Without a further request: the engine steps until then, however often a store ends."""
+    """Also those of a running request, and without a further one: the engine steps until then."""
     driver = drive(**ROOMY, async_scheduling=async_scheduling)
-    driver.start("a", prompt(33))
+    request = driver.start("a", prompt(33))
+    driver.step_until(lambda: driver.pending(STORE))
+    assert request.num_computed_tokens < 33
     driver.step_until(lambda: "a" not in driver.world.requests)
     while driver.scheduler.has_pending_work():
         assert driver.num_stored <= 8
@@ -220,6 +225,17 @@ def test_by_default_blocks_are_stored_while_the_tier_has_room(
     assert driver.found(prompt(33)) == 32
     assert num_shared(driver) == driver.num_stored == 8
     driver.run()
+
+
+@SETTINGS
+def test_what_the_tier_loses_is_stored_again(drive: MakeDriver, lazy: bool | None) -> None:
+    driver = drive(**ROOMY, lazy=lazy)
+    driver.fill(20, first=1)
+    kept = [block for key in keys_of(driver, 20) if (block := get(driver.tier, key)) is not None]
+    driver.tier.drop(kept)
+    driver.fill(30, first=40)
+    assert driver.found(prompt(21, family=20)) == 20
+    assert len(kept) == (0 if lazy else 5)
 
 
 def test_by_default_a_full_tier_stores_only_what_is_about_to_leave(drive: MakeDriver) -> None:
@@ -257,6 +273,13 @@ def test_lazy_stores_come_before_an_eviction_and_not_long_before(
     assert counted(driver, metrics.SKIPPED) == counted(driver, metrics.DROPPED) == 0
     driver.serve("again", prompt(21, family=1))
     assert driver.world.num_blocks_loaded > 0
+
+
+def test_lazy_stores_are_at_most_a_quarter_of_the_device_ahead(drive: MakeDriver) -> None:
+    """However much a step may take."""
+    driver = drive(**CROWDED, lazy=True)
+    driver.fill(11, first=1)
+    assert driver.num_stored == 0
 
 
 @ASYNC
@@ -407,9 +430,24 @@ def test_a_copy_that_is_still_there_is_not_stored_again(
     driver.serve("again", prompt(21, family=1))
     assert driver.world.num_blocks_loaded == 5
     assert counted(driver, metrics.SKIPPED, "already_stored") == 5
+    assert all(on_device(driver, key) for key in keys_of(driver, 1))
     driver.fill(30, first=61)
+    assert not any(on_device(driver, key) for key in keys_of(driver, 1))
     assert driver.found(prompt(21, family=1)) == 20
     assert driver.num_stored == driver.num_kept
+
+
+def test_contents_of_two_device_blocks_are_a_copy_until_both_are_gone(drive: MakeDriver) -> None:
+    """A request computes the last block of a known prompt again."""
+    driver = drive(**ROOMY)
+    driver.serve("a", prompt(16))
+    driver.fill(3, first=1)
+    driver.serve("b", prompt(16))
+    keys = driver.scheduler.groups.keys(make_request("x", prompt(16)).block_hashes, 0)
+    for count in (5, 4):
+        while sum(block.block_hash in keys for block in driver.device_pool.blocks) > count:
+            driver.fill(1, first=len(driver.world.finished))
+        assert set(keys) <= set(copies(driver.scheduler))
 
 
 # Loads that need more than is safe
@@ -498,11 +536,8 @@ def test_a_host_block_is_stored_as_a_whole_when_a_sub_block_nears_eviction(
     assert driver.world.num_blocks_loaded == 4
 
 
-@pytest.mark.parametrize("lazy", [None, True])
-def test_a_host_block_is_not_stored_if_a_sub_block_has_left_the_device(
-    drive: MakeDriver, lazy: bool | None
-) -> None:
-    driver = drive(**ROOMY, num_sub_blocks=4, lazy=lazy)
+def test_a_host_block_is_not_stored_if_a_sub_block_has_left_the_device(drive: MakeDriver) -> None:
+    driver = drive(**ROOMY, num_sub_blocks=4, lazy=True)
     request = driver.start("a", prompt(17))
     driver.step_until(request.is_finished)
     cached = driver.device_pool.cached_block_hash_to_block
@@ -561,8 +596,43 @@ def test_a_store_that_failed_is_not_tried_again(drive: MakeDriver, lazy: bool | 
     driver.run()
     assert counted(driver, metrics.DROPPED, "copy_failed") == num_blocks
     driver.fill(30, first=100)
+    assert counted(driver, metrics.DROPPED) == num_blocks
     assert driver.found(prompt(21, family=1)) < 20
     assert not on_device(driver, keys_of(driver, 1)[-1])
     driver.serve("again", prompt(21, family=1))
     driver.fill(30, first=200)
     assert driver.found(prompt(21, family=1)) == 20
+
+
+@pytest.mark.parametrize("lazy", [None, False])
+def test_a_failed_store_is_tried_again_when_a_request_finds_its_blocks(
+    drive: MakeDriver, lazy: bool | None
+) -> None:
+    driver = drive(**ROOMY, lazy=lazy)
+    driver.start("a", prompt(21, family=1))
+    while driver.world.scheduler.has_requests():
+        driver.step()
+        while driver.pending(STORE):
+            driver.copy(STORE, fail=True)
+    driver.fill(2)
+    assert driver.found(prompt(21, family=1)) == 0
+    driver.serve("again", prompt(21, family=1))
+    assert (driver.num_stored, driver.num_kept) == (20, 15)
+    assert driver.world.num_blocks_loaded == 0  # they were found on the device
+
+
+@pytest.mark.parametrize("lazy", [None, True])
+def test_failed_stores_are_not_tried_in_each_step(drive: MakeDriver, lazy: bool | None) -> None:
+    """Although the walk starts anew in each step, since the tier is full."""
+    driver = drive(**ROOMY | {"num_host_blocks": 7}, lazy=lazy)
+    driver.fill(14, first=1)
+    tries: Counter[Any] = Counter()
+    for family in range(15, 20):
+        driver.start(f"f{family}", prompt(21, family))
+        for _ in range(12):
+            driver.step()
+            for store in driver.pending(STORE):
+                tries.update(driver.device_pool.blocks[i].block_hash for i in store.device_blocks)
+                driver.copy(STORE, fail=True)
+    assert tries
+    assert set(tries.values()) == {1}

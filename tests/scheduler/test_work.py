@@ -188,13 +188,13 @@ def idle_step(extra: dict[str, Any], requests: int = 2, context: int = 8, tier: 
 
 
 def busy_step(extra: dict[str, Any], requests: int = 2, context: int = 8, tier: int = 4096) -> Work:
-    """The mean step of decoding requests, while each completes a block. With eager stores, each
-    request's last eight blocks are stored."""
+    """The mean step of decoding requests, while each completes a block. Each request's last eight
+    blocks are stored, at once or into the empty tier, unless that is left to the last moment."""
     rig = decoding_rig(extra, requests, context, tier)
     rig.step(96)
     before = rig.num_transferred
     work = rig.count(rig.step, 32)
-    assert rig.num_transferred - before == (0 if rig.is_lazy else requests * 8)
+    assert rig.num_transferred - before == (0 if extra is LAZY else requests * 8)
     return work.over(32)
 
 

@@ -1,10 +1,15 @@
 """Promises of the store policy, checked while a world runs. Each check raises AssertionError."""
 
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Set
 from typing import Any
 
 from vllm.v1.core.block_pool import BlockPool
-from vllm.v1.core.kv_cache_utils import BlockHashWithGroupId
+from vllm.v1.core.kv_cache_utils import (
+    BlockHashWithGroupId,
+    KVCacheBlock,
+    make_block_hash_with_group_id,
+)
+from vllm.v1.request import Request
 
 from simple_offload.scheduler.manager import OffloadScheduler
 from simple_offload.scheduler.tier.run import Run
@@ -55,6 +60,62 @@ class Answers:
             assert stores, f"{request_id} must ask again, although no store is left to wait for"
 
 
+class TailsFirst:
+    """The tail of a prefix leaves the tier before its head, if it has left the device before.
+    Watched in tiers with copies, and with host blocks of one device block."""
+
+    def __init__(self, scheduler: OffloadScheduler, host_pool: BlockPool) -> None:
+        self._num_lost = 0
+        """Blocks that have left the tier to make room."""
+        self._num_beheaded = 0
+        """Blocks that stayed although their parents left."""
+        device_pool: Any = scheduler._device_pool
+        self._device_pool = device_pool
+        self._on_device: Any = device_pool.cached_block_hash_to_block
+        self._in_tier = host_pool.cached_block_hash_to_block._cache
+        self._parents: dict[BlockHashWithGroupId, BlockHashWithGroupId] = {}
+        self._headless: set[BlockHashWithGroupId] = set()
+        """Blocks that the device had longer than their parents. Stores held them, or a reset took
+        both."""
+        self._applies = scheduler.tier.has_copies and scheduler.groups.num_sub_blocks == 1
+        self._evict = device_pool._maybe_evict_cached_block
+        device_pool._maybe_evict_cached_block = self._watch_device
+
+    def begin(self, requests: Iterable[Request]) -> set[BlockHashWithGroupId]:
+        """A step begins. Returns the tier's keys, for ``end``."""
+        for request in requests if self._applies else ():
+            keys = [make_block_hash_with_group_id(each, 0) for each in request.block_hashes]
+            self._parents.update(zip(keys[1:], keys, strict=False))
+        if self._on_device is not self._device_pool.cached_block_hash_to_block:
+            self._on_device = self._device_pool.cached_block_hash_to_block
+            self._headless.update(self._in_tier)
+        return set(self._in_tier)
+
+    def end(self, before: Set[BlockHashWithGroupId]) -> None:
+        """A step has been scheduled. ``before``: the answer of ``begin``."""
+        lost: Set[Any] = before - self._in_tier.keys()
+        self._num_lost += len(lost)
+        self._headless -= lost
+        for key in self._in_tier if lost else ():
+            parent = self._parents.get(key)
+            if parent in lost and self._on_device.get_one_block(parent) is None:
+                is_copy = self._on_device.get_one_block(key) is not None
+                self._num_beheaded += not (is_copy or key in self._headless)
+                self._headless.add(key)
+
+    def check(self) -> None:
+        """Few exceptions: what stores need must stay, and a tail alone may be found again."""
+        limit = 3 + self._num_lost // 100
+        assert self._num_beheaded <= limit, f"{self._num_beheaded} tails stayed without their heads"
+
+    def _watch_device(self, block: KVCacheBlock) -> Any:
+        key: Any = block.block_hash
+        parent = self._parents.get(key)
+        if parent is not None and self._on_device.get_one_block(parent) is None:
+            self._headless.add(key)
+        return self._evict(block)
+
+
 def check_copies(copies: Iterable[Keys], device_pool: BlockPool) -> None:
     """The device has all of what the tier calls a copy. ``copies``: keys of their sub-blocks."""
     for keys in copies:
@@ -78,8 +139,9 @@ def check_contents(runs: Iterable[Run], sub_keys: Callable[[Keys], Mapping[Any, 
 def check_free(
     pool: BlockPool, were_free: dict[int, Any], runs: Iterable[Run], reserve: int
 ) -> None:
-    """Stores of a step leave ``reserve`` blocks free, if they take host blocks of which all device
-    blocks were free before. ``were_free``: their keys, by id."""
+    """Stores of free blocks leave at least ``reserve`` blocks free. Other stores may take blocks of
+    requests: a host block counts only if all of its device blocks were free before the step.
+    ``were_free``: the keys of those, by id."""
     num_free = pool.get_num_free_blocks()
     for run in runs:
         count = len(run.device_blocks) // len(run.keys)

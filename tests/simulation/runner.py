@@ -197,10 +197,24 @@ class Runner:
     def _attend(self, batch: _Batch, kind: Kind) -> None:
         for work in batch.works:
             for index, _ in self.groups:
+                self._copy_again(batch, work, index, kind)
                 self._write(work, index, kind)
         for work in batch.works:
             for index, group in self.groups:
                 self._check(work, index, group, kind)
+
+    def _copy_again(self, batch: _Batch, work: _Work, index: int, kind: Kind) -> None:
+        """Copy the block that the request's hit ends inside from what this step has written.
+
+        vLLM copies it before the step, also if another request computes the source in this step:
+        its guard against hits on such blocks (vllm#29387) knows those of states only. The tokens
+        are wrong then, with and without a connector.
+        """
+        for source, target in batch.copies:
+            if target in work.tables[index]:
+                for layer in chain.from_iterable(self._alike[index][kind]):
+                    pages = self._pages[index][layer]
+                    pages[target] = pages[source]
 
     def fill(self, request_id: str, tables: Sequence[Sequence[int]], num_tokens: int) -> None:
         """Write the pages of a request's first ``num_tokens`` tokens, as if loaded from another

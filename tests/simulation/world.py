@@ -128,6 +128,7 @@ class World:
                 scheduler, lambda: self.ids_in_flight() & self._stores.keys()
             )
             integrity.watch_copies(scheduler, self._check_copies)
+            self._tails = promises.TailsFirst(scheduler, self.host_pool)
         self._reset_stores: set[int] = set()
         self._aggregator = KVOutputAggregator(shape.num_ranks)
         self._open_steps: deque[_Step] = deque()
@@ -326,10 +327,12 @@ class World:
         self.num_steps += 1
         before = self._cached_on_device() if self.promises_no_loss else {}
         were_free = {b.block_id: b.block_hash for b in self._device_pool.blocks if b.ref_cnt == 0}
+        kept = self._tails.begin(self.requests.values()) if self.is_ours else set()
         scheduled = self.scheduler.schedule()
         if before:
             self._check_losses(before)
         if self.is_ours:
+            self._tails.end(kept)
             metadata = self.to_step_metadata(scheduled.kv_connector_metadata)
             self._check_stores(metadata.stores, were_free)
         self.hits_inside_blocks |= {
@@ -554,9 +557,12 @@ class World:
             assert not any(rank.device.copies.values()), "copies are left that nothing waits for"
 
     def check_kept(self) -> None:
-        """No blocks have left the tier that a later load might read."""
+        """No blocks have left the tier that a later load might read, or before others that are
+        of no use without them."""
         dropped = self.ledger(metrics.EVICTED, "load_failed")
         assert not dropped or self._failures.any_again, "blocks have left after one failed load"
+        if self.is_ours:
+            self._tails.check()
 
     def check_finished(self, request_id: str) -> None:
         """Raise AssertionError unless the answer is the one without a host tier: all of it, or a

@@ -36,15 +36,15 @@ class NewlyAllocated:
         """A step has been scheduled. Returns the blocks that it has added to tables, newly filled
         or found; without null blocks."""
         added: list[KVCacheBlock] = []
+        running, blocks = scheduled.scheduled_cached_reqs, self._blocks
+        for request_id, block_ids in zip(running.req_ids, running.new_block_ids, strict=True):
+            if block_ids is not None and request_id not in self._starting:
+                added += [blocks[block_id] for of_group in block_ids for block_id in of_group]
         for request_id, num_seen in self._starting.items():
             for group, manager in enumerate(self._managers):
                 table = manager.req_to_blocks.get(request_id, ())
                 added += table[num_seen[group] :]
                 num_seen[group] = len(table)
-        running, blocks = scheduled.scheduled_cached_reqs, self._blocks
-        for request_id, block_ids in zip(running.req_ids, running.new_block_ids, strict=True):
-            if block_ids is not None and request_id not in self._starting:
-                added += [blocks[block_id] for of_group in block_ids for block_id in of_group]
         for request_id in self._starting.keys() & scheduled.num_scheduled_tokens.keys():
             del self._starting[request_id]
         return [block for block in added if not block.is_null]

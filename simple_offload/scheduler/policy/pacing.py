@@ -103,13 +103,12 @@ class Batches:
         ``num_recorded``: by group, in host blocks. Full blocks of the prompt do not wait for a
         batch."""
         sizes, batches = self._groups.block_sizes, self._sizes
-        first = most = 0
+        most = 0
         for group in self._groups.ids:  # a generator takes far longer
             size = sizes[group]
             at = (num_recorded[group] + 1) * size
             if at <= num_prompt_tokens:
                 return at
             batch = at + (batches[group] - 1) * size
-            most = min(most, batch) if first else batch
-            first = 1
+            most = min(most, batch) if most else batch
         return most

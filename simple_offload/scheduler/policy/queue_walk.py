@@ -94,8 +94,8 @@ class QueueWalk:
         self._pinned: set[int] = set()
         """Ids of blocks pinned from the queue."""
         self._return_behind: KVCacheBlock | None = None
-        """The cursor when blocks were last pinned: they return behind it, or to the front if it has
-        left the queue."""
+        """The block before those that were last pinned. They return behind it, or to the front if
+        it has left the queue."""
         self._tier_is_full = False
         """Whether the last walk found no room in the tier."""
         self.is_behind = False
@@ -103,8 +103,10 @@ class QueueWalk:
 
     @property
     def num_safe(self) -> int:
-        """Passed blocks in the queue; pinned ones will return."""
-        return len(self._passed) - len(self._pinned)
+        """Blocks at the front of the queue that are known to be safe."""
+        if self._contents.are_stored:
+            return self._device_pool.get_num_free_blocks()
+        return len(self._passed) - len(self._pinned)  # pinned ones will return
 
     @property
     def drop_reason(self) -> str:
@@ -144,6 +146,9 @@ class QueueWalk:
         """A step has got its blocks: walk on until ``demand`` blocks for loads are safe, beside
         those that should always be. ``may_store_early``: go on into the tier's room for copies, in
         small parts, while no store from the queue is in flight."""
+        if self._contents.are_stored:
+            self.is_behind = False
+            return
         if self._tier_is_full or (self._cursor is not None and self._cursor.ref_cnt > 0):
             self._start_over()
         self._pass_newcomers()
@@ -170,7 +175,9 @@ class QueueWalk:
             behind = None
         block_pool.return_blocks(self._device_pool, blocks, behind)
         if blocks and self._cursor is behind:
-            self._return_behind = self._cursor = blocks[-1]
+            self._cursor = blocks[-1]
+        if blocks:
+            self._return_behind = blocks[-1]
 
     def _start_over(self) -> None:
         self._cursor = self._return_behind = None
@@ -211,13 +218,12 @@ class QueueWalk:
             for key in beyond:
                 del chosen[key]
         self._passed.update([block.block_id for block in blocks])
-        must_store = bool(chosen)
-        if must_store:
+        if chosen:
             self._store(chosen)
+            pinned = next((i for i, block in enumerate(blocks) if block.ref_cnt > 0), len(blocks))
+            self._return_behind = blocks[pinned - 1] if pinned else self._cursor
         # The last one that stays in the queue.
         self._cursor = next((b for b in reversed(blocks) if b.ref_cnt == 0), self._cursor)
-        if must_store:
-            self._return_behind = self._cursor
 
     def _store(self, chosen: dict[BlockHashWithGroupId, KVCacheBlock]) -> None:
         """Plan stores of ``chosen``, passed and pinned until they have ended."""

@@ -86,10 +86,7 @@ class _Unhashed(NamedTuple):
 class _Ended(NamedTuple):
     """Blocks of a request that has ended which would not live to the next step."""
 
-    request: "Request"
-    num_recorded: list[int]
-    """By group, in host blocks."""
-    own: set[BlockHashWithGroupId]
+    progress: _Progress
     unhashed: list[_Unhashed]
     at_risk: list[KVCacheBlock]
     """Children before parents."""
@@ -101,10 +98,11 @@ class StorePolicy:
     """Keeps the front of the device's free queue, which is evicted first, free of blocks that only
     the device has.
 
-    A walk along the queue stores those (``queue_walk.py``). If fewer blocks are free than it
-    should keep safe, blocks that running requests give up may be evicted before the walk meets
-    them: then blocks are stored as they fill up. A load may take more blocks in one step than are
-    safe: its request is told to ask again until stores have made room.
+    A walk along the queue stores those (``queue_walk.py``). While the tier has empty blocks, they
+    are stored as they fill up, beside their request's compute. So they are if fewer blocks are free
+    than should be safe: those that running requests give up might be evicted before the walk meets
+    them. A load may take more blocks in one step than are safe: its request is told to ask again
+    until stores have made room.
     """
 
     def __init__(
@@ -231,8 +229,8 @@ class StorePolicy:
             self._record(progress)
             next_at = self._batches.next_at(progress.num_recorded, request.num_prompt_tokens)
             self._pacer.postpone(request_id, next_at - _confirmed_tokens(request))
-        if self._behind and self._must_store_running():
-            self._store_running()
+        if self._behind and (budget := self._num_to_store()):
+            self._store_running(budget)
         self._walk.on_step(demand, self._stores_early)
         self._has_news = False
 
@@ -262,8 +260,7 @@ class StorePolicy:
         held += at_risk
         if held or not self._tier.has_copies:
             block_pool.touch(self._device_pool, held)
-            recorded, own = progress.num_recorded, progress.own
-            self._ended.append(_Ended(request, recorded, own, unhashed, at_risk, held))
+            self._ended.append(_Ended(progress, unhashed, at_risk, held))
 
     def on_store_ended(self, blocks: Sequence[KVCacheBlock], *, ok: bool) -> None:
         """A store of these device blocks, in order, has ended: drop its references, and with the
@@ -295,8 +292,8 @@ class StorePolicy:
                 table = manager.req_to_blocks[request.request_id]
                 blocks = self._groups.sub_blocks(table, first, stop)
                 keys = self._keys(request, group, blocks, first, stop)
-                if num_sub_blocks > 1 and group not in self._groups.chained_ids:
-                    # The window has left some of a host block. They may still be in the free queue.
+                if group not in self._groups.chained_ids:
+                    # The window or the state has left them. They may still be in the free queue.
                     cached = block_pool.find_blocks(self._device_pool, keys)
                     pairs = zip(blocks, cached, strict=True)
                     blocks = [
@@ -330,7 +327,7 @@ class StorePolicy:
                 self._admission.count(progress.request)
                 self._record(progress)  # what it has found must not make room
                 blocks = [self._record_state(progress.request, state) for state in of_request]
-                if self._must_store_running():
+                if self._num_to_store():
                     self._plan(blocks, progress.own)
                 progress.own.update([key for key in block_pool.keys_of(blocks) if key is not None])
 
@@ -343,30 +340,41 @@ class StorePolicy:
 
     # Storing blocks of requests that run or have ended
 
-    def _must_store_running(self) -> bool:
-        """Whether recorded blocks of running requests are stored, because they are to be stored
-        at once, or because too few blocks are free for the walk to meet them in time."""
-        num_free = self._device_pool.get_num_free_blocks()
-        return self._stores_at_once or num_free < self._walk.min_ahead
+    def _num_to_store(self) -> int:
+        """Number of device blocks of running requests to store in this step: all if each is to be
+        stored at once, as many as the tier has empty blocks for, or as many as should be safe if
+        too few are free for the walk to meet them in time."""
+        num_blocks = len(self._device_pool.blocks)
+        if self._stores_at_once:
+            return num_blocks
+        budget = self._walk.min_ahead
+        if self._device_pool.get_num_free_blocks() >= budget:
+            budget = 0
+        if self._stores_early:
+            budget = max(budget, self._tier.num_empty * self._groups.num_sub_blocks)
+        return budget
 
-    def _store_running(self) -> None:
-        """Store recorded blocks of running requests: all, or as many as should be safe."""
-        budget = len(self._device_pool.blocks) if self._stores_at_once else self._walk.min_ahead
+    def _store_running(self, budget: int) -> None:
+        """Store up to ``budget`` recorded device blocks of running requests."""
         num_sub_blocks = self._groups.num_sub_blocks
+        blocks: list[KVCacheBlock] = []
+        own: set[BlockHashWithGroupId] = set()
         for request_id, progress in list(self._behind.items()):
-            blocks: list[KVCacheBlock] = []
+            of_request: list[KVCacheBlock] = []
             for group in self._groups.ids:
                 first = progress.num_ahead[group]
-                stop = min(progress.num_recorded[group], first + cdiv(budget, num_sub_blocks))
+                left = cdiv(budget - len(blocks), num_sub_blocks)
+                stop = min(progress.num_recorded[group], first + left)
                 if first < stop:
                     table = self._managers[group].req_to_blocks.get(request_id, [])
-                    blocks += self._groups.sub_blocks(table, first, stop)
+                    of_request += self._groups.sub_blocks(table, first, stop)
                     progress.num_ahead[group] = stop
-            self._plan(list(reversed(blocks)), progress.own)
-            budget -= len(blocks)
-            if budget <= 0:
-                return
+            blocks += reversed(of_request)
+            own |= progress.own
+            if len(blocks) >= budget:
+                break
             del self._behind[request_id]
+        self._plan(blocks, own)
 
     def _plan(self, blocks: Sequence[KVCacheBlock], own: set[BlockHashWithGroupId]) -> None:
         """Plan stores of those of ``blocks``, children before parents, that the tier lacks, without
@@ -418,11 +426,11 @@ class StorePolicy:
 
     def _store_rest(self, ended: _Ended) -> None:
         """Store the blocks held of a request that has ended."""
+        progress, request = ended.progress, ended.progress.request
         for group in self._groups.ids if not self._tier.has_copies else ():
-            stop = ended.num_recorded[group]
-            keys = self._groups.keys(ended.request.block_hashes, group, 0, stop)
-            self._tier.renew(keys)
-        self._plan(ended.at_risk, ended.own)
+            stop = progress.num_recorded[group]
+            self._tier.renew(self._groups.keys(request.block_hashes, group, 0, stop))
+        self._plan(ended.at_risk, progress.own)
         lacking = [each for each in ended.unhashed if not self._stores.has(each.key)]
         if lacking:
             run = Run(
@@ -433,12 +441,10 @@ class StorePolicy:
             if self._wants_events:
                 run.num_tokens = [each.num_tokens for each in lacking]
                 run.payloads = [
-                    payloads_of_host_block(
-                        self._groups, each.key, (), each.num_tokens, ended.request
-                    )
+                    payloads_of_host_block(self._groups, each.key, (), each.num_tokens, request)
                     for each in lacking
                 ]
-            keep = _Either(self._walk.passed_keys, ended.own)
+            keep = _Either(self._walk.passed_keys, progress.own)
             count = self._stores.plan(run, keep, self._device_pool)
             # The device has these no more.
             self._meter.add(metrics.DROPPED, len(lacking) - count, "tier_full")

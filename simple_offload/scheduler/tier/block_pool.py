@@ -188,6 +188,14 @@ def find_blocks(pool: BlockPool, keys: Iterable[bytes]) -> list[KVCacheBlock | N
     return found
 
 
+def blocks_with(pool: BlockPool, key: bytes) -> list[KVCacheBlock]:
+    """All blocks that hold ``key``."""
+    found = cached(pool).get(key)
+    if found is None:
+        return []
+    return list(found.values()) if isinstance(found, dict) else [found]
+
+
 def find_chain(pool: BlockPool, keys: Iterable[bytes]) -> list[KVCacheBlock]:
     """The blocks that hold ``keys``, up to the first key that none holds."""
     found: list[Any] = find_blocks(pool, keys)

@@ -9,7 +9,7 @@ block each; a host block's slots are neighbours.
 """
 
 import gc
-from collections.abc import Callable, Collection, Container, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -59,6 +59,8 @@ class CpuTier:
         """Blocks with contents."""
         self.version = 0
         """Grows whenever a lookup might find something else than before."""
+        self._on_removed: list[Callable[[Sequence[BlockHashWithGroupId]], None]] = []
+        block_pool.on_removed(self._pool, self._call_back)
         self._cached = block_pool.cached(self._pool)
         self.has: Callable[[bytes], bool] = self._cached.__contains__
         """Whether a block holds a key."""
@@ -76,11 +78,15 @@ class CpuTier:
         return self._segments.num_free
 
     @property
+    def num_empty(self) -> int:
+        """Blocks without contents and references; fewer are counted while others are pinned."""
+        return max(0, self.num_free - self.num_used)
+
+    @property
     def room_for_copies(self) -> int:
-        """Host blocks that may take contents which the device keeps: at least so many hold nothing,
-        or may hold copies."""
-        num_empty = self.num_free - self.num_used
-        return max(num_empty, self._segments.max_copies - self._segments.num_copies)
+        """Blocks that may take contents which the device keeps: because they are empty, or because
+        the copies' share has room."""
+        return max(self.num_empty, self._segments.max_copies - self._segments.num_copies)
 
     def grow(self, num_blocks: int) -> None:
         """Have ``num_blocks`` blocks from now on, vLLM's null block included; no effect if there
@@ -116,18 +122,9 @@ class CpuTier:
         ``max_tokens`` tokens. Changes nothing: ``pin`` the hit's ``pins`` before anything else."""
         return self._lookup.find(block_hashes, num_computed_tokens, max_tokens)
 
-    def present(
-        self, keys: Iterable[BlockHashWithGroupId | None]
-    ) -> Collection[BlockHashWithGroupId]:
-        """Those of ``keys`` that blocks hold."""
-        return self._cached.keys() & keys  # type: ignore[return-value]
-
-    def absent(self, keys: Iterable[BlockHashWithGroupId | None]) -> set[BlockHashWithGroupId]:
-        """Those of ``keys``, but None, that no block holds."""
-        absent: set[Any] = set(keys)
-        absent -= self._cached.keys() & absent
-        absent.discard(None)
-        return absent
+    def absent(self, keys: Iterable[BlockHashWithGroupId]) -> set[BlockHashWithGroupId]:
+        """Those of ``keys`` that no block holds."""
+        return set(keys).difference(self._cached)
 
     # References
 
@@ -205,42 +202,43 @@ class CpuTier:
 
     def on_removed(self, callback: Callable[[Sequence[BlockHashWithGroupId]], None]) -> None:
         """Call ``callback`` with the keys of all blocks that lose their contents."""
-        block_pool.on_removed(self._pool, callback)
+        self._on_removed.append(callback)
 
     # What the device has too
 
-    def add_copies(self, keys: Iterable[BlockHashWithGroupId | None]) -> int:
+    def add_copies(self, keys: Sequence[BlockHashWithGroupId]) -> list[BlockHashWithGroupId]:
         """The device has got contents with ``keys``, parents before children, each once, for
-        requests that find or recompute them. Their blocks in the tier are copies from now on: the
-        first to leave; unless the tier ``has_copies``, the last. Returns how many there are."""
-        found = block_pool.find_blocks(self._pool, (key for key in keys if key is not None))
-        blocks = [block for block in found if block is not None]
+        requests that find or recompute them. Their blocks in the tier become copies, and the first
+        to leave. A tier without copies makes them the most recently used instead. Returns the keys
+        that no block holds."""
+        blocks: list[Any] = block_pool.find_blocks(self._pool, keys)
+        lacking: list[BlockHashWithGroupId] = []
+        if not all(blocks):  # "None in" would call __eq__ of each block
+            lacking = [key for key, block in zip(keys, blocks, strict=True) if block is None]
+            blocks = list(filter(None, blocks))
         if blocks and self.has_copies:
             self._segments.add_copies(blocks)
         elif blocks:
             self.pin(blocks)
             self.unpin(blocks)
-        return len(blocks)
+        return lacking
+
+    def remove_copies(self, keys: Iterable[BlockHashWithGroupId], *, found: bool) -> None:
+        """The device has let go of contents with ``keys``, in this order. Their blocks become the
+        most recently used, and protected if requests have ``found`` them. No effect on a tier
+        without copies."""
+        if self.has_copies:
+            blocks = block_pool.find_blocks(self._pool, keys)
+            self._segments.remove_copies(filter(None, blocks), found=found)
+
+    def remove_all_copies(self) -> None:
+        """The device has let go of all its contents at once."""
+        self._segments.remove_all_copies()
 
     def renew(self, keys: Iterable[BlockHashWithGroupId]) -> None:
         """Make the blocks of ``keys``, parents before children, the most recently used, for a tier
-        that has no copies: its blocks are in the order in which they came."""
-        found = block_pool.find_blocks(self._pool, keys)
-        self._segments.renew(block for block in found if block is not None)
-
-    def remove_copies(
-        self, keys: Sequence[BlockHashWithGroupId], *, found: bool
-    ) -> list[BlockHashWithGroupId]:
-        """The device has let go of contents with ``keys``, in this order, each once. Their blocks
-        become the most recently used, and protected if requests have ``found`` them; unless the
-        tier ``has_copies``, they stay where they are. Returns the keys that no block holds."""
-        blocks = block_pool.find_blocks(self._pool, keys)
-        lacking = []
-        if not all(blocks):  # "None in" would call __eq__ of each block
-            lacking = [key for key, block in zip(keys, blocks, strict=True) if block is None]
-        if self.has_copies:
-            self._segments.remove_copies(filter(None, blocks), found=found)
-        return lacking
+        without copies: its blocks are in the order in which they came."""
+        self._segments.renew(filter(None, block_pool.find_blocks(self._pool, keys)))
 
     # Details
 
@@ -273,6 +271,10 @@ class CpuTier:
         for block_id in ids:
             self._doubted.pop(block_id, None)
         return len(blocks)
+
+    def _call_back(self, keys: Sequence[BlockHashWithGroupId]) -> None:
+        for callback in self._on_removed:
+            callback(keys)
 
     def _on_lost(self, count: int, reason: str) -> None:
         """``count`` blocks have lost their contents."""

@@ -124,6 +124,14 @@ class Segments:
         self._queues[segment].append_n(free)
         self._enforce_limit()
 
+    def remove_all_copies(self) -> None:
+        """The device has let go of the contents of all copies. They go on probation, those that
+        would have left last first, as the device would have let go of them."""
+        self._of = self._of.translate(bytes.maketrans(bytes([_COPY]), bytes([_PROBATION])))
+        self.num_copies = 0
+        blocks = self._copies.popleft_n(self._copies.num_free_blocks)
+        self._pool.free_block_queue.append_n(blocks[::-1])
+
     def on_emptied(self, blocks: Sequence[KVCacheBlock]) -> None:
         """``blocks`` have lost their contents. The free ones are the next to be allocated."""
         free = [block for block in blocks if block.ref_cnt == 0]

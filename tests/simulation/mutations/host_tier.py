@@ -66,6 +66,13 @@ def call_copies_what_the_device_does_not_have(add_copies: Any, self: CpuTier, ke
     return add_copies(self, keys)
 
 
+@mutation(CpuTier, "remove_copies", COPIES)
+def let_heads_leave_before_tails(
+    remove_copies: Any, self: CpuTier, keys: Sequence[Any], **options: Any
+) -> Any:
+    return remove_copies(self, keys[::-1], **options)
+
+
 # Its keys
 
 _UNSALTED: dict[bytes, bytes] = {}

@@ -266,7 +266,7 @@ def number_slots_by_the_host_block(slots: Any, self: CpuTier, blocks: Any) -> li
 
 @mutation(DeviceContents, "_is_whole", SUB_BLOCKS)
 def store_a_host_block_that_lacks_a_sub_block(
-    is_whole: Any, self: DeviceContents, host_block: Any
+    is_whole: Any, self: DeviceContents, block_id: int, key: Any
 ) -> bool:
     return True
 

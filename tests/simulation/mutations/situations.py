@@ -41,6 +41,7 @@ _ROOM = {"num_host_blocks": 300}
 """Enough room for the blocks of all prompts."""
 _EAGER = {"lazy": False, "store_threshold": 1}
 _LAZY = {"lazy": True, "store_threshold": 1}
+_EARLY = {"lazy": None, "store_threshold": 1}
 _BUSY = {"arrivals": 0.9, "num_requests": 60}
 _QUICK = {"copy_speed": 0.9, "faults": Faults()}
 
@@ -127,7 +128,8 @@ EVICTIONS = {
         device_blocks=120,
         changes=_QUICK
         | _BUSY
-        | {"lazy": lazy, "store_threshold": 1, "num_host_blocks": 1000, "chunk_blocks": None}
+        | _EARLY
+        | {"lazy": lazy, "num_host_blocks": 1000, "chunk_blocks": None}
         | {"resets": 0.0, "aborts": 0.01, "max_num_batched_tokens": 8, "max_num_seqs": 2}
         | {"num_stages": 1, "kv_role": "kv_both", "max_answer_tokens": 12},
     )
@@ -140,7 +142,7 @@ COPIES = Situation(
     _ONE_CHAIN,
     device_blocks=30,
     host_blocks=60,
-    changes=_QUICK | _BUSY | {"lazy": None, "store_threshold": 1, "chunk_blocks": None},
+    changes=_QUICK | _BUSY | _EARLY | {"chunk_blocks": None},
 )
 """The tier evicts what the device has too."""
 
@@ -149,7 +151,8 @@ RESETS = Situation(
     device_blocks=20,
     changes=_ROOM
     | _BUSY
-    | {"lazy": None, "store_threshold": 1, "chunk_blocks": None, "max_num_seqs": 6}
+    | _EARLY
+    | {"chunk_blocks": None, "max_num_seqs": 6}
     | {"copy_speed": 0.1, "resets": 0.1, "announcements": 0.0, "faults": Faults()}
     | {"max_num_batched_tokens": 16, "kv_role": "kv_both"},
 )
@@ -160,7 +163,8 @@ DELAYED_LOADS = Situation(
     device_blocks=30,
     changes=_ROOM
     | _BUSY
-    | {"lazy": True, "store_threshold": 1, "chunk_blocks": None, "max_num_seqs": 2}
+    | _LAZY
+    | {"chunk_blocks": None, "max_num_seqs": 2}
     | {"max_num_batched_tokens": 8, "copy_speed": 0.3, "faults": Faults(), "resets": 0.0},
 )
 """Loads need more device blocks than are safe to evict, and wait for stores."""
@@ -168,9 +172,7 @@ DELAYED_LOADS = Situation(
 FULL_DEVICE = Situation(
     _ONE_CHAIN,
     device_blocks=18,
-    changes=_ROOM
-    | _BUSY
-    | {"lazy": True, "store_threshold": 1, "chunk_blocks": None, "max_num_seqs": 6},
+    changes=_ROOM | _BUSY | _LAZY | {"chunk_blocks": None, "max_num_seqs": 6},
 )
 """Running requests have most of the device's blocks."""
 
