@@ -10,6 +10,7 @@ from vllm.v1.core.kv_cache_utils import (
 )
 
 from simple_offload.scheduler.tier import block_pool
+from simple_offload.scheduler.tier.reuse import Reuse
 
 COPIES_SHARE = 3 / 16
 """Share of the tier's blocks that may hold copies although others need room. Each copy that leaves
@@ -20,7 +21,7 @@ PROTECTED_SHARE = 0.5
 EVICTIONS_PER_RETURN = 10
 """After this many evictions one protected block returns to probation."""
 
-_PROBATION, _PROTECTED, _COPY = range(3)
+_PROBATION, _PROTECTED, _PASSING, _COPY = range(4)
 
 
 class _EveryKey(Container[BlockHashWithGroupId]):
@@ -31,10 +32,10 @@ class _EveryKey(Container[BlockHashWithGroupId]):
 
 
 class Segments:
-    """The tier's free blocks in three queues. Each block with contents belongs to one of them,
+    """The tier's free blocks in four queues. Each block with contents belongs to one of them,
     also while it is pinned and in none::
 
-        empty, then probation     protected     copies
+        empty, then probation     protected     passing     copies
 
     **Copies** hold what the device has too. Those beyond ``COPIES_SHARE`` leave first, from the
     front of their queue: the device will let go of their blocks last. The others hold contents that
@@ -43,7 +44,8 @@ class Segments:
     Computer 27(3), 1994): contents that a request has found are **protected** and leave after those
     on **probation**. So they stay while many contents pass through that are used once. Beyond a
     limit, and with evictions, the least recently used protected blocks return to probation, so
-    what is never found again leaves in the end.
+    what is never found again leaves in the end. In an overload (``reuse.py``) new contents are
+    **passing**: they leave before all that only the tier has.
 
     The device lets go of a prefix tail first, and the head was found whenever the tail was. So the
     tail leaves the tier before the head, without which it could not be found.
@@ -53,7 +55,9 @@ class Segments:
         self._pool = pool
         self._protected = FreeKVCacheBlockQueue([])
         self._copies = FreeKVCacheBlockQueue([])
-        self._queues = (pool.free_block_queue, self._protected, self._copies)
+        passing = FreeKVCacheBlockQueue([])
+        self._queues = (pool.free_block_queue, self._protected, passing, self._copies)
+        self._reuse = Reuse()
         self._num_evicted = 0
         """Evictions since a block last returned to probation for them."""
         self._of = bytearray()
@@ -67,6 +71,7 @@ class Segments:
         num_blocks = len(self._pool.blocks)
         self._of.extend(bytes(num_blocks - len(self._of)))
         num_blocks -= 1  # vLLM's null block
+        self._reuse.resize(num_blocks)
         self._max_protected = int(PROTECTED_SHARE * num_blocks)
         self.max_copies = int(COPIES_SHARE * num_blocks)
         """Copies that need not make room for others."""
@@ -81,23 +86,22 @@ class Segments:
     def add(self, blocks: Sequence[KVCacheBlock], *, copies: bool) -> None:
         """Drop the last reference to blocks that have just been filled, parents before children.
         ``copies``: the device has their contents too, and will let go of them soon."""
+        of, segment = self._of, _COPY if copies else self._of_new
         for block in blocks:
             block.ref_cnt = 0
+            of[block.block_id] = segment
         if copies:
-            of = self._of
-            for block in blocks:
-                of[block.block_id] = _COPY
             self.num_copies += len(blocks)
             self._copies.append_n(list(blocks))
         else:
-            self._pool.free_block_queue.append_n(list(reversed(blocks)))
+            self._enter(list(reversed(blocks)), segment)
 
     def add_copies(self, blocks: Iterable[KVCacheBlock]) -> None:
         """Requests have found the contents of ``blocks``, parents before children, and the device
         has them too. They are the first copies to leave."""
         of = self._of
         free: list[KVCacheBlock] = []
-        counts = [0, 0, 0]
+        counts = [0] * len(self._queues)
         for block in blocks:
             segment = of[block.block_id]
             if block.ref_cnt == 0:
@@ -111,7 +115,7 @@ class Segments:
     def remove_copies(self, blocks: Iterable[KVCacheBlock], *, found: bool) -> None:
         """The device has let go of the contents of ``blocks``, in this order. ``found``: requests
         had found them."""
-        of, segment = self._of, _PROTECTED if found else _PROBATION
+        of, segment = self._of, _PROTECTED if found else self._of_new
         free: list[KVCacheBlock] = []
         for block in blocks:
             if of[block.block_id] == _COPY:
@@ -120,9 +124,9 @@ class Segments:
                 if block.ref_cnt == 0:
                     free.append(block)
         # From the last on, as a piece of the queue is cut out from its end.
-        self._take_out(reversed(free), [0, 0, len(free)])
-        self._queues[segment].append_n(free)
-        self._enforce_limit()
+        block_pool.unlink(reversed(free))
+        self._copies.num_free_blocks -= len(free)
+        self._enter(free, segment)
 
     def remove_all_copies(self) -> None:
         """The device has let go of the contents of all copies. They go on probation, those that
@@ -135,25 +139,29 @@ class Segments:
     def on_emptied(self, blocks: Sequence[KVCacheBlock]) -> None:
         """``blocks`` have lost their contents. The free ones are the next to be allocated."""
         free = [block for block in blocks if block.ref_cnt == 0]
-        segments = [self._of[block.block_id] for block in free]
-        self._take_out(free, [segments.count(segment) for segment in range(3)])
+        self._take_out(free, self._count(free))
         self._forget(blocks)
         self._pool.free_block_queue.prepend_n(free)
+
+    def on_wanted(self, keys: Iterable[BlockHashWithGroupId | None]) -> None:
+        """Requests want contents with ``keys``, whether the tier has them or not."""
+        self._reuse.on_wanted(keys)
 
     # References
 
     def pin(self, blocks: Iterable[KVCacheBlock]) -> None:
         """Add a reference to each block. A request has found their contents."""
+        self._reuse.on_wanted(block_pool.keys_of(blocks))
         of = self._of
         free: list[KVCacheBlock] = []
-        counts = [0, 0, 0]
+        counts = [0] * len(self._queues)
         for block in blocks:
             segment = of[block.block_id]
             if block.ref_cnt == 0:
                 free.append(block)
                 counts[segment] += 1
             block.ref_cnt += 1
-            if segment == _PROBATION:
+            if segment in (_PROBATION, _PASSING):
                 of[block.block_id] = _PROTECTED
         self._take_out(free, counts)
 
@@ -161,7 +169,7 @@ class Segments:
         """Drop a reference to each block, parents before children. Those without references become
         the last to leave in their segment, children first, but copies the first; empty ones are
         allocated next."""
-        freed: tuple[list[KVCacheBlock], ...] = ([], [], [])
+        freed: list[list[KVCacheBlock]] = [[] for _ in self._queues]
         of = self._of
         for block in reversed(blocks):
             block.ref_cnt -= 1
@@ -170,8 +178,8 @@ class Segments:
         for segment, of_segment in enumerate(freed):
             if segment == _COPY:
                 self._copies.prepend_n(of_segment[::-1])
-            elif segment == _PROTECTED:
-                self._protected.append_n(of_segment)
+            elif segment != _PROBATION:
+                self._queues[segment].append_n(of_segment)
             else:
                 keys = list(block_pool.keys_of(of_segment))
                 empty = [b for b, key in zip(of_segment, keys, strict=True) if key is None]
@@ -184,8 +192,7 @@ class Segments:
         """Make the free ones of ``blocks``, parents before children, the last to leave in their
         segment, children first."""
         free = [block for block in blocks if block.ref_cnt == 0]
-        segments = [self._of[block.block_id] for block in free]
-        self._take_out(free, [segments.count(segment) for segment in range(3)])
+        self._take_out(free, self._count(free))
         for block in free:
             block.ref_cnt += 1
         self.unpin(free)
@@ -212,8 +219,8 @@ class Segments:
 
         evict(pool.free_block_queue, limit, _EveryKey())
         evict(copies, self.num_copies - self.max_copies, keep)
-        for queue in self._queues:
-            evict(queue, limit, keep)
+        for segment in (_PASSING, _PROBATION, _PROTECTED, _COPY):
+            evict(self._queues[segment], limit, keep)
         count, self._num_evicted = divmod(
             self._num_evicted + len(keys[False]), EVICTIONS_PER_RETURN
         )
@@ -221,6 +228,24 @@ class Segments:
         return blocks, keys[True], keys[False]
 
     # Details
+
+    @property
+    def _of_new(self) -> int:
+        """The segment of contents that no request has found."""
+        return _PASSING if self._reuse.lets_new_pass else _PROBATION
+
+    def _enter(self, blocks: list[KVCacheBlock], segment: int) -> None:
+        """Append free blocks to the queue of ``segment``. Nothing else has their contents."""
+        self._queues[segment].append_n(blocks)
+        self._enforce_limit()
+        if blocks:
+            key = blocks[len(blocks) // 2].block_hash if segment != _PROTECTED else None
+            self._reuse.on_entered(len(blocks), key)
+
+    def _count(self, blocks: Iterable[KVCacheBlock]) -> list[int]:
+        """By segment, how many of ``blocks`` belong to it."""
+        segments = [self._of[block.block_id] for block in blocks]
+        return [segments.count(segment) for segment in range(len(self._queues))]
 
     def _take_out(self, free: Iterable[KVCacheBlock], counts: Sequence[int]) -> None:
         """Take free blocks out of their queues. ``counts``: by segment, how many."""
