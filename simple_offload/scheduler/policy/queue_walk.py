@@ -234,10 +234,11 @@ class QueueWalk:
             unsafe = list(chosen.values())[: len(chosen) - len(stored) // self._num_sub_blocks]
             self._passed.difference_update([block.block_id for block in unsafe])
         if self._num_sub_blocks > 1:
-            # Parts of further host blocks, which are not stored: the walk will meet them again.
-            shared = {block.block_id for block in stored if self._contents.choose([block])}
-            self._passed -= shared
-            stored = [block for block in stored if block.block_id not in shared]
+            # Parts of further host blocks: the walk will meet them again.
+            self._passed.difference_update(
+                [b.block_id for b in stored if self._contents.is_shared(b)]
+            )
+            stored = [block for block in stored if not self._contents.is_shared(block)]
         ids = [block.block_id for block in stored if block.ref_cnt == 1]  # from the queue
         self._passed.update(ids)
         self._pinned.update(ids)
