@@ -1,6 +1,6 @@
 """DeviceContents: what the device's blocks hold."""
 
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Collection, Container, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -93,22 +93,20 @@ class DeviceContents:
             self._tier.remove_all_copies()
             self._count_dropped(lost, reason)
 
-    def on_allocated(self, blocks: Sequence[KVCacheBlock], reason: str) -> None:
-        """Requests have got ``blocks``, to fill or because they have found their contents. Contents
-        that the device has lost count as dropped for ``reason`` if they are not in the tier."""
-        known = self._keys
-        recorded = [known[block.block_id] for block in blocks]
+    def on_allocated(self, block_ids: Sequence[int], reason: str) -> None:
+        """Requests have got these blocks, to fill or because they have found their contents.
+        Contents that the device has lost count as dropped for ``reason`` if they are not in the
+        tier."""
+        known, blocks = self._keys, self._device_pool.blocks
+        recorded = [known[block_id] for block_id in block_ids]
         if not any(recorded):
             return
-        current = list(block_pool.keys_of(blocks))
+        current = list(block_pool.keys_of([blocks[block_id] for block_id in block_ids]))
         if recorded != current:
-            lost = [
-                block.block_id
-                for block, old, new in zip(blocks, recorded, current, strict=True)
-                if old is not None and old != new
-            ]
+            changed = zip(block_ids, recorded, current, strict=True)
+            lost = [i for i, old, new in changed if old is not None and old != new]
             self._count_dropped(self._forget(lost), reason)
-        found = {b.block_id: key for b in blocks if (key := known[b.block_id]) is not None}
+        found = {i: key for i in block_ids if (key := known[i]) is not None}
         if found:
             self._found.update(found)
             self._failed.difference_update(found.values())  # worth another try
@@ -123,8 +121,9 @@ class DeviceContents:
         """Record the contents of ``blocks`` of ``request``, all sub-blocks of whole host blocks, as
         ``keys``. Blocks that vLLM does not find by their key are left out."""
         known, count = self._keys, self._groups.num_sub_blocks
+        ids = [block.block_id for block in blocks]
         new, new_keys = blocks, keys
-        recorded = [known[block.block_id] for block in blocks]
+        recorded = [known[block_id] for block_id in ids]
         current = list(block_pool.keys_of(blocks))
         if any(recorded) or current != keys:
             places = [
@@ -135,7 +134,7 @@ class DeviceContents:
                 for place in range(end - count, end)
             ]
             new, new_keys = [blocks[i] for i in places], [keys[i] for i in places]
-        ids = [block.block_id for block in new]
+            ids = [ids[i] for i in places]
         for block_id, key in zip(ids, new_keys, strict=True):
             known[block_id] = key
         if count > 1:
@@ -295,38 +294,38 @@ class DeviceContents:
         """The device has let go of the contents of these blocks, in this order. Returns the keys of
         those that the tier may lack."""
         known = self._keys
-        keys: dict[int, Any]
-        if self._groups.num_sub_blocks == 1:
-            keys = {block_id: known[block_id] for block_id in block_ids}
-        else:
-            keys = self._split(block_ids)
-        for block_id in block_ids:
-            known[block_id] = None
-        unstored = self._unstored.intersection(keys)
+        last_ids: Sequence[int] = block_ids
+        lost: Collection[int] = block_ids
+        if self._groups.num_sub_blocks > 1:
+            last_ids = self._split(block_ids)
+            lost = {*block_ids, *last_ids}
+        unstored = self._unstored.intersection(last_ids)
         self._unstored -= unstored
-        lacking = [keys[block_id] for block_id in unstored if keys[block_id] not in self._failed]
-        were_found = self._found.intersection(keys)
-        self._found.difference_update(block_ids, keys)
-        for found in (True, False):
-            lost_keys = [key for i, key in keys.items() if (i in were_found) == found]
-            if lost_keys:
-                self._remove_copies(lost_keys, found=found)
-        for block_id in keys if self._payloads else ():
+        lacking = [key for i in unstored if (key := known[i]) and key not in self._failed]
+        found = self._found.intersection(last_ids)
+        self._found.difference_update(lost)
+        keys: dict[bool, list[Any]] = {bool(found): [known[block_id] for block_id in last_ids]}
+        if 0 < len(found) < len(last_ids):
+            keys[True] = [known[block_id] for block_id in last_ids if block_id in found]
+            keys[False] = [known[block_id] for block_id in last_ids if block_id not in found]
+        for block_id in lost:
+            known[block_id] = None
+        for block_id in lost if self._payloads else ():
             self._payloads.pop(block_id, None)
+        for were_found, of_these in keys.items():
+            self._remove_copies(of_these, found=were_found)
         return lacking
 
-    def _split(self, block_ids: Iterable[int]) -> dict[int, BlockHashWithGroupId]:
-        """Forget the host blocks that these blocks are parts of. Returns their keys, by id of the
-        last sub-block."""
-        of, keys = self._host_blocks, {}
+    def _split(self, block_ids: Iterable[int]) -> list[int]:
+        """Forget the host blocks that these blocks are parts of. Returns the ids of their last
+        sub-blocks."""
+        of, last_ids = self._host_blocks, []
         for block_id in block_ids:
             for host_block in list(of[block_id]):
-                last = host_block.blocks[-1].block_id
-                keys[last] = host_block.keys[-1]
-                self._keys[last] = None
+                last_ids.append(host_block.blocks[-1].block_id)
                 for part in host_block.blocks:
                     of[part.block_id].pop(host_block, None)
-        return keys
+        return last_ids
 
     def _remove_copies(self, keys: Sequence[BlockHashWithGroupId], *, found: bool) -> None:
         if not self._cached.keys().isdisjoint(keys):

@@ -271,10 +271,10 @@ def store_a_host_block_that_lacks_a_sub_block(is_whole: Any, self: Any) -> bool:
 
 @store_a_host_block_that_lacks_a_sub_block.also(DeviceContents, "_split")
 def forget_it_with_its_last_sub_block(split: Any, self: DeviceContents, block_ids: Any) -> Any:
-    keys, before = list(self._keys), [dict(of_block) for of_block in self._host_blocks]
-    split_up = split(self, block_ids)
-    self._keys[:], self._host_blocks = keys, before
-    return {last: key for last, key in split_up.items() if last in block_ids}
+    before = [dict(of_block) for of_block in self._host_blocks]
+    last_ids = split(self, block_ids)
+    self._host_blocks = before
+    return [last for last in last_ids if last in block_ids]
 
 
 def _first_hashes(groups: Groups, hashes: Any) -> Any:
