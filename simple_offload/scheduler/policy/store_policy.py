@@ -184,12 +184,11 @@ class StorePolicy:
         """Whether a request that would load ``num_blocks`` device blocks should ask again in the
         next step, because others that only the device has would leave."""
         wanted = num_blocks + self._promised + self._limits.per_step
-        if request_id not in self._waiting and self._walk.num_safe < wanted:
-            wanted = min(wanted, self._device_pool.get_num_free_blocks())
-            if self._walk.count_safe(wanted) < wanted:
-                self._waiting[request_id] = _Waiting(num_blocks)
-                self._demand += num_blocks
-                return True
+        wanted = min(wanted, self._device_pool.get_num_free_blocks())
+        if request_id not in self._waiting and self._walk.count_safe(wanted) < wanted:
+            self._waiting[request_id] = _Waiting(num_blocks)
+            self._demand += num_blocks
+            return True
         self._promised += num_blocks
         return False
 
@@ -381,7 +380,8 @@ class StorePolicy:
         evicting what the walk has passed or the request's ``own``."""
         chosen = self._contents.choose(blocks)
         if chosen:
-            self._contents.plan(chosen, _Either(self._walk.passed_keys, own))
+            passed = self._walk.passed_keys
+            self._contents.plan(chosen, _Either(passed, own) if own else passed)
 
     def _unhashed(self, request: "Request") -> list[_Unhashed]:
         """Blocks that vLLM will not hash any more, and will allocate first: blocks completed by
