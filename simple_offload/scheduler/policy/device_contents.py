@@ -38,7 +38,7 @@ class DeviceContents:
     lets go of them: it allocates the block anew. The tier hears of both, since it need not keep
     what the device has. So a block of the free queue is stored only if its contents are known.
 
-    The last sub-block stands for its host block. It comes first in the free queue.
+    The last sub-block stands for its host block: the key of both is the same.
     """
 
     def __init__(
@@ -61,7 +61,8 @@ class DeviceContents:
         self._keys: list[BlockHashWithGroupId | None] = [None] * len(device_pool.blocks)
         """By block id, the recorded key of its contents."""
         self._unstored: set[int] = set()
-        """Ids of the blocks with contents that the tier may lack; it has, or gets, all others."""
+        """Ids of the (last sub-) blocks with contents that the tier may lack; it has, or gets, all
+        others."""
         self._cached = block_pool.cached(device_pool)
         """The device's prefix cache, by key."""
         self._found: set[int] = set()
@@ -119,7 +120,7 @@ class DeviceContents:
         request: "Request",
     ) -> None:
         """Record the contents of ``blocks`` of ``request``, all sub-blocks of whole host blocks, as
-        ``keys``. Blocks that vLLM does not find by their key are left out."""
+        ``keys``. Host blocks are left out if vLLM does not find all sub-blocks by their keys."""
         known, count = self._keys, self._groups.num_sub_blocks
         ids = [block.block_id for block in blocks]
         new, new_keys = blocks, keys
