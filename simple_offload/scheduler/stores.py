@@ -85,7 +85,7 @@ class Stores:
         """Those of ``keys`` that are neither in the tier nor on their way there."""
         absent = self._tier.absent(keys)
         for store in (self._planned, *self._in_flight.values()):
-            if absent and store.keys:
+            if not absent.isdisjoint(store.keys):
                 absent -= store.keys
         return absent
 

@@ -1,7 +1,8 @@
 """DeviceContents: what the device's blocks hold."""
 
 from collections.abc import Collection, Container, Iterable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_utils import BlockHashWithGroupId, KVCacheBlock
@@ -19,18 +20,25 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 
-class _HostBlock(NamedTuple):
+@dataclass(slots=True, eq=False)
+class _HostBlock:
     """Device blocks that together have the contents of one host block."""
 
+    blocks: Sequence[KVCacheBlock]
     keys: Sequence[BlockHashWithGroupId]
     """By sub-block; the last one is the key of the host block."""
-    blocks: tuple[KVCacheBlock, ...]
+
+    def is_whole(self) -> bool:
+        """Whether the device still has all of it."""
+        return list(block_pool.keys_of(self.blocks)) == self.keys
 
 
 class DeviceContents:
     """Contents are recorded when a request has computed or loaded them, and stay until the device
     lets go of them: it allocates the block anew. The tier hears of both, since it need not keep
     what the device has. So a block of the free queue is stored only if its contents are known.
+
+    The last sub-block stands for its host block: the key of both is the same.
     """
 
     def __init__(
@@ -53,17 +61,16 @@ class DeviceContents:
         self._keys: list[BlockHashWithGroupId | None] = [None] * len(device_pool.blocks)
         """By block id, the recorded key of its contents."""
         self._unstored: set[int] = set()
-        """Ids of the blocks with contents that the tier may lack; it has, or gets, all others."""
+        """Ids of the (last sub-) blocks with contents that the tier may lack; it has, or gets, all
+        others."""
         self._cached = block_pool.cached(device_pool)
         """The device's prefix cache, by key."""
         self._found: set[int] = set()
         """Ids of blocks with contents that a request has found, in either cache."""
-        self._host_blocks: dict[int, dict[BlockHashWithGroupId, _HostBlock]] = {}
-        """By id of a block and key, if host blocks have several sub-blocks: chains that fork inside
-        a host block share device blocks."""
-        self._twins: set[BlockHashWithGroupId] = set()
-        """Keys of contents that the device may have twice: a request that finds a whole prompt
-        computes its last block again, in another block."""
+        self._host_blocks: list[dict[_HostBlock, None]] = [{}] * len(device_pool.blocks)
+        """By block id, the host blocks that it is a part of, if those have several sub-blocks:
+        chains that fork inside a host block share device blocks. Most parts of a host block share
+        one dict."""
         self._failed: set[BlockHashWithGroupId] = set()
         """Keys of host blocks whose store has failed, until the device lets go of the contents or a
         request finds them."""
@@ -82,34 +89,29 @@ class DeviceContents:
         cached = block_pool.cached(self._device_pool)
         if self._cached is not cached:
             self._cached = cached
-            lost = [key for block_id in self._unstored for key in self._recorded(block_id)]
+            lost = [key for i in self._unstored if (key := self._keys[i]) is not None]
             self.clear()
             self._tier.remove_all_copies()
             self._count_dropped(lost, reason)
 
-    def on_allocated(self, blocks: Sequence[KVCacheBlock], reason: str) -> None:
-        """Requests have got ``blocks``, to fill or because they have found their contents. Contents
-        that the device has lost count as dropped for ``reason`` if they are not in the tier."""
-        known = self._keys
-        recorded = [known[block.block_id] for block in blocks]
+    def on_allocated(self, block_ids: Sequence[int], reason: str) -> None:
+        """Requests have got these blocks, to fill or because they have found their contents.
+        Contents that the device has lost count as dropped for ``reason`` if they are not in the
+        tier."""
+        known, blocks = self._keys, self._device_pool.blocks
+        recorded = [known[block_id] for block_id in block_ids]
         if not any(recorded):
             return
-        current = list(block_pool.keys_of(blocks))
-        lost: list[int] = []
+        current = list(block_pool.keys_of([blocks[block_id] for block_id in block_ids]))
         if recorded != current:
-            lost = [
-                block.block_id
-                for block, old, new in zip(blocks, recorded, current, strict=True)
-                if old is not None and old != new
-            ]
+            changed = zip(block_ids, recorded, current, strict=True)
+            lost = [i for i, old, new in changed if old is not None and old != new]
             self._count_dropped(self._forget(lost), reason)
-        if len(lost) < len(blocks):
-            found = {b.block_id: b for b in blocks if known[b.block_id] is not None}
+        found = {i: key for i in block_ids if (key := known[i]) is not None}
+        if found:
             self._found.update(found)
-            if self._failed:  # worth another try
-                self._failed.difference_update([known[block_id] for block_id in found])
-            _, keys = self._host_keys(list(found.values()))
-            self._tier.add_copies(list(dict.fromkeys(keys)))
+            self._failed.difference_update(found.values())  # worth another try
+            self._tier.add_copies(list(dict.fromkeys(found.values())))
 
     def record(
         self,
@@ -118,45 +120,42 @@ class DeviceContents:
         request: "Request",
     ) -> None:
         """Record the contents of ``blocks`` of ``request``, all sub-blocks of whole host blocks, as
-        ``keys``. Blocks that vLLM does not find by their key are left out."""
-        known = self._keys
-        new: Sequence[KVCacheBlock] = blocks
-        new_keys = keys
-        recorded = [known[block.block_id] for block in blocks]
+        ``keys``. Host blocks are left out if vLLM does not find all sub-blocks by their keys."""
+        known, count = self._keys, self._groups.num_sub_blocks
+        ids = [block.block_id for block in blocks]
+        new, new_keys = blocks, keys
+        recorded = [known[block_id] for block_id in ids]
         current = list(block_pool.keys_of(blocks))
         if any(recorded) or current != keys:
             places = [
                 place
-                for place, (found_by, key) in enumerate(zip(current, keys, strict=True))
-                if found_by == key and recorded[place] != key
+                for end in range(count, len(keys) + 1, count)
+                if recorded[end - 1] != keys[end - 1]
+                and current[end - count : end] == keys[end - count : end]
+                for place in range(end - count, end)
             ]
             new, new_keys = [blocks[i] for i in places], [keys[i] for i in places]
-        for block, key in zip(new, new_keys, strict=True):
-            known[block.block_id] = key
-        if self._groups.num_sub_blocks > 1:
-            self._join(blocks, keys)
-            new, new_keys = self._host_keys(new)
+            ids = [ids[i] for i in places]
+        for block_id, key in zip(ids, new_keys, strict=True):
+            known[block_id] = key
+        if count > 1:
+            for start in range(0, len(ids), count):
+                part = slice(start, start + count)
+                self._join(ids[part], _HostBlock(new[part], new_keys[part]))
+            ids, new_keys = ids[count - 1 :: count], new_keys[count - 1 :: count]
         if self._wants_events:
             self._add_payloads(blocks, keys, request)
-        held = [self._cached.get(key) for key in new_keys]
-        if dict in set(map(type, held)):
-            twins = zip(new_keys, held, strict=True)
-            self._twins.update([key for key, blocks in twins if isinstance(blocks, dict)])
         # What the tier has was loaded, or computed again.
-        unique = list(dict.fromkeys(new_keys))
-        lacking = self._tier.add_copies(unique)
-        self._meter.add(metrics.SKIPPED, len(unique) - len(lacking), "already_stored")
-        if len(lacking) == len(unique) == len(new):
-            self._unstored.update([block.block_id for block in new])
+        lacking = self._tier.add_copies(new_keys)
+        self._meter.add(metrics.SKIPPED, len(ids) - len(lacking), "already_stored")
+        if len(lacking) == len(ids):
+            self._unstored.update(ids)
         elif not lacking:
-            self._found.update([block.block_id for block in new])
+            self._found.update(ids)
         else:
             absent = set(lacking)
-            for block, key in zip(new, new_keys, strict=True):
-                if key in absent:
-                    self._unstored.update([p.block_id for p in self._parts(block.block_id, key)])
-                else:
-                    self._found.add(block.block_id)
+            for block_id, key in zip(ids, new_keys, strict=True):
+                (self._unstored if key in absent else self._found).add(block_id)
 
     def on_store_failed(self, blocks: Sequence[KVCacheBlock]) -> None:
         """The contents of ``blocks``, all sub-blocks of whole host blocks, are not to be stored
@@ -170,21 +169,27 @@ class DeviceContents:
     def choose(self, blocks: Sequence[KVCacheBlock]) -> dict[BlockHashWithGroupId, KVCacheBlock]:
         """Contents among ``blocks`` that are to be stored, and that the tier neither has nor gets:
         by key, the first block of each, in the same order."""
-        unstored = self._unstored
-        candidates = [block for block in blocks if block.block_id in unstored]
-        if not candidates:
+        known, unstored = self._keys, self._unstored
+        if self._groups.num_sub_blocks == 1:
+            found = {block.block_id: block for block in blocks if block.block_id in unstored}
+        else:
+            found = self._first_blocks(blocks)
+        if not found:
             return {}
-        blocks, keys = self._host_keys(candidates)
+        keys: list[Any] = [known[block_id] for block_id in found]
+        if self._groups.num_sub_blocks == 1 and keys != list(block_pool.keys_of(found.values())):
+            # The device has lost some.
+            return self.choose([b for i, b in found.items() if b.block_hash == known[i]])
         absent = self._stores.absent(keys)
-        if len(absent) < len(keys):
-            unstored.difference_update([block.block_id for block in candidates])
-            chosen: dict[BlockHashWithGroupId, KVCacheBlock] = {}
-            for key, block in zip(keys, blocks, strict=True):
+        if len(absent) == len(keys):
+            chosen = dict(zip(keys, found.values(), strict=True))
+        else:
+            chosen = {}
+            for key, (block_id, block) in zip(keys, found.items(), strict=True):
                 if key in absent:
                     chosen.setdefault(key, block)
-                    unstored.add(block.block_id)
-        else:
-            chosen = dict(zip(keys, blocks, strict=True))
+                else:
+                    unstored.discard(block_id)
         if self._failed or self._admission.threshold > 1:
             for key in absent:
                 if key in self._failed or not self._admission.admits(key):
@@ -200,91 +205,73 @@ class DeviceContents:
         before parents. Stores parents first, as far as the tier has room without evicting a block
         with a key in ``keep``. Returns the device blocks of all stores planned, parents first."""
         keys, blocks = list(chosen)[::-1], list(chosen.values())[::-1]
-        last = blocks
-        if self._groups.num_sub_blocks > 1:
-            parts = [
-                self._host_blocks[b.block_id][k].blocks for k, b in zip(keys, blocks, strict=True)
-            ]
-            blocks, last = [b for part in parts for b in part], [part[-1] for part in parts]
+        count = self._groups.num_sub_blocks
+        if count > 1:
+            pairs = zip(keys, blocks, strict=True)
+            blocks = [part for key, block in pairs for part in self._parts(key, block)]
         run = Run(blocks, keys)
         if self._wants_events:
+            last = blocks[count - 1 :: count]
             run.num_tokens = [block.block_hash_num_tokens or 0 for block in last]
             run.payloads = [self._payloads.get(block.block_id, {}) for block in last]
-        count = self._stores.plan(run, keep, self._device_pool)
-        stored = blocks[: count * self._groups.num_sub_blocks]
-        if self._groups.num_sub_blocks == 1:  # else a block may be a part of others
-            self._unstored.difference_update([block.block_id for block in stored])
+        stored = blocks[: count * self._stores.plan(run, keep, self._device_pool)]
+        self._unstored.difference_update([block.block_id for block in stored[count - 1 :: count]])
         return stored
+
+    def is_shared(self, block: KVCacheBlock) -> bool:
+        """Whether ``block`` is a part of several host blocks."""
+        return len(self._host_blocks[block.block_id]) > 1
 
     def clear(self) -> None:
         """Forget all contents."""
         self._keys = [None] * len(self._keys)
         self._unstored.clear()
         self._found.clear()
-        self._host_blocks.clear()
-        self._twins.clear()
+        self._host_blocks = [{}] * len(self._keys)
         self._failed.clear()
         self._payloads.clear()
 
     # Details
 
-    def _host_keys(
-        self, blocks: Sequence[KVCacheBlock]
-    ) -> tuple[Sequence[KVCacheBlock], Sequence[BlockHashWithGroupId]]:
-        """The blocks among ``blocks`` whose contents are recorded and still there, and the key of
-        each. A block that is a part of several host blocks comes once with each."""
-        if self._groups.num_sub_blocks == 1:
-            keys: list[Any] = list(block_pool.keys_of(blocks))
-            if keys == [self._keys[block.block_id] for block in blocks] and all(keys):
-                return blocks, keys
-        pairs = [
-            (block, key)
-            for block in blocks
-            for key in self._recorded(block.block_id)
-            if self._is_whole(block.block_id, key)
-        ]
-        return [block for block, _ in pairs], [key for _, key in pairs]
+    def _first_blocks(self, blocks: Iterable[KVCacheBlock]) -> dict[int, KVCacheBlock]:
+        """Of each host block that the tier may lack, and that the device has all of, the first one
+        of ``blocks``, by id of the last sub-block."""
+        found: dict[int, KVCacheBlock] = {}
+        previous: dict[_HostBlock, None] = {}
+        for block in blocks:
+            of_block = self._host_blocks[block.block_id]
+            if of_block is not previous:
+                for host_block in of_block:
+                    last = host_block.blocks[-1].block_id
+                    if last in self._unstored and last not in found and host_block.is_whole():
+                        found[last] = block
+                previous = of_block
+        return found
 
-    def _recorded(self, block_id: int) -> Collection[BlockHashWithGroupId]:
-        """Keys of the host blocks that a block is a part of."""
-        if self._groups.num_sub_blocks == 1:
-            key = self._keys[block_id]
-            return () if key is None else (key,)
-        return self._host_blocks.get(block_id, {}).keys()
+    def _parts(self, key: BlockHashWithGroupId, block: KVCacheBlock) -> Sequence[KVCacheBlock]:
+        """The blocks of the host block with ``key`` that ``block`` is a part of."""
+        of_block = self._host_blocks[block.block_id]
+        return next(each.blocks for each in of_block if each.keys[-1] == key and each.is_whole())
 
-    def _parts(self, block_id: int, key: BlockHashWithGroupId) -> Sequence[KVCacheBlock]:
-        """The blocks of the host block with ``key`` that this block is a part of."""
-        if self._groups.num_sub_blocks == 1:
-            return (self._device_pool.blocks[block_id],)
-        return self._host_blocks[block_id][key].blocks
+    def _join(self, block_ids: Iterable[int], host_block: _HostBlock) -> None:
+        """Note that these are the parts of ``host_block``."""
+        of, own = self._host_blocks, {host_block: None}
+        for block_id in block_ids:
+            others = of[block_id]
+            if not others:
+                of[block_id] = own
+            elif len(others) == 1:
+                of[block_id] = others | own
+            else:
+                others.update(own)
 
     def _on_not_stored(self, keys: Iterable[BlockHashWithGroupId]) -> None:
         """The tier does not have ``keys``, or no more."""
         shared: set[Any] = self._cached.keys() & keys
         for key in shared:
             for block in block_pool.blocks_with(self._device_pool, key):
-                if key in self._recorded(block.block_id):
-                    parts = self._parts(block.block_id, key)
-                    self._unstored.update([part.block_id for part in parts])
-
-    def _is_whole(self, block_id: int, key: BlockHashWithGroupId) -> bool:
-        """Whether the device still has all of a host block that this block is a part of."""
-        if self._groups.num_sub_blocks == 1:
-            return self._device_pool.blocks[block_id].block_hash == key
-        host_block = self._host_blocks[block_id][key]
-        recorded = [self._keys[block.block_id] for block in host_block.blocks]
-        return recorded == list(block_pool.keys_of(host_block.blocks)) == host_block.keys
-
-    def _join(self, blocks: Sequence[KVCacheBlock], keys: Sequence[BlockHashWithGroupId]) -> None:
-        """Note which of ``blocks`` have the contents of one host block."""
-        count = self._groups.num_sub_blocks
-        for start in range(0, len(blocks), count):
-            part = tuple(blocks[start : start + count])
-            if all(self._keys[b.block_id] == k for b, k in zip(part, keys[start:], strict=False)):
-                host_block = _HostBlock(list(keys[start : start + count]), part)
-                for block in part:
-                    of_block = self._host_blocks.setdefault(block.block_id, {})
-                    of_block[host_block.keys[-1]] = host_block
+                if self._keys[block.block_id] == key:
+                    self._unstored.add(block.block_id)
 
     def _add_payloads(
         self,
@@ -307,66 +294,56 @@ class DeviceContents:
     def _forget(self, block_ids: Sequence[int]) -> list[BlockHashWithGroupId]:
         """The device has let go of the contents of these blocks, in this order. Returns the keys of
         those that the tier may lack."""
-        unstored = self._unstored.intersection(block_ids)
-        self._unstored -= unstored
-        recorded = (key for block_id in unstored for key in self._recorded(block_id))
-        lacking = [key for key in recorded if key not in self._failed]
-        were_found = self._found.intersection(block_ids)
-        self._found -= were_found
-        others: Sequence[int] = block_ids
-        if were_found:
-            others = [block_id for block_id in block_ids if block_id not in were_found]
-            self._remove_copies([i for i in block_ids if i in were_found], found=True)
-        if others:
-            self._remove_copies(others, found=False)
         known = self._keys
-        for block_id in block_ids:
+        last_ids: Sequence[int] = block_ids
+        lost: Collection[int] = block_ids
+        if self._groups.num_sub_blocks > 1:
+            last_ids = self._split(block_ids)
+            lost = {*block_ids, *last_ids}
+        unstored = self._unstored.intersection(last_ids)
+        self._unstored -= unstored
+        lacking = [key for i in unstored if (key := known[i]) and key not in self._failed]
+        found = self._found.intersection(last_ids)
+        self._found.difference_update(lost)
+        keys: dict[bool, list[Any]] = {bool(found): [known[block_id] for block_id in last_ids]}
+        if 0 < len(found) < len(last_ids):
+            keys[True] = [known[block_id] for block_id in last_ids if block_id in found]
+            keys[False] = [known[block_id] for block_id in last_ids if block_id not in found]
+        for block_id in lost:
             known[block_id] = None
-        for block_id in block_ids if self._payloads else ():
+        for block_id in lost if self._payloads else ():
             self._payloads.pop(block_id, None)
+        for were_found, of_these in keys.items():
+            self._remove_copies(of_these, found=were_found)
         return lacking
 
-    def _remove_copies(self, block_ids: Iterable[int], *, found: bool) -> None:
-        keys: Iterable[Any]
-        if self._groups.num_sub_blocks == 1:
-            keys = [self._keys[block_id] for block_id in block_ids]
-        else:
-            keys = dict.fromkeys(key for block_id in block_ids for key in self._split(block_id))
-        if self._twins and (twins := self._twins.intersection(keys)):
-            kept = {key for key in twins if self._has_twin(key, found=found)}
-            self._twins -= twins - kept
-            keys = [key for key in keys if key not in kept]
-        if self._failed:
-            self._failed.difference_update(keys)
+    def _split(self, block_ids: Iterable[int]) -> list[int]:
+        """Forget the host blocks that these blocks are parts of. Returns the ids of their last
+        sub-blocks."""
+        of, last_ids = self._host_blocks, []
+        for block_id in block_ids:
+            for host_block in list(of[block_id]):
+                last_ids.append(host_block.blocks[-1].block_id)
+                for part in host_block.blocks:
+                    of[part.block_id].pop(host_block, None)
+        return last_ids
+
+    def _remove_copies(self, keys: Sequence[BlockHashWithGroupId], *, found: bool) -> None:
+        if not self._cached.keys().isdisjoint(keys):
+            keys = [key for key in keys if not self._has_twin(key, found=found)]
+        self._failed.difference_update(keys)
         self._tier.remove_copies(keys, found=found)
 
     def _has_twin(self, key: BlockHashWithGroupId, *, found: bool) -> bool:
-        """Whether the device has the contents of ``key`` in other blocks too. They count as
-        ``found`` if those were that it lets go of."""
+        """Whether the device has the contents of ``key`` in other blocks too: a request that finds
+        a whole prompt computes its last block again. They count as ``found`` if those were that it
+        lets go of."""
         for block in block_pool.blocks_with(self._device_pool, key):
-            if self._groups.num_sub_blocks == 1:
-                is_twin = self._keys[block.block_id] == key
-            else:
-                host_block = self._host_blocks.get(block.block_id, {}).get(key)
-                is_twin = host_block is not None and self._is_whole(block.block_id, key)
-                if host_block is not None and is_twin:
-                    for part in host_block.blocks:
-                        self._host_blocks.setdefault(part.block_id, {})[key] = host_block
-            if is_twin:
+            if self._keys[block.block_id] == key:
                 if found:
                     self._found.add(block.block_id)
                 return True
         return False
-
-    def _split(self, block_id: int) -> Iterable[BlockHashWithGroupId]:
-        """Forget the host blocks that a block is a part of. Returns their keys."""
-        host_blocks = self._host_blocks.pop(block_id, {})
-        for key, host_block in host_blocks.items():
-            for block in host_block.blocks:
-                of_block = self._host_blocks.get(block.block_id)
-                if of_block is not None and of_block.get(key) is host_block:
-                    del of_block[key]
-        return host_blocks
 
     def _count_dropped(self, keys: Sequence[BlockHashWithGroupId], reason: str) -> None:
         """Count contents that the device has lost and the tier lacks, unless another block has

@@ -2,8 +2,6 @@
 
 from typing import TYPE_CHECKING
 
-from vllm.v1.core.kv_cache_utils import KVCacheBlock
-
 if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_manager import KVCacheManager
     from vllm.v1.core.sched.output import SchedulerOutput
@@ -15,7 +13,7 @@ class NewlyAllocated:
 
     def __init__(self, kv_cache_manager: "KVCacheManager") -> None:
         self._managers = kv_cache_manager.coordinator.single_type_managers
-        self._blocks = kv_cache_manager.block_pool.blocks
+        self._null_id = kv_cache_manager.block_pool.null_block.block_id
         self._starting: dict[str, list[int]] = {}
         """By request that has not run since it got blocks: entries of its table in each group that
         have been seen."""
@@ -32,19 +30,20 @@ class NewlyAllocated:
         """Whether a step with the request has been scheduled since it got its first blocks."""
         return request_id not in self._starting
 
-    def on_step(self, scheduled: "SchedulerOutput") -> list[KVCacheBlock]:
-        """A step has been scheduled. Returns the blocks that it has added to tables, newly filled
-        or found; without null blocks."""
-        added: list[KVCacheBlock] = []
-        running, blocks = scheduled.scheduled_cached_reqs, self._blocks
+    def on_step(self, scheduled: "SchedulerOutput") -> list[int]:
+        """A step has been scheduled. Returns the ids of the blocks that it has added to tables,
+        newly filled or found; without null blocks."""
+        added: list[int] = []
+        running = scheduled.scheduled_cached_reqs
         for request_id, block_ids in zip(running.req_ids, running.new_block_ids, strict=True):
             if block_ids is not None and request_id not in self._starting:
-                added += [blocks[block_id] for of_group in block_ids for block_id in of_group]
+                for of_group in block_ids:
+                    added += of_group
         for request_id, num_seen in self._starting.items():
             for group, manager in enumerate(self._managers):
                 table = manager.req_to_blocks.get(request_id, ())
-                added += table[num_seen[group] :]
+                added += [block.block_id for block in table[num_seen[group] :]]
                 num_seen[group] = len(table)
         for request_id in self._starting.keys() & scheduled.num_scheduled_tokens.keys():
             del self._starting[request_id]
-        return [block for block in added if not block.is_null]
+        return [block_id for block_id in added if block_id != self._null_id]

@@ -115,6 +115,8 @@ class QueueWalk:
 
     def count_safe(self, limit: int) -> int:
         """Number of blocks at the front of the queue, up to ``limit``, that may be evicted now."""
+        if self.num_safe >= limit:
+            return limit
         blocks = list(block_pool.free_blocks_after(self._device_pool, None, limit))
         unsafe = {
             block.block_id
@@ -136,7 +138,7 @@ class QueueWalk:
         """Drop a reference to each block, last block first, as vLLM frees a request's. Blocks
         pinned from the queue return to their place in it."""
         pinned = self._pinned
-        if not pinned.isdisjoint([block.block_id for block in blocks]):
+        if pinned and not pinned.isdisjoint([block.block_id for block in blocks]):
             self._return([b for b in reversed(blocks) if b.block_id in pinned and b.ref_cnt == 1])
             pinned.difference_update([block.block_id for block in blocks])
             blocks = [block for block in blocks if block.ref_cnt > 0]
@@ -234,10 +236,11 @@ class QueueWalk:
             unsafe = list(chosen.values())[: len(chosen) - len(stored) // self._num_sub_blocks]
             self._passed.difference_update([block.block_id for block in unsafe])
         if self._num_sub_blocks > 1:
-            # Parts of further host blocks, which are not stored: the walk will meet them again.
-            shared = {block.block_id for block in stored if self._contents.choose([block])}
-            self._passed -= shared
-            stored = [block for block in stored if block.block_id not in shared]
+            # Parts of further host blocks: the walk will meet them again.
+            self._passed.difference_update(
+                [b.block_id for b in stored if self._contents.is_shared(b)]
+            )
+            stored = [block for block in stored if not self._contents.is_shared(block)]
         ids = [block.block_id for block in stored if block.ref_cnt == 1]  # from the queue
         self._passed.update(ids)
         self._pinned.update(ids)

@@ -2,7 +2,7 @@
 
 from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from vllm.utils.math_utils import cdiv
 from vllm.v1.core.block_pool import BlockPool
@@ -184,12 +184,11 @@ class StorePolicy:
         """Whether a request that would load ``num_blocks`` device blocks should ask again in the
         next step, because others that only the device has would leave."""
         wanted = num_blocks + self._promised + self._limits.per_step
-        if request_id not in self._waiting and self._walk.num_safe < wanted:
-            wanted = min(wanted, self._device_pool.get_num_free_blocks())
-            if self._walk.count_safe(wanted) < wanted:
-                self._waiting[request_id] = _Waiting(num_blocks)
-                self._demand += num_blocks
-                return True
+        wanted = min(wanted, self._device_pool.get_num_free_blocks())
+        if request_id not in self._waiting and self._walk.count_safe(wanted) < wanted:
+            self._waiting[request_id] = _Waiting(num_blocks)
+            self._demand += num_blocks
+            return True
         self._promised += num_blocks
         return False
 
@@ -214,9 +213,9 @@ class StorePolicy:
         step's stores start."""
         # First what the device has lost: a store must not evict it from the tier as a copy.
         self._contents.find_reset(self._walk.drop_reason)
-        if blocks := self._newly_allocated.on_step(scheduled):
-            self._contents.on_allocated(blocks, self._walk.drop_reason)
-            self._walk.on_allocated([block.block_id for block in blocks])
+        if block_ids := self._newly_allocated.on_step(scheduled):
+            self._contents.on_allocated(block_ids, self._walk.drop_reason)
+            self._walk.on_allocated(block_ids)
         ended, self._ended = self._ended, []
         for each in ended:
             self._store_rest(each)
@@ -311,11 +310,11 @@ class StorePolicy:
         """Keys of ``blocks``, the sub-blocks of a request's host blocks ``first`` to ``stop``:
         vLLM's own objects, which are faster to compare, if each block of a chain has one."""
         if group in self._groups.chained_ids:
-            keys = [key for key in block_pool.keys_of(blocks) if key is not None]
+            keys: list[Any] = list(block_pool.keys_of(blocks))
             last = self._groups.key_at(
                 request.block_hashes, group, stop * self._groups.block_sizes[group]
             )
-            if len(keys) == len(blocks) and keys[-1] == last:
+            if keys[-1] == last and all(keys):
                 return keys
         return self._groups.sub_block_keys(request.block_hashes, group, first, stop)
 
@@ -381,7 +380,8 @@ class StorePolicy:
         evicting what the walk has passed or the request's ``own``."""
         chosen = self._contents.choose(blocks)
         if chosen:
-            self._contents.plan(chosen, _Either(self._walk.passed_keys, own))
+            passed = self._walk.passed_keys
+            self._contents.plan(chosen, _Either(passed, own) if own else passed)
 
     def _unhashed(self, request: "Request") -> list[_Unhashed]:
         """Blocks that vLLM will not hash any more, and will allocate first: blocks completed by

@@ -177,7 +177,7 @@ def keys_of(blocks: Iterable[KVCacheBlock]) -> Iterator[Key | None]:
 def cached(pool: BlockPool) -> Mapping[bytes, Any]:
     """By key, the block that holds it; a dict of blocks by id where several do. Changes with the
     pool, until the pool is reset as a whole."""
-    return cast(Mapping[bytes, Any], pool.cached_block_hash_to_block._cache)
+    return cast("Mapping[bytes, Any]", pool.cached_block_hash_to_block._cache)
 
 
 def find_blocks(pool: BlockPool, keys: Iterable[bytes]) -> list[KVCacheBlock | None]:

@@ -12,7 +12,7 @@ from simple_offload.metadata import StepMetadata
 from simple_offload.scheduler.event_payload import payloads_of_host_block
 from simple_offload.scheduler.loads import Loads, _Load
 from simple_offload.scheduler.manager import OffloadScheduler
-from simple_offload.scheduler.policy.device_contents import DeviceContents
+from simple_offload.scheduler.policy.device_contents import DeviceContents, _HostBlock
 from simple_offload.scheduler.policy.store_policy import StorePolicy
 from simple_offload.scheduler.tier import block_pool
 from simple_offload.scheduler.tier.cpu_tier import CpuTier
@@ -264,19 +264,17 @@ def number_slots_by_the_host_block(slots: Any, self: CpuTier, blocks: Any) -> li
     return [block.block_id + count - 1 + place for block in blocks for place in range(count)]
 
 
-@mutation(DeviceContents, "_is_whole", SUB_BLOCKS)
-def store_a_host_block_that_lacks_a_sub_block(
-    is_whole: Any, self: DeviceContents, block_id: int, key: Any
-) -> bool:
+@mutation(_HostBlock, "is_whole", SUB_BLOCKS)
+def store_a_host_block_that_lacks_a_sub_block(is_whole: Any, self: Any) -> bool:
     return True
 
 
 @store_a_host_block_that_lacks_a_sub_block.also(DeviceContents, "_split")
-def forget_no_host_block(split: Any, self: DeviceContents, block_id: int) -> Any:
-    before = {i: dict(of_block) for i, of_block in self._host_blocks.items()}
-    keys = split(self, block_id)
-    self._host_blocks.update({i: before[i] for i in before if i != block_id})
-    return keys
+def forget_it_with_its_last_sub_block(split: Any, self: DeviceContents, block_ids: Any) -> Any:
+    before = [dict(of_block) for of_block in self._host_blocks]
+    last_ids = split(self, block_ids)
+    self._host_blocks = before
+    return [last for last in last_ids if last in block_ids]
 
 
 def _first_hashes(groups: Groups, hashes: Any) -> Any:
