@@ -90,13 +90,10 @@ WAYS: Mapping[str, Way] = {
     "make bench-scheduler ARGS=--parts cost --contenders ours,ours-128,builtin": Run(
         r"loaded +131,072 ", output="--out"
     ),
-    "make bench-scheduler ARGS=--parts cost --contenders ours-lazy,builtin-lazy,ours,builtin": Run(
-        r"conversations +256 ", output="--out"
-    ),
     "make bench-scheduler ARGS=--parts footprint --contenders ours,ours-128,builtin": Run(
         r"4,000,000", output="--out"
     ),
-    "make bench-scheduler ARGS=--parts traces --traces conversation_trace.jsonl": Elsewhere(
+    "make bench-scheduler ARGS=--parts traces --traces …": Elsewhere(
         "tests/examples/test_traces.py::test_a_run_reports_its_replays"
     ),
     "make bench-scheduler ARGS=--parts hits": Run(r"hit rate", output="--out"),
