@@ -85,6 +85,12 @@ def watch_copies(
     segments.get_new_blocks = watched
 
 
+def pretend_overload(scheduler: OffloadScheduler) -> None:
+    """Let the tier believe that requests want new contents only after it has lost them."""
+    reuse: Any = scheduler.tier._segments._reuse
+    reuse._is_worth_keeping = lambda: True
+
+
 def runs_of(scheduler: OffloadScheduler, store_id: int) -> list[Run]:
     """The runs of a store in flight."""
     return scheduler._stores._in_flight[store_id].runs

@@ -8,6 +8,7 @@ from typing import Any
 from vllm.v1.request import RequestStatus
 
 from simple_offload.backends.base import Direction
+from tests.simulation import integrity
 from tests.simulation.groups import PLAIN
 from tests.simulation.identity import NUM_TOKENS
 from tests.simulation.runner import Violation
@@ -95,7 +96,8 @@ POLICY: dict[str, Any] = {
 }
 # A few blocks, or more than a batch that is recorded at once.
 ANSWERS: dict[str, Any] = {"max_answer_tokens": (12, 12, 12, 12, 48)}
-OPTIONS = ENGINE | TRAFFIC | FAULTS | POLICY | ANSWERS
+OVERLOAD: dict[str, Any] = {"overload": (False, False, True)}
+OPTIONS = ENGINE | TRAFFIC | FAULTS | POLICY | ANSWERS | OVERLOAD
 
 
 @dataclass(frozen=True)
@@ -133,6 +135,8 @@ class Script:
     faults: Faults = field(default_factory=Faults)
     stretch: int = 1
     """Factor of the prompts' lengths."""
+    overload: bool = False
+    """Whether the tier sees an overload all the time. Few prompts do not show one."""
 
     @classmethod
     def draw(cls, seed: int) -> "Script":
@@ -163,6 +167,7 @@ class Script:
             script = script.with_model(**rng.choice(DRAWN_ENGINES))
         script = script._with_runner(random.Random(f"{seed}: runner"))
         script = script.varied(**_draw(random.Random(f"{seed}: answers"), ANSWERS))
+        script = script.varied(**_draw(random.Random(f"{seed}: overload"), OVERLOAD))
         return script.with_sub_blocks(random.Random(f"{seed}: parts").choice([1, 1, 2, 4]))
 
     def varied(self, **changes: Any) -> "Script":
@@ -258,6 +263,8 @@ class Play:
         self.script = script
         self.world = make_world(script.shape)
         self.world.promises_no_loss = script.promises_no_loss and self.world.is_ours
+        if script.overload and self.world.is_ours:
+            integrity.pretend_overload(self.world.connector.scheduler)
         for rank in self.world.ranks:
             rank.device.estimate = lambda copy: self._chance(script.announcements)
         self._rng = random.Random(script.seed)
