@@ -221,6 +221,15 @@ def test_a_part_of_a_cycle_that_is_too_long_for_the_tier_stays() -> None:
     assert sum(take_turns(tier, "mnopqrstuvwx", 24)) >= 24
 
 
+def test_requests_that_are_sent_twice_do_not_hide_an_overload() -> None:
+    tier = make_tier(48)
+    for turn in range(24):
+        take_turns(tier, "abcdefghijkl", 1)
+        for _ in range(2):
+            serve(tier, chr(ord("A") + turn) * 4)
+    assert sum(take_turns(tier, "abcdefghijkl", 1)) >= 16
+
+
 def test_contents_that_come_back_soon_stay_after_an_overload() -> None:
     tier = make_tier(48)
     take_turns(tier, "abcdefghijkl", 16)

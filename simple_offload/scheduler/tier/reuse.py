@@ -10,7 +10,7 @@ MAX_AGE = 8
 """Tierfuls that a sample is followed. Requests change, and no tier has much of a longer cycle."""
 MIN_HITS = 16
 """Fewer prove nothing: a request wants all contents of its prompt at once."""
-MARGIN = 1.25
+MARGIN = 1.5
 """Holding contents for long must bring so much more. If this decision is wrong, hits are lost where
 requests come back soon."""
 TRIAL, TRIAL_PERIOD = 0.25, 4.236
@@ -81,23 +81,21 @@ class Reuse:
         self._keeps_old = self._is_worth_keeping()
 
     def _is_worth_keeping(self) -> bool:
-        """Whether holding new contents for more than a tierful brings more hits by block and time
-        than holding them for less. The greatest such rate is their Gittins index ("Bandit
-        processes and dynamic allocation indices", J. R. Stat. Soc. B 41(2), 1979)."""
-        now = self._clock
+        """Whether holding new contents for some time beyond a tierful brings more hits by block and
+        time than a tierful does (compare Gittins, "Bandit processes and dynamic allocation
+        indices", J. R. Stat. Soc. B 41(2), 1979)."""
+        now, tierful = self._clock, self._num_blocks
         times = sorted(
             (now - each.since, False) if each.gap is None else (each.gap, True)
             for each in self._samples
         )
+        num_hits = sum(is_hit for time, is_hit in times if time <= tierful)
+        least = MARGIN * num_hits / max(1, sum(min(time, tierful) for time, _ in times))
         held = hits = before = 0
-        short = long = 0.0
         for place, (time, is_hit) in enumerate(times):
             held += (time - before) * (len(times) - place)
             before = time
             hits += is_hit
-            rate = hits / max(1, held)
-            if time <= self._num_blocks:
-                short = max(short, rate)
-            elif hits >= MIN_HITS:
-                long = max(long, rate)
-        return long > MARGIN * short
+            if time > tierful and hits >= MIN_HITS and hits > least * held:
+                return True
+        return False
