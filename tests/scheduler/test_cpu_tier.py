@@ -212,13 +212,13 @@ def take_turns(tier: CpuTier, agents: str, num_turns: int) -> list[int]:
 
 def test_a_part_of_a_cycle_that_is_too_long_for_the_tier_stays() -> None:
     """By last use, all blocks would leave before their turn. Whole chains stay. When the agents
-    are others, the tier lets go of the first ones."""
+    are others, trials replace all of the first ones."""
     tier = make_tier(48)
     assert sum(take_turns(tier, "abcdefghijkl", 2)) == 0
     loaded = take_turns(tier, "abcdefghijkl", 16)
     assert sum(loaded) >= 24
     assert loaded.count(8) >= 2
-    assert sum(take_turns(tier, "mnopqrstuvwx", 24)) >= 24
+    assert sum(take_turns(tier, "mnopqrstuvwx", 16)) >= 32
 
 
 def test_requests_that_are_sent_twice_do_not_hide_an_overload() -> None:

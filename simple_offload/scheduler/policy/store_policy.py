@@ -99,10 +99,10 @@ class StorePolicy:
     the device has.
 
     A walk along the queue stores those (``queue_walk.py``). While the tier has empty blocks, they
-    are stored as they fill up, beside their request's compute. So they are if fewer blocks are free
-    than should be safe: those that running requests give up might be evicted before the walk meets
-    them. A load may take more blocks in one step than are safe: its request is told to ask again
-    until stores have made room.
+    are stored as they fill up, beside their request's compute. The same happens if fewer blocks are
+    free than should be safe: the device might evict what running requests give up before the walk
+    meets it. A load may take more blocks in one step than are safe: its request is told to ask
+    again until stores have made room.
     """
 
     def __init__(
