@@ -113,8 +113,8 @@ STORED = _series(
 SKIPPED = _series(
     "skipped_blocks_total",
     "counter",
-    "Blocks that needed no store.",
-    {"reason": ("already_stored", "below_threshold")},
+    "Blocks that needed no store, or were not worth one.",
+    {"reason": ("already_stored", "below_threshold", "overload")},
 )
 DROPPED = _series(
     "dropped_blocks_total",

@@ -188,54 +188,6 @@ def test_half_of_the_tier_is_protected_and_less_with_every_ten_evictions() -> No
     assert protected(tier) == {"a", "ab", "abc", "abcd", "t"}
 
 
-def serve(tier: CpuTier, chain: str) -> int:
-    """A request loads what the tier has of a chain, and computes the rest. The device lets go of it
-    at once. Returns how many blocks it has loaded."""
-    pins = tier.lookup(hashes(chain), 0, 100).pins
-    tier.pin(pins)
-    get_on_device(tier, chain)
-    tier.unpin(pins)
-    if lacking := [name for name in prefixes(chain) if name not in contents(tier)]:
-        commit(tier, tier.allocate(len(lacking)), lacking, on_device=True)
-    let_go(tier, chain[: len(pins)], found=True)
-    let_go(tier, chain)
-    return len(pins)
-
-
-def take_turns(tier: CpuTier, agents: str, num_turns: int) -> list[int]:
-    """Agents with eight blocks each take turns. Returns what each has loaded in its last one."""
-    for _ in range(num_turns - 1):
-        for agent in agents:
-            serve(tier, agent * 8)
-    return [serve(tier, agent * 8) for agent in agents]
-
-
-def test_a_part_of_a_cycle_that_is_too_long_for_the_tier_stays() -> None:
-    """By last use, all blocks would leave before their turn. Whole chains stay. When the agents
-    are others, trials replace all of the first ones."""
-    tier = make_tier(48)
-    assert sum(take_turns(tier, "abcdefghijkl", 2)) == 0
-    loaded = take_turns(tier, "abcdefghijkl", 16)
-    assert sum(loaded) >= 24
-    assert loaded.count(8) >= 2
-    assert sum(take_turns(tier, "mnopqrstuvwx", 16)) >= 32
-
-
-def test_requests_that_are_sent_twice_do_not_hide_an_overload() -> None:
-    tier = make_tier(48)
-    for turn in range(24):
-        take_turns(tier, "abcdefghijkl", 1)
-        for _ in range(2):
-            serve(tier, chr(ord("A") + turn) * 4)
-    assert sum(take_turns(tier, "abcdefghijkl", 1)) >= 16
-
-
-def test_contents_that_come_back_soon_stay_after_an_overload() -> None:
-    tier = make_tier(48)
-    take_turns(tier, "abcdefghijkl", 16)
-    assert take_turns(tier, "mnop", 8) == [8] * 4
-
-
 # Making room
 
 

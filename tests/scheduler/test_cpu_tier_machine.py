@@ -12,7 +12,6 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from vllm.v1.core.kv_cache_utils import KVCacheBlock
 
 from simple_offload.scheduler.tier import segments
-from simple_offload.scheduler.tier.reuse import Reuse
 from tests.scheduler.tiers import (
     BLOCK_SIZE,
     block,
@@ -32,7 +31,7 @@ from tests.simulation.integrity import check_tier, pool_of
 _NUM_BLOCKS = 7
 _MOST_BLOCKS = 12
 _CONSTANTS: dict[str, Any] = dict(COPIES_SHARE=0.3, PROTECTED_SHARE=0.5, EVICTIONS_PER_RETURN=3)
-_PROBATION, _PROTECTED, _PASSING, _COPY = range(4)
+_PROBATION, _PROTECTED, _COPY = range(3)
 _INDICES = st.integers(0, 99)
 chains = st.sampled_from(["aaaaa", "aaabb", "abbbb", "abba", "aab", "bbb", "bb", "ba", "a"])
 starts = st.sampled_from([0, 0, 1, 2, 3])
@@ -50,22 +49,15 @@ class Tier(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.new = _PROBATION
-        """The segment of contents that no request has found."""
-        passes = property(lambda _: self.new == _PASSING)
-        self.patches = [
-            patch.multiple(segments, **_CONSTANTS),
-            patch.object(Reuse, "lets_new_pass", passes),
-        ]
-        for each in self.patches:
-            each.start()
+        self.patch = patch.multiple(segments, **_CONSTANTS)
+        self.patch.start()
         self.tier = make_tier(_NUM_BLOCKS)
         self.num_blocks = _NUM_BLOCKS
         self.kept: dict[str, KVCacheBlock] = {}
         """The blocks that can be found."""
         self.segment: dict[str, int] = {}
         """Of these blocks, pinned or free."""
-        self.queues: list[list[str]] = [[], [], [], []]
+        self.queues: list[list[str]] = [[], [], []]
         """By segment, the free ones, the next to leave first."""
         self.references: Counter[int] = Counter()
         self.stores: list[_Store] = []
@@ -117,7 +109,7 @@ class Tier(RuleBasedStateMachine):
         if on_device:
             self.move([*new], _COPY)
         else:
-            self.move([*reversed(new)], self.new)
+            self.move([*reversed(new)], _PROBATION)
 
     @rule(chain=chains, num_on_device=starts)
     def find(self, chain: str, num_on_device: int) -> None:
@@ -166,13 +158,8 @@ class Tier(RuleBasedStateMachine):
         lost = prefixes(chain)[start:][::-1]
         self.tier.remove_copies([key(name) for name in lost], found=found)
         lost = [name for name in self.present(lost) if self.segment[name] == _COPY]
-        self.move(lost, _PROTECTED if found else self.new)
+        self.move(lost, _PROTECTED if found else _PROBATION)
         self.enforce_limit()
-
-    @rule(passes=st.booleans())
-    def let_new_pass(self, passes: bool) -> None:
-        """An overload begins or ends."""
-        self.new = _PASSING if passes else _PROBATION
 
     @rule()
     def remove_all_copies(self) -> None:
@@ -236,7 +223,7 @@ class Tier(RuleBasedStateMachine):
         num_copies = [*self.segment.values()].count(_COPY)
         num_excess = max(0, num_copies - int(_CONSTANTS["COPIES_SHARE"] * self.num_blocks))
         lost: list[str] = []
-        rest = [(each, count) for each in (_PASSING, _PROBATION, _PROTECTED, _COPY)]
+        rest = [(each, count) for each in (_PROBATION, _PROTECTED, _COPY)]
         for segment, most in ((_COPY, num_excess), *rest):
             front = self.queues[segment][: min(most, count - len(lost))]
             left = list(takewhile(lambda name: name not in keep, front))
@@ -264,7 +251,7 @@ class Tier(RuleBasedStateMachine):
     def check_queues(self) -> None:
         probation, *others = self.queues
         assert queues(self.tier) == [[""] * self.num_empty + probation, *others]
-        for segment in range(4):
+        for segment in range(3):
             expected = {name for name, of in self.segment.items() if of == segment}
             assert in_segment(self.tier, segment) == expected
 
@@ -290,8 +277,7 @@ class Tier(RuleBasedStateMachine):
         assert self.tier.num_free == self.num_blocks
         assert len(self.tier.allocate(self.num_blocks)) == self.num_blocks
         check_tier(self.tier)
-        for patched in self.patches:
-            patched.stop()
+        self.patch.stop()
 
 
 TestTier = Tier.TestCase

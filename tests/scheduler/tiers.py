@@ -132,7 +132,7 @@ def contents(tier: CpuTier, group: int = 0) -> set[str]:
 
 def queues(tier: CpuTier) -> list[list[str]]:
     """Names of the free blocks, the next to leave first: empty ones and those on probation, the
-    protected ones, passing ones, and copies."""
+    protected ones, and copies."""
     return [names(queue.get_all_free_blocks()) for queue in tier._segments._queues]
 
 
@@ -162,7 +162,7 @@ def protected(tier: CpuTier) -> set[str]:
 
 def copies(tier: CpuTier) -> set[str]:
     """Names of the copies."""
-    return in_segment(tier, 3)
+    return in_segment(tier, 2)
 
 
 def leave(tier: CpuTier) -> list[str]:

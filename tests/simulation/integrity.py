@@ -85,9 +85,16 @@ def watch_copies(
     segments.get_new_blocks = watched
 
 
+def skipped(scheduler: OffloadScheduler) -> dict[int, BlockHashWithGroupId]:
+    """By id of a (last sub-) block, the key of contents that are stored only if a request finds
+    them."""
+    contents = scheduler._policy._contents
+    return {i: key for i in contents._skipped if (key := contents._keys[i]) is not None}
+
+
 def pretend_overload(scheduler: OffloadScheduler) -> None:
-    """Let the tier believe that requests want new contents only after it has lost them."""
-    reuse: Any = scheduler.tier._segments._reuse
+    """Let the policy believe that requests want new contents only after the tier has lost them."""
+    reuse: Any = scheduler._policy._reuse
     reuse._is_worth_keeping = lambda: True
 
 

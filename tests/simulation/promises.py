@@ -13,6 +13,7 @@ from vllm.v1.request import Request
 
 from simple_offload.scheduler.manager import OffloadScheduler
 from simple_offload.scheduler.tier.run import Run
+from tests.simulation import integrity
 
 Keys = Collection[BlockHashWithGroupId]
 
@@ -114,6 +115,52 @@ class TailsFirst:
         if parent is not None and self._on_device.get_one_block(parent) is None:
             self._headless.add(key)
         return self._evict(block)
+
+
+class FoundOnDevice:
+    """Skipped contents are stored after all if a request finds them. Watched with host blocks of
+    one device block, and in a tier that is larger than the device."""
+
+    def __init__(self, scheduler: OffloadScheduler, host_pool: BlockPool) -> None:
+        self.num_evicted = 0
+        """Blocks with such contents that the device evicted."""
+        self._num_lost = 0
+        """Those that the tier neither had nor got."""
+        self._scheduler = scheduler
+        self._host_pool = host_pool
+        device_pool: Any = scheduler._device_pool
+        self._device_pool = device_pool
+        self._found: set[BlockHashWithGroupId] = set()
+        allocated, evict = scheduler.update_state_after_alloc, device_pool._maybe_evict_cached_block
+
+        def watch_allocation(request: Any, blocks: Any, *arguments: Any) -> None:
+            if scheduler.groups.num_sub_blocks == 1:
+                skipped = integrity.skipped(scheduler)
+                table = [block for of_group in blocks.blocks for block in of_group]
+                keys = [b.block_hash for b in table if b.block_hash == skipped.get(b.block_id)]
+                self._found.update(key for key in keys if key is not None)
+            allocated(request, blocks, *arguments)
+
+        def watch_device(block: KVCacheBlock) -> Any:
+            key, answer = block.block_hash, evict(block)
+            if key in self._found and not has_key(device_pool, key):
+                self._found.discard(key)
+                self._on_evicted(key)
+            return answer
+
+        watched: Any = scheduler
+        watched.update_state_after_alloc = watch_allocation
+        device_pool._maybe_evict_cached_block = watch_device
+
+    def check(self) -> None:
+        """Few exceptions: a load may take blocks whose stores are late."""
+        limit = 3 + self.num_evicted // 10
+        assert self._num_lost <= limit, f"{self._num_lost} blocks were found, and never stored"
+
+    def _on_evicted(self, key: BlockHashWithGroupId) -> None:
+        if len(self._host_pool.blocks) > len(self._device_pool.blocks):
+            self.num_evicted += 1
+            self._num_lost += not self._scheduler._stores.has(key)
 
 
 def check_copies(copies: Iterable[Keys], device_pool: BlockPool) -> None:

@@ -136,7 +136,7 @@ class Script:
     stretch: int = 1
     """Factor of the prompts' lengths."""
     overload: bool = False
-    """Whether the tier sees an overload all the time. Few prompts do not show one."""
+    """Whether the policy sees an overload all the time. Few prompts do not show one."""
 
     @classmethod
     def draw(cls, seed: int) -> "Script":
@@ -262,7 +262,8 @@ class Play:
     def __init__(self, script: Script, make_world: Callable[[Shape], World] = World) -> None:
         self.script = script
         self.world = make_world(script.shape)
-        self.world.promises_no_loss = script.promises_no_loss and self.world.is_ours
+        self.world.keeps_up = script.promises_no_loss and self.world.is_ours
+        self.world.promises_no_loss = self.world.keeps_up
         if script.overload and self.world.is_ours:
             integrity.pretend_overload(self.world.connector.scheduler)
         for rank in self.world.ranks:

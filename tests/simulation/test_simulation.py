@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from tests.simulation.groups import MODELS, PLAIN
-from tests.simulation.mutations.situations import DELAYED_LOADS, EVICTIONS
+from tests.simulation.mutations.situations import DELAYED_LOADS, EVICTIONS, OVERLOAD
 from tests.simulation.runner import Violation
 from tests.simulation.script import DRAWN_ENGINES, DRAWN_MODELS, OPTIONS, Faults, Play, Script, play
 from tests.simulation.shape import Shape
@@ -97,14 +97,26 @@ def test_sub_blocks(model: dict[str, Any], num_sub_blocks: int) -> None:
     assert min(begun, ended) > 0
 
 
+@pytest.mark.parametrize("overload", [False, True])
 @pytest.mark.parametrize("lazy", [None, True, False])
-def test_no_block_leaves_both_caches(lazy: bool | None) -> None:
-    """Stores are in time while copies are fast and the tier has room."""
+def test_no_block_leaves_both_caches(lazy: bool | None, overload: bool) -> None:
+    """Stores are in time while copies are fast and the tier has empty blocks."""
     num_evicted = 0
     for seed in range(400, 404):
-        play = Play(EVICTIONS[lazy](Script.draw(seed)))
+        play = Play(EVICTIONS[lazy](Script.draw(seed)).varied(overload=overload))
         play.run()
         num_evicted += play.world.num_evicted
+    assert num_evicted > 50
+
+
+@pytest.mark.parametrize("lazy", [None, True, False])
+def test_in_an_overload_what_requests_find_is_stored(lazy: bool | None) -> None:
+    """Also what was skipped when it was computed (``promises.FoundOnDevice``)."""
+    num_evicted = 0
+    for seed in range(400, 404):
+        play = Play(OVERLOAD(Script.draw(seed).with_sub_blocks(1)).varied(lazy=lazy))
+        play.run()
+        num_evicted += play.world.found.num_evicted
     assert num_evicted > 50
 
 

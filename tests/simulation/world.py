@@ -115,6 +115,8 @@ class World:
         self.promises_no_loss = False
         """Whether stores must be in time: nothing fails, and the tier has had room for all blocks
         so far."""
+        self.keeps_up = False
+        """Whether copies are fast, and nothing fails or is reset."""
         self.num_evicted = 0
         """Blocks that the device evicted while that was promised and enough blocks were free."""
         self._ever: list[Request] = []
@@ -129,6 +131,7 @@ class World:
             )
             integrity.watch_copies(scheduler, self._check_copies)
             self._tails = promises.TailsFirst(scheduler, self.host_pool)
+            self.found = promises.FoundOnDevice(scheduler, self.host_pool)
         self._reset_stores: set[int] = set()
         self._aggregator = KVOutputAggregator(shape.num_ranks)
         self._open_steps: deque[_Step] = deque()
@@ -563,6 +566,8 @@ class World:
         assert not dropped or self._failures.any_again, "blocks have left after one failed load"
         if self.is_ours:
             self._tails.check()
+        if self.is_ours and self.keeps_up:
+            self.found.check()
 
     def check_finished(self, request_id: str) -> None:
         """Raise AssertionError unless the answer is the one without a host tier: all of it, or a

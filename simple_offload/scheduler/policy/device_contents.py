@@ -10,6 +10,7 @@ from vllm.v1.core.kv_cache_utils import BlockHashWithGroupId, KVCacheBlock
 from simple_offload import metrics
 from simple_offload.scheduler.event_payload import payloads_of_host_block
 from simple_offload.scheduler.policy.admission import Admission
+from simple_offload.scheduler.policy.reuse import Reuse
 from simple_offload.scheduler.stores import Stores
 from simple_offload.scheduler.tier import block_pool
 from simple_offload.scheduler.tier.cpu_tier import CpuTier
@@ -47,6 +48,7 @@ class DeviceContents:
         groups: Groups,
         stores: Stores,
         admission: Admission,
+        reuse: Reuse,
         device_pool: BlockPool,
         meter: metrics.Meter,
         wants_events: bool,
@@ -55,14 +57,15 @@ class DeviceContents:
         self._groups = groups
         self._stores = stores
         self._admission = admission
+        self._reuse = reuse
         self._device_pool = device_pool
         self._meter = meter
         self._wants_events = wants_events
         self._keys: list[BlockHashWithGroupId | None] = [None] * len(device_pool.blocks)
         """By block id, the recorded key of its contents."""
         self._unstored: set[int] = set()
-        """Ids of the (last sub-) blocks with contents that the tier may lack; it has, or gets, all
-        others."""
+        """Ids of the (last sub-) blocks with contents that are to be stored. The tier may have them
+        all the same."""
         self._cached = block_pool.cached(device_pool)
         """The device's prefix cache, by key."""
         self._found: set[int] = set()
@@ -71,16 +74,16 @@ class DeviceContents:
         """By block id, the host blocks that it is a part of, if those have several sub-blocks:
         chains that fork inside a host block share device blocks. Most parts of a host block share
         one dict."""
-        self._failed: set[BlockHashWithGroupId] = set()
-        """Keys of host blocks whose store has failed, until the device lets go of the contents or a
-        request finds them."""
+        self._skipped: set[int] = set()
+        """Ids of the (last sub-) blocks with contents that are not to be stored unless a request
+        finds them."""
         self._payloads: dict[int, PayloadsByKey] = {}
         """By id of a (last sub-) block, if KV events are wanted: it may outlive its request."""
         tier.on_removed(self._on_not_stored)
 
     @property
     def are_stored(self) -> bool:
-        """Whether the tier has, or gets, all contents."""
+        """Whether the tier has, or gets, all contents that are to be stored."""
         return not self._unstored
 
     def find_reset(self, reason: str) -> None:
@@ -110,20 +113,27 @@ class DeviceContents:
         found = {i: key for i in block_ids if (key := known[i]) is not None}
         if found:
             self._found.update(found)
-            self._failed.difference_update(found.values())  # worth another try
-            self._tier.add_copies(list(dict.fromkeys(found.values())))
+            wanted = self._skipped.intersection(found)
+            self._skipped -= wanted
+            self._unstored |= wanted
+            keys = list(dict.fromkeys(found.values()))
+            self._reuse.on_wanted(keys)
+            self._tier.add_copies(keys)
 
     def record(
         self,
         blocks: Sequence[KVCacheBlock],
         keys: Sequence[BlockHashWithGroupId],
         request: "Request",
+        *,
+        stores: bool,
     ) -> None:
         """Record the contents of ``blocks`` of ``request``, all sub-blocks of whole host blocks, as
-        ``keys``. Host blocks are left out if vLLM does not find all sub-blocks by their keys."""
+        ``keys``. Host blocks are left out if vLLM does not find all sub-blocks by their keys.
+        ``stores``: whether to store what the tier lacks."""
         known, count = self._keys, self._groups.num_sub_blocks
         ids = [block.block_id for block in blocks]
-        new, new_keys = blocks, keys
+        new_blocks, new_keys = blocks, keys
         recorded = [known[block_id] for block_id in ids]
         current = list(block_pool.keys_of(blocks))
         if any(recorded) or current != keys:
@@ -134,37 +144,39 @@ class DeviceContents:
                 and current[end - count : end] == keys[end - count : end]
                 for place in range(end - count, end)
             ]
-            new, new_keys = [blocks[i] for i in places], [keys[i] for i in places]
+            new_blocks, new_keys = [blocks[i] for i in places], [keys[i] for i in places]
             ids = [ids[i] for i in places]
         for block_id, key in zip(ids, new_keys, strict=True):
             known[block_id] = key
         if count > 1:
             for start in range(0, len(ids), count):
                 part = slice(start, start + count)
-                self._join(ids[part], _HostBlock(new[part], new_keys[part]))
+                self._join(ids[part], _HostBlock(new_blocks[part], new_keys[part]))
             ids, new_keys = ids[count - 1 :: count], new_keys[count - 1 :: count]
         if self._wants_events:
             self._add_payloads(blocks, keys, request)
+        self._reuse.on_wanted(new_keys)
         # What the tier has was loaded, or computed again.
         lacking = self._tier.add_copies(new_keys)
         self._meter.add(metrics.SKIPPED, len(ids) - len(lacking), "already_stored")
+        if not stores:
+            self._meter.add(metrics.SKIPPED, len(lacking), "overload")
+        new = self._unstored if stores else self._skipped
         if len(lacking) == len(ids):
-            self._unstored.update(ids)
+            new.update(ids)
         elif not lacking:
             self._found.update(ids)
         else:
             absent = set(lacking)
             for block_id, key in zip(ids, new_keys, strict=True):
-                (self._unstored if key in absent else self._found).add(block_id)
+                (new if key in absent else self._found).add(block_id)
 
     def on_store_failed(self, blocks: Sequence[KVCacheBlock]) -> None:
         """The contents of ``blocks``, all sub-blocks of whole host blocks, are not to be stored
         again until a request finds them."""
         count = self._groups.num_sub_blocks
-        keys = [self._keys[block.block_id] for block in blocks[count - 1 :: count]]
-        failed = [key for key in keys if key is not None]
-        self._failed.update(failed)
-        self._on_not_stored(failed)
+        last_ids = [block.block_id for block in blocks[count - 1 :: count]]
+        self._skipped.update([block_id for block_id in last_ids if self._keys[block_id]])
 
     def choose(self, blocks: Sequence[KVCacheBlock]) -> dict[BlockHashWithGroupId, KVCacheBlock]:
         """Contents among ``blocks`` that are to be stored, and that the tier neither has nor gets:
@@ -190,9 +202,9 @@ class DeviceContents:
                     chosen.setdefault(key, block)
                 else:
                     unstored.discard(block_id)
-        if self._failed or self._admission.threshold > 1:
+        if self._admission.threshold > 1:
             for key in absent:
-                if key in self._failed or not self._admission.admits(key):
+                if not self._admission.admits(key):
                     del chosen[key]
         return chosen
 
@@ -228,7 +240,7 @@ class DeviceContents:
         self._unstored.clear()
         self._found.clear()
         self._host_blocks = [{}] * len(self._keys)
-        self._failed.clear()
+        self._skipped.clear()
         self._payloads.clear()
 
     # Details
@@ -302,9 +314,10 @@ class DeviceContents:
             lost = {*block_ids, *last_ids}
         unstored = self._unstored.intersection(last_ids)
         self._unstored -= unstored
-        lacking = [key for i in unstored if (key := known[i]) and key not in self._failed]
+        lacking = [key for i in unstored if (key := known[i]) is not None]
         found = self._found.intersection(last_ids)
         self._found.difference_update(lost)
+        self._skipped.difference_update(lost)
         keys: dict[bool, list[Any]] = {bool(found): [known[block_id] for block_id in last_ids]}
         if 0 < len(found) < len(last_ids):
             keys[True] = [known[block_id] for block_id in last_ids if block_id in found]
@@ -331,7 +344,8 @@ class DeviceContents:
     def _remove_copies(self, keys: Sequence[BlockHashWithGroupId], *, found: bool) -> None:
         if not self._cached.keys().isdisjoint(keys):
             keys = [key for key in keys if not self._has_twin(key, found=found)]
-        self._failed.difference_update(keys)
+        if keys:
+            self._reuse.on_let_go(len(keys), None if found else keys[len(keys) // 2])
         self._tier.remove_copies(keys, found=found)
 
     def _has_twin(self, key: BlockHashWithGroupId, *, found: bool) -> bool:

@@ -16,6 +16,7 @@ from simple_offload.scheduler.policy.device_contents import DeviceContents
 from simple_offload.scheduler.policy.newly_allocated import NewlyAllocated
 from simple_offload.scheduler.policy.pacing import Batches, Pacer
 from simple_offload.scheduler.policy.queue_walk import QueueWalk, StepLimits
+from simple_offload.scheduler.policy.reuse import Reuse
 from simple_offload.scheduler.stores import Stores
 from simple_offload.scheduler.tier import block_pool
 from simple_offload.scheduler.tier.cpu_tier import CpuTier
@@ -60,6 +61,8 @@ class _Progress:
     """Recorded blocks that have been stored ahead of time, or need not be."""
     loads: bool
     """Whether the tier fills blocks of it before it runs."""
+    stores: bool
+    """Whether to store what it computes."""
     own: set[BlockHashWithGroupId] = field(default_factory=set)
     """Keys of its blocks, for a tier that has no copies: they must not make room for its rest."""
 
@@ -132,8 +135,16 @@ class StorePolicy:
         self._device_pool: BlockPool = kv_cache_manager.block_pool
         num_device_blocks = len(self._device_pool.blocks)
         self._admission = Admission(config.store_threshold, max(MIN_COUNTED, 2 * num_device_blocks))
+        self._reuse = Reuse(tier)
         self._contents = DeviceContents(
-            tier, groups, stores, self._admission, self._device_pool, meter, wants_events
+            tier,
+            groups,
+            stores,
+            self._admission,
+            self._reuse,
+            self._device_pool,
+            meter,
+            wants_events,
         )
         self._progress: dict[str, _Progress] = {}
         self._behind: dict[str, _Progress] = {}
@@ -199,7 +210,8 @@ class StorePolicy:
         zeros = [0] * len(self._managers)
         request_id = request.request_id
         self._waiting.pop(request_id, None)
-        self._progress[request_id] = _Progress(request, zeros.copy(), zeros, loads)
+        stores = self._reuse.admits_next()
+        self._progress[request_id] = _Progress(request, zeros.copy(), zeros, loads, stores)
         self._newly_allocated.on_allocated(request_id)
         self._behind.pop(request_id, None)
         self._pacer.add(request_id)
@@ -254,7 +266,8 @@ class StorePolicy:
         self._record(progress)  # the last step's output may have given a block its hash
         self._behind.pop(request_id, None)
         self._has_news = self._stores_early
-        unhashed, at_risk = self._unhashed(request), self._at_risk(progress)
+        unhashed = self._unhashed(request) if progress.stores else []
+        at_risk = self._at_risk(progress)
         held = [block for each in reversed(unhashed) for block in reversed(each.blocks)]
         held += at_risk
         if held or not self._tier.has_copies:
@@ -298,7 +311,7 @@ class StorePolicy:
                     blocks = [
                         (found or block) if block.is_null else block for block, found in pairs
                     ]
-                self._contents.record(blocks, keys, request)
+                self._contents.record(blocks, keys, request, stores=progress.stores)
                 if not self._tier.has_copies:
                     progress.own.update(keys[num_sub_blocks - 1 :: num_sub_blocks])
                 progress.num_recorded[group] = stop
@@ -325,16 +338,17 @@ class StorePolicy:
             if progress is not None:
                 self._admission.count(progress.request)
                 self._record(progress)  # what it has found must not make room
-                blocks = [self._record_state(progress.request, state) for state in of_request]
+                blocks = [self._record_state(progress, state) for state in of_request]
                 if self._num_to_store():
                     self._plan(blocks, progress.own)
                 progress.own.update([key for key in block_pool.keys_of(blocks) if key is not None])
 
-    def _record_state(self, request: "Request", state: BoundaryState) -> KVCacheBlock:
+    def _record_state(self, progress: _Progress, state: BoundaryState) -> KVCacheBlock:
+        request = progress.request
         block = self._device_pool.blocks[state.block_id]
         if state.group in self._groups.ids:
             key = self._groups.key_at(request.block_hashes, state.group, state.num_tokens)
-            self._contents.record([block], [key], request)
+            self._contents.record([block], [key], request, stores=progress.stores)
         return block
 
     # Storing blocks of requests that run or have ended

@@ -211,7 +211,6 @@ class CpuTier:
         requests that find or recompute them. Their blocks in the tier become copies, and the first
         to leave. A tier without copies makes them the most recently used instead. Returns the keys
         that no block holds."""
-        self._segments.on_wanted(keys)
         blocks: list[Any] = block_pool.find_blocks(self._pool, keys)
         lacking: list[BlockHashWithGroupId] = []
         if not all(blocks):  # "None in" would call __eq__ of each block

@@ -10,7 +10,6 @@ from vllm.v1.core.kv_cache_utils import (
 )
 
 from simple_offload.scheduler.tier import block_pool
-from simple_offload.scheduler.tier.reuse import Reuse
 
 COPIES_SHARE = 3 / 16
 """Share of the tier's blocks that may hold copies although others need room. Each copy that leaves
@@ -21,7 +20,7 @@ PROTECTED_SHARE = 0.5
 EVICTIONS_PER_RETURN = 10
 """After this many evictions one protected block returns to probation."""
 
-_PROBATION, _PROTECTED, _PASSING, _COPY = range(4)
+_PROBATION, _PROTECTED, _COPY = range(3)
 
 
 class _EveryKey(Container[BlockHashWithGroupId]):
@@ -32,10 +31,10 @@ class _EveryKey(Container[BlockHashWithGroupId]):
 
 
 class Segments:
-    """The tier's free blocks in four queues. Each block with contents belongs to one of them,
+    """The tier's free blocks in three queues. Each block with contents belongs to one of them,
     also while it is pinned and in none::
 
-        empty, then probation     protected     passing     copies
+        empty, then probation     protected     copies
 
     **Copies** hold what the device has too. Those beyond ``COPIES_SHARE`` leave first, from the
     front of their queue: the device will let go of their blocks last. The others hold contents that
@@ -44,8 +43,7 @@ class Segments:
     Computer 27(3), 1994): contents that a request has found are **protected** and leave after those
     on **probation**. So they stay while many contents pass through that are used once. Beyond a
     limit, and with evictions, the least recently used protected blocks return to probation, so
-    what is never found again leaves in the end. In an overload (``reuse.py``) new contents are
-    **passing**: they leave before all that only the tier has.
+    what is never found again leaves in the end.
 
     The device lets go of a prefix tail first, and the head was found whenever the tail was. So the
     tail leaves the tier before the head, without which it could not be found.
@@ -55,9 +53,7 @@ class Segments:
         self._pool = pool
         self._protected = FreeKVCacheBlockQueue([])
         self._copies = FreeKVCacheBlockQueue([])
-        passing = FreeKVCacheBlockQueue([])
-        self._queues = (pool.free_block_queue, self._protected, passing, self._copies)
-        self._reuse = Reuse()
+        self._queues = (pool.free_block_queue, self._protected, self._copies)
         self._num_evicted = 0
         """Evictions since a block last returned to probation for them."""
         self._of = bytearray()
@@ -71,7 +67,6 @@ class Segments:
         num_blocks = len(self._pool.blocks)
         self._of.extend(bytes(num_blocks - len(self._of)))
         num_blocks -= 1  # vLLM's null block
-        self._reuse.resize(num_blocks)
         self._max_protected = int(PROTECTED_SHARE * num_blocks)
         self.max_copies = int(COPIES_SHARE * num_blocks)
         """Copies that need not make room for others."""
@@ -86,7 +81,7 @@ class Segments:
     def add(self, blocks: Sequence[KVCacheBlock], *, copies: bool) -> None:
         """Drop the last reference to blocks that have just been filled, parents before children.
         ``copies``: the device has their contents too, and will let go of them soon."""
-        of, segment = self._of, _COPY if copies else self._of_new
+        of, segment = self._of, _COPY if copies else _PROBATION
         for block in blocks:
             block.ref_cnt = 0
             of[block.block_id] = segment
@@ -115,7 +110,7 @@ class Segments:
     def remove_copies(self, blocks: Iterable[KVCacheBlock], *, found: bool) -> None:
         """The device has let go of the contents of ``blocks``, in this order. ``found``: requests
         had found them."""
-        of, segment = self._of, _PROTECTED if found else self._of_new
+        of, segment = self._of, _PROTECTED if found else _PROBATION
         free: list[KVCacheBlock] = []
         for block in blocks:
             if of[block.block_id] == _COPY:
@@ -143,15 +138,10 @@ class Segments:
         self._forget(blocks)
         self._pool.free_block_queue.prepend_n(free)
 
-    def on_wanted(self, keys: Iterable[BlockHashWithGroupId | None]) -> None:
-        """Requests want contents with ``keys``, whether the tier has them or not."""
-        self._reuse.on_wanted(keys)
-
     # References
 
     def pin(self, blocks: Iterable[KVCacheBlock]) -> None:
         """Add a reference to each block. A request has found their contents."""
-        self._reuse.on_wanted(block_pool.keys_of(blocks))
         of = self._of
         free: list[KVCacheBlock] = []
         counts = [0] * len(self._queues)
@@ -161,7 +151,7 @@ class Segments:
                 free.append(block)
                 counts[segment] += 1
             block.ref_cnt += 1
-            if segment in (_PROBATION, _PASSING):
+            if segment == _PROBATION:
                 of[block.block_id] = _PROTECTED
         self._take_out(free, counts)
 
@@ -219,7 +209,7 @@ class Segments:
 
         evict(pool.free_block_queue, limit, _EveryKey())
         evict(copies, self.num_copies - self.max_copies, keep)
-        for segment in (_PASSING, _PROBATION, _PROTECTED, _COPY):
+        for segment in (_PROBATION, _PROTECTED, _COPY):
             evict(self._queues[segment], limit, keep)
         count, self._num_evicted = divmod(
             self._num_evicted + len(keys[False]), EVICTIONS_PER_RETURN
@@ -229,18 +219,10 @@ class Segments:
 
     # Details
 
-    @property
-    def _of_new(self) -> int:
-        """The segment of contents that no request has found."""
-        return _PASSING if self._reuse.lets_new_pass else _PROBATION
-
     def _enter(self, blocks: list[KVCacheBlock], segment: int) -> None:
         """Append free blocks to the queue of ``segment``. Nothing else has their contents."""
         self._queues[segment].append_n(blocks)
         self._enforce_limit()
-        if blocks:
-            key = blocks[len(blocks) // 2].block_hash if segment != _PROTECTED else None
-            self._reuse.on_entered(len(blocks), key)
 
     def _count(self, blocks: Iterable[KVCacheBlock]) -> list[int]:
         """By segment, how many of ``blocks`` belong to it."""

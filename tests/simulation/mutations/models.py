@@ -97,11 +97,11 @@ def _state_groups(coordinator: KVCacheCoordinator) -> list[int]:
 
 @mutation(StorePolicy, "_record_state", INNER_HITS)
 def store_the_original_of_a_copied_state(
-    record: Any, self: StorePolicy, request: Any, state: Any
+    record: Any, self: StorePolicy, progress: Any, state: Any
 ) -> Any:
     """vLLM copies a state to keep it from inside a block. The request goes on with the original,
     which this step changes."""
-    size = self._groups.block_sizes[state.group]
+    request, size = progress.request, self._groups.block_sizes[state.group]
     key = self._groups.key_at(request.block_hashes, state.group, state.num_tokens)
     if state.num_tokens % size and not self._stores.has(key):
         table = self._managers[state.group].req_to_blocks[request.request_id]
@@ -109,7 +109,7 @@ def store_the_original_of_a_copied_state(
         run.num_tokens = [state.num_tokens]
         run.payloads = [payloads_of_host_block(self._groups, key, (), state.num_tokens, request)]
         self._stores.plan(run, (), self._device_pool)
-    return record(self, request, state)
+    return record(self, progress, state)
 
 
 @mutation(CpuTier, "commit", INNER_HITS)

@@ -8,6 +8,7 @@ from simple_offload.scheduler.policy.admission import Admission
 from simple_offload.scheduler.policy.device_contents import DeviceContents
 from simple_offload.scheduler.policy.newly_allocated import NewlyAllocated
 from simple_offload.scheduler.policy.queue_walk import QueueWalk
+from simple_offload.scheduler.policy.reuse import Reuse
 from simple_offload.scheduler.policy.store_policy import StorePolicy
 from simple_offload.scheduler.stores import Stores
 from simple_offload.scheduler.tier.cpu_tier import CpuTier
@@ -20,6 +21,8 @@ from tests.simulation.mutations.situations import (
     FULL_DEVICE,
     INNER_HITS,
     LAZILY_AND_QUICKLY,
+    OVERLOAD,
+    OVERLOAD_WITH_ROOM,
     RESETS,
 )
 
@@ -107,6 +110,19 @@ def count_a_request_in_each_step(count: Any, self: Admission, request: Any) -> N
     count(self, request)
 
 
+@mutation(Reuse, "admits_next", OVERLOAD_WITH_ROOM)
+def admit_few_requests_although_blocks_are_empty(admits_next: Any, self: Reuse) -> bool:
+    return not self._keeps_old
+
+
+@mutation(DeviceContents, "on_allocated", OVERLOAD)
+def never_store_what_was_skipped(on_allocated: Any, self: DeviceContents, *arguments: Any) -> None:
+    """Even if a request has found it."""
+    with patch.object(self, "_skipped", set()):
+        on_allocated(self, *arguments)
+    self._skipped.intersection_update([i for i in self._skipped if self._keys[i] is not None])
+
+
 # KV events
 
 say_nothing_of_evictions = always(KVEvents, "_on_removed", None)
@@ -152,10 +168,10 @@ def give_a_block_the_payload_of_its_parent(
 
 @mutation(DeviceContents, "record", EVICTIONS[True])
 def keep_the_payload_of_the_contents_before(
-    record: Any, self: DeviceContents, *arguments: Any
+    record: Any, self: DeviceContents, *arguments: Any, **options: Any
 ) -> None:
     before = dict(self._payloads)
-    record(self, *arguments)
+    record(self, *arguments, **options)
     self._payloads.update(before)
 
 

@@ -138,6 +138,16 @@ EVICTIONS = {
 """The device has many free blocks, and evicts blocks all the same. The tier has room for all. By
 ``lazy``."""
 
+OVERLOAD_WITH_ROOM = replace(EVICTIONS[None], changes=EVICTIONS[None].changes | {"overload": True})
+"""The same in an overload."""
+
+OVERLOAD = replace(
+    OVERLOAD_WITH_ROOM,
+    device_blocks=40,
+    changes=OVERLOAD_WITH_ROOM.changes | {"num_host_blocks": 60, "num_requests": 100},
+)
+"""The tier is full, and few requests are stored."""
+
 COPIES = Situation(
     _ONE_CHAIN,
     device_blocks=30,

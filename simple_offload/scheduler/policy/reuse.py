@@ -1,8 +1,11 @@
-"""Reuse: whether new contents are wanted again while the tier has them."""
+"""Reuse: whether requests want new contents again while the tier has them."""
 
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass
+from random import Random
+
+from simple_offload.scheduler.tier.cpu_tier import CpuTier
 
 SAMPLES_PER_TIERFUL = 32
 """Prompts are long, so more samples would be more of the same requests."""
@@ -13,10 +16,9 @@ MIN_HITS = 16
 MARGIN = 1.5
 """Holding contents for long must bring so much more. If this decision is wrong, hits are lost where
 requests come back soon."""
-TRIAL, TRIAL_PERIOD = 0.25, 4.236
-"""Tierfuls: while new contents pass, they stay for one trial in each period. So what nothing wants
-any more leaves in the end. The period is the golden ratio cubed: each trial meets other requests of
-a cycle."""
+ADMITTED_SHARE = 1 / 16
+"""Share of the requests whose new contents are stored in an overload. They displace what nothing
+wants any more. The choice is random, so that it differs from turn to turn."""
 
 
 @dataclass(slots=True, eq=False)
@@ -28,34 +30,31 @@ class _Sample:
 
 
 class Reuse:
-    """Follows samples of new contents until a request wants them again, whether the tier still has
-    them or not. Time is counted in blocks that enter the tier; as many as the tier has are a
-    tierful, for which contents stay by the order of last use.
+    """Follows samples of new contents until a request wants them again, whether the tier has them
+    or not. Time is counted in blocks that the device lets go of. If all of these are stored, and
+    leave in the order of last use, each stays for a tierful.
 
-    Mostly requests come back soon, so that this order serves best. If prompts come in turns, and
+    Mostly requests come back sooner, so that this order serves best. If prompts come in turns, and
     all of them together are too much for the tier, each leaves before its turn. Then a tier that
-    keeps a part of the contents finds that part (Qureshi et al., "Adaptive insertion policies for
-    high performance caching", ISCA 2007).
+    keeps what it has finds a part of them. So few requests are stored (bimodal insertion: Qureshi
+    et al., "Adaptive insertion policies for high performance caching", ISCA 2007).
     """
 
-    def __init__(self) -> None:
-        self._num_blocks = 1
+    def __init__(self, tier: CpuTier) -> None:
+        self._tier = tier
         self._clock = 0
         self._samples: deque[_Sample] = deque()
         """Oldest first."""
         self._waiting: dict[bytes, _Sample] = {}
         """Those that no request has wanted again so far, by key."""
         self._keeps_old = False
+        self._random = Random(0)
 
-    def resize(self, num_blocks: int) -> None:
-        """The tier has ``num_blocks`` blocks."""
-        self._num_blocks = max(1, num_blocks)
-
-    @property
-    def lets_new_pass(self) -> bool:
-        """Whether new contents are to leave before those that the tier has."""
-        tierfuls = self._clock / self._num_blocks
-        return self._keeps_old and tierfuls % TRIAL_PERIOD >= TRIAL
+    def admits_next(self) -> bool:
+        """Whether to store what the next request computes."""
+        if not self._keeps_old or self._tier.num_empty:
+            return True
+        return self._random.random() < ADMITTED_SHARE
 
     def on_wanted(self, keys: Iterable[bytes | None]) -> None:
         """Requests want contents with ``keys``."""
@@ -64,11 +63,11 @@ class Reuse:
             sample = self._waiting.pop(key)
             sample.gap = self._clock - sample.since
 
-    def on_entered(self, num_blocks: int, key: bytes | None) -> None:
-        """``num_blocks`` blocks have contents that nothing else has any more. ``key``: of one of
-        them, if no request has found these contents."""
+    def on_let_go(self, num_blocks: int, key: bytes | None) -> None:
+        """The device has let go of the contents of ``num_blocks`` blocks. ``key``: of one of them,
+        if no request has found these contents."""
         self._clock += num_blocks
-        samples, now, tierful = self._samples, self._clock, self._num_blocks
+        samples, now, tierful = self._samples, self._clock, self._tierful
         is_due = not samples or now >= samples[-1].since + tierful / SAMPLES_PER_TIERFUL
         if key is None or key in self._waiting or not is_due:
             return
@@ -80,11 +79,15 @@ class Reuse:
                 del self._waiting[oldest.key]
         self._keeps_old = self._is_worth_keeping()
 
+    @property
+    def _tierful(self) -> int:
+        return max(1, self._tier.num_blocks - 1)  # without vLLM's null block
+
     def _is_worth_keeping(self) -> bool:
         """Whether holding new contents for some time beyond a tierful brings more hits by block and
         time than a tierful does (compare Gittins, "Bandit processes and dynamic allocation
         indices", J. R. Stat. Soc. B 41(2), 1979)."""
-        now, tierful = self._clock, self._num_blocks
+        now, tierful = self._clock, self._tierful
         times = sorted(
             (now - each.since, False) if each.gap is None else (each.gap, True)
             for each in self._samples
