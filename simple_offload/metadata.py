@@ -49,11 +49,11 @@ class Transfer:
         count = len(device_blocks)
         if count != len(host_blocks):
             raise ValueError(f"{count} device blocks paired with {len(host_blocks)} host blocks")
-        device, host = _as_array(device_blocks), _as_array(host_blocks)
+        device, host = as_array(device_blocks), as_array(host_blocks)
         return cls(transfer_id, device, host, request_id, after_compute)
 
 
-def _as_array(ids: Sequence[int]) -> BlockIds:
+def as_array(ids: Sequence[int]) -> BlockIds:
     """As ``np.array``, writable too, in a third of the time for thousands of ids."""
     return np.frombuffer(bytearray(struct.pack(f"{len(ids)}q", *ids)), np.int64)
 

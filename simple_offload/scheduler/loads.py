@@ -42,6 +42,8 @@ class _Load:
     device_ids: list[int]
     slots: list[int]
     """By device block, the slot of the host sub-block that it is copied from."""
+    transfer: Transfer | None = None
+    """Once it is in flight."""
     admitted: bool = False
     """Every rank has announced it: vLLM may schedule compute that reads its blocks."""
     orphaned: bool = False
@@ -99,6 +101,9 @@ class Loads:
         self._hits: dict[str, _PinnedHit] = {}
         self._planned: list[_Load] = []
         self._in_flight: dict[int, _Load] = {}
+        self._arrived: dict[str, list[KVCacheBlock]] = {}
+        """By request, host blocks that it has loaded. vLLM does not find them on the device before
+        the request runs."""
         self._newly_admitted: list[int] = []
         self._unlucky: set[str] = set()
         """Requests with a failed load, which are offered no other. vLLM may wait for its blocks
@@ -160,6 +165,7 @@ class Loads:
         """The request has ended. Blocks of a load under way stay pinned."""
         self.unpin_hit(request_id)
         self._unlucky.discard(request_id)
+        self._tier.unpin(self._arrived.pop(request_id, ()))
         for load in chain(self._planned, self._in_flight.values()):
             if load.request_id == request_id:
                 load.orphaned = True
@@ -217,6 +223,11 @@ class Loads:
         self._planned.append(load)
         self._meter.add(metrics.HIT_TOKENS, num_external_tokens)
 
+    def on_step(self, request_ids: Iterable[str]) -> None:
+        """These requests run in the step that is being scheduled."""
+        for request_id in self._arrived.keys() & request_ids:
+            self._tier.unpin_loaded(self._arrived.pop(request_id))
+
     def submit(self, in_use: Callable[[Sequence[int]], bool]) -> list[Transfer]:
         """The planned loads as transfers, in flight from now on. ``in_use``: whether queued
         compute may still touch one of the device blocks with these ids."""
@@ -224,15 +235,14 @@ class Loads:
         for load in self._planned:
             transfer_id = self._ledger.begin()
             self._in_flight[transfer_id] = load
-            transfers.append(
-                Transfer.pairing(
-                    transfer_id,
-                    load.device_ids,
-                    load.slots,
-                    load.request_id,
-                    after_compute=in_use(load.device_ids),
-                )
+            load.transfer = Transfer.pairing(
+                transfer_id,
+                load.device_ids,
+                load.slots,
+                load.request_id,
+                after_compute=in_use(load.device_ids),
             )
+            transfers.append(load.transfer)
         self._planned.clear()
         return transfers
 
@@ -253,30 +263,39 @@ class Loads:
         admitted, self._newly_admitted = self._newly_admitted, []
         return admitted
 
-    def on_failed(self, transfer_ids: Iterable[int]) -> None:
+    def on_failed(self, transfer_ids: Iterable[int]) -> list[str]:
         """Loads have failed on some rank, though others may still be copying. Their requests,
         which look again next, are offered no other load; their host blocks leave the tier if an
-        earlier load of them failed too (``CpuTier.doubt``)."""
+        earlier load of them failed too (``CpuTier.doubt``). Returns the ids of these requests."""
+        requests = []
         for transfer_id in transfer_ids:
             if (load := self._in_flight.get(transfer_id)) is not None:
                 blocks = self._tier.blocks_at(load.slots)
                 self._tier.doubt(blocks, transfer_id, self._ledger.next_id)
                 if not load.orphaned:
                     self._unlucky.add(load.request_id)
+                    requests.append(load.request_id)
+        return requests
 
-    def on_ended(self, ended: Ended, device_pool: BlockPool) -> bool:
-        """Release the blocks of a load; False if ``ended`` is not a load."""
+    def on_ended(self, ended: Ended, device_pool: BlockPool) -> Transfer | None:
+        """Release the blocks of a load, and return its transfer; None if ``ended`` is not a
+        load."""
         load = self._in_flight.pop(ended.id, None)
         if load is None:
-            return False
+            return None
         self._meter.add(metrics.LOADS, 1, "sync" if load.admitted else "async")
         if ended.ok:
             self._meter.add(metrics.LOADED, self._tier.num_blocks_at(load.slots))
             if self._tier.has_doubts:
                 self._tier.trust(self._tier.blocks_at(load.slots))
-        self._tier.unpin(load.pins)
+        if ended.ok and not load.orphaned:
+            # A request that was preempted before it ran may have loaded twice.
+            self._tier.unpin(self._arrived.pop(load.request_id, ()))
+            self._arrived[load.request_id] = load.pins
+        else:
+            self._tier.unpin(load.pins)
         block_pool.free_blocks(device_pool, reversed(load.held))
-        return True
+        return load.transfer
 
     def frees_device_blocks(self) -> bool:
         """Whether the end of a load in flight would return a device block to the pool."""

@@ -63,6 +63,8 @@ class OffloadScheduler:
             require_sub_blocks_possible(config, kv_cache_config, self.block_size)
         self._chunk_sizes = chunk_sizes(kv_cache_config)
         self.switched_off = False
+        self._num_on_device: dict[str, int] = {}
+        """By request without blocks, its tokens that the device had at the last lookup."""
         self._ranks = Ranks.from_config(vllm_config.parallel_config)
         self._capacities: dict[str, RankCapacity] = {}
         """By rank, its last report."""
@@ -114,6 +116,7 @@ class OffloadScheduler:
     ) -> tuple[int | None, bool]:
         """Tokens that the tier has beyond those on the device, and whether they are loaded
         between steps. Pins their blocks. None: vLLM should ask again in the next step."""
+        self._num_on_device[request.request_id] = num_computed_tokens
         skip = self.switched_off or request.skip_reading_prefix_cache
         if skip or not self._can_extend(num_computed_tokens):
             self._loads.unpin_hit(request.request_id)
@@ -134,10 +137,11 @@ class OffloadScheduler:
         """Plan the load of an accepted hit into the request's new device blocks."""
         # A request comes here again when its load has ended, with the blocks that it got before.
         starts = num_external_tokens > 0 or request.num_computed_tokens == 0
+        num_on_device = self._num_on_device.pop(request.request_id, 0)
         if starts and not self.switched_off:
             if not request.skip_reading_prefix_cache:
                 self._meter.add(metrics.LOOKUPS, 1, "hit" if num_external_tokens > 0 else "miss")
-            self._policy.on_allocated(request, loads=num_external_tokens > 0)
+            self._policy.on_allocated(request, num_on_device, num_external_tokens)
         if num_external_tokens > 0:
             self._free_unread(request, num_external_tokens)
             self._loads.plan(request, blocks.blocks, num_external_tokens, self._device_pool)
@@ -147,6 +151,7 @@ class OffloadScheduler:
     def build_connector_meta(self, scheduler_output: "SchedulerOutput") -> StepMetadata:
         """The transfers that start with this step."""
         self._policy.on_states(_boundary_states(scheduler_output))
+        self._loads.on_step(scheduler_output.num_scheduled_tokens)
         self._policy.on_step(scheduler_output)
         # Zeroing of new blocks is queued with this step: loads come after it.
         zeroed = scheduler_output.new_block_ids_to_zero or ()
@@ -176,11 +181,15 @@ class OffloadScheduler:
     def _on_report(self, report: WorkerReport) -> None:
         if report.capacities:
             self._on_capacities(report.capacities)
-        self._loads.on_failed(report.failed)
+        for request_id in self._loads.on_failed(report.failed):
+            self._policy.on_load_failed(request_id)
         for ended in self._ledger.on_report(report):
-            is_load = self._loads.on_ended(ended, self._device_pool)
-            if not is_load and (device_blocks := self._stores.on_ended(ended)) is not None:
-                self._policy.on_store_ended(device_blocks, ok=ended.ok)
+            load = self._loads.on_ended(ended, self._device_pool)
+            is_load = load is not None
+            if load is not None and ended.ok:
+                self._policy.on_load_ended(load)
+            if not is_load and (store := self._stores.on_ended(ended)) is not None:
+                self._policy.on_store_ended(*store, ok=ended.ok)
             if not ended.ok:
                 consequence = (
                     "its request recomputes or fails, as kv_load_failure_policy says"
@@ -200,6 +209,7 @@ class OffloadScheduler:
     def request_finished(self, request: "Request") -> tuple[bool, dict[str, Any] | None]:
         """Store the rest of a request that ends. vLLM may free its blocks right away: transfers
         have references to the blocks that they need; until vLLM knows of a load, it keeps them."""
+        self._num_on_device.pop(request.request_id, None)
         self._loads.on_request_finished(request.request_id)
         loading = self._loads.is_loading(request.request_id)
         self._policy.on_request_finished(request, loading=loading)
@@ -241,7 +251,7 @@ class OffloadScheduler:
         """Drop all contents of the tier, and those on their way there. Transfers in flight go on;
         their blocks stay pinned until then."""
         self._policy.on_reset()
-        self._policy.on_store_ended(self._stores.reset(), ok=True)
+        self._policy.on_store_ended(self._stores.reset(), None, ok=True)
         self.tier.reset()
         return True
 

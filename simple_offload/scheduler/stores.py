@@ -26,6 +26,8 @@ class _Store:
     keys: set[BlockHashWithGroupId] = field(default_factory=set)
     """Empty once the store is cancelled. Dropped as a whole: to remove thousands of keys from a
     set takes as long as to add them."""
+    transfer: Transfer | None = None
+    """Once it is in flight."""
     cancelled: bool = False
 
     def add(self, run: Run) -> None:
@@ -114,18 +116,17 @@ class Stores:
         store, self._planned = self._planned, _Store()
         transfer_id = self._ledger.begin()
         self._in_flight[transfer_id] = store
-        return [
-            Transfer.pairing(
-                transfer_id,
-                [block.block_id for block in store.device_blocks],
-                self._tier.slots(store.host_blocks),
-            )
-        ]
+        store.transfer = Transfer.pairing(
+            transfer_id,
+            [block.block_id for block in store.device_blocks],
+            self._tier.slots(store.host_blocks),
+        )
+        return [store.transfer]
 
-    def on_ended(self, ended: Ended) -> Sequence[KVCacheBlock] | None:
+    def on_ended(self, ended: Ended) -> tuple[Sequence[KVCacheBlock], Transfer | None] | None:
         """Commit a store that succeeded on every rank, or release its host blocks. Returns its
-        device blocks, in order, whose references are the caller's now; None if ``ended`` is not a
-        store."""
+        device blocks, in order, whose references are the caller's now, and its transfer if it was
+        committed; None if ``ended`` is not a store."""
         store = self._in_flight.pop(ended.id, None)
         if store is None:
             return None
@@ -141,7 +142,8 @@ class Stores:
             self._meter.add(metrics.DROPPED, len(store.host_blocks), "copy_failed")
         elif store.cancelled:
             self._meter.add(metrics.DROPPED, len(store.host_blocks), "reset")
-        return store.device_blocks
+        is_kept = ended.ok and not store.cancelled
+        return store.device_blocks, store.transfer if is_kept else None
 
     def reset(self) -> Sequence[KVCacheBlock]:
         """Drop the planned store, and commit no store that is in flight: its blocks stay pinned

@@ -47,9 +47,10 @@ def test_a_prompt_stored_and_loaded(drive: MakeDriver, num_ranks: int) -> None:
     assert counted(metrics.FAILED) == counted(metrics.DROPPED) == counted(metrics.EVICTED) == 0
 
 
-def test_blocks_in_the_tier_are_skipped(drive: MakeDriver) -> None:
+@pytest.mark.parametrize("kv_events", [False, True])
+def test_blocks_in_the_tier_are_skipped(drive: MakeDriver, kv_events: bool) -> None:
     """Blocks that the device got once more: loaded, or computed again."""
-    driver, counted = make_driver(drive)
+    driver, counted = make_driver(drive, kv_events=kv_events)
     driver.serve("r", THREE)
     driver.serve("s", THREE)  # the device still has all but the last
     assert counted(metrics.SKIPPED) == 1

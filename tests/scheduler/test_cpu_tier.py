@@ -3,6 +3,7 @@
 import gc
 from collections.abc import Iterator
 
+import numpy as np
 import pytest
 from vllm.v1.core.kv_cache_utils import KVCacheBlock
 
@@ -15,13 +16,17 @@ from tests.scheduler.tiers import (
     commit,
     contents,
     copies,
+    get,
     hashes,
+    ids,
     key,
     leave,
     make_tier,
     names,
     prefixes,
     protected,
+    queues,
+    segments_of,
     store,
 )
 from tests.simulation.integrity import check_tier, groups_of, pool_of
@@ -39,15 +44,19 @@ def find(tier: CpuTier, *chains: str) -> None:
 def get_on_device(tier: CpuTier, chain: str) -> int:
     """The device gets a chain. Returns how many of its blocks the tier has too."""
     keys = [key(name) for name in prefixes(chain)]
-    lacking = tier.add_copies(keys)
-    assert set(lacking) == tier.absent(keys)
+    found = tier.add_copies(keys)
+    assert found in ([], [get(tier, each) for each in keys])
     check_tier(tier)
-    return len(keys) - len(lacking)
+    assert any(found) == bool(found)
+    return len(keys) - found.count(None) if found else 0
 
 
-def let_go(tier: CpuTier, chain: str, *, found: bool = False) -> None:
+def let_go(tier: CpuTier, chain: str) -> None:
     """The device lets go of a chain, tail first."""
-    tier.remove_copies([key(name) for name in reversed(prefixes(chain))], found=found)
+    kept = [name for name in reversed(prefixes(chain)) if name in contents(tier)]
+    before = queues(tier), segments_of(tier)
+    tier.on_let_go(ids(tier, *kept))
+    assert before == (queues(tier), segments_of(tier))  # the order does not matter yet
     check_tier(tier)
 
 
@@ -111,26 +120,223 @@ def test_what_the_device_lets_go_of_becomes_the_most_recently_used(found: bool) 
     store(tier, "ab", on_device=True)
     store(tier, "xy", "pq")
     find(tier, "xy")
-    let_go(tier, "abcd", found=found)
-    let_go(tier, "pq", found=True)  # was no copy
+    if found:
+        tier.on_copies_found(ids(tier, "a", "ab", "p"))
+    let_go(tier, "abcd")
+    let_go(tier, "pq")  # was no copy
     assert copies(tier) == set()
     assert protected(tier) == {"x", "xy", *(["a", "ab"] if found else [])}
     last = ["xy", "x", "ab", "a"] if found else ["ab", "a", "xy", "x"]
     assert leave(tier) == ["pq", "p", *last]
 
 
-def test_a_pinned_block_changes_its_segment_too() -> None:
+def test_what_the_device_lets_go_of_twice_is_as_recent_as_the_second_time() -> None:
+    """It has got it again meanwhile, and so a request has found it."""
+    tier = make_tier(8)
+    store(tier, "ab", "xy", "pq", on_device=True)
+    for chain in ("ab", "xy"):
+        let_go(tier, chain)
+    assert get_on_device(tier, "a") == 1
+    for chain in ("pq", "a"):
+        let_go(tier, chain)
+    assert copies(tier) == set()
+    assert queues(tier)[:2] == [["", "", "ab", "xy", "x", "pq", "p"], ["a"]]
+
+
+def test_what_the_device_still_has_in_another_block_stays_a_copy() -> None:
+    tier, on_device = make_tier(8), {key("a"), key("xy")}
+    tier.watch_device(lambda: on_device)
+    store(tier, "ab", "xy", on_device=True)
+    let_go(tier, "ab")
+    let_go(tier, "xy")
+    assert copies(tier) == {"a", "xy"}
+    on_device.clear()
+    assert copies(tier) == {"a", "xy"}  # the device lets go of the second block, too
+    let_go(tier, "a")
+    assert copies(tier) == {"xy"}
+    assert queues(tier) == [["", "", "", "", "ab", "x", "a"], [], ["xy"]]
+
+
+def test_what_the_device_has_got_again_stays_a_copy() -> None:
+    tier, on_device = make_tier(8), {key("a")}
+    tier.watch_device(lambda: on_device)
+    store(tier, "ab", on_device=True)
+    let_go(tier, "ab")
+    assert get_on_device(tier, "a") == 1
+    assert copies(tier) == {"a"}
+
+
+def test_copies_that_have_other_contents_now_do_not_move() -> None:
+    tier, on_device = make_tier(2), {key("x")}
+    tier.watch_device(lambda: on_device)
+    store(tier, "ab", on_device=True)
+    let_go(tier, "ab")
+    tier.drop(blocks(tier, "ab"))
+    check_tier(tier)
+    store(tier, "x", on_device=True)
+    assert copies(tier) == {"x"}
+    assert queues(tier) == [[""], [], ["x"]]
+
+
+def test_what_the_device_has_got_after_a_reset_stays_a_copy() -> None:
     tier = make_tier(8)
     store(tier, "ab", "xy", on_device=True)
-    pins = [*blocks(tier, "ab"), *blocks(tier, "xy")]
+    let_go(tier, "ab")
+    tier.remove_all_copies()
+    check_tier(tier)
+    assert queues(tier)[0] == ["", "", "", "", "xy", "x", "ab", "a"]
+    assert get_on_device(tier, "ab") == 2
+    assert copies(tier) == {"a", "ab"}
+
+
+def test_the_device_lets_go_of_more_blocks_than_the_tier_has() -> None:
+    """The oldest are moved."""
+    tier = make_tier(8)
+    store(tier, "abc", "xyz", on_device=True)
+    tier.on_let_go(ids(tier, "abc", "ab", "a"))
+    for _ in range(3):
+        tier.on_let_go(ids(tier, "xyz", "xy", "x"))
+        assert segments_of(tier)["x"] == 2
+        check_tier(tier)
+    assert queues(tier) == [["", "", "abc", "ab", "a"], [], ["x", "xy", "xyz"]]
+    assert copies(tier) == set()
+
+
+def test_the_order_is_settled_when_a_block_must_leave() -> None:
+    """Not while blocks are empty."""
+    tier = make_tier(16)
+    store(tier, "abcdefghijkl", on_device=True)
+    tier.on_let_go(ids(tier, *prefixes("abcdefghijkl")[3:][::-1]))
+    assert tier.room_for_copies == 4
+    filled = tier.allocate(4)
+    assert set(segments_of(tier).values()) == {2}
+    assert len(tier.allocate(1)) == 1
+    assert contents(tier) == {*prefixes("abcdefghijk")}
+    assert copies(tier) == {*prefixes("abc")}
+    tier.unpin(filled)
+    check_tier(tier)
+
+
+def test_a_pinned_block_changes_its_segment_too() -> None:
+    tier = make_tier(8)
+    store(tier, "ab", "xy", "pq")
+    pins = [*blocks(tier, "ab"), *blocks(tier, "xy"), *blocks(tier, "pq")]
     tier.pin(pins)
-    let_go(tier, "ab", found=True)
-    let_go(tier, "xy")
-    assert get_on_device(tier, "x") == 1
+    assert get_on_device(tier, "ab") == get_on_device(tier, "xy") == 2
+    let_go(tier, "ab")
+    assert (protected(tier), copies(tier)) == ({"a", "ab", "p", "pq"}, {"x", "xy"})
+    tier.unpin(pins)
+    check_tier(tier)
+    assert (protected(tier), copies(tier)) == ({"a", "ab", "p", "pq"}, {"x", "xy"})
+    assert leave(tier) == ["x", "pq", "p", "ab", "a", "xy"]
+
+
+# What the device has loaded
+
+
+def test_a_hit_is_no_copy_until_it_is_loaded() -> None:
+    """Then it is the first copy to leave, the tail before the head."""
+    tier = make_tier(16)
+    store(tier, "abcde", "xyz", on_device=True)
+    pins = blocks(tier, "abc")
+    tier.pin(pins)
+    check_tier(tier)
+    assert (protected(tier), copies(tier)) == (
+        {*prefixes("abc")},
+        {"abcd", "abcde", "x", "xy", "xyz"},
+    )
+    assert queues(tier)[1:] == [[], ["abcd", "abcde", "x", "xy", "xyz"]]
+    tier.unpin_loaded(pins)
+    check_tier(tier)
+    assert protected(tier) == set()
+    assert queues(tier)[2] == [*prefixes("abcde"), "x", "xy", "xyz"]
+    assert [segments_of(tier)[name] for name in prefixes("abcde")] == [3, 3, 3, 2, 2]
+
+
+def test_a_hit_of_two_requests_is_free_when_both_have_loaded_it() -> None:
+    tier = make_tier(8)
+    store(tier, "ab", "x", on_device=True)
+    pins = blocks(tier, "ab")
+    for _ in range(2):
+        tier.pin(pins)
+    for free in ([], ["a", "ab"]):
+        tier.unpin_loaded(pins)
+        check_tier(tier)
+        assert copies(tier) == {"a", "ab", "x"}
+        assert queues(tier)[2] == [*free, "x"]
+
+
+def test_a_hit_that_was_not_loaded_is_protected() -> None:
+    """Even if it was a copy, as the device had lost it before."""
+    tier = make_tier(8)
+    store(tier, "ab", "x", on_device=True)
+    pins = blocks(tier, "ab")
+    tier.pin(pins)
     tier.unpin(pins)
     check_tier(tier)
     assert (protected(tier), copies(tier)) == ({"a", "ab"}, {"x"})
-    assert leave(tier) == ["xy", "ab", "a", "x"]
+    assert leave(tier) == ["ab", "a", "x"]
+
+
+@pytest.mark.parametrize("windows", [(0, 0), (8,)], ids=str)
+def test_a_tier_without_copies_protects_what_the_device_has_loaded(
+    windows: tuple[int, ...],
+) -> None:
+    tier = make_tier(8, windows)
+    store(tier, "ab", "x")
+    pins = blocks(tier, "ab")
+    tier.pin(pins)
+    tier.unpin_loaded(pins)
+    check_tier(tier)
+    assert leave(tier) == ["x", "ab", "a"]
+
+
+def test_host_blocks_of_several_device_blocks_are_protected_when_loaded() -> None:
+    """The device may have a part of one only."""
+    tier = make_tier(8)
+    store(tier, "ab", "x", on_device=True)
+    pins = blocks(tier, "ab")
+    tier.pin(pins)
+    groups_of(tier).num_sub_blocks = 2
+    tier.unpin_loaded(pins)
+    assert (protected(tier), copies(tier)) == ({"a", "ab"}, {"x"})
+
+
+def test_a_loaded_hit_that_was_dropped_meanwhile_is_empty() -> None:
+    tier = make_tier(8)
+    store(tier, "ab", "x", on_device=True)
+    pins = blocks(tier, "ab")
+    tier.pin(pins)
+    tier.drop(pins[1:])
+    tier.unpin_loaded(pins)
+    check_tier(tier)
+    assert copies(tier) == {"x"}
+    assert queues(tier)[:2] == [[""] * 6, ["a"]]
+
+
+def test_copies_that_a_request_has_found_stay_where_they_are() -> None:
+    tier = make_tier(8)
+    store(tier, "ab", "xy", on_device=True)
+    store(tier, "p")
+    tier.on_copies_found(ids(tier, "xy", "ab", "p"))
+    check_tier(tier)
+    assert queues(tier)[2] == ["a", "ab", "x", "xy"]
+    assert segments_of(tier) == {"a": 2, "ab": 3, "x": 2, "xy": 3, "p": 0}
+
+
+def test_what_was_found() -> None:
+    """By a load, on the device, or not."""
+    tier = make_tier(8)
+    store(tier, "ab", "xy", on_device=True)
+    store(tier, "pq", "m")
+    find(tier, "p")
+    tier.on_copies_found(ids(tier, "xy"))
+    found = {name for name in contents(tier) if tier.was_found(block(tier, name).block_id)}
+    assert found == {"p", "xy"}
+    [empty] = tier.allocate(1)
+    assert not tier.was_found(empty.block_id)
+    asked = ids(tier, "m", "ab", "p", "xy", "pq")
+    assert tier.unfound(np.append(asked, empty.block_id)) == [key("m"), key("ab"), key("pq")]
 
 
 @pytest.mark.parametrize("windows", [(0, 0), (0, 8), (8,)], ids=str)
@@ -156,8 +362,9 @@ def test_room_for_copies() -> None:
     store(tier, "pqrstuvw")
     assert tier.room_for_copies == 0
     let_go(tier, "abcdef")
-    assert copies(tier) == {"abcdefg", "abcdefgh"}
     assert tier.room_for_copies == 1
+    assert set(segments_of(tier).values()) == {0, 2}
+    assert copies(tier) == {"abcdefg", "abcdefgh"}
     tier.grow(33)
     assert tier.room_for_copies == 16
 

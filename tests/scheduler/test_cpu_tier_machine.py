@@ -1,11 +1,12 @@
 """CpuTier compared with a model: lists of names in the order of eviction."""
 
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from itertools import takewhile
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
+import numpy as np
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -19,19 +20,19 @@ from tests.scheduler.tiers import (
     commit,
     contents,
     hashes,
-    in_segment,
     key,
     make_tier,
     names,
     prefixes,
     queues,
+    segments_of,
 )
 from tests.simulation.integrity import check_tier, pool_of
 
 _NUM_BLOCKS = 7
 _MOST_BLOCKS = 12
 _CONSTANTS: dict[str, Any] = dict(COPIES_SHARE=0.3, PROTECTED_SHARE=0.5, EVICTIONS_PER_RETURN=3)
-_PROBATION, _PROTECTED, _COPY = range(3)
+_PROBATION, _PROTECTED, _COPY, _FOUND_COPY = range(4)
 _INDICES = st.integers(0, 99)
 chains = st.sampled_from(["aaaaa", "aaabb", "abbbb", "abba", "aab", "bbb", "bb", "ba", "a"])
 starts = st.sampled_from([0, 0, 1, 2, 3])
@@ -58,7 +59,12 @@ class Tier(RuleBasedStateMachine):
         self.segment: dict[str, int] = {}
         """Of these blocks, pinned or free."""
         self.queues: list[list[str]] = [[], [], []]
-        """By segment, the free ones, the next to leave first."""
+        """The free ones on probation, protected and copies, the next to leave first."""
+        self.let_go: list[list[int]] = []
+        """Ids of blocks that the device has let go of and that have not been moved, by call."""
+        self.on_device = {*prefixes("aaab")}
+        """What the device finds, though it has let go of it."""
+        self.tier.watch_device(lambda: {key(name) for name in self.on_device})
         self.references: Counter[int] = Counter()
         self.stores: list[_Store] = []
         self.hits: list[list[KVCacheBlock]] = []
@@ -87,6 +93,8 @@ class Tier(RuleBasedStateMachine):
         wanted = prefixes(chain)[start:]
         keep = set(prefixes(kept))
         num_empty = min(self.num_empty, len(wanted))
+        if num_empty < len(wanted):
+            self.settle()
         count = num_empty + self.evict(len(wanted) - num_empty, keep)
         allocated = self.tier.allocate(len(wanted), {key(name) for name in keep})
         assert names(allocated) == [""] * count
@@ -123,50 +131,84 @@ class Tier(RuleBasedStateMachine):
             self.hits.append(hit.pins)
             self.references.update(each.block_id for each in hit.pins)
             self.take(behind)
-            for name in behind:
-                if self.segment[name] != _COPY:
-                    self.segment[name] = _PROTECTED
+            self.segment.update(dict.fromkeys(behind, _PROTECTED))
 
     @precondition(lambda self: self.hits)
-    @rule(index=_INDICES)
-    def unpin(self, index: int) -> None:
-        """A block that was dropped meanwhile has no name any more."""
+    @rule(index=_INDICES, loaded=st.booleans())
+    def unpin(self, index: int, loaded: bool) -> None:
+        """A block that was dropped meanwhile has no name any more: then a load counts for nothing.
+        ``loaded``: the device has loaded the hit."""
         pins = self.hits.pop(index % len(self.hits))
-        self.tier.unpin(pins)
+        (self.tier.unpin_loaded if loaded else self.tier.unpin)(pins)
         self.references.subtract(each.block_id for each in pins)
-        name_of = {each.block_id: name for name, each in self.kept.items()}
-        names = [name for each in pins if (name := name_of.get(each.block_id)) is not None]
-        copies = [name for name in names if self.segment[name] == _COPY]
-        self.move(copies, _COPY, first=True)
+        names = self.names_at(each.block_id for each in pins)
+        if loaded and len(names) == len(pins):
+            self.move(names, _FOUND_COPY, first=True)
+            return
         for name in reversed(names):
-            if name not in copies:
-                self.move([name], self.segment[name])
+            self.move([name], self.segment[name], first=self.segment[name] >= _COPY)
         self.enforce_limit()
 
     @rule(chain=chains, start=starts)
     def add_copies(self, chain: str, start: int) -> None:
         """The device has got the end of a chain."""
         got = prefixes(chain)[start:]
+        found = self.tier.add_copies([key(name) for name in got])
         present = self.present(got)
-        lacking = self.tier.add_copies([key(name) for name in got])
-        assert lacking == [key(name) for name in got if name not in present]
-        self.move(present, _COPY, first=True)
+        assert found == ([self.kept.get(name) for name in got] if present else [])
+        self.move(present, _FOUND_COPY, first=True)
 
-    @rule(chain=chains, start=starts, found=st.booleans())
-    def remove_copies(self, chain: str, start: int, found: bool) -> None:
-        """The device has let go of the end of a chain."""
-        lost = prefixes(chain)[start:][::-1]
-        self.tier.remove_copies([key(name) for name in lost], found=found)
-        lost = [name for name in self.present(lost) if self.segment[name] == _COPY]
-        self.move(lost, _PROTECTED if found else _PROBATION)
-        self.enforce_limit()
+    @rule(indices=st.lists(_INDICES, max_size=8))
+    def find_copies(self, indices: list[int]) -> None:
+        """Requests have found the contents of any blocks on the device."""
+        ids = [1 + index % self.num_blocks for index in indices]
+        self.tier.on_copies_found(np.array(ids, np.int64))
+        for name in self.names_at(ids):
+            if self.segment[name] == _COPY:
+                self.segment[name] = _FOUND_COPY
+
+    @rule(chain=chains, start=starts)
+    def let_go_of_chain(self, chain: str, start: int) -> None:
+        """The device lets go of the end of a chain."""
+        lost = self.present(prefixes(chain)[start:])[::-1]
+        self.let_go_of([self.kept[name].block_id for name in lost])
+
+    @rule(indices=st.lists(_INDICES, max_size=8))
+    def let_go_of_any(self, indices: list[int]) -> None:
+        """The device lets go of any blocks, which may be empty or no copies. If it had the contents
+        of one twice in the same step, the first time counts."""
+        self.let_go_of([1 + index % self.num_blocks for index in indices])
+
+    def let_go_of(self, ids: list[int]) -> None:
+        """Nothing moves yet, but what the device let go of first, if too many blocks wait for it.
+        A block that waits already does so in its new place."""
+        self.tier.on_let_go(np.array(ids, np.int64))
+        self.let_go.append(ids)
+        while sum(map(len, self.let_go)) > self.num_blocks + 1:
+            self.settle_oldest()
+
+    @rule(chain=chains)
+    def change_device(self, chain: str) -> None:
+        """The device has other contents in further blocks."""
+        self.on_device = {*prefixes(chain)}
+
+    @rule()
+    def ask_for_room(self) -> None:
+        """If no block is empty, the number of copies is exact."""
+        if not self.num_known_empty:
+            self.settle()
+        num_copies = sum(segment >= _COPY for segment in self.segment.values())
+        assert self.tier.room_for_copies == max(
+            self.num_known_empty, int(_CONSTANTS["COPIES_SHARE"] * self.num_blocks) - num_copies
+        )
 
     @rule()
     def remove_all_copies(self) -> None:
         """The device's cache has been reset. What would leave first was found last."""
         self.tier.remove_all_copies()
+        self.let_go.clear()
         self.move(self.queues[_COPY][::-1], _PROBATION)
-        pinned = [name for name, segment in self.segment.items() if segment == _COPY]
+        pinned = [name for name, segment in self.segment.items() if segment >= _COPY]
         self.segment.update(dict.fromkeys(pinned, _PROBATION))
 
     @precondition(lambda self: not self.num_empty)
@@ -197,6 +239,16 @@ class Tier(RuleBasedStateMachine):
             {*(+self.references), *(b.block_id for b in self.kept.values())}
         )
 
+    @property
+    def num_known_empty(self) -> int:
+        """Those that the tier counts: it takes a pinned block for one with contents."""
+        return max(0, self.num_empty + sum(map(len, self.queues)) - len(self.kept))
+
+    def names_at(self, ids: Iterable[int]) -> list[str]:
+        """The names of the contents of those of these blocks that have any."""
+        name_of = {each.block_id: name for name, each in self.kept.items()}
+        return [name_of[block_id] for block_id in ids if block_id in name_of]
+
     def present(self, wanted: Sequence[str]) -> list[str]:
         return [name for name in wanted if name in self.kept]
 
@@ -209,7 +261,7 @@ class Tier(RuleBasedStateMachine):
         """Move blocks to a segment, the free ones to an end of its queue, in this order."""
         self.take(moved)
         self.segment.update(dict.fromkeys(moved, segment))
-        queue = self.queues[segment]
+        queue = self.queues[min(segment, _COPY)]
         place = 0 if first else len(queue)
         queue[place:place] = [n for n in moved if not self.references[self.kept[n].block_id]]
 
@@ -220,7 +272,7 @@ class Tier(RuleBasedStateMachine):
 
     def evict(self, count: int, keep: Collection[str]) -> int:
         """Copies beyond the share leave first, then whole queues, up to a block to keep."""
-        num_copies = [*self.segment.values()].count(_COPY)
+        num_copies = sum(segment >= _COPY for segment in self.segment.values())
         num_excess = max(0, num_copies - int(_CONSTANTS["COPIES_SHARE"] * self.num_blocks))
         lost: list[str] = []
         rest = [(each, count) for each in (_PROBATION, _PROTECTED, _COPY)]
@@ -233,6 +285,19 @@ class Tier(RuleBasedStateMachine):
         num_returned, self.num_evicted = divmod(self.num_evicted, 3)
         self.return_to_probation(num_returned)
         return len(lost)
+
+    def settle(self) -> None:
+        while self.let_go:
+            self.settle_oldest()
+
+    def settle_oldest(self) -> None:
+        """What the device has let go of, has not got again and has in no other block."""
+        oldest = self.let_go.pop(0)
+        again = {block_id for ids in self.let_go for block_id in ids}
+        for name in self.names_at(each for each in dict.fromkeys(oldest) if each not in again):
+            if self.segment[name] >= _COPY and name not in self.on_device:
+                self.move([name], self.segment[name] - _COPY)
+        self.enforce_limit()
 
     def enforce_limit(self) -> None:
         self.return_to_probation(len(self.queues[_PROTECTED]) - self.num_blocks // 2)
@@ -251,9 +316,12 @@ class Tier(RuleBasedStateMachine):
     def check_queues(self) -> None:
         probation, *others = self.queues
         assert queues(self.tier) == [[""] * self.num_empty + probation, *others]
-        for segment in range(3):
-            expected = {name for name, of in self.segment.items() if of == segment}
-            assert in_segment(self.tier, segment) == expected
+        assert segments_of(self.tier) == self.segment
+        for name, kept in self.kept.items():
+            was_found = self.segment[name] in {_PROTECTED, _FOUND_COPY}
+            assert self.tier.was_found(kept.block_id) == was_found
+            unfound = self.tier.unfound(np.array([kept.block_id]))
+            assert unfound == ([] if was_found else [key(name)])
 
     @invariant()
     def check_blocks(self) -> None:
@@ -281,4 +349,4 @@ class Tier(RuleBasedStateMachine):
 
 
 TestTier = Tier.TestCase
-TestTier.settings = settings(max_examples=200, stateful_step_count=50, deadline=None)
+TestTier.settings = settings(max_examples=400, stateful_step_count=50, deadline=None)

@@ -92,7 +92,7 @@ def test_a_stored_block_has_the_fields_of_the_device_s_event(
     drive: MakeDriver, shape: dict[str, Any]
 ) -> None:
     """All fields are equal, except those of the tier."""
-    driver = drive(**{"num_device_blocks": 80, "num_host_blocks": 200} | shape)
+    driver = drive(**{"num_device_blocks": 80, "num_host_blocks": 200, "kv_events": True} | shape)
     listener = Listener(driver)
     for number in range(6):  # one block at a time: vLLM's own event of a run with gaps is ambiguous
         start(driver, "same", prompt(number * BLOCK_SIZE + 1), "talk")
@@ -110,7 +110,7 @@ def test_a_stored_block_has_the_fields_of_the_device_s_event(
 def test_blocks_of_a_chain_and_a_session_are_one_event(
     drive: MakeDriver, second_session: str, num_events: int
 ) -> None:
-    driver = drive(num_device_blocks=40)
+    driver = drive(kv_events=True, num_device_blocks=40)
     listener = Listener(driver)
     start(driver, "first", PROMPT, "talk")
     driver.step_until(lambda: driver.pending(STORE))
@@ -131,7 +131,7 @@ def test_blocks_of_a_chain_and_a_session_are_one_event(
 
 @pytest.mark.proves("I1")
 def test_nothing_is_stored_before_every_rank_has_it(drive: MakeDriver) -> None:
-    driver = drive(num_ranks=2)
+    driver = drive(kv_events=True, num_ranks=2)
     listener = Listener(driver)
     driver.start("r", PROMPT)
     driver.step(4)
@@ -144,7 +144,7 @@ def test_nothing_is_stored_before_every_rank_has_it(drive: MakeDriver) -> None:
 
 def test_a_reset_clears_nothing_else(drive: MakeDriver) -> None:
     """An AllBlocksCleared event of the tier would also remove the device's blocks, which stay."""
-    driver = drive()
+    driver = drive(kv_events=True)
     driver.serve("r", PROMPT)
     assert len(driver.world.router.keys) == 3
     listener = Listener(driver)
@@ -159,7 +159,6 @@ def test_nothing_is_collected_unless_vllm_is_configured_for_events(
     drive: MakeDriver, monkeypatch: pytest.MonkeyPatch, config: KVEventsConfig | None
 ) -> None:
     monkeypatch.setattr(World, "kv_events_config", lambda self: config)
-    monkeypatch.setattr(World, "check_events", lambda self: None)
     driver = drive(num_host_blocks=4)
     driver.serve("r", PROMPT)
     driver.serve("s", prompt(3 * BLOCK_SIZE, family=1))

@@ -4,12 +4,14 @@ import pytest
 
 from tests.scheduler.conftest import MakeDriver
 from tests.scheduler.driver import Driver, prompt
+from tests.scheduler.tiers import settle
 
 BLOCK = 4
 SETTINGS = pytest.mark.parametrize("lazy", [None, True, False])
 
 
 def num_protected(driver: Driver) -> int:
+    settle(driver.tier)
     return driver.tier._segments._of.count(1)
 
 

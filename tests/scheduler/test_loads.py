@@ -6,11 +6,13 @@ from typing import Any
 import pytest
 from vllm.v1.core.kv_cache_manager import KVCacheBlocks
 from vllm.v1.core.kv_cache_utils import KVCacheBlock
+from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.request import Request, RequestStatus
 
 from tests.scheduler.conftest import MakeDriver
 from tests.scheduler.driver import LOAD, Driver, make_request, prompt, record_steps
 from tests.scheduler.tiers import get
+from tests.simulation import integrity
 
 
 def stored(drive: MakeDriver, num_tokens: int = 17, **shape: object) -> Driver:
@@ -59,6 +61,7 @@ def test_a_hit_is_looked_up_again_when_something_has_changed(drive: MakeDriver) 
     driver.tier.drop([fifth])
     assert offer(request, 0) == (16, True)
     assert offer(request, 16) == (0, False)
+    driver.scheduler.request_finished(request)
     driver.world.check_at_rest()
 
 
@@ -158,12 +161,44 @@ def test_blocks_are_held_until_every_rank_is_done(
         assert driver.scheduler.has_pending_work()
         driver.copy(LOAD, rank)
     driver.step()
-    assert driver.num_held == (0 if aborts else 4, 0)
+    if not aborts:
+        assert driver.num_held == (4, 4)
+        driver.step()  # the request runs
+    assert driver.num_held[1] == 0
     num_stored = driver.num_stored
     driver.run()
     assert driver.num_stored == num_stored  # no block of a half-loaded request is stored
     assert driver.found(prompt(17)) == 16
     assert not any(step.admitted for step in steps)  # nothing is left to wait for
+
+
+@pytest.mark.parametrize("ends", ["aborted", "after a reset", "runs"])
+def test_host_blocks_are_held_until_the_request_runs(drive: MakeDriver, ends: str) -> None:
+    """Until then vLLM does not find their contents on the device, which another request could find
+    in the tier. So they do not leave it as copies."""
+    driver = stored(drive, num_host_blocks=7, num_device_blocks=40)
+    driver.start("a", prompt(17), max_tokens=3)
+    driver.step()
+    driver.world.scheduler.set_pause_state(PauseState.PAUSED_NEW)
+    driver.copy(LOAD)
+    driver.step()
+    driver.world.scheduler.set_pause_state(PauseState.PAUSED_ALL)
+    driver.step(3)
+    assert driver.num_held == (4, 4)
+    assert integrity.copies(driver.scheduler) == []
+    if ends == "aborted":
+        driver.world.abort("a")
+        assert driver.num_held[1] == 0
+    elif ends == "after a reset":
+        driver.scheduler.reset_cache()
+        assert driver.num_held == (4, 4)
+        assert driver.num_kept == 0
+    driver.world.scheduler.set_pause_state(PauseState.UNPAUSED)
+    driver.step()
+    assert driver.num_held[1] == 0
+    assert len(integrity.copies(driver.scheduler)) == (4 if ends == "runs" else 0)
+    driver.run()
+    assert driver.num_kept == (0 if ends == "after a reset" else 4)
 
 
 @pytest.mark.proves("I2")
@@ -253,3 +288,26 @@ def test_blocks_of_an_admitted_load_are_held_after_its_request_has_ended(
     queue = [block.block_id for block in driver.device_pool.free_block_queue.get_all_free_blocks()]
     chain = load.device_blocks.tolist()[:4]
     assert sorted(chain, key=queue.index) == chain[::-1]
+
+
+@pytest.mark.proves("I2")
+def test_host_blocks_are_free_when_a_preempted_request_has_loaded_them_again(
+    drive: MakeDriver,
+) -> None:
+    """It has run before its first load has ended, and does not before its second one begins."""
+    loading = Loading(drive, num_device_blocks=60)
+    driver = loading.driver
+    vllm = driver.world.scheduler
+    driver.announce(LOAD)
+    loading.step_until_admitted()
+    vllm.set_pause_state(PauseState.PAUSED_ALL)
+    with pytest.raises(RuntimeError, match="Failed to reset KV cache even when"):
+        driver.world.reset(tier=False, preempt=True)  # the load holds its blocks
+    for _ in range(3):
+        driver.step()
+        driver.copy_all()
+    driver.empty_device_cache()
+    vllm.set_pause_state(PauseState.UNPAUSED)
+    driver.step()
+    assert len(driver.pending(LOAD)) == 1
+    driver.run()

@@ -1,6 +1,7 @@
 """An overload: prompts come in turns, and all of them together are too much for both caches."""
 
 from collections.abc import Sequence
+from itertools import count
 from typing import Any
 
 import pytest
@@ -8,7 +9,8 @@ import pytest
 from simple_offload import metrics
 from simple_offload.scheduler.policy import reuse
 from tests.scheduler.conftest import MakeDriver
-from tests.scheduler.driver import Driver, prompt
+from tests.scheduler.driver import STORE, Driver, prompt
+from tests.scheduler.tiers import settle
 from tests.simulation.integrity import pretend_overload
 
 BLOCKS = 8
@@ -17,6 +19,21 @@ SMALL = {"num_device_blocks": 20, "num_host_blocks": 6 * BLOCKS + 1, "max_num_ba
 """A device with room for two prompts, which it computes in five steps each. A tier with room for
 six."""
 SETTINGS = pytest.mark.parametrize("lazy", [None, False])
+SHAPES = pytest.mark.parametrize(
+    "shape",
+    [
+        {},
+        {"lazy": True},
+        {"lazy": False},
+        {"kv_events": True},
+        {"kv_events": True, "lazy": True},
+        {"kv_events": True, "lazy": False},
+        {"num_sub_blocks": 5},
+        {"windows": (0, 8)},
+    ],
+    ids=str,
+)
+"""With KV events, blocks that a request finds are recorded once more."""
 
 
 def serve(driver: Driver, agent: int, num_blocks: int = BLOCKS) -> int:
@@ -73,6 +90,16 @@ def test_when_it_has_ended_all_prompts_are_found(drive: MakeDriver, lazy: bool |
     assert take_turns(driver, range(12, 17), 10) == [BLOCKS] * 5
 
 
+@pytest.mark.parametrize("num_host_blocks", [84, 96, 108, 116])
+def test_a_tier_without_copies_notices_it(drive: MakeDriver, num_host_blocks: int) -> None:
+    """It has what the device has, too: what the device lets go of leaves the tier after fewer
+    blocks than the tier has."""
+    driver = drive(windows=(0, 8), num_device_blocks=40, num_host_blocks=num_host_blocks + 1)
+    take_turns(driver, range(12), 3)
+    for _ in range(6):
+        assert sum(take_turns(driver, range(12), 1)) >= 3 * BLOCKS
+
+
 # An overload in which chance admits no request
 
 
@@ -103,11 +130,7 @@ def test_while_the_tier_has_empty_blocks_all_is_stored(
     assert counted(metrics.DROPPED) == 0
 
 
-@pytest.mark.parametrize(
-    "shape",
-    [{}, {"lazy": True}, {"lazy": False}, {"num_sub_blocks": 5}, {"windows": (0, 8)}],
-    ids=str,
-)
+@SHAPES
 def test_what_was_skipped_is_stored_when_another_request_finds_it(
     drive: MakeDriver, monkeypatch: pytest.MonkeyPatch, shape: dict[str, Any]
 ) -> None:
@@ -119,3 +142,61 @@ def test_what_was_skipped_is_stored_when_another_request_finds_it(
     driver.fill(30, first=62)
     assert driver.found(prompt(25, 61)) == 0
     assert driver.found(prompt(25, 60)) >= 20
+
+
+@SHAPES
+@pytest.mark.parametrize("same_step", [False, True])
+@pytest.mark.parametrize("admitted", [None, 0, 1])
+def test_what_two_requests_compute_one_after_the_other_is_stored(
+    drive: MakeDriver,
+    monkeypatch: pytest.MonkeyPatch,
+    shape: dict[str, Any],
+    admitted: int | None,
+    same_step: bool,
+) -> None:
+    """The second one finds what the first one has computed, or computes in the same step.
+    ``admitted``: the request that chance admits."""
+    driver = in_overload(drive, monkeypatch, **shape)
+    driver.fill(40, first=0)
+    admit_only(driver, admitted)
+    driver.start("a", prompt(25, 60))
+    if not same_step:
+        driver.step()
+    driver.start("b", [*prompt(24, 60), *prompt(9, 61)])
+    driver.run()
+    driver.fill(30, first=62)
+    assert driver.found(prompt(25, 60)) >= 20
+
+
+@pytest.mark.parametrize("skips", [False, True])
+def test_the_device_computes_a_block_twice_while_it_is_stored(
+    drive: MakeDriver, monkeypatch: pytest.MonkeyPatch, skips: bool
+) -> None:
+    """vLLM computes the last token of a prompt again, and its block with it. The tier's block is a
+    copy until the device has let go of both, which ``World.check`` sees. ``skips``: chance does not
+    admit the second request."""
+    driver = in_overload(drive, monkeypatch, lazy=False, num_device_blocks=40, num_host_blocks=41)
+    driver.fill(20, first=0)
+    later = 12
+    admit_only(driver, 0, None if skips else 1, later, later + 10)
+    driver.start("a", prompt(20, 60))
+    driver.step_until(lambda: driver.pending(STORE))
+    driver.start("b", prompt(20, 60), max_tokens=55)
+    driver.step(4)
+    driver.copy_all()
+    for family in range(61, 61 + later + 10):
+        driver.start(f"{family}", prompt(21, family))
+        while f"{family}" not in driver.world.finished:
+            driver.step()
+        driver.copy_all()
+    driver.run()
+    driver.fill(8, first=84)
+    settle(driver.tier)
+    driver.step()
+
+
+def admit_only(driver: Driver, *places: int | None) -> None:
+    """Let chance admit the requests at these places from now on, and no others."""
+    reuse: Any = driver.scheduler._policy._reuse
+    numbers = count()
+    reuse.admits_next = lambda: next(numbers) in places

@@ -12,9 +12,8 @@ from simple_offload import metrics
 from simple_offload.scheduler.tier import segments
 from tests.scheduler.conftest import MakeDriver
 from tests.scheduler.driver import LOAD, STORE, Driver, make_request, prompt, record_steps
-from tests.scheduler.tiers import get
+from tests.scheduler.tiers import get, settle
 from tests.simulation.integrity import copies
-from tests.simulation.world import World
 
 ASYNC = pytest.mark.parametrize("async_scheduling", [False, True])
 SETTINGS = pytest.mark.parametrize("lazy", [None, True, False])
@@ -146,13 +145,10 @@ def holders(request: Request) -> set[str]:
 @SETTINGS
 @pytest.mark.parametrize("events", [False, True])
 def test_nothing_refers_to_an_ended_request(
-    drive: MakeDriver, monkeypatch: pytest.MonkeyPatch, events: bool, lazy: bool | None
+    drive: MakeDriver, events: bool, lazy: bool | None
 ) -> None:
     """Its thousands of tokens take time to free, which no hook should spend."""
-    if not events:
-        monkeypatch.setattr(World, "kv_events_config", lambda self: None)
-        monkeypatch.setattr(World, "check_events", lambda self: None)
-    driver = drive(lazy=lazy)
+    driver = drive(lazy=lazy, kv_events=events)
     request = driver.start("a", prompt(17), max_tokens=3)
     driver.step()
     assert holders(request)
@@ -420,12 +416,13 @@ def test_a_loaded_block_s_copy_leaves_first_and_the_block_is_stored_again(
     assert driver.found(prompt(21, family)) == 20
 
 
+@pytest.mark.parametrize("kv_events", [False, True])
 @pytest.mark.parametrize("lazy", [None, True])
 def test_a_copy_that_is_still_there_is_not_stored_again(
-    drive: MakeDriver, lazy: bool | None
+    drive: MakeDriver, lazy: bool | None, kv_events: bool
 ) -> None:
     """It counts as skipped when the device gets its contents, and stays longest afterwards."""
-    driver = drive(**ROOMY, lazy=lazy)
+    driver = drive(**ROOMY, lazy=lazy, kv_events=kv_events)
     driver.fill(30, first=1)
     driver.serve("again", prompt(21, family=1))
     assert driver.world.num_blocks_loaded == 5
@@ -447,6 +444,7 @@ def test_contents_of_two_device_blocks_are_a_copy_until_both_are_gone(drive: Mak
     for count in (5, 4):
         while sum(block.block_hash in keys for block in driver.device_pool.blocks) > count:
             driver.fill(1, first=len(driver.world.finished))
+        settle(driver.tier)
         assert set(keys) <= set(copies(driver.scheduler))
 
 

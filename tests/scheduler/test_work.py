@@ -10,6 +10,7 @@ from functools import partial
 from hashlib import sha256
 from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 from vllm.v1.core.kv_cache_utils import (
     BlockHash,
@@ -19,7 +20,7 @@ from vllm.v1.core.kv_cache_utils import (
 )
 from vllm.v1.core.sched.output import SchedulerOutput
 
-from simple_offload.metadata import StepMetadata
+from simple_offload.metadata import BlockIds, StepMetadata
 from simple_offload.scheduler.manager import OffloadScheduler
 from simple_offload.scheduler.tier.cpu_tier import CpuTier
 from simple_offload.scheduler.tier.run import Run
@@ -63,15 +64,43 @@ def add_copies(tier: int = 1024, blocks: int = 32) -> Work:
     return count_work(full.add_copies, keys_of(NEW, blocks))
 
 
-def remove_copies(tier: int = 1024, blocks: int = 32) -> Work:
-    """The device lets go of a found chain, tail first. The limit of protected blocks is reached."""
+def ids_of(tier: CpuTier, chain: int, count: int) -> BlockIds:
+    """The ids of the blocks of a chain, tail first."""
+    return np.array(tier.ids_of(keys_of(chain, count))[::-1], np.int64)
+
+
+def let_go(tier: int = 1024, blocks: int = 32) -> Work:
+    """The device lets go of a found chain. The limit of protected blocks is reached."""
     full = full_tier(tier)
     store(full, NEW, blocks, on_device=True)
-    found = [keys_of(chain, 32)[::-1] for chain in range(0, tier // 32, 2)]
-    for keys in found:
-        full.remove_copies(keys, found=True)
-    keys = keys_of(NEW, blocks)[::-1]
-    return count_work(lambda: full.remove_copies(keys, found=True))
+    for chain in range(0, tier // 32, 2):
+        full.on_copies_found(ids_of(full, chain, 32))
+        full.on_let_go(ids_of(full, chain, 32))
+    full._segments.settle()
+    ids = ids_of(full, NEW, blocks)
+    full.on_copies_found(ids)
+
+    def let_go_and_settle() -> None:
+        full.on_let_go(ids)
+        full._segments.settle()
+
+    return count_work(let_go_and_settle)
+
+
+def let_go_often(tier: int = 1024, blocks: int = 32) -> Work:
+    """The device lets go of chains, and the order does not matter for long: moving the oldest is
+    a part of the work."""
+    full = full_tier(tier)
+    for chain in range(0, tier // 32, 2):
+        full.on_let_go(ids_of(full, chain, 32))
+        full.on_let_go(ids_of(full, chain, 32))
+    calls = [ids_of(full, chain, blocks) for chain in range(0, 8, 2)]
+
+    def let_go_of_all() -> None:
+        for ids in calls:
+            full.on_let_go(ids)
+
+    return count_work(let_go_of_all)
 
 
 def allocate(tier: int = 1024, blocks: int = 32) -> Work:
@@ -285,7 +314,8 @@ THRESHOLD = EAGER | {"store_threshold": 2}
 
 TABLE = (
     Row("add copies", add_copies, CHAIN),
-    Row("remove copies", remove_copies, CHAIN),
+    Row("let go of copies", let_go, CHAIN),
+    Row("let go, and settle later", let_go_often, dict(tier=CONSTANT)),
     Row("allocate and commit", allocate, CHAIN),
     Row("pin and unpin", pin, CHAIN),
     Row("drop", drop, CHAIN),
@@ -306,7 +336,11 @@ TABLE = (
     Row("lazy, busy step", partial(busy_step, LAZY), BUSY),
     Row("lazy, turnover", partial(turnover, LAZY), dict(loads=MEAN_LINEAR)),
     Row("early, new prompt", partial(new_prompt, EARLY), LAZY_PROMPT),
-    Row("early, old prompt", partial(old_prompt, EARLY), LAZY_PROMPT),
+    Row(
+        "early, old prompt",
+        partial(old_prompt, EARLY),
+        LAZY_PROMPT | {"large device": MEAN_CONSTANT},
+    ),
     # The walk passes again what the tier has room for, some blocks in each step.
     Row("early, known prompt", partial(known_prompt, EARLY), dict(blocks=MEAN_LINEAR)),
     Row("early, idle step", partial(idle_step, EARLY), BUSY | dict(tier=CONSTANT)),
@@ -314,14 +348,15 @@ TABLE = (
     Row("early, turnover", partial(turnover, EARLY), dict(loads=MEAN_LINEAR)),
 )
 
-SIZES = dict(
-    tier=(512, 1024, 2048),
-    device=(256, 512, 1024),
-    blocks=(16, 32, 64),
-    requests=(8, 16, 32),
-    context=(32, 64, 128),
-    loads=(8, 16, 32),
-)
+SIZES = {
+    "tier": (512, 1024, 2048),
+    "device": (256, 512, 1024),
+    "large device": (1024, 1536, 2048),
+    "blocks": (16, 32, 64),
+    "requests": (8, 16, 32),
+    "context": (32, 64, 128),
+    "loads": (8, 16, 32),
+}
 
 
 def check(row: Row, grows: str) -> None:
@@ -329,7 +364,9 @@ def check(row: Row, grows: str) -> None:
     law, sizes = row.laws[grows], SIZES[grows]
 
     def measure(size: int) -> Work:
-        if grows == "device":  # a tier as small would hold less and less of it
+        if grows == "device":  # all that it has may be a copy in the tier
+            return row.operation(tier=8192, device=size)
+        if grows == "large device":  # some of it may not, so the walk goes on in each step
             return row.operation(tier=4096, device=size)
         return row.operation(**{grows: size})
 

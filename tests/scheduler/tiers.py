@@ -9,6 +9,7 @@ from functools import lru_cache
 from hashlib import sha256
 from typing import Any
 
+import numpy as np
 from vllm.config import KVTransferConfig, VllmConfig
 from vllm.v1.core.kv_cache_utils import (
     BlockHash,
@@ -18,6 +19,7 @@ from vllm.v1.core.kv_cache_utils import (
     make_block_hash_with_group_id,
 )
 
+from simple_offload.metadata import BlockIds
 from simple_offload.metrics import Meter
 from simple_offload.scheduler.tier.cpu_tier import CpuTier
 from simple_offload.scheduler.tier.groups import Groups
@@ -85,6 +87,11 @@ def blocks(tier: CpuTier, chain: str, group: int = 0) -> list[KVCacheBlock]:
     return [block(tier, name, group) for name in prefixes(chain)]
 
 
+def ids(tier: CpuTier, *stored: str) -> BlockIds:
+    """The ids of the blocks that hold these names."""
+    return np.array([block(tier, name).block_id for name in stored], np.int64)
+
+
 def commit(
     tier: CpuTier,
     filled: Sequence[KVCacheBlock],
@@ -147,22 +154,29 @@ def check_links(tier: CpuTier) -> None:
         assert block is queue.fake_free_list_tail
 
 
-def in_segment(tier: CpuTier, segment: int, group: int = 0) -> set[str]:
-    """Names of the blocks of a segment, free or pinned, numbered as ``queues``."""
+def segments_of(tier: CpuTier, group: int = 0) -> dict[str, int]:
+    """By name, the segment of each block, free or pinned: 0 probation, 1 protected, 2 copies that
+    no request has found, 3 those that one has found."""
     of = tier._segments._of
-    return {
-        name for name in contents(tier, group) if of[block(tier, name, group).block_id] == segment
-    }
+    return {name: of[block(tier, name, group).block_id] for name in contents(tier, group)}
+
+
+def settle(tier: CpuTier) -> None:
+    """Move what the device has let go of, as an eviction does first."""
+    tier._segments.settle()
+    check_tier(tier)
 
 
 def protected(tier: CpuTier) -> set[str]:
-    """Names of the protected blocks."""
-    return in_segment(tier, 1)
+    """Names of the protected blocks, when all have moved that have to."""
+    settle(tier)
+    return {name for name, segment in segments_of(tier).items() if segment == 1}
 
 
 def copies(tier: CpuTier) -> set[str]:
-    """Names of the copies."""
-    return in_segment(tier, 2)
+    """Names of the copies, when all have moved that have to."""
+    settle(tier)
+    return {name for name, segment in segments_of(tier).items() if segment >= 2}
 
 
 def leave(tier: CpuTier) -> list[str]:

@@ -33,13 +33,14 @@ def ids_in_flight(scheduler: OffloadScheduler) -> set[int]:
 
 
 def check_scheduler(scheduler: OffloadScheduler) -> None:
-    """Tier and bookkeeping agree. Without pending work, only hits pin host blocks."""
+    """Tier and bookkeeping agree. Without pending work, only hits pin host blocks, and requests
+    whose load has ended, until they run."""
     check_tier(scheduler.tier)
     check_loads(scheduler._loads)
     check_stores(scheduler._stores, scheduler.groups)
     if not scheduler.has_pending_work():
         assert not ids_in_flight(scheduler), "transfers are in flight, and nothing waits for them"
-        if not scheduler._loads._hits:
+        if not scheduler._loads._hits and not scheduler._loads._arrived:
             num_pinned = scheduler.tier.num_blocks - 1 - scheduler.tier.num_free
             assert num_pinned == 0, f"{num_pinned} host blocks are pinned by nothing"
 
@@ -49,25 +50,24 @@ def check_at_rest(scheduler: OffloadScheduler) -> None:
     check_scheduler(scheduler)
     assert not ids_in_flight(scheduler), "transfers in flight at rest"
     policy, loads = scheduler._policy, scheduler._loads
-    maps = {"_progress", "_ended", "_waiting", "_behind", "_hits", "_unlucky"}
-    for owner in (policy, loads):
+    maps = {"_progress", "_ended", "_waiting", "_behind", "_hits", "_unlucky", "_arrived"}
+    maps |= {"_num_on_device", "_starting", "_num_found"}
+    for owner in (policy, policy._newly_allocated, loads, scheduler):
         for name in vars(owner).keys() & maps:
             assert not vars(owner)[name], f"{name} of {owner} at rest: {vars(owner)[name]}"
 
 
 def copies(scheduler: OffloadScheduler) -> list[BlockHashWithGroupId]:
-    """Keys of what the tier calls copies. After a reset of the device's cache, the next step will
-    know: none until then."""
+    """Keys of what the tier calls copies, without those that the device has let go of since the
+    tier last moved such blocks. After a reset of the device's cache, the next step will know: none
+    until then."""
     segments = scheduler.tier._segments
     on_device = scheduler._device_pool.cached_block_hash_to_block
     if scheduler._policy._contents._cached is not on_device._cache:
         return []
-    is_copy = len(segments._queues) - 1
-    return [
-        block.block_hash
-        for block in pool_of(scheduler.tier).blocks
-        if segments._of[block.block_id] == is_copy and block.block_hash is not None
-    ]
+    copies = [b for b in pool_of(scheduler.tier).blocks if segments._of[b.block_id] >= 2]
+    let_go = {block_id for _, part in segments._let_go._parts for block_id in part.tolist()}
+    return [b.block_hash for b in copies if b.block_id not in let_go and b.block_hash is not None]
 
 
 def watch_copies(
@@ -89,7 +89,7 @@ def skipped(scheduler: OffloadScheduler) -> dict[int, BlockHashWithGroupId]:
     """By id of a (last sub-) block, the key of contents that are stored only if a request finds
     them."""
     contents = scheduler._policy._contents
-    return {i: key for i in contents._skipped if (key := contents._keys[i]) is not None}
+    return dict(contents._skipped)
 
 
 def pretend_overload(scheduler: OffloadScheduler) -> None:
@@ -139,6 +139,7 @@ def check_tier(tier: CpuTier) -> None:
     ]
     segment_of = dict(places)
     assert len(segment_of) == len(places) == tier.num_free, "free queues miscounted"
+    copy = len(segments._queues) - 1
     for segment, queue in enumerate(segments._queues):
         count = sum(of == segment for of in segment_of.values())
         assert queue.num_free_blocks == count, f"segment {segment} miscounted"
@@ -148,7 +149,8 @@ def check_tier(tier: CpuTier) -> None:
         free = block.block_id in segment_of
         assert free == (block.ref_cnt == 0), f"{block}: free and pinned, or neither"
         segment = segments._of[block.block_id]
-        assert segment_of.get(block.block_id, segment) == segment, f"{block}: in another segment"
+        place = min(segment, copy)
+        assert segment_of.get(block.block_id, place) == place, f"{block}: in another segment"
         for inner_key in pool.cached_block_hashes_by_block.get(block.block_id, ()):
             assert block.block_hash is not None, f"{block}: empty, yet has an inner key"
             assert by_key.get_one_block(inner_key) is not None, f"{block}: has lost an inner key"
@@ -157,7 +159,7 @@ def check_tier(tier: CpuTier) -> None:
             continue
         found = by_key.get_one_block(block.block_hash)
         assert found is block, f"{block}: not found by its own key"
-    num_copies = sum(segment == len(segments._queues) - 1 for segment in segments._of)
+    num_copies = sum(segment >= copy for segment in segments._of)
     assert num_copies == segments.num_copies, "copies miscounted"
     assert tier.has_copies or not num_copies, "a copy in a tier that has none"
     num_protected = segments._protected.num_free_blocks

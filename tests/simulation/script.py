@@ -97,7 +97,9 @@ POLICY: dict[str, Any] = {
 # A few blocks, or more than a batch that is recorded at once.
 ANSWERS: dict[str, Any] = {"max_answer_tokens": (12, 12, 12, 12, 48)}
 OVERLOAD: dict[str, Any] = {"overload": (False, False, True)}
-OPTIONS = ENGINE | TRAFFIC | FAULTS | POLICY | ANSWERS | OVERLOAD
+# Without KV events, less is known of the device's blocks.
+EVENTS: dict[str, Any] = {"kv_events": 0.5}
+OPTIONS = ENGINE | TRAFFIC | FAULTS | POLICY | ANSWERS | OVERLOAD | EVENTS
 
 
 @dataclass(frozen=True)
@@ -168,6 +170,7 @@ class Script:
         script = script._with_runner(random.Random(f"{seed}: runner"))
         script = script.varied(**_draw(random.Random(f"{seed}: answers"), ANSWERS))
         script = script.varied(**_draw(random.Random(f"{seed}: overload"), OVERLOAD))
+        script = script.varied(**_draw(random.Random(f"{seed}: events"), EVENTS))
         return script.with_sub_blocks(random.Random(f"{seed}: parts").choice([1, 1, 2, 4]))
 
     def varied(self, **changes: Any) -> "Script":

@@ -82,6 +82,8 @@ class Shape:
     scales: tuple[int, ...] = ()
     """By group of attention layers, tokens of its blocks in multiples of ``block_size``. Default 1.
     State groups have the smallest blocks: vLLM ends chunks of a prompt at their ends."""
+    kv_events: bool = False
+    """Whether KV events are wanted, if the scheduler side is this project's."""
     context_parallel: bool = False
     """Whether each block's tokens are distributed over the ranks (DCP)."""
     uneven_ranks: bool = False

@@ -154,7 +154,7 @@ class World:
 
     def kv_events_config(self) -> KVEventsConfig | None:
         """The value of ``--kv-events-config``."""
-        return EVENTS_CONFIG if self.is_ours else None
+        return EVENTS_CONFIG if self.is_ours and self.shape.kv_events else None
 
     def worker_config(self) -> dict[str, Any]:
         """The configuration of our workers."""
@@ -204,6 +204,9 @@ class World:
 
     def check_events(self) -> None:
         """The published KV events name exactly the keys that can be found in the tier."""
+        if not self.shape.kv_events:
+            assert not self.router.keys
+            return
         keys = set(self.host_pool.cached_block_hash_to_block._cache)
         if self.shape.num_sub_blocks > 1:
             keys = set().union(*self._sub_keys(keys).values())

@@ -1,13 +1,15 @@
 """DeviceContents: what the device's blocks hold."""
 
-from collections.abc import Collection, Container, Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 from vllm.v1.core.block_pool import BlockPool
-from vllm.v1.core.kv_cache_utils import BlockHashWithGroupId, KVCacheBlock
+from vllm.v1.core.kv_cache_utils import BlockHashWithGroupId, KVCacheBlock, get_block_hash
 
 from simple_offload import metrics
+from simple_offload.metadata import BlockIds, Transfer, as_array
 from simple_offload.scheduler.event_payload import payloads_of_host_block
 from simple_offload.scheduler.policy.admission import Admission
 from simple_offload.scheduler.policy.reuse import Reuse
@@ -61,25 +63,27 @@ class DeviceContents:
         self._device_pool = device_pool
         self._meter = meter
         self._wants_events = wants_events
-        self._keys: list[BlockHashWithGroupId | None] = [None] * len(device_pool.blocks)
-        """By block id, the recorded key of its contents."""
-        self._unstored: set[int] = set()
-        """Ids of the (last sub-) blocks with contents that are to be stored. The tier may have them
-        all the same."""
+        self._unstored: dict[int, BlockHashWithGroupId] = {}
+        """By id of a (last sub-) block, the key of contents that are to be stored. The tier may
+        have them all the same."""
+        self._skipped: dict[int, BlockHashWithGroupId] = {}
+        """Likewise, contents that are not to be stored unless a request finds them."""
+        self._found: set[int] = set()
+        """Ids of blocks whose contents a request has found, but not the tier's copy of them."""
+        self._copies = np.zeros(len(device_pool.blocks), np.int64)
+        """By id of a (last sub-) block, the id of the host block that has got the same contents,
+        or that they were loaded from. It may have lost them since. 0: none."""
         self._cached = block_pool.cached(device_pool)
         """The device's prefix cache, by key."""
-        self._found: set[int] = set()
-        """Ids of blocks with contents that a request has found, in either cache."""
         self._host_blocks: list[dict[_HostBlock, None]] = [{}] * len(device_pool.blocks)
         """By block id, the host blocks that it is a part of, if those have several sub-blocks:
         chains that fork inside a host block share device blocks. Most parts of a host block share
         one dict."""
-        self._skipped: set[int] = set()
-        """Ids of the (last sub-) blocks with contents that are not to be stored unless a request
-        finds them."""
         self._payloads: dict[int, PayloadsByKey] = {}
         """By id of a (last sub-) block, if KV events are wanted: it may outlive its request."""
-        tier.on_removed(self._on_not_stored)
+        tier.on_removed(self._on_removed)
+        if groups.num_sub_blocks == 1:
+            tier.watch_device(lambda: block_pool.cached(device_pool))
 
     @property
     def are_stored(self) -> bool:
@@ -92,33 +96,52 @@ class DeviceContents:
         cached = block_pool.cached(self._device_pool)
         if self._cached is not cached:
             self._cached = cached
-            lost = [key for i in self._unstored if (key := self._keys[i]) is not None]
+            lost = list(self._unstored.values())
             self.clear()
             self._tier.remove_all_copies()
             self._count_dropped(lost, reason)
 
     def on_allocated(self, block_ids: Sequence[int], reason: str) -> None:
-        """Requests have got these blocks, to fill or because they have found their contents.
-        Contents that the device has lost count as dropped for ``reason`` if they are not in the
-        tier."""
-        known, blocks = self._keys, self._device_pool.blocks
-        recorded = [known[block_id] for block_id in block_ids]
-        if not any(recorded):
-            return
-        current = list(block_pool.keys_of([blocks[block_id] for block_id in block_ids]))
-        if recorded != current:
-            changed = zip(block_ids, recorded, current, strict=True)
-            lost = [i for i, old, new in changed if old is not None and old != new]
-            self._count_dropped(self._forget(lost), reason)
-        found = {i: key for i in block_ids if (key := known[i]) is not None}
-        if found:
-            self._found.update(found)
-            wanted = self._skipped.intersection(found)
-            self._skipped -= wanted
-            self._unstored |= wanted
-            keys = list(dict.fromkeys(found.values()))
-            self._reuse.on_wanted(keys)
-            self._tier.add_copies(keys)
+        """Requests have got these blocks to fill them, in this order: the device has let go of
+        their contents. These count as dropped for ``reason`` if they are not in the tier."""
+        last_ids = self._split(block_ids) if self._groups.num_sub_blocks > 1 else block_ids
+        for block_id in last_ids if self._payloads else ():
+            self._payloads.pop(block_id, None)
+        lost = {i: self._unstored.pop(i) for i in self._unstored.keys() & last_ids}
+        skipped = {i: self._skipped.pop(i) for i in self._skipped.keys() & last_ids}
+        ids = as_array(last_ids)
+        copies = self._copies[ids]
+        copies = copies[copies > 0]
+        lacking = lost | skipped
+        if lacking:  # other blocks may have had the same contents, and have been stored
+            copies = np.concatenate([copies, as_array(self._tier.ids_of(lacking.values()))])
+        if num_blocks := len(lacking) + len(copies):
+            self._copies[ids] = 0
+            self._tier.on_let_go(copies)
+            if self._reuse.on_let_go(num_blocks):
+                self._follow(lacking, copies)
+            self._count_dropped(list(lost.values()), reason)
+        self._found.difference_update(block_ids if self._found else ())
+
+    def on_found(self, block_ids: Sequence[int]) -> list[BlockHashWithGroupId]:
+        """A request has found the contents of these blocks on the device, parents before children.
+        What the tier lacks is to be stored, whatever spoke against it before. Returns their
+        keys."""
+        blocks = [self._device_pool.blocks[block_id] for block_id in block_ids]
+        keys: list[Any] = list(block_pool.keys_of(blocks))
+        lacking, _ = self._add_copies(block_ids, keys)
+        self._found.update(lacking)
+        for block_id in self._skipped.keys() & block_ids:
+            self._unstored[block_id] = self._skipped.pop(block_id)
+        if self._groups.num_sub_blocks == 1:
+            self._unstored.update(lacking)
+        return keys
+
+    def on_copied(self, transfer: Transfer) -> None:
+        """A load has filled device blocks, or a store host blocks, with the same contents."""
+        count = self._groups.num_sub_blocks
+        ids = transfer.device_blocks[count - 1 :: count]
+        self._copies[ids] = transfer.host_blocks[count - 1 :: count] // count
 
     def record(
         self,
@@ -131,67 +154,69 @@ class DeviceContents:
         """Record the contents of ``blocks`` of ``request``, all sub-blocks of whole host blocks, as
         ``keys``. Host blocks are left out if vLLM does not find all sub-blocks by their keys.
         ``stores``: whether to store what the tier lacks."""
-        known, count = self._keys, self._groups.num_sub_blocks
-        ids = [block.block_id for block in blocks]
+        count = self._groups.num_sub_blocks
         new_blocks, new_keys = blocks, keys
-        recorded = [known[block_id] for block_id in ids]
         current = list(block_pool.keys_of(blocks))
-        if any(recorded) or current != keys:
+        if current != keys:
             places = [
                 place
                 for end in range(count, len(keys) + 1, count)
-                if recorded[end - 1] != keys[end - 1]
-                and current[end - count : end] == keys[end - count : end]
+                if current[end - count : end] == keys[end - count : end]
                 for place in range(end - count, end)
             ]
             new_blocks, new_keys = [blocks[i] for i in places], [keys[i] for i in places]
-            ids = [ids[i] for i in places]
-        for block_id, key in zip(ids, new_keys, strict=True):
-            known[block_id] = key
+        ids = [block.block_id for block in new_blocks]
         if count > 1:
             for start in range(0, len(ids), count):
                 part = slice(start, start + count)
-                self._join(ids[part], _HostBlock(new_blocks[part], new_keys[part]))
+                known = self._host_blocks[ids[part][-1]]
+                if all(each.keys[-1] != new_keys[part][-1] for each in known):
+                    self._join(ids[part], _HostBlock(new_blocks[part], new_keys[part]))
             ids, new_keys = ids[count - 1 :: count], new_keys[count - 1 :: count]
         if self._wants_events:
             self._add_payloads(blocks, keys, request)
-        self._reuse.on_wanted(new_keys)
-        # What the tier has was loaded, or computed again.
-        lacking = self._tier.add_copies(new_keys)
-        self._meter.add(metrics.SKIPPED, len(ids) - len(lacking), "already_stored")
+        lacking, num_new = self._add_copies(ids, new_keys)
+        self._meter.add(metrics.SKIPPED, num_new, "already_stored")  # loaded, or computed again
         if not stores:
-            self._meter.add(metrics.SKIPPED, len(lacking), "overload")
-        new = self._unstored if stores else self._skipped
-        if len(lacking) == len(ids):
-            new.update(ids)
-        elif not lacking:
-            self._found.update(ids)
-        else:
-            absent = set(lacking)
-            for block_id, key in zip(ids, new_keys, strict=True):
-                (new if key in absent else self._found).add(block_id)
+            skipped = {i: key for i, key in lacking.items() if i not in self._found}
+            self._meter.add(metrics.SKIPPED, len(skipped), "overload")
+            self._skipped.update(skipped)
+            lacking = {i: key for i, key in lacking.items() if i not in skipped}
+        self._unstored.update(lacking)
 
-    def on_store_failed(self, blocks: Sequence[KVCacheBlock]) -> None:
-        """The contents of ``blocks``, all sub-blocks of whole host blocks, are not to be stored
-        again until a request finds them."""
+    def on_store_ended(
+        self, blocks: Sequence[KVCacheBlock], transfer: Transfer | None, *, ok: bool
+    ) -> None:
+        """A store of ``blocks``, all sub-blocks of whole host blocks, has ended. ``transfer``: if
+        the tier has got them. If it has failed, they are not to be stored again until a request
+        finds them."""
         count = self._groups.num_sub_blocks
-        last_ids = [block.block_id for block in blocks[count - 1 :: count]]
-        self._skipped.update([block_id for block_id in last_ids if self._keys[block_id]])
+        last = blocks[count - 1 :: count]
+        if transfer is not None:
+            self.on_copied(transfer)
+            if self._found:
+                found = self._found.intersection([block.block_id for block in last])
+                self._found -= found
+                self._tier.on_copies_found(self._copies[list(found)])
+        elif not ok:
+            for block, key in zip(last, block_pool.keys_of(last), strict=True):
+                if key is not None:
+                    self._skipped[block.block_id] = key
 
     def choose(self, blocks: Sequence[KVCacheBlock]) -> dict[BlockHashWithGroupId, KVCacheBlock]:
         """Contents among ``blocks`` that are to be stored, and that the tier neither has nor gets:
         by key, the first block of each, in the same order."""
-        known, unstored = self._keys, self._unstored
+        unstored = self._unstored
         if self._groups.num_sub_blocks == 1:
             found = {block.block_id: block for block in blocks if block.block_id in unstored}
         else:
             found = self._first_blocks(blocks)
         if not found:
             return {}
-        keys: list[Any] = [known[block_id] for block_id in found]
+        keys: list[Any] = [unstored[block_id] for block_id in found]
         if self._groups.num_sub_blocks == 1 and keys != list(block_pool.keys_of(found.values())):
             # The device has lost some.
-            return self.choose([b for i, b in found.items() if b.block_hash == known[i]])
+            return self.choose([b for i, b in found.items() if b.block_hash == unstored[i]])
         absent = self._stores.absent(keys)
         if len(absent) == len(keys):
             chosen = dict(zip(keys, found.values(), strict=True))
@@ -200,8 +225,9 @@ class DeviceContents:
             for key, (block_id, block) in zip(keys, found.items(), strict=True):
                 if key in absent:
                     chosen.setdefault(key, block)
-                else:
-                    unstored.discard(block_id)
+                elif copy := self._tier.ids_of([key]):
+                    del unstored[block_id]
+                    self._copies[block_id] = copy[0]
         if self._admission.threshold > 1:
             for key in absent:
                 if not self._admission.admits(key):
@@ -227,7 +253,8 @@ class DeviceContents:
             run.num_tokens = [block.block_hash_num_tokens or 0 for block in last]
             run.payloads = [self._payloads.get(block.block_id, {}) for block in last]
         stored = blocks[: count * self._stores.plan(run, keep, self._device_pool)]
-        self._unstored.difference_update([block.block_id for block in stored[count - 1 :: count]])
+        for block in stored[count - 1 :: count]:
+            self._unstored.pop(block.block_id, None)
         return stored
 
     def is_shared(self, block: KVCacheBlock) -> bool:
@@ -236,14 +263,37 @@ class DeviceContents:
 
     def clear(self) -> None:
         """Forget all contents."""
-        self._keys = [None] * len(self._keys)
         self._unstored.clear()
-        self._found.clear()
-        self._host_blocks = [{}] * len(self._keys)
         self._skipped.clear()
+        self._found.clear()
+        self._copies[:] = 0
+        self._host_blocks = [{}] * len(self._host_blocks)
         self._payloads.clear()
 
     # Details
+
+    def _add_copies(
+        self, block_ids: Sequence[int], keys: Sequence[BlockHashWithGroupId]
+    ) -> tuple[dict[int, BlockHashWithGroupId], int]:
+        """Requests have got contents with ``keys`` in these (last sub-) blocks. Returns what the
+        tier lacks, and the number of those that it has unknown to us."""
+        lacking = dict(zip(block_ids, keys, strict=True))
+        num_new = 0
+        if found := self._tier.add_copies(keys):
+            for block_id, host_block in zip(block_ids, found, strict=True):
+                if host_block is not None:
+                    num_new += not self._copies[block_id]
+                    self._copies[block_id] = host_block.block_id
+                    del lacking[block_id]
+        return lacking, num_new
+
+    def _follow(self, lost: dict[int, BlockHashWithGroupId], copies: BlockIds) -> None:
+        """The device has let go of contents that the tier lacks, and of ``copies``. Follow one that
+        no request has found."""
+        unfound = [key for block_id, key in lost.items() if block_id not in self._found]
+        unfound += self._tier.unfound(copies)
+        if unfound:
+            self._reuse.follow(get_block_hash(unfound[len(unfound) // 2]))
 
     def _first_blocks(self, blocks: Iterable[KVCacheBlock]) -> dict[int, KVCacheBlock]:
         """Of each host block that the tier may lack, and that the device has all of, the first one
@@ -277,13 +327,18 @@ class DeviceContents:
             else:
                 others.update(own)
 
-    def _on_not_stored(self, keys: Iterable[BlockHashWithGroupId]) -> None:
-        """The tier does not have ``keys``, or no more."""
+    def _on_removed(self, keys: Iterable[BlockHashWithGroupId]) -> None:
+        """The tier has lost ``keys``. What it had got from the device, or the device from it, is
+        to be stored again."""
         shared: set[Any] = self._cached.keys() & keys
         for key in shared:
             for block in block_pool.blocks_with(self._device_pool, key):
-                if self._keys[block.block_id] == key:
-                    self._unstored.add(block.block_id)
+                block_id = block.block_id
+                if copy := int(self._copies[block_id]):
+                    self._copies[block_id] = 0
+                    self._unstored[block_id] = key
+                    if self._tier.was_found(copy):
+                        self._found.add(block_id)
 
     def _add_payloads(
         self,
@@ -294,7 +349,7 @@ class DeviceContents:
         count = self._groups.num_sub_blocks
         inner_keys = self._device_pool.cached_block_hashes_by_block if count == 1 else {}
         for block, key in zip(blocks[count - 1 :: count], keys[count - 1 :: count], strict=True):
-            if self._keys[block.block_id] == key and block.block_hash_num_tokens is not None:
+            if block.block_hash == key and block.block_hash_num_tokens is not None:
                 self._payloads[block.block_id] = payloads_of_host_block(
                     self._groups,
                     key,
@@ -302,33 +357,6 @@ class DeviceContents:
                     block.block_hash_num_tokens,
                     request,
                 )
-
-    def _forget(self, block_ids: Sequence[int]) -> list[BlockHashWithGroupId]:
-        """The device has let go of the contents of these blocks, in this order. Returns the keys of
-        those that the tier may lack."""
-        known = self._keys
-        last_ids: Sequence[int] = block_ids
-        lost: Collection[int] = block_ids
-        if self._groups.num_sub_blocks > 1:
-            last_ids = self._split(block_ids)
-            lost = {*block_ids, *last_ids}
-        unstored = self._unstored.intersection(last_ids)
-        self._unstored -= unstored
-        lacking = [key for i in unstored if (key := known[i]) is not None]
-        found = self._found.intersection(last_ids)
-        self._found.difference_update(lost)
-        self._skipped.difference_update(lost)
-        keys: dict[bool, list[Any]] = {bool(found): [known[block_id] for block_id in last_ids]}
-        if 0 < len(found) < len(last_ids):
-            keys[True] = [known[block_id] for block_id in last_ids if block_id in found]
-            keys[False] = [known[block_id] for block_id in last_ids if block_id not in found]
-        for block_id in lost:
-            known[block_id] = None
-        for block_id in lost if self._payloads else ():
-            self._payloads.pop(block_id, None)
-        for were_found, of_these in keys.items():
-            self._remove_copies(of_these, found=were_found)
-        return lacking
 
     def _split(self, block_ids: Iterable[int]) -> list[int]:
         """Forget the host blocks that these blocks are parts of. Returns the ids of their last
@@ -340,24 +368,6 @@ class DeviceContents:
                 for part in host_block.blocks:
                     of[part.block_id].pop(host_block, None)
         return last_ids
-
-    def _remove_copies(self, keys: Sequence[BlockHashWithGroupId], *, found: bool) -> None:
-        if not self._cached.keys().isdisjoint(keys):
-            keys = [key for key in keys if not self._has_twin(key, found=found)]
-        if keys:
-            self._reuse.on_let_go(len(keys), None if found else keys[len(keys) // 2])
-        self._tier.remove_copies(keys, found=found)
-
-    def _has_twin(self, key: BlockHashWithGroupId, *, found: bool) -> bool:
-        """Whether the device has the contents of ``key`` in other blocks too: a request that finds
-        a whole prompt computes its last block again. They count as ``found`` if those were that it
-        lets go of."""
-        for block in block_pool.blocks_with(self._device_pool, key):
-            if self._keys[block.block_id] == key:
-                if found:
-                    self._found.add(block.block_id)
-                return True
-        return False
 
     def _count_dropped(self, keys: Sequence[BlockHashWithGroupId], reason: str) -> None:
         """Count contents that the device has lost and the tier lacks, unless another block has

@@ -1,7 +1,7 @@
 """Reuse: whether requests want new contents again while the tier has them."""
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import dataclass
 from random import Random
 
@@ -23,7 +23,7 @@ wants any more. The choice is random, so that it differs from turn to turn."""
 
 @dataclass(slots=True, eq=False)
 class _Sample:
-    key: bytes
+    block_hash: bytes
     since: int
     gap: int | None = None
     """The time until a request wanted it again, if one has."""
@@ -40,13 +40,15 @@ class Reuse:
     et al., "Adaptive insertion policies for high performance caching", ISCA 2007).
     """
 
-    def __init__(self, tier: CpuTier) -> None:
+    def __init__(self, tier: CpuTier, num_repeated: int = 0) -> None:
+        """``num_repeated``: blocks of the tier that the device has too."""
         self._tier = tier
+        self._num_repeated = num_repeated
         self._clock = 0
         self._samples: deque[_Sample] = deque()
         """Oldest first."""
         self._waiting: dict[bytes, _Sample] = {}
-        """Those that no request has wanted again so far, by key."""
+        """Those that no request has wanted again so far, by block hash."""
         self._keeps_old = False
         self._random = Random(0)
 
@@ -56,32 +58,37 @@ class Reuse:
             return True
         return self._random.random() < ADMITTED_SHARE
 
-    def on_wanted(self, keys: Iterable[bytes | None]) -> None:
-        """Requests want contents with ``keys``."""
-        wanted = self._waiting.keys() & keys
-        for key in wanted:
-            sample = self._waiting.pop(key)
+    def on_request(self, block_hashes: Sequence[bytes]) -> None:
+        """A request wants contents with ``block_hashes``."""
+        for block_hash in self._waiting.keys() & block_hashes:
+            sample = self._waiting.pop(block_hash)
             sample.gap = self._clock - sample.since
 
-    def on_let_go(self, num_blocks: int, key: bytes | None) -> None:
-        """The device has let go of the contents of ``num_blocks`` blocks. ``key``: of one of them,
-        if no request has found these contents."""
+    def on_let_go(self, num_blocks: int) -> bool:
+        """The device has let go of the contents of ``num_blocks`` blocks. Returns whether to follow
+        one of them."""
         self._clock += num_blocks
-        samples, now, tierful = self._samples, self._clock, self._tierful
-        is_due = not samples or now >= samples[-1].since + tierful / SAMPLES_PER_TIERFUL
-        if key is None or key in self._waiting or not is_due:
+        samples = self._samples
+        period = self._tierful / SAMPLES_PER_TIERFUL
+        return not samples or self._clock >= samples[-1].since + period
+
+    def follow(self, block_hash: bytes) -> None:
+        """The device has let go of contents with ``block_hash``, which no request has found."""
+        if block_hash in self._waiting:
             return
-        samples.append(_Sample(key, now))
-        self._waiting[key] = samples[-1]
-        while samples[0].since < now - MAX_AGE * tierful:
+        samples, now = self._samples, self._clock
+        samples.append(_Sample(block_hash, now))
+        self._waiting[block_hash] = samples[-1]
+        while samples[0].since < now - MAX_AGE * self._tierful:
             oldest = samples.popleft()
             if oldest.gap is None:
-                del self._waiting[oldest.key]
+                del self._waiting[oldest.block_hash]
         self._keeps_old = self._is_worth_keeping()
 
     @property
     def _tierful(self) -> int:
-        return max(1, self._tier.num_blocks - 1)  # without vLLM's null block
+        num_blocks = self._tier.num_blocks - 1  # without vLLM's null block
+        return max(1, num_blocks - self._num_repeated)
 
     def _is_worth_keeping(self) -> bool:
         """Whether holding new contents for some time beyond a tierful brings more hits by block and

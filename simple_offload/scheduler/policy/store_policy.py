@@ -10,6 +10,7 @@ from vllm.v1.core.kv_cache_utils import BlockHashWithGroupId, KVCacheBlock
 
 from simple_offload import metrics
 from simple_offload.config import OffloadConfig
+from simple_offload.metadata import Transfer
 from simple_offload.scheduler.event_payload import payloads_of_host_block
 from simple_offload.scheduler.policy.admission import MIN_COUNTED, Admission
 from simple_offload.scheduler.policy.device_contents import DeviceContents
@@ -135,7 +136,9 @@ class StorePolicy:
         self._device_pool: BlockPool = kv_cache_manager.block_pool
         num_device_blocks = len(self._device_pool.blocks)
         self._admission = Admission(config.store_threshold, max(MIN_COUNTED, 2 * num_device_blocks))
-        self._reuse = Reuse(tier)
+        # A tier without copies gets contents when the device does, not when it lets go of them.
+        num_repeated = 0 if tier.has_copies else num_device_blocks // num_sub_blocks
+        self._reuse = Reuse(tier, num_repeated)
         self._contents = DeviceContents(
             tier,
             groups,
@@ -146,6 +149,8 @@ class StorePolicy:
             meter,
             wants_events,
         )
+        self._records_loaded = not tier.has_copies or num_sub_blocks > 1 or wants_events
+        """Whether more must be known of a loaded block than which host block has its contents."""
         self._progress: dict[str, _Progress] = {}
         self._behind: dict[str, _Progress] = {}
         """Requests with blocks recorded since they were last stored ahead of time."""
@@ -203,16 +208,23 @@ class StorePolicy:
         self._promised += num_blocks
         return False
 
-    def on_allocated(self, request: "Request", *, loads: bool) -> None:
-        """``request`` has (new) device blocks. ``loads``: the tier fills some of them. Otherwise
-        another connector (MultiConnector) may do so until the request runs."""
+    def on_allocated(
+        self, request: "Request", num_found_tokens: int, num_loaded_tokens: int
+    ) -> None:
+        """``request`` has (new) device blocks. The device had its first ``num_found_tokens``
+        tokens, and the tier loads ``num_loaded_tokens`` after them. If it loads none, another
+        connector (MultiConnector) may fill blocks until the request runs."""
         self._admission.count(request)
-        zeros = [0] * len(self._managers)
+        self._reuse.on_request(request.block_hashes)
+        num_known = 0 if self._records_loaded else num_found_tokens + num_loaded_tokens
+        num_recorded = [num_known // size for size in self._groups.block_sizes]
         request_id = request.request_id
         self._waiting.pop(request_id, None)
         stores = self._reuse.admits_next()
-        self._progress[request_id] = _Progress(request, zeros.copy(), zeros, loads, stores)
-        self._newly_allocated.on_allocated(request_id)
+        self._progress[request_id] = _Progress(
+            request, num_recorded, [0] * len(num_recorded), num_loaded_tokens > 0, stores
+        )
+        self._newly_allocated.on_allocated(request_id, num_found_tokens)
         self._behind.pop(request_id, None)
         self._pacer.add(request_id)
 
@@ -225,9 +237,15 @@ class StorePolicy:
         step's stores start."""
         # First what the device has lost: a store must not evict it from the tier as a copy.
         self._contents.find_reset(self._walk.drop_reason)
-        if block_ids := self._newly_allocated.on_step(scheduled):
-            self._contents.on_allocated(block_ids, self._walk.drop_reason)
+        filled, found = self._newly_allocated.on_step(scheduled)
+        if filled:
+            self._contents.on_allocated(filled, self._walk.drop_reason)
+            self._walk.on_allocated(filled)
+        for request_id, block_ids in found.items():
+            keys = self._contents.on_found(block_ids)
             self._walk.on_allocated(block_ids)
+            if not self._tier.has_copies and request_id in self._progress:
+                self._progress[request_id].own.update(keys)
         ended, self._ended = self._ended, []
         for each in ended:
             self._store_rest(each)
@@ -274,11 +292,24 @@ class StorePolicy:
             block_pool.touch(self._device_pool, held)
             self._ended.append(_Ended(progress, unhashed, at_risk, held))
 
-    def on_store_ended(self, blocks: Sequence[KVCacheBlock], *, ok: bool) -> None:
+    def on_load_failed(self, request_id: str) -> None:
+        """The request computes the blocks of its load, if it goes on."""
+        if (progress := self._progress.get(request_id)) is not None:
+            progress.num_recorded = [0] * len(progress.num_recorded)
+
+    def on_load_ended(self, transfer: Transfer) -> None:
+        """A load has filled its device blocks."""
+        if not self._records_loaded:
+            self._contents.on_copied(transfer)
+            self._meter.add(metrics.SKIPPED, len(transfer.device_blocks), "already_stored")
+
+    def on_store_ended(
+        self, blocks: Sequence[KVCacheBlock], transfer: Transfer | None, *, ok: bool
+    ) -> None:
         """A store of these device blocks, in order, has ended: drop its references, and with the
-        last one put each block where it belongs in the free queue."""
-        if not ok:
-            self._contents.on_store_failed(blocks)
+        last one put each block where it belongs in the free queue. ``transfer``: if the tier has
+        got them."""
+        self._contents.on_store_ended(blocks, transfer, ok=ok)
         self._walk.free_blocks(blocks)
 
     def on_reset(self) -> None:
@@ -315,7 +346,8 @@ class StorePolicy:
                 if not self._tier.has_copies:
                     progress.own.update(keys[num_sub_blocks - 1 :: num_sub_blocks])
                 progress.num_recorded[group] = stop
-                self._behind[request.request_id] = progress
+                if progress.stores:
+                    self._behind[request.request_id] = progress
 
     def _keys(
         self, request: "Request", group: int, blocks: Sequence[KVCacheBlock], first: int, stop: int
@@ -430,7 +462,7 @@ class StorePolicy:
         if self._stores_at_once:
             num_at_risk = len(self._device_pool.blocks)
         found: list[KVCacheBlock] = []
-        for group in reversed(self._groups.ids) if num_at_risk > 0 else ():
+        for group in reversed(self._groups.ids) if progress.stores and num_at_risk > 0 else ():
             table = self._managers[group].req_to_blocks.get(progress.request.request_id, [])
             unstored = self._groups.sub_blocks(
                 table, progress.num_ahead[group], progress.num_recorded[group]

@@ -199,7 +199,7 @@ def blocks_with(pool: BlockPool, key: bytes) -> list[KVCacheBlock]:
 def find_chain(pool: BlockPool, keys: Iterable[bytes]) -> list[KVCacheBlock]:
     """The blocks that hold ``keys``, up to the first key that none holds."""
     found: list[Any] = find_blocks(pool, keys)
-    return list(takewhile(truth, found))
+    return found if all(found) else list(takewhile(truth, found))
 
 
 def cache_blocks(pool: BlockPool, blocks: Sequence[KVCacheBlock], keys: Sequence[Key]) -> None:

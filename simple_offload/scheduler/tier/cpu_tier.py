@@ -11,12 +11,12 @@ block each; a host block's slots are neighbours.
 import gc
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
 
 from vllm.v1.core.kv_cache_coordinator import KVCacheCoordinator
 from vllm.v1.core.kv_cache_utils import BlockHash, BlockHashWithGroupId, KVCacheBlock
 
 from simple_offload import metrics
+from simple_offload.metadata import BlockIds
 from simple_offload.scheduler.tier import block_pool
 from simple_offload.scheduler.tier.groups import Groups
 from simple_offload.scheduler.tier.lookup import HostHit, Lookup
@@ -86,6 +86,8 @@ class CpuTier:
     def room_for_copies(self) -> int:
         """Blocks that may take contents which the device keeps: because they are empty, or because
         the copies' share has room."""
+        if not self.num_empty:
+            self._segments.settle()
         return max(self.num_empty, self._segments.max_copies - self._segments.num_copies)
 
     def grow(self, num_blocks: int) -> None:
@@ -126,6 +128,10 @@ class CpuTier:
         """Those of ``keys`` that no block holds."""
         return set(keys).difference(self._cached)
 
+    def ids_of(self, keys: Iterable[BlockHashWithGroupId]) -> list[int]:
+        """Ids of the blocks that hold those of ``keys`` which a block holds."""
+        return [block.block_id for block in block_pool.find_blocks(self._pool, keys) if block]
+
     # References
 
     def pin(self, blocks: Sequence[KVCacheBlock]) -> None:
@@ -137,6 +143,15 @@ class CpuTier:
         """Drop a reference to each block, parents before children. Those without references become
         the most recently used."""
         self._segments.unpin(blocks)
+
+    def unpin_loaded(self, blocks: Sequence[KVCacheBlock]) -> None:
+        """Likewise, for blocks that the device has loaded: they become copies, and the first to
+        leave, unless it may have a part of one only."""
+        is_whole = self._groups.num_sub_blocks == 1 and all(block_pool.keys_of(blocks))
+        if self.has_copies and is_whole:
+            self._segments.unpin_copies(blocks)
+        else:
+            self._segments.unpin(blocks)
 
     # Filling
 
@@ -206,30 +221,45 @@ class CpuTier:
 
     # What the device has too
 
-    def add_copies(self, keys: Sequence[BlockHashWithGroupId]) -> list[BlockHashWithGroupId]:
+    def watch_device(self, keys: Callable[[], Container[bytes]]) -> None:
+        """From now on ``keys`` returns the keys that the device finds: it may have contents twice,
+        and let go of one of them only."""
+        self._segments.device_keys = keys
+
+    def add_copies(self, keys: Sequence[BlockHashWithGroupId]) -> list[KVCacheBlock | None]:
         """The device has got contents with ``keys``, parents before children, each once, for
         requests that find or recompute them. Their blocks in the tier become copies, and the first
-        to leave. A tier without copies makes them the most recently used instead. Returns the keys
-        that no block holds."""
-        blocks: list[Any] = block_pool.find_blocks(self._pool, keys)
-        lacking: list[BlockHashWithGroupId] = []
-        if not all(blocks):  # "None in" would call __eq__ of each block
-            lacking = [key for key, block in zip(keys, blocks, strict=True) if block is None]
-            blocks = list(filter(None, blocks))
-        if blocks and self.has_copies:
+        to leave. A tier without copies makes them the most recently used instead. Returns the block
+        of each key; none if no key has one."""
+        if self._cached.keys().isdisjoint(keys):
+            return []
+        found = block_pool.find_blocks(self._pool, keys)
+        blocks = list(filter(None, found))
+        if self.has_copies:
             self._segments.add_copies(blocks)
-        elif blocks:
+        else:
             self.pin(blocks)
             self.unpin(blocks)
-        return lacking
+        return found
 
-    def remove_copies(self, keys: Iterable[BlockHashWithGroupId], *, found: bool) -> None:
-        """The device has let go of contents with ``keys``, in this order. Their blocks become the
-        most recently used, and protected if requests have ``found`` them. No effect on a tier
-        without copies."""
+    def on_copies_found(self, block_ids: BlockIds) -> None:
+        """Requests have found the contents of these copies on the device."""
+        self._segments.on_copies_found(block_ids)
+
+    def on_let_go(self, block_ids: BlockIds) -> None:
+        """The device has let go of the contents of its copies of these blocks, in this order. They
+        become the most recently used, and protected if requests have found them. No effect on a
+        tier without copies."""
         if self.has_copies:
-            blocks = block_pool.find_blocks(self._pool, keys)
-            self._segments.remove_copies(filter(None, blocks), found=found)
+            self._segments.on_let_go(block_ids)
+
+    def was_found(self, block_id: int) -> bool:
+        """Whether a request has found the contents of a block, which may be about to lose them."""
+        return self._segments.was_found(block_id)
+
+    def unfound(self, block_ids: BlockIds) -> list[BlockHashWithGroupId]:
+        """The keys of those of the blocks that no request has found."""
+        return self._segments.unfound(block_ids)
 
     def remove_all_copies(self) -> None:
         """The device has let go of all its contents at once."""

@@ -1,6 +1,6 @@
 """Segments: which free host block leaves the tier next."""
 
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_utils import (
@@ -9,7 +9,9 @@ from vllm.v1.core.kv_cache_utils import (
     KVCacheBlock,
 )
 
+from simple_offload.metadata import BlockIds
 from simple_offload.scheduler.tier import block_pool
+from simple_offload.scheduler.tier.let_go import LetGo
 
 COPIES_SHARE = 3 / 16
 """Share of the tier's blocks that may hold copies although others need room. Each copy that leaves
@@ -21,6 +23,10 @@ EVICTIONS_PER_RETURN = 10
 """After this many evictions one protected block returns to probation."""
 
 _PROBATION, _PROTECTED, _COPY = range(3)
+"""Queues, and segments of blocks that are not copies."""
+_NEW_COPY, _FOUND_COPY = _COPY + _PROBATION, _COPY + _PROTECTED
+"""Segments of copies: the other segments that they will belong to, beyond ``_COPY``."""
+_NUM_SEGMENTS = 4
 
 
 class _EveryKey(Container[BlockHashWithGroupId]):
@@ -59,13 +65,17 @@ class Segments:
         self._of = bytearray()
         """By block id."""
         self.num_copies = 0
-        """Blocks that are copies, pinned or free."""
+        """Blocks that are copies, pinned or free. ``settle`` brings it up to date."""
+        self._let_go = LetGo()
+        self.device_keys: Callable[[], Container[bytes]] = frozenset
+        """The keys that the device finds, though it has let go of them in one block."""
         self.grow()
 
     def grow(self) -> None:
         """Cover the blocks that the pool has by now."""
         num_blocks = len(self._pool.blocks)
         self._of.extend(bytes(num_blocks - len(self._of)))
+        self._let_go.grow(num_blocks)
         num_blocks -= 1  # vLLM's null block
         self._max_protected = int(PROTECTED_SHARE * num_blocks)
         self.max_copies = int(COPIES_SHARE * num_blocks)
@@ -81,7 +91,7 @@ class Segments:
     def add(self, blocks: Sequence[KVCacheBlock], *, copies: bool) -> None:
         """Drop the last reference to blocks that have just been filled, parents before children.
         ``copies``: the device has their contents too, and will let go of them soon."""
-        of, segment = self._of, _COPY if copies else _PROBATION
+        of, segment = self._of, _NEW_COPY if copies else _PROBATION
         for block in blocks:
             block.ref_cnt = 0
             of[block.block_id] = segment
@@ -89,7 +99,7 @@ class Segments:
             self.num_copies += len(blocks)
             self._copies.append_n(list(blocks))
         else:
-            self._enter(list(reversed(blocks)), segment)
+            self._pool.free_block_queue.append_n(list(reversed(blocks)))
 
     def add_copies(self, blocks: Iterable[KVCacheBlock]) -> None:
         """Requests have found the contents of ``blocks``, parents before children, and the device
@@ -101,32 +111,47 @@ class Segments:
             segment = of[block.block_id]
             if block.ref_cnt == 0:
                 free.append(block)
-                counts[segment] += 1
-            self.num_copies += segment != _COPY
-            of[block.block_id] = _COPY
+                counts[min(segment, _COPY)] += 1
+            self.num_copies += segment < _COPY
+            of[block.block_id] = _FOUND_COPY
         self._take_out(free, counts)
         self._copies.prepend_n(free)
 
-    def remove_copies(self, blocks: Iterable[KVCacheBlock], *, found: bool) -> None:
-        """The device has let go of the contents of ``blocks``, in this order. ``found``: requests
-        had found them."""
-        of, segment = self._of, _PROTECTED if found else _PROBATION
-        free: list[KVCacheBlock] = []
-        for block in blocks:
-            if of[block.block_id] == _COPY:
-                of[block.block_id] = segment
-                self.num_copies -= 1
-                if block.ref_cnt == 0:
-                    free.append(block)
-        # From the last on, as a piece of the queue is cut out from its end.
-        block_pool.unlink(reversed(free))
-        self._copies.num_free_blocks -= len(free)
-        self._enter(free, segment)
+    def on_copies_found(self, block_ids: BlockIds) -> None:
+        """Requests have found the contents of those of these blocks that are copies."""
+        of = self._of
+        for block_id in block_ids.tolist():
+            if of[block_id] == _NEW_COPY:
+                of[block_id] = _FOUND_COPY
+
+    def on_let_go(self, block_ids: BlockIds) -> None:
+        """The device has let go of the contents of these blocks, in this order, if they are
+        copies. ``settle`` moves them: mostly requests find them before their order matters."""
+        self._let_go.add(block_ids)
+        while len(self._let_go) > len(self._of):
+            self._settle_oldest()
+
+    def settle(self) -> None:
+        """Move the copies that the device has let go of to the segments they belong to now."""
+        while len(self._let_go):
+            self._settle_oldest()
+
+    def was_found(self, block_id: int) -> bool:
+        """Whether a request has found the contents of a block."""
+        return self._of[block_id] in (_PROTECTED, _FOUND_COPY)
+
+    def unfound(self, block_ids: BlockIds) -> list[BlockHashWithGroupId]:
+        """The keys of those of the blocks that no request has found."""
+        blocks = self._pool.blocks
+        new = [blocks[i] for i in block_ids.tolist() if not self.was_found(i)]
+        return [key for key in block_pool.keys_of(new) if key is not None]
 
     def remove_all_copies(self) -> None:
         """The device has let go of the contents of all copies. They go on probation, those that
         would have left last first, as the device would have let go of them."""
-        self._of = self._of.translate(bytes.maketrans(bytes([_COPY]), bytes([_PROBATION])))
+        self._let_go.clear()
+        copies, others = bytes([_NEW_COPY, _FOUND_COPY]), bytes([_PROBATION, _PROBATION])
+        self._of = self._of.translate(bytes.maketrans(copies, others))
         self.num_copies = 0
         blocks = self._copies.popleft_n(self._copies.num_free_blocks)
         self._pool.free_block_queue.append_n(blocks[::-1])
@@ -141,19 +166,39 @@ class Segments:
     # References
 
     def pin(self, blocks: Iterable[KVCacheBlock]) -> None:
-        """Add a reference to each block. A request has found their contents."""
+        """Add a reference to each block. A request has found their contents, and the device lacks
+        them."""
         of = self._of
         free: list[KVCacheBlock] = []
-        counts = [0] * len(self._queues)
+        counts = [0] * _NUM_SEGMENTS
         for block in blocks:
-            segment = of[block.block_id]
+            block_id = block.block_id
+            segment = of[block_id]
             if block.ref_cnt == 0:
                 free.append(block)
                 counts[segment] += 1
             block.ref_cnt += 1
-            if segment == _PROBATION:
-                of[block.block_id] = _PROTECTED
-        self._take_out(free, counts)
+            if segment != _PROTECTED:
+                of[block_id] = _PROTECTED
+                self.num_copies -= segment >= _COPY
+        self._take_out(free, [*counts[:_COPY], sum(counts[_COPY:])])
+
+    def unpin_copies(self, blocks: Iterable[KVCacheBlock]) -> None:
+        """Drop a reference to each block, parents before children. Requests have found their
+        contents, and the device has got them. They are the first copies to leave."""
+        of = self._of
+        free: list[KVCacheBlock] = []
+        num_copies = 0
+        for block in blocks:
+            block.ref_cnt -= 1
+            if block.ref_cnt == 0:
+                free.append(block)
+            block_id = block.block_id
+            if of[block_id] < _COPY:
+                num_copies += 1
+            of[block_id] = _FOUND_COPY
+        self.num_copies += num_copies
+        self._copies.prepend_n(free)
 
     def unpin(self, blocks: Sequence[KVCacheBlock]) -> None:
         """Drop a reference to each block, parents before children. Those without references become
@@ -164,7 +209,7 @@ class Segments:
         for block in reversed(blocks):
             block.ref_cnt -= 1
             if block.ref_cnt == 0:
-                freed[of[block.block_id]].append(block)
+                freed[min(of[block.block_id], _COPY)].append(block)
         for segment, of_segment in enumerate(freed):
             if segment == _COPY:
                 self._copies.prepend_n(of_segment[::-1])
@@ -208,9 +253,12 @@ class Segments:
                 blocks.extend(new)
 
         evict(pool.free_block_queue, limit, _EveryKey())
-        evict(copies, self.num_copies - self.max_copies, keep)
-        for segment in (_PROBATION, _PROTECTED, _COPY):
-            evict(self._queues[segment], limit, keep)
+        if len(blocks) < limit:
+            self.settle()
+            evict(copies, self.num_copies - self.max_copies, keep)
+            evict(pool.free_block_queue, limit, keep)
+            evict(self._protected, limit, keep)
+            evict(copies, limit, keep)
         count, self._num_evicted = divmod(
             self._num_evicted + len(keys[False]), EVICTIONS_PER_RETURN
         )
@@ -219,18 +267,32 @@ class Segments:
 
     # Details
 
-    def _enter(self, blocks: list[KVCacheBlock], segment: int) -> None:
-        """Append free blocks to the queue of ``segment``. Nothing else has their contents."""
-        self._queues[segment].append_n(blocks)
+    def _settle_oldest(self) -> None:
+        of, blocks, on_device = self._of, self._pool.blocks, self.device_keys()
+        let_go = self._let_go.pop_oldest()
+        copies = [blocks[block_id] for block_id in let_go if of[block_id] >= _COPY]
+        free: tuple[list[KVCacheBlock], ...] = ([], [])
+        for block, key in zip(copies, block_pool.keys_of(copies), strict=True):
+            segment = of[block.block_id] - _COPY
+            if key not in on_device and segment >= 0:
+                of[block.block_id] = segment
+                self.num_copies -= 1
+                if block.ref_cnt == 0:
+                    free[segment].append(block)
+        for queue, of_queue in zip(self._queues, free, strict=False):
+            # From the last on, as a piece of the queue is cut out from its end.
+            block_pool.unlink(reversed(of_queue))
+            self._copies.num_free_blocks -= len(of_queue)
+            queue.append_n(of_queue)
         self._enforce_limit()
 
     def _count(self, blocks: Iterable[KVCacheBlock]) -> list[int]:
-        """By segment, how many of ``blocks`` belong to it."""
-        segments = [self._of[block.block_id] for block in blocks]
+        """By queue, how many of ``blocks`` belong to it."""
+        segments = [min(self._of[block.block_id], _COPY) for block in blocks]
         return [segments.count(segment) for segment in range(len(self._queues))]
 
     def _take_out(self, free: Iterable[KVCacheBlock], counts: Sequence[int]) -> None:
-        """Take free blocks out of their queues. ``counts``: by segment, how many."""
+        """Take free blocks out of their queues. ``counts``: by queue, how many."""
         block_pool.unlink(free)
         for queue, count in zip(self._queues, counts, strict=True):
             queue.num_free_blocks -= count
@@ -239,7 +301,7 @@ class Segments:
         """``blocks`` have lost their contents, and so their segment."""
         of = self._of
         for block in blocks:
-            self.num_copies -= of[block.block_id] == _COPY
+            self.num_copies -= of[block.block_id] >= _COPY
             of[block.block_id] = _PROBATION
 
     def _enforce_limit(self) -> None:

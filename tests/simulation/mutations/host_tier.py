@@ -1,6 +1,6 @@
 """The host tier: the keys that it finds, the blocks that it keeps, and its growth."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 from unittest.mock import patch
 
@@ -49,12 +49,13 @@ protect_without_limit = always(Segments, "_enforce_limit", None, SMALL_TIER)
 leave_the_evicted_in_their_segment = always(Segments, "_forget", None, SMALL_TIER)
 
 
-@mutation(Segments, "remove_copies", COPIES)
-def let_the_copies_of_lost_blocks_leave_first(
-    remove_copies: Any, self: Segments, blocks: Sequence[Any], **options: Any
-) -> None:
+@mutation(Segments, "on_let_go", COPIES)
+def let_the_copies_of_lost_blocks_leave_first(on_let_go: Any, self: Segments, ids: Any) -> None:
     """Only one of them becomes the most recently used."""
-    remove_copies(self, list(blocks)[:1], **options)
+    on_let_go(self, ids[:1])
+
+
+never_settle = always(Segments, "settle", None, COPIES)
 
 
 @mutation(CpuTier, "add_copies", COPIES)
@@ -66,11 +67,9 @@ def call_copies_what_the_device_does_not_have(add_copies: Any, self: CpuTier, ke
     return add_copies(self, keys)
 
 
-@mutation(CpuTier, "remove_copies", COPIES)
-def let_heads_leave_before_tails(
-    remove_copies: Any, self: CpuTier, keys: Sequence[Any], **options: Any
-) -> Any:
-    return remove_copies(self, keys[::-1], **options)
+@mutation(CpuTier, "on_let_go", COPIES)
+def let_heads_leave_before_tails(on_let_go: Any, self: CpuTier, ids: Any) -> None:
+    on_let_go(self, ids[::-1])
 
 
 # Its keys

@@ -130,10 +130,10 @@ _COMPUTED: dict[str, int] = {}
 
 @mutation(StorePolicy, "on_allocated", engine(windows=(0,), num_drafted=3))
 def count_rejected_drafts_as_computed(
-    on_allocated: Any, self: StorePolicy, request: Any, **options: Any
+    on_allocated: Any, self: StorePolicy, request: Any, *arguments: Any
 ) -> None:
     _COMPUTED.pop(request.request_id, None)
-    on_allocated(self, request, **options)
+    on_allocated(self, request, *arguments)
 
 
 @count_rejected_drafts_as_computed.also(StorePolicy, "on_step")

@@ -23,20 +23,12 @@ from tests.simulation.mutations.situations import (
     LAZILY_AND_QUICKLY,
     OVERLOAD,
     OVERLOAD_WITH_ROOM,
-    RESETS,
 )
 
 # Blocks leave both caches
 
-forget_no_copy = always(CpuTier, "remove_copies", [], COPIES)
-notice_no_allocation = always(NewlyAllocated, "on_step", [], COPIES)
-
-
-@mutation(StorePolicy, "on_reset", RESETS)
-def forget_at_a_reset_what_requests_wait_for(on_reset: Any, self: StorePolicy) -> None:
-    """Blocks that such a request gets later are not noticed."""
-    on_reset(self)
-    self._newly_allocated._starting.clear()
+forget_no_copy = always(CpuTier, "on_let_go", None, COPIES)
+notice_no_allocation = always(NewlyAllocated, "on_step", ([], {}), COPIES)
 
 
 never_walk_along_the_queue = always(QueueWalk, "on_step", None, EVICTIONS[None])
@@ -115,12 +107,15 @@ def admit_few_requests_although_blocks_are_empty(admits_next: Any, self: Reuse) 
     return not self._keeps_old
 
 
-@mutation(DeviceContents, "on_allocated", OVERLOAD)
-def never_store_what_was_skipped(on_allocated: Any, self: DeviceContents, *arguments: Any) -> None:
+@mutation(DeviceContents, "on_found", OVERLOAD)
+def never_store_what_was_skipped(on_found: Any, self: DeviceContents, block_ids: Any) -> Any:
     """Even if a request has found it."""
-    with patch.object(self, "_skipped", set()):
-        on_allocated(self, *arguments)
-    self._skipped.intersection_update([i for i in self._skipped if self._keys[i] is not None])
+    skipped = {i: self._skipped[i] for i in self._skipped.keys() & block_ids}
+    keys = on_found(self, block_ids)
+    self._skipped.update(skipped)
+    for block_id in skipped:
+        self._unstored.pop(block_id, None)
+    return keys
 
 
 # KV events
@@ -175,7 +170,7 @@ def keep_the_payload_of_the_contents_before(
     self._payloads.update(before)
 
 
-@keep_the_payload_of_the_contents_before.also(DeviceContents, "_forget")
-def forget_no_payload(forget: Any, self: DeviceContents, block_ids: Any) -> Any:
+@keep_the_payload_of_the_contents_before.also(DeviceContents, "on_allocated")
+def forget_no_payload(on_allocated: Any, self: DeviceContents, *arguments: Any) -> None:
     with patch.object(self, "_payloads", dict(self._payloads)):
-        return forget(self, block_ids)
+        on_allocated(self, *arguments)

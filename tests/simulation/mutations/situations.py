@@ -156,18 +156,6 @@ COPIES = Situation(
 )
 """The tier evicts what the device has too."""
 
-RESETS = Situation(
-    _ONE_CHAIN,
-    device_blocks=20,
-    changes=_ROOM
-    | _BUSY
-    | _EARLY
-    | {"chunk_blocks": None, "max_num_seqs": 6}
-    | {"copy_speed": 0.1, "resets": 0.1, "announcements": 0.0, "faults": Faults()}
-    | {"max_num_batched_tokens": 16, "kv_role": "kv_both"},
-)
-"""Requests wait for loads, and then for the rest of their blocks, when caches are reset."""
-
 DELAYED_LOADS = Situation(
     _ONE_CHAIN,
     device_blocks=30,
