@@ -127,6 +127,8 @@ class Loads:
 
         The last token of a request is always computed, for its logits.
         """
+        # It may have lost what it had loaded: it was preempted before it ran.
+        self._tier.unpin(self._arrived.pop(request.request_id, ()))
         known = self._hits.get(request.request_id)
         if request.request_id in self._unlucky:
             return 0
@@ -289,8 +291,6 @@ class Loads:
             if self._tier.has_doubts:
                 self._tier.trust(self._tier.blocks_at(load.slots))
         if ended.ok and not load.orphaned:
-            # A request that was preempted before it ran may have loaded twice.
-            self._tier.unpin(self._arrived.pop(load.request_id, ()))
             self._arrived[load.request_id] = load.pins
         else:
             self._tier.unpin(load.pins)

@@ -117,7 +117,8 @@ class DeviceContents:
             copies = np.concatenate([copies, as_array(self._tier.ids_of(lacking.values()))])
         if num_blocks := len(lacking) + len(copies):
             self._copies[ids] = 0
-            self._tier.on_let_go(copies)
+            if len(copies):
+                self._tier.on_let_go(copies)
             if self._reuse.on_let_go(num_blocks):
                 self._follow(lacking, copies)
             self._count_dropped(list(lost.values()), reason)

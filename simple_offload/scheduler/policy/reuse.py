@@ -10,7 +10,8 @@ from simple_offload.scheduler.tier.cpu_tier import CpuTier
 SAMPLES_PER_TIERFUL = 32
 """Prompts are long, so more samples would be more of the same requests."""
 MAX_AGE = 8
-"""Tierfuls that a sample is followed. Requests change, and no tier has much of a longer cycle."""
+"""A sample is followed while the device lets go of this many times the tier's blocks. Requests
+change, and no tier has much of a longer cycle."""
 MIN_HITS = 16
 """Fewer prove nothing: a request wants all contents of its prompt at once."""
 MARGIN = 1.5
@@ -79,7 +80,7 @@ class Reuse:
         samples, now = self._samples, self._clock
         samples.append(_Sample(block_hash, now))
         self._waiting[block_hash] = samples[-1]
-        while samples[0].since < now - MAX_AGE * self._tierful:
+        while samples[0].since < now - MAX_AGE * self._tier.num_blocks:
             oldest = samples.popleft()
             if oldest.gap is None:
                 del self._waiting[oldest.block_hash]
