@@ -95,7 +95,7 @@ class OffloadConfig(BaseModel):
 
     store_threshold: Annotated[int, Field(strict=True, ge=1)] = 1
     """Store a block once this many requests, including the one that computed it, have had the
-    prefix that ends with it. 1 does not wait. 2 keeps one-time prompts out of the tier."""
+    prefix that ends with it. 2 keeps one-time prompts out of the tier."""
 
     backend: Literal["auto", "cuda", "npu", "host"] = "auto"
     """Copy backend: "cuda", "npu" for Ascend, "host" for vLLM on CPU, "auto" for the one of vLLM's

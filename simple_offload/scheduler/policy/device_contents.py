@@ -117,8 +117,7 @@ class DeviceContents:
             copies = np.concatenate([copies, as_array(self._tier.ids_of(lacking.values()))])
         if num_blocks := len(lacking) + len(copies):
             self._copies[ids] = 0
-            if len(copies):
-                self._tier.on_let_go(copies)
+            self._tier.on_let_go(copies)
             if self._reuse.on_let_go(num_blocks):
                 self._follow(lacking, copies)
             self._count_dropped(list(lost.values()), reason)
@@ -277,7 +276,7 @@ class DeviceContents:
         self, block_ids: Sequence[int], keys: Sequence[BlockHashWithGroupId]
     ) -> tuple[dict[int, BlockHashWithGroupId], int]:
         """Requests have got contents with ``keys`` in these (last sub-) blocks. Returns what the
-        tier lacks, and the number of those that it has unknown to us."""
+        tier lacks, and how many blocks have become known as copies."""
         lacking = dict(zip(block_ids, keys, strict=True))
         num_new = 0
         if found := self._tier.add_copies(keys):

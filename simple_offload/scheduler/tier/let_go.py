@@ -29,6 +29,8 @@ class LetGo:
 
     def add(self, block_ids: BlockIds) -> None:
         """Append ids."""
+        if not len(block_ids):
+            return  # nothing would ever remove it
         self._last[block_ids] = self._next
         self._parts.append((self._next, block_ids))
         self._next += 1

@@ -268,6 +268,7 @@ class Segments:
     # Details
 
     def _settle_oldest(self) -> None:
+        """Move the copies that the device has let go of first."""
         of, blocks, on_device = self._of, self._pool.blocks, self.device_keys()
         let_go = self._let_go.pop_oldest()
         copies = [blocks[block_id] for block_id in let_go if of[block_id] >= _COPY]
