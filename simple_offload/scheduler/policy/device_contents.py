@@ -23,6 +23,10 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 
+FEW = 64
+"""Blocks that a step may look at, one by one."""
+
+
 @dataclass(slots=True, eq=False)
 class _HostBlock:
     """Device blocks that together have the contents of one host block."""
@@ -89,6 +93,14 @@ class DeviceContents:
     def are_stored(self) -> bool:
         """Whether the tier has, or gets, all contents that are to be stored."""
         return not self._unstored
+
+    def may_lack_free(self) -> bool:
+        """Whether free blocks may have contents that are to be stored. Looks at few blocks only: if
+        there are more, some of them may."""
+        if self._groups.num_sub_blocks > 1 or len(self._unstored) > FEW:
+            return bool(self._unstored)
+        blocks = self._device_pool.blocks
+        return any(blocks[block_id].ref_cnt == 0 for block_id in self._unstored)
 
     def find_reset(self, reason: str) -> None:
         """Forget all contents if the device's prefix cache has been reset. They count as dropped
@@ -207,26 +219,29 @@ class DeviceContents:
         """Contents among ``blocks`` that are to be stored, and that the tier neither has nor gets:
         by key, the first block of each, in the same order."""
         unstored = self._unstored
-        if self._groups.num_sub_blocks == 1:
-            found = {block.block_id: block for block in blocks if block.block_id in unstored}
+        if self._groups.num_sub_blocks > 1:
+            first = self._first_blocks(blocks)
+            ids, blocks = list(first), list(first.values())
+            keys: list[Any] = [unstored[block_id] for block_id in ids]
         else:
-            found = self._first_blocks(blocks)
-        if not found:
-            return {}
-        keys: list[Any] = [unstored[block_id] for block_id in found]
-        if self._groups.num_sub_blocks == 1 and keys != list(block_pool.keys_of(found.values())):
-            # The device has lost some.
-            return self.choose([b for i, b in found.items() if b.block_hash == unstored[i]])
+            ids = [block.block_id for block in blocks]
+            keys = list(map(unstored.get, ids))
+            if None in keys or keys != list(block_pool.keys_of(blocks)):
+                # Not to be stored, or lost by the device.
+                pairs = zip(keys, blocks, strict=True)
+                blocks = [block for key, block in pairs if key and block.block_hash == key]
+                ids = [block.block_id for block in blocks]
+                keys = list(block_pool.keys_of(blocks))
         absent = self._stores.absent(keys)
         if len(absent) == len(keys):
-            chosen = dict(zip(keys, found.values(), strict=True))
+            chosen = dict(zip(keys, blocks, strict=True))
         else:
             chosen = {}
-            for key, (block_id, block) in zip(keys, found.items(), strict=True):
+            for key, block_id, block in zip(keys, ids, blocks, strict=True):
                 if key in absent:
                     chosen.setdefault(key, block)
                 elif copy := self._tier.ids_of([key]):
-                    del unstored[block_id]
+                    unstored.pop(block_id, None)
                     self._copies[block_id] = copy[0]
         if self._admission.threshold > 1:
             for key in absent:

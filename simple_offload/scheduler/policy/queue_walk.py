@@ -115,7 +115,7 @@ class QueueWalk:
 
     def count_safe(self, limit: int) -> int:
         """Number of blocks at the front of the queue, up to ``limit``, that may be evicted now."""
-        if self.num_safe >= limit:
+        if self.num_safe >= limit or not self._contents.may_lack_free():
             return limit
         blocks = list(block_pool.free_blocks_after(self._device_pool, None, limit))
         unsafe = {

@@ -246,9 +246,7 @@ class StorePolicy:
             self._walk.on_allocated(block_ids)
             if not self._tier.has_copies and request_id in self._progress:
                 self._progress[request_id].own.update(keys)
-        ended, self._ended = self._ended, []
-        for each in ended:
-            self._store_rest(each)
+        self._store_rest()
         demand, self._demand, self._promised = self._demand, 0, 0
         self._record_states()
         for request_id in self._pacer.on_step(scheduled.num_scheduled_tokens):
@@ -461,6 +459,8 @@ class StorePolicy:
         num_at_risk = min(self._limits.per_step, self._walk.min_ahead) - num_free
         if self._stores_at_once:
             num_at_risk = len(self._device_pool.blocks)
+        elif self._stores_early:
+            num_at_risk = max(num_at_risk, self._tier.num_empty * self._groups.num_sub_blocks)
         found: list[KVCacheBlock] = []
         for group in reversed(self._groups.ids) if progress.stores and num_at_risk > 0 else ():
             table = self._managers[group].req_to_blocks.get(progress.request.request_id, [])
@@ -470,31 +470,44 @@ class StorePolicy:
             found += [block for block in reversed(unstored) if block.block_hash is not None]
         return found[:num_at_risk]
 
-    def _store_rest(self, ended: _Ended) -> None:
-        """Store the blocks held of a request that has ended."""
-        progress, request = ended.progress, ended.progress.request
-        for group in self._groups.ids if not self._tier.has_copies else ():
-            stop = progress.num_recorded[group]
-            self._tier.renew(self._groups.keys(request.block_hashes, group, 0, stop))
-        self._plan(ended.at_risk, progress.own)
+    def _store_rest(self) -> None:
+        """Store the blocks held of requests that have ended."""
+        if not self._ended:
+            return
+        ended, self._ended = self._ended, []
+        own: set[BlockHashWithGroupId] = set()
+        for each in ended if not self._tier.has_copies else ():
+            own |= each.progress.own
+            hashes = each.progress.request.block_hashes
+            for group in self._groups.ids:
+                stop = each.progress.num_recorded[group]
+                self._tier.renew(self._groups.keys(hashes, group, 0, stop))
+        self._plan([block for each in ended for block in each.at_risk], own)
+        for each in ended:
+            self._store_unhashed(each, own)
+            block_pool.free_blocks(self._device_pool, each.held)
+
+    def _store_unhashed(self, ended: _Ended, own: set[BlockHashWithGroupId]) -> None:
+        """Store blocks that vLLM will not find, without evicting what the walk has passed or
+        ``own``."""
         lacking = [each for each in ended.unhashed if not self._stores.has(each.key)]
-        if lacking:
-            run = Run(
-                [block for each in lacking for block in each.blocks],
-                [each.key for each in lacking],
-                on_device=False,
-            )
-            if self._wants_events:
-                run.num_tokens = [each.num_tokens for each in lacking]
-                run.payloads = [
-                    payloads_of_host_block(self._groups, each.key, (), each.num_tokens, request)
-                    for each in lacking
-                ]
-            keep = _Either(self._walk.passed_keys, progress.own)
-            count = self._stores.plan(run, keep, self._device_pool)
-            # The device has these no more.
-            self._meter.add(metrics.DROPPED, len(lacking) - count, "tier_full")
-        block_pool.free_blocks(self._device_pool, ended.held)
+        if not lacking:
+            return
+        run = Run(
+            [block for each in lacking for block in each.blocks],
+            [each.key for each in lacking],
+            on_device=False,
+        )
+        if self._wants_events:
+            request = ended.progress.request
+            run.num_tokens = [each.num_tokens for each in lacking]
+            run.payloads = [
+                payloads_of_host_block(self._groups, each.key, (), each.num_tokens, request)
+                for each in lacking
+            ]
+        count = self._stores.plan(run, _Either(self._walk.passed_keys, own), self._device_pool)
+        # The device has these no more.
+        self._meter.add(metrics.DROPPED, len(lacking) - count, "tier_full")
 
     def _first_unhashed_block(
         self, request: "Request", group: int, table: Sequence[KVCacheBlock], stop: int
