@@ -81,8 +81,9 @@ class OffloadConfig(BaseModel):
     """Host memory of each rank; overrides ``cpu_bytes_to_use``."""
 
     num_cpu_blocks: Annotated[int, Field(strict=True, ge=2)] | None = None
-    """Host blocks of each rank, including vLLM's null block. Always counted in device blocks,
-    whatever ``cpu_block_size`` is. An error if the bytes, when also given, hold fewer."""
+    """Host blocks of each rank, or of ranks that share them, including vLLM's null block. Always
+    counted in device blocks, whatever ``cpu_block_size`` is. An error if the bytes, when also
+    given, hold fewer."""
 
     cpu_block_size: Annotated[int, Field(strict=True, gt=0)] | None = None
     """Tokens of a host block, a multiple of a device block's tokens (the default). Larger blocks
@@ -115,6 +116,11 @@ class OffloadConfig(BaseModel):
     milliseconds, on the device, for the rest. 0 schedules it after the end, as always with
     state (Mamba) layers."""
 
+    host_copies: Literal["auto", "one", "private"] = "auto"
+    """Copies in host memory of KV that several tensor parallel ranks have alike, as with MLA.
+    "auto": one for the ranks of each NUMA node, "one": one for the ranks of each machine,
+    "private": one for each rank."""
+
     kv_offload_backend: Literal["cpu"] = "cpu"
     """Accepted for configurations of the built-in connector."""
 
@@ -144,28 +150,30 @@ class OffloadConfig(BaseModel):
             return self.cpu_bytes_to_use_per_rank
         return self.cpu_bytes_to_use // num_ranks
 
-    def num_host_blocks(self, block_bytes: int, num_ranks: int) -> int:
-        """Number of host blocks, of ``block_bytes`` each, of one rank.
+    def num_host_blocks(self, block_bytes: int, num_ranks: int, num_sharing: int = 1) -> int:
+        """Number of host blocks, of ``block_bytes`` each, of ``num_sharing`` ranks of ``num_ranks``
+        that share their host memory.
 
         Raises ConfigError if there is no room for two (the first is vLLM's null block), or for an
         explicit ``num_cpu_blocks``.
         """
-        budget = self.bytes_per_rank(num_ranks)
+        budget = self.bytes_per_rank(num_ranks) * num_sharing
         fitting = budget // block_bytes
+        owner = "rank" if num_sharing == 1 else f"{num_sharing} ranks"
         if self.num_cpu_blocks is not None:
             sized = {"cpu_bytes_to_use", "cpu_bytes_to_use_per_rank"} & self.model_fields_set
             if sized and self.num_cpu_blocks > fitting:
                 raise ConfigError(
-                    f"num_cpu_blocks={self.num_cpu_blocks}: {budget} bytes per rank hold only "
+                    f"num_cpu_blocks={self.num_cpu_blocks}: {budget} bytes per {owner} hold only "
                     f"{fitting} blocks of {block_bytes} bytes. Allowed: 2 to {fitting}, or more "
                     f"bytes in {' and '.join(sorted(sized))}"
                 )
             return self.num_cpu_blocks
         if fitting < 2:
             raise ConfigError(
-                f"{self._size_key}={getattr(self, self._size_key)}: {budget} bytes per rank hold "
-                f"{fitting} blocks of {block_bytes} bytes. Allowed: at least 2 blocks, that is "
-                f"{2 * block_bytes} bytes per rank"
+                f"{self._size_key}={getattr(self, self._size_key)}: {budget} bytes per {owner} "
+                f"hold {fitting} blocks of {block_bytes} bytes. Allowed: at least 2, that is "
+                f"{2 * block_bytes} bytes per {owner}"
             )
         return fitting
 

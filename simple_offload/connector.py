@@ -22,6 +22,7 @@ from simple_offload.logs import get_logger
 from simple_offload.metadata import RankCapacity, StepMetadata, WorkerReport
 from simple_offload.metrics import OffloadPromMetrics, OffloadStats
 from simple_offload.ranks import Ranks
+from simple_offload.replicas import Replicas
 from simple_offload.scheduler.manager import OffloadScheduler
 from simple_offload.scheduler.supported import require_supported_executor
 from simple_offload.worker.worker import OffloadWorker
@@ -80,7 +81,8 @@ class SimpleCPUOffloadConnector(KVConnectorBase_V1, SupportsHMA):
         if role == KVConnectorRole.SCHEDULER:
             self.scheduler = OffloadScheduler(vllm_config, kv_cache_config, config)
         else:
-            self.worker = OffloadWorker(kv_cache_config, config, ranks)
+            replicas = Replicas.find(vllm_config, kv_cache_config)
+            self.worker = OffloadWorker(kv_cache_config, config, ranks, replicas)
 
     # Before there is an engine
 

@@ -2,7 +2,7 @@
 
 import struct
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -34,6 +34,9 @@ class Transfer:
     after_compute: bool = True
     """Whether it must come after compute that was queued before it. False only if none of that
     touches its device blocks."""
+    by_place: BlockIds | None = None  # [places, n]
+    """If ranks share host memory, but not in all KV cache groups: the host blocks for the rank at
+    each place of its pool. Ranks share those that are equal for all places."""
 
     @classmethod
     def pairing(
@@ -43,14 +46,15 @@ class Transfer:
         host_blocks: Sequence[int],
         request_id: str | None = None,
         after_compute: bool = True,
+        by_place: Callable[[BlockIds], BlockIds | None] = lambda _: None,
     ) -> "Transfer":
         """A transfer of ``device_blocks[i]`` with ``host_blocks[i]``; ValueError if their lengths
-        differ."""
+        differ. ``by_place``: from host blocks to those at each place."""
         count = len(device_blocks)
         if count != len(host_blocks):
             raise ValueError(f"{count} device blocks paired with {len(host_blocks)} host blocks")
         device, host = as_array(device_blocks), as_array(host_blocks)
-        return cls(transfer_id, device, host, request_id, after_compute)
+        return cls(transfer_id, device, host, request_id, after_compute, by_place(host))
 
 
 def as_array(ids: Sequence[int]) -> BlockIds:
@@ -106,3 +110,7 @@ class RankCapacity(KVConnectorHandshakeMetadata):
     num_open: int
     """Number of them that are open."""
     block_bytes: int
+    num_places: int = 1
+    """Ranks of its pool."""
+    private_groups: frozenset[int] = frozenset()
+    """If there are several: KV cache groups in which each of them has blocks of its own."""

@@ -48,6 +48,7 @@ CONTENDERS = {
     for contender in (
         NONE,
         OURS,
+        replace(OURS, name="ours-private", extra={"host_copies": "private"}),
         Contender("builtin", SIMPLE),
         Contender("builtin-lazy", SIMPLE, extra={"lazy_offload": True}),
         Contender("builtin-BLHNC", SIMPLE, environment={LAYOUT: "BLHNC"}),

@@ -2,14 +2,14 @@
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from examples.random_model import SIZES, model_config, save_random_model
 
 
 @dataclass(frozen=True)
 class ModelShape:
-    """A dense model of grouped-query attention."""
+    """A dense model of grouped-query attention, or of latent attention (MLA)."""
 
     vocab_size: int
     hidden_size: int
@@ -19,14 +19,17 @@ class ModelShape:
     dtype: Literal["float32", "bfloat16"] = "float32"
     """float32: small random weights, on which the answers depend. bfloat16: no weights, vLLM
     fills in dummy ones."""
-    architecture: Literal["llama", "qwen3"] = "llama"
+    architecture: Literal["llama", "qwen3", "mla"] = "llama"
     intermediate_size: int = 0
     """Of a model without weights."""
 
     @property
     def kv_bytes_per_token(self) -> int:
-        """Keys and values of all layers."""
+        """Keys and values of all layers, or what stands for them."""
         element = 4 if self.dtype == "float32" else 2
+        if self.architecture == "mla":
+            latent = MLA_SIZES["kv_lora_rank"] + MLA_SIZES["qk_rope_head_dim"]
+            return self.num_layers * latent * element
         head_dim = self.hidden_size // self.num_heads
         return 2 * self.num_layers * self.num_kv_heads * head_dim * element
 
@@ -36,9 +39,19 @@ class ModelShape:
         return "auto" if self.dtype == "float32" else "dummy"
 
 
+MLA_SIZES = {
+    "kv_lora_rank": 512,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+}
+"""As all DeepSeek models from V2 on have them."""
+
 SMALL = ModelShape(2048, 512, 4, 8, 4)
 LLAMA_8B = ModelShape(32000, 4096, 32, 32, 8, "bfloat16", intermediate_size=14336)
 QWEN3_14B = ModelShape(151936, 5120, 40, 40, 8, "bfloat16", "qwen3", intermediate_size=17408)
+DEEPSEEK_LITE = ModelShape(102400, 2048, 27, 16, 16, "bfloat16", "mla", intermediate_size=10944)
+"""DeepSeek-V2-Lite without experts."""
 
 
 def save_model(shape: ModelShape, max_model_len: int, seed: int, directory: Path) -> None:
@@ -49,10 +62,37 @@ def save_model(shape: ModelShape, max_model_len: int, seed: int, directory: Path
     sizes = {name: getattr(shape, name) for name in SIZES if name != "max_model_len"}
     sizes["max_model_len"] = max_model_len
     if shape.dtype == "float32":
+        assert shape.architecture != "mla", "made without weights only"
         save_random_model(directory, shape.architecture, seed=seed, **sizes)
         return
     sizes["intermediate_size"] = shape.intermediate_size
-    config = model_config(shape.architecture, **sizes)
-    config.architectures = [f"{shape.architecture.capitalize()}ForCausalLM"]
+    if shape.architecture == "mla":
+        config = _mla_config(**sizes)
+    else:
+        config = model_config(shape.architecture, **sizes)
+        config.architectures = [f"{shape.architecture.capitalize()}ForCausalLM"]
     config.dtype = shape.dtype
     config.save_pretrained(directory)
+
+
+def _mla_config(*, num_layers: int, num_heads: int, max_model_len: int, **sizes: int) -> Any:
+    from transformers import AutoConfig
+
+    return AutoConfig.for_model(
+        "deepseek_v2",
+        architectures=["DeepseekV2ForCausalLM"],
+        vocab_size=sizes["vocab_size"],
+        hidden_size=sizes["hidden_size"],
+        intermediate_size=sizes["intermediate_size"],
+        num_hidden_layers=num_layers,
+        first_k_dense_replace=num_layers,
+        num_attention_heads=num_heads,
+        num_key_value_heads=num_heads,
+        max_position_embeddings=max_model_len,
+        q_lora_rank=None,
+        n_routed_experts=8,
+        num_experts_per_tok=2,
+        moe_intermediate_size=64,
+        tie_word_embeddings=False,
+        **MLA_SIZES,
+    )

@@ -9,6 +9,7 @@ from rich.console import Console
 from examples.bench.arguments import MAX_SEED, BenchParser, exit_codes
 from examples.bench.command import BAD_RESULT, exit_code_of, print_lines, run_program
 from examples.bench.connectors import CONTENDERS, ON_CPU, PACKAGE, before
+from examples.bench.models import DEEPSEEK_LITE
 from examples.bench.progress import Progress
 from examples.bench.results_file import NUMBERS, prepare_output
 from examples.engine_bench.bench import Bench
@@ -96,6 +97,11 @@ def parse(argv: Sequence[str] | None) -> Bench:
         "times that each engine does the work, with other prompts each time (default: 1)",
         default=1,
     )
+    parser.add_argument(
+        "--mla",
+        action="store_true",
+        help="a model of latent attention, whose KV all ranks have alike (GPU only)",
+    )
     parser.add_number("--kv-heads", "KV heads of the model; 1 is the share of each of eight ranks")
     parser.add_number("--host-gib", "size of the host tier (default: the preset's)")
     parser.add_number("--tensor-parallel", "ranks (default: 1)", default=1)
@@ -118,6 +124,8 @@ def parse(argv: Sequence[str] | None) -> Bench:
         if not (arguments.before / PACKAGE / "__init__.py").is_file():
             parser.error(f"argument --before: {arguments.before} has no package {PACKAGE}")
         contenders.append(before(arguments.before))
+    if arguments.mla:
+        plan = replace(plan, model=DEEPSEEK_LITE)
     kv_heads = arguments.kv_heads or plan.model.num_kv_heads
     if plan.model.num_heads % kv_heads:
         parser.error(

@@ -8,7 +8,7 @@ must not touch, and reports ``{"bytes_per_second": ...}``.
 import asyncio
 import faulthandler
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
@@ -64,9 +64,12 @@ async def _run(
         await _warm_up(plan, Client(engine, plan.settle_seconds, lambda: None))
         for repeat in range(repeats):
             counted = {name: _counter(name) for name in _COUNTERS}
+            copied = {way: _copied(way) for way in ("store", "load")}
             numbers, replies, lost = await _play(
                 plan.with_other_texts(repeat), engine, parts, report
             )
+            if "ttft" in numbers:
+                numbers["ttft"] |= _copies(plan, copied) | {"start": start_seconds}
             result = {
                 "repeat": repeat,
                 "start_seconds": start_seconds,
@@ -150,6 +153,45 @@ def _counter(name: str) -> float:
         for metric in get_metrics_snapshot()
         if isinstance(metric, Counter) and metric.name == name
     )
+
+
+def _copied(way: str) -> tuple[float, float]:
+    """Bytes that all ranks have copied between device and host, and the seconds that it took them,
+    as our series and OffloadingConnector's have it. ``way``: "store" or "load"."""
+    from vllm.v1.metrics.reader import Counter, Histogram, get_metrics_snapshot
+
+    num_bytes = seconds = 0.0
+    for metric in get_metrics_snapshot():
+        name, direction = metric.name, metric.labels.get("direction", way)
+        if isinstance(metric, Counter):
+            if name == f"vllm:kv_offload_{way}_time":
+                seconds += metric.value
+            elif name == f"vllm:kv_offload_{way}_bytes" or (
+                name == "vllm:simple_offload_bytes" and direction == way
+            ):
+                num_bytes += metric.value
+        elif isinstance(metric, Histogram) and (
+            name == "vllm:simple_offload_transfer_seconds" and direction == way
+        ):
+            seconds += metric.sum
+    return num_bytes, seconds
+
+
+def _copies(plan: Plan, before: Mapping[str, tuple[float, float]]) -> work.Numbers:
+    """What has been copied since ``before`` in the part ``ttft``: bytes stored for each token of
+    its prompts, the tokens for which 64 GiB have room at that rate, and bytes a second on each
+    rank."""
+    numbers: work.Numbers = {}
+    for way, (bytes_before, seconds_before) in before.items():
+        num_bytes, seconds = _copied(way)
+        num_bytes, seconds = num_bytes - bytes_before, seconds - seconds_before
+        if num_bytes and seconds:
+            numbers[f"{way}_rate"] = num_bytes / seconds
+        if num_bytes and way == "store":
+            per_token = num_bytes / (plan.num_hits * plan.prompt_tokens)
+            numbers["stored_per_token"] = per_token
+            numbers["tokens_in_64_gib"] = (64 << 30) / per_token
+    return numbers
 
 
 def _device() -> str:

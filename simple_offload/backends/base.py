@@ -89,6 +89,19 @@ class QuickToSubmit(Protocol):
         another thread might hold for longer than the copy takes."""
 
 
+@runtime_checkable
+class SharesMemory(Protocol):
+    """Optional protocol of a CopyBackend whose device can reach host memory that other processes
+    use too."""
+
+    numa_node: int | None
+    """The node of the device; None if that is unknown, or there is one node only."""
+
+    def use_shared(self, memory: torch.Tensor, *, is_first: bool) -> None:
+        """As ``allocate_host``, for given memory, int8 ``[num_bytes]``. ``is_first``: put its pages
+        in place. Otherwise another process has."""
+
+
 class CopyBackend(Protocol):
     """Copies blocks between regions of the device and of the host.
 

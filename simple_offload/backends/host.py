@@ -27,6 +27,11 @@ class HostBackend:
         """Plain memory; the kernel provides each page at its first write."""
         return torch.empty(num_bytes, dtype=torch.int8)
 
+    numa_node = None
+
+    def use_shared(self, memory: torch.Tensor, *, is_first: bool) -> None:
+        """Nothing to prepare."""
+
     def open(self, device: Sequence[torch.Tensor]) -> None:
         """The arrays share the tensors' memory."""
         self._device = [region.numpy() for region in device]

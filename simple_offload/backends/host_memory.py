@@ -29,17 +29,22 @@ def map_memory(num_bytes: int, numa_node: int | None = None) -> torch.Tensor:
     pages on. Raises MemoryShortageError if there is too little: otherwise the kernel would kill the
     process when a page is touched.
     """
-    with memory.claim(num_bytes):
-        mapping = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        # A fork would copy each pinned page at once (Linux 5.10 and later, copy_present_page in
-        # mm/memory.c), and the child has no use for any.
-        _advise(mapping, "MADV_DONTFORK")
-        _advise(mapping, "MADV_HUGEPAGE")
-        tensor = torch.frombuffer(mapping, dtype=torch.int8)
+    mapping = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    # A fork would copy each pinned page at once (Linux 5.10 and later, copy_present_page in
+    # mm/memory.c), and the child has no use for any.
+    _advise(mapping, "MADV_DONTFORK")
+    _advise(mapping, "MADV_HUGEPAGE")
+    tensor = torch.frombuffer(mapping, dtype=torch.int8)
+    put_in_place(tensor, numa_node)
+    return tensor
+
+
+def put_in_place(tensor: torch.Tensor, numa_node: int | None = None) -> None:
+    """Put every page of untouched memory in place, as ``map_memory`` does."""
+    with memory.claim(tensor.nbytes):
         if numa_node is not None:
             _prefer_node(tensor, numa_node)
         _touch(tensor)
-    return tensor
 
 
 def node_of_pci_device(address: str) -> int | None:

@@ -81,6 +81,12 @@ def check_transfer_config(
         wanted = f"{size / 2**30:.2f} GiB on each of {ranks.num} ranks"
     if ranks.num_here != ranks.num:
         wanted += f", {ranks.num_here} ranks on this machine"
+    if ranks.num > 1:
+        wanted += {
+            "auto": "; those of a NUMA node that have the same KV share it",
+            "one": "; those of a machine that have the same KV share it",
+            "private": "; none shares it",
+        }[config.host_copies]
     return [*checks, ok("configuration", wanted)], config
 
 

@@ -243,6 +243,7 @@ class Loads:
                 load.slots,
                 load.request_id,
                 after_compute=in_use(load.device_ids),
+                by_place=self._tier.slots_by_place,
             )
             transfers.append(load.transfer)
         self._planned.clear()

@@ -225,11 +225,10 @@ class OffloadScheduler:
         """Counts since the last call, and how full the tier is if that has changed; None if
         neither."""
         tier = self.tier
-        capacity = tier.num_blocks - 1  # without vLLM's null block
         gauges = {
-            metrics.CAPACITY: capacity,
+            metrics.CAPACITY: tier.max_contents,
             metrics.USED: tier.num_used,
-            metrics.PINNED: capacity - tier.num_free,
+            metrics.PINNED: tier.max_contents - tier.num_free,
         }
         return self._meter.drain(gauges)
 
@@ -304,8 +303,23 @@ class OffloadScheduler:
 
     def _agree(self) -> None:
         """Every rank has reported its room: the smallest decides."""
-        rooms = [capacity.num_host_blocks for capacity in self._capacities.values()]
+        capacities = self._capacities.values()
+        rooms = [capacity.num_host_blocks for capacity in capacities]
         self._capacity = min(rooms)
+        private = frozenset[int]().union(*(each.private_groups for each in capacities))
+        num_places = max(each.num_places for each in capacities)
+        self.tier.share(private, num_places)
+        if num_places > 1:
+            shared = [group for group in self.groups.ids if group not in private]
+            logger.info(
+                "Up to %d ranks share one host copy of KV cache groups %s, and have copies of "
+                "their own of groups %s. %d host blocks; with copies for each rank, %d",
+                num_places,
+                shared,
+                sorted(private),
+                self._capacity,
+                self._capacity // num_places,
+            )
         by_rank = [room // self._num_sub_blocks for room in rooms]
         if len(set(by_rank)) > 1:
             logger.info("Ranks have room for %s host blocks; all use %d", by_rank, min(by_rank))

@@ -95,7 +95,7 @@ class Stores:
         """Pair the device blocks of ``run``, whose bytes are computed by the end of this step, with
         host blocks, and pin both. Returns the number of blocks, from the first on, that the tier
         has room for without evicting a block with a key in ``keep``."""
-        host_blocks = self._tier.allocate(len(run.keys), keep)
+        host_blocks = self._tier.allocate_for(run.keys, keep)
         if host_blocks:
             if len(host_blocks) < len(run.keys):
                 run = run.first(len(host_blocks))
@@ -120,6 +120,7 @@ class Stores:
             transfer_id,
             [block.block_id for block in store.device_blocks],
             self._tier.slots(store.host_blocks),
+            by_place=self._tier.slots_by_place,
         )
         return [store.transfer]
 

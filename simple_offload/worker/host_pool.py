@@ -6,21 +6,30 @@ from collections.abc import Sequence
 import torch
 
 from simple_offload import memory
-from simple_offload.backends.base import CopyBackend
+from simple_offload.backends.base import CopyBackend, SharesMemory
 from simple_offload.logs import get_logger
+from simple_offload.worker.rank_pool import RankPool
 
 logger = get_logger(__name__)
 
 _RETRY_SECONDS = 10.0
 """How often to try again while memory is short: another process may end, or a hypervisor may add
 memory."""
+_LOOK_SECONDS = 0.05
+"""How often to look whether another process has put pages in place."""
+_ALIGNMENT = 2 << 20
+"""Of chunks in shared memory: pinning one must not pin a page of the next."""
+
+
+_ALONE = RankPool()
 
 
 class HostPool:
     """A host region for every device region, of the same page size, opened in chunks of consecutive
     blocks: pinning a terabyte takes minutes, and the server must not wait for it (vllm#42632).
 
-    Within a chunk the blocks of a region are neighbours, so a run of them is one copy.
+    Within a chunk the blocks of a region are neighbours, so a run of them is one copy. Ranks that
+    share memory open the same chunks, each after the first rank of their pool.
     """
 
     def __init__(
@@ -30,9 +39,11 @@ class HostPool:
         num_blocks: int,
         *,
         is_agreed: bool = True,
+        rank_pool: RankPool = _ALONE,
     ) -> None:
         """``num_blocks``: as many as this rank has room for. Unless ``is_agreed``, other ranks may
-        have room for fewer, and only the first chunk is opened before ``agree``."""
+        have room for fewer, and only the first chunk is opened before ``agree``. ``rank_pool``: the
+        ranks that share this memory."""
         self.num_blocks = num_blocks
         self.num_open = 0
         """Blocks below this number can be copied to. Only grows."""
@@ -41,6 +52,8 @@ class HostPool:
         self._block_bytes = sum(page_bytes)
         per_chunk = backend.chunk_bytes // max(self._block_bytes, 1)
         self._chunk_blocks = min(max(per_chunk, 1), num_blocks)
+        self._rank_pool = rank_pool
+        self._num_chunks = 0
         self._closing = threading.Event()
         self._agreed = threading.Event()
         if is_agreed:
@@ -60,8 +73,12 @@ class HostPool:
     def open(self) -> None:
         """Open the first chunk before returning, so that a lack of memory is an error at start,
         and the other chunks in a thread. Raises MemoryShortageError, or the backend's error."""
-        with memory.using_reserve():
-            self._open_chunk()
+        if self._rank_pool.is_first:
+            with self._rank_pool.others_wait():
+                self._open_first()
+        self._rank_pool.meet_again()
+        if not self._rank_pool.is_first:
+            self._open_first()
         if self.num_open < self.num_blocks:
             self._thread = threading.Thread(
                 target=self._open_rest, name="simple-offload-open", daemon=True
@@ -86,10 +103,19 @@ class HostPool:
         if self._thread is not None:
             self._thread.join()
 
+    def _open_first(self) -> None:
+        if (shared := self._rank_pool.memory) is not None:
+            shared.map(-(-self.num_blocks // self._chunk_blocks) * self._chunk_stride)
+        with memory.using_reserve():
+            self._open_chunk()
+
     def _open_rest(self) -> None:
         self._agreed.wait()
         is_waiting = False
         while self.num_open < self.num_blocks and not self._closing.is_set():
+            if not self._may_open():
+                self._closing.wait(_LOOK_SECONDS)
+                continue
             try:
                 self._open_chunk()
                 is_waiting = False
@@ -117,12 +143,34 @@ class HostPool:
     def _progress(self) -> tuple[int, int, float]:
         return self.num_open, self.num_blocks, self.nbytes / 2**30
 
+    def _may_open(self) -> bool:
+        """Whether the first rank of the pool has put the next chunk's pages in place."""
+        shared = self._rank_pool.memory
+        return shared is None or self._rank_pool.is_first or shared.num_ready > self._num_chunks
+
     def _open_chunk(self) -> None:
         num_blocks = min(self._chunk_blocks, self.num_blocks - self.num_open)
         if self._page_bytes:  # a rank without layers needs no memory
-            chunk = self._backend.allocate_host(num_blocks * self._block_bytes)
+            chunk = self._allocate(num_blocks * self._block_bytes)
             self._backend.add_host_chunk(self._cut(chunk, num_blocks))
+        self._num_chunks += 1
         self.num_open += num_blocks
+        if (shared := self._rank_pool.memory) is not None and self._rank_pool.is_first:
+            shared.on_ready()
+
+    def _allocate(self, num_bytes: int) -> torch.Tensor:
+        shared, backend = self._rank_pool.memory, self._backend
+        if shared is None:
+            return backend.allocate_host(num_bytes)
+        assert isinstance(backend, SharesMemory)
+        chunk = shared.part(self._num_chunks * self._chunk_stride, num_bytes)
+        backend.use_shared(chunk, is_first=self._rank_pool.is_first)
+        return chunk
+
+    @property
+    def _chunk_stride(self) -> int:
+        """Bytes from the begin of a chunk to that of the next, in shared memory."""
+        return -(-self._chunk_blocks * self._block_bytes // _ALIGNMENT) * _ALIGNMENT
 
     def _cut(self, chunk: torch.Tensor, num_blocks: int) -> list[torch.Tensor]:
         sizes = [num_blocks * page_bytes for page_bytes in self._page_bytes]

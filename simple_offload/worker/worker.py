@@ -1,20 +1,24 @@
 """OffloadWorker: the worker side on one rank: submit transfers, poll them, report their ends."""
 
 import secrets
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
+import torch
+
 from simple_offload import memory, metrics
-from simple_offload.backends.base import Direction
+from simple_offload.backends.base import Direction, SharesMemory
 from simple_offload.backends.select import make_backend
 from simple_offload.config import OffloadConfig, check_fits_memory
 from simple_offload.logs import get_logger
 from simple_offload.metadata import RankCapacity, StepMetadata, Transfer, WorkerReport
 from simple_offload.ranks import Ranks
+from simple_offload.replicas import Replicas
 from simple_offload.worker.ascend_regions import KVCache
 from simple_offload.worker.copy_lane import Completion, CopyLane, CopyThreadDied, LaneBroken
 from simple_offload.worker.early_announcement import EarlyAnnouncement
 from simple_offload.worker.host_pool import HostPool
+from simple_offload.worker.rank_pool import Peers, RankPool, TensorParallelPeers
 from simple_offload.worker.regions import find_regions
 
 if TYPE_CHECKING:
@@ -27,11 +31,21 @@ class OffloadWorker:
     """The transfers of one rank. One thread, the one that runs the model, calls all methods."""
 
     def __init__(
-        self, kv_cache_config: "KVCacheConfig", config: OffloadConfig, ranks: Ranks
+        self,
+        kv_cache_config: "KVCacheConfig",
+        config: OffloadConfig,
+        ranks: Ranks,
+        replicas: Replicas = Replicas(),  # noqa: B008 - frozen
+        make_peers: Callable[[], Peers] = TensorParallelPeers,
     ) -> None:
+        """``replicas``: the ranks that may share host memory. ``make_peers``: their messages, once
+        vLLM has connected them."""
         self.config = config
         self._kv_cache_config = kv_cache_config
         self._ranks = ranks
+        self._replicas = replicas
+        self._make_peers = make_peers
+        self._rank_pool = RankPool()
         self._backend = make_backend(config.backend, config.copy_path)
         self._name = secrets.token_hex(8)
         self._metadata = StepMetadata()
@@ -52,10 +66,19 @@ class OffloadWorker:
         start the copy threads. A rank without attention layers copies nothing. Raises ConfigError
         or MemoryShortageError if the machine has too little memory."""
         regions = find_regions(kv_caches, self._kv_cache_config)
+        self._rank_pool = self._meet_ranks([region.shape[1] for region in regions])
+        with self._rank_pool.others_wait():
+            self._prepare_host_pool(regions)
+        self.host_pool.open()
+        self.lanes = {direction: CopyLane(self._backend, direction) for direction in Direction}
+
+    def _prepare_host_pool(self, regions: list[torch.Tensor]) -> None:
+        """Decide its size. Raises as ``register_kv_caches``."""
         page_bytes = [region.shape[1] for region in regions]
         block_bytes = sum(page_bytes)
-        num_blocks = self.config.num_host_blocks(max(block_bytes, 1), self._ranks.num)
-        needed = num_blocks * block_bytes * self._ranks.num_here
+        num_sharing = self._rank_pool.size
+        num_blocks = self.config.num_host_blocks(max(block_bytes, 1), self._ranks.num, num_sharing)
+        needed = num_blocks * block_bytes * self._ranks.num_here // num_sharing
         check_fits_memory(needed, "num_cpu_blocks", self.config.num_cpu_blocks)
         if needed < self._backend.chunk_bytes:
             # Every rank on this machine allocates all at once, and maybe no page is in place
@@ -63,7 +86,8 @@ class OffloadWorker:
             with memory.using_reserve():
                 memory.require(needed)
         logger.info(
-            "Host memory of this rank: %.2f GiB, %d blocks of %d bytes in %d regions",
+            "Host memory of this rank and %d others: %.2f GiB, %d blocks of %d bytes in %d regions",
+            num_sharing - 1,
             num_blocks * block_bytes / 2**30,
             num_blocks,
             block_bytes,
@@ -71,18 +95,28 @@ class OffloadWorker:
         )
         self._backend.open(regions)
         self.host_pool = HostPool(
-            self._backend, page_bytes, num_blocks, is_agreed=self._ranks.are_alike
+            self._backend,
+            page_bytes,
+            num_blocks,
+            is_agreed=self._ranks.are_alike,
+            rank_pool=self._rank_pool,
         )
-        self.host_pool.open()
         self._block_bytes = block_bytes
         self._room = num_blocks
-        self.lanes = {direction: CopyLane(self._backend, direction) for direction in Direction}
 
     @property
     def capacity(self) -> RankCapacity:
         """Host blocks that this rank has room for, and those open by now."""
         pool = self.host_pool
-        return RankCapacity(self._name, self._room, pool.num_open, self._block_bytes)
+        shares = self._rank_pool.size > 1
+        return RankCapacity(
+            self._name,
+            self._room,
+            pool.num_open,
+            self._block_bytes,
+            self._rank_pool.size,
+            self._replicas.private_groups if shares else frozenset(),
+        )
 
     # One step
 
@@ -184,8 +218,26 @@ class OffloadWorker:
             lane.close()
         if not any(lane.is_stuck for lane in self.lanes.values()):
             self._backend.close()
+            self._rank_pool.free()
 
     # Details
+
+    def _meet_ranks(self, page_bytes: list[int]) -> RankPool:
+        """Find the ranks that share this one's host memory, as ``host_copies`` says."""
+        if self._replicas.count == 1 or self.config.host_copies == "private":
+            return RankPool()
+        backend = self._backend
+        if not isinstance(backend, SharesMemory):
+            logger.info(
+                "%d ranks have the same KV. Each has a copy of it in host memory: the device's "
+                "runtime must allocate that memory, and it cannot be shared",
+                self._replicas.count,
+            )
+            return RankPool()
+        peers = self._make_peers()
+        node = backend.numa_node if self.config.host_copies == "auto" else None
+        kind = peers.rank // self._replicas.count, node, tuple(page_bytes)
+        return RankPool.meet(peers, kind)
 
     def _submit(self, direction: Direction, transfers: list[Transfer]) -> None:
         """Submit each transfer once, however often a hook is called."""
@@ -197,7 +249,8 @@ class OffloadWorker:
         ordered = any(transfer.after_compute for transfer in due)
         barrier = self._backend.barrier() if ordered else None
         for transfer in due:
-            lane.submit(transfer, barrier if transfer.after_compute else None)
+            own = self._rank_pool.own_part(direction, transfer)
+            lane.submit(own, barrier if transfer.after_compute else None)
             self._last_submitted[direction] = transfer.id
 
     def _note(self, direction: Direction, completion: Completion) -> None:
@@ -220,6 +273,8 @@ class OffloadWorker:
             self._meter.add(metrics.FAILED, 1, way, _reason_of(completion.error))
             return
         size = len(completion.transfer.host_blocks) * self._block_bytes
+        if not size:
+            return  # others of the rank pool have stored all
         num_bytes = {"host": size} if stats.num_bytes is None else stats.num_bytes
         for path, count in num_bytes.items():
             self._meter.add(metrics.BYTES, count, way, path)

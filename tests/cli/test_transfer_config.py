@@ -20,6 +20,9 @@ WHOLE: dict[str, Any] = {
 }
 
 
+HALF = "0.50 GiB on each of 2 ranks"
+
+
 def problems(config: Any) -> list[Check]:
     checks, _ = check_transfer_config(read_transfer_config(json.dumps(config)), Ranks(1, 1))
     return [check for check in checks if check.status is not Status.OK]
@@ -32,8 +35,23 @@ def test_the_readme_s_configuration_is_ok(tmp_path: Path) -> None:
     assert read_transfer_config(str(file)) == given
     assert given.whole == WHOLE
     (check,), config = check_transfer_config(given, Ranks(2, 2))
-    assert (check.status, check.found) == (Status.OK, "0.50 GiB on each of 2 ranks")
+    assert (check.status, check.found) == (
+        Status.OK,
+        f"{HALF}; those of a NUMA node that have the same KV share it",
+    )
     assert config is not None
+
+
+@pytest.mark.parametrize(
+    ("host_copies", "meaning"),
+    [("one", "those of a machine that have the same KV share it"), ("private", "none shares it")],
+)
+def test_copies_of_the_same_kv(host_copies: str, meaning: str) -> None:
+    given = read_transfer_config(
+        json.dumps({"cpu_bytes_to_use": "1GiB", "host_copies": host_copies})
+    )
+    (check,), _ = check_transfer_config(given, Ranks(2, 2))
+    assert check.found == f"{HALF}; {meaning}"
 
 
 def test_extra_config_alone() -> None:

@@ -48,6 +48,7 @@ class Named:
 Way = Run | Elsewhere | Named
 
 _GPU_COPIES = Elsewhere("tests/examples/test_copy_bench.py::test_on_a_gpu")
+_GPU_HOST_MEMORY = Elsewhere("tests/examples/test_host_memory_bench.py::test_on_a_gpu")
 _GPU_ENGINES = Elsewhere(
     "tests/examples/test_engine_bench.py::test_a_tiny_bench_measures_every_part"
 )
@@ -116,6 +117,7 @@ WAYS: Mapping[str, Way] = {
     # The examples
     "python3 -m examples.copy_bench": _GPU_COPIES,
     "python3 -m examples.copy_bench --sizes …": _GPU_COPIES,
+    "python3 -m examples.host_memory_bench --…": _GPU_HOST_MEMORY,
     "python3 -m examples.engine_bench": _GPU_ENGINES,
     "python3 -m examples.engine_bench --…": _GPU_ENGINES,
     "python3 -m examples.multi_turn --preset …": _GPU_TURNS,

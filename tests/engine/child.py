@@ -2,11 +2,14 @@
 
 import threading
 import traceback
+from collections import Counter as Counts
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+import psutil
 import torch
 from vllm.v1.metrics.reader import Counter, get_metrics_snapshot
 
@@ -43,6 +46,7 @@ def _run_engine(spec: EngineSpec) -> EngineResult:
                 engine.drain()
                 result.left = engine.left()
                 result.metrics = _counters()
+                result.memory = _memory()
                 if engine.offload is not None:
                     result.num_host_blocks = engine.offload.tier.num_blocks - 1
             finally:
@@ -93,6 +97,20 @@ class _Player:
             for region in self._chunks[chunk]:
                 region[row].view(torch.float32).neg_()
             self._result.num_corrupted_blocks += 1
+
+
+def _memory() -> dict[str, int]:
+    """Memory of this process and its descendants, by kind. A page that several of them have mapped
+    counts for each in part."""
+    me = psutil.Process()
+    found: Counts[str] = Counts()
+    for process in (me, *me.children(recursive=True)):
+        with suppress(OSError):  # it has ended
+            rollup = Path(f"/proc/{process.pid}/smaps_rollup").read_text()
+            for line in rollup.splitlines()[1:]:
+                kind, kib = line.split()[:2]
+                found[kind.rstrip(":")] += int(kib) * 1024
+    return dict(found)
 
 
 def _counters() -> dict[str, float]:

@@ -20,6 +20,8 @@ FORGETS = (0.003, 0.05)
 """Decay of a Mamba head's state per token, minimum and maximum. The state then depends on tens to
 hundreds of tokens, so that a wrong state changes many later tokens."""
 
+ONE_KV_HEAD = "-one-kv-head"
+"""End of the names of models that have less KV heads than a pair of ranks."""
 DRAFTER = "drafter"
 """Folder of the drafter inside the folder of its target."""
 
@@ -32,10 +34,15 @@ def save_device_model(directory: Path, kind: str, *, seed: int = 0) -> Path:
         if kind in DRAFTERS:
             _write(directory / DRAFTER, DRAFTERS[kind])
         return directory
+    kind, has_one_kv_head = kind.removesuffix(ONE_KV_HEAD), kind.endswith(ONE_KV_HEAD)
     if kind in {"llama", "gemma3"}:
         architecture = cast(Architecture, kind)
-        return save_random_model(directory, architecture, hidden_size=HIDDEN_SIZE, seed=seed)
-    config = AutoConfig.for_model(**FILLED[kind])
+        heads = {"num_kv_heads": 1} if has_one_kv_head else {}
+        return save_random_model(
+            directory, architecture, hidden_size=HIDDEN_SIZE, seed=seed, **heads
+        )
+    heads = {"num_key_value_heads": 1} if has_one_kv_head else {}
+    config = AutoConfig.for_model(**FILLED[kind] | heads)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():

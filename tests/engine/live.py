@@ -118,7 +118,8 @@ class LiveEngine:
         held = {"device": pool.num_gpu_blocks - pool.get_num_free_blocks()}
         found = []
         if self.offload is not None:
-            held["host"] = self.offload.tier.num_blocks - self.offload.tier.num_free
+            tier = self.offload.tier
+            held["host"] = tier.num_blocks - tier.num_others - tier.num_free
             try:
                 integrity.check_at_rest(self.offload)
             except AssertionError as problem:

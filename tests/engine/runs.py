@@ -55,10 +55,12 @@ class Runs:
         self.directory = directory
         self._results: dict[str, dict[str, EngineResult] | EngineJobFailed] = {}
 
-    def model(self, architecture: Architecture) -> Path:
+    def model(self, architecture: Architecture, num_kv_heads: int = 2) -> Path:
         """A small random model."""
-        directory = self.directory / f"model-{architecture}"
-        return directory if directory.exists() else save_random_model(directory, architecture)
+        directory = self.directory / f"model-{architecture}-{num_kv_heads}"
+        if not directory.exists():
+            save_random_model(directory, architecture, num_kv_heads=num_kv_heads)
+        return directory
 
     def spec(
         self,
@@ -67,6 +69,7 @@ class Runs:
         connector: dict[str, Any] | None,
         rounds: tuple[Round, ...] | None = None,
         transfer_arguments: dict[str, Any] | None = None,
+        num_kv_heads: int = 2,
         **arguments: Any,
     ) -> EngineSpec:
         """An engine with a small device pool; ``arguments`` are for EngineArgs. Without ``rounds``:
@@ -85,7 +88,7 @@ class Runs:
             "disable_log_stats": False,
         }
         return EngineSpec(
-            self.model(architecture),
+            self.model(architecture, num_kv_heads),
             usual | arguments,
             connector,
             transfer_arguments or {},

@@ -85,6 +85,8 @@ class EngineResult:
     """What the engine held at rest, in words."""
     loads: list[tuple[int, int]] = field(default_factory=list)
     """The first and the last host block of each load, in the ranks' numbering."""
+    memory: dict[str, int] = field(default_factory=dict)
+    """Bytes of the engine's processes, each page once, by the kernel's kind ("Pss_Shmem", ...)."""
     num_corrupted_blocks: int = 0
     surviving_threads: list[str] = field(default_factory=list)
     """Names of the engine's threads that outlived its shutdown."""

@@ -77,6 +77,8 @@ def _drafts(method: str, tokens: int) -> dict[str, Any]:
     return {"speculative_config": {"method": method, "num_speculative_tokens": tokens}}
 
 
+_PAIR: dict[str, Any] = {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}
+
 TARGETS: dict[str, Target] = {
     "llama": Target("llama", GPU | {"block_size": 16}, HALF, few_blocks=FEW),
     # vLLM serves Gemma in no float16. In float32 Triton computes attention, with as few digits.
@@ -90,6 +92,11 @@ TARGETS: dict[str, Target] = {
     "llama4": _shrunk("llama4", HALF),
     "minimax-m3": _shrunk("minimax-m3", COARSE, dtype="bfloat16", block_size=128),
     "kimi-k3": _shrunk("kimi-k3", COARSE, dtype="bfloat16", **_drafts("mtp", 1)),
+    "mla-pair": Target("mla", GPU | _PAIR, HALF),
+    "one-kv-head-pair": Target("llama-one-kv-head", GPU | _PAIR | {"block_size": 16}, HALF),
+    # Attention that both ranks have alike, and states, which they share out. (vLLM's Kimi-K3, which
+    # has MLA instead, needs CUTLASS's Python package with several ranks.)
+    "hybrid-pair": Target("hybrid-one-kv-head", GPU | _PAIR, HALF, same_hits=False),
     "llama-on-cpu": Target("llama", CPU, SINGLE, few_blocks=FEW // 2),
     "llama4-on-cpu": _shrunk("llama4", SINGLE, CPU),
     "gpt-oss-eagle3-on-cpu": _shrunk("gpt-oss-eagle3", SINGLE, CPU, **_drafts("eagle3", 3)),
@@ -114,7 +121,7 @@ _DEFAULTS = {"defaults": Engine(SIZED, EAGER)}
 _GRAPHS = _DEFAULTS | {"graphs": Engine(SIZED, DECODE_GRAPHS)}
 
 ENGINES: dict[str, dict[str, Engine]] = {
-    **dict.fromkeys(TARGETS, _DEFAULTS),
+    **dict.fromkeys((name for name in TARGETS if not name.endswith("-pair")), _DEFAULTS),
     "llama": {
         **_DEFAULTS,
         "compiled": Engine(SIZED, COMPILED),

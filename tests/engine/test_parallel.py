@@ -35,13 +35,18 @@ TRACE_ONLY: dict[str, Any] = {
 
 
 def run_parallel(
-    runs: Runs, architecture: Architecture, parallel: dict[str, Any], connector: dict[str, Any]
+    runs: Runs,
+    architecture: Architecture,
+    parallel: dict[str, Any],
+    connector: dict[str, Any],
+    num_kv_heads: int = 2,
 ) -> EngineResult:
     """The result of an engine that serves some rounds of the full workload, since steps across
     processes are slow; and which serves them like the plain engine."""
     full = full_workload()
     few = full[TURNS_FROM_HOST].asks[:NUM_FROM_HOST]
-    name = "-".join([architecture, *parallel, parallel.get("distributed_executor_backend", "mp")])
+    rounds = (full[LONG], full[TURNS], full[TURNS_FROM_HOST]._replace(asks=few))
+    name = f"{architecture}-{parallel}-{num_kv_heads}"
     of_stages: dict[str, Any] = {}
     if "pipeline_parallel_size" in parallel:
         num_blocks = DEVICE_BLOCKS[architecture] + MORE_BLOCKS.get(architecture, 0)
@@ -49,13 +54,14 @@ def run_parallel(
     spec = runs.spec(
         architecture,
         connector=connector,
-        rounds=(full[LONG], full[TURNS], full[TURNS_FROM_HOST]._replace(asks=few)),
+        rounds=rounds,
+        num_kv_heads=num_kv_heads,
         **{"distributed_executor_backend": "mp"} | parallel | of_stages,
     )
-    result = runs.run(name, {name: spec}, deadline=DEADLINE_SECONDS)[name]
-    plain = runs.engines(architecture).plain.rounds
-    last = {ask.id: plain[TURNS_FROM_HOST][ask.id] for ask in few}
-    assert_same_answers([plain[LONG], plain[TURNS], last], result)
+    alone = runs.spec(architecture, connector=None, rounds=rounds, num_kv_heads=num_kv_heads)
+    results = runs.run(name, {"parallel": spec, "alone": alone}, deadline=DEADLINE_SECONDS)
+    result = results["parallel"]
+    assert_same_answers(results["alone"].rounds, result)
     assert result.metrics["num_preemptions"] > 0
     assert result.metrics["external_prefix_cache_hits"] > 0
     assert all(answer.num_cached_tokens > 0 for answer in result.rounds[-1].values())
@@ -63,8 +69,17 @@ def run_parallel(
     return result
 
 
-def test_tensor_parallel(runs: Runs) -> None:
-    run_parallel(runs, "gemma3", TENSOR, ROOMY)
+def test_ranks_that_repeat_kv_heads_share_host_memory(runs: Runs) -> None:
+    """There are more ranks than KV heads. The tier has room for as many tokens as if there was one
+    rank, and each rank stores half of them."""
+    size = 64 * 2**20
+    result = run_parallel(runs, "gemma3", TENSOR, {"cpu_bytes_to_use": size}, num_kv_heads=1)
+    block_bytes = 2 * 32 * 32 * 4  # of the one layer in each group
+    assert result.num_host_blocks == size // block_bytes - 1
+    num_stored = result.metrics["simple_offload_stored_blocks"]
+    num_loaded = result.metrics["simple_offload_loaded_blocks"]
+    num_copied = num_stored + 2 * num_loaded  # each rank stores a half, and loads all
+    assert result.metrics["simple_offload_bytes"] == num_copied * block_bytes
 
 
 @pytest.mark.slow

@@ -22,7 +22,7 @@ from vllm.v1.core.kv_cache_utils import (
 from simple_offload.metadata import BlockIds
 from simple_offload.metrics import Meter
 from simple_offload.scheduler.tier.cpu_tier import CpuTier
-from simple_offload.scheduler.tier.groups import Groups
+from simple_offload.scheduler.tier.groups import Groups, host_groups
 from simple_offload.scheduler.tier.run import Run
 from simple_offload.vllm_compat import make_host_coordinator
 from tests.simulation.integrity import check_tier, pool_of
@@ -33,13 +33,14 @@ BLOCK_SIZE = 4
 _NAMES: dict[BlockHashWithGroupId, str] = {}
 
 
-def make_tier(num_blocks: int, windows: tuple[int, ...] = (0,)) -> CpuTier:
-    """A tier with room for ``num_blocks`` blocks; ``windows`` as in Shape."""
+def make_tier(num_blocks: int, windows: tuple[int, ...] = (0,), num_sub_blocks: int = 1) -> CpuTier:
+    """A tier with room for ``num_blocks`` blocks; ``windows`` and ``num_sub_blocks`` as in
+    Shape."""
     shape = Shape(num_device_blocks=num_blocks + 1, block_size=BLOCK_SIZE, windows=windows)
-    coordinator = make_host_coordinator(
-        make_kv_cache_config(shape), _vllm_config(), BLOCK_SIZE, BLOCK_SIZE
-    )
-    return CpuTier(coordinator, Groups(coordinator, BLOCK_SIZE), Meter())
+    config = host_groups(make_kv_cache_config(shape), num_sub_blocks)
+    size = BLOCK_SIZE * num_sub_blocks
+    coordinator = make_host_coordinator(config, _vllm_config(), size, size)
+    return CpuTier(coordinator, Groups(coordinator, BLOCK_SIZE, num_sub_blocks), Meter())
 
 
 @lru_cache(maxsize=1)

@@ -1,12 +1,18 @@
 """Servers with other arguments: the numbers on /metrics match the work."""
 
+from contextlib import suppress
 from pathlib import Path
 
+import psutil
 import pytest
 
-from tests.serve.conftest import OURS, StartServer, configured
+from examples.random_model import save_random_model
+from tests.engine.harness import log_tail
+from tests.serve.conftest import ARGUMENTS, OURS, VOCAB_SIZE, StartServer, configured
+from tests.serve.server import Server
 from tests.serve.test_observability import check_work, work
-from tests.serve.test_serve import ASKS, HITS, answers, assert_same, assert_stops
+from tests.serve.test_serve import ASKS, HITS, LONG, answers, assert_same, assert_stops
+from tests.serve.tokenizer import save_word_tokenizer
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -19,6 +25,44 @@ def test_two_ranks(start_server: StartServer, model: Path) -> None:
     work(server)
     check_work(server, model, num_ranks=2)
     server.kill()
+
+
+def ranks_that_share(processes: list[psutil.Process]) -> list[psutil.Process]:
+    """Those that have mapped shared host memory."""
+    found = []
+    for process in processes:
+        with suppress(OSError):  # it has ended
+            if "/memfd:simple-offload" in Path(f"/proc/{process.pid}/maps").read_text():
+                found.append(process)
+    return found
+
+
+@pytest.mark.parametrize("victim", ["rank", "engine"])
+def test_killed_processes_leave_no_shared_memory(victim: str, tmp_path: Path) -> None:
+    """More ranks than KV heads: both share host memory. One of their processes, or the engine's,
+    is killed while a request runs. The server ends, and the memory with it."""
+    model = save_random_model(tmp_path / "model", vocab_size=VOCAB_SIZE, num_kv_heads=1)
+    save_word_tokenizer(model, VOCAB_SIZE)
+    (tmp_path / "server").mkdir()
+    server = Server(model, tmp_path / "server", *ARGUMENTS, "--tensor-parallel-size", "2")
+    try:
+        server.wait_until_ready()
+        first = answers(server, ASKS, at_once=1)
+        server.reset_prefix_cache(external=False)
+        assert_same(first, answers(server, ASKS, at_once=1))
+        assert server.metric(HITS) > 0
+        family = server.family()
+        ranks = ranks_that_share(family)
+        assert len(ranks) == 2, "both have mapped it"
+        with server.open_stream(ASKS[0].prompt, LONG) as lines:
+            next(lines)
+            (ranks[0] if victim == "rank" else ranks[0].parent()).kill()  # type: ignore[union-attr]
+            server.wait_for_end()
+        _, alive = psutil.wait_procs(family, timeout=60)
+        assert not alive, f"{alive} outlived the killed {victim}\n{log_tail(server.log)}"
+        assert not ranks_that_share(list(psutil.process_iter()))
+    finally:
+        server.kill()
 
 
 def test_beside_another_connector(start_server: StartServer, model: Path, tmp_path: Path) -> None:

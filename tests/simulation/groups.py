@@ -157,6 +157,8 @@ PLAIN: dict[str, Any] = {
     "context_parallel": False,
     "uneven_ranks": False,
     "num_stages": 1,
+    "num_replicas": 1,
+    "private": (),
 }
 """Keywords of a Shape that has only groups of attention layers."""
 

@@ -15,6 +15,7 @@ from simple_offload.scheduler.stores import Stores
 from simple_offload.scheduler.tier.cpu_tier import CpuTier
 from simple_offload.scheduler.tier.groups import Groups
 from simple_offload.scheduler.tier.run import Run
+from simple_offload.scheduler.tier.segments import PROTECTED_SHARE
 
 
 def pool_of(tier: CpuTier) -> BlockPool:
@@ -25,6 +26,13 @@ def pool_of(tier: CpuTier) -> BlockPool:
 def groups_of(tier: CpuTier) -> Groups:
     """The tier's groups."""
     return tier._groups
+
+
+def others_of(tier: CpuTier) -> set[int]:
+    """Ids of the blocks of private groups that another block stands for."""
+    at_place = tier._at_place
+    others: set[int] = set(at_place[at_place != at_place[:1]].tolist())
+    return others
 
 
 def ids_in_flight(scheduler: OffloadScheduler) -> set[int]:
@@ -41,7 +49,8 @@ def check_scheduler(scheduler: OffloadScheduler) -> None:
     if not scheduler.has_pending_work():
         assert not ids_in_flight(scheduler), "transfers are in flight, and nothing waits for them"
         if not scheduler._loads._hits and not scheduler._loads._arrived:
-            num_pinned = scheduler.tier.num_blocks - 1 - scheduler.tier.num_free
+            tier = scheduler.tier
+            num_pinned = tier.num_blocks - 1 - tier.num_free - tier.num_others
             assert num_pinned == 0, f"{num_pinned} host blocks are pinned by nothing"
 
 
@@ -163,7 +172,8 @@ def check_tier(tier: CpuTier) -> None:
     assert num_copies == segments.num_copies, "copies miscounted"
     assert tier.has_copies or not num_copies, "a copy in a tier that has none"
     num_protected = segments._protected.num_free_blocks
-    assert num_protected <= segments._max_protected, "too many blocks are protected"
+    max_protected = int(PROTECTED_SHARE * tier.max_contents)
+    assert num_protected <= max_protected, "too many blocks are protected"
     assert len(segments._of) == len(pool.blocks), "a block has no segment"
     free_blocks = pool.free_block_queue.get_all_free_blocks()
     empty = [block.block_hash is None for block in free_blocks]
@@ -171,5 +181,12 @@ def check_tier(tier: CpuTier) -> None:
     for block_id in tier._doubted:
         block = pool.blocks[block_id]
         assert block.block_hash is not None, f"{block}: empty, yet a load of it has failed"
+    others = others_of(tier)
+    assert len(others) == tier.num_others, f"{others} have others that stand for them"
+    for block_id in others:
+        block = pool.blocks[block_id]
+        alone = block.ref_cnt == 1 and block.block_hash is None
+        assert alone, f"{block}: used by itself, yet another one stands for it"
+        assert (tier._at_place[:, block_id] == block_id).all(), f"{block}: stands for others"
     num_used = sum(block.block_hash is not None for block in pool.blocks)
     assert num_used == tier.num_used, f"{num_used} blocks have contents, not {tier.num_used}"

@@ -158,7 +158,8 @@ class FoundOnDevice:
         assert self._num_lost <= limit, f"{self._num_lost} blocks were found, and never stored"
 
     def _on_evicted(self, key: BlockHashWithGroupId) -> None:
-        if len(self._host_pool.blocks) > len(self._device_pool.blocks):
+        num_places = self._scheduler.tier._num_places  # each may take a block of its own
+        if len(self._host_pool.blocks) > num_places * len(self._device_pool.blocks):
             self.num_evicted += 1
             self._num_lost += not self._scheduler._stores.has(key)
 

@@ -283,7 +283,8 @@ class Runner:
         self, work: _Work, positions: "np.ndarray[Any, Any]", index: int, layer: int
     ) -> Identities:
         identities = work.story.identities[positions + self._layers[index][layer].ahead]
-        return of_page(identities, index, self.rank, layer, self._pages[index][layer].shape[2])
+        width = self._pages[index][layer].shape[2]
+        return of_page(identities, index, self._replica(index), layer, width)
 
     def _is_of_a_sibling(self, work: _Work, position: int, index: int, layer: int) -> bool:
         """Whether a drafter's page is that of a request with other tokens after the block.
@@ -304,7 +305,7 @@ class Runner:
             for story in self.stories.values()
             if len(story.identities) > position + spec.ahead and story.identities[last] == mine
         ]
-        allowed = of_page(np.array(siblings), index, self.rank, layer, pages.shape[2])
+        allowed = of_page(np.array(siblings), index, self._replica(index), layer, pages.shape[2])
         return bool((allowed == found).all(axis=1).any())
 
     def _check_states(self, batch: _Batch, moves: bool) -> None:
@@ -341,7 +342,11 @@ class Runner:
 
     def _state(self, work: _Work, num_tokens: int, index: int, layer: int) -> Identities:
         prefix = int(work.story.identities[num_tokens - 1])
-        return of_state(prefix, index, self.rank, layer, self._pages[index][layer].shape[1:])
+        shape = self._pages[index][layer].shape[1:]
+        return of_state(prefix, index, self._replica(index), layer, shape)
+
+    def _replica(self, index: int) -> int:
+        return self.shape.replica_of(self.rank, index)
 
     def _complain(self, work: _Work, index: int, layer: int, position: int) -> None:
         raise Violation(

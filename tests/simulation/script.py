@@ -9,7 +9,7 @@ from vllm.v1.request import RequestStatus
 
 from simple_offload.backends.base import Direction
 from tests.simulation import integrity
-from tests.simulation.groups import PLAIN
+from tests.simulation.groups import PLAIN, Kind
 from tests.simulation.identity import NUM_TOKENS
 from tests.simulation.runner import Violation
 from tests.simulation.shape import Shape
@@ -168,6 +168,7 @@ class Script:
         if rng.random() >= _COMMON:
             script = script.with_model(**rng.choice(DRAWN_ENGINES))
         script = script._with_runner(random.Random(f"{seed}: runner"))
+        script = script.with_replicas(random.Random(f"{seed}: replicas"))
         script = script.varied(**_draw(random.Random(f"{seed}: answers"), ANSWERS))
         script = script.varied(**_draw(random.Random(f"{seed}: overload"), OVERLOAD))
         script = script.varied(**_draw(random.Random(f"{seed}: events"), EVENTS))
@@ -211,6 +212,32 @@ class Script:
             async_scheduling=shape.async_scheduling and (v2_runner or num_stages == 1),
             priority=rng.random() < 0.2,
             retention=rng.choice([0, 0, None, 2]),
+        )
+
+    def with_replicas(self, rng: random.Random) -> "Script":
+        """The same script, maybe with ranks that have the same KV in some groups, and share their
+        host memory."""
+        shape, size = self.shape, self.shape.tensor_parallel_size
+        divisors = [n for n in range(2, size + 1) if size % n == 0]
+        if not divisors or shape.num_shards > 1 or shape.uneven_ranks or rng.random() < 0.3:
+            return self
+        num_replicas = rng.choice(divisors)
+        groups = range(len(shape.groups))
+        private = [
+            group
+            for group in groups
+            if (shape.groups[group].kind is Kind.STATE and num_replicas < size)
+            or rng.random() < 0.3
+        ]
+        if len(private) == len(groups):
+            return self
+        # A block of a private group takes one for each rank.
+        num_host_blocks = shape.num_host_blocks * (num_replicas if private else 1)
+        return self.varied(
+            num_replicas=num_replicas,
+            private=tuple(private),
+            num_host_blocks=num_host_blocks,
+            chunk_blocks=None,
         )
 
     @property

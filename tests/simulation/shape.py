@@ -8,10 +8,12 @@ from typing import Any, Literal, cast
 from vllm.config import VllmConfig
 from vllm.model_executor.models.utils import extract_layer_index
 from vllm.v1.kv_cache_interface import (
+    AttentionSpec,
     KVCacheConfig,
     KVCacheGroupSpec,
     KVCacheSpec,
     KVCacheTensor,
+    MambaSpec,
     SlidingWindowSpec,
     UniformTypeKVCacheSpecs,
 )
@@ -86,6 +88,10 @@ class Shape:
     """Whether KV events are wanted, if the scheduler side is this project's."""
     context_parallel: bool = False
     """Whether each block's tokens are distributed over the ranks (DCP)."""
+    num_replicas: int = 1
+    """Consecutive ranks of a stage that have the same KV. They share their host memory."""
+    private: tuple[int, ...] = ()
+    """Groups, by place in ``groups``, whose pages differ between these ranks all the same."""
     uneven_ranks: bool = False
     """Whether every other rank's pages are twice as large. All ranks have the same number of bytes.
     These have room for ``num_host_blocks``, and the others for more."""
@@ -117,6 +123,18 @@ class Shape:
         if self.retention and (self.mixed_pages or not (windows or self.num_states)):
             return 0
         return self.retention and self.retention * self.scheduler_block_size
+
+    @property
+    def tensor_parallel_size(self) -> int:
+        """Number of ranks of a stage."""
+        return self.num_ranks // self.num_stages
+
+    def replica_of(self, rank: int, group: int) -> int:
+        """The first rank that has the same pages of ``group`` as ``rank``."""
+        if group in self.private:
+            return rank
+        in_stage = rank % self.tensor_parallel_size
+        return rank - in_stage % self.num_replicas
 
     @property
     def num_reprefilled(self) -> int:
@@ -227,6 +245,13 @@ class Shape:
             spec = group.spec(self.block_size, width, self.num_drafted)
             if isinstance(spec, SlidingWindowSpec):  # as vLLM's get_kv_cache_configs does
                 spec = replace(spec, extra_retained_tokens=self.num_reprefilled)
+            num_shards = self.tensor_parallel_size
+            if index not in self.private:
+                num_shards //= self.num_replicas
+            if isinstance(spec, AttentionSpec):
+                spec = replace(spec, max_tp_shards=num_shards)
+            if isinstance(spec, MambaSpec):
+                spec = replace(spec, tp_replicated=self.tensor_parallel_size > num_shards == 1)
             specs[f"{prefix}group{index}.layer.{layer}"] = spec
         common, *_ = specs.values()
         if self.mixed_pages:

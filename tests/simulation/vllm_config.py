@@ -85,6 +85,7 @@ def make_vllm_config(
     config.scheduler_config.async_scheduling = shape.async_scheduling
     config.v2_runner = shape.v2_runner
     config.parallel_config.world_size = shape.num_ranks
+    config.parallel_config.tensor_parallel_size = shape.tensor_parallel_size
     config.parallel_config.pipeline_parallel_size = shape.num_stages
     config.parallel_config.decode_context_parallel_size = shape.num_shards
     return config

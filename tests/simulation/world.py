@@ -2,6 +2,7 @@
 
 from collections import deque
 from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, cast
 from unittest.mock import patch
@@ -29,11 +30,14 @@ from simple_offload.backends.base import Direction
 from simple_offload.config import OffloadConfig
 from simple_offload.metadata import StepMetadata, Transfer, WorkerReport
 from simple_offload.ranks import Ranks
+from simple_offload.replicas import Replicas
+from simple_offload.worker.rank_pool import Peers
 from simple_offload.worker.worker import OffloadWorker
 from tests.simulation import checks, integrity, promises
 from tests.simulation.device import KVMemory, ScriptedDevice
 from tests.simulation.identity import Story
 from tests.simulation.ledger import Ledger
+from tests.simulation.messages import Messages
 from tests.simulation.router import EVENTS_CONFIG, Router
 from tests.simulation.runner import Runner
 from tests.simulation.shape import Shape
@@ -90,7 +94,7 @@ class World:
         self.router = Router(shape.hash_size)
         self.scheduler.kv_event_publisher = cast(Any, self.router)
         self.stories: dict[str, Story] = {}
-        self.ranks = [self._make_rank(rank) for rank in range(shape.num_ranks)]
+        self.ranks = self._make_ranks()
         for rank, num_chunks in zip(self.ranks, shape.early_chunks, strict=False):
             for _ in range(num_chunks):
                 if self.can_open(rank):
@@ -228,6 +232,9 @@ class World:
         num_used = sum(block.block_hash is not None for block in self.host_pool.blocks)
         self.ledger.check(num_bytes, num_sent, num_used)
 
+    def _others(self) -> set[int]:
+        return integrity.others_of(self.connector.scheduler.tier) if self.is_ours else set()
+
     def _check_rooms(self) -> None:
         """No rank has opened more than the smallest has room for, or one chunk, which it may open
         before it knows that size."""
@@ -238,11 +245,28 @@ class World:
             opened = [rank.worker.host_pool.num_open for rank in self.ranks]
             assert max(opened) <= max(min(rooms), shape.chunk_blocks), f"ranks have opened {opened}"
 
-    def _make_rank(self, rank: int) -> Rank:
+    def _make_ranks(self) -> list[Rank]:
+        """Ranks start at the same time: those that share host memory wait for each other."""
+        shape = self.shape
+        size = shape.tensor_parallel_size
+        stages = [Messages(size) for _ in range(shape.num_stages)]
+        peers = [stages[rank // size].of(rank % size) for rank in range(shape.num_ranks)]
+        if shape.num_replicas == 1:
+            return list(map(self._make_rank, range(shape.num_ranks), peers))
+        with ThreadPoolExecutor(shape.num_ranks) as threads:
+            return list(threads.map(self._make_rank, range(shape.num_ranks), peers))
+
+    def _make_rank(self, rank: int, peers: Peers) -> Rank:
         shape = self.shape
         memory = KVMemory(self.kv_cache_configs[rank])
         config = OffloadConfig.parse(self.worker_config(), shape.num_ranks)
-        worker = OffloadWorker(self.kv_cache_configs[rank], config, self._parallelism)
+        worker = OffloadWorker(
+            self.kv_cache_configs[rank],
+            config,
+            self._parallelism,
+            Replicas.find(self.config, self.kv_cache_configs[rank]),
+            lambda: peers,
+        )
         chunk_blocks = shape.chunk_blocks or shape.host_bytes // shape.block_bytes(rank)
         device = ScriptedDevice(chunk_blocks * shape.block_bytes(rank))
         worker._backend = device
@@ -553,7 +577,7 @@ class World:
 
     def check_at_rest(self) -> None:
         """Raise AssertionError unless every block is free and every map empty."""
-        checks.check_all_free(device=self._device_pool, host=self.host_pool)
+        checks.check_all_free(self._others(), device=self._device_pool, host=self.host_pool)
         self.check_bookkeeping(at_rest=True)
         if self.is_ours:
             self.check_counts()

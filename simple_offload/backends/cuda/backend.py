@@ -22,7 +22,7 @@ from simple_offload.backends.cuda.queues import (
     classify_regions,
 )
 from simple_offload.backends.descriptors import Extents, Regions, find_extents, in_stretches
-from simple_offload.backends.host_memory import map_memory, node_of_pci_device
+from simple_offload.backends.host_memory import map_memory, node_of_pci_device, put_in_place
 from simple_offload.config import ConfigError
 from simple_offload.logs import get_logger
 from simple_offload.metadata import Transfer
@@ -62,22 +62,32 @@ class CudaBackend:
         self._pinned: dict[int, torch.Tensor] = {}  # by address
         self._chunks: list[Sequence[torch.Tensor]] = []
         self._classes: list[RegionClass] = []
-        self._numa_node = node_of_pci_device(_pci_address(self._device))
+        self.numa_node = node_of_pci_device(_pci_address(self._device))
 
     def allocate_host(self, num_bytes: int) -> torch.Tensor:
         """Pinned memory of exactly this size: PyTorch's pinned allocator rounds up to a power of
         two. Raises MemoryShortageError, or CudaCopyError where the driver cannot pin it."""
+        tensor = map_memory(num_bytes, self.numa_node)
+        self._pin(tensor)
+        return tensor
+
+    def use_shared(self, memory: torch.Tensor, *, is_first: bool) -> None:
+        """Each process pins the memory for its device. Raises as ``allocate_host``."""
+        if is_first:
+            put_in_place(memory, self.numa_node)
+        self._pin(memory)
+
+    def _pin(self, memory: torch.Tensor) -> None:
         torch.cuda.set_device(self._device)
-        tensor = map_memory(num_bytes, self._numa_node)
+        address, num_bytes = memory.data_ptr(), memory.nbytes
         with _outside_graph_capture():
-            error = torch.cuda.cudart().cudaHostRegister(tensor.data_ptr(), num_bytes, 0)
+            error = torch.cuda.cudart().cudaHostRegister(address, num_bytes, 0)
         if int(error) != 0:
             raise CudaCopyError(
                 f"cudaHostRegister cannot pin {num_bytes / 2**30:.2f} GiB more: {error}. "
                 "Is the lock limit (ulimit -l) high enough?"
             )
-        self._pinned[tensor.data_ptr()] = tensor
-        return tensor
+        self._pinned[address] = memory
 
     def _release_host(self, address: int) -> None:
         torch.cuda.cudart().cudaHostUnregister(address)

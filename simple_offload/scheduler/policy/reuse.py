@@ -80,7 +80,7 @@ class Reuse:
         samples, now = self._samples, self._clock
         samples.append(_Sample(block_hash, now))
         self._waiting[block_hash] = samples[-1]
-        while samples[0].since < now - MAX_AGE * self._tier.num_blocks:
+        while samples[0].since < now - MAX_AGE * self._tier.max_contents:
             oldest = samples.popleft()
             if oldest.gap is None:
                 del self._waiting[oldest.block_hash]
@@ -88,8 +88,7 @@ class Reuse:
 
     @property
     def _tierful(self) -> int:
-        num_blocks = self._tier.num_blocks - 1  # without vLLM's null block
-        return max(1, num_blocks - self._num_repeated)
+        return max(1, self._tier.max_contents - self._num_repeated)
 
     def _is_worth_keeping(self) -> bool:
         """Whether holding new contents for some time beyond a tierful brings more hits by block and

@@ -12,8 +12,15 @@ import gc
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
+import numpy as np
+from vllm.utils.math_utils import cdiv
 from vllm.v1.core.kv_cache_coordinator import KVCacheCoordinator
-from vllm.v1.core.kv_cache_utils import BlockHash, BlockHashWithGroupId, KVCacheBlock
+from vllm.v1.core.kv_cache_utils import (
+    BlockHash,
+    BlockHashWithGroupId,
+    KVCacheBlock,
+    get_group_id,
+)
 
 from simple_offload import metrics
 from simple_offload.metadata import BlockIds
@@ -52,6 +59,12 @@ class CpuTier:
         are all there is."""
         self._segments = Segments(self._pool)
         self._lookup = Lookup(coordinator, groups)
+        self._private_groups: frozenset[int] = frozenset()
+        self._num_places = 1
+        self._at_place = np.zeros((1, 1), np.int32)  # [places, blocks]
+        """By place of a rank in its pool, and by block id: the block with the rank's contents. It
+        is another one in a private group only. That has a reference, and neither key nor queue,
+        until the block that stands for it is allocated anew."""
         self._doubted: dict[int, int] = {}
         """By id of a block that a load failed to read: the first load id that could begin after
         the failure was known."""
@@ -71,6 +84,16 @@ class CpuTier:
     def num_blocks(self) -> int:
         """Blocks in the pool, vLLM's null block included."""
         return len(self._pool.blocks)
+
+    @property
+    def num_others(self) -> int:
+        """Blocks that another one stands for, in a private group."""
+        return self._segments.num_others
+
+    @property
+    def max_contents(self) -> int:
+        """Blocks without those, and without vLLM's null block."""
+        return self._segments.max_contents
 
     @property
     def num_free(self) -> int:
@@ -96,7 +119,18 @@ class CpuTier:
         together lie together."""
         with _collector_paused():
             block_pool.add_blocks(self._pool, max(0, num_blocks - self.num_blocks))
+        if self._private_groups:
+            new = np.arange(self._at_place.shape[1], self.num_blocks, dtype=np.int32)
+            new = np.tile(new, (self._num_places, 1))
+            self._at_place = np.concatenate([self._at_place, new], axis=1)
         self._segments.grow()
+
+    def share(self, private_groups: frozenset[int], num_places: int) -> None:
+        """Up to ``num_places`` ranks share these blocks. In ``private_groups``, contents differ
+        between them, and take a block for each. Called before the first block is allocated."""
+        if private_groups:
+            self._private_groups, self._num_places = private_groups, num_places
+            self._at_place = np.tile(self._at_place[:1], (num_places, 1))
 
     def slots(self, blocks: Iterable[KVCacheBlock]) -> list[int]:
         """Slots of the sub-blocks of ``blocks`` in each rank's host memory, in order. The first
@@ -105,6 +139,14 @@ class CpuTier:
         if count == 1:
             return [block.block_id for block in blocks]
         return [block.block_id * count + place for block in blocks for place in range(count)]
+
+    def slots_by_place(self, slots: BlockIds) -> BlockIds | None:
+        """``[places, len(slots)]``: where the rank at each place of its pool has the contents of
+        ``slots``. None if that is the same place for all."""
+        if not self._private_groups:
+            return None
+        count = self._groups.num_sub_blocks
+        return self._at_place[:, slots // count].astype(np.int64) * count + slots % count
 
     def blocks_at(self, slots: Iterable[int]) -> list[KVCacheBlock]:
         """The blocks that these slots belong to, each once."""
@@ -167,6 +209,30 @@ class CpuTier:
             self._on_lost(len(copies), "copy")
             self._on_lost(len(others), "lru")
         return blocks
+
+    def allocate_for(
+        self, keys: Sequence[BlockHashWithGroupId], keep: Container[BlockHashWithGroupId]
+    ) -> list[KVCacheBlock]:
+        """``allocate`` a block for the contents of each of ``keys``, from the first on. One of a
+        private group takes as many blocks as a pool has ranks; the first stands for all."""
+        if not self._private_groups:
+            return self.allocate(len(keys), keep)
+        widths = [self._num_places if self._is_private(key) else 1 for key in keys]
+        blocks: list[KVCacheBlock] = []
+        while (num_lacking := sum(widths) - len(blocks)) > 0:
+            # Each evicted block may bring the others that it stands for.
+            new = self.allocate(cdiv(num_lacking, self._num_places), keep)
+            if not new:
+                break
+            blocks += self._split(new)
+        allocated = []
+        for width in widths:
+            if width > len(blocks):
+                break
+            allocated.append(self._join(blocks[:width]))
+            del blocks[:width]
+        self.unpin(blocks)
+        return allocated
 
     def commit(self, runs: Iterable[Run]) -> list[list[int]]:
         """Make the host blocks of ``runs``, whose bytes are complete on every rank, findable by
@@ -271,6 +337,25 @@ class CpuTier:
         self._segments.renew(filter(None, block_pool.find_blocks(self._pool, keys)))
 
     # Details
+
+    def _is_private(self, key: BlockHashWithGroupId) -> bool:
+        return get_group_id(key) in self._private_groups
+
+    def _join(self, blocks: Sequence[KVCacheBlock]) -> KVCacheBlock:
+        """Have the first one stand for all of ``blocks``."""
+        first = blocks[0]
+        self._at_place[: len(blocks), first.block_id] = [block.block_id for block in blocks]
+        self._segments.num_others += len(blocks) - 1
+        return first
+
+    def _split(self, blocks: Sequence[KVCacheBlock]) -> list[KVCacheBlock]:
+        """``blocks``, and those that they have stood for."""
+        ids = np.array([block.block_id for block in blocks])
+        at_place = self._at_place[:, ids]
+        self._at_place[:, ids] = ids
+        others = [self._pool.blocks[i] for i in at_place[at_place != ids].tolist()]
+        self._segments.num_others -= len(others)
+        return [*blocks, *others]
 
     def _commit(self, run: Run) -> list[int]:
         """``commit`` for one run."""

@@ -66,6 +66,8 @@ class Segments:
         """By block id."""
         self.num_copies = 0
         """Blocks that are copies, pinned or free. ``settle`` brings it up to date."""
+        self.num_others = 0
+        """Blocks that another one stands for (``CpuTier.allocate_for``). They are in no queue."""
         self._let_go = LetGo()
         self.device_keys: Callable[[], Container[bytes]] = frozenset
         """The keys that the device finds, though it has let go of them in one block."""
@@ -76,10 +78,13 @@ class Segments:
         num_blocks = len(self._pool.blocks)
         self._of.extend(bytes(num_blocks - len(self._of)))
         self._let_go.grow(num_blocks)
-        num_blocks -= 1  # vLLM's null block
-        self._max_protected = int(PROTECTED_SHARE * num_blocks)
-        self.max_copies = int(COPIES_SHARE * num_blocks)
+        self.max_copies = int(COPIES_SHARE * self.max_contents)
         """Copies that need not make room for others."""
+
+    @property
+    def max_contents(self) -> int:
+        """Blocks, without vLLM's null block, and without those that another one stands for."""
+        return len(self._pool.blocks) - 1 - self.num_others
 
     @property
     def num_free(self) -> int:
@@ -306,7 +311,8 @@ class Segments:
             of[block.block_id] = _PROBATION
 
     def _enforce_limit(self) -> None:
-        self._return_to_probation(self._protected.num_free_blocks - self._max_protected)
+        max_protected = int(PROTECTED_SHARE * self.max_contents)
+        self._return_to_probation(self._protected.num_free_blocks - max_protected)
 
     def _return_to_probation(self, count: int) -> None:
         """Move up to ``count`` protected blocks to the end of those on probation."""

@@ -23,6 +23,7 @@ class Situation:
     """A similar model, in which the bug does not show: keywords of a Shape."""
 
     def __call__(self, script: Script) -> Script:
+        script = script.varied(**_UNLIKE)
         script = script.with_model(**self.model) if self.model else script
         num_groups = len(script.shape.groups)
         if self.device_blocks is not None:
@@ -44,6 +45,9 @@ _LAZY = {"lazy": True, "store_threshold": 1}
 _EARLY = {"lazy": None, "store_threshold": 1}
 _BUSY = {"arrivals": 0.9, "num_requests": 60}
 _QUICK = {"copy_speed": 0.9, "faults": Faults()}
+
+_UNLIKE = {"num_replicas": 1, "private": ()}
+"""No two ranks have the same KV."""
 
 ORDINARY = Situation()
 """The script as it was drawn."""
@@ -220,3 +224,35 @@ CHAINED_WINDOWS = Situation(
 )
 """Chained MTP modules and windows. Requests find on the device blocks that another one has
 loaded."""
+
+_ALIKE = {"num_ranks": 2, "num_stages": 1, "chunk_blocks": None}
+_COPYING = _ROOM | _BUSY | _ALIKE | {"kv_role": "kv_both", "resets": 0.0}
+
+RANKS_WITH_THE_SAME_KV = Situation(
+    PLAIN | {"windows": (0,), "num_replicas": 2},
+    device_blocks=24,
+    changes=_EAGER | _QUICK | _COPYING,
+)
+"""Two ranks share their host memory."""
+
+SLOW_RANKS = Situation(
+    PLAIN | {"windows": (0,), "num_replicas": 2},
+    device_blocks=24,
+    changes=_EAGER | _COPYING | {"copy_speed": 0.2, "faults": Faults()},
+)
+"""They end the same transfer in different steps."""
+
+DYING_RANKS = Situation(
+    PLAIN | {"windows": (0,), "num_replicas": 2},
+    device_blocks=24,
+    changes=_EAGER | _COPYING | {"faults": Faults(thread_death=0.02)},
+)
+"""The copy thread of one of them dies while the other copies."""
+
+MIXED_RANKS = Situation(
+    PLAIN | {"windows": (0, 8), "num_replicas": 2, "private": (1,)},
+    device_blocks=24,
+    host_blocks=30,
+    changes=_EAGER | _QUICK | _BUSY | _ALIKE | {"kv_role": "kv_both", "resets": 0.0},
+)
+"""They share host memory, but have different pages in one of two groups."""

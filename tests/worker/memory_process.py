@@ -1,0 +1,81 @@
+"""A process that has shared memory, and does with it what a test says. It starts in a second: it
+imports no vLLM."""
+
+import multiprocessing
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+from simple_offload.worker.shared_memory import Address, SharedMemory
+
+PATIENCE_SECONDS = 30.0
+_spawn = multiprocessing.get_context("spawn")
+
+
+class MemoryProcess:
+    """A process that creates memory, or opens that of another process at ``address``."""
+
+    def __init__(self, address: Address | None = None) -> None:
+        here, there = _spawn.Pipe()
+        self._connection = here
+        self._process = _spawn.Process(target=_serve, args=(there, address), daemon=True)
+        self._process.start()
+        there.close()
+
+    def ask(self, call: Callable[..., Any], *arguments: Any) -> Any:
+        """The result of a function of this module or of ``SharedMemory``, called there with its
+        memory and these arguments."""
+        self._connection.send((call, arguments))
+        assert self._connection.poll(PATIENCE_SECONDS), f"{call} does not return"
+        return self._connection.recv()
+
+    def kill(self) -> None:
+        """Kill it with SIGKILL. No effect if it has ended."""
+        self._process.kill()
+        self._process.join(PATIENCE_SECONDS)
+        assert not self._process.is_alive()
+        self._connection.close()
+
+
+def address(memory: SharedMemory) -> Address:
+    return memory.address
+
+
+def num_ready(memory: SharedMemory) -> int:
+    return memory.num_ready
+
+
+def fill(memory: SharedMemory, start: int, num_bytes: int, value: int) -> None:
+    memory.part(start, num_bytes).fill_(value)
+
+
+def extremes(memory: SharedMemory, start: int, num_bytes: int) -> tuple[int, int]:
+    """The lowest and the highest value of these bytes."""
+    lowest, highest = memory.part(start, num_bytes).aminmax()
+    return int(lowest), int(highest)
+
+
+def mappings(_: SharedMemory) -> list[str]:
+    """The files that this process has mapped."""
+    lines = Path("/proc/self/maps").read_text().splitlines()
+    return [line.split(maxsplit=5)[5] for line in lines if len(line.split()) > 5]
+
+
+def descriptor_of(_: SharedMemory, path: str) -> int:
+    """The descriptor of a file that this process opens, and keeps open."""
+    _kept.append(Path(path).open("rb"))  # noqa: SIM115
+    return int(_kept[-1].fileno())
+
+
+_kept: list[Any] = []
+
+
+def _serve(connection: Connection, address: Address | None) -> None:
+    memory = SharedMemory.create() if address is None else SharedMemory.open(address)
+    while True:
+        try:
+            call, arguments = connection.recv()
+        except EOFError:
+            return
+        connection.send(call(memory, *arguments))

@@ -1,0 +1,184 @@
+"""SharedMemory, in one process and between processes."""
+
+import multiprocessing
+import os
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from simple_offload.worker.shared_memory import Address, SharedMemory
+from tests.worker import memory_process
+from tests.worker.memory_process import MemoryProcess
+
+MIB = 1 << 20
+MakeProcess = Callable[..., MemoryProcess]
+
+
+@pytest.fixture
+def make_process() -> Iterator[MakeProcess]:
+    processes: list[MemoryProcess] = []
+
+    def make(address: Address | None = None) -> MemoryProcess:
+        processes.append(MemoryProcess(address))
+        return processes[-1]
+
+    yield make
+    for process in processes:
+        process.kill()
+
+
+def shmem_bytes() -> int:
+    """Memory of the machine that files in memory take up."""
+    lines = (line.split() for line in Path("/proc/meminfo").read_text().splitlines())
+    return next(int(line[1]) << 10 for line in lines if line[0] == "Shmem:")
+
+
+def num_open_files() -> int:
+    return len(list(Path("/proc/self/fd").iterdir()))
+
+
+# Between processes
+
+
+def test_two_processes_have_the_same_bytes_and_count(make_process: MakeProcess) -> None:
+    creator = make_process()
+    address = creator.ask(memory_process.address)
+    other = make_process(address)
+    num_bytes = 3 * MIB
+    assert other.ask(memory_process.address).token == address.token
+    for process in (creator, other):
+        process.ask(SharedMemory.map, num_bytes)
+    for writer, reader, value in ((creator, other, -1), (other, creator, 7)):
+        writer.ask(memory_process.fill, 0, num_bytes, value)
+        assert reader.ask(memory_process.extremes, 0, num_bytes) == (value, value)
+        writer.ask(memory_process.fill, MIB, 1, 3)
+        assert reader.ask(memory_process.extremes, MIB, 1) == (3, 3)
+        assert reader.ask(memory_process.extremes, MIB + 1, MIB) == (value, value)
+    for count in range(3):
+        assert [each.ask(memory_process.num_ready) for each in (creator, other)] == [count] * 2
+        creator.ask(SharedMemory.on_ready)
+    assert creator.ask(memory_process.extremes, 0, num_bytes) == (3, 7)  # the count is not in there
+
+
+def test_memory_lives_as_long_as_the_last_process_that_has_it(make_process: MakeProcess) -> None:
+    """However that process ends. And it has no name, in /dev/shm or elsewhere, that could stay."""
+    num_bytes = 64 * MIB
+    creator = make_process()
+    other = make_process(creator.ask(memory_process.address))
+    for process in (other, creator):  # in this order: the first may be about to open it
+        process.ask(SharedMemory.map, num_bytes)
+        mapped = process.ask(memory_process.mappings)
+        assert [file for file in mapped if "simple-offload" in file] == [
+            "/memfd:simple-offload (deleted)"
+        ]
+        assert not any(file.startswith("/dev/shm") for file in mapped)
+    before = shmem_bytes()
+    creator.ask(memory_process.fill, 0, num_bytes, 5)
+    assert shmem_bytes() - before > num_bytes // 2  # other programs have such memory too
+    creator.ask(SharedMemory.on_ready)
+    creator.kill()
+    assert other.ask(memory_process.extremes, 0, num_bytes) == (5, 5)
+    other.ask(memory_process.fill, 0, MIB, 6)
+    assert other.ask(memory_process.extremes, 0, num_bytes) == (5, 6)
+    assert other.ask(memory_process.num_ready) == 1
+    assert shmem_bytes() - before > num_bytes // 2
+    other.kill()
+    assert shmem_bytes() - before < num_bytes // 2
+
+
+def test_addresses_that_lead_elsewhere(make_process: MakeProcess, tmp_path: Path) -> None:
+    """A process's number may be given to another one, and so may the numbers of its files."""
+    (tmp_path / "file").write_text("something else")
+    creator = make_process()
+    meant = creator.ask(memory_process.address)
+    other_file = creator.ask(memory_process.descriptor_of, str(tmp_path / "file"))
+    num_open = num_open_files()
+    for wrong in (
+        meant._replace(descriptor=other_file),
+        meant._replace(token=bytes(len(meant.token))),
+        meant._replace(pid=os.getpid()),
+        meant._replace(descriptor=9999),
+    ):
+        with pytest.raises(OSError, match=f"/proc/{wrong.pid}/fd/{wrong.descriptor}"):
+            SharedMemory.open(wrong)
+    SharedMemory.open(meant).close()
+    creator.ask(SharedMemory.map, MIB)  # all who want it have opened it by then
+    with pytest.raises(OSError, match=f"/proc/{meant.pid}/fd/{meant.descriptor}"):
+        SharedMemory.open(meant)
+    assert num_open_files() == num_open
+    creator.kill()
+    with pytest.raises(OSError, match=f"/proc/{meant.pid}/fd"):
+        SharedMemory.open(meant)
+
+
+# In one process
+
+
+def test_memory_is_zeroed_and_takes_up_nothing_until_it_is_written() -> None:
+    memory = SharedMemory.create()
+    address = memory.address
+    watched = os.open(f"/proc/{address.pid}/fd/{address.descriptor}", os.O_RDONLY)
+    few = 8 * MIB  # pages may be huge
+    try:
+        memory.map(512 * MIB)
+        assert memory.num_ready == 0
+        assert os.fstat(watched).st_blocks * 512 < few
+        assert memory.part(256 * MIB, MIB).unique().tolist() == [0]
+        memory.part(0, 1).fill_(1)
+        memory.part(512 * MIB - 1, 1).fill_(1)
+        assert os.fstat(watched).st_blocks * 512 < few
+        assert (memory.num_ready, memory.part(0, 512 * MIB).nbytes) == (0, 512 * MIB)
+    finally:
+        os.close(watched)
+
+
+def test_who_maps_more_than_the_others() -> None:
+    """Nobody's memory becomes smaller."""
+    creator = SharedMemory.create()
+    other = SharedMemory.open(creator.address)
+    creator.map(2 * MIB)
+    other.map(MIB)
+    other.part(0, MIB).fill_(1)
+    creator.part(MIB, MIB).fill_(2)
+    assert creator.part(0, 2 * MIB).unique().tolist() == [1, 2]
+    assert creator.part(0, MIB).unique().tolist() == [1]
+
+
+def test_closing_leaves_what_has_been_mapped() -> None:
+    num_open = num_open_files()
+    memory = SharedMemory.create()
+    memory.map(MIB)
+    for _ in range(2):
+        memory.close()
+        memory.part(0, MIB).fill_(1)
+    part = memory.part(0, 1)
+    del memory
+    assert part.tolist() == [1]
+    del part
+    assert num_open_files() == num_open
+
+
+def test_a_forked_process_has_none_of_it() -> None:
+    """A fork would copy each pinned page at once: twice the memory."""
+    memory = SharedMemory.create()
+    memory.map(MIB)
+
+    def is_mapped() -> bool:
+        return "memfd:simple-offload" in Path("/proc/self/maps").read_text()
+
+    assert is_mapped()
+    process = multiprocessing.get_context("fork").Process(target=lambda: sys.exit(is_mapped()))
+    process.start()
+    process.join()
+    assert process.exitcode == 0
+
+
+def test_no_descriptor_is_left_after_mapping() -> None:
+    """A forked child would inherit it, and keep all of the memory after its parent has died."""
+    num_open = num_open_files()
+    shared = SharedMemory.create()
+    shared.map(MIB)
+    assert num_open_files() == num_open
+    shared.free()
