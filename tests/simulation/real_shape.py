@@ -32,6 +32,7 @@ from vllm.v1.kv_cache_interface import (
     UniformTypeKVCacheSpecs,
 )
 
+from simple_offload.replicas import Replicas
 from tests.simulation.device import SLOT, layer_spec, num_entries_of
 from tests.simulation.groups import Group, Kind, Reach
 from tests.simulation.real_models import (
@@ -139,6 +140,12 @@ class RealShape(Shape):
             num_states=sum(isinstance(spec, MambaSpec) for spec in _specs(name)),
             **keywords,
         )
+
+    def with_replicas(self) -> "RealShape":
+        """The same engine, with the ranks and groups that share host memory."""
+        found = Replicas.find(make_vllm_config(self), self._placed)
+        private = tuple(sorted(found.private_groups))
+        return replace(self, num_replicas=found.count, private=private)
 
     def configure(self, config: VllmConfig) -> None:
         model = REAL_MODELS[self.name]
@@ -253,7 +260,7 @@ def draw(seed: int, name: str, **changes: Any) -> Script:
         v2_runner=rng.random() < 0.5,
         load_failures=drawn.shape.load_failures,
     )
-    shape = replace(shape, **changes)
+    shape = replace(shape, **changes).with_replicas()
     needed = shape.num_blocks_of_a_request()
     return replace(drawn, shape=shape, stretch=stretch).varied(
         num_device_blocks=needed * rng.choice([5, 6, 8]) // 4,

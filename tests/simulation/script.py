@@ -177,6 +177,8 @@ class Script:
     def varied(self, **changes: Any) -> "Script":
         """The same script with other values of its own fields, its shape's and its faults'."""
         script = replace(self, **_fields_of(Script, changes))
+        if changes.get("chunk_blocks") is not None:
+            changes |= {"num_replicas": 1, "private": ()}
         return replace(
             script,
             shape=replace(script.shape, **_fields_of(Shape, changes)),
@@ -219,8 +221,10 @@ class Script:
         host memory."""
         shape, size = self.shape, self.shape.tensor_parallel_size
         divisors = [n for n in range(2, size + 1) if size % n == 0]
-        if not divisors or shape.num_shards > 1 or shape.uneven_ranks or rng.random() < 0.3:
+        if not divisors or shape.num_shards > 1 or shape.uneven_ranks:
             return self
+        if shape.chunk_blocks is not None or rng.random() < 0.3:
+            return self  # such ranks open a chunk after each other, by themselves
         num_replicas = rng.choice(divisors)
         groups = range(len(shape.groups))
         private = [
@@ -237,7 +241,6 @@ class Script:
             num_replicas=num_replicas,
             private=tuple(private),
             num_host_blocks=num_host_blocks,
-            chunk_blocks=None,
         )
 
     @property

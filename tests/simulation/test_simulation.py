@@ -90,6 +90,10 @@ def test_sub_blocks(model: dict[str, Any], num_sub_blocks: int) -> None:
     begun = ended = 0
     for seed in range(300, 307):
         script = Script.draw(seed).with_model(**PLAIN | {"windows": (0,)} | model)
+        num_groups = len(script.shape.groups)
+        script = script.varied(
+            num_requests=60, num_device_blocks=40 * num_groups, num_host_blocks=200
+        )
         play = Play(script.with_sub_blocks(num_sub_blocks))
         play.run()
         begun += play.world.num_begun_inside

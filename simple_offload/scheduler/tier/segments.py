@@ -9,7 +9,7 @@ from vllm.v1.core.kv_cache_utils import (
     KVCacheBlock,
 )
 
-from simple_offload.metadata import BlockIds
+from simple_offload.metadata import BlockIds, as_array
 from simple_offload.scheduler.tier import block_pool
 from simple_offload.scheduler.tier.let_go import LetGo
 
@@ -69,6 +69,9 @@ class Segments:
         self.num_others = 0
         """Blocks that another one stands for (``CpuTier.allocate_for``). They are in no queue."""
         self._let_go = LetGo()
+        self._twins: set[int] = set()
+        """Ids of copies that the device has let go of in one block, and finds in another. That one
+        may be unknown: its request was preempted before it was recorded."""
         self.device_keys: Callable[[], Container[bytes]] = frozenset
         """The keys that the device finds, though it has let go of them in one block."""
         self.grow()
@@ -140,6 +143,8 @@ class Segments:
         """Move the copies that the device has let go of to the segments they belong to now."""
         while len(self._let_go):
             self._settle_oldest()
+        self._let_go.add(as_array([*self._twins]))  # to look again
+        self._twins.clear()
 
     def was_found(self, block_id: int) -> bool:
         """Whether a request has found the contents of a block."""
@@ -155,6 +160,7 @@ class Segments:
         """The device has let go of the contents of all copies. They go on probation, those that
         would have left last first, as the device would have let go of them."""
         self._let_go.clear()
+        self._twins.clear()
         copies, others = bytes([_NEW_COPY, _FOUND_COPY]), bytes([_PROBATION, _PROBATION])
         self._of = self._of.translate(bytes.maketrans(copies, others))
         self.num_copies = 0
@@ -280,7 +286,9 @@ class Segments:
         free: tuple[list[KVCacheBlock], ...] = ([], [])
         for block, key in zip(copies, block_pool.keys_of(copies), strict=True):
             segment = of[block.block_id] - _COPY
-            if key not in on_device and segment >= 0:
+            if key in on_device:
+                self._twins.add(block.block_id)
+            elif segment >= 0:
                 of[block.block_id] = segment
                 self.num_copies -= 1
                 if block.ref_cnt == 0:

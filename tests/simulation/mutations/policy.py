@@ -31,7 +31,7 @@ forget_no_copy = always(CpuTier, "on_let_go", None, COPIES)
 notice_no_allocation = always(NewlyAllocated, "on_step", ([], {}), COPIES)
 
 
-never_walk_along_the_queue = always(QueueWalk, "on_step", None, EVICTIONS[None])
+never_walk_along_the_queue = always(QueueWalk, "on_step", None, OVERLOAD)
 never_walk_although_stores_are_lazy = always(QueueWalk, "on_step", None, EVICTIONS[True])
 record_nothing = always(StorePolicy, "_record", None, EVICTIONS[False])
 
