@@ -61,6 +61,8 @@ class Tier(RuleBasedStateMachine):
         self.queues: list[list[str]] = [[], [], []]
         """The free ones on probation, protected and copies, the next to leave first."""
         self.let_go: list[list[int]] = []
+        self.twins: dict[int, None] = {}
+        """Ids of blocks that the device has let go of, and has in another block."""
         """Ids of blocks that the device has let go of and that have not been moved, by call."""
         self.on_device = {*prefixes("aaab")}
         """What the device finds, though it has let go of it."""
@@ -207,6 +209,7 @@ class Tier(RuleBasedStateMachine):
         """The device's cache has been reset. What would leave first was found last."""
         self.tier.remove_all_copies()
         self.let_go.clear()
+        self.twins.clear()
         self.move(self.queues[_COPY][::-1], _PROBATION)
         pinned = [name for name, segment in self.segment.items() if segment >= _COPY]
         self.segment.update(dict.fromkeys(pinned, _PROBATION))
@@ -289,13 +292,18 @@ class Tier(RuleBasedStateMachine):
     def settle(self) -> None:
         while self.let_go:
             self.settle_oldest()
+        self.let_go.append([*self.twins])
+        self.twins.clear()
 
     def settle_oldest(self) -> None:
-        """What the device has let go of, has not got again and has in no other block."""
+        """What the device has let go of, has not got again and has in no other block. If it has,
+        the tier looks again when it settles next."""
         oldest = self.let_go.pop(0)
         again = {block_id for ids in self.let_go for block_id in ids}
         for name in self.names_at(each for each in dict.fromkeys(oldest) if each not in again):
-            if self.segment[name] >= _COPY and name not in self.on_device:
+            if self.segment[name] >= _COPY and name in self.on_device:
+                self.twins[self.kept[name].block_id] = None
+            elif self.segment[name] >= _COPY:
                 self.move([name], self.segment[name] - _COPY)
         self.enforce_limit()
 

@@ -76,7 +76,7 @@ def copies(scheduler: OffloadScheduler) -> list[BlockHashWithGroupId]:
         return []
     copies = [b for b in pool_of(scheduler.tier).blocks if segments._of[b.block_id] >= 2]
     let_go = {block_id for _, part in segments._let_go._parts for block_id in part.tolist()}
-    let_go |= segments._twins
+    let_go |= segments._twins.keys()
     return [b.block_hash for b in copies if b.block_id not in let_go and b.block_hash is not None]
 
 

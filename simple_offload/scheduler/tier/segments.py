@@ -69,7 +69,7 @@ class Segments:
         self.num_others = 0
         """Blocks that another one stands for (``CpuTier.allocate_for``). They are in no queue."""
         self._let_go = LetGo()
-        self._twins: set[int] = set()
+        self._twins: dict[int, None] = {}
         """Ids of copies that the device has let go of in one block, and finds in another. That one
         may be unknown: its request was preempted before it was recorded."""
         self.device_keys: Callable[[], Container[bytes]] = frozenset
@@ -287,7 +287,7 @@ class Segments:
         for block, key in zip(copies, block_pool.keys_of(copies), strict=True):
             segment = of[block.block_id] - _COPY
             if key in on_device:
-                self._twins.add(block.block_id)
+                self._twins[block.block_id] = None
             elif segment >= 0:
                 of[block.block_id] = segment
                 self.num_copies -= 1
