@@ -19,6 +19,8 @@ class HostBackend:
     """One chunk: memory that is not pinned costs nothing until it is written. The worker checks at
     start that there is enough, and nothing checks later."""
 
+    numa_node = None
+
     def __init__(self) -> None:
         self._device: list[npt.NDArray[np.int8]] = []
         self._host: list[npt.NDArray[np.int8]] = []
@@ -26,8 +28,6 @@ class HostBackend:
     def allocate_host(self, num_bytes: int) -> torch.Tensor:
         """Plain memory; the kernel provides each page at its first write."""
         return torch.empty(num_bytes, dtype=torch.int8)
-
-    numa_node = None
 
     def use_shared(self, memory: torch.Tensor, *, is_first: bool) -> None:
         """Nothing to prepare."""

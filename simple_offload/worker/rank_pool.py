@@ -124,12 +124,10 @@ class RankPool:
             raise
 
     def own_part(self, direction: Direction, transfer: Transfer) -> Transfer:
-        """What this rank copies of ``transfer``. Loads: all pairs. Stores: a stripe of those that
-        the pool shares, and all that each rank has for itself."""
+        """The pairs of ``transfer`` that this rank copies. A load: all. A store: a stripe of the
+        pairs that the pool shares, and all pairs of private groups."""
         by_place = transfer.by_place
         host_blocks = transfer.host_blocks if by_place is None else by_place[self.place]
-        if by_place is None and (direction is Direction.LOAD or self.size == 1):
-            return transfer
         if direction is Direction.LOAD or self.size == 1:
             return replace(transfer, host_blocks=host_blocks, by_place=None)
         shared = np.arange(len(host_blocks))

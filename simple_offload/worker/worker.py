@@ -64,7 +64,8 @@ class OffloadWorker:
     def register_kv_caches(self, kv_caches: Mapping[str, KVCache]) -> None:
         """Find the device blocks, begin to open as many host blocks as this rank has room for, and
         start the copy threads. A rank without attention layers copies nothing. Raises ConfigError
-        or MemoryShortageError if the machine has too little memory."""
+        or MemoryShortageError if the machine has too little memory, and RuntimeError if a rank that
+        may share memory cannot start."""
         regions = find_regions(kv_caches, self._kv_cache_config)
         self._rank_pool = self._meet_ranks([region.shape[1] for region in regions])
         with self._rank_pool.others_wait():

@@ -35,6 +35,19 @@ def results_of(runs: Runs, target: str) -> dict[str, EngineResult]:
     return runs.run(f"gpu-{target}", specs, deadline=ENGINE_SECONDS * len(specs))
 
 
+def check_answers_and_room(target: str, results: dict[str, EngineResult]) -> None:
+    """The answers are those without a connector, from host memory too. Shared memory has twice as
+    many blocks as private memory of the same size."""
+    for name in ("shared", "private"):
+        assert_same(target, results["plain"], results[name], exact=False)
+        assert results[name].metrics["external_prefix_cache_hits"] > 0
+        assert_nothing_left(results[name])
+    shared, private = results["shared"].num_host_blocks, results["private"].num_host_blocks
+    assert shared is not None
+    assert private is not None
+    assert abs(shared - 2 * private) <= 2
+
+
 def num_bytes_of_a_copy(result: EngineResult, num_stores: int) -> float:
     """Bytes that all ranks copied, for each copy of a block that they made: ``num_stores`` of a
     stored block, and two of a loaded one."""
@@ -48,14 +61,8 @@ def test_ranks_with_the_same_kv_have_one_copy(
     runs: Runs, target: str, record_property: Callable[[str, object], None]
 ) -> None:
     results = results_of(runs, target)
-    for name in ("shared", "private"):
-        assert_same(target, results["plain"], results[name], exact=False)
-        assert results[name].metrics["external_prefix_cache_hits"] > 0
-        assert_nothing_left(results[name])
+    check_answers_and_room(target, results)
     shared, private = results["shared"], results["private"]
-    assert shared.num_host_blocks is not None
-    assert private.num_host_blocks is not None
-    assert abs(shared.num_host_blocks - 2 * private.num_host_blocks) <= 2
     assert num_bytes_of_a_copy(shared, 1) == num_bytes_of_a_copy(private, 2)
     # The same bytes, with room for twice as many tokens.
     before = results["plain"].memory
@@ -74,14 +81,8 @@ def test_ranks_with_the_same_kv_in_some_groups(
 ) -> None:
     target = "hybrid-pair"
     results = results_of(runs, target)
-    for name in ("shared", "private"):
-        assert_same(target, results["plain"], results[name], exact=False)
-        assert results[name].metrics["external_prefix_cache_hits"] > 0
-        assert_nothing_left(results[name])
+    check_answers_and_room(target, results)
     shared, private = results["shared"], results["private"]
-    assert shared.num_host_blocks is not None
-    assert private.num_host_blocks is not None
-    assert abs(shared.num_host_blocks - 2 * private.num_host_blocks) <= 2
     copied = [result.metrics["simple_offload_bytes"] for result in (shared, private)]
     stored = [result.metrics["simple_offload_stored_blocks"] for result in (shared, private)]
     record_property("bytes copied, blocks stored", [copied, stored])

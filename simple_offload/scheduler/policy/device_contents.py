@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 
-FEW = 64
-"""Blocks that a step may look at, one by one."""
+_MOST_LOOKED_AT = 64
+"""Blocks that a lookup may look at, one by one: all unstored ones while stores are early."""
 
 
 @dataclass(slots=True, eq=False)
@@ -95,9 +95,9 @@ class DeviceContents:
         return not self._unstored
 
     def may_lack_free(self) -> bool:
-        """Whether free blocks may have contents that are to be stored. Looks at few blocks only: if
-        there are more, some of them may."""
-        if self._groups.num_sub_blocks > 1 or len(self._unstored) > FEW:
+        """Whether free blocks may have contents that are to be stored. True, without a look, where
+        many blocks have such contents."""
+        if self._groups.num_sub_blocks > 1 or len(self._unstored) > _MOST_LOOKED_AT:
             return bool(self._unstored)
         blocks = self._device_pool.blocks
         return any(blocks[block_id].ref_cnt == 0 for block_id in self._unstored)
