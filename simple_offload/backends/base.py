@@ -105,10 +105,12 @@ class SharesMemory(Protocol):
 class CopyBackend(Protocol):
     """Copies blocks between regions of the device and of the host.
 
-    A region is an int8 tensor ``[num_blocks, page_bytes]`` with dense rows; row b of every
-    region together is block b, and region i has the same ``page_bytes`` on both sides. The
-    host's blocks come in chunks; each chunk has rows for every region. All chunks but the last
-    have the same number of blocks.
+    A region is an int8 tensor ``[num_blocks, page_bytes]``. Row b of every region together is
+    block b, and region i has the same ``page_bytes`` on both sides. The bytes of a row are
+    contiguous. Rows do not overlap; there may be room between them, which no copy reads or writes.
+
+    The host's blocks come in chunks; each chunk has rows for every region, and a region has the
+    same strides in all chunks. All chunks but the last have the same number of blocks.
     """
 
     chunk_bytes: int

@@ -14,17 +14,21 @@ Addresses = npt.NDArray[np.uint64]
 
 class Regions(NamedTuple):
     """Addresses of the pages of one side. The page of block b in region r is at
-    ``bases[r, b // chunk_blocks] + (b % chunk_blocks) * pages[r]``."""
+    ``bases[r, b // chunk_blocks] + (b % chunk_blocks) * strides[r]``."""
 
     bases: Addresses  # [regions, chunks]
     pages: npt.NDArray[np.uint64]  # [regions], bytes
+    strides: npt.NDArray[np.uint64]  # [regions], bytes
     chunk_blocks: int
     num_blocks: int
+    is_dense: bool
+    """Whether no region of this side has room between its pages. ``select`` keeps it: regions that
+    are selected separately share their extents."""
 
     @classmethod
     def from_tensors(cls, tensors: Sequence[torch.Tensor]) -> "Regions":
-        """Regions in one chunk: int8 tensors ``[num_blocks, page_bytes]``. Raises ValueError where
-        one is not dense."""
+        """Regions in one chunk: int8 tensors ``[num_blocks, page_bytes]``. Raises ValueError as
+        ``from_chunks``."""
         return cls.from_chunks([tensors])
 
     @classmethod
@@ -36,19 +40,28 @@ class Regions(NamedTuple):
     @classmethod
     def from_chunks(cls, chunks: Sequence[Sequence[torch.Tensor]]) -> "Regions":
         """Regions whose blocks come in chunks; each chunk has a tensor per region. Raises
-        ValueError where a tensor is not dense, or a chunk other than the last is smaller."""
-        for tensor in (tensor for chunk in chunks for tensor in chunk):
-            if not tensor.is_contiguous():
-                raise ValueError(f"a region of shape {tuple(tensor.shape)} is not dense")
+        ValueError where pages overlap or are not contiguous, where a region's chunks have different
+        strides, or where a chunk other than the last is smaller."""
+        strides = [max(tensor.stride(0), tensor.shape[1]) for tensor in chunks[0]]
+        for chunk in chunks:
+            for tensor, stride in zip(chunk, strides, strict=True):
+                if tensor.stride() != (stride, 1):
+                    raise ValueError(
+                        f"a region of shape {tuple(tensor.shape)} has strides {tensor.stride()}, "
+                        f"not {(stride, 1)}"
+                    )
         lengths = [len(chunk[0]) if chunk else 0 for chunk in chunks]
         if any(length != lengths[0] for length in lengths[:-1]) or lengths[-1] > lengths[0]:
             raise ValueError(f"chunks of {lengths} blocks: only the last may be smaller")
         bases = [[tensor.data_ptr() for tensor in chunk] for chunk in chunks]
+        pages = [tensor.shape[1] for tensor in chunks[0]]
         return cls(
             np.ascontiguousarray(np.array(bases, dtype=np.uint64).T),
-            np.array([tensor.shape[1] for tensor in chunks[0]], dtype=np.uint64),
+            np.array(pages, dtype=np.uint64),
+            np.array(strides, dtype=np.uint64),
             max(lengths[0], 1),
             sum(lengths),
+            is_dense=strides == pages,
         )
 
     @property
@@ -58,14 +71,16 @@ class Regions(NamedTuple):
 
     def select(self, chosen: npt.NDArray[np.intp]) -> "Regions":
         """The regions at these indices."""
-        return self._replace(bases=self.bases[chosen], pages=self.pages[chosen])
+        return self._replace(
+            bases=self.bases[chosen], pages=self.pages[chosen], strides=self.strides[chosen]
+        )
 
     def addresses(self, blocks: BlockIds) -> Addresses:
         """Addresses of the blocks' pages, ``[regions, len(blocks)]``."""
         rows = (blocks % self.chunk_blocks).astype(np.uint64)
         if self.bases.shape[1] == 1:
-            return self.bases + self.pages[:, None] * rows
-        return self.bases[:, blocks // self.chunk_blocks] + self.pages[:, None] * rows
+            return self.bases + self.strides[:, None] * rows
+        return self.bases[:, blocks // self.chunk_blocks] + self.strides[:, None] * rows
 
 
 class Descriptors(NamedTuple):
@@ -132,7 +147,8 @@ def find_extents(
     """Merge the pairs ``source_blocks[i]``, ``destination_blocks[i]`` into extents.
 
     Consecutive pairs merge if their blocks are neighbours on both sides, upwards or downwards, and
-    lie in one chunk. No block may occur twice on a side.
+    lie in one chunk. None do where a side has room between pages, as one descriptor would cover
+    it. No block may occur twice on a side.
 
     Pairs are not sorted first: that takes longer than to copy small pages, and blocks come in the
     order of their requests' tokens, in which most neighbours are consecutive already.
@@ -141,7 +157,7 @@ def find_extents(
     joins = np.abs(steps) == 1
     if joins.any():
         joins &= steps == destination_blocks[1:] - destination_blocks[:-1]
-    if not joins.any():
+    if not (source.is_dense and destination.is_dense and joins.any()):
         return Extents(source_blocks, destination_blocks, np.ones_like(source_blocks))
     for blocks, chunk_blocks in (
         (source_blocks, source.chunk_blocks),

@@ -1,6 +1,6 @@
 """Sides: the memory on both sides of a backend's copies, and what a copy should do to it."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -15,10 +15,32 @@ Contents = tuple[list[torch.Tensor], list[torch.Tensor]]
 """The regions of the device and of the host, ``[num_blocks, page_bytes]`` each."""
 
 
+def make_regions(
+    allocate: Callable[[int], torch.Tensor],
+    num_blocks: int,
+    pages: Sequence[int],
+    gap: int | None = None,
+) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """Regions, and the bytes between their pages. ``allocate`` returns int8 ``[num_bytes]``.
+
+    ``gap``: all pages of a block lie side by side, each with this many bytes behind it. If it is
+    None, the regions are dense.
+    """
+    widths = [page + (gap or 0) for page in pages]
+    memory = allocate(num_blocks * sum(widths))
+    if gap is None:
+        parts = memory.split([num_blocks * page for page in pages])
+        return [part.view(num_blocks, page) for part, page in zip(parts, pages, strict=True)], []
+    columns = memory.view(num_blocks, sum(widths)).split(widths, dim=1)
+    both = list(zip(columns, pages, strict=True))
+    return [part[:, :page] for part, page in both], [part[:, page:] for part, page in both]
+
+
 class Sides:
     """Regions of random bytes on both sides. The host's are in chunks of ``chunk_blocks`` blocks.
 
-    ``device``: where the device's regions lie. ``checked_on``: where bytes are compared.
+    ``gap``: as for ``make_regions``, on the host. ``device``: where the device's regions lie.
+    ``checked_on``: where bytes are compared.
     """
 
     def __init__(
@@ -29,6 +51,7 @@ class Sides:
         *,
         num_host_blocks: int | None = None,
         chunk_blocks: int | None = None,
+        gap: int | None = None,
         device: str = "cpu",
         checked_on: str = "cpu",
     ) -> None:
@@ -38,16 +61,19 @@ class Sides:
         self.device = [self._random(num_blocks, page).to(device) for page in pages]
         backend.open(self.device)
         self.chunks: list[list[torch.Tensor]] = []
+        self._gaps: list[tuple[torch.Tensor, torch.Tensor]] = []
+        """Bytes between pages of the host, and what they were."""
         num_host_blocks = num_host_blocks or num_blocks
         chunk_blocks = chunk_blocks or num_host_blocks
         for first in range(0, num_host_blocks, chunk_blocks):
             count = min(chunk_blocks, num_host_blocks - first)
-            memory = backend.allocate_host(count * sum(pages))
-            memory.copy_(self._random(len(memory)))
-            parts = memory.split([count * page for page in pages])
-            chunk = [part.view(count, page) for part, page in zip(parts, pages, strict=True)]
+            chunk, gaps = make_regions(self._allocate_host, count, pages, gap)
             backend.add_host_chunk(chunk)
             self.chunks.append(chunk)
+            self._gaps += [(part, part.clone()) for part in gaps]
+
+    def _allocate_host(self, num_bytes: int) -> torch.Tensor:
+        return self.backend.allocate_host(num_bytes).copy_(self._random(num_bytes))
 
     def _random(self, *shape: int) -> torch.Tensor:
         return torch.randint(
@@ -113,7 +139,8 @@ class Sides:
         return pending
 
     def check(self, expected: Contents) -> None:
-        """Fail unless every byte of both sides is as expected."""
+        """Fail unless every byte of both sides is as expected, and gaps are as they were."""
         for wanted, found in zip(expected, self.contents(), strict=True):
             for w, f in zip(wanted, found, strict=True):
                 assert torch.equal(f, w)
+        assert all(torch.equal(now, before) for now, before in self._gaps)

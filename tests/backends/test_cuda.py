@@ -50,11 +50,20 @@ def backend(
 
 
 def make_sides(
-    backend: CudaBackend, num_blocks: int, pages: tuple[int, ...], num_chunks: int = 1
+    backend: CudaBackend,
+    num_blocks: int,
+    pages: tuple[int, ...],
+    num_chunks: int = 1,
+    gap: int | None = None,
 ) -> Sides:
-    per_chunk = -(-num_blocks // num_chunks)
     return Sides(
-        backend, pages, num_blocks, chunk_blocks=per_chunk, device="cuda", checked_on="cuda"
+        backend,
+        pages,
+        num_blocks,
+        chunk_blocks=-(-num_blocks // num_chunks),
+        gap=gap,
+        device="cuda",
+        checked_on="cuda",
     )
 
 
@@ -90,8 +99,12 @@ def test_blocks_and_nothing_else(
 
 
 @pytest.mark.parametrize("direction", list(Direction))
-def test_runs_of_neighbours_across_chunks(backend: CudaBackend, direction: Direction) -> None:
-    sides = make_sides(backend, 1000, (4096, 8192), num_chunks=7)
+@pytest.mark.parametrize("gap", [None, 0, 16, 4, 3])
+def test_runs_of_neighbours_across_chunks(
+    backend: CudaBackend, direction: Direction, gap: int | None
+) -> None:
+    """Neighbours merge only where rows are dense. The gap decides the kernel's words."""
+    sides = make_sides(backend, 1000, (4096, 8192), num_chunks=7, gap=gap)
     blocks = np.arange(100, 900)
     sides.copy_and_check(direction, blocks, blocks + 50)
     sides.copy_and_check(direction, *scattered(1000, 400))

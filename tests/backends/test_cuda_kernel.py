@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from simple_offload.backends.descriptors import Regions
+from tests.backends.sides import make_regions
 
 CPU = torch.device("cpu")
 
@@ -32,33 +33,39 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
 
 class Side:
-    """Random pages in chunks with these numbers of blocks."""
+    """Random pages in chunks with these numbers of blocks. ``gap``: as for ``make_regions``."""
 
-    def __init__(self, chunks: Sequence[int], pages: Sequence[int], seed: int) -> None:
+    def __init__(
+        self, chunks: Sequence[int], pages: Sequence[int], seed: int, gap: int | None = None
+    ) -> None:
         generator = torch.Generator().manual_seed(seed)
-        self.chunks = [
-            [
-                torch.randint(-128, 128, (count, page), dtype=torch.int8, generator=generator)
-                for page in pages
-            ]
-            for count in chunks
-        ]
-        self.regions = Regions.from_chunks(self.chunks)
+
+        def allocate(num_bytes: int) -> torch.Tensor:
+            return torch.randint(-128, 128, (num_bytes,), dtype=torch.int8, generator=generator)
+
+        self._chunks = [make_regions(allocate, count, pages, gap) for count in chunks]
+        self.regions = Regions.from_chunks([regions for regions, _ in self._chunks])
 
     def blocks(self, region: int) -> torch.Tensor:
         """A copy of all pages of a region."""
-        return torch.cat([chunk[region] for chunk in self.chunks])
+        return torch.cat([regions[region] for regions, _ in self._chunks])
+
+    def gaps(self) -> list[torch.Tensor]:
+        """Copies of the bytes between pages."""
+        return [part.clone() for _, gaps in self._chunks for part in gaps]
 
 
 @pytest.mark.parametrize(
-    ("pages", "word_bytes"),
+    ("pages", "gaps", "word_bytes"),
     [
-        ((4096,), 8),
-        ((512, 1008), 8),
-        ((16 << 10, 20 << 10), 8),  # a row of several tiles
-        ((1028, 2052), 4),
-        ((1001,), 1),
-        ((3000, 4097), 1),
+        ((4096,), (None, None), 8),
+        ((512, 1008), (None, 16), 8),
+        ((16 << 10, 20 << 10), (0, None), 8),  # a row of several tiles
+        ((1028, 2052), (None, None), 4),
+        ((4096,), (None, 4), 4),  # the first page is aligned, the next is not
+        ((4096,), (2, None), 1),
+        ((1001,), (None, None), 1),
+        ((3000, 4097), (5, 0), 1),
     ],
 )
 @pytest.mark.parametrize(
@@ -68,12 +75,16 @@ class Side:
 def test_pages_of_all_pairs_and_nothing_else(
     kernels: ModuleType,
     pages: tuple[int, ...],
+    gaps: tuple[int | None, int | None],
     word_bytes: int,
     source_chunks: list[int],
     destination_chunks: list[int],
     num_programs: int,
 ) -> None:
-    source, destination = Side(source_chunks, pages, 1), Side(destination_chunks, pages, 2)
+    """``gaps``: of the source, and of the destination."""
+    source = Side(source_chunks, pages, 1, gaps[0])
+    destination = Side(destination_chunks, pages, 2, gaps[1])
+    between = destination.gaps()
     rng = np.random.default_rng(3)
     of, to = (
         rng.permutation(side.regions.num_blocks)[:33].astype(np.int64)
@@ -90,6 +101,7 @@ def test_pages_of_all_pairs_and_nothing_else(
     for part in (pairs.slice(20, 33), *pairs.slice(13, 20).in_pieces(3), pairs.slice(0, 13)):
         kernel.launch(regions, part, num_programs, None)
     assert all(torch.equal(destination.blocks(r), wanted[r]) for r in range(len(pages)))
+    assert all(map(torch.equal, destination.gaps(), between))
 
 
 def test_later_launches_use_the_compiled_kernel(

@@ -12,7 +12,7 @@ from simple_offload.backends.base import Direction
 from simple_offload.backends.cuda.backend import CudaBackend
 from simple_offload.backends.cuda.copy_costs import CopyCosts
 from simple_offload.backends.cuda.queues import CudaQueues, classify_regions
-from simple_offload.backends.descriptors import Descriptors, Regions
+from simple_offload.backends.descriptors import Descriptors, Regions, find_extents
 from simple_offload.metadata import Transfer
 
 LOAD, STORE = Direction.LOAD, Direction.STORE
@@ -64,12 +64,9 @@ def make_backend(
     """A backend whose costs send descriptors of less than 64 KiB by kernel, if there is one."""
     backend = CudaBackend.__new__(CudaBackend)  # needs no GPU as long as it is not initialised
     num_blocks = 1 << 16
-    regions = Regions(
-        np.zeros((num_regions, 1), np.uint64),
-        np.full(num_regions, page, np.uint64),
-        num_blocks,
-        num_blocks,
-    )
+    pages = np.full(num_regions, page, np.uint64)
+    bases = np.zeros((num_regions, 1), np.uint64)
+    regions = Regions(bases, pages, pages, num_blocks, num_blocks, is_dense=True)
     sizes = np.array([4096.0, 32768.0, 65536.0])
     by_kernel = np.array([1e-7, 1e-6, 4e-6]) if kernel else np.full(3, math.inf)
     costs = CopyCosts(sizes, np.full(3, 2e-6), by_kernel, 1e-5)
@@ -192,5 +189,18 @@ def test_pages_of_similar_size_go_together() -> None:
         assert alike.device.pages.tolist() == [pages[index] for index in chosen]
         assert np.array_equal(alike.device.bases, device.bases[chosen])
         assert np.array_equal(alike.host.bases, host.bases[chosen])
+        assert np.array_equal(alike.host.strides, host.strides[chosen])
         assert (alike.device.num_blocks, alike.host.num_blocks) == (3, 5)
         assert alike.sides(STORE) == alike.sides(LOAD)[::-1] == (alike.device, alike.host)
+
+
+@pytest.mark.parametrize("direction", Direction)
+def test_one_region_with_rows_apart_keeps_all_classes_from_merging(direction: Direction) -> None:
+    """The classes share their extents."""
+    pages = (4096, 20_000)
+    device = Regions.from_tensors([torch.empty(3, page, dtype=torch.int8) for page in pages])
+    small = torch.empty(3, 4096, dtype=torch.int8)
+    large = torch.empty(3, 20_016, dtype=torch.int8)[:, :20_000]
+    for alike in classify_regions(device, Regions.from_tensors([small, large]), kernels=False):
+        extents = find_extents(*alike.sides(direction), np.arange(3), np.arange(3))
+        assert extents.lengths.tolist() == [1, 1, 1]

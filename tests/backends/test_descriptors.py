@@ -16,6 +16,7 @@ from simple_offload.backends.descriptors import (
     plan_copies,
 )
 from simple_offload.metadata import BlockIds
+from tests.backends.sides import make_regions
 
 _PAGES = (8, 24)
 _NUM_BLOCKS = 40
@@ -26,22 +27,36 @@ Pairs = list[tuple[int, int]]
 
 class Side:
     """Memory without gaps, chunk after chunk and, in each, region after region. A descriptor that
-    wrongly continues into the next chunk would therefore reach the right bytes."""
+    wrongly continues into the next chunk would therefore reach the right bytes.
 
-    def __init__(self, origin: int, chunk_blocks: int = _NUM_BLOCKS) -> None:
-        self.chunk_blocks = chunk_blocks
+    ``gap``: as for ``make_regions``.
+    """
+
+    def __init__(
+        self, origin: int, chunk_blocks: int = _NUM_BLOCKS, gap: int | None = None
+    ) -> None:
+        self.chunk_blocks, self.is_dense = chunk_blocks, gap is None
         self.where: dict[tuple[int, int], int] = {}
         """By region and block, the address of the page: a naive model."""
         bases: list[list[int]] = [[] for _ in _PAGES]
         for first in range(0, _NUM_BLOCKS, chunk_blocks):
             blocks = range(first, min(first + chunk_blocks, _NUM_BLOCKS))
-            for region, page in enumerate(_PAGES):
-                bases[region].append(origin)
-                for block in blocks:
-                    self.where[region, block] = origin
-                    origin += page
+            places = [(region, block) for region in range(len(_PAGES)) for block in blocks]
+            if gap is not None:
+                places.sort(key=lambda place: place[1])
+            for region, block in places:
+                self.where[region, block] = origin
+                origin += _PAGES[region] + (gap or 0)
+            for region, its_bases in enumerate(bases):
+                its_bases.append(self.where[region, first])
+        row = sum(_PAGES) + len(_PAGES) * (gap or 0)
         self.regions = Regions(
-            np.array(bases, np.uint64), np.array(_PAGES, np.uint64), chunk_blocks, _NUM_BLOCKS
+            bases=np.array(bases, np.uint64),
+            pages=np.array(_PAGES, np.uint64),
+            strides=np.array(_PAGES if gap is None else [row] * len(_PAGES), np.uint64),
+            chunk_blocks=chunk_blocks,
+            num_blocks=_NUM_BLOCKS,
+            is_dense=gap is None,
         )
 
     def chunk_of(self, block: int) -> int:
@@ -77,16 +92,20 @@ def joins(before: tuple[int, int], after: tuple[int, int], sides: tuple[Side, Si
     pinned separately."""
     steps = [now - then for then, now in zip(before, after, strict=True)]
     return steps in ([1, 1], [-1, -1]) and all(
-        side.chunk_of(now) == side.chunk_of(then)
+        side.is_dense and side.chunk_of(now) == side.chunk_of(then)
         for side, then, now in zip(sides, before, after, strict=True)
     )
 
 
-@given(st.tuples(*[st.integers(1, _NUM_BLOCKS + 3)] * 2), drawn_pairs())
+@given(
+    st.tuples(*[st.integers(1, _NUM_BLOCKS + 3)] * 2),
+    st.tuples(*[st.sampled_from([None, None, 0, 5])] * 2),
+    drawn_pairs(),
+)
 def test_every_byte_of_every_pair_once_with_neighbours_merged(
-    chunk_blocks: tuple[int, int], pairs: Pairs
+    chunk_blocks: tuple[int, int], gaps: tuple[int | None, int | None], pairs: Pairs
 ) -> None:
-    source, destination = Side(_ORIGINS[0], chunk_blocks[0]), Side(_ORIGINS[1], chunk_blocks[1])
+    source, destination = map(Side, _ORIGINS, chunk_blocks, gaps)
     plan = plan_copies(source.regions, destination.regions, *columns(pairs))
     assert copied_bytes(plan) == sorted(
         (destination.where[region, to] + offset, source.where[region, of] + offset)
@@ -140,15 +159,21 @@ def test_pieces_are_no_larger_than_need_be(
 # Where regions lie
 
 
-def tensors(num_blocks: int, *pages: int) -> list[torch.Tensor]:
-    return [torch.zeros((num_blocks, page), dtype=torch.int8) for page in pages]
+def tensors(num_blocks: int, *pages: int, gap: int | None = None) -> list[torch.Tensor]:
+    regions, _ = make_regions(
+        lambda size: torch.zeros(size, dtype=torch.int8), num_blocks, pages, gap
+    )
+    return regions
 
 
-def test_regions_in_chunks() -> None:
-    chunks = [tensors(count, 16, 8) for count in (3, 3, 2)]
+@pytest.mark.parametrize(("gap", "strides"), [(None, [16, 8]), (0, [24, 24]), (5, [34, 34])])
+def test_regions_in_chunks(gap: int | None, strides: list[int]) -> None:
+    chunks = [tensors(count, 16, 8, gap=gap) for count in (3, 3, 2)]
     for some, num_blocks in ((chunks, 8), (chunks[:1], 3)):
         regions = Regions.from_chunks(some)
         assert regions.pages.tolist() == [16, 8]
+        assert regions.strides.tolist() == strides
+        assert regions.is_dense is (gap is None)
         assert (regions.chunk_blocks, regions.num_blocks) == (3, num_blocks)
         assert regions.addresses(np.arange(num_blocks)).tolist() == [
             [chunk[region][row].data_ptr() for chunk in some for row in range(len(chunk[region]))]
@@ -163,7 +188,7 @@ def test_no_regions() -> None:
     assert rows(plan_copies(regions, regions, nothing, nothing)) == []
 
 
-GAPS = [torch.zeros((3, 32), dtype=torch.int8)[:, :16]]
+MEMORY = torch.zeros((3, 32), dtype=torch.int8)
 
 
 @pytest.mark.parametrize(
@@ -173,8 +198,10 @@ GAPS = [torch.zeros((3, 32), dtype=torch.int8)[:, :16]]
             ([tensors(length, 16) for length in lengths], "only the last may be smaller")
             for lengths in ((3, 2, 3), (2, 3), (3, 3, 4))
         ),
-        ([GAPS, tensors(3, 16)], "not dense"),
-        ([tensors(3, 16), GAPS], "not dense"),
+        ([[MEMORY[:, ::2]]], r"strides \(32, 2\), not \(32, 1\)"),
+        ([[MEMORY.as_strided((3, 16), (15, 1))]], r"strides \(15, 1\), not \(16, 1\)"),
+        ([[MEMORY[:, :16]], tensors(3, 16)], r"strides \(16, 1\), not \(32, 1\)"),
+        ([tensors(3, 16), [MEMORY[:, :16]]], r"strides \(32, 1\), not \(16, 1\)"),
     ],
 )
 def test_refused_chunks(chunks: list[list[torch.Tensor]], message: str) -> None:

@@ -18,11 +18,12 @@ from tests.backends.sides import Sides
     direction=st.sampled_from(Direction),
     device=st.lists(st.integers(0, 6), unique=True),
     host=st.permutations(range(9)),
+    gap=st.sampled_from([None, 0, 3]),
 )
 def test_exactly_the_asked_rows_move(
-    pages: list[int], direction: Direction, device: list[int], host: list[int]
+    pages: list[int], direction: Direction, device: list[int], host: list[int], gap: int | None
 ) -> None:
-    sides = Sides(HostBackend(), pages, 7, num_host_blocks=9)
+    sides = Sides(HostBackend(), pages, 7, num_host_blocks=9, gap=gap)
     sides.copy_and_check(direction, device, host[: len(device)])
 
 

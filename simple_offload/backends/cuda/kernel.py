@@ -23,7 +23,7 @@ _NUM_WARPS = 16
 _COLUMNS = (128, 1024)
 """Smallest and largest width of a tile, in words."""
 _WORDS = ((8, 16, tl.int64), (4, 4, tl.int32), (1, 1, tl.int8))
-"""Bytes of a word, the alignment it requires of every address and size, its type."""
+"""Bytes of a word, the alignment it requires of every address, size and stride, its type."""
 
 
 @triton.jit(  # type: ignore[untyped-decorator]
@@ -60,38 +60,42 @@ def _copy_pages(  # type: ignore[no-untyped-def]
     """Copy ``count`` pages of every region: those of the pairs of blocks ``pairs`` [2, num_pairs]
     (sources, destinations) from index ``first`` on.
 
-    ``table``: the regions' page sizes in bytes, then the addresses of their source chunks, then of
-    their destination chunks. No page has more than ``max_words`` words. A program copies ROWS
-    pages at a time, COLUMNS words of each, so that small pages have as many bytes in flight as
-    large ones.
+    ``table``: the regions' page sizes, source strides and destination strides in bytes, then the
+    addresses of their source chunks, then of their destination chunks. No page has more than
+    ``max_words`` words. A program copies ROWS pages at a time, COLUMNS words of each, so that small
+    pages have as many bytes in flight as large ones.
 
     ``pairs`` lies in host memory: a program fetches the pairs of its next tile while it copies.
     """
     columns = tl.arange(0, COLUMNS)
-    source_bases = table + num_regions
+    source_strides = table + num_regions
+    destination_strides = source_strides + num_regions
+    source_bases = destination_strides + num_regions
     destination_bases = source_bases + num_regions * source_chunks
     num_rows = count * num_regions
-    stride = tl.num_programs(0) * ROWS
+    step = tl.num_programs(0) * ROWS
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     pair = pairs + first + rows // num_regions
     next_source = tl.load(pair, mask=rows < num_rows, other=0)
     next_destination = tl.load(pair + num_pairs, mask=rows < num_rows, other=0)
-    for start in range(tl.program_id(0) * ROWS, num_rows, stride):
+    for start in range(tl.program_id(0) * ROWS, num_rows, step):
         rows = start + tl.arange(0, ROWS)
         valid = rows < num_rows
         regions = rows % num_regions
         source, destination = next_source, next_destination
-        ahead = rows + stride
+        ahead = rows + step
         pair = pairs + first + ahead // num_regions
         next_source = tl.load(pair, mask=ahead < num_rows, other=0)
         next_destination = tl.load(pair + num_pairs, mask=ahead < num_rows, other=0)
         page = tl.load(table + regions, mask=valid, other=0)
+        source_stride = tl.load(source_strides + regions, mask=valid, other=0)
+        destination_stride = tl.load(destination_strides + regions, mask=valid, other=0)
         source_chunk = regions * source_chunks + source // source_chunk_blocks
         destination_chunk = regions * destination_chunks + destination // destination_chunk_blocks
         source_page = tl.load(source_bases + source_chunk, mask=valid, other=0)
         destination_page = tl.load(destination_bases + destination_chunk, mask=valid, other=0)
-        source_page += (source % source_chunk_blocks) * page
-        destination_page += (destination % destination_chunk_blocks) * page
+        source_page += (source % source_chunk_blocks) * source_stride
+        destination_page += (destination % destination_chunk_blocks) * destination_stride
         source_words = tl.multiple_of(source_page, ALIGNMENT).to(tl.pointer_type(WORD))
         destination_words = tl.multiple_of(destination_page, ALIGNMENT).to(tl.pointer_type(WORD))
         words = page // WORD_BYTES
@@ -104,11 +108,12 @@ def _copy_pages(  # type: ignore[no-untyped-def]
 
 class KernelRegions:
     """The kernel's table of source and destination regions. Their pages should be of similar size:
-    the largest decides how long a copy takes. Addresses and sizes that are no multiples of 16 make
-    copies slower, not wrong."""
+    the largest decides how long a copy takes. Addresses, sizes and strides that are no multiples of
+    16 make copies slower, not wrong."""
 
     def __init__(self, source: Regions, destination: Regions) -> None:
-        table = np.concatenate((source.pages, source.bases.ravel(), destination.bases.ravel()))
+        addresses = source.bases.ravel(), destination.bases.ravel()
+        table = np.concatenate((source.pages, source.strides, destination.strides, *addresses))
         self._table = torch.from_numpy(table.view(np.int64))
         shared = int(np.bitwise_or.reduce(table))
         self.word_bytes, alignment, word = next(w for w in _WORDS if shared % w[1] == 0)

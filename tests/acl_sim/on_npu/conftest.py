@@ -32,11 +32,14 @@ def make_sides(sim: Sim) -> Iterator[MakeSides]:
         num_blocks: int = 16,
         chunk_blocks: int | None = None,
         copy_path: str = "auto",
+        gap: int | None = None,
     ) -> NpuSides:
         backend = NpuBackend(copy_path)
         made.append(backend)
         sim.take_counts()  # less what the backend did to try itself out
-        sides = NpuSides(backend, pages, num_blocks, chunk_blocks=chunk_blocks, device="npu")
+        sides = NpuSides(
+            backend, pages, num_blocks, chunk_blocks=chunk_blocks, gap=gap, device="npu"
+        )
         sides.sim = sim
         return sides
 

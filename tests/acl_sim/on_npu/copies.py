@@ -34,6 +34,7 @@ def scattered(count: int) -> Blocks:
 
 @pytest.mark.parametrize("direction", list(Direction))
 @both_paths
+@pytest.mark.parametrize("gap", [None, 5])
 @pytest.mark.parametrize(
     ("pages", "num_blocks", "chunk_blocks", "count"),
     [
@@ -49,12 +50,13 @@ def test_blocks_and_nothing_else(
     make_sides: MakeSides,
     direction: Direction,
     path: str,
+    gap: int | None,
     pages: tuple[int, ...],
     num_blocks: int,
     chunk_blocks: int,
     count: int,
 ) -> None:
-    sides = make_sides(pages, num_blocks, chunk_blocks, path)
+    sides = make_sides(pages, num_blocks, chunk_blocks, path, gap)
     device_blocks = np.random.default_rng(1).permutation(num_blocks)[:count]
     host_blocks = np.random.default_rng(2).permutation(num_blocks)[:count]
     pending = sides.copy_and_check(direction, device_blocks, host_blocks)
@@ -105,11 +107,14 @@ def test_chunks_of_at_most_4096(make_sides: MakeSides, path: str, count: int) ->
 
 
 @both_paths
-def test_neighbours_are_one_descriptor(make_sides: MakeSides, path: str) -> None:
-    """This holds for each region, within one host chunk."""
-    sides = make_sides((64, 128), 100, chunk_blocks=50, copy_path=path)
+@pytest.mark.parametrize(("gap", "descriptors"), [(None, 4), (0, 40)])
+def test_neighbours_are_one_descriptor(
+    make_sides: MakeSides, path: str, gap: int | None, descriptors: int
+) -> None:
+    """This holds for each dense region, within one host chunk."""
+    sides = make_sides((64, 128), 100, chunk_blocks=50, copy_path=path, gap=gap)
     sides.copy_and_check(Direction.STORE, np.arange(40, 60), np.arange(40, 60))
-    assert sides.sim.take_counts().descriptors == 4
+    assert sides.sim.take_counts().descriptors == descriptors
 
 
 # Which path
