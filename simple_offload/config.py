@@ -7,7 +7,7 @@ import re
 from collections.abc import Mapping
 from decimal import Decimal
 from fractions import Fraction
-from typing import Annotated, Any, Literal, Self, cast
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 from pydantic_core import ErrorDetails, PydanticCustomError
@@ -26,6 +26,7 @@ _UNITS = {"": 1, "B": 1} | {
 }
 _SIZE = re.compile(r"(?P<number>\d+(?:\.\d+)?)\s*(?P<unit>[a-z]*)", re.IGNORECASE | re.ASCII)
 _FLAGS = {"true": True, "1": True, "false": False, "0": False}
+_SIZE_KEYS = ("cpu_bytes_to_use", "cpu_bytes_to_use_per_rank", "second_tier.bytes")
 _SIZE_FORMS = 'a number of bytes or a size such as "64GiB", "512MiB" or "64GB"'
 
 
@@ -65,6 +66,33 @@ def parse_flag(value: object) -> bool:
 
 Bytes = Annotated[int, BeforeValidator(parse_size), Field(gt=0)]
 Flag = Annotated[bool, BeforeValidator(parse_flag)]
+
+
+class SecondTierConfig(BaseModel):
+    """The value of ``second_tier``. Further keys are options of vLLM's tier of that ``type``."""
+
+    model_config = ConfigDict(frozen=True, extra="allow", use_attribute_docstrings=True)
+
+    type: Annotated[str, Field(min_length=1)]
+    """"fs" for files, "obj" for S3, or another of vLLM's tiers."""
+
+    bytes: Bytes | None = None
+    """Limit of all files under ``root_dir``, those of other servers included. "fs" needs it."""
+
+    cache_namespace: Annotated[str, Field(min_length=1)] | None = None
+    """A name for the model's weights. By default they are recognised by their files."""
+
+    fetch: Literal["auto", "always"] = "auto"
+    """"auto" leaves out what computing would bring sooner, as measured. "always" fetches all that
+    is found, and has requests wait for it."""
+
+    module_path: str | None = None
+    """Module of a tier that vLLM does not have; ``type`` is its class."""
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """The options of vLLM's tier."""
+        return dict(self.model_extra or {})
 
 
 class OffloadConfig(BaseModel):
@@ -120,6 +148,11 @@ class OffloadConfig(BaseModel):
     """Copies in host memory of KV that several tensor parallel ranks have alike, as with MLA.
     "auto": one for the ranks of each NUMA node, "one": one for the ranks of each machine,
     "private": one for each rank."""
+
+    second_tier: SecondTierConfig | None = None
+    """What lies behind host memory, survives restarts, and may be shared by servers: a "type" of
+    vLLM's second tiers with its options, such as
+    ``{"type": "fs", "root_dir": "/nvme/kv", "bytes": "2TiB"}``."""
 
     kv_offload_backend: Literal["cpu"] = "cpu"
     """Accepted for configurations of the built-in connector."""
@@ -231,6 +264,8 @@ def check_fits_memory(needed: int, key: str, value: object) -> None:
 def _explain(detail: ErrorDetails) -> str:
     """Describe one wrong key as 'key=value: allowed values'."""
     key = ".".join(str(part) for part in detail["loc"]) or "(whole)"
+    if detail["type"] == "missing":
+        return f"{key} is missing"
     value = detail["input"]
     known = list(OffloadConfig.model_fields)
     if detail["type"] == "extra_forbidden":
@@ -239,15 +274,14 @@ def _explain(detail: ErrorDetails) -> str:
         return f"{key}={value!r}: unknown key{hint} (known: {', '.join(known)})"
     if key == "kv_offload_backend":
         return (
-            f"{key}={value!r}: must be 'cpu', since there is no disk tier: remove the key and set "
-            "cpu_bytes_to_use"
+            f"{key}={value!r}: must be 'cpu': remove the key, set cpu_bytes_to_use, and "
+            "second_tier for files behind host memory"
         )
     allowed = detail["msg"][0].lower() + detail["msg"][1:]
     if detail["type"] == "literal_error" and isinstance(value, str):
-        field = OffloadConfig.model_fields[key]
-        choices = [str(choice) for choice in cast(Any, field.annotation).__args__]
+        choices = re.findall(r"'(\w+)'", detail["ctx"]["expected"])
         near = difflib.get_close_matches(value, choices, n=1)
         allowed += f"; did you mean {near[0]!r}?" if near else ""
-    if key in ("cpu_bytes_to_use", "cpu_bytes_to_use_per_rank") and detail["type"] != "size":
+    if key in _SIZE_KEYS and detail["type"] != "size":
         allowed += f" ({_SIZE_FORMS})"
     return f"{key}={value!r}: {allowed}"

@@ -17,13 +17,15 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from simple_offload import vllm_compat
 from simple_offload.config import OffloadConfig
 from simple_offload.foreign_keys import describe_ignored
-from simple_offload.layout import wanted_layout
+from simple_offload.layout import page_layout, wanted_layout
 from simple_offload.logs import get_logger
 from simple_offload.metadata import RankCapacity, StepMetadata, WorkerReport
 from simple_offload.metrics import OffloadPromMetrics, OffloadStats
 from simple_offload.ranks import Ranks
 from simple_offload.replicas import Replicas
 from simple_offload.scheduler.manager import OffloadScheduler
+from simple_offload.scheduler.second_tier.objects import require_known_options
+from simple_offload.scheduler.second_tier.opening import require_second_tier_possible
 from simple_offload.scheduler.supported import require_supported_executor
 from simple_offload.worker.worker import OffloadWorker
 
@@ -82,7 +84,13 @@ class SimpleCPUOffloadConnector(KVConnectorBase_V1, SupportsHMA):
             self.scheduler = OffloadScheduler(vllm_config, kv_cache_config, config)
         else:
             replicas = Replicas.find(vllm_config, kv_cache_config)
-            self.worker = OffloadWorker(kv_cache_config, config, ranks, replicas)
+            self.worker = OffloadWorker(
+                kv_cache_config,
+                config,
+                ranks,
+                replicas,
+                page_layout=lambda: page_layout(vllm_config),
+            )
 
     # Before there is an engine
 
@@ -91,7 +99,9 @@ class SimpleCPUOffloadConnector(KVConnectorBase_V1, SupportsHMA):
         """No: nothing here happens between layers. vLLM asks before it loads the model, which
         makes this the earliest place for a wrong key to be refused. How many ranks share the
         memory of this machine is not known yet."""
-        OffloadConfig.parse(extra_config, num_ranks=1, num_ranks_here=0)
+        config = OffloadConfig.parse(extra_config, num_ranks=1, num_ranks_here=0)
+        if config.second_tier is not None:
+            require_known_options(config.second_tier)
         return False
 
     @classmethod
@@ -103,6 +113,8 @@ class SimpleCPUOffloadConnector(KVConnectorBase_V1, SupportsHMA):
         extra_config = kv_transfer_config.kv_connector_extra_config if kv_transfer_config else {}
         ranks = Ranks.from_config(vllm_config.parallel_config)
         config = OffloadConfig.parse(extra_config or {}, ranks.num, ranks.num_here)
+        if config.second_tier is not None and vllm_config.cache_config.enable_prefix_caching:
+            require_second_tier_possible(config.second_tier, vllm_config)
         return wanted_layout(vllm_config, config)
 
     @property
@@ -124,6 +136,10 @@ class SimpleCPUOffloadConnector(KVConnectorBase_V1, SupportsHMA):
             # Beside another connector (MultiConnector) the metadata may not be ours.
             capacities = (rank for rank in metadata.values() if isinstance(rank, RankCapacity))
             self.scheduler.agree_on_capacity(capacities)
+
+    def on_new_request(self, request: "Request") -> None:
+        if self.scheduler is not None:
+            self.scheduler.on_new_request(request)
 
     def get_num_new_matched_tokens(
         self, request: "Request", num_computed_tokens: int
@@ -255,6 +271,8 @@ class SimpleCPUOffloadConnector(KVConnectorBase_V1, SupportsHMA):
         return self.scheduler.drain_events() if self.scheduler is not None else ()
 
     def shutdown(self) -> None:
+        if self.scheduler is not None:
+            self.scheduler.shutdown()
         if self.worker is not None:
             self.worker.shutdown()
 

@@ -52,7 +52,7 @@ _INSTEAD = {
     "enable_cross_layers_blocks": "kv_layout decides",
     "eviction_policy": "eviction is segmented LRU",
     "offload_prompt_only": "generated tokens are stored too",
-    "secondary_tiers": "host memory is the only tier",
+    "secondary_tiers": "second_tier sets the one tier behind host memory",
 }
 
 

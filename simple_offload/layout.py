@@ -1,9 +1,10 @@
 """Which KV cache layout to ask vLLM for."""
 
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
-from vllm.config import set_current_vllm_config
+from vllm.config import get_layers_from_vllm_config, set_current_vllm_config
+from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.model_executor.models import ModelRegistry
 from vllm.platforms import current_platform
 from vllm.v1.attention.backend import MultipleOf
@@ -37,6 +38,18 @@ def wanted_layout(vllm_config: "VllmConfig", config: OffloadConfig) -> str | Non
     if not current_platform.is_cuda() or _has_own_kernels(vllm_config):
         return None
     return None if _kernel_splits_blocks(vllm_config) else _BLOCK_OUTERMOST
+
+
+def page_layout(vllm_config: "VllmConfig") -> tuple[object, ...]:
+    """What decides how attention lays out a page, beside its size: the backend of each layer,
+    vLLM's layout, and the instruction set, by which CPU attention packs keys. Values that JSON has.
+    Once the model has been loaded."""
+    layers = get_layers_from_vllm_config(vllm_config, cast(Any, AttentionLayerBase))
+    backends = {name: layer.get_attn_backend().get_name() for name, layer in layers.items()}
+    instructions = (
+        torch.backends.cpu.get_cpu_capability() if current_platform.is_cpu() else "device"
+    )
+    return backends, str(vllm_config.cache_config.kv_cache_layout), instructions
 
 
 def _has_own_kernels(vllm_config: "VllmConfig") -> bool:

@@ -13,7 +13,12 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorWorkerMetadata,
 )
 
+from simple_offload.shared_memory import Address
+
 BlockIds = npt.NDArray[np.int64]
+
+SEAL_BYTES = 32
+"""At the end of a row of host memory, for the second tier's seal."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -114,3 +119,9 @@ class RankCapacity(KVConnectorHandshakeMetadata):
     """Ranks of its pool."""
     private_groups: frozenset[int] = frozenset()
     """If there are several: KV cache groups in which each of them has blocks of its own."""
+    row_bytes: int = 0
+    """For a second tier: bytes of a row, which has a block's pages of all ranks."""
+    memory: Address | None = None
+    """Of these rows. Told by one of the ranks."""
+    layout: tuple[object, ...] = ()
+    """What decides how a page's bytes are laid out, of values that JSON has."""

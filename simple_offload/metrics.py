@@ -133,6 +133,51 @@ USED = _series("used_blocks", "gauge", "Host blocks with contents.")
 PINNED = _series(
     "pinned_blocks", "gauge", "Host blocks held by a transfer, or by a request about to load."
 )
+SECOND_TIER_LOOKUPS = _series(
+    "second_tier_lookups_total",
+    "counter",
+    "Requests for which the second tier was considered. Hit: it had more of their prefix than host "
+    "memory, in time. Slower: a fetch would take longer than computing.",
+    {"result": ("hit", "miss", "late", "slower")},
+)
+SECOND_TIER_BYTES = _series(
+    "second_tier_bytes_total",
+    "counter",
+    "Bytes of objects read into host memory, or written behind it.",
+    {"direction": ("read", "write")},
+)
+FETCHED = _series(
+    "fetched_blocks_total",
+    "counter",
+    "Host blocks filled from the second tier; lookups can find them.",
+)
+SECOND_TIER_FAILED = _series(
+    "second_tier_failed_total",
+    "counter",
+    "Objects that could not be read or were damaged, and writes that failed.",
+    {"direction": ("read", "write")},
+)
+SECOND_TIER_DROPPED = _series(
+    "second_tier_dropped_blocks_total",
+    "counter",
+    "Host blocks that were not written: too many waited (busy), or their contents left first.",
+    {"reason": ("busy", "evicted")},
+)
+SECOND_TIER_ON = _series(
+    "second_tier_pays",
+    "gauge",
+    "1 while the second tier is used, 0 while computing is quicker, or after it was switched off.",
+)
+FETCH_SPEED = _series(
+    "second_tier_tokens_per_second",
+    "gauge",
+    "Tokens per second that fetches from the second tier bring, as measured.",
+)
+COMPUTE_SPEED = _series(
+    "compute_tokens_per_second",
+    "gauge",
+    "Prompt tokens per second of compute, as measured; 0 before.",
+)
 
 _TYPES, _DATA, _SAMPLES = "types", "data", "samples"
 

@@ -58,6 +58,11 @@ def ray_reports_one_stage() -> bool:
     return not getattr(envs, "VLLM_USE_RAY_V2_EXECUTOR_BACKEND", True)
 
 
+def num_hash_lookahead_tokens(vllm_config: "VllmConfig") -> int:
+    """Tokens behind a block that its hash covers too. Only 0.33 can have some."""
+    return int(getattr(vllm_config, "num_hash_lookahead_tokens", 0))
+
+
 def make_host_coordinator(
     kv_cache_config: "KVCacheConfig",
     vllm_config: "VllmConfig",

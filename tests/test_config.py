@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from simple_offload.config import GIB, ConfigError, OffloadConfig, parse_size
+from simple_offload.config import GIB, ConfigError, OffloadConfig, SecondTierConfig, parse_size
 
 pytestmark = pytest.mark.usefixtures("machine")
 
@@ -35,7 +35,9 @@ REFUSED: list[tuple[str, tuple[object, ...], str]] = [
     ("copy_path", ("kernal", "DMA", 1, True, None), "'auto', 'dma', 'kernel'"),
     ("kv_layout", ("keeps", "BLHNC", ["auto"], None), "'auto' or 'keep'"),
     ("backend", ("CUDA", "cudo", 1, True, ["cuda"], None), "'auto', 'cuda', 'npu' or 'host'"),
-    ("kv_offload_backend", ("disk", None), "must be 'cpu', since there is no disk tier"),
+    ("kv_offload_backend", ("disk", None), "must be 'cpu': remove the key"),
+    ("kv_offload_backend", ("disk",), "second_tier for files"),
+    ("second_tier", ("fs", True, ["fs"]), "valid dictionary"),
 ]
 """Key, values, and what the message says is allowed."""
 
@@ -63,6 +65,7 @@ def test_defaults() -> None:
     assert (config.cpu_block_size, config.store_threshold) == (None, 1)
     assert (config.backend, config.copy_path, config.kv_layout) == ("auto", "auto", "auto")
     assert config.sync_load_ms == 20.0
+    assert config.second_tier is None
     with pytest.raises(ValidationError, match="frozen"):
         config.cpu_bytes_to_use = 1  # type: ignore[misc]
 
@@ -151,6 +154,49 @@ def test_every_wrong_key_is_named_at_once_and_every_known_one_is_listed() -> Non
     for text in ("lazy_offload='yes'", "num_cpu_blocks=-1", "backned='cuda'", "'backend'"):
         assert text in message
     assert all(key in message for key in OffloadConfig.model_fields)
+
+
+# The second tier
+
+
+def test_a_second_tier_has_keys_of_its_own_and_options_of_vllm_s() -> None:
+    config = parsed(second_tier={"type": "fs", "root_dir": "/kv", "bytes": "2TiB", "n_threads": 4})
+    assert config.second_tier == SecondTierConfig.model_validate(
+        {"type": "fs", "bytes": 2 << 40, "root_dir": "/kv", "n_threads": 4}
+    )
+    assert config.second_tier.options == {"root_dir": "/kv", "n_threads": 4}
+    assert (config.second_tier.fetch, config.second_tier.cache_namespace) == ("auto", None)
+    with pytest.raises(ValidationError, match="frozen"):
+        config.second_tier.fetch = "always"  # type: ignore[misc]
+    own = {"cache_namespace": "v1", "fetch": "always", "module_path": "mine"}
+    config = parsed(second_tier={"type": "Mine"} | own)
+    assert config.second_tier is not None
+    assert config.second_tier.model_dump(include={*own}) == own
+    assert (config.second_tier.bytes, config.second_tier.options) == (None, {})
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "allowed"),
+    [
+        *(("type", value, "valid string") for value in (None, 5, ["fs"])),
+        *(("bytes", value, A_SIZE) for value in ("2 TB of disk", True, 0.5, 0)),
+        ("cache_namespace", 5, "valid string"),
+        *((key, "", "at least 1 character") for key in ("type", "cache_namespace")),
+        ("module_path", 5, "valid string"),
+        ("fetch", None, "'auto' or 'always'"),
+        ("fetch", "allways", "'auto' or 'always'; did you mean 'always'?"),
+    ],
+)
+def test_a_wrong_value_of_a_second_tier(key: str, value: object, allowed: str) -> None:
+    message = refusal({"second_tier": {"type": "fs"} | {key: value}})
+    assert message.startswith(f"kv_connector_extra_config: second_tier.{key}={value!r}: ")
+    assert allowed in message
+
+
+def test_a_second_tier_needs_a_type() -> None:
+    message = refusal({"second_tier": {"root_dir": "/kv"}, "second_teir": {}})
+    assert "second_tier.type is missing; second_teir={}: unknown key" in message
+    assert "did you mean 'second_tier'?" in message
 
 
 # Host blocks of several device blocks

@@ -2,10 +2,13 @@
 
 import inspect
 import logging
+import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
+from functools import partial
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, cast
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -25,6 +28,7 @@ from vllm.v1.outputs import KVConnectorOutput
 from simple_offload.config import ConfigError
 from simple_offload.connector import SimpleCPUOffloadConnector
 from simple_offload.metadata import RankCapacity, StepMetadata, Transfer, WorkerReport
+from simple_offload.shared_memory import SharedMemory
 from tests.conftest import MakeVllmConfig, within_patience
 from tests.worker.kv_memory import KVMemory, full, group, make_kv_memory
 from tests.worker.scripted import EndsWhenWaitedFor, ScriptedBackend
@@ -115,6 +119,25 @@ def test_rays_old_executor_with_stages(
     SimpleCPUOffloadConnector.get_required_kvcache_layout(config)
 
 
+def test_a_second_tier_that_is_impossible_is_refused_before_memory_is_measured(
+    make_vllm_config: MakeVllmConfig,
+) -> None:
+    """Unless there is none, since prefix caching is off."""
+    second_tier = {"type": "fs", "root_dir": "/kv", "bytes": "1TiB"}
+    for prefix_caching in (False, True):
+        config = make_vllm_config(
+            EXTRA_CONFIG | {"second_tier": second_tier}, prefix_caching=prefix_caching
+        )
+        ask = partial(SimpleCPUOffloadConnector.get_required_kvcache_layout, config)
+        ask()
+        config.lora_config = cast(Any, object())
+        if prefix_caching:
+            with pytest.raises(ConfigError, match="second_tier with LoRA"):
+                ask()
+        else:
+            ask()
+
+
 # The class
 
 
@@ -200,6 +223,7 @@ def test_without_prefix_caching_nothing_happens(
     # Scheduler side
     connector.bind_kv_cache_manager(cast(Any, SimpleNamespace(block_pool=None)))
     connector.set_xfer_handshake_metadata_pp_aware({(0, 0): RankCapacity("r", 4, 4, 1)})
+    connector.on_new_request(unused)
     assert connector.get_num_new_matched_tokens(unused, 0) == (0, False)
     connector.update_state_after_alloc(unused, unused, 0)
     metadata = connector.build_connector_meta(unused)
@@ -239,6 +263,30 @@ def test_all_ranks_use_as_many_blocks_as_the_smallest_has(connect: Connect) -> N
         {(0, 0): other, (1, 0): smallest, (1, 1): Foreign()}
     )
     assert connector.scheduler.tier.num_blocks == 5
+
+
+def test_its_shutdown_is_passed_on(connect: Connect, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A second tier finishes its writes then."""
+    connector = connect(SCHEDULER)
+    monkeypatch.setattr(connector.scheduler, "shutdown", shutdown := Mock())
+    connector.shutdown()
+    shutdown.assert_called_once_with()
+
+
+def test_without_a_second_tier_no_memory_is_shared(
+    connect: Connect, memory: KVMemory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nor is there a thread for it."""
+    for name in ("create", "open"):
+        monkeypatch.setattr(SharedMemory, name, lambda *_: pytest.fail("shared memory"))
+    worker, scheduler = connect(WORKER), connect(SCHEDULER)
+    worker.register_kv_caches(memory.kv_caches)
+    capacity = worker.get_handshake_metadata()
+    assert isinstance(capacity, RankCapacity)
+    assert (capacity.row_bytes, capacity.memory, capacity.layout) == (0, None, ())
+    before = threading.active_count()
+    scheduler.set_xfer_handshake_metadata_pp_aware({(0, 0): capacity})
+    assert threading.active_count() == before
 
 
 # Worker side

@@ -180,6 +180,7 @@ def test_keys_of_other_connectors_are_named_once(
         "kv_lease_duration": 60,
         "lmcache.chunk_size": 256,
         "num_cpu_blocks": 64,
+        "secondary_tiers": [{"type": "fs"}],
         **DISK_TIER,
     }
     connect(make_vllm_config, extra_config, role, ours=True)
@@ -190,6 +191,7 @@ def test_keys_of_other_connectors_are_named_once(
     (line,) = lines
     assert line.startswith("Ignored in kv_connector_extra_config: ")
     assert "enable_cross_layers_blocks (kv_layout decides)" in line
+    assert "secondary_tiers (second_tier sets the one tier behind host memory)" in line
     for key in extra_config.keys() - {"num_cpu_blocks"}:
         assert f"{key} (" in line
     assert "num_cpu_blocks" not in line

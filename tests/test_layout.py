@@ -1,9 +1,12 @@
-"""wanted_layout: the connector requests contiguous blocks where vLLM can provide them."""
+"""The connector asks for contiguous blocks where possible, and tells how pages are laid out."""
 
+import json
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
+from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.v1.attention.backend import MultipleOf
 
 from simple_offload import layout
@@ -104,9 +107,42 @@ def test_models_with_kernels_of_their_own_keep_vllm_s_layout(
     assert wanted == (None if own else "BLHNC")
 
 
+class Layer(AttentionLayerBase):
+    """A layer with this attention backend."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def get_attn_backend(self) -> Any:
+        return SimpleNamespace(get_name=lambda: self._name)
+
+    def get_kv_cache_spec(self, vllm_config: object) -> None:
+        """It has none."""
+
+
+def test_what_decides_how_pages_are_laid_out(
+    make_vllm_config: MakeVllmConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It can become JSON, and differs with each of its parts."""
+    config = make_vllm_config()
+    layers = {"a": Layer("FLASH_ATTN"), "b": Layer("MAMBA2_ATTN"), "moe": object()}
+    monkeypatch.setattr(config.compilation_config, "static_forward_context", layers)
+    monkeypatch.setattr(config.cache_config, "kv_cache_layout", "BLHNC")
+    capability = torch.backends.cpu.get_cpu_capability()
+    backends = {"a": "FLASH_ATTN", "b": "MAMBA2_ATTN"}
+    for on_cpu, instructions in ((True, capability), (False, "device")):
+        platform = SimpleNamespace(is_cpu=lambda on_cpu=on_cpu: on_cpu)
+        monkeypatch.setattr(layout, "current_platform", platform)
+        found = layout.page_layout(config)
+        assert found == (backends, "BLHNC", instructions)
+        assert json.loads(json.dumps(found)) == list(found)
+
+
 def test_graphs_need_not_be_piecewise() -> None:
     """vLLM asks before it loads the model; then a wrong configuration is refused."""
     ask = SimpleCPUOffloadConnector.requires_piecewise_for_cudagraph
     assert not ask({"num_cpu_blocks": 8})
     with pytest.raises(ConfigError, match=r"kv_layout='keeep'.*did you mean 'keep'"):
         ask({"kv_layout": "keeep"})
+    with pytest.raises(ConfigError, match=r"second_tier\.byte='1TiB'.*did you mean 'bytes'"):
+        ask({"second_tier": {"type": "fs", "root_dir": "/kv", "byte": "1TiB"}})

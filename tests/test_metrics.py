@@ -1,5 +1,6 @@
 """Metrics: the payload, its way to vLLM's loggers, the periodic log line and the series."""
 
+import itertools
 from functools import partial
 from typing import Any
 
@@ -47,6 +48,8 @@ def scheduler_stats() -> OffloadStats:
     stats.set(metrics.CAPACITY, 100)
     stats.set(metrics.USED, 40)
     stats.set(metrics.PINNED, 3)
+    stats.add(metrics.SECOND_TIER_LOOKUPS, 2, "late")
+    stats.set(metrics.FETCH_SPEED, 25_000.5)
     return stats
 
 
@@ -146,11 +149,14 @@ def test_every_series_exists_from_the_start(make_vllm_config: MakeVllmConfig) ->
         return registry.get_sample_value(name, common | labels)
 
     for series in SERIES.values():
-        labels = {name: values[0] for name, values in series.labels.items()}
         suffix = "_count" if series.kind == "histogram" else ""
-        assert read(series.name + suffix, 0, **labels) == 0
+        for values in itertools.product(*series.labels.values()):
+            labels = dict(zip(series.labels, values, strict=True))
+            assert read(series.name + suffix, 0, **labels) == 0
     made.observe(scheduler_stats().to_dict(), 1)
     assert [read(metrics.LOADED, engine) for engine in (0, 1)] == [0, 3]
+    assert read(metrics.SECOND_TIER_LOOKUPS, 1, result="late") == 2
+    assert read(metrics.FETCH_SPEED, 1) == 25_000.5
     unlisted = OffloadStats()
     unlisted.add(metrics.DROPPED, 1, "unlisted")
     with pytest.raises(KeyError):  # else its count would be lost

@@ -18,7 +18,7 @@ from annotated_types import Ge, Gt
 from pydantic import BeforeValidator
 from pydantic.fields import FieldInfo
 
-from simple_offload.config import GIB, OffloadConfig, parse_size
+from simple_offload.config import GIB, OffloadConfig, SecondTierConfig, parse_size
 
 ROOT = Path(__file__).resolve().parent.parent
 README = ROOT / "README.md"
@@ -59,6 +59,8 @@ def _allowed(annotation: Any, metadata: Iterable[Any] = ()) -> str:
         annotation, metadata = get_args(annotation)[0], annotation.__metadata__
     if get_origin(annotation) is Literal:
         return ", ".join(f"`{json.dumps(value)}`" for value in get_args(annotation))
+    if annotation is SecondTierConfig:
+        return "an object: [second tier](docs/second-tier.md)"
     if annotation is bool:
         return "`true`, `false`"
     if _is_size(metadata):

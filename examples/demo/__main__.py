@@ -15,12 +15,21 @@ from examples.bench.command import BAD_RESULT, exit_code_of, print_lines, run_pr
 from examples.bench.progress import Progress
 from examples.bench.results_file import NUMBERS, machine, prepare_output, save_numbers
 from examples.demo.plan import FULL, QUICK, Plan
-from examples.demo.results import Answer, compare, rows_by_turn, save_plot, turn_table
+from examples.demo.results import (
+    Answer,
+    compare,
+    compare_restarted,
+    rows_by_turn,
+    save_plot,
+    turn_table,
+)
 
 PLOT = "ttft.png"
 MOST_USERS = 16
 MOST_TURNS = 12
 RUNS = ("without", "with")
+RESTARTED = "restarted"
+"""A third run: a new engine, with the files that the second one left."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -29,7 +38,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     plan = (QUICK if arguments.quick else FULL).changed(
         users=arguments.users, turns=arguments.turns, seed=arguments.seed
     )
-    return exit_code_of(lambda: _run(plan, arguments.output))
+    return exit_code_of(lambda: _run(plan, arguments.output, restart=arguments.restart))
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -70,10 +79,16 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
         help="a tiny model and, unless given, fewer users and turns: shows that it works, "
         "not that it pays",
     )
+    parser.add_argument(
+        "--restart",
+        action="store_true",
+        help="put files behind host memory (second_tier), start another engine in the end, and "
+        "have the same conversations with it",
+    )
     return parser.parse_args(argv)
 
 
-def _run(plan: Plan, output: Path) -> int:
+def _run(plan: Plan, output: Path, *, restart: bool) -> int:
     start = time.monotonic()
     prepare_output("--output", output, NUMBERS, PLOT)
     console = Console()
@@ -85,13 +100,16 @@ def _run(plan: Plan, output: Path) -> int:
         f"the engine's KV space holds {plan.device_tokens}, "
         f"the host tier {plan.host_bytes >> 20} MiB.",
     )
-    answers = _both_runs(plan, output)
-    rows, verdict = rows_by_turn(*answers), compare(*answers)
-    save_plot(output / PLOT, rows, *answers)
+    runs = (*RUNS, RESTARTED) if restart else RUNS
+    answers = _all_runs(plan, output, runs)
+    without, with_host = (answers[name] for name in RUNS)
+    rows, verdict = rows_by_turn(without, with_host), compare(without, with_host)
+    save_plot(output / PLOT, rows, without, with_host)
+    passed = verdict.passed
     numbers = {
         "machine": machine(),
         "plan": plan,
-        **dict(zip(RUNS, answers, strict=True)),
+        **answers,
         "turns": [{**asdict(row), "speedup": row.speedup} for row in rows],
         "verdict": {**asdict(verdict), "passed": verdict.passed, "sentence": verdict.sentence},
         "seconds": time.monotonic() - start,
@@ -100,12 +118,16 @@ def _run(plan: Plan, output: Path) -> int:
     console.print(turn_table(rows))
     print_lines(console, f"Plot: {output / PLOT}", f"Numbers: {output / NUMBERS}")
     print_lines(console, verdict.sentence, style=f"bold {'green' if verdict.passed else 'red'}")
-    return 0 if verdict.passed else BAD_RESULT
+    if restart:
+        again = compare_restarted(with_host, answers[RESTARTED])
+        print_lines(console, again.sentence, style=f"bold {'green' if again.passed else 'red'}")
+        passed = passed and again.passed
+    return 0 if passed else BAD_RESULT
 
 
-def _both_runs(plan: Plan, output: Path) -> tuple[list[Answer], list[Answer]]:
-    """The answers without and with the connector, in the order in which they were given."""
-    answers: tuple[list[Answer], list[Answer]] = ([], [])
+def _all_runs(plan: Plan, output: Path, runs: Sequence[str]) -> dict[str, list[Answer]]:
+    """By run, the answers in the order in which they were given."""
+    answers: dict[str, list[Answer]] = {name: [] for name in runs}
     with (
         tempfile.TemporaryDirectory(prefix="work-", dir=output) as work,
         tempfile.TemporaryDirectory(prefix="offload-demo-") as scratch,
@@ -121,8 +143,9 @@ def _both_runs(plan: Plan, output: Path) -> tuple[list[Answer], list[Answer]]:
             # One process, so that the run is one thing to start, to time and to stop.
             VLLM_ENABLE_V1_MULTIPROCESSING="0",
         )
-        for name, found in zip(RUNS, answers, strict=True):
-            who = f"{name} connector"
+        files = Path(work).absolute() / "kv" if RESTARTED in runs else None
+        for name, found in answers.items():
+            who = "restarted engine" if name == RESTARTED else f"{name} connector"
 
             def on_event(event: Event, who: str = who, found: list[Answer] = found) -> None:
                 what = event.get("phase")
@@ -135,15 +158,21 @@ def _both_runs(plan: Plan, output: Path) -> tuple[list[Answer], list[Answer]]:
                 progress.show(who, what, len(found), plan.requests)
 
             progress.show(who, "starting Python", 0, plan.requests)
-            command = run_command(plan, model, connector=name == "with")
+            command = run_command(plan, model, connector=name != "without", files=files)
             listen(command, environment, output / f"{name}.log", on_event)
     return answers
 
 
-def run_command(plan: Plan, model: Path, *, connector: bool) -> list[str]:
-    """The command line of one run."""
+def run_command(
+    plan: Plan, model: Path, *, connector: bool, files: Path | None = None
+) -> list[str]:
+    """The command line of one run. ``files``: the folder of a second tier."""
     return child_command(
-        "examples.demo.engine_run", plan=asdict(plan), model=str(model), connector=connector
+        "examples.demo.engine_run",
+        plan=asdict(plan),
+        model=str(model),
+        connector=connector,
+        files=str(files) if files is not None else None,
     )
 
 

@@ -6,6 +6,7 @@ model is made first if its folder is not there yet.
 
 import faulthandler
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -31,7 +32,8 @@ def run(arguments: dict[str, Any], report: Report) -> None:
         report({"phase": "making the model"})
         save_model(plan.model, plan.max_model_len, plan.seed, model)
     report({"phase": "starting the engine"})
-    llm = _engine(plan, model, connector=arguments["connector"])
+    files = arguments.get("files")
+    llm = _engine(plan, model, connector=arguments["connector"], files=files)
     try:
         report({"phase": "warming up"})
         _answer(llm, "warm-up", _warm_up_prompt(plan), 2)
@@ -49,10 +51,14 @@ def run(arguments: dict[str, Any], report: Report) -> None:
         llm.llm_engine.engine_core.shutdown()
 
 
-def _engine(plan: Plan, model: Path, *, connector: bool) -> "LLM":
+def _engine(plan: Plan, model: Path, *, connector: bool, files: str | None) -> "LLM":
     from vllm import LLM
 
     contender = OURS if connector else NONE
+    if connector and files is not None:
+        # "always": a small model computes sooner than a slow disk reads.
+        second_tier = {"type": "fs", "root_dir": files, "bytes": "64GiB", "fetch": "always"}
+        contender = replace(contender, extra={"second_tier": second_tier})
     return LLM(
         str(model),
         skip_tokenizer_init=True,

@@ -116,6 +116,46 @@ def compare(without: Sequence[Answer], with_host: Sequence[Answer]) -> Verdict:
     )
 
 
+@dataclass(frozen=True)
+class RestartVerdict:
+    """A restarted engine passes if it gives the same tokens, and finds first messages too."""
+
+    first_difference: str | None
+    found: int
+    """Tokens of the first messages that came from the files of the engine before."""
+    total: int
+    ttft_before: float
+    ttft: float
+    """Seconds to the first token of first messages, mean over users."""
+
+    @property
+    def passed(self) -> bool:
+        return self.first_difference is None and self.found > 0
+
+    @property
+    def sentence(self) -> str:
+        if self.first_difference is not None:
+            return f"After the restart NOT the same: {self.first_difference}."
+        return (
+            f"After the restart, the same tokens; {self.found} of the {self.total} tokens of first "
+            f"messages came from files. First token after {self.ttft:.2f} s, before "
+            f"{self.ttft_before:.2f} s."
+        )
+
+
+def compare_restarted(before: Sequence[Answer], after: Sequence[Answer]) -> RestartVerdict:
+    """Compare an engine with one that started later, with its files."""
+    first = [answer for answer in after if answer.turn == 0]
+    first_before = [answer for answer in before if answer.turn == 0]
+    return RestartVerdict(
+        _first_difference(before, after),
+        sum(answer.from_host for answer in first),
+        sum(answer.prompt_tokens for answer in first),
+        fmean(answer.ttft for answer in first_before),
+        fmean(answer.ttft for answer in first),
+    )
+
+
 def _first_difference(without: Sequence[Answer], with_host: Sequence[Answer]) -> str | None:
     if len(without) != len(with_host) or not without:
         return f"{len(without)} answers without and {len(with_host)} with the connector"

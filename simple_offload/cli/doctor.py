@@ -26,6 +26,7 @@ from simple_offload.cli.machine import (
     check_memory,
     check_numa,
 )
+from simple_offload.cli.second_tier import check_second_tier
 from simple_offload.cli.transfer_config import (
     TransferConfig,
     check_transfer_config,
@@ -128,6 +129,7 @@ def examine(given: TransferConfig, ranks: Ranks) -> list[Check]:
         check_lock_limit(wanted, pinned),
         check_numa(backend.get("nodes", [])),
         check_huge_pages(),
+        *(check_second_tier(config.second_tier) if config and config.second_tier else []),
         *_check_variables(),
     ]
 

@@ -1,5 +1,6 @@
 """OffloadScheduler: the scheduler side of one engine, step by step."""
 
+import secrets
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -7,10 +8,11 @@ from typing import TYPE_CHECKING, Any
 from vllm.v1.core.kv_cache_utils import resolve_kv_cache_block_sizes
 
 from simple_offload import metrics, vllm_compat
-from simple_offload.config import ConfigError, OffloadConfig
+from simple_offload.config import ConfigError, OffloadConfig, SecondTierConfig
 from simple_offload.logs import get_logger
 from simple_offload.metadata import RankCapacity, StepMetadata, WorkerReport
 from simple_offload.ranks import Ranks
+from simple_offload.scheduler.event_payload import payloads_of_host_block
 from simple_offload.scheduler.kv_events import KVEvents
 from simple_offload.scheduler.loads import Loads
 from simple_offload.scheduler.policy.store_policy import (
@@ -19,6 +21,11 @@ from simple_offload.scheduler.policy.store_policy import (
     describe_policy,
 )
 from simple_offload.scheduler.rank_reports import TransferLedger
+from simple_offload.scheduler.second_tier.opening import (
+    open_second_tier,
+    require_second_tier_possible,
+)
+from simple_offload.scheduler.second_tier.second_tier import SecondTier
 from simple_offload.scheduler.stores import Stores
 from simple_offload.scheduler.supported import (
     chunk_sizes,
@@ -28,11 +35,13 @@ from simple_offload.scheduler.supported import (
 from simple_offload.scheduler.tier import block_pool
 from simple_offload.scheduler.tier.cpu_tier import CpuTier
 from simple_offload.scheduler.tier.groups import Groups, host_groups
+from simple_offload.scheduler.tier.run import Run
 from simple_offload.scheduler.write_hazards import WriteHazards
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.distributed.kv_events import KVCacheEvent
+    from vllm.v1.core.kv_cache_coordinator import KVCacheCoordinator
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.kv_cache_interface import KVCacheConfig
@@ -61,6 +70,8 @@ class OffloadScheduler:
         self._num_sub_blocks = config.num_sub_blocks(self.block_size)
         if self._num_sub_blocks > 1:
             require_sub_blocks_possible(config, kv_cache_config, self.block_size)
+        if config.second_tier is not None:
+            require_second_tier_possible(config.second_tier, vllm_config)
         self._chunk_sizes = chunk_sizes(kv_cache_config)
         self.switched_off = False
         self._num_on_device: dict[str, int] = {}
@@ -111,6 +122,11 @@ class OffloadScheduler:
 
     # One step
 
+    def on_new_request(self, request: "Request") -> None:
+        """vLLM has put a request into its queue."""
+        if self._second_tier is not None and not self.switched_off:
+            self._second_tier.on_new_request(request)
+
     def get_num_new_matched_tokens(
         self, request: "Request", num_computed_tokens: int
     ) -> tuple[int | None, bool]:
@@ -125,6 +141,10 @@ class OffloadScheduler:
         if self._policy.is_waiting(request_id):
             return None, False
         num_tokens = self._loads.lookup(request, num_computed_tokens)
+        if self._second_tier is not None:
+            if self._second_tier.must_wait(request, num_computed_tokens, num_tokens):
+                return None, False
+            num_tokens = self._loads.lookup(request, num_computed_tokens)
         num_blocks = self._loads.num_blocks(request_id)
         if num_tokens and self._policy.must_wait(request_id, num_blocks):
             self._loads.unpin_hit(request_id)
@@ -158,6 +178,8 @@ class OffloadScheduler:
         loads = self._loads.submit(
             lambda block_ids: bool(zeroed) or self._hazards.may_touch(block_ids)
         )
+        if self._second_tier is not None:
+            self._second_tier.on_step(scheduler_output.total_num_scheduled_tokens)
         computes = bool(scheduler_output.num_scheduled_tokens)
         self._hazards.on_step(zeroed, computes=computes)
         self._is_capacity_sent |= self._capacity is not None
@@ -210,6 +232,8 @@ class OffloadScheduler:
         """Store the rest of a request that ends. vLLM may free its blocks right away: transfers
         have references to the blocks that they need; until vLLM knows of a load, it keeps them."""
         self._num_on_device.pop(request.request_id, None)
+        if self._second_tier is not None:
+            self._second_tier.on_request_finished(request.request_id)
         self._loads.on_request_finished(request.request_id)
         loading = self._loads.is_loading(request.request_id)
         self._policy.on_request_finished(request, loading=loading)
@@ -225,16 +249,20 @@ class OffloadScheduler:
         """Counts since the last call, and how full the tier is if that has changed; None if
         neither."""
         tier = self.tier
-        gauges = {
+        gauges: dict[str, float] = {
             metrics.CAPACITY: tier.max_contents,
             metrics.USED: tier.num_used,
             metrics.PINNED: tier.max_contents - tier.num_free,
         }
+        if self._second_tier is not None:
+            gauges |= self._second_tier.gauges()
         return self._meter.drain(gauges)
 
     def has_pending_work(self) -> bool:
         """Whether the engine must go on stepping although no request needs it."""
         must_send = self._capacity is not None and not self._is_capacity_sent
+        if self._second_tier is not None and self._second_tier.has_pending_work:
+            return True
         return must_send or not (self._policy.idle and self._stores.idle and self._loads.idle)
 
     def has_pending_block_frees(self) -> bool:
@@ -252,21 +280,22 @@ class OffloadScheduler:
         self._policy.on_reset()
         self._policy.on_store_ended(self._stores.reset(), None, ok=True)
         self.tier.reset()
+        if self._second_tier is not None:
+            self._second_tier.reset(secrets.token_bytes(32))
         return True
+
+    def shutdown(self) -> None:
+        """Finish what is on its way to the second tier."""
+        if self._second_tier is not None:
+            self._second_tier.shutdown()
 
     # Details
 
     def _make_tier(self) -> None:
         """A tier without host blocks (but vLLM's null block): the ranks open them."""
-        num_sub_blocks = self._num_sub_blocks
-        coordinator = vllm_compat.make_host_coordinator(
-            replace(host_groups(self._device_config, num_sub_blocks), num_blocks=1),
-            self._vllm_config,
-            self.block_size * num_sub_blocks,
-            self._hash_block_size * num_sub_blocks,
-        )
+        coordinator = self._make_coordinator()
         self._meter = metrics.Meter()
-        self.groups = Groups(coordinator, self._hash_block_size, num_sub_blocks)
+        self.groups = Groups(coordinator, self._hash_block_size, self._num_sub_blocks)
         self.tier = CpuTier(coordinator, self.groups, self._meter)
         events_config = self._vllm_config.kv_events_config
         self._events: KVEvents | None = None
@@ -274,7 +303,21 @@ class OffloadScheduler:
             self._events = KVEvents(self.tier, self.groups)
         self._ledger = TransferLedger(self._ranks.num)
         self._loads = Loads(self.tier, self.groups, self._ledger, self._meter)
-        self._stores = Stores(self.tier, self.groups, self._ledger, self._meter, self._events)
+        self._stores = Stores(self.tier, self.groups, self._ledger, self._meter)
+        if self._events is not None:
+            self._stores.on_committed.append(self._events.on_committed)
+        self._second_tier: SecondTier | None = None
+        """Once the ranks have told of their memory."""
+
+    def _make_coordinator(self) -> "KVCacheCoordinator":
+        """vLLM's coordinator for host blocks, with a pool of vLLM's null block only."""
+        num_sub_blocks = self._num_sub_blocks
+        return vllm_compat.make_host_coordinator(
+            replace(host_groups(self._device_config, num_sub_blocks), num_blocks=1),
+            self._vllm_config,
+            self.block_size * num_sub_blocks,
+            self._hash_block_size * num_sub_blocks,
+        )
 
     def _free_unread(self, request: "Request", num_external_tokens: int) -> None:
         """Free those of the request's new device blocks that attention will not read.
@@ -323,12 +366,39 @@ class OffloadScheduler:
         by_rank = [room // self._num_sub_blocks for room in rooms]
         if len(set(by_rank)) > 1:
             logger.info("Ranks have room for %s host blocks; all use %d", by_rank, min(by_rank))
+        if self.config.second_tier is not None:
+            self._second_tier = self._open_second_tier(self.config.second_tier)
+            self._stores.on_committed.append(self._second_tier.writes.on_stored)
         logger.info(
             "Host tier: %d blocks of %d tokens, %s",
             min(by_rank),
             self.block_size * self._num_sub_blocks,
             describe_policy(self.config),
         )
+
+    def _open_second_tier(self, config: SecondTierConfig) -> SecondTier:
+        """The second tier, over the ranks' memory. Raises ConfigError where it cannot start."""
+        return open_second_tier(
+            config,
+            self._vllm_config,
+            self._device_config,
+            list(self._capacities.values()),
+            self._make_coordinator(),
+            self.tier,
+            self.groups,
+            self._meter,
+            lambda: block_pool.cached(self._device_pool),  # a reset makes another
+            self._on_fetched,
+        )
+
+    def _on_fetched(self, run: Run, request: "Request", useless: Sequence[int]) -> None:
+        """Blocks that were fetched for ``request`` have become findable."""
+        if self._events is not None:
+            run.payloads = [
+                payloads_of_host_block(self.groups, key, (), num_tokens, request)
+                for key, num_tokens in zip(run.keys, run.num_tokens, strict=True)
+            ]
+            self._events.on_committed(run, useless)
 
     def _can_extend(self, num_computed_tokens: int) -> bool:
         """Whether host blocks may follow a device prefix of this length: it ends on a scheduler

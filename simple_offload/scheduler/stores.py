@@ -1,6 +1,6 @@
 """Stores: device blocks on their way to the host tier, across ranks."""
 
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from vllm.v1.core.block_pool import BlockPool
@@ -8,7 +8,6 @@ from vllm.v1.core.kv_cache_utils import BlockHashWithGroupId, KVCacheBlock
 
 from simple_offload import metrics
 from simple_offload.metadata import Transfer
-from simple_offload.scheduler.kv_events import KVEvents
 from simple_offload.scheduler.rank_reports import Ended, TransferLedger
 from simple_offload.scheduler.tier import block_pool
 from simple_offload.scheduler.tier.cpu_tier import CpuTier
@@ -55,13 +54,13 @@ class Stores:
         groups: Groups,
         ledger: TransferLedger,
         meter: metrics.Meter,
-        events: KVEvents | None = None,
     ) -> None:
+        self.on_committed: list[Callable[[Run, Sequence[int]], None]] = []
+        """Called with each run that has become findable, and its useless places."""
         self._tier = tier
         self._groups = groups
         self._ledger = ledger
         self._meter = meter
-        self._events = events
         self._planned = _Store()
         self._in_flight: dict[int, _Store] = {}
 
@@ -133,10 +132,12 @@ class Stores:
             return None
         if ended.ok and not store.cancelled:
             useless = self._tier.commit(store.runs)
-            self._meter.add(metrics.DROPPED, sum(map(len, useless)), "obsolete")
-            if self._events is not None:
+            num_useless = sum(map(len, useless))
+            self._meter.add(metrics.STORED, len(store.host_blocks) - num_useless)
+            self._meter.add(metrics.DROPPED, num_useless, "obsolete")
+            for callback in self.on_committed:
                 for run, places in zip(store.runs, useless, strict=True):
-                    self._events.on_committed(run, places)
+                    callback(run, places)
         else:
             self._tier.unpin(store.host_blocks)
         if not ended.ok:

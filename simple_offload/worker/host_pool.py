@@ -2,7 +2,9 @@
 
 import threading
 from collections.abc import Sequence
+from itertools import pairwise
 
+import numpy as np
 import torch
 
 from simple_offload import memory
@@ -18,7 +20,7 @@ memory."""
 _LOOK_SECONDS = 0.05
 """How often to look whether another process has put pages in place."""
 _ALIGNMENT = 2 << 20
-"""Of chunks in shared memory: pinning one must not pin a page of the next."""
+"""Of chunks in shared memory: pinning one must not pin a page of the next. Rows are whole pages."""
 
 
 _ALONE = RankPool()
@@ -28,8 +30,9 @@ class HostPool:
     """A host region for every device region, of the same page size, opened in chunks of consecutive
     blocks: pinning a terabyte takes minutes, and the server must not wait for it (vllm#42632).
 
-    Within a chunk the blocks of a region are neighbours, so a run of them is one copy. Ranks that
-    share memory open the same chunks, each after the first rank of their pool.
+    Within a chunk the blocks of a region are neighbours, so a run of them is one copy; or, for a
+    second tier, the pages of a block are (``Row``). Ranks that share memory open the same chunks,
+    each after the first rank of their pool.
     """
 
     def __init__(
@@ -49,7 +52,8 @@ class HostPool:
         """Blocks below this number can be copied to. Only grows."""
         self._backend = backend
         self._page_bytes = page_bytes
-        self._block_bytes = sum(page_bytes)
+        self._row = rank_pool.row
+        self._block_bytes = self._row.num_bytes if self._row else sum(page_bytes)
         per_chunk = backend.chunk_bytes // max(self._block_bytes, 1)
         self._chunk_blocks = min(max(per_chunk, 1), num_blocks)
         self._rank_pool = rank_pool
@@ -105,7 +109,8 @@ class HostPool:
 
     def _open_first(self) -> None:
         if (shared := self._rank_pool.memory) is not None:
-            shared.map(-(-self.num_blocks // self._chunk_blocks) * self._chunk_stride)
+            num_bytes = -(-self.num_blocks // self._chunk_blocks) * self._chunk_stride
+            shared.map(num_bytes, stays_open=self._row is not None and self._rank_pool.is_first)
         with memory.using_reserve():
             self._open_chunk()
 
@@ -170,9 +175,14 @@ class HostPool:
     @property
     def _chunk_stride(self) -> int:
         """Bytes from the begin of a chunk to that of the next, in shared memory."""
-        return -(-self._chunk_blocks * self._block_bytes // _ALIGNMENT) * _ALIGNMENT
+        num_bytes = self._chunk_blocks * self._block_bytes
+        return num_bytes if self._row else -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
 
     def _cut(self, chunk: torch.Tensor, num_blocks: int) -> list[torch.Tensor]:
+        if self._row is not None:
+            ends = np.cumsum([self._row.start, *self._page_bytes]).tolist()
+            rows = chunk.view(num_blocks, self._row.num_bytes)
+            return [rows[:, start:end] for start, end in pairwise(ends)]
         sizes = [num_blocks * page_bytes for page_bytes in self._page_bytes]
         return [
             region.view(num_blocks, page_bytes)

@@ -1,19 +1,25 @@
 """RankPool: the ranks that share one host memory."""
 
+import mmap
 from collections.abc import Hashable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
 from simple_offload.backends.base import Direction
+from simple_offload.config import ConfigError
 from simple_offload.logs import get_logger
-from simple_offload.metadata import Transfer
-from simple_offload.worker.shared_memory import SharedMemory
+from simple_offload.metadata import SEAL_BYTES, Transfer
+from simple_offload.shared_memory import Address, SharedMemory
 
 logger = get_logger(__name__)
+
+
+_PART_ALIGNMENT = 64
+"""Of a rank's pages in a row. The copy kernel needs 16 for its largest words."""
 
 
 class Peers(Protocol):
@@ -47,40 +53,55 @@ class TensorParallelPeers:
         return values
 
 
+class Row(NamedTuple):
+    """Where this rank's pages of a host block lie, in memory that has the pages of all ranks side
+    by side. A second tier reads and writes whole rows."""
+
+    num_bytes: int
+    """From one row to the next."""
+    start: int
+    """Of this rank's pages in a row."""
+
+
+class _Meeting(NamedTuple):
+    """Ranks of one machine and kind, this one too."""
+
+    num_all: int
+    """Ranks of any machine and kind."""
+    ranks: list[int]
+    news: list[Any]
+    """By such rank, what it told."""
+    memory: SharedMemory | None
+    """None if one of them cannot open it."""
+    failures: list[str]
+
+
 @dataclass(frozen=True, slots=True)
 class RankPool:
     """Ranks of one machine that have the same KV. Each stores a stripe of what all have, and loads
-    all that it needs."""
+    all that it needs. In memory with rows, ranks with other KV have other parts of each row."""
 
     place: int = 0
-    """This rank's number among them. The first one puts the memory's pages in place."""
+    """This rank's number among those with the same KV."""
     size: int = 1
     memory: SharedMemory | None = None
     """None: this rank has memory of its own."""
     peers: Peers | None = None
+    row: Row | None = None
+    """None: the memory has pages of these ranks only, and those of a region side by side."""
+    is_first: bool = True
+    """Whether this rank puts the memory's pages in place."""
+    num_sharing: int = 1
+    """Ranks that have the memory."""
+    address: Address | None = None
+    """Where the scheduler's process finds rows, on the rank that tells it."""
 
     @classmethod
     def meet(cls, peers: Peers, kind: Hashable) -> "RankPool":
         """The pool of all ranks with an equal ``kind`` on this machine. If one of them cannot open
         the memory, each has its own."""
-        memory, address, failure = None, None, None
-        try:
-            memory = SharedMemory.create()
-            address = memory.address
-        except OSError as error:
-            failure = str(error)
-        met = peers.gather(((_machine(), kind), address))
-        ranks = [rank for rank, (of_rank, _) in enumerate(met) if of_rank == met[peers.rank][0]]
-        if (address := met[ranks[0]][1]) is not None and ranks[0] != peers.rank:
-            if memory is not None:
-                memory.close()
-            try:
-                memory = SharedMemory.open(address)
-            except OSError as error:
-                memory, failure = None, str(error)
-        all_failures = peers.gather(failure)
-        failures = [all_failures[rank] for rank in ranks if all_failures[rank]]
-        if memory is not None and (failures or len(ranks) == 1):
+        _, ranks, _, memory, failures = _meet(peers, kind)
+        if memory is not None and len(ranks) == 1:
             memory.close()
         if failures and len(ranks) > 1:
             logger.warning(
@@ -90,17 +111,48 @@ class RankPool:
             )
         if failures or len(ranks) == 1:
             return cls(peers=peers)
-        return cls(ranks.index(peers.rank), len(ranks), memory, peers)
+        place = ranks.index(peers.rank)
+        return cls(place, len(ranks), memory, peers, is_first=place == 0, num_sharing=len(ranks))
+
+    @classmethod
+    def meet_in_rows(cls, peers: Peers, kind: Hashable, num_bytes: int) -> "RankPool":
+        """The pool of all ranks with an equal ``kind``, in a memory of rows that all ranks have.
+        ``num_bytes``: of this rank's pages of a block. Raises ConfigError if the ranks cannot share
+        memory."""
+        num_ranks, ranks, news, memory, failures = _meet(peers, "rows", (kind, num_bytes))
+        if len(ranks) < num_ranks:
+            failures.append(f"only {len(ranks)} of {num_ranks} ranks are on this machine")
+        failures = [each for of_rank in peers.gather(failures) for each in of_rank]
+        if memory is None or failures:
+            if memory is not None:
+                memory.close()
+            raise ConfigError(
+                f"second_tier: its objects have the pages of all ranks, so these must share "
+                f"memory: {failures[0]}. Allowed: one machine for all ranks, or no second_tier"
+            )
+        starts: dict[Hashable, int] = {}
+        end = 0
+        for each_kind, each_bytes in news:
+            if each_kind not in starts:
+                starts[each_kind] = end
+                end += -(-each_bytes // _PART_ALIGNMENT) * _PART_ALIGNMENT
+        alike = [rank for rank, (each_kind, _) in enumerate(news) if each_kind == kind]
+        is_first = peers.rank == 0
+        return cls(
+            alike.index(peers.rank),
+            len(alike),
+            memory,
+            peers,
+            Row(row_bytes(end), starts[kind]),
+            is_first=is_first,
+            num_sharing=num_ranks,
+            address=memory.address if is_first else None,
+        )
 
     def free(self) -> None:
         """Give the memory back."""
         if self.memory is not None:
             self.memory.free()
-
-    @property
-    def is_first(self) -> bool:
-        """Whether this rank puts the memory's pages in place."""
-        return self.place == 0
 
     def meet_again(self, error: Exception | None = None) -> None:
         """Wait for the other ranks: the first one has opened memory by then. ``error``: why this
@@ -143,6 +195,38 @@ class RankPool:
             host_blocks=host_blocks[chosen],
             by_place=None,
         )
+
+
+def row_bytes(num_bytes: int) -> int:
+    """Bytes of a row for ``num_bytes`` of pages: with room for a seal, and a multiple of a page of
+    memory, which direct I/O asks for."""
+    return -(-(num_bytes + SEAL_BYTES) // mmap.PAGESIZE) * mmap.PAGESIZE
+
+
+def _meet(peers: Peers, kind: Hashable, news: Any = None) -> _Meeting:
+    """Meet the ranks with an equal ``kind`` on this machine, and open the memory of the first of
+    them."""
+    memory, address, failure = None, None, None
+    try:
+        memory = SharedMemory.create()
+        address = memory.address
+    except OSError as error:
+        failure = str(error)
+    met = peers.gather(((_machine(), kind), address, news))
+    ranks = [rank for rank, (of_rank, *_) in enumerate(met) if of_rank == met[peers.rank][0]]
+    if (address := met[ranks[0]][1]) is not None and ranks[0] != peers.rank:
+        if memory is not None:
+            memory.close()
+        try:
+            memory = SharedMemory.open(address)
+        except OSError as error:
+            memory, failure = None, str(error)
+    all_failures = peers.gather(failure)
+    failures = [all_failures[rank] for rank in ranks if all_failures[rank]]
+    if memory is not None and failures:
+        memory.close()
+        memory = None
+    return _Meeting(len(met), ranks, [met[rank][2] for rank in ranks], memory, failures)
 
 
 def _machine() -> Hashable:

@@ -9,7 +9,7 @@ import torch
 from simple_offload import memory, metrics
 from simple_offload.backends.base import Direction, SharesMemory
 from simple_offload.backends.select import make_backend
-from simple_offload.config import OffloadConfig, check_fits_memory
+from simple_offload.config import ConfigError, OffloadConfig, check_fits_memory
 from simple_offload.logs import get_logger
 from simple_offload.metadata import RankCapacity, StepMetadata, Transfer, WorkerReport
 from simple_offload.ranks import Ranks
@@ -37,14 +37,18 @@ class OffloadWorker:
         ranks: Ranks,
         replicas: Replicas = Replicas(),  # noqa: B008 - frozen
         make_peers: Callable[[], Peers] = TensorParallelPeers,
+        page_layout: Callable[[], tuple[object, ...]] = tuple,
     ) -> None:
         """``replicas``: the ranks that may share host memory. ``make_peers``: their messages, once
-        vLLM has connected them."""
+        vLLM has connected them. ``page_layout``: what decides how a page's bytes are laid out, once
+        the model has been loaded."""
         self.config = config
         self._kv_cache_config = kv_cache_config
         self._ranks = ranks
         self._replicas = replicas
         self._make_peers = make_peers
+        self._page_layout = page_layout
+        self._layout: tuple[object, ...] = ()
         self._rank_pool = RankPool()
         self._backend = make_backend(config.backend, config.copy_path)
         self._name = secrets.token_hex(8)
@@ -76,8 +80,12 @@ class OffloadWorker:
     def _prepare_host_pool(self, regions: list[torch.Tensor]) -> None:
         """Decide its size. Raises as ``register_kv_caches``."""
         page_bytes = [region.shape[1] for region in regions]
-        block_bytes = sum(page_bytes)
-        num_sharing = self._rank_pool.size
+        row = self._rank_pool.row
+        if row is not None:
+            # The start too: without shared parts, small rows may be as long as with them.
+            self._layout = (row.start, page_bytes, *self._page_layout())
+        block_bytes = row.num_bytes if row is not None else sum(page_bytes)
+        num_sharing = self._rank_pool.num_sharing
         num_blocks = self.config.num_host_blocks(max(block_bytes, 1), self._ranks.num, num_sharing)
         needed = num_blocks * block_bytes * self._ranks.num_here // num_sharing
         check_fits_memory(needed, "num_cpu_blocks", self.config.num_cpu_blocks)
@@ -102,21 +110,24 @@ class OffloadWorker:
             is_agreed=self._ranks.are_alike,
             rank_pool=self._rank_pool,
         )
-        self._block_bytes = block_bytes
+        self._block_bytes = sum(page_bytes)
         self._room = num_blocks
 
     @property
     def capacity(self) -> RankCapacity:
         """Host blocks that this rank has room for, and those open by now."""
-        pool = self.host_pool
-        shares = self._rank_pool.size > 1
+        pool, rank_pool = self.host_pool, self._rank_pool
+        row = rank_pool.row
         return RankCapacity(
             self._name,
             self._room,
             pool.num_open,
             self._block_bytes,
-            self._rank_pool.size,
-            self._replicas.private_groups if shares else frozenset(),
+            rank_pool.size,
+            self._replicas.private_groups if rank_pool.size > 1 else frozenset(),
+            row.num_bytes if row is not None else 0,
+            rank_pool.address,
+            self._layout,
         )
 
     # One step
@@ -224,20 +235,33 @@ class OffloadWorker:
     # Details
 
     def _meet_ranks(self, page_bytes: list[int]) -> RankPool:
-        """Find the ranks that share this one's host memory, as ``host_copies`` says."""
-        if self._replicas.count == 1 or self.config.host_copies == "private":
+        """Find the ranks that share this one's host memory, as ``host_copies`` says. For a second
+        tier, all do."""
+        backend, count = self._backend, self._replicas.count
+        are_alike = self.config.host_copies != "private" and count > 1
+        if self.config.second_tier is not None:
+            if not isinstance(backend, SharesMemory):
+                raise ConfigError(
+                    "second_tier: the scheduler's process must reach host memory, which this "
+                    f"device's runtime allocates (backend={self.config.backend!r}); allowed: none"
+                )
+            peers = self._make_peers()
+            has_own = not are_alike or self._replicas.private_groups
+            replica_set = peers.rank if has_own else peers.rank // count
+            own = replica_set, tuple(page_bytes)
+            return RankPool.meet_in_rows(peers, own, sum(page_bytes))
+        if not are_alike:
             return RankPool()
-        backend = self._backend
         if not isinstance(backend, SharesMemory):
             logger.info(
                 "%d ranks have the same KV. Each has a copy of it in host memory: the device's "
                 "runtime must allocate that memory, and it cannot be shared",
-                self._replicas.count,
+                count,
             )
             return RankPool()
         peers = self._make_peers()
         node = backend.numa_node if self.config.host_copies == "auto" else None
-        kind = peers.rank // self._replicas.count, node, tuple(page_bytes)
+        kind = peers.rank // count, node, tuple(page_bytes)
         return RankPool.meet(peers, kind)
 
     def _submit(self, direction: Direction, transfers: list[Transfer]) -> None:

@@ -1,8 +1,10 @@
 """doctor: on this machine, and with findings of a probe on other machines."""
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -10,7 +12,9 @@ from simple_offload.cli import doctor
 from simple_offload.cli.checks import Check, Status
 from simple_offload.cli.doctor import Found, examine, probe
 from simple_offload.cli.main import main
+from simple_offload.cli.second_tier import check_second_tier
 from simple_offload.cli.transfer_config import read_transfer_config
+from simple_offload.config import SecondTierConfig
 from simple_offload.ranks import Ranks
 from tests.conftest import Machine
 
@@ -180,3 +184,28 @@ def test_ranks_of_other_machines_do_not_count(
     assert "160.00 GiB" in configuration(*on_two, "--data-parallel", "2")
     assert main(["doctor", "--ranks", "3", "--nodes", "2"]) == 2
     assert "--nodes 2: must divide --ranks, which is 3" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("options", "status", "words"),
+    [
+        ({"bytes": "1GiB"}, ("ok", "warning"), r"reads \d+\.\d\d GB/s, writes .* tokens/s"),
+        ({"bytes": "900TiB"}, ("warning",), r"is more than the disk has"),
+        (
+            {"root_dir": "/proc/kv", "bytes": "1GiB"},
+            ("error",),
+            r"/proc: .*choose another root_dir",
+        ),
+        ({"type": "obj", "store_config": {}}, ("ok",), r"obj, not tried"),
+    ],
+    ids=str,
+)
+def test_the_second_tier(
+    options: dict[str, Any], status: tuple[str, ...], words: str, tmp_path: Path
+) -> None:
+    """In a folder that is not there yet, its parent is tried. Nothing is left."""
+    wanted = {"type": "fs", "root_dir": str(tmp_path / "new" / "kv")} | options
+    (check,) = check_second_tier(SecondTierConfig(**wanted))
+    assert check.status.value in status
+    assert re.search(words, f"{check.found} {check.advice}")
+    assert not list(tmp_path.iterdir())

@@ -57,6 +57,7 @@ _GPU_ACCURACY = Elsewhere("tests/examples/test_accuracy_models.py::test_answers_
 _NPU = Elsewhere("tests/acl_sim/on_npu/copies.py::test_the_hardware_check")
 _SERVED = "tests/docs/test_serving.py::test_the_commands_of_a_first_run_on_an_npu"
 
+_SHARED_FILES = "tests/serve/test_modes.py::test_two_engines_share_files"
 _TURNS = r"TTFT from the second turn on"
 _SAME_ANSWERS = r"(?s)PASSED: all .* samples .*PASSED: all"
 
@@ -75,6 +76,7 @@ WAYS: Mapping[str, Way] = {
     "make docs": Run(r"\A\Z", fast=True),
     "make demo": Run(r"All 480 tokens of 20 answers are the same", output="--output"),
     "make demo ARGS=--help": Run(r"--turns N", fast=True),
+    "make demo ARGS=--restart": Run(r"After the restart, the same tokens", output="--output"),
     "make soak": Named("make soak STEPS=100000 SEED=0"),
     "make soak STEPS=100000 SEED=0": Run(r"no\s+violation"),
     "make soak STEPS=300000 SEED=60000": Run(r"no\s+violation"),
@@ -140,6 +142,8 @@ WAYS: Mapping[str, Way] = {
     "vllm serve MODEL --kv-transfer-config {…": Elsewhere(
         "tests/docs/test_serving.py::test_commands_that_serve"
     ),
+    "mount -t tmpfs -o size=128G,mode=0700 tmpfs /kv": Elsewhere(_SHARED_FILES),
+    "vllm serve MODEL --data-parallel-size 4 …": Elsewhere(_SHARED_FILES),
     "VLLM_USE_SIMPLE_KV_OFFLOAD=1 vllm serve MODEL --kv-offloading-size 64 …": Elsewhere(
         "tests/docs/test_serving.py::test_commands_that_serve"
     ),

@@ -16,13 +16,16 @@ pytest.importorskip("rich")
 
 from examples.bench.child import ROOT
 from examples.demo.plan import FULL, QUICK, Plan
-from examples.demo.results import Answer, compare, rows_by_turn
+from examples.demo.results import Answer, compare, compare_restarted, rows_by_turn
 
 
 @pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="runs a vLLM engine")
 def test_quick_demo_gives_the_same_tokens_with_kv_from_host_memory(tmp_path: Path) -> None:
     done = subprocess.run(
-        [sys.executable, "-u", "-m", "examples.demo", "--quick", "--output", str(tmp_path)],
+        [
+            *(sys.executable, "-u", "-m", "examples.demo"),
+            *("--quick", "--restart", "--output", str(tmp_path)),
+        ],
         cwd=ROOT,
         capture_output=True,
         text=True,
@@ -37,8 +40,13 @@ def test_quick_demo_gives_the_same_tokens_with_kv_from_host_memory(tmp_path: Pat
 
     result = json.loads((tmp_path / "result.json").read_text())
     assert TypeAdapter(Plan).validate_python(result["plan"]) == plan
-    without, with_host = ([Answer(**a) for a in result[k]] for k in ("without", "with"))
+    without, with_host, restarted = (
+        [Answer(**a) for a in result[k]] for k in ("without", "with", "restarted")
+    )
     assert [a.tokens for a in without] == [a.tokens for a in with_host]
+    assert [a.tokens for a in without] == [a.tokens for a in restarted]
+    assert "After the restart, the same tokens; " in output
+    assert all(a.from_host > a.prompt_tokens // 2 for a in restarted if a.turn == 0)
     # A model that ignores its context would give every user the same answer.
     assert len({tuple(a.tokens) for a in with_host}) == plan.requests
     assert sum(a.from_host for a in without) == 0
@@ -51,7 +59,7 @@ def test_quick_demo_gives_the_same_tokens_with_kv_from_host_memory(tmp_path: Pat
 
     assert (tmp_path / "ttft.png").read_bytes().startswith(b"\x89PNG")
     names = sorted(path.name for path in tmp_path.iterdir())
-    assert names == ["result.json", "ttft.png", "with.log", "without.log"]
+    assert names == ["restarted.log", "result.json", "ttft.png", "with.log", "without.log"]
 
 
 def answers(from_host: int = 64) -> list[Answer]:
@@ -97,6 +105,20 @@ def altered(index: int, **changes: Any) -> list[Answer]:
 )
 def test_verdicts(with_host: list[Answer], passed: bool, words: str) -> None:
     verdict = compare(answers(from_host=0), with_host)
+    assert verdict.passed is passed
+    assert words in verdict.sentence
+
+
+@pytest.mark.parametrize(
+    ("restarted", "passed", "words"),
+    [
+        (answers(), False, "0 of the 200 tokens of first messages"),
+        (altered(0, from_host=64), True, "64 of the 200 tokens of first messages came from files"),
+        (altered(3, tokens=[11, 7, 9]), False, "After the restart NOT the same: turn 2, user 2"),
+    ],
+)
+def test_verdicts_on_a_restart(restarted: list[Answer], passed: bool, words: str) -> None:
+    verdict = compare_restarted(answers(), restarted)
     assert verdict.passed is passed
     assert words in verdict.sentence
 

@@ -1,7 +1,9 @@
 """OffloadScheduler: its configuration, and its answers to vLLM."""
 
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import reduce
 from typing import Any
 
 import pytest
@@ -39,14 +41,21 @@ def make_config(windows: tuple[int, ...] = (0,), **last_group: object) -> KVCach
 
 
 def make_scheduler(
-    kv_cache_config: KVCacheConfig, num_ranks: int = 1, **extra_config: object
+    kv_cache_config: KVCacheConfig,
+    num_ranks: int = 1,
+    settings: Mapping[str, object] = {},
+    **extra_config: object,
 ) -> OffloadScheduler:
+    """``settings``: of vLLM, such as "parallel_config.tensor_parallel_size"."""
     transfer = KVTransferConfig(
         kv_connector="SimpleCPUOffloadConnector",
         kv_connector_module_path="simple_offload",
         kv_role="kv_both",
     )
     vllm_config = make_vllm_config(Shape(block_size=BLOCK_SIZE, num_ranks=num_ranks), transfer)
+    for name, value in settings.items():
+        *owners, last = name.split(".")
+        setattr(reduce(getattr, owners, vllm_config), last, value)
     config = OffloadConfig.parse({"num_cpu_blocks": NUM_BLOCKS} | extra_config, num_ranks)
     return OffloadScheduler(vllm_config, kv_cache_config, config)
 

@@ -1,11 +1,21 @@
 """Unsupported models and settings are refused, with the reason and the allowed values."""
 
+import json
+from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
 from simple_offload.config import ConfigError
+from simple_offload.metadata import RankCapacity
+from simple_offload.scheduler.manager import OffloadScheduler
+from simple_offload.scheduler.second_tier import namespace
+from simple_offload.shared_memory import SharedMemory
+from tests.conftest import within_patience
+from tests.scheduler.conftest import MakeDriver
 from tests.scheduler.test_manager import MAMBA, make_config, make_scheduler
 
 ONE_STATE = {"kv_cache_spec": MAMBA}
@@ -39,3 +49,178 @@ def test_models_without_prefix_caching_are_refused() -> None:
 
 def test_states_at_block_boundaries_are_supported() -> None:
     make_scheduler(make_config((0, 8), **STATES), cpu_block_size=4)
+
+
+# The second tier, before the ranks have started
+
+FS = {"type": "fs", "root_dir": "/kv", "bytes": "1TiB"}
+SCRIPTED = "tests.simulation.second_tier"
+
+
+@pytest.mark.parametrize(
+    ("second_tier", "complaint"),
+    [
+        (FS | {"type": "fs3"}, r"\.type='fs3': unknown; did you mean 'fs'\? \(known: .*fs, .*obj"),
+        (FS | {"type": "tape"}, r"\.type='tape': unknown \(known: .*set module_path too"),
+        (FS | {"n_reed_threads": 4}, r"\.n_reed_threads=4: .* mean 'n_read_threads'\? \(known for"),
+        ({"type": "fs", "bytes": 1, "root": "/kv"}, r"\.root='/kv': .* mean 'root_dir'\?"),
+        ({"type": "fs", "root_dir": "/kv", "byte": "1TiB"}, r"\.byte='1TiB': .* mean 'bytes'\?"),
+        (FS | {"cache_namspace": "v1"}, r"\.cache_namspace='v1': .* mean 'cache_namespace'\?"),
+        ({"type": "fs", "bytes": 1}, r"\.root_dir is missing: 'fs' needs it"),
+        ({"type": "fs", "root_dir": "/kv"}, r'\.bytes is missing: .*such as "bytes": "2TiB"'),
+        ({"type": "obj", "store_config": {}, "bytes": 9}, r"\.bytes=9: only 'fs' has .*: none"),
+        ({"type": "p2p"}, r"\.type='p2p': it serves other engines .* allowed: 'fs', 'obj', or"),
+        ({"type": "T", "module_path": "no.such"}, r"\.type='T': it cannot be imported: No module"),
+        ({"type": "T", "module_path": SCRIPTED}, r"\.type='T': it cannot be imported: .*'T'"),
+        ({"type": "ScriptedDisk", "module_path": SCRIPTED}, r"\.type='ScriptedDisk': .* no such"),
+        ({"type": "np", "module_path": SCRIPTED}, r"\.type='np': tests.* no such class"),
+    ],
+)
+def test_second_tiers_that_vllm_lacks_and_wrong_options_are_refused(
+    second_tier: dict[str, Any], complaint: str
+) -> None:
+    with pytest.raises(ConfigError, match=f"^second_tier{complaint}"):
+        make_scheduler(make_config(), second_tier=second_tier)
+
+
+@pytest.mark.parametrize(
+    ("settings", "complaint"),
+    [
+        (
+            {"parallel_config.tensor_parallel_size": 1},
+            "second_tier with 2 ranks of which 1 are tensor parallel: .*; allowed: tensor parallel",
+        ),
+        ({"lora_config": object()}, "second_tier with LoRA: .*; allowed: no --enable-lora, or no"),
+        (
+            {"weight_transfer_config": object()},
+            "second_tier with weight_transfer_config: .*; allowed: no second_tier",
+        ),
+        (
+            {"cache_config.prefix_caching_hash_algo": "xxhash"},
+            "prefix_caching_hash_algo='xxhash': .*PYTHONHASHSEED",
+        ),
+    ],
+)
+def test_settings_that_a_second_tier_cannot_have_are_refused(
+    monkeypatch: pytest.MonkeyPatch, settings: dict[str, object], complaint: str
+) -> None:
+    monkeypatch.delenv("PYTHONHASHSEED", raising=False)
+    make_scheduler(make_config(), 2, settings)
+    make_scheduler(make_config(), 2, second_tier=FS)
+    with pytest.raises(ConfigError, match=complaint):
+        make_scheduler(make_config(), 2, settings, second_tier=FS)
+
+
+# The second tier, over the ranks' memory
+
+ROW_BYTES = 4096
+NUM_ROWS = 8
+
+
+@pytest.fixture
+def memory() -> Iterator[SharedMemory]:
+    """The ranks' memory of rows."""
+    memory = SharedMemory.create()
+    memory.map(NUM_ROWS * ROW_BYTES, stays_open=True)
+    yield memory
+    memory.free()
+
+
+def open_second_tier(
+    drive: MakeDriver,
+    root: Path,
+    *capacities: RankCapacity,
+    cpu_block_size: int | None = None,
+    **more: Any,
+) -> OffloadScheduler:
+    """The scheduler side of an engine whose ranks report these capacities. ``more``: options."""
+    second_tier = {"type": "fs", "root_dir": str(root), "bytes": "1GiB", "cache_namespace": "v1"}
+    second_tier |= {"n_read_threads": 1, "n_write_threads": 1} | more
+    scheduler = make_scheduler(
+        make_config(), len(capacities), second_tier=second_tier, cpu_block_size=cpu_block_size
+    )
+    scheduler.bind_kv_cache_manager(drive().world.scheduler.kv_cache_manager)
+    scheduler.agree_on_capacity(capacities)
+    return scheduler
+
+
+def capacity_of(memory: SharedMemory) -> RankCapacity:
+    return RankCapacity(
+        "r", NUM_ROWS, NUM_ROWS, 64, row_bytes=ROW_BYTES, memory=memory.address, layout=(0, "x")
+    )
+
+
+@pytest.mark.parametrize(("cpu_block_size", "rows"), [(None, 1), (8, 2)])
+def test_a_second_tier_may_have_room_for_64_objects(
+    drive: MakeDriver,
+    memory: SharedMemory,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    cpu_block_size: int | None,
+    rows: int,
+) -> None:
+    """An object has the rows of all sub-blocks of a host block. Two ranks: one tells of them."""
+    describe = Mock(return_value={"model": "scripted"})
+    monkeypatch.setattr(namespace, "describe", describe)
+    other = RankCapacity("s", NUM_ROWS, NUM_ROWS, 64, row_bytes=ROW_BYTES, layout=(64, "y"))
+    capacities = other, capacity_of(memory)
+    num_bytes, root = 64 * rows * ROW_BYTES, tmp_path / "kv"
+    complaint = (
+        f"second_tier.bytes={num_bytes - 1}: .* has {rows * ROW_BYTES} bytes; allowed: at least "
+        f"{num_bytes}, for 64 objects"
+    )
+    with pytest.raises(ConfigError, match=complaint):
+        open_second_tier(
+            drive, root, *capacities, cpu_block_size=cpu_block_size, bytes=num_bytes - 1
+        )
+    scheduler = open_second_tier(
+        drive, root, *capacities, cpu_block_size=cpu_block_size, bytes=num_bytes
+    )
+    within_patience(scheduler.shutdown)
+    [described] = root.glob("*.json")
+    assert json.loads(described.read_text()) == {"model": "scripted"}
+    row = [rows * ROW_BYTES, rows, ['[0, "x"]', '[64, "y"]']]
+    assert describe.call_args.kwargs == {"row": row, "name": "v1"}
+
+
+@pytest.mark.parametrize(
+    ("changes", "complaint"),
+    [
+        ({"memory": None}, "second_tier='fs': the ranks share no memory"),
+        ({"token": bytes(16)}, "second_tier: .* cannot reach the ranks' memory.*another file"),
+    ],
+)
+def test_memory_that_the_scheduler_cannot_reach_is_refused(
+    drive: MakeDriver,
+    memory: SharedMemory,
+    tmp_path: Path,
+    changes: dict[str, Any],
+    complaint: str,
+) -> None:
+    """As in another container. Nothing is made where files would be."""
+    if "token" in changes:
+        changes = {"memory": memory.address._replace(**changes)}
+    with pytest.raises(ConfigError, match=complaint):
+        open_second_tier(drive, tmp_path / "kv", replace(capacity_of(memory), **changes))
+    assert not (tmp_path / "kv").exists()
+
+
+@pytest.mark.parametrize(
+    ("options", "complaint"),
+    [
+        ({"root_dir": __file__}, rf"^second_tier\.root_dir='{__file__}': objects cannot be kept"),
+        (
+            {"locality": "Mars"},
+            "^second_tier={'type': 'fs', .*'Mars'.*}: it does not start: .*Mars",
+        ),
+    ],
+)
+def test_a_second_tier_that_does_not_start(
+    drive: MakeDriver,
+    memory: SharedMemory,
+    tmp_path: Path,
+    options: dict[str, Any],
+    complaint: str,
+) -> None:
+    with pytest.raises(ConfigError, match=complaint):
+        open_second_tier(drive, tmp_path, capacity_of(memory), **options)

@@ -78,6 +78,23 @@ def test_beside_another_connector(start_server: StartServer, model: Path, tmp_pa
     server.kill()
 
 
+def test_two_engines_share_files(start_server: StartServer, tmp_path: Path) -> None:
+    """Each engine finds what the other one has written, with none of it in its host memory."""
+    second_tier = {"type": "fs", "root_dir": str(tmp_path), "bytes": "4GiB", "fetch": "always"}
+    extra = {**OURS["kv_connector_extra_config"], "second_tier": second_tier}
+    server = start_server(
+        *("--data-parallel-size", "2", "--api-server-count", "1"),
+        *configured({**OURS, "kv_connector_extra_config": extra}),
+    )
+    first = answers(server, ASKS, at_once=1)
+    for _ in range(3):
+        server.reset_prefix_cache(external=False)
+        assert_same(first, answers(server, ASKS, at_once=len(ASKS)))
+    fetched = "vllm:simple_offload_fetched_blocks_total"
+    assert all(server.metric(fetched, engine=engine) > 0 for engine in ("0", "1"))
+    assert_stops(server)
+
+
 def test_two_engines(start_server: StartServer) -> None:
     """Data parallel: each engine has a host tier of its own."""
     server = start_server("--data-parallel-size", "2", "--api-server-count", "1")

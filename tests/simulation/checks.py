@@ -122,8 +122,8 @@ def check_answer(request_id: str, story: Story, tokens: list[int], status: Reque
 
 class Failures:
     """After two loads in turn have failed to read a block, no load may name it until other contents
-    are stored there. Otherwise it would fail for ever. ``num_sub_blocks``: of one of the tier's
-    blocks."""
+    are stored or read into it. Otherwise it would fail for ever. ``num_sub_blocks``: of one of the
+    tier's blocks."""
 
     def __init__(self, num_sub_blocks: int) -> None:
         self._num_sub_blocks = num_sub_blocks
@@ -143,6 +143,11 @@ class Failures:
         blocks = self._blocks_of(store)
         self._broken -= blocks
         self._trust(blocks)
+
+    def begin_read(self, blocks: Iterable[int]) -> None:
+        """Objects come into these blocks."""
+        self._broken -= set(blocks)
+        self._trust(set(blocks))
 
     def begin_load(self, load: Transfer) -> None:
         """No two reports have shown that the blocks cannot be loaded."""

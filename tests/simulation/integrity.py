@@ -11,6 +11,7 @@ from vllm.v1.core.kv_cache_utils import BlockHashWithGroupId
 
 from simple_offload.scheduler.loads import Loads
 from simple_offload.scheduler.manager import OffloadScheduler
+from simple_offload.scheduler.second_tier.second_tier import SecondTier
 from simple_offload.scheduler.stores import Stores
 from simple_offload.scheduler.tier.cpu_tier import CpuTier
 from simple_offload.scheduler.tier.groups import Groups
@@ -46,7 +47,10 @@ def check_scheduler(scheduler: OffloadScheduler) -> None:
     check_tier(scheduler.tier)
     check_loads(scheduler._loads)
     check_stores(scheduler._stores, scheduler.groups)
-    if not scheduler.has_pending_work():
+    second_tier = scheduler._second_tier
+    if second_tier is not None:
+        check_second_tier(second_tier)
+    if not scheduler.has_pending_work() and (second_tier is None or not second_tier._reading):
         assert not ids_in_flight(scheduler), "transfers are in flight, and nothing waits for them"
         if not scheduler._loads._hits and not scheduler._loads._arrived:
             tier = scheduler.tier
@@ -61,9 +65,21 @@ def check_at_rest(scheduler: OffloadScheduler) -> None:
     policy, loads = scheduler._policy, scheduler._loads
     maps = {"_progress", "_ended", "_waiting", "_behind", "_hits", "_unlucky", "_arrived"}
     maps |= {"_num_on_device", "_starting", "_num_found"}
-    for owner in (policy, policy._newly_allocated, loads, scheduler):
+    owners: list[Any] = [policy, policy._newly_allocated, loads, scheduler]
+    if scheduler._second_tier is not None:
+        owners.append(scheduler._second_tier)
+        maps |= {"_waits", "_over", "_fetches", "_coming", "_reading"}
+    for owner in owners:
         for name in vars(owner).keys() & maps:
             assert not vars(owner)[name], f"{name} of {owner} at rest: {vars(owner)[name]}"
+
+
+def check_second_tier(second_tier: SecondTier) -> None:
+    """Every block of a read has a reference, and its key is not found there."""
+    for read in second_tier._reading.values():
+        for block in read.blocks:
+            assert block.ref_cnt > 0, f"{block}: free during a read"
+            assert block.block_hash is None, f"{block}: can be found too soon"
 
 
 def copies(scheduler: OffloadScheduler) -> list[BlockHashWithGroupId]:
@@ -106,6 +122,18 @@ def pretend_overload(scheduler: OffloadScheduler) -> None:
     """Let the policy believe that requests want new contents only after the tier has lost them."""
     reuse: Any = scheduler._policy._reuse
     reuse._is_worth_keeping = lambda: True
+
+
+def is_second_tier_idle(scheduler: OffloadScheduler) -> bool:
+    """Whether the second tier, if there is one, has nothing to do."""
+    return scheduler._second_tier is None or scheduler._second_tier.idle
+
+
+def set_compute_speed(connector: Any, speed: float) -> None:
+    """Let the second tier believe that compute has so many tokens per second."""
+    scheduler = getattr(connector, "scheduler", None)
+    if isinstance(scheduler, OffloadScheduler) and scheduler._second_tier is not None:
+        scheduler._second_tier.speeds.compute = speed
 
 
 def runs_of(scheduler: OffloadScheduler, store_id: int) -> list[Run]:

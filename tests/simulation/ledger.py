@@ -53,7 +53,7 @@ class Ledger:
         for direction, expected in num_bytes.items():
             found = self(metrics.BYTES, direction.value, "host")
             assert found == expected, f"{found} bytes counted, {expected} copied ({direction})"
-        kept = self(metrics.STORED) - self(metrics.EVICTED)
+        kept = self(metrics.STORED) + self(metrics.FETCHED) - self(metrics.EVICTED)
         assert num_used == kept, f"{num_used} blocks are used; stored and not evicted are {kept}"
         assert num_used == self(metrics.USED), f"{num_used} blocks are used"
         least = self(metrics.STORED)

@@ -20,7 +20,8 @@ Keys = Collection[BlockHashWithGroupId]
 
 class Answers:
     """A request is told to ask again (None) only until it gets an answer, once for each allocation,
-    and only while a store goes on that was in flight when it asked the second time."""
+    and only while a store goes on that was in flight when it asked the second time; or while it
+    waits for the second tier, within its time limit."""
 
     def __init__(
         self, scheduler: OffloadScheduler, stores_in_flight: Callable[[], set[int]]
@@ -36,6 +37,13 @@ class Answers:
         def watch_answer(request: Any, *arguments: Any) -> Any:
             request_id, in_flight = request.request_id, self._stores_in_flight()
             answer = ask(request, *arguments)
+            second_tier = scheduler._second_tier
+            fetch = second_tier._waits.get(request_id) if second_tier is not None else None
+            if answer[0] is None and second_tier is not None and fetch is not None:
+                wait = second_tier.clock() - fetch.began
+                speed = second_tier.speeds.compute or 1.0
+                assert wait < request.num_tokens / speed, f"{request_id} waits for too long"
+                return answer
             self._check(request_id, in_flight, must_ask_again=answer[0] is None)
             return answer
 

@@ -85,6 +85,8 @@ class Runner:
         self.shape = shape
         self.groups = tuple(enumerate(shape.groups))
         self.stories = stories
+        self.former_stories: Sequence[Story] = ()
+        """Of requests of earlier engines, whose blocks a second tier may have."""
         self._sizes = shape.block_sizes
         self._layers = shape.layers
         self._alike = [{kind: _alike(layers, kind) for kind in Kind} for layers in self._layers]
@@ -302,7 +304,7 @@ class Runner:
         mine = work.story.identities[last]
         siblings = [
             story.identities[position + spec.ahead]
-            for story in self.stories.values()
+            for story in chain(self.stories.values(), self.former_stories)
             if len(story.identities) > position + spec.ahead and story.identities[last] == mine
         ]
         allowed = of_page(np.array(siblings), index, self._replica(index), layer, pages.shape[2])

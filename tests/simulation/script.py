@@ -2,7 +2,7 @@
 
 import random
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from vllm.v1.request import RequestStatus
@@ -12,6 +12,7 @@ from tests.simulation import integrity
 from tests.simulation.groups import PLAIN, Kind
 from tests.simulation.identity import NUM_TOKENS
 from tests.simulation.runner import Violation
+from tests.simulation.second_tier import DiskFaults
 from tests.simulation.shape import Shape
 from tests.simulation.world import Rank, World
 
@@ -139,6 +140,11 @@ class Script:
     """Factor of the prompts' lengths."""
     overload: bool = False
     """Whether the policy sees an overload all the time. Few prompts do not show one."""
+    disk_speed: float = 0.5
+    """Probability that what the second tier is to do is done, per step."""
+    disk_faults: DiskFaults = field(default_factory=DiskFaults)
+    compute_speed: float = 1.0
+    """Tokens per second that the second tier is told. The scripted model computes in no time."""
 
     @classmethod
     def draw(cls, seed: int) -> "Script":
@@ -172,13 +178,14 @@ class Script:
         script = script.varied(**_draw(random.Random(f"{seed}: answers"), ANSWERS))
         script = script.varied(**_draw(random.Random(f"{seed}: overload"), OVERLOAD))
         script = script.varied(**_draw(random.Random(f"{seed}: events"), EVENTS))
-        return script.with_sub_blocks(random.Random(f"{seed}: parts").choice([1, 1, 2, 4]))
+        script = script.with_sub_blocks(random.Random(f"{seed}: parts").choice([1, 1, 2, 4]))
+        return script.with_second_tier(random.Random(f"{seed}: second tier"))
 
     def varied(self, **changes: Any) -> "Script":
         """The same script with other values of its own fields, its shape's and its faults'."""
         script = replace(self, **_fields_of(Script, changes))
         if changes.get("chunk_blocks") is not None:
-            changes |= {"num_replicas": 1, "private": ()}
+            changes |= {"num_replicas": 1, "private": (), "second_tier": False}
         return replace(
             script,
             shape=replace(script.shape, **_fields_of(Shape, changes)),
@@ -243,10 +250,39 @@ class Script:
             num_host_blocks=num_host_blocks,
         )
 
+    def with_second_tier(self, rng: random.Random) -> "Script":
+        """The same script, maybe with objects behind host memory."""
+        shape = self.shape
+        is_possible = shape.num_stages == 1 and not shape.uneven_ranks
+        if not is_possible or shape.chunk_blocks is not None or rng.random() < 0.6:
+            return self
+        faults = DiskFaults()
+        if self.faults != Faults():
+            faults = DiskFaults(
+                **{each.name: rng.choice([0.0, 0.0, 0.05, 0.3]) for each in fields(DiskFaults)}
+            )
+            faults = replace(faults, hang=rng.choice([0.0, 0.0, 0.02]))
+        script = self.varied(second_tier=True, private=())
+        if rng.random() < 0.7:  # host memory loses what requests want again
+            num_groups = len(shape.groups)
+            script = script.varied(
+                num_device_blocks=18 * num_groups,
+                num_host_blocks=14 * num_groups * shape.num_sub_blocks,
+                num_requests=60,
+            )
+        return replace(
+            script,
+            disk_speed=rng.choice([0.1, 0.5, 0.9]),
+            disk_faults=faults,
+            compute_speed=rng.choice([0.1, 0.3, 1.0]),
+        )
+
     @property
     def promises_no_loss(self) -> bool:
         """Whether stores must be in time while the device has enough free blocks, and the tier
-        empty ones."""
+        empty ones. Requests that wait for a second tier hold blocks of theirs meanwhile."""
+        if self.shape.second_tier:
+            return False
         can_keep_up = self.copy_speed >= 0.5 and self.faults == Faults()
         return can_keep_up and self.shape.store_threshold == 1 and not self.resets
 
@@ -285,6 +321,8 @@ class Outcome:
     num_faults: int = 0
     num_holds: int = 0
     """Loads in flight that compute had to wait for, counted on each rank."""
+    num_read: int = 0
+    """Objects that were read from a second tier."""
     num_opened: int = 0
     """Chunks of host blocks that were opened while the engine was running."""
 
@@ -315,19 +353,29 @@ class Play:
 
     def run(self) -> Outcome:
         """Play the script. Raises Violation, or vLLM's own errors. Closes the world in any case."""
-        world = self.world
+        world, script = self.world, self.script
         patience = _PATIENCE
         try:
-            while self._num_added < self.script.num_requests or world.scheduler.has_requests():
+            while (
+                self._num_added < script.num_requests
+                or world.scheduler.has_requests()
+                or world.has_disk_work
+            ):
                 before = self._progress()
                 self._users()
                 hurry = patience < _PATIENCE // 2
+                integrity.set_compute_speed(world.connector, script.compute_speed)
                 world.step(
-                    repeat_hooks=self._chance(self.script.faults.repeated_hooks),
+                    repeat_hooks=self._chance(script.faults.repeated_hooks),
                     meanwhile=lambda rank, hurry=hurry: self._fate(rank, hurry),  # type: ignore[misc]
                 )
                 for rank in world.ranks:
                     self._fate(rank, hurry)
+                self._outcome.num_faults += world.disk.act(
+                    self._rng, 1.0 if hurry else script.disk_speed, script.disk_faults
+                )
+                if hurry or not (world.requests or self._num_added < script.num_requests):
+                    world.disk.finish()
                 self._look()
                 patience = _PATIENCE if self._progress() != before else patience - 1
                 assert patience, f"hang: {world.scheduler.requests} make no progress"
@@ -335,13 +383,14 @@ class Play:
             world.check_kept()
         except AssertionError as error:
             what = str(error) or "an assertion of vLLM"
-            raise Violation(f"seed {self.script.seed}, step {world.num_steps}: {what}") from error
+            raise Violation(f"seed {script.seed}, step {world.num_steps}: {what}") from error
         finally:
             world.close()
         outcome = self._outcome
         outcome.num_steps = world.num_steps
         outcome.num_blocks_loaded = world.num_blocks_loaded
         outcome.num_finished = len(world.finished)
+        outcome.num_read = world.disk.num_read
         outcome.num_holds = sum(rank.device.num_holds for rank in world.ranks)
         return outcome
 
@@ -450,6 +499,7 @@ class Play:
             *(request.num_computed_tokens for request in requests),
             *preemptions,
             *(len(c) for rank in self.world.ranks for c in rank.device.copies.values()),
+            self.world.disk.num_read,
             self._outcome.num_opened,
         )
 

@@ -92,6 +92,8 @@ class Shape:
     """Consecutive ranks of a stage that have the same KV. They share their host memory."""
     private: tuple[int, ...] = ()
     """Groups, by place in ``groups``, whose pages differ between these ranks all the same."""
+    second_tier: bool = False
+    """Whether there are objects behind host memory (``ScriptedDisk``)."""
     uneven_ranks: bool = False
     """Whether every other rank's pages are twice as large. All ranks have the same number of bytes.
     These have room for ``num_host_blocks``, and the others for more."""

@@ -40,7 +40,8 @@ def main() -> int:
     console.print(
         f"{total['num_steps']:,} steps in {seed - arguments.seed:,} scripts from seed "
         f"{arguments.seed}: {total['num_finished']:,} requests, {total['num_blocks_loaded']:,} "
-        f"blocks loaded, {total['num_faults']:,} faults, no violation "
+        f"blocks loaded, {total['num_read']:,} objects read, {total['num_faults']:,} faults, no "
+        f"violation "
         f"({time.monotonic() - start:.0f} s)"
     )
     return 0

@@ -1,14 +1,23 @@
 """Scripts pass, whatever faults they have."""
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
 
+from simple_offload import metrics
 from tests.simulation.groups import MODELS, PLAIN
-from tests.simulation.mutations.situations import DELAYED_LOADS, EVICTIONS, OVERLOAD
+from tests.simulation.mutations.situations import (
+    BAD_OBJECTS,
+    DELAYED_LOADS,
+    EVICTIONS,
+    OBJECTS,
+    OVERLOAD,
+)
 from tests.simulation.runner import Violation
 from tests.simulation.script import DRAWN_ENGINES, DRAWN_MODELS, OPTIONS, Faults, Play, Script, play
+from tests.simulation.second_tier import ScriptedDisk
 from tests.simulation.shape import Shape
 from tests.simulation.world import World
 
@@ -67,6 +76,11 @@ def test_scripts_draw_combinations() -> None:
     assert {shape.num_sub_blocks for shape in shapes} == {1, 2, 4}
     assert any(shape.num_replicas > 1 and not shape.private for shape in shapes)
     assert any(shape.private for shape in shapes)
+    behind = [script for script in _SCRIPTS if script.shape.second_tier]
+    assert len(behind) > _NUM_SEEDS // 4
+    assert any(script.shape.num_replicas > 1 for script in behind)
+    assert any(script.shape.num_states for script in behind)
+    assert any(script.disk_faults.hang for script in behind)
     # Long answers outlast eager stores, which wait for eight blocks.
     long = [s.shape for s in _SCRIPTS if s.max_answer_tokens > 8 * max(s.shape.block_sizes)]
     assert {shape.lazy for shape in long} == {None, True, False}
@@ -143,6 +157,21 @@ def test_growing_tier() -> None:
     outcomes = [Play(script.varied(**changes)).run() for script in _SCRIPTS[:12]]
     assert sum(outcome.num_opened for outcome in outcomes) > 100
     assert sum(outcome.num_blocks_loaded for outcome in outcomes) > 0
+
+
+@pytest.mark.parametrize("is_faulty", [False, True])
+def test_a_second_world_finds_the_objects_of_the_first(is_faulty: bool) -> None:
+    """The requests are the same, and the caches small."""
+    situation = BAD_OBJECTS if is_faulty else OBJECTS
+    num_fetched = []
+    for seed in range(500, 504):
+        disk = ScriptedDisk()
+        for _ in range(2):
+            play = Play(situation(Script.draw(seed)), partial(World, disk=disk))
+            play.run()
+            num_fetched.append(play.world.ledger(metrics.FETCHED))
+    assert sum(num_fetched[1::2]) > (0 if is_faulty else 20)
+    assert is_faulty or sum(num_fetched[1::2]) > sum(num_fetched[::2])
 
 
 def test_preemption_storm() -> None:

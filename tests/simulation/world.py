@@ -33,13 +33,14 @@ from simple_offload.ranks import Ranks
 from simple_offload.replicas import Replicas
 from simple_offload.worker.rank_pool import Peers
 from simple_offload.worker.worker import OffloadWorker
-from tests.simulation import checks, integrity, promises
+from tests.simulation import checks, integrity, promises, second_tier
 from tests.simulation.device import KVMemory, ScriptedDevice
 from tests.simulation.identity import Story
 from tests.simulation.ledger import Ledger
 from tests.simulation.messages import Messages
 from tests.simulation.router import EVENTS_CONFIG, Router
 from tests.simulation.runner import Runner
+from tests.simulation.second_tier import SECONDS_OF_A_STEP, ScriptedDisk
 from tests.simulation.shape import Shape
 from tests.simulation.vllm_config import make_vllm_config
 
@@ -73,8 +74,13 @@ class World:
     """Whether the scheduler side is this project's. It has a handshake, which tells the ranks the
     capacity of the smallest; admission, KV events and counts."""
 
-    def __init__(self, shape: Shape) -> None:
+    def __init__(self, shape: Shape, disk: ScriptedDisk | None = None) -> None:
+        """``disk``: of an earlier world."""
         self.shape = shape
+        self.disk = disk or ScriptedDisk()
+        self.num_steps = 0
+        now = lambda: self.num_steps * SECONDS_OF_A_STEP  # noqa: E731
+        self._stop_clock = second_tier.scripted_clock(now) if shape.second_tier else lambda: None
         self.config = make_vllm_config(shape, self.kv_transfer_config())
         self.config.kv_events_config = self.kv_events_config()
         self.kv_cache_configs = [shape.kv_cache_config(rank) for rank in range(shape.num_ranks)]
@@ -108,7 +114,6 @@ class World:
         self.ledger.watch(self.connector)
         self.finished: dict[str, tuple[list[int], RequestStatus]] = {}
         self.requests: dict[str, Request] = {}
-        self.num_steps = 0
         self.num_blocks_loaded = 0
         self.num_begun_inside = 0
         self.num_ended_inside = 0
@@ -127,6 +132,7 @@ class World:
         """All requests so far."""
         self._stores: dict[int, Transfer] = {}
         self._failures = checks.Failures(shape.num_sub_blocks)
+        self.disk.on_read = self._failures.begin_read
         self._device_pool = self.scheduler.kv_cache_manager.block_pool
         if self.is_ours:
             scheduler = self.connector.scheduler
@@ -172,6 +178,8 @@ class World:
         if shape.uneven_ranks:
             del config["num_cpu_blocks"]
             config["cpu_bytes_to_use_per_rank"] = shape.host_bytes
+        if shape.second_tier:
+            config["second_tier"] = self.disk.config
         if shape.num_sub_blocks > 1:
             config["cpu_block_size"] = shape.num_sub_blocks * shape.scheduler_block_size
         return config
@@ -251,7 +259,7 @@ class World:
         size = shape.tensor_parallel_size
         stages = [Messages(size) for _ in range(shape.num_stages)]
         peers = [stages[rank // size].of(rank % size) for rank in range(shape.num_ranks)]
-        if shape.num_replicas == 1:
+        if shape.num_replicas == 1 and not shape.second_tier:
             return list(map(self._make_rank, range(shape.num_ranks), peers))
         with ThreadPoolExecutor(shape.num_ranks) as threads:
             return list(threads.map(self._make_rank, range(shape.num_ranks), peers))
@@ -267,11 +275,16 @@ class World:
             Replicas.find(self.config, self.kv_cache_configs[rank]),
             lambda: peers,
         )
-        chunk_blocks = shape.chunk_blocks or shape.host_bytes // shape.block_bytes(rank)
-        device = ScriptedDevice(chunk_blocks * shape.block_bytes(rank))
+        chunk_blocks = shape.chunk_blocks
+        device = (
+            ScriptedDevice(chunk_blocks * shape.block_bytes(rank))
+            if chunk_blocks is not None
+            else ScriptedDevice()
+        )
         worker._backend = device
         worker.register_kv_caches(memory.kv_caches)
         runner = Runner(rank, memory, shape, self.stories)
+        runner.former_stories = self.disk.stories
         return Rank(worker, device, runner)
 
     # What users do
@@ -575,6 +588,13 @@ class World:
         for rank in self.ranks:
             checks.check_copies(rank.device, device_pool, self.host_pool, self.shape.num_sub_blocks)
 
+    @property
+    def has_disk_work(self) -> bool:
+        """Whether the second tier has begun what it has not ended, or would begin something."""
+        if not self.is_ours or not self.shape.second_tier:
+            return False
+        return self.disk.is_busy or not integrity.is_second_tier_idle(self.connector.scheduler)
+
     def check_at_rest(self) -> None:
         """Raise AssertionError unless every block is free and every map empty."""
         checks.check_all_free(self._others(), device=self._device_pool, host=self.host_pool)
@@ -603,6 +623,8 @@ class World:
 
     def close(self) -> None:
         """Shut the workers down. Copies in flight complete."""
+        self.disk.stories += self.stories.values()
+        self._stop_clock()
         for rank in self.ranks:
             for lane in rank.worker.lanes.values():
                 lane.flush()

@@ -31,6 +31,8 @@ TESTS = (
     "tests/scheduler/test_groups.py",
     "tests/scheduler/test_inner_hits.py",
     "tests/scheduler/test_states.py",
+    "tests/scheduler/test_supported.py",
+    "tests/scheduler/second_tier/test_fetches.py",
     "tests/simulation/test_real_models.py::test_groups",
     "tests/worker",
 )

@@ -7,7 +7,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from simple_offload.worker.shared_memory import Address, SharedMemory
+from simple_offload.shared_memory import Address, SharedMemory
 
 PATIENCE_SECONDS = 30.0
 _spawn = multiprocessing.get_context("spawn")

@@ -12,10 +12,10 @@ import pytest
 import torch
 
 from simple_offload.memory import MemoryShortageError
+from simple_offload.shared_memory import SharedMemory
 from simple_offload.worker import host_pool
 from simple_offload.worker.host_pool import HostPool
 from simple_offload.worker.rank_pool import Peers, RankPool
-from simple_offload.worker.shared_memory import SharedMemory
 from tests.conftest import PATIENCE_SECONDS, within_patience
 from tests.worker.peers import meet, on_ranks
 from tests.worker.scripted import ScriptedBackend, ScriptedError

@@ -21,9 +21,9 @@ from simple_offload.memory import MemoryShortageError
 from simple_offload.metadata import RankCapacity, StepMetadata, Transfer
 from simple_offload.ranks import Ranks
 from simple_offload.replicas import Replicas
+from simple_offload.shared_memory import Address, SharedMemory
 from simple_offload.worker import rank_pool
 from simple_offload.worker.rank_pool import Peers, RankPool
-from simple_offload.worker.shared_memory import Address, SharedMemory
 from simple_offload.worker.worker import OffloadWorker
 from tests.conftest import within_patience
 from tests.simulation.ledger import Ledger

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from simple_offload.worker.shared_memory import Address, SharedMemory
+from simple_offload.shared_memory import Address, SharedMemory
 from tests.worker import memory_process
 from tests.worker.memory_process import MemoryProcess
 

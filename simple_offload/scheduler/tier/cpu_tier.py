@@ -374,7 +374,6 @@ class CpuTier:
         self._segments.add(blocks, copies=run.on_device and self.has_copies)
         self.version += len(keys)
         self.num_used += len(keys)
-        self._meter.add(metrics.STORED, len(keys))
         return useless
 
     def _empty(self, blocks: Sequence[KVCacheBlock]) -> int:

@@ -84,6 +84,21 @@ class Groups:
         hashes are known."""
         return make_keys(self.hashes(block_hashes, group)[start:stop], self.key_ends[group])
 
+    def hashes_from(self, block_hashes: list[BlockHash], start: int) -> list[BlockHash]:
+        """A request's hashes of host blocks, from the token ``start`` on, the first of one."""
+        first = start // self.hash_block_size
+        return block_hashes[first + self.num_sub_blocks - 1 :: self.num_sub_blocks]
+
+    def keys_between(
+        self, block_hashes: list[BlockHash], group: int, start: int, stop: int
+    ) -> list[tuple[int, BlockHashWithGroupId]]:
+        """The keys of a request's whole blocks of ``group`` between two tokens, as far as their
+        hashes are known, each with the token that it ends before."""
+        size = self.block_sizes[group]
+        first = start // size
+        keys = self.keys(block_hashes, group, first, stop // size)
+        return [((first + index + 1) * size, key) for index, key in enumerate(keys)]
+
     def key_at(
         self, block_hashes: list[BlockHash], group: int, num_tokens: int
     ) -> BlockHashWithGroupId:

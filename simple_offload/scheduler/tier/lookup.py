@@ -43,8 +43,7 @@ class Lookup:
         """
         groups = self._groups
         start = groups.start_of(num_computed_tokens)
-        first = start // groups.hash_block_size
-        remaining = block_hashes[first + groups.num_sub_blocks - 1 :: groups.num_sub_blocks]
+        remaining = groups.hashes_from(block_hashes, start)
         if not remaining or max_tokens <= 0:
             return HostHit((), 0, [])
         max_tokens += num_computed_tokens - start

@@ -25,6 +25,7 @@ from tests.simulation.mutations.situations import (
     COPIES,
     FAILING_LOADS,
     GROWING,
+    RESETS,
     SMALL_TIER,
     SUB_BLOCKS,
     Situation,
@@ -35,7 +36,7 @@ from tests.simulation.world import World
 # What it drops
 
 offer_a_failed_block_again = always(CpuTier, "drop", None, FAILING_LOADS)
-keep_the_tier_over_a_reset = always(CpuTier, "reset", None)
+keep_the_tier_over_a_reset = always(CpuTier, "reset", None, RESETS)
 
 
 @mutation(CpuTier, "doubt", FAILING_LOADS)

@@ -26,6 +26,7 @@ from tests.simulation.mutations.registry import Mutation, mutation
 from tests.simulation.mutations.situations import (
     CHAINED_WINDOWS,
     INNER_HITS,
+    INSIDE_HOST_BLOCKS,
     STATES,
     SUB_BLOCKS,
     Situation,
@@ -248,7 +249,7 @@ def believe_all_pages_alike(find_regions: Any, *arguments: Any) -> list[Any]:
 # Host blocks with several sub-blocks
 
 
-@mutation(Loads, "submit", SUB_BLOCKS)
+@mutation(Loads, "submit", INSIDE_HOST_BLOCKS)
 def pair_from_the_start_of_the_host_block(submit: Any, self: Loads, *arguments: Any) -> Any:
     """The bug shows in a load that begins in the middle of a host block."""
     transfers = submit(self, *arguments)

@@ -128,9 +128,9 @@ _AT_SUBMISSION: list[int] = []
 
 @mutation(Stores, "submit")
 def say_stored_at_submission(submit: Any, self: Stores) -> Any:
-    assert self._events is not None
     for run in self._planned.runs:
-        self._events.on_committed(run, _AT_SUBMISSION)
+        for callback in self.on_committed:
+            callback(run, _AT_SUBMISSION)
     return submit(self)
 
 

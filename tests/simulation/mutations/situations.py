@@ -5,6 +5,7 @@ from typing import Any
 
 from tests.simulation.groups import PLAIN
 from tests.simulation.script import Faults, Script
+from tests.simulation.second_tier import DiskFaults
 
 
 @dataclass(frozen=True)
@@ -46,8 +47,8 @@ _EARLY = {"lazy": None, "store_threshold": 1}
 _BUSY = {"arrivals": 0.9, "num_requests": 60}
 _QUICK = {"copy_speed": 0.9, "faults": Faults()}
 
-_UNLIKE = {"num_replicas": 1, "private": ()}
-"""No two ranks have the same KV."""
+_UNLIKE = {"num_replicas": 1, "private": (), "second_tier": False}
+"""No two ranks have the same KV, and nothing lies behind host memory."""
 
 ORDINARY = Situation()
 """The script as it was drawn."""
@@ -204,6 +205,17 @@ SUB_BLOCKS = Situation(
 """Host blocks hold several device blocks."""
 
 
+INSIDE_HOST_BLOCKS = Situation(
+    SUB_BLOCKS.model,
+    device_blocks=40,
+    changes=_ROOM | _EAGER | _QUICK | {"arrivals": 0.9, "num_requests": 40},
+)
+"""Loads begin inside host blocks: the device has the first sub-blocks."""
+
+RESETS = Situation(changes=_ROOM | _QUICK | {"resets": 0.1, "arrivals": 0.9})
+"""Both caches are reset often, also for new weights."""
+
+
 def engine(otherwise: dict[str, Any] | None = None, **model: Any) -> Situation:
     """An engine that the bug needs to show, otherwise plain: keywords of a Shape."""
     return Situation(PLAIN | model, changes=_ROOM | _EAGER, otherwise=otherwise or {})
@@ -248,6 +260,55 @@ DYING_RANKS = Situation(
     changes=_EAGER | _COPYING | {"faults": Faults(thread_death=0.02)},
 )
 """The copy thread of one of them dies while the other copies."""
+
+_SMALL: dict[str, Any] = (
+    _BUSY
+    | _EAGER
+    | {
+        "second_tier": True,
+        "chunk_blocks": None,
+        "kv_role": "kv_both",
+        "faults": Faults(),
+        "disk_speed": 0.5,
+        "disk_faults": DiskFaults(),
+        "compute_speed": 0.2,
+        "resets": 0.0,
+    }
+)
+_FULL_ATTENTION: dict[str, Any] = PLAIN | {"windows": (0,), "num_stages": 1}
+
+OBJECTS = Situation(_FULL_ATTENTION, device_blocks=18, host_blocks=14, changes=_SMALL)
+"""Host memory soon evicts what requests want again, and files behind it have that."""
+
+BAD_OBJECTS = Situation(
+    _FULL_ATTENTION,
+    device_blocks=18,
+    host_blocks=14,
+    changes=_SMALL | {"disk_faults": DiskFaults(short=0.1, wrong=0.2, failed=0.1, vanished=0.1)},
+)
+"""Other bytes come back than were written, or none."""
+
+FOREIGN_OBJECTS = Situation(
+    _FULL_ATTENTION,
+    device_blocks=18,
+    host_blocks=14,
+    changes=_SMALL | {"disk_faults": DiskFaults(foreign=0.5)},
+)
+"""Whole objects of other keys come back."""
+
+LATE_OBJECTS = Situation(
+    _FULL_ATTENTION,
+    device_blocks=18,
+    host_blocks=14,
+    changes=_SMALL
+    | {"disk_speed": 0.2, "disk_faults": DiskFaults(hang=0.2), "aborts": 0.1, "compute_speed": 1.0},
+)
+"""They come after the request has gone on, or has ended."""
+
+NEW_WEIGHTS = Situation(
+    _FULL_ATTENTION, device_blocks=18, host_blocks=14, changes=_SMALL | {"resets": 0.05}
+)
+"""The model gets new weights, and both caches are reset."""
 
 MIXED_RANKS = Situation(
     PLAIN | {"windows": (0, 8), "num_replicas": 2, "private": (1,)},

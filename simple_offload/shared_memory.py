@@ -68,9 +68,9 @@ class SharedMemory:
         token = os.pread(self._descriptor, _TOKEN_BYTES, 0)
         return Address(os.getpid(), self._descriptor, token)
 
-    def map(self, num_bytes: int) -> None:
+    def map(self, num_bytes: int, *, stays_open: bool = False) -> None:
         """Have at least ``num_bytes``, zeroed, in this process. They take up memory only once
-        written."""
+        written. ``stays_open``: other processes may open it later, until ``close``."""
         num_bytes += _HEADER_BYTES
         if os.fstat(self._descriptor).st_size < num_bytes:
             os.ftruncate(self._descriptor, num_bytes)
@@ -83,7 +83,8 @@ class SharedMemory:
         whole = torch.empty(0, dtype=torch.int8).set_(storage)  # type: ignore[arg-type]
         self._counter = whole[_TOKEN_BYTES : _TOKEN_BYTES + 8].view(torch.int64).numpy()
         self._memory = whole[_HEADER_BYTES:]
-        self.close()
+        if not stays_open:
+            self.close()
 
     def part(self, start: int, num_bytes: int) -> torch.Tensor:
         """Bytes ``start`` to ``start + num_bytes``, int8 ``[num_bytes]``."""

@@ -1,0 +1,347 @@
+"""Directory: the folder of vLLM's ``fs`` tier, kept below a number of bytes."""
+
+import fcntl
+import os
+import re
+import stat
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from heapq import heappop, heappush
+from pathlib import Path
+from typing import NamedTuple
+
+from simple_offload.logs import get_logger
+
+logger = get_logger(__name__)
+
+# vLLM's names (kv_offload/file_mapper.py, tiering/fs/io.py). No other file is counted or removed:
+# a user may name a folder with files of his own, such as pytorch_model.bin.
+_OBJECT = re.compile(r"[0-9a-f]{16,}\.bin")
+_TEMPORARY = re.compile(r"([0-9a-f]{16,}\.bin|\.o_direct_probe)_[0-9]+\.tmp")
+_FOLDER = re.compile(r"[0-9a-f]{2}_g[0-9]+")
+_LOCK = ".lock"
+
+_NUM_SERVERS = 4
+"""So many servers in one directory stay below the limit: each writes at most this part of the room
+that its last scan saw."""
+_FULL, _CLEANED = 15 / 16, 7 / 8
+"""Parts of the limit: files are removed above the first, until the second. Above the first, a
+server's part of the room would become too small for an object. The second is so near that little
+of the cache is lost, and so far that most scans remove nothing."""
+_STALE_SECONDS = 60.0
+"""A scan is repeated after this time, as other servers write too."""
+_PAUSE_SECONDS = 1.0
+_PAUSE_SCANS = 9
+"""Between two scans pass so many seconds, and the time of so many scans. So a scan that achieves
+nothing takes up no more than a tenth of the time."""
+_LEFT_OVER_SECONDS = 600.0
+"""After this time, no server still writes a temporary file: an object takes seconds."""
+_FUTURE_SECONDS = 3600.0
+"""Clocks of servers differ by less. A file that was used later than that has a wrong time."""
+_FAR_NS = 1 << 70
+_JOIN_SECONDS = 60.0
+
+
+class _Seen(NamedTuple):
+    """What a scan found."""
+
+    at: float
+    """When the scan began, by the directory's clock."""
+    write_until: int
+    """The server may write until it has written so many bytes since its start."""
+    ask_at: int
+    """After so many bytes another scan is due, so that the room does not run out before its end."""
+
+
+class Directory:
+    """The directory in which vLLM's ``fs`` tier keeps objects, with a limit that vLLM's tier lacks
+    (vllm#54327). The least recently used object leaves first; its mtime is its last use.
+
+    A thread reads and changes files, as a file system in a network may take long. The other
+    methods never wait for it, except ``close``. One thread calls them.
+
+    Several servers may use one directory: files may vanish at any time, and one server removes at
+    a time (``flock``). They do not know of each other's writes, so each uses a quarter of the room
+    that its last scan saw. More than four servers may exceed the limit for a moment.
+
+    A scan that fails is logged, once for a series of them, and leaves no room. ``room`` asks for
+    another one. So trouble that passes needs no restart, and the limit holds meanwhile.
+    """
+
+    def __init__(
+        self, root: Path, max_bytes: int | None, *, clock: Callable[[], float] = time.time
+    ) -> None:
+        """``root`` is created with mode 0700 if it is missing; else it keeps its mode. All objects
+        below it count, in bytes of their files, and may be removed. ``max_bytes`` should be 64
+        objects or more: a server's part of the room may be as small as 1/64. ``clock`` gives
+        seconds since 1970, as mtimes do.
+
+        Raises OSError that names ``root`` if it is no directory, or cannot be created or written.
+        """
+        self._root = root
+        self._max_bytes = max_bytes
+        self._clock = clock
+        self._written = 0
+        """Bytes written since the start. Only the caller's thread changes it."""
+        self._seen = _Seen(0.0, 0, 0)
+        self._is_scan_due = False
+        self._troubles: set[str] = set()
+        """Messages of the scan under way, or of the last one."""
+        self._former_troubles: set[str] = set()
+        """Messages of the scan before; they are not logged again."""
+        self._queue: deque[tuple[Callable[[str, int], object], Sequence[str]]] = deque()
+        self._wake = threading.Event()
+        self._is_closed = False
+        self._thread = threading.Thread(
+            target=self._run, name="simple-offload-directory", daemon=True
+        )
+        try:
+            root.mkdir(mode=0o700, parents=True, exist_ok=True)
+            os.close(self._open_lock())
+        except OSError as error:
+            raise OSError(f"objects cannot be kept in {root}: {error}") from error
+
+    def start(self) -> None:
+        """Start the thread, which scans at once."""
+        self._ask()
+        self._thread.start()
+
+    def close(self) -> None:
+        """Do what is queued, end the thread and wait for it, at most a minute. A scan under way is
+        given up. Later calls change no file."""
+        self._is_closed = True
+        self._wake.set()
+        if self._thread.ident is not None:
+            self._thread.join(_JOIN_SECONDS)
+            if self._thread.is_alive():
+                logger.warning("%s does not answer; its thread is left behind", self._root)
+
+    def room(self) -> int:
+        """Bytes that this server may still write; those of stores in flight are not yet taken off.
+        ``sys.maxsize`` without a limit, 0 until the first scan has ended. Asks for a scan where
+        one is due. So call it again after a 0."""
+        if self._max_bytes is None:
+            return sys.maxsize
+        seen = self._seen
+        if self._written >= seen.ask_at or self._clock() > seen.at + _STALE_SECONDS:
+            self._ask()
+        return max(0, seen.write_until - self._written)
+
+    def on_written(self, paths: Sequence[str], num_bytes: int) -> None:
+        """This server has written objects, ``num_bytes`` in all: their mode becomes 0600. This is
+        a use too. Missing files are ignored."""
+        self._written += num_bytes
+        self._enqueue(_protect, paths)
+
+    def on_read(self, paths: Sequence[str]) -> None:
+        """These objects were used, so they leave last. Of one call's objects the first leaves last:
+        the head of a chain stays longer than its tail. Errors are ignored."""
+        self._enqueue(_touch, paths)
+
+    def remove(self, paths: Sequence[str]) -> None:
+        """Remove objects that are of no use, such as damaged ones."""
+        self._enqueue(lambda path, _: self._delete(path), paths)
+
+    def scan(self) -> None:
+        """Do what is queued, count all objects, and remove the oldest above the limit. The thread
+        calls this. Raises OSError if ``root`` cannot be read."""
+        written, began_at = self._written, self._clock()
+        limit = sys.maxsize if self._max_bytes is None else self._max_bytes
+        self._former_troubles, self._troubles = self._troubles, set()
+        with self._turn() as may_remove:
+            num_bytes = self._count(may_remove)
+            if may_remove and num_bytes > limit * _FULL:
+                num_bytes -= self._remove_oldest(num_bytes - int(limit * _CLEANED))
+        if self._is_closed:
+            return
+        part = (limit - num_bytes) // _NUM_SERVERS
+        # If it is still full, another server is removing files, or none can: look again soon.
+        unasked = 0 if num_bytes > limit * _FULL else part // 2
+        self._seen = _Seen(began_at, written + part, written + unasked)
+
+    def _run(self) -> None:
+        next_at = 0.0
+        while not self._is_closed:
+            self._wake.wait(max(0.0, next_at - time.monotonic()) if self._is_scan_due else None)
+            self._wake.clear()
+            self._try(self._do_queued)
+            began_at = time.monotonic()
+            if self._is_scan_due and began_at >= next_at and not self._is_closed:
+                self._try(self.scan)
+                self._is_scan_due = False  # not before: ``room`` asked during the scan too
+                now = time.monotonic()
+                next_at = now + max(_PAUSE_SECONDS, _PAUSE_SCANS * (now - began_at))
+        self._try(self._do_queued)
+
+    def _try(self, act: Callable[[], None]) -> None:
+        try:
+            act()
+        except Exception as error:  # noqa: BLE001 - no error may end the thread unnoticed
+            self._seen = _Seen(0.0, 0, 0)
+            self._warn(
+                "Nothing is written to %s until a scan succeeds: %s",
+                self._root,
+                error,
+                exc_info=not isinstance(error, OSError),
+            )
+
+    def _ask(self) -> None:
+        if not self._is_scan_due:
+            self._is_scan_due = True
+            self._wake.set()
+
+    def _warn(self, message: str, *args: object, exc_info: bool = False) -> None:
+        """Log a warning, unless this scan or the one before met the same trouble."""
+        if message not in self._troubles | self._former_troubles:
+            logger.warning(message, *args, exc_info=exc_info)
+        self._troubles.add(message)
+
+    def _now_ns(self) -> int:
+        return int(self._clock() * 1e9)
+
+    # What is queued
+
+    def _enqueue(self, act: Callable[[str, int], object], paths: Sequence[str]) -> None:
+        self._queue.append((act, paths))
+        self._wake.set()
+
+    def _do_queued(self) -> None:
+        while self._queue:
+            act, paths = self._queue.popleft()
+            now_ns = self._now_ns()
+            for place, path in enumerate(paths):
+                with suppress(OSError):
+                    # A microsecond is enough for the order, and exact in most file systems.
+                    act(path, now_ns - 1000 * place)
+
+    # A scan
+
+    def _open_lock(self) -> int:
+        flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
+        return os.open(self._root / _LOCK, flags, 0o600)
+
+    @contextmanager
+    def _turn(self) -> Iterator[bool]:
+        """Whether this server may remove files: no other one does, as far as is known."""
+        try:
+            descriptor = self._open_lock()
+        except OSError:  # root was deleted, or can only be read
+            descriptor = -1
+        try:
+            yield descriptor < 0 or _lock(descriptor)
+        finally:
+            if descriptor >= 0:
+                with suppress(OSError):
+                    # A child forked meanwhile has the descriptor too, so closing would not do.
+                    fcntl.flock(descriptor, fcntl.LOCK_UN)
+                os.close(descriptor)
+
+    def _files(self) -> Iterator[tuple[os.DirEntry[str], os.stat_result]]:
+        """Objects and temporary files. Does what is queued meanwhile."""
+        folders = [str(self._root)]
+        while folders and not self._is_closed:
+            self._do_queued()
+            folder = folders.pop()
+            try:
+                with os.scandir(folder) as entries:
+                    for entry in entries:
+                        if entry.is_dir(follow_symlinks=False):
+                            folders.append(entry.path)
+                        elif _is_ours(entry.name) and entry.is_file(follow_symlinks=False):
+                            with suppress(FileNotFoundError):
+                                yield entry, entry.stat(follow_symlinks=False)
+            except FileNotFoundError:
+                pass
+            except PermissionError as error:
+                if folder == str(self._root):
+                    raise
+                self._warn("A folder cannot be read, so what it has is not counted: %s", error)
+
+    def _count(self, may_remove: bool) -> int:
+        """Bytes of all files. Those that a killed server left over are removed, if allowed."""
+        num_bytes = 0
+        now_ns = self._now_ns()
+        for entry, status in self._files():
+            is_left_over = _TEMPORARY.fullmatch(entry.name) and (
+                _last_use(status, now_ns) < now_ns - _LEFT_OVER_SECONDS * 1e9
+            )
+            if not (is_left_over and may_remove and self._delete(entry.path)):
+                num_bytes += status.st_size
+        return num_bytes
+
+    def _remove_oldest(self, excess: int) -> int:
+        """Remove the least recently used objects, of ``excess`` bytes or a little more. Returns the
+        bytes of those that are gone."""
+        # A scan of its own, as most scans remove nothing: so only these objects are ever listed.
+        now_ns = self._now_ns()
+        oldest: list[tuple[int, int, str]] = []  # a heap, its first entry the newest of them
+        num_bytes = 0
+        for entry, status in self._files():
+            if _OBJECT.fullmatch(entry.name):
+                heappush(oldest, (-_last_use(status, now_ns), status.st_size, entry.path))
+                num_bytes += status.st_size
+                while num_bytes - oldest[0][1] >= excess:
+                    num_bytes -= heappop(oldest)[1]
+        num_gone = 0
+        for age, size, path in sorted(oldest, reverse=True):
+            if self._is_closed:
+                break
+            self._do_queued()
+            with suppress(FileNotFoundError):
+                if _last_use(Path(path).lstat(), now_ns) != -age:
+                    continue  # used since
+            if self._delete(path):
+                num_gone += size
+        return num_gone
+
+    def _delete(self, path: str) -> bool:
+        """Remove a file, and its folder if it was the last one. Whether it is gone."""
+        file = Path(path)
+        try:
+            file.unlink(missing_ok=True)
+        except OSError as error:
+            self._warn("Files cannot be removed, so %s may stay full: %s", self._root, error)
+            return False
+        # There may be a million folders, each with a few objects; a scan would read empty ones.
+        if _FOLDER.fullmatch(file.parent.name):
+            with suppress(OSError):
+                file.parent.rmdir()
+        return True
+
+
+def _is_ours(name: str) -> bool:
+    return bool(_OBJECT.fullmatch(name) or _TEMPORARY.fullmatch(name))
+
+
+def _last_use(status: os.stat_result, now_ns: int) -> int:
+    """Time of the last use, in nanoseconds, for comparison. Times in the future come before all
+    others, or they would never leave. Among themselves they keep their order, which counts if this
+    server's clock has jumped back."""
+    time_ns = status.st_mtime_ns
+    return time_ns if time_ns <= now_ns + _FUTURE_SECONDS * 1e9 else time_ns - _FAR_NS
+
+
+def _lock(descriptor: int) -> bool:
+    """Whether no other server has the lock; True where the file system has no locks."""
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:
+        return True
+    return True
+
+
+def _touch(path: str, time_ns: int) -> None:
+    os.utime(path, ns=(time_ns, time_ns), follow_symlinks=False)
+
+
+def _protect(path: str, time_ns: int) -> None:
+    file = Path(path)
+    if stat.S_ISREG(file.lstat().st_mode):
+        file.chmod(0o600)
+        _touch(path, time_ns)

@@ -1,0 +1,252 @@
+"""Objects: vLLM's second tier (``SecondaryTierManager``), driven from our scheduler side."""
+
+import difflib
+import inspect
+import re
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+from vllm.v1.core.kv_cache_utils import BlockHashWithGroupId, get_block_hash, get_group_id
+from vllm.v1.kv_offload.base import (
+    LookupResult,
+    OffloadingSpec,
+    OffloadKey,
+    ReqContext,
+    ScheduleEndContext,
+    make_offload_key,
+)
+from vllm.v1.kv_offload.config import (
+    OffloadingCacheConfig,
+    OffloadingConfig,
+    OffloadingGroupConfig,
+    OffloadingModelConfig,
+    OffloadingParallelConfig,
+)
+from vllm.v1.kv_offload.tiering.base import SecondaryTierManager, TransferJob
+from vllm.v1.kv_offload.tiering.factory import SecondaryTierFactory
+
+from simple_offload.config import ConfigError, SecondTierConfig
+from simple_offload.scheduler.tier.groups import Groups
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+
+_OURS = {"self", "offloading_spec", "primary_kv_view", "tier_type", "backpressure_detector"}
+"""Arguments of a tier that are no options of users."""
+_STEP = ScheduleEndContext(new_req_ids=(), preempted_req_ids=())
+
+
+class Ended(NamedTuple):
+    """A read or write that has ended. vLLM's tier touches its rows no more."""
+
+    id: int
+    num_read: int | None
+    """Objects that were read, from the first on. None: all, or it was a write."""
+    ok: bool
+
+
+class Objects:
+    """Asks for objects, reads them into rows of host memory and writes them, without waiting.
+
+    One thread calls it, the scheduler's, as vLLM's tiers expect.
+    """
+
+    def __init__(
+        self, config: SecondTierConfig, spec: OffloadingSpec, view: memoryview, salt: bytes
+    ) -> None:
+        """``view``: the rows. ``salt``: of the names, so that objects of other namespaces have
+        others. Raises ConfigError if vLLM's tier does not start."""
+        self._salt = salt
+        self._next_id = 0
+        self._reads: dict[int, list[bytes]] = {}
+        wanted = {"type": config.type, **config.options}
+        if config.module_path is not None:
+            wanted["module_path"] = config.module_path
+        try:
+            self.tier = SecondaryTierFactory.create_secondary_tier(wanted, view, spec)
+        except (OSError, RuntimeError, ValueError, TypeError, ImportError) as error:
+            raise ConfigError(f"second_tier={wanted!r}: it does not start: {error}") from error
+
+    # Names
+
+    def name(self, key: BlockHashWithGroupId) -> OffloadKey:
+        """The name of the object with the contents of ``key``: its hash, salted."""
+        block_hash = get_block_hash(key)
+        salted = int.from_bytes(block_hash) ^ int.from_bytes(self._salt[: len(block_hash)])
+        return make_offload_key(salted.to_bytes(len(block_hash)), int(get_group_id(key)))
+
+    def paths(self, names: Sequence[OffloadKey]) -> list[str]:
+        """The files of objects, as vLLM's fs tier names them; none for other tiers."""
+        mapper = getattr(self.tier, "file_mapper", None)
+        return [mapper.get_file_name(name) for name in names] if mapper is not None else []
+
+    def renew(self, salt: bytes) -> None:
+        """Give objects other names from now on: those of before are not found any more."""
+        self._salt = salt
+
+    # Work
+
+    def ask(self, name: OffloadKey, request_id: str) -> bool | None:
+        """Whether there is an object ``name``; None if that is not known yet."""
+        answer = self.tier.lookup(name, ReqContext(request_id))
+        if answer is LookupResult.MISS:
+            return False
+        return True if answer is LookupResult.HIT else None
+
+    def on_answered(self, request_id: str) -> None:
+        """The request asks no more."""
+        self.tier.on_request_finished(ReqContext(request_id))
+
+    def flush(self) -> None:
+        """Send what has been asked."""
+        self.tier.on_schedule_end(_STEP)
+
+    def read(self, names: Sequence[OffloadKey], rows: Sequence[int], request_id: str) -> int:
+        """Begin to read objects into ``rows``. Returns the id of this read."""
+        job = self._job(names, rows, request_id, is_read=True)
+        self._reads[job.job_id] = list(names)
+        self.tier.submit_load(job)
+        return job.job_id
+
+    def write(self, names: Sequence[OffloadKey], rows: Sequence[int]) -> int:
+        """Begin to write ``rows`` as objects. Returns the id of this write."""
+        job = self._job(names, rows, "", is_read=False)
+        self.tier.submit_store(job)
+        return job.job_id
+
+    def drain_ended(self) -> list[Ended]:
+        """Reads and writes that have ended since the last call."""
+        ended = []
+        for result in self.tier.get_finished_jobs():
+            names = self._reads.pop(result.job_id, None)
+            num_read = None
+            if names is not None and not result.success:
+                read = set(result.successful_keys or ())
+                num_read = next((i for i, name in enumerate(names) if name not in read), len(names))
+            ended.append(Ended(result.job_id, num_read, result.success))
+        return ended
+
+    def drain(self) -> None:
+        """Wait until all reads and writes have ended."""
+        self.tier.drain_jobs()
+
+    def close(self) -> None:
+        """Finish what is under way. May take as long as the tier hangs."""
+        self.tier.shutdown()
+
+    def _job(
+        self, names: Sequence[OffloadKey], rows: Sequence[int], request_id: str, *, is_read: bool
+    ) -> TransferJob:
+        job_id, self._next_id = self._next_id, self._next_id + 1
+        context = ReqContext(request_id)
+        return TransferJob(job_id, names, np.array(rows, np.int32), is_read, context)
+
+
+class _Spec(OffloadingSpec):
+    """What vLLM's tiers ask of OffloadingConnector's settings. It has neither manager nor
+    worker: those are ours."""
+
+    def get_manager(self) -> Any:
+        raise NotImplementedError
+
+    def get_worker(self, kv_caches: Any) -> Any:
+        raise NotImplementedError
+
+
+def make_spec(
+    name: str,
+    vllm_config: "VllmConfig",
+    kv_cache_config: "KVCacheConfig",
+    groups: Groups,
+    row_bytes: int,
+) -> OffloadingSpec:
+    """The settings of rows that have the pages of all ranks, as of one worker. ``name``: of the
+    namespace, for vLLM's folders; a model may have another path on another server."""
+    transfer_config = vllm_config.kv_transfer_config
+    return _Spec(
+        OffloadingConfig(
+            groups=tuple(
+                OffloadingGroupConfig(groups.block_sizes[index], tuple(group.layer_names), index)
+                for index, group in enumerate(kv_cache_config.kv_cache_groups)
+            ),
+            worker_kv_bytes_per_block=row_bytes,
+            enable_kv_cache_events=False,
+            extra_config={},
+            engine_id=str(transfer_config.engine_id if transfer_config else ""),
+            model=OffloadingModelConfig(name, str(vllm_config.cache_config.cache_dtype)),
+            cache=OffloadingCacheConfig(groups.hash_block_size, blocks_per_chunk=1),
+            parallel=OffloadingParallelConfig(
+                rank=0,
+                world_size=1,
+                tp_size=1,
+                pp_size=1,
+                pcp_size=1,
+                dcp_size=1,
+                data_parallel_index=0,
+                data_parallel_size=1,
+                data_parallel_rank_local=None,
+                is_parallelism_agnostic=True,
+            ),
+        )
+    )
+
+
+def require_known_options(config: SecondTierConfig) -> None:
+    """Raise ConfigError for a type that vLLM does not have, or an option that this type lacks."""
+    wanted = {"type": config.type, "module_path": config.module_path}
+    try:
+        tier: type[SecondaryTierManager] = SecondaryTierFactory.get_tier_class(wanted)
+    except ValueError as error:
+        known = re.findall(r"'(\w+)'", str(error).partition("Supported types")[2])
+        raise ConfigError(
+            f"second_tier.type={config.type!r}: unknown{_near(config.type, known)} "
+            f"(known: {', '.join(known)}; for one of your own, set module_path too)"
+        ) from None
+    except (ImportError, AttributeError) as error:
+        raise ConfigError(
+            f"second_tier.type={config.type!r}: it cannot be imported: {error}"
+        ) from error
+    except (AssertionError, TypeError) as error:
+        raise ConfigError(
+            f"second_tier.type={config.type!r}: {config.module_path} has no such class that is a "
+            "SecondaryTierManager"
+        ) from error
+    if tier.serve_external_requests is not SecondaryTierManager.serve_external_requests:
+        raise ConfigError(
+            f"second_tier.type={config.type!r}: it serves other engines from host memory, which "
+            "needs vLLM's OffloadingConnector; allowed: 'fs', 'obj', or a tier that does not"
+        )
+    _require_options(config, tier)
+    if config.type == "fs" and config.bytes is None:
+        raise ConfigError(
+            "second_tier.bytes is missing: 'fs' needs a limit of all files under root_dir, such as "
+            '"bytes": "2TiB"'
+        )
+    if config.type != "fs" and config.bytes is not None:
+        raise ConfigError(
+            f"second_tier.bytes={config.bytes}: only 'fs' has a limit of ours; allowed: none"
+        )
+
+
+def _require_options(config: SecondTierConfig, tier: "type[SecondaryTierManager]") -> None:
+    parameters = inspect.signature(tier).parameters
+    options = {name: each for name, each in parameters.items() if name not in _OURS}
+    if any(each.kind is each.VAR_KEYWORD for each in options.values()):
+        return
+    known = [*options, *SecondTierConfig.model_fields]
+    for key, value in config.options.items():
+        if key not in options:
+            raise ConfigError(
+                f"second_tier.{key}={value!r}: unknown{_near(key, known)} "
+                f"(known for {config.type!r}: {', '.join(known)})"
+            )
+    for key, each in options.items():
+        if each.default is each.empty and key not in config.options:
+            raise ConfigError(f"second_tier.{key} is missing: {config.type!r} needs it")
+
+
+def _near(word: str, known: Iterable[str]) -> str:
+    near = difflib.get_close_matches(word, list(known), n=1, cutoff=0.5)
+    return f"; did you mean {near[0]!r}?" if near else ""

@@ -1,0 +1,136 @@
+"""Opening the second tier: what it needs, and what is refused."""
+
+import hashlib
+import json
+from collections.abc import Callable, Container, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from simple_offload import metrics
+from simple_offload.config import ConfigError, SecondTierConfig
+from simple_offload.logs import get_logger
+from simple_offload.metadata import RankCapacity
+from simple_offload.scheduler.second_tier import namespace
+from simple_offload.scheduler.second_tier.directory import Directory
+from simple_offload.scheduler.second_tier.objects import Objects, make_spec, require_known_options
+from simple_offload.scheduler.second_tier.reach import Reach
+from simple_offload.scheduler.second_tier.rows import Rows
+from simple_offload.scheduler.second_tier.second_tier import SecondTier
+from simple_offload.scheduler.tier.cpu_tier import CpuTier
+from simple_offload.scheduler.tier.groups import Groups
+from simple_offload.scheduler.tier.run import Run
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.core.kv_cache_coordinator import KVCacheCoordinator
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.request import Request
+
+logger = get_logger(__name__)
+
+_MIN_OBJECTS = 64
+"""Objects that a limit must have room for (``Directory``)."""
+
+
+def require_second_tier_possible(config: SecondTierConfig, vllm_config: "VllmConfig") -> None:
+    """Raise ConfigError where a second tier cannot be had, as far as is known before the ranks have
+    started."""
+    require_known_options(config)
+    namespace.require_reproducible_hashes(vllm_config)
+    parallel = vllm_config.parallel_config
+    if parallel.world_size != parallel.tensor_parallel_size:
+        raise ConfigError(
+            f"second_tier with {parallel.world_size} ranks of which "
+            f"{parallel.tensor_parallel_size} are tensor parallel: an object has the pages of all "
+            "ranks, and those of other pipeline or prefill context parallel ranks cannot be "
+            "reached; allowed: tensor parallel ranks only, or no second_tier"
+        )
+    if vllm_config.weight_transfer_config is not None:
+        raise ConfigError(
+            "second_tier with weight_transfer_config: weights change while the server runs, and "
+            "its objects are of those that it started with; allowed: no second_tier"
+        )
+    if vllm_config.lora_config is not None:
+        raise ConfigError(
+            "second_tier with LoRA: block hashes have an adapter's name and path, not its weights, "
+            "which another server may have changed; allowed: no --enable-lora, or no second_tier"
+        )
+
+
+def open_second_tier(
+    config: SecondTierConfig,
+    vllm_config: "VllmConfig",
+    kv_cache_config: "KVCacheConfig",
+    capacities: Sequence[RankCapacity],
+    coordinator: "KVCacheCoordinator",
+    tier: CpuTier,
+    groups: Groups,
+    meter: metrics.Meter,
+    on_device: Callable[[], Container[bytes]],
+    on_fetched: Callable[[Run, "Request", Sequence[int]], None],
+) -> SecondTier:
+    """The second tier over the ranks' memory. ``coordinator``: for its own use. Raises ConfigError
+    where it cannot start."""
+    address = next((each.memory for each in capacities if each.memory is not None), None)
+    if address is None:
+        raise ConfigError(
+            f"second_tier={config.type!r}: the ranks share no memory; allowed: no second_tier"
+        )
+    num_slots = min(each.num_host_blocks for each in capacities)
+    row_bytes = capacities[0].row_bytes * groups.num_sub_blocks
+    try:
+        rows = Rows.open(address, num_slots // groups.num_sub_blocks, row_bytes)
+    except OSError as error:
+        raise ConfigError(
+            "second_tier: the scheduler's process cannot reach the ranks' memory, as in another "
+            f"container or as another user: {error}; allowed: one machine, or no second_tier"
+        ) from error
+    layouts = sorted(json.dumps(each.layout, sort_keys=True) for each in capacities)
+    described = namespace.describe(
+        vllm_config,
+        kv_cache_config,
+        row=[row_bytes, groups.num_sub_blocks, layouts],
+        name=config.cache_namespace,
+    )
+    digest = namespace.digest(described)
+    directory = _open_directory(config, row_bytes)
+    spec = make_spec(digest, vllm_config, kv_cache_config, groups, row_bytes)
+    objects = Objects(config, spec, rows.view, hashlib.sha256(digest.encode()).digest())
+    if directory is not None:
+        with suppress(OSError):  # for people only
+            text = json.dumps(described, indent=1, sort_keys=True)
+            Path(str(config.options["root_dir"]), f"{digest}.json").write_text(text)
+        directory.start()
+    logger.info(
+        "Second tier: %s, objects of %d bytes, namespace %s", config.type, row_bytes, digest
+    )
+    reach = Reach(coordinator, groups)
+    return SecondTier(
+        objects,
+        rows,
+        tier,
+        groups,
+        reach,
+        meter,
+        on_device,
+        on_fetched,
+        directory,
+        always=config.fetch == "always",
+    )
+
+
+def _open_directory(config: SecondTierConfig, row_bytes: int) -> Directory | None:
+    """The folder of vLLM's fs tier; None for other tiers. Raises ConfigError if it is of no use."""
+    if config.type != "fs" or config.bytes is None:
+        return None
+    if config.bytes < _MIN_OBJECTS * row_bytes:
+        raise ConfigError(
+            f"second_tier.bytes={config.bytes}: an object of this model has {row_bytes} bytes; "
+            f"allowed: at least {_MIN_OBJECTS * row_bytes}, for {_MIN_OBJECTS} objects"
+        )
+    root = config.options["root_dir"]
+    try:
+        return Directory(Path(str(root)), config.bytes)
+    except OSError as error:
+        raise ConfigError(f"second_tier.root_dir={root!r}: {error}") from error

@@ -1,0 +1,522 @@
+"""SecondTier: objects behind host memory, fetched ahead and written behind."""
+
+import threading
+import time
+from collections import OrderedDict, deque
+from collections.abc import Callable, Container, Sequence
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from itertools import islice
+from typing import TYPE_CHECKING
+
+from vllm.v1.core.kv_cache_utils import BlockHashWithGroupId, KVCacheBlock, get_group_id
+from vllm.v1.kv_offload.base import OffloadKey
+
+from simple_offload import metrics
+from simple_offload.logs import get_logger
+from simple_offload.scheduler.second_tier.directory import Directory
+from simple_offload.scheduler.second_tier.objects import Ended, Objects
+from simple_offload.scheduler.second_tier.reach import Reach
+from simple_offload.scheduler.second_tier.rows import Rows
+from simple_offload.scheduler.second_tier.speeds import Speeds
+from simple_offload.scheduler.second_tier.writes import Writes
+from simple_offload.scheduler.tier.cpu_tier import CpuTier
+from simple_offload.scheduler.tier.groups import Groups
+from simple_offload.scheduler.tier.run import Run
+
+if TYPE_CHECKING:
+    from vllm.v1.request import Request
+
+logger = get_logger(__name__)
+
+_FIRST_ASKED = 16
+"""Blocks that a request asks for first. Mostly the first is missing, and so are all behind it."""
+_READ_BYTES = 16 << 20
+"""Of one read: vLLM's fs tier has a thread for each, and 16 of them."""
+_MAX_READS = 32
+"""Reads under way at once."""
+_FORGET_SECONDS = 300.0
+"""How long an object that could not be read is not asked for."""
+_NOBODY = ""
+"""Asks what no request waits for."""
+_MAX_FAILED = 1 << 16
+"""Objects that are remembered for that."""
+_HUNG_SECONDS = 60.0
+"""After this time without an answer, the tier is switched off."""
+_CLOSE_SECONDS = 10.0
+"""Longest wait for writes under way at shutdown."""
+
+
+@dataclass(slots=True, eq=False)
+class _Read:
+    """Objects on their way into host blocks, which it has a reference to."""
+
+    keys: Sequence[BlockHashWithGroupId]
+    names: Sequence[OffloadKey]
+    blocks: Sequence[KVCacheBlock]
+    began: float
+    check: "Future[int] | None" = None
+    """The number of objects, from the first on, that are whole and the right ones."""
+
+
+@dataclass(slots=True, eq=False)
+class _Fetch:
+    """What one request asks for and fetches. It may outlive the request's wait."""
+
+    request: "Request"
+    num_computed_tokens: int
+    num_hit_tokens: int
+    """Tokens that the tier has, behind those on the device."""
+    began: float
+    limit: float
+    """When the request goes on without."""
+    unanswered: deque[tuple[int, BlockHashWithGroupId, OffloadKey]] = field(default_factory=deque)
+    """Blocks that it asks for: the token that each ends before, its key and its name."""
+    has_asked: bool = False
+    asked_all: bool = False
+    chain_end: int | None = None
+    """The token that the first missing block of a chain ends before."""
+    found: set[BlockHashWithGroupId] = field(default_factory=set)
+    planned: float | None = None
+    """When it was known what to fetch. None: it is still asking."""
+    num_tokens: int = 0
+    """Tokens that the fetch brings."""
+    ends: dict[BlockHashWithGroupId, int] = field(default_factory=dict)
+    """By key of all that it reads, the token that its block ends before."""
+    num_brought: int = 0
+    """Blocks of those that were read and are whole."""
+    unread: deque[BlockHashWithGroupId] = field(default_factory=deque)
+    reads: deque[_Read] = field(default_factory=deque)
+    """In the order of their tokens."""
+    others: set["_Fetch"] = field(default_factory=set)
+    """Fetches of other requests that bring what this one needs too."""
+    failed: bool = False
+    is_slower: bool = False
+    """Than computing would be."""
+
+    @property
+    def ended(self) -> bool:
+        """Whether it brings no more."""
+        return self.planned is not None and not self.unread and not self.reads
+
+
+class SecondTier:
+    """vLLM asks the host tier for a prefix. What that lacks, this asks vLLM's second tier for,
+    while the request waits in vLLM's queue, no longer than computing it would take. Objects become
+    ordinary host blocks, head first. New host blocks are written behind (``Writes``).
+
+    A read has a reference to its host blocks until vLLM's tier has ended it, however long that
+    takes.
+    """
+
+    clock: Callable[[], float] = staticmethod(time.monotonic)
+    make_executor: Callable[[], Executor] = staticmethod(lambda: ThreadPoolExecutor(2))
+    """For checksums."""
+
+    def __init__(
+        self,
+        objects: Objects,
+        rows: Rows,
+        tier: CpuTier,
+        groups: Groups,
+        reach: Reach,
+        meter: metrics.Meter,
+        on_device: Callable[[], Container[bytes]],
+        on_fetched: Callable[[Run, "Request", list[int]], None],
+        directory: Directory | None = None,
+        *,
+        always: bool = False,
+    ) -> None:
+        """``on_device``: the keys that the device finds. ``on_fetched`` is called with blocks that
+        were fetched for a request, each time some can be found, and the places of useless ones.
+        ``directory``: where vLLM's fs tier keeps files. ``always``: fetch, however slow that is."""
+        self.is_on = True
+        """Until vLLM's tier hangs."""
+        self.speeds = Speeds(self.clock, always=always)
+        self._objects = objects
+        self._rows = rows
+        self._tier = tier
+        self._groups = groups
+        self._reach = reach
+        self._meter = meter
+        self._on_device = on_device
+        self._on_fetched = on_fetched
+        self._directory = directory
+        self._executor = self.make_executor()
+        self.writes = Writes(objects, rows, tier, meter, self._executor, self.clock, directory)
+        self._waits: dict[str, _Fetch] = {}
+        """By request that waits."""
+        self._over: set[str] = set()
+        """Requests that have waited: each waits once."""
+        self._fetches: list[_Fetch] = []
+        """All that have something under way, oldest first."""
+        self._coming: dict[BlockHashWithGroupId, _Fetch] = {}
+        self._reading: dict[int, _Read] = {}
+        self._last_ended = -_HUNG_SECONDS
+        """When a read or write last ended."""
+        self._late: tuple[float, OffloadKey] | None = None
+        """A question that a request did not wait for: when it came, and the object."""
+        self._failed: OrderedDict[bytes, float] = OrderedDict()
+        """By name of an object that could not be read, when that was."""
+        self._per_read = max(1, _READ_BYTES // rows.num_bytes)
+
+    # Fetch ahead
+
+    def on_new_request(self, request: "Request") -> None:
+        """Ask for the first blocks that neither device nor tier has. The answers are there when
+        vLLM comes to the request."""
+        if not self.is_on or not self.speeds.should_ask(request.num_tokens):
+            return
+        on_device = self._on_device()
+        for group in self._groups.chained_ids:
+            keys = self._groups.keys(request.block_hashes, group)
+            lacking = (key for key in keys if not self._tier.has(key) and key not in on_device)
+            for key in islice(lacking, _FIRST_ASKED):
+                self._objects.ask(self._objects.name(key), request.request_id)
+        self._objects.flush()
+
+    def must_wait(self, request: "Request", num_computed_tokens: int, num_hit_tokens: int) -> bool:
+        """Whether a request should be asked about again in the next step, as more of its prefix may
+        be in host memory then. It has ``num_computed_tokens`` tokens on the device, and the tier
+        has ``num_hit_tokens`` more."""
+        request_id = request.request_id
+        if not self.is_on or request_id in self._over:
+            return False
+        fetch = self._waits.get(request_id)
+        if fetch is None:
+            num_lacking = request.num_tokens - num_computed_tokens - num_hit_tokens
+            if not self.speeds.should_ask(num_lacking):
+                self._end_wait(request_id, "slower")
+                return False
+            fetch = self._begin(request, num_computed_tokens, num_hit_tokens)
+        self._poll()
+        if fetch.planned is None:
+            fetch.num_hit_tokens = num_hit_tokens
+            self._ask(fetch)
+        if fetch.ended and all(each.ended for each in fetch.others):
+            has_failed = fetch.failed or any(each.failed for each in fetch.others)
+            found_more = fetch.num_tokens > 0 and not has_failed
+            result = "slower" if fetch.is_slower else "hit" if found_more else "miss"
+            self._end_wait(request_id, result)
+            return False
+        if self.clock() >= fetch.limit:
+            self._end_wait(request_id, "late")
+            return False
+        return True
+
+    def on_request_finished(self, request_id: str) -> None:
+        """The request has ended. Reads under way go on."""
+        self._end_wait(request_id, None)
+        self._over.discard(request_id)
+        self._objects.on_answered(request_id)
+
+    # One step
+
+    def on_step(self, num_tokens: int) -> None:
+        """The engine begins a step of ``num_tokens`` tokens."""
+        self.speeds.on_step(num_tokens)
+        self._poll()
+        if self.is_on:
+            # vLLM may not come to these requests in a step, while it has no room for more.
+            for fetch in self._waits.values():
+                if fetch.planned is None:
+                    self._ask(fetch)
+            self._ask_late()
+            self._start_reads()
+            self.writes.start()
+            self._objects.flush()
+            self._check_hung()
+
+    @property
+    def has_pending_work(self) -> bool:
+        """Whether something waits for the next step, which no thread does by itself."""
+        return self.is_on and (bool(self._fetches) or self.writes.has_pending_work)
+
+    @property
+    def idle(self) -> bool:
+        """Whether nothing is under way or waits."""
+        return not (self._waits or self._fetches) and self.writes.idle
+
+    def reset(self, salt: bytes) -> None:
+        """Forget all contents, whose model may be another from now on. ``salt``: one that no server
+        has, so that nothing of before is found."""
+        self._objects.renew(salt)
+        self.writes.clear()
+        self._failed.clear()
+        for request_id in [*self._waits]:
+            self._end_wait(request_id, None)
+        for fetch in self._fetches:
+            fetch.unread.clear()
+            fetch.failed = True
+
+    def shutdown(self) -> None:
+        """Finish the writes under way, for some seconds at most."""
+        thread = threading.Thread(target=self._close, name="simple-offload-close", daemon=True)
+        thread.start()
+        thread.join(_CLOSE_SECONDS)
+        if thread.is_alive():
+            logger.warning("The second tier did not end within %.0f s", _CLOSE_SECONDS)
+        if self._directory is not None:
+            self._directory.close()
+
+    def _close(self) -> None:
+        """Write what can be written, and end. As long as the tier hangs."""
+        if self.is_on:
+            self.writes.finish(self._poll)
+        self._executor.shutdown()
+        self._objects.close()
+
+    def gauges(self) -> dict[str, float]:
+        """For metrics."""
+        return {
+            metrics.SECOND_TIER_ON: float(self.is_on and self.speeds.pays),
+            metrics.FETCH_SPEED: self.speeds.fetch or 0.0,
+            metrics.COMPUTE_SPEED: self.speeds.compute or 0.0,
+        }
+
+    # Asking
+
+    def _begin(self, request: "Request", num_computed_tokens: int, num_hit_tokens: int) -> _Fetch:
+        """Ask for the first blocks behind the hit that are in chains, or for all if none is."""
+        now = self.clock()
+        start = num_computed_tokens + num_hit_tokens
+        limit = now + self.speeds.max_wait(max(0, request.num_tokens - start))
+        fetch = _Fetch(request, num_computed_tokens, num_hit_tokens, now, limit)
+        self._waits[request.request_id] = fetch
+        for group in self._groups.chained_ids:
+            stop = start + _FIRST_ASKED * self._groups.block_sizes[group]
+            self._add_unanswered(fetch, group, start, stop)
+        if not self._groups.chained_ids:
+            self._add_all(fetch)
+        return fetch
+
+    def _add_all(self, fetch: _Fetch) -> None:
+        """Ask for all blocks, up to where a chain ends."""
+        stop = fetch.request.num_tokens if fetch.chain_end is None else fetch.chain_end - 1
+        for group in self._groups.ids:
+            self._add_unanswered(fetch, group, fetch.num_computed_tokens, stop)
+        fetch.asked_all = True
+
+    def _add_unanswered(self, fetch: _Fetch, group: int, start: int, stop: int) -> None:
+        now = self.clock()
+        hashes = fetch.request.block_hashes
+        for end, key in self._groups.keys_between(hashes, group, start, stop):
+            if self._tier.has(key) or key in fetch.found:
+                continue
+            name = self._objects.name(key)
+            fetch.unanswered.append((end, key, name))
+            if now - self._failed.get(name, -_FORGET_SECONDS) >= _FORGET_SECONDS:
+                self._objects.ask(name, fetch.request.request_id)
+                fetch.has_asked = True
+        self._objects.flush()
+
+    def _ask(self, fetch: _Fetch) -> None:
+        """Take the answers that there are. Once all are there, ask for more, or plan."""
+        request_id = fetch.request.request_id
+        now, chained = self.clock(), self._groups.chained_ids
+        while fetch.unanswered:
+            end, key, name = fetch.unanswered[0]
+            is_bad = now - self._failed.get(name, -_FORGET_SECONDS) < _FORGET_SECONDS
+            answer = False if is_bad else self._objects.ask(name, request_id)
+            if answer is None:
+                return
+            fetch.unanswered.popleft()
+            if answer:
+                fetch.found.add(key)
+            elif int(get_group_id(key)) in chained:
+                fetch.chain_end = min(end, fetch.chain_end or end)
+        if not fetch.asked_all and self._may_extend(fetch):
+            self._add_all(fetch)
+            self._ask(fetch)
+            return
+        if fetch.has_asked:
+            self.speeds.on_answered(now - fetch.began)
+        self._objects.on_answered(request_id)
+        self._plan(fetch)
+
+    def _may_extend(self, fetch: _Fetch) -> bool:
+        """Whether the chains allow a longer hit. Then it is other groups that the tier lacks."""
+        stop = fetch.chain_end or fetch.request.num_tokens
+        start = fetch.num_computed_tokens + fetch.num_hit_tokens
+        return self._groups.next_hit(stop - 1) > start
+
+    def _ask_late(self) -> None:
+        """Go on asking what a request did not wait for: the answers may be slow, or never come."""
+        if self._late is not None and self._objects.ask(self._late[1], _NOBODY) is not None:
+            self.speeds.on_answered(self.clock() - self._late[0])
+            self._objects.on_answered(_NOBODY)
+            self._late = None
+
+    def _plan(self, fetch: _Fetch) -> None:
+        """Decide what to fetch: what a lookup needs for the longest prefix."""
+        fetch.planned = self.clock()
+        hashes, start = fetch.request.block_hashes, fetch.num_computed_tokens
+        num_tokens, needed = (
+            self._reach.find(
+                hashes,
+                start,
+                fetch.request.num_tokens - 1 - start,
+                lambda key: key in fetch.found or self._tier.has(key),
+            )
+            if fetch.found
+            else (0, [])
+        )
+        if num_tokens <= fetch.num_hit_tokens:
+            return
+        if not self.speeds.should_fetch():
+            fetch.is_slower = True
+            return
+        fetch.num_tokens = num_tokens - fetch.num_hit_tokens
+        for end, key in needed:
+            if self._tier.has(key):
+                continue
+            if (other := self._coming.get(key)) is not None:
+                fetch.others.add(other)
+                continue
+            fetch.ends[key] = end
+            fetch.unread.append(key)
+            self._coming[key] = fetch
+        if fetch.unread:
+            self._fetches.append(fetch)
+
+    def _end_wait(self, request_id: str, result: str | None) -> None:
+        """The request does not wait any more. ``result``: None if it has ended."""
+        fetch = self._waits.pop(request_id, None)
+        if result is not None:
+            self._over.add(request_id)
+            self._meter.add(metrics.SECOND_TIER_LOOKUPS, 1, result)
+        if fetch is None:
+            return
+        if fetch.planned is None:
+            self._objects.on_answered(request_id)
+            if result == "late" and self._late is None:
+                self._late = (fetch.began, fetch.unanswered[0][2])
+                self._ask_late()
+        wanted = {other for each in self._waits.values() for other in (each, *each.others)}
+        for each in {fetch, *fetch.others} - wanted:
+            self._give_up(each)
+
+    # Reading
+
+    def _start_reads(self) -> None:
+        for fetch in self._fetches:
+            while fetch.unread and len(self._reading) < _MAX_READS:
+                count = min(self._per_read, len(fetch.unread))
+                keys = [fetch.unread[index] for index in range(count)]
+                blocks = self._tier.allocate_for(keys, fetch.ends)
+                if not blocks:
+                    # Too small a tier for this prefix, or all of it is in use.
+                    self._give_up(fetch)
+                    break
+                for _ in blocks:
+                    fetch.unread.popleft()
+                keys = keys[: len(blocks)]
+                names = [self._objects.name(key) for key in keys]
+                read = _Read(keys, names, blocks, self.clock())
+                rows = [block.block_id for block in blocks]
+                request_id = fetch.request.request_id
+                self._reading[self._objects.read(names, rows, request_id)] = read
+                fetch.reads.append(read)
+
+    def _give_up(self, fetch: _Fetch) -> None:
+        """Begin no more reads of a fetch. Those under way go on."""
+        for key in fetch.unread:
+            self._coming.pop(key, None)
+        fetch.unread.clear()
+
+    def _poll(self) -> None:
+        """Take note of what has ended, and commit what was read, head first."""
+        for ended in self._objects.drain_ended():
+            self._last_ended = self.clock()
+            if (read := self._reading.pop(ended.id, None)) is not None:
+                self._on_read(read, ended)
+            else:
+                self.writes.on_ended(ended.id, ok=ended.ok)
+        for fetch in self._fetches:
+            while fetch.reads and (check := fetch.reads[0].check) is not None and check.done():
+                self._commit(fetch, fetch.reads.popleft(), check.result())
+            if fetch.ended and fetch.num_brought:
+                brought = fetch.num_tokens * fetch.num_brought // len(fetch.ends)
+                self.speeds.on_fetched(brought, self.clock() - fetch.began)
+        self._fetches = [fetch for fetch in self._fetches if not fetch.ended]
+
+    def _on_read(self, read: _Read, ended: Ended) -> None:
+        count = len(read.keys) if ended.num_read is None else ended.num_read
+        rows = self._rows
+        targets = [
+            (block.block_id, name)
+            for block, name in zip(read.blocks[:count], read.names, strict=False)
+        ]
+
+        def check() -> int:
+            for index, (row, name) in enumerate(targets):
+                if not rows.is_sealed(row, name):
+                    return index
+            return len(targets)
+
+        read.check = self._executor.submit(check)
+
+    def _commit(self, fetch: _Fetch, read: _Read, num_whole: int) -> None:
+        """Make the blocks of a read findable, up to the first that is not whole. What lies behind
+        a block that is missing is of no use."""
+        for key in read.keys:
+            self._coming.pop(key, None)
+        if num_whole < len(read.keys):
+            self._on_bad(read.names[num_whole])
+        self._meter.add(metrics.SECOND_TIER_BYTES, num_whole * self._rows.num_bytes, "read")
+        if fetch.failed:
+            num_whole = 0
+        elif num_whole < len(read.keys):
+            fetch.failed = True
+            self._give_up(fetch)
+        fetch.num_brought += num_whole
+        on_device = self._on_device()
+        wanted = [index for index in range(num_whole) if read.keys[index] not in on_device]
+        run = Run(
+            (),
+            [read.keys[index] for index in wanted],
+            num_tokens=[fetch.ends[read.keys[index]] for index in wanted],
+            on_device=False,
+            host_blocks=[read.blocks[index] for index in wanted],
+        )
+        self._tier.unpin([b for index, b in enumerate(read.blocks) if index not in wanted])
+        (useless,) = self._tier.commit([run])
+        self._meter.add(metrics.FETCHED, len(wanted) - len(useless))
+        self._on_fetched(run, fetch.request, useless)
+        if self._directory is not None:
+            self._directory.on_read(self._objects.paths(read.names[:num_whole]))
+
+    def _on_bad(self, name: OffloadKey) -> None:
+        """An object could not be read, or has other bytes than it should."""
+        self._meter.add(metrics.SECOND_TIER_FAILED, 1, "read")
+        self._failed[name] = self.clock()
+        self._failed.move_to_end(name)
+        while len(self._failed) > _MAX_FAILED:
+            self._failed.popitem(last=False)
+        if self._directory is not None:
+            self._directory.remove(self._objects.paths([name]))
+
+    # Hanging
+
+    def _check_hung(self) -> None:
+        """Switch the tier off if it has not answered for long. Its reads keep their blocks."""
+        jobs = [*(read.began for read in self._reading.values()), *self.writes.beginnings]
+        questions = [each.began for each in self._waits.values() if each.planned is None]
+        if self._late is not None:
+            questions.append(self._late[0])
+        # A slow tier has a queue, and ends something now and then.
+        since = min(
+            [*questions, *([max(min(jobs), self._last_ended)] if jobs else [])],
+            default=self.clock(),
+        )
+        if self.clock() - since < _HUNG_SECONDS:
+            return
+        self.is_on = False
+        self.writes.stop()
+        for request_id in [*self._waits]:
+            self._end_wait(request_id, "late")
+        logger.error(
+            "The second tier has not answered for %.0f s and is switched off. The server continues "
+            "without it; restart the server to switch it on again.",
+            _HUNG_SECONDS,
+        )

@@ -1,0 +1,95 @@
+"""Speeds: whether to fetch a prefix is quicker than to compute it."""
+
+import math
+from collections.abc import Callable
+
+_UNKNOWN_SECONDS = 1.0
+"""Longest wait for objects before the speed of compute is known."""
+_PROBE_SECONDS = 60.0
+"""How often to measure a tier again that does not pay."""
+_MIN_TOKENS = 128
+"""Steps with fewer tokens say little about the speed of compute."""
+_ANSWER_SHARE = 0.1
+"""Most that answers may take, as a share of the time that computing takes."""
+_FADING = 0.9
+"""Weight of what was measured before, against what is measured next."""
+
+
+class Speeds:
+    """Tokens per second of compute and of fetches, as measured. Where fetches are slower, none is
+    made, but for a probe now and then."""
+
+    def __init__(self, clock: Callable[[], float], *, always: bool = False) -> None:
+        """``clock``: seconds, never going back. ``always``: fetch, however slow that is."""
+        self._clock = clock
+        self._always = always
+        self.compute: float | None = None
+        """Prompt tokens per second of steps that compute many. None: not measured yet."""
+        self.fetch: float | None = None
+        """Tokens per second of prefixes that were fetched. None: not measured yet."""
+        self.answer: float | None = None
+        """Seconds from a request's questions to the answers. A short time counts at once, since a
+        long one may have waited for the engine's step."""
+        self._tokens = self._seconds = 0.0
+        self._begun: tuple[float, int] | None = None
+        self._probed = self._answered = -_PROBE_SECONDS
+
+    @property
+    def pays(self) -> bool:
+        """Whether a fetch is as quick as compute, as far as is known."""
+        if self._always or self.fetch is None or self.compute is None:
+            return True
+        return self.fetch >= self.compute
+
+    def should_ask(self, num_tokens: int) -> bool:
+        """Whether to ask for a prefix of ``num_tokens`` tokens: a fetch may pay, and an answer
+        takes little of the time that computing them would. Or the last answer is long ago."""
+        if self._always or self.compute is None or self.answer is None:
+            return True
+        if self.answer > _ANSWER_SHARE * num_tokens / self.compute:
+            return self._clock() - self._answered >= _PROBE_SECONDS
+        return self.pays or self._is_time_for_probe
+
+    def should_fetch(self) -> bool:
+        """Whether to make a fetch: it pays, or it is time for a probe."""
+        if self.pays:
+            return True
+        if not self._is_time_for_probe:
+            return False
+        self._probed = self._clock()
+        return True
+
+    def max_wait(self, num_tokens: int) -> float:
+        """Seconds that a request may wait for ``num_tokens`` tokens: as long as computing them
+        takes."""
+        if self._always:
+            return math.inf
+        return num_tokens / self.compute if self.compute else _UNKNOWN_SECONDS
+
+    def on_step(self, num_tokens: int) -> None:
+        """The engine begins a step of ``num_tokens`` tokens: so the step before has ended. The
+        engine may have had a rest in between, so a slow step counts for little."""
+        now = self._clock()
+        if self._begun is not None:
+            began, before = self._begun
+            if before >= _MIN_TOKENS and now > began:
+                speed = before / (now - began)
+                faded = _FADING * (self.compute or 0.0) + (1 - _FADING) * speed
+                self.compute = max(speed, faded)
+        self._begun = (now, num_tokens)
+
+    def on_answered(self, seconds: float) -> None:
+        """All questions of a request have been answered so long after it came."""
+        self._answered = self._clock()
+        self.answer = min(seconds, _FADING * (self.answer or seconds) + (1 - _FADING) * seconds)
+
+    def on_fetched(self, num_tokens: int, seconds: float) -> None:
+        """A fetch of ``num_tokens`` tokens has taken so long."""
+        self._tokens = _FADING * self._tokens + num_tokens
+        self._seconds = _FADING * self._seconds + seconds
+        if self._seconds > 0:
+            self.fetch = self._tokens / self._seconds
+
+    @property
+    def _is_time_for_probe(self) -> bool:
+        return self._clock() - self._probed >= _PROBE_SECONDS

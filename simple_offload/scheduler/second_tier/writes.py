@@ -1,0 +1,199 @@
+"""Writes: host blocks on their way to the second tier, behind their store."""
+
+import sys
+from collections import deque
+from collections.abc import Callable, Collection, Sequence
+from concurrent.futures import Executor, Future
+from typing import NamedTuple
+
+from vllm.v1.core.kv_cache_utils import BlockHashWithGroupId
+from vllm.v1.kv_offload.base import OffloadKey
+
+from simple_offload import metrics
+from simple_offload.logs import get_logger
+from simple_offload.scheduler.second_tier.directory import Directory
+from simple_offload.scheduler.second_tier.objects import Objects
+from simple_offload.scheduler.second_tier.rows import Rows
+from simple_offload.scheduler.tier.cpu_tier import CpuTier
+from simple_offload.scheduler.tier.run import Run
+
+logger = get_logger(__name__)
+
+_WRITE_BYTES = 16 << 20
+"""Of one write."""
+_MAX_WRITES = 16
+"""Writes under way at once. What does not find room waits in a list."""
+_MAX_WAITING = 1 << 16
+"""Keys of blocks that wait to be written. Beyond them, the newest are dropped."""
+_PAUSE_SECONDS = 30.0
+"""Pause of writes after one has failed: the disk may be full."""
+
+
+class _Write(NamedTuple):
+    seals: "Future[list[bytes]]"
+    keys: Sequence[BlockHashWithGroupId]
+    names: Sequence[OffloadKey]
+    rows: Sequence[int]
+    began: float
+
+
+class Writes:
+    """Each host block that has become findable is written once, in the order in which they came.
+
+    A write has no reference to its blocks, so that it does not change the order of eviction. If a
+    block gets other contents meanwhile, its seal does not fit what was written.
+    """
+
+    def __init__(
+        self,
+        objects: Objects,
+        rows: Rows,
+        tier: CpuTier,
+        meter: metrics.Meter,
+        executor: Executor,
+        clock: Callable[[], float],
+        directory: Directory | None,
+    ) -> None:
+        """``executor``: for checksums. ``directory``: where vLLM's fs tier keeps files."""
+        self._objects = objects
+        self._rows = rows
+        self._tier = tier
+        self._meter = meter
+        self._executor = executor
+        self._clock = clock
+        self._directory = directory
+        self._waiting: dict[BlockHashWithGroupId, None] = {}
+        self._sealing: deque[_Write] = deque()
+        self._in_flight: dict[int, _Write] = {}
+        self._paused_until = 0.0
+        self._is_stopped = False
+        self._per_write = max(1, _WRITE_BYTES // rows.num_bytes)
+
+    @property
+    def idle(self) -> bool:
+        """Whether nothing is under way or could be."""
+        return not (self._sealing or self._in_flight or self._num_writable)
+
+    @property
+    def has_pending_work(self) -> bool:
+        """Whether something waits for the next step, which no thread does by itself."""
+        return bool(self._sealing) or self._num_writable > 0
+
+    @property
+    def beginnings(self) -> list[float]:
+        """When each write under way began."""
+        return [write.began for write in self._in_flight.values()]
+
+    def on_stored(self, run: Run, useless: Collection[int]) -> None:
+        """The blocks of ``run`` have become findable in the tier, except at the places
+        ``useless``."""
+        if self._is_stopped:
+            return
+        new = [key for place, key in enumerate(run.keys) if place not in useless]
+        room = max(0, _MAX_WAITING - len(self._waiting))
+        self._waiting.update(dict.fromkeys(new[:room]))
+        self._meter.add(metrics.SECOND_TIER_DROPPED, len(new[room:]), "busy")
+
+    def start(self) -> None:
+        """Start what can be written now."""
+        while self._sealing and self._sealing[0].seals.done():
+            self._write(self._sealing.popleft())
+        while (count := self._num_writable) > 0:
+            keys: list[BlockHashWithGroupId] = []
+            rows: list[int] = []
+            while self._waiting and len(keys) < count:
+                key = next(iter(self._waiting))
+                del self._waiting[key]
+                if found := self._tier.ids_of([key]):
+                    keys.append(key)
+                    rows += found
+                else:
+                    self._meter.add(metrics.SECOND_TIER_DROPPED, 1, "evicted")
+            if keys:
+                names = [self._objects.name(key) for key in keys]
+                seals = self._executor.submit(self._seals, rows, names)
+                self._sealing.append(_Write(seals, keys, names, rows, self._clock()))
+
+    def on_ended(self, write_id: int, *, ok: bool) -> None:
+        """A write has ended."""
+        write = self._in_flight.pop(write_id)
+        num_bytes = len(write.keys) * self._rows.num_bytes
+        if ok:
+            self._meter.add(metrics.SECOND_TIER_BYTES, num_bytes, "write")
+        else:
+            self._meter.add(metrics.SECOND_TIER_FAILED, 1, "write")
+            now = self._clock()
+            if self._paused_until <= now:
+                logger.warning(
+                    "The second tier could not write objects. It goes on in %.0f s", _PAUSE_SECONDS
+                )
+            self._paused_until = now + _PAUSE_SECONDS
+        if self._directory is not None:
+            paths = self._objects.paths(write.names)
+            # A write that failed may have written some of them.
+            self._directory.on_written(paths, num_bytes)
+            # Other contents since: the seal does not fit them.
+            self._directory.remove(
+                [
+                    path
+                    for path, key, row in zip(paths, write.keys, write.rows, strict=True)
+                    if self._tier.ids_of([key]) != [row]
+                ]
+            )
+
+    def finish(self, poll: Callable[[], None]) -> None:
+        """Write all that can be written, and wait for it. ``poll``: take note of what has ended."""
+        while not self.idle:
+            for write in self._sealing:
+                write.seals.result()
+            self.start()
+            self._objects.drain()
+            poll()
+
+    def stop(self) -> None:
+        """Begin no more writes."""
+        self._is_stopped = True
+        self.clear()
+
+    def clear(self) -> None:
+        """Begin no more writes of blocks so far."""
+        self._waiting.clear()
+        self._sealing.clear()
+
+    @property
+    def _num_writable(self) -> int:
+        """Blocks that the next write may have."""
+        num_under_way = len(self._sealing) + len(self._in_flight)
+        if not self._waiting or num_under_way >= _MAX_WRITES or self._clock() < self._paused_until:
+            return 0
+        if self._directory is None:
+            room = sys.maxsize
+        else:
+            writes = (*self._sealing, *self._in_flight.values())
+            num_objects = sum(len(write.keys) for write in writes)
+            room = self._directory.room() - num_objects * self._rows.num_bytes
+        return max(0, min(self._per_write, room // self._rows.num_bytes))
+
+    def _seals(self, rows: Sequence[int], names: Sequence[OffloadKey]) -> list[bytes]:
+        return [self._rows.seal_of(row, name) for row, name in zip(rows, names, strict=True)]
+
+    def _write(self, write: _Write) -> None:
+        """Begin a write whose seals are known, without blocks that have lost their contents. Such a
+        seal may be that of other bytes, and a read may be filling that row."""
+        seals = write.seals.result()
+        if self._tier.ids_of(write.keys) != write.rows:
+            places = [
+                place
+                for place, key in enumerate(write.keys)
+                if self._tier.ids_of([key]) == [write.rows[place]]
+            ]
+            self._meter.add(metrics.SECOND_TIER_DROPPED, len(write.keys) - len(places), "evicted")
+            seals = [seals[place] for place in places]
+            write = write._replace(
+                keys=[write.keys[place] for place in places],
+                names=[write.names[place] for place in places],
+                rows=[write.rows[place] for place in places],
+            )
+        if write.keys:
+            self._rows.seal(write.rows, seals)
+            self._in_flight[self._objects.write(write.names, write.rows)] = write

@@ -1,0 +1,744 @@
+"""The directory of objects: its limit, what leaves first, and other servers beside it."""
+
+import errno
+import fcntl
+import os
+import shutil
+import stat
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from simple_offload.scheduler.second_tier import directory as directory_module
+from simple_offload.scheduler.second_tier.directory import Directory
+from tests.conftest import PATIENCE_SECONDS
+
+NOW = 1_800_000_000.0
+SIZE = 100
+LIMIT = 64 * SIZE
+MOST, AFTER_REMOVAL = 60, 56
+"""Objects of ``SIZE`` that may stay, and those that are left if there are more."""
+HOUR = 3600
+
+
+class Clock:
+    """A clock that stands still."""
+
+    def __init__(self) -> None:
+        self.now = NOW
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    return tmp_path / "objects"
+
+
+@pytest.fixture
+def directory(root: Path, clock: Clock) -> Directory:
+    return Directory(root, LIMIT, clock=clock)
+
+
+def write(path: Path, num_bytes: int = SIZE, age: float = 0) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(bytes(num_bytes))
+    os.utime(path, (NOW - age, NOW - age))
+    return path
+
+
+def path_of(root: Path, number: int, namespace: str = "model_0123_r0") -> Path:
+    """The path of an object in vLLM's layout."""
+    name = f"{number:03x}{number % 256:02x}".ljust(64, "0")
+    return root / namespace / name[:3] / f"{name[3:5]}_g0" / f"{name}.bin"
+
+
+def put(root: Path, numbers: range, num_bytes: int = SIZE, newest: float = 0) -> list[str]:
+    """Write objects, the first one longest ago, a second apart."""
+    ages = range(len(numbers) - 1, -1, -1)
+    return [
+        str(write(path_of(root, number), num_bytes, newest + age))
+        for number, age in zip(numbers, ages, strict=True)
+    ]
+
+
+def objects(root: Path) -> set[str]:
+    return {str(path) for path in root.rglob("*.bin")}
+
+
+def calls_before(
+    monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, call: Callable[[Any], None]
+) -> None:
+    """``call`` with the first argument before each call of ``owner.name``."""
+    original = getattr(owner, name)
+
+    def replacement(first: Any, *args: Any, **kwargs: Any) -> Any:
+        call(first)
+        return original(first, *args, **kwargs)
+
+    monkeypatch.setattr(owner, name, replacement)
+
+
+class Entries(list[os.DirEntry[str]]):
+    """What ``os.scandir`` found some time ago."""
+
+    def __enter__(self) -> "Entries":
+        return self
+
+    def __exit__(self, *args: object) -> None: ...
+
+
+def refuse(*args: object, **kwargs: object) -> None:
+    raise PermissionError(errno.EACCES, "not allowed")
+
+
+# The limit
+
+
+def test_up_to_15_sixteenths_nothing_leaves(directory: Directory, root: Path) -> None:
+    paths = put(root, range(MOST))
+    directory.scan()
+    assert objects(root) == set(paths)
+
+
+@pytest.mark.parametrize("number", [MOST + 1, 64, 200])
+def test_above_it_the_oldest_leave_until_7_eighths(
+    directory: Directory, root: Path, number: int
+) -> None:
+    paths = put(root, range(number))
+    directory.scan()
+    assert objects(root) == set(paths[-AFTER_REMOVAL:])
+
+
+def test_bytes_count(directory: Directory, root: Path) -> None:
+    large = put(root, range(2), num_bytes=LIMIT // 2 - 150, newest=100)
+    small = put(root, range(2, 6))
+    directory.scan()
+    assert objects(root) == {large[1], *small}
+
+
+def test_all_namespaces_count(directory: Directory, root: Path) -> None:
+    old = write(path_of(root, 1, namespace="former_4567_r0"), age=1000)
+    paths = put(root, range(MOST))
+    directory.scan()
+    assert objects(root) == set(paths[-AFTER_REMOVAL:])
+    assert not old.exists()
+
+
+def test_no_limit(root: Path, clock: Clock) -> None:
+    directory = Directory(root, None, clock=clock)
+    paths = put(root, range(200))
+    left_over = write(root / f"{'a' * 64}.bin_1.tmp", age=HOUR)
+    assert directory.room() == sys.maxsize
+    directory.scan()
+    directory.on_written(paths, 10 * LIMIT)
+    assert directory.room() == sys.maxsize
+    assert objects(root) == set(paths)
+    assert not left_over.exists()
+
+
+def test_emptied_folders_leave_too(directory: Directory, root: Path) -> None:
+    """Only those of single objects: there may be a million."""
+    old = write(path_of(root, 0xFFF), age=1000)
+    put(root, range(MOST))
+    directory.scan()
+    assert not old.parent.exists()
+    assert old.parent.parent.exists()
+    directory.remove([str(write(root / "aaa" / f"{'a' * 64}.bin"))])
+    directory.scan()
+    assert list((root / "aaa").iterdir()) == []
+
+
+# What leaves first
+
+
+def test_what_was_read_leaves_last(directory: Directory, root: Path) -> None:
+    paths = put(root, range(64), newest=100)
+    directory.on_read(paths[:10])
+    directory.scan()
+    assert objects(root) == {*paths[:10], *paths[18:]}
+
+
+@pytest.mark.parametrize("use", ["read", "written"])
+def test_the_tail_of_a_chain_leaves_before_its_head(
+    directory: Directory, root: Path, clock: Clock, use: str
+) -> None:
+    chain = put(root, range(8))[::-1]
+    if use == "read":
+        directory.on_read(chain)
+    else:
+        directory.on_written(chain, 8 * SIZE)
+    directory.scan()
+    clock.now += 60
+    newer = put(root, range(8, 61), newest=-60)
+    directory.scan()
+    assert objects(root) == {*chain[:3], *newer}
+
+
+def test_what_another_server_reads_meanwhile_stays(
+    directory: Directory, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    paths = put(root, range(64), newest=100)
+    other = Directory(root, LIMIT, clock=Clock())
+
+    def read(path: Path) -> None:
+        monkeypatch.undo()
+        other.on_read([paths[3]])
+        other.scan()
+
+    calls_before(monkeypatch, Path, "unlink", read)
+    directory.scan()
+    assert objects(root) == {paths[3], *paths[8:]}
+
+
+def test_what_is_read_during_the_scan_stays(
+    directory: Directory, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    paths = put(root, range(64), newest=100)
+    calls_before(monkeypatch, Path, "unlink", lambda _: directory.on_read([paths[7]]))
+    directory.scan()
+    assert objects(root) == {paths[7], *paths[8:]}
+
+
+def test_a_use_in_the_future_counts_as_the_oldest(directory: Directory, root: Path) -> None:
+    """Otherwise the object would never leave."""
+    paths = put(root, range(64))
+    for path in paths[60:]:
+        os.utime(path, (NOW + 2 * HOUR, NOW + 2 * HOUR))
+    directory.scan()
+    assert objects(root) == set(paths[4:60])
+
+
+def test_clocks_of_servers_may_differ_a_little(directory: Directory, root: Path) -> None:
+    paths = put(root, range(64))
+    for path in paths[60:]:
+        os.utime(path, (NOW + HOUR / 2, NOW + HOUR / 2))
+    directory.scan()
+    assert objects(root) == set(paths[8:])
+
+
+def test_after_the_clock_jumped_back_the_order_is_kept(
+    directory: Directory, root: Path, clock: Clock
+) -> None:
+    paths = put(root, range(64))
+    directory.scan()
+    clock.now -= 1000 * HOUR
+    directory.on_read(paths[8:10])
+    put(root, range(64, 72))
+    directory.scan()
+    assert objects(root) == {
+        *paths[8:10],
+        *paths[18:],
+        *(str(path_of(root, n)) for n in range(64, 72)),
+    }
+    assert directory.room() == 8 * SIZE // 4
+
+
+# The room
+
+
+def test_room_is_a_quarter_of_what_is_free(directory: Directory, root: Path) -> None:
+    """So four servers that do not know of each other stay below the limit."""
+    put(root, range(20))
+    assert directory.room() == 0
+    directory.scan()
+    assert directory.room() == 44 * SIZE // 4
+    put(root, range(20, 64))
+    directory.scan()
+    assert directory.room() == 8 * SIZE // 4
+
+
+def test_what_is_written_takes_room(directory: Directory, root: Path) -> None:
+    directory.scan()
+    directory.on_written(put(root, range(10)), 10 * SIZE)
+    assert directory.room() == 16 * SIZE - 10 * SIZE
+    directory.on_written([], 7 * SIZE)
+    assert directory.room() == 0
+    directory.scan()
+    assert directory.room() == 54 * SIZE // 4
+
+
+def test_what_is_written_during_a_scan_takes_room(
+    directory: Directory, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The scan may have missed it."""
+    calls_before(monkeypatch, os, "scandir", lambda _: directory.on_written([], SIZE))
+    directory.scan()
+    assert directory.room() == 15 * SIZE
+
+
+def test_four_servers_stay_below_the_limit(root: Path, clock: Clock) -> None:
+    servers = [Directory(root, LIMIT, clock=clock) for _ in range(4)]
+    numbers = iter(range(4096))
+    for _ in range(20):
+        for server in servers:
+            server.scan()
+        for server in servers:
+            while server.room() >= SIZE:
+                clock.now += 1
+                number = next(numbers)
+                server.on_written([str(write(path_of(root, number)))], SIZE)
+        assert 16 <= len(objects(root)) <= 64
+
+
+# Other servers
+
+
+def test_servers_that_remove_at_once_remove_no_more_than_one(root: Path, clock: Clock) -> None:
+    for first in range(0, 1000, 100):
+        clock.now += 200
+        servers = [Directory(root, LIMIT, clock=clock) for _ in range(4)]
+        paths = put(root, range(first, first + 100), newest=NOW - clock.now)
+        together = threading.Barrier(len(servers))
+
+        def run(server: Directory, together: threading.Barrier = together) -> None:
+            together.wait(PATIENCE_SECONDS)
+            server.scan()
+
+        threads = [threading.Thread(target=run, args=[server]) for server in servers]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(PATIENCE_SECONDS)
+        assert objects(root) == set(paths[-AFTER_REMOVAL:])
+
+
+@contextmanager
+def locked(root: Path) -> Iterator[None]:
+    """Another server is removing files."""
+    with (root / ".lock").open("r+") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def test_while_another_server_removes_this_one_only_counts(
+    directory: Directory, root: Path
+) -> None:
+    paths = put(root, range(62))
+    left_over = write(root / f"{'a' * 64}.bin_1.tmp", age=HOUR)
+    with locked(root):
+        directory.scan()
+    assert objects(root) == set(paths)
+    assert left_over.exists()
+    assert directory.room() == SIZE // 4
+    directory.scan()
+    assert objects(root) == set(paths[-AFTER_REMOVAL:])
+    with locked(root):  # the lock was given back
+        pass
+
+
+def test_without_locks_in_the_file_system_each_server_removes(
+    directory: Directory, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def flock(*_: object) -> None:
+        raise OSError(errno.ENOLCK, "no locks")
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    paths = put(root, range(64))
+    directory.scan()
+    assert objects(root) == set(paths[-AFTER_REMOVAL:])
+
+
+@pytest.mark.parametrize("call", ["lstat", "unlink"])
+def test_files_that_vanish_before_they_are_removed(
+    directory: Directory, root: Path, monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
+    """They count as gone: no others leave in their place."""
+    paths = put(root, range(64))
+    calls_before(monkeypatch, Path, call, os.remove)
+    directory.scan()
+    assert objects(root) == set(paths[-AFTER_REMOVAL:])
+    assert directory.room() == 8 * SIZE // 4
+
+
+def test_files_that_vanish_before_they_are_looked_at(
+    directory: Directory, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (path,) = put(root, range(1))
+    for digit in "abcd":
+        write(Path(path).with_name(f"{digit * 64}.bin"))
+    original = os.scandir
+
+    def scandir(folder: str) -> Entries:
+        entries = Entries(original(folder))
+        if folder == str(Path(path).parent):
+            Path(entries[0].path).unlink()
+        return entries
+
+    monkeypatch.setattr(os, "scandir", scandir)
+    directory.scan()
+    assert len(objects(root)) == 4
+    assert directory.room() == 60 * SIZE // 4
+
+
+def test_folders_that_vanish(
+    directory: Directory, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    paths = put(root, range(20))
+
+    def remove(folder: str) -> None:
+        if folder == str(Path(paths[5]).parent):
+            Path(paths[5]).unlink()
+            Path(folder).rmdir()
+
+    calls_before(monkeypatch, os, "scandir", remove)
+    directory.scan()
+    assert directory.room() == 45 * SIZE // 4
+
+
+def test_a_deleted_root_has_room_and_stays_deleted(directory: Directory, root: Path) -> None:
+    paths = put(root, range(20))
+    directory.scan()
+    shutil.rmtree(root)
+    directory.on_read(paths)
+    directory.on_written(paths, SIZE)
+    directory.remove(paths)
+    directory.scan()
+    assert directory.room() == 16 * SIZE
+    assert not root.exists()
+    paths = put(root, range(64))  # vLLM's writer makes it anew
+    directory.scan()
+    assert objects(root) == set(paths[-AFTER_REMOVAL:])
+
+
+# Other files
+
+
+@pytest.mark.parametrize("name", [f"{'a' * 64}.bin_123.tmp", ".o_direct_probe_123.tmp"])
+def test_temporary_files_of_a_killed_server_leave(
+    directory: Directory, root: Path, name: str
+) -> None:
+    old = write(root / "a_r0" / name, age=11 * 60)
+    later = write(root / "b_r0" / name, age=-2 * HOUR)
+    young = write(root / "c_r0" / name, age=9 * 60)
+    directory.scan()
+    assert [path.exists() for path in (old, later, young)] == [False, False, True]
+    assert directory.room() == 63 * SIZE // 4
+
+
+def test_objects_leave_for_temporary_files_but_not_these(directory: Directory, root: Path) -> None:
+    young = write(root / f"{'a' * 64}.bin_1.tmp", num_bytes=20 * SIZE, age=9 * 60)
+    paths = put(root, range(44))
+    directory.scan()
+    assert objects(root) == set(paths[-36:])
+    assert young.exists()
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["config.json", "pytorch_model.bin", "0123.bin", "notes.tmp", f"{'a' * 64}.bin.tmp", "a.bin_1"],
+)
+def test_files_of_others_neither_count_nor_leave(
+    directory: Directory, root: Path, name: str
+) -> None:
+    foreign = [
+        write(root / name, num_bytes=LIMIT, age=1000 * HOUR),
+        write(path_of(root, 1).parent / name, num_bytes=LIMIT, age=1000 * HOUR),
+    ]
+    paths = put(root, range(64))
+    directory.scan()
+    assert all(path.exists() for path in foreign)
+    assert set(paths[-AFTER_REMOVAL:]) <= objects(root)
+    assert (root / ".lock").exists()
+    assert directory.room() == 8 * SIZE // 4
+
+
+def test_symbolic_links_are_not_followed(directory: Directory, root: Path, tmp_path: Path) -> None:
+    outside = write(path_of(tmp_path / "outside", 1), num_bytes=LIMIT, age=1000 * HOUR)
+    outside.chmod(0o644)
+    file, folder = path_of(root, 1), root / "namespace"
+    file.parent.mkdir(parents=True)
+    file.symlink_to(outside)
+    folder.symlink_to(tmp_path / "outside")
+    before = outside.stat()
+    directory.on_read([str(file)])
+    directory.on_written([str(file)], 0)
+    directory.scan()
+    after = outside.stat()
+    assert (after.st_mode, after.st_mtime) == (before.st_mode, before.st_mtime)
+    assert file.is_symlink()
+    assert folder.is_symlink()
+    assert directory.room() == LIMIT // 4
+
+
+def test_the_lock_is_no_symbolic_link(root: Path, tmp_path: Path) -> None:
+    root.mkdir()
+    (root / ".lock").symlink_to(tmp_path / "outside")
+    with pytest.raises(OSError, match="objects cannot be kept"):
+        Directory(root, LIMIT)
+    assert not (tmp_path / "outside").exists()
+
+
+def test_remove(directory: Directory, root: Path) -> None:
+    paths = put(root, range(20))
+    directory.remove([*paths[3:5], str(root / "missing.bin")])
+    directory.scan()
+    assert objects(root) == {*paths[:3], *paths[5:]}
+    assert directory.room() == 46 * SIZE // 4
+
+
+# Modes and errors
+
+
+def mode(path: Path | str) -> int:
+    return stat.S_IMODE(Path(path).stat().st_mode)
+
+
+def test_modes(root: Path, tmp_path: Path) -> None:
+    directory = Directory(root, LIMIT)
+    paths = put(root, range(4))
+    for path in paths:
+        Path(path).chmod(0o644)
+    directory.on_written([paths[0], str(root / "missing.bin"), paths[2]], 2 * SIZE)
+    directory.scan()
+    assert [mode(path) for path in paths] == [0o600, 0o644, 0o600, 0o644]
+    assert mode(root) == 0o700
+    assert mode(root / ".lock") == 0o600
+    (existing := tmp_path / "existing").mkdir(mode=0o750)
+    Directory(existing, LIMIT)
+    assert mode(existing) == 0o750
+
+
+@pytest.mark.parametrize("place", ["file", "below a file", "cannot be created", "read-only"])
+def test_a_root_that_cannot_be_used_is_named(tmp_path: Path, place: str) -> None:
+    file = write(tmp_path / "file")
+    root = {
+        "file": file,
+        "below a file": file / "below",
+        "cannot be created": Path("/proc/objects"),
+        "read-only": Path("/proc"),
+    }[place]
+    with pytest.raises(OSError, match=rf"objects cannot be kept in {root}: "):
+        Directory(root, LIMIT)
+
+
+def test_files_that_cannot_be_removed(
+    directory: Directory,
+    root: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """One warning, and no room above the limit. When it works again, so does the limit."""
+    paths = put(root, range(80))
+    with monkeypatch.context() as refusing:
+        refusing.setattr(Path, "unlink", refuse)
+        for _ in range(3):
+            directory.scan()
+            assert directory.room() == 0
+    (message,) = caplog.messages
+    assert message.startswith(f"Files cannot be removed, so {root} may stay full: ")
+    directory.scan()
+    assert objects(root) == set(paths[-AFTER_REMOVAL:])
+    assert directory.room() == 8 * SIZE // 4
+    put(root, range(80, 104))
+    with monkeypatch.context() as refusing:
+        refusing.setattr(Path, "unlink", refuse)
+        directory.scan()
+    assert caplog.messages == [message, message]
+
+
+def test_a_folder_that_cannot_be_read_is_passed_over(
+    directory: Directory,
+    root: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """As lost+found, where root is a whole file system."""
+    put(root, range(20))
+    (root / "lost+found").mkdir()
+
+    def open_folder(folder: str) -> None:
+        if folder.endswith("lost+found"):
+            refuse()
+
+    calls_before(monkeypatch, os, "scandir", open_folder)
+    directory.scan()
+    directory.scan()
+    assert directory.room() == 44 * SIZE // 4
+    (message,) = caplog.messages
+    assert message.startswith("A folder cannot be read, so what it has is not counted: ")
+
+
+def test_a_root_that_cannot_be_read_is_not_an_empty_one(
+    directory: Directory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "scandir", refuse)
+    with pytest.raises(PermissionError):
+        directory.scan()
+
+
+# The thread
+
+
+class Watched(Directory):
+    """Tells when a scan has ended."""
+
+    def __init__(self, root: Path, clock: Clock) -> None:
+        super().__init__(root, LIMIT, clock=clock)
+        self.num_ended = threading.Semaphore(0)
+        self.error: Exception | None = None
+
+    def scan(self) -> None:
+        try:
+            if self.error is not None:
+                raise self.error
+            super().scan()
+        finally:
+            self.num_ended.release()
+
+    def wait(self) -> None:
+        assert self.num_ended.acquire(timeout=PATIENCE_SECONDS)
+
+    def ask(self, until: Callable[[], bool] = lambda: True) -> None:
+        """Ask for the room, as every step does, until a scan has ended after which this is so."""
+        for _ in range(int(PATIENCE_SECONDS * 100)):
+            self.room()
+            if self.num_ended.acquire(timeout=0.01) and until():
+                return
+        pytest.fail("no such scan")
+
+
+@pytest.fixture
+def watched(root: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch) -> Iterator[Watched]:
+    monkeypatch.setattr(directory_module, "_PAUSE_SECONDS", 0.0)
+    directory = Watched(root, clock)
+    yield directory
+    directory.close()
+
+
+def test_the_thread_scans_at_start_and_when_half_the_room_is_used(
+    watched: Watched, root: Path
+) -> None:
+    watched.start()
+    watched.wait()
+    paths = put(root, range(64))
+    watched.on_written(paths[:7], 7 * SIZE)
+    assert watched.room() == 9 * SIZE
+    assert not watched.num_ended.acquire(timeout=0.1)
+    watched.on_written(paths[7:8], SIZE)
+    watched.ask()
+    # The objects reported last were used last, the first of them at the very last.
+    assert objects(root) == {*paths[:8], *paths[16:]}
+    assert watched.room() == 2 * SIZE
+    assert not watched.num_ended.acquire(timeout=0.1)
+
+
+def test_a_scan_is_repeated_after_a_minute(watched: Watched, clock: Clock) -> None:
+    """Other servers write too. The old room counts until then: a first write is not refused."""
+    watched.start()
+    watched.wait()
+    clock.now += 59
+    assert watched.room() == LIMIT // 4
+    assert not watched.num_ended.acquire(timeout=0.1)
+    clock.now += 2
+    assert watched.room() == LIMIT // 4
+    watched.ask()
+
+
+@pytest.mark.parametrize(("number", "room"), [(62, SIZE // 2), (80, 0)])
+def test_a_full_directory_is_scanned_until_it_is_not(
+    watched: Watched, root: Path, number: int, room: int
+) -> None:
+    paths = put(root, range(number))
+    with locked(root):
+        watched.start()
+        watched.wait()
+        for _ in range(3):
+            assert watched.room() == room
+            watched.ask()
+        assert objects(root) == set(paths)
+    watched.ask(until=lambda: objects(root) == set(paths[-AFTER_REMOVAL:]))
+
+
+@pytest.mark.parametrize("error", [OSError("input/output error"), RuntimeError("a bug")])
+def test_a_scan_that_fails_leaves_no_room_and_is_tried_again(
+    watched: Watched, root: Path, clock: Clock, caplog: pytest.LogCaptureFixture, error: Exception
+) -> None:
+    watched.start()
+    watched.wait()
+    watched.error = error
+    clock.now += 61
+    watched.ask(until=lambda: watched.room() == 0)
+    for _ in range(3):
+        watched.ask()
+        assert watched.room() == 0
+    watched.error = None
+    watched.ask(until=lambda: watched.room() == LIMIT // 4)
+    (message,) = caplog.messages
+    assert message == f"Nothing is written to {root} until a scan succeeds: {error}"
+
+
+def test_what_is_queued_waits_for_no_scan(
+    watched: Watched, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    watched.start()
+    watched.wait()
+    begun = threading.Event()
+    calls_before(monkeypatch, Path, "unlink", lambda _: begun.set())
+    watched.remove(put(root, range(1)))
+    assert begun.wait(PATIENCE_SECONDS)
+    assert not watched.num_ended.acquire(blocking=False)
+
+
+def test_a_path_that_is_none_does_not_end_the_thread(watched: Watched, root: Path) -> None:
+    (path,) = put(root, range(1))
+    watched.start()
+    watched.wait()
+    watched.on_read(["\0"])
+    watched.ask(until=lambda: watched.room() == 63 * SIZE // 4)
+    watched.remove([path])
+    watched.close()
+    assert not Path(path).exists()
+
+
+def test_close_does_what_is_queued_and_ends_the_thread(root: Path, clock: Clock) -> None:
+    before = set(threading.enumerate())
+    directory = Directory(root, LIMIT, clock=clock)
+    paths = put(root, range(4))
+    directory.start()
+    directory.on_written(paths[:2], 0)
+    directory.remove(paths[2:])
+    directory.close()
+    directory.close()
+    assert set(threading.enumerate()) <= before
+    assert [mode(path) for path in paths[:2]] == [0o600] * 2
+    assert objects(root) == set(paths[:2])
+
+
+def test_close_gives_up_a_scan(
+    watched: Watched, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may take minutes. What is queued is done all the same."""
+    paths = put(root, range(80))
+    folders: list[str] = []
+    scanning, closing = threading.Event(), threading.Event()
+
+    def on_folder(folder: str) -> None:
+        folders.append(folder)
+        scanning.set()
+        assert closing.wait(PATIENCE_SECONDS)
+
+    calls_before(monkeypatch, os, "scandir", on_folder)
+    watched.start()
+    assert scanning.wait(PATIENCE_SECONDS)
+    watched.remove(paths[:1])
+    calls_before(monkeypatch, threading.Thread, "join", lambda _: closing.set())
+    watched.close()
+    assert len(folders) == 1
+    assert objects(root) == set(paths[1:])
+    assert watched.room() == 0
+
+
+def test_close_without_start(directory: Directory) -> None:
+    directory.close()

@@ -1,0 +1,538 @@
+"""Fetch ahead: what a request gets from the second tier, how long it waits, and whose bytes are
+taken."""
+
+import random
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from vllm.v1.request import Request
+
+from simple_offload import metrics
+from simple_offload.scheduler.second_tier import second_tier as second_tier_module
+from simple_offload.scheduler.second_tier.second_tier import SecondTier
+from tests.scheduler.second_tier.conftest import ROW_BYTES, Clock, MakeServer, Server
+from tests.simulation.second_tier import DiskFaults, InlineExecutor, ScriptedDisk
+
+MINUTE = 60.0
+REAL_CLOCK = SecondTier.clock
+
+
+@pytest.fixture
+def disk(monkeypatch: pytest.MonkeyPatch) -> ScriptedDisk:
+    """Instead of files: it does what it is told when the test says so. Checksums take no time."""
+    monkeypatch.setattr(SecondTier, "make_executor", InlineExecutor)
+    return ScriptedDisk()
+
+
+@pytest.fixture
+def server(serve: MakeServer, disk: ScriptedDisk) -> Server:
+    """A server with "abcdef" on that disk, and nothing in host memory."""
+    server = serve(disk=disk)
+    server.put("abcdef")
+    server.settle()
+    server.empty()
+    return server
+
+
+def answer(disk: ScriptedDisk) -> None:
+    """Answer all questions."""
+    assert disk.tier is not None
+    disk.tier.answer(random.Random(0), 1.0)
+
+
+def end(disk: ScriptedDisk, *places: int) -> None:
+    """End the reads or writes at these places of those under way."""
+    assert disk.tier is not None
+    jobs = [*disk.tier.jobs]
+    for place in places:
+        disk.tier.end(jobs[place], random.Random(0), DiskFaults())
+
+
+def reads(disk: ScriptedDisk) -> list[Any]:
+    """Reads under way."""
+    assert disk.tier is not None
+    return [each for each in disk.tier.jobs if each.job.is_promotion]
+
+
+def begin(server: Server, disk: ScriptedDisk, prompt: str) -> Request:
+    """A request that waits for reads under way."""
+    request = server.request(prompt)
+    assert server.ask(request)
+    answer(disk)
+    server.step()
+    assert server.ask(request)
+    return request
+
+
+def results(server: Server) -> dict[str, float]:
+    """How requests came out of their waits."""
+    counts = {
+        result: server.counted(metrics.SECOND_TIER_LOOKUPS, result)
+        for result in metrics.SERIES[metrics.SECOND_TIER_LOOKUPS].labels["result"]
+    }
+    return {result: count for result, count in counts.items() if count}
+
+
+# Round trips
+
+
+@pytest.mark.parametrize(
+    ("windows", "fetched"), [((0,), "abcdef"), ((8,), "ef"), ((0, 8), "abcdeeff")]
+)
+def test_a_restarted_server_finds_what_the_first_one_wrote(
+    serve: MakeServer, windows: tuple[int, ...], fetched: str
+) -> None:
+    """As much as a lookup needs, head first, and it is not written again."""
+    first = serve(windows=windows)
+    first.put("abcdef")
+    first.settle()
+    num_bytes = 6 * len(windows) * ROW_BYTES
+    assert first.counted(metrics.SECOND_TIER_BYTES, "write") == num_bytes
+    first.empty()
+    assert (first.find("abcdefg"), first.fetch("abcdefg")) == (0, 6)
+    first.stop()
+    second = serve(windows=windows)
+    assert second.fetch("abcdefg") == 6
+    assert "".join(second.fetched) == fetched
+    assert results(second) == {"hit": 1}
+    assert second.counted(metrics.FETCHED) == len(fetched)
+    assert second.counted(metrics.SECOND_TIER_BYTES, "read") == len(fetched) * ROW_BYTES
+    second.settle()
+    assert second.counted(metrics.SECOND_TIER_BYTES, "write") == 0
+    assert second.num_pinned == 0
+
+
+def test_servers_of_one_directory_find_each_others_objects(serve: MakeServer) -> None:
+    one, two, other_model = serve(), serve(), serve(salt=b"\1" * 32)
+    one.put("abc")
+    two.put("abxy")
+    one.settle()
+    two.settle()
+    assert (one.fetch("abxyz"), two.fetch("abcd")) == (4, 3)
+    assert other_model.fetch("abc") == 0
+    assert results(other_model) == {"miss": 1}
+
+
+@pytest.mark.parametrize("windows", [(0,), (8,), (0, 8), (8, 12)])
+def test_a_request_finds_what_memory_and_files_have_together(
+    serve: MakeServer, windows: tuple[int, ...]
+) -> None:
+    rng, prompt = random.Random(0), "abcdefghijkl"
+    server, both = (serve(windows=windows, num_blocks=40, salt=bytes([i] * 32)) for i in range(2))
+    for _ in range(20):
+        server.empty()
+        server.put(prompt)
+        server.settle()
+        both.put(prompt)
+        share = rng.random()
+        for group in server.groups.ids:
+            for key in server.keys(prompt, group):
+                in_memory, in_file = rng.random() < share, rng.random() < share
+                if not in_memory:
+                    server.drop(key)
+                if not in_file:
+                    Path(*server.objects.paths([server.objects.name(key)])).unlink()
+                if not in_memory and not in_file:
+                    both.drop(key)
+        assert server.fetch(prompt) == both.find(prompt)
+
+
+def test_a_long_prompt_is_fetched_as_far_as_it_is_there(serve: MakeServer) -> None:
+    """A request asks for the first blocks, and for the others if one is found."""
+    prompt = "abcdefghijklmnopqrstuvwxyz"
+    server = serve()
+    server.put(prompt)
+    server.settle()
+    server.empty()
+    server.path(prompt[:24]).unlink()
+    assert server.fetch(prompt) == 23
+    assert server.fetch("xyz") == 0
+    assert results(server) == {"hit": 1, "miss": 1}
+
+
+def test_a_prompt_is_fetched_as_far_as_there_is_room(serve: MakeServer) -> None:
+    """Its head, and what the tier has of it, which the request holds."""
+    large = serve()
+    large.put("abcdefgh")
+    large.settle()
+    small = serve(num_blocks=5)
+    assert small.fetch("abcdefgh") == 5
+    small.empty()
+    small.put("abc")
+    small.put("x")
+    small.put("y")
+    assert small.fetch("abcdefgh") == 5
+    assert small.num_pinned == 0
+
+
+# Reads
+
+
+def test_reads_that_overtake_each_other_are_found_head_first(
+    server: Server, disk: ScriptedDisk, serve: MakeServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(second_tier_module, "_READ_BYTES", 2 * ROW_BYTES)
+    server = serve(disk=disk)
+    request = begin(server, disk, "abcdef")
+    found = []
+    for place in (2, 0, 0):  # of those that are left: the last read, the first, the second
+        end(disk, place)
+        server.step()
+        found.append(server.find("abcdef"))
+    assert found == [0, 2, 6]
+    assert not server.ask(request)
+    assert results(server) == {"hit": 1}
+
+
+def test_requests_with_a_common_prefix_fetch_it_once(server: Server, disk: ScriptedDisk) -> None:
+    first = begin(server, disk, "abcdef")
+    second = begin(server, disk, "abcx")
+    assert len(reads(disk)) == 1
+    end(disk, 0)
+    server.step()
+    assert not server.ask(first)
+    assert not server.ask(second)
+    assert results(server) == {"hit": 2}
+    assert server.counted(metrics.FETCHED) == 6
+
+
+def test_a_prefix_is_fetched_for_a_request_whose_predecessor_was_aborted(
+    server: Server, disk: ScriptedDisk, serve: MakeServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The predecessor had only begun to read."""
+    monkeypatch.setattr(second_tier_module, "_READ_BYTES", ROW_BYTES)
+    monkeypatch.setattr(second_tier_module, "_MAX_READS", 2)
+    server = serve(disk=disk)
+    first, second = (begin(server, disk, "abcdef") for _ in range(2))
+    server.finish(first)
+    while server.ask(second):
+        end(disk, 0)
+        server.step()
+    assert server.find("abcdef") == 6
+
+
+def test_what_the_device_has_by_then_is_not_kept(server: Server, disk: ScriptedDisk) -> None:
+    request = begin(server, disk, "abcdef")
+    server.on_device.update(server.keys("ab"))
+    end(disk, 0)
+    server.step()
+    assert not server.ask(request)
+    assert server.tier.num_used == 4
+    assert server.num_pinned == 0
+
+
+def test_what_was_computed_meanwhile_is_not_taken_twice(server: Server, disk: ScriptedDisk) -> None:
+    request = begin(server, disk, "abcdef")
+    server.put("abc")
+    end(disk, 0)
+    server.step()
+    assert not server.ask(request)
+    assert (server.find("abcdef"), server.counted(metrics.FETCHED)) == (6, 3)
+    assert server.num_pinned == 0
+
+
+def test_answers_are_there_when_vllm_comes_to_the_request(
+    server: Server, disk: ScriptedDisk
+) -> None:
+    server.put("a")
+    request, other = server.request("abcdef"), server.request("abx")
+    for each in (request, other):
+        server.second_tier.on_new_request(each)
+    answer(disk)
+    server.step()
+    assert server.ask(request)
+    server.step()
+    assert server.num_pinned == 6  # of the hit, and of a read
+    disk.finish()
+    server.step()
+    assert not server.ask(request)
+    for each in (request, other):
+        server.finish(each)
+    assert disk.tier is not None
+    assert not disk.tier._asked
+    assert results(server) == {"hit": 1}
+
+
+# Bad objects
+
+
+def cut_off(path: Path, other: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-1])
+
+
+def turn_into_a_folder(path: Path, other: Path) -> None:
+    path.unlink()
+    path.mkdir()
+
+
+def flip_a_bit(place: int) -> Callable[[Path, Path], None]:
+    def flip(path: Path, other: Path) -> None:
+        content = bytearray(path.read_bytes())
+        content[place] ^= 1
+        path.write_bytes(content)
+
+    return flip
+
+
+SPOILING: dict[str, Callable[[Path, Path], Any]] = {
+    "missing": lambda path, other: path.unlink(),
+    "short": cut_off,
+    "empty": lambda path, other: path.write_bytes(b""),
+    "foreign": lambda path, other: path.write_bytes(other.read_bytes()),
+    "damaged": flip_a_bit(100),
+    "damaged seal": flip_a_bit(-1),
+    "unreadable": turn_into_a_folder,
+}
+
+
+@pytest.mark.proves("I10")
+@pytest.mark.parametrize("spoiled", SPOILING)
+def test_a_bad_object_ends_what_is_fetched(
+    serve: MakeServer, clock: Clock, spoiled: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is bad when it is read, and was there when asked for. Its file is removed."""
+    server = serve()
+    server.put("abcdef")
+    server.settle()
+    server.empty()
+    path, read = server.path("abc"), server.objects.read
+
+    def spoil_and_read(*arguments: Any) -> int:
+        SPOILING[spoiled](path, server.path("abcd"))
+        return read(*arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(server.objects, "read", spoil_and_read)
+        assert server.fetch("abcdef") == 2
+    assert server.counted(metrics.SECOND_TIER_FAILED, "read") == 1
+    assert results(server) == {"miss": 1}
+    assert server.num_pinned == 0
+    server.tidy()
+    if spoiled == "unreadable":
+        path.rmdir()
+    assert not path.exists()
+    server.put("abc")  # computed, and written again
+    server.settle()
+    assert path.stat().st_size == ROW_BYTES
+    server.empty()
+    clock.now += 5 * MINUTE - 1
+    assert server.fetch("abcdef") == 2
+    clock.now += 1
+    assert server.fetch("abcdef") == 6
+
+
+# How long a request waits
+
+
+@pytest.mark.proves("I10")
+@pytest.mark.parametrize("late", ["answers", "reads"])
+def test_a_request_goes_on_when_its_time_is_over(
+    server: Server, disk: ScriptedDisk, clock: Clock, late: str
+) -> None:
+    """Blocks that come later are there for the next request."""
+    request = server.request("abcdef")
+    assert server.ask(request)
+    if late == "reads":
+        answer(disk)
+        server.step()
+        assert server.num_pinned == 6
+    clock.now += 0.99
+    assert server.ask(request)
+    clock.now += 0.01
+    assert not server.ask(request)
+    assert not server.ask(request)  # in a later step: it waits once
+    assert results(server) == {"late": 1}
+    if late == "reads":
+        assert (server.num_pinned, server.find("abcdef")) == (6, 0)
+        end(disk, 0)
+        server.step()
+        assert server.find("abcdef") == 6
+    server.finish(request)
+    assert server.fetch("abcdef") == 6
+    assert server.second_tier.idle
+    assert server.num_pinned == 0
+
+
+def test_a_request_waits_as_long_as_computing_takes(
+    server: Server, disk: ScriptedDisk, clock: Clock
+) -> None:
+    server.step(250)
+    clock.now += 1
+    server.step()
+    request = begin(server, disk, "abcdef")  # 25 tokens
+    clock.now += 0.099
+    assert server.ask(request)
+    clock.now += 0.002
+    assert not server.ask(request)
+
+
+def test_a_slow_tier_is_asked_once_a_minute(
+    server: Server, disk: ScriptedDisk, clock: Clock
+) -> None:
+    """Compute takes 0.1 s for this prompt, and a fetch a second."""
+    server.step(250)
+    clock.now += 1
+    server.step()
+
+    def fetch_slowly() -> None:
+        server.empty()
+        request = begin(server, disk, "abcdef")
+        clock.now += 1
+        assert not server.ask(request)
+        end(disk, 0)
+        server.step()
+
+    fetch_slowly()
+    gauges = server.second_tier.gauges()
+    assert gauges[metrics.SECOND_TIER_ON] == 0
+    assert gauges[metrics.FETCH_SPEED] == pytest.approx(24)
+    assert gauges[metrics.COMPUTE_SPEED] == pytest.approx(250)
+    fetch_slowly()  # a probe
+    server.empty()
+    assert server.fetch("abcdef") == 0
+    assert results(server) == {"late": 2, "slower": 1}
+    clock.now += MINUTE
+    fetch_slowly()
+    assert results(server) == {"late": 3, "slower": 1}
+
+
+def test_a_request_waits_for_a_slow_tier_if_it_is_told_to(
+    serve: MakeServer, server: Server, disk: ScriptedDisk, clock: Clock
+) -> None:
+    server = serve(disk=disk, always=True)
+    for _ in range(3):
+        server.step(250)
+        clock.now += 0.1
+        server.step()
+        request = begin(server, disk, "abcdef")
+        clock.now += MINUTE - 1
+        assert server.ask(request)
+        end(disk, 0)
+        server.step()
+        assert not server.ask(request)
+        server.empty()
+    assert results(server) == {"hit": 3}
+    assert server.second_tier.gauges()[metrics.SECOND_TIER_ON] == 1
+
+
+def test_a_clock_that_is_set_does_not_matter(
+    serve: MakeServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Waits use a clock that only goes forward."""
+    assert REAL_CLOCK is time.monotonic
+    monkeypatch.setattr(SecondTier, "clock", staticmethod(REAL_CLOCK))
+    year, now = 365 * 86400.0, time.time()
+    for shift in (year, -year):
+        monkeypatch.setattr(time, "time", lambda shift=shift: now + shift)
+        server = serve()
+        server.put("abc")
+        server.settle()
+        server.empty()
+        assert server.fetch("abc") == 3
+
+
+# Tiers that hang
+
+
+@pytest.mark.parametrize("hangs", ["answers", "reads", "writes"])
+def test_a_tier_that_hangs_is_switched_off(
+    server: Server,
+    disk: ScriptedDisk,
+    clock: Clock,
+    hangs: str,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Requests go on at their time limits. Blocks of a read are held until it ends after all."""
+    if hangs == "writes":
+        server.put("xyz")
+        server.step()  # sealed
+        server.step()
+    else:
+        request = server.request("abcdef")
+        assert server.ask(request)
+        if hangs == "reads":
+            answer(disk)
+        server.step()
+        clock.now += 1
+        assert not server.ask(request)
+        server.finish(request)
+    for passed in (30.0, 28.0):
+        clock.now += passed
+        server.step()
+        assert server.second_tier.is_on
+    assert server.second_tier.has_pending_work == (hangs == "reads")
+    waiting = server.request("abcdef")
+    assert server.ask(waiting)
+    clock.now += 2
+    server.step()
+    second_tier = server.second_tier
+    assert (second_tier.is_on, second_tier.has_pending_work) == (False, False)
+    assert [record.levelname for record in caplog.records] == ["ERROR"]
+    assert "is switched off" in caplog.text
+    assert second_tier.gauges()[metrics.SECOND_TIER_ON] == 0
+    assert not server.ask(waiting)
+    assert not server.ask(server.request("abc"))
+    server.put("uvw")
+    server.step()
+    assert second_tier.idle == (hangs == "answers")  # nothing more is written
+    assert server.num_pinned == (6 if hangs == "reads" else 0)
+    disk.finish()
+    server.step()
+    assert second_tier.idle
+    assert server.num_pinned == 0
+    assert server.find("abcdef") == (6 if hangs == "reads" else 0)
+
+
+def test_a_tier_that_answers_late_is_not_switched_off(
+    server: Server, disk: ScriptedDisk, clock: Clock
+) -> None:
+    """No request waited for the answer, and the engine had a rest."""
+    request = server.request("abcdef")
+    assert server.ask(request)
+    clock.now += 1
+    assert not server.ask(request)
+    answer(disk)
+    clock.now += 10 * MINUTE
+    server.step()
+    server.step()
+    assert server.second_tier.is_on
+
+
+# Reset
+
+
+@pytest.mark.parametrize("during", ["rest", "answers", "reads", "seals", "writes"])
+def test_nothing_of_before_a_reset_is_found(
+    server: Server, disk: ScriptedDisk, during: str
+) -> None:
+    """Nor what was being asked for, read or written."""
+    request = server.request("abcdef")
+    if during in {"answers", "reads"}:
+        assert server.ask(request)
+        if during == "reads":
+            answer(disk)
+            server.step()
+            assert server.num_pinned == 6
+    elif during in {"seals", "writes"}:
+        server.put("uvwxyz")
+        server.step()
+        if during == "writes":
+            server.step()
+    server.tier.reset()
+    server.second_tier.reset(b"\7" * 32)
+    disk.finish()
+    server.step()
+    for prompt in ("abcdef", "uvwxyz"):
+        assert server.fetch(prompt) == 0
+    assert server.ask(request) or server.find("abcdef") == 0
+    server.finish(request)
+    server.settle()
+    assert server.num_pinned == 0
+    assert set(results(server)) <= {"miss"}
+    server.put("abc")
+    server.settle()
+    server.empty()
+    assert server.fetch("abcdef") == 3

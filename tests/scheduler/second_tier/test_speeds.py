@@ -1,0 +1,98 @@
+"""Whether a fetch pays, as measured. Seconds are those of a clock that the test moves."""
+
+import math
+
+import pytest
+
+from simple_offload.scheduler.second_tier.speeds import Speeds
+from tests.scheduler.second_tier.conftest import Clock
+
+MINUTE = 60.0
+COMPUTE = 1000
+"""Tokens per second."""
+
+
+@pytest.fixture
+def measured(clock: Clock) -> Speeds:
+    """Speeds of which that of compute is known."""
+    speeds = Speeds(clock)
+    compute(speeds, clock, COMPUTE, 1.0)
+    return speeds
+
+
+def compute(speeds: Speeds, clock: Clock, num_tokens: int, seconds: float) -> None:
+    speeds.on_step(num_tokens)
+    clock.now += seconds
+    speeds.on_step(0)
+
+
+def test_before_it_is_measured_a_request_waits_for_a_second(clock: Clock) -> None:
+    speeds = Speeds(clock)
+    assert (speeds.pays, speeds.should_ask(1), speeds.should_fetch()) == (True, True, True)
+    assert speeds.max_wait(1) == speeds.max_wait(10**6) == 1.0
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "seconds", "speed"),
+    [
+        (127, 0.001, 1000),  # too few tokens to tell
+        (1000, 0, 1000),
+        (1000, 0.5, 2000),
+        (1000, 10, 910),  # a rest of the engine, mostly
+    ],
+)
+def test_compute_is_as_quick_as_its_quickest_steps(
+    measured: Speeds, clock: Clock, num_tokens: int, seconds: float, speed: float
+) -> None:
+    compute(measured, clock, num_tokens, seconds)
+    assert measured.compute == pytest.approx(speed)
+    assert measured.max_wait(4550) == pytest.approx(4550 / speed)
+
+
+def test_a_fetch_that_is_slower_than_compute_is_a_probe(measured: Speeds, clock: Clock) -> None:
+    measured.on_answered(0.001)
+    for _ in range(2):
+        measured.on_fetched(999, 1.0)
+        assert not measured.pays
+        assert (measured.should_ask(1000), measured.should_fetch()) == (True, True)
+        assert (measured.should_ask(1000), measured.should_fetch()) == (False, False)
+        clock.now += MINUTE - 0.1
+        assert (measured.should_ask(1000), measured.should_fetch()) == (False, False)
+        clock.now += 0.2
+    measured.on_fetched(10**6, 1.0)
+    assert measured.pays
+    for _ in range(2):
+        assert (measured.should_ask(1000), measured.should_fetch()) == (True, True)
+
+
+def test_answers_that_take_long_are_not_waited_for(measured: Speeds, clock: Clock) -> None:
+    """More than a tenth of the time that computing takes. A minute later it may be otherwise."""
+    assert measured.should_ask(1)
+    measured.on_answered(0.1)
+    assert (measured.should_ask(999), measured.should_ask(1000)) == (False, True)
+    clock.now += MINUTE
+    assert measured.should_ask(1)
+    measured.on_answered(0.2)  # it may have waited for a step
+    assert measured.answer == pytest.approx(0.11)
+    assert (measured.should_ask(1000), measured.should_ask(1101)) == (False, True)
+    measured.on_answered(0.01)
+    assert (measured.should_ask(99), measured.should_ask(100)) == (False, True)
+
+
+def test_what_was_measured_fades(measured: Speeds, clock: Clock) -> None:
+    measured.on_fetched(1000, 1.0)
+    assert measured.fetch == pytest.approx(1000)
+    measured.on_fetched(1000, 0.1)
+    assert measured.fetch == pytest.approx(1900 / 1.0)
+    measured.on_fetched(10, 10)
+    assert measured.fetch == pytest.approx((0.9 * 1900 + 10) / (0.9 * 1.0 + 10))
+
+
+def test_always_means_always(clock: Clock) -> None:
+    speeds = Speeds(clock, always=True)
+    compute(speeds, clock, COMPUTE, 1.0)
+    speeds.on_answered(100.0)
+    speeds.on_fetched(1, 100.0)
+    for _ in range(2):
+        assert (speeds.pays, speeds.should_ask(1), speeds.should_fetch()) == (True, True, True)
+    assert speeds.max_wait(1) == math.inf

@@ -1,0 +1,398 @@
+"""Write behind: which blocks become objects, and what happens when a disk or a server fails."""
+
+import multiprocessing
+import os
+import shutil
+import stat
+import subprocess
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from concurrent.futures import Executor, Future
+from itertools import count, takewhile
+from pathlib import Path
+from typing import Any
+
+import pytest
+from vllm.v1.kv_offload.tiering.fs import io, manager
+
+from simple_offload import metrics
+from simple_offload.scheduler.second_tier import second_tier as second_tier_module
+from simple_offload.scheduler.second_tier import writes as writes_module
+from simple_offload.scheduler.second_tier.second_tier import SecondTier
+from tests.conftest import PATIENCE_SECONDS
+from tests.scheduler.second_tier.conftest import ROW_BYTES, Clock, MakeServer, Server
+from tests.simulation.second_tier import InlineExecutor, ScriptedDisk
+
+MAX_WRITES = 16
+"""Writes under way at once."""
+PAUSE = 30.0
+
+
+def objects(root: Path) -> list[Path]:
+    return [path for path in root.rglob("*.bin") if path.is_file()]
+
+
+def written(server: Server) -> float:
+    """The number of objects that were written."""
+    return server.counted(metrics.SECOND_TIER_BYTES, "write") / ROW_BYTES
+
+
+def put(server: Server, prompt: str) -> None:
+    """Write the blocks of a prompt."""
+    server.put(prompt)
+    server.tidy()
+
+
+class HeldExecutor(Executor):
+    """Does what it is told when the test says so."""
+
+    def __init__(self) -> None:
+        self._tasks: deque[tuple[Future[Any], Callable[[], Any]]] = deque()
+        self.is_held = False
+
+    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+        future: Future[Any] = Future()
+        self._tasks.append((future, lambda: fn(*args, **kwargs)))
+        if not self.is_held:
+            self.release()
+        return future
+
+    def release(self) -> None:
+        """Do all so far, in this order."""
+        self.is_held = False
+        while self._tasks:
+            future, task = self._tasks.popleft()
+            future.set_result(task())
+
+
+@pytest.fixture
+def executor(monkeypatch: pytest.MonkeyPatch) -> HeldExecutor:
+    """Computes checksums of the servers that are made from now on."""
+    executor = HeldExecutor()
+    monkeypatch.setattr(SecondTier, "make_executor", lambda _: executor)
+    return executor
+
+
+# Which blocks
+
+
+def test_blocks_are_written_once_in_the_order_in_which_they_came(
+    serve: MakeServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(SecondTier, "make_executor", InlineExecutor)
+    monkeypatch.setattr(writes_module, "_WRITE_BYTES", 2 * ROW_BYTES)
+    disk = ScriptedDisk()
+    server = serve(disk=disk)
+    server.put("ab")
+    server.empty()
+    server.put("abcx")  # "ab" came before "c"
+    server.put("yz")
+    for _ in range(2):
+        server.step()
+    assert disk.tier is not None
+    jobs = [[*each.job.keys] for each in disk.tier.jobs]
+    keys = [*server.keys("abcx"), *server.keys("yz")]
+    names = [server.objects.name(key) for key in keys]
+    assert jobs == [names[:2], names[2:4], names[4:]]
+    server.settle()
+    assert written(server) == 6
+    server.step()
+    assert not disk.tier.jobs
+
+
+def test_blocks_that_cannot_be_written_are_counted(
+    serve: MakeServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(writes_module, "_MAX_WAITING", 4)
+    server = serve()
+    server.put("abc")
+    server.empty()
+    server.put("xyz")
+    assert server.counted(metrics.SECOND_TIER_DROPPED, "busy") == 2
+    server.settle()
+    assert server.counted(metrics.SECOND_TIER_DROPPED, "evicted") == 3
+    assert written(server) == 1
+    server.empty()
+    assert (server.fetch("xyz"), server.fetch("abc")) == (1, 0)
+
+
+def test_few_writes_are_under_way_at_once(
+    serve: MakeServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(SecondTier, "make_executor", InlineExecutor)
+    monkeypatch.setattr(writes_module, "_WRITE_BYTES", ROW_BYTES)
+    disk = ScriptedDisk()
+    server = serve(disk=disk)
+    server.put("abcdefghijklmnopqrstuvwxyz")
+    for _ in range(3):
+        server.step()
+        assert server.num_pinned == 0
+    assert disk.tier is not None
+    assert len(disk.tier.jobs) == MAX_WRITES
+    server.settle()
+    assert written(server) == 26
+
+
+# Blocks that change
+
+
+@pytest.mark.parametrize("changes", ["before its checksum", "after it", "while it is written"])
+def test_a_block_that_changes_leaves_no_object(
+    serve: MakeServer,
+    executor: HeldExecutor,
+    root: Path,
+    changes: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The tier has one block, which is the source of the write."""
+    may_write = threading.Event()
+
+    def store_later(*arguments: Any) -> None:
+        assert may_write.wait(PATIENCE_SECONDS)
+        io.batch_store_block(*arguments)
+
+    monkeypatch.setattr(manager, "batch_store_block", store_later)
+    server = serve(num_blocks=1)
+    executor.is_held = changes != "while it is written"
+    server.put("a")
+    server.step()
+    if changes == "after it":
+        executor.release()
+    elif changes == "while it is written":
+        server.step()
+    server.put("b")
+    executor.release()
+    may_write.set()
+    server.settle()
+    assert [serve().fetch(prompt) for prompt in "ab"] == [0, 1]
+    server.tidy()
+    assert objects(root) == [server.path("b")]
+    is_late = changes == "while it is written"
+    assert server.counted(metrics.SECOND_TIER_DROPPED, "evicted") == (0 if is_late else 1)
+
+
+def test_a_read_into_a_block_whose_checksum_is_late_is_whole(
+    serve: MakeServer, executor: HeldExecutor
+) -> None:
+    server = serve(num_blocks=1)
+    server.put("a")
+    server.settle()
+    executor.is_held = True
+    server.put("b")
+    server.step()
+    request = server.request("a")
+    server.step_until(lambda: server.ask(request) and server.num_pinned == 1)
+    server.objects.drain()
+    server.step()
+    executor.release()
+    server.step_until(lambda: not server.ask(request))
+    assert server.find("a") == 1
+    assert server.counted(metrics.SECOND_TIER_FAILED, "read") == 0
+
+
+def test_after_a_reset_nothing_is_written_under_an_old_name(
+    serve: MakeServer, executor: HeldExecutor
+) -> None:
+    """The block is computed again, where it was, before its checksum is there."""
+    server = serve(num_blocks=1)
+    executor.is_held = True
+    server.put("a")
+    server.step()
+    server.empty()
+    server.second_tier.reset(b"\7" * 32)
+    server.put("a")
+    executor.release()
+    server.settle()
+    assert (serve().fetch("a"), serve(salt=b"\7" * 32).fetch("a")) == (0, 1)
+
+
+# The directory
+
+
+def test_nothing_is_written_without_room(serve: MakeServer, root: Path) -> None:
+    """A server has a quarter of the room that its last scan saw."""
+    put(serve(), "Z" * 24)
+    server = serve(max_bytes=64 * ROW_BYTES)
+    server.put("abcdefghijklmnopqrstuvwxyz")
+    for num_written in (10, 17, 22):
+        server.settle()
+        assert not server.second_tier.has_pending_work
+        assert (written(server), len(objects(root))) == (num_written, 24 + num_written)
+        server.tidy()
+
+
+def test_only_the_servers_user_can_read_objects(serve: MakeServer, root: Path) -> None:
+    server = serve()
+    put(server, "abc")
+    assert [stat.S_IMODE(path.stat().st_mode) for path in objects(root)] == [0o600] * 3
+    assert stat.S_IMODE(root.stat().st_mode) == 0o700
+
+
+def test_an_object_that_is_read_was_used(serve: MakeServer, root: Path) -> None:
+    server = serve()
+    put(server, "abc")
+    server.empty()
+    for path in objects(root):
+        os.utime(path, (1, 1))
+    assert server.fetch("abd") == 2
+    server.tidy()
+    assert {path for path in objects(root) if path.stat().st_mtime == 1} == {server.path("abc")}
+
+
+# Shutdown
+
+
+def test_a_shutdown_writes_what_waits(serve: MakeServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """More than what may be under way at once."""
+    monkeypatch.setattr(writes_module, "_WRITE_BYTES", ROW_BYTES)
+    prompt = "abcdefghijklmnopqrstuvwxyz"
+    first = serve()
+    first.put(prompt[:5])
+    first.step()
+    first.put(prompt)
+    first.stop()
+    assert serve().fetch(prompt) == 26
+
+
+def test_a_shutdown_does_not_wait_for_a_tier_that_hangs(
+    serve: MakeServer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    may_write = threading.Event()
+    monkeypatch.setattr(second_tier_module, "_CLOSE_SECONDS", 0.05)
+    monkeypatch.setattr(manager, "batch_store_block", lambda *_: may_write.wait(PATIENCE_SECONDS))
+    server = serve()
+    server.put("abc")
+    server.second_tier.shutdown()
+    assert "did not end within" in caplog.text
+    may_write.set()
+    for thread in threading.enumerate():
+        if thread.name == "simple-offload-close":
+            thread.join(PATIENCE_SECONDS)
+
+
+# Trouble
+
+
+@pytest.fixture
+def small_disk(root: Path) -> Iterator[Path]:
+    """A file system of 64 pages in the directory of objects."""
+    root.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", f"size={64 * ROW_BYTES},mode=700", "tmpfs", str(root)]
+    if subprocess.run(mount, check=False, capture_output=True).returncode != 0:
+        pytest.skip("may not mount")
+    yield root
+    subprocess.run(["umount", "--lazy", str(root)], check=True)
+
+
+def fill(root: Path) -> None:
+    """Leave no page."""
+    with (root / "others").open("wb") as file:
+        os.posix_fallocate(file.fileno(), 0, shutil.disk_usage(root).free)
+
+
+def remount(root: Path, mode: str) -> None:
+    subprocess.run(["mount", "-o", f"remount,{mode}", str(root)], check=True)
+
+
+def replace(root: Path) -> None:
+    """Have a file in place of the directory."""
+    root.rename(root.with_name("away"))
+    root.touch()
+
+
+def put_back(root: Path) -> None:
+    root.unlink()
+    root.with_name("away").rename(root)
+
+
+TROUBLES: dict[str, tuple[Callable[[Path], object], Callable[[Path], object]]] = {
+    "full": (fill, lambda root: (root / "others").unlink()),
+    "read-only": (lambda root: remount(root, "ro"), lambda root: remount(root, "rw")),
+    "replaced": (replace, put_back),
+}
+"""How it begins and ends."""
+
+
+@pytest.mark.parametrize("trouble", TROUBLES)
+def test_writes_pause_when_some_have_failed(
+    serve: MakeServer,
+    root: Path,
+    clock: Clock,
+    trouble: str,
+    request: pytest.FixtureRequest,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Nothing else breaks: what was written before is found, if it is there."""
+    monkeypatch.setattr(writes_module, "_WRITE_BYTES", ROW_BYTES)
+    if trouble != "replaced":
+        request.getfixturevalue("small_disk")
+    begin, end = TROUBLES[trouble]
+    server = serve()
+    put(server, "ab")
+    begin(root)
+    server.put("cdef")
+    server.settle()
+    num_failed = server.counted(metrics.SECOND_TIER_FAILED, "write")
+    assert (num_failed, written(server)) == (4, 2)
+    clock.now += PAUSE - 1
+    server.put("uv")
+    server.step()
+    assert not server.second_tier.has_pending_work
+    end(root)
+    clock.now += 1
+    server.settle()
+    assert written(server) == 4
+    ours = [each for each in caplog.records if "simple_offload" in each.name]
+    assert [each.getMessage() for each in ours] == [
+        "The second tier could not write objects. It goes on in 30 s"
+    ]
+    server.empty()
+    assert [server.fetch(prompt) for prompt in ("ab", "cdef", "uv")] == [2, 0, 2]
+    assert len(objects(root)) == 4
+    assert server.second_tier.is_on
+
+
+@pytest.mark.parametrize("trouble", ["replaced", "deleted"])
+def test_objects_that_are_gone_are_missed(serve: MakeServer, root: Path, trouble: str) -> None:
+    """A deleted directory is made anew by the next write."""
+    server = serve()
+    put(server, "abc")
+    server.empty()
+    replace(root) if trouble == "replaced" else shutil.rmtree(root)
+    assert server.fetch("abc") == 0
+    if trouble == "deleted":
+        put(server, "abc")
+        server.empty()
+        assert server.fetch("abc") == 3
+
+
+ROW_OF_KILLED = 1 << 20
+"""Bytes that take a while to write."""
+
+
+def write_for_ever(root: Path) -> None:
+    server = Server(root, num_blocks=8, row_bytes=ROW_OF_KILLED)
+    for number in count():
+        server.put(chr(number))
+        if number % 8 == 7:
+            server.settle()
+
+
+def test_a_killed_server_leaves_whole_objects(serve: MakeServer, root: Path) -> None:
+    """And temporary files, which are no objects."""
+    # No fork: it would free memory that this process has mapped, at addresses that it has reused.
+    process = multiprocessing.get_context("spawn").Process(target=write_for_ever, args=(root,))
+    process.start()
+    deadline = time.monotonic() + PATIENCE_SECONDS
+    while not root.exists() or len(objects(root)) < 12:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    process.kill()
+    process.join(PATIENCE_SECONDS)
+    found = objects(root)
+    server = serve(row_bytes=ROW_OF_KILLED)
+    fetched = takewhile(lambda number: server.fetch(chr(number)), count())
+    assert len([*fetched]) == len(found) >= 12

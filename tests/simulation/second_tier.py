@@ -1,0 +1,244 @@
+"""A second tier under script, behind vLLM's own interface of second tiers."""
+
+import random
+from collections.abc import Callable, Iterable
+from concurrent.futures import Executor, Future
+from dataclasses import dataclass, field
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+from vllm.v1.kv_offload.base import (
+    LookupResult,
+    OffloadingSpec,
+    OffloadKey,
+    ReqContext,
+    RequestOffloadingContext,
+)
+from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, TransferJob
+
+from simple_offload.scheduler.second_tier import namespace
+from simple_offload.scheduler.second_tier.second_tier import SecondTier
+from tests.simulation.identity import Story
+
+SECONDS_OF_A_STEP = 0.5
+_PAGES = 64
+"""Bytes of a row that are pages in all worlds. Most of the rest is padding."""
+
+
+@dataclass(frozen=True)
+class DiskFaults:
+    """Probabilities of failures, per object or per step."""
+
+    vanished: float = 0.0
+    """Another server has removed the object."""
+    failed: float = 0.0
+    """A read or write fails half-way."""
+    short: float = 0.0
+    """A read brings a part of the object, and says it brought all."""
+    wrong: float = 0.0
+    """Likewise, with a byte changed."""
+    foreign: float = 0.0
+    """Likewise, with the bytes of another object."""
+    hang: float = 0.0
+    """A read or write does not end before the script does."""
+
+
+@dataclass(eq=False)
+class _Job:
+    job: TransferJob
+    hangs: bool = False
+
+
+@dataclass(eq=False)
+class ScriptedDisk:
+    """Objects that outlive worlds. It does what its tier is told when the script decides."""
+
+    objects: dict[bytes, bytes] = field(default_factory=dict)
+    stories: list[Story] = field(default_factory=list)
+    """Of requests of earlier worlds."""
+    on_read: Callable[[Iterable[int]], None] = lambda _: None
+    """Called with the host blocks that a read will fill."""
+    tier: "ScriptedTier | None" = None
+    """Of the present world."""
+    num_read: int = 0
+    num_bad: int = 0
+    """Objects that were damaged or vanished."""
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """The value of ``second_tier``."""
+        return {
+            "type": "ScriptedTier",
+            "module_path": __name__,
+            "cache_namespace": "simulation",
+            "disk": self,
+        }
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether its tier has begun what it has not ended, or not told of."""
+        return self.tier is not None and bool(self.tier.jobs or self.tier.has_news)
+
+    def act(self, rng: random.Random, speed: float, faults: DiskFaults) -> int:
+        """Do some of what is due, each thing with the probability ``speed``. Returns the number of
+        faults."""
+        if self.tier is None:
+            return 0
+        num_bad = self.num_bad
+        self.tier.answer(rng, speed)
+        for each in [*self.tier.jobs]:
+            each.hangs = each.hangs or rng.random() < faults.hang
+            if not each.hangs and rng.random() < speed:
+                self.tier.end(each, rng, faults)
+        return self.num_bad - num_bad
+
+    def finish(self) -> None:
+        """End all that hangs. It was late, and is right."""
+        rng = random.Random(0)
+        if self.tier is not None:
+            self.tier.answer(rng, 1.0)
+            for each in [*self.tier.jobs]:
+                self.tier.end(each, rng, DiskFaults())
+
+
+class ScriptedTier(SecondaryTierManager):
+    """Reads and writes rows of host memory at any time between submission and end, as threads or a
+    device would."""
+
+    def __init__(
+        self,
+        offloading_spec: OffloadingSpec,
+        primary_kv_view: memoryview,
+        tier_type: str,
+        disk: ScriptedDisk,
+        backpressure_detector: object = None,
+    ) -> None:
+        super().__init__(offloading_spec, primary_kv_view, tier_type)
+        self._rows = np.asarray(primary_kv_view)
+        self._disk = disk
+        self._answers: dict[OffloadKey, bool | None] = {}
+        self._asked: dict[str, set[OffloadKey]] = {}
+        self.jobs: list[_Job] = []
+        self._ended: list[JobResult] = []
+        disk.tier = self
+
+    # As vLLM's tier
+
+    def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
+        self._asked.setdefault(req_context.req_id, set()).add(key)
+        answer = self._answers.setdefault(key, None)
+        if answer is None:
+            return LookupResult.RETRY
+        return LookupResult.HIT if answer else LookupResult.MISS
+
+    def submit_store(self, job_metadata: TransferJob) -> None:
+        self.jobs.append(_Job(job_metadata))
+
+    def submit_load(self, job_metadata: TransferJob) -> None:
+        self._disk.on_read(job_metadata.chunk_ids.tolist())
+        # A read may write to its rows at any time.
+        self._rows[job_metadata.chunk_ids] = 0xC9
+        self.jobs.append(_Job(job_metadata))
+
+    def get_finished_jobs(self) -> Iterable[JobResult]:
+        ended, self._ended = self._ended, []
+        return ended
+
+    def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
+        return RequestOffloadingContext()
+
+    def on_request_finished(self, req_context: ReqContext) -> None:
+        for key in self._asked.pop(req_context.req_id, ()):
+            self._answers.pop(key, None)
+
+    def drain_jobs(self) -> None:
+        self._disk.finish()
+
+    # As the disk
+
+    @property
+    def has_news(self) -> bool:
+        """Whether something has ended that was not told."""
+        return bool(self._ended)
+
+    def answer(self, rng: random.Random, speed: float) -> None:
+        """Answer some questions, and forget some answers: other servers write and remove."""
+        for key, answer in [*self._answers.items()]:
+            if answer is not None and rng.random() < 0.02:
+                del self._answers[key]
+            elif rng.random() < speed:
+                self._answers[key] = key in self._disk.objects
+
+    def end(self, each: _Job, rng: random.Random, faults: DiskFaults) -> None:
+        """End a read or a write."""
+        self.jobs.remove(each)
+        job = each.job
+        act = self._read if job.is_promotion else self._write
+        done: list[OffloadKey] = []
+        for key, row in zip(job.keys, job.chunk_ids, strict=True):
+            if not act(key, int(row), rng, faults):
+                break
+            done.append(key)
+        ok = len(done) == len(job.keys)
+        self._ended.append(JobResult(job.job_id, ok, None if ok else tuple(done)))
+
+    def _write(self, key: OffloadKey, row: int, rng: random.Random, faults: DiskFaults) -> bool:
+        if rng.random() < faults.failed:
+            self._disk.num_bad += 1
+            return False
+        self._disk.objects.setdefault(key, self._rows[row].tobytes())
+        return True
+
+    def _read(self, key: OffloadKey, row: int, rng: random.Random, faults: DiskFaults) -> bool:
+        objects, target = self._disk.objects, self._rows[row]
+        if rng.random() < faults.vanished:
+            objects.pop(key, None)
+        found = objects.get(key)
+        is_bad = found is None or rng.random() < faults.failed
+        self._disk.num_bad += is_bad
+        if found is None or is_bad:
+            return False
+        self._disk.num_read += 1
+        content = np.frombuffer(found, np.uint8)
+        if rng.random() < faults.foreign:
+            other = objects[rng.choice(sorted(objects))]
+            self._disk.num_bad += other != found
+            content = np.frombuffer(other, np.uint8)
+        if rng.random() < faults.short:
+            self._disk.num_bad += 1
+            target[: _PAGES // 2] = content[: _PAGES // 2]
+            return True
+        target[:] = content
+        if rng.random() < faults.wrong:
+            self._disk.num_bad += 1
+            target[rng.randrange(_PAGES // 2, _PAGES)] ^= 1 << rng.randrange(8)
+        return True
+
+
+class InlineExecutor(Executor):
+    """Does everything at once."""
+
+    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+        future: Future[Any] = Future()
+        future.set_result(fn(*args, **kwargs))
+        return future
+
+
+def scripted_clock(now: Callable[[], float]) -> Callable[[], None]:
+    """Let second tiers have this clock, no thread and one namespace, until the returned function is
+    called."""
+    patches: list[Any] = [
+        patch.object(SecondTier, "clock", staticmethod(now)),
+        patch.object(SecondTier, "make_executor", InlineExecutor),
+        # The model has neither weights nor a drafter's configuration.
+        patch.object(namespace, "describe", return_value={"model": "scripted"}),
+    ]
+    for each in patches:
+        each.start()
+
+    def stop() -> None:
+        while patches:
+            patches.pop().stop()
+
+    return stop

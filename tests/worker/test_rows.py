@@ -1,0 +1,487 @@
+"""Rows: for a second tier, the pages of all ranks lie side by side in one memory."""
+
+import mmap
+import os
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+import torch
+from vllm.v1.kv_cache_layout import KVCacheLayout
+
+from simple_offload.config import ConfigError, OffloadConfig
+from simple_offload.metadata import SEAL_BYTES, RankCapacity, StepMetadata, Transfer
+from simple_offload.ranks import Ranks
+from simple_offload.replicas import Replicas
+from simple_offload.shared_memory import Address, SharedMemory
+from simple_offload.worker import rank_pool
+from simple_offload.worker.host_pool import HostPool
+from simple_offload.worker.rank_pool import Peers, RankPool, row_bytes
+from simple_offload.worker.worker import OffloadWorker
+from tests.conftest import within_patience
+from tests.worker import memory_process
+from tests.worker.kv_memory import KVMemory, full, group, make_kv_memory
+from tests.worker.memory_process import MemoryProcess
+from tests.worker.peers import on_ranks
+from tests.worker.scripted import ScriptedBackend
+
+PAGE = mmap.PAGESIZE
+Pages = tuple[int, ...]
+"""Bytes of one rank's pages of a block, by region."""
+SECOND_TIER = {"type": "fs", "root_dir": "/nowhere", "bytes": "1TiB"}
+
+
+def open_rows(address: Address, num_rows: int, num_bytes: int) -> npt.NDArray[np.int8]:
+    """The rows as the scheduler's process maps them, ``[num_rows, num_bytes]``."""
+    memory = SharedMemory.open(address)
+    memory.map(num_rows * num_bytes)
+    return memory.part(0, num_rows * num_bytes).numpy().reshape(num_rows, num_bytes)
+
+
+def num_open_files() -> int:
+    return len(list(Path("/proc/self/fd").iterdir()))
+
+
+# Where bytes lie
+
+
+class SharingBackend(ScriptedBackend):
+    """Takes shared memory."""
+
+    numa_node: int | None = None
+
+    def use_shared(self, memory: torch.Tensor, *, is_first: bool) -> None:
+        """Nothing to prepare."""
+
+
+@pytest.mark.parametrize(
+    ("num_bytes", "expected"),
+    [(1, PAGE), (PAGE - 32, PAGE), (PAGE - 31, 2 * PAGE), (9 * PAGE, 10 * PAGE)],
+)
+def test_a_row_has_whole_pages_of_memory_and_room_for_a_seal(num_bytes: int, expected: int) -> None:
+    assert (row_bytes(num_bytes), SEAL_BYTES) == (expected, 32)
+
+
+@pytest.mark.usefixtures("no_thread_left")
+@pytest.mark.parametrize(
+    ("kinds", "pages", "starts", "num_pages"),
+    [
+        ("a", [(24, 8)], [0], 1),
+        ("ab", [(24, 8), (24, 8)], [0, 64], 1),
+        ("abc", [(65,), (64, 1, 64), (5000,)], [0, 128, 320], 2),
+        ("aa", [(24, 8), (24, 8)], [0, 0], 1),
+        ("aabb", [(100,), (100,), (4000,), (4000,)], [0, 0, 128, 128], 2),
+        ("abab", [(100,), (30, 40), (100,), (30, 40)], [0, 128, 0, 128], 1),
+    ],
+)
+def test_each_kind_of_ranks_has_a_part_of_every_row(
+    kinds: str, pages: list[Pages], starts: list[int], num_pages: int
+) -> None:
+    """Rows follow each other without a gap, whatever the chunks. Nothing writes to the bytes
+    between the parts. What one rank writes, those of its kind find."""
+    num_ranks, num_blocks, num_bytes = len(kinds), 10, num_pages * PAGE
+    backends = [SharingBackend(3 * num_bytes + 5) for _ in kinds]
+
+    def start(peers: Peers) -> tuple[RankPool, HostPool]:
+        rank = peers.rank
+        rank_pool = RankPool.meet_in_rows(peers, kinds[rank], sum(pages[rank]))
+        pool = HostPool(backends[rank], pages[rank], num_blocks, rank_pool=rank_pool)
+        pool.open()
+        pool.join()
+        return rank_pool, pool
+
+    started = on_ranks(num_ranks, start)
+    rank_pools = [rank_pool for rank_pool, _ in started]
+    assert [each.is_first for each in rank_pools] == [True] + [False] * (num_ranks - 1)
+    assert [each.address is None for each in rank_pools] == [False] + [True] * (num_ranks - 1)
+    assert {each.num_sharing for each in rank_pools} == {num_ranks}
+    assert [(each.place, each.size) for each in rank_pools] == [
+        (kinds[:rank].count(kind), kinds.count(kind)) for rank, kind in enumerate(kinds)
+    ]
+    assert [pool.nbytes for _, pool in started] == [num_blocks * num_bytes] * num_ranks
+    address = rank_pools[0].address
+    assert address is not None
+    rows = open_rows(address, num_blocks, num_bytes)
+    expected = np.zeros_like(rows)
+    random = np.random.default_rng(0)
+    for rank, backend in enumerate(backends):
+        assert [len(chunk[0]) for chunk in backend.chunks] == [3, 3, 3, 1]
+        place = starts[rank]
+        assert place % 64 == 0
+        # Pinning one chunk must not pin a page of the next.
+        assert all((chunk[0].data_ptr() - place) % PAGE == 0 for chunk in backend.chunks)
+        for region, page in enumerate(pages[rank]):
+            content = random.integers(-128, 128, (num_blocks, page), np.int8)
+            for chunk, part in zip(backend.chunks, np.split(content, [3, 6, 9]), strict=True):
+                chunk[region].copy_(torch.from_numpy(part))
+            expected[:, place : place + page] = content
+            place += page
+    assert (rows == expected).all()
+    for rank, kind in enumerate(kinds):
+        alike = backends[kinds.index(kind)].chunks
+        for own, other in zip(backends[rank].chunks, alike, strict=True):
+            assert all(map(torch.equal, own, other))
+    for pool in rank_pools:
+        pool.free()
+
+
+# Who meets
+
+
+def refusals(num_ranks: int, call: Callable[[Peers], object]) -> list[str]:
+    """By rank, the message that refuses its start."""
+
+    def start(peers: Peers) -> str:
+        with pytest.raises(ConfigError) as caught:
+            call(peers)
+        return str(caught.value)
+
+    return on_ranks(num_ranks, start)
+
+
+def meet_in_rows(peers: Peers) -> RankPool:
+    return RankPool.meet_in_rows(peers, peers.rank, 100)
+
+
+def test_ranks_of_two_machines_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also those of the machine that has most of them."""
+    num_open = num_open_files()
+    here = threading.local()
+    monkeypatch.setattr(rank_pool, "_machine", lambda: here.name)
+
+    def start(peers: Peers) -> RankPool:
+        here.name = f"machine {peers.rank // 2}"
+        return meet_in_rows(peers)
+
+    for message in refusals(3, start):
+        assert message.startswith("second_tier: ")
+        assert "only 2 of 3 ranks are on this machine" in message
+        assert message.endswith("Allowed: one machine for all ranks, or no second_tier")
+    assert num_open_files() == num_open
+
+
+@pytest.mark.parametrize(
+    ("owner", "call", "failing"),
+    [
+        (os, "memfd_create", (0,)),
+        (os, "memfd_create", (0, 1, 2)),
+        (SharedMemory, "open", (2,)),
+        (SharedMemory, "open", (1, 2)),
+    ],
+)
+def test_if_a_rank_cannot_have_the_memory_none_starts(
+    monkeypatch: pytest.MonkeyPatch, owner: Any, call: str, failing: tuple[int, ...]
+) -> None:
+    """As with a rank that may not look into another, or where the system allows no memfd."""
+    num_open = num_open_files()
+    here = threading.local()
+    original = getattr(owner, call)
+
+    def refuse(*arguments: Any) -> Any:
+        if here.rank in failing:
+            raise PermissionError(f"rank {here.rank} may not")
+        return original(*arguments)
+
+    monkeypatch.setattr(owner, call, refuse)
+
+    def start(peers: Peers) -> RankPool:
+        here.rank = peers.rank
+        return meet_in_rows(peers)
+
+    for message in refusals(3, start):
+        assert f"rank {failing[0]} may not" in message
+    assert num_open_files() == num_open
+
+
+# Through workers
+
+NUM_BLOCKS = 4
+PAGES = full().page_size_bytes
+"""Bytes of a rank's page of two heads, in each of two layers."""
+
+StartWorkers = Callable[..., list[OffloadWorker]]
+
+
+def kv_memory(num_heads: int = 2) -> KVMemory:
+    return make_kv_memory([group(full(num_heads), "a", "b")], NUM_BLOCKS, KVCacheLayout.LBHNC)
+
+
+@pytest.fixture
+def start_workers(no_thread_left: None) -> Iterator[StartWorkers]:
+    """A function that starts workers of ranks with these KV memories, on the host backend."""
+    made: list[OffloadWorker] = []
+
+    def start_workers(
+        memories: Sequence[KVMemory], replicas: Replicas | None = None, **extra_config: Any
+    ) -> list[OffloadWorker]:
+        num_ranks = len(memories)
+        extra_config = {"num_cpu_blocks": 8, "second_tier": SECOND_TIER} | extra_config
+        config = OffloadConfig.parse(extra_config, num_ranks)
+
+        def start(peers: Peers) -> OffloadWorker:
+            memory = memories[peers.rank]
+            ranks = Ranks(num_ranks, num_ranks)
+            worker = OffloadWorker(
+                memory.config,
+                config,
+                ranks,
+                replicas or Replicas(),
+                lambda: peers,
+                lambda: ("LBHNC", {"a": 1}),
+            )
+            made.append(worker)
+            worker.register_kv_caches(memory.kv_caches)
+            return worker
+
+        return on_ranks(num_ranks, start)
+
+    yield start_workers
+    for worker in made:
+        within_patience(worker.shutdown)
+
+
+def run(worker: OffloadWorker, step: StepMetadata) -> None:
+    """Run a step until its copies have ended."""
+    worker.bind(step)
+    worker.submit_stores()
+    worker.drain()
+
+
+def capacities(workers: Sequence[OffloadWorker]) -> list[RankCapacity]:
+    return [worker.capacity for worker in workers]
+
+
+def address_of(workers: Sequence[OffloadWorker]) -> Address:
+    """The address that the first rank tells, and no other."""
+    told = [each.memory for each in capacities(workers)]
+    assert told[0] is not None
+    assert told[1:] == [None] * (len(told) - 1)
+    return told[0]
+
+
+def fill(memory: KVMemory, value: int) -> None:
+    """Block b is filled with value + b."""
+    for view in memory.kv_caches.values():
+        for block, page in enumerate(view):
+            page.view(torch.int8).fill_(value + block)
+
+
+def values(memory: KVMemory) -> list[set[int]]:
+    """By block, the bytes in it."""
+    views = memory.kv_caches.values()
+    return [
+        {int(byte) for view in views for byte in view[block].contiguous().view(torch.int8).unique()}
+        for block in range(NUM_BLOCKS)
+    ]
+
+
+@pytest.mark.usefixtures("machine")
+@pytest.mark.parametrize(
+    ("heads", "count", "starts"),
+    [([2], 1, [0]), ([2, 3, 1], 1, [0, 384, 960]), ([2, 2, 1, 1], 2, [0, 0, 384, 384])],
+    ids=["alone", "apart", "replicas"],
+)
+def test_another_process_finds_what_a_store_copied(
+    start_workers: StartWorkers, heads: list[int], count: int, starts: list[int]
+) -> None:
+    """And a load brings it back, also what another rank with the same KV has stored."""
+    memories = [kv_memory(each) for each in heads]
+    workers = start_workers(memories, Replicas(count))
+    sizes = [2 * full(each).page_size_bytes for each in heads]
+    assert [each.block_bytes for each in capacities(workers)] == sizes
+    assert {each.row_bytes for each in capacities(workers)} == {PAGE}
+    assert {each.num_places for each in capacities(workers)} == {count}
+    other = MemoryProcess(address_of(workers))
+    try:
+        other.ask(SharedMemory.map, 8 * PAGE)
+        for rank, worker in enumerate(workers):
+            fill(memories[rank], 10 * (rank // count + 1))
+            run(worker, StepMetadata(stores=[Transfer.pairing(0, [1, 3], [2, 7])]))
+        for rank, (start, size) in enumerate(zip(starts, sizes, strict=True)):
+            for block, row in ((1, 2), (3, 7)):
+                value = 10 * (rank // count + 1) + block
+                found = other.ask(memory_process.extremes, row * PAGE + start, size)
+                assert found == (value, value)
+        used = max(start + size for start, size in zip(starts, sizes, strict=True))
+        assert other.ask(memory_process.extremes, 2 * PAGE + used, PAGE - used) == (0, 0)
+        # As when the scheduler's process has read an object into a row.
+        other.ask(memory_process.fill, 2 * PAGE, PAGE - SEAL_BYTES, 99)
+        for rank, worker in enumerate(workers):
+            run(worker, StepMetadata(loads=[Transfer.pairing(1, [0, 2], [2, 7], "r")]))
+            first = 10 * (rank // count + 1)
+            assert values(memories[rank]) == [{99}, {first + 1}, {first + 3}, {first + 3}]
+    finally:
+        other.kill()
+
+
+@pytest.mark.usefixtures("machine")
+@pytest.mark.parametrize(
+    ("replicas", "host_copies", "heads", "num_places"),
+    [
+        (Replicas(2), "auto", [2, 2], [2, 2]),
+        (Replicas(2), "one", [2, 2], [2, 2]),
+        (Replicas(2), "private", [2, 2], [1, 1]),
+        (Replicas(2, frozenset({0})), "auto", [2, 2], [1, 1]),
+        (Replicas(3), "auto", [2, 2, 1], [2, 2, 1]),  # in doubt, the pages decide
+    ],
+)
+def test_only_ranks_with_the_same_kv_share_a_part(
+    start_workers: StartWorkers,
+    replicas: Replicas,
+    host_copies: str,
+    heads: list[int],
+    num_places: list[int],
+) -> None:
+    memories = [kv_memory(each) for each in heads]
+    workers = start_workers(memories, replicas, host_copies=host_copies)
+    assert [each.num_places for each in capacities(workers)] == num_places
+    assert {each.private_groups for each in capacities(workers)} == {frozenset()}
+    for rank, worker in enumerate(workers):
+        fill(memories[rank], 10 * (rank + 1))
+        run(worker, StepMetadata(stores=[Transfer.pairing(0, [1, 2], [1, 2])]))
+    for rank, worker in enumerate(workers):
+        run(worker, StepMetadata(loads=[Transfer.pairing(1, [0, 3], [1, 2], "r")]))
+        first, second = values(memories[rank])[::3]
+        # Of ranks that share a part, each has stored one of these blocks.
+        own = 10 * (rank + 1)
+        shares = num_places[rank] > 1
+        assert (first, second) == (({11}, {22}) if shares else ({own + 1}, {own + 2}))
+    # A part's start is in its layout, and so in the namespace: rows may be as long without sharing.
+    layouts = {str(each.layout) for each in capacities(workers)}
+    assert len(layouts) == len(heads) - max(num_places) + 1
+
+
+@pytest.mark.usefixtures("machine")
+def test_ranks_share_memory_however_far_their_devices_are_apart(
+    monkeypatch: pytest.MonkeyPatch, start_workers: StartWorkers
+) -> None:
+    """A row must lie in one memory."""
+
+    class NearNode(SharingBackend):
+        def __init__(self) -> None:
+            super().__init__()
+            self.numa_node = next(nodes)
+
+    nodes = iter([0, 1])
+    monkeypatch.setattr("simple_offload.worker.worker.make_backend", lambda *_: NearNode())
+    workers = start_workers([kv_memory()] * 2, Replicas(2))
+    assert [each.num_places for each in capacities(workers)] == [2, 2]
+
+
+@pytest.mark.usefixtures("machine")
+def test_memory_that_a_runtime_must_allocate_is_refused(
+    monkeypatch: pytest.MonkeyPatch, no_thread_left: None
+) -> None:
+    """Without a message to other ranks, so that none waits."""
+    monkeypatch.setattr("simple_offload.worker.worker.make_backend", lambda *_: ScriptedBackend())
+    config = OffloadConfig.parse({"num_cpu_blocks": 8, "second_tier": SECOND_TIER}, 2)
+
+    def start(peers: Peers) -> None:
+        memory = kv_memory()
+        worker = OffloadWorker(
+            memory.config, config, Ranks(2, 2), Replicas(2), lambda: pytest.fail("it asks")
+        )
+        worker.register_kv_caches(memory.kv_caches)
+
+    for message in refusals(2, start):
+        assert message.startswith("second_tier: ")
+        assert message.endswith("(backend='auto'); allowed: none")
+
+
+# The address
+
+
+@pytest.mark.usefixtures("machine")
+def test_the_address_is_good_until_shutdown(start_workers: StartWorkers) -> None:
+    num_open = num_open_files()
+    workers = start_workers([kv_memory(), kv_memory(3)])
+    address = address_of(workers)
+    # A forked child would inherit descriptors, and keep the memory: there is one only.
+    assert num_open_files() == num_open + 1
+    for _ in range(2):
+        SharedMemory.open(address).close()
+    workers[1].shutdown()
+    SharedMemory.open(address).close()
+    workers[0].shutdown()
+    with pytest.raises(OSError, match=f"/proc/{os.getpid()}/fd/{address.descriptor}"):
+        SharedMemory.open(address)
+    assert num_open_files() == num_open
+    assert workers[0].capacity.memory == address  # vLLM may still ask
+
+
+# Sizes
+
+
+@pytest.mark.usefixtures("machine")
+@pytest.mark.parametrize(
+    ("heads", "count", "extra_config", "expected"),
+    [
+        ([2], 1, {"cpu_bytes_to_use": 10 * PAGE + PAGE // 2}, 10),
+        ([2], 1, {"num_cpu_blocks": 7}, 7),
+        ([2, 3], 1, {"cpu_bytes_to_use": 10 * PAGE}, 10),
+        ([2, 3], 1, {"cpu_bytes_to_use_per_rank": 10 * PAGE}, 20),
+        ([2, 2], 2, {"cpu_bytes_to_use_per_rank": 10 * PAGE}, 20),
+        ([10, 30], 1, {"cpu_bytes_to_use": 20 * PAGE}, 10),
+        ([30, 30], 2, {"cpu_bytes_to_use": 20 * PAGE}, 10),
+        ([30, 30], 1, {"cpu_bytes_to_use": 21 * PAGE}, 7),
+    ],
+)
+def test_bytes_count_rows_with_their_padding(
+    start_workers: StartWorkers,
+    heads: list[int],
+    count: int,
+    extra_config: dict[str, Any],
+    expected: int,
+) -> None:
+    """A page of a head has 96 bytes, and a block two pages of each head."""
+    extra_config = {"num_cpu_blocks": None} | extra_config
+    workers = start_workers(list(map(kv_memory, heads)), Replicas(count), **extra_config)
+    assert [(each.num_host_blocks, each.num_open) for each in capacities(workers)] == [
+        (expected, expected)
+    ] * len(heads)
+
+
+@pytest.mark.usefixtures("machine")
+def test_too_few_bytes_for_rows_are_refused(no_thread_left: None) -> None:
+    extra_config = {"cpu_bytes_to_use": 2 * PAGE - 1, "second_tier": SECOND_TIER}
+    config = OffloadConfig.parse(extra_config, 2)
+
+    def start(peers: Peers) -> None:
+        memory = kv_memory()
+        worker = OffloadWorker(memory.config, config, Ranks(2, 2), Replicas(), lambda: peers)
+        worker.register_kv_caches(memory.kv_caches)
+
+    for message in refusals(2, start):
+        assert f"cpu_bytes_to_use={2 * PAGE - 1}" in message
+        assert f"at least 2, that is {2 * PAGE} bytes per 2 ranks" in message
+
+
+# What decides the bytes
+
+
+@pytest.mark.usefixtures("machine")
+def test_ranks_tell_how_their_pages_are_laid_out(start_workers: StartWorkers) -> None:
+    workers = start_workers([kv_memory(), kv_memory(1)])
+    assert [each.layout for each in capacities(workers)] == [
+        (0, [PAGES, PAGES], "LBHNC", {"a": 1}),
+        (2 * PAGES, [PAGES // 2, PAGES // 2], "LBHNC", {"a": 1}),
+    ]
+
+
+@pytest.mark.usefixtures("machine")
+def test_without_a_second_tier_there_is_nothing_of_it(
+    monkeypatch: pytest.MonkeyPatch, start_workers: StartWorkers
+) -> None:
+    monkeypatch.setattr(os, "memfd_create", lambda *_: pytest.fail("memory to share"))
+    [worker] = start_workers([kv_memory()], second_tier=None)
+    capacity = worker.capacity
+    assert (capacity.row_bytes, capacity.memory, capacity.layout) == (0, None, ())
+    config = OffloadConfig.parse({"num_cpu_blocks": 8}, 1)
+    memory = kv_memory()
+    alone = OffloadWorker(memory.config, config, Ranks(1, 1))  # vLLM's group need not exist
+    alone.register_kv_caches(memory.kv_caches)
+    alone.shutdown()
