@@ -174,6 +174,12 @@ def test_a_second_world_finds_the_objects_of_the_first(is_faulty: bool) -> None:
     assert is_faulty or sum(num_fetched[1::2]) > sum(num_fetched[::2])
 
 
+@pytest.mark.parametrize("seed", [110022])
+def test_seeds_that_failed(seed: int) -> None:
+    """110022: a device block had been the last one of a host block that was never recorded."""
+    play(seed)
+
+
 def test_preemption_storm() -> None:
     """Six requests run on a device pool that two of them fill."""
     shape = Shape(num_device_blocks=18, max_model_len=60, max_num_seqs=6, num_host_blocks=100)

@@ -320,7 +320,9 @@ class DeviceContents:
             if of_block is not previous:
                 for host_block in of_block:
                     last = host_block.blocks[-1].block_id
-                    if last in self._unstored and last not in found and host_block.is_whole():
+                    # It may have been the end of another host block, which was not recorded then.
+                    is_unstored = self._unstored.get(last) == host_block.keys[-1]
+                    if is_unstored and last not in found and host_block.is_whole():
                         found[last] = block
                 previous = of_block
         return found
