@@ -9,7 +9,7 @@ from pydantic_core import PydanticCustomError
 
 from examples.bench.child import Device
 from examples.bench.command import BAD_RESULT, CANNOT_START, INTERRUPTED, RUN_FAILED
-from examples.bench.connectors import CONTENDERS, ON_CPU, Contender
+from examples.bench.connectors import CONTENDERS, ON_CPU, WITH_FILES, Contender
 from simple_offload.cli.arguments import Parser, nearest
 from simple_offload.config import parse_size
 
@@ -76,14 +76,15 @@ class BenchParser(Parser):
     ) -> list[Contender]:
         """Those that ``--contenders`` names, else the default ones that run on ``device``. Exits
         if one does not run there."""
-        allowed = ON_CPU if device == "cpu" else tuple(CONTENDERS)
+        allowed = ON_CPU if device == "cpu" else (*CONTENDERS, *WITH_FILES)
         for name in names or ():
             if name not in allowed:
                 self.error(
                     f"argument --contenders: {name!r} does not run on the CPU: choose from "
                     f"{', '.join(allowed)}"
                 )
-        return [CONTENDERS[name] for name in names or default if name in allowed]
+        known = CONTENDERS | WITH_FILES
+        return [known[name] for name in names or default if name in allowed]
 
 
 def exit_codes(good: str, bad: str, failed: str, cannot_start: str = "wrong usage") -> str:

@@ -1,5 +1,6 @@
 """The KV connectors that engines are compared with."""
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -10,6 +11,8 @@ from examples.bench.child import LAYOUT
 SIMPLE = "SimpleCPUOffloadConnector"
 """The name of vLLM's built-in connector, and of ours."""
 PACKAGE = "simple_offload"
+ROOT_DIR = "{root_dir}"
+"""In the configuration of a contender with files: the place of their folder."""
 
 
 @dataclass(frozen=True)
@@ -26,6 +29,16 @@ class Contender:
     """Further keys of ``kv_connector_extra_config``."""
     source: str | None = None
     """Folder with another package ``simple_offload``, which takes the place of this one."""
+
+    @property
+    def has_files(self) -> bool:
+        """Whether it has files behind host memory."""
+        return ROOT_DIR in json.dumps(self.extra)
+
+    def with_files(self, folder: Path) -> "Contender":
+        """The same, with its files in ``folder``, if it has some."""
+        extra = json.dumps(self.extra).replace(json.dumps(ROOT_DIR), json.dumps(str(folder)))
+        return replace(self, extra=json.loads(extra))
 
     def transfer_config(self, host_bytes: int) -> dict[str, Any] | None:
         """vLLM's ``kv_transfer_config`` for a host tier of ``host_bytes`` in all ranks together."""
@@ -55,7 +68,24 @@ CONTENDERS = {
         Contender("offloading", "OffloadingConnector"),
     )
 }
-ON_CPU = ("none", "ours")
+_FILES = {"type": "fs", "root_dir": ROOT_DIR}
+_OURS_FILES = {**_FILES, "bytes": "1TiB"}
+WITH_FILES = {
+    contender.name: contender
+    for contender in (
+        replace(OURS, name="ours-files", extra={"second_tier": _OURS_FILES}),
+        replace(
+            OURS, name="ours-files-always", extra={"second_tier": _OURS_FILES | {"fetch": "always"}}
+        ),
+        Contender(
+            "offloading-files",
+            "OffloadingConnector",
+            extra={"spec_name": "TieringOffloadingSpec", "secondary_tiers": [_FILES]},
+        ),
+    )
+}
+"""Those with a second tier. "always": also where computing is quicker than reading."""
+ON_CPU = ("none", "ours", "ours-files", "ours-files-always")
 """The others copy with CUDA."""
 
 

@@ -8,7 +8,7 @@ from rich.console import Console
 
 from examples.bench.arguments import MAX_SEED, BenchParser, exit_codes
 from examples.bench.command import BAD_RESULT, exit_code_of, print_lines, run_program
-from examples.bench.connectors import CONTENDERS, ON_CPU, PACKAGE, before
+from examples.bench.connectors import CONTENDERS, ON_CPU, PACKAGE, WITH_FILES, before
 from examples.bench.models import DEEPSEEK_LITE
 from examples.bench.progress import Progress
 from examples.bench.results_file import NUMBERS, prepare_output
@@ -32,8 +32,9 @@ def run(bench: Bench) -> int:
     console = Console()
     title = f"Medians of {bench.num_runs}, and their ratios to {bench.contenders[0].name}"
     console.print(bench_table(bench.medians, bench.floor, title))
-    if bench.working_set is not None:
-        print_lines(console, str(bench.working_set))
+    for fact in (bench.working_set, bench.directory):
+        if fact is not None:
+            print_lines(console, str(fact))
     print_lines(console, f"Numbers: {bench.output / NUMBERS}")
     print_lines(console, *bench.problems, style="bold red")
     return BAD_RESULT if bench.problems else 0
@@ -61,8 +62,14 @@ def parse(argv: Sequence[str] | None) -> Bench:
     parser.add_names(
         "--contenders",
         "connectors, the first being the base of ratios",
-        CONTENDERS,
-        f"all; on the CPU {' and '.join(ON_CPU)}",
+        (*CONTENDERS, *WITH_FILES),
+        f"all; on the CPU {', '.join(ON_CPU)}; those with files with --files only",
+    )
+    parser.add_argument(
+        "--files",
+        type=Path,
+        metavar="DIR",
+        help="where contenders with a second tier have their files, in folders that are removed",
     )
     parser.add_argument(
         "--before",
@@ -71,7 +78,12 @@ def parse(argv: Sequence[str] | None) -> Bench:
         help=f"add the contender before: ours with the package {PACKAGE} of DIR, for example a "
         "checkout of another commit",
     )
-    parser.add_names("--parts", "parts of the work", PARTS, "all; traces with --traces only")
+    parser.add_names(
+        "--parts",
+        "parts of the work",
+        PARTS,
+        "all; traces with --traces only, restart with --files only",
+    )
     parser.add_argument(
         "--traces",
         help="recorded Claude Code sessions for the part traces, also .xz",
@@ -116,10 +128,22 @@ def parse(argv: Sequence[str] | None) -> Bench:
     parser.add_output("--output", "engine-bench-out", "numbers and logs")
     arguments = parser.parse_args(argv)
     plan = PRESETS[arguments.preset]
-    parts = arguments.parts or [part for part in PARTS if part != "traces" or arguments.traces]
-    if "traces" in parts and arguments.traces is None:
-        parser.error("argument --parts: traces needs --traces FILE")
-    contenders = parser.contenders(arguments.contenders, plan.device, tuple(CONTENDERS))
+    needs = {
+        "traces": ("--traces FILE", arguments.traces),
+        "restart": ("--files DIR", arguments.files),
+    }
+    missing = {part: option for part, (option, value) in needs.items() if value is None}
+    parts = arguments.parts or [part for part in PARTS if part not in missing]
+    for part in parts:
+        if part in missing:
+            parser.error(f"argument --parts: {part} needs {missing[part]}")
+    if "restart" in parts and "ttft" not in parts:
+        parser.error("argument --parts: restart needs ttft, whose prompts it asks again")
+    every = CONTENDERS if arguments.files is None else CONTENDERS | WITH_FILES
+    contenders = parser.contenders(arguments.contenders, plan.device, tuple(every))
+    for contender in contenders:
+        if contender.has_files and arguments.files is None:
+            parser.error(f"argument --contenders: {contender.name} needs --files DIR")
     if arguments.before is not None:
         if not (arguments.before / PACKAGE / "__init__.py").is_file():
             parser.error(f"argument --before: {arguments.before} has no package {PACKAGE}")
@@ -146,7 +170,9 @@ def parse(argv: Sequence[str] | None) -> Bench:
         trace_seed=arguments.seed,
         seed=arguments.seed,
     )
-    return Bench(plan, contenders, parts, arguments.output, arguments.repeats)
+    return Bench(
+        plan, contenders, parts, arguments.output, arguments.repeats, files=arguments.files
+    )
 
 
 if __name__ == "__main__":

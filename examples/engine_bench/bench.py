@@ -5,6 +5,7 @@ import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from examples.bench.child import Event, child_command, engine_environment, liste
 from examples.bench.connectors import PACKAGE, Contender
 from examples.bench.models import save_model
 from examples.bench.results_file import machine, save_numbers
+from examples.engine_bench.files import Directory, drop_from_page_cache, look_at
 from examples.engine_bench.plan import Part, Plan
 from examples.engine_bench.replay import WorkingSet, working_set
 from examples.engine_bench.results import floor_seconds, medians_by_contender, problems
@@ -24,8 +26,9 @@ Show = Callable[[str, str, int, int | None], None]
 
 class Bench:
     """The plan's rounds of engines of each of ``contenders``, in turn; each engine does the work
-    ``repeats`` times. Results are written to ``output`` after each time, so that an early end
-    costs the rest only."""
+    ``repeats`` times. The part ``restart``, and ``turns`` once more, are for another engine over
+    the files of the first, which are in ``files``. Results are written to ``output`` after each
+    time, so that an early end costs the rest only."""
 
     def __init__(
         self,
@@ -34,12 +37,16 @@ class Bench:
         parts: Sequence[Part],
         output: Path,
         repeats: int = 1,
+        files: Path | None = None,
     ) -> None:
         self.plan = plan
         self.contenders = contenders
         self.parts = parts
         self.output = output
         self.repeats = repeats
+        self.files = files
+        self.directory: Directory | None = None
+        """What ``files`` is on."""
         self.runs: dict[str, list[dict[str, Any]]] = {each.name: [] for each in contenders}
         self.peak: float | None = None
         """Bytes a second of a contiguous copy to the device."""
@@ -65,8 +72,10 @@ class Bench:
         return self.plan.rounds * self.repeats
 
     def run(self, show: Show) -> None:
-        """Raises CannotStart if the trace does not fit, and RunFailed if a process fails. No
-        process is left, however this ends."""
+        """Raises CannotStart if the trace does not fit or ``files`` cannot be written, and
+        RunFailed if a process fails. No process and no file is left, however this ends."""
+        if self.files is not None:
+            self.directory = look_at(self.files)
         if "traces" in self.parts:
             show("bench", "reading the trace", 0, None)
             self.working_set = working_set(self.plan)
@@ -97,6 +106,7 @@ class Bench:
             "peak_bytes_per_second": self.peak,
             "floor_seconds": self.floor,
             "working_set": self.working_set,
+            "directory": self.directory,
             "medians": self.medians,
             "problems": self.problems,
             "runs": self.runs,
@@ -114,25 +124,67 @@ class Bench:
         self, contender: Contender, number: int, model: Path, scratch: Path, show: Show
     ) -> None:
         who = f"round {number}/{self.plan.rounds} {contender.name}"
+        runs: list[dict[str, Any]] = []
+        """Of this round, as many as there are repeats."""
+
+        def on_run(run: dict[str, Any]) -> None:
+            runs.append({"round": number, **run})
+            self.runs[contender.name].append(runs[-1])
+
+        def on_run_again(run: dict[str, Any]) -> None:
+            first, numbers = runs[run["repeat"]], run["numbers"]
+            first["numbers"]["restart"] = numbers.get("turns", {}) | numbers.get("restart", {})
+            for key in ("lost", "replies"):
+                first[key] += run[key]
+
+        with tempfile.TemporaryDirectory(prefix="engine-bench-", dir=self.files) as name:
+            folder = Path(name)
+            play = partial(self._play, contender, folder, model, scratch, show)
+            first_parts = [part for part in self.parts if part != "restart"]
+            play(f"{contender.name}-{number}", who, first_parts, on_run)
+            restarts = contender.has_files and "restart" in self.parts
+            if restarts and not any(run["lost"] for run in runs):
+                drop_from_page_cache(folder)
+                parts = [part for part in self.parts if part in ("restart", "turns")]
+                play(f"{contender.name}-{number}-again", f"{who} again", parts, on_run_again)
+        show(who, "done", 1, 1)
+
+    def _play(
+        self,
+        contender: Contender,
+        folder: Path,
+        model: Path,
+        scratch: Path,
+        show: Show,
+        log: str,
+        who: str,
+        parts: Sequence[Part],
+        on_run: Callable[[dict[str, Any]], None],
+    ) -> None:
+        """One engine from its start to its end, with its files in ``folder``."""
         phase = "starting Python"
         show(who, phase, 0, None)
 
         def on_event(event: Event) -> None:
             nonlocal phase
             if "run" in event:
-                self.runs[contender.name].append({"round": number, **event["run"]})
+                on_run(event["run"])
                 self.save()
             else:
                 phase = event.get("phase", phase)
                 show(who, phase, event.get("done", 0), event.get("of"))
 
-        listen(
-            self._command(contender, model),
-            self._environment(contender, scratch),
-            self.output / f"{contender.name}-{number}.log",
-            on_event,
+        command = child_command(
+            ENGINE_RUN,
+            plan=asdict(self.plan),
+            contender=asdict(contender.with_files(folder)),
+            parts=parts,
+            repeats=self.repeats,
+            model=str(model),
+            folder=str(folder),
         )
-        show(who, "done", 1, 1)
+        environment = self._environment(contender, scratch)
+        listen(command, environment, self.output / f"{log}.log", on_event)
 
     def _environment(self, contender: Contender, scratch: Path) -> dict[str, str]:
         environment = engine_environment(self.plan.device, scratch, **contender.environment)
@@ -144,13 +196,3 @@ class Bench:
             environment["PYTHONPATH"] = os.pathsep.join([str(alone), environment["PYTHONPATH"]])
             environment["PYTHONSAFEPATH"] = "1"
         return environment
-
-    def _command(self, contender: Contender, model: Path) -> list[str]:
-        return child_command(
-            ENGINE_RUN,
-            plan=asdict(self.plan),
-            contender=asdict(contender),
-            parts=self.parts,
-            repeats=self.repeats,
-            model=str(model),
-        )

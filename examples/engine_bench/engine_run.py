@@ -1,6 +1,8 @@
 """One contender in a process of its own: start an engine, play the parts, shut it down.
 
 Reports ``{"phase": ...}``, ``{"done": n, "of": m}``, and after each repeat ``{"run": ...}``.
+An engine with files goes on until nothing more is written.
+
 Without a plan it measures one contiguous pinned copy to the device, which the bench's own process
 must not touch, and reports ``{"bytes_per_second": ...}``.
 """
@@ -19,6 +21,7 @@ from examples.bench.child import Report, run_child
 from examples.bench.connectors import Contender
 from examples.bench.results_file import machine
 from examples.engine_bench import parts as work
+from examples.engine_bench.files import num_bytes
 from examples.engine_bench.parts import Client, RequestLost
 from examples.engine_bench.plan import Part, Plan
 
@@ -28,6 +31,9 @@ if TYPE_CHECKING:
 COPY_BYTES, COPIES = 1 << 30, 8
 COPY_DEADLINE = 120
 """Seconds, after which the process ends with its stacks in the log."""
+QUIET_LOOKS, LOOK_SECONDS, WRITE_DEADLINE = 3, 0.5, 120.0
+"""Nothing more is written if that many looks at the files, so far apart, see the same. The longest
+wait for it, in seconds."""
 
 _COUNTERS = {
     "vllm:external_prefix_cache_hits": "external_hits",
@@ -43,8 +49,9 @@ def run(arguments: dict[str, Any], report: Report) -> None:
         return
     plan = TypeAdapter(Plan).validate_python(arguments["plan"])
     contender = TypeAdapter(Contender).validate_python(arguments["contender"])
-    model = Path(arguments["model"])
-    asyncio.run(_run(plan, contender, arguments["parts"], arguments["repeats"], model, report))
+    model, folder = Path(arguments["model"]), Path(arguments["folder"])
+    parts, repeats = arguments["parts"], arguments["repeats"]
+    asyncio.run(_run(plan, contender, parts, repeats, model, folder, report))
 
 
 async def _run(
@@ -53,6 +60,7 @@ async def _run(
     parts: Sequence[Part],
     repeats: int,
     model: Path,
+    folder: Path,
     report: Report,
 ) -> None:
     report({"phase": "starting the engine"})
@@ -61,7 +69,8 @@ async def _run(
     start_seconds = time.perf_counter() - before
     try:
         report({"phase": "warming up"})
-        await _warm_up(plan, Client(engine, plan.settle_seconds, lambda: None))
+        client = Client(engine, plan.settle_seconds, lambda: None)
+        await _warm_up(plan, client, "restart" if "restart" in parts else "start")
         for repeat in range(repeats):
             counted = {name: _counter(name) for name in _COUNTERS}
             copied = {way: _copied(way) for way in ("store", "load")}
@@ -81,6 +90,8 @@ async def _run(
             report({"run": result})
             if lost:
                 break  # the engine still works on the lost request, which disturbs what follows
+        report({"phase": "writing files"})
+        await _write_files(plan, client, folder)
     finally:
         engine.shutdown()
 
@@ -136,13 +147,24 @@ def _engine(plan: Plan, contender: Contender, model: Path) -> "AsyncLLM":
     return AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments))
 
 
-async def _warm_up(plan: Plan, client: Client) -> None:
-    """One-time costs fall due: a short and a long prompt, and the long one as a hit."""
+async def _warm_up(plan: Plan, client: Client, start: str) -> None:
+    """One-time costs fall due: a short prompt, and a long one, new and as a hit. After a restart,
+    one more is a hit in the files."""
     await client.ask("short", plan.text(64, "warm-up"), 2)
-    long = plan.text(plan.prompt_tokens, "warm-up", "long")
-    for _ in range(2):
-        await client.ask("long", long, plan.first_tokens)
+    for name in (start, start, "start"):
+        await client.ask(name, plan.text(plan.prompt_tokens, "warm-up", name), plan.first_tokens)
     await client.settle()
+
+
+async def _write_files(plan: Plan, client: Client, folder: Path) -> None:
+    """Wait until no more is written. Connectors go on when the engine steps, so it gets a prompt
+    that is too short to be stored."""
+    seen, quiet, deadline = num_bytes(folder), 0, time.monotonic() + WRITE_DEADLINE
+    while seen and quiet < QUIET_LOOKS and time.monotonic() < deadline:
+        await client.ask("nudge", plan.text(plan.block_size // 2, "nudge"), 1, compared=False)
+        await asyncio.sleep(LOOK_SECONDS)
+        before, seen = seen, num_bytes(folder)
+        quiet = quiet + 1 if seen == before else 0
 
 
 def _counter(name: str) -> float:

@@ -276,6 +276,16 @@ async def traces(client: Client, plan: Plan) -> Numbers:
     }
 
 
+async def restart(client: Client, plan: Plan) -> Numbers:
+    """In another engine, over the files of one that has done the part ``ttft``: time to the first
+    token of its prompts, and the share of their tokens that was not computed."""
+    found = []
+    for number in range(plan.num_hits):
+        prompt = plan.text(plan.prompt_tokens, "ttft", number)
+        found.append(await client.ask(f"ttft {number}", prompt, plan.first_tokens))
+    return {"hit": _median_ttft(found), "found": _median_cached(found) / plan.prompt_tokens}
+
+
 def _median_ttft(replies: Sequence[Reply]) -> float:
     return median(reply.ttft for reply in replies)
 
@@ -290,6 +300,7 @@ RUN: Mapping[Part, Callable[[Client, Plan], Awaitable[Numbers]]] = {
     "mix": mix,
     "turns": turns,
     "traces": traces,
+    "restart": restart,
 }
 
 
@@ -301,6 +312,7 @@ def num_requests(part: Part, plan: Plan) -> int:
         "mix": plan.num_hits + plan.mix_decodes + min(plan.mix_hits, plan.num_hits // 2),
         "turns": plan.users * plan.turns,
         "traces": plan.trace_requests,
+        "restart": plan.num_hits,
     }[part]
 
 

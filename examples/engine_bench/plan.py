@@ -11,7 +11,7 @@ from typing import Literal, get_args
 from examples.bench.child import Device
 from examples.bench.models import LLAMA_8B, SMALL, ModelShape
 
-Part = Literal["ttft", "idle", "mix", "turns", "traces"]
+Part = Literal["ttft", "idle", "mix", "turns", "traces", "restart"]
 PARTS: tuple[Part, ...] = get_args(Part)
 
 FIRST_TEXT_TOKEN = 10

@@ -47,6 +47,11 @@ METRICS = (
     Metric("traces", "ttft_p50", "agents: TTFT of later requests, p50"),
     Metric("traces", "ttft_p99", "agents: the same, p99"),
     Metric("traces", "share_cached", "agents: prompt tokens not computed", "%", 100),
+    Metric("restart", "hit", "restart: TTFT, hit in the files"),
+    Metric("restart", "found", "restart: tokens of those not computed", "%", 100),
+    Metric("restart", "first_ttft", "restart, chat: TTFT of first turns"),
+    Metric("restart", "later_ttft", "restart, chat: TTFT of later turns"),
+    Metric("restart", "requests_per_second", "restart, chat: requests", "1/s", 1),
 )
 
 
@@ -91,6 +96,10 @@ def problems(runs: Runs, plan: Plan, parts: Iterable[Part], num_runs: int) -> li
             hits_expected = contender != "none" and set(parts) != {"idle"}
             if hits_expected and one["external_hits"] == 0:
                 found.append(f"{contender}, run {number}: the connector got no hits")
+            restart = one["numbers"].get("restart")
+            # With "auto", ours rightly reads nothing where computing is quicker.
+            if restart and restart["found"] == 0 and contender != "ours-files":
+                found.append(f"{contender}, run {number}: nothing was found in the files")
     return found + _different_answers(runs, plan)
 
 

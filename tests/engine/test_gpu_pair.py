@@ -87,3 +87,26 @@ def test_ranks_with_the_same_kv_in_some_groups(
     stored = [result.metrics["simple_offload_stored_blocks"] for result in (shared, private)]
     record_property("bytes copied, blocks stored", [copied, stored])
     assert copied[0] < copied[1]
+
+
+def test_a_restarted_pair_finds_what_the_first_one_left(runs: Runs) -> None:
+    """Files have the blocks that both ranks have alike once, and the states of each."""
+    target = "hybrid-pair"
+    files = {"type": "fs", "root_dir": str(runs.directory / "pair"), "bytes": "8GiB"}
+    connector = SIZED | {"second_tier": files | {"fetch": "always"}}
+    spec = spec_of(runs, target, connector, EAGER)
+    specs = {
+        "first": spec._replace(rounds=spec.rounds[:1]),
+        "restarted": spec._replace(rounds=spec.rounds[: FOLLOW_UPS + 1]),
+    }
+    results = runs.run("gpu-pair-restart", specs, deadline=ENGINE_SECONDS * len(specs))
+    restarted = results["restarted"]
+    assert_same(target, results_of(runs, target)["plain"], restarted, exact=False)
+    assert_nothing_left(restarted)
+    assert restarted.metrics["simple_offload_fetched_blocks"] > 0
+    num_cached = [
+        sum(answer.num_cached_tokens for answer in result.rounds[0].values())
+        for result in (results["first"], restarted)
+    ]
+    # A state is kept for some prefixes only.
+    assert num_cached[1] > num_cached[0]

@@ -21,7 +21,15 @@ from rich.console import Console
 import simple_offload
 from examples.bench.child import ROOT
 from examples.bench.command import BAD_RESULT, CANNOT_START, RUN_FAILED, CannotStart, exit_code_of
-from examples.bench.connectors import CONTENDERS, NONE, ON_CPU, Contender, before
+from examples.bench.connectors import (
+    CONTENDERS,
+    NONE,
+    ON_CPU,
+    OURS,
+    WITH_FILES,
+    Contender,
+    before,
+)
 from examples.engine_bench import __main__ as command
 from examples.engine_bench import engine_run, parts
 from examples.engine_bench.bench import Bench
@@ -89,8 +97,9 @@ def test_a_tiny_bench_measures_every_part(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     plan = with_trace(tmp_path_factory.mktemp("trace"))
-    contenders = [CONTENDERS[name] for name in names]
-    bench = Bench(plan, contenders, list(PARTS), tmp_path, repeats=2)
+    contenders = [(CONTENDERS | WITH_FILES)[name] for name in names]
+    files = tmp_path_factory.mktemp("files")
+    bench = Bench(plan, contenders, list(PARTS), tmp_path, repeats=2, files=files)
     code = code_of(bench)
     captured = capsys.readouterr()
     printed = captured.out
@@ -98,6 +107,8 @@ def test_a_tiny_bench_measures_every_part(
     assert "round 1/1 ours: done" in captured.err
     assert "TTFT, hit in the host tier" in printed
     assert "Agents: 12 requests, " in printed
+    assert f"Files in {files}: " in printed
+    assert not list(files.iterdir())
 
     result = json.loads((tmp_path / "result.json").read_text())
     assert TypeAdapter(Plan).validate_python(result["plan"]) == plan
@@ -110,9 +121,12 @@ def test_a_tiny_bench_measures_every_part(
     for name, run in [(each, run) for each in names for run in result["runs"][each]]:
         assert run["machine"]["vllm"]
         assert run["lost"] == []
-        assert set(run["numbers"]) == set(PARTS)
+        has_files = name in WITH_FILES
+        assert set(run["numbers"]) == set(PARTS) - (set() if has_files else {"restart"})
+        if has_files:
+            assert set(run["numbers"]["restart"]) >= {"hit", "found", "first_ttft", "later_ttft"}
         for key, value in ((k, v) for each in run["numbers"].values() for k, v in each.items()):
-            assert value > 0 or key.endswith("_cached")
+            assert value > 0 or key.endswith("_cached") or name == "ours-files"
         ttft = run["numbers"]["ttft"]
         assert ttft["device_hit_cached"] == cached
         if name == "none":
@@ -126,6 +140,7 @@ def test_a_tiny_bench_measures_every_part(
     of_ours = [run["numbers"]["mix"]["gap_p99"] for run in result["runs"]["ours"]]
     assert result["medians"]["ours"]["mix.gap_p99"] == median(of_ours)
     logs = {f"{name}-1.log" for name in names}
+    logs |= {f"{name}-1-again.log" for name in names if name in WITH_FILES}
     assert {path.name for path in tmp_path.iterdir()} == {"result.json", *logs}
 
 
@@ -212,7 +227,7 @@ def test_a_failing_engine_shows_its_log(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     failing = [sys.executable, "-c", "import sys; print('no memory left'); sys.exit(7)"]
-    monkeypatch.setattr(Bench, "_command", lambda *_: failing)
+    monkeypatch.setattr("examples.engine_bench.bench.child_command", lambda *_, **__: failing)
     bench = Bench(tiny_plan(), [CONTENDERS["ours"]], TTFT, tmp_path)
     (tmp_path / "result.json").write_text("of an earlier bench")
     assert code_of(bench) == RUN_FAILED
@@ -236,8 +251,7 @@ def test_contenders_take_turns_and_each_repeat_is_kept(
             assert sum(map(len, runs.values())) == 2 * (len(order) - 1) + repeat + 1
 
     monkeypatch.setattr("examples.engine_bench.bench.listen", play)
-    contenders = [CONTENDERS[name] for name in ON_CPU]
-    bench = Bench(replace(tiny_plan(), rounds=2), contenders, TTFT, tmp_path, repeats=2)
+    bench = Bench(replace(tiny_plan(), rounds=2), [NONE, OURS], TTFT, tmp_path, repeats=2)
     assert code_of(bench) == BAD_RESULT
     assert order == ["none-1", "ours-1", "none-2", "ours-2"]
     done = [(run["round"], run["repeat"]) for run in bench.runs["ours"]]
@@ -246,6 +260,80 @@ def test_contenders_take_turns_and_each_repeat_is_kept(
     assert len(found) == 4
     printed = capsys.readouterr().out
     assert all(problem in printed for problem in found)
+
+
+def test_an_engine_with_files_is_started_again_over_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its numbers go to the run of the same round and repeat; the folder lasts until then."""
+    files = tmp_path / "files"
+    files.mkdir()
+    seen: list[tuple[str, list[str]]] = []
+
+    def play(command: list[str], _environment: Any, log: Path, on_event: Any) -> None:
+        sent = json.loads(command[-1])
+        seen.append((log.stem, sent["parts"]))
+        folder = Path(sent["folder"])
+        again = log.stem.endswith("again")
+        assert list(folder.iterdir()) == ([folder / "one.bin"] if again else [])
+        (folder / "one.bin").touch()
+        assert sent["contender"]["extra"] == {} or str(folder) in json.dumps(sent["contender"])
+        for repeat in range(sent["repeats"]):
+            run = measured() | {"repeat": repeat}
+            if again:
+                run["numbers"] = {
+                    "restart": {"hit": 0.1 + repeat, "found": 0.0},
+                    "turns": {"first_ttft": 0.3},
+                }
+            on_event({"run": run})
+
+    monkeypatch.setattr("examples.engine_bench.bench.listen", play)
+    parts: list[Part] = ["ttft", "turns", "restart"]
+    contenders = [OURS, WITH_FILES["ours-files"], WITH_FILES["offloading-files"]]
+    bench = Bench(
+        replace(tiny_plan(), rounds=1), contenders, parts, tmp_path, repeats=2, files=files
+    )
+    assert code_of(bench) == BAD_RESULT
+    assert seen == [
+        ("ours-1", ["ttft", "turns"]),
+        *[
+            (f"{name}-files-1{again}", parts)
+            for name in ("ours", "offloading")
+            for again, parts in (("", ["ttft", "turns"]), ("-again", ["turns", "restart"]))
+        ],
+    ]
+    found = [run["numbers"]["restart"] for run in bench.runs["ours-files"]]
+    assert found == [{"hit": 0.1 + i, "found": 0.0, "first_ttft": 0.3} for i in range(2)]
+    assert [run["numbers"].keys() for run in bench.runs["ours"]] == [{"ttft"}] * 2
+    assert len(bench.runs["ours-files"][0]["replies"]) == 2
+    assert bench.problems == [
+        f"offloading-files, run {number}: nothing was found in the files" for number in (1, 2)
+    ]
+    assert not list(files.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ("--parts restart,ttft", "restart needs --files DIR"),
+        ("--contenders ours-files", "ours-files needs --files DIR"),
+        ("--parts restart --files .", "restart needs ttft"),
+    ],
+)
+def test_what_needs_files_says_so(
+    options: str, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        command.parse(options.split())
+    assert said in capsys.readouterr().err
+
+
+def test_a_directory_that_cannot_be_written_stops_the_bench(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    bench = Bench(tiny_plan(), [OURS], TTFT, tmp_path, files=tmp_path / "missing")
+    assert code_of(bench) == CANNOT_START
+    assert "--files: cannot write to" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("plan", [*PRESETS.values(), tiny_plan()])
@@ -272,10 +360,13 @@ def test_arguments_make_the_bench_and_the_cpu_leaves_out_what_needs_cuda(tmp_pat
     assert list(bench.parts) == ["turns", "idle"]
     bench = command.parse(["--preset", "cpu", "--output", str(tmp_path)])
     assert [each.name for each in bench.contenders] == ["none", "ours"]
+    with_files = command.parse(["--preset", "cpu", "--files", str(tmp_path)])
+    assert [each.name for each in with_files.contenders] == list(ON_CPU)
+    assert list(with_files.parts) == ["ttft", "idle", "mix", "turns", "restart"]
     assert (list(bench.parts), bench.plan.rounds) == (["ttft", "idle", "mix", "turns"], 2)
     options = "--traces a.json --agents 4 --trace-requests 50 --trace-scale 16 --trace-pause 0"
     bench = command.parse([*options.split(), "--seed", "7"])
-    assert list(bench.parts) == list(PARTS)
+    assert list(bench.parts) == [part for part in PARTS if part != "restart"]
     assert bench.plan == replace(
         H200,
         agents=4,
