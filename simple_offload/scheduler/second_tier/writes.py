@@ -1,5 +1,6 @@
 """Writes: host blocks on their way to the second tier, behind their store."""
 
+import os
 import sys
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
@@ -19,10 +20,12 @@ from simple_offload.scheduler.tier.run import Run
 
 logger = get_logger(__name__)
 
-_WRITE_BYTES = 16 << 20
-"""Of one write."""
-_MAX_WRITES = 16
-"""Writes under way at once. What does not find room waits in a list."""
+_WRITE_BYTES = 64 << 20
+"""Of one write. vLLM's fs tier has a thread for each."""
+_MAX_WRITES = max(1, min(4, len(os.sched_getaffinity(0)) // 8))
+"""Writes under way at once. Each takes up a core where the page cache or tmpfs gets a copy, beside
+an engine whose steps are short of cores; more are no faster there. What does not find room waits
+in a list."""
 _MAX_WAITING = 1 << 16
 """Keys of blocks that wait to be written. Beyond them, the newest are dropped."""
 _PAUSE_SECONDS = 30.0
@@ -96,7 +99,9 @@ class Writes:
 
     def start(self) -> None:
         """Start what can be written now."""
-        while self._sealing and self._sealing[0].seals.done():
+        while (
+            self._sealing and len(self._in_flight) < _MAX_WRITES and self._sealing[0].seals.done()
+        ):
             self._write(self._sealing.popleft())
         while (count := self._num_writable) > 0:
             keys: list[BlockHashWithGroupId] = []
@@ -163,8 +168,8 @@ class Writes:
     @property
     def _num_writable(self) -> int:
         """Blocks that the next write may have."""
-        num_under_way = len(self._sealing) + len(self._in_flight)
-        if not self._waiting or num_under_way >= _MAX_WRITES or self._clock() < self._paused_until:
+        is_busy = len(self._sealing) >= _MAX_WRITES
+        if is_busy or not self._waiting or self._clock() < self._paused_until:
             return 0
         if self._directory is None:
             room = sys.maxsize

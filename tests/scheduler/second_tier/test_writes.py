@@ -25,7 +25,7 @@ from tests.conftest import PATIENCE_SECONDS
 from tests.scheduler.second_tier.conftest import ROW_BYTES, Clock, MakeServer, Server
 from tests.simulation.second_tier import InlineExecutor, ScriptedDisk
 
-MAX_WRITES = 16
+MAX_WRITES = 4
 """Writes under way at once."""
 PAUSE = 30.0
 
@@ -83,6 +83,7 @@ def test_blocks_are_written_once_in_the_order_in_which_they_came(
 ) -> None:
     monkeypatch.setattr(SecondTier, "make_executor", InlineExecutor)
     monkeypatch.setattr(writes_module, "_WRITE_BYTES", 2 * ROW_BYTES)
+    monkeypatch.setattr(writes_module, "_MAX_WRITES", MAX_WRITES)
     disk = ScriptedDisk()
     server = serve(disk=disk)
     server.put("ab")
@@ -123,12 +124,14 @@ def test_few_writes_are_under_way_at_once(
 ) -> None:
     monkeypatch.setattr(SecondTier, "make_executor", InlineExecutor)
     monkeypatch.setattr(writes_module, "_WRITE_BYTES", ROW_BYTES)
+    monkeypatch.setattr(writes_module, "_MAX_WRITES", MAX_WRITES)
     disk = ScriptedDisk()
     server = serve(disk=disk)
     server.put("abcdefghijklmnopqrstuvwxyz")
     for _ in range(3):
         server.step()
         assert server.num_pinned == 0
+        assert server.second_tier.has_pending_work, "the rest waits for steps"
     assert disk.tier is not None
     assert len(disk.tier.jobs) == MAX_WRITES
     server.settle()
@@ -247,6 +250,7 @@ def test_an_object_that_is_read_was_used(serve: MakeServer, root: Path) -> None:
 def test_a_shutdown_writes_what_waits(serve: MakeServer, monkeypatch: pytest.MonkeyPatch) -> None:
     """More than what may be under way at once."""
     monkeypatch.setattr(writes_module, "_WRITE_BYTES", ROW_BYTES)
+    monkeypatch.setattr(writes_module, "_MAX_WRITES", MAX_WRITES)
     prompt = "abcdefghijklmnopqrstuvwxyz"
     first = serve()
     first.put(prompt[:5])
@@ -327,6 +331,7 @@ def test_writes_pause_when_some_have_failed(
 ) -> None:
     """Nothing else breaks: what was written before is found, if it is there."""
     monkeypatch.setattr(writes_module, "_WRITE_BYTES", ROW_BYTES)
+    monkeypatch.setattr(writes_module, "_MAX_WRITES", MAX_WRITES)
     if trouble != "replaced":
         request.getfixturevalue("small_disk")
     begin, end = TROUBLES[trouble]
