@@ -80,6 +80,8 @@ class StepMetadata(KVConnectorMetadata):
     """Whether the step runs any tokens."""
     num_host_blocks: int | None = None
     """Host blocks, of a device block's size, that all ranks have room for. Sent once."""
+    step: int | None = None
+    """The number of this step, if the scheduler wants to know its end."""
 
 
 @dataclass(slots=True)
@@ -93,6 +95,9 @@ class WorkerReport(KVConnectorWorkerMetadata):
     """A rank cannot copy any more."""
     capacities: dict[str, "RankCapacity"] = field(default_factory=dict)
     """By rank, if it has opened more host blocks."""
+    step: int | None = None
+    """The step that this report comes with, if it has a number. vLLM takes the report in when that
+    step has ended."""
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> "WorkerReport":
         assert isinstance(other, WorkerReport)
@@ -101,6 +106,7 @@ class WorkerReport(KVConnectorWorkerMetadata):
             self.failed + other.failed,
             self.broken or other.broken,
             self.capacities | other.capacities,
+            self.step if other.step is None else other.step,
         )
 
 

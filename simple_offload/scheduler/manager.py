@@ -178,8 +178,9 @@ class OffloadScheduler:
         loads = self._loads.submit(
             lambda block_ids: bool(zeroed) or self._hazards.may_touch(block_ids)
         )
+        step = None
         if self._second_tier is not None:
-            self._second_tier.on_step(scheduler_output.total_num_scheduled_tokens)
+            step = self._second_tier.on_step(scheduler_output.total_num_scheduled_tokens)
         computes = bool(scheduler_output.num_scheduled_tokens)
         self._hazards.on_step(zeroed, computes=computes)
         self._is_capacity_sent |= self._capacity is not None
@@ -189,6 +190,7 @@ class OffloadScheduler:
             admitted=self._loads.drain_admitted(),
             computes=computes,
             num_host_blocks=None if self._ranks.are_alike else self._capacity,
+            step=step,
         )
 
     def update_connector_output(self, output: "KVConnectorOutput") -> None:
@@ -203,6 +205,8 @@ class OffloadScheduler:
     def _on_report(self, report: WorkerReport) -> None:
         if report.capacities:
             self._on_capacities(report.capacities)
+        if report.step is not None and self._second_tier is not None:
+            self._second_tier.speeds.on_step_ended(report.step)
         for request_id in self._loads.on_failed(report.failed):
             self._policy.on_load_failed(request_id)
         for ended in self._ledger.on_report(report):

@@ -145,6 +145,7 @@ class OffloadWorker:
         if metadata is not self._metadata:
             self.submit_stores()
         self._metadata = metadata
+        self._report.step = metadata.step
         if self.lanes and metadata.num_host_blocks is not None:
             self.host_pool.agree(metadata.num_host_blocks)
         if self.lanes and metadata.admitted:
@@ -194,15 +195,16 @@ class OffloadWorker:
         return loaded, failed
 
     def drain_report(self) -> WorkerReport | None:
-        """The ends noted since the last call, and newly opened blocks; None if there are none."""
+        """The ends noted since the last call, newly opened blocks, and the step's number; None if
+        there are none."""
         if not self.lanes:
             return None
         capacity = self.capacity
         if capacity.num_open != self._reported_open:
             self._report.capacities[self._name] = capacity
             self._reported_open = capacity.num_open
-        elif not self._report.ended:  # a lane that breaks fails a transfer, so none is missed
-            return None
+        elif not self._report.ended and self._report.step is None:
+            return None  # a lane that breaks fails a transfer, so none is missed
         self._report.broken = any(lane.is_broken for lane in self.lanes.values())
         report, self._report = self._report, WorkerReport()
         return report

@@ -11,7 +11,7 @@ from unittest.mock import patch
 
 import psutil
 import torch
-from vllm.v1.metrics.reader import Counter, get_metrics_snapshot
+from vllm.v1.metrics.reader import Counter, Gauge, get_metrics_snapshot
 
 import tests.engine.random_weights  # noqa: F401 - vLLM's loaders have it from here on
 from simple_offload.worker.host_pool import HostPool
@@ -45,7 +45,7 @@ def _run_engine(spec: EngineSpec) -> EngineResult:
                 result.rounds = [player.play(each) for each in spec.rounds]
                 engine.drain()
                 result.left = engine.left()
-                result.metrics = _counters()
+                result.metrics = _metrics()
                 result.memory = _memory()
                 if engine.offload is not None:
                     result.num_host_blocks = engine.offload.tier.num_blocks - 1
@@ -113,13 +113,13 @@ def _memory() -> dict[str, int]:
     return dict(found)
 
 
-def _counters() -> dict[str, float]:
-    counters: dict[str, float] = {}
+def _metrics() -> dict[str, float]:
+    found: dict[str, float] = {}
     for metric in get_metrics_snapshot():
-        if isinstance(metric, Counter):
+        if isinstance(metric, Counter | Gauge):
             name = metric.name.removeprefix("vllm:").removesuffix("_total")
-            counters[name] = counters.get(name, 0) + metric.value
-    return counters
+            found[name] = found.get(name, 0) + metric.value
+    return found
 
 
 @contextmanager

@@ -55,6 +55,8 @@ def test_a_restarted_engine_finds_what_the_first_one_left(runs: Runs) -> None:
         is_restarted = name == "restarted"
         assert (num_cached(result) > 0.8 * NUM_PROMPT_TOKENS) == is_restarted, name
         assert (result.metrics.get("simple_offload_fetched_blocks", 0) > 0) == is_restarted
+        if name in ("first", "other"):
+            assert 100 < result.metrics["simple_offload_compute_tokens_per_second"] < 10**6
     # Those of one prompt system after another, on the device and in host memory.
     assert num_cached(results["other"]) == num_cached(results["first"])
 

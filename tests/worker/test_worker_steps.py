@@ -67,6 +67,15 @@ def test_a_barrier_is_made_when_the_hook_is_called(rank: Rank) -> None:
 # Reporting
 
 
+def test_the_number_of_a_step_is_reported_with_it(rank: Rank) -> None:
+    rank.worker.bind(StepMetadata(step=7))
+    report = rank.worker.drain_report()
+    assert report is not None
+    assert (report.step, report.ended) == (7, {})
+    rank.worker.bind(StepMetadata())
+    assert rank.worker.drain_report() is None
+
+
 def test_ends_and_failures_are_reported_once(rank: Rank, caplog: pytest.LogCaptureFixture) -> None:
     rank.backend.errors = {1: ScriptedError(), 4: ScriptedError()}
     loads = [load(0, "r"), load(1, "s"), load(2, "t")]

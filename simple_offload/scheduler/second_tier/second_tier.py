@@ -212,9 +212,9 @@ class SecondTier:
 
     # One step
 
-    def on_step(self, num_tokens: int) -> None:
-        """The engine begins a step of ``num_tokens`` tokens."""
-        self.speeds.on_step(num_tokens)
+    def on_step(self, num_tokens: int) -> int | None:
+        """vLLM schedules a step of ``num_tokens`` tokens. Returns its number if ``speeds`` has to
+        know its end."""
         self._poll()
         if self.is_on:
             # vLLM may not come to these requests in a step, while it has no room for more.
@@ -226,6 +226,7 @@ class SecondTier:
             self.writes.start()
             self._objects.flush()
             self._check_hung()
+        return self.speeds.on_step(num_tokens)
 
     @property
     def has_pending_work(self) -> bool:

@@ -15,6 +15,19 @@ _FADING = 0.9
 """Weight of what was measured before, against what is measured next."""
 
 
+class _Rate:
+    """Tokens per second, of late."""
+
+    def __init__(self) -> None:
+        self._tokens = self._seconds = 0.0
+
+    def add(self, num_tokens: int, seconds: float) -> float | None:
+        """The rate, with so many more tokens in so many seconds. None: it took no time."""
+        self._tokens = _FADING * self._tokens + num_tokens
+        self._seconds = _FADING * self._seconds + seconds
+        return self._tokens / self._seconds if self._seconds > 0 else None
+
+
 class Speeds:
     """Tokens per second of compute and of fetches, as measured. Where fetches are slower, none is
     made, but for a probe now and then."""
@@ -24,14 +37,17 @@ class Speeds:
         self._clock = clock
         self._always = always
         self.compute: float | None = None
-        """Prompt tokens per second of steps that compute many. None: not measured yet."""
+        """Tokens per second of steps that compute many. None: not measured yet."""
         self.fetch: float | None = None
         """Tokens per second of prefixes that were fetched. None: not measured yet."""
         self.answer: float | None = None
         """Seconds from a request's questions to the answers. A short time counts at once, since a
         long one may have waited for the engine's step."""
-        self._tokens = self._seconds = 0.0
-        self._begun: tuple[float, int] | None = None
+        self._computed, self._fetched = _Rate(), _Rate()
+        self._num_steps = 0
+        self._steps: dict[int, tuple[float, int]] = {}
+        """Steps under way by number: when vLLM scheduled them, and their tokens."""
+        self._step_ended = 0.0
         self._probed = self._answered = -_PROBE_SECONDS
 
     @property
@@ -66,17 +82,23 @@ class Speeds:
             return math.inf
         return num_tokens / self.compute if self.compute else _UNKNOWN_SECONDS
 
-    def on_step(self, num_tokens: int) -> None:
-        """The engine begins a step of ``num_tokens`` tokens: so the step before has ended. The
-        engine may have had a rest in between, so a slow step counts for little."""
+    def on_step(self, num_tokens: int) -> int | None:
+        """vLLM schedules a step of ``num_tokens`` tokens. Returns its number if its end is of
+        interest."""
+        if num_tokens < _MIN_TOKENS:
+            return None
+        self._num_steps += 1
+        self._steps[self._num_steps] = (self._clock(), num_tokens)
+        return self._num_steps
+
+    def on_step_ended(self, number: int) -> None:
+        """A step has ended. vLLM may have scheduled it before the end of the one before, with which
+        it then began (``async_scheduling``, vLLM's default)."""
+        scheduled, num_tokens = self._steps[number]
+        self._steps = {each: step for each, step in self._steps.items() if each > number}
         now = self._clock()
-        if self._begun is not None:
-            began, before = self._begun
-            if before >= _MIN_TOKENS and now > began:
-                speed = before / (now - began)
-                faded = _FADING * (self.compute or 0.0) + (1 - _FADING) * speed
-                self.compute = max(speed, faded)
-        self._begun = (now, num_tokens)
+        self.compute = self._computed.add(num_tokens, now - max(scheduled, self._step_ended))
+        self._step_ended = now
 
     def on_answered(self, seconds: float) -> None:
         """All questions of a request have been answered so long after it came."""
@@ -85,10 +107,7 @@ class Speeds:
 
     def on_fetched(self, num_tokens: int, seconds: float) -> None:
         """A fetch of ``num_tokens`` tokens has taken so long."""
-        self._tokens = _FADING * self._tokens + num_tokens
-        self._seconds = _FADING * self._seconds + seconds
-        if self._seconds > 0:
-            self.fetch = self._tokens / self._seconds
+        self.fetch = self._fetched.add(num_tokens, seconds)
 
     @property
     def _is_time_for_probe(self) -> bool:

@@ -167,10 +167,11 @@ class Server:
         """The host tier loses one block."""
         self.tier.drop(self.tier.blocks_at(self.tier.ids_of([key])))
 
-    def step(self, num_tokens: int = 0) -> None:
-        """The engine's step."""
-        self.second_tier.on_step(num_tokens)
+    def step(self, num_tokens: int = 0) -> int | None:
+        """The engine's step. Returns its number."""
+        number = self.second_tier.on_step(num_tokens)
         self._check()
+        return number
 
     def step_until(self, is_done: Callable[[], bool]) -> None:
         """Step, and wait for reads and writes, until something is so."""

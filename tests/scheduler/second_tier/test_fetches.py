@@ -27,6 +27,14 @@ def disk(monkeypatch: pytest.MonkeyPatch) -> ScriptedDisk:
     return ScriptedDisk()
 
 
+def compute(server: Server, clock: Clock) -> None:
+    """Let it know that compute takes a second for 250 tokens."""
+    number = server.step(250)
+    assert number is not None
+    clock.now += 1
+    server.second_tier.speeds.on_step_ended(number)
+
+
 @pytest.fixture
 def server(serve: MakeServer, disk: ScriptedDisk) -> Server:
     """A server with "abcdef" on that disk, and nothing in host memory."""
@@ -359,9 +367,7 @@ def test_a_request_goes_on_when_its_time_is_over(
 def test_a_request_waits_as_long_as_computing_takes(
     server: Server, disk: ScriptedDisk, clock: Clock
 ) -> None:
-    server.step(250)
-    clock.now += 1
-    server.step()
+    compute(server, clock)
     request = begin(server, disk, "abcdef")  # 25 tokens
     clock.now += 0.099
     assert server.ask(request)
@@ -373,9 +379,7 @@ def test_a_slow_tier_is_asked_once_a_minute(
     server: Server, disk: ScriptedDisk, clock: Clock
 ) -> None:
     """Compute takes 0.1 s for this prompt, and a fetch a second."""
-    server.step(250)
-    clock.now += 1
-    server.step()
+    compute(server, clock)
 
     def fetch_slowly() -> None:
         server.empty()

@@ -21,9 +21,10 @@ def measured(clock: Clock) -> Speeds:
 
 
 def compute(speeds: Speeds, clock: Clock, num_tokens: int, seconds: float) -> None:
-    speeds.on_step(num_tokens)
+    number = speeds.on_step(num_tokens)
     clock.now += seconds
-    speeds.on_step(0)
+    if number is not None:
+        speeds.on_step_ended(number)
 
 
 def test_before_it_is_measured_a_request_waits_for_a_second(clock: Clock) -> None:
@@ -36,17 +37,42 @@ def test_before_it_is_measured_a_request_waits_for_a_second(clock: Clock) -> Non
     ("num_tokens", "seconds", "speed"),
     [
         (127, 0.001, 1000),  # too few tokens to tell
-        (1000, 0, 1000),
-        (1000, 0.5, 2000),
-        (1000, 10, 910),  # a rest of the engine, mostly
+        (1000, 0.1, 1900),
+        (9100, 0.1, 10000),
+        (1000, 9.1, 190),
     ],
 )
-def test_compute_is_as_quick_as_its_quickest_steps(
+def test_compute_is_as_quick_as_its_steps_of_late(
     measured: Speeds, clock: Clock, num_tokens: int, seconds: float, speed: float
 ) -> None:
     compute(measured, clock, num_tokens, seconds)
     assert measured.compute == pytest.approx(speed)
     assert measured.max_wait(4550) == pytest.approx(4550 / speed)
+
+
+def test_steps_that_overlap_count_from_the_end_of_the_one_before(
+    measured: Speeds, clock: Clock
+) -> None:
+    """vLLM schedules a step while the one before runs, at times at once after it."""
+    ended = clock.now
+    numbers = [measured.on_step(1000), measured.on_step(1000), measured.on_step(1)]
+    assert numbers[2] is None
+    for number in numbers[:2]:
+        assert number is not None
+        clock.now += 1.0
+        measured.on_step_ended(number)
+        assert measured.compute == pytest.approx(COMPUTE)
+    clock.now += 100.0  # the engine rests
+    compute(measured, clock, 1000, 1.0)
+    assert measured.compute == pytest.approx(COMPUTE)
+    assert clock.now == ended + 103.0
+
+
+def test_a_step_without_an_end_is_forgotten(measured: Speeds, clock: Clock) -> None:
+    measured.on_step(1000)
+    clock.now += 5.0
+    compute(measured, clock, 1000, 1.0)
+    assert measured.compute == pytest.approx(COMPUTE)
 
 
 def test_a_fetch_that_is_slower_than_compute_is_a_probe(measured: Speeds, clock: Clock) -> None:
