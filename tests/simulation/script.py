@@ -254,7 +254,7 @@ class Script:
         """The same script, maybe with objects behind host memory."""
         shape = self.shape
         is_possible = shape.num_stages == 1 and not shape.uneven_ranks
-        if not is_possible or shape.chunk_blocks is not None or rng.random() < 0.6:
+        if not is_possible or shape.chunk_blocks is not None or rng.random() < 0.4:
             return self
         faults = DiskFaults()
         if self.faults != Faults():
@@ -272,9 +272,9 @@ class Script:
             )
         return replace(
             script,
-            disk_speed=rng.choice([0.1, 0.5, 0.9]),
+            disk_speed=rng.choice([0.3, 0.6, 0.9]),
             disk_faults=faults,
-            compute_speed=rng.choice([0.1, 0.3, 1.0]),
+            compute_speed=rng.choice([0.02, 0.1, 1.0]),
         )
 
     @property
