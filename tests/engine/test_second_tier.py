@@ -1,10 +1,18 @@
 """Files behind host memory: engines find what others have left, before or beside them."""
 
+import socket
+import subprocess
+import sys
 import threading
+import time
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import pytest
+
+from tests.conftest import PATIENCE_SECONDS
 from tests.engine.beside import tell, wait_for
 from tests.engine.compare import assert_nothing_left, assert_same_answers
 from tests.engine.harness import EngineJobFailed, run_child
@@ -19,13 +27,16 @@ NUM_PROMPT_TOKENS = sum(len(ask.prompt) for ask in ASKS)
 
 def spec(runs: Runs, files: str | None, **options: Any) -> EngineSpec:
     """An engine with a folder for ``files``; None: without the connector."""
-    connector = None
-    if files is not None:
-        root_dir = str(runs.directory / files)
-        second_tier: dict[str, Any] = {"type": "fs", "root_dir": root_dir, "bytes": "1GiB"}
-        # A small model computes sooner than a slow disk reads.
-        second_tier |= {"fetch": "always", "n_read_threads": 2, "n_write_threads": 2}
-        connector = {"num_cpu_blocks": HOST_BLOCKS, "second_tier": second_tier | options}
+    if files is None:
+        return runs.spec("gemma3", connector=None, rounds=ROUNDS)
+    root_dir = str(runs.directory / files)
+    threads = {"n_read_threads": 2, "n_write_threads": 2}
+    return spec_of(runs, {"type": "fs", "root_dir": root_dir, "bytes": "1GiB"} | threads | options)
+
+
+def spec_of(runs: Runs, second_tier: dict[str, Any]) -> EngineSpec:
+    # A small model computes sooner than a slow disk reads.
+    connector = {"num_cpu_blocks": HOST_BLOCKS, "second_tier": second_tier | {"fetch": "always"}}
     return runs.spec("gemma3", connector=connector, rounds=ROUNDS)
 
 
@@ -91,3 +102,52 @@ def test_an_engine_finds_what_one_beside_it_wrote_before_it_was_killed(runs: Run
     assert num_cached(result) > 0.8 * NUM_PROMPT_TOKENS
     assert_nothing_left(result)
     assert any(Path(runs.directory / "shared").rglob("*.bin"))
+
+
+@pytest.fixture
+def s3() -> Iterator[dict[str, str]]:
+    """A server for S3 in a process of its own, with a bucket: ``store_config`` of vLLM's obj tier.
+    CONTRIBUTING.md says how to install it."""
+    boto3 = pytest.importorskip("boto3")
+    pytest.importorskip("nixl")
+    pytest.importorskip("moto")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    keys = {"access_key": "a", "secret_key": "b", "region": "us-east-1"}
+    config = {"bucket": "kv-objects", "endpoint_override": f"http://127.0.0.1:{port}"} | keys
+    command = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)]
+    server = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    try:
+        client = boto3.client(
+            "s3",
+            endpoint_url=config["endpoint_override"],
+            aws_access_key_id="a",
+            aws_secret_access_key="b",
+            region_name="us-east-1",
+        )
+        deadline = time.monotonic() + PATIENCE_SECONDS
+        while True:
+            try:
+                client.create_bucket(Bucket=config["bucket"])
+                break
+            except Exception:  # noqa: BLE001 - it is not yet up
+                assert time.monotonic() < deadline
+        yield config
+        assert client.list_objects_v2(Bucket=config["bucket"])["KeyCount"] > 0
+    finally:
+        server.kill()
+        server.wait()
+
+
+@pytest.mark.slow
+def test_a_restarted_engine_finds_objects_in_s3(runs: Runs, s3: dict[str, str]) -> None:
+    """By vLLM's obj tier and NIXL."""
+    objects = spec_of(runs, {"type": "obj", "store_config": s3})
+    plain = one_after_another(runs)["plain"]
+    results = runs.run("s3", {"first": objects, "restarted": objects})
+    for result in results.values():
+        assert_same_answers(plain.rounds, result)
+        assert_nothing_left(result)
+    assert num_cached(results["restarted"]) > 0.8 * NUM_PROMPT_TOKENS
+    assert results["restarted"].metrics["simple_offload_fetched_blocks"] > 0

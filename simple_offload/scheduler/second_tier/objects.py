@@ -2,9 +2,10 @@
 
 import difflib
 import inspect
+import os
 import re
-from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple, ParamSpec, TypeVar
 
 import numpy as np
 from vllm.v1.core.kv_cache_utils import BlockHashWithGroupId, get_block_hash, get_group_id
@@ -23,11 +24,14 @@ from vllm.v1.kv_offload.config import (
     OffloadingModelConfig,
     OffloadingParallelConfig,
 )
-from vllm.v1.kv_offload.tiering.base import SecondaryTierManager, TransferJob
+from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, TransferJob
 from vllm.v1.kv_offload.tiering.factory import SecondaryTierFactory
 
 from simple_offload.config import ConfigError, SecondTierConfig
+from simple_offload.logs import get_logger
 from simple_offload.scheduler.tier.groups import Groups
+
+logger = get_logger(__name__)
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -35,6 +39,8 @@ if TYPE_CHECKING:
 
 _OURS = {"self", "offloading_spec", "primary_kv_view", "tier_type", "backpressure_detector"}
 """Arguments of a tier that are no options of users."""
+P = ParamSpec("P")
+T = TypeVar("T")
 _STEP = ScheduleEndContext(new_req_ids=(), preempted_req_ids=())
 
 
@@ -50,7 +56,8 @@ class Ended(NamedTuple):
 class Objects:
     """Asks for objects, reads them into rows of host memory and writes them, without waiting.
 
-    One thread calls it, the scheduler's, as vLLM's tiers expect.
+    One thread calls it, the scheduler's, as vLLM's tiers expect. An exception of the tier ends
+    nothing: it is kept in ``error``, and nothing more is asked of the tier than what has ended.
     """
 
     def __init__(
@@ -58,12 +65,16 @@ class Objects:
     ) -> None:
         """``view``: the rows. ``salt``: of the names, so that objects of other namespaces have
         others. Raises ConfigError if vLLM's tier does not start."""
+        self.error: Exception | None = None
         self._salt = salt
         self._next_id = 0
         self._reads: dict[int, list[bytes]] = {}
         wanted = {"type": config.type, **config.options}
         if config.module_path is not None:
             wanted["module_path"] = config.module_path
+        if config.type == "obj":
+            # vLLM 0.32's tier asks NIXL for the time of each transfer, and fails if NIXL has none.
+            os.environ.setdefault("NIXL_TELEMETRY_ENABLE", "y")
         try:
             self.tier = SecondaryTierFactory.create_secondary_tier(wanted, view, spec)
         except (OSError, RuntimeError, ValueError, TypeError, ImportError) as error:
@@ -90,36 +101,41 @@ class Objects:
 
     def ask(self, name: OffloadKey, request_id: str) -> bool | None:
         """Whether there is an object ``name``; None if that is not known yet."""
-        answer = self.tier.lookup(name, ReqContext(request_id))
+        answer = self._call(self.tier.lookup, name, ReqContext(request_id))
         if answer is LookupResult.MISS:
             return False
         return True if answer is LookupResult.HIT else None
 
     def on_answered(self, request_id: str) -> None:
         """The request asks no more."""
-        self.tier.on_request_finished(ReqContext(request_id))
+        self._call(self.tier.on_request_finished, ReqContext(request_id))
 
     def flush(self) -> None:
         """Send what has been asked."""
-        self.tier.on_schedule_end(_STEP)
+        self._call(self.tier.on_schedule_end, _STEP)
 
     def read(self, names: Sequence[OffloadKey], rows: Sequence[int], request_id: str) -> int:
         """Begin to read objects into ``rows``. Returns the id of this read."""
         job = self._job(names, rows, request_id, is_read=True)
         self._reads[job.job_id] = list(names)
-        self.tier.submit_load(job)
+        self._call(self.tier.submit_load, job)
         return job.job_id
 
     def write(self, names: Sequence[OffloadKey], rows: Sequence[int]) -> int:
         """Begin to write ``rows`` as objects. Returns the id of this write."""
         job = self._job(names, rows, "", is_read=False)
-        self.tier.submit_store(job)
+        self._call(self.tier.submit_store, job)
         return job.job_id
 
     def drain_ended(self) -> list[Ended]:
         """Reads and writes that have ended since the last call."""
         ended = []
-        for result in self.tier.get_finished_jobs():
+        results: list[JobResult] = []
+        try:
+            results.extend(self.tier.get_finished_jobs())
+        except Exception as error:  # noqa: BLE001 - whatever it is, the server goes on
+            self._fail(error)
+        for result in results:
             names = self._reads.pop(result.job_id, None)
             num_read = None
             if names is not None and not result.success:
@@ -130,11 +146,26 @@ class Objects:
 
     def drain(self) -> None:
         """Wait until all reads and writes have ended."""
-        self.tier.drain_jobs()
+        self._call(self.tier.drain_jobs)
 
     def close(self) -> None:
         """Finish what is under way. May take as long as the tier hangs."""
         self.tier.shutdown()
+
+    def _call(self, method: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T | None:
+        """None: the tier has failed, now or before."""
+        if self.error is not None:
+            return None
+        try:
+            return method(*args, **kwargs)
+        except Exception as error:  # noqa: BLE001 - whatever it is, the server goes on
+            self._fail(error)
+            return None
+
+    def _fail(self, error: Exception) -> None:
+        if self.error is None:
+            self.error = error
+            logger.error("vLLM's second tier raised an exception", exc_info=error)
 
     def _job(
         self, names: Sequence[OffloadKey], rows: Sequence[int], request_id: str, *, is_read: bool

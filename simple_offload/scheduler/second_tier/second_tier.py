@@ -131,7 +131,7 @@ class SecondTier:
         were fetched for a request, each time some can be found, and the places of useless ones.
         ``directory``: where vLLM's fs tier keeps files. ``always``: fetch, however slow that is."""
         self.is_on = True
-        """Until vLLM's tier hangs."""
+        """Until vLLM's tier hangs or fails."""
         self.speeds = Speeds(self.clock, always=always)
         self._objects = objects
         self._rows = rows
@@ -226,6 +226,8 @@ class SecondTier:
             self.writes.start()
             self._objects.flush()
             self._check_hung()
+        if self.is_on and self._objects.error is not None:
+            self._switch_off("has failed")
         return self.speeds.on_step(num_tokens)
 
     @property
@@ -512,12 +514,15 @@ class SecondTier:
         )
         if self.clock() - since < _HUNG_SECONDS:
             return
+        self._switch_off(f"has not answered for {_HUNG_SECONDS:.0f} s")
+
+    def _switch_off(self, reason: str) -> None:
         self.is_on = False
         self.writes.stop()
         for request_id in [*self._waits]:
             self._end_wait(request_id, "late")
         logger.error(
-            "The second tier has not answered for %.0f s and is switched off. The server continues "
-            "without it; restart the server to switch it on again.",
-            _HUNG_SECONDS,
+            "The second tier %s and is switched off. The server continues without it; restart the "
+            "server to switch it on again.",
+            reason,
         )

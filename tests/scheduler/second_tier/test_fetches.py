@@ -403,6 +403,43 @@ def test_a_slow_tier_is_asked_once_a_minute(
     assert results(server) == {"late": 3, "slower": 1}
 
 
+@pytest.mark.parametrize(
+    "method", ["lookup", "submit_load", "submit_store", "get_finished_jobs", "on_schedule_end"]
+)
+def test_a_tier_that_raises_is_switched_off(
+    server: Server,
+    disk: ScriptedDisk,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    method: str,
+) -> None:
+    """As vLLM's obj tier does where NIXL has no telemetry. The server goes on."""
+    assert disk.tier is not None
+
+    def fail(*_: object) -> None:
+        raise RuntimeError("a bug of the tier")
+
+    server.empty()
+    monkeypatch.setattr(disk.tier, method, fail)
+    server.put("xyz")
+    request = server.request("abcdef")
+    for _ in range(4):
+        server.ask(request)
+        answer(disk)
+        server.step()
+        if disk.tier.jobs:
+            end(disk, 0)
+    assert not server.ask(request)
+    server.finish(request)
+    assert not server.second_tier.is_on
+    assert "a bug of the tier" in caplog.text
+    assert "has failed and is switched off" in caplog.text
+    assert not server.second_tier.has_pending_work
+    server.put("uvw")
+    server.step()
+    assert not server.ask(server.request("abcdef"))
+
+
 def test_a_request_waits_for_a_slow_tier_if_it_is_told_to(
     serve: MakeServer, server: Server, disk: ScriptedDisk, clock: Clock
 ) -> None:
