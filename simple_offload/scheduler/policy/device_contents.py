@@ -116,7 +116,10 @@ class DeviceContents:
     def on_allocated(self, block_ids: Sequence[int], reason: str) -> None:
         """Requests have got these blocks to fill them, in this order: the device has let go of
         their contents. These count as dropped for ``reason`` if they are not in the tier."""
-        last_ids = self._split(block_ids) if self._groups.num_sub_blocks > 1 else block_ids
+        last_ids = block_ids
+        if self._groups.num_sub_blocks > 1:
+            # One of them may be the copy of a host block that was loaded and not recorded.
+            last_ids = list(dict.fromkeys([*self._split(block_ids), *block_ids]))
         for block_id in last_ids if self._payloads else ():
             self._payloads.pop(block_id, None)
         lost = {i: self._unstored.pop(i) for i in self._unstored.keys() & last_ids}
@@ -320,9 +323,7 @@ class DeviceContents:
             if of_block is not previous:
                 for host_block in of_block:
                     last = host_block.blocks[-1].block_id
-                    # It may have been the end of another host block, which was not recorded then.
-                    is_unstored = self._unstored.get(last) == host_block.keys[-1]
-                    if is_unstored and last not in found and host_block.is_whole():
+                    if last in self._unstored and last not in found and host_block.is_whole():
                         found[last] = block
                 previous = of_block
         return found
