@@ -1,7 +1,6 @@
 """The directory that engines have files in."""
 
 import os
-import shutil
 import subprocess
 import tempfile
 from contextlib import suppress
@@ -19,7 +18,6 @@ class Directory:
     file_system: str
     o_direct: bool
     """Whether vLLM's ``fs`` tier reads and writes it past the page cache."""
-    free_bytes: int
 
     def __str__(self) -> str:
         past = "past" if self.o_direct else "through"
@@ -33,16 +31,15 @@ def look_at(path: Path) -> Directory:
     try:
         with tempfile.TemporaryDirectory(dir=path) as folder:
             o_direct = probe_o_direct(folder)
-        free_bytes = shutil.disk_usage(path).free
     except OSError as error:
         raise CannotStart(f"--files: cannot write to {path}: {error.strerror}") from None
     command = ["stat", "--file-system", "--format=%T", str(path)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
-    return Directory(str(path), done.stdout.strip() or "unknown", o_direct, free_bytes)
+    return Directory(str(path), done.stdout.strip() or "unknown", o_direct)
 
 
 def num_bytes(folder: Path) -> int:
-    """Of all files below ``folder``, some of which may just get another name."""
+    """Of all objects below ``folder``. A file may vanish meanwhile."""
     total = 0
     for path in folder.rglob("*.bin"):
         with suppress(FileNotFoundError):

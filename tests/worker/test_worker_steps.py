@@ -5,7 +5,7 @@ import threading
 import pytest
 
 from simple_offload.backends.base import Direction
-from simple_offload.metadata import StepMetadata
+from simple_offload.metadata import StepMetadata, WorkerReport
 from tests.worker.conftest import MakeRank
 from tests.worker.rank import BLOCK_BYTES, NOTHING, Rank, load, store
 from tests.worker.scripted import (
@@ -72,6 +72,8 @@ def test_the_number_of_a_step_is_reported_with_it(rank: Rank) -> None:
     report = rank.worker.drain_report()
     assert report is not None
     assert (report.step, report.ended) == (7, {})
+    # A rank that has nothing else to tell, and one that tells no step.
+    assert report.aggregate(WorkerReport()).step == WorkerReport().aggregate(report).step == 7
     rank.worker.bind(StepMetadata())
     assert rank.worker.drain_report() is None
 

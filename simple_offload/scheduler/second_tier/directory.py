@@ -36,8 +36,8 @@ _STALE_SECONDS = 60.0
 """A scan is repeated after this time, as other servers write too."""
 _PAUSE_SECONDS = 1.0
 _PAUSE_SCANS = 9
-"""Between two scans pass so many seconds, and the time of so many scans. So a scan that achieves
-nothing takes up no more than a tenth of the time."""
+"""The pause between two scans: a second, or the time of nine scans if that is longer. So scans that
+achieve nothing take up a tenth of the time at most."""
 _LEFT_OVER_SECONDS = 600.0
 """After this time, no server still writes a temporary file: an object takes seconds."""
 _FUTURE_SECONDS = 3600.0
@@ -52,9 +52,9 @@ class _Seen(NamedTuple):
     at: float
     """When the scan began, by the directory's clock."""
     write_until: int
-    """The server may write until it has written so many bytes since its start."""
+    """Bytes since the server's start. At this number it stops writing."""
     ask_at: int
-    """After so many bytes another scan is due, so that the room does not run out before its end."""
+    """Likewise. At this number another scan is due, so that it ends before the room does."""
 
 
 class Directory:

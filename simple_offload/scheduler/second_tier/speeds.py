@@ -22,7 +22,7 @@ class _Rate:
         self._tokens = self._seconds = 0.0
 
     def add(self, num_tokens: int, seconds: float) -> float | None:
-        """The rate, with so many more tokens in so many seconds. None: it took no time."""
+        """The rate after ``num_tokens`` more in ``seconds``. None while no time has passed."""
         self._tokens = _FADING * self._tokens + num_tokens
         self._seconds = _FADING * self._seconds + seconds
         return self._tokens / self._seconds if self._seconds > 0 else None
@@ -92,8 +92,8 @@ class Speeds:
         return self._num_steps
 
     def on_step_ended(self, number: int) -> None:
-        """A step has ended. vLLM may have scheduled it before the end of the one before, with which
-        it then began (``async_scheduling``, vLLM's default)."""
+        """A step has ended. With ``async_scheduling``, vLLM's default, it was scheduled while the
+        step before ran. It then began at the end of that step."""
         scheduled, num_tokens = self._steps[number]
         self._steps = {each: step for each, step in self._steps.items() if each > number}
         now = self._clock()

@@ -23,9 +23,8 @@ logger = get_logger(__name__)
 _WRITE_BYTES = 64 << 20
 """Of one write. vLLM's fs tier has a thread for each."""
 _MAX_WRITES = max(1, min(4, len(os.sched_getaffinity(0)) // 8))
-"""Writes under way at once. Each takes up a core where the page cache or tmpfs gets a copy, beside
-an engine whose steps are short of cores; more are no faster there. What does not find room waits
-in a list."""
+"""Writes under way at once. Each takes up a core where the page cache or tmpfs gets a copy. What
+does not find room waits in a list."""
 _MAX_WAITING = 1 << 16
 """Keys of blocks that wait to be written. Beyond them, the newest are dropped."""
 _PAUSE_SECONDS = 30.0
@@ -148,7 +147,7 @@ class Writes:
 
     def finish(self, poll: Callable[[], None]) -> None:
         """Write all that can be written, and wait for it. ``poll``: take note of what has ended."""
-        while not self.idle:
+        while not self.idle and self._objects.error is None:
             for write in self._sealing:
                 write.seals.result()
             self.start()

@@ -14,7 +14,7 @@ COMPUTE = 1000
 
 @pytest.fixture
 def measured(clock: Clock) -> Speeds:
-    """Speeds of which that of compute is known."""
+    """The speed of compute is known."""
     speeds = Speeds(clock)
     compute(speeds, clock, COMPUTE, 1.0)
     return speeds
@@ -68,7 +68,7 @@ def test_steps_that_overlap_count_from_the_end_of_the_one_before(
     assert clock.now == ended + 103.0
 
 
-def test_a_step_without_an_end_is_forgotten(measured: Speeds, clock: Clock) -> None:
+def test_a_step_without_an_end_counts_for_nothing(measured: Speeds, clock: Clock) -> None:
     measured.on_step(1000)
     clock.now += 5.0
     compute(measured, clock, 1000, 1.0)

@@ -276,6 +276,23 @@ def test_a_shutdown_does_not_wait_for_a_tier_that_hangs(
             thread.join(PATIENCE_SECONDS)
 
 
+def test_a_shutdown_does_not_wait_for_a_tier_that_raises(
+    serve: MakeServer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It would never say that a write has ended."""
+
+    def fail() -> None:
+        raise RuntimeError("a bug of the tier")
+
+    monkeypatch.setattr(second_tier_module, "_CLOSE_SECONDS", PATIENCE_SECONDS)
+    server = serve()
+    server.put("abc")
+    monkeypatch.setattr(server.objects.tier, "get_finished_jobs", fail)
+    server.second_tier.shutdown()
+    assert "a bug of the tier" in caplog.text
+    assert "did not end within" not in caplog.text
+
+
 # Trouble
 
 
