@@ -68,6 +68,12 @@ class SharedMemory:
         token = os.pread(self._descriptor, _TOKEN_BYTES, 0)
         return Address(os.getpid(), self._descriptor, token)
 
+    @property
+    def file(self) -> tuple[int, int]:
+        """For a child process that inherits it: the descriptor, until ``close``, and where in the
+        file the memory begins."""
+        return self._descriptor, _HEADER_BYTES
+
     def map(self, num_bytes: int, *, stays_open: bool = False) -> None:
         """Have at least ``num_bytes``, zeroed, in this process. They take up memory only once
         written. ``stays_open``: other processes may open it later, until ``close``."""

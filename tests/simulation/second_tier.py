@@ -2,7 +2,6 @@
 
 import random
 from collections.abc import Callable, Iterable
-from concurrent.futures import Executor, Future
 from dataclasses import dataclass, field
 from typing import Any
 from unittest.mock import patch
@@ -17,7 +16,13 @@ from vllm.v1.kv_offload.base import (
 )
 from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, TransferJob
 
-from simple_offload.scheduler.second_tier import namespace
+from simple_offload.metadata import SEAL_BYTES
+from simple_offload.scheduler.second_tier import namespace, opening
+from simple_offload.scheduler.second_tier.directory import Directory
+from simple_offload.scheduler.second_tier.helper import Helper
+from simple_offload.scheduler.second_tier.messages import Message
+from simple_offload.scheduler.second_tier.rows import Rows
+from simple_offload.scheduler.second_tier.seals import Seals
 from simple_offload.scheduler.second_tier.second_tier import SecondTier
 from tests.simulation.identity import Story
 
@@ -216,21 +221,48 @@ class ScriptedTier(SecondaryTierManager):
         return True
 
 
-class InlineExecutor(Executor):
-    """Does everything at once."""
+class LocalConnection:
+    """Does in this process what a helper's process would, at once."""
 
-    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
-        future: Future[Any] = Future()
-        future.set_result(fn(*args, **kwargs))
-        return future
+    def __init__(self, rows: Rows) -> None:
+        self.directory: Directory | None = None
+        self._seals = Seals(rows.array, SEAL_BYTES)
+        self._requests: list[Message] = []
+        self._answers: list[Message] = []
+        self.is_held = False
+        """Whether requests wait until ``release``."""
+
+    def send(self, message: Message) -> None:
+        number, what, *arguments = message
+        if not number:
+            getattr(self.directory, what)(*arguments)
+            return
+        self._requests.append(message)
+        if not self.is_held:
+            self.release()
+
+    def release(self) -> None:
+        """Answer all requests so far."""
+        self.is_held = False
+        for number, what, *arguments in self._requests:
+            self._answers.append(("answer", number, getattr(self._seals, what)(*arguments)))
+        self._requests.clear()
+
+    def receive(self, seconds: float = 0.0) -> list[Message]:
+        answers, self._answers = self._answers, []
+        return answers
+
+    def close(self) -> None:
+        if self.directory is not None:
+            self.directory.close()
 
 
 def scripted_clock(now: Callable[[], float]) -> Callable[[], None]:
-    """Let second tiers have this clock, no thread and one namespace, until the returned function is
-    called."""
+    """Let second tiers have this clock, no process and one namespace, until the returned function
+    is called."""
     patches: list[Any] = [
         patch.object(SecondTier, "clock", staticmethod(now)),
-        patch.object(SecondTier, "make_executor", InlineExecutor),
+        patch.object(opening, "start_helper", lambda rows, *_: Helper(LocalConnection(rows))),
         # The model has neither weights nor a drafter's configuration.
         patch.object(namespace, "describe", return_value={"model": "scripted"}),
     ]

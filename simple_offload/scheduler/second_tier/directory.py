@@ -1,4 +1,7 @@
-"""Directory: the folder of vLLM's ``fs`` tier, kept below a number of bytes."""
+"""Directory: the folder of vLLM's ``fs`` tier, kept below a number of bytes.
+
+The helper's process imports this: neither torch nor vLLM, which take seconds.
+"""
 
 import fcntl
 import os
@@ -7,16 +10,14 @@ import stat
 import sys
 import threading
 import time
+import traceback
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from heapq import heappop, heappush
 from pathlib import Path
-from typing import NamedTuple
 
-from simple_offload.logs import get_logger
-
-logger = get_logger(__name__)
+from simple_offload.scheduler.second_tier.room import NOTHING_SEEN, Seen
 
 # vLLM's names (kv_offload/file_mapper.py, tiering/fs/io.py). No other file is counted or removed:
 # a user may name a folder with files of his own, such as pytorch_model.bin.
@@ -32,8 +33,6 @@ _FULL, _CLEANED = 15 / 16, 7 / 8
 """Parts of the limit: files are removed above the first, until the second. Above the first, a
 server's part of the room would become too small for an object. The second is so near that little
 of the cache is lost, and so far that most scans remove nothing."""
-_STALE_SECONDS = 60.0
-"""A scan is repeated after this time, as other servers write too."""
 _PAUSE_SECONDS = 1.0
 _PAUSE_SCANS = 9
 """The pause between two scans: a second, or the time of nine scans if that is longer. So scans that
@@ -43,18 +42,6 @@ _LEFT_OVER_SECONDS = 600.0
 _FUTURE_SECONDS = 3600.0
 """Clocks of servers differ by less. A file that was used later than that has a wrong time."""
 _FAR_NS = 1 << 70
-_JOIN_SECONDS = 60.0
-
-
-class _Seen(NamedTuple):
-    """What a scan found."""
-
-    at: float
-    """When the scan began, by the directory's clock."""
-    write_until: int
-    """Bytes since the server's start. At this number it stops writing."""
-    ask_at: int
-    """Likewise. At this number another scan is due, so that it ends before the room does."""
 
 
 class Directory:
@@ -68,26 +55,34 @@ class Directory:
     a time (``flock``). They do not know of each other's writes, so each uses a quarter of the room
     that its last scan saw. More than four servers may exceed the limit for a moment.
 
-    A scan that fails is logged, once for a series of them, and leaves no room. ``room`` asks for
-    another one. So trouble that passes needs no restart, and the limit holds meanwhile.
+    A scan that fails leaves no room, and the server asks for another one (``Room``). So trouble
+    that passes needs no restart, and the limit holds meanwhile.
     """
 
     def __init__(
-        self, root: Path, max_bytes: int | None, *, clock: Callable[[], float] = time.time
+        self,
+        root: Path,
+        max_bytes: int | None,
+        on_seen: Callable[[Seen], None],
+        on_trouble: Callable[[str], None],
+        *,
+        clock: Callable[[], float] = time.time,
     ) -> None:
         """``root`` is created with mode 0700 if it is missing; else it keeps its mode. All objects
         below it count, in bytes of their files, and may be removed. ``max_bytes`` should be 64
         objects or more: a server's part of the room may be as small as 1/64. ``clock`` gives
-        seconds since 1970, as mtimes do.
+        seconds since 1970, as mtimes do. Its thread calls ``on_seen`` after each scan, and
+        ``on_trouble`` with a message for the log, once for a series of scans.
 
         Raises OSError that names ``root`` if it is no directory, or cannot be created or written.
         """
         self._root = root
         self._max_bytes = max_bytes
+        self._on_seen = on_seen
+        self._on_trouble = on_trouble
         self._clock = clock
         self._written = 0
         """Bytes written since the start. Only the caller's thread changes it."""
-        self._seen = _Seen(0.0, 0, 0)
         self._is_scan_due = False
         self._troubles: set[str] = set()
         """Messages of the scan under way, or of the last one."""
@@ -107,29 +102,22 @@ class Directory:
 
     def start(self) -> None:
         """Start the thread, which scans at once."""
-        self._ask()
+        self.ask()
         self._thread.start()
 
     def close(self) -> None:
-        """Do what is queued, end the thread and wait for it, at most a minute. A scan under way is
-        given up. Later calls change no file."""
+        """Do what is queued, end the thread and wait for it. A scan under way is given up. Later
+        calls change no file."""
         self._is_closed = True
         self._wake.set()
         if self._thread.ident is not None:
-            self._thread.join(_JOIN_SECONDS)
-            if self._thread.is_alive():
-                logger.warning("%s does not answer; its thread is left behind", self._root)
+            self._thread.join()
 
-    def room(self) -> int:
-        """Bytes that this server may still write; those of stores in flight are not yet taken off.
-        ``sys.maxsize`` without a limit, 0 until the first scan has ended. Asks for a scan where
-        one is due. So call it again after a 0."""
-        if self._max_bytes is None:
-            return sys.maxsize
-        seen = self._seen
-        if self._written >= seen.ask_at or self._clock() > seen.at + _STALE_SECONDS:
-            self._ask()
-        return max(0, seen.write_until - self._written)
+    def ask(self) -> None:
+        """Let the thread scan soon."""
+        if not self._is_scan_due:
+            self._is_scan_due = True
+            self._wake.set()
 
     def on_written(self, paths: Sequence[str], num_bytes: int) -> None:
         """This server has written objects, ``num_bytes`` in all: their mode becomes 0600. This is
@@ -161,7 +149,7 @@ class Directory:
         part = (limit - num_bytes) // _NUM_SERVERS
         # If it is still full, another server is removing files, or none can: look again soon.
         unasked = 0 if num_bytes > limit * _FULL else part // 2
-        self._seen = _Seen(began_at, written + part, written + unasked)
+        self._on_seen(Seen(began_at, written + part, written + unasked))
 
     def _run(self) -> None:
         next_at = 0.0
@@ -171,8 +159,8 @@ class Directory:
             self._try(self._do_queued)
             began_at = time.monotonic()
             if self._is_scan_due and began_at >= next_at and not self._is_closed:
+                self._is_scan_due = False  # whoever asks from now on means another scan
                 self._try(self.scan)
-                self._is_scan_due = False  # not before: ``room`` asked during the scan too
                 now = time.monotonic()
                 next_at = now + max(_PAUSE_SECONDS, _PAUSE_SCANS * (now - began_at))
         self._try(self._do_queued)
@@ -181,23 +169,17 @@ class Directory:
         try:
             act()
         except Exception as error:  # noqa: BLE001 - no error may end the thread unnoticed
-            self._seen = _Seen(0.0, 0, 0)
+            self._on_seen(NOTHING_SEEN)
             self._warn(
                 "Nothing is written to %s until a scan succeeds: %s",
                 self._root,
-                error,
-                exc_info=not isinstance(error, OSError),
+                str(error) if isinstance(error, OSError) else traceback.format_exc(),
             )
 
-    def _ask(self) -> None:
-        if not self._is_scan_due:
-            self._is_scan_due = True
-            self._wake.set()
-
-    def _warn(self, message: str, *args: object, exc_info: bool = False) -> None:
-        """Log a warning, unless this scan or the one before met the same trouble."""
+    def _warn(self, message: str, *args: object) -> None:
+        """Tell of trouble, unless this scan or the one before met the same one."""
         if message not in self._troubles | self._former_troubles:
-            logger.warning(message, *args, exc_info=exc_info)
+            self._on_trouble(message % args)
         self._troubles.add(message)
 
     def _now_ns(self) -> int:

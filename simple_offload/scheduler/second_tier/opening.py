@@ -12,7 +12,7 @@ from simple_offload.config import ConfigError, SecondTierConfig
 from simple_offload.logs import get_logger
 from simple_offload.metadata import RankCapacity
 from simple_offload.scheduler.second_tier import namespace
-from simple_offload.scheduler.second_tier.directory import Directory
+from simple_offload.scheduler.second_tier.helper import start_helper
 from simple_offload.scheduler.second_tier.objects import Objects, make_spec, require_known_options
 from simple_offload.scheduler.second_tier.reach import Reach
 from simple_offload.scheduler.second_tier.rows import Rows
@@ -94,14 +94,22 @@ def open_second_tier(
         name=config.cache_namespace,
     )
     digest = namespace.digest(described)
-    directory = _open_directory(config, row_bytes)
+    root = _root(config, row_bytes)
+    try:
+        helper = start_helper(rows, root, config.bytes)
+    except OSError as error:
+        where = f"={config.type!r}" if root is None else f".root_dir={str(root)!r}"
+        raise ConfigError(f"second_tier{where}: {error}") from error
     spec = make_spec(digest, vllm_config, kv_cache_config, groups, row_bytes)
-    objects = Objects(config, spec, rows.view, hashlib.sha256(digest.encode()).digest())
-    if directory is not None:
+    try:
+        objects = Objects(config, spec, rows.view, hashlib.sha256(digest.encode()).digest())
+    except ConfigError:
+        helper.close()
+        raise
+    if root is not None:
         with suppress(OSError):  # for people only
             text = json.dumps(described, indent=1, sort_keys=True)
-            Path(str(config.options["root_dir"]), f"{digest}.json").write_text(text)
-        directory.start()
+            Path(root, f"{digest}.json").write_text(text)
     logger.info(
         "Second tier: %s, objects of %d bytes, namespace %s", config.type, row_bytes, digest
     )
@@ -109,19 +117,20 @@ def open_second_tier(
     return SecondTier(
         objects,
         rows,
+        helper,
         tier,
         groups,
         reach,
         meter,
         on_device,
         on_fetched,
-        directory,
         always=config.fetch == "always",
     )
 
 
-def _open_directory(config: SecondTierConfig, row_bytes: int) -> Directory | None:
-    """The folder of vLLM's fs tier; None for other tiers. Raises ConfigError if it is of no use."""
+def _root(config: SecondTierConfig, row_bytes: int) -> Path | None:
+    """The folder of vLLM's fs tier; None for other tiers. Raises ConfigError if its limit is too
+    low."""
     if config.type != "fs" or config.bytes is None:
         return None
     if config.bytes < _MIN_OBJECTS * row_bytes:
@@ -129,8 +138,4 @@ def _open_directory(config: SecondTierConfig, row_bytes: int) -> Directory | Non
             f"second_tier.bytes={config.bytes}: an object of this model has {row_bytes} bytes; "
             f"allowed: at least {_MIN_OBJECTS * row_bytes}, for {_MIN_OBJECTS} objects"
         )
-    root = config.options["root_dir"]
-    try:
-        return Directory(Path(str(root)), config.bytes)
-    except OSError as error:
-        raise ConfigError(f"second_tier.root_dir={root!r}: {error}") from error
+    return Path(str(config.options["root_dir"]))

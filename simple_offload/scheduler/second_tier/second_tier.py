@@ -4,7 +4,7 @@ import threading
 import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Container, Sequence
-from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import TYPE_CHECKING
@@ -14,7 +14,7 @@ from vllm.v1.kv_offload.base import OffloadKey
 
 from simple_offload import metrics
 from simple_offload.logs import get_logger
-from simple_offload.scheduler.second_tier.directory import Directory
+from simple_offload.scheduler.second_tier.helper import Helper
 from simple_offload.scheduler.second_tier.objects import Ended, Objects
 from simple_offload.scheduler.second_tier.reach import Reach
 from simple_offload.scheduler.second_tier.rows import Rows
@@ -110,26 +110,24 @@ class SecondTier:
     """
 
     clock: Callable[[], float] = staticmethod(time.monotonic)
-    make_executor: Callable[[], Executor] = staticmethod(lambda: ThreadPoolExecutor(2))
-    """For checksums."""
 
     def __init__(
         self,
         objects: Objects,
         rows: Rows,
+        helper: Helper,
         tier: CpuTier,
         groups: Groups,
         reach: Reach,
         meter: metrics.Meter,
         on_device: Callable[[], Container[bytes]],
         on_fetched: Callable[[Run, "Request", list[int]], None],
-        directory: Directory | None = None,
         *,
         always: bool = False,
     ) -> None:
         """``on_device``: the keys that the device finds. ``on_fetched`` is called with blocks that
         were fetched for a request, each time some can be found, and the places of useless ones.
-        ``directory``: where vLLM's fs tier keeps files. ``always``: fetch, however slow that is."""
+        ``always``: fetch, however slow that is."""
         self.is_on = True
         """Until vLLM's tier hangs or fails."""
         self.speeds = Speeds(self.clock, always=always)
@@ -141,9 +139,8 @@ class SecondTier:
         self._meter = meter
         self._on_device = on_device
         self._on_fetched = on_fetched
-        self._directory = directory
-        self._executor = self.make_executor()
-        self.writes = Writes(objects, rows, tier, meter, self._executor, self.clock, directory)
+        self._helper = helper
+        self.writes = Writes(objects, rows, helper, tier, meter, self.clock)
         self._waits: dict[str, _Fetch] = {}
         """By request that waits."""
         self._over: set[str] = set()
@@ -226,8 +223,6 @@ class SecondTier:
             self.writes.start()
             self._objects.flush()
             self._check_hung()
-        if self.is_on and self._objects.error is not None:
-            self._switch_off("has failed")
         return self.speeds.on_step(num_tokens)
 
     @property
@@ -259,14 +254,12 @@ class SecondTier:
         thread.join(_CLOSE_SECONDS)
         if thread.is_alive():
             logger.warning("The second tier did not end within %.0f s", _CLOSE_SECONDS)
-        if self._directory is not None:
-            self._directory.close()
+        self._helper.close()
 
     def _close(self) -> None:
         """Write what can be written, and end. As long as the tier hangs."""
         if self.is_on:
             self.writes.finish(self._poll)
-        self._executor.shutdown()
         self._objects.close()
 
     def gauges(self) -> dict[str, float]:
@@ -435,29 +428,22 @@ class SecondTier:
                 self._on_read(read, ended)
             else:
                 self.writes.on_ended(ended.id, ok=ended.ok)
+        self._helper.poll()
         for fetch in self._fetches:
             while fetch.reads and (check := fetch.reads[0].check) is not None and check.done():
-                self._commit(fetch, fetch.reads.popleft(), check.result())
+                num_whole = 0 if check.cancelled() else check.result()
+                self._commit(fetch, fetch.reads.popleft(), num_whole)
             if fetch.ended and fetch.num_brought:
                 brought = fetch.num_tokens * fetch.num_brought // len(fetch.ends)
                 self.speeds.on_fetched(brought, self.clock() - fetch.began)
         self._fetches = [fetch for fetch in self._fetches if not fetch.ended]
+        if self.is_on and (self._objects.error or self._helper.error):
+            self._switch_off("has failed")
 
     def _on_read(self, read: _Read, ended: Ended) -> None:
         count = len(read.keys) if ended.num_read is None else ended.num_read
-        rows = self._rows
-        targets = [
-            (block.block_id, name)
-            for block, name in zip(read.blocks[:count], read.names, strict=False)
-        ]
-
-        def check() -> int:
-            for index, (row, name) in enumerate(targets):
-                if not rows.is_sealed(row, name):
-                    return index
-            return len(targets)
-
-        read.check = self._executor.submit(check)
+        rows = [block.block_id for block in read.blocks[:count]]
+        read.check = self._helper.count_whole(rows, read.names[:count])
 
     def _commit(self, fetch: _Fetch, read: _Read, num_whole: int) -> None:
         """Make the blocks of a read findable, up to the first that is not whole. What lies behind
@@ -486,8 +472,7 @@ class SecondTier:
         (useless,) = self._tier.commit([run])
         self._meter.add(metrics.FETCHED, len(wanted) - len(useless))
         self._on_fetched(run, fetch.request, useless)
-        if self._directory is not None:
-            self._directory.on_read(self._objects.paths(read.names[:num_whole]))
+        self._helper.on_read(self._objects.paths(read.names[:num_whole]))
 
     def _on_bad(self, name: OffloadKey) -> None:
         """An object could not be read, or has other bytes than it should."""
@@ -496,8 +481,7 @@ class SecondTier:
         self._failed.move_to_end(name)
         while len(self._failed) > _MAX_FAILED:
             self._failed.popitem(last=False)
-        if self._directory is not None:
-            self._directory.remove(self._objects.paths([name]))
+        self._helper.remove(self._objects.paths([name]))
 
     # Hanging
 
@@ -507,6 +491,8 @@ class SecondTier:
         questions = [each.began for each in self._waits.values() if each.planned is None]
         if self._late is not None:
             questions.append(self._late[0])
+        if self._helper.waiting_since is not None:
+            questions.append(self._helper.waiting_since)
         # A slow tier has a queue, and ends something now and then.
         since = min(
             [*questions, *([max(min(jobs), self._last_ended)] if jobs else [])],

@@ -1,10 +1,10 @@
 """Writes: host blocks on their way to the second tier, behind their store."""
 
 import os
-import sys
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
-from concurrent.futures import Executor, Future
+from concurrent.futures import Future
+from itertools import compress
 from typing import NamedTuple
 
 from vllm.v1.core.kv_cache_utils import BlockHashWithGroupId
@@ -12,7 +12,7 @@ from vllm.v1.kv_offload.base import OffloadKey
 
 from simple_offload import metrics
 from simple_offload.logs import get_logger
-from simple_offload.scheduler.second_tier.directory import Directory
+from simple_offload.scheduler.second_tier.helper import Helper
 from simple_offload.scheduler.second_tier.objects import Objects
 from simple_offload.scheduler.second_tier.rows import Rows
 from simple_offload.scheduler.tier.cpu_tier import CpuTier
@@ -50,20 +50,17 @@ class Writes:
         self,
         objects: Objects,
         rows: Rows,
+        helper: Helper,
         tier: CpuTier,
         meter: metrics.Meter,
-        executor: Executor,
         clock: Callable[[], float],
-        directory: Directory | None,
     ) -> None:
-        """``executor``: for checksums. ``directory``: where vLLM's fs tier keeps files."""
         self._objects = objects
         self._rows = rows
+        self._helper = helper
         self._tier = tier
         self._meter = meter
-        self._executor = executor
         self._clock = clock
-        self._directory = directory
         self._waiting: dict[BlockHashWithGroupId, None] = {}
         self._sealing: deque[_Write] = deque()
         self._in_flight: dict[int, _Write] = {}
@@ -115,7 +112,7 @@ class Writes:
                     self._meter.add(metrics.SECOND_TIER_DROPPED, 1, "evicted")
             if keys:
                 names = [self._objects.name(key) for key in keys]
-                seals = self._executor.submit(self._seals, rows, names)
+                seals = self._helper.make_seals(rows, names)
                 self._sealing.append(_Write(seals, keys, names, rows, self._clock()))
 
     def on_ended(self, write_id: int, *, ok: bool) -> None:
@@ -132,24 +129,21 @@ class Writes:
                     "The second tier could not write objects. It goes on in %.0f s", _PAUSE_SECONDS
                 )
             self._paused_until = now + _PAUSE_SECONDS
-        if self._directory is not None:
-            paths = self._objects.paths(write.names)
-            # A write that failed may have written some of them.
-            self._directory.on_written(paths, num_bytes)
+        paths = self._objects.paths(write.names)
+        # A write that failed may have written some of them.
+        self._helper.on_written(paths, num_bytes)
+        if self._tier.ids_of(write.keys) != write.rows:
             # Other contents since: the seal does not fit them.
-            self._directory.remove(
-                [
-                    path
-                    for path, key, row in zip(paths, write.keys, write.rows, strict=True)
-                    if self._tier.ids_of([key]) != [row]
-                ]
-            )
+            changed = [
+                self._tier.ids_of([key]) != [row]
+                for key, row in zip(write.keys, write.rows, strict=True)
+            ]
+            self._helper.remove([*compress(paths, changed)])
 
     def finish(self, poll: Callable[[], None]) -> None:
         """Write all that can be written, and wait for it. ``poll``: take note of what has ended."""
-        while not self.idle and self._objects.error is None:
-            for write in self._sealing:
-                write.seals.result()
+        while not self.idle and not (self._objects.error or self._helper.error):
+            self._helper.wait()
             self.start()
             self._objects.drain()
             poll()
@@ -170,16 +164,10 @@ class Writes:
         is_busy = len(self._sealing) >= _MAX_WRITES
         if is_busy or not self._waiting or self._clock() < self._paused_until:
             return 0
-        if self._directory is None:
-            room = sys.maxsize
-        else:
-            writes = (*self._sealing, *self._in_flight.values())
-            num_objects = sum(len(write.keys) for write in writes)
-            room = self._directory.room() - num_objects * self._rows.num_bytes
+        writes = (*self._sealing, *self._in_flight.values())
+        num_objects = sum(len(write.keys) for write in writes)
+        room = self._helper.room.left() - num_objects * self._rows.num_bytes
         return max(0, min(self._per_write, room // self._rows.num_bytes))
-
-    def _seals(self, rows: Sequence[int], names: Sequence[OffloadKey]) -> list[bytes]:
-        return [self._rows.seal_of(row, name) for row, name in zip(rows, names, strict=True)]
 
     def _write(self, write: _Write) -> None:
         """Begin a write whose seals are known, without blocks that have lost their contents. Such a

@@ -4,6 +4,7 @@ A letter stands for the tokens of one block, and "abc" for a prompt of three blo
 block follow from its key.
 """
 
+import logging
 import time
 from collections.abc import Callable, Iterator
 from itertools import count
@@ -22,6 +23,7 @@ from simple_offload.metrics import Meter, OffloadStats
 from simple_offload.scheduler.loads import Loads
 from simple_offload.scheduler.rank_reports import TransferLedger
 from simple_offload.scheduler.second_tier.directory import Directory
+from simple_offload.scheduler.second_tier.helper import Helper
 from simple_offload.scheduler.second_tier.objects import Objects, make_spec
 from simple_offload.scheduler.second_tier.reach import Reach
 from simple_offload.scheduler.second_tier.rows import Rows
@@ -34,7 +36,7 @@ from simple_offload.vllm_compat import make_host_coordinator
 from tests.conftest import PATIENCE_SECONDS
 from tests.scheduler.driver import make_request
 from tests.simulation.integrity import check_second_tier, check_tier
-from tests.simulation.second_tier import ScriptedDisk
+from tests.simulation.second_tier import LocalConnection, ScriptedDisk
 from tests.simulation.shape import Shape
 from tests.simulation.vllm_config import make_kv_cache_config, make_vllm_config
 
@@ -96,17 +98,20 @@ class Server:
         part = self._memory.part(0, (num_blocks + 1) * row_bytes).numpy().view(np.uint8)
         self.pages = part.reshape(num_blocks + 1, row_bytes)[:, :-SEAL_BYTES]
         """Of all ranks, by block."""
-        self._rows = Rows.open(self._memory.address, num_blocks + 1, row_bytes)
+        rows = Rows.open(self._memory.address, num_blocks + 1, row_bytes)
         files = {"type": "fs", "root_dir": str(root), "n_read_threads": 2, "n_write_threads": 2}
         self.directory: Directory | None = None
+        self.connection = LocalConnection(rows)
+        helper = Helper(self.connection, max_bytes if disk is None else None)
         if disk is None:
             # Without its thread: ``scan`` does what the thread would.
-            self.directory = Directory(root, max_bytes)
+            self.directory = Directory(root, max_bytes, helper.room.on_seen, logging.warning)
             self.directory.scan()
+            self.connection.directory = self.directory
         self.objects = Objects(
             SecondTierConfig.model_validate(files if disk is None else disk.config),
             make_spec("test", vllm_config, kv_cache_config, self.groups, row_bytes),
-            self._rows.view,
+            rows.view,
             salt,
         )
         self.on_device: set[bytes] = set()
@@ -114,14 +119,14 @@ class Server:
         """The blocks of prompts that were fetched, in this order, by their last letter."""
         self.second_tier = SecondTier(
             self.objects,
-            self._rows,
+            rows,
+            helper,
             self.tier,
             self.groups,
             Reach(other, self.groups),
             self._meter,
             lambda: self.on_device,
             self._on_fetched,
-            self.directory,
             always=always,
         )
         self._names: dict[bytes, str] = {}

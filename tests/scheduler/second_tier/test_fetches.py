@@ -14,16 +14,15 @@ from simple_offload import metrics
 from simple_offload.scheduler.second_tier import second_tier as second_tier_module
 from simple_offload.scheduler.second_tier.second_tier import SecondTier
 from tests.scheduler.second_tier.conftest import ROW_BYTES, Clock, MakeServer, Server
-from tests.simulation.second_tier import DiskFaults, InlineExecutor, ScriptedDisk
+from tests.simulation.second_tier import DiskFaults, ScriptedDisk
 
 MINUTE = 60.0
 REAL_CLOCK = SecondTier.clock
 
 
 @pytest.fixture
-def disk(monkeypatch: pytest.MonkeyPatch) -> ScriptedDisk:
-    """Instead of files: it does what it is told when the test says so. Checksums take no time."""
-    monkeypatch.setattr(SecondTier, "make_executor", InlineExecutor)
+def disk() -> ScriptedDisk:
+    """Instead of files: it does what it is told when the test says so."""
     return ScriptedDisk()
 
 
@@ -476,6 +475,37 @@ def test_a_clock_that_is_set_does_not_matter(
 
 
 # Tiers that hang
+
+
+def test_without_its_process_the_tier_is_switched_off(
+    server: Server,
+    disk: ScriptedDisk,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """It may be killed for memory. Nothing waits for its answers, and no block is held."""
+
+    def fail(*_: object) -> None:
+        raise EOFError("killed")
+
+    server.connection.is_held = True
+    request = server.request("abcdef")
+    assert server.ask(request)
+    answer(disk)
+    server.step()
+    server.put("xyz")
+    server.step()  # three blocks wait for seals
+    end(disk, 0)
+    server.step()  # six for a check
+    assert server.num_pinned == 6
+    monkeypatch.setattr(server.connection, "receive", fail)
+    server.step()
+    assert not server.ask(request)
+    assert (server.num_pinned, server.find("abcdef")) == (0, 0)
+    assert (server.second_tier.is_on, server.second_tier.idle) == (False, True)
+    assert "process has failed: killed" in caplog.text
+    assert "has failed and is switched off" in caplog.text
+    server.stop()
 
 
 @pytest.mark.parametrize("hangs", ["answers", "reads", "writes"])

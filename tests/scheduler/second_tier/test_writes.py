@@ -7,9 +7,7 @@ import stat
 import subprocess
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Iterator
-from concurrent.futures import Executor, Future
 from itertools import count, takewhile
 from pathlib import Path
 from typing import Any
@@ -20,10 +18,9 @@ from vllm.v1.kv_offload.tiering.fs import io, manager
 from simple_offload import metrics
 from simple_offload.scheduler.second_tier import second_tier as second_tier_module
 from simple_offload.scheduler.second_tier import writes as writes_module
-from simple_offload.scheduler.second_tier.second_tier import SecondTier
 from tests.conftest import PATIENCE_SECONDS
 from tests.scheduler.second_tier.conftest import ROW_BYTES, Clock, MakeServer, Server
-from tests.simulation.second_tier import InlineExecutor, ScriptedDisk
+from tests.simulation.second_tier import ScriptedDisk
 
 MAX_WRITES = 4
 """Writes under way at once."""
@@ -45,43 +42,12 @@ def put(server: Server, prompt: str) -> None:
     server.tidy()
 
 
-class HeldExecutor(Executor):
-    """Does what it is told when the test says so."""
-
-    def __init__(self) -> None:
-        self._tasks: deque[tuple[Future[Any], Callable[[], Any]]] = deque()
-        self.is_held = False
-
-    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
-        future: Future[Any] = Future()
-        self._tasks.append((future, lambda: fn(*args, **kwargs)))
-        if not self.is_held:
-            self.release()
-        return future
-
-    def release(self) -> None:
-        """Do all so far, in this order."""
-        self.is_held = False
-        while self._tasks:
-            future, task = self._tasks.popleft()
-            future.set_result(task())
-
-
-@pytest.fixture
-def executor(monkeypatch: pytest.MonkeyPatch) -> HeldExecutor:
-    """Computes checksums of the servers that are made from now on."""
-    executor = HeldExecutor()
-    monkeypatch.setattr(SecondTier, "make_executor", lambda _: executor)
-    return executor
-
-
 # Which blocks
 
 
 def test_blocks_are_written_once_in_the_order_in_which_they_came(
     serve: MakeServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(SecondTier, "make_executor", InlineExecutor)
     monkeypatch.setattr(writes_module, "_WRITE_BYTES", 2 * ROW_BYTES)
     monkeypatch.setattr(writes_module, "_MAX_WRITES", MAX_WRITES)
     disk = ScriptedDisk()
@@ -122,7 +88,6 @@ def test_blocks_that_cannot_be_written_are_counted(
 def test_few_writes_are_under_way_at_once(
     serve: MakeServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(SecondTier, "make_executor", InlineExecutor)
     monkeypatch.setattr(writes_module, "_WRITE_BYTES", ROW_BYTES)
     monkeypatch.setattr(writes_module, "_MAX_WRITES", MAX_WRITES)
     disk = ScriptedDisk()
@@ -144,7 +109,6 @@ def test_few_writes_are_under_way_at_once(
 @pytest.mark.parametrize("changes", ["before its checksum", "after it", "while it is written"])
 def test_a_block_that_changes_leaves_no_object(
     serve: MakeServer,
-    executor: HeldExecutor,
     root: Path,
     changes: str,
     monkeypatch: pytest.MonkeyPatch,
@@ -158,15 +122,15 @@ def test_a_block_that_changes_leaves_no_object(
 
     monkeypatch.setattr(manager, "batch_store_block", store_later)
     server = serve(num_blocks=1)
-    executor.is_held = changes != "while it is written"
+    server.connection.is_held = changes != "while it is written"
     server.put("a")
     server.step()
     if changes == "after it":
-        executor.release()
+        server.connection.release()
     elif changes == "while it is written":
         server.step()
     server.put("b")
-    executor.release()
+    server.connection.release()
     may_write.set()
     server.settle()
     assert [serve().fetch(prompt) for prompt in "ab"] == [0, 1]
@@ -176,37 +140,33 @@ def test_a_block_that_changes_leaves_no_object(
     assert server.counted(metrics.SECOND_TIER_DROPPED, "evicted") == (0 if is_late else 1)
 
 
-def test_a_read_into_a_block_whose_checksum_is_late_is_whole(
-    serve: MakeServer, executor: HeldExecutor
-) -> None:
+def test_a_read_into_a_block_whose_checksum_is_late_is_whole(serve: MakeServer) -> None:
     server = serve(num_blocks=1)
     server.put("a")
     server.settle()
-    executor.is_held = True
+    server.connection.is_held = True
     server.put("b")
     server.step()
     request = server.request("a")
     server.step_until(lambda: server.ask(request) and server.num_pinned == 1)
     server.objects.drain()
     server.step()
-    executor.release()
+    server.connection.release()
     server.step_until(lambda: not server.ask(request))
     assert server.find("a") == 1
     assert server.counted(metrics.SECOND_TIER_FAILED, "read") == 0
 
 
-def test_after_a_reset_nothing_is_written_under_an_old_name(
-    serve: MakeServer, executor: HeldExecutor
-) -> None:
+def test_after_a_reset_nothing_is_written_under_an_old_name(serve: MakeServer) -> None:
     """The block is computed again, where it was, before its checksum is there."""
     server = serve(num_blocks=1)
-    executor.is_held = True
+    server.connection.is_held = True
     server.put("a")
     server.step()
     server.empty()
     server.second_tier.reset(b"\7" * 32)
     server.put("a")
-    executor.release()
+    server.connection.release()
     server.settle()
     assert (serve().fetch("a"), serve(salt=b"\7" * 32).fetch("a")) == (0, 1)
 

@@ -1,10 +1,11 @@
 """The second tier: whose bytes are trusted, and who holds blocks."""
 
+from collections.abc import Sequence
 from concurrent.futures import Future
 from typing import Any
 
 from simple_offload.scheduler.second_tier.objects import Objects
-from simple_offload.scheduler.second_tier.rows import Rows
+from simple_offload.scheduler.second_tier.seals import Seals
 from simple_offload.scheduler.second_tier.second_tier import SecondTier
 from simple_offload.scheduler.second_tier.speeds import Speeds
 from tests.simulation.mutations.registry import always, mutation
@@ -18,17 +19,20 @@ from tests.simulation.mutations.situations import (
 
 # Bytes
 
-trust_all_bytes = always(Rows, "is_sealed", True, BAD_OBJECTS)
+
+@mutation(Seals, "count_whole", BAD_OBJECTS)
+def trust_all_bytes(_: Any, self: Seals, rows: Sequence[int], names: Sequence[bytes]) -> int:
+    return len(rows)
 
 
-@mutation(Rows, "_checksum", FOREIGN_OBJECTS)
-def seal_without_the_name(checksum: Any, self: Rows, row: int, name: bytes) -> Any:
+@mutation(Seals, "_checksum", FOREIGN_OBJECTS)
+def seal_without_the_name(checksum: Any, self: Seals, row: int, name: bytes) -> Any:
     """Whole objects of other keys are taken."""
     return checksum(self, row, b"")
 
 
-@mutation(Rows, "_checksum", BAD_OBJECTS)
-def seal_the_beginning(checksum: Any, self: Rows, row: int, name: bytes) -> Any:
+@mutation(Seals, "_checksum", BAD_OBJECTS)
+def seal_the_beginning(checksum: Any, self: Seals, row: int, name: bytes) -> Any:
     whole, self._rows = self._rows, self._rows[:, :64]
     try:
         return checksum(self, row, name)

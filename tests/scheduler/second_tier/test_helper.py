@@ -1,0 +1,149 @@
+"""The helper's process: real, over memory that both processes have."""
+
+import os
+import signal
+import stat
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from simple_offload.metadata import SEAL_BYTES
+from simple_offload.scheduler.second_tier import helper as helper_module
+from simple_offload.scheduler.second_tier import helper_main
+from simple_offload.scheduler.second_tier.helper import Helper, start_helper
+from simple_offload.scheduler.second_tier.process import Process
+from simple_offload.scheduler.second_tier.rows import Rows
+from simple_offload.scheduler.second_tier.seals import Seals
+from simple_offload.shared_memory import SharedMemory
+
+NUM_ROWS, ROW_BYTES = 4, 4096
+LIMIT = 1 << 20
+NAMES = [b"first", b"second", b"third", b"fourth"]
+
+
+@pytest.fixture
+def rows() -> Iterator[Rows]:
+    memory = SharedMemory.create()
+    memory.map(NUM_ROWS * ROW_BYTES, stays_open=True)
+    rows = Rows.open(memory.address, NUM_ROWS, ROW_BYTES)
+    rows.array[:] = [[number] for number in range(NUM_ROWS)]
+    yield rows
+    memory.free()
+
+
+@pytest.fixture
+def processes(monkeypatch: pytest.MonkeyPatch) -> list[subprocess.Popen[bytes]]:
+    """Those of helpers that are started from now on."""
+    processes: list[subprocess.Popen[bytes]] = []
+
+    class Watched(Process):
+        def __init__(self, *arguments: object) -> None:
+            super().__init__(*arguments)  # type: ignore[arg-type]
+            processes.append(self._process)
+
+    monkeypatch.setattr(helper_module, "Process", Watched)
+    return processes
+
+
+@pytest.fixture
+def helper(
+    rows: Rows, tmp_path: Path, processes: list[subprocess.Popen[bytes]]
+) -> Iterator[Helper]:
+    helper = start_helper(rows, tmp_path / "objects", LIMIT)
+    yield helper
+    processes[0].send_signal(signal.SIGCONT)
+    helper.close()
+    assert processes[0].returncode is not None, "a process is left"
+
+
+def poll_until(helper: Helper, is_done: Callable[[], bool]) -> None:
+    for _ in range(30):
+        if is_done():
+            return
+        helper.poll(1.0)
+    pytest.fail("it does not end")
+
+
+def test_it_makes_and_checks_seals(helper: Helper, rows: Rows) -> None:
+    seals = helper.make_seals([0, 1, 2, 3], NAMES)
+    helper.wait()
+    assert seals.result() == Seals(rows.array, SEAL_BYTES).make([0, 1, 2, 3], NAMES)
+    rows.seal([0, 1, 2, 3], seals.result())
+    rows.array[2, 0] ^= 1
+    count = helper.count_whole([0, 1, 2, 3], NAMES)
+    helper.wait()
+    assert count.result() == 2
+    assert helper.waiting_since is None
+
+
+def test_it_keeps_the_directory(helper: Helper, tmp_path: Path) -> None:
+    poll_until(helper, lambda: helper.room.left() > 0)
+    assert helper.room.left() == LIMIT // 4
+    written, useless = tmp_path / "objects" / "a", tmp_path / "objects" / "b"
+    for path in (written, useless):
+        path.touch()
+    helper.on_written([str(written)], 100)
+    helper.remove([str(useless)])
+    assert helper.room.left() == LIMIT // 4 - 100
+    helper.close()
+    assert stat.S_IMODE(written.stat().st_mode) == 0o600
+    assert not useless.exists()
+
+
+def test_a_killed_process_is_an_error(
+    helper: Helper, processes: list[subprocess.Popen[bytes]]
+) -> None:
+    processes[0].send_signal(signal.SIGSTOP)
+    seals = helper.make_seals([0], NAMES[:1])
+    processes[0].kill()
+    helper.wait()
+    assert seals.cancelled()
+    assert "has ended" in str(helper.error) or isinstance(helper.error, OSError)
+    helper.on_read(["/no/such/file"])  # without effect
+    helper.poll()
+
+
+def test_nothing_waits_for_a_stopped_process(
+    helper: Helper, processes: list[subprocess.Popen[bytes]]
+) -> None:
+    """What the pipe has no room for is sent once it goes on."""
+    processes[0].send_signal(signal.SIGSTOP)
+    for _ in range(20):
+        helper.on_read(["/no/such/file" * 100] * 100)
+    seals = helper.make_seals([0], NAMES[:1])
+    helper.poll()
+    assert helper.waiting_since is not None
+    processes[0].send_signal(signal.SIGCONT)
+    helper.wait()
+    assert len(seals.result()) == 1
+
+
+def test_ctrl_c_is_not_for_it(helper: Helper, processes: list[subprocess.Popen[bytes]]) -> None:
+    processes[0].send_signal(signal.SIGINT)
+    seals = helper.make_seals([0], NAMES[:1])
+    helper.wait()
+    assert len(seals.result()) == 1
+
+
+def test_a_directory_that_cannot_be_used_is_refused(rows: Rows, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(OSError, match="objects cannot be kept in"):
+        start_helper(rows, tmp_path / "file", LIMIT)
+
+
+def test_its_process_loads_neither_torch_nor_vllm() -> None:
+    code = f"import sys, {helper_main.__name__}; print({{'torch', 'vllm'}} & {{*sys.modules}})"
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, env={**os.environ}
+    )
+    assert done.stdout.strip() == "set()"
+
+
+def test_a_process_that_cannot_answer_ends(helper: Helper) -> None:
+    seals = helper.make_seals([NUM_ROWS], NAMES[:1])
+    helper.wait()
+    assert seals.cancelled()
+    assert helper.error is not None
