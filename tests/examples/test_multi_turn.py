@@ -349,8 +349,9 @@ def test_with_vllm(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         counted = each["counters"]
         assert counted["device_hit_tokens"] + counted["external_hit_tokens"] == cached
         assert counted["computed_tokens"] + cached == asked
-        # A busy server may send all tokens of an answer at once.
+        # A busy server may send all tokens of some answers at once.
         assert all(0 < reply["ttft"] <= reply["latency"] for reply in each["replies"])
+        assert any(reply["ttft"] < reply["latency"] for reply in each["replies"])
     assert len({reply["answer"] for reply in each["replies"]}) > 6, "answers follow from prompts"
     assert result["summaries"]["ours"]["numbers"]["loaded_bytes"] > 0
 

@@ -262,7 +262,9 @@ def scripted_clock(now: Callable[[], float]) -> Callable[[], None]:
     is called."""
     patches: list[Any] = [
         patch.object(SecondTier, "clock", staticmethod(now)),
-        patch.object(opening, "start_helper", lambda rows, *_: Helper(LocalConnection(rows))),
+        patch.object(
+            opening, "start_helper", lambda rows, *_: Helper(LocalConnection(rows), clock=now)
+        ),
         # The model has neither weights nor a drafter's configuration.
         patch.object(namespace, "describe", return_value={"model": "scripted"}),
     ]

@@ -1,7 +1,4 @@
-"""Directory: the folder of vLLM's ``fs`` tier, kept below a number of bytes.
-
-The helper's process imports this: neither torch nor vLLM, which take seconds.
-"""
+"""Directory: the folder of vLLM's ``fs`` tier, kept below a number of bytes."""
 
 import fcntl
 import os
@@ -27,8 +24,8 @@ _FOLDER = re.compile(r"[0-9a-f]{2}_g[0-9]+")
 _LOCK = ".lock"
 
 _NUM_SERVERS = 4
-"""So many servers in one directory stay below the limit: each writes at most this part of the room
-that its last scan saw."""
+"""Servers in one directory that stay below the limit together: each writes at most this part of the
+room that its last scan saw."""
 _FULL, _CLEANED = 15 / 16, 7 / 8
 """Parts of the limit: files are removed above the first, until the second. Above the first, a
 server's part of the room would become too small for an object. The second is so near that little

@@ -10,6 +10,7 @@ from typing import Any, Protocol
 from simple_offload.logs import get_logger
 from simple_offload.metadata import SEAL_BYTES
 from simple_offload.scheduler.second_tier import helper_main
+from simple_offload.scheduler.second_tier.helper_main import Memory
 from simple_offload.scheduler.second_tier.messages import Message
 from simple_offload.scheduler.second_tier.process import Process
 from simple_offload.scheduler.second_tier.room import Room
@@ -33,9 +34,8 @@ class Connection(Protocol):
 class Helper:
     """Seals of rows, and the directory of vLLM's ``fs`` tier, if that is the one.
 
-    A thread of the engine's process would take Python's lock for every object, and vLLM's eager
-    steps wait for it: on an H100, with 1.5 GB/s written, prompts were served at three quarters of
-    the rate.
+    Threads of the engine's process took Python's lock once an object, and vLLM's steps waited for
+    it (docs/measurements.md).
 
     Nothing here waits for the process but ``wait`` and ``close``. One thread calls all of it.
     """
@@ -46,19 +46,22 @@ class Helper:
         max_bytes: int | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """``max_bytes``: the directory's limit; None if there is no directory."""
+        """``max_bytes``: the directory's limit; None if there is no directory. ``clock``: that of
+        the second tier, for ``waiting_since``."""
         self.error: Exception | None = None
         """Why the process can be used no more."""
         self.room = Room(max_bytes, partial(self._tell, "ask"))
         self._is_ready = False
-        self._has_directory = max_bytes is not None
+        self._max_bytes = max_bytes
         self._connection = connection
         self._clock = clock
         self._unanswered: dict[int, tuple[float, Future[Any]]] = {}
         self._last_id = 0
 
-    def start(self) -> None:
-        """Wait until the process is ready. Raises OSError if it will not be."""
+    def start(self, memory: Memory, root: Path | None) -> None:
+        """Tell the process what to work on, and wait until it is ready. Raises OSError if it will
+        not be."""
+        self._send((memory, None if root is None else (str(root), self._max_bytes)))
         deadline = self._clock() + _START_SECONDS
         while not self._is_ready:
             self.poll(1.0)
@@ -91,8 +94,7 @@ class Helper:
 
     def remove(self, paths: Sequence[str]) -> None:
         """As ``Directory.remove``."""
-        if paths:
-            self._tell("remove", paths)
+        self._tell("remove", paths)
 
     # The process
 
@@ -141,7 +143,7 @@ class Helper:
         return future
 
     def _tell(self, what: str, *arguments: Any) -> None:
-        if self._has_directory:
+        if self._max_bytes is not None:
             self._send((0, what, *arguments))
 
     def _send(self, message: Message) -> None:
@@ -164,10 +166,7 @@ def start_helper(rows: Rows, root: Path | None, max_bytes: int | None) -> Helper
     OSError if that does not start, or if the directory cannot be used (``Directory``)."""
     descriptor, offset = rows.memory.file
     num_rows, row_bytes = rows.array.shape
-    process = Process(helper_main.__name__, [descriptor])
+    helper = Helper(Process(helper_main.__name__, [descriptor]), max_bytes)
     rows.memory.close()
-    memory = helper_main.Memory(descriptor, offset, num_rows, row_bytes, SEAL_BYTES)
-    process.send((memory, None if root is None else (str(root), max_bytes)))
-    helper = Helper(process, max_bytes)
-    helper.start()
+    helper.start(Memory(descriptor, offset, num_rows, row_bytes, SEAL_BYTES), root)
     return helper

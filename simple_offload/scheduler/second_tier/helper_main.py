@@ -1,6 +1,6 @@
 """What the process of a Helper does.
 
-Imports neither torch nor vLLM, which take seconds.
+It imports neither torch nor vLLM, which take seconds.
 """
 
 import mmap
@@ -20,10 +20,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from simple_offload.scheduler.second_tier.directory import Directory
-from simple_offload.scheduler.second_tier.messages import Message, pack, take
+from simple_offload.scheduler.second_tier.messages import RECEIVE_BYTES, Message, pack, take
 from simple_offload.scheduler.second_tier.seals import Seals
 
-_RECEIVE_BYTES = 1 << 20
 _NUM_THREADS = 2
 """For checksums."""
 
@@ -42,7 +41,8 @@ class Memory(NamedTuple):
         """The seals of the rows."""
         mapped = mmap.mmap(self.descriptor, self.num_rows * self.row_bytes, offset=self.offset)
         os.close(self.descriptor)
-        mapped.madvise(mmap.MADV_HUGEPAGE)  # as in shared_memory.py
+        with suppress(OSError):  # the kernel has none
+            mapped.madvise(mmap.MADV_HUGEPAGE)  # as in shared_memory.py
         rows = np.frombuffer(mapped, np.uint8).reshape(self.num_rows, self.row_bytes)
         return Seals(rows, self.seal_bytes)
 
@@ -53,14 +53,15 @@ def main(descriptor: int) -> None:
     The first message has a Memory and the arguments of a Directory, or None. Then come names of
     methods: of ``Seals``, with an id for the answer, or of the directory, with 0.
     """
-    # Ctrl-C is for the server, which then shuts down in order.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    # Ctrl-C and systemd reach all processes of a server. This one ends with the server, in order.
+    for each in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(each, signal.SIG_IGN)
     lock = threading.Lock()
     received = bytearray()
     with socket.socket(fileno=descriptor) as connection:
 
         def receive() -> Iterator[Message]:
-            while data := connection.recv(_RECEIVE_BYTES):
+            while data := connection.recv(RECEIVE_BYTES):
                 received.extend(data)
                 yield from take(received)
 

@@ -1,11 +1,10 @@
-"""Messages between the server and the process of its helper.
-
-That process imports this: neither torch nor vLLM, which take seconds.
-"""
+"""Messages between the server and the process of its helper."""
 
 import pickle
 from typing import Any
 
+RECEIVE_BYTES = 1 << 20
+"""Most that is received at once."""
 _LENGTH_BYTES = 8
 
 Message = tuple[Any, ...]

@@ -10,12 +10,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from simple_offload.logs import get_logger
-from simple_offload.scheduler.second_tier.messages import Message, pack, take
+from simple_offload.scheduler.second_tier.messages import RECEIVE_BYTES, Message, pack, take
 
 logger = get_logger(__name__)
 
-_RECEIVE_BYTES = 1 << 20
-_END_SECONDS = 60.0
+_END_SECONDS = 10.0
 """Longest wait for its end."""
 
 
@@ -55,7 +54,7 @@ class Process:
             poll.register(self._socket, select.POLLIN | (select.POLLOUT if self._unsent else 0))
             poll.poll(1000 * seconds)
         try:
-            data = self._socket.recv(_RECEIVE_BYTES, socket.MSG_DONTWAIT)
+            data = self._socket.recv(RECEIVE_BYTES, socket.MSG_DONTWAIT)
         except BlockingIOError:
             return []
         if not data:
@@ -64,7 +63,8 @@ class Process:
         return take(self._received)
 
     def close(self) -> None:
-        """Let the process end after what was sent, and wait for it, a minute at most."""
+        """Let the process end after what was sent, and wait for it. One that does not end is
+        killed."""
         deadline = time.monotonic() + _END_SECONDS
         try:
             while self._unsent and time.monotonic() < deadline:

@@ -48,7 +48,7 @@ class Room:
         self._is_asked = False
 
     def on_written(self, num_bytes: int) -> None:
-        """This server has written so many bytes."""
+        """Count ``num_bytes`` that this server has written."""
         self._written += num_bytes
 
     def left(self) -> int:

@@ -1,7 +1,4 @@
-"""Seals: checksums at the ends of rows.
-
-The helper's process imports this: neither torch nor vLLM, which take seconds.
-"""
+"""Seals: checksums at the ends of rows."""
 
 from collections.abc import Sequence
 from typing import cast

@@ -129,7 +129,7 @@ class SecondTier:
         were fetched for a request, each time some can be found, and the places of useless ones.
         ``always``: fetch, however slow that is."""
         self.is_on = True
-        """Until vLLM's tier hangs or fails."""
+        """Until vLLM's tier or the helper hangs or fails."""
         self.speeds = Speeds(self.clock, always=always)
         self._objects = objects
         self._rows = rows

@@ -4,7 +4,6 @@ import os
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future
-from itertools import compress
 from typing import NamedTuple
 
 from vllm.v1.core.kv_cache_utils import BlockHashWithGroupId
@@ -132,13 +131,11 @@ class Writes:
         paths = self._objects.paths(write.names)
         # A write that failed may have written some of them.
         self._helper.on_written(paths, num_bytes)
-        if self._tier.ids_of(write.keys) != write.rows:
-            # Other contents since: the seal does not fit them.
-            changed = [
-                self._tier.ids_of([key]) != [row]
-                for key, row in zip(write.keys, write.rows, strict=True)
-            ]
-            self._helper.remove([*compress(paths, changed)])
+        unchanged = self._unchanged(write)
+        if len(unchanged) < len(write.keys):
+            # The seal does not fit the others' contents.
+            kept = {*unchanged}
+            self._helper.remove([path for place, path in enumerate(paths) if place not in kept])
 
     def finish(self, poll: Callable[[], None]) -> None:
         """Write all that can be written, and wait for it. ``poll``: take note of what has ended."""
@@ -169,16 +166,22 @@ class Writes:
         room = self._helper.room.left() - num_objects * self._rows.num_bytes
         return max(0, min(self._per_write, room // self._rows.num_bytes))
 
+    def _unchanged(self, write: _Write) -> Sequence[int]:
+        """The places of blocks that still have the contents to be written."""
+        if self._tier.ids_of(write.keys) == write.rows:
+            return range(len(write.keys))
+        return [
+            place
+            for place, key in enumerate(write.keys)
+            if self._tier.ids_of([key]) == [write.rows[place]]
+        ]
+
     def _write(self, write: _Write) -> None:
         """Begin a write whose seals are known, without blocks that have lost their contents. Such a
         seal may be that of other bytes, and a read may be filling that row."""
         seals = write.seals.result()
-        if self._tier.ids_of(write.keys) != write.rows:
-            places = [
-                place
-                for place, key in enumerate(write.keys)
-                if self._tier.ids_of([key]) == [write.rows[place]]
-            ]
+        places = self._unchanged(write)
+        if len(places) < len(write.keys):
             self._meter.add(metrics.SECOND_TIER_DROPPED, len(write.keys) - len(places), "evicted")
             seals = [seals[place] for place in places]
             write = write._replace(

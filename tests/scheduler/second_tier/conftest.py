@@ -102,7 +102,7 @@ class Server:
         files = {"type": "fs", "root_dir": str(root), "n_read_threads": 2, "n_write_threads": 2}
         self.directory: Directory | None = None
         self.connection = LocalConnection(rows)
-        helper = Helper(self.connection, max_bytes if disk is None else None)
+        helper = Helper(self.connection, max_bytes if disk is None else None, SecondTier.clock)
         if disk is None:
             # Without its thread: ``scan`` does what the thread would.
             self.directory = Directory(root, max_bytes, helper.room.on_seen, logging.warning)

@@ -508,6 +508,33 @@ def test_without_its_process_the_tier_is_switched_off(
     server.stop()
 
 
+@pytest.mark.parametrize("waits_for", ["seals", "a check"])
+def test_when_its_process_is_stopped_the_tier_is_switched_off(
+    server: Server, disk: ScriptedDisk, clock: Clock, waits_for: str
+) -> None:
+    """Even while vLLM's tier goes on. Blocks that wait for a check are held until it is made."""
+    server.connection.is_held = True
+    if waits_for == "seals":
+        server.put("xyz")
+    else:
+        request = server.request("abcdef")
+        assert server.ask(request)
+        answer(disk)
+        server.step()
+        end(disk, 0)
+    server.step()
+    was_on = []
+    for passed in (MINUTE - 1, 1):
+        clock.now += passed
+        server.step()
+        was_on.append(server.second_tier.is_on)
+    assert was_on == [True, False]
+    assert server.num_pinned == (0 if waits_for == "seals" else 6)
+    server.connection.release()
+    server.step()
+    assert server.num_pinned == 0
+
+
 @pytest.mark.parametrize("hangs", ["answers", "reads", "writes"])
 def test_a_tier_that_hangs_is_switched_off(
     server: Server,
