@@ -74,11 +74,14 @@ async def _run(
         for repeat in range(repeats):
             counted = {name: _counter(name) for name in _COUNTERS}
             copied = {way: _copied(way) for way in ("store", "load")}
+            looked_up = _lookups()
             numbers, replies, lost = await _play(
                 plan.with_other_texts(repeat), engine, parts, report
             )
             if "ttft" in numbers:
                 numbers["ttft"] |= _copies(plan, copied) | {"start": start_seconds}
+            if "restart" in numbers:
+                numbers["restart"] |= _second_tier(looked_up)
             result = {
                 "repeat": repeat,
                 "start_seconds": start_seconds,
@@ -213,6 +216,33 @@ def _copies(plan: Plan, before: Mapping[str, tuple[float, float]]) -> work.Numbe
             per_token = num_bytes / (plan.num_hits * plan.prompt_tokens)
             numbers["stored_per_token"] = per_token
             numbers["tokens_in_64_gib"] = (64 << 30) / per_token
+    return numbers
+
+
+def _lookups() -> dict[str, float]:
+    """Requests for which our second tier was considered, by result."""
+    from vllm.v1.metrics.reader import Counter, get_metrics_snapshot
+
+    return {
+        metric.labels["result"]: metric.value
+        for metric in get_metrics_snapshot()
+        if isinstance(metric, Counter) and metric.name == "vllm:simple_offload_second_tier_lookups"
+    }
+
+
+def _second_tier(before: Mapping[str, float]) -> work.Numbers:
+    """What has become of the lookups since ``before``, and the two speeds in tokens per second that
+    decide it, where our second tier has measured them."""
+    from vllm.v1.metrics.reader import Gauge, get_metrics_snapshot
+
+    numbers = {
+        f"lookups_{result}": value - before.get(result, 0.0) for result, value in _lookups().items()
+    }
+    names = {"second_tier_tokens_per_second": "fetch", "compute_tokens_per_second": "compute"}
+    for metric in get_metrics_snapshot():
+        key = names.get(metric.name.removeprefix("vllm:simple_offload_"))
+        if isinstance(metric, Gauge) and key is not None and metric.value:
+            numbers[key] = metric.value
     return numbers
 
 

@@ -49,6 +49,12 @@ METRICS = (
     Metric("traces", "share_cached", "agents: prompt tokens not computed", "%", 100),
     Metric("restart", "hit", "restart: TTFT, hit in the files"),
     Metric("restart", "found", "restart: tokens of those not computed", "%", 100),
+    *(
+        Metric("restart", f"lookups_{result}", f"restart: lookups, {result}", "requests", 1)
+        for result in ("hit", "miss", "late", "slower")
+    ),
+    Metric("restart", "fetch", "restart: fetches bring", "tokens/s", 1),
+    Metric("restart", "compute", "restart: computing brings", "tokens/s", 1),
     Metric("restart", "first_ttft", "restart, chat: TTFT of first turns"),
     Metric("restart", "later_ttft", "restart, chat: TTFT of later turns"),
     Metric("restart", "requests_per_second", "restart, chat: requests", "1/s", 1),

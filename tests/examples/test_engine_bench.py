@@ -124,9 +124,14 @@ def test_a_tiny_bench_measures_every_part(
         has_files = name in WITH_FILES
         assert set(run["numbers"]) == set(PARTS) - (set() if has_files else {"restart"})
         if has_files:
-            assert set(run["numbers"]["restart"]) >= {"hit", "found", "first_ttft", "later_ttft"}
+            restart = run["numbers"]["restart"]
+            assert set(restart) >= {"hit", "found", "first_ttft", "later_ttft"}
+            lookups = {key: restart[key] for key in restart if key.startswith("lookups_")}
+            assert sum(lookups.values()) >= plan.num_hits
+            assert (lookups["lookups_hit"] > 0) == (restart["found"] > 0)
         for key, value in ((k, v) for each in run["numbers"].values() for k, v in each.items()):
-            assert value > 0 or key.endswith("_cached") or name == "ours-files"
+            may_be_zero = key.endswith("_cached") or key.startswith("lookups_")
+            assert value > 0 or may_be_zero or name == "ours-files"
         ttft = run["numbers"]["ttft"]
         assert ttft["device_hit_cached"] == cached
         if name == "none":
