@@ -12,7 +12,6 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     SupportsHMA,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import PromMetric, PromMetricT
-from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from simple_offload import vllm_compat
 from simple_offload.config import OffloadConfig
@@ -55,7 +54,7 @@ class SimpleCPUOffloadConnector(KVConnectorBase_V1, SupportsHMA):
     any role both stores and loads, as with vLLM's built-in connector.
     """
 
-    _cache_hit_source = CacheHitSource.HOST
+    _cache_hit_source = vllm_compat.host_hit_source()
 
     def __init__(
         self,

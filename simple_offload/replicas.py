@@ -16,6 +16,8 @@ from vllm.v1.kv_cache_interface import (
     iter_layer_specs,
 )
 
+from simple_offload import vllm_compat
+
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
@@ -64,9 +66,11 @@ def _count(spec: KVCacheSpec, num_ranks: int, dcp_size: int, num_kv_heads: int |
     """How many of ``num_ranks`` consecutive ranks have the same pages of a layer."""
     if isinstance(spec, MambaSpec):
         return num_ranks if spec.tp_replicated else 1
-    if not isinstance(spec, AttentionSpec) or (spec.dcp_sharded and dcp_size > 1):
+    if not isinstance(spec, AttentionSpec):
         return 1
-    num_shards = spec.max_tp_shards
+    if dcp_size > 1 and vllm_compat.is_dcp_sharded(spec):
+        return 1
+    num_shards = vllm_compat.max_tp_shards(spec)
     if num_shards is None and type(spec) in (FullAttentionSpec, SlidingWindowSpec):
         # vLLM's QKVParallelLinear gives each KV head to consecutive ranks.
         is_sure = spec.num_kv_heads == 1 and not spec.kv_quant_mode.is_per_token_head

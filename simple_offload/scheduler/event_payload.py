@@ -8,9 +8,9 @@ from vllm.v1.core.kv_cache_utils import (
     BlockHashWithGroupId,
     generate_block_hash_extra_keys,
     get_group_id,
-    to_event_extra_keys,
 )
 
+from simple_offload import vllm_compat
 from simple_offload.scheduler.tier.groups import Groups
 from simple_offload.scheduler.tier.run import EventPayload, PayloadsByKey
 
@@ -77,7 +77,7 @@ def _payload(groups: Groups, request: "Request", start: int, end: int) -> EventP
     return EventPayload(
         array("q", request.all_token_ids[start:end]),
         request.block_hashes[start // groups.hash_block_size - 1] if start else None,
-        to_event_extra_keys([extra_keys]),
+        vllm_compat.event_extra_keys([extra_keys]),
         request.session_id,
         lora.adapter_id if lora is not None else None,
         lora.name if lora is not None else None,

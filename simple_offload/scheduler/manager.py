@@ -29,6 +29,7 @@ from simple_offload.scheduler.second_tier.second_tier import SecondTier
 from simple_offload.scheduler.stores import Stores
 from simple_offload.scheduler.supported import (
     chunk_sizes,
+    require_right_states,
     require_sub_blocks_possible,
     require_supported_groups,
 )
@@ -298,6 +299,7 @@ class OffloadScheduler:
     def _make_tier(self) -> None:
         """A tier without host blocks (but vLLM's null block): the ranks open them."""
         coordinator = self._make_coordinator()
+        require_right_states(coordinator, self._hash_block_size)
         self._meter = metrics.Meter()
         self.groups = Groups(coordinator, self._hash_block_size, self._num_sub_blocks)
         self.tier = CpuTier(coordinator, self.groups, self._meter)

@@ -15,6 +15,7 @@ from simple_offload.config import ConfigError, OffloadConfig
 
 if TYPE_CHECKING:
     from vllm.config import ParallelConfig
+    from vllm.v1.core.kv_cache_coordinator import KVCacheCoordinator
 
 
 def require_supported_executor(parallel: "ParallelConfig") -> None:
@@ -59,6 +60,16 @@ def require_supported_groups(kv_cache_config: KVCacheConfig) -> None:
         )
     if any(group.host_resident for group in kv_cache_config.kv_cache_groups):
         raise ConfigError("KV cache groups that live in host memory already are not supported")
+
+
+def require_right_states(coordinator: "KVCacheCoordinator", hash_block_size: int) -> None:
+    """Raise ConfigError where this vLLM finds wrong states by itself."""
+    if vllm_compat.confuses_states(coordinator):
+        raise ConfigError(
+            f"prefix_match_unit={hash_block_size}: the blocks of this model's state (Mamba) layers "
+            "have more tokens, and vLLM 0.30 may then find the state of another prefix; allowed: "
+            "no prefix_match_unit, or vLLM 0.31 or later"
+        )
 
 
 def chunk_sizes(kv_cache_config: KVCacheConfig) -> frozenset[int]:

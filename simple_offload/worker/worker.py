@@ -136,7 +136,9 @@ class OffloadWorker:
         """Begin a step: make its compute wait for the loads it admits, and start its loads.
 
         Stores left over from the step before start first: vLLM's V1 runner calls ``wait_for_save``
-        after drafting, which only the last stage of a pipeline reaches.
+        after drafting, which only the last stage of a pipeline reaches, and vLLM 0.30 in steps with
+        tokens only. (``get_transfer_results`` would be too early for stores: the V1 runner calls it
+        before drafting.)
 
         Loads come after the compute of earlier steps and the zeroing of new blocks, which vLLM has
         queued by now. The step's own compute reads none of the blocks they fill, so loads need not

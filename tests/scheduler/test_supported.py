@@ -8,6 +8,8 @@ from typing import Any
 from unittest.mock import Mock
 
 import pytest
+import vllm
+from vllm.config import VllmConfig
 
 from simple_offload.config import ConfigError
 from simple_offload.metadata import RankCapacity
@@ -49,6 +51,19 @@ def test_models_without_prefix_caching_are_refused() -> None:
 
 def test_states_at_block_boundaries_are_supported() -> None:
     make_scheduler(make_config((0, 8), **STATES), cpu_block_size=4)
+
+
+def test_hits_inside_blocks_of_states_are_refused_on_030(
+    monkeypatch: pytest.MonkeyPatch, drive: MakeDriver
+) -> None:
+    shape: dict[str, Any] = {"windows": (0,), "num_states": 1}
+    monkeypatch.setattr(vllm, "__version__", "0.30.0")
+    drive(**shape)
+    with pytest.raises(ConfigError, match=r"^prefix_match_unit=2: .*; allowed: no prefix_match_u"):
+        drive(**shape, match_unit=2)
+    monkeypatch.setattr(vllm, "__version__", "0.31.0")
+    if hasattr(VllmConfig, "num_prefill_lookahead_tokens"):  # really
+        drive(**shape, match_unit=2)
 
 
 # The second tier, before the ranks have started

@@ -13,6 +13,8 @@ from vllm.v1.core.kv_cache_utils import (
     make_block_hash_with_group_id,
 )
 
+from simple_offload.vllm_compat import vllm_version
+
 # Whole hashes, not their last 64 bits: the next block's hash is computed from them.
 os.environ["VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES"] = "0"
 
@@ -77,8 +79,10 @@ class Router:
             assert parent == block_hash, f"{event}: block {index} has another hash"
 
 
-def _tagged(extra: Any, lora_name: str | None) -> tuple[Any, ...]:
-    """An extra key of an event as vLLM hashes it."""
+def _tagged(extra: Any, lora_name: str | None) -> Any:
+    """An extra key of an event as vLLM hashes it: from 0.31 on with a tag."""
+    if vllm_version() < (0, 31):
+        return extra
     if isinstance(extra, tuple):
         return ("mm", *extra)
     return ("lora", extra, LORA_PATH) if extra == lora_name else ("cache_salt", extra)

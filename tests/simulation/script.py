@@ -8,12 +8,13 @@ from typing import Any
 from vllm.v1.request import RequestStatus
 
 from simple_offload.backends.base import Direction
+from simple_offload.vllm_compat import vllm_version
 from tests.simulation import integrity
 from tests.simulation.groups import PLAIN, Kind
 from tests.simulation.identity import NUM_TOKENS
 from tests.simulation.runner import Violation
 from tests.simulation.second_tier import DiskFaults
-from tests.simulation.shape import Shape
+from tests.simulation.shape import SAYS_REPLICAS, Shape
 from tests.simulation.world import Rank, World
 
 _PATIENCE = 400
@@ -179,7 +180,13 @@ class Script:
         script = script.varied(**_draw(random.Random(f"{seed}: overload"), OVERLOAD))
         script = script.varied(**_draw(random.Random(f"{seed}: events"), EVENTS))
         script = script.with_sub_blocks(random.Random(f"{seed}: parts").choice([1, 1, 2, 4]))
-        return script.with_second_tier(random.Random(f"{seed}: second tier"))
+        return script.with_second_tier(random.Random(f"{seed}: second tier"))._allowed()
+
+    def _allowed(self) -> "Script":
+        """The same script without what is refused on this version of vLLM."""
+        if vllm_version() < (0, 31) and self.shape.num_states:
+            return self.varied(match_unit=None, context_parallel=False)
+        return self
 
     def varied(self, **changes: Any) -> "Script":
         """The same script with other values of its own fields, its shape's and its faults'."""
@@ -228,7 +235,7 @@ class Script:
         host memory."""
         shape, size = self.shape, self.shape.tensor_parallel_size
         divisors = [n for n in range(2, size + 1) if size % n == 0]
-        if not divisors or shape.num_shards > 1 or shape.uneven_ranks:
+        if not (divisors and SAYS_REPLICAS) or shape.num_shards > 1 or shape.uneven_ranks:
             return self
         if shape.chunk_blocks is not None or rng.random() < 0.3:
             return self  # such ranks open a chunk after each other, by themselves

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any, Literal, cast
 
 from vllm.config import VllmConfig
@@ -18,10 +18,13 @@ from vllm.v1.kv_cache_interface import (
     UniformTypeKVCacheSpecs,
 )
 
+from simple_offload.vllm_compat import vllm_version
 from tests.simulation.device import SLOT, layer_spec
 from tests.simulation.groups import DRAFT, Group, Kind, Layer, Reach, SpeculativeConfig
 
 NUM_LAYERS = 2
+SAYS_REPLICAS = "max_tp_shards" in {field.name for field in fields(AttentionSpec)}
+"""Whether vLLM says which ranks have the same KV: from 0.31 on."""
 
 
 @dataclass(frozen=True)
@@ -63,6 +66,8 @@ class Shape:
     v2_runner: bool = False
     """Whether steps run in the order of vLLM's V2 runner: it returns a step's output before its
     drafter has run."""
+    saves_without_tokens: bool = vllm_version() >= (0, 31)
+    """Whether vLLM's runner calls ``wait_for_save`` in steps without tokens too. 0.30 does not."""
     num_stages: int = 1
     """Number of pipeline parallel stages of the ranks."""
     priority: bool = False
@@ -143,9 +148,11 @@ class Shape:
         """Number of earlier tokens that chained drafters compute again in each step."""
         return max(0, self.num_drafted - 1) if self.chained else 0
 
-    def skips_store_hooks(self, rank: int) -> bool:
-        """Whether vLLM's runner skips the hooks after drafting on this rank. The V1 runner does,
-        with drafts, on all stages but the last."""
+    def skips_store_hooks(self, rank: int, num_tokens: int) -> bool:
+        """Whether vLLM's runner skips ``wait_for_save`` on this rank, in a step with this many
+        tokens. The V1 runner calls it after drafting, on the last stage only."""
+        if not num_tokens and not self.saves_without_tokens:
+            return True
         is_last = rank >= self.num_ranks - self.num_ranks // self.num_stages
         return bool(self.num_drafted) and not self.v2_runner and not is_last
 
@@ -250,7 +257,7 @@ class Shape:
             num_shards = self.tensor_parallel_size
             if index not in self.private:
                 num_shards //= self.num_replicas
-            if isinstance(spec, AttentionSpec):
+            if isinstance(spec, AttentionSpec) and SAYS_REPLICAS:
                 spec = replace(spec, max_tp_shards=num_shards)
             if isinstance(spec, MambaSpec):
                 spec = replace(spec, tp_replicated=self.tensor_parallel_size > num_shards == 1)

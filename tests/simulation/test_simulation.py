@@ -72,7 +72,7 @@ def test_scripts_draw_combinations() -> None:
     assert any(shape.v2_runner and shape.draft for shape in shapes)
     assert any(shape.priority for shape in shapes)
     assert any(s.num_stages > 1 and s.v2_runner and s.async_scheduling for s in shapes)
-    assert any(shape.skips_store_hooks(0) for shape in shapes)
+    assert any(shape.skips_store_hooks(0, 1) for shape in shapes)
     assert {shape.num_sub_blocks for shape in shapes} == {1, 2, 4}
     assert any(shape.num_replicas > 1 and not shape.private for shape in shapes)
     assert any(shape.private for shape in shapes)

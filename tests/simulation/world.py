@@ -41,7 +41,7 @@ from tests.simulation.messages import Messages
 from tests.simulation.router import EVENTS_CONFIG, Router
 from tests.simulation.runner import Runner
 from tests.simulation.second_tier import SECONDS_OF_A_STEP, ScriptedDisk
-from tests.simulation.shape import Shape
+from tests.simulation.shape import SAYS_REPLICAS, Shape
 from tests.simulation.vllm_config import make_vllm_config
 
 
@@ -268,11 +268,16 @@ class World:
         shape = self.shape
         memory = KVMemory(self.kv_cache_configs[rank])
         config = OffloadConfig.parse(self.worker_config(), shape.num_ranks)
+        # Where vLLM says nothing of a layer, the model's number of heads counts. The scripted model
+        # has another one.
+        replicas = (
+            Replicas.find(self.config, self.kv_cache_configs[rank]) if SAYS_REPLICAS else Replicas()
+        )
         worker = OffloadWorker(
             self.kv_cache_configs[rank],
             config,
             self._parallelism,
-            Replicas.find(self.config, self.kv_cache_configs[rank]),
+            replicas,
             lambda: peers,
         )
         chunk_blocks = shape.chunk_blocks
@@ -429,7 +434,7 @@ class World:
         worker.submit_loads()
         if repeat_hooks:
             worker.submit_loads()
-        if not self.shape.skips_store_hooks(rank.runner.rank):
+        if not self.shape.skips_store_hooks(rank.runner.rank, scheduled.total_num_scheduled_tokens):
             worker.submit_stores()
             if repeat_hooks:
                 worker.submit_stores()

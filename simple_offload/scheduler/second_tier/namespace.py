@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import LocalEntryNotFoundError
 from vllm import envs
-from vllm.transformers_utils.config import iter_rope_parameters
 from vllm.utils.hashing import get_hash_fn_by_name
 from vllm.v1.core.kv_cache_utils import resolve_kv_cache_block_sizes, resolve_none_hash_seed
 
@@ -158,7 +157,9 @@ def _decisive_length(model: "ModelConfig") -> list[int | None] | None:
     """max_model_len as the user gave it and as it is, if KV depends on it. vLLM chooses the factors
     of LongRoPE by it, in some models the base of dynamic NTK scaling, and the temperature of Llama
     4's attention. A model is loaded before vLLM fits the length to memory, so both are needed."""
-    kinds = {rope.get("rope_type") for rope in iter_rope_parameters(model.hf_text_config)}
+    rope = getattr(model.hf_text_config, "rope_parameters", None) or {}
+    # Of all layers, or by kind of layer.
+    kinds = {each.get("rope_type") for each in (rope, *rope.values()) if isinstance(each, dict)}
     if kinds & {"longrope", "dynamic"} or model.architecture.startswith("Llama4"):
         return [model.original_max_model_len, model.max_model_len]
     return None

@@ -16,6 +16,8 @@ from vllm.v1.core.kv_cache_utils import (
 from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
 from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec, SlidingWindowSpec
 
+from simple_offload import vllm_compat
+
 Hashes = Sequence[BlockHash] | BlockHashListWithBlockSize
 """Hashes of the blocks of a chain, from the first one on. A hash and its group's ``end`` make a
 key."""
@@ -39,7 +41,7 @@ class Groups:
         self.num_sub_blocks = num_sub_blocks
         self.ids: tuple[int, ...] = coordinator.kv_cache_config.prefix_cacheable_group_ids
         """Ids of the groups whose blocks can be found again."""
-        self.block_sizes: Sequence[int] = coordinator.group_block_sizes
+        self.block_sizes = vllm_compat.group_block_sizes(coordinator)
         """In tokens, by group."""
         self.chained_ids = tuple(
             group for group in self.ids if isinstance(managers[group], FullAttentionManager)
@@ -125,8 +127,7 @@ class Groups:
     def num_cacheable_tokens(self, num_tokens: int, group: int) -> int:
         """Number of a request's first ``num_tokens`` tokens whose blocks in ``group`` can be found
         again."""
-        count: int = self._coordinator.get_num_cacheable_tokens(num_tokens, group)
-        return count
+        return vllm_compat.num_cacheable_tokens(self._coordinator, num_tokens, group)
 
     def sub_block_keys(
         self, block_hashes: list[BlockHash], group: int, start: int, stop: int

@@ -199,6 +199,19 @@ def wait_for_hooks_that_are_not_called(
     bind(self, metadata)
 
 
+@mutation(
+    OffloadWorker,
+    "bind",
+    engine(windows=(0,), saves_without_tokens=False, otherwise={"saves_without_tokens": True}),
+)
+def wait_for_hooks_of_steps_without_tokens(
+    bind: Any, self: OffloadWorker, metadata: StepMetadata
+) -> None:
+    """vLLM 0.30 does not call them. The engine then steps for ever."""
+    self._metadata = metadata
+    bind(self, metadata)
+
+
 # Blocks and pages of several sizes
 
 
