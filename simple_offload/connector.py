@@ -25,7 +25,10 @@ from simple_offload.replicas import Replicas
 from simple_offload.scheduler.manager import OffloadScheduler
 from simple_offload.scheduler.second_tier.objects import require_known_options
 from simple_offload.scheduler.second_tier.opening import require_second_tier_possible
-from simple_offload.scheduler.supported import require_supported_executor
+from simple_offload.scheduler.supported import (
+    require_supported_deployment,
+    require_supported_layers,
+)
 from simple_offload.worker.worker import OffloadWorker
 
 if TYPE_CHECKING:
@@ -65,7 +68,7 @@ class SimpleCPUOffloadConnector(KVConnectorBase_V1, SupportsHMA):
         super().__init__(vllm_config, role, kv_cache_config)
         self.scheduler: OffloadScheduler | None = None
         self.worker: OffloadWorker | None = None
-        require_supported_executor(vllm_config.parallel_config)
+        require_supported_deployment(vllm_config)
         ranks = Ranks.from_config(vllm_config.parallel_config)
         extra_config = self._kv_transfer_config.kv_connector_extra_config or {}
         config = OffloadConfig.parse(extra_config, ranks.num, ranks.num_here)
@@ -79,6 +82,7 @@ class SimpleCPUOffloadConnector(KVConnectorBase_V1, SupportsHMA):
                     "connector from --kv-transfer-config."
                 )
             return
+        require_supported_layers(kv_cache_config)
         if role == KVConnectorRole.SCHEDULER:
             self.scheduler = OffloadScheduler(vllm_config, kv_cache_config, config)
         else:
@@ -107,7 +111,7 @@ class SimpleCPUOffloadConnector(KVConnectorBase_V1, SupportsHMA):
     def get_required_kvcache_layout(cls, vllm_config: "VllmConfig") -> str | None:
         """vLLM asks before it measures how much memory is left for KV caches, which makes this the
         earliest place for a deployment to be refused."""
-        require_supported_executor(vllm_config.parallel_config)
+        require_supported_deployment(vllm_config)
         kv_transfer_config = vllm_config.kv_transfer_config
         extra_config = kv_transfer_config.kv_connector_extra_config if kv_transfer_config else {}
         ranks = Ranks.from_config(vllm_config.parallel_config)

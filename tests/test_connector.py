@@ -2,9 +2,11 @@
 
 import inspect
 import logging
+import re
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from functools import partial
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, cast
@@ -22,16 +24,18 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     SupportsHMA,
     supports_hma,
 )
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheSpec, MambaSpec
 from vllm.v1.kv_cache_layout import KVCacheLayout
 from vllm.v1.outputs import KVConnectorOutput
 
 from simple_offload.config import ConfigError
 from simple_offload.connector import SimpleCPUOffloadConnector
 from simple_offload.metadata import RankCapacity, StepMetadata, Transfer, WorkerReport
+from simple_offload.scheduler import supported
 from simple_offload.shared_memory import SharedMemory
 from simple_offload.vllm_compat import vllm_version
 from tests.conftest import MakeVllmConfig, within_patience
-from tests.worker.kv_memory import KVMemory, full, group, make_kv_memory
+from tests.worker.kv_memory import KVMemory, full, group, make_kv_memory, mixed_group
 from tests.worker.scripted import EndsWhenWaitedFor, ScriptedBackend
 
 if TYPE_CHECKING:
@@ -118,6 +122,90 @@ def test_rays_old_executor_with_stages(
         assert part in message
     parallel.pipeline_parallel_size = 1
     SimpleCPUOffloadConnector.get_required_kvcache_layout(config)
+
+
+# Refused on an NPU
+
+
+@pytest.fixture
+def npu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(supported, "current_platform", SimpleNamespace(device_type="npu"))
+
+
+@pytest.mark.parametrize(
+    ("options", "complaint"),
+    [
+        ({"enable_kvpp": True}, r"additional_config\.enable_kvpp=true: .*; allowed: false"),
+        ({"enable_kvpp": "yes"}, r"additional_config\.enable_kvpp=true: .*; allowed: false"),
+        (
+            {"sparse_kv_offload_config": {"enabled": True, "keep_device_kv_cache": True}},
+            r"additional_config\.sparse_kv_offload_config\.enabled=true: .*; allowed: false",
+        ),
+    ],
+)
+def test_options_of_vllm_ascend(
+    npu: None,
+    make_vllm_config: MakeVllmConfig,
+    memory: KVMemory,
+    monkeypatch: pytest.MonkeyPatch,
+    options: dict[str, Any],
+    complaint: str,
+) -> None:
+    config = make_vllm_config(EXTRA_CONFIG)
+    config.additional_config = {"enable_kvpp": "false", "sparse_kv_offload_config": {}}
+    SimpleCPUOffloadConnector.get_required_kvcache_layout(config)
+    config.additional_config = options
+    assert re.fullmatch(complaint, refuse(config, memory))
+    monkeypatch.setattr(supported, "current_platform", SimpleNamespace(device_type="cuda"))
+    SimpleCPUOffloadConnector.get_required_kvcache_layout(config)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Indexer(FullAttentionSpec):
+    """As far as it matters, vllm-ascend's AscendSFAIndexerCacheSpec."""
+
+    sfa_dcp_replicated_indexer_size: int = 1
+
+
+STATE = MambaSpec(
+    block_size=16, shapes=((4, 4),), dtypes=(torch.float32,), mamba_cache_mode="align"
+)
+INDEXER = Indexer(block_size=16, num_kv_heads=2, head_size=3, dtype=torch.float32)
+
+
+@pytest.mark.parametrize("role", [SCHEDULER, WORKER])
+@pytest.mark.parametrize(
+    ("spec", "complaint"),
+    [
+        (STATE, "this model has state .Mamba. layers: .*vllm-ascend.*; allowed on an NPU: models"),
+        (
+            replace(INDEXER, sfa_dcp_replicated_indexer_size=2),
+            "decode_context_parallel_size=2 with a sparse .* indexer: .*; allowed on an NPU: 1",
+        ),
+    ],
+)
+def test_layers_on_an_npu(
+    monkeypatch: pytest.MonkeyPatch,
+    make_vllm_config: MakeVllmConfig,
+    connect: Connect,
+    memory: KVMemory,
+    role: KVConnectorRole,
+    spec: KVCacheSpec,
+    complaint: str,
+) -> None:
+    """Wherever they are: in a group of their own, or beside layers that can be served."""
+    connect(role)  # on another device
+    monkeypatch.setattr(supported, "current_platform", SimpleNamespace(device_type="npu"))
+    config = make_vllm_config(EXTRA_CONFIG)
+    for groups in (
+        [group(SPEC, "a"), group(spec, "b")],
+        [mixed_group({"a": SPEC, "b": spec})],
+        [mixed_group({"a": INDEXER, "b": spec})],
+    ):
+        with pytest.raises(ConfigError, match=complaint):
+            KVConnectorFactory.create_connector(config, role, KVCacheConfig(6, [], groups))
+    served = KVCacheConfig(6, [], [mixed_group({"a": SPEC, "b": INDEXER})])
+    supported.require_supported_layers(served)
 
 
 def test_a_second_tier_that_is_impossible_is_refused_before_memory_is_measured(

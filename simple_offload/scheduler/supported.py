@@ -1,8 +1,10 @@
 """Checks at start: models and executors that the scheduler side cannot serve are refused."""
 
 from itertools import count
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from pydantic import TypeAdapter
+from vllm.platforms import current_platform
 from vllm.v1.kv_cache_interface import (
     ChunkedLocalAttentionSpec,
     KVCacheConfig,
@@ -14,13 +16,20 @@ from simple_offload import vllm_compat
 from simple_offload.config import ConfigError, OffloadConfig
 
 if TYPE_CHECKING:
-    from vllm.config import ParallelConfig
+    from vllm.config import ParallelConfig, VllmConfig
     from vllm.v1.core.kv_cache_coordinator import KVCacheCoordinator
 
 
-def require_supported_executor(parallel: "ParallelConfig") -> None:
-    """Raise ConfigError if some rank's reports would not reach the scheduler: a store can be found
-    only when all ranks have reported it."""
+def require_supported_deployment(vllm_config: "VllmConfig") -> None:
+    """Raise ConfigError for an executor, or for options of the platform, that this version cannot
+    serve."""
+    _require_supported_executor(vllm_config.parallel_config)
+    if _is_on_npu():
+        _require_supported_ascend_options(vllm_config.additional_config or {})
+
+
+def _require_supported_executor(parallel: "ParallelConfig") -> None:
+    """A store can be found only when all ranks have reported it to the scheduler."""
     backend, allowed = parallel.distributed_executor_backend, "allowed: 'mp' or 'ray'"
     if backend == "external_launcher" and parallel.world_size > 1:
         # Each rank's engine gets that rank's reports only. And its scheduler would load when that
@@ -40,6 +49,52 @@ def require_supported_executor(parallel: "ParallelConfig") -> None:
             f"({parallel.pipeline_parallel_size} stages): that executor drops what all stages but "
             f"the last report, and loads would never end; allowed: 1, which is vLLM's default"
         )
+
+
+def _require_supported_ascend_options(options: Any) -> None:
+    """vllm-ascend's own (``--additional-config``, 0.30.0rc2), which move KV out of its blocks."""
+    if _is_true(options.get("enable_kvpp", False)):
+        raise ConfigError(
+            "additional_config.enable_kvpp=true: a rank then has the KV of some layers, and the "
+            "other layers take turns in two buffers; allowed: false"
+        )
+    if _is_true(options.get("sparse_kv_offload_config", {}).get("enabled", False)):
+        raise ConfigError(
+            "additional_config.sparse_kv_offload_config.enabled=true: vllm-ascend then keeps KV in "
+            "host memory itself; allowed: false"
+        )
+
+
+def require_supported_layers(kv_cache_config: KVCacheConfig) -> None:
+    """Raise ConfigError for layers whose KV this device's vLLM does not keep as this version
+    expects. Every rank checks its own: vLLM's scheduler is told of one layer of a group."""
+    if not _is_on_npu():
+        return
+    for group in kv_cache_config.kv_cache_groups:
+        for spec in iter_layer_specs(group.kv_cache_spec):
+            if isinstance(spec, MambaSpec):
+                # patch_mamba_block_aligned_split.py: no split after a hit, if kv_role is kv_both or
+                # kv_consumer. In the simulator, pages with wrong states were read.
+                raise ConfigError(
+                    "this model has state (Mamba) layers: beside a KV connector, vllm-ascend does "
+                    "not end steps where states are kept, and a kept state may then be of other "
+                    "tokens than its key; allowed on an NPU: models of attention layers"
+                )
+            if (count := getattr(spec, "sfa_dcp_replicated_indexer_size", 1)) > 1:
+                raise ConfigError(
+                    f"decode_context_parallel_size={count} with a sparse attention indexer: each "
+                    "rank has the indexer's KV of all ranks, and where a block's part of it lies "
+                    "is not known; allowed on an NPU: 1"
+                )
+
+
+def _is_on_npu() -> bool:
+    return str(current_platform.device_type) == "npu"
+
+
+def _is_true(value: object) -> bool:
+    """As vllm-ascend reads its options: "true" is one, too."""
+    return TypeAdapter(bool).validate_python(value)
 
 
 def require_supported_groups(kv_cache_config: KVCacheConfig) -> None:

@@ -5,6 +5,7 @@ from itertools import pairwise
 from typing import TYPE_CHECKING
 
 import torch
+from vllm.platforms import current_platform
 
 from simple_offload.worker.ascend_regions import KVCache, find_regions_by_address
 
@@ -23,14 +24,18 @@ def find_regions(
     single region for all layers.
 
     ``kv_caches``: by layer name, what vLLM registers: a strided view of the layer, or the raw
-    buffer for layers that lay out their own memory. If a layer registers several tensors, as
-    vllm-ascend's do, placements do not describe them, and regions are cut by address.
-    Raises ValueError if tensors overlap other than exactly, or leave their storage.
+    buffer for layers that lay out their own memory. On an NPU, placements do not say where tensors
+    are: vllm-ascend's runner allocates as it likes, and most layers register several tensors. Their
+    addresses show the regions.
+    Raises ValueError if tensors overlap other than exactly, leave their storage, or are several for
+    a layer on another platform.
     """
     num_blocks = kv_cache_config.num_blocks
-    tensors = {name: c for name, c in kv_caches.items() if isinstance(c, torch.Tensor)}
-    if len(tensors) < len(kv_caches):
+    if current_platform.device_type == "npu":
         return find_regions_by_address(kv_caches, num_blocks)
+    tensors = {name: c for name, c in kv_caches.items() if isinstance(c, torch.Tensor)}
+    if several := kv_caches.keys() - tensors:
+        raise ValueError(f"{min(several)} registers several KV cache tensors, as on an NPU only")
     regions: dict[int, torch.Tensor] = {}
     for placement in kv_cache_config.kv_cache_tensors:
         name = next((layer for layer in placement.layers if layer in tensors), None)

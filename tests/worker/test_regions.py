@@ -1,5 +1,6 @@
 """find_regions: for any layout and any address, the regions have every byte of a block once."""
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from vllm.v1.kv_cache_interface import (
 )
 from vllm.v1.kv_cache_layout import KVCacheLayout
 
+from simple_offload.worker import regions as regions_module
 from simple_offload.worker.regions import find_regions
 from tests.worker.kv_memory import (
     KVMemory,
@@ -161,6 +163,27 @@ def test_raw_buffers_beside_views(layout: KVCacheLayout, in_front: int) -> None:
         for index in range(3)
     ]
     assert check_regions(regions, views, num_blocks) == 0
+
+
+# Several tensors of a layer, or tensors elsewhere than their placements say
+
+
+def test_on_an_npu_addresses_show_the_regions(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where each layer registers one tensor: vllm-ascend gives it memory of its own, and the
+    placement is that of a part of a common buffer."""
+    memory = make_kv_memory([group(full(), "a", "b")], 5, KVCacheLayout.BLHNC)
+    own = {name: torch.zeros_like(view) for name, view in memory.kv_caches.items()}
+    monkeypatch.setattr(regions_module, "current_platform", SimpleNamespace(device_type="npu"))
+    found = find_regions(own, memory.config)
+    assert check_regions(found, own.values(), 5) == 0
+    assert len(found) == 2
+
+
+def test_elsewhere_a_layer_registers_one_tensor() -> None:
+    memory = make_kv_memory([group(full(), "a", "b")], 5, KVCacheLayout.LBHNC)
+    caches = memory.kv_caches | {"b": (memory.kv_caches["b"],)}
+    with pytest.raises(ValueError, match="b registers several KV cache tensors"):
+        find_regions(caches, memory.config)
 
 
 # Refused placements

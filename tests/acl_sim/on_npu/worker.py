@@ -14,6 +14,7 @@ from simple_offload.backends.npu.backend import NpuBackend
 from simple_offload.config import OffloadConfig
 from simple_offload.metadata import StepMetadata, Transfer
 from simple_offload.ranks import Ranks
+from simple_offload.worker import regions
 from simple_offload.worker.ascend_regions import KVCache
 from simple_offload.worker.worker import OffloadWorker
 from tests.acl_sim.sim import Sim
@@ -64,7 +65,8 @@ def make_worker(
     sim: Sim, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[Callable[[Cache], OffloadWorker]]:
     """A function that makes a worker. Its host memory comes in chunks of a few blocks."""
-    monkeypatch.setattr(select, "current_platform", SimpleNamespace(device_type="npu"))
+    for module in (select, regions):
+        monkeypatch.setattr(module, "current_platform", SimpleNamespace(device_type="npu"))
     monkeypatch.setattr(NpuBackend, "chunk_bytes", 1000)
     workers: list[OffloadWorker] = []
     num_host = sim.library.acl_sim_num_host()
