@@ -1,7 +1,9 @@
-"""Wheels that tests read from without installing them: downloaded once, kept under `.cache/`."""
+"""Wheels and source packages that tests read from without installing them: downloaded once, kept
+under `.cache/`."""
 
 import subprocess
 import sys
+import tarfile
 import tempfile
 import zipfile
 from collections.abc import Callable
@@ -14,7 +16,7 @@ CACHE = ROOT / ".cache"
 
 
 class UnavailableError(Exception):
-    """The wheel could not be downloaded; the message has the reason and the remedy."""
+    """The package could not be downloaded; the message has the reason and the remedy."""
 
 
 @dataclass(frozen=True)
@@ -46,21 +48,29 @@ class Wheel:
             if not self.folder.is_dir():
                 with tempfile.TemporaryDirectory(prefix=f"{name}.tmp-", dir=parent) as scratch:
                     extracted = Path(scratch) / "extracted"
-                    with zipfile.ZipFile(self._download(Path(scratch))) as archive:
-                        wanted = [name for name in archive.namelist() if self.needed(name)]
-                        archive.extractall(extracted, wanted)
+                    self._extract(self._download(Path(scratch)), extracted)
                     extracted.replace(self.folder)
         return self.folder
 
+    def _extract(self, package: Path, into: Path) -> None:
+        with zipfile.ZipFile(package) as archive:
+            archive.extractall(into, [name for name in archive.namelist() if self.needed(name)])
+
     def _download(self, into: Path) -> Path:
+        return self._pip_download(into, "*.whl", ["--only-binary=:all:"], {})
+
+    def _pip_download(
+        self, into: Path, name: str, options: list[str], variables: dict[str, str]
+    ) -> Path:
+        """The path of the downloaded file, whose name matches ``name``."""
         wanted = f"{self.distribution}=={self.version}"
         command = [
             *(sys.executable, "-m", "pip", "download", wanted, "--dest", str(into)),
-            *("--no-deps", "--only-binary=:all:", "--retries", "2"),
+            *("--no-deps", "--retries", "2", *options),
         ]
         done = subprocess.run(
             command,
-            env=pip_environment(),
+            env=pip_environment() | variables,
             check=False,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
@@ -70,10 +80,45 @@ class Wheel:
         )
         if done.returncode:
             raise UnavailableError(
-                f"These tests run on files of {wanted}, and pip could not download its wheel "
+                f"These tests run on files of {wanted}, and pip could not download them "
                 f"({self.download_mb} MB, once). Give pip an index or a find-links folder that has "
                 f"it, or leave these tests out: make test ARGS='{self.without}'.\n\n"
                 f"{' '.join(command)}\n{done.stdout}"
             )
-        (wheel,) = into.glob("*.whl")
-        return wheel
+        (package,) = into.glob(name)
+        return package
+
+
+_NO_BUILD = """
+from email.parser import Parser
+from pathlib import Path
+
+def prepare_metadata_for_build_wheel(folder, config_settings=None):
+    text = Path("PKG-INFO").read_text()
+    known = Parser().parsestr(text)
+    made = Path(folder, f"{known['Name'].replace('-', '_')}-{known['Version']}.dist-info")
+    made.mkdir()
+    (made / "METADATA").write_text(text)
+    return made.name
+"""
+"""A build backend that builds nothing. pip asks for a source package's metadata before it keeps the
+file, and vllm-ascend's own backend needs torch_npu and CANN."""
+
+
+class SourcePackage(Wheel):
+    """A release of which there is no wheel. Paths are those below the package's only folder."""
+
+    def _extract(self, package: Path, into: Path) -> None:
+        with tarfile.open(package) as archive:
+            for member in archive.getmembers():
+                _, _, member.name = member.name.partition("/")
+                if member.isfile() and self.needed(member.name):
+                    archive.extract(member, into, filter="data")
+
+    def _download(self, into: Path) -> Path:
+        backend = into / "backend" / "setuptools"
+        backend.mkdir(parents=True)
+        (backend / "__init__.py").touch()
+        (backend / "build_meta.py").write_text(_NO_BUILD)
+        options = ["--no-binary=:all:", "--no-build-isolation"]
+        return self._pip_download(into, "*.tar.gz", options, {"PYTHONPATH": str(backend.parent)})
