@@ -36,14 +36,12 @@ def torch_npu_path() -> Path:
 
 def environment(*, has_batch: bool = True) -> dict[str, str]:
     """The environment of a process with torch_npu over the simulated runtime."""
-    made = {
+    return {
         **os.environ,
         "HF_HUB_OFFLINE": "1",
         "PYTHONPATH": f"{torch_npu_path()}{os.pathsep}{ROOT}",
         "LD_LIBRARY_PATH": str(build.library(has_batch=has_batch).parent),
     }
-    made.pop("VLLM_ASCEND_ENABLE_BATCH_MEMCPY", None)
-    return made
 
 
 def run_python(

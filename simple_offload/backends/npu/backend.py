@@ -2,7 +2,6 @@
 
 import ctypes
 import math
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -29,8 +28,6 @@ from simple_offload.metadata import Transfer
 
 logger = get_logger(__name__)
 
-SWITCH = "VLLM_ASCEND_ENABLE_BATCH_MEMCPY"
-"""The environment variable that turns batches on or off in vllm-ascend's own offloading."""
 _PROBE = bytes(range(1, 65))
 
 
@@ -75,15 +72,18 @@ class NpuBackend:
     """Each direction has a stream, so loads and stores overlap each other and the compute stream.
 
     ``copy_path``: "batch" copies up to 4096 descriptors by one call, "single" one by one call;
-    "auto" uses batches where CANN and the chip support them. The environment variable
-    VLLM_ASCEND_ENABLE_BATCH_MEMCPY (1 or 0) has the same effect.
+    "auto" uses batches where CANN and the chip support them. (VLLM_ASCEND_ENABLE_BATCH_MEMCPY, with
+    which vllm-ascend was built, is not read: it says nothing of the chip.)
     Raises ConfigError if torch_npu or CANN cannot be loaded, or "batch" is not supported.
     """
 
     chunk_bytes = 1 << 30  # the runtime refuses a single allocation of some 200 GB
 
     def __init__(self, copy_path: str = "auto") -> None:
-        wanted = _wanted_path(copy_path)
+        if copy_path not in ("auto", "batch", "single"):
+            raise ConfigError(
+                f"copy_path={copy_path!r}: on an NPU it can be 'auto', 'batch' or 'single'"
+            )
         self._npu = _load_torch_npu()
         self._acl = _load_acl()
         self._device: int = self._npu.current_device()
@@ -92,8 +92,8 @@ class NpuBackend:
         self._locations = Locations(Location(0, HOST), Location(self._device, DEVICE))
         self._host_addresses: list[int] = []
         self._chunks: list[Sequence[torch.Tensor]] = []
-        self._must_batch = wanted == "batch"
-        self._batches, why = self._choose(wanted)
+        self._must_batch = copy_path == "batch"
+        self._batches, why = self._choose(copy_path)
         logger.info(
             "CANN %s, NPU %d: copying %s (%s)",
             self._acl.version(),
@@ -209,10 +209,10 @@ class NpuBackend:
 
     # Choosing, at start
 
-    def _choose(self, wanted: str) -> tuple[bool, str]:
-        """Whether to copy in batches, and why. Raises ConfigError if the ``wanted`` path is not
+    def _choose(self, copy_path: str) -> tuple[bool, str]:
+        """Whether to copy in batches, and why. Raises ConfigError if ``copy_path`` is not
         supported."""
-        if wanted == "single":
+        if copy_path == "single":
             return False, "as configured"
         if not self._acl.has_batch:
             refusal = f"CANN {self._acl.version()} has no aclrtMemcpyBatchAsync"
@@ -222,12 +222,9 @@ class NpuBackend:
             except AclError as error:
                 refusal = str(error)
             else:
-                return True, "as configured" if wanted == "batch" else "they work here"
-        if wanted == "batch":
-            raise ConfigError(
-                f"copy_path='batch' (or {SWITCH}=1): {refusal}. Allowed here: "
-                f"copy_path 'auto' or 'single', {SWITCH} 0 or unset"
-            )
+                return True, "as configured" if copy_path == "batch" else "they work here"
+        if copy_path == "batch":
+            raise ConfigError(f"copy_path='batch': {refusal}. Allowed here: 'auto' or 'single'")
         return False, refusal
 
     def _probe(self) -> None:
@@ -258,25 +255,6 @@ class NpuBackend:
         devices otherwise than the process does."""
         location = self._acl.location(device.data_ptr())
         return Locations(Location(0, HOST), location or Location(self._device, DEVICE))
-
-
-def _wanted_path(copy_path: str) -> str:
-    """The path by ``copy_path`` and the environment variable. Raises ConfigError if they
-    contradict each other, or one has another value."""
-    if copy_path not in ("auto", "batch", "single"):
-        raise ConfigError(
-            f"copy_path={copy_path!r}: on an NPU it can be 'auto', 'batch' or 'single'"
-        )
-    switch = os.environ.get(SWITCH, "")
-    switched = {"": "auto", "0": "single", "1": "batch"}.get(switch)
-    if switched is None:
-        raise ConfigError(f"{SWITCH}={switch!r}: must be 0 or 1, or unset")
-    if "auto" not in (copy_path, switched) and copy_path != switched:
-        raise ConfigError(
-            f"copy_path={copy_path!r} and {SWITCH}={switch} contradict each other. "
-            f"Allowed with it: copy_path 'auto' or {switched!r}"
-        )
-    return switched if copy_path == "auto" else copy_path
 
 
 def _load_torch_npu() -> Any:
