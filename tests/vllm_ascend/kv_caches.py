@@ -121,7 +121,7 @@ def build(
     monkeypatch: pytest.MonkeyPatch, groups: Sequence[Layers], backend: type[Any], **more: Any
 ) -> dict[str, Any]:
     """What the runner registers with a connector. ``more``: its attributes."""
-    config = place(groups)
+    config, paged = place(groups), more.pop("paged_attention", False)
     runner: Any = NPUModelRunner.__new__(NPUModelRunner)
     runner.device = torch.device("cpu")
     runner.ascend_config = SimpleNamespace(
@@ -147,7 +147,7 @@ def build(
     attention.kv_lora_rank, attention.qk_rope_head_dim = LATENT, ROPE
     layers = {name: attention for group in groups for name in group}
     monkeypatch.setattr(model_runner_v1, "get_layers_from_vllm_config", lambda *_: layers)
-    monkeypatch.setattr(model_runner_v1, "requires_contiguous_pa_kv_cache", lambda *_: False)
+    monkeypatch.setattr(model_runner_v1, "requires_contiguous_pa_kv_cache", lambda *_: paged)
 
     def backends() -> Iterator[Any]:
         for number, group in enumerate(groups):
@@ -191,6 +191,7 @@ LAYOUTS = {
     "GQA, blocks of three kernel blocks": Case([{A: gqa(2, 384)}], [3 * PAGE]),
     # Keys and values apart
     "GQA, context parallel": Case([{A: gqa(), B: gqa()}], [PAGE // 2] * 4, {"dcp_size": 2}),
+    "GQA, paged attention": Case([{A: gqa()}], [PAGE // 2] * 2, {"paged_attention": True}),
     "GQA, sparse backend": Case([{A: gqa()}], [PAGE // 2] * 2, {}, Sparse),
     "GQA and windows": Case([{A: gqa()}, {B: window()}, {C: window()}], [PAGE // 2] * 4 + [PAGE]),
     # All groups over each other in one allocation
