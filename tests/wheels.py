@@ -34,6 +34,8 @@ class Wheel:
     """Arguments with which `make test` skips the tests that need the wheel."""
     needed: Callable[[str], bool] = lambda _: True
     """Whether a file is kept, by its path in the wheel."""
+    with_required: bool = False
+    """Whether the packages that it requires are downloaded, and extracted to the same folder."""
 
     def fetch(self) -> Path:
         """Return the folder with the files.
@@ -48,7 +50,8 @@ class Wheel:
             if not self.folder.is_dir():
                 with tempfile.TemporaryDirectory(prefix=f"{name}.tmp-", dir=parent) as scratch:
                     extracted = Path(scratch) / "extracted"
-                    self._extract(self._download(Path(scratch)), extracted)
+                    for package in self._download(Path(scratch)):
+                        self._extract(package, extracted)
                     extracted.replace(self.folder)
         return self.folder
 
@@ -56,17 +59,15 @@ class Wheel:
         with zipfile.ZipFile(package) as archive:
             archive.extractall(into, [name for name in archive.namelist() if self.needed(name)])
 
-    def _download(self, into: Path) -> Path:
-        return self._pip_download(into, "*.whl", ["--only-binary=:all:"], {})
+    def _download(self, into: Path) -> list[Path]:
+        self._pip_download(into, ["--only-binary=:all:"], {})
+        return sorted(into.glob("*.whl"))
 
-    def _pip_download(
-        self, into: Path, name: str, options: list[str], variables: dict[str, str]
-    ) -> Path:
-        """The path of the downloaded file, whose name matches ``name``."""
+    def _pip_download(self, into: Path, options: list[str], variables: dict[str, str]) -> None:
         wanted = f"{self.distribution}=={self.version}"
         command = [
             *(sys.executable, "-m", "pip", "download", wanted, "--dest", str(into)),
-            *("--no-deps", "--retries", "2", *options),
+            *("--retries", "2", *options, *([] if self.with_required else ["--no-deps"])),
         ]
         done = subprocess.run(
             command,
@@ -85,8 +86,6 @@ class Wheel:
                 f"it, or leave these tests out: make test ARGS='{self.without}'.\n\n"
                 f"{' '.join(command)}\n{done.stdout}"
             )
-        (package,) = into.glob(name)
-        return package
 
 
 _NO_BUILD = """
@@ -115,10 +114,11 @@ class SourcePackage(Wheel):
                 if member.isfile() and self.needed(member.name):
                     archive.extract(member, into, filter="data")
 
-    def _download(self, into: Path) -> Path:
+    def _download(self, into: Path) -> list[Path]:
         backend = into / "backend" / "setuptools"
         backend.mkdir(parents=True)
         (backend / "__init__.py").touch()
         (backend / "build_meta.py").write_text(_NO_BUILD)
         options = ["--no-binary=:all:", "--no-build-isolation"]
-        return self._pip_download(into, "*.tar.gz", options, {"PYTHONPATH": str(backend.parent)})
+        self._pip_download(into, options, {"PYTHONPATH": str(backend.parent)})
+        return list(into.glob("*.tar.gz"))

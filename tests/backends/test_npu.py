@@ -29,8 +29,21 @@ class Run(NamedTuple):
     printed: str
 
 
-@pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
+@pytest.fixture(
+    scope="module",
+    params=[
+        child.NEWEST,
+        # Slow: its torch is another one than the environment's, and has to be downloaded.
+        pytest.param(
+            child.OF_IMAGES,
+            marks=[
+                pytest.mark.slow,
+                pytest.mark.timeout(child.OWN_TORCH_SECONDS + 4 * child.DOWNLOAD_SECONDS),
+            ],
+        ),
+    ],
+)
+def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Run:
     folder = tmp_path_factory.mktemp("torch-npu")
     arguments = [
         *("-m", "pytest", "-q", "-p", "no:cacheprovider", "-W", "ignore"),
@@ -38,7 +51,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
         *("--junitxml", str(folder / "report.xml"), "--timeout", "60"),
         *(str(ON_NPU / f"{name}.py") for name in FILES),
     ]
-    ended = child.run_python(arguments, child.environment(), folder)
+    ended = child.run_python(arguments, child.environment(request.param), folder)
     passed = dict.fromkeys(FILES, 0)
     for case in ET.parse(folder / "report.xml").iter("testcase"):
         name = case.get("classname", "").rpartition(".")[2]

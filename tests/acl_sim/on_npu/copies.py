@@ -3,6 +3,7 @@ errors."""
 
 import ctypes
 import logging
+import os
 import re
 import runpy
 import sys
@@ -190,6 +191,10 @@ def test_the_path_can_be_forced(make_sides: MakeSides, copy_path: str, batches: 
     sides.copy(Direction.LOAD, [1], [2]).wait()
     counts = sides.sim.take_counts()
     assert (counts.batch_calls, counts.single_calls) == ((1, 0) if batches else (0, 1))
+
+
+def test_this_is_the_torch_npu_that_was_asked_for() -> None:
+    assert torch_npu.__version__ == os.environ["TORCH_NPU_VERSION"]
 
 
 # Faults
