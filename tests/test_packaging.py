@@ -164,7 +164,7 @@ def test_extras_bring_imported_packages(patterns: tuple[str, ...], extras: tuple
     distributions = importlib.metadata.packages_distributions()
     brought = _brought_by(*extras)
     missing = []
-    for module in _imports(*patterns):
+    for module in _imports(*patterns) - {"vllm_ascend"}:  # tests fetch its source
         names = distributions.get(module) or [_NOT_HERE[module]]
         if not {set_up.canonical(name) for name in names} & brought:
             missing.append(module)
