@@ -1,41 +1,38 @@
-"""The regions of KV caches that vllm-ascend's V1 runner has allocated and shaped."""
+"""The regions of KV caches that vllm-ascend's runners have allocated and shaped."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import replace
 from types import MappingProxyType, SimpleNamespace
 from typing import Any, NamedTuple
-from unittest.mock import MagicMock
 
 import pytest
 import torch
-from vllm.model_executor.layers.attention import MLAAttention
 from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
-    KVCacheConfig,
-    KVCacheGroupSpec,
     KVCacheSpec,
-    KVCacheTensor,
     MambaSpec,
     SlidingWindowSpec,
-    UniformTypeKVCacheSpecs,
 )
 from vllm_ascend import ascend_config, platform
 from vllm_ascend.attention.attention_v1 import AscendAttentionBackend
-from vllm_ascend.attention.mla_v1 import AscendMLABackend
 from vllm_ascend.core.kv_cache_interface import AscendMLAAttentionSpec, AscendSFAIndexerCacheSpec
-from vllm_ascend.worker import model_runner_v1
-from vllm_ascend.worker.model_runner_v1 import NPUModelRunner
 
 from simple_offload.config import ConfigError
 from simple_offload.scheduler import supported
 from simple_offload.worker import regions
+from tests.vllm_ascend.runners import (
+    KERNEL_BLOCK,
+    LATENT,
+    NUM_BLOCKS,
+    ROPE,
+    Build,
+    Layers,
+    place,
+    v1,
+    v2,
+)
 from tests.worker.kv_memory import check_regions
-
-NUM_BLOCKS = 3
-KERNEL_BLOCK = 128
-"""Tokens of a block of the attention kernels, which vLLM's may have several of."""
-LATENT, ROPE = 64, 16
 
 
 class Sparse(AscendAttentionBackend):  # type: ignore[misc]
@@ -84,88 +81,6 @@ def state(page_bytes: int) -> MambaSpec:
         dtypes=(torch.float16, torch.float32),
         page_size_padded=page_bytes,
     )
-
-
-# The runner
-
-
-Layers = dict[str, KVCacheSpec]
-
-
-def place(groups: Sequence[Layers]) -> KVCacheConfig:
-    """The groups' layers, over each other in a common buffer, in vLLM's layer-outermost layout."""
-    size = max(sum(NUM_BLOCKS * spec.page_size_bytes for spec in g.values()) for g in groups)
-    tensors, made = [], []
-    for layers in groups:
-        before = 0
-        for name, spec in layers.items():
-            page = spec.page_size_bytes
-            tensors.append(
-                KVCacheTensor(
-                    size=size,
-                    layers=[name],
-                    layer_stride=NUM_BLOCKS * page,
-                    block_stride=page,
-                    offset=before,
-                )
-            )
-            before += NUM_BLOCKS * page
-        spec, *others = layers.values()
-        if any(other != spec for other in others):
-            spec = UniformTypeKVCacheSpecs(spec.block_size, layers)
-        made.append(KVCacheGroupSpec(list(layers), spec))
-    return KVCacheConfig(NUM_BLOCKS, tensors, made)
-
-
-def build(
-    monkeypatch: pytest.MonkeyPatch, groups: Sequence[Layers], backend: type[Any], **more: Any
-) -> dict[str, Any]:
-    """What the runner registers with a connector. ``more``: its attributes."""
-    config, paged = place(groups), more.pop("paged_attention", False)
-    runner: Any = NPUModelRunner.__new__(NPUModelRunner)
-    runner.device = torch.device("cpu")
-    runner.ascend_config = SimpleNamespace(
-        kvpp_config=SimpleNamespace(size=1), xlite_graph_config=SimpleNamespace(enabled=False)
-    )
-    runner.vllm_config = MagicMock()
-    runner.vllm_config.quant_config = None
-    runner.vllm_config.kv_transfer_config.kv_connector = "SimpleCPUOffloadConnector"
-    layout = SimpleNamespace(is_layer_compact=True, is_block_compact=True)
-    runner.vllm_config.cache_config.get_resolved_kv_cache_layout.return_value = layout
-    runner.vllm_config.compilation_config.static_forward_context = {}
-    runner.compilation_config = runner.vllm_config.compilation_config
-    runner.model_config = MagicMock()
-    runner.model_config.hf_text_config.model_type = more.pop("model_type", "qwen3")
-    runner.use_sparse = runner.use_compress = runner.sparse_kv_offload_enabled = False
-    runner.dcp_size, runner.runner_only_attn_layers = 1, set()
-    runner.use_hybrid_blocks = len(groups) > 1
-    runner.c8_cache_dtype = torch.int8
-    for name, value in more.items():
-        setattr(runner, name, value)
-    attention = MLAAttention.__new__(MLAAttention)
-    torch.nn.Module.__init__(attention)
-    attention.kv_lora_rank, attention.qk_rope_head_dim = LATENT, ROPE
-    layers = {name: attention for group in groups for name in group}
-    monkeypatch.setattr(model_runner_v1, "get_layers_from_vllm_config", lambda *_: layers)
-    monkeypatch.setattr(model_runner_v1, "requires_contiguous_pa_kv_cache", lambda *_: paged)
-
-    def backends() -> Iterator[Any]:
-        for number, group in enumerate(groups):
-            for name, spec in group.items():
-                yield SimpleNamespace(
-                    kv_cache_group_id=number,
-                    kv_cache_spec=spec,
-                    backend=AscendMLABackend if isinstance(spec, mla_specs) else backend,
-                    layer_names=[name],
-                )
-
-    mla_specs = (AscendMLAAttentionSpec, AscendSFAIndexerCacheSpec)
-    runner._kv_cache_spec_attn_group_iterator = backends
-    raw = runner._allocate_kv_cache_tensors(config)
-    caches: dict[str, Any] = runner._reshape_kv_cache_tensors(
-        config, raw, [KERNEL_BLOCK] * len(groups)
-    )
-    return caches
 
 
 A, B, C = (f"model.layers.{number}.self_attn.attn" for number in range(3))
@@ -217,9 +132,21 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+ONLY_V1 = {
+    "GQA, paged attention",
+    "windows over full attention",
+    "sparse MLA, 8 bits",
+    "MLA of DeepSeek-V4",
+}
+"""V2 has other layouts there, or is told of them otherwise."""
+
+
+@pytest.mark.parametrize(
+    ("build", "layout"),
+    [(build, name) for build in (v1, v2) for name in LAYOUTS if build is v1 or name not in ONLY_V1],
+)
 def test_every_byte_of_a_block_is_in_one_region(
-    monkeypatch: pytest.MonkeyPatch, layout: str
+    monkeypatch: pytest.MonkeyPatch, build: Build, layout: str
 ) -> None:
     case = LAYOUTS[layout]
     caches = build(monkeypatch, case.groups, case.backend, **case.more)
@@ -237,7 +164,7 @@ def test_bytes_that_belong_to_several_blocks(monkeypatch: pytest.MonkeyPatch) ->
     """Attention's pages are padded up to a state's: the runner leaves the padding out in front of
     all keys, while a state has its whole page."""
     groups: list[Layers] = [{A: padded(2 * PAGE)}, {LINEAR[0]: state(2 * PAGE)}]
-    caches = build(monkeypatch, groups, AscendAttentionBackend)
+    caches = v1(monkeypatch, groups, AscendAttentionBackend)
     monkeypatch.setattr(regions, "current_platform", SimpleNamespace(device_type="npu"))
     with pytest.raises(ValueError, match="belong to several blocks"):
         regions.find_regions(caches, place(groups))
