@@ -11,6 +11,7 @@ from vllm.v1.core.kv_cache_coordinator import KVCacheCoordinator, get_kv_cache_c
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheConfig
+    from vllm.v1.request import Request
 
 OLDEST, NEWEST = (0, 30), (0, 33)
 """The supported vLLM, (major, minor), both included: the last four minors, and the one that
@@ -176,6 +177,27 @@ def make_host_coordinator(
         allow_partial_hash_hits=True,
     )
     return get_kv_cache_coordinator(**keywords)
+
+
+def num_blocks_to_allocate(
+    coordinator: KVCacheCoordinator, request: "Request", num_tokens: int, num_draft_slots: int
+) -> int:
+    """The most device blocks that a request has at once until its ``num_tokens`` tokens are
+    computed, with ``num_draft_slots`` behind them, as vLLM admits it."""
+    keywords: dict[str, Any] = {}
+    if vllm_version() >= (0, 31):
+        keywords["prefill_end"] = max(request.num_prompt_tokens, request.num_tokens - 1)
+    return coordinator.get_num_blocks_to_allocate(
+        request_id="",  # one that has no blocks
+        num_tokens=num_tokens + num_draft_slots,
+        new_computed_blocks=((),) * len(coordinator.single_type_managers),
+        num_encoder_tokens=0,
+        total_computed_tokens=0,
+        num_local_computed_tokens=0,
+        num_tokens_main_model=num_tokens,
+        apply_admission_cap=True,
+        **keywords,
+    )
 
 
 def _text(version: tuple[int, int]) -> str:

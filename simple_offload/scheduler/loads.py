@@ -106,9 +106,7 @@ class Loads:
         the request runs."""
         self._newly_admitted: list[int] = []
         self._unlucky: set[str] = set()
-        """Requests with a failed load, which are offered no other. vLLM may wait for its blocks
-        before it looks at ended loads. If their requests have those blocks, both wait forever
-        (vllm#57841)."""
+        """Requests with a failed load, which are offered no other: it would probably fail too."""
 
     @property
     def idle(self) -> bool:

@@ -15,6 +15,7 @@ from simple_offload.ranks import Ranks
 from simple_offload.scheduler.event_payload import payloads_of_host_block
 from simple_offload.scheduler.kv_events import KVEvents
 from simple_offload.scheduler.loads import Loads
+from simple_offload.scheduler.parked import Parked
 from simple_offload.scheduler.policy.store_policy import (
     BoundaryState,
     StorePolicy,
@@ -102,6 +103,7 @@ class OffloadScheduler:
             self._meter,
             wants_events=self._events is not None,
         )
+        self._parked = Parked(kv_cache_manager, self._vllm_config)
         self._hazards = WriteHazards(kv_cache_manager, self._vllm_config.max_concurrent_batches)
 
     def agree_on_capacity(self, capacities: Iterable[RankCapacity]) -> None:
@@ -133,12 +135,16 @@ class OffloadScheduler:
     ) -> tuple[int | None, bool]:
         """Tokens that the tier has beyond those on the device, and whether they are loaded
         between steps. Pins their blocks. None: vLLM should ask again in the next step."""
-        self._num_on_device[request.request_id] = num_computed_tokens
+        request_id = request.request_id
+        self._num_on_device[request_id] = num_computed_tokens
+        self._parked.remove(request_id)
+        if self._parked.must_yield:
+            self._loads.unpin_hit(request_id)
+            return None, False
         skip = self.switched_off or request.skip_reading_prefix_cache
         if skip or not self._can_extend(num_computed_tokens):
-            self._loads.unpin_hit(request.request_id)
+            self._loads.unpin_hit(request_id)
             return 0, False
-        request_id = request.request_id
         if self._policy.is_waiting(request_id):
             return None, False
         num_tokens = self._loads.lookup(request, num_computed_tokens)
@@ -147,7 +153,9 @@ class OffloadScheduler:
                 return None, False
             num_tokens = self._loads.lookup(request, num_computed_tokens)
         num_blocks = self._loads.num_blocks(request_id)
-        if num_tokens and self._policy.must_wait(request_id, num_blocks):
+        if num_tokens and (
+            not self._parked.has_room(request) or self._policy.must_wait(request_id, num_blocks)
+        ):
             self._loads.unpin_hit(request_id)
             return None, False
         return num_tokens, num_tokens > 0
@@ -166,8 +174,10 @@ class OffloadScheduler:
         if num_external_tokens > 0:
             self._free_unread(request, num_external_tokens)
             self._loads.plan(request, blocks.blocks, num_external_tokens, self._device_pool)
+            self._parked.add(request)
         else:
             self._loads.unpin_hit(request.request_id)
+            self._parked.remove(request.request_id)
 
     def build_connector_meta(self, scheduler_output: "SchedulerOutput") -> StepMetadata:
         """The transfers that start with this step."""
@@ -184,6 +194,7 @@ class OffloadScheduler:
             step = self._second_tier.on_step(scheduler_output.total_num_scheduled_tokens)
         computes = bool(scheduler_output.num_scheduled_tokens)
         self._hazards.on_step(zeroed, computes=computes)
+        self._parked.on_step(computes=computes)
         self._is_capacity_sent |= self._capacity is not None
         return StepMetadata(
             loads=loads,
@@ -202,6 +213,7 @@ class OffloadScheduler:
             self._on_report(report)
         if output.finished_recving:
             self._loads.admit(output.finished_recving, self._device_pool)
+            self._parked.on_ready(output.finished_recving)
 
     def _on_report(self, report: WorkerReport) -> None:
         if report.capacities:
@@ -237,6 +249,7 @@ class OffloadScheduler:
         """Store the rest of a request that ends. vLLM may free its blocks right away: transfers
         have references to the blocks that they need; until vLLM knows of a load, it keeps them."""
         self._num_on_device.pop(request.request_id, None)
+        self._parked.remove(request.request_id)
         if self._second_tier is not None:
             self._second_tier.on_request_finished(request.request_id)
         self._loads.on_request_finished(request.request_id)

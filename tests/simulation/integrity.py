@@ -64,8 +64,8 @@ def check_at_rest(scheduler: OffloadScheduler) -> None:
     assert not ids_in_flight(scheduler), "transfers in flight at rest"
     policy, loads = scheduler._policy, scheduler._loads
     maps = {"_progress", "_ended", "_waiting", "_behind", "_hits", "_unlucky", "_arrived"}
-    maps |= {"_num_on_device", "_starting", "_num_found"}
-    owners: list[Any] = [policy, policy._newly_allocated, loads, scheduler]
+    maps |= {"_num_on_device", "_starting", "_num_found", "_num_blocks", "_ready"}
+    owners: list[Any] = [policy, policy._newly_allocated, loads, scheduler, scheduler._parked]
     if scheduler._second_tier is not None:
         owners.append(scheduler._second_tier)
         maps |= {"_waits", "_over", "_fetches", "_coming", "_reading"}

@@ -20,8 +20,8 @@ Keys = Collection[BlockHashWithGroupId]
 
 class Answers:
     """A request is told to ask again (None) only until it gets an answer, once for each allocation,
-    and only while a store goes on that was in flight when it asked the second time; or while it
-    waits for the second tier, within its time limit."""
+    and only while a store goes on that was in flight when it asked the second time; while it
+    waits for the second tier, within its time limit; or in favour of parked requests."""
 
     def __init__(
         self, scheduler: OffloadScheduler, stores_in_flight: Callable[[], set[int]]
@@ -36,7 +36,12 @@ class Answers:
 
         def watch_answer(request: Any, *arguments: Any) -> Any:
             request_id, in_flight = request.request_id, self._stores_in_flight()
+            parked = scheduler._parked
+            parked.remove(request_id)
+            makes_way = parked.must_yield or not parked.has_room(request)
             answer = ask(request, *arguments)
+            if answer[0] is None and makes_way:
+                return answer
             second_tier = scheduler._second_tier
             fetch = second_tier._waits.get(request_id) if second_tier is not None else None
             if answer[0] is None and second_tier is not None and fetch is not None:

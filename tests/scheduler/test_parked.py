@@ -1,0 +1,103 @@
+"""Requests that are parked with device blocks, beside requests that get none: vLLM comes to an end.
+
+Without ``Parked`` each of these scenes stands still for some size of the device: the last on the
+pinned vLLM, all on vLLM 0.30, where they run too (tests/vllm_versions).
+"""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from vllm.v1.request import RequestStatus
+
+from simple_offload.scheduler.parked import Parked
+from tests.scheduler.conftest import MakeDriver
+from tests.scheduler.driver import LOAD, Driver, prompt
+
+LARGE = 32
+"""Tokens of a prompt for which the smallest device below has just room. The largest has room for
+two requests."""
+
+
+def park(driver: Driver, *names: str, num_tokens: int = 20) -> None:
+    """Requests wait for loads, whose copies have ended. vLLM does not know yet."""
+    for family, name in enumerate(names):
+        driver.start(name, prompt(num_tokens, family))
+    driver.step()
+    assert driver.pending(LOAD), "no request is parked"
+    while driver.pending(LOAD):
+        driver.copy(LOAD)
+
+
+def windows_driver(drive: MakeDriver, num_device_blocks: int) -> Driver:
+    """Behind a loaded prefix, vLLM reserves too few blocks for the groups with windows."""
+    shape = {"windows": (0, 4, 4), "max_num_batched_tokens": 8}
+    driver = driver_with(drive, 2, num_device_blocks=num_device_blocks, **shape)
+    park(driver, "one", "two", num_tokens=24)
+    return driver
+
+
+def driver_with(drive: MakeDriver, num_prompts: int, **shape: Any) -> Driver:
+    """A tier that has the first prompts, and a device that has none."""
+    driver = drive(num_host_blocks=100, max_model_len=60, lazy=False, **shape)
+    for family in range(num_prompts):
+        driver.serve(f"first {family}", prompt(20, family))
+    driver.empty_device_cache()
+    return driver
+
+
+@pytest.mark.proves("I11")
+@pytest.mark.parametrize("num_device_blocks", range(13, 23))
+def test_drafts_of_parked_requests_have_room(drive: MakeDriver, num_device_blocks: int) -> None:
+    """vllm#57104: both have their prompt's blocks, and neither gets those of its drafts."""
+    shape = {"num_drafted": 3, "draft": True, "num_device_blocks": num_device_blocks}
+    driver = driver_with(drive, 2, **shape)
+    park(driver, "one", "two")
+    driver.run()
+
+
+@pytest.mark.proves("I11")
+@pytest.mark.parametrize("num_device_blocks", range(10, 20))
+def test_a_large_request_without_blocks_lets_a_parked_one_pass(
+    drive: MakeDriver, num_device_blocks: int
+) -> None:
+    """vllm#57841: it came first, and waited for its grammar. What it needs, the parked one has."""
+    driver = driver_with(drive, 1, num_device_blocks=num_device_blocks)
+    large = driver.start("large", prompt(LARGE, 7))
+    large.status = RequestStatus.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR
+    large.structured_output_request = grammar = SimpleNamespace(grammar=None)  # type: ignore[assignment]
+    park(driver, "parked")
+    driver.step()
+    grammar.grammar = "compiled"
+    driver.step()
+    large.structured_output_request = None
+    driver.run()
+
+
+@pytest.mark.proves("I11")
+@pytest.mark.parametrize("num_device_blocks", range(10, 20))
+def test_a_large_request_of_higher_priority_lets_a_parked_one_pass(
+    drive: MakeDriver, num_device_blocks: int
+) -> None:
+    """vllm#45388."""
+    driver = driver_with(drive, 2, num_device_blocks=num_device_blocks, priority=True)
+    park(driver, "parked")
+    large = driver.start("large", prompt(LARGE, 7))
+    assert large.priority < driver.world.requests["parked"].priority
+    driver.run()
+
+
+@pytest.mark.proves("I11")
+@pytest.mark.parametrize("num_device_blocks", range(16, 26))
+def test_windows_of_parked_requests_have_room(drive: MakeDriver, num_device_blocks: int) -> None:
+    windows_driver(drive, num_device_blocks).run()
+
+
+def test_without_the_rule_they_stand_still(
+    drive: MakeDriver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The control."""
+    monkeypatch.setattr(Parked, "has_room", lambda parked, request: True)
+    driver = windows_driver(drive, 16)
+    with pytest.raises(AssertionError, match="do not end"):
+        driver.drain()
