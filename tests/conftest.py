@@ -27,7 +27,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 settings.register_profile("replay", derandomize=True, deadline=None)
 settings.load_profile("replay")
 
-_SHARING = ("engine", "serve", "vllm_0_33", "faults", "acl_sim")
+_SHARING = ("engine", "serve", "vllm_versions", "faults", "acl_sim")
 """Folders whose tests share engines or other costly things, the slowest folder first."""
 _SINGLE = "simulation"
 """A folder of long tests that share nothing."""

@@ -7,6 +7,7 @@ import pytest
 from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import init_none_hash
 
+from simple_offload.vllm_compat import vllm_version
 from tests.scheduler.driver import Driver
 
 MakeDriver = Callable[..., Driver]
@@ -20,10 +21,13 @@ def first_hash() -> None:
 
 @pytest.fixture
 def drive(no_thread_left: None) -> Iterator[MakeDriver]:
-    """A function that makes a Driver of a world. Its keywords are those of the Shape."""
+    """A function that makes a Driver of a world. Its keywords are those of the Shape. Skips the
+    test if this vLLM is refused for the shape."""
     drivers: list[Driver] = []
 
     def make(**shape: Any) -> Driver:
+        if vllm_version() < (0, 31) and shape.get("num_states") and shape.get("match_unit"):
+            pytest.skip("no hits inside the blocks of state layers on vLLM 0.30")
         drivers.append(Driver(**shape))
         return drivers[-1]
 

@@ -6,6 +6,7 @@ import pytest
 
 from simple_offload.config import ConfigError
 from simple_offload.metadata import RankCapacity
+from simple_offload.vllm_compat import vllm_version
 from tests.scheduler.conftest import MakeDriver
 from tests.scheduler.driver import LOAD, make_request, prompt, record_steps
 from tests.scheduler.test_manager import make_config, make_scheduler
@@ -43,7 +44,9 @@ def test_a_host_hit_is_as_long_as_its_whole_host_blocks_allow(
     drive: MakeDriver, model: dict[str, Any], num_sub_blocks: int
 ) -> None:
     """It begins at any device block; in layers with chunks, where the host block begins a chunk.
-    The block of the last token is computed again, and a drafter computes one more."""
+    The block of the last token is computed again, and a drafter computes one more. Before 0.32,
+    vLLM's lookup for a drafter does not see a last block that the prompt fills."""
+    sees_all = vllm_version() >= (0, 32) or not model.get("draft")
     driver = drive(
         num_device_blocks=200,
         num_host_blocks=400,
@@ -61,7 +64,8 @@ def test_a_host_hit_is_as_long_as_its_whole_host_blocks_allow(
         end = min(on_device, length // size * size - (4 if model.get("draft") else 0))
         for start in range(0, length, device_size):
             found = driver.tier.lookup(request.block_hashes, start, length - 1 - start)
-            assert found.num_tokens == max(0, end - start)
+            if sees_all or length % size:
+                assert found.num_tokens == max(0, end - start)
 
 
 def test_a_load_that_fails_a_second_time_drops_whole_host_blocks(drive: MakeDriver) -> None:

@@ -18,6 +18,7 @@ from simple_offload.scheduler.second_tier import namespace
 from simple_offload.shared_memory import SharedMemory
 from tests.conftest import within_patience
 from tests.scheduler.conftest import MakeDriver
+from tests.scheduler.driver import Driver
 from tests.scheduler.test_manager import MAMBA, make_config, make_scheduler
 
 ONE_STATE = {"kv_cache_spec": MAMBA}
@@ -60,7 +61,7 @@ def test_hits_inside_blocks_of_states_are_refused_on_030(
     monkeypatch.setattr(vllm, "__version__", "0.30.0")
     drive(**shape)
     with pytest.raises(ConfigError, match=r"^prefix_match_unit=2: .*; allowed: no prefix_match_u"):
-        drive(**shape, match_unit=2)
+        Driver(**shape, match_unit=2)
     monkeypatch.setattr(vllm, "__version__", "0.31.0")
     if hasattr(VllmConfig, "num_prefill_lookahead_tokens"):  # really
         drive(**shape, match_unit=2)

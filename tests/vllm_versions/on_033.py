@@ -1,11 +1,10 @@
-"""Tests that need vLLM 0.33: test_on_033.py runs them on it."""
+"""Tests that need vLLM 0.33: test_versions.py runs them on it."""
 
 import importlib
 from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
-import vllm
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.v1.kv_cache_layout import KVCacheLayout
@@ -13,9 +12,7 @@ from vllm.v1.worker import gpu_worker
 from vllm.v1.worker.cpu_worker import CPUWorker
 
 import simple_offload
-from simple_offload import vllm_compat
 from tests.conftest import MakeVllmConfig
-from tests.simulation.script import play
 from tests.worker.kv_memory import full, group, make_kv_memory
 
 builtin: Any = importlib.import_module(
@@ -35,11 +32,6 @@ def connector(make_vllm_config: MakeVllmConfig) -> Any:
     connector.register_kv_caches(memory.kv_caches)
     yield connector
     connector.shutdown()
-
-
-def test_this_is_033() -> None:
-    assert vllm.__version__ == "0.33.0"
-    assert vllm_compat.vllm_version() == (0, 33)
 
 
 def test_the_engine_takes_it_for_the_builtin_one(make_vllm_config: MakeVllmConfig) -> None:
@@ -65,8 +57,3 @@ def test_it_is_found_beside_others(connector: Any) -> None:
     several = cast(Any, SimpleNamespace(_connectors=[object(), connector]))
     assert builtin._find_simple_cpu_offload_connector(connector) is connector
     assert builtin._find_simple_cpu_offload_connector(several) is connector
-
-
-def test_scripts_of_the_simulator() -> None:
-    outcomes = [play(seed) for seed in range(100, 105)]
-    assert sum(outcome.num_blocks_loaded for outcome in outcomes) > 0

@@ -1,0 +1,69 @@
+"""The connector on the supported versions of vLLM but the pinned one: unit tests and simulation
+once more, in a process of its own for each version.
+
+The other packages are those of the pinned version's environment.
+"""
+
+from pathlib import Path
+
+import pytest
+
+from tests.vllm_versions.versions import LONG_RUN_SECONDS, RUN_SECONDS, V033, VERSIONS, Version
+
+# Few: importing vLLM takes most of the time. They meet all that differs between versions.
+TESTS = (
+    "tests/vllm_versions/on_any.py",
+    "tests/test_connector.py",
+    "tests/test_drop_in.py",
+    "tests/test_metrics.py",
+    "tests/test_vllm_compat.py",
+    "tests/scheduler/test_events.py",
+    "tests/scheduler/test_groups.py",
+    "tests/scheduler/test_parked.py",
+    "tests/scheduler/test_states.py",
+    "tests/scheduler/test_supported.py",
+    "tests/worker/test_regions.py",
+    "tests/worker/test_worker.py",
+    "tests/worker/test_worker_steps.py",
+)
+TESTS_OF_033 = (
+    "tests/vllm_versions/on_033.py",
+    "tests/test_metadata.py",
+    "tests/scheduler/test_counting.py",
+    "tests/scheduler/test_inner_hits.py",
+    "tests/scheduler/second_tier/test_fetches.py",
+    "tests/simulation/test_real_models.py::test_groups",
+)
+
+# The first test of a version may have to download its wheel.
+pytestmark = pytest.mark.timeout(V033.wheel.download_seconds + RUN_SECONDS)
+
+
+@pytest.mark.parametrize("version", VERSIONS, ids=lambda version: version.number)
+def test_on(version: Version, tmp_path: Path) -> None:
+    more = TESTS_OF_033 if version is V033 else ()
+    assert version.num_passed(tmp_path, *TESTS, *more) > 100
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(V033.wheel.download_seconds + LONG_RUN_SECONDS)
+@pytest.mark.parametrize("version", VERSIONS, ids=lambda version: version.number)
+def test_scripts_on(version: Version, tmp_path: Path) -> None:
+    """Hundreds of scripts, and all unit tests of both sides."""
+    tests = ("tests/vllm_versions/on_any.py", "tests/scheduler", "tests/worker")
+    marks = ("-m", "not gpu")
+    assert version.num_passed(tmp_path, *tests, *marks, seconds=LONG_RUN_SECONDS) > 500
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("version", VERSIONS, ids=lambda version: version.number)
+def test_engine_on(version: Version, tmp_path: Path) -> None:
+    """The same answers with and without the connector, and hits. vLLM's CPU builds of 0.30 and 0.31
+    need the same torch as the pinned one; 0.33's Python files run on the pinned one's operators."""
+    assert version.num_passed(tmp_path, "tests/engine/test_architectures.py") > 5
+
+
+@pytest.mark.slow
+def test_real_models_on_033(tmp_path: Path) -> None:
+    """Scripts with the KV cache groups that vLLM 0.33 plans."""
+    assert V033.num_passed(tmp_path, "tests/simulation/test_real_models.py") > 20
