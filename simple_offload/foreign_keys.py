@@ -1,7 +1,7 @@
 """Keys of kv_connector_extra_config that only vLLM's other connectors read.
 
 Users reuse configurations across connectors, and vLLM's connectors ignore unknown keys. This one
-ignores a key only if another connector of vLLM 0.32 or 0.33 reads it: any other unknown key is an
+ignores a key only if another connector of vLLM 0.30 to 0.33 reads it: any other unknown key is an
 error. tests/test_drop_in.py compares this list with the installed vLLM's source.
 """
 

@@ -20,7 +20,7 @@ class Ranks:
 
     @classmethod
     def from_config(cls, parallel: "ParallelConfig") -> "Ranks":
-        """The ranks as vLLM 0.32 and 0.33 place them (vllm/config/parallel.py)."""
+        """The ranks as vLLM 0.30 to 0.33 place them (vllm/config/parallel.py)."""
         from vllm.platforms import current_platform  # doctor works without vLLM
 
         num_local = parallel.local_world_size

@@ -1,6 +1,6 @@
 """Configurations of vLLM's built-in SimpleCPUOffloadConnector work here with only the module path
 added: every key that its source reads has the same meaning. Keys that only vLLM's other connectors
-read are ignored, and named in the log. Runs on vLLM 0.32 and 0.33."""
+read are ignored, and named in the log. Runs on vLLM 0.30 to 0.33."""
 
 import importlib
 import inspect

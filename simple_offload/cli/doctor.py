@@ -204,7 +204,7 @@ def _check_software(found: Found) -> list[Check]:
             # Without the exception's name.
             text = found[step]["error"].partition(": ")[2]
             return [*checks, error("vLLM", version, text or found[step]["error"])]
-    return [*checks, ok("vLLM", version)]
+    return [*checks, ok("vLLM", f"{version} (supported: {found['supported']['value']})")]
 
 
 def _check_device(found: Found) -> list[Check]:

@@ -66,10 +66,11 @@ def _vllm() -> dict[str, Any]:
     return {"version": vllm.__version__, "platform": str(current_platform.device_type)}
 
 
-def _supported() -> None:
+def _supported() -> str:
     from simple_offload import vllm_compat
 
     vllm_compat.require_supported_vllm()
+    return vllm_compat.supported_range()
 
 
 def _transfer_config(config: dict[str, Any] | None) -> None:

@@ -22,7 +22,7 @@ GIVEN = read_transfer_config(None)
 ON_CPU: Found = {
     "torch": {"value": {"version": "2.13.0+cpu", "cuda": None, "devices": []}},
     "vllm": {"value": {"version": "0.32.0", "platform": "cpu"}},
-    "supported": {"value": None},
+    "supported": {"value": "0.30 to 0.33"},
     "transfer_config": {"value": None},
     "connector": {"value": None},
     "backend": {"value": {"name": "HostBackend", "path": "plain memory", "nodes": []}},
@@ -55,7 +55,7 @@ def run_here(capfd: pytest.CaptureFixture[str]) -> dict[str, dict[str, str]]:
 
 def test_this_machine(capfd: pytest.CaptureFixture[str]) -> None:
     checks = run_here(capfd)
-    assert checks["vLLM"]["found"] == "0.32.0, platform cpu"
+    assert checks["vLLM"]["found"] == "0.32.0, platform cpu (supported: 0.30 to 0.33)"
     assert checks["backend"]["found"] == "HostBackend"
     assert checks["configuration"]["found"] == "0.06 GiB on each of 1 ranks"
 
@@ -104,7 +104,7 @@ def test_devices_of_other_machines(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("step", "error", "name", "advice"),
     [
-        ("supported", "RuntimeError: this is vLLM 0.31.0", "vLLM", "this is vLLM 0.31.0"),
+        ("supported", "RuntimeError: this is vLLM 0.29.0", "vLLM", "this is vLLM 0.29.0"),
         ("connector", "ImportError: no module", "vLLM", "no module"),
         ("torchvision", "RuntimeError: no nms", "torchvision", "pip uninstall torchvision"),
         ("vllm", "ModuleNotFoundError: No module named 'vllm'", "vLLM", "simple-offload[cuda]"),
@@ -157,7 +157,7 @@ def test_a_torch_that_ends_or_stops_the_process(
 
 def test_broken_modules(replace_module: Callable[[str, str], None]) -> None:
     replace_module("torchvision", "raise RuntimeError('no such operator')")
-    replace_module("vllm", "__version__ = '0.31.0'")
+    replace_module("vllm", "__version__ = '0.29.0'")
     found = probe(GIVEN, None)
     assert "RuntimeError: no such operator" in found["torchvision"]["error"]
     for step in ("vllm", "supported", "connector", "backend"):

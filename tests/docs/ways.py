@@ -100,6 +100,7 @@ WAYS: Mapping[str, Way] = {
         "tests/examples/test_traces.py::test_a_run_reports_its_replays"
     ),
     "make bench-scheduler ARGS=--parts hits": Run(r"hit rate", output="--out"),
+    "python -m tools.vllm_members 0.33.0": Run(r"changed: vllm\..*\n +here: .*\n +there: "),
     # The command
     'simple-offload doctor --ranks 2 --config {"cpu_bytes_to_use": "64GiB"}': Run(
         r"The connector works here", instead={"64GiB": "1GiB"}

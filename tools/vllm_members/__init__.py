@@ -1,0 +1,1 @@
+"""The members of vLLM that this project uses, in any version of vLLM."""
