@@ -20,6 +20,8 @@ from tests.simulation.world import Rank, World
 _PATIENCE = 400
 """Number of steps without progress of any request that counts as a hang, if nothing is held
 back."""
+_ENDURANCE = 5000
+"""Number of steps in which no request ends that counts as one, whatever goes on meanwhile."""
 
 
 _ATTENTION_ONLY = 0.5
@@ -362,6 +364,7 @@ class Play:
         """Play the script. Raises Violation, or vLLM's own errors. Closes the world in any case."""
         world, script = self.world, self.script
         patience = _PATIENCE
+        num_ended, last_end = 0, 0
         try:
             while (
                 self._num_added < script.num_requests
@@ -386,6 +389,10 @@ class Play:
                 self._look()
                 patience = _PATIENCE if self._progress() != before else patience - 1
                 assert patience, f"hang: {world.scheduler.requests} make no progress"
+                if len(world.finished) > num_ended or not world.requests:
+                    num_ended, last_end = len(world.finished), world.num_steps
+                in_time = world.num_steps - last_end < _ENDURANCE
+                assert in_time, f"hang: none of {list(world.requests)} ends"
             world.check_at_rest()
             world.check_kept()
         except AssertionError as error:
