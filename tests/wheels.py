@@ -105,7 +105,7 @@ file, and vllm-ascend's own backend needs torch_npu and CANN."""
 
 
 class SourcePackage(Wheel):
-    """A release of which there is no wheel. Paths are those below the package's only folder."""
+    """A release without a wheel. Paths are those below the package's only folder."""
 
     def _extract(self, package: Path, into: Path) -> None:
         with tarfile.open(package) as archive:

@@ -14,9 +14,9 @@ if TYPE_CHECKING:
 class Parked:
     """Keeps vLLM's scheduler from a standstill.
 
-    vLLM goes through its queue until a request gets no blocks. It preempts none that is parked. If
-    nothing runs, and parked requests behind that one have the blocks, no step frees any
-    (vllm#45388, vllm#57104, vllm#57841). Two rules prevent it:
+    vLLM stops at the first request of its queue that gets no blocks, and preempts no parked one. If
+    nothing runs, and parked requests further back have the blocks, no step frees any (vllm#45388,
+    vllm#57104, vllm#57841). Those of another connector are not known here. Two rules prevent it:
 
     1. **Room.** A request is parked only if the device has room for all parked requests at once,
        each with all its tokens and drafts (``has_room``).

@@ -11,12 +11,12 @@ import pytest
 from vllm.v1.request import RequestStatus
 
 from simple_offload.scheduler.parked import Parked
+from simple_offload.vllm_compat import vllm_version
 from tests.scheduler.conftest import MakeDriver
 from tests.scheduler.driver import LOAD, Driver, prompt
 
 LARGE = 32
-"""Tokens of a prompt for which the smallest device below has just room. The largest has room for
-two requests."""
+"""Tokens of a prompt. 10 to 12 device blocks are room for it, but not beside a parked request."""
 
 
 def park(driver: Driver, *names: str, num_tokens: int = 20) -> None:
@@ -56,12 +56,8 @@ def test_drafts_of_parked_requests_have_room(drive: MakeDriver, num_device_block
     driver.run()
 
 
-@pytest.mark.proves("I11")
-@pytest.mark.parametrize("num_device_blocks", range(10, 20))
-def test_a_large_request_without_blocks_lets_a_parked_one_pass(
-    drive: MakeDriver, num_device_blocks: int
-) -> None:
-    """vllm#57841: it came first, and waited for its grammar. What it needs, the parked one has."""
+def driver_with_large_request(drive: MakeDriver, num_device_blocks: int) -> Driver:
+    """It came first, and has waited for its grammar. A parked request has the blocks it needs."""
     driver = driver_with(drive, 1, num_device_blocks=num_device_blocks)
     large = driver.start("large", prompt(LARGE, 7))
     large.status = RequestStatus.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR
@@ -71,7 +67,16 @@ def test_a_large_request_without_blocks_lets_a_parked_one_pass(
     grammar.grammar = "compiled"
     driver.step()
     large.structured_output_request = None
-    driver.run()
+    return driver
+
+
+@pytest.mark.proves("I11")
+@pytest.mark.parametrize("num_device_blocks", range(10, 13))
+def test_a_large_request_without_blocks_lets_a_parked_one_pass(
+    drive: MakeDriver, num_device_blocks: int
+) -> None:
+    """vllm#57841."""
+    driver_with_large_request(drive, num_device_blocks).run()
 
 
 @pytest.mark.proves("I11")
@@ -93,11 +98,22 @@ def test_windows_of_parked_requests_have_room(drive: MakeDriver, num_device_bloc
     windows_driver(drive, num_device_blocks).run()
 
 
-def test_without_the_rule_they_stand_still(
+def test_without_room_for_all_parked_requests_they_stand_still(
     drive: MakeDriver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The control."""
+    """A control: without the first rule."""
     monkeypatch.setattr(Parked, "has_room", lambda parked, request: True)
     driver = windows_driver(drive, 16)
+    with pytest.raises(AssertionError, match="do not end"):
+        driver.drain()
+
+
+@pytest.mark.skipif(vllm_version() > (0, 30), reason="vLLM 0.31 comes to parked requests first")
+def test_without_its_turn_a_parked_request_waits_for_ever(
+    drive: MakeDriver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A control: without the second rule."""
+    monkeypatch.setattr(Parked, "must_yield", False)
+    driver = driver_with_large_request(drive, 12)
     with pytest.raises(AssertionError, match="do not end"):
         driver.drain()

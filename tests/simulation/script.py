@@ -21,7 +21,7 @@ _PATIENCE = 400
 """Number of steps without progress of any request that counts as a hang, if nothing is held
 back."""
 _ENDURANCE = 5000
-"""Number of steps in which no request ends that counts as one, whatever goes on meanwhile."""
+"""Number of steps in which no request ends that counts as a hang too, whatever goes on."""
 
 
 _ATTENTION_ONLY = 0.5

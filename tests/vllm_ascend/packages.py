@@ -3,7 +3,7 @@
 from tests.wheels import CACHE, SourcePackage, Wheel
 
 VERSION = "0.30.0rc2"
-"""The newest one of which the source can be had."""
+"""The newest release whose source pip finds."""
 VLLM_VERSION = "0.30.0"
 _LEFT_OUT = "--ignore=tests/vllm_ascend"
 

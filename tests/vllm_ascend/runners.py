@@ -127,7 +127,7 @@ def _vllm_config() -> Any:
 
 
 def _layers(groups: Sequence[Layers], backend: type[Any]) -> dict[str, Any]:
-    """The model's layers, by name. ``backend``: of those that are not MLA."""
+    """The layers of the model, by name. ``backend`` belongs to those without MLA."""
     return {name: _layer(spec, backend) for group in groups for name, spec in group.items()}
 
 

@@ -4,19 +4,17 @@ They run in a process of their own, on the vLLM that they are for, without an NP
 """
 
 import os
-import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+from tests.pytest_child import num_passed
 from tests.vllm_ascend.packages import VLLM, VLLM_ASCEND
 from tests.wheels import CACHE, UnavailableError
 from tools.set_up import ROOT
 
 RUN_SECONDS = 240
-TESTS = ROOT / "tests" / "vllm_ascend"
+TESTS = "tests/vllm_ascend"
 
 # The first test may have to download both.
 pytestmark = pytest.mark.timeout(VLLM_ASCEND.download_seconds + VLLM.download_seconds + RUN_SECONDS)
@@ -32,7 +30,7 @@ def path() -> str:
     return os.pathsep.join(map(str, (*folders, ROOT)))
 
 
-def num_passed(path: str, folder: Path, *arguments: str) -> int:
+def num_passed_beside(path: str, folder: Path, *arguments: str) -> int:
     """Run tests, which all have to pass; return their number."""
     environment = {
         **os.environ,
@@ -44,34 +42,15 @@ def num_passed(path: str, folder: Path, *arguments: str) -> int:
         "VLLM_PLUGINS": "",
         "VLLM_TARGET_DEVICE": "cpu",
     }
-    command = [
-        *(sys.executable, "-m", "pytest", "-q", "-W", "ignore", "-p", "no:cacheprovider"),
-        *("-p", "tests.vllm_ascend.devices"),
-        *("--rootdir", str(ROOT), "--config-file", str(ROOT / "pyproject.toml"), *arguments),
-    ]
-    done = subprocess.run(
-        command,
-        cwd=folder,
-        env=environment,
-        check=False,
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        timeout=RUN_SECONDS,
-        text=True,
-        errors="replace",
-    )
-    passed = re.search(r"^(\d+) passed", done.stdout, re.MULTILINE)
-    if done.returncode or passed is None:
-        pytest.fail(f"ended with {done.returncode}:\n{done.stdout}", pytrace=False)
-    return int(passed[1])
+    options = ("-W", "ignore", "-p", "tests.vllm_ascend.devices")
+    return num_passed(environment, folder, *options, *arguments, seconds=RUN_SECONDS)
 
 
 def test_beside_vllm_ascend(path: str, tmp_path: Path) -> None:
-    files = (str(TESTS / name) for name in ("kv_caches.py", "scheduler.py"))
-    assert num_passed(path, tmp_path, *files) >= 31
+    files = (f"{TESTS}/{name}" for name in ("kv_caches.py", "scheduler.py"))
+    assert num_passed_beside(path, tmp_path, *files) >= 31
 
 
 @pytest.mark.slow
 def test_many_scripts(path: str, tmp_path: Path) -> None:
-    assert num_passed(path, tmp_path, str(TESTS / "scheduler.py"), "-m", "slow") == 1
+    assert num_passed_beside(path, tmp_path, f"{TESTS}/scheduler.py", "-m", "slow") == 1

