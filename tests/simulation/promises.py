@@ -1,6 +1,6 @@
 """Promises of the store policy, checked while a world runs. Each check raises AssertionError."""
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Set
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Set
 from typing import Any
 
 from vllm.v1.core.block_pool import BlockPool
@@ -90,10 +90,13 @@ class TailsFirst:
         self._parents: dict[BlockHashWithGroupId, BlockHashWithGroupId] = {}
         self._headless: set[BlockHashWithGroupId] = set()
         """Blocks that the device had longer than their parents. Stores held them, or a reset took
-        both."""
+        both. And blocks that were found without them: a hit that continues from the device's blocks
+        protects no block before it."""
         self._applies = scheduler.tier.has_copies and scheduler.groups.num_sub_blocks == 1
-        self._evict = device_pool._maybe_evict_cached_block
+        self._evict, self._pin = device_pool._maybe_evict_cached_block, scheduler.tier.pin
         device_pool._maybe_evict_cached_block = self._watch_device
+        watched: Any = scheduler.tier
+        watched.pin = self._watch_hit
 
     def begin(self, requests: Iterable[Request]) -> set[BlockHashWithGroupId]:
         """A step begins. Returns the tier's keys, for ``end``."""
@@ -128,6 +131,11 @@ class TailsFirst:
         if parent is not None and self._on_device.get_one_block(parent) is None:
             self._headless.add(key)
         return self._evict(block)
+
+    def _watch_hit(self, blocks: Sequence[KVCacheBlock]) -> None:
+        keys: set[Any] = {block.block_hash for block in blocks}
+        self._headless.update(key for key in keys if self._parents.get(key) not in keys)
+        self._pin(blocks)
 
 
 class FoundOnDevice:
