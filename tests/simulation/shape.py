@@ -154,7 +154,12 @@ class Shape:
         if not num_tokens and not self.saves_without_tokens:
             return True
         is_last = rank >= self.num_ranks - self.num_ranks // self.num_stages
-        return bool(self.num_drafted) and not self.v2_runner and not is_last
+        return self.polls_before_drafts and not is_last
+
+    @property
+    def polls_before_drafts(self) -> bool:
+        """Whether vLLM's runner asks for results of transfers before it drafts: the V1 runner."""
+        return bool(self.num_drafted) and not self.v2_runner
 
     @property
     def groups(self) -> list[Group]:

@@ -408,8 +408,9 @@ class World:
     def _execute(
         self, rank: Rank, step: _Step, repeat_hooks: bool
     ) -> tuple[KVConnectorOutput, int]:
-        """One rank's model runner. Both of vLLM's runners call the hooks in this order. The V2
-        runner's output does not wait for the drafter. The V1 runner skips hooks on some stages."""
+        """One rank's model runner. The V2 runner's output does not wait for the drafter. With
+        drafts, the V1 runner asks for results before it drafts, and has stores submitted after
+        that, on some stages."""
         scheduled = step.scheduled
         worker, device = rank.worker, rank.device
         metadata = self.to_step_metadata(scheduled.kv_connector_metadata)
@@ -428,19 +429,21 @@ class World:
             worker.bind(metadata)
         if batch.works:
             position = device.queue_compute(lambda: rank.runner.compute(batch, samples))
-            if self.shape.draft:
-                drafted = device.queue_compute(lambda: rank.runner.draft(batch))
-                position = position if self.shape.v2_runner else drafted
         worker.submit_loads()
         if repeat_hooks:
             worker.submit_loads()
+        output = self.to_connector_output(worker) if self.shape.polls_before_drafts else None
+        if batch.works and self.shape.draft:
+            drafted = device.queue_compute(lambda: rank.runner.draft(batch))
+            position = position if self.shape.v2_runner else drafted
         if not self.shape.skips_store_hooks(rank.runner.rank, scheduled.total_num_scheduled_tokens):
             worker.submit_stores()
             if repeat_hooks:
                 worker.submit_stores()
         for lane in worker.lanes.values():
             lane.flush()
-        output = self.to_connector_output(worker)
+        if output is None:
+            output = self.to_connector_output(worker)
         step.num_open.append(worker.host_pool.num_open)
         return output, position
 

@@ -212,6 +212,24 @@ def wait_for_hooks_of_steps_without_tokens(
     bind(self, metadata)
 
 
+@mutation(
+    OffloadWorker,
+    "poll",
+    engine(
+        windows=(0,),
+        draft=True,
+        num_drafted=2,
+        v2_runner=False,
+        otherwise={"v2_runner": True},
+    ),
+)
+def submit_stores_with_results(poll: Any, self: OffloadWorker) -> Any:
+    """vLLM's V1 runner asks for results before it drafts, so a store may read a page that the
+    drafter has yet to write."""
+    self.submit_stores()
+    return poll(self)
+
+
 # Blocks and pages of several sizes
 
 
