@@ -185,9 +185,13 @@ class Script:
         return script.with_second_tier(random.Random(f"{seed}: second tier"))._allowed()
 
     def _allowed(self) -> "Script":
-        """The same script without what is refused on this version of vLLM."""
-        if vllm_version() < (0, 31) and self.shape.num_states:
-            return self.varied(match_unit=None, context_parallel=False)
+        """The same script without what is refused on this version of vLLM, and without what stops
+        vLLM itself. With states, a chunk of a prefill ends with a block
+        (``_mamba_block_aligned_split``); with chained modules, it leaves them tokens or none
+        (``_reserve_prefill_lookahead``). Between the two, no token may be left to schedule."""
+        if self.shape.num_states:
+            changes = {"match_unit": None, "context_parallel": False}
+            return self.varied(chained=False, **(changes if vllm_version() < (0, 31) else {}))
         return self
 
     def varied(self, **changes: Any) -> "Script":
