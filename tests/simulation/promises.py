@@ -147,6 +147,8 @@ class FoundOnDevice:
         """Blocks with such contents that the device evicted."""
         self._num_lost = 0
         """Those that the tier neither had nor got."""
+        self._num_taken = 0
+        """Blocks that the device has evicted in this step."""
         self._scheduler = scheduler
         self._host_pool = host_pool
         device_pool: Any = scheduler._device_pool
@@ -164,6 +166,7 @@ class FoundOnDevice:
 
         def watch_device(block: KVCacheBlock) -> Any:
             key, answer = block.block_hash, evict(block)
+            self._num_taken += 1
             if key in self._found and not has_key(device_pool, key):
                 self._found.discard(key)
                 self._on_evicted(key)
@@ -173,6 +176,10 @@ class FoundOnDevice:
         watched.update_state_after_alloc = watch_allocation
         device_pool._maybe_evict_cached_block = watch_device
 
+    def begin(self) -> None:
+        """A step begins."""
+        self._num_taken = 0
+
     def check(self) -> None:
         """Few exceptions: a load may take blocks whose stores are late."""
         limit = 3 + self.num_evicted // 10
@@ -180,7 +187,9 @@ class FoundOnDevice:
 
     def _on_evicted(self, key: BlockHashWithGroupId) -> None:
         num_places = self._scheduler.tier._num_places  # each may take a block of its own
-        if len(self._host_pool.blocks) > num_places * len(self._device_pool.blocks):
+        has_room = len(self._host_pool.blocks) > num_places * len(self._device_pool.blocks)
+        # Where a step may take more than a quarter of the device, some blocks cannot be safe.
+        if has_room and self._num_taken <= self._scheduler._policy._walk.min_ahead:
             self.num_evicted += 1
             self._num_lost += not self._scheduler._stores.has(key)
 

@@ -375,7 +375,10 @@ class World:
         self.num_steps += 1
         before = self._cached_on_device() if self.promises_no_loss else {}
         were_free = {b.block_id: b.block_hash for b in self._device_pool.blocks if b.ref_cnt == 0}
-        kept = self._tails.begin(self.requests.values()) if self.is_ours else set()
+        kept = set()
+        if self.is_ours:
+            kept = self._tails.begin(self.requests.values())
+            self.found.begin()
         scheduled = self.scheduler.schedule()
         if before:
             self._check_losses(before)
