@@ -5,6 +5,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -23,6 +24,20 @@ _EAGER_EVERY = 4  # rounds
 
 Load = list["Future[CudaPending]"]
 """A load on its way, group by group."""
+
+
+class Pass(NamedTuple):
+    """A load and the forward pass behind it, in seconds."""
+
+    both: float
+    """From the load's submission to the end of the pass."""
+    copied: float
+    """In which the device copied."""
+    queued: float
+    """From the submission until the host had queued the first group's layers: a call waits while
+    the device's queue is full."""
+    is_right: bool
+    """Whether the logits are the expected ones."""
 
 
 def plan_load(blocks: BlockIds, groups: int) -> list[Transfer]:
@@ -112,17 +127,13 @@ class Rig:
             group.result().wait()
         return time.perf_counter() - started
 
-    def load_and_compute(
-        self, step: Step, launch: str, groups: int, lag_seconds: float
-    ) -> tuple[float, float, bool]:
-        """Load the context of ``step``, and compute each group's layers behind its bytes: seconds
-        from the submission to the end of the forward pass; seconds in which the device copied;
-        whether the logits are the expected ones. The host queues no compute in the first
-        ``lag_seconds``."""
+    def load_and_compute(self, step: Step, launch: str, groups: int, lag_seconds: float) -> Pass:
+        """Load the context of ``step``, and compute each group's layers behind its bytes. The host
+        queues no compute in the first ``lag_seconds``."""
         self.pool[: step.context_blocks] = _POISON
         step.logits.zero_()
         torch.cuda.synchronize()
-        parts = step.launches[launch]
+        parts, queued_at = step.launches[launch], 0.0
         started = time.perf_counter()
         load = self.loaders[groups].start(self.blocks[: step.context_blocks])
         time.sleep(max(0.0, started + lag_seconds - time.perf_counter()))
@@ -130,12 +141,14 @@ class Rig:
             group.result().hold_compute()
             for part in parts[index * PARTS // groups : (index + 1) * PARTS // groups]:
                 part()
+            queued_at = queued_at or time.perf_counter()
         torch.cuda.current_stream().synchronize()
-        seconds = time.perf_counter() - started
+        both = time.perf_counter() - started
         first, last = load[0].result(), load[-1].result()
         last.wait()
         copied = first.start.elapsed_time(last.marks[-1].event) / 1e3
-        return seconds, copied, torch.equal(step.logits, step.expected[launch])
+        is_right = torch.equal(step.logits, step.expected[launch])
+        return Pass(both, copied, queued_at - started, is_right)
 
     def compute(self, step: Step, launch: str) -> float:
         """Seconds of the forward pass on the device."""
@@ -211,12 +224,10 @@ def _measure_step(rig: Rig, results: Results, step: Step) -> None:
             found = {}
             kind = Kind(step.context, "both", new_tokens=step.new_tokens, launch=launch)
             for groups in order:
-                both, copied, is_right = rig.load_and_compute(
-                    step, launch, groups, plan.lag_seconds
-                )
-                found[kind._replace(groups=groups)] = both
-                found[kind._replace(groups=groups, what="copied")] = copied
-                results.num_faults += not is_right
+                done = rig.load_and_compute(step, launch, groups, plan.lag_seconds)
+                for what in ("both", "copied", "queued"):
+                    found[kind._replace(groups=groups, what=what)] = getattr(done, what)
+                results.num_faults += not done.is_right
             alone = found[kind._replace(what="compute")] = rig.compute(step, launch)
             beside = rig.compute_beside(step, launch, math.ceil(2 * alone / fastest))
             if beside is not None:

@@ -24,8 +24,8 @@ class Kind(NamedTuple):
     context: int
     what: str
     """"bytes" and "scattered": a load alone, of neighbouring or scattered blocks. "compute" and
-    "beside": a forward pass on the device, alone or while other bytes are copied. "both": from a
-    load's submission to the end of the pass behind it. "copied": its copies on the device."""
+    "beside": a forward pass on the device, alone or while other bytes are copied. "both", "copied"
+    and "queued": as in ``Pass``."""
     groups: int = 1
     new_tokens: int = 0
     launch: str = ""

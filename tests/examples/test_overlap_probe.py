@@ -314,7 +314,7 @@ def test_a_whole_run(
             assert len(found[context, "bytes", groups, 0, ""]["seconds"]) == 2
             for new_tokens in PLAN.new_tokens:
                 for launch, rounds in ((GRAPHS, 2), (EAGER, 1)):
-                    for what in ("both", "copied"):
+                    for what in ("both", "copied", "queued"):
                         row = found[context, what, groups, new_tokens, launch]
                         assert len(row["seconds"]) == rounds, "the first round does not count"
         assert len(found[context, "scattered", 1, 0, ""]["seconds"]) == 2
@@ -353,9 +353,9 @@ def test_compute_that_does_not_wait_for_a_group_is_found(
     with ExitStack() as stack:
         rig = Rig(Results(PLAN, {}), stack)
         step = rig.steps[-1]
-        assert rig.load_and_compute(step, GRAPHS, 4, 0.0)[2]
+        assert rig.load_and_compute(step, GRAPHS, 4, 0.0).is_right
         without_hold(monkeypatch, LazyPending, group)
-        assert not rig.load_and_compute(step, GRAPHS, 4, 0.0)[2]
+        assert not rig.load_and_compute(step, GRAPHS, 4, 0.0).is_right
 
 
 @pytest.mark.usefixtures("cpu_rig")
@@ -428,16 +428,16 @@ def test_each_wait_on_a_gpu_is_needed_and_enough(
     """Logits are those of the whole load, bit by bit, however late a group is; and others if
     compute does not wait for that group."""
     for step in rig.steps:
-        assert rig.load_and_compute(step, launch, groups, 0.0)[2]
+        assert rig.load_and_compute(step, launch, groups, 0.0).is_right
     step = rig.steps[-1]
     # Torch hands out 32 streams in turn: one asked for now is none of the rig's.
     side = torch.cuda.Stream()
     for group in range(groups):
         with monkeypatch.context() as patch:
             delay(patch, rig, groups, group, side)
-            assert rig.load_and_compute(step, launch, groups, 0.0)[2]
+            assert rig.load_and_compute(step, launch, groups, 0.0).is_right
             without_hold(patch, CudaPending, group)
-            assert not rig.load_and_compute(step, launch, groups, 0.0)[2]
+            assert not rig.load_and_compute(step, launch, groups, 0.0).is_right
 
 
 @pytest.mark.gpu
