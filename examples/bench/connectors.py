@@ -85,6 +85,15 @@ WITH_FILES = {
     )
 }
 """Those with a second tier. "always": also where computing is quicker than reading."""
+COLORS = {
+    "none": "tab:gray",
+    "ours": "tab:blue",
+    "builtin": "tab:orange",
+    "builtin-lazy": "tab:brown",
+    "builtin-BLHNC": "tab:red",
+    "offloading": "tab:green",
+}
+"""A contender has the same color in every run."""
 ON_CPU = ("none", "ours", "ours-files", "ours-files-always")
 """The others copy with CUDA."""
 

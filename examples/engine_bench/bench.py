@@ -6,16 +6,17 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from datetime import UTC, datetime
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
+from examples.bench.agents import WorkingSet, requests_by_agent, working_set
 from examples.bench.child import Event, child_command, engine_environment, listen
 from examples.bench.connectors import PACKAGE, Contender
 from examples.bench.models import save_model
 from examples.bench.results_file import machine, save_numbers
 from examples.engine_bench.files import Directory, drop_from_page_cache, look_at
 from examples.engine_bench.plan import Part, Plan
-from examples.engine_bench.replay import WorkingSet, working_set
 from examples.engine_bench.results import floor_seconds, medians_by_contender, problems
 
 ENGINE_RUN = "examples.engine_bench.engine_run"
@@ -78,7 +79,11 @@ class Bench:
             self.directory = look_at(self.files)
         if "traces" in self.parts:
             show("bench", "reading the trace", 0, None)
-            self.working_set = working_set(self.plan)
+            self.working_set = working_set(
+                chain(*requests_by_agent(self.plan.replay)),
+                self.plan.device_tokens,
+                self.plan.host_bytes / self.plan.model.kv_bytes_per_token,
+            )
         with (
             tempfile.TemporaryDirectory(prefix="work-", dir=self.output) as work,
             tempfile.TemporaryDirectory(prefix="offload-bench-") as scratch,

@@ -8,12 +8,13 @@ import itertools
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from statistics import fmean, median
 from typing import TYPE_CHECKING, Any
 
+from examples.bench.agents import Request, requests_by_agent
 from examples.bench.tables import percentile
 from examples.engine_bench.plan import Part, Plan
-from examples.engine_bench.replay import Request, requests_by_agent
 
 if TYPE_CHECKING:
     from vllm.v1.engine.async_llm import AsyncLLM
@@ -247,15 +248,19 @@ async def turns(client: Client, plan: Plan) -> Numbers:
 async def traces(client: Client, plan: Plan) -> Numbers:
     """Agents that replay recorded sessions: throughput, time to the first token of requests that
     continue a session, and the share of all prompt tokens that were not computed."""
-    work = requests_by_agent(plan)
+    text = cache(plan.text)
+    work = [
+        [(request, request.prompt(text)) for request in requests]
+        for requests in requests_by_agent(plan.replay)
+    ]
     replies: list[Reply] = []
     later: list[float] = []
 
-    async def agent(number: int, requests: Sequence[Request]) -> None:
-        for index, request in enumerate(requests):
+    async def agent(number: int, requests: Sequence[tuple[Request, list[int]]]) -> None:
+        for index, (request, prompt) in enumerate(requests):
             await asyncio.sleep(request.pause)
             name = f"trace {number} {index}"
-            reply = await client.ask(name, request.prompt, request.answer_tokens, compared=False)
+            reply = await client.ask(name, prompt, request.answer_tokens, compared=False)
             replies.append(reply)
             if not request.opens:
                 later.append(reply.ttft)
@@ -264,8 +269,8 @@ async def traces(client: Client, plan: Plan) -> Numbers:
     await asyncio.gather(*(agent(number, requests) for number, requests in enumerate(work)))
     seconds = client.now() - before
     later.sort()
-    prompt_tokens = sum(len(request.prompt) for requests in work for request in requests)
-    answer_tokens = sum(request.answer_tokens for requests in work for request in requests)
+    prompt_tokens = sum(len(prompt) for requests in work for _, prompt in requests)
+    answer_tokens = sum(request.answer_tokens for requests in work for request, _ in requests)
     return {
         "tokens_per_second": (prompt_tokens + answer_tokens) / seconds,
         "requests_per_second": len(replies) / seconds,

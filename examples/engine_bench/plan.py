@@ -6,9 +6,12 @@ its seed, so that all contenders get the same.
 
 import random
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Literal, get_args
 
+from examples.bench.agents import AgentPlan
 from examples.bench.child import Device
+from examples.bench.command import CannotStart
 from examples.bench.models import LLAMA_8B, SMALL, ModelShape
 
 Part = Literal["ttft", "idle", "mix", "turns", "traces", "restart"]
@@ -96,6 +99,22 @@ class Plan:
             self.max_trace_tokens if self.trace is not None else 0,
         )
         return -(-longest // self.block_size) * self.block_size
+
+    @property
+    def replay(self) -> AgentPlan:
+        """The agents of the part ``traces``. Raises CannotStart without a file."""
+        if self.trace is None:
+            raise CannotStart("--traces: the part traces needs a file")
+        return AgentPlan(
+            trace=Path(self.trace),
+            agents=self.agents,
+            requests=self.trace_requests,
+            scale=self.trace_scale,
+            pause_scale=self.trace_scale,
+            max_pause=self.trace_pause,
+            max_tokens=self.max_trace_tokens,
+            seed=self.trace_seed,
+        )
 
     @property
     def max_trace_tokens(self) -> int:

@@ -12,16 +12,12 @@ from examples.bench.command import BAD_RESULT, exit_code_of, print_lines, run_pr
 from examples.bench.connectors import CONTENDERS, ON_CPU
 from examples.bench.progress import Progress
 from examples.bench.results_file import NUMBERS, prepare_output
+from examples.bench.served import MODEL, ON_GPU, add_options, vocabulary_of, with_options
 from examples.multi_turn.bench import CONVERSATIONS, Bench
-from examples.multi_turn.client import MODEL
 from examples.multi_turn.conversations import InputError, make_conversations, read_input
 from examples.multi_turn.plan import PRESETS, Plan
 from examples.multi_turn.results import PLOTS, save_plots, summary_table, turn_table
-from examples.multi_turn.tokens import ModelVocabulary, Vocabulary, WordVocabulary
 from examples.serving import Server
-
-ON_GPU = ("none", "ours", "builtin", "offloading")
-"""Contenders, unless others are named."""
 
 INPUT = f"""\
 The input file is that of vLLM's benchmarks/multi_turn/benchmark_serving_multi_turn.py: a list of \
@@ -131,16 +127,7 @@ def parse(argv: Sequence[str] | None) -> tuple[Bench, bool]:
         "--max-active-conversations",
         "begun and not ended, of all clients together (default: the preset's)",
     )
-    parser.add_argument(
-        "--model",
-        metavar="NAME",
-        help="a model that exists, by folder or by name, instead of one that is made",
-    )
-    parser.add_number(
-        "--device-tokens", "capacity of the device's KV space (default: the preset's)"
-    )
-    parser.add_number("--host-gib", "size of the host tier (default: the preset's)")
-    parser.add_number("--tensor-parallel", "ranks (default: 1)", default=1)
+    add_options(parser)
     parser.add_argument(
         "--serve",
         action="store_true",
@@ -155,11 +142,7 @@ def parse(argv: Sequence[str] | None) -> tuple[Bench, bool]:
     arguments = parser.parse_args(argv)
     plan = _plan(arguments)
     contenders = parser.contenders(arguments.contenders, plan.device, ON_GPU)
-    try:
-        vocabulary = _vocabulary(plan)
-    except (OSError, ValueError) as error:
-        reason = str(error).splitlines()[0]
-        parser.error(f"argument --model: {arguments.model!r} cannot be read: {reason}")
+    vocabulary = vocabulary_of(parser, plan)
     try:
         data = plan.settings if arguments.input_file is None else read_input(arguments.input_file)
         conversations = make_conversations(data, vocabulary, plan.seed)
@@ -184,27 +167,7 @@ def _plan(arguments: argparse.Namespace) -> Plan:
     # The other presets must not touch a device that a server of the run will fill.
     on_gpu = arguments.preset == "fits" and torch.cuda.is_available()
     plan = PRESETS[arguments.preset]("cuda" if on_gpu else "cpu")
-    changes = {
-        "rounds": arguments.rounds,
-        "seed": arguments.seed,
-        "device_tokens": arguments.device_tokens,
-        "host_bytes": arguments.host_gib and arguments.host_gib << 30,
-        "tensor_parallel": arguments.tensor_parallel,
-    }
-    plan = replace(plan, **{name: value for name, value in changes.items() if value is not None})
-    return replace(plan, shape=None, model=arguments.model) if arguments.model else plan
-
-
-def _vocabulary(plan: Plan) -> Vocabulary:
-    """Raises OSError or ValueError if the model that ``plan`` names has none."""
-    if plan.shape is not None:
-        return WordVocabulary(plan.shape.vocab_size)
-    assert plan.model is not None
-    folder = Path(plan.model)
-    # transformers takes a folder that does not exist for a name to download.
-    if (folder.is_absolute() or folder.exists()) and not (folder / "config.json").is_file():
-        raise FileNotFoundError(f"there is no {folder / 'config.json'}")
-    return ModelVocabulary(plan.model)
+    return with_options(plan, arguments, rounds=arguments.rounds)
 
 
 if __name__ == "__main__":

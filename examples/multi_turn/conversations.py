@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, model_validator
 
-from examples.multi_turn.tokens import Vocabulary
+from examples.bench.tokens import Vocabulary
 
 FILETYPE = "generate_conversations"
 

@@ -6,23 +6,17 @@ from typing import Any
 
 from examples.bench.child import Device
 from examples.bench.connectors import Contender
-from examples.bench.models import LLAMA_8B, QWEN3_14B, SMALL, ModelShape
+from examples.bench.models import LLAMA_8B, QWEN3_14B, SMALL
+from examples.bench.served import ServedPlan
 from examples.multi_turn.conversations import FILETYPE, Conversation
 
 
-@dataclass(frozen=True)
-class Plan:
+@dataclass(frozen=True, kw_only=True)
+class Plan(ServedPlan):
     """One benchmark. Lengths are in tokens."""
 
-    device: Device
-    shape: ModelShape | None
-    """Of a model that is made; None where ``model`` names one that exists."""
-    model: str | None
-    block_size: int
     device_tokens: int | None
     """Capacity of the device's KV space; None: all conversations at once."""
-    host_bytes: int
-    """Size of the host tier, for all ranks together."""
     settings: Mapping[str, Any]
     """The conversations, in the form of an input file."""
     clients: int
@@ -31,8 +25,6 @@ class Plan:
     """Conversations that have begun and not ended, of all clients together."""
     rounds: int
     """Replays of the conversations on one server, from empty caches each time."""
-    seed: int = 0
-    tensor_parallel: int = 1
 
     @property
     def compares_answers(self) -> bool:
@@ -47,35 +39,24 @@ class Plan:
 
     def num_device_blocks(self, conversations: Sequence[Conversation]) -> int:
         """Blocks of the KV space, vLLM's null block included; enough for any one conversation."""
-        each = [self._blocks(conversation.num_tokens) for conversation in conversations]
+        each = [self.num_blocks(conversation.num_tokens) for conversation in conversations]
         if self.device_tokens is None:
             return sum(each) + 1
-        return max(*each, self._blocks(self.device_tokens)) + 1
+        return max(*each, self.num_blocks(self.device_tokens)) + 1
 
     def max_model_len(self, conversations: Sequence[Conversation]) -> int:
         longest = max(conversation.num_tokens for conversation in conversations)
-        return self._blocks(longest) * self.block_size
+        return self.num_blocks(longest) * self.block_size
 
     def server_arguments(
         self, contender: Contender, conversations: Sequence[Conversation]
     ) -> dict[str, Any]:
         """For vLLM's command line."""
-        return {
-            "dtype": self.shape.dtype if self.shape else "auto",
-            "load_format": self.shape.load_format if self.shape else "auto",
-            "block_size": self.block_size,
-            "max_model_len": self.max_model_len(conversations),
-            "num_gpu_blocks_override": self.num_device_blocks(conversations),
-            "enable_prefix_caching": True,
-            "tensor_parallel_size": self.tensor_parallel,
-            "enforce_eager": self.device == "cpu",
-            "enable_prompt_tokens_details": True,
-            "disable_uvicorn_access_log": True,
-            "kv_transfer_config": contender.transfer_config(self.host_bytes),
-        }
-
-    def _blocks(self, tokens: int) -> int:
-        return -(-tokens // self.block_size)
+        return self.vllm_arguments(
+            contender,
+            max_model_len=self.max_model_len(conversations),
+            num_device_blocks=self.num_device_blocks(conversations),
+        )
 
 
 def generated(
@@ -112,7 +93,6 @@ def _uniform(least: int, most: int) -> dict[str, Any]:
 CPU = Plan(
     device="cpu",
     shape=SMALL,
-    model=None,
     block_size=32,
     device_tokens=6144,
     host_bytes=512 << 20,
@@ -125,7 +105,6 @@ CPU = Plan(
 H200 = Plan(
     device="cuda",
     shape=LLAMA_8B,
-    model=None,
     block_size=16,
     device_tokens=65536,
     host_bytes=40 << 30,
@@ -138,7 +117,6 @@ H200 = Plan(
 SEED = Plan(
     device="cuda",
     shape=QWEN3_14B,
-    model=None,
     block_size=128,
     device_tokens=24576,
     host_bytes=40 << 30,

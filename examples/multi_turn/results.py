@@ -8,18 +8,18 @@ from typing import Any
 
 from rich.table import Table
 
+from examples.bench.connectors import COLORS
+from examples.bench.counters import with_loaded_bytes
+from examples.bench.replies import Reply, Times, latencies, times
 from examples.bench.tables import (
-    MISSING,
     Runs,
-    cells_with_ratios,
     digits,
     make_figure,
     make_table,
     medians,
-    percentile,
+    numbers_table,
     save_figure,
 )
-from examples.multi_turn.client import Reply
 from examples.multi_turn.plan import Plan
 
 LEAST_AGREEMENT = 0.95
@@ -49,25 +49,6 @@ COUNTS = frozenset({"requests", "device_hit_tokens", "external_hit_tokens", "com
 """Whole numbers, shown without ratios."""
 
 PLOTS = ("ttft_by_turn.png", "throughput.png")
-_COLORS = {
-    "none": "tab:gray",
-    "ours": "tab:blue",
-    "builtin": "tab:orange",
-    "builtin-lazy": "tab:brown",
-    "builtin-BLHNC": "tab:red",
-    "offloading": "tab:green",
-}
-"""A contender has the same color in every run."""
-
-
-@dataclass(frozen=True)
-class Times:
-    """Seconds."""
-
-    mean: float
-    p50: float
-    p90: float
-    p99: float
 
 
 @dataclass(frozen=True)
@@ -131,9 +112,7 @@ def _disagreements(runs: Runs) -> list[str]:
 
 def _numbers(each: Mapping[str, Any], bytes_per_token: int | None) -> dict[str, float]:
     replies = _replies(each)
-    ttft = _times([reply.ttft for reply in replies])
     later = [reply.ttft for reply in replies if reply.turn > 0]
-    tpot = [reply.tpot for reply in replies if reply.tpot is not None]
     answered = sum(reply.answer_tokens for reply in replies)
     asked = sum(reply.prompt_tokens for reply in replies)
     numbers: dict[str, float] = {
@@ -142,16 +121,11 @@ def _numbers(each: Mapping[str, Any], bytes_per_token: int | None) -> dict[str, 
         "requests_per_second": len(replies) / each["seconds"],
         "answer_tokens_per_second": answered / each["seconds"],
         "tokens_per_second": (asked + answered) / each["seconds"],
-        **{f"ttft_{name}": value for name, value in asdict(ttft).items()},
-        **each["counters"],
+        **latencies(replies),
+        **with_loaded_bytes(each["counters"], bytes_per_token),
     }
     if later:
         numbers["later_ttft_mean"] = fmean(later)
-    if tpot:
-        numbers["tpot_mean"] = fmean(tpot)
-        numbers["tpot_p99"] = percentile(sorted(tpot), 0.99)
-    if bytes_per_token is not None and numbers["external_hit_tokens"]:
-        numbers.setdefault("loaded_bytes", numbers["external_hit_tokens"] * bytes_per_token)
     return numbers
 
 
@@ -160,14 +134,8 @@ def _by_turn(rounds: Sequence[Sequence[Reply]]) -> dict[int, Times]:
     found = {}
     for turn in turns:
         each = [[reply.ttft for reply in replies if reply.turn == turn] for replies in rounds]
-        found[turn] = Times(**medians([asdict(_times(times)) for times in each if times]))
+        found[turn] = Times(**medians([asdict(times(ttft)) for ttft in each if ttft]))
     return found
-
-
-def _times(values: Iterable[float]) -> Times:
-    ordered = sorted(values)
-    p50, p90, p99 = (percentile(ordered, share) for share in (0.5, 0.9, 0.99))
-    return Times(fmean(ordered), p50, p90, p99)
 
 
 def _replies(each: Mapping[str, Any]) -> list[Reply]:
@@ -175,16 +143,9 @@ def _replies(each: Mapping[str, Any]) -> list[Reply]:
 
 
 def summary_table(by_contender: Mapping[str, Summary], title: str) -> Table:
-    """One line a number, one column a contender; times with their ratio to the first's."""
-    table = make_table("", *by_contender, title=title)
-    for name, heading, scale in ROWS:
-        values = [each.numbers.get(name) for each in by_contender.values()]
-        if name in COUNTS:
-            cells = [MISSING if value is None else f"{value:,.0f}" for value in values]
-        else:
-            cells = cells_with_ratios(values, scale)
-        table.add_row(heading, *cells)
-    return table
+    """One line a number, one column a contender."""
+    numbers = {name: each.numbers for name, each in by_contender.items()}
+    return numbers_table(numbers, ROWS, COUNTS, title)
 
 
 def turn_table(by_contender: Mapping[str, Summary]) -> Table:
@@ -210,7 +171,7 @@ def save_plots(directory: Path, by_contender: Mapping[str, Summary], title: str)
         for name, style in (("mean", "o-"), ("p99", ":")):
             values = [getattr(times, name) * 1e3 for times in summary.by_turn.values()]
             label = f"{contender}, {name}"
-            axes.plot(turns, values, style, color=_COLORS.get(contender), label=label)
+            axes.plot(turns, values, style, color=COLORS.get(contender), label=label)
     axes.set(title=title, xlabel="turn", ylabel="TTFT, ms", ylim=(0, None))
     axes.locator_params(axis="x", integer=True)
     axes.legend()
@@ -218,7 +179,7 @@ def save_plots(directory: Path, by_contender: Mapping[str, Summary], title: str)
     axes = throughput.subplots()
     values = [each.numbers["requests_per_second"] for each in by_contender.values()]
     bars = axes.bar(
-        list(by_contender), values, color=[_COLORS.get(name, "black") for name in by_contender]
+        list(by_contender), values, color=[COLORS.get(name, "black") for name in by_contender]
     )
     axes.bar_label(bars, [digits(value) for value in values])
     axes.set(title=title, ylabel="requests/s")

@@ -70,7 +70,7 @@ def _require_memory(plan: Plan) -> None:
 
 def _require_scalable(path: Path, plan: Plan) -> None:
     """Read a trace before anything is measured."""
-    from examples.scheduler_bench.traces import read_trace
+    from examples.bench.traces import read_trace
 
     block_tokens, scale = read_trace(path).block_tokens, plan.traces.scale
     if block_tokens % scale or block_tokens < scale:

@@ -5,6 +5,7 @@ from collections.abc import Callable, Collection, Sequence
 from functools import partial
 
 from examples.bench.race import Race
+from examples.bench.traces import read_trace
 from examples.scheduler_bench.contenders import Contender
 from examples.scheduler_bench.costs import run_costs
 from examples.scheduler_bench.engine import Engine, Shape
@@ -19,7 +20,6 @@ from examples.scheduler_bench.results import (
     hit_row_name,
     trace_row_name,
 )
-from examples.scheduler_bench.traces import read_trace
 from examples.scheduler_bench.turns import Workload, run_turns
 
 

@@ -14,12 +14,12 @@ from typing import TYPE_CHECKING, Any
 
 from vllm.v1.core.kv_cache_utils import get_block_hash
 
+from examples.bench.traces import Trace, Turn, token_ids
 from examples.scheduler_bench.bounds import Access, lru_hits, optimal_hits
 from examples.scheduler_bench.contenders import Contender
 from examples.scheduler_bench.engine import Engine, Hit, Shape
 from examples.scheduler_bench.plan import BLOCK_SIZE, CHUNK_TOKENS, TracePlan
 from examples.scheduler_bench.results import TraceCount
-from examples.scheduler_bench.traces import Trace, Turn, token_ids
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request

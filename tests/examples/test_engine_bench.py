@@ -19,8 +19,9 @@ pytest.importorskip("rich")
 from rich.console import Console
 
 import simple_offload
+from examples.bench.agents import requests_by_agent
 from examples.bench.child import ROOT
-from examples.bench.command import BAD_RESULT, CANNOT_START, RUN_FAILED, CannotStart, exit_code_of
+from examples.bench.command import BAD_RESULT, CANNOT_START, RUN_FAILED, exit_code_of
 from examples.bench.connectors import (
     CONTENDERS,
     NONE,
@@ -35,7 +36,6 @@ from examples.engine_bench import engine_run, parts
 from examples.engine_bench.bench import Bench
 from examples.engine_bench.parts import Client, Reply, RequestLost
 from examples.engine_bench.plan import CPU, H200, PARTS, PRESETS, Part, Plan
-from examples.engine_bench.replay import requests_by_agent, working_set
 from examples.engine_bench.results import bench_table, floor_seconds, medians_by_contender, problems
 
 
@@ -476,16 +476,21 @@ def test_agents_send_the_same_sessions_however_fast_the_answers_are(tmp_path: Pa
 
 def test_repeats_send_the_same_sessions_with_other_tokens(tmp_path: Path) -> None:
     plan = with_trace(tmp_path)
-    first, second = (requests_by_agent(each) for each in (plan, plan.with_other_texts(1)))
-    for one, other in zip(chain(*first), chain(*second), strict=True):
-        assert one.prompt[:8] != other.prompt[:8]
-        assert len(one.prompt) == len(other.prompt)
-        assert replace(one, prompt=other.prompt) == other
+    other_plan = plan.with_other_texts(1)
+    first, second = (requests_by_agent(each.replay) for each in (plan, other_plan))
+    assert first == second
+    for request in chain(*first):
+        prompt, other = request.prompt(plan.text), request.prompt(other_plan.text)
+        assert prompt[:8] != other[:8]
+        assert len(prompt) == len(other) == request.prompt_tokens
 
 
 def test_the_working_set_is_what_an_endless_cache_computes(tmp_path: Path) -> None:
     plan = with_trace(tmp_path)
-    found = working_set(plan)
+    bench = Bench(plan, [], ["traces"], tmp_path)
+    bench.run(lambda *_: None)
+    found = bench.working_set
+    assert found is not None
     tokens = 3 * 32 * 14 + 12
     assert (found.requests, found.prompt_tokens) == (12, 3 * 32 * (8 + 10 + 12 + 14) + 12)
     assert (found.new_tokens, found.answer_tokens) == (tokens, 48)
@@ -497,8 +502,8 @@ def test_the_working_set_is_what_an_endless_cache_computes(tmp_path: Path) -> No
 def test_sessions_end_before_a_request_that_does_not_fit(tmp_path: Path) -> None:
     """Then the agent takes the next session."""
     plan = replace(with_trace(tmp_path), device_tokens=2 * 32 * 13, agents=1, trace_requests=9)
-    (requests,) = requests_by_agent(plan)
-    assert [len(each.prompt) // 32 for each in requests] == [8, 10, 12] * 3
+    (requests,) = requests_by_agent(plan.replay)
+    assert [each.prompt_tokens // 32 for each in requests] == [8, 10, 12] * 3
     assert [each.opens for each in requests] == [True, False, False] * 3
     # Of the recorded pauses of 9 s, halved, the longest allowed is left.
     assert [each.pause for each in requests] == [0.0, 0.1, 0.1] * 3
@@ -507,7 +512,7 @@ def test_sessions_end_before_a_request_that_does_not_fit(tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("changes", "complaint"),
     [
-        ({"trace_scale": 3}, "--trace-scale: 3 does not divide the 64 tokens of an id"),
+        ({"trace_scale": 3}, "scale: 3 does not divide the 64 tokens of an id"),
         ({"trace_requests": 13}, "12 for 3 agents. Wanted: 13"),
         ({"trace_requests": 1}, "one or more that continue a session"),
         ({"trace": "/no/such"}, "--traces: /no/such cannot be read"),
@@ -524,11 +529,15 @@ def test_a_trace_that_does_not_fit_is_refused_before_anything_runs(
     assert complaint in " ".join(capsys.readouterr().err.split())
 
 
-def test_requests_without_sessions_are_refused(tmp_path: Path) -> None:
+def test_requests_without_sessions_are_dealt_in_their_order(tmp_path: Path) -> None:
     path = tmp_path / "talks.jsonl"
-    path.write_text('{"timestamp": 0, "input_length": 600, "output_length": 9, "hash_ids": [0, 1]}')
-    with pytest.raises(CannotStart, match=r"talks\.jsonl has no sessions for agents"):
-        requests_by_agent(replace(tiny_plan(), trace=str(path)))
+    row = {"timestamp": 0, "input_length": 600, "output_length": 9, "hash_ids": [0, 1]}
+    path.write_text("\n".join(json.dumps(row | {"hash_ids": [id, 1]}) for id in range(5)))
+    plan = replace(tiny_plan(), trace=str(path), trace_requests=5, device_tokens=2048)
+    requests = sorted(chain(*requests_by_agent(plan.replay)), key=lambda each: each.ids[0])
+    assert [each.place for each in requests] == [(0, 0), (1, 0), (2, 0), (0, 1), (1, 1)]
+    assert [each.pause for each in requests[3:]] == [0.0, 0.0]
+    assert not any(each.opens for each in requests)
 
 
 def test_a_lost_request_of_an_agent_ends_the_run(

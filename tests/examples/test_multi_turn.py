@@ -23,18 +23,21 @@ from prometheus_client.samples import Sample
 
 from examples import serving
 from examples.bench.child import ROOT
+from examples.bench.client import RequestLost
 from examples.bench.command import BAD_RESULT, INTERRUPTED, RUN_FAILED, RunFailed, exit_code_of
 from examples.bench.connectors import CONTENDERS
+from examples.bench.counters import counters
 from examples.bench.models import ModelShape
+from examples.bench.replies import Reply
 from examples.bench.tables import cells_with_ratios, digits
+from examples.bench.tokens import WordVocabulary
 from examples.multi_turn import __main__ as command
 from examples.multi_turn import client as client_module
-from examples.multi_turn.bench import Bench, counters
-from examples.multi_turn.client import Replayed, Reply, RequestLost, replay
+from examples.multi_turn.bench import Bench
+from examples.multi_turn.client import Replayed, replay
 from examples.multi_turn.conversations import Conversation, Turn, make_conversations
 from examples.multi_turn.plan import CPU, Plan, generated
 from examples.multi_turn.results import ROWS, summaries
-from examples.multi_turn.tokens import WordVocabulary
 from tests.examples.processes import assert_gone
 
 FAKE = (sys.executable, "-m", "tests.examples.fake_server")

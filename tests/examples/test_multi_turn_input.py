@@ -10,9 +10,9 @@ import pytest
 
 from examples.bench.connectors import CONTENDERS
 from examples.bench.models import QWEN3_14B, ModelShape, save_model
+from examples.bench.tokens import FIRST_TEXT_TOKEN, ModelVocabulary, WordVocabulary
 from examples.multi_turn.conversations import InputError, make_conversations, to_messages
 from examples.multi_turn.plan import PRESETS, SEED, generated
-from examples.multi_turn.tokens import FIRST_TEXT_TOKEN, ModelVocabulary, WordVocabulary
 
 VOCABULARY = WordVocabulary(512)
 SETTINGS = SEED.settings

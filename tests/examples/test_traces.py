@@ -13,13 +13,13 @@ pytest.importorskip("rich")
 pytest.importorskip("vllm")
 
 from examples.bench.command import CANNOT_START, CannotStart
+from examples.bench.traces import Trace, Turn, read_trace
 from examples.scheduler_bench import __main__ as command
 from examples.scheduler_bench.bounds import Access, lru_hits, optimal_hits
 from examples.scheduler_bench.contenders import CONTENDERS, Transfer
 from examples.scheduler_bench.engine import Bus
 from examples.scheduler_bench.plan import Part, Plan, TracePlan
 from examples.scheduler_bench.replay import replay
-from examples.scheduler_bench.traces import Trace, Turn, read_trace
 
 MOONCAKE = [
     {"timestamp": 0, "input_length": 1100, "output_length": 9, "hash_ids": [0, 1, 2]},

@@ -1,0 +1,170 @@
+"""Agents that replay a trace in a closed loop: each sends a request, waits for its answer, pauses,
+and goes on. The requests are the same for all contenders, however fast they are."""
+
+import heapq
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from examples.bench.command import CannotStart
+from examples.bench.traces import Trace, Turn, read_trace
+
+ANSWER_TOKEN_SECONDS = 0.02
+"""Supposed time of an answer's token. It only decides which agent sends how many requests."""
+
+Text = Callable[..., list[int]]
+"""Gets a number of tokens, and what they are for; the same tokens for the same arguments."""
+
+
+@dataclass(frozen=True)
+class AgentPlan:
+    """The agents and their trace."""
+
+    trace: Path
+    agents: int
+    requests: int | None
+    """Of all agents together; None: as many as the trace has."""
+    scale: int
+    """Recorded tokens for each token that is sent."""
+    pause_scale: float
+    """Recorded seconds for each second of a pause."""
+    max_pause: float
+    """Longest pause, in seconds."""
+    max_tokens: int
+    """Longest request with its answer."""
+    seed: int
+    """Of the order of the sessions."""
+
+
+@dataclass(frozen=True)
+class Request:
+    """One request of an agent."""
+
+    pause: float
+    """Seconds from the agent's answer before, or from the start."""
+    opens: bool
+    """True for the first one of a session, whose KV no contender can have."""
+    ids: Sequence[int]
+    tokens_per_id: int
+    place: tuple[int, int]
+    """Its agent, and its number among the requests of that agent."""
+    answer_tokens: int
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Length of the prompt."""
+        return len(self.ids) * self.tokens_per_id + 1
+
+    def prompt(self, text: Text) -> list[int]:
+        """The last token belongs to no complete id, as in the recorded prompt."""
+        tokens = [token for id in self.ids for token in text(self.tokens_per_id, "trace", id)]
+        return tokens + text(1, "trace", "end", *self.place)
+
+
+@dataclass(frozen=True)
+class WorkingSet:
+    """How much KV requests need, beside the memory that there is."""
+
+    requests: int
+    prompt_tokens: int
+    answer_tokens: int
+    new_tokens: int
+    """Prompt tokens whose prefix no earlier request had: an endless cache computes these."""
+    device_multiple: float
+    """New tokens for one token of the device's KV space."""
+    host_multiple: float
+
+    def __str__(self) -> str:
+        return (
+            f"Agents: {self.requests} requests, {self.prompt_tokens:,} prompt tokens. "
+            f"{self.new_tokens:,} of them are new: {self.device_multiple:.2f} times the device's "
+            f"KV space, {self.host_multiple:.2f} times the host tier"
+        )
+
+
+def requests_by_agent(plan: AgentPlan) -> list[list[Request]]:
+    """Each agent's requests, in their order.
+
+    An agent that ends a session begins the next one of the file's shuffled order. A session ends
+    before a request that is too long for the plan. Requests without sessions are dealt in the
+    file's order, without pauses. Raises CannotStart if the file does not fit.
+    """
+    trace = read_trace(plan.trace)
+    if trace.block_tokens % plan.scale:
+        raise CannotStart(
+            f"scale: {plan.scale} does not divide the {trace.block_tokens} tokens of an id in "
+            f"{plan.trace}"
+        )
+    sessions = iter(trace.shuffled(plan.seed) if trace.has_sessions else trace.sessions)
+    turns = [_turns(sessions, trace, plan) for _ in range(plan.agents)]
+    found: list[list[Request]] = [[] for _ in turns]
+    # Agents take turns by supposed times, so that all end at about the same time.
+    due = [(agent * plan.max_pause / plan.agents, agent) for agent in range(plan.agents)]
+    num_found = 0
+    while due and (plan.requests is None or num_found < plan.requests):
+        now, agent = heapq.heappop(due)
+        turn, opens = next(turns[agent], (None, False))
+        if turn is None:
+            continue
+        mine = found[agent]
+        pause = min(turn.pause / plan.pause_scale, plan.max_pause) if mine else now
+        answer_tokens = _answer_tokens(turn, plan)
+        tokens_per_id = trace.block_tokens // plan.scale
+        place = (agent, len(mine))
+        mine.append(Request(pause, opens, turn.ids, tokens_per_id, place, answer_tokens))
+        num_found += 1
+        waited = pause if len(mine) > 1 else 0.0
+        heapq.heappush(due, (now + waited + answer_tokens * ANSWER_TOKEN_SECONDS, agent))
+    if (
+        num_found < (plan.requests or 0)
+        or not all(found)
+        or all(each.opens for mine in found for each in mine)
+    ):
+        wanted = "one or more for each" if plan.requests is None else f"{plan.requests}"
+        raise CannotStart(
+            f"--traces: {plan.trace} has too few requests of at most {plan.max_tokens} tokens: "
+            f"{num_found} for {plan.agents} agents. Wanted: {wanted}, and one or more that "
+            "continue a session"
+        )
+    return found
+
+
+def working_set(
+    requests: Iterable[Request], device_tokens: float, host_tokens: float
+) -> WorkingSet:
+    """Of ``requests``, with room for so many tokens on the device and in the host tier."""
+    prefixes: set[int] = set()
+    num_requests = prompt_tokens = answer_tokens = new_tokens = 0
+    for request in requests:
+        prefix, known = 0, len(prefixes)
+        for id in request.ids:
+            prefix = hash((prefix, id))
+            prefixes.add(prefix)
+        num_requests += 1
+        prompt_tokens += request.prompt_tokens
+        answer_tokens += request.answer_tokens
+        new_tokens += (len(prefixes) - known) * request.tokens_per_id + 1
+    return WorkingSet(
+        num_requests,
+        prompt_tokens,
+        answer_tokens,
+        new_tokens,
+        device_multiple=new_tokens / device_tokens,
+        host_multiple=new_tokens / host_tokens,
+    )
+
+
+def _turns(
+    sessions: Iterator[Sequence[Turn]], trace: Trace, plan: AgentPlan
+) -> Iterator[tuple[Turn, bool]]:
+    """One session after another. True marks the first turn of each."""
+    for session in sessions:
+        for index, turn in enumerate(session):
+            prompt_tokens = len(turn.ids) * (trace.block_tokens // plan.scale) + 1
+            if prompt_tokens + _answer_tokens(turn, plan) > plan.max_tokens:
+                break
+            yield turn, trace.has_sessions and index == 0
+
+
+def _answer_tokens(turn: Turn, plan: AgentPlan) -> int:
+    return max(1, turn.output_tokens // plan.scale)
