@@ -8,10 +8,11 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
-from http.client import HTTPConnection, HTTPException
+from http.client import HTTPConnection, HTTPException, HTTPSConnection
 from pathlib import Path
 from threading import Thread
 from typing import Any
+from urllib.parse import urlsplit
 
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.samples import Sample
@@ -30,10 +31,67 @@ _POLL_SECONDS = 0.2
 _ANSWER_SECONDS = 60.0
 
 
-class Server:
+class Endpoint:
+    """A server's HTTP endpoints."""
+
+    def __init__(self, url: str) -> None:
+        """``url``: http or https, without ``/v1``."""
+        self.url = url.rstrip("/")
+
+    def failure(self, text: str) -> RunFailed:
+        """An error with ``text`` about the server."""
+        return RunFailed(f"{self.url} {text}.")
+
+    def served_model(self) -> tuple[str, int | None]:
+        """The name of the first model, and the length of its longest request in tokens where the
+        server tells it. Raises RunFailed if there is no model."""
+        try:
+            first = json.loads(self._request("GET", "/v1/models"))["data"][0]
+            return str(first["id"]), first.get("max_model_len")
+        except (ValueError, LookupError, TypeError) as error:
+            raise self.failure(f"names no model at /v1/models ({error!r})") from None
+
+    def samples(self) -> list[Sample]:
+        """All samples of /metrics."""
+        families = text_string_to_metric_families(self._request("GET", "/metrics").decode())
+        return [sample for family in families for sample in family.samples]
+
+    def metric(self, name: str, **labels: str) -> float:
+        """Sum of a metric's samples with ``labels``; 0 if there are none. ``name`` as in /metrics:
+        a counter's ends in "_total"."""
+        return sum(
+            sample.value
+            for sample in self.samples()
+            if sample.name == name and labels.items() <= sample.labels.items()
+        )
+
+    def _request(self, method: str, path: str) -> bytes:
+        """The body of the answer. Raises RunFailed if there is none, or an error."""
+        try:
+            status, body = self._exchange(method, path)
+        except (OSError, HTTPException) as error:
+            raise self.failure(f"gave no answer to {path} ({error})") from None
+        if status != 200:
+            raise self.failure(f"answered {status} to {path}")
+        return body
+
+    def _exchange(self, method: str, path: str) -> tuple[int, bytes]:
+        parts = urlsplit(self.url)
+        kind = HTTPSConnection if parts.scheme == "https" else HTTPConnection
+        connection = kind(parts.netloc, timeout=_ANSWER_SECONDS)
+        try:
+            connection.request(method, parts.path + path)
+            response = connection.getresponse()
+            return response.status, response.read()
+        finally:
+            connection.close()
+
+
+class Server(Endpoint):
     """A running server. ``serving`` makes and ends it."""
 
     def __init__(self, process: "subprocess.Popen[bytes]", port: int, log: Path) -> None:
+        super().__init__(f"http://{HOST}:{port}")
         self.port = port
         self.log = log
         self.pid = process.pid
@@ -42,10 +100,6 @@ class Server:
         """Holds the exit code once the process has ended."""
         self.ended.set_running_or_notify_cancel()  # so that no waiting thread can cancel it
         Thread(target=lambda: self.ended.set_result(process.wait()), daemon=True).start()
-
-    @property
-    def url(self) -> str:
-        return f"http://{HOST}:{self.port}"
 
     def check(self) -> None:
         """Raise RunFailed if the process has ended."""
@@ -75,20 +129,6 @@ class Server:
                 raise self.failure(f"did not reset its caches within {RESET_SECONDS:.0f} s")
             self._pause()
 
-    def samples(self) -> list[Sample]:
-        """All samples of /metrics."""
-        families = text_string_to_metric_families(self._request("GET", "/metrics").decode())
-        return [sample for family in families for sample in family.samples]
-
-    def metric(self, name: str, **labels: str) -> float:
-        """Sum of a metric's samples with ``labels``; 0 if there are none. ``name`` as in /metrics:
-        a counter's ends in "_total"."""
-        return sum(
-            sample.value
-            for sample in self.samples()
-            if sample.name == name and labels.items() <= sample.labels.items()
-        )
-
     def wait_until_ready(self) -> None:
         """Return once requests are answered. Raises RunFailed if the process ends before, or
         takes too long."""
@@ -108,25 +148,6 @@ class Server:
         with suppress(TimeoutError):
             self.ended.result(timeout=_POLL_SECONDS)
             raise self.failure("ended while it was waited for")
-
-    def _request(self, method: str, path: str) -> bytes:
-        """The body of the answer. Raises RunFailed if there is none, or an error."""
-        try:
-            status, body = self._exchange(method, path)
-        except (OSError, HTTPException) as error:
-            raise self.failure(f"gave no answer to {path} ({error})") from None
-        if status != 200:
-            raise self.failure(f"answered {status} to {path}")
-        return body
-
-    def _exchange(self, method: str, path: str) -> tuple[int, bytes]:
-        connection = HTTPConnection(HOST, self.port, timeout=_ANSWER_SECONDS)
-        try:
-            connection.request(method, path)
-            response = connection.getresponse()
-            return response.status, response.read()
-        finally:
-            connection.close()
 
 
 def server_environment(device: Device, scratch: Path, **extra: str) -> dict[str, str]:

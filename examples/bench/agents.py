@@ -99,7 +99,8 @@ def requests_by_agent(plan: AgentPlan) -> list[list[Request]]:
     turns = [_turns(sessions, trace, plan) for _ in range(plan.agents)]
     found: list[list[Request]] = [[] for _ in turns]
     # Agents take turns by supposed times, so that all end at about the same time.
-    due = [(agent * plan.max_pause / plan.agents, agent) for agent in range(plan.agents)]
+    spread = plan.max_pause / plan.agents if trace.has_sessions else 0.0
+    due = [(agent * spread, agent) for agent in range(plan.agents)]
     num_found = 0
     while due and (plan.requests is None or num_found < plan.requests):
         now, agent = heapq.heappop(due)

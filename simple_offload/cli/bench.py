@@ -39,6 +39,12 @@ BENCHES = {
         "--output",
         "multi-turn-out",
     ),
+    "agents": Bench(
+        "examples.agent_bench",
+        "recorded agents, each contender in turn: throughput and TTFT by number of agents",
+        "--output",
+        "agent-bench-out",
+    ),
     "engines": Bench(
         "examples.engine_bench",
         "engines with this connector, vLLM's own ones and none, over the same work",

@@ -54,6 +54,7 @@ _GPU_ENGINES = Elsewhere(
     "tests/examples/test_engine_bench.py::test_a_tiny_bench_measures_every_part"
 )
 _GPU_TURNS = Elsewhere("tests/examples/test_multi_turn.py::test_with_vllm")
+_AGENTS = Elsewhere("tests/examples/test_agent_bench.py::test_with_vllm")
 _GPU_ACCURACY = Elsewhere("tests/examples/test_accuracy_models.py::test_answers_from_the_host_tier")
 _NPU = Elsewhere("tests/acl_sim/on_npu/copies.py::test_the_hardware_check")
 _SERVED = "tests/docs/test_serving.py::test_the_commands_of_a_first_run_on_an_npu"
@@ -89,6 +90,7 @@ WAYS: Mapping[str, Way] = {
     ),
     "make bench-turns": Run(_TURNS, output="--output"),
     "make bench-turns ARGS=--preset fits": Run(_TURNS, output="--output"),
+    "make bench-agents ARGS=--traces agents.json": _AGENTS,
     "make bench-scheduler": Run(r"hit rate", output="--out"),
     "make bench-scheduler ARGS=--quick": Run(r"hit rate", output="--out"),
     "make bench-scheduler ARGS=--parts cost --contenders ours,ours-128,builtin": Run(
@@ -115,6 +117,7 @@ WAYS: Mapping[str, Way] = {
     "simple-offload bench engines --preset cpu": Run(r"TTFT, hit in the host tier"),
     "simple-offload bench engines --preset h200": _GPU_ENGINES,
     "simple-offload bench engines": _GPU_ENGINES,
+    "simple-offload bench agents --traces …": _AGENTS,
     "simple-offload bench scheduler --quick": Run(r"hit rate"),
     "simple-offload bench scheduler": Named("simple-offload bench scheduler --quick"),
     "simple-offload bench demo --quick": Run(r"answers are the same"),
@@ -126,6 +129,7 @@ WAYS: Mapping[str, Way] = {
     "python3 -m examples.engine_bench --…": _GPU_ENGINES,
     "python3 -m examples.overlap_probe": _GPU_OVERLAP,
     "python3 -m examples.overlap_probe --…": _GPU_OVERLAP,
+    "python3 -m examples.agent_bench --traces …": _AGENTS,
     "python3 -m examples.multi_turn --preset …": _GPU_TURNS,
     "python3 -m examples.multi_turn --input-file generate_multi_turn.json --seed 1234": Run(
         _TURNS, instead={"generate_multi_turn.json": "{input}"}

@@ -19,6 +19,8 @@ from pathlib import Path
 from threading import Event, Lock
 from typing import Any
 
+COMMAND = (sys.executable, "-m", "tests.examples.fake_server")
+
 
 @dataclass(frozen=True)
 class Faults:
@@ -48,6 +50,7 @@ class Faults:
 class Handler(BaseHTTPRequestHandler):
     faults: Faults
     connector: bool
+    model: str
     lock = Lock()
     requests = 0
     refusals = 0
@@ -56,6 +59,9 @@ class Handler(BaseHTTPRequestHandler):
     sources: dict[str, int]
 
     def do_GET(self) -> None:
+        if self.path == "/v1/models":
+            self._answer(json.dumps({"data": [{"id": self.model, "max_model_len": 400}]}).encode())
+            return
         lines = ["# TYPE vllm:prompt_tokens_by_source counter"]
         for source, value in self.sources.items():
             lines.append(f'vllm:prompt_tokens_by_source_total{{source="{source}"}} {value}')
@@ -143,6 +149,7 @@ def main() -> None:
     parser.add_argument("--host")
     parser.add_argument("--port", type=int)
     parser.add_argument("--kv-transfer-config")
+    parser.add_argument("--served-model-name", default="fake")
     arguments, _ = parser.parse_known_args()
     connector = arguments.kv_transfer_config is not None
     faults = Faults(**json.loads(os.environ.get("FAKE_SERVER", "{}")) if connector else {})
@@ -153,6 +160,7 @@ def main() -> None:
         # With the server's command line, by which a test finds it.
         subprocess.Popen([sys.executable, "-c", "import signal; signal.pause()", *sys.argv])
     Handler.faults, Handler.connector = faults, connector
+    Handler.model = arguments.served_model_name
     Handler.on_device, Handler.outside = [], []
     Handler.sources = {"local_compute": 0, "local_cache_hit": 0, "external_kv_transfer": 0}
     ThreadingHTTPServer((arguments.host, arguments.port), Handler).serve_forever()

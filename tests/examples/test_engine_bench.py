@@ -37,6 +37,7 @@ from examples.engine_bench.bench import Bench
 from examples.engine_bench.parts import Client, Reply, RequestLost
 from examples.engine_bench.plan import CPU, H200, PARTS, PRESETS, Part, Plan
 from examples.engine_bench.results import bench_table, floor_seconds, medians_by_contender, problems
+from tests.examples.sessions import save_sessions
 
 
 def code_of(one: Bench) -> int:
@@ -74,16 +75,7 @@ def tiny_plan() -> Plan:
 def with_trace(folder: Path, plan: Plan | None = None) -> Plan:
     """``plan``, else the tiny one, with three sessions of four requests. Their prompts grow from 8
     to 14 ids of 32 tokens, and together do not fit the tiny plan's device."""
-    rows = [
-        [
-            [10.0 * turn, 64 * num_ids + session, 8, 0.0, 1.0, 0, [[1, num_ids]]]
-            for turn, num_ids in enumerate(range(8, 16, 2))
-        ]
-        for session in range(3)
-    ]
-    path = folder / "agents.json"
-    path.write_text(json.dumps({"block_size": 64, "traces": [{"rows": each} for each in rows]}))
-    return replace(plan or tiny_plan(), trace=str(path))
+    return replace(plan or tiny_plan(), trace=str(save_sessions(folder)))
 
 
 @pytest.mark.usefixtures("light_engines")

@@ -38,9 +38,8 @@ from examples.multi_turn.client import Replayed, replay
 from examples.multi_turn.conversations import Conversation, Turn, make_conversations
 from examples.multi_turn.plan import CPU, Plan, generated
 from examples.multi_turn.results import ROWS, summaries
+from tests.examples.fake_server import COMMAND
 from tests.examples.processes import assert_gone
-
-FAKE = (sys.executable, "-m", "tests.examples.fake_server")
 
 
 def code_of(one: Bench) -> int:
@@ -71,13 +70,6 @@ def bench(output: Path, *names: str, port: int | None = None, **changes: Any) ->
 
 WARM_UP = 3
 """Number of requests of each server's warm-up."""
-
-
-@pytest.fixture
-def fake(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
-    """Makes the servers fakes. FAKE_SERVER in the environment is their list of faults."""
-    monkeypatch.setattr(serving, "COMMAND", FAKE)
-    return monkeypatch
 
 
 def servers(output: Path) -> list[psutil.Process]:
@@ -220,7 +212,7 @@ def test_a_port_in_use(tmp_path: Path) -> None:
 INTERRUPTED_RUN = f"""
 import runpy, sys
 from examples import serving
-serving.COMMAND = {FAKE!r}
+serving.COMMAND = {COMMAND!r}
 sys.argv = ["examples.multi_turn", *sys.argv[1:]]
 runpy.run_module("examples.multi_turn", run_name="__main__")
 """
