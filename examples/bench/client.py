@@ -29,9 +29,11 @@ class RequestLost(Exception):
 
 
 def client_session() -> aiohttp.ClientSession:
-    """One connection a client, kept open, without aiohttp's own limits."""
+    """Connections without aiohttp's own limits. One that was idle is closed before the server
+    closes it, after 5 seconds (VLLM_HTTP_TIMEOUT_KEEP_ALIVE): a request on it would be lost."""
     return aiohttp.ClientSession(
-        connector=aiohttp.TCPConnector(limit=0), timeout=aiohttp.ClientTimeout(total=None)
+        connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=2),
+        timeout=aiohttp.ClientTimeout(total=None),
     )
 
 
