@@ -25,7 +25,7 @@ from examples.serving import Endpoint
 CONTENDERS_ON_GPU = ("none", "ours", "builtin", "builtin-lazy", "offloading")
 """Unless others are named."""
 ENDPOINT_TOKENS = 30_000
-"""Tokens of the prompts for a server that the bench did not start: most models have more."""
+"""Most models have more."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -63,7 +63,9 @@ def report(bench: Bench, console: Console, what: str) -> None:
     if not summaries:
         return
     for agents in bench.plan.agents:
-        title = f"{agents} agents, {bench.plan.seconds} s, and ratios to {next(iter(summaries))}"
+        title = f"{agents} agents, {bench.plan.seconds} s"
+        if len(summaries) > 1:
+            title += f", and ratios to {next(iter(summaries))}"
         console.print(point_table(summaries, agents, title))
     try:
         print_lines(console, f"Plot: {save_plot(bench.output, summaries, what)}")
@@ -115,6 +117,12 @@ def parse(argv: Sequence[str] | None) -> Bench:
         "prompts of token ids and ignore_eos, as vLLM does. Another --seed gives it other prompts",
     )
     parser.add_number(
+        "--vocab-size",
+        f"tokens of the model at --url (default: {ENDPOINT_TOKENS})",
+        default=ENDPOINT_TOKENS,
+        least=16,
+    )
+    parser.add_number(
         "--agents", "numbers of agents (default: 8 16 32; 4 8 on the CPU)", most=4096, nargs="+"
     )
     parser.add_number(
@@ -158,7 +166,8 @@ def parse(argv: Sequence[str] | None) -> Bench:
         if arguments.contenders is not None:
             parser.error("argument --contenders: a server at --url has its own connector")
         plan = replace(plan, shape=None, model=None)
-        return Bench(plan, WordVocabulary(ENDPOINT_TOKENS), [], arguments.output, arguments.url)
+        vocabulary = WordVocabulary(arguments.vocab_size)
+        return Bench(plan, vocabulary, [], arguments.output, arguments.url)
     contenders = parser.contenders(arguments.contenders, plan.device, CONTENDERS_ON_GPU)
     return Bench(plan, vocabulary_of(parser, plan), contenders, arguments.output)
 

@@ -48,7 +48,7 @@ class Bench:
         self.endpoint = endpoint
         names = [each.name for each in contenders] if endpoint is None else [ENDPOINT]
         self.runs: dict[str, list[dict[str, Any]]] = {name: [] for name in names}
-        self._vocabulary = vocabulary
+        self.vocabulary = vocabulary
         self._machine = machine()
 
     @property
@@ -80,7 +80,7 @@ class Bench:
                     show(contender.name, "warming up", 0, None)
                     firsts = (requests[0] for mine in work.values() for requests in mine)
                     longest = max(first.prompt_tokens for first in firsts)
-                    warm_up(server, self._vocabulary, plan.seed, longest)
+                    warm_up(server, self.vocabulary, plan.seed, longest)
                     target = Target(server.url, MODEL)
                     self._measure_all(contender.name, server, target, work, show)
                     show(contender.name, "stopping the server", 0, None)
@@ -143,7 +143,7 @@ class Bench:
         @cache
         def text(length: int, *what: object) -> list[int]:
             # For another number of agents the same ids become other tokens, which no cache has.
-            return self._vocabulary.random(length, self.plan.seed, len(by_agent), *what)
+            return self.vocabulary.random(length, self.plan.seed, len(by_agent), *what)
 
         show("first requests", 0, None)
         seconds = self.plan.seconds

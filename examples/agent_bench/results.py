@@ -105,15 +105,15 @@ def problems(runs: Runs, plan: Plan, connected: Iterable[str]) -> list[str]:
         if len(measured) != len(plan.agents):
             found.append(f"{contender}: {len(measured)} of {len(plan.agents)} measurements")
         for each in measured:
-            who, ours = f"{contender}, {each['agents']} agents", each["numbers"]
+            who, values = f"{contender}, {each['agents']} agents", each["numbers"]
             found += [f"{who}: lost a request: {lost}" for lost in each["lost"]]
-            if not ours["requests"]:
+            if not values["requests"]:
                 found.append(f"{who}: nothing was asked after the agents' first requests")
-            if (busy := ours["client_busy"]) > MOST_CLIENT_BUSY:
+            elif (busy := values["client_busy"]) > MOST_CLIENT_BUSY:
                 found.append(
                     f"{who}: the client computed for {busy:.0%} of the time, and measured itself"
                 )
-            if contender == "none" and ours.get("external_hit_tokens"):
+            if contender == "none" and values.get("external_hit_tokens"):
                 found.append(f"{who}: hits of a connector, and there is none")
         crowded = [
             each["numbers"] for each in measured if each["numbers"]["device_multiple"] > CROWDED

@@ -203,6 +203,8 @@ def test_options_are_the_plan(tmp_path: Path) -> None:
     one = command.parse([*options.split(), *compiled])
     assert [each.name for each in one.contenders] == ["none", "ours"]
     assert one.plan.replay(4).pause_scale == 2
+    theirs = command.parse([*options.split(), "--url", "http://h:1", "--vocab-size", "16"])
+    assert 8 < max(theirs.vocabulary.random(1000)) < 16
     arguments = one.plan.server_arguments(CONTENDERS["ours"])
     assert arguments["compilation_config"] == {"mode": 0}
     assert (arguments["max_num_seqs"], arguments["num_gpu_blocks_override"]) == (8, 2)
