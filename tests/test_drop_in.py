@@ -4,6 +4,7 @@ read are ignored, and named in the log. Runs on vLLM 0.30 to 0.33."""
 
 import importlib
 import inspect
+import json
 import re
 from pathlib import Path
 from typing import Any
@@ -11,8 +12,11 @@ from unittest.mock import Mock
 
 import pytest
 import vllm
+from vllm.config import VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.utils.argparse_utils import FlexibleArgumentParser
 from vllm.v1.kv_cache_layout import KVCacheLayout
 
 from simple_offload.config import OffloadConfig
@@ -146,26 +150,62 @@ def test_sizes_mean_the_same(
     assert OffloadConfig.parse(extra_config, num_ranks).bytes_per_rank(num_ranks) == num_bytes
 
 
-@pytest.mark.parametrize("simple", ["1", "0"])
+def engine_config(model: str, *arguments: str) -> VllmConfig:
+    """The configuration that ``vllm serve`` makes of its arguments."""
+    parser: Any = AsyncEngineArgs.add_cli_args(FlexibleArgumentParser())  # type: ignore[no-untyped-call]
+    given = ["--model", model, "--skip-tokenizer-init", "--dtype", "float32", *arguments]
+    engine_args: AsyncEngineArgs = AsyncEngineArgs.from_cli_args(parser.parse_args(given))
+    return engine_args.create_engine_config()
+
+
+def class_of(config: VllmConfig) -> type:
+    assert config.kv_transfer_config is not None
+    return KVConnectorFactory.get_connector_class(config.kv_transfer_config)
+
+
+NAMED = {"kv_connector": "SimpleCPUOffloadConnector", "kv_role": "kv_both"}
+
+
+@pytest.mark.parametrize(
+    "given", [{}, NAMED, {"kv_connector_extra_config": {"cpu_bytes_to_use": "1GiB"}}], ids=str
+)
 def test_vllm_s_option_for_offloading(
-    make_vllm_config: MakeVllmConfig, monkeypatch: pytest.MonkeyPatch, simple: str
+    make_vllm_config: MakeVllmConfig, monkeypatch: pytest.MonkeyPatch, given: dict[str, Any]
 ) -> None:
-    """--kv-offloading-size with and without the variable of docs/operations.md."""
-    monkeypatch.setenv("VLLM_USE_SIMPLE_KV_OFFLOAD", simple)
+    """--kv-offloading-size in GiB is the size, and the module path is all that it needs."""
+    monkeypatch.setenv("VLLM_USE_SIMPLE_KV_OFFLOAD", "1")
+    ours = json.dumps({"kv_connector_module_path": "simple_offload"} | given)
+    model = make_vllm_config().model_config.model
+    config = engine_config(model, "--kv-offloading-size", "0.3", "--kv-transfer-config", ours)
+    assert class_of(config) is SimpleCPUOffloadConnector
+    assert config.kv_transfer_config is not None
+    assert config.kv_transfer_config.kv_role == "kv_both"
+    extra_config = config.kv_transfer_config.kv_connector_extra_config
+    assert OffloadConfig.parse(extra_config, RANKS).cpu_bytes_to_use == 322_122_547
+
+
+def test_vllm_s_option_without_its_variable(
+    make_vllm_config: MakeVllmConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("VLLM_USE_SIMPLE_KV_OFFLOAD", "0")
     config = make_vllm_config({"cpu_bytes_to_use": 64 * MIB})
     config.cache_config.kv_offloading_size = 0.3
     config._post_init_kv_transfer_config()
-    assert config.kv_transfer_config is not None
-    if simple == "1":
-        made = KVConnectorFactory.get_connector_class(config.kv_transfer_config)
-        assert made is SimpleCPUOffloadConnector
-        extra_config = config.kv_transfer_config.kv_connector_extra_config
-        assert OffloadConfig.parse(extra_config, RANKS).cpu_bytes_to_use == 322_122_547
-        return
     with pytest.raises(AttributeError) as stopped:
-        KVConnectorFactory.get_connector_class(config.kv_transfer_config)
+        class_of(config)
     assert "OffloadingConnector not found in simple_offload" in str(stopped.value)
     assert "VLLM_USE_SIMPLE_KV_OFFLOAD=1" in str(stopped.value.__cause__)
+
+
+def test_vllm_s_option_replaces_a_multi_connector(
+    make_vllm_config: MakeVllmConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """docs/operations.md warns of it: vLLM overwrites kv_connector, whatever it was."""
+    monkeypatch.setenv("VLLM_USE_SIMPLE_KV_OFFLOAD", "1")
+    several = {"kv_connector": "MultiConnector", "kv_role": "kv_both"}
+    model = make_vllm_config().model_config.model
+    option = ("--kv-offloading-size", "0.3", "--kv-transfer-config", json.dumps(several))
+    assert class_of(engine_config(model, *option)) is builtin.SimpleCPUOffloadConnector
 
 
 @pytest.mark.parametrize("role", KVConnectorRole)
