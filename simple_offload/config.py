@@ -5,6 +5,7 @@ import logging
 import math
 import re
 from collections.abc import Mapping
+from contextlib import suppress
 from decimal import Decimal
 from fractions import Fraction
 from typing import Annotated, Any, Literal, Self
@@ -25,9 +26,11 @@ _UNITS = {"": 1, "B": 1} | {
     for suffix, base in (("", 1024), ("I", 1024), ("IB", 1024), ("B", 1000))
 }
 _SIZE = re.compile(r"(?P<number>\d+(?:\.\d+)?)\s*(?P<unit>[a-z]*)", re.IGNORECASE | re.ASCII)
+_SHARE = re.compile(r"(?P<percent>\d+(?:\.\d+)?)\s*%", re.ASCII)
 _FLAGS = {"true": True, "1": True, "false": False, "0": False}
-_SIZE_KEYS = ("cpu_bytes_to_use", "cpu_bytes_to_use_per_rank", "second_tier.bytes")
+_MEMORY_KEYS = ("cpu_bytes_to_use", "cpu_bytes_to_use_per_rank")
 _SIZE_FORMS = 'a number of bytes or a size such as "64GiB", "512MiB" or "64GB"'
+_MEMORY_FORMS = f'{_SIZE_FORMS}, or a share of memory such as "80%"'
 
 
 class ConfigError(ValueError):
@@ -51,6 +54,28 @@ def parse_size(value: object) -> int:
     raise PydanticCustomError("size", f"must be {_SIZE_FORMS}")
 
 
+def parse_memory(value: object) -> int:
+    """Bytes, as ``parse_size``, or of a share such as "80%": of the memory of this machine or of
+    its cgroup, whichever is less. Raises PydanticCustomError otherwise.
+
+    It is no share of what is available: ranks that start one after another would see different
+    amounts (sglang#40135).
+    """
+    if (share := _share_of(value)) is None:
+        with suppress(PydanticCustomError):
+            return parse_size(value)
+        raise PydanticCustomError("size", f"must be {_MEMORY_FORMS}")
+    if not 0 < share <= 1:
+        raise PydanticCustomError("size", "must be more than 0% and at most 100%")
+    return int(memory.limit().num_bytes * share)
+
+
+def _share_of(value: object) -> Fraction | None:
+    """What "80%" stands for; None for values of another form."""
+    match = _SHARE.fullmatch(value.strip()) if isinstance(value, str) else None
+    return Fraction(match["percent"]) / 100 if match else None
+
+
 def parse_flag(value: object) -> bool:
     """A bool, also in the forms that templates of configurations produce: "true", "False", 1.
 
@@ -65,6 +90,7 @@ def parse_flag(value: object) -> bool:
 
 
 Bytes = Annotated[int, BeforeValidator(parse_size), Field(gt=0)]
+MemoryBytes = Annotated[int, BeforeValidator(parse_memory), Field(gt=0)]
 Flag = Annotated[bool, BeforeValidator(parse_flag)]
 
 
@@ -101,12 +127,13 @@ class OffloadConfig(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
-    cpu_bytes_to_use: Bytes = 8 * GIB
+    cpu_bytes_to_use: MemoryBytes = 8 * GIB
     """Host memory of the whole server, shared by its tensor and pipeline parallel ranks on all
-    nodes. With data parallelism, each engine has this much."""
+    nodes. With data parallelism, each engine has this much. ``"80%"`` is a share of the memory of
+    each machine, or of its cgroup."""
 
-    cpu_bytes_to_use_per_rank: Bytes | None = None
-    """Host memory of each rank; overrides ``cpu_bytes_to_use``."""
+    cpu_bytes_to_use_per_rank: MemoryBytes | None = None
+    """Host memory of each rank; overrides ``cpu_bytes_to_use``. ``"10%"`` is a share as there."""
 
     num_cpu_blocks: Annotated[int, Field(strict=True, ge=2)] | None = None
     """Host blocks of each rank, or of ranks that share them, including vLLM's null block. Always
@@ -159,11 +186,15 @@ class OffloadConfig(BaseModel):
 
     @classmethod
     def parse(
-        cls, extra_config: Mapping[str, Any], num_ranks: int, num_ranks_here: int | None = None
+        cls,
+        extra_config: Mapping[str, Any],
+        num_ranks: int,
+        num_ranks_here: int | None = None,
+        num_local: int | None = None,
     ) -> Self:
-        """Validate ``extra_config`` for an engine of ``num_ranks`` ranks. ``num_ranks_here``: the
-        ranks of all engines of the server on this machine; ``num_ranks`` by default. Keys of
-        vLLM's other connectors are ignored.
+        """Validate ``extra_config`` for an engine of ``num_ranks`` ranks. ``num_local``: those on
+        this machine, ``num_ranks_here``: the ranks of all engines of the server on it; both
+        ``num_ranks`` by default. Keys of vLLM's other connectors are ignored.
 
         Raises ConfigError, which names every wrong key, or a size that exceeds the memory of this
         machine (or of its cgroup).
@@ -174,7 +205,11 @@ class OffloadConfig(BaseModel):
         except ValidationError as error:
             lines = [_explain(detail) for detail in error.errors()]
             raise ConfigError("kv_connector_extra_config: " + "; ".join(lines)) from None
-        config._check_memory(num_ranks, num_ranks if num_ranks_here is None else num_ranks_here)
+        if _share_of(own.get("cpu_bytes_to_use")) is not None:  # other machines add theirs
+            whole = config.cpu_bytes_to_use * num_ranks // (num_local or num_ranks)
+            config = config.model_copy(update={"cpu_bytes_to_use": whole})
+        num_here = num_ranks if num_ranks_here is None else num_ranks_here
+        config._check_memory(own.get(config._size_key), num_ranks, num_here)
         return config
 
     def bytes_per_rank(self, num_ranks: int) -> int:
@@ -231,13 +266,14 @@ class OffloadConfig(BaseModel):
         per_rank = self.cpu_bytes_to_use_per_rank is not None
         return "cpu_bytes_to_use_per_rank" if per_rank else "cpu_bytes_to_use"
 
-    def _check_memory(self, num_ranks: int, num_ranks_here: int) -> None:
+    def _check_memory(self, given: object, num_ranks: int, num_ranks_here: int) -> None:
         if self.num_cpu_blocks is not None and not (
             {"cpu_bytes_to_use", "cpu_bytes_to_use_per_rank"} & self.model_fields_set
         ):
             return  # a block's bytes depend on the model: host_pool.py checks them
         needed = self.bytes_per_rank(num_ranks) * num_ranks_here
-        check_fits_memory(needed, self._size_key, getattr(self, self._size_key))
+        value = getattr(self, self._size_key) if given is None else given
+        check_fits_memory(needed, self._size_key, value)
 
 
 def check_fits_memory(needed: int, key: str, value: object) -> None:
@@ -282,6 +318,7 @@ def _explain(detail: ErrorDetails) -> str:
         choices = re.findall(r"'(\w+)'", detail["ctx"]["expected"])
         near = difflib.get_close_matches(value, choices, n=1)
         allowed += f"; did you mean {near[0]!r}?" if near else ""
-    if key in _SIZE_KEYS and detail["type"] != "size":
-        allowed += f" ({_SIZE_FORMS})"
+    forms = {"second_tier.bytes": _SIZE_FORMS} | dict.fromkeys(_MEMORY_KEYS, _MEMORY_FORMS)
+    if key in forms and detail["type"] != "size":
+        allowed += f" ({forms[key]})"
     return f"{key}={value!r}: {allowed}"

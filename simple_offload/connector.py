@@ -71,7 +71,7 @@ class SimpleCPUOffloadConnector(KVConnectorBase_V1, SupportsHMA):
         require_supported_deployment(vllm_config)
         ranks = Ranks.from_config(vllm_config.parallel_config)
         extra_config = self._kv_transfer_config.kv_connector_extra_config or {}
-        config = OffloadConfig.parse(extra_config, ranks.num, ranks.num_here)
+        config = OffloadConfig.parse(extra_config, ranks.num, ranks.num_here, ranks.num_local)
         if role == KVConnectorRole.SCHEDULER and (ignored := describe_ignored(extra_config)):
             logger.warning("Ignored in kv_connector_extra_config: %s", ignored)
         if not vllm_config.cache_config.enable_prefix_caching:
@@ -115,7 +115,7 @@ class SimpleCPUOffloadConnector(KVConnectorBase_V1, SupportsHMA):
         kv_transfer_config = vllm_config.kv_transfer_config
         extra_config = kv_transfer_config.kv_connector_extra_config if kv_transfer_config else {}
         ranks = Ranks.from_config(vllm_config.parallel_config)
-        config = OffloadConfig.parse(extra_config or {}, ranks.num, ranks.num_here)
+        config = OffloadConfig.parse(extra_config or {}, ranks.num, ranks.num_here, ranks.num_local)
         if config.second_tier is not None and vllm_config.cache_config.enable_prefix_caching:
             require_second_tier_possible(config.second_tier, vllm_config)
         return wanted_layout(vllm_config, config)

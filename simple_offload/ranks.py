@@ -16,7 +16,10 @@ class Ranks:
     num_here: int
     """Ranks on this machine, of all engines of the server."""
     are_alike: bool = True
-    """Whether all ranks of the engine have the same layers, and so as many host blocks."""
+    """Whether all ranks of the engine have the same layers and the same machine, and so as many
+    host blocks."""
+    num_local: int | None = None
+    """Ranks of the engine on this machine. None: all."""
 
     @classmethod
     def from_config(cls, parallel: "ParallelConfig") -> "Ranks":
@@ -24,7 +27,8 @@ class Ranks:
         from vllm.platforms import current_platform  # doctor works without vLLM
 
         num_local = parallel.local_world_size
-        if parallel.distributed_executor_backend == "ray":
+        by_ray = parallel.distributed_executor_backend == "ray"
+        if by_ray:
             # Ray chooses the nodes. Each rank on this machine has a device here.
             num_local = min(num_local, max(1, current_platform.device_count()))
         # vLLM configures an engine of a dense model as if it were the only one
@@ -35,5 +39,8 @@ class Ranks:
         return cls(
             num=parallel.world_size,
             num_here=num_local * num_engines,
-            are_alike=parallel.pipeline_parallel_size == 1,
+            # The same answer in every process of the engine, so without num_local.
+            are_alike=parallel.pipeline_parallel_size == 1
+            and parallel.world_size == (1 if by_ray else parallel.local_world_size),
+            num_local=None if num_local == parallel.world_size else num_local,
         )

@@ -17,11 +17,16 @@ NO_SIZES: tuple[object, ...] = (
     *("1e9", "0x10", "1,5GiB", 0.5, math.inf, math.nan, [64], {"GiB": 64}),
 )
 A_SIZE = 'a number of bytes or a size such as "64GiB"'
+A_SHARE = 'or a share of memory such as "80%"'
 REFUSED: list[tuple[str, tuple[object, ...], str]] = [
     ("cpu_bytes_to_use", (*NO_SIZES, None), A_SIZE),
     ("cpu_bytes_to_use", (0, -1, -64 * GIB, "0", "0.4"), "greater than 0"),
+    ("cpu_bytes_to_use", (*NO_SIZES, 0, 0.8, "%", "-80%", "80%%", "8e1%", "80 percent"), A_SHARE),
+    ("cpu_bytes_to_use", ("0%", "0.0 %", "100.1%", "120%"), "more than 0% and at most 100%"),
     ("cpu_bytes_to_use_per_rank", NO_SIZES, A_SIZE),
     ("cpu_bytes_to_use_per_rank", (0, -1), "greater than 0"),
+    ("cpu_bytes_to_use_per_rank", (*NO_SIZES, 0), A_SHARE),
+    ("cpu_bytes_to_use_per_rank", ("0%", "120%"), "more than 0% and at most 100%"),
     ("num_cpu_blocks", (1, 0, -5), "greater than or equal to 2"),
     ("num_cpu_blocks", (True, 4.0, "10", [10], "all"), "integer"),
     ("store_threshold", (0, -1), "greater than or equal to 1"),
@@ -179,7 +184,7 @@ def test_a_second_tier_has_keys_of_its_own_and_options_of_vllm_s() -> None:
     ("key", "value", "allowed"),
     [
         *(("type", value, "valid string") for value in (None, 5, ["fs"])),
-        *(("bytes", value, A_SIZE) for value in ("2 TB of disk", True, 0.5, 0)),
+        *(("bytes", value, A_SIZE) for value in ("2 TB of disk", True, 0.5, 0, "80%")),
         ("cache_namespace", 5, "valid string"),
         *((key, "", "at least 1 character") for key in ("type", "cache_namespace")),
         ("module_path", 5, "valid string"),

@@ -18,7 +18,7 @@ BOTH_SIZES = pytest.mark.parametrize("key", ["cpu_bytes_to_use", "cpu_bytes_to_u
 def test_more_than_the_machine_has(key: str, size: int, num_ranks: int, asked: str) -> None:
     OffloadConfig.parse({key: f"{size}GiB"}, num_ranks)
     message = refusal({key: f"{size + 1}GiB"}, num_ranks)
-    assert f"{key}={(size + 1) * GIB} asks for {asked} GiB" in message
+    assert f"{key}='{size + 1}GiB' asks for {asked} GiB" in message
     assert "100.00 GiB in all" in message
 
 
@@ -46,6 +46,53 @@ def test_a_machine_that_may_get_more_memory(
     (record,) = caplog.records
     assert record.levelname == "WARNING"
     assert "has 31.00 GiB so far" in record.getMessage()
+
+
+# Shares of the machine
+
+
+@pytest.mark.parametrize(
+    ("value", "num_bytes"),
+    [("80%", 80 * GIB), ("100%", 100 * GIB), (" 12.5 % ", 25 * GIB // 2), ("0.1%", GIB // 10)],
+)
+@BOTH_SIZES
+def test_a_share_of_the_machine_s_memory(key: str, value: str, num_bytes: int) -> None:
+    assert getattr(OffloadConfig.parse({key: value}, num_ranks=1), key) == num_bytes
+
+
+def test_a_share_is_the_same_for_processes_that_start_one_after_another(machine: Machine) -> None:
+    """Whatever the ranks that started before have taken."""
+    machine.available = 3 * GIB
+    assert OffloadConfig.parse({"cpu_bytes_to_use": "80%"}, 1).cpu_bytes_to_use == 80 * GIB
+
+
+def test_a_share_of_a_container_s_limit(machine: Machine) -> None:
+    machine.write("/proc/self/cgroup", "0::/pod\n")
+    machine.write("/sys/fs/cgroup/pod/memory.max", f"{40 * GIB}\n")
+    assert OffloadConfig.parse({"cpu_bytes_to_use": "75%"}, 1).cpu_bytes_to_use == 30 * GIB
+
+
+def test_the_ranks_of_a_machine_divide_its_share() -> None:
+    """An engine of 16 ranks on two machines, each of which adds its own memory."""
+    on_one, on_two = (
+        OffloadConfig.parse({"cpu_bytes_to_use": "80%"}, 16, num_local, num_local)
+        for num_local in (16, 8)
+    )
+    assert on_one.bytes_per_rank(16) == 5 * GIB
+    assert on_two.bytes_per_rank(16) == 10 * GIB
+
+
+@BOTH_SIZES
+def test_shares_of_all_engines_together(key: str) -> None:
+    """Each engine of data parallelism has that share, as it would have those bytes."""
+    OffloadConfig.parse({key: "25%"}, num_ranks=1, num_ranks_here=4)
+    with pytest.raises(ConfigError) as caught:
+        OffloadConfig.parse({key: "25%"}, num_ranks=1, num_ranks_here=5)
+    assert f"{key}='25%' asks for 125.00 GiB of host memory" in str(caught.value)
+
+
+def test_vllm_s_first_question_knows_no_ranks() -> None:
+    OffloadConfig.parse({"cpu_bytes_to_use": "80%"}, 1, 0)
 
 
 # Sizes of a rank

@@ -90,7 +90,29 @@ def test_ranks_that_ray_places_are_where_devices_are(
     )
     parallel = parallel_config(tensor_parallel_size=8, pipeline_parallel_size=2)
     parallel.distributed_executor_backend = "ray"  # the constructor would look for Ray
-    assert Ranks.from_config(parallel) == Ranks(16, num_here, are_alike=False)
+    num_local = None if num_here == 16 else num_here
+    assert Ranks.from_config(parallel) == Ranks(16, num_here, False, num_local)
+
+
+@pytest.mark.parametrize(("nnodes", "gib"), [(1, 5), (2, 10), (4, 20)])
+def test_a_share_is_of_each_node(machine: Machine, nnodes: int, gib: int) -> None:
+    """The nodes may have different memory, so ranks have to agree on their blocks."""
+    ranks = Ranks.from_config(parallel_config(tensor_parallel_size=16, nnodes=nnodes))
+    extra_config = {"cpu_bytes_to_use": "80%"}
+    config = OffloadConfig.parse(extra_config, ranks.num, ranks.num_here, ranks.num_local)
+    assert config.bytes_per_rank(ranks.num) == gib * GIB
+    assert ranks.are_alike == (nnodes == 1)
+
+
+def test_ranks_that_ray_places_may_be_on_different_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every process of the engine has to think so, also one on a node with fewer devices."""
+    parallel = parallel_config(tensor_parallel_size=4)
+    parallel.distributed_executor_backend = "ray"  # as above
+    for num_devices in (0, 2, 4):
+        monkeypatch.setattr(
+            "vllm.platforms.current_platform.device_count", lambda n=num_devices: n, raising=False
+        )
+        assert not Ranks.from_config(parallel).are_alike
 
 
 def test_one_rank() -> None:

@@ -18,7 +18,7 @@ from annotated_types import Ge, Gt
 from pydantic import BeforeValidator
 from pydantic.fields import FieldInfo
 
-from simple_offload.config import GIB, OffloadConfig, SecondTierConfig, parse_size
+from simple_offload.config import GIB, OffloadConfig, SecondTierConfig, parse_memory
 
 ROOT = Path(__file__).resolve().parent.parent
 README = ROOT / "README.md"
@@ -64,7 +64,7 @@ def _allowed(annotation: Any, metadata: Iterable[Any] = ()) -> str:
     if annotation is bool:
         return "`true`, `false`"
     if _is_size(metadata):
-        return 'bytes, or a size such as `"64GiB"`'
+        return 'bytes, a size such as `"64GiB"`, or a share such as `"80%"`'
     bounds = "".join(
         f", ≥ {bound.ge}" if isinstance(bound, Ge) else f", > {bound.gt}"
         for bound in _constraints(metadata)
@@ -79,7 +79,7 @@ def _constraints(metadata: Iterable[Any]) -> Iterable[Any]:
 
 
 def _is_size(metadata: Iterable[Any]) -> bool:
-    return any(isinstance(each, BeforeValidator) and each.func is parse_size for each in metadata)
+    return any(isinstance(each, BeforeValidator) and each.func is parse_memory for each in metadata)
 
 
 # The table of invariants

@@ -99,7 +99,8 @@ def run(arguments: argparse.Namespace) -> int:
     ranks, nodes = arguments.ranks, arguments.nodes
     if ranks % nodes:
         raise CommandError(f"--nodes {nodes}: must divide --ranks, which is {ranks}")
-    checks = examine(given, Ranks(ranks, ranks // nodes * arguments.data_parallel))
+    num_local = ranks // nodes
+    checks = examine(given, Ranks(ranks, num_local * arguments.data_parallel, num_local=num_local))
     failed = any(check.status is Status.ERROR for check in checks)
     if arguments.json:
         listed = [{**asdict(check), "status": check.status.value} for check in checks]

@@ -67,7 +67,7 @@ def check_transfer_config(
     the connector refuses them."""
     checks = [] if given.whole is None else _check_selection(given.whole)
     try:
-        config = OffloadConfig.parse(given.extra, ranks.num, ranks.num_here)
+        config = OffloadConfig.parse(given.extra, ranks.num, ranks.num_here, ranks.num_local)
     except ConfigError as failure:
         return [*checks, error("configuration", "refused", str(failure))], None
     if ignored := describe_ignored(given.extra):

@@ -54,6 +54,13 @@ def test_copies_of_the_same_kv(host_copies: str, meaning: str) -> None:
     assert check.found == f"{HALF}; {meaning}"
 
 
+@pytest.mark.usefixtures("machine")
+def test_a_share_of_each_of_two_nodes() -> None:
+    given = read_transfer_config('{"cpu_bytes_to_use": "80%"}')
+    (check,), _ = check_transfer_config(given, Ranks(16, 8, num_local=8))
+    assert check.found.startswith("10.00 GiB on each of 16 ranks, 8 ranks on this machine")
+
+
 def test_extra_config_alone() -> None:
     given = read_transfer_config('{"num_cpu_blocks": 64, "enable_cross_layers_blocks": "true"}')
     assert given.whole is None

@@ -70,6 +70,12 @@ def test_ranks_share_the_bytes(make_worker: MakeWorker) -> None:
     assert sizes(make_worker({"cpu_bytes_to_use": 10 * BLOCK_BYTES}, 2)) == (5, 5, BLOCK_BYTES)
 
 
+def test_a_share_of_the_machine_s_memory(make_worker: MakeWorker, machine: Machine) -> None:
+    machine.num_bytes = 20 * BLOCK_BYTES
+    assert sizes(make_worker({"cpu_bytes_to_use": "50%"}, 2)) == (5, 5, BLOCK_BYTES)
+    assert sizes(make_worker({"cpu_bytes_to_use_per_rank": "50%"}, 2)) == (10, 10, BLOCK_BYTES)
+
+
 @pytest.mark.parametrize(("num_ranks", "fitting"), [(1, 1000), (2, 500)])
 def test_more_blocks_than_the_machine_has_memory_for(
     make_worker: MakeWorker, machine: Machine, num_ranks: int, fitting: int
