@@ -1,0 +1,134 @@
+"""The Dockerfile and the values for Helm: as far as they run without a cluster."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from packaging.requirements import Requirement
+from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+from simple_offload.config import GIB, OffloadConfig
+from simple_offload.connector import SimpleCPUOffloadConnector
+from simple_offload.vllm_compat import NEWEST, OLDEST
+from tests.conftest import Machine, MakeVllmConfig
+from tests.test_packaging import EXTRAS
+from tools.set_up import ROOT
+
+DEPLOY = ROOT / "examples" / "deploy"
+DOCKERFILE = (DEPLOY / "Dockerfile").read_text()
+VALUES: dict[str, Any] = yaml.safe_load((DEPLOY / "production-stack.yaml").read_text())
+
+CHART_KEYS = {
+    "name": str,
+    "repository": str,
+    "tag": str,
+    "modelURL": str,
+    "replicaCount": int,
+    "requestCPU": int,
+    "requestGPU": int,
+    "requestMemory": str,
+    "limitMemory": str,
+    "vllmConfig": dict,
+}
+"""Keys of a modelSpec that the values use, and their types: vllm-project/production-stack,
+helm/values.schema.json, at a6c01db (chart 0.1.12). The schema allows any other key, which the
+templates then ignore."""
+CHART_FLAGS = {"maxModelLen": "--max-model-len", "tensorParallelSize": "--tensor-parallel-size"}
+ROUTING = ("roundrobin", "session", "prefixaware", "kvaware")
+
+
+def engine_arguments(model_spec: dict[str, Any]) -> list[str]:
+    """The arguments of `vllm serve`, as helm/templates/deployment-vllm-multi.yaml writes them."""
+    config = dict(model_spec["vllmConfig"])
+    extra_args = config.pop("extraArgs")
+    prefix_caching = "enable" if config.pop("enablePrefixCaching", False) else "no-enable"
+    own = [word for key, value in config.items() for word in (CHART_FLAGS[key], str(value))]
+    return [f"--{prefix_caching}-prefix-caching", *own, *extra_args]
+
+
+# The image
+
+
+def test_the_image_has_a_supported_vllm() -> None:
+    versions = re.findall(r"\d+\.\d+\.\d+", DOCKERFILE)
+    assert len(versions) == 2, "in the command, and by default"
+    (version,) = set(versions)
+    assert OLDEST <= tuple(map(int, version.split(".")[:2])) <= NEWEST
+    assert "FROM vllm/vllm-openai:v${VLLM_VERSION}\n" in DOCKERFILE
+    (on_cuda,) = (Requirement(text) for text in EXTRAS["cuda"] if text.startswith("vllm"))
+    assert on_cuda.specifier.contains(version)
+    assert '"/src[cuda]"' in DOCKERFILE
+
+
+def test_what_the_image_copies_makes_the_whole_wheel(tmp_path: Path) -> None:
+    source = tmp_path / "src"
+    for line in re.findall(r"^COPY (.*)$", DOCKERFILE, re.MULTILINE):
+        *names, target = line.split()
+        assert target.startswith("/src/")
+        for name in names:
+            whole = target if target.endswith("/") else str(Path(target).parent)
+            place = source / Path(whole).relative_to("/src") / name
+            place.parent.mkdir(parents=True, exist_ok=True)
+            place.symlink_to(ROOT / name)
+    build = ["pip", "wheel", "--no-build-isolation", "--no-deps", "--no-index", "-w", str(tmp_path)]
+    environment = os.environ | {"PYTHONDONTWRITEBYTECODE": "1"}
+    subprocess.run([sys.executable, "-m", *build, str(source)], check=True, env=environment)
+    (wheel,) = tmp_path.glob("*.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        names = archive.namelist()
+    assert "simple_offload/connector.py" in names
+    assert "simple_offload/bundled/examples/deploy/Dockerfile" in names
+
+
+# The chart
+
+
+@pytest.fixture
+def model_spec() -> dict[str, Any]:
+    (spec,) = VALUES["servingEngineSpec"]["modelSpec"]
+    return dict(spec)
+
+
+def test_the_values_are_those_of_the_chart(model_spec: dict[str, Any]) -> None:
+    assert VALUES.keys() == {"servingEngineSpec", "routerSpec"}
+    assert VALUES["routerSpec"]["routingLogic"] in ROUTING
+    assert {key: type(value) for key, value in model_spec.items()} == CHART_KEYS
+    assert model_spec["tag"] in DOCKERFILE
+
+
+def test_vllm_serves_with_the_connector(
+    model_spec: dict[str, Any], make_vllm_config: MakeVllmConfig, machine: Machine
+) -> None:
+    """The parser takes every argument, and the tier fits beside what vLLM needs."""
+    parser: Any = AsyncEngineArgs.add_cli_args(FlexibleArgumentParser())  # type: ignore[no-untyped-call]
+    arguments = engine_arguments(model_spec)
+    small = ["--model", make_vllm_config().model_config.model, "--skip-tokenizer-init"]
+    given = parser.parse_args([*arguments, *small, "--max-model-len", "512"])
+    config = AsyncEngineArgs.from_cli_args(given).create_engine_config()
+    assert config.cache_config.enable_prefix_caching
+    assert config.kv_transfer_config is not None
+    assert KVConnectorFactory.get_connector_class(config.kv_transfer_config) is (
+        SimpleCPUOffloadConnector
+    )
+    limit = int(model_spec["limitMemory"].removesuffix("Gi")) * GIB
+    machine.num_bytes = 2 * limit
+    machine.write("/proc/self/cgroup", "0::/pod\n")
+    machine.write("/sys/fs/cgroup/pod/memory.max", str(limit))
+    extra_config = config.kv_transfer_config.kv_connector_extra_config
+    assert OffloadConfig.parse(extra_config, 1).cpu_bytes_to_use == 72 * GIB
+
+
+def test_helm_keeps_the_configuration_in_one_argument(model_spec: dict[str, Any]) -> None:
+    """Folded lines of YAML are one line for JSON, and the chart quotes each argument."""
+    option, text = model_spec["vllmConfig"]["extraArgs"]
+    assert (option, "\n" in text) == ("--kv-transfer-config", False)
+    assert json.loads(text)["kv_connector_module_path"] == "simple_offload"
