@@ -17,6 +17,7 @@ TESTS = (
     "tests/test_drop_in.py",
     "tests/test_metrics.py",
     "tests/test_vllm_compat.py",
+    "tests/scheduler/test_event_consumers.py",
     "tests/scheduler/test_events.py",
     "tests/scheduler/test_groups.py",
     "tests/scheduler/test_parked.py",
