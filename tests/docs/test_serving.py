@@ -54,7 +54,12 @@ def shown(beginning: str) -> Sequence[str]:
 def places(tmp_path: Path) -> Mapping[str, str]:
     model = save_random_model(tmp_path / "model", vocab_size=VOCAB_SIZE, max_model_len=1024)
     save_word_tokenizer(model, VOCAB_SIZE)
-    return {"model": str(model), "port": str(free_port()), "folder": str(tmp_path)}
+    return {
+        "model": str(model),
+        "port": str(free_port()),
+        "events": str(free_port()),
+        "folder": str(tmp_path),
+    }
 
 
 @contextmanager
@@ -76,16 +81,20 @@ def served(
 @pytest.mark.parametrize(
     ("beginning", "size", "less"),
     [
-        ("vllm serve MODEL ", "64GiB", "64MiB"),
+        ("vllm serve MODEL --kv-transfer-config", "64GiB", "64MiB"),
+        ("vllm serve MODEL --kv-events-config", "64GiB", "64MiB"),
         ("VLLM_USE_SIMPLE_KV_OFFLOAD=1 vllm serve MODEL ", "64", "0.0625"),
     ],
-    ids=["of the README", "with vLLM's option"],
+    ids=["of the README", "with KV events", "with vLLM's option"],
 )
 def test_commands_that_serve(
     tmp_path: Path, places: Mapping[str, str], beginning: str, size: str, less: str
 ) -> None:
     """The server answers, and a prompt that the device has evicted comes back from the host."""
-    way = Run("", instead={"MODEL": "{model}", size: less}, add=CPU)
+    instead = {"MODEL": "{model}", size: less}
+    if "kv-events" in beginning:
+        instead["5557"] = "{events}"
+    way = Run("", instead=instead, add=CPU)
     words = ["env", *as_run(shown(beginning), way, places)]
     environment = _cpu(reader_environment(tmp_path))
     with served(words, tmp_path, environment, int(places["port"])) as server:

@@ -150,6 +150,9 @@ WAYS: Mapping[str, Way] = {
     "vllm serve MODEL --kv-transfer-config {…": Elsewhere(
         "tests/docs/test_serving.py::test_commands_that_serve"
     ),
+    "vllm serve MODEL --kv-events-config {…": Elsewhere(
+        "tests/docs/test_serving.py::test_commands_that_serve"
+    ),
     "mount -t tmpfs -o size=128G,mode=0700 tmpfs /kv": Elsewhere(_SHARED_FILES),
     "vllm serve MODEL --data-parallel-size 4 …": Elsewhere(_SHARED_FILES),
     "VLLM_USE_SIMPLE_KV_OFFLOAD=1 vllm serve MODEL --kv-offloading-size 64 …": Elsewhere(
@@ -173,8 +176,13 @@ WAYS: Mapping[str, Way] = {
 }
 
 
-THEIRS = ("npu-smi info",)
-"""Commands of the NPU's driver, which cannot run here."""
+THEIRS = (
+    "npu-smi info",
+    "docker build -f examples/deploy/Dockerfile -t vllm-simple-offload:0.32.0 .",
+    "helm repo add vllm https://vllm-project.github.io/production-stack",
+    "helm install vllm vllm/vllm-stack -f examples/deploy/production-stack.yaml",
+)
+"""Commands of the NPU's driver, of Docker and of a cluster, which cannot run here."""
 
 
 def key_of(text: str) -> str | None:

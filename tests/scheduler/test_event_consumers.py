@@ -59,7 +59,8 @@ class Published:
             fields = plain(batch)
             if not whole_hashes:
                 for event in fields[1]:
-                    shorten_hashes(event)
+                    if event["type"] != "AllBlocksCleared":
+                        shorten_hashes(event)
             self.payloads.append(msgspec.msgpack.encode([*fields[:2], 0]))
 
         driver.world.router.publish = publish  # type: ignore[method-assign]
