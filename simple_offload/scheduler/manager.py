@@ -38,6 +38,7 @@ from simple_offload.scheduler.tier import block_pool
 from simple_offload.scheduler.tier.cpu_tier import CpuTier
 from simple_offload.scheduler.tier.groups import Groups, host_groups
 from simple_offload.scheduler.tier.run import Run
+from simple_offload.scheduler.wishes import KEY, Wishbook
 from simple_offload.scheduler.write_hazards import WriteHazards
 
 if TYPE_CHECKING:
@@ -78,6 +79,10 @@ class OffloadScheduler:
         self.switched_off = False
         self._num_on_device: dict[str, int] = {}
         """By request without blocks, its tokens that the device had at the last lookup."""
+        self._wishes = Wishbook()
+        self._sources: dict[str, dict[str, int]] = {}
+        """By request that wishes for a report: by source, tokens of its prompt that need not be
+        computed."""
         self._ranks = Ranks.from_config(vllm_config.parallel_config)
         self._capacities: dict[str, RankCapacity] = {}
         """By rank, its last report."""
@@ -127,6 +132,7 @@ class OffloadScheduler:
 
     def on_new_request(self, request: "Request") -> None:
         """vLLM has put a request into its queue."""
+        self._wishes.of(request)  # a warning comes at once
         if self._second_tier is not None and not self.switched_off:
             self._second_tier.on_new_request(request)
 
@@ -167,10 +173,13 @@ class OffloadScheduler:
         # A request comes here again when its load has ended, with the blocks that it got before.
         starts = num_external_tokens > 0 or request.num_computed_tokens == 0
         num_on_device = self._num_on_device.pop(request.request_id, 0)
+        wishes = self._wishes.of(request)
+        if starts and wishes.report:
+            self._note_sources(request.request_id, num_on_device, num_external_tokens)
         if starts and not self.switched_off:
             if not request.skip_reading_prefix_cache:
                 self._meter.add(metrics.LOOKUPS, 1, "hit" if num_external_tokens > 0 else "miss")
-            self._policy.on_allocated(request, num_on_device, num_external_tokens)
+            self._policy.on_allocated(request, num_on_device, num_external_tokens, wishes)
         if num_external_tokens > 0:
             self._free_unread(request, num_external_tokens)
             self._loads.plan(request, blocks.blocks, num_external_tokens, self._device_pool)
@@ -222,6 +231,8 @@ class OffloadScheduler:
             self._second_tier.speeds.on_step_ended(report.step)
         for request_id in self._loads.on_failed(report.failed):
             self._policy.on_load_failed(request_id)
+            if (sources := self._sources.get(request_id)) is not None:
+                sources.update(host=0, second_tier=0)
         for ended in self._ledger.on_report(report):
             load = self._loads.on_ended(ended, self._device_pool)
             is_load = load is not None
@@ -247,7 +258,8 @@ class OffloadScheduler:
 
     def request_finished(self, request: "Request") -> tuple[bool, dict[str, Any] | None]:
         """Store the rest of a request that ends. vLLM may free its blocks right away: transfers
-        have references to the blocks that they need; until vLLM knows of a load, it keeps them."""
+        have references to the blocks that they need; until vLLM knows of a load, it keeps them.
+        Returns whether vLLM should keep the blocks, and what the reply says."""
         self._num_on_device.pop(request.request_id, None)
         self._parked.remove(request.request_id)
         if self._second_tier is not None:
@@ -255,7 +267,8 @@ class OffloadScheduler:
         self._loads.on_request_finished(request.request_id)
         loading = self._loads.is_loading(request.request_id)
         self._policy.on_request_finished(request, loading=loading)
-        return False, None
+        self._wishes.forget(request.request_id)
+        return False, self._report(request)
 
     # Between steps
 
@@ -308,6 +321,28 @@ class OffloadScheduler:
             self._second_tier.shutdown()
 
     # Details
+
+    def _note_sources(self, request_id: str, num_on_device: int, num_external_tokens: int) -> None:
+        """The first blocks that a request gets have its prompt's tokens."""
+        if request_id not in self._sources:
+            num_fetched = 0
+            if self._second_tier is not None:
+                num_tokens = num_on_device + num_external_tokens
+                num_fetched = self._second_tier.num_fetched_tokens(request_id, num_tokens)
+            num_fetched = min(num_fetched, num_external_tokens)
+            self._sources[request_id] = {
+                "device": num_on_device,
+                "host": num_external_tokens - num_fetched,
+                "second_tier": num_fetched,
+            }
+
+    def _report(self, request: "Request") -> dict[str, Any] | None:
+        """What the reply says of a request that wishes for a report."""
+        sources = self._sources.pop(request.request_id, None)
+        if sources is None:
+            return None
+        num_computed = max(0, request.num_prompt_tokens - sum(sources.values()))
+        return {KEY: {"prompt_tokens": {**sources, "compute": num_computed}}}
 
     def _make_tier(self) -> None:
         """A tier without host blocks (but vLLM's null block): the ranks open them."""

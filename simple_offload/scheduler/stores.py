@@ -1,5 +1,6 @@
 """Stores: device blocks on their way to the host tier, across ranks."""
 
+from collections import Counter
 from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import dataclass, field
 
@@ -157,6 +158,11 @@ class Stores:
         for store in self._in_flight.values():
             store.cancel()
         return planned.device_blocks
+
+    def references(self) -> Counter[int]:
+        """By id of a device block, the references of stores to it."""
+        stores = (self._planned, *self._in_flight.values())
+        return Counter(block.block_id for store in stores for block in store.device_blocks)
 
     def frees_device_blocks(self) -> bool:
         """Whether the end of a store, planned or in flight, would return a device block to the

@@ -153,6 +153,9 @@ WAYS: Mapping[str, Way] = {
     "vllm serve MODEL --kv-events-config {…": Elsewhere(
         "tests/docs/test_serving.py::test_commands_that_serve"
     ),
+    "curl -s http://localhost:8000/v1/chat/completions …": Elsewhere(
+        "tests/serve/test_serve.py::test_wishes"
+    ),
     "mount -t tmpfs -o size=128G,mode=0700 tmpfs /kv": Elsewhere(_SHARED_FILES),
     "vllm serve MODEL --data-parallel-size 4 …": Elsewhere(_SHARED_FILES),
     "VLLM_USE_SIMPLE_KV_OFFLOAD=1 vllm serve MODEL --kv-offloading-size 64 …": Elsewhere(

@@ -89,17 +89,29 @@ class Driver:
     # Requests
 
     def start(
-        self, request_id: str, tokens: list[int], max_tokens: int = 1, salt: str | None = None
+        self,
+        request_id: str,
+        tokens: list[int],
+        max_tokens: int = 1,
+        salt: str | None = None,
+        wishes: Any = None,
+        session_id: str | None = None,
     ) -> Request:
         """Hand a request to the scheduler."""
-        self.world.add_request(request_id, tokens, max_tokens, salt, 0)
+        self.world.add_request(request_id, tokens, max_tokens, salt, 0, wishes, session_id)
         return self.world.requests[request_id]
 
     def serve(
-        self, request_id: str, tokens: list[int], max_tokens: int = 1, salt: str | None = None
+        self,
+        request_id: str,
+        tokens: list[int],
+        max_tokens: int = 1,
+        salt: str | None = None,
+        wishes: Any = None,
+        session_id: str | None = None,
     ) -> list[int]:
         """Run a request until all is at rest. Returns prompt and output."""
-        self.start(request_id, tokens, max_tokens, salt)
+        self.start(request_id, tokens, max_tokens, salt, wishes, session_id)
         self.run()
         return tokens + self.world.finished[request_id][0]
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from vllm.v1.core.kv_cache_utils import KVCacheBlock
 
-from simple_offload.scheduler.tier import segments
+from simple_offload.scheduler.tier import leases, segments
 from tests.scheduler.tiers import (
     BLOCK_SIZE,
     block,
@@ -26,16 +26,32 @@ from tests.scheduler.tiers import (
     prefixes,
     queues,
     segments_of,
+    wished,
 )
-from tests.simulation.integrity import check_tier, pool_of
+from tests.simulation.integrity import check_tier, pool_of, set_clock
 
 _NUM_BLOCKS = 7
 _MOST_BLOCKS = 12
 _CONSTANTS: dict[str, Any] = dict(COPIES_SHARE=0.3, PROTECTED_SHARE=0.5, EVICTIONS_PER_RETURN=3)
-_PROBATION, _PROTECTED, _COPY, _FOUND_COPY = range(4)
+_PROBATION, _PROTECTED, _COPY, _FOUND_COPY, _KEPT, _RELEASED, _KEPT_COPY, _RELEASED_COPY = range(8)
+_AS_COPY = {
+    _PROBATION: _COPY,
+    _PROTECTED: _FOUND_COPY,
+    _KEPT: _KEPT_COPY,
+    _RELEASED: _RELEASED_COPY,
+}
+_AS_OTHER = {copy: other for other, copy in _AS_COPY.items()}
+_COPIES = {*_AS_OTHER}
+_QUEUES = {_PROBATION: 0, _PROTECTED: 1, _KEPT: 3, _RELEASED: 4} | dict.fromkeys(_COPIES, 2)
+"""By segment, the place of its queue."""
 _INDICES = st.integers(0, 99)
 chains = st.sampled_from(["aaaaa", "aaabb", "abbbb", "abba", "aab", "bbb", "bb", "ba", "a"])
 starts = st.sampled_from([0, 0, 1, 2, 3])
+
+
+def if_found(segment: int) -> int:
+    """Where a block belongs that is no copy, when a request has found it."""
+    return _KEPT if segment in (_KEPT, _KEPT_COPY) else _PROTECTED
 
 
 class _Store(NamedTuple):
@@ -50,16 +66,27 @@ class Tier(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.patch = patch.multiple(segments, **_CONSTANTS)
-        self.patch.start()
+        self.patches = [
+            patch.multiple(segments, **_CONSTANTS),
+            patch.object(leases, "_MAX_STALE", 1000),
+        ]
+        for each in self.patches:
+            each.start()
+        self.now = 0
         self.tier = make_tier(_NUM_BLOCKS)
+        set_clock(self.tier, lambda: self.now)
         self.num_blocks = _NUM_BLOCKS
         self.kept: dict[str, KVCacheBlock] = {}
         """The blocks that can be found."""
         self.segment: dict[str, int] = {}
         """Of these blocks, pinned or free."""
-        self.queues: list[list[str]] = [[], [], []]
-        """The free ones on probation, protected and copies, the next to leave first."""
+        self.queues: list[list[str]] = [[], [], [], [], []]
+        """The free ones on probation, protected, copies, kept and released, the next to leave
+        first."""
+        self.leases: dict[str, leases.Lease] = {}
+        """Of those that are kept."""
+        self.ends: list[tuple[float, list[int]]] = []
+        """Ends of leases, with the blocks that got them."""
         self.let_go: list[list[int]] = []
         self.twins: dict[int, None] = {}
         """Ids of blocks that the device has let go of, and has in another block."""
@@ -97,6 +124,7 @@ class Tier(RuleBasedStateMachine):
         num_empty = min(self.num_empty, len(wanted))
         if num_empty < len(wanted):
             self.settle()
+            self.end_leases()
         count = num_empty + self.evict(len(wanted) - num_empty, keep)
         allocated = self.tier.allocate(len(wanted), {key(name) for name in keep})
         assert names(allocated) == [""] * count
@@ -133,7 +161,7 @@ class Tier(RuleBasedStateMachine):
             self.hits.append(hit.pins)
             self.references.update(each.block_id for each in hit.pins)
             self.take(behind)
-            self.segment.update(dict.fromkeys(behind, _PROTECTED))
+            self.segment.update({name: if_found(self.segment[name]) for name in behind})
 
     @precondition(lambda self: self.hits)
     @rule(index=_INDICES, loaded=st.booleans())
@@ -145,10 +173,10 @@ class Tier(RuleBasedStateMachine):
         self.references.subtract(each.block_id for each in pins)
         names = self.names_at(each.block_id for each in pins)
         if loaded and len(names) == len(pins):
-            self.move(names, _FOUND_COPY, first=True)
+            self.become_found_copies(names)
             return
         for name in reversed(names):
-            self.move([name], self.segment[name], first=self.segment[name] >= _COPY)
+            self.move([name], self.segment[name], first=self.segment[name] in _COPIES)
         self.enforce_limit()
 
     @rule(chain=chains, start=starts)
@@ -158,7 +186,7 @@ class Tier(RuleBasedStateMachine):
         found = self.tier.add_copies([key(name) for name in got])
         present = self.present(got)
         assert found == ([self.kept.get(name) for name in got] if present else [])
-        self.move(present, _FOUND_COPY, first=True)
+        self.become_found_copies(present)
 
     @rule(indices=st.lists(_INDICES, max_size=8))
     def find_copies(self, indices: list[int]) -> None:
@@ -166,8 +194,8 @@ class Tier(RuleBasedStateMachine):
         ids = [1 + index % self.num_blocks for index in indices]
         self.tier.on_copies_found(np.array(ids, np.int64))
         for name in self.names_at(ids):
-            if self.segment[name] == _COPY:
-                self.segment[name] = _FOUND_COPY
+            if self.segment[name] in _COPIES:
+                self.segment[name] = _AS_COPY[if_found(self.segment[name])]
 
     @rule(chain=chains, start=starts)
     def let_go_of_chain(self, chain: str, start: int) -> None:
@@ -199,7 +227,7 @@ class Tier(RuleBasedStateMachine):
         """If no block is empty, the number of copies is exact."""
         if not self.num_known_empty:
             self.settle()
-        num_copies = sum(segment >= _COPY for segment in self.segment.values())
+        num_copies = sum(segment in _COPIES for segment in self.segment.values())
         assert self.tier.room_for_copies == max(
             self.num_known_empty, int(_CONSTANTS["COPIES_SHARE"] * self.num_blocks) - num_copies
         )
@@ -210,9 +238,48 @@ class Tier(RuleBasedStateMachine):
         self.tier.remove_all_copies()
         self.let_go.clear()
         self.twins.clear()
-        self.move(self.queues[_COPY][::-1], _PROBATION)
-        pinned = [name for name, segment in self.segment.items() if segment >= _COPY]
-        self.segment.update(dict.fromkeys(pinned, _PROBATION))
+        copies = [name for name, segment in self.segment.items() if segment in _COPIES]
+        pinned = [name for name in copies if name not in self.queues[2]]
+        for name in [*self.queues[2][::-1], *pinned]:
+            self.move([name], _KEPT if self.segment[name] == _KEPT_COPY else _PROBATION)
+        self.enforce_limit()
+
+    @rule(
+        chain=chains,
+        start=starts,
+        seconds=st.sampled_from([None, None, 0, 1, 5]),
+        session_id=st.sampled_from([None, "one"]),
+    )
+    def lease(self, chain: str, start: int, seconds: int | None, session_id: str | None) -> None:
+        """A request wants the end of a chain kept for some time, or released."""
+        lease = self.tier.make_lease(seconds, session_id)
+        names = self.present(prefixes(chain)[start:])
+        self.tier.lease([self.kept[name].block_id for name in names], lease)
+        if seconds is None:
+            names = [
+                name
+                for name in names
+                if not self.references[self.kept[name].block_id]
+                and self.leases.get(name, lease).session_id == session_id
+            ]
+            for name in names:
+                self.leases.pop(name, None)
+        else:
+            known = self.leases
+            longer = [n for n in names if n not in known or known[n].until < lease.until]
+            self.leases.update(dict.fromkeys(longer, lease))
+            self.ends.append((lease.until, [self.kept[name].block_id for name in longer]))
+        segment = _KEPT if seconds is not None else _RELEASED
+        for name in reversed(names):
+            if self.segment[name] in _COPIES:
+                self.segment[name] = _AS_COPY[segment]
+            else:
+                self.move([name], segment)
+        self.enforce_limit()
+
+    @rule(seconds=st.integers(1, 6))
+    def wait(self, seconds: int) -> None:
+        self.now += seconds
 
     @precondition(lambda self: not self.num_empty)
     @rule(chain=chains, start=starts)
@@ -264,23 +331,44 @@ class Tier(RuleBasedStateMachine):
         """Move blocks to a segment, the free ones to an end of its queue, in this order."""
         self.take(moved)
         self.segment.update(dict.fromkeys(moved, segment))
-        queue = self.queues[min(segment, _COPY)]
+        queue = self.queues[_QUEUES[segment]]
         place = 0 if first else len(queue)
         queue[place:place] = [n for n in moved if not self.references[self.kept[n].block_id]]
+
+    def become_found_copies(self, names: Sequence[str]) -> None:
+        segments = {name: _AS_COPY[if_found(self.segment[name])] for name in names}
+        self.move(names, _FOUND_COPY, first=True)
+        self.segment.update(segments)
 
     def lose(self, lost: Sequence[str]) -> None:
         self.take(lost)
         for name in lost:
             del self.kept[name], self.segment[name]
+            self.leases.pop(name, None)
+
+    def end_leases(self) -> None:
+        over: dict[str, None] = {}
+        for until, ids in sorted(self.ends):
+            for name in self.names_at(ids) if until <= self.now else ():
+                if name in self.leases and self.leases[name].until == until:
+                    over[name] = None
+        self.ends = [(until, ids) for until, ids in self.ends if until > self.now]
+        for name in reversed(over):
+            del self.leases[name]
+            if self.segment[name] == _KEPT_COPY:
+                self.segment[name] = _FOUND_COPY
+            else:
+                self.move([name], _PROTECTED)
+        self.enforce_limit()
 
     def evict(self, count: int, keep: Collection[str]) -> int:
         """Copies beyond the share leave first, then whole queues, up to a block to keep."""
-        num_copies = sum(segment >= _COPY for segment in self.segment.values())
+        num_copies = sum(segment in _COPIES for segment in self.segment.values())
         num_excess = max(0, num_copies - int(_CONSTANTS["COPIES_SHARE"] * self.num_blocks))
         lost: list[str] = []
-        rest = [(each, count) for each in (_PROBATION, _PROTECTED, _COPY)]
-        for segment, most in ((_COPY, num_excess), *rest):
-            front = self.queues[segment][: min(most, count - len(lost))]
+        rest = [(each, count) for each in (_PROBATION, _PROTECTED, _KEPT, _COPY)]
+        for segment, most in ((_RELEASED, count), (_COPY, num_excess), *rest):
+            front = self.queues[_QUEUES[segment]][: min(most, count - len(lost))]
             left = list(takewhile(lambda name: name not in keep, front))
             self.num_evicted += len(left) if segment != _COPY else 0
             self.lose(left)
@@ -301,14 +389,19 @@ class Tier(RuleBasedStateMachine):
         oldest = self.let_go.pop(0)
         again = {block_id for ids in self.let_go for block_id in ids}
         for name in self.names_at(each for each in dict.fromkeys(oldest) if each not in again):
-            if self.segment[name] >= _COPY and name in self.on_device:
+            if self.segment[name] in _COPIES and name in self.on_device:
                 self.twins[self.kept[name].block_id] = None
-            elif self.segment[name] >= _COPY:
-                self.move([name], self.segment[name] - _COPY)
+            elif self.segment[name] in _COPIES:
+                self.move([name], _AS_OTHER[self.segment[name]])
         self.enforce_limit()
 
     def enforce_limit(self) -> None:
-        self.return_to_probation(len(self.queues[_PROTECTED]) - self.num_blocks // 2)
+        kept = self.queues[_QUEUES[_KEPT]]
+        for name in kept[: max(0, len(kept) - self.num_blocks // 4)]:
+            del self.leases[name]
+            self.move([name], _PROTECTED)
+        num_protected = len(self.queues[_PROTECTED])
+        self.return_to_probation(num_protected - (self.num_blocks // 2 - len(kept)))
 
     def return_to_probation(self, count: int) -> None:
         self.move(self.queues[_PROTECTED][: max(0, count)], _PROBATION)
@@ -322,11 +415,15 @@ class Tier(RuleBasedStateMachine):
 
     @invariant()
     def check_queues(self) -> None:
-        probation, *others = self.queues
-        assert queues(self.tier) == [[""] * self.num_empty + probation, *others]
+        probation, protected, copies, *of_wishes = self.queues
+        assert queues(self.tier) == [[""] * self.num_empty + probation, protected, copies]
+        assert wished(self.tier) == of_wishes
+        kept_ids = {self.kept[name].block_id: lease for name, lease in self.leases.items()}
+        ids = range(1, self.num_blocks + 1)
+        assert {i: lease for i in ids if (lease := self.tier.lease_of(i))} == kept_ids
         assert segments_of(self.tier) == self.segment
         for name, kept in self.kept.items():
-            was_found = self.segment[name] in {_PROTECTED, _FOUND_COPY}
+            was_found = self.segment[name] in {_PROTECTED, _FOUND_COPY, _KEPT, _KEPT_COPY}
             assert self.tier.was_found(kept.block_id) == was_found
             unfound = self.tier.unfound(np.array([kept.block_id]))
             assert unfound == ([] if was_found else [key(name)])
@@ -353,7 +450,8 @@ class Tier(RuleBasedStateMachine):
         assert self.tier.num_free == self.num_blocks
         assert len(self.tier.allocate(self.num_blocks)) == self.num_blocks
         check_tier(self.tier)
-        self.patch.stop()
+        for each in self.patches:
+            each.stop()
 
 
 TestTier = Tier.TestCase

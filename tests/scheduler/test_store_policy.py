@@ -447,7 +447,7 @@ def test_contents_of_two_device_blocks_are_a_copy_until_both_are_gone(drive: Mak
         settle(driver.tier)
         held = [b.block_id for b in pool_of(driver.tier).blocks if b.block_hash in keys]
         assert len(held) == len(keys)
-        assert all(driver.tier._segments._of[block_id] >= 2 for block_id in held)
+        assert all(driver.tier._segments._of[block_id] >= segments._COPY for block_id in held)
 
 
 # Loads that need more than is safe

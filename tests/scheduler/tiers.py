@@ -30,6 +30,8 @@ from tests.simulation.shape import Shape
 from tests.simulation.vllm_config import make_kv_cache_config, make_vllm_config
 
 BLOCK_SIZE = 4
+_NUMBERS = [0, 1, 4, 5, 2, 3, 6, 7]
+"""By segment, the number that tests give it."""
 _NAMES: dict[BlockHashWithGroupId, str] = {}
 
 
@@ -140,8 +142,15 @@ def contents(tier: CpuTier, group: int = 0) -> set[str]:
 
 def queues(tier: CpuTier) -> list[list[str]]:
     """Names of the free blocks, the next to leave first: empty ones and those on probation, the
-    protected ones, and copies."""
-    return [names(queue.get_all_free_blocks()) for queue in tier._segments._queues]
+    protected ones, and copies. Without those kept or released (``wished``)."""
+    probation, protected, _, _, copies = tier._segments._queues
+    return [names(queue.get_all_free_blocks()) for queue in (probation, protected, copies)]
+
+
+def wished(tier: CpuTier) -> list[list[str]]:
+    """Likewise, of those that are kept, and of those released."""
+    _, _, *queues, _ = tier._segments._queues
+    return [names(queue.get_all_free_blocks()) for queue in queues]
 
 
 def check_links(tier: CpuTier) -> None:
@@ -157,8 +166,8 @@ def check_links(tier: CpuTier) -> None:
 
 def segments_of(tier: CpuTier, group: int = 0) -> dict[str, int]:
     """By name, the segment of each block, free or pinned: 0 probation, 1 protected, 2 copies that
-    no request has found, 3 those that one has found."""
-    of = tier._segments._of
+    no request has found, 3 those that one has found; kept 4, released 5; copies of those 6, 7."""
+    of = tier._segments._of.translate(bytes.maketrans(bytes(range(8)), bytes(_NUMBERS)))
     return {name: of[block(tier, name, group).block_id] for name in contents(tier, group)}
 
 

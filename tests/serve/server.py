@@ -71,6 +71,18 @@ class Server(serving.Server):
         (choice,) = json.loads(text)["choices"]
         return Completion(choice["token_ids"], choice["logprobs"]["token_logprobs"])
 
+    def ask(self, prompt: Sequence[int], path: str = "/v1/completions", **more: Any) -> Any:
+        """The whole reply to a request for one token; at ``path``, the prompt is a message there.
+        ``more``: keys of the request's body."""
+        if "chat" in path:
+            text = " ".join(f"w{token}" for token in prompt)
+            more |= {"messages": [{"role": "user", "content": text}], "logprobs": False}
+        with self._ask(prompt, 1, path, **more) as connection:
+            response = connection.getresponse()
+            text = response.read().decode()
+        assert response.status == 200, text[:1000]
+        return json.loads(text)
+
     def ask_and_hang_up(self, prompt: Sequence[int], max_tokens: int) -> None:
         """Send a request and close the connection without reading the answer."""
         with self._ask(prompt, max_tokens):
@@ -86,7 +98,9 @@ class Server(serving.Server):
             yield (line for line in response if line.strip())
 
     @contextmanager
-    def _ask(self, prompt: Sequence[int], max_tokens: int, **more: Any) -> Iterator[HTTPConnection]:
+    def _ask(
+        self, prompt: Sequence[int], max_tokens: int, path: str = "/v1/completions", **more: Any
+    ) -> Iterator[HTTPConnection]:
         """A connection on which the request has been sent."""
         body = {
             "model": "random",
@@ -100,7 +114,7 @@ class Server(serving.Server):
         }
         headers = {"Content-Type": "application/json"}
         with closing(HTTPConnection(HOST, self.port, timeout=ANSWER_SECONDS)) as connection:
-            connection.request("POST", "/v1/completions", json.dumps(body), headers)
+            connection.request("POST", path, json.dumps(body), headers)
             yield connection
 
     def is_idle(self) -> bool:

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from typing import Any
 
 import psutil
 import pytest
@@ -86,6 +87,45 @@ def test_clients_that_disconnect(server: Server) -> None:
     server.reset_prefix_cache(external=False)
     assert_same(expected, answers(server, ASKS, at_once=len(ASKS)))
     assert server.is_idle()
+
+
+def sources(reply: Any) -> dict[str, int]:
+    """Where the reply says that the prompt's tokens came from."""
+    found: dict[str, int] = reply["kv_transfer_params"]["simple_offload"]["prompt_tokens"]
+    return found
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+def test_wishes(server: Server, path: str) -> None:
+    """A report of where the prompt came from, and prompts that are not kept. What is wrong does no
+    harm, and is told once."""
+    first = 0 if "chat" in path else 50
+    # The tokenizer takes the beginning of w10 to w29 for special tokens.
+    kept, private = (
+        [(start + 7 * place * place) % 200 + 300 for place in range(100)]
+        for start in (first, first + 1)
+    )
+    for prompt, wishes in ((kept, {"protect": "5m"}), (private, {"store": False})):
+        params = {"simple_offload": {**wishes, "report": True}}
+        reports = []
+        for _ in range(2):
+            reports.append(sources(server.ask(prompt, path, kv_transfer_params=params)))
+            server.wait_for(server.is_idle, 30, "the request to end")
+        server.ask(prompt[:70], path, session_id="s")  # of which two blocks are stored, then
+        reports.append(sources(server.ask(prompt, path, kv_transfer_params=params)))
+        server.reset_prefix_cache(external=False)
+        reports.append(sources(server.ask(prompt, path, kv_transfer_params=params)))
+        found = [(each["device"], each["host"]) for each in reports]
+        on_host = 64 if prompt is private else 96
+        assert found == [(0, 0), (96, 0), (96, 0), (0, on_host)]
+        assert all(sum(each.values()) == len(prompt) for each in reports)
+    wrongs: list[Any] = [{"protct": "5m"}, {"store": "no"}, {"protect": [{}]}, "store", 1e9, None]
+    for wrong in wrongs:
+        reply = server.ask(kept, path, kv_transfer_params={"simple_offload": wrong})
+        assert reply["kv_transfer_params"] is None
+    released = {"simple_offload": {"release": True}}
+    server.ask(kept, path, kv_transfer_params=released, session_id="s")
+    assert server.log.read_text().count("has an unknown key") == 1
 
 
 @pytest.mark.proves("I6")

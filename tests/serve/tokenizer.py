@@ -14,5 +14,9 @@ def save_word_tokenizer(directory: Path, vocab_size: int) -> None:
     tokenizer = Tokenizer(WordLevel(words, unk_token="w0"))
     tokenizer.pre_tokenizer = WhitespaceSplit()
     PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, unk_token="w0", bos_token="w1", eos_token="w2"
+        tokenizer_object=tokenizer,
+        unk_token="w0",
+        bos_token="w1",
+        eos_token="w2",
+        chat_template="{% for message in messages %}{{ message['content'] }} {% endfor %}",
     ).save_pretrained(directory)

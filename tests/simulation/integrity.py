@@ -16,7 +16,13 @@ from simple_offload.scheduler.stores import Stores
 from simple_offload.scheduler.tier.cpu_tier import CpuTier
 from simple_offload.scheduler.tier.groups import Groups
 from simple_offload.scheduler.tier.run import Run
-from simple_offload.scheduler.tier.segments import PROTECTED_SHARE
+from simple_offload.scheduler.tier.segments import (
+    _COPY,
+    _KEPT,
+    _KEPT_COPY,
+    KEPT_SHARE,
+    PROTECTED_SHARE,
+)
 
 
 def pool_of(tier: CpuTier) -> BlockPool:
@@ -65,13 +71,20 @@ def check_at_rest(scheduler: OffloadScheduler) -> None:
     policy, loads = scheduler._policy, scheduler._loads
     maps = {"_progress", "_ended", "_waiting", "_behind", "_hits", "_unlucky", "_arrived"}
     maps |= {"_num_on_device", "_starting", "_num_found", "_num_blocks", "_ready"}
+    maps |= {"_by_request", "_sources"}
     owners: list[Any] = [policy, policy._newly_allocated, loads, scheduler, scheduler._parked]
+    owners.append(scheduler._wishes)
     if scheduler._second_tier is not None:
         owners.append(scheduler._second_tier)
         maps |= {"_waits", "_over", "_fetches", "_coming", "_reading"}
     for owner in owners:
         for name in vars(owner).keys() & maps:
             assert not vars(owner)[name], f"{name} of {owner} at rest: {vars(owner)[name]}"
+    contents, device_pool = policy._contents, scheduler._device_pool
+    if contents._cached is device_pool.cached_block_hash_to_block._cache:
+        for block_id in contents._leases:
+            block = device_pool.blocks[block_id]
+            assert block.block_hash is not None, f"{block}: empty, yet has a lease"
 
 
 def check_second_tier(second_tier: SecondTier) -> None:
@@ -90,7 +103,7 @@ def copies(scheduler: OffloadScheduler) -> list[BlockHashWithGroupId]:
     on_device = scheduler._device_pool.cached_block_hash_to_block
     if scheduler._policy._contents._cached is not on_device._cache:
         return []
-    copies = [b for b in pool_of(scheduler.tier).blocks if segments._of[b.block_id] >= 2]
+    copies = [b for b in pool_of(scheduler.tier).blocks if segments._of[b.block_id] >= _COPY]
     let_go = {block_id for _, part in segments._let_go._parts for block_id in part.tolist()}
     let_go |= segments._twins.keys()
     return [b.block_hash for b in copies if b.block_id not in let_go and b.block_hash is not None]
@@ -122,6 +135,11 @@ def pretend_overload(scheduler: OffloadScheduler) -> None:
     """Let the policy believe that requests want new contents only after the tier has lost them."""
     reuse: Any = scheduler._policy._reuse
     reuse._is_worth_keeping = lambda: True
+
+
+def set_clock(tier: CpuTier, now: Callable[[], float]) -> None:
+    """Let leases end by this clock."""
+    tier._segments.clock = now
 
 
 def is_second_tier_idle(scheduler: OffloadScheduler) -> bool:
@@ -200,9 +218,14 @@ def check_tier(tier: CpuTier) -> None:
     num_copies = sum(segment >= copy for segment in segments._of)
     assert num_copies == segments.num_copies, "copies miscounted"
     assert tier.has_copies or not num_copies, "a copy in a tier that has none"
-    num_protected = segments._protected.num_free_blocks
+    num_kept = segments._kept.num_free_blocks
+    assert num_kept <= int(KEPT_SHARE * tier.max_contents), "too many blocks are kept"
+    num_protected = segments._protected.num_free_blocks + num_kept
     max_protected = int(PROTECTED_SHARE * tier.max_contents)
     assert num_protected <= max_protected, "too many blocks are protected"
+    kept = {i for i, segment in enumerate(segments._of) if segment in (_KEPT, _KEPT_COPY)}
+    assert kept == set(segments._leases.blocks()), "other blocks are kept than have a lease"
+    assert kept or not segments._leases._queue, "ends of leases that no block has"
     assert len(segments._of) == len(pool.blocks), "a block has no segment"
     free_blocks = pool.free_block_queue.get_all_free_blocks()
     empty = [block.block_hash is None for block in free_blocks]

@@ -7,13 +7,14 @@ from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_utils import (
     BlockHashWithGroupId,
     KVCacheBlock,
+    get_block_hash,
     make_block_hash_with_group_id,
 )
 from vllm.v1.request import Request
 
 from simple_offload.scheduler.manager import OffloadScheduler
 from simple_offload.scheduler.tier.run import Run
-from tests.simulation import integrity
+from tests.simulation import integrity, wishes
 
 Keys = Collection[BlockHashWithGroupId]
 
@@ -157,7 +158,7 @@ class FoundOnDevice:
         allocated, evict = scheduler.update_state_after_alloc, device_pool._maybe_evict_cached_block
 
         def watch_allocation(request: Any, blocks: Any, *arguments: Any) -> None:
-            if scheduler.groups.num_sub_blocks == 1:
+            if scheduler.groups.num_sub_blocks == 1 and wishes.wants_storing(request):
                 skipped = integrity.skipped(scheduler)
                 table = [block for of_group in blocks.blocks for block in of_group]
                 keys = [b.block_hash for b in table if b.block_hash == skipped.get(b.block_id)]
@@ -172,7 +173,14 @@ class FoundOnDevice:
                 self._on_evicted(key)
             return answer
 
+        def watch_end(request: Any) -> Any:
+            if wishes.of(request).get("release") is True:
+                released = set(request.block_hashes)
+                self._found = {key for key in self._found if get_block_hash(key) not in released}
+            return finish(request)
+
         watched: Any = scheduler
+        finish, watched.request_finished = scheduler.request_finished, watch_end
         watched.update_state_after_alloc = watch_allocation
         device_pool._maybe_evict_cached_block = watch_device
 

@@ -9,7 +9,7 @@ from vllm.v1.request import RequestStatus
 
 from simple_offload.backends.base import Direction
 from simple_offload.vllm_compat import vllm_version
-from tests.simulation import integrity
+from tests.simulation import integrity, wishes
 from tests.simulation.groups import PLAIN, Kind
 from tests.simulation.identity import NUM_TOKENS
 from tests.simulation.runner import Violation
@@ -103,7 +103,8 @@ ANSWERS: dict[str, Any] = {"max_answer_tokens": (12, 12, 12, 12, 48)}
 OVERLOAD: dict[str, Any] = {"overload": (False, False, True)}
 # Without KV events, less is known of the device's blocks.
 EVENTS: dict[str, Any] = {"kv_events": 0.5}
-OPTIONS = ENGINE | TRAFFIC | FAULTS | POLICY | ANSWERS | OVERLOAD | EVENTS
+WISHES: dict[str, Any] = {"wishes": (0.0, 0.0, 0.3, 0.9)}
+OPTIONS = ENGINE | TRAFFIC | FAULTS | POLICY | ANSWERS | OVERLOAD | EVENTS | WISHES
 
 
 @dataclass(frozen=True)
@@ -139,6 +140,8 @@ class Script:
     opening: float = 0.5
     """Probability that another chunk of host blocks is opened, per step and rank."""
     faults: Faults = field(default_factory=Faults)
+    wishes: float = 0.0
+    """Probability that a request wishes for something."""
     stretch: int = 1
     """Factor of the prompts' lengths."""
     overload: bool = False
@@ -181,6 +184,7 @@ class Script:
         script = script.varied(**_draw(random.Random(f"{seed}: answers"), ANSWERS))
         script = script.varied(**_draw(random.Random(f"{seed}: overload"), OVERLOAD))
         script = script.varied(**_draw(random.Random(f"{seed}: events"), EVENTS))
+        script = script.varied(**_draw(random.Random(f"{seed}: wishes"), WISHES))
         script = script.with_sub_blocks(random.Random(f"{seed}: parts").choice([1, 1, 2, 4]))
         return script.with_second_tier(random.Random(f"{seed}: second tier"))._allowed()
 
@@ -353,6 +357,7 @@ class Play:
         for rank in self.world.ranks:
             rank.device.estimate = lambda copy: self._chance(script.announcements)
         self._rng = random.Random(script.seed)
+        self._wishes_rng = random.Random(f"{script.seed}: of requests")
         self._num_added = 0
         self._epoch = 0
         self._families = [self._prompt(8, 40) for _ in range(4)]
@@ -452,7 +457,16 @@ class Play:
             prompt = prompt[: max(1, len(prompt) // host_block_size) * host_block_size]
         if self.script.shape.match_unit is not None or num_sub_blocks > 1:
             self._prompts.append((prompt, salt))
-        self.world.add_request(request_id, prompt, max_tokens, salt, self._epoch)
+        rng = self._wishes_rng
+        self.world.add_request(
+            request_id,
+            prompt,
+            max_tokens,
+            salt,
+            self._epoch,
+            wishes=wishes.draw(rng) if rng.random() < self.script.wishes else None,
+            session_id=wishes.draw_session(rng) if self.script.wishes else None,
+        )
 
     def _reset(self) -> None:
         world = self.world

@@ -163,15 +163,18 @@ def test_growing_tier() -> None:
 def test_a_second_world_finds_the_objects_of_the_first(is_faulty: bool) -> None:
     """The requests are the same, and the caches small."""
     situation = BAD_OBJECTS if is_faulty else OBJECTS
-    num_fetched = []
+    num_fetched, num_reported = [], 0
     for seed in range(500, 504):
         disk = ScriptedDisk()
         for _ in range(2):
-            play = Play(situation(Script.draw(seed)), partial(World, disk=disk))
+            script = situation(Script.draw(seed)).varied(wishes=0.3)
+            play = Play(script, partial(World, disk=disk))
             play.run()
+            num_reported += sum(r["second_tier"] for r in play.world.reports.values())
             num_fetched.append(play.world.ledger(metrics.FETCHED))
     assert sum(num_fetched[1::2]) > (0 if is_faulty else 20)
     assert is_faulty or sum(num_fetched[1::2]) > sum(num_fetched[::2])
+    assert is_faulty or num_reported > 0
 
 
 @pytest.mark.parametrize("seed", [110022])

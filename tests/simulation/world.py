@@ -16,6 +16,7 @@ from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_utils import (
     BlockHashWithGroupId,
     generate_scheduler_kv_cache_config,
+    get_block_hash,
     get_request_block_hasher,
 )
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
@@ -33,7 +34,7 @@ from simple_offload.ranks import Ranks
 from simple_offload.replicas import Replicas
 from simple_offload.worker.rank_pool import Peers
 from simple_offload.worker.worker import OffloadWorker
-from tests.simulation import checks, integrity, promises, second_tier
+from tests.simulation import checks, integrity, promises, second_tier, wishes
 from tests.simulation.device import KVMemory, ScriptedDevice
 from tests.simulation.identity import Story
 from tests.simulation.ledger import Ledger
@@ -114,6 +115,8 @@ class World:
         self.ledger.watch(self.connector)
         self.finished: dict[str, tuple[list[int], RequestStatus]] = {}
         self.requests: dict[str, Request] = {}
+        self.reports: dict[str, dict[str, int]] = {}
+        """By request, where its reply says that the prompt's tokens came from."""
         self.num_blocks_loaded = 0
         self.num_begun_inside = 0
         self.num_ended_inside = 0
@@ -142,6 +145,7 @@ class World:
             integrity.watch_copies(scheduler, self._check_copies)
             self._tails = promises.TailsFirst(scheduler, self.host_pool)
             self.found = promises.FoundOnDevice(scheduler, self.host_pool)
+            integrity.set_clock(scheduler.tier, now)
         self._reset_stores: set[int] = set()
         self._aggregator = KVOutputAggregator(shape.num_ranks)
         self._open_steps: deque[_Step] = deque()
@@ -295,16 +299,27 @@ class World:
     # What users do
 
     def add_request(
-        self, request_id: str, prompt: list[int], max_tokens: int, salt: str | None, epoch: int
+        self,
+        request_id: str,
+        prompt: list[int],
+        max_tokens: int,
+        salt: str | None,
+        epoch: int,
+        wishes: Any = None,
+        session_id: str | None = None,
     ) -> None:
         """Hand a request to the scheduler."""
         num_beyond = self.num_batches + (2 + self.num_batches) * self.shape.num_drafted
         self.stories[request_id] = Story(prompt, max_tokens, salt, epoch, num_beyond)
+        sampling = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
+        if wishes is not None:
+            sampling.extra_args = {"kv_transfer_params": {"simple_offload": wishes}}
         request = Request(
             request_id=request_id,
             prompt_token_ids=prompt,
-            sampling_params=SamplingParams(max_tokens=max_tokens, ignore_eos=True),
+            sampling_params=sampling,
             pooling_params=None,
+            session_id=session_id,
             cache_salt=salt,
             priority=len(self._ever) * 7 % 5,
             block_hasher=get_request_block_hasher(self.shape.hash_size, sha256),
@@ -481,6 +496,7 @@ class World:
         for client_outputs in self.scheduler.update_from_output(step.scheduled, combined).values():
             for output in client_outputs.outputs:
                 if output.finish_reason is not None and output.request_id in self.requests:
+                    self._note_report(output.request_id, output.kv_transfer_params)
                     self._note_finished(output.request_id)
         self._propose_drafts(step)
         if self.is_ours:
@@ -544,8 +560,9 @@ class World:
     def _check_losses(self, before: dict[BlockHashWithGroupId, int]) -> None:
         """Blocks evicted since then must be in the tier, or in a store."""
         stores = self.connector.scheduler._stores
+        wanted = wishes.wanted_by(self._ever)
         for key, sub_keys in self._sub_keys(before).items():
-            if not self._is_on_device(sub_keys):
+            if get_block_hash(key) in wanted and not self._is_on_device(sub_keys):
                 block_id = before[key]
                 self.num_evicted += 1
                 assert stores.has(key), f"device block {block_id} was evicted before it was stored"
@@ -562,6 +579,7 @@ class World:
     def _check_stores(self, stores: Iterable[Transfer], were_free: dict[int, Any]) -> None:
         scheduler = self.connector.scheduler
         runs = [run for store in stores for run in integrity.runs_of(scheduler, store.id)]
+        wishes.check_stored([key for run in runs for key in run.keys], self._ever)
         promises.check_contents(runs, self._sub_keys)
         limits = self.shape.max_num_seqs, self.shape.max_num_batched_tokens
         reserve = min(min(limits) * len(self.shape.groups), scheduler._policy._walk.min_ahead)
@@ -582,6 +600,19 @@ class World:
                 block_hash = self.host_pool.blocks[block_id].block_hash
                 assert block_hash is None, f"store {transfer_id} was committed after a reset"
 
+    def _note_report(self, request_id: str, params: Any) -> None:
+        """The reply has a report, of all tokens of the prompt, if the request wished for one."""
+        if not self.is_ours:
+            return
+        request = self.requests[request_id]
+        wished = wishes.of(request).get("report") is True
+        assert wished == (params is not None), f"{request_id}: wished {wished}, got {params}"
+        if wished:
+            self.reports[request_id] = report = params["simple_offload"]["prompt_tokens"]
+            assert [*report] == ["device", "host", "second_tier", "compute"]
+            assert min(report.values()) >= 0, f"{request_id}: {report}"
+            assert sum(report.values()) == request.num_prompt_tokens, f"{request_id}: {report}"
+
     def _note_finished(self, request_id: str) -> None:
         request = self.requests.pop(request_id)
         tokens = list(request.output_token_ids)
@@ -595,6 +626,8 @@ class World:
         self.check_bookkeeping(at_rest=False)
         if self.is_ours:
             self._check_copies(integrity.copies(self.connector.scheduler))
+            if not self.shape.second_tier:  # which may bring what an earlier engine has stored
+                wishes.check_stored(self.host_pool.cached_block_hash_to_block._cache, self._ever)
         device_pool = self._device_pool
         for rank in self.ranks:
             checks.check_copies(rank.device, device_pool, self.host_pool, self.shape.num_sub_blocks)

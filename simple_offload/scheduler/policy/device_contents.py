@@ -17,6 +17,7 @@ from simple_offload.scheduler.stores import Stores
 from simple_offload.scheduler.tier import block_pool
 from simple_offload.scheduler.tier.cpu_tier import CpuTier
 from simple_offload.scheduler.tier.groups import Groups
+from simple_offload.scheduler.tier.leases import Lease
 from simple_offload.scheduler.tier.run import PayloadsByKey, Run
 
 if TYPE_CHECKING:
@@ -74,6 +75,8 @@ class DeviceContents:
         """Likewise, contents that are not to be stored unless a request finds them."""
         self._found: set[int] = set()
         """Ids of blocks whose contents a request has found, but not the tier's copy of them."""
+        self._leases: dict[int, Lease] = {}
+        """By id of a (last sub-) block, the lease that the tier's block gets when it is stored."""
         self._copies = np.zeros(len(device_pool.blocks), np.int64)
         """By id of a (last sub-) block, the id of the host block that has got the same contents,
         or that they were loaded from. It may have lost them since. 0: none."""
@@ -137,14 +140,22 @@ class DeviceContents:
                 self._follow(lacking, copies)
             self._count_dropped(list(lost.values()), reason)
         self._found.difference_update(block_ids if self._found else ())
+        self.forget_leases(block_ids)
 
-    def on_found(self, block_ids: Sequence[int]) -> list[BlockHashWithGroupId]:
+    def on_found(
+        self, block_ids: Sequence[int], *, stores: bool | None = True
+    ) -> list[BlockHashWithGroupId]:
         """A request has found the contents of these blocks on the device, parents before children.
-        What the tier lacks is to be stored, whatever spoke against it before. Returns their
-        keys."""
+        What the tier lacks is to be stored, whatever spoke against it before, unless ``stores`` is
+        None: the request wants nothing stored. Returns their keys."""
         blocks = [self._device_pool.blocks[block_id] for block_id in block_ids]
         keys: list[Any] = list(block_pool.keys_of(blocks))
         lacking, _ = self._add_copies(block_ids, keys)
+        for block_id in self._leases.keys() & block_ids if self._leases else ():
+            if self._leases[block_id].is_release:
+                del self._leases[block_id]
+        if stores is None:
+            return keys
         self._found.update(lacking)
         for block_id in self._skipped.keys() & block_ids:
             self._unstored[block_id] = self._skipped.pop(block_id)
@@ -164,11 +175,12 @@ class DeviceContents:
         keys: Sequence[BlockHashWithGroupId],
         request: "Request",
         *,
-        stores: bool,
+        stores: bool | None,
     ) -> None:
         """Record the contents of ``blocks`` of ``request``, all sub-blocks of whole host blocks, as
         ``keys``. Host blocks are left out if vLLM does not find all sub-blocks by their keys.
-        ``stores``: whether to store what the tier lacks."""
+        ``stores``: whether to store what the tier lacks; None: ``request`` wants nothing
+        stored."""
         count = self._groups.num_sub_blocks
         new_blocks, new_keys = blocks, keys
         current = list(block_pool.keys_of(blocks))
@@ -192,6 +204,8 @@ class DeviceContents:
             self._add_payloads(blocks, keys, request)
         lacking, num_new = self._add_copies(ids, new_keys)
         self._meter.add(metrics.SKIPPED, num_new, "already_stored")  # loaded, or computed again
+        if stores is None:
+            return
         if not stores:
             skipped = {i: key for i, key in lacking.items() if i not in self._found}
             self._meter.add(metrics.SKIPPED, len(skipped), "overload")
@@ -213,10 +227,13 @@ class DeviceContents:
                 found = self._found.intersection([block.block_id for block in last])
                 self._found -= found
                 self._tier.on_copies_found(self._copies[list(found)])
+            if self._leases:
+                self._pass_on_leases(last)
         elif not ok:
             for block, key in zip(last, block_pool.keys_of(last), strict=True):
                 if key is not None:
                     self._skipped[block.block_id] = key
+        self.forget_leases([block.block_id for block in last])
 
     def choose(self, blocks: Sequence[KVCacheBlock]) -> dict[BlockHashWithGroupId, KVCacheBlock]:
         """Contents among ``blocks`` that are to be stored, and that the tier neither has nor gets:
@@ -246,6 +263,8 @@ class DeviceContents:
                 elif copy := self._tier.ids_of([key]):
                     unstored.pop(block_id, None)
                     self._copies[block_id] = copy[0]
+                    if (lease := self._leases.pop(block_id, None)) is not None:
+                        self._tier.lease(copy, lease)
         if self._admission.threshold > 1:
             for key in absent:
                 if not self._admission.admits(key):
@@ -275,6 +294,25 @@ class DeviceContents:
             self._unstored.pop(block.block_id, None)
         return stored
 
+    def lease(self, blocks: Iterable[KVCacheBlock], lease: Lease) -> None:
+        """Give a lease to the tier's blocks that will have the contents of these (last sub-)
+        blocks. What is released is not stored in a full tier, unless a request finds it."""
+        skips = lease.is_release and not self._tier.num_empty
+        for block in blocks:
+            block_id = block.block_id
+            if skips:
+                if (key := self._unstored.pop(block_id, None)) is not None:
+                    self._skipped[block_id] = key
+            elif not self._copies[block_id]:
+                known = self._leases.get(block_id, lease)
+                self._leases[block_id] = max(known, lease, key=lambda each: each.until)
+
+    def forget_leases(self, block_ids: Iterable[int]) -> None:
+        """The tier does not get the contents of these blocks, or has got them."""
+        if self._leases:
+            for block_id in block_ids:
+                self._leases.pop(block_id, None)
+
     def is_shared(self, block: KVCacheBlock) -> bool:
         """Whether ``block`` is a part of several host blocks."""
         return len(self._host_blocks[block.block_id]) > 1
@@ -284,6 +322,7 @@ class DeviceContents:
         self._unstored.clear()
         self._skipped.clear()
         self._found.clear()
+        self._leases.clear()
         self._copies[:] = 0
         self._host_blocks = [{}] * len(self._host_blocks)
         self._payloads.clear()
@@ -304,6 +343,15 @@ class DeviceContents:
                     self._copies[block_id] = host_block.block_id
                     del lacking[block_id]
         return lacking, num_new
+
+    def _pass_on_leases(self, blocks: Sequence[KVCacheBlock]) -> None:
+        """The tier has got the contents of ``blocks``, parents before children."""
+        by_lease: dict[Lease, list[int]] = {}
+        for block in blocks:
+            if (lease := self._leases.get(block.block_id)) is not None:
+                by_lease.setdefault(lease, []).append(int(self._copies[block.block_id]))
+        for lease, copies in by_lease.items():
+            self._tier.lease(self._tier.with_contents(copies), lease)
 
     def _follow(self, lost: dict[int, BlockHashWithGroupId], copies: BlockIds) -> None:
         """The device has let go of contents that the tier lacks, and of ``copies``. Follow one that
@@ -354,9 +402,14 @@ class DeviceContents:
                 block_id = block.block_id
                 if copy := int(self._copies[block_id]):
                     self._copies[block_id] = 0
+                    if self._tier.is_released(copy):
+                        self._skipped[block_id] = key
+                        continue
                     self._unstored[block_id] = key
                     if self._tier.was_found(copy):
                         self._found.add(block_id)
+                    if (lease := self._tier.lease_of(copy)) is not None:
+                        self._leases[block_id] = lease
 
     def _add_payloads(
         self,

@@ -18,11 +18,13 @@ from simple_offload.scheduler.policy.newly_allocated import NewlyAllocated
 from simple_offload.scheduler.policy.pacing import Batches, Pacer
 from simple_offload.scheduler.policy.queue_walk import QueueWalk, StepLimits
 from simple_offload.scheduler.policy.reuse import Reuse
+from simple_offload.scheduler.policy.sessions import Sessions
 from simple_offload.scheduler.stores import Stores
 from simple_offload.scheduler.tier import block_pool
 from simple_offload.scheduler.tier.cpu_tier import CpuTier
 from simple_offload.scheduler.tier.groups import Groups
 from simple_offload.scheduler.tier.run import Run
+from simple_offload.scheduler.wishes import NO_WISHES, Wishes
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -62,8 +64,11 @@ class _Progress:
     """Recorded blocks that have been stored ahead of time, or need not be."""
     loads: bool
     """Whether the tier fills blocks of it before it runs."""
-    stores: bool
-    """Whether to store what it computes."""
+    stores: bool | None
+    """Whether to store what it computes. None: it wants nothing stored."""
+    wishes: Wishes
+    num_found_tokens: int
+    """What its session found first."""
     own: set[BlockHashWithGroupId] = field(default_factory=set)
     """Keys of its blocks, for a tier that has no copies: they must not make room for its rest."""
 
@@ -158,6 +163,7 @@ class StorePolicy:
         """States that the step being scheduled completes."""
         self._newly_allocated = NewlyAllocated(kv_cache_manager)
         self._pacer = Pacer()
+        self._sessions = Sessions()
         self._batches = Batches(groups)
         self._ended: list[_Ended] = []
         self._has_news = False
@@ -209,21 +215,37 @@ class StorePolicy:
         return False
 
     def on_allocated(
-        self, request: "Request", num_found_tokens: int, num_loaded_tokens: int
+        self,
+        request: "Request",
+        num_found_tokens: int,
+        num_loaded_tokens: int,
+        wishes: Wishes = NO_WISHES,
     ) -> None:
         """``request`` has (new) device blocks. The device had its first ``num_found_tokens``
         tokens, and the tier loads ``num_loaded_tokens`` after them. If it loads none, another
         connector (MultiConnector) may fill blocks until the request runs."""
-        self._admission.count(request)
         self._reuse.on_request(request.block_hashes)
         num_known = 0 if self._records_loaded else num_found_tokens + num_loaded_tokens
         num_recorded = [num_known // size for size in self._groups.block_sizes]
         request_id = request.request_id
         self._waiting.pop(request_id, None)
-        stores = self._reuse.admits_next()
-        self._progress[request_id] = _Progress(
-            request, num_recorded, [0] * len(num_recorded), num_loaded_tokens > 0, stores
+        stores = self._reuse.admits_next() or wishes.protect > 0 if wishes.store else None
+        before = self._progress.get(request_id)  # it has been preempted, or its load has failed
+        num_session_tokens = (
+            before.num_found_tokens
+            if before is not None
+            else self._sessions.on_found(request, num_found_tokens + num_loaded_tokens)
         )
+        self._progress[request_id] = progress = _Progress(
+            request,
+            num_recorded,
+            [0] * len(num_recorded),
+            num_loaded_tokens > 0,
+            stores,
+            wishes,
+            num_session_tokens,
+        )
+        self._count(progress)
         self._newly_allocated.on_allocated(request_id, num_found_tokens)
         self._behind.pop(request_id, None)
         self._pacer.add(request_id)
@@ -242,17 +264,19 @@ class StorePolicy:
             self._contents.on_allocated(filled, self._walk.drop_reason)
             self._walk.on_allocated(filled)
         for request_id, block_ids in found.items():
-            keys = self._contents.on_found(block_ids)
+            progress = self._progress.get(request_id)
+            stores = progress.stores if progress is not None else True
+            keys = self._contents.on_found(block_ids, stores=stores)
             self._walk.on_allocated(block_ids)
-            if not self._tier.has_copies and request_id in self._progress:
-                self._progress[request_id].own.update(keys)
+            if not self._tier.has_copies and progress is not None:
+                progress.own.update(keys)
         self._store_rest()
         demand, self._demand, self._promised = self._demand, 0, 0
         self._record_states()
         for request_id in self._pacer.on_step(scheduled.num_scheduled_tokens):
             progress = self._progress[request_id]
             request = progress.request
-            self._admission.count(request)
+            self._count(progress)
             self._record(progress)
             next_at = self._batches.next_at(progress.num_recorded, request.num_prompt_tokens)
             self._pacer.postpone(request_id, next_at - _confirmed_tokens(request))
@@ -272,7 +296,7 @@ class StorePolicy:
         self._newly_allocated.on_request_finished(request_id)
         if progress is not None:
             self._pacer.remove(request_id)
-            self._admission.count(request)
+            self._count(progress)
         self._admission.on_request_finished(request_id)
         # Until a step has run it, another connector (MultiConnector) may still be filling its
         # blocks, unless the tier does.
@@ -282,7 +306,11 @@ class StorePolicy:
         self._record(progress)  # the last step's output may have given a block its hash
         self._behind.pop(request_id, None)
         self._has_news = self._stores_early
+        if progress.wishes.release and not self._tier.num_empty:
+            progress.stores = False
         unhashed = self._unhashed(request) if progress.stores else []
+        if progress.wishes is not NO_WISHES:
+            self._lease(progress, unhashed)
         at_risk = self._at_risk(progress)
         held = [block for each in reversed(unhashed) for block in reversed(each.blocks)]
         held += at_risk
@@ -321,6 +349,11 @@ class StorePolicy:
             block_pool.free_blocks(self._device_pool, each.held)
 
     # Recording
+
+    def _count(self, progress: _Progress) -> None:
+        """Count the prefixes of a request, unless it wants nothing stored."""
+        if progress.stores is not None:
+            self._admission.count(progress.request)
 
     def _record(self, progress: _Progress) -> None:
         """Record the blocks that have got a hash. Their bytes are complete by the end of the step
@@ -366,7 +399,7 @@ class StorePolicy:
         for request_id, of_request in states.items():
             progress = self._progress.get(request_id)
             if progress is not None:
-                self._admission.count(progress.request)
+                self._count(progress)
                 self._record(progress)  # what it has found must not make room
                 blocks = [self._record_state(progress, state) for state in of_request]
                 if self._num_to_store():
@@ -470,6 +503,38 @@ class StorePolicy:
             found += [block for block in reversed(unstored) if block.block_hash is not None]
         return found[:num_at_risk]
 
+    def _lease(self, progress: _Progress, unhashed: Sequence[_Unhashed]) -> None:
+        """Keep or release what a request that ends has left, as it wishes: all of its prefix, or
+        what is its session's own, and no other request uses on the device."""
+        wishes, request, groups = progress.wishes, progress.request, self._groups
+        if not wishes.release and not (wishes.protect and wishes.store):
+            return
+        lease = self._tier.make_lease(
+            None if wishes.release else wishes.protect, request.session_id
+        )
+        references = self._stores.references() if wishes.release else {}
+        num_sub_blocks = groups.num_sub_blocks
+        for group in groups.ids:
+            stop = progress.num_recorded[group]
+            table = self._managers[group].req_to_blocks.get(request.request_id, [])
+            blocks = groups.sub_blocks(table, 0, stop)[num_sub_blocks - 1 :: num_sub_blocks]
+            keys = groups.keys(request.block_hashes, group, 0, stop)
+            if wishes.release:
+                first = cdiv(progress.num_found_tokens, groups.block_sizes[group])
+                used = {
+                    place
+                    for place, block in enumerate(blocks)
+                    if block.ref_cnt > 1 + references[block.block_id] and not block.is_null
+                }
+                places = [place for place in range(first, len(keys)) if place not in used]
+                keys = [keys[place] for place in places]
+                blocks = [blocks[place] for place in places if place < len(blocks)]
+            self._contents.lease([b for b in blocks if b.block_hash is not None], lease)
+            self._tier.lease(self._tier.ids_of(keys), lease)
+        self._contents.lease([each.blocks[-1] for each in unhashed], lease)
+        if wishes.release:
+            self._sessions.end(request)
+
     def _store_rest(self) -> None:
         """Store the blocks held of requests that have ended."""
         if not self._ended:
@@ -485,6 +550,9 @@ class StorePolicy:
         self._plan([block for each in ended for block in each.at_risk], own)
         for each in ended:
             self._store_unhashed(each, own)
+            self._contents.forget_leases(
+                [each.blocks[-1].block_id for each in each.unhashed if each.blocks[-1].ref_cnt == 1]
+            )
             block_pool.free_blocks(self._device_pool, each.held)
 
     def _store_unhashed(self, ended: _Ended, own: set[BlockHashWithGroupId]) -> None:

@@ -143,8 +143,9 @@ class SecondTier:
         self.writes = Writes(objects, rows, helper, tier, meter, self.clock)
         self._waits: dict[str, _Fetch] = {}
         """By request that waits."""
-        self._over: set[str] = set()
-        """Requests that have waited: each waits once."""
+        self._over: dict[str, int | None] = {}
+        """Requests that have waited: each waits once. The tokens that device and tier had before
+        the fetch, if it was to bring more."""
         self._fetches: list[_Fetch] = []
         """All that have something under way, oldest first."""
         self._coming: dict[BlockHashWithGroupId, _Fetch] = {}
@@ -201,10 +202,16 @@ class SecondTier:
             return False
         return True
 
+    def num_fetched_tokens(self, request_id: str, num_tokens: int) -> int:
+        """How many of a request's first ``num_tokens`` tokens device and tier have got by the fetch
+        that it waited for."""
+        before = self._over.get(request_id)
+        return max(0, num_tokens - before) if before is not None else 0
+
     def on_request_finished(self, request_id: str) -> None:
         """The request has ended. Reads under way go on."""
         self._end_wait(request_id, None)
-        self._over.discard(request_id)
+        self._over.pop(request_id, None)
         self._objects.on_answered(request_id)
 
     # One step
@@ -379,7 +386,9 @@ class SecondTier:
         """The request does not wait any more. ``result``: None if it has ended."""
         fetch = self._waits.pop(request_id, None)
         if result is not None:
-            self._over.add(request_id)
+            self._over[request_id] = None
+            if fetch is not None and fetch.num_tokens:
+                self._over[request_id] = fetch.num_computed_tokens + fetch.num_hit_tokens
             self._meter.add(metrics.SECOND_TIER_LOOKUPS, 1, result)
         if fetch is None:
             return

@@ -26,6 +26,7 @@ from simple_offload import metrics
 from simple_offload.metadata import BlockIds
 from simple_offload.scheduler.tier import block_pool
 from simple_offload.scheduler.tier.groups import Groups
+from simple_offload.scheduler.tier.leases import RELEASED, Lease
 from simple_offload.scheduler.tier.lookup import HostHit, Lookup
 from simple_offload.scheduler.tier.run import Run
 from simple_offload.scheduler.tier.segments import Segments
@@ -174,6 +175,10 @@ class CpuTier:
         """Ids of the blocks that hold those of ``keys`` which a block holds."""
         return [block.block_id for block in block_pool.find_blocks(self._pool, keys) if block]
 
+    def with_contents(self, block_ids: Iterable[int]) -> list[int]:
+        """Those of the blocks that have contents."""
+        return [i for i in block_ids if i and self._pool.blocks[i].block_hash is not None]
+
     # References
 
     def pin(self, blocks: Sequence[KVCacheBlock]) -> None:
@@ -284,6 +289,29 @@ class CpuTier:
     def on_removed(self, callback: Callable[[Sequence[BlockHashWithGroupId]], None]) -> None:
         """Call ``callback`` with the keys of all blocks that lose their contents."""
         self._on_removed.append(callback)
+
+    # Wishes
+
+    def make_lease(self, seconds: float | None, session_id: str | None) -> Lease:
+        """A lease that ends in ``seconds``; None: a release."""
+        until = RELEASED if seconds is None else self._segments.clock() + seconds
+        return Lease(until, session_id)
+
+    def lease(self, block_ids: Iterable[int], lease: Lease) -> None:
+        """Keep these blocks, which have contents, parents before children, before others until
+        ``lease`` ends, or release them: they leave before others, but for those in use, and those
+        kept for another session. Softly: a part of the tier only is kept, and all of that is
+        evicted where nothing else is left."""
+        self._segments.lease(block_ids, lease)
+
+    def lease_of(self, block_id: int) -> Lease | None:
+        """The lease of a block that is kept, and may be about to lose its contents."""
+        return self._segments.lease_of(block_id)
+
+    def is_released(self, block_id: int) -> bool:
+        """Whether a block, which may be about to lose its contents, has been released, and not
+        found since."""
+        return self._segments.is_released(block_id)
 
     # What the device has too
 

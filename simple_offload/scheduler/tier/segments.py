@@ -1,5 +1,6 @@
 """Segments: which free host block leaves the tier next."""
 
+import time
 from collections.abc import Callable, Container, Iterable, Sequence
 
 from vllm.v1.core.block_pool import BlockPool
@@ -11,6 +12,7 @@ from vllm.v1.core.kv_cache_utils import (
 
 from simple_offload.metadata import BlockIds, as_array
 from simple_offload.scheduler.tier import block_pool
+from simple_offload.scheduler.tier.leases import Lease, Leases
 from simple_offload.scheduler.tier.let_go import LetGo
 
 COPIES_SHARE = 3 / 16
@@ -18,15 +20,21 @@ COPIES_SHARE = 3 / 16
 costs a second store, when the device lets go of its block. Each that stays takes the room of
 contents that nothing else has (Wong and Wilkes, "My cache or yours?", USENIX 2002)."""
 PROTECTED_SHARE = 0.5
-"""Share of the tier's blocks that may be protected."""
+"""Share of the tier's blocks that may be protected or kept."""
+KEPT_SHARE = 0.25
+"""Share of the tier's blocks that may be kept: requests that wish for it leave as much room to what
+others find."""
 EVICTIONS_PER_RETURN = 10
 """After this many evictions one protected block returns to probation."""
 
-_PROBATION, _PROTECTED, _COPY = range(3)
+_PROBATION, _PROTECTED, _KEPT, _RELEASED, _COPY = range(5)
 """Queues, and segments of blocks that are not copies."""
 _NEW_COPY, _FOUND_COPY = _COPY + _PROBATION, _COPY + _PROTECTED
+_KEPT_COPY, _RELEASED_COPY = _COPY + _KEPT, _COPY + _RELEASED
 """Segments of copies: the other segments that they will belong to, beyond ``_COPY``."""
-_NUM_SEGMENTS = 4
+_NUM_SEGMENTS = 2 * _COPY
+_IF_FOUND = bytes([_PROTECTED, _PROTECTED, _KEPT, _PROTECTED] * 2)
+"""By segment, the one (of blocks that are not copies) that a request's find leads to."""
 
 
 class _EveryKey(Container[BlockHashWithGroupId]):
@@ -37,10 +45,10 @@ class _EveryKey(Container[BlockHashWithGroupId]):
 
 
 class Segments:
-    """The tier's free blocks in three queues. Each block with contents belongs to one of them,
-    also while it is pinned and in none::
+    """The tier's free blocks in queues. Each block with contents belongs to one of them, also
+    while it is pinned and in none::
 
-        empty, then probation     protected     copies
+        empty, then probation     protected     kept     released     copies
 
     **Copies** hold what the device has too. Those beyond ``COPIES_SHARE`` leave first, from the
     front of their queue: the device will let go of their blocks last. The others hold contents that
@@ -51,15 +59,31 @@ class Segments:
     limit, and with evictions, the least recently used protected blocks return to probation, so
     what is never found again leaves in the end.
 
+    Two queues are for wishes. What a request wants protected for some time is **kept**, and leaves
+    after protected blocks. Beyond a limit, and when its time is over, it becomes protected. What
+    has been **released** leaves before all others, unless a request finds it.
+
     The device lets go of a prefix tail first, and the head was found whenever the tail was. So the
     tail leaves the tier before the head, without which it could not be found.
     """
 
+    clock: Callable[[], float] = staticmethod(time.monotonic)
+
     def __init__(self, pool: BlockPool) -> None:
         self._pool = pool
         self._protected = FreeKVCacheBlockQueue([])
+        self._kept = FreeKVCacheBlockQueue([])
+        self._released = FreeKVCacheBlockQueue([])
         self._copies = FreeKVCacheBlockQueue([])
-        self._queues = (pool.free_block_queue, self._protected, self._copies)
+        self._queues = (
+            pool.free_block_queue,
+            self._protected,
+            self._kept,
+            self._released,
+            self._copies,
+        )
+        self._leases = Leases()
+        """Of the blocks that are kept."""
         self._num_evicted = 0
         """Evictions since a block last returned to probation for them."""
         self._of = bytearray()
@@ -121,7 +145,7 @@ class Segments:
                 free.append(block)
                 counts[min(segment, _COPY)] += 1
             self.num_copies += segment < _COPY
-            of[block.block_id] = _FOUND_COPY
+            of[block.block_id] = _COPY + _IF_FOUND[segment]
         self._take_out(free, counts)
         self._copies.prepend_n(free)
 
@@ -129,8 +153,8 @@ class Segments:
         """Requests have found the contents of those of these blocks that are copies."""
         of = self._of
         for block_id in block_ids.tolist():
-            if of[block_id] == _NEW_COPY:
-                of[block_id] = _FOUND_COPY
+            if of[block_id] >= _COPY:
+                of[block_id] = _COPY + _IF_FOUND[of[block_id]]
 
     def on_let_go(self, block_ids: BlockIds) -> None:
         """The device has let go of the contents of these blocks, in this order, if they are
@@ -148,7 +172,7 @@ class Segments:
 
     def was_found(self, block_id: int) -> bool:
         """Whether a request has found the contents of a block."""
-        return self._of[block_id] in (_PROTECTED, _FOUND_COPY)
+        return self._of[block_id] in (_PROTECTED, _KEPT, _FOUND_COPY, _KEPT_COPY)
 
     def unfound(self, block_ids: BlockIds) -> list[BlockHashWithGroupId]:
         """The keys of those of the blocks that no request has found."""
@@ -157,15 +181,18 @@ class Segments:
         return [key for key in block_pool.keys_of(new) if key is not None]
 
     def remove_all_copies(self) -> None:
-        """The device has let go of the contents of all copies. They go on probation, those that
-        would have left last first, as the device would have let go of them."""
+        """The device has let go of the contents of all copies. They go on probation, unless they
+        are kept, those that would have left last first, as the device would have let go of them."""
         self._let_go.clear()
         self._twins.clear()
-        copies, others = bytes([_NEW_COPY, _FOUND_COPY]), bytes([_PROBATION, _PROBATION])
+        copies = bytes([_NEW_COPY, _FOUND_COPY, _RELEASED_COPY, _KEPT_COPY])
+        others = bytes([_PROBATION, _PROBATION, _PROBATION, _KEPT])
         self._of = self._of.translate(bytes.maketrans(copies, others))
         self.num_copies = 0
-        blocks = self._copies.popleft_n(self._copies.num_free_blocks)
-        self._pool.free_block_queue.append_n(blocks[::-1])
+        blocks = self._copies.popleft_n(self._copies.num_free_blocks)[::-1]
+        for segment in (_PROBATION, _KEPT):
+            self._queues[segment].append_n([b for b in blocks if self._of[b.block_id] == segment])
+        self._enforce_limit()
 
     def on_emptied(self, blocks: Sequence[KVCacheBlock]) -> None:
         """``blocks`` have lost their contents. The free ones are the next to be allocated."""
@@ -190,7 +217,7 @@ class Segments:
                 counts[segment] += 1
             block.ref_cnt += 1
             if segment != _PROTECTED:
-                of[block_id] = _PROTECTED
+                of[block_id] = _IF_FOUND[segment]
                 self.num_copies -= segment >= _COPY
         self._take_out(free, [*counts[:_COPY], sum(counts[_COPY:])])
 
@@ -207,7 +234,7 @@ class Segments:
             block_id = block.block_id
             if of[block_id] < _COPY:
                 num_copies += 1
-            of[block_id] = _FOUND_COPY
+            of[block_id] = _COPY + _IF_FOUND[of[block_id]]
         self.num_copies += num_copies
         self._copies.prepend_n(free)
 
@@ -266,9 +293,12 @@ class Segments:
         evict(pool.free_block_queue, limit, _EveryKey())
         if len(blocks) < limit:
             self.settle()
+            self._end_leases()
+            evict(self._released, limit, keep)
             evict(copies, self.num_copies - self.max_copies, keep)
             evict(pool.free_block_queue, limit, keep)
             evict(self._protected, limit, keep)
+            evict(self._kept, limit, keep)
             evict(copies, limit, keep)
         count, self._num_evicted = divmod(
             self._num_evicted + len(keys[False]), EVICTIONS_PER_RETURN
@@ -276,14 +306,59 @@ class Segments:
         self._return_to_probation(count)
         return blocks, keys[True], keys[False]
 
+    # Wishes
+
+    def lease(self, block_ids: Iterable[int], lease: Lease) -> None:
+        """Keep or release these blocks, which have contents, parents before children. A release
+        passes over blocks that are in use, and those that another session wants kept."""
+        of, leases = self._of, self._leases
+        blocks = [self._pool.blocks[block_id] for block_id in dict.fromkeys(block_ids)]
+        if lease.is_release:
+            blocks = [b for b in blocks if b.ref_cnt == 0 and self._may_release(b.block_id, lease)]
+            leases.end([block.block_id for block in blocks])
+        else:
+            leases.extend([block.block_id for block in blocks], lease)
+        segment = _RELEASED if lease.is_release else _KEPT
+        free = [b for b in blocks if b.ref_cnt == 0 and of[b.block_id] < _COPY]
+        self._take_out(free, self._count(free))
+        for block in blocks:
+            is_copy = of[block.block_id] >= _COPY
+            of[block.block_id] = segment + _COPY if is_copy else segment
+        self._queues[segment].append_n(free[::-1])
+        self._enforce_limit()
+
+    def lease_of(self, block_id: int) -> Lease | None:
+        """The lease of a block that is kept."""
+        return self._leases.get(block_id)
+
+    def is_released(self, block_id: int) -> bool:
+        """Whether a block has been released, and not found since."""
+        return self._of[block_id] in (_RELEASED, _RELEASED_COPY)
+
     # Details
+
+    def _may_release(self, block_id: int, lease: Lease) -> bool:
+        known = self._leases.get(block_id)
+        return known is None or known.session_id == lease.session_id
+
+    def _end_leases(self) -> None:
+        """Blocks whose time is over become protected, as if a request had found them now."""
+        if not self._leases:
+            return
+        blocks = [self._pool.blocks[i] for i in self._leases.pop_over(self.clock())]
+        free = [b for b in blocks if b.ref_cnt == 0 and self._of[b.block_id] == _KEPT]
+        self._take_out(free, self._count(free))
+        for block in blocks:
+            self._of[block.block_id] -= _KEPT - _PROTECTED
+        self._protected.append_n(free[::-1])
+        self._enforce_limit()
 
     def _settle_oldest(self) -> None:
         """Move the copies that the device has let go of first."""
         of, blocks, on_device = self._of, self._pool.blocks, self.device_keys()
         let_go = self._let_go.pop_oldest()
         copies = [blocks[block_id] for block_id in let_go if of[block_id] >= _COPY]
-        free: tuple[list[KVCacheBlock], ...] = ([], [])
+        free: tuple[list[KVCacheBlock], ...] = tuple([] for _ in range(_COPY))
         for block, key in zip(copies, block_pool.keys_of(copies), strict=True):
             segment = of[block.block_id] - _COPY
             if key in on_device:
@@ -317,10 +392,20 @@ class Segments:
         for block in blocks:
             self.num_copies -= of[block.block_id] >= _COPY
             of[block.block_id] = _PROBATION
+        if self._leases:
+            self._leases.end([block.block_id for block in blocks])
 
     def _enforce_limit(self) -> None:
-        max_protected = int(PROTECTED_SHARE * self.max_contents)
-        self._return_to_probation(self._protected.num_free_blocks - max_protected)
+        kept, protected = self._kept, self._protected
+        count = kept.num_free_blocks - int(KEPT_SHARE * self.max_contents)
+        if count > 0:
+            blocks = kept.popleft_n(count)
+            for block in blocks:
+                self._of[block.block_id] = _PROTECTED
+            self._leases.end([block.block_id for block in blocks])
+            protected.append_n(blocks)
+        max_protected = int(PROTECTED_SHARE * self.max_contents) - kept.num_free_blocks
+        self._return_to_probation(protected.num_free_blocks - max_protected)
 
     def _return_to_probation(self, count: int) -> None:
         """Move up to ``count`` protected blocks to the end of those on probation."""

@@ -87,4 +87,4 @@ def wait_for_longer_than_compute_takes(max_wait: Any, self: Speeds, num_tokens: 
 @mutation(SecondTier, "on_request_finished", OBJECTS)
 def remember_requests_for_ever(finished: Any, self: SecondTier, request_id: str) -> None:
     finished(self, request_id)
-    self._over.add(request_id)
+    self._over[request_id] = None

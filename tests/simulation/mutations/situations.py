@@ -122,6 +122,18 @@ GROWING = Situation(
 )
 """Two ranks open host blocks while they serve."""
 
+WISHES = Situation(
+    changes=_ROOM | _QUICK | _BUSY | {"wishes": 0.9, "store_threshold": 1, "resets": 0.0}
+)
+"""Most requests wish for something."""
+
+WISHES_IN_A_SMALL_TIER = Situation(
+    device_blocks=20,
+    host_blocks=24,
+    changes=_QUICK | _BUSY | {"wishes": 0.9, "store_threshold": 1, "chunk_blocks": None},
+)
+"""The same, and the tier evicts much."""
+
 ASKED_AGAIN = Situation(changes={"store_threshold": 2})
 """Blocks are stored only once a second request has them."""
 

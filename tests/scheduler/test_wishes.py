@@ -1,0 +1,320 @@
+"""What requests wish for: parsed without harm, and followed."""
+
+import logging
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from simple_offload.scheduler.wishes import NO_WISHES, Wishbook, Wishes
+from tests.scheduler.conftest import MakeDriver
+from tests.scheduler.driver import LOAD, Driver, make_request, prompt
+from tests.scheduler.tiers import settle
+from tests.simulation.integrity import set_clock
+
+SETTINGS = pytest.mark.parametrize("lazy", [None, True, False])
+WINDOWS = pytest.mark.parametrize("windows", [(0,), (0, 8)], ids=str)
+PRIVATE = {"store": False}
+NUM_TOKENS = 20
+"""Of a prompt whose 5 blocks are kept: vLLM computes the token behind them."""
+
+
+def parse(given: Any) -> Wishes:
+    """The wishes of a request with this value of ``simple_offload``."""
+    request = make_request("a", [1, 2])
+    request.kv_transfer_params = {"simple_offload": given}  # vLLM 0.32 refuses long integers
+    return Wishbook().of(request)
+
+
+# Parsing
+
+
+@pytest.mark.parametrize(
+    ("given", "wishes"),
+    [
+        ({}, NO_WISHES),
+        ({"store": True, "protect": None, "release": False}, NO_WISHES),
+        ({"store": False, "report": True}, Wishes(store=False, report=True)),
+        ({"protect": "1s"}, Wishes(protect=1.0)),
+        ({"protect": "5m", "release": True}, Wishes(protect=300.0, release=True)),
+        ({"protect": "24h"}, Wishes(protect=86400.0)),
+    ],
+    ids=str,
+)
+def test_right_wishes(given: Any, wishes: Wishes, caplog: pytest.LogCaptureFixture) -> None:
+    assert parse(given) == wishes
+    assert not caplog.messages
+
+
+@pytest.mark.parametrize(
+    ("given", "wishes", "said"),
+    [
+        ({"protct": "5m"}, NO_WISHES, ["'protct'", "store, protect, release", "Nearest: protect"]),
+        ({"x" * 500: 1}, NO_WISHES, ["'xxx", "..."]),
+        ({"protect": 300}, NO_WISHES, ["protect", "300", '"1s" to "24h"']),
+        ({"protect": "25h"}, NO_WISHES, ["'25h'"]),
+        ({"protect": "0s"}, NO_WISHES, ["'0s'"]),
+        ({"protect": "-5m"}, NO_WISHES, ["'-5m'"]),
+        ({"protect": "\N{ARABIC-INDIC DIGIT FIVE}m"}, NO_WISHES, ["protect"]),
+        ({"report": "true"}, NO_WISHES, ["report", "'true'", "true or false"]),
+        ({"release": 1}, NO_WISHES, ["release", "1", "true or false"]),
+        ({"store": "no\n"}, Wishes(store=False), ["counts as false", r"'no\n'"]),
+        ({"store": 10**5000}, Wishes(store=False), ["a value of type int"]),
+        (["store"], NO_WISHES, ["a value of type list", "an object with store, protect"]),
+    ],
+    ids=[*range(12)],
+)
+def test_wrong_wishes_are_ignored_but_for_store(
+    given: Any, wishes: Wishes, said: list[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING, "vllm"):
+        assert parse(given) == wishes
+    (message,) = caplog.messages
+    assert message.startswith("A request's kv_transfer_params.simple_offload ")
+    assert all(part in message for part in said), message
+    assert len(message) < 300
+    assert "\n" not in message
+
+
+def test_a_server_warns_once_of_each_kind(caplog: pytest.LogCaptureFixture) -> None:
+    book = Wishbook()
+    wrong = [{"a": 1}, {"b": 1}, {"protect": 1}, {"protect": 2}, {"store": 1}, {"store": 0}, 1, 2]
+    with caplog.at_level(logging.WARNING, "vllm"):
+        for number, given in enumerate(wrong):
+            params = {"kv_transfer_params": {"simple_offload": given}}
+            request = make_request(str(number), [1, 2], extra_args=params)
+            assert book.of(request) == book.of(request)
+    assert len(caplog.messages) == 4
+
+
+@pytest.mark.parametrize("params", [None, {}, "text", 7, ["simple_offload"], {"simple": {}}])
+def test_requests_of_others_have_no_wishes(params: Any) -> None:
+    extra_args = None if params is None else {"kv_transfer_params": params}
+    assert Wishbook().of(make_request("a", [1, 2], extra_args=extra_args)) is NO_WISHES
+
+
+_LEAVES = st.none() | st.booleans() | st.integers() | st.floats() | st.text() | st.binary()
+_KEYS = st.sampled_from(["store", "protect", "release", "report"]) | st.text() | st.integers()
+_JSON = st.recursive(
+    _LEAVES, lambda inner: st.lists(inner) | st.dictionaries(_KEYS, inner), max_leaves=8
+)
+
+
+@settings(max_examples=300, deadline=None)
+@given(_JSON | st.dictionaries(_KEYS, _JSON))
+def test_nothing_that_a_client_sends_raises(given: Any) -> None:
+    wishes = parse(given)
+    asked = given.get("store") if isinstance(given, dict) else None
+    assert wishes.store == (asked is None or asked is True)
+    assert 0 <= wishes.protect <= 86400
+
+
+# store
+
+
+@pytest.fixture
+def roomy(drive: MakeDriver) -> MakeDriver:
+    """Drivers with a tier for all blocks."""
+
+    def make(windows: tuple[int, ...] = (0,), **shape: Any) -> Driver:
+        sizes = {"num_device_blocks": 40 * len(windows), "num_host_blocks": 400}
+        return drive(windows=windows, **sizes | shape)
+
+    return make
+
+
+def evict_all(driver: Driver, first: int = 50) -> None:
+    """Serve requests until the device has evicted all earlier blocks."""
+    driver.fill(8 * len(driver.world.shape.windows), first)
+
+
+@SETTINGS
+@WINDOWS
+@pytest.mark.parametrize("aborted", [False, True])
+def test_nothing_of_a_private_request_is_stored(
+    roomy: MakeDriver, windows: tuple[int, ...], lazy: bool | None, aborted: bool
+) -> None:
+    """Nor when a private request finds it on the device; nor its last block, nor a window."""
+    driver = roomy(windows, lazy=lazy, max_num_batched_tokens=8)
+    if aborted:
+        driver.start("a", prompt(30), max_tokens=9, wishes=PRIVATE)
+        driver.step(6)
+        driver.world.abort("a")
+        driver.run()
+    else:
+        history = driver.serve("a", prompt(30), max_tokens=9, wishes=PRIVATE)
+        driver.serve("b", [*history, *prompt(9, family=1)], max_tokens=2, wishes=PRIVATE)
+    assert driver.num_stored == 0
+    evict_all(driver)
+    assert driver.found(prompt(30)) == 0
+
+
+@SETTINGS
+@pytest.mark.parametrize("num_sub_blocks", [1, 2])
+def test_what_another_request_finds_is_stored_for_that_one(
+    roomy: MakeDriver, lazy: bool | None, num_sub_blocks: int
+) -> None:
+    driver = roomy(lazy=lazy, num_sub_blocks=num_sub_blocks)
+    history = driver.serve("a", prompt(29), max_tokens=8, wishes=PRIVATE)
+    driver.serve("b", [*prompt(17), *prompt(9, family=1)], max_tokens=8)
+    evict_all(driver)
+    assert driver.found(history) == 16
+    assert driver.found([*prompt(17)[:16], *prompt(17)[16:], *prompt(9, family=1)]) == 24
+
+
+@SETTINGS
+def test_a_private_request_loads_what_others_have_left(
+    roomy: MakeDriver, lazy: bool | None
+) -> None:
+    driver = roomy(lazy=lazy)
+    driver.serve("a", prompt(21))
+    evict_all(driver)
+    history = driver.serve("b", [*prompt(20), *prompt(9, family=1)], max_tokens=8, wishes=PRIVATE)
+    assert driver.world.num_blocks_loaded == 5
+    evict_all(driver, first=70)
+    assert driver.found(history) == 20
+
+
+def test_private_requests_do_not_count_for_the_threshold(roomy: MakeDriver) -> None:
+    driver = roomy(store_threshold=2)
+    for name, wishes in (("a", PRIVATE), ("b", None), ("c", PRIVATE)):
+        driver.serve(name, prompt(21), wishes=wishes)
+    assert driver.num_stored == 0
+    driver.serve("d", prompt(21))
+    evict_all(driver)
+    assert driver.found(prompt(21)) == 20
+
+
+# protect and release
+
+
+class Clock:
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def small(drive: MakeDriver, lazy: bool | None, **shape: Any) -> tuple[Driver, Clock]:
+    """A driver whose tier keeps up to 10 blocks, and its clock."""
+    driver, clock = drive(lazy=lazy, num_device_blocks=24, num_host_blocks=41, **shape), Clock()
+    set_clock(driver.tier, clock)
+    return driver, clock
+
+
+@SETTINGS
+@pytest.mark.parametrize("wishes", [None, {"protect": "5m"}, {"protect": "5m", "store": False}])
+def test_what_is_protected_outlives_what_comes_once(
+    drive: MakeDriver, lazy: bool | None, wishes: Any
+) -> None:
+    driver, clock = small(drive, lazy)
+    driver.serve("a", prompt(21), wishes=wishes)
+    driver.fill(30)
+    kept = 20 if wishes == {"protect": "5m"} else 0
+    assert driver.found(prompt(21)) == kept
+    clock.now = 299.0
+    driver.fill(30, first=100)
+    assert driver.found(prompt(21)) == kept
+    clock.now = 300.0
+    driver.fill(30, first=150)
+    assert driver.found(prompt(21)) == 0
+    assert not driver.tier._segments._leases._of
+
+
+@SETTINGS
+def test_a_protected_answer_is_kept_with_the_prefix_that_it_continues(
+    drive: MakeDriver, lazy: bool | None
+) -> None:
+    """Also what other requests have left, and the last block, which has no hash on the device."""
+    driver, _ = small(drive, lazy)
+    driver.serve("a", prompt(13))
+    history = driver.serve("b", prompt(14), max_tokens=11, wishes={"protect": "5m"})
+    driver.fill(30)
+    assert driver.found([*history, 0]) == 24
+
+
+@SETTINGS
+def test_protection_takes_no_more_than_its_share(drive: MakeDriver, lazy: bool | None) -> None:
+    """Of what all want protected, the last is kept. What others find is protected beside it."""
+    driver, _ = small(drive, lazy)
+    driver.serve("found", prompt(21, family=90))
+    for family in range(9):
+        driver.serve(f"{family}", prompt(21, family), wishes={"protect": "24h"})
+        driver.serve(f"found {family}", prompt(21, family=90))
+    driver.fill(5)
+    settle(driver.tier)
+    assert len(driver.tier._segments._leases) <= 10
+    assert driver.found(prompt(21, family=90)) == 20
+    assert driver.found(prompt(21, family=8)) == 20
+
+
+@SETTINGS
+@pytest.mark.parametrize("wishes", [None, {"release": True}])
+def test_what_is_released_leaves_first(drive: MakeDriver, lazy: bool | None, wishes: Any) -> None:
+    driver, _ = small(drive, lazy)
+    driver.serve("a", prompt(21, 1))
+    driver.serve("b", prompt(21, 2), wishes=wishes)
+    found = [20, 20]
+    for number in range(12):
+        driver.fill(1, first=50 + number)
+        found = [driver.found(prompt(21, family)) for family in (1, 2)]
+        # The tier gets some of them only when the device lets go of them.
+        if number > 5 and min(found) < 20:
+            break
+    assert found[0] > found[1] if wishes else found[0] < found[1]
+
+
+@SETTINGS
+@pytest.mark.parametrize("session_id", [None, "agent"])
+def test_a_release_is_of_what_the_session_has_computed(
+    drive: MakeDriver, lazy: bool | None, session_id: str | None
+) -> None:
+    """Without a session, of what the request has. Not of a prefix that was there before."""
+    driver, _ = small(drive, lazy)
+    driver.serve("shared", prompt(9))
+    history = driver.serve("t1", [*prompt(8), *prompt(8, 1)], 5, session_id=session_id)
+    history = driver.serve(
+        "t2", [*history, *prompt(8, 2)], 5, session_id=session_id, wishes={"release": True}
+    )
+    driver.fill(12)
+    assert driver.found(history) == (8 if session_id else 20)
+
+
+def test_a_release_leaves_what_a_running_request_uses(drive: MakeDriver) -> None:
+    driver, _ = small(drive, True)
+    driver.serve("a", prompt(21), session_id="s")
+    driver.start("b", [*prompt(21), 1], max_tokens=12)
+    driver.step(3)
+    driver.start("c", [*prompt(21), 2], session_id="s", wishes={"release": True})
+    driver.run()
+    driver.fill(8)
+    assert driver.found(prompt(21)) == 20
+
+
+# report
+
+
+@SETTINGS
+def test_the_reply_says_where_the_prompt_came_from(drive: MakeDriver, lazy: bool | None) -> None:
+    driver = drive(lazy=lazy, num_device_blocks=40, num_host_blocks=400)
+    reports = driver.world.reports
+    wishes = {"report": True}
+    driver.serve("a", prompt(21), wishes=wishes)
+    driver.serve("b", [*prompt(21), 1], wishes=wishes)
+    evict_all(driver)
+    driver.serve("c", [*prompt(21), 1], wishes=wishes)
+    driver.serve("d", [*prompt(21), 1])
+    of = [[*report.values()] for report in reports.values()]
+    assert of == [[0, 0, 0, 21], [20, 0, 0, 2], [0, 20, 0, 2]]
+
+
+def test_tokens_of_a_failed_load_are_computed(drive: MakeDriver) -> None:
+    driver = drive(num_device_blocks=40, num_host_blocks=400, load_failures="recompute")
+    driver.serve("a", prompt(21))
+    driver.empty_device_cache()
+    driver.start("b", prompt(21), wishes={"report": True})
+    driver.step_until(lambda: driver.pending(LOAD))
+    driver.copy(LOAD, fail=True)
+    driver.run()
+    assert [*driver.world.reports["b"].values()] == [0, 0, 0, 21]
