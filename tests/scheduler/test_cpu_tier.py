@@ -27,7 +27,9 @@ from tests.scheduler.tiers import (
     protected,
     queues,
     segments_of,
+    settle,
     store,
+    wished,
 )
 from tests.simulation.integrity import check_tier, groups_of, pool_of
 
@@ -233,6 +235,50 @@ def test_a_pinned_block_changes_its_segment_too() -> None:
     check_tier(tier)
     assert (protected(tier), copies(tier)) == ({"a", "ab", "p", "pq"}, {"x", "xy"})
     assert leave(tier) == ["x", "pq", "p", "ab", "a", "xy"]
+
+
+# Wishes
+
+
+@pytest.mark.proves("I9")
+def test_kept_blocks_leave_last_and_released_ones_first_each_tail_first() -> None:
+    tier = make_tier(16)
+    store(tier, "abc", "rst", "xy", "pq")
+    store(tier, "mn", on_device=True)
+    tier.lease(ids(tier, *prefixes("abc")), tier.make_lease(60, None))
+    tier.lease(ids(tier, *prefixes("rst")), tier.make_lease(None, None))
+    check_tier(tier)
+    find(tier, "xy")
+    assert leave(tier) == ["rst", "rs", "r", "pq", "p", "xy", "x", "abc", "ab", "a", "m", "mn"]
+
+
+def test_what_a_request_finds_is_released_no_more_and_kept_still() -> None:
+    tier = make_tier(16)
+    store(tier, "abc", "rst")
+    store(tier, "xy", on_device=True)
+    tier.lease(ids(tier, *prefixes("abc")), tier.make_lease(60, None))
+    tier.lease(ids(tier, *prefixes("rst"), "x", "xy"), tier.make_lease(None, None))
+    find(tier, "ab", "rs", "x")
+    assert wished(tier) == [["abc", "ab", "a"], ["rst"]]
+    assert protected(tier) == {"r", "rs", "x"}
+    let_go(tier, "xy")
+    assert wished(tier)[1] == ["rst"]
+    settle(tier)
+    assert wished(tier)[1] == ["rst", "xy"]
+
+
+def test_a_release_leaves_what_is_used_and_what_others_want_kept() -> None:
+    tier = make_tier(24)
+    store(tier, "abc", "xyz")
+    tier.lease(ids(tier, *prefixes("xyz")), tier.make_lease(60, "one"))
+    tier.lease(ids(tier, "x", "xy"), tier.make_lease(90, "two"))
+    pins = blocks(tier, "a")
+    tier.pin(pins)
+    tier.lease(ids(tier, *prefixes("abc"), *prefixes("xyz")), tier.make_lease(None, "one"))
+    check_tier(tier)
+    assert wished(tier) == [["xy", "x"], ["xyz", "abc", "ab"]]
+    tier.unpin(pins)
+    assert protected(tier) == {"a"}
 
 
 # What the device has loaded

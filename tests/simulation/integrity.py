@@ -80,11 +80,6 @@ def check_at_rest(scheduler: OffloadScheduler) -> None:
     for owner in owners:
         for name in vars(owner).keys() & maps:
             assert not vars(owner)[name], f"{name} of {owner} at rest: {vars(owner)[name]}"
-    contents, device_pool = policy._contents, scheduler._device_pool
-    if contents._cached is device_pool.cached_block_hash_to_block._cache:
-        for block_id in contents._leases:
-            block = device_pool.blocks[block_id]
-            assert block.block_hash is not None, f"{block}: empty, yet has a lease"
 
 
 def check_second_tier(second_tier: SecondTier) -> None:

@@ -54,14 +54,18 @@ def wants_storing(request: Request) -> bool:
     return store is None or store is True
 
 
-def wanted_by(requests: Iterable[Request]) -> set[bytes]:
-    """The hashes of blocks that these requests want stored."""
-    return set().union(*(r.block_hashes for r in requests if wants_storing(r)))
+def kept_out_by(requests: Iterable[Request]) -> set[bytes]:
+    """The hashes of blocks of ``requests`` that none of them wants stored."""
+    kept_out: set[bytes] = set()
+    wanted: set[bytes] = set()
+    for request in requests:
+        (wanted if wants_storing(request) else kept_out).update(request.block_hashes)
+    return kept_out - wanted
 
 
 def check_stored(keys: Iterable[BlockHashWithGroupId], requests: Iterable[Request]) -> None:
-    """Each of ``keys``, in the tier or on its way there, is of a request that wants storing.
-    ``requests``: all so far."""
-    wanted = wanted_by(requests)
-    kept_out = [key for key in keys if get_block_hash(key) not in wanted]
-    assert not kept_out, f"{len(kept_out)} blocks are stored that no request wants stored"
+    """None of ``keys``, in the tier or on their way there, is of requests alone that want nothing
+    stored. ``requests``: all so far."""
+    kept_out = kept_out_by(requests)
+    wrong = [key for key in keys if get_block_hash(key) in kept_out] if kept_out else []
+    assert not wrong, f"{len(wrong)} blocks are stored that no request wants stored"

@@ -560,9 +560,9 @@ class World:
     def _check_losses(self, before: dict[BlockHashWithGroupId, int]) -> None:
         """Blocks evicted since then must be in the tier, or in a store."""
         stores = self.connector.scheduler._stores
-        wanted = wishes.wanted_by(self._ever)
+        kept_out = wishes.kept_out_by(self._ever)
         for key, sub_keys in self._sub_keys(before).items():
-            if get_block_hash(key) in wanted and not self._is_on_device(sub_keys):
+            if get_block_hash(key) not in kept_out and not self._is_on_device(sub_keys):
                 block_id = before[key]
                 self.num_evicted += 1
                 assert stores.has(key), f"device block {block_id} was evicted before it was stored"

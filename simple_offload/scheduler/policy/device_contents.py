@@ -75,8 +75,9 @@ class DeviceContents:
         """Likewise, contents that are not to be stored unless a request finds them."""
         self._found: set[int] = set()
         """Ids of blocks whose contents a request has found, but not the tier's copy of them."""
-        self._leases: dict[int, Lease] = {}
-        """By id of a (last sub-) block, the lease that the tier's block gets when it is stored."""
+        self._leases: dict[int, tuple[BlockHashWithGroupId, Lease]] = {}
+        """By id of a (last sub-) block, its contents, and the lease that the tier's block gets when
+        they are stored."""
         self._copies = np.zeros(len(device_pool.blocks), np.int64)
         """By id of a (last sub-) block, the id of the host block that has got the same contents,
         or that they were loaded from. It may have lost them since. 0: none."""
@@ -152,7 +153,7 @@ class DeviceContents:
         keys: list[Any] = list(block_pool.keys_of(blocks))
         lacking, _ = self._add_copies(block_ids, keys)
         for block_id in self._leases.keys() & block_ids if self._leases else ():
-            if self._leases[block_id].is_release:
+            if self._leases[block_id][1].is_release:
                 del self._leases[block_id]
         if stores is None:
             return keys
@@ -263,8 +264,9 @@ class DeviceContents:
                 elif copy := self._tier.ids_of([key]):
                     unstored.pop(block_id, None)
                     self._copies[block_id] = copy[0]
-                    if (lease := self._leases.pop(block_id, None)) is not None:
-                        self._tier.lease(copy, lease)
+                    if self._leases:
+                        self._pass_on_leases([block])
+                        self.forget_leases([block_id])
         if self._admission.threshold > 1:
             for key in absent:
                 if not self._admission.admits(key):
@@ -294,18 +296,25 @@ class DeviceContents:
             self._unstored.pop(block.block_id, None)
         return stored
 
-    def lease(self, blocks: Iterable[KVCacheBlock], lease: Lease) -> None:
+    def lease(
+        self,
+        blocks: Sequence[KVCacheBlock],
+        keys: Sequence[BlockHashWithGroupId],
+        lease: Lease,
+    ) -> None:
         """Give a lease to the tier's blocks that will have the contents of these (last sub-)
-        blocks. What is released is not stored in a full tier, unless a request finds it."""
+        blocks, with ``keys``. What is released is not stored in a full tier, unless a request finds
+        it."""
         skips = lease.is_release and not self._tier.num_empty
-        for block in blocks:
+        for block, key in zip(blocks, keys, strict=True):
             block_id = block.block_id
             if skips:
-                if (key := self._unstored.pop(block_id, None)) is not None:
-                    self._skipped[block_id] = key
+                if self._unstored.get(block_id) == key:
+                    self._skipped[block_id] = self._unstored.pop(block_id)
             elif not self._copies[block_id]:
-                known = self._leases.get(block_id, lease)
-                self._leases[block_id] = max(known, lease, key=lambda each: each.until)
+                known = self._leases.get(block_id)
+                if known is None or known[0] != key or known[1].until < lease.until:
+                    self._leases[block_id] = key, lease
 
     def forget_leases(self, block_ids: Iterable[int]) -> None:
         """The tier does not get the contents of these blocks, or has got them."""
@@ -346,12 +355,12 @@ class DeviceContents:
 
     def _pass_on_leases(self, blocks: Sequence[KVCacheBlock]) -> None:
         """The tier has got the contents of ``blocks``, parents before children."""
-        by_lease: dict[Lease, list[int]] = {}
+        by_lease: dict[Lease, list[BlockHashWithGroupId]] = {}
         for block in blocks:
-            if (lease := self._leases.get(block.block_id)) is not None:
-                by_lease.setdefault(lease, []).append(int(self._copies[block.block_id]))
-        for lease, copies in by_lease.items():
-            self._tier.lease(self._tier.with_contents(copies), lease)
+            if (known := self._leases.get(block.block_id)) is not None:
+                by_lease.setdefault(known[1], []).append(known[0])
+        for lease, keys in by_lease.items():
+            self._tier.lease(self._tier.ids_of(keys), lease)
 
     def _follow(self, lost: dict[int, BlockHashWithGroupId], copies: BlockIds) -> None:
         """The device has let go of contents that the tier lacks, and of ``copies``. Follow one that
@@ -409,7 +418,7 @@ class DeviceContents:
                     if self._tier.was_found(copy):
                         self._found.add(block_id)
                     if (lease := self._tier.lease_of(copy)) is not None:
-                        self._leases[block_id] = lease
+                        self._leases[block_id] = key, lease
 
     def _add_payloads(
         self,

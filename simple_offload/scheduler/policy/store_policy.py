@@ -229,7 +229,9 @@ class StorePolicy:
         num_recorded = [num_known // size for size in self._groups.block_sizes]
         request_id = request.request_id
         self._waiting.pop(request_id, None)
-        stores = self._reuse.admits_next() or wishes.protect > 0 if wishes.store else None
+        stores = None
+        if wishes.store:
+            stores = self._reuse.admits_next() or wishes.protect > 0
         before = self._progress.get(request_id)  # it has been preempted, or its load has failed
         num_session_tokens = (
             before.num_found_tokens
@@ -529,9 +531,12 @@ class StorePolicy:
                 places = [place for place in range(first, len(keys)) if place not in used]
                 keys = [keys[place] for place in places]
                 blocks = [blocks[place] for place in places if place < len(blocks)]
-            self._contents.lease([b for b in blocks if b.block_hash is not None], lease)
+            pairs = zip(blocks, keys, strict=False)
+            found = {key: block for block, key in pairs if block.block_hash == key}
+            self._contents.lease([*found.values()], [*found], lease)
             self._tier.lease(self._tier.ids_of(keys), lease)
-        self._contents.lease([each.blocks[-1] for each in unhashed], lease)
+        last, keys = [each.blocks[-1] for each in unhashed], [each.key for each in unhashed]
+        self._contents.lease(last, keys, lease)
         if wishes.release:
             self._sessions.end(request)
 

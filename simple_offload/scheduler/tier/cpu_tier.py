@@ -175,10 +175,6 @@ class CpuTier:
         """Ids of the blocks that hold those of ``keys`` which a block holds."""
         return [block.block_id for block in block_pool.find_blocks(self._pool, keys) if block]
 
-    def with_contents(self, block_ids: Iterable[int]) -> list[int]:
-        """Those of the blocks that have contents."""
-        return [i for i in block_ids if i and self._pool.blocks[i].block_hash is not None]
-
     # References
 
     def pin(self, blocks: Sequence[KVCacheBlock]) -> None:
