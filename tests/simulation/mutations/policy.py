@@ -108,10 +108,12 @@ def admit_few_requests_although_blocks_are_empty(admits_next: Any, self: Reuse) 
 
 
 @mutation(DeviceContents, "on_found", OVERLOAD)
-def never_store_what_was_skipped(on_found: Any, self: DeviceContents, block_ids: Any) -> Any:
+def never_store_what_was_skipped(
+    on_found: Any, self: DeviceContents, block_ids: Any, **options: Any
+) -> Any:
     """Even if a request has found it."""
     skipped = {i: self._skipped[i] for i in self._skipped.keys() & block_ids}
-    keys = on_found(self, block_ids)
+    keys = on_found(self, block_ids, **options)
     self._skipped.update(skipped)
     for block_id in skipped:
         self._unstored.pop(block_id, None)

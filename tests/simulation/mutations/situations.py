@@ -47,8 +47,8 @@ _EARLY = {"lazy": None, "store_threshold": 1}
 _BUSY = {"arrivals": 0.9, "num_requests": 60}
 _QUICK = {"copy_speed": 0.9, "faults": Faults()}
 
-_UNLIKE = {"num_replicas": 1, "private": (), "second_tier": False}
-"""No two ranks have the same KV, and nothing lies behind host memory."""
+_UNLIKE = {"num_replicas": 1, "private": (), "second_tier": False, "wishes": 0.0}
+"""No two ranks have the same KV, nothing lies behind host memory, and no request has wishes."""
 
 ORDINARY = Situation()
 """The script as it was drawn."""
