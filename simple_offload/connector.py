@@ -3,6 +3,7 @@
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, cast
 
+from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorHandshakeMetadata,
@@ -202,7 +203,10 @@ class SimpleCPUOffloadConnector(KVConnectorBase_V1, SupportsHMA):
         """Nothing, on vLLM 0.33, after sleep: KV memory comes back at the same addresses."""
 
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
-        return self.worker.capacity if self.worker is not None else None
+        """None beside other connectors: vLLM's MultiConnector passes on what its first connector
+        with metadata returns, and NixlConnector does not start without its own."""
+        is_alone = not has_kv_transfer_group() or get_kv_transfer_group() is self
+        return self.worker.capacity if self.worker is not None and is_alone else None
 
     def get_aligned_num_cpu_blocks(self) -> int | None:
         """vLLM 0.33 asks each rank's built-in connector before it builds the scheduler; it uses the

@@ -15,6 +15,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 from vllm import envs
+from vllm.distributed.kv_transfer import kv_transfer_state
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
@@ -24,6 +25,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     SupportsHMA,
     supports_hma,
 )
+from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheSpec, MambaSpec
 from vllm.v1.kv_cache_layout import KVCacheLayout
 from vllm.v1.outputs import KVConnectorOutput
@@ -353,6 +355,25 @@ def test_all_ranks_use_as_many_blocks_as_the_smallest_has(connect: Connect) -> N
         {(0, 0): other, (1, 0): smallest, (1, 1): Foreign()}
     )
     assert connector.scheduler.tier.num_blocks == 5
+
+
+def test_beside_another_connector_the_handshake_is_left_to_it(
+    connect: Connect, memory: KVMemory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM's MultiConnector passes on the metadata of its first connector that has some, and
+    NixlConnector does not start without its own."""
+    worker = connect(WORKER)
+    worker.register_kv_caches(memory.kv_caches)
+    monkeypatch.setattr(kv_transfer_state, "_KV_CONNECTOR_AGENT", worker)
+    assert isinstance(worker.get_handshake_metadata(), RankCapacity)
+    theirs = Foreign()
+    multi = object.__new__(MultiConnector)
+    multi._connectors = [worker, Mock(get_handshake_metadata=lambda: theirs)]
+    monkeypatch.setattr(kv_transfer_state, "_KV_CONNECTOR_AGENT", multi)
+    assert multi.get_handshake_metadata() is theirs
+    _, report = run_step(worker, StepMetadata())
+    assert report is not None
+    assert report.capacities, "the scheduler learns the capacity with the first step"
 
 
 def test_its_shutdown_is_passed_on(connect: Connect, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -114,7 +114,7 @@ class OffloadScheduler:
     def agree_on_capacity(self, capacities: Iterable[RankCapacity]) -> None:
         """Learn how much memory the ranks have. vLLM calls this once, when every rank has
         registered its KV caches and before any request. Beside another connector
-        (MultiConnector) it may not: then the ranks' first reports contain the same."""
+        (MultiConnector) it does not: then the ranks' first reports contain the same."""
         capacities = list(capacities)
         if not capacities:
             return
