@@ -25,12 +25,15 @@ if TYPE_CHECKING:
 
 
 class RemoteConnector(KVConnectorBase_V1, SupportsHMA):
-    """Offers the tokens that the script places on another machine between steps."""
+    """Offers the tokens that the script places on another machine between steps, and keeps blocks
+    for another machine."""
 
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         self.offers: dict[str, int] = {}
         """By request, the number of its first tokens that the other machine has."""
+        self.fetched: set[str] = set()
+        """Requests whose blocks another machine fetches after their end."""
 
     def get_num_new_matched_tokens(
         self, request: "Request", num_computed_tokens: int
@@ -38,14 +41,15 @@ class RemoteConnector(KVConnectorBase_V1, SupportsHMA):
         num_tokens = max(0, self.offers.get(request.request_id, 0) - num_computed_tokens)
         return num_tokens, num_tokens > 0
 
-    def update_state_after_alloc(self, *args: Any) -> None:
-        """No effect: the script keeps track."""
+    def update_state_after_alloc(self, request: "Request", *args: Any) -> None:
+        """Like NixlConnector, offer a request's tokens once."""
+        self.offers.pop(request.request_id, None)
 
     def build_connector_meta(self, *args: Any) -> KVConnectorMetadata:
         return KVConnectorMetadata()
 
-    def request_finished_all_groups(self, *args: Any) -> tuple[bool, None]:
-        return False, None
+    def request_finished_all_groups(self, request: "Request", *args: Any) -> tuple[bool, None]:
+        return request.request_id in self.fetched, None
 
     # The script plays the worker side.
 
@@ -65,7 +69,13 @@ class WorldWithRemote(World):
         multi: Any = self.scheduler.connector
         self.remote: RemoteConnector = multi.sub_connectors[1 - self._ours]
         self.arrived: set[str] = set()
-        """Requests whose remote bytes have arrived since the last step."""
+        """Requests whose remote bytes have arrived since the last step, or never will."""
+        self.lost: set[str] = set()
+        """Those of them of which nothing has arrived."""
+        self.lost_blocks: set[int] = set()
+        """Device blocks whose bytes have not arrived, of the others."""
+        self.sent: set[str] = set()
+        """Requests whose blocks have been fetched since the last step."""
 
     def kv_transfer_config(self) -> KVTransferConfig:
         ours = {
@@ -105,8 +115,12 @@ class WorldWithRemote(World):
         if output.kv_connector_stats is not None:
             named = {"SimpleCPUOffloadConnector": output.kv_connector_stats}
             output.kv_connector_stats = MultiKVConnectorStats(named)
-        arrived, self.arrived = self.arrived, set()
-        output.finished_recving = (output.finished_recving or set()) | arrived
+        output.finished_recving = (output.finished_recving or set()) | self.arrived
+        output.failed_recving = output.failed_recving | self.lost
+        output.invalid_block_ids = set(self.lost_blocks)
+        output.finished_sending = set(self.sent)
+        for told in (self.arrived, self.lost, self.lost_blocks, self.sent):
+            told.clear()
         return output
 
     def receive(self, request_id: str, num_tokens: int) -> None:

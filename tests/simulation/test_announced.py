@@ -19,11 +19,15 @@ def run_to_rest(world: World) -> None:
     while world.scheduler.has_requests():
         world.step()
         world.check()
-        for rank in world.ranks:
-            rank.device.compute_until(rank.device.num_queued)
-            for direction in Direction:
-                while rank.device.copies[direction]:
-                    rank.device.copy_one(direction)
+        let_copies_end(world)
+
+
+def let_copies_end(world: World) -> None:
+    for rank in world.ranks:
+        rank.device.compute_until(rank.device.num_queued)
+        for direction in Direction:
+            while rank.device.copies[direction]:
+                rank.device.copy_one(direction)
 
 
 def store_what_is_being_loaded(world: World) -> None:

@@ -6,7 +6,7 @@ import pytest
 
 from tests.simulation.remote import WorldWithRemote
 from tests.simulation.shape import Shape
-from tests.simulation.test_announced import run_to_rest
+from tests.simulation.test_announced import let_copies_end, run_to_rest
 
 PROMPT = list(range(20))
 OFFERED = 16
@@ -63,6 +63,55 @@ def test_blocks_that_have_not_arrived_are_not_stored(world: WorldWithRemote) -> 
     ask(world, "reader")
     end(world)  # the runner checks every page
     assert world.num_blocks_loaded == 0
+
+
+def test_what_never_arrives_is_computed(world: WorldWithRemote) -> None:
+    """The other machine has died, with some bytes sent. Both tiers keep what was computed."""
+    ask(world, "unlucky", OFFERED)
+    assert world.loading
+    world.receive("unlucky", OFFERED // 2)
+    world.lost.add("unlucky")
+    run_to_rest(world)
+    assert world.reset(tier=False)
+    ask(world, "reader")
+    end(world)
+    assert world.num_blocks_loaded > 0
+
+
+@pytest.mark.parametrize("lazy", [None], indirect=True)
+def test_the_rest_of_what_arrives_in_part_is_computed(world: WorldWithRemote) -> None:
+    """The request keeps its blocks, and goes on behind those that have arrived. (vLLM takes numbers
+    of lost blocks of models with one group only.)"""
+    ask(world, "unlucky", OFFERED)
+    assert world.loading
+    world.receive("unlucky", OFFERED // 2)
+    (table,) = world.scheduler.kv_cache_manager.get_block_ids("unlucky")
+    world.lost_blocks.update(table[OFFERED // 2 // world.shape.block_size :])
+    run_to_rest(world)
+    assert world.reset(tier=False)
+    ask(world, "reader")
+    end(world)
+    assert world.num_blocks_loaded > 0
+
+
+def test_blocks_that_wait_for_another_machine_are_stored(world: WorldWithRemote) -> None:
+    """A server that computes prompts for others: the blocks of a request that has ended stay on the
+    device until they have been fetched."""
+    world.remote.fetched.add("kept")
+    ask(world, "kept")
+    while "kept" not in world.finished:
+        world.step()
+    for _ in range(5):
+        world.step()
+        let_copies_end(world)
+    assert not world.reset(tier=False), "the other machine fetches the blocks"
+    world.sent.add("kept")
+    world.step()
+    run_to_rest(world)
+    assert world.reset(tier=False)
+    ask(world, "reader")
+    end(world)
+    assert world.num_blocks_loaded > 0
 
 
 def test_one_of_them_serves_a_hit_of_both(world: WorldWithRemote) -> None:
