@@ -115,17 +115,6 @@ class OffloadScheduler:
         """Learn how much memory the ranks have. vLLM calls this once, when every rank has
         registered its KV caches and before any request. Beside another connector
         (MultiConnector) it does not: then the ranks' first reports contain the same."""
-        capacities = list(capacities)
-        if not capacities:
-            return
-        room = min(capacity.num_host_blocks for capacity in capacities) // self._num_sub_blocks
-        if self._num_sub_blocks > 1 and room < 2:
-            block_size = self.block_size * self._num_sub_blocks
-            raise ConfigError(
-                f"cpu_block_size={block_size}: a rank has room for {room} host blocks of "
-                f"{block_size} tokens. Allowed: room for at least 2, that is a smaller block or "
-                "more host memory"
-            )
         self._on_capacities({capacity.rank: capacity for capacity in capacities})
 
     # One step
@@ -399,9 +388,18 @@ class OffloadScheduler:
             self.tier.grow(num_open // self._num_sub_blocks)
 
     def _agree(self) -> None:
-        """Every rank has reported its room: the smallest decides."""
+        """Every rank has reported its room: the smallest decides. Raises ConfigError if that is too
+        small, or the second tier cannot be opened."""
         capacities = self._capacities.values()
         rooms = [capacity.num_host_blocks for capacity in capacities]
+        room = min(rooms) // self._num_sub_blocks
+        if self._num_sub_blocks > 1 and room < 2:
+            block_size = self.block_size * self._num_sub_blocks
+            raise ConfigError(
+                f"cpu_block_size={block_size}: a rank has room for {room} host blocks of "
+                f"{block_size} tokens. Allowed: room for at least 2, that is a smaller block or "
+                "more host memory"
+            )
         self._capacity = min(rooms)
         private = frozenset[int]().union(*(each.private_groups for each in capacities))
         num_places = max(each.num_places for each in capacities)

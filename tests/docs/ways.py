@@ -59,6 +59,7 @@ _GPU_ACCURACY = Elsewhere("tests/examples/test_accuracy_models.py::test_answers_
 _NPU = Elsewhere("tests/acl_sim/on_npu/copies.py::test_the_hardware_check")
 _SERVED = "tests/docs/test_serving.py::test_the_commands_of_a_first_run_on_an_npu"
 
+_PAIR = Elsewhere("tests/serve/test_disaggregated.py::test_the_same_tokens_as_one_server")
 _SHARED_FILES = "tests/serve/test_modes.py::test_two_engines_share_files"
 _TURNS = r"TTFT from the second turn on"
 _SAME_ANSWERS = r"(?s)PASSED: all .* samples .*PASSED: all"
@@ -161,6 +162,8 @@ WAYS: Mapping[str, Way] = {
     "VLLM_USE_SIMPLE_KV_OFFLOAD=1 vllm serve MODEL --kv-offloading-size 64 …": Elsewhere(
         "tests/docs/test_serving.py::test_commands_that_serve"
     ),
+    "CUDA_VISIBLE_DEVICES=0 VLLM_NIXL_SIDE_CHANNEL_PORT=5600 vllm serve MODEL …": _PAIR,
+    "CUDA_VISIBLE_DEVICES=1 VLLM_NIXL_SIDE_CHANNEL_PORT=5601 vllm serve MODEL …": _PAIR,
     "python -m examples.vllm_command serve": Named("vllm serve MODEL --kv-transfer-config {…"),
     "vllm serve Qwen/Qwen3-8B --max-model-len 16384 …": Elsewhere(_SERVED),
     "vllm bench serve --model Qwen/Qwen3-8B --seed 0 …": Elsewhere(_SERVED),

@@ -3,9 +3,10 @@
 from typing import Any
 
 import pytest
+from vllm.v1.outputs import KVConnectorOutput
 
 from simple_offload.config import ConfigError
-from simple_offload.metadata import RankCapacity
+from simple_offload.metadata import RankCapacity, WorkerReport
 from simple_offload.vllm_compat import vllm_version
 from tests.scheduler.conftest import MakeDriver
 from tests.scheduler.driver import LOAD, make_request, prompt, record_steps
@@ -114,13 +115,23 @@ def test_a_size_that_does_not_fit(
 
 
 @pytest.mark.parametrize("num_blocks", [2, 7])
+@pytest.mark.parametrize("by_report", [False, True], ids=["at start", "beside another connector"])
 def test_room_for_less_than_two_host_blocks(
-    caplog: pytest.LogCaptureFixture, num_blocks: int
+    caplog: pytest.LogCaptureFixture, num_blocks: int, by_report: bool
 ) -> None:
     scheduler = make_scheduler(make_config(), num_cpu_blocks=8, cpu_block_size=16)
+
+    def tell(num_blocks: int) -> None:
+        capacity = RankCapacity("r", num_blocks, num_blocks, 64)
+        if by_report:
+            report = WorkerReport(capacities={"r": capacity})
+            scheduler.update_connector_output(KVConnectorOutput(kv_connector_worker_meta=report))
+        else:
+            scheduler.agree_on_capacity([capacity])
+
     with pytest.raises(ConfigError, match=r"cpu_block_size=16: .* room for [01] host blocks of 16"):
-        scheduler.agree_on_capacity([RankCapacity("r", num_blocks, num_blocks, 64)])
+        tell(num_blocks)
     caplog.set_level("INFO")
-    scheduler.agree_on_capacity([RankCapacity("r", 8, 8, 64)])
+    tell(8)
     assert scheduler.tier.num_blocks == 2
     assert "Host tier: 2 blocks of 16 tokens" in caplog.text

@@ -25,11 +25,12 @@ def configured(config: Mapping[str, Any]) -> tuple[str, str]:
     return "--kv-transfer-config", json.dumps(config)
 
 
-ARGUMENTS = (
+PLAIN = (
     *("--dtype", "float32", "--enforce-eager", "--block-size", "32"),
     *("--max-model-len", "640", "--max-num-seqs", "4", "--num-gpu-blocks-override", "24"),
-    *configured(OURS),
 )
+"""Arguments of a server without a connector."""
+ARGUMENTS = (*PLAIN, *configured(OURS))
 
 StartServer = Callable[..., Server]
 

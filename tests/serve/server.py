@@ -6,7 +6,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from http.client import HTTPConnection
 from pathlib import Path
@@ -27,12 +27,20 @@ class Completion(NamedTuple):
 
     tokens: list[int]
     logprobs: list[float]
+    leads: list[float]
+    """As in ``tests.engine.spec.Answer``."""
 
 
 class Server(serving.Server):
     """Runs from construction to ``terminate`` or ``kill``, in a session of its own."""
 
-    def __init__(self, model: Path, directory: Path, *arguments: str) -> None:
+    def __init__(
+        self,
+        model: Path,
+        directory: Path,
+        *arguments: str,
+        environment: Mapping[str, str] | None = None,
+    ) -> None:
         port, log_path = serving.free_port(), directory / "serve.log"
         command = [sys.executable, "-m", "examples.vllm_command", "serve", str(model)]
         address = ["--host", HOST, "--port", str(port), "--served-model-name", "random"]
@@ -41,7 +49,9 @@ class Server(serving.Server):
                 [*command, *address, *arguments],
                 cwd=ROOT,
                 env=engine_environment(
-                    VLLM_ENABLE_V1_MULTIPROCESSING="1", VLLM_SERVER_DEV_MODE="1"
+                    VLLM_ENABLE_V1_MULTIPROCESSING="1",
+                    VLLM_SERVER_DEV_MODE="1",
+                    **environment or {},
                 ),
                 stdin=subprocess.DEVNULL,
                 stdout=log,
@@ -64,35 +74,35 @@ class Server(serving.Server):
         self, prompt: Sequence[int], max_tokens: int, stop: str | None = None
     ) -> Completion:
         """Answer greedily, stopping early at ``stop`` only."""
-        with self._ask(prompt, max_tokens, stop=stop) as connection:
-            response = connection.getresponse()
-            text = response.read()
-        assert response.status == 200, text[:1000]
-        (choice,) = json.loads(text)["choices"]
-        return Completion(choice["token_ids"], choice["logprobs"]["token_logprobs"])
+        return completion(self.answer(prompt, max_tokens, stop=stop))
 
-    def ask(self, prompt: Sequence[int], path: str = "/v1/completions", **more: Any) -> Any:
-        """The whole reply to a request for one token; at ``path``, the prompt is a message there.
-        ``more``: keys of the request's body."""
+    def answer(
+        self, prompt: Sequence[int], max_tokens: int, path: str = "/v1/completions", **more: Any
+    ) -> dict[str, Any]:
+        """The whole answer of the endpoint at ``path``; the prompt is a message in a chat. ``more``:
+        of the request's body."""
         if "chat" in path:
             text = " ".join(f"w{token}" for token in prompt)
             more |= {"messages": [{"role": "user", "content": text}], "logprobs": False}
-        with self._ask(prompt, 1, path, **more) as connection:
+        with self._ask(prompt, max_tokens, path, **more) as connection:
             response = connection.getresponse()
-            text = response.read().decode()
+            text = response.read()
         assert response.status == 200, text[:1000]
-        return json.loads(text)
+        found: dict[str, Any] = json.loads(text)
+        return found
 
-    def ask_and_hang_up(self, prompt: Sequence[int], max_tokens: int) -> None:
+    def ask_and_hang_up(self, prompt: Sequence[int], max_tokens: int, **more: Any) -> None:
         """Send a request and close the connection without reading the answer."""
-        with self._ask(prompt, max_tokens):
+        with self._ask(prompt, max_tokens, **more):
             pass
 
     @contextmanager
-    def open_stream(self, prompt: Sequence[int], max_tokens: int) -> Iterator[Iterator[bytes]]:
+    def open_stream(
+        self, prompt: Sequence[int], max_tokens: int, **more: Any
+    ) -> Iterator[Iterator[bytes]]:
         """The lines of a streamed answer. Leaving the block closes the connection, even before the
         end of the answer."""
-        asked = self._ask(prompt, max_tokens, stream=True)
+        asked = self._ask(prompt, max_tokens, stream=True, **more)
         with asked as connection, connection.getresponse() as response:
             assert response.status == 200, response.read()[:1000]
             yield (line for line in response if line.strip())
@@ -108,7 +118,7 @@ class Server(serving.Server):
             "max_tokens": max_tokens,
             "temperature": 0,
             "ignore_eos": True,
-            "logprobs": 1,
+            "logprobs": 2,
             "return_token_ids": True,
             **more,
         }
@@ -154,6 +164,15 @@ class Server(serving.Server):
         """Kill all processes of the server."""
         kill_session(self.pid)
         self.ended.result()
+
+
+def completion(answer: Mapping[str, Any]) -> Completion:
+    """The one choice of an answer."""
+    (choice,) = answer["choices"]
+    logprobs = choice["logprobs"]
+    best = [sorted(each.values(), reverse=True) for each in logprobs["top_logprobs"]]
+    leads = [first - second for first, second, *_ in best]
+    return Completion(choice["token_ids"], logprobs["token_logprobs"], leads)
 
 
 def read_stream(lines: Iterable[bytes]) -> list[int]:

@@ -109,22 +109,22 @@ def test_wishes(server: Server, path: str) -> None:
         params = {"simple_offload": {**wishes, "report": True}}
         reports = []
         for _ in range(2):
-            reports.append(sources(server.ask(prompt, path, kv_transfer_params=params)))
+            reports.append(sources(server.answer(prompt, 1, path, kv_transfer_params=params)))
             server.wait_for(server.is_idle, 30, "the request to end")
-        server.ask(prompt[:70], path, session_id="s")  # of which two blocks are stored, then
-        reports.append(sources(server.ask(prompt, path, kv_transfer_params=params)))
+        server.answer(prompt[:70], 1, path, session_id="s")  # of which two blocks are stored, then
+        reports.append(sources(server.answer(prompt, 1, path, kv_transfer_params=params)))
         server.reset_prefix_cache(external=False)
-        reports.append(sources(server.ask(prompt, path, kv_transfer_params=params)))
+        reports.append(sources(server.answer(prompt, 1, path, kv_transfer_params=params)))
         found = [(each["device"], each["host"]) for each in reports]
         on_host = 64 if prompt is private else 96
         assert found == [(0, 0), (96, 0), (96, 0), (0, on_host)]
         assert all(sum(each.values()) == len(prompt) for each in reports)
     wrongs: list[Any] = [{"protct": "5m"}, {"store": "no"}, {"protect": [{}]}, "store", 1e9, None]
     for wrong in wrongs:
-        reply = server.ask(kept, path, kv_transfer_params={"simple_offload": wrong})
+        reply = server.answer(kept, 1, path, kv_transfer_params={"simple_offload": wrong})
         assert reply["kv_transfer_params"] is None
     released = {"simple_offload": {"release": True}}
-    server.ask(kept, path, kv_transfer_params=released, session_id="s")
+    server.answer(kept, 1, path, kv_transfer_params=released, session_id="s")
     assert server.log.read_text().count("has an unknown key") == 1
 
 
