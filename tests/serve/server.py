@@ -79,11 +79,11 @@ class Server(serving.Server):
     def answer(
         self, prompt: Sequence[int], max_tokens: int, path: str = "/v1/completions", **more: Any
     ) -> dict[str, Any]:
-        """The whole answer of the endpoint at ``path``; the prompt is a message in a chat. ``more``:
-        of the request's body."""
+        """The whole answer of the endpoint at ``path``; in a chat, the prompt is a message.
+        ``more``: of the request's body."""
         if "chat" in path:
-            text = " ".join(f"w{token}" for token in prompt)
-            more |= {"messages": [{"role": "user", "content": text}], "logprobs": False}
+            message = " ".join(f"w{token}" for token in prompt)
+            more |= {"messages": [{"role": "user", "content": message}], "logprobs": False}
         with self._ask(prompt, max_tokens, path, **more) as connection:
             response = connection.getresponse()
             text = response.read()
