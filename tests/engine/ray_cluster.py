@@ -1,4 +1,5 @@
-"""A Ray cluster on this machine, for vLLM's Ray executor to run ranks on CPUs.
+"""A Ray cluster on this machine, of a node for each rank, for vLLM's Ray executor to run ranks on
+CPUs.
 
 vLLM makes Ray place its workers on devices that Ray counts, and vLLM's CPU platform names no
 device. With the name "GPU" the executor works: a Ray node may claim any number of GPUs, and vLLM's
@@ -21,19 +22,23 @@ def count_cpu_workers_as_gpus() -> None:
 
 @contextmanager
 def cluster_for(spec: EngineSpec) -> Iterator[None]:
-    """A node for the engine's workers, if Ray runs them. All its processes end with the context."""
+    """A node for each of the engine's workers, with an address of its own, if Ray runs them. All
+    processes of the nodes end with the context."""
     if spec.arguments.get("distributed_executor_backend") != "ray":
         yield
         return
     import ray
+    from ray.cluster_utils import Cluster
 
     count_cpu_workers_as_gpus()
-    num_workers = spec.arguments["tensor_parallel_size"]
-    options: dict[str, Any] = {"worker_process_setup_hook": count_cpu_workers_as_gpus}
-    ray.init(
-        num_cpus=num_workers + 1, num_gpus=num_workers, include_dashboard=False, runtime_env=options
-    )
+    cluster = Cluster()
     try:
+        cluster.add_node(num_cpus=2, num_gpus=1, include_dashboard=False)
+        for number in range(1, spec.arguments["tensor_parallel_size"]):
+            cluster.add_node(num_cpus=2, num_gpus=1, node_ip_address=f"127.0.0.{number + 1}")
+        options: dict[str, Any] = {"worker_process_setup_hook": count_cpu_workers_as_gpus}
+        ray.init(address=cluster.address, runtime_env=options)
         yield
     finally:
         ray.shutdown()
+        cluster.shutdown()

@@ -113,6 +113,6 @@ def test_more_combinations(
 @pytest.mark.slow
 @pytest.mark.timeout(DEADLINE_SECONDS + 60)
 def test_two_ranks_in_a_local_ray_cluster(runs: Runs) -> None:
-    """Metadata goes down, and reports come up, through Ray's own channels."""
+    """On a node each. Metadata goes down, and reports come up, through Ray's own channels."""
     pytest.importorskip("ray", reason="needs Ray: pip install 'simple-offload[ray]'")
     run_parallel(runs, "llama", TENSOR | {"distributed_executor_backend": "ray"}, ROOMY)
