@@ -37,8 +37,9 @@ ASKS = shared_prefix_asks("pd", seed=8, tails=2)
 TURNS = follow_ups(ASKS, "turn", seed=9)
 NUM_TOKENS, LONG = 12, 200
 """Of an answer, and of one that is cut off."""
-LEASE_SECONDS = 8 if IS_ON_GPU else 20
-"""How long a server keeps blocks that nobody fetches. On busy CPUs, a fetch takes seconds."""
+LEASE_SECONDS = 8 if IS_ON_GPU else 50
+"""How long a server keeps blocks that nobody fetches. On CPUs that other tests keep busy too, a
+fetch has taken 46 seconds."""
 FETCHED = "vllm:nixl_bytes_transferred_count"
 LOADED = metrics.LOADED
 EXPIRED = "vllm:nixl_num_kv_expired_reqs_total"
@@ -118,10 +119,6 @@ class Expected:
         self.answers |= answers(complete, turns, at_once=1)
         self.prompts |= turns
 
-    def check(self, complete: Complete, *, at_once: int = 1) -> None:
-        """Ask for all answers again, and compare."""
-        self.compare(answers(complete, self.prompts, at_once=at_once))
-
     def compare(self, found: Mapping[str, Answer]) -> None:
         """Compare answers to these prompts."""
         expected = {name: self.answers[name] for name in found}
@@ -169,6 +166,15 @@ def expected(plain: Server, pair: Disaggregated) -> Expected:
     return Expected(plain.complete)
 
 
+def check_both(pair: Disaggregated, expected: Expected, *, at_once: int = 1) -> None:
+    """Ask for all answers by both servers. Where a lease ends before a fetch, vLLM's NixlConnector
+    fetches what the first server has put there meanwhile, and answers are wrong."""
+    expired = pair.prefill.metric(EXPIRED)
+    found = answers(pair.complete, expected.prompts, at_once=at_once)
+    assert pair.prefill.metric(EXPIRED) == expired, "this machine is too busy: a lease has ended"
+    expected.compare(found)
+
+
 def assert_nothing_held(server: Server) -> None:
     """Every device block is free, and no host block is pinned."""
     server.wait_for(server.is_idle, 60, "its requests to end")
@@ -184,7 +190,7 @@ def test_the_same_tokens_as_one_server(
     memory lacks: at the second time nothing."""
     for at_once in (1, 4):
         loaded, fetched = pair.prefill.metric(LOADED), pair.decode.metric(FETCHED)
-        expected.check(pair.complete, at_once=at_once)
+        check_both(pair, expected, at_once=at_once)
         assert pair.prefill.metric(LOADED) > loaded
         is_fetched_again = pair.decode.metric(FETCHED) > fetched
         assert is_fetched_again != (ours_first and at_once > 1)
@@ -195,7 +201,7 @@ def test_the_same_tokens_as_one_server(
 def test_the_second_server_has_a_tier_of_its_own(pair: Disaggregated, expected: Expected) -> None:
     """It keeps what it fetched, for requests that come to it alone."""
     before = pair.decode.metric(LOADED), pair.decode.metric(FETCHED)
-    expected.check(pair.decode.complete)
+    expected.compare(answers(pair.decode.complete, expected.prompts, at_once=1))
     after = pair.decode.metric(LOADED), pair.decode.metric(FETCHED)
     assert after[0] > before[0]
     assert after[1] == before[1]
@@ -210,15 +216,15 @@ def test_clients_that_disconnect(pair: Disaggregated, expected: Expected) -> Non
     for prompt in prompts:
         pair.prefill.ask_and_hang_up(prompt, **WITH_ONE_TOKEN)
     pair.fill(prompts[0])
-    for prompt in prompts[:4]:
+    for prompt in prompts[:2]:
         pair.decode.ask_and_hang_up(prompt, LONG, **pair.fill(prompt))
-    for prompt in prompts[4:8]:
+    for prompt in prompts[2:6]:
         with pair.decode.open_stream(prompt, LONG, **pair.fill(prompt)) as lines:
             next(lines)
     for server in (pair.prefill, pair.decode):
         assert_nothing_held(server)
     assert pair.prefill.metric(EXPIRED) > expired, "nobody has fetched the first prompt"
-    expected.check(pair.complete, at_once=4)
+    check_both(pair, expected, at_once=4)
     for server in (pair.prefill, pair.decode):
         assert_nothing_held(server)
 
@@ -236,7 +242,7 @@ def test_the_second_server_dies(
     assert_nothing_held(pair.prefill)
     pair.decode = fleet.start_role("decode", ours_first=ours_first)
     pair.decode.wait_until_ready()
-    expected.check(pair.complete)
+    check_both(pair, expected)
     for server in (pair.prefill, pair.decode):
         assert_nothing_held(server)
 
@@ -249,4 +255,4 @@ def test_the_first_server_dies(pair: Disaggregated, expected: Expected) -> None:
         answer = completion(pair.decode.answer(expected.prompts[name], NUM_TOKENS, **params))
         expected.compare({name: Answer(*answer)})
     assert_nothing_held(pair.decode)
-    expected.check(pair.decode.complete)
+    expected.compare(answers(pair.decode.complete, expected.prompts, at_once=1))
