@@ -89,10 +89,10 @@ def _strip_keys(keys: Any) -> Any:
 
 @mutation(World, "add_request")
 def ignore_salt(
-    add_request: Any, self: World, request_id: str, prompt: list[int], *rest: Any
+    add_request: Any, self: World, request_id: str, prompt: list[int], *rest: Any, **wishes: Any
 ) -> None:
     """The tier stores and finds blocks by their tokens, whatever their salt."""
-    add_request(self, request_id, prompt, *rest)
+    add_request(self, request_id, prompt, *rest, **wishes)
     twin = Request(
         request_id=request_id,
         prompt_token_ids=prompt,
