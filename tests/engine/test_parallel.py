@@ -69,6 +69,7 @@ def run_parallel(
     return result
 
 
+@pytest.mark.slow
 def test_ranks_that_repeat_kv_heads_share_host_memory(runs: Runs) -> None:
     """There are more ranks than KV heads. The tier has room for as many tokens as if there was one
     rank, and each rank stores half of them."""

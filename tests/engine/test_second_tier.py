@@ -72,6 +72,7 @@ def test_a_restarted_engine_finds_what_the_first_one_left(runs: Runs) -> None:
     assert num_cached(results["other"]) == num_cached(results["first"])
 
 
+@pytest.mark.slow
 def test_an_engine_finds_what_one_beside_it_wrote_before_it_was_killed(runs: Runs) -> None:
     """It is killed while it goes on writing."""
     folder = runs.directory / "beside"

@@ -62,7 +62,7 @@ def tiny(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("tiny")
-@pytest.mark.parametrize("kind", ["llama", "window"])
+@pytest.mark.parametrize("kind", ["llama", pytest.param("window", marks=pytest.mark.slow)])
 def test_training_lowers_the_loss_and_saves_what_it_trained(
     kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

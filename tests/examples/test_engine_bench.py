@@ -78,10 +78,9 @@ def with_trace(folder: Path, plan: Plan | None = None) -> Plan:
     return replace(plan or tiny_plan(), trace=str(save_sessions(folder)))
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("light_engines")
-@pytest.mark.parametrize(
-    "names", [["ours"], pytest.param(list(ON_CPU), marks=pytest.mark.slow)], ids="+".join
-)
+@pytest.mark.parametrize("names", [["ours"], list(ON_CPU)], ids="+".join)
 def test_a_tiny_bench_measures_every_part(
     names: Sequence[str],
     tmp_path: Path,

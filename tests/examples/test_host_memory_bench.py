@@ -47,6 +47,7 @@ def table(printed: str) -> dict[tuple[str, str], list[str]]:
 # Without a GPU
 
 
+@pytest.mark.slow
 def test_two_processes(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     output = tmp_path / "result.json"
     assert bench.main([*SMALL, "--processes", "2", "--output", str(output)]) == 0

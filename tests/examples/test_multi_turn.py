@@ -331,6 +331,7 @@ def test_a_client_goes_round_its_conversations() -> None:
     assert asked.order == [("a", 0), ("b", 0), ("a", 1), ("c", 0), ("d", 0), ("c", 1)]
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("light_engines")
 def test_with_vllm(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The fake server sends the same things as vLLM: streams, usage, metrics, resets, hits."""
