@@ -171,6 +171,11 @@ class OffloadConfig(BaseModel):
     milliseconds, on the device, for the rest. 0 schedules it after the end, as always with
     state (Mamba) layers."""
 
+    overlap_loads: Annotated[bool, Field(strict=True)] = True
+    """Begin to compute a request's first layers while the last layers of its load, if that is a
+    long one, are on their way. On CUDA, with two new tokens or more; not with speculative decoding,
+    state (Mamba) layers, or a model's own attention kernels."""
+
     host_copies: Literal["auto", "one", "private"] = "auto"
     """Copies in host memory of KV that several tensor parallel ranks have alike, as with MLA.
     "auto": one for the ranks of each NUMA node, "one": one for the ranks of each machine,

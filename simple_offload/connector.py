@@ -30,6 +30,7 @@ from simple_offload.scheduler.supported import (
     require_supported_deployment,
     require_supported_layers,
 )
+from simple_offload.worker.overlap import waiting_layers
 from simple_offload.worker.worker import OffloadWorker
 
 if TYPE_CHECKING:
@@ -94,15 +95,16 @@ class SimpleCPUOffloadConnector(KVConnectorBase_V1, SupportsHMA):
                 ranks,
                 replicas,
                 page_layout=lambda: page_layout(vllm_config),
+                waiting_layers=lambda: waiting_layers(vllm_config),
             )
 
     # Before there is an engine
 
     @classmethod
     def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
-        """No: nothing here happens between layers. vLLM asks before it loads the model, which
-        makes this the earliest place for a wrong key to be refused. How many ranks share the
-        memory of this machine is not known yet."""
+        """No: a step that vLLM replays as one CUDA graph waits for whole loads at its start. vLLM
+        asks before it loads the model, which makes this the earliest place for a wrong key to be
+        refused. How many ranks share the memory of this machine is not known yet."""
         config = OffloadConfig.parse(extra_config, num_ranks=1, num_ranks_here=0)
         if config.second_tier is not None:
             require_known_options(config.second_tier)
@@ -224,7 +226,8 @@ class SimpleCPUOffloadConnector(KVConnectorBase_V1, SupportsHMA):
             self.worker.submit_loads()
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """Nothing: compute waits for loads at the start of a step, not layer by layer."""
+        if self.worker is not None:
+            self.worker.wait_for_layer(layer_name)
 
     def save_kv_layer(
         self,

@@ -35,7 +35,10 @@ def wanted_layout(vllm_config: "VllmConfig", config: OffloadConfig) -> str | Non
     attention kernel needs smaller blocks than vLLM's and blocks of all layers are contiguous."""
     if config.kv_layout == "keep" or not vllm_config.cache_config.enable_prefix_caching:
         return None
-    if not current_platform.is_cuda() or _has_own_kernels(vllm_config):
+    if not current_platform.is_cuda():
+        return None
+    if has_own_kernels(vllm_config):
+        logger.info("Keeping vLLM's KV cache layout: the model may have its own attention kernels")
         return None
     return None if _kernel_splits_blocks(vllm_config) else _BLOCK_OUTERMOST
 
@@ -52,7 +55,7 @@ def page_layout(vllm_config: "VllmConfig") -> tuple[object, ...]:
     return backends, str(vllm_config.cache_config.kv_cache_layout), instructions
 
 
-def _has_own_kernels(vllm_config: "VllmConfig") -> bool:
+def has_own_kernels(vllm_config: "VllmConfig") -> bool:
     """Whether the model or its drafter has attention kernels other than vLLM's common backends.
     Such kernels may accept any layout and then read wrong pages: MiniMax-M3's gave wrong tokens in
     this layout (vLLM 0.32, H200). vLLM keeps such models in separate packages."""
@@ -63,10 +66,6 @@ def _has_own_kernels(vllm_config: "VllmConfig") -> bool:
         registered = ModelRegistry.models.get(model.architecture)
         module = getattr(registered, "module_name", "")
         if not module.startswith(_SAFE_MODELS):
-            logger.info(
-                "Keeping vLLM's KV cache layout: %s may have attention kernels of its own",
-                model.architecture,
-            )
             return True
     return False
 

@@ -43,6 +43,15 @@ class Transfer:
     """If ranks share host memory, but not in all KV cache groups: the host blocks for the rank at
     each place of its pool. Ranks share those that are equal for all places."""
 
+    num_new_tokens: int = 0
+    """Of a load: tokens of its request that are left to compute."""
+
+    @property
+    def overlaps(self) -> bool:
+        """Whether its request's compute may begin before the last bytes have arrived. With one new
+        token, the request joins those that decode, whose step vLLM launches as a whole."""
+        return self.num_new_tokens > 1
+
     @classmethod
     def pairing(
         cls,
@@ -52,6 +61,7 @@ class Transfer:
         request_id: str | None = None,
         after_compute: bool = True,
         by_place: Callable[[BlockIds], BlockIds | None] = lambda _: None,
+        num_new_tokens: int = 0,
     ) -> "Transfer":
         """A transfer of ``device_blocks[i]`` with ``host_blocks[i]``; ValueError if their lengths
         differ. ``by_place``: from host blocks to those at each place."""
@@ -59,7 +69,8 @@ class Transfer:
         if count != len(host_blocks):
             raise ValueError(f"{count} device blocks paired with {len(host_blocks)} host blocks")
         device, host = as_array(device_blocks), as_array(host_blocks)
-        return cls(transfer_id, device, host, request_id, after_compute, by_place(host))
+        places = by_place(host)
+        return cls(transfer_id, device, host, request_id, after_compute, places, num_new_tokens)
 
 
 def as_array(ids: Sequence[int]) -> BlockIds:
@@ -76,8 +87,8 @@ class StepMetadata(KVConnectorMetadata):
     admitted: list[int] = field(default_factory=list)
     """Ids of loads whose blocks may be read from this step on. On a rank that announced one before
     its end, the compute stream waits for the rest of it."""
-    computes: bool = False
-    """Whether the step runs any tokens."""
+    num_tokens: int = 0
+    """Tokens that the step runs."""
     num_host_blocks: int | None = None
     """Host blocks, of a device block's size, that all ranks have room for. Sent once."""
     step: int | None = None

@@ -104,6 +104,11 @@ LOADS = _series(
     "on the device.",
     {"kind": ("sync", "async")},
 )
+OVERLAPPED = _series(
+    "overlapped_steps_total",
+    "counter",
+    "Steps on a rank whose first layers computed without waiting for the last layers' loaded KV.",
+)
 LOADED = _series(
     "loaded_blocks_total", "counter", "Host blocks loaded; all ranks together count once."
 )

@@ -62,6 +62,7 @@ CONTENDERS = {
         NONE,
         OURS,
         replace(OURS, name="ours-private", extra={"host_copies": "private"}),
+        replace(OURS, name="ours-whole", extra={"overlap_loads": False}),
         Contender("builtin", SIMPLE),
         Contender("builtin-lazy", SIMPLE, extra={"lazy_offload": True}),
         Contender("builtin-BLHNC", SIMPLE, environment={LAYOUT: "BLHNC"}),

@@ -115,6 +115,7 @@ def parse(argv: Sequence[str] | None) -> Bench:
         help="a model of latent attention, whose KV all ranks have alike (GPU only)",
     )
     parser.add_number("--kv-heads", "KV heads of the model; 1 is the share of each of eight ranks")
+    parser.add_number("--prompt-tokens", "length of prompts that come back as hits (GPU only)")
     parser.add_number("--host-gib", "size of the host tier (default: the preset's)")
     parser.add_number("--tensor-parallel", "ranks (default: 1)", default=1)
     parser.add_argument("--eager", action="store_true", help="no CUDA graphs")
@@ -150,6 +151,7 @@ def parse(argv: Sequence[str] | None) -> Bench:
         contenders.append(before(arguments.before))
     if arguments.mla:
         plan = replace(plan, model=DEEPSEEK_LITE)
+    plan = plan.with_prompts_of(arguments.prompt_tokens or plan.prompt_tokens)
     kv_heads = arguments.kv_heads or plan.model.num_kv_heads
     if plan.model.num_heads % kv_heads:
         parser.error(

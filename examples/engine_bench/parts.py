@@ -184,12 +184,32 @@ async def mix(client: Client, plan: Plan) -> Numbers:
     for number, prompt in enumerate(prompts):
         await client.ask(f"mix {number}", prompt, plan.first_tokens, compared=False)
     await client.settle()
+    hits: list[Reply] = []
+
+    async def hit() -> None:
+        for number in range(min(plan.mix_hits, plan.num_hits // 2)):
+            name = f"mix {number}"
+            hits.append(await client.ask(name, prompts[number], plan.first_tokens, compared=False))
+
+    gaps = await _gaps_beside(client, plan, "mix", hit)
+    return {
+        "ttft": _median_ttft(hits),
+        "gap_p50": percentile(gaps, 0.5),
+        "gap_p99": percentile(gaps, 0.99),
+        "gap_max": percentile(gaps, 1.0),
+    }
+
+
+async def _gaps_beside(
+    client: Client, plan: Plan, part: Part, work: Callable[[], Awaitable[None]]
+) -> list[float]:
+    """Times from token to token, ascending, of requests that decode beside ``work``."""
     all_decode = [asyncio.Event() for _ in range(plan.mix_decodes)]
     decodes = [
         asyncio.create_task(
             client.ask(
-                f"mix decode {number}",
-                plan.text(plan.mix_prompt_tokens, "mix decode", number),
+                f"{part} decode {number}",
+                plan.text(plan.mix_prompt_tokens, part, "decode", number),
                 plan.mix_answer_tokens,
                 compared=False,
                 started=event,
@@ -199,17 +219,39 @@ async def mix(client: Client, plan: Plan) -> Numbers:
     ]
     for event in all_decode:
         await event.wait()
-    hits = [
-        await client.ask(f"mix {number}", prompts[number], plan.first_tokens, compared=False)
-        for number in range(min(plan.mix_hits, plan.num_hits // 2))
-    ]
-    gaps = sorted(gap for decode in await asyncio.gather(*decodes) for gap in decode.gaps)
-    return {
-        "ttft": _median_ttft(hits),
-        "gap_p50": percentile(gaps, 0.5),
-        "gap_p99": percentile(gaps, 0.99),
-        "gap_max": percentile(gaps, 1.0),
-    }
+    await work()
+    return sorted(gap for decode in await asyncio.gather(*decodes) for gap in decode.gaps)
+
+
+async def grown(client: Client, plan: Plan) -> Numbers:
+    """Time to the first token of evicted prompts that come back with new tokens behind them, alone
+    and while other requests decode; and the time from token to token of those others."""
+    prompts = [plan.text(plan.prompt_tokens, "grown", i) for i in range(plan.num_hits)]
+    for number, prompt in enumerate(prompts):
+        await client.ask(f"grown {number}", prompt, plan.first_tokens, compared=False)
+
+    async def ask(number: int, num_new: int, *place: object) -> Reply:
+        prompt = [*prompts[number], *plan.text(num_new, "grown", number, *place)]
+        return await client.ask(f"grown {number}", prompt, plan.first_tokens, compared=False)
+
+    numbers: Numbers = {}
+    for num_new in plan.new_tokens:
+        await client.settle()
+        replies = [await ask(number, num_new, num_new) for number in range(len(prompts))]
+        numbers[f"ttft_{num_new}"] = _median_ttft(replies)
+    num_new = plan.new_tokens[-2]
+    beside: list[Reply] = []
+
+    async def hit() -> None:
+        numbers = range(min(plan.mix_hits, len(prompts)))
+        beside.extend([await ask(number, num_new, "beside") for number in numbers])
+
+    await client.settle()
+    gaps = await _gaps_beside(client, plan, "grown", hit)
+    numbers["ttft_beside"] = _median_ttft(beside)
+    numbers["gap_p99"] = percentile(gaps, 0.99)
+    numbers["gap_max"] = percentile(gaps, 1.0)
+    return numbers
 
 
 async def turns(client: Client, plan: Plan) -> Numbers:
@@ -301,6 +343,7 @@ def _median_cached(replies: Sequence[Reply]) -> float:
 
 RUN: Mapping[Part, Callable[[Client, Plan], Awaitable[Numbers]]] = {
     "ttft": ttft,
+    "grown": grown,
     "idle": idle,
     "mix": mix,
     "turns": turns,
@@ -313,6 +356,9 @@ def num_requests(part: Part, plan: Plan) -> int:
     """Number of requests of a part."""
     return {
         "ttft": 4 * plan.num_hits,
+        "grown": (1 + len(plan.new_tokens)) * plan.num_hits
+        + plan.mix_decodes
+        + min(plan.mix_hits, plan.num_hits),
         "idle": plan.idle_prompts,
         "mix": plan.num_hits + plan.mix_decodes + min(plan.mix_hits, plan.num_hits // 2),
         "turns": plan.users * plan.turns,

@@ -14,7 +14,7 @@ from examples.bench.child import Device
 from examples.bench.command import CannotStart
 from examples.bench.models import LLAMA_8B, SMALL, ModelShape
 
-Part = Literal["ttft", "idle", "mix", "turns", "traces", "restart"]
+Part = Literal["ttft", "grown", "idle", "mix", "turns", "traces", "restart"]
 PARTS: tuple[Part, ...] = get_args(Part)
 
 FIRST_TEXT_TOKEN = 10
@@ -36,6 +36,8 @@ class Plan:
     """Length of a prompt that comes back as a hit."""
     first_tokens: int
     """Length of its answer; contenders must agree on the tokens."""
+    new_tokens: tuple[int, ...]
+    """By how much such prompts have grown when they come back."""
     idle_prompts: int
     idle_prompt_tokens: int
     idle_answer_tokens: int
@@ -92,7 +94,7 @@ class Plan:
             + self.turns * (self.message_tokens + self.turn_answer_tokens)
         )
         longest = max(
-            self.prompt_tokens + self.first_tokens,
+            self.prompt_tokens + max(self.new_tokens) + self.first_tokens,
             self.idle_prompt_tokens + self.idle_answer_tokens,
             self.mix_prompt_tokens + self.mix_answer_tokens,
             longest_chat,
@@ -141,6 +143,15 @@ class Plan:
         """The same work with other prompts, the same for the same ``number``; 0: this plan's."""
         return replace(self, seed=self.seed + number * 1_000_003)
 
+    def with_prompts_of(self, num_tokens: int) -> "Plan":
+        """The same work with prompts of ``num_tokens``, rounded up to whole blocks. The device has
+        room for two of them, and for the requests that decode beside."""
+        size = self.block_size
+        plan = replace(self, prompt_tokens=-(-num_tokens // size) * size)
+        decodes = self.mix_decodes * (plan.mix_prompt_tokens + self.mix_answer_tokens)
+        room = 2 * (plan.prompt_tokens + max(self.new_tokens)) + decodes
+        return replace(plan, device_tokens=max(self.device_tokens, -(-room // size) * size))
+
     def history_length(self, user: int) -> int:
         """Length of the first message of ``user``, without the shared prefix."""
         return random.Random(f"{self.seed} history {user}").randint(*self.history_tokens)
@@ -154,6 +165,7 @@ H200 = Plan(
     host_bytes=40 << 30,
     prompt_tokens=8192,
     first_tokens=1,
+    new_tokens=(1, 512, 2048),
     idle_prompts=48,
     idle_prompt_tokens=1024,
     idle_answer_tokens=64,
@@ -186,6 +198,7 @@ CPU = Plan(
     host_bytes=256 << 20,
     prompt_tokens=1024,
     first_tokens=4,
+    new_tokens=(1, 64),
     idle_prompts=6,
     idle_prompt_tokens=256,
     idle_answer_tokens=16,

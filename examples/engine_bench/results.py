@@ -7,7 +7,7 @@ from typing import Any
 from rich.table import Table
 
 from examples.bench.tables import MISSING, Runs, cells_with_ratios, make_table, medians
-from examples.engine_bench.plan import Part, Plan
+from examples.engine_bench.plan import PRESETS, Part, Plan
 
 
 @dataclass(frozen=True)
@@ -32,6 +32,13 @@ METRICS = (
     Metric("ttft", "store_rate", "stores, each rank", "GB/s", 1e-9),
     Metric("ttft", "load_rate", "loads, each rank", "GB/s", 1e-9),
     Metric("ttft", "start", "engine start", "s", 1),
+    *(
+        Metric("grown", f"ttft_{count}", f"TTFT, hit with {count} new tokens")
+        for count in sorted({count for plan in PRESETS.values() for count in plan.new_tokens})
+    ),
+    Metric("grown", "ttft_beside", "TTFT of such hits while others decode"),
+    Metric("grown", "gap_p99", "token gap of those, p99"),
+    Metric("grown", "gap_max", "token gap of those, max"),
     Metric("idle", "tokens_per_second", "throughput without hits", "tokens/s", 1),
     Metric("mix", "ttft", "TTFT of hits while others decode"),
     Metric("mix", "gap_p50", "token gap of those, p50"),

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from enum import Enum
-from typing import NamedTuple, Protocol, runtime_checkable
+from typing import NamedTuple, Protocol, Self, runtime_checkable
 
 import numpy as np
 import torch
@@ -43,13 +43,14 @@ class Pending(Protocol):
     def wait(self) -> None:
         """Return when the copy has ended. Raises the error if it failed."""
 
-    def remaining_seconds(self) -> float:
+    def remaining_seconds(self, num_groups: int | None = None) -> float:
         """Expected time for the rest of the copy, by measured bandwidth, not counting earlier
-        copies. Infinite where the compute stream cannot wait for it."""
+        copies. Infinite where the compute stream cannot wait for it. ``num_groups``: of its first
+        layer groups only, if it is copied by layer group."""
 
-    def hold_compute(self) -> None:
+    def hold_compute(self, num_groups: int | None = None) -> None:
         """Make the compute stream wait for this copy before anything queued from now on. The
-        caller, on the engine's thread, does not wait."""
+        caller, on the engine's thread, does not wait. ``num_groups``: as above."""
 
 
 class Measurement(NamedTuple):
@@ -100,6 +101,34 @@ class SharesMemory(Protocol):
     def use_shared(self, memory: torch.Tensor, *, is_first: bool) -> None:
         """As ``allocate_host``, for given memory, int8 ``[num_bytes]``. ``is_first``: put its pages
         in place. Otherwise another process has."""
+
+
+class PagePart(NamedTuple):
+    """Bytes ``start`` to ``stop`` of every page of a region."""
+
+    region: int
+    start: int
+    stop: int
+
+
+class ComputeMark(Protocol):
+    """A point in the device's compute stream."""
+
+    def seconds_since(self, earlier: Self) -> float | None:
+        """Time between both points; None until the stream has passed this one. Never waits."""
+
+
+@runtime_checkable
+class CopiesByLayer(Protocol):
+    """Optional protocol of a CopyBackend whose compute stream may begin with a load's first layers
+    while the others are on their way."""
+
+    def divide(self, groups: Sequence[Sequence[PagePart]]) -> None:
+        """Copy loads that overlap compute (``Transfer.overlaps``) by layer group, in this order.
+        All groups together are all bytes of all pages. Called once, before ``open``."""
+
+    def mark_compute(self) -> ComputeMark:
+        """A mark behind the compute queued so far. Called on the engine's thread."""
 
 
 class CopyBackend(Protocol):

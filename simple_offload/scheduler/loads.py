@@ -42,6 +42,8 @@ class _Load:
     device_ids: list[int]
     slots: list[int]
     """By device block, the slot of the host sub-block that it is copied from."""
+    num_new_tokens: int
+    """Tokens of the request that are left to compute."""
     transfer: Transfer | None = None
     """Once it is in flight."""
     admitted: bool = False
@@ -205,10 +207,10 @@ class Loads:
                 f"{request.request_id}: vLLM takes {num_external_tokens} external tokens of "
                 f"{known.hit.num_tokens}, which the host tier cannot supply"
             )
-        load = _Load(request.request_id, pins, [], [], [], [])
         num_sub_blocks = self._groups.num_sub_blocks
         start = self._groups.start_of(known.num_computed_tokens)
         stop = known.num_computed_tokens + num_external_tokens
+        load = _Load(request.request_id, pins, [], [], [], [], request.num_tokens - stop)
         for group in self._groups.ids:
             size = self._groups.block_sizes[group] // num_sub_blocks
             first, last = known.num_computed_tokens // size, cdiv(stop, size)
@@ -242,6 +244,7 @@ class Loads:
                 load.request_id,
                 after_compute=in_use(load.device_ids),
                 by_place=self._tier.slots_by_place,
+                num_new_tokens=load.num_new_tokens,
             )
             transfers.append(load.transfer)
         self._planned.clear()

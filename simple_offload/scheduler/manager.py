@@ -187,10 +187,11 @@ class OffloadScheduler:
         loads = self._loads.submit(
             lambda block_ids: bool(zeroed) or self._hazards.may_touch(block_ids)
         )
+        num_tokens = scheduler_output.total_num_scheduled_tokens
         step = None
         if self._second_tier is not None:
-            step = self._second_tier.on_step(scheduler_output.total_num_scheduled_tokens)
-        computes = bool(scheduler_output.num_scheduled_tokens)
+            step = self._second_tier.on_step(num_tokens)
+        computes = num_tokens > 0
         self._hazards.on_step(zeroed, computes=computes)
         self._parked.on_step(computes=computes)
         self._is_capacity_sent |= self._capacity is not None
@@ -198,7 +199,7 @@ class OffloadScheduler:
             loads=loads,
             stores=self._stores.submit(),
             admitted=self._loads.drain_admitted(),
-            computes=computes,
+            num_tokens=num_tokens,
             num_host_blocks=None if self._ranks.are_alike else self._capacity,
             step=step,
         )

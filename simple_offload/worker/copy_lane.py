@@ -211,25 +211,34 @@ class CopyLane:
             completions.append(Completion(first.transfer, first.error, first.stats))
         return completions
 
-    def nearly_done(self, seconds: float) -> list[Transfer]:
-        """Transfers on the device, without error, that the last ``poll`` did not return and that
-        should end within ``seconds``. Never waits."""
+    def nearly_done(
+        self, seconds: float, hidden_seconds: Callable[[Transfer], float]
+    ) -> list[Transfer]:
+        """Transfers on the device, without error, that the last ``poll`` did not return, and whose
+        first layer group should end within ``seconds``, the last one ``hidden_seconds`` later.
+        Never waits."""
         nearly = []
         for copy in self._under_way:
             if copy.pending is None or copy.error is not None:
                 continue
-            seconds -= copy.pending.remaining_seconds()
-            if seconds < 0:
+            first, all_groups = (copy.pending.remaining_seconds(groups) for groups in (1, None))
+            if first > seconds or all_groups > seconds + hidden_seconds(copy.transfer):
                 break
             nearly.append(copy.transfer)
+            seconds -= all_groups
         return nearly
 
-    def hold_compute(self, transfer_ids: Collection[int]) -> None:
+    def hold_compute(self, transfer_ids: Collection[int], num_groups: int | None = None) -> None:
         """Make compute that is queued from now on wait, on the device, for those of the
-        transfers that are under way."""
+        transfers that are under way, or for their first ``num_groups`` layer groups."""
         for copy in self._under_way:
             if copy.transfer.id in transfer_ids and copy.pending is not None:
-                copy.pending.hold_compute()
+                copy.pending.hold_compute(num_groups)
+
+    def num_blocks(self, transfer_ids: Collection[int]) -> int:
+        """Device blocks of those of the transfers that are under way."""
+        copies = (copy.transfer for copy in self._under_way)
+        return sum(len(each.device_blocks) for each in copies if each.id in transfer_ids)
 
     def flush(self) -> None:
         """Wait until every submitted transfer is on the device, or has failed. Copies may still

@@ -24,7 +24,8 @@ class EarlyAnnouncement:
         self.wait_seconds = wait_seconds
         self.lead_seconds = 0.0
         """A load may be announced if this much of its copy is left."""
-        self._lag = 0.0
+        self.lag_seconds = 0.0
+        """From an announcement to the compute that reads the load's blocks."""
         self._step_seconds = 0.0
         self._began_at = 0.0
         self._computed = False
@@ -46,7 +47,7 @@ class EarlyAnnouncement:
                 self._learn(now - since)
         if self.wait_seconds > 0:
             wait = min(self.wait_seconds, self._step_seconds) if computes else self.wait_seconds
-            self.lead_seconds = self._lag + wait
+            self.lead_seconds = self.lag_seconds + wait
 
     def announce(self, load_id: int) -> bool:
         """Note the load's announcement; False if it has been announced before."""
@@ -60,10 +61,10 @@ class EarlyAnnouncement:
         if load_id not in self._under_way:
             return False
         since = self._under_way.pop(load_id)
-        if since is not None and (passed := time.monotonic() - since) > self._lag:
+        if since is not None and (passed := time.monotonic() - since) > self.lag_seconds:
             self._learn(passed)  # the request is not admitted yet, so the lag is longer
         return True
 
     def _learn(self, seconds: float) -> None:
         limit = _LAG_LIMIT * self.wait_seconds
-        self._lag += (min(seconds, limit) - self._lag) / 2
+        self.lag_seconds += (min(seconds, limit) - self.lag_seconds) / 2

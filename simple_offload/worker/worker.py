@@ -1,13 +1,13 @@
 """OffloadWorker: the worker side on one rank: submit transfers, poll them, report their ends."""
 
 import secrets
-from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Container, Mapping
+from typing import TYPE_CHECKING, cast
 
 import torch
 
 from simple_offload import memory, metrics
-from simple_offload.backends.base import Direction, SharesMemory
+from simple_offload.backends.base import CopiesByLayer, Direction, SharesMemory
 from simple_offload.backends.select import make_backend
 from simple_offload.config import ConfigError, OffloadConfig, check_fits_memory
 from simple_offload.logs import get_logger
@@ -18,6 +18,8 @@ from simple_offload.worker.ascend_regions import KVCache
 from simple_offload.worker.copy_lane import Completion, CopyLane, CopyThreadDied, LaneBroken
 from simple_offload.worker.early_announcement import EarlyAnnouncement
 from simple_offload.worker.host_pool import HostPool
+from simple_offload.worker.layer_groups import LayerGroups
+from simple_offload.worker.overlap import Overlap
 from simple_offload.worker.rank_pool import Peers, RankPool, TensorParallelPeers
 from simple_offload.worker.regions import find_regions
 
@@ -38,16 +40,20 @@ class OffloadWorker:
         replicas: Replicas = Replicas(),  # noqa: B008 - frozen
         make_peers: Callable[[], Peers] = TensorParallelPeers,
         page_layout: Callable[[], tuple[object, ...]] = tuple,
+        waiting_layers: Callable[[], Container[str]] = frozenset,
     ) -> None:
         """``replicas``: the ranks that may share host memory. ``make_peers``: their messages, once
-        vLLM has connected them. ``page_layout``: what decides how a page's bytes are laid out, once
-        the model has been loaded."""
+        vLLM has connected them. ``page_layout``: what decides how a page's bytes are laid out, and
+        ``waiting_layers``: those of which vLLM calls ``wait_for_layer_load``, once the model has
+        been loaded."""
         self.config = config
         self._kv_cache_config = kv_cache_config
         self._ranks = ranks
         self._replicas = replicas
         self._make_peers = make_peers
         self._page_layout = page_layout
+        self._waiting_layers = waiting_layers
+        self._overlap: Overlap | None = None
         self._layout: tuple[object, ...] = ()
         self._rank_pool = RankPool()
         self._backend = make_backend(config.backend, config.copy_path)
@@ -73,9 +79,32 @@ class OffloadWorker:
         regions = find_regions(kv_caches, self._kv_cache_config)
         self._rank_pool = self._meet_ranks([region.shape[1] for region in regions])
         with self._rank_pool.others_wait():
+            groups = self._divide(kv_caches, regions)
             self._prepare_host_pool(regions)
         self.host_pool.open()
         self.lanes = {direction: CopyLane(self._backend, direction) for direction in Direction}
+        if groups is not None:
+            backend = cast(CopiesByLayer, self._backend)
+            self._overlap = Overlap(groups, self.lanes[Direction.LOAD], backend, self._meter)
+
+    def _divide(
+        self, kv_caches: Mapping[str, KVCache], regions: list[torch.Tensor]
+    ) -> LayerGroups | None:
+        """Have loads copied by layer group; None if compute must wait for whole loads."""
+        backend, waiting = self._backend, self._waiting_layers()
+        if not (self.config.overlap_loads and self._announcements.wait_seconds > 0):
+            return None
+        if not isinstance(backend, CopiesByLayer) or any(name not in waiting for name in kv_caches):
+            return None
+        tensors = {name: c for name, c in kv_caches.items() if isinstance(c, torch.Tensor)}
+        groups = LayerGroups.find(tensors, regions)
+        if groups is not None:
+            logger.info(
+                "Loads come in %d groups of layers: compute begins with the first",
+                len(groups.parts),
+            )
+            backend.divide(groups.parts)
+        return groups
 
     def _prepare_host_pool(self, regions: list[torch.Tensor]) -> None:
         """Decide its size. Raises as ``register_kv_caches``."""
@@ -151,16 +180,26 @@ class OffloadWorker:
         if self.lanes and metadata.num_host_blocks is not None:
             self.host_pool.agree(metadata.num_host_blocks)
         if self.lanes and metadata.admitted:
-            self.lanes[Direction.LOAD].hold_compute(set(metadata.admitted))
-        self._announcements.on_step(metadata.computes, metadata.admitted)
+            admitted = set(metadata.admitted)
+            if self._overlap is not None:
+                self._overlap.hold_compute(admitted, metadata.num_tokens)
+            else:
+                self.lanes[Direction.LOAD].hold_compute(admitted)
+        self._announcements.on_step(metadata.num_tokens > 0, metadata.admitted)
         self.submit_loads()
 
     def submit_loads(self) -> None:
         """Start the step's loads that have not been started."""
         self._submit(Direction.LOAD, self._metadata.loads)
 
+    def wait_for_layer(self, name: str) -> None:
+        """Make the compute that is queued next wait for the loaded KV of this layer."""
+        if self._overlap is not None:
+            self._overlap.on_layer(name)
+
     def submit_stores(self) -> None:
         """Start the step's stores that have not been started, after the compute queued so far."""
+        self._end_forward()
         self._submit(Direction.STORE, self._metadata.stores)
 
     def poll(self) -> tuple[set[str], set[str]]:
@@ -168,8 +207,10 @@ class OffloadWorker:
 
         Returns the requests whose loads have ended on this rank or are announced, and those among
         them whose load failed. A load is announced before its end if little of it is left
-        (``EarlyAnnouncement``); ``bind`` makes compute wait for the rest.
+        (``EarlyAnnouncement``); ``bind`` makes compute wait for the rest, or each layer of it
+        (``Overlap``).
         """
+        self._end_forward()
         loaded: set[str] = set()
         failed: set[str] = set()
         if not self.lanes:
@@ -189,7 +230,7 @@ class OffloadWorker:
             if completion.error is not None:
                 failed.add(_request_of(completion.transfer))
         if (lead_seconds := self._announcements.lead_seconds) > 0:
-            for transfer in load_lane.nearly_done(lead_seconds):
+            for transfer in load_lane.nearly_done(lead_seconds, self._hidden_seconds):
                 if self._announcements.announce(transfer.id):
                     loaded.add(_request_of(transfer))
         for completion in store_lane.poll():
@@ -238,6 +279,13 @@ class OffloadWorker:
 
     # Details
 
+    def _end_forward(self) -> None:
+        if self._overlap is not None:
+            self._overlap.on_forward_ended()
+
+    def _hidden_seconds(self, load: Transfer) -> float:
+        return self._overlap.hidden_seconds(load) if self._overlap is not None else 0.0
+
     def _meet_ranks(self, page_bytes: list[int]) -> RankPool:
         """Find the ranks that share this one's host memory, as ``host_copies`` says. For a second
         tier, all do."""
@@ -279,6 +327,8 @@ class OffloadWorker:
         barrier = self._backend.barrier() if ordered else None
         for transfer in due:
             own = self._rank_pool.own_part(direction, transfer)
+            if direction is Direction.LOAD and self._overlap is not None:
+                own = self._overlap.plan(own, self._announcements.lag_seconds)
             lane.submit(own, barrier if transfer.after_compute else None)
             self._last_submitted[direction] = transfer.id
 
@@ -308,6 +358,8 @@ class OffloadWorker:
         for path, count in num_bytes.items():
             self._meter.add(metrics.BYTES, count, way, path)
         self._meter.sample(metrics.SECONDS, stats.seconds, way)
+        if direction is Direction.LOAD and self._overlap is not None:
+            self._overlap.on_load_ended(completion.transfer, stats.seconds)
         self._meter.sample(metrics.WAIT_SECONDS, stats.wait_seconds, way)
         if stats.seconds > 0:
             self._meter.sample(metrics.BANDWIDTH, sum(num_bytes.values()) / stats.seconds, way)

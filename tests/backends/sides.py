@@ -1,13 +1,13 @@
 """Sides: the memory on both sides of a backend's copies, and what a copy should do to it."""
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from simple_offload.backends.base import Barrier, CopyBackend, Direction
+from simple_offload.backends.base import Barrier, CopiesByLayer, CopyBackend, Direction, PagePart
 from simple_offload.metadata import Transfer
 
 Blocks = Sequence[int] | npt.NDArray[Any]
@@ -39,8 +39,8 @@ def make_regions(
 class Sides:
     """Regions of random bytes on both sides. The host's are in chunks of ``chunk_blocks`` blocks.
 
-    ``gap``: as for ``make_regions``, on the host. ``device``: where the device's regions lie.
-    ``checked_on``: where bytes are compared.
+    ``gap``: as for ``make_regions``, on the host. ``groups``: of layers. ``device``: where the
+    device's regions lie. ``checked_on``: where bytes are compared.
     """
 
     def __init__(
@@ -52,13 +52,18 @@ class Sides:
         num_host_blocks: int | None = None,
         chunk_blocks: int | None = None,
         gap: int | None = None,
+        groups: Sequence[Sequence[PagePart]] = (),
         device: str = "cpu",
         checked_on: str = "cpu",
     ) -> None:
         self.backend = backend
+        self.num_new_tokens = 0
+        """Of the requests of all loads."""
         self._checked_on = checked_on
         self._noise = torch.Generator(checked_on).manual_seed(0)
         self.device = [self._random(num_blocks, page).to(device) for page in pages]
+        if groups:
+            cast(CopiesByLayer, backend).divide(groups)
         backend.open(self.device)
         self.chunks: list[list[torch.Tensor]] = []
         self._gaps: list[tuple[torch.Tensor, torch.Tensor]] = []
@@ -108,7 +113,8 @@ class Sides:
     ) -> Any:
         """Submit a copy. Returns the backend's answer."""
         device, host = (np.array(side, np.int64) for side in (device_blocks, host_blocks))
-        return self.backend.copy(direction, Transfer(0, device, host), barrier)
+        transfer = Transfer(0, device, host, num_new_tokens=self.num_new_tokens)
+        return self.backend.copy(direction, transfer, barrier)
 
     def expected(
         self, direction: Direction, device_blocks: Blocks, host_blocks: Blocks

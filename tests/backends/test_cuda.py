@@ -1,6 +1,6 @@
 """CudaBackend on a GPU: every byte of every requested block, no other byte, in order."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from simple_offload.backends.base import Direction
+from simple_offload.backends.base import Direction, PagePart
 from simple_offload.backends.cuda import calibration
 from simple_offload.backends.cuda.backend import CopyPath, CudaBackend
 from simple_offload.backends.cuda.copy_costs import CopyCosts
@@ -55,6 +55,7 @@ def make_sides(
     pages: tuple[int, ...],
     num_chunks: int = 1,
     gap: int | None = None,
+    groups: Sequence[Sequence[PagePart]] = (),
 ) -> Sides:
     return Sides(
         backend,
@@ -62,6 +63,7 @@ def make_sides(
         num_blocks,
         chunk_blocks=-(-num_blocks // num_chunks),
         gap=gap,
+        groups=groups,
         device="cuda",
         checked_on="cuda",
     )
@@ -175,36 +177,136 @@ def test_compute_that_is_not_held_reads_too_soon(backend: CudaBackend, hold: boo
     assert bool((read == 9).all()) is hold
 
 
-@pytest.mark.parametrize("neighbours", [False, True])
-def test_a_store_lets_others_copy_from_the_device(backend: CudaBackend, neighbours: bool) -> None:
-    """Other copies run one after another on their own stream, like vLLM's copies of each step's
-    sampled tokens.
+def halves(*pages: int) -> list[list[PagePart]]:
+    """Four layer groups: each half of each page, for two regions."""
+    return [
+        [PagePart(region, start, start + page // 2)]
+        for region, page in enumerate(pages)
+        for start in (0, page // 2)
+    ]
 
-    By DMA, 2 GiB change streams 129 times, after every 16 MiB, and each time another copy can pass.
-    If they changed only after parts of 64 MiB, 33 would pass; on one stream one or two. The whole
-    store is queued behind compute before its first byte moves. So the time of queueing does not
-    matter, which may be long for descriptors that are submitted one by one. The kernel leaves the
-    copy engine idle, and hundreds pass.
+
+@pytest.mark.parametrize("cut", [True, False])
+@pytest.mark.parametrize("page", [4 << 10, 256 << 10])
+@pytest.mark.parametrize("gap", [None, 16])
+def test_loads_by_layer_group(backend: CudaBackend, page: int, gap: int | None, cut: bool) -> None:
+    """All bytes come, whether pages are cut or groups have whole pages. Stores, and loads of
+    requests with one new token, are not divided."""
+    pages = page, page
+    whole = [[PagePart(0, 0, page)], [PagePart(1, 0, page)]]
+    groups = halves(*pages) if cut else whole
+    sides = make_sides(backend, 1000, pages, num_chunks=7, gap=gap, groups=groups)
+    blocks = np.arange(100, 900)
+    for sides.num_new_tokens in (1, 2):
+        for direction in Direction:
+            num_groups = (
+                len(groups) if (sides.num_new_tokens, direction.value) == (2, "load") else 1
+            )
+            for pair in ((blocks, blocks + 50), scattered(1000, 400)):
+                pending = sides.copy_and_check(direction, *pair)
+                assert len(pending.group_ends) == num_groups
+
+
+@pytest.mark.proves("I3")
+@pytest.mark.parametrize("num_held", range(5))
+def test_compute_waits_for_the_layer_groups_that_it_reads(
+    backend: CudaBackend, monkeypatch: pytest.MonkeyPatch, num_held: int
+) -> None:
+    """Compute that is held for some groups finds their bytes, and not yet those of the next: each
+    group has its own hold, and each is needed. Before each group the load's streams are busy."""
+    queue_group = backend._queue_group
+
+    def queue_late(*arguments: Any, **keywords: Any) -> None:
+        for streams in (backend._queues._streams, backend._queues._kernel_streams):
+            with torch.cuda.stream(streams[Direction.LOAD]):
+                torch.cuda._sleep(_BUSY)
+        queue_group(*arguments, **keywords)
+
+    page = 1 << 20
+    sides = make_sides(backend, 64, (page, page), groups=halves(page, page))
+    sides.num_new_tokens = 512
+    blocks = np.arange(64)
+    parts = [sides.device[part.region][:, part.start : part.stop] for (part,) in halves(page, page)]
+    reads = [part.clone() for part in parts]  # loads what compute runs below
+    sides.copy(Direction.LOAD, blocks, blocks).wait()
+    monkeypatch.setattr(backend, "_queue_group", queue_late)
+    for region in sides.device:
+        region.fill_(1)
+    sides.fill_host(9)
+    torch.cuda.synchronize()
+    pending = sides.copy(Direction.LOAD, blocks, blocks, backend.barrier())
+    if num_held:
+        pending.hold_compute(num_held)
+    for read, part in reversed(list(zip(reads, parts, strict=True))):
+        read.copy_(part)
+    torch.cuda.synchronize()
+    arrived = [bool((read == 9).all()) for read in reads]
+    assert arrived == [group < num_held for group in range(4)]
+
+
+def test_compute_marks_tell_the_time_between_them(backend: CudaBackend) -> None:
+    before = backend.mark_compute()
+    torch.cuda._sleep(_BUSY)
+    after = backend.mark_compute()
+    assert after.seconds_since(before) is None
+    torch.cuda.synchronize()
+    assert 0.01 < (after.seconds_since(before) or 0.0) < 1.0
+
+
+def test_the_remaining_time_of_layer_groups(backend: CudaBackend) -> None:
+    """Groups take as long together as whole pages do."""
+    page = 1 << 20
+    sides = make_sides(backend, 256, (page, page), groups=halves(page, page))
+    blocks = np.arange(256)
+    for sides.num_new_tokens in (512, 0):
+        sides.copy(Direction.LOAD, blocks, blocks).wait()  # kernels are compiled
+    torch.cuda.synchronize()
+    torch.cuda._sleep(10 * _BUSY)
+    undivided = sides.copy(Direction.LOAD, blocks, blocks, backend.barrier()).remaining_seconds()
+    sides.num_new_tokens = 512
+    pending = sides.copy(Direction.LOAD, blocks, blocks, backend.barrier())
+    first, half, whole = (pending.remaining_seconds(count) for count in (1, 2, None))
+    assert 0 < first < 0.6 * half < 0.4 * whole
+    assert whole < 1.5 * undivided
+    pending.wait()
+    assert pending.remaining_seconds(1) == 0.0
+
+
+@pytest.mark.parametrize("direction", list(Direction))
+@pytest.mark.parametrize("neighbours", [False, True])
+def test_a_copy_lets_others_of_its_direction_pass(
+    backend: CudaBackend, neighbours: bool, direction: Direction
+) -> None:
+    """Other copies run one after another on their own stream, like vLLM's copies of each step's
+    inputs and sampled tokens.
+
+    By DMA, a store of 2 GiB changes streams 129 times, after every 16 MiB, and each time another
+    copy can pass; a load 33 times. On one stream one or two would. The whole copy is queued behind
+    compute before its first byte moves. So the time of queueing does not matter, which may be long
+    for descriptors that are submitted one by one. The kernel leaves the copy engine idle, and
+    hundreds pass.
     """
     sides = make_sides(backend, 1024, (2 << 20,))
-    sampled, expected = torch.arange(64, device="cuda"), torch.arange(64)
-    tokens = torch.empty(64, dtype=torch.int64, pin_memory=True)
+    expected, nothing = torch.arange(64), torch.full((64,), -1)
+    if direction is Direction.LOAD:
+        source, target = expected.pin_memory(), nothing.cuda()
+    else:
+        source, target = expected.cuda(), nothing.pin_memory()
     stream = torch.cuda.Stream()
     blocks = np.arange(1024)
     torch.cuda.synchronize()
     torch.cuda._sleep(_BUSY)
     host_blocks = blocks if neighbours else blocks[::-1].copy()
-    pending = sides.copy(Direction.STORE, blocks, host_blocks, backend.barrier())
+    pending = sides.copy(direction, blocks, host_blocks, backend.barrier())
     torch.cuda.current_stream().synchronize()
     passed = 0
     while not pending.done():
-        tokens.fill_(-1)
         with torch.cuda.stream(stream):
-            tokens.copy_(sampled, non_blocking=True)
+            target.copy_(source, non_blocking=True)
         stream.synchronize()
-        assert torch.equal(tokens, expected)
         passed += 1
-    assert passed >= 64
+    assert passed >= (16 if direction is Direction.LOAD else 64)
+    assert torch.equal(target.cpu(), expected)
     assert torch.equal(sides.host[0][host_blocks], sides.device[0])
 
 

@@ -27,7 +27,7 @@ class Queues(CudaQueues):
         self.kernels = {}
         self.log: list[tuple[str, str, int]] = []
         self._streams = {direction: self._stream(direction.value) for direction in Direction}
-        self._spare_stream = self._stream("spare")
+        self._spare_streams = {direction: self._stream("spare") for direction in Direction}
         self.submit_dma = self._note
 
     def _stream(self, name: str) -> Any:
@@ -118,10 +118,10 @@ def test_only_a_quick_copy_keeps_the_lock() -> None:
     ("direction", "page", "count", "expected"),
     [
         # The first piece is a smaller one; each later one of a load has 64 MiB or just more.
-        (LOAD, 6 * MIB, 14, [("load", 12 * MIB), ("load", 66 * MIB), ("load", 6 * MIB)]),
+        (LOAD, 6 * MIB, 14, [("load", 12 * MIB), ("spare", 66 * MIB), ("load", 6 * MIB)]),
         (STORE, 6 * MIB, 7, [("store", 12 * MIB), ("spare", 18 * MIB), ("store", 12 * MIB)]),
         # The device begins when the driver has read all descriptors of a call: 256.
-        (LOAD, 4096, 600, [("load", num * 4096) for num in (256, 256, 88)]),
+        (LOAD, 4096, 600, [("load", 1 * MIB), ("spare", 1 * MIB), ("load", 88 * 4096)]),
     ],
 )
 def test_copies_go_in_pieces(

@@ -5,6 +5,7 @@ import traceback
 from collections import Counter as Counts
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -14,10 +15,17 @@ import torch
 from vllm.v1.metrics.reader import Counter, Gauge, get_metrics_snapshot
 
 import tests.engine.random_weights  # noqa: F401 - vLLM's loaders have it from here on
+from simple_offload.backends.base import Direction
+from simple_offload.backends.cuda.backend import CudaBackend
+from simple_offload.worker import layer_groups, overlap
 from simple_offload.worker.host_pool import HostPool
+from simple_offload.worker.overlap import Overlap
 from tests.engine.live import LiveEngine, clean_up_process
 from tests.engine.ray_cluster import cluster_for
 from tests.engine.spec import Answer, EngineResult, EngineSpec, Round
+
+_LATE_CYCLES = 5_000_000
+"""A few milliseconds: longer than such a model takes to compute the layers before."""
 
 HostChunk = list[torch.Tensor]
 """Consecutive host blocks: int8 tensors ``[blocks, page_bytes]``, one for each region."""
@@ -36,7 +44,7 @@ def run_engines(specs: list[EngineSpec]) -> list[EngineResult]:
 def _run_engine(spec: EngineSpec) -> EngineResult:
     result = EngineResult()
     threads_before = set(threading.enumerate())
-    with _host_chunks() as chunks:
+    with _host_chunks() as chunks, _slow_loads(waits_too_little=spec.waits_too_little):
         try:
             engine = LiveEngine(spec)
             result.started = True
@@ -120,6 +128,40 @@ def _metrics() -> dict[str, float]:
             name = metric.name.removeprefix("vllm:").removesuffix("_total")
             found[name] = found.get(name, 0) + metric.value
     return found
+
+
+@contextmanager
+def _slow_loads(*, waits_too_little: bool) -> Iterator[None]:
+    """On a CUDA device, loads wait before each layer group. These models' loads would end before
+    compute could begin. Parts of their small pages count as large enough."""
+    if not torch.cuda.is_available():
+        yield
+        return
+    queue_group, on_layer = CudaBackend._queue_group, Overlap.on_layer
+
+    def queue_late(
+        self: CudaBackend, pending: Any, direction: Direction, *rest: Any, **more: Any
+    ) -> None:
+        if direction is Direction.LOAD:
+            for stream in (self._queues._streams, self._queues._kernel_streams):
+                with torch.cuda.stream(stream[direction]):
+                    torch.cuda._sleep(_LATE_CYCLES)
+        queue_group(self, pending, direction, *rest, **more)
+
+    def wait_for_one_less(self: Overlap, name: str) -> None:
+        num_needed = self._groups.num_needed
+        fewer = {layer: max(1, count - 1) for layer, count in num_needed.items()}
+        self._groups = replace(self._groups, num_needed=fewer)
+        on_layer(self, name)
+        self._groups = replace(self._groups, num_needed=num_needed)
+
+    with (
+        patch.object(layer_groups, "MIN_BYTES", 1),
+        patch.object(overlap, "LEAST_LAGS", 0.0),
+        patch.object(CudaBackend, "_queue_group", queue_late),
+        patch.object(Overlap, "on_layer", wait_for_one_less if waits_too_little else on_layer),
+    ):
+        yield
 
 
 @contextmanager

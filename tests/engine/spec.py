@@ -51,6 +51,8 @@ class EngineSpec(NamedTuple):
     transfer_arguments: dict[str, Any]
     """For vLLM's KVTransferConfig; they override those that select the connector."""
     rounds: tuple[Round, ...]
+    waits_too_little: bool = False
+    """Whether each layer waits for one layer group less than it needs."""
 
 
 class Answer(NamedTuple):

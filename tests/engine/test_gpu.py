@@ -19,7 +19,9 @@ from tests.engine.targets import (
     EAGER,
     ENGINES,
     FOLLOW_UPS,
+    HALF,
     ONE_BY_ONE,
+    PLENTY,
     SIZED,
     TARGETS,
     TOGETHER,
@@ -134,6 +136,44 @@ def test_all_prompts_come_from_the_host(runs: Runs, target: str, engine: str) ->
     assert result.metrics["external_prefix_cache_hits"] > 0.5 * sum(cached.values())
     assert result.num_host_blocks is not None
     assert_nothing_left(result, threads=OUR_THREADS)
+
+
+_WAITS_BY_LAYER = {"llama", "gemma3", "mla", "llama4"}
+"""The others have states, drafters, or attention kernels of their own."""
+
+
+@pytest.mark.parametrize(
+    ("target", "engine"),
+    [
+        pytest.param(target, engine, id=f"{target}-{engine}", marks=pytest.mark.gpu)
+        for target, engines in ENGINES.items()
+        for engine in engines
+        if not target.endswith("-on-cpu")
+    ],
+)
+def test_compute_begins_before_the_last_bytes_have_come(
+    runs: Runs, target: str, engine: str
+) -> None:
+    result = results_of(runs, target)[engine]
+    assert result.error is None, result.error
+    announces = ENGINES[target][engine].connector.get("sync_load_ms") != 0
+    overlapped = result.metrics["simple_offload_overlapped_steps"]
+    assert (overlapped > len(asks())) is (target in _WAITS_BY_LAYER and announces)
+    assert (overlapped > 0) is (target in _WAITS_BY_LAYER and announces)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("layout", ["auto", "keep"])
+def test_a_layer_that_waits_too_little_is_seen(runs: Runs, layout: str) -> None:
+    """Negative control of the test before: each layer group of loads is needed."""
+    plain = results_of(runs, "llama")["plain"]
+    late = spec_of(runs, "llama", SIZED | {"kv_layout": layout}, EAGER)
+    late = late._replace(waits_too_little=True, rounds=late.rounds[: AGAIN + 1])
+    late.arguments["num_gpu_blocks_override"] = PLENTY
+    result = runs.run(f"gpu-late-{layout}", {"late": late}, deadline=2 * ENGINE_SECONDS)["late"]
+    assert result.error is None, result.error
+    assert not compare(plain.rounds[COLD], result.rounds[COLD], HALF, exact=True).wrong
+    assert compare(plain.rounds[AGAIN], result.rounds[AGAIN], HALF, exact=True).wrong
 
 
 @by_case

@@ -34,7 +34,11 @@ from tests.examples.processes import assert_gone
         ("copy_bench", "--scale 9", "--scale: 9 is not within 1 and 8"),
         ("overlap_probe", "--contexts 8192 100", "--contexts: 100 is not a multiple of 16"),
         ("overlap_probe", "--lag-ms -1", "--lag-ms: -1 is less than 0"),
-        ("engine_bench", "--parts ttft,all", "--parts: 'all' is none of ttft, idle, mix, turns"),
+        (
+            "engine_bench",
+            "--parts ttft,all",
+            "--parts: 'all' is none of ttft, grown, idle, mix, turns",
+        ),
         ("engine_bench", "--parts ttft,ttft", "a name occurs twice in 'ttft,ttft'"),
         ("engine_bench", "--contenders theirs", "--contenders: 'theirs' is none of none, ours"),
         ("engine_bench", "--rounds 0", "--rounds: 0 is less than 1"),

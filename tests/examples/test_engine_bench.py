@@ -358,8 +358,11 @@ def test_arguments_make_the_bench_and_the_cpu_leaves_out_what_needs_cuda(tmp_pat
     assert [each.name for each in bench.contenders] == ["none", "ours"]
     with_files = command.parse(["--preset", "cpu", "--files", str(tmp_path)])
     assert [each.name for each in with_files.contenders] == list(ON_CPU)
-    assert list(with_files.parts) == ["ttft", "idle", "mix", "turns", "restart"]
-    assert (list(bench.parts), bench.plan.rounds) == (["ttft", "idle", "mix", "turns"], 2)
+    assert list(with_files.parts) == ["ttft", "grown", "idle", "mix", "turns", "restart"]
+    assert (list(bench.parts), bench.plan.rounds) == (["ttft", "grown", "idle", "mix", "turns"], 2)
+    long = command.parse(["--prompt-tokens", "100001", "--output", str(tmp_path)]).plan
+    assert (long.prompt_tokens, long.num_hits) == (100_016, 4)
+    assert long.device_tokens > 2 * (long.prompt_tokens + max(long.new_tokens))
     options = "--traces a.json --agents 4 --trace-requests 50 --trace-scale 16 --trace-pause 0"
     bench = command.parse([*options.split(), "--seed", "7"])
     assert list(bench.parts) == [part for part in PARTS if part != "restart"]

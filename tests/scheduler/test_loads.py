@@ -258,7 +258,7 @@ def test_a_request_is_scheduled_when_every_rank_has_announced_its_load(
     assert loading.num_holds == [0] * num_ranks
     loading.step_until_admitted()
     assert request.status == RequestStatus.RUNNING
-    assert loading.steps[-1].computes
+    assert loading.steps[-1].num_tokens
     assert loading.num_holds == [1] * num_ranks
     assert all(driver.pending(LOAD, rank) for rank in range(num_ranks))  # no copy has run
     driver.run()  # its tokens are right

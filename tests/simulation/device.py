@@ -7,6 +7,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from queue import SimpleQueue
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -18,7 +19,7 @@ from vllm.v1.kv_cache_interface import (
     UniformTypeKVCacheSpecs,
 )
 
-from simple_offload.backends.base import Barrier, Direction
+from simple_offload.backends.base import Barrier, Direction, PagePart
 from simple_offload.backends.host import HostBackend
 from simple_offload.metadata import Transfer
 from tests.simulation.identity import Identities
@@ -39,6 +40,11 @@ class ComputeMark(Barrier):
     """All items queued on the compute stream before item ``position``."""
 
     position: int
+    device: "ScriptedDevice"
+
+    def seconds_since(self, earlier: "ComputeMark") -> float | None:
+        """None: no time passes here."""
+        return 0.0 if self.position <= self.device.num_computed else None
 
 
 @dataclass(eq=False)
@@ -51,6 +57,10 @@ class ScriptedCopy:
     mark: ComputeMark | None
     ended: bool = False
     error: Exception | None = None
+    num_groups: int = 1
+    """Layer groups, which are copied one after another."""
+    num_copied: int = 0
+    """Layer groups whose bytes have arrived."""
     torn: bool = False
     """Whether its destination holds garbage, as that of a copy under way does."""
     nearly_done: bool = False
@@ -67,14 +77,18 @@ class ScriptedCopy:
         assert self.ended or self.error, "nothing drives the device"
         self.done()
 
-    def remaining_seconds(self) -> float:
+    def remaining_seconds(self, num_groups: int | None = None) -> float:
         self.nearly_done = self.nearly_done or self.device.estimate(self)
         return 0.0 if self.nearly_done else math.inf
 
-    def hold_compute(self) -> None:
-        self.device.num_holds += not self.ended
-        position = self.device.queue_compute(self)
-        self.held_at = position if self.held_at is None else self.held_at
+    def hold_compute(self, num_groups: int | None = None) -> None:
+        hold = _Hold(self, min(num_groups or self.num_groups, self.num_groups))
+        is_partial = hold.num_groups < self.num_groups
+        self.device.num_holds_by_layer += is_partial
+        self.device.num_holds += not (hold.is_over or is_partial)
+        position = self.device.queue_compute(hold)
+        if hold.num_groups == self.num_groups and self.held_at is None:
+            self.held_at = position
 
     def precedes(self, other: "ScriptedCopy") -> bool:
         """Whether ``other`` cannot start before this copy has ended, because the compute that it
@@ -84,6 +98,17 @@ class ScriptedCopy:
             and other.mark is not None
             and other.mark.position >= self.held_at
         )
+
+
+class _Hold(NamedTuple):
+    """A point where compute waits for the first layer groups of a copy."""
+
+    copy: ScriptedCopy
+    num_groups: int
+
+    @property
+    def is_over(self) -> bool:
+        return self.copy.ended or self.copy.num_copied >= self.num_groups
 
 
 class ChunkGate:
@@ -126,11 +151,15 @@ class ScriptedDevice(HostBackend):
         super().__init__()
         self.chunk_bytes = chunk_bytes
         self.gate = ChunkGate()
-        self._compute: deque[Callable[[], None] | ScriptedCopy] = deque()
+        self._compute: deque[Callable[[], None] | _Hold] = deque()
         self.num_queued = 0
         self.num_computed = 0
         self.num_holds = 0
-        """How often compute had to wait for a copy that had not ended."""
+        """How often compute had to wait for the end of a copy that had not ended."""
+        self.num_holds_by_layer = 0
+        """How often compute waits for a part of a copy's layers."""
+        self._parts: Sequence[Sequence[PagePart]] = ()
+        """By layer group."""
         self.copies: dict[Direction, deque[ScriptedCopy]] = {d: deque() for d in Direction}
         self.num_copied = dict.fromkeys(Direction, 0)
         """Blocks of copies that have not failed."""
@@ -154,7 +183,7 @@ class ScriptedDevice(HostBackend):
         self._host = new
 
     def barrier(self) -> Barrier | None:
-        return ComputeMark(self.num_queued)
+        return ComputeMark(self.num_queued, self)
 
     def copy(  # type: ignore[override]
         self, direction: Direction, transfer: Transfer, barrier: Barrier | None
@@ -165,12 +194,20 @@ class ScriptedDevice(HostBackend):
         assert barrier is None or isinstance(barrier, ComputeMark)
         mark = None if direction in self.ignore_barriers else barrier
         pending = ScriptedCopy(self, direction, transfer, mark)
+        if direction is Direction.LOAD and transfer.overlaps:
+            pending.num_groups = max(1, len(self._parts))
         self.copies[direction].append(pending)
         return pending
 
+    def divide(self, groups: Sequence[Sequence[PagePart]]) -> None:
+        self._parts = groups
+
+    def mark_compute(self) -> ComputeMark:
+        return ComputeMark(self.num_queued, self)
+
     # As a device
 
-    def queue_compute(self, work: "Callable[[], None] | ScriptedCopy") -> int:
+    def queue_compute(self, work: "Callable[[], None] | _Hold") -> int:
         """Queue ``work``, or a copy to wait for. Returns the position that compute reaches when it
         has run."""
         self._compute.append(work)
@@ -183,10 +220,11 @@ class ScriptedDevice(HostBackend):
         while self.num_computed < position:
             self._tear()
             work = self._compute.popleft()
-            if isinstance(work, ScriptedCopy):
-                while not work.ended:
-                    assert self.can_copy(work.direction), "deadlock of compute and a copy"
-                    self.copy_one(work.direction)
+            if isinstance(work, _Hold):
+                while not work.is_over:
+                    direction = work.copy.direction
+                    assert self.can_copy(direction), "deadlock of compute and a copy"
+                    self.copy_one(direction)
             else:
                 work()
             self.num_computed += 1
@@ -196,7 +234,7 @@ class ScriptedDevice(HostBackend):
         if not self._compute:
             return False
         first = self._compute[0]
-        if isinstance(first, ScriptedCopy) and not first.ended:
+        if isinstance(first, _Hold) and not first.is_over:
             return False
         self.compute_until(self.num_computed + 1)
         return True
@@ -214,20 +252,29 @@ class ScriptedDevice(HostBackend):
                 self.copy_one(direction)
 
     def copy_one(self, direction: Direction, fail_after: int | None = None) -> None:
-        """Run the next copy of ``direction``. With ``fail_after`` it fails after that many
-        blocks."""
+        """Run the next copy of ``direction``, or the next layer group of it. With ``fail_after`` it
+        fails after that many blocks."""
         self._tear()
-        pending = self.copies[direction].popleft()
+        pending = self.copies[direction][0]
         transfer = pending.transfer
         device_blocks = transfer.device_blocks[:fail_after]
         host_blocks = transfer.host_blocks[:fail_after]
-        super().copy(direction, Transfer(transfer.id, device_blocks, host_blocks), None)
-        pending.ended = True
-        if fail_after is None:
-            self.num_copied[direction] += len(host_blocks)
+        if pending.num_groups == 1:
+            super().copy(direction, Transfer(transfer.id, device_blocks, host_blocks), None)
         else:
+            for region, start, stop in self._parts[pending.num_copied]:
+                loaded = self._host[region][host_blocks, start:stop]
+                self._device[region][device_blocks, start:stop] = loaded
+        pending.num_copied += 1
+        if fail_after is not None:
             assert not pending.nearly_done, "compute may wait for it"
             pending.error = CopyFault(f"{direction.value} {transfer.id} by script")
+        elif pending.num_copied < pending.num_groups:
+            return
+        else:
+            self.num_copied[direction] += len(host_blocks)
+        pending.ended = True
+        self.copies[direction].popleft()
 
     # Details
 
@@ -269,6 +316,13 @@ class KVMemory:
             for index, name in enumerate(tensor.layers)
         }
         """As vLLM would register them."""
+        in_groups = {
+            name: (index, layer)
+            for index, group in enumerate(config.kv_cache_groups)
+            for layer, name in enumerate(group.layer_names)
+        }
+        self.places = {name: in_groups[name] for name in self.kv_caches}
+        """By layer name, in the order of compute, its group and its place there."""
         self.pages = [
             [_entries(self.kv_caches[name], specs[name]) for name in group.layer_names]
             for group in config.kv_cache_groups

@@ -92,6 +92,12 @@ class Runner:
         self._alike = [{kind: _alike(layers, kind) for kind in Kind} for layers in self._layers]
         """By group and kind, layers whose pages have entries for the same tokens."""
         self._pages = memory.pages
+        self._attention = {
+            name: (index, layer)
+            for name, (index, layer) in memory.places.items()
+            if self._layers[index][layer].kind is Kind.ATTENTION
+        }
+        self.has_states = any(group.kind is Kind.STATE for group in shape.groups)
         self._known: dict[str, _Known] = {}
 
     def update(self, scheduled: "SchedulerOutput") -> _Batch:
@@ -188,6 +194,25 @@ class Runner:
                 if group.kind is Kind.STATE:
                     self._write_state(work, index)
         self._attend(batch, Kind.ATTENTION)
+        self.sample(batch, samples)
+
+    def layers(self) -> list[str]:
+        """Names of the layers of attention, without the drafter's, in the order of compute."""
+        return list(self._attention)
+
+    def compute_layer(self, batch: _Batch, name: str) -> None:
+        """The forward of one layer of attention."""
+        index, layer = self._attention[name]
+        alike = self._alike[index]
+        self._alike[index] = {kind: [[layer]] if kind is Kind.ATTENTION else [] for kind in Kind}
+        others, self.groups = self.groups, (self.groups[index],)
+        try:
+            self._attend(batch, Kind.ATTENTION)
+        finally:
+            self._alike[index], self.groups = alike, others
+
+    def sample(self, batch: _Batch, samples: dict[str, list[int]]) -> None:
+        """The end of the forward. Sampled tokens go into ``samples``."""
         for work in batch.works:
             if work.samples:
                 samples[work.request_id] = work.story.tokens[work.known_end : work.end + 1]

@@ -337,6 +337,7 @@ class Outcome:
     num_preemptions: int = 0
     num_faults: int = 0
     num_holds: int = 0
+    num_holds_by_layer: int = 0
     """Loads in flight that compute had to wait for, counted on each rank."""
     num_read: int = 0
     """Objects that were read from a second tier."""
@@ -414,7 +415,9 @@ class Play:
         outcome.num_blocks_loaded = world.num_blocks_loaded
         outcome.num_finished = len(world.finished)
         outcome.num_read = world.disk.num_read
-        outcome.num_holds = sum(rank.device.num_holds for rank in world.ranks)
+        devices = [rank.device for rank in world.ranks]
+        outcome.num_holds = sum(device.num_holds for device in devices)
+        outcome.num_holds_by_layer = sum(device.num_holds_by_layer for device in devices)
         return outcome
 
     # Users

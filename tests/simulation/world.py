@@ -3,13 +3,16 @@
 from collections import deque
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, cast
 from unittest.mock import patch
 
-from vllm.config import KVEventsConfig, KVTransferConfig
+from vllm.config import CUDAGraphMode, KVEventsConfig, KVTransferConfig
 from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata
+from vllm.forward_context import ForwardContext, override_forward_context
 from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import sha256
 from vllm.v1.core.block_pool import BlockPool
@@ -32,6 +35,7 @@ from simple_offload.config import OffloadConfig
 from simple_offload.metadata import StepMetadata, Transfer, WorkerReport
 from simple_offload.ranks import Ranks
 from simple_offload.replicas import Replicas
+from simple_offload.worker import layer_groups, overlap
 from simple_offload.worker.rank_pool import Peers
 from simple_offload.worker.worker import OffloadWorker
 from tests.simulation import checks, integrity, promises, second_tier, wishes
@@ -44,6 +48,9 @@ from tests.simulation.runner import Runner
 from tests.simulation.second_tier import SECONDS_OF_A_STEP, ScriptedDisk
 from tests.simulation.shape import SAYS_REPLICAS, Shape
 from tests.simulation.vllm_config import make_vllm_config
+
+layer_groups.MIN_BYTES = 1  # scripted pages are small
+overlap.LEAST_LAGS = 0.0  # no time passes here
 
 
 @dataclass(eq=False)
@@ -283,6 +290,8 @@ class World:
             self._parallelism,
             replicas,
             lambda: peers,
+            # With a drafter, a layer may read without a call (``waiting_layers``).
+            waiting_layers=lambda: () if self.config.speculative_config else memory.kv_caches,
         )
         chunk_blocks = shape.chunk_blocks
         device = (
@@ -442,10 +451,18 @@ class World:
         position = 0
         if batch.works or batch.zeroed or batch.copies:
             position = device.queue_compute(lambda: rank.runner.prepare(batch))
-        worker.bind(metadata)
-        if repeat_hooks:
+        # vLLM replays a step in which requests decode as one CUDA graph, which calls no hook.
+        by_layer = any(num_tokens > 1 for num_tokens in scheduled.num_scheduled_tokens.values())
+        with _forward_context(by_layer):
             worker.bind(metadata)
-        if batch.works:
+            if repeat_hooks:
+                worker.bind(metadata)
+        if by_layer and metadata.admitted and not rank.runner.has_states:
+            for name in rank.runner.layers():
+                worker.wait_for_layer(name)
+                device.queue_compute(partial(rank.runner.compute_layer, batch, name))
+            position = device.queue_compute(lambda: rank.runner.sample(batch, samples))
+        elif batch.works:
             position = device.queue_compute(lambda: rank.runner.compute(batch, samples))
         worker.submit_loads()
         if repeat_hooks:
@@ -677,3 +694,10 @@ class World:
                 self.open_chunk(rank, granted=False)
             rank.worker.shutdown()
         self.scheduler.shutdown()
+
+
+def _forward_context(by_layer: bool) -> AbstractContextManager[None]:
+    """As vLLM's model runner sets it."""
+    mode = CUDAGraphMode.PIECEWISE if by_layer else CUDAGraphMode.FULL
+    context = ForwardContext({}, {"every layer": cast(Any, None)}, {}, cudagraph_runtime_mode=mode)
+    return override_forward_context(context)

@@ -23,16 +23,22 @@ NOTHING: tuple[set[str], set[str]] = (set(), set())
 class Rank:
     """A worker, its backend, and the clock that the worker reads."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, **extra_config: Any) -> None:
+    def __init__(
+        self, monkeypatch: pytest.MonkeyPatch, waiting_layers: str = "", **extra_config: Any
+    ) -> None:
+        """``waiting_layers``: all of its layers, if they wait for loads one by one."""
         self.backend = ScriptedBackend()
         self.now = 1000.0
         package = "simple_offload.worker"
         monkeypatch.setattr(f"{package}.worker.make_backend", lambda name, path: self.backend)
         clock = SimpleNamespace(monotonic=lambda: self.now)
         monkeypatch.setattr(f"{package}.early_announcement.time", clock)
-        self.memory = make_kv_memory([group(full(), "a")], 4, KVCacheLayout.LBHNC)
+        layers = group(full(), *(waiting_layers or "a"))
+        self.memory = make_kv_memory([layers], 4, KVCacheLayout.LBHNC)
         config = OffloadConfig.parse({"num_cpu_blocks": NUM_HOST_BLOCKS} | extra_config, 1)
-        self.worker = OffloadWorker(self.memory.config, config, Ranks(1, 1))
+        self.worker = OffloadWorker(
+            self.memory.config, config, Ranks(1, 1), waiting_layers=lambda: waiting_layers
+        )
 
     def register(self) -> None:
         self.worker.register_kv_caches(self.memory.kv_caches)
@@ -70,8 +76,12 @@ class Rank:
         within_patience(self.worker.shutdown)
 
 
-def load(transfer_id: int, request_id: str, after_compute: bool = True) -> Transfer:
-    return Transfer.pairing(transfer_id, [1], [2], request_id, after_compute)
+def load(
+    transfer_id: int, request_id: str, after_compute: bool = True, num_new_tokens: int = 1
+) -> Transfer:
+    return Transfer.pairing(
+        transfer_id, [1], [2], request_id, after_compute, num_new_tokens=num_new_tokens
+    )
 
 
 def store(transfer_id: int) -> Transfer:

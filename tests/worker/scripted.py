@@ -9,7 +9,7 @@ from typing import cast
 
 import torch
 
-from simple_offload.backends.base import Barrier, Direction, Pending
+from simple_offload.backends.base import Barrier, Direction, PagePart, Pending
 from simple_offload.metadata import Transfer
 from simple_offload.worker.copy_lane import CopyLane
 from tests.conftest import PATIENCE_SECONDS
@@ -29,6 +29,17 @@ class Mark(Barrier):
 
 
 @dataclass(eq=False)
+class ScriptedMark:
+    """A mark in the compute stream, which has come there after ``seconds`` of the test's time."""
+
+    seconds: float
+    passed: threading.Event
+
+    def seconds_since(self, earlier: "ScriptedMark") -> float | None:
+        return self.seconds - earlier.seconds if self.passed.is_set() else None
+
+
+@dataclass(eq=False)
 class ScriptedPending:
     """A copy on the device, in flight until ``ended`` is set."""
 
@@ -36,8 +47,10 @@ class ScriptedPending:
     error: BaseException | None = None
     remaining: float = math.inf
     """Its estimate in seconds. Test and device share no clock."""
+    remaining_first: float = math.inf
+    """That of the first layer group, if it is less."""
     log: Log = field(default_factory=list)
-    """Each ("wait",) and ("hold",)."""
+    """Each ("wait",) and ("hold",), or ("hold", layer groups)."""
 
     def done(self) -> bool:
         if self.ended.is_set() and self.error is not None:
@@ -49,11 +62,11 @@ class ScriptedPending:
         assert self.ended.wait(PATIENCE_SECONDS), "a copy that nothing ends"
         self.done()
 
-    def remaining_seconds(self) -> float:
-        return self.remaining
+    def remaining_seconds(self, num_groups: int | None = None) -> float:
+        return self.remaining if num_groups is None else min(self.remaining, self.remaining_first)
 
-    def hold_compute(self) -> None:
-        self.log.append(("hold",))
+    def hold_compute(self, num_groups: int | None = None) -> None:
+        self.log.append(("hold",) if num_groups is None else ("hold", num_groups))
 
 
 class EndsWhenWaitedFor(ScriptedPending):
@@ -79,14 +92,21 @@ class ScriptedBackend:
     def __init__(self, chunk_bytes: int = sys.maxsize) -> None:
         self.chunk_bytes = chunk_bytes
         self.log: Log = []
-        """("open",), ("chunk", blocks in it), ("barrier",), ("enter", direction, thread name),
-        ("copy", direction, id, barrier, thread name), ("close",)"""
+        """("open",), ("divide", layer groups), ("chunk", blocks in it), ("barrier",),
+        ("enter", direction, thread name), ("copy", direction, id, barrier, thread name),
+        ("close",)"""
         self.marks: list[Mark] = []
         """The barriers, in order."""
         self.errors: dict[int, BaseException] = {}
         self.gates: dict[int, threading.Event] = {}
         """Ids of copies that block their thread until the event is set."""
         self.pendings: dict[int, ScriptedPending] = {}
+        self.computed_until = 0.0
+        """The test's time in the compute stream."""
+        self.has_computed = threading.Event()
+        """Whether that stream has passed all marks."""
+        self.divided: list[int] = []
+        """Ids of loads to copy by layer group."""
         self.quick: set[int] = set()
         self.copied_quickly: list[int] = []
         """Ids of copies that the engine's thread has submitted."""
@@ -116,6 +136,12 @@ class ScriptedBackend:
         self.chunks.append(regions)
         self.log.append(("chunk", len(regions[0])))
 
+    def divide(self, groups: Sequence[Sequence[PagePart]]) -> None:
+        self.log.append(("divide", len(groups)))
+
+    def mark_compute(self) -> ScriptedMark:
+        return ScriptedMark(self.computed_until, self.has_computed)
+
     def barrier(self) -> Barrier | None:
         self.log.append(("barrier",))
         self.marks.append(Mark())
@@ -131,6 +157,8 @@ class ScriptedBackend:
     ) -> Pending | None:
         thread = threading.current_thread().name
         self.log.append(("copy", direction, transfer.id, barrier, thread))
+        if transfer.overlaps:
+            self.divided.append(transfer.id)
         self.started[transfer.id].set()
         if (gate := self.gates.get(transfer.id)) is not None:
             assert gate.wait(PATIENCE_SECONDS), "a gate that nothing opens"

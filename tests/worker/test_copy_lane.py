@@ -126,7 +126,9 @@ def test_draining_waits_for_thread_and_device(bench: Bench) -> None:
     bench.submit(1, 2)
     bench.lane.drain()
     assert late.log == bad.log == [("wait",)]
-    assert bench.lane.nearly_done(1.0) == []  # nothing is left to announce or to wait for
+    assert (
+        bench.lane.nearly_done(1.0, lambda load: 0.0) == []
+    )  # nothing is left to announce or to wait for
     bench.lane.hold_compute({1})
     assert late.log == [("wait",)]
     assert bench.poll() == [(1, None), (2, bad.error)]

@@ -84,7 +84,7 @@ def test_what_is_left_of_earlier_loads_is_added(rank: Rank) -> None:
 def check_lead(rank: Rank, number: int, seconds: float, *, computes: bool = False) -> None:
     """A step's load is announced when no more than ``seconds`` are left of it."""
     pending = rank.pend(number, seconds + 1e-4)
-    step = StepMetadata([load(number, f"r{number}")], computes=computes)
+    step = StepMetadata([load(number, f"r{number}")], num_tokens=int(computes))
     assert rank.step(step) == NOTHING
     pending.remaining = seconds - 1e-4
     assert rank.worker.poll() == ({f"r{number}"}, set())
@@ -103,7 +103,7 @@ def test_beside_compute_a_load_may_last_one_more_step(
     rank: Rank, num_steps: int, length: float, computes: bool, lead: float
 ) -> None:
     for _ in range(num_steps):
-        rank.step(StepMetadata(computes=True))
+        rank.step(StepMetadata(num_tokens=1))
         rank.now += length
     check_lead(rank, 0, lead, computes=computes)
 

@@ -1,23 +1,21 @@
 """CudaBackend: copies between pinned host memory and a CUDA device."""
 
 import time
-from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Literal, get_args
 
-import numpy as np
 import torch
 
-from simple_offload.backends.base import Barrier, Direction, require_blocks_within
+from simple_offload.backends.base import Barrier, Direction, PagePart, require_blocks_within
 from simple_offload.backends.cuda import calibration
 from simple_offload.backends.cuda.copy_costs import CopyCosts, PathChoice
 from simple_offload.backends.cuda.dma import CudaCopyError
 from simple_offload.backends.cuda.queues import (
+    CudaMark,
     CudaPending,
     CudaQueues,
     Mark,
-    Piece,
     RegionClass,
     classify_regions,
 )
@@ -62,6 +60,10 @@ class CudaBackend:
         self._pinned: dict[int, torch.Tensor] = {}  # by address
         self._chunks: list[Sequence[torch.Tensor]] = []
         self._classes: list[RegionClass] = []
+        self._parts: Sequence[Sequence[PagePart]] = ()
+        """By layer group."""
+        self._divided: list[list[RegionClass]] = []
+        """By layer group. Empty until loads are divided."""
         self.numa_node = node_of_pci_device(_pci_address(self._device))
 
     def allocate_host(self, num_bytes: int) -> torch.Tensor:
@@ -96,20 +98,35 @@ class CudaBackend:
     def open(self, device: Sequence[torch.Tensor]) -> None:
         """Note the tensors' addresses, and measure the costs of copies of their page sizes. The
         caller keeps the tensors alive."""
+        self._device_tensors = device
         self._device_regions = Regions.from_tensors(device)
         self._block_bytes = self._device_regions.block_bytes
-        pages = self._device_regions.pages
-        if len(pages):
-            self._measure(int(pages.min()), aligned=not (pages % np.uint64(16)).any())
+        sizes = [part.stop - part.start for parts in self._parts for part in parts]
+        sizes += self._device_regions.pages.tolist()
+        if sizes:
+            self._measure(min(sizes), aligned=not any(size % 16 for size in sizes))
+
+    def divide(self, groups: Sequence[Sequence[PagePart]]) -> None:
+        """Note the groups."""
+        self._parts = groups
 
     def add_host_chunk(self, regions: Sequence[torch.Tensor]) -> None:
-        """Replace the list of addresses; copies under way keep theirs."""
+        """Replace the lists of addresses; copies under way keep theirs."""
         self._chunks.append(regions)
-        self._classes = classify_regions(
-            self._device_regions,
-            Regions.from_chunks(self._chunks),
-            kernels=bool(self._queues.kernels),
-        )
+        host, kernels = Regions.from_chunks(self._chunks), bool(self._queues.kernels)
+        self._classes = classify_regions(self._device_regions, host, kernels=kernels)
+        self._divided = [
+            classify_regions(
+                Regions.from_tensors(_cut(self._device_tensors, parts)),
+                Regions.from_chunks([_cut(chunk, parts) for chunk in self._chunks]),
+                kernels=kernels,
+            )
+            for parts in self._parts
+        ]
+
+    def mark_compute(self) -> CudaMark:
+        """An event on the compute stream."""
+        return CudaMark(self._queues.mark(torch.cuda.current_stream(self._device)))
 
     def barrier(self) -> Barrier | None:
         """An event on the compute stream."""
@@ -129,44 +146,18 @@ class CudaBackend:
         keep_lock: bool = False,
     ) -> CudaPending:
         """``keep_lock``: as for ``SubmitDma``."""
-        classes, blocks = self._classes, (transfer.device_blocks, transfer.host_blocks)
-        if direction is Direction.LOAD:
-            blocks = blocks[::-1]
-        queues = self._queues
-        start = queues.begin(direction, barrier)
-        kept_alive: list[object] = [classes]
-        marks: deque[Mark] = deque()
-        num_bytes = {"kernel": 0, "dma": 0}
-        unmarked_seconds = 0.0
-        last: Piece | None = None
+        is_load = direction is Direction.LOAD
+        groups = self._groups_of(transfer) if is_load else [self._classes]
+        pending = CudaPending(self._queues.begin(direction, barrier), [groups])
         try:
-            for first, stop in self._stretches(classes, transfer):
-                source_blocks, destination_blocks = (side[first:stop] for side in blocks)
-                extents = find_extents(
-                    *classes[0].sides(direction), source_blocks, destination_blocks
-                )
-                choices = [self._choose(direction, regions, extents) for regions in classes]
-                seconds = sum(choice.seconds for choice in choices)
-                pace = seconds / ((stop - first) * self._block_bytes)
-                for piece in queues.submit(
-                    direction, classes, extents, choices, keep_lock=keep_lock
-                ):
-                    kept_alive.append(piece.arguments)
-                    num_bytes[piece.path] += piece.num_bytes
-                    last, unmarked_seconds = piece, unmarked_seconds + piece.num_bytes * pace
-                    if sum(num_bytes.values()) >= _MARK_BYTES * (len(marks) + 1):
-                        marks.append(Mark(queues.mark(piece.stream), unmarked_seconds))
-                        unmarked_seconds = 0.0
-            if num_bytes["kernel"] or last is None:
-                marks.append(Mark(queues.join(direction), unmarked_seconds))
-            elif unmarked_seconds:
-                marks.append(Mark(queues.mark(last.stream), unmarked_seconds))
+            for classes in groups:
+                self._queue_group(pending, direction, transfer, classes, keep_lock=keep_lock)
         except BaseException:
             # Some pieces may be queued. The failed transfer's blocks are given to others, and host
             # memory is given back at shutdown: no piece may write there after that.
-            queues.drain(direction)
+            self._queues.drain(direction)
             raise
-        return CudaPending(marks, kept_alive, start, num_bytes)
+        return pending
 
     def copy_quickly(
         self, direction: Direction, transfer: Transfer, barrier: Barrier | None
@@ -185,7 +176,8 @@ class CudaBackend:
             return False
         by_dma = sum(
             len(regions.device.pages)
-            for regions in self._classes
+            for classes in self._groups_of(transfer)
+            for regions in classes
             if self._copy_path != "kernel" and not self._costs[direction].is_by_kernel(regions.page)
         )
         return num_pairs * by_dma <= _QUICK_DESCRIPTORS  # at most: neighbours merge
@@ -197,16 +189,59 @@ class CudaBackend:
 
     # One copy
 
+    def _groups_of(self, load: Transfer) -> list[list[RegionClass]]:
+        """The regions that are copied one after another, by layer group."""
+        return self._divided if load.overlaps and self._divided else [self._classes]
+
+    def _queue_group(
+        self,
+        pending: CudaPending,
+        direction: Direction,
+        transfer: Transfer,
+        classes: Sequence[RegionClass],
+        *,
+        keep_lock: bool,
+    ) -> None:
+        """Queue the copy of the blocks' bytes in ``classes``, the next layer group."""
+        queues, blocks = self._queues, (transfer.device_blocks, transfer.host_blocks)
+        if direction is Direction.LOAD:
+            blocks = blocks[::-1]
+        block_bytes = sum(regions.block_bytes for regions in classes)
+        group, marks = len(pending.group_ends), pending.marks
+        unmarked_bytes, unmarked_seconds = 0, 0.0
+        by_kernel, last = False, None
+        for first, stop in self._stretches(classes, transfer):
+            source_blocks, destination_blocks = (side[first:stop] for side in blocks)
+            extents = find_extents(*classes[0].sides(direction), source_blocks, destination_blocks)
+            choices = [self._choose(direction, regions, extents) for regions in classes]
+            seconds = sum(choice.seconds for choice in choices)
+            pace = seconds / ((stop - first) * block_bytes)
+            for piece in queues.submit(direction, classes, extents, choices, keep_lock=keep_lock):
+                pending.kept_alive.append(piece.arguments)
+                by_kernel, last = by_kernel or piece.path == "kernel", piece
+                pending.num_bytes[piece.path] += piece.num_bytes
+                unmarked_bytes += piece.num_bytes
+                unmarked_seconds += piece.num_bytes * pace
+                if unmarked_bytes >= _MARK_BYTES:
+                    marks.append(Mark(queues.mark(piece.stream), unmarked_seconds, group))
+                    unmarked_bytes, unmarked_seconds = 0, 0.0
+        if by_kernel or last is None:
+            marks.append(Mark(queues.join(direction), unmarked_seconds, group))
+        elif unmarked_bytes:
+            marks.append(Mark(queues.mark(last.stream), unmarked_seconds, group))
+        pending.group_ends.append(marks[-1].event)
+
     def _stretches(
         self, classes: Sequence[RegionClass], transfer: Transfer
     ) -> Iterator[tuple[int, int]]:
         """First pair of blocks of each stretch, and the one behind its last."""
-        device = self._device_regions
-        if not len(device.pages):
+        num_regions = sum(len(regions.device.pages) for regions in classes)
+        if not num_regions:
             return iter(())
-        require_blocks_within(transfer, device.num_blocks, classes[0].host.num_blocks)
-        num_regions = len(device.pages)
-        first = min(_FIRST_DESCRIPTORS // num_regions, _FIRST_BYTES // self._block_bytes)
+        first_class = classes[0]
+        require_blocks_within(transfer, first_class.device.num_blocks, first_class.host.num_blocks)
+        block_bytes = sum(regions.block_bytes for regions in classes)
+        first = min(_FIRST_DESCRIPTORS // num_regions, _FIRST_BYTES // block_bytes)
         at_once = _STRETCH_DESCRIPTORS // num_regions
         return in_stretches(len(transfer.device_blocks), max(1, first), max(1, at_once))
 
@@ -257,6 +292,10 @@ class CudaBackend:
             logger.info("No copy kernel, Triton cannot be imported (%s): all by DMA", error)
             return
         self._queues.kernels = {direction: CopyKernel(self._device) for direction in Direction}
+
+
+def _cut(regions: Sequence[torch.Tensor], parts: Sequence[PagePart]) -> list[torch.Tensor]:
+    return [regions[part.region][:, part.start : part.stop] for part in parts]
 
 
 @contextmanager

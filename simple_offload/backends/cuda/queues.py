@@ -1,8 +1,8 @@
 """CudaQueues: the streams that copies go to, what is put on them, and how far they have come."""
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
@@ -29,11 +29,11 @@ _PIECE_BYTES = 64 << 20
 """A piece, queued by one call, has at most about this size."""
 CALL_DESCRIPTORS = 256
 """Descriptors in one call to the driver, at most: the device begins once it has taken them all."""
-_YIELD_BYTES = 16 << 20
-"""After this many bytes a store continues on the other stream. Copies from the device share an
-engine, which stays with a stream as long as that stream has a copy ready. Without the change of
-streams, a step's sampled tokens reach vLLM only after all stores (19 ms for 1 GiB instead of 0.3,
-docs/measurements.md)."""
+_YIELD_BYTES = {Direction.LOAD: _PIECE_BYTES, Direction.STORE: 16 << 20}
+"""After this many bytes a copy continues on the other stream of its direction. Copies of one
+direction may share an engine, which stays with a stream as long as that has a copy ready. Without
+the change of streams, a step's sampled tokens reach vLLM only after all stores (19 ms for 1 GiB
+instead of 0.3), and on an H100 a step's inputs came behind a whole load (docs/measurements.md)."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -92,18 +92,22 @@ class Mark(NamedTuple):
     event: torch.cuda.Event
     seconds: float
     """Expected copy time since the mark before."""
+    group: int
+    """The layer group that is being copied there."""
 
 
 @dataclass(slots=True, eq=False)
 class CudaPending:
     """A copy under way."""
 
-    marks: deque[Mark]
-    """Those not yet seen as passed. Never empty: the last one stays."""
+    start: torch.cuda.Event
     kept_alive: list[Any]
     """Arguments that the driver and the kernel may read until the copy has ended."""
-    start: torch.cuda.Event
-    num_bytes: dict[str, int]
+    marks: deque[Mark] = field(default_factory=deque)
+    """Those not yet seen as passed. Never empty once all is queued: the last one stays."""
+    group_ends: list[torch.cuda.Event] = field(default_factory=list)
+    """By layer group. One that is not copied by layer group has one."""
+    num_bytes: Counter[str] = field(default_factory=Counter)
     """By path."""
 
     def done(self) -> bool:
@@ -112,16 +116,30 @@ class CudaPending:
     def wait(self) -> None:
         self.marks[-1].event.synchronize()
 
-    def remaining_seconds(self) -> float:
+    def remaining_seconds(self, num_groups: int | None = None) -> float:
         while len(self.marks) > 1 and self.marks[0].event.query():
             self.marks.popleft()
-        return sum(mark.seconds for mark in self.marks)
+        num_groups = len(self.group_ends) if num_groups is None else num_groups
+        return sum(mark.seconds for mark in self.marks if mark.group < num_groups)
 
-    def hold_compute(self) -> None:
-        torch.cuda.current_stream().wait_event(self.marks[-1].event)
+    def hold_compute(self, num_groups: int | None = None) -> None:
+        num_groups = len(self.group_ends) if num_groups is None else num_groups
+        torch.cuda.current_stream().wait_event(self.group_ends[:num_groups][-1])
 
     def measure(self) -> Measurement:
         return Measurement(self.start.elapsed_time(self.marks[-1].event) / 1e3, self.num_bytes)
+
+
+@dataclass(frozen=True, eq=False)
+class CudaMark:
+    """A ``ComputeMark``."""
+
+    event: torch.cuda.Event
+
+    def seconds_since(self, earlier: "CudaMark") -> float | None:
+        if not self.event.query():
+            return None
+        return float(earlier.event.elapsed_time(self.event)) / 1e3
 
 
 class CudaQueues:
@@ -138,8 +156,8 @@ class CudaQueues:
             Direction.LOAD: torch.cuda.Stream(device, priority=-1),
             Direction.STORE: torch.cuda.Stream(device),
         }
-        self._spare_stream = torch.cuda.Stream(device)
-        """Stores alternate between their stream and this one."""
+        self._spare_streams = {direction: torch.cuda.Stream(device) for direction in Direction}
+        """Copies alternate between both streams of their direction."""
 
     def begin(self, direction: Direction, barrier: Barrier | None) -> torch.cuda.Event:
         """Order the next copy behind ``barrier``. Returns an event at the copy's start."""
@@ -206,13 +224,12 @@ class CudaQueues:
     def _submit_by_dma(
         self, direction: Direction, plan: Descriptors, *, keep_lock: bool = False
     ) -> Iterator[Piece]:
-        alternates = direction is Direction.STORE
-        num_bytes = _YIELD_BYTES if alternates else _PIECE_BYTES
+        num_bytes = _YIELD_BYTES[direction]
         plan = largest_first(plan.split(num_bytes))
+        streams, spare = self._streams, self._spare_streams
         for piece in in_pieces(plan, num_bytes, CALL_DESCRIPTORS):
-            stream = self._streams[direction]
+            stream = streams[direction]
             self.submit_dma(piece, direction, stream, keep_lock=keep_lock)
             yield Piece("dma", stream, int(piece.sizes.sum()), piece)
-            if alternates:
-                self._streams[direction], self._spare_stream = self._spare_stream, stream
-                self._streams[direction].wait_stream(stream)
+            streams[direction], spare[direction] = spare[direction], stream
+            streams[direction].wait_stream(stream)

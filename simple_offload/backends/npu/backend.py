@@ -53,11 +53,11 @@ class NpuPending:
         self.event.synchronize()
         self._raise()
 
-    def remaining_seconds(self) -> float:
+    def remaining_seconds(self, num_groups: int | None = None) -> float:
         """Infinite: no bandwidth has been measured on an NPU."""
         return math.inf
 
-    def hold_compute(self) -> None:
+    def hold_compute(self, num_groups: int | None = None) -> None:
         self.npu.current_stream().wait_event(self.event)
 
     def measure(self) -> Measurement:

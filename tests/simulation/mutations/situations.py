@@ -113,6 +113,9 @@ ANNOUNCED = Situation(
 )
 """Loads are slow, and ranks announce them early."""
 
+BY_LAYER = replace(ANNOUNCED, model=PLAIN | {"windows": (0,)})
+"""The same for a model whose layers wait for loads one by one."""
+
 ANNOUNCED_STATES = replace(ANNOUNCED, model=PLAIN | {"windows": (0,), "num_states": 1})
 """The same for a model that has states."""
 

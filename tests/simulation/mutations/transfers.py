@@ -13,8 +13,10 @@ from simple_offload.scheduler.stores import Stores
 from simple_offload.scheduler.tier import block_pool
 from simple_offload.scheduler.tier.cpu_tier import CpuTier
 from simple_offload.scheduler.write_hazards import WriteHazards
+from simple_offload.worker import overlap
 from simple_offload.worker.copy_lane import CopyLane
 from simple_offload.worker.early_announcement import EarlyAnnouncement
+from simple_offload.worker.overlap import Overlap
 from simple_offload.worker.worker import OffloadWorker
 from tests.simulation import integrity
 from tests.simulation.device import ScriptedDevice
@@ -22,6 +24,7 @@ from tests.simulation.mutations.registry import Mutation, always, mutation
 from tests.simulation.mutations.situations import (
     ANNOUNCED,
     ANNOUNCED_STATES,
+    BY_LAYER,
     FAILING_STORES,
     LATE_DRAFTS,
     ORDINARY,
@@ -182,6 +185,19 @@ def announce_loads_of_states(register: Any, self: OffloadWorker, kv_caches: Any)
 def announce_twice(poll: Any, self: OffloadWorker) -> Any:
     self._announcements._under_way.clear()
     return poll(self)
+
+
+# Loads that layers wait for one by one
+
+think_full_graphs_call_hooks = always(overlap, "_waits_by_layer", True, BY_LAYER)
+
+
+@mutation(Overlap, "on_layer", BY_LAYER)
+def wait_for_the_layers_before(on_layer: Any, self: Overlap, name: str) -> None:
+    layers = list(self._groups.num_needed)
+    before = layers.index(name) - 1
+    if before >= 0:
+        on_layer(self, layers[before])
 
 
 # The order of compute, stores and loads

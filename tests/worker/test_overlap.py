@@ -1,0 +1,208 @@
+"""Each layer of a step waits for its part of the loads, and no compute runs without waiting."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, cast
+
+import pytest
+from vllm.config import CUDAGraphMode
+from vllm.forward_context import ForwardContext, override_forward_context
+
+from simple_offload.backends.base import Measurement
+from simple_offload.metadata import StepMetadata
+from simple_offload.worker import overlap
+from tests.worker.conftest import MakeRank
+from tests.worker.rank import NOTHING, Rank, load, store
+from tests.worker.scripted import ScriptedPending
+
+pytestmark = pytest.mark.usefixtures("no_thread_left", "machine")
+
+LAYERS = "abcdefgh"
+"""Two for each group."""
+
+
+@contextmanager
+def forward(mode: CUDAGraphMode = CUDAGraphMode.PIECEWISE, **changes: Any) -> Iterator[None]:
+    """As vLLM's model runner sets it."""
+    context = ForwardContext({}, {"a": cast(Any, None)}, {}, cudagraph_runtime_mode=mode)
+    for name, value in changes.items():
+        setattr(context, name, value)
+    with override_forward_context(context):
+        yield
+
+
+@pytest.fixture
+def rank(make_rank: MakeRank) -> Rank:
+    return make_rank(waiting_layers=LAYERS)
+
+
+def announce(rank: Rank, number: int = 0, num_new_tokens: int = 512) -> ScriptedPending:
+    """Announce a load that has not ended."""
+    pending = rank.pend(number, 0.0)
+    step = StepMetadata([load(number, f"r{number}", num_new_tokens=num_new_tokens)])
+    assert rank.step(step) == ({f"r{number}"}, set())
+    rank.backend.log.clear()
+    return pending
+
+
+def holds(rank: Rank) -> list[int]:
+    """Layer groups that compute was made to wait for, in order, since the last call."""
+    found = [cast(int, entry[1]) for entry in rank.backend.log if entry[0] == "hold"]
+    rank.backend.log.clear()
+    return found
+
+
+@pytest.mark.proves("I3")
+def test_each_layer_waits_for_its_group(rank: Rank) -> None:
+    announce(rank)
+    with forward():
+        rank.worker.bind(StepMetadata(admitted=[0], num_tokens=512))
+    assert holds(rank) == []
+    expected = {"a": [1], "c": [2], "e": [3], "g": [4]}
+    for name in LAYERS:
+        rank.worker.wait_for_layer(name)
+        assert holds(rank) == expected.get(name, [])
+    rank.worker.submit_stores()
+    assert holds(rank) == []
+
+
+@pytest.mark.proves("I3")
+def test_unknown_and_late_layers_wait_for_all_that_they_may_need(rank: Rank) -> None:
+    announce(rank)
+    for names, expected in (("e", [3, 4]), ("?", [4]), ("ca", [2, 4]), ("ga", [4])):
+        with forward():
+            rank.worker.bind(StepMetadata(admitted=[0], num_tokens=512))
+        for name in names:
+            rank.worker.wait_for_layer(name)
+        rank.worker.submit_stores()
+        assert holds(rank) == expected
+
+
+@pytest.mark.proves("I3")
+@pytest.mark.parametrize("hook", ["submit_stores", "poll"])
+def test_what_comes_after_the_forward_waits_for_the_rest(rank: Rank, hook: str) -> None:
+    """A store, a drafter, and the next step."""
+    announce(rank)
+    with forward():
+        rank.worker.bind(StepMetadata(stores=[store(1)], admitted=[0], num_tokens=512))
+    rank.worker.wait_for_layer("a")
+    getattr(rank.worker, hook)()
+    kinds = [entry[0] for entry in rank.backend.log if entry[0] in ("hold", "barrier")]
+    assert kinds[:2] == ["hold", "hold"]
+    assert holds(rank) == [1, 4]
+
+
+@pytest.mark.proves("I3")
+@pytest.mark.parametrize(
+    ("mode", "changes"),
+    [
+        (CUDAGraphMode.FULL, {}),
+        (CUDAGraphMode.PIECEWISE, {"attn_metadata": None}),  # a step without tokens
+        (CUDAGraphMode.NONE, {"ubatch_slices": [None, None]}),  # two streams
+        (None, {}),  # vLLM's V2 runner, before a full CUDA graph
+    ],
+    ids=str,
+)
+def test_where_layers_do_not_call_a_step_waits_at_its_start(
+    rank: Rank, mode: CUDAGraphMode | None, changes: dict[str, Any]
+) -> None:
+    announce(rank)
+    with forward(mode, **changes) if mode is not None else override_forward_context(None):
+        rank.worker.bind(StepMetadata(admitted=[0], num_tokens=1))
+    assert holds(rank) == [4]
+    rank.worker.wait_for_layer("a")
+    rank.worker.submit_stores()
+    assert holds(rank) == []
+
+
+def test_a_forward_that_has_not_waited_stops_the_engine(rank: Rank) -> None:
+    announce(rank)
+    with forward():
+        rank.worker.bind(StepMetadata(admitted=[0], num_tokens=512))
+    with pytest.raises(RuntimeError, match=r"no layer has called .*overlap_loads=False"):
+        rank.worker.submit_stores()
+    for name in LAYERS:
+        rank.worker.wait_for_layer(name)
+
+
+@pytest.mark.parametrize("extra_config", [{"overlap_loads": False}, {"sync_load_ms": 0}], ids=str)
+def test_it_can_be_switched_off(make_rank: MakeRank, extra_config: dict[str, Any]) -> None:
+    rank = make_rank(waiting_layers=LAYERS, **extra_config)
+    assert "divide" not in {entry[0] for entry in rank.backend.log}
+    rank.pend(0, 1.0)
+    assert rank.step(StepMetadata([load(0, "r0", num_new_tokens=9)])) == NOTHING
+    rank.backend.log.clear()
+    with forward():
+        rank.worker.bind(StepMetadata(admitted=[0], num_tokens=512))
+    assert [entry for entry in rank.backend.log if entry[0] == "hold"] == [("hold",)]
+
+
+# When a load is announced
+
+
+def compute(rank: Rank, num_tokens: int, seconds: float) -> None:
+    """A step that computes for ``seconds`` between any two layer groups."""
+    with forward():
+        rank.worker.bind(StepMetadata(admitted=[0], num_tokens=num_tokens))
+    for name in LAYERS:
+        rank.worker.wait_for_layer(name)
+        rank.backend.computed_until += seconds / 2
+    rank.worker.submit_stores()
+
+
+@pytest.mark.parametrize(
+    ("num_new_tokens", "hidden"),
+    [(400, 0.3), (4000, 0.3), (100, 0.075), (1, 0.0)],
+)
+def test_the_last_bytes_may_come_while_the_first_layers_compute(
+    rank: Rank, num_new_tokens: int, hidden: float
+) -> None:
+    """The device took 0.3 s for 400 tokens before their last layers. Fewer take their share."""
+    announce(rank)
+    compute(rank, 400, 0.1)
+    rank.backend.pendings[0].ended.set()
+    rank.step()
+    pending = rank.pend(1, 0.02 + hidden + 1e-4)
+    pending.remaining_first = 0.02
+    step = StepMetadata([load(1, "r1", num_new_tokens=num_new_tokens)])
+    assert rank.step(step) == NOTHING
+    pending.remaining -= 2e-4
+    announced = {"r1"} if not hidden else set()
+    assert rank.worker.poll() == (announced, set())  # the device has not passed the marks
+    rank.backend.has_computed.set()
+    assert rank.worker.poll() == ({"r1"} - announced, set())
+
+
+def test_short_loads_come_as_a_whole(rank: Rank, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compute could begin just before their end."""
+    monkeypatch.setattr(overlap, "LEAST_LAGS", 3.0)
+
+    def end(number: int, lag: float, seconds: float) -> None:
+        """A load that takes ``seconds``, and whose request is computed ``lag`` after the news."""
+        pending = announce(rank, number)
+        rank.now += lag
+        with forward():
+            rank.worker.bind(StepMetadata(admitted=[number], num_tokens=512))
+        for name in LAYERS:
+            rank.worker.wait_for_layer(name)
+        monkeypatch.setattr(pending, "measure", lambda: Measurement(seconds, {}), raising=False)
+        pending.ended.set()
+        rank.step()
+
+    end(0, lag=0.010, seconds=0.016)  # the mean of 0 and 10 ms: 5
+    end(1, lag=0.005, seconds=0.014)
+    announce(rank, 2)
+    assert rank.backend.divided == [0, 1]
+
+
+def test_the_first_bytes_must_come_in_time(rank: Rank) -> None:
+    announce(rank)
+    compute(rank, 400, 0.1)
+    rank.backend.has_computed.set()
+    rank.backend.pendings[0].ended.set()
+    rank.step()
+    pending = rank.pend(1, 0.2)
+    pending.remaining_first = 0.021
+    assert rank.step(StepMetadata([load(1, "r1", num_new_tokens=400)])) == NOTHING
+    pending.remaining_first = 0.019
+    assert rank.worker.poll() == ({"r1"}, set())
