@@ -187,9 +187,11 @@ def test_reports_name_tokens_of_the_second_tier() -> None:
         assert sum(report[source] for report in reports) > 0, source
 
 
-@pytest.mark.parametrize("seed", [110022])
+@pytest.mark.parametrize("seed", [110022, 1500073])
 def test_seeds_that_failed(seed: int) -> None:
-    """110022: a device block had been the last one of a host block that was never recorded."""
+    """1500073: a request that wished for a report failed with its load.
+
+    110022: a device block had been the last one of a host block that was never recorded."""
     play(seed)
 
 

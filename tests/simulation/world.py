@@ -618,11 +618,13 @@ class World:
                 assert block_hash is None, f"store {transfer_id} was committed after a reset"
 
     def _note_report(self, request_id: str, params: Any) -> None:
-        """The reply has a report, of all tokens of the prompt, if the request wished for one."""
+        """The reply has a report, of all tokens of the prompt, if the request wished for one. Where
+        it fails with its load, vLLM's reply has none."""
         if not self.is_ours:
             return
         request = self.requests[request_id]
-        wished = wishes.of(request).get("report") is True
+        failed = request.status is RequestStatus.FINISHED_ERROR
+        wished = wishes.of(request).get("report") is True and not failed
         assert wished == (params is not None), f"{request_id}: wished {wished}, got {params}"
         if wished:
             self.reports[request_id] = report = params["simple_offload"]["prompt_tokens"]
