@@ -115,7 +115,10 @@ def parse(argv: Sequence[str] | None) -> Bench:
         help="a model of latent attention, whose KV all ranks have alike (GPU only)",
     )
     parser.add_number("--kv-heads", "KV heads of the model; 1 is the share of each of eight ranks")
-    parser.add_number("--prompt-tokens", "length of prompts that come back as hits (GPU only)")
+    parser.add_number(
+        "--prompt-tokens",
+        "length of prompts that come back as hits (default: 8192; 1024 on the CPU)",
+    )
     parser.add_number("--host-gib", "size of the host tier (default: the preset's)")
     parser.add_number("--tensor-parallel", "ranks (default: 1)", default=1)
     parser.add_argument("--eager", action="store_true", help="no CUDA graphs")

@@ -235,10 +235,10 @@ class CopyLane:
             if copy.transfer.id in transfer_ids and copy.pending is not None:
                 copy.pending.hold_compute(num_groups)
 
-    def num_blocks(self, transfer_ids: Collection[int]) -> int:
-        """Device blocks of those of the transfers that are under way."""
-        copies = (copy.transfer for copy in self._under_way)
-        return sum(len(each.device_blocks) for each in copies if each.id in transfer_ids)
+    def num_divided_blocks(self, transfer_ids: Collection[int]) -> int:
+        """Device blocks of those of the transfers that are under way by layer group."""
+        transfers = (copy.transfer for copy in self._under_way if copy.transfer.overlaps)
+        return sum(len(each.device_blocks) for each in transfers if each.id in transfer_ids)
 
     def flush(self) -> None:
         """Wait until every submitted transfer is on the device, or has failed. Copies may still

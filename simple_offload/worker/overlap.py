@@ -58,7 +58,7 @@ class _Forward(NamedTuple):
 
     num_tokens: int
     num_blocks: int
-    """Device blocks that were loaded for it."""
+    """Device blocks that were loaded for it layer group by layer group."""
     stretches: list[tuple[ComputeMark, ComputeMark]]
     """Compute between each two holds."""
 
@@ -120,7 +120,7 @@ class Overlap:
     def hold_compute(self, loads: Collection[int], num_tokens: int) -> None:
         """Make the compute of a step of ``num_tokens`` tokens wait for these loads."""
         self._loads, self._num_held, self._last_hold = loads, 0, None
-        self._forward = _Forward(num_tokens, self._lane.num_blocks(loads), [])
+        self._forward = _Forward(num_tokens, self._lane.num_divided_blocks(loads), [])
         if not _waits_by_layer():
             self._hold(len(self._groups.parts))
 

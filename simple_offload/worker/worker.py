@@ -43,9 +43,9 @@ class OffloadWorker:
         waiting_layers: Callable[[], Container[str]] = frozenset,
     ) -> None:
         """``replicas``: the ranks that may share host memory. ``make_peers``: their messages, once
-        vLLM has connected them. ``page_layout``: what decides how a page's bytes are laid out, and
-        ``waiting_layers``: those of which vLLM calls ``wait_for_layer_load``, once the model has
-        been loaded."""
+        vLLM has connected them. The others are called once the model has been loaded.
+        ``page_layout`` returns what decides how a page's bytes are laid out, ``waiting_layers`` the
+        names of layers that call ``wait_for_layer_load``."""
         self.config = config
         self._kv_cache_config = kv_cache_config
         self._ranks = ranks

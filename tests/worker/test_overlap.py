@@ -2,12 +2,17 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 from vllm.config import CUDAGraphMode
 from vllm.forward_context import ForwardContext, override_forward_context
+from vllm.model_executor.layers.attention import Attention, ChunkedLocalAttention, MLAAttention
+from vllm.model_executor.layers.mamba.short_conv import ShortConv
+from vllm.v1.kv_cache_interface import KVCacheConfig
 
+from simple_offload import metrics
 from simple_offload.backends.base import Measurement
 from simple_offload.metadata import StepMetadata
 from simple_offload.worker import overlap
@@ -135,6 +140,74 @@ def test_it_can_be_switched_off(make_rank: MakeRank, extra_config: dict[str, Any
     with forward():
         rank.worker.bind(StepMetadata(admitted=[0], num_tokens=512))
     assert [entry for entry in rank.backend.log if entry[0] == "hold"] == [("hold",)]
+
+
+def test_one_layer_that_does_not_wait_is_enough(make_rank: MakeRank) -> None:
+    """It would read its KV too soon (a DSA indexer, a layer with kernels of its own)."""
+    rank = make_rank(register=False, waiting_layers=LAYERS)
+    rank.worker._waiting_layers = lambda: LAYERS[:-1]
+    rank.register()
+    assert "divide" not in {entry[0] for entry in rank.backend.log}
+
+
+def test_with_states_loads_are_not_divided(
+    make_rank: MakeRank, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM moves a state before the step's hooks run."""
+    monkeypatch.setattr(KVCacheConfig, "has_mamba_layers", True)
+    rank = make_rank(waiting_layers=LAYERS)
+    assert "divide" not in {entry[0] for entry in rank.backend.log}
+
+
+class OwnForward(Attention):
+    """A layer that may read its KV without a call."""
+
+    def forward(self, *arguments: Any, **keywords: Any) -> Any:
+        raise AssertionError("never called")
+
+
+@pytest.mark.parametrize(
+    ("changes", "own_kernels", "expected"),
+    [
+        ({}, False, {"attention", "latent", "local"}),
+        ({"speculative_config": object()}, False, set()),
+        ({}, True, set()),
+    ],
+    ids=["usual", "drafter", "own kernels"],
+)
+def test_layers_that_wait(
+    monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], own_kernels: bool, expected: set[str]
+) -> None:
+    """vLLM's attention, and subclasses that run it. No other layer with KV."""
+    kinds: dict[str, Any] = {"attention": Attention, "latent": MLAAttention}
+    kinds |= {
+        "local": ChunkedLocalAttention,
+        "own": OwnForward,
+        "state": ShortConv,
+        "other": object,
+    }
+    context: dict[str, Any] = {name: object.__new__(kind) for name, kind in kinds.items()}
+    monkeypatch.setattr(overlap, "has_own_kernels", lambda config: own_kernels)
+    compilation = SimpleNamespace(static_forward_context=context)
+    config = SimpleNamespace(speculative_config=None, compilation_config=compilation)
+    vars(config).update(changes)
+    assert overlap.waiting_layers(cast(Any, config)) == expected
+
+
+@pytest.mark.parametrize("divided", [True, False])
+def test_steps_that_overlap_are_counted(
+    rank: Rank, monkeypatch: pytest.MonkeyPatch, divided: bool
+) -> None:
+    """A load that comes as a whole is held as a whole, so its step does not count."""
+    announce(rank, num_new_tokens=512 if divided else 1)
+    rank.worker.drain_stats()
+    with forward():
+        rank.worker.bind(StepMetadata(admitted=[0], num_tokens=512))
+    for name in LAYERS:
+        rank.worker.wait_for_layer(name)
+    rank.worker.submit_stores()
+    stats = rank.worker.drain_stats()
+    assert (stats is not None and metrics.OVERLAPPED in str(stats.data)) is divided
 
 
 # When a load is announced
