@@ -3,7 +3,12 @@
 import pytest
 
 from tests.scheduler.conftest import MakeDriver
-from tests.scheduler.driver import make_request, prompt
+from tests.scheduler.driver import STORE, Driver, make_request, prompt
+
+
+def order(driver: Driver) -> list[int]:
+    """Ids of the device's free blocks, the next to be evicted first."""
+    return [block.block_id for block in driver.device_pool.free_block_queue.get_all_free_blocks()]
 
 
 @pytest.mark.parametrize("lazy", [None, True, False])
@@ -50,3 +55,17 @@ def test_the_tier_keeps_the_order_in_which_requests_overwrite_a_prefix(drive: Ma
     while driver.tier.allocate(1):
         leaving += [key for key in keys if not driver.tier.has(key) and key not in leaving]
     assert leaving == keys[::-1]
+
+
+def test_blocks_return_to_their_place_although_the_walk_starts_over(drive: MakeDriver) -> None:
+    """It does once the tier is full, and then stores nothing more."""
+    driver = drive(num_device_blocks=81, num_host_blocks=7, max_num_seqs=1, lazy=True)
+    driver.fill(20)
+    before = order(driver)
+    driver.tier.reset()
+    driver.step_until(lambda: driver.pending(STORE))
+    driver.step(2)
+    assert len(order(driver)) < len(before)
+    driver.copy_all()
+    driver.run()
+    assert order(driver) == before

@@ -183,7 +183,7 @@ class QueueWalk:
             self._return_behind = blocks[-1]
 
     def _start_over(self) -> None:
-        self._cursor = self._return_behind = None
+        self._cursor = None
         self._passed.intersection_update(self._pinned)
 
     def _pass_newcomers(self) -> None:
@@ -223,8 +223,9 @@ class QueueWalk:
         self._passed.update([block.block_id for block in blocks])
         if chosen:
             self._store(chosen)
-            pinned = next((i for i, block in enumerate(blocks) if block.ref_cnt > 0), len(blocks))
-            self._return_behind = blocks[pinned - 1] if pinned else self._cursor
+            pinned = next((i for i, block in enumerate(blocks) if block.ref_cnt > 0), None)
+            if pinned is not None:
+                self._return_behind = blocks[pinned - 1] if pinned else self._cursor
         # The last one that stays in the queue.
         self._cursor = next((b for b in reversed(blocks) if b.ref_cnt == 0), self._cursor)
 
