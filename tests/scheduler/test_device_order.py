@@ -1,5 +1,7 @@
 """Stored blocks keep their place in the device's order of eviction, and in the tier's."""
 
+from itertools import takewhile
+
 import pytest
 
 from tests.scheduler.conftest import MakeDriver
@@ -57,15 +59,42 @@ def test_the_tier_keeps_the_order_in_which_requests_overwrite_a_prefix(drive: Ma
     assert leaving == keys[::-1]
 
 
-def test_blocks_return_to_their_place_although_the_walk_starts_over(drive: MakeDriver) -> None:
+@pytest.mark.parametrize("num_lost", [1, 6])
+def test_blocks_return_to_their_place_although_the_walk_starts_over(
+    drive: MakeDriver, num_lost: int
+) -> None:
     """It does once the tier is full, and then stores nothing more."""
-    driver = drive(num_device_blocks=81, num_host_blocks=7, max_num_seqs=1, lazy=True)
+    driver = drive(
+        num_device_blocks=81, num_host_blocks=7, max_num_seqs=1, max_num_batched_tokens=8, lazy=True
+    )
     driver.fill(20)
     before = order(driver)
-    driver.tier.reset()
+    driver.tier.drop(driver.host_pool.blocks[1 : 1 + num_lost])
     driver.step_until(lambda: driver.pending(STORE))
     driver.step(2)
     assert len(order(driver)) < len(before)
     driver.copy_all()
     driver.run()
     assert order(driver) == before
+
+
+def test_blocks_that_return_behind_the_walk_s_place_are_not_known_as_safe(
+    drive: MakeDriver,
+) -> None:
+    """A request finds the block where the walk stands, so it starts over, and comes less far."""
+    driver = drive(
+        num_device_blocks=81,
+        num_host_blocks=12,
+        max_num_seqs=1,
+        max_num_batched_tokens=8,
+        lazy=True,
+    )
+    driver.fill(20)
+    driver.start("a", prompt(21, family=50))
+    driver.step_until(lambda: driver.pending(STORE))
+    driver.step(2)
+    driver.copy_all()
+    driver.step()
+    blocks = driver.device_pool.free_block_queue.get_all_free_blocks()
+    safe = takewhile(lambda b: b.block_hash is None or driver.tier.has(b.block_hash), blocks)
+    assert 0 < driver.scheduler._policy._walk.num_safe <= len(list(safe))

@@ -177,7 +177,10 @@ class QueueWalk:
         if behind is not None and behind.ref_cnt > 0:
             behind = None
         block_pool.return_blocks(self._device_pool, blocks, behind)
-        if blocks and self._cursor is behind:
+        if behind is not None and behind.block_id not in self._passed:
+            # The walk has started over, and has not come so far again.
+            self._passed.difference_update([block.block_id for block in blocks])
+        elif blocks and self._cursor is behind:
             self._cursor = blocks[-1]
         if blocks:
             self._return_behind = blocks[-1]
