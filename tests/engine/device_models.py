@@ -22,6 +22,9 @@ hundreds of tokens, so that a wrong state changes many later tokens."""
 
 ONE_KV_HEAD = "-one-kv-head"
 """End of the names of models that have less KV heads than a pair of ranks."""
+NUM_LAYERS = 6
+"""Of the models that ``examples`` writes. Two of Gemma's have full attention: each of vLLM's groups
+then has two KV tensors, which loads can divide."""
 DRAFTER = "drafter"
 """Folder of the drafter inside the folder of its target."""
 
@@ -37,10 +40,10 @@ def save_device_model(directory: Path, kind: str, *, seed: int = 0) -> Path:
     kind, has_one_kv_head = kind.removesuffix(ONE_KV_HEAD), kind.endswith(ONE_KV_HEAD)
     if kind in {"llama", "gemma3"}:
         architecture = cast(Architecture, kind)
-        heads = {"num_kv_heads": 1} if has_one_kv_head else {}
-        return save_random_model(
-            directory, architecture, hidden_size=HIDDEN_SIZE, seed=seed, **heads
-        )
+        sizes = {"hidden_size": HIDDEN_SIZE, "num_layers": NUM_LAYERS}
+        if has_one_kv_head:
+            sizes["num_kv_heads"] = 1
+        return save_random_model(directory, architecture, seed=seed, **sizes)
     heads = {"num_key_value_heads": 1} if has_one_kv_head else {}
     config = AutoConfig.for_model(**FILLED[kind] | heads)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)

@@ -137,9 +137,10 @@ MODELS: Mapping[str, dict[str, Any]] = {
         "architectures": ["Llama4ForCausalLM"],
         "intermediate_size": HIDDEN_SIZE,
         "intermediate_size_mlp": 2 * HIDDEN_SIZE,
+        # Two full layers: vLLM's groups then have two KV tensors, which loads can divide.
         "num_hidden_layers": 4,
-        "no_rope_layers": [1, 1, 1, 0],
-        "layer_types": [*["chunked_attention"] * 3, "full_attention"],
+        "no_rope_layers": [1, 0] * 2,
+        "layer_types": ["chunked_attention", "full_attention"] * 2,
         "attention_chunk_size": 128,
         "interleave_moe_layer_step": 2,
         "num_local_experts": 1,
