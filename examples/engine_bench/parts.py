@@ -5,10 +5,12 @@ Each part is a coroutine that returns its numbers, times in seconds.
 
 import asyncio
 import itertools
+import math
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
+from itertools import pairwise
 from statistics import fmean, median
 from typing import TYPE_CHECKING, Any
 
@@ -32,11 +34,15 @@ class Reply:
     compared: bool
     """True if its tokens have to be the same for every contender."""
     ttft: float
-    gaps: list[float]
-    """From token to token."""
+    arrivals: list[float]
+    """When each of its tokens came."""
     tokens: list[int]
     cached_tokens: int
     """Prompt tokens that were not computed."""
+
+    def gaps(self, since: float = -math.inf) -> list[float]:
+        """From token to token, of those that came since a time."""
+        return [after - before for before, after in pairwise(self.arrivals) if before >= since]
 
 
 class RequestLost(Exception):
@@ -102,18 +108,15 @@ class Client:
             temperature=0, max_tokens=num_tokens, ignore_eos=True, detokenize=False
         )
         request = f"{next(self._numbers)} {reply.id}"
-        last = self.now()
+        sent = self.now()
         reason = None
         async for output in self._engine.generate(
             TokensPrompt(prompt_token_ids=list(prompt)), sampling, request
         ):
-            now = self.now()
+            reply.arrivals.append(self.now())
             completion = output.outputs[0]
-            if reply.tokens:
-                reply.gaps.append(now - last)
-            else:
-                reply.ttft = now - last
-            last = now
+            if not reply.tokens:
+                reply.ttft = reply.arrivals[0] - sent
             reply.tokens = list(completion.token_ids)
             reply.cached_tokens = output.num_cached_tokens or 0
             reason = completion.finish_reason
@@ -203,7 +206,8 @@ async def mix(client: Client, plan: Plan) -> Numbers:
 async def _gaps_beside(
     client: Client, plan: Plan, part: Part, work: Callable[[], Awaitable[None]]
 ) -> list[float]:
-    """Times from token to token, ascending, of requests that decode beside ``work``."""
+    """Times from token to token, ascending, of requests that decode beside ``work``. Tokens before
+    all of them decode do not count: they wait for the prompts of the others."""
     all_decode = [asyncio.Event() for _ in range(plan.mix_decodes)]
     decodes = [
         asyncio.create_task(
@@ -219,8 +223,9 @@ async def _gaps_beside(
     ]
     for event in all_decode:
         await event.wait()
+    since = client.now()
     await work()
-    return sorted(gap for decode in await asyncio.gather(*decodes) for gap in decode.gaps)
+    return sorted(gap for decode in await asyncio.gather(*decodes) for gap in decode.gaps(since))
 
 
 async def grown(client: Client, plan: Plan) -> Numbers:
@@ -282,7 +287,7 @@ async def turns(client: Client, plan: Plan) -> Numbers:
         "first_ttft": fmean(reply.ttft for reply in first),
         "later_ttft": fmean(reply.ttft for reply in later),
         "later_ttft_p99": percentile(sorted(reply.ttft for reply in later), 0.99),
-        "token_time": fmean(gap for reply in (*first, *later) for gap in reply.gaps),
+        "token_time": fmean(gap for reply in (*first, *later) for gap in reply.gaps()),
         "requests_per_second": (len(first) + len(later)) / seconds,
     }
 

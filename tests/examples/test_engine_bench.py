@@ -444,6 +444,39 @@ class FakeClient(Client):
         return Reply(id, compared, 2.0 if opens else 0.5, [], [1] * num_tokens, cached)
 
 
+class SlowStart(FakeClient):
+    """Each decode computes its prompt in ten seconds, and the decodes before it wait."""
+
+    seconds = 0.0
+
+    def now(self) -> float:
+        return self.seconds
+
+    async def ask(
+        self,
+        id: str,
+        prompt: Sequence[int],
+        num_tokens: int,
+        *,
+        compared: bool = True,
+        started: asyncio.Event | None = None,
+    ) -> Reply:
+        reply = Reply(id, compared, 0.0, [], [1] * num_tokens, 0)
+        if started is not None:
+            self.seconds += 10
+            reply.arrivals.append(self.seconds)
+            started.set()
+            await asyncio.sleep(0)  # all others begin
+            reply.arrivals += [self.seconds + number for number in range(num_tokens)]
+        return reply
+
+
+def test_tokens_that_wait_for_the_prompts_of_other_decodes_do_not_count() -> None:
+    plan = replace(tiny_plan(), mix_decodes=3)
+    numbers = asyncio.run(parts.mix(SlowStart(), plan))
+    assert numbers["gap_max"] == 1.0
+
+
 def test_agents_send_the_same_sessions_however_fast_the_answers_are(tmp_path: Path) -> None:
     plan = with_trace(tmp_path)
     slow, fast = FakeClient(open_seconds=0.05), FakeClient()
