@@ -187,7 +187,7 @@ def test_reports_name_tokens_of_the_second_tier() -> None:
         assert sum(report[source] for report in reports) > 0, source
 
 
-@pytest.mark.parametrize("seed", [110022, 1500073])
+@pytest.mark.parametrize("seed", [110022, 1500073, 2400056])
 def test_seeds_that_failed(seed: int) -> None:
     """1500073: a request that wished for a report failed with its load.
 

@@ -309,7 +309,7 @@ class StorePolicy:
         self._behind.pop(request_id, None)
         self._has_news = self._stores_early
         if progress.wishes.release and not self._tier.num_empty:
-            progress.stores = False
+            progress.stores = None
         unhashed = self._unhashed(request) if progress.stores else []
         if progress.wishes is not NO_WISHES:
             self._lease(progress, unhashed)
@@ -379,7 +379,7 @@ class StorePolicy:
                 if not self._tier.has_copies:
                     progress.own.update(keys[num_sub_blocks - 1 :: num_sub_blocks])
                 progress.num_recorded[group] = stop
-                if progress.stores:
+                if progress.stores is not None:
                     self._behind[request.request_id] = progress
 
     def _keys(
@@ -497,7 +497,9 @@ class StorePolicy:
         elif self._stores_early:
             num_at_risk = max(num_at_risk, self._tier.num_empty * self._groups.num_sub_blocks)
         found: list[KVCacheBlock] = []
-        for group in reversed(self._groups.ids) if progress.stores and num_at_risk > 0 else ():
+        for group in (
+            reversed(self._groups.ids) if progress.stores is not None and num_at_risk > 0 else ()
+        ):
             table = self._managers[group].req_to_blocks.get(progress.request.request_id, [])
             unstored = self._groups.sub_blocks(
                 table, progress.num_ahead[group], progress.num_recorded[group]
