@@ -71,6 +71,10 @@ def test_the_tail_of_a_prefix_leaves_before_its_head() -> None:
     tier = make_tier(16)
     store(tier, "abc", "xyz")
     assert leave(tier) == ["abc", "ab", "a", "xyz", "xy", "x"]
+    on_device = make_tier(16)
+    store(on_device, "abc", "xyz", on_device=True)
+    assert get_on_device(on_device, "abc") == 3
+    assert leave(on_device) == ["abc", "ab", "a", "xyz", "xy", "x"]
     other = make_tier(16)
     store(other, "abc")
     find(other, "abc")
@@ -86,13 +90,14 @@ def test_copies_beyond_their_share_leave_first() -> None:
     store(tier, "pqrst", on_device=True)
     find(tier, "ab")
     assert leave(tier) == [
-        *prefixes("pq"),
+        "pqrst",
+        "pqrs",
         *prefixes("abcdefgh")[:1:-1],
         "ab",
         "a",
         "pqr",
-        "pqrs",
-        "pqrst",
+        "pq",
+        "p",
     ]
 
 
@@ -102,17 +107,41 @@ def test_copies_stay_while_empty_blocks_are_there() -> None:
     store(tier, "pqrstuvw")
     assert contents(tier) == {*prefixes("abcdefgh"), *prefixes("pqrstuvw")}
     assert len(tier.allocate(2)) == 2
-    assert contents(tier) == {*prefixes("abcdefgh")[2:], *prefixes("pqrstuvw")}
+    assert contents(tier) == {*prefixes("abcdef"), *prefixes("pqrstuvw")}
+
+
+def test_more_copies_stay_where_the_device_evicts_blocks_before_their_store() -> None:
+    """4 more for a block, and one less with each block that leaves and is no copy. Never more than
+    the tier has."""
+    tier = make_tier(16)
+    store(tier, "pqrstuvwxy")
+    store(tier, "abcdef", on_device=True)
+    tier.on_dropped(1)
+    others = prefixes("pqrstuvwxy")[::-1]
+    assert leave(tier) == [
+        *others[:2],
+        "abcdef",
+        others[2],
+        "abcde",
+        others[3],
+        "abcd",
+        *others[4:],
+        "abc",
+        "ab",
+        "a",
+    ]
+    tier.on_dropped(100)
+    assert tier.room_for_copies == 16
 
 
 def test_the_copy_that_was_found_last_leaves_first() -> None:
-    """The device evicts it last, and the tail of a chain before its head."""
+    """The device evicts it last. The tail of a chain leaves before its head."""
     tier = make_tier(8)
     store(tier, "ab", "xy", on_device=True)
     store(tier, "pq")
     assert get_on_device(tier, "pqrs") == get_on_device(tier, "ab") == 2
     assert get_on_device(tier, "mn") == 0
-    assert leave(tier) == ["a", "ab", "p", "pq", "x", "xy"]
+    assert leave(tier) == ["ab", "a", "pq", "p", "xy", "x"]
 
 
 @pytest.mark.parametrize("found", [False, True])
@@ -190,7 +219,7 @@ def test_what_the_device_has_got_after_a_reset_stays_a_copy() -> None:
     let_go(tier, "ab")
     tier.remove_all_copies()
     check_tier(tier)
-    assert queues(tier)[0] == ["", "", "", "", "xy", "x", "ab", "a"]
+    assert queues(tier)[0] == ["", "", "", "", "ab", "a", "xy", "x"]
     assert get_on_device(tier, "ab") == 2
     assert copies(tier) == {"a", "ab"}
 
@@ -204,7 +233,7 @@ def test_the_device_lets_go_of_more_blocks_than_the_tier_has() -> None:
         tier.on_let_go(ids(tier, "xyz", "xy", "x"))
         assert segments_of(tier)["x"] == 2
         check_tier(tier)
-    assert queues(tier) == [["", "", "abc", "ab", "a"], [], ["x", "xy", "xyz"]]
+    assert queues(tier) == [["", "", "abc", "ab", "a"], [], ["xyz", "xy", "x"]]
     assert copies(tier) == set()
 
 
@@ -234,7 +263,7 @@ def test_a_pinned_block_changes_its_segment_too() -> None:
     tier.unpin(pins)
     check_tier(tier)
     assert (protected(tier), copies(tier)) == ({"a", "ab", "p", "pq"}, {"x", "xy"})
-    assert leave(tier) == ["x", "pq", "p", "ab", "a", "xy"]
+    assert leave(tier) == ["xy", "pq", "p", "ab", "a", "x"]
 
 
 # Wishes
@@ -249,7 +278,7 @@ def test_kept_blocks_leave_last_and_released_ones_first_each_tail_first() -> Non
     tier.lease(ids(tier, *prefixes("rst")), tier.make_lease(None, None))
     check_tier(tier)
     find(tier, "xy")
-    assert leave(tier) == ["rst", "rs", "r", "pq", "p", "xy", "x", "abc", "ab", "a", "m", "mn"]
+    assert leave(tier) == ["rst", "rs", "r", "pq", "p", "xy", "x", "abc", "ab", "a", "mn", "m"]
 
 
 def test_what_a_request_finds_is_released_no_more_and_kept_still() -> None:
@@ -295,11 +324,11 @@ def test_a_hit_is_no_copy_until_it_is_loaded() -> None:
         {*prefixes("abc")},
         {"abcd", "abcde", "x", "xy", "xyz"},
     )
-    assert queues(tier)[1:] == [[], ["abcd", "abcde", "x", "xy", "xyz"]]
+    assert queues(tier)[1:] == [[], ["abcde", "abcd", "xyz", "xy", "x"]]
     tier.unpin_loaded(pins)
     check_tier(tier)
     assert protected(tier) == set()
-    assert queues(tier)[2] == [*prefixes("abcde"), "x", "xy", "xyz"]
+    assert queues(tier)[2] == ["abc", "ab", "a", "abcde", "abcd", "xyz", "xy", "x"]
     assert [segments_of(tier)[name] for name in prefixes("abcde")] == [3, 3, 3, 2, 2]
 
 
@@ -309,7 +338,7 @@ def test_a_hit_of_two_requests_is_free_when_both_have_loaded_it() -> None:
     pins = blocks(tier, "ab")
     for _ in range(2):
         tier.pin(pins)
-    for free in ([], ["a", "ab"]):
+    for free in ([], ["ab", "a"]):
         tier.unpin_loaded(pins)
         check_tier(tier)
         assert copies(tier) == {"a", "ab", "x"}
@@ -370,7 +399,7 @@ def test_copies_that_a_request_has_found_stay_where_they_are() -> None:
     store(tier, "p")
     tier.on_copies_found(ids(tier, "xy", "ab", "p"))
     check_tier(tier)
-    assert queues(tier)[2] == ["a", "ab", "x", "xy"]
+    assert queues(tier)[2] == ["ab", "a", "xy", "x"]
     assert segments_of(tier) == {"a": 2, "ab": 3, "x": 2, "xy": 3, "p": 0}
 
 
@@ -449,18 +478,18 @@ def test_half_of_the_tier_is_protected_and_less_with_every_ten_evictions() -> No
 
 
 def test_allocation_evicts_as_many_as_needed_without_a_block_to_keep() -> None:
-    """Such a block also keeps those behind it in its segment."""
+    """Such a block also keeps those behind it in its segment. If it is a copy, it leaves last."""
     tier = make_tier(16)
     store(tier, "abcdefgh", "xyz")
     find(tier, "xyz")
     store(tier, "pqrst", on_device=True)
     keep = {key("abcdef"), key("xy"), key("pqr")}
     assert len(tier.allocate(3, keep)) == 3
-    assert contents(tier) == {*prefixes("abcdefgh"), *prefixes("xyz"), "pqr", "pqrs", "pqrst"} - {
+    assert contents(tier) == {*prefixes("abcdefgh"), *prefixes("xyz"), "p", "pq", "pqr"} - {
         "abcdefgh"
     }
-    assert len(tier.allocate(9, keep)) == 2
-    assert contents(tier) == {*prefixes("abcdef"), "x", "xy", "pqr", "pqrs", "pqrst"}
+    assert len(tier.allocate(9, keep)) == 4
+    assert contents(tier) == {*prefixes("abcdef"), "x", "xy", "pqr"}
     check_tier(tier)
     assert tier.allocate(1, keep) == []
 

@@ -32,7 +32,13 @@ from tests.simulation.integrity import check_tier, pool_of, set_clock
 
 _NUM_BLOCKS = 7
 _MOST_BLOCKS = 12
-_CONSTANTS: dict[str, Any] = dict(COPIES_SHARE=0.3, PROTECTED_SHARE=0.5, EVICTIONS_PER_RETURN=3)
+_CONSTANTS: dict[str, Any] = dict(
+    COPIES_SHARE=0.3,
+    COPIES_PER_DROPPED=2,
+    PROTECTED_SHARE=0.5,
+    EVICTIONS_PER_RETURN=3,
+    _MOST_LOOKED_AT=2,
+)
 _PROBATION, _PROTECTED, _COPY, _FOUND_COPY, _KEPT, _RELEASED, _KEPT_COPY, _RELEASED_COPY = range(8)
 _AS_COPY = {
     _PROBATION: _COPY,
@@ -98,6 +104,7 @@ class Tier(RuleBasedStateMachine):
         self.stores: list[_Store] = []
         self.hits: list[list[KVCacheBlock]] = []
         self.num_evicted = 0
+        self.max_copies = self.least_copies
         self.before = (contents(self.tier), self.tier.version)
 
     # Calls of a tier
@@ -125,7 +132,7 @@ class Tier(RuleBasedStateMachine):
         if num_empty < len(wanted):
             self.settle()
             self.end_leases()
-        count = num_empty + self.evict(len(wanted) - num_empty, keep)
+        count = num_empty + self.evict(len(wanted) - num_empty, len(wanted), keep)
         allocated = self.tier.allocate(len(wanted), {key(name) for name in keep})
         assert names(allocated) == [""] * count
         self.references.update(each.block_id for each in allocated)
@@ -144,10 +151,7 @@ class Tier(RuleBasedStateMachine):
         assert commit(self.tier, filled, stored, on_device=on_device) == useless
         new = {n: b for n, b in zip(stored, filled, strict=True) if n not in self.kept}
         self.kept.update(new)
-        if on_device:
-            self.move([*new], _COPY)
-        else:
-            self.move([*reversed(new)], _PROBATION)
+        self.move([*reversed(new)], _COPY if on_device else _PROBATION)
 
     @rule(chain=chains, num_on_device=starts)
     def find(self, chain: str, num_on_device: int) -> None:
@@ -175,8 +179,12 @@ class Tier(RuleBasedStateMachine):
         if loaded and len(names) == len(pins):
             self.become_found_copies(names)
             return
+        for name in names:
+            if self.segment[name] in _COPIES:
+                self.move([name], self.segment[name], first=True)
         for name in reversed(names):
-            self.move([name], self.segment[name], first=self.segment[name] in _COPIES)
+            if self.segment[name] not in _COPIES:
+                self.move([name], self.segment[name])
         self.enforce_limit()
 
     @rule(chain=chains, start=starts)
@@ -228,19 +236,23 @@ class Tier(RuleBasedStateMachine):
         if not self.num_known_empty:
             self.settle()
         num_copies = sum(segment in _COPIES for segment in self.segment.values())
-        assert self.tier.room_for_copies == max(
-            self.num_known_empty, int(_CONSTANTS["COPIES_SHARE"] * self.num_blocks) - num_copies
-        )
+        assert self.tier.room_for_copies == max(self.num_known_empty, self.max_copies - num_copies)
+
+    @rule(count=st.integers(0, 3))
+    def drop_on_device(self, count: int) -> None:
+        """The device has evicted blocks before their store."""
+        self.tier.on_dropped(count)
+        self.max_copies = min(self.num_blocks, self.max_copies + 2 * count)
 
     @rule()
     def remove_all_copies(self) -> None:
-        """The device's cache has been reset. What would leave first was found last."""
+        """The device's cache has been reset."""
         self.tier.remove_all_copies()
         self.let_go.clear()
         self.twins.clear()
         copies = [name for name, segment in self.segment.items() if segment in _COPIES]
         pinned = [name for name in copies if name not in self.queues[2]]
-        for name in [*self.queues[2][::-1], *pinned]:
+        for name in [*self.queues[2], *pinned]:
             self.move([name], _KEPT if self.segment[name] == _KEPT_COPY else _PROBATION)
         self.enforce_limit()
 
@@ -293,6 +305,7 @@ class Tier(RuleBasedStateMachine):
     def grow(self, more: int) -> None:
         self.num_blocks += more
         self.tier.grow(self.num_blocks + 1)  # with the null block
+        self.max_copies = self.least_copies
 
     @precondition(lambda self: not self.num_empty)
     @rule()
@@ -308,6 +321,10 @@ class Tier(RuleBasedStateMachine):
         return self.num_blocks - len(
             {*(+self.references), *(b.block_id for b in self.kept.values())}
         )
+
+    @property
+    def least_copies(self) -> int:
+        return int(_CONSTANTS["COPIES_SHARE"] * self.num_blocks)
 
     @property
     def num_known_empty(self) -> int:
@@ -337,7 +354,7 @@ class Tier(RuleBasedStateMachine):
 
     def become_found_copies(self, names: Sequence[str]) -> None:
         segments = {name: _AS_COPY[if_found(self.segment[name])] for name in names}
-        self.move(names, _FOUND_COPY, first=True)
+        self.move(names[::-1], _FOUND_COPY, first=True)
         self.segment.update(segments)
 
     def lose(self, lost: Sequence[str]) -> None:
@@ -361,18 +378,33 @@ class Tier(RuleBasedStateMachine):
                 self.move([name], _PROTECTED)
         self.enforce_limit()
 
-    def evict(self, count: int, keep: Collection[str]) -> int:
-        """Copies beyond the share leave first, then whole queues, up to a block to keep."""
+    def evict(self, count: int, limit: int, keep: Collection[str]) -> int:
+        """Copies beyond their share leave first, then whole queues, up to a block to keep. Copies
+        to keep become the last instead, of the first few."""
         num_copies = sum(segment in _COPIES for segment in self.segment.values())
-        num_excess = max(0, num_copies - int(_CONSTANTS["COPIES_SHARE"] * self.num_blocks))
+        num_excess = max(0, num_copies - self.max_copies)
         lost: list[str] = []
+        num_others = 0
         rest = [(each, count) for each in (_PROBATION, _PROTECTED, _KEPT, _COPY)]
-        for segment, most in ((_RELEASED, count), (_COPY, num_excess), *rest):
-            front = self.queues[_QUEUES[segment]][: min(most, count - len(lost))]
-            left = list(takewhile(lambda name: name not in keep, front))
-            self.num_evicted += len(left) if segment != _COPY else 0
+        for segment, limit_here in ((_RELEASED, count), (_COPY, num_excess), *rest):
+            most = min(limit_here, count - len(lost))
+            queue = self.queues[_QUEUES[segment]]
+            if segment == _COPY:
+                left: list[str] = []
+                for name in queue[: _CONSTANTS["_MOST_LOOKED_AT"] * limit]:
+                    if len(left) == most:
+                        break
+                    if name in keep:
+                        self.move([name], self.segment[name])
+                    else:
+                        left.append(name)
+            else:
+                left = list(takewhile(lambda name: name not in keep, queue[:most]))
+                num_others += len(left)
             self.lose(left)
             lost += left
+        self.max_copies = max(self.least_copies, self.max_copies - num_others)
+        self.num_evicted += num_others
         num_returned, self.num_evicted = divmod(self.num_evicted, 3)
         self.return_to_probation(num_returned)
         return len(lost)

@@ -10,6 +10,7 @@ from vllm.v1.request import Request
 
 from simple_offload import metrics
 from simple_offload.scheduler.tier import segments
+from simple_offload.scheduler.tier.cpu_tier import CpuTier
 from tests.scheduler.conftest import MakeDriver
 from tests.scheduler.driver import LOAD, STORE, Driver, make_request, prompt, record_steps
 from tests.scheduler.tiers import get, settle
@@ -636,3 +637,14 @@ def test_failed_stores_are_not_tried_in_each_step(drive: MakeDriver, lazy: bool 
                 driver.copy(STORE, fail=True)
     assert tries
     assert set(tries.values()) == {1}
+
+
+def test_the_tier_hears_what_the_device_has_evicted_unstored(
+    drive: MakeDriver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """More copies stay from then on (tests/scheduler/test_cpu_tier.py)."""
+    counts: list[int] = []
+    monkeypatch.setattr(CpuTier, "on_dropped", lambda _, count: counts.append(count))
+    driver = drive(**ROOMY | {"num_host_blocks": 17, "max_num_batched_tokens": 64})
+    driver.fill(56)
+    assert sum(counts) == counted(driver, metrics.DROPPED) > 0

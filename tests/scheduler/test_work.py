@@ -188,9 +188,7 @@ def old_prompt(
     requests, store it."""
     rig = full_rig(extra, tier, device)
     prompts = rig.prompts(device // blocks + 2, blocks)
-    rig.run(
-        prompts * (4 if rig.is_lazy else 1)
-    )  # the lazy policy depends on the size of recent loads
+    rig.run(prompts * 4)  # the policy depends on the size of recent loads
     before = rig.num_transferred
     work = count_prompts(rig, prompts[: 192 // blocks])
     assert rig.num_transferred - before >= 3 * blocks
@@ -349,7 +347,7 @@ TABLE = (
 )
 
 SIZES = {
-    "tier": (512, 1024, 2048),
+    "tier": (1536, 2304, 3072),  # room for copies of all that the device has
     "device": (256, 512, 1024),
     "large device": (1024, 1536, 2048),
     "blocks": (16, 32, 64),
@@ -368,6 +366,8 @@ def check(row: Row, grows: str) -> None:
             return row.operation(tier=8192, device=size)
         if grows == "large device":  # some of it may not, so the walk goes on in each step
             return row.operation(tier=4096, device=size)
+        if grows == "blocks":  # here too
+            return row.operation(tier=2048, blocks=size)
         return row.operation(**{grows: size})
 
     if law not in {MEAN_CONSTANT, MEAN_LINEAR}:

@@ -151,6 +151,12 @@ def get_new_blocks(
     return blocks, evicted
 
 
+def count_first(queue: FreeKVCacheBlockQueue, keys: Container[Key], limit: int) -> int:
+    """How many blocks at the front of a queue, up to ``limit``, have keys in ``keys``."""
+    blocks = islice(queue.iter_blocks_after(None), limit)
+    return sum(1 for _ in takewhile(keys.__contains__, keys_of(blocks)))
+
+
 def on_removed(pool: BlockPool, callback: Callable[[Sequence[Key]], None]) -> None:
     """Call ``callback`` with the keys of all blocks that lose them, in whatever way."""
     setattr(pool, "_emit_block_removed_events", callback)  # noqa: B010

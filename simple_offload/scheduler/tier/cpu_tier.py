@@ -343,6 +343,11 @@ class CpuTier:
         if self.has_copies:
             self._segments.on_let_go(block_ids)
 
+    def on_dropped(self, count: int) -> None:
+        """The device has evicted ``count`` blocks that the tier lacks before they were stored. More
+        copies stay from now on, until as many blocks have left that are none."""
+        self._segments.on_dropped(count)
+
     def was_found(self, block_id: int) -> bool:
         """Whether a request has found the contents of a block, which may be about to lose them."""
         return self._segments.was_found(block_id)
