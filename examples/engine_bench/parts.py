@@ -41,7 +41,7 @@ class Reply:
     """Prompt tokens that were not computed."""
 
     def gaps(self, since: float = -math.inf) -> list[float]:
-        """From token to token, of those that came since a time."""
+        """Seconds between each two tokens, from the first one that came at ``since`` or later."""
         return [after - before for before, after in pairwise(self.arrivals) if before >= since]
 
 

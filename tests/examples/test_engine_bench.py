@@ -452,16 +452,9 @@ class SlowStart(FakeClient):
     def now(self) -> float:
         return self.seconds
 
-    async def ask(
-        self,
-        id: str,
-        prompt: Sequence[int],
-        num_tokens: int,
-        *,
-        compared: bool = True,
-        started: asyncio.Event | None = None,
-    ) -> Reply:
-        reply = Reply(id, compared, 0.0, [], [1] * num_tokens, 0)
+    async def ask(self, *ask: Any, started: asyncio.Event | None = None, **options: Any) -> Reply:
+        id, _, num_tokens = ask
+        reply = Reply(id, False, 0.0, [], [1] * num_tokens, 0)
         if started is not None:
             self.seconds += 10
             reply.arrivals.append(self.seconds)

@@ -177,8 +177,11 @@ def test_the_counts_of_a_replay(name: str) -> None:
 
 
 def test_a_small_tier_loses_hits_itself() -> None:
-    count = replay(CONTENDERS["ours-eager"], TRACE, PLAN, (64 * 12 / 1e6, 64 * 8 / 1e6), seed=0)
-    assert count.evicted > 0
+    count, roomy = (
+        replay(CONTENDERS["ours-eager"], TRACE, PLAN, (64 * 12 / 1e6, 64 * size / 1e6), seed=0)
+        for size in (8, 80)
+    )
+    assert count.evicted > roomy.evicted == 0
     assert 0 < count.shared <= 1
 
 

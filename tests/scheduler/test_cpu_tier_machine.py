@@ -386,8 +386,8 @@ class Tier(RuleBasedStateMachine):
         lost: list[str] = []
         num_others = 0
         rest = [(each, count) for each in (_PROBATION, _PROTECTED, _KEPT, _COPY)]
-        for segment, limit_here in ((_RELEASED, count), (_COPY, num_excess), *rest):
-            most = min(limit_here, count - len(lost))
+        for segment, wanted in ((_RELEASED, count), (_COPY, num_excess), *rest):
+            most = min(wanted, count - len(lost))
             queue = self.queues[_QUEUES[segment]]
             if segment == _COPY:
                 left: list[str] = []

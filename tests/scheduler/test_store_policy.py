@@ -648,3 +648,12 @@ def test_the_tier_hears_what_the_device_has_evicted_unstored(
     driver = drive(**ROOMY | {"num_host_blocks": 17, "max_num_batched_tokens": 64})
     driver.fill(56)
     assert sum(counts) == counted(driver, metrics.DROPPED) > 0
+
+
+def test_a_stream_of_new_prompts_is_stored_twice_at_most(drive: MakeDriver) -> None:
+    """Also where each block is stored at once, and the device has more than the copies' share."""
+    driver = drive(**ROOMY | {"num_host_blocks": 161}, lazy=False)
+    driver.fill(50, first=1)
+    before = driver.num_stored
+    driver.fill(50, first=60)
+    assert 50 * 5 <= driver.num_stored - before <= 2 * 50 * 5

@@ -65,7 +65,7 @@ class _Progress:
     loads: bool
     """Whether the tier fills blocks of it before it runs."""
     stores: bool | None
-    """Whether to store what it computes. None: it wants nothing stored."""
+    """Whether to store what it computes, and not only what it finds. None: store nothing."""
     wishes: Wishes
     num_found_tokens: int
     """What its session found first."""
@@ -496,10 +496,10 @@ class StorePolicy:
             num_at_risk = len(self._device_pool.blocks)
         elif self._stores_early:
             num_at_risk = max(num_at_risk, self._tier.num_empty * self._groups.num_sub_blocks)
+        if progress.stores is None or num_at_risk <= 0:
+            return []
         found: list[KVCacheBlock] = []
-        for group in (
-            reversed(self._groups.ids) if progress.stores is not None and num_at_risk > 0 else ()
-        ):
+        for group in reversed(self._groups.ids):
             table = self._managers[group].req_to_blocks.get(progress.request.request_id, [])
             unstored = self._groups.sub_blocks(
                 table, progress.num_ahead[group], progress.num_recorded[group]

@@ -344,8 +344,8 @@ class CpuTier:
             self._segments.on_let_go(block_ids)
 
     def on_dropped(self, count: int) -> None:
-        """The device has evicted ``count`` blocks that the tier lacks before they were stored. More
-        copies stay from now on, until as many blocks have left that are none."""
+        """The device has evicted ``count`` blocks before they were stored. So more copies stay.
+        Each block that leaves, and is no copy, makes them fewer again."""
         self._segments.on_dropped(count)
 
     def was_found(self, block_id: int) -> bool:

@@ -20,9 +20,9 @@ COPIES_SHARE = 3 / 16
 leaves costs a second store, when the device lets go of its block. Each that stays takes the room of
 contents that nothing else has (Wong and Wilkes, "My cache or yours?", USENIX 2002)."""
 COPIES_PER_DROPPED = 4
-"""By how many blocks that share grows with each block that the device evicts before its store. It
-shrinks by one with each block that leaves and is no copy: had a copy left, that would have stayed.
-With six, recorded agents find up to three points less in an overload, and else the same."""
+"""By how many blocks that share grows with each block that the device evicts before its store. Each
+block that leaves for want of room, and is no copy, makes it one smaller (docs/measurements.md,
+"Recorded requests")."""
 PROTECTED_SHARE = 0.5
 """Share of the tier's blocks that may be protected or kept."""
 KEPT_SHARE = 0.25
