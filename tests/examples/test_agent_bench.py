@@ -71,6 +71,13 @@ def result_of(output: Path) -> dict[str, Any]:
 # From end to end
 
 
+@pytest.fixture
+def fake(fake: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    """A fake server answers at once, so the client computes all the time."""
+    fake.setattr(results, "MOST_CLIENT_BUSY", float("inf"))
+    return fake
+
+
 def test_every_contender_plays_the_same_requests(
     fake: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
