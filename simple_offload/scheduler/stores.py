@@ -70,15 +70,6 @@ class Stores:
         """Whether no store is planned or in flight."""
         return not self._planned.runs and not self._in_flight
 
-    @property
-    def newest(self) -> int:
-        """Id of the newest store in flight; -1 if there is none."""
-        return next(reversed(self._in_flight), -1)
-
-    def has_up_to(self, store_id: int) -> bool:
-        """Whether a store is in flight that is no newer than this one."""
-        return next(iter(self._in_flight), store_id + 1) <= store_id
-
     def has(self, key: BlockHashWithGroupId) -> bool:
         """Whether ``key`` is in the tier or on its way there."""
         return self._tier.has(key) or self._is_coming(key)

@@ -1,5 +1,6 @@
 """Promises of the store policy, checked while a world runs. Each check raises AssertionError."""
 
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Set
 from typing import Any
 
@@ -20,59 +21,45 @@ Keys = Collection[BlockHashWithGroupId]
 
 
 class Answers:
-    """A request is told to ask again (None) only until it gets an answer, once for each allocation,
-    and only while a store goes on that was in flight when it asked the second time; while it
-    waits for the second tier, within its time limit; or in favour of parked requests."""
+    """Before each allocation a request is told to ask again (None) a few times at most: until
+    stores have made its load safe; while it waits for the second tier, within its time limit; or
+    in favour of parked requests."""
 
-    def __init__(
-        self, scheduler: OffloadScheduler, stores_in_flight: Callable[[], set[int]]
-    ) -> None:
+    _MOST = 8
+
+    def __init__(self, scheduler: OffloadScheduler) -> None:
         self.num_delayed = 0
-        """Requests that were told to ask again."""
-        self._stores_in_flight = stores_in_flight
-        self._waits_for: dict[str, set[int] | None] = {}
-        """By request that was told to ask again: the stores that it may wait for, if it has asked
-        twice; none once it has got its answer."""
+        """Requests that stores have delayed."""
+        self._num_waits: Counter[str] = Counter()
         ask, allocated = scheduler.get_num_new_matched_tokens, scheduler.update_state_after_alloc
 
         def watch_answer(request: Any, *arguments: Any) -> Any:
-            request_id, in_flight = request.request_id, self._stores_in_flight()
+            request_id = request.request_id
             parked = scheduler._parked
             parked.remove(request_id)
             makes_way = parked.must_yield or not parked.has_room(request)
             answer = ask(request, *arguments)
-            if answer[0] is None and makes_way:
+            if answer[0] is not None or makes_way:
                 return answer
             second_tier = scheduler._second_tier
             fetch = second_tier._waits.get(request_id) if second_tier is not None else None
-            if answer[0] is None and second_tier is not None and fetch is not None:
+            if second_tier is not None and fetch is not None:
                 wait = second_tier.clock() - fetch.began
                 speed = second_tier.speeds.compute or 1.0
                 assert wait < request.num_tokens / speed, f"{request_id} waits for too long"
                 return answer
-            self._check(request_id, in_flight, must_ask_again=answer[0] is None)
+            self._num_waits[request_id] += 1
+            self.num_delayed += self._num_waits[request_id] == 1
+            assert self._num_waits[request_id] <= self._MOST, f"{request_id} has to ask for ever"
             return answer
 
         def watch_allocation(request: Any, *arguments: Any) -> None:
-            self._waits_for.pop(request.request_id, None)
+            del self._num_waits[request.request_id]
             allocated(request, *arguments)
 
         watched: Any = scheduler
         watched.get_num_new_matched_tokens = watch_answer
         watched.update_state_after_alloc = watch_allocation
-
-    def _check(self, request_id: str, in_flight: set[int], *, must_ask_again: bool) -> None:
-        known = self._waits_for
-        if not must_ask_again:
-            if request_id in known:
-                known[request_id] = set()
-        elif request_id not in known:
-            self.num_delayed += 1
-            known[request_id] = None
-        else:
-            stores = known[request_id]
-            known[request_id] = stores = in_flight if stores is None else stores & in_flight
-            assert stores, f"{request_id} must ask again, although no store is left to wait for"
 
 
 class TailsFirst:

@@ -146,9 +146,7 @@ class World:
         self._device_pool = self.scheduler.kv_cache_manager.block_pool
         if self.is_ours:
             scheduler = self.connector.scheduler
-            self.answers = promises.Answers(
-                scheduler, lambda: self.ids_in_flight() & self._stores.keys()
-            )
+            self.answers = promises.Answers(scheduler)
             integrity.watch_copies(scheduler, self._check_copies)
             self._tails = promises.TailsFirst(scheduler, self.host_pool)
             self.found = promises.FoundOnDevice(scheduler, self.host_pool)

@@ -113,9 +113,10 @@ class QueueWalk:
         """Why contents are lost that the device overwrites now, for the meter."""
         return "tier_full" if self._tier_is_full else "too_late"
 
-    def count_safe(self, limit: int) -> int:
-        """Number of blocks at the front of the queue, up to ``limit``, that may be evicted now."""
-        if self.num_safe >= limit or not self._contents.may_lack_free():
+    def count_safe(self, limit: int, num_taken: int) -> int:
+        """Number of blocks at the front of the queue, up to ``limit``, that may be evicted now.
+        ``num_taken``: blocks allocated since the last step."""
+        if self.num_safe - num_taken >= limit or not self._contents.may_lack_free():
             return limit
         blocks = list(block_pool.free_blocks_after(self._device_pool, None, limit))
         unsafe = {

@@ -63,19 +63,11 @@ def believe_every_known_token_computed(
 # Requests wait for stores
 
 
-@mutation(StorePolicy, "must_wait", DELAYED_LOADS)
-def let_a_request_wait_again(must_wait: Any, self: StorePolicy, request_id: str, num: int) -> Any:
-    """It is held back as long as stores go on."""
-    waiting = self._waiting.get(request_id)
-    if waiting is not None and waiting.is_over:
-        del self._waiting[request_id]
-    return must_wait(self, request_id, num)
-
-
 @mutation(StorePolicy, "is_waiting", DELAYED_LOADS)
-def let_a_request_wait_for_later_stores(is_waiting: Any, self: StorePolicy, request_id: str) -> Any:
+def let_a_request_wait_for_ever(is_waiting: Any, self: StorePolicy, request_id: str) -> Any:
+    """As long as the stores of others go on."""
     if (waiting := self._waiting.get(request_id)) is not None:
-        waiting.last_store = None
+        waiting.num_waits = min(1, waiting.num_waits)
     return is_waiting(self, request_id)
 
 
