@@ -110,30 +110,6 @@ def test_copies_stay_while_empty_blocks_are_there() -> None:
     assert contents(tier) == {*prefixes("abcdef"), *prefixes("pqrstuvw")}
 
 
-def test_more_copies_stay_where_the_device_evicts_blocks_before_their_store() -> None:
-    """4 more for a block, and one less with each block that leaves and is no copy. Never more than
-    the tier has."""
-    tier = make_tier(16)
-    store(tier, "pqrstuvwxy")
-    store(tier, "abcdef", on_device=True)
-    tier.on_dropped(1)
-    others = prefixes("pqrstuvwxy")[::-1]
-    assert leave(tier) == [
-        *others[:2],
-        "abcdef",
-        others[2],
-        "abcde",
-        others[3],
-        "abcd",
-        *others[4:],
-        "abc",
-        "ab",
-        "a",
-    ]
-    tier.on_dropped(100)
-    assert tier.room_for_copies == 16
-
-
 def test_the_copy_that_was_found_last_leaves_first() -> None:
     """The device evicts it last. The tail of a chain leaves before its head."""
     tier = make_tier(8)

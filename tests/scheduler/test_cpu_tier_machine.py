@@ -34,7 +34,6 @@ _NUM_BLOCKS = 7
 _MOST_BLOCKS = 12
 _CONSTANTS: dict[str, Any] = dict(
     COPIES_SHARE=0.3,
-    COPIES_PER_DROPPED=2,
     PROTECTED_SHARE=0.5,
     EVICTIONS_PER_RETURN=3,
     _MOST_LOOKED_AT=2,
@@ -104,7 +103,6 @@ class Tier(RuleBasedStateMachine):
         self.stores: list[_Store] = []
         self.hits: list[list[KVCacheBlock]] = []
         self.num_evicted = 0
-        self.max_copies = self.least_copies
         self.before = (contents(self.tier), self.tier.version)
 
     # Calls of a tier
@@ -238,12 +236,6 @@ class Tier(RuleBasedStateMachine):
         num_copies = sum(segment in _COPIES for segment in self.segment.values())
         assert self.tier.room_for_copies == max(self.num_known_empty, self.max_copies - num_copies)
 
-    @rule(count=st.integers(0, 3))
-    def drop_on_device(self, count: int) -> None:
-        """The device has evicted blocks before their store."""
-        self.tier.on_dropped(count)
-        self.max_copies = min(self.num_blocks, self.max_copies + 2 * count)
-
     @rule()
     def remove_all_copies(self) -> None:
         """The device's cache has been reset."""
@@ -305,7 +297,6 @@ class Tier(RuleBasedStateMachine):
     def grow(self, more: int) -> None:
         self.num_blocks += more
         self.tier.grow(self.num_blocks + 1)  # with the null block
-        self.max_copies = self.least_copies
 
     @precondition(lambda self: not self.num_empty)
     @rule()
@@ -323,7 +314,7 @@ class Tier(RuleBasedStateMachine):
         )
 
     @property
-    def least_copies(self) -> int:
+    def max_copies(self) -> int:
         return int(_CONSTANTS["COPIES_SHARE"] * self.num_blocks)
 
     @property
@@ -403,7 +394,6 @@ class Tier(RuleBasedStateMachine):
                 num_others += len(left)
             self.lose(left)
             lost += left
-        self.max_copies = max(self.least_copies, self.max_copies - num_others)
         self.num_evicted += num_others
         num_returned, self.num_evicted = divmod(self.num_evicted, 3)
         self.return_to_probation(num_returned)

@@ -60,7 +60,7 @@ def test_two_prompts_alternate_that_fit_only_together(drive: MakeDriver, lazy: b
         assert driver.num_stored - before <= 15 + 2
     on_device, together = map(sum, zip(*found[2:], strict=True))
     assert on_device <= 10 * 8
-    assert together >= 10 * 11.5
+    assert together >= 10 * 12
 
 
 @SMALL

@@ -139,7 +139,7 @@ class DeviceContents:
             self._tier.on_let_go(copies)
             if self._reuse.on_let_go(num_blocks):
                 self._follow(lacking, copies)
-            self._tier.on_dropped(self._count_dropped(list(lost.values()), reason))
+            self._count_dropped(list(lost.values()), reason)
         self._found.difference_update(block_ids if self._found else ())
         self.forget_leases(block_ids)
 
@@ -449,13 +449,12 @@ class DeviceContents:
                     of[part.block_id].pop(host_block, None)
         return last_ids
 
-    def _count_dropped(self, keys: Sequence[BlockHashWithGroupId], reason: str) -> int:
+    def _count_dropped(self, keys: Sequence[BlockHashWithGroupId], reason: str) -> None:
         """Count contents that the device has lost and the tier lacks, unless another block has
-        them or they are on their way. Returns their number."""
+        them or they are on their way."""
         if not keys:
-            return 0
+            return
         dropped = self._stores.absent(keys).difference(block_pool.cached(self._device_pool))
         admitted = list(filter(self._admission.admits, dropped))
         self._meter.add(metrics.SKIPPED, len(dropped) - len(admitted), "below_threshold")
         self._meter.add(metrics.DROPPED, len(admitted), reason)
-        return len(admitted)

@@ -343,11 +343,6 @@ class CpuTier:
         if self.has_copies:
             self._segments.on_let_go(block_ids)
 
-    def on_dropped(self, count: int) -> None:
-        """The device has evicted ``count`` blocks before they were stored. So more copies stay.
-        Each block that leaves, and is no copy, makes them fewer again."""
-        self._segments.on_dropped(count)
-
     def was_found(self, block_id: int) -> bool:
         """Whether a request has found the contents of a block, which may be about to lose them."""
         return self._segments.was_found(block_id)

@@ -16,13 +16,9 @@ from simple_offload.scheduler.tier.leases import Lease, Leases
 from simple_offload.scheduler.tier.let_go import LetGo
 
 COPIES_SHARE = 3 / 16
-"""Least share of the tier's blocks that may hold copies although others need room. Each copy that
-leaves costs a second store, when the device lets go of its block. Each that stays takes the room of
+"""Share of the tier's blocks that may hold copies although others need room. Each copy that leaves
+costs a second store, when the device lets go of its block. Each that stays takes the room of
 contents that nothing else has (Wong and Wilkes, "My cache or yours?", USENIX 2002)."""
-COPIES_PER_DROPPED = 4
-"""By how many blocks that share grows with each block that the device evicts before its store. Each
-block that leaves for want of room, and is no copy, makes it one smaller (docs/measurements.md,
-"Recorded requests")."""
 PROTECTED_SHARE = 0.5
 """Share of the tier's blocks that may be protected or kept."""
 KEPT_SHARE = 0.25
@@ -58,14 +54,13 @@ class Segments:
         empty, then probation     protected     kept     released     copies
 
     **Copies** hold what the device has too. Those beyond ``max_copies`` leave first, from the
-    front of their queue: the device will let go of their blocks last. Where it evicts blocks before
-    they are stored, more copies stay. The others hold contents that nothing else has, in the order
-    in which the device let go of them. They are a segmented LRU queue (Karedla, Love and Wherry:
-    "Caching strategies to improve disk system performance", IEEE Computer 27(3), 1994): contents
-    that a request has found are **protected** and leave after those on **probation**. So they stay
-    while many contents pass through that are used once. Beyond a limit, and with evictions, the
-    least recently used protected blocks return to probation, so what is never found again leaves in
-    the end.
+    front of their queue: the device will let go of their blocks last. The others hold contents that
+    nothing else has, in the order in which the device let go of them. They are a segmented LRU
+    queue (Karedla, Love and Wherry: "Caching strategies to improve disk system performance", IEEE
+    Computer 27(3), 1994): contents that a request has found are **protected** and leave after those
+    on **probation**. So they stay while many contents pass through that are used once. Beyond a
+    limit, and with evictions, the least recently used protected blocks return to probation, so what
+    is never found again leaves in the end.
 
     Two queues are for wishes. What a request wants protected for some time is **kept**, and leaves
     after protected blocks. Beyond a limit, and when its time is over, it becomes protected. What
@@ -114,8 +109,6 @@ class Segments:
         num_blocks = len(self._pool.blocks)
         self._of.extend(bytes(num_blocks - len(self._of)))
         self._let_go.grow(num_blocks)
-        self.max_copies = self._least_copies
-        """Copies that need not make room for others."""
 
     @property
     def max_contents(self) -> int:
@@ -123,7 +116,8 @@ class Segments:
         return len(self._pool.blocks) - 1 - self.num_others
 
     @property
-    def _least_copies(self) -> int:
+    def max_copies(self) -> int:
+        """Copies that need not make room for others."""
         return int(COPIES_SHARE * self.max_contents)
 
     @property
@@ -192,12 +186,6 @@ class Segments:
         blocks = self._pool.blocks
         new = [blocks[i] for i in block_ids.tolist() if not self.was_found(i)]
         return [key for key in block_pool.keys_of(new) if key is not None]
-
-    def on_dropped(self, count: int) -> None:
-        """The device has evicted ``count`` blocks before they were stored, maybe because their
-        copies had left."""
-        num_more = COPIES_PER_DROPPED * count
-        self.max_copies = min(self.max_contents, self.max_copies + num_more)
 
     def remove_all_copies(self) -> None:
         """The device has let go of the contents of all copies. They go on probation, unless they
@@ -332,7 +320,6 @@ class Segments:
             evict(self._protected, limit, keep)
             evict(self._kept, limit, keep)
             evict_copies(limit)
-        self.max_copies = max(self._least_copies, self.max_copies - len(keys[False]))
         count, self._num_evicted = divmod(
             self._num_evicted + len(keys[False]), EVICTIONS_PER_RETURN
         )
