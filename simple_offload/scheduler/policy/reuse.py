@@ -14,9 +14,9 @@ MAX_AGE = 8
 change, and no tier has much of a longer cycle."""
 MIN_HITS = 16
 """Fewer prove nothing: a request wants all contents of its prompt at once."""
-MARGIN = 1.5
+MARGIN = 1.2
 """Holding contents for long must bring so much more. If this decision is wrong, hits are lost where
-requests come back soon."""
+requests come back soon (docs/measurements.md, "Recorded requests")."""
 ADMITTED_SHARE = 1 / 16
 """Share of the requests whose new contents are stored in an overload. They displace what nothing
 wants any more. The choice is random, so that it differs from turn to turn."""
