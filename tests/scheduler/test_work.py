@@ -348,8 +348,8 @@ TABLE = (
 
 SIZES = {
     "tier": (1536, 2304, 3072),  # room for copies of all that the device has
-    "device": (256, 512, 1024),
-    "large device": (1024, 1536, 2048),
+    "device": (256, 384, 512),
+    "large device": (512, 768, 1024),
     "blocks": (16, 32, 64),
     "requests": (8, 16, 32),
     "context": (32, 64, 128),
@@ -363,9 +363,9 @@ def check(row: Row, grows: str) -> None:
 
     def measure(size: int) -> Work:
         if grows == "device":  # all that it has may be a copy in the tier
-            return row.operation(tier=8192, device=size)
-        if grows == "large device":  # some of it may not, so the walk goes on in each step
             return row.operation(tier=4096, device=size)
+        if grows == "large device":  # some of it may not, so the walk goes on in each step
+            return row.operation(tier=2048, device=size)
         if grows == "blocks":  # here too
             return row.operation(tier=2048, blocks=size)
         return row.operation(**{grows: size})
