@@ -1,6 +1,8 @@
 """Time in the hooks: of a step by running requests, of a request by its length and the tier."""
 
 import gc
+import os
+import time
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -12,8 +14,8 @@ from examples.bench.race import Race
 from examples.scheduler_bench.contenders import Contender, When
 from examples.scheduler_bench.engine import MAX_MODEL_LEN, Engine, Shape
 from examples.scheduler_bench.plan import BLOCK_SIZE, Mix, Plan
-from examples.scheduler_bench.results import Kind, Results, Row
-from examples.scheduler_bench.stopwatch import Cost
+from examples.scheduler_bench.results import POOL, Kind, Results, Row
+from examples.scheduler_bench.stopwatch import Cost, Hook
 
 _CYCLE = 3
 """Prompts of the serving mix for each running request: before a prompt comes again, the device has
@@ -60,6 +62,15 @@ def run_costs(race: Race[Contender], results: Results, begin: Callable[[str], No
         measure(
             f"one prompt of {length} tokens", length, make_prompt, {When.AT_ONCE, When.WITH_ROOM}
         )
+        pool = _Pool(length, cost.repeats)
+        with quiet_heap():
+            by_kind = min(
+                (pool.measure() for _ in range(cost.repeats)),
+                key=lambda each: sum(one.seconds for one in each.values()),
+            )
+        for row in results.rows:
+            if row.size == length and row.kind in by_kind:
+                row.cells[POOL] = by_kind[row.kind]
     for blocks in cost.tiers:
         make_prompt = partial(
             _Prompts, plan=results.plan, length=cost.tier_tokens, full_tier=blocks
@@ -208,6 +219,48 @@ class _Prompts:
         wanted = (self._length - 1) // BLOCK_SIZE * BLOCK_SIZE
         self.num_missed += wanted - self.engine.hits[f"{index} again"].host
         return dict(zip(self._kinds, (stored, loaded), strict=True))
+
+
+class _Pool:
+    """A prompt as in ``_Prompts``, by the methods of vLLM's pool alone that look up, hold, fill and
+    free its blocks: no hook, copy or order of its own."""
+
+    def __init__(self, length: int, repeats: int) -> None:
+        from vllm.v1.core.block_pool import BlockPool
+
+        self._num_blocks = length // BLOCK_SIZE
+        room = (repeats + 1) * self._num_blocks + 1  # so that none is evicted
+        self._device, self._host = (
+            BlockPool(room, enable_caching=True, hash_block_size=BLOCK_SIZE) for _ in range(2)
+        )
+        self.measure()
+
+    def measure(self) -> dict[Kind, Cost]:
+        """Of one prompt, stored and loaded."""
+        from vllm.v1.core.kv_cache_utils import BlockHash, make_block_hash_with_group_id
+
+        device, host, num_blocks = self._device, self._host, self._num_blocks
+        hashes = [BlockHash(os.urandom(32)) for _ in range(num_blocks)]
+        keys = [make_block_hash_with_group_id(each, 0) for each in hashes]
+        sources = device.get_new_blocks(num_blocks)
+        start = time.thread_time()
+        absent = [each for each in hashes if host.get_cached_block(each, [0]) is None]
+        device.touch(sources)
+        blocks = host.get_new_blocks(len(absent))
+        for block, key in zip(blocks, keys, strict=True):
+            host._insert_block_hash(key, block, num_tokens=BLOCK_SIZE)
+        host.free_blocks(reversed(blocks))
+        device.free_blocks(reversed(sources))
+        stored = time.thread_time()
+        found = [block for each in hashes for block in host.get_cached_block(each, [0]) or ()]
+        host.touch(found)
+        host.free_blocks(reversed(found))
+        loaded = time.thread_time()
+        device.free_blocks(reversed(sources))
+        return {
+            Kind.STORED: Cost({Hook.OTHER: stored - start}),
+            Kind.LOADED: Cost({Hook.OTHER: loaded - stored}),
+        }
 
 
 def fill_tier(engine: Engine, num_blocks: int, random: Random) -> None:

@@ -22,11 +22,8 @@ from examples.bench.child import Report, child_command, engine_environment, list
 from examples.bench.race import Race
 from examples.scheduler_bench.contenders import CONTENDERS, Contender, When
 from examples.scheduler_bench.plan import BLOCK_SIZE, FootprintPlan
-from examples.scheduler_bench.results import Footprint, Results
+from examples.scheduler_bench.results import POOL, Footprint, Results
 
-POOL = "vLLM's BlockPool"
-"""Heads the line of vLLM's pool alone with as many blocks: no connector of which the pool is a part
-takes less memory."""
 BYTES_EXPECTED = 400
 """Of a host block in Python objects, at most, where one holds KV."""
 BYTES_OF_A_PROCESS = 2 << 30

@@ -19,10 +19,19 @@ from examples.scheduler_bench import __main__ as command
 from examples.scheduler_bench.contenders import CONTENDERS, Contender, OurSide
 from examples.scheduler_bench.costs import Serving
 from examples.scheduler_bench.engine import Engine, Hit, Shape
-from examples.scheduler_bench.footprint import POOL, measure_footprint
+from examples.scheduler_bench.footprint import measure_footprint
 from examples.scheduler_bench.plan import BLOCK_SIZE, QUICK, FootprintPlan, Mix, Order, Part, Plan
 from examples.scheduler_bench.report import cost_table, footprint_table, hit_table, hook_table
-from examples.scheduler_bench.results import Footprint, HitCount, HitRow, Kind, Results, Row, goals
+from examples.scheduler_bench.results import (
+    POOL,
+    Footprint,
+    HitCount,
+    HitRow,
+    Kind,
+    Results,
+    Row,
+    goals,
+)
 from examples.scheduler_bench.stopwatch import Cost, Hook
 from examples.scheduler_bench.turns import Workload, run_turns
 
@@ -77,6 +86,8 @@ def test_a_tiny_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     ]
     for row in numbers["rows"]:
         # Where a tier is full, ours stores no prompt that stays on the device.
+        assert (POOL in row["contenders"]) == (row["kind"] in ("stored", "loaded"))
+        assert row["contenders"].pop(POOL, {"seconds": 1})["seconds"] > 0
         assert set(row["contenders"]) == set(ALL[row["kind"].endswith("full") :])
         for cost in row["contenders"].values():
             assert cost["slowest_step"] > 0
@@ -138,7 +149,8 @@ def test_one_that_fails_or_is_refused_is_out_and_the_others_go_on(
     printed = capsys.readouterr().out
     assert "Left out: odd: kv_connector_extra_config: copy_path" in printed
     assert "broken failed: one prompt of 64 tokens: RuntimeError: lost count" in printed
-    assert {name for row in numbers_of(tmp_path)["rows"] for name in row["contenders"]} == {"ours"}
+    names = {name for row in numbers_of(tmp_path)["rows"] for name in row["contenders"]}
+    assert names == {"ours", POOL}
 
 
 def test_too_little_memory_is_refused_beforehand(
