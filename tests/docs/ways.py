@@ -83,6 +83,7 @@ WAYS: Mapping[str, Way] = {
     "make soak": Named("make soak STEPS=100000 SEED=0"),
     "make soak STEPS=100000 SEED=0": Run(r"no\s+violation"),
     "make soak STEPS=300000 SEED=60000": Run(r"no\s+violation"),
+    "make soak STEPS=100000 SEED=2800000": Run(r"no\s+violation"),
     "make simulate-builtin": Run(r"(?s)\A(?!.*stopped).*as drawn +\S simple_offload \S 0 of 200 "),
     "make accuracy": Run(_SAME_ANSWERS, output="--output"),
     "make accuracy ARGS=--samples 32": Run(_SAME_ANSWERS, output="--output"),

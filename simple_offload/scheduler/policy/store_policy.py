@@ -220,6 +220,7 @@ class StorePolicy:
         return min(num_blocks + self._limits.per_step, num_free) if num_blocks <= num_free else 0
 
     def _waits_on(self, waiting: _Waiting, num_safe: int) -> bool:
+        """Whether a request has to ask again, with ``num_safe`` safe blocks. If so, counts it."""
         if waiting.num_waits == MAX_WAITS or num_safe >= self._num_wanted(waiting.num_blocks):
             return False
         waiting.num_waits += 1
