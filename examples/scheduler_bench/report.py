@@ -17,6 +17,7 @@ from examples.bench.tables import (
 from examples.scheduler_bench.plan import Order
 from examples.scheduler_bench.results import (
     GOAL,
+    POOL,
     HitRow,
     Kind,
     Results,
@@ -41,6 +42,7 @@ _COLORS = {
     "offloading": "tab:olive",
     "offloading-arc": "tab:brown",
     "none": "tab:gray",
+    POOL: "silver",
 }
 _TITLES = {
     Kind.DECODE: "a step, by requests that decode",
@@ -66,7 +68,8 @@ def cost_table(results: Results) -> Table:
     table = make_table(
         *("", "size", *headings),
         caption="Milliseconds in the connector's hooks: decode, serving and conversations, of a\n"
-        "step; else of one prompt. x: over its rival's; slowest: of the slowest step alone.",
+        "step; else of one prompt. x: over its rival's; slowest: of the slowest step alone.\n"
+        "vLLM's BlockPool: the pool's own methods for the same blocks.",
     )
     for kind in Kind:
         for row in (row for row in results.rows if row.kind is kind):
@@ -91,6 +94,8 @@ def hook_table(results: Results) -> Table:
     )
     for kind, row in largest_rows(results).items():
         for name, cost in row.cells.items():
+            if name == POOL:
+                continue  # it has no hooks
             cells = (_milliseconds(cost.by_hook.get(hook, 0.0)) for hook in HOOKS)
             table.add_row(kind.value, name, *cells)
         table.add_section()

@@ -16,8 +16,8 @@ GOAL = 1 / 3
 """Largest share of the rival's time in the hooks, at the large end."""
 
 POOL = "vLLM's BlockPool"
-"""Heads the line of vLLM's pool alone with as many blocks, and the column of its own methods for
-the same blocks: no connector of which the pool is a part takes less memory."""
+"""Names vLLM's pool alone: a line of the memory table, a column of the cost table. Connectors that
+keep their blocks in it take no less memory."""
 
 
 class Kind(Enum):

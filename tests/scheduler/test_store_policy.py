@@ -471,6 +471,7 @@ def test_a_load_that_needs_more_than_is_safe_waits_until_its_victims_are_stored(
     driver = drive(**BIG, async_scheduling=async_scheduling)
     start_a_big_load(driver)
     driver.step(3)
+    assert driver.world.answers.num_delayed == 1
     assert driver.pending(STORE)
     assert not driver.pending(LOAD)
     driver.run()
@@ -494,6 +495,20 @@ def test_a_load_waits_once_the_device_has_room_for_it(
     driver.run()
     assert driver.world.num_blocks_loaded == 25
     assert num_lost(driver, *range(1, 21), 90) == counted(driver, metrics.DROPPED) == 0
+
+
+def test_two_loads_in_a_step_do_not_count_on_the_same_safe_blocks(drive: MakeDriver) -> None:
+    driver = drive(**BIG | {"max_num_seqs": 2})
+    families = (70, 71)
+    for family in families:
+        driver.serve(f"before {family}", prompt(33, family))
+    driver.fill(20, first=1)
+    for family in families:
+        driver.start(f"again {family}", prompt(33, family))
+    driver.run()
+    assert driver.world.num_blocks_loaded == 2 * 8
+    assert driver.world.answers.num_delayed == 1
+    assert num_lost(driver, *range(1, 21)) == counted(driver, metrics.DROPPED) == 0
 
 
 @pytest.mark.parametrize("why", ["stores fail", "the tier is pinned", "nothing is stored"])

@@ -35,8 +35,8 @@ if TYPE_CHECKING:
 
 MAX_WAITS = 8
 """How often a request is told to ask again before it gets its blocks. Meanwhile requests behind it
-pass it, and may take what is safe. One store takes three. Without a limit, recorded agents on slow
-engines asked up to 13 times, and 95% of them up to five times."""
+pass it, and may take what is safe. A store takes three steps (``StepLimits.num_steps``), and a load
+may need several stores."""
 
 
 class BoundaryState(NamedTuple):
