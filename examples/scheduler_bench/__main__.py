@@ -193,6 +193,12 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_number(
         "--step-ms", "engine step of a replay (default: 50)", most=60_000, metavar="MS"
     )
+    parser.add_number(
+        "--tokens-per-second",
+        "tokens that the engine of a replay computes in a second, beside the time of its steps "
+        "(default: a step takes the same time whatever it computes)",
+    )
+    parser.add_number("--max-pause", "longest pause of a replay, s (default: 300)", least=0)
     parser.add_number("--max-num-seqs", "running requests of a replay (default: 16)", most=256)
     parser.add_number("--seeds", "orders of a replay's sessions (default: 1)", most=100)
     parser.add_number("--repeats", "of each time (default: 5; quick: 2)", most=100)
@@ -235,6 +241,8 @@ def _plan(arguments: argparse.Namespace) -> Plan:
         "requests": arguments.requests,
         "warm_up": None if arguments.warm_up is None else arguments.warm_up / 100,
         "step_seconds": None if arguments.step_ms is None else arguments.step_ms / 1000,
+        "tokens_per_second": arguments.tokens_per_second,
+        "max_pause": arguments.max_pause,
         "running": arguments.max_num_seqs,
         "seeds": arguments.seeds,
     }

@@ -69,44 +69,50 @@ class Shape:
     delay: int = 2
     """Steps until the end of a transfer is reported, at least."""
     bus_blocks: float = inf
-    """Blocks that are copied in a step, in each direction."""
+    """Blocks that are copied in a second, in each direction."""
     chunk_tokens: int = CHUNK_TOKENS
     """Tokens that a step computes, at most."""
+    step_seconds: float = 1.0
+    """Time of a step that computes nothing."""
+    tokens_per_second: float = inf
+    """Speed of computing: each token adds to the time of its step."""
 
 
 class Bus:
     """Times of copies: those of one direction follow each other."""
 
-    def __init__(self, delay: int, blocks_per_step: float) -> None:
+    def __init__(self, delay: int, blocks_per_second: float) -> None:
         self._delay = delay
-        self._blocks_per_step = blocks_per_step
+        self._blocks_per_second = blocks_per_second
         self._free_at = {True: 0.0, False: 0.0}
-        """By direction, the step in which the last copy ends."""
-        self._in_flight: dict[tuple[bool, int], tuple[float, Transfer]] = {}
-        """By direction and id, the step of the report."""
+        """By direction, the time at which the last copy ends."""
+        self._in_flight: dict[tuple[bool, int], tuple[int, float, Transfer]] = {}
+        """By direction and id, the step and the time before which no end is reported."""
 
     @property
     def idle(self) -> bool:
         """Whether no transfer is in flight."""
         return not self._in_flight
 
-    def submit(self, transfers: Sequence[Transfer], step: int) -> None:
-        """Transfers start with this step, or behind others."""
+    def submit(self, transfers: Sequence[Transfer], step: int, now: float) -> None:
+        """Transfers start with this step at this time, in seconds, or behind others."""
         for transfer in transfers:
             key = (transfer.is_load, transfer.id)
             if transfer.is_urgent:
                 if key in self._in_flight:
-                    self._in_flight[key] = (step, self._in_flight[key][1])
+                    self._in_flight[key] = (step, now, self._in_flight[key][2])
                 continue
-            start = max(self._free_at[transfer.is_load], float(step))
-            end = start + transfer.num_blocks / self._blocks_per_step
+            start = max(self._free_at[transfer.is_load], now)
+            end = start + transfer.num_blocks / self._blocks_per_second
             self._free_at[transfer.is_load] = end
-            self._in_flight[key] = (max(end, step + self._delay), transfer)
+            self._in_flight[key] = (step + self._delay, end, transfer)
 
-    def drain_ended(self, step: int) -> list[Transfer]:
-        """The transfers whose end is reported with this step."""
-        ended = [key for key, (end, _) in self._in_flight.items() if end <= step]
-        return [self._in_flight.pop(key)[1] for key in ended]
+    def drain_ended(self, step: int, now: float) -> list[Transfer]:
+        """The transfers whose end is reported with the step that starts now."""
+        ended = [
+            key for key, (first, end, _) in self._in_flight.items() if first <= step and end <= now
+        ]
+        return [self._in_flight.pop(key)[2] for key in ended]
 
 
 class Engine:
@@ -141,6 +147,8 @@ class Engine:
         self.on_hit: Callable[[Request, Hit], None] = lambda _, __: None
         """Is called when a request gets its blocks for the first time."""
         self.num_steps = 0
+        self.now = 0.0
+        """Seconds of the shape's clock. Whoever has nothing to ask for may set it forward."""
         self.num_loaded = 0
         self.num_stored = 0
         """In blocks, since the start."""
@@ -189,13 +197,15 @@ class Engine:
         transfers = self.side.submitted(scheduled.kv_connector_metadata)
         self.num_loaded += sum(each.num_blocks for each in transfers if each.is_load)
         self.num_stored += sum(each.num_blocks for each in transfers if not each.is_load)
-        self._bus.submit(transfers, self.num_steps)
+        self._bus.submit(transfers, self.num_steps, self.now)
         output = self._output(scheduled)
         for client_outputs in self.scheduler.update_from_output(scheduled, output).values():
             for each in client_outputs.outputs:
                 if each.finish_reason is not None:
                     del self._answers[each.request_id]
         self.stopwatch.end_step()
+        num_tokens = scheduled.total_num_scheduled_tokens
+        self.now += self.shape.step_seconds + num_tokens / self.shape.tokens_per_second
 
     def drain(self) -> None:
         """Step until no request, no transfer and no deferred store is left."""
@@ -228,7 +238,7 @@ class Engine:
             req_ids=request_ids,
             req_id_to_index={request_id: index for index, request_id in enumerate(request_ids)},
             sampled_token_ids=[self._sample(request_id) for request_id in request_ids],
-            kv_connector_output=self.side.report(self._bus.drain_ended(self.num_steps)),
+            kv_connector_output=self.side.report(self._bus.drain_ended(self.num_steps, self.now)),
         )
 
     def _sample(self, request_id: str) -> list[int]:

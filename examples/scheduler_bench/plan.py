@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, field
 from enum import Enum
+from math import inf
 from pathlib import Path
 
 BLOCK_SIZE = 16
@@ -116,6 +117,8 @@ class TracePlan:
     """Tokens for which one token is played."""
     step_seconds: float = 0.05
     """Time of an engine step, whatever it computes: at most ``CHUNK_TOKENS`` tokens."""
+    tokens_per_second: float = inf
+    """Each token that a step computes adds to this time."""
     bus_tokens: int = 500_000
     """Tokens that are copied in a second, in each direction: 8B, 64 GB/s."""
     running: int = 16

@@ -38,8 +38,10 @@ def replay(
         device_blocks=device_blocks + 1,
         host_blocks=host_blocks + 1,
         max_running=plan.running,
-        bus_blocks=plan.bus_tokens * plan.step_seconds / block_tokens,
+        bus_blocks=plan.bus_tokens / block_tokens,
         chunk_tokens=CHUNK_TOKENS // plan.scale,
+        step_seconds=plan.step_seconds,
+        tokens_per_second=plan.tokens_per_second / plan.scale,
     )
     engine = Engine(contender, shape)
     try:
@@ -70,7 +72,6 @@ class _Player:
         self._plan = plan
         self._tokens_per_id = trace.block_tokens // plan.scale
         self._longest = plan.max_prompt // trace.block_tokens
-        self._now = 0.0
         self._order = count()
         self._due: list[tuple[float, int, _Due]] = []
         self._waiting: list[Sequence[Turn]] = []
@@ -87,12 +88,12 @@ class _Player:
         """Until the plan's number of requests, or the trace's, has ended."""
         running: dict[str, _Due] = {}
         num_added = 0
-        engine, step_seconds = self._engine, self._plan.step_seconds
+        engine = self._engine
         while running or (self._due and num_added < self._plan.requests):
             may_add = num_added < self._plan.requests
             if engine.at_rest and not running and may_add:
-                self._now = max(self._now, self._due[0][0])
-            while self._due and may_add and self._due[0][0] <= self._now:
+                engine.now = max(engine.now, self._due[0][0])
+            while self._due and may_add and self._due[0][0] <= engine.now:
                 due = heapq.heappop(self._due)[2]
                 request_id = f"{num_added}"
                 self._add(request_id, due.turn)
@@ -100,7 +101,6 @@ class _Player:
                 num_added += 1
                 may_add = num_added < self._plan.requests
             engine.step()
-            self._now += step_seconds
             for request_id in [each for each in running if not engine.is_running(each)]:
                 self._go_on(running.pop(request_id))
         engine.drain()
@@ -122,9 +122,9 @@ class _Player:
         following = _Due(ended.session, ended.index + 1)
         if following.index < len(ended.session) and self._fits(following.turn):
             pause = min(following.turn.pause, self._plan.max_pause)
-            self._add_due(self._now + pause, following)
+            self._add_due(self._engine.now + pause, following)
         else:
-            self._start_session(self._now)
+            self._start_session(self._engine.now)
 
     def _start_session(self, at: float) -> None:
         while self._waiting:
@@ -157,8 +157,10 @@ class _Watch:
         self._hits: list[Hit] = []
         self._num_shared: list[int] = []
         """Samples of the number of blocks that device and tier both have."""
-        self._start = (0, 0, 0)
-        """Steps, blocks stored and loaded, at the end of the warm-up."""
+        self._start = (0, 0, 0, 0.0)
+        """Steps, blocks stored and loaded, and the time, at the end of the warm-up."""
+        self._end = 0.0
+        """The time at which a request got its blocks last."""
         self._next_sample = 0
         pool: Any = engine.scheduler.kv_cache_manager.block_pool
         self._device_pool = pool
@@ -182,6 +184,8 @@ class _Watch:
             shared=sum(self._num_shared) / max(1, len(self._num_shared)) / host_blocks,
             hook_seconds=cost.seconds,
             steps=engine.num_steps - self._start[0],
+            requests=len(hits),
+            seconds=self._end - self._start[3],
             lru_host=lru_hits(accesses, host_blocks, first) * BLOCK_SIZE,
             lru_both=lru_hits(accesses, device_blocks + host_blocks, first) * BLOCK_SIZE,
             optimal=optimal_hits(accesses, device_blocks + host_blocks, first) * BLOCK_SIZE,
@@ -191,7 +195,8 @@ class _Watch:
         engine = self._engine
         if len(self._hits) == self._num_warm_up:
             engine.stopwatch.drain()
-            self._start = (engine.num_steps, engine.num_stored, engine.num_loaded)
+            self._start = (engine.num_steps, engine.num_stored, engine.num_loaded, engine.now)
+        self._end = engine.now
         counts = len(self._hits) >= self._num_warm_up
         self._hits.append(hit)
         # Its last token is its own.

@@ -144,13 +144,13 @@ def trace_table(results: Results) -> Table:
     """A line for each contender of each trace and memory, in percent of the prompts' tokens."""
     table = make_table(
         *("contender", "device", "host", "found", "lost on\ndevice", "lost in\nhost"),
-        *("LRU\nof H", "LRU of\nD + H", "best of\nD + H", "stored", "loaded", "copies", "hooks, s"),
+        *("LRU\nof H", "LRU of\nD + H", "best of\nD + H", "stored", "loaded", "copies", "requests\n/s", "hooks, s"),
         caption="Prompt tokens in percent. Found: on the device or in the host tier. Lost:\n"
         "computed before, and evicted by the device when the tier did not have them, or by the\n"
         "tier. "
         "LRU, best: a cache of the tier's size (H), or the device's too (D), that gets the same\n"
         "requests, and one that knows the future. Stored, loaded: thousands of blocks.\n"
-        "Copies: blocks of the tier that the device has too.",
+        "Copies: blocks of the tier that the device has too. Requests: by the replay's clock.",
     )
     for row in results.trace_rows:
         table.add_row(trace_row_name(row), style="bold")
@@ -164,6 +164,7 @@ def trace_table(results: Results) -> Table:
                 *(f"{100 * count.share(each):.1f}" for each in tokens),
                 *(f"{blocks / 1000:.0f}" for blocks in (count.stored, count.loaded)),
                 f"{count.shared:.0%}",
+                f"{count.requests / count.seconds:.3g}" if count.seconds else MISSING,
                 f"{count.hook_seconds:.1f}",
             )
         table.add_section()

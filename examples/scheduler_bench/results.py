@@ -123,6 +123,9 @@ class TraceCount:
     hook_seconds: float
     """Processor time in the connector's hooks."""
     steps: int
+    requests: int
+    seconds: float
+    """Of the replay's clock, while these requests got their blocks."""
     lru_host: int
     """Tokens that the same requests find in an LRU cache of the tier's size."""
     lru_both: int
