@@ -122,7 +122,10 @@ class OffloadScheduler:
     def on_new_request(self, request: "Request") -> None:
         """vLLM has put a request into its queue."""
         self._wishes.of(request)  # a warning comes at once
-        if self._second_tier is not None and not self.switched_off:
+        if self.switched_off:
+            return
+        self._policy.on_new_request(request)
+        if self._second_tier is not None:
             self._second_tier.on_new_request(request)
 
     def get_num_new_matched_tokens(

@@ -26,7 +26,7 @@ from tests.scheduler.tiers import (
     prefixes,
     queues,
     segments_of,
-    wished,
+    special,
 )
 from tests.simulation.integrity import check_tier, pool_of, set_clock
 
@@ -39,15 +39,18 @@ _CONSTANTS: dict[str, Any] = dict(
     _MOST_LOOKED_AT=2,
 )
 _PROBATION, _PROTECTED, _COPY, _FOUND_COPY, _KEPT, _RELEASED, _KEPT_COPY, _RELEASED_COPY = range(8)
+_EXPECTED, _EXPECTED_COPY = 8, 9
 _AS_COPY = {
     _PROBATION: _COPY,
     _PROTECTED: _FOUND_COPY,
     _KEPT: _KEPT_COPY,
     _RELEASED: _RELEASED_COPY,
+    _EXPECTED: _EXPECTED_COPY,
 }
 _AS_OTHER = {copy: other for other, copy in _AS_COPY.items()}
 _COPIES = {*_AS_OTHER}
-_QUEUES = {_PROBATION: 0, _PROTECTED: 1, _KEPT: 3, _RELEASED: 4} | dict.fromkeys(_COPIES, 2)
+_QUEUES = {_PROBATION: 0, _PROTECTED: 1, _KEPT: 3, _RELEASED: 4, _EXPECTED: 5}
+_QUEUES |= dict.fromkeys(_COPIES, 2)
 """By segment, the place of its queue."""
 _INDICES = st.integers(0, 99)
 chains = st.sampled_from(["aaaaa", "aaabb", "abbbb", "abba", "aab", "bbb", "bb", "ba", "a"])
@@ -56,7 +59,8 @@ starts = st.sampled_from([0, 0, 1, 2, 3])
 
 def if_found(segment: int) -> int:
     """Where a block belongs that is no copy, when a request has found it."""
-    return _KEPT if segment in (_KEPT, _KEPT_COPY) else _PROTECTED
+    segment = _AS_OTHER.get(segment, segment)
+    return segment if segment in (_KEPT, _EXPECTED) else _PROTECTED
 
 
 class _Store(NamedTuple):
@@ -85,9 +89,11 @@ class Tier(RuleBasedStateMachine):
         """The blocks that can be found."""
         self.segment: dict[str, int] = {}
         """Of these blocks, pinned or free."""
-        self.queues: list[list[str]] = [[], [], [], [], []]
-        """The free ones on probation, protected, copies, kept and released, the next to leave
-        first."""
+        self.queues: list[list[str]] = [[], [], [], [], [], []]
+        """The free ones on probation, protected, copies, kept, released and expected, the next to
+        leave first."""
+        self.expected: list[list[str]] = []
+        """What requests in vLLM's queue want."""
         self.leases: dict[str, leases.Lease] = {}
         """Of those that are kept."""
         self.ends: list[tuple[float, list[int]]] = []
@@ -150,6 +156,7 @@ class Tier(RuleBasedStateMachine):
         new = {n: b for n, b in zip(stored, filled, strict=True) if n not in self.kept}
         self.kept.update(new)
         self.move([*reversed(new)], _COPY if on_device else _PROBATION)
+        self.become_expected([name for name in new if name in sum(self.expected, [])])
 
     @rule(chain=chains, num_on_device=starts)
     def find(self, chain: str, num_on_device: int) -> None:
@@ -245,7 +252,28 @@ class Tier(RuleBasedStateMachine):
         copies = [name for name, segment in self.segment.items() if segment in _COPIES]
         pinned = [name for name in copies if name not in self.queues[2]]
         for name in [*self.queues[2], *pinned]:
-            self.move([name], _KEPT if self.segment[name] == _KEPT_COPY else _PROBATION)
+            other = _AS_OTHER[self.segment[name]]
+            self.move([name], other if other in (_KEPT, _EXPECTED) else _PROBATION)
+        self.enforce_limit()
+
+    @rule(chain=chains)
+    def expect(self, chain: str) -> None:
+        """A request in vLLM's queue wants a chain, which the tier need not have."""
+        self.tier.expect([key(name) for name in prefixes(chain)])
+        self.expected.append(prefixes(chain))
+        self.become_expected(self.present(prefixes(chain)))
+
+    @precondition(lambda self: self.expected)
+    @rule(index=_INDICES)
+    def stop_expecting(self, index: int) -> None:
+        names = self.expected.pop(index % len(self.expected))
+        self.tier.stop_expecting([key(name) for name in names])
+        over = [name for name in self.present(names) if name not in sum(self.expected, [])]
+        for name in reversed(over):
+            if self.segment[name] == _EXPECTED_COPY:
+                self.segment[name] = _FOUND_COPY
+            elif self.segment[name] == _EXPECTED:
+                self.move([name], _PROTECTED)
         self.enforce_limit()
 
     @rule(
@@ -264,6 +292,7 @@ class Tier(RuleBasedStateMachine):
                 name
                 for name in names
                 if not self.references[self.kept[name].block_id]
+                and self.segment[name] not in (_EXPECTED, _EXPECTED_COPY)
                 and self.leases.get(name, lease).session_id == session_id
             ]
             for name in names:
@@ -342,6 +371,14 @@ class Tier(RuleBasedStateMachine):
         queue = self.queues[_QUEUES[segment]]
         place = 0 if first else len(queue)
         queue[place:place] = [n for n in moved if not self.references[self.kept[n].block_id]]
+
+    def become_expected(self, names: Sequence[str]) -> None:
+        """Those that are not kept."""
+        for name in reversed(names):
+            if self.segment[name] in _COPIES - {_KEPT_COPY, _EXPECTED_COPY}:
+                self.segment[name] = _EXPECTED_COPY
+            elif self.segment[name] in (_PROBATION, _PROTECTED, _RELEASED):
+                self.move([name], _EXPECTED)
 
     def become_found_copies(self, names: Sequence[str]) -> None:
         segments = {name: _AS_COPY[if_found(self.segment[name])] for name in names}
@@ -437,15 +474,16 @@ class Tier(RuleBasedStateMachine):
 
     @invariant()
     def check_queues(self) -> None:
-        probation, protected, copies, *of_wishes = self.queues
+        probation, protected, copies, *others = self.queues
         assert queues(self.tier) == [[""] * self.num_empty + probation, protected, copies]
-        assert wished(self.tier) == of_wishes
+        assert special(self.tier) == others
         kept_ids = {self.kept[name].block_id: lease for name, lease in self.leases.items()}
         ids = range(1, self.num_blocks + 1)
         assert {i: lease for i in ids if (lease := self.tier.lease_of(i))} == kept_ids
         assert segments_of(self.tier) == self.segment
         for name, kept in self.kept.items():
-            was_found = self.segment[name] in {_PROTECTED, _FOUND_COPY, _KEPT, _KEPT_COPY}
+            segment = _AS_OTHER.get(self.segment[name], self.segment[name])
+            was_found = segment in {_PROTECTED, _KEPT, _EXPECTED}
             assert self.tier.was_found(kept.block_id) == was_found
             unfound = self.tier.unfound(np.array([kept.block_id]))
             assert unfound == ([] if was_found else [key(name)])
@@ -468,7 +506,10 @@ class Tier(RuleBasedStateMachine):
         """Without references, all blocks are free. Without contents, no bookkeeping is left."""
         for each in (*self.hits, *(store.blocks for store in self.stores)):
             self.tier.unpin(each)
+        while self.expected:
+            self.stop_expecting(0)
         check_tier(self.tier)
+        assert self.tier.num_expected == 0
         assert self.tier.num_free == self.num_blocks
         assert len(self.tier.allocate(self.num_blocks)) == self.num_blocks
         check_tier(self.tier)

@@ -30,7 +30,7 @@ from tests.simulation.shape import Shape
 from tests.simulation.vllm_config import make_kv_cache_config, make_vllm_config
 
 BLOCK_SIZE = 4
-_NUMBERS = [0, 1, 4, 5, 2, 3, 6, 7]
+_NUMBERS = [0, 1, 4, 5, 8, 2, 3, 6, 7, 9]
 """By segment, the number that tests give it."""
 _NAMES: dict[BlockHashWithGroupId, str] = {}
 
@@ -142,13 +142,13 @@ def contents(tier: CpuTier, group: int = 0) -> set[str]:
 
 def queues(tier: CpuTier) -> list[list[str]]:
     """Names of the free blocks, the next to leave first: empty ones and those on probation, the
-    protected ones, and copies. Without those kept or released (``wished``)."""
-    probation, protected, _, _, copies = tier._segments._queues
+    protected ones, and copies. Without the others (``special``)."""
+    probation, protected, _, _, _, copies = tier._segments._queues
     return [names(queue.get_all_free_blocks()) for queue in (probation, protected, copies)]
 
 
-def wished(tier: CpuTier) -> list[list[str]]:
-    """Likewise, of those that are kept, and of those released."""
+def special(tier: CpuTier) -> list[list[str]]:
+    """Likewise, of those that are kept, of those released, and of those expected."""
     _, _, *queues, _ = tier._segments._queues
     return [names(queue.get_all_free_blocks()) for queue in queues]
 
@@ -166,8 +166,9 @@ def check_links(tier: CpuTier) -> None:
 
 def segments_of(tier: CpuTier, group: int = 0) -> dict[str, int]:
     """By name, the segment of each block, free or pinned: 0 probation, 1 protected, 2 copies that
-    no request has found, 3 those that one has found; kept 4, released 5; copies of those 6, 7."""
-    of = tier._segments._of.translate(bytes.maketrans(bytes(range(8)), bytes(_NUMBERS)))
+    no request has found, 3 those that one has found; kept 4, released 5; copies of those 6, 7;
+    expected 8, and copies of those 9."""
+    of = tier._segments._of.translate(bytes.maketrans(bytes(range(10)), bytes(_NUMBERS)))
     return {name: of[block(tier, name, group).block_id] for name in contents(tier, group)}
 
 
@@ -186,7 +187,7 @@ def protected(tier: CpuTier) -> set[str]:
 def copies(tier: CpuTier) -> set[str]:
     """Names of the copies, when all have moved that have to."""
     settle(tier)
-    return {name for name, segment in segments_of(tier).items() if segment >= 2}
+    return {name for name, segment in segments_of(tier).items() if segment in {2, 3, 6, 7, 9}}
 
 
 def leave(tier: CpuTier) -> list[str]:

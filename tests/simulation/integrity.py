@@ -71,9 +71,10 @@ def check_at_rest(scheduler: OffloadScheduler) -> None:
     policy, loads = scheduler._policy, scheduler._loads
     maps = {"_progress", "_ended", "_waiting", "_behind", "_hits", "_unlucky", "_arrived"}
     maps |= {"_num_on_device", "_starting", "_num_found", "_num_blocks", "_ready"}
-    maps |= {"_by_request", "_sources"}
+    maps |= {"_by_request", "_sources", "_later", "_keys"}
     owners: list[Any] = [policy, policy._newly_allocated, loads, scheduler, scheduler._parked]
-    owners.append(scheduler._wishes)
+    owners += [scheduler._wishes, policy._expected]
+    assert not scheduler.tier.num_expected, "contents are expected at rest"
     if scheduler._second_tier is not None:
         owners.append(scheduler._second_tier)
         maps |= {"_waits", "_over", "_fetches", "_coming", "_reading"}

@@ -14,6 +14,7 @@ from simple_offload.metadata import Transfer
 from simple_offload.scheduler.event_payload import payloads_of_host_block
 from simple_offload.scheduler.policy.admission import MIN_COUNTED, Admission
 from simple_offload.scheduler.policy.device_contents import DeviceContents
+from simple_offload.scheduler.policy.expected import Expected
 from simple_offload.scheduler.policy.newly_allocated import NewlyAllocated
 from simple_offload.scheduler.policy.pacing import Batches, Pacer
 from simple_offload.scheduler.policy.queue_walk import QueueWalk, StepLimits
@@ -169,6 +170,7 @@ class StorePolicy:
         self._newly_allocated = NewlyAllocated(kv_cache_manager)
         self._pacer = Pacer()
         self._sessions = Sessions()
+        self._expected = Expected(tier, groups, self._device_pool)
         self._batches = Batches(groups)
         self._ended: list[_Ended] = []
         self._has_news = False
@@ -189,6 +191,10 @@ class StorePolicy:
     def num_held_blocks(self) -> int:
         """Device blocks of ended requests that are held until the next step."""
         return sum(len(ended.held) for ended in self._ended)
+
+    def on_new_request(self, request: "Request") -> None:
+        """vLLM has put a request into its queue."""
+        self._expected.add(request)
 
     # Loads
 
@@ -238,6 +244,7 @@ class StorePolicy:
         tokens, and the tier loads ``num_loaded_tokens`` after them. If it loads none, another
         connector (MultiConnector) may fill blocks until the request runs."""
         self._reuse.on_request(request.block_hashes)
+        self._expected.remove(request.request_id)
         num_known = 0 if self._records_loaded else num_found_tokens + num_loaded_tokens
         num_recorded = [num_known // size for size in self._groups.block_sizes]
         request_id = request.request_id
@@ -272,6 +279,7 @@ class StorePolicy:
     def on_step(self, scheduled: "SchedulerOutput") -> None:
         """A step has been scheduled. Tokens of earlier steps are computed by the time that this
         step's stores start."""
+        self._expected.on_step()
         # First what the device has lost: a store must not evict it from the tier as a copy.
         self._contents.find_reset(self._walk.drop_reason)
         filled, found = self._newly_allocated.on_step(scheduled)
@@ -306,6 +314,7 @@ class StorePolicy:
         request's last token."""
         request_id = request.request_id
         self._waiting.pop(request_id, None)
+        self._expected.remove(request_id)
         progress = self._progress.pop(request_id, None)
         has_run = self._newly_allocated.has_run(request_id)
         self._newly_allocated.on_request_finished(request_id)

@@ -73,6 +73,8 @@ class CpuTier:
         """Blocks with contents."""
         self.version = 0
         """Grows whenever a lookup might find something else than before."""
+        self._expected: dict[BlockHashWithGroupId, int] = {}
+        """By key, how many requests expect it."""
         self._on_removed: list[Callable[[Sequence[BlockHashWithGroupId]], None]] = []
         block_pool.on_removed(self._pool, self._call_back)
         self._cached = block_pool.cached(self._pool)
@@ -309,6 +311,32 @@ class CpuTier:
         found since."""
         return self._segments.is_released(block_id)
 
+    # vLLM's queue
+
+    @property
+    def num_expected(self) -> int:
+        """Contents that requests expect, in the tier or not."""
+        return len(self._expected)
+
+    def expect(self, keys: Sequence[BlockHashWithGroupId]) -> None:
+        """A request in vLLM's queue wants contents with ``keys``. They stay in the tier, also those
+        that it gets later, until this is called off as often by ``stop_expecting``."""
+        expected = self._expected
+        for key in keys:
+            expected[key] = expected.get(key, 0) + 1
+        self._segments.expect(self.ids_of(keys))
+
+    def stop_expecting(self, keys: Sequence[BlockHashWithGroupId]) -> None:
+        """A request that has expected ``keys``, parents before children, has left vLLM's queue."""
+        expected, over = self._expected, []
+        for key in keys:
+            if expected[key] > 1:
+                expected[key] -= 1
+            else:
+                del expected[key]
+                over.append(key)
+        self._segments.stop_expecting(self.ids_of(over))
+
     # What the device has too
 
     def watch_device(self, keys: Callable[[], Container[bytes]]) -> None:
@@ -396,6 +424,8 @@ class CpuTier:
             for inner_key in of_block:
                 block_pool.add_key(self._pool, block, inner_key)
         self._segments.add(blocks, copies=run.on_device and self.has_copies)
+        if not self._expected.keys().isdisjoint(keys):
+            self._segments.expect(self.ids_of([key for key in keys if key in self._expected]))
         self.version += len(keys)
         self.num_used += len(keys)
         return useless

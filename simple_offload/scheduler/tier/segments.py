@@ -30,14 +30,17 @@ EVICTIONS_PER_RETURN = 10
 _MOST_LOOKED_AT = 4
 """Copies that are looked at for each block that should leave."""
 
-_PROBATION, _PROTECTED, _KEPT, _RELEASED, _COPY = range(5)
+_PROBATION, _PROTECTED, _KEPT, _RELEASED, _EXPECTED, _COPY = range(6)
 """Queues, and segments of blocks that are not copies."""
 _NEW_COPY, _FOUND_COPY = _COPY + _PROBATION, _COPY + _PROTECTED
 _KEPT_COPY, _RELEASED_COPY = _COPY + _KEPT, _COPY + _RELEASED
+_EXPECTED_COPY = _COPY + _EXPECTED
 """Segments of copies: the other segments that they will belong to, beyond ``_COPY``."""
 _NUM_SEGMENTS = 2 * _COPY
-_IF_FOUND = bytes([_PROTECTED, _PROTECTED, _KEPT, _PROTECTED] * 2)
+_IF_FOUND = bytes([_PROTECTED, _PROTECTED, _KEPT, _PROTECTED, _EXPECTED] * 2)
 """By segment, the one (of blocks that are not copies) that a request's find leads to."""
+_FOUND = frozenset({_PROTECTED, _KEPT, _EXPECTED, _FOUND_COPY, _KEPT_COPY, _EXPECTED_COPY})
+"""Segments of contents that a request has found, or will."""
 
 
 class _EveryKey(Container[BlockHashWithGroupId]):
@@ -51,7 +54,7 @@ class Segments:
     """The tier's free blocks in queues. Each block with contents belongs to one of them, also
     while it is pinned and in none::
 
-        empty, then probation     protected     kept     released     copies
+        empty, then probation     protected     kept     released     expected     copies
 
     **Copies** hold what the device has too. Those beyond ``max_copies`` leave first, from the
     front of their queue: the device will let go of their blocks last. The others hold contents that
@@ -66,6 +69,8 @@ class Segments:
     after protected blocks. Beyond a limit, and when its time is over, it becomes protected. What
     has been **released** leaves before all others, unless a request finds it.
 
+    What requests in vLLM's queue will find is **expected**, and stays until they have found it.
+
     The device lets go of a prefix tail first, and the head was found whenever the tail was. So the
     tail leaves the tier before the head, without which it could not be found. This holds for copies
     too, as the second store of a head may come too late.
@@ -78,12 +83,14 @@ class Segments:
         self._protected = FreeKVCacheBlockQueue([])
         self._kept = FreeKVCacheBlockQueue([])
         self._released = FreeKVCacheBlockQueue([])
+        self._expected = FreeKVCacheBlockQueue([])
         self._copies = FreeKVCacheBlockQueue([])
         self._queues = (
             pool.free_block_queue,
             self._protected,
             self._kept,
             self._released,
+            self._expected,
             self._copies,
         )
         self._leases = Leases()
@@ -178,8 +185,8 @@ class Segments:
         self._twins.clear()
 
     def was_found(self, block_id: int) -> bool:
-        """Whether a request has found the contents of a block."""
-        return self._of[block_id] in (_PROTECTED, _KEPT, _FOUND_COPY, _KEPT_COPY)
+        """Whether a request has found the contents of a block, or expects them."""
+        return self._of[block_id] in _FOUND
 
     def unfound(self, block_ids: BlockIds) -> list[BlockHashWithGroupId]:
         """The keys of those of the blocks that no request has found."""
@@ -189,15 +196,15 @@ class Segments:
 
     def remove_all_copies(self) -> None:
         """The device has let go of the contents of all copies. They go on probation, unless they
-        are kept, in the order in which they would have left."""
+        are kept or expected, in the order in which they would have left."""
         self._let_go.clear()
         self._twins.clear()
-        copies = bytes([_NEW_COPY, _FOUND_COPY, _RELEASED_COPY, _KEPT_COPY])
-        others = bytes([_PROBATION, _PROBATION, _PROBATION, _KEPT])
+        copies = bytes([_NEW_COPY, _FOUND_COPY, _RELEASED_COPY, _KEPT_COPY, _EXPECTED_COPY])
+        others = bytes([_PROBATION, _PROBATION, _PROBATION, _KEPT, _EXPECTED])
         self._of = self._of.translate(bytes.maketrans(copies, others))
         self.num_copies = 0
         blocks = self._copies.popleft_n(self._copies.num_free_blocks)
-        for segment in (_PROBATION, _KEPT):
+        for segment in (_PROBATION, _KEPT, _EXPECTED):
             self._queues[segment].append_n([b for b in blocks if self._of[b.block_id] == segment])
         self._enforce_limit()
 
@@ -326,25 +333,33 @@ class Segments:
         self._return_to_probation(count)
         return blocks, keys[True], keys[False]
 
+    # vLLM's queue
+
+    def expect(self, block_ids: Iterable[int]) -> None:
+        """Requests in vLLM's queue want the contents of these blocks. Those that are not kept stay
+        until ``stop_expecting``."""
+        self._move(block_ids, (_PROBATION, _PROTECTED, _RELEASED), _EXPECTED)
+
+    def stop_expecting(self, block_ids: Iterable[int]) -> None:
+        """No request in vLLM's queue wants the contents of these blocks any more, parents before
+        children. They become protected."""
+        self._move(block_ids, (_EXPECTED,), _PROTECTED)
+        self._enforce_limit()
+
     # Wishes
 
     def lease(self, block_ids: Iterable[int], lease: Lease) -> None:
         """Keep or release these blocks, which have contents, parents before children. A release
-        passes over blocks that are in use, and those that another session wants kept."""
-        of, leases = self._of, self._leases
-        blocks = [self._pool.blocks[block_id] for block_id in dict.fromkeys(block_ids)]
+        passes over blocks that are in use or expected, and those that another session wants
+        kept."""
+        ids = list(dict.fromkeys(block_ids))
         if lease.is_release:
-            blocks = [b for b in blocks if b.ref_cnt == 0 and self._may_release(b.block_id, lease)]
-            leases.end([block.block_id for block in blocks])
+            ids = [block_id for block_id in ids if self._may_release(block_id, lease)]
+            self._leases.end(ids)
+            self._move(ids, range(_COPY), _RELEASED)
         else:
-            leases.extend([block.block_id for block in blocks], lease)
-        segment = _RELEASED if lease.is_release else _KEPT
-        free = [b for b in blocks if b.ref_cnt == 0 and of[b.block_id] < _COPY]
-        self._take_out(free, self._count(free))
-        for block in blocks:
-            is_copy = of[block.block_id] >= _COPY
-            of[block.block_id] = segment + _COPY if is_copy else segment
-        self._queues[segment].append_n(free[::-1])
+            self._leases.extend(ids, lease)
+            self._move(ids, range(_COPY), _KEPT)
         self._enforce_limit()
 
     def lease_of(self, block_id: int) -> Lease | None:
@@ -358,19 +373,27 @@ class Segments:
     # Details
 
     def _may_release(self, block_id: int, lease: Lease) -> bool:
+        if self._pool.blocks[block_id].ref_cnt or self._of[block_id] in (_EXPECTED, _EXPECTED_COPY):
+            return False
         known = self._leases.get(block_id)
         return known is None or known.session_id == lease.session_id
+
+    def _move(self, block_ids: Iterable[int], sources: Container[int], target: int) -> None:
+        """Move those of these blocks that belong to one of the segments ``sources``, or will when
+        they are no copies any more, to the end of another, children first."""
+        of = self._of
+        blocks = [self._pool.blocks[i] for i in block_ids if of[i] % _COPY in sources]
+        free = [b for b in blocks if b.ref_cnt == 0 and of[b.block_id] < _COPY]
+        self._take_out(free, self._count(free))
+        for block in blocks:
+            of[block.block_id] += target - of[block.block_id] % _COPY
+        self._queues[target].append_n(free[::-1])
 
     def _end_leases(self) -> None:
         """Blocks whose time is over become protected, as if a request had found them now."""
         if not self._leases:
             return
-        blocks = [self._pool.blocks[i] for i in self._leases.pop_over(self.clock())]
-        free = [b for b in blocks if b.ref_cnt == 0 and self._of[b.block_id] == _KEPT]
-        self._take_out(free, self._count(free))
-        for block in blocks:
-            self._of[block.block_id] -= _KEPT - _PROTECTED
-        self._protected.append_n(free[::-1])
+        self._move(self._leases.pop_over(self.clock()), (_KEPT,), _PROTECTED)
         self._enforce_limit()
 
     def _settle_oldest(self) -> None:

@@ -6,6 +6,7 @@ from unittest.mock import patch
 from simple_offload.scheduler.kv_events import KVEvents
 from simple_offload.scheduler.policy.admission import Admission
 from simple_offload.scheduler.policy.device_contents import DeviceContents
+from simple_offload.scheduler.policy.expected import Expected
 from simple_offload.scheduler.policy.newly_allocated import NewlyAllocated
 from simple_offload.scheduler.policy.queue_walk import QueueWalk
 from simple_offload.scheduler.policy.reuse import Reuse
@@ -27,6 +28,7 @@ from tests.simulation.mutations.situations import (
 
 # Blocks leave both caches
 
+expect_for_ever = always(Expected, "remove", None, FULL_DEVICE)
 forget_no_copy = always(CpuTier, "on_let_go", None, COPIES)
 notice_no_allocation = always(NewlyAllocated, "on_step", ([], {}), COPIES)
 
