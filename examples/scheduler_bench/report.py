@@ -144,7 +144,16 @@ def trace_table(results: Results) -> Table:
     """A line for each contender of each trace and memory, in percent of the prompts' tokens."""
     table = make_table(
         *("contender", "device", "host", "found", "lost on\ndevice", "lost in\nhost"),
-        *("LRU\nof H", "LRU of\nD + H", "best of\nD + H", "stored", "loaded", "copies", "requests\n/s", "hooks, s"),
+        *(
+            "LRU\nof H",
+            "LRU of\nD + H",
+            "best of\nD + H",
+            "stored",
+            "loaded",
+            "copies",
+            "requests\n/s",
+            "hooks, s",
+        ),
         caption="Prompt tokens in percent. Found: on the device or in the host tier. Lost:\n"
         "computed before, and evicted by the device when the tier did not have them, or by the\n"
         "tier. "

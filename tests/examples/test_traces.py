@@ -127,14 +127,14 @@ def test_a_tail_leaves_before_its_head() -> None:
 
 
 def test_copies_of_one_direction_follow_each_other() -> None:
-    bus = Bus(delay=2, blocks_per_step=10)
+    bus = Bus(delay=2, blocks_per_second=10)
     load, small, store = (
         Transfer(1, True, 35),
         Transfer(2, True, 1),
         Transfer(1, False, 5),
     )
-    bus.submit([load, small, store], step=1)
-    ended = {step: bus.drain_ended(step) for step in range(1, 7)}
+    bus.submit([load, small, store], step=1, now=1.0)
+    ended = {step: bus.drain_ended(step, now=float(step)) for step in range(1, 7)}
     assert ended == {1: [], 2: [], 3: [store], 4: [], 5: [load, small], 6: []}
     assert bus.idle
 
@@ -183,6 +183,22 @@ def test_a_small_tier_loses_hits_itself() -> None:
     )
     assert count.evicted > roomy.evicted == 0
     assert 0 < count.shared <= 1
+
+
+def test_a_step_takes_time_for_each_token_that_it_computes() -> None:
+    slow, fast = (
+        replay(
+            CONTENDERS["none"],
+            TRACE,
+            replace(PLAN, step_seconds=0.001, tokens_per_second=speed),
+            (64 * 12 / 1e6, 0.01),
+            seed=0,
+        )
+        for speed in (10, 1_000_000)
+    )
+    assert slow.requests == fast.requests == 4
+    num_tokens = 16 * PLAN.scale  # of one block, at least
+    assert slow.seconds > fast.seconds + num_tokens / 10
 
 
 def test_requests_come_at_the_times_of_the_trace() -> None:

@@ -434,20 +434,22 @@ def test_blocks_used_once_do_not_displace_found_ones() -> None:
     assert contents(tier) == {*prefixes("pqrst"), "a"}
 
 
-def test_half_of_the_tier_is_protected_and_less_with_every_ten_evictions() -> None:
-    """Blocks beyond the limit are the most recently used on probation."""
+def test_half_of_the_tier_is_protected_until_it_is_old() -> None:
+    """Blocks beyond the limit are the most recently used on probation. There, a block stays for
+    three evictions. After six times as many, protected blocks leave first, tails before heads."""
     tier = make_tier(8)
     store(tier, "abcde", "xyz")
     find(tier, "abcde")
     assert protected(tier) == {"a", "ab", "abc", "abcd"}
     find(tier, "a", "ab")
-    store(tier, *"klmnopqrs")
+    store(tier, *"klmnopqrstuvwABCDEF")
     assert protected(tier) == {"a", "ab", "abc", "abcd"}
-    store(tier, "t")
+    store(tier, "G")
     assert protected(tier) == {"a", "ab", "abc"}
-    tier.grow(17)
-    find(tier, "abcd", "t")
-    assert protected(tier) == {"a", "ab", "abc", "abcd", "t"}
+    assert contents(tier) >= {*"DEFG"}
+    find(tier, "ab")
+    store(tier, *"HIJKLMNO")
+    assert protected(tier) == {"a", "ab"}
 
 
 # Making room

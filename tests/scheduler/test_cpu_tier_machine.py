@@ -35,7 +35,7 @@ _MOST_BLOCKS = 12
 _CONSTANTS: dict[str, Any] = dict(
     COPIES_SHARE=0.3,
     PROTECTED_SHARE=0.5,
-    EVICTIONS_PER_RETURN=3,
+    PROTECTED_AGE=2,
     _MOST_LOOKED_AT=2,
 )
 _PROBATION, _PROTECTED, _COPY, _FOUND_COPY, _KEPT, _RELEASED, _KEPT_COPY, _RELEASED_COPY = range(8)
@@ -109,6 +109,9 @@ class Tier(RuleBasedStateMachine):
         self.stores: list[_Store] = []
         self.hits: list[list[KVCacheBlock]] = []
         self.num_evicted = 0
+        """Contents that were no copies."""
+        self.since: dict[int, int] = {}
+        """By block id, how many had been evicted when the contents were used last."""
         self.before = (contents(self.tier), self.tier.version)
 
     # Calls of a tier
@@ -156,7 +159,7 @@ class Tier(RuleBasedStateMachine):
         new = {n: b for n, b in zip(stored, filled, strict=True) if n not in self.kept}
         self.kept.update(new)
         self.move([*reversed(new)], _COPY if on_device else _PROBATION)
-        self.become_expected([name for name in new if name in sum(self.expected, [])])
+        self.become_expected([name for name in new if name in self.all_expected])
 
     @rule(chain=chains, num_on_device=starts)
     def find(self, chain: str, num_on_device: int) -> None:
@@ -268,7 +271,7 @@ class Tier(RuleBasedStateMachine):
     def stop_expecting(self, index: int) -> None:
         names = self.expected.pop(index % len(self.expected))
         self.tier.stop_expecting([key(name) for name in names])
-        over = [name for name in self.present(names) if name not in sum(self.expected, [])]
+        over = [name for name in self.present(names) if name not in self.all_expected]
         for name in reversed(over):
             if self.segment[name] == _EXPECTED_COPY:
                 self.segment[name] = _FOUND_COPY
@@ -336,6 +339,10 @@ class Tier(RuleBasedStateMachine):
     # The model
 
     @property
+    def all_expected(self) -> set[str]:
+        return {name for names in self.expected for name in names}
+
+    @property
     def num_empty(self) -> int:
         """Number of blocks without references and contents."""
         return self.num_blocks - len(
@@ -364,10 +371,15 @@ class Tier(RuleBasedStateMachine):
         for queue in self.queues:
             queue[:] = [name for name in queue if name not in gone]
 
-    def move(self, moved: Sequence[str], segment: int, *, first: bool = False) -> None:
+    def move(
+        self, moved: Sequence[str], segment: int, *, first: bool = False, returns: bool = False
+    ) -> None:
         """Move blocks to a segment, the free ones to an end of its queue, in this order."""
         self.take(moved)
         self.segment.update(dict.fromkeys(moved, segment))
+        if not returns:
+            used = [self.kept[name].block_id for name in moved]
+            self.since.update(dict.fromkeys(used, self.num_evicted))
         queue = self.queues[_QUEUES[segment]]
         place = 0 if first else len(queue)
         queue[place:place] = [n for n in moved if not self.references[self.kept[n].block_id]]
@@ -414,7 +426,8 @@ class Tier(RuleBasedStateMachine):
         lost: list[str] = []
         num_others = 0
         rest = [(each, count) for each in (_PROBATION, _PROTECTED, _KEPT, _COPY)]
-        for segment, wanted in ((_RELEASED, count), (_COPY, num_excess), *rest):
+        old = (_PROTECTED, self.count_old())
+        for segment, wanted in ((_RELEASED, count), (_COPY, num_excess), old, *rest):
             most = min(wanted, count - len(lost))
             queue = self.queues[_QUEUES[segment]]
             if segment == _COPY:
@@ -432,9 +445,18 @@ class Tier(RuleBasedStateMachine):
             self.lose(left)
             lost += left
         self.num_evicted += num_others
-        num_returned, self.num_evicted = divmod(self.num_evicted, 3)
-        self.return_to_probation(num_returned)
         return len(lost)
+
+    def count_old(self) -> int:
+        """Protected blocks that are so much older than the first one on probation."""
+        probation, protected, *_ = self.queues
+        if not probation:
+            return 0
+        first, *ages = (
+            self.num_evicted - self.since[self.kept[name].block_id]
+            for name in (probation[0], *protected)
+        )
+        return len(list(takewhile(lambda age: age > _CONSTANTS["PROTECTED_AGE"] * first, ages)))
 
     def settle(self) -> None:
         while self.let_go:
@@ -463,7 +485,8 @@ class Tier(RuleBasedStateMachine):
         self.return_to_probation(num_protected - (self.num_blocks // 2 - len(kept)))
 
     def return_to_probation(self, count: int) -> None:
-        self.move(self.queues[_PROTECTED][: max(0, count)], _PROBATION)
+        """They keep their age."""
+        self.move(self.queues[_PROTECTED][: max(0, count)], _PROBATION, returns=True)
 
     # Invariants
 

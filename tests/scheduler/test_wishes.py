@@ -216,7 +216,7 @@ def test_what_is_protected_outlives_what_comes_once(
     driver.fill(30, first=100)
     assert driver.found(prompt(21)) == kept
     clock.now = 300.0
-    driver.fill(30, first=150)
+    driver.fill(60, first=130)
     assert driver.found(prompt(21)) == 0
     assert not driver.tier._segments._leases._of
 

@@ -65,5 +65,7 @@ class Expected:
         keys = self._groups.keys(request.block_hashes, 0)
         on_device = block_pool.cached(self._device_pool)
         has = self._tier.has
-        stop = next((i for i, key in enumerate(keys) if not has(key) and key not in on_device), None)
+        stop = next(
+            (i for i, key in enumerate(keys) if not has(key) and key not in on_device), None
+        )
         return keys[:stop]

@@ -2,7 +2,9 @@
 
 import time
 from collections.abc import Callable, Container, Iterable, Sequence
+from itertools import islice, takewhile
 
+import numpy as np
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_utils import (
     BlockHashWithGroupId,
@@ -24,8 +26,8 @@ PROTECTED_SHARE = 0.5
 KEPT_SHARE = 0.25
 """Share of the tier's blocks that may be kept: requests that wish for it leave as much room to what
 others find."""
-EVICTIONS_PER_RETURN = 10
-"""After this many evictions one protected block returns to probation."""
+PROTECTED_AGE = 6
+"""Protected contents stay this many times as long as those on probation."""
 
 _MOST_LOOKED_AT = 4
 """Copies that are looked at for each block that should leave."""
@@ -62,8 +64,8 @@ class Segments:
     queue (Karedla, Love and Wherry: "Caching strategies to improve disk system performance", IEEE
     Computer 27(3), 1994): contents that a request has found are **protected** and leave after those
     on **probation**. So they stay while many contents pass through that are used once. Beyond a
-    limit, and with evictions, the least recently used protected blocks return to probation, so what
-    is never found again leaves in the end.
+    limit the least recently used protected blocks return to probation. Those that have been there
+    for several times as long as the oldest on probation leave before it: requests have changed.
 
     Two queues are for wishes. What a request wants protected for some time is **kept**, and leaves
     after protected blocks. Beyond a limit, and when its time is over, it becomes protected. What
@@ -96,7 +98,9 @@ class Segments:
         self._leases = Leases()
         """Of the blocks that are kept."""
         self._num_evicted = 0
-        """Evictions since a block last returned to probation for them."""
+        """Contents evicted so far that were no copies. The time by which these get old."""
+        self._since = np.zeros(0, np.int64)
+        """By block id, the time at which its contents were used last, or let go of."""
         self._of = bytearray()
         """By block id."""
         self.num_copies = 0
@@ -115,6 +119,7 @@ class Segments:
         """Cover the blocks that the pool has by now."""
         num_blocks = len(self._pool.blocks)
         self._of.extend(bytes(num_blocks - len(self._of)))
+        self._since.resize(num_blocks, refcheck=False)
         self._let_go.grow(num_blocks)
 
     @property
@@ -145,6 +150,7 @@ class Segments:
             self.num_copies += len(blocks)
             self._copies.append_n(list(reversed(blocks)))
         else:
+            self._note_use(blocks)
             self._pool.free_block_queue.append_n(list(reversed(blocks)))
 
     def add_copies(self, blocks: Iterable[KVCacheBlock]) -> None:
@@ -204,6 +210,7 @@ class Segments:
         self._of = self._of.translate(bytes.maketrans(copies, others))
         self.num_copies = 0
         blocks = self._copies.popleft_n(self._copies.num_free_blocks)
+        self._note_use(blocks)
         for segment in (_PROBATION, _KEPT, _EXPECTED):
             self._queues[segment].append_n([b for b in blocks if self._of[b.block_id] == segment])
         self._enforce_limit()
@@ -262,6 +269,7 @@ class Segments:
             block.ref_cnt -= 1
             if block.ref_cnt == 0:
                 freed[min(of[block.block_id], _COPY)].append(block)
+        self._note_use(blocks)
         for segment, of_segment in enumerate(freed):
             if segment == _COPY:
                 self._copies.prepend_n(of_segment)
@@ -323,14 +331,12 @@ class Segments:
             self._end_leases()
             evict(self._released, limit, keep)
             evict_copies(self.num_copies - self.max_copies)
+            evict(self._protected, self._num_old(limit), keep)
             evict(pool.free_block_queue, limit, keep)
             evict(self._protected, limit, keep)
             evict(self._kept, limit, keep)
             evict_copies(limit)
-        count, self._num_evicted = divmod(
-            self._num_evicted + len(keys[False]), EVICTIONS_PER_RETURN
-        )
-        self._return_to_probation(count)
+        self._num_evicted += len(keys[False])
         return blocks, keys[True], keys[False]
 
     # vLLM's queue
@@ -372,6 +378,21 @@ class Segments:
 
     # Details
 
+    def _note_use(self, blocks: Sequence[KVCacheBlock]) -> None:
+        """The contents of ``blocks`` are the last to have been used, or let go of."""
+        self._since[[block.block_id for block in blocks]] = self._num_evicted
+
+    def _num_old(self, limit: int) -> int:
+        """How many protected blocks, up to ``limit``, leave before the first one on probation."""
+        """Protected blocks, up to ``limit``, that leave before the first one on probation."""
+        now, since = self._num_evicted, self._since
+        first = next(iter(self._pool.free_block_queue.iter_blocks_after(None)), None)
+        if first is None:
+            return 0
+        before = now - PROTECTED_AGE * (now - since[first.block_id])
+        blocks = islice(self._protected.iter_blocks_after(None), limit)
+        return sum(1 for _ in takewhile(lambda block: since[block.block_id] < before, blocks))
+
     def _may_release(self, block_id: int, lease: Lease) -> bool:
         if self._pool.blocks[block_id].ref_cnt or self._of[block_id] in (_EXPECTED, _EXPECTED_COPY):
             return False
@@ -387,6 +408,7 @@ class Segments:
         self._take_out(free, self._count(free))
         for block in blocks:
             of[block.block_id] += target - of[block.block_id] % _COPY
+        self._note_use(free)
         self._queues[target].append_n(free[::-1])
 
     def _end_leases(self) -> None:
@@ -415,6 +437,7 @@ class Segments:
             # From the last on, as a piece of the queue is cut out from its end.
             block_pool.unlink(reversed(of_queue))
             self._copies.num_free_blocks -= len(of_queue)
+            self._note_use(of_queue)
             queue.append_n(of_queue)
         self._enforce_limit()
 
@@ -446,6 +469,7 @@ class Segments:
             for block in blocks:
                 self._of[block.block_id] = _PROTECTED
             self._leases.end([block.block_id for block in blocks])
+            self._note_use(blocks)
             protected.append_n(blocks)
         max_protected = int(PROTECTED_SHARE * self.max_contents) - kept.num_free_blocks
         self._return_to_probation(protected.num_free_blocks - max_protected)
