@@ -20,9 +20,9 @@ class Expected:
     """Has the tier keep what the first requests of vLLM's queue will find.
 
     They want it soon, and in the order of the queue. By last use, the tier would lose the contents
-    of the first one first, which has waited longest (Patterson et al., "Informed prefetching and
-    caching", SOSP 1995). So where the engine is slower than those who ask, nobody would find
-    anything.
+    of the first one first, which has waited longest. So where requests come faster than the engine
+    serves them, each would lose them before its turn. What is known of the future goes before last
+    use (Patterson et al., "Informed prefetching and caching", SOSP 1995).
     """
 
     def __init__(self, tier: CpuTier, groups: Groups, device_pool: BlockPool) -> None:
@@ -45,7 +45,7 @@ class Expected:
             self._tier.stop_expecting(keys)
 
     def on_step(self) -> None:
-        """A step has been scheduled: whoever is in the queue still, waits."""
+        """A step has been scheduled. Requests that are still in the queue wait."""
         tier = self._tier
         room = int(EXPECTED_SHARE * tier.max_contents) - tier.num_expected
         while self._later and room > 0:

@@ -27,7 +27,8 @@ KEPT_SHARE = 0.25
 """Share of the tier's blocks that may be kept: requests that wish for it leave as much room to what
 others find."""
 PROTECTED_AGE = 6
-"""Protected contents stay this many times as long as those on probation."""
+"""Protected contents stay at most this many times as long as those on probation. Less follows a
+change of requests sooner; more keeps what comes back late among prompts that come once."""
 
 _MOST_LOOKED_AT = 4
 """Copies that are looked at for each block that should leave."""
@@ -384,7 +385,6 @@ class Segments:
 
     def _num_old(self, limit: int) -> int:
         """How many protected blocks, up to ``limit``, leave before the first one on probation."""
-        """Protected blocks, up to ``limit``, that leave before the first one on probation."""
         now, since = self._num_evicted, self._since
         first = next(iter(self._pool.free_block_queue.iter_blocks_after(None)), None)
         if first is None:
