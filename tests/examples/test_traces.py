@@ -100,6 +100,26 @@ def test_wrong_arguments_are_refused(arguments: list[str]) -> None:
         command.main(arguments)
 
 
+def test_options_of_a_replay_reach_its_plan(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plans: list[Plan] = []
+
+    def run(plan: Plan, *_: object) -> int:
+        plans.append(plan)
+        return 0
+
+    monkeypatch.setattr(command, "run", run)
+    (tmp_path / "agents.json").write_text(json.dumps(CLAUDE_CODE | {"block_size": 64}))
+    options = ["--step-ms", "80", "--tokens-per-second", "40000", "--max-pause", "40"]
+    traces = ["--parts", "traces", "--traces", f"{tmp_path / 'agents.json'}"]
+    assert command.main([*traces, *options, "--out", f"{tmp_path / 'out'}"]) == 0
+    (plan,) = plans
+    assert plan.traces.step_seconds == 0.08
+    assert plan.traces.tokens_per_second == 40_000
+    assert plan.traces.max_pause == 40
+
+
 # Bounds
 
 

@@ -148,7 +148,7 @@ def queues(tier: CpuTier) -> list[list[str]]:
 
 
 def special(tier: CpuTier) -> list[list[str]]:
-    """Likewise, of those that are kept, of those released, and of those expected."""
+    """Names of the free blocks in the other queues: kept, released and expected ones."""
     _, _, *queues, _ = tier._segments._queues
     return [names(queue.get_all_free_blocks()) for queue in queues]
 

@@ -30,7 +30,7 @@ class Expected:
         self._groups = groups
         self._device_pool = device_pool
         self._later: dict[str, Request] = {}
-        """Requests of which nothing is expected yet, first come first."""
+        """Requests whose contents are not expected yet, in the order of arrival."""
         self._keys: dict[str, list[BlockHashWithGroupId]] = {}
         """By request, what it expects."""
 

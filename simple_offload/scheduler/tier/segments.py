@@ -42,8 +42,6 @@ _EXPECTED_COPY = _COPY + _EXPECTED
 _NUM_SEGMENTS = 2 * _COPY
 _IF_FOUND = bytes([_PROTECTED, _PROTECTED, _KEPT, _PROTECTED, _EXPECTED] * 2)
 """By segment, the one (of blocks that are not copies) that a request's find leads to."""
-_FOUND = frozenset({_PROTECTED, _KEPT, _EXPECTED, _FOUND_COPY, _KEPT_COPY, _EXPECTED_COPY})
-"""Segments of contents that a request has found, or will."""
 
 
 class _EveryKey(Container[BlockHashWithGroupId]):
@@ -65,8 +63,8 @@ class Segments:
     queue (Karedla, Love and Wherry: "Caching strategies to improve disk system performance", IEEE
     Computer 27(3), 1994): contents that a request has found are **protected** and leave after those
     on **probation**. So they stay while many contents pass through that are used once. Beyond a
-    limit the least recently used protected blocks return to probation. Those that have been there
-    for several times as long as the oldest on probation leave before it: requests have changed.
+    limit the least recently used protected blocks return to probation. Much older ones than the
+    oldest on probation leave before it: requests have changed (``PROTECTED_AGE``).
 
     Two queues are for wishes. What a request wants protected for some time is **kept**, and leaves
     after protected blocks. Beyond a limit, and when its time is over, it becomes protected. What
@@ -99,9 +97,9 @@ class Segments:
         self._leases = Leases()
         """Of the blocks that are kept."""
         self._num_evicted = 0
-        """Contents evicted so far that were no copies. The time by which these get old."""
+        """Evicted contents that were no copies, since the start: the clock of ages."""
         self._since = np.zeros(0, np.int64)
-        """By block id, the time at which its contents were used last, or let go of."""
+        """By block id, this clock when its contents were last used, or let go of."""
         self._of = bytearray()
         """By block id."""
         self.num_copies = 0
@@ -193,7 +191,8 @@ class Segments:
 
     def was_found(self, block_id: int) -> bool:
         """Whether a request has found the contents of a block, or expects them."""
-        return self._of[block_id] in _FOUND
+        segment = self._of[block_id] % _COPY
+        return _IF_FOUND[segment] == segment
 
     def unfound(self, block_ids: BlockIds) -> list[BlockHashWithGroupId]:
         """The keys of those of the blocks that no request has found."""

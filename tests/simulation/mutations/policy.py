@@ -28,7 +28,6 @@ from tests.simulation.mutations.situations import (
 
 # Blocks leave both caches
 
-expect_for_ever = always(Expected, "remove", None, FULL_DEVICE)
 forget_no_copy = always(CpuTier, "on_let_go", None, COPIES)
 notice_no_allocation = always(NewlyAllocated, "on_step", ([], {}), COPIES)
 
@@ -84,6 +83,10 @@ def store_the_last_free_block(init: Any, self: QueueWalk, *arguments: Any) -> No
     init(self, *arguments)
     self._reserve = 0
 
+
+# vLLM's queue
+
+expect_for_ever = always(Expected, "remove", None, FULL_DEVICE)
 
 # Admission
 
