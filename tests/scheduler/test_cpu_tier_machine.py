@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from vllm.v1.core.kv_cache_utils import KVCacheBlock
 
-from simple_offload.scheduler.tier import leases, segments
+from simple_offload.scheduler.tier import ghosts, leases, segments
 from tests.scheduler.tiers import (
     BLOCK_SIZE,
     block,
@@ -38,6 +38,7 @@ _CONSTANTS: dict[str, Any] = dict(
     PROTECTED_AGE=2,
     _MOST_LOOKED_AT=2,
 )
+_NUM_AVERAGED = 3
 _PROBATION, _PROTECTED, _COPY, _FOUND_COPY, _KEPT, _RELEASED, _KEPT_COPY, _RELEASED_COPY = range(8)
 _EXPECTED, _EXPECTED_COPY = 8, 9
 _AS_COPY = {
@@ -78,6 +79,7 @@ class Tier(RuleBasedStateMachine):
         self.patches = [
             patch.multiple(segments, **_CONSTANTS),
             patch.object(leases, "_MAX_STALE", 1000),
+            patch.object(ghosts, "NUM_AVERAGED", _NUM_AVERAGED),
         ]
         for each in self.patches:
             each.start()
@@ -112,6 +114,10 @@ class Tier(RuleBasedStateMachine):
         """Contents that were no copies."""
         self.since: dict[int, int] = {}
         """By block id, how many had been evicted when the contents were used last."""
+        self.ghosts: dict[str, int] = {}
+        """By name of what has left lately and was no copy, how many had been evicted before it."""
+        self.share_wanted = 0.0
+        """Of the last ghosts: a moving average."""
         self.before = (contents(self.tier), self.tier.version)
 
     # Calls of a tier
@@ -160,6 +166,12 @@ class Tier(RuleBasedStateMachine):
         self.kept.update(new)
         self.move([*reversed(new)], _COPY if on_device else _PROBATION)
         self.become_expected([name for name in new if name in self.all_expected])
+
+    @rule(chain=chains)
+    def request(self, chain: str) -> None:
+        """A request for a chain gets its blocks."""
+        self.tier.on_request(hashes(chain))
+        self.end_ghosts([name for name in prefixes(chain) if name in self.ghosts], wanted=True)
 
     @rule(chain=chains, num_on_device=starts)
     def find(self, chain: str, num_on_device: int) -> None:
@@ -351,6 +363,10 @@ class Tier(RuleBasedStateMachine):
 
     @property
     def max_copies(self) -> int:
+        return 0 if self.share_wanted > ghosts.MISSED_SHARE else self.copies_share
+
+    @property
+    def copies_share(self) -> int:
         return int(_CONSTANTS["COPIES_SHARE"] * self.num_blocks)
 
     @property
@@ -424,7 +440,7 @@ class Tier(RuleBasedStateMachine):
         num_copies = sum(segment in _COPIES for segment in self.segment.values())
         num_excess = max(0, num_copies - self.max_copies)
         lost: list[str] = []
-        num_others = 0
+        others: list[str] = []
         rest = [(each, count) for each in (_PROBATION, _PROTECTED, _KEPT, _COPY)]
         old = (_PROTECTED, self.count_old())
         for segment, wanted in ((_RELEASED, count), (_COPY, num_excess), old, *rest):
@@ -441,11 +457,20 @@ class Tier(RuleBasedStateMachine):
                         left.append(name)
             else:
                 left = list(takewhile(lambda name: name not in keep, queue[:most]))
-                num_others += len(left)
+                others += left
             self.lose(left)
             lost += left
-        self.num_evicted += num_others
+        for name in others:
+            self.ghosts.setdefault(name, self.num_evicted)
+            self.num_evicted += 1
+        oldest = self.num_evicted - self.copies_share
+        self.end_ghosts([n for n, since in self.ghosts.items() if since < oldest], wanted=False)
         return len(lost)
+
+    def end_ghosts(self, names: Sequence[str], *, wanted: bool) -> None:
+        for name in names:
+            del self.ghosts[name]
+            self.share_wanted += (wanted - self.share_wanted) / _NUM_AVERAGED
 
     def count_old(self) -> int:
         """Protected blocks that are so much older than the first one on probation."""

@@ -9,7 +9,7 @@ from vllm.v1.core.kv_cache_utils import make_block_hash_with_group_id
 from vllm.v1.request import Request
 
 from simple_offload import metrics
-from simple_offload.scheduler.tier import segments
+from simple_offload.scheduler.tier import ghosts, segments
 from tests.scheduler.conftest import MakeDriver
 from tests.scheduler.driver import LOAD, STORE, Driver, make_request, prompt, record_steps
 from tests.scheduler.tiers import get, settle
@@ -414,6 +414,23 @@ def test_a_loaded_block_s_copy_leaves_first_and_the_block_is_stored_again(
     driver.fill(20, first=64)
     assert not on_device(driver, keys_of(driver, family)[-1])
     assert driver.found(prompt(21, family)) == 20
+
+
+def test_copies_leave_while_requests_want_what_has_left(
+    drive: MakeDriver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ghosts, "NUM_AVERAGED", 1)
+    driver = drive(**CROWDED)
+    family = load_one(driver)
+
+    def found() -> set[int]:
+        return {family for family in range(1, 50) if driver.found(prompt(21, family))}
+
+    before = found()
+    driver.fill(2, first=61)
+    driver.serve("back", prompt(21, min(before - found())))
+    driver.fill(3, first=63)
+    assert driver.found(prompt(21, family)) == 0
 
 
 @pytest.mark.parametrize("kv_events", [False, True])

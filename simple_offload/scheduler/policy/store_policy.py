@@ -244,6 +244,7 @@ class StorePolicy:
         tokens, and the tier loads ``num_loaded_tokens`` after them. If it loads none, another
         connector (MultiConnector) may fill blocks until the request runs."""
         self._reuse.on_request(request.block_hashes)
+        self._tier.on_request(request.block_hashes)
         self._expected.remove(request.request_id)
         num_known = 0 if self._records_loaded else num_found_tokens + num_loaded_tokens
         num_recorded = [num_known // size for size in self._groups.block_sizes]

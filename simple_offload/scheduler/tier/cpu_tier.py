@@ -383,6 +383,12 @@ class CpuTier:
         """The device has let go of all its contents at once."""
         self._segments.remove_all_copies()
 
+    def on_request(self, block_hashes: Sequence[bytes]) -> None:
+        """A request that gets its blocks wants contents with ``block_hashes``, whether the tier has
+        them or not. No effect on a tier without copies: these make room where many are missed."""
+        if self.has_copies:
+            self._segments.on_request(block_hashes)
+
     def renew(self, keys: Iterable[BlockHashWithGroupId]) -> None:
         """Make the blocks of ``keys``, parents before children, the most recently used, for a tier
         without copies: its blocks are in the order in which they came."""

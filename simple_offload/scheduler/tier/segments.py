@@ -14,13 +14,15 @@ from vllm.v1.core.kv_cache_utils import (
 
 from simple_offload.metadata import BlockIds, as_array
 from simple_offload.scheduler.tier import block_pool
+from simple_offload.scheduler.tier.ghosts import Ghosts
 from simple_offload.scheduler.tier.leases import Lease, Leases
 from simple_offload.scheduler.tier.let_go import LetGo
 
 COPIES_SHARE = 3 / 16
 """Share of the tier's blocks that may hold copies although others need room. Each copy that leaves
 costs a second store, when the device lets go of its block. Each that stays takes the room of
-contents that nothing else has (Wong and Wilkes, "My cache or yours?", USENIX 2002)."""
+contents that nothing else has (Wong and Wilkes, "My cache or yours?", USENIX 2002). None may where
+requests miss those (``Ghosts``)."""
 PROTECTED_SHARE = 0.5
 """Share of the tier's blocks that may be protected or kept."""
 KEPT_SHARE = 0.25
@@ -98,6 +100,8 @@ class Segments:
         """Of the blocks that are kept."""
         self._num_evicted = 0
         """Evicted contents that were no copies, since the start: the clock of ages."""
+        self._ghosts = Ghosts()
+        """Of these."""
         self._since = np.zeros(0, np.int64)
         """By block id, this clock when its contents were last used, or let go of."""
         self._of = bytearray()
@@ -129,7 +133,7 @@ class Segments:
     @property
     def max_copies(self) -> int:
         """Copies that need not make room for others."""
-        return int(COPIES_SHARE * self.max_contents)
+        return 0 if self._ghosts.are_missed else self._copies_share
 
     @property
     def num_free(self) -> int:
@@ -337,6 +341,7 @@ class Segments:
             evict(self._kept, limit, keep)
             evict_copies(limit)
         self._num_evicted += len(keys[False])
+        self._ghosts.add(keys[False], self._copies_share)
         return blocks, keys[True], keys[False]
 
     # vLLM's queue
@@ -376,7 +381,15 @@ class Segments:
         """Whether a block has been released, and not found since."""
         return self._of[block_id] in (_RELEASED, _RELEASED_COPY)
 
+    def on_request(self, block_hashes: Sequence[bytes]) -> None:
+        """A request wants contents with ``block_hashes``, in the tier or not."""
+        self._ghosts.on_request(block_hashes)
+
     # Details
+
+    @property
+    def _copies_share(self) -> int:
+        return int(COPIES_SHARE * self.max_contents)
 
     def _note_use(self, blocks: Sequence[KVCacheBlock]) -> None:
         """The contents of ``blocks`` are the last to have been used, or let go of."""

@@ -37,7 +37,7 @@ from tests.simulation.world import World
 # States
 
 
-@mutation(StorePolicy, "_num_complete_blocks", STATES)
+@mutation(StorePolicy, "_num_complete_blocks", STATES, first_seed=10)
 def store_the_running_state(
     num_complete: Any, self: StorePolicy, request: Any, group: int, num_blocks: int
 ) -> Any:
@@ -280,7 +280,7 @@ def believe_all_pages_alike(find_regions: Any, *arguments: Any) -> list[Any]:
 # Host blocks with several sub-blocks
 
 
-@mutation(Loads, "submit", INSIDE_HOST_BLOCKS)
+@mutation(Loads, "submit", INSIDE_HOST_BLOCKS, first_seed=12)
 def pair_from_the_start_of_the_host_block(submit: Any, self: Loads, *arguments: Any) -> Any:
     """The bug shows in a load that begins in the middle of a host block."""
     transfers = submit(self, *arguments)

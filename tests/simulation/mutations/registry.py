@@ -7,7 +7,6 @@ from typing import Any
 from unittest.mock import patch
 
 from tests.simulation.mutations.situations import ORDINARY, Situation
-from tests.simulation.script import Script
 
 Replacement = Callable[..., Any]
 """A function that gets the original as its first argument, before the original's arguments."""
@@ -20,6 +19,8 @@ class Mutation:
     patches: list[tuple[Any, str, Replacement]]
     """Owner and name of each function that the bug replaces."""
     shown_by: Situation
+    first_seed: int = 0
+    """No script before this one shows it. Trying them takes long."""
 
     def also(self, owner: Any, name: str) -> Callable[[Replacement], Replacement]:
         """Let the bug replace a second function, by the decorated one."""
@@ -39,16 +40,12 @@ class Mutation:
                 stack.enter_context(patch.object(owner, name, patched))
             yield
 
-    def script(self, seed: int) -> Script:
-        """The script of ``seed``, adapted so that the bug can show."""
-        return self.shown_by(Script.draw(seed).with_sub_blocks(1))
-
 
 def mutation(
-    owner: Any, name: str, shown_by: Situation = ORDINARY
+    owner: Any, name: str, shown_by: Situation = ORDINARY, first_seed: int = 0
 ) -> Callable[[Replacement], Mutation]:
     """Make a Mutation from the function that replaces ``name`` of a class or module."""
-    return lambda replacement: Mutation([(owner, name, replacement)], shown_by)
+    return lambda replacement: Mutation([(owner, name, replacement)], shown_by, first_seed)
 
 
 def always(owner: Any, name: str, answer: Any, shown_by: Situation = ORDINARY) -> Mutation:

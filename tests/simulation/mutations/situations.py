@@ -8,7 +8,7 @@ from tests.simulation.script import Faults, Script
 from tests.simulation.second_tier import DiskFaults
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Situation:
     """Changes to a script, in this order: another model, other pools, other keywords."""
 
@@ -32,6 +32,10 @@ class Situation:
         if self.host_blocks is not None:
             script = script.varied(num_host_blocks=self.host_blocks * num_groups)
         return script.varied(**self.changes)
+
+    def draw(self, seed: int) -> Script:
+        """The script of ``seed``, with these changes."""
+        return self(Script.draw(seed).with_sub_blocks(1))
 
     def without(self, script: Script) -> Script:
         """The same script with a model that does not show the bug."""
@@ -316,9 +320,9 @@ LATE_OBJECTS = Situation(
     device_blocks=18,
     host_blocks=14,
     changes=_SMALL
-    | {"disk_speed": 0.2, "disk_faults": DiskFaults(hang=0.2), "aborts": 0.1, "compute_speed": 1.0},
+    | {"disk_speed": 0.1, "disk_faults": DiskFaults(), "aborts": 0.0, "compute_speed": 1.0},
 )
-"""They come after the request has gone on, or has ended."""
+"""They come after the request has gone on."""
 
 NEW_WEIGHTS = Situation(
     _FULL_ATTENTION, device_blocks=18, host_blocks=14, changes=_SMALL | {"resets": 0.05}
