@@ -348,7 +348,7 @@ TABLE = (
 
 SIZES = {
     "tier": (1536, 2304, 3072),  # room for copies of all that the device has
-    "device": (256, 384, 512),
+    "device": (128, 192, 256),
     "large device": (512, 768, 1024),
     "blocks": (16, 32, 64),
     "requests": (8, 16, 32),
@@ -363,7 +363,7 @@ def check(row: Row, grows: str) -> None:
 
     def measure(size: int) -> Work:
         if grows == "device":  # all that it has may be a copy in the tier
-            return row.operation(tier=4096, device=size)
+            return row.operation(tier=2048, device=size)
         if grows == "large device":  # some of it may not, so the walk goes on in each step
             return row.operation(tier=2048, device=size)
         if grows == "blocks":  # here too
@@ -413,7 +413,7 @@ def pair_blocks(side: OffloadScheduler, scheduled: SchedulerOutput) -> None:
 @pytest.mark.parametrize(
     ("plant", "name", "grows"),
     [
-        (walk, "lazy, new prompt", "tier"),
+        (walk, "eager, idle step", "tier"),
         (copy, "lazy, idle step", "tier"),
         (copy, "eager, old prompt", "tier"),
         (pair_blocks, "eager, known prompt", "blocks"),
