@@ -424,7 +424,7 @@ def test_copies_leave_while_requests_want_what_has_left(
     family = load_one(driver)
 
     def found() -> set[int]:
-        return {family for family in range(1, 50) if driver.found(prompt(21, family))}
+        return {each for each in range(1, 50) if driver.found(prompt(21, each))}
 
     before = found()
     driver.fill(2, first=61)

@@ -360,6 +360,13 @@ class CpuTier:
             self.unpin(blocks)
         return found
 
+    def on_request(self, block_hashes: Sequence[bytes]) -> None:
+        """A request gets its blocks. It wants contents with ``block_hashes``, in the tier or not.
+        Where requests miss much that has left, copies make room. No effect on a tier without
+        copies."""
+        if self.has_copies:
+            self._segments.on_request(block_hashes)
+
     def on_copies_found(self, block_ids: BlockIds) -> None:
         """Requests have found the contents of these copies on the device."""
         self._segments.on_copies_found(block_ids)
@@ -382,12 +389,6 @@ class CpuTier:
     def remove_all_copies(self) -> None:
         """The device has let go of all its contents at once."""
         self._segments.remove_all_copies()
-
-    def on_request(self, block_hashes: Sequence[bytes]) -> None:
-        """A request that gets its blocks wants contents with ``block_hashes``, whether the tier has
-        them or not. No effect on a tier without copies: these make room where many are missed."""
-        if self.has_copies:
-            self._segments.on_request(block_hashes)
 
     def renew(self, keys: Iterable[BlockHashWithGroupId]) -> None:
         """Make the blocks of ``keys``, parents before children, the most recently used, for a tier

@@ -9,42 +9,44 @@ NUM_FOLLOWED = 64
 NUM_AVERAGED = 256
 """Ghosts whose ends are averaged. A request wants many of them at once, so fewer say little."""
 MISSED_SHARE = 0.4
-"""Contents are missed if requests want a greater share of them back. Then each copy that makes room
-costs a second store, and often saves the compute of a block. A smaller share brings stores where
-few prompts are found for them (docs/measurements.md, "Recorded requests")."""
+"""Contents are missed if requests want a greater share of them back. A copy that makes room costs a
+second store, and then often saves the compute of a block. A smaller share brings more stores where
+they help few prompts (docs/measurements.md, "Recorded requests")."""
 
 
 class Ghosts:
-    """Follows some of the contents that have left, by their hashes, until a request wants them or
-    as many others have left as copies could have made room for (ghosts: Megiddo and Modha, "ARC: a
-    self-tuning, low overhead replacement cache", FAST 2003)."""
+    """Follows a sample of the contents that have left, by their hashes (Megiddo and Modha, "ARC: a
+    self-tuning, low overhead replacement cache", FAST 2003).
+
+    A ghost ends when a request wants it, or when others have left that fill its lifetime. Then more
+    room would not have kept it long enough.
+    """
 
     def __init__(self) -> None:
-        self._num_left = 0
-        """Contents that have left so far."""
         self._since: dict[bytes, int] = {}
-        """By hash of a ghost, how many had left before it. Oldest first."""
+        """By hash of a ghost, how many contents had left before it. Oldest first."""
         self._share_wanted = 0.0
         """Of the last ghosts, the share that requests wanted: an exponential average."""
 
     @property
     def are_missed(self) -> bool:
-        """Whether requests want much of it back."""
+        """Whether requests want back more than ``MISSED_SHARE`` of what has left."""
         return self._share_wanted > MISSED_SHARE
 
-    def add(self, keys: Sequence[BlockHashWithGroupId], lifetime: int) -> None:
-        """Contents with ``keys`` have left. Each ghost is followed until ``lifetime`` more have."""
-        start, period = self._num_left, max(1, lifetime // NUM_FOLLOWED)
-        for place in range(-start % period, len(keys), period):
-            self._since.setdefault(get_block_hash(keys[place]), start + place)
-        self._num_left += len(keys)
-        oldest = self._num_left - lifetime
+    def add(self, keys: Sequence[BlockHashWithGroupId], num_before: int, lifetime: int) -> None:
+        """Contents with ``keys`` have left, ``num_before`` others before them. A ghost lives until
+        ``lifetime`` more have left."""
+        period = max(1, lifetime // NUM_FOLLOWED)
+        for place in range(-num_before % period, len(keys), period):
+            self._since.setdefault(get_block_hash(keys[place]), num_before + place)
+        oldest = num_before + len(keys) - lifetime
         over = [block_hash for block_hash, since in self._since.items() if since < oldest]
         self._end(over, 0.0)
 
     def on_request(self, block_hashes: Sequence[bytes]) -> None:
         """A request wants contents with ``block_hashes``."""
-        self._end(self._since.keys() & block_hashes, 1.0)
+        if self._since:  # else each hash is looked at in vain
+            self._end(self._since.keys() & block_hashes, 1.0)
 
     def _end(self, block_hashes: Sequence[bytes] | set[bytes], wanted: float) -> None:
         for block_hash in block_hashes:

@@ -21,8 +21,8 @@ from simple_offload.scheduler.tier.let_go import LetGo
 COPIES_SHARE = 3 / 16
 """Share of the tier's blocks that may hold copies although others need room. Each copy that leaves
 costs a second store, when the device lets go of its block. Each that stays takes the room of
-contents that nothing else has (Wong and Wilkes, "My cache or yours?", USENIX 2002). None may where
-requests miss those (``Ghosts``)."""
+contents that nothing else has (Wong and Wilkes, "My cache or yours?", USENIX 2002). Where requests
+miss those, all copies make room (``Ghosts``)."""
 PROTECTED_SHARE = 0.5
 """Share of the tier's blocks that may be protected or kept."""
 KEPT_SHARE = 0.25
@@ -101,7 +101,7 @@ class Segments:
         self._num_evicted = 0
         """Evicted contents that were no copies, since the start: the clock of ages."""
         self._ghosts = Ghosts()
-        """Of these."""
+        """Of the contents that this clock counts."""
         self._since = np.zeros(0, np.int64)
         """By block id, this clock when its contents were last used, or let go of."""
         self._of = bytearray()
@@ -192,6 +192,10 @@ class Segments:
             self._settle_oldest()
         self._let_go.add(as_array([*self._twins]))  # to look again
         self._twins.clear()
+
+    def on_request(self, block_hashes: Sequence[bytes]) -> None:
+        """A request wants contents with ``block_hashes``, in the tier or not."""
+        self._ghosts.on_request(block_hashes)
 
     def was_found(self, block_id: int) -> bool:
         """Whether a request has found the contents of a block, or expects them."""
@@ -340,8 +344,8 @@ class Segments:
             evict(self._protected, limit, keep)
             evict(self._kept, limit, keep)
             evict_copies(limit)
+        self._ghosts.add(keys[False], self._num_evicted, self._copies_share)
         self._num_evicted += len(keys[False])
-        self._ghosts.add(keys[False], self._copies_share)
         return blocks, keys[True], keys[False]
 
     # vLLM's queue
@@ -380,10 +384,6 @@ class Segments:
     def is_released(self, block_id: int) -> bool:
         """Whether a block has been released, and not found since."""
         return self._of[block_id] in (_RELEASED, _RELEASED_COPY)
-
-    def on_request(self, block_hashes: Sequence[bytes]) -> None:
-        """A request wants contents with ``block_hashes``, in the tier or not."""
-        self._ghosts.on_request(block_hashes)
 
     # Details
 

@@ -20,7 +20,7 @@ class Mutation:
     """Owner and name of each function that the bug replaces."""
     shown_by: Situation
     first_seed: int = 0
-    """No script before this one shows it. Trying them takes long."""
+    """The first script to try. Earlier ones did not show it when this was set, and take long."""
 
     def also(self, owner: Any, name: str) -> Callable[[Replacement], Replacement]:
         """Let the bug replace a second function, by the decorated one."""
