@@ -5,6 +5,7 @@ model is made first if its folder is not there yet.
 """
 
 import faulthandler
+import gc
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -52,8 +53,12 @@ def run(arguments: dict[str, Any], report: Report) -> None:
 
 
 def _engine(plan: Plan, model: Path, *, connector: bool, files: str | None) -> "LLM":
+    # Imports make millions of objects that stay. To look for garbage among them takes seconds.
+    gc.disable()
     from vllm import LLM
 
+    gc.freeze()
+    gc.enable()
     contender = OURS if connector else NONE
     if connector and files is not None:
         # "always": a small model computes sooner than a slow disk reads.

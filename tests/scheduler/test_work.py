@@ -170,33 +170,29 @@ def count_prompts(rig: Rig, prompts: Sequence[list[int]]) -> Work:
     return Work(*map(min, zip(*works, strict=True)))
 
 
-def new_prompt(
-    extra: dict[str, Any], tier: int = 1024, device: int = 256, blocks: int = 16
-) -> Work:
+def new_prompt(extra: dict[str, Any], tier: int = 512, device: int = 128, blocks: int = 8) -> Work:
     """Compute a prompt, and store its blocks. They evict others from device and tier."""
     rig = full_rig(extra, tier, device)
     before = rig.num_transferred
-    work = count_prompts(rig, rig.prompts(192 // blocks, blocks))
+    work = count_prompts(rig, rig.prompts(96 // blocks, blocks))
     assert rig.num_transferred - before >= 3 * blocks
     return work
 
 
-def old_prompt(
-    extra: dict[str, Any], tier: int = 1024, device: int = 256, blocks: int = 16
-) -> Work:
+def old_prompt(extra: dict[str, Any], tier: int = 512, device: int = 128, blocks: int = 8) -> Work:
     """Load a prompt that the device has evicted, from lookup to end. With a threshold of two
     requests, store it."""
     rig = full_rig(extra, tier, device)
     prompts = rig.prompts(device // blocks + 2, blocks)
     rig.run(prompts * 4)  # the policy depends on the size of recent loads
     before = rig.num_transferred
-    work = count_prompts(rig, prompts[: 192 // blocks])
+    work = count_prompts(rig, prompts[: 96 // blocks])
     assert rig.num_transferred - before >= 3 * blocks
     return work
 
 
 def known_prompt(
-    extra: dict[str, Any], tier: int = 1024, device: int = 256, blocks: int = 16
+    extra: dict[str, Any], tier: int = 512, device: int = 128, blocks: int = 8
 ) -> Work:
     """Start and end a request whose prompt the device has. Nothing is left to store."""
     rig = full_rig(extra, tier, device)
@@ -347,10 +343,10 @@ TABLE = (
 )
 
 SIZES = {
-    "tier": (1536, 2304, 3072),  # room for copies of all that the device has
+    "tier": (768, 1152, 1536),  # room for copies of all that the device has
     "device": (128, 192, 256),
     "large device": (512, 768, 1024),
-    "blocks": (16, 32, 64),
+    "blocks": (8, 16, 32),
     "requests": (8, 16, 32),
     "context": (32, 64, 128),
     "loads": (8, 16, 32),
@@ -365,9 +361,9 @@ def check(row: Row, grows: str) -> None:
         if grows == "device":  # all that it has may be a copy in the tier
             return row.operation(tier=2048, device=size)
         if grows == "large device":  # some of it may not, so the walk goes on in each step
-            return row.operation(tier=2048, device=size)
+            return row.operation(tier=2048, device=size, blocks=16)
         if grows == "blocks":  # here too
-            return row.operation(tier=2048, blocks=size)
+            return row.operation(tier=1024, blocks=size)
         return row.operation(**{grows: size})
 
     if law not in {MEAN_CONSTANT, MEAN_LINEAR}:

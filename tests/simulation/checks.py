@@ -32,17 +32,19 @@ def keys_of_sub_blocks(
 ) -> dict[BlockHashWithGroupId, set[BlockHashWithGroupId]]:
     """The keys of all sub-blocks of the host blocks with these ``keys``, each the key of a block's
     end. ``requests``: all requests so far."""
-    if shape.num_sub_blocks == 1:
-        return {key: {key} for key in keys}
-    before = {
-        block_hash: request.block_hashes[:index]
+    wanted = dict.fromkeys(keys)
+    if shape.num_sub_blocks == 1 or not wanted:
+        return {key: {key} for key in wanted}
+    places = {
+        block_hash: (request, index)
         for request in requests
         for index, block_hash in enumerate(request.block_hashes)
     }
     found: dict[BlockHashWithGroupId, set[BlockHashWithGroupId]] = {}
-    for key in keys:
+    for key in wanted:
         size = shape.block_sizes[get_group_id(key)] // shape.hash_size
-        hashes = [*before[get_block_hash(key)], get_block_hash(key)]
+        request, index = places[get_block_hash(key)]
+        hashes = request.block_hashes[: index + 1]
         for end in range(len(hashes) - size * shape.num_sub_blocks, len(hashes), size):
             sub_block = make_block_hash_with_group_id(hashes[end + size - 1], get_group_id(key))
             found.setdefault(key, set()).add(sub_block)

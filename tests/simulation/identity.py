@@ -75,6 +75,15 @@ class Story:
             value = extend(value, self.tokens[position])
             identities.append(value)
         self.identities: Identities = np.array(identities, dtype=np.uint64)
+        self._pages: dict[tuple[int, int, int, int], Identities] = {}
+
+    def pages(self, group: int, rank: int, layer: int, width: int) -> Identities:
+        """The contents of one layer's pages, of one group on one rank, for all tokens: ``[tokens,
+        width]``."""
+        key = group, rank, layer, width
+        if key not in self._pages:
+            self._pages[key] = of_page(self.identities, *key)
+        return self._pages[key]
 
     def num_accepted(self, num_tokens: int, num_drafted: int) -> int:
         """How many of the ``num_drafted`` drafts after the first ``num_tokens`` tokens are

@@ -184,26 +184,23 @@ def check_tier(tier: CpuTier) -> None:
     """The free queues, the hash map and the segments agree."""
     pool, segments = tier._pool, tier._segments
     by_key = pool.cached_block_hash_to_block
-    places = [
-        (block.block_id, segment)
-        for segment, queue in enumerate(segments._queues)
-        for block in queue.get_all_free_blocks()
-    ]
-    segment_of = dict(places)
-    assert len(segment_of) == len(places) == tier.num_free, "free queues miscounted"
+    segment_of: dict[int, int] = {}
     copy = len(segments._queues) - 1
     for segment, queue in enumerate(segments._queues):
-        count = sum(of == segment for of in segment_of.values())
-        assert queue.num_free_blocks == count, f"segment {segment} miscounted"
-    for block in pool.blocks:
+        free_blocks = queue.get_all_free_blocks()
+        assert queue.num_free_blocks == len(free_blocks), f"segment {segment} miscounted"
+        segment_of |= dict.fromkeys([block.block_id for block in free_blocks], segment)
+    num_free = sum(queue.num_free_blocks for queue in segments._queues)
+    assert len(segment_of) == num_free == tier.num_free, "free queues miscounted"
+    inner_keys = pool.cached_block_hashes_by_block
+    for block, segment in zip(pool.blocks, segments._of, strict=True):
         if block.is_null:
             continue
-        free = block.block_id in segment_of
+        place = segment_of.get(block.block_id)
+        free = place is not None
         assert free == (block.ref_cnt == 0), f"{block}: free and pinned, or neither"
-        segment = segments._of[block.block_id]
-        place = min(segment, copy)
-        assert segment_of.get(block.block_id, place) == place, f"{block}: in another segment"
-        for inner_key in pool.cached_block_hashes_by_block.get(block.block_id, ()):
+        assert not free or place == min(segment, copy), f"{block}: in another segment"
+        for inner_key in inner_keys.get(block.block_id, ()):
             assert block.block_hash is not None, f"{block}: empty, yet has an inner key"
             assert by_key.get_one_block(inner_key) is not None, f"{block}: has lost an inner key"
         if block.block_hash is None:
@@ -222,9 +219,7 @@ def check_tier(tier: CpuTier) -> None:
     kept = {i for i, segment in enumerate(segments._of) if segment in (_KEPT, _KEPT_COPY)}
     assert kept == set(segments._leases.blocks()), "other blocks are kept than have a lease"
     assert kept or not segments._leases._queue, "ends of leases that no block has"
-    assert len(segments._of) == len(pool.blocks), "a block has no segment"
-    free_blocks = pool.free_block_queue.get_all_free_blocks()
-    empty = [block.block_hash is None for block in free_blocks]
+    empty = [block.block_hash is None for block in pool.free_block_queue.get_all_free_blocks()]
     assert empty == sorted(empty, reverse=True), "an empty block is not the next to be allocated"
     for block_id in tier._doubted:
         block = pool.blocks[block_id]

@@ -273,11 +273,11 @@ class Runner:
             positions = self._own(spec.ends(np.arange(start, work.end)))
             blocks, slots = self._places(work, positions, index, spec)
             rejected = self._own(spec.ends(self._rejected(work, index, kind)))
-            rejected_places = self._places(work, rejected, index, spec)
             for layer in layers:
                 pages = self._pages[index][layer]
                 pages[blocks, slots] = self._tokens(work, positions, index, layer)
-                pages[rejected_places] = _REJECTED
+                if len(rejected):
+                    pages[self._places(work, rejected, index, spec)] = _REJECTED
                 # A module that reads beyond the known tokens uses drafts.
                 if ahead := self._layers[index][layer].ahead:
                     unknown = positions + ahead >= work.num_known
@@ -295,6 +295,8 @@ class Runner:
     def _own(self, positions: "np.ndarray[Any, Any]") -> "np.ndarray[Any, Any]":
         """Those of ``positions`` whose tokens this rank keeps."""
         shards = self.shape.num_shards
+        if shards == 1:
+            return positions
         own: np.ndarray[Any, Any] = positions[positions % shards == self.rank % shards]
         return own
 
@@ -309,9 +311,10 @@ class Runner:
     def _tokens(
         self, work: _Work, positions: "np.ndarray[Any, Any]", index: int, layer: int
     ) -> Identities:
-        identities = work.story.identities[positions + self._layers[index][layer].ahead]
         width = self._pages[index][layer].shape[2]
-        return of_page(identities, index, self._replica(index), layer, width)
+        pages = work.story.pages(index, self._replica(index), layer, width)
+        tokens: Identities = pages[positions + self._layers[index][layer].ahead]
+        return tokens
 
     def _is_of_a_sibling(self, work: _Work, position: int, index: int, layer: int) -> bool:
         """Whether a drafter's page is that of a request with other tokens after the block.

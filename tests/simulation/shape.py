@@ -3,6 +3,7 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
+from functools import cached_property
 from typing import Any, Literal, cast
 
 from vllm.config import VllmConfig
@@ -108,7 +109,7 @@ class Shape:
         """Tokens that a hash covers."""
         return self.match_unit or math.gcd(*self.block_sizes)
 
-    @property
+    @cached_property
     def block_sizes(self) -> list[int]:
         """By group, the tokens of a block on all ranks together."""
         return [self.block_size * group.scale * self.num_shards for group in self.groups]
@@ -161,7 +162,7 @@ class Shape:
         """Whether vLLM's runner asks for results of transfers before it drafts: the V1 runner."""
         return bool(self.num_drafted) and not self.v2_runner
 
-    @property
+    @cached_property
     def groups(self) -> list[Group]:
         """The model's groups, in vLLM's order."""
         attention = [

@@ -10,7 +10,7 @@ from tests.simulation.mutations.situations import SUB_BLOCKS, Situation
 from tests.simulation.script import Play, Script
 
 _MAX_SEEDS = 150
-_FEW_SEEDS = 3
+_FEW_SEEDS = 2
 
 OF_ENGINES = [name for name, bug in MUTATIONS.items() if bug.shown_by.otherwise is not None]
 OF_SUB_BLOCKS = [bug for bug in MUTATIONS.values() if bug.shown_by is SUB_BLOCKS]

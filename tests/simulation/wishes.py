@@ -56,11 +56,13 @@ def wants_storing(request: Request) -> bool:
 
 def kept_out_by(requests: Iterable[Request]) -> set[bytes]:
     """The hashes of blocks of ``requests`` that none of them wants stored."""
-    kept_out: set[bytes] = set()
-    wanted: set[bytes] = set()
+    wanted, kept_out = [], set[bytes]()
     for request in requests:
-        (wanted if wants_storing(request) else kept_out).update(request.block_hashes)
-    return kept_out - wanted
+        if wants_storing(request):
+            wanted.append(request)
+        else:
+            kept_out.update(request.block_hashes)
+    return kept_out.difference(*(request.block_hashes for request in wanted)) if kept_out else set()
 
 
 def check_stored(keys: Iterable[BlockHashWithGroupId], requests: Iterable[Request]) -> None:

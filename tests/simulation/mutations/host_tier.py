@@ -35,7 +35,7 @@ from tests.simulation.world import World
 
 # What it drops
 
-offer_a_failed_block_again = always(CpuTier, "drop", None, FAILING_LOADS)
+offer_a_failed_block_again = always(CpuTier, "drop", None, FAILING_LOADS, first_seed=5)
 keep_the_tier_over_a_reset = always(CpuTier, "reset", None, RESETS)
 
 
@@ -128,11 +128,13 @@ def ignore_events(*arguments: Any) -> None:
 # Its growth
 
 
-def grow_to(shown_by: Situation, size: Callable[[list[RankCapacity], int], int]) -> Mutation:
+def grow_to(
+    shown_by: Situation, size: Callable[[list[RankCapacity], int], int], first_seed: int = 0
+) -> Mutation:
     """Grow the tier to ``size``, given the capacities that ranks have reported, and the number of
     ranks."""
 
-    @mutation(OffloadScheduler, "_on_capacities", shown_by)
+    @mutation(OffloadScheduler, "_on_capacities", shown_by, first_seed)
     def grow(on_capacities: Any, self: OffloadScheduler, capacities: Any) -> None:
         with patch.object(self.tier, "grow"):
             on_capacities(self, capacities)
@@ -160,7 +162,7 @@ def _least_room(known: list[RankCapacity], num_ranks: int) -> int:
     return min((each.num_host_blocks for each in known), default=0)
 
 
-grow_before_all_ranks_have_spoken = grow_to(GROWING, _least_open)
+grow_before_all_ranks_have_spoken = grow_to(GROWING, _least_open, first_seed=15)
 grow_to_what_is_not_open_yet = grow_to(GROWING, _least_room)
 
 

@@ -96,7 +96,7 @@ def _state_groups(coordinator: KVCacheCoordinator) -> list[int]:
     return [group for group in ids if isinstance(managers[group], MambaManager)]
 
 
-@mutation(StorePolicy, "_record_state", INNER_HITS)
+@mutation(StorePolicy, "_record_state", INNER_HITS, first_seed=5)
 def store_the_original_of_a_copied_state(
     record: Any, self: StorePolicy, progress: Any, state: Any
 ) -> Any:
@@ -169,7 +169,7 @@ def pair_a_hit_with_the_end_of_a_table(
     plan(self, request, shifted, *rest)
 
 
-@mutation(OffloadScheduler, "_free_unread", CHAINED_WINDOWS)
+@mutation(OffloadScheduler, "_free_unread", CHAINED_WINDOWS, first_seed=4)
 def leave_blocks_that_attention_does_not_read(*arguments: Any) -> None:
     """The blocks stay in the table without contents, and vLLM gives them a hash."""
 
@@ -190,7 +190,12 @@ def add_only_what_is_there(
     add(self, group, table, slots, null, num_sub_blocks, **options)
 
 
-@mutation(OffloadWorker, "bind", engine(windows=(0,), num_drafted=2, num_ranks=2, num_stages=2))
+@mutation(
+    OffloadWorker,
+    "bind",
+    engine(windows=(0,), num_drafted=2, num_ranks=2, num_stages=2),
+    first_seed=5,
+)
 def wait_for_hooks_that_are_not_called(
     bind: Any, self: OffloadWorker, metadata: StepMetadata
 ) -> None:
@@ -233,11 +238,13 @@ def submit_stores_with_results(poll: Any, self: OffloadWorker) -> Any:
 # Blocks and pages of several sizes
 
 
-def _skip_blocks_of(shown_by: Situation, size: Callable[[CpuTier, int], int]) -> Mutation:
+def _skip_blocks_of(
+    shown_by: Situation, size: Callable[[CpuTier, int], int], first_seed: int = 0
+) -> Mutation:
     """Count the device's share of a table in blocks of ``size`` tokens, given the tier and the
     group."""
 
-    @mutation(Loads, "plan", shown_by)
+    @mutation(Loads, "plan", shown_by, first_seed)
     def mistaken(plan: Any, self: Loads, request: Any, tables: Any, *rest: Any) -> None:
         num_computed = self._hits[request.request_id].num_computed_tokens
         shifted = []
@@ -263,7 +270,7 @@ think_all_blocks_as_large_as_the_first = _skip_blocks_of(
     engine(windows=(0, 0), scales=(1, 2)), _of_the_first_group
 )
 think_a_block_is_what_one_rank_has_of_it = _skip_blocks_of(
-    engine(windows=(0,), num_ranks=2, context_parallel=True), _on_one_rank
+    engine(windows=(0,), num_ranks=2, context_parallel=True), _on_one_rank, first_seed=7
 )
 
 
@@ -313,7 +320,7 @@ def _first_hashes(groups: Groups, hashes: Any) -> Any:
     return [hashes[index - index % groups.num_sub_blocks] for index in range(len(hashes))]
 
 
-@mutation(Lookup, "find", SUB_BLOCKS)
+@mutation(Lookup, "find", SUB_BLOCKS, first_seed=5)
 def know_a_host_block_by_its_first_sub_block(
     find: Any, self: Lookup, hashes: Any, *rest: Any
 ) -> Any:

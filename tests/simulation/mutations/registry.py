@@ -48,9 +48,11 @@ def mutation(
     return lambda replacement: Mutation([(owner, name, replacement)], shown_by, first_seed)
 
 
-def always(owner: Any, name: str, answer: Any, shown_by: Situation = ORDINARY) -> Mutation:
+def always(
+    owner: Any, name: str, answer: Any, shown_by: Situation = ORDINARY, first_seed: int = 0
+) -> Mutation:
     """The bug that a function has no effect and always gives the same answer."""
-    return mutation(owner, name, shown_by)(lambda *arguments, **keywords: answer)
+    return mutation(owner, name, shown_by, first_seed)(lambda *arguments, **keywords: answer)
 
 
 def _around(original: Callable[..., Any], replacement: Replacement) -> Callable[..., Any]:
