@@ -31,6 +31,7 @@ ROWS = (
     ("device_hit_share", "prompt tokens from the device, %", 1e2),
     ("external_hit_share", "prompt tokens from the connector, %", 1e2),
     ("computed_share", "prompt tokens computed, %", 1e2),
+    ("endless_share", "... by an endless cache, %", 1e2),
     ("loaded_bytes", "loaded, GB", 1e-9),
     ("stored_bytes", "stored, GB", 1e-9),
     ("device_multiple", "working set, times the device's KV", 1),
@@ -78,9 +79,12 @@ def numbers(played: Played, counted: Mapping[str, float], plan: Plan) -> dict[st
     if all_tokens := sum(by_source.values()):
         for name, value in by_source.items():
             found[name.replace("_tokens", "_share")] = value / all_tokens
-    sent = [*played.first, *(each.request for each in played.answered)]
     per_token = plan.kv_bytes_per_token
-    needed = working_set(sent, plan.device_tokens, plan.host_bytes / (per_token or 1))
+    room = plan.device_tokens, plan.host_bytes / (per_token or 1)
+    before = working_set(played.first, *room)
+    needed = working_set([*played.first, *(each.request for each in played.answered)], *room)
+    if prompt_tokens := needed.prompt_tokens - before.prompt_tokens:
+        found["endless_share"] = (needed.new_tokens - before.new_tokens) / prompt_tokens
     found["working_set_tokens"] = needed.new_tokens
     found["device_multiple"] = needed.device_multiple
     if per_token is not None:

@@ -357,6 +357,8 @@ def test_throughput_is_what_came_in_the_time(tmp_path: Path) -> None:
     # Two ids of 50 tokens, and the last token of each of five requests.
     assert found["working_set_tokens"] == 105
     assert found["device_multiple"] == 105 / 512
+    # A request before the measurement had the first id.
+    assert found["endless_share"] == 54 / (4 * 101)
     assert "computed_share" not in numbers(played, {}, plan)
 
 
