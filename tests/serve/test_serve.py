@@ -16,8 +16,8 @@ from tests.serve.server import Completion, Server, can_listen, read_stream
 
 ASKS = shared_prefix_asks("serve", seed=6, tails=3)
 HITS = "vllm:external_prefix_cache_hits_total"
-LONG = 400
-"""Number of tokens of an answer that takes at least a second."""
+LONG = 150
+"""Number of tokens of an answer that takes some tenths of a second, on any processor."""
 
 
 def answers(server: Server, asks: Sequence[Ask], *, at_once: int) -> list[Completion]:

@@ -87,7 +87,7 @@ def test_scripts_draw_combinations() -> None:
 
 
 def test_same_seed_same_run() -> None:
-    assert [play(seed) for seed in range(2)] == [play(seed) for seed in range(2)]
+    assert [play(seed) for seed in (3, 6)] == [play(seed) for seed in (3, 6)]
 
 
 def test_announced_loads() -> None:
