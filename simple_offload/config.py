@@ -1,7 +1,6 @@
 """OffloadConfig: kv_connector_extra_config, validated."""
 
 import difflib
-import logging
 import math
 import re
 from collections.abc import Mapping
@@ -15,10 +14,11 @@ from pydantic_core import ErrorDetails, PydanticCustomError
 
 from simple_offload import memory
 from simple_offload.foreign_keys import is_foreign
+from simple_offload.logs import get_logger
 
 GIB = memory.GIB
 
-logger = logging.getLogger(f"vllm.{__name__}")  # as in logs.py, but without importing vLLM
+logger = get_logger(__name__)
 
 _UNITS = {"": 1, "B": 1} | {
     letter + suffix: base**power

@@ -1,7 +1,6 @@
 """Memory of this machine: its limit, what is available now, and whose turn it is to claim some."""
 
 import fcntl
-import logging
 import os
 import time
 from collections.abc import Iterator
@@ -14,7 +13,9 @@ from typing import NamedTuple
 
 import psutil
 
-logger = logging.getLogger(f"vllm.{__name__}")  # as in logs.py, but without vLLM
+from simple_offload.logs import get_logger
+
+logger = get_logger(__name__)
 
 GIB = 1024**3
 
