@@ -1,5 +1,6 @@
 """The setting of all tests: no network, and properties that replay."""
 
+import atexit
 import gc
 import os
 import re
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
 # Imports make millions of objects that stay. To look for garbage among them takes a third of the
 # imports' time, and a tenth of the tests'. Until pytest_collection_finish.
 gc.disable()
+atexit.register(gc.unfreeze)  # else nanobind's libraries report what they have at the end
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
@@ -50,10 +52,6 @@ def pytest_collection_finish(session: pytest.Session) -> None:
         capture = session.config.pluginmanager.getplugin("capturemanager")
         with capture.global_and_fixture_disabled():
             sys.stderr.write(f"{_builds()}\n")
-
-
-def pytest_unconfigure() -> None:
-    gc.unfreeze()  # else nanobind's libraries report what they have when the process ends
 
 
 def pytest_report_header(config: pytest.Config) -> str | None:
