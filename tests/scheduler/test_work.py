@@ -163,10 +163,10 @@ def full_rig(extra: dict[str, Any], tier: int, device: int) -> Rig:
 
 def count_prompts(rig: Rig, prompts: Sequence[list[int]]) -> Work:
     """The work for one prompt. Lazy stores come in batches, so it is the mean of many prompts.
-    Otherwise it is the least of three, because sets and lists sometimes grow in a leap."""
+    Otherwise it is the least, because sets and lists sometimes grow in a leap."""
     if rig.is_lazy:
         return rig.count(rig.run, prompts).over(len(prompts))
-    works = [rig.count(rig.run, [prompt]) for prompt in prompts[:3]]
+    works = [rig.count(rig.run, [prompt]) for prompt in prompts]
     return Work(*map(min, zip(*works, strict=True)))
 
 
