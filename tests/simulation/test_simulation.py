@@ -96,8 +96,8 @@ def test_announced_loads() -> None:
     changes |= {"announcements": 0.4, "arrivals": 0.9, "aborts": 0.05}
     plays = [Play(script.varied(**changes)) for script in _SCRIPTS[:8]]
     outcomes = [play.run() for play in plays]
-    assert sum(outcome.num_holds for outcome in outcomes) > 3
-    assert sum(outcome.num_holds_by_layer for outcome in outcomes) > 3
+    assert sum(outcome.num_holds for outcome in outcomes) > 20
+    assert sum(outcome.num_holds_by_layer for outcome in outcomes) > 20
 
 
 @pytest.mark.parametrize(
