@@ -5,7 +5,6 @@ model is made first if its folder is not there yet.
 """
 
 import faulthandler
-import gc
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -13,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import TypeAdapter
 
-from examples.bench.child import Report, run_child
+from examples.bench.child import Report, run_child, without_collection
 from examples.bench.connectors import NONE, OURS
 from examples.bench.models import save_model
 from examples.demo.plan import Plan
@@ -53,12 +52,9 @@ def run(arguments: dict[str, Any], report: Report) -> None:
 
 
 def _engine(plan: Plan, model: Path, *, connector: bool, files: str | None) -> "LLM":
-    # Imports make millions of objects that stay. To look for garbage among them takes seconds.
-    gc.disable()
-    from vllm import LLM
+    with without_collection():
+        from vllm import LLM
 
-    gc.freeze()
-    gc.enable()
     contender = OURS if connector else NONE
     if connector and files is not None:
         # "always": a small model computes sooner than a slow disk reads.

@@ -2,7 +2,6 @@
 
 import contextlib
 import faulthandler
-import gc
 import os
 import pickle
 import pkgutil
@@ -19,6 +18,8 @@ from unittest.mock import patch
 
 import psutil
 import tqdm
+
+from examples.bench.child import without_collection
 
 ROOT = Path(__file__).resolve().parents[2]
 DEADLINE_SECONDS = 270.0
@@ -150,11 +151,9 @@ def main(function: str, job_path: Path) -> None:
     # Python 3.12 inside compiled code).
     faulthandler.register(signal.SIGUSR1, all_threads=True)
     tqdm.tqdm.monitor_interval = 0  # else the first progress bar leaves a thread behind
-    gc.disable()  # see tests/conftest.py
-    call, arguments = pkgutil.resolve_name(function), pickle.loads(job_path.read_bytes())
-    gc.freeze()
-    gc.enable()
-    # Each engine's end would look through all modules again, three times for seconds.
+    with without_collection():
+        call, arguments = pkgutil.resolve_name(function), pickle.loads(job_path.read_bytes())
+    # vLLM thaws all objects at each engine's end, and looks for garbage among them: seconds.
     with patch("gc.freeze"), patch("gc.unfreeze"):
         result = call(*arguments)
     job_path.with_suffix(".result").write_bytes(pickle.dumps(result))

@@ -136,7 +136,7 @@ class Driver:
     def step(self, count: int = 1) -> None:
         for _ in range(count):
             self.world.step()
-            self.world.check()
+            self.world.check_step()
 
     def step_until(self, condition: Callable[[], object]) -> None:
         """Step until ``condition`` holds."""

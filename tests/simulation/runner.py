@@ -295,8 +295,6 @@ class Runner:
     def _own(self, positions: "np.ndarray[Any, Any]") -> "np.ndarray[Any, Any]":
         """Those of ``positions`` whose tokens this rank keeps."""
         shards = self.shape.num_shards
-        if shards == 1:
-            return positions
         own: np.ndarray[Any, Any] = positions[positions % shards == self.rank % shards]
         return own
 

@@ -512,7 +512,7 @@ class Play:
 
     def _look(self) -> None:
         world = self.world
-        world.check()
+        world.check_step()
         for request_id in sorted(set(world.finished) - self._seen):
             self._seen.add(request_id)
             world.check_finished(request_id)

@@ -56,13 +56,11 @@ def wants_storing(request: Request) -> bool:
 
 def kept_out_by(requests: Iterable[Request]) -> set[bytes]:
     """The hashes of blocks of ``requests`` that none of them wants stored."""
-    wanted, kept_out = [], set[bytes]()
+    kept_out: set[bytes] = set()
+    wanted: set[bytes] = set()
     for request in requests:
-        if wants_storing(request):
-            wanted.append(request)
-        else:
-            kept_out.update(request.block_hashes)
-    return kept_out.difference(*(request.block_hashes for request in wanted)) if kept_out else set()
+        (wanted if wants_storing(request) else kept_out).update(request.block_hashes)
+    return kept_out - wanted
 
 
 def check_stored(keys: Iterable[BlockHashWithGroupId], requests: Iterable[Request]) -> None:

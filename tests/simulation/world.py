@@ -638,16 +638,27 @@ class World:
     # Invariants
 
     def check(self) -> None:
-        """Raise AssertionError if a block that a copy will still touch is free, or the bookkeeping
-        is inconsistent. The latter takes longest, and what is wrong there stays wrong: it is looked
-        at in each third step, and at rest."""
-        if self.num_steps % 3 == 0:
-            self.check_bookkeeping(at_rest=False)
-        if self.is_ours:
-            self._check_copies(integrity.copies(self.connector.scheduler))
-        if self.is_ours and self.num_steps % 3 == 0 and not self.shape.second_tier:
+        """Raise AssertionError if the bookkeeping is inconsistent, or a block that a copy will
+        still touch is free."""
+        self.check_copies()
+        self.check_bookkeeping(at_rest=False)
+        if self.is_ours and not self.shape.second_tier:
             # A second tier may bring what an earlier engine has stored.
             wishes.check_stored(self.host_pool.cached_block_hash_to_block._cache, self._ever)
+
+    def check_step(self) -> None:
+        """``check`` after each step, for less: the bookkeeping, which takes longest, in each third
+        one. What is wrong there stays wrong."""
+        if self.num_steps % 3:
+            self.check_copies()
+        else:
+            self.check()
+
+    def check_copies(self) -> None:
+        """Raise AssertionError if a block that a copy will still touch is free, or a copy is not
+        one."""
+        if self.is_ours:
+            self._check_copies(integrity.copies(self.connector.scheduler))
         device_pool = self._device_pool
         for rank in self.ranks:
             checks.check_copies(rank.device, device_pool, self.host_pool, self.shape.num_sub_blocks)
