@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from vllm.v1.core.kv_cache_utils import KVCacheBlock
 
-from simple_offload.scheduler.tier import block_pool
+from simple_offload.scheduler.tier import block_pool, segments
 from simple_offload.scheduler.tier.cpu_tier import CpuTier
 from tests.scheduler.tiers import (
     BLOCK_SIZE,
@@ -60,6 +60,12 @@ def let_go(tier: CpuTier, chain: str) -> None:
     tier.on_let_go(ids(tier, *kept))
     assert before == (queues(tier), segments_of(tier))  # the order does not matter yet
     check_tier(tier)
+
+
+@pytest.fixture(autouse=True)
+def _few_copies_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where requests want back some of what has left: ``test_ghosts.py``."""
+    monkeypatch.setattr(segments, "FEW_WANTED", 0)
 
 
 # The order of eviction. Of 16 blocks, 3 may be copies although others need room.

@@ -1,7 +1,7 @@
 """CpuTier compared with a model: lists of names in the order of eviction."""
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from itertools import takewhile
 from typing import Any, NamedTuple
 from unittest.mock import patch
@@ -255,8 +255,8 @@ class Tier(RuleBasedStateMachine):
         """If no block is empty, the number of copies is exact."""
         if not self.num_known_empty:
             self.settle()
-        num_copies = sum(segment in _COPIES for segment in self.segment.values())
-        assert self.tier.room_for_copies == max(self.num_known_empty, self.max_copies - num_copies)
+        room = min(self.max_copies, self.copies_share) - self.num_copies
+        assert self.tier.room_for_copies == max(self.num_known_empty, room)
 
     @rule()
     def remove_all_copies(self) -> None:
@@ -362,8 +362,14 @@ class Tier(RuleBasedStateMachine):
         )
 
     @property
+    def num_copies(self) -> int:
+        return sum(segment in _COPIES for segment in self.segment.values())
+
+    @property
     def max_copies(self) -> int:
-        return 0 if self.share_wanted > ghosts.MISSED_SHARE else self.copies_share
+        if self.share_wanted < segments.FEW_WANTED:
+            return self.num_blocks
+        return self.copies_share if self.share_wanted < segments.MANY_WANTED else 0
 
     @property
     def copies_share(self) -> int:
@@ -435,16 +441,22 @@ class Tier(RuleBasedStateMachine):
         self.enforce_limit()
 
     def evict(self, count: int, limit: int, keep: Collection[str]) -> int:
-        """Copies beyond their share leave first, then whole queues, up to a block to keep. Copies
-        to keep become the last instead, of the first few."""
-        num_copies = sum(segment in _COPIES for segment in self.segment.values())
-        num_excess = max(0, num_copies - self.max_copies)
+        """Copies leave first, or those on probation, then whole queues, up to a block to keep.
+        Copies to keep become the last instead, of the first few."""
         lost: list[str] = []
         others: list[str] = []
-        rest = [(each, count) for each in (_PROBATION, _PROTECTED, _KEPT, _COPY)]
-        old = (_PROTECTED, self.count_old())
-        for segment, wanted in ((_RELEASED, count), (_COPY, num_excess), old, *rest):
-            most = min(wanted, count - len(lost))
+        order: tuple[tuple[int, Callable[[], int]], ...] = (
+            (_RELEASED, lambda: count),
+            (_COPY, lambda: self.num_copies - self.max_copies),
+            (_PROTECTED, self.count_old),
+            (_PROBATION, lambda: count),
+            (_COPY, lambda: self.num_copies - self.copies_share),
+            (_PROTECTED, lambda: count),
+            (_KEPT, lambda: count),
+            (_COPY, lambda: count),
+        )
+        for segment, wanted in order:
+            most = max(0, min(wanted(), count - len(lost)))
             queue = self.queues[_QUEUES[segment]]
             if segment == _COPY:
                 left: list[str] = []
@@ -463,7 +475,7 @@ class Tier(RuleBasedStateMachine):
         for name in others:
             self.ghosts.setdefault(name, self.num_evicted)
             self.num_evicted += 1
-        oldest = self.num_evicted - self.copies_share
+        oldest = self.num_evicted - max(self.num_copies, self.copies_share)
         self.end_ghosts([n for n, since in self.ghosts.items() if since < oldest], wanted=False)
         return len(lost)
 
@@ -481,6 +493,7 @@ class Tier(RuleBasedStateMachine):
             self.num_evicted - self.since[self.kept[name].block_id]
             for name in (probation[0], *protected)
         )
+        first += max(0, self.num_copies - self.copies_share)
         return len(list(takewhile(lambda age: age > _CONSTANTS["PROTECTED_AGE"] * first, ages)))
 
     def settle(self) -> None:

@@ -1,4 +1,4 @@
-"""Copies make room where requests want back what has left the tier."""
+"""The more of what has left the tier requests want back, the fewer copies stay."""
 
 from string import ascii_letters, digits
 
@@ -6,10 +6,11 @@ import pytest
 
 from simple_offload.scheduler.tier import ghosts
 from simple_offload.scheduler.tier.cpu_tier import CpuTier
-from tests.scheduler.tiers import copies, hashes, make_tier, store
+from tests.scheduler.tiers import contents, copies, hashes, make_tier, store
 
 NUM_BLOCKS = 32
 MAX_COPIES = 6
+"""Copies that stay usually."""
 NUM_AVERAGED = 8
 NAMES = ascii_letters
 MORE_NAMES = digits + "!$%&/()=?+*#-<>|"
@@ -20,11 +21,11 @@ def _fewer_ghosts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ghosts, "NUM_AVERAGED", NUM_AVERAGED)
 
 
-def full_tier() -> CpuTier:
-    """Six blocks are copies, the most that may stay."""
+def full_tier(num_copies: int = MAX_COPIES) -> CpuTier:
+    """Some of its blocks are copies."""
     tier = make_tier(NUM_BLOCKS)
-    store(tier, "." * MAX_COPIES, on_device=True)
-    store(tier, *NAMES[: NUM_BLOCKS - MAX_COPIES])
+    store(tier, "." * num_copies, on_device=True)
+    store(tier, *NAMES[: NUM_BLOCKS - num_copies])
     return tier
 
 
@@ -36,10 +37,29 @@ def displace(tier: CpuTier, names: str, wanted: str = "") -> None:
             tier.on_request(hashes(each))
 
 
-def test_copies_stay_while_nothing_is_wanted_back() -> None:
-    tier = full_tier()
-    displace(tier, NAMES[26:])
+@pytest.mark.parametrize("num_copies", [12, 30])
+def test_copies_outlive_the_others_while_nothing_is_wanted_back(num_copies: int) -> None:
+    """But no more are stored at the expense of others."""
+    tier = full_tier(num_copies)
+    displace(tier, NAMES[-12:])
+    assert len(copies(tier)) == num_copies
+    assert tier.room_for_copies == 0
+
+
+def test_protected_contents_outlive_copies_beyond_their_share() -> None:
+    tier = full_tier(30)
+    pins = tier.lookup(hashes("a"), 0, 100).pins
+    tier.pin(pins)
+    tier.unpin(pins)
+    displace(tier, NAMES[-12:])
+    assert contents(tier) >= {"a"}
+
+
+def test_copies_within_their_share_stay_while_some_is_wanted_back() -> None:
+    tier = full_tier(20)
+    displace(tier, NAMES[26:], wanted=NAMES[:12:4])
     assert len(copies(tier)) == MAX_COPIES
+    assert tier.room_for_copies == 0
 
 
 def test_copies_leave_first_while_requests_want_what_has_left() -> None:
@@ -64,6 +84,15 @@ def test_what_was_displaced_long_ago_does_not_count() -> None:
         if place > MAX_COPIES:
             tier.on_request(hashes(NAMES[place - MAX_COPIES - 1]))
     assert len(copies(tier)) == MAX_COPIES
+
+
+def test_the_room_of_all_copies_would_have_kept_it_longer() -> None:
+    tier = full_tier(20)
+    for place, name in enumerate(NAMES[26:]):
+        store(tier, name)
+        if place >= 10:
+            tier.on_request(hashes(NAMES[place - 10]))
+    assert len(copies(tier)) <= MAX_COPIES
 
 
 def test_a_few_ghosts_stand_for_many(monkeypatch: pytest.MonkeyPatch) -> None:

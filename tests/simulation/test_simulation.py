@@ -141,7 +141,7 @@ def test_in_an_overload_what_requests_find_is_stored(lazy: bool | None) -> None:
         play = Play(OVERLOAD(Script.draw(seed).with_sub_blocks(1)).varied(lazy=lazy))
         play.run()
         num_evicted += play.world.found.num_evicted
-    assert num_evicted > 50
+    assert num_evicted > 30
 
 
 def test_requests_wait_for_stores() -> None:

@@ -114,7 +114,7 @@ class CpuTier:
         the copies' share has room."""
         if not self.num_empty:
             self._segments.settle()
-        return max(self.num_empty, self._segments.max_copies - self._segments.num_copies)
+        return max(self.num_empty, self._segments.room_for_copies)
 
     def grow(self, num_blocks: int) -> None:
         """Have ``num_blocks`` blocks from now on, vLLM's null block included; no effect if there

@@ -8,10 +8,6 @@ NUM_FOLLOWED = 64
 """Ghosts that are followed at a time."""
 NUM_AVERAGED = 256
 """Ghosts whose ends are averaged. A request wants many of them at once, so fewer say little."""
-MISSED_SHARE = 0.4
-"""Contents are missed if requests want a greater share of them back. A copy that makes room costs a
-second store, and then often saves the compute of a block. A smaller share brings more stores where
-they help few prompts (docs/measurements.md, "Recorded requests")."""
 
 
 class Ghosts:
@@ -25,13 +21,8 @@ class Ghosts:
     def __init__(self) -> None:
         self._since: dict[bytes, int] = {}
         """By hash of a ghost, how many contents had left before it. Oldest first."""
-        self._share_wanted = 0.0
-        """Of the last ghosts, the share that requests wanted: an exponential average."""
-
-    @property
-    def are_missed(self) -> bool:
-        """Whether requests want back more than ``MISSED_SHARE`` of what has left."""
-        return self._share_wanted > MISSED_SHARE
+        self.share_wanted = 0.0
+        """Of the last ghosts, the share that requests wanted back: an exponential average."""
 
     def add(self, keys: Sequence[BlockHashWithGroupId], num_before: int, lifetime: int) -> None:
         """Contents with ``keys`` have left, ``num_before`` others before them. A ghost lives until
@@ -51,4 +42,4 @@ class Ghosts:
     def _end(self, block_hashes: Sequence[bytes] | set[bytes], wanted: float) -> None:
         for block_hash in block_hashes:
             del self._since[block_hash]
-            self._share_wanted += (wanted - self._share_wanted) / NUM_AVERAGED
+            self.share_wanted += (wanted - self.share_wanted) / NUM_AVERAGED

@@ -19,10 +19,16 @@ from simple_offload.scheduler.tier.leases import Lease, Leases
 from simple_offload.scheduler.tier.let_go import LetGo
 
 COPIES_SHARE = 3 / 16
-"""Share of the tier's blocks that may hold copies although others need room. Each copy that leaves
+"""Share of the tier's blocks that copies may keep although others need room. Each copy that leaves
 costs a second store, when the device lets go of its block. Each that stays takes the room of
-contents that nothing else has (Wong and Wilkes, "My cache or yours?", USENIX 2002). Where requests
-miss those, all copies make room (``Ghosts``)."""
+contents that nothing else has (Wong and Wilkes, "My cache or yours?", USENIX 2002)."""
+FEW_WANTED = 1 / 32
+"""While requests want back a smaller share of what has left, copies stay longer than what is on
+probation. Their room would keep contents that nothing wants, and each would be stored a second time
+(docs/measurements.md, "Recorded requests")."""
+MANY_WANTED = 0.4
+"""While requests want back a greater share, all copies make room. With a smaller limit, more is
+stored where that helps few prompts (likewise)."""
 PROTECTED_SHARE = 0.5
 """Share of the tier's blocks that may be protected or kept."""
 KEPT_SHARE = 0.25
@@ -132,8 +138,17 @@ class Segments:
 
     @property
     def max_copies(self) -> int:
-        """Copies that need not make room for others."""
-        return 0 if self._ghosts.are_missed else self._copies_share
+        """Copies that need not make room for contents that are not protected."""
+        wanted = self._ghosts.share_wanted
+        if wanted < FEW_WANTED:
+            return self.max_contents
+        return self._copies_share if wanted < MANY_WANTED else 0
+
+    @property
+    def room_for_copies(self) -> int:
+        """Copies that may be added although others have to make room. Never more than their share:
+        that those which are there stay is no reason to store more."""
+        return min(self.max_copies, self._copies_share) - self.num_copies
 
     @property
     def num_free(self) -> int:
@@ -341,10 +356,12 @@ class Segments:
             evict_copies(self.num_copies - self.max_copies)
             evict(self._protected, self._num_old(limit), keep)
             evict(pool.free_block_queue, limit, keep)
+            evict_copies(self.num_copies - self._copies_share)
             evict(self._protected, limit, keep)
             evict(self._kept, limit, keep)
             evict_copies(limit)
-        self._ghosts.add(keys[False], self._num_evicted, self._copies_share)
+        lifetime = max(self.num_copies, self._copies_share)  # room that copies could make
+        self._ghosts.add(keys[False], self._num_evicted, lifetime)
         self._num_evicted += len(keys[False])
         return blocks, keys[True], keys[False]
 
@@ -396,13 +413,15 @@ class Segments:
         self._since[[block.block_id for block in blocks]] = self._num_evicted
 
     def _num_old(self, limit: int) -> int:
-        """How many protected blocks, up to ``limit``, leave before the first one on probation."""
+        """How many protected blocks, up to ``limit``, leave before the first one on probation. That
+        one would have stayed longer in the room of copies beyond their share."""
         now, since = self._num_evicted, self._since
         first = next(iter(self._pool.free_block_queue.iter_blocks_after(None)), None)
         if first is None:
             return 0
-        before = now - PROTECTED_AGE * (now - since[first.block_id])
+        age = now - since[first.block_id] + max(0, self.num_copies - self._copies_share)
         blocks = islice(self._protected.iter_blocks_after(None), limit)
+        before = now - PROTECTED_AGE * age
         return sum(1 for _ in takewhile(lambda block: since[block.block_id] < before, blocks))
 
     def _may_release(self, block_id: int, lease: Lease) -> bool:
