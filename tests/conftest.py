@@ -48,6 +48,10 @@ MakeVllmConfig = Callable[..., "VllmConfig"]
 def pytest_collection_finish(session: pytest.Session) -> None:
     gc.freeze()
     gc.enable()
+    if registry := sys.modules.get("vllm.model_executor.models.registry"):
+        # vLLM inspects a model's class in a process of its own, which imports vLLM: 18 s. It keeps
+        # the result, but a fresh machine has none.
+        registry.__dict__["_run_in_subprocess"] = lambda inspect: inspect()
     if os.environ.get("PYTEST_XDIST_WORKER") == "gw0":
         capture = session.config.pluginmanager.getplugin("capturemanager")
         with capture.global_and_fixture_disabled():
