@@ -109,10 +109,11 @@ class SourcePackage(Wheel):
 
     def _extract(self, package: Path, into: Path) -> None:
         with tarfile.open(package) as archive:
+            archive.extraction_filter = getattr(tarfile, "data_filter", None)  # Python 3.11.4
             for member in archive.getmembers():
                 _, _, member.name = member.name.partition("/")
                 if member.isfile() and self.needed(member.name):
-                    archive.extract(member, into, filter="data")
+                    archive.extract(member, into)
 
     def _download(self, into: Path) -> list[Path]:
         backend = into / "backend" / "setuptools"

@@ -138,7 +138,7 @@ class Segments:
 
     @property
     def max_copies(self) -> int:
-        """Copies that need not make room for contents that are not protected."""
+        """Copies that need not leave before what is on probation."""
         wanted = self._ghosts.share_wanted
         if wanted < FEW_WANTED:
             return self.max_contents
@@ -146,8 +146,8 @@ class Segments:
 
     @property
     def room_for_copies(self) -> int:
-        """Copies that may be added although others have to make room. Never more than their share:
-        that those which are there stay is no reason to store more."""
+        """Copies that may be added although others have to make room. Not beyond their share: that
+        copies may stay is no reason to store more."""
         return min(self.max_copies, self._copies_share) - self.num_copies
 
     @property
