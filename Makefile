@@ -7,7 +7,7 @@ PYTHON ?= /usr/bin/python3.11 python3.11 python3
 FITTING_PYTHON = $(shell for p in $(PYTHON); do \
 	$$p -c 'import ensurepip, sys; sys.exit(sys.version_info[:2] != (3, 11))' >/dev/null 2>&1 \
 	&& { echo $$p; break; }; done)
-SET_UP = $(or $(FITTING_PYTHON),$(error None of these is a Python 3.11 that runs: $(PYTHON). \
+SET_UP = $(or $(FITTING_PYTHON),$(error None of these is a Python 3.11 with ensurepip: $(PYTHON). \
 	Install it (Debian, Ubuntu: apt install python3.11 python3.11-venv) \
 	or name it: make PYTHON=/path/to/python3.11)) tools/set_up.py
 # The environment of a machine with an accelerator is not made here: see CONTRIBUTING.md.

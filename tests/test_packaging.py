@@ -275,3 +275,18 @@ def test_set_up_does_not_touch_another_environment(tmp_path: Path) -> None:
         with pytest.raises(set_up.SetUpError, match="was not made by this script"):
             environment.create()
     assert other.python.is_symlink()
+
+
+def test_make_passes_by_a_python_that_cannot_make_environments(tmp_path: Path) -> None:
+    """As Debian's without python3.11-venv. If no other is there, the message says so."""
+    lacking = tmp_path / "python3.11"
+    lacking.write_text('#!/bin/sh\n! echo "$2" | grep -q ensurepip\n')
+    lacking.chmod(0o755)
+
+    def make(*candidates: object) -> "subprocess.CompletedProcess[str]":
+        python = f"PYTHON={' '.join(map(str, candidates))}"
+        command = ["make", "--dry-run", "set-up", python]
+        return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+
+    assert make(lacking, sys.executable).stdout.split() == [sys.executable, "tools/set_up.py"]
+    assert f"None of these is a Python 3.11 with ensurepip: {lacking}." in make(lacking).stderr

@@ -52,7 +52,9 @@ def test_protected_contents_outlive_copies_beyond_their_share() -> None:
     tier.pin(pins)
     tier.unpin(pins)
     displace(tier, NAMES[-12:])
+    assert len(tier.allocate(4)) == 4  # one on probation, then copies
     assert contents(tier) >= {"a"}
+    assert len(copies(tier)) == 27
 
 
 def test_copies_within_their_share_stay_while_some_is_wanted_back() -> None:
