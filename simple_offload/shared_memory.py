@@ -16,6 +16,9 @@ _HEADER_BYTES = 2 << 20
 begins with one. Only the first page of it takes up memory."""
 _TOKEN_BYTES = 16
 
+SEAL_BYTES = 32
+"""At the end of a row of host memory, for the second tier's seal."""
+
 _libc = ctypes.CDLL(None)
 
 

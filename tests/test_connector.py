@@ -32,9 +32,10 @@ from vllm.v1.outputs import KVConnectorOutput
 
 from simple_offload.config import ConfigError
 from simple_offload.connector import SimpleCPUOffloadConnector
-from simple_offload.metadata import RankCapacity, StepMetadata, Transfer, WorkerReport
+from simple_offload.metadata import RankCapacity, StepMetadata, WorkerReport
 from simple_offload.scheduler import supported
 from simple_offload.shared_memory import SharedMemory
+from simple_offload.transfer import Transfer
 from simple_offload.vllm_compat import vllm_version
 from tests.conftest import MakeVllmConfig, within_patience
 from tests.worker.kv_memory import KVMemory, full, group, make_kv_memory, mixed_group

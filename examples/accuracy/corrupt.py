@@ -14,7 +14,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 
 from simple_offload import connector
 from simple_offload.backends.base import Barrier, CopyBackend, Direction, Pending
-from simple_offload.metadata import Transfer
+from simple_offload.transfer import Transfer
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

@@ -8,7 +8,7 @@ import torch
 
 from examples.copy_bench.plan import Job
 from simple_offload.backends.base import Direction
-from simple_offload.metadata import BlockIds
+from simple_offload.transfer import BlockIds
 
 _POISON = 0x5A5A5A5A5A5A5A5A
 _CHECKED_AT_ONCE = 64 << 20  # bytes

@@ -9,7 +9,7 @@ import torch
 
 from examples.copy_bench.arena import Arena, rows
 from simple_offload.backends.base import CopyBackend, Direction
-from simple_offload.metadata import Transfer
+from simple_offload.transfer import Transfer
 
 
 class Contender:

@@ -15,7 +15,7 @@ from examples.copy_bench.contenders import Contender
 from examples.copy_bench.plan import KIB, Job, Way
 from examples.copy_bench.results import Cell, SmallCopies
 from simple_offload.backends.base import Direction
-from simple_offload.metadata import Transfer
+from simple_offload.transfer import Transfer
 
 SMALL_BYTES = 4 * KIB
 _FEWEST = 3

@@ -7,7 +7,7 @@ from enum import Enum
 import numpy as np
 
 from simple_offload.backends.base import Direction
-from simple_offload.metadata import BlockIds, Transfer
+from simple_offload.transfer import BlockIds, Transfer
 
 KIB, MIB = 1 << 10, 1 << 20
 

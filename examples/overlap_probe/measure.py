@@ -16,7 +16,7 @@ from examples.overlap_probe.results import Kind, Results
 from simple_offload.backends.base import Direction
 from simple_offload.backends.cuda.backend import CudaBackend
 from simple_offload.backends.cuda.queues import CudaPending
-from simple_offload.metadata import BlockIds, Transfer
+from simple_offload.transfer import BlockIds, Transfer
 
 _POISON = 50.0
 """KV of a block before its load. Finite: attention may multiply it by zero where it is masked."""

@@ -7,7 +7,7 @@ from typing import NamedTuple, Protocol, Self, runtime_checkable
 import numpy as np
 import torch
 
-from simple_offload.metadata import Transfer
+from simple_offload.transfer import Transfer
 
 
 class Direction(Enum):

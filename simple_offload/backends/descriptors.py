@@ -7,7 +7,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from simple_offload.metadata import BlockIds
+from simple_offload.transfer import BlockIds
 
 Addresses = npt.NDArray[np.uint64]
 

@@ -8,7 +8,7 @@ import numpy.typing as npt
 import torch
 
 from simple_offload.backends.base import Barrier, Direction, require_blocks_within
-from simple_offload.metadata import Transfer
+from simple_offload.transfer import Transfer
 
 
 class HostBackend:

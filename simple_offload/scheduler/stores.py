@@ -8,12 +8,12 @@ from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_utils import BlockHashWithGroupId, KVCacheBlock
 
 from simple_offload import metrics
-from simple_offload.metadata import Transfer
 from simple_offload.scheduler.rank_reports import Ended, TransferLedger
 from simple_offload.scheduler.tier import block_pool
 from simple_offload.scheduler.tier.cpu_tier import CpuTier
 from simple_offload.scheduler.tier.groups import Groups
 from simple_offload.scheduler.tier.run import Run
+from simple_offload.transfer import Transfer
 
 
 @dataclass(slots=True, eq=False)

@@ -19,7 +19,7 @@ from simple_offload.backends.base import (
     QuickToSubmit,
 )
 from simple_offload.logs import get_logger
-from simple_offload.metadata import Transfer
+from simple_offload.transfer import Transfer
 
 logger = get_logger(__name__)
 

@@ -12,7 +12,7 @@ from vllm.model_executor.layers.attention import Attention, MLAAttention
 from simple_offload import metrics
 from simple_offload.backends.base import ComputeMark, CopiesByLayer
 from simple_offload.layout import has_own_kernels
-from simple_offload.metadata import Transfer
+from simple_offload.transfer import Transfer
 from simple_offload.worker.copy_lane import CopyLane
 from simple_offload.worker.layer_groups import LayerGroups
 

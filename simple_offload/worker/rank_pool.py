@@ -12,8 +12,8 @@ import numpy as np
 from simple_offload.backends.base import Direction
 from simple_offload.config import ConfigError
 from simple_offload.logs import get_logger
-from simple_offload.metadata import SEAL_BYTES, Transfer
-from simple_offload.shared_memory import Address, SharedMemory
+from simple_offload.shared_memory import SEAL_BYTES, Address, SharedMemory
+from simple_offload.transfer import Transfer
 
 logger = get_logger(__name__)
 

@@ -11,9 +11,10 @@ from simple_offload.backends.base import CopiesByLayer, Direction, SharesMemory
 from simple_offload.backends.select import make_backend
 from simple_offload.config import ConfigError, OffloadConfig, check_fits_memory
 from simple_offload.logs import get_logger
-from simple_offload.metadata import RankCapacity, StepMetadata, Transfer, WorkerReport
+from simple_offload.metadata import RankCapacity, StepMetadata, WorkerReport
 from simple_offload.ranks import Ranks
 from simple_offload.replicas import Replicas
+from simple_offload.transfer import Transfer
 from simple_offload.worker.ascend_regions import KVCache
 from simple_offload.worker.copy_lane import Completion, CopyLane, CopyThreadDied, LaneBroken
 from simple_offload.worker.early_announcement import EarlyAnnouncement

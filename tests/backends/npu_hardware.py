@@ -22,7 +22,7 @@ from simple_offload.backends.base import Direction
 from simple_offload.backends.npu.acl import Acl
 from simple_offload.backends.npu.backend import NpuBackend
 from simple_offload.config import ConfigError
-from simple_offload.metadata import Transfer
+from simple_offload.transfer import Transfer
 from tests.backends.sides import Blocks, Sides
 
 show = functools.partial(print, flush=True)

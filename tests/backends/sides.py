@@ -8,7 +8,7 @@ import numpy.typing as npt
 import torch
 
 from simple_offload.backends.base import Barrier, CopiesByLayer, CopyBackend, Direction, PagePart
-from simple_offload.metadata import Transfer
+from simple_offload.transfer import Transfer
 
 Blocks = Sequence[int] | npt.NDArray[Any]
 Contents = tuple[list[torch.Tensor], list[torch.Tensor]]

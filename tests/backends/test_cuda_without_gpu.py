@@ -13,7 +13,7 @@ from simple_offload.backends.cuda.backend import CudaBackend
 from simple_offload.backends.cuda.copy_costs import CopyCosts
 from simple_offload.backends.cuda.queues import CudaQueues, classify_regions
 from simple_offload.backends.descriptors import Descriptors, Regions, find_extents
-from simple_offload.metadata import Transfer
+from simple_offload.transfer import Transfer
 
 LOAD, STORE = Direction.LOAD, Direction.STORE
 MIB = 1 << 20

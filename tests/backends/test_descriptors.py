@@ -15,7 +15,7 @@ from simple_offload.backends.descriptors import (
     in_pieces,
     plan_copies,
 )
-from simple_offload.metadata import BlockIds
+from simple_offload.transfer import BlockIds
 from tests.backends.sides import make_regions
 
 _PAGES = (8, 24)

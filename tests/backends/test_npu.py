@@ -70,15 +70,16 @@ def test_on_torch_npu(run: Run, name: str) -> None:
 
 
 OLD_CANN = """
-import logging, torch
+import logging, sys, torch
 logging.basicConfig(level=logging.INFO)
 from simple_offload.backends.npu.backend import NpuBackend
 from simple_offload.config import ConfigError
 from simple_offload.backends.base import Direction
-from simple_offload.metadata import Transfer
+from simple_offload.transfer import Transfer
 torch.npu.set_device(0)
 backend = NpuBackend()
 print("batches:", backend.batches)
+print("vLLM:", "vllm" in sys.modules)
 device = torch.arange(64, dtype=torch.int8).view(4, 16).to("npu")
 backend.open([device])
 host = backend.allocate_host(64).view(4, 16)
@@ -97,6 +98,7 @@ def test_a_cann_without_batches(tmp_path: Path) -> None:
     ended = child.run_python(["-c", OLD_CANN], child.environment(has_batch=False), tmp_path)
     assert ended.returncode == 0, ended.stdout
     assert "batches: False" in ended.stdout
+    assert "vLLM: False" in ended.stdout
     assert "stored: True" in ended.stdout
     reason = "CANN of unknown version has no aclrtMemcpyBatchAsync"
     assert f"copying one descriptor a call ({reason})" in ended.stdout

@@ -29,7 +29,7 @@ from simple_offload.backends.cuda.backend import CudaBackend
 from simple_offload.backends.cuda.copy_costs import CopyCosts
 from simple_offload.backends.host import HostBackend
 from simple_offload.config import ConfigError
-from simple_offload.metadata import Transfer
+from simple_offload.transfer import Transfer
 
 PATIENCE_SECONDS = 30.0
 

@@ -26,7 +26,7 @@ from examples.overlap_probe.results import Kind, Results
 from simple_offload.backends.base import Barrier, Direction
 from simple_offload.backends.cuda.queues import CudaPending
 from simple_offload.backends.host import HostBackend
-from simple_offload.metadata import Transfer
+from simple_offload.transfer import Transfer
 
 TINY = Shape(8, hidden=64, mlp=128, heads=4, kv_heads=2, head=64, vocab=128)
 PLAN = Plan(contexts=(64, 256), new_tokens=(1, 40), shape=TINY, rounds=2, lag_seconds=0.0)

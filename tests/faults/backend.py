@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 from simple_offload.backends.base import Barrier, CopyBackend, Direction, Pending
-from simple_offload.metadata import Transfer
+from simple_offload.transfer import Transfer
 
 
 class Fault(NamedTuple):

@@ -12,9 +12,10 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.request import Request
 
 from simple_offload.backends.base import Direction
-from simple_offload.metadata import StepMetadata, Transfer
+from simple_offload.metadata import StepMetadata
 from simple_offload.scheduler.manager import OffloadScheduler
 from simple_offload.scheduler.tier.cpu_tier import CpuTier
+from simple_offload.transfer import Transfer
 from tests.simulation.shape import Shape
 from tests.simulation.world import World
 

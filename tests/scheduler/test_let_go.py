@@ -1,7 +1,7 @@
 """LetGo: each block counts at its last place."""
 
-from simple_offload.metadata import as_array
 from simple_offload.scheduler.tier.let_go import LetGo
+from simple_offload.transfer import as_array
 
 
 def make_let_go(*parts: list[int]) -> LetGo:

@@ -21,10 +21,11 @@ from vllm.v1.core.kv_cache_utils import (
 )
 from vllm.v1.core.sched.output import SchedulerOutput
 
-from simple_offload.metadata import BlockIds, StepMetadata
+from simple_offload.metadata import StepMetadata
 from simple_offload.scheduler.manager import OffloadScheduler
 from simple_offload.scheduler.tier.cpu_tier import CpuTier
 from simple_offload.scheduler.tier.run import Run
+from simple_offload.transfer import BlockIds
 from tests.scheduler.tiers import make_tier
 from tests.scheduler.work import Rig, Work, count_work
 from tests.simulation.integrity import pool_of

@@ -19,11 +19,11 @@ from vllm.v1.core.kv_cache_utils import (
     make_block_hash_with_group_id,
 )
 
-from simple_offload.metadata import BlockIds
 from simple_offload.metrics import Meter
 from simple_offload.scheduler.tier.cpu_tier import CpuTier
 from simple_offload.scheduler.tier.groups import Groups, host_groups
 from simple_offload.scheduler.tier.run import Run
+from simple_offload.transfer import BlockIds
 from simple_offload.vllm_compat import make_host_coordinator
 from tests.simulation.integrity import check_tier, pool_of
 from tests.simulation.shape import Shape

@@ -29,7 +29,8 @@ from vllm.v1.simple_kv_offload.metadata import (
 )
 
 from simple_offload.backends.base import Direction
-from simple_offload.metadata import StepMetadata, Transfer
+from simple_offload.metadata import StepMetadata
+from simple_offload.transfer import Transfer
 from simple_offload.worker.worker import OffloadWorker
 from tests.simulation.script import Outcome, Play, Script
 from tests.simulation.shape import Shape

@@ -15,7 +15,8 @@ from vllm.v1.core.kv_cache_utils import (
 from vllm.v1.request import Request, RequestStatus
 
 from simple_offload.backends.base import Direction
-from simple_offload.metadata import BlockIds, StepMetadata, Transfer
+from simple_offload.metadata import StepMetadata
+from simple_offload.transfer import BlockIds, Transfer
 from tests.simulation.device import ScriptedDevice
 from tests.simulation.identity import Story
 from tests.simulation.shape import Shape

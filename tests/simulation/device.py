@@ -21,7 +21,7 @@ from vllm.v1.kv_cache_interface import (
 
 from simple_offload.backends.base import Barrier, Direction, PagePart
 from simple_offload.backends.host import HostBackend
-from simple_offload.metadata import Transfer
+from simple_offload.transfer import Transfer
 from tests.simulation.identity import Identities
 
 _TORN = -55

@@ -16,7 +16,6 @@ from vllm.v1.kv_offload.base import (
 )
 from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, TransferJob
 
-from simple_offload.metadata import SEAL_BYTES
 from simple_offload.scheduler.second_tier import namespace, opening
 from simple_offload.scheduler.second_tier.directory import Directory
 from simple_offload.scheduler.second_tier.helper import Helper
@@ -24,6 +23,7 @@ from simple_offload.scheduler.second_tier.messages import Message
 from simple_offload.scheduler.second_tier.rows import Rows
 from simple_offload.scheduler.second_tier.seals import Seals
 from simple_offload.scheduler.second_tier.second_tier import SecondTier
+from simple_offload.shared_memory import SEAL_BYTES
 from tests.simulation.identity import Story
 
 SECONDS_OF_A_STEP = 0.5

@@ -32,9 +32,10 @@ from vllm.v1.structured_output import StructuredOutputManager
 from simple_offload import metrics
 from simple_offload.backends.base import Direction
 from simple_offload.config import OffloadConfig
-from simple_offload.metadata import StepMetadata, Transfer, WorkerReport
+from simple_offload.metadata import StepMetadata, WorkerReport
 from simple_offload.ranks import Ranks
 from simple_offload.replicas import Replicas
+from simple_offload.transfer import Transfer
 from simple_offload.worker import layer_groups, overlap
 from simple_offload.worker.rank_pool import Peers
 from simple_offload.worker.worker import OffloadWorker

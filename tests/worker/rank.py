@@ -7,8 +7,9 @@ import pytest
 from vllm.v1.kv_cache_layout import KVCacheLayout
 
 from simple_offload.config import OffloadConfig
-from simple_offload.metadata import StepMetadata, Transfer
+from simple_offload.metadata import StepMetadata
 from simple_offload.ranks import Ranks
+from simple_offload.transfer import Transfer
 from simple_offload.worker.worker import OffloadWorker
 from tests.conftest import within_patience
 from tests.worker.kv_memory import full, group, make_kv_memory

@@ -10,7 +10,7 @@ from typing import cast
 import torch
 
 from simple_offload.backends.base import Barrier, Direction, PagePart, Pending
-from simple_offload.metadata import Transfer
+from simple_offload.transfer import Transfer
 from simple_offload.worker.copy_lane import CopyLane
 from tests.conftest import PATIENCE_SECONDS
 

@@ -18,10 +18,11 @@ from simple_offload import memory, metrics
 from simple_offload.backends.base import Direction
 from simple_offload.config import OffloadConfig
 from simple_offload.memory import MemoryShortageError
-from simple_offload.metadata import RankCapacity, StepMetadata, Transfer
+from simple_offload.metadata import RankCapacity, StepMetadata
 from simple_offload.ranks import Ranks
 from simple_offload.replicas import Replicas
 from simple_offload.shared_memory import Address, SharedMemory
+from simple_offload.transfer import Transfer
 from simple_offload.worker import rank_pool
 from simple_offload.worker.rank_pool import Peers, RankPool
 from simple_offload.worker.worker import OffloadWorker

@@ -14,10 +14,11 @@ import torch
 from vllm.v1.kv_cache_layout import KVCacheLayout
 
 from simple_offload.config import ConfigError, OffloadConfig
-from simple_offload.metadata import SEAL_BYTES, RankCapacity, StepMetadata, Transfer
+from simple_offload.metadata import RankCapacity, StepMetadata
 from simple_offload.ranks import Ranks
 from simple_offload.replicas import Replicas
-from simple_offload.shared_memory import Address, SharedMemory
+from simple_offload.shared_memory import SEAL_BYTES, Address, SharedMemory
+from simple_offload.transfer import Transfer
 from simple_offload.worker import rank_pool
 from simple_offload.worker.host_pool import HostPool
 from simple_offload.worker.rank_pool import Peers, RankPool, row_bytes

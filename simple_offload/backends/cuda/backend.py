@@ -23,7 +23,7 @@ from simple_offload.backends.descriptors import Extents, Regions, find_extents, 
 from simple_offload.backends.host_memory import map_memory, node_of_pci_device, put_in_place
 from simple_offload.config import ConfigError
 from simple_offload.logs import get_logger
-from simple_offload.metadata import Transfer
+from simple_offload.transfer import Transfer
 
 logger = get_logger(__name__)
 

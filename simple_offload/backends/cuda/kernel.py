@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 
 from simple_offload.backends.descriptors import Regions
-from simple_offload.metadata import BlockIds
+from simple_offload.transfer import BlockIds
 
 _TILE_BYTES = 32 << 10
 """Bytes that one program has in flight; several programs together hide the latency of the bus."""

@@ -24,7 +24,7 @@ from simple_offload.backends.npu.acl import (
 )
 from simple_offload.config import ConfigError
 from simple_offload.logs import get_logger
-from simple_offload.metadata import Transfer
+from simple_offload.transfer import Transfer
 
 logger = get_logger(__name__)
 

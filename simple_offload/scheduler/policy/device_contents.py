@@ -9,7 +9,6 @@ from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_utils import BlockHashWithGroupId, KVCacheBlock, get_block_hash
 
 from simple_offload import metrics
-from simple_offload.metadata import BlockIds, Transfer, as_array
 from simple_offload.scheduler.event_payload import payloads_of_host_block
 from simple_offload.scheduler.policy.admission import Admission
 from simple_offload.scheduler.policy.reuse import Reuse
@@ -19,6 +18,7 @@ from simple_offload.scheduler.tier.cpu_tier import CpuTier
 from simple_offload.scheduler.tier.groups import Groups
 from simple_offload.scheduler.tier.leases import Lease
 from simple_offload.scheduler.tier.run import PayloadsByKey, Run
+from simple_offload.transfer import BlockIds, Transfer, as_array
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request

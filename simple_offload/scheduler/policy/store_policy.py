@@ -10,7 +10,6 @@ from vllm.v1.core.kv_cache_utils import BlockHashWithGroupId, KVCacheBlock
 
 from simple_offload import metrics
 from simple_offload.config import OffloadConfig
-from simple_offload.metadata import Transfer
 from simple_offload.scheduler.event_payload import payloads_of_host_block
 from simple_offload.scheduler.policy.admission import MIN_COUNTED, Admission
 from simple_offload.scheduler.policy.device_contents import DeviceContents
@@ -26,6 +25,7 @@ from simple_offload.scheduler.tier.cpu_tier import CpuTier
 from simple_offload.scheduler.tier.groups import Groups
 from simple_offload.scheduler.tier.run import Run
 from simple_offload.scheduler.wishes import NO_WISHES, Wishes
+from simple_offload.transfer import Transfer
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

@@ -23,13 +23,13 @@ from vllm.v1.core.kv_cache_utils import (
 )
 
 from simple_offload import metrics
-from simple_offload.metadata import BlockIds
 from simple_offload.scheduler.tier import block_pool
 from simple_offload.scheduler.tier.groups import Groups
 from simple_offload.scheduler.tier.leases import RELEASED, Lease
 from simple_offload.scheduler.tier.lookup import HostHit, Lookup
 from simple_offload.scheduler.tier.run import Run
 from simple_offload.scheduler.tier.segments import Segments
+from simple_offload.transfer import BlockIds
 
 
 @contextmanager

@@ -4,7 +4,7 @@ from collections import deque
 
 import numpy as np
 
-from simple_offload.metadata import BlockIds
+from simple_offload.transfer import BlockIds
 
 
 class LetGo:

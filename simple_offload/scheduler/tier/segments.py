@@ -12,11 +12,11 @@ from vllm.v1.core.kv_cache_utils import (
     KVCacheBlock,
 )
 
-from simple_offload.metadata import BlockIds, as_array
 from simple_offload.scheduler.tier import block_pool
 from simple_offload.scheduler.tier.ghosts import Ghosts
 from simple_offload.scheduler.tier.leases import Lease, Leases
 from simple_offload.scheduler.tier.let_go import LetGo
+from simple_offload.transfer import BlockIds, as_array
 
 COPIES_SHARE = 3 / 16
 """Share of the tier's blocks that copies may keep although others need room. Each copy that leaves

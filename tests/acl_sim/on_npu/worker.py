@@ -12,8 +12,9 @@ from vllm.v1.kv_cache_interface import KVCacheConfig
 from simple_offload.backends import select
 from simple_offload.backends.npu.backend import NpuBackend
 from simple_offload.config import OffloadConfig
-from simple_offload.metadata import StepMetadata, Transfer
+from simple_offload.metadata import StepMetadata
 from simple_offload.ranks import Ranks
+from simple_offload.transfer import Transfer
 from simple_offload.worker import regions
 from simple_offload.worker.ascend_regions import KVCache
 from simple_offload.worker.worker import OffloadWorker

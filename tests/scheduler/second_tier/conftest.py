@@ -18,7 +18,6 @@ from vllm.v1.core.kv_cache_utils import BlockHashWithGroupId
 from vllm.v1.request import Request
 
 from simple_offload.config import SecondTierConfig
-from simple_offload.metadata import SEAL_BYTES
 from simple_offload.metrics import Meter, OffloadStats
 from simple_offload.scheduler.loads import Loads
 from simple_offload.scheduler.rank_reports import TransferLedger
@@ -31,7 +30,7 @@ from simple_offload.scheduler.second_tier.second_tier import SecondTier
 from simple_offload.scheduler.tier.cpu_tier import CpuTier
 from simple_offload.scheduler.tier.groups import Groups, host_groups
 from simple_offload.scheduler.tier.run import Run
-from simple_offload.shared_memory import SharedMemory
+from simple_offload.shared_memory import SEAL_BYTES, SharedMemory
 from simple_offload.vllm_compat import make_host_coordinator
 from tests.conftest import PATIENCE_SECONDS
 from tests.scheduler.driver import make_request

@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 
-from simple_offload.metadata import SEAL_BYTES
 from simple_offload.scheduler.second_tier import helper as helper_module
 from simple_offload.scheduler.second_tier import helper_main
 from simple_offload.scheduler.second_tier import process as process_module
@@ -19,7 +18,7 @@ from simple_offload.scheduler.second_tier.helper import Helper, start_helper
 from simple_offload.scheduler.second_tier.process import Process
 from simple_offload.scheduler.second_tier.rows import Rows
 from simple_offload.scheduler.second_tier.seals import Seals
-from simple_offload.shared_memory import SharedMemory
+from simple_offload.shared_memory import SEAL_BYTES, SharedMemory
 from tests.conftest import PATIENCE_SECONDS
 
 NUM_ROWS, ROW_BYTES = 4, 4096

@@ -4,10 +4,10 @@ from dataclasses import replace
 from typing import Any
 
 from simple_offload.backends.base import Direction
-from simple_offload.metadata import BlockIds
 from simple_offload.replicas import Replicas
 from simple_offload.scheduler.rank_reports import TransferLedger
 from simple_offload.scheduler.tier.cpu_tier import CpuTier
+from simple_offload.transfer import BlockIds
 from simple_offload.worker.rank_pool import RankPool
 from simple_offload.worker.worker import OffloadWorker
 from tests.simulation.mutations.registry import always, mutation
