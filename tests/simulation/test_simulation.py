@@ -124,9 +124,10 @@ def test_sub_blocks(model: dict[str, Any], num_sub_blocks: int) -> None:
 @pytest.mark.parametrize("overload", [False, True])
 @pytest.mark.parametrize("lazy", [None, True, False])
 def test_no_block_leaves_both_caches(lazy: bool | None, overload: bool) -> None:
-    """Stores are in time while copies are fast and the tier has empty blocks."""
+    """Stores are in time while copies are fast and the tier has empty blocks. With these seeds,
+    requests find blocks at the front of the device's queue just before others load."""
     num_evicted = 0
-    for seed in range(400, 403):
+    for seed in (12, 28, 52):
         play = Play(EVICTIONS[lazy](Script.draw(seed)).varied(overload=overload))
         play.run()
         num_evicted += play.world.num_evicted

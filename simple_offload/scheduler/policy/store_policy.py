@@ -176,8 +176,9 @@ class StorePolicy:
         self._has_news = False
         """Whether blocks have joined the free queue that may be stored early."""
         self._waiting: dict[str, _Waiting] = {}
-        self._demand = self._promised = 0
-        """Device blocks that requests asked for since the last step, in vain and not."""
+        self._demand = self._taken = 0
+        """Device blocks that requests asked for since the last step: in vain; and not, with those
+        that they have found, which may have been at the queue's front too."""
         self._walk = QueueWalk(
             tier, stores, self._contents, self._limits, self._device_pool, num_sub_blocks
         )
@@ -203,7 +204,7 @@ class StorePolicy:
         waiting = self._waiting.get(request_id)
         if waiting is None or not waiting.num_waits:
             return False
-        return self._waits_on(waiting, self._walk.num_safe - self._promised)
+        return self._waits_on(waiting, self._walk.num_safe - self._taken)
 
     def must_wait(self, request_id: str, num_blocks: int) -> bool:
         """Whether a request that would load ``num_blocks`` device blocks should ask again in the
@@ -211,10 +212,10 @@ class StorePolicy:
         waiting = self._waiting.setdefault(request_id, _Waiting())
         waiting.num_blocks = num_blocks
         num_wanted = self._num_wanted(num_blocks)
-        if self._waits_on(waiting, self._walk.count_safe(num_wanted, self._promised)):
+        if self._waits_on(waiting, self._walk.count_safe(num_wanted, self._taken)):
             return True
         if num_wanted:
-            self._promised += num_blocks
+            self._taken += num_blocks
         else:
             self._demand += num_blocks
         return False
@@ -246,6 +247,8 @@ class StorePolicy:
         self._reuse.on_request(request.block_hashes)
         self._tier.on_request(request.block_hashes)
         self._expected.remove(request.request_id)
+        sizes = (size // self._groups.num_sub_blocks for size in self._groups.block_sizes)
+        self._taken += sum(num_found_tokens // size for size in sizes)
         num_known = 0 if self._records_loaded else num_found_tokens + num_loaded_tokens
         num_recorded = [num_known // size for size in self._groups.block_sizes]
         request_id = request.request_id
@@ -295,7 +298,7 @@ class StorePolicy:
             if not self._tier.has_copies and progress is not None:
                 progress.own.update(keys)
         self._store_rest()
-        demand, self._demand, self._promised = self._demand, 0, 0
+        demand, self._demand, self._taken = self._demand, 0, 0
         self._record_states()
         for request_id in self._pacer.on_step(scheduled.num_scheduled_tokens):
             progress = self._progress[request_id]
