@@ -1,8 +1,7 @@
 """vLLM's configuration for the engine of a given shape."""
 
-import tempfile
-from functools import lru_cache
-from pathlib import Path
+from functools import cache, lru_cache
+from tempfile import TemporaryDirectory
 
 from transformers import LlamaConfig
 from vllm.config import (
@@ -21,9 +20,10 @@ from vllm.v1.kv_cache_interface import KVCacheConfig
 from tests.simulation.shape import NUM_LAYERS, Shape
 
 
-@lru_cache(maxsize=1)
-def _model_directory() -> Path:
-    directory = Path(tempfile.mkdtemp(prefix="simple-offload-sim-"))
+@cache
+def _model_directory() -> TemporaryDirectory[str]:
+    """Removed at the end of the process."""
+    directory = TemporaryDirectory(prefix="simple-offload-sim-")
     LlamaConfig(
         architectures=["LlamaForCausalLM"],
         vocab_size=128,
@@ -32,14 +32,14 @@ def _model_directory() -> Path:
         num_attention_heads=2,
         num_key_value_heads=2,
         max_position_embeddings=4096,
-    ).save_pretrained(directory)
+    ).save_pretrained(directory.name)
     return directory
 
 
 @lru_cache(maxsize=4)
 def _model_config(max_model_len: int) -> ModelConfig:
     return ModelConfig(
-        model=str(_model_directory()),
+        model=_model_directory().name,
         skip_tokenizer_init=True,
         max_model_len=max_model_len,
         dtype="float32",

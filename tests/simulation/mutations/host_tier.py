@@ -35,7 +35,7 @@ from tests.simulation.world import World
 
 # What it drops
 
-offer_a_failed_block_again = always(CpuTier, "drop", None, FAILING_LOADS, first_seed=5)
+offer_a_failed_block_again = always(CpuTier, "drop", None, FAILING_LOADS.beginning_with(5))
 keep_the_tier_over_a_reset = always(CpuTier, "reset", None, RESETS)
 
 
@@ -128,13 +128,11 @@ def ignore_events(*arguments: Any) -> None:
 # Its growth
 
 
-def grow_to(
-    shown_by: Situation, size: Callable[[list[RankCapacity], int], int], first_seed: int = 0
-) -> Mutation:
+def grow_to(shown_by: Situation, size: Callable[[list[RankCapacity], int], int]) -> Mutation:
     """Grow the tier to ``size``, given the capacities that ranks have reported, and the number of
     ranks."""
 
-    @mutation(OffloadScheduler, "_on_capacities", shown_by, first_seed)
+    @mutation(OffloadScheduler, "_on_capacities", shown_by)
     def grow(on_capacities: Any, self: OffloadScheduler, capacities: Any) -> None:
         with patch.object(self.tier, "grow"):
             on_capacities(self, capacities)
@@ -162,7 +160,7 @@ def _least_room(known: list[RankCapacity], num_ranks: int) -> int:
     return min((each.num_host_blocks for each in known), default=0)
 
 
-grow_before_all_ranks_have_spoken = grow_to(GROWING, _least_open, first_seed=15)
+grow_before_all_ranks_have_spoken = grow_to(GROWING.beginning_with(15), _least_open)
 grow_to_what_is_not_open_yet = grow_to(GROWING, _least_room)
 
 
@@ -172,6 +170,10 @@ def never_grow(on_report: Any, self: OffloadScheduler, report: Any) -> None:
     on_report(self, report)
 
 
-@mutation(HostPool, "agree", engine(windows=(0,), num_ranks=2, uneven_ranks=True, chunk_blocks=3))
+@mutation(
+    HostPool,
+    "agree",
+    engine(windows=(0,), num_ranks=2, uneven_ranks=True, chunk_blocks=3, first_seed=4),
+)
 def open_what_no_other_rank_has_room_for(agree: Any, self: HostPool, num_blocks: int) -> None:
     self._agreed.set()

@@ -37,7 +37,7 @@ from tests.simulation.world import World
 # States
 
 
-@mutation(StorePolicy, "_num_complete_blocks", STATES, first_seed=10)
+@mutation(StorePolicy, "_num_complete_blocks", STATES)
 def store_the_running_state(
     num_complete: Any, self: StorePolicy, request: Any, group: int, num_blocks: int
 ) -> Any:
@@ -96,7 +96,7 @@ def _state_groups(coordinator: KVCacheCoordinator) -> list[int]:
     return [group for group in ids if isinstance(managers[group], MambaManager)]
 
 
-@mutation(StorePolicy, "_record_state", INNER_HITS, first_seed=5)
+@mutation(StorePolicy, "_record_state", INNER_HITS)
 def store_the_original_of_a_copied_state(
     record: Any, self: StorePolicy, progress: Any, state: Any
 ) -> Any:
@@ -129,7 +129,7 @@ _COMPUTED: dict[str, int] = {}
 """By request, the sum of its scheduled tokens, with those that were found first."""
 
 
-@mutation(StorePolicy, "on_allocated", engine(windows=(0,), num_drafted=3))
+@mutation(StorePolicy, "on_allocated", engine(windows=(0,), num_drafted=3, first_seed=9))
 def count_rejected_drafts_as_computed(
     on_allocated: Any, self: StorePolicy, request: Any, *arguments: Any
 ) -> None:
@@ -169,7 +169,7 @@ def pair_a_hit_with_the_end_of_a_table(
     plan(self, request, shifted, *rest)
 
 
-@mutation(OffloadScheduler, "_free_unread", CHAINED_WINDOWS, first_seed=4)
+@mutation(OffloadScheduler, "_free_unread", CHAINED_WINDOWS)
 def leave_blocks_that_attention_does_not_read(*arguments: Any) -> None:
     """The blocks stay in the table without contents, and vLLM gives them a hash."""
 
@@ -193,8 +193,7 @@ def add_only_what_is_there(
 @mutation(
     OffloadWorker,
     "bind",
-    engine(windows=(0,), num_drafted=2, num_ranks=2, num_stages=2),
-    first_seed=5,
+    engine(windows=(0,), num_drafted=2, num_ranks=2, num_stages=2, first_seed=8),
 )
 def wait_for_hooks_that_are_not_called(
     bind: Any, self: OffloadWorker, metadata: StepMetadata
@@ -207,7 +206,12 @@ def wait_for_hooks_that_are_not_called(
 @mutation(
     OffloadWorker,
     "bind",
-    engine(windows=(0,), saves_without_tokens=False, otherwise={"saves_without_tokens": True}),
+    engine(
+        windows=(0,),
+        saves_without_tokens=False,
+        otherwise={"saves_without_tokens": True},
+        first_seed=2,
+    ),
 )
 def wait_for_hooks_of_steps_without_tokens(
     bind: Any, self: OffloadWorker, metadata: StepMetadata
@@ -226,6 +230,7 @@ def wait_for_hooks_of_steps_without_tokens(
         num_drafted=2,
         v2_runner=False,
         otherwise={"v2_runner": True},
+        first_seed=2,
     ),
 )
 def submit_stores_with_results(poll: Any, self: OffloadWorker) -> Any:
@@ -238,13 +243,11 @@ def submit_stores_with_results(poll: Any, self: OffloadWorker) -> Any:
 # Blocks and pages of several sizes
 
 
-def _skip_blocks_of(
-    shown_by: Situation, size: Callable[[CpuTier, int], int], first_seed: int = 0
-) -> Mutation:
+def _skip_blocks_of(shown_by: Situation, size: Callable[[CpuTier, int], int]) -> Mutation:
     """Count the device's share of a table in blocks of ``size`` tokens, given the tier and the
     group."""
 
-    @mutation(Loads, "plan", shown_by, first_seed)
+    @mutation(Loads, "plan", shown_by)
     def mistaken(plan: Any, self: Loads, request: Any, tables: Any, *rest: Any) -> None:
         num_computed = self._hits[request.request_id].num_computed_tokens
         shifted = []
@@ -267,15 +270,17 @@ def _on_one_rank(tier: CpuTier, group: int) -> int:
 
 
 think_all_blocks_as_large_as_the_first = _skip_blocks_of(
-    engine(windows=(0, 0), scales=(1, 2)), _of_the_first_group
+    engine(windows=(0, 0), scales=(1, 2), first_seed=10), _of_the_first_group
 )
 think_a_block_is_what_one_rank_has_of_it = _skip_blocks_of(
-    engine(windows=(0,), num_ranks=2, context_parallel=True), _on_one_rank, first_seed=7
+    engine(windows=(0,), num_ranks=2, context_parallel=True, first_seed=10), _on_one_rank
 )
 
 
 @mutation(
-    worker, "find_regions", engine(windows=(0,), mixed_pages=True, otherwise={"windows": (0, 8)})
+    worker,
+    "find_regions",
+    engine(windows=(0,), mixed_pages=True, otherwise={"windows": (0, 8)}, first_seed=3),
 )
 def believe_all_pages_alike(find_regions: Any, *arguments: Any) -> list[Any]:
     """A copy covers as many bytes of each page as the smallest page has."""
@@ -287,7 +292,7 @@ def believe_all_pages_alike(find_regions: Any, *arguments: Any) -> list[Any]:
 # Host blocks with several sub-blocks
 
 
-@mutation(Loads, "submit", INSIDE_HOST_BLOCKS, first_seed=12)
+@mutation(Loads, "submit", INSIDE_HOST_BLOCKS)
 def pair_from_the_start_of_the_host_block(submit: Any, self: Loads, *arguments: Any) -> Any:
     """The bug shows in a load that begins in the middle of a host block."""
     transfers = submit(self, *arguments)
@@ -320,7 +325,7 @@ def _first_hashes(groups: Groups, hashes: Any) -> Any:
     return [hashes[index - index % groups.num_sub_blocks] for index in range(len(hashes))]
 
 
-@mutation(Lookup, "find", SUB_BLOCKS, first_seed=5)
+@mutation(Lookup, "find", SUB_BLOCKS)
 def know_a_host_block_by_its_first_sub_block(
     find: Any, self: Lookup, hashes: Any, *rest: Any
 ) -> Any:

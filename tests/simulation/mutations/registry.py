@@ -19,8 +19,6 @@ class Mutation:
     patches: list[tuple[Any, str, Replacement]]
     """Owner and name of each function that the bug replaces."""
     shown_by: Situation
-    first_seed: int = 0
-    """The first script to try. Earlier ones did not show it when this was set, and take long."""
 
     def also(self, owner: Any, name: str) -> Callable[[Replacement], Replacement]:
         """Let the bug replace a second function, by the decorated one."""
@@ -42,17 +40,15 @@ class Mutation:
 
 
 def mutation(
-    owner: Any, name: str, shown_by: Situation = ORDINARY, first_seed: int = 0
+    owner: Any, name: str, shown_by: Situation = ORDINARY
 ) -> Callable[[Replacement], Mutation]:
     """Make a Mutation from the function that replaces ``name`` of a class or module."""
-    return lambda replacement: Mutation([(owner, name, replacement)], shown_by, first_seed)
+    return lambda replacement: Mutation([(owner, name, replacement)], shown_by)
 
 
-def always(
-    owner: Any, name: str, answer: Any, shown_by: Situation = ORDINARY, first_seed: int = 0
-) -> Mutation:
+def always(owner: Any, name: str, answer: Any, shown_by: Situation = ORDINARY) -> Mutation:
     """The bug that a function has no effect and always gives the same answer."""
-    return mutation(owner, name, shown_by, first_seed)(lambda *arguments, **keywords: answer)
+    return mutation(owner, name, shown_by)(lambda *arguments, **keywords: answer)
 
 
 def _around(original: Callable[..., Any], replacement: Replacement) -> Callable[..., Any]:

@@ -50,7 +50,7 @@ def end_with_the_first_rank(begin: Any, self: TransferLedger) -> int:
     return transfer_id
 
 
-@mutation(OffloadWorker, "_note", DYING_RANKS, first_seed=7)
+@mutation(OffloadWorker, "_note", DYING_RANKS)
 def take_no_notice_of_a_dead_thread(
     note: Any, self: OffloadWorker, direction: Direction, completion: Any
 ) -> None:

@@ -22,6 +22,12 @@ class Situation:
     """Keywords of ``Script.varied``."""
     otherwise: dict[str, Any] | None = None
     """A similar model, in which the bug does not show: keywords of a Shape."""
+    first_seed: int = 0
+    """The first script to try. Its bugs show soonest there, and in those behind it."""
+
+    def beginning_with(self, seed: int) -> "Situation":
+        """The same situation, for a bug that an earlier script does not show."""
+        return replace(self, first_seed=seed)
 
     def __call__(self, script: Script) -> Script:
         script = script.varied(**_UNLIKE)
@@ -54,8 +60,11 @@ _QUICK = {"copy_speed": 0.9, "faults": Faults()}
 _UNLIKE = {"num_replicas": 1, "private": (), "second_tier": False, "wishes": 0.0}
 """No two ranks have the same KV, nothing lies behind host memory, and no request has wishes."""
 
-ORDINARY = Situation()
+ORDINARY = Situation(first_seed=3)
 """The script as it was drawn."""
+
+LOADING = ORDINARY.beginning_with(6)
+"""A script whose requests load as they were drawn."""
 
 WRITE_HAZARDS = Situation(
     device_blocks=18,
@@ -64,6 +73,7 @@ WRITE_HAZARDS = Situation(
     | {"async_scheduling": True, "lag": 0.9, "aborts": 0.2}
     # For a consumer, vLLM itself holds such blocks.
     | {"kv_role": "kv_producer"},
+    first_seed=3,
 )
 """vLLM frees blocks that a step in flight may still touch, and allocates them again."""
 
@@ -97,6 +107,7 @@ FAILING_LOADS = Situation(
     | _QUICK
     | {"load_failures": "recompute", "arrivals": 0.9, "aborts": 0.0}
     | {"faults": Faults(load_error=0.7)},
+    first_seed=2,
 )
 """Requests load the same blocks one after the other, and most loads fail."""
 
@@ -114,6 +125,7 @@ ANNOUNCED = Situation(
     | _BUSY
     | {"async_scheduling": True, "max_num_seqs": 6}
     | {"copy_speed": 0.1, "announcements": 0.6, "thread_death": 0.0},
+    first_seed=6,
 )
 """Loads are slow, and ranks announce them early."""
 
@@ -125,12 +137,14 @@ ANNOUNCED_STATES = replace(ANNOUNCED, model=PLAIN | {"windows": (0,), "num_state
 
 GROWING = Situation(
     changes=_ROOM
-    | {"chunk_blocks": 6, "num_ranks": 2, "num_stages": 1, "arrivals": 0.9, "faults": Faults()}
+    | {"chunk_blocks": 6, "num_ranks": 2, "num_stages": 1, "arrivals": 0.9, "faults": Faults()},
+    first_seed=10,
 )
 """Two ranks open host blocks while they serve."""
 
 WISHES = Situation(
-    changes=_ROOM | _QUICK | _BUSY | {"wishes": 0.9, "store_threshold": 1, "resets": 0.0}
+    changes=_ROOM | _QUICK | _BUSY | {"wishes": 0.9, "store_threshold": 1, "resets": 0.0},
+    first_seed=9,
 )
 """Most requests wish for something."""
 
@@ -138,10 +152,11 @@ WISHES_IN_A_SMALL_TIER = Situation(
     device_blocks=20,
     host_blocks=24,
     changes=_QUICK | _BUSY | {"wishes": 0.9, "store_threshold": 1, "chunk_blocks": None},
+    first_seed=6,
 )
 """The same, and the tier evicts much."""
 
-ASKED_AGAIN = Situation(changes={"store_threshold": 2})
+ASKED_AGAIN = Situation(changes={"store_threshold": 2}, first_seed=3)
 """Blocks are stored only once a second request has them."""
 
 _ONE_CHAIN = PLAIN | {"windows": (0,), "num_ranks": 1}
@@ -156,6 +171,7 @@ EVICTIONS = {
         | {"lazy": lazy, "num_host_blocks": 1000, "chunk_blocks": None}
         | {"resets": 0.0, "aborts": 0.01, "max_num_batched_tokens": 8, "max_num_seqs": 2}
         | {"num_stages": 1, "kv_role": "kv_both", "max_answer_tokens": 12},
+        first_seed=2,
     )
     for lazy in (None, True, False)
 }
@@ -169,6 +185,7 @@ OVERLOAD = replace(
     OVERLOAD_WITH_ROOM,
     device_blocks=40,
     changes=OVERLOAD_WITH_ROOM.changes | {"num_host_blocks": 60, "num_requests": 100},
+    first_seed=1,
 )
 """The tier is full, and few requests are stored."""
 
@@ -177,6 +194,7 @@ COPIES = Situation(
     device_blocks=30,
     host_blocks=60,
     changes=_QUICK | _BUSY | _EARLY | {"chunk_blocks": None},
+    first_seed=2,
 )
 """The tier evicts what the device has too."""
 
@@ -188,6 +206,7 @@ DELAYED_LOADS = Situation(
     | _LAZY
     | {"chunk_blocks": None, "max_num_seqs": 2}
     | {"max_num_batched_tokens": 8, "copy_speed": 0.3, "faults": Faults(), "resets": 0.0},
+    first_seed=6,
 )
 """Loads need more device blocks than are safe to evict, and wait for stores."""
 
@@ -195,6 +214,7 @@ FULL_DEVICE = Situation(
     _ONE_CHAIN,
     device_blocks=18,
     changes=_ROOM | _BUSY | _LAZY | {"chunk_blocks": None, "max_num_seqs": 6},
+    first_seed=9,
 )
 """Running requests have most of the device's blocks."""
 
@@ -205,6 +225,7 @@ LAZILY_AND_QUICKLY = Situation(
     | _LAZY
     | _QUICK
     | {"chunk_blocks": None, "kv_role": "kv_both", "arrivals": 0.4, "num_requests": 60},
+    first_seed=2,
 )
 """Lazy stores without faults, in which a plain model's copies keep up."""
 
@@ -212,6 +233,7 @@ SMALL_TIER = Situation(
     device_blocks=20,
     host_blocks=24,
     changes=_EAGER | _QUICK | _BUSY | {"chunk_blocks": None},
+    first_seed=6,
 )
 """Requests find more blocks than the tier can protect."""
 
@@ -220,6 +242,7 @@ SUB_BLOCKS = Situation(
     {"windows": (0, 4), "num_states": 0, "match_unit": None, "context_parallel": False}
     | {"num_sub_blocks": 4},
     changes=_ROOM | _EAGER,
+    first_seed=5,
 )
 """Host blocks hold several device blocks."""
 
@@ -228,21 +251,28 @@ INSIDE_HOST_BLOCKS = Situation(
     SUB_BLOCKS.model,
     device_blocks=40,
     changes=_ROOM | _EAGER | _QUICK | {"arrivals": 0.9, "num_requests": 40},
+    first_seed=12,
 )
 """Loads begin inside host blocks: the device has the first sub-blocks."""
 
-RESETS = Situation(changes=_ROOM | _QUICK | {"resets": 0.1, "arrivals": 0.9})
+RESETS = Situation(changes=_ROOM | _QUICK | {"resets": 0.1, "arrivals": 0.9}, first_seed=6)
 """Both caches are reset often, also for new weights."""
 
 
-def engine(otherwise: dict[str, Any] | None = None, **model: Any) -> Situation:
+def engine(otherwise: dict[str, Any] | None = None, first_seed: int = 0, **model: Any) -> Situation:
     """An engine that the bug needs to show, otherwise plain: keywords of a Shape."""
-    return Situation(PLAIN | model, changes=_ROOM | _EAGER, otherwise=otherwise or {})
+    return Situation(
+        PLAIN | model, changes=_ROOM | _EAGER, otherwise=otherwise or {}, first_seed=first_seed
+    )
 
 
-STATES = engine(num_states=1, otherwise={"windows": (0, 8)})
+STATES = engine(num_states=1, otherwise={"windows": (0, 8)}, first_seed=9)
 INNER_HITS = engine(
-    windows=(0,), num_states=1, match_unit=2, otherwise={"windows": (0, 8), "num_states": 1}
+    windows=(0,),
+    num_states=1,
+    match_unit=2,
+    otherwise={"windows": (0, 8), "num_states": 1},
+    first_seed=9,
 )
 """States, and hits that may end inside a block."""
 
@@ -252,6 +282,7 @@ CHAINED_WINDOWS = Situation(
     | {"retention": None, "num_ranks": 1},
     device_blocks=40,
     changes=_ROOM | _EAGER | _BUSY | _QUICK,
+    first_seed=4,
 )
 """Chained MTP modules and windows. Requests find on the device blocks that another one has
 loaded."""
@@ -263,6 +294,7 @@ RANKS_WITH_THE_SAME_KV = Situation(
     PLAIN | {"windows": (0,), "num_replicas": 2},
     device_blocks=24,
     changes=_EAGER | _QUICK | _COPYING,
+    first_seed=9,
 )
 """Two ranks share their host memory."""
 
@@ -270,6 +302,7 @@ SLOW_RANKS = Situation(
     PLAIN | {"windows": (0,), "num_replicas": 2},
     device_blocks=24,
     changes=_EAGER | _COPYING | {"copy_speed": 0.2, "faults": Faults()},
+    first_seed=9,
 )
 """They end the same transfer in different steps."""
 
@@ -277,6 +310,7 @@ DYING_RANKS = Situation(
     PLAIN | {"windows": (0,), "num_replicas": 2},
     device_blocks=24,
     changes=_EAGER | _COPYING | {"faults": Faults(thread_death=0.02)},
+    first_seed=8,
 )
 """The copy thread of one of them dies while the other copies."""
 
@@ -296,7 +330,7 @@ _SMALL: dict[str, Any] = (
 )
 _FULL_ATTENTION: dict[str, Any] = PLAIN | {"windows": (0,), "num_stages": 1}
 
-OBJECTS = Situation(_FULL_ATTENTION, device_blocks=18, host_blocks=14, changes=_SMALL)
+OBJECTS = Situation(_FULL_ATTENTION, device_blocks=18, host_blocks=14, changes=_SMALL, first_seed=3)
 """Host memory soon evicts what requests want again, and files behind it have that."""
 
 BAD_OBJECTS = Situation(
@@ -304,6 +338,7 @@ BAD_OBJECTS = Situation(
     device_blocks=18,
     host_blocks=14,
     changes=_SMALL | {"disk_faults": DiskFaults(short=0.1, wrong=0.2, failed=0.1, vanished=0.1)},
+    first_seed=3,
 )
 """Other bytes come back than were written, or none."""
 
@@ -312,6 +347,7 @@ FOREIGN_OBJECTS = Situation(
     device_blocks=18,
     host_blocks=14,
     changes=_SMALL | {"disk_faults": DiskFaults(foreign=0.5)},
+    first_seed=2,
 )
 """Whole objects of other keys come back."""
 
@@ -321,11 +357,16 @@ LATE_OBJECTS = Situation(
     host_blocks=14,
     changes=_SMALL
     | {"disk_speed": 0.1, "disk_faults": DiskFaults(), "aborts": 0.0, "compute_speed": 1.0},
+    first_seed=8,
 )
 """They come after the request has gone on."""
 
 NEW_WEIGHTS = Situation(
-    _FULL_ATTENTION, device_blocks=18, host_blocks=14, changes=_SMALL | {"resets": 0.05}
+    _FULL_ATTENTION,
+    device_blocks=18,
+    host_blocks=14,
+    changes=_SMALL | {"resets": 0.05},
+    first_seed=2,
 )
 """The model gets new weights, and both caches are reset."""
 
@@ -334,5 +375,6 @@ MIXED_RANKS = Situation(
     device_blocks=24,
     host_blocks=30,
     changes=_EAGER | _QUICK | _BUSY | _ALIKE | {"kv_role": "kv_both", "resets": 0.0},
+    first_seed=9,
 )
 """They share host memory, but have different pages in one of two groups."""

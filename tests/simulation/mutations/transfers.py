@@ -27,6 +27,7 @@ from tests.simulation.mutations.situations import (
     BY_LAYER,
     FAILING_STORES,
     LATE_DRAFTS,
+    LOADING,
     ORDINARY,
     SHARED_LOADS,
     WRITE_HAZARDS,
@@ -67,7 +68,7 @@ def release_device_blocks_at_submission(plan: Any, self: Stores, *arguments: Any
 
 @release_device_blocks_at_submission.also(Stores, "on_ended")
 def release_nothing_at_the_end(on_ended: Any, self: Stores, ended: Ended) -> Any:
-    return None if on_ended(self, ended) is None else ()
+    return None if on_ended(self, ended) is None else ((), None)
 
 
 @release_device_blocks_at_submission.also(Stores, "reset")
@@ -82,7 +83,7 @@ def check_nothing(*arguments: Any) -> None:
     """The wrong bytes must show these two bugs, not the bookkeeping."""
 
 
-@mutation(Stores, "submit", first_seed=6)
+@mutation(Stores, "submit", LOADING)
 def store_the_neighbour(submit: Any, self: Stores) -> Any:
     transfers = submit(self)
     for transfer in transfers:
@@ -93,13 +94,13 @@ def store_the_neighbour(submit: Any, self: Stores) -> Any:
 # Loads
 
 
-@mutation(Loads, "on_ended", first_seed=6)
+@mutation(Loads, "on_ended", LOADING)
 def skip_unpin_after_load(on_ended: Any, self: Loads, *arguments: Any) -> Any:
     with patch.object(CpuTier, "unpin", lambda self, blocks: None):
         return on_ended(self, *arguments)
 
 
-@mutation(Loads, "lookup", first_seed=6)
+@mutation(Loads, "lookup", LOADING)
 def skip_pin_of_hit(lookup: Any, self: Loads, request: Any, num_computed_tokens: int) -> Any:
     num_tokens = lookup(self, request, num_computed_tokens)
     if (known := self._hits.get(request.request_id)) is not None:
@@ -108,7 +109,7 @@ def skip_pin_of_hit(lookup: Any, self: Loads, request: Any, num_computed_tokens:
     return num_tokens
 
 
-@mutation(Loads, "submit", first_seed=6)
+@mutation(Loads, "submit", LOADING)
 def load_into_the_next_block(submit: Any, self: Loads, *arguments: Any) -> Any:
     transfers = submit(self, *arguments)
     for transfer in transfers:
@@ -119,7 +120,7 @@ def load_into_the_next_block(submit: Any, self: Loads, *arguments: Any) -> Any:
 # Loads that ranks announce before their end
 
 
-@mutation(Loads, "drain_admitted", ANNOUNCED, first_seed=3)
+@mutation(Loads, "drain_admitted", ANNOUNCED)
 def admit_silently(drain_admitted: Any, self: Loads) -> list[int]:
     drain_admitted(self)
     return []
@@ -129,7 +130,7 @@ def hold_late(hook: str, when: Callable[[StepMetadata], bool]) -> Mutation:
     """In steps where ``when`` is true, the worker holds compute at the end of ``hook``, not in
     ``bind``."""
 
-    @mutation(OffloadWorker, "bind", ANNOUNCED, first_seed=3)
+    @mutation(OffloadWorker, "bind", ANNOUNCED)
     def late(bind: Any, self: OffloadWorker, metadata: StepMetadata) -> None:
         admitted, metadata.admitted = metadata.admitted, []
         bind(self, metadata)
@@ -163,7 +164,7 @@ def release_pins_at_the_announcement(admit: Any, self: Loads, *arguments: Any) -
             load.pins = []
 
 
-@mutation(OffloadScheduler, "update_connector_output", ANNOUNCED, first_seed=5)
+@mutation(OffloadScheduler, "update_connector_output", ANNOUNCED)
 def release_device_blocks_at_the_announcement(
     update: Any, self: OffloadScheduler, output: Any
 ) -> None:
@@ -249,7 +250,7 @@ def submit_to_a_dead_thread(on_death: Any, self: CopyLane) -> None:
     self._num_queued = -(10**9)  # a flush does not wait for the thread either
 
 
-@mutation(TransferLedger, "begin", first_seed=5)
+@mutation(TransferLedger, "begin", LOADING)
 def skip_one_rank(begin: Any, self: TransferLedger) -> int:
     transfer_id: int = begin(self)
     self._num_ranks_left[transfer_id] = max(1, self.num_ranks - 1)

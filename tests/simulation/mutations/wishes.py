@@ -22,7 +22,7 @@ def store_what_is_kept_out(
     on_allocated(self, request, found, loaded, replace(wishes, store=True))
 
 
-@mutation(DeviceContents, "on_found", WISHES, first_seed=8)
+@mutation(DeviceContents, "on_found", WISHES)
 def store_what_requests_find_that_want_nothing_stored(
     on_found: Any, self: DeviceContents, block_ids: Any, **options: Any
 ) -> Any:
