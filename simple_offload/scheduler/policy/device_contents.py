@@ -343,14 +343,17 @@ class DeviceContents:
     ) -> tuple[dict[int, BlockHashWithGroupId], int]:
         """Requests have got contents with ``keys`` in these (last sub-) blocks. Returns what the
         tier lacks, and how many blocks have become known as copies."""
-        lacking = dict(zip(block_ids, keys, strict=True))
-        num_new = 0
-        if found := self._tier.add_copies(keys):
-            for block_id, host_block in zip(block_ids, found, strict=True):
-                if host_block is not None:
-                    num_new += not self._copies[block_id]
-                    self._copies[block_id] = host_block.block_id
-                    del lacking[block_id]
+        found = self._tier.add_copies(keys)
+        if not found:
+            return dict(zip(block_ids, keys, strict=True)), 0
+        lacking = {
+            block_id: key
+            for block_id, key, host_block in zip(block_ids, keys, found, strict=True)
+            if host_block is None
+        }
+        ids = as_array([block_id for block_id in block_ids if block_id not in lacking])
+        num_new = int(np.count_nonzero(self._copies[ids] == 0))
+        self._copies[ids] = [block.block_id for block in found if block is not None]
         return lacking, num_new
 
     def _pass_on_leases(self, blocks: Sequence[KVCacheBlock]) -> None:

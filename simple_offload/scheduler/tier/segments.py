@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable, Container, Iterable, Sequence
-from itertools import islice, takewhile
+from itertools import compress, islice, takewhile
 
 import numpy as np
 from vllm.v1.core.block_pool import BlockPool
@@ -50,6 +50,7 @@ _EXPECTED_COPY = _COPY + _EXPECTED
 _NUM_SEGMENTS = 2 * _COPY
 _IF_FOUND = bytes([_PROTECTED, _PROTECTED, _KEPT, _PROTECTED, _EXPECTED] * 2)
 """By segment, the one (of blocks that are not copies) that a request's find leads to."""
+_IDS_IF_FOUND = np.frombuffer(_IF_FOUND, np.uint8)
 
 
 class _EveryKey(Container[BlockHashWithGroupId]):
@@ -171,20 +172,18 @@ class Segments:
             self._note_use(blocks)
             self._pool.free_block_queue.append_n(list(reversed(blocks)))
 
-    def add_copies(self, blocks: Iterable[KVCacheBlock]) -> None:
-        """Requests have found the contents of ``blocks``, parents before children, and the device
-        has them too. They are the first copies to leave."""
-        of = self._of
-        free: list[KVCacheBlock] = []
-        counts = [0] * len(self._queues)
-        for block in blocks:
-            segment = of[block.block_id]
-            if block.ref_cnt == 0:
-                free.append(block)
-                counts[min(segment, _COPY)] += 1
-            self.num_copies += segment < _COPY
-            of[block.block_id] = _COPY + _IF_FOUND[segment]
-        self._take_out(free, counts)
+    def add_copies(self, blocks: Sequence[KVCacheBlock]) -> None:
+        """Requests have found the contents of ``blocks``, parents before children, each once, and
+        the device has them too. They are the first copies to leave."""
+        ids = as_array([block.block_id for block in blocks])
+        of = np.frombuffer(self._of, np.uint8)
+        before = of[ids]
+        of[ids] = _COPY + _IDS_IF_FOUND[before]
+        self.num_copies += int(np.count_nonzero(before < _COPY))
+        is_free = [block.ref_cnt == 0 for block in blocks]
+        free = list(compress(blocks, is_free))
+        queues = np.minimum(before[is_free], _COPY)
+        self._take_out(free, np.bincount(queues, minlength=len(self._queues)).tolist())
         self._copies.prepend_n(free[::-1])
 
     def on_copies_found(self, block_ids: BlockIds) -> None:
