@@ -4,8 +4,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from examples.random_model import SIZES, model_config, save_random_model
-
 
 @dataclass(frozen=True)
 class ModelShape:
@@ -56,7 +54,10 @@ DEEPSEEK_LITE = ModelShape(102400, 2048, 27, 16, 16, "bfloat16", "mla", intermed
 
 def save_model(shape: ModelShape, max_model_len: int, seed: int, directory: Path) -> None:
     """Write the files, but for a tokenizer, that vLLM needs to serve a model of ``shape``."""
+    # Imported here, since transformers takes seconds: a command's help or refusal needs no model.
     from transformers.utils.logging import disable_progress_bar
+
+    from examples.random_model import SIZES, model_config, save_random_model
 
     disable_progress_bar()
     sizes = {name: getattr(shape, name) for name in SIZES if name != "max_model_len"}

@@ -52,6 +52,16 @@ def return_stored_blocks_to_the_back(free_blocks: Any, self: QueueWalk, blocks: 
     self._pinned.update(pinned)
 
 
+@mutation(StorePolicy, "on_allocated", EVICTIONS[True].beginning_with(12))
+def count_on_blocks_that_requests_find(
+    on_allocated: Any, self: StorePolicy, *arguments: Any
+) -> None:
+    """Such blocks have left the queue's front, where they were safe to evict."""
+    taken = self._taken
+    on_allocated(self, *arguments)
+    self._taken = taken
+
+
 @mutation(StorePolicy, "_num_complete_blocks", LAZILY_AND_QUICKLY)
 def believe_every_known_token_computed(
     original: Any, self: StorePolicy, request: Any, group: int, num_blocks: int
