@@ -176,9 +176,11 @@ class StorePolicy:
         self._has_news = False
         """Whether blocks have joined the free queue that may be stored early."""
         self._waiting: dict[str, _Waiting] = {}
-        self._demand = self._taken = 0
-        """Device blocks that requests asked for since the last step: in vain; and not, with those
-        that they have found, which may have been at the queue's front too."""
+        self._demand = 0
+        """Device blocks that requests asked for in vain since the last step."""
+        self._taken = 0
+        """Device blocks that requests have found, or got for loads, since the last step: maybe from
+        the queue's front."""
         self._walk = QueueWalk(
             tier, stores, self._contents, self._limits, self._device_pool, num_sub_blocks
         )
@@ -247,8 +249,7 @@ class StorePolicy:
         self._reuse.on_request(request.block_hashes)
         self._tier.on_request(request.block_hashes)
         self._expected.remove(request.request_id)
-        sizes = (size // self._groups.num_sub_blocks for size in self._groups.block_sizes)
-        self._taken += sum(num_found_tokens // size for size in sizes)
+        self._taken += sum(num_found_tokens // manager.block_size for manager in self._managers)
         num_known = 0 if self._records_loaded else num_found_tokens + num_loaded_tokens
         num_recorded = [num_known // size for size in self._groups.block_sizes]
         request_id = request.request_id

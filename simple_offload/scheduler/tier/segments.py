@@ -50,7 +50,7 @@ _EXPECTED_COPY = _COPY + _EXPECTED
 _NUM_SEGMENTS = 2 * _COPY
 _IF_FOUND = bytes([_PROTECTED, _PROTECTED, _KEPT, _PROTECTED, _EXPECTED] * 2)
 """By segment, the one (of blocks that are not copies) that a request's find leads to."""
-_IDS_IF_FOUND = np.frombuffer(_IF_FOUND, np.uint8)
+_IF_FOUND_ARRAY = np.frombuffer(_IF_FOUND, np.uint8)
 
 
 class _EveryKey(Container[BlockHashWithGroupId]):
@@ -178,7 +178,7 @@ class Segments:
         ids = as_array([block.block_id for block in blocks])
         of = np.frombuffer(self._of, np.uint8)
         before = of[ids]
-        of[ids] = _COPY + _IDS_IF_FOUND[before]
+        of[ids] = _COPY + _IF_FOUND_ARRAY[before]
         self.num_copies += int(np.count_nonzero(before < _COPY))
         is_free = [block.ref_cnt == 0 for block in blocks]
         free = list(compress(blocks, is_free))
