@@ -285,6 +285,8 @@ class Segments:
         """Drop a reference to each block, parents before children. Those without references become
         the last to leave in their segment, children first, but copies the first; empty ones are
         allocated next."""
+        if not blocks:
+            return
         freed: list[list[KVCacheBlock]] = [[] for _ in self._queues]
         of = self._of
         for block in reversed(blocks):
