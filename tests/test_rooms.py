@@ -47,6 +47,7 @@ def insides(source: str) -> set[str]:
         ("worker", ("simple_offload.scheduler",)),
         ("backends", ("simple_offload.scheduler", "simple_offload.worker")),
         ("metadata.py", ("simple_offload.scheduler", "simple_offload.worker")),
+        ("transfer.py", ("vllm", "simple_offload")),
         ("shared_memory.py", ("simple_offload.scheduler", "simple_offload.worker")),
     ],
 )
@@ -55,6 +56,16 @@ def test_imports_run_one_way(room: str, forbidden: tuple[str, ...]) -> None:
     for path in place.rglob("*.py") if place.is_dir() else [place]:
         for module in imports(path):
             assert not any(f"{module}.".startswith(f"{name}.") for name in forbidden), path
+
+
+def test_backends_and_host_memory_need_no_vllm() -> None:
+    """``select.py`` asks vLLM which platform this is, to choose a backend."""
+    backends = {*(PACKAGE / "backends").rglob("*.py")} - {PACKAGE / "backends" / "select.py"}
+    for path in (*backends, PACKAGE / "worker" / "host_pool.py", PACKAGE / "shared_memory.py"):
+        for module in imports(path):
+            # ``metadata.py`` has vLLM's base classes of messages.
+            assert module.partition(".")[0] != "vllm", path
+            assert module != "simple_offload.metadata", path
 
 
 def test_the_tier_imports_no_room_above_it() -> None:

@@ -44,17 +44,15 @@ def _first_caught(name: str) -> int:
     pytest.fail(f"{name}: not caught in {_MAX_SEEDS} scripts")
 
 
-@pytest.mark.parametrize("seed", _LOADING_SEEDS)
-def test_other_engines_do_not_show_it(seed: int) -> None:
-    """Scripts with these engines catch bugs that other scripts cannot, even all that they share at
-    once."""
+def test_other_engines_do_not_show_it() -> None:
+    """Bugs of an engine do not show without it: a script passes with all of its bugs."""
     by_script: dict[Script, list[Mutation]] = {}
     for bug in OF_ENGINES:
-        script = bug.shown_by.without(Script.draw(seed).with_sub_blocks(1))
+        script = bug.shown_by.without(Script.draw(_LOADING_SEEDS[0]).with_sub_blocks(1))
         by_script.setdefault(script, []).append(bug)
     for script, bugs in by_script.items():
         with _planted(bugs):
-            Play(script).run()
+            assert Play(script).run().num_blocks_loaded
 
 
 def test_small_host_blocks_do_not_show_it() -> None:

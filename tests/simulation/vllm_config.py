@@ -22,7 +22,7 @@ from tests.simulation.shape import NUM_LAYERS, Shape
 
 @cache
 def _model_directory() -> TemporaryDirectory[str]:
-    """Removed at the end of the process."""
+    """Removed when Python exits. The workers of pytest-xdist leave it."""
     directory = TemporaryDirectory(prefix="simple-offload-sim-")
     LlamaConfig(
         architectures=["LlamaForCausalLM"],

@@ -51,6 +51,7 @@ _NUM_SEGMENTS = 2 * _COPY
 _IF_FOUND = bytes([_PROTECTED, _PROTECTED, _KEPT, _PROTECTED, _EXPECTED] * 2)
 """By segment, the one (of blocks that are not copies) that a request's find leads to."""
 _IF_FOUND_ARRAY = np.frombuffer(_IF_FOUND, np.uint8)
+"""The same, for many blocks at once."""
 
 
 class _EveryKey(Container[BlockHashWithGroupId]):
@@ -188,10 +189,9 @@ class Segments:
 
     def on_copies_found(self, block_ids: BlockIds) -> None:
         """Requests have found the contents of those of these blocks that are copies."""
-        of = self._of
-        for block_id in block_ids.tolist():
-            if of[block_id] >= _COPY:
-                of[block_id] = _COPY + _IF_FOUND[of[block_id]]
+        of = np.frombuffer(self._of, np.uint8)
+        copies = block_ids[of[block_ids] >= _COPY]
+        of[copies] = _COPY + _IF_FOUND_ARRAY[of[copies]]
 
     def on_let_go(self, block_ids: BlockIds) -> None:
         """The device has let go of the contents of these blocks, in this order, if they are

@@ -23,7 +23,7 @@ class Situation:
     otherwise: dict[str, Any] | None = None
     """A similar model, in which the bug does not show: keywords of a Shape."""
     first_seed: int = 0
-    """The first script to try. Its bugs show soonest there, and in those behind it."""
+    """The first script to try: its bugs show soonest from there on."""
 
     def beginning_with(self, seed: int) -> "Situation":
         """The same situation, for a bug that an earlier script does not show."""
@@ -64,7 +64,7 @@ ORDINARY = Situation(first_seed=3)
 """The script as it was drawn."""
 
 LOADING = ORDINARY.beginning_with(6)
-"""A script whose requests load as they were drawn."""
+"""The same, from a script on whose requests load."""
 
 WRITE_HAZARDS = Situation(
     device_blocks=18,
