@@ -99,7 +99,7 @@ def test_announced_loads() -> None:
     plays = [Play(script.varied(**changes)) for script in _SCRIPTS[:8]]
     outcomes = [play.run() for play in plays]
     assert sum(outcome.num_holds for outcome in outcomes) > 20
-    assert sum(outcome.num_holds_by_layer for outcome in outcomes) > 20
+    assert sum(outcome.num_holds_by_layer for outcome in outcomes) > 10
 
 
 @pytest.mark.parametrize(

@@ -75,6 +75,10 @@ class DeviceContents:
         """Likewise, contents that are not to be stored unless a request finds them."""
         self._found: set[int] = set()
         """Ids of blocks whose contents a request has found, but not the tier's copy of them."""
+        self._found_lately: list[tuple[Sequence[int], list[BlockHashWithGroupId], bool | None]] = []
+        """Blocks that requests have found, their keys, and whether the request stores, until
+        ``note_found``."""
+        self._ids_found_lately: set[int] = set()
         self._leases: dict[int, tuple[BlockHashWithGroupId, Lease]] = {}
         """By id of a (last sub-) block, its contents, and the lease that the tier's block gets when
         they are stored."""
@@ -120,6 +124,8 @@ class DeviceContents:
     def on_allocated(self, block_ids: Sequence[int], reason: str) -> None:
         """Requests have got these blocks to fill them, in this order: the device has let go of
         their contents. These count as dropped for ``reason`` if they are not in the tier."""
+        if not self._ids_found_lately.isdisjoint(block_ids):
+            self.note_found()
         last_ids = block_ids
         if self._groups.num_sub_blocks > 1:
             # One of them may be the copy of a host block that was loaded and not recorded.
@@ -148,21 +154,30 @@ class DeviceContents:
     ) -> list[BlockHashWithGroupId]:
         """A request has found the contents of these blocks on the device, parents before children.
         What the tier lacks is to be stored, whatever spoke against it before, unless ``stores`` is
-        None: the request wants nothing stored. Returns their keys."""
-        blocks = [self._device_pool.blocks[block_id] for block_id in block_ids]
-        keys: list[Any] = list(block_pool.keys_of(blocks))
-        lacking, _ = self._add_copies(block_ids, keys)
-        for block_id in self._leases.keys() & block_ids if self._leases else ():
-            if self._leases[block_id][1].is_release:
-                del self._leases[block_id]
-        if stores is None:
-            return keys
-        self._found.update(lacking)
-        for block_id in self._skipped.keys() & block_ids:
-            self._unstored[block_id] = self._skipped.pop(block_id)
-        if self._groups.num_sub_blocks == 1:
-            self._unstored.update(lacking)
+        None: the request wants nothing stored. Returns their keys. ``note_found`` does the work."""
+        keys: list[Any] = list(
+            block_pool.keys_of(map(self._device_pool.blocks.__getitem__, block_ids))
+        )
+        self._found_lately.append((block_ids, keys, stores))
+        self._ids_found_lately.update(block_ids)
         return keys
+
+    def note_found(self) -> None:
+        """Note what requests have found since the last call."""
+        for block_ids, keys, stores in self._found_lately:
+            lacking, _ = self._add_copies(block_ids, keys)
+            for block_id in self._leases.keys() & block_ids if self._leases else ():
+                if self._leases[block_id][1].is_release:
+                    del self._leases[block_id]
+            if stores is None:
+                continue
+            self._found.update(lacking)
+            for block_id in self._skipped.keys() & block_ids:
+                self._unstored[block_id] = self._skipped.pop(block_id)
+            if self._groups.num_sub_blocks == 1:
+                self._unstored.update(lacking)
+        self._found_lately.clear()
+        self._ids_found_lately.clear()
 
     def on_copied(self, transfer: Transfer) -> None:
         """A load has filled device blocks, or a store host blocks, with the same contents."""
@@ -331,6 +346,8 @@ class DeviceContents:
         self._unstored.clear()
         self._skipped.clear()
         self._found.clear()
+        self._found_lately.clear()
+        self._ids_found_lately.clear()
         self._leases.clear()
         self._copies[:] = 0
         self._host_blocks = [{}] * len(self._host_blocks)

@@ -40,6 +40,10 @@ pass it, and may take what is safe. A store takes three steps (``StepLimits.num_
 may need several stores."""
 
 
+_MAX_POSTPONED = 8
+"""Steps in a row for which work is postponed that can wait."""
+
+
 class BoundaryState(NamedTuple):
     """A device block that holds the state (Mamba and the like) after ``num_tokens`` tokens by the
     end of this step. vLLM hands it over; soon it may be in no block table."""
@@ -118,6 +122,9 @@ class StorePolicy:
     free than should be safe: the device might evict what running requests give up before the walk
     meets it. A load may take more blocks in one step than are safe: its request is told to ask
     again until stores have made room.
+
+    What can wait is postponed while a request waits for its first token: early stores, and the
+    order of copies that requests have found on the device.
     """
 
     def __init__(
@@ -175,6 +182,12 @@ class StorePolicy:
         self._ended: list[_Ended] = []
         self._has_news = False
         """Whether blocks have joined the free queue that may be stored early."""
+        self._num_until_first_token = 0
+        """Steps, from this one on, that vLLM schedules before it has the first tokens of requests
+        that have begun."""
+        self._max_concurrent_batches = vllm_config.max_concurrent_batches
+        self._num_postponed = 0
+        """Steps for which work has been postponed by now."""
         self._waiting: dict[str, _Waiting] = {}
         self._demand = 0
         """Device blocks that requests asked for in vain since the last step."""
@@ -188,7 +201,7 @@ class StorePolicy:
     @property
     def idle(self) -> bool:
         """Whether nothing is postponed to the next step."""
-        return not (self._ended or self._has_news or self._walk.is_behind)
+        return not (self._ended or self._has_news or self._num_postponed or self._walk.is_behind)
 
     @property
     def num_held_blocks(self) -> int:
@@ -287,6 +300,7 @@ class StorePolicy:
         self._expected.on_step()
         # First what the device has lost: a store must not evict it from the tier as a copy.
         self._contents.find_reset(self._walk.drop_reason)
+        can_wait = self._can_wait(scheduled)
         filled, found = self._newly_allocated.on_step(scheduled)
         if filled:
             self._contents.on_allocated(filled, self._walk.drop_reason)
@@ -298,6 +312,8 @@ class StorePolicy:
             self._walk.on_allocated(block_ids)
             if not self._tier.has_copies and progress is not None:
                 progress.own.update(keys)
+        if not can_wait:
+            self._contents.note_found()
         self._store_rest()
         demand, self._demand, self._taken = self._demand, 0, 0
         self._record_states()
@@ -308,9 +324,10 @@ class StorePolicy:
             self._record(progress)
             next_at = self._batches.next_at(progress.num_recorded, request.num_prompt_tokens)
             self._pacer.postpone(request_id, next_at - _confirmed_tokens(request))
-        if self._behind and (budget := self._num_to_store()):
+        stores_early = self._stores_early and not can_wait
+        if self._behind and (budget := self._num_to_store(early=stores_early)):
             self._store_running(budget)
-        self._walk.on_step(demand, self._stores_early)
+        self._walk.on_step(demand, stores_early)
         self._has_news = False
 
     def on_request_finished(self, request: "Request", loading: bool) -> None:
@@ -377,6 +394,18 @@ class StorePolicy:
         for each in ended:
             block_pool.free_blocks(self._device_pool, each.held)
 
+    # What can wait
+
+    def _can_wait(self, scheduled: "SchedulerOutput") -> bool:
+        """Whether to postpone, from this step on, what no store in time depends on."""
+        self._num_until_first_token -= 1
+        if scheduled.scheduled_new_reqs:
+            self._num_until_first_token = self._max_concurrent_batches
+        can_wait = self._num_until_first_token > 0 and self._num_postponed < _MAX_POSTPONED
+        can_wait &= self._tier.has_copies
+        self._num_postponed = self._num_postponed + 1 if can_wait else 0
+        return can_wait
+
     # Recording
 
     def _count(self, progress: _Progress) -> None:
@@ -431,7 +460,7 @@ class StorePolicy:
                 self._count(progress)
                 self._record(progress)  # what it has found must not make room
                 blocks = [self._record_state(progress, state) for state in of_request]
-                if self._num_to_store():
+                if self._num_to_store(early=self._stores_early):
                     self._plan(blocks, progress.own)
                 progress.own.update([key for key in block_pool.keys_of(blocks) if key is not None])
 
@@ -445,17 +474,17 @@ class StorePolicy:
 
     # Storing blocks of requests that run or have ended
 
-    def _num_to_store(self) -> int:
+    def _num_to_store(self, *, early: bool) -> int:
         """Number of device blocks of running requests to store in this step: all if each is to be
-        stored at once, as many as the tier has empty blocks for, or as many as should be safe if
-        too few are free for the walk to meet them in time."""
+        stored at once, as many as the tier has empty blocks for (``early``), or as many as should
+        be safe if too few are free for the walk to meet them in time."""
         num_blocks = len(self._device_pool.blocks)
         if self._stores_at_once:
             return num_blocks
         budget = self._walk.min_ahead
         if self._device_pool.get_num_free_blocks() >= budget:
             budget = 0
-        if self._stores_early:
+        if early:
             budget = max(budget, self._tier.num_empty * self._groups.num_sub_blocks)
         return budget
 
