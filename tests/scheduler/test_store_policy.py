@@ -3,6 +3,7 @@
 import gc
 from collections import Counter
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 from vllm.v1.core.kv_cache_utils import make_block_hash_with_group_id
@@ -221,6 +222,41 @@ def test_by_default_blocks_are_stored_while_the_tier_has_room(
     assert driver.found(prompt(33)) == 32
     assert num_shared(driver) == driver.num_stored == 8
     driver.run()
+
+
+@ASYNC
+def test_early_stores_wait_for_first_tokens(drive: MakeDriver, async_scheduling: bool) -> None:
+    """Up to eight steps. With async scheduling, vLLM schedules a step more before it has them."""
+    crowd = {"max_num_seqs": 16, "max_num_batched_tokens": 32}
+    driver = drive(**ROOMY | crowd, async_scheduling=async_scheduling)
+    steps = record_steps(driver)
+    driver.start("long", prompt(9), max_tokens=30)
+    driver.step_until(lambda: len(steps) > 3)
+    begin = next(place for place, step in enumerate(steps) if step.num_tokens > 1)
+    is_storing = [bool(step.stores) for step in steps[begin:]]
+    assert is_storing.index(True) == 1 + async_scheduling
+    before = len(steps)
+    for number in range(12):
+        driver.start(f"short {number}", prompt(5, 60 + number), max_tokens=20)
+        driver.step()
+    assert sum(bool(step.stores) for step in steps[before:]) in (1, 2)
+    driver.run()
+
+
+@pytest.mark.parametrize("lazy", [None, True])
+def test_what_is_found_on_the_device_is_noted_later(drive: MakeDriver, lazy: bool | None) -> None:
+    """The request that begins does not wait for it. The engine steps until it is done."""
+    driver = drive(**ROOMY, lazy=lazy, async_scheduling=True)
+    driver.serve("a", prompt(21))
+    with patch.object(driver.tier, "add_copies", wraps=driver.tier.add_copies) as noted:
+        driver.start("b", prompt(21))
+        driver.step()
+        driver.world.abort("b")
+        driver.step()
+        assert not noted.called
+        driver.run()
+        (first, *_) = noted.call_args_list
+        assert len(first.args[0]) == 5
 
 
 @SETTINGS

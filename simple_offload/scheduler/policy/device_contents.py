@@ -75,9 +75,8 @@ class DeviceContents:
         """Likewise, contents that are not to be stored unless a request finds them."""
         self._found: set[int] = set()
         """Ids of blocks whose contents a request has found, but not the tier's copy of them."""
-        self._found_lately: list[tuple[Sequence[int], list[BlockHashWithGroupId], bool | None]] = []
-        """Blocks that requests have found, their keys, and whether the request stores, until
-        ``note_found``."""
+        self._found_lately: list[tuple[Sequence[int], list[BlockHashWithGroupId]]] = []
+        """Ids and keys of blocks that requests have found, until ``note_found``."""
         self._ids_found_lately: set[int] = set()
         self._leases: dict[int, tuple[BlockHashWithGroupId, Lease]] = {}
         """By id of a (last sub-) block, its contents, and the lease that the tier's block gets when
@@ -154,28 +153,30 @@ class DeviceContents:
     ) -> list[BlockHashWithGroupId]:
         """A request has found the contents of these blocks on the device, parents before children.
         What the tier lacks is to be stored, whatever spoke against it before, unless ``stores`` is
-        None: the request wants nothing stored. Returns their keys. ``note_found`` does the work."""
-        keys: list[Any] = list(
-            block_pool.keys_of(map(self._device_pool.blocks.__getitem__, block_ids))
-        )
-        self._found_lately.append((block_ids, keys, stores))
+        None: the request wants nothing stored. Returns their keys. ``note_found`` does what can
+        wait."""
+        blocks = [self._device_pool.blocks[block_id] for block_id in block_ids]
+        keys: list[Any] = list(block_pool.keys_of(blocks))
+        self._found_lately.append((block_ids, keys))
         self._ids_found_lately.update(block_ids)
-        return keys
-
-    def note_found(self) -> None:
-        """Note what requests have found since the last call."""
-        for block_ids, keys, stores in self._found_lately:
-            lacking, _ = self._add_copies(block_ids, keys)
-            for block_id in self._leases.keys() & block_ids if self._leases else ():
-                if self._leases[block_id][1].is_release:
-                    del self._leases[block_id]
-            if stores is None:
-                continue
+        for block_id in self._leases.keys() & block_ids if self._leases else ():
+            if self._leases[block_id][1].is_release:
+                del self._leases[block_id]
+        if stores is not None:
+            places = np.flatnonzero(self._copies[as_array(block_ids)] == 0).tolist()
+            lacking = {block_ids[i]: keys[i] for i in places if not self._tier.has(keys[i])}
             self._found.update(lacking)
-            for block_id in self._skipped.keys() & block_ids:
+            for block_id in self._skipped.keys() & block_ids if self._skipped else ():
                 self._unstored[block_id] = self._skipped.pop(block_id)
             if self._groups.num_sub_blocks == 1:
                 self._unstored.update(lacking)
+        return keys
+
+    def note_found(self) -> None:
+        """What the tier has of the blocks that requests have found since the last call are copies,
+        and the first to leave."""
+        for block_ids, keys in self._found_lately:
+            self._add_copies(block_ids, keys)
         self._found_lately.clear()
         self._ids_found_lately.clear()
 

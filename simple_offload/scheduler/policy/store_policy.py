@@ -124,7 +124,7 @@ class StorePolicy:
     again until stores have made room.
 
     What can wait is postponed while a request waits for its first token: early stores, and the
-    order of copies that requests have found on the device.
+    order of the copies of what requests have found on the device.
     """
 
     def __init__(
@@ -398,9 +398,10 @@ class StorePolicy:
 
     def _can_wait(self, scheduled: "SchedulerOutput") -> bool:
         """Whether to postpone, from this step on, what no store in time depends on."""
-        self._num_until_first_token -= 1
         if scheduled.scheduled_new_reqs:
             self._num_until_first_token = self._max_concurrent_batches
+        elif self._num_until_first_token:
+            self._num_until_first_token -= 1
         can_wait = self._num_until_first_token > 0 and self._num_postponed < _MAX_POSTPONED
         can_wait &= self._tier.has_copies
         self._num_postponed = self._num_postponed + 1 if can_wait else 0

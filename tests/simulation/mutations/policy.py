@@ -32,6 +32,15 @@ forget_no_copy = always(CpuTier, "on_let_go", None, COPIES)
 notice_no_allocation = always(NewlyAllocated, "on_step", ([], {}), COPIES)
 
 
+@mutation(DeviceContents, "on_allocated", COPIES)
+def note_found_blocks_that_others_have_got(
+    on_allocated: Any, self: DeviceContents, *arguments: Any
+) -> None:
+    """The request that has found them has given them up, and they are still to be noted."""
+    with patch.object(self, "_ids_found_lately", set()):
+        on_allocated(self, *arguments)
+
+
 never_walk_along_the_queue = always(QueueWalk, "on_step", None, OVERLOAD)
 never_walk_although_stores_are_lazy = always(QueueWalk, "on_step", None, EVICTIONS[True])
 record_nothing = always(StorePolicy, "_record", None, EVICTIONS[False])
