@@ -35,7 +35,7 @@ from tests.simulation.world import World
 
 # What it drops
 
-offer_a_failed_block_again = always(CpuTier, "drop", None, FAILING_LOADS.beginning_with(5))
+offer_a_failed_block_again = always(CpuTier, "drop", None, FAILING_LOADS.beginning_with(19))
 keep_the_tier_over_a_reset = always(CpuTier, "reset", None, RESETS)
 
 

@@ -164,7 +164,7 @@ def release_pins_at_the_announcement(admit: Any, self: Loads, *arguments: Any) -
             load.pins = []
 
 
-@mutation(OffloadScheduler, "update_connector_output", ANNOUNCED)
+@mutation(OffloadScheduler, "update_connector_output", ANNOUNCED.beginning_with(12))
 def release_device_blocks_at_the_announcement(
     update: Any, self: OffloadScheduler, output: Any
 ) -> None:
