@@ -224,13 +224,9 @@ def test_hit_counts(name: str) -> None:
     assert count.rate == count.overall_rate == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("name", "num_sub_blocks"),
-    [
-        (POOL, 1),
-        *(pytest.param(name, 1, marks=pytest.mark.slow) for name in ALL),
-        pytest.param("ours-128", 8, marks=pytest.mark.slow),
-    ],
+    ("name", "num_sub_blocks"), [(POOL, 1), *((name, 1) for name in ALL), ("ours-128", 8)]
 )
 def test_footprint(name: str, num_sub_blocks: int) -> None:
     # So large that the engine's fixed 6 MB hardly count.

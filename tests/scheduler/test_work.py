@@ -345,9 +345,9 @@ TABLE = (
 )
 
 SIZES = {
-    "tier": (768, 1152, 1536),  # room for copies of all that the device has
-    "device": (128, 192, 256),
-    "large device": (512, 768, 1024),
+    "tier": (512, 768, 1024),  # room for copies of all that the device has
+    "device": (96, 144, 192),
+    "large device": (320, 480, 640),
     "blocks": (8, 16, 32),
     "requests": (8, 16, 32),
     "context": (32, 64, 128),
@@ -369,9 +369,9 @@ def check(row: Row, grows: str) -> None:
 
     def measure(size: int) -> Work:
         if grows == "device":  # all that it has may be a copy in the tier
-            return row.operation(tier=2048, device=size)
+            return row.operation(tier=1024, device=size)
         if grows == "large device":  # some of it may not, so the walk goes on in each step
-            return row.operation(tier=2048, device=size, blocks=16)
+            return row.operation(tier=1280, device=size, blocks=16)
         if grows == "blocks":  # here too
             return row.operation(tier=1024, blocks=size)
         return row.operation(**{grows: size})

@@ -363,6 +363,7 @@ def write_for_ever(root: Path) -> None:
             server.settle()
 
 
+@pytest.mark.slow
 def test_a_killed_server_leaves_whole_objects(serve: MakeServer, root: Path) -> None:
     """And temporary files, which are no objects."""
     # No fork: it would free memory that this process has mapped, at addresses that it has reused.

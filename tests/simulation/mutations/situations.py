@@ -185,7 +185,7 @@ OVERLOAD = replace(
     OVERLOAD_WITH_ROOM,
     device_blocks=40,
     changes=OVERLOAD_WITH_ROOM.changes | {"num_host_blocks": 60, "num_requests": 100},
-    first_seed=1,
+    first_seed=5,
 )
 """The tier is full, and few requests are stored."""
 
