@@ -225,34 +225,38 @@ def test_by_default_blocks_are_stored_while_the_tier_has_room(
 
 
 @ASYNC
-def test_early_stores_wait_for_first_tokens(drive: MakeDriver, async_scheduling: bool) -> None:
-    """Up to eight steps. With async scheduling, vLLM schedules a step more before it has them."""
-    crowd = {"max_num_seqs": 16, "max_num_batched_tokens": 32}
-    driver = drive(**ROOMY | crowd, async_scheduling=async_scheduling)
+@pytest.mark.parametrize(("num_tokens", "first"), [(9, 8), (97, 1)])
+def test_early_stores_come_in_every_eighth_step(
+    drive: MakeDriver, num_tokens: int, first: int, async_scheduling: bool
+) -> None:
+    """And in each step of a long prompt but the first. Steps of 32 tokens."""
+    sizes = {"max_num_seqs": 16, "max_num_batched_tokens": 32, "max_model_len": 140}
+    driver = drive(**ROOMY | sizes, async_scheduling=async_scheduling)
     steps = record_steps(driver)
-    driver.start("long", prompt(9), max_tokens=30)
-    driver.step_until(lambda: len(steps) > 3)
-    begin = next(place for place, step in enumerate(steps) if step.num_tokens > 1)
-    is_storing = [bool(step.stores) for step in steps[begin:]]
-    assert is_storing.index(True) == 1 + async_scheduling
+    driver.start("a", prompt(num_tokens), max_tokens=40)
+    driver.step_until(lambda: len(steps) == 20)
+    computing = [step for step in steps if step.num_tokens]
+    assert [bool(step.stores) for step in computing].index(True) == first
     before = len(steps)
-    for number in range(12):
+    for number in range(8):
         driver.start(f"short {number}", prompt(5, 60 + number), max_tokens=20)
         driver.step()
-    assert sum(bool(step.stores) for step in steps[before:]) in (1, 2)
+    assert sum(bool(step.stores) for step in steps[before:]) == 1
     driver.run()
 
 
+@ASYNC
 @pytest.mark.parametrize("lazy", [None, True])
-def test_what_is_found_on_the_device_is_noted_later(drive: MakeDriver, lazy: bool | None) -> None:
+def test_what_is_found_on_the_device_is_noted_later(
+    drive: MakeDriver, lazy: bool | None, async_scheduling: bool
+) -> None:
     """The request that begins does not wait for it. The engine steps until it is done."""
-    driver = drive(**ROOMY, lazy=lazy, async_scheduling=True)
+    driver = drive(**ROOMY, lazy=lazy, async_scheduling=async_scheduling)
     driver.serve("a", prompt(21))
     with patch.object(driver.tier, "add_copies", wraps=driver.tier.add_copies) as noted:
-        driver.start("b", prompt(21))
+        driver.start("b", prompt(21), max_tokens=9)
         driver.step()
         driver.world.abort("b")
-        driver.step()
         assert not noted.called
         driver.run()
         (first, *_) = noted.call_args_list

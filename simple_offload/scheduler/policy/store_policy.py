@@ -41,7 +41,8 @@ may need several stores."""
 
 
 _MAX_POSTPONED = 8
-"""Steps in a row for which work is postponed that can wait."""
+"""Steps in a row for which work is postponed that can wait: one store of many blocks takes the
+scheduler and the worker about as long as one of few."""
 
 
 class BoundaryState(NamedTuple):
@@ -83,6 +84,11 @@ class _Progress:
     own: set[BlockHashWithGroupId] = field(default_factory=set)
     """Keys of its blocks, for a tier that has no copies: they must not make room for its rest."""
 
+    @property
+    def in_prompt(self) -> bool:
+        """Whether the step that is being scheduled computes tokens of its prompt."""
+        return self.request.num_computed_tokens < self.request.num_prompt_tokens
+
 
 @dataclass(slots=True, eq=False)
 class _Waiting:
@@ -123,8 +129,9 @@ class StorePolicy:
     meets it. A load may take more blocks in one step than are safe: its request is told to ask
     again until stores have made room.
 
-    What can wait is postponed while a request waits for its first token: early stores, and the
-    order of the copies of what requests have found on the device.
+    What can wait is done in every eighth step, so that few requests wait for it before their first
+    token: early stores of answers and of what has just begun, and the order of the copies of what
+    requests have found on the device.
     """
 
     def __init__(
@@ -182,10 +189,6 @@ class StorePolicy:
         self._ended: list[_Ended] = []
         self._has_news = False
         """Whether blocks have joined the free queue that may be stored early."""
-        self._num_until_first_token = 0
-        """Steps, from this one on, that vLLM schedules before it has the first tokens of requests
-        that have begun."""
-        self._max_concurrent_batches = vllm_config.max_concurrent_batches
         self._num_postponed = 0
         """Steps for which work has been postponed by now."""
         self._waiting: dict[str, _Waiting] = {}
@@ -201,7 +204,7 @@ class StorePolicy:
     @property
     def idle(self) -> bool:
         """Whether nothing is postponed to the next step."""
-        return not (self._ended or self._has_news or self._num_postponed or self._walk.is_behind)
+        return not (self._ended or self._has_news or self._walk.is_behind)
 
     @property
     def num_held_blocks(self) -> int:
@@ -300,7 +303,10 @@ class StorePolicy:
         self._expected.on_step()
         # First what the device has lost: a store must not evict it from the tier as a copy.
         self._contents.find_reset(self._walk.drop_reason)
-        can_wait = self._can_wait(scheduled)
+        due = self._pacer.on_step(scheduled.num_scheduled_tokens)
+        prompts = [request_id for request_id in due if self._progress[request_id].in_prompt]
+        if can_wait := self._can_wait(scheduled, prompts):
+            due = prompts
         filled, found = self._newly_allocated.on_step(scheduled)
         if filled:
             self._contents.on_allocated(filled, self._walk.drop_reason)
@@ -317,7 +323,7 @@ class StorePolicy:
         self._store_rest()
         demand, self._demand, self._taken = self._demand, 0, 0
         self._record_states()
-        for request_id in self._pacer.on_step(scheduled.num_scheduled_tokens):
+        for request_id in due:
             progress = self._progress[request_id]
             request = progress.request
             self._count(progress)
@@ -356,6 +362,7 @@ class StorePolicy:
             progress.stores = None
         unhashed = self._unhashed(request) if progress.stores else []
         if progress.wishes is not NO_WISHES:
+            self._contents.note_found()  # what is released must not be found later
             self._lease(progress, unhashed)
         at_risk = self._at_risk(progress)
         held = [block for each in reversed(unhashed) for block in reversed(each.blocks)]
@@ -396,14 +403,17 @@ class StorePolicy:
 
     # What can wait
 
-    def _can_wait(self, scheduled: "SchedulerOutput") -> bool:
-        """Whether to postpone, from this step on, what no store in time depends on."""
-        if scheduled.scheduled_new_reqs:
-            self._num_until_first_token = self._max_concurrent_batches
-        elif self._num_until_first_token:
-            self._num_until_first_token -= 1
-        can_wait = self._num_until_first_token > 0 and self._num_postponed < _MAX_POSTPONED
-        can_wait &= self._tier.has_copies
+    def _can_wait(self, scheduled: "SchedulerOutput", prompts: Sequence[str]) -> bool:
+        """Whether to postpone what no store in time depends on. ``prompts``: requests that compute
+        their prompt."""
+        begun = {request.req_id for request in scheduled.scheduled_new_reqs}
+        can_wait = (
+            self._tier.has_copies
+            and not self._stores_at_once
+            and scheduled.total_num_scheduled_tokens > 0
+            and self._num_postponed < _MAX_POSTPONED
+            and begun.issuperset(prompts)
+        )
         self._num_postponed = self._num_postponed + 1 if can_wait else 0
         return can_wait
 
