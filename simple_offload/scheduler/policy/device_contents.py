@@ -168,8 +168,6 @@ class DeviceContents:
             self._found.update(lacking)
             for block_id in self._skipped.keys() & block_ids if self._skipped else ():
                 self._unstored[block_id] = self._skipped.pop(block_id)
-            if self._wants_events:  # a block without a payload is not recorded yet
-                lacking = {i: key for i, key in lacking.items() if i in self._payloads}
             if self._groups.num_sub_blocks == 1:
                 self._unstored.update(lacking)
         return keys

@@ -41,8 +41,7 @@ may need several stores."""
 
 
 _MAX_POSTPONED = 8
-"""Steps in a row for which work is postponed that can wait: one store of many blocks takes the
-scheduler and the worker about as long as one of few."""
+"""Steps in a row for which work is postponed that can wait."""
 
 
 class BoundaryState(NamedTuple):
@@ -84,11 +83,6 @@ class _Progress:
     own: set[BlockHashWithGroupId] = field(default_factory=set)
     """Keys of its blocks, for a tier that has no copies: they must not make room for its rest."""
 
-    @property
-    def in_prompt(self) -> bool:
-        """Whether the step that is being scheduled computes tokens of its prompt."""
-        return self.request.num_computed_tokens < self.request.num_prompt_tokens
-
 
 @dataclass(slots=True, eq=False)
 class _Waiting:
@@ -129,9 +123,8 @@ class StorePolicy:
     meets it. A load may take more blocks in one step than are safe: its request is told to ask
     again until stores have made room.
 
-    What can wait is done in every eighth step, so that few requests wait for it before their first
-    token: early stores of answers and of what has just begun, and the order of the copies of what
-    requests have found on the device.
+    What can wait is postponed while a request waits for its first token: early stores, and the
+    order of the copies of what requests have found on the device.
     """
 
     def __init__(
@@ -189,6 +182,10 @@ class StorePolicy:
         self._ended: list[_Ended] = []
         self._has_news = False
         """Whether blocks have joined the free queue that may be stored early."""
+        self._num_until_first_token = 0
+        """Steps, from this one on, that vLLM schedules before it has the first tokens of requests
+        that have begun."""
+        self._max_concurrent_batches = vllm_config.max_concurrent_batches
         self._num_postponed = 0
         """Steps for which work has been postponed by now."""
         self._waiting: dict[str, _Waiting] = {}
@@ -303,10 +300,7 @@ class StorePolicy:
         self._expected.on_step()
         # First what the device has lost: a store must not evict it from the tier as a copy.
         self._contents.find_reset(self._walk.drop_reason)
-        due = self._pacer.on_step(scheduled.num_scheduled_tokens)
-        prompts = [request_id for request_id in due if self._progress[request_id].in_prompt]
-        if can_wait := self._can_wait(scheduled, prompts):
-            due = prompts
+        can_wait = self._can_wait(scheduled)
         filled, found = self._newly_allocated.on_step(scheduled)
         if filled:
             self._contents.on_allocated(filled, self._walk.drop_reason)
@@ -323,7 +317,7 @@ class StorePolicy:
         self._store_rest()
         demand, self._demand, self._taken = self._demand, 0, 0
         self._record_states()
-        for request_id in due:
+        for request_id in self._pacer.on_step(scheduled.num_scheduled_tokens):
             progress = self._progress[request_id]
             request = progress.request
             self._count(progress)
@@ -403,16 +397,18 @@ class StorePolicy:
 
     # What can wait
 
-    def _can_wait(self, scheduled: "SchedulerOutput", prompts: Sequence[str]) -> bool:
-        """Whether to postpone what no store in time depends on. ``prompts``: requests that compute
-        their prompt."""
-        begun = {request.req_id for request in scheduled.scheduled_new_reqs}
+    def _can_wait(self, scheduled: "SchedulerOutput") -> bool:
+        """Whether to postpone what no store in time depends on. Not in a step without tokens: no
+        other may follow."""
+        if scheduled.scheduled_new_reqs:
+            self._num_until_first_token = self._max_concurrent_batches
+        elif self._num_until_first_token:
+            self._num_until_first_token -= 1
         can_wait = (
             self._tier.has_copies
-            and not self._stores_at_once
-            and scheduled.total_num_scheduled_tokens > 0
+            and self._num_until_first_token > 0
             and self._num_postponed < _MAX_POSTPONED
-            and begun.issuperset(prompts)
+            and scheduled.total_num_scheduled_tokens > 0
         )
         self._num_postponed = self._num_postponed + 1 if can_wait else 0
         return can_wait
