@@ -404,7 +404,7 @@ class CpuTier:
         """Have the first one stand for all of ``blocks``."""
         first = blocks[0]
         self._at_place[: len(blocks), first.block_id] = [block.block_id for block in blocks]
-        self._segments.num_others += len(blocks) - 1
+        self._segments.add_others(len(blocks) - 1)
         return first
 
     def _split(self, blocks: Sequence[KVCacheBlock]) -> list[KVCacheBlock]:

@@ -366,6 +366,12 @@ class Segments:
         self._num_evicted += len(keys[False])
         return blocks, keys[True], keys[False]
 
+    def add_others(self, count: int) -> None:
+        """Another block stands for ``count`` more: with less room for contents, fewer may be
+        protected."""
+        self.num_others += count
+        self._enforce_limit()
+
     # vLLM's queue
 
     def expect(self, block_ids: Iterable[int]) -> None:
