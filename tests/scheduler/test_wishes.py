@@ -280,6 +280,18 @@ def test_a_release_is_of_what_the_session_has_computed(
     assert driver.found(history) == (8 if session_id else 20)
 
 
+def test_a_release_is_not_undone_by_what_was_found_before(drive: MakeDriver) -> None:
+    """Its request is aborted before the policy has noted what it has found."""
+    driver, _ = small(drive, False, max_num_seqs=1)
+    driver.serve("t1", prompt(21), session_id="s")
+    driver.start("t2", prompt(21), session_id="s", max_tokens=9, wishes={"release": True})
+    driver.step()
+    driver.world.abort("t2")
+    driver.run()
+    driver.fill(9)
+    assert driver.found(prompt(21)) == 0
+
+
 def test_a_release_leaves_what_a_running_request_uses(drive: MakeDriver) -> None:
     driver, _ = small(drive, True)
     driver.serve("a", prompt(21), session_id="s")

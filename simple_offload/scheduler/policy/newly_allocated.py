@@ -1,6 +1,5 @@
 """NewlyAllocated: the device blocks that a step adds to block tables."""
 
-from operator import itemgetter
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -42,8 +41,7 @@ class NewlyAllocated:
         filled: list[int] = []
         found: dict[str, list[int]] = {}
         running = scheduled.scheduled_cached_reqs
-        pairs = zip(running.req_ids, running.new_block_ids, strict=True)
-        for request_id, block_ids in filter(itemgetter(1), pairs):
+        for request_id, block_ids in zip(running.req_ids, running.new_block_ids, strict=True):
             if block_ids is not None and request_id not in self._starting:
                 for of_group in block_ids:
                     filled += of_group

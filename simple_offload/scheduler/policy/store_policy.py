@@ -300,7 +300,7 @@ class StorePolicy:
         self._expected.on_step()
         # First what the device has lost: a store must not evict it from the tier as a copy.
         self._contents.find_reset(self._walk.drop_reason)
-        can_wait = self._can_wait(scheduled)
+        can_wait = self._postpone(scheduled)
         filled, found = self._newly_allocated.on_step(scheduled)
         if filled:
             self._contents.on_allocated(filled, self._walk.drop_reason)
@@ -397,9 +397,9 @@ class StorePolicy:
 
     # What can wait
 
-    def _can_wait(self, scheduled: "SchedulerOutput") -> bool:
-        """Whether to postpone what no store in time depends on. Not in a step without tokens: no
-        other may follow."""
+    def _postpone(self, scheduled: "SchedulerOutput") -> bool:
+        """Count the step. Returns whether it leaves to later ones what no store in time depends on.
+        Not a step without tokens: no other may follow."""
         if scheduled.scheduled_new_reqs:
             self._num_until_first_token = self._max_concurrent_batches
         elif self._num_until_first_token:
