@@ -225,17 +225,20 @@ def test_by_default_blocks_are_stored_while_the_tier_has_room(
 
 
 @ASYNC
-def test_early_stores_wait_for_first_tokens(drive: MakeDriver, async_scheduling: bool) -> None:
-    """Up to eight steps. With async scheduling, vLLM schedules one more before it has the token."""
+@pytest.mark.parametrize(("num_tokens", "first"), [(9, 8), (97, 1)])
+def test_early_stores_come_in_every_eighth_step(
+    drive: MakeDriver, num_tokens: int, first: int, async_scheduling: bool
+) -> None:
+    """And in each step of a long prompt but the first. Steps of 32 tokens."""
     sizes = {"max_num_seqs": 16, "max_num_batched_tokens": 32, "max_model_len": 140}
     driver = drive(**ROOMY | sizes, async_scheduling=async_scheduling)
     steps = record_steps(driver)
-    driver.start("a", prompt(9), max_tokens=40)
+    driver.start("a", prompt(num_tokens), max_tokens=40)
     driver.step_until(lambda: len(steps) == 20)
     is_storing = [bool(step.stores) for step in steps if step.num_tokens]
-    assert is_storing.index(True) == 1 + async_scheduling
+    assert is_storing.index(True) == first
     before = len(steps)
-    for number in range(12):
+    for number in range(8):
         driver.start(f"short {number}", prompt(5, 60 + number), max_tokens=20)
         driver.step()
     assert sum(bool(step.stores) for step in steps[before:]) == 1

@@ -224,13 +224,14 @@ def busy_step(extra: dict[str, Any], requests: int = 2, context: int = 8, tier: 
 
 
 def decoding_rig(extra: dict[str, Any], requests: int, context: int, tier: int) -> Rig:
-    """A rig on which all requests have just begun to decode, with room on the device."""
+    """A rig on which all requests have begun to decode, with room on the device. What was postponed
+    of their prompts is done."""
     rig = Rig(device=4096, tier=tier, max_running=requests, chunk=512, extra=extra)
     for prompt in rig.prompts(requests, context):
         rig.add(prompt, answer_tokens=200)
     while not rig.engine.all_decode:
         rig.step(1)
-    rig.step(4)
+    rig.step(18)  # 16 complete a block
     return rig
 
 
@@ -327,7 +328,7 @@ TABLE = (
     Row("threshold, old prompt", partial(old_prompt, THRESHOLD), CHAIN),
     Row("lazy, new prompt", partial(new_prompt, LAZY), LAZY_PROMPT),
     Row("lazy, old prompt", partial(old_prompt, LAZY), LAZY_PROMPT),
-    Row("lazy, known prompt", partial(known_prompt, LAZY), PROMPT),
+    Row("lazy, known prompt", partial(known_prompt, LAZY), PROMPT | dict(blocks=MEAN_LINEAR)),
     Row("lazy, idle step", partial(idle_step, LAZY), BUSY | dict(tier=CONSTANT)),
     Row("lazy, busy step", partial(busy_step, LAZY), BUSY),
     Row("lazy, turnover", partial(turnover, LAZY), dict(loads=MEAN_LINEAR)),

@@ -84,6 +84,8 @@ class DeviceContents:
         self._copies = np.zeros(len(device_pool.blocks), np.int64)
         """By id of a (last sub-) block, the id of the host block that has got the same contents,
         or that they were loaded from. It may have lost them since. 0: none."""
+        self._copy_of = self._copies.data
+        """The same. For the few blocks of a step, NumPy takes several times as long."""
         self._cached = block_pool.cached(device_pool)
         """The device's prefix cache, by key."""
         self._host_blocks: list[dict[_HostBlock, None]] = [{}] * len(device_pool.blocks)
@@ -123,7 +125,7 @@ class DeviceContents:
     def on_allocated(self, block_ids: Sequence[int], reason: str) -> None:
         """Requests have got these blocks to fill them, in this order: the device has let go of
         their contents. These count as dropped for ``reason`` if they are not in the tier."""
-        if not self._ids_found_lately.isdisjoint(block_ids):
+        if self._ids_found_lately and not self._ids_found_lately.isdisjoint(block_ids):
             self.note_found()
         last_ids = block_ids
         if self._groups.num_sub_blocks > 1:
@@ -131,30 +133,27 @@ class DeviceContents:
             last_ids = list(dict.fromkeys([*self._split(block_ids), *block_ids]))
         for block_id in last_ids if self._payloads else ():
             self._payloads.pop(block_id, None)
-        lost = {i: self._unstored.pop(i) for i in self._unstored.keys() & last_ids}
-        skipped = {i: self._skipped.pop(i) for i in self._skipped.keys() & last_ids}
-        ids = as_array(last_ids)
-        copies = self._copies[ids]
-        copies = copies[copies > 0]
+        lost = _pop_all(self._unstored, last_ids)
+        skipped = _pop_all(self._skipped, last_ids)
+        copies = [copy for block_id in last_ids if (copy := self._copy_of[block_id])]
         lacking = lost | skipped
         if lacking:  # other blocks may have had the same contents, and have been stored
-            copies = np.concatenate([copies, as_array(self._tier.ids_of(lacking.values()))])
+            copies += self._tier.ids_of(lacking.values())
         if num_blocks := len(lacking) + len(copies):
-            self._copies[ids] = 0
-            self._tier.on_let_go(copies)
+            self._copies[last_ids] = 0
+            host_blocks = as_array(copies)
+            self._tier.on_let_go(host_blocks)
             if self._reuse.on_let_go(num_blocks):
-                self._follow(lacking, copies)
+                self._follow(lacking, host_blocks)
             self._count_dropped(list(lost.values()), reason)
         self._found.difference_update(block_ids if self._found else ())
         self.forget_leases(block_ids)
 
-    def on_found(
-        self, block_ids: Sequence[int], *, stores: bool | None = True
-    ) -> list[BlockHashWithGroupId]:
+    def on_found(self, block_ids: Sequence[int], *, stores: bool | None = True) -> bool:
         """A request has found the contents of these blocks on the device, parents before children.
         What the tier lacks is to be stored, whatever spoke against it before, unless ``stores`` is
-        None: the request wants nothing stored. Returns their keys. ``note_found`` does what can
-        wait."""
+        None: the request wants nothing stored. Returns whether there is any. ``note_found`` does
+        what can wait."""
         blocks = [self._device_pool.blocks[block_id] for block_id in block_ids]
         keys: list[Any] = list(block_pool.keys_of(blocks))
         self._found_lately.append((block_ids, keys))
@@ -162,15 +161,17 @@ class DeviceContents:
         for block_id in self._leases.keys() & block_ids if self._leases else ():
             if self._leases[block_id][1].is_release:
                 del self._leases[block_id]
+        lacking: dict[int, BlockHashWithGroupId] = {}
         if stores is not None:
-            places = np.flatnonzero(self._copies[as_array(block_ids)] == 0).tolist()
-            lacking = {block_ids[i]: keys[i] for i in places if not self._tier.has(keys[i])}
+            copy_of, has = self._copy_of, self._tier.has
+            pairs = zip(block_ids, keys, strict=True)
+            lacking = {i: key for i, key in pairs if not copy_of[i] and not has(key)}
             self._found.update(lacking)
             for block_id in self._skipped.keys() & block_ids if self._skipped else ():
                 self._unstored[block_id] = self._skipped.pop(block_id)
             if self._groups.num_sub_blocks == 1:
                 self._unstored.update(lacking)
-        return keys
+        return bool(lacking)
 
     def note_found(self) -> None:
         """What the tier has of the blocks that requests have found since the last call are copies,
@@ -479,3 +480,10 @@ class DeviceContents:
         admitted = list(filter(self._admission.admits, dropped))
         self._meter.add(metrics.SKIPPED, len(dropped) - len(admitted), "below_threshold")
         self._meter.add(metrics.DROPPED, len(admitted), reason)
+
+
+def _pop_all(
+    keys: dict[int, BlockHashWithGroupId], block_ids: Sequence[int]
+) -> dict[int, BlockHashWithGroupId]:
+    """Remove the keys of these blocks, and return them by block id."""
+    return {i: keys.pop(i) for i in keys.keys() & block_ids} if keys else {}

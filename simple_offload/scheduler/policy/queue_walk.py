@@ -130,9 +130,9 @@ class QueueWalk:
 
     def on_allocated(self, block_ids: Collection[int]) -> None:
         """Requests have got these blocks, which have left the queue."""
-        if self._passed:
+        if self._passed:  # the pinned ones among them
             self._passed.difference_update(block_ids)
-        self._pinned.difference_update(block_ids)
+            self._pinned.difference_update(block_ids)
         if self._return_behind is not None and self._return_behind.ref_cnt > 0:
             self._return_behind = None
 

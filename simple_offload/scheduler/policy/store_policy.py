@@ -41,7 +41,8 @@ may need several stores."""
 
 
 _MAX_POSTPONED = 8
-"""Steps in a row for which work is postponed that can wait."""
+"""Steps in a row for which work is postponed that can wait. One store of many blocks takes the
+scheduler and the worker about as long as one of few."""
 
 
 class BoundaryState(NamedTuple):
@@ -83,6 +84,11 @@ class _Progress:
     own: set[BlockHashWithGroupId] = field(default_factory=set)
     """Keys of its blocks, for a tier that has no copies: they must not make room for its rest."""
 
+    @property
+    def in_prompt(self) -> bool:
+        """Whether the step that is being scheduled computes tokens of its prompt."""
+        return self.request.num_computed_tokens < self.request.num_prompt_tokens
+
 
 @dataclass(slots=True, eq=False)
 class _Waiting:
@@ -123,8 +129,9 @@ class StorePolicy:
     meets it. A load may take more blocks in one step than are safe: its request is told to ask
     again until stores have made room.
 
-    What can wait is postponed while a request waits for its first token: early stores, and the
-    order of the copies of what requests have found on the device.
+    What can wait is done in every eighth step, so that few requests wait for it before their first
+    token: early stores of answers and of what has just begun, and the order of the copies of what
+    requests have found on the device.
     """
 
     def __init__(
@@ -182,10 +189,6 @@ class StorePolicy:
         self._ended: list[_Ended] = []
         self._has_news = False
         """Whether blocks have joined the free queue that may be stored early."""
-        self._num_until_first_token = 0
-        """Steps, from this one on, that vLLM schedules before it has the first tokens of requests
-        that have begun."""
-        self._max_concurrent_batches = vllm_config.max_concurrent_batches
         self._num_postponed = 0
         """Steps for which work has been postponed by now."""
         self._waiting: dict[str, _Waiting] = {}
@@ -279,7 +282,7 @@ class StorePolicy:
         self._progress[request_id] = progress = _Progress(
             request,
             num_recorded,
-            [0] * len(num_recorded),
+            [*num_recorded],
             num_loaded_tokens > 0,
             stores,
             wishes,
@@ -300,7 +303,8 @@ class StorePolicy:
         self._expected.on_step()
         # First what the device has lost: a store must not evict it from the tier as a copy.
         self._contents.find_reset(self._walk.drop_reason)
-        can_wait = self._postpone(scheduled)
+        due = self._pacer.on_step(scheduled.num_scheduled_tokens)
+        can_wait = self._postpone(scheduled, due)
         filled, found = self._newly_allocated.on_step(scheduled)
         if filled:
             self._contents.on_allocated(filled, self._walk.drop_reason)
@@ -308,16 +312,16 @@ class StorePolicy:
         for request_id, block_ids in found.items():
             progress = self._progress.get(request_id)
             stores = progress.stores if progress is not None else True
-            keys = self._contents.on_found(block_ids, stores=stores)
+            lacks = self._contents.on_found(block_ids, stores=stores)
             self._walk.on_allocated(block_ids)
-            if not self._tier.has_copies and progress is not None:
-                progress.own.update(keys)
+            if lacks and progress is not None:
+                progress.num_ahead = [0] * len(progress.num_ahead)
         if not can_wait:
             self._contents.note_found()
         self._store_rest()
         demand, self._demand, self._taken = self._demand, 0, 0
         self._record_states()
-        for request_id in self._pacer.on_step(scheduled.num_scheduled_tokens):
+        for request_id in due:
             progress = self._progress[request_id]
             request = progress.request
             self._count(progress)
@@ -369,6 +373,7 @@ class StorePolicy:
         """The request computes the blocks of its load, if it goes on."""
         if (progress := self._progress.get(request_id)) is not None:
             progress.num_recorded = [0] * len(progress.num_recorded)
+            progress.num_ahead = [0] * len(progress.num_ahead)
 
     def on_load_ended(self, transfer: Transfer) -> None:
         """A load has filled its device blocks."""
@@ -397,18 +402,18 @@ class StorePolicy:
 
     # What can wait
 
-    def _postpone(self, scheduled: "SchedulerOutput") -> bool:
+    def _postpone(self, scheduled: "SchedulerOutput", due: Sequence[str]) -> bool:
         """Count the step. Returns whether it leaves to later ones what no store in time depends on.
-        Not a step without tokens: no other may follow."""
-        if scheduled.scheduled_new_reqs:
-            self._num_until_first_token = self._max_concurrent_batches
-        elif self._num_until_first_token:
-            self._num_until_first_token -= 1
+        Not a step without tokens: no other may follow. Nor one that goes on with a prompt of a
+        request that is ``due``: long prompts are stored as they are computed."""
+        begun = {request.req_id for request in scheduled.scheduled_new_reqs}
+        prompts = [request_id for request_id in due if self._progress[request_id].in_prompt]
         can_wait = (
             self._tier.has_copies
-            and self._num_until_first_token > 0
-            and self._num_postponed < _MAX_POSTPONED
+            and not self._stores_at_once
             and scheduled.total_num_scheduled_tokens > 0
+            and self._num_postponed < _MAX_POSTPONED
+            and begun.issuperset(prompts)
         )
         self._num_postponed = self._num_postponed + 1 if can_wait else 0
         return can_wait
