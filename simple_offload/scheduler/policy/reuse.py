@@ -3,6 +3,7 @@
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import sqrt
 from random import Random
 
 from simple_offload.scheduler.tier.cpu_tier import CpuTier
@@ -14,9 +15,10 @@ MAX_AGE = 8
 change, and no tier has much of a longer cycle."""
 MIN_HITS = 16
 """Fewer prove nothing: a request wants all contents of its prompt at once."""
-MARGIN = 1.2
-"""Holding contents for long must bring so much more. If this decision is wrong, hits are lost where
-requests come back soon (docs/measurements.md, "Recorded requests")."""
+NUM_DEVIATIONS = 2
+"""Holding contents for long must bring more by this many standard deviations of its hits. If this
+decision is wrong, hits are lost where requests come back soon (docs/measurements.md,
+"Recorded requests")."""
 ADMITTED_SHARE = 1 / 16
 """Share of the requests whose new contents are stored in an overload. They displace what nothing
 wants any more. The choice is random, so that it differs from turn to turn."""
@@ -93,19 +95,21 @@ class Reuse:
     def _is_worth_keeping(self) -> bool:
         """Whether holding new contents for some time beyond a tierful brings more hits by block and
         time than a tierful does (compare Gittins, "Bandit processes and dynamic allocation
-        indices", J. R. Stat. Soc. B 41(2), 1979)."""
+        indices", J. R. Stat. Soc. B 41(2), 1979). Hits count as independent events, whose
+        number varies by its square root."""
         now, tierful = self._clock, self._tierful
         times = sorted(
             (now - each.since, False) if each.gap is None else (each.gap, True)
             for each in self._samples
         )
         num_hits = sum(is_hit for time, is_hit in times if time <= tierful)
-        least = MARGIN * num_hits / max(1, sum(min(time, tierful) for time, _ in times))
+        rate = num_hits / max(1, sum(min(time, tierful) for time, _ in times))
         held = hits = before = 0
         for place, (time, is_hit) in enumerate(times):
             held += (time - before) * (len(times) - place)
             before = time
             hits += is_hit
-            if time > tierful and hits >= MIN_HITS and hits > least * held:
+            is_sure = hits >= MIN_HITS and hits - NUM_DEVIATIONS * sqrt(hits) > rate * held
+            if time > tierful and is_sure:
                 return True
         return False
