@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from itertools import count
-from random import Random
 from typing import Any
 
 import pytest
@@ -89,18 +88,6 @@ def test_when_it_has_ended_all_prompts_are_found(drive: MakeDriver, lazy: bool |
     driver = drive(**SMALL, lazy=lazy)
     take_turns(driver, range(12), 8)
     assert take_turns(driver, range(12, 17), 10) == [BLOCKS] * 5
-
-
-def test_chance_rarely_looks_like_an_overload(drive: MakeDriver) -> None:
-    """Agents come at random: contents that have been held for long are wanted as soon as others."""
-    num_skipped = num_stored = 0
-    for seed in (3, 4):
-        driver, random = drive(**SMALL), Random(seed)
-        for _ in range(250):
-            serve(driver, min(int(random.expovariate(1 / 12)), 96))
-        num_skipped += int(driver.world.ledger(metrics.SKIPPED, "overload"))
-        num_stored += driver.num_stored
-    assert num_skipped < 0.15 * num_stored
 
 
 @pytest.mark.parametrize("num_host_blocks", [84, 96, 108, 116])

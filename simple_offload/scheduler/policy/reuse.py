@@ -15,8 +15,8 @@ MAX_AGE = 8
 change, and no tier has much of a longer cycle."""
 MIN_HITS = 16
 """Fewer prove nothing: a request wants all contents of its prompt at once."""
-NUM_DEVIATIONS = 2
-"""Holding contents for long must bring more by this many standard deviations of its hits. If this
+NUM_DEVIATIONS = 1
+"""Holding contents for long must bring more by as many standard deviations of its hits. If this
 decision is wrong, hits are lost where requests come back soon (docs/measurements.md,
 "Recorded requests")."""
 ADMITTED_SHARE = 1 / 16
