@@ -47,7 +47,7 @@ def play(seeds: range) -> Counter[str]:
 
 
 def test_scripts() -> None:
-    seen = play(range(8))
+    seen = play(range(17))
     assert seen["refused"] > 0
     assert seen["hybrid"] >= 5
     assert seen["loaded"] > 50
