@@ -403,9 +403,9 @@ class StorePolicy:
     # What can wait
 
     def _postpone(self, scheduled: "SchedulerOutput", due: Sequence[str]) -> bool:
-        """Count the step. Returns whether it leaves to later ones what no store in time depends on.
-        Not a step without tokens: no other may follow. Nor one that goes on with a prompt of a
-        request that is ``due``: long prompts are stored as they are computed."""
+        """Count the step. Returns whether it leaves to later steps what can wait. A step without
+        tokens does not: no other may follow. Nor does one that goes on with the prompt of a request
+        that is ``due``: long prompts are stored as they are computed."""
         begun = {request.req_id for request in scheduled.scheduled_new_reqs}
         prompts = [request_id for request_id in due if self._progress[request_id].in_prompt]
         can_wait = (
