@@ -155,8 +155,8 @@ class QueueWalk:
             return
         if self._tier_is_full or (self._cursor is not None and self._cursor.ref_cnt > 0):
             self._start_over()
-        self._pass_newcomers()
         num_ahead = self.min_ahead + demand
+        self._pass_newcomers(num_ahead)
         self._walk_on(num_ahead)
         # Goes on when the stores in flight have ended.
         self.is_behind = may_store_early and bool(self._pinned) and not self._tier_is_full
@@ -190,17 +190,18 @@ class QueueWalk:
         self._cursor = None
         self._passed.intersection_update(self._pinned)
 
-    def _pass_newcomers(self) -> None:
-        """Pass the empty blocks that vLLM has put before all others."""
+    def _pass_newcomers(self, limit: int) -> None:
+        """Pass the empty blocks that vLLM has put before all others. Start over if there are more
+        than ``limit``, or others from an unknown place."""
         if self._cursor is None:
             return
-        for block in block_pool.free_blocks_after(self._device_pool, None):
+        for block in block_pool.free_blocks_after(self._device_pool, None, limit):
             if block.block_id in self._passed or block is self._cursor:
                 return
-            if block.block_hash is not None:  # from an unknown place
-                self._start_over()
-                return
+            if block.block_hash is not None:
+                break
             self._passed.add(block.block_id)
+        self._start_over()
 
     def _is_at_end(self) -> bool:
         return next(block_pool.free_blocks_after(self._device_pool, self._cursor), None) is None
