@@ -124,21 +124,33 @@ def test_blocks_return_to_a_place_in_the_queue(ids: list[int], place: int) -> No
     twins.do(insert, prepend, ids)
 
 
-@given(COUNT)
-def test_empty_blocks_get_keys(filled: int) -> None:
+@given(COUNT, st.sets(st.integers(0, NUM_BLOCKS)))
+def test_empty_blocks_get_keys(filled: int, known: set[int]) -> None:
     twins = Twins(filled)
     count = NUM_BLOCKS - filled
     blocks = twins.do(
         lambda pool, _: pool.get_new_blocks(count), lambda pool, _: pool.get_new_blocks(count)
     )
-    keys = [key(name) for name in prefixes("xyzuvwxyzuvw"[:count])]
+    # Some are the keys of other blocks, or come twice.
+    own = [key(name) for name in prefixes("xyzuvwxyzuvw"[:count])]
+    pool = twins.pools[0]
+    keys = [pool.blocks[i].block_hash or own[0] if i in known else own[i - 1] for i in range(count)]
+
+    useless: list[list[int]] = []
+
+    def insert_all(pool: BlockPool, blocks: list[KVCacheBlock]) -> None:
+        useless.append(block_pool.cache_blocks(pool, blocks, keys))
 
     def insert(pool: BlockPool, blocks: list[KVCacheBlock]) -> None:
-        for block, own_key in zip(blocks, keys, strict=True):
-            pool._insert_block_hash(own_key, block, None)
+        useless.append([])
+        for place, (block, own_key) in enumerate(zip(blocks, keys, strict=True)):
+            if pool.cached_block_hash_to_block.get_one_block(own_key) is None:
+                pool._insert_block_hash(own_key, block, None)
+            else:
+                useless[-1].append(place)
 
-    ids = [block.block_id for block in blocks]
-    twins.do(lambda pool, blocks: block_pool.cache_blocks(pool, blocks, keys), insert, ids)
+    twins.do(insert_all, insert, [block.block_id for block in blocks])
+    assert useless[0] == useless[1]
 
 
 @given(COUNT, st.lists(st.sampled_from([*CHAIN, key("nowhere")])), st.booleans())

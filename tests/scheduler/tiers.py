@@ -106,7 +106,7 @@ def commit(
 ) -> list[int]:
     """Commit the blocks allocated for these names. Returns the places of useless ones."""
     keys = [key(name, group) for name in stored]
-    run = Run((), keys, on_device=on_device, host_blocks=filled, inner_keys=inner_keys)
+    run = Run((), keys, on_device=on_device, host_blocks=list(filled), inner_keys=inner_keys)
     [useless] = tier.commit([run])
     return useless
 

@@ -140,7 +140,7 @@ class DeviceContents:
         if lacking:  # other blocks may have had the same contents, and have been stored
             copies += self._tier.ids_of(lacking.values())
         if num_blocks := len(lacking) + len(copies):
-            self._copies[last_ids] = 0
+            self._copies[as_array(last_ids)] = 0
             host_blocks = as_array(copies)
             self._tier.on_let_go(host_blocks)
             if self._reuse.on_let_go(num_blocks):
@@ -195,32 +195,21 @@ class DeviceContents:
         *,
         stores: bool | None,
     ) -> None:
-        """Record the contents of ``blocks`` of ``request``, all sub-blocks of whole host blocks, as
-        ``keys``. Host blocks are left out if vLLM does not find all sub-blocks by their keys.
-        ``stores``: whether to store what the tier lacks; None: ``request`` wants nothing
-        stored."""
+        """Record the contents of ``blocks`` of ``request``, all sub-blocks of whole host blocks.
+        vLLM finds them by ``keys``. ``stores``: whether to store what the tier lacks; None:
+        ``request`` wants nothing stored."""
         count = self._groups.num_sub_blocks
-        new_blocks, new_keys = blocks, keys
-        current = list(block_pool.keys_of(blocks))
-        if current != keys:
-            places = [
-                place
-                for end in range(count, len(keys) + 1, count)
-                if current[end - count : end] == keys[end - count : end]
-                for place in range(end - count, end)
-            ]
-            new_blocks, new_keys = [blocks[i] for i in places], [keys[i] for i in places]
-        ids = [block.block_id for block in new_blocks]
+        if self._wants_events:
+            self._add_payloads(blocks, keys, request)
+        ids = [block.block_id for block in blocks]
         if count > 1:
             for start in range(0, len(ids), count):
                 part = slice(start, start + count)
                 known = self._host_blocks[ids[part][-1]]
-                if all(each.keys[-1] != new_keys[part][-1] for each in known):
-                    self._join(ids[part], _HostBlock(new_blocks[part], new_keys[part]))
-            ids, new_keys = ids[count - 1 :: count], new_keys[count - 1 :: count]
-        if self._wants_events:
-            self._add_payloads(blocks, keys, request)
-        lacking, num_new = self._add_copies(ids, new_keys)
+                if all(each.keys[-1] != keys[part][-1] for each in known):
+                    self._join(ids[part], _HostBlock(blocks[part], keys[part]))
+            ids, keys = ids[count - 1 :: count], keys[count - 1 :: count]
+        lacking, num_new = self._add_copies(ids, keys)
         self._meter.add(metrics.SKIPPED, num_new, "already_stored")  # loaded, or computed again
         if stores is None:
             return
@@ -251,7 +240,8 @@ class DeviceContents:
             for block, key in zip(last, block_pool.keys_of(last), strict=True):
                 if key is not None:
                     self._skipped[block.block_id] = key
-        self.forget_leases([block.block_id for block in last])
+        if self._leases:
+            self.forget_leases([block.block_id for block in last])
 
     def choose(self, blocks: Sequence[KVCacheBlock]) -> dict[BlockHashWithGroupId, KVCacheBlock]:
         """Contents among ``blocks`` that are to be stored, and that the tier neither has nor gets:
@@ -264,19 +254,18 @@ class DeviceContents:
         else:
             ids = [block.block_id for block in blocks]
             keys = list(map(unstored.get, ids))
-            if None in keys or keys != list(block_pool.keys_of(blocks)):
+            if not all(keys) or keys != list(block_pool.keys_of(blocks)):
                 # Not to be stored, or lost by the device.
                 pairs = zip(keys, blocks, strict=True)
                 blocks = [block for key, block in pairs if key and block.block_hash == key]
                 ids = [block.block_id for block in blocks]
                 keys = list(block_pool.keys_of(blocks))
-        absent = self._stores.absent(keys)
-        if len(absent) == len(keys):
-            chosen = dict(zip(keys, blocks, strict=True))
-        else:
-            chosen = {}
+        present = self._stores.present(keys)
+        chosen = dict(zip(keys, blocks, strict=True)) if not present else {}
+        if len(chosen) < len(keys):
+            chosen.clear()
             for key, block_id, block in zip(keys, ids, blocks, strict=True):
-                if key in absent:
+                if key not in present:
                     chosen.setdefault(key, block)
                 elif copy := self._tier.ids_of([key]):
                     unstored.pop(block_id, None)
@@ -285,9 +274,8 @@ class DeviceContents:
                         self._pass_on_leases([block])
                         self.forget_leases([block_id])
         if self._admission.threshold > 1:
-            for key in absent:
-                if not self._admission.admits(key):
-                    del chosen[key]
+            admits = self._admission.admits
+            return {key: block for key, block in chosen.items() if admits(key)}
         return chosen
 
     def plan(
@@ -309,8 +297,9 @@ class DeviceContents:
             run.num_tokens = [block.block_hash_num_tokens or 0 for block in last]
             run.payloads = [self._payloads.get(block.block_id, {}) for block in last]
         stored = blocks[: count * self._stores.plan(run, keep, self._device_pool)]
+        pop = self._unstored.pop
         for block in stored[count - 1 :: count]:
-            self._unstored.pop(block.block_id, None)
+            pop(block.block_id, None)
         return stored
 
     def lease(
@@ -476,7 +465,8 @@ class DeviceContents:
         them or they are on their way."""
         if not keys:
             return
-        dropped = self._stores.absent(keys).difference(block_pool.cached(self._device_pool))
+        cached = block_pool.cached(self._device_pool)
+        dropped = set(keys).difference(self._stores.present(keys), cached)
         admitted = list(filter(self._admission.admits, dropped))
         self._meter.add(metrics.SKIPPED, len(dropped) - len(admitted), "below_threshold")
         self._meter.add(metrics.DROPPED, len(admitted), reason)

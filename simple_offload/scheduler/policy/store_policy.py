@@ -434,35 +434,42 @@ class StorePolicy:
             stop = manager.num_cached_block.get(request.request_id, 0) // num_sub_blocks
             if first < stop:
                 table = manager.req_to_blocks[request.request_id]
-                blocks = self._groups.sub_blocks(table, first, stop)
-                keys = self._keys(request, group, blocks, first, stop)
-                if group not in self._groups.chained_ids:
-                    # The window or the state has left them. They may still be in the free queue.
-                    cached = block_pool.find_blocks(self._device_pool, keys)
-                    pairs = zip(blocks, cached, strict=True)
-                    blocks = [
-                        (found or block) if block.is_null else block for block, found in pairs
-                    ]
+                found = self._groups.sub_blocks(table, first, stop)
+                blocks, keys = self._complete(request, group, found, first, stop)
                 self._contents.record(blocks, keys, request, stores=progress.stores)
                 if not self._tier.has_copies:
-                    progress.own.update(keys[num_sub_blocks - 1 :: num_sub_blocks])
+                    progress.own.update(self._groups.keys(request.block_hashes, group, first, stop))
                 progress.num_recorded[group] = stop
                 if progress.stores is not None:
                     self._behind[request.request_id] = progress
 
-    def _keys(
+    def _complete(
         self, request: "Request", group: int, blocks: Sequence[KVCacheBlock], first: int, stop: int
-    ) -> list[BlockHashWithGroupId]:
-        """Keys of ``blocks``, the sub-blocks of a request's host blocks ``first`` to ``stop``:
-        vLLM's own objects, which are faster to compare, if each block of a chain has one."""
-        if group in self._groups.chained_ids:
-            keys: list[Any] = list(block_pool.keys_of(blocks))
-            last = self._groups.key_at(
-                request.block_hashes, group, stop * self._groups.block_sizes[group]
-            )
-            if keys[-1] == last and all(keys):
-                return keys
-        return self._groups.sub_block_keys(request.block_hashes, group, first, stop)
+    ) -> tuple[Sequence[KVCacheBlock], Sequence[BlockHashWithGroupId]]:
+        """Those of ``blocks``, the sub-blocks of a request's host blocks ``first`` to ``stop``,
+        that vLLM finds together with all others of their host block; and their keys."""
+        groups = self._groups
+        current: list[Any] = list(block_pool.keys_of(blocks))
+        is_chained = group in groups.chained_ids
+        if is_chained and all(current):
+            last = groups.key_at(request.block_hashes, group, stop * groups.block_sizes[group])
+            if current[-1] == last:
+                return blocks, current  # vLLM's own objects, which are faster to compare
+        keys = groups.sub_block_keys(request.block_hashes, group, first, stop)
+        if not is_chained:
+            # The window or the state has left them. They may still be in the free queue.
+            cached = block_pool.find_blocks(self._device_pool, keys)
+            pairs = zip(blocks, cached, strict=True)
+            blocks = [(found or block) if block.is_null else block for block, found in pairs]
+            current = list(block_pool.keys_of(blocks))
+        count = groups.num_sub_blocks
+        places = [
+            place
+            for end in range(count, len(keys) + 1, count)
+            if current[end - count : end] == keys[end - count : end]
+            for place in range(end - count, end)
+        ]
+        return [blocks[i] for i in places], [keys[i] for i in places]
 
     def _record_states(self) -> None:
         states, self._states = self._states, {}
@@ -481,7 +488,8 @@ class StorePolicy:
         block = self._device_pool.blocks[state.block_id]
         if state.group in self._groups.ids:
             key = self._groups.key_at(request.block_hashes, state.group, state.num_tokens)
-            self._contents.record([block], [key], request, stores=progress.stores)
+            if block.block_hash == key:
+                self._contents.record([block], [key], request, stores=progress.stores)
         return block
 
     # Storing blocks of requests that run or have ended

@@ -208,12 +208,18 @@ def find_chain(pool: BlockPool, keys: Iterable[bytes]) -> list[KVCacheBlock]:
     return found if all(found) else list(takewhile(truth, found))
 
 
-def cache_blocks(pool: BlockPool, blocks: Sequence[KVCacheBlock], keys: Sequence[Key]) -> None:
-    """Make empty blocks findable by ``keys``, which no block holds, as ``_insert_block_hash`` does
-    without a number of tokens."""
+def cache_blocks(pool: BlockPool, blocks: list[KVCacheBlock], keys: Sequence[Key]) -> list[int]:
+    """Make empty blocks findable by ``keys``, as ``_insert_block_hash`` does without a number of
+    tokens. Returns the places of blocks whose key another block holds: they stay empty."""
+    found = list(map(pool.cached_block_hash_to_block._cache.setdefault, keys, blocks))
     for block, key in zip(blocks, keys, strict=True):
         block._block_hash = key
-    pool.cached_block_hash_to_block._cache.update(zip(keys, blocks, strict=True))
+    if found == blocks:
+        return []
+    places = [i for i, block in enumerate(blocks) if found[i] is not block]
+    for place in places:
+        blocks[place]._block_hash = None
+    return places
 
 
 def add_key(pool: BlockPool, block: KVCacheBlock, key: Key) -> None:

@@ -11,6 +11,7 @@ block each; a host block's slots are neighbours.
 import gc
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import numpy as np
 from vllm.utils.math_utils import cdiv
@@ -169,9 +170,9 @@ class CpuTier:
         ``max_tokens`` tokens. Changes nothing: ``pin`` the hit's ``pins`` before anything else."""
         return self._lookup.find(block_hashes, num_computed_tokens, max_tokens)
 
-    def absent(self, keys: Iterable[BlockHashWithGroupId]) -> set[BlockHashWithGroupId]:
-        """Those of ``keys`` that no block holds."""
-        return set(keys).difference(self._cached)
+    def present(self, keys: Iterable[BlockHashWithGroupId]) -> set[Any]:
+        """Those of ``keys`` that a block holds."""
+        return self._cached.keys() & keys
 
     def ids_of(self, keys: Iterable[BlockHashWithGroupId]) -> list[int]:
         """Ids of the blocks that hold those of ``keys`` which a block holds."""
@@ -419,14 +420,12 @@ class CpuTier:
     def _commit(self, run: Run) -> list[int]:
         """``commit`` for one run."""
         blocks, keys, inner_keys = run.host_blocks, run.keys, run.inner_keys
-        useless: list[int] = []
-        if not self._cached.keys().isdisjoint(keys):
-            useless = [place for place, key in enumerate(keys) if self.has(key)]
+        useless = block_pool.cache_blocks(self._pool, blocks, keys)
+        if useless:
             self.unpin([blocks[place] for place in useless])
             places = sorted(set(range(len(keys))).difference(useless))
             blocks, keys = [blocks[i] for i in places], [keys[i] for i in places]
             inner_keys = [inner_keys[i] for i in places] if inner_keys else ()
-        block_pool.cache_blocks(self._pool, blocks, keys)
         for block, of_block in zip(blocks, inner_keys, strict=False):
             for inner_key in of_block:
                 block_pool.add_key(self._pool, block, inner_key)

@@ -2,7 +2,7 @@
 
 from array import array
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from vllm.v1.core.kv_cache_utils import BlockHash, BlockHashWithGroupId, KVCacheBlock
@@ -41,7 +41,7 @@ class Run:
     """By block, for KV events; else empty."""
     on_device: bool = True
     """Whether the device finds these contents too."""
-    host_blocks: Sequence[KVCacheBlock] = ()
+    host_blocks: list[KVCacheBlock] = field(default_factory=list)
     """Targets of the copy, once it is planned."""
     inner_keys: Sequence[Collection[BlockHashWithGroupId]] = ()
     """By block, keys of prefixes that end inside it, which it will be found by too; empty where
