@@ -88,6 +88,23 @@ def test_blocks_that_fail_again_are_dropped(
     driver.run()
 
 
+@pytest.mark.parametrize("lazy", [None, False])
+def test_what_was_to_be_loaded_after_a_prefix_on_the_device_is_stored_anew(
+    drive: MakeDriver, lazy: bool | None
+) -> None:
+    """vLLM goes on with the blocks that the request has."""
+    driver = stored(drive, lazy=lazy)
+    for request_id in ("a", "b"):
+        driver.serve(f"part of {request_id}", prompt(13))
+        fail_load(driver, request_id)
+        if request_id == "b":
+            assert driver.found(prompt(33)) == 12  # its blocks have failed again
+        driver.drain()
+        driver.step(10)
+        assert driver.found(prompt(33)) == 32
+        driver.empty_device_cache()
+
+
 @pytest.mark.parametrize("num_requests", [1, 3])
 def test_a_load_that_succeeds_ends_the_doubt(drive: MakeDriver, num_requests: int) -> None:
     """Also if several loads failed at the same time: a fault of the transport, not of the blocks,
