@@ -223,7 +223,6 @@ class OffloadScheduler:
         if report.step is not None and self._second_tier is not None:
             self._second_tier.speeds.on_step_ended(report.step)
         for request_id in self._loads.on_failed(report.failed):
-            self._policy.on_load_failed(request_id)
             if (sources := self._sources.get(request_id)) is not None:
                 sources.update(host=0, second_tier=0)
         for ended in self._ledger.on_report(report):

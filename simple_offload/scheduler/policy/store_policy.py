@@ -369,12 +369,6 @@ class StorePolicy:
             block_pool.touch(self._device_pool, held)
             self._ended.append(_Ended(progress, unhashed, at_risk, held))
 
-    def on_load_failed(self, request_id: str) -> None:
-        """The request computes the blocks of its load, if it goes on."""
-        if (progress := self._progress.get(request_id)) is not None:
-            progress.num_recorded = [0] * len(progress.num_recorded)
-            progress.num_ahead = [0] * len(progress.num_ahead)
-
     def on_load_ended(self, transfer: Transfer) -> None:
         """A load has filled its device blocks."""
         if not self._records_loaded:
