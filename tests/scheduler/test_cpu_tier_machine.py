@@ -579,4 +579,4 @@ class Tier(RuleBasedStateMachine):
 
 
 TestTier = Tier.TestCase
-TestTier.settings = settings(max_examples=400, stateful_step_count=50, deadline=None)
+TestTier.settings = settings(max_examples=250, stateful_step_count=50, deadline=None)

@@ -159,7 +159,9 @@ EARLY: dict[str, Any] = {}
 def full_rig(extra: dict[str, Any], tier: int, device: int) -> Rig:
     """A rig in a steady state: device and tier are full of prompts that do not return."""
     rig = Rig(device=device, tier=tier, extra=extra)
-    rig.run(rig.prompts((tier + 4 * device) // 16, 16))
+    for prompt in rig.prompts((tier + 4 * device) // 16, 16):
+        rig.add(prompt)
+    rig.engine.drain()
     return rig
 
 

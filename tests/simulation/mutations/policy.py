@@ -32,7 +32,7 @@ forget_no_copy = always(CpuTier, "on_let_go", None, COPIES)
 notice_no_allocation = always(NewlyAllocated, "on_step", ([], {}), COPIES)
 
 
-@mutation(DeviceContents, "on_allocated", COPIES)
+@mutation(DeviceContents, "on_allocated", COPIES.beginning_with(18))
 def note_found_blocks_that_others_have_got(
     on_allocated: Any, self: DeviceContents, *arguments: Any
 ) -> None:
