@@ -158,7 +158,7 @@ def test_a_copy_elsewhere_is_the_same_in_another_process(folder: Path, copy: Pat
     (copy / "config.json").write_text(json.dumps(dict(reversed(config.items()))))
     (copy / "README.md").write_text("A copy")
     code = (
-        "import sys; from pathlib import Path; "
+        "import gc, sys; from pathlib import Path; gc.disable(); "
         "from tests.scheduler.second_tier.test_namespace import digest, make_config; "
         "print('digest', digest(make_config(Path(sys.argv[1]))))"
     )
