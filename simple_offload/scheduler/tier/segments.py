@@ -47,12 +47,11 @@ _NEW_COPY, _FOUND_COPY = _COPY + _PROBATION, _COPY + _PROTECTED
 _KEPT_COPY, _RELEASED_COPY = _COPY + _KEPT, _COPY + _RELEASED
 _EXPECTED_COPY = _COPY + _EXPECTED
 """Segments of copies: the other segments that they will belong to, beyond ``_COPY``."""
+_NUM_SEGMENTS = 2 * _COPY
 _IF_FOUND = bytes([_PROTECTED, _PROTECTED, _KEPT, _PROTECTED, _EXPECTED] * 2)
 """By segment, the one (of blocks that are not copies) that a request's find leads to."""
 _IF_FOUND_ARRAY = np.frombuffer(_IF_FOUND, np.uint8)
 """The same, for many blocks at once."""
-_IF_FOUND_BY = [_IF_FOUND.ljust(256), bytes([_COPY + s for s in _IF_FOUND]).ljust(256)]
-"""The same, as tables for ``translate``: for blocks that are no copies afterwards, and copies."""
 
 
 class _EveryKey(Container[BlockHashWithGroupId]):
@@ -177,7 +176,16 @@ class Segments:
     def add_copies(self, blocks: Sequence[KVCacheBlock]) -> None:
         """Requests have found the contents of ``blocks``, parents before children, each once, and
         the device has them too. They are the first copies to leave."""
-        self._copies.prepend_n(self._find(blocks, copies=True)[::-1])
+        ids = as_array([block.block_id for block in blocks])
+        of = np.frombuffer(self._of, np.uint8)
+        before = of[ids]
+        of[ids] = _COPY + _IF_FOUND_ARRAY[before]
+        self.num_copies += int(np.count_nonzero(before < _COPY))
+        is_free = [block.ref_cnt == 0 for block in blocks]
+        free = list(compress(blocks, is_free))
+        queues = np.minimum(before[is_free], _COPY)
+        self._take_out(free, np.bincount(queues, minlength=len(self._queues)).tolist())
+        self._copies.prepend_n(free[::-1])
 
     def on_copies_found(self, block_ids: BlockIds) -> None:
         """Requests have found the contents of those of these blocks that are copies."""
@@ -238,20 +246,40 @@ class Segments:
 
     # References
 
-    def pin(self, blocks: Sequence[KVCacheBlock]) -> None:
-        """Add a reference to each block, each once. A request has found their contents, and the
-        device lacks them."""
-        self._find(blocks, copies=False)
+    def pin(self, blocks: Iterable[KVCacheBlock]) -> None:
+        """Add a reference to each block. A request has found their contents, and the device lacks
+        them."""
+        of = self._of
+        free: list[KVCacheBlock] = []
+        counts = [0] * _NUM_SEGMENTS
         for block in blocks:
+            block_id = block.block_id
+            segment = of[block_id]
+            if block.ref_cnt == 0:
+                free.append(block)
+                counts[segment] += 1
             block.ref_cnt += 1
+            if segment != _PROTECTED:
+                of[block_id] = _IF_FOUND[segment]
+                self.num_copies -= segment >= _COPY
+        self._take_out(free, [*counts[:_COPY], sum(counts[_COPY:])])
 
-    def unpin_copies(self, blocks: Sequence[KVCacheBlock]) -> None:
+    def unpin_copies(self, blocks: Iterable[KVCacheBlock]) -> None:
         """Drop a reference to each block, parents before children. Requests have found their
         contents, and the device has got them. They are the first copies to leave."""
-        self._set_found(blocks, copies=True)
+        of = self._of
+        free: list[KVCacheBlock] = []
+        num_copies = 0
         for block in blocks:
             block.ref_cnt -= 1
-        self._copies.prepend_n([block for block in reversed(blocks) if block.ref_cnt == 0])
+            if block.ref_cnt == 0:
+                free.append(block)
+            block_id = block.block_id
+            if of[block_id] < _COPY:
+                num_copies += 1
+            of[block_id] = _COPY + _IF_FOUND[of[block_id]]
+        self.num_copies += num_copies
+        self._copies.prepend_n(free[::-1])
 
     def unpin(self, blocks: Sequence[KVCacheBlock]) -> None:
         """Drop a reference to each block, parents before children. Those without references become
@@ -386,29 +414,6 @@ class Segments:
     @property
     def _copies_share(self) -> int:
         return int(COPIES_SHARE * self.max_contents)
-
-    def _find(self, blocks: Sequence[KVCacheBlock], *, copies: bool) -> list[KVCacheBlock]:
-        """Requests have found the contents of ``blocks``. Returns the free ones, out of their
-        queues."""
-        before = self._set_found(blocks, copies=copies)
-        free = [block for block in blocks if block.ref_cnt == 0]
-        if len(free) < len(blocks):
-            before = bytes(compress(before, [block.ref_cnt == 0 for block in blocks]))
-        counts = [before.count(segment) for segment in range(_COPY)]
-        self._take_out(free, [*counts, len(free) - sum(counts)])
-        return free
-
-    def _set_found(self, blocks: Sequence[KVCacheBlock], *, copies: bool) -> bytes:
-        """Requests have found the contents of ``blocks``, which are ``copies`` from now on, or not.
-        Returns the segments that they belonged to."""
-        of = self._of
-        ids = [block.block_id for block in blocks]
-        before = bytes(map(of.__getitem__, ids))
-        for block_id, segment in zip(ids, before.translate(_IF_FOUND_BY[copies]), strict=True):
-            of[block_id] = segment
-        num_copies = sum(map(before.count, range(_COPY, 2 * _COPY)))
-        self.num_copies += len(ids) * copies - num_copies
-        return before
 
     def _note_use(self, blocks: Sequence[KVCacheBlock]) -> None:
         """The contents of ``blocks`` are the last to have been used, or let go of."""
