@@ -1,7 +1,7 @@
 """Stores: device blocks on their way to the host tier, across ranks."""
 
 from collections import Counter
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from vllm.v1.core.block_pool import BlockPool
@@ -74,12 +74,13 @@ class Stores:
         """Whether ``key`` is in the tier or on its way there."""
         return self._tier.has(key) or self._is_coming(key)
 
-    def present(self, keys: Sequence[BlockHashWithGroupId]) -> set[BlockHashWithGroupId]:
-        """Those of ``keys`` that are in the tier or on their way there."""
-        present = self._tier.present(keys)
+    def absent(self, keys: Iterable[BlockHashWithGroupId]) -> set[BlockHashWithGroupId]:
+        """Those of ``keys`` that are neither in the tier nor on their way there."""
+        absent = self._tier.absent(keys)
         for store in (self._planned, *self._in_flight.values()):
-            present |= store.keys.intersection(keys)
-        return present
+            if not absent.isdisjoint(store.keys):
+                absent -= store.keys
+        return absent
 
     def plan(self, run: Run, keep: Container[BlockHashWithGroupId], device_pool: BlockPool) -> int:
         """Pair the device blocks of ``run``, whose bytes are computed by the end of this step, with

@@ -92,7 +92,7 @@ def test_blocks_that_fail_again_are_dropped(
 def test_what_was_to_be_loaded_after_a_prefix_on_the_device_is_stored_anew(
     drive: MakeDriver, lazy: bool | None
 ) -> None:
-    """vLLM goes on with the blocks that the request has."""
+    """vLLM frees the blocks that its request had, and what is known of these must not stay."""
     driver = stored(drive, lazy=lazy)
     for request_id in ("a", "b"):
         driver.serve(f"part of {request_id}", prompt(13))

@@ -303,10 +303,10 @@ class _Run:
 
     def store(self, keys: list[BlockHashWithGroupId]) -> None:
         keep = set(keys[3:])
-        kept = self.tier.present(keep)
+        kept = keep - self.tier.absent(keep)
         wanted = keys[:3]
         allocated = self.tier.allocate_for(wanted, keep)
-        assert self.tier.present(kept) == kept
+        assert not self.tier.absent(kept)
         for each, ids, stored in zip(
             allocated, ids_by_place(self.tier, allocated), wanted, strict=False
         ):

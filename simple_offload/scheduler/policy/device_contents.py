@@ -240,8 +240,7 @@ class DeviceContents:
             for block, key in zip(last, block_pool.keys_of(last), strict=True):
                 if key is not None:
                     self._skipped[block.block_id] = key
-        if self._leases:
-            self.forget_leases([block.block_id for block in last])
+        self.forget_leases([block.block_id for block in last])
 
     def choose(self, blocks: Sequence[KVCacheBlock]) -> dict[BlockHashWithGroupId, KVCacheBlock]:
         """Contents among ``blocks`` that are to be stored, and that the tier neither has nor gets:
@@ -260,12 +259,13 @@ class DeviceContents:
                 blocks = [block for key, block in pairs if key and block.block_hash == key]
                 ids = [block.block_id for block in blocks]
                 keys = list(block_pool.keys_of(blocks))
-        present = self._stores.present(keys)
-        chosen = dict(zip(keys, blocks, strict=True)) if not present else {}
-        if len(chosen) < len(keys):
-            chosen.clear()
+        absent = self._stores.absent(keys)
+        if len(absent) == len(keys):
+            chosen = dict(zip(keys, blocks, strict=True))
+        else:
+            chosen = {}
             for key, block_id, block in zip(keys, ids, blocks, strict=True):
-                if key not in present:
+                if key in absent:
                     chosen.setdefault(key, block)
                 elif copy := self._tier.ids_of([key]):
                     unstored.pop(block_id, None)
@@ -274,8 +274,9 @@ class DeviceContents:
                         self._pass_on_leases([block])
                         self.forget_leases([block_id])
         if self._admission.threshold > 1:
-            admits = self._admission.admits
-            return {key: block for key, block in chosen.items() if admits(key)}
+            for key in absent:
+                if not self._admission.admits(key):
+                    del chosen[key]
         return chosen
 
     def plan(
@@ -297,9 +298,8 @@ class DeviceContents:
             run.num_tokens = [block.block_hash_num_tokens or 0 for block in last]
             run.payloads = [self._payloads.get(block.block_id, {}) for block in last]
         stored = blocks[: count * self._stores.plan(run, keep, self._device_pool)]
-        pop = self._unstored.pop
         for block in stored[count - 1 :: count]:
-            pop(block.block_id, None)
+            self._unstored.pop(block.block_id, None)
         return stored
 
     def lease(
@@ -465,8 +465,7 @@ class DeviceContents:
         them or they are on their way."""
         if not keys:
             return
-        cached = block_pool.cached(self._device_pool)
-        dropped = set(keys).difference(self._stores.present(keys), cached)
+        dropped = self._stores.absent(keys).difference(block_pool.cached(self._device_pool))
         admitted = list(filter(self._admission.admits, dropped))
         self._meter.add(metrics.SKIPPED, len(dropped) - len(admitted), "below_threshold")
         self._meter.add(metrics.DROPPED, len(admitted), reason)

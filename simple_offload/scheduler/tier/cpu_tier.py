@@ -11,7 +11,6 @@ block each; a host block's slots are neighbours.
 import gc
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
 
 import numpy as np
 from vllm.utils.math_utils import cdiv
@@ -170,9 +169,9 @@ class CpuTier:
         ``max_tokens`` tokens. Changes nothing: ``pin`` the hit's ``pins`` before anything else."""
         return self._lookup.find(block_hashes, num_computed_tokens, max_tokens)
 
-    def present(self, keys: Iterable[BlockHashWithGroupId]) -> set[Any]:
-        """Those of ``keys`` that a block holds."""
-        return self._cached.keys() & keys
+    def absent(self, keys: Iterable[BlockHashWithGroupId]) -> set[BlockHashWithGroupId]:
+        """Those of ``keys`` that no block holds."""
+        return set(keys).difference(self._cached)
 
     def ids_of(self, keys: Iterable[BlockHashWithGroupId]) -> list[int]:
         """Ids of the blocks that hold those of ``keys`` which a block holds."""
