@@ -258,6 +258,30 @@ def turnover(extra: dict[str, Any], loads: int = 16) -> Work:
     return work.over(16)
 
 
+def aborted_load(extra: dict[str, Any], aborted: int = 64) -> Work:
+    """The step after an aborted load of ``aborted`` blocks has ended. vLLM puts them before all
+    blocks of the queue that are known to be safe, while another request has unstored blocks."""
+    rig = Rig(device=1024, tier=2048, extra=extra)
+    [prompt] = rig.prompts(1, aborted)
+    rig.run([prompt])
+    rig.run(rig.prompts(1024 // 16, 16))
+    [running] = rig.prompts(1, 8)
+    rig.add(running, answer_tokens=200)
+    while not rig.engine.all_decode:
+        rig.step(1)
+    rig.step(18)
+    before = rig.engine.num_loaded
+    request_id = rig.add(prompt)
+    while rig.engine.num_loaded == before:
+        rig.step(1)
+    assert rig.engine.num_loaded == before + aborted
+    num_free = rig.num_free_blocks
+    rig.abort(request_id)
+    while rig.num_free_blocks < num_free + aborted:
+        rig.step(1)
+    return rig.count(rig.step, 1)
+
+
 # Laws
 
 
@@ -334,6 +358,7 @@ TABLE = (
     Row("lazy, idle step", partial(idle_step, LAZY), BUSY | dict(tier=CONSTANT)),
     Row("lazy, busy step", partial(busy_step, LAZY), BUSY),
     Row("lazy, turnover", partial(turnover, LAZY), dict(loads=MEAN_LINEAR)),
+    Row("lazy, aborted load", partial(aborted_load, LAZY), dict(aborted=CONSTANT)),
     Row("early, new prompt", partial(new_prompt, EARLY), LAZY_PROMPT),
     Row(
         "early, old prompt",
@@ -355,6 +380,7 @@ SIZES = {
     "requests": (8, 16, 32),
     "context": (32, 64, 128),
     "loads": (8, 16, 32),
+    "aborted": (64, 128, 256),
 }
 
 

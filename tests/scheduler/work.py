@@ -19,6 +19,8 @@ from random import Random
 from types import FrameType
 from typing import Any, NamedTuple
 
+from vllm.v1.request import RequestStatus
+
 from examples.scheduler_bench.contenders import Contender, OurSide
 from examples.scheduler_bench.engine import Engine, Shape
 from examples.scheduler_bench.plan import BLOCK_SIZE
@@ -155,9 +157,15 @@ class Rig:
         """Prompts that fill ``blocks`` blocks each, and have one more token to compute."""
         return [self.tokens(blocks * BLOCK_SIZE + 1) for _ in range(count)]
 
-    def add(self, prompt: Sequence[int], answer_tokens: int = 1) -> None:
-        """Add a request to the scheduler."""
-        self.engine.add(f"{next(self._ids):06}", prompt, self.tokens(answer_tokens))
+    def add(self, prompt: Sequence[int], answer_tokens: int = 1) -> str:
+        """Add a request to the scheduler. Returns its id."""
+        request_id = f"{next(self._ids):06}"
+        self.engine.add(request_id, prompt, self.tokens(answer_tokens))
+        return request_id
+
+    def abort(self, request_id: str) -> None:
+        """End a request, as its client wishes."""
+        self.engine.scheduler.finish_requests(request_id, RequestStatus.FINISHED_ABORTED)
 
     def run(self, prompts: Iterable[Sequence[int]]) -> None:
         """Run one request after another, each until all is at rest."""
@@ -169,6 +177,11 @@ class Rig:
         """Run engine steps."""
         for _ in range(count):
             self.engine.step()
+
+    @property
+    def num_free_blocks(self) -> int:
+        """Of the device."""
+        return int(self.engine.scheduler.kv_cache_manager.block_pool.get_num_free_blocks())
 
     @property
     def num_transferred(self) -> int:
