@@ -180,7 +180,7 @@ class Rig:
 
     @property
     def num_free_blocks(self) -> int:
-        """Of the device."""
+        """Free blocks of the device."""
         return int(self.engine.scheduler.kv_cache_manager.block_pool.get_num_free_blocks())
 
     @property

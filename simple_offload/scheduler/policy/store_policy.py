@@ -23,7 +23,7 @@ from simple_offload.scheduler.stores import Stores
 from simple_offload.scheduler.tier import block_pool
 from simple_offload.scheduler.tier.cpu_tier import CpuTier
 from simple_offload.scheduler.tier.groups import Groups
-from simple_offload.scheduler.tier.run import PayloadsByKey, Run
+from simple_offload.scheduler.tier.run import Run
 from simple_offload.scheduler.wishes import NO_WISHES, Wishes
 from simple_offload.transfer import Transfer
 
@@ -106,17 +106,12 @@ class _Unhashed(NamedTuple):
     key: BlockHashWithGroupId
     blocks: list[KVCacheBlock]
     num_tokens: int
-    payloads: PayloadsByKey
-    """Empty unless KV events are wanted."""
 
 
 class _Ended(NamedTuple):
-    """Blocks of a request that has ended which would not live to the next step. Not the request:
-    whoever gives it up last spends some time on its thousands of tokens and hashes."""
+    """Blocks of a request that has ended which would not live to the next step."""
 
-    own: set[BlockHashWithGroupId]
-    recorded: list[list[BlockHashWithGroupId]]
-    """Keys by group, for a tier that has no copies."""
+    progress: _Progress
     unhashed: list[_Unhashed]
     at_risk: list[KVCacheBlock]
     """Children before parents."""
@@ -370,15 +365,9 @@ class StorePolicy:
         at_risk = self._at_risk(progress)
         held = [block for each in reversed(unhashed) for block in reversed(each.blocks)]
         held += at_risk
-        recorded: list[list[BlockHashWithGroupId]] = []
-        if not self._tier.has_copies:
-            recorded = [
-                self._groups.keys(request.block_hashes, group, 0, progress.num_recorded[group])
-                for group in self._groups.ids
-            ]
-        if held or recorded:
+        if held or not self._tier.has_copies:
             block_pool.touch(self._device_pool, held)
-            self._ended.append(_Ended(progress.own, recorded, unhashed, at_risk, held))
+            self._ended.append(_Ended(progress, unhashed, at_risk, held))
 
     def on_load_ended(self, transfer: Transfer) -> None:
         """A load has filled its device blocks."""
@@ -565,11 +554,7 @@ class StorePolicy:
                     and None in block_pool.keys_of(blocks)
                     and self._admission.admits(key)
                 ):
-                    num_tokens = (index + 1) * size
-                    payloads: PayloadsByKey = {}
-                    if self._wants_events:
-                        payloads = payloads_of_host_block(groups, key, (), num_tokens, request)
-                    found.append(_Unhashed(key, blocks, num_tokens, payloads))
+                    found.append(_Unhashed(key, blocks, (index + 1) * size))
         return found
 
     def _at_risk(self, progress: _Progress) -> list[KVCacheBlock]:
@@ -633,10 +618,12 @@ class StorePolicy:
             return
         ended, self._ended = self._ended, []
         own: set[BlockHashWithGroupId] = set()
-        for each in ended:
-            own |= each.own
-            for keys in each.recorded:
-                self._tier.renew(keys)
+        for each in ended if not self._tier.has_copies else ():
+            own |= each.progress.own
+            hashes = each.progress.request.block_hashes
+            for group in self._groups.ids:
+                stop = each.progress.num_recorded[group]
+                self._tier.renew(self._groups.keys(hashes, group, 0, stop))
         self._plan([block for each in ended for block in each.at_risk], own)
         for each in ended:
             self._store_unhashed(each, own)
@@ -657,8 +644,12 @@ class StorePolicy:
             on_device=False,
         )
         if self._wants_events:
+            request = ended.progress.request
             run.num_tokens = [each.num_tokens for each in lacking]
-            run.payloads = [each.payloads for each in lacking]
+            run.payloads = [
+                payloads_of_host_block(self._groups, each.key, (), each.num_tokens, request)
+                for each in lacking
+            ]
         count = self._stores.plan(run, _Either(self._walk.passed_keys, own), self._device_pool)
         # The device has these no more.
         self._meter.add(metrics.DROPPED, len(lacking) - count, "tier_full")
