@@ -66,6 +66,7 @@ def let_go(tier: CpuTier, chain: str) -> None:
 def _few_copies_stay(monkeypatch: pytest.MonkeyPatch) -> None:
     """As where requests want back some of what has left: ``test_ghosts.py``."""
     monkeypatch.setattr(segments, "FEW_WANTED", 0)
+    monkeypatch.setattr(segments, "SECOND_STORES", 0)
 
 
 # The order of eviction. Of 16 blocks, 3 may be copies although others need room.

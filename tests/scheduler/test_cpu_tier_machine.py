@@ -34,6 +34,7 @@ _NUM_BLOCKS = 7
 _MOST_BLOCKS = 12
 _CONSTANTS: dict[str, Any] = dict(
     COPIES_SHARE=0.3,
+    SECOND_STORES=0.25,
     PROTECTED_SHARE=0.5,
     PROTECTED_AGE=2,
     _MOST_LOOKED_AT=2,
@@ -118,6 +119,8 @@ class Tier(RuleBasedStateMachine):
         """By name of what has left lately and was no copy, how many had been evicted before it."""
         self.share_wanted = 0.0
         """Of the last ghosts: a moving average."""
+        self.num_given = self.num_copies_given = 0.0
+        """Empty blocks, and those of them that were copies."""
         self.before = (contents(self.tier), self.tier.version)
 
     # Calls of a tier
@@ -372,6 +375,11 @@ class Tier(RuleBasedStateMachine):
         return self.copies_share if self.share_wanted < segments.MANY_WANTED else 0
 
     @property
+    def num_second_stores(self) -> int:
+        """Copies that may leave in any case."""
+        return int(_CONSTANTS["SECOND_STORES"] * self.num_given - self.num_copies_given)
+
+    @property
     def copies_share(self) -> int:
         return int(_CONSTANTS["COPIES_SHARE"] * self.num_blocks)
 
@@ -447,7 +455,7 @@ class Tier(RuleBasedStateMachine):
         others: list[str] = []
         order: tuple[tuple[int, Callable[[], int]], ...] = (
             (_RELEASED, lambda: count),
-            (_COPY, lambda: self.num_copies - self.max_copies),
+            (_COPY, lambda: max(self.num_second_stores, self.num_copies - self.max_copies)),
             (_PROTECTED, self.count_old),
             (_PROBATION, lambda: count),
             (_COPY, lambda: self.num_copies - self.copies_share),
@@ -477,6 +485,10 @@ class Tier(RuleBasedStateMachine):
             self.num_evicted += 1
         oldest = self.num_evicted - max(self.num_copies, self.copies_share)
         self.end_ghosts([n for n, since in self.ghosts.items() if since < oldest], wanted=False)
+        num_given = limit - count + len(lost)
+        weight = 1 - num_given / self.num_blocks
+        self.num_given = weight * self.num_given + num_given
+        self.num_copies_given = weight * self.num_copies_given + len(lost) - len(others)
         return len(lost)
 
     def end_ghosts(self, names: Sequence[str], *, wanted: bool) -> None:

@@ -29,6 +29,9 @@ probation. Their room would keep contents that nothing wants, and each would be 
 MANY_WANTED = 0.4
 """While requests want back a greater share, all copies make room. With a smaller limit, more is
 stored where that helps few prompts (likewise)."""
+SECOND_STORES = 1 / 6
+"""Share of the blocks given to new contents that may be those of copies in any case. Each costs one
+second store at most. So with a sixth, these are at most a fifth of the others."""
 PROTECTED_SHARE = 0.5
 """Share of the tier's blocks that may be protected or kept."""
 KEPT_SHARE = 0.25
@@ -67,14 +70,15 @@ class Segments:
 
         empty, then probation     protected     kept     released     expected     copies
 
-    **Copies** hold what the device has too. Those beyond ``max_copies`` leave first, from the
-    front of their queue: the device will let go of their blocks last. The others hold contents that
-    nothing else has, in the order in which the device let go of them. They are a segmented LRU
-    queue (Karedla, Love and Wherry: "Caching strategies to improve disk system performance", IEEE
-    Computer 27(3), 1994): contents that a request has found are **protected** and leave after those
-    on **probation**. So they stay while many contents pass through that are used once. Beyond a
-    limit the least recently used protected blocks return to probation. Much older ones than the
-    oldest on probation leave before it: requests have changed (``PROTECTED_AGE``).
+    **Copies** hold what the device has too. Those beyond ``max_copies`` leave first, and more while
+    few do (``SECOND_STORES``). They leave from the front of their queue: the device will let go of
+    their blocks last. The others hold contents that nothing else has, in the order in which the
+    device let go of them. They are a segmented LRU queue (Karedla, Love and Wherry: "Caching
+    strategies to improve disk system performance", IEEE Computer 27(3), 1994): contents that a
+    request has found are **protected** and leave after those on **probation**. So they stay while
+    many contents pass through that are used once. Beyond a limit the least recently used protected
+    blocks return to probation. Much older ones than the oldest on probation leave before it:
+    requests have changed (``PROTECTED_AGE``).
 
     Two queues are for wishes. What a request wants protected for some time is **kept**, and leaves
     after protected blocks. Beyond a limit, and when its time is over, it becomes protected. What
@@ -110,6 +114,9 @@ class Segments:
         """Evicted contents that were no copies, since the start: the clock of ages."""
         self._ghosts = Ghosts()
         """Of the contents that this clock counts."""
+        self._num_given = self._num_copies_given = 0.0
+        """Blocks given to new contents, and those of them that were copies. Each counts less with
+        every further one, and little after as many as the tier has."""
         self._since = np.zeros(0, np.int64)
         """By block id, this clock when its contents were last used, or let go of."""
         self._of = bytearray()
@@ -140,7 +147,7 @@ class Segments:
 
     @property
     def max_copies(self) -> int:
-        """Copies that need not leave before what is on probation."""
+        """Copies that need not leave before what is on probation, by what requests want back."""
         wanted = self._ghosts.share_wanted
         if wanted < FEW_WANTED:
             return self.max_contents
@@ -354,7 +361,8 @@ class Segments:
             self.settle()
             self._end_leases()
             evict(self._released, limit, keep)
-            evict_copies(self.num_copies - self.max_copies)
+            num_second_stores = int(SECOND_STORES * self._num_given - self._num_copies_given)
+            evict_copies(max(num_second_stores, self.num_copies - self.max_copies))
             evict(self._protected, self._num_old(limit), keep)
             evict(pool.free_block_queue, limit, keep)
             evict_copies(self.num_copies - self._copies_share)
@@ -364,6 +372,9 @@ class Segments:
         lifetime = max(self.num_copies, self._copies_share)  # room that copies could make
         self._ghosts.add(keys[False], self._num_evicted, lifetime)
         self._num_evicted += len(keys[False])
+        weight = max(0, 1 - len(blocks) / max(1, self.max_contents))
+        self._num_given = weight * self._num_given + len(blocks)
+        self._num_copies_given = weight * self._num_copies_given + len(keys[True])
         return blocks, keys[True], keys[False]
 
     def add_others(self, count: int) -> None:
