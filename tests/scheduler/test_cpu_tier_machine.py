@@ -119,8 +119,8 @@ class Tier(RuleBasedStateMachine):
         """By name of what has left lately and was no copy, how many had been evicted before it."""
         self.share_wanted = 0.0
         """Of the last ghosts: a moving average."""
-        self.num_given = self.num_copies_given = 0.0
-        """Empty blocks, and those of them that were copies."""
+        self.num_second_stores = 0.0
+        """Copies that may leave in any case."""
         self.before = (contents(self.tier), self.tier.version)
 
     # Calls of a tier
@@ -375,11 +375,6 @@ class Tier(RuleBasedStateMachine):
         return self.copies_share if self.share_wanted < segments.MANY_WANTED else 0
 
     @property
-    def num_second_stores(self) -> int:
-        """Copies that may leave in any case."""
-        return int(_CONSTANTS["SECOND_STORES"] * self.num_given - self.num_copies_given)
-
-    @property
     def copies_share(self) -> int:
         return int(_CONSTANTS["COPIES_SHARE"] * self.num_blocks)
 
@@ -455,7 +450,7 @@ class Tier(RuleBasedStateMachine):
         others: list[str] = []
         order: tuple[tuple[int, Callable[[], int]], ...] = (
             (_RELEASED, lambda: count),
-            (_COPY, lambda: max(self.num_second_stores, self.num_copies - self.max_copies)),
+            (_COPY, lambda: max(int(self.num_second_stores), self.num_copies - self.max_copies)),
             (_PROTECTED, self.count_old),
             (_PROBATION, lambda: count),
             (_COPY, lambda: self.num_copies - self.copies_share),
@@ -486,9 +481,9 @@ class Tier(RuleBasedStateMachine):
         oldest = self.num_evicted - max(self.num_copies, self.copies_share)
         self.end_ghosts([n for n, since in self.ghosts.items() if since < oldest], wanted=False)
         num_given = limit - count + len(lost)
-        weight = 1 - num_given / self.num_blocks
-        self.num_given = weight * self.num_given + num_given
-        self.num_copies_given = weight * self.num_copies_given + len(lost) - len(others)
+        num_copies_given = len(lost) - len(others)
+        self.num_second_stores *= 1 - num_given / self.num_blocks
+        self.num_second_stores += _CONSTANTS["SECOND_STORES"] * num_given - num_copies_given
         return len(lost)
 
     def end_ghosts(self, names: Sequence[str], *, wanted: bool) -> None:

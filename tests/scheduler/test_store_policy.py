@@ -458,7 +458,7 @@ def test_a_loaded_block_s_copy_leaves_first_and_the_block_is_stored_again(
 
 
 @pytest.mark.parametrize("lazy", [None, True])
-def test_turns_are_stored_once_where_nothing_wants_what_has_left(
+def test_few_turns_are_stored_twice_where_nothing_wants_what_has_left(
     drive: MakeDriver, lazy: bool | None
 ) -> None:
     """Three conversations fit into the tier, but not into the device. Each turn loads a history,

@@ -31,7 +31,7 @@ MANY_WANTED = 0.4
 stored where that helps few prompts (likewise)."""
 SECOND_STORES = 1 / 6
 """Share of the blocks given to new contents that may be those of copies in any case. Each costs one
-second store at most. So with a sixth, these are at most a fifth of the others."""
+second store at most. With a sixth, these are at most a fifth of the first stores."""
 PROTECTED_SHARE = 0.5
 """Share of the tier's blocks that may be protected or kept."""
 KEPT_SHARE = 0.25
@@ -114,9 +114,9 @@ class Segments:
         """Evicted contents that were no copies, since the start: the clock of ages."""
         self._ghosts = Ghosts()
         """Of the contents that this clock counts."""
-        self._num_given = self._num_copies_given = 0.0
-        """Blocks given to new contents, and those of them that were copies. Each counts less with
-        every further one, and little after as many as the tier has."""
+        self._num_second_stores = 0.0
+        """Copies that may leave in any case, by the last blocks given to new contents. A block
+        counts less with each further one, and little after as many as the tier has."""
         self._since = np.zeros(0, np.int64)
         """By block id, this clock when its contents were last used, or let go of."""
         self._of = bytearray()
@@ -361,8 +361,7 @@ class Segments:
             self.settle()
             self._end_leases()
             evict(self._released, limit, keep)
-            num_second_stores = int(SECOND_STORES * self._num_given - self._num_copies_given)
-            evict_copies(max(num_second_stores, self.num_copies - self.max_copies))
+            evict_copies(max(int(self._num_second_stores), self.num_copies - self.max_copies))
             evict(self._protected, self._num_old(limit), keep)
             evict(pool.free_block_queue, limit, keep)
             evict_copies(self.num_copies - self._copies_share)
@@ -372,9 +371,8 @@ class Segments:
         lifetime = max(self.num_copies, self._copies_share)  # room that copies could make
         self._ghosts.add(keys[False], self._num_evicted, lifetime)
         self._num_evicted += len(keys[False])
-        weight = max(0, 1 - len(blocks) / max(1, self.max_contents))
-        self._num_given = weight * self._num_given + len(blocks)
-        self._num_copies_given = weight * self._num_copies_given + len(keys[True])
+        self._num_second_stores *= 1 - len(blocks) / max(1, self.max_contents)
+        self._num_second_stores += SECOND_STORES * len(blocks) - len(keys[True])
         return blocks, keys[True], keys[False]
 
     def add_others(self, count: int) -> None:
