@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from examples.scheduler_bench.contenders import Contender
     from examples.scheduler_bench.results import Results
 
-COST_PLOT, HIT_PLOT, TRACE_PLOT = "cost.png", "hits.png", "traces.png"
+COST_PLOT, HIT_PLOT, FOUND_PLOT = "cost.png", "hits.png", "found.png"
 NAMES = (
     *("ours", "ours-128", "ours-eager", "ours-lazy", "ours-threshold", "builtin", "builtin-lazy"),
     *("none", "offloading", "offloading-arc"),
@@ -47,7 +47,7 @@ def _start(arguments: argparse.Namespace) -> int:
         _require_memory(plan)
     for path in plan.traces.files:
         _require_scalable(path, plan)
-    prepare_output("--out", arguments.output, NUMBERS, COST_PLOT, HIT_PLOT, TRACE_PLOT)
+    prepare_output("--out", arguments.output, NUMBERS, COST_PLOT, HIT_PLOT, FOUND_PLOT)
     # Takes seconds, as it brings vLLM: wrong usage is reported without it.
     from examples.scheduler_bench.contenders import CONTENDERS
 
@@ -117,10 +117,12 @@ def _report(results: "Results", output: Path) -> None:
         console.print(report.hit_table(results))
         report.save_hit_plot(output / HIT_PLOT, results)
         lines.append(f"Plot: {output / HIT_PLOT}")
-    if results.trace_rows:
-        console.print(report.trace_table(results))
-        report.save_trace_plot(output / TRACE_PLOT, results)
-        lines.append(f"Plot: {output / TRACE_PLOT}")
+    if plays := [*results.chats, *results.traces]:
+        console.print(report.found_table(plays))
+        report.save_found_plot(output / FOUND_PLOT, plays)
+        lines.append(f"Plot: {output / FOUND_PLOT}")
+    if plays := [*(row.play for row in results.hit_rows), *plays]:
+        console.print(report.wait_table(plays))
     lines.append(f"Numbers: {output / NUMBERS}")
     lines += [f"Not reached: {goal}" for goal, reached in goals(results).items() if not reached]
     lines += [f"Left out: {name}: {reason}" for name, reason in results.left_out.items()]
@@ -134,8 +136,8 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = BenchParser(
         "scheduler_bench",
         "Runs vLLM's scheduler, without engine or model, with one KV connector after another: "
-        "time in the connector's hooks, memory and start-up time of a large tier, and hit rates. "
-        "Compare ratios: times hold on one machine only.",
+        "time in the connector's hooks, memory and start-up time of a large tier, hit rates, and "
+        "what users wait for. Compare ratios: times hold on one machine only.",
         exit_codes(
             "measured, goals reached or not",
             "a connector did not load everything that it had stored",
@@ -196,11 +198,11 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_number(
         "--tokens-per-second",
         "tokens that the engine of a replay computes in a second, beside the time of its steps "
-        "(default: a step takes the same time whatever it computes)",
+        "(default: 40000)",
     )
     parser.add_number("--max-pause", "longest pause of a replay, s (default: 300)", least=0)
     parser.add_number("--max-num-seqs", "running requests of a replay (default: 16)", most=256)
-    parser.add_number("--seeds", "orders of a replay's sessions (default: 1)", most=100)
+    parser.add_number("--seeds", "runs of each chat, replay and hit rate (default: 5)", most=100)
     parser.add_number("--repeats", "of each time (default: 5; quick: 2)", most=100)
     parser.add_number("--seed", "of the prompts (default: 0)", least=0, most=MAX_SEED, default=0)
     parser.add_output("--out", "scheduler-bench-out", "plots and numbers")
@@ -244,14 +246,16 @@ def _plan(arguments: argparse.Namespace) -> Plan:
         "tokens_per_second": arguments.tokens_per_second,
         "max_pause": arguments.max_pause,
         "running": arguments.max_num_seqs,
-        "seeds": arguments.seeds,
     }
     given = {name: value for name, value in traces.items() if value is not None}
+    seeds = {} if arguments.seeds is None else {"seeds": arguments.seeds}
     return replace(
         plan,
         cost=cost,
         footprint=footprint,
-        traces=replace(plan.traces, **given),
+        hits=replace(plan.hits, **seeds),
+        chat=replace(plan.chat, **seeds),
+        traces=replace(plan.traces, **given, **seeds),
         seed=arguments.seed,
     )
 

@@ -6,20 +6,14 @@ from functools import partial
 
 from examples.bench.race import Race
 from examples.bench.traces import read_trace
+from examples.scheduler_bench.chat import run_chat
 from examples.scheduler_bench.contenders import Contender
 from examples.scheduler_bench.costs import run_costs
 from examples.scheduler_bench.engine import Engine, Shape
 from examples.scheduler_bench.footprint import run_footprints
 from examples.scheduler_bench.plan import Order, Part
 from examples.scheduler_bench.replay import replay
-from examples.scheduler_bench.results import (
-    HitCount,
-    HitRow,
-    Results,
-    TraceRow,
-    hit_row_name,
-    trace_row_name,
-)
+from examples.scheduler_bench.results import HitCount, HitRow, Outcome, Play, Results
 from examples.scheduler_bench.turns import Workload, run_turns
 
 
@@ -48,6 +42,8 @@ def run(
         run_footprints(race, results)
     if Part.HITS in parts:
         run_hits(race, results, begin)
+    if Part.CHAT in parts:
+        run_chats(race, results, begin)
     if Part.TRACES in parts:
         run_traces(race, results, begin)
     begin("done")
@@ -60,12 +56,12 @@ def run_hits(race: Race[Contender], results: Results, begin: Callable[[str], Non
         for order in Order:
             for part in plan.host_parts:
                 row = HitRow(order, one_offs, part)
-                begin(f"hit rate, {hit_row_name(row)}")
+                begin(f"hit rate, {row.name}")
                 _count_hits(race, results, row)
                 results.hit_rows.append(row)
                 for name, count in row.counts.items():
                     if part >= 1 and count.possible and not count.host:
-                        results.problems[f"{name}, {hit_row_name(row)}"] = (
+                        results.problems[f"{name}, {row.name}"] = (
                             f"of {count.possible} tokens that a tier of this size holds, none hit"
                         )
 
@@ -74,13 +70,29 @@ def _count_hits(race: Race[Contender], results: Results, row: HitRow) -> None:
     plan, delay = results.plan, results.plan.delay
     for seed in range(plan.seed, plan.seed + plan.hits.seeds):
         load = Workload(plan.hits, row.order, row.one_offs, seed)
-        counts = race.run(
-            hit_row_name(row),
+        runs = race.run(
+            row.name,
             partial(run_turns, load=load, host_part=row.host_part, delay=delay),
             lambda each: not each.for_traces and (row.one_offs or not each.for_one_offs),
         )
-        for name, count in counts.items():
+        for name, (count, outcome) in runs.items():
             row.counts[name] = row.counts.get(name, HitCount(0, 0, 0)) + count
+            row.play.add(name, outcome)
+
+
+def run_chats(race: Race[Contender], results: Results, begin: Callable[[str], None]) -> None:
+    """Add chats to ``results``."""
+    plan = results.plan
+    for one_offs in (False, True):
+        for factor in plan.chat.host_factors:
+            _play(
+                race,
+                results.chats,
+                f"host {factor:g} x device{', one-offs' if one_offs else ''}",
+                range(plan.seed, plan.seed + plan.chat.seeds),
+                partial(run_chat, plan=plan.chat, host_factor=factor, one_offs=one_offs),
+                begin,
+            )
 
 
 def run_traces(race: Race[Contender], results: Results, begin: Callable[[str], None]) -> None:
@@ -88,17 +100,34 @@ def run_traces(race: Race[Contender], results: Results, begin: Callable[[str], N
     plan = results.plan
     for trace in map(read_trace, plan.traces.files):
         for memory in plan.traces.memories:
-            row = TraceRow(trace.name, memory)
-            results.trace_rows.append(row)
-            for seed in range(plan.seed, plan.seed + plan.traces.seeds):
-                step = f"{trace_row_name(row)}, seed {seed}"
-                begin(step)
-                counts = race.run(
-                    step,
-                    partial(replay, trace=trace, plan=plan.traces, memory=memory, seed=seed),
-                    lambda each: not each.for_one_offs and each.num_sub_blocks == 1,
-                )
-                for name, count in counts.items():
-                    row.counts[name] = row.counts[name] + count if name in row.counts else count
-                    if not count.prompt:
-                        results.problems[f"{name}, {step}"] = "no request after the warm-up"
+            _play(
+                race,
+                results.traces,
+                f"{trace.name}, {memory[0]:g}M / {memory[1]:g}M tokens",
+                range(plan.seed, plan.seed + plan.traces.seeds),
+                partial(replay, trace=trace, plan=plan.traces, memory=memory),
+                begin,
+            )
+
+
+def _play(
+    race: Race[Contender],
+    plays: list[Play],
+    name: str,
+    seeds: range,
+    run: Callable[..., Outcome],
+    begin: Callable[[str], None],
+) -> None:
+    """Add a play with all ``seeds`` to ``plays``."""
+    play = Play(name)
+    plays.append(play)
+    for seed in seeds:
+        step = f"{name}, seed {seed}"
+        begin(step)
+        outcomes = race.run(
+            step,
+            partial(run, seed=seed),
+            lambda each: not each.for_one_offs and each.num_sub_blocks == 1,
+        )
+        for contender, outcome in outcomes.items():
+            play.add(contender, outcome)

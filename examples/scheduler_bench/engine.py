@@ -5,7 +5,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from math import inf
+from math import inf, nan
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
@@ -57,6 +57,20 @@ class Hit(NamedTuple):
 
     device: int
     host: int
+
+
+@dataclass(slots=True)
+class Wait:
+    """A request's way to its first token: seconds of the shape's clock."""
+
+    came: float
+    got_blocks: float = nan
+    began: float = nan
+    """Its first step of compute began: what it loads is there."""
+    answered: float = nan
+    """The step with its first token has ended."""
+    num_passed: int = 0
+    """Requests that came later and got blocks before it."""
 
 
 @dataclass(frozen=True)
@@ -146,6 +160,13 @@ class Engine:
         self.hits: dict[str, Hit] = {}
         self.on_hit: Callable[[Request, Hit], None] = lambda _, __: None
         """Is called when a request gets its blocks for the first time."""
+        self.on_end: Callable[[Request], None] = lambda _: None
+        """Is called when a request has its whole answer."""
+        self.waits: dict[str, Wait] = {}
+        """By request, in the order in which they came."""
+        self._without_blocks: dict[str, Wait] = {}
+        self._first_answers: list[str] = []
+        """Requests whose first token comes with this step."""
         self.num_steps = 0
         self.now = 0.0
         """Seconds of the shape's clock. Whoever has nothing to ask for may set it forward."""
@@ -158,8 +179,15 @@ class Engine:
         self._hasher = get_request_block_hasher(BLOCK_SIZE, sha256)
         self._observe()
 
-    def add(self, request_id: str, prompt: Sequence[int], answer: Sequence[int]) -> None:
-        """Add a request to the scheduler. It gets ``answer``, a token a step."""
+    def add(
+        self,
+        request_id: str,
+        prompt: Sequence[int],
+        answer: Sequence[int],
+        came: float | None = None,
+    ) -> None:
+        """Add a request to the scheduler. It gets ``answer``, a token a step. ``came``: when its
+        wait began, if earlier than now."""
         request = Request(
             request_id=request_id,
             prompt_token_ids=list(prompt),
@@ -168,6 +196,8 @@ class Engine:
             block_hasher=self._hasher,
         )
         self._answers[request_id] = answer
+        wait = Wait(self.now if came is None else came)
+        self.waits[request_id] = self._without_blocks[request_id] = wait
         self.scheduler.add_request(request)
 
     @property
@@ -198,14 +228,23 @@ class Engine:
         self.num_loaded += sum(each.num_blocks for each in transfers if each.is_load)
         self.num_stored += sum(each.num_blocks for each in transfers if not each.is_load)
         self._bus.submit(transfers, self.num_steps, self.now)
+        for request_id in scheduled.num_scheduled_tokens:
+            wait = self.waits[request_id]
+            if wait.began != wait.began:  # not a number yet
+                wait.began = self.now
         output = self._output(scheduled)
+        requests = self.scheduler.requests.copy()
         for client_outputs in self.scheduler.update_from_output(scheduled, output).values():
             for each in client_outputs.outputs:
                 if each.finish_reason is not None:
                     del self._answers[each.request_id]
+                    self.on_end(requests[each.request_id])
         self.stopwatch.end_step()
         num_tokens = scheduled.total_num_scheduled_tokens
         self.now += self.shape.step_seconds + num_tokens / self.shape.tokens_per_second
+        for request_id in self._first_answers:
+            self.waits[request_id].answered = self.now
+        self._first_answers.clear()
 
     def drain(self) -> None:
         """Step until no request, no transfer and no deferred store is left."""
@@ -245,7 +284,17 @@ class Engine:
         request = self.scheduler.requests[request_id]
         if request.num_computed_tokens < request.num_tokens:
             return []  # a part of its prompt
+        if not request.num_output_tokens:
+            self._first_answers.append(request_id)
         return [self._answers[request_id][request.num_output_tokens]]
+
+    def _note_blocks(self, request_id: str) -> None:
+        self.waits[request_id].got_blocks = self.now
+        for earlier, wait in self._without_blocks.items():
+            if earlier == request_id:
+                break
+            wait.num_passed += 1
+        del self._without_blocks[request_id]
 
     def _observe(self) -> None:
         """Record the hits of each request, outside the stopwatch."""
@@ -263,6 +312,7 @@ class Engine:
             if request.request_id not in self.hits:
                 hit = Hit(on_device, num_external_tokens)
                 self.hits[request.request_id] = hit
+                self._note_blocks(request.request_id)
                 self.on_hit(request, hit)
             allocated(request, blocks, num_external_tokens)
 

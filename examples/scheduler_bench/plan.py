@@ -2,7 +2,6 @@
 
 from dataclasses import dataclass, field
 from enum import Enum
-from math import inf
 from pathlib import Path
 
 BLOCK_SIZE = 16
@@ -20,8 +19,18 @@ class Part(Enum):
     """Memory and start-up time of a large tier."""
     HITS = "hits"
     """Hit rates."""
+    CHAT = "chat"
+    """What users of a chat wait for, while the tiers are full."""
     TRACES = "traces"
-    """Hit rates of recorded requests."""
+    """The same of recorded requests, and what they find."""
+
+
+STEP_SECONDS = 0.006
+"""Time of a step that computes nothing: decoding reads the weights (8B on an H200)."""
+TOKENS_PER_SECOND = 40_000.0
+"""Each token that a step computes adds to this time."""
+BUS_TOKENS = 409_600
+"""Tokens that are copied in a second, in each direction: 54 GB/s."""
 
 
 class Order(Enum):
@@ -97,8 +106,36 @@ class HitPlan:
     """Length of prompts that no turn continues, in the runs that have them."""
     one_offs: float = 0.5
     """Number of these for each turn of a conversation."""
-    seeds: int = 2
+    seeds: int = 5
     """Number of runs of each kind, whose tokens are summed."""
+
+
+@dataclass(frozen=True)
+class ChatPlan:
+    """Users who come back with their history and a new message, and others in their place when they
+    leave. An 8B model on an H200."""
+
+    users: int = 24
+    """Of a working set: 2.9 times the device."""
+    active: int = 12
+    turns: int = 5
+    system_tokens: int = 512
+    """Common to the users of a working set."""
+    first_tokens: tuple[int, int] = (4000, 8000)
+    """Shortest and longest first message."""
+    user_tokens: int = 200
+    answer_tokens: int = 64
+    pause: float = 0.05
+    """Seconds from an answer to the next message."""
+    working_sets: int = 3
+    """One after another through one engine. The last counts: both tiers are full."""
+    device_tokens: int = 65_536
+    host_factors: tuple[float, ...] = (2.0, 5.0)
+    """Host memory over device memory."""
+    turns_per_one_off: int = 4
+    """Turns for each prompt as long as a first message that nobody continues, in the runs that
+    have these."""
+    seeds: int = 5
 
 
 @dataclass(frozen=True)
@@ -116,9 +153,9 @@ class TracePlan:
     scale: int = 32
     """Tokens for which one token is played."""
     step_seconds: float = 0.05
-    """Time of an engine step, whatever it computes: at most ``CHUNK_TOKENS`` tokens."""
-    tokens_per_second: float = inf
-    """Each token that a step computes adds to this time."""
+    """Time of a step that computes nothing. A step stands for several of an engine's: answers are
+    divided by ``scale`` too."""
+    tokens_per_second: float = TOKENS_PER_SECOND
     bus_tokens: int = 500_000
     """Tokens that are copied in a second, in each direction: 8B, 64 GB/s."""
     running: int = 16
@@ -127,7 +164,7 @@ class TracePlan:
     """Longest pause between an answer and the next request."""
     max_prompt: int = 262_144
     """A session ends before a longer prompt."""
-    seeds: int = 1
+    seeds: int = 5
     """Number of orders of the sessions, whose tokens are summed."""
 
 
@@ -138,6 +175,7 @@ class Plan:
     cost: CostPlan = field(default_factory=CostPlan)
     footprint: FootprintPlan = field(default_factory=FootprintPlan)
     hits: HitPlan = field(default_factory=HitPlan)
+    chat: ChatPlan = field(default_factory=ChatPlan)
     traces: TracePlan = field(default_factory=TracePlan)
     delay: int = 2
     """Steps until the end of a transfer is reported."""
@@ -158,5 +196,6 @@ QUICK = Plan(
     ),
     footprint=FootprintPlan(tier_blocks=100_000, filled_blocks=0, repeats=1),
     hits=HitPlan(conversations=16, turns=4, host_parts=(0.5, 1.0), seeds=1),
+    chat=ChatPlan(users=6, active=3, turns=2, device_tokens=16_384, host_factors=(2.0,), seeds=1),
 )
 """Shows that it works."""

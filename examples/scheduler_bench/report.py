@@ -1,5 +1,6 @@
 """The results as tables and as plots."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -20,11 +21,11 @@ from examples.scheduler_bench.results import (
     POOL,
     HitRow,
     Kind,
+    Play,
     Results,
     largest_rows,
     of_rival,
     rival_of,
-    trace_row_name,
 )
 from examples.scheduler_bench.stopwatch import Hook
 
@@ -53,7 +54,7 @@ _TITLES = {
     Kind.STORED_FULL: "a prompt stored in a full tier, by its blocks",
     Kind.LOADED_FULL: "a prompt loaded from a full tier, by its blocks",
 }
-WIDTH = 150
+WIDTH = 160
 """Columns for the tables of all contenders. A narrower terminal wraps them; nothing is cut off."""
 
 HOOKS = tuple(hook for hook in Hook if hook is not Hook.OTHER)
@@ -140,42 +141,64 @@ def hit_table(results: Results) -> Table:
     return table
 
 
-def trace_table(results: Results) -> Table:
-    """A line for each contender of each trace and memory, in percent of the prompts' tokens."""
+def found_table(plays: Sequence[Play]) -> Table:
+    """A line for each contender of each play, in percent of the prompts' tokens."""
     table = make_table(
         *("contender", "device", "host", "found", "lost on\ndevice", "lost in\nhost"),
-        *(
-            "LRU\nof H",
-            "LRU of\nD + H",
-            "best of\nD + H",
-            "stored",
-            "loaded",
-            "copies",
-            "requests\n/s",
-            "hooks, s",
-        ),
+        *("LRU\nof H", "LRU of\nD + H", "best of\nD + H", "stored", "loaded", "copies"),
+        *("requests\n/s", "hooks, s"),
         caption="Prompt tokens in percent. Found: on the device or in the host tier. Lost:\n"
         "computed before, and evicted by the device when the tier did not have them, or by the\n"
         "tier. "
         "LRU, best: a cache of the tier's size (H), or the device's too (D), that gets the same\n"
         "requests, and one that knows the future. Stored, loaded: thousands of blocks.\n"
-        "Copies: blocks of the tier that the device has too. Requests: by the replay's clock.",
+        "Copies: blocks of the tier that the device has too. Requests: by the engine's clock.",
     )
-    for row in results.trace_rows:
-        table.add_row(trace_row_name(row), style="bold")
-        for name, count in row.counts.items():
+    for play in plays:
+        table.add_row(play.name, style="bold")
+        for name, outcome in play.outcomes.items():
             tokens = (
-                *(count.device, count.host, count.found, count.unstored, count.evicted),
-                *(count.lru_host, count.lru_both, count.optimal),
+                *(outcome.device, outcome.host, outcome.found, outcome.unstored, outcome.evicted),
+                *(outcome.lru_host, outcome.lru_both, outcome.optimal),
             )
             table.add_row(
                 name,
-                *(f"{100 * count.share(each):.1f}" for each in tokens),
-                *(f"{blocks / 1000:.0f}" for blocks in (count.stored, count.loaded)),
-                f"{count.shared:.0%}",
-                f"{count.requests / count.seconds:.3g}" if count.seconds else MISSING,
-                f"{count.hook_seconds:.1f}",
+                *(f"{100 * outcome.share(each):.1f}" for each in tokens),
+                *(f"{blocks / 1000:.0f}" for blocks in (outcome.stored, outcome.loaded)),
+                f"{outcome.shared:.0%}",
+                f"{outcome.requests / outcome.seconds:.3g}" if outcome.seconds else MISSING,
+                f"{outcome.hook_seconds:.1f}",
             )
+        table.add_section()
+    return table
+
+
+def wait_table(plays: Sequence[Play]) -> Table:
+    """Two lines for each contender of each play: first turns and later ones."""
+    table = make_table(
+        *("contender", "turns", "requests", "mean", "of a run", "p50", "p99", "worst", "of a run"),
+        *("until\nblocks", "load", "com-\npute", "passed", "in all", "finish, s"),
+        left=2,
+        caption="Milliseconds until the first token, by the engine's clock: a step takes its time\n"
+        "and more for each token, and copies of one direction follow each other. Later turns:\n"
+        "half of the prompt or more was computed before. Of a run: least and greatest of the\n"
+        "seeds. Passed: requests that came later and got blocks first, the most for one request,\n"
+        "and all. Finish: all runs together.",
+    )
+    for play in plays:
+        table.add_row(play.name, style="bold")
+        for name, outcome in play.outcomes.items():
+            for turns, waits in (("first", outcome.first_turns), ("later", outcome.later_turns)):
+                if figures := waits.figures():
+                    ms = {key: f"{1e3 * value:,.0f}" for key, value in figures.items()}
+                    table.add_row(
+                        *(name, turns, f"{figures['requests']:,.0f}", ms["mean"]),
+                        *(f"{ms['least_mean']} - {ms['greatest_mean']}", ms["p50"], ms["p99"]),
+                        *(ms["worst"], f"{ms['least_worst']} - {ms['greatest_worst']}"),
+                        *(ms["until_blocks"], ms["load"], ms["compute"]),
+                        *(f"{figures[key]:,.0f}" for key in ("passed_most", "passed_sum")),
+                        f"{outcome.seconds:,.1f}",
+                    )
         table.add_section()
     return table
 
@@ -238,20 +261,18 @@ def save_hit_plot(path: Path, results: Results) -> None:
     save_figure(path, figure)
 
 
-def save_trace_plot(path: Path, results: Results) -> None:
-    """Write a PNG: tokens found by contender, a panel for each trace and memory, with the bounds
-    as lines."""
-    rows = results.trace_rows
-    figure = make_figure(4.2 * len(rows), 4.4)
-    grid = figure.subplots(1, len(rows), squeeze=False, sharey=True)[0]
-    for axes, row in zip(grid, rows, strict=True):
-        names = in_order(row.counts, _COLORS)
+def save_found_plot(path: Path, plays: Sequence[Play]) -> None:
+    """Write a PNG: tokens found by contender, a panel for each play, with the bounds as lines."""
+    figure = make_figure(4.2 * len(plays), 4.4)
+    grid = figure.subplots(1, len(plays), squeeze=False, sharey=True)[0]
+    for axes, play in zip(grid, plays, strict=True):
+        names = in_order(play.outcomes, _COLORS)
         for place, name in enumerate(names):
-            count = row.counts[name]
-            device, host = (100 * count.share(each) for each in (count.device, count.host))
+            outcome = play.outcomes[name]
+            device, host = (100 * outcome.share(each) for each in (outcome.device, outcome.host))
             axes.bar(place, device, color=_COLORS.get(name), alpha=0.5)
             axes.bar(place, host, bottom=device, color=_COLORS.get(name))
-        first = next(iter(row.counts.values()))
+        first = next(iter(play.outcomes.values()))
         for tokens, line, label in (
             (first.lru_host, ":", "LRU of host"),
             (first.lru_both, "--", "LRU of device + host"),
@@ -261,7 +282,7 @@ def save_trace_plot(path: Path, results: Results) -> None:
                 100 * first.share(tokens), color="black", linestyle=line, linewidth=1, label=label
             )
         axes.set_xticks(range(len(names)), names, rotation=60, ha="right")
-        axes.set_title(trace_row_name(row), fontsize="small")
+        axes.set_title(play.name, fontsize="small")
         axes.legend(fontsize="x-small")
     grid[0].set_ylabel("prompt tokens found, % (pale: on the device)")
     save_figure(path, figure)

@@ -1,14 +1,17 @@
 """The measured numbers."""
 
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, field, fields
 from enum import Enum
+from itertools import chain
+from statistics import fmean
 from typing import Any
 
 from pydantic_core import to_jsonable_python
 
 from examples.bench.tables import ratio
 from examples.scheduler_bench.contenders import CONTENDERS
+from examples.scheduler_bench.engine import Wait
 from examples.scheduler_bench.plan import Order, Plan
 from examples.scheduler_bench.stopwatch import Cost
 
@@ -88,21 +91,53 @@ class HitCount:
         )
 
 
-@dataclass
-class HitRow:
-    """All contenders at one host tier."""
+@dataclass(frozen=True)
+class Waits:
+    """How requests waited for their first token, run by run."""
 
-    order: Order
-    one_offs: bool
-    """True if prompts that no later turn continues come in between."""
-    host_part: float
-    """Host blocks over the blocks of all conversations."""
-    counts: dict[str, HitCount] = field(default_factory=dict)
+    runs: tuple[tuple[Wait, ...], ...]
+
+    @classmethod
+    def of(cls, run: Iterable[Wait]) -> "Waits":
+        """The requests of one run that have an answer."""
+        return cls((tuple(wait for wait in run if wait.answered >= wait.came),))
+
+    def __add__(self, other: "Waits") -> "Waits":
+        return Waits(self.runs + other.runs)
+
+    def figures(self) -> dict[str, float]:
+        """Seconds: TTFT of all requests, its parts on average, and the least and the greatest mean
+        and worst of a run. Counts: requests, and later ones that got blocks first. Empty if no
+        request waited."""
+        runs = [sorted(wait.answered - wait.came for wait in run) for run in self.runs if run]
+        if not runs:
+            return {}
+        waits = [wait for run in self.runs for wait in run]
+        every = sorted(chain.from_iterable(runs))
+        means = [fmean(run) for run in runs]
+        worst = [run[-1] for run in runs]
+        passed = [wait.num_passed for wait in waits]
+        return {
+            "requests": len(every),
+            "mean": fmean(every),
+            "p50": every[len(every) // 2],
+            "p99": every[int(0.99 * len(every))],
+            "worst": every[-1],
+            "until_blocks": fmean(wait.got_blocks - wait.came for wait in waits),
+            "load": fmean(wait.began - wait.got_blocks for wait in waits),
+            "compute": fmean(wait.answered - wait.began for wait in waits),
+            "least_mean": min(means),
+            "greatest_mean": max(means),
+            "least_worst": min(worst),
+            "greatest_worst": max(worst),
+            "passed_most": max(passed),
+            "passed_sum": sum(passed),
+        }
 
 
 @dataclass(frozen=True)
-class TraceCount:
-    """A replay. Tokens are those that were played."""
+class Outcome:
+    """What requests found, did again and waited for. Tokens are those that were played."""
 
     prompt: int
     """Tokens of all prompts, in whole blocks."""
@@ -125,13 +160,15 @@ class TraceCount:
     steps: int
     requests: int
     seconds: float
-    """Of the replay's clock, while these requests got their blocks."""
+    """Of the engine's clock."""
     lru_host: int
     """Tokens that the same requests find in an LRU cache of the tier's size."""
     lru_both: int
     """The same of the device's and the tier's size together."""
     optimal: int
     """The same if that cache knew the future."""
+    first_turns: Waits
+    later_turns: Waits
 
     @property
     def found(self) -> int:
@@ -142,21 +179,58 @@ class TraceCount:
         """``tokens`` over those of the prompts."""
         return tokens / self.prompt if self.prompt else 0.0
 
-    def __add__(self, other: "TraceCount") -> "TraceCount":
-        sums = {name: value + getattr(other, name) for name, value in asdict(self).items()}
-        steps = self.steps + other.steps
-        mean = (self.shared * self.steps + other.shared * other.steps) / steps
-        return TraceCount(**(sums | {"shared": mean}))
+    def __add__(self, other: "Outcome") -> "Outcome":
+        sums = {
+            each.name: getattr(self, each.name) + getattr(other, each.name) for each in fields(self)
+        }
+        mean = (self.shared * self.steps + other.shared * other.steps) / sums["steps"]
+        return Outcome(**(sums | {"shared": mean}))
+
+    def to_json(self) -> dict[str, Any]:
+        """All numbers, and the figures of the waits."""
+        numbers = {each.name: getattr(self, each.name) for each in fields(self)}
+        waits = {name: numbers[name].figures() for name in ("first_turns", "later_turns")}
+        return numbers | waits
 
 
 @dataclass
-class TraceRow:
-    """All contenders with one trace and memory."""
+class Play:
+    """All contenders at the same requests, with the same memory."""
 
-    trace: str
-    memory: tuple[float, float]
-    """Device and host, in millions of tokens."""
-    counts: dict[str, TraceCount] = field(default_factory=dict)
+    name: str
+    outcomes: dict[str, Outcome] = field(default_factory=dict)
+
+    def add(self, contender: str, outcome: Outcome) -> None:
+        """Add the outcome of another seed."""
+        known = self.outcomes.get(contender)
+        self.outcomes[contender] = outcome if known is None else known + outcome
+
+    def to_json(self) -> dict[str, Any]:
+        outcomes = {name: outcome.to_json() for name, outcome in self.outcomes.items()}
+        return {"name": self.name, "contenders": outcomes}
+
+
+@dataclass
+class HitRow:
+    """All contenders at one host tier."""
+
+    order: Order
+    one_offs: bool
+    """True if prompts that no later turn continues come in between."""
+    host_part: float
+    """Host blocks over the blocks of all conversations."""
+    counts: dict[str, HitCount] = field(default_factory=dict)
+    play: Play = field(init=False)
+    """Of the same runs."""
+
+    def __post_init__(self) -> None:
+        self.play = Play(self.name)
+
+    @property
+    def name(self) -> str:
+        """Such as "random, one-offs, tier 25%"."""
+        one_offs = ", one-offs" if self.one_offs else ""
+        return f"{self.order.value}{one_offs}, tier {self.host_part:.0%}"
 
 
 @dataclass
@@ -169,7 +243,8 @@ class Results:
     rows: list[Row] = field(default_factory=list)
     footprints: dict[str, Footprint] = field(default_factory=dict)
     hit_rows: list[HitRow] = field(default_factory=list)
-    trace_rows: list[TraceRow] = field(default_factory=list)
+    chats: list[Play] = field(default_factory=list)
+    traces: list[Play] = field(default_factory=list)
     left_out: dict[str, str] = field(default_factory=dict)
     """Contenders that refuse their settings, and their reasons."""
     failures: dict[str, str] = field(default_factory=dict)
@@ -199,6 +274,7 @@ class Results:
                     name: {**asdict(count), "rate": count.rate, "overall_rate": count.overall_rate}
                     for name, count in row.counts.items()
                 },
+                "outcomes": row.play.to_json()["contenders"],
             }
             for row in self.hit_rows
         ]
@@ -209,7 +285,8 @@ class Results:
                 "rows": rows,
                 "footprints": self.footprints,
                 "hits": hits,
-                "traces": self.trace_rows,
+                "chats": [play.to_json() for play in self.chats],
+                "traces": [play.to_json() for play in self.traces],
                 "goals": goals(self),
                 "left_out": self.left_out,
                 "failures": self.failures,
@@ -252,17 +329,5 @@ def goals(results: Results) -> dict[str, bool]:
             rival = hits.counts.get(rival_of(name))
             if rival is not None:
                 words = f"{name} hits {count.rate:.1%}, its rival {rival.rate:.1%}"
-                found[f"{hit_row_name(hits)}: {words}"] = count.rate >= rival.rate
+                found[f"{hits.name}: {words}"] = count.rate >= rival.rate
     return found
-
-
-def trace_row_name(row: TraceRow) -> str:
-    """Such as "conversation_trace, 0.5M / 1M tokens"."""
-    device, host = row.memory
-    return f"{row.trace}, {device:g}M / {host:g}M tokens"
-
-
-def hit_row_name(row: HitRow) -> str:
-    """Such as "random, one-offs, tier 25%"."""
-    one_offs = ", one-offs" if row.one_offs else ""
-    return f"{row.order.value}{one_offs}, tier {row.host_part:.0%}"

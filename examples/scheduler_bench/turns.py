@@ -7,8 +7,17 @@ from random import Random
 
 from examples.scheduler_bench.contenders import Contender
 from examples.scheduler_bench.engine import Engine, Shape
-from examples.scheduler_bench.plan import BLOCK_SIZE, CHUNK_TOKENS, HitPlan, Order
-from examples.scheduler_bench.results import HitCount
+from examples.scheduler_bench.plan import (
+    BLOCK_SIZE,
+    BUS_TOKENS,
+    CHUNK_TOKENS,
+    STEP_SECONDS,
+    TOKENS_PER_SECOND,
+    HitPlan,
+    Order,
+)
+from examples.scheduler_bench.results import HitCount, Outcome
+from examples.scheduler_bench.watch import Watch
 
 
 @dataclass(frozen=True)
@@ -58,7 +67,9 @@ class _Conversation:
     running: bool = False
 
 
-def run_turns(contender: Contender, load: Workload, host_part: float, delay: int) -> HitCount:
+def run_turns(
+    contender: Contender, load: Workload, host_part: float, delay: int
+) -> tuple[HitCount, Outcome]:
     """Play ``load`` with a host tier of ``host_part`` of its working set, and count hits."""
     plan = load.plan
     messages = load.user_tokens
@@ -69,13 +80,18 @@ def run_turns(contender: Contender, load: Workload, host_part: float, delay: int
         host_blocks=int(host_part * load.working_set) + 1,
         max_running=plan.running,
         delay=delay,
+        bus_blocks=BUS_TOKENS / BLOCK_SIZE,
+        step_seconds=STEP_SECONDS,
+        tokens_per_second=TOKENS_PER_SECOND,
     )
     assert longest < CHUNK_TOKENS, "a prompt is computed in one step"
     system = _tokens(f"{load.seed} system", plan.system_tokens)
     conversations = [_Conversation(list(system)) for _ in range(plan.conversations)]
     engine = Engine(contender, shape)
     try:
-        return _play(engine, load, conversations)
+        watch = Watch(engine)
+        watch.begin()
+        return _play(engine, load, conversations), watch.outcome()
     finally:
         engine.close()
 

@@ -84,7 +84,7 @@ from tests.examples.processes import assert_gone
         (
             "scheduler_bench",
             "--parts costs",
-            "'costs' is none of cost, footprint, hits, traces",
+            "'costs' is none of cost, footprint, hits, chat, traces",
         ),
         ("scheduler_bench", "--contenders theirs", "--contenders: 'theirs' is none of ours, "),
         ("scheduler_bench", "--running 0", "--running: 0 is not within 1 and 256"),

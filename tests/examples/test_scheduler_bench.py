@@ -210,7 +210,7 @@ def test_all_are_asked_the_same() -> None:
 def test_hit_counts(name: str) -> None:
     plan = replace(TINY.hits, running=1)
     load = Workload(plan, Order.ROUND_ROBIN, one_offs=False, seed=0)
-    count = run_turns(CONTENDERS[name], load, host_part=1.0, delay=2)
+    count, _ = run_turns(CONTENDERS[name], load, host_part=1.0, delay=2)
     lengths = []
     for by_turn in load.user_tokens:
         history = plan.system_tokens

@@ -236,11 +236,11 @@ def test_a_run_reports_its_replays(tmp_path: Path, capsys: pytest.CaptureFixture
     contenders = [CONTENDERS[name] for name in ("ours", "none")]
     assert command.run(Plan(traces=traces), contenders, {Part.TRACES}, tmp_path) == 0
     assert "agents, 0.01M / 0.02M tokens" in capsys.readouterr().out
-    assert (tmp_path / "traces.png").stat().st_size
+    assert (tmp_path / "found.png").stat().st_size
     (row,) = json.loads((tmp_path / "result.json").read_text())["traces"]
-    assert row["memory"] == [0.01, 0.02]
+    assert row["name"] == "agents, 0.01M / 0.02M tokens"
     # Two orders of the sessions, with prompts of 3, 5 and 1 ids of 16 tokens.
-    assert {name: count["prompt"] for name, count in row["counts"].items()} == {
+    assert {name: count["prompt"] for name, count in row["contenders"].items()} == {
         "ours": 2 * 16 * 9,
         "none": 2 * 16 * 9,
     }

@@ -1,0 +1,124 @@
+"""Watch: what an engine's requests find, what is computed again and why, and how long they wait."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from vllm.v1.core.kv_cache_utils import get_block_hash
+
+from examples.scheduler_bench.bounds import Access, lru_hits, optimal_hits
+from examples.scheduler_bench.engine import Engine, Hit, Wait
+from examples.scheduler_bench.plan import BLOCK_SIZE
+from examples.scheduler_bench.results import Outcome, Waits
+
+if TYPE_CHECKING:
+    from vllm.v1.request import Request
+
+_SAMPLE_STEPS = 64
+"""Steps between two looks at the tier's copies of the device's blocks."""
+_LATER = 0.5
+"""Share of a prompt that was computed before, from which on it is a later turn's."""
+
+
+class Watch:
+    """Counts requests from ``begin`` on, when they get their blocks. Those before are the warm-up:
+    they fill both caches."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._accesses: list[Access] = []
+        self._seen: set[bytes] = set()
+        self._unstored: set[bytes] = set()
+        """Hashes that left the device when the tier did not have them."""
+        self._num_unstored = self._num_evicted = 0
+        """Blocks that were computed again."""
+        self._hits: list[Hit] = []
+        self._waits: dict[bool, list[Wait]] = {False: [], True: []}
+        """By whether it is a later turn's."""
+        self._num_shared: list[int] = []
+        """Samples of the number of blocks that device and tier both have."""
+        self._first: int | None = None
+        """The first access that counts."""
+        self._start = (0, 0, 0, 0.0)
+        """Steps, blocks stored and loaded, and the time, when counting began."""
+        self._next_sample = 0
+        pool: Any = engine.scheduler.kv_cache_manager.block_pool
+        self._device_pool = pool
+        # vLLM's own method, which no hook announces.
+        pool._maybe_evict_cached_block = partial(self._evict, pool._maybe_evict_cached_block)
+        engine.on_hit = self._on_hit
+        engine.on_end = self._on_end
+
+    def begin(self) -> None:
+        """Count from now on."""
+        engine = self._engine
+        engine.stopwatch.drain()
+        self._first = len(self._accesses)
+        self._start = (engine.num_steps, engine.num_stored, engine.num_loaded, engine.now)
+
+    def outcome(self) -> Outcome:
+        """What was counted until now."""
+        engine, accesses = self._engine, self._accesses
+        first = len(accesses) if self._first is None else self._first
+        shape = engine.shape
+        device_blocks, host_blocks = shape.device_blocks - 1, shape.host_blocks - 1
+        return Outcome(
+            prompt=sum(len(access.blocks) for access in accesses[first:]) * BLOCK_SIZE,
+            device=sum(hit.device for hit in self._hits),
+            host=sum(hit.host for hit in self._hits),
+            unstored=self._num_unstored * BLOCK_SIZE,
+            evicted=self._num_evicted * BLOCK_SIZE,
+            stored=engine.num_stored - self._start[1],
+            loaded=engine.num_loaded - self._start[2],
+            shared=sum(self._num_shared) / max(1, len(self._num_shared)) / max(1, host_blocks),
+            hook_seconds=engine.stopwatch.drain().seconds,
+            steps=engine.num_steps - self._start[0],
+            requests=len(self._hits),
+            seconds=engine.now - self._start[3],
+            lru_host=lru_hits(accesses, host_blocks, first) * BLOCK_SIZE,
+            lru_both=lru_hits(accesses, device_blocks + host_blocks, first) * BLOCK_SIZE,
+            optimal=optimal_hits(accesses, device_blocks + host_blocks, first) * BLOCK_SIZE,
+            first_turns=Waits.of(self._waits[False]),
+            later_turns=Waits.of(self._waits[True]),
+        )
+
+    def _on_hit(self, request: "Request", hit: Hit) -> None:
+        engine, counts = self._engine, self._first is not None
+        # Its last token is its own.
+        num_blocks = (request.num_prompt_tokens - 1) // BLOCK_SIZE
+        blocks = [bytes(each) for each in request.block_hashes[:num_blocks]]
+        num_answer = (request.num_prompt_tokens + request.max_tokens) // BLOCK_SIZE - num_blocks
+        self._accesses.append(Access(blocks, num_answer))
+        num_seen = sum(block in self._seen for block in blocks)
+        for block in blocks[(hit.device + hit.host) // BLOCK_SIZE :]:
+            if block in self._seen and counts:
+                if block in self._unstored:
+                    self._num_unstored += 1
+                else:
+                    self._num_evicted += 1
+            self._unstored.discard(block)
+        self._seen.update(blocks)
+        if not counts:
+            return
+        self._hits.append(hit)
+        is_later = num_seen >= _LATER * len(blocks) > 0
+        self._waits[is_later].append(engine.waits[request.request_id])
+        if engine.num_steps >= self._next_sample:
+            self._next_sample = engine.num_steps + _SAMPLE_STEPS
+            has = partial(engine.side.has, engine.connector)
+            keys = [key for each in self._device_pool.blocks if (key := each.block_hash)]
+            self._num_shared.append(sum(map(has, keys)))
+
+    def _on_end(self, request: "Request") -> None:
+        self._seen.update(map(bytes, request.block_hashes))
+
+    def _evict(self, evict: Callable[[Any], bool], block: Any) -> bool:
+        key = block.block_hash
+        if not evict(block):
+            return False
+        block_hash = bytes(get_block_hash(key))
+        if self._engine.side.has(self._engine.connector, key):
+            self._unstored.discard(block_hash)
+        else:
+            self._unstored.add(block_hash)
+        return True
