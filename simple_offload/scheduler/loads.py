@@ -50,6 +50,16 @@ class _Load:
     """Every rank has announced it: vLLM may schedule compute that reads its blocks."""
     orphaned: bool = False
     """Its request has ended."""
+    _pinned_ids: frozenset[int] = frozenset()
+    """Of its host blocks, once another request asks for one."""
+
+    def will_bring(self, host_block: KVCacheBlock) -> bool:
+        """Whether vLLM will find these contents on the device when the load ends, and not yet."""
+        if self.admitted or self.orphaned:
+            return False
+        if not self._pinned_ids:
+            self._pinned_ids = frozenset([block.block_id for block in self.pins])
+        return host_block.block_id in self._pinned_ids
 
     def add(
         self,
@@ -157,6 +167,19 @@ class Loads:
         """Device blocks that a load of the request's hit would fill, at most."""
         known = self._hits.get(request_id)
         return len(known.hit.pins) * self._groups.num_sub_blocks if known is not None else 0
+
+    def will_find_most(self, request_id: str) -> bool:
+        """Whether loads of others bring at least half of the request's hit: its middle block, and
+        all before it in a chain. vLLM finds that on the device soon."""
+        known = self._hits.get(request_id)
+        if known is None:
+            return False
+        group = (*self._groups.chained_ids, *self._groups.ids)[0]
+        blocks = known.hit.blocks[group]
+        middle = blocks[len(blocks) // 2]
+        return any(
+            load.will_bring(middle) for load in chain(self._planned, self._in_flight.values())
+        )
 
     def unpin_hit(self, request_id: str) -> None:
         """Unpin the hit of a request that will not load it."""

@@ -13,6 +13,7 @@ from simple_offload.logs import get_logger
 from simple_offload.metadata import RankCapacity, StepMetadata, WorkerReport
 from simple_offload.ranks import Ranks
 from simple_offload.scheduler.event_payload import payloads_of_host_block
+from simple_offload.scheduler.gate import Gate, is_prefilled_elsewhere
 from simple_offload.scheduler.kv_events import KVEvents
 from simple_offload.scheduler.loads import Loads
 from simple_offload.scheduler.parked import Parked
@@ -75,7 +76,6 @@ class OffloadScheduler:
             require_sub_blocks_possible(config, kv_cache_config, self.block_size)
         if config.second_tier is not None:
             require_second_tier_possible(config.second_tier, vllm_config)
-        self._chunk_sizes = chunk_sizes(kv_cache_config)
         self.switched_off = False
         self._num_on_device: dict[str, int] = {}
         """By request without blocks, its tokens that the device had at the last lookup."""
@@ -109,6 +109,15 @@ class OffloadScheduler:
             wants_events=self._events is not None,
         )
         self._parked = Parked(kv_cache_manager, self._vllm_config)
+        self._gate = Gate(
+            self._loads,
+            self.groups,
+            self._parked,
+            self._policy,
+            self.block_size,
+            chunk_sizes(self._device_config),
+            self._vllm_config.scheduler_config.max_num_seqs,
+        )
         self._hazards = WriteHazards(kv_cache_manager, self._vllm_config.max_concurrent_batches)
 
     def agree_on_capacity(self, capacities: Iterable[RankCapacity]) -> None:
@@ -122,7 +131,7 @@ class OffloadScheduler:
     def on_new_request(self, request: "Request") -> None:
         """vLLM has put a request into its queue."""
         self._wishes.of(request)  # a warning comes at once
-        if self.switched_off:
+        if self.switched_off or is_prefilled_elsewhere(request):
             return
         self._policy.on_new_request(request)
         if self._second_tier is not None:
@@ -133,30 +142,9 @@ class OffloadScheduler:
     ) -> tuple[int | None, bool]:
         """Tokens that the tier has beyond those on the device, and whether they are loaded
         between steps. Pins their blocks. None: vLLM should ask again in the next step."""
-        request_id = request.request_id
-        self._num_on_device[request_id] = num_computed_tokens
-        self._parked.remove(request_id)
-        if self._parked.must_yield:
-            self._loads.unpin_hit(request_id)
-            return None, False
-        skip = self.switched_off or request.skip_reading_prefix_cache
-        if skip or not self._can_extend(num_computed_tokens):
-            self._loads.unpin_hit(request_id)
-            return 0, False
-        if self._policy.is_waiting(request_id):
-            return None, False
-        num_tokens = self._loads.lookup(request, num_computed_tokens)
-        if self._second_tier is not None:
-            if self._second_tier.must_wait(request, num_computed_tokens, num_tokens):
-                return None, False
-            num_tokens = self._loads.lookup(request, num_computed_tokens)
-        num_blocks = self._loads.num_blocks(request_id)
-        if num_tokens and (
-            not self._parked.has_room(request) or self._policy.must_wait(request_id, num_blocks)
-        ):
-            self._loads.unpin_hit(request_id)
-            return None, False
-        return num_tokens, num_tokens > 0
+        self._num_on_device[request.request_id] = num_computed_tokens
+        num_tokens = self._gate.ask(request, num_computed_tokens)
+        return num_tokens, bool(num_tokens)
 
     def update_state_after_alloc(
         self, request: "Request", blocks: "KVCacheBlocks", num_external_tokens: int
@@ -172,6 +160,7 @@ class OffloadScheduler:
             if not request.skip_reading_prefix_cache:
                 self._meter.add(metrics.LOOKUPS, 1, "hit" if num_external_tokens > 0 else "miss")
             self._policy.on_allocated(request, num_on_device, num_external_tokens, wishes)
+        self._gate.on_allocated(request.request_id)
         if num_external_tokens > 0:
             self._free_unread(request, num_external_tokens)
             self._loads.plan(request, blocks.blocks, num_external_tokens, self._device_pool)
@@ -197,6 +186,7 @@ class OffloadScheduler:
         computes = num_tokens > 0
         self._hazards.on_step(zeroed, computes=computes)
         self._parked.on_step(computes=computes)
+        self._gate.on_step()
         self._is_capacity_sent |= self._capacity is not None
         return StepMetadata(
             loads=loads,
@@ -241,7 +231,7 @@ class OffloadScheduler:
                 kind = "Load" if is_load else "Store"
                 logger.error("%s %d failed on a rank: %s", kind, ended.id, consequence)
         if report.broken and not self.switched_off:
-            self.switched_off = True
+            self.switched_off = self._gate.is_closed = True
             self.reset_cache()
             logger.error(
                 "A rank has lost a copy thread: the host tier is switched off. The server "
@@ -254,6 +244,7 @@ class OffloadScheduler:
         Returns whether vLLM should keep the blocks, and what the reply says."""
         self._num_on_device.pop(request.request_id, None)
         self._parked.remove(request.request_id)
+        self._gate.on_request_finished(request.request_id)
         if self._second_tier is not None:
             self._second_tier.on_request_finished(request.request_id)
         self._loads.on_request_finished(request.request_id)
@@ -423,6 +414,7 @@ class OffloadScheduler:
             logger.info("Ranks have room for %s host blocks; all use %d", by_rank, min(by_rank))
         if self.config.second_tier is not None:
             self._second_tier = self._open_second_tier(self.config.second_tier)
+            self._gate.second_tier = self._second_tier
             self._stores.on_committed.append(self._second_tier.writes.on_stored)
         logger.info(
             "Host tier: %d blocks of %d tokens, %s",
@@ -454,14 +446,6 @@ class OffloadScheduler:
                 for key, num_tokens in zip(run.keys, run.num_tokens, strict=True)
             ]
             self._events.on_committed(run, useless)
-
-    def _can_extend(self, num_computed_tokens: int) -> bool:
-        """Whether host blocks may follow a device prefix of this length: it ends on a scheduler
-        block boundary, and where attention is local to a chunk, the lookup starts with a chunk."""
-        if num_computed_tokens % self.block_size:
-            return False
-        start = self.groups.start_of(num_computed_tokens)
-        return not any(start % chunk_size for chunk_size in self._chunk_sizes)
 
 
 def _boundary_states(scheduled: "SchedulerOutput") -> dict[str, list[BoundaryState]]:

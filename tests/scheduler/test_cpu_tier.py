@@ -2,6 +2,7 @@
 
 import gc
 from collections.abc import Iterator
+from string import ascii_uppercase
 
 import numpy as np
 import pytest
@@ -66,7 +67,6 @@ def let_go(tier: CpuTier, chain: str) -> None:
 def _few_copies_stay(monkeypatch: pytest.MonkeyPatch) -> None:
     """As where requests want back some of what has left: ``test_ghosts.py``."""
     monkeypatch.setattr(segments, "FEW_WANTED", 0)
-    monkeypatch.setattr(segments, "SECOND_STORES", 0)
 
 
 # The order of eviction. Of 16 blocks, 3 may be copies although others need room.
@@ -431,32 +431,20 @@ def test_room_for_copies() -> None:
     assert tier.room_for_copies == 16
 
 
-def test_blocks_used_once_do_not_displace_found_ones() -> None:
-    tier = make_tier(6)
-    store(tier, "abc")
+def test_found_blocks_outlive_others_but_not_for_ever() -> None:
+    """Of both, the tail leaves before the head."""
+    tier = make_tier(12)
+    store(tier, "xyz", "abc")
     find(tier, "abc")
-    store(tier, "kl", "mn", "op", "xy")
-    assert contents(tier) == {"a", "ab", "abc", "x", "xy", "o"}
-    store(tier, "pqrst")  # evicts protected blocks only when no others are there
-    assert contents(tier) == {*prefixes("pqrst"), "a"}
-
-
-def test_half_of_the_tier_is_protected_until_it_is_old() -> None:
-    """Blocks beyond the limit are the most recently used on probation. There, a block stays for
-    three evictions. After six times as many, protected blocks leave first, tails before heads."""
-    tier = make_tier(8)
-    store(tier, "abcde", "xyz")
-    find(tier, "abcde")
-    assert protected(tier) == {"a", "ab", "abc", "abcd"}
-    find(tier, "a", "ab")
-    store(tier, *"klmnopqrstuvwABCDEF")
-    assert protected(tier) == {"a", "ab", "abc", "abcd"}
-    store(tier, "G")
-    assert protected(tier) == {"a", "ab", "abc"}
-    assert contents(tier) >= {*"DEFG"}
-    find(tier, "ab")
-    store(tier, *"HIJKLMNO")
-    assert protected(tier) == {"a", "ab"}
+    leaving: list[str] = []
+    for name in ascii_uppercase:
+        store(tier, name)
+        leaving += [
+            each
+            for each in (*prefixes("xyz"), *prefixes("abc"))
+            if each not in contents(tier) and each not in leaving
+        ]
+    assert leaving == ["xyz", "xy", "x", "abc", "ab", "a"]
 
 
 # Making room

@@ -34,8 +34,6 @@ _NUM_BLOCKS = 7
 _MOST_BLOCKS = 12
 _CONSTANTS: dict[str, Any] = dict(
     COPIES_SHARE=0.3,
-    SECOND_STORES=0.25,
-    PROTECTED_SHARE=0.5,
     PROTECTED_AGE=2,
     _MOST_LOOKED_AT=2,
 )
@@ -119,7 +117,6 @@ class Tier(RuleBasedStateMachine):
         """By name of what has left lately and was no copy, how many had been evicted before it."""
         self.share_wanted = 0.0
         """Of the last ghosts: a moving average."""
-        self.num_second_stores = 0.0
         """Copies that may leave in any case."""
         self.before = (contents(self.tier), self.tier.version)
 
@@ -208,7 +205,7 @@ class Tier(RuleBasedStateMachine):
         for name in reversed(names):
             if self.segment[name] not in _COPIES:
                 self.move([name], self.segment[name])
-        self.enforce_limit()
+        self.limit_kept()
 
     @rule(chain=chains, start=starts)
     def add_copies(self, chain: str, start: int) -> None:
@@ -272,7 +269,7 @@ class Tier(RuleBasedStateMachine):
         for name in [*self.queues[2], *pinned]:
             other = _AS_OTHER[self.segment[name]]
             self.move([name], other if other in (_KEPT, _EXPECTED) else _PROBATION)
-        self.enforce_limit()
+        self.limit_kept()
 
     @rule(chain=chains)
     def expect(self, chain: str) -> None:
@@ -292,7 +289,7 @@ class Tier(RuleBasedStateMachine):
                 self.segment[name] = _FOUND_COPY
             elif self.segment[name] == _EXPECTED:
                 self.move([name], _PROTECTED)
-        self.enforce_limit()
+        self.limit_kept()
 
     @rule(
         chain=chains,
@@ -326,7 +323,7 @@ class Tier(RuleBasedStateMachine):
                 self.segment[name] = _AS_COPY[segment]
             else:
                 self.move([name], segment)
-        self.enforce_limit()
+        self.limit_kept()
 
     @rule(seconds=st.integers(1, 6))
     def wait(self, seconds: int) -> None:
@@ -396,15 +393,12 @@ class Tier(RuleBasedStateMachine):
         for queue in self.queues:
             queue[:] = [name for name in queue if name not in gone]
 
-    def move(
-        self, moved: Sequence[str], segment: int, *, first: bool = False, returns: bool = False
-    ) -> None:
+    def move(self, moved: Sequence[str], segment: int, *, first: bool = False) -> None:
         """Move blocks to a segment, the free ones to an end of its queue, in this order."""
         self.take(moved)
         self.segment.update(dict.fromkeys(moved, segment))
-        if not returns:
-            used = [self.kept[name].block_id for name in moved]
-            self.since.update(dict.fromkeys(used, self.num_evicted))
+        used = [self.kept[name].block_id for name in moved]
+        self.since.update(dict.fromkeys(used, self.num_evicted))
         queue = self.queues[_QUEUES[segment]]
         place = 0 if first else len(queue)
         queue[place:place] = [n for n in moved if not self.references[self.kept[n].block_id]]
@@ -441,7 +435,7 @@ class Tier(RuleBasedStateMachine):
                 self.segment[name] = _FOUND_COPY
             else:
                 self.move([name], _PROTECTED)
-        self.enforce_limit()
+        self.limit_kept()
 
     def evict(self, count: int, limit: int, keep: Collection[str]) -> int:
         """Copies leave first, or those on probation, then whole queues, up to a block to keep.
@@ -450,7 +444,7 @@ class Tier(RuleBasedStateMachine):
         others: list[str] = []
         order: tuple[tuple[int, Callable[[], int]], ...] = (
             (_RELEASED, lambda: count),
-            (_COPY, lambda: max(int(self.num_second_stores), self.num_copies - self.max_copies)),
+            (_COPY, lambda: self.num_copies - self.max_copies),
             (_PROTECTED, self.count_old),
             (_PROBATION, lambda: count),
             (_COPY, lambda: self.num_copies - self.copies_share),
@@ -480,10 +474,6 @@ class Tier(RuleBasedStateMachine):
             self.num_evicted += 1
         oldest = self.num_evicted - max(self.num_copies, self.copies_share)
         self.end_ghosts([n for n, since in self.ghosts.items() if since < oldest], wanted=False)
-        num_given = limit - count + len(lost)
-        num_copies_given = len(lost) - len(others)
-        self.num_second_stores *= 1 - num_given / self.num_blocks
-        self.num_second_stores += _CONSTANTS["SECOND_STORES"] * num_given - num_copies_given
         return len(lost)
 
     def end_ghosts(self, names: Sequence[str], *, wanted: bool) -> None:
@@ -519,19 +509,13 @@ class Tier(RuleBasedStateMachine):
                 self.twins[self.kept[name].block_id] = None
             elif self.segment[name] in _COPIES:
                 self.move([name], _AS_OTHER[self.segment[name]])
-        self.enforce_limit()
+        self.limit_kept()
 
-    def enforce_limit(self) -> None:
+    def limit_kept(self) -> None:
         kept = self.queues[_QUEUES[_KEPT]]
         for name in kept[: max(0, len(kept) - self.num_blocks // 4)]:
             del self.leases[name]
             self.move([name], _PROTECTED)
-        num_protected = len(self.queues[_PROTECTED])
-        self.return_to_probation(num_protected - (self.num_blocks // 2 - len(kept)))
-
-    def return_to_probation(self, count: int) -> None:
-        """They keep their age."""
-        self.move(self.queues[_PROTECTED][: max(0, count)], _PROBATION, returns=True)
 
     # Invariants
 

@@ -4,7 +4,6 @@ from itertools import takewhile
 
 import pytest
 
-from simple_offload.scheduler.tier import segments
 from tests.scheduler.conftest import MakeDriver
 from tests.scheduler.driver import STORE, Driver, make_request, prompt
 
@@ -37,12 +36,9 @@ def test_an_idle_engine_stores_all_that_there_is_room_for(drive: MakeDriver) -> 
     assert driver.num_kept == (len(tokens) - 1) // 4
 
 
-def test_the_tier_keeps_the_order_in_which_requests_overwrite_a_prefix(
-    drive: MakeDriver, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_tier_keeps_the_order_in_which_requests_overwrite_a_prefix(drive: MakeDriver) -> None:
     """In one step, a running request gets the last block of the prefix, and a new request others.
-    The head of the prefix still leaves last, unless it is to be stored a second time."""
-    monkeypatch.setattr(segments, "SECOND_STORES", 0)
+    The head of the prefix still leaves last."""
     driver = drive(num_device_blocks=40)
     running = driver.start("running", prompt(10, family=1), max_tokens=60)
     lost = driver.start("lost", prompt(21))

@@ -5,10 +5,8 @@ from typing import Any
 import pytest
 
 from simple_offload.scheduler.policy.expected import EXPECTED_SHARE
-from simple_offload.scheduler.tier import segments
 from tests.scheduler.conftest import MakeDriver
 from tests.scheduler.driver import Driver, prompt
-from tests.simulation import integrity
 
 NUM_TOKENS = 21
 """Of a prompt: five blocks, and a token of the sixth."""
@@ -60,12 +58,8 @@ def test_a_request_that_is_aborted_expects_nothing(drive: MakeDriver) -> None:
     driver.run()
 
 
-def test_what_two_requests_expect_stays_for_the_second(
-    drive: MakeDriver, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The device lets go of it in between, and nothing is protected for having been found."""
-    monkeypatch.setattr(segments, "PROTECTED_SHARE", 0)
-    monkeypatch.setattr(integrity, "PROTECTED_SHARE", 0)
+def test_what_two_requests_expect_stays_for_the_second(drive: MakeDriver) -> None:
+    """The device lets go of it in between."""
     driver = drive(**SHAPE)
     driver.fill(10, first=1)
     start(driver, 60, 1, *range(61, 81))

@@ -1,13 +1,10 @@
-"""The more of what has left the tier requests want back, the fewer copies stay.
-
-A small share leaves in any case.
-"""
+"""The more of what has left the tier requests want back, the fewer copies stay."""
 
 from string import ascii_letters, digits
 
 import pytest
 
-from simple_offload.scheduler.tier import ghosts, segments
+from simple_offload.scheduler.tier import ghosts
 from simple_offload.scheduler.tier.cpu_tier import CpuTier
 from tests.scheduler.tiers import contents, copies, hashes, make_tier, store
 
@@ -21,9 +18,7 @@ MORE_NAMES = digits + "!$%&/()=?+*#-<>|"
 
 @pytest.fixture(autouse=True)
 def _fewer_ghosts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And no copy leaves in any case."""
     monkeypatch.setattr(ghosts, "NUM_AVERAGED", NUM_AVERAGED)
-    monkeypatch.setattr(segments, "SECOND_STORES", 0)
 
 
 def full_tier(num_copies: int = MAX_COPIES) -> CpuTier:
@@ -110,26 +105,3 @@ def test_a_few_ghosts_stand_for_many(monkeypatch: pytest.MonkeyPatch) -> None:
     displace(others, NAMES[26:], wanted=NAMES[1:26:3])
     assert copies(followed) == set()
     assert len(copies(others)) == MAX_COPIES
-
-
-@pytest.mark.parametrize("share", [1 / 6, 1 / 4])
-def test_some_copies_leave_in_any_case(monkeypatch: pytest.MonkeyPatch, share: float) -> None:
-    """A share of the blocks that new contents get, from the first one on."""
-    monkeypatch.setattr(segments, "SECOND_STORES", share)
-    tier = full_tier(20)
-    names = (NAMES + MORE_NAMES)[12:]
-    for num_stored, name in enumerate(names, start=1):
-        store(tier, name)
-        num_left = 20 - len(copies(tier))
-        assert share * num_stored - 1 <= num_left <= share * (NUM_BLOCKS + num_stored)
-    assert len(names) > 2 * NUM_BLOCKS
-
-
-def test_this_share_is_one_of_the_last_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As many as the tier has. What was stored before does not count."""
-    monkeypatch.setattr(segments, "SECOND_STORES", 1 / 4)
-    tier = full_tier(0)
-    displace(tier, NAMES[-20:] + MORE_NAMES)
-    store(tier, "." * 20, on_device=True)
-    displace(tier, NAMES[:14])
-    assert 20 - len(copies(tier)) in range(NUM_BLOCKS // 4, NUM_BLOCKS // 4 + 14 // 4 + 1)

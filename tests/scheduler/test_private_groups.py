@@ -381,10 +381,9 @@ def test_blocks_of_all_places_in_any_order_of_calls(
         run.call(name, picks)
 
 
-def test_no_more_than_half_of_the_contents_are_protected() -> None:
+def test_no_more_than_a_quarter_of_the_contents_are_kept() -> None:
     tier = make_private_tier(16, 4)  # room for four contents
     stored = store(tier, "a", "b", "c", "d", group=PRIVATE)
-    tier.pin(stored)
-    tier.unpin(stored)
+    tier.lease([block.block_id for block in stored], tier.make_lease(60, None))
     check_tier(tier)
-    assert tier._segments._protected.num_free_blocks == 2
+    assert sum(tier.lease_of(block.block_id) is not None for block in stored) == 1

@@ -10,7 +10,6 @@ from functools import cache, partial
 from hashlib import sha256
 from itertools import pairwise
 from typing import Any, NamedTuple
-from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -24,7 +23,6 @@ from vllm.v1.core.sched.output import SchedulerOutput
 
 from simple_offload.metadata import StepMetadata
 from simple_offload.scheduler.manager import OffloadScheduler
-from simple_offload.scheduler.tier import segments
 from simple_offload.scheduler.tier.cpu_tier import CpuTier
 from simple_offload.scheduler.tier.run import Run
 from simple_offload.transfer import BlockIds
@@ -197,7 +195,6 @@ def old_prompt(extra: dict[str, Any], tier: int = 512, device: int = 128, blocks
     return work
 
 
-@patch.object(segments, "SECOND_STORES", 0)
 def known_prompt(
     extra: dict[str, Any], tier: int = 512, device: int = 128, blocks: int = 8
 ) -> Work:
@@ -264,7 +261,8 @@ def turnover(extra: dict[str, Any], loads: int = 16) -> Work:
 
 def aborted_load(extra: dict[str, Any], aborted: int = 64) -> Work:
     """The step after an aborted load of ``aborted`` blocks has ended. vLLM puts them before all
-    blocks of the queue that are known to be safe, while another request has unstored blocks."""
+    blocks of the queue that are known to be safe, while another request has unstored blocks. As
+    many as a load takes should be safe."""
     rig = Rig(device=1024, tier=2048, extra=extra)
     [prompt] = rig.prompts(1, aborted)
     rig.run([prompt])
@@ -284,6 +282,35 @@ def aborted_load(extra: dict[str, Any], aborted: int = 64) -> Work:
     while rig.num_free_blocks < num_free + aborted:
         rig.step(1)
     return rig.count(rig.step, 1)
+
+
+def waiting_for_room(extra: dict[str, Any], waiting: int = 64) -> Work:
+    """A step while ``waiting`` requests wait, whose prompts the tier has. Parked ones have the
+    device's blocks."""
+    rig = Rig(device=64, tier=1024, max_running=8, delay=400, extra=extra)
+    prompts = rig.prompts(8, 24)
+    rig.run(prompts)
+    for number in range(waiting):
+        rig.add(prompts[number % 6])
+    rig.step(waiting)  # each is looked at once
+    before = rig.engine.num_loaded
+    work = rig.count(rig.step, 8)
+    assert rig.engine.num_loaded == before > 0
+    return work.over(8)
+
+
+def waiting_for_a_load(extra: dict[str, Any], waiting: int = 64) -> Work:
+    """A step while ``waiting`` requests, more than may run, want what another one loads."""
+    rig = Rig(device=64, tier=1024, max_running=8, delay=400, extra=extra)
+    [prompt] = rig.prompts(1, 24)
+    rig.run([prompt])
+    rig.run(rig.prompts(8, 16))
+    for _ in range(waiting):
+        rig.add(prompt)
+    rig.step(waiting)  # each is looked at once
+    work = rig.count(rig.step, 8)
+    assert rig.engine.num_loaded > 0
+    return work.over(8)
 
 
 # Laws
@@ -362,7 +389,9 @@ TABLE = (
     Row("lazy, idle step", partial(idle_step, LAZY), BUSY | dict(tier=CONSTANT)),
     Row("lazy, busy step", partial(busy_step, LAZY), BUSY),
     Row("lazy, turnover", partial(turnover, LAZY), dict(loads=MEAN_LINEAR)),
-    Row("lazy, aborted load", partial(aborted_load, LAZY), dict(aborted=CONSTANT)),
+    Row("early, no room", partial(waiting_for_room, EARLY), dict(waiting=CONSTANT)),
+    Row("early, a load is shared", partial(waiting_for_a_load, EARLY), dict(waiting=CONSTANT)),
+    Row("lazy, aborted load", partial(aborted_load, LAZY), dict(aborted=LINEAR)),
     Row("early, new prompt", partial(new_prompt, EARLY), LAZY_PROMPT),
     Row(
         "early, old prompt",
@@ -385,6 +414,7 @@ SIZES = {
     "context": (32, 64, 128),
     "loads": (8, 16, 32),
     "aborted": (64, 128, 256),
+    "waiting": (64, 128, 256),
 }
 
 

@@ -21,7 +21,6 @@ from simple_offload.scheduler.tier.segments import (
     _KEPT,
     _KEPT_COPY,
     KEPT_SHARE,
-    PROTECTED_SHARE,
 )
 
 
@@ -103,6 +102,22 @@ def copies(scheduler: OffloadScheduler) -> list[BlockHashWithGroupId]:
     let_go = {block_id for _, part in segments._let_go._parts for block_id in part.tolist()}
     let_go |= segments._twins.keys()
     return [b.block_hash for b in copies if b.block_id not in let_go and b.block_hash is not None]
+
+
+def watch_withheld(scheduler: OffloadScheduler) -> set[int]:
+    """Ids of the device blocks that are withheld from requests from now on. The caller may clear
+    it."""
+    walk: Any = scheduler._policy._walk
+    withhold = walk.withhold
+    found: set[int] = set()
+
+    def watched(*arguments: Any) -> Any:
+        count = withhold(*arguments)
+        found.update(block.block_id for block in walk._withheld)
+        return count
+
+    walk.withhold = watched
+    return found
 
 
 def watch_copies(
@@ -213,9 +228,6 @@ def check_tier(tier: CpuTier) -> None:
     assert tier.has_copies or not num_copies, "a copy in a tier that has none"
     num_kept = segments._kept.num_free_blocks
     assert num_kept <= int(KEPT_SHARE * tier.max_contents), "too many blocks are kept"
-    num_protected = segments._protected.num_free_blocks + num_kept
-    max_protected = int(PROTECTED_SHARE * tier.max_contents)
-    assert num_protected <= max_protected, "too many blocks are protected"
     kept = {i for i, segment in enumerate(segments._of) if segment in (_KEPT, _KEPT_COPY)}
     assert kept == set(segments._leases.blocks()), "other blocks are kept than have a lease"
     assert kept or not segments._leases._queue, "ends of leases that no block has"

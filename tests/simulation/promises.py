@@ -21,45 +21,80 @@ Keys = Collection[BlockHashWithGroupId]
 
 
 class Answers:
-    """Before each allocation a request is told to ask again (None) a few times at most: until
-    stores have made its load safe; while it waits for the second tier, within its time limit; or
-    in favour of parked requests."""
+    """vLLM passes over a request that is told to ask again (None), and gives the room to those
+    behind it. Few requests may pass one so. Requests that wait for the second tier do so within
+    their time limit instead.
 
-    _MOST = 8
+    A request loads no copy of what the load of another brings, but for a short common head. It
+    waits for that, unless as many wait already as may run.
+    """
 
-    def __init__(self, scheduler: OffloadScheduler) -> None:
-        self.num_delayed = 0
-        """Requests that stores have delayed."""
-        self._num_waits: Counter[str] = Counter()
+    MOST_PASSED = 8
+
+    def __init__(self, scheduler: OffloadScheduler, max_running: int) -> None:
+        self.num_asked_again = 0
+        """How often requests had to ask again."""
+        self._scheduler = scheduler
+        self._max_running = max_running
+        self._told: set[str] = set()
+        """Requests that have to ask again, in the step that is being scheduled."""
+        self._num_passed: Counter[str] = Counter()
+        """By request without blocks, how many others have got blocks while it had to ask again."""
+        self._loading: dict[str, set[int]] = {}
+        """By request that waits for its load, the host blocks that it brings."""
         ask, allocated = scheduler.get_num_new_matched_tokens, scheduler.update_state_after_alloc
 
         def watch_answer(request: Any, *arguments: Any) -> Any:
-            request_id = request.request_id
-            parked = scheduler._parked
-            parked.remove(request_id)
-            makes_way = parked.must_yield or not parked.has_room(request)
             answer = ask(request, *arguments)
-            if answer[0] is not None or makes_way:
-                return answer
-            second_tier = scheduler._second_tier
-            fetch = second_tier._waits.get(request_id) if second_tier is not None else None
-            if second_tier is not None and fetch is not None:
-                wait = second_tier.clock() - fetch.began
-                speed = second_tier.speeds.compute or 1.0
-                assert wait < request.num_tokens / speed, f"{request_id} waits for too long"
-                return answer
-            self._num_waits[request_id] += 1
-            self.num_delayed += self._num_waits[request_id] == 1
-            assert self._num_waits[request_id] <= self._MOST, f"{request_id} has to ask for ever"
+            if answer[0] is None and not self._waits_for_objects(request):
+                request_id = request.request_id
+                count = self._num_passed[request_id]
+                assert count <= self.MOST_PASSED, f"{count} requests have passed {request_id}"
+                self._told.add(request_id)
+                self.num_asked_again += 1
             return answer
 
-        def watch_allocation(request: Any, *arguments: Any) -> None:
-            del self._num_waits[request.request_id]
-            allocated(request, *arguments)
+        def watch_allocation(request: Any, blocks: Any, num_external_tokens: int) -> None:
+            request_id = request.request_id
+            if num_external_tokens > 0 or request.num_computed_tokens == 0:
+                self._on_allocated(request_id, num_external_tokens)
+            allocated(request, blocks, num_external_tokens)
 
         watched: Any = scheduler
         watched.get_num_new_matched_tokens = watch_answer
         watched.update_state_after_alloc = watch_allocation
+
+    def begin(self) -> None:
+        """A step begins."""
+        self._told.clear()
+
+    def _waits_for_objects(self, request: Any) -> bool:
+        second_tier = self._scheduler._second_tier
+        fetch = second_tier._waits.get(request.request_id) if second_tier is not None else None
+        if second_tier is None or fetch is None:
+            return False
+        wait = second_tier.clock() - fetch.began
+        speed = second_tier.speeds.compute or 1.0
+        assert wait < request.num_tokens / speed, f"{request.request_id} waits for too long"
+        return True
+
+    def _on_allocated(self, request_id: str, num_external_tokens: int) -> None:
+        if num_external_tokens and self._scheduler.groups.is_one_chain:
+            self._check_load(request_id)
+        del self._num_passed[request_id]
+        self._told.discard(request_id)
+        self._num_passed.update(self._told)
+
+    def _check_load(self, request_id: str) -> None:
+        loads = self._scheduler._loads
+        coming: set[int] = set()
+        for load in (*loads._planned, *loads._in_flight.values()):
+            if not load.admitted and not load.orphaned:
+                coming.update(block.block_id for block in load.pins)
+        pins = loads._hits[request_id].hit.pins
+        count = len(coming.intersection(block.block_id for block in pins))
+        waits = len(self._told) == self._max_running or self._num_passed[request_id]
+        assert 2 * count <= len(pins) or waits, f"{request_id} loads {count} blocks once more"
 
 
 class TailsFirst:
@@ -212,9 +247,9 @@ def check_contents(runs: Iterable[Run], sub_keys: Callable[[Keys], Mapping[Any, 
 def check_free(
     pool: BlockPool, were_free: dict[int, Any], runs: Iterable[Run], reserve: int
 ) -> None:
-    """Stores of free blocks leave at least ``reserve`` blocks free. Other stores may take blocks of
-    requests: a host block counts only if all of its device blocks were free before the step.
-    ``were_free``: the keys of those, by id."""
+    """Stores of free blocks leave at least ``reserve`` blocks free, unless the blocks were withheld
+    from a request. Other stores may take blocks of requests: a host block counts only if all of its
+    device blocks were free before the step. ``were_free``: the keys of those, by id."""
     num_free = pool.get_num_free_blocks()
     for run in runs:
         count = len(run.device_blocks) // len(run.keys)

@@ -103,8 +103,9 @@ ANSWERS: dict[str, Any] = {"max_answer_tokens": (12, 12, 12, 12, 48)}
 OVERLOAD: dict[str, Any] = {"overload": (False, False, True)}
 # Without KV events, less is known of the device's blocks.
 EVENTS: dict[str, Any] = {"kv_events": 0.5}
+STREAM: dict[str, Any] = {"stream": (False, True)}
 WISHES: dict[str, Any] = {"wishes": (0.0, 0.0, 0.3, 0.9)}
-OPTIONS = ENGINE | TRAFFIC | FAULTS | POLICY | ANSWERS | OVERLOAD | EVENTS | WISHES
+OPTIONS = ENGINE | TRAFFIC | FAULTS | POLICY | ANSWERS | OVERLOAD | EVENTS | STREAM | WISHES
 
 
 @dataclass(frozen=True)
@@ -127,6 +128,8 @@ class Script:
     shape: Shape
     num_requests: int = 12
     arrivals: float = 0.25
+    stream: bool = False
+    """Whether up to twice as many requests come, as long as one waits for its blocks."""
     max_answer_tokens: int = 12
     """The most tokens of an answer."""
     aborts: float = 0.02
@@ -185,6 +188,7 @@ class Script:
         script = script.varied(**_draw(random.Random(f"{seed}: overload"), OVERLOAD))
         script = script.varied(**_draw(random.Random(f"{seed}: events"), EVENTS))
         script = script.varied(**_draw(random.Random(f"{seed}: wishes"), WISHES))
+        script = script.varied(**_draw(random.Random(f"{seed}: stream"), STREAM))
         script = script.with_sub_blocks(random.Random(f"{seed}: parts").choice([1, 1, 2, 4]))
         return script.with_second_tier(random.Random(f"{seed}: second tier"))._allowed()
 
@@ -333,6 +337,7 @@ class Outcome:
 
     num_steps: int = 0
     num_blocks_loaded: int = 0
+    num_requests: int = 0
     num_finished: int = 0
     num_preemptions: int = 0
     num_faults: int = 0
@@ -413,6 +418,7 @@ class Play:
         outcome = self._outcome
         outcome.num_steps = world.num_steps
         outcome.num_blocks_loaded = world.num_blocks_loaded
+        outcome.num_requests = self._num_added
         outcome.num_finished = len(world.finished)
         outcome.num_read = world.disk.num_read
         devices = [rank.device for rank in world.ranks]
@@ -424,7 +430,10 @@ class Play:
 
     def _users(self) -> None:
         world, script = self.world, self.script
-        may_add = self._num_added < script.num_requests and not self._weights_due
+        goes_on = self._num_added < script.num_requests or (
+            script.stream and self._num_added < 2 * script.num_requests and world.any_waits
+        )
+        may_add = goes_on and not self._weights_due
         if may_add and self._chance(script.arrivals):
             self._add_request()
         if world.requests and self._chance(script.aborts):

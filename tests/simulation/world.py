@@ -147,11 +147,12 @@ class World:
         self._device_pool = self.scheduler.kv_cache_manager.block_pool
         if self.is_ours:
             scheduler = self.connector.scheduler
-            self.answers = promises.Answers(scheduler)
+            self.answers = promises.Answers(scheduler, shape.max_num_seqs)
             integrity.watch_copies(scheduler, self._check_copies)
             self._tails = promises.TailsFirst(scheduler, self.host_pool)
             self.found = promises.FoundOnDevice(scheduler, self.host_pool)
             integrity.set_clock(scheduler.tier, now)
+            self._withheld = integrity.watch_withheld(scheduler)
         self._reset_stores: set[int] = set()
         self._aggregator = KVOutputAggregator(shape.num_ranks)
         self._open_steps: deque[_Step] = deque()
@@ -360,6 +361,12 @@ class World:
             if request not in self.scheduler.running
         )
 
+    @property
+    def any_waits(self) -> bool:
+        """Whether a request waits for its blocks."""
+        manager = self.scheduler.kv_cache_manager
+        return any(not any(manager.get_blocks(request_id).blocks) for request_id in self.requests)
+
     # Host memory of a rank
 
     def can_open(self, rank: Rank) -> bool:
@@ -401,6 +408,8 @@ class World:
         kept = set()
         if self.is_ours:
             kept = self._tails.begin(self.requests.values())
+            self.answers.begin()
+            self._withheld.clear()
             self.found.begin()
         scheduled = self.scheduler.schedule()
         if before:
@@ -598,6 +607,7 @@ class World:
         wishes.check_stored([key for run in runs for key in run.keys], self._ever)
         promises.check_contents(runs, self._sub_keys)
         limits = self.shape.max_num_seqs, self.shape.max_num_batched_tokens
+        were_free = {i: key for i, key in were_free.items() if i not in self._withheld}
         reserve = min(min(limits) * len(self.shape.groups), scheduler._policy._walk.min_ahead)
         promises.check_free(self._device_pool, were_free, runs, reserve)
 

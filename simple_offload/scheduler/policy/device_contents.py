@@ -279,6 +279,13 @@ class DeviceContents:
                     del chosen[key]
         return chosen
 
+    def choose_parts(self, blocks: Sequence[KVCacheBlock]) -> list[Sequence[KVCacheBlock]]:
+        """The same, each with all blocks of its host block."""
+        chosen = self.choose(blocks)
+        if self._groups.num_sub_blocks == 1:
+            return [(block,) for block in chosen.values()]
+        return [self._parts(key, block) for key, block in chosen.items()]
+
     def plan(
         self,
         chosen: dict[BlockHashWithGroupId, KVCacheBlock],

@@ -2,6 +2,7 @@
 them."""
 
 from collections.abc import Collection, Container, Sequence, Set
+from itertools import islice
 from typing import TYPE_CHECKING, NamedTuple, cast
 
 from vllm.utils.math_utils import cdiv
@@ -96,6 +97,10 @@ class QueueWalk:
         self._return_behind: KVCacheBlock | None = None
         """The block before those that were last pinned. They return behind it, or to the front if
         it has left the queue."""
+        self._withheld: list[KVCacheBlock] = []
+        """Blocks taken out of the queue's front since the last step, which stores them."""
+        self._from_front: set[int] = set()
+        """Ids of those that are pinned. They return there."""
         self._tier_is_full = False
         """Whether the last walk found no room in the tier."""
         self.is_behind = False
@@ -113,26 +118,38 @@ class QueueWalk:
         """Why contents are lost that the device overwrites now, for the meter."""
         return "tier_full" if self._tier_is_full else "too_late"
 
-    def count_safe(self, limit: int, num_taken: int) -> int:
-        """Number of blocks at the front of the queue, up to ``limit``, that may be evicted now.
-        ``num_taken``: blocks allocated since the last step."""
-        if self.num_safe - num_taken >= limit or not self._contents.may_lack_free():
-            return limit
-        blocks = list(block_pool.free_blocks_after(self._device_pool, None, limit))
-        unsafe = {
-            block.block_id
-            for block in self._contents.choose(
-                [block for block in blocks if block.block_id not in self._passed]
-            ).values()
-        }
-        places = (place for place, block in enumerate(blocks) if block.block_id in unsafe)
-        return next(places, len(blocks))
+    @property
+    def is_tight(self) -> bool:
+        """Whether fewer blocks are free than should be safe: the device may evict what running
+        requests give up before the walk meets it."""
+        return self._device_pool.get_num_free_blocks() < self.min_ahead
+
+    def withhold(self, num_blocks: int) -> int:
+        """Take blocks that only the device has out of the queue, until its first ``num_blocks`` are
+        safe, or only the reserve is left. ``on_step`` stores them. Returns how many it took."""
+        if not self._contents.may_lack_free():
+            return 0
+        room = self._device_pool.get_num_free_blocks() - self._reserve
+        queue = block_pool.free_blocks_after(self._device_pool, None)
+        unsafe: dict[int, KVCacheBlock] = {}
+        num_lacking = num_blocks
+        while num_lacking > 0 and (blocks := list(islice(queue, num_lacking))):
+            unknown = [block for block in blocks if block.block_id not in self._passed]
+            num_lacking = 0
+            for parts in self._contents.choose_parts(unknown):
+                if len(unsafe) + len(parts) <= room:
+                    unsafe.update((block.block_id, block) for block in parts)
+                    num_lacking += len(parts)
+        block_pool.touch(self._device_pool, list(unsafe.values()))
+        self._withheld += unsafe.values()
+        return len(unsafe)
 
     def on_allocated(self, block_ids: Collection[int]) -> None:
         """Requests have got these blocks, which have left the queue."""
         if self._passed:  # the pinned ones among them
             self._passed.difference_update(block_ids)
             self._pinned.difference_update(block_ids)
+            self._from_front.difference_update(block_ids)
         if self._return_behind is not None and self._return_behind.ref_cnt > 0:
             self._return_behind = None
 
@@ -147,9 +164,10 @@ class QueueWalk:
         block_pool.free_blocks(self._device_pool, reversed(blocks))
 
     def on_step(self, demand: int, may_store_early: bool) -> None:
-        """A step has got its blocks: walk on until ``demand`` blocks for loads are safe, beside
-        those that should always be. ``may_store_early``: go on into the tier's room for copies, in
-        small parts, while no store from the queue is in flight."""
+        """A step has got its blocks: walk on until ``demand`` blocks for requests in vLLM's queue
+        are safe, beside those that should always be. ``may_store_early``: go on into the tier's
+        room for copies, in small parts, while no store from the queue is in flight."""
+        self._store_withheld()
         if self._contents.are_stored:
             self.is_behind = False
             return
@@ -172,8 +190,27 @@ class QueueWalk:
 
     # Details
 
+    def _store_withheld(self) -> None:
+        """Put the withheld blocks back to the queue's front, and store them from there."""
+        withheld, self._withheld = self._withheld, []
+        if not withheld:
+            return
+        used = [block for block in withheld if block.ref_cnt > 1]  # a request has found them
+        free = [block for block in withheld if block.ref_cnt == 1]
+        block_pool.return_blocks(self._device_pool, free, None)
+        block_pool.free_blocks(self._device_pool, used)
+        if chosen := self._contents.choose(withheld):
+            before = self._pinned.copy()
+            self._store(chosen)
+            self._from_front |= self._pinned - before
+
     def _return(self, blocks: Sequence[KVCacheBlock]) -> None:
         """Free passed blocks that were pinned from the queue."""
+        if self._from_front:
+            front = [block for block in blocks if block.block_id in self._from_front]
+            block_pool.return_blocks(self._device_pool, front, None)
+            self._from_front.difference_update([block.block_id for block in front])
+            blocks = [block for block in blocks if block.ref_cnt > 0]
         behind = self._return_behind
         if behind is not None and behind.ref_cnt > 0:
             behind = None

@@ -34,11 +34,15 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 
-MAX_WAITS = 8
-"""How often a request is told to ask again before it gets its blocks. Meanwhile requests behind it
-pass it, and may take what is safe. A store takes three steps (``StepLimits.num_steps``), and a load
-may need several stores."""
+MAX_WITHHELD = 8
+"""How often blocks are withheld from a request, which may then lack room. A store takes three steps
+(``StepLimits.num_steps``), and a load may need several stores."""
 
+
+_NUM_AVERAGED = 8
+"""Loads whose size is averaged. As many blocks are kept safe: where fewer are, the next load gets
+safe blocks from further back in the device's free queue, and the device loses what it used
+later."""
 
 _MAX_POSTPONED = 8
 """Steps in a row for which work is postponed that can wait. One store of many blocks takes the
@@ -90,16 +94,6 @@ class _Progress:
         return self.request.num_computed_tokens < self.request.num_prompt_tokens
 
 
-@dataclass(slots=True, eq=False)
-class _Waiting:
-    """A request that would load, until it has its blocks."""
-
-    num_blocks: int = 0
-    """Device blocks that it would load into."""
-    num_waits: int = 0
-    """How often it was told to ask again."""
-
-
 class _Unhashed(NamedTuple):
     """A host block of an ended request which vLLM will not find."""
 
@@ -126,8 +120,8 @@ class StorePolicy:
     A walk along the queue stores those (``queue_walk.py``). While the tier has empty blocks, they
     are stored as they fill up, beside their request's compute. The same happens if fewer blocks are
     free than should be safe: the device might evict what running requests give up before the walk
-    meets it. A load may take more blocks in one step than are safe: its request is told to ask
-    again until stores have made room.
+    meets it. A load may take more blocks in one step than are safe: those that only the device has
+    are withheld from its request.
 
     What can wait is done in every eighth step, so that few requests wait for it before their first
     token: early stores of answers and of what has just begun, and the order of the copies of what
@@ -157,6 +151,7 @@ class StorePolicy:
         self._limits = StepLimits.from_config(
             vllm_config, [size // num_sub_blocks for size in groups.block_sizes]
         )
+        self._max_step_tokens = vllm_config.scheduler_config.max_num_batched_tokens
         self._managers = kv_cache_manager.coordinator.single_type_managers
         self._device_pool: BlockPool = kv_cache_manager.block_pool
         num_device_blocks = len(self._device_pool.blocks)
@@ -191,12 +186,14 @@ class StorePolicy:
         """Whether blocks have joined the free queue that may be stored early."""
         self._num_postponed = 0
         """Steps for which work has been postponed by now."""
-        self._waiting: dict[str, _Waiting] = {}
-        self._demand = 0
-        """Device blocks that requests asked for in vain since the last step."""
-        self._taken = 0
-        """Device blocks that requests have found, or got for loads, since the last step: maybe from
-        the queue's front."""
+        self._num_withheld: dict[str, int] = {}
+        """By request without blocks, how often some were withheld from it."""
+        self._num_queued = 0
+        """Device blocks that the requests in vLLM's queue will have, at most."""
+        self._queued: dict[str, int] = {}
+        """The same by request."""
+        self._load_size = 0.0
+        """Device blocks of a load, an average of the last ones."""
         self._walk = QueueWalk(
             tier, stores, self._contents, self._limits, self._device_pool, num_sub_blocks
         )
@@ -214,43 +211,27 @@ class StorePolicy:
     def on_new_request(self, request: "Request") -> None:
         """vLLM has put a request into its queue."""
         self._expected.add(request)
+        num_blocks = self._num_blocks(request.num_tokens)
+        self._queued[request.request_id] = num_blocks
+        self._num_queued += num_blocks
 
     # Loads
 
-    def is_waiting(self, request_id: str) -> bool:
-        """Whether a request that was told to wait, and asks again, still has to."""
-        waiting = self._waiting.get(request_id)
-        if waiting is None or not waiting.num_waits:
-            return False
-        return self._waits_on(waiting, self._walk.num_safe - self._taken)
-
-    def must_wait(self, request_id: str, num_blocks: int) -> bool:
-        """Whether a request that would load ``num_blocks`` device blocks should ask again in the
-        next step, because others that only the device has would leave."""
-        waiting = self._waiting.setdefault(request_id, _Waiting())
-        waiting.num_blocks = num_blocks
-        num_wanted = self._num_wanted(num_blocks)
-        if self._waits_on(waiting, self._walk.count_safe(num_wanted, self._taken)):
-            return True
-        if num_wanted:
-            self._taken += num_blocks
-        else:
-            self._demand += num_blocks
-        return False
-
-    def _num_wanted(self, num_blocks: int) -> int:
-        """How many blocks should be safe before a load gets ``num_blocks``. None where the device
-        lacks the room: vLLM asks again by itself."""
-        num_free = self._device_pool.get_num_free_blocks()
-        return min(num_blocks + self._limits.per_step, num_free) if num_blocks <= num_free else 0
-
-    def _waits_on(self, waiting: _Waiting, num_safe: int) -> bool:
-        """Whether a request has to ask again, with ``num_safe`` safe blocks. If so, counts it."""
-        if waiting.num_waits == MAX_WAITS or num_safe >= self._num_wanted(waiting.num_blocks):
-            return False
-        waiting.num_waits += 1
-        self._demand += waiting.num_blocks
-        return True
+    def before_allocation(
+        self, request: "Request", num_load_blocks: int, num_computed_tokens: int
+    ) -> None:
+        """vLLM is about to give a request ``num_load_blocks`` device blocks for a load, or else
+        those for the tokens that a step computes after the first ``num_computed_tokens``. What only
+        the device has is withheld from it, and stored with this step. If too few blocks are left,
+        vLLM lets no request pass this one."""
+        num_tokens = min(request.num_tokens - num_computed_tokens, self._max_step_tokens)
+        num_needed = num_load_blocks or self._num_blocks(num_tokens)
+        if num_needed > self._device_pool.get_num_free_blocks():
+            return
+        num_times = self._num_withheld.get(request.request_id, 0)
+        if num_times < MAX_WITHHELD and self._walk.withhold(num_needed):
+            # vLLM may want room for more than these blocks, so each time counts.
+            self._num_withheld[request.request_id] = num_times + 1
 
     def on_allocated(
         self,
@@ -264,12 +245,13 @@ class StorePolicy:
         connector (MultiConnector) may fill blocks until the request runs."""
         self._reuse.on_request(request.block_hashes)
         self._tier.on_request(request.block_hashes)
-        self._expected.remove(request.request_id)
-        self._taken += sum(num_found_tokens // manager.block_size for manager in self._managers)
+        self._leave_queue(request.request_id)
+        if num_loaded_tokens:
+            num_blocks = self._num_blocks(num_loaded_tokens)
+            self._load_size += (num_blocks - self._load_size) / _NUM_AVERAGED
         num_known = 0 if self._records_loaded else num_found_tokens + num_loaded_tokens
         num_recorded = [num_known // size for size in self._groups.block_sizes]
         request_id = request.request_id
-        self._waiting.pop(request_id, None)
         stores = None
         if wishes.store:
             stores = self._reuse.admits_next() or wishes.protect > 0
@@ -319,7 +301,6 @@ class StorePolicy:
         if not can_wait:
             self._contents.note_found()
         self._store_rest()
-        demand, self._demand, self._taken = self._demand, 0, 0
         self._record_states()
         for request_id in due:
             progress = self._progress[request_id]
@@ -331,7 +312,7 @@ class StorePolicy:
         stores_early = self._stores_early and not can_wait
         if self._behind and (budget := self._num_to_store(early=stores_early)):
             self._store_running(budget)
-        self._walk.on_step(demand, stores_early)
+        self._walk.on_step(max(self._num_queued, int(self._load_size)), stores_early)
         self._has_news = False
 
     def on_request_finished(self, request: "Request", loading: bool) -> None:
@@ -339,8 +320,7 @@ class StorePolicy:
         still waiting for a load. Work is postponed to the next step: a client waits for the
         request's last token."""
         request_id = request.request_id
-        self._waiting.pop(request_id, None)
-        self._expected.remove(request_id)
+        self._leave_queue(request_id)
         progress = self._progress.pop(request_id, None)
         has_run = self._newly_allocated.has_run(request_id)
         self._newly_allocated.on_request_finished(request_id)
@@ -393,6 +373,17 @@ class StorePolicy:
         ended, self._ended = self._ended, []
         for each in ended:
             block_pool.free_blocks(self._device_pool, each.held)
+
+    # vLLM's queue
+
+    def _num_blocks(self, num_tokens: int) -> int:
+        """Device blocks for so many tokens of a request, at most."""
+        return sum(cdiv(num_tokens, manager.block_size) for manager in self._managers)
+
+    def _leave_queue(self, request_id: str) -> None:
+        self._num_queued -= self._queued.pop(request_id, 0)
+        self._num_withheld.pop(request_id, None)
+        self._expected.remove(request_id)
 
     # What can wait
 
@@ -495,9 +486,7 @@ class StorePolicy:
         num_blocks = len(self._device_pool.blocks)
         if self._stores_at_once:
             return num_blocks
-        budget = self._walk.min_ahead
-        if self._device_pool.get_num_free_blocks() >= budget:
-            budget = 0
+        budget = self._walk.min_ahead if self._walk.is_tight else 0
         if early:
             budget = max(budget, self._tier.num_empty * self._groups.num_sub_blocks)
         return budget

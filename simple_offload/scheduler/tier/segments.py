@@ -29,17 +29,13 @@ probation. Their room would keep contents that nothing wants, and each would be 
 MANY_WANTED = 0.4
 """While requests want back a greater share, all copies make room. With a smaller limit, more is
 stored where that helps few prompts (likewise)."""
-SECOND_STORES = 1 / 6
-"""Share of the blocks given to new contents that may be those of copies in any case. Each costs one
-second store at most. With a sixth, these are at most a fifth of the first stores."""
-PROTECTED_SHARE = 0.5
-"""Share of the tier's blocks that may be protected or kept."""
 KEPT_SHARE = 0.25
 """Share of the tier's blocks that may be kept: requests that wish for it leave as much room to what
 others find."""
-PROTECTED_AGE = 6
-"""Protected contents stay at most this many times as long as those on probation. Less follows a
-change of requests sooner; more keeps what comes back late among prompts that come once."""
+PROTECTED_AGE = 1.5
+"""Protected contents stay this many times as long as those on probation. Less follows a change of
+requests sooner: a user who has left. More keeps what comes back late among prompts that come
+once."""
 
 _MOST_LOOKED_AT = 4
 """Copies that are looked at for each block that should leave."""
@@ -70,15 +66,14 @@ class Segments:
 
         empty, then probation     protected     kept     released     expected     copies
 
-    **Copies** hold what the device has too. Those beyond ``max_copies`` leave first, and more while
-    few do (``SECOND_STORES``). They leave from the front of their queue: the device will let go of
-    their blocks last. The others hold contents that nothing else has, in the order in which the
-    device let go of them. They are a segmented LRU queue (Karedla, Love and Wherry: "Caching
-    strategies to improve disk system performance", IEEE Computer 27(3), 1994): contents that a
-    request has found are **protected** and leave after those on **probation**. So they stay while
-    many contents pass through that are used once. Beyond a limit the least recently used protected
-    blocks return to probation. Much older ones than the oldest on probation leave before it:
-    requests have changed (``PROTECTED_AGE``).
+    **Copies** hold what the device has too. Those beyond ``max_copies`` leave first, from the front
+    of their queue: the device will let go of their blocks last. The others hold contents that
+    nothing else has, in the order in which the device let go of them. They are a segmented LRU
+    queue (Karedla, Love and Wherry: "Caching strategies to improve disk system performance", IEEE
+    Computer 27(3), 1994): contents that a request has found are **protected** and leave after those
+    on **probation**. So they stay while many contents pass through that are used once. A protected
+    block that is ``PROTECTED_AGE`` times as old as the oldest on probation leaves before it:
+    requests have changed.
 
     Two queues are for wishes. What a request wants protected for some time is **kept**, and leaves
     after protected blocks. Beyond a limit, and when its time is over, it becomes protected. What
@@ -114,9 +109,6 @@ class Segments:
         """Evicted contents that were no copies, since the start: the clock of ages."""
         self._ghosts = Ghosts()
         """Of the contents that this clock counts."""
-        self._num_second_stores = 0.0
-        """Copies that may leave in any case, by the last blocks given to new contents. A block
-        counts less with each further one, and little after as many as the tier has."""
         self._since = np.zeros(0, np.int64)
         """By block id, this clock when its contents were last used, or let go of."""
         self._of = bytearray()
@@ -242,7 +234,7 @@ class Segments:
         self._note_use(blocks)
         for segment in (_PROBATION, _KEPT, _EXPECTED):
             self._queues[segment].append_n([b for b in blocks if self._of[b.block_id] == segment])
-        self._enforce_limit()
+        self._limit_kept()
 
     def on_emptied(self, blocks: Sequence[KVCacheBlock]) -> None:
         """``blocks`` have lost their contents. The free ones are the next to be allocated."""
@@ -312,7 +304,7 @@ class Segments:
                 full = [b for b, key in zip(of_segment, keys, strict=True) if key is not None]
                 self._pool.free_block_queue.append_n(full)
                 self._pool.free_block_queue.prepend_n(empty)
-        self._enforce_limit()
+        self._limit_kept()
 
     def renew(self, blocks: Iterable[KVCacheBlock]) -> None:
         """Make the free ones of ``blocks``, parents before children, the last to leave in their
@@ -361,7 +353,7 @@ class Segments:
             self.settle()
             self._end_leases()
             evict(self._released, limit, keep)
-            evict_copies(max(int(self._num_second_stores), self.num_copies - self.max_copies))
+            evict_copies(self.num_copies - self.max_copies)
             evict(self._protected, self._num_old(limit), keep)
             evict(pool.free_block_queue, limit, keep)
             evict_copies(self.num_copies - self._copies_share)
@@ -371,15 +363,13 @@ class Segments:
         lifetime = max(self.num_copies, self._copies_share)  # room that copies could make
         self._ghosts.add(keys[False], self._num_evicted, lifetime)
         self._num_evicted += len(keys[False])
-        self._num_second_stores *= 1 - len(blocks) / max(1, self.max_contents)
-        self._num_second_stores += SECOND_STORES * len(blocks) - len(keys[True])
         return blocks, keys[True], keys[False]
 
     def add_others(self, count: int) -> None:
         """Another block stands for ``count`` more: with less room for contents, fewer may be
-        protected."""
+        kept."""
         self.num_others += count
-        self._enforce_limit()
+        self._limit_kept()
 
     # vLLM's queue
 
@@ -392,7 +382,6 @@ class Segments:
         """No request in vLLM's queue wants the contents of these blocks any more, parents before
         children. They become protected."""
         self._move(block_ids, (_EXPECTED,), _PROTECTED)
-        self._enforce_limit()
 
     # Wishes
 
@@ -408,7 +397,7 @@ class Segments:
         else:
             self._leases.extend(ids, lease)
             self._move(ids, range(_COPY), _KEPT)
-        self._enforce_limit()
+        self._limit_kept()
 
     def lease_of(self, block_id: int) -> Lease | None:
         """The lease of a block that is kept."""
@@ -463,7 +452,6 @@ class Segments:
         if not self._leases:
             return
         self._move(self._leases.pop_over(self.clock()), (_KEPT,), _PROTECTED)
-        self._enforce_limit()
 
     def _settle_oldest(self) -> None:
         """Move the copies that the device has let go of first."""
@@ -486,7 +474,7 @@ class Segments:
             self._copies.num_free_blocks -= len(of_queue)
             self._note_use(of_queue)
             queue.append_n(of_queue)
-        self._enforce_limit()
+        self._limit_kept()
 
     def _count(self, blocks: Iterable[KVCacheBlock]) -> list[int]:
         """By queue, how many of ``blocks`` belong to it."""
@@ -508,8 +496,8 @@ class Segments:
         if self._leases:
             self._leases.end([block.block_id for block in blocks])
 
-    def _enforce_limit(self) -> None:
-        kept, protected = self._kept, self._protected
+    def _limit_kept(self) -> None:
+        kept = self._kept
         count = kept.num_free_blocks - int(KEPT_SHARE * self.max_contents)
         if count > 0:
             blocks = kept.popleft_n(count)
@@ -517,15 +505,4 @@ class Segments:
                 self._of[block.block_id] = _PROTECTED
             self._leases.end([block.block_id for block in blocks])
             self._note_use(blocks)
-            protected.append_n(blocks)
-        max_protected = int(PROTECTED_SHARE * self.max_contents) - kept.num_free_blocks
-        self._return_to_probation(protected.num_free_blocks - max_protected)
-
-    def _return_to_probation(self, count: int) -> None:
-        """Move up to ``count`` protected blocks to the end of those on probation."""
-        count = min(count, self._protected.num_free_blocks)
-        if count > 0:
-            blocks = self._protected.popleft_n(count)
-            for block in blocks:
-                self._of[block.block_id] = _PROBATION
-            self._pool.free_block_queue.append_n(blocks)
+            self._protected.append_n(blocks)

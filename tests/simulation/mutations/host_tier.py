@@ -46,7 +46,6 @@ def drop_at_the_first_failure(doubt: Any, self: CpuTier, blocks: Any, *_: Any) -
 
 # Its order of eviction
 
-protect_without_limit = always(Segments, "_enforce_limit", None, SMALL_TIER)
 leave_the_evicted_in_their_segment = always(Segments, "_forget", None, SMALL_TIER)
 
 

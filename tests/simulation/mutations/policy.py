@@ -3,6 +3,7 @@
 from typing import Any
 from unittest.mock import patch
 
+from simple_offload.scheduler.gate import Gate
 from simple_offload.scheduler.kv_events import KVEvents
 from simple_offload.scheduler.policy.admission import Admission
 from simple_offload.scheduler.policy.device_contents import DeviceContents
@@ -17,13 +18,15 @@ from tests.simulation.mutations.registry import always, mutation
 from tests.simulation.mutations.situations import (
     ASKED_AGAIN,
     COPIES,
-    DELAYED_LOADS,
     EVICTIONS,
     FULL_DEVICE,
     INNER_HITS,
     LAZILY_AND_QUICKLY,
+    NO_ROOM,
     OVERLOAD,
     OVERLOAD_WITH_ROOM,
+    SAME_PROMPTS,
+    VICTIMS,
 )
 
 # Blocks leave both caches
@@ -52,23 +55,16 @@ def look_no_further_than_the_front(init: Any, self: QueueWalk, *arguments: Any) 
     self.min_ahead = 2
 
 
-@mutation(QueueWalk, "free_blocks", EVICTIONS[True])
-def return_stored_blocks_to_the_back(free_blocks: Any, self: QueueWalk, blocks: Any) -> None:
-    """The walk believes that they are at the front, where others are."""
-    pinned = self._pinned.difference([block.block_id for block in blocks])
-    self._pinned.clear()
-    free_blocks(self, blocks)
-    self._pinned.update(pinned)
-
-
-@mutation(StorePolicy, "on_allocated", EVICTIONS[True].beginning_with(12))
-def count_on_blocks_that_requests_find(
-    on_allocated: Any, self: StorePolicy, *arguments: Any
+@look_no_further_than_the_front.also(QueueWalk, "on_step")
+def store_nothing_for_the_next_requests(
+    on_step: Any, self: QueueWalk, demand: int, may_store_early: bool
 ) -> None:
-    """Such blocks have left the queue's front, where they were safe to evict."""
-    taken = self._taken
-    on_allocated(self, *arguments)
-    self._taken = taken
+    on_step(self, 0, may_store_early)
+
+
+@look_no_further_than_the_front.also(QueueWalk, "withhold")
+def withhold_nothing(withhold: Any, self: QueueWalk, num_blocks: int) -> int:
+    return 0
 
 
 @mutation(StorePolicy, "_num_complete_blocks", LAZILY_AND_QUICKLY)
@@ -80,20 +76,41 @@ def believe_every_known_token_computed(
     return int(min(num_tokens // self._groups.block_sizes[group], num_blocks))
 
 
-# Requests wait for stores
+# What vLLM is told
 
 
-@mutation(StorePolicy, "is_waiting", DELAYED_LOADS)
-def let_a_request_wait_for_ever(is_waiting: Any, self: StorePolicy, request_id: str) -> Any:
-    """As long as the stores of others go on."""
-    if (waiting := self._waiting.get(request_id)) is not None:
-        waiting.num_waits = min(1, waiting.num_waits)
-    return is_waiting(self, request_id)
+@mutation(Gate, "_shares_load", SAME_PROMPTS)
+def wait_for_the_loads_of_others_for_ever(original: Any, self: Gate, request_id: str) -> Any:
+    """However many get blocks meanwhile."""
+    return self._loads.will_find_most(request_id)
 
 
-@mutation(StorePolicy, "is_waiting", DELAYED_LOADS)
-def never_answer(is_waiting: Any, self: StorePolicy, request_id: str) -> bool:
-    return request_id in self._waiting
+load_what_others_load = always(Gate, "_shares_load", False, SAME_PROMPTS)
+
+
+@mutation(Gate, "ask", SAME_PROMPTS)
+def let_others_pass_a_request_without_room(ask: Any, self: Gate, request: Any, *rest: Any) -> Any:
+    """Those behind it may be parked instead, so that there is no room in the next step either."""
+    has_room = self._parked.has_room(request)
+    answer = ask(self, request, *rest)
+    return answer if has_room else None
+
+
+# What a request gets
+
+
+@mutation(StorePolicy, "before_allocation", NO_ROOM)
+def withhold_for_ever(before_allocation: Any, self: StorePolicy, *arguments: Any) -> None:
+    """Also where the tier has no room for what is withheld."""
+    self._num_withheld.clear()
+    before_allocation(self, *arguments)
+
+
+@mutation(QueueWalk, "_store_withheld", VICTIMS)
+def store_what_was_withheld_without_giving_it_back(store: Any, self: QueueWalk) -> None:
+    withheld, self._withheld = self._withheld, []
+    if chosen := self._contents.choose(withheld):
+        self._store(chosen)
 
 
 @mutation(QueueWalk, "__init__", FULL_DEVICE)

@@ -198,7 +198,7 @@ COPIES = Situation(
 )
 """The tier evicts what the device has too."""
 
-DELAYED_LOADS = Situation(
+VICTIMS = Situation(
     _ONE_CHAIN,
     device_blocks=30,
     changes=_ROOM
@@ -208,7 +208,22 @@ DELAYED_LOADS = Situation(
     | {"max_num_batched_tokens": 8, "copy_speed": 0.3, "faults": Faults(), "resets": 0.0},
     first_seed=6,
 )
-"""Loads need more device blocks than are safe to evict, and wait for stores."""
+"""Loads need more device blocks than are safe to evict."""
+
+NO_ROOM = replace(VICTIMS, host_blocks=2, changes=VICTIMS.changes | {"num_host_blocks": 2})
+"""The tier has no room for what they would evict."""
+
+SAME_PROMPTS = Situation(
+    _ONE_CHAIN,
+    device_blocks=40,
+    changes=_ROOM
+    | _BUSY
+    | _EAGER
+    | {"chunk_blocks": None, "max_num_seqs": 6, "stream": True, "kv_role": "kv_both"}
+    | {"copy_speed": 0.1, "announcements": 0.0, "faults": Faults(), "resets": 0.05}
+    | {"max_num_batched_tokens": 64, "priority": False},
+)
+"""Many requests have a prompt that only the tier has. Its load takes long."""
 
 FULL_DEVICE = Situation(
     _ONE_CHAIN,

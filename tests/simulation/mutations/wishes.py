@@ -41,7 +41,7 @@ def store_the_end_of_what_is_kept_out(
 # What is kept
 
 keep_a_lease_without_contents = always(Leases, "end", None, WISHES_IN_A_SMALL_TIER)
-keep_more_than_the_share = always(Segments, "_enforce_limit", None, WISHES_IN_A_SMALL_TIER)
+keep_more_than_the_share = always(Segments, "_limit_kept", None, WISHES_IN_A_SMALL_TIER)
 
 
 @mutation(Segments, "pin", WISHES_IN_A_SMALL_TIER)

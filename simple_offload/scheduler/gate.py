@@ -1,0 +1,134 @@
+"""Gate: what vLLM is told when it asks for a request's hit."""
+
+from collections.abc import Collection, Mapping
+from typing import TYPE_CHECKING
+
+from simple_offload.scheduler.loads import Loads
+from simple_offload.scheduler.parked import Parked
+from simple_offload.scheduler.policy.store_policy import StorePolicy
+from simple_offload.scheduler.second_tier.second_tier import SecondTier
+from simple_offload.scheduler.tier.groups import Groups
+
+if TYPE_CHECKING:
+    from vllm.v1.request import Request
+
+MAX_PASSED = 8
+"""Requests that may get blocks while one waits for the load of another, before it loads by
+itself."""
+
+
+def is_prefilled_elsewhere(request: "Request") -> bool:
+    """Whether another server has done the request's prefill: another connector (MultiConnector)
+    brings its KV from there, and it wants nothing of the tiers."""
+    params = request.kv_transfer_params
+    return isinstance(params, Mapping) and bool(params.get("do_remote_prefill"))
+
+
+class Gate:
+    """Three answers: a load of so many tokens, no load (0), or ask again (None).
+
+    vLLM passes over a request that has to ask again, and gives the room to those behind it. At one
+    that gets no room it stops, so that none passes. So a request has to ask again in three cases:
+
+    - A parked request must run first (``Parked``). Until then, none gets blocks.
+    - The second tier is asked, or read, within its own time limit.
+    - The load of another request brings most of its hit. It finds that on the device soon, and
+      needs no copy of its own. Then ``MAX_PASSED`` others may get blocks before it.
+
+    Few requests are told so in a step: not more than may run. vLLM asks all behind them too.
+    """
+
+    def __init__(
+        self,
+        loads: Loads,
+        groups: Groups,
+        parked: Parked,
+        policy: StorePolicy,
+        block_size: int,
+        chunk_sizes: Collection[int],
+        max_running: int,
+    ) -> None:
+        """``block_size``: tokens that a hit is a multiple of. ``max_running``: requests that vLLM
+        runs at a time."""
+        self._loads = loads
+        self._groups = groups
+        self._parked = parked
+        self._policy = policy
+        self._chunk_sizes = chunk_sizes
+        self._block_size = block_size
+        self._max_running = max_running
+        self.is_closed = False
+        """Whether the tier is switched off: nothing is loaded."""
+        self.second_tier: SecondTier | None = None
+        """Once it is open."""
+        self._num_sharing = 0
+        """Requests that wait for loads of others in the step being scheduled."""
+        self._num_allocated = 0
+        """Requests that have got blocks so far."""
+        self._since: dict[str, int] = {}
+        """By request that waits for the load of another, that count when it began to."""
+
+    def ask(self, request: "Request", num_computed_tokens: int) -> int | None:
+        """Tokens to load for a request without blocks, whose first ``num_computed_tokens`` tokens
+        the device has. Pins them. None: vLLM should ask again in the next step."""
+        request_id = request.request_id
+        self._parked.remove(request_id)
+        num_tokens: int | None = None
+        if not self._parked.must_yield:
+            num_tokens = self._find(request, num_computed_tokens)
+            if num_tokens is None:  # the second tier may add to the hit, which stays pinned
+                return None
+            if num_tokens and not self._parked.has_room(request):
+                num_tokens = 0  # vLLM stops at this request, or has room to compute it
+            elif num_tokens and self._shares_load(request_id):
+                num_tokens = None
+        if not num_tokens:
+            self._loads.unpin_hit(request_id)
+        if num_tokens is not None:
+            num_blocks = self._loads.num_blocks(request_id)
+            self._policy.before_allocation(request, num_blocks, num_computed_tokens + num_tokens)
+        return num_tokens
+
+    def on_allocated(self, request_id: str) -> None:
+        """The request has got blocks."""
+        self._num_allocated += 1
+        self._since.pop(request_id, None)
+
+    def on_step(self) -> None:
+        """A step has been scheduled."""
+        self._num_sharing = 0
+
+    def on_request_finished(self, request_id: str) -> None:
+        """The request has ended."""
+        self._since.pop(request_id, None)
+
+    def _find(self, request: "Request", num_computed_tokens: int) -> int | None:
+        """Tokens of the request's hit, which is pinned. None: the second tier may have more."""
+        if self.is_closed or not self._may_load(request, num_computed_tokens):
+            return 0
+        num_tokens = self._loads.lookup(request, num_computed_tokens)
+        if self.second_tier is None:
+            return num_tokens
+        if self.second_tier.must_wait(request, num_computed_tokens, num_tokens):
+            return None
+        return self._loads.lookup(request, num_computed_tokens)
+
+    def _may_load(self, request: "Request", num_computed_tokens: int) -> bool:
+        """Whether host blocks may follow this device prefix. It ends on a scheduler block boundary;
+        where attention is local to a chunk, the lookup starts with a chunk."""
+        if request.skip_reading_prefix_cache or is_prefilled_elsewhere(request):
+            return False
+        if num_computed_tokens % self._block_size:
+            return False
+        start = self._groups.start_of(num_computed_tokens)
+        return not any(start % chunk_size for chunk_size in self._chunk_sizes)
+
+    def _shares_load(self, request_id: str) -> bool:
+        """Whether the request waits for the load of another one."""
+        if self._num_sharing == self._max_running or not self._loads.will_find_most(request_id):
+            return False
+        since = self._since.setdefault(request_id, self._num_allocated)
+        if self._num_allocated - since > MAX_PASSED:
+            return False
+        self._num_sharing += 1
+        return True
