@@ -173,6 +173,8 @@ class Engine:
         self.num_loaded = 0
         self.num_stored = 0
         """In blocks, since the start."""
+        self.num_preempted = 0
+        """How often a request has been, since the start."""
         self._answers: dict[str, Sequence[int]] = {}
         self._computed_on_device: dict[str, int] = {}
         self._bus = Bus(shape.delay, shape.bus_blocks)
@@ -232,6 +234,7 @@ class Engine:
             wait = self.waits[request_id]
             if wait.began != wait.began:  # not a number yet
                 wait.began = self.now
+        self.num_preempted += len(scheduled.preempted_req_ids or ())
         output = self._output(scheduled)
         requests = self.scheduler.requests.copy()
         for client_outputs in self.scheduler.update_from_output(scheduled, output).values():

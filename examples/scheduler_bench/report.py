@@ -146,7 +146,7 @@ def found_table(plays: Sequence[Play]) -> Table:
     table = make_table(
         *("contender", "device", "host", "found", "lost on\ndevice", "lost in\nhost"),
         *("LRU\nof H", "LRU of\nD + H", "best of\nD + H", "stored", "loaded", "copies"),
-        *("requests\n/s", "hooks, s"),
+        *("pre-\nempted", "requests\n/s", "hooks, s"),
         caption="Prompt tokens in percent. Found: on the device or in the host tier. Lost:\n"
         "computed before, and evicted by the device when the tier did not have them, or by the\n"
         "tier. "
@@ -166,6 +166,7 @@ def found_table(plays: Sequence[Play]) -> Table:
                 *(f"{100 * outcome.share(each):.1f}" for each in tokens),
                 *(f"{blocks / 1000:.0f}" for blocks in (outcome.stored, outcome.loaded)),
                 f"{outcome.shared:.0%}",
+                f"{outcome.preempted:,}",
                 f"{outcome.requests / outcome.seconds:.3g}" if outcome.seconds else MISSING,
                 f"{outcome.hook_seconds:.1f}",
             )

@@ -153,6 +153,8 @@ class Outcome:
     """Blocks."""
     loaded: int
     """Blocks."""
+    preempted: int
+    """How often a request was."""
     shared: float
     """Share of the tier that the device had too, mean of samples."""
     hook_seconds: float

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from vllm.v1.core.kv_cache_utils import get_block_hash
 
@@ -18,6 +18,16 @@ _SAMPLE_STEPS = 64
 """Steps between two looks at the tier's copies of the device's blocks."""
 _LATER = 0.5
 """Share of a prompt that was computed before, from which on it is a later turn's."""
+
+
+class _Start(NamedTuple):
+    """The engine's counts when counting began."""
+
+    steps: int = 0
+    stored: int = 0
+    loaded: int = 0
+    preempted: int = 0
+    seconds: float = 0.0
 
 
 class Watch:
@@ -39,8 +49,7 @@ class Watch:
         """Samples of the number of blocks that device and tier both have."""
         self._first: int | None = None
         """The first access that counts."""
-        self._start = (0, 0, 0, 0.0)
-        """Steps, blocks stored and loaded, and the time, when counting began."""
+        self._start = _Start()
         self._next_sample = 0
         pool: Any = engine.scheduler.kv_cache_manager.block_pool
         self._device_pool = pool
@@ -54,11 +63,18 @@ class Watch:
         engine = self._engine
         engine.stopwatch.drain()
         self._first = len(self._accesses)
-        self._start = (engine.num_steps, engine.num_stored, engine.num_loaded, engine.now)
+        self._start = _Start(
+            engine.num_steps,
+            engine.num_stored,
+            engine.num_loaded,
+            engine.num_preempted,
+            engine.now,
+        )
 
     def outcome(self) -> Outcome:
         """What was counted until now."""
         engine, accesses = self._engine, self._accesses
+        start = self._start
         first = len(accesses) if self._first is None else self._first
         shape = engine.shape
         device_blocks, host_blocks = shape.device_blocks - 1, shape.host_blocks - 1
@@ -68,13 +84,14 @@ class Watch:
             host=sum(hit.host for hit in self._hits),
             unstored=self._num_unstored * BLOCK_SIZE,
             evicted=self._num_evicted * BLOCK_SIZE,
-            stored=engine.num_stored - self._start[1],
-            loaded=engine.num_loaded - self._start[2],
+            stored=engine.num_stored - start.stored,
+            loaded=engine.num_loaded - start.loaded,
+            preempted=engine.num_preempted - start.preempted,
             shared=sum(self._num_shared) / max(1, len(self._num_shared)) / max(1, host_blocks),
             hook_seconds=engine.stopwatch.drain().seconds,
-            steps=engine.num_steps - self._start[0],
+            steps=engine.num_steps - start.steps,
             requests=len(self._hits),
-            seconds=engine.now - self._start[3],
+            seconds=engine.now - start.seconds,
             lru_host=lru_hits(accesses, host_blocks, first) * BLOCK_SIZE,
             lru_both=lru_hits(accesses, device_blocks + host_blocks, first) * BLOCK_SIZE,
             optimal=optimal_hits(accesses, device_blocks + host_blocks, first) * BLOCK_SIZE,

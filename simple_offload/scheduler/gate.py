@@ -73,20 +73,21 @@ class Gate:
         the device has. Pins them. None: vLLM should ask again in the next step."""
         request_id = request.request_id
         self._parked.remove(request_id)
-        num_tokens: int | None = None
-        if not self._parked.must_yield:
-            num_tokens = self._find(request, num_computed_tokens)
-            if num_tokens is None:  # the second tier may add to the hit, which stays pinned
-                return None
-            if num_tokens and not self._parked.has_room(request):
-                num_tokens = 0  # vLLM stops at this request, or has room to compute it
-            elif num_tokens and self._shares_load(request_id):
-                num_tokens = None
-        if not num_tokens:
+        if self._parked.must_yield:
             self._loads.unpin_hit(request_id)
-        if num_tokens is not None:
-            num_blocks = self._loads.num_blocks(request_id)
-            self._policy.before_allocation(request, num_blocks, num_computed_tokens + num_tokens)
+            return None
+        num_tokens = self._find(request, num_computed_tokens)
+        if num_tokens is None:  # the second tier may add to the hit, which stays pinned
+            return None
+        if num_tokens and self._shares_load(request_id):
+            self._loads.unpin_hit(request_id)
+            return None
+        if not (num_tokens and self._parked.has_room(request)):
+            # Without a load vLLM stops at this request too, or has the room to compute it.
+            self._loads.unpin_hit(request_id)
+            num_tokens = 0
+        num_blocks = self._loads.num_blocks(request_id)
+        self._policy.before_allocation(request, num_blocks, num_computed_tokens + num_tokens)
         return num_tokens
 
     def on_allocated(self, request_id: str) -> None:

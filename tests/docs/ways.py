@@ -94,7 +94,7 @@ WAYS: Mapping[str, Way] = {
     "make bench-turns": Run(_TURNS, output="--output"),
     "make bench-turns ARGS=--preset fits": Run(_TURNS, output="--output"),
     "make bench-agents ARGS=--traces agents.json": _AGENTS,
-    "make bench-scheduler": Run(r"hit rate", output="--out"),
+    "make bench-scheduler": Elsewhere("tests/examples/test_scheduler_bench.py::test_a_tiny_run"),
     "make bench-scheduler ARGS=--quick": Run(r"hit rate", output="--out"),
     "make bench-scheduler ARGS=--parts cost --contenders ours,ours-128,builtin": Run(
         r"loaded +131,072 ", output="--out"
@@ -105,7 +105,12 @@ WAYS: Mapping[str, Way] = {
     "make bench-scheduler ARGS=--parts traces --traces …": Elsewhere(
         "tests/examples/test_traces.py::test_a_run_reports_its_replays"
     ),
-    "make bench-scheduler ARGS=--parts hits": Run(r"hit rate", output="--out"),
+    "make bench-scheduler ARGS=--parts chat": Elsewhere(
+        "tests/examples/test_chat.py::test_a_run_reports_its_chats"
+    ),
+    "make bench-scheduler ARGS=--parts hits": Elsewhere(
+        "tests/examples/test_scheduler_bench.py::test_a_tiny_run"
+    ),
     "python -m tools.vllm_members 0.33.0": Run(r"changed: vllm\..*\n +here: .*\n +there: "),
     # The command
     'simple-offload doctor --ranks 2 --config {"cpu_bytes_to_use": "64GiB"}': Run(
