@@ -108,7 +108,10 @@ WAYS: Mapping[str, Way] = {
     "make bench-scheduler ARGS=--parts chat": Elsewhere(
         "tests/examples/test_chat.py::test_a_run_reports_its_chats"
     ),
-    "make bench-scheduler ARGS=--parts hits": Elsewhere(
+    "make bench-scheduler ARGS=--parts chat --contenders …": Elsewhere(
+        "tests/examples/test_chat.py::test_a_run_reports_its_chats"
+    ),
+    "make bench-scheduler ARGS=--parts hits --contenders …": Elsewhere(
         "tests/examples/test_scheduler_bench.py::test_a_tiny_run"
     ),
     "python -m tools.vllm_members 0.33.0": Run(r"changed: vllm\..*\n +here: .*\n +there: "),
