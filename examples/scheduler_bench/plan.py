@@ -133,8 +133,8 @@ class ChatPlan:
     host_factors: tuple[float, ...] = (2.0, 5.0)
     """Host memory over device memory."""
     turns_per_one_off: int = 4
-    """Turns for each prompt as long as a first message that nobody continues, in the runs that
-    have these."""
+    """Turns for each one-off prompt, which is as long as a first message, in the runs that have
+    these."""
     seeds: int = 5
 
 

@@ -25,7 +25,7 @@ def is_prefilled_elsewhere(request: "Request") -> bool:
 
 
 class Gate:
-    """Three answers: a load of so many tokens, no load (0), or ask again (None).
+    """Three answers: a load, no load (0), or ask again (None).
 
     vLLM passes over a request that has to ask again, and gives the room to those behind it. At one
     that gets no room it stops, so that none passes. So a request has to ask again in three cases:

@@ -100,7 +100,7 @@ class QueueWalk:
         self._withheld: list[KVCacheBlock] = []
         """Blocks taken out of the queue's front since the last step, which stores them."""
         self._from_front: set[int] = set()
-        """Ids of those that are pinned. They return there."""
+        """Ids of withheld blocks that are pinned. They return to the front."""
         self._tier_is_full = False
         """Whether the last walk found no room in the tier."""
         self.is_behind = False

@@ -377,7 +377,7 @@ class StorePolicy:
     # vLLM's queue
 
     def _num_blocks(self, num_tokens: int) -> int:
-        """Device blocks for so many tokens of a request, at most."""
+        """Device blocks for ``num_tokens`` tokens of a request, at most."""
         return sum(cdiv(num_tokens, manager.block_size) for manager in self._managers)
 
     def _leave_queue(self, request_id: str) -> None:
