@@ -27,6 +27,7 @@ _UNITS = {"": 1, "B": 1} | {
 }
 _SIZE = re.compile(r"(?P<number>\d+(?:\.\d+)?)\s*(?P<unit>[a-z]*)", re.IGNORECASE | re.ASCII)
 _SHARE = re.compile(r"(?P<percent>\d+(?:\.\d+)?)\s*%", re.ASCII)
+_NUMBER = re.compile(r"[+-]?\d+(?P<fraction>\.\d+)?", re.ASCII)
 _FLAGS = {"true": True, "1": True, "false": False, "0": False}
 _MEMORY_KEYS = ("cpu_bytes_to_use", "cpu_bytes_to_use_per_rank")
 _SIZE_FORMS = 'a number of bytes or a size such as "64GiB", "512MiB" or "64GB"'
@@ -83,15 +84,34 @@ def parse_flag(value: object) -> bool:
     false. Raises PydanticCustomError for any other value.
     """
     if isinstance(value, str | int):
-        flag = _FLAGS.get(str(value).lower())
+        flag = _FLAGS.get(str(value).strip().lower())
         if flag is not None:
             return flag
     raise PydanticCustomError("flag", "must be true or false")
 
 
+def parse_number(value: object) -> float:
+    """A number, also as text: "2.5". Raises PydanticCustomError for any other value."""
+    if isinstance(value, str) and (match := _NUMBER.fullmatch(value.strip())):
+        return float(value) if match["fraction"] else int(value)
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        return value
+    raise PydanticCustomError("number", "must be a number")
+
+
+def parse_whole_number(value: object) -> int:
+    """A whole number, also as text: "128". Raises PydanticCustomError for any other value."""
+    with suppress(PydanticCustomError):
+        if isinstance(number := parse_number(value), int):
+            return number
+    raise PydanticCustomError("number", "must be a whole number")
+
+
 Bytes = Annotated[int, BeforeValidator(parse_size), Field(gt=0)]
 MemoryBytes = Annotated[int, BeforeValidator(parse_memory), Field(gt=0)]
 Flag = Annotated[bool, BeforeValidator(parse_flag)]
+WholeNumber = Annotated[int, BeforeValidator(parse_whole_number)]
+Number = Annotated[float, BeforeValidator(parse_number), Field(allow_inf_nan=False)]
 
 
 class SecondTierConfig(BaseModel):
@@ -135,12 +155,12 @@ class OffloadConfig(BaseModel):
     cpu_bytes_to_use_per_rank: MemoryBytes | None = None
     """Host memory of each rank; overrides ``cpu_bytes_to_use``. ``"10%"`` is a share as there."""
 
-    num_cpu_blocks: Annotated[int, Field(strict=True, ge=2)] | None = None
+    num_cpu_blocks: Annotated[WholeNumber, Field(ge=2)] | None = None
     """Host blocks of each rank, or of ranks that share them, including vLLM's null block. Always
     counted in device blocks, whatever ``cpu_block_size`` is. An error if the bytes, when also
     given, hold fewer."""
 
-    cpu_block_size: Annotated[int, Field(strict=True, gt=0)] | None = None
+    cpu_block_size: Annotated[WholeNumber, Field(gt=0)] | None = None
     """Tokens of a host block, a multiple of a device block's tokens (the default). Larger blocks
     need fewer Python objects, for tiers of terabytes, but are stored only as a whole."""
 
@@ -149,7 +169,7 @@ class OffloadConfig(BaseModel):
     needs, otherwise when the device is about to evict it. ``true``: only then. ``false``: as soon
     as it is full."""
 
-    store_threshold: Annotated[int, Field(strict=True, ge=1)] = 1
+    store_threshold: Annotated[WholeNumber, Field(ge=1)] = 1
     """Store a block once this many requests, including the one that computed it, have had the
     prefix that ends with it. 2 keeps one-time prompts out of the tier."""
 
@@ -166,12 +186,12 @@ class OffloadConfig(BaseModel):
     """"auto" asks vLLM for a KV cache layout in which a block of all layers is contiguous.
     "keep" asks for none."""
 
-    sync_load_ms: Annotated[float, Field(strict=True, ge=0, allow_inf_nan=False)] = 20.0
+    sync_load_ms: Annotated[Number, Field(ge=0)] = 20.0
     """Schedule a request before its load ends if compute should wait at most this many
     milliseconds, on the device, for the rest. 0 schedules it after the end, as always with
     state (Mamba) layers."""
 
-    overlap_loads: Annotated[bool, Field(strict=True)] = True
+    overlap_loads: Flag = True
     """Begin to compute a request's first layers while the last layers of its load, if that is a
     long one, are on their way. On CUDA, with two new tokens or more; not with speculative decoding,
     state (Mamba) layers, or a model's own attention kernels."""
@@ -185,6 +205,15 @@ class OffloadConfig(BaseModel):
     """What lies behind host memory, survives restarts, and may be shared by servers: a "type" of
     vLLM's second tiers with its options, such as
     ``{"type": "fs", "root_dir": "/nvme/kv", "bytes": "2TiB"}``."""
+
+    keep_on_device_reset: Flag = False
+    """Keep the host tier when the device's prefix cache alone is reset, as to measure hits. By
+    default both are dropped, since trainers reset the device's cache after they have changed the
+    model's weights."""
+
+    allow_reports: Flag = False
+    """Let any client learn where the tokens of its prompt came from (``report`` in requests.md).
+    That tells it which prompts others have sent."""
 
     kv_offload_backend: Literal["cpu"] = "cpu"
     """Accepted for configurations of the built-in connector."""

@@ -27,7 +27,7 @@ _MAX_RESERVE = 16 * GIB
 _LOCKED = Path("/dev/shm")  # noqa: S108 - nothing is written there
 """The folder whose lock gives a process its turn. All ranks of a server share it, since vLLM's
 message queues lie there."""
-_PATIENCE_SECONDS, _LOOK_SECONDS = 60.0, 0.005
+_PATIENCE_SECONDS, _SHORT_SECONDS, _LOOK_SECONDS = 60.0, 1.0, 0.005
 _uses_reserve = ContextVar("_uses_reserve", default=False)
 _HOTPLUG = ("sys/bus/virtio/drivers/virtio_mem/virtio*", "sys/bus/vmbus/drivers/hv_balloon/*-*")
 """Devices by which a hypervisor adds memory that the kernel did not know before."""
@@ -100,7 +100,7 @@ def using_reserve() -> Iterator[None]:
 def claim(num_bytes: int) -> Iterator[None]:
     """A context in which to put ``num_bytes`` of pages in place. Processes take turns, so that each
     sees the memory that the others have claimed. Raises MemoryShortageError on entry."""
-    with _turn():
+    with _TURNS.take():
         require(num_bytes)
         yield
 
@@ -108,38 +108,50 @@ def claim(num_bytes: int) -> Iterator[None]:
 # Turns
 
 
-@contextmanager
-def _turn() -> Iterator[None]:
-    """Hold a lock on a folder: no file to create, own or leave behind, and the kernel releases the
-    lock when its holder dies. Containers share the lock if they share /dev/shm."""
-    handle = None
-    try:
-        handle = os.open(_LOCKED, os.O_RDONLY)
-        _lock(handle)
-    except OSError as error:
-        _warn_without_turns(str(error))
-    try:
-        yield
-    finally:
-        if handle is not None:
-            os.close(handle)
-            # Waiting processes try every _LOOK_SECONDS. Without a pause this one, which claims
-            # chunk after chunk, would always win.
-            time.sleep(2 * _LOOK_SECONDS)
+class _Turns:
+    """A lock on a folder: no file to create, own or leave behind, and the kernel releases the lock
+    when its holder dies. Containers share the lock if they share /dev/shm."""
 
+    def __init__(self) -> None:
+        self._patience = _PATIENCE_SECONDS
+        """Short after a turn that did not come, until the lock has been had again. Its holder may
+        never let go: a stopped process, or any other user's."""
 
-def _lock(handle: int) -> None:
-    """Raise OSError if locks are not supported, or after ``_PATIENCE_SECONDS``."""
-    give_up = time.monotonic() + _PATIENCE_SECONDS
-    while True:
+    @contextmanager
+    def take(self) -> Iterator[None]:
+        """A context with the lock, or without it where none can be had."""
+        handle = None
         try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            if time.monotonic() >= give_up:
-                raise
-        else:
-            return
-        time.sleep(_LOOK_SECONDS)  # flock has no time limit
+            handle = os.open(_LOCKED, os.O_RDONLY)
+            self._lock(handle)
+        except OSError as error:
+            _warn_without_turns(str(error))
+        try:
+            yield
+        finally:
+            if handle is not None:
+                os.close(handle)
+                # Waiting processes try every _LOOK_SECONDS. Without a pause this one, which claims
+                # chunk after chunk, would always win.
+                time.sleep(2 * _LOOK_SECONDS)
+
+    def _lock(self, handle: int) -> None:
+        """Raise OSError if locks are not supported, or when the patience is over."""
+        give_up = time.monotonic() + self._patience
+        while True:
+            try:
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                if time.monotonic() >= give_up:
+                    self._patience = _SHORT_SECONDS
+                    raise
+            else:
+                self._patience = _PATIENCE_SECONDS
+                return
+            time.sleep(_LOOK_SECONDS)  # flock has no time limit
+
+
+_TURNS = _Turns()
 
 
 @cache

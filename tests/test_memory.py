@@ -204,11 +204,11 @@ def test_processes_take_turns(held: int, monkeypatch: pytest.MonkeyPatch, tmp_pa
     assert not is_locked(tmp_path)
 
 
-@pytest.mark.usefixtures("held")
 def test_waiting_for_a_turn_has_a_limit(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    held: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The holder may be a stopped process, or a hostile one of another user."""
+    """The holder may be a stopped process, or a hostile one of another user. A tier claims many
+    chunks: they do not wait for it again, but for the next one."""
     caplog.set_level("INFO")
     memory._warn_without_turns.cache_clear()
     now = 0.0
@@ -218,10 +218,15 @@ def test_waiting_for_a_turn_has_a_limit(
         now += seconds
 
     monkeypatch.setattr(memory, "time", SimpleNamespace(monotonic=lambda: now, sleep=pass_time))
-    with memory.claim(1):
-        assert 60 <= now < 61
+    waits = []
+    for is_held in (True, True, False, True, False):
+        fcntl.flock(held, fcntl.LOCK_EX if is_held else fcntl.LOCK_UN)
+        began = now
+        with memory.claim(1):
+            waits.append(round(now - began))
+            assert is_locked(tmp_path)
+    assert waits == [60, 1, 0, 60, 0]
     assert "taken without waiting for other processes" in caplog.text
-    assert is_locked(tmp_path)
 
 
 # In a real container

@@ -44,13 +44,15 @@ class Contender:
         """vLLM's ``kv_transfer_config`` for a host tier of ``host_bytes`` in all ranks together."""
         if self.connector is None:
             return None
+        extra: dict[str, Any] = {"cpu_bytes_to_use": host_bytes, **self.extra}
         config: dict[str, Any] = {
             "kv_connector": self.connector,
             "kv_role": "kv_both",
-            "kv_connector_extra_config": {"cpu_bytes_to_use": host_bytes, **self.extra},
+            "kv_connector_extra_config": extra,
         }
         if self.module is not None:
             config["kv_connector_module_path"] = self.module
+            extra["keep_on_device_reset"] = True  # as the others do by default
         return config
 
 

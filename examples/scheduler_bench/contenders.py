@@ -71,7 +71,7 @@ class OurSide:
 
     def extra_config(self, num_blocks: int, block_bytes: int) -> dict[str, Any]:
         del block_bytes
-        return {"num_cpu_blocks": num_blocks}
+        return {"num_cpu_blocks": num_blocks, "keep_on_device_reset": True}
 
     def open(self, connector: Any, num_blocks: int, block_bytes: int) -> None:
         capacity = RankCapacity("0", num_blocks, num_blocks, block_bytes)

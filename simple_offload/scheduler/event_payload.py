@@ -17,6 +17,10 @@ from simple_offload.scheduler.tier.run import EventPayload, PayloadsByKey
 if TYPE_CHECKING:
     from vllm.v1.request import Request
 
+_MAX_SESSION_ID = 1024
+"""Characters. A longer id is left out: payloads outlive their request, and vLLM, which limits a
+salt so, does not limit this."""
+
 
 def payloads_of_host_block(
     groups: Groups,
@@ -73,12 +77,12 @@ def _is_of(groups: Groups, key: BlockHashWithGroupId, request: "Request", end: i
 
 def _payload(groups: Groups, request: "Request", start: int, end: int) -> EventPayload:
     extra_keys, _ = generate_block_hash_extra_keys(request, start, end, 0)
-    lora = request.lora_request
+    lora, session_id = request.lora_request, request.session_id
     return EventPayload(
         array("q", request.all_token_ids[start:end]),
         request.block_hashes[start // groups.hash_block_size - 1] if start else None,
         vllm_compat.event_extra_keys([extra_keys]),
-        request.session_id,
+        session_id if len(session_id or "") <= _MAX_SESSION_ID else None,
         lora.adapter_id if lora is not None else None,
         lora.name if lora is not None else None,
     )

@@ -28,9 +28,8 @@ class Gate:
     """Three answers: a load, no load (0), or ask again (None).
 
     vLLM passes over a request that has to ask again, and gives the room to those behind it. At one
-    that gets no room it stops, so that none passes. So a request has to ask again in three cases:
+    that gets no room it stops, so that none passes. So a request has to ask again in two cases:
 
-    - A parked request must run first (``Parked``). Until then, none gets blocks.
     - The second tier is asked, or read, within its own time limit.
     - The load of another request brings most of its hit. It finds that on the device soon, and
       needs no copy of its own. Then ``MAX_PASSED`` others may get blocks before it.
@@ -61,6 +60,9 @@ class Gate:
         """Whether the tier is switched off: nothing is loaded."""
         self.second_tier: SecondTier | None = None
         """Once it is open."""
+        self._offered: str | None = None
+        """The request that was last offered a load in the step being scheduled, if vLLM has not
+        given it blocks."""
         self._num_sharing = 0
         """Requests that wait for loads of others in the step being scheduled."""
         self._num_allocated = 0
@@ -73,9 +75,6 @@ class Gate:
         the device has. Pins them. None: vLLM should ask again in the next step."""
         request_id = request.request_id
         self._parked.remove(request_id)
-        if self._parked.must_yield:
-            self._loads.unpin_hit(request_id)
-            return None
         num_tokens = self._find(request, num_computed_tokens)
         if num_tokens is None:  # the second tier may add to the hit, which stays pinned
             return None
@@ -87,17 +86,30 @@ class Gate:
             self._loads.unpin_hit(request_id)
             num_tokens = 0
         num_blocks = self._loads.num_blocks(request_id)
-        self._policy.before_allocation(request, num_blocks, num_computed_tokens + num_tokens)
+        withholds = self._policy.before_allocation(
+            request, num_blocks, num_computed_tokens + num_tokens
+        )
+        if num_tokens and not withholds:
+            self._offered = request_id
         return num_tokens
 
     def on_allocated(self, request_id: str) -> None:
         """The request has got blocks."""
+        self._offered = None
         self._num_allocated += 1
         self._since.pop(request_id, None)
 
     def on_step(self) -> None:
         """A step has been scheduled."""
+        self._offered = None
         self._num_sharing = 0
+
+    def on_standstill(self) -> None:
+        """vLLM has scheduled nothing for some steps, although nothing is under way. A load needs
+        more blocks than compute: vLLM keeps some free beside it. One that it refuses now is not
+        offered again."""
+        if self._offered is not None:
+            self._loads.offer_no_more(self._offered)
 
     def on_request_finished(self, request_id: str) -> None:
         """The request has ended."""

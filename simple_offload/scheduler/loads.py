@@ -118,7 +118,8 @@ class Loads:
         the request runs."""
         self._newly_admitted: list[int] = []
         self._unlucky: set[str] = set()
-        """Requests with a failed load, which are offered no other: it would probably fail too."""
+        """Requests with a failed load, which are offered no other: it would probably fail too. And
+        those of ``offer_no_more``."""
 
     @property
     def idle(self) -> bool:
@@ -194,6 +195,12 @@ class Loads:
         for load in chain(self._planned, self._in_flight.values()):
             if load.request_id == request_id:
                 load.orphaned = True
+
+    def offer_no_more(self, request_id: str) -> None:
+        """The request has given back the device blocks that it had loaded, or vLLM has no room for
+        its load: it is computed."""
+        self._tier.unpin(self._arrived.pop(request_id, ()))
+        self._unlucky.add(request_id)
 
     def plan(
         self,

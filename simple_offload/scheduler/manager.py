@@ -1,6 +1,5 @@
 """OffloadScheduler: the scheduler side of one engine, step by step."""
 
-import secrets
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -47,6 +46,7 @@ if TYPE_CHECKING:
     from vllm.distributed.kv_events import KVCacheEvent
     from vllm.v1.core.kv_cache_coordinator import KVCacheCoordinator
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
+    from vllm.v1.core.kv_cache_utils import KVCacheBlock
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.outputs import KVConnectorOutput
@@ -79,7 +79,7 @@ class OffloadScheduler:
         self.switched_off = False
         self._num_on_device: dict[str, int] = {}
         """By request without blocks, its tokens that the device had at the last lookup."""
-        self._wishes = Wishbook()
+        self._wishes = Wishbook(allow_reports=config.allow_reports)
         self._sources: dict[str, dict[str, int]] = {}
         """By request that wishes for a report: by source, tokens of its prompt that need not be
         computed."""
@@ -97,6 +97,7 @@ class OffloadScheduler:
     def bind_kv_cache_manager(self, kv_cache_manager: "KVCacheManager") -> None:
         """Learn the device's blocks and block tables."""
         self._device_pool = kv_cache_manager.block_pool
+        block_pool.on_reset(self._device_pool, self._before_device_reset, self._on_device_reset)
         self._device_managers = kv_cache_manager.coordinator.single_type_managers
         self._policy = StorePolicy(
             self.config,
@@ -185,7 +186,9 @@ class OffloadScheduler:
             step = self._second_tier.on_step(num_tokens)
         computes = num_tokens > 0
         self._hazards.on_step(zeroed, computes=computes)
-        self._parked.on_step(computes=computes)
+        if self._parked.on_step(computes=computes) and not self.has_pending_block_frees():
+            self._give_back()
+            self._gate.on_standstill()
         self._gate.on_step()
         self._is_capacity_sent |= self._capacity is not None
         return StepMetadata(
@@ -211,7 +214,7 @@ class OffloadScheduler:
         if report.capacities:
             self._on_capacities(report.capacities)
         if report.step is not None and self._second_tier is not None:
-            self._second_tier.speeds.on_step_ended(report.step)
+            self._second_tier.on_step_ended(report.step)
         for request_id in self._loads.on_failed(report.failed):
             if (sources := self._sources.get(request_id)) is not None:
                 sources.update(host=0, second_tier=0)
@@ -283,7 +286,7 @@ class OffloadScheduler:
         """Whether waiting for a transfer would free a device block, so that no request needs to be
         preempted for one."""
         return (
-            self._policy.num_held_blocks > 0
+            bool(self._policy.held_blocks)
             or self._stores.frees_device_blocks()
             or self._loads.frees_device_blocks()
         )
@@ -291,12 +294,46 @@ class OffloadScheduler:
     def reset_cache(self) -> bool:
         """Drop all contents of the tier, and those on their way there. Transfers in flight go on;
         their blocks stay pinned until then."""
-        self._policy.on_reset()
-        self._policy.on_store_ended(self._stores.reset(), None, ok=True)
+        self._drop_stores()
         self.tier.reset()
         if self._second_tier is not None:
-            self._second_tier.reset(secrets.token_bytes(32))
+            self._second_tier.reset()
         return True
+
+    def _before_device_reset(self) -> None:
+        """vLLM is about to reset the device's cache, which needs all blocks free. If nothing but
+        this connector has some, give them up: those of requests that are parked and ready, and,
+        unless the tier keeps its contents, those of stores."""
+        held: list[KVCacheBlock] = []
+        if not self.config.keep_on_device_reset:
+            held = [*self._stores.device_blocks, *self._policy.held_blocks]
+        num_ours = len(self._parked.block_ids.union(block.block_id for block in held))
+        pool = self._device_pool
+        if num_ours == pool.num_gpu_blocks - 1 - pool.get_num_free_blocks():
+            self._give_back()
+            if held:
+                self._drop_stores()
+
+    def _on_device_reset(self) -> None:
+        """The device's cache has been reset: the model's weights may be others from now on."""
+        self._policy.on_device_reset()
+        if self.config.keep_on_device_reset:
+            return
+        if num_blocks := self.tier.num_used:
+            logger.info(
+                "The device's prefix cache was reset, and %d host blocks with it: their KV may be "
+                "of other weights. keep_on_device_reset would keep them",
+                num_blocks,
+            )
+        self.reset_cache()
+
+    def _give_back(self) -> None:
+        for request_id in self._parked.give_back():
+            self._loads.offer_no_more(request_id)
+
+    def _drop_stores(self) -> None:
+        self._policy.on_reset()
+        self._policy.on_store_ended(self._stores.reset(), None, ok=True)
 
     def shutdown(self) -> None:
         """Finish what is on its way to the second tier."""
@@ -415,7 +452,7 @@ class OffloadScheduler:
         if self.config.second_tier is not None:
             self._second_tier = self._open_second_tier(self.config.second_tier)
             self._gate.second_tier = self._second_tier
-            self._stores.on_committed.append(self._second_tier.writes.on_stored)
+            self._stores.on_committed.append(self._second_tier.on_stored)
         logger.info(
             "Host tier: %d blocks of %d tokens, %s",
             min(by_rank),

@@ -16,33 +16,42 @@ class Parked:
 
     vLLM stops at the first request of its queue that gets no blocks, and preempts no parked one. If
     nothing runs, and parked requests further back have the blocks, no step frees any (vllm#45388,
-    vllm#57104, vllm#57841). Those of another connector are not known here. Two rules prevent it:
+    vllm#57104, vllm#57841). Two rules prevent it:
 
     1. **Room.** A request is parked only if the device has room for all parked requests at once,
        each with all its tokens and drafts (``has_room``).
-    2. **Turn.** After a step in which nothing ran although a parked request was ready, each request
-       without blocks has to ask again (``must_yield``). vLLM passes over those.
+    2. **Give back.** If all parked requests are ready and vLLM still schedules nothing, they give
+       their blocks back (``give_back``). Each is computed then, and never parked again. Nor is the
+       request that vLLM refuses a load at that moment (``Gate.on_standstill``).
 
-    Proof. Assume that vLLM schedules nothing, and that no step and no copy is under way. Then only
-    parked requests have blocks, and all are ready. In the next step vLLM passes over the others
-    (2) and comes to a parked one. What it has and lacks is at most what rule 1 counted for it, and
-    the others have at most what that counted for them. So it gets its blocks, and runs.
+    Proof. Assume that vLLM schedules nothing, and that no step and no copy is under way. Then all
+    parked requests are ready, and give their blocks back (2). From then on only requests have
+    blocks that would have them without a host tier: those that run, streaming-input sessions, and
+    those of another connector. The first request that lacks blocks is offered no load. So vLLM goes
+    on, unless it would stand still without a tier too. Each request gives back, or is refused a
+    load, once.
+
+    The first rule makes the second one rare. Among parked requests alone, none lacks a block.
     """
 
     def __init__(self, kv_cache_manager: "KVCacheManager", vllm_config: "VllmConfig") -> None:
+        self._kv_cache_manager = kv_cache_manager
         self._coordinator = kv_cache_manager.coordinator
         self._num_device_blocks = kv_cache_manager.block_pool.num_gpu_blocks - 1  # the null block
         self._max_tokens = vllm_config.model_config.max_model_len
+        self._max_steps = vllm_config.max_concurrent_batches
         self._num_draft_slots = 0
         if vllm_config.num_speculative_tokens:
             # As much as vLLM 0.32 reserves (``Scheduler._request_remaining_blocks``).
             self._num_draft_slots = 1 + vllm_config.num_speculative_tokens
             self._num_draft_slots += vllm_config.num_lookahead_tokens
+        self._requests: dict[str, Request] = {}
         self._num_blocks: dict[str, int] = {}
         """By request, the most blocks that it has before it has computed its prompt."""
         self._ready: set[str] = set()
         """Those whose load has ended or failed, as vLLM knows."""
-        self._nothing_ran = False
+        self._num_idle_steps = 0
+        """Steps in a row in which nothing ran although all, or none, were ready."""
 
     def has_room(self, request: "Request") -> bool:
         """Whether the request may be parked beside the others. The first always may."""
@@ -52,26 +61,44 @@ class Parked:
         return num_blocks <= self._num_device_blocks
 
     @property
-    def must_yield(self) -> bool:
-        """Whether a request without blocks has to ask again, so that vLLM comes to the parked."""
-        return self._nothing_ran and bool(self._ready)
+    def block_ids(self) -> set[int]:
+        """The device blocks of requests that are ready."""
+        tables = [self._kv_cache_manager.get_blocks(each).blocks for each in self._ready]
+        blocks = [block for table in tables for of_group in table for block in of_group]
+        return {block.block_id for block in blocks if not block.is_null}
 
     def add(self, request: "Request") -> None:
         """vLLM has given the request blocks for a load."""
+        self._requests[request.request_id] = request
         self._num_blocks[request.request_id] = self._num_blocks_of(request)
 
     def on_ready(self, request_ids: Iterable[str]) -> None:
         """vLLM has learned that these loads have ended or failed."""
-        self._ready |= self._num_blocks.keys() & request_ids
+        self._ready |= self._requests.keys() & request_ids
 
     def remove(self, request_id: str) -> None:
         """The request runs, has lost its blocks, or has ended."""
+        self._requests.pop(request_id, None)
         self._num_blocks.pop(request_id, None)
         self._ready.discard(request_id)
 
-    def on_step(self, *, computes: bool) -> None:
-        """vLLM has scheduled a step. ``computes``: for some request."""
-        self._nothing_ran = not computes
+    def on_step(self, *, computes: bool) -> bool:
+        """vLLM has scheduled a step. ``computes``: for some request. Returns whether vLLM stands
+        still: it goes on without parked requests, and no earlier step is under way any more."""
+        waits = not computes and len(self._ready) == len(self._requests)
+        self._num_idle_steps = self._num_idle_steps + 1 if waits else 0
+        return self._num_idle_steps > self._max_steps
+
+    def give_back(self) -> list[str]:
+        """Free the blocks of requests that are ready, as vLLM does where a load has failed: it will
+        ask for their hits again. Returns their ids."""
+        ready = sorted(self._ready)
+        for request_id in ready:
+            request = self._requests[request_id]
+            self._kv_cache_manager.free(request)
+            request.num_computed_tokens = 0
+            self.remove(request_id)
+        return ready
 
     def _num_blocks_of(self, request: "Request") -> int:
         num_tokens = min(request.num_tokens, self._max_tokens)

@@ -1,6 +1,5 @@
 """Stores: device blocks on their way to the host tier, across ranks."""
 
-from collections import Counter
 from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import dataclass, field
 
@@ -140,29 +139,30 @@ class Stores:
         return store.device_blocks, store.transfer if is_kept else None
 
     def reset(self) -> Sequence[KVCacheBlock]:
-        """Drop the planned store, and commit no store that is in flight: its blocks stay pinned
-        until it ends, since the copy may be under way. Returns the planned store's device blocks,
-        whose references are the caller's now."""
+        """Drop the planned store, and commit no store that is in flight: its host blocks stay
+        pinned until it ends, since the copy may be under way. Returns the device blocks of all,
+        whose references are the caller's now: whatever a copy reads there from now on, nobody finds
+        it."""
         planned, self._planned = self._planned, _Store()
         self._meter.add(metrics.DROPPED, len(planned.host_blocks), "reset")
         self._tier.unpin(planned.host_blocks)
+        device_blocks = planned.device_blocks
         for store in self._in_flight.values():
             store.cancel()
-        return planned.device_blocks
+            device_blocks += store.device_blocks
+            store.device_blocks = []
+        return device_blocks
 
-    def references(self) -> Counter[int]:
-        """By id of a device block, the references of stores to it."""
+    @property
+    def device_blocks(self) -> list[KVCacheBlock]:
+        """The device blocks of all stores, one for each reference."""
         stores = (self._planned, *self._in_flight.values())
-        return Counter(block.block_id for store in stores for block in store.device_blocks)
+        return [block for store in stores for block in store.device_blocks]
 
     def frees_device_blocks(self) -> bool:
         """Whether the end of a store, planned or in flight, would return a device block to the
         pool."""
-        return any(
-            block.ref_cnt == 1
-            for store in (self._planned, *self._in_flight.values())
-            for block in store.device_blocks
-        )
+        return any(block.ref_cnt == 1 for block in self.device_blocks)
 
     def _is_coming(self, key: bytes) -> bool:
         """Whether ``key`` is on its way to the tier."""

@@ -97,7 +97,7 @@ class Runs:
 
     def engines(self, architecture: Architecture = "gemma3") -> Engines:
         """The engines that most tests of an architecture look at."""
-        host = {"num_cpu_blocks": HOST_BLOCKS}
+        host = {"num_cpu_blocks": HOST_BLOCKS, "keep_on_device_reset": True}
         full = full_workload()
         few = full[COLD]._replace(asks=full[COLD].asks[:NUM_AGAIN])
         salted, other_salt = (

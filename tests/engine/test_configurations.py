@@ -13,7 +13,7 @@ from tests.engine.workloads import follow_ups, shared_prefix_asks
 
 pytestmark = pytest.mark.slow
 
-ROOMY = {"num_cpu_blocks": HOST_BLOCKS}
+ROOMY = {"num_cpu_blocks": HOST_BLOCKS, "keep_on_device_reset": True}
 
 NUM_SUB_BLOCKS = 4
 HOST_BLOCK_SIZE = NUM_SUB_BLOCKS * BLOCK_SIZE

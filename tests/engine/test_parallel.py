@@ -11,7 +11,7 @@ from tests.engine.runs import DEVICE_BLOCKS, HOST_BLOCKS, Runs
 from tests.engine.spec import EngineResult
 from tests.engine.workloads import LONG, TURNS, TURNS_FROM_HOST, full_workload
 
-ROOMY = {"num_cpu_blocks": HOST_BLOCKS}
+ROOMY = {"num_cpu_blocks": HOST_BLOCKS, "keep_on_device_reset": True}
 TENSOR: dict[str, Any] = {"tensor_parallel_size": 2}
 PIPELINE: dict[str, Any] = {"pipeline_parallel_size": 2}
 

@@ -36,7 +36,8 @@ def spec(runs: Runs, files: str | None, **options: Any) -> EngineSpec:
 
 def spec_of(runs: Runs, second_tier: dict[str, Any]) -> EngineSpec:
     # A small model computes sooner than a slow disk reads.
-    connector = {"num_cpu_blocks": HOST_BLOCKS, "second_tier": second_tier | {"fetch": "always"}}
+    connector: dict[str, Any] = {"num_cpu_blocks": HOST_BLOCKS, "keep_on_device_reset": True}
+    connector |= {"second_tier": second_tier | {"fetch": "always"}}
     return runs.spec("gemma3", connector=connector, rounds=ROUNDS)
 
 

@@ -260,8 +260,9 @@ def _server(model: Path, directory: Path, *, connector: bool) -> Iterator[Server
     arguments = [str(part) for option in SERVER.items() for part in option]
     arguments.append("--enforce-eager")
     if connector:
-        extra = {"kv_connector_extra_config": {"num_cpu_blocks": HOST_BLOCKS}}
-        arguments += ["--kv-transfer-config", json.dumps(THIS_CONNECTOR | extra)]
+        extra = {"num_cpu_blocks": HOST_BLOCKS, "keep_on_device_reset": True}
+        config = THIS_CONNECTOR | {"kv_connector_extra_config": extra}
+        arguments += ["--kv-transfer-config", json.dumps(config)]
     server = Server(model, directory, *arguments)
     try:
         server.wait_until_ready()

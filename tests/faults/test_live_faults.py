@@ -22,7 +22,7 @@ def problems(
     recompute, fail = (
         runs.spec(
             request.param,
-            connector={"num_cpu_blocks": HOST_BLOCKS},
+            connector={"num_cpu_blocks": HOST_BLOCKS, "keep_on_device_reset": True},
             rounds=(),
             transfer_arguments={
                 "kv_connector_module_path": "tests.faults.connector",

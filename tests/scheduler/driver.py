@@ -97,9 +97,12 @@ class Driver:
         salt: str | None = None,
         wishes: Any = None,
         session_id: str | None = None,
+        priority: int | None = None,
     ) -> Request:
         """Hand a request to the scheduler."""
-        self.world.add_request(request_id, tokens, max_tokens, salt, 0, wishes, session_id)
+        self.world.add_request(
+            request_id, tokens, max_tokens, salt, 0, wishes, session_id, priority=priority
+        )
         return self.world.requests[request_id]
 
     def serve(

@@ -1,12 +1,17 @@
 """block_pool: each function leaves the pool as vLLM's own methods do, link by link."""
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 from hypothesis import given
 from hypothesis import strategies as st
 from vllm.v1.core.block_pool import BlockPool
-from vllm.v1.core.kv_cache_utils import BlockHashWithGroupId, KVCacheBlock
+from vllm.v1.core.kv_cache_utils import (
+    BlockHashWithGroupId,
+    FreeKVCacheBlockQueue,
+    KVCacheBlock,
+)
 
 from simple_offload.scheduler.tier import block_pool
 from tests.scheduler.tiers import BLOCK_SIZE, key, make_tier, prefixes
@@ -122,6 +127,57 @@ def test_blocks_return_to_a_place_in_the_queue(ids: list[int], place: int) -> No
         pool.free_block_queue.prepend_n([*first, *blocks])
 
     twins.do(insert, prepend, ids)
+
+
+@given(COUNT, IDS, COUNT, st.booleans())
+def test_all_contents_are_evicted(filled: int, held: list[int], queued: int, inner: bool) -> None:
+    """``queued`` of the free blocks are in a queue of their own."""
+    twins = Twins(filled)
+    twins.do(block_pool.touch, lambda pool, blocks: pool.touch(blocks), held)
+    removed: list[list[BlockHashWithGroupId]] = []
+    block_pool.on_removed(twins.pools[0], lambda keys: removed.append([*keys]))
+    cached = block_pool.cached(twins.pools[0])
+    for pool in twins.pools:
+        if inner and filled:  # a block with another key too
+            pool._insert_block_hash(key("inside"), pool.blocks[filled], None)
+    keys = [*cached]
+    queued = min(queued, NUM_BLOCKS - len(held))
+
+    def evict_all(pool: BlockPool, _: object) -> None:
+        other = FreeKVCacheBlockQueue([])
+        other.append_n(pool.free_block_queue.popleft_n(queued))
+        block_pool.evict_all_blocks(pool, [pool.free_block_queue, other])
+        assert not other.get_all_free_blocks()
+        assert not other.num_free_blocks
+
+    def evict_each(pool: BlockPool, _: object) -> None:
+        pool.evict_blocks({*range(1, NUM_BLOCKS + 1)})
+        free = pool.free_block_queue.popleft_n(NUM_BLOCKS - len(held))
+        pool.free_block_queue.append_n(sorted(free, key=lambda block: block.block_id))
+
+    twins.do(evict_all, evict_each)
+    assert removed == [keys] * bool(keys)
+    assert not cached
+
+
+@given(COUNT, COUNT, COUNT)
+def test_a_queue_is_moved_in_one_piece(filled: int, first: int, second: int) -> None:
+    twins = Twins(filled)
+    second = min(second, NUM_BLOCKS - first)
+
+    def move(pool: BlockPool, blocks: object, append_all: Callable[..., None]) -> None:
+        queue, other = FreeKVCacheBlockQueue([]), FreeKVCacheBlockQueue([])
+        queue.append_n(pool.free_block_queue.popleft_n(first))
+        other.append_n(pool.free_block_queue.popleft_n(second))
+        append_all(queue, other)
+        assert (queue.num_free_blocks, other.num_free_blocks) == (first + second, 0)
+        assert not other.get_all_free_blocks()
+        append_all(pool.free_block_queue, queue)
+
+    def append_n(queue: FreeKVCacheBlockQueue, other: FreeKVCacheBlockQueue) -> None:
+        queue.append_n(other.popleft_n(other.num_free_blocks))
+
+    twins.do(partial(move, append_all=block_pool.append_all), partial(move, append_all=append_n))
 
 
 @given(COUNT, st.sets(st.integers(0, NUM_BLOCKS)))

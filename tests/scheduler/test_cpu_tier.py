@@ -257,19 +257,27 @@ def test_kept_blocks_leave_last_and_released_ones_first_each_tail_first() -> Non
     tier = make_tier(16)
     store(tier, "abc", "rst", "xy", "pq")
     store(tier, "mn", on_device=True)
-    tier.lease(ids(tier, *prefixes("abc")), tier.make_lease(60, None))
-    tier.lease(ids(tier, *prefixes("rst")), tier.make_lease(None, None))
+    tier.lease(ids(tier, *prefixes("abc")), tier.make_lease(60, b"r"))
+    tier.lease(ids(tier, *prefixes("rst")), tier.make_lease(None, b"r"))
     check_tier(tier)
     find(tier, "xy")
     assert leave(tier) == ["rst", "rs", "r", "pq", "p", "xy", "x", "abc", "ab", "a", "mn", "m"]
+
+
+def test_expected_blocks_leave_last_and_those_of_the_first_request_after_the_others() -> None:
+    tier = make_tier(5)
+    store(tier, "xy", "ab", "r")
+    tier.expect([key(name) for name in prefixes("xy")])
+    tier.expect([key(name) for name in prefixes("ab")])
+    assert leave(tier) == ["r", "ab", "a", "xy", "x"]
 
 
 def test_what_a_request_finds_is_released_no_more_and_kept_still() -> None:
     tier = make_tier(16)
     store(tier, "abc", "rst")
     store(tier, "xy", on_device=True)
-    tier.lease(ids(tier, *prefixes("abc")), tier.make_lease(60, None))
-    tier.lease(ids(tier, *prefixes("rst"), "x", "xy"), tier.make_lease(None, None))
+    tier.lease(ids(tier, *prefixes("abc")), tier.make_lease(60, b"r"))
+    tier.lease(ids(tier, *prefixes("rst"), "x", "xy"), tier.make_lease(None, b"r"))
     find(tier, "ab", "rs", "x")
     assert special(tier)[:2] == [["abc", "ab", "a"], ["rst"]]
     assert protected(tier) == {"r", "rs", "x"}
@@ -282,11 +290,11 @@ def test_what_a_request_finds_is_released_no_more_and_kept_still() -> None:
 def test_a_release_leaves_what_is_used_and_what_others_want_kept() -> None:
     tier = make_tier(24)
     store(tier, "abc", "xyz")
-    tier.lease(ids(tier, *prefixes("xyz")), tier.make_lease(60, "one"))
-    tier.lease(ids(tier, "x", "xy"), tier.make_lease(90, "two"))
+    tier.lease(ids(tier, *prefixes("xyz")), tier.make_lease(60, b"one"))
+    tier.lease(ids(tier, "x", "xy"), tier.make_lease(90, b"two"))
     pins = blocks(tier, "a")
     tier.pin(pins)
-    tier.lease(ids(tier, *prefixes("abc"), *prefixes("xyz")), tier.make_lease(None, "one"))
+    tier.lease(ids(tier, *prefixes("abc"), *prefixes("xyz")), tier.make_lease(None, b"one"))
     check_tier(tier)
     assert special(tier)[:2] == [["xy", "x"], ["xyz", "abc", "ab"]]
     tier.unpin(pins)

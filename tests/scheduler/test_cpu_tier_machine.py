@@ -295,11 +295,11 @@ class Tier(RuleBasedStateMachine):
         chain=chains,
         start=starts,
         seconds=st.sampled_from([None, None, 0, 1, 5]),
-        session_id=st.sampled_from([None, "one"]),
+        session=st.sampled_from([b"one", b"two"]),
     )
-    def lease(self, chain: str, start: int, seconds: int | None, session_id: str | None) -> None:
+    def lease(self, chain: str, start: int, seconds: int | None, session: bytes) -> None:
         """A request wants the end of a chain kept for some time, or released."""
-        lease = self.tier.make_lease(seconds, session_id)
+        lease = self.tier.make_lease(seconds, session)
         names = self.present(prefixes(chain)[start:])
         self.tier.lease([self.kept[name].block_id for name in names], lease)
         if seconds is None:
@@ -308,7 +308,7 @@ class Tier(RuleBasedStateMachine):
                 for name in names
                 if not self.references[self.kept[name].block_id]
                 and self.segment[name] not in (_EXPECTED, _EXPECTED_COPY)
-                and self.leases.get(name, lease).session_id == session_id
+                and self.leases.get(name, lease).session == session
             ]
             for name in names:
                 self.leases.pop(name, None)
@@ -405,11 +405,11 @@ class Tier(RuleBasedStateMachine):
 
     def become_expected(self, names: Sequence[str]) -> None:
         """Those that are not kept."""
-        for name in reversed(names):
+        for name in names:
             if self.segment[name] in _COPIES - {_KEPT_COPY, _EXPECTED_COPY}:
                 self.segment[name] = _EXPECTED_COPY
             elif self.segment[name] in (_PROBATION, _PROTECTED, _RELEASED):
-                self.move([name], _EXPECTED)
+                self.move([name], _EXPECTED, first=True)
 
     def become_found_copies(self, names: Sequence[str]) -> None:
         segments = {name: _AS_COPY[if_found(self.segment[name])] for name in names}
@@ -451,6 +451,7 @@ class Tier(RuleBasedStateMachine):
             (_PROTECTED, lambda: count),
             (_KEPT, lambda: count),
             (_COPY, lambda: count),
+            (_EXPECTED, lambda: count),
         )
         for segment, wanted in order:
             most = max(0, min(wanted(), count - len(lost)))

@@ -129,6 +129,17 @@ def test_blocks_of_a_chain_and_a_session_are_one_event(
     assert events[0].extra_keys[:2] == [("poet", "red"), ("poet",)]
 
 
+@pytest.mark.parametrize("length", [1024, 1025])
+def test_a_long_session_id_is_left_out(drive: MakeDriver, length: int) -> None:
+    """It would be kept after its request has ended."""
+    driver = drive(kv_events=True)
+    listener = Listener(driver)
+    start(driver, "first", PROMPT, "s" * length)
+    driver.run()
+    ids = [event.session_id for event in listener.stored_events()]
+    assert ids == ["s" * length if length == 1024 else None]
+
+
 @pytest.mark.proves("I1")
 def test_nothing_is_stored_before_every_rank_has_it(drive: MakeDriver) -> None:
     driver = drive(kv_events=True, num_ranks=2)

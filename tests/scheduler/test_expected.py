@@ -1,5 +1,6 @@
 """What requests in vLLM's queue will find stays in the tier until their turn."""
 
+from collections.abc import Iterable
 from typing import Any
 
 import pytest
@@ -99,3 +100,63 @@ def test_a_wish_outlives_the_queue(drive: MakeDriver) -> None:
     driver.run()
     driver.fill(20, first=61)
     assert driver.found(prompt(NUM_TOKENS, family=1)) == 20
+
+
+# Priorities
+
+URGENT, SOON, LATE = range(3)
+WITH_PRIORITIES = SHAPE | {"num_device_blocks": 14, "priority": True}
+"""A device with room for two prompts: what requests find, they load."""
+
+
+def start_late(driver: Driver) -> None:
+    """Nine requests that will find as much as may be expected, and are never served."""
+    driver.fill(9, first=1)
+    driver.start("running", prompt(NUM_TOKENS, 96), 19, priority=URGENT)
+    driver.step()
+    for family in range(1, 10):
+        driver.start(f"late {family}", prompt(NUM_TOKENS, family), priority=LATE)
+    driver.step()
+
+
+def serve_urgent(driver: Driver, families: Iterable[int]) -> int:
+    """Serve requests. Some of them always wait. Returns the blocks that they load."""
+    num_loaded = driver.world.num_blocks_loaded
+    for family in families:
+        driver.start(f"urgent {family}", prompt(NUM_TOKENS, family), priority=URGENT)
+        while sum(each.priority == URGENT for each in driver.world.requests.values()) > 2:
+            driver.step()
+            driver.copy_all()
+    return driver.world.num_blocks_loaded - num_loaded
+
+
+def test_requests_that_are_never_served_take_nothing_from_others(drive: MakeDriver) -> None:
+    """Ten prompts in turn fit the tier, but not beside what the others will find."""
+    driver = drive(**WITH_PRIORITIES)
+    start_late(driver)
+    for _ in range(2):
+        serve_urgent(driver, range(40, 50))
+    assert serve_urgent(driver, range(40, 50)) == 50
+
+
+def test_a_later_request_of_a_higher_priority_comes_first(drive: MakeDriver) -> None:
+    driver = drive(**WITH_PRIORITIES)
+    driver.serve("first", prompt(NUM_TOKENS, family=20))
+    start_late(driver)
+    driver.start("soon", prompt(NUM_TOKENS, family=20), priority=SOON)
+    serve_urgent(driver, range(60, 68))
+    assert driver.found(prompt(NUM_TOKENS, family=20)) == 20
+
+
+def test_others_expect_again_when_nothing_goes_before_them(drive: MakeDriver) -> None:
+    driver = drive(**WITH_PRIORITIES)
+    start_late(driver)
+    serve_urgent(driver, range(40, 60))
+    for family in range(1, 10):
+        driver.world.abort(f"late {family}")
+    driver.fill(7, first=1)
+    for family in (*range(60, 80), 1):
+        driver.start(f"queued {family}", prompt(NUM_TOKENS, family), priority=LATE)
+    num_loaded = driver.world.num_blocks_loaded
+    driver.run()
+    assert driver.world.num_blocks_loaded == num_loaded + 5

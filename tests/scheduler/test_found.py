@@ -58,3 +58,22 @@ def test_a_conversation_outlives_prompts_that_come_once(
         driver.fill(5, first=200 + 10 * turn)
     driver.fill(3, first=300)
     assert driver.found(history) > driver.found(prompt(21, family=230))  # which came later
+
+
+@pytest.mark.parametrize("lazy", [None, True, False])
+def test_what_a_session_s_later_input_overwrites_is_no_copy(
+    drive: MakeDriver, lazy: bool | None
+) -> None:
+    """vLLM goes on with a streaming-input session as a new request that has computed tokens. The
+    world checks after each step that the device has all that the tier calls a copy."""
+    driver = drive(num_device_blocks=25, num_host_blocks=100, lazy=lazy)
+    driver.serve("a", prompt(65))
+    driver.world.add_request("session", prompt(9, 1), 2, None, 0, resumable=True)
+    for turn in range(6):
+        driver.step_until(lambda: driver.world.is_waiting_for_input("session"))
+        driver.copy_all()
+        driver.world.resume("session", prompt(8, 20 + turn), 2)
+    driver.step_until(lambda: driver.world.is_waiting_for_input("session"))
+    driver.world.resume("session", [], 1)
+    driver.run()
+    assert driver.found(prompt(65)) == 64

@@ -183,7 +183,7 @@ def test_host_blocks_are_held_until_the_request_runs(drive: MakeDriver, ends: st
     driver.copy(LOAD)
     driver.step()
     driver.world.scheduler.set_pause_state(PauseState.PAUSED_ALL)
-    driver.step(3)
+    driver.step()
     assert driver.num_held == (4, 4)
     assert integrity.copies(driver.scheduler) == []
     if ends == "aborted":

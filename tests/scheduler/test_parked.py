@@ -98,22 +98,59 @@ def test_windows_of_parked_requests_have_room(drive: MakeDriver, num_device_bloc
     windows_driver(drive, num_device_blocks).run()
 
 
-def test_without_room_for_all_parked_requests_they_stand_still(
+@pytest.mark.proves("I11")
+def test_a_load_that_has_no_room_on_an_empty_device_is_not_offered_again(
+    drive: MakeDriver,
+) -> None:
+    """vLLM keeps some blocks free beside a load, for drafts. Here a prompt has room without."""
+    driver = drive(
+        num_drafted=7, num_device_blocks=15, max_model_len=55, num_host_blocks=100, lazy=False
+    )
+    driver.serve("first", prompt(53))
+    driver.empty_device_cache()
+    driver.serve("second", prompt(53))
+
+
+def driver_with_session(drive: MakeDriver) -> Driver:
+    """A streaming-input session has more input, and its blocks and those of a parked request are
+    all but three of the device's."""
+    driver = driver_with(drive, 1, num_device_blocks=13)
+    driver.world.add_request("session", prompt(18, 7), 2, None, 0, resumable=True)
+    driver.step_until(lambda: driver.world.is_waiting_for_input("session"))
+    park(driver, "parked")
+    driver.world.resume("session", prompt(20, 8), 2)
+    return driver
+
+
+@pytest.mark.proves("I11")
+def test_a_parked_request_gives_back_what_a_session_needs(drive: MakeDriver) -> None:
+    """vLLM stops at the session, and never comes to the parked request behind it."""
+    driver = driver_with_session(drive)
+    driver.step_until(lambda: driver.world.is_waiting_for_input("session"))
+    driver.world.resume("session", [], 1)
+    driver.run()
+    assert driver.world.num_blocks_loaded == 4, "the parked request was loaded twice"
+
+
+def test_a_parked_request_that_gives_nothing_back_stops_a_session(
     drive: MakeDriver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A control: without the first rule."""
+    """A control."""
+    monkeypatch.setattr(Parked, "give_back", lambda parked: [])
+    driver = driver_with_session(drive)
+    with pytest.raises(AssertionError, match="never holds"):
+        driver.step_until(lambda: driver.world.is_waiting_for_input("session"))
+
+
+@pytest.mark.parametrize("driver_with_scene", [windows_driver, driver_with_large_request])
+def test_without_both_rules_parked_requests_stand_still(
+    drive: MakeDriver, monkeypatch: pytest.MonkeyPatch, driver_with_scene: Any
+) -> None:
+    """A control. The second scene stands still on vLLM 0.30 only."""
     monkeypatch.setattr(Parked, "has_room", lambda parked, request: True)
-    driver = windows_driver(drive, 16)
-    with pytest.raises(AssertionError, match="do not end"):
-        driver.drain()
-
-
-@pytest.mark.skipif(vllm_version() > (0, 30), reason="vLLM 0.31 comes to parked requests first")
-def test_without_its_turn_a_parked_request_waits_for_ever(
-    drive: MakeDriver, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A control: without the second rule."""
-    monkeypatch.setattr(Parked, "must_yield", False)
-    driver = driver_with_large_request(drive, 12)
+    monkeypatch.setattr(Parked, "give_back", lambda parked: [])
+    if driver_with_scene is driver_with_large_request and vllm_version() > (0, 30):
+        pytest.skip("vLLM 0.31 comes to parked requests first")
+    driver = driver_with_scene(drive, 16 if driver_with_scene is windows_driver else 12)
     with pytest.raises(AssertionError, match="do not end"):
         driver.drain()

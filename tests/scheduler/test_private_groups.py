@@ -384,6 +384,6 @@ def test_blocks_of_all_places_in_any_order_of_calls(
 def test_no_more_than_a_quarter_of_the_contents_are_kept() -> None:
     tier = make_private_tier(16, 4)  # room for four contents
     stored = store(tier, "a", "b", "c", "d", group=PRIVATE)
-    tier.lease([block.block_id for block in stored], tier.make_lease(60, None))
+    tier.lease([block.block_id for block in stored], tier.make_lease(60, b"r"))
     check_tier(tier)
     assert sum(tier.lease_of(block.block_id) is not None for block in stored) == 1

@@ -1,5 +1,7 @@
 """Reset: no earlier block is found, and transfers in flight hold their blocks until their end."""
 
+from typing import Any
+
 import pytest
 from vllm.v1.core.sched.interface import PauseState
 
@@ -7,11 +9,12 @@ from tests.scheduler.conftest import MakeDriver
 from tests.scheduler.driver import LOAD, STORE, Driver, prompt
 
 
-def loading(drive: MakeDriver) -> Driver:
+def loading(drive: MakeDriver, **shape: Any) -> Driver:
     """A driver with a request "b" whose load of ``prompt(17)`` is in flight."""
-    driver = drive()
+    driver = drive(num_device_blocks=24, **shape)
     driver.serve("a", prompt(17))
-    driver.empty_device_cache()
+    for family in range(6):
+        driver.serve(f"fill {family}", prompt(21, family + 50))
     driver.start("b", prompt(17), max_tokens=3)
     driver.step()
     assert driver.pending(LOAD)
@@ -55,26 +58,53 @@ def test_a_pinned_hit_is_not_offered_after_a_reset(drive: MakeDriver) -> None:
     assert driver.world.num_blocks_loaded == 0
 
 
-@pytest.mark.parametrize("ended", [False, True])
-def test_a_pause_that_keeps_a_loading_request_clears_nothing(
-    drive: MakeDriver, ended: bool
+@pytest.mark.parametrize("keeps", [False, True])
+def test_a_pause_that_keeps_a_loading_request_clears_both_caches(
+    drive: MakeDriver, keeps: bool
 ) -> None:
-    """vLLM's pause in mode "keep" schedules nothing. A request whose load has ended keeps its
-    blocks, so a reset fails (docs/operations.md). Nothing is lost: the request goes on."""
-    driver = loading(drive)
+    """vLLM's pause in mode "keep" schedules nothing, and clears the caches once loads have ended.
+    The request has device blocks then, gives them back, and is computed."""
+    driver = loading(drive, keeps_on_reset=keeps)
     vllm = driver.world.scheduler
     vllm.set_pause_state(PauseState.PAUSED_ALL)
-    if ended:
-        driver.copy(LOAD)
     while vllm.has_requests():
         driver.step()
         driver.copy_all()
-    with pytest.raises(RuntimeError, match="Failed to reset KV cache even when"):
-        vllm.reset_prefix_cache(reset_running_requests=True, reset_connector=True)
-    assert driver.found(prompt(17)) == 16
+    assert vllm.reset_prefix_cache(reset_running_requests=True, reset_connector=True)
+    assert driver.found(prompt(17)) == 0
     vllm.set_pause_state(PauseState.UNPAUSED)
     driver.run()
     assert driver.world.num_blocks_loaded == 4
-    assert vllm.reset_prefix_cache(reset_running_requests=True, reset_connector=True)
-    assert driver.found(prompt(17)) == 0
+
+
+@pytest.mark.parametrize("lazy", [None, True, False])
+@pytest.mark.parametrize("in_flight", [False, True])
+def test_a_reset_right_behind_an_answer_succeeds(
+    drive: MakeDriver, lazy: bool | None, in_flight: bool
+) -> None:
+    """vLLM makes no step before it. Blocks of the request, and stores under way, need not be kept
+    for a tier that is reset too."""
+    driver = drive(lazy=lazy, keeps_on_reset=False, num_device_blocks=40)
+    driver.start("a", prompt(33), max_tokens=3)
+    driver.step_until(lambda: not driver.world.requests)
+    if in_flight:
+        driver.step()
+        assert driver.pending(STORE) or lazy
+    assert driver.world.reset(tier=False)
+    assert driver.num_held[0] == 0
+    driver.start("b", prompt(33, family=1))
+    driver.drain()
     driver.world.check_at_rest()
+    assert driver.found(prompt(33)) == 0
+
+
+def test_new_weights_are_not_told_to_the_tier(drive: MakeDriver) -> None:
+    """Trainers reset the device's cache alone after they have changed the model's weights."""
+    driver = drive(keeps_on_reset=False)
+    driver.serve("a", prompt(17))
+    assert driver.found(prompt(17)) == 16
+    assert driver.world.reset(tier=False)
+    assert driver.found(prompt(17)) == 0
+    driver.world.add_request("b", prompt(17), max_tokens=3, salt=None, epoch=1)
+    driver.run()
+    assert driver.world.num_blocks_loaded == 0

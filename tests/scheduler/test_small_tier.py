@@ -76,3 +76,21 @@ def test_a_request_outgrows_the_tier_while_its_stores_are_slow(
     driver.run()
     assert driver.num_kept == num_host_blocks - 1
     assert driver.num_stored <= 16
+
+
+@pytest.mark.parametrize("lazy", [None, True])
+def test_a_step_may_take_most_of_the_device(drive: MakeDriver, lazy: bool | None) -> None:
+    """As on small cards with steps of thousands of tokens. What the device would lose is withheld
+    from its request, so that the prompt comes from the tier each time."""
+    driver = drive(
+        lazy=lazy,
+        num_device_blocks=25,
+        num_host_blocks=300,
+        max_num_batched_tokens=64,
+        max_model_len=80,
+    )
+    for turn in range(5):
+        assert count_found(driver, prompt(61))[1] == (15 if turn else 0)
+        driver.serve(f"again {turn}", prompt(61))
+        for family in (1, 2):
+            driver.serve(f"other {turn} {family}", prompt(59, 10 * turn + family))

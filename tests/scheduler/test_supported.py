@@ -80,6 +80,8 @@ SCRIPTED = "tests.simulation.second_tier"
         (FS | {"type": "tape"}, r"\.type='tape': unknown \(known: .*set module_path too"),
         (FS | {"n_reed_threads": 4}, r"\.n_reed_threads=4: .* mean 'n_read_threads'\? \(known for"),
         ({"type": "fs", "bytes": 1, "root": "/kv"}, r"\.root='/kv': .* mean 'root_dir'\?"),
+        (FS | {"n_read_threads": "4.5"}, r"\.n_read_threads='4.5': must be a whole number"),
+        (FS | {"enable_kv_events": "maybe"}, r"\.enable_kv_events='maybe': must be true or false"),
         ({"type": "fs", "root_dir": "/kv", "byte": "1TiB"}, r"\.byte='1TiB': .* mean 'bytes'\?"),
         (FS | {"cache_namspace": "v1"}, r"\.cache_namspace='v1': .* mean 'cache_namespace'\?"),
         ({"type": "fs", "bytes": 1}, r"\.root_dir is missing: 'fs' needs it"),
@@ -109,7 +111,11 @@ def test_second_tiers_that_vllm_lacks_and_wrong_options_are_refused(
         ({"lora_config": object()}, "second_tier with LoRA: .*; allowed: no --enable-lora, or no"),
         (
             {"weight_transfer_config": object()},
-            "second_tier with weight_transfer_config: .*; allowed: no second_tier",
+            'second_tier with weight_transfer_config: .*; allowed: no second_tier, or a "cache',
+        ),
+        (
+            {"parallel_config.worker_extension_cls": "trainer.Extension"},
+            "second_tier with worker_extension_cls: .*; allowed: no second_tier, or a",
         ),
         (
             {"cache_config.prefix_caching_hash_algo": "xxhash"},
@@ -125,6 +131,12 @@ def test_settings_that_a_second_tier_cannot_have_are_refused(
     make_scheduler(make_config(), 2, second_tier=FS)
     with pytest.raises(ConfigError, match=complaint):
         make_scheduler(make_config(), 2, settings, second_tier=FS)
+
+
+@pytest.mark.parametrize("name", ["weight_transfer_config", "parallel_config.worker_extension_cls"])
+def test_with_a_name_for_them_weights_may_change(name: str) -> None:
+    named = FS | {"cache_namespace": "policy-7"}
+    make_scheduler(make_config(), 2, {name: "something"}, second_tier=named)
 
 
 # The second tier, over the ranks' memory
@@ -151,7 +163,7 @@ def open_second_tier(
 ) -> OffloadScheduler:
     """The scheduler side of an engine whose ranks report these capacities. ``more``: options."""
     second_tier = {"type": "fs", "root_dir": str(root), "bytes": "1GiB", "cache_namespace": "v1"}
-    second_tier |= {"n_read_threads": 1, "n_write_threads": 1} | more
+    second_tier |= {"n_read_threads": "1", "n_write_threads": "1"} | more
     scheduler = make_scheduler(
         make_config(), len(capacities), second_tier=second_tier, cpu_block_size=cpu_block_size
     )
@@ -197,6 +209,21 @@ def test_a_second_tier_may_have_room_for_64_objects(
     assert json.loads(described.read_text()) == {"model": "scripted"}
     row = [rows * ROW_BYTES, rows, ['[0, "x"]', '[64, "y"]']]
     assert describe.call_args.kwargs == {"row": row, "name": "v1"}
+
+
+def test_a_link_in_the_directory_is_not_followed(
+    drive: MakeDriver, memory: SharedMemory, tmp_path: Path
+) -> None:
+    """A group may share the directory. A member's link would have the server overwrite its user's
+    own files."""
+    precious, root = tmp_path / "precious", tmp_path / "kv"
+    precious.touch()
+    for _ in range(2):
+        within_patience(open_second_tier(drive, root, capacity_of(memory)).shutdown)
+        [described] = root.glob("*.json")
+        described.unlink()
+        described.symlink_to(precious)
+    assert precious.read_text() == ""
 
 
 @pytest.mark.parametrize(

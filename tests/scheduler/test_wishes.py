@@ -1,6 +1,9 @@
 """What requests wish for: parsed without harm, and followed."""
 
+import gc
 import logging
+import weakref
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import pytest
@@ -16,13 +19,14 @@ from tests.simulation.integrity import set_clock
 SETTINGS = pytest.mark.parametrize("lazy", [None, True, False])
 WINDOWS = pytest.mark.parametrize("windows", [(0,), (0, 8)], ids=str)
 PRIVATE = {"store": False}
+PRIVATE_WISHES = Wishes(store=False)
 _REQUEST = make_request("a", [1, 2])  # too short for a hash
 
 
-def parse(given: Any) -> Wishes:
+def parse(given: Any, allow_reports: bool = True) -> Wishes:
     """The wishes of a request with this value of ``simple_offload``."""
     _REQUEST.kv_transfer_params = {"simple_offload": given}  # vLLM 0.32 refuses long integers
-    return Wishbook().of(_REQUEST)
+    return Wishbook(allow_reports=allow_reports).of(_REQUEST)
 
 
 # Parsing
@@ -32,6 +36,7 @@ def parse(given: Any) -> Wishes:
     ("given", "wishes"),
     [
         ({}, NO_WISHES),
+        (None, NO_WISHES),
         ({"store": True, "protect": None, "release": False}, NO_WISHES),
         ({"store": False, "report": True}, Wishes(store=False, report=True)),
         ({"protect": "1s"}, Wishes(protect=1.0)),
@@ -59,9 +64,10 @@ def test_right_wishes(given: Any, wishes: Wishes, caplog: pytest.LogCaptureFixtu
         ({"release": 1}, NO_WISHES, ["release", "1", "true or false"]),
         ({"store": "no\n"}, Wishes(store=False), ["counts as false", r"'no\n'"]),
         ({"store": 10**5000}, Wishes(store=False), ["a value of type int"]),
-        (["store"], NO_WISHES, ["a value of type list", "an object with store, protect"]),
+        (["store"], PRIVATE_WISHES, ["a value of type list", "an object with store, protect"]),
+        (dict.fromkeys("abcdefghijklmnopq", 1), PRIVATE_WISHES, ["an object with 17 keys"]),
     ],
-    ids=[*range(12)],
+    ids=[*range(13)],
 )
 def test_wrong_wishes_are_ignored_but_for_store(
     given: Any, wishes: Wishes, said: list[str], caplog: pytest.LogCaptureFixture
@@ -76,20 +82,49 @@ def test_wrong_wishes_are_ignored_but_for_store(
 
 
 def test_a_server_warns_once_of_each_kind(caplog: pytest.LogCaptureFixture) -> None:
-    book = Wishbook()
+    book = Wishbook(allow_reports=False)
     wrong = [{"a": 1}, {"b": 1}, {"protect": 1}, {"protect": 2}, {"store": 1}, {"store": 0}, 1, 2]
+    wrong += [{"report": True}, {"report": True}]
     with caplog.at_level(logging.WARNING, "vllm"):
         for number, given in enumerate(wrong):
             params = {"kv_transfer_params": {"simple_offload": given}}
             request = make_request(str(number), [1, 2], extra_args=params)
             assert book.of(request) == book.of(request)
-    assert len(caplog.messages) == 4
+    assert len(caplog.messages) == 5
+
+
+class Counted(Mapping[str, Any]):
+    """A mapping that counts the keys that are looked at."""
+
+    def __init__(self, contents: dict[str, Any]) -> None:
+        self.contents = contents
+        self.num_looked_at = 0
+
+    def __getitem__(self, key: str) -> Any:
+        self.num_looked_at += 1
+        return self.contents[key]
+
+    def __iter__(self) -> Iterator[str]:
+        for key in self.contents:
+            self.num_looked_at += 1
+            yield key
+
+    def __len__(self) -> int:
+        return len(self.contents)
+
+
+@pytest.mark.parametrize("num_keys", [16, 1_000, 50_000])
+def test_the_cost_does_not_grow_with_the_keys(num_keys: int) -> None:
+    given = Counted({"store": False} | {f"{number:x}": 1 for number in range(1, num_keys)})
+    assert not parse(given).store
+    assert given.num_looked_at <= 8
 
 
 @pytest.mark.parametrize("params", [None, {}, "text", 7, ["simple_offload"], {"simple": {}}])
 def test_requests_of_others_have_no_wishes(params: Any) -> None:
     extra_args = None if params is None else {"kv_transfer_params": params}
-    assert Wishbook().of(make_request("a", [1, 2], extra_args=extra_args)) is NO_WISHES
+    book = Wishbook(allow_reports=True)
+    assert book.of(make_request("a", [1, 2], extra_args=extra_args)) is NO_WISHES
 
 
 _LEAVES = st.none() | st.booleans() | st.integers() | st.floats() | st.text() | st.binary()
@@ -103,7 +138,8 @@ _JSON = st.recursive(
 @given(_JSON | st.dictionaries(_KEYS, _JSON))
 def test_nothing_that_a_client_sends_raises(given: Any) -> None:
     wishes = parse(given)
-    asked = given.get("store") if isinstance(given, dict) else None
+    is_read = given is None or (isinstance(given, dict) and len(given) <= 16)
+    asked = (given or {}).get("store") if is_read else False
     assert wishes.store == (asked is None or asked is True)
     assert 0 <= wishes.protect <= 86400
 
@@ -264,6 +300,94 @@ def test_what_is_released_leaves_first(drive: MakeDriver, lazy: bool | None, wis
     assert found[0] > found[1] if wishes else found[0] < found[1]
 
 
+RELEASE = {"release": True}
+
+
+@pytest.fixture
+def wide(drive: MakeDriver) -> MakeDriver:
+    """Drivers with a tier for all that a test stores. ``fill`` brings it there."""
+    return lambda lazy: drive(lazy=lazy, num_device_blocks=24, num_host_blocks=200)
+
+
+def released(driver: Driver, tokens: list[int]) -> list[int]:
+    """Places of the tokens' blocks that leave the tier before all others."""
+    driver.fill(6)
+    settle(driver.tier)
+    request = make_request("looker", tokens)
+    ids = driver.tier.ids_of(driver.scheduler.groups.keys(request.block_hashes, 0))
+    assert len(ids) == len(request.block_hashes)
+    return [place for place, block_id in enumerate(ids) if driver.tier.is_released(block_id)]
+
+
+@SETTINGS
+@pytest.mark.parametrize(
+    ("first", "more", "own"),
+    [([], prompt(9, 8), [4, 5]), (prompt(9, 6), prompt(9, 8), [4, 5]), ([], [], [])],
+    ids=["new", "another prompt", "nothing new"],
+)
+def test_a_release_spares_what_was_there(
+    wide: MakeDriver, lazy: bool | None, first: list[int], more: list[int], own: list[int]
+) -> None:
+    """Whatever the session began with. vLLM computes a prompt's last block again."""
+    driver = wide(lazy)
+    shared = prompt(16, 3)
+    driver.serve("shared", [*shared, 1])
+    if first:
+        driver.serve("first", first, session_id="s")
+    driver.serve("last", [*shared, *more], session_id="s", wishes=RELEASE)
+    assert released(driver, [*shared, *more]) == own
+
+
+@SETTINGS
+def test_a_release_spares_what_another_session_has_found(
+    wide: MakeDriver, lazy: bool | None
+) -> None:
+    """Also while the last request runs."""
+    driver = wide(lazy)
+    tokens = driver.serve("t1", prompt(13), 5, session_id="s")
+    driver.serve("other", [*tokens[:8], 1], session_id="t")
+    driver.start("t2", [*tokens, *prompt(8, 2)], 9, session_id="s", wishes=RELEASE)
+    driver.step(3)
+    driver.start("another", [*tokens[:12], 1])
+    driver.run()
+    assert released(driver, [*tokens, *prompt(8, 2)]) == [3, 4, 5]
+
+
+@SETTINGS
+def test_a_session_releases_all_that_it_alone_has_computed(
+    wide: MakeDriver, lazy: bool | None
+) -> None:
+    """Of each kind of its prompts: over three turns, behind what was there and from the start."""
+    driver = wide(lazy)
+    driver.serve("shared", prompt(9))
+    talk, title = [*prompt(8), 1], prompt(5, 6)
+    for turn in range(3):
+        wishes = RELEASE if turn == 2 else None
+        talk = driver.serve(f"talk {turn}", [*talk, turn], 4, session_id="s", wishes=wishes)
+        title = driver.serve(f"title {turn}", [*title, turn], 4, session_id="s", wishes=wishes)
+    assert released(driver, talk[:-1]) == [2, 3, 4]
+    assert released(driver, title[:-1]) == [0, 1, 2, 3]
+
+
+def test_a_session_id_is_not_kept(drive: MakeDriver) -> None:
+    """It may be of any length. A request that has ended leaves nothing of it."""
+    driver = drive()
+    session_id = _Text("s")
+    kept = weakref.ref(session_id)
+    request = driver.start("a", prompt(9), session_id=session_id, wishes={"protect": "5m"})
+    del session_id
+    driver.run()
+    request.session_id = None
+    gc.collect()
+    assert kept() is None
+
+
+class _Text(str):
+    """A string that can be referred to weakly."""
+
+    __slots__ = ("__weakref__",)
+
+
 @SETTINGS
 @pytest.mark.parametrize("session_id", [None, "agent"])
 def test_a_release_is_of_what_the_session_has_computed(
@@ -318,6 +442,16 @@ def test_the_reply_says_where_the_prompt_came_from(drive: MakeDriver, lazy: bool
     driver.serve("d", [*prompt(21), 1])
     of = [[*report.values()] for report in reports.values()]
     assert of == [[0, 0, 0, 21], [20, 0, 0, 2], [0, 20, 0, 2]]
+
+
+def test_without_allow_reports_there_are_none(
+    drive: MakeDriver, caplog: pytest.LogCaptureFixture
+) -> None:
+    """They tell any client what others have sent."""
+    driver = drive(allows_reports=False)
+    driver.serve("a", prompt(21), wishes={"report": True})
+    assert not driver.world.reports
+    assert "kv_connector_extra_config has allow_reports" in caplog.text
 
 
 def test_tokens_of_a_failed_load_are_computed(drive: MakeDriver) -> None:

@@ -23,9 +23,11 @@ from vllm.v1.core.sched.output import SchedulerOutput
 
 from simple_offload.metadata import StepMetadata
 from simple_offload.scheduler.manager import OffloadScheduler
+from simple_offload.scheduler.policy.expected import Expected
 from simple_offload.scheduler.tier.cpu_tier import CpuTier
 from simple_offload.scheduler.tier.run import Run
 from simple_offload.transfer import BlockIds
+from tests.scheduler.driver import make_request
 from tests.scheduler.tiers import make_tier
 from tests.scheduler.work import Rig, Work, count_work
 from tests.simulation.integrity import pool_of
@@ -136,6 +138,11 @@ def drop(tier: int = 1024, blocks: int = 32) -> Work:
 
 def reset(tier: int = 1024) -> Work:
     return count_work(full_tier(tier).reset)
+
+
+def remove_all_copies(tier: int = 1024) -> Work:
+    """The device's cache has been reset."""
+    return count_work(full_tier(tier).remove_all_copies)
 
 
 def open_in_chunks(tier: int = 1024) -> Work:
@@ -313,6 +320,34 @@ def waiting_for_a_load(extra: dict[str, Any], waiting: int = 64) -> Work:
     return work.over(8)
 
 
+def alternating_priorities(waiting: int = 64) -> Work:
+    """A step in which a request gets its blocks: in turn one that comes before ``waiting`` others,
+    and the first of these. Each of the others expects eight blocks."""
+    tier = make_tier(4096)
+    expected = Expected(tier, tier._groups, pool_of(make_tier(1)), by_priority=True)
+    requests = [make_request(f"{number}", [number] * 33) for number in range(waiting)]
+    urgent = [make_request(f"urgent {number}", [number] * 32 + [0]) for number in range(4)]
+    for request in requests:
+        request.priority = 1
+        keys = tier._groups.keys(request.block_hashes, 0)
+        tier.commit([Run((), keys, on_device=False, host_blocks=tier.allocate(8))])
+        expected.add(request)
+    expected.on_step()
+    assert tier.num_expected == 8 * waiting
+
+    def serve() -> None:
+        for pair in zip(urgent, requests, strict=False):
+            expected.add(pair[0])
+            for request in pair:
+                expected.on_allocated(request)
+                expected.remove(request.request_id)
+                expected.on_step()
+
+    work = count_work(serve)
+    assert tier.num_expected < 8 * waiting
+    return work.over(8)
+
+
 # Laws
 
 
@@ -374,6 +409,7 @@ TABLE = (
     Row("pin and unpin", pin, CHAIN),
     Row("drop", drop, CHAIN),
     Row("reset", reset, dict(tier=LINEAR)),
+    Row("remove all copies", remove_all_copies, dict(tier=CONSTANT)),
     Row("open in chunks", open_in_chunks, dict(tier=LINEAR)),
     Row("eager, new prompt", partial(new_prompt, EAGER), PROMPT | dict(device=MEAN_CONSTANT)),
     Row("eager, old prompt", partial(old_prompt, EAGER), PROMPT),
@@ -391,6 +427,7 @@ TABLE = (
     Row("lazy, turnover", partial(turnover, LAZY), dict(loads=MEAN_LINEAR)),
     Row("early, no room", partial(waiting_for_room, EARLY), dict(waiting=CONSTANT)),
     Row("early, a load is shared", partial(waiting_for_a_load, EARLY), dict(waiting=CONSTANT)),
+    Row("alternating priorities", alternating_priorities, dict(waiting=CONSTANT)),
     Row("lazy, aborted load", partial(aborted_load, LAZY), dict(aborted=LINEAR)),
     Row("early, new prompt", partial(new_prompt, EARLY), LAZY_PROMPT),
     Row(
@@ -453,6 +490,11 @@ def check(row: Row, grows: str) -> None:
 )
 def test_growth(row: Row, grows: str) -> None:
     check(row, grows)
+
+
+def test_a_reset_takes_few_lines_for_each_block() -> None:
+    """A tier may have millions of blocks, and all requests wait."""
+    assert reset(tier=1024).lines < 6 * 1024
 
 
 # The guard fails on each planted bug

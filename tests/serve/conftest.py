@@ -16,7 +16,11 @@ OURS: Mapping[str, Any] = {
     "kv_connector": "SimpleCPUOffloadConnector",
     "kv_connector_module_path": "simple_offload",
     "kv_role": "kv_both",
-    "kv_connector_extra_config": {"cpu_bytes_to_use": "64MiB"},
+    "kv_connector_extra_config": {
+        "cpu_bytes_to_use": "64MiB",
+        "keep_on_device_reset": True,
+        "allow_reports": True,
+    },
 }
 
 

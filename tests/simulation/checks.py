@@ -1,7 +1,7 @@
 """Invariants of a world. Each check raises AssertionError."""
 
 from collections import Counter
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Set
 from itertools import product
 
 import numpy as np
@@ -84,21 +84,26 @@ def check_admitted(
 
 
 def check_copies(
-    device: ScriptedDevice, device_pool: BlockPool, host_pool: BlockPool, num_sub_blocks: int
+    device: ScriptedDevice,
+    device_pool: BlockPool,
+    host_pool: BlockPool,
+    num_sub_blocks: int,
+    cancelled: Set[int],
 ) -> None:
     """No block is read and written by copies that are not ordered. No block that a copy will still
-    touch is free."""
+    touch is free; but ``cancelled`` stores may read anything from the device."""
     loads, stores = (device.copies[direction] for direction in Direction)
     for load, store in product(loads, stores):
         read, written = store.transfer.device_blocks, load.transfer.device_blocks
         shared = np.intersect1d(read, written)
-        ordered = load.precedes(store) or not shared.size
+        ordered = load.precedes(store) or not shared.size or store.transfer.id in cancelled
         assert ordered, f"device blocks {shared} are stored while being loaded"
         shared = np.intersect1d(store.transfer.host_blocks, load.transfer.host_blocks)
         assert not shared.size, f"host blocks {shared} are loaded while being stored"
     for copy in (*loads, *stores):
+        device_blocks = copy.transfer.device_blocks.tolist()
         for pool, blocks in (
-            (device_pool, copy.transfer.device_blocks.tolist()),
+            (device_pool, device_blocks if copy.transfer.id not in cancelled else ()),
             (host_pool, tier_blocks(copy.transfer.host_blocks, num_sub_blocks)),
         ):
             for block_id in blocks:

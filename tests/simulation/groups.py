@@ -26,6 +26,7 @@ class Kind(Enum):
     ATTENTION = "keys and values of the block's own tokens"
     DRAFT = "a drafter's, which depend on one more token at each position (EAGLE)"
     STATE = "the state after the last token of the block (Mamba)"
+    RING = "the last tokens of a request, in its only block, which no other one finds"
 
 
 class Reach(Enum):
@@ -82,6 +83,11 @@ class Group:
         return FullAttentionSpec(**common)
 
 
+def is_ring(spec: KVCacheSpec) -> bool:
+    """Whether prefix caching leaves a layer out (``CircularBufferSpec``, from 0.32 on)."""
+    return not getattr(spec, "prefix_cacheable", True)
+
+
 @dataclass(frozen=True)
 class Layer:
     """The contents of a layer's pages. ``ahead``: how many later tokens each position depends on.
@@ -96,6 +102,8 @@ class Layer:
         """The layer of this name and spec. ``ahead``: if it is a drafter's."""
         if isinstance(spec, MambaSpec):
             return cls(Kind.STATE)
+        if is_ring(spec):
+            return cls(Kind.RING)
         is_draft = name.startswith(DRAFT)
         kind = Kind.DRAFT if is_draft else Kind.ATTENTION
         return cls(kind, ahead if is_draft else 0, int(spec.tokens_per_state))

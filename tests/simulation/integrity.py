@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from vllm.v1.core.block_pool import BlockPool
-from vllm.v1.core.kv_cache_utils import BlockHashWithGroupId
+from vllm.v1.core.kv_cache_utils import BlockHashWithGroupId, KVCacheBlock
 
 from simple_offload.scheduler.loads import Loads
 from simple_offload.scheduler.manager import OffloadScheduler
@@ -46,6 +46,11 @@ def ids_in_flight(scheduler: OffloadScheduler) -> set[int]:
     return set(scheduler._ledger._num_ranks_left)
 
 
+def cancelled_stores(scheduler: OffloadScheduler) -> set[int]:
+    """Ids of the stores in flight that a reset has cancelled: what they copy is never found."""
+    return {i for i, store in scheduler._stores._in_flight.items() if store.cancelled}
+
+
 def check_scheduler(scheduler: OffloadScheduler) -> None:
     """Tier and bookkeeping agree. Without pending work, only hits pin host blocks, and requests
     whose load has ended, until they run."""
@@ -69,14 +74,16 @@ def check_at_rest(scheduler: OffloadScheduler) -> None:
     assert not ids_in_flight(scheduler), "transfers in flight at rest"
     policy, loads = scheduler._policy, scheduler._loads
     maps = {"_progress", "_ended", "_waiting", "_behind", "_hits", "_unlucky", "_arrived"}
-    maps |= {"_num_on_device", "_starting", "_num_found", "_num_blocks", "_ready"}
-    maps |= {"_by_request", "_sources", "_later", "_keys"}
+    maps |= {"_num_on_device", "_not_run", "_filled", "_found", "_requests", "_num_blocks"}
+    maps |= {"_ready", "_by_request", "_sources", "_later", "_keys"}
     owners: list[Any] = [policy, policy._newly_allocated, loads, scheduler, scheduler._parked]
     owners += [scheduler._wishes, policy._expected]
     assert not scheduler.tier.num_expected, "contents are expected at rest"
     if scheduler._second_tier is not None:
         owners.append(scheduler._second_tier)
-        maps |= {"_waits", "_over", "_fetches", "_coming", "_reading"}
+        maps |= {"_waits", "_over"}
+        if scheduler._second_tier.is_on:
+            maps |= {"_fetches", "_coming", "_reading"}
     for owner in owners:
         for name in vars(owner).keys() & maps:
             assert not vars(owner)[name], f"{name} of {owner} at rest: {vars(owner)[name]}"
@@ -155,7 +162,22 @@ def set_clock(tier: CpuTier, now: Callable[[], float]) -> None:
 
 def is_second_tier_idle(scheduler: OffloadScheduler) -> bool:
     """Whether the second tier, if there is one, has nothing to do."""
-    return scheduler._second_tier is None or scheduler._second_tier.idle
+    second_tier = scheduler._second_tier
+    return second_tier is None or not second_tier.is_on or second_tier.idle
+
+
+def blocks_of_reads(scheduler: OffloadScheduler) -> set[int]:
+    """Ids of the host blocks that a second tier which has failed may still write to."""
+    second_tier = scheduler._second_tier
+    if second_tier is None or second_tier.is_on:
+        return set()
+    return {block.block_id for read in second_tier._reading.values() for block in read.blocks}
+
+
+def check_second_tier_is_on(connector: Any) -> None:
+    """The second tier, if there is one, was not switched off."""
+    second_tier = getattr(getattr(connector, "scheduler", None), "_second_tier", None)
+    assert second_tier is None or second_tier.is_on, "the second tier is off without a reason"
 
 
 def set_compute_speed(connector: Any, speed: float) -> None:
@@ -168,6 +190,20 @@ def set_compute_speed(connector: Any, speed: float) -> None:
 def runs_of(scheduler: OffloadScheduler, store_id: int) -> list[Run]:
     """The runs of a store in flight."""
     return scheduler._stores._in_flight[store_id].runs
+
+
+def keys_being_stored(
+    scheduler: OffloadScheduler, block: KVCacheBlock
+) -> set[BlockHashWithGroupId]:
+    """The keys under which a device block is being stored."""
+    stores = scheduler._stores
+    return {
+        run.keys[place // scheduler.groups.num_sub_blocks]
+        for store in (stores._planned, *stores._in_flight.values())
+        for run in store.runs
+        for place, each in enumerate(run.device_blocks)
+        if each is block and not store.cancelled
+    }
 
 
 def check_loads(loads: Loads) -> None:
@@ -184,9 +220,10 @@ def check_stores(stores: Stores, groups: Groups) -> None:
     for store in (stores._planned, *stores._in_flight.values()):
         for run in store.runs:
             num_device_blocks = groups.num_sub_blocks * len(run.keys)
+            device_blocks = () if store.cancelled else run.device_blocks
             assert len(run.device_blocks) == num_device_blocks, f"{run}: incomplete"
             assert len(run.keys) == len(run.host_blocks), f"{run}: not paired"
-            pinned = (*run.device_blocks, *run.host_blocks)
+            pinned = (*device_blocks, *run.host_blocks)
             assert all(block.ref_cnt > 0 for block in pinned), f"{pinned}: free during a store"
             assert all(block.block_hash is None for block in run.host_blocks), (
                 f"{run.host_blocks}: can be found too soon"

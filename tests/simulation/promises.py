@@ -36,6 +36,8 @@ class Answers:
         """How often requests had to ask again."""
         self._scheduler = scheduler
         self._max_running = max_running
+        self._waiting_since: dict[str, float] = {}
+        """By request that waits for the second tier."""
         self._told: set[str] = set()
         """Requests that have to ask again, in the step that is being scheduled."""
         self._num_passed: Counter[str] = Counter()
@@ -70,10 +72,10 @@ class Answers:
 
     def _waits_for_objects(self, request: Any) -> bool:
         second_tier = self._scheduler._second_tier
-        fetch = second_tier._waits.get(request.request_id) if second_tier is not None else None
-        if second_tier is None or fetch is None:
+        if second_tier is None or request.request_id not in second_tier._waits:
             return False
-        wait = second_tier.clock() - fetch.began
+        now = second_tier.clock()
+        wait = now - self._waiting_since.setdefault(request.request_id, now)
         speed = second_tier.speeds.compute or 1.0
         assert wait < request.num_tokens / speed, f"{request.request_id} waits for too long"
         return True
@@ -222,6 +224,28 @@ class FoundOnDevice:
         if has_room and self._num_taken <= self._scheduler._policy._walk.min_ahead:
             self.num_evicted += 1
             self._num_lost += not self._scheduler._stores.has(key)
+
+
+class MovedHashes:
+    """vLLM moves the hash of a partial tail away from a running state's block, which the next step
+    overwrites (``move_block_hashes``). No store of that block under that hash may be planned or in
+    flight: it would copy other bytes (vllm#57505)."""
+
+    def __init__(self, scheduler: OffloadScheduler) -> None:
+        self.num_moved = 0
+        """Hashes that vLLM has moved."""
+        device_pool: Any = scheduler._device_pool
+        move = getattr(device_pool, "move_block_hashes", None)  # not on all versions of vLLM
+        if move is None:
+            return
+
+        def watch(source: KVCacheBlock, target: KVCacheBlock) -> Any:
+            self.num_moved += 1
+            stored = integrity.keys_being_stored(scheduler, source)
+            assert source.block_hash not in stored, f"the hash of {source} moves during its store"
+            return move(source, target)
+
+        device_pool.move_block_hashes = watch
 
 
 def check_copies(copies: Iterable[Keys], device_pool: BlockPool) -> None:

@@ -19,6 +19,7 @@ from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.v1.attention.backend import AttentionType
 from vllm.v1.core import kv_cache_utils
 from vllm.v1.kv_cache_interface import (
+    CircularBufferSpec,
     FullAttentionSpec,
     KVCacheConfig,
     KVCacheGroupSpec,
@@ -240,6 +241,30 @@ def _minimax_m3(config: VllmConfig) -> Specs:
     return specs
 
 
+def _glm_5(config: VllmConfig) -> Specs:
+    """models/glm5next/common/attention.py, without its layers of linear attention, beside which
+    hits are rare: latents, an index with an entry for four tokens, and a ring that holds those of
+    an entry that is not complete. The MTP layer has the same. The module needs torchvision, so the
+    specs are written out here."""
+    block_size = config.cache_config.block_size
+    latents = MLAAttentionSpec(block_size=block_size, num_kv_heads=1, head_size=576, dtype=_BF16)
+    index = MLAAttentionSpec(
+        block_size=block_size, num_kv_heads=1, head_size=132, dtype=torch.uint8, tokens_per_state=4
+    )
+    ring = CircularBufferSpec(
+        block_size=8, num_kv_heads=2, head_size=128, head_size_v=0, dtype=_BF16, dcp_sharded=False
+    )
+    names = [f"model.layers.{layer}.self_attn" for layer in range(4)]
+    if config.speculative_config is not None:
+        names.append("draft.layers.4.self_attn")
+    specs: Specs = {}
+    for name in names:
+        specs[name] = latents
+        specs[f"{name}.indexer.k_cache"] = index
+        specs[f"{name}.indexer.tail_cache"] = ring
+    return specs
+
+
 def _gpt_oss(config: VllmConfig) -> Specs:
     """model_executor/models/gpt_oss.py: every other layer has a window of 128. The drafter is
     Llama's (llama_eagle3.py)."""
@@ -327,6 +352,9 @@ REAL_MODELS = {
         Drafter("mtp", "MiniMaxM3MTP"),
         shrink=32,
         cache_dtype="fp8",
+    ),
+    "GLM-5.3, MTP": RealModel(
+        "Glm5NextForCausalLM", 64, _glm_5, Drafter("mtp", "Glm5NextMTPModel", num_drafted=3)
     ),
     "gpt-oss, EAGLE3": RealModel("GptOssForCausalLM", 16, _gpt_oss, _EAGLE3),
     "Gemma 3, EAGLE3": _GEMMA_3,

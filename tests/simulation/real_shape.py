@@ -34,7 +34,7 @@ from vllm.v1.kv_cache_interface import (
 
 from simple_offload.replicas import Replicas
 from tests.simulation.device import SLOT, layer_spec, num_entries_of
-from tests.simulation.groups import Group, Kind, Reach
+from tests.simulation.groups import Group, Kind, Reach, is_ring
 from tests.simulation.real_models import (
     REAL_MODELS,
     RealModel,
@@ -212,6 +212,9 @@ class RealShape(Shape):
             if isinstance(spec, SlidingWindowSpec | ChunkedLocalAttentionSpec)
             else 4 + self.num_drafted
             if isinstance(spec, MambaSpec)
+            # vLLM keeps blocks for drafts free beside a load, also of a ring, which has one.
+            else cdiv(2 * self.num_drafted + 2, spec.block_size)
+            if is_ring(spec)
             else cdiv(self.max_model_len, spec.block_size)
             for spec in _specs(self.name)
         )
@@ -229,6 +232,8 @@ def _group(spec: KVCacheSpec) -> Group:
         return Group(Kind.ATTENTION, spec.attention_chunk_size, reach=Reach.CHUNK)
     if isinstance(spec, SlidingWindowSpec):
         return Group(Kind.ATTENTION, spec.sliding_window)
+    if is_ring(spec):
+        return Group(Kind.RING)
     assert isinstance(spec, FullAttentionSpec), spec
     return Group(Kind.ATTENTION)
 

@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 
     from tests.simulation.shape import Shape
 
+_RING = np.uint64(0xF1F0)
+"""The contents of a ring. What it held before is overwritten in each step."""
 _REJECTED = np.uint64(0xDEAD)
 """The contents of a page for a drafted token that was rejected."""
 
@@ -193,6 +195,10 @@ class Runner:
             for index, group in self.groups:
                 if group.kind is Kind.STATE:
                     self._write_state(work, index)
+                elif group.kind is Kind.RING:
+                    (block,) = work.tables[index]
+                    for pages in self._pages[index]:
+                        pages[block] = _RING
         self._attend(batch, Kind.ATTENTION)
         self.sample(batch, samples)
 
@@ -235,10 +241,12 @@ class Runner:
 
         vLLM copies it before the step, also if another request computes the source in this step:
         its guard against hits on such blocks (vllm#29387) knows those of states only. The tokens
-        are wrong then, with and without a connector.
+        are wrong then, with and without a connector. A window's table keeps the ids of blocks that
+        it has left, which may be a target by now.
         """
+        column = work.start // self._sizes[index]
         for source, target in batch.copies:
-            if target in work.tables[index]:
+            if target in work.tables[index][column : column + 1]:
                 for layer in chain.from_iterable(self._alike[index][kind]):
                     pages = self._pages[index][layer]
                     pages[target] = pages[source]

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
+from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.request import RequestStatus
 
 from simple_offload.backends.base import Direction
@@ -105,7 +106,15 @@ OVERLOAD: dict[str, Any] = {"overload": (False, False, True)}
 EVENTS: dict[str, Any] = {"kv_events": 0.5}
 STREAM: dict[str, Any] = {"stream": (False, True)}
 WISHES: dict[str, Any] = {"wishes": (0.0, 0.0, 0.3, 0.9)}
+# vLLM's states in which a request holds blocks, or waits, and does not run.
+STATES: dict[str, Any] = {
+    "sessions": (0.0, 0.0, 0.2, 0.6),
+    "grammars": (0.0, 0.0, 0.2),
+    "pauses": (0.0, 0.0, 0.05),
+    "keeps_on_reset": 0.4,
+}
 OPTIONS = ENGINE | TRAFFIC | FAULTS | POLICY | ANSWERS | OVERLOAD | EVENTS | STREAM | WISHES
+OPTIONS |= STATES
 
 
 @dataclass(frozen=True)
@@ -145,6 +154,13 @@ class Script:
     faults: Faults = field(default_factory=Faults)
     wishes: float = 0.0
     """Probability that a request wishes for something."""
+    sessions: float = 0.0
+    """Probability that a request is a streaming-input session, if there is none yet. Two could
+    bring vLLM itself to a standstill. And if the model has nothing but attention."""
+    grammars: float = 0.0
+    """Probability that a request waits for a grammar."""
+    pauses: float = 0.0
+    """Probability that vLLM is paused for a while, per step."""
     stretch: int = 1
     """Factor of the prompts' lengths."""
     overload: bool = False
@@ -189,6 +205,7 @@ class Script:
         script = script.varied(**_draw(random.Random(f"{seed}: events"), EVENTS))
         script = script.varied(**_draw(random.Random(f"{seed}: wishes"), WISHES))
         script = script.varied(**_draw(random.Random(f"{seed}: stream"), STREAM))
+        script = script.varied(**_draw(random.Random(f"{seed}: states"), STATES))
         script = script.with_sub_blocks(random.Random(f"{seed}: parts").choice([1, 1, 2, 4]))
         return script.with_second_tier(random.Random(f"{seed}: second tier"))._allowed()
 
@@ -282,7 +299,8 @@ class Script:
             faults = DiskFaults(
                 **{each.name: rng.choice([0.0, 0.0, 0.05, 0.3]) for each in fields(DiskFaults)}
             )
-            faults = replace(faults, hang=rng.choice([0.0, 0.0, 0.02]))
+            rare = {name: rng.choice([0.0, 0.0, 0.02]) for name in ("hang", "death", "freeze")}
+            faults = replace(faults, **rare, raised=rng.choice([0.0, 0.0, 0.005]))
         script = self.varied(second_tier=True, private=())
         if rng.random() < 0.7:  # host memory loses what requests want again
             num_groups = len(shape.groups)
@@ -374,6 +392,9 @@ class Play:
         self._seen: set[str] = set()
         self._outcome = Outcome()
         self._weights_due = False
+        self._states_rng = random.Random(f"{script.seed}: of states")
+        self._pause_left = 0
+        self._has_sessions = script.sessions > 0 and script.shape.allows_sessions
 
     def run(self) -> Outcome:
         """Play the script. Raises Violation, or vLLM's own errors. Closes the world in any case."""
@@ -381,21 +402,11 @@ class Play:
         patience = _PATIENCE
         num_ended, last_end = 0, 0
         try:
-            while (
-                self._num_added < script.num_requests
-                or world.scheduler.has_requests()
-                or world.has_disk_work
-            ):
+            while self._num_added < script.num_requests or world.requests or world.has_work:
                 before = self._progress()
                 self._users()
                 hurry = patience < _PATIENCE // 2
-                integrity.set_compute_speed(world.connector, script.compute_speed)
-                world.step(
-                    repeat_hooks=self._chance(script.faults.repeated_hooks),
-                    meanwhile=lambda rank, hurry=hurry: self._fate(rank, hurry),  # type: ignore[misc]
-                )
-                for rank in world.ranks:
-                    self._fate(rank, hurry)
+                self._step(hurry)
                 self._outcome.num_faults += world.disk.act(
                     self._rng, 1.0 if hurry else script.disk_speed, script.disk_faults
                 )
@@ -408,6 +419,10 @@ class Play:
                     num_ended, last_end = len(world.finished), world.num_steps
                 in_time = world.num_steps - last_end < _ENDURANCE
                 assert in_time, f"hang: none of {list(world.requests)} ends"
+            self._settle()
+            faults = script.disk_faults
+            if not (faults.hang or faults.raised or faults.death or world.is_tier_reset):
+                integrity.check_second_tier_is_on(world.connector)
             world.check_at_rest()
             world.check_kept()
         except AssertionError as error:
@@ -426,10 +441,41 @@ class Play:
         outcome.num_holds_by_layer = sum(device.num_holds_by_layer for device in devices)
         return outcome
 
+    def _step(self, hurry: bool) -> None:
+        """As EngineCore does: no step where there is nothing to do."""
+        world, script = self.world, self.script
+        if self._states_rng.random() < script.disk_faults.freeze:
+            world.wait(self._states_rng.choice([61.0, 3600.0]))
+        integrity.set_compute_speed(world.connector, script.compute_speed)
+        if world.has_work:
+            world.step(
+                repeat_hooks=self._chance(script.faults.repeated_hooks),
+                meanwhile=lambda rank: self._fate(rank, hurry),
+            )
+        else:
+            world.wait()
+        for rank in world.ranks:
+            self._fate(rank, hurry)
+
+    def _settle(self) -> None:
+        """The steps of later requests end what a second tier has begun."""
+        for _ in range(_PATIENCE):
+            if not (self.world.has_disk_work or self.world.has_work):
+                break
+            self.world.disk.finish()
+            self.world.step()
+            for rank in self.world.ranks:
+                self._fate(rank, hurry=True)
+
     # Users
 
     def _users(self) -> None:
         world, script = self.world, self.script
+        self._pause()
+        for request_id in [r for r in world.requests if world.requests[r].resumable]:
+            self._resume(request_id)
+        if self._states_rng.random() < 0.3:
+            world.compile_grammar()
         goes_on = self._num_added < script.num_requests or (
             script.stream and self._num_added < 2 * script.num_requests and world.any_waits
         )
@@ -440,9 +486,9 @@ class Play:
             world.abort(self._rng.choice(sorted(world.requests)))
         if self._chance(script.resets):
             self._reset()
-        idle = not world.scheduler.has_unfinished_requests()
         # As a weight update does: repeat until neither pool holds old blocks.
-        if self._weights_due and idle and world.reset(tier=True):
+        idle = self._weights_due and not world.requests
+        if idle and world.reset(tier=script.shape.keeps_on_reset):
             self._epoch += 1
             self._weights_due = False
             self._histories.clear()
@@ -478,7 +524,39 @@ class Play:
             self._epoch,
             wishes=wishes.draw(rng) if rng.random() < self.script.wishes else None,
             session_id=wishes.draw_session(rng) if self.script.wishes else None,
+            resumable=self._is_session(),
+            needs_grammar=self._states_rng.random() < self.script.grammars,
         )
+
+    def _is_session(self) -> bool:
+        """Whether the request that comes is a session."""
+        if not self._has_sessions or any(each.resumable for each in self.world.requests.values()):
+            return False
+        return self._states_rng.random() < self.script.sessions
+
+    def _resume(self, session_id: str) -> None:
+        """Maybe send more input to a session: mostly when it has answered."""
+        session, rng = self.world.requests[session_id], self._states_rng
+        waits = self.world.is_waiting_for_input(session_id)
+        if session.streaming_queue or rng.random() >= (0.3 if waits else 0.02):
+            return
+        tokens = self._prompt(1, 12)
+        max_tokens = rng.randint(1, self.script.max_answer_tokens)
+        most = self.script.shape.max_model_len - 1
+        num_tokens = session.num_tokens + session.max_tokens + len(tokens) + max_tokens
+        ends = self._weights_due or rng.random() < 0.2 or num_tokens > most
+        self.world.resume(session_id, [] if ends else tokens, max_tokens)
+
+    def _pause(self) -> None:
+        """Maybe pause vLLM, or let it go on."""
+        scheduler, rng = self.world.scheduler, self._states_rng
+        if self._pause_left:
+            self._pause_left -= 1
+            if not self._pause_left:
+                scheduler.set_pause_state(PauseState.UNPAUSED)
+        elif rng.random() < self.script.pauses:
+            scheduler.set_pause_state(rng.choice([PauseState.PAUSED_NEW, PauseState.PAUSED_ALL]))
+            self._pause_left = rng.randint(1, 25)
 
     def _reset(self) -> None:
         world = self.world
@@ -489,8 +567,8 @@ class Play:
             # vLLM refuses this while requests wait for loads or blocks are held elsewhere.
             held = world.loading or world.ids_in_flight()
             held = held or world.connector.has_pending_push_work()
-            if not held and world.num_batches == 1:
-                world.reset(tier=False, preempt=True)
+            if not held and not world.scheduler.defer_block_free:
+                world.reset(tier=self._states_rng.random() < 0.3, preempt=True)
         else:
             world.reset(tier=kind == "both")
 

@@ -13,6 +13,7 @@ from vllm.v1.kv_offload.base import (
     OffloadKey,
     ReqContext,
     RequestOffloadingContext,
+    ScheduleEndContext,
 )
 from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, TransferJob
 
@@ -47,6 +48,12 @@ class DiskFaults:
     """Likewise, with the bytes of another object."""
     hang: float = 0.0
     """A read or write does not end before the script does."""
+    raised: float = 0.0
+    """A method of vLLM's tier raises an exception."""
+    death: float = 0.0
+    """The helper's process ends."""
+    freeze: float = 0.0
+    """No step is made for up to an hour."""
 
 
 @dataclass(eq=False)
@@ -66,6 +73,10 @@ class ScriptedDisk:
     """Called with the host blocks that a read will fill."""
     tier: "ScriptedTier | None" = None
     """Of the present world."""
+    connection: "LocalConnection | None" = None
+    """To the present world's helper."""
+    raised: Callable[[], bool] = lambda: False
+    """Whether a method of the tier raises."""
     num_read: int = 0
     num_bad: int = 0
     """Objects that were damaged or vanished."""
@@ -91,6 +102,10 @@ class ScriptedDisk:
         if self.tier is None:
             return 0
         num_bad = self.num_bad
+        self.raised = lambda: faults.raised > 0 and rng.random() < faults.raised
+        if self.connection is not None and rng.random() < faults.death:
+            self.connection.is_dead = True
+            self.num_bad += 1
         self.tier.answer(rng, speed)
         for each in [*self.tier.jobs]:
             each.hangs = each.hangs or rng.random() < faults.hang
@@ -101,6 +116,7 @@ class ScriptedDisk:
     def finish(self) -> None:
         """End all that hangs. It was late, and is right."""
         rng = random.Random(0)
+        self.raised = lambda: False
         if self.tier is not None:
             self.tier.answer(rng, 1.0)
             for each in [*self.tier.jobs]:
@@ -126,11 +142,13 @@ class ScriptedTier(SecondaryTierManager):
         self._asked: dict[str, set[OffloadKey]] = {}
         self.jobs: list[_Job] = []
         self._ended: list[JobResult] = []
+        self.is_shut_down = False
         disk.tier = self
 
     # As vLLM's tier
 
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
+        self._may_raise()
         self._asked.setdefault(req_context.req_id, set()).add(key)
         answer = self._answers.setdefault(key, None)
         if answer is None:
@@ -138,6 +156,7 @@ class ScriptedTier(SecondaryTierManager):
         return LookupResult.HIT if answer else LookupResult.MISS
 
     def submit_store(self, job_metadata: TransferJob) -> None:
+        self._may_raise()
         self.jobs.append(_Job(job_metadata))
 
     def submit_load(self, job_metadata: TransferJob) -> None:
@@ -145,20 +164,34 @@ class ScriptedTier(SecondaryTierManager):
         # A read may write to its rows at any time.
         self._rows[job_metadata.chunk_ids] = 0xC9
         self.jobs.append(_Job(job_metadata))
+        self._may_raise()
 
     def get_finished_jobs(self) -> Iterable[JobResult]:
+        self._may_raise()
         ended, self._ended = self._ended, []
         return ended
 
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
         return RequestOffloadingContext()
 
+    def on_schedule_end(self, context: ScheduleEndContext) -> None:
+        self._may_raise()
+
     def on_request_finished(self, req_context: ReqContext) -> None:
+        self._may_raise()
         for key in self._asked.pop(req_context.req_id, ()):
             self._answers.pop(key, None)
 
     def drain_jobs(self) -> None:
         self._disk.finish()
+
+    def shutdown(self) -> None:
+        self.is_shut_down = True
+
+    def _may_raise(self) -> None:
+        if self._disk.raised():
+            self._disk.num_bad += 1
+            raise RuntimeError("a fault of the tier")
 
     # As the disk
 
@@ -231,8 +264,12 @@ class LocalConnection:
         self._answers: list[Message] = []
         self.is_held = False
         """Whether requests wait until ``release``."""
+        self.is_dead = False
+        """Whether the process has ended."""
 
     def send(self, message: Message) -> None:
+        if self.is_dead:
+            raise BrokenPipeError("its process has ended")
         number, what, *arguments = message
         if not number:
             getattr(self.directory, what)(*arguments)
@@ -249,6 +286,8 @@ class LocalConnection:
         self._requests.clear()
 
     def receive(self, seconds: float = 0.0) -> list[Message]:
+        if self.is_dead:
+            raise EOFError("its process has ended")
         answers, self._answers = self._answers, []
         return answers
 
@@ -257,14 +296,20 @@ class LocalConnection:
             self.directory.close()
 
 
-def scripted_clock(now: Callable[[], float]) -> Callable[[], None]:
+def scripted_clock(now: Callable[[], float], disk: ScriptedDisk) -> Callable[[], None]:
     """Let second tiers have this clock, no process and one namespace, until the returned function
     is called."""
+
+    def start_helper(rows: Rows, *_: object) -> Helper:
+        def connect() -> LocalConnection:
+            disk.connection = LocalConnection(rows)
+            return disk.connection
+
+        return Helper(connect)
+
     patches: list[Any] = [
         patch.object(SecondTier, "clock", staticmethod(now)),
-        patch.object(
-            opening, "start_helper", lambda rows, *_: Helper(LocalConnection(rows), clock=now)
-        ),
+        patch.object(opening, "start_helper", start_helper),
         # The model has neither weights nor a drafter's configuration.
         patch.object(namespace, "describe", return_value={"model": "scripted"}),
     ]

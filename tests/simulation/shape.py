@@ -98,6 +98,10 @@ class Shape:
     """Consecutive ranks of a stage that have the same KV. They share their host memory."""
     private: tuple[int, ...] = ()
     """Groups, by place in ``groups``, whose pages differ between these ranks all the same."""
+    keeps_on_reset: bool = True
+    """Whether the host tier stays when the device's cache alone is reset (not the default)."""
+    allows_reports: bool = True
+    """Whether requests may ask where their prompt came from (not the default)."""
     second_tier: bool = False
     """Whether there are objects behind host memory (``ScriptedDisk``)."""
     uneven_ranks: bool = False
@@ -143,6 +147,13 @@ class Shape:
             return rank
         in_stage = rank % self.tensor_parallel_size
         return rank - in_stage % self.num_replicas
+
+    @property
+    def allows_sessions(self) -> bool:
+        """Whether streaming-input sessions are tried. Where a state, a drafter or a prompt's end
+        matters, what becomes of it when the prompt grows is vLLM's."""
+        windows = all(g.kind is Kind.ATTENTION and g.reach is Reach.WINDOW for g in self.groups)
+        return windows and not self.num_drafted and self.match_unit is None
 
     @property
     def num_reprefilled(self) -> int:

@@ -34,6 +34,10 @@ GROUPS = {
     "Kimi-K3, MTP": _KIMI,
     "Kimi-K3, DSpark": _KIMI,
     "MiniMax-M3": ["7 (FullAttention) + 4 (MLAAttention) in blocks of 128"],
+    "GLM-5.3, MTP": [
+        "5 (MLAAttention) + 5 (MLAAttention, tokens a state 4) in blocks of 64",
+        "5 (CircularBuffer) in blocks of 8",
+    ],
     "gpt-oss, EAGLE3": [
         "3 (SlidingWindow, window 128) in blocks of 16",
         "4 (FullAttention) in blocks of 16",
@@ -64,6 +68,7 @@ DRAFT_GROUPS = {
     "Step-3.5, chained MTP": ([4], [2, 3, 4]),
     # vLLM 0.32 marks no group of these drafters, and treats every group as theirs.
     "MiniMax-M3": ([], [0]),
+    "GLM-5.3, MTP": ([1], [0]),
     "gpt-oss, EAGLE3": ([], [1]),
     "Gemma 3, EAGLE3": ([], [5]),
     "Gemma 3, EAGLE3, layers outermost": ([], [6]),

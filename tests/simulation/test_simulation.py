@@ -155,6 +155,18 @@ def test_requests_with_one_prompt_share_its_load() -> None:
     assert num_asked_again > 10
 
 
+def test_hashes_move_away_from_running_states() -> None:
+    """No store of such a block is under way (``promises.MovedHashes``)."""
+    num_moved = 0
+    for seed in range(30, 34):
+        script = Script.draw(seed).with_model(windows=(0,), num_states=1, match_unit=2)
+        script = script.varied(num_requests=40, arrivals=0.9, context_parallel=False)
+        play = Play(script.varied(second_tier=False)._allowed())
+        play.run()
+        num_moved += play.world.moved.num_moved
+    assert num_moved > 10
+
+
 def test_growing_tier() -> None:
     """Ranks open host memory while requests store and load."""
     changes = {"num_host_blocks": 200, "chunk_blocks": 3, "early_chunks": ()}

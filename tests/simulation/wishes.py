@@ -1,11 +1,16 @@
-"""What requests wish for, and the promise that what one keeps out is not stored for it."""
+"""What requests wish for, and promises: what one keeps out is not stored for it, and what others
+have found is not released."""
 
 import random
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
+from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_utils import BlockHashWithGroupId, get_block_hash
 from vllm.v1.request import Request
+
+from simple_offload.scheduler.manager import OffloadScheduler
+from simple_offload.scheduler.policy.sessions import session_of
 
 _RIGHT: tuple[Any, ...] = (
     {"store": False},
@@ -25,7 +30,7 @@ _WRONG: tuple[Any, ...] = (
     {"release": "yes", "report": None},
     {"\n": {}, "protect": "99999h"},
     ["store"],
-    "store",
+    {"store": True} | dict.fromkeys("abcdefghijklmnop"),
     7,
     None,
 )
@@ -43,14 +48,17 @@ def draw_session(rng: random.Random) -> str | None:
 
 
 def of(request: Request) -> dict[str, Any]:
-    """The wishes of a request, as far as they are an object."""
+    """The wishes of a request, as far as they are an object that is not too large."""
     wishes = (request.kv_transfer_params or {}).get("simple_offload")
-    return wishes if isinstance(wishes, dict) else {}
+    return wishes if isinstance(wishes, dict) and len(wishes) <= 16 else {}
 
 
 def wants_storing(request: Request) -> bool:
     """Whether a request lets tiers keep what it leaves."""
-    store = of(request).get("store")
+    given = (request.kv_transfer_params or {}).get("simple_offload")
+    if given is None:
+        return True
+    store = given.get("store") if isinstance(given, dict) and len(given) <= 16 else False
     return store is None or store is True
 
 
@@ -69,3 +77,59 @@ def check_stored(keys: Iterable[BlockHashWithGroupId], requests: Iterable[Reques
     kept_out = kept_out_by(requests)
     wrong = [key for key in keys if get_block_hash(key) in kept_out] if kept_out else []
     assert not wrong, f"{len(wrong)} blocks are stored that no request wants stored"
+
+
+class Releases:
+    """No block is released that a request of another session has found, as long as device or tier
+    have had its contents since."""
+
+    def __init__(self, scheduler: OffloadScheduler, host_pool: BlockPool) -> None:
+        self.num_released = 0
+        """Blocks that have been released."""
+        self._scheduler = scheduler
+        self._host_pool = host_pool
+        self._finders: dict[bytes, set[bytes]] = {}
+        """By hash, the sessions whose requests have found it."""
+        self._num_on_device: dict[str, int] = {}
+        ask, allocated = scheduler.get_num_new_matched_tokens, scheduler.update_state_after_alloc
+        build, lease = scheduler.build_connector_meta, scheduler.tier.lease
+
+        def watch_answer(request: Any, num_computed_tokens: int) -> Any:
+            self._num_on_device[request.request_id] = num_computed_tokens
+            return ask(request, num_computed_tokens)
+
+        def watch_allocation(request: Any, blocks: Any, num_external_tokens: int) -> None:
+            num_found = self._num_on_device.pop(request.request_id, 0) + num_external_tokens
+            for each in request.block_hashes[: num_found // scheduler.groups.hash_block_size]:
+                self._finders.setdefault(each, set()).add(session_of(request))
+            allocated(request, blocks, num_external_tokens)
+
+        def watch_step(*arguments: Any) -> Any:
+            self._forget_lost()
+            return build(*arguments)
+
+        def watch_lease(block_ids: Iterable[int], of_request: Any) -> None:
+            ids = list(block_ids)
+            lease(ids, of_request)
+            if of_request.is_release:
+                self._check([i for i in ids if scheduler.tier.is_released(i)], of_request.session)
+
+        watched: Any = scheduler
+        watched.get_num_new_matched_tokens = watch_answer
+        watched.update_state_after_alloc = watch_allocation
+        watched.build_connector_meta = watch_step
+        watched.tier.lease = watch_lease
+
+    def _forget_lost(self) -> None:
+        pools = self._scheduler._device_pool, self._host_pool
+        keys = [key for pool in pools for key in pool.cached_block_hash_to_block._cache]
+        stores = self._scheduler._stores
+        keys += [key for s in (stores._planned, *stores._in_flight.values()) for key in s.keys]
+        there = set(map(get_block_hash, keys))
+        self._finders = {each: of for each, of in self._finders.items() if each in there}
+
+    def _check(self, block_ids: Sequence[int], session: bytes) -> None:
+        self.num_released += len(block_ids)
+        keys = [self._host_pool.blocks[block_id].block_hash for block_id in block_ids]
+        wrong = [k for k in keys if k and self._finders.get(get_block_hash(k), set()) - {session}]
+        assert not wrong, f"{len(wrong)} blocks are released that other sessions have found"

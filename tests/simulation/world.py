@@ -88,8 +88,12 @@ class World:
         self.shape = shape
         self.disk = disk or ScriptedDisk()
         self.num_steps = 0
-        now = lambda: self.num_steps * SECONDS_OF_A_STEP  # noqa: E731
-        self._stop_clock = second_tier.scripted_clock(now) if shape.second_tier else lambda: None
+        self.seconds = 0.0
+        """Since the start."""
+        now = lambda: self.seconds  # noqa: E731
+        self._stop_clock = (
+            second_tier.scripted_clock(now, self.disk) if shape.second_tier else lambda: None
+        )
         self.config = make_vllm_config(shape, self.kv_transfer_config())
         self.config.kv_events_config = self.kv_events_config()
         self.kv_cache_configs = [shape.kv_cache_config(rank) for rank in range(shape.num_ranks)]
@@ -123,6 +127,7 @@ class World:
         self.ledger.watch(self.connector)
         self.finished: dict[str, tuple[list[int], RequestStatus]] = {}
         self.requests: dict[str, Request] = {}
+        self._epochs: dict[str, int] = {}
         self.reports: dict[str, dict[str, int]] = {}
         """By request, where its reply says that the prompt's tokens came from."""
         self.num_blocks_loaded = 0
@@ -132,6 +137,8 @@ class World:
         the last one."""
         self.hits_inside_blocks: set[str] = set()
         """Requests with a load that ended inside a block."""
+        self.is_tier_reset = False
+        """Whether the host tier has ever been reset."""
         self.promises_no_loss = False
         """Whether stores must be in time: nothing fails, and the tier has had room for all blocks
         so far."""
@@ -151,6 +158,7 @@ class World:
             integrity.watch_copies(scheduler, self._check_copies)
             self._tails = promises.TailsFirst(scheduler, self.host_pool)
             self.found = promises.FoundOnDevice(scheduler, self.host_pool)
+            self.moved = promises.MovedHashes(scheduler)
             integrity.set_clock(scheduler.tier, now)
             self._withheld = integrity.watch_withheld(scheduler)
         self._reset_stores: set[int] = set()
@@ -183,6 +191,8 @@ class World:
         config: dict[str, Any] = {
             "num_cpu_blocks": shape.num_host_blocks,
             "store_threshold": shape.store_threshold,
+            "keep_on_device_reset": shape.keeps_on_reset,
+            "allow_reports": shape.allows_reports,
         }
         if shape.lazy is not None:
             config["lazy_offload"] = shape.lazy
@@ -252,7 +262,10 @@ class World:
         self.ledger.check(num_bytes, num_sent, num_used)
 
     def _others(self) -> set[int]:
-        return integrity.others_of(self.connector.scheduler.tier) if self.is_ours else set()
+        if not self.is_ours:
+            return set()
+        scheduler = self.connector.scheduler
+        return integrity.others_of(scheduler.tier) | integrity.blocks_of_reads(scheduler)
 
     def _check_rooms(self) -> None:
         """No rank has opened more than the smallest has room for, or one chunk, which it may open
@@ -316,10 +329,12 @@ class World:
         epoch: int,
         wishes: Any = None,
         session_id: str | None = None,
+        resumable: bool = False,
+        needs_grammar: bool = False,
+        priority: int | None = None,
     ) -> None:
-        """Hand a request to the scheduler."""
-        num_beyond = self.num_batches + (2 + self.num_batches) * self.shape.num_drafted
-        self.stories[request_id] = Story(prompt, max_tokens, salt, epoch, num_beyond)
+        """Hand a request to the scheduler. ``resumable``: more input may follow (``resume``).
+        ``needs_grammar``: it waits for ``compile_grammar``."""
         sampling = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
         if wishes is not None:
             sampling.extra_args = {"kv_transfer_params": {"simple_offload": wishes}}
@@ -330,12 +345,56 @@ class World:
             pooling_params=None,
             session_id=session_id,
             cache_salt=salt,
-            priority=len(self._ever) * 7 % 5,
+            priority=len(self._ever) * 7 % 5 if priority is None else priority,
             block_hasher=get_request_block_hasher(self.shape.hash_size, sha256),
+            resumable=resumable,
         )
+        self._epochs[request_id] = epoch
+        self._tell_story(request)
         self.requests[request_id] = request
         self._ever.append(request)
+        if needs_grammar:
+            request.status = RequestStatus.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR
         self.scheduler.add_request(request)
+
+    def resume(self, request_id: str, tokens: list[int], max_tokens: int) -> None:
+        """More input of a streaming-input session (vLLM's realtime API); none: its end. It may be
+        computing or waiting."""
+        more = Request(
+            request_id=request_id,
+            prompt_token_ids=tokens or [0],
+            sampling_params=SamplingParams(max_tokens=max_tokens, ignore_eos=True),
+            pooling_params=None,
+            resumable=bool(tokens),
+        )
+        self.scheduler.add_request(more)
+        self._tell_stories()
+
+    def is_waiting_for_input(self, request_id: str) -> bool:
+        """Whether a session has answered, and more input may come."""
+        return self.requests[request_id].status is RequestStatus.WAITING_FOR_STREAMING_REQ
+
+    def compile_grammar(self) -> None:
+        """Grammars that requests wait for are there."""
+        for request in self.requests.values():
+            if request.status is RequestStatus.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR:
+                request.status = RequestStatus.WAITING
+
+    def _tell_story(self, request: Request) -> None:
+        num_beyond = self.num_batches + (2 + self.num_batches) * self.shape.num_drafted
+        prompt = list(request.prompt_token_ids or ())
+        epoch = self._epochs[request.request_id]
+        self.stories[request.request_id] = Story(
+            prompt, request.max_tokens, request.cache_salt, epoch, num_beyond
+        )
+
+    def _tell_stories(self) -> None:
+        """Sessions with more input have other prompts."""
+        for request_id, request in self.requests.items():
+            story = self.stories[request_id]
+            told = story.num_prompt_tokens, story.num_output_tokens
+            if request.resumable and told != (request.num_prompt_tokens, request.max_tokens):
+                self._tell_story(request)
 
     def abort(self, request_id: str) -> None:
         """Abort a request."""
@@ -344,11 +403,31 @@ class World:
     def reset(self, tier: bool, preempt: bool = False) -> bool:
         """Reset the device's prefix cache and, with ``tier``, the host's. Returns whether vLLM
         reports success: no earlier block is left."""
-        if tier:
-            self._reset_stores |= self.ids_in_flight() & self._stores.keys()
-        return bool(
+        stores = self.ids_in_flight() & self._stores.keys()
+        must_succeed = self._must_reset(preempt)
+        is_reset = bool(
             self.scheduler.reset_prefix_cache(reset_running_requests=preempt, reset_connector=tier)
         )
+        if tier or (is_reset and not self.shape.keeps_on_reset):
+            self._reset_stores |= stores
+            self.is_tier_reset = True
+        assert is_reset or not must_succeed, "the device's cache is not reset"
+        return is_reset
+
+    def _must_reset(self, preempt: bool) -> bool:
+        """Whether a reset of the device's cache succeeds without a connector; or here, at least
+        once all loads have ended."""
+        scheduler, manager = self.scheduler, self.scheduler.kv_cache_manager
+        if not self.is_ours or self.shape.keeps_on_reset or scheduler.deferred_frees:
+            return False
+        holders = [
+            request
+            for request in scheduler.requests.values()
+            if any(manager.get_blocks(request.request_id).blocks)
+            and request.status is not RequestStatus.WAITING_FOR_REMOTE_KVS
+            and not (preempt and request.status is RequestStatus.RUNNING)
+        ]
+        return not holders and self.connector.scheduler._loads.idle
 
     @property
     def loading(self) -> bool:
@@ -397,12 +476,22 @@ class World:
         count: int = self.config.max_concurrent_batches
         return count
 
+    @property
+    def has_work(self) -> bool:
+        """Whether vLLM's EngineCore would make a step."""
+        return self.scheduler.has_requests() or bool(self._open_steps)
+
+    def wait(self, seconds: float = SECONDS_OF_A_STEP) -> None:
+        """Let time pass without a step."""
+        self.seconds += seconds
+
     def step(
         self, repeat_hooks: bool = False, meanwhile: Callable[[Rank], None] = lambda rank: None
     ) -> None:
         """Schedule one step, submit it on every rank, and process the oldest output. ``meanwhile``:
         the work of each rank's device before that output is due."""
         self.num_steps += 1
+        self.wait()
         before = self._cached_on_device() if self.promises_no_loss else {}
         were_free = {b.block_id: b.block_hash for b in self._device_pool.blocks if b.ref_cnt == 0}
         kept = set()
@@ -520,9 +609,15 @@ class World:
             self.ledger.add(combined.kv_connector_output.kv_connector_stats)
         for client_outputs in self.scheduler.update_from_output(step.scheduled, combined).values():
             for output in client_outputs.outputs:
-                if output.finish_reason is not None and output.request_id in self.requests:
+                request = self.requests.get(output.request_id)
+                if output.finish_reason is None or request is None:
+                    continue
+                if request.is_finished():
                     self._note_report(output.request_id, output.kv_transfer_params)
                     self._note_finished(output.request_id)
+                elif self.is_waiting_for_input(output.request_id):
+                    self._check_answer(request, RequestStatus.FINISHED_LENGTH_CAPPED)
+        self._tell_stories()
         self._propose_drafts(step)
         if self.is_ours:
             self.check_events()
@@ -633,7 +728,8 @@ class World:
             return
         request = self.requests[request_id]
         failed = request.status is RequestStatus.FINISHED_ERROR
-        wished = wishes.of(request).get("report") is True and not failed
+        wished = wishes.of(request).get("report") is True and self.shape.allows_reports
+        wished = wished and not failed
         assert wished == (params is not None), f"{request_id}: wished {wished}, got {params}"
         if wished:
             self.reports[request_id] = report = params["simple_offload"]["prompt_tokens"]
@@ -670,9 +766,10 @@ class World:
         one."""
         if self.is_ours:
             self._check_copies(integrity.copies(self.connector.scheduler))
-        device_pool = self._device_pool
+        cancelled = integrity.cancelled_stores(self.connector.scheduler) if self.is_ours else set()
+        pools = self._device_pool, self.host_pool
         for rank in self.ranks:
-            checks.check_copies(rank.device, device_pool, self.host_pool, self.shape.num_sub_blocks)
+            checks.check_copies(rank.device, *pools, self.shape.num_sub_blocks, cancelled)
 
     @property
     def has_disk_work(self) -> bool:
@@ -701,6 +798,10 @@ class World:
             self._tails.check()
         if self.is_ours and self.keeps_up:
             self.found.check()
+
+    def _check_answer(self, request: Request, status: RequestStatus) -> None:
+        tokens, story = list(request.output_token_ids), self.stories[request.request_id]
+        checks.check_answer(request.request_id, story, tokens, status)
 
     def check_finished(self, request_id: str) -> None:
         """Raise AssertionError unless the answer is the one without a host tier: all of it, or a

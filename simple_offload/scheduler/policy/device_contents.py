@@ -111,16 +111,14 @@ class DeviceContents:
         blocks = self._device_pool.blocks
         return any(blocks[block_id].ref_cnt == 0 for block_id in self._unstored)
 
-    def find_reset(self, reason: str) -> None:
-        """Forget all contents if the device's prefix cache has been reset. They count as dropped
-        for ``reason`` if they are not in the tier."""
-        cached = block_pool.cached(self._device_pool)
-        if self._cached is not cached:
-            self._cached = cached
-            lost = list(self._unstored.values())
-            self.clear()
-            self._tier.remove_all_copies()
-            self._count_dropped(lost, reason)
+    def on_device_reset(self, reason: str) -> None:
+        """The device's prefix cache has been reset: forget all contents. They count as dropped for
+        ``reason`` if they are not in the tier."""
+        self._cached = block_pool.cached(self._device_pool)
+        lost = list(self._unstored.values())
+        self.clear()
+        self._tier.remove_all_copies()
+        self._count_dropped(lost, reason)
 
     def on_allocated(self, block_ids: Sequence[int], reason: str) -> None:
         """Requests have got these blocks to fill them, in this order: the device has let go of

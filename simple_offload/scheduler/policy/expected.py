@@ -1,6 +1,9 @@
 """Expected: what the requests in vLLM's queue will find."""
 
-from typing import TYPE_CHECKING
+from bisect import bisect_left, insort
+from itertools import count
+from math import inf
+from typing import TYPE_CHECKING, NamedTuple
 
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_utils import BlockHashWithGroupId
@@ -16,6 +19,19 @@ EXPECTED_SHARE = 0.75
 """Share of the tier's blocks that may be expected. The rest is for what is stored meanwhile."""
 
 
+class _Waiting(NamedTuple):
+    """A request in vLLM's queue. Tuples are in vLLM's order (``Request.__lt__``)."""
+
+    priority: int
+    """The lowest number is served first. 0 without priorities."""
+    arrival: float
+    number: int
+    """Of requests that came before: without priorities, their order."""
+    request: "Request"
+    keys: list[BlockHashWithGroupId]
+    """What it expects."""
+
+
 class Expected:
     """Has the tier keep what the first requests of vLLM's queue will find.
 
@@ -23,46 +39,102 @@ class Expected:
     of the first one first, which has waited longest. So where requests come faster than the engine
     serves them, each would lose them before its turn. What is known of the future goes before last
     use (Patterson et al., "Informed prefetching and caching", SOSP 1995).
+
+    With vLLM's priorities, some requests may wait for ever. What they expect would take the tier
+    from those that are served. So a request that gets blocks before others of a lower priority
+    takes room: the last of these expect as many blocks less. Each other request returns as much.
     """
 
-    def __init__(self, tier: CpuTier, groups: Groups, device_pool: BlockPool) -> None:
+    def __init__(
+        self, tier: CpuTier, groups: Groups, device_pool: BlockPool, *, by_priority: bool
+    ) -> None:
         self._tier = tier
         self._groups = groups
         self._device_pool = device_pool
-        self._later: dict[str, Request] = {}
-        """Requests whose contents are not expected yet, in the order of arrival."""
-        self._keys: dict[str, list[BlockHashWithGroupId]] = {}
-        """By request, what it expects."""
+        self._by_priority = by_priority
+        self._numbers = count()
+        self._waiting: dict[str, _Waiting] = {}
+        """Requests of the two lists, by id."""
+        self._expecting: list[_Waiting] = []
+        """Requests that expect contents, in vLLM's order."""
+        self._later: list[_Waiting] = []
+        """Requests whose contents are not expected yet, in vLLM's order."""
+        self._num_taken = 0
+        """Blocks of the share that requests of higher priorities have taken."""
 
     def add(self, request: "Request") -> None:
         """A request has joined vLLM's queue."""
-        self._later[request.request_id] = request
+        waiting = _Waiting(*self._order(request), next(self._numbers), request, [])
+        self._waiting[request.request_id] = waiting
+        insort(self._later, waiting)
+
+    def on_allocated(self, request: "Request") -> None:
+        """A request gets its blocks, before it is removed from the queue."""
+        size = sum(request.num_tokens // size for size in self._groups.block_sizes)
+        priority, _ = self._order(request)
+        if self._expecting and self._expecting[-1].priority > priority:
+            self._num_taken += self._give_up(size, (priority, inf))
+        else:
+            self._num_taken = max(0, self._num_taken - size)
 
     def remove(self, request_id: str) -> None:
         """A request has left the queue."""
-        self._later.pop(request_id, None)
-        if keys := self._keys.pop(request_id, None):
-            self._tier.stop_expecting(keys)
+        waiting = self._waiting.pop(request_id, None)
+        if waiting is None:
+            return
+        requests = self._expecting if waiting.keys else self._later
+        del requests[bisect_left(requests, waiting)]
+        if waiting.keys:
+            self._tier.stop_expecting(waiting.keys)
 
     def on_step(self) -> None:
         """A step has been scheduled. Requests that are still in the queue wait."""
-        tier = self._tier
-        room = int(EXPECTED_SHARE * tier.max_contents) - tier.num_expected
-        while self._later and room > 0:
-            request_id = next(iter(self._later))
-            keys = self._keys_of(self._later.pop(request_id))[:room]
-            self._keys[request_id] = keys
-            tier.expect(keys)
-            room -= len(keys)
+        tier, later, expecting = self._tier, self._later, self._expecting
+        share = int(EXPECTED_SHARE * tier.max_contents) - self._num_taken
+        room = share - tier.num_expected
+        while later:
+            waiting = later[0]
+            limit = share if expecting and waiting < expecting[-1] else room
+            if limit <= 0:
+                return
+            del later[0]
+            keys = self._keys_of(waiting.request, limit)
+            room += self._give_up(len(keys) - room, waiting)
+            waiting.keys.extend(keys[: max(0, room)])
+            room -= len(waiting.keys)
+            if waiting.keys:
+                tier.expect(waiting.keys)
+                insort(expecting, waiting)
+            else:
+                del self._waiting[waiting.request.request_id]
 
-    def _keys_of(self, request: "Request") -> list[BlockHashWithGroupId]:
-        """Of what the request would find now, in the tier and on the device."""
+    def _order(self, request: "Request") -> tuple[int, float]:
+        return (request.priority, request.arrival_time) if self._by_priority else (0, 0.0)
+
+    def _give_up(self, limit: int, after: tuple[object, ...]) -> int:
+        """Requests behind ``after`` in vLLM's order expect up to ``limit`` contents less, from the
+        last one's last on. Returns how many fewer are expected: others may expect the same."""
+        num_before = self._tier.num_expected
+        while limit > 0 and self._expecting and self._expecting[-1] > after:
+            last = self._expecting[-1]
+            keys = last.keys[-limit:]
+            del last.keys[-limit:]
+            self._tier.stop_expecting(keys)
+            limit -= len(keys)
+            if not last.keys:
+                insort(self._later, self._expecting.pop())
+        return num_before - self._tier.num_expected
+
+    def _keys_of(self, request: "Request", limit: int) -> list[BlockHashWithGroupId]:
+        """Of what the request would find now, in the tier and on the device, the first ``limit``
+        keys."""
         if request.skip_reading_prefix_cache:
             return []
         if not self._tier.has_copies:  # it has what the device has
             hit = self._tier.lookup(request.block_hashes, 0, request.num_tokens - 1)
-            return [key for key in block_pool.keys_of(hit.pins) if key is not None]
-        keys = self._groups.keys(request.block_hashes, 0)
+            keys = [key for key in block_pool.keys_of(hit.pins) if key is not None]
+            return keys[:limit]
+        keys = self._groups.keys(request.block_hashes, 0, 0, limit)
         on_device = block_pool.cached(self._device_pool)
         has = self._tier.has
         stop = next(

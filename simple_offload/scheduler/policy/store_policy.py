@@ -1,6 +1,7 @@
 """StorePolicy: decides which device blocks are stored, and when."""
 
-from collections.abc import Container, Mapping, Sequence
+from collections import Counter
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -18,7 +19,7 @@ from simple_offload.scheduler.policy.newly_allocated import NewlyAllocated
 from simple_offload.scheduler.policy.pacing import Batches, Pacer
 from simple_offload.scheduler.policy.queue_walk import QueueWalk, StepLimits
 from simple_offload.scheduler.policy.reuse import Reuse
-from simple_offload.scheduler.policy.sessions import Sessions
+from simple_offload.scheduler.policy.sessions import Sessions, session_of
 from simple_offload.scheduler.stores import Stores
 from simple_offload.scheduler.tier import block_pool
 from simple_offload.scheduler.tier.cpu_tier import CpuTier
@@ -83,10 +84,13 @@ class _Progress:
     stores: bool | None
     """Whether to store what it computes, and not only what it finds. None: store nothing."""
     wishes: Wishes
-    num_found_tokens: int
-    """What its session found first."""
     own: set[BlockHashWithGroupId] = field(default_factory=set)
     """Keys of its blocks, for a tier that has no copies: they must not make room for its rest."""
+
+    @property
+    def may_release(self) -> bool:
+        """Whether it, or a later request of its session, may release what it leaves."""
+        return self.wishes.release or bool(self.request.session_id)
 
     @property
     def in_prompt(self) -> bool:
@@ -99,6 +103,7 @@ class _Unhashed(NamedTuple):
 
     key: BlockHashWithGroupId
     blocks: list[KVCacheBlock]
+    first_token: int
     num_tokens: int
 
 
@@ -177,9 +182,16 @@ class StorePolicy:
         self._states: Mapping[str, Sequence[BoundaryState]] = {}
         """States that the step being scheduled completes."""
         self._newly_allocated = NewlyAllocated(kv_cache_manager)
+        self._not_run: set[str] = set()
+        """Requests that no step has run since they got their first blocks."""
         self._pacer = Pacer()
-        self._sessions = Sessions()
-        self._expected = Expected(tier, groups, self._device_pool)
+        self._sessions = Sessions(has_full_attention=bool(groups.chained_ids))
+        self._expected = Expected(
+            tier,
+            groups,
+            self._device_pool,
+            by_priority=vllm_config.scheduler_config.policy == "priority",
+        )
         self._batches = Batches(groups)
         self._ended: list[_Ended] = []
         self._has_news = False
@@ -204,9 +216,9 @@ class StorePolicy:
         return not (self._ended or self._has_news or self._walk.is_behind)
 
     @property
-    def num_held_blocks(self) -> int:
+    def held_blocks(self) -> list[KVCacheBlock]:
         """Device blocks of ended requests that are held until the next step."""
-        return sum(len(ended.held) for ended in self._ended)
+        return [block for ended in self._ended for block in ended.held]
 
     def on_new_request(self, request: "Request") -> None:
         """vLLM has put a request into its queue."""
@@ -219,19 +231,21 @@ class StorePolicy:
 
     def before_allocation(
         self, request: "Request", num_load_blocks: int, num_computed_tokens: int
-    ) -> None:
+    ) -> bool:
         """vLLM is about to give a request ``num_load_blocks`` device blocks for a load, or else
         those for the tokens that a step computes after the first ``num_computed_tokens``. What only
         the device has is withheld from it, and stored with this step. If too few blocks are left,
-        vLLM lets no request pass this one."""
+        vLLM lets no request pass this one. Returns whether some are withheld."""
         num_tokens = min(request.num_tokens - num_computed_tokens, self._max_step_tokens)
         num_needed = num_load_blocks or self._num_blocks(num_tokens)
         if num_needed > self._device_pool.get_num_free_blocks():
-            return
+            return False
         num_times = self._num_withheld.get(request.request_id, 0)
-        if num_times < MAX_WITHHELD and self._walk.withhold(num_needed):
-            # vLLM may want room for more than these blocks, so each time counts.
-            self._num_withheld[request.request_id] = num_times + 1
+        if num_times == MAX_WITHHELD or not self._walk.withhold(num_needed):
+            return False
+        # vLLM may want room for more than these blocks, so each time counts.
+        self._num_withheld[request.request_id] = num_times + 1
+        return True
 
     def on_allocated(
         self,
@@ -245,6 +259,7 @@ class StorePolicy:
         connector (MultiConnector) may fill blocks until the request runs."""
         self._reuse.on_request(request.block_hashes)
         self._tier.on_request(request.block_hashes)
+        self._expected.on_allocated(request)
         self._leave_queue(request.request_id)
         if num_loaded_tokens:
             num_blocks = self._num_blocks(num_loaded_tokens)
@@ -255,23 +270,18 @@ class StorePolicy:
         stores = None
         if wishes.store:
             stores = self._reuse.admits_next() or wishes.protect > 0
-        before = self._progress.get(request_id)  # it has been preempted, or its load has failed
-        num_session_tokens = (
-            before.num_found_tokens
-            if before is not None
-            else self._sessions.on_found(request, num_found_tokens + num_loaded_tokens)
-        )
         self._progress[request_id] = progress = _Progress(
-            request,
-            num_recorded,
-            [*num_recorded],
-            num_loaded_tokens > 0,
-            stores,
-            wishes,
-            num_session_tokens,
+            request, num_recorded, [*num_recorded], num_loaded_tokens > 0, stores, wishes
         )
+        num_tokens = num_found_tokens + num_loaded_tokens
+        num_found = num_tokens // self._groups.hash_block_size
+        self._sessions.on_found(request, num_found)
+        if progress.may_release:
+            num_there = self._num_there(request, self._groups.ids, num_tokens)
+            self._sessions.begin(request, max(num_found, num_there))
         self._count(progress)
         self._newly_allocated.on_allocated(request_id, num_found_tokens)
+        self._not_run.add(request_id)
         self._behind.pop(request_id, None)
         self._pacer.add(request_id)
 
@@ -283,11 +293,12 @@ class StorePolicy:
         """A step has been scheduled. Tokens of earlier steps are computed by the time that this
         step's stores start."""
         self._expected.on_step()
-        # First what the device has lost: a store must not evict it from the tier as a copy.
-        self._contents.find_reset(self._walk.drop_reason)
         due = self._pacer.on_step(scheduled.num_scheduled_tokens)
         can_wait = self._postpone(scheduled, due)
-        filled, found = self._newly_allocated.on_step(scheduled)
+        # First what the device has lost: a store must not evict it from the tier as a copy.
+        filled, found = self._newly_allocated.drain()
+        if self._not_run:
+            self._not_run.difference_update(scheduled.num_scheduled_tokens)
         if filled:
             self._contents.on_allocated(filled, self._walk.drop_reason)
             self._walk.on_allocated(filled)
@@ -321,9 +332,10 @@ class StorePolicy:
         request's last token."""
         request_id = request.request_id
         self._leave_queue(request_id)
+        self._sessions.on_request_finished(request)
         progress = self._progress.pop(request_id, None)
-        has_run = self._newly_allocated.has_run(request_id)
-        self._newly_allocated.on_request_finished(request_id)
+        has_run = request_id not in self._not_run
+        self._not_run.discard(request_id)
         if progress is not None:
             self._pacer.remove(request_id)
             self._count(progress)
@@ -363,6 +375,10 @@ class StorePolicy:
         got them."""
         self._contents.on_store_ended(blocks, transfer, ok=ok)
         self._walk.free_blocks(blocks)
+
+    def on_device_reset(self) -> None:
+        """The device's prefix cache has been reset."""
+        self._contents.on_device_reset(self._walk.drop_reason)
 
     def on_reset(self) -> None:
         """Contents of the device's blocks must not be stored any more."""
@@ -421,6 +437,13 @@ class StorePolicy:
                 table = manager.req_to_blocks[request.request_id]
                 found = self._groups.sub_blocks(table, first, stop)
                 blocks, keys = self._complete(request, group, found, first, stop)
+                if progress.may_release and group in (self._groups.chained_ids or (group,)):
+                    num_known = max(
+                        request.num_prompt_tokens, first * self._groups.block_sizes[group]
+                    )
+                    self._sessions.on_there(
+                        request, self._num_there(request, (group,), num_known, stop)
+                    )
                 self._contents.record(blocks, keys, request, stores=progress.stores)
                 if not self._tier.has_copies:
                     progress.own.update(self._groups.keys(request.block_hashes, group, first, stop))
@@ -543,7 +566,7 @@ class StorePolicy:
                     and None in block_pool.keys_of(blocks)
                     and self._admission.admits(key)
                 ):
-                    found.append(_Unhashed(key, blocks, (index + 1) * size))
+                    found.append(_Unhashed(key, blocks, index * size, (index + 1) * size))
         return found
 
     def _at_risk(self, progress: _Progress) -> list[KVCacheBlock]:
@@ -568,14 +591,17 @@ class StorePolicy:
 
     def _lease(self, progress: _Progress, unhashed: Sequence[_Unhashed]) -> None:
         """Keep or release what a request that ends has left, as it wishes: all of its prefix, or
-        what is its session's own, and no other request uses on the device."""
+        what its session may release, and no other request uses on the device."""
         wishes, request, groups = progress.wishes, progress.request, self._groups
         if not wishes.release and not (wishes.protect and wishes.store):
             return
         lease = self._tier.make_lease(
-            None if wishes.release else wishes.protect, request.session_id
+            None if wishes.release else wishes.protect, session_of(request)
         )
-        references = self._stores.references() if wishes.release else {}
+        num_kept = 0
+        if wishes.release:
+            num_kept = self._sessions.num_kept(request) * groups.hash_block_size
+        references = Counter(block.block_id for block in self._stores.device_blocks)
         num_sub_blocks = groups.num_sub_blocks
         for group in groups.ids:
             stop = progress.num_recorded[group]
@@ -583,7 +609,7 @@ class StorePolicy:
             blocks = groups.sub_blocks(table, 0, stop)[num_sub_blocks - 1 :: num_sub_blocks]
             keys = groups.keys(request.block_hashes, group, 0, stop)
             if wishes.release:
-                first = cdiv(progress.num_found_tokens, groups.block_sizes[group])
+                first = cdiv(num_kept, groups.block_sizes[group])
                 used = {
                     place
                     for place, block in enumerate(blocks)
@@ -596,10 +622,31 @@ class StorePolicy:
             found = {key: block for block, key in pairs if block.block_hash == key}
             self._contents.lease([*found.values()], [*found], lease)
             self._tier.lease(self._tier.ids_of(keys), lease)
+        unhashed = [each for each in unhashed if each.first_token >= num_kept]
         last, keys = [each.blocks[-1] for each in unhashed], [each.key for each in unhashed]
         self._contents.lease(last, keys, lease)
-        if wishes.release:
-            self._sessions.end(request)
+
+    def _num_there(
+        self, request: "Request", groups: Iterable[int], num_tokens: int, stop: int | None = None
+    ) -> int:
+        """The request's hashes up to the last block of ``groups`` behind its first ``num_tokens``
+        tokens, and before block ``stop``, that device or tier have from others; 0: none. vLLM need
+        not find them: it computes a prompt's last token, with ``prompt_logprobs`` all, and an
+        answer that others have got too."""
+        num_there, pool = 0, self._device_pool
+        for group in groups:
+            size = self._groups.block_sizes[group]
+            first = num_tokens // size
+            table = self._managers[group].req_to_blocks.get(request.request_id, [])
+            own = {block.block_id for block in table[first * self._groups.num_sub_blocks :]}
+            keys = self._groups.keys(request.block_hashes, group, first, stop)
+            there = set(keys) - self._stores.absent(keys)
+            for key in set(keys) & block_pool.cached(pool).keys():
+                if any(block.block_id not in own for block in block_pool.blocks_with(pool, key)):
+                    there.add(key)
+            ends = [end * size for end, key in enumerate(keys, first + 1) if key in there]
+            num_there = max([num_there, *ends])
+        return num_there // self._groups.hash_block_size
 
     def _store_rest(self) -> None:
         """Store the blocks held of requests that have ended."""

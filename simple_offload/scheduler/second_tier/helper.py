@@ -42,34 +42,44 @@ class Helper:
 
     def __init__(
         self,
-        connection: Connection,
+        connect: Callable[[], Connection],
         max_bytes: int | None = None,
-        clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """``max_bytes``: the directory's limit; None if there is no directory. ``clock``: that of
-        the second tier, for ``waiting_since``."""
+        """``connect``: start a process, and tell it what to work on. Raises OSError where that
+        does. ``max_bytes``: the directory's limit; None if there is no directory."""
+        self.clock: Callable[[], float] = time.monotonic
+        """For ``waiting_since``."""
         self.error: Exception | None = None
         """Why the process can be used no more."""
         self.room = Room(max_bytes, partial(self._tell, "ask"))
         self._is_ready = False
         self._max_bytes = max_bytes
-        self._connection = connection
-        self._clock = clock
+        self._connect = connect
+        self._connection = connect()
         self._unanswered: dict[int, tuple[float, Future[Any]]] = {}
         self._last_id = 0
 
-    def start(self, memory: Memory, root: Path | None) -> None:
-        """Tell the process what to work on, and wait until it is ready. Raises OSError if it will
-        not be."""
-        self._send((memory, None if root is None else (str(root), self._max_bytes)))
-        deadline = self._clock() + _START_SECONDS
+    def wait_until_ready(self) -> None:
+        """Raises OSError if the process will not be."""
+        deadline = self.clock() + _START_SECONDS
         while not self._is_ready:
             self.poll(1.0)
-            if self.error is None and self._clock() > deadline:
+            if self.error is None and self.clock() > deadline:
                 self.error = OSError(f"its process did not start within {_START_SECONDS:.0f} s")
             if self.error is not None:
                 self.close()
                 raise OSError(str(self.error)) from self.error
+
+    def restart(self) -> None:
+        """Start another process in the place of one that has ended. It answers once it is ready."""
+        self._connection.close()
+        try:
+            self._connection = self._connect()
+        except OSError as error:
+            self.error = error
+            return
+        self.error = None
+        self.room = Room(self._max_bytes, partial(self._tell, "ask"))
 
     # Seals
 
@@ -138,7 +148,7 @@ class Helper:
     def _ask(self, what: str, *arguments: Any) -> "Future[Any]":
         self._last_id += 1
         future: Future[Any] = Future()
-        self._unanswered[self._last_id] = self._clock(), future
+        self._unanswered[self._last_id] = self.clock(), future
         self._send((self._last_id, what, *arguments))
         return future
 
@@ -166,7 +176,13 @@ def start_helper(rows: Rows, root: Path | None, max_bytes: int | None) -> Helper
     OSError if that does not start, or if the directory cannot be used (``Directory``)."""
     descriptor, offset = rows.memory.file
     num_rows, row_bytes = rows.array.shape
-    helper = Helper(Process(helper_main.__name__, [descriptor]), max_bytes)
-    rows.memory.close()
-    helper.start(Memory(descriptor, offset, num_rows, row_bytes, SEAL_BYTES), root)
+    memory = Memory(descriptor, offset, num_rows, row_bytes, SEAL_BYTES)
+
+    def connect() -> Process:
+        process = Process(helper_main.__name__, [descriptor])
+        process.send((memory, None if root is None else (str(root), max_bytes)))
+        return process
+
+    helper = Helper(connect, max_bytes)
+    helper.wait_until_ready()
     return helper

@@ -5,9 +5,11 @@ import inspect
 import os
 import re
 from collections.abc import Callable, Iterable, Sequence
+from random import SystemRandom
 from typing import TYPE_CHECKING, Any, NamedTuple, ParamSpec, TypeVar
 
 import numpy as np
+from pydantic_core import PydanticCustomError
 from vllm.v1.core.kv_cache_utils import BlockHashWithGroupId, get_block_hash, get_group_id
 from vllm.v1.kv_offload.base import (
     LookupResult,
@@ -26,8 +28,15 @@ from vllm.v1.kv_offload.config import (
 )
 from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, TransferJob
 from vllm.v1.kv_offload.tiering.factory import SecondaryTierFactory
+from vllm.v1.kv_offload.tiering.fs import io as fs_io
 
-from simple_offload.config import ConfigError, SecondTierConfig
+from simple_offload.config import (
+    ConfigError,
+    SecondTierConfig,
+    parse_flag,
+    parse_number,
+    parse_whole_number,
+)
 from simple_offload.logs import get_logger
 from simple_offload.scheduler.tier.groups import Groups
 
@@ -39,6 +48,8 @@ if TYPE_CHECKING:
 
 _OURS = {"self", "offloading_spec", "primary_kv_view", "tier_type", "backpressure_detector"}
 """Arguments of a tier that are no options of users."""
+_PARSERS = {"bool": parse_flag, "int": parse_whole_number, "float": parse_number}
+"""By the type of an option, as the tier's signature names it."""
 P = ParamSpec("P")
 T = TypeVar("T")
 _STEP = ScheduleEndContext(new_req_ids=(), preempted_req_ids=())
@@ -69,13 +80,17 @@ class Objects:
         self._salt = salt
         self._next_id = 0
         self._reads: dict[int, list[bytes]] = {}
-        wanted = {"type": config.type, **config.options}
+        wanted: dict[str, Any] = {"type": config.type}
         if config.module_path is not None:
             wanted["module_path"] = config.module_path
+        # vLLM 0.32's fs tier draws the names of temporary files from ``random``, which vLLM seeds.
+        # Of two servers with one seed that write one object, one would fail (FileExistsError).
+        setattr(fs_io, "random", SystemRandom())  # noqa: B010
         if config.type == "obj":
             # vLLM 0.32's tier asks NIXL for the time of each transfer, and fails if NIXL has none.
             os.environ.setdefault("NIXL_TELEMETRY_ENABLE", "y")
         try:
+            wanted |= _options(config, SecondaryTierFactory.get_tier_class(wanted))
             self.tier = SecondaryTierFactory.create_secondary_tier(wanted, view, spec)
         except (OSError, RuntimeError, ValueError, TypeError, ImportError) as error:
             raise ConfigError(f"second_tier={wanted!r}: it does not start: {error}") from error
@@ -92,10 +107,6 @@ class Objects:
         """The files of objects, as vLLM's fs tier names them; none for other tiers."""
         mapper = getattr(self.tier, "file_mapper", None)
         return [mapper.get_file_name(name) for name in names] if mapper is not None else []
-
-    def renew(self, salt: bytes) -> None:
-        """Give objects other names from now on: those of before are not found any more."""
-        self._salt = salt
 
     # Work
 
@@ -249,7 +260,7 @@ def require_known_options(config: SecondTierConfig) -> None:
             f"second_tier.type={config.type!r}: it serves other engines from host memory, which "
             "needs vLLM's OffloadingConnector; allowed: 'fs', 'obj', or a tier that does not"
         )
-    _require_options(config, tier)
+    _options(config, tier)
     if config.type == "fs" and config.bytes is None:
         raise ConfigError(
             "second_tier.bytes is missing: 'fs' needs a limit of all files under root_dir, such as "
@@ -261,21 +272,31 @@ def require_known_options(config: SecondTierConfig) -> None:
         )
 
 
-def _require_options(config: SecondTierConfig, tier: "type[SecondaryTierManager]") -> None:
+def _options(config: SecondTierConfig, tier: "type[SecondaryTierManager]") -> dict[str, Any]:
+    """The options as the tier's signature has them, flags and numbers parsed. Raises ConfigError
+    for one that is unknown, missing, or of another type."""
     parameters = inspect.signature(tier).parameters
     options = {name: each for name, each in parameters.items() if name not in _OURS}
-    if any(each.kind is each.VAR_KEYWORD for each in options.values()):
-        return
+    takes_any = any(each.kind is each.VAR_KEYWORD for each in options.values())
     known = [*options, *SecondTierConfig.model_fields]
-    for key, value in config.options.items():
-        if key not in options:
+    parsed = config.options
+    for key, value in parsed.items():
+        if key in options:
+            annotation = options[key].annotation
+            parse = _PARSERS.get(getattr(annotation, "__name__", annotation))
+            try:
+                parsed[key] = parse(value) if parse else value
+            except PydanticCustomError as error:
+                raise ConfigError(f"second_tier.{key}={value!r}: {error.message()}") from None
+        elif not takes_any:
             raise ConfigError(
                 f"second_tier.{key}={value!r}: unknown{_near(key, known)} "
                 f"(known for {config.type!r}: {', '.join(known)})"
             )
     for key, each in options.items():
-        if each.default is each.empty and key not in config.options:
+        if not takes_any and each.default is each.empty and key not in parsed:
             raise ConfigError(f"second_tier.{key} is missing: {config.type!r} needs it")
+    return parsed
 
 
 def _near(word: str, known: Iterable[str]) -> str:

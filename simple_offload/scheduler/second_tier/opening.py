@@ -46,10 +46,17 @@ def require_second_tier_possible(config: SecondTierConfig, vllm_config: "VllmCon
             "ranks, and those of other pipeline or prefill context parallel ranks cannot be "
             "reached; allowed: tensor parallel ranks only, or no second_tier"
         )
-    if vllm_config.weight_transfer_config is not None:
+    changes = {
+        "weight_transfer_config": vllm_config.weight_transfer_config,
+        "worker_extension_cls": parallel.worker_extension_cls,
+    }
+    ways = [name for name, value in changes.items() if value]
+    if ways and config.cache_namespace is None:
         raise ConfigError(
-            "second_tier with weight_transfer_config: weights change while the server runs, and "
-            "its objects are of those that it started with; allowed: no second_tier"
+            f"second_tier with {' and '.join(ways)}: weights may change while the server runs, and "
+            "its objects are those of the weights that it started with, for every later server "
+            'too; allowed: no second_tier, or a "cache_namespace" that no server with other '
+            "weights has"
         )
     if vllm_config.lora_config is not None:
         raise ConfigError(
@@ -107,9 +114,9 @@ def open_second_tier(
         helper.close()
         raise
     if root is not None:
-        with suppress(OSError):  # for people only
-            text = json.dumps(described, indent=1, sort_keys=True)
-            Path(root, f"{digest}.json").write_text(text)
+        # For people only. "x" follows no link, which others who may write here could have made.
+        with suppress(OSError), Path(root, f"{digest}.json").open("x") as file:
+            json.dump(described, file, indent=1, sort_keys=True)
     logger.info(
         "Second tier: %s, objects of %d bytes, namespace %s", config.type, row_bytes, digest
     )

@@ -3,11 +3,13 @@
 import threading
 import time
 from collections import OrderedDict, deque
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Collection, Container, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import wraps
 from itertools import islice
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from vllm.v1.core.kv_cache_utils import BlockHashWithGroupId, KVCacheBlock, get_group_id
 from vllm.v1.kv_offload.base import OffloadKey
@@ -18,7 +20,7 @@ from simple_offload.scheduler.second_tier.helper import Helper
 from simple_offload.scheduler.second_tier.objects import Ended, Objects
 from simple_offload.scheduler.second_tier.reach import Reach
 from simple_offload.scheduler.second_tier.rows import Rows
-from simple_offload.scheduler.second_tier.speeds import Speeds
+from simple_offload.scheduler.second_tier.speeds import EngineTime, Speeds
 from simple_offload.scheduler.second_tier.writes import Writes
 from simple_offload.scheduler.tier.cpu_tier import CpuTier
 from simple_offload.scheduler.tier.groups import Groups
@@ -43,8 +45,15 @@ _MAX_FAILED = 1 << 16
 """Objects that are remembered for that."""
 _HUNG_SECONDS = 60.0
 """After this time without an answer, the tier is switched off."""
+_RETRY_SECONDS = 60.0
+"""How long it is off. It comes back later if something of before is still under way."""
+_LINGER_SECONDS = 5.0
+"""How long an engine without requests goes on stepping for the tier. vLLM's pause, sleep and
+shutdown wait so long. What is left is done when requests come again, or at shutdown."""
 _CLOSE_SECONDS = 10.0
 """Longest wait for writes under way at shutdown."""
+
+_Hook = TypeVar("_Hook", bound=Callable[..., Any])
 
 
 @dataclass(slots=True, eq=False)
@@ -70,6 +79,8 @@ class _Fetch:
     began: float
     limit: float
     """When the request goes on without."""
+    asked: float
+    """When the last of its questions were asked."""
     unanswered: deque[tuple[int, BlockHashWithGroupId, OffloadKey]] = field(default_factory=deque)
     """Blocks that it asks for: the token that each ends before, its key and its name."""
     has_asked: bool = False
@@ -90,6 +101,8 @@ class _Fetch:
     """In the order of their tokens."""
     others: set["_Fetch"] = field(default_factory=set)
     """Fetches of other requests that bring what this one needs too."""
+    num_waiting: int = 1
+    """Requests that wait for it."""
     failed: bool = False
     is_slower: bool = False
     """Than computing would be."""
@@ -100,6 +113,24 @@ class _Fetch:
         return self.planned is not None and not self.unread and not self.reads
 
 
+def _guarded(default: object) -> Callable[[_Hook], _Hook]:
+    """For hooks of the tier, which is optional: whatever one raises closes the tier, and the hook
+    returns ``default``."""
+
+    def guard(hook: _Hook) -> _Hook:
+        @wraps(hook)
+        def guarded(self: "SecondTier", *arguments: Any) -> Any:
+            try:
+                return hook(self, *arguments)
+            except Exception as error:  # noqa: BLE001 - whatever it is, the server goes on
+                self.close_for(error)
+                return default
+
+        return cast("_Hook", guarded)
+
+    return guard
+
+
 class SecondTier:
     """vLLM asks the host tier for a prefix. What that lacks, this asks vLLM's second tier for,
     while the request waits in vLLM's queue, no longer than computing it would take. Objects become
@@ -107,6 +138,9 @@ class SecondTier:
 
     A read has a reference to its host blocks until vLLM's tier has ended it, however long that
     takes.
+
+    A tier that hangs or fails is switched off for a while. A reset, or an exception here, closes it
+    for good: no object is asked for, read or written any more.
     """
 
     clock: Callable[[], float] = staticmethod(time.monotonic)
@@ -129,7 +163,14 @@ class SecondTier:
         were fetched for a request, each time some can be found, and the places of useless ones.
         ``always``: fetch, however slow that is."""
         self.is_on = True
-        """Until vLLM's tier or the helper hangs or fails."""
+        """Whether objects are asked for, read and written."""
+        self._off_since: float | None = None
+        """When it was switched off, if it is to come back."""
+        self._now = EngineTime(self.clock)
+        self._last_tokens = self.clock()
+        """When vLLM last scheduled a step with tokens, by the clock on the wall."""
+        self._has_polled = False
+        """Whether the step that is being scheduled has taken note of what has ended."""
         self.speeds = Speeds(self.clock, always=always)
         self._objects = objects
         self._rows = rows
@@ -140,7 +181,8 @@ class SecondTier:
         self._on_device = on_device
         self._on_fetched = on_fetched
         self._helper = helper
-        self.writes = Writes(objects, rows, helper, tier, meter, self.clock)
+        helper.clock = self._now
+        self.writes = Writes(objects, rows, helper, tier, meter, self._now)
         self._waits: dict[str, _Fetch] = {}
         """By request that waits."""
         self._over: dict[str, int | None] = {}
@@ -160,6 +202,7 @@ class SecondTier:
 
     # Fetch ahead
 
+    @_guarded(None)
     def on_new_request(self, request: "Request") -> None:
         """Ask for the first blocks that neither device nor tier has. The answers are there when
         vLLM comes to the request."""
@@ -173,11 +216,15 @@ class SecondTier:
                 self._objects.ask(self._objects.name(key), request.request_id)
         self._objects.flush()
 
+    @_guarded(False)
     def must_wait(self, request: "Request", num_computed_tokens: int, num_hit_tokens: int) -> bool:
         """Whether a request should be asked about again in the next step, as more of its prefix may
         be in host memory then. It has ``num_computed_tokens`` tokens on the device, and the tier
         has ``num_hit_tokens`` more."""
         request_id = request.request_id
+        if not self._has_polled:
+            self._poll()
+            self._has_polled = True
         if not self.is_on or request_id in self._over:
             return False
         fetch = self._waits.get(request_id)
@@ -187,7 +234,6 @@ class SecondTier:
                 self._end_wait(request_id, "slower")
                 return False
             fetch = self._begin(request, num_computed_tokens, num_hit_tokens)
-        self._poll()
         if fetch.planned is None:
             fetch.num_hit_tokens = num_hit_tokens
             self._ask(fetch)
@@ -202,12 +248,14 @@ class SecondTier:
             return False
         return True
 
+    @_guarded(0)
     def num_fetched_tokens(self, request_id: str, num_tokens: int) -> int:
         """How many of a request's first ``num_tokens`` tokens device and tier have got by the fetch
         that it waited for."""
         before = self._over.get(request_id)
         return max(0, num_tokens - before) if before is not None else 0
 
+    @_guarded(None)
     def on_request_finished(self, request_id: str) -> None:
         """The request has ended. Reads under way go on."""
         self._end_wait(request_id, None)
@@ -216,10 +264,28 @@ class SecondTier:
 
     # One step
 
+    @_guarded(None)
+    def on_stored(self, run: Run, useless: Collection[int]) -> None:
+        """The blocks of ``run`` have become findable in the host tier, except at the places
+        ``useless``."""
+        self.writes.on_stored(run, useless)
+
+    @_guarded(None)
+    def on_step_ended(self, number: int) -> None:
+        """The step of this number has ended on every rank."""
+        self.speeds.on_step_ended(number)
+
+    @_guarded(None)
     def on_step(self, num_tokens: int) -> int | None:
-        """vLLM schedules a step of ``num_tokens`` tokens. Returns its number if ``speeds`` has to
-        know its end."""
+        """vLLM schedules a step of ``num_tokens`` tokens. Returns its number if ``on_step_ended``
+        has to tell of its end."""
+        self._now.on_step()
+        if num_tokens:
+            self._last_tokens = self.clock()
         self._poll()
+        self._has_polled = False
+        if self._off_since is not None:
+            self._come_back()
         if self.is_on:
             # vLLM may not come to these requests in a step, while it has no room for more.
             for fetch in self._waits.values():
@@ -234,40 +300,63 @@ class SecondTier:
 
     @property
     def has_pending_work(self) -> bool:
-        """Whether something waits for the next step, which no thread does by itself."""
-        return self.is_on and (bool(self._fetches) or self.writes.has_pending_work)
+        """Whether something waits for the next step, which no thread does by itself, and the last
+        request ended not long ago."""
+        if not self.is_on or self.clock() - self._last_tokens >= _LINGER_SECONDS:
+            return False
+        return bool(self._fetches) or self._has_pending_writes()
+
+    @_guarded(False)
+    def _has_pending_writes(self) -> bool:
+        return self.writes.has_pending_work
 
     @property
     def idle(self) -> bool:
         """Whether nothing is under way or waits."""
         return not (self._waits or self._fetches) and self.writes.idle
 
-    def reset(self, salt: bytes) -> None:
-        """Forget all contents, whose model may be another from now on. ``salt``: one that no server
-        has, so that nothing of before is found."""
-        self._objects.renew(salt)
-        self.writes.clear()
-        self._failed.clear()
-        for request_id in [*self._waits]:
-            self._end_wait(request_id, None)
+    @_guarded(None)
+    def reset(self) -> None:
+        """Close the tier, and forget all contents: the model may be another from now on. Its
+        objects must not be found, and what it writes nobody could find later."""
+        if self.is_on or self._off_since is not None:
+            logger.warning(
+                "The host tier was reset, which may mean other weights: the second tier is off "
+                "until the server starts again"
+            )
+        self._close()
         for fetch in self._fetches:
             fetch.unread.clear()
             fetch.failed = True
 
+    def close_for(self, error: Exception) -> None:
+        """An exception here: the server goes on without the tier."""
+        if self.is_on or self._off_since is not None:
+            logger.error("The second tier is off until the server starts again", exc_info=error)
+        with suppress(Exception):
+            self._close()
+        self.is_on = False
+        self._waits.clear()
+
     def shutdown(self) -> None:
         """Finish the writes under way, for some seconds at most."""
-        thread = threading.Thread(target=self._close, name="simple-offload-close", daemon=True)
+        thread = threading.Thread(target=self._finish, name="simple-offload-close", daemon=True)
         thread.start()
         thread.join(_CLOSE_SECONDS)
         if thread.is_alive():
             logger.warning("The second tier did not end within %.0f s", _CLOSE_SECONDS)
         self._helper.close()
+        self._rows.memory.close()
 
-    def _close(self) -> None:
+    def _finish(self) -> None:
         """Write what can be written, and end. As long as the tier hangs."""
         if self.is_on:
-            self.writes.finish(self._poll)
+            self._finish_writes()
         self._objects.close()
+
+    @_guarded(None)
+    def _finish_writes(self) -> None:
+        self.writes.finish(self._poll)
 
     def gauges(self) -> dict[str, float]:
         """For metrics."""
@@ -281,10 +370,10 @@ class SecondTier:
 
     def _begin(self, request: "Request", num_computed_tokens: int, num_hit_tokens: int) -> _Fetch:
         """Ask for the first blocks behind the hit that are in chains, or for all if none is."""
-        now = self.clock()
+        now = self._now()
         start = num_computed_tokens + num_hit_tokens
-        limit = now + self.speeds.max_wait(max(0, request.num_tokens - start))
-        fetch = _Fetch(request, num_computed_tokens, num_hit_tokens, now, limit)
+        limit = self.clock() + self.speeds.max_wait(max(0, request.num_tokens - start))
+        fetch = _Fetch(request, num_computed_tokens, num_hit_tokens, now, limit, now)
         self._waits[request.request_id] = fetch
         for group in self._groups.chained_ids:
             stop = start + _FIRST_ASKED * self._groups.block_sizes[group]
@@ -301,7 +390,7 @@ class SecondTier:
         fetch.asked_all = True
 
     def _add_unanswered(self, fetch: _Fetch, group: int, start: int, stop: int) -> None:
-        now = self.clock()
+        fetch.asked, now = self._now(), self.clock()
         hashes = fetch.request.block_hashes
         for end, key in self._groups.keys_between(hashes, group, start, stop):
             if self._tier.has(key) or key in fetch.found:
@@ -333,7 +422,7 @@ class SecondTier:
             self._ask(fetch)
             return
         if fetch.has_asked:
-            self.speeds.on_answered(now - fetch.began)
+            self.speeds.on_answered(self._now() - fetch.began)
         self._objects.on_answered(request_id)
         self._plan(fetch)
 
@@ -346,13 +435,13 @@ class SecondTier:
     def _ask_late(self) -> None:
         """Go on asking what a request did not wait for: the answers may be slow, or never come."""
         if self._late is not None and self._objects.ask(self._late[1], _NOBODY) is not None:
-            self.speeds.on_answered(self.clock() - self._late[0])
+            self.speeds.on_answered(self._now() - self._late[0])
             self._objects.on_answered(_NOBODY)
             self._late = None
 
     def _plan(self, fetch: _Fetch) -> None:
         """Decide what to fetch: what a lookup needs for the longest prefix."""
-        fetch.planned = self.clock()
+        fetch.planned = self._now()
         hashes, start = fetch.request.block_hashes, fetch.num_computed_tokens
         num_tokens, needed = (
             self._reach.find(
@@ -374,6 +463,7 @@ class SecondTier:
             if self._tier.has(key):
                 continue
             if (other := self._coming.get(key)) is not None:
+                other.num_waiting += other not in fetch.others
                 fetch.others.add(other)
                 continue
             fetch.ends[key] = end
@@ -394,12 +484,13 @@ class SecondTier:
             return
         if fetch.planned is None:
             self._objects.on_answered(request_id)
-            if result == "late" and self._late is None:
-                self._late = (fetch.began, fetch.unanswered[0][2])
+            if result == "late" and self._late is None and fetch.unanswered:
+                self._late = (fetch.asked, fetch.unanswered[0][2])
                 self._ask_late()
-        wanted = {other for each in self._waits.values() for other in (each, *each.others)}
-        for each in {fetch, *fetch.others} - wanted:
-            self._give_up(each)
+        for each in (fetch, *fetch.others):
+            each.num_waiting -= 1
+            if not each.num_waiting:
+                self._give_up(each)
 
     # Reading
 
@@ -417,7 +508,7 @@ class SecondTier:
                     fetch.unread.popleft()
                 keys = keys[: len(blocks)]
                 names = [self._objects.name(key) for key in keys]
-                read = _Read(keys, names, blocks, self.clock())
+                read = _Read(keys, names, blocks, self._now())
                 rows = [block.block_id for block in blocks]
                 request_id = fetch.request.request_id
                 self._reading[self._objects.read(names, rows, request_id)] = read
@@ -432,7 +523,7 @@ class SecondTier:
     def _poll(self) -> None:
         """Take note of what has ended, and commit what was read, head first."""
         for ended in self._objects.drain_ended():
-            self._last_ended = self.clock()
+            self._last_ended = self._now()
             if (read := self._reading.pop(ended.id, None)) is not None:
                 self._on_read(read, ended)
             else:
@@ -444,7 +535,7 @@ class SecondTier:
                 self._commit(fetch, fetch.reads.popleft(), num_whole)
             if fetch.ended and fetch.num_brought:
                 brought = fetch.num_tokens * fetch.num_brought // len(fetch.ends)
-                self.speeds.on_fetched(brought, self.clock() - fetch.began)
+                self.speeds.on_fetched(brought, self._now() - fetch.began)
         self._fetches = [fetch for fetch in self._fetches if not fetch.ended]
         if self.is_on and (self._objects.error or self._helper.error):
             self._switch_off("has failed")
@@ -497,7 +588,7 @@ class SecondTier:
     def _check_hung(self) -> None:
         """Switch the tier off if it has not answered for long. Its reads keep their blocks."""
         jobs = [*(read.began for read in self._reading.values()), *self.writes.beginnings]
-        questions = [each.began for each in self._waits.values() if each.planned is None]
+        questions = [each.asked for each in self._waits.values() if each.planned is None]
         if self._late is not None:
             questions.append(self._late[0])
         if self._helper.waiting_since is not None:
@@ -505,19 +596,43 @@ class SecondTier:
         # A slow tier has a queue, and ends something now and then.
         since = min(
             [*questions, *([max(min(jobs), self._last_ended)] if jobs else [])],
-            default=self.clock(),
+            default=self._now(),
         )
-        if self.clock() - since < _HUNG_SECONDS:
+        if self._now() - since < _HUNG_SECONDS:
             return
         self._switch_off(f"has not answered for {_HUNG_SECONDS:.0f} s")
 
     def _switch_off(self, reason: str) -> None:
-        self.is_on = False
+        """For a while. Reads and writes under way go on."""
+        self._close()
+        self._off_since = self._now()
+        if self._objects.error is not None:
+            self._late = None
+        logger.error(
+            "The second tier %s and is switched off. The server goes on without it, and tries it "
+            "again in %.0f s",
+            reason,
+            _RETRY_SECONDS,
+        )
+
+    def _come_back(self) -> None:
+        """Switch the tier on again after some time, once nothing of before is under way."""
+        assert self._off_since is not None
+        self._ask_late()
+        self._objects.flush()
+        under_way = (self._late, self._fetches, self._reading, self.writes.beginnings)
+        is_open = any(under_way) or self._helper.waiting_since is not None
+        if is_open or self._now() - self._off_since < _RETRY_SECONDS:
+            return
+        self._objects.error = None
+        if self._helper.error is not None:
+            self._helper.restart()
+        self.writes.go_on()
+        self.is_on, self._off_since = True, None
+        logger.info("The second tier is switched on again")
+
+    def _close(self) -> None:
+        self.is_on, self._off_since = False, None
         self.writes.stop()
         for request_id in [*self._waits]:
             self._end_wait(request_id, "late")
-        logger.error(
-            "The second tier %s and is switched off. The server continues without it; restart the "
-            "server to switch it on again.",
-            reason,
-        )

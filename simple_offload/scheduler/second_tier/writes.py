@@ -14,6 +14,7 @@ from simple_offload.logs import get_logger
 from simple_offload.scheduler.second_tier.helper import Helper
 from simple_offload.scheduler.second_tier.objects import Objects
 from simple_offload.scheduler.second_tier.rows import Rows
+from simple_offload.scheduler.second_tier.speeds import EngineTime
 from simple_offload.scheduler.tier.cpu_tier import CpuTier
 from simple_offload.scheduler.tier.run import Run
 
@@ -52,14 +53,14 @@ class Writes:
         helper: Helper,
         tier: CpuTier,
         meter: metrics.Meter,
-        clock: Callable[[], float],
+        now: EngineTime,
     ) -> None:
         self._objects = objects
         self._rows = rows
         self._helper = helper
         self._tier = tier
         self._meter = meter
-        self._clock = clock
+        self._now = now
         self._waiting: dict[BlockHashWithGroupId, None] = {}
         self._sealing: deque[_Write] = deque()
         self._in_flight: dict[int, _Write] = {}
@@ -97,7 +98,9 @@ class Writes:
         while (
             self._sealing and len(self._in_flight) < _MAX_WRITES and self._sealing[0].seals.done()
         ):
-            self._write(self._sealing.popleft())
+            write = self._sealing.popleft()
+            if not write.seals.cancelled():  # the helper's process has ended
+                self._write(write)
         while (count := self._num_writable) > 0:
             keys: list[BlockHashWithGroupId] = []
             rows: list[int] = []
@@ -112,7 +115,7 @@ class Writes:
             if keys:
                 names = [self._objects.name(key) for key in keys]
                 seals = self._helper.make_seals(rows, names)
-                self._sealing.append(_Write(seals, keys, names, rows, self._clock()))
+                self._sealing.append(_Write(seals, keys, names, rows, self._now()))
 
     def on_ended(self, write_id: int, *, ok: bool) -> None:
         """A write has ended."""
@@ -122,7 +125,7 @@ class Writes:
             self._meter.add(metrics.SECOND_TIER_BYTES, num_bytes, "write")
         else:
             self._meter.add(metrics.SECOND_TIER_FAILED, 1, "write")
-            now = self._clock()
+            now = self._now.clock()
             if self._paused_until <= now:
                 logger.warning(
                     "The second tier could not write objects. It goes on in %.0f s", _PAUSE_SECONDS
@@ -148,18 +151,18 @@ class Writes:
     def stop(self) -> None:
         """Begin no more writes."""
         self._is_stopped = True
-        self.clear()
-
-    def clear(self) -> None:
-        """Begin no more writes of blocks so far."""
         self._waiting.clear()
         self._sealing.clear()
+
+    def go_on(self) -> None:
+        """Begin writes again, of blocks that come from now on."""
+        self._is_stopped = False
 
     @property
     def _num_writable(self) -> int:
         """Blocks that the next write may have."""
         is_busy = len(self._sealing) >= _MAX_WRITES
-        if is_busy or not self._waiting or self._clock() < self._paused_until:
+        if is_busy or not self._waiting or self._now.clock() < self._paused_until:
             return 0
         writes = (*self._sealing, *self._in_flight.values())
         num_objects = sum(len(write.keys) for write in writes)

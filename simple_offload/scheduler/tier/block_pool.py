@@ -151,10 +151,61 @@ def get_new_blocks(
     return blocks, evicted
 
 
+def evict_all_blocks(pool: BlockPool, queues: Iterable[FreeKVCacheBlockQueue]) -> None:
+    """Evict all contents, as ``evict_blocks`` does. The free blocks of all ``queues`` are then in
+    the pool's free queue, lowest id first, so that blocks stored together lie together."""
+    free = pool.free_block_queue
+    for queue in queues:
+        if queue is not free:
+            append_all(free, queue)
+    cached = pool.cached_block_hash_to_block._cache
+    keys = list(cached)
+    cached.clear()  # in place: ``cached`` has given it away
+    pool.cached_block_hashes_by_block.clear()
+    before: Any = free.fake_free_list_head
+    end = free.fake_free_list_tail
+    for block in islice(pool.blocks, 1, None):  # the first is the null block
+        block._block_hash = block._block_hash_num_tokens = None
+        if block.ref_cnt == 0:
+            before.next_free_block, block.prev_free_block = block, before
+            before = block
+    before.next_free_block, end.prev_free_block = end, before
+    if keys:
+        pool._emit_block_removed_events(keys)
+
+
 def count_first(queue: FreeKVCacheBlockQueue, keys: Container[Key], limit: int) -> int:
     """How many blocks at the front of a queue, up to ``limit``, have keys in ``keys``."""
     blocks = islice(queue.iter_blocks_after(None), limit)
     return sum(1 for _ in takewhile(keys.__contains__, keys_of(blocks)))
+
+
+def on_new_blocks(pool: BlockPool, callback: Callable[[list[KVCacheBlock]], None]) -> None:
+    """Call ``callback`` with all blocks that the pool gives away, whatever asks for them: its
+    ``get_new_blocks`` is the only way to a free block that nothing has found."""
+    get_new_blocks = pool.get_new_blocks
+
+    def watched(num_blocks: int) -> list[KVCacheBlock]:
+        blocks = get_new_blocks(num_blocks)
+        callback(blocks)
+        return blocks
+
+    setattr(pool, "get_new_blocks", watched)  # noqa: B010
+
+
+def on_reset(pool: BlockPool, before: Callable[[], None], after: Callable[[], None]) -> None:
+    """Call ``before`` when the pool's contents are to be reset, which fails while a block has a
+    reference, and ``after`` when they are."""
+    reset_prefix_cache = pool.reset_prefix_cache
+
+    def watched() -> bool:
+        before()
+        is_reset = reset_prefix_cache()
+        if is_reset:
+            after()
+        return is_reset
+
+    setattr(pool, "reset_prefix_cache", watched)  # noqa: B010
 
 
 def on_removed(pool: BlockPool, callback: Callable[[Sequence[Key]], None]) -> None:
@@ -163,6 +214,23 @@ def on_removed(pool: BlockPool, callback: Callable[[Sequence[Key]], None]) -> No
 
 
 # The free queue
+
+
+def append_all(target: FreeKVCacheBlockQueue, source: FreeKVCacheBlockQueue) -> None:
+    """Move all blocks of a queue behind those of another, in one piece, as ``popleft_n`` and
+    ``append_n`` do."""
+    if source.num_free_blocks == 0:
+        return
+    head, end = source.fake_free_list_head, source.fake_free_list_tail
+    tail = target.fake_free_list_tail
+    first: Any = head.next_free_block
+    last: Any = end.prev_free_block
+    before: Any = tail.prev_free_block
+    before.next_free_block, first.prev_free_block = first, before
+    last.next_free_block, tail.prev_free_block = tail, last
+    head.next_free_block, end.prev_free_block = end, head
+    target.num_free_blocks += source.num_free_blocks
+    source.num_free_blocks = 0
 
 
 def free_blocks_after(

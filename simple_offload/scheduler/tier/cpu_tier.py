@@ -276,13 +276,19 @@ class CpuTier:
     def drop(self, blocks: Iterable[KVCacheBlock]) -> None:
         """Empty ``blocks``, at once. References stay. Their descendants leave in their turn, or are
         found again when these contents return."""
-        self._on_lost(self._empty([block for block in blocks if block.block_hash]), "load_failed")
+        lost = [block for block in blocks if block.block_hash]
+        self.version += 1
+        self._pool.evict_blocks({block.block_id for block in lost})
+        self._segments.on_emptied(lost)
+        self.trust(lost)
+        self._on_lost(len(lost), "load_failed")
 
     def reset(self) -> None:
         """Empty all blocks, at once. References stay."""
-        self._on_lost(
-            self._empty([block for block in self._pool.blocks if block.block_hash]), "reset"
-        )
+        self.version += 1
+        self._segments.empty_all()
+        self._doubted.clear()
+        self._on_lost(self.num_used, "reset")
 
     def on_removed(self, callback: Callable[[Sequence[BlockHashWithGroupId]], None]) -> None:
         """Call ``callback`` with the keys of all blocks that lose their contents."""
@@ -290,10 +296,10 @@ class CpuTier:
 
     # Wishes
 
-    def make_lease(self, seconds: float | None, session_id: str | None) -> Lease:
+    def make_lease(self, seconds: float | None, session: bytes) -> Lease:
         """A lease that ends in ``seconds``; None: a release."""
         until = RELEASED if seconds is None else self._segments.clock() + seconds
-        return Lease(until, session_id)
+        return Lease(until, session)
 
     def lease(self, block_ids: Iterable[int], lease: Lease) -> None:
         """Keep these blocks, which have contents, parents before children, before others until
@@ -319,15 +325,15 @@ class CpuTier:
         return len(self._expected)
 
     def expect(self, keys: Sequence[BlockHashWithGroupId]) -> None:
-        """A request in vLLM's queue wants contents with ``keys``. They stay in the tier, also those
-        that it gets later, until this is called off as often by ``stop_expecting``."""
+        """A request in vLLM's queue wants contents with ``keys``. They leave last, also those that
+        the tier gets later, until this is called off as often by ``stop_expecting``."""
         expected = self._expected
         for key in keys:
             expected[key] = expected.get(key, 0) + 1
         self._segments.expect(self.ids_of(keys))
 
     def stop_expecting(self, keys: Sequence[BlockHashWithGroupId]) -> None:
-        """A request that has expected ``keys``, parents before children, has left vLLM's queue."""
+        """A request that has expected ``keys``, parents before children, expects them no more."""
         expected, over = self._expected, []
         for key in keys:
             if expected[key] > 1:
@@ -434,16 +440,6 @@ class CpuTier:
         self.version += len(keys)
         self.num_used += len(keys)
         return useless
-
-    def _empty(self, blocks: Sequence[KVCacheBlock]) -> int:
-        """Empty ``blocks``, which have contents. Returns their number."""
-        self.version += 1
-        ids = {block.block_id for block in blocks}
-        self._pool.evict_blocks(ids)
-        self._segments.on_emptied(blocks)
-        for block_id in ids:
-            self._doubted.pop(block_id, None)
-        return len(blocks)
 
     def _call_back(self, keys: Sequence[BlockHashWithGroupId]) -> None:
         for callback in self._on_removed:

@@ -14,7 +14,7 @@ class Lease(NamedTuple):
 
     until: float
     """When it ends, on the clock of ``Segments``; ``RELEASED``: leave before all others."""
-    session_id: str | None
+    session: bytes
     """Of the request. A later one of this session may end the lease."""
 
     @property

@@ -79,7 +79,8 @@ class Segments:
     after protected blocks. Beyond a limit, and when its time is over, it becomes protected. What
     has been **released** leaves before all others, unless a request finds it.
 
-    What requests in vLLM's queue will find is **expected**, and stays until they have found it.
+    What requests in vLLM's queue will find is **expected**, and leaves after all others: first
+    what was expected last.
 
     The device lets go of a prefix tail first, and the head was found whenever the tail was. So the
     tail leaves the tier before the head, without which it could not be found. This holds for copies
@@ -226,15 +227,26 @@ class Segments:
         are kept or expected, in the order in which they would have left."""
         self._let_go.clear()
         self._twins.clear()
+        self._since[np.frombuffer(self._of, np.uint8) >= _COPY] = self._num_evicted
+        for segment in (_KEPT, _EXPECTED):
+            if _COPY + segment in self._of:
+                queued = self._copies.iter_blocks_after(None)
+                blocks = [b for b in queued if self._of[b.block_id] == _COPY + segment]
+                self._take_out(blocks, self._count(blocks))
+                self._queues[segment].append_n(blocks)
         copies = bytes([_NEW_COPY, _FOUND_COPY, _RELEASED_COPY, _KEPT_COPY, _EXPECTED_COPY])
         others = bytes([_PROBATION, _PROBATION, _PROBATION, _KEPT, _EXPECTED])
         self._of = self._of.translate(bytes.maketrans(copies, others))
         self.num_copies = 0
-        blocks = self._copies.popleft_n(self._copies.num_free_blocks)
-        self._note_use(blocks)
-        for segment in (_PROBATION, _KEPT, _EXPECTED):
-            self._queues[segment].append_n([b for b in blocks if self._of[b.block_id] == segment])
+        block_pool.append_all(self._pool.free_block_queue, self._copies)
         self._limit_kept()
+
+    def empty_all(self) -> None:
+        """Evict all contents. The free blocks are the next to be allocated, lowest id first."""
+        block_pool.evict_all_blocks(self._pool, self._queues)
+        self._of = bytearray(len(self._of))
+        self._leases = Leases()
+        self.num_copies = 0
 
     def on_emptied(self, blocks: Sequence[KVCacheBlock]) -> None:
         """``blocks`` have lost their contents. The free ones are the next to be allocated."""
@@ -360,6 +372,7 @@ class Segments:
             evict(self._protected, limit, keep)
             evict(self._kept, limit, keep)
             evict_copies(limit)
+            evict(self._expected, limit, keep)
         lifetime = max(self.num_copies, self._copies_share)  # room that copies could make
         self._ghosts.add(keys[False], self._num_evicted, lifetime)
         self._num_evicted += len(keys[False])
@@ -374,8 +387,8 @@ class Segments:
     # vLLM's queue
 
     def expect(self, block_ids: Iterable[int]) -> None:
-        """Requests in vLLM's queue want the contents of these blocks. Those that are not kept stay
-        until ``stop_expecting``."""
+        """Requests in vLLM's queue want the contents of these blocks. Those that are not kept leave
+        last until ``stop_expecting``."""
         self._move(block_ids, (_PROBATION, _PROTECTED, _RELEASED), _EXPECTED)
 
     def stop_expecting(self, block_ids: Iterable[int]) -> None:
@@ -433,11 +446,12 @@ class Segments:
         if self._pool.blocks[block_id].ref_cnt or self._of[block_id] in (_EXPECTED, _EXPECTED_COPY):
             return False
         known = self._leases.get(block_id)
-        return known is None or known.session_id == lease.session_id
+        return known is None or known.session == lease.session
 
     def _move(self, block_ids: Iterable[int], sources: Container[int], target: int) -> None:
         """Move those of these blocks that belong to one of the segments ``sources``, or will when
-        they are no copies any more, to the end of another, children first."""
+        they are no copies any more, to the end of another, children first; expected ones to the
+        front of theirs: requests are taken up in the order of vLLM's queue."""
         of = self._of
         blocks = [self._pool.blocks[i] for i in block_ids if of[i] % _COPY in sources]
         free = [b for b in blocks if b.ref_cnt == 0 and of[b.block_id] < _COPY]
@@ -445,7 +459,8 @@ class Segments:
         for block in blocks:
             of[block.block_id] += target - of[block.block_id] % _COPY
         self._note_use(free)
-        self._queues[target].append_n(free[::-1])
+        queue = self._queues[target]
+        (queue.prepend_n if target == _EXPECTED else queue.append_n)(free[::-1])
 
     def _end_leases(self) -> None:
         """Blocks whose time is over become protected, as if a request had found them now."""

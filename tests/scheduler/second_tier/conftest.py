@@ -101,7 +101,7 @@ class Server:
         files = {"type": "fs", "root_dir": str(root), "n_read_threads": 2, "n_write_threads": 2}
         self.directory: Directory | None = None
         self.connection = LocalConnection(rows)
-        helper = Helper(self.connection, max_bytes if disk is None else None, SecondTier.clock)
+        helper = Helper(lambda: self.connection, max_bytes if disk is None else None)
         if disk is None:
             # Without its thread: ``scan`` does what the thread would.
             self.directory = Directory(root, max_bytes, helper.room.on_seen, logging.warning)
@@ -161,7 +161,7 @@ class Server:
                 self.pages[block.block_id] = bytes_of(key, self.pages.shape[1])
             run = Run((), keys, on_device=False, host_blocks=blocks)
             [useless] = self.tier.commit([run])
-            self.second_tier.writes.on_stored(run, useless)
+            self.second_tier.on_stored(run, useless)
 
     def empty(self) -> None:
         """The host tier loses all contents."""

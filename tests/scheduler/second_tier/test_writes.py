@@ -157,18 +157,61 @@ def test_a_read_into_a_block_whose_checksum_is_late_is_whole(serve: MakeServer) 
     assert server.counted(metrics.SECOND_TIER_FAILED, "read") == 0
 
 
-def test_after_a_reset_nothing_is_written_under_an_old_name(serve: MakeServer) -> None:
+def test_after_a_reset_nothing_is_written(serve: MakeServer) -> None:
     """The block is computed again, where it was, before its checksum is there."""
     server = serve(num_blocks=1)
     server.connection.is_held = True
     server.put("a")
     server.step()
     server.empty()
-    server.second_tier.reset(b"\7" * 32)
+    server.second_tier.reset()
     server.put("a")
     server.connection.release()
     server.settle()
-    assert (serve().fetch("a"), serve(salt=b"\7" * 32).fetch("a")) == (0, 1)
+    assert serve().fetch("a") == 0
+
+
+def test_an_idle_engine_steps_for_some_seconds_only(serve: MakeServer, clock: Clock) -> None:
+    """vLLM's pause, sleep and shutdown wait until it does not. The rest is written later."""
+    disk = ScriptedDisk()
+    server = serve(disk=disk)
+    server.connection.is_held = True
+    server.step(250)
+    server.put("abcdefgh")
+    server.step()
+    are_pending = []
+    for seconds in (0, 4, 1):
+        clock.now += seconds
+        are_pending.append(server.second_tier.has_pending_work)
+    assert are_pending == [True, True, False]
+    assert not disk.objects
+    server.connection.release()
+    server.settle()
+    assert len(disk.objects) == 8
+
+
+@pytest.mark.parametrize("dies_at", range(4))
+def test_a_helper_that_dies_does_not_keep_vllms_tier_open(
+    serve: MakeServer, monkeypatch: pytest.MonkeyPatch, dies_at: int
+) -> None:
+    """At a shutdown, before or while it makes seals."""
+    disk = ScriptedDisk()
+    server = serve(disk=disk)
+    server.connection.is_held = True
+    server.put("abcdefgh")
+    server.step()
+    calls = count()
+    receive = server.connection.receive
+
+    def die(seconds: float = 0.0) -> Any:
+        if next(calls) >= dies_at:
+            raise EOFError("killed")
+        return receive(seconds)
+
+    monkeypatch.setattr(server.connection, "receive", die)
+    server.second_tier.shutdown()
+    assert disk.tier is not None
+    assert disk.tier.is_shut_down
 
 
 # The directory

@@ -5,6 +5,8 @@ from unittest.mock import patch
 
 from simple_offload.scheduler.gate import Gate
 from simple_offload.scheduler.kv_events import KVEvents
+from simple_offload.scheduler.manager import OffloadScheduler
+from simple_offload.scheduler.parked import Parked
 from simple_offload.scheduler.policy.admission import Admission
 from simple_offload.scheduler.policy.device_contents import DeviceContents
 from simple_offload.scheduler.policy.expected import Expected
@@ -18,6 +20,7 @@ from tests.simulation.mutations.registry import always, mutation
 from tests.simulation.mutations.situations import (
     ASKED_AGAIN,
     COPIES,
+    DEVICE_RESETS,
     EVICTIONS,
     FULL_DEVICE,
     INNER_HITS,
@@ -26,13 +29,14 @@ from tests.simulation.mutations.situations import (
     OVERLOAD,
     OVERLOAD_WITH_ROOM,
     SAME_PROMPTS,
+    SESSIONS,
     VICTIMS,
 )
 
 # Blocks leave both caches
 
 forget_no_copy = always(CpuTier, "on_let_go", None, COPIES)
-notice_no_allocation = always(NewlyAllocated, "on_step", ([], {}), COPIES)
+notice_no_allocation = always(NewlyAllocated, "drain", ([], {}), COPIES)
 
 
 @mutation(DeviceContents, "on_allocated", COPIES.beginning_with(18))
@@ -95,6 +99,18 @@ def let_others_pass_a_request_without_room(ask: Any, self: Gate, request: Any, *
     answer = ask(self, request, *rest)
     return answer if has_room else None
 
+
+keep_what_parked_requests_have = always(Parked, "give_back", [], SESSIONS)
+
+# Resets
+
+
+@mutation(OffloadScheduler, "_on_device_reset", DEVICE_RESETS)
+def keep_the_kv_of_old_weights(_: Any, self: OffloadScheduler) -> None:
+    self._policy.on_device_reset()
+
+
+hold_blocks_at_a_reset = always(OffloadScheduler, "_before_device_reset", None, DEVICE_RESETS)
 
 # What a request gets
 

@@ -4,14 +4,14 @@ from collections.abc import Sequence
 from concurrent.futures import Future
 from typing import Any
 
-from simple_offload.scheduler.second_tier.objects import Objects
 from simple_offload.scheduler.second_tier.seals import Seals
 from simple_offload.scheduler.second_tier.second_tier import SecondTier
-from simple_offload.scheduler.second_tier.speeds import Speeds
+from simple_offload.scheduler.second_tier.speeds import EngineTime, Speeds
 from tests.simulation.mutations.registry import always, mutation
 from tests.simulation.mutations.situations import (
     BAD_OBJECTS,
     FOREIGN_OBJECTS,
+    FROZEN,
     LATE_OBJECTS,
     NEW_WEIGHTS,
     OBJECTS,
@@ -40,7 +40,16 @@ def seal_the_beginning(checksum: Any, self: Seals, row: int, name: bytes) -> Any
         self._rows = whole
 
 
-keep_names_after_a_reset = always(Objects, "renew", None, NEW_WEIGHTS)
+go_on_after_a_reset = always(SecondTier, "reset", None, NEW_WEIGHTS)
+
+
+# Time
+
+
+@mutation(EngineTime, "__call__", FROZEN)
+def count_time_without_steps(_: Any, self: EngineTime) -> float:
+    """A tier that has answered at once seems to hang."""
+    return self.clock()
 
 
 # Blocks

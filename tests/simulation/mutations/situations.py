@@ -58,7 +58,9 @@ _BUSY = {"arrivals": 0.9, "num_requests": 60}
 _QUICK = {"copy_speed": 0.9, "faults": Faults()}
 
 _UNLIKE = {"num_replicas": 1, "private": (), "second_tier": False, "wishes": 0.0}
-"""No two ranks have the same KV, nothing lies behind host memory, and no request has wishes."""
+_UNLIKE |= {"sessions": 0.0, "grammars": 0.0, "pauses": 0.0, "keeps_on_reset": True}
+"""No two ranks have the same KV, nothing lies behind host memory, and no request has wishes. No
+request waits for anything but blocks and loads."""
 
 ORDINARY = Situation(first_seed=3)
 """The script as it was drawn."""
@@ -213,15 +215,38 @@ VICTIMS = Situation(
 NO_ROOM = replace(VICTIMS, host_blocks=2, changes=VICTIMS.changes | {"num_host_blocks": 2})
 """The tier has no room for what they would evict."""
 
-SAME_PROMPTS = Situation(
+SESSIONS = Situation(
+    _ONE_CHAIN,
+    device_blocks=18,
+    changes=_ROOM
+    | _BUSY
+    | _EAGER
+    | {"chunk_blocks": None, "sessions": 0.9, "resets": 0.0, "aborts": 0.0}
+    | {"copy_speed": 0.1, "announcements": 0.0, "faults": Faults()}
+    | {"max_num_seqs": 4, "max_num_batched_tokens": 64, "max_answer_tokens": 12},
+)
+"""A streaming-input session holds blocks while it waits for input."""
+
+DEVICE_RESETS = Situation(
     _ONE_CHAIN,
     device_blocks=40,
+    changes=_ROOM
+    | _EARLY
+    | {"chunk_blocks": None, "resets": 0.1, "arrivals": 0.2, "num_requests": 60}
+    | {"keeps_on_reset": False, "kv_role": "kv_producer", "copy_speed": 0.1, "faults": Faults()},
+)
+"""The device's cache is reset, also for new weights, and right behind an answer."""
+
+SAME_PROMPTS = Situation(
+    _ONE_CHAIN,
+    device_blocks=60,
     changes=_ROOM
     | _BUSY
     | _EAGER
     | {"chunk_blocks": None, "max_num_seqs": 6, "stream": True, "kv_role": "kv_both"}
     | {"copy_speed": 0.1, "announcements": 0.0, "faults": Faults(), "resets": 0.05}
     | {"max_num_batched_tokens": 64, "priority": False},
+    first_seed=1,
 )
 """Many requests have a prompt that only the tier has. Its load takes long."""
 
@@ -375,6 +400,9 @@ LATE_OBJECTS = Situation(
     first_seed=8,
 )
 """They come after the request has gone on."""
+
+FROZEN = replace(OBJECTS, changes=_SMALL | {"disk_faults": DiskFaults(freeze=0.05)})
+"""The engine stands still now and then, for an hour at most."""
 
 NEW_WEIGHTS = Situation(
     _FULL_ATTENTION,

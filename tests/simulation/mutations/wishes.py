@@ -1,10 +1,11 @@
-"""Wishes: what a request keeps out of the tiers, what it wants kept, and its report."""
+"""Wishes: what a request keeps out of the tiers, wants kept or releases, and its report."""
 
 from dataclasses import replace
 from typing import Any
 
 from simple_offload.scheduler.manager import OffloadScheduler
 from simple_offload.scheduler.policy.device_contents import DeviceContents
+from simple_offload.scheduler.policy.sessions import Sessions
 from simple_offload.scheduler.policy.store_policy import StorePolicy
 from simple_offload.scheduler.tier.leases import Leases
 from simple_offload.scheduler.tier.segments import Segments
@@ -50,6 +51,17 @@ def forget_that_a_found_block_is_kept(pin: Any, self: Segments, blocks: Any) -> 
     pin(self, blocks)
     for block in blocks:
         self._of[block.block_id] = 1
+
+
+# What is released
+
+release_what_others_have_found = always(Sessions, "on_found", None, WISHES)
+release_what_was_there = always(StorePolicy, "_num_there", 0, WISHES)
+
+
+@mutation(Sessions, "__init__", WISHES_IN_A_SMALL_TIER.beginning_with(64))
+def take_each_model_for_one_with_full_attention(init: Any, self: Sessions, **_: Any) -> None:
+    init(self, has_full_attention=True)
 
 
 # Requests

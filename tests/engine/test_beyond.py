@@ -1,0 +1,71 @@
+"""Live engines with vLLM's defaults: what users do beyond requests."""
+
+import random
+from typing import Any
+
+from tests.engine.harness import run_child
+from tests.engine.runs import BLOCK_SIZE, Runs
+from tests.engine.spec import EngineSpec
+
+TIER: dict[str, Any] = {"num_cpu_blocks": 400}
+
+
+def prompt(num_tokens: int, seed: int) -> tuple[int, ...]:
+    """Tokens of one seed."""
+    rng = random.Random(seed)
+    return tuple(rng.randrange(5, 500) for _ in range(num_tokens))
+
+
+def specs(runs: Runs, **arguments: Any) -> tuple[EngineSpec, EngineSpec]:
+    """An engine without and one with the connector."""
+    plain, tier = (
+        runs.spec("llama", connector=connector, rounds=(), **arguments)
+        for connector in (None, TIER)
+    )
+    return plain, tier
+
+
+def play(runs: Runs, name: str, function: str, *arguments: object) -> Any:
+    return run_child(runs.directory / name, f"tests.engine.beyond:{function}", *arguments)
+
+
+def test_new_weights_do_not_meet_old_kv(runs: Runs) -> None:
+    plain, tier = specs(runs)
+    asked = prompt(200, 1)
+    expected = play(runs, "weights-plain", "play_new_weights", plain, asked)
+    found = play(runs, "weights-tier", "play_new_weights", tier, asked)
+    assert expected[0].tokens != expected[1].tokens, "the weights are the same"
+    assert [answer.tokens for answer in found[:2]] == [answer.tokens for answer in expected[:2]]
+    assert found[2] == 0
+    keeping = tier._replace(connector=TIER | {"keep_on_device_reset": True})
+    kept = play(runs, "weights-kept", "play_new_weights", keeping, asked)
+    assert kept[1].tokens != expected[1].tokens, "a control: old KV gives other answers"
+    assert kept[2] > 0
+
+
+def test_caches_are_reset_right_behind_an_answer(runs: Runs) -> None:
+    _, tier = specs(runs)
+    prompts = [prompt(300, seed) for seed in range(10)]
+    assert all(play(runs, "resets", "play_resets", tier, prompts))
+
+
+def test_a_session_and_a_parked_request_both_answer(runs: Runs) -> None:
+    """Together they need more blocks than there are."""
+    plain, tier = specs(runs, num_gpu_blocks_override=41, max_model_len=1024)
+    tier = tier._replace(connector=TIER | {"keep_on_device_reset": True})
+    cached = prompt(25 * BLOCK_SIZE + 5, 1)
+    inputs = [prompt(10 * BLOCK_SIZE + 3, 2), prompt(10 * BLOCK_SIZE - 3, 3)]
+    expected = play(runs, "session-plain", "play_a_session", plain, cached, inputs, 400)
+    assert play(runs, "session-tier", "play_a_session", tier, cached, inputs, 400) == expected
+
+
+def test_a_helper_that_dies_while_the_engine_is_idle_ends_nothing(runs: Runs) -> None:
+    files = {"type": "fs", "root_dir": str(runs.directory / "dead"), "bytes": "1GiB"}
+    _, tier = specs(runs)
+    tier = tier._replace(connector=TIER | {"second_tier": files | {"fetch": "always"}})
+    before, after, is_on = play(
+        runs, "dead-helper", "play_without_helper", tier, prompt(6 * BLOCK_SIZE + 1, 4)
+    )
+    assert before.tokens == after.tokens
+    assert after.num_cached_tokens == 6 * BLOCK_SIZE
+    assert not is_on
