@@ -6,7 +6,11 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from vllm.v1.core.block_pool import BlockPool
-from vllm.v1.core.kv_cache_utils import BlockHashWithGroupId, get_block_hash
+from vllm.v1.core.kv_cache_utils import (
+    BlockHashWithGroupId,
+    get_block_hash,
+    make_block_hash_with_group_id,
+)
 from vllm.v1.request import Request
 
 from simple_offload.scheduler.manager import OffloadScheduler
@@ -93,6 +97,8 @@ class Releases:
         self._num_on_device: dict[str, int] = {}
         ask, allocated = scheduler.get_num_new_matched_tokens, scheduler.update_state_after_alloc
         build, lease = scheduler.build_connector_meta, scheduler.tier.lease
+        device_pool: Any = scheduler._device_pool
+        evict = device_pool._maybe_evict_cached_block
 
         def watch_answer(request: Any, num_computed_tokens: int) -> Any:
             self._num_on_device[request.request_id] = num_computed_tokens
@@ -104,8 +110,14 @@ class Releases:
                 self._finders.setdefault(each, set()).add(session_of(request))
             allocated(request, blocks, num_external_tokens)
 
+        def watch_device(block: Any) -> Any:
+            key, answer = block.block_hash, evict(block)
+            if key is not None and not self._is_there(get_block_hash(key)):
+                self._finders.pop(get_block_hash(key), None)
+            return answer
+
         def watch_step(*arguments: Any) -> Any:
-            self._forget_lost()
+            self._finders = {each: of for each, of in self._finders.items() if self._is_there(each)}
             return build(*arguments)
 
         def watch_lease(block_ids: Iterable[int], of_request: Any) -> None:
@@ -119,14 +131,13 @@ class Releases:
         watched.update_state_after_alloc = watch_allocation
         watched.build_connector_meta = watch_step
         watched.tier.lease = watch_lease
+        device_pool._maybe_evict_cached_block = watch_device
 
-    def _forget_lost(self) -> None:
-        pools = self._scheduler._device_pool, self._host_pool
-        keys = [key for pool in pools for key in pool.cached_block_hash_to_block._cache]
-        stores = self._scheduler._stores
-        keys += [key for s in (stores._planned, *stores._in_flight.values()) for key in s.keys]
-        there = set(map(get_block_hash, keys))
-        self._finders = {each: of for each, of in self._finders.items() if each in there}
+    def _is_there(self, block_hash: Any) -> bool:
+        on_device = self._scheduler._device_pool.cached_block_hash_to_block
+        ids = self._scheduler.groups.ids
+        keys = [make_block_hash_with_group_id(block_hash, group) for group in ids]
+        return any(on_device.get_one_block(k) or self._scheduler._stores.has(k) for k in keys)
 
     def _check(self, block_ids: Sequence[int], session: bytes) -> None:
         self.num_released += len(block_ids)

@@ -158,6 +158,7 @@ class World:
             integrity.watch_copies(scheduler, self._check_copies)
             self._tails = promises.TailsFirst(scheduler, self.host_pool)
             self.found = promises.FoundOnDevice(scheduler, self.host_pool)
+            self.releases = wishes.Releases(scheduler, self.host_pool)
             self.moved = promises.MovedHashes(scheduler)
             integrity.set_clock(scheduler.tier, now)
             self._withheld = integrity.watch_withheld(scheduler)
