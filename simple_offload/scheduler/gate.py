@@ -28,8 +28,10 @@ class Gate:
     """Three answers: a load, no load (0), or ask again (None).
 
     vLLM passes over a request that has to ask again, and gives the room to those behind it. At one
-    that gets no room it stops, so that none passes. So a request has to ask again in two cases:
+    that gets no room it stops, so that none passes. So a request has to ask again in three cases:
 
+    - It has given its blocks back (``Parked``). vLLM still has it among those with blocks, before
+      all others, until it asks again.
     - The second tier is asked, or read, within its own time limit.
     - The load of another request brings most of its hit. It finds that on the device soon, and
       needs no copy of its own. Then ``MAX_PASSED`` others may get blocks before it.
@@ -63,6 +65,8 @@ class Gate:
         self._offered: str | None = None
         """The request that was last offered a load in the step being scheduled, if vLLM has not
         given it blocks."""
+        self._given_back: set[str] = set()
+        """Requests that have given their blocks back, and have not asked since."""
         self._num_sharing = 0
         """Requests that wait for loads of others in the step being scheduled."""
         self._num_allocated = 0
@@ -75,6 +79,9 @@ class Gate:
         the device has. Pins them. None: vLLM should ask again in the next step."""
         request_id = request.request_id
         self._parked.remove(request_id)
+        if request_id in self._given_back:
+            self._given_back.remove(request_id)
+            return None
         num_tokens = self._find(request, num_computed_tokens)
         if num_tokens is None:  # the second tier may add to the hit, which stays pinned
             return None
@@ -104,15 +111,23 @@ class Gate:
         self._offered = None
         self._num_sharing = 0
 
+    def give_back(self) -> None:
+        """Have parked requests that are ready give their blocks back. They are computed."""
+        for request_id in self._parked.give_back():
+            self._given_back.add(request_id)
+            self._loads.offer_no_more(request_id)
+
     def on_standstill(self) -> None:
         """vLLM has scheduled nothing for some steps, although nothing is under way. A load needs
         more blocks than compute: vLLM keeps some free beside it. One that it refuses now is not
         offered again."""
+        self.give_back()
         if self._offered is not None:
             self._loads.offer_no_more(self._offered)
 
     def on_request_finished(self, request_id: str) -> None:
         """The request has ended."""
+        self._given_back.discard(request_id)
         self._since.pop(request_id, None)
 
     def _find(self, request: "Request", num_computed_tokens: int) -> int | None:

@@ -187,7 +187,6 @@ class OffloadScheduler:
         computes = num_tokens > 0
         self._hazards.on_step(zeroed, computes=computes)
         if self._parked.on_step(computes=computes) and not self.has_pending_block_frees():
-            self._give_back()
             self._gate.on_standstill()
         self._gate.on_step()
         self._is_capacity_sent |= self._capacity is not None
@@ -310,7 +309,7 @@ class OffloadScheduler:
         num_ours = len(self._parked.block_ids.union(block.block_id for block in held))
         pool = self._device_pool
         if num_ours == pool.num_gpu_blocks - 1 - pool.get_num_free_blocks():
-            self._give_back()
+            self._gate.give_back()
             if held:
                 self._drop_stores()
 
@@ -326,10 +325,6 @@ class OffloadScheduler:
                 num_blocks,
             )
         self.reset_cache()
-
-    def _give_back(self) -> None:
-        for request_id in self._parked.give_back():
-            self._loads.offer_no_more(request_id)
 
     def _drop_stores(self) -> None:
         self._policy.on_reset()

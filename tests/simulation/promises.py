@@ -42,6 +42,10 @@ class Answers:
         """Requests that have to ask again, in the step that is being scheduled."""
         self._num_passed: Counter[str] = Counter()
         """By request without blocks, how many others have got blocks while it had to ask again."""
+        self._num_allocated = 0
+        """Requests that have got blocks so far."""
+        self._first_told: dict[str, int] = {}
+        """By request that has had to ask again, that count when it was first told so."""
         self._loading: dict[str, set[int]] = {}
         """By request that waits for its load, the host blocks that it brings."""
         ask, allocated = scheduler.get_num_new_matched_tokens, scheduler.update_state_after_alloc
@@ -53,6 +57,7 @@ class Answers:
                 count = self._num_passed[request_id]
                 assert count <= self.MOST_PASSED, f"{count} requests have passed {request_id}"
                 self._told.add(request_id)
+                self._first_told.setdefault(request_id, self._num_allocated)
                 self.num_asked_again += 1
             return answer
 
@@ -83,6 +88,8 @@ class Answers:
     def _on_allocated(self, request_id: str, num_external_tokens: int) -> None:
         if num_external_tokens and self._scheduler.groups.is_one_chain:
             self._check_load(request_id)
+        self._num_allocated += 1
+        self._first_told.pop(request_id, None)
         del self._num_passed[request_id]
         self._told.discard(request_id)
         self._num_passed.update(self._told)
@@ -95,7 +102,8 @@ class Answers:
                 coming.update(block.block_id for block in load.pins)
         pins = loads._hits[request_id].hit.pins
         count = len(coming.intersection(block.block_id for block in pins))
-        waits = len(self._told) == self._max_running or self._num_passed[request_id]
+        since = self._first_told.get(request_id, self._num_allocated)
+        waits = len(self._told) == self._max_running or self._num_allocated > since
         assert 2 * count <= len(pins) or waits, f"{request_id} loads {count} blocks once more"
 
 

@@ -20,7 +20,7 @@ from simple_offload.scheduler.second_tier.helper import Helper
 from simple_offload.scheduler.second_tier.objects import Ended, Objects
 from simple_offload.scheduler.second_tier.reach import Reach
 from simple_offload.scheduler.second_tier.rows import Rows
-from simple_offload.scheduler.second_tier.speeds import EngineTime, Speeds
+from simple_offload.scheduler.second_tier.speeds import LONGEST_STEP, EngineTime, Speeds
 from simple_offload.scheduler.second_tier.writes import Writes
 from simple_offload.scheduler.tier.cpu_tier import CpuTier
 from simple_offload.scheduler.tier.groups import Groups
@@ -47,6 +47,8 @@ _HUNG_SECONDS = 60.0
 """After this time without an answer, the tier is switched off."""
 _RETRY_SECONDS = 60.0
 """How long it is off. It comes back later if something of before is still under way."""
+_LONGEST_SILENCE = 1.0
+"""Seconds without an answer that the time between two steps counts as, at most."""
 _LINGER_SECONDS = 5.0
 """How long an engine without requests goes on stepping for the tier. vLLM's pause, sleep and
 shutdown wait so long. What is left is done when requests come again, or at shutdown."""
@@ -166,7 +168,10 @@ class SecondTier:
         """Whether objects are asked for, read and written."""
         self._off_since: float | None = None
         """When it was switched off, if it is to come back."""
-        self._now = EngineTime(self.clock)
+        self._now = EngineTime(self.clock, LONGEST_STEP)
+        """For what is measured."""
+        self._stepped = EngineTime(self.clock, _LONGEST_SILENCE)
+        """For how long something has not answered: a step takes note of answers."""
         self._last_tokens = self.clock()
         """When vLLM last scheduled a step with tokens, by the clock on the wall."""
         self._has_polled = False
@@ -181,8 +186,8 @@ class SecondTier:
         self._on_device = on_device
         self._on_fetched = on_fetched
         self._helper = helper
-        helper.clock = self._now
-        self.writes = Writes(objects, rows, helper, tier, meter, self._now)
+        helper.clock = self._stepped
+        self.writes = Writes(objects, rows, helper, tier, meter, self._stepped)
         self._waits: dict[str, _Fetch] = {}
         """By request that waits."""
         self._over: dict[str, int | None] = {}
@@ -280,6 +285,7 @@ class SecondTier:
         """vLLM schedules a step of ``num_tokens`` tokens. Returns its number if ``on_step_ended``
         has to tell of its end."""
         self._now.on_step()
+        self._stepped.on_step()
         if num_tokens:
             self._last_tokens = self.clock()
         self._poll()
@@ -373,7 +379,7 @@ class SecondTier:
         now = self._now()
         start = num_computed_tokens + num_hit_tokens
         limit = self.clock() + self.speeds.max_wait(max(0, request.num_tokens - start))
-        fetch = _Fetch(request, num_computed_tokens, num_hit_tokens, now, limit, now)
+        fetch = _Fetch(request, num_computed_tokens, num_hit_tokens, now, limit, self._stepped())
         self._waits[request.request_id] = fetch
         for group in self._groups.chained_ids:
             stop = start + _FIRST_ASKED * self._groups.block_sizes[group]
@@ -390,7 +396,7 @@ class SecondTier:
         fetch.asked_all = True
 
     def _add_unanswered(self, fetch: _Fetch, group: int, start: int, stop: int) -> None:
-        fetch.asked, now = self._now(), self.clock()
+        fetch.asked, now = self._stepped(), self.clock()
         hashes = fetch.request.block_hashes
         for end, key in self._groups.keys_between(hashes, group, start, stop):
             if self._tier.has(key) or key in fetch.found:
@@ -435,7 +441,7 @@ class SecondTier:
     def _ask_late(self) -> None:
         """Go on asking what a request did not wait for: the answers may be slow, or never come."""
         if self._late is not None and self._objects.ask(self._late[1], _NOBODY) is not None:
-            self.speeds.on_answered(self._now() - self._late[0])
+            self.speeds.on_answered(self._stepped() - self._late[0])
             self._objects.on_answered(_NOBODY)
             self._late = None
 
@@ -508,7 +514,7 @@ class SecondTier:
                     fetch.unread.popleft()
                 keys = keys[: len(blocks)]
                 names = [self._objects.name(key) for key in keys]
-                read = _Read(keys, names, blocks, self._now())
+                read = _Read(keys, names, blocks, self._stepped())
                 rows = [block.block_id for block in blocks]
                 request_id = fetch.request.request_id
                 self._reading[self._objects.read(names, rows, request_id)] = read
@@ -523,7 +529,7 @@ class SecondTier:
     def _poll(self) -> None:
         """Take note of what has ended, and commit what was read, head first."""
         for ended in self._objects.drain_ended():
-            self._last_ended = self._now()
+            self._last_ended = self._stepped()
             if (read := self._reading.pop(ended.id, None)) is not None:
                 self._on_read(read, ended)
             else:
@@ -596,16 +602,16 @@ class SecondTier:
         # A slow tier has a queue, and ends something now and then.
         since = min(
             [*questions, *([max(min(jobs), self._last_ended)] if jobs else [])],
-            default=self._now(),
+            default=self._stepped(),
         )
-        if self._now() - since < _HUNG_SECONDS:
+        if self._stepped() - since < _HUNG_SECONDS:
             return
         self._switch_off(f"has not answered for {_HUNG_SECONDS:.0f} s")
 
     def _switch_off(self, reason: str) -> None:
         """For a while. Reads and writes under way go on."""
         self._close()
-        self._off_since = self._now()
+        self._off_since = self._stepped()
         if self._objects.error is not None:
             self._late = None
         logger.error(
@@ -622,7 +628,7 @@ class SecondTier:
         self._objects.flush()
         under_way = (self._late, self._fetches, self._reading, self.writes.beginnings)
         is_open = any(under_way) or self._helper.waiting_since is not None
-        if is_open or self._now() - self._off_since < _RETRY_SECONDS:
+        if is_open or self._stepped() - self._off_since < _RETRY_SECONDS:
             return
         self._objects.error = None
         if self._helper.error is not None:

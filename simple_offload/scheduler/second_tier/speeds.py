@@ -11,8 +11,8 @@ _MIN_TOKENS = 128
 """Steps with fewer tokens say little about the speed of compute."""
 _ANSWER_SHARE = 0.1
 """Most that answers may take, as a share of the time that computing takes."""
-_LONGEST_STEP = 30.0
-"""Seconds. A step, or the time between two, that takes longer counts as so much."""
+LONGEST_STEP = 30.0
+"""Seconds. A step that takes longer counts as so much."""
 _FADING = 0.9
 """Weight of what was measured before, against what is measured next."""
 
@@ -22,19 +22,21 @@ class EngineTime:
     one, while the engine is paused or frozen, a tier that answers at once looks like one that
     hangs."""
 
-    def __init__(self, clock: Callable[[], float]) -> None:
-        """``clock``: seconds, never going back."""
+    def __init__(self, clock: Callable[[], float], longest: float) -> None:
+        """``clock``: seconds, never going back. ``longest``: what a longer time between two steps
+        counts as."""
         self.clock = clock
+        self._longest = longest
         self._last_step = clock()
         self._num_left_out = 0.0
 
     def __call__(self) -> float:
-        return min(self.clock(), self._last_step + _LONGEST_STEP) - self._num_left_out
+        return min(self.clock(), self._last_step + self._longest) - self._num_left_out
 
     def on_step(self) -> None:
         """The engine makes a step."""
         now = self.clock()
-        self._num_left_out += max(0.0, now - self._last_step - _LONGEST_STEP)
+        self._num_left_out += max(0.0, now - self._last_step - self._longest)
         self._last_step = now
 
 
@@ -120,7 +122,7 @@ class Speeds:
         scheduled, num_tokens = self._steps[number]
         self._steps = {each: step for each, step in self._steps.items() if each > number}
         now = self._clock()
-        seconds = min(now - max(scheduled, self._step_ended), _LONGEST_STEP)
+        seconds = min(now - max(scheduled, self._step_ended), LONGEST_STEP)
         self.compute = self._computed.add(num_tokens, seconds)
         self._step_ended = now
 
