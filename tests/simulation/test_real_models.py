@@ -68,7 +68,7 @@ DRAFT_GROUPS = {
     "Step-3.5, chained MTP": ([4], [2, 3, 4]),
     # vLLM 0.32 marks no group of these drafters, and treats every group as theirs.
     "MiniMax-M3": ([], [0]),
-    "GLM-5.3, MTP": ([1], [0]),
+    "GLM-5.3, MTP": ([1], [0, 1]),
     "gpt-oss, EAGLE3": ([], [1]),
     "Gemma 3, EAGLE3": ([], [5]),
     "Gemma 3, EAGLE3, layers outermost": ([], [6]),

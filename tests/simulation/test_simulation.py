@@ -36,7 +36,8 @@ def test_seeds(first: int) -> None:
 
 @pytest.mark.parametrize("model", MODELS.values(), ids=MODELS)
 def test_models(model: dict[str, Any]) -> None:
-    plays = [Play(Script.draw(seed).with_model(**PLAIN | model)) for seed in (208, 211)]
+    drawn = [Script.draw(seed).varied(pauses=0.0, grammars=0.0) for seed in (208, 211)]
+    plays = [Play(script.with_model(**PLAIN | model)) for script in drawn]
     outcomes = [play.run() for play in plays]
     assert sum(outcome.num_finished for outcome in outcomes) > 0
     assert sum(outcome.num_blocks_loaded for outcome in outcomes) > 0
@@ -242,5 +243,5 @@ def test_violation_names_its_seed(monkeypatch: pytest.MonkeyPatch) -> None:
         raise Violation("planted")
 
     monkeypatch.setattr(World, "check_step", planted)
-    with pytest.raises(Violation, match="seed 11, step 1: planted"):
+    with pytest.raises(Violation, match=r"seed 11, step \d: planted"):
         play(11)
