@@ -140,9 +140,8 @@ class Stores:
 
     def reset(self) -> Sequence[KVCacheBlock]:
         """Drop the planned store, and commit no store that is in flight: its host blocks stay
-        pinned until it ends, since the copy may be under way. Returns the device blocks of all,
-        whose references are the caller's now: whatever a copy reads there from now on, nobody finds
-        it."""
+        pinned until it ends, since the copy may be under way. Returns the device blocks of all. The
+        caller has their references now: no lookup finds what a copy still reads there."""
         planned, self._planned = self._planned, _Store()
         self._meter.add(metrics.DROPPED, len(planned.host_blocks), "reset")
         self._tier.unpin(planned.host_blocks)

@@ -306,8 +306,8 @@ class SecondTier:
 
     @property
     def has_pending_work(self) -> bool:
-        """Whether something waits for the next step, which no thread does by itself, and the last
-        request ended not long ago."""
+        """Whether something waits for the next step, which no thread does by itself. Not for long
+        after the last step with tokens."""
         if not self.is_on or self.clock() - self._last_tokens >= _LINGER_SECONDS:
             return False
         return bool(self._fetches) or self._has_pending_writes()
@@ -323,8 +323,8 @@ class SecondTier:
 
     @_guarded(None)
     def reset(self) -> None:
-        """Close the tier, and forget all contents: the model may be another from now on. Its
-        objects must not be found, and what it writes nobody could find later."""
+        """Close the tier, and forget all contents: the model may be another from now on. Objects
+        of before must not be found. No server could find what this one writes from now on."""
         if self.is_on or self._off_since is not None:
             logger.warning(
                 "The host tier was reset, which may mean other weights: the second tier is off "
