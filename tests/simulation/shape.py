@@ -8,6 +8,7 @@ from typing import Any, Literal, cast
 
 from vllm.config import VllmConfig
 from vllm.model_executor.models.utils import extract_layer_index
+from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.kv_cache_interface import (
     AttentionSpec,
     KVCacheConfig,
@@ -26,6 +27,9 @@ from tests.simulation.groups import DRAFT, Group, Kind, Layer, Reach, Speculativ
 NUM_LAYERS = 2
 SAYS_REPLICAS = "max_tp_shards" in {field.name for field in fields(AttentionSpec)}
 """Whether vLLM says which ranks have the same KV: from 0.31 on."""
+SERVES_HOLDERS_FIRST = "kv_holding_waiting" in Scheduler.__init__.__code__.co_names
+"""Whether vLLM serves waiting requests with blocks before others: from 0.31 on. Without, it stands
+still by itself where a streaming-input session waits with blocks behind a request without."""
 
 
 @dataclass(frozen=True)
@@ -152,6 +156,8 @@ class Shape:
     def allows_sessions(self) -> bool:
         """Whether streaming-input sessions are tried. Where a state, a drafter or a prompt's end
         matters, what becomes of it when the prompt grows is vLLM's."""
+        if not SERVES_HOLDERS_FIRST:
+            return False
         windows = all(g.kind is Kind.ATTENTION and g.reach is Reach.WINDOW for g in self.groups)
         return windows and not self.num_drafted and self.match_unit is None
 

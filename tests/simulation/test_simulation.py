@@ -36,7 +36,7 @@ def test_seeds(first: int) -> None:
 
 @pytest.mark.parametrize("model", MODELS.values(), ids=MODELS)
 def test_models(model: dict[str, Any]) -> None:
-    drawn = [Script.draw(seed).varied(pauses=0.0, grammars=0.0) for seed in (208, 211)]
+    drawn = [Script.draw(seed) for seed in (208, 224)]
     plays = [Play(script.with_model(**PLAIN | model)) for script in drawn]
     outcomes = [play.run() for play in plays]
     assert sum(outcome.num_finished for outcome in outcomes) > 0

@@ -488,7 +488,9 @@ class StorePolicy:
                 self._record(progress)  # what it has found must not make room
                 blocks = [self._record_state(progress, state) for state in of_request]
                 if self._num_to_store(early=self._stores_early):
-                    self._plan(blocks, progress.own)
+                    # Running requests may need the free ones: the walk knows how many.
+                    used = [block for block in blocks if block.ref_cnt > 0]
+                    self._plan(used if self._walk.is_tight else blocks, progress.own)
                 progress.own.update([key for key in block_pool.keys_of(blocks) if key is not None])
 
     def _record_state(self, progress: _Progress, state: BoundaryState) -> KVCacheBlock:
