@@ -3,6 +3,7 @@ is killed. Each function runs in a child process, with engines of its own."""
 
 import os
 import signal
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -13,9 +14,15 @@ from tests.engine.live import LiveEngine, clean_up_process
 from tests.engine.spec import Answer, Ask, EngineSpec
 
 
-def play_new_weights(spec: EngineSpec, prompt: tuple[int, ...]) -> tuple[Answer, Answer, int]:
-    """As trainers do: the answers before and after the weights change in place, and the caches are
-    reset with vLLM's defaults; and the number of host blocks that the reset has left."""
+def play_new_weights(
+    specs: Iterable[EngineSpec], prompt: tuple[int, ...]
+) -> list[tuple[Answer, Answer, int]]:
+    """By engine, the answers before and after the weights change in place, and the caches are reset
+    with vLLM's defaults, as trainers do; and the number of host blocks that the reset has left."""
+    return [_play_new_weights(spec, prompt) for spec in specs]
+
+
+def _play_new_weights(spec: EngineSpec, prompt: tuple[int, ...]) -> tuple[Answer, Answer, int]:
     engine = LiveEngine(spec)
     engine.play([Ask("before", prompt, 8)])
     engine.core.collective_rpc(_change_weights)
@@ -52,11 +59,16 @@ def play_resets(spec: EngineSpec, prompts: list[tuple[int, ...]]) -> list[bool]:
     return were_reset
 
 
-def play_a_session(
+def play_a_session(specs: Iterable[EngineSpec], *arguments: Any) -> list[dict[str, list[int]]]:
+    """By engine, the tokens of a streaming-input session, whose first input leaves it blocks, and
+    of a request whose prompt is in host memory, and that is parked before the second input comes.
+    """
+    return [_play_a_session(spec, *arguments) for spec in specs]
+
+
+def _play_a_session(
     spec: EngineSpec, cached: tuple[int, ...], inputs: list[tuple[int, ...]], max_steps: int
 ) -> dict[str, list[int]]:
-    """The tokens of a streaming-input session, whose first input leaves it blocks, and of a request
-    whose prompt ``cached`` is in host memory, and that is parked before the second input comes."""
     engine = LiveEngine(spec)
     tokens: dict[str, list[int]] = {"session": [], "cached": []}
 

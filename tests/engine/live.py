@@ -1,6 +1,7 @@
 """LiveEngine: a vLLM engine in this process, driven step by step."""
 
 import gc
+import time
 from collections.abc import Callable, Iterable
 from itertools import count
 from typing import Any
@@ -66,6 +67,10 @@ class LiveEngine:
     def step(self) -> int:
         """One engine step; the number of its outputs."""
         outputs = self.llm.step()
+        if not outputs:
+            # As vLLM's EngineCoreProc does where a step computes nothing: a loop that never lets go
+            # of Python's lock for long keeps the copies' threads from it for seconds.
+            time.sleep(0.001)
         for output in outputs:
             assert isinstance(output, RequestOutput)
             ask = self._open.get(output.request_id)

@@ -31,14 +31,12 @@ def play(runs: Runs, name: str, function: str, *arguments: object) -> Any:
 
 def test_new_weights_do_not_meet_old_kv(runs: Runs) -> None:
     plain, tier = specs(runs)
+    keeping = tier._replace(connector=TIER | {"keep_on_device_reset": True})
     asked = prompt(200, 1)
-    expected = play(runs, "weights-plain", "play_new_weights", plain, asked)
-    found = play(runs, "weights-tier", "play_new_weights", tier, asked)
+    expected, found, kept = play(runs, "weights", "play_new_weights", (plain, tier, keeping), asked)
     assert expected[0].tokens != expected[1].tokens, "the weights are the same"
     assert [answer.tokens for answer in found[:2]] == [answer.tokens for answer in expected[:2]]
     assert found[2] == 0
-    keeping = tier._replace(connector=TIER | {"keep_on_device_reset": True})
-    kept = play(runs, "weights-kept", "play_new_weights", keeping, asked)
     assert kept[1].tokens != expected[1].tokens, "a control: old KV gives other answers"
     assert kept[2] > 0
 
@@ -55,8 +53,8 @@ def test_a_session_and_a_parked_request_both_answer(runs: Runs) -> None:
     tier = tier._replace(connector=TIER | {"keep_on_device_reset": True})
     cached = prompt(25 * BLOCK_SIZE + 5, 1)
     inputs = [prompt(10 * BLOCK_SIZE + 3, 2), prompt(10 * BLOCK_SIZE - 3, 3)]
-    expected = play(runs, "session-plain", "play_a_session", plain, cached, inputs, 400)
-    assert play(runs, "session-tier", "play_a_session", tier, cached, inputs, 400) == expected
+    expected, found = play(runs, "session", "play_a_session", (plain, tier), cached, inputs, 400)
+    assert found == expected
 
 
 def test_a_helper_that_dies_while_the_engine_is_idle_ends_nothing(runs: Runs) -> None:
