@@ -6,6 +6,7 @@ import os
 import re
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -38,6 +39,9 @@ _SHARING = ("engine", "serve", "vllm_versions", "faults", "acl_sim")
 """Folders whose tests share engines or other costly things, the slowest folder first."""
 _SINGLE = "simulation"
 """A folder of long tests that share nothing."""
+
+DAY = int(os.environ.setdefault("TEST_DAY", str(int(time.time() // 86400))))
+"""Since 1970. Some tests run on some days only. All processes of a run have the same day."""
 
 PATIENCE_SECONDS = 30.0
 """Time limit, in seconds, for anything that a test waits for."""
