@@ -73,5 +73,5 @@ test-gpu: ## Run tests that need an accelerator, with GPU_PYTHON (default python
 
 clean: ## Remove caches and outputs; .venv and downloads stay
 	rm -rf build dist accuracy-out agent-bench-out demo-out copy-bench-out engine-bench-out multi-turn-out
-	rm -rf overlap-probe-out scheduler-bench-out .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf scheduler-bench-out .mypy_cache .ruff_cache .pytest_cache .hypothesis
 	find . -name __pycache__ -type d -not -path './.*' -prune -exec rm -rf {} +

@@ -49,7 +49,6 @@ Way = Run | Elsewhere | Named
 
 _GPU_COPIES = Elsewhere("tests/examples/test_copy_bench.py::test_on_a_gpu")
 _GPU_HOST_MEMORY = Elsewhere("tests/examples/test_host_memory_bench.py::test_on_a_gpu")
-_GPU_OVERLAP = Elsewhere("tests/examples/test_overlap_probe.py::test_on_a_gpu")
 _GPU_ENGINES = Elsewhere(
     "tests/examples/test_engine_bench.py::test_a_tiny_bench_measures_every_part"
 )
@@ -138,8 +137,6 @@ WAYS: Mapping[str, Way] = {
     "python3 -m examples.host_memory_bench --…": _GPU_HOST_MEMORY,
     "python3 -m examples.engine_bench": _GPU_ENGINES,
     "python3 -m examples.engine_bench --…": _GPU_ENGINES,
-    "python3 -m examples.overlap_probe": _GPU_OVERLAP,
-    "python3 -m examples.overlap_probe --…": _GPU_OVERLAP,
     "python3 -m examples.agent_bench --traces …": _AGENTS,
     "python3 -m examples.multi_turn --preset …": _GPU_TURNS,
     "python3 -m examples.multi_turn --input-file generate_multi_turn.json --seed 1234": Run(

@@ -32,8 +32,6 @@ from tests.examples.processes import assert_gone
         ("copy_bench", "--sizes 64K big", "'big' is not a power of two from 4 KiB to 2 MiB"),
         ("copy_bench", "--repeats 0", "--repeats: 0 is not within 1 and 100"),
         ("copy_bench", "--scale 9", "--scale: 9 is not within 1 and 8"),
-        ("overlap_probe", "--contexts 8192 100", "--contexts: 100 is not a multiple of 16"),
-        ("overlap_probe", "--lag-ms -1", "--lag-ms: -1 is less than 0"),
         (
             "engine_bench",
             "--parts ttft,all",

@@ -1,1 +1,0 @@
-"""What it would bring to compute first layers while the KV of the others is still on its way."""
