@@ -4,6 +4,7 @@ import ast
 import importlib.metadata
 import json
 import os
+import shutil
 import subprocess
 import sys
 import sysconfig
@@ -101,19 +102,14 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return built
 
 
-def test_wheel_holds_the_typed_package_the_examples_and_nothing_else(wheel: Path) -> None:
+def test_wheel_holds_the_typed_package_and_nothing_else(wheel: Path) -> None:
     info = f"simple_offload-{simple_offload.__version__}.dist-info"
     with zipfile.ZipFile(wheel) as archive:
         names = set(archive.namelist())
         scripts = archive.read(f"{info}/entry_points.txt").decode()
     package = {str(file.relative_to(ROOT)) for file in (ROOT / "simple_offload").rglob("*.py")}
-    examples = {
-        f"simple_offload/bundled/{file.relative_to(ROOT)}"
-        for file in (ROOT / "examples").rglob("*")
-        if file.is_file() and "__pycache__" not in file.parts
-    }
     inside = {name for name in names if not name.startswith(info)}
-    assert inside == package | examples | {"simple_offload/py.typed"}
+    assert inside == package | {"simple_offload/py.typed"}
     assert f"{info}/licenses/LICENSE" in names
     assert "simple-offload = simple_offload.cli.main:main" in scripts
 
@@ -239,7 +235,7 @@ def test_extras_resolve(extra: str, wheel: Path, tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_the_wheel_works_without_the_checkout(wheel: Path, tmp_path: Path) -> None:
-    """With vLLM's CPU build: the command, a benchmark, and the demo."""
+    """With vLLM's CPU build: the command, and the connector in the demo's engines."""
     made = tmp_path / "environment"
     subprocess.run([sys.executable, "-m", "venv", str(made)], check=True)
     python, command = str(made / "bin" / "python"), str(made / "bin" / "simple-offload")
@@ -257,11 +253,8 @@ def test_the_wheel_works_without_the_checkout(wheel: Path, tmp_path: Path) -> No
     assert run(command, "--version") == f"simple-offload {simple_offload.__version__}\n"
     doctor = json.loads(run(command, "doctor", "--json", "--config", '{"num_cpu_blocks": 9}'))
     assert doctor["works"] is True
-    run(command, "bench", "scheduler", "--quick")
-    costs = json.loads((tmp_path / "scheduler-bench-out" / "result.json").read_text())
-    assert {"ours", "builtin"} <= set(costs["rows"][0]["contenders"])
-    demo = json.loads(run(command, "bench", "demo", "--quick", "--json"))
-    assert demo["verdict"]["passed"] is True
+    shutil.copytree(ROOT / "examples", tmp_path / "examples")
+    run(python, "-m", "examples.demo", "--quick")  # exits with 1 if nothing came from host memory
     assert "simple_offload" in (tmp_path / "demo-out" / "with.log").read_text()
 
 

@@ -1,1 +1,1 @@
-"""The command ``simple-offload``: doctor and bench. Imports neither torch nor vLLM."""
+"""The command ``simple-offload doctor``. Imports neither torch nor vLLM."""

@@ -24,12 +24,9 @@ class Parser(argparse.ArgumentParser):
     def parse_args(  # type: ignore[override]
         self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
     ) -> argparse.Namespace:
-        """Like argparse, but a subcommand with a default for ``rest`` gets its unrecognized
-        arguments there. Without one they are an error."""
+        """Like argparse, but the subcommand's own ``parser`` refuses unrecognized arguments."""
         arguments, rest = self.parse_known_args(args, namespace)
-        if hasattr(arguments, "rest"):
-            arguments.rest = rest
-        elif rest:
+        if rest:
             parser: Parser = getattr(arguments, "parser", self)
             parser.error(f"unrecognized arguments: {' '.join(rest)}")
         return arguments

@@ -63,7 +63,7 @@ def add_to(commands: "argparse._SubParsersAction[Parser]") -> None:
         epilog="exit codes: 0 the connector works here, maybe with warnings; 1 it would not; "
         "2 wrong usage",
     )
-    parser.set_defaults(run=run, parser=parser)
+    parser.set_defaults(parser=parser)
     parser.add_argument(
         "--config",
         metavar="JSON",

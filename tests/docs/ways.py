@@ -122,21 +122,13 @@ WAYS: Mapping[str, Way] = {
         r"The connector works here", instead={"256GiB": "1GiB"}
     ),
     "simple-offload doctor": Run(r"The connector works here"),
-    "simple-offload bench copy": _GPU_COPIES,
-    "simple-offload bench turns": Run(_TURNS),
-    "simple-offload bench engines --preset cpu": Run(r"TTFT, hit in the host tier"),
-    "simple-offload bench engines --preset h200": _GPU_ENGINES,
-    "simple-offload bench engines": _GPU_ENGINES,
-    "simple-offload bench agents --traces …": _AGENTS,
-    "simple-offload bench scheduler --quick": Run(r"hit rate"),
-    "simple-offload bench scheduler": Named("simple-offload bench scheduler --quick"),
-    "simple-offload bench demo --quick": Run(r"answers are the same"),
     # The examples
     "python3 -m examples.copy_bench": _GPU_COPIES,
     "python3 -m examples.copy_bench --sizes …": _GPU_COPIES,
     "python3 -m examples.host_memory_bench --…": _GPU_HOST_MEMORY,
     "python3 -m examples.engine_bench": _GPU_ENGINES,
     "python3 -m examples.engine_bench --…": _GPU_ENGINES,
+    "python3 -m examples.engine_bench --preset cpu": Run(r"TTFT, hit in the host tier"),
     "python3 -m examples.agent_bench --traces …": _AGENTS,
     "python3 -m examples.multi_turn --preset …": _GPU_TURNS,
     "python3 -m examples.multi_turn --input-file generate_multi_turn.json --seed 1234": Run(
