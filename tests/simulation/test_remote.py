@@ -124,3 +124,31 @@ def test_one_of_them_serves_a_hit_of_both(world: WorldWithRemote) -> None:
         world.receive("both", OFFERED)
     end(world)
     assert (world.num_blocks_loaded == 0) == world.remote_first
+
+
+def test_a_session_and_loads_of_both_connectors_do_not_stop_each_other() -> None:
+    """All have blocks, and vLLM stops at the session, which gets no more of them."""
+    shape = Shape(num_device_blocks=28, num_host_blocks=100)
+    world = WorldWithRemote(shape, remote_first=True)
+    cached = list(range(100, 164))
+    world.add_request("writer", cached, 1, None, 0)
+    run_to_rest(world)
+    assert world.reset(tier=False)
+    world.add_request("session", list(range(200, 224)), 2, None, 0, resumable=True)
+    while not world.is_waiting_for_input("session"):
+        world.step()
+    ask(world, "remote", OFFERED)
+    world.add_request("parked", cached, 1, None, 0)
+    world.step()
+    manager = world.scheduler.kv_cache_manager
+    held = [len(manager.get_block_ids(each)[0]) for each in ("session", "remote", "parked")]
+    assert held == [7, 4, 15], "one block is free"
+    world.resume("session", list(range(300, 312)), 2)
+    world.receive("remote", OFFERED)
+    for _ in range(50):
+        world.step()
+        let_copies_end(world)
+    assert {"remote", "parked"} <= world.finished.keys()
+    world.resume("session", [], 1)
+    end(world)
+    assert "session" in world.finished

@@ -354,6 +354,7 @@ class SecondTier:
         self._helper.close()
         self._rows.memory.close()
 
+    @_guarded(None)
     def _finish(self) -> None:
         """Write what can be written, and end. As long as the tier hangs."""
         if self.is_on:

@@ -58,7 +58,7 @@ def helper(
     yield helper
     processes[0].send_signal(signal.SIGCONT)
     helper.close()
-    assert processes[0].returncode is not None, "a process is left"
+    assert all(each.returncode is not None for each in processes), "a process is left"
 
 
 def poll_until(helper: Helper, is_done: Callable[[], bool]) -> None:
@@ -106,6 +106,19 @@ def test_a_killed_process_is_an_error(
     assert helper.error is not None
     helper.on_read(["/no/such/file"])  # without effect
     helper.poll()
+
+
+def test_another_process_takes_its_place(
+    helper: Helper, rows: Rows, processes: list[subprocess.Popen[bytes]]
+) -> None:
+    processes[0].kill()
+    poll_until(helper, lambda: helper.error is not None)
+    helper.restart()
+    assert helper.error is None
+    poll_until(helper, lambda: helper.room.left() > 0)  # it has the directory
+    seals = helper.make_seals([3], NAMES[3:])
+    helper.wait()
+    assert seals.result() == Seals(rows.array, SEAL_BYTES).make([3], NAMES[3:])
 
 
 def test_nothing_waits_for_a_stopped_process(

@@ -279,18 +279,24 @@ def test_a_shutdown_does_not_wait_for_a_tier_that_hangs(
             thread.join(PATIENCE_SECONDS)
 
 
+@pytest.mark.parametrize("method", ["get_finished_jobs", "shutdown"])
 def test_a_shutdown_does_not_wait_for_a_tier_that_raises(
-    serve: MakeServer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    serve: MakeServer,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    method: str,
 ) -> None:
     """It would never say that a write has ended."""
-
-    def fail() -> None:
-        raise RuntimeError("a bug of the tier")
-
     monkeypatch.setattr(second_tier_module, "_CLOSE_SECONDS", PATIENCE_SECONDS)
     server = serve()
     server.put("abc")
-    monkeypatch.setattr(server.objects.tier, "get_finished_jobs", fail)
+    call = getattr(server.objects.tier, method)
+
+    def fail() -> None:
+        call()
+        raise RuntimeError("a bug of the tier")
+
+    monkeypatch.setattr(server.objects.tier, method, fail)
     server.second_tier.shutdown()
     assert "a bug of the tier" in caplog.text
     assert "did not end within" not in caplog.text
