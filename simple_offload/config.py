@@ -3,7 +3,7 @@
 import difflib
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from decimal import Decimal
 from fractions import Fraction
@@ -13,7 +13,6 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 from pydantic_core import ErrorDetails, PydanticCustomError
 
 from simple_offload import memory
-from simple_offload.foreign_keys import is_foreign
 from simple_offload.logs import get_logger
 
 GIB = memory.GIB
@@ -32,6 +31,8 @@ _FLAGS = {"true": True, "1": True, "false": False, "0": False}
 _MEMORY_KEYS = ("cpu_bytes_to_use", "cpu_bytes_to_use_per_rank")
 _SIZE_FORMS = 'a number of bytes or a size such as "64GiB", "512MiB" or "64GB"'
 _MEMORY_FORMS = f'{_SIZE_FORMS}, or a share of memory such as "80%"'
+_SIMILAR = 0.7
+"""Likeness (difflib) of two names from which one may be meant for the other."""
 
 
 class ConfigError(ValueError):
@@ -143,7 +144,8 @@ class SecondTierConfig(BaseModel):
 
 class OffloadConfig(BaseModel):
     """The keys of ``kv_connector_extra_config``. Those of vLLM's built-in
-    SimpleCPUOffloadConnector keep their meaning; for other connectors' see foreign_keys.py."""
+    SimpleCPUOffloadConnector keep their meaning. An unknown key is ignored (``ignored_keys``), as
+    users keep those of other connectors, unless it resembles a known one."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
@@ -228,12 +230,13 @@ class OffloadConfig(BaseModel):
     ) -> Self:
         """Validate ``extra_config`` for an engine of ``num_ranks`` ranks. ``num_local``: those on
         this machine, ``num_ranks_here``: the ranks of all engines of the server on it; both
-        ``num_ranks`` by default. Keys of vLLM's other connectors are ignored.
+        ``num_ranks`` by default.
 
         Raises ConfigError, which names every wrong key, or a size that exceeds the memory of this
         machine (or of its cgroup).
         """
-        own = {key: value for key, value in extra_config.items() if not is_foreign(key)}
+        ignored = ignored_keys(extra_config)
+        own = {key: value for key, value in extra_config.items() if key not in ignored}
         try:
             config = cls.model_validate(own)
         except ValidationError as error:
@@ -310,6 +313,12 @@ class OffloadConfig(BaseModel):
         check_fits_memory(needed, self._size_key, value)
 
 
+def ignored_keys(keys: Iterable[str]) -> list[str]:
+    """Those of ``keys`` that are unknown, and similar to no known key."""
+    known = OffloadConfig.model_fields
+    return [key for key in keys if not difflib.get_close_matches(key, known, 1, _SIMILAR)]
+
+
 def check_fits_memory(needed: int, key: str, value: object) -> None:
     """Raise ConfigError if ``needed`` bytes, asked for by ``key``, exceed the total memory of this
     machine or its cgroup. Only warn if a hypervisor may add memory."""
@@ -339,9 +348,11 @@ def _explain(detail: ErrorDetails) -> str:
     value = detail["input"]
     known = list(OffloadConfig.model_fields)
     if detail["type"] == "extra_forbidden":
-        near = difflib.get_close_matches(key, known, n=1, cutoff=0.5)
-        hint = f"; did you mean {near[0]!r}?" if near else ""
-        return f"{key}={value!r}: unknown key{hint} (known: {', '.join(known)})"
+        similar = difflib.get_close_matches(key, known, 1, _SIMILAR)
+        return (
+            f"{key}={value!r}: unknown key; did you mean {similar[0]!r}? "
+            f"(known: {', '.join(known)})"
+        )
     if key == "kv_offload_backend":
         return (
             f"{key}={value!r}: must be 'cpu': remove the key, set cpu_bytes_to_use, and "

@@ -15,8 +15,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import PromMetric, PromMetricT
 
 from simple_offload import vllm_compat
-from simple_offload.config import OffloadConfig
-from simple_offload.foreign_keys import describe_ignored
+from simple_offload.config import OffloadConfig, ignored_keys
 from simple_offload.layout import page_layout, wanted_layout
 from simple_offload.logs import get_logger
 from simple_offload.metadata import RankCapacity, StepMetadata, WorkerReport
@@ -74,8 +73,8 @@ class SimpleCPUOffloadConnector(KVConnectorBase_V1, SupportsHMA):
         ranks = Ranks.from_config(vllm_config.parallel_config)
         extra_config = self._kv_transfer_config.kv_connector_extra_config or {}
         config = OffloadConfig.parse(extra_config, ranks.num, ranks.num_here, ranks.num_local)
-        if role == KVConnectorRole.SCHEDULER and (ignored := describe_ignored(extra_config)):
-            logger.warning("Ignored in kv_connector_extra_config: %s", ignored)
+        if role == KVConnectorRole.SCHEDULER and (ignored := ignored_keys(extra_config)):
+            logger.warning("Ignored in kv_connector_extra_config: %s", ", ".join(ignored))
         if not vllm_config.cache_config.enable_prefix_caching:
             if role == KVConnectorRole.SCHEDULER:
                 logger.warning(

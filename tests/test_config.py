@@ -8,7 +8,14 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from simple_offload.config import GIB, ConfigError, OffloadConfig, SecondTierConfig, parse_size
+from simple_offload.config import (
+    GIB,
+    ConfigError,
+    OffloadConfig,
+    SecondTierConfig,
+    ignored_keys,
+    parse_size,
+)
 
 pytestmark = pytest.mark.usefixtures("machine")
 
@@ -149,10 +156,10 @@ def test_a_message_has_the_key_the_value_and_what_is_allowed(
         ("cpu_byte_to_use", "7", "cpu_bytes_to_use"),
         ("cpu_bytes_per_rank", "7", "cpu_bytes_to_use_per_rank"),
         ("num_cpu_block", "7", "num_cpu_blocks"),
-        ("lazy", "7", "lazy_offload"),
         ("sync_load", "7", "sync_load_ms"),
         ("layout", "7", "kv_layout"),
-        ("zzz", "7", None),
+        ("block_size", "7", "cpu_block_size"),
+        ("secondary_tiers", "7", "second_tier"),
     ],
 )
 def test_a_wrong_name_is_followed_by_the_nearest(key: str, value: str, nearest: str | None) -> None:
@@ -160,6 +167,13 @@ def test_a_wrong_name_is_followed_by_the_nearest(key: str, value: str, nearest: 
     assert f"{key}={value!r}" in message
     hint = message.partition("did you mean ")[2].partition("?")[0].partition(" (")[0]
     assert hint == (repr(nearest) if nearest else "")
+
+
+def test_unknown_keys_that_resemble_none_are_ignored() -> None:
+    keys = ("eviction_policy", "lmcache.chunk_size", "enable_cross_layers_blocks")
+    config = parsed(num_cpu_blocks=8, **dict.fromkeys(keys, "7"))
+    assert config == parsed(num_cpu_blocks=8)
+    assert ignored_keys([*keys, "num_cpu_blocks", "num_cpu_block"]) == [*keys]
 
 
 def test_every_wrong_key_is_named_at_once_and_every_known_one_is_listed() -> None:

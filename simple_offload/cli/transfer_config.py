@@ -8,8 +8,7 @@ from typing import Any
 
 from simple_offload.cli.arguments import CommandError
 from simple_offload.cli.checks import Check, error, ok, warning
-from simple_offload.config import ConfigError, OffloadConfig
-from simple_offload.foreign_keys import describe_ignored
+from simple_offload.config import ConfigError, OffloadConfig, ignored_keys
 from simple_offload.ranks import Ranks
 
 CONNECTOR = "SimpleCPUOffloadConnector"
@@ -70,10 +69,8 @@ def check_transfer_config(
         config = OffloadConfig.parse(given.extra, ranks.num, ranks.num_here, ranks.num_local)
     except ConfigError as failure:
         return [*checks, error("configuration", "refused", str(failure))], None
-    if ignored := describe_ignored(given.extra):
-        checks.append(
-            warning("ignored keys", ignored, "only other connectors read them: remove them")
-        )
+    if ignored := ignored_keys(given.extra):
+        checks.append(warning("ignored keys", ", ".join(ignored), "unknown: remove them"))
     if config.num_cpu_blocks is not None:
         wanted = f"{config.num_cpu_blocks} host blocks on each of {ranks.num} ranks"
     else:

@@ -66,7 +66,7 @@ def test_extra_config_alone() -> None:
     assert given.whole is None
     (ignored, check), _ = check_transfer_config(given, Ranks(1, 1))
     assert ignored.status is Status.WARNING
-    assert ignored.found == "enable_cross_layers_blocks (kv_layout decides)"
+    assert ignored.found == "enable_cross_layers_blocks"
     assert check.found == "64 host blocks on each of 1 ranks"
 
 

@@ -36,7 +36,7 @@ def test_seeds(first: int) -> None:
 
 @pytest.mark.parametrize("model", MODELS.values(), ids=MODELS)
 def test_models(model: dict[str, Any]) -> None:
-    play = Play(Script.draw(224).with_model(**PLAIN | model))
+    play = Play(Script.draw(295).with_model(**PLAIN | model))
     outcome = play.run()
     assert outcome.num_finished > 0
     assert outcome.num_blocks_loaded > 0
