@@ -25,7 +25,7 @@ TESTS = (
     "tests/worker/test_regions.py",
     "tests/worker/test_worker.py",
 )
-# Nothing in the package tells 0.31 from the pinned version.
+# Nothing in the package tells 0.31 from the pinned version, so that its test is a slow one.
 TESTS_BUT_OF_031 = (
     "tests/test_drop_in.py",
     "tests/test_metrics.py",
@@ -51,7 +51,13 @@ MORE_TESTS = {V030: TESTS_BUT_OF_031, V033: TESTS_BUT_OF_031 + TESTS_OF_033}
 pytestmark = pytest.mark.timeout(V033.wheel.download_seconds + RUN_SECONDS)
 
 
-@pytest.mark.parametrize("version", VERSIONS, ids=lambda version: version.number)
+@pytest.mark.parametrize(
+    "version",
+    [
+        pytest.param(each, marks=() if each in MORE_TESTS else pytest.mark.slow, id=each.number)
+        for each in VERSIONS
+    ],
+)
 def test_on(version: Version, tmp_path: Path) -> None:
     assert version.num_passed(tmp_path, *TESTS, *MORE_TESTS.get(version, ())) > 50
 
