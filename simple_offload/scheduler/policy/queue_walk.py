@@ -1,9 +1,9 @@
 """QueueWalk: stores blocks at the front of the device's free queue before the device evicts
 them."""
 
-from collections.abc import Collection, Container, Sequence, Set
+from collections.abc import Collection, Sequence
 from itertools import islice
-from typing import TYPE_CHECKING, NamedTuple, cast
+from typing import TYPE_CHECKING, NamedTuple
 
 from vllm.utils.math_utils import cdiv
 from vllm.v1.core.block_pool import BlockPool
@@ -44,21 +44,6 @@ class StepLimits(NamedTuple):
         )
 
 
-class _PassedKeys(Container[BlockHashWithGroupId]):
-    """Keys of the blocks that the walk has passed: they are safe because the tier has them."""
-
-    def __init__(self, device_pool: BlockPool, passed: Set[int]) -> None:
-        self._device_pool = device_pool
-        self._passed = passed
-
-    def __contains__(self, key: object) -> bool:
-        found = block_pool.cached(self._device_pool).get(cast(bytes, key))
-        if found is None:
-            return False
-        ids = found if isinstance(found, dict) else (found.block_id,)  # several blocks, or one
-        return not self._passed.isdisjoint(ids)
-
-
 class QueueWalk:
     """Walks on along the free queue from where it stopped, until enough blocks before it are safe
     to evict. Blocks that only the device has are pinned while they are stored, and return to their
@@ -90,8 +75,6 @@ class QueueWalk:
         front."""
         self._passed: set[int] = set()
         """Ids of the blocks before the cursor, and of pinned blocks from there."""
-        self.passed_keys = _PassedKeys(device_pool, self._passed)
-        """Keys of contents that must not leave the tier to make room for others."""
         self._pinned: set[int] = set()
         """Ids of blocks pinned from the queue."""
         self._return_behind: KVCacheBlock | None = None
@@ -112,6 +95,12 @@ class QueueWalk:
         if self._contents.are_stored:
             return self._device_pool.get_num_free_blocks()
         return len(self._passed) - len(self._pinned)  # pinned ones will return
+
+    @property
+    def passed_keys(self) -> set[BlockHashWithGroupId]:
+        """Keys of the blocks that the walk has passed: they are safe because the tier has them, so
+        they must not leave it to make room for others."""
+        return block_pool.keys_at(self._device_pool, self._passed)
 
     @property
     def drop_reason(self) -> str:

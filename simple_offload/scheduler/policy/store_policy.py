@@ -1,7 +1,7 @@
 """StorePolicy: decides which device blocks are stored, and when."""
 
 from collections import Counter
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -543,8 +543,7 @@ class StorePolicy:
         evicting what the walk has passed or the request's ``own``."""
         chosen = self._contents.choose(blocks)
         if chosen:
-            passed = self._walk.passed_keys
-            self._contents.plan(chosen, _Either(passed, own) if own else passed)
+            self._contents.plan(chosen, block_pool.AnyOf(self._walk.passed_keys, own))
 
     def _unhashed(self, request: "Request") -> list[_Unhashed]:
         """Blocks that vLLM will not hash any more, and will allocate first: blocks completed by
@@ -688,7 +687,9 @@ class StorePolicy:
                 payloads_of_host_block(self._groups, each.key, (), each.num_tokens, request)
                 for each in lacking
             ]
-        count = self._stores.plan(run, _Either(self._walk.passed_keys, own), self._device_pool)
+        count = self._stores.plan(
+            run, block_pool.AnyOf(self._walk.passed_keys, own), self._device_pool
+        )
         # The device has these no more.
         self._meter.add(metrics.DROPPED, len(lacking) - count, "tier_full")
 
@@ -724,18 +725,6 @@ class StorePolicy:
             len(request.block_hashes) * self._groups.hash_block_size,
         )
         return int(min(tokens // self._groups.block_sizes[group], num_blocks))
-
-
-class _Either(Container[BlockHashWithGroupId]):
-    """What one of two has."""
-
-    def __init__(
-        self, first: Container[BlockHashWithGroupId], second: Container[BlockHashWithGroupId]
-    ) -> None:
-        self._both = first, second
-
-    def __contains__(self, key: object) -> bool:
-        return key in self._both[0] or key in self._both[1]
 
 
 def _confirmed_tokens(request: "Request") -> int:

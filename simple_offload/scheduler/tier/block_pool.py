@@ -6,7 +6,7 @@ names the method that it stands for, and leaves the pool as that method would: t
 two, link by link. Null blocks must not be among the blocks of any call.
 """
 
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence, Set
 from itertools import islice, takewhile
 from operator import attrgetter, truth
 from typing import Any, cast
@@ -116,6 +116,16 @@ def add_blocks(pool: BlockPool, num_blocks: int) -> None:
     pool.blocks.extend(new)
     pool.num_gpu_blocks = len(pool.blocks)
     pool.free_block_queue.prepend_n(new)
+
+
+class AnyOf(Container[Key]):
+    """The keys of two sets."""
+
+    def __init__(self, first: Set[Key], second: Set[Key]) -> None:
+        self._first, self._second = first, second
+
+    def __contains__(self, key: object) -> bool:
+        return key in self._first or key in self._second
 
 
 def get_new_blocks(
@@ -246,6 +256,12 @@ def free_blocks_after(
 def keys_of(blocks: Iterable[KVCacheBlock]) -> Iterator[Key | None]:
     """The key of each block, None for blocks without contents."""
     return map(_GET_KEY, blocks)
+
+
+def keys_at(pool: BlockPool, block_ids: Iterable[int]) -> set[Key]:
+    """The keys that the blocks of these ids have."""
+    keys = set(keys_of(map(pool.blocks.__getitem__, block_ids)))
+    return cast(set[Key], keys - {None})
 
 
 def cached(pool: BlockPool) -> Mapping[bytes, Any]:
