@@ -225,7 +225,6 @@ def test_the_order_is_settled_when_a_block_must_leave() -> None:
     tier = make_tier(16)
     store(tier, "abcdefghijkl", on_device=True)
     tier.on_let_go(ids(tier, *prefixes("abcdefghijkl")[3:][::-1]))
-    assert tier.room_for_copies == 4
     filled = tier.allocate(4)
     assert set(segments_of(tier).values()) == {2}
     assert len(tier.allocate(1)) == 1
@@ -421,22 +420,6 @@ def test_with_several_groups_or_windows_nothing_is_a_copy(windows: tuple[int, ..
     assert copies(tier) == set()
     assert protected(tier) == {"a", "ab"}
     assert leave(tier) == ["xy", "x", "pq", "p", "ab", "a"]
-
-
-def test_room_for_copies() -> None:
-    """All empty blocks, and the share of copies."""
-    tier = make_tier(16)
-    assert tier.room_for_copies == 16
-    store(tier, "abcdefgh", on_device=True)
-    assert tier.room_for_copies == 8
-    store(tier, "pqrstuvw")
-    assert tier.room_for_copies == 0
-    let_go(tier, "abcdef")
-    assert tier.room_for_copies == 1
-    assert set(segments_of(tier).values()) == {0, 2}
-    assert copies(tier) == {"abcdefg", "abcdefgh"}
-    tier.grow(33)
-    assert tier.room_for_copies == 16
 
 
 def test_found_blocks_outlive_others_but_not_for_ever() -> None:

@@ -251,14 +251,6 @@ class Tier(RuleBasedStateMachine):
         self.on_device = {*prefixes(chain)}
 
     @rule()
-    def ask_for_room(self) -> None:
-        """If no block is empty, the number of copies is exact."""
-        if not self.num_known_empty:
-            self.settle()
-        room = min(self.max_copies, self.copies_share) - self.num_copies
-        assert self.tier.room_for_copies == max(self.num_known_empty, room)
-
-    @rule()
     def remove_all_copies(self) -> None:
         """The device's cache has been reset."""
         self.tier.remove_all_copies()
@@ -374,11 +366,6 @@ class Tier(RuleBasedStateMachine):
     @property
     def copies_share(self) -> int:
         return int(_CONSTANTS["COPIES_SHARE"] * self.num_blocks)
-
-    @property
-    def num_known_empty(self) -> int:
-        """Those that the tier counts: it takes a pinned block for one with contents."""
-        return max(0, self.num_empty + sum(map(len, self.queues)) - len(self.kept))
 
     def names_at(self, ids: Iterable[int]) -> list[str]:
         """The names of the contents of those of these blocks that have any."""

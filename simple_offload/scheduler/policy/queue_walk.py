@@ -154,8 +154,8 @@ class QueueWalk:
 
     def on_step(self, demand: int, may_store_early: bool) -> None:
         """A step has got its blocks: walk on until ``demand`` blocks for requests in vLLM's queue
-        are safe, beside those that should always be. ``may_store_early``: go on into the tier's
-        room for copies, in small parts, while no store from the queue is in flight."""
+        are safe, beside those that should always be. ``may_store_early``: go on while
+        the tier has empty blocks, in small parts, while no store from the queue is in flight."""
         self._store_withheld()
         if self._contents.are_stored:
             self.is_behind = False
@@ -169,7 +169,7 @@ class QueueWalk:
         self.is_behind = may_store_early and bool(self._pinned) and not self._tier_is_full
         if may_store_early and not self._pinned and not self._tier_is_full:
             num_passed = len(self._passed)
-            room = self._tier.room_for_copies * self._num_sub_blocks
+            room = self._tier.num_empty * self._num_sub_blocks
             self._walk_on(self.num_safe + min(room, self._limits.per_step))
             self.is_behind = len(self._passed) > num_passed and not self._is_at_end()
         # Every free block has been passed, but too few are known: some left unnoticed.

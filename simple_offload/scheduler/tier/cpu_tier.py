@@ -108,14 +108,6 @@ class CpuTier:
         """Blocks without contents and references; fewer are counted while others are pinned."""
         return max(0, self.num_free - self.num_used)
 
-    @property
-    def room_for_copies(self) -> int:
-        """Blocks that may take contents which the device keeps: because they are empty, or because
-        the copies' share has room."""
-        if not self.num_empty:
-            self._segments.settle()
-        return max(self.num_empty, self._segments.room_for_copies)
-
     def grow(self, num_blocks: int) -> None:
         """Have ``num_blocks`` blocks from now on, vLLM's null block included; no effect if there
         are more. New blocks are the next to be allocated, lowest id first, so that blocks stored

@@ -147,12 +147,6 @@ class Segments:
         return self._copies_share if wanted < MANY_WANTED else 0
 
     @property
-    def room_for_copies(self) -> int:
-        """Copies that may be added although others have to make room. Not beyond their share: that
-        copies may stay is no reason to store more."""
-        return min(self.max_copies, self._copies_share) - self.num_copies
-
-    @property
     def num_free(self) -> int:
         """Blocks in the queues."""
         return sum(queue.num_free_blocks for queue in self._queues)
