@@ -23,12 +23,12 @@ from simple_offload.metrics import OffloadPromMetrics, OffloadStats
 from simple_offload.ranks import Ranks
 from simple_offload.replicas import Replicas
 from simple_offload.scheduler.manager import OffloadScheduler
-from simple_offload.scheduler.second_tier.objects import require_known_options
-from simple_offload.scheduler.second_tier.opening import require_second_tier_possible
 from simple_offload.scheduler.supported import (
     require_supported_deployment,
     require_supported_layers,
 )
+from simple_offload.second_tier.objects import require_known_options
+from simple_offload.second_tier.opening import require_second_tier_possible
 from simple_offload.worker.overlap import waiting_layers
 from simple_offload.worker.worker import OffloadWorker
 

@@ -7,6 +7,8 @@ from pathlib import Path
 import pytest
 
 PACKAGE = Path(__file__).parents[1] / "simple_offload"
+ROOMS = ("simple_offload.scheduler", "simple_offload.second_tier", "simple_offload.worker")
+TIER = "simple_offload.scheduler.tier"
 LINKS = {
     "next_free_block",
     "prev_free_block",
@@ -44,11 +46,12 @@ def insides(source: str) -> set[str]:
     ("room", "forbidden"),
     [
         ("scheduler", ("torch", "simple_offload.worker", "simple_offload.backends")),
-        ("worker", ("simple_offload.scheduler",)),
-        ("backends", ("simple_offload.scheduler", "simple_offload.worker")),
-        ("metadata.py", ("simple_offload.scheduler", "simple_offload.worker")),
+        ("second_tier", ("torch", "simple_offload.worker", "simple_offload.backends")),
+        ("worker", ("simple_offload.scheduler", "simple_offload.second_tier")),
+        ("backends", ROOMS),
+        ("metadata.py", ROOMS),
         ("transfer.py", ("vllm", "simple_offload")),
-        ("shared_memory.py", ("simple_offload.scheduler", "simple_offload.worker")),
+        ("shared_memory.py", ROOMS),
     ],
 )
 def test_imports_run_one_way(room: str, forbidden: tuple[str, ...]) -> None:
@@ -71,16 +74,24 @@ def test_backends_and_host_memory_need_no_vllm() -> None:
 def test_the_tier_imports_no_room_above_it() -> None:
     for path in (PACKAGE / "scheduler" / "tier").glob("*.py"):
         for module in imports(path):
-            if module.startswith("simple_offload.scheduler"):
-                assert module.startswith("simple_offload.scheduler.tier"), path
+            assert not module.startswith(ROOMS) or module.startswith(TIER), path
+
+
+def test_the_second_tier_knows_the_host_tier_only() -> None:
+    for path in (PACKAGE / "second_tier").glob("*.py"):
+        for module in imports(path):
+            assert not module.startswith("simple_offload.scheduler") or module.startswith(TIER), (
+                path
+            )
 
 
 def test_the_insides_of_vllm_and_of_the_tier_are_used_in_their_own_files_only() -> None:
     block_pool = PACKAGE / "scheduler" / "tier" / "block_pool.py"
     assert {"_block_hash", "_cache", *LINKS} <= insides(block_pool.read_text())
-    for path in (PACKAGE / "scheduler").rglob("*.py"):
-        if path != block_pool:
-            assert not insides(path.read_text()), path
+    for room in ("scheduler", "second_tier"):
+        for path in (PACKAGE / room).rglob("*.py"):
+            if path != block_pool:
+                assert not insides(path.read_text()), path
 
 
 def test_the_check_sees_what_it_forbids() -> None:

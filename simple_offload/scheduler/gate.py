@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING
 from simple_offload.scheduler.loads import Loads
 from simple_offload.scheduler.parked import Parked
 from simple_offload.scheduler.policy.store_policy import StorePolicy
-from simple_offload.scheduler.second_tier.second_tier import SecondTier
 from simple_offload.scheduler.tier.groups import Groups
+from simple_offload.second_tier.second_tier import SecondTier
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request

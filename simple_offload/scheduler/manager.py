@@ -22,11 +22,6 @@ from simple_offload.scheduler.policy.store_policy import (
     describe_policy,
 )
 from simple_offload.scheduler.rank_reports import TransferLedger
-from simple_offload.scheduler.second_tier.opening import (
-    open_second_tier,
-    require_second_tier_possible,
-)
-from simple_offload.scheduler.second_tier.second_tier import SecondTier
 from simple_offload.scheduler.stores import Stores
 from simple_offload.scheduler.supported import (
     chunk_sizes,
@@ -40,6 +35,11 @@ from simple_offload.scheduler.tier.groups import Groups, host_groups
 from simple_offload.scheduler.tier.run import Run
 from simple_offload.scheduler.wishes import KEY, Wishbook
 from simple_offload.scheduler.write_hazards import WriteHazards
+from simple_offload.second_tier.opening import (
+    open_second_tier,
+    require_second_tier_possible,
+)
+from simple_offload.second_tier.second_tier import SecondTier
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

@@ -14,7 +14,7 @@ from vllm.config import VllmConfig
 from simple_offload.config import ConfigError
 from simple_offload.metadata import RankCapacity
 from simple_offload.scheduler.manager import OffloadScheduler
-from simple_offload.scheduler.second_tier import namespace
+from simple_offload.second_tier import namespace
 from simple_offload.shared_memory import SharedMemory
 from tests.conftest import within_patience
 from tests.scheduler.conftest import MakeDriver

@@ -11,7 +11,6 @@ from vllm.v1.core.kv_cache_utils import BlockHashWithGroupId, KVCacheBlock
 
 from simple_offload.scheduler.loads import Loads
 from simple_offload.scheduler.manager import OffloadScheduler
-from simple_offload.scheduler.second_tier.second_tier import SecondTier
 from simple_offload.scheduler.stores import Stores
 from simple_offload.scheduler.tier.cpu_tier import CpuTier
 from simple_offload.scheduler.tier.groups import Groups
@@ -22,6 +21,7 @@ from simple_offload.scheduler.tier.segments import (
     _KEPT_COPY,
     KEPT_SHARE,
 )
+from simple_offload.second_tier.second_tier import SecondTier
 
 
 def pool_of(tier: CpuTier) -> BlockPool:

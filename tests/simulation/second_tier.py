@@ -17,13 +17,13 @@ from vllm.v1.kv_offload.base import (
 )
 from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, TransferJob
 
-from simple_offload.scheduler.second_tier import namespace, opening
-from simple_offload.scheduler.second_tier.directory import Directory
-from simple_offload.scheduler.second_tier.helper import Helper
-from simple_offload.scheduler.second_tier.messages import Message
-from simple_offload.scheduler.second_tier.rows import Rows
-from simple_offload.scheduler.second_tier.seals import Seals
-from simple_offload.scheduler.second_tier.second_tier import SecondTier
+from simple_offload.second_tier import namespace, opening
+from simple_offload.second_tier.directory import Directory
+from simple_offload.second_tier.helper import Helper
+from simple_offload.second_tier.messages import Message
+from simple_offload.second_tier.rows import Rows
+from simple_offload.second_tier.seals import Seals
+from simple_offload.second_tier.second_tier import SecondTier
 from simple_offload.shared_memory import SEAL_BYTES
 from tests.simulation.identity import Story
 

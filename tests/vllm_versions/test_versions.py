@@ -42,7 +42,7 @@ TESTS_OF_033 = (
     "tests/test_metadata.py",
     "tests/scheduler/test_counting.py",
     "tests/scheduler/test_inner_hits.py",
-    "tests/scheduler/second_tier/test_fetches.py",
+    "tests/second_tier/test_fetches.py",
     "tests/simulation/test_real_models.py::test_groups",
 )
 MORE_TESTS = {V030: TESTS_BUT_OF_031, V033: TESTS_BUT_OF_031 + TESTS_OF_033}
@@ -67,7 +67,8 @@ def test_on(version: Version, tmp_path: Path) -> None:
 @pytest.mark.parametrize("version", VERSIONS, ids=lambda version: version.number)
 def test_scripts_on(version: Version, tmp_path: Path) -> None:
     """Hundreds of scripts, and all unit tests of both sides."""
-    tests = ("tests/vllm_versions/on_any.py", "tests/scheduler", "tests/worker")
+    rooms = ("tests/scheduler", "tests/second_tier", "tests/worker")
+    tests = ("tests/vllm_versions/on_any.py", *rooms)
     marks = ("-m", "not gpu")
     assert version.num_passed(tmp_path, *tests, *marks, seconds=LONG_RUN_SECONDS) > 500
 

@@ -4,9 +4,9 @@ from collections.abc import Sequence
 from concurrent.futures import Future
 from typing import Any
 
-from simple_offload.scheduler.second_tier.seals import Seals
-from simple_offload.scheduler.second_tier.second_tier import SecondTier
-from simple_offload.scheduler.second_tier.speeds import EngineTime, Speeds
+from simple_offload.second_tier.seals import Seals
+from simple_offload.second_tier.second_tier import SecondTier
+from simple_offload.second_tier.speeds import EngineTime, Speeds
 from tests.simulation.mutations.registry import always, mutation
 from tests.simulation.mutations.situations import (
     BAD_OBJECTS,

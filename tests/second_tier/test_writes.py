@@ -16,10 +16,10 @@ import pytest
 from vllm.v1.kv_offload.tiering.fs import io, manager
 
 from simple_offload import metrics
-from simple_offload.scheduler.second_tier import second_tier as second_tier_module
-from simple_offload.scheduler.second_tier import writes as writes_module
+from simple_offload.second_tier import second_tier as second_tier_module
+from simple_offload.second_tier import writes as writes_module
 from tests.conftest import PATIENCE_SECONDS
-from tests.scheduler.second_tier.conftest import ROW_BYTES, Clock, MakeServer, Server
+from tests.second_tier.conftest import ROW_BYTES, Clock, MakeServer, Server
 from tests.simulation.second_tier import ScriptedDisk
 
 MAX_WRITES = 4

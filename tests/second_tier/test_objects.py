@@ -3,7 +3,7 @@
 import random
 
 from simple_offload import metrics
-from tests.scheduler.second_tier.conftest import MakeServer
+from tests.second_tier.conftest import MakeServer
 
 
 def test_servers_with_one_seed_write_one_object_at_a_time(serve: MakeServer) -> None:

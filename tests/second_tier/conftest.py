@@ -21,15 +21,15 @@ from simple_offload.config import SecondTierConfig
 from simple_offload.metrics import Meter, OffloadStats
 from simple_offload.scheduler.loads import Loads
 from simple_offload.scheduler.rank_reports import TransferLedger
-from simple_offload.scheduler.second_tier.directory import Directory
-from simple_offload.scheduler.second_tier.helper import Helper
-from simple_offload.scheduler.second_tier.objects import Objects, make_spec
-from simple_offload.scheduler.second_tier.reach import Reach
-from simple_offload.scheduler.second_tier.rows import Rows
-from simple_offload.scheduler.second_tier.second_tier import SecondTier
 from simple_offload.scheduler.tier.cpu_tier import CpuTier
 from simple_offload.scheduler.tier.groups import Groups, host_groups
 from simple_offload.scheduler.tier.run import Run
+from simple_offload.second_tier.directory import Directory
+from simple_offload.second_tier.helper import Helper
+from simple_offload.second_tier.objects import Objects, make_spec
+from simple_offload.second_tier.reach import Reach
+from simple_offload.second_tier.rows import Rows
+from simple_offload.second_tier.second_tier import SecondTier
 from simple_offload.shared_memory import SEAL_BYTES, SharedMemory
 from simple_offload.vllm_compat import make_host_coordinator
 from tests.conftest import PATIENCE_SECONDS

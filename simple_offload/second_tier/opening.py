@@ -11,15 +11,15 @@ from simple_offload import metrics
 from simple_offload.config import ConfigError, SecondTierConfig
 from simple_offload.logs import get_logger
 from simple_offload.metadata import RankCapacity
-from simple_offload.scheduler.second_tier import namespace
-from simple_offload.scheduler.second_tier.helper import start_helper
-from simple_offload.scheduler.second_tier.objects import Objects, make_spec, require_known_options
-from simple_offload.scheduler.second_tier.reach import Reach
-from simple_offload.scheduler.second_tier.rows import Rows
-from simple_offload.scheduler.second_tier.second_tier import SecondTier
 from simple_offload.scheduler.tier.cpu_tier import CpuTier
 from simple_offload.scheduler.tier.groups import Groups
 from simple_offload.scheduler.tier.run import Run
+from simple_offload.second_tier import namespace
+from simple_offload.second_tier.helper import start_helper
+from simple_offload.second_tier.objects import Objects, make_spec, require_known_options
+from simple_offload.second_tier.reach import Reach
+from simple_offload.second_tier.rows import Rows
+from simple_offload.second_tier.second_tier import SecondTier
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

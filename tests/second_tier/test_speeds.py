@@ -4,8 +4,8 @@ import math
 
 import pytest
 
-from simple_offload.scheduler.second_tier.speeds import Speeds
-from tests.scheduler.second_tier.conftest import Clock
+from simple_offload.second_tier.speeds import Speeds
+from tests.second_tier.conftest import Clock
 
 MINUTE = 60.0
 COMPUTE = 1000

@@ -12,10 +12,10 @@ from vllm.v1.kv_offload.tiering.base import JobResult
 from vllm.v1.request import Request
 
 from simple_offload import metrics
-from simple_offload.scheduler.second_tier import second_tier as second_tier_module
-from simple_offload.scheduler.second_tier.second_tier import SecondTier
-from tests.scheduler.second_tier.conftest import ROW_BYTES, Clock, MakeServer, Server
+from simple_offload.second_tier import second_tier as second_tier_module
+from simple_offload.second_tier.second_tier import SecondTier
 from tests.scheduler.work import count_work
+from tests.second_tier.conftest import ROW_BYTES, Clock, MakeServer, Server
 from tests.simulation.second_tier import DiskFaults, ScriptedDisk
 
 MINUTE = 60.0

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from simple_offload.logs import get_logger
-from simple_offload.scheduler.second_tier.messages import RECEIVE_BYTES, Message, pack, take
+from simple_offload.second_tier.messages import RECEIVE_BYTES, Message, pack, take
 
 logger = get_logger(__name__)
 

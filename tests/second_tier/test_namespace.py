@@ -38,7 +38,7 @@ from vllm.v1.kv_cache_interface import (
 )
 
 from simple_offload.config import ConfigError
-from simple_offload.scheduler.second_tier import namespace
+from simple_offload.second_tier import namespace
 from tests.worker.kv_memory import full, group, mixed_group, window
 
 ROW = {"block_bytes": 4096, "backends": ["FLASH_ATTN"]}
@@ -159,7 +159,7 @@ def test_a_copy_elsewhere_is_the_same_in_another_process(folder: Path, copy: Pat
     (copy / "README.md").write_text("A copy")
     code = (
         "import gc, sys; from pathlib import Path; gc.disable(); "
-        "from tests.scheduler.second_tier.test_namespace import digest, make_config; "
+        "from tests.second_tier.test_namespace import digest, make_config; "
         "print('digest', digest(make_config(Path(sys.argv[1]))))"
     )
     done = subprocess.run(

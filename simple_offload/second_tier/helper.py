@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from simple_offload.logs import get_logger
-from simple_offload.scheduler.second_tier import helper_main
-from simple_offload.scheduler.second_tier.helper_main import Memory
-from simple_offload.scheduler.second_tier.messages import Message
-from simple_offload.scheduler.second_tier.process import Process
-from simple_offload.scheduler.second_tier.room import Room
-from simple_offload.scheduler.second_tier.rows import Rows
+from simple_offload.second_tier import helper_main
+from simple_offload.second_tier.helper_main import Memory
+from simple_offload.second_tier.messages import Message
+from simple_offload.second_tier.process import Process
+from simple_offload.second_tier.room import Room
+from simple_offload.second_tier.rows import Rows
 from simple_offload.shared_memory import SEAL_BYTES
 
 logger = get_logger(__name__)

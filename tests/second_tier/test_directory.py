@@ -16,8 +16,8 @@ from typing import Any
 
 import pytest
 
-from simple_offload.scheduler.second_tier import directory as directory_module
-from simple_offload.scheduler.second_tier.room import Room
+from simple_offload.second_tier import directory as directory_module
+from simple_offload.second_tier.room import Room
 from tests.conftest import PATIENCE_SECONDS
 
 NOW = 1_800_000_000.0

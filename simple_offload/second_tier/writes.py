@@ -11,12 +11,12 @@ from vllm.v1.kv_offload.base import OffloadKey
 
 from simple_offload import metrics
 from simple_offload.logs import get_logger
-from simple_offload.scheduler.second_tier.helper import Helper
-from simple_offload.scheduler.second_tier.objects import Objects
-from simple_offload.scheduler.second_tier.rows import Rows
-from simple_offload.scheduler.second_tier.speeds import EngineTime
 from simple_offload.scheduler.tier.cpu_tier import CpuTier
 from simple_offload.scheduler.tier.run import Run
+from simple_offload.second_tier.helper import Helper
+from simple_offload.second_tier.objects import Objects
+from simple_offload.second_tier.rows import Rows
+from simple_offload.second_tier.speeds import EngineTime
 
 logger = get_logger(__name__)
 

@@ -11,13 +11,13 @@ from pathlib import Path
 
 import pytest
 
-from simple_offload.scheduler.second_tier import helper as helper_module
-from simple_offload.scheduler.second_tier import helper_main
-from simple_offload.scheduler.second_tier import process as process_module
-from simple_offload.scheduler.second_tier.helper import Helper, start_helper
-from simple_offload.scheduler.second_tier.process import Process
-from simple_offload.scheduler.second_tier.rows import Rows
-from simple_offload.scheduler.second_tier.seals import Seals
+from simple_offload.second_tier import helper as helper_module
+from simple_offload.second_tier import helper_main
+from simple_offload.second_tier import process as process_module
+from simple_offload.second_tier.helper import Helper, start_helper
+from simple_offload.second_tier.process import Process
+from simple_offload.second_tier.rows import Rows
+from simple_offload.second_tier.seals import Seals
 from simple_offload.shared_memory import SEAL_BYTES, SharedMemory
 from tests.conftest import PATIENCE_SECONDS
 
@@ -152,8 +152,8 @@ def test_a_process_that_does_not_end_is_killed(
 SERVER = """
 import sys
 from pathlib import Path
-from simple_offload.scheduler.second_tier.helper import start_helper
-from simple_offload.scheduler.second_tier.rows import Rows
+from simple_offload.second_tier.helper import start_helper
+from simple_offload.second_tier.rows import Rows
 from simple_offload.shared_memory import SharedMemory
 
 memory = SharedMemory.create()

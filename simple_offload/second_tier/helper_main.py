@@ -19,9 +19,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from simple_offload.scheduler.second_tier.directory import Directory
-from simple_offload.scheduler.second_tier.messages import RECEIVE_BYTES, Message, pack, take
-from simple_offload.scheduler.second_tier.seals import Seals
+from simple_offload.second_tier.directory import Directory
+from simple_offload.second_tier.messages import RECEIVE_BYTES, Message, pack, take
+from simple_offload.second_tier.seals import Seals
 
 _NUM_THREADS = 2
 """For checksums."""

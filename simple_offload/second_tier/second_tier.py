@@ -16,15 +16,15 @@ from vllm.v1.kv_offload.base import OffloadKey
 
 from simple_offload import metrics
 from simple_offload.logs import get_logger
-from simple_offload.scheduler.second_tier.helper import Helper
-from simple_offload.scheduler.second_tier.objects import Ended, Objects
-from simple_offload.scheduler.second_tier.reach import Reach
-from simple_offload.scheduler.second_tier.rows import Rows
-from simple_offload.scheduler.second_tier.speeds import LONGEST_STEP, EngineTime, Speeds
-from simple_offload.scheduler.second_tier.writes import Writes
 from simple_offload.scheduler.tier.cpu_tier import CpuTier
 from simple_offload.scheduler.tier.groups import Groups
 from simple_offload.scheduler.tier.run import Run
+from simple_offload.second_tier.helper import Helper
+from simple_offload.second_tier.objects import Ended, Objects
+from simple_offload.second_tier.reach import Reach
+from simple_offload.second_tier.rows import Rows
+from simple_offload.second_tier.speeds import LONGEST_STEP, EngineTime, Speeds
+from simple_offload.second_tier.writes import Writes
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request
