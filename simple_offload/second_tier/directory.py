@@ -14,7 +14,7 @@ from contextlib import contextmanager, suppress
 from heapq import heappop, heappush
 from pathlib import Path
 
-from simple_offload.second_tier.room import NOTHING_SEEN, Seen
+from simple_offload.second_tier.room import Seen
 
 # vLLM's names (kv_offload/file_mapper.py, tiering/fs/io.py). No other file is counted or removed:
 # a user may name a folder with files of his own, such as pytorch_model.bin.
@@ -166,7 +166,7 @@ class Directory:
         try:
             act()
         except Exception as error:  # noqa: BLE001 - no error may end the thread unnoticed
-            self._on_seen(NOTHING_SEEN)
+            self._on_seen(Seen())
             self._warn(
                 "Nothing is written to %s until a scan succeeds: %s",
                 self._root,

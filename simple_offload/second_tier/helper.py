@@ -5,13 +5,11 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from simple_offload.logs import get_logger
 from simple_offload.second_tier import helper_main
-from simple_offload.second_tier.helper_main import Memory
-from simple_offload.second_tier.messages import Message
-from simple_offload.second_tier.process import Process
+from simple_offload.second_tier.process import Message, Process
 from simple_offload.second_tier.room import Room
 from simple_offload.second_tier.rows import Rows
 from simple_offload.shared_memory import SEAL_BYTES
@@ -19,16 +17,6 @@ from simple_offload.shared_memory import SEAL_BYTES
 logger = get_logger(__name__)
 
 _START_SECONDS = 60.0
-
-
-class Connection(Protocol):
-    """What a helper needs of its process."""
-
-    def send(self, message: Message) -> None: ...
-
-    def receive(self, seconds: float = 0.0) -> list[Message]: ...
-
-    def close(self) -> None: ...
 
 
 class Helper:
@@ -42,7 +30,7 @@ class Helper:
 
     def __init__(
         self,
-        connect: Callable[[], Connection],
+        connect: Callable[[], Process],
         max_bytes: int | None = None,
     ) -> None:
         """``connect``: start a process, and tell it what to work on. Raises OSError where that
@@ -175,12 +163,11 @@ def start_helper(rows: Rows, root: Path | None, max_bytes: int | None) -> Helper
     """A helper for ``rows`` and the directory ``root``, if there is one, with its process. Raises
     OSError if that does not start, or if the directory cannot be used (``Directory``)."""
     descriptor, offset = rows.memory.file
-    num_rows, row_bytes = rows.array.shape
-    memory = Memory(descriptor, offset, num_rows, row_bytes, SEAL_BYTES)
+    place = (descriptor, offset, *rows.array.shape, SEAL_BYTES)
 
     def connect() -> Process:
         process = Process(helper_main.__name__, [descriptor])
-        process.send((memory, None if root is None else (str(root), max_bytes)))
+        process.send((place, None if root is None else (str(root), max_bytes)))
         return process
 
     helper = Helper(connect, max_bytes)

@@ -15,43 +15,32 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
 from simple_offload.second_tier.directory import Directory
-from simple_offload.second_tier.messages import RECEIVE_BYTES, Message, pack, take
+from simple_offload.second_tier.process import RECEIVE_BYTES, Message, pack, take
 from simple_offload.second_tier.seals import Seals
 
 _NUM_THREADS = 2
 """For checksums."""
 
 
-class Memory(NamedTuple):
-    """Where the rows are."""
-
-    descriptor: int
-    offset: int
-    """Of the first row, in bytes."""
-    num_rows: int
-    row_bytes: int
-    seal_bytes: int
-
-    def map(self) -> Seals:
-        """The seals of the rows."""
-        mapped = mmap.mmap(self.descriptor, self.num_rows * self.row_bytes, offset=self.offset)
-        os.close(self.descriptor)
-        with suppress(OSError):  # the kernel has none
-            mapped.madvise(mmap.MADV_HUGEPAGE)  # as in shared_memory.py
-        rows = np.frombuffer(mapped, np.uint8).reshape(self.num_rows, self.row_bytes)
-        return Seals(rows, self.seal_bytes)
+def _map(descriptor: int, offset: int, num_rows: int, row_bytes: int, seal_bytes: int) -> Seals:
+    """The seals of the rows in a file, the first of which begins at byte ``offset``."""
+    mapped = mmap.mmap(descriptor, num_rows * row_bytes, offset=offset)
+    os.close(descriptor)
+    with suppress(OSError):  # the kernel has none
+        mapped.madvise(mmap.MADV_HUGEPAGE)  # as in shared_memory.py
+    return Seals(np.frombuffer(mapped, np.uint8).reshape(num_rows, row_bytes), seal_bytes)
 
 
 def main(descriptor: int) -> None:
     """Do what comes from the socket ``descriptor``, until it ends: with the parent, or before.
 
-    The first message has a Memory and the arguments of a Directory, or None. Then come names of
-    methods: of ``Seals``, with an id for the answer, or of the directory, with 0.
+    The first message has the place of the rows, and the arguments of a Directory, or None. Then
+    come names of methods: of ``Seals``, with an id for the answer, or of the directory, with 0.
     """
     # Ctrl-C and systemd reach all processes of a server. This one ends with the server, in order.
     for each in (signal.SIGINT, signal.SIGTERM):
@@ -77,8 +66,8 @@ def main(descriptor: int) -> None:
                 connection.shutdown(socket.SHUT_RDWR)
 
         requests = receive()
-        memory, files = next(requests)
-        seals = memory.map()
+        place, files = next(requests)
+        seals = _map(*place)
         directory = None
         if files is not None:
             root, max_bytes = files

@@ -119,11 +119,6 @@ def describe(
     return plain
 
 
-def digest(namespace: Mapping[str, Any]) -> str:
-    """32 hex digits that differ if namespaces do."""
-    return _digest(namespace)
-
-
 def _model(model: "ModelConfig", load: "LoadConfig", name: str | None) -> dict[str, Any]:
     return {
         "weights": {"name": name} if name is not None else _weights(model, load),
@@ -131,7 +126,7 @@ def _model(model: "ModelConfig", load: "LoadConfig", name: str | None) -> dict[s
         "class_overrides": model.model_class_overrides,
         "code_revision": model.code_revision,
         # With hf_overrides, and what vLLM has changed.
-        "config": _digest(_without_origin(model.hf_config.to_dict())),
+        "config": digest(_without_origin(model.hf_config.to_dict())),
         "dtype": model.dtype,
         "quantization": [model.quantization, model.quantization_config],
         "max_model_len": _decisive_length(model),
@@ -193,7 +188,7 @@ def _weights(model: "ModelConfig", load: "LoadConfig") -> dict[str, Any]:
         )
     files = [*weights, *_files(place, _BESIDE_WEIGHTS)]
     samples = [(path.name, path.stat().st_size, _sample(path)) for path in files]
-    return {"commit": commit, "num_files": len(files), "samples": _digest(samples)}
+    return {"commit": commit, "num_files": len(files), "samples": digest(samples)}
 
 
 def _place(model: "ModelConfig", load: "LoadConfig") -> tuple[Path | None, str | None]:
@@ -266,6 +261,7 @@ def _plain(value: object) -> object:
     return str(value)
 
 
-def _digest(value: object) -> str:
+def digest(value: object) -> str:
+    """32 hex digits that differ if values, such as namespaces, do."""
     text = json.dumps(value, sort_keys=True, separators=(",", ":"), default=_plain)
     return hashlib.sha256(text.encode()).hexdigest()[:32]

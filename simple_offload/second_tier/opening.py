@@ -87,7 +87,7 @@ def open_second_tier(
     num_slots = min(each.num_host_blocks for each in capacities)
     row_bytes = capacities[0].row_bytes * groups.num_sub_blocks
     try:
-        rows = Rows.open(address, num_slots // groups.num_sub_blocks, row_bytes)
+        rows = Rows(address, num_slots // groups.num_sub_blocks, row_bytes)
     except OSError as error:
         raise ConfigError(
             "second_tier: the scheduler's process cannot reach the ranks' memory, as in another "

@@ -1,6 +1,7 @@
 """Process: another Python process, which gets and sends messages."""
 
 import os
+import pickle
 import select
 import socket
 import subprocess
@@ -8,14 +9,19 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from simple_offload.logs import get_logger
-from simple_offload.second_tier.messages import RECEIVE_BYTES, Message, pack, take
 
 logger = get_logger(__name__)
 
 _END_SECONDS = 10.0
 """Longest wait for its end."""
+RECEIVE_BYTES = 1 << 20
+"""Most that is received at once."""
+_LENGTH_BYTES = 8
+
+Message = tuple[Any, ...]
 
 
 class Process:
@@ -88,3 +94,24 @@ class Process:
             except BlockingIOError:
                 return
             del self._unsent[:num_sent]
+
+
+def pack(message: Message) -> bytes:
+    """The bytes of a message."""
+    data = pickle.dumps(message)
+    return len(data).to_bytes(_LENGTH_BYTES) + data
+
+
+def take(received: bytearray) -> list[Message]:
+    """Take the whole messages from what has come so far."""
+    messages: list[Message] = []
+    start = 0
+    while len(received) >= start + _LENGTH_BYTES:
+        data_start = start + _LENGTH_BYTES
+        end = data_start + int.from_bytes(received[start:data_start])
+        if len(received) < end:
+            break
+        messages.append(pickle.loads(received[data_start:end]))  # noqa: S301 - from our own process
+        start = end
+    del received[:start]
+    return messages

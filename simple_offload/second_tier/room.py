@@ -10,17 +10,14 @@ _STALE_SECONDS = 60.0
 
 
 class Seen(NamedTuple):
-    """What a scan found."""
+    """What a scan found; by itself, nothing."""
 
-    at: float
+    at: float = 0.0
     """When the scan began, in seconds since 1970."""
-    write_until: int
+    write_until: int = 0
     """Bytes since the server's start. At this number it stops writing."""
-    ask_at: int
+    ask_at: int = 0
     """Likewise. At this number another scan is due, so that it ends before the room does."""
-
-
-NOTHING_SEEN = Seen(0.0, 0, 0)
 
 
 class Room:
@@ -38,12 +35,12 @@ class Room:
         self._ask = ask
         self._clock = clock
         self._written = 0
-        self._seen = NOTHING_SEEN
+        self._seen = Seen()
         self._is_asked = True
         """Whether a scan was asked for and has not ended. The directory's start is one."""
 
     def on_seen(self, seen: Seen) -> None:
-        """A scan has ended; NOTHING_SEEN if it failed."""
+        """A scan has ended. It has seen nothing if it failed."""
         self._seen = seen
         self._is_asked = False
 

@@ -97,7 +97,7 @@ class Server:
         part = self._memory.part(0, (num_blocks + 1) * row_bytes).numpy().view(np.uint8)
         self.pages = part.reshape(num_blocks + 1, row_bytes)[:, :-SEAL_BYTES]
         """Of all ranks, by block."""
-        rows = Rows.open(self._memory.address, num_blocks + 1, row_bytes)
+        rows = Rows(self._memory.address, num_blocks + 1, row_bytes)
         files = {"type": "fs", "root_dir": str(root), "n_read_threads": 2, "n_write_threads": 2}
         self.directory: Directory | None = None
         self.connection = LocalConnection(rows)

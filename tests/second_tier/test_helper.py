@@ -30,7 +30,7 @@ NAMES = [b"first", b"second", b"third", b"fourth"]
 def rows() -> Iterator[Rows]:
     memory = SharedMemory.create()
     memory.map(NUM_ROWS * ROW_BYTES, stays_open=True)
-    rows = Rows.open(memory.address, NUM_ROWS, ROW_BYTES)
+    rows = Rows(memory.address, NUM_ROWS, ROW_BYTES)
     rows.array[:] = [[number] for number in range(NUM_ROWS)]
     yield rows
     memory.free()
@@ -158,7 +158,7 @@ from simple_offload.shared_memory import SharedMemory
 
 memory = SharedMemory.create()
 memory.map(4096, stays_open=True)
-helper = start_helper(Rows.open(memory.address, 1, 4096), Path(sys.argv[1]), 1 << 20)
+helper = start_helper(Rows(memory.address, 1, 4096), Path(sys.argv[1]), 1 << 20)
 print("process", helper._connection._process.pid, flush=True)
 sys.stdin.read()
 """

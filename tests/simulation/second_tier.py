@@ -20,7 +20,7 @@ from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, Tra
 from simple_offload.second_tier import namespace, opening
 from simple_offload.second_tier.directory import Directory
 from simple_offload.second_tier.helper import Helper
-from simple_offload.second_tier.messages import Message
+from simple_offload.second_tier.process import Message, Process
 from simple_offload.second_tier.rows import Rows
 from simple_offload.second_tier.seals import Seals
 from simple_offload.second_tier.second_tier import SecondTier
@@ -254,7 +254,7 @@ class ScriptedTier(SecondaryTierManager):
         return True
 
 
-class LocalConnection:
+class LocalConnection(Process):
     """Does in this process what a helper's process would, at once."""
 
     def __init__(self, rows: Rows) -> None:
