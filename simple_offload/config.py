@@ -32,11 +32,17 @@ _MEMORY_KEYS = ("cpu_bytes_to_use", "cpu_bytes_to_use_per_rank")
 _SIZE_FORMS = 'a number of bytes or a size such as "64GiB", "512MiB" or "64GB"'
 _MEMORY_FORMS = f'{_SIZE_FORMS}, or a share of memory such as "80%"'
 _SIMILAR = 0.7
-"""Likeness (difflib) of two names from which one may be meant for the other."""
+"""Likeness (difflib) of an unknown key and a known one from which it is an error, and not ignored."""
 
 
 class ConfigError(ValueError):
     """An invalid configuration. The message names the key, the value and what is allowed."""
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """A question for the end of a message about ``name``; empty if no known name is similar."""
+    near = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
+    return f"; did you mean {near[0]!r}?" if near else ""
 
 
 def parse_size(value: object) -> int:
@@ -348,11 +354,7 @@ def _explain(detail: ErrorDetails) -> str:
     value = detail["input"]
     known = list(OffloadConfig.model_fields)
     if detail["type"] == "extra_forbidden":
-        similar = difflib.get_close_matches(key, known, 1, _SIMILAR)
-        return (
-            f"{key}={value!r}: unknown key; did you mean {similar[0]!r}? "
-            f"(known: {', '.join(known)})"
-        )
+        return f"{key}={value!r}: unknown key{nearest(key, known)} (known: {', '.join(known)})"
     if key == "kv_offload_backend":
         return (
             f"{key}={value!r}: must be 'cpu': remove the key, set cpu_bytes_to_use, and "
@@ -360,9 +362,7 @@ def _explain(detail: ErrorDetails) -> str:
         )
     allowed = detail["msg"][0].lower() + detail["msg"][1:]
     if detail["type"] == "literal_error" and isinstance(value, str):
-        choices = re.findall(r"'(\w+)'", detail["ctx"]["expected"])
-        near = difflib.get_close_matches(value, choices, n=1)
-        allowed += f"; did you mean {near[0]!r}?" if near else ""
+        allowed += nearest(value, re.findall(r"'(\w+)'", detail["ctx"]["expected"]))
     forms = {"second_tier.bytes": _SIZE_FORMS} | dict.fromkeys(_MEMORY_KEYS, _MEMORY_FORMS)
     if key in forms and detail["type"] != "size":
         allowed += f" ({forms[key]})"

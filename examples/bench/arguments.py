@@ -10,8 +10,8 @@ from pydantic_core import PydanticCustomError
 from examples.bench.child import Device
 from examples.bench.command import BAD_RESULT, CANNOT_START, INTERRUPTED, RUN_FAILED
 from examples.bench.connectors import CONTENDERS, ON_CPU, WITH_FILES, Contender
-from simple_offload.cli.arguments import Parser, nearest
-from simple_offload.config import parse_size
+from simple_offload.cli.arguments import Parser
+from simple_offload.config import nearest, parse_size
 
 MAX_SEED = 2**32 - 1
 """numpy.random.RandomState takes no larger one."""

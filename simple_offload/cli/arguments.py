@@ -1,10 +1,11 @@
 """Parsing of the command's arguments, and messages about wrong ones."""
 
 import argparse
-import difflib
 import re
 from collections.abc import Iterable, Sequence
 from typing import NoReturn
+
+from simple_offload.config import nearest
 
 _INVALID_CHOICE = re.compile(r"invalid choice: '(?P<value>[^']*)' \(choose from (?P<choices>.*)\)")
 _UNRECOGNIZED = re.compile(r"unrecognized arguments: (?P<value>-[^\s=]+)")
@@ -39,12 +40,6 @@ class Parser(argparse.ArgumentParser):
         elif match := _UNRECOGNIZED.search(message):
             known = [name for action in self._actions for name in action.option_strings]
         super().error(message + (nearest(match["value"], known) if match else ""))
-
-
-def nearest(name: str, known: Iterable[str]) -> str:
-    """A question for the end of a message about ``name``; empty if no known name is similar."""
-    near = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
-    return f"; did you mean {near[0]!r}?" if near else ""
 
 
 def count(text: str) -> int:

@@ -1,10 +1,9 @@
 """Objects: vLLM's second tier (``SecondaryTierManager``), driven from our scheduler side."""
 
-import difflib
 import inspect
 import os
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from random import SystemRandom
 from typing import TYPE_CHECKING, Any, NamedTuple, ParamSpec, TypeVar
 
@@ -33,6 +32,7 @@ from vllm.v1.kv_offload.tiering.fs import io as fs_io
 from simple_offload.config import (
     ConfigError,
     SecondTierConfig,
+    nearest,
     parse_flag,
     parse_number,
     parse_whole_number,
@@ -243,7 +243,7 @@ def require_known_options(config: SecondTierConfig) -> None:
     except ValueError as error:
         known = re.findall(r"'(\w+)'", str(error).partition("Supported types")[2])
         raise ConfigError(
-            f"second_tier.type={config.type!r}: unknown{_near(config.type, known)} "
+            f"second_tier.type={config.type!r}: unknown{nearest(config.type, known)} "
             f"(known: {', '.join(known)}; for one of your own, set module_path too)"
         ) from None
     except (ImportError, AttributeError) as error:
@@ -290,15 +290,10 @@ def _options(config: SecondTierConfig, tier: "type[SecondaryTierManager]") -> di
                 raise ConfigError(f"second_tier.{key}={value!r}: {error.message()}") from None
         elif not takes_any:
             raise ConfigError(
-                f"second_tier.{key}={value!r}: unknown{_near(key, known)} "
+                f"second_tier.{key}={value!r}: unknown{nearest(key, known)} "
                 f"(known for {config.type!r}: {', '.join(known)})"
             )
     for key, each in options.items():
         if not takes_any and each.default is each.empty and key not in parsed:
             raise ConfigError(f"second_tier.{key} is missing: {config.type!r} needs it")
     return parsed
-
-
-def _near(word: str, known: Iterable[str]) -> str:
-    near = difflib.get_close_matches(word, list(known), n=1, cutoff=0.5)
-    return f"; did you mean {near[0]!r}?" if near else ""
