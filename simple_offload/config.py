@@ -32,7 +32,7 @@ _MEMORY_KEYS = ("cpu_bytes_to_use", "cpu_bytes_to_use_per_rank")
 _SIZE_FORMS = 'a number of bytes or a size such as "64GiB", "512MiB" or "64GB"'
 _MEMORY_FORMS = f'{_SIZE_FORMS}, or a share of memory such as "80%"'
 _SIMILAR = 0.7
-"""Likeness (difflib) of an unknown key and a known one from which it is an error, and not ignored."""
+"""Likeness (difflib) to a known key from which an unknown one is an error, and not ignored."""
 
 
 class ConfigError(ValueError):

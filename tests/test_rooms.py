@@ -78,11 +78,17 @@ def test_the_tier_imports_no_room_above_it() -> None:
 
 
 def test_the_second_tier_knows_the_host_tier_only() -> None:
+    """And the scheduler side knows its interface only, but for the one file that opens it."""
     for path in (PACKAGE / "second_tier").glob("*.py"):
         for module in imports(path):
             assert not module.startswith("simple_offload.scheduler") or module.startswith(TIER), (
                 path
             )
+    for path in (PACKAGE / "scheduler").rglob("*.py"):
+        files = ("interface", "opening") if path.name == "setup.py" else ("interface",)
+        allowed = tuple(f"simple_offload.second_tier.{file}" for file in files)
+        for module in imports(path):
+            assert not module.startswith("simple_offload.second_tier") or module.startswith(allowed)
 
 
 def test_the_insides_of_vllm_and_of_the_tier_are_used_in_their_own_files_only() -> None:

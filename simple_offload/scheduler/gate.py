@@ -7,7 +7,7 @@ from simple_offload.scheduler.loads import Loads
 from simple_offload.scheduler.parked import Parked
 from simple_offload.scheduler.policy.store_policy import StorePolicy
 from simple_offload.scheduler.tier.groups import Groups
-from simple_offload.second_tier.second_tier import SecondTier
+from simple_offload.second_tier.interface import SecondTierHooks
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request
@@ -59,9 +59,7 @@ class Gate:
         self._block_size = block_size
         self._max_running = max_running
         self.is_closed = False
-        """Whether the tier is switched off: nothing is loaded."""
-        self.second_tier: SecondTier | None = None
-        """Once it is open."""
+        """Whether the host tier is switched off: nothing is loaded."""
         self._offered: str | None = None
         """The request that was last offered a load in the step being scheduled, if vLLM has not
         given it blocks."""
@@ -74,7 +72,9 @@ class Gate:
         self._since: dict[str, int] = {}
         """By request that waits for the load of another, that count when it began to."""
 
-    def ask(self, request: "Request", num_computed_tokens: int) -> int | None:
+    def ask(
+        self, request: "Request", num_computed_tokens: int, second_tier: SecondTierHooks
+    ) -> int | None:
         """Tokens to load for a request without blocks, whose first ``num_computed_tokens`` tokens
         the device has. Pins them. None: vLLM should ask again in the next step."""
         request_id = request.request_id
@@ -82,9 +82,12 @@ class Gate:
         if request_id in self._given_back:
             self._given_back.remove(request_id)
             return None
-        num_tokens = self._find(request, num_computed_tokens)
-        if num_tokens is None:  # the second tier may add to the hit, which stays pinned
-            return None
+        num_tokens = 0
+        if not self.is_closed and self._may_load(request, num_computed_tokens):
+            second_tier.on_lookup()
+            num_tokens = self._loads.lookup(request, num_computed_tokens)
+            if second_tier.must_wait(request, num_computed_tokens, num_tokens):
+                return None  # it may add to the hit, which stays pinned
         if num_tokens and self._shares_load(request_id):
             self._loads.unpin_hit(request_id)
             return None
@@ -129,17 +132,6 @@ class Gate:
         """The request has ended."""
         self._given_back.discard(request_id)
         self._since.pop(request_id, None)
-
-    def _find(self, request: "Request", num_computed_tokens: int) -> int | None:
-        """Tokens of the request's hit, which is pinned. None: the second tier may have more."""
-        if self.is_closed or not self._may_load(request, num_computed_tokens):
-            return 0
-        num_tokens = self._loads.lookup(request, num_computed_tokens)
-        if self.second_tier is None:
-            return num_tokens
-        if self.second_tier.must_wait(request, num_computed_tokens, num_tokens):
-            return None
-        return self._loads.lookup(request, num_computed_tokens)
 
     def _may_load(self, request: "Request", num_computed_tokens: int) -> bool:
         """Whether host blocks may follow this device prefix. It ends on a scheduler block boundary;

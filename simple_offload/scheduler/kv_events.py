@@ -2,7 +2,7 @@
 
 from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from vllm.distributed.kv_events import MEDIUM_CPU, BlockRemoved, BlockStored
 from vllm.v1.core.kv_cache_utils import (
@@ -17,9 +17,13 @@ from vllm.v1.kv_cache_interface import (
     get_kv_cache_spec_sliding_window,
 )
 
+from simple_offload.scheduler.event_payload import payloads_of_host_block
 from simple_offload.scheduler.tier.cpu_tier import CpuTier
 from simple_offload.scheduler.tier.groups import Groups
 from simple_offload.scheduler.tier.run import EventPayload, PayloadsByKey, Run
+
+if TYPE_CHECKING:
+    from vllm.v1.request import Request
 
 _LOCALITY = "LOCAL"
 
@@ -61,6 +65,14 @@ class KVEvents:
             if place not in useless:
                 inner_keys = run.inner_keys[place] if run.inner_keys else ()
                 self._on_cached(key, inner_keys, num_tokens, run.payloads[place])
+
+    def on_fetched(self, run: Run, request: "Request", useless: Collection[int]) -> None:
+        """Likewise, of blocks that a second tier had: fetched for ``request``."""
+        run.payloads = [
+            payloads_of_host_block(self._groups, key, (), num_tokens, request)
+            for key, num_tokens in zip(run.keys, run.num_tokens, strict=True)
+        ]
+        self.on_committed(run, useless)
 
     def _on_cached(
         self,

@@ -1,50 +1,21 @@
 """OffloadScheduler: the scheduler side of one engine, step by step."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from vllm.v1.core.kv_cache_utils import resolve_kv_cache_block_sizes
-
-from simple_offload import metrics, vllm_compat
-from simple_offload.config import ConfigError, OffloadConfig, SecondTierConfig
+from simple_offload import metrics
+from simple_offload.config import OffloadConfig
 from simple_offload.logs import get_logger
 from simple_offload.metadata import RankCapacity, StepMetadata, WorkerReport
-from simple_offload.ranks import Ranks
-from simple_offload.scheduler.event_payload import payloads_of_host_block
-from simple_offload.scheduler.gate import Gate, is_prefilled_elsewhere
-from simple_offload.scheduler.kv_events import KVEvents
-from simple_offload.scheduler.loads import Loads
-from simple_offload.scheduler.parked import Parked
-from simple_offload.scheduler.policy.store_policy import (
-    BoundaryState,
-    StorePolicy,
-    describe_policy,
-)
-from simple_offload.scheduler.rank_reports import TransferLedger
-from simple_offload.scheduler.stores import Stores
-from simple_offload.scheduler.supported import (
-    chunk_sizes,
-    require_right_states,
-    require_sub_blocks_possible,
-    require_supported_groups,
-)
+from simple_offload.scheduler.gate import is_prefilled_elsewhere
+from simple_offload.scheduler.policy.store_policy import BoundaryState
+from simple_offload.scheduler.setup import Setup
 from simple_offload.scheduler.tier import block_pool
-from simple_offload.scheduler.tier.cpu_tier import CpuTier
-from simple_offload.scheduler.tier.groups import Groups, host_groups
-from simple_offload.scheduler.tier.run import Run
 from simple_offload.scheduler.wishes import KEY, Wishbook
-from simple_offload.scheduler.write_hazards import WriteHazards
-from simple_offload.second_tier.opening import (
-    open_second_tier,
-    require_second_tier_possible,
-)
-from simple_offload.second_tier.second_tier import SecondTier
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.distributed.kv_events import KVCacheEvent
-    from vllm.v1.core.kv_cache_coordinator import KVCacheCoordinator
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
     from vllm.v1.core.kv_cache_utils import KVCacheBlock
     from vllm.v1.core.sched.output import SchedulerOutput
@@ -64,33 +35,18 @@ class OffloadScheduler:
         kv_cache_config: "KVCacheConfig",
         config: OffloadConfig,
     ) -> None:
+        """Raises ConfigError for what this version cannot serve."""
         self.config = config
-        self._vllm_config = vllm_config
-        self._device_config = kv_cache_config
-        require_supported_groups(kv_cache_config)
-        self.block_size, self._hash_block_size = resolve_kv_cache_block_sizes(
-            kv_cache_config, vllm_config
-        )
-        self._num_sub_blocks = config.num_sub_blocks(self.block_size)
-        if self._num_sub_blocks > 1:
-            require_sub_blocks_possible(config, kv_cache_config, self.block_size)
-        if config.second_tier is not None:
-            require_second_tier_possible(config.second_tier, vllm_config)
-        self.switched_off = False
+        self._setup = setup = Setup(vllm_config, kv_cache_config, config)
+        self.tier, self.groups, self._meter = setup.tier, setup.groups, setup.meter
+        self._ledger, self._loads, self._stores = setup.ledger, setup.loads, setup.stores
+        self._events, self._second_tier = setup.events, setup.second_tier
         self._num_on_device: dict[str, int] = {}
         """By request without blocks, its tokens that the device had at the last lookup."""
         self._wishes = Wishbook(allow_reports=config.allow_reports)
         self._sources: dict[str, dict[str, int]] = {}
         """By request that wishes for a report: by source, tokens of its prompt that need not be
         computed."""
-        self._ranks = Ranks.from_config(vllm_config.parallel_config)
-        self._capacities: dict[str, RankCapacity] = {}
-        """By rank, its last report."""
-        self._capacity: int | None = None
-        """Host blocks of a device block's size that all ranks have room for, once known."""
-        self._is_capacity_sent = self._ranks.are_alike
-        """Whether the ranks know it. Ranks that are alike need no message."""
-        self._make_tier()
 
     # Before the first request
 
@@ -99,27 +55,10 @@ class OffloadScheduler:
         self._device_pool = kv_cache_manager.block_pool
         block_pool.on_reset(self._device_pool, self._before_device_reset, self._on_device_reset)
         self._device_managers = kv_cache_manager.coordinator.single_type_managers
-        self._policy = StorePolicy(
-            self.config,
-            self._vllm_config,
-            self.tier,
-            self.groups,
-            self._stores,
-            kv_cache_manager,
-            self._meter,
-            wants_events=self._events is not None,
-        )
-        self._parked = Parked(kv_cache_manager, self._vllm_config)
-        self._gate = Gate(
-            self._loads,
-            self.groups,
-            self._parked,
-            self._policy,
-            self.block_size,
-            chunk_sizes(self._device_config),
-            self._vllm_config.scheduler_config.max_num_seqs,
-        )
-        self._hazards = WriteHazards(kv_cache_manager, self._vllm_config.max_concurrent_batches)
+        setup = self._setup
+        setup.bind_kv_cache_manager(kv_cache_manager)
+        self._policy, self._parked = setup.policy, setup.parked
+        self._gate, self._hazards = setup.gate, setup.hazards
 
     def agree_on_capacity(self, capacities: Iterable[RankCapacity]) -> None:
         """Learn how much memory the ranks have. vLLM calls this once, when every rank has
@@ -127,16 +66,19 @@ class OffloadScheduler:
         (MultiConnector) it does not: then the ranks' first reports contain the same."""
         self._on_capacities({capacity.rank: capacity for capacity in capacities})
 
+    def _on_capacities(self, capacities: Mapping[str, RankCapacity]) -> None:
+        self._setup.on_capacities(capacities)
+        self._second_tier = self._setup.second_tier
+
     # One step
 
     def on_new_request(self, request: "Request") -> None:
         """vLLM has put a request into its queue."""
         self._wishes.of(request)  # a warning comes at once
-        if self.switched_off or is_prefilled_elsewhere(request):
+        if self._gate.is_closed or is_prefilled_elsewhere(request):
             return
         self._policy.on_new_request(request)
-        if self._second_tier is not None:
-            self._second_tier.on_new_request(request)
+        self._second_tier.on_new_request(request)
 
     def get_num_new_matched_tokens(
         self, request: "Request", num_computed_tokens: int
@@ -144,7 +86,7 @@ class OffloadScheduler:
         """Tokens that the tier has beyond those on the device, and whether they are loaded
         between steps. Pins their blocks. None: vLLM should ask again in the next step."""
         self._num_on_device[request.request_id] = num_computed_tokens
-        num_tokens = self._gate.ask(request, num_computed_tokens)
+        num_tokens = self._gate.ask(request, num_computed_tokens, self._second_tier)
         return num_tokens, bool(num_tokens)
 
     def update_state_after_alloc(
@@ -157,7 +99,7 @@ class OffloadScheduler:
         wishes = self._wishes.of(request)
         if starts and wishes.report:
             self._note_sources(request.request_id, num_on_device, num_external_tokens)
-        if starts and not self.switched_off:
+        if starts and not self._gate.is_closed:
             if not request.skip_reading_prefix_cache:
                 self._meter.add(metrics.LOOKUPS, 1, "hit" if num_external_tokens > 0 else "miss")
             self._policy.on_allocated(request, num_on_device, num_external_tokens, wishes)
@@ -181,21 +123,18 @@ class OffloadScheduler:
             lambda block_ids: bool(zeroed) or self._hazards.may_touch(block_ids)
         )
         num_tokens = scheduler_output.total_num_scheduled_tokens
-        step = None
-        if self._second_tier is not None:
-            step = self._second_tier.on_step(num_tokens)
+        step = self._second_tier.on_step(num_tokens)
         computes = num_tokens > 0
         self._hazards.on_step(zeroed, computes=computes)
         if self._parked.on_step(computes=computes) and not self.has_pending_block_frees():
             self._gate.on_standstill()
         self._gate.on_step()
-        self._is_capacity_sent |= self._capacity is not None
         return StepMetadata(
             loads=loads,
             stores=self._stores.submit(),
             admitted=self._loads.drain_admitted(),
             num_tokens=num_tokens,
-            num_host_blocks=None if self._ranks.are_alike else self._capacity,
+            num_host_blocks=self._setup.send_capacity(),
             step=step,
         )
 
@@ -212,28 +151,24 @@ class OffloadScheduler:
     def _on_report(self, report: WorkerReport) -> None:
         if report.capacities:
             self._on_capacities(report.capacities)
-        if report.step is not None and self._second_tier is not None:
+        if report.step is not None:
             self._second_tier.on_step_ended(report.step)
         for request_id in self._loads.on_failed(report.failed):
             if (sources := self._sources.get(request_id)) is not None:
                 sources.update(host=0, second_tier=0)
         for ended in self._ledger.on_report(report):
-            load = self._loads.on_ended(ended, self._device_pool)
-            is_load = load is not None
-            if load is not None and ended.ok:
-                self._policy.on_load_ended(load)
-            if not is_load and (store := self._stores.on_ended(ended)) is not None:
+            kind, consequence = "Store", "its blocks are not kept"
+            if (load := self._loads.on_ended(ended, self._device_pool)) is not None:
+                kind = "Load"
+                consequence = "its request recomputes or fails, as kv_load_failure_policy says"
+                if ended.ok:
+                    self._policy.on_load_ended(load)
+            elif (store := self._stores.on_ended(ended)) is not None:
                 self._policy.on_store_ended(*store, ok=ended.ok)
             if not ended.ok:
-                consequence = (
-                    "its request recomputes or fails, as kv_load_failure_policy says"
-                    if is_load
-                    else "its blocks are not kept"
-                )
-                kind = "Load" if is_load else "Store"
                 logger.error("%s %d failed on a rank: %s", kind, ended.id, consequence)
-        if report.broken and not self.switched_off:
-            self.switched_off = self._gate.is_closed = True
+        if report.broken and not self._gate.is_closed:
+            self._gate.is_closed = True
             self.reset_cache()
             logger.error(
                 "A rank has lost a copy thread: the host tier is switched off. The server "
@@ -247,8 +182,7 @@ class OffloadScheduler:
         self._num_on_device.pop(request.request_id, None)
         self._parked.remove(request.request_id)
         self._gate.on_request_finished(request.request_id)
-        if self._second_tier is not None:
-            self._second_tier.on_request_finished(request.request_id)
+        self._second_tier.on_request_finished(request.request_id)
         self._loads.on_request_finished(request.request_id)
         loading = self._loads.is_loading(request.request_id)
         self._policy.on_request_finished(request, loading=loading)
@@ -270,16 +204,13 @@ class OffloadScheduler:
             metrics.USED: tier.num_used,
             metrics.PINNED: tier.max_contents - tier.num_free,
         }
-        if self._second_tier is not None:
-            gauges |= self._second_tier.gauges()
-        return self._meter.drain(gauges)
+        return self._meter.drain(gauges | self._second_tier.gauges())
 
     def has_pending_work(self) -> bool:
         """Whether the engine must go on stepping although no request needs it."""
-        must_send = self._capacity is not None and not self._is_capacity_sent
-        if self._second_tier is not None and self._second_tier.has_pending_work:
+        if self._setup.must_send_capacity or self._second_tier.has_pending_work:
             return True
-        return must_send or not (self._policy.idle and self._stores.idle and self._loads.idle)
+        return not (self._policy.idle and self._stores.idle and self._loads.idle)
 
     def has_pending_block_frees(self) -> bool:
         """Whether waiting for a transfer would free a device block, so that no request needs to be
@@ -295,8 +226,7 @@ class OffloadScheduler:
         their blocks stay pinned until then."""
         self._drop_stores()
         self.tier.reset()
-        if self._second_tier is not None:
-            self._second_tier.reset()
+        self._second_tier.reset()
         return True
 
     def _before_device_reset(self) -> None:
@@ -332,18 +262,15 @@ class OffloadScheduler:
 
     def shutdown(self) -> None:
         """Finish what is on its way to the second tier."""
-        if self._second_tier is not None:
-            self._second_tier.shutdown()
+        self._second_tier.shutdown()
 
     # Details
 
     def _note_sources(self, request_id: str, num_on_device: int, num_external_tokens: int) -> None:
         """The first blocks that a request gets have its prompt's tokens."""
         if request_id not in self._sources:
-            num_fetched = 0
-            if self._second_tier is not None:
-                num_tokens = num_on_device + num_external_tokens
-                num_fetched = self._second_tier.num_fetched_tokens(request_id, num_tokens)
+            num_tokens = num_on_device + num_external_tokens
+            num_fetched = self._second_tier.num_fetched_tokens(request_id, num_tokens)
             num_fetched = min(num_fetched, num_external_tokens)
             self._sources[request_id] = {
                 "device": num_on_device,
@@ -358,35 +285,6 @@ class OffloadScheduler:
             return None
         num_computed = max(0, request.num_prompt_tokens - sum(sources.values()))
         return {KEY: {"prompt_tokens": {**sources, "compute": num_computed}}}
-
-    def _make_tier(self) -> None:
-        """A tier without host blocks (but vLLM's null block): the ranks open them."""
-        coordinator = self._make_coordinator()
-        require_right_states(coordinator, self._hash_block_size)
-        self._meter = metrics.Meter()
-        self.groups = Groups(coordinator, self._hash_block_size, self._num_sub_blocks)
-        self.tier = CpuTier(coordinator, self.groups, self._meter)
-        events_config = self._vllm_config.kv_events_config
-        self._events: KVEvents | None = None
-        if events_config is not None and events_config.enable_kv_cache_events:
-            self._events = KVEvents(self.tier, self.groups)
-        self._ledger = TransferLedger(self._ranks.num)
-        self._loads = Loads(self.tier, self.groups, self._ledger, self._meter)
-        self._stores = Stores(self.tier, self.groups, self._ledger, self._meter)
-        if self._events is not None:
-            self._stores.on_committed.append(self._events.on_committed)
-        self._second_tier: SecondTier | None = None
-        """Once the ranks have told of their memory."""
-
-    def _make_coordinator(self) -> "KVCacheCoordinator":
-        """vLLM's coordinator for host blocks, with a pool of vLLM's null block only."""
-        num_sub_blocks = self._num_sub_blocks
-        return vllm_compat.make_host_coordinator(
-            replace(host_groups(self._device_config, num_sub_blocks), num_blocks=1),
-            self._vllm_config,
-            self.block_size * num_sub_blocks,
-            self._hash_block_size * num_sub_blocks,
-        )
 
     def _free_unread(self, request: "Request", num_external_tokens: int) -> None:
         """Free those of the request's new device blocks that attention will not read.
@@ -403,81 +301,6 @@ class OffloadScheduler:
             if num_unread > manager.get_num_skipped_tokens(num_tokens):
                 count = num_unread // manager.block_size
                 block_pool.free_first_blocks(manager, request.request_id, count)
-
-    def _on_capacities(self, capacities: Mapping[str, RankCapacity]) -> None:
-        """Use the host blocks that every rank has opened: each must have room for each block."""
-        self._capacities.update(capacities)
-        if len(self._capacities) == self._ranks.num:
-            if self._capacity is None:
-                self._agree()
-            num_open = min(capacity.num_open for capacity in self._capacities.values())
-            self.tier.grow(num_open // self._num_sub_blocks)
-
-    def _agree(self) -> None:
-        """Every rank has reported its room: the smallest decides. Raises ConfigError if that is too
-        small, or the second tier cannot be opened."""
-        capacities = self._capacities.values()
-        rooms = [capacity.num_host_blocks for capacity in capacities]
-        room = min(rooms) // self._num_sub_blocks
-        if self._num_sub_blocks > 1 and room < 2:
-            block_size = self.block_size * self._num_sub_blocks
-            raise ConfigError(
-                f"cpu_block_size={block_size}: a rank has room for {room} host blocks of "
-                f"{block_size} tokens. Allowed: room for at least 2, that is a smaller block or "
-                "more host memory"
-            )
-        self._capacity = min(rooms)
-        private = frozenset[int]().union(*(each.private_groups for each in capacities))
-        num_places = max(each.num_places for each in capacities)
-        self.tier.share(private, num_places)
-        if num_places > 1:
-            shared = [group for group in self.groups.ids if group not in private]
-            logger.info(
-                "Up to %d ranks share one host copy of KV cache groups %s, and have copies of "
-                "their own of groups %s. %d host blocks; with copies for each rank, %d",
-                num_places,
-                shared,
-                sorted(private),
-                self._capacity,
-                self._capacity // num_places,
-            )
-        by_rank = [room // self._num_sub_blocks for room in rooms]
-        if len(set(by_rank)) > 1:
-            logger.info("Ranks have room for %s host blocks; all use %d", by_rank, min(by_rank))
-        if self.config.second_tier is not None:
-            self._second_tier = self._open_second_tier(self.config.second_tier)
-            self._gate.second_tier = self._second_tier
-            self._stores.on_committed.append(self._second_tier.on_stored)
-        logger.info(
-            "Host tier: %d blocks of %d tokens, %s",
-            min(by_rank),
-            self.block_size * self._num_sub_blocks,
-            describe_policy(self.config),
-        )
-
-    def _open_second_tier(self, config: SecondTierConfig) -> SecondTier:
-        """The second tier, over the ranks' memory. Raises ConfigError where it cannot start."""
-        return open_second_tier(
-            config,
-            self._vllm_config,
-            self._device_config,
-            list(self._capacities.values()),
-            self._make_coordinator(),
-            self.tier,
-            self.groups,
-            self._meter,
-            lambda: block_pool.cached(self._device_pool),  # a reset makes another
-            self._on_fetched,
-        )
-
-    def _on_fetched(self, run: Run, request: "Request", useless: Sequence[int]) -> None:
-        """Blocks that were fetched for ``request`` have become findable."""
-        if self._events is not None:
-            run.payloads = [
-                payloads_of_host_block(self.groups, key, (), num_tokens, request)
-                for key, num_tokens in zip(run.keys, run.num_tokens, strict=True)
-            ]
-            self._events.on_committed(run, useless)
 
 
 def _boundary_states(scheduled: "SchedulerOutput") -> dict[str, list[BoundaryState]]:

@@ -20,6 +20,7 @@ from simple_offload.scheduler.tier.cpu_tier import CpuTier
 from simple_offload.scheduler.tier.groups import Groups
 from simple_offload.scheduler.tier.run import Run
 from simple_offload.second_tier.helper import Helper
+from simple_offload.second_tier.interface import SecondTierHooks
 from simple_offload.second_tier.objects import Ended, Objects
 from simple_offload.second_tier.reach import Reach
 from simple_offload.second_tier.rows import Rows
@@ -133,7 +134,7 @@ def _guarded(default: object) -> Callable[[_Hook], _Hook]:
     return guard
 
 
-class SecondTier:
+class SecondTier(SecondTierHooks):
     """vLLM asks the host tier for a prefix. What that lacks, this asks vLLM's second tier for,
     while the request waits in vLLM's queue, no longer than computing it would take. Objects become
     ordinary host blocks, head first. New host blocks are written behind (``Writes``).
@@ -143,6 +144,8 @@ class SecondTier:
 
     A tier that hangs or fails is switched off for a while. A reset, or an exception here, closes it
     for good: no object is asked for, read or written any more.
+
+    ``SecondTierHooks`` describes what the scheduler side calls.
     """
 
     clock: Callable[[], float] = staticmethod(time.monotonic)
@@ -209,8 +212,8 @@ class SecondTier:
 
     @_guarded(None)
     def on_new_request(self, request: "Request") -> None:
-        """Ask for the first blocks that neither device nor tier has. The answers are there when
-        vLLM comes to the request."""
+        # For the first blocks that neither device nor tier has. The answers are there when vLLM
+        # comes to the request.
         if not self.is_on or not self.speeds.should_ask(request.num_tokens):
             return
         on_device = self._on_device()
@@ -221,15 +224,15 @@ class SecondTier:
                 self._objects.ask(self._objects.name(key), request.request_id)
         self._objects.flush()
 
-    @_guarded(False)
-    def must_wait(self, request: "Request", num_computed_tokens: int, num_hit_tokens: int) -> bool:
-        """Whether a request should be asked about again in the next step, as more of its prefix may
-        be in host memory then. It has ``num_computed_tokens`` tokens on the device, and the tier
-        has ``num_hit_tokens`` more."""
-        request_id = request.request_id
+    @_guarded(None)
+    def on_lookup(self) -> None:
         if not self._has_polled:
             self._poll()
             self._has_polled = True
+
+    @_guarded(False)
+    def must_wait(self, request: "Request", num_computed_tokens: int, num_hit_tokens: int) -> bool:
+        request_id = request.request_id
         if not self.is_on or request_id in self._over:
             return False
         fetch = self._waits.get(request_id)
@@ -255,14 +258,11 @@ class SecondTier:
 
     @_guarded(0)
     def num_fetched_tokens(self, request_id: str, num_tokens: int) -> int:
-        """How many of a request's first ``num_tokens`` tokens device and tier have got by the fetch
-        that it waited for."""
         before = self._over.get(request_id)
         return max(0, num_tokens - before) if before is not None else 0
 
     @_guarded(None)
     def on_request_finished(self, request_id: str) -> None:
-        """The request has ended. Reads under way go on."""
         self._end_wait(request_id, None)
         self._over.pop(request_id, None)
         self._objects.on_answered(request_id)
@@ -271,19 +271,15 @@ class SecondTier:
 
     @_guarded(None)
     def on_stored(self, run: Run, useless: Collection[int]) -> None:
-        """The blocks of ``run`` have become findable in the host tier, except at the places
-        ``useless``."""
-        self.writes.on_stored(run, useless)
+        if self.is_on:
+            self.writes.on_stored(run, useless)
 
     @_guarded(None)
     def on_step_ended(self, number: int) -> None:
-        """The step of this number has ended on every rank."""
         self.speeds.on_step_ended(number)
 
     @_guarded(None)
     def on_step(self, num_tokens: int) -> int | None:
-        """vLLM schedules a step of ``num_tokens`` tokens. Returns its number if ``on_step_ended``
-        has to tell of its end."""
         self._now.on_step()
         self._stepped.on_step()
         if num_tokens:
@@ -305,16 +301,11 @@ class SecondTier:
         return self.speeds.on_step(num_tokens)
 
     @property
+    @_guarded(False)
     def has_pending_work(self) -> bool:
-        """Whether something waits for the next step, which no thread does by itself. Not for long
-        after the last step with tokens."""
         if not self.is_on or self.clock() - self._last_tokens >= _LINGER_SECONDS:
             return False
-        return bool(self._fetches) or self._has_pending_writes()
-
-    @_guarded(False)
-    def _has_pending_writes(self) -> bool:
-        return self.writes.has_pending_work
+        return bool(self._fetches) or self.writes.has_pending_work
 
     @property
     def idle(self) -> bool:
@@ -323,8 +314,6 @@ class SecondTier:
 
     @_guarded(None)
     def reset(self) -> None:
-        """Close the tier, and forget all contents: the model may be another from now on. Objects
-        of before must not be found. No server could find what this one writes from now on."""
         if self.is_on or self._off_since is not None:
             logger.warning(
                 "The host tier was reset, which may mean other weights: the second tier is off "
@@ -341,11 +330,9 @@ class SecondTier:
             logger.error("The second tier is off until the server starts again", exc_info=error)
         with suppress(Exception):
             self._close()
-        self.is_on = False
         self._waits.clear()
 
     def shutdown(self) -> None:
-        """Finish the writes under way, for some seconds at most."""
         thread = threading.Thread(target=self._finish, name="simple-offload-close", daemon=True)
         thread.start()
         thread.join(_CLOSE_SECONDS)
@@ -366,7 +353,6 @@ class SecondTier:
         self.writes.finish(self._poll)
 
     def gauges(self) -> dict[str, float]:
-        """For metrics."""
         return {
             metrics.SECOND_TIER_ON: float(self.is_on and self.speeds.pays),
             metrics.FETCH_SPEED: self.speeds.fetch or 0.0,
@@ -634,12 +620,11 @@ class SecondTier:
         self._objects.error = None
         if self._helper.error is not None:
             self._helper.restart()
-        self.writes.go_on()
         self.is_on, self._off_since = True, None
         logger.info("The second tier is switched on again")
 
     def _close(self) -> None:
         self.is_on, self._off_since = False, None
-        self.writes.stop()
+        self.writes.forget()
         for request_id in [*self._waits]:
             self._end_wait(request_id, "late")

@@ -65,7 +65,6 @@ class Writes:
         self._sealing: deque[_Write] = deque()
         self._in_flight: dict[int, _Write] = {}
         self._paused_until = 0.0
-        self._is_stopped = False
         self._per_write = max(1, _WRITE_BYTES // rows.num_bytes)
 
     @property
@@ -86,8 +85,6 @@ class Writes:
     def on_stored(self, run: Run, useless: Collection[int]) -> None:
         """The blocks of ``run`` have become findable in the tier, except at the places
         ``useless``."""
-        if self._is_stopped:
-            return
         new = [key for place, key in enumerate(run.keys) if place not in useless]
         room = max(0, _MAX_WAITING - len(self._waiting))
         self._waiting.update(dict.fromkeys(new[:room]))
@@ -148,15 +145,10 @@ class Writes:
             self._objects.drain()
             poll()
 
-    def stop(self) -> None:
-        """Begin no more writes."""
-        self._is_stopped = True
+    def forget(self) -> None:
+        """Write nothing of what has come so far, but for what is under way."""
         self._waiting.clear()
         self._sealing.clear()
-
-    def go_on(self) -> None:
-        """Begin writes again, of blocks that come from now on."""
-        self._is_stopped = False
 
     @property
     def _num_writable(self) -> int:

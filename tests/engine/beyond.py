@@ -12,6 +12,7 @@ from vllm.v1.engine import EngineCoreRequest
 
 from tests.engine.live import LiveEngine, clean_up_process
 from tests.engine.spec import Answer, Ask, EngineSpec
+from tests.simulation.integrity import second_tier_of
 
 
 def play_new_weights(
@@ -119,7 +120,7 @@ def play_without_helper(spec: EngineSpec, prompt: tuple[int, ...]) -> tuple[Answ
     engine.play([Ask("before", prompt, 4)])
     engine.drain()
     assert engine.offload is not None
-    second_tier = engine.offload._second_tier
+    second_tier = second_tier_of(engine.offload)
     assert second_tier is not None
     connection: Any = second_tier._helper._connection
     os.kill(connection._process.pid, signal.SIGKILL)

@@ -252,7 +252,7 @@ def a_thread_that_dies(stage: Stage) -> None:
     assert num_lines(log, "^The load thread has died: no more copies$") == 1
     assert num_lines(log, r"^load \d+ of \d+ blocks failed .*SystemExit") == 1
     assert num_lines(log, "the host tier is switched off") == 1
-    assert stage.side.switched_off is True
+    assert stage.side._gate.is_closed
     assert stage.side.tier.num_used == 0
 
     stage.inject()

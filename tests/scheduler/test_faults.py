@@ -167,7 +167,7 @@ def test_a_broken_rank_switches_the_tier_off(
     while "a" in driver.world.requests:
         driver.step()
         driver.copy_all()
-    driver.step_until(lambda: driver.scheduler.switched_off)
+    driver.step_until(lambda: driver.scheduler._gate.is_closed)
     assert not other.is_finished()
     driver.run()
     assert driver.num_kept == 0

@@ -197,6 +197,7 @@ class Server:
 
     def ask(self, request: Request) -> bool:
         """Whether a request that vLLM could schedule has to wait. Meanwhile it holds its hit."""
+        self.second_tier.on_lookup()
         num_tokens = self._loads.lookup(request, 0)
         if self.second_tier.must_wait(request, 0, num_tokens):
             return True

@@ -508,6 +508,7 @@ def lines_of_steps(serve: MakeServer, num_requests: int, *, abort: bool) -> floa
             disk.objects[server.objects.name(key)] = bytes(ROW_BYTES)
 
     def step() -> None:
+        server.second_tier.on_lookup()
         for request in requests:
             server.second_tier.must_wait(request, 0, 0)
         server.second_tier.on_step(0)

@@ -57,7 +57,7 @@ def check_scheduler(scheduler: OffloadScheduler) -> None:
     check_tier(scheduler.tier)
     check_loads(scheduler._loads)
     check_stores(scheduler._stores, scheduler.groups)
-    second_tier = scheduler._second_tier
+    second_tier = second_tier_of(scheduler)
     if second_tier is not None:
         check_second_tier(second_tier)
     if not scheduler.has_pending_work() and (second_tier is None or not second_tier._reading):
@@ -79,14 +79,20 @@ def check_at_rest(scheduler: OffloadScheduler) -> None:
     owners: list[Any] = [policy, policy._newly_allocated, loads, scheduler, scheduler._parked]
     owners += [scheduler._wishes, policy._expected]
     assert not scheduler.tier.num_expected, "contents are expected at rest"
-    if scheduler._second_tier is not None:
-        owners.append(scheduler._second_tier)
+    if (second_tier := second_tier_of(scheduler)) is not None:
+        owners.append(second_tier)
         maps |= {"_waits", "_over"}
-        if scheduler._second_tier.is_on:
+        if second_tier.is_on:
             maps |= {"_fetches", "_coming", "_reading"}
     for owner in owners:
         for name in vars(owner).keys() & maps:
             assert not vars(owner)[name], f"{name} of {owner} at rest: {vars(owner)[name]}"
+
+
+def second_tier_of(scheduler: OffloadScheduler) -> SecondTier | None:
+    """The second tier, if there is one."""
+    second_tier = scheduler._second_tier
+    return second_tier if isinstance(second_tier, SecondTier) else None
 
 
 def check_second_tier(second_tier: SecondTier) -> None:
@@ -162,13 +168,13 @@ def set_clock(tier: CpuTier, now: Callable[[], float]) -> None:
 
 def is_second_tier_idle(scheduler: OffloadScheduler) -> bool:
     """Whether the second tier, if there is one, has nothing to do."""
-    second_tier = scheduler._second_tier
+    second_tier = second_tier_of(scheduler)
     return second_tier is None or not second_tier.is_on or second_tier.idle
 
 
 def blocks_of_reads(scheduler: OffloadScheduler) -> set[int]:
     """Ids of the host blocks that a second tier which has failed may still write to."""
-    second_tier = scheduler._second_tier
+    second_tier = second_tier_of(scheduler)
     if second_tier is None or second_tier.is_on:
         return set()
     return {block.block_id for read in second_tier._reading.values() for block in read.blocks}
@@ -176,15 +182,16 @@ def blocks_of_reads(scheduler: OffloadScheduler) -> set[int]:
 
 def check_second_tier_is_on(connector: Any) -> None:
     """The second tier, if there is one, was not switched off."""
-    second_tier = getattr(getattr(connector, "scheduler", None), "_second_tier", None)
-    assert second_tier is None or second_tier.is_on, "the second tier is off without a reason"
+    if isinstance(scheduler := getattr(connector, "scheduler", None), OffloadScheduler):
+        second_tier = second_tier_of(scheduler)
+        assert second_tier is None or second_tier.is_on, "the second tier is off without a reason"
 
 
 def set_compute_speed(connector: Any, speed: float) -> None:
     """Let the second tier believe that compute has so many tokens per second."""
     scheduler = getattr(connector, "scheduler", None)
-    if isinstance(scheduler, OffloadScheduler) and scheduler._second_tier is not None:
-        scheduler._second_tier.speeds.compute = speed
+    if isinstance(scheduler, OffloadScheduler) and (second_tier := second_tier_of(scheduler)):
+        second_tier.speeds.compute = speed
 
 
 def runs_of(scheduler: OffloadScheduler, store_id: int) -> list[Run]:

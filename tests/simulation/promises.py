@@ -76,7 +76,7 @@ class Answers:
         self._told.clear()
 
     def _waits_for_objects(self, request: Any) -> bool:
-        second_tier = self._scheduler._second_tier
+        second_tier = integrity.second_tier_of(self._scheduler)
         if second_tier is None or request.request_id not in second_tier._waits:
             return False
         now = second_tier.clock()

@@ -16,6 +16,7 @@ from vllm.v1.request import Request
 
 from simple_offload.metadata import RankCapacity
 from simple_offload.scheduler.manager import OffloadScheduler
+from simple_offload.scheduler.setup import Setup
 from simple_offload.scheduler.tier.cpu_tier import CpuTier
 from simple_offload.scheduler.tier.lookup import Lookup
 from simple_offload.scheduler.tier.segments import Segments
@@ -131,11 +132,11 @@ def grow_to(shown_by: Situation, size: Callable[[list[RankCapacity], int], int])
     """Grow the tier to ``size``, given the capacities that ranks have reported, and the number of
     ranks."""
 
-    @mutation(OffloadScheduler, "_on_capacities", shown_by)
-    def grow(on_capacities: Any, self: OffloadScheduler, capacities: Any) -> None:
+    @mutation(Setup, "on_capacities", shown_by)
+    def grow(on_capacities: Any, self: Setup, capacities: Any) -> None:
         with patch.object(self.tier, "grow"):
             on_capacities(self, capacities)
-        self.tier.grow(size(list(self._capacities.values()), self._ledger.num_ranks))
+        self.tier.grow(size(list(self._capacities.values()), self.ledger.num_ranks))
 
     return grow
 
