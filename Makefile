@@ -22,7 +22,7 @@ VENV_PYTHON := .venv/bin/python
 
 .DEFAULT_GOAL := help
 .PHONY: help set-up set-up-eval demo accuracy docs test check soak simulate-builtin
-.PHONY: bench-turns bench-agents bench-scheduler test-gpu clean
+.PHONY: bench-serve bench-scheduler test-gpu clean
 
 help: ## List the targets
 	@sed -nE 's/^([a-z-]+):[^#]*## (.*)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 26
@@ -53,17 +53,14 @@ check: set-up ## Check formatting, lint and types
 docs: set-up ## Regenerate the table and the figure of the documentation
 	@$(VENV_PYTHON) -m tools.docs
 
-bench-turns: set-up ## Measure conversations over HTTP with and without the connector
-	@$(VENV_PYTHON) -m examples.multi_turn $(ARGS)
+bench-serve: set-up ## Measure conversations and other work with and without the connector
+	@$(VENV_PYTHON) -m examples.serve_bench $(ARGS)
 
 soak: set-up ## Simulate STEPS engine steps (default 100000) from SEED (default 0), checking every page
 	@$(VENV_PYTHON) -m tests.simulation.soak --steps $(STEPS) --seed $(SEED)
 
 simulate-builtin: set-up ## Simulate SCRIPTS (default 200) scripts with vLLM's built-in connector: which fail
 	@$(VENV_PYTHON) -m tests.simulation.builtin --scripts $(SCRIPTS) --seed $(SEED)
-
-bench-agents: set-up ## Measure recorded agents over HTTP (ARGS="--traces FILE") with and without the connector
-	@$(VENV_PYTHON) -m examples.agent_bench $(ARGS)
 
 bench-scheduler: set-up ## Measure cost in vLLM's scheduler and hit rate, beside the built-in connector
 	@$(VENV_PYTHON) -m examples.scheduler_bench $(ARGS)
@@ -72,6 +69,6 @@ test-gpu: ## Run tests that need an accelerator, with GPU_PYTHON (default python
 	$(GPU_PYTHON) -m pytest -m gpu $(ARGS)
 
 clean: ## Remove caches and outputs; .venv and downloads stay
-	rm -rf build dist accuracy-out agent-bench-out demo-out copy-bench-out engine-bench-out multi-turn-out
-	rm -rf scheduler-bench-out .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf build dist accuracy-out demo-out copy-bench-out scheduler-bench-out serve-bench-out
+	rm -rf .mypy_cache .ruff_cache .pytest_cache .hypothesis
 	find . -name __pycache__ -type d -not -path './.*' -prune -exec rm -rf {} +

@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 
-from examples.bench import served
 from simple_offload.config import OffloadConfig
 from simple_offload.metrics import SERIES
 from tests.docs.pages import COMMANDS, PAGES, Command, blocks
@@ -40,8 +39,6 @@ def test_python_modules_and_their_options_exist(command: Command) -> None:
         parser = origin.with_name("arguments.py")
         origin = parser if parser.exists() else origin.with_name("__main__.py")
     source = origin.read_text()
-    if "add_options(parser)" in source:  # those of all benchmarks that serve a model
-        source += Path(served.__file__).read_text()
     for argument in arguments:
         if argument.startswith("--"):
             assert f'"{argument}"' in source, f"{module} has no option {argument}"

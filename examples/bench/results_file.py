@@ -49,24 +49,34 @@ def machine() -> dict[str, Any]:
         "torch": _version("torch"),
         "triton": _version("triton"),
         "simple_offload": simple_offload.__version__,
-        "commit": _first_word(["git", "-C", str(SOURCE), "describe", "--always", "--dirty"])
-        if (SOURCE / ".git").exists()
-        else "unknown",
+        "commit": commit(SOURCE),
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
     }
 
 
+def commit(checkout: Path) -> str:
+    """As git describes it, with "-dirty" where files have changed."""
+    if not (checkout / ".git").exists():
+        return "unknown"
+    return _first_line(["git", "-C", str(checkout), "describe", "--always", "--dirty"])
+
+
+def gpu() -> str:
+    """Name and driver of the first GPU, without a touch of it."""
+    return _first_line(["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"])
+
+
 def gpu_driver() -> str:
     """The version that nvidia-smi prints; torch does not know it."""
-    return _first_word(["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"])
+    return _first_line(["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"])
 
 
-def _first_word(command: Sequence[str]) -> str:
+def _first_line(command: Sequence[str]) -> str:
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=True)
     except (OSError, subprocess.SubprocessError):
         return "unknown"
-    return next(iter(done.stdout.split()), "unknown")
+    return next(iter(done.stdout.splitlines()), "unknown")
 
 
 def _version(*packages: str) -> str:

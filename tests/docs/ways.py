@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 class Run:
     """test_commands.py runs it as shown, but for these changes.
 
-    In texts, ``{out}`` is an empty folder and ``{input}`` a small input file of the multi-turn
+    In texts, ``{out}`` is an empty folder and ``{input}`` a small input file of the serving
     benchmark. All but the ``fast`` ones are slow tests.
     """
 
@@ -49,18 +49,14 @@ Way = Run | Elsewhere | Named
 
 _GPU_COPIES = Elsewhere("tests/examples/test_copy_bench.py::test_on_a_gpu")
 _GPU_HOST_MEMORY = Elsewhere("tests/examples/test_host_memory_bench.py::test_on_a_gpu")
-_GPU_ENGINES = Elsewhere(
-    "tests/examples/test_engine_bench.py::test_a_tiny_bench_measures_every_part"
-)
-_GPU_TURNS = Elsewhere("tests/examples/test_multi_turn.py::test_with_vllm")
-_AGENTS = Elsewhere("tests/examples/test_agent_bench.py::test_with_vllm")
+_SERVE = Elsewhere("tests/examples/test_serve_bench.py::test_with_vllm")
 _GPU_ACCURACY = Elsewhere("tests/examples/test_accuracy_models.py::test_answers_from_the_host_tier")
 _NPU = Elsewhere("tests/acl_sim/on_npu/copies.py::test_the_hardware_check")
 _SERVED = "tests/docs/test_serving.py::test_the_commands_of_a_first_run_on_an_npu"
 
 _PAIR = Elsewhere("tests/serve/test_disaggregated.py::test_the_same_tokens_as_one_server")
 _SHARED_FILES = "tests/serve/test_modes.py::test_two_engines_share_files"
-_TURNS = r"TTFT from the second turn on"
+_TURNS = r"later turns"
 _SAME_ANSWERS = r"(?s)PASSED: all .* samples .*PASSED: all"
 
 WAYS: Mapping[str, Way] = {
@@ -90,9 +86,9 @@ WAYS: Mapping[str, Way] = {
     "make accuracy ARGS=--corrupt": Run(
         r"FAILED", instead={"--corrupt": "--corrupt --samples 12"}, output="--output", code=2
     ),
-    "make bench-turns": Run(_TURNS, output="--output"),
-    "make bench-turns ARGS=--preset fits": Run(_TURNS, output="--output"),
-    "make bench-agents ARGS=--traces agents.json": _AGENTS,
+    "make bench-serve": Run(_TURNS, output="--output"),
+    "make bench-serve ARGS=--preset fits": Run(_TURNS, output="--output"),
+    "make bench-serve ARGS=--traces agents.json": _SERVE,
     "make bench-scheduler": Elsewhere("tests/examples/test_scheduler_bench.py::test_a_tiny_run"),
     "make bench-scheduler ARGS=--quick": Run(r"hit rate", output="--out"),
     "make bench-scheduler ARGS=--parts cost --contenders ours,ours-128,builtin": Run(
@@ -126,16 +122,16 @@ WAYS: Mapping[str, Way] = {
     "python3 -m examples.copy_bench": _GPU_COPIES,
     "python3 -m examples.copy_bench --sizes …": _GPU_COPIES,
     "python3 -m examples.host_memory_bench --…": _GPU_HOST_MEMORY,
-    "python3 -m examples.engine_bench": _GPU_ENGINES,
-    "python3 -m examples.engine_bench --…": _GPU_ENGINES,
-    "python3 -m examples.engine_bench --preset cpu": Run(r"TTFT, hit in the host tier"),
-    "python3 -m examples.agent_bench --traces …": _AGENTS,
-    "python3 -m examples.multi_turn --preset …": _GPU_TURNS,
-    "python3 -m examples.multi_turn --input-file generate_multi_turn.json --seed 1234": Run(
+    "python3 -m examples.serve_bench": _SERVE,
+    "python3 -m examples.serve_bench --preset …": _SERVE,
+    "python3 -m examples.serve_bench --preset cpu --transport engine "
+    "--workloads ttft,grown,idle,mix,turns": Run(r"hit in the host tier"),
+    "python3 -m examples.serve_bench --traces …": _SERVE,
+    "python3 -m examples.serve_bench --input-file generate_multi_turn.json --seed 1234": Run(
         _TURNS, instead={"generate_multi_turn.json": "{input}"}
     ),
-    "python3 -m examples.multi_turn --serve --contenders ours --port 8000": Elsewhere(
-        "tests/examples/test_multi_turn.py::test_a_server_for_other_clients"
+    "python3 -m examples.serve_bench --serve --contenders ours --port 8000": Elsewhere(
+        "tests/examples/test_serve_bench.py::test_a_server_for_other_clients"
     ),
     "python3 -m examples.accuracy --model Qwen/Qwen3-8B --tasks gsm8k …": _GPU_ACCURACY,
     "python3 -m examples.accuracy --device cuda --model examples/accuracy/models/…": _GPU_ACCURACY,

@@ -1,4 +1,4 @@
-"""The input files of the multi-turn benchmark, and the conversations that it makes of them."""
+"""The conversations of the serving benchmark: input files, and what is made of them."""
 
 import json
 from collections.abc import Mapping
@@ -8,11 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from examples.bench.connectors import CONTENDERS
 from examples.bench.models import QWEN3_14B, ModelShape, save_model
-from examples.bench.tokens import FIRST_TEXT_TOKEN, ModelVocabulary, WordVocabulary
-from examples.multi_turn.conversations import InputError, make_conversations, to_messages
-from examples.multi_turn.plan import PRESETS, SEED, generated
+from examples.serve_bench.conversations import InputError, make_conversations, to_messages
+from examples.serve_bench.plan import SEED, generated
+from examples.serve_bench.tokens import FIRST_TEXT_TOKEN, ModelVocabulary, WordVocabulary
 
 VOCABULARY = WordVocabulary(512)
 SETTINGS = SEED.settings
@@ -110,7 +109,9 @@ def test_generated_conversations() -> None:
     file = json.dumps(to_messages(conversations, VOCABULARY))
     assert make_conversations(json.loads(file), VOCABULARY, seed=0) == conversations
     assert conversations == make_conversations(settings, VOCABULARY, seed=5)
-    assert conversations != make_conversations(settings, VOCABULARY, seed=6)
+    others = make_conversations(settings, VOCABULARY, seed=5, repeat=1)
+    assert [each.num_tokens for each in others] == [each.num_tokens for each in conversations]
+    assert others[0].prompt(0)[:20] != conversations[0].prompt(0)[:20]
 
 
 def message(role: str, content: object) -> dict[str, object]:
@@ -185,26 +186,3 @@ def test_text_means_the_same_to_clients_and_servers(tmp_path: Path) -> None:
     longest = max(map(len, AutoTokenizer.from_pretrained(tmp_path).get_vocab()))
     assert longest > len(f"w{QWEN3_14B.vocab_size}"), "vLLM takes that many characters a token"
     assert min(ModelVocabulary(str(tmp_path)).random(1000, "any")) >= 3, "no special tokens"
-
-
-@pytest.mark.parametrize("name", PRESETS)
-@pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_presets(name: str, device: Any) -> None:
-    plan = PRESETS[name](device)
-    assert plan.shape is not None
-    conversations = make_conversations(plan.settings, WordVocabulary(plan.shape.vocab_size), 0)
-    assert plan.clients <= plan.active <= len(conversations)
-    arguments = plan.server_arguments(CONTENDERS["ours"], conversations)
-    held = (arguments["num_gpu_blocks_override"] - 1) * plan.block_size
-    longest = max(conversation.num_tokens for conversation in conversations)
-    everything = sum(conversation.num_tokens for conversation in conversations)
-    assert longest <= arguments["max_model_len"] <= held
-    assert everything * plan.shape.kv_bytes_per_token < 0.8 * plan.host_bytes
-    if name == "fits":
-        assert plan.device == device
-        assert everything <= held
-        assert not plan.expects_hits
-    else:
-        assert plan.device == ("cpu" if name == "cpu" else "cuda")
-        assert held < 0.5 * everything
-        assert plan.expects_hits

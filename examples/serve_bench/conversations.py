@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, model_validator
 
-from examples.bench.tokens import Vocabulary
+from examples.serve_bench.tokens import Vocabulary
 
 FILETYPE = "generate_conversations"
 
@@ -180,14 +180,17 @@ def read_input(path: Path) -> Any:
         raise InputError(f"{path} is no JSON: {error}") from None
 
 
-def make_conversations(data: Any, vocabulary: Vocabulary, seed: int) -> list[Conversation]:
-    """The conversations that ``data``, read from a file, holds or describes.
+def make_conversations(
+    data: Any, vocabulary: Vocabulary, seed: int, repeat: int = 0
+) -> list[Conversation]:
+    """The conversations that ``data``, read from a file, holds or describes. ``repeat`` changes the
+    words of generated ones, and no lengths.
 
     Raises InputError.
     """
     try:
         if isinstance(data, Mapping):
-            return _generated(_Settings.model_validate(data), vocabulary, seed)
+            return _generated(_Settings.model_validate(data), vocabulary, seed, repeat)
         return _recorded(TypeAdapter(list[_Recorded]).validate_python(data), vocabulary)
     except ValidationError as error:
         first = error.errors()[0]
@@ -242,20 +245,27 @@ def draw_talks(settings: _Settings, seed: int) -> tuple[int, list[Talk]]:
     return common, talks
 
 
-def _generated(settings: _Settings, vocabulary: Vocabulary, seed: int) -> list[Conversation]:
+def _generated(
+    settings: _Settings, vocabulary: Vocabulary, seed: int, repeat: int
+) -> list[Conversation]:
     common_prefix, talks = draw_talks(settings, seed)
-    common = vocabulary.random(common_prefix, seed, "common")
 
-    def question(number: int, turn: int, length: int) -> list[int]:
+    def words(length: int, *what: object) -> list[int]:
+        return vocabulary.random(length, seed, repeat, *what)
+
+    common = words(common_prefix, "common")
+
+    def turn_of(number: int, turn: int, asked: int, answered: int) -> Turn:
         shared = common if turn == 0 else []
-        return shared + vocabulary.random(length - len(shared), seed, number, turn, "question")
+        question = shared + words(asked - len(shared), number, turn, "question")
+        return Turn(question, words(answered, number, turn))
 
     return [
         Conversation(
             f"CONV_ID_{number}",
             [
-                Turn(question(number, turn, asked), vocabulary.random(answered, seed, number, turn))
-                for turn, (asked, answered) in enumerate(zip(*talk, strict=True))
+                turn_of(number, turn, *lengths)
+                for turn, lengths in enumerate(zip(*talk, strict=True))
             ],
         )
         for number, talk in enumerate(talks)

@@ -1,0 +1,384 @@
+"""``python -m examples.serve_bench``: run the benchmark, print and plot its results."""
+
+import argparse
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+from rich.console import Console
+
+from examples.bench.arguments import MAX_SEED, BenchParser, exit_codes
+from examples.bench.child import Device
+from examples.bench.command import BAD_RESULT, exit_code_of, print_lines, run_program
+from examples.bench.connectors import CONTENDERS, ON_CPU, PACKAGE, WITH_FILES, Contender, before
+from examples.bench.models import DEEPSEEK_LITE
+from examples.bench.progress import Progress
+from examples.bench.results_file import NUMBERS, prepare_output
+from examples.serve_bench.bench import CONVERSATIONS, MODEL, Bench
+from examples.serve_bench.conversations import InputError
+from examples.serve_bench.plan import PRESETS, TRANSPORTS, WORKLOADS, Plan
+from examples.serve_bench.results import PLOT, save_plot, start_line, summaries, workload_tables
+from examples.serving import Endpoint, Server
+
+DEFAULT = ("none", "ours", "builtin", "builtin-lazy", "offloading")
+"""Contenders, unless others are named."""
+ENDPOINT_TOKENS = 30_000
+"""Most models have more."""
+PIPE_COLUMNS = 160
+"""Width of tables that go to no terminal."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the benchmark, or serve for another client; return the exit code."""
+    bench, serve_only = parse(argv)
+    return exit_code_of(lambda: serve(bench) if serve_only else run(bench))
+
+
+def serve(bench: Bench) -> int:
+    """Serve the first contender until interrupted; return the exit code."""
+    console = Console()
+
+    def on_ready(server: Server, model: str) -> None:
+        print_lines(
+            console,
+            f"{server.url} serves {MODEL!r}, until Ctrl-C. vLLM's own benchmark:\n",
+            f"python benchmark_serving_multi_turn.py --url {server.url} --served-model-name {MODEL}"
+            f" --model {model} --input-file {bench.output / CONVERSATIONS}"
+            f" --num-clients {bench.plan.clients}"
+            f" --max-active-conversations {bench.plan.active}",
+        )
+
+    prepare_output("--output", bench.output)
+    try:
+        with Progress() as progress:
+            bench.serve(progress.show, on_ready)
+    except KeyboardInterrupt:
+        print_lines(console, "Stopped.")
+    return 0
+
+
+def run(bench: Bench) -> int:
+    """Run ``bench``, print its numbers and its problems; return the exit code."""
+    prepare_output("--output", bench.output, NUMBERS, CONVERSATIONS, PLOT)
+    console = Console()
+    if not console.is_terminal:
+        console.width = PIPE_COLUMNS
+    try:
+        with Progress() as progress:
+            bench.run(progress.show)
+    finally:
+        report(bench, console)
+    return BAD_RESULT if bench.problems else 0
+
+
+def report(bench: Bench, console: Console) -> None:
+    """Print all results so far, if there are any, and save the plot."""
+    if not any(bench.runs.values()):
+        return
+    plan, found = bench.plan, summaries(bench.runs)
+    title = f"Medians of {plan.rounds * plan.repeats}, and ratios to {bench.contenders[0].name}"
+    for name in dict.fromkeys(name for by_workload in found.values() for name in by_workload):
+        console.print(*workload_tables(found, name, title))
+    host = f", host tier {plan.host_bytes / 2**30:.1f} GiB" if bench.endpoint is None else ""
+    print_lines(console, f"Device's KV space {plan.device_tokens:,} tokens{host}.")
+    facts = (bench.floor, bench.directory, start_line(bench.runs))
+    print_lines(console, *(str(fact) for fact in facts if fact is not None))
+    try:
+        print_lines(console, f"Plot: {save_plot(bench.output, found)}" if found else "No plot")
+    except ImportError as error:
+        print_lines(console, f"No plot: {error}")
+    print_lines(console, f"Numbers: {bench.output / NUMBERS}")
+    print_lines(console, *bench.problems, style="bold red")
+
+
+def parse(argv: Sequence[str] | None) -> tuple[Bench, bool]:
+    """The benchmark, and True if it is only to serve. Exits if an argument is wrong."""
+    parser = _parser()
+    arguments = parser.parse_args(argv)
+    _refuse_what_goes_with_no_url(parser, arguments)
+    plan = _plan(parser, arguments)
+    bench = Bench(
+        plan,
+        [] if arguments.url else _contenders(parser, arguments, plan),
+        arguments.output,
+        files=arguments.files,
+        endpoint=arguments.url,
+        port=arguments.port,
+    )
+    return bench, arguments.serve
+
+
+def _parser() -> BenchParser:
+    parser = BenchParser(
+        "serve_bench",
+        "vLLM with one KV connector after another, and all with the same work: an engine in a "
+        "process of its own, or `vllm serve` and its clients. Compare ratios: times hold on one "
+        "machine only.",
+        f"Conversations are those of the preset, or of a file as for vLLM's benchmarks/multi_turn/"
+        f"benchmark_serving_multi_turn.py. All prompts of a run are written to {CONVERSATIONS}, "
+        "which vLLM's script reads in turn.\n\n"
+        + exit_codes(
+            "measured",
+            "a request was lost, answers differ, a connector got no hits, or the client was slow",
+            "a process or a server failed",
+            "wrong usage, or the trace does not fit",
+        ),
+    )
+    parser.add_argument(
+        "--preset",
+        choices=PRESETS,
+        default="cpu",
+        help="model, sizes and conversations. cpu: a small model. h200: 8 billion parameters, for "
+        "a GPU of 80 GB or more. fits: one of those two, by the machine, with room for all "
+        "conversations on the device. seed: Qwen3-14B's shape and vLLM's own conversations "
+        "(default: cpu)",
+    )
+    parser.add_names(
+        "--workloads",
+        "what is sent",
+        WORKLOADS,
+        "turns; with --traces traces. traces needs --traces, restart needs --files",
+    )
+    parser.add_argument(
+        "--transport",
+        choices=TRANSPORTS,
+        default="http",
+        help="engine: in the engine's process. http: `vllm serve` and its clients (default: http)",
+    )
+    parser.add_names(
+        "--contenders",
+        "connectors, the first being the base of ratios",
+        (*CONTENDERS, *WITH_FILES),
+        f"{', '.join(DEFAULT)}; with --files those with files too; on the CPU "
+        f"{', '.join(ON_CPU)} of these",
+    )
+    parser.add_argument(
+        "--before",
+        type=Path,
+        metavar="DIR",
+        help=f"add the contender before: ours with the package {PACKAGE} of DIR, for example a "
+        "checkout of another commit",
+    )
+    parser.add_argument(
+        "--files",
+        type=Path,
+        metavar="DIR",
+        help="where contenders with a second tier have their files, in folders that are removed",
+    )
+    parser.add_argument(
+        "--url",
+        type=_endpoint,
+        metavar="URL",
+        help="measure a server that runs, instead of own ones with contenders. It must take "
+        "prompts of token ids and ignore_eos, as vLLM does. Another --seed gives it other prompts",
+    )
+    parser.add_number(
+        "--vocab-size",
+        f"tokens of the model at --url (default: {ENDPOINT_TOKENS})",
+        default=ENDPOINT_TOKENS,
+        least=16,
+    )
+    parser.add_number("--rounds", "engines of each contender (default: 1)")
+    parser.add_number(
+        "--repeats",
+        "times that each engine does the work, with other prompts each time (default: 3; 1 on the "
+        "CPU)",
+    )
+    parser.add_number("--seed", "of all prompts (default: the preset's)", least=0, most=MAX_SEED)
+    parser.add_output("--output", "serve-bench-out", "numbers, a plot and logs")
+    parser.add_argument(
+        "--model",
+        metavar="NAME",
+        help="a model that exists, by folder or by name, instead of one that is made",
+    )
+    parser.add_argument(
+        "--mla",
+        action="store_true",
+        help="a model of latent attention, whose KV all ranks have alike (GPU only)",
+    )
+    parser.add_number("--kv-heads", "KV heads of a made model; 1 is the share of each of 8 ranks")
+    parser.add_number(
+        "--device-tokens", "capacity of the device's KV space (default: the preset's)"
+    )
+    parser.add_number("--host-gib", "size of the host tier (default: the preset's)")
+    parser.add_number("--tensor-parallel", "ranks (default: 1)")
+    parser.add_argument("--eager", action="store_true", help="no CUDA graphs")
+    parser.add_argument(
+        "--compilation-config",
+        type=_json,
+        metavar="JSON",
+        help='vLLM\'s. {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"} starts sooner than the '
+        "default: nothing is compiled, and decoding has CUDA graphs",
+    )
+    parser.add_number("--prompt-tokens", "of prompts that come back as hits (default: 8192)")
+    parser.add_argument(
+        "--input-file", type=Path, metavar="FILE", help="conversations other than the preset's"
+    )
+    parser.add_number("--num-clients", "that ask at the same time, in turns")
+    parser.add_number("--max-active-conversations", "begun and not ended, of all clients together")
+    parser.add_argument(
+        "--traces",
+        type=Path,
+        metavar="FILE",
+        help="recorded requests: Claude Code sessions or Mooncake's JSONL, also .xz",
+    )
+    parser.add_number(
+        "--agents", "numbers of agents (default: 8 16 32; 4 8 on the CPU)", most=4096, nargs="+"
+    )
+    parser.add_number(
+        "--seconds",
+        "of each measurement of agents, after their first answers (default: 60; 20 on the CPU; no "
+        "limit with --requests)",
+    )
+    parser.add_number("--requests", "of all agents in each measurement (default: no limit)")
+    parser.add_number(
+        "--scale", "recorded tokens for each token that is sent (default: 8; 64 on the CPU)"
+    )
+    parser.add_number(
+        "--think-scale", "recorded seconds for each second of a pause (default: --scale)"
+    )
+    parser.add_number("--max-pause", "longest pause, s (default: 5; 2 on the CPU)", least=0)
+    parser.add_argument(
+        "--serve",
+        action="store_true",
+        help="serve the first contender until Ctrl-C and send no request: for vLLM's own script, "
+        "whose command line is printed",
+    )
+    parser.add_number("--port", "where to serve (default: a free one)", most=65535)
+    return parser
+
+
+def _refuse_what_goes_with_no_url(parser: BenchParser, arguments: argparse.Namespace) -> None:
+    if arguments.url is None:
+        return
+    for option in ("contenders", "before", "files", "model", "serve"):
+        if getattr(arguments, option):
+            parser.error(f"argument --{option}: a server at --url has its own")
+    if arguments.transport != "http":
+        parser.error("argument --transport: a server at --url has http alone")
+
+
+def _plan(parser: BenchParser, arguments: argparse.Namespace) -> Plan:
+    workloads = arguments.workloads or (["traces"] if arguments.traces else ["turns"])
+    plan = replace(PRESETS[arguments.preset][_device(arguments)], workloads=tuple(workloads))
+    for workload, option in (("traces", "traces"), ("restart", "files")):
+        if workload in workloads and getattr(arguments, option) is None:
+            parser.error(f"argument --workloads: {workload} needs --{option}")
+    if "restart" in workloads and "ttft" not in workloads:
+        parser.error("argument --workloads: restart needs ttft, whose prompts it asks again")
+    if arguments.serve and "turns" not in workloads:
+        parser.error("argument --serve: needs the workload turns, for its conversations")
+    if plan.fits and not {"turns", "idle"}.issuperset(workloads):
+        parser.error("argument --preset: fits has the workloads turns and idle alone")
+    changes: dict[str, Any] = {
+        "transport": arguments.transport,
+        "rounds": arguments.rounds,
+        "repeats": arguments.repeats,
+        "seed": arguments.seed,
+        "device_tokens": arguments.device_tokens,
+        "host_bytes": arguments.host_gib and arguments.host_gib << 30,
+        "tensor_parallel": arguments.tensor_parallel,
+        "graphs": False if arguments.eager else None,
+        "compilation": arguments.compilation_config,
+        "input_file": arguments.input_file and str(arguments.input_file.resolve()),
+        "trace": arguments.traces and str(arguments.traces.resolve()),
+        "agents": arguments.agents and tuple(sorted(set(arguments.agents))),
+        "requests": arguments.requests,
+        "scale": arguments.scale,
+        "think_scale": arguments.think_scale,
+        "max_pause": arguments.max_pause,
+    }
+    plan = replace(plan, **{key: value for key, value in changes.items() if value is not None})
+    if arguments.seconds or arguments.requests:
+        plan = replace(plan, seconds=arguments.seconds)
+    if arguments.files and arguments.input_file and plan.repeats > 1:
+        parser.error("argument --repeats: 1 with --input-file, whose prompts stay in the files")
+    if arguments.prompt_tokens:
+        plan = plan.with_prompts_of(arguments.prompt_tokens)
+    plan = _with_model(parser, arguments, plan)
+    return _with_conversations(parser, arguments, plan) if "turns" in workloads else plan
+
+
+def _device(arguments: argparse.Namespace) -> Device:
+    """This machine's; "cpu" for presets that have their own."""
+    if arguments.preset != "fits":
+        return "cpu"
+    import torch
+
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def _with_model(parser: BenchParser, arguments: argparse.Namespace, plan: Plan) -> Plan:
+    if arguments.url or arguments.model:
+        plan = replace(plan, shape=None, model=arguments.model, vocab_size=arguments.vocab_size)
+        try:
+            plan.vocabulary()
+        except (OSError, ValueError) as error:
+            reason = str(error).splitlines()[0]
+            parser.error(f"argument --model: {plan.model!r} cannot be read: {reason}")
+        return plan
+    shape = DEEPSEEK_LITE if arguments.mla else plan.shape
+    assert shape is not None
+    if arguments.mla and plan.device == "cpu":
+        parser.error(f"argument --mla: the preset {arguments.preset} runs on the CPU")
+    heads = arguments.kv_heads or shape.num_kv_heads
+    if shape.num_heads % heads:
+        parser.error(f"argument --kv-heads: {heads} does not divide {shape.num_heads} heads")
+    return replace(plan, shape=replace(shape, num_kv_heads=heads))
+
+
+def _with_conversations(parser: BenchParser, arguments: argparse.Namespace, plan: Plan) -> Plan:
+    try:
+        conversations = plan.conversations(plan.vocabulary())
+    except InputError as error:
+        parser.error(f"argument --input-file: {error}")
+    # By default, no more clients than the conversations keep busy.
+    active = arguments.max_active_conversations or min(plan.active, len(conversations))
+    clients = arguments.num_clients or min(plan.clients, active)
+    if not clients <= active <= len(conversations):
+        parser.error(
+            f"{clients} clients, {active} active conversations, {len(conversations)} "
+            "conversations: none of the first may be more than the next"
+        )
+    lengths = [conversation.num_tokens for conversation in conversations]
+    plan = replace(plan, active=active, clients=clients, longest_conversation=max(lengths))
+    return replace(plan, device_tokens=sum(map(plan.in_blocks, lengths))) if plan.fits else plan
+
+
+def _contenders(parser: BenchParser, arguments: argparse.Namespace, plan: Plan) -> list[Contender]:
+    default = DEFAULT if arguments.files is None else (*DEFAULT, *WITH_FILES)
+    contenders = parser.contenders(arguments.contenders, plan.device, default)
+    for contender in contenders:
+        if contender.has_files and arguments.files is None:
+            parser.error(f"argument --contenders: {contender.name} needs --files DIR")
+    if arguments.before is not None:
+        if not (arguments.before / PACKAGE / "__init__.py").is_file():
+            parser.error(f"argument --before: {arguments.before} has no package {PACKAGE}")
+        contenders.append(before(arguments.before))
+    return contenders
+
+
+def _endpoint(text: str) -> Endpoint:
+    parts = urlsplit(text)
+    if parts.scheme not in ("http", "https") or not parts.netloc:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is no address such as http://127.0.0.1:8000, with http or https"
+        )
+    return Endpoint(text.rstrip("/").removesuffix("/v1"))
+
+
+def _json(text: str) -> dict[str, Any]:
+    try:
+        found = json.loads(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{text!r} is no JSON: {error}") from None
+    if not isinstance(found, dict):
+        raise argparse.ArgumentTypeError(f"{text!r} is no JSON object")
+    return found
+
+
+if __name__ == "__main__":
+    run_program(main)

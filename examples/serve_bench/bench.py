@@ -1,0 +1,264 @@
+"""Bench: runs contenders in turn and keeps their measurements."""
+
+import asyncio
+import json
+import os
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, replace
+from datetime import UTC, datetime
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from examples.bench.child import Event, child_command, engine_environment, listen
+from examples.bench.command import CannotStart
+from examples.bench.connectors import PACKAGE, Contender
+from examples.bench.models import save_model
+from examples.bench.results_file import commit, gpu, machine, save_numbers
+from examples.serve_bench.agents import requests_by_agent
+from examples.serve_bench.conversations import to_messages
+from examples.serve_bench.files import Directory, drop_from_page_cache, look_at
+from examples.serve_bench.plan import Plan
+from examples.serve_bench.play import WARMING_UP, play_over_http
+from examples.serve_bench.results import floor_line, problems, summaries
+from examples.serve_bench.tokens import WordVocabulary
+from examples.serving import Endpoint, Server, command_line, server_environment, serving
+
+PLAY = "examples.serve_bench.play"
+CONVERSATIONS = "conversations.json"
+MODEL = "bench"
+"""The name under which models are served."""
+ENDPOINT = Contender("endpoint")
+"""A server that the bench did not start."""
+
+Show = Callable[[str, str, int, int | None], None]
+"""Gets who is at work, the work, and the number of requests: done, and of all."""
+
+
+class Bench:
+    """The plan's rounds of each of ``contenders``, in turn; without contenders, ``endpoint`` alone.
+    The workload ``restart``, and ``turns`` once more, are for another engine over the files of the
+    first, which are in ``files``. Results are written to ``output`` after each measurement, so that
+    an early end costs the rest only."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        contenders: Sequence[Contender],
+        output: Path,
+        *,
+        files: Path | None = None,
+        endpoint: Endpoint | None = None,
+        port: int | None = None,
+    ) -> None:
+        """``port``: where servers listen; None: a free one."""
+        self.plan = plan
+        self.contenders = [ENDPOINT] if endpoint is not None else list(contenders)
+        self.output = output
+        self.files = files
+        self.endpoint = endpoint
+        self.directory: Directory | None = None
+        """What ``files`` is on."""
+        self.runs: dict[str, list[dict[str, Any]]] = {each.name: [] for each in self.contenders}
+        self.peak: float | None = None
+        """Bytes a second of a contiguous copy to the device."""
+        self._port = port
+        self._machine = machine() | ({"gpu": gpu()} if plan.device == "cuda" else {})
+
+    @property
+    def problems(self) -> list[str]:
+        return problems(self.runs, self.plan, self.contenders)
+
+    @property
+    def floor(self) -> str | None:
+        return floor_line(summaries(self.runs), self.plan, self.peak)
+
+    def run(self, show: Show) -> None:
+        """Raises CannotStart if the trace does not fit or ``files`` cannot be written, and
+        RunFailed if a process fails or a server does not answer. No process and no file is left,
+        however this ends."""
+        plan = self.plan
+        if self.files is not None:
+            self.directory = look_at(self.files)
+        model = ""
+        if self.endpoint is not None:
+            model, longest = self.endpoint.served_model()
+            self.plan = plan = replace(plan, longest_request=longest)
+            if longest is not None and plan.max_model_len > longest + plan.block_size:
+                raise CannotStart(
+                    f"--url: {model!r} takes {longest} tokens, and the workloads have requests of "
+                    f"{plan.max_model_len}"
+                )
+        if "traces" in plan.workloads:
+            show("bench", "reading the trace", 0, None)
+            for agents in plan.agents:
+                requests_by_agent(plan.replay(agents))
+        self._save_conversations()
+        if self.endpoint is not None:
+            self._run_one(ENDPOINT, 1, model, show)
+            return
+        with self._model(show) as model:
+            if plan.device == "cuda" and "ttft" in plan.workloads:
+                show("bench", "measuring a contiguous copy", 0, None)
+                self._measure_peak()
+            for number in range(1, plan.rounds + 1):
+                for contender in self.contenders:
+                    self._run_one(contender, number, model, show)
+
+    def serve(self, show: Show, on_ready: Callable[[Server, str], None]) -> None:
+        """Serve the first contender's model for other clients until this is interrupted;
+        ``on_ready`` gets the server and the model.
+
+        Raises RunFailed if the server does not start, or ends early.
+        """
+        self._save_conversations()
+        contender = self.contenders[0]
+        with self._model(show) as model:
+            show(contender.name, "starting the server", 0, None)
+            with self._serving(contender, model, self.output / f"{contender.name}.log") as server:
+                on_ready(server, model)
+                server.ended.result()
+                server.check()
+
+    def save(self) -> None:
+        """Write all results so far."""
+        result = {
+            "began": self._machine["date"],
+            "ended": datetime.now(UTC).isoformat(timespec="seconds"),
+            "machine": self._machine,
+            "url": self.endpoint and self.endpoint.url,
+            "plan": self.plan,
+            "contenders": self.contenders,
+            "commits": {
+                each.name: commit(Path(each.source)) for each in self.contenders if each.source
+            },
+            "directory": self.directory,
+            "peak_bytes_per_second": self.peak,
+            "floor": self.floor,
+            "summaries": summaries(self.runs),
+            "problems": self.problems,
+            "runs": self.runs,
+        }
+        save_numbers(self.output, result)
+
+    def _save_conversations(self) -> None:
+        """Write the conversations as a file that vLLM's own benchmark reads."""
+        if "turns" in self.plan.workloads:
+            vocabulary = self.plan.vocabulary()
+            messages = to_messages(self.plan.conversations(vocabulary), vocabulary)
+            (self.output / CONVERSATIONS).write_text(json.dumps(messages, indent=1) + "\n")
+
+    @contextmanager
+    def _model(self, show: Show) -> Iterator[str]:
+        """The model, by folder or by name. One that is made is removed at the end."""
+        plan = self.plan
+        if plan.shape is None:
+            assert plan.model is not None
+            yield plan.model
+            return
+        show("bench", "making the model", 0, None)
+        with tempfile.TemporaryDirectory(prefix="work-", dir=self.output) as work:
+            folder = Path(work).absolute() / "model"
+            save_model(plan.shape, plan.max_model_len, plan.seed, folder)
+            WordVocabulary(plan.shape.vocab_size).save(folder)
+            yield str(folder)
+
+    def _measure_peak(self) -> None:
+        def on_event(event: Event) -> None:
+            self.peak = event["bytes_per_second"]
+
+        with tempfile.TemporaryDirectory(prefix="offload-bench-") as scratch:
+            environment = engine_environment("cuda", Path(scratch))
+            listen(child_command(PLAY), environment, self.output / "peak.log", on_event)
+
+    def _run_one(self, contender: Contender, number: int, model: str, show: Show) -> None:
+        restarts = contender.has_files and "restart" in self.plan.workloads
+        with tempfile.TemporaryDirectory(prefix="serve-bench-", dir=self.files) as name:
+            for again in (False, True) if restarts else (False,):
+                folder = Path(name) if contender.has_files else None
+                self._play(contender, number, model, show, folder, again=again)
+                if any(each["lost"] for each in self.runs[contender.name]):
+                    return
+                drop_from_page_cache(Path(name))
+
+    def _play(
+        self,
+        contender: Contender,
+        number: int,
+        model: str,
+        show: Show,
+        folder: Path | None,
+        *,
+        again: bool,
+    ) -> None:
+        """One engine from its start to its end, with its files in ``folder``."""
+        who = f"round {number}/{self.plan.rounds} {contender.name}{' again' * again}"
+        log = self.output / f"{contender.name}-{number}{'-again' * again}.log"
+        phase, started, start_seconds = "starting", time.perf_counter(), 0.0
+        show(who, phase, 0, None)
+
+        def on_event(event: Event) -> None:
+            nonlocal phase, start_seconds
+            if "measured" in event:
+                facts = {"round": number, "start_seconds": start_seconds}
+                self.runs[contender.name].append(facts | event["measured"])
+                self.save()
+                return
+            phase = event.get("phase", phase)
+            if phase == WARMING_UP and not start_seconds:
+                start_seconds = time.perf_counter() - started
+            show(who, phase, event.get("done", 0), None)
+
+        if folder is not None:
+            contender = contender.with_files(folder)
+        play = partial(play_over_http, plan=self.plan, report=on_event, again=again, folder=folder)
+        if self.endpoint is not None:
+            asyncio.run(play(self.endpoint, model, warm=True))
+        elif self.plan.transport == "http":
+            with self._serving(contender, model, log) as server:
+                asyncio.run(play(server, MODEL, warm=False))
+        else:
+            command = child_command(
+                PLAY,
+                plan=asdict(self.plan),
+                contender=asdict(contender),
+                model=model,
+                again=again,
+                folder=folder and str(folder),
+            )
+            with self._environment(contender, model) as environment:
+                listen(command, environment, log, on_event)
+        show(who, "done", 1, 1)
+
+    @contextmanager
+    def _serving(self, contender: Contender, model: str, log: Path) -> Iterator[Server]:
+        arguments = self.plan.engine_arguments(contender) | {
+            "enable_prompt_tokens_details": True,
+            "disable_uvicorn_access_log": True,
+        }
+        line = command_line(arguments)
+        with (
+            self._environment(contender, model) as environment,
+            serving(model, line, environment, log, port=self._port, name=MODEL) as server,
+        ):
+            yield server
+
+    @contextmanager
+    def _environment(self, contender: Contender, model: str) -> Iterator[dict[str, str]]:
+        offline = "1" if Path(model).exists() else "0"
+        with tempfile.TemporaryDirectory(prefix="offload-bench-") as scratch:
+            environment = server_environment(
+                self.plan.device, Path(scratch), HF_HUB_OFFLINE=offline, **contender.environment
+            )
+            if contender.source is not None:
+                # A checkout has examples too. Its package alone goes before this one's, and the
+                # current directory, where Python would look first, counts no more.
+                alone = Path(scratch) / "package"
+                alone.mkdir()
+                (alone / PACKAGE).symlink_to(Path(contender.source) / PACKAGE)
+                environment["PYTHONPATH"] = os.pathsep.join([str(alone), environment["PYTHONPATH"]])
+                environment["PYTHONSAFEPATH"] = "1"
+            yield environment

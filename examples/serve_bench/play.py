@@ -1,0 +1,209 @@
+"""All workloads with one engine: warm-up, repeats and what is measured.
+
+As a program, it does so in an engine of its own. Without arguments it measures one contiguous
+pinned copy to the device, which the bench's own process must not touch, and reports
+``{"bytes_per_second": ...}``.
+"""
+
+import asyncio
+import faulthandler
+import time
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from statistics import median
+from typing import TYPE_CHECKING, Any
+
+from pydantic import TypeAdapter
+
+from examples.bench.child import Report, run_child
+from examples.bench.connectors import Contender
+from examples.serve_bench.client import (
+    Client,
+    EngineClient,
+    HttpClient,
+    RequestLost,
+    client_session,
+)
+from examples.serve_bench.files import num_bytes
+from examples.serve_bench.plan import Plan
+from examples.serve_bench.results import numbers_of, ttft_of
+from examples.serve_bench.workloads import plays, plays_again
+from examples.serving import Endpoint
+
+if TYPE_CHECKING:
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+COPY_BYTES, COPIES = 1 << 30, 8
+COPY_DEADLINE = 120
+"""Seconds, after which the process ends with its stacks in the log."""
+QUIET_LOOKS, LOOK_SECONDS, WRITE_DEADLINE = 3, 0.5, 120.0
+"""Nothing more is written if that many looks at the files, so far apart, see the same. The longest
+wait for it, in seconds."""
+WARMING_UP = "warming up"
+
+
+async def play(
+    client: Client, report: Report, *, warm: bool, again: bool, folder: Path | None
+) -> None:
+    """Play the plan's workloads, or those of an engine that is started ``again`` over the files in
+    ``folder``.
+
+    Reports ``{"phase": ...}``, and ``{"measured": ...}`` after each workload. A ``warm`` engine
+    needs no warm-up. A lost request ends the play: an engine that still works on it disturbs what
+    follows. One with files goes on until nothing more is written.
+    """
+    plan = client.plan
+    report({"phase": WARMING_UP})
+    if not warm:
+        await _warm_up(client, again=again)
+    for repeat in range(plan.repeats):
+        client.repeat = repeat
+        for name, work in (plays_again(plan) if again else plays(plan)).items():
+            report({"phase": f"{name}, repeat {repeat + 1}/{plan.repeats}"})
+            await client.settle()
+            client.begin()
+            try:
+                found = await work(client)
+            except RequestLost as error:
+                found = {}
+                client.lost.append(str(error))
+            if plan.transport == "http":
+                found["client_busy"] = client.busy()
+            await client.settle()
+            replies = [asdict(reply) for reply in client.replies]
+            for reply in replies:
+                del reply["arrivals"]
+            measured = {
+                "repeat": repeat,
+                "workload": name,
+                "lost": client.lost,
+                "numbers": numbers_of(client.replies, found, client.counted(), plan),
+                "ttft": ttft_of(client.replies),
+                "replies": replies,
+            }
+            report({"measured": measured})
+            if client.lost:
+                return
+    if folder is not None:
+        report({"phase": "writing files"})
+        await _write_files(client, folder)
+
+
+async def play_over_http(
+    server: Endpoint,
+    model: str,
+    plan: Plan,
+    report: Report,
+    *,
+    warm: bool,
+    again: bool,
+    folder: Path | None,
+) -> None:
+    """``play`` with a server, which serves ``model``."""
+    count, has_files = _counter_of(report), folder is not None
+    async with client_session() as session:
+        client = HttpClient(
+            session, server, model, plan, plan.vocabulary(), count, has_files=has_files
+        )
+        await play(client, report, warm=warm, again=again, folder=folder)
+
+
+def run(arguments: dict[str, Any], report: Report) -> None:
+    """Play with an engine in this process."""
+    if not arguments:
+        report({"bytes_per_second": _peak()})
+        return
+    plan = TypeAdapter(Plan).validate_python(arguments["plan"])
+    contender = TypeAdapter(Contender).validate_python(arguments["contender"])
+    folder = arguments["folder"] and Path(arguments["folder"])
+    asyncio.run(_run(plan, contender, arguments["model"], report, arguments["again"], folder))
+
+
+async def _run(
+    plan: Plan, contender: Contender, model: str, report: Report, again: bool, folder: Path | None
+) -> None:
+    engine = _engine(plan, contender, model)
+    try:
+        has_files = folder is not None
+        client = EngineClient(
+            engine, plan, plan.vocabulary(), _counter_of(report), has_files=has_files
+        )
+        await play(client, report, warm=False, again=again, folder=folder)
+    finally:
+        engine.shutdown()
+
+
+def _engine(plan: Plan, contender: Contender, model: str) -> "AsyncLLM":
+    from vllm.config import KVTransferConfig
+    from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+    given = plan.engine_arguments(contender)
+    if given["kv_transfer_config"] is not None:
+        given["kv_transfer_config"] = KVTransferConfig(**given["kv_transfer_config"])
+    arguments = {key: value for key, value in given.items() if value is not None}
+    return AsyncLLM.from_engine_args(
+        AsyncEngineArgs(model=model, skip_tokenizer_init=True, disable_log_stats=False, **arguments)
+    )
+
+
+def _counter_of(report: Report) -> Callable[[], None]:
+    """Reports the number of its calls."""
+    done = 0
+
+    def count() -> None:
+        nonlocal done
+        done += 1
+        report({"done": done})
+
+    return count
+
+
+async def _warm_up(client: Client, *, again: bool) -> None:
+    """One-time costs fall due: a short prompt, and the longest, new and as a hit of the connector.
+    After a restart, one more is a hit in the files."""
+    longest = client.plan.max_model_len - client.plan.block_size
+    new = "restart" if again else "start"
+    for name in ("short", new, new, *(["start"] if again else [])):
+        length = min(64, longest) if name == "short" else longest
+        prompt = client.text(length, "warm-up", name)
+        try:
+            await client.ask(None, f"warm-up, {name}", prompt, 1)
+        except RequestLost as error:
+            raise client.failure(f"answers nothing: {error}") from None
+        await client.settle()
+        await client.reset(external=False)
+
+
+async def _write_files(client: Client, folder: Path) -> None:
+    """Wait until no more is written. Connectors go on when the engine steps, so it gets a prompt
+    that is too short to be stored."""
+    seen, quiet, deadline = num_bytes(folder), 0, time.monotonic() + WRITE_DEADLINE
+    while seen and quiet < QUIET_LOOKS and time.monotonic() < deadline:
+        await client.ask(None, "nudge", client.text(client.plan.block_size // 2, "nudge"), 1)
+        await asyncio.sleep(LOOK_SECONDS)
+        before, seen = seen, num_bytes(folder)
+        quiet = quiet + 1 if seen == before else 0
+
+
+def _peak() -> float:
+    """Bytes a second."""
+    import torch
+
+    faulthandler.dump_traceback_later(COPY_DEADLINE, exit=True)
+    host = torch.zeros(COPY_BYTES, dtype=torch.int8).pin_memory()
+    device = torch.empty(COPY_BYTES, dtype=torch.int8, device="cuda")
+    seconds: list[float] = []
+    for _ in range(COPIES + 1):  # the first is a warm-up
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        device.copy_(host, non_blocking=True)
+        end.record()
+        end.synchronize()
+        seconds.append(start.elapsed_time(end) / 1e3)
+    return COPY_BYTES / median(seconds[1:])
+
+
+if __name__ == "__main__":
+    run_child(run)

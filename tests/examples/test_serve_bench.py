@@ -1,0 +1,861 @@
+"""The serving benchmark from end to end, mostly with fake servers, and its figures."""
+
+import asyncio
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, replace
+from itertools import chain, pairwise
+from pathlib import Path
+from typing import Any, cast
+
+import psutil
+import pytest
+from pydantic import TypeAdapter
+
+pytest.importorskip("aiohttp")
+pytest.importorskip("prometheus_client")
+pytest.importorskip("rich")
+
+from prometheus_client.samples import Sample
+from rich.console import Console
+
+import simple_offload
+from examples import serving
+from examples.bench.child import ROOT
+from examples.bench.command import (
+    BAD_RESULT,
+    CANNOT_START,
+    INTERRUPTED,
+    RUN_FAILED,
+    RunFailed,
+    exit_code_of,
+)
+from examples.bench.connectors import CONTENDERS, NONE, ON_CPU, OURS, WITH_FILES, Contender, before
+from examples.bench.models import ModelShape
+from examples.serve_bench import __main__ as command
+from examples.serve_bench import results
+from examples.serve_bench.agents import requests_by_agent
+from examples.serve_bench.bench import Bench
+from examples.serve_bench.client import Client, Reply
+from examples.serve_bench.counters import counted, counters
+from examples.serve_bench.plan import CPU, H200, PRESETS, WORKLOADS, Plan, Transport, generated
+from examples.serve_bench.results import (
+    floor_line,
+    numbers_of,
+    problems,
+    summaries,
+    ttft_of,
+    workload_tables,
+)
+from examples.serve_bench.workloads import plays
+from tests.examples.fake_server import COMMAND
+from tests.examples.processes import assert_gone
+from tests.examples.sessions import save_sessions
+
+WARM_UP = 3
+"""Number of requests of each server's warm-up."""
+TURNS = 12
+"""Number of requests of the tiny plan's conversations."""
+
+
+def tiny_plan(**changes: Any) -> Plan:
+    """The CPU preset with every workload as small as possible."""
+    plan = replace(
+        CPU,
+        settle_seconds=0.0,
+        shape=ModelShape(256, 64, 2, 2, 1),
+        device_tokens=512,
+        host_bytes=64 << 20,
+        prompt_tokens=128,
+        new_tokens=(1, 32),
+        idle_prompts=2,
+        idle_prompt_tokens=64,
+        idle_answer_tokens=4,
+        mix_decodes=2,
+        mix_answer_tokens=24,
+        mix_hits=2,
+        settings=generated(4, messages=6, common=32, prefix=(150, 200), question=16, answer=4),
+        active=4,
+        longest_conversation=320,
+        agents=(2, 4),
+        requests=16,
+        scale=4,
+        max_pause=0,
+    )
+    return replace(plan, **changes)
+
+
+def bench(output: Path, *names: str, port: int | None = None, **changes: Any) -> Bench:
+    return Bench(tiny_plan(**changes), [CONTENDERS[name] for name in names], output, port=port)
+
+
+def code_of(one: Bench) -> int:
+    return exit_code_of(lambda: command.run(one))
+
+
+def result_of(output: Path) -> dict[str, Any]:
+    found = json.loads((output / "result.json").read_text())
+    assert isinstance(found, dict)
+    return found
+
+
+def servers(output: Path) -> list[psutil.Process]:
+    """The servers of a run, and what they have started."""
+    found = psutil.process_iter(["cmdline"])
+    return [each for each in found if str(output) in " ".join(each.info["cmdline"] or ())]
+
+
+def squeezed(text: str) -> list[str]:
+    return [" ".join(line.split()) for line in text.splitlines()]
+
+
+@pytest.fixture
+def fake(fake: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    """A fake server answers at once, so the client computes all the time."""
+    fake.setattr(results, "MOST_CLIENT_BUSY", float("inf"))
+    return fake
+
+
+# Whole runs
+
+
+def test_every_contender_does_all_the_work(
+    fake: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fake.setenv("FAKE_SERVER", json.dumps({"resets_refused": 2}))
+    workloads = tuple(name for name in WORKLOADS if name != "restart")
+    output = tmp_path / "out"
+    one = bench(
+        output,
+        "none",
+        "ours",
+        workloads=workloads,
+        repeats=2,
+        trace=str(save_sessions(tmp_path, sessions=4)),
+    )
+    code = code_of(one)
+    captured = capsys.readouterr()
+    assert code == 0, captured
+    assert "round 1/1 ours: traces, 4 agents, repeat 2/2" in captured.err
+
+    result = result_of(output)
+    assert result["problems"] == []
+    assert result["machine"]["commit"]
+    names = [*workloads[:-1], "traces, 2 agents", "traces, 4 agents"]
+    asked = []
+    for contender, run in result["runs"].items():
+        assert [(each["repeat"], each["workload"]) for each in run] == [
+            (repeat, name) for repeat in range(2) for name in names
+        ]
+        for each in run:
+            numbers, replies = each["numbers"], each["replies"]
+            assert numbers["requests"] == len(replies)
+            assert (numbers["external_hit_tokens"] > 0) == (
+                contender == "ours" and each["workload"] != "idle"
+            )
+            if each["workload"].startswith(("turns", "traces", "idle")):
+                tokens = sum(reply["prompt_tokens"] for reply in replies)
+                assert numbers["prompt_tokens"] == tokens, each["workload"]
+            for reply in replies:
+                assert 0 < reply["ttft"] <= reply["latency"]
+        # The fake's answers follow from the prompts.
+        asked.append(
+            [sorted((reply["id"], reply["answer"]) for reply in each["replies"]) for each in run]
+        )
+    assert asked[0] == asked[1], "all contenders get the same prompts"
+    of_turns = asked[0][names.index("turns")], asked[0][names.index("turns") + len(names)]
+    assert len(of_turns[0]) == TURNS
+    assert of_turns[0] != of_turns[1], "another repeat has other prompts"
+
+    ours = result["summaries"]["ours"]
+    assert list(ours) == names
+    assert list(ours["turns"]["ttft"]) == ["all", "later turns", "turn 1", "turn 2", "turn 3"]
+    assert list(ours["ttft"]["ttft"]) == [
+        *("cold", "hit in the host tier", "hit on the device", "all at once")
+    ]
+    lines = squeezed(captured.out)
+    assert "turns: TTFT, ms. Medians of 2, and ratios to none" in lines
+    assert f"requests {TURNS} {TURNS}" in lines
+    assert any(line.startswith("Start, s: none ") for line in lines)
+    assert (output / "ttft.png").read_bytes().startswith(b"\x89PNG")
+    assert {path.name for path in output.iterdir()} == {
+        *("result.json", "conversations.json", "ttft.png", "none-1.log", "ours-1.log")
+    }
+    assert_gone(servers(output))
+
+
+@pytest.mark.parametrize(
+    ("faults", "complaint"),
+    [
+        ({"refuse_at": WARM_UP + 1}, "lost a request: conversation 'CONV_ID_"),
+        ({"short_at": WARM_UP + 5}, "3 of 4 tokens"),
+        ({"no_hits": True}, "ours, turns, round 1, repeat 1: the connector got no hits"),
+        ({"other_from": WARM_UP + 11}, "ours, turns, round 1, repeat 1: 1 of 12 answers differ"),
+    ],
+)
+def test_problems_that_invalidate_a_run(
+    faults: Mapping[str, Any],
+    complaint: str,
+    fake: pytest.MonkeyPatch,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    fake.setenv("FAKE_SERVER", json.dumps(faults))
+    assert code_of(bench(tmp_path, "none", "ours")) == BAD_RESULT
+    assert complaint in capsys.readouterr().out
+    assert any(complaint in each for each in result_of(tmp_path)["problems"])
+
+
+@pytest.mark.parametrize(
+    ("faults", "complaint"),
+    [
+        ({"exit_at_start": 5}, "exit code 5"),
+        ({"refuse_at": 0}, "The server answers nothing"),
+        ({"resets_refused": 1000}, "The server did not reset its caches within"),
+        ({"die_at": WARM_UP + 6, "child": True}, "killed by signal 9"),
+    ],
+)
+def test_a_server_that_fails_costs_its_own_results_only(
+    faults: Mapping[str, Any],
+    complaint: str,
+    fake: pytest.MonkeyPatch,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    fake.setenv("FAKE_SERVER", json.dumps(faults))
+    fake.setattr(serving, "RESET_SECONDS", 0.1)
+    assert code_of(bench(tmp_path, "none", "ours")) == RUN_FAILED
+    printed = capsys.readouterr()
+    assert complaint in printed.err
+    assert f"The end of {tmp_path / 'ours-1.log'}:" in printed.err
+    assert ("there is no such model" in printed.err) == ("exit_at_start" in faults)
+    assert "turns: TTFT, ms" in printed.out
+    assert_gone(servers(tmp_path))
+    assert [path.name for path in tmp_path.iterdir() if path.is_dir()] == [], "no model is left"
+    result = result_of(tmp_path)
+    assert len(result["runs"]["none"][0]["replies"]) == TURNS, "finished results are kept"
+    assert result["problems"] == ["ours, turns: 0 of 1 measurements"]
+
+
+def test_a_port_in_use(tmp_path: Path) -> None:
+    """The clients would ask another server than the contender's."""
+    with socket.socket() as other:
+        other.bind((serving.HOST, 0))
+        other.listen()
+        port = other.getsockname()[1]
+        with pytest.raises(RunFailed, match=f"Port {port} .* is in use"):
+            bench(tmp_path, "ours", port=port).run(lambda *_: None)
+    assert not (tmp_path / "ours-1.log").exists(), "nothing was started"
+
+
+INTERRUPTED_RUN = f"""
+import runpy, sys
+from examples import serving
+serving.COMMAND = {COMMAND!r}
+sys.argv = ["examples.serve_bench", *sys.argv[1:]]
+runpy.run_module("examples.serve_bench", run_name="__main__")
+"""
+
+
+def test_a_terminated_run_leaves_no_process(
+    tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """It is ended during a request that never ends."""
+    pipe = tmp_path_factory.mktemp("pipe") / "stalled"
+    os.mkfifo(pipe)
+    faults = {"stall_at": WARM_UP + 3, "stall_pipe": str(pipe), "child": True}
+    arguments = [sys.executable, "-u", "-c", INTERRUPTED_RUN, "--contenders", "ours"]
+    process = subprocess.Popen(
+        [*arguments, "--output", str(tmp_path)],
+        cwd=ROOT,
+        env={**os.environ, "FAKE_SERVER": json.dumps(faults)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        # Started in the background by a shell, the tests themselves ignore SIGINT.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # noqa: PLW1509 - no lock taken
+    )
+    assert pipe.read_text() == "stalled"
+    family = psutil.Process(process.pid).children(recursive=True)
+    process.terminate()
+    rest, _ = process.communicate(timeout=120)
+    assert process.returncode == INTERRUPTED
+    assert "Interrupted." in rest
+    assert "Traceback" not in rest
+    assert len(family) == 2
+    assert_gone(family)
+    assert {path.name for path in tmp_path.iterdir()} == {"conversations.json", "ours-1.log"}
+
+
+def test_a_server_for_other_clients(fake: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The server, its model and the conversations are ready when the command line for vLLM's script
+    is printed. Ctrl-C ends the server."""
+    paths: list[Path] = []
+
+    def on_ready(server: serving.Server, model: str) -> None:
+        assert server.metric("vllm:prompt_tokens_by_source_total") == 0
+        assert (Path(model) / "tokenizer.json").is_file()
+        assert len(json.loads((tmp_path / "conversations.json").read_text())) == 4
+        paths.append(Path(model))
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        bench(tmp_path, "ours").serve(lambda *_: None, on_ready)
+    assert_gone(servers(tmp_path))
+    assert not paths[0].exists()
+
+
+def test_a_server_that_runs_already(
+    fake: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With requests of Mooncake's format, which have no sessions. Those of more than 400 tokens,
+    the server's limit, are left out."""
+    row = {"timestamp": 0, "output_length": 64}
+    trace = tmp_path / "talks.jsonl"
+    with trace.open("w") as file:
+        for ids in (2, 3, 4, 30):
+            more = {"input_length": 512 * ids, "hash_ids": list(range(ids))}
+            file.write(json.dumps(row | more) + "\n")
+    options = ["--traces", str(trace), "--agents", "2", "--scale", "32", "--output", str(tmp_path)]
+    log = tmp_path / "server.log"
+    with serving.serving("model", [], dict(os.environ), log, name="theirs") as server:
+        url = ["--url", f"{server.url}/v1/"]
+        one, _ = command.parse([*options, *url])
+        assert code_of(one) == 0, capsys.readouterr()
+        result = result_of(tmp_path)
+        long, _ = command.parse([*url, "--output", str(tmp_path)])
+        assert code_of(long) == CANNOT_START
+        assert "'theirs' takes 400 tokens" in capsys.readouterr().err
+    assert result["url"] == server.url
+    (measured,) = result["runs"]["endpoint"]
+    (reply,) = measured["replies"]
+    assert (reply["prompt_tokens"], reply["answer_tokens"]) == (4 * 16 + 1, 2)
+    assert measured["numbers"]["device_hit_tokens"] > 0
+    assert "host_multiple" not in measured["numbers"]
+    assert code_of(command.parse([*options, *url])[0]) == RUN_FAILED
+    assert f"{server.url} gave no answer to /v1/models" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("light_engines")
+@pytest.mark.parametrize(
+    ("transport", "names"),
+    [("engine", ["ours"]), ("http", ["ours"]), ("engine", list(ON_CPU))],
+    ids=["engine", "http", "engine, files"],
+)
+def test_with_vllm(
+    transport: Transport,
+    names: Sequence[str],
+    tmp_path: Path,
+    tmp_path_factory: pytest.TempPathFactory,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """vLLM sends and counts what the fake server does. Files are found after a restart."""
+    files, folder = tmp_path_factory.mktemp("files"), tmp_path_factory.mktemp("trace")
+    plan = tiny_plan(
+        workloads=WORKLOADS,
+        transport=transport,
+        shape=ModelShape(2048, 128, 3, 4, 2),
+        settle_seconds=0.2,
+        repeats=2,
+        trace=str(save_sessions(folder, sessions=4)),
+        agents=(4,),
+    )
+    contenders = [(CONTENDERS | WITH_FILES)[name] for name in names]
+    code = code_of(Bench(plan, contenders, tmp_path, files=files))
+    captured = capsys.readouterr()
+    assert code == 0, captured
+    assert f"Files in {files}: " in captured.out
+    assert not list(files.iterdir())
+    result = result_of(tmp_path)
+    assert TypeAdapter(Plan).validate_python(result["plan"]) == plan
+    # All but a prompt's last block, which has a token that must be computed.
+    cached = plan.prompt_tokens - plan.block_size
+    for name, run in result["runs"].items():
+        again = ["restart", "turns, restarted"] if name in WITH_FILES else []
+        wanted = [*plays(plan), *again]
+        assert sorted(each["workload"] for each in run) == sorted(2 * wanted)
+        for each in run:
+            hits = {
+                kind: {r["cached_tokens"] for r in each["replies"] if r["kind"] == kind}
+                for kind in each["ttft"]
+            }
+            if each["workload"] == "ttft":
+                assert hits["hit on the device"] == {cached}
+                assert hits["hit in the host tier"] == {0 if name == "none" else cached}
+                assert len({r["answer"] for r in each["replies"]}) == plan.num_hits
+            if each["workload"] == "turns" and name != "none":
+                numbers = each["numbers"]
+                assert numbers["loaded_bytes"] > 0
+                found = numbers["device_hit_tokens"] + numbers["external_hit_tokens"]
+                assert found == sum(reply["cached_tokens"] for reply in each["replies"])
+            if each["workload"] == "restart":
+                numbers = each["numbers"]
+                looked_up = sum(numbers[key] for key in numbers if key.startswith("lookups_"))
+                assert looked_up >= plan.num_hits
+
+
+# Engines in processes of their own, which are not started here
+
+
+LISTEN = "examples.serve_bench.bench.listen"
+
+
+def measured(workload: str = "ttft", **changes: Any) -> dict[str, Any]:
+    """The report of a measurement."""
+    reply = Reply("cold", "ttft 0", 128, 2, True, 0.0, 0.2, 0.3, 0, "w7 w8")
+    hits = [replace(reply, kind="hit in the host tier", ttft=0.05, compared=False)]
+    hits.append(replace(hits[0], kind="hit on the device", ttft=0.0125))
+    return {
+        "round": 1,
+        "repeat": 0,
+        "start_seconds": 1.5,
+        "workload": workload,
+        "lost": [],
+        "numbers": {"requests": 3, "external_hit_tokens": 100.0},
+        "ttft": ttft_of([reply, *hits]),
+        "replies": [asdict(each) for each in (reply, *hits)],
+    } | changes
+
+
+def test_contenders_take_turns_and_each_repeat_is_kept(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The exit code and the output tell of problems, as the numbers do."""
+    order: list[str] = []
+
+    def play(arguments: list[str], _environment: Any, log: Path, on_event: Any) -> None:
+        order.append(log.stem)
+        for repeat in range(json.loads(arguments[-1])["plan"]["repeats"]):
+            one = measured(repeat=repeat, numbers={"requests": 3})
+            del one["round"], one["start_seconds"]
+            on_event({"measured": one})
+            runs = result_of(tmp_path)["runs"]
+            assert sum(map(len, runs.values())) == 2 * (len(order) - 1) + repeat + 1
+
+    monkeypatch.setattr(LISTEN, play)
+    plan = tiny_plan(transport="engine", workloads=("ttft",), rounds=2, repeats=2)
+    one = Bench(plan, [NONE, OURS], tmp_path)
+    assert code_of(one) == BAD_RESULT
+    assert order == ["none-1", "ours-1", "none-2", "ours-2"]
+    done = [(each["round"], each["repeat"]) for each in one.runs["ours"]]
+    assert done == [(1, 0), (1, 1), (2, 0), (2, 1)]
+    found = result_of(tmp_path)["problems"]
+    assert len(found) == 4
+    printed = capsys.readouterr().out
+    assert all(problem in printed for problem in found)
+
+
+def test_an_engine_with_files_is_started_again_over_them(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    files = tmp_path / "files"
+    files.mkdir()
+    seen: list[str] = []
+
+    def play(arguments: list[str], _environment: Any, log: Path, on_event: Any) -> None:
+        sent = json.loads(arguments[-1])
+        seen.append(log.stem)
+        names = ["ttft", "turns"]
+        if sent["folder"] is not None:
+            folder = Path(sent["folder"])
+            assert list(folder.iterdir()) == ([folder / "one.bin"] if sent["again"] else [])
+            (folder / "one.bin").touch()
+            assert str(folder) in json.dumps(sent["contender"])
+            if sent["again"]:
+                names = ["restart", "turns, restarted"]
+        for name in names:
+            hits = 0.0 if name == "restart" else 100.0
+            numbers = {"requests": 3, "external_hit_tokens": hits}
+            on_event({"measured": measured(name, numbers=numbers)})
+
+    monkeypatch.setattr(LISTEN, play)
+    contenders = [OURS, WITH_FILES["ours-files"], WITH_FILES["offloading-files"]]
+    plan = tiny_plan(transport="engine", workloads=("ttft", "turns", "restart"))
+    one = Bench(plan, contenders, tmp_path, files=files)
+    assert code_of(one) == BAD_RESULT
+    with_files = [
+        f"{name}-files-1{again}" for name in ("ours", "offloading") for again in ("", "-again")
+    ]
+    assert seen == ["ours-1", *with_files]
+    assert one.problems == [
+        "offloading-files, restart, round 1, repeat 1: the connector got no hits"
+    ]
+    assert not list(files.iterdir())
+    missing = Bench(plan, [OURS], tmp_path, files=tmp_path / "missing")
+    assert code_of(missing) == CANNOT_START
+
+
+def test_a_failing_engine_shows_its_log(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    failing = [sys.executable, "-c", "import sys; print('no memory left'); sys.exit(7)"]
+    monkeypatch.setattr("examples.serve_bench.bench.child_command", lambda *_, **__: failing)
+    (tmp_path / "result.json").write_text("of an earlier bench")
+    assert code_of(bench(tmp_path, "ours", transport="engine", workloads=("ttft",))) == RUN_FAILED
+    printed = capsys.readouterr().err
+    assert "The process of ours-1 ended: exit code 7" in printed
+    assert "no memory left" in printed
+    assert [path.name for path in tmp_path.iterdir()] == ["ours-1.log"]
+
+
+def test_another_commit_takes_the_place_of_the_package_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not that of the bench, which a checkout has too, wherever the bench is started."""
+    monkeypatch.chdir(ROOT)
+    source, output = tmp_path / "checkout", tmp_path / "out"
+    for package in ("simple_offload", "examples"):
+        (source / package).mkdir(parents=True)
+        (source / package / "__init__.py").write_text("__version__ = 'another'")
+    options = ["--transport", "engine", "--contenders", "none", "--output", str(output)]
+    one, _ = command.parse([*options, "--before", str(source)])
+    found: dict[str, Any] = {}
+
+    def look(arguments: list[str], environment: dict[str, str], log: Path, _: Any) -> None:
+        code = "import simple_offload, examples.bench.child as child; "
+        code += "print(simple_offload.__version__, child.ROOT)"
+        sent = json.loads(arguments[-1])["contender"]
+        printed = subprocess.check_output([sys.executable, "-c", code], env=environment, text=True)
+        found[log.stem] = (TypeAdapter(Contender).validate_python(sent), printed)
+
+    monkeypatch.setattr(LISTEN, look)
+    assert code_of(one) == BAD_RESULT
+    assert found == {
+        "none-1": (NONE, f"{simple_offload.__version__} {ROOT}\n"),
+        "before-1": (before(source), f"another {ROOT}\n"),
+    }
+
+
+# The plan
+
+
+def test_arguments_make_the_bench(tmp_path: Path) -> None:
+    def parsed(options: str) -> Bench:
+        return command.parse([*options.split(), "--output", str(tmp_path)])[0]
+
+    options = "--preset h200 --transport engine --workloads ttft,idle --contenders ours,builtin "
+    options += "--kv-heads 1 --host-gib 64 --eager --rounds 5 --repeats 2 --seed 7"
+    one = parsed(options)
+    assert H200.shape is not None
+    assert one.plan == replace(
+        H200,
+        workloads=("ttft", "idle"),
+        transport="engine",
+        shape=replace(H200.shape, num_kv_heads=1),
+        host_bytes=64 << 30,
+        graphs=False,
+        rounds=5,
+        repeats=2,
+        seed=7,
+    )
+    assert [each.name for each in one.contenders] == ["ours", "builtin"]
+    assert [each.name for each in parsed("").contenders] == ["none", "ours"]
+    assert [each.name for each in parsed("--files .").contenders] == list(ON_CPU)
+    long = parsed("--preset h200 --workloads ttft --prompt-tokens 100001").plan
+    assert (long.prompt_tokens, long.num_hits) == (100_016, 4)
+    assert long.device_tokens > 2 * (long.prompt_tokens + max(long.new_tokens))
+    compiled = '{"mode":0}'
+    options = f"--traces a.json --agents 8 4 8 --scale 32 --compilation-config {compiled}"
+    agents = parsed(f"{options} --requests 50").plan
+    assert (agents.workloads, agents.agents, agents.seconds) == (("traces",), (4, 8), None)
+    assert agents.replay(4).pause_scale == 32
+    arguments = agents.engine_arguments(OURS)
+    assert (arguments["compilation_config"], arguments["max_num_seqs"]) == ({"mode": 0}, 8)
+    assert parsed(f"{options} --seconds 9 --think-scale 2").plan.replay(4).pause_scale == 2
+    theirs = parsed(f"{options} --url http://h:1 --vocab-size 16").plan
+    assert 8 < max(theirs.vocabulary().random(1000)) < 16
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_a_presets_hits_have_to_come_from_the_host_and_fit_it(preset: str) -> None:
+    plan = command.parse(["--preset", preset])[0].plan
+    assert plan.kv_bytes_per_token is not None
+    conversations = plan.conversations(plan.vocabulary())
+    everything = sum(conversation.num_tokens for conversation in conversations)
+    assert plan.clients <= plan.active <= len(conversations)
+    assert everything * plan.kv_bytes_per_token < 0.8 * plan.host_bytes
+    assert plan.longest_conversation <= plan.max_model_len <= plan.device_tokens
+    sent = json.loads(json.dumps(asdict(plan)))
+    assert TypeAdapter(Plan).validate_python(sent) == plan, "it survives the way to the engine"
+    if plan.fits:
+        assert everything <= plan.device_tokens
+        return
+    assert plan.device_tokens < 0.5 * everything
+    assert plan.num_hits * plan.prompt_tokens > plan.device_tokens
+    assert plan.num_hits * plan.prompt_tokens * plan.kv_bytes_per_token < plan.host_bytes
+    assert min(plan.mix_hits, plan.num_hits // 2) > 0
+
+
+# What is sent when
+
+
+class Asked(Client):
+    """Answers without an engine, and notes who asks at the same time."""
+
+    def __init__(self, plan: Plan, lost: str = "") -> None:
+        super().__init__(plan, plan.vocabulary(), lambda: None, has_files=False)
+        self.order: list[str] = []
+        self.prompts: dict[str, Sequence[int]] = {}
+        self.most_at_once = 0
+        self._now: set[str] = set()
+        self._lost = lost
+
+    def samples(self) -> list[Sample]:
+        return []
+
+    async def reset(self, *, external: bool) -> None:
+        assert external
+        assert not self.order
+
+    def failure(self, text: str) -> RunFailed:
+        return RunFailed(text)
+
+    async def _listen(
+        self, reply: Reply, prompt: Sequence[int], on_token: Callable[[], None]
+    ) -> int:
+        who = reply.id.partition(",")[0]
+        assert who not in self._now, "one request at a time"
+        self._now.add(who)
+        self.most_at_once = max(self.most_at_once, len(self._now))
+        self.order.append(reply.id)
+        self.prompts[reply.id] = prompt
+        for _ in range(5):
+            await asyncio.sleep(0)
+        self._now.remove(who)
+        on_token()
+        return reply.answer_tokens - (reply.id == self._lost)
+
+    def play(self, name: str) -> Mapping[str, float]:
+        async def run() -> Mapping[str, float]:
+            self.begin()
+            return await plays(self.plan)[name](self)
+
+        return asyncio.run(run())
+
+
+def test_clients_go_round_their_conversations() -> None:
+    alone = Asked(tiny_plan(clients=1, active=2))
+    alone.play("turns")
+    places = [(name[-9], name[-1]) for name in (each.replace("'", "") for each in alone.order)]
+    assert places[:6] == [("0", "1"), ("1", "1"), ("0", "2"), ("1", "2"), ("0", "3"), ("1", "3")]
+    several = Asked(tiny_plan(clients=3), lost="conversation 'CONV_ID_2', turn 2")
+    several.play("turns")
+    assert several.most_at_once == 3
+    assert several.lost == ["conversation 'CONV_ID_2', turn 2: 3 of 4 tokens"]
+    assert len(several.order) == TURNS - 1, "a lost request ends its conversation only"
+    assert len(several.replies) == TURNS - 2
+
+
+def test_agents_send_growing_prompts_in_a_closed_loop(tmp_path: Path) -> None:
+    plan = tiny_plan(workloads=("traces",), trace=str(save_sessions(tmp_path, sessions=4)))
+    four = Asked(plan, lost="agent 1, request 3")
+    numbers = four.play("traces, 4 agents")
+    assert four.most_at_once == 4
+    assert sorted(four.order[:4]) == [f"agent {agent}, request 1" for agent in range(4)]
+    assert len(four.replies) == 3 + 1 + 3 + 3, "first ones are not measured, the lost one ends"
+    prompts = [four.prompts[f"agent 0, request {number}"] for number in (1, 2, 3, 4)]
+    assert [len(prompt) for prompt in prompts] == [16 * ids + 1 for ids in (8, 10, 12, 14)]
+    for shorter, longer in pairwise(prompts):
+        assert longer[: len(shorter) - 1] == shorter[:-1]
+    tokens = 16 * (3 * 14 + 10) + 4 + 10
+    assert numbers["device_multiple"] == tokens / 512
+    assert numbers["endless_share"] == pytest.approx(
+        (tokens - 4 * 129) / sum(reply.prompt_tokens for reply in four.replies)
+    )
+    two = Asked(plan)
+    two.play("traces, 2 agents")
+    firsts = [{tuple(prompt[:8]) for prompt in each.prompts.values()} for each in (four, two)]
+    assert firsts[0].isdisjoint(firsts[1]), "another number of agents sends other tokens"
+    late = Asked(replace(plan, seconds=0, max_pause=4))
+    late.play("traces, 4 agents")
+    assert late.replies == []
+
+
+def test_tokens_that_wait_for_the_prompts_of_other_decodes_do_not_count() -> None:
+    reply = Reply("", "decode", 4, 4, False, 10.0, arrivals=[1.0, 9.0, 10.0, 11.0])
+    assert reply.gaps(since=12.0) == [1.0, 1.0]
+    assert reply.gaps() == [8.0, 1.0, 1.0]
+
+
+def test_sessions_end_before_a_request_that_does_not_fit(tmp_path: Path) -> None:
+    """Then the agent takes the next session."""
+    trace = str(save_sessions(tmp_path))
+    plan = tiny_plan(trace=trace, device_tokens=2 * 16 * 13, requests=9, max_pause=2)
+    (requests,) = requests_by_agent(plan.replay(1))
+    assert [each.prompt_tokens // 16 for each in requests] == [8, 10, 12] * 3
+    assert [each.opens for each in requests] == [True, False, False] * 3
+    # Of the recorded pauses of 9 s, a quarter, and no more than is allowed.
+    assert [each.pause for each in requests] == [0.0, 2.0, 2.0] * 3
+
+
+def test_requests_without_sessions_are_dealt_in_their_order(tmp_path: Path) -> None:
+    path = tmp_path / "talks.jsonl"
+    row = {"timestamp": 0, "input_length": 600, "output_length": 9, "hash_ids": [0, 1]}
+    path.write_text("\n".join(json.dumps(row | {"hash_ids": [id, 1]}) for id in range(5)))
+    plan = tiny_plan(trace=str(path), requests=5, device_tokens=2048)
+    requests = sorted(chain(*requests_by_agent(plan.replay(3))), key=lambda each: each.ids[0])
+    assert [each.place for each in requests] == [(0, 0), (1, 0), (2, 0), (0, 1), (1, 1)]
+    assert not any(each.opens or each.pause for each in requests[3:])
+
+
+@pytest.mark.parametrize(
+    ("changes", "complaint"),
+    [
+        ({"scale": 3}, "scale: 3 does not divide the 64 tokens of an id"),
+        ({"requests": 17}, "16 for 2 agents. Wanted: 17"),
+        ({"agents": (5,), "requests": None}, "16 for 5 agents. Wanted: one or more for each"),
+        ({"trace": "/no/such"}, "--traces: /no/such cannot be read"),
+    ],
+)
+def test_a_trace_that_does_not_fit_is_refused_before_anything_runs(
+    changes: dict[str, Any], complaint: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trace = str(save_sessions(tmp_path, sessions=4))
+    one = bench(tmp_path, "none", **{"workloads": ("traces",), "trace": trace} | changes)
+    assert code_of(one) == CANNOT_START
+    assert complaint in " ".join(capsys.readouterr().err.split())
+
+
+# Figures
+
+
+def reply(kind: str, at: float, ttft: float, latency: float, tokens: int = 11) -> Reply:
+    return Reply(kind, kind, 101, tokens, False, at, ttft, latency)
+
+
+def test_numbers_of_a_measurement() -> None:
+    """Throughput counts what came in the time."""
+    plan = tiny_plan()
+    replies = [
+        reply("turn 1", 0.0, 1.0, 2.0),
+        reply("turn 1", 7.0, 1.0, 5.0),  # half of its time after the first token
+        reply("turn 2", 9.5, 1.0, 2.0),  # its first token is late
+        reply("turn 2", 5.0, 0.5, 0.5, tokens=1),
+    ]
+    sources = {"computed_tokens": 50.0, "device_hit_tokens": 0.0, "external_hit_tokens": 150.0}
+    numbers = numbers_of(replies, {"seconds": 10.0}, sources, plan)
+    assert numbers["requests"] == 4
+    assert numbers["requests_per_second"] == 0.3
+    assert numbers["answer_tokens_per_second"] == pytest.approx((11 + 6 + 1) / 10)
+    assert numbers["tokens_per_second"] == pytest.approx((3 * 101 + 18) / 10)
+    assert numbers["tpot_mean"] == pytest.approx((0.1 + 0.4 + 0.1) / 3), "one token has no gap"
+    assert numbers["external_hit_share"] == 0.75
+    assert numbers["loaded_bytes"] == 150 * cast(int, plan.kv_bytes_per_token)
+    copied = {"loaded_bytes": 8.0, "loaded_seconds": 2.0}
+    numbers = numbers_of(replies, {}, sources | copied, plan)
+    assert (numbers["loaded_bytes"], numbers["load_rate"]) == (8.0, 4.0)
+    assert "requests_per_second" not in numbers
+    ttft = ttft_of(replies)
+    assert list(ttft) == ["all", "later turns", "turn 1", "turn 2"]
+    assert ttft["all"] == {"mean": 0.875, "p50": 1.0, "p90": 1.0, "p99": 1.0, "worst": 1.0}
+    assert ttft["turn 2"]["mean"] == 0.75
+
+
+def sample(name: str, value: float, **labels: str) -> Sample:
+    return Sample(name, labels, value, None, None)
+
+
+def test_counters() -> None:
+    samples = [
+        sample("vllm:prompt_tokens_by_source_total", 5, source="local_compute", engine="0"),
+        sample("vllm:prompt_tokens_by_source_total", 6, source="local_compute", engine="1"),
+        sample("vllm:prompt_tokens_by_source_total", 7, source="external_kv_transfer"),
+        sample("vllm:prompt_tokens_by_source_total", 9, source="something_new"),
+        sample("vllm:kv_offload_load_bytes_total", 100),
+        sample("vllm:kv_offload_store_time_total", 3),
+        sample("vllm:simple_offload_bytes_total", 30, direction="load", path="dma"),
+        sample("vllm:simple_offload_bytes_total", 4, direction="store", path="kernel"),
+        sample("vllm:simple_offload_second_tier_lookups_total", 2, result="late"),
+        sample("vllm:simple_offload_second_tier_tokens_per_second", 12),
+    ]
+    assert counted({"computed_tokens": 1.0, "fetch_speed": 5.0}, counters(samples)) == {
+        "computed_tokens": 10,
+        "external_hit_tokens": 7,
+        "loaded_bytes": 130,
+        "stored_bytes": 4,
+        "stored_seconds": 3,
+        "lookups_late": 2,
+        "fetch_speed": 12,
+    }
+
+
+NONE_RUN = [measured(numbers={"requests": 3})]
+
+
+OTHER = "'w7 w9', in none, ttft, round 1, repeat 1 'w7 w8'"
+
+
+def other(cached: int) -> dict[str, Any]:
+    one = measured()
+    one["replies"][0] |= {"answer": "w7 w9", "cached_tokens": cached}
+    return one
+
+
+@pytest.mark.parametrize(
+    ("ours", "changes", "found"),
+    [
+        ([measured()], {}, []),
+        ([], {}, ["ours, ttft: 0 of 1 measurements"]),
+        ([measured(lost=["mix 3: gone"])], {}, ["{who}: lost a request: mix 3: gone"]),
+        ([measured(numbers={"requests": 3})], {}, ["{who}: the connector got no hits"]),
+        ([measured(numbers={"requests": 3})], {"fits": True}, []),
+        ([measured(numbers={"requests": 3, "device_multiple": 1.2})], {}, []),
+        (
+            [measured(numbers={"requests": 0, "external_hit_tokens": 1, "client_busy": 0.9})],
+            {},
+            [
+                "{who}: nothing was asked after the agents' first requests",
+                "{who}: the client computed for 90% of the time, and measured itself",
+            ],
+        ),
+        (
+            [other(0)],
+            {},
+            [f"{{who}}: 1 of 1 answers differ: ttft 0 (0 cached tokens) got {OTHER}"],
+        ),
+        # Dummy weights decide ties by the number of cached tokens.
+        ([other(96)], {"shape": H200.shape}, []),
+        # Each repeat has prompts of its own.
+        ([other(0) | {"repeat": 1}], {}, []),
+    ],
+)
+def test_problems(
+    ours: list[dict[str, Any]], changes: Mapping[str, Any], found: Sequence[str]
+) -> None:
+    plan = tiny_plan(workloads=("ttft",), **changes)
+    wanted = [each.replace("{who}", "ours, ttft, round 1, repeat 1") for each in found]
+    assert problems({"none": NONE_RUN, "ours": ours}, plan, [NONE, OURS]) == wanted
+    hits = {"requests": 3, "external_hit_tokens": 1}
+    (phantom,) = problems({"none": [measured(numbers=hits)]}, plan, [NONE])
+    assert phantom.endswith("hits of a connector, and there is none")
+
+
+def test_the_report_has_medians_ratios_and_the_floor() -> None:
+    fast = measured()
+    fast["ttft"]["cold"]["p50"] = 0.1
+    fast["ttft"]["hit on the device"]["p50"] = 0.01
+    found = summaries({"none": NONE_RUN, "ours": [measured(), fast, fast], "builtin": []})
+    console = Console(width=160)
+    with console.capture() as capture:
+        console.print(*workload_tables(found, "ttft", "Medians"))
+    lines = squeezed(capture.get())
+    assert "cold none 200 200 200 200 200" in lines
+    assert "ours 200 (1.00x) 100 (0.50x) 200 (1.00x) 200 (1.00x) 200 (1.00x)" in lines
+    assert "requests 3 3" in lines
+    assert not any("gap" in line for line in lines)
+    plan = replace(H200, workloads=("ttft",))
+    assert plan.prompt_tokens * cast(int, plan.kv_bytes_per_token) == 1 << 30
+    assert floor_line(found, plan, 25 * 2.0**30) == (
+        "Least time of a hit in the host tier: 50.0 ms, with a copy at 26.8 GB/s. none 1.00x, "
+        "ours 1.00x"
+    )
+    split = floor_line(found, replace(plan, tensor_parallel=2), 25 * 2.0**30)
+    assert split is not None
+    assert "30.0 ms" in split
+    assert floor_line(found, plan, None) is None
