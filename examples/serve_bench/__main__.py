@@ -30,6 +30,27 @@ ENDPOINT_TOKENS = 30_000
 PIPE_COLUMNS = 160
 """Width of tables that go to no terminal."""
 
+_NUMBERS = (
+    ("--rounds", "engines of each contender (default: 1)", 1, None),
+    ("--repeats", "of the work by each engine, with other prompts (default: 3; CPU 1)", 1, None),
+    ("--seed", "of all prompts (default: the preset's)", 0, MAX_SEED),
+    ("--kv-heads", "of a made model; 1 is the share of each of 8 ranks", 1, None),
+    ("--device-tokens", "capacity of the device's KV space (default: the preset's)", 1, None),
+    ("--host-gib", "size of the host tier (default: the preset's)", 1, None),
+    ("--tensor-parallel", "ranks (default: 1)", 1, None),
+    ("--prompt-tokens", "of prompts that come back as hits (default: 8192; CPU 1024)", 1, None),
+    ("--num-clients", "that ask at the same time in turns (default: the preset's)", 1, None),
+    ("--max-active-conversations", "begun and not ended, of all clients together", 1, None),
+    ("--seconds", "of agents (default: 60; CPU 20; no limit with --requests)", 1, None),
+    ("--requests", "of all agents in each measurement (default: no limit)", 1, None),
+    ("--scale", "recorded tokens for each one that is sent (default: 8; CPU 64)", 1, None),
+    ("--think-scale", "recorded seconds for each one of a pause (default: --scale)", 1, None),
+    ("--max-pause", "longest pause of an agent, s (default: 5; CPU 2)", 0, None),
+    ("--vocab-size", f"of the model at --url (default: {ENDPOINT_TOKENS})", 16, None),
+    ("--port", "where to serve (default: a free one)", 1, 65535),
+)
+"""Options with a whole number: text, least and most."""
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the benchmark, or serve for another client; return the exit code."""
@@ -84,7 +105,8 @@ def report(bench: Bench, console: Console) -> None:
         console.print(*workload_tables(found, name, title))
     host = f", host tier {plan.host_bytes / 2**30:.1f} GiB" if bench.endpoint is None else ""
     print_lines(console, f"Device's KV space {plan.device_tokens:,} tokens{host}.")
-    facts = (bench.floor, bench.directory, start_line(bench.runs))
+    start = None if bench.endpoint else start_line(bench.runs)
+    facts = (bench.floor, bench.directory, start)
     print_lines(console, *(str(fact) for fact in facts if fact is not None))
     try:
         print_lines(console, f"Plot: {save_plot(bench.output, found)}" if found else "No plot")
@@ -175,19 +197,6 @@ def _parser() -> BenchParser:
         help="measure a server that runs, instead of own ones with contenders. It must take "
         "prompts of token ids and ignore_eos, as vLLM does. Another --seed gives it other prompts",
     )
-    parser.add_number(
-        "--vocab-size",
-        f"tokens of the model at --url (default: {ENDPOINT_TOKENS})",
-        default=ENDPOINT_TOKENS,
-        least=16,
-    )
-    parser.add_number("--rounds", "engines of each contender (default: 1)")
-    parser.add_number(
-        "--repeats",
-        "times that each engine does the work, with other prompts each time (default: 3; 1 on the "
-        "CPU)",
-    )
-    parser.add_number("--seed", "of all prompts (default: the preset's)", least=0, most=MAX_SEED)
     parser.add_output("--output", "serve-bench-out", "numbers, a plot and logs")
     parser.add_argument(
         "--model",
@@ -199,12 +208,6 @@ def _parser() -> BenchParser:
         action="store_true",
         help="a model of latent attention, whose KV all ranks have alike (GPU only)",
     )
-    parser.add_number("--kv-heads", "KV heads of a made model; 1 is the share of each of 8 ranks")
-    parser.add_number(
-        "--device-tokens", "capacity of the device's KV space (default: the preset's)"
-    )
-    parser.add_number("--host-gib", "size of the host tier (default: the preset's)")
-    parser.add_number("--tensor-parallel", "ranks (default: 1)")
     parser.add_argument("--eager", action="store_true", help="no CUDA graphs")
     parser.add_argument(
         "--compilation-config",
@@ -213,12 +216,9 @@ def _parser() -> BenchParser:
         help='vLLM\'s. {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"} starts sooner than the '
         "default: nothing is compiled, and decoding has CUDA graphs",
     )
-    parser.add_number("--prompt-tokens", "of prompts that come back as hits (default: 8192)")
     parser.add_argument(
         "--input-file", type=Path, metavar="FILE", help="conversations other than the preset's"
     )
-    parser.add_number("--num-clients", "that ask at the same time, in turns")
-    parser.add_number("--max-active-conversations", "begun and not ended, of all clients together")
     parser.add_argument(
         "--traces",
         type=Path,
@@ -228,37 +228,25 @@ def _parser() -> BenchParser:
     parser.add_number(
         "--agents", "numbers of agents (default: 8 16 32; 4 8 on the CPU)", most=4096, nargs="+"
     )
-    parser.add_number(
-        "--seconds",
-        "of each measurement of agents, after their first answers (default: 60; 20 on the CPU; no "
-        "limit with --requests)",
-    )
-    parser.add_number("--requests", "of all agents in each measurement (default: no limit)")
-    parser.add_number(
-        "--scale", "recorded tokens for each token that is sent (default: 8; 64 on the CPU)"
-    )
-    parser.add_number(
-        "--think-scale", "recorded seconds for each second of a pause (default: --scale)"
-    )
-    parser.add_number("--max-pause", "longest pause, s (default: 5; 2 on the CPU)", least=0)
     parser.add_argument(
         "--serve",
         action="store_true",
         help="serve the first contender until Ctrl-C and send no request: for vLLM's own script, "
         "whose command line is printed",
     )
-    parser.add_number("--port", "where to serve (default: a free one)", most=65535)
+    for option, text, least, most in _NUMBERS:
+        parser.add_number(option, text, least=least, most=most)
     return parser
 
 
 def _refuse_what_goes_with_no_url(parser: BenchParser, arguments: argparse.Namespace) -> None:
     if arguments.url is None:
         return
-    for option in ("contenders", "before", "files", "model", "serve"):
+    for option in ("contenders", "before", "files", "model", "rounds", "serve"):
         if getattr(arguments, option):
-            parser.error(f"argument --{option}: a server at --url has its own")
+            parser.error(f"argument --{option}: not with --url, whose server runs already")
     if arguments.transport != "http":
-        parser.error("argument --transport: a server at --url has http alone")
+        parser.error("argument --transport: not engine with --url, but http")
 
 
 def _plan(parser: BenchParser, arguments: argparse.Namespace) -> Plan:
@@ -313,7 +301,12 @@ def _device(arguments: argparse.Namespace) -> Device:
 
 def _with_model(parser: BenchParser, arguments: argparse.Namespace, plan: Plan) -> Plan:
     if arguments.url or arguments.model:
-        plan = replace(plan, shape=None, model=arguments.model, vocab_size=arguments.vocab_size)
+        plan = replace(
+            plan,
+            shape=None,
+            model=arguments.model,
+            vocab_size=arguments.vocab_size or ENDPOINT_TOKENS,
+        )
         try:
             plan.vocabulary()
         except (OSError, ValueError) as error:

@@ -61,27 +61,6 @@ class Request:
         return tokens + text(1, "trace", "end", *self.place)
 
 
-@dataclass(frozen=True)
-class WorkingSet:
-    """How much KV requests need, beside the memory that there is."""
-
-    requests: int
-    prompt_tokens: int
-    answer_tokens: int
-    new_tokens: int
-    """Prompt tokens whose prefix no earlier request had: an endless cache computes these."""
-    device_multiple: float
-    """New tokens for one token of the device's KV space."""
-    host_multiple: float
-
-    def __str__(self) -> str:
-        return (
-            f"Agents: {self.requests} requests, {self.prompt_tokens:,} prompt tokens. "
-            f"{self.new_tokens:,} of them are new: {self.device_multiple:.2f} times the device's "
-            f"KV space, {self.host_multiple:.2f} times the host tier"
-        )
-
-
 def requests_by_agent(plan: AgentPlan) -> list[list[Request]]:
     """Each agent's requests, in their order.
 
@@ -130,29 +109,19 @@ def requests_by_agent(plan: AgentPlan) -> list[list[Request]]:
     return found
 
 
-def working_set(
-    requests: Iterable[Request], device_tokens: float, host_tokens: float
-) -> WorkingSet:
-    """Of ``requests``, with room for so many tokens on the device and in the host tier."""
+def working_set(requests: Iterable[Request]) -> tuple[int, int]:
+    """Prompt tokens of ``requests``, and those whose prefix no earlier one had: an endless cache
+    computes these."""
     prefixes: set[int] = set()
-    num_requests = prompt_tokens = answer_tokens = new_tokens = 0
+    prompt_tokens = new_tokens = 0
     for request in requests:
         prefix, known = 0, len(prefixes)
         for id in request.ids:
             prefix = hash((prefix, id))
             prefixes.add(prefix)
-        num_requests += 1
         prompt_tokens += request.prompt_tokens
-        answer_tokens += request.answer_tokens
         new_tokens += (len(prefixes) - known) * request.tokens_per_id + 1
-    return WorkingSet(
-        num_requests,
-        prompt_tokens,
-        answer_tokens,
-        new_tokens,
-        device_multiple=new_tokens / device_tokens,
-        host_multiple=new_tokens / host_tokens,
-    )
+    return prompt_tokens, new_tokens
 
 
 def _turns(

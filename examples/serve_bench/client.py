@@ -6,7 +6,7 @@ import json
 import math
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import TYPE_CHECKING
@@ -15,10 +15,10 @@ import aiohttp
 from prometheus_client import REGISTRY
 from prometheus_client.samples import Sample
 
+from examples.bench.child import Report
 from examples.bench.command import RunFailed
 from examples.serve_bench.counters import counted, counters
 from examples.serve_bench.plan import Plan
-from examples.serve_bench.tokens import Vocabulary
 from examples.serving import Endpoint, Server
 
 if TYPE_CHECKING:
@@ -74,18 +74,18 @@ class RequestLost(Exception):
 class Client(ABC):
     """Sends requests, and collects their replies."""
 
-    def __init__(
-        self, plan: Plan, vocabulary: Vocabulary, on_reply: Callable[[], None], *, has_files: bool
-    ) -> None:
-        """``has_files``: the contender's caches outlive its engine, and are not emptied."""
+    def __init__(self, plan: Plan, report: Report, *, has_files: bool) -> None:
+        """``report`` gets ``{"done": n}`` after each reply. ``has_files``: the contender's caches
+        outlive its engine, and are not emptied."""
         self.plan = plan
-        self.vocabulary = vocabulary
+        self.vocabulary = plan.vocabulary()
         self.repeat = 0
         """Prompts are other ones for each."""
         self.replies: list[Reply] = []
         self.lost: list[str] = []
         """One line for each lost request."""
-        self._on_reply = on_reply
+        self._report = report
+        self._done = 0
         self._has_files = has_files
         self._before: dict[str, float] = {}
         self._began = self._busy = 0.0
@@ -160,21 +160,14 @@ class Client(ABC):
         reply.ttft, reply.latency = reply.arrivals[0], reply.arrivals[-1]
         if kind is not None:
             self.replies.append(reply)
-        self._on_reply()
+        self._done += 1
+        self._report({"done": self._done})
         return reply
 
-    async def try_to_ask(
-        self,
-        kind: str | None,
-        id: str,
-        prompt: Sequence[int],
-        num_tokens: int,
-        *,
-        compared: bool = False,
-    ) -> Reply | None:
-        """As ``ask``; None for a lost request, which is noted."""
+    async def reply_or_loss(self, asking: Awaitable[Reply]) -> Reply | None:
+        """The result of ``ask``; None for a lost request, which is noted."""
         try:
-            return await self.ask(kind, id, prompt, num_tokens, compared=compared)
+            return await asking
         except RequestLost as error:
             self.lost.append(str(error))
             return None
@@ -202,16 +195,8 @@ class Client(ABC):
 class EngineClient(Client):
     """Of an engine in this process."""
 
-    def __init__(
-        self,
-        engine: "AsyncLLM",
-        plan: Plan,
-        vocabulary: Vocabulary,
-        on_reply: Callable[[], None],
-        *,
-        has_files: bool,
-    ) -> None:
-        super().__init__(plan, vocabulary, on_reply, has_files=has_files)
+    def __init__(self, engine: "AsyncLLM", plan: Plan, report: Report, *, has_files: bool) -> None:
+        super().__init__(plan, report, has_files=has_files)
         self._engine = engine
         self._numbers = itertools.count()
 
@@ -269,13 +254,12 @@ class HttpClient(Client):
         server: Endpoint,
         model: str,
         plan: Plan,
-        vocabulary: Vocabulary,
-        on_reply: Callable[[], None],
+        report: Report,
         *,
         has_files: bool,
     ) -> None:
         """``model``: the name under which it is served."""
-        super().__init__(plan, vocabulary, on_reply, has_files=has_files)
+        super().__init__(plan, report, has_files=has_files)
         self._session = session
         self._server = server
         self._model = model

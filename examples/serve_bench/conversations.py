@@ -13,7 +13,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple, Self
+from typing import Annotated, Any, Literal, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -215,15 +215,9 @@ def to_messages(
     ]
 
 
-class Talk(NamedTuple):
-    """Lengths of one conversation, in tokens. The first question includes the prefixes."""
-
-    questions: list[int]
-    answers: list[int]
-
-
-def draw_talks(settings: _Settings, seed: int) -> tuple[int, list[Talk]]:
-    """The length of the prefix that all first questions share; the conversations' lengths."""
+def _generated(
+    settings: _Settings, vocabulary: Vocabulary, seed: int, repeat: int
+) -> list[Conversation]:
     source = np.random.RandomState(seed)
     asks, count = settings.prompt_input, settings.num_conversations
 
@@ -232,44 +226,26 @@ def draw_talks(settings: _Settings, seed: int) -> tuple[int, list[Talk]]:
         drawn = np.minimum(distribution.draw(source, size), math.inf if most is None else most)
         return [int(length) for length in np.round(drawn)]
 
-    messages = draw(asks.num_turns, count)
-    prefixes = draw(asks.prefix_num_tokens, count)
-    (common,) = draw(asks.common_prefix_num_tokens, 1)
-    talks = []
-    for number, prefix in zip(messages, prefixes, strict=True):
-        even = max(number, 2) + max(number, 2) % 2  # every question has an answer
-        first, *questions = draw(asks.num_tokens, even)[::2]
-        answers = draw(settings.prompt_output.num_tokens, even)[1::2]
-        lengths = [prefix + max(first, common + 1), *(max(1, length) for length in questions)]
-        talks.append(Talk(lengths, [max(1, length) for length in answers]))
-    return common, talks
-
-
-def _generated(
-    settings: _Settings, vocabulary: Vocabulary, seed: int, repeat: int
-) -> list[Conversation]:
-    common_prefix, talks = draw_talks(settings, seed)
-
     def words(length: int, *what: object) -> list[int]:
         return vocabulary.random(length, seed, repeat, *what)
 
-    common = words(common_prefix, "common")
-
-    def turn_of(number: int, turn: int, asked: int, answered: int) -> Turn:
-        shared = common if turn == 0 else []
-        question = shared + words(asked - len(shared), number, turn, "question")
-        return Turn(question, words(answered, number, turn))
-
-    return [
-        Conversation(
-            f"CONV_ID_{number}",
-            [
-                turn_of(number, turn, *lengths)
-                for turn, lengths in enumerate(zip(*talk, strict=True))
-            ],
-        )
-        for number, talk in enumerate(talks)
-    ]
+    messages = draw(asks.num_turns, count)
+    prefixes = draw(asks.prefix_num_tokens, count)
+    common = words(*draw(asks.common_prefix_num_tokens, 1), "common")
+    conversations = []
+    for index, (number, prefix) in enumerate(zip(messages, prefixes, strict=True)):
+        even = max(number, 2) + max(number, 2) % 2  # every question has an answer
+        asked = draw(asks.num_tokens, even)[::2]
+        answered = draw(settings.prompt_output.num_tokens, even)[1::2]
+        # The first question begins with the prefixes.
+        asked[0] = prefix + max(asked[0] - len(common), 1)
+        turns = [
+            Turn(words(max(1, ask), index, turn, "question"), words(max(1, answer), index, turn))
+            for turn, (ask, answer) in enumerate(zip(asked, answered, strict=True))
+        ]
+        turns[0] = Turn(common + turns[0].question, turns[0].answer)
+        conversations.append(Conversation(f"CONV_ID_{index}", turns))
+    return conversations
 
 
 def _recorded(items: Sequence[_Recorded], vocabulary: Vocabulary) -> list[Conversation]:

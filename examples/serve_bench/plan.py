@@ -132,17 +132,24 @@ class Plan:
     @property
     def max_model_len(self) -> int:
         """Longest request of all workloads with its answer, in whole blocks."""
+        return self.in_blocks(max(longest for longest, _ in self._requests))
+
+    @property
+    def _requests(self) -> list[tuple[int, int]]:
+        """By workload, the length of the longest request, and the number of requests at once."""
         hit = self.prompt_tokens + self.first_tokens
-        longest: Mapping[Workload, int] = {
-            "ttft": hit,
-            "grown": hit + max(self.new_tokens),
-            "idle": self.idle_prompt_tokens + self.idle_answer_tokens,
-            "mix": max(hit, self.mix_prompt_tokens + self.mix_answer_tokens),
-            "turns": self.longest_conversation,
-            "traces": self.max_trace_tokens,
-            "restart": hit,
+        decode = self.mix_prompt_tokens + self.mix_answer_tokens
+        beside = self.mix_decodes + 1
+        found: Mapping[Workload, tuple[int, int]] = {
+            "ttft": (hit, self.num_hits),
+            "grown": (max(hit + max(self.new_tokens), decode), beside),
+            "idle": (self.idle_prompt_tokens + self.idle_answer_tokens, self.idle_prompts),
+            "mix": (max(hit, decode), beside),
+            "turns": (self.longest_conversation, self.clients),
+            "traces": (self.max_trace_tokens, max(self.agents)),
+            "restart": (hit, 1),
         }
-        return self.in_blocks(max(longest[workload] for workload in self.workloads))
+        return [found[workload] for workload in self.workloads]
 
     def in_blocks(self, tokens: int) -> int:
         """``tokens``, rounded up to whole blocks."""
@@ -191,15 +198,6 @@ class Plan:
 
     def engine_arguments(self, contender: Contender) -> dict[str, Any]:
         """vLLM's, by their names in Python."""
-        at_once: Mapping[Workload, int] = {
-            "ttft": self.num_hits,
-            "grown": self.mix_decodes + 1,
-            "idle": self.idle_prompts,
-            "mix": self.mix_decodes + 1,
-            "turns": self.clients,
-            "traces": max(self.agents),
-            "restart": 1,
-        }
         room = self.in_blocks(max(self.device_tokens, self.max_model_len))
         return {
             "dtype": self.shape.dtype if self.shape else "auto",
@@ -209,7 +207,7 @@ class Plan:
             "num_gpu_blocks_override": room // self.block_size + 1,  # vLLM's null block
             "max_num_batched_tokens": max(self.prompt_tokens, 2048),
             # vLLM captures no graphs for more requests, so that it starts sooner.
-            "max_num_seqs": max(at_once[workload] for workload in self.workloads),
+            "max_num_seqs": max(at_once for _, at_once in self._requests),
             "enable_prefix_caching": True,
             "enforce_eager": not self.graphs,
             "tensor_parallel_size": self.tensor_parallel,

@@ -8,7 +8,6 @@ pinned copy to the device, which the bench's own process must not touch, and rep
 import asyncio
 import faulthandler
 import time
-from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from statistics import median
@@ -101,11 +100,8 @@ async def play_over_http(
     folder: Path | None,
 ) -> None:
     """``play`` with a server, which serves ``model``."""
-    count, has_files = _counter_of(report), folder is not None
     async with client_session() as session:
-        client = HttpClient(
-            session, server, model, plan, plan.vocabulary(), count, has_files=has_files
-        )
+        client = HttpClient(session, server, model, plan, report, has_files=folder is not None)
         await play(client, report, warm=warm, again=again, folder=folder)
 
 
@@ -125,10 +121,7 @@ async def _run(
 ) -> None:
     engine = _engine(plan, contender, model)
     try:
-        has_files = folder is not None
-        client = EngineClient(
-            engine, plan, plan.vocabulary(), _counter_of(report), has_files=has_files
-        )
+        client = EngineClient(engine, plan, report, has_files=folder is not None)
         await play(client, report, warm=False, again=again, folder=folder)
     finally:
         engine.shutdown()
@@ -146,18 +139,6 @@ def _engine(plan: Plan, contender: Contender, model: str) -> "AsyncLLM":
     return AsyncLLM.from_engine_args(
         AsyncEngineArgs(model=model, skip_tokenizer_init=True, disable_log_stats=False, **arguments)
     )
-
-
-def _counter_of(report: Report) -> Callable[[], None]:
-    """Reports the number of its calls."""
-    done = 0
-
-    def count() -> None:
-        nonlocal done
-        done += 1
-        report({"done": done})
-
-    return count
 
 
 async def _warm_up(client: Client, *, again: bool) -> None:

@@ -123,13 +123,10 @@ async def turns(client: Client) -> Numbers:
                 if len(held) < places:
                     await asyncio.sleep(0)  # so that the other clients get their share
             conversation, turn = held.popleft()
-            reply = await client.try_to_ask(
-                f"turn {turn + 1}",
-                f"conversation {conversation.id!r}, turn {turn + 1}",
-                conversation.prompt(turn),
-                len(conversation.turns[turn].answer),
-                compared=plan.exact,
-            )
+            kind, length = f"turn {turn + 1}", len(conversation.turns[turn].answer)
+            name, prompt = f"conversation {conversation.id!r}, {kind}", conversation.prompt(turn)
+            asking = client.ask(kind, name, prompt, length, compared=plan.exact)
+            reply = await client.reply_or_loss(asking)
             if reply is not None and turn + 1 < len(conversation.turns):
                 held.append((conversation, turn + 1))
 
@@ -155,7 +152,7 @@ async def traces(client: Client, agents: int) -> Numbers:
     async def send(kind: str | None, request: Request, prompt: Sequence[int]) -> Reply | None:
         agent, number = request.place
         name = f"agent {agent}, request {number + 1}"
-        return await client.try_to_ask(kind, name, prompt, request.answer_tokens)
+        return await client.reply_or_loss(client.ask(kind, name, prompt, request.answer_tokens))
 
     async def go_on(requests: Sequence[Request]) -> None:
         for request in requests:
@@ -188,14 +185,13 @@ async def traces(client: Client, agents: int) -> Numbers:
 def _needed(plan: Plan, first: Sequence[Request], asked: Sequence[Request]) -> Numbers:
     """The working set of ``asked`` and of those ``first``, and the share of the prompt tokens of
     ``asked`` that an endless cache computes."""
-    per_token = plan.kv_bytes_per_token
-    room = plan.device_tokens, plan.host_bytes / (per_token or 1)
-    before, needed = working_set(first, *room), working_set([*first, *asked], *room)
-    numbers = {"device_multiple": needed.device_multiple}
-    if per_token is not None:
-        numbers["host_multiple"] = needed.host_multiple
-    if prompt_tokens := needed.prompt_tokens - before.prompt_tokens:
-        numbers["endless_share"] = (needed.new_tokens - before.new_tokens) / prompt_tokens
+    prompt_before, new_before = working_set(first)
+    prompt_tokens, new_tokens = working_set([*first, *asked])
+    numbers = {"device_multiple": new_tokens / plan.device_tokens}
+    if plan.kv_bytes_per_token is not None:
+        numbers["host_multiple"] = new_tokens * plan.kv_bytes_per_token / plan.host_bytes
+    if asked:
+        numbers["endless_share"] = (new_tokens - new_before) / (prompt_tokens - prompt_before)
     return numbers
 
 

@@ -9,7 +9,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
-from itertools import chain, pairwise
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, cast
 
@@ -599,7 +599,7 @@ class Asked(Client):
     """Answers without an engine, and notes who asks at the same time."""
 
     def __init__(self, plan: Plan, lost: str = "") -> None:
-        super().__init__(plan, plan.vocabulary(), lambda: None, has_files=False)
+        super().__init__(plan, lambda _: None, has_files=False)
         self.order: list[str] = []
         self.prompts: dict[str, Sequence[int]] = {}
         self.most_at_once = 0
@@ -677,12 +677,6 @@ def test_agents_send_growing_prompts_in_a_closed_loop(tmp_path: Path) -> None:
     assert late.replies == []
 
 
-def test_tokens_that_wait_for_the_prompts_of_other_decodes_do_not_count() -> None:
-    reply = Reply("", "decode", 4, 4, False, 10.0, arrivals=[1.0, 9.0, 10.0, 11.0])
-    assert reply.gaps(since=12.0) == [1.0, 1.0]
-    assert reply.gaps() == [8.0, 1.0, 1.0]
-
-
 def test_sessions_end_before_a_request_that_does_not_fit(tmp_path: Path) -> None:
     """Then the agent takes the next session."""
     trace = str(save_sessions(tmp_path))
@@ -692,16 +686,6 @@ def test_sessions_end_before_a_request_that_does_not_fit(tmp_path: Path) -> None
     assert [each.opens for each in requests] == [True, False, False] * 3
     # Of the recorded pauses of 9 s, a quarter, and no more than is allowed.
     assert [each.pause for each in requests] == [0.0, 2.0, 2.0] * 3
-
-
-def test_requests_without_sessions_are_dealt_in_their_order(tmp_path: Path) -> None:
-    path = tmp_path / "talks.jsonl"
-    row = {"timestamp": 0, "input_length": 600, "output_length": 9, "hash_ids": [0, 1]}
-    path.write_text("\n".join(json.dumps(row | {"hash_ids": [id, 1]}) for id in range(5)))
-    plan = tiny_plan(trace=str(path), requests=5, device_tokens=2048)
-    requests = sorted(chain(*requests_by_agent(plan.replay(3))), key=lambda each: each.ids[0])
-    assert [each.place for each in requests] == [(0, 0), (1, 0), (2, 0), (0, 1), (1, 1)]
-    assert not any(each.opens or each.pause for each in requests[3:])
 
 
 @pytest.mark.parametrize(
