@@ -244,7 +244,7 @@ def floor_line(by_contender: Summaries, plan: Plan, bytes_per_second: float | No
     hits = {
         name: by_workload["ttft"].ttft
         for name, by_workload in by_contender.items()
-        if "ttft" in by_workload
+        if "ttft" in by_workload and {HOST_HIT, DEVICE_HIT} <= by_workload["ttft"].ttft.keys()
     }
     if bytes_per_second is None or plan.kv_bytes_per_token is None or not hits:
         return None
