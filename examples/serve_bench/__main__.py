@@ -120,7 +120,7 @@ def parse(argv: Sequence[str] | None) -> tuple[Bench, bool]:
     """The benchmark, and True if it is only to serve. Exits if an argument is wrong."""
     parser = _parser()
     arguments = parser.parse_args(argv)
-    _refuse_what_goes_with_no_url(parser, arguments)
+    _check_what_goes_with_url(parser, arguments)
     plan = _plan(parser, arguments)
     bench = Bench(
         plan,
@@ -239,7 +239,7 @@ def _parser() -> BenchParser:
     return parser
 
 
-def _refuse_what_goes_with_no_url(parser: BenchParser, arguments: argparse.Namespace) -> None:
+def _check_what_goes_with_url(parser: BenchParser, arguments: argparse.Namespace) -> None:
     if arguments.url is None:
         return
     for option in ("contenders", "before", "files", "model", "rounds", "serve"):

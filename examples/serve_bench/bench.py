@@ -87,10 +87,10 @@ class Bench:
         if self.endpoint is not None:
             model, longest = self.endpoint.served_model()
             self.plan = plan = replace(plan, longest_request=longest)
-            if longest is not None and plan.max_model_len > longest + plan.block_size:
+            if longest is not None and plan.longest > longest:
                 raise CannotStart(
-                    f"--url: {model!r} takes {longest} tokens, and the workloads have requests of "
-                    f"{plan.max_model_len}"
+                    f"--url: {model!r} takes requests of up to {longest} tokens with their "
+                    f"answers, and the workloads have some of {plan.longest}"
                 )
         if "traces" in plan.workloads:
             show("bench", "reading the trace", 0, None)
@@ -115,7 +115,7 @@ class Bench:
         Raises RunFailed if the server does not start, or ends early.
         """
         self._save_conversations()
-        contender = self.contenders[0]
+        contender = self.contenders[0].with_files(self.files or Path())
         with self._model(show) as model:
             show(contender.name, "starting the server", 0, None)
             with self._serving(contender, model, self.output / f"{contender.name}.log") as server:

@@ -130,9 +130,14 @@ class Plan:
         return min(self.device_tokens // 2, self.longest_request or self.device_tokens)
 
     @property
+    def longest(self) -> int:
+        """Longest request of all workloads with its answer."""
+        return max(longest for longest, _ in self._requests)
+
+    @property
     def max_model_len(self) -> int:
-        """Longest request of all workloads with its answer, in whole blocks."""
-        return self.in_blocks(max(longest for longest, _ in self._requests))
+        """The same in whole blocks."""
+        return self.in_blocks(self.longest)
 
     @property
     def _requests(self) -> list[tuple[int, int]]:
@@ -205,7 +210,10 @@ class Plan:
             "block_size": self.block_size,
             "max_model_len": self.max_model_len,
             "num_gpu_blocks_override": room // self.block_size + 1,  # vLLM's null block
-            "max_num_batched_tokens": max(self.prompt_tokens, 2048),
+            # The server's default, or a whole prompt.
+            "max_num_batched_tokens": max(
+                self.prompt_tokens, 2048 if self.device == "cpu" else 8192
+            ),
             # vLLM captures no graphs for more requests, so that it starts sooner.
             "max_num_seqs": max(at_once for _, at_once in self._requests),
             "enable_prefix_caching": True,

@@ -349,7 +349,7 @@ def test_a_server_that_runs_already(
         result = result_of(tmp_path)
         long, _ = command.parse([*url, "--output", str(tmp_path)])
         assert code_of(long) == CANNOT_START
-        assert "'theirs' takes 400 tokens" in capsys.readouterr().err
+        assert "'theirs' takes requests of up to 400 tokens" in capsys.readouterr().err
     assert result["url"] == server.url
     (measured,) = result["runs"]["endpoint"]
     (reply,) = measured["replies"]
