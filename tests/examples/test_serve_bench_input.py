@@ -65,26 +65,6 @@ def test_distributions(distribution: Mapping[str, Any], mean: float, most: int) 
     assert 1 <= max(answers) <= most
 
 
-@pytest.mark.parametrize(
-    ("path", "value", "complaint"),
-    [
-        ("filetype", "other", "filetype: Input should be 'generate_conversations', not other"),
-        (
-            "prompt_input.num_tokens.distribution",
-            "normal",
-            "any of the expected tags: 'constant', 'uniform', 'zipf', 'poisson', 'lognormal', not",
-        ),
-        ("prompt_input.num_tokens.min", 161, "num_tokens.uniform: Value error, min is above max"),
-        ("prompt_input.num_tokens.min", True, "Input should be a valid number, not True"),
-        ("prompt_input.prefix_num_tokens.average", None, "average, or mean and sigma, are missing"),
-    ],
-)
-def test_wrong_settings(path: str, value: object, complaint: str) -> None:
-    with pytest.raises(InputError) as error:
-        make_conversations(with_setting(path, value), VOCABULARY, seed=0)
-    assert complaint in str(error.value)
-
-
 def test_generated_conversations() -> None:
     settings = generated(3, messages=6, common=40, prefix=(100, 200), question=50, answer=8)
     conversations = make_conversations(settings, VOCABULARY, seed=5)
@@ -142,6 +122,20 @@ ASKED, ANSWERED = message("user", "a"), message("assistant", "b")
 @pytest.mark.parametrize(
     ("data", "complaint"),
     [
+        (with_setting("filetype", "other"), "filetype: Input should be 'generate_conversations'"),
+        (
+            with_setting("prompt_input.num_tokens.distribution", "normal"),
+            "any of the expected tags",
+        ),
+        (
+            with_setting("prompt_input.num_tokens.min", 161),
+            "uniform: Value error, min is above max",
+        ),
+        (with_setting("prompt_input.num_tokens.min", True), "be a valid number, not True"),
+        (
+            with_setting("prompt_input.prefix_num_tokens.average", None),
+            "average, or mean and sigma",
+        ),
         ("text", "the file: Input should be a valid list, not text"),
         ([], "no conversations"),
         ([recorded()], "conversation 'x': a message is empty, or there is no answer"),
@@ -151,7 +145,7 @@ ASKED, ANSWERED = message("user", "a"), message("assistant", "b")
         ([recorded(ASKED, ANSWERED)] * 2, "a second conversation with id 'x'"),
     ],
 )
-def test_wrong_conversations(data: object, complaint: str) -> None:
+def test_wrong_input(data: object, complaint: str) -> None:
     with pytest.raises(InputError) as error:
         make_conversations(data, VOCABULARY, seed=0)
     assert complaint in str(error.value)
