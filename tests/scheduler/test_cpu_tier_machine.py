@@ -1,7 +1,7 @@
 """What CpuTier promises in whatever order calls come, not by which rules it chooses a block."""
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence, Set
 from itertools import takewhile
 from typing import NamedTuple
 
@@ -251,7 +251,7 @@ class Tier(RuleBasedStateMachine):
         self.forget(lost)
         return allocated
 
-    def compare(self, lost: Collection[str], free: Collection[str]) -> None:
+    def compare(self, lost: Set[str], free: Set[str]) -> None:
         """``free``: what stays although it could have left."""
         expected = self.all_expected - self.on_device
         stays = {name for name in free if name not in expected}
