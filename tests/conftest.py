@@ -7,7 +7,7 @@ import re
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -40,8 +40,8 @@ _SHARING = ("engine", "serve", "vllm_versions", "faults", "acl_sim")
 _SINGLE = "simulation"
 """A folder of long tests that share nothing."""
 
-DAY = int(os.environ.setdefault("TEST_DAY", str(int(time.time() // 86400))))
-"""Since 1970. Some tests run on some days only. All processes of a run have the same day."""
+_DAY = int(os.environ.setdefault("TEST_DAY", str(int(time.time() // 86400))))
+"""Since 1970. All processes of a run have the same."""
 
 PATIENCE_SECONDS = 30.0
 """Time limit, in seconds, for anything that a test waits for."""
@@ -119,6 +119,15 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
             return _scope(nodeid)
 
     return ByScope(config, log)
+
+
+def daily(values: Iterable[str], num_days: int) -> list[Any]:
+    """Parameters of a test of which each is tried on one day in ``num_days``. On the others it is a
+    slow test."""
+    return [
+        pytest.param(value, marks=() if (_DAY - place) % num_days == 0 else pytest.mark.slow)
+        for place, value in enumerate(values)
+    ]
 
 
 class Machine:

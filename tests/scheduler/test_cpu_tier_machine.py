@@ -42,8 +42,8 @@ class Tier(RuleBasedStateMachine):
     """A tier behind a device that has whole prefixes, and loses their tails first.
 
     - Nothing pinned leaves, nor what a store must keep.
-    - Of what the device lacks, the tail of a chain leaves before its head, and what no request has
-      found before what one has found since.
+    - Of what the device lacks, what no request has found leaves before what one has found since.
+      (That a tail leaves before its head is ``promises.TailsFirst``'s.)
     - What is released leaves first, what is expected last.
     - Counts agree, and a lookup finds what is there.
     """
@@ -55,6 +55,8 @@ class Tier(RuleBasedStateMachine):
         set_clock(self.tier, lambda: self.seconds)
         self.num_blocks = _NUM_BLOCKS
         self.on_device: set[str] = set()
+        self.copies: set[str] = set()
+        """Of these, what the tier has too, and knows that the device has."""
         self.tier.watch_device(lambda: {key(name) for name in self.on_device})
         self.references: Counter[int] = Counter()
         self.stores: list[_Store] = []
@@ -69,6 +71,8 @@ class Tier(RuleBasedStateMachine):
         """What has been expected, kept or released, or was on a device that was reset: other orders
         hold for it until it leaves."""
         self.released: set[str] = set()
+        self.leased: set[str] = set()
+        """What has been kept. That may leave before what is expected."""
         self.before = (contents(self.tier), self.tier.version)
 
     # Requests
@@ -112,7 +116,7 @@ class Tier(RuleBasedStateMachine):
         new = [name for name in stored if name not in before]
         self.forget(new)
         self.use(new, found=False)
-        self.special.update(new if not is_there else ())
+        (self.copies if is_there else self.special).update(new)
         self.special.update(name for name in new if name in self.all_expected)
 
     @rule(chain=chains)
@@ -131,6 +135,7 @@ class Tier(RuleBasedStateMachine):
             self.hits.append(hit.pins)
             self.references.update(each.block_id for each in hit.pins)
             self.use(behind, found=True)
+            self.copies.difference_update(behind)
 
     @precondition(lambda self: self.hits)
     @rule(index=_INDICES, loaded=st.booleans())
@@ -145,6 +150,7 @@ class Tier(RuleBasedStateMachine):
         self.use(filter(None, found), found=True)
         if loaded:
             self.on_device.update(found)
+            self.copies.update(found)
 
     # The device
 
@@ -152,7 +158,9 @@ class Tier(RuleBasedStateMachine):
         """It computes or finds the head of a chain."""
         self.on_device.update(chain)
         self.tier.add_copies([key(name) for name in chain])
-        self.use(contents(self.tier).intersection(chain), found=True)
+        present = contents(self.tier).intersection(chain)
+        self.use(present, found=True)
+        self.copies |= present
 
     @rule(chain=chains, start=starts)
     def lose_on_device(self, chain: str, start: int) -> None:
@@ -161,6 +169,7 @@ class Tier(RuleBasedStateMachine):
             has_more = any(other != name and other.startswith(name) for other in self.on_device)
             if name in self.on_device and not has_more:
                 self.on_device.remove(name)
+                self.copies.discard(name)
                 if name in contents(self.tier):
                     self.tier.on_let_go(ids(self.tier, name))
                     self.use([name], found=False)
@@ -168,8 +177,9 @@ class Tier(RuleBasedStateMachine):
 
     @rule()
     def reset_device(self) -> None:
-        self.special |= contents(self.tier) & self.on_device
-        self.released -= self.on_device
+        self.special |= self.copies
+        self.released -= self.copies
+        self.copies.clear()
         self.on_device.clear()
         self.tier.remove_all_copies()
 
@@ -181,6 +191,7 @@ class Tier(RuleBasedStateMachine):
         self.tier.expect([key(name) for name in prefixes(chain)])
         self.expected.append(prefixes(chain))
         self.special |= contents(self.tier).intersection(prefixes(chain))
+        self.released.difference_update(prefixes(chain))
 
     @precondition(lambda self: self.expected)
     @rule(index=_INDICES)
@@ -201,6 +212,7 @@ class Tier(RuleBasedStateMachine):
         may_be_released = set(present) - self.special if seconds is None else set()
         self.tier.lease(leased, self.tier.make_lease(seconds, session))
         self.special.update(present)
+        self.leased.update(present if seconds is not None else ())
         for name, block_id in zip(present, leased, strict=True):
             is_released = self.tier.is_released(block_id)
             assert is_released or name not in may_be_released or self.references[block_id]
@@ -218,9 +230,6 @@ class Tier(RuleBasedStateMachine):
         self.tier.drop([block(self.tier, name) for name in lost])
         assert contents(self.tier).isdisjoint(lost)
         self.forget(lost)
-        # When it comes back, it is younger than its tail.
-        tails = [each for each in contents(self.tier) if each.startswith(tuple(lost))]
-        self.special.update(tails if lost else ())
 
     @precondition(lambda self: self.num_blocks < _MOST_BLOCKS)
     @rule(more=st.integers(0, 2))
@@ -253,15 +262,13 @@ class Tier(RuleBasedStateMachine):
 
     def compare(self, lost: Set[str], free: Set[str]) -> None:
         """``free``: what stays although it could have left."""
-        expected = self.all_expected - self.on_device
+        expected = self.all_expected - self.copies - self.leased
         stays = {name for name in free if name not in expected}
         assert not (stays and expected.intersection(lost)), "something expected has left"
-        released = {name for name in free if name in self.released - self.on_device}
+        released = {name for name in free if name in self.released - self.copies}
         assert not (released and lost - self.released), "something released stays"
-        plain = {name for name in stays if name not in self.special | self.on_device}
-        for name in lost - self.special - self.on_device:
-            tails = [each for each in plain if each.startswith(name)]
-            assert not tails, f"{name} has left before {tails}"
+        plain = {name for name in stays if name not in self.special | self.copies}
+        for name in lost - self.special - self.copies:
             if name in self.found:
                 unfound = [each for each in plain - self.found if self.used[each] < self.used[name]]
                 assert not unfound, f"{name}, which was found, has left before {unfound}"
@@ -277,7 +284,7 @@ class Tier(RuleBasedStateMachine):
     def forget(self, lost: Iterable[str]) -> None:
         """These have left, or are new."""
         for name in [*lost]:
-            for each in (self.found, self.special, self.released):
+            for each in (self.found, self.special, self.released, self.leased, self.copies):
                 each.discard(name)
 
     @property

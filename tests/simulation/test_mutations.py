@@ -3,18 +3,15 @@
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import cache
-from typing import Any
 
 import pytest
 
-from tests.conftest import DAY
+from tests.conftest import daily
 from tests.simulation.mutations import MUTATIONS
 from tests.simulation.mutations.registry import Mutation
 from tests.simulation.mutations.situations import SUB_BLOCKS, Situation
 from tests.simulation.script import Play, Script
 
-_NUM_DAYS = 10
-"""In which each bug is planted once."""
 _MAX_SEEDS = 150
 _LOADING_SEEDS = (6, 13)
 """Scripts whose requests load as they are drawn. Those before the first one load nothing."""
@@ -23,14 +20,7 @@ OF_ENGINES = [bug for bug in MUTATIONS.values() if bug.shown_by.otherwise is not
 OF_SUB_BLOCKS = [bug for bug in MUTATIONS.values() if bug.shown_by is SUB_BLOCKS]
 
 
-def _when(place: int) -> Any:
-    """A tenth of the bugs is tried each day. The others are slow tests."""
-    return () if place % _NUM_DAYS == DAY % _NUM_DAYS else pytest.mark.slow
-
-
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=_when(place)) for place, name in enumerate(MUTATIONS)]
-)
+@pytest.mark.parametrize("name", daily(MUTATIONS, 10))
 def test_planted_bug_is_caught(name: str) -> None:
     _assert_passes(MUTATIONS[name].shown_by, _first_caught(name))
 
