@@ -122,8 +122,8 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
 
 def daily(values: Iterable[str], num_days: int) -> list[Any]:
-    """Parameters of a test of which each is tried on one day in ``num_days``. On the others it is a
-    slow test."""
+    """Parameters of a test. Each is tried on one day in ``num_days``, and is a slow test on all
+    other days."""
     return [
         pytest.param(value, marks=() if (_DAY - place) % num_days == 0 else pytest.mark.slow)
         for place, value in enumerate(values)

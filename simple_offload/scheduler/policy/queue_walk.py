@@ -75,6 +75,9 @@ class QueueWalk:
         front."""
         self._passed: set[int] = set()
         """Ids of the blocks before the cursor, and of pinned blocks from there."""
+        self.passed_keys = block_pool.KeysAt(device_pool, self._passed)
+        """Their keys. Such a block is safe because the tier has its contents, which must not leave
+        to make room for others."""
         self._pinned: set[int] = set()
         """Ids of blocks pinned from the queue."""
         self._return_behind: KVCacheBlock | None = None
@@ -95,12 +98,6 @@ class QueueWalk:
         if self._contents.are_stored:
             return self._device_pool.get_num_free_blocks()
         return len(self._passed) - len(self._pinned)  # pinned ones will return
-
-    @property
-    def passed_keys(self) -> set[BlockHashWithGroupId]:
-        """Keys of the blocks that the walk has passed: they are safe because the tier has them, so
-        they must not leave it to make room for others."""
-        return block_pool.keys_at(self._device_pool, self._passed)
 
     @property
     def drop_reason(self) -> str:

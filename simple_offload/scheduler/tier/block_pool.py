@@ -118,10 +118,26 @@ def add_blocks(pool: BlockPool, num_blocks: int) -> None:
     pool.free_block_queue.prepend_n(new)
 
 
-class AnyOf(Container[Key]):
-    """The keys of two sets."""
+class KeysAt(Container[Key]):
+    """The keys by which the pool finds blocks of ``block_ids``, as both are at each look. A set of
+    these keys would cost a look at each block: a whole free queue, while stores are early."""
 
-    def __init__(self, first: Set[Key], second: Set[Key]) -> None:
+    def __init__(self, pool: BlockPool, block_ids: Set[int]) -> None:
+        self._pool = pool
+        self._block_ids = block_ids
+
+    def __contains__(self, key: object) -> bool:
+        found = cached(self._pool).get(cast(bytes, key))
+        if found is None:
+            return False
+        ids = found if isinstance(found, dict) else (found.block_id,)  # several blocks, or one
+        return not self._block_ids.isdisjoint(ids)
+
+
+class AnyOf(Container[Key]):
+    """The keys of two containers."""
+
+    def __init__(self, first: Container[Key], second: Container[Key]) -> None:
         self._first, self._second = first, second
 
     def __contains__(self, key: object) -> bool:
@@ -256,12 +272,6 @@ def free_blocks_after(
 def keys_of(blocks: Iterable[KVCacheBlock]) -> Iterator[Key | None]:
     """The key of each block, None for blocks without contents."""
     return map(_GET_KEY, blocks)
-
-
-def keys_at(pool: BlockPool, block_ids: Iterable[int]) -> set[Key]:
-    """The keys that the blocks of these ids have."""
-    keys = set(keys_of(map(pool.blocks.__getitem__, block_ids)))
-    return cast(set[Key], keys - {None})
 
 
 def cached(pool: BlockPool) -> Mapping[bytes, Any]:
