@@ -175,7 +175,8 @@ class OffloadConfig(BaseModel):
     lazy_offload: Flag | None = None
     """When a block is stored. By default: early, as long as host memory has room that nothing else
     needs, otherwise when the device is about to evict it. ``true``: only then. ``false``: as soon
-    as it is full."""
+    as it is full, like all blocks of models with several KV cache groups, and larger host
+    blocks."""
 
     store_threshold: Annotated[WholeNumber, Field(ge=1)] = 1
     """Store a block once this many requests, including the one that computed it, have had the

@@ -38,7 +38,7 @@ def insides(source: str) -> set[str]:
         if isinstance(node, ast.Attribute)
         and (node.attr in LINKS or (node.attr.startswith("_") and not node.attr.endswith("__")))
         and node.attr not in OF_NAMED_TUPLES
-        and not (isinstance(node.value, ast.Name) and node.value.id in ("self", "cls"))
+        and ast.unparse(node.value) not in ("self", "cls", "super()")
     }
 
 

@@ -8,7 +8,6 @@ from simple_offload.config import OffloadConfig
 from simple_offload.logs import get_logger
 from simple_offload.metadata import RankCapacity, StepMetadata, WorkerReport
 from simple_offload.scheduler.gate import is_prefilled_elsewhere
-from simple_offload.scheduler.policy.store_policy import BoundaryState
 from simple_offload.scheduler.setup import Setup
 from simple_offload.scheduler.tier import block_pool
 from simple_offload.scheduler.wishes import KEY, Wishbook
@@ -114,7 +113,6 @@ class OffloadScheduler:
 
     def build_connector_meta(self, scheduler_output: "SchedulerOutput") -> StepMetadata:
         """The transfers that start with this step."""
-        self._policy.on_states(_boundary_states(scheduler_output))
         self._loads.on_step(scheduler_output.num_scheduled_tokens)
         self._policy.on_step(scheduler_output)
         # Zeroing of new blocks is queued with this step: loads come after it.
@@ -215,11 +213,7 @@ class OffloadScheduler:
     def has_pending_block_frees(self) -> bool:
         """Whether waiting for a transfer would free a device block, so that no request needs to be
         preempted for one."""
-        return (
-            bool(self._policy.held_blocks)
-            or self._stores.frees_device_blocks()
-            or self._loads.frees_device_blocks()
-        )
+        return self._stores.frees_device_blocks() or self._loads.frees_device_blocks()
 
     def reset_cache(self) -> bool:
         """Drop all contents of the tier, and those on their way there. Transfers in flight go on;
@@ -235,7 +229,7 @@ class OffloadScheduler:
         unless the tier keeps its contents, those of stores."""
         held: list[KVCacheBlock] = []
         if not self.config.keep_on_device_reset:
-            held = [*self._stores.device_blocks, *self._policy.held_blocks]
+            held = self._stores.device_blocks
         num_ours = len(self._parked.block_ids.union(block.block_id for block in held))
         pool = self._device_pool
         if num_ours == pool.num_gpu_blocks - 1 - pool.get_num_free_blocks():
@@ -301,17 +295,3 @@ class OffloadScheduler:
             if num_unread > manager.get_num_skipped_tokens(num_tokens):
                 count = num_unread // manager.block_size
                 block_pool.free_first_blocks(manager, request.request_id, count)
-
-
-def _boundary_states(scheduled: "SchedulerOutput") -> dict[str, list[BoundaryState]]:
-    """The state blocks that vLLM hands over with this step, by request; without those of requests
-    that give up their blocks in it: the step does not complete these."""
-    handed_over = scheduled.kv_connector_block_state
-    if handed_over is None:
-        return {}
-    gone = scheduled.finished_req_ids | (scheduled.preempted_req_ids or set())
-    return {
-        request_id: [BoundaryState(*state) for state in states]
-        for request_id, states in handed_over.boundary_state_offloads.items()
-        if request_id not in gone
-    }

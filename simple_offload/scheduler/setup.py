@@ -15,7 +15,9 @@ from simple_offload.scheduler.gate import Gate
 from simple_offload.scheduler.kv_events import KVEvents
 from simple_offload.scheduler.loads import Loads
 from simple_offload.scheduler.parked import Parked
-from simple_offload.scheduler.policy.store_policy import StorePolicy, describe_policy
+from simple_offload.scheduler.policy.at_once import AtOnce
+from simple_offload.scheduler.policy.before_eviction import BeforeEviction
+from simple_offload.scheduler.policy.store_policy import PolicyParts, StorePolicy
 from simple_offload.scheduler.rank_reports import TransferLedger
 from simple_offload.scheduler.stores import Stores
 from simple_offload.scheduler.supported import (
@@ -69,7 +71,9 @@ class Setup:
         self._ranks = Ranks.from_config(vllm_config.parallel_config)
         self.meter = metrics.Meter()
         self.groups = Groups(coordinator, self._hash_block_size, self._num_sub_blocks)
-        self.tier = CpuTier(coordinator, self.groups, self.meter)
+        self._make_policy = self._choose_policy()
+        is_exclusive = self._make_policy is BeforeEviction
+        self.tier = CpuTier(coordinator, self.groups, self.meter, is_exclusive=is_exclusive)
         self.ledger = TransferLedger(self._ranks.num)
         self.loads = Loads(self.tier, self.groups, self.ledger, self.meter)
         self.stores = Stores(self.tier, self.groups, self.ledger, self.meter)
@@ -91,15 +95,17 @@ class Setup:
     def bind_kv_cache_manager(self, kv_cache_manager: "KVCacheManager") -> None:
         """Make what needs the device's blocks and block tables."""
         self._device_pool = kv_cache_manager.block_pool
-        self.policy = StorePolicy(
-            self._config,
-            self._vllm_config,
-            self.tier,
-            self.groups,
-            self.stores,
-            kv_cache_manager,
-            self.meter,
-            wants_events=self.events is not None,
+        self.policy: StorePolicy = self._make_policy(
+            PolicyParts(
+                self._config,
+                self._vllm_config,
+                self.tier,
+                self.groups,
+                self.stores,
+                kv_cache_manager,
+                self.meter,
+                wants_events=self.events is not None,
+            )
         )
         self.parked = Parked(kv_cache_manager, self._vllm_config)
         self.gate = Gate(
@@ -169,8 +175,29 @@ class Setup:
             "Host tier: %d blocks of %d tokens, %s",
             room,
             block_size,
-            describe_policy(self._config),
+            self._describe_policy(),
         )
+
+    def _choose_policy(self) -> type[AtOnce | BeforeEviction]:
+        """By the model, and ``lazy_offload``."""
+        lazy_offload, groups = self._config.lazy_offload, self.groups
+        is_one_chain = groups.all_chained and len(groups.ids) == 1 and groups.num_sub_blocks == 1
+        if lazy_offload and not is_one_chain:
+            logger.warning(
+                "lazy_offload=True is for models with one KV cache group, and host blocks of a "
+                "device block's size. Here, each block is stored when it is full"
+            )
+        return BeforeEviction if is_one_chain and lazy_offload is not False else AtOnce
+
+    def _describe_policy(self) -> str:
+        """The policy in a few words, for the log."""
+        when = "stores at once"
+        if self._make_policy is BeforeEviction:
+            when = "stores when the device evicts"
+            if not self._config.lazy_offload:
+                when = "stores early where there is room"
+        threshold = self._config.store_threshold
+        return when if threshold == 1 else f"{when}, prefixes that {threshold} requests had"
 
     def _open_second_tier(self, config: SecondTierConfig) -> None:
         """Over the ranks' memory."""

@@ -1,6 +1,6 @@
 """Stores: device blocks on their way to the host tier, across ranks."""
 
-from collections.abc import Callable, Container, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence, Set
 from dataclasses import dataclass, field
 
 from vllm.v1.core.block_pool import BlockPool
@@ -81,10 +81,10 @@ class Stores:
                 absent -= store.keys
         return absent
 
-    def plan(self, run: Run, keep: Container[BlockHashWithGroupId], device_pool: BlockPool) -> int:
+    def plan(self, run: Run, keep: Set[int], device_pool: BlockPool) -> list[KVCacheBlock]:
         """Pair the device blocks of ``run``, whose bytes are computed by the end of this step, with
-        host blocks, and pin both. Returns the number of blocks, from the first on, that the tier
-        has room for without evicting a block with a key in ``keep``."""
+        host blocks, and pin both. Returns the host blocks: as many, from the first on, as the tier
+        has room for without evicting a block whose id is in ``keep``."""
         host_blocks = self._tier.allocate_for(run.keys, keep)
         if host_blocks:
             if len(host_blocks) < len(run.keys):
@@ -97,7 +97,7 @@ class Stores:
                 if any(inner_keys):
                     run.inner_keys = inner_keys
             self._planned.add(run)
-        return len(host_blocks)
+        return host_blocks
 
     def submit(self) -> list[Transfer]:
         """The planned store as a transfer, in flight from now on; none if nothing is planned."""

@@ -39,9 +39,9 @@ class WriteHazards:
         up; None until ``may_touch`` needs it."""
 
     def on_step(self, zeroed: Sequence[int] = (), *, computes: bool = True) -> None:
-        """A step has been scheduled that runs requests with the block tables of now, if it
-        ``computes`` at all, and zeroes these blocks. They are new, but may be in no table: under
-        priority scheduling, their request may be preempted before the step is complete."""
+        """Record a scheduled step: its current block tables, if it ``computes``, and the blocks
+        that it zeroes. These are new, but may be in no table: under priority scheduling, their
+        request may be preempted before the step is complete."""
         self._given_up = None
         if not self._only_grow:
             return

@@ -17,7 +17,7 @@ class Seen(NamedTuple):
     write_until: int = 0
     """Bytes since the server's start. At this number it stops writing."""
     ask_at: int = 0
-    """Likewise. At this number another scan is due, so that it ends before the room does."""
+    """Bytes at which to request the next scan, so that it ends before the room is used up."""
 
 
 class Room:

@@ -97,6 +97,8 @@ class _Fetch:
     """Tokens that the fetch brings."""
     ends: dict[BlockHashWithGroupId, int] = field(default_factory=dict)
     """By key of all that it reads, the token that its block ends before."""
+    own: set[int] = field(default_factory=set)
+    """Host blocks that it has read into. They must not make room for its rest."""
     num_brought: int = 0
     """Blocks of those that were read and are whole."""
     unread: deque[BlockHashWithGroupId] = field(default_factory=deque)
@@ -492,11 +494,12 @@ class SecondTier(SecondTierHooks):
             while fetch.unread and len(self._reading) < _MAX_READS:
                 count = min(self._per_read, len(fetch.unread))
                 keys = [fetch.unread[index] for index in range(count)]
-                blocks = self._tier.allocate_for(keys, fetch.ends)
+                blocks = self._tier.allocate_for(keys, fetch.own)
                 if not blocks:
                     # Too small a tier for this prefix, or all of it is in use.
                     self._give_up(fetch)
                     break
+                fetch.own.update([block.block_id for block in blocks])
                 for _ in blocks:
                     fetch.unread.popleft()
                 keys = keys[: len(blocks)]

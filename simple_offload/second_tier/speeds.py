@@ -127,12 +127,12 @@ class Speeds:
         self._step_ended = now
 
     def on_answered(self, seconds: float) -> None:
-        """All questions of a request have been answered so long after it came."""
+        """Record in how many ``seconds`` a request's questions were answered."""
         self._answered = self._clock()
         self.answer = min(seconds, _FADING * (self.answer or seconds) + (1 - _FADING) * seconds)
 
     def on_fetched(self, num_tokens: int, seconds: float) -> None:
-        """A fetch of ``num_tokens`` tokens has taken so long."""
+        """Record a fetch."""
         self.fetch = self._fetched.add(num_tokens, seconds)
 
     @property

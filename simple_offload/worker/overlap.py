@@ -143,8 +143,8 @@ class Overlap:
             self._hold(len(self._groups.parts))
 
     def hidden_seconds(self, load: Transfer) -> float:
-        """Compute that will run, at least, between the first layers of the load's request and the
-        last: as long may the last bytes come after the first.
+        """Lower bound on compute between the first layer of the load's request and the last. The
+        last bytes may arrive this much after the first.
 
         More tokens or a longer prefix never take less time, and fewer take at least their share. So
         each measured forward gives a lower bound.

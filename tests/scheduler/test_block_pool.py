@@ -93,8 +93,9 @@ def test_get_new_blocks(filled: int, limit: int, kept: int, inner: bool) -> None
         if inner and filled:  # a block with another key too
             pool._insert_block_hash(key("inside"), pool.blocks[filled], None)
     queued = twins.pools[0].free_block_queue.get_all_free_blocks()
-    keep = {each for block in queued[kept : kept + 1] if (each := block.block_hash) is not None}
-    count = min(limit, kept if keep else NUM_BLOCKS)
+    keep = {block.block_id for block in queued[kept : kept + 1]}
+    is_full = any(block.block_hash is not None for block in queued[kept : kept + 1])
+    count = min(limit, kept if is_full else NUM_BLOCKS)
     expected = [each for block in queued[:count] if (each := block.block_hash) is not None]
     evicted: list[BlockHashWithGroupId] = []
 
@@ -210,7 +211,7 @@ def test_empty_blocks_get_keys(filled: int, known: set[int]) -> None:
 
 
 @given(COUNT, st.lists(st.sampled_from([*CHAIN, key("nowhere")])), st.booleans())
-def test_find_blocks_and_find_chain(
+def test_find_blocks_and_find_chain_and_blocks_with(
     filled: int, keys: list[BlockHashWithGroupId], twice: bool
 ) -> None:
     twins = Twins(filled)
@@ -222,8 +223,18 @@ def test_find_blocks_and_find_chain(
         return [pool.cached_block_hash_to_block.get_one_block(key) for key in keys]
 
     found = twins.do(lambda pool, _: block_pool.find_blocks(pool, keys), one_by_one)
-    chain = block_pool.find_chain(twins.pools[0], keys)
+    pool = twins.pools[0]
+    chain = block_pool.find_chain(pool, keys)
     assert chain == found[: found.index(None) if None in found else len(found)]
+    # Both, of a key that two blocks hold.
+    both = [pool.blocks[i] for i in (1, 2)] if twice and filled > 1 else []
+    all_found = [
+        block
+        for each, block in zip(keys, found, strict=True)
+        for block in (both if both and each == CHAIN[0] else [block])
+        if block is not None
+    ]
+    assert block_pool.blocks_with(pool, keys) == all_found
 
 
 def test_touch_calls_the_metrics_collector() -> None:

@@ -75,31 +75,56 @@ def test_gauges_of_the_tier(drive: MakeDriver) -> None:
 
 
 def test_evictions(drive: MakeDriver) -> None:
-    driver, counted = make_driver(drive, lazy=False, num_host_blocks=5)
+    """The device has room for two prompts, the tier for one. Two blocks are kept safe."""
+    driver, counted = make_driver(drive, num_device_blocks=8, num_host_blocks=4)
     driver.serve("r", THREE)
-    driver.serve("s", prompt(3 * BLOCK_SIZE, family=1))
-    assert counted(metrics.EVICTED, "copy") == counted(metrics.EVICTED) == 2
     driver.empty_device_cache()
+    driver.serve("s", prompt(3 * BLOCK_SIZE, family=1))
+    driver.serve("again", [*THREE, 1])
+    assert counted(metrics.EVICTED, "copy") == counted(metrics.EVICTED) == 2
     driver.serve("t", prompt(3 * BLOCK_SIZE, family=2))
-    assert counted(metrics.EVICTED, "lru") == 3
-    assert counted(metrics.EVICTED) == 5
-    assert counted(metrics.USED) == 4
+    assert counted(metrics.EVICTED, "lru") == 2
+    assert counted(metrics.EVICTED) == 4
+    assert counted(metrics.USED) == 3
     driver.scheduler.reset_cache()
     driver.serve("u", [1])
-    assert counted(metrics.EVICTED, "reset") == 4
+    assert counted(metrics.EVICTED, "reset") == 3
     assert counted(metrics.USED) == 0
 
 
+def test_evictions_of_a_tier_that_has_what_the_device_has(drive: MakeDriver) -> None:
+    driver, counted = make_driver(drive, lazy=False, num_host_blocks=5)
+    driver.serve("r", THREE)
+    driver.serve("s", prompt(3 * BLOCK_SIZE, family=1))
+    assert counted(metrics.EVICTED, "lru") == counted(metrics.EVICTED) == 2
+
+
 @pytest.mark.parametrize("lazy", [None, True, False])
-def test_contents_that_the_device_loses_unstored(drive: MakeDriver, lazy: bool | None) -> None:
+def test_contents_that_are_lost_unstored(drive: MakeDriver, lazy: bool | None) -> None:
+    """When the device loses them; or when they are complete, if they are to be stored then."""
     driver, counted = make_driver(drive, lazy=lazy, num_host_blocks=3)
     driver.serve("r", THREE)
     num_stored = 0 if lazy else 2
     assert counted(metrics.STORED) == num_stored
-    assert counted(metrics.DROPPED) == 0
+    assert counted(metrics.DROPPED, "tier_full") == (lazy is False)
     driver.empty_device_cache()
     driver.serve("s", [1])
     assert counted(metrics.DROPPED) == 3 - num_stored
+
+
+@pytest.mark.parametrize(
+    "shape", [{"lazy": False}, {"num_states": 1}, {"num_sub_blocks": 3}], ids=str
+)
+def test_refused_blocks_are_counted_once_when_they_are_complete(
+    drive: MakeDriver, shape: dict[str, Any]
+) -> None:
+    driver, counted = make_driver(drive, store_threshold=2, **shape)
+    driver.serve("r", THREE)
+    num_refused = {"lazy": 3, "num_states": 3 + 1, "num_sub_blocks": 1}[next(iter(shape))]
+    driver.empty_device_cache()
+    driver.serve("s", [1])
+    assert counted(metrics.SKIPPED, "below_threshold") == counted(metrics.SKIPPED) == num_refused
+    assert counted(metrics.DROPPED) == counted(metrics.STORED) == 0
 
 
 def test_a_failed_store(drive: MakeDriver) -> None:
@@ -146,7 +171,7 @@ def test_a_block_whose_contents_came_another_way_is_obsolete() -> None:
     tier, meter, counted = make_tier(4), metrics.Meter(), Ledger()
     stores = Stores(tier, groups_of(tier), TransferLedger(num_ranks=1), meter)
     device = pool_of(make_tier(4))
-    stores.plan(Run(device.blocks[1:3], [key("a"), key("ab")]), (), device)
+    stores.plan(Run(device.blocks[1:3], [key("a"), key("ab")]), set(), device)
     [transfer] = stores.submit()
     store(tier, "a")
     stores.on_ended(Ended(transfer.id, ok=True))

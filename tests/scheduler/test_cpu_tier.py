@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from vllm.v1.core.kv_cache_utils import KVCacheBlock
 
-from simple_offload.scheduler.tier import block_pool, segments
+from simple_offload.scheduler.tier import block_pool
 from simple_offload.scheduler.tier.cpu_tier import CpuTier
 from tests.scheduler.tiers import (
     BLOCK_SIZE,
@@ -16,7 +16,7 @@ from tests.scheduler.tiers import (
     blocks,
     commit,
     contents,
-    copies,
+    duplicates,
     get,
     hashes,
     ids,
@@ -27,16 +27,33 @@ from tests.scheduler.tiers import (
     prefixes,
     protected,
     queues,
-    segments_of,
+    reserved,
     settle,
-    special,
     store,
 )
 from tests.simulation.integrity import check_tier, groups_of, pool_of
 
+INCLUSIVE = pytest.mark.parametrize(
+    ("windows", "num_sub_blocks"), [((0, 0), 1), ((0, 8), 1), ((8,), 1), ((0,), 2)], ids=str
+)
+"""If the device has lost a part of what a hit needs, its other blocks are of no use to it. The tier
+keeps what requests use, here or there."""
 
-def find(tier: CpuTier, *chains: str) -> None:
-    """Load the chains for requests that end at once."""
+
+def make_used_tier(num_blocks: int) -> CpuTier:
+    """An empty tier. Requests have wanted back some of what has left it: duplicates have a share
+    of 3/16."""
+    tier = make_tier(num_blocks)
+    for number in range(20):
+        store(tier, chr(0x4E00 + number))
+        filled = tier.allocate(num_blocks)
+        tier.on_request(hashes(chr(0x4E00 + number)))
+        tier.unpin(filled)
+    return tier
+
+
+def hit(tier: CpuTier, *chains: str) -> None:
+    """Requests hit the chains, and end at once."""
     for chain in chains:
         pins = tier.lookup(hashes(chain), 0, 100).pins
         tier.pin(pins)
@@ -44,58 +61,68 @@ def find(tier: CpuTier, *chains: str) -> None:
         check_tier(tier)
 
 
-def get_on_device(tier: CpuTier, chain: str) -> int:
-    """The device gets a chain. Returns how many of its blocks the tier has too."""
+def device_gets(tier: CpuTier, chain: str) -> list[str]:
+    """The device gets a chain. Returns what the tier has of it."""
     keys = [key(name) for name in prefixes(chain)]
-    found = tier.add_copies(keys)
+    found = tier.device_got(keys)
     assert found in ([], [get(tier, each) for each in keys])
     check_tier(tier)
-    assert any(found) == bool(found)
-    return len(keys) - found.count(None) if found else 0
+    return names(filter(None, found))
 
 
-def let_go(tier: CpuTier, chain: str) -> None:
-    """The device lets go of a chain, tail first."""
-    kept = [name for name in reversed(prefixes(chain)) if name in contents(tier)]
-    before = queues(tier), segments_of(tier)
-    tier.on_let_go(ids(tier, *kept))
-    assert before == (queues(tier), segments_of(tier))  # the order does not matter yet
+def device_loses(tier: CpuTier, chain: str, *hits: str) -> None:
+    """The device loses a chain, tail first. Requests have hit ``hits`` there."""
+    lost = [name for name in reversed(prefixes(chain)) if name in contents(tier)]
+    before = queues(tier)
+    tier.device_lost(ids(tier, *lost), np.array([name in hits for name in lost], np.bool_))
+    assert queues(tier) == before  # the order does not matter yet
     check_tier(tier)
 
 
-@pytest.fixture(autouse=True)
-def _few_copies_stay(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As where requests want back some of what has left: ``test_ghosts.py``."""
-    monkeypatch.setattr(segments, "FEW_WANTED", 0)
+def reserve(tier: CpuTier, chain: str) -> None:
+    tier.reserve([key(name) for name in prefixes(chain)])
+    check_tier(tier)
 
 
-# The order of eviction. Of 16 blocks, 3 may be copies although others need room.
+def unreserve(tier: CpuTier, chain: str) -> None:
+    tier.unreserve([key(name) for name in prefixes(chain)])
+    check_tier(tier)
+
+
+def release(tier: CpuTier, chain: str) -> None:
+    tier.release([key(name) for name in prefixes(chain)])
+    check_tier(tier)
+
+
+# The order of eviction. Of 16 blocks, 3 may be duplicates although others need room.
 
 
 @pytest.mark.proves("I9")
 def test_the_tail_of_a_prefix_leaves_before_its_head() -> None:
-    """However its blocks come: stored together, loaded, or let go by the device."""
+    """However its blocks come: stored together, loaded, or lost by the device."""
     tier = make_tier(16)
     store(tier, "abc", "xyz")
     assert leave(tier) == ["abc", "ab", "a", "xyz", "xy", "x"]
     on_device = make_tier(16)
     store(on_device, "abc", "xyz", on_device=True)
-    assert get_on_device(on_device, "abc") == 3
+    assert device_gets(on_device, "abc") == ["a", "ab", "abc"]
     assert leave(on_device) == ["abc", "ab", "a", "xyz", "xy", "x"]
     other = make_tier(16)
     store(other, "abc")
-    find(other, "abc")
+    hit(other, "abc")
     store(other, "xyz", on_device=True)
-    let_go(other, "xyz")
+    device_loses(other, "xyz")
     assert leave(other) == ["xyz", "xy", "x", "abc", "ab", "a"]
 
 
-def test_copies_beyond_their_share_leave_first() -> None:
-    """The others stay while contents leave that nothing else has. Then they leave too."""
-    tier = make_tier(16)
-    store(tier, "abcdefgh")
+def test_duplicates_beyond_their_share_leave_first() -> None:
+    """The others stay while contents leave that nothing else has. Then they leave too, but before
+    reserved ones."""
+    tier = make_used_tier(16)
+    store(tier, "abcdefgh", "xy")
     store(tier, "pqrst", on_device=True)
-    find(tier, "ab")
+    hit(tier, "ab")
+    reserve(tier, "xy")
     assert leave(tier) == [
         "pqrst",
         "pqrs",
@@ -105,11 +132,13 @@ def test_copies_beyond_their_share_leave_first() -> None:
         "pqr",
         "pq",
         "p",
+        "xy",
+        "x",
     ]
 
 
-def test_copies_stay_while_empty_blocks_are_there() -> None:
-    tier = make_tier(16)
+def test_duplicates_stay_while_empty_blocks_are_there() -> None:
+    tier = make_used_tier(16)
     store(tier, "abcdefgh", on_device=True)
     store(tier, "pqrstuvw")
     assert contents(tier) == {*prefixes("abcdefgh"), *prefixes("pqrstuvw")}
@@ -117,121 +146,105 @@ def test_copies_stay_while_empty_blocks_are_there() -> None:
     assert contents(tier) == {*prefixes("abcdef"), *prefixes("pqrstuvw")}
 
 
-def test_the_copy_that_was_found_last_leaves_first() -> None:
-    """The device evicts it last. The tail of a chain leaves before its head."""
-    tier = make_tier(8)
+def test_what_the_device_got_last_is_the_first_duplicate_to_leave() -> None:
+    """The device loses it last."""
+    tier = make_used_tier(8)
     store(tier, "ab", "xy", on_device=True)
     store(tier, "pq")
-    assert get_on_device(tier, "pqrs") == get_on_device(tier, "ab") == 2
-    assert get_on_device(tier, "mn") == 0
+    assert device_gets(tier, "pqrs") == ["p", "pq"]
+    assert device_gets(tier, "ab") == ["a", "ab"]
+    assert device_gets(tier, "mn") == []
     assert leave(tier) == ["ab", "a", "pq", "p", "xy", "x"]
 
 
-@pytest.mark.parametrize("found", [False, True])
-def test_what_the_device_lets_go_of_becomes_the_most_recently_used(found: bool) -> None:
-    """Protected if requests had found it."""
-    tier = make_tier(8)
+@pytest.mark.parametrize("is_hit", [False, True])
+def test_what_the_device_loses_becomes_the_most_recently_used(is_hit: bool) -> None:
+    """Protected if requests have hit it."""
+    tier = make_used_tier(8)
     store(tier, "ab", on_device=True)
     store(tier, "xy", "pq")
-    find(tier, "xy")
-    if found:
-        tier.on_copies_found(ids(tier, "a", "ab", "p"))
-    let_go(tier, "abcd")
-    let_go(tier, "pq")  # was no copy
-    assert copies(tier) == set()
-    assert protected(tier) == {"x", "xy", *(["a", "ab"] if found else [])}
-    last = ["xy", "x", "ab", "a"] if found else ["ab", "a", "xy", "x"]
+    hit(tier, "xy")
+    device_loses(tier, "abcd", *(["a", "ab"] if is_hit else []))
+    device_loses(tier, "pq", "p", "pq")  # were no duplicates
+    assert duplicates(tier) == set()
+    assert protected(tier) == {"x", "xy", *(["a", "ab"] if is_hit else [])}
+    last = ["xy", "x", "ab", "a"] if is_hit else ["ab", "a", "xy", "x"]
     assert leave(tier) == ["pq", "p", *last]
 
 
-def test_what_the_device_lets_go_of_twice_is_as_recent_as_the_second_time() -> None:
-    """It has got it again meanwhile, and so a request has found it."""
+def test_what_the_device_loses_twice_is_as_recent_as_the_second_time() -> None:
+    """It has got it again meanwhile, for a request."""
     tier = make_tier(8)
     store(tier, "ab", "xy", "pq", on_device=True)
     for chain in ("ab", "xy"):
-        let_go(tier, chain)
-    assert get_on_device(tier, "a") == 1
+        device_loses(tier, chain)
+    assert device_gets(tier, "a") == ["a"]
     for chain in ("pq", "a"):
-        let_go(tier, chain)
-    assert copies(tier) == set()
-    assert queues(tier)[:2] == [["", "", "ab", "xy", "x", "pq", "p"], ["a"]]
+        device_loses(tier, chain)
+    assert duplicates(tier) == set()
+    settle(tier)
+    assert queues(tier) == [["", "", "ab", "xy", "x", "pq", "p"], ["a"], []]
 
 
-def test_what_the_device_still_has_in_another_block_stays_a_copy() -> None:
-    tier, on_device = make_tier(8), {key("a"), key("xy")}
-    tier.watch_device(lambda: on_device)
-    store(tier, "ab", "xy", on_device=True)
-    let_go(tier, "ab")
-    let_go(tier, "xy")
-    for _ in range(2):
-        assert copies(tier) == {"a", "xy"}
-    # It lets go of the second block, too: unnoticed, if that one's request was preempted at once.
-    on_device.remove(key("a"))
-    assert copies(tier) == {"xy"}
-    assert queues(tier) == [["", "", "", "", "ab", "x", "a"], [], ["xy"]]
-    let_go(tier, "xy")
-    assert copies(tier) == {"xy"}
-    on_device.clear()
-    assert copies(tier) == set()
-
-
-def test_what_the_device_has_got_again_stays_a_copy() -> None:
-    tier, on_device = make_tier(8), {key("a")}
-    tier.watch_device(lambda: on_device)
+def test_what_the_device_has_got_again_stays_a_duplicate() -> None:
+    tier = make_tier(8)
     store(tier, "ab", on_device=True)
-    let_go(tier, "ab")
-    assert get_on_device(tier, "a") == 1
-    assert copies(tier) == {"a"}
+    device_loses(tier, "ab")
+    device_gets(tier, "a")
+    settle(tier)
+    assert duplicates(tier) == {"a"}
+    assert queues(tier) == [[""] * 6 + ["ab"], [], ["a"]]
 
 
-def test_copies_that_have_other_contents_now_do_not_move() -> None:
-    tier, on_device = make_tier(2), {key("x")}
-    tier.watch_device(lambda: on_device)
+def test_blocks_that_have_other_contents_now_do_not_move() -> None:
+    tier = make_tier(2)
     store(tier, "ab", on_device=True)
-    let_go(tier, "ab")
+    device_loses(tier, "ab")
     tier.drop(blocks(tier, "ab"))
     check_tier(tier)
     store(tier, "x", on_device=True)
-    assert copies(tier) == {"x"}
+    settle(tier)
     assert queues(tier) == [[""], [], ["x"]]
 
 
-def test_what_the_device_has_got_after_a_reset_stays_a_copy() -> None:
-    tier = make_tier(8)
-    store(tier, "ab", "xy", on_device=True)
-    let_go(tier, "ab")
-    tier.remove_all_copies()
+def test_a_reset_of_the_device_ends_all_duplicates() -> None:
+    """In the order in which they would have left. It may have got some again before the tier knows
+    what it has lost."""
+    tier = make_tier(9)
+    store(tier, "ab", "xy", "rs", on_device=True)
+    reserve(tier, "rs")
+    device_loses(tier, "ab")
+    tier.on_device_reset()
     check_tier(tier)
-    assert queues(tier)[0] == ["", "", "", "", "ab", "a", "xy", "x"]
-    assert get_on_device(tier, "ab") == 2
-    assert copies(tier) == {"a", "ab"}
+    assert queues(tier) == [["", "", "", "ab", "a", "xy", "x"], [], []]
+    assert reserved(tier) == ["rs", "r"]
+    device_gets(tier, "ab")
+    settle(tier)
+    assert duplicates(tier) == {"a", "ab"}
 
 
-def test_the_device_lets_go_of_more_blocks_than_the_tier_has() -> None:
-    """The oldest are moved."""
+def test_losses_move_at_last_although_nothing_is_evicted() -> None:
+    """Else their list would grow for ever."""
     tier = make_tier(8)
     store(tier, "abc", "xyz", on_device=True)
-    tier.on_let_go(ids(tier, "abc", "ab", "a"))
+    tier.device_lost(ids(tier, "abc", "ab", "a"), np.zeros(3, np.bool_))
     for _ in range(3):
-        tier.on_let_go(ids(tier, "xyz", "xy", "x"))
-        assert segments_of(tier)["x"] == 2
+        device_gets(tier, "xyz")
+        tier.device_lost(ids(tier, "xyz", "xy", "x"), np.zeros(3, np.bool_))
         check_tier(tier)
-    assert queues(tier) == [["", "", "abc", "ab", "a"], [], ["xyz", "xy", "x"]]
-    assert copies(tier) == set()
+    assert queues(tier) == [["", "", "abc", "ab", "a"], ["xyz", "xy", "x"], []]
 
 
-def test_the_order_is_settled_when_a_block_must_leave() -> None:
+def test_losses_move_when_a_block_must_leave() -> None:
     """Not while blocks are empty."""
     tier = make_tier(16)
     store(tier, "abcdefghijkl", on_device=True)
-    tier.on_let_go(ids(tier, *prefixes("abcdefghijkl")[3:][::-1]))
-    filled = tier.allocate(4)
-    assert set(segments_of(tier).values()) == {2}
-    assert len(tier.allocate(1)) == 1
-    assert contents(tier) == {*prefixes("abcdefghijk")}
-    assert copies(tier) == {*prefixes("abc")}
-    tier.unpin(filled)
+    tier.device_lost(ids(tier, *prefixes("abcdefghijkl")[:2:-1]), np.zeros(9, np.bool_))
+    tier.allocate(4)
+    assert queues(tier)[2] == prefixes("abcdefghijkl")[::-1]
+    tier.allocate(1)
     check_tier(tier)
+    assert queues(tier) == [prefixes("abcdefghijk")[:2:-1], [], ["abc", "ab", "a"]]
 
 
 def test_a_pinned_block_changes_its_segment_too() -> None:
@@ -239,194 +252,22 @@ def test_a_pinned_block_changes_its_segment_too() -> None:
     store(tier, "ab", "xy", "pq")
     pins = [*blocks(tier, "ab"), *blocks(tier, "xy"), *blocks(tier, "pq")]
     tier.pin(pins)
-    assert get_on_device(tier, "ab") == get_on_device(tier, "xy") == 2
-    let_go(tier, "ab")
-    assert (protected(tier), copies(tier)) == ({"a", "ab", "p", "pq"}, {"x", "xy"})
+    assert device_gets(tier, "ab") == ["a", "ab"]
+    assert device_gets(tier, "xy") == ["x", "xy"]
+    reserve(tier, "p")
+    device_loses(tier, "ab")
+    assert (protected(tier), duplicates(tier)) == ({"a", "ab", "pq"}, {"x", "xy"})
     tier.unpin(pins)
     check_tier(tier)
-    assert (protected(tier), copies(tier)) == ({"a", "ab", "p", "pq"}, {"x", "xy"})
-    assert leave(tier) == ["xy", "pq", "p", "ab", "a", "x"]
+    assert queues(tier) == [["", ""], ["pq", "ab", "a"], ["xy", "x"]]
+    assert reserved(tier) == ["p"]
 
 
-# Wishes
-
-
-@pytest.mark.proves("I9")
-def test_kept_blocks_leave_last_and_released_ones_first_each_tail_first() -> None:
-    tier = make_tier(16)
-    store(tier, "abc", "rst", "xy", "pq")
-    store(tier, "mn", on_device=True)
-    tier.lease(ids(tier, *prefixes("abc")), tier.make_lease(60, b"r"))
-    tier.lease(ids(tier, *prefixes("rst")), tier.make_lease(None, b"r"))
-    check_tier(tier)
-    find(tier, "xy")
-    assert leave(tier) == ["rst", "rs", "r", "pq", "p", "xy", "x", "abc", "ab", "a", "mn", "m"]
-
-
-def test_expected_blocks_leave_last_and_those_of_the_first_request_after_the_others() -> None:
-    tier = make_tier(5)
-    store(tier, "xy", "ab", "r")
-    tier.expect([key(name) for name in prefixes("xy")])
-    tier.expect([key(name) for name in prefixes("ab")])
-    assert leave(tier) == ["r", "ab", "a", "xy", "x"]
-
-
-def test_what_a_request_finds_is_released_no_more_and_kept_still() -> None:
-    tier = make_tier(16)
-    store(tier, "abc", "rst")
-    store(tier, "xy", on_device=True)
-    tier.lease(ids(tier, *prefixes("abc")), tier.make_lease(60, b"r"))
-    tier.lease(ids(tier, *prefixes("rst"), "x", "xy"), tier.make_lease(None, b"r"))
-    find(tier, "ab", "rs", "x")
-    assert special(tier)[:2] == [["abc", "ab", "a"], ["rst"]]
-    assert protected(tier) == {"r", "rs", "x"}
-    let_go(tier, "xy")
-    assert special(tier)[1] == ["rst"]
-    settle(tier)
-    assert special(tier)[1] == ["rst", "xy"]
-
-
-def test_a_release_leaves_what_is_used_and_what_others_want_kept() -> None:
-    tier = make_tier(24)
-    store(tier, "abc", "xyz")
-    tier.lease(ids(tier, *prefixes("xyz")), tier.make_lease(60, b"one"))
-    tier.lease(ids(tier, "x", "xy"), tier.make_lease(90, b"two"))
-    pins = blocks(tier, "a")
-    tier.pin(pins)
-    tier.lease(ids(tier, *prefixes("abc"), *prefixes("xyz")), tier.make_lease(None, b"one"))
-    check_tier(tier)
-    assert special(tier)[:2] == [["xy", "x"], ["xyz", "abc", "ab"]]
-    tier.unpin(pins)
-    assert protected(tier) == {"a"}
-
-
-# What the device has loaded
-
-
-def test_a_hit_is_no_copy_until_it_is_loaded() -> None:
-    """Then it is the first copy to leave, the tail before the head."""
-    tier = make_tier(16)
-    store(tier, "abcde", "xyz", on_device=True)
-    pins = blocks(tier, "abc")
-    tier.pin(pins)
-    check_tier(tier)
-    assert (protected(tier), copies(tier)) == (
-        {*prefixes("abc")},
-        {"abcd", "abcde", "x", "xy", "xyz"},
-    )
-    assert queues(tier)[1:] == [[], ["abcde", "abcd", "xyz", "xy", "x"]]
-    tier.unpin_loaded(pins)
-    check_tier(tier)
-    assert protected(tier) == set()
-    assert queues(tier)[2] == ["abc", "ab", "a", "abcde", "abcd", "xyz", "xy", "x"]
-    assert [segments_of(tier)[name] for name in prefixes("abcde")] == [3, 3, 3, 2, 2]
-
-
-def test_a_hit_of_two_requests_is_free_when_both_have_loaded_it() -> None:
-    tier = make_tier(8)
-    store(tier, "ab", "x", on_device=True)
-    pins = blocks(tier, "ab")
-    for _ in range(2):
-        tier.pin(pins)
-    for free in ([], ["ab", "a"]):
-        tier.unpin_loaded(pins)
-        check_tier(tier)
-        assert copies(tier) == {"a", "ab", "x"}
-        assert queues(tier)[2] == [*free, "x"]
-
-
-def test_a_hit_that_was_not_loaded_is_protected() -> None:
-    """Even if it was a copy, as the device had lost it before."""
-    tier = make_tier(8)
-    store(tier, "ab", "x", on_device=True)
-    pins = blocks(tier, "ab")
-    tier.pin(pins)
-    tier.unpin(pins)
-    check_tier(tier)
-    assert (protected(tier), copies(tier)) == ({"a", "ab"}, {"x"})
-    assert leave(tier) == ["ab", "a", "x"]
-
-
-@pytest.mark.parametrize("windows", [(0, 0), (8,)], ids=str)
-def test_a_tier_without_copies_protects_what_the_device_has_loaded(
-    windows: tuple[int, ...],
-) -> None:
-    tier = make_tier(8, windows)
-    store(tier, "ab", "x")
-    pins = blocks(tier, "ab")
-    tier.pin(pins)
-    tier.unpin_loaded(pins)
-    check_tier(tier)
-    assert leave(tier) == ["x", "ab", "a"]
-
-
-def test_host_blocks_of_several_device_blocks_are_protected_when_loaded() -> None:
-    """The device may have a part of one only."""
-    tier = make_tier(8)
-    store(tier, "ab", "x", on_device=True)
-    pins = blocks(tier, "ab")
-    tier.pin(pins)
-    groups_of(tier).num_sub_blocks = 2
-    tier.unpin_loaded(pins)
-    assert (protected(tier), copies(tier)) == ({"a", "ab"}, {"x"})
-
-
-def test_a_loaded_hit_that_was_dropped_meanwhile_is_empty() -> None:
-    tier = make_tier(8)
-    store(tier, "ab", "x", on_device=True)
-    pins = blocks(tier, "ab")
-    tier.pin(pins)
-    tier.drop(pins[1:])
-    tier.unpin_loaded(pins)
-    check_tier(tier)
-    assert copies(tier) == {"x"}
-    assert queues(tier)[:2] == [[""] * 6, ["a"]]
-
-
-def test_copies_that_a_request_has_found_stay_where_they_are() -> None:
-    tier = make_tier(8)
-    store(tier, "ab", "xy", on_device=True)
-    store(tier, "p")
-    tier.on_copies_found(ids(tier, "xy", "ab", "p"))
-    check_tier(tier)
-    assert queues(tier)[2] == ["ab", "a", "xy", "x"]
-    assert segments_of(tier) == {"a": 2, "ab": 3, "x": 2, "xy": 3, "p": 0}
-
-
-def test_what_was_found() -> None:
-    """By a load, on the device, or not."""
-    tier = make_tier(8)
-    store(tier, "ab", "xy", on_device=True)
-    store(tier, "pq", "m")
-    find(tier, "p")
-    tier.on_copies_found(ids(tier, "xy"))
-    found = {name for name in contents(tier) if tier.was_found(block(tier, name).block_id)}
-    assert found == {"p", "xy"}
-    [empty] = tier.allocate(1)
-    assert not tier.was_found(empty.block_id)
-    asked = ids(tier, "m", "ab", "p", "xy", "pq")
-    assert tier.unfound(np.append(asked, empty.block_id)) == [key("m"), key("ab"), key("pq")]
-
-
-@pytest.mark.parametrize("windows", [(0, 0), (0, 8), (8,)], ids=str)
-def test_with_several_groups_or_windows_nothing_is_a_copy(windows: tuple[int, ...]) -> None:
-    """If the device has lost the blocks of one group, those of the others are of no use to it.
-    Blocks that a request finds there are used here, too."""
-    tier = make_tier(8, windows)
-    assert not tier.has_copies
-    store(tier, "ab", "xy", "pq", on_device=True)
-    assert get_on_device(tier, "abc") == 2
-    let_go(tier, "xy")
-    assert copies(tier) == set()
-    assert protected(tier) == {"a", "ab"}
-    assert leave(tier) == ["xy", "x", "pq", "p", "ab", "a"]
-
-
-def test_found_blocks_outlive_others_but_not_for_ever() -> None:
+def test_hit_blocks_outlive_others_but_not_for_ever() -> None:
     """Of both, the tail leaves before the head."""
     tier = make_tier(12)
     store(tier, "xyz", "abc")
-    find(tier, "abc")
+    hit(tier, "abc")
     leaving: list[str] = []
     for name in ascii_uppercase:
         store(tier, name)
@@ -438,16 +279,189 @@ def test_found_blocks_outlive_others_but_not_for_ever() -> None:
     assert leaving == ["xyz", "xy", "x", "abc", "ab", "a"]
 
 
+def test_renewed_blocks_are_the_last_of_their_segment() -> None:
+    """A request has used them."""
+    tier = make_tier(9)
+    store(tier, "ab", "xy", "pq")
+    hit(tier, "xy", "pq")
+    [pin] = blocks(tier, "a")
+    tier.pin([pin])
+    tier.renew([key(name) for chain in ("abc", "xy") for name in prefixes(chain)])
+    check_tier(tier)
+    assert queues(tier)[:2] == [["", "", "", "ab"], ["pq", "p", "xy", "x"]]
+    assert pin.ref_cnt == 1
+
+
+def test_touched_blocks_are_protected() -> None:
+    tier = make_tier(8)
+    store(tier, "ab", "xy")
+    tier.touch([key("a"), key("ab"), key("abc")])
+    check_tier(tier)
+    assert leave(tier) == ["xy", "x", "ab", "a"]
+
+
+# What leaves last, and what leaves first
+
+
+@pytest.mark.proves("I9")
+def test_reserved_blocks_leave_last_and_released_ones_first_each_tail_first() -> None:
+    """Of reserved ones, those that were reserved last leave first."""
+    tier = make_used_tier(16)
+    store(tier, "rst", "abc", "pq", "ef", "xy")
+    store(tier, "mn", on_device=True)
+    reserve(tier, "abc")
+    reserve(tier, "ef")
+    release(tier, "xy")
+    release(tier, "rst")
+    hit(tier, "pq")
+    left = ["rst", "rs", "r", "xy", "x", "pq", "p", "mn", "m", "ef", "e", "abc", "ab", "a"]
+    assert leave(tier) == left
+
+
+def test_what_is_released_leaves_before_what_was_just_hit() -> None:
+    """However late it was used itself."""
+    tier = make_tier(8)
+    store(tier, *"abcdefghij")
+    hit(tier, "h")
+    store(tier, "xyz")
+    release(tier, "xyz")
+    assert leave(tier) == ["xyz", "xy", "x", "f", "g", "i", "j", "h"]
+
+
+def test_reservations_are_counted() -> None:
+    """Contents are reserved until the last call is called off. Then they are as if hit now."""
+    tier = make_tier(8)
+    store(tier, "ab", "xy", "p")
+    hit(tier, "xy")
+    reserve(tier, "a")
+    reserve(tier, "ab")
+    assert tier.num_reserved == 2
+    unreserve(tier, "ab")
+    assert (reserved(tier), tier.num_reserved) == (["a"], 1)
+    unreserve(tier, "a")
+    assert tier.num_reserved == 0
+    assert leave(tier) == ["p", "xy", "x", "ab", "a"]
+
+
+def test_what_the_tier_gets_later_is_reserved_too() -> None:
+    tier = make_tier(8)
+    reserve(tier, "abc")
+    store(tier, "abc", "xy")
+    assert reserved(tier) == ["abc", "ab", "a"]
+    tier.drop(blocks(tier, "abc"))
+    store(tier, "ab", on_device=True)
+    assert (duplicates(tier), tier.num_reserved) == ({"a", "ab"}, 3)
+    device_loses(tier, "ab")
+    settle(tier)
+    assert reserved(tier) == ["ab", "a"]
+    unreserve(tier, "abc")
+    assert protected(tier) == {"a", "ab"}
+
+
+def test_what_a_request_hits_is_released_no_more_and_reserved_still() -> None:
+    tier = make_tier(16)
+    store(tier, "abc", "xy", "rst")
+    reserve(tier, "abc")
+    release(tier, "rst")
+    hit(tier, "ab", "rs")
+    assert (reserved(tier), protected(tier)) == (["abc", "ab", "a"], {"r", "rs"})
+    assert leave(tier)[:3] == ["rst", "xy", "x"]
+
+
+def test_a_release_leaves_alone_what_is_used_reserved_or_on_the_device() -> None:
+    tier = make_tier(16)
+    store(tier, "pq", "abc", "xyz")
+    store(tier, "mn", on_device=True)
+    hit(tier, "abc")
+    reserve(tier, "xy")
+    pins = blocks(tier, "a")
+    tier.pin(pins)
+    for chain in ("abc", "xyz", "mn"):
+        release(tier, chain)
+    assert queues(tier) == [[""] * 6 + ["xyz", "abc", "ab", "pq", "p"], [], ["mn", "m"]]
+    assert reserved(tier) == ["xy", "x"]
+    tier.unpin(pins)
+    assert protected(tier) == {"a"}
+
+
+# What the device has loaded
+
+
+def test_a_hit_is_no_duplicate_until_it_is_loaded() -> None:
+    """Then it is the first duplicate to leave, the tail before the head."""
+    tier = make_tier(16)
+    store(tier, "abcde", "xyz", on_device=True)
+    pins = blocks(tier, "abc")
+    tier.pin(pins)
+    check_tier(tier)
+    assert protected(tier) == {*prefixes("abc")}
+    assert duplicates(tier) == {"abcd", "abcde", "x", "xy", "xyz"}
+    assert queues(tier)[1:] == [[], ["abcde", "abcd", "xyz", "xy", "x"]]
+    tier.unpin_loaded(pins)
+    check_tier(tier)
+    assert protected(tier) == set()
+    assert queues(tier)[2] == ["abc", "ab", "a", "abcde", "abcd", "xyz", "xy", "x"]
+    for chain in ("abcde", "xyz"):
+        device_loses(tier, chain)
+    assert protected(tier) == {*prefixes("abc")}  # requests have hit no others
+
+
+def test_a_hit_of_two_requests_is_free_when_both_have_loaded_it() -> None:
+    tier = make_tier(8)
+    store(tier, "ab", "x", on_device=True)
+    pins = blocks(tier, "ab")
+    for _ in range(2):
+        tier.pin(pins)
+    for free in ([], ["ab", "a"]):
+        tier.unpin_loaded(pins)
+        check_tier(tier)
+        assert duplicates(tier) == {"a", "ab", "x"}
+        assert queues(tier)[2] == [*free, "x"]
+
+
+def test_a_hit_that_was_not_loaded_is_protected() -> None:
+    """Even if it was a duplicate, as the device had lost it before."""
+    tier = make_tier(8)
+    store(tier, "ab", "x", on_device=True)
+    hit(tier, "ab")
+    assert (protected(tier), duplicates(tier)) == ({"a", "ab"}, {"x"})
+
+
+def test_a_loaded_hit_that_was_dropped_meanwhile_is_empty() -> None:
+    tier = make_tier(8)
+    store(tier, "ab", "x", on_device=True)
+    pins = blocks(tier, "ab")
+    tier.pin(pins)
+    tier.drop(pins[1:])
+    tier.unpin_loaded(pins)
+    check_tier(tier)
+    assert queues(tier) == [[""] * 6, ["a"], ["x"]]
+
+
+@INCLUSIVE
+def test_an_inclusive_tier_has_no_duplicates(windows: tuple[int, ...], num_sub_blocks: int) -> None:
+    tier = make_tier(8, windows, num_sub_blocks)
+    assert not tier.is_exclusive
+    store(tier, "xy", "ab", "pq", on_device=True)
+    pins = blocks(tier, "xy")
+    tier.pin(pins)
+    tier.unpin_loaded(pins)
+    check_tier(tier)
+    assert duplicates(tier) == set()
+    assert leave(tier) == ["ab", "a", "pq", "p", "xy", "x"]
+
+
 # Making room
 
 
 def test_allocation_evicts_as_many_as_needed_without_a_block_to_keep() -> None:
-    """Such a block also keeps those behind it in its segment. If it is a copy, it leaves last."""
-    tier = make_tier(16)
+    """Such a block also keeps those behind it in its segment. If it is a duplicate, it leaves
+    last."""
+    tier = make_used_tier(16)
     store(tier, "abcdefgh", "xyz")
-    find(tier, "xyz")
+    hit(tier, "xyz")
     store(tier, "pqrst", on_device=True)
-    keep = {key("abcdef"), key("xy"), key("pqr")}
+    keep = set(ids(tier, "abcdef", "xy", "pqr").tolist())
     assert len(tier.allocate(3, keep)) == 3
     assert contents(tier) == {*prefixes("abcdefgh"), *prefixes("xyz"), "p", "pq", "pqr"} - {
         "abcdefgh"
@@ -560,7 +574,7 @@ def test_only_keys_that_no_block_holds_are_committed(on_device: bool) -> None:
     assert commit(tier, filled, stored, on_device=on_device) == [0]
     check_tier(tier)
     assert contents(tier) == {"abc", "abcd", "xy", "a"}
-    assert copies(tier) == ({"abcd", "xy", "a"} if on_device else set())
+    assert duplicates(tier) == ({"abcd", "xy", "a"} if on_device else set())
     assert filled[0].block_hash is None
     assert tier.allocate(1) == filled[:1]
 

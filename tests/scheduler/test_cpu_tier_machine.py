@@ -1,14 +1,14 @@
 """What CpuTier promises in whatever order calls come, not by which rules it chooses a block."""
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Sequence, Set
+from collections.abc import Iterable, Sequence, Set
 from itertools import takewhile
-from typing import NamedTuple
 
+import numpy as np
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-from vllm.v1.core.kv_cache_utils import KVCacheBlock
+from vllm.v1.core.kv_cache_utils import BlockHashWithGroupId, KVCacheBlock
 
 from tests.scheduler.tiers import (
     BLOCK_SIZE,
@@ -22,83 +22,72 @@ from tests.scheduler.tiers import (
     make_tier,
     names,
     prefixes,
-    settle,
 )
-from tests.simulation.integrity import check_tier, pool_of, set_clock
+from tests.simulation.integrity import check_tier, pool_of
 
-_NUM_BLOCKS = 7
-_MOST_BLOCKS = 12
+_NUM_BLOCKS = 8
+_MOST_BLOCKS = 10
+_MOST_ON_DEVICE = 5
 _INDICES = st.integers(0, 99)
 chains = st.sampled_from(["aaaaa", "aaabb", "abbbb", "abba", "aab", "bbb", "bb", "ba", "a"])
 starts = st.sampled_from([0, 0, 1, 2, 3])
 
 
-class _Store(NamedTuple):
-    blocks: list[KVCacheBlock]
-    names: list[str]
+def keys(stored: Iterable[str]) -> list[BlockHashWithGroupId]:
+    return [key(name) for name in stored]
 
 
 class Tier(RuleBasedStateMachine):
     """A tier behind a device that has whole prefixes, and loses their tails first.
 
     - Nothing pinned leaves, nor what a store must keep.
-    - Of what the device lacks, what no request has found leaves before what one has found since.
-      (That a tail leaves before its head is ``promises.TailsFirst``'s.)
-    - What is released leaves first, what is expected last.
+    - Of what the device lacks, what no request has hit leaves before what one has hit since. (That
+      a tail leaves before its head is ``promises.TailsFirst``'s.)
+    - What is released leaves before others that no request has hit, what is reserved last.
     - Counts agree, and a lookup finds what is there.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self.seconds = 0
         self.tier = make_tier(_NUM_BLOCKS)
-        set_clock(self.tier, lambda: self.seconds)
         self.num_blocks = _NUM_BLOCKS
-        self.on_device: set[str] = set()
-        self.copies: set[str] = set()
-        """Of these, what the tier has too, and knows that the device has."""
-        self.tier.watch_device(lambda: {key(name) for name in self.on_device})
         self.references: Counter[int] = Counter()
-        self.stores: list[_Store] = []
+        self.stores: list[tuple[list[KVCacheBlock], list[str]]] = []
         self.hits: list[list[KVCacheBlock]] = []
+        self.on_device: set[str] = set()
+        self.hit_there: set[str] = set()
+        self.duplicates: set[str] = set()
+        """What tier and device have."""
         self.now = 0
         self.used: dict[str, int] = {}
-        """By name, when it was last found, or the device lost it."""
-        self.found: set[str] = set()
-        self.expected: list[list[str]] = []
-        """What requests in vLLM's queue want."""
-        self.special: set[str] = set()
-        """What has been expected, kept or released, or was on a device that was reset: other orders
-        hold for it until it leaves."""
+        """By name, when it was last used, or lost by the device."""
+        self.hit: set[str] = set()
+        """What a request has hit, reserved or computed again, of what the tier has."""
         self.released: set[str] = set()
-        self.leased: set[str] = set()
-        """What has been kept. That may leave before what is expected."""
+        self.reserved: list[list[str]] = []
         self.before = (contents(self.tier), self.tier.version)
 
     # Requests
 
     @initialize()
     def fill(self) -> None:
-        self.store("aaabb")
-        self.store("bbb")
+        for chain in ("aaabb", "bbb"):
+            self.store(chain, kept="", computed=True, ends=True)
 
-    @rule(chain=chains)
-    def store(self, chain: str) -> None:
-        """Compute a chain, and store what the tier lacks of it."""
-        num_stores = len(self.stores)
-        self.begin_store(chain, kept="")
-        if len(self.stores) > num_stores:
-            self.end_store(num_stores, ok=True)
-
-    @rule(chain=chains, kept=chains | st.just(""))
-    def begin_store(self, chain: str, kept: str) -> None:
-        """No block of ``kept`` may leave for it."""
-        self.get_on_device(prefixes(chain))
+    @precondition(lambda self: len(self.stores) < 2)
+    @rule(chain=chains, kept=st.just("") | chains, computed=st.booleans(), ends=st.booleans())
+    def store(self, chain: str, kept: str, computed: bool, ends: bool) -> None:
+        """Store what the tier lacks of a chain: computed by the device, or from a second tier. No
+        block of ``kept`` may leave for it."""
+        if computed:
+            self.get_on_device(prefixes(chain))
         lacking = [name for name in prefixes(chain) if name not in contents(self.tier)]
-        allocated = self.allocate(len(lacking), prefixes(kept))
+        allocated = self.allocate(len(lacking), contents(self.tier).intersection(prefixes(kept)))
         self.references.update(each.block_id for each in allocated)
         if allocated:
-            self.stores.append(_Store(allocated, lacking[: len(allocated)]))
+            self.stores.append((allocated, lacking[: len(allocated)]))
+            if ends:
+                self.end_store(-1, ok=True)
 
     @precondition(lambda self: self.stores)
     @rule(index=_INDICES, ok=st.sampled_from([True, True, True, False]))
@@ -113,29 +102,27 @@ class Tier(RuleBasedStateMachine):
         # The device may have lost some meanwhile: then it will lose no more of them.
         is_there = self.on_device.issuperset(stored)
         assert commit(self.tier, filled, stored, on_device=is_there) == useless
-        new = [name for name in stored if name not in before]
-        self.forget(new)
-        self.use(new, found=False)
-        (self.copies if is_there else self.special).update(new)
-        self.special.update(name for name in new if name in self.all_expected)
+        self.use(contents(self.tier) - before)
+        self.duplicates.update(contents(self.tier) - before if is_there else ())
 
+    @precondition(lambda self: len(self.hits) < 2)
     @rule(chain=chains)
     def find(self, chain: str) -> None:
-        """A request finds a chain on the device, and behind that in the tier, and pins the hit."""
+        """A request hits a chain on the device, and behind that in the tier, and pins the hit."""
         self.tier.on_request(hashes(chain))
         there = list(takewhile(self.on_device.__contains__, prefixes(chain)))
-        self.get_on_device(there)
-        hit = self.tier.lookup(hashes(chain), len(there) * BLOCK_SIZE, 100)
+        self.hit_there.update(there)
+        found = self.tier.lookup(hashes(chain), len(there) * BLOCK_SIZE, 100)
         present = contents(self.tier)
         behind = list(takewhile(present.__contains__, prefixes(chain)[len(there) :]))
-        assert hit.num_tokens == len(behind) * BLOCK_SIZE
-        assert names(hit.pins) == behind
+        assert found.num_tokens == len(behind) * BLOCK_SIZE
+        assert names(found.pins) == behind
         if behind:
-            self.tier.pin(hit.pins)
-            self.hits.append(hit.pins)
-            self.references.update(each.block_id for each in hit.pins)
-            self.use(behind, found=True)
-            self.copies.difference_update(behind)
+            self.tier.pin(found.pins)
+            self.hits.append(found.pins)
+            self.references.update(each.block_id for each in found.pins)
+            self.duplicates.difference_update(behind)
+            self.use_hit(behind)
 
     @precondition(lambda self: self.hits)
     @rule(index=_INDICES, loaded=st.booleans())
@@ -147,114 +134,105 @@ class Tier(RuleBasedStateMachine):
         head = [name for each in found for name in prefixes(each)[:-1] if name not in found]
         loaded = loaded and all(found) and self.on_device.issuperset(head)
         (self.tier.unpin_loaded if loaded else self.tier.unpin)(pins)
-        self.use(filter(None, found), found=True)
+        self.use_hit(filter(None, found))
         if loaded:
             self.on_device.update(found)
-            self.copies.update(found)
+            self.duplicates.update(found)
 
     # The device
 
     def get_on_device(self, chain: Sequence[str]) -> None:
-        """It computes or finds the head of a chain."""
-        self.on_device.update(chain)
-        self.tier.add_copies([key(name) for name in chain])
-        present = contents(self.tier).intersection(chain)
-        self.use(present, found=True)
-        self.copies |= present
+        """It computes what it lacks of a chain, and hits the rest."""
+        self.lose_on_device(chain[-1], len(self.on_device.union(chain)) - _MOST_ON_DEVICE)
+        new = [name for name in chain if name not in self.on_device]
+        self.hit_there.update(name for name in chain if name in self.on_device)
+        self.on_device.update(new)
+        self.tier.device_got(keys(new))
+        present = contents(self.tier).intersection(new)
+        self.use_hit(present)
+        self.duplicates |= present
 
-    @rule(chain=chains, start=starts)
-    def lose_on_device(self, chain: str, start: int) -> None:
-        """The device lets go of the end of a chain, but for what other chains need."""
-        for name in prefixes(chain)[start:][::-1]:
-            has_more = any(other != name and other.startswith(name) for other in self.on_device)
-            if name in self.on_device and not has_more:
-                self.on_device.remove(name)
-                self.copies.discard(name)
-                if name in contents(self.tier):
-                    self.tier.on_let_go(ids(self.tier, name))
-                    self.use([name], found=False)
-        settle(self.tier)
-
-    @rule()
-    def reset_device(self) -> None:
-        self.special |= self.copies
-        self.released -= self.copies
-        self.copies.clear()
-        self.on_device.clear()
-        self.tier.remove_all_copies()
+    def lose_on_device(self, spared: str, count: int) -> None:
+        """The device loses up to ``count`` blocks, but none of a chain."""
+        others = self.on_device.difference(prefixes(spared))
+        lost = sorted(others, key=len, reverse=True)[: max(0, count)]
+        there = [name for name in lost if name in contents(self.tier)]
+        is_hit = [name in self.hit_there for name in there]
+        self.tier.device_lost(ids(self.tier, *there), np.array(is_hit, np.bool_))
+        self.use(self.duplicates.intersection(lost))
+        self.hit |= self.duplicates.intersection(lost) & self.hit_there
+        for each in (self.on_device, self.hit_there, self.duplicates):
+            each.difference_update(lost)
 
     # Wishes
 
+    @precondition(lambda self: len(self.reserved) < 2)
     @rule(chain=chains)
-    def expect(self, chain: str) -> None:
-        """A request in vLLM's queue wants a chain, which the tier need not have."""
-        self.tier.expect([key(name) for name in prefixes(chain)])
-        self.expected.append(prefixes(chain))
-        self.special |= contents(self.tier).intersection(prefixes(chain))
-        self.released.difference_update(prefixes(chain))
+    def reserve(self, chain: str) -> None:
+        """For a request in vLLM's queue. The tier need not have the chain."""
+        self.tier.reserve(keys(prefixes(chain)))
+        self.reserved.append(prefixes(chain))
+        self.use_hit(contents(self.tier).intersection(prefixes(chain)))
 
-    @precondition(lambda self: self.expected)
+    @precondition(lambda self: self.reserved)
     @rule(index=_INDICES)
-    def stop_expecting(self, index: int) -> None:
-        chain = self.expected.pop(index % len(self.expected))
-        self.tier.stop_expecting([key(name) for name in chain])
+    def unreserve(self, index: int) -> None:
+        chain = self.reserved.pop(index % len(self.reserved))
+        self.tier.unreserve(keys(chain))
+        self.use_hit(contents(self.tier).intersection(chain) - self.all_reserved)
 
-    @rule(
-        chain=chains,
-        start=starts,
-        seconds=st.sampled_from([None, None, 0, 1, 5]),
-        session=st.sampled_from([b"one", b"two"]),
-    )
-    def lease(self, chain: str, start: int, seconds: int | None, session: bytes) -> None:
-        """A request wants the end of a chain kept for some time, or released."""
-        present = [name for name in prefixes(chain)[start:] if name in contents(self.tier)]
-        leased = [block(self.tier, name).block_id for name in present]
-        may_be_released = set(present) - self.special if seconds is None else set()
-        self.tier.lease(leased, self.tier.make_lease(seconds, session))
-        self.special.update(present)
-        self.leased.update(present if seconds is not None else ())
-        for name, block_id in zip(present, leased, strict=True):
-            is_released = self.tier.is_released(block_id)
-            assert is_released or name not in may_be_released or self.references[block_id]
-            (self.released.add if is_released else self.released.discard)(name)
-
-    @rule(seconds=st.integers(1, 6))
-    def wait(self, seconds: int) -> None:
-        self.seconds += seconds
+    @rule(chain=chains, start=starts)
+    def release(self, chain: str, start: int) -> None:
+        self.tier.release(keys(prefixes(chain)[start:]))
+        released = self.free.intersection(prefixes(chain)[start:]) - self.duplicates
+        self.released |= released - self.all_reserved
+        self.hit -= released - self.all_reserved
 
     # All of it
 
-    @rule(chain=chains, start=starts)
-    def drop(self, chain: str, start: int) -> None:
-        lost = [name for name in prefixes(chain)[start:] if name in contents(self.tier)]
-        self.tier.drop([block(self.tier, name) for name in lost])
-        assert contents(self.tier).isdisjoint(lost)
-        self.forget(lost)
-
-    @precondition(lambda self: self.num_blocks < _MOST_BLOCKS)
-    @rule(more=st.integers(0, 2))
-    def grow(self, more: int) -> None:
-        self.num_blocks += more
-        self.tier.grow(self.num_blocks + 1)  # with the null block
-
-    @rule()
-    def reset(self) -> None:
-        self.forget(contents(self.tier))
-        self.tier.reset()
-        assert not contents(self.tier)
+    @rule(
+        what=st.sampled_from(["drop", "grow", "reset", "reset device"]), chain=chains, start=starts
+    )
+    def upset(self, what: str, chain: str, start: int) -> None:
+        """Rare events, as one rule: others should come more often."""
+        if what == "drop":
+            lost = contents(self.tier).intersection(prefixes(chain)[start:])
+            self.tier.drop([block(self.tier, name) for name in lost])
+            assert contents(self.tier).isdisjoint(lost)
+            self.forget(lost)
+        elif what == "grow" and self.num_blocks < _MOST_BLOCKS:
+            self.num_blocks += 1
+            self.tier.grow(self.num_blocks + 1)  # with the null block
+        elif what == "reset":
+            self.forget(contents(self.tier))
+            self.tier.reset()
+            assert not contents(self.tier)
+        elif what == "reset device":
+            self.tier.on_device_reset()
+            self.use(self.duplicates)
+            self.hit -= self.duplicates - self.all_reserved
+            for each in (self.duplicates, self.on_device, self.hit_there):
+                each.clear()
 
     # What leaves
 
-    def allocate(self, count: int, keep: Collection[str]) -> list[KVCacheBlock]:
+    @property
+    def free(self) -> set[str]:
+        return {n for n in contents(self.tier) if not self.references[block(self.tier, n).block_id]}
+
+    @property
+    def all_reserved(self) -> set[str]:
+        return {name for chain in self.reserved for name in chain}
+
+    def allocate(self, count: int, keep: Set[str]) -> list[KVCacheBlock]:
         """Allocate, and compare what has left with what stays."""
-        before = contents(self.tier)
-        free = {name for name in before if not self.references[block(self.tier, name).block_id]}
+        before, free = contents(self.tier), self.free
         most = min(count, self.num_blocks - len(+self.references))
-        allocated = self.tier.allocate(count, {key(name) for name in keep})
+        allocated = self.tier.allocate(count, set(ids(self.tier, *keep).tolist()))
         assert names(allocated) == [""] * len(allocated)
         lost = before - contents(self.tier)
-        assert lost <= free - set(keep), "something pinned or kept has left"
-        if not before.intersection(keep):
+        assert lost <= free - keep, "something pinned or kept has left"
+        if not keep:
             assert len(allocated) == most, "free blocks are not allocated"
             self.compare(lost, free - lost)
         self.forget(lost)
@@ -262,34 +240,28 @@ class Tier(RuleBasedStateMachine):
 
     def compare(self, lost: Set[str], free: Set[str]) -> None:
         """``free``: what stays although it could have left."""
-        expected = self.all_expected - self.copies - self.leased
-        stays = {name for name in free if name not in expected}
-        assert not (stays and expected.intersection(lost)), "something expected has left"
-        released = {name for name in free if name in self.released - self.copies}
-        assert not (released and lost - self.released), "something released stays"
-        plain = {name for name in stays if name not in self.special | self.copies}
-        for name in lost - self.special - self.copies:
-            if name in self.found:
-                unfound = [each for each in plain - self.found if self.used[each] < self.used[name]]
-                assert not unfound, f"{name}, which was found, has left before {unfound}"
+        last = self.all_reserved - self.duplicates
+        assert not (lost & last and free - last), "something reserved has left"
+        lost, free = lost - last - self.duplicates, free - last - self.duplicates
+        assert not (free & self.released and lost - self.released), "something released stays"
+        unhit = free - self.hit
+        for name in lost & self.hit:
+            older = [each for each in unhit if self.used[each] < self.used[name]]
+            assert not older, f"{name}, which was hit, has left before {older}"
 
-    def use(self, used: Iterable[str], *, found: bool) -> None:
+    def use(self, used: Iterable[str]) -> None:
         self.now += 1
-        for name in used:
-            self.used[name] = self.now
-            if found:
-                self.found.add(name)
-                self.released.discard(name)
+        self.used.update(dict.fromkeys(used, self.now))
 
-    def forget(self, lost: Iterable[str]) -> None:
-        """These have left, or are new."""
-        for name in [*lost]:
-            for each in (self.found, self.special, self.released, self.leased, self.copies):
-                each.discard(name)
+    def use_hit(self, used: Iterable[str]) -> None:
+        used = {*used}
+        self.use(used)
+        self.hit |= used
+        self.released -= used
 
-    @property
-    def all_expected(self) -> set[str]:
-        return {name for chain in self.expected for name in chain}
+    def forget(self, lost: Set[str]) -> None:
+        for each in (self.hit, self.released, self.duplicates):
+            each.difference_update(lost)
 
     # Invariants
 
@@ -311,11 +283,11 @@ class Tier(RuleBasedStateMachine):
 
     def teardown(self) -> None:
         """Without references, all blocks are free. Without contents, no bookkeeping is left."""
-        for each in (*self.hits, *(store.blocks for store in self.stores)):
-            self.tier.unpin(each)
-        while self.expected:
-            self.stop_expecting(0)
-        assert self.tier.num_expected == 0
+        for blocks in (*self.hits, *(filled for filled, _ in self.stores)):
+            self.tier.unpin(blocks)
+        while self.reserved:
+            self.unreserve(0)
+        assert self.tier.num_reserved == 0
         assert self.tier.num_free == self.num_blocks
         assert len(self.tier.allocate(self.num_blocks)) == self.num_blocks
         check_tier(self.tier)

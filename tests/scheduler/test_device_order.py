@@ -1,6 +1,7 @@
 """Stored blocks keep their place in the device's order of eviction, and in the tier's."""
 
 from itertools import takewhile
+from typing import Any
 
 import pytest
 
@@ -60,7 +61,7 @@ def test_the_tier_keeps_the_order_in_which_requests_overwrite_a_prefix(drive: Ma
 
 
 @pytest.mark.parametrize("num_lost", [1, 6])
-def test_blocks_return_to_their_place_although_the_walk_starts_over(
+def test_blocks_return_to_their_place_although_the_scan_starts_over(
     drive: MakeDriver, num_lost: int
 ) -> None:
     """It does once the tier is full, and then stores nothing more."""
@@ -78,10 +79,17 @@ def test_blocks_return_to_their_place_although_the_walk_starts_over(
     assert order(driver) == before
 
 
-def test_blocks_that_return_behind_the_walk_s_place_are_not_known_as_safe(
+def num_safe(driver: Driver) -> int:
+    """Free blocks at the front of the device's queue that are empty, or that the tier has too."""
+    blocks = driver.device_pool.free_block_queue.get_all_free_blocks()
+    has = driver.tier.has
+    return len(list(takewhile(lambda b: b.block_hash is None or has(b.block_hash), blocks)))
+
+
+def test_blocks_that_return_behind_the_scan_s_place_are_not_known_as_safe(
     drive: MakeDriver,
 ) -> None:
-    """A request finds the block where the walk stands, so it starts over, and comes less far."""
+    """A request hits the block where the scan stands, so it starts over, and comes less far."""
     driver = drive(
         num_device_blocks=81,
         num_host_blocks=12,
@@ -95,16 +103,8 @@ def test_blocks_that_return_behind_the_walk_s_place_are_not_known_as_safe(
     driver.step(2)
     driver.copy_all()
     driver.step()
-    blocks = driver.device_pool.free_block_queue.get_all_free_blocks()
-    safe = takewhile(lambda b: b.block_hash is None or driver.tier.has(b.block_hash), blocks)
-    assert 0 < driver.scheduler._policy._walk.num_safe <= len(list(safe))
-
-
-def num_safe(driver: Driver) -> int:
-    """Free blocks at the front of the device's queue that are empty, or that the tier has too."""
-    blocks = driver.device_pool.free_block_queue.get_all_free_blocks()
-    has = driver.tier.has
-    return len(list(takewhile(lambda b: b.block_hash is None or has(b.block_hash), blocks)))
+    policy: Any = driver.scheduler._policy
+    assert 0 < policy._scan.num_safe <= num_safe(driver)
 
 
 SPARSE = {"max_num_seqs": 1, "max_num_batched_tokens": 8, "lazy": True, "num_host_blocks": 400}

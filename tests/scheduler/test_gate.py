@@ -127,7 +127,7 @@ def test_a_request_whose_prefill_is_elsewhere_gets_nothing_of_the_tier(drive: Ma
     assert driver.found(prompt(TOKENS)) == 4 * NUM_BLOCKS
     assert driver.scheduler.get_num_new_matched_tokens(request, 0) == (0, False)
     driver.step()
-    assert driver.tier.num_expected == 0
+    assert driver.tier.num_reserved == 0
     params["do_remote_prefill"] = False  # as NixlConnector says once it has it
     assert driver.scheduler.get_num_new_matched_tokens(request, 0) == (4 * NUM_BLOCKS, True)
     driver.scheduler.request_finished(request)

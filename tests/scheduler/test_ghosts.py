@@ -1,105 +1,90 @@
-"""The more of what has left the tier requests want back, the fewer copies stay."""
+"""The more of what has left the tier requests want back, the fewer duplicates stay."""
 
-from string import ascii_letters, digits
+from collections.abc import Iterable
 
 import pytest
 
-from simple_offload.scheduler.tier import ghosts
 from simple_offload.scheduler.tier.cpu_tier import CpuTier
-from tests.scheduler.tiers import contents, copies, hashes, make_tier, store
+from tests.scheduler.tiers import commit, contents, duplicates, hashes, make_tier, store
 
 NUM_BLOCKS = 32
-MAX_COPIES = 6
-"""Copies that stay usually."""
-NUM_AVERAGED = 8
-NAMES = ascii_letters
-MORE_NAMES = digits + "!$%&/()=?+*#-<>|"
+SHARE = 6
+"""Duplicates that stay usually."""
+NAMES = [chr(0x4E00 + number) for number in range(2000)]
 
 
-@pytest.fixture(autouse=True)
-def _fewer_ghosts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ghosts, "NUM_AVERAGED", NUM_AVERAGED)
-
-
-def full_tier(num_copies: int = MAX_COPIES) -> CpuTier:
-    """Some of its blocks are copies."""
-    tier = make_tier(NUM_BLOCKS)
-    store(tier, "." * num_copies, on_device=True)
-    store(tier, *NAMES[: NUM_BLOCKS - num_copies])
+def full_tier(num_duplicates: int = SHARE, num_blocks: int = NUM_BLOCKS) -> CpuTier:
+    """Some of its blocks are duplicates. The others have the first names."""
+    tier = make_tier(num_blocks)
+    store(tier, "." * num_duplicates, on_device=True)
+    displace(tier, NAMES[: num_blocks - num_duplicates])
     return tier
 
 
-def displace(tier: CpuTier, names: str, wanted: str = "") -> None:
-    """Store these, one by one, while requests want ``wanted``."""
+def displace(tier: CpuTier, names: Iterable[str], wanted: Iterable[str] = ()) -> None:
+    """Store these, one by one. After each, a request wants the next of ``wanted``."""
+    wanting = iter(wanted)
     for name in names:
-        store(tier, name)
-        for each in wanted:
-            tier.on_request(hashes(each))
+        commit(tier, tier.allocate(1), [name])
+        tier.on_request(hashes(next(wanting, "")))
 
 
-@pytest.mark.parametrize("num_copies", [12, 30])
-def test_copies_outlive_the_others_while_nothing_is_wanted_back(num_copies: int) -> None:
-    tier = full_tier(num_copies)
-    displace(tier, NAMES[-12:])
-    assert len(copies(tier)) == num_copies
+@pytest.mark.parametrize("num_duplicates", [12, 30])
+def test_duplicates_outlive_the_others_while_nothing_is_wanted_back(num_duplicates: int) -> None:
+    tier = full_tier(num_duplicates)
+    displace(tier, NAMES[100:120])
+    assert len(duplicates(tier)) == num_duplicates
 
 
-def test_protected_contents_outlive_copies_beyond_their_share() -> None:
+def test_protected_contents_outlive_duplicates_beyond_their_share() -> None:
     tier = full_tier(30)
-    pins = tier.lookup(hashes("a"), 0, 100).pins
+    pins = tier.lookup(hashes(NAMES[0]), 0, 100).pins
     tier.pin(pins)
     tier.unpin(pins)
-    displace(tier, NAMES[-12:])
-    assert len(tier.allocate(4)) == 4  # one on probation, then copies
-    assert contents(tier) >= {"a"}
-    assert len(copies(tier)) == 27
+    displace(tier, NAMES[100:120])
+    assert len(tier.allocate(4)) == 4  # one on probation, then duplicates
+    assert contents(tier) >= {NAMES[0]}
+    assert len(duplicates(tier)) == 27
 
 
-def test_copies_within_their_share_stay_while_some_is_wanted_back() -> None:
+def test_duplicates_within_their_share_stay_while_some_is_wanted_back() -> None:
     tier = full_tier(20)
-    displace(tier, NAMES[26:], wanted=NAMES[:12:4])
-    assert len(copies(tier)) == MAX_COPIES
+    displace(tier, NAMES[12:400], wanted=NAMES[:50])
+    assert len(duplicates(tier)) == SHARE
 
 
-def test_copies_leave_first_while_requests_want_what_has_left() -> None:
+def test_duplicates_leave_first_while_requests_want_what_has_left() -> None:
     tier = full_tier()
-    displace(tier, NAMES[26:], wanted=NAMES[:26])
-    assert copies(tier) == set()
+    displace(tier, NAMES[26:400], wanted=NAMES)
+    assert duplicates(tier) == set()
 
 
-def test_copies_may_stay_again_when_requests_have_changed() -> None:
+def test_duplicates_may_stay_again_when_requests_have_changed() -> None:
     tier = full_tier()
-    displace(tier, NAMES[26:], wanted=NAMES[:26])
-    displace(tier, MORE_NAMES)
+    displace(tier, NAMES[26:400], wanted=NAMES)
+    displace(tier, NAMES[400:])
     store(tier, "x", on_device=True)
     displace(tier, NAMES[:1])
-    assert copies(tier) == {"x"}
+    assert duplicates(tier) == {"x"}
 
 
-def test_what_was_displaced_long_ago_does_not_count() -> None:
-    """No room that copies take would have kept it so long."""
+def test_what_has_left_long_ago_does_not_count() -> None:
+    """No room that duplicates take would have kept it so long."""
     tier = full_tier()
-    for place, name in enumerate(NAMES[26:]):
-        store(tier, name)
-        if place > MAX_COPIES:
-            tier.on_request(hashes(NAMES[place - MAX_COPIES - 1]))
-    assert len(copies(tier)) == MAX_COPIES
+    displace(tier, NAMES[26:400], wanted=[*[""] * (SHARE + 1), *NAMES])
+    assert len(duplicates(tier)) == SHARE
 
 
-def test_the_room_of_all_copies_would_have_kept_it_longer() -> None:
+def test_the_room_of_all_duplicates_would_have_kept_it_longer() -> None:
     tier = full_tier(20)
-    for place, name in enumerate(NAMES[26:]):
-        store(tier, name)
-        if place >= 10:
-            tier.on_request(hashes(NAMES[place - 10]))
-    assert len(copies(tier)) <= MAX_COPIES
+    displace(tier, NAMES[12:400], wanted=[*[""] * 10, *NAMES])
+    assert len(duplicates(tier)) <= SHARE
 
 
-def test_a_few_ghosts_stand_for_many(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every third one is followed: the others do not count."""
-    monkeypatch.setattr(ghosts, "NUM_FOLLOWED", MAX_COPIES // 3)
-    followed, others = full_tier(), full_tier()
-    displace(followed, NAMES[26:], wanted=NAMES[:26:3])
-    displace(others, NAMES[26:], wanted=NAMES[1:26:3])
-    assert copies(followed) == set()
-    assert len(copies(others)) == MAX_COPIES
+def test_a_few_ghosts_stand_for_many() -> None:
+    """In a large tier every third one is followed: the others do not count."""
+    followed, others = (full_tier(192, 1024) for _ in range(2))
+    displace(followed, NAMES[832:], wanted=[NAMES[i] if i % 3 == 0 else "" for i in range(1168)])
+    displace(others, NAMES[832:], wanted=["" if i % 3 == 0 else NAMES[i] for i in range(1168)])
+    assert duplicates(followed) == set()
+    assert len(duplicates(others)) == 192

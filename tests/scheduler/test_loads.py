@@ -174,8 +174,8 @@ def test_blocks_are_held_until_every_rank_is_done(
 
 @pytest.mark.parametrize("ends", ["aborted", "after a reset", "runs"])
 def test_host_blocks_are_held_until_the_request_runs(drive: MakeDriver, ends: str) -> None:
-    """Until then vLLM does not find their contents on the device, which another request could find
-    in the tier. So they do not leave it as copies."""
+    """Until then vLLM does not find their contents on the device, which another request could hit
+    in the tier. So they do not leave it as duplicates."""
     driver = stored(drive, num_host_blocks=7, num_device_blocks=40)
     driver.start("a", prompt(17), max_tokens=3)
     driver.step()
@@ -185,7 +185,7 @@ def test_host_blocks_are_held_until_the_request_runs(drive: MakeDriver, ends: st
     driver.world.scheduler.set_pause_state(PauseState.PAUSED_ALL)
     driver.step()
     assert driver.num_held == (4, 4)
-    assert integrity.copies(driver.scheduler) == []
+    assert integrity.duplicates(driver.scheduler) == []
     if ends == "aborted":
         driver.world.abort("a")
         assert driver.num_held[1] == 0
@@ -196,7 +196,7 @@ def test_host_blocks_are_held_until_the_request_runs(drive: MakeDriver, ends: st
     driver.world.scheduler.set_pause_state(PauseState.UNPAUSED)
     driver.step()
     assert driver.num_held[1] == 0
-    assert len(integrity.copies(driver.scheduler)) == (4 if ends == "runs" else 0)
+    assert len(integrity.duplicates(driver.scheduler)) == (4 if ends == "runs" else 0)
     driver.run()
     assert driver.num_kept == (0 if ends == "after a reset" else 4)
 

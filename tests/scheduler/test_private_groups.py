@@ -1,6 +1,6 @@
 """A tier that ranks share, but not in all KV cache groups: blocks that stand for others."""
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable, Sequence, Set
 from typing import Any
 
 import numpy as np
@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from vllm.v1.core.kv_cache_utils import BlockHashWithGroupId, KVCacheBlock, get_group_id
 
+from simple_offload.scheduler.policy.protections import Protections
 from simple_offload.scheduler.tier.cpu_tier import CpuTier
 from tests.scheduler.tiers import block, commit, contents, get, key, make_tier
 from tests.simulation.integrity import check_tier, pool_of
@@ -28,7 +29,7 @@ def make_private_tier(num_blocks: int, num_places: int, num_sub_blocks: int = 1)
 
 
 def allocate(
-    tier: CpuTier, *names: str, group: int, keep: Collection[BlockHashWithGroupId] = ()
+    tier: CpuTier, *names: str, group: int, keep: Set[int] = frozenset()
 ) -> list[KVCacheBlock]:
     """Allocate a block for each name."""
     allocated = tier.allocate_for([key(name, group) for name in names], keep)
@@ -57,7 +58,7 @@ def ids_by_place(tier: CpuTier, blocks: Iterable[KVCacheBlock]) -> list[list[int
 def check_sum(tier: CpuTier, num_pinned: int) -> None:
     """Every block is free, pinned, or one that another stands for."""
     check_tier(tier)
-    assert tier.num_free + tier.num_others + num_pinned == tier.num_blocks - 1
+    assert tier.num_free + tier.num_replicas + num_pinned == tier.num_blocks - 1
 
 
 # Blocks by place
@@ -67,13 +68,13 @@ def check_sum(tier: CpuTier, num_pinned: int) -> None:
 def test_private_contents_take_a_block_for_each_place(num_places: int) -> None:
     tier = make_private_tier(20, num_places)
     keys = [key("a", SHARED), key("a", PRIVATE), key("ab", PRIVATE), key("ab", SHARED)]
-    allocated = tier.allocate_for(keys, ())
+    allocated = tier.allocate_for(keys, set())
     ids = ids_by_place(tier, allocated)
     assert [of_block[0] for of_block in ids] == [each.block_id for each in allocated]
     assert [len(set(of_block)) for of_block in ids] == [1, num_places, num_places, 1]
     num_taken = 2 + 2 * num_places
     assert len({each for of_block in ids for each in of_block}) == num_taken
-    assert (tier.num_free, tier.num_others) == (20 - num_taken, 2 * (num_places - 1))
+    assert (tier.num_free, tier.num_replicas) == (20 - num_taken, 2 * (num_places - 1))
     check_sum(tier, num_pinned=4)
     for each, stored in zip(allocated, keys, strict=True):
         commit(tier, [each], ["a" if stored in keys[:2] else "ab"], get_group_id(stored))
@@ -88,10 +89,10 @@ def test_a_tier_without_private_groups() -> None:
     tier = make_tier(0, (0, 0))
     tier.share(frozenset(), 4)
     tier.grow(9)
-    allocated = tier.allocate_for([key(name, PRIVATE) for name in ("a", "ab", "abc")], ())
+    allocated = tier.allocate_for([key(name, PRIVATE) for name in ("a", "ab", "abc")], set())
     assert len(allocated) == 3
     assert tier.slots_by_place(np.array(tier.slots(allocated), np.int64)) is None
-    assert (tier.num_free, tier.num_others) == (5, 0)
+    assert (tier.num_free, tier.num_replicas) == (5, 0)
 
 
 @both_numbers_of_places
@@ -114,7 +115,7 @@ def test_places_of_blocks_that_come_later(num_places: int) -> None:
 def test_slots_of_sub_blocks(num_places: int, num_sub_blocks: int) -> None:
     """A rank's slots are those of its own block, in the same order. A load may need some only."""
     tier = make_private_tier(20, num_places, num_sub_blocks)
-    blocks = tier.allocate_for([key("a", PRIVATE), key("a", SHARED), key("ab", PRIVATE)], ())
+    blocks = tier.allocate_for([key("a", PRIVATE), key("a", SHARED), key("ab", PRIVATE)], set())
     slots = np.array(tier.slots(blocks), np.int64)
     by_place = tier.slots_by_place(slots)
     assert by_place is not None
@@ -168,7 +169,7 @@ def test_what_must_stay_keeps_all_of_its_blocks(num_places: int) -> None:
     tier = make_private_tier(2 * num_places, num_places)
     blocks = store(tier, "a", "x", group=PRIVATE)
     before = ids_by_place(tier, blocks[:1])
-    keep = {key("a", PRIVATE)}
+    keep = {blocks[0].block_id}
     names = [f"s{number}" for number in range(num_places + 1)]
     assert len(allocate(tier, *names, group=SHARED, keep=keep)) == num_places
     assert allocate(tier, "y", group=PRIVATE, keep=keep) == []
@@ -188,13 +189,13 @@ def test_where_the_room_ends_nothing_leaks(num_places: int) -> None:
         groups = [SHARED, PRIVATE, PRIVATE, SHARED, PRIVATE]
         keys = [key(name, group) for name, group in zip("abcde", groups, strict=True)]
         ends = np.cumsum([num_places if group == PRIVATE else 1 for group in groups])
-        allocated = tier.allocate_for(keys, ())
+        allocated = tier.allocate_for(keys, set())
         assert len(allocated) == np.searchsorted(ends, room, side="right")
         taken = {each for of_block in ids_by_place(tier, allocated) for each in of_block}
         assert tier.num_free == room - len(taken)
         check_sum(tier, num_pinned=len(allocated))
         tier.unpin(allocated)
-        assert len(tier.allocate_for([key(str(n), SHARED) for n in range(room + 1)], ())) == room
+        assert len(tier.allocate_for([key(str(n), SHARED) for n in range(room + 1)], set())) == room
         check_sum(tier, num_pinned=room)
 
 
@@ -222,8 +223,8 @@ def test_blocks_come_back_when_contents_are_lost(num_places: int, how: str) -> N
     tier.reset() if how == "reset" else tier.drop(stored)
     check_sum(tier, num_pinned=0)
     assert tier.num_used == 0
-    assert len(tier.allocate_for([key(str(n), SHARED) for n in range(99)], ())) == 3 * num_places
-    assert tier.num_others == 0
+    assert len(tier.allocate_for([key(str(n), SHARED) for n in range(99)], set())) == 3 * num_places
+    assert tier.num_replicas == 0
     check_sum(tier, num_pinned=3 * num_places)
 
 
@@ -235,7 +236,7 @@ def test_a_load_of_lost_contents_keeps_all_of_its_blocks(num_places: int) -> Non
     tier.pin(stored[:1])
     before = ids_by_place(tier, stored[:1])
     tier.reset()
-    others = tier.allocate_for([key(str(n), SHARED) for n in range(99)], ())
+    others = tier.allocate_for([key(str(n), SHARED) for n in range(99)], set())
     assert len(others) == 2 * num_places
     assert not {each.block_id for each in others}.intersection(*before)
     assert ids_by_place(tier, stored[:1]) == before
@@ -269,7 +270,8 @@ def test_a_useless_store_gives_all_blocks_back(num_places: int) -> None:
     assert commit(tier, other, ["a"], PRIVATE) == [0]
     check_sum(tier, num_pinned=0)
     assert (
-        len(tier.allocate_for([key(str(n), SHARED) for n in range(num_places)], ())) == num_places
+        len(tier.allocate_for([key(str(n), SHARED) for n in range(num_places)], set()))
+        == num_places
     )
     assert block(tier, "a", PRIVATE) is one[0]
     assert ids_by_place(tier, one) == before
@@ -302,8 +304,8 @@ class _Run:
         return self.num_places if get_group_id(stored) == PRIVATE else 1
 
     def store(self, keys: list[BlockHashWithGroupId]) -> None:
-        keep = set(keys[3:])
-        kept = keep - self.tier.absent(keep)
+        kept = [each for each in keys[3:] if self.tier.has(each)]
+        keep = set(self.tier.ids_of(kept))
         wanted = keys[:3]
         allocated = self.tier.allocate_for(wanted, keep)
         assert not self.tier.absent(kept)
@@ -381,9 +383,10 @@ def test_blocks_of_all_places_in_any_order_of_calls(
         run.call(name, picks)
 
 
-def test_no_more_than_a_quarter_of_the_contents_are_kept() -> None:
+def test_replicas_are_no_room_for_protections() -> None:
+    """A quarter of the contents may be protected, not of the blocks."""
     tier = make_private_tier(16, 4)  # room for four contents
-    stored = store(tier, "a", "b", "c", "d", group=PRIVATE)
-    tier.lease([block.block_id for block in stored], tier.make_lease(60, b"r"))
+    store(tier, "a", "b", "c", "d", group=PRIVATE)
+    Protections(tier).add(b"session", 60, [key(name, PRIVATE) for name in "abcd"])
     check_tier(tier)
-    assert sum(tier.lease_of(block.block_id) is not None for block in stored) == 1
+    assert tier.num_reserved == 1

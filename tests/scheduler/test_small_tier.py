@@ -22,10 +22,10 @@ def count_found(driver: Driver, tokens: list[int]) -> tuple[int, int]:
 
 @SMALL
 @pytest.mark.parametrize("max_num_seqs", [2, 4])
-def test_a_full_tier_takes_no_copies(
+def test_a_full_tier_takes_no_duplicates(
     drive: MakeDriver, num_host_blocks: int, max_num_seqs: int
 ) -> None:
-    """What the device keeps does not displace other copies of it."""
+    """What the device keeps does not displace other duplicates of it."""
     driver = drive(num_host_blocks=num_host_blocks, num_device_blocks=80, max_num_seqs=max_num_seqs)
     for turn in range(3):
         driver.serve(f"r{turn}", prompt(60), max_tokens=8)

@@ -1,23 +1,21 @@
-"""The store policy: the tier has a block once the device has evicted it."""
+"""The store policies: the tier has a block once the device has evicted it, or at once."""
 
 import gc
 from collections import Counter
 from typing import Any
-from unittest.mock import patch
 
 import pytest
-from vllm.v1.core.kv_cache_utils import make_block_hash_with_group_id
 from vllm.v1.request import Request
 
 from simple_offload import metrics
-from simple_offload.scheduler.tier import ghosts, segments
 from tests.scheduler.conftest import MakeDriver
 from tests.scheduler.driver import LOAD, STORE, Driver, make_request, prompt, record_steps
-from tests.scheduler.tiers import get, settle
-from tests.simulation.integrity import pool_of
+from tests.scheduler.tiers import get
 
 ASYNC = pytest.mark.parametrize("async_scheduling", [False, True])
 SETTINGS = pytest.mark.parametrize("lazy", [None, True, False])
+LAZY = pytest.mark.parametrize("lazy", [None, True])
+"""With one KV cache group, stores come before an eviction."""
 
 
 @pytest.fixture
@@ -37,8 +35,9 @@ def evict_all(driver: Driver) -> None:
 
 
 @ASYNC
-@SETTINGS
-@pytest.mark.parametrize("windows", [(0,), (0, 8)], ids=str)
+@pytest.mark.parametrize(
+    ("windows", "lazy"), [((0,), None), ((0,), True), ((0,), False), ((0, 8), None)], ids=str
+)
 @pytest.mark.parametrize(
     ("num_prompt_tokens", "num_output_tokens"),
     [(17, 1), (15, 1), (15, 2), (13, 4), (1, 8)],
@@ -245,67 +244,37 @@ def test_early_stores_come_in_every_eighth_step(
     driver.run()
 
 
-@ASYNC
-@pytest.mark.parametrize("lazy", [None, True])
-def test_what_is_found_on_the_device_is_noted_later(
-    drive: MakeDriver, lazy: bool | None, async_scheduling: bool
-) -> None:
-    """The request that begins does not wait for it. The engine steps until it is done."""
-    driver = drive(**ROOMY, lazy=lazy, async_scheduling=async_scheduling)
-    driver.serve("a", prompt(21))
-    with patch.object(driver.tier, "add_copies", wraps=driver.tier.add_copies) as noted:
-        driver.start("b", prompt(21), max_tokens=9)
-        driver.step()
-        driver.world.abort("b")
-        assert not noted.called
-        driver.run()
-        (first, *_) = noted.call_args_list
-        assert len(first.args[0]) == 5
-
-
-@SETTINGS
-def test_what_the_tier_loses_is_stored_again(drive: MakeDriver, lazy: bool | None) -> None:
-    driver = drive(**ROOMY, lazy=lazy)
+def test_what_the_tier_loses_is_stored_again(drive: MakeDriver) -> None:
+    driver = drive(**ROOMY)
     driver.fill(20, first=1)
     kept = [block for key in keys_of(driver, 20) if (block := get(driver.tier, key)) is not None]
+    assert len(kept) == 5
     driver.tier.drop(kept)
     driver.fill(30, first=40)
     assert driver.found(prompt(21, family=20)) == 20
-    assert len(kept) == (0 if lazy else 5)
 
 
 def test_by_default_a_full_tier_stores_only_what_is_about_to_leave(drive: MakeDriver) -> None:
     driver = drive(**ROOMY | {"num_host_blocks": 101})
     driver.fill(40, first=1)
     assert driver.tier.num_used == 100
-    assert num_shared(driver) <= 3 / 16 * 100 + 9  # the share of copies, and three steps' need
+    assert num_shared(driver) <= 3 / 16 * 100 + 9  # the share of duplicates, and three steps' need
     assert counted(driver, metrics.DROPPED) == 0
 
 
 @ASYNC
-@pytest.mark.parametrize(
-    ("windows", "num_states"), [((0,), 0), ((0, 8), 0), ((8,), 0), ((0,), 1), ((), 1)], ids=str
-)
 def test_lazy_stores_come_before_an_eviction_and_not_long_before(
-    drive: MakeDriver, windows: tuple[int, ...], num_states: int, async_scheduling: bool
+    drive: MakeDriver, async_scheduling: bool
 ) -> None:
     """The world checks each eviction."""
-    num_blocks = 80 * (len(windows) + num_states)
-    driver = drive(
-        **ROOMY | {"num_device_blocks": num_blocks + 1},
-        lazy=True,
-        windows=windows,
-        num_states=num_states,
-        async_scheduling=async_scheduling,
-        retention=None,
-    )
+    driver = drive(**ROOMY, lazy=True, async_scheduling=async_scheduling)
     driver.fill(7, first=1)
     assert driver.num_stored == 0
     assert not driver.scheduler.has_pending_work()
     driver.world.promises_no_loss = True
     driver.fill(33, first=8)
     assert driver.world.num_evicted > 20
-    assert num_shared(driver) < num_blocks // 2
+    assert num_shared(driver) < 80 // 2
     assert counted(driver, metrics.SKIPPED) == counted(driver, metrics.DROPPED) == 0
     driver.serve("again", prompt(21, family=1))
     assert driver.world.num_blocks_loaded > 0
@@ -356,7 +325,7 @@ def test_blocks_of_a_running_request_are_stored_in_batches(
 
 
 @SETTINGS
-def test_blocks_found_on_the_device_are_stored_if_the_tier_lacks_them(
+def test_hits_on_the_device_are_stored_if_the_tier_lacks_them(
     drive: MakeDriver, lazy: bool | None
 ) -> None:
     driver = drive(lazy=lazy)
@@ -367,11 +336,10 @@ def test_blocks_found_on_the_device_are_stored_if_the_tier_lacks_them(
     assert driver.found(prompt(17)) == 16
 
 
-@SETTINGS
 @pytest.mark.parametrize("num_host_blocks", [2, 3, 7, 16, 32])
-@pytest.mark.parametrize("num_states", [0, 1])
+@pytest.mark.parametrize(("lazy", "num_states"), [(None, 0), (True, 0), (False, 0), (None, 1)])
 def test_stores_stop_with_a_tier_of_any_size(
-    drive: MakeDriver, num_host_blocks: int, num_states: int, lazy: bool | None
+    drive: MakeDriver, num_host_blocks: int, lazy: bool | None, num_states: int
 ) -> None:
     """A stored block must not displace one equally near to its eviction: the policy would store
     that one again."""
@@ -410,7 +378,7 @@ def test_stored_blocks_are_evicted_next(drive: MakeDriver) -> None:
     assert driver.num_stored == driver.num_kept  # each key once
 
 
-@pytest.mark.parametrize("lazy", [None, True])
+@LAZY
 def test_a_running_request_goes_on_while_stores_are_slow(
     drive: MakeDriver, lazy: bool | None
 ) -> None:
@@ -428,36 +396,32 @@ def test_a_running_request_goes_on_while_stores_are_slow(
     driver.run()
 
 
-# Copies
+# Duplicates
 
 
-def load_one(driver: Driver) -> int:
-    """Fill the tier, and load five blocks of one request: copies now. Returns its family."""
-    driver.fill(50, first=1)
-    family = next(f for f in range(1, 50) if driver.found(prompt(21, f)) == 20)
-    driver.serve("again", prompt(21, family))
-    assert driver.world.num_blocks_loaded == 5
-    return family
-
-
-@pytest.mark.parametrize("lazy", [None, True])
-def test_a_loaded_block_s_copy_leaves_first_and_the_block_is_stored_again(
-    drive: MakeDriver, monkeypatch: pytest.MonkeyPatch, lazy: bool | None
+@LAZY
+def test_duplicates_leave_while_requests_want_what_has_left(
+    drive: MakeDriver, lazy: bool | None
 ) -> None:
-    """When the device lets go of it."""
-    monkeypatch.setattr(segments, "FEW_WANTED", 0)
-    monkeypatch.setattr(segments, "COPIES_SHARE", 0)
+    """What the device got last leaves first. It is stored again when the device loses it."""
     driver = drive(**CROWDED, lazy=lazy)
-    family = load_one(driver)
-    driver.fill(3, first=61)
-    assert driver.found(prompt(21, family)) == 0
-    assert driver.found(prompt(21, family + 8)) == 20
-    driver.fill(20, first=64)
-    assert not on_device(driver, keys_of(driver, family)[-1])
-    assert driver.found(prompt(21, family)) == 20
+    driver.fill(50, first=1)
+    loaded = range(20, 28)
+    for family in loaded:
+        driver.serve(f"again {family}", prompt(21, family))
+    assert driver.world.num_blocks_loaded == 8 * 5
+    for turn in range(2):
+        last = max(each for each in range(1, 20) if not driver.found(prompt(21, each)))
+        driver.serve(f"back {turn}", prompt(21, last))
+    assert [driver.found(prompt(21, family)) < 20 for family in loaded] == [False] * 7 + [True]
+    assert all(on_device(driver, key) for key in keys_of(driver, 27))
+    assert counted(driver, metrics.EVICTED, "copy") > 0
+    driver.fill(20, first=61)
+    assert not any(on_device(driver, key) for key in keys_of(driver, 27))
+    assert driver.found(prompt(21, family=27)) == 20
 
 
-@pytest.mark.parametrize("lazy", [None, True])
+@LAZY
 def test_few_turns_are_stored_twice_where_nothing_wants_what_has_left(
     drive: MakeDriver, lazy: bool | None
 ) -> None:
@@ -479,26 +443,9 @@ def test_few_turns_are_stored_twice_where_nothing_wants_what_has_left(
     assert num_stored <= 5 / 4 * 4 * 3 * 2
 
 
-def test_copies_leave_while_requests_want_what_has_left(
-    drive: MakeDriver, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(ghosts, "NUM_AVERAGED", 1)
-    driver = drive(**CROWDED)
-    family = load_one(driver)
-
-    def found() -> set[int]:
-        return {each for each in range(1, 50) if driver.found(prompt(21, each))}
-
-    before = found()
-    driver.fill(2, first=61)
-    driver.serve("back", prompt(21, min(before - found())))
-    driver.fill(3, first=63)
-    assert driver.found(prompt(21, family)) == 0
-
-
 @pytest.mark.parametrize("kv_events", [False, True])
-@pytest.mark.parametrize("lazy", [None, True])
-def test_a_copy_that_is_still_there_is_not_stored_again(
+@LAZY
+def test_a_duplicate_that_is_still_there_is_not_stored_again(
     drive: MakeDriver, lazy: bool | None, kv_events: bool
 ) -> None:
     """It counts as skipped when the device gets its contents, and stays longest afterwards."""
@@ -512,22 +459,6 @@ def test_a_copy_that_is_still_there_is_not_stored_again(
     assert not any(on_device(driver, key) for key in keys_of(driver, 1))
     assert driver.found(prompt(21, family=1)) == 20
     assert driver.num_stored == driver.num_kept
-
-
-def test_contents_of_two_device_blocks_are_a_copy_until_both_are_gone(drive: MakeDriver) -> None:
-    """A request computes the last block of a known prompt again."""
-    driver = drive(**ROOMY)
-    driver.serve("a", prompt(16))
-    driver.fill(3, first=1)
-    driver.serve("b", prompt(16))
-    keys = driver.scheduler.groups.keys(make_request("x", prompt(16)).block_hashes, 0)
-    for count in (5, 4):
-        while sum(block.block_hash in keys for block in driver.device_pool.blocks) > count:
-            driver.fill(1, first=len(driver.world.finished))
-        settle(driver.tier)
-        held = [b.block_id for b in pool_of(driver.tier).blocks if b.block_hash in keys]
-        assert len(held) == len(keys)
-        assert all(driver.tier._segments._of[block_id] >= segments._COPY for block_id in held)
 
 
 # Loads that need more than is safe
@@ -640,48 +571,62 @@ def test_a_request_that_is_aborted_while_it_waits_leaves_nothing_behind(drive: M
     assert driver.world.num_blocks_loaded == 0
 
 
-# Several sub-blocks a host block
+# At once
 
 
-@pytest.mark.parametrize("lazy", [None, True])
-def test_a_host_block_is_stored_as_a_whole_when_a_sub_block_nears_eviction(
-    drive: MakeDriver, lazy: bool | None
+AT_ONCE = pytest.mark.parametrize(
+    "shape",
+    [
+        {"lazy": False},
+        {"lazy": True, "windows": (0, 8)},
+        {"num_states": 1},
+        {"num_sub_blocks": 2},
+    ],
+    ids=str,
+)
+
+
+@ASYNC
+@AT_ONCE
+def test_each_block_is_stored_with_the_step_that_completes_it(
+    drive: MakeDriver, shape: dict[str, Any], async_scheduling: bool
 ) -> None:
-    """Whether or not the others are in the queue."""
-    driver = drive(**ROOMY, num_sub_blocks=4, lazy=lazy)
-    steps = record_steps(driver)
-    driver.fill(30, first=1)
-    sizes = {len(store.host_blocks) % 4 for step in steps for store in step.stores}
-    assert sizes == {0}
-    assert [driver.found(prompt(21, family)) for family in range(1, 10)] == [16] * 9
-    driver.serve("again", prompt(21, family=1))
-    assert driver.world.num_blocks_loaded == 4
-
-
-def test_a_host_block_is_not_stored_if_a_sub_block_has_left_the_device(drive: MakeDriver) -> None:
-    driver = drive(**ROOMY, num_sub_blocks=4, lazy=True)
-    request = driver.start("a", prompt(17))
-    driver.step_until(request.is_finished)
-    cached = driver.device_pool.cached_block_hash_to_block
-    keys = [make_block_hash_with_group_id(each, 0) for each in request.block_hashes]
-    block = cached.get_one_block(keys[2])
-    assert block is not None
-    driver.device_pool.evict_blocks({block.block_id})
+    """Also in a full tier. The answer's last block comes with the step after its end."""
+    sizes = ROOMY | {"num_device_blocks": 161, "num_host_blocks": 41}
+    driver = drive(**sizes | shape, retention=None, async_scheduling=async_scheduling)
+    driver.fill(20, first=1)
+    request = driver.start("a", prompt(29), max_tokens=4)
+    stored = driver.scheduler._stores
+    while not request.is_finished():
+        driver.step()
+        driver.copy_all()
+        size = driver.world.shape.block_size * driver.world.shape.num_sub_blocks
+        num_full = (request.num_computed_tokens - request.num_output_placeholders) // size
+        keys = driver.scheduler.groups.keys(request.block_hashes, 0, 0, num_full)
+        assert request.is_finished() or not stored.absent(keys)
     driver.run()
-    driver.fill(30, first=1)
-    assert driver.found(prompt(17)) == 0
-    assert driver.found(prompt(21, family=1)) == 16
+    assert driver.found([*prompt(29), *driver.world.finished["a"][0]]) == 32
+    assert not counted(driver, metrics.DROPPED)
+
+
+def test_lazy_stores_are_for_models_with_one_group(
+    drive: MakeDriver, caplog: pytest.LogCaptureFixture
+) -> None:
+    warning = "lazy_offload=True is for models with one KV cache group"
+    for shape in ({}, {"windows": (0, 8)}, {"num_sub_blocks": 2}):
+        caplog.clear()
+        drive(lazy=True, **shape)
+        assert (warning in caplog.text) == bool(shape)
 
 
 # What is lost
 
 
-@pytest.mark.parametrize("lazy", [None, True])
-@pytest.mark.parametrize("num_states", [0, 1])
+@LAZY
 def test_refused_blocks_are_counted_when_they_are_evicted(
-    drive: MakeDriver, num_states: int, lazy: bool | None
+    drive: MakeDriver, lazy: bool | None
 ) -> None:
-    driver = drive(**ROOMY, store_threshold=2, num_states=num_states, lazy=lazy)
+    driver = drive(**ROOMY, store_threshold=2, lazy=lazy)
     cached = driver.device_pool.cached_block_hash_to_block
     evicted = 0
     for family in range(1, 41):
@@ -704,9 +649,9 @@ def test_a_tier_without_room(drive: MakeDriver) -> None:
     assert counted(driver, metrics.DROPPED, "too_late") == 0
 
 
-@pytest.mark.parametrize("lazy", [None, True])
+@LAZY
 def test_a_store_that_failed_is_not_tried_again(drive: MakeDriver, lazy: bool | None) -> None:
-    """Until a request computes or finds its blocks again."""
+    """Until a request computes or hits its blocks again."""
     driver = drive(**ROOMY, lazy=lazy)
     if lazy is None:
         driver.start("a", prompt(21, family=1))
@@ -727,7 +672,7 @@ def test_a_store_that_failed_is_not_tried_again(drive: MakeDriver, lazy: bool | 
 
 
 @pytest.mark.parametrize("lazy", [None, False])
-def test_a_failed_store_is_tried_again_when_a_request_finds_its_blocks(
+def test_a_failed_store_is_tried_again_when_a_request_hits_its_blocks(
     drive: MakeDriver, lazy: bool | None
 ) -> None:
     driver = drive(**ROOMY, lazy=lazy)
@@ -740,12 +685,12 @@ def test_a_failed_store_is_tried_again_when_a_request_finds_its_blocks(
     assert driver.found(prompt(21, family=1)) == 0
     driver.serve("again", prompt(21, family=1))
     assert (driver.num_stored, driver.num_kept) == (20, 15)
-    assert driver.world.num_blocks_loaded == 0  # they were found on the device
+    assert driver.world.num_blocks_loaded == 0  # they were hit on the device
 
 
-@pytest.mark.parametrize("lazy", [None, True])
+@LAZY
 def test_failed_stores_are_not_tried_in_each_step(drive: MakeDriver, lazy: bool | None) -> None:
-    """Although the walk starts anew in each step, since the tier is full."""
+    """Although the scan starts anew in each step, since the tier is full."""
     driver = drive(**ROOMY | {"num_host_blocks": 7}, lazy=lazy)
     driver.fill(14, first=1)
     tries: Counter[Any] = Counter()
@@ -760,10 +705,10 @@ def test_failed_stores_are_not_tried_in_each_step(drive: MakeDriver, lazy: bool 
     assert set(tries.values()) == {1}
 
 
-def test_a_stream_of_new_prompts_is_stored_twice_at_most(drive: MakeDriver) -> None:
-    """Also where each block is stored at once, and the device has more than the copies' share."""
-    driver = drive(**ROOMY | {"num_host_blocks": 161}, lazy=False)
+@SETTINGS
+def test_a_stream_of_new_prompts_is_stored_once(drive: MakeDriver, lazy: bool | None) -> None:
+    driver = drive(**ROOMY | {"num_host_blocks": 161}, lazy=lazy)
     driver.fill(50, first=1)
     before = driver.num_stored
-    driver.fill(50, first=60)
-    assert 50 * 5 <= driver.num_stored - before <= 2 * 50 * 5
+    driver.fill(40, first=60)
+    assert driver.num_stored - before == 40 * 5

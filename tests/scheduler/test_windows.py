@@ -52,15 +52,6 @@ def stored_blocks(
     return [block for key in keys if (block := get(driver.tier, key)) is not None]
 
 
-def test_lazy_stores_keep_a_window_that_the_device_does_not(drive: MakeDriver) -> None:
-    driver = drive(windows=(0, 8), num_device_blocks=300, lazy=True)
-    history = driver.serve("first", prompt(30), max_tokens=16)
-    request = make_request("second", history)
-    found = stored_blocks(driver, request.block_hashes, 0, 11)
-    assert len(found) == driver.num_kept == 2
-    assert stored_blocks(driver, request.block_hashes, 9, 11) == found
-
-
 def test_only_blocks_that_a_turn_may_begin_with_are_stored(drive: MakeDriver) -> None:
     """With a drafter, a hit is one block shorter, and the window has left that block."""
     driver = drive(windows=(0, 8), draft=True, num_device_blocks=90, num_host_blocks=200)

@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from simple_offload.scheduler.wishes import NO_WISHES, Wishbook, Wishes
 from tests.scheduler.conftest import MakeDriver
 from tests.scheduler.driver import LOAD, Driver, make_request, prompt
-from tests.scheduler.tiers import settle
 from tests.simulation.integrity import set_clock
 
 SETTINGS = pytest.mark.parametrize("lazy", [None, True, False])
@@ -169,7 +168,7 @@ def evict_all(driver: Driver, first: int = 50) -> None:
 def test_nothing_of_a_private_request_is_stored(
     roomy: MakeDriver, windows: tuple[int, ...], lazy: bool | None, aborted: bool
 ) -> None:
-    """Nor when a private request finds it on the device; nor its last block, nor a window."""
+    """Nor when a private request hits it on the device; nor its last block, nor a window."""
     driver = roomy(windows, lazy=lazy, max_num_batched_tokens=8)
     if aborted:
         driver.start("a", prompt(30), max_tokens=9, wishes=PRIVATE)
@@ -186,7 +185,7 @@ def test_nothing_of_a_private_request_is_stored(
 
 @SETTINGS
 @pytest.mark.parametrize("num_sub_blocks", [1, 2])
-def test_what_another_request_finds_is_stored_for_that_one(
+def test_what_another_request_hits_is_stored_for_that_one(
     roomy: MakeDriver, lazy: bool | None, num_sub_blocks: int
 ) -> None:
     driver = roomy(lazy=lazy, num_sub_blocks=num_sub_blocks)
@@ -233,7 +232,7 @@ class Clock:
 def small(drive: MakeDriver, lazy: bool | None, **shape: Any) -> tuple[Driver, Clock]:
     """A driver whose tier keeps up to 10 blocks, and its clock."""
     driver, clock = drive(lazy=lazy, num_device_blocks=24, num_host_blocks=41, **shape), Clock()
-    set_clock(driver.tier, clock)
+    set_clock(driver.scheduler, clock)
     return driver, clock
 
 
@@ -254,7 +253,7 @@ def test_what_is_protected_outlives_what_comes_once(
     clock.now = 300.0
     driver.fill(60, first=130)
     assert driver.found(prompt(21)) == 0
-    assert not driver.tier._segments._leases._of
+    assert driver.tier.num_reserved == 0
 
 
 @SETTINGS
@@ -271,52 +270,80 @@ def test_a_protected_answer_is_kept_with_the_prefix_that_it_continues(
 
 @SETTINGS
 def test_protection_takes_no_more_than_its_share(drive: MakeDriver, lazy: bool | None) -> None:
-    """Of what all want protected, the last is kept. What others find is protected beside it."""
+    """Of what all want protected, the last is kept. What others hit is protected beside it."""
     driver, _ = small(drive, lazy)
     driver.serve("found", prompt(21, family=90))
     for family in range(9):
         driver.serve(f"{family}", prompt(21, family), wishes={"protect": "24h"})
         driver.serve(f"found {family}", prompt(21, family=90))
     driver.fill(5)
-    settle(driver.tier)
-    assert len(driver.tier._segments._leases) <= 10
+    assert driver.tier.num_reserved <= 10
     assert driver.found(prompt(21, family=90)) == 20
     assert driver.found(prompt(21, family=8)) == 20
-
-
-@SETTINGS
-@pytest.mark.parametrize("wishes", [None, {"release": True}])
-def test_what_is_released_leaves_first(drive: MakeDriver, lazy: bool | None, wishes: Any) -> None:
-    driver, _ = small(drive, lazy)
-    driver.serve("a", prompt(21, 1))
-    driver.serve("b", prompt(21, 2), wishes=wishes)
-    found = [20, 20]
-    for number in range(12):
-        driver.fill(1, first=50 + number)
-        found = [driver.found(prompt(21, family)) for family in (1, 2)]
-        # The tier gets some of them only when the device lets go of them.
-        if number > 5 and min(found) < 20:
-            break
-    assert found[0] > found[1] if wishes else found[0] < found[1]
 
 
 RELEASE = {"release": True}
 
 
+@pytest.mark.parametrize("lazy", [None, True])
+@pytest.mark.parametrize("is_hit", [False, True])
+def test_in_a_full_tier_what_is_released_is_stored_only_after_a_hit(
+    drive: MakeDriver, lazy: bool | None, is_hit: bool
+) -> None:
+    driver, _ = small(drive, lazy)
+    driver.fill(30)
+    driver.serve("a", prompt(21), wishes=RELEASE)
+    if is_hit:
+        driver.serve("b", prompt(21))
+    driver.fill(6, first=100)
+    assert driver.found(prompt(21)) == (20 if is_hit else 0)
+
+
+def test_a_release_ends_what_its_session_wants_protected(drive: MakeDriver) -> None:
+    driver, _ = small(drive, None)
+    driver.serve("a", prompt(21), session_id="s", wishes={"protect": "5m"})
+    driver.serve("other", prompt(21), session_id="t", wishes={"protect": "5m"})
+    driver.serve("b", prompt(21, 1), session_id="s", wishes=RELEASE)
+    assert driver.tier.num_reserved == 5
+    driver.serve("c", prompt(21, 2), session_id="t", wishes=RELEASE)
+    assert driver.tier.num_reserved == 0
+
+
 @pytest.fixture
 def wide(drive: MakeDriver) -> MakeDriver:
-    """Drivers with a tier for all that a test stores. ``fill`` brings it there."""
-    return lambda lazy: drive(lazy=lazy, num_device_blocks=24, num_host_blocks=200)
+    """Drivers with a tier for all that a test stores, and in it a prompt that is older."""
+
+    def make(lazy: bool | None) -> Driver:
+        driver = drive(lazy=lazy, num_device_blocks=24, num_host_blocks=300)
+        driver.serve("old", OLD)
+        driver.fill(6, first=40)
+        return driver
+
+    return make
+
+
+OLD = prompt(21, 30)
 
 
 def released(driver: Driver, tokens: list[int]) -> list[int]:
-    """Places of the tokens' blocks that leave the tier before all others."""
-    driver.fill(6)
-    settle(driver.tier)
-    request = make_request("looker", tokens)
-    ids = driver.tier.ids_of(driver.scheduler.groups.keys(request.block_hashes, 0))
-    assert len(ids) == len(request.block_hashes)
-    return [place for place, block_id in enumerate(ids) if driver.tier.is_released(block_id)]
+    """Places of the tokens' blocks that leave the tier before what is older. Ends the test."""
+    driver.fill(6, first=50)
+    keys = driver.scheduler.groups.keys(make_request("looker", tokens).block_hashes, 0)
+    assert all(driver.tier.has(key) for key in keys)
+    while driver.found(OLD) == 20:
+        driver.tier.unpin(driver.tier.allocate(driver.tier.num_empty + 1))
+    return [place for place, key in enumerate(keys) if not driver.tier.has(key)]
+
+
+@SETTINGS
+@pytest.mark.parametrize("wishes", [None, RELEASE])
+def test_what_is_released_leaves_first(wide: MakeDriver, lazy: bool | None, wishes: Any) -> None:
+    """Of what the tier has by then. The second request hits it, which protects it otherwise."""
+    driver = wide(lazy)
+    driver.serve("a", prompt(21), session_id="s")
+    driver.fill(6, first=60)
+    driver.serve("b", prompt(21), session_id="s", wishes=wishes)
+    assert released(driver, prompt(21)) == ([*range(5)] if wishes else [])
 
 
 @SETTINGS
@@ -334,39 +361,47 @@ def test_a_release_spares_what_was_there(
     driver.serve("shared", [*shared, 1])
     if first:
         driver.serve("first", first, session_id="s")
+    driver.serve("own", [*shared, *more], session_id="s")
+    driver.fill(6, first=60)
     driver.serve("last", [*shared, *more], session_id="s", wishes=RELEASE)
     assert released(driver, [*shared, *more]) == own
 
 
 @SETTINGS
-def test_a_release_spares_what_another_session_has_found(
-    wide: MakeDriver, lazy: bool | None
-) -> None:
+def test_a_release_spares_what_another_session_has_hit(wide: MakeDriver, lazy: bool | None) -> None:
     """Also while the last request runs."""
     driver = wide(lazy)
-    tokens = driver.serve("t1", prompt(13), 5, session_id="s")
+    tokens = driver.serve("t1", prompt(21), 5, session_id="s")
     driver.serve("other", [*tokens[:8], 1], session_id="t")
+    driver.fill(6, first=60)
     driver.start("t2", [*tokens, *prompt(8, 2)], 9, session_id="s", wishes=RELEASE)
-    driver.step(3)
+    driver.step_until(lambda: driver.pending(LOAD))
+    driver.copy_all()
+    driver.step(2)
     driver.start("another", [*tokens[:12], 1])
     driver.run()
-    assert released(driver, [*tokens, *prompt(8, 2)]) == [3, 4, 5]
+    assert released(driver, tokens[:-1]) == [3, 4, 5]
 
 
 @SETTINGS
 def test_a_session_releases_all_that_it_alone_has_computed(
     wide: MakeDriver, lazy: bool | None
 ) -> None:
-    """Of each kind of its prompts: over three turns, behind what was there and from the start."""
+    """Of each kind of its prompts: over some turns, behind what was there and from the start."""
     driver = wide(lazy)
     driver.serve("shared", prompt(9))
     talk, title = [*prompt(8), 1], prompt(5, 6)
     for turn in range(3):
-        wishes = RELEASE if turn == 2 else None
-        talk = driver.serve(f"talk {turn}", [*talk, turn], 4, session_id="s", wishes=wishes)
-        title = driver.serve(f"title {turn}", [*title, turn], 4, session_id="s", wishes=wishes)
-    assert released(driver, talk[:-1]) == [2, 3, 4]
-    assert released(driver, title[:-1]) == [0, 1, 2, 3]
+        talk = driver.serve(f"talk {turn}", [*talk, turn], 4, session_id="s")
+        title = driver.serve(f"title {turn}", [*title, turn], 4, session_id="s")
+    driver.fill(6, first=60)
+    driver.serve("last talk", talk, session_id="s", wishes=RELEASE)
+    driver.serve("last title", title, session_id="s", wishes=RELEASE)
+    shared = len(talk[:-1]) // 4
+    places = released(driver, [*talk[:-1]])
+    assert places == [*range(2, shared)]
+    keys = driver.scheduler.groups.keys(make_request("looker", title[:-1]).block_hashes, 0)
+    assert not any(driver.tier.has(key) for key in keys)
 
 
 def test_a_session_id_is_not_kept(drive: MakeDriver) -> None:
@@ -402,29 +437,6 @@ def test_a_release_is_of_what_the_session_has_computed(
     )
     driver.fill(12)
     assert driver.found(history) == (8 if session_id else 20)
-
-
-def test_a_release_is_not_undone_by_what_was_found_before(drive: MakeDriver) -> None:
-    """Its request is aborted before the policy has noted what it has found."""
-    driver, _ = small(drive, False, max_num_seqs=1)
-    driver.serve("t1", prompt(21), session_id="s")
-    driver.start("t2", prompt(21), session_id="s", max_tokens=9, wishes={"release": True})
-    driver.step()
-    driver.world.abort("t2")
-    driver.run()
-    driver.fill(9)
-    assert driver.found(prompt(21)) == 0
-
-
-def test_a_release_leaves_what_a_running_request_uses(drive: MakeDriver) -> None:
-    driver, _ = small(drive, True)
-    driver.serve("a", prompt(21), session_id="s")
-    driver.start("b", [*prompt(21), 1], max_tokens=12)
-    driver.step(3)
-    driver.start("c", [*prompt(21), 2], session_id="s", wishes={"release": True})
-    driver.run()
-    driver.fill(8)
-    assert driver.found(prompt(21)) == 20
 
 
 # report

@@ -23,7 +23,7 @@ from vllm.v1.core.sched.output import SchedulerOutput
 
 from simple_offload.metadata import StepMetadata
 from simple_offload.scheduler.manager import OffloadScheduler
-from simple_offload.scheduler.policy.expected import Expected
+from simple_offload.scheduler.policy.queue_reservations import QueueReservations
 from simple_offload.scheduler.tier.cpu_tier import CpuTier
 from simple_offload.scheduler.tier.run import Run
 from simple_offload.transfer import BlockIds
@@ -51,7 +51,7 @@ NEW = -1
 
 
 def full_tier(num_blocks: int) -> CpuTier:
-    """A tier full of chains of 32 blocks, every other one a copy."""
+    """A tier full of chains of 32 blocks, every other one of duplicates."""
     tier = make_tier(num_blocks)
     for chain in range(num_blocks // 32):
         store(tier, chain, 32, on_device=chain % 2 == 0)
@@ -62,10 +62,10 @@ def full_tier(num_blocks: int) -> CpuTier:
 # Operations of the tier, one by one. ``tier``: its blocks, all full. ``blocks``: of one chain.
 
 
-def add_copies(tier: int = 1024, blocks: int = 32) -> Work:
+def device_got(tier: int = 1024, blocks: int = 32) -> Work:
     full = full_tier(tier)
     store(full, NEW, blocks)
-    return count_work(full.add_copies, keys_of(NEW, blocks))
+    return count_work(full.device_got, keys_of(NEW, blocks))
 
 
 def ids_of(tier: CpuTier, chain: int, count: int) -> BlockIds:
@@ -73,45 +73,43 @@ def ids_of(tier: CpuTier, chain: int, count: int) -> BlockIds:
     return np.array(tier.ids_of(keys_of(chain, count))[::-1], np.int64)
 
 
-def let_go(tier: int = 1024, blocks: int = 32) -> Work:
-    """The device lets go of a found chain. The limit of protected blocks is reached."""
+def device_lost(tier: int = 1024, blocks: int = 32) -> Work:
+    """The device loses a chain that a request has hit, and others before it."""
     full = full_tier(tier)
     store(full, NEW, blocks, on_device=True)
     for chain in range(0, tier // 32, 2):
-        full.on_copies_found(ids_of(full, chain, 32))
-        full.on_let_go(ids_of(full, chain, 32))
-    full._segments.settle()
-    ids = ids_of(full, NEW, blocks)
-    full.on_copies_found(ids)
+        full.device_lost(ids_of(full, chain, 32), np.ones(32, np.bool_))
+    full._order._settle()
+    ids, hit = ids_of(full, NEW, blocks), np.ones(blocks, np.bool_)
 
-    def let_go_and_settle() -> None:
-        full.on_let_go(ids)
-        full._segments.settle()
+    def lose_and_settle() -> None:
+        full.device_lost(ids, hit)
+        full._order._settle()
 
-    return count_work(let_go_and_settle)
+    return count_work(lose_and_settle)
 
 
-def let_go_often(tier: int = 1024, blocks: int = 32) -> Work:
-    """The device lets go of chains, and the order does not matter for long: moving the oldest is
-    a part of the work."""
+def losses_in_a_row(tier: int = 1024, blocks: int = 32) -> Work:
+    """The device loses chains, gets them again and loses them, and the order does not matter for
+    long: now and then all move. A mean."""
     full = full_tier(tier)
-    for chain in range(0, tier // 32, 2):
-        full.on_let_go(ids_of(full, chain, 32))
-        full.on_let_go(ids_of(full, chain, 32))
-    calls = [ids_of(full, chain, blocks) for chain in range(0, 8, 2)]
+    ids, hit = ids_of(full, 0, blocks), np.zeros(blocks, np.bool_)
+    keys = keys_of(0, blocks)
+    num_times = 4 * tier // blocks
 
-    def let_go_of_all() -> None:
-        for ids in calls:
-            full.on_let_go(ids)
+    def lose_often() -> None:
+        for _ in range(num_times):
+            full.device_lost(ids, hit)
+            full.device_got(keys)
 
-    return count_work(let_go_of_all)
+    return count_work(lose_often).over(num_times)
 
 
 def allocate(tier: int = 1024, blocks: int = 32) -> Work:
-    """Evict copies, then others; and commit the blocks."""
+    """Evict contents on probation, then duplicates; and commit the blocks."""
     full = full_tier(tier)
-    num_copies = full._segments.num_copies - full._segments.max_copies
-    full.allocate(num_copies - blocks // 2)
+    num_others = full.num_used - full._order.num_duplicates
+    full.allocate(num_others - blocks // 2)
 
     def store_new() -> None:
         store(full, NEW, blocks, on_device=True)
@@ -140,9 +138,29 @@ def reset(tier: int = 1024) -> Work:
     return count_work(full_tier(tier).reset)
 
 
-def remove_all_copies(tier: int = 1024) -> Work:
-    """The device's cache has been reset."""
-    return count_work(full_tier(tier).remove_all_copies)
+def on_device_reset(tier: int = 1024) -> Work:
+    return count_work(full_tier(tier).on_device_reset)
+
+
+def reserve(tier: int = 1024, blocks: int = 32) -> Work:
+    """Reserve a chain for two requests that have both ended."""
+    full = full_tier(tier)
+    store(full, NEW, blocks)
+    keys = keys_of(NEW, blocks)
+
+    def reserve_and_unreserve() -> None:
+        full.reserve(keys)
+        full.reserve(keys)
+        full.unreserve(keys)
+        full.unreserve(keys)
+
+    return count_work(reserve_and_unreserve)
+
+
+def release(tier: int = 1024, blocks: int = 32) -> Work:
+    full = full_tier(tier)
+    store(full, NEW, blocks)
+    return count_work(full.release, keys_of(NEW, blocks))
 
 
 def open_in_chunks(tier: int = 1024) -> Work:
@@ -205,8 +223,8 @@ def old_prompt(extra: dict[str, Any], tier: int = 512, device: int = 128, blocks
 def known_prompt(
     extra: dict[str, Any], tier: int = 512, device: int = 128, blocks: int = 8
 ) -> Work:
-    """Start and end a request whose prompt the device has. Nothing is left to store: no copy has
-    left, else the walk would come upon its block now and then."""
+    """Start and end a request whose prompt the device has. Nothing is left to store: no
+    duplicate has left, else the scan would come upon its block now and then."""
     rig = full_rig(extra, tier, device)
     [prompt] = rig.prompts(1, blocks)
     rig.run([prompt] * 8)
@@ -322,29 +340,29 @@ def waiting_for_a_load(extra: dict[str, Any], waiting: int = 64) -> Work:
 
 def alternating_priorities(waiting: int = 64) -> Work:
     """A step in which a request gets its blocks: in turn one that comes before ``waiting`` others,
-    and the first of these. Each of the others expects eight blocks."""
+    and the first of these. Eight blocks are reserved for each of the others."""
     tier = make_tier(4096)
-    expected = Expected(tier, tier._groups, pool_of(make_tier(1)), by_priority=True)
+    reservations = QueueReservations(tier, tier._groups, pool_of(make_tier(1)), by_priority=True)
     requests = [make_request(f"{number}", [number] * 33) for number in range(waiting)]
     urgent = [make_request(f"urgent {number}", [number] * 32 + [0]) for number in range(4)]
     for request in requests:
         request.priority = 1
         keys = tier._groups.keys(request.block_hashes, 0)
         tier.commit([Run((), keys, on_device=False, host_blocks=tier.allocate(8))])
-        expected.add(request)
-    expected.on_step()
-    assert tier.num_expected == 8 * waiting
+        reservations.add(request)
+    reservations.on_step()
+    assert tier.num_reserved == 8 * waiting
 
     def serve() -> None:
         for pair in zip(urgent, requests, strict=False):
-            expected.add(pair[0])
+            reservations.add(pair[0])
             for request in pair:
-                expected.on_allocated(request)
-                expected.remove(request.request_id)
-                expected.on_step()
+                reservations.on_allocated(request)
+                reservations.remove(request.request_id)
+                reservations.on_step()
 
     work = count_work(serve)
-    assert tier.num_expected < 8 * waiting
+    assert tier.num_reserved < 8 * waiting
     return work.over(8)
 
 
@@ -402,16 +420,23 @@ LARGE = EAGER | {"cpu_block_size": 64}
 THRESHOLD = EAGER | {"store_threshold": 2}
 
 TABLE = (
-    Row("add copies", add_copies, CHAIN),
-    Row("let go of copies", let_go, CHAIN),
-    Row("let go, and settle later", let_go_often, dict(tier=CONSTANT)),
+    Row("device got", device_got, CHAIN),
+    Row("device lost", device_lost, CHAIN),
+    Row("losses in a row", losses_in_a_row, dict(tier=CONSTANT)),
     Row("allocate and commit", allocate, CHAIN),
     Row("pin and unpin", pin, CHAIN),
     Row("drop", drop, CHAIN),
     Row("reset", reset, dict(tier=LINEAR)),
-    Row("remove all copies", remove_all_copies, dict(tier=CONSTANT)),
+    Row("device reset", on_device_reset, dict(tier=CONSTANT)),
+    Row("reserve and unreserve", reserve, CHAIN),
+    Row("release", release, CHAIN),
     Row("open in chunks", open_in_chunks, dict(tier=LINEAR)),
-    Row("eager, new prompt", partial(new_prompt, EAGER), PROMPT | dict(device=MEAN_CONSTANT)),
+    # Of each 32 blocks the policy follows one, and then looks at all that it follows.
+    Row(
+        "eager, new prompt",
+        partial(new_prompt, EAGER),
+        PROMPT | dict(device=MEAN_CONSTANT, blocks=MEAN_LINEAR),
+    ),
     Row("eager, old prompt", partial(old_prompt, EAGER), PROMPT),
     Row("eager, known prompt", partial(known_prompt, EAGER), PROMPT),
     Row("eager, idle step", partial(idle_step, EAGER), BUSY | dict(tier=CONSTANT)),
@@ -435,7 +460,7 @@ TABLE = (
         partial(old_prompt, EARLY),
         LAZY_PROMPT | {"large device": MEAN_CONSTANT},
     ),
-    # The walk passes again what the tier has room for, some blocks in each step.
+    # The scan passes again what the tier has room for, some blocks in each step.
     Row("early, known prompt", partial(known_prompt, EARLY), dict(blocks=MEAN_LINEAR)),
     Row("early, idle step", partial(idle_step, EARLY), BUSY | dict(tier=CONSTANT)),
     Row("early, busy step", partial(busy_step, EARLY), BUSY),
@@ -443,14 +468,14 @@ TABLE = (
 )
 
 SIZES = {
-    "tier": (512, 768, 1024),  # room for copies of all that the device has
+    "tier": (512, 768, 1024),  # room for duplicates of all that the device has
     "device": (96, 144, 192),
     "large device": (320, 480, 640),
     "blocks": (8, 16, 32),
     "requests": (8, 16, 32),
     "context": (32, 64, 128),
     "loads": (8, 16, 32),
-    "aborted": (64, 128, 256),
+    "aborted": (64, 128, 192),  # with more, a set grows in a leap
     "waiting": (64, 128, 256),
 }
 
@@ -468,9 +493,9 @@ def check(row: Row, grows: str) -> None:
     fill_caches(row.operation)
 
     def measure(size: int) -> Work:
-        if grows == "device":  # all that it has may be a copy in the tier
+        if grows == "device":  # all that it has may be a duplicate
             return row.operation(tier=1024, device=size)
-        if grows == "large device":  # some of it may not, so the walk goes on in each step
+        if grows == "large device":  # some of it may not, so the scan goes on in each step
             return row.operation(tier=1280, device=size, blocks=16)
         if grows == "blocks":  # here too
             return row.operation(tier=1024, blocks=size)

@@ -30,8 +30,6 @@ from tests.simulation.shape import Shape
 from tests.simulation.vllm_config import make_kv_cache_config, make_vllm_config
 
 BLOCK_SIZE = 4
-_NUMBERS = [0, 1, 4, 5, 8, 2, 3, 6, 7, 9]
-"""By segment, the number that tests give it."""
 _NAMES: dict[BlockHashWithGroupId, str] = {}
 
 
@@ -42,7 +40,9 @@ def make_tier(num_blocks: int, windows: tuple[int, ...] = (0,), num_sub_blocks: 
     config = host_groups(make_kv_cache_config(shape), num_sub_blocks)
     size = BLOCK_SIZE * num_sub_blocks
     coordinator = make_host_coordinator(config, _vllm_config(), size, size)
-    return CpuTier(coordinator, Groups(coordinator, BLOCK_SIZE, num_sub_blocks), Meter())
+    groups = Groups(coordinator, BLOCK_SIZE, num_sub_blocks)
+    is_exclusive = windows == (0,) and num_sub_blocks == 1
+    return CpuTier(coordinator, groups, Meter(), is_exclusive=is_exclusive)
 
 
 @lru_cache(maxsize=1)
@@ -142,20 +142,21 @@ def contents(tier: CpuTier, group: int = 0) -> set[str]:
 
 def queues(tier: CpuTier) -> list[list[str]]:
     """Names of the free blocks, the next to leave first: empty ones and those on probation, the
-    protected ones, and copies. Without the others (``special``)."""
-    probation, protected, _, _, _, copies = tier._segments._queues
-    return [names(queue.get_all_free_blocks()) for queue in (probation, protected, copies)]
+    protected ones, and duplicates. Without reserved ones."""
+    probation, protected, _, empty, duplicates = tier._order._queues
+    free = [*empty.get_all_free_blocks(), *probation.get_all_free_blocks()]
+    rest = [queue.get_all_free_blocks() for queue in (protected, duplicates)]
+    return [names(blocks) for blocks in (free, *rest)]
 
 
-def special(tier: CpuTier) -> list[list[str]]:
-    """Names of the free blocks in the other queues: kept, released and expected ones."""
-    _, _, *queues, _ = tier._segments._queues
-    return [names(queue.get_all_free_blocks()) for queue in queues]
+def reserved(tier: CpuTier) -> list[str]:
+    """Names of the free blocks that are reserved, the next to leave first."""
+    return names(tier._order._queues[2].get_all_free_blocks())
 
 
 def check_links(tier: CpuTier) -> None:
     """Each queue is linked in both directions, and ends after its last block."""
-    for queue in tier._segments._queues:
+    for queue in tier._order._queues:
         block: Any = queue.fake_free_list_head
         for _ in range(queue.num_free_blocks + 1):
             following = block.next_free_block
@@ -164,30 +165,22 @@ def check_links(tier: CpuTier) -> None:
         assert block is queue.fake_free_list_tail
 
 
-def segments_of(tier: CpuTier, group: int = 0) -> dict[str, int]:
-    """By name, the segment of each block, free or pinned: 0 probation, 1 protected, 2 copies that
-    no request has found, 3 those that one has found; kept 4, released 5; copies of those 6, 7;
-    expected 8, and copies of those 9."""
-    of = tier._segments._of.translate(bytes.maketrans(bytes(range(10)), bytes(_NUMBERS)))
-    return {name: of[block(tier, name, group).block_id] for name in contents(tier, group)}
-
-
 def settle(tier: CpuTier) -> None:
-    """Move what the device has let go of, as an eviction does first."""
-    tier._segments.settle()
+    """Move what the device has lost, as an eviction does first."""
+    tier._order._settle()
     check_tier(tier)
 
 
 def protected(tier: CpuTier) -> set[str]:
-    """Names of the protected blocks, when all have moved that have to."""
+    """Names of the protected blocks, free or pinned, when all have moved that have to."""
     settle(tier)
-    return {name for name, segment in segments_of(tier).items() if segment == 1}
+    return {name for name in contents(tier) if tier._order._codes[block(tier, name).block_id] == 1}
 
 
-def copies(tier: CpuTier) -> set[str]:
-    """Names of the copies, when all have moved that have to."""
-    settle(tier)
-    return {name for name, segment in segments_of(tier).items() if segment in {2, 3, 6, 7, 9}}
+def duplicates(tier: CpuTier) -> set[str]:
+    """Names of the duplicates, free or pinned."""
+    codes = tier._order._codes
+    return {name for name in contents(tier) if codes[block(tier, name).block_id] & 4}
 
 
 def leave(tier: CpuTier) -> list[str]:

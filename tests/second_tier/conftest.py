@@ -90,7 +90,7 @@ class Server:
         self.groups = Groups(coordinator, BLOCK_SIZE, 1)
         self._meter = Meter()
         self._stats = OffloadStats()
-        self.tier = CpuTier(coordinator, self.groups, self._meter)
+        self.tier = CpuTier(coordinator, self.groups, self._meter, is_exclusive=windows == (0,))
         self._loads = Loads(self.tier, self.groups, TransferLedger(1), self._meter)
         self._memory = SharedMemory.create()
         self._memory.map((num_blocks + 1) * row_bytes, stays_open=True)
@@ -155,7 +155,7 @@ class Server:
         """The host tier gets the blocks of a prompt that it lacks."""
         for group in self.groups.ids:
             keys = [key for key in self.keys(prompt, group) if not self.tier.has(key)]
-            blocks = self.tier.allocate_for(keys, keys)
+            blocks = self.tier.allocate_for(keys, set())
             assert len(blocks) == len(keys), "no room"
             for key, block in zip(keys, blocks, strict=True):
                 self.pages[block.block_id] = bytes_of(key, self.pages.shape[1])

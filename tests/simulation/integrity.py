@@ -3,7 +3,7 @@
 All checks raise AssertionError. Their cost is proportional to the size of the tier.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from vllm.v1.core.block_pool import BlockPool
@@ -11,16 +11,20 @@ from vllm.v1.core.kv_cache_utils import BlockHashWithGroupId, KVCacheBlock
 
 from simple_offload.scheduler.loads import Loads
 from simple_offload.scheduler.manager import OffloadScheduler
+from simple_offload.scheduler.policy.before_eviction import BeforeEviction
+from simple_offload.scheduler.policy.protections import PROTECTIONS_SHARE
+from simple_offload.scheduler.policy.residency import Residency
 from simple_offload.scheduler.stores import Stores
 from simple_offload.scheduler.tier.cpu_tier import CpuTier
+from simple_offload.scheduler.tier.eviction_order import (
+    _DUPLICATE,
+    _DUPLICATES,
+    _EMPTY,
+    _LOST,
+    _RESERVED,
+)
 from simple_offload.scheduler.tier.groups import Groups
 from simple_offload.scheduler.tier.run import Run
-from simple_offload.scheduler.tier.segments import (
-    _COPY,
-    _KEPT,
-    _KEPT_COPY,
-    KEPT_SHARE,
-)
 from simple_offload.second_tier.second_tier import SecondTier
 
 
@@ -51,10 +55,19 @@ def cancelled_stores(scheduler: OffloadScheduler) -> set[int]:
     return {i for i, store in scheduler._stores._in_flight.items() if store.cancelled}
 
 
+def check_protections(scheduler: OffloadScheduler) -> None:
+    """No more is protected than the share."""
+    protections = scheduler._policy._protections
+    count = sum(len(each.keys) for each in protections._by_session.values())
+    assert count == protections._num_keys, "protected keys miscounted"
+    assert count <= int(PROTECTIONS_SHARE * scheduler.tier.max_contents), "too much is protected"
+
+
 def check_scheduler(scheduler: OffloadScheduler) -> None:
     """Tier and bookkeeping agree. Without pending work, only hits pin host blocks, and requests
     whose load has ended, until they run."""
     check_tier(scheduler.tier)
+    check_protections(scheduler)
     check_loads(scheduler._loads)
     check_stores(scheduler._stores, scheduler.groups)
     second_tier = second_tier_of(scheduler)
@@ -64,7 +77,7 @@ def check_scheduler(scheduler: OffloadScheduler) -> None:
         assert not ids_in_flight(scheduler), "transfers are in flight, and nothing waits for them"
         if not scheduler._loads._hits and not scheduler._loads._arrived:
             tier = scheduler.tier
-            num_pinned = tier.num_blocks - 1 - tier.num_free - tier.num_others
+            num_pinned = tier.num_blocks - 1 - tier.num_free - tier.num_replicas
             assert num_pinned == 0, f"{num_pinned} host blocks are pinned by nothing"
 
 
@@ -73,12 +86,16 @@ def check_at_rest(scheduler: OffloadScheduler) -> None:
     check_scheduler(scheduler)
     assert not ids_in_flight(scheduler), "transfers in flight at rest"
     policy, loads = scheduler._policy, scheduler._loads
-    maps = {"_progress", "_ended", "_waiting", "_behind", "_hits", "_unlucky", "_arrived"}
-    maps |= {"_num_on_device", "_not_run", "_filled", "_found", "_requests", "_num_blocks"}
-    maps |= {"_ready", "_by_request", "_sources", "_later", "_keys"}
-    owners: list[Any] = [policy, policy._newly_allocated, loads, scheduler, scheduler._parked]
-    owners += [scheduler._wishes, policy._expected]
-    assert not scheduler.tier.num_expected, "contents are expected at rest"
+    maps = {"_progress", "_begun", "_waiting", "_behind", "_unlucky", "_arrived"}
+    maps |= {"_num_on_device", "_not_run", "_hits", "_requests", "_num_blocks"}
+    maps |= {"_ready", "_by_request", "_sources", "_later", "_keys", "_served", "_queued"}
+    owners: list[Any] = [policy, loads, scheduler, scheduler._parked]
+    owners += [scheduler._wishes, policy._reservations]
+    if isinstance(policy, BeforeEviction):
+        owners.append(policy._residency)
+        maps |= {"_allocated"}
+    num_protected = len({k for p in policy._protections._by_session.values() for k in p.keys})
+    assert scheduler.tier.num_reserved == num_protected, "contents are reserved at rest"
     if (second_tier := second_tier_of(scheduler)) is not None:
         owners.append(second_tier)
         maps |= {"_waits", "_over"}
@@ -103,56 +120,76 @@ def check_second_tier(second_tier: SecondTier) -> None:
             assert block.block_hash is None, f"{block}: can be found too soon"
 
 
-def copies(scheduler: OffloadScheduler) -> list[BlockHashWithGroupId]:
-    """Keys of what the tier calls copies, without those that the device has let go of since the
-    tier last moved such blocks. After a reset of the device's cache, the next step will know: none
-    until then."""
-    segments = scheduler.tier._segments
+def residency_of(scheduler: OffloadScheduler) -> Residency | None:
+    """What the policy knows of the device's blocks, if it needs to know."""
+    policy = scheduler._policy
+    return policy._residency if isinstance(policy, BeforeEviction) else None
+
+
+def min_ahead_of(scheduler: OffloadScheduler) -> int:
+    """Blocks at the front of the device's free queue that the policy keeps safe."""
+    policy = scheduler._policy
+    return policy._scan.min_ahead if isinstance(policy, BeforeEviction) else 0
+
+
+def duplicates(scheduler: OffloadScheduler) -> list[BlockHashWithGroupId]:
+    """Keys of what the tier calls duplicates. After a reset of the device's cache, the next step
+    will know: none until then."""
+    order, residency = scheduler.tier._order, residency_of(scheduler)
     on_device = scheduler._device_pool.cached_block_hash_to_block
-    if scheduler._policy._contents._cached is not on_device._cache:
+    if residency is None or residency._cached is not on_device._cache:
         return []
-    copies = [b for b in pool_of(scheduler.tier).blocks if segments._of[b.block_id] >= _COPY]
-    let_go = {block_id for _, part in segments._let_go._parts for block_id in part.tolist()}
-    let_go |= segments._twins.keys()
-    return [b.block_hash for b in copies if b.block_id not in let_go and b.block_hash is not None]
+    found = [b for b in pool_of(scheduler.tier).blocks if order._codes[b.block_id] & _DUPLICATE]
+    lost = set(residency._host_of[list(residency._allocated)].tolist())
+    return [b.block_hash for b in found if b.block_hash is not None and b.block_id not in lost]
 
 
 def watch_withheld(scheduler: OffloadScheduler) -> set[int]:
     """Ids of the device blocks that are withheld from requests from now on. The caller may clear
     it."""
-    walk: Any = scheduler._policy._walk
-    withhold = walk.withhold
     found: set[int] = set()
+    policy = scheduler._policy
+    if not isinstance(policy, BeforeEviction):
+        return found
+    scan: Any = policy._scan
+    withhold = scan.withhold
 
     def watched(*arguments: Any) -> Any:
         count = withhold(*arguments)
-        found.update(block.block_id for block in walk._withheld)
+        found.update(block.block_id for block in scan._withheld)
         return count
 
-    walk.withhold = watched
+    scan.withhold = watched
     return found
 
 
-def watch_copies(
+def watch_duplicates(
     scheduler: OffloadScheduler, on_evicted: Callable[[list[BlockHashWithGroupId]], None]
 ) -> None:
-    """Call ``on_evicted`` with the keys of copies that the tier evicts, at once."""
-    segments: Any = scheduler.tier._segments
-    get_new_blocks = segments.get_new_blocks
+    """Call ``on_evicted`` with the keys of duplicates that the tier evicts, at once."""
+    order: Any = scheduler.tier._order
+    evict = order.evict
 
     def watched(*arguments: Any) -> Any:
-        blocks, evicted, others = get_new_blocks(*arguments)
+        blocks, evicted, others = evict(*arguments)
         on_evicted(evicted)
         return blocks, evicted, others
 
-    segments.get_new_blocks = watched
+    order.evict = watched
 
 
-def skipped(scheduler: OffloadScheduler) -> dict[int, BlockHashWithGroupId]:
-    """By id of a (last sub-) block, the key of contents that are stored only if a request finds
-    them."""
-    contents = scheduler._policy._contents
-    return dict(contents._skipped)
+def releasable(tier: CpuTier, keys: Iterable[BlockHashWithGroupId]) -> list[BlockHashWithGroupId]:
+    """Those of ``keys`` whose blocks leave first if they are released now."""
+    blocks = [tier._pool.blocks[block_id] for block_id in tier.ids_of(keys)]
+    free = [block for block in blocks if block.ref_cnt == 0]
+    plain = [block for block in free if tier._order._codes[block.block_id] < _RESERVED]
+    return [block.block_hash for block in plain if block.block_hash is not None]
+
+
+def bypassed(scheduler: OffloadScheduler) -> dict[int, BlockHashWithGroupId]:
+    """By id of a device block, the key of contents that are stored only if a request hits them."""
+    residency = residency_of(scheduler)
+    return dict(residency._bypassed) if residency is not None else {}
 
 
 def pretend_overload(scheduler: OffloadScheduler) -> None:
@@ -161,9 +198,10 @@ def pretend_overload(scheduler: OffloadScheduler) -> None:
     reuse._is_worth_keeping = lambda: True
 
 
-def set_clock(tier: CpuTier, now: Callable[[], float]) -> None:
-    """Let leases end by this clock."""
-    tier._segments.clock = now
+def set_clock(scheduler: OffloadScheduler, now: Callable[[], float]) -> None:
+    """Let protections end by this clock."""
+    protections: Any = scheduler._policy._protections
+    protections.clock = now
 
 
 def is_second_tier_idle(scheduler: OffloadScheduler) -> bool:
@@ -241,47 +279,42 @@ def check_stores(stores: Stores, groups: Groups) -> None:
 
 def check_tier(tier: CpuTier) -> None:
     """The free queues, the hash map and the segments agree."""
-    pool, segments = tier._pool, tier._segments
+    pool, order = tier._pool, tier._order
     by_key = pool.cached_block_hash_to_block
-    segment_of: dict[int, int] = {}
-    copy = len(segments._queues) - 1
-    for segment, queue in enumerate(segments._queues):
+    queue_of: dict[int, int] = {}
+    for index, queue in enumerate(order._queues):
         free_blocks = queue.get_all_free_blocks()
-        assert queue.num_free_blocks == len(free_blocks), f"segment {segment} miscounted"
-        segment_of |= dict.fromkeys([block.block_id for block in free_blocks], segment)
-    num_free = sum(queue.num_free_blocks for queue in segments._queues)
-    assert len(segment_of) == num_free == tier.num_free, "free queues miscounted"
+        assert queue.num_free_blocks == len(free_blocks), f"queue {index} miscounted"
+        queue_of |= dict.fromkeys([block.block_id for block in free_blocks], index)
+    num_free = sum(queue.num_free_blocks for queue in order._queues)
+    assert len(queue_of) == num_free == tier.num_free, "free queues miscounted"
     inner_keys = pool.cached_block_hashes_by_block
-    for block, segment in zip(pool.blocks, segments._of, strict=True):
+    for block, code in zip(pool.blocks, order._codes, strict=True):
         if block.is_null:
             continue
-        place = segment_of.get(block.block_id)
+        place = queue_of.get(block.block_id)
         free = place is not None
         assert free == (block.ref_cnt == 0), f"{block}: free and pinned, or neither"
-        assert not free or place == min(segment, copy), f"{block}: in another segment"
+        assert not free or place == min(code, _DUPLICATES), f"{block}: in another queue"
         for inner_key in inner_keys.get(block.block_id, ()):
             assert block.block_hash is not None, f"{block}: empty, yet has an inner key"
             assert by_key.get_one_block(inner_key) is not None, f"{block}: has lost an inner key"
         if block.block_hash is None:
-            assert segment == 0, f"{block}: empty, yet in segment {segment}"
+            assert code == _EMPTY, f"{block}: empty, yet has code {code}"
             continue
         found = by_key.get_one_block(block.block_hash)
         assert found is block, f"{block}: not found by its own key"
-    num_copies = sum(segment >= copy for segment in segments._of)
-    assert num_copies == segments.num_copies, "copies miscounted"
-    assert tier.has_copies or not num_copies, "a copy in a tier that has none"
-    num_kept = segments._kept.num_free_blocks
-    assert num_kept <= int(KEPT_SHARE * tier.max_contents), "too many blocks are kept"
-    kept = {i for i, segment in enumerate(segments._of) if segment in (_KEPT, _KEPT_COPY)}
-    assert kept == set(segments._leases.blocks()), "other blocks are kept than have a lease"
-    assert kept or not segments._leases._queue, "ends of leases that no block has"
-    empty = [block.block_hash is None for block in pool.free_block_queue.get_all_free_blocks()]
-    assert empty == sorted(empty, reverse=True), "an empty block is not the next to be allocated"
+        is_reserved = code & _EMPTY == 2
+        assert is_reserved == (block.block_hash in tier._reserved), f"{block}: wrongly reserved"
+    num_duplicates = sum(code & _DUPLICATE > 0 for code in order._codes)
+    assert num_duplicates == order.num_duplicates, "duplicates miscounted"
+    assert tier.is_exclusive or max(order._codes) < _DUPLICATE, "a duplicate in an inclusive tier"
+    assert not any(code & _LOST and code & _DUPLICATE for code in order._codes), "lost, yet there"
     for block_id in tier._doubted:
         block = pool.blocks[block_id]
         assert block.block_hash is not None, f"{block}: empty, yet a load of it has failed"
     others = others_of(tier)
-    assert len(others) == tier.num_others, f"{others} have others that stand for them"
+    assert len(others) == tier.num_replicas, f"{others} have others that stand for them"
     for block_id in others:
         block = pool.blocks[block_id]
         alone = block.ref_cnt == 1 and block.block_hash is None

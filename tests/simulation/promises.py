@@ -109,7 +109,7 @@ class Answers:
 
 class TailsFirst:
     """The tail of a prefix leaves the tier before its head, if it has left the device before.
-    Watched in tiers with copies, and with host blocks of one device block."""
+    Watched in exclusive tiers."""
 
     def __init__(self, scheduler: OffloadScheduler, host_pool: BlockPool) -> None:
         self._num_lost = 0
@@ -125,7 +125,7 @@ class TailsFirst:
         """Blocks that the device had longer than their parents. Stores held them, or a reset took
         both. And blocks that were found without them: a hit that continues from the device's blocks
         protects no block before it."""
-        self._applies = scheduler.tier.has_copies and scheduler.groups.num_sub_blocks == 1
+        self._applies = scheduler.tier.is_exclusive
         self._evict, self._pin = device_pool._maybe_evict_cached_block, scheduler.tier.pin
         device_pool._maybe_evict_cached_block = self._watch_device
         watched: Any = scheduler.tier
@@ -191,9 +191,9 @@ class FoundOnDevice:
 
         def watch_allocation(request: Any, blocks: Any, *arguments: Any) -> None:
             if scheduler.groups.num_sub_blocks == 1 and wishes.wants_storing(request):
-                skipped = integrity.skipped(scheduler)
+                bypassed = integrity.bypassed(scheduler)
                 table = [block for of_group in blocks.blocks for block in of_group]
-                keys = [b.block_hash for b in table if b.block_hash == skipped.get(b.block_id)]
+                keys = [b.block_hash for b in table if b.block_hash == bypassed.get(b.block_id)]
                 self._found.update(key for key in keys if key is not None)
             allocated(request, blocks, *arguments)
 
@@ -229,7 +229,7 @@ class FoundOnDevice:
         num_places = self._scheduler.tier._num_places  # each may take a block of its own
         has_room = len(self._host_pool.blocks) > num_places * len(self._device_pool.blocks)
         # Where a step may take more than a quarter of the device, some blocks cannot be safe.
-        if has_room and self._num_taken <= self._scheduler._policy._walk.min_ahead:
+        if has_room and self._num_taken <= integrity.min_ahead_of(self._scheduler):
             self.num_evicted += 1
             self._num_lost += not self._scheduler._stores.has(key)
 
@@ -256,11 +256,12 @@ class MovedHashes:
         device_pool.move_block_hashes = watch
 
 
-def check_copies(copies: Iterable[Keys], device_pool: BlockPool) -> None:
-    """The device has all of what the tier calls a copy. ``copies``: keys of their sub-blocks."""
-    for keys in copies:
+def check_duplicates(duplicates: Iterable[Keys], device_pool: BlockPool) -> None:
+    """The device has all of what the tier calls a duplicate. ``duplicates``: keys of their
+    sub-blocks."""
+    for keys in duplicates:
         lost = [key for key in keys if not has_key(device_pool, key)]
-        assert not lost, f"called a copy, and the device has lost it: {lost}"
+        assert not lost, f"called a duplicate, and the device has lost it: {lost}"
 
 
 def check_contents(runs: Iterable[Run], sub_keys: Callable[[Keys], Mapping[Any, Keys]]) -> None:

@@ -5,16 +5,15 @@ import random
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_utils import (
     BlockHashWithGroupId,
     get_block_hash,
-    make_block_hash_with_group_id,
 )
 from vllm.v1.request import Request
 
 from simple_offload.scheduler.manager import OffloadScheduler
-from simple_offload.scheduler.policy.sessions import session_of
+from simple_offload.scheduler.policy.owners import session_of
+from tests.simulation import integrity
 
 _RIGHT: tuple[Any, ...] = (
     {"store": False},
@@ -87,16 +86,19 @@ class Releases:
     """No block is released that a request of another session has found, as long as device or tier
     have had its contents since."""
 
-    def __init__(self, scheduler: OffloadScheduler, host_pool: BlockPool) -> None:
+    def __init__(self, scheduler: OffloadScheduler) -> None:
         self.num_released = 0
         """Blocks that have been released."""
         self._scheduler = scheduler
-        self._host_pool = host_pool
-        self._finders: dict[bytes, set[bytes]] = {}
-        """By hash, the sessions whose requests have found it."""
+        self._session: bytes | None = None
+        """Of the request that is ending."""
+        self._released_by: dict[BlockHashWithGroupId, bytes] = {}
+        self._finders: dict[BlockHashWithGroupId, set[bytes]] = {}
+        """By key, the sessions whose requests have hit it."""
         self._num_on_device: dict[str, int] = {}
         ask, allocated = scheduler.get_num_new_matched_tokens, scheduler.update_state_after_alloc
-        build, lease = scheduler.build_connector_meta, scheduler.tier.lease
+        build, finish = scheduler.build_connector_meta, scheduler.request_finished
+        release = scheduler.tier.release
         device_pool: Any = scheduler._device_pool
         evict = device_pool._maybe_evict_cached_block
 
@@ -106,41 +108,49 @@ class Releases:
 
         def watch_allocation(request: Any, blocks: Any, num_external_tokens: int) -> None:
             num_found = self._num_on_device.pop(request.request_id, 0) + num_external_tokens
-            for each in request.block_hashes[: num_found // scheduler.groups.hash_block_size]:
-                self._finders.setdefault(each, set()).add(session_of(request))
+            for group in scheduler.groups.ids:
+                stop = num_found // scheduler.groups.block_sizes[group]
+                for key in scheduler.groups.keys(request.block_hashes, group, 0, stop):
+                    self._finders.setdefault(key, set()).add(session_of(request))
             allocated(request, blocks, num_external_tokens)
 
         def watch_device(block: Any) -> Any:
             key, answer = block.block_hash, evict(block)
-            if key is not None and not self._is_there(get_block_hash(key)):
-                self._finders.pop(get_block_hash(key), None)
+            if key is not None and not self._is_there(key):
+                self._finders.pop(key, None)
             return answer
 
         def watch_step(*arguments: Any) -> Any:
             self._finders = {each: of for each, of in self._finders.items() if self._is_there(each)}
             return build(*arguments)
 
-        def watch_lease(block_ids: Iterable[int], of_request: Any) -> None:
-            ids = list(block_ids)
-            lease(ids, of_request)
-            if of_request.is_release:
-                self._check([i for i in ids if scheduler.tier.is_released(i)], of_request.session)
+        def watch_end(request: Any) -> Any:
+            self._session = session_of(request)
+            answer = finish(request)
+            self._session = None
+            return answer
+
+        def watch_release(keys: Iterable[BlockHashWithGroupId]) -> None:
+            keys = list(keys)
+            if self._session is not None:
+                self._released_by.update(dict.fromkeys(keys, self._session))
+            self._check(integrity.releasable(scheduler.tier, keys))
+            release(keys)
 
         watched: Any = scheduler
         watched.get_num_new_matched_tokens = watch_answer
         watched.update_state_after_alloc = watch_allocation
         watched.build_connector_meta = watch_step
-        watched.tier.lease = watch_lease
+        watched.request_finished = watch_end
+        watched.tier.release = watch_release
         device_pool._maybe_evict_cached_block = watch_device
 
-    def _is_there(self, block_hash: Any) -> bool:
+    def _is_there(self, key: BlockHashWithGroupId) -> bool:
         on_device = self._scheduler._device_pool.cached_block_hash_to_block
-        ids = self._scheduler.groups.ids
-        keys = [make_block_hash_with_group_id(block_hash, group) for group in ids]
-        return any(on_device.get_one_block(k) or self._scheduler._stores.has(k) for k in keys)
+        return bool(on_device.get_one_block(key)) or self._scheduler._stores.has(key)
 
-    def _check(self, block_ids: Sequence[int], session: bytes) -> None:
-        self.num_released += len(block_ids)
-        keys = [self._host_pool.blocks[block_id].block_hash for block_id in block_ids]
-        wrong = [k for k in keys if k and self._finders.get(get_block_hash(k), set()) - {session}]
-        assert not wrong, f"{len(wrong)} blocks are released that other sessions have found"
+    def _check(self, keys: Sequence[BlockHashWithGroupId]) -> None:
+        self.num_released += len(keys)
+        for key in keys:
+            others = self._finders.get(key, set()) - {self._released_by[key]}
+            assert not others, "a block is released that another session has found"

@@ -155,12 +155,12 @@ class World:
         if self.is_ours:
             scheduler = self.connector.scheduler
             self.answers = promises.Answers(scheduler, shape.max_num_seqs)
-            integrity.watch_copies(scheduler, self._check_copies)
+            integrity.watch_duplicates(scheduler, self._check_duplicates)
             self._tails = promises.TailsFirst(scheduler, self.host_pool)
             self.found = promises.FoundOnDevice(scheduler, self.host_pool)
-            self.releases = wishes.Releases(scheduler, self.host_pool)
+            self.releases = wishes.Releases(scheduler)
             self.moved = promises.MovedHashes(scheduler)
-            integrity.set_clock(scheduler.tier, now)
+            integrity.set_clock(scheduler, now)
             self._withheld = integrity.watch_withheld(scheduler)
         self._reset_stores: set[int] = set()
         self._aggregator = KVOutputAggregator(shape.num_ranks)
@@ -694,8 +694,8 @@ class World:
         """The keys of all sub-blocks of these host blocks."""
         return checks.keys_of_sub_blocks(keys, self._ever, self.shape)
 
-    def _check_copies(self, keys: Iterable[BlockHashWithGroupId]) -> None:
-        promises.check_copies(self._sub_keys(keys).values(), self._device_pool)
+    def _check_duplicates(self, keys: Iterable[BlockHashWithGroupId]) -> None:
+        promises.check_duplicates(self._sub_keys(keys).values(), self._device_pool)
 
     def _check_stores(self, stores: Iterable[Transfer], were_free: dict[int, Any]) -> None:
         scheduler = self.connector.scheduler
@@ -704,7 +704,8 @@ class World:
         promises.check_contents(runs, self._sub_keys)
         limits = self.shape.max_num_seqs, self.shape.max_num_batched_tokens
         were_free = {i: key for i, key in were_free.items() if i not in self._withheld}
-        reserve = min(min(limits) * len(self.shape.groups), scheduler._policy._walk.min_ahead)
+        num_blocks = len(self._device_pool.blocks)
+        reserve = min(min(limits) * len(self.shape.groups), num_blocks // 4)
         promises.check_free(self._device_pool, were_free, runs, reserve)
 
     def _check_admitted(self) -> None:
@@ -766,7 +767,7 @@ class World:
         """Raise AssertionError if a block that a copy will still touch is free, or a copy is not
         one."""
         if self.is_ours:
-            self._check_copies(integrity.copies(self.connector.scheduler))
+            self._check_duplicates(integrity.duplicates(self.connector.scheduler))
         cancelled = integrity.cancelled_stores(self.connector.scheduler) if self.is_ours else set()
         pools = self._device_pool, self.host_pool
         for rank in self.ranks:

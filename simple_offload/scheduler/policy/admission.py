@@ -1,7 +1,6 @@
 """Admission: whether a prefix was requested often enough to be stored."""
 
 from collections import OrderedDict
-from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from vllm.v1.core.kv_cache_utils import BlockHash, BlockHashWithGroupId, get_block_hash
@@ -24,8 +23,6 @@ class Admission:
     def __init__(self, threshold: int, max_counted: int = MIN_COUNTED) -> None:
         self.threshold = threshold
         self.max_counted = max_counted
-        self.version = 0
-        """Grows whenever something may be admitted that was not before."""
         self._counts: OrderedDict[BlockHash, int] = OrderedDict()
         """Least recently requested first."""
         self._num_seen: dict[str, int] = {}
@@ -45,7 +42,6 @@ class Admission:
             count = self._counts.get(block_hash, 0) + 1
             self._counts[block_hash] = min(count, self.threshold)
             self._counts.move_to_end(block_hash)
-            self.version += count == self.threshold
         while len(self._counts) > self.max_counted:
             self._counts.popitem(last=False)
 
@@ -58,12 +54,3 @@ class Admission:
         if self.threshold == 1:
             return True
         return self._counts.get(get_block_hash(key), 0) >= self.threshold
-
-    def num_admitted(self, keys: Sequence[BlockHashWithGroupId], places: Sequence[int]) -> int:
-        """Number of ``places`` in ``keys``, up to the first that is not admitted."""
-        if self.threshold == 1:
-            return len(places)
-        for count, place in enumerate(places):
-            if not self.admits(keys[place]):
-                return count
-        return len(places)

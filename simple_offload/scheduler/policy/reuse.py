@@ -8,16 +8,16 @@ from random import Random
 
 from simple_offload.scheduler.tier.cpu_tier import CpuTier
 
-SAMPLES_PER_TIERFUL = 32
+SAMPLES_PER_CAPACITY = 32
 """Prompts are long, so more samples would be more of the same requests."""
 MAX_AGE = 8
-"""A sample is followed while the device lets go of this many times the tier's blocks. Requests
-change, and no tier has much of a longer cycle."""
+"""A sample is followed for new contents of this many times the tier's blocks. Requests change, and
+no tier has much of a longer cycle."""
 MIN_HITS = 16
 """Fewer prove nothing: a request wants all contents of its prompt at once."""
 NUM_DEVIATIONS = 1
-"""Holding contents for long must bring more by as many standard deviations of its hits. If this
-decision is wrong, hits are lost where requests come back soon (docs/measurements.md,
+"""Old contents must win by this many standard deviations of the hit count. A wrong decision loses
+hits where requests return soon (docs/measurements.md,
 "Recorded requests")."""
 ADMITTED_SHARE = 1 / 16
 """Share of the requests whose new contents are stored in an overload. They displace what nothing
@@ -34,20 +34,19 @@ class _Sample:
 
 class Reuse:
     """Follows samples of new contents until a request wants them again, whether the tier has them
-    or not. Time is counted in blocks that the device lets go of. If all of these are stored, and
-    leave in the order of last use, each stays for a tierful.
+    or not. Time is counted in new contents. If all of these are stored, and leave in the order of
+    last use, each stays while as many others come as the tier has blocks.
 
-    Mostly requests come back sooner, so that this order serves best. If prompts come in turns, and
-    all of them together are too much for the tier, each leaves before its turn. Then a tier that
-    keeps what it has finds a part of them. So few requests are stored (bimodal insertion: Qureshi
-    et al., "Adaptive insertion policies for high performance caching", ISCA 2007).
+    Most requests return sooner, and LRU order is best. If prompts come in turns, and all of them
+    together are too much for the tier, each leaves before its turn. Then a tier that keeps its
+    contents has hits for a part of them. So few requests are stored (bimodal insertion: Qureshi et
+    al., "Adaptive insertion policies for high performance caching", ISCA 2007).
     """
 
-    def __init__(self, tier: CpuTier, num_repeated: int = 0) -> None:
-        """``num_repeated``: blocks of the tier that the device has too."""
+    def __init__(self, tier: CpuTier) -> None:
         self._tier = tier
-        self._num_repeated = num_repeated
-        self._clock = 0
+        self._clock = self._before = 0
+        """New contents so far; and before the last ones."""
         self._samples: deque[_Sample] = deque()
         """Oldest first."""
         self._waiting: dict[bytes, _Sample] = {}
@@ -67,49 +66,52 @@ class Reuse:
             sample = self._waiting.pop(block_hash)
             sample.gap = self._clock - sample.since
 
-    def on_let_go(self, num_blocks: int) -> bool:
-        """The device has let go of the contents of ``num_blocks`` blocks. Returns whether to follow
+    def advance(self, num_blocks: int) -> bool:
+        """``num_blocks`` new contents are the tier's, if it stores them. Returns whether to follow
         one of them."""
+        if not num_blocks:
+            return False
+        self._before = self._clock
         self._clock += num_blocks
         samples = self._samples
-        period = self._tierful / SAMPLES_PER_TIERFUL
+        period = self._capacity / SAMPLES_PER_CAPACITY
         return not samples or self._clock >= samples[-1].since + period
 
     def follow(self, block_hash: bytes) -> None:
-        """The device has let go of contents with ``block_hash``, which no request has found."""
+        """Follow new contents with ``block_hash``."""
         if block_hash in self._waiting:
             return
         samples, now = self._samples, self._clock
-        samples.append(_Sample(block_hash, now))
+        samples.append(_Sample(block_hash, self._before))
         self._waiting[block_hash] = samples[-1]
-        while samples[0].since < now - MAX_AGE * self._tier.max_contents:
+        while samples and samples[0].since < now - MAX_AGE * self._tier.max_contents:
             oldest = samples.popleft()
             if oldest.gap is None:
                 del self._waiting[oldest.block_hash]
         self._keeps_old = self._is_worth_keeping()
 
     @property
-    def _tierful(self) -> int:
-        return max(1, self._tier.max_contents - self._num_repeated)
+    def _capacity(self) -> int:
+        return max(1, self._tier.max_contents)
 
     def _is_worth_keeping(self) -> bool:
-        """Whether holding new contents for some time beyond a tierful brings more hits by block and
-        time than a tierful does (compare Gittins, "Bandit processes and dynamic allocation
+        """Whether new contents that stay for longer than the tier's size allows bring more hits, by
+        block and time, than others (compare Gittins, "Bandit processes and dynamic allocation
         indices", J. R. Stat. Soc. B 41(2), 1979). Hits count as independent events, whose
         number varies by its square root."""
-        now, tierful = self._clock, self._tierful
+        now, capacity = self._clock, self._capacity
         times = sorted(
             (now - each.since, False) if each.gap is None else (each.gap, True)
             for each in self._samples
         )
-        num_hits = sum(is_hit for time, is_hit in times if time <= tierful)
-        rate = num_hits / max(1, sum(min(time, tierful) for time, _ in times))
+        num_hits = sum(is_hit for time, is_hit in times if time <= capacity)
+        rate = num_hits / max(1, sum(min(time, capacity) for time, _ in times))
         held = hits = before = 0
         for place, (time, is_hit) in enumerate(times):
             held += (time - before) * (len(times) - place)
             before = time
             hits += is_hit
             is_sure = hits >= MIN_HITS and hits - NUM_DEVIATIONS * sqrt(hits) > rate * held
-            if time > tierful and is_sure:
+            if time > capacity and is_sure:
                 return True
         return False

@@ -6,8 +6,8 @@ names the method that it stands for, and leaves the pool as that method would: t
 two, link by link. Null blocks must not be among the blocks of any call.
 """
 
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence, Set
-from itertools import islice, takewhile
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from itertools import chain, islice, takewhile
 from operator import attrgetter, truth
 from typing import Any, cast
 
@@ -118,37 +118,11 @@ def add_blocks(pool: BlockPool, num_blocks: int) -> None:
     pool.free_block_queue.prepend_n(new)
 
 
-class KeysAt(Container[Key]):
-    """The keys by which the pool finds blocks of ``block_ids``, as both are at each look. A set of
-    these keys would cost a look at each block: a whole free queue, while stores are early."""
-
-    def __init__(self, pool: BlockPool, block_ids: Set[int]) -> None:
-        self._pool = pool
-        self._block_ids = block_ids
-
-    def __contains__(self, key: object) -> bool:
-        found = cached(self._pool).get(cast(bytes, key))
-        if found is None:
-            return False
-        ids = found if isinstance(found, dict) else (found.block_id,)  # several blocks, or one
-        return not self._block_ids.isdisjoint(ids)
-
-
-class AnyOf(Container[Key]):
-    """The keys of two containers."""
-
-    def __init__(self, first: Container[Key], second: Container[Key]) -> None:
-        self._first, self._second = first, second
-
-    def __contains__(self, key: object) -> bool:
-        return key in self._first or key in self._second
-
-
 def get_new_blocks(
-    pool: BlockPool, queue: FreeKVCacheBlockQueue, limit: int, keep: Container[Key]
+    pool: BlockPool, queue: FreeKVCacheBlockQueue, limit: int, keep: Set[int]
 ) -> tuple[list[KVCacheBlock], list[Key]]:
     """Up to ``limit`` blocks from the front of a queue of free blocks, as ``get_new_blocks``
-    returns them, up to the first one with a key in ``keep``; and the keys that they had."""
+    returns them, up to the first one whose id is in ``keep``; and the keys that they had."""
     cached = pool.cached_block_hash_to_block._cache
     has_more_keys = bool(pool.cached_block_hashes_by_block)
     blocks: list[KVCacheBlock] = []
@@ -157,7 +131,7 @@ def get_new_blocks(
     block: Any = head.next_free_block
     for _ in range(min(limit, queue.num_free_blocks)):
         if (key := block._block_hash) is not None:
-            if key in keep:
+            if block.block_id in keep:
                 break
             evicted.append(key)
             if has_more_keys:
@@ -198,12 +172,6 @@ def evict_all_blocks(pool: BlockPool, queues: Iterable[FreeKVCacheBlockQueue]) -
     before.next_free_block, end.prev_free_block = end, before
     if keys:
         pool._emit_block_removed_events(keys)
-
-
-def count_first(queue: FreeKVCacheBlockQueue, keys: Container[Key], limit: int) -> int:
-    """How many blocks at the front of a queue, up to ``limit``, have keys in ``keys``."""
-    blocks = islice(queue.iter_blocks_after(None), limit)
-    return sum(1 for _ in takewhile(keys.__contains__, keys_of(blocks)))
 
 
 def on_new_blocks(pool: BlockPool, callback: Callable[[list[KVCacheBlock]], None]) -> None:
@@ -288,12 +256,19 @@ def find_blocks(pool: BlockPool, keys: Iterable[bytes]) -> list[KVCacheBlock | N
     return found
 
 
-def blocks_with(pool: BlockPool, key: bytes) -> list[KVCacheBlock]:
-    """All blocks that hold ``key``."""
-    found = cached(pool).get(key)
-    if found is None:
-        return []
-    return list(found.values()) if isinstance(found, dict) else [found]
+def repeated(pool: BlockPool, keys: Iterable[Key]) -> set[Key]:
+    """Those of ``keys`` that several blocks hold."""
+    found = cached(pool)
+    return {key for key in keys if isinstance(found.get(key), dict)}
+
+
+def blocks_with(pool: BlockPool, keys: Iterable[bytes]) -> list[KVCacheBlock]:
+    """All blocks that hold one of ``keys``."""
+    found = [each for each in map(cached(pool).get, keys) if each is not None]
+    if dict not in set(map(type, found)):
+        return found
+    parts = [each.values() if isinstance(each, dict) else (each,) for each in found]
+    return list(chain.from_iterable(parts))
 
 
 def find_chain(pool: BlockPool, keys: Iterable[bytes]) -> list[KVCacheBlock]:

@@ -2,17 +2,18 @@
 
 The rest of the scheduler side knows the tier by this class alone. The tier need not hold what the
 device has: a hit continues from the device's blocks into the tier's. Which block leaves first:
-``segments.py``.
+``eviction_order.py``.
 
 A host block may hold several device blocks (``groups.py``). The ranks have slots of one device
 block each; a host block's slots are neighbours.
 """
 
 import gc
-from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from contextlib import contextmanager
 
 import numpy as np
+from numpy.typing import NDArray
 from vllm.utils.math_utils import cdiv
 from vllm.v1.core.kv_cache_coordinator import KVCacheCoordinator
 from vllm.v1.core.kv_cache_utils import (
@@ -24,11 +25,10 @@ from vllm.v1.core.kv_cache_utils import (
 
 from simple_offload import metrics
 from simple_offload.scheduler.tier import block_pool
+from simple_offload.scheduler.tier.eviction_order import EvictionOrder
 from simple_offload.scheduler.tier.groups import Groups
-from simple_offload.scheduler.tier.leases import RELEASED, Lease
 from simple_offload.scheduler.tier.lookup import HostHit, Lookup
 from simple_offload.scheduler.tier.run import Run
-from simple_offload.scheduler.tier.segments import Segments
 from simple_offload.transfer import BlockIds
 
 
@@ -49,16 +49,19 @@ class CpuTier:
     """Host blocks by contents. Single-threaded: vLLM calls the scheduler side from one thread."""
 
     def __init__(
-        self, coordinator: KVCacheCoordinator, groups: Groups, meter: metrics.Meter
+        self,
+        coordinator: KVCacheCoordinator,
+        groups: Groups,
+        meter: metrics.Meter,
+        *,
+        is_exclusive: bool,
     ) -> None:
         self._pool = coordinator.block_pool
         self._groups = groups
         self._meter = meter
-        self.has_copies = groups.all_chained and len(groups.ids) == 1
-        """Whether contents that the device has too may leave first. A hit needs blocks of every
-        group from one place on. If the device has lost those of one group, copies of the others
-        are all there is."""
-        self._segments = Segments(self._pool)
+        self.is_exclusive = is_exclusive
+        """Whether contents that the device has too are duplicates, and leave first."""
+        self._order = EvictionOrder(self._pool)
         self._lookup = Lookup(coordinator, groups)
         self._private_groups: frozenset[int] = frozenset()
         self._num_places = 1
@@ -73,8 +76,8 @@ class CpuTier:
         """Blocks with contents."""
         self.version = 0
         """Grows whenever a lookup might find something else than before."""
-        self._expected: dict[BlockHashWithGroupId, int] = {}
-        """By key, how many requests expect it."""
+        self._reserved: dict[BlockHashWithGroupId, int] = {}
+        """By key, how often it is reserved."""
         self._on_removed: list[Callable[[Sequence[BlockHashWithGroupId]], None]] = []
         block_pool.on_removed(self._pool, self._call_back)
         self._cached = block_pool.cached(self._pool)
@@ -89,19 +92,19 @@ class CpuTier:
         return len(self._pool.blocks)
 
     @property
-    def num_others(self) -> int:
+    def num_replicas(self) -> int:
         """Blocks that another one stands for, in a private group."""
-        return self._segments.num_others
+        return self._order.num_replicas
 
     @property
     def max_contents(self) -> int:
         """Blocks without those, and without vLLM's null block."""
-        return self._segments.max_contents
+        return self._order.max_contents
 
     @property
     def num_free(self) -> int:
         """Blocks without references, empty or not."""
-        return self._segments.num_free
+        return self._order.num_free
 
     @property
     def num_empty(self) -> int:
@@ -118,7 +121,7 @@ class CpuTier:
             new = np.arange(self._at_place.shape[1], self.num_blocks, dtype=np.int32)
             new = np.tile(new, (self._num_places, 1))
             self._at_place = np.concatenate([self._at_place, new], axis=1)
-        self._segments.grow()
+        self._order.grow()
 
     def share(self, private_groups: frozenset[int], num_places: int) -> None:
         """Up to ``num_places`` ranks share these blocks. In ``private_groups``, contents differ
@@ -166,7 +169,7 @@ class CpuTier:
         return set(keys).difference(self._cached)
 
     def ids_of(self, keys: Iterable[BlockHashWithGroupId]) -> list[int]:
-        """Ids of the blocks that hold those of ``keys`` which a block holds."""
+        """Ids of the blocks with those ``keys`` that are in the tier."""
         return [block.block_id for block in block_pool.find_blocks(self._pool, keys) if block]
 
     # References
@@ -174,39 +177,34 @@ class CpuTier:
     def pin(self, blocks: Sequence[KVCacheBlock]) -> None:
         """Add a reference to each block of a hit: it cannot be evicted. A request has found these
         blocks, so they are protected, too, once they are free."""
-        self._segments.pin(blocks)
+        self._order.pin(blocks)
 
     def unpin(self, blocks: Sequence[KVCacheBlock]) -> None:
         """Drop a reference to each block, parents before children. Those without references become
         the most recently used."""
-        self._segments.unpin(blocks)
+        self._order.unpin(blocks)
 
     def unpin_loaded(self, blocks: Sequence[KVCacheBlock]) -> None:
-        """Likewise, for blocks that the device has loaded: they become copies, and the first to
-        leave, unless it may have a part of one only."""
-        is_whole = self._groups.num_sub_blocks == 1 and all(block_pool.keys_of(blocks))
-        if self.has_copies and is_whole:
-            self._segments.unpin_copies(blocks)
-        else:
-            self._segments.unpin(blocks)
+        """Likewise, for blocks that the device has loaded: they become duplicates, and the first to
+        leave."""
+        is_there = self.is_exclusive and all(block_pool.keys_of(blocks))
+        self._order.unpin(blocks, duplicates=is_there)
 
     # Filling
 
-    def allocate(
-        self, count: int, keep: Container[BlockHashWithGroupId] = frozenset()
-    ) -> list[KVCacheBlock]:
+    def allocate(self, count: int, keep: Set[int] = frozenset()) -> list[KVCacheBlock]:
         """Up to ``count`` pinned, empty blocks; fewer if there is no room without evicting a block
-        with a key in ``keep``."""
-        blocks, copies, others = self._segments.get_new_blocks(count, keep)
-        if copies or others:
+        whose id is in ``keep``."""
+        blocks, duplicates, others = self._order.evict(count, keep)
+        if duplicates or others:
             self.version += 1
             self.trust(blocks)
-            self._on_lost(len(copies), "copy")
+            self._on_lost(len(duplicates), "copy")
             self._on_lost(len(others), "lru")
         return blocks
 
     def allocate_for(
-        self, keys: Sequence[BlockHashWithGroupId], keep: Container[BlockHashWithGroupId]
+        self, keys: Sequence[BlockHashWithGroupId], keep: Set[int]
     ) -> list[KVCacheBlock]:
         """``allocate`` a block for the contents of each of ``keys``, from the first on. One of a
         private group takes as many blocks as a pool has ranks; the first stands for all."""
@@ -271,14 +269,14 @@ class CpuTier:
         lost = [block for block in blocks if block.block_hash]
         self.version += 1
         self._pool.evict_blocks({block.block_id for block in lost})
-        self._segments.on_emptied(lost)
+        self._order.on_emptied(lost)
         self.trust(lost)
         self._on_lost(len(lost), "load_failed")
 
     def reset(self) -> None:
         """Empty all blocks, at once. References stay."""
         self.version += 1
-        self._segments.empty_all()
+        self._order.empty_all()
         self._doubted.clear()
         self._on_lost(self.num_used, "reset")
 
@@ -286,112 +284,84 @@ class CpuTier:
         """Call ``callback`` with the keys of all blocks that lose their contents."""
         self._on_removed.append(callback)
 
-    # Wishes
-
-    def make_lease(self, seconds: float | None, session: bytes) -> Lease:
-        """A lease that ends in ``seconds``; None: a release."""
-        until = RELEASED if seconds is None else self._segments.clock() + seconds
-        return Lease(until, session)
-
-    def lease(self, block_ids: Iterable[int], lease: Lease) -> None:
-        """Keep these blocks, which have contents, parents before children, before others until
-        ``lease`` ends, or release them: they leave before others, but for those in use, and those
-        kept for another session. Softly: a part of the tier only is kept, and all of that is
-        evicted where nothing else is left."""
-        self._segments.lease(block_ids, lease)
-
-    def lease_of(self, block_id: int) -> Lease | None:
-        """The lease of a block that is kept, and may be about to lose its contents."""
-        return self._segments.lease_of(block_id)
-
-    def is_released(self, block_id: int) -> bool:
-        """Whether a block, which may be about to lose its contents, has been released, and not
-        found since."""
-        return self._segments.is_released(block_id)
-
-    # vLLM's queue
+    # What leaves last, and what leaves first
 
     @property
-    def num_expected(self) -> int:
-        """Contents that requests expect, in the tier or not."""
-        return len(self._expected)
+    def num_reserved(self) -> int:
+        """Contents that are reserved, in the tier or not."""
+        return len(self._reserved)
 
-    def expect(self, keys: Sequence[BlockHashWithGroupId]) -> None:
-        """A request in vLLM's queue wants contents with ``keys``. They leave last, also those that
-        the tier gets later, until this is called off as often by ``stop_expecting``."""
-        expected = self._expected
+    def reserve(self, keys: Iterable[BlockHashWithGroupId]) -> None:
+        """Contents with ``keys``, parents before children, leave last, also those that the tier
+        gets later, until ``unreserve`` is called as often. The last reserved leaves first."""
+        reserved = self._reserved
+        new = []
         for key in keys:
-            expected[key] = expected.get(key, 0) + 1
-        self._segments.expect(self.ids_of(keys))
+            count = reserved.get(key, 0)
+            reserved[key] = count + 1
+            if not count:
+                new.append(key)
+        self._order.reserve(self.ids_of(new))
 
-    def stop_expecting(self, keys: Sequence[BlockHashWithGroupId]) -> None:
-        """A request that has expected ``keys``, parents before children, expects them no more."""
-        expected, over = self._expected, []
+    def unreserve(self, keys: Iterable[BlockHashWithGroupId]) -> None:
+        """Call off one ``reserve`` of each of ``keys``, parents before children. Contents that
+        nothing reserves any more become protected."""
+        reserved, over = self._reserved, []
         for key in keys:
-            if expected[key] > 1:
-                expected[key] -= 1
+            if reserved[key] > 1:
+                reserved[key] -= 1
             else:
-                del expected[key]
+                del reserved[key]
                 over.append(key)
-        self._segments.stop_expecting(self.ids_of(over))
+        self._order.unreserve(self.ids_of(over))
 
-    # What the device has too
+    def release(self, keys: Iterable[BlockHashWithGroupId]) -> None:
+        """Contents with ``keys``, parents before children, leave before all others that the device
+        lacks, unless they are reserved, in use, or hit again."""
+        self._order.release(self.ids_of(keys))
 
-    def watch_device(self, keys: Callable[[], Container[bytes]]) -> None:
-        """From now on ``keys`` returns the keys that the device finds: it may have contents twice,
-        and let go of one of them only."""
-        self._segments.device_keys = keys
+    def renew(self, keys: Iterable[BlockHashWithGroupId]) -> None:
+        """Make the blocks of ``keys``, parents before children, the most recently used."""
+        self._order.renew(filter(None, block_pool.find_blocks(self._pool, keys)))
 
-    def add_copies(self, keys: Sequence[BlockHashWithGroupId]) -> list[KVCacheBlock | None]:
+    def touch(self, keys: Sequence[BlockHashWithGroupId]) -> None:
+        """A request has hit or computed contents with ``keys``, parents before children. Their
+        blocks become protected, and the most recently used."""
+        blocks = list(filter(None, block_pool.find_blocks(self._pool, keys)))
+        self.pin(blocks)
+        self.unpin(blocks)
+
+    # What the device has too, for an exclusive tier
+
+    def device_got(self, keys: Sequence[BlockHashWithGroupId]) -> list[KVCacheBlock | None]:
         """The device has got contents with ``keys``, parents before children, each once, for
-        requests that find or recompute them. Their blocks in the tier become copies, and the first
-        to leave. A tier without copies makes them the most recently used instead. Returns the block
-        of each key; none if no key has one."""
+        requests that hit or compute them. Their blocks in the tier become duplicates, and the first
+        to leave. Returns the block of each key; none if no key has one."""
         if self._cached.keys().isdisjoint(keys):
             return []
         found = block_pool.find_blocks(self._pool, keys)
-        blocks = list(filter(None, found))
-        if self.has_copies:
-            self._segments.add_copies(blocks)
-        else:
-            self.pin(blocks)
-            self.unpin(blocks)
+        self._order.device_got(list(filter(None, found)))
         return found
+
+    def device_lost(self, block_ids: BlockIds, hit: NDArray[np.bool_]) -> None:
+        """The device has lost the contents of these blocks, in this order, as far as they are
+        duplicates. They become the most recently used, and protected if a request has ``hit``
+        them."""
+        self._order.device_lost(block_ids, hit)
+
+    def on_device_reset(self) -> None:
+        """The device has lost all its contents at once."""
+        self._order.on_device_reset()
 
     def on_request(self, block_hashes: Sequence[bytes]) -> None:
         """A request gets its blocks. It wants contents with ``block_hashes``, in the tier or not.
-        Where requests miss much that has left, copies make room. No effect on a tier without
-        copies."""
-        if self.has_copies:
-            self._segments.on_request(block_hashes)
+        Where requests miss much that has left, duplicates make room."""
+        self._order.on_request(block_hashes)
 
-    def on_copies_found(self, block_ids: BlockIds) -> None:
-        """Requests have found the contents of these copies on the device."""
-        self._segments.on_copies_found(block_ids)
-
-    def on_let_go(self, block_ids: BlockIds) -> None:
-        """The device has let go of the contents of its copies of these blocks, in this order. They
-        become the most recently used, and protected if requests have found them. No effect on a
-        tier without copies."""
-        if self.has_copies:
-            self._segments.on_let_go(block_ids)
-
-    def was_found(self, block_id: int) -> bool:
-        """Whether a request has found the contents of a block, which may be about to lose them."""
-        return self._segments.was_found(block_id)
-
-    def unfound(self, block_ids: BlockIds) -> list[BlockHashWithGroupId]:
-        """The keys of those of the blocks that no request has found."""
-        return self._segments.unfound(block_ids)
-
-    def remove_all_copies(self) -> None:
-        """The device has let go of all its contents at once."""
-        self._segments.remove_all_copies()
-
-    def renew(self, keys: Iterable[BlockHashWithGroupId]) -> None:
-        """Make the blocks of ``keys``, parents before children, the most recently used, for a tier
-        without copies: its blocks are in the order in which they came."""
-        self._segments.renew(filter(None, block_pool.find_blocks(self._pool, keys)))
+    def keys_at(self, block_ids: Iterable[int]) -> list[BlockHashWithGroupId]:
+        """The keys of these blocks, as far as they have contents."""
+        blocks = [self._pool.blocks[block_id] for block_id in block_ids]
+        return [key for key in block_pool.keys_of(blocks) if key is not None]
 
     # Details
 
@@ -402,16 +372,16 @@ class CpuTier:
         """Have the first one stand for all of ``blocks``."""
         first = blocks[0]
         self._at_place[: len(blocks), first.block_id] = [block.block_id for block in blocks]
-        self._segments.add_others(len(blocks) - 1)
+        self._order.num_replicas += len(blocks) - 1
         return first
 
     def _split(self, blocks: Sequence[KVCacheBlock]) -> list[KVCacheBlock]:
-        """``blocks``, and those that they have stood for."""
+        """``blocks``, and their replicas at other places."""
         ids = np.array([block.block_id for block in blocks])
         at_place = self._at_place[:, ids]
         self._at_place[:, ids] = ids
         others = [self._pool.blocks[i] for i in at_place[at_place != ids].tolist()]
-        self._segments.num_others -= len(others)
+        self._order.num_replicas -= len(others)
         return [*blocks, *others]
 
     def _commit(self, run: Run) -> list[int]:
@@ -426,9 +396,9 @@ class CpuTier:
         for block, of_block in zip(blocks, inner_keys, strict=False):
             for inner_key in of_block:
                 block_pool.add_key(self._pool, block, inner_key)
-        self._segments.add(blocks, copies=run.on_device and self.has_copies)
-        if not self._expected.keys().isdisjoint(keys):
-            self._segments.expect(self.ids_of([key for key in keys if key in self._expected]))
+        self._order.add(blocks, duplicates=run.on_device and self.is_exclusive)
+        if not self._reserved.keys().isdisjoint(keys):
+            self._order.reserve(self.ids_of([key for key in keys if key in self._reserved]))
         self.version += len(keys)
         self.num_used += len(keys)
         return useless

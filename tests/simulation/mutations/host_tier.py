@@ -18,8 +18,8 @@ from simple_offload.metadata import RankCapacity
 from simple_offload.scheduler.manager import OffloadScheduler
 from simple_offload.scheduler.setup import Setup
 from simple_offload.scheduler.tier.cpu_tier import CpuTier
+from simple_offload.scheduler.tier.eviction_order import EvictionOrder
 from simple_offload.scheduler.tier.lookup import Lookup
-from simple_offload.scheduler.tier.segments import Segments
 from simple_offload.worker.host_pool import HostPool
 from tests.simulation.mutations.registry import Mutation, always, mutation
 from tests.simulation.mutations.situations import (
@@ -47,30 +47,32 @@ def drop_at_the_first_failure(doubt: Any, self: CpuTier, blocks: Any, *_: Any) -
 
 # Its order of eviction
 
-leave_the_evicted_in_their_segment = always(Segments, "_forget", None, SMALL_TIER)
+leave_the_evicted_in_their_segment = always(EvictionOrder, "_forget", None, SMALL_TIER)
 
 
-@mutation(Segments, "on_let_go", COPIES)
-def let_the_copies_of_lost_blocks_leave_first(on_let_go: Any, self: Segments, ids: Any) -> None:
+@mutation(EvictionOrder, "device_lost", COPIES)
+def let_duplicates_of_lost_blocks_leave_first(
+    device_lost: Any, self: EvictionOrder, ids: Any, hit: Any
+) -> None:
     """Only one of them becomes the most recently used."""
-    on_let_go(self, ids[:1])
+    device_lost(self, ids[:1], hit[:1])
 
 
-never_settle = always(Segments, "settle", None, COPIES)
+never_settle = always(EvictionOrder, "_settle", None, COPIES)
 
 
-@mutation(CpuTier, "add_copies", COPIES)
-def call_copies_what_the_device_does_not_have(add_copies: Any, self: CpuTier, keys: Any) -> Any:
-    """The next block of the tier becomes a copy too."""
+@mutation(CpuTier, "device_got", COPIES)
+def call_duplicates_what_the_device_does_not_have(device_got: Any, self: CpuTier, keys: Any) -> Any:
+    """The next block of the tier becomes a duplicate too."""
     block = next((b for b in reversed(self._pool.blocks) if b.block_hash is not None), None)
-    if block is not None and self.has_copies:
-        self._segments.add_copies([block])
-    return add_copies(self, keys)
+    if block is not None:
+        self._order.device_got([block])
+    return device_got(self, keys)
 
 
-@mutation(CpuTier, "on_let_go", COPIES)
-def let_heads_leave_before_tails(on_let_go: Any, self: CpuTier, ids: Any) -> None:
-    on_let_go(self, ids[::-1])
+@mutation(CpuTier, "device_lost", COPIES)
+def let_heads_leave_before_tails(device_lost: Any, self: CpuTier, ids: Any, hit: Any) -> None:
+    device_lost(self, ids[::-1], hit[::-1])
 
 
 # Its keys

@@ -12,7 +12,7 @@ from simple_offload.metadata import StepMetadata
 from simple_offload.scheduler.event_payload import payloads_of_host_block
 from simple_offload.scheduler.loads import Loads, _Load
 from simple_offload.scheduler.manager import OffloadScheduler
-from simple_offload.scheduler.policy.device_contents import DeviceContents, _HostBlock
+from simple_offload.scheduler.policy.at_once import AtOnce
 from simple_offload.scheduler.policy.store_policy import StorePolicy
 from simple_offload.scheduler.tier import block_pool
 from simple_offload.scheduler.tier.cpu_tier import CpuTier
@@ -96,9 +96,9 @@ def _state_groups(coordinator: KVCacheCoordinator) -> list[int]:
     return [group for group in ids if isinstance(managers[group], MambaManager)]
 
 
-@mutation(StorePolicy, "_record_state", INNER_HITS)
+@mutation(AtOnce, "_record_state", INNER_HITS)
 def store_the_original_of_a_copied_state(
-    record: Any, self: StorePolicy, progress: Any, state: Any
+    record: Any, self: AtOnce, progress: Any, state: Any
 ) -> Any:
     """vLLM copies a state to keep it from inside a block. The request goes on with the original,
     which this step changes."""
@@ -109,7 +109,7 @@ def store_the_original_of_a_copied_state(
         run = Run([table[state.num_tokens // size]], [key], on_device=False)
         run.num_tokens = [state.num_tokens]
         run.payloads = [payloads_of_host_block(self._groups, key, (), state.num_tokens, request)]
-        self._stores.plan(run, (), self._device_pool)
+        self._stores.plan(run, set(), self._device_pool)
     return record(self, progress, state)
 
 
@@ -137,14 +137,15 @@ def count_rejected_drafts_as_computed(
     on_allocated(self, request, *arguments)
 
 
-@count_rejected_drafts_as_computed.also(StorePolicy, "on_step")
-def count_scheduled_tokens(on_step: Any, self: StorePolicy, scheduled: Any) -> None:
-    on_step(self, scheduled)
+@count_rejected_drafts_as_computed.also(StorePolicy, "_on_scheduled")
+def count_scheduled_tokens(on_scheduled: Any, self: StorePolicy, scheduled: Any) -> Any:
+    due = on_scheduled(self, scheduled)
     for request_id, num_tokens in scheduled.num_scheduled_tokens.items():
         if (progress := self._progress.get(request_id)) is not None:
             request = progress.request
             first = request.num_computed_tokens - request.num_output_placeholders
             _COMPUTED[request_id] = _COMPUTED.get(request_id, first) + num_tokens
+    return due
 
 
 @count_rejected_drafts_as_computed.also(StorePolicy, "_num_complete_blocks")
@@ -308,19 +309,6 @@ def number_slots_by_the_host_block(slots: Any, self: CpuTier, blocks: Any) -> li
     return [block.block_id + count - 1 + place for block in blocks for place in range(count)]
 
 
-@mutation(_HostBlock, "is_whole", SUB_BLOCKS)
-def store_a_host_block_that_lacks_a_sub_block(is_whole: Any, self: Any) -> bool:
-    return True
-
-
-@store_a_host_block_that_lacks_a_sub_block.also(DeviceContents, "_split")
-def forget_it_with_its_last_sub_block(split: Any, self: DeviceContents, block_ids: Any) -> Any:
-    before = [dict(of_block) for of_block in self._host_blocks]
-    last_ids = split(self, block_ids)
-    self._host_blocks = before
-    return [last for last in last_ids if last in block_ids]
-
-
 def _first_hashes(groups: Groups, hashes: Any) -> Any:
     return [hashes[index - index % groups.num_sub_blocks] for index in range(len(hashes))]
 
@@ -346,7 +334,7 @@ def commit_by_the_first(commit: Any, self: CpuTier, runs: Any) -> Any:
 
 
 @know_a_host_block_by_its_first_sub_block.also(World, "check_events")
-@know_a_host_block_by_its_first_sub_block.also(World, "_check_copies")
+@know_a_host_block_by_its_first_sub_block.also(World, "_check_duplicates")
 def check_nothing(*arguments: Any) -> None:
     """The wrong bytes must show this bug."""
 

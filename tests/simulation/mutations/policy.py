@@ -8,10 +8,10 @@ from simple_offload.scheduler.kv_events import KVEvents
 from simple_offload.scheduler.manager import OffloadScheduler
 from simple_offload.scheduler.parked import Parked
 from simple_offload.scheduler.policy.admission import Admission
-from simple_offload.scheduler.policy.device_contents import DeviceContents
-from simple_offload.scheduler.policy.expected import Expected
-from simple_offload.scheduler.policy.newly_allocated import NewlyAllocated
-from simple_offload.scheduler.policy.queue_walk import QueueWalk
+from simple_offload.scheduler.policy.before_eviction import BeforeEviction
+from simple_offload.scheduler.policy.free_queue_scan import FreeQueueScan
+from simple_offload.scheduler.policy.queue_reservations import QueueReservations
+from simple_offload.scheduler.policy.residency import Residency
 from simple_offload.scheduler.policy.reuse import Reuse
 from simple_offload.scheduler.policy.store_policy import StorePolicy
 from simple_offload.scheduler.stores import Stores
@@ -35,39 +35,30 @@ from tests.simulation.mutations.situations import (
 
 # Blocks leave both caches
 
-forget_no_copy = always(CpuTier, "on_let_go", None, COPIES)
-notice_no_allocation = always(NewlyAllocated, "drain", ([], {}), COPIES)
+forget_no_duplicate = always(CpuTier, "device_lost", None, COPIES)
+notice_no_allocation = always(Residency, "drain_used", ([], {}), COPIES)
 
 
-@mutation(DeviceContents, "on_allocated", COPIES.beginning_with(18))
-def note_found_blocks_that_others_have_got(
-    on_allocated: Any, self: DeviceContents, *arguments: Any
-) -> None:
-    """The request that has found them has given them up, and they are still to be noted."""
-    with patch.object(self, "_ids_found_lately", set()):
-        on_allocated(self, *arguments)
-
-
-never_walk_along_the_queue = always(QueueWalk, "on_step", None, OVERLOAD)
-never_walk_although_stores_are_lazy = always(QueueWalk, "on_step", None, EVICTIONS[True])
+never_scan_the_queue = always(FreeQueueScan, "on_step", None, OVERLOAD)
+never_scan_although_stores_are_lazy = always(FreeQueueScan, "on_step", None, EVICTIONS[True])
 record_nothing = always(StorePolicy, "_record", None, EVICTIONS[False])
 
 
-@mutation(QueueWalk, "__init__", EVICTIONS[True])
-def look_no_further_than_the_front(init: Any, self: QueueWalk, *arguments: Any) -> None:
+@mutation(FreeQueueScan, "__init__", EVICTIONS[True])
+def look_no_further_than_the_front(init: Any, self: FreeQueueScan, *arguments: Any) -> None:
     init(self, *arguments)
     self.min_ahead = 2
 
 
-@look_no_further_than_the_front.also(QueueWalk, "on_step")
+@look_no_further_than_the_front.also(FreeQueueScan, "on_step")
 def store_nothing_for_the_next_requests(
-    on_step: Any, self: QueueWalk, demand: int, may_store_early: bool
+    on_step: Any, self: FreeQueueScan, demand: int, may_store_early: bool
 ) -> None:
     on_step(self, 0, may_store_early)
 
 
-@look_no_further_than_the_front.also(QueueWalk, "withhold")
-def withhold_nothing(withhold: Any, self: QueueWalk, num_blocks: int) -> int:
+@look_no_further_than_the_front.also(FreeQueueScan, "withhold")
+def withhold_nothing(withhold: Any, self: FreeQueueScan, num_blocks: int) -> int:
     return 0
 
 
@@ -115,22 +106,22 @@ hold_blocks_at_a_reset = always(OffloadScheduler, "_before_device_reset", None, 
 # What a request gets
 
 
-@mutation(StorePolicy, "before_allocation", NO_ROOM)
-def withhold_for_ever(before_allocation: Any, self: StorePolicy, *arguments: Any) -> None:
+@mutation(BeforeEviction, "before_allocation", NO_ROOM)
+def withhold_for_ever(before_allocation: Any, self: BeforeEviction, *arguments: Any) -> None:
     """Also where the tier has no room for what is withheld."""
     self._num_withheld.clear()
     before_allocation(self, *arguments)
 
 
-@mutation(QueueWalk, "_store_withheld", VICTIMS)
-def store_what_was_withheld_without_giving_it_back(store: Any, self: QueueWalk) -> None:
+@mutation(FreeQueueScan, "_store_withheld", VICTIMS)
+def store_what_was_withheld_without_giving_it_back(store: Any, self: FreeQueueScan) -> None:
     withheld, self._withheld = self._withheld, []
-    if chosen := self._contents.choose(withheld):
+    if chosen := self._residency.choose(withheld):
         self._store(chosen)
 
 
-@mutation(QueueWalk, "__init__", FULL_DEVICE)
-def store_the_last_free_block(init: Any, self: QueueWalk, *arguments: Any) -> None:
+@mutation(FreeQueueScan, "__init__", FULL_DEVICE)
+def store_the_last_free_block(init: Any, self: FreeQueueScan, *arguments: Any) -> None:
     """Requests that run have to wait for these stores."""
     init(self, *arguments)
     self._reserve = 0
@@ -138,7 +129,7 @@ def store_the_last_free_block(init: Any, self: QueueWalk, *arguments: Any) -> No
 
 # vLLM's queue
 
-expect_for_ever = always(Expected, "remove", None, FULL_DEVICE)
+reserve_for_ever = always(QueueReservations, "remove", None, FULL_DEVICE)
 
 # Admission
 
@@ -156,17 +147,17 @@ def admit_few_requests_although_blocks_are_empty(admits_next: Any, self: Reuse) 
     return not self._keeps_old
 
 
-@mutation(DeviceContents, "on_found", OVERLOAD)
-def never_store_what_was_skipped(
-    on_found: Any, self: DeviceContents, block_ids: Any, **options: Any
+@mutation(Residency, "on_hit", OVERLOAD)
+def never_store_what_was_bypassed(
+    on_hit: Any, self: Residency, block_ids: Any, *arguments: Any
 ) -> Any:
-    """Even if a request has found it."""
-    skipped = {i: self._skipped[i] for i in self._skipped.keys() & block_ids}
-    keys = on_found(self, block_ids, **options)
-    self._skipped.update(skipped)
-    for block_id in skipped:
-        self._unstored.pop(block_id, None)
-    return keys
+    """Even if a request has hit it."""
+    bypassed = {i: self._bypassed[i] for i in self._bypassed.keys() & block_ids}
+    answer = on_hit(self, block_ids, *arguments)
+    self._bypassed.update(bypassed)
+    for block_id in bypassed:
+        self._to_store.pop(block_id, None)
+    return answer
 
 
 # KV events
@@ -212,16 +203,16 @@ def give_a_block_the_payload_of_its_parent(
     return plan(self, run, *arguments)
 
 
-@mutation(DeviceContents, "record", EVICTIONS[True])
+@mutation(Residency, "on_computed", EVICTIONS[True])
 def keep_the_payload_of_the_contents_before(
-    record: Any, self: DeviceContents, *arguments: Any, **options: Any
+    on_computed: Any, self: Residency, *arguments: Any
 ) -> None:
     before = dict(self._payloads)
-    record(self, *arguments, **options)
+    on_computed(self, *arguments)
     self._payloads.update(before)
 
 
-@keep_the_payload_of_the_contents_before.also(DeviceContents, "on_allocated")
-def forget_no_payload(on_allocated: Any, self: DeviceContents, *arguments: Any) -> None:
+@keep_the_payload_of_the_contents_before.also(Residency, "on_lost")
+def forget_no_payload(on_lost: Any, self: Residency, *arguments: Any) -> None:
     with patch.object(self, "_payloads", dict(self._payloads)):
-        on_allocated(self, *arguments)
+        on_lost(self, *arguments)

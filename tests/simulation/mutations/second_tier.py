@@ -15,6 +15,7 @@ from tests.simulation.mutations.situations import (
     LATE_OBJECTS,
     NEW_WEIGHTS,
     OBJECTS,
+    OBJECTS_AND_DUPLICATES,
 )
 
 # Bytes
@@ -78,7 +79,7 @@ def free_blocks_when_the_request_goes_on(
                 self._tier.unpin(read.blocks)
 
 
-@mutation(SecondTier, "_plan", OBJECTS)
+@mutation(SecondTier, "_plan", OBJECTS_AND_DUPLICATES)
 def allocate_while_vllm_schedules(plan: Any, self: SecondTier, *arguments: Any) -> None:
     """The policy does not know yet what the device has let go of in this step."""
     plan(self, *arguments)

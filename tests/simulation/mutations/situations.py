@@ -373,6 +373,9 @@ _FULL_ATTENTION: dict[str, Any] = PLAIN | {"windows": (0,), "num_stages": 1}
 OBJECTS = Situation(_FULL_ATTENTION, device_blocks=18, host_blocks=14, changes=_SMALL, first_seed=3)
 """Host memory soon evicts what requests want again, and files behind it have that."""
 
+OBJECTS_AND_DUPLICATES = replace(OBJECTS, changes=_SMALL | {"lazy": None})
+"""The same, beside an exclusive tier."""
+
 BAD_OBJECTS = Situation(
     _FULL_ATTENTION,
     device_blocks=18,

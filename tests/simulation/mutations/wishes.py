@@ -4,11 +4,10 @@ from dataclasses import replace
 from typing import Any
 
 from simple_offload.scheduler.manager import OffloadScheduler
-from simple_offload.scheduler.policy.device_contents import DeviceContents
-from simple_offload.scheduler.policy.sessions import Sessions
+from simple_offload.scheduler.policy.owners import Owners
+from simple_offload.scheduler.policy.residency import Residency, StoreRule
 from simple_offload.scheduler.policy.store_policy import StorePolicy
-from simple_offload.scheduler.tier.leases import Leases
-from simple_offload.scheduler.tier.segments import Segments
+from simple_offload.scheduler.tier.eviction_order import EvictionOrder
 from simple_offload.scheduler.wishes import Wishbook
 from tests.simulation.mutations.registry import always, mutation
 from tests.simulation.mutations.situations import WISHES, WISHES_IN_A_SMALL_TIER
@@ -23,11 +22,11 @@ def store_what_is_kept_out(
     on_allocated(self, request, found, loaded, replace(wishes, store=True))
 
 
-@mutation(DeviceContents, "on_found", WISHES)
-def store_what_requests_find_that_want_nothing_stored(
-    on_found: Any, self: DeviceContents, block_ids: Any, **options: Any
+@mutation(Residency, "on_hit", WISHES)
+def store_what_requests_hit_that_want_nothing_stored(
+    on_hit: Any, self: Residency, block_ids: Any, _: Any
 ) -> Any:
-    return on_found(self, block_ids, stores=True)
+    return on_hit(self, block_ids, StoreRule.ALL)
 
 
 @mutation(StorePolicy, "on_request_finished", WISHES)
@@ -35,33 +34,32 @@ def store_the_end_of_what_is_kept_out(
     finished: Any, self: StorePolicy, request: Any, **options: Any
 ) -> None:
     if (progress := self._progress.get(request.request_id)) is not None:
-        progress.stores = True
+        progress.rule = StoreRule.ALL
     finished(self, request, **options)
 
 
 # What is kept
 
-keep_a_lease_without_contents = always(Leases, "end", None, WISHES_IN_A_SMALL_TIER)
-keep_more_than_the_share = always(Segments, "_limit_kept", None, WISHES_IN_A_SMALL_TIER)
 
-
-@mutation(Segments, "pin", WISHES_IN_A_SMALL_TIER)
-def forget_that_a_found_block_is_kept(pin: Any, self: Segments, blocks: Any) -> None:
+@mutation(EvictionOrder, "pin", WISHES_IN_A_SMALL_TIER)
+def forget_that_a_hit_block_is_reserved(pin: Any, self: EvictionOrder, blocks: Any) -> None:
     blocks = list(blocks)
     pin(self, blocks)
     for block in blocks:
-        self._of[block.block_id] = 1
+        self._codes[block.block_id] = 1
 
 
 # What is released
 
-release_what_others_have_found = always(Sessions, "on_found", None, WISHES)
-release_what_was_there = always(StorePolicy, "_num_there", 0, WISHES)
+release_what_others_have_found = always(Owners, "share", None, WISHES)
 
 
-@mutation(Sessions, "__init__", WISHES_IN_A_SMALL_TIER.beginning_with(64))
-def take_each_model_for_one_with_full_attention(init: Any, self: Sessions, **_: Any) -> None:
-    init(self, has_full_attention=True)
+@mutation(StorePolicy, "_own", WISHES)
+def own_what_was_there(
+    own: Any, self: StorePolicy, progress: Any, group: int, keys: Any, lacking: Any
+) -> None:
+    own(self, progress, group, (), lacking)
+    self._owners.claim(progress.session, keys)
 
 
 # Requests

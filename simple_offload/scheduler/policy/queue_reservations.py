@@ -1,4 +1,4 @@
-"""Expected: what the requests in vLLM's queue will find."""
+"""QueueReservations: what the requests in vLLM's queue will hit."""
 
 from bisect import bisect_left, insort
 from itertools import count
@@ -15,8 +15,8 @@ from simple_offload.scheduler.tier.groups import Groups
 if TYPE_CHECKING:
     from vllm.v1.request import Request
 
-EXPECTED_SHARE = 0.75
-"""Share of the tier's blocks that may be expected. The rest is for what is stored meanwhile."""
+RESERVED_SHARE = 0.75
+"""Share of the tier that may be reserved. The rest is for new contents."""
 
 
 class _Waiting(NamedTuple):
@@ -29,20 +29,20 @@ class _Waiting(NamedTuple):
     """Of requests that came before: without priorities, their order."""
     request: "Request"
     keys: list[BlockHashWithGroupId]
-    """What it expects."""
+    """Reserved for it."""
 
 
-class Expected:
-    """Has the tier keep what the first requests of vLLM's queue will find.
+class QueueReservations:
+    """Reserves what the first requests of vLLM's queue will hit.
 
     They want it soon, and in the order of the queue. By last use, the tier would lose the contents
-    of the first one first, which has waited longest. So where requests come faster than the engine
-    serves them, each would lose them before its turn. What is known of the future goes before last
-    use (Patterson et al., "Informed prefetching and caching", SOSP 1995).
+    of the first request first, which has waited longest. So where requests come faster than the
+    engine serves them, each would lose its contents before its turn. Knowledge of the future goes
+    before last use (Patterson et al., "Informed prefetching and caching", SOSP 1995).
 
-    With vLLM's priorities, some requests may wait for ever. What they expect would take the tier
-    from those that are served. So a request that gets blocks before others of a lower priority
-    takes room: the last of these expect as many blocks less. Each other request returns as much.
+    With vLLM's priorities, some requests may wait for ever. Their reservations would take the tier
+    from requests that are served. So a request that gets blocks before others of a lower priority
+    takes room: fewer blocks are reserved for the last of these. Each other request returns as much.
     """
 
     def __init__(
@@ -55,10 +55,10 @@ class Expected:
         self._numbers = count()
         self._waiting: dict[str, _Waiting] = {}
         """Requests of the two lists, by id."""
-        self._expecting: list[_Waiting] = []
-        """Requests that expect contents, in vLLM's order."""
+        self._served: list[_Waiting] = []
+        """Requests with reservations, in vLLM's order."""
         self._later: list[_Waiting] = []
-        """Requests whose contents are not expected yet, in vLLM's order."""
+        """Requests without, in vLLM's order."""
         self._num_taken = 0
         """Blocks of the share that requests of higher priorities have taken."""
 
@@ -72,7 +72,7 @@ class Expected:
         """A request gets its blocks, before it is removed from the queue."""
         size = sum(request.num_tokens // size for size in self._groups.block_sizes)
         priority, _ = self._order(request)
-        if self._expecting and self._expecting[-1].priority > priority:
+        if self._served and self._served[-1].priority > priority:
             self._num_taken += self._give_up(size, (priority, inf))
         else:
             self._num_taken = max(0, self._num_taken - size)
@@ -82,19 +82,19 @@ class Expected:
         waiting = self._waiting.pop(request_id, None)
         if waiting is None:
             return
-        requests = self._expecting if waiting.keys else self._later
+        requests = self._served if waiting.keys else self._later
         del requests[bisect_left(requests, waiting)]
         if waiting.keys:
-            self._tier.stop_expecting(waiting.keys)
+            self._tier.unreserve(waiting.keys)
 
     def on_step(self) -> None:
         """A step has been scheduled. Requests that are still in the queue wait."""
-        tier, later, expecting = self._tier, self._later, self._expecting
-        share = int(EXPECTED_SHARE * tier.max_contents) - self._num_taken
-        room = share - tier.num_expected
+        tier, later, served = self._tier, self._later, self._served
+        share = int(RESERVED_SHARE * tier.max_contents) - self._num_taken
+        room = share - tier.num_reserved
         while later:
             waiting = later[0]
-            limit = share if expecting and waiting < expecting[-1] else room
+            limit = share if served and waiting < served[-1] else room
             if limit <= 0:
                 return
             del later[0]
@@ -103,8 +103,8 @@ class Expected:
             waiting.keys.extend(keys[: max(0, room)])
             room -= len(waiting.keys)
             if waiting.keys:
-                tier.expect(waiting.keys)
-                insort(expecting, waiting)
+                tier.reserve(waiting.keys)
+                insort(served, waiting)
             else:
                 del self._waiting[waiting.request.request_id]
 
@@ -112,25 +112,25 @@ class Expected:
         return (request.priority, request.arrival_time) if self._by_priority else (0, 0.0)
 
     def _give_up(self, limit: int, after: tuple[object, ...]) -> int:
-        """Requests behind ``after`` in vLLM's order expect up to ``limit`` contents less, from the
-        last one's last on. Returns how many fewer are expected: others may expect the same."""
-        num_before = self._tier.num_expected
-        while limit > 0 and self._expecting and self._expecting[-1] > after:
-            last = self._expecting[-1]
+        """Call off up to ``limit`` reservations of requests behind ``after`` in vLLM's order, from
+        the last one's last on. Returns how many contents are reserved no more."""
+        num_before = self._tier.num_reserved
+        while limit > 0 and self._served and self._served[-1] > after:
+            last = self._served[-1]
             keys = last.keys[-limit:]
             del last.keys[-limit:]
-            self._tier.stop_expecting(keys)
+            self._tier.unreserve(keys)
             limit -= len(keys)
             if not last.keys:
-                insort(self._later, self._expecting.pop())
-        return num_before - self._tier.num_expected
+                insort(self._later, self._served.pop())
+        return num_before - self._tier.num_reserved
 
     def _keys_of(self, request: "Request", limit: int) -> list[BlockHashWithGroupId]:
-        """Of what the request would find now, in the tier and on the device, the first ``limit``
-        keys."""
+        """The first ``limit`` keys that the request would hit now, in the tier and on the
+        device."""
         if request.skip_reading_prefix_cache:
             return []
-        if not self._tier.has_copies:  # it has what the device has
+        if not self._tier.is_exclusive:  # it has the device's contents too
             hit = self._tier.lookup(request.block_hashes, 0, request.num_tokens - 1)
             keys = [key for key in block_pool.keys_of(hit.pins) if key is not None]
             return keys[:limit]

@@ -1,11 +1,11 @@
-"""What requests in vLLM's queue will find stays in the tier until their turn."""
+"""What requests in vLLM's queue will hit stays in the tier until their turn."""
 
 from collections.abc import Iterable
 from typing import Any
 
 import pytest
 
-from simple_offload.scheduler.policy.expected import EXPECTED_SHARE
+from simple_offload.scheduler.policy.queue_reservations import RESERVED_SHARE
 from tests.scheduler.conftest import MakeDriver
 from tests.scheduler.driver import Driver, prompt
 
@@ -32,7 +32,7 @@ def start(driver: Driver, *families: int) -> None:
 
 @SETTINGS
 def test_the_longest_wait_loses_nothing(drive: MakeDriver, setting: dict[str, Any]) -> None:
-    """By last use, the requests before it would displace what it will find."""
+    """By last use, the requests before it would displace what it will hit."""
     driver = drive(**SHAPE | setting)
     driver.fill(7, first=1)
     start(driver, *range(60, 80), 1)
@@ -48,19 +48,19 @@ def test_nothing_stays_without_a_request_in_the_queue(drive: MakeDriver) -> None
     assert driver.found(prompt(NUM_TOKENS, family=1)) == 0
 
 
-def test_a_request_that_is_aborted_expects_nothing(drive: MakeDriver) -> None:
+def test_a_request_that_is_aborted_reserves_nothing(drive: MakeDriver) -> None:
     driver = drive(**SHAPE)
     driver.fill(10, first=1)
     start(driver, 60, 1)
     driver.step()
-    assert driver.tier.num_expected == 5
+    assert driver.tier.num_reserved == 5
     driver.world.abort("queued 1")
-    assert driver.tier.num_expected == 0
+    assert driver.tier.num_reserved == 0
     driver.run()
 
 
-def test_what_two_requests_expect_stays_for_the_second(drive: MakeDriver) -> None:
-    """The device lets go of it in between."""
+def test_what_is_reserved_for_two_requests_stays_for_the_second(drive: MakeDriver) -> None:
+    """The device loses it in between."""
     driver = drive(**SHAPE)
     driver.fill(10, first=1)
     start(driver, 60, 1, *range(61, 81))
@@ -82,17 +82,17 @@ def test_what_is_stored_while_its_request_waits_stays_too(drive: MakeDriver) -> 
 
 @SETTINGS
 def test_a_long_queue_leaves_room_to_others(drive: MakeDriver, setting: dict[str, Any]) -> None:
-    """The first requests of the queue expect three quarters of the tier, the others nothing."""
+    """Three quarters of the tier are reserved for the first requests of the queue."""
     driver = drive(**SHAPE | setting)
     driver.fill(11, first=1)
     start(driver, 60, *range(1, 12), *range(61, 70))
     driver.step()
-    assert 0 < driver.tier.num_expected <= int(EXPECTED_SHARE * driver.tier.max_contents)
+    assert 0 < driver.tier.num_reserved <= int(RESERVED_SHARE * driver.tier.max_contents)
     driver.run()
 
 
 def test_a_wish_outlives_the_queue(drive: MakeDriver) -> None:
-    """What is protected stays protected when a request of the queue has found it."""
+    """What is protected stays protected when a request of the queue has hit it."""
     driver = drive(**SHAPE)
     driver.serve("first", prompt(NUM_TOKENS, family=1), wishes={"protect": "1h"})
     driver.fill(10, first=10)
@@ -106,11 +106,11 @@ def test_a_wish_outlives_the_queue(drive: MakeDriver) -> None:
 
 URGENT, SOON, LATE = range(3)
 WITH_PRIORITIES = SHAPE | {"num_device_blocks": 14, "priority": True}
-"""A device with room for two prompts: what requests find, they load."""
+"""A device with room for two prompts: what requests hit, they load."""
 
 
 def start_late(driver: Driver) -> None:
-    """Nine requests that will find as much as may be expected, and are never served."""
+    """Nine requests that will hit as much as may be reserved, and are never served."""
     driver.fill(9, first=1)
     driver.start("running", prompt(NUM_TOKENS, 96), 19, priority=URGENT)
     driver.step()
@@ -131,7 +131,7 @@ def serve_urgent(driver: Driver, families: Iterable[int]) -> int:
 
 
 def test_requests_that_are_never_served_take_nothing_from_others(drive: MakeDriver) -> None:
-    """Ten prompts in turn fit the tier, but not beside what the others will find."""
+    """Ten prompts in turn fit the tier, but not beside what the others will hit."""
     driver = drive(**WITH_PRIORITIES)
     start_late(driver)
     for _ in range(2):
@@ -148,7 +148,7 @@ def test_a_later_request_of_a_higher_priority_comes_first(drive: MakeDriver) -> 
     assert driver.found(prompt(NUM_TOKENS, family=20)) == 20
 
 
-def test_others_expect_again_when_nothing_goes_before_them(drive: MakeDriver) -> None:
+def test_others_have_reservations_again_when_nothing_goes_before_them(drive: MakeDriver) -> None:
     driver = drive(**WITH_PRIORITIES)
     start_late(driver)
     serve_urgent(driver, range(40, 60))

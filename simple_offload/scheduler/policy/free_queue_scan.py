@@ -1,4 +1,4 @@
-"""QueueWalk: stores blocks at the front of the device's free queue before the device evicts
+"""FreeQueueScan: stores blocks at the front of the device's free queue before the device evicts
 them."""
 
 from collections.abc import Collection, Sequence
@@ -9,8 +9,7 @@ from vllm.utils.math_utils import cdiv
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_utils import BlockHashWithGroupId, KVCacheBlock
 
-from simple_offload.scheduler.policy.device_contents import DeviceContents
-from simple_offload.scheduler.stores import Stores
+from simple_offload.scheduler.policy.residency import Residency
 from simple_offload.scheduler.tier import block_pool
 from simple_offload.scheduler.tier.cpu_tier import CpuTier
 
@@ -44,40 +43,29 @@ class StepLimits(NamedTuple):
         )
 
 
-class QueueWalk:
-    """Walks on along the free queue from where it stopped, until enough blocks before it are safe
-    to evict. Blocks that only the device has are pinned while they are stored, and return to their
-    place: the device evicts those before them first."""
+class FreeQueueScan:
+    """Goes along the free queue from where it stopped, until enough blocks before it are safe to
+    evict. Blocks that only the device has are pinned while they are stored, and return to their
+    place: the device evicts the blocks before them first."""
 
     def __init__(
-        self,
-        tier: CpuTier,
-        stores: Stores,
-        contents: DeviceContents,
-        limits: StepLimits,
-        device_pool: BlockPool,
-        num_sub_blocks: int,
+        self, tier: CpuTier, residency: Residency, limits: StepLimits, device_pool: BlockPool
     ) -> None:
         self._tier = tier
-        self._stores = stores
-        self._contents = contents
+        self._residency = residency
         self._limits = limits
         self._device_pool = device_pool
-        self._num_sub_blocks = num_sub_blocks
         self.min_ahead = min(limits.num_steps * limits.per_step, len(device_pool.blocks) // 4)
-        """Blocks that should always be safe: the most that are needed, but for loads, until the
-        stores of now have ended."""
+        """Target number of safe blocks: the peak demand, without loads, until a store that is
+        planned now has ended."""
         self._reserve = min(limits.reserve, self.min_ahead)
         """Free blocks that are not pinned, for running requests. With fewer than ``min_ahead``,
         their blocks are stored instead."""
         self._cursor: KVCacheBlock | None = None
-        """The last block that the walk has passed and left in the queue; None: start at the
-        front."""
+        """The last block that was passed and left in the queue; None: start at the front."""
         self._passed: set[int] = set()
-        """Ids of the blocks before the cursor, and of pinned blocks from there."""
-        self.passed_keys = block_pool.KeysAt(device_pool, self._passed)
-        """Their keys. Such a block is safe because the tier has its contents, which must not leave
-        to make room for others."""
+        """Ids of the blocks before the cursor, and of pinned blocks from there. They are safe
+        because the tier has, or gets, their contents, or there are none."""
         self._pinned: set[int] = set()
         """Ids of blocks pinned from the queue."""
         self._return_behind: KVCacheBlock | None = None
@@ -88,14 +76,14 @@ class QueueWalk:
         self._from_front: set[int] = set()
         """Ids of withheld blocks that are pinned. They return to the front."""
         self._tier_is_full = False
-        """Whether the last walk found no room in the tier."""
+        """Whether the last scan found no room in the tier."""
         self.is_behind = False
-        """Whether the walk would go on in a further step, though nothing else happens."""
+        """Whether the scan would go on in a further step, though nothing else happens."""
 
     @property
     def num_safe(self) -> int:
         """Blocks at the front of the queue that are known to be safe."""
-        if self._contents.are_stored:
+        if self._residency.are_stored:
             return self._device_pool.get_num_free_blocks()
         return len(self._passed) - len(self._pinned)  # pinned ones will return
 
@@ -107,32 +95,31 @@ class QueueWalk:
     @property
     def is_tight(self) -> bool:
         """Whether fewer blocks are free than should be safe: the device may evict what running
-        requests give up before the walk meets it."""
+        requests give up before the scan meets it."""
         return self._device_pool.get_num_free_blocks() < self.min_ahead
 
     def withhold(self, num_blocks: int) -> int:
         """Take blocks that only the device has out of the queue, until its first ``num_blocks`` are
         safe, or only the reserve is left. ``on_step`` stores them. Returns how many it took."""
-        if not self._contents.may_lack_free():
+        if not self._residency.may_lack_free():
             return 0
         room = self._device_pool.get_num_free_blocks() - self._reserve
         queue = block_pool.free_blocks_after(self._device_pool, None)
-        unsafe: dict[int, KVCacheBlock] = {}
+        unsafe: list[KVCacheBlock] = []
         num_lacking = num_blocks
         while num_lacking > 0 and (blocks := list(islice(queue, num_lacking))):
             unknown = [block for block in blocks if block.block_id not in self._passed]
-            num_lacking = 0
-            for parts in self._contents.choose_parts(unknown):
-                if len(unsafe) + len(parts) <= room:
-                    unsafe.update((block.block_id, block) for block in parts)
-                    num_lacking += len(parts)
-        block_pool.touch(self._device_pool, list(unsafe.values()))
-        self._withheld += unsafe.values()
+            chosen = list(self._residency.choose(unknown).values())[: max(0, room - len(unsafe))]
+            unsafe += chosen
+            num_lacking = len(chosen)
+        block_pool.touch(self._device_pool, unsafe)
+        self._withheld += unsafe
         return len(unsafe)
 
-    def on_allocated(self, block_ids: Collection[int]) -> None:
+    def on_used(self, block_ids: Collection[int]) -> None:
         """Requests have got these blocks, which have left the queue."""
         if self._passed:  # the pinned ones among them
+            self._residency.uncover(self._passed.intersection(block_ids))
             self._passed.difference_update(block_ids)
             self._pinned.difference_update(block_ids)
             self._from_front.difference_update(block_ids)
@@ -150,24 +137,23 @@ class QueueWalk:
         block_pool.free_blocks(self._device_pool, reversed(blocks))
 
     def on_step(self, demand: int, may_store_early: bool) -> None:
-        """A step has got its blocks: walk on until ``demand`` blocks for requests in vLLM's queue
-        are safe, beside those that should always be. ``may_store_early``: go on while
-        the tier has empty blocks, in small parts, while no store from the queue is in flight."""
+        """A step has got its blocks: go on until ``demand`` blocks for requests in vLLM's queue are
+        safe, beside ``min_ahead``. ``may_store_early``: go on while the tier has empty blocks, in
+        small parts, while no store from the queue is in flight."""
         self._store_withheld()
-        if self._contents.are_stored:
+        if self._residency.are_stored:
             self.is_behind = False
             return
         if self._tier_is_full or (self._cursor is not None and self._cursor.ref_cnt > 0):
             self._start_over()
         num_ahead = self.min_ahead + demand
         self._pass_newcomers(num_ahead)
-        self._walk_on(num_ahead)
+        self._go_on(num_ahead)
         # Goes on when the stores in flight have ended.
         self.is_behind = may_store_early and bool(self._pinned) and not self._tier_is_full
         if may_store_early and not self._pinned and not self._tier_is_full:
             num_passed = len(self._passed)
-            room = self._tier.num_empty * self._num_sub_blocks
-            self._walk_on(self.num_safe + min(room, self._limits.per_step))
+            self._go_on(self.num_safe + min(self._tier.num_empty, self._limits.per_step))
             self.is_behind = len(self._passed) > num_passed and not self._is_at_end()
         # Every free block has been passed, but too few are known: some left unnoticed.
         num_free = self._device_pool.get_num_free_blocks()
@@ -181,11 +167,11 @@ class QueueWalk:
         withheld, self._withheld = self._withheld, []
         if not withheld:
             return
-        used = [block for block in withheld if block.ref_cnt > 1]  # a request has found them
+        used = [block for block in withheld if block.ref_cnt > 1]  # a request has hit them
         free = [block for block in withheld if block.ref_cnt == 1]
         block_pool.return_blocks(self._device_pool, free, None)
         block_pool.free_blocks(self._device_pool, used)
-        if chosen := self._contents.choose(withheld):
+        if chosen := self._residency.choose(withheld):
             before = self._pinned.copy()
             self._store(chosen)
             self._from_front |= self._pinned - before
@@ -195,6 +181,7 @@ class QueueWalk:
         if self._from_front:
             front = [block for block in blocks if block.block_id in self._from_front]
             block_pool.return_blocks(self._device_pool, front, None)
+            self._residency.cover([block.block_id for block in front])
             self._from_front.difference_update([block.block_id for block in front])
             blocks = [block for block in blocks if block.ref_cnt > 0]
         behind = self._return_behind
@@ -202,15 +189,18 @@ class QueueWalk:
             behind = None
         block_pool.return_blocks(self._device_pool, blocks, behind)
         if behind is not None and behind.block_id not in self._passed:
-            # The walk has started over, and has not come so far again.
+            # The scan has started over, and has not come so far again.
             self._passed.difference_update([block.block_id for block in blocks])
-        elif blocks and self._cursor is behind:
-            self._cursor = blocks[-1]
+        else:
+            self._residency.cover([block.block_id for block in blocks])
+            if blocks and self._cursor is behind:
+                self._cursor = blocks[-1]
         if blocks:
             self._return_behind = blocks[-1]
 
     def _start_over(self) -> None:
         self._cursor = None
+        self._residency.covered.clear()
         self._passed.intersection_update(self._pinned)
 
     def _pass_newcomers(self, limit: int) -> None:
@@ -229,18 +219,18 @@ class QueueWalk:
     def _is_at_end(self) -> bool:
         return next(block_pool.free_blocks_after(self._device_pool, self._cursor), None) is None
 
-    def _walk_on(self, num_ahead: int) -> None:
-        """Walk on until ``num_ahead`` blocks are safe, or will be when their stores end; or as far
-        as there is room to store those that only the device has."""
+    def _go_on(self, num_ahead: int) -> None:
+        """Go on until ``num_ahead`` blocks are safe, or will be when their stores end; or as far as
+        there is room to store blocks that only the device has."""
         self._tier_is_full = False
         num_lacking = num_ahead - self.num_safe
         if num_lacking <= 0:
             return
         blocks = list(block_pool.free_blocks_after(self._device_pool, self._cursor, num_lacking))
-        chosen = self._contents.choose(blocks)
+        chosen = self._residency.choose(blocks)
         num_host_blocks = self._tier.num_free
         room = self._device_pool.get_num_free_blocks() - self._reserve
-        room = max(0, min(room, num_ahead - len(self._pinned)) // self._num_sub_blocks)
+        room = max(0, min(room, num_ahead - len(self._pinned)))
         if len(chosen) > min(room, num_host_blocks):
             self._tier_is_full = num_host_blocks <= room
             beyond = list(chosen)[min(room, num_host_blocks) :]
@@ -248,7 +238,9 @@ class QueueWalk:
             blocks = blocks[:stop]
             for key in beyond:
                 del chosen[key]
-        self._passed.update([block.block_id for block in blocks])
+        ids = [block.block_id for block in blocks]
+        self._passed.update(ids)
+        self._residency.cover(ids)
         if chosen:
             self._store(chosen)
             pinned = next((i for i, block in enumerate(blocks) if block.ref_cnt > 0), None)
@@ -259,18 +251,12 @@ class QueueWalk:
 
     def _store(self, chosen: dict[BlockHashWithGroupId, KVCacheBlock]) -> None:
         """Plan stores of ``chosen``, passed and pinned until they have ended."""
-        stored = self._contents.plan(chosen, self.passed_keys)
-        if len(stored) < len(chosen) * self._num_sub_blocks:
+        stored = self._residency.plan(chosen)
+        if len(stored) < len(chosen):
             # The tier is full of contents as close to eviction. The first of these stay unsafe.
             self._tier_is_full = True
-            unsafe = list(chosen.values())[: len(chosen) - len(stored) // self._num_sub_blocks]
+            unsafe = list(chosen.values())[: len(chosen) - len(stored)]
             self._passed.difference_update([block.block_id for block in unsafe])
-        if self._num_sub_blocks > 1:
-            # Parts of further host blocks: the walk will meet them again.
-            self._passed.difference_update(
-                [b.block_id for b in stored if self._contents.is_shared(b)]
-            )
-            stored = [block for block in stored if not self._contents.is_shared(block)]
         ids = [block.block_id for block in stored if block.ref_cnt == 1]  # from the queue
         self._passed.update(ids)
         self._pinned.update(ids)

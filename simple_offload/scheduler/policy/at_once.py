@@ -1,0 +1,247 @@
+"""AtOnce: stores each block when it is complete."""
+
+from collections.abc import Collection, Mapping, Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+from vllm.v1.core.kv_cache_utils import (
+    BlockHashWithGroupId,
+    KVCacheBlock,
+    get_block_hash,
+)
+
+from simple_offload import metrics
+from simple_offload.scheduler.event_payload import payloads_of_host_block
+from simple_offload.scheduler.policy.free_queue_scan import StepLimits
+from simple_offload.scheduler.policy.residency import StoreRule
+from simple_offload.scheduler.policy.store_policy import (
+    Completed,
+    PolicyParts,
+    Progress,
+    StorePolicy,
+    Unhashed,
+)
+from simple_offload.scheduler.tier import block_pool
+from simple_offload.scheduler.tier.run import Run
+from simple_offload.transfer import Transfer
+
+if TYPE_CHECKING:
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.request import Request
+
+
+class BoundaryState(NamedTuple):
+    """A device block that holds the state (Mamba and the like) after ``num_tokens`` tokens by the
+    end of this step. vLLM hands it over; soon it may be in no block table."""
+
+    group: int
+    block_id: int
+    num_tokens: int
+
+
+class AtOnce(StorePolicy):
+    """For models with several KV cache groups: a hit needs blocks of every group, and the device
+    loses these at different times. Also for larger host blocks, which the device loses in parts.
+
+    The tier then has most of what the device has. Its order is that of last use by requests.
+    """
+
+    def __init__(self, parts: PolicyParts) -> None:
+        super().__init__(parts)
+        sizes = [size // self._groups.num_sub_blocks for size in self._groups.block_sizes]
+        reserve = StepLimits.from_config(parts.vllm_config, sizes).reserve
+        self._reserve = min(reserve, len(self._device_pool.blocks) // 4)
+        """Free device blocks that no store takes, for running requests."""
+
+        self._released: dict[BlockHashWithGroupId, bytes | None] = {}
+        """Released contents whose stores are in flight, and their owner."""
+
+    @property
+    def idle(self) -> bool:
+        return True
+
+    def before_allocation(self, *_: object) -> bool:
+        return False
+
+    def on_step(self, scheduled: "SchedulerOutput") -> None:
+        due = self._on_scheduled(scheduled)
+        self._record_states(_boundary_states(scheduled))
+        self._record_due(due)
+
+    def on_load_ended(self, *_: object) -> None:
+        """A request records all of its blocks."""
+
+    def on_store_ended(
+        self, blocks: Sequence[KVCacheBlock], _transfer: Transfer | None, /, *, ok: bool
+    ) -> None:
+        del ok
+        block_pool.free_blocks(self._device_pool, reversed(blocks))
+        if self._released:
+            owned = [k for k, owner in self._released.items() if self._owners.of(k) == owner]
+            self._tier.release(owned)
+            coming = [key for key in owned if not self._tier.has(key) and self._stores.has(key)]
+            self._released = {key: self._released[key] for key in coming}
+
+    def on_device_reset(self) -> None:
+        """The tier keeps its contents."""
+
+    # Recording
+
+    def _num_known_tokens(self, _num_tokens: int, /) -> int:
+        return 0
+
+    def _on_complete(self, progress: Progress, completed: Sequence[Completed]) -> None:
+        count, sizes = self._groups.num_sub_blocks, self._groups.block_sizes
+        hashes = progress.request.block_hashes
+        parts = []
+        # First the hits of all groups: they must not make room for what one of them stores.
+        for group, first, blocks, all_keys in completed:
+            keys, stop = all_keys[count - 1 :: count], progress.num_hit_tokens // sizes[group]
+            hits = set(self._groups.keys(hashes, group, first, stop)) if first < stop else set()
+            self._tier.touch([key for key in keys if key in hits])
+            # Without its head it was no hit, and must not outlive that.
+            self._tier.renew([key for key in keys if key not in hits])
+            # Also those that have left the block table: windows and states.
+            stop = progress.num_recorded[group]
+            own = self._tier.ids_of(self._groups.keys(hashes, group, first, stop))
+            progress.own.update(own)
+            parts.append((group, blocks, keys, hits))
+        for group, blocks, keys, hits in parts:
+            self._count_computed(progress, group, keys, hits)
+            self._store(progress, blocks, keys, hits)
+
+    def _follow_computed(
+        self, computed: Collection[BlockHashWithGroupId], new: Collection[BlockHashWithGroupId]
+    ) -> None:
+        """A request has computed contents, and the tier lacked ``new`` ones of them. All take the
+        place of others at the end of its order."""
+        if self._reuse.advance(len(computed)) and new:
+            self._reuse.follow(get_block_hash(min(new)))
+
+    def _on_ended(self, progress: Progress, unhashed: Sequence[Unhashed]) -> None:
+        keys = [each.key for each in unhashed]
+        self._follow_computed(keys, self._stores.absent(keys))
+        self._store_unhashed(progress.request, unhashed, progress.own)
+        # What the next turn needs must not make room before others.
+        hashes = progress.request.block_hashes
+        for group in self._groups.ids:
+            stop = progress.num_recorded[group]
+            self._tier.renew(self._groups.keys(hashes, group, 0, stop))
+
+    def _record_states(self, states: Mapping[str, Sequence[BoundaryState]]) -> None:
+        for request_id, of_request in states.items():
+            progress = self._progress.get(request_id)
+            if progress is not None:
+                self._count(progress)
+                self._record(progress)  # what it has hit must not make room
+                for state in of_request:
+                    self._record_state(progress, state)
+
+    def _record_state(self, progress: Progress, state: BoundaryState) -> None:
+        block = self._device_pool.blocks[state.block_id]
+        if state.group in self._groups.ids:
+            hashes = progress.request.block_hashes
+            key = self._groups.key_at(hashes, state.group, state.num_tokens)
+            if block.block_hash == key:
+                self._tier.renew([key])
+                progress.own.update(self._tier.ids_of([key]))
+                self._store(progress, [block], [key], set())
+
+    def _count_computed(
+        self,
+        progress: Progress,
+        group: int,
+        keys: Sequence[BlockHashWithGroupId],
+        hits: set[BlockHashWithGroupId],
+    ) -> None:
+        """A request has computed contents with ``keys``, but for ``hits``."""
+        lacking = self._stores.absent(keys)
+        self._own(progress, group, keys, lacking)
+        computed = set(keys) - hits
+        new = lacking - hits
+        self._meter.add(metrics.SKIPPED, len(computed - lacking), "already_stored")
+        self._follow_computed(computed, new)
+        if progress.rule is StoreRule.HITS:
+            self._meter.add(metrics.SKIPPED, len(new), "overload")
+        elif progress.rule is StoreRule.ALL:
+            num_refused = sum(not self._admission.admits(key) for key in new)
+            self._meter.add(metrics.SKIPPED, num_refused, "below_threshold")
+
+    def _on_released(self, released: Sequence[tuple[KVCacheBlock, BlockHashWithGroupId]]) -> None:
+        super()._on_released(released)
+        coming = [key for _, key in released if not self._tier.has(key)]
+        self._released.update((key, self._owners.of(key)) for key in coming)
+
+    # Storing
+
+    def _store(
+        self,
+        progress: Progress,
+        blocks: Sequence[KVCacheBlock],
+        keys: Sequence[BlockHashWithGroupId],
+        hits: set[BlockHashWithGroupId],
+    ) -> None:
+        """Plan stores of ``blocks``, all sub-blocks of the host blocks with ``keys``, as far as the
+        tier lacks them. The device had the contents of ``hits`` before."""
+        wanted = self._stores.absent(keys) if progress.rule is not StoreRule.NONE else set()
+        if progress.rule is StoreRule.HITS:
+            wanted &= hits
+        wanted = set(filter(self._admission.admits, wanted))
+        if not wanted:
+            return
+        run = self._run(progress.request, blocks, keys, wanted)
+        planned = self._stores.plan(run, progress.own, self._device_pool)
+        progress.own.update([block.block_id for block in planned])
+        self._meter.add(metrics.DROPPED, len(run.keys) - len(planned), "tier_full")
+
+    def _run(
+        self,
+        request: "Request",
+        blocks: Sequence[KVCacheBlock],
+        keys: Sequence[BlockHashWithGroupId],
+        wanted: set[BlockHashWithGroupId],
+    ) -> Run:
+        """The host blocks of ``wanted`` keys. Blocks that are free already count only as far as
+        running requests do not need them."""
+        count = self._groups.num_sub_blocks
+        room = self._device_pool.get_num_free_blocks() - self._reserve
+        device_blocks: list[KVCacheBlock] = []
+        chosen: list[BlockHashWithGroupId] = []
+        for place, key in enumerate(keys):
+            parts = blocks[place * count : (place + 1) * count]
+            num_free = sum(part.ref_cnt == 0 for part in parts)
+            if key in wanted and num_free <= max(0, room):
+                room -= num_free
+                device_blocks += parts
+                chosen.append(key)
+        run = Run(device_blocks, chosen)
+        if self._wants_events:
+            inner_keys = self._device_pool.cached_block_hashes_by_block if count == 1 else {}
+            last = device_blocks[count - 1 :: count]
+            run.num_tokens = [block.block_hash_num_tokens or 0 for block in last]
+            run.payloads = [
+                payloads_of_host_block(
+                    self._groups,
+                    key,
+                    inner_keys.get(block.block_id, ()),
+                    block.block_hash_num_tokens,
+                    request,
+                )
+                if block.block_hash_num_tokens is not None
+                else {}
+                for key, block in zip(chosen, last, strict=True)
+            ]
+        return run
+
+
+def _boundary_states(scheduled: "SchedulerOutput") -> dict[str, list[BoundaryState]]:
+    """The state blocks that vLLM hands over with this step, by request; without those of requests
+    that give up their blocks in it: the step does not complete these."""
+    handed_over = scheduled.kv_connector_block_state
+    if handed_over is None:
+        return {}
+    gone = scheduled.finished_req_ids | (scheduled.preempted_req_ids or set())
+    return {
+        request_id: [BoundaryState(*state) for state in states]
+        for request_id, states in handed_over.boundary_state_offloads.items()
+        if request_id not in gone
+    }

@@ -1,0 +1,254 @@
+"""BeforeEviction: stores blocks that the device is about to lose."""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from vllm.utils.math_utils import cdiv
+from vllm.v1.core.kv_cache_utils import BlockHashWithGroupId, KVCacheBlock
+
+from simple_offload.scheduler.policy.free_queue_scan import FreeQueueScan, StepLimits
+from simple_offload.scheduler.policy.residency import Residency, StoreRule
+from simple_offload.scheduler.policy.store_policy import (
+    Begun,
+    Completed,
+    PolicyParts,
+    Progress,
+    StorePolicy,
+    Unhashed,
+)
+from simple_offload.scheduler.wishes import NO_WISHES, Wishes
+from simple_offload.transfer import Transfer
+
+if TYPE_CHECKING:
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.request import Request
+
+
+MAX_WITHHELD = 8
+"""How often blocks are withheld from a request, which may then lack room. A store takes three steps
+(``StepLimits.num_steps``), and a load may need several stores."""
+
+_NUM_AVERAGED = 8
+"""Loads whose size is averaged. As many blocks are kept safe: where fewer are, the next load gets
+safe blocks from further back in the device's free queue, and the device loses what it used
+later."""
+
+_MAX_POSTPONED = 8
+"""Steps in a row for which early stores are postponed. One store of many blocks takes the scheduler
+and the worker about as long as one of few."""
+
+
+class BeforeEviction(StorePolicy):
+    """For models with one chained KV cache group. Keeps the front of the device's free queue, which
+    is evicted first, free of blocks that only the device has.
+
+    A scan along the queue stores those (``free_queue_scan.py``). While the tier has empty blocks,
+    they are stored early, as they fill up, beside their request's compute. The same happens if
+    fewer blocks are free than should be safe: the device might evict what running requests give up
+    before the scan meets it. A load may take more blocks in one step than are safe: blocks that
+    only the device has are withheld from its request.
+    """
+
+    def __init__(self, parts: PolicyParts) -> None:
+        super().__init__(parts)
+        self._stores_early = not parts.config.lazy_offload
+        self._limits = StepLimits.from_config(parts.vllm_config, self._groups.block_sizes)
+        self._max_step_tokens = parts.vllm_config.scheduler_config.max_num_batched_tokens
+        self._residency = Residency(parts, self._admission, self._reuse)
+        self._scan = FreeQueueScan(self._tier, self._residency, self._limits, self._device_pool)
+        self._behind: dict[str, Progress] = {}
+        """Requests with blocks recorded since they were last stored ahead of time."""
+        self._has_news = False
+        """Whether blocks have joined the free queue that may be stored early."""
+        self._num_postponed = 0
+        """Steps for which early stores have been postponed by now."""
+        self._num_withheld: dict[str, int] = {}
+        """By request without blocks, how often some were withheld from it."""
+        self._num_queued = 0
+        """Device blocks that the requests in vLLM's queue will have, at most."""
+        self._queued: dict[str, int] = {}
+        """The same by request."""
+        self._load_size = 0.0
+        """Device blocks of a load, an average of the last ones."""
+
+    @property
+    def idle(self) -> bool:
+        return not (self._has_news or self._scan.is_behind)
+
+    def on_new_request(self, request: "Request") -> None:
+        super().on_new_request(request)
+        num_blocks = self._num_blocks(request.num_tokens)
+        self._queued[request.request_id] = num_blocks
+        self._num_queued += num_blocks
+
+    def before_allocation(
+        self, request: "Request", num_load_blocks: int, num_computed_tokens: int
+    ) -> bool:
+        """Contents that only the device has are withheld from the request, and stored with this
+        step. If too few blocks are left, vLLM lets no request pass this one."""
+        num_tokens = min(request.num_tokens - num_computed_tokens, self._max_step_tokens)
+        num_needed = num_load_blocks or self._num_blocks(num_tokens)
+        if num_needed > self._device_pool.get_num_free_blocks():
+            return False
+        num_times = self._num_withheld.get(request.request_id, 0)
+        if num_times == MAX_WITHHELD or not self._scan.withhold(num_needed):
+            return False
+        # vLLM may want room for more than these blocks, so each time counts.
+        self._num_withheld[request.request_id] = num_times + 1
+        return True
+
+    def on_allocated(
+        self,
+        request: "Request",
+        num_hit_tokens: int,
+        num_loaded_tokens: int,
+        wishes: Wishes = NO_WISHES,
+    ) -> None:
+        super().on_allocated(request, num_hit_tokens, num_loaded_tokens, wishes)
+        # Later requests of this step may change who uses these blocks.
+        self._residency.on_allocated(request.request_id, num_hit_tokens)
+
+    def on_step(self, scheduled: "SchedulerOutput") -> None:
+        due = self._on_scheduled(scheduled)
+        stores_early = self._stores_early and not self._postpone(scheduled, due)
+        # First what the device has lost: a store must not evict it from the tier as a duplicate.
+        self._follow_device()
+        self._record_due(due)
+        # Running requests go before the free queue: their blocks may join it in any step.
+        if self._behind and (budget := self._num_to_store(early=stores_early)):
+            self._store_running(budget)
+        self._scan.on_step(max(self._num_queued, int(self._load_size)), stores_early)
+        self._has_news = False
+
+    def on_request_finished(self, request: "Request", loading: bool) -> None:
+        super().on_request_finished(request, loading)
+        self._behind.pop(request.request_id, None)
+
+    def on_load_ended(self, transfer: Transfer) -> None:
+        if not self._wants_events:  # else each loaded block is recorded
+            self._residency.on_loaded(transfer)
+
+    def on_store_ended(
+        self, blocks: Sequence[KVCacheBlock], transfer: Transfer | None, *, ok: bool
+    ) -> None:
+        self._residency.on_store_ended(blocks, transfer, ok=ok)
+        self._scan.free_blocks(blocks)
+
+    def on_device_reset(self) -> None:
+        self._residency.on_device_reset(self._scan.drop_reason)
+
+    def on_reset(self) -> None:
+        super().on_reset()
+        self._behind.clear()
+        self._residency.clear()
+
+    # Requests
+
+    def _begin(self, begun: Begun) -> None:
+        super()._begin(begun)
+        self._tier.on_request(begun.request.block_hashes)
+        self._behind.pop(begun.request.request_id, None)
+        if begun.num_loaded_tokens:
+            num_blocks = self._num_blocks(begun.num_loaded_tokens)
+            self._load_size += (num_blocks - self._load_size) / _NUM_AVERAGED
+
+    def _num_known_tokens(self, num_tokens: int) -> int:
+        return 0 if self._wants_events else num_tokens
+
+    def _on_complete(self, progress: Progress, completed: Sequence[Completed]) -> None:
+        for group, _, blocks, keys in completed:
+            lacking = self._residency.on_computed(blocks, keys, progress.request, progress.rule)
+            self._own(progress, group, keys, lacking)
+        if progress.rule is not StoreRule.NONE:
+            self._behind[progress.request.request_id] = progress
+
+    def _on_ended(self, progress: Progress, unhashed: Sequence[Unhashed]) -> None:
+        self._has_news = self._stores_early
+        self._plan(self._at_risk(progress))
+        self._store_unhashed(progress.request, unhashed, self._residency.covered)
+
+    def _on_released(self, released: Sequence[tuple[KVCacheBlock, BlockHashWithGroupId]]) -> None:
+        super()._on_released(released)
+        self._residency.release(released)
+
+    def _leave_queue(self, request_id: str) -> None:
+        super()._leave_queue(request_id)
+        self._num_queued -= self._queued.pop(request_id, 0)
+        self._num_withheld.pop(request_id, None)
+
+    def _follow_device(self) -> None:
+        """Note what vLLM has done with the device's blocks since the last step."""
+        lost, hits = self._residency.drain_used()
+        if lost:
+            self._scan.on_used(lost)
+            self._residency.on_lost(lost, self._scan.drop_reason)
+        for request_id, block_ids in hits.items():
+            progress = self._progress.get(request_id)
+            rule = progress.rule if progress is not None else StoreRule.ALL
+            self._scan.on_used(block_ids)
+            if block_ids and self._residency.on_hit(block_ids, rule) and progress is not None:
+                progress.num_ahead = [0] * len(progress.num_ahead)
+
+    # Storing
+
+    def _num_blocks(self, num_tokens: int) -> int:
+        """Device blocks for ``num_tokens`` tokens of a request, at most."""
+        return sum(cdiv(num_tokens, manager.block_size) for manager in self._managers)
+
+    def _postpone(self, scheduled: "SchedulerOutput", due: Sequence[str]) -> bool:
+        """Count the step. Returns whether it leaves early stores to later steps. A step without
+        tokens does not: no other may follow. Nor does one that goes on with the prompt of a request
+        that is ``due``: long prompts are stored as they are computed."""
+        begun = {request.req_id for request in scheduled.scheduled_new_reqs}
+        prompts = [request_id for request_id in due if self._progress[request_id].in_prompt]
+        can_wait = (
+            scheduled.total_num_scheduled_tokens > 0
+            and self._num_postponed < _MAX_POSTPONED
+            and begun.issuperset(prompts)
+        )
+        self._num_postponed = self._num_postponed + 1 if can_wait else 0
+        return can_wait
+
+    def _num_to_store(self, *, early: bool) -> int:
+        """Budget of running requests' blocks to store in this step."""
+        # The scan might not meet them before the device gives them away.
+        budget = self._scan.min_ahead if self._scan.is_tight else 0
+        if early:
+            # While the tier has room, a store costs nothing but the bus.
+            budget = max(budget, self._tier.num_empty)
+        return budget
+
+    def _store_running(self, budget: int) -> None:
+        """Store up to ``budget`` recorded device blocks of running requests."""
+        (group,) = self._groups.ids
+        blocks: list[KVCacheBlock] = []
+        for request_id, progress in list(self._behind.items()):
+            first = progress.num_ahead[group]
+            stop = min(progress.num_recorded[group], first + budget - len(blocks))
+            if first < stop:
+                table = self._managers[group].req_to_blocks.get(request_id, [])
+                blocks += reversed(table[first:stop])
+                progress.num_ahead[group] = stop
+            if len(blocks) >= budget:
+                break
+            del self._behind[request_id]
+        self._plan(blocks)
+
+    def _plan(self, blocks: Sequence[KVCacheBlock]) -> None:
+        """Plan stores of those of ``blocks``, children before parents, that the tier lacks."""
+        if chosen := self._residency.choose(blocks):
+            self._residency.plan(chosen)
+
+    def _at_risk(self, progress: Progress) -> list[KVCacheBlock]:
+        """Blocks that join a queue so short that they may be evicted before the next scan, or that
+        are to be stored early, children before parents."""
+        num_free = self._device_pool.get_num_free_blocks()
+        num_at_risk = min(self._limits.per_step, self._scan.min_ahead) - num_free
+        if self._stores_early:
+            num_at_risk = max(num_at_risk, self._tier.num_empty)
+        if progress.rule is StoreRule.NONE or num_at_risk <= 0:
+            return []
+        (group,) = self._groups.ids
+        table = self._managers[group].req_to_blocks.get(progress.request.request_id, [])
+        unstored = table[progress.num_ahead[group] : progress.num_recorded[group]]
+        return [block for block in reversed(unstored) if block.block_hash is not None][:num_at_risk]

@@ -1,0 +1,420 @@
+"""EvictionOrder: which free host block leaves the tier next."""
+
+from collections.abc import Iterable, Sequence, Set
+from itertools import islice, takewhile
+
+import numpy as np
+from numpy.typing import NDArray
+from vllm.v1.core.block_pool import BlockPool
+from vllm.v1.core.kv_cache_utils import (
+    BlockHashWithGroupId,
+    FreeKVCacheBlockQueue,
+    KVCacheBlock,
+)
+
+from simple_offload.scheduler.tier import block_pool
+from simple_offload.scheduler.tier.ghosts import Ghosts
+from simple_offload.transfer import BlockIds, as_array
+
+DUPLICATES_SHARE = 3 / 16
+"""Share of the tier that duplicates may keep although others need room. Each duplicate that leaves
+costs a second store, when the device loses its block. Each that stays takes the room of contents
+that nothing else has (Wong and Wilkes, "My cache or yours?", USENIX 2002)."""
+FEW_WANTED = 1 / 32
+"""While requests want back a smaller share of the evicted contents, duplicates outlive probation.
+Their room would keep contents that nothing wants, and each would be stored a second time
+(docs/measurements.md, "Recorded requests")."""
+MANY_WANTED = 0.4
+"""While requests want back a greater share, all duplicates make room. With a smaller limit, more is
+stored where that helps few prompts (likewise)."""
+PROTECTED_AGE = 1.5
+"""Protected contents stay this many times as long as contents on probation. Less follows a change
+of requests sooner: a user who has left. More keeps contents that return late among prompts that
+come once."""
+
+_MOST_LOOKED_AT = 4
+"""Duplicates that are looked at for each block that should leave."""
+
+_PROBATION, _PROTECTED, _RESERVED, _EMPTY, _DUPLICATES = range(5)
+"""Queues. The first four are also segments: each block belongs to one, pinned or free."""
+_SEGMENT = 3
+"""Bits of a block's code: its segment."""
+_DUPLICATE = 4
+"""Bit of a block's code: the device has its contents too."""
+_LOST = 8
+"""Bit of a block's code: the device has lost its contents. It is still among the duplicates."""
+
+
+class EvictionOrder:
+    """The tier's free blocks in queues. They leave from left to right::
+
+        empty    duplicates    probation    protected    reserved
+                 beyond their
+                 share
+
+    - **Duplicates** hold contents that the device has too. Nothing is lost with them.
+    - The next two queues hold contents that the device lacks, in the order in which it lost them.
+      Contents that a request has hit are **protected**, and leave after contents on **probation**
+      (Karedla, Love and Wherry: "Caching strategies to improve disk system performance", IEEE
+      Computer 27(3), 1994). So they stay while many prompts pass through that come once. A
+      protected block that is ``PROTECTED_AGE`` times as old as the oldest on probation leaves
+      before it: requests have changed.
+    - **Reserved** contents are for requests in vLLM's queue, or a request wants them protected.
+      The last reserved leaves first.
+
+    A queue is in order of use, and a prefix lies in it tail first: without its head, a tail could
+    not be found.
+
+    The caller guarantees: a block is told of once a change, parents before children; only blocks
+    with contents are pinned or reserved; the device loses a tail before its head.
+    """
+
+    def __init__(self, pool: BlockPool) -> None:
+        self._pool = pool
+        self._empty = pool.free_block_queue
+        self._probation, self._protected, self._reserved, self._duplicates = (
+            FreeKVCacheBlockQueue([]) for _ in range(4)
+        )
+        self._queues = (
+            self._probation,
+            self._protected,
+            self._reserved,
+            self._empty,
+            self._duplicates,
+        )
+        self._codes = bytearray()
+        """By block id."""
+        self._num_evicted = 0
+        """Evicted contents that were no duplicates, since the start: the clock of ages."""
+        self._used_at = np.zeros(0, np.int64)
+        """By block id, this clock when its contents were last used, or lost by the device."""
+        self._ghosts = Ghosts()
+        """Of the contents that this clock counts."""
+        self._lost: list[BlockIds] = []
+        """Ids in the order in which the device has lost their contents, until ``_settle``."""
+        self._num_lost = 0
+        self._places = np.zeros(0, np.int64)
+        """Scratch of ``_last_places``, by block id."""
+        self.num_duplicates = 0
+        """Blocks whose contents the device has too, pinned or free."""
+        self.num_replicas = 0
+        """Blocks that another one stands for (``CpuTier.allocate_for``). They are in no queue."""
+        self.grow()
+
+    def grow(self) -> None:
+        """Cover the blocks that the pool has by now."""
+        num_blocks = len(self._pool.blocks)
+        self._codes.extend(bytes([_EMPTY]) * (num_blocks - len(self._codes)))
+        self._used_at.resize(num_blocks, refcheck=False)
+        self._places.resize(num_blocks, refcheck=False)
+
+    @property
+    def max_contents(self) -> int:
+        """Blocks, without vLLM's null block, and without those that another one stands for."""
+        return len(self._pool.blocks) - 1 - self.num_replicas
+
+    @property
+    def max_duplicates(self) -> int:
+        """How many duplicates may outlive contents on probation: by the share of the evicted
+        contents that requests want back."""
+        wanted = self._ghosts.share_wanted
+        if wanted < FEW_WANTED:
+            return self.max_contents
+        return self._duplicates_share if wanted < MANY_WANTED else 0
+
+    @property
+    def num_free(self) -> int:
+        """Blocks in the queues."""
+        return sum(queue.num_free_blocks for queue in self._queues)
+
+    # Contents
+
+    def add(self, blocks: Sequence[KVCacheBlock], *, duplicates: bool) -> None:
+        """Drop the last reference to blocks that have just been filled. ``duplicates``: the device
+        has their contents too, and loses them soon."""
+        code = _DUPLICATE if duplicates else _PROBATION
+        for block in blocks:
+            block.ref_cnt = 0
+            self._codes[block.block_id] = code
+        if duplicates:
+            self.num_duplicates += len(blocks)
+            self._duplicates.append_n(list(reversed(blocks)))
+        else:
+            self._note_use(blocks)
+            self._probation.append_n(list(reversed(blocks)))
+
+    def evict(
+        self, limit: int, keep: Set[int]
+    ) -> tuple[list[KVCacheBlock], list[BlockHashWithGroupId], list[BlockHashWithGroupId]]:
+        """Up to ``limit`` pinned, empty blocks; the evicted keys of duplicates, and of others.
+        ``keep``: never evict these block ids, nor a block behind one of them. Duplicates among
+        them become the last to leave."""
+        blocks: list[KVCacheBlock] = []
+        lost: dict[bool, list[BlockHashWithGroupId]] = {True: [], False: []}
+
+        def take(queue: FreeKVCacheBlockQueue, count: int) -> None:
+            count = min(count, limit - len(blocks))
+            if count > 0 and queue.num_free_blocks:
+                new, keys = block_pool.get_new_blocks(self._pool, queue, count, keep)
+                if keys:
+                    self._forget(new)
+                    lost[queue is self._duplicates].extend(keys)
+                blocks.extend(new)
+
+        def take_duplicates(count: int) -> None:
+            left = min(self._duplicates.num_free_blocks, _MOST_LOOKED_AT * limit)
+            stop = min(limit, len(blocks) + count)
+            while len(blocks) < stop and left > 0:
+                left -= self._make_last(keep, left)
+                num_before = len(blocks)
+                take(self._duplicates, min(left, stop - num_before))
+                left -= len(blocks) - num_before
+
+        take(self._empty, limit)
+        if len(blocks) < limit:
+            self._settle()
+            # Nothing is lost with a duplicate.
+            take_duplicates(self.num_duplicates - self.max_duplicates)
+            # Requests have changed, or these would have been found by now.
+            take(self._protected, self._num_old(limit))
+            take(self._probation, limit)
+            take_duplicates(self.num_duplicates - self._duplicates_share)
+            take(self._protected, limit)
+            take_duplicates(limit)
+            take(self._reserved, limit)
+        lifetime = max(self.num_duplicates, self._duplicates_share)  # room that they could make
+        self._ghosts.add(lost[False], self._num_evicted, lifetime)
+        self._num_evicted += len(lost[False])
+        return blocks, lost[True], lost[False]
+
+    def on_emptied(self, blocks: Sequence[KVCacheBlock]) -> None:
+        """``blocks`` have lost their contents. The free ones are the next to be allocated."""
+        free = [block for block in blocks if block.ref_cnt == 0]
+        self._take_out(free)
+        self._forget(blocks)
+        self._empty.prepend_n(free)
+
+    def empty_all(self) -> None:
+        """Evict all contents. The free blocks are the next to be allocated, lowest id first."""
+        block_pool.evict_all_blocks(self._pool, self._queues)
+        self._codes = bytearray([_EMPTY]) * len(self._codes)
+        self._lost.clear()
+        self._num_lost = self.num_duplicates = 0
+
+    # References
+
+    def pin(self, blocks: Iterable[KVCacheBlock]) -> None:
+        """Add a reference to each block. A request has hit their contents, and the device lacks
+        them."""
+        codes = self._codes
+        free: list[KVCacheBlock] = []
+        counts = [0] * 16
+        for block in blocks:
+            block_id = block.block_id
+            code = codes[block_id]
+            if block.ref_cnt == 0:
+                free.append(block)
+                counts[code] += 1
+            block.ref_cnt += 1
+            if code != _PROTECTED:
+                codes[block_id] = code & _RESERVED or _PROTECTED
+                self.num_duplicates -= (code & _DUPLICATE) > 0
+        self._unlink(free, [*counts[:_DUPLICATES], sum(counts[_DUPLICATES:])])
+
+    def unpin(self, blocks: Sequence[KVCacheBlock], *, duplicates: bool = False) -> None:
+        """Drop a reference to each block. Those without references become the last to leave in
+        their segment, but duplicates the first; empty ones are allocated next. ``duplicates``: the
+        device has loaded their contents."""
+        if not blocks:
+            return
+        freed: list[list[KVCacheBlock]] = [[] for _ in self._queues]
+        codes = self._codes
+        for block in reversed(blocks):
+            block.ref_cnt -= 1
+            code = codes[block.block_id]
+            if duplicates:
+                self.num_duplicates += not code & _DUPLICATE
+                codes[block.block_id] = code = _DUPLICATE | code & _SEGMENT
+            if block.ref_cnt == 0:
+                freed[min(code, _DUPLICATES)].append(block)
+        if not duplicates:
+            self._note_use(blocks)
+        for segment in (_PROBATION, _PROTECTED, _RESERVED):
+            self._queues[segment].append_n(freed[segment])
+        self._empty.prepend_n(freed[_EMPTY])
+        self._duplicates.prepend_n(freed[_DUPLICATES])
+
+    def renew(self, blocks: Iterable[KVCacheBlock]) -> None:
+        """Make the free ones of ``blocks`` the last to leave in their segment."""
+        free = [block for block in blocks if block.ref_cnt == 0]
+        self._take_out(free)
+        for block in free:
+            block.ref_cnt += 1
+        self.unpin(free)
+
+    # The device
+
+    def device_got(self, blocks: Sequence[KVCacheBlock]) -> None:
+        """The device has got the contents of ``blocks``, each once, for requests. They become the
+        first duplicates to leave: the device loses them last."""
+        ids = as_array([block.block_id for block in blocks])
+        codes = np.frombuffer(self._codes, np.uint8)
+        before = codes[ids]
+        free = [block for block in blocks if block.ref_cnt == 0]
+        self._take_out(free)
+        self.num_duplicates += int(np.count_nonzero(before & _DUPLICATE == 0))
+        codes[ids] = _DUPLICATE | np.maximum(before & _SEGMENT, _PROTECTED)
+        self._duplicates.prepend_n(free[::-1])
+
+    def device_lost(self, block_ids: BlockIds, hit: NDArray[np.bool_]) -> None:
+        """The device has lost the contents of these blocks, in this order, as far as they are
+        duplicates. ``hit``: whether a request has hit them there. ``_settle`` moves the blocks:
+        mostly requests load them before their order matters."""
+        codes = np.frombuffer(self._codes, np.uint8)
+        before = codes[block_ids]
+        is_duplicate = before & _DUPLICATE > 0
+        if not is_duplicate.any():
+            return
+        ids, before = block_ids[is_duplicate], before[is_duplicate]
+        segments = np.maximum(before & _SEGMENT, hit[is_duplicate])
+        codes[ids] = _LOST | segments
+        self.num_duplicates -= len(self._last_places(ids))
+        self._lost.append(ids)
+        self._num_lost += len(ids)
+        if self._num_lost > len(codes):
+            self._settle()
+
+    def on_device_reset(self) -> None:
+        """The device has lost all contents at once. Duplicates go on probation, unless they are
+        reserved, in the order in which they would have left."""
+        self._settle()
+        codes = np.frombuffer(self._codes, np.uint8)
+        duplicates = codes >= _DUPLICATE
+        self._used_at[duplicates] = self._num_evicted
+        codes[duplicates] &= _RESERVED
+        if np.any(codes[duplicates]):
+            queued = self._duplicates.iter_blocks_after(None)
+            reserved = [block for block in queued if codes[block.block_id] == _RESERVED]
+            block_pool.unlink(reserved)
+            self._duplicates.num_free_blocks -= len(reserved)
+            self._reserved.append_n(reserved)
+        block_pool.append_all(self._probation, self._duplicates)
+        self.num_duplicates = 0
+
+    # Wishes
+
+    def reserve(self, block_ids: Iterable[int]) -> None:
+        """These contents leave last, until ``unreserve``."""
+        free = self._move(block_ids, (_PROBATION, _PROTECTED), _RESERVED)
+        self._reserved.prepend_n(free)
+
+    def unreserve(self, block_ids: Iterable[int]) -> None:
+        """These contents are reserved no more. They become protected, as if they were hit now."""
+        free = self._move(block_ids, (_RESERVED,), _PROTECTED)
+        self._protected.append_n(free)
+
+    def release(self, block_ids: Iterable[int]) -> None:
+        """Of the contents that the device lacks, these leave first, unless they are reserved, or a
+        load reads them."""
+        self._settle()
+        blocks = self._pool.blocks
+        ids = [i for i in block_ids if blocks[i].ref_cnt == 0 and self._codes[i] < _RESERVED]
+        free = self._move(ids, (_PROBATION, _PROTECTED), _PROBATION)
+        # As old as can be, or protected contents would count as too old beside them.
+        self._used_at[as_array([block.block_id for block in free])] = 0
+        self._probation.prepend_n(free)
+
+    def on_request(self, block_hashes: Sequence[bytes]) -> None:
+        """A request wants contents with ``block_hashes``, in the tier or not."""
+        self._ghosts.on_request(block_hashes)
+
+    # Details
+
+    @property
+    def _duplicates_share(self) -> int:
+        return int(DUPLICATES_SHARE * self.max_contents)
+
+    def _note_use(self, blocks: Sequence[KVCacheBlock]) -> None:
+        self._used_at[as_array([block.block_id for block in blocks])] = self._num_evicted
+
+    def _num_old(self, limit: int) -> int:
+        """How many protected blocks, up to ``limit``, leave before the first one on probation. That
+        one would have stayed longer in the room of duplicates beyond their share."""
+        now, used_at = self._num_evicted, self._used_at
+        first = next(iter(self._probation.iter_blocks_after(None)), None)
+        if first is None:
+            return 0
+        age = now - used_at[first.block_id] + max(0, self.num_duplicates - self._duplicates_share)
+        blocks = islice(self._protected.iter_blocks_after(None), limit)
+        before = now - PROTECTED_AGE * age
+        return sum(1 for _ in takewhile(lambda block: used_at[block.block_id] < before, blocks))
+
+    def _make_last(self, keep: Set[int], limit: int) -> int:
+        """Put up to ``limit`` blocks of ``keep`` from the front of the duplicates behind all
+        others: the device loses their contents next. Returns how many."""
+        queued = islice(self._duplicates.iter_blocks_after(None), limit if keep else 0)
+        count = sum(1 for _ in takewhile(lambda block: block.block_id in keep, queued))
+        self._duplicates.append_n(self._duplicates.popleft_n(count))
+        return count
+
+    def _last_places(self, block_ids: BlockIds) -> BlockIds:
+        """Each id once, at its last place."""
+        order = np.arange(len(block_ids))
+        self._places[block_ids] = order
+        last: BlockIds = block_ids[self._places[block_ids] == order]
+        return last
+
+    def _settle(self) -> None:
+        """Move the blocks whose contents the device has lost from the duplicates to the end of
+        their segments."""
+        if not self._lost:
+            return
+        ids = self._last_places(np.concatenate(self._lost))
+        self._lost.clear()
+        self._num_lost = 0
+        codes = np.frombuffer(self._codes, np.uint8)
+        ids = ids[codes[ids] & _LOST > 0]
+        codes[ids] &= _SEGMENT
+        self._used_at[ids] = self._num_evicted
+        free: list[list[KVCacheBlock]] = [[] for _ in self._queues]
+        for block_id, segment in zip(ids.tolist(), codes[ids].tolist(), strict=True):
+            block = self._pool.blocks[block_id]
+            if block.ref_cnt == 0:
+                free[segment].append(block)
+        for queue, of_queue in zip(self._queues, free, strict=True):
+            # From the last on, as a piece of the queue is cut out from its end.
+            block_pool.unlink(reversed(of_queue))
+            self._duplicates.num_free_blocks -= len(of_queue)
+            queue.append_n(of_queue)
+
+    def _move(
+        self, block_ids: Iterable[int], sources: tuple[int, ...], target: int
+    ) -> list[KVCacheBlock]:
+        """Give the blocks of the segments ``sources`` another segment. Returns those that have to
+        change their queue, children first, out of it: free blocks that the device lacks."""
+        codes, blocks = self._codes, self._pool.blocks
+        moved = [blocks[i] for i in block_ids if codes[i] & _SEGMENT in sources]
+        free = [b for b in moved if b.ref_cnt == 0 and codes[b.block_id] < _DUPLICATE]
+        self._take_out(free)
+        for block in moved:
+            codes[block.block_id] = codes[block.block_id] & ~_SEGMENT | target
+        self._note_use(free)
+        return free[::-1]
+
+    def _take_out(self, free: Sequence[KVCacheBlock]) -> None:
+        """Take free blocks out of their queues."""
+        queues = [min(self._codes[block.block_id], _DUPLICATES) for block in free]
+        self._unlink(free, [queues.count(queue) for queue in range(len(self._queues))])
+
+    def _unlink(self, free: Sequence[KVCacheBlock], counts: Sequence[int]) -> None:
+        """Take free blocks out of their queues. ``counts``: by queue, how many."""
+        block_pool.unlink(free)
+        for queue, count in zip(self._queues, counts, strict=True):
+            queue.num_free_blocks -= count
+
+    def _forget(self, blocks: Iterable[KVCacheBlock]) -> None:
+        """``blocks`` have lost their contents, and so their segment."""
+        codes = self._codes
+        for block in blocks:
+            self.num_duplicates -= (codes[block.block_id] & _DUPLICATE) > 0
+            codes[block.block_id] = _EMPTY
