@@ -51,7 +51,6 @@ class AtOnce(StorePolicy):
         reserve = StepLimits.from_config(parts.vllm_config, sizes).reserve
         self._reserve = min(reserve, len(self._device_pool.blocks) // 4)
         """Free device blocks that no store takes, for running requests."""
-
         self._released: dict[BlockHashWithGroupId, bytes | None] = {}
         """Released contents whose stores are in flight, and their owner."""
 
