@@ -346,6 +346,12 @@ def test_what_is_released_leaves_first(wide: MakeDriver, lazy: bool | None, wish
     assert released(driver, prompt(21)) == ([*range(5)] if wishes else [])
 
 
+def test_a_release_counts_although_the_stores_are_in_flight(wide: MakeDriver) -> None:
+    driver = wide(False)
+    driver.serve("a", prompt(21), wishes=RELEASE)
+    assert released(driver, prompt(21)) == [*range(5)]
+
+
 @SETTINGS
 @pytest.mark.parametrize(
     ("first", "more", "own"),

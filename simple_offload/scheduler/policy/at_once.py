@@ -46,7 +46,7 @@ class AtOnce(StorePolicy):
     """
 
     def __init__(self, parts: PolicyParts) -> None:
-        super().__init__(parts)
+        super().__init__(parts, records_hits=True)
         sizes = [size // self._groups.num_sub_blocks for size in self._groups.block_sizes]
         reserve = StepLimits.from_config(parts.vllm_config, sizes).reserve
         self._reserve = min(reserve, len(self._device_pool.blocks) // 4)
@@ -84,9 +84,6 @@ class AtOnce(StorePolicy):
         """The tier keeps its contents."""
 
     # Recording
-
-    def _num_known_tokens(self, _num_tokens: int, /) -> int:
-        return 0
 
     def _on_complete(self, progress: Progress, completed: Sequence[Completed]) -> None:
         count, sizes = self._groups.num_sub_blocks, self._groups.block_sizes
@@ -167,7 +164,7 @@ class AtOnce(StorePolicy):
 
     def _on_released(self, released: Sequence[tuple[KVCacheBlock, BlockHashWithGroupId]]) -> None:
         super()._on_released(released)
-        coming = [key for _, key in released if not self._tier.has(key)]
+        coming = [k for _, k in released if not self._tier.has(k) and self._stores.has(k)]
         self._released.update((key, self._owners.of(key)) for key in coming)
 
     # Storing

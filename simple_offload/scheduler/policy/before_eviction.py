@@ -16,7 +16,7 @@ from simple_offload.scheduler.policy.store_policy import (
     StorePolicy,
     Unhashed,
 )
-from simple_offload.scheduler.wishes import NO_WISHES, Wishes
+from simple_offload.scheduler.wishes import Wishes
 from simple_offload.transfer import Transfer
 
 if TYPE_CHECKING:
@@ -50,7 +50,7 @@ class BeforeEviction(StorePolicy):
     """
 
     def __init__(self, parts: PolicyParts) -> None:
-        super().__init__(parts)
+        super().__init__(parts, records_hits=parts.wants_events)
         self._stores_early = not parts.config.lazy_offload
         self._limits = StepLimits.from_config(parts.vllm_config, self._groups.block_sizes)
         self._max_step_tokens = parts.vllm_config.scheduler_config.max_num_batched_tokens
@@ -102,7 +102,7 @@ class BeforeEviction(StorePolicy):
         request: "Request",
         num_hit_tokens: int,
         num_loaded_tokens: int,
-        wishes: Wishes = NO_WISHES,
+        wishes: Wishes,
     ) -> None:
         super().on_allocated(request, num_hit_tokens, num_loaded_tokens, wishes)
         # Later requests of this step may change who uses these blocks.
@@ -151,9 +151,6 @@ class BeforeEviction(StorePolicy):
         if begun.num_loaded_tokens:
             num_blocks = self._num_blocks(begun.num_loaded_tokens)
             self._load_size += (num_blocks - self._load_size) / _NUM_AVERAGED
-
-    def _num_known_tokens(self, num_tokens: int) -> int:
-        return 0 if self._wants_events else num_tokens
 
     def _on_complete(self, progress: Progress, completed: Sequence[Completed]) -> None:
         for group, _, blocks, keys in completed:

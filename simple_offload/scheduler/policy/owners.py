@@ -21,10 +21,11 @@ def session_of(request: "Request") -> bytes:
 
 
 class Owners:
-    """Sessions that may release contents. What a second session hits or computes is nobody's.
+    """Sessions that may release contents. A key has no owner once a second session hits or computes
+    its contents.
 
-    The owners of the last keys are remembered; a session need not say that it has ended. What is
-    forgotten is not released.
+    The owners of the last keys are remembered; a session need not say that it has ended. A
+    forgotten key is not released.
     """
 
     def __init__(self, num_blocks: int) -> None:

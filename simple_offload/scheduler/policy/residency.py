@@ -32,9 +32,9 @@ class StoreRule(Enum):
     """What is stored of a request."""
 
     ALL = 1
-    """What it computes, and what it hits on the device."""
+    """Contents that it computes or hits on the device."""
     HITS = 2
-    """What it hits on the device."""
+    """Contents that it hits on the device."""
     NONE = 3
 
 
@@ -111,8 +111,9 @@ class Residency:
         ]
 
     def drain_used(self) -> tuple[list[int], dict[str, list[int]]]:
-        """Ids of the blocks that vLLM has given away to be filled since the last call, in this
-        order; and by request, of those that it has hit. Without null blocks."""
+        """Two answers since the last call: ids of the blocks that vLLM has given away to be filled,
+        in this order; and, by request, ids of the blocks that it has hit. Null blocks are left
+        out."""
         allocated, hits = [*self._allocated], self._hits
         self._allocated.clear()
         self._hits = {}

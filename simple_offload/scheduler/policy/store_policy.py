@@ -113,7 +113,10 @@ class StorePolicy(ABC):
     """Decides which device blocks are stored, and when. This base class records which blocks of a
     request are complete, follows its wishes, and reserves what waiting requests will hit."""
 
-    def __init__(self, parts: PolicyParts) -> None:
+    def __init__(self, parts: PolicyParts, *, records_hits: bool) -> None:
+        """``records_hits``: whether a request records blocks that it hits, like those it
+        computes."""
+        self._records_hits = records_hits
         self._tier, self._groups, self._stores = parts.tier, parts.groups, parts.stores
         self._meter = parts.meter
         self._wants_events = parts.wants_events
@@ -163,7 +166,7 @@ class StorePolicy(ABC):
         request: "Request",
         num_hit_tokens: int,
         num_loaded_tokens: int,
-        wishes: Wishes = NO_WISHES,
+        wishes: Wishes,
     ) -> None:
         """``request`` has (new) device blocks. The device had its first ``num_hit_tokens`` tokens,
         and the tier loads ``num_loaded_tokens`` after them. If it loads none, another connector
@@ -226,10 +229,6 @@ class StorePolicy(ABC):
     # What each policy does
 
     @abstractmethod
-    def _num_known_tokens(self, num_tokens: int, /) -> int:
-        """How many of a request's first ``num_tokens`` tokens, which it hits, need no record."""
-
-    @abstractmethod
     def _on_complete(self, progress: Progress, completed: Sequence[Completed]) -> None:
         """A request has completed blocks, parents before children in each group."""
 
@@ -258,7 +257,7 @@ class StorePolicy(ABC):
         if wishes.store:
             stores = self._reuse.admits_next() or wishes.protect > 0
             rule = StoreRule.ALL if stores else StoreRule.HITS
-        num_known = self._num_known_tokens(num_tokens)
+        num_known = 0 if self._records_hits else num_tokens
         num_recorded = [num_known // size for size in self._groups.block_sizes]
         self._progress[request_id] = progress = Progress(
             request,
