@@ -68,14 +68,15 @@ class Endpoint:
     def _request(self, method: str, path: str) -> bytes:
         """The body of the answer. Raises RunFailed if there is none, or an error."""
         try:
-            status, body = self._exchange(method, path)
+            status, body = self.exchange(method, path)
         except (OSError, HTTPException) as error:
             raise self.failure(f"gave no answer to {path} ({error})") from None
         if status != 200:
             raise self.failure(f"answered {status} to {path}")
         return body
 
-    def _exchange(self, method: str, path: str) -> tuple[int, bytes]:
+    def exchange(self, method: str, path: str) -> tuple[int, bytes]:
+        """The status and the body of an answer."""
         parts = urlsplit(self.url)
         kind = HTTPSConnection if parts.scheme == "https" else HTTPConnection
         connection = kind(parts.netloc, timeout=_ANSWER_SECONDS)
@@ -88,18 +89,39 @@ class Endpoint:
 
 
 class Server(Endpoint):
-    """A running server. ``serving`` makes and ends it."""
+    """A server. ``serving`` starts and ends it."""
 
-    def __init__(self, process: "subprocess.Popen[bytes]", port: int, log: Path) -> None:
-        super().__init__(f"http://{HOST}:{port}")
-        self.port = port
+    def __init__(
+        self,
+        model: str | Path,
+        arguments: Sequence[str],
+        environment: Mapping[str, str],
+        log: Path,
+        *,
+        port: int | None = None,
+        name: str = "model",
+    ) -> None:
+        """Start it: see ``serving``."""
+        self.port = port or free_port()
+        super().__init__(f"http://{HOST}:{self.port}")
         self.log = log
-        self.pid = process.pid
+        address = ["--host", HOST, "--port", str(self.port), "--served-model-name", name]
+        with log.open("wb") as log_file:
+            self.process = subprocess.Popen(
+                [*COMMAND, str(model), *address, *arguments],
+                env=dict(environment),
+                stdin=subprocess.DEVNULL,
+                stdout=log_file,
+                stderr=subprocess.STDOUT,
+                # Ctrl-C then reaches this process alone, which stops the server once.
+                start_new_session=True,
+            )
+        self.pid = self.process.pid
         """Of the process, of its process group and of its session."""
         self.ended: Future[int] = Future()
         """Holds the exit code once the process has ended."""
         self.ended.set_running_or_notify_cancel()  # so that no waiting thread can cancel it
-        Thread(target=lambda: self.ended.set_result(process.wait()), daemon=True).start()
+        Thread(target=lambda: self.ended.set_result(self.process.wait()), daemon=True).start()
 
     def check(self) -> None:
         """Raise RunFailed if the process has ended."""
@@ -114,19 +136,19 @@ class Server(Endpoint):
         how = f", {how_ended(self.ended.result())}" if self.ended.done() else ""
         return failure(f"The server {text}{how}", self.log)
 
-    def reset_prefix_cache(self, *, external: bool) -> None:
+    def reset_prefix_cache(self, *, external: bool, seconds: float = RESET_SECONDS) -> None:
         """Reset the device's prefix cache, and with ``external`` the connector's as well. Waits
         for requests and stores that hold blocks. Needs ``server_environment``.
 
-        Raises RunFailed if that does not happen in time.
+        Raises RunFailed if that does not happen within ``seconds``.
         """
         path = f"/reset_prefix_cache?reset_external={str(external).lower()}"
-        deadline = time.monotonic() + RESET_SECONDS
+        deadline = time.monotonic() + seconds
         while True:
             if json.loads(self._request("POST", path))["success"] is True:
                 return
             if time.monotonic() > deadline:
-                raise self.failure(f"did not reset its caches within {RESET_SECONDS:.0f} s")
+                raise self.failure(f"did not reset its caches within {seconds:.0f} s")
             self._pause()
 
     def wait_until_ready(self) -> None:
@@ -140,7 +162,7 @@ class Server(Endpoint):
 
     def _is_healthy(self) -> bool:
         with suppress(OSError, HTTPException):  # until it listens
-            return self._exchange("GET", "/health")[0] == 200
+            return self.exchange("GET", "/health")[0] == 200
         return False
 
     def _pause(self) -> None:
@@ -172,21 +194,9 @@ def serving(
     go to ``log``. Raises RunFailed if the port is in use, or if the server does not come up.
     However the block ends, the server and all it started are gone.
     """
-    if port is not None and not _is_free(port):
+    if port is not None and not is_free(port):
         raise RunFailed(f"Port {port} of {HOST} is in use.")
-    port = port or free_port()
-    address = ["--host", HOST, "--port", str(port), "--served-model-name", name]
-    with log.open("wb") as log_file:
-        process = subprocess.Popen(
-            [*COMMAND, str(model), *address, *arguments],
-            env=dict(environment),
-            stdin=subprocess.DEVNULL,
-            stdout=log_file,
-            stderr=subprocess.STDOUT,
-            # Ctrl-C then reaches this process alone, which stops the server once.
-            start_new_session=True,
-        )
-    server = Server(process, port, log)
+    server = Server(model, arguments, environment, log, port=port, name=name)
     ready = False
     try:
         server.wait_until_ready()
@@ -195,7 +205,7 @@ def serving(
     finally:
         # Once it is up, vLLM's server ends its engine on SIGTERM. One that starts may not react for
         # a minute, so its engine gets the signal as well, and little time is given.
-        stop(process, STOP_SECONDS if ready else STOP_SECONDS / 6, group=not ready)
+        stop(server.process, STOP_SECONDS if ready else STOP_SECONDS / 6, group=not ready)
         server.ended.result()
 
 
@@ -219,7 +229,8 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def _is_free(port: int) -> bool:
+def is_free(port: int) -> bool:
+    """Whether ``port`` of this host is free to listen on."""
     with socket.socket() as probe:
         # As servers do: connections of an ended server that the kernel still keeps do not matter.
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

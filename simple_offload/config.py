@@ -79,7 +79,7 @@ def parse_memory(value: object) -> int:
 
 
 def _share_of(value: object) -> Fraction | None:
-    """What "80%" stands for; None for values of another form."""
+    """The share that "80%" stands for; None for values of another form."""
     match = _SHARE.fullmatch(value.strip()) if isinstance(value, str) else None
     return Fraction(match["percent"]) / 100 if match else None
 
@@ -130,7 +130,7 @@ class SecondTierConfig(BaseModel):
     """"fs" for files, "obj" for S3, or another of vLLM's tiers."""
 
     bytes: Bytes | None = None
-    """Limit of all files under ``root_dir``, those of other servers included. "fs" needs it."""
+    """Limit of all files under ``root_dir``, also of other servers. "fs" needs it."""
 
     cache_namespace: Annotated[str, Field(min_length=1)] | None = None
     """A name for the model's weights. By default they are recognised by their files."""
@@ -321,7 +321,7 @@ class OffloadConfig(BaseModel):
 
 
 def ignored_keys(keys: Iterable[str]) -> list[str]:
-    """Those of ``keys`` that are unknown, and similar to no known key."""
+    """Unknown ``keys`` that are similar to no known key."""
     known = OffloadConfig.model_fields
     return [key for key in keys if not difflib.get_close_matches(key, known, 1, _SIMILAR)]
 

@@ -44,7 +44,7 @@ def wanted_layout(vllm_config: "VllmConfig", config: OffloadConfig) -> str | Non
 
 
 def page_layout(vllm_config: "VllmConfig") -> tuple[object, ...]:
-    """What decides how attention lays out a page, beside its size: the backend of each layer,
+    """Values that decide how attention lays out a page, beside its size: the backend of each layer,
     vLLM's layout, and the instruction set, by which CPU attention packs keys. Values that JSON has.
     Once the model has been loaded."""
     layers = get_layers_from_vllm_config(vllm_config, cast(Any, AttentionLayerBase))

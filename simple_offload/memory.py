@@ -19,12 +19,12 @@ logger = get_logger(__name__)
 
 GIB = 1024**3
 
-_ROOT = Path("/")
+ROOT = Path("/")
 """The folder with the kernel's files; tests have another."""
 _NO_LIMIT = 1 << 62
 """Cgroups of version 1 without a limit report a number above this."""
 _MAX_RESERVE = 16 * GIB
-_LOCKED = Path("/dev/shm")  # noqa: S108 - nothing is written there
+_LOCKED = "dev/shm"
 """The folder whose lock gives a process its turn. All ranks of a server share it, since vLLM's
 message queues lie there."""
 _PATIENCE_SECONDS, _SHORT_SECONDS, _LOOK_SECONDS = 60.0, 1.0, 0.005
@@ -122,7 +122,7 @@ class _Turns:
         """A context with the lock, or without it where none can be had."""
         handle = None
         try:
-            handle = os.open(_LOCKED, os.O_RDONLY)
+            handle = os.open(ROOT / _LOCKED, os.O_RDONLY)
             self._lock(handle)
         except OSError as error:
             _warn_without_turns(str(error))
@@ -157,7 +157,8 @@ _TURNS = _Turns()
 @cache
 def _warn_without_turns(why: str) -> None:
     """Log once per reason that processes do not take turns."""
-    logger.info("Host memory is taken without waiting for other processes: %s (%s)", why, _LOCKED)
+    folder = ROOT / _LOCKED
+    logger.info("Host memory is taken without waiting for other processes: %s (%s)", why, folder)
 
 
 # The kernel's files
@@ -171,7 +172,7 @@ class _Cgroup:
 
 
 def _cgroups() -> Iterator[_Cgroup]:
-    """The cgroups of this process, and those above, that have a limit."""
+    """The cgroups of this process and above it that have a limit."""
     for group, is_v2 in _cgroup_folders():
         if is_v2:
             # Above memory.high a process whose pages cannot be reclaimed almost stops.
@@ -191,10 +192,10 @@ def _cgroups() -> Iterator[_Cgroup]:
 def _cgroup_folders() -> Iterator[tuple[Path, bool]]:
     """Folders of this process's cgroups and of those above, each with True for version 2. A line
     of /proc/self/cgroup is hierarchy:controllers:path; version 2 has no controllers there."""
-    for line in _lines(_ROOT / "proc/self/cgroup"):
+    for line in _lines(ROOT / "proc/self/cgroup"):
         _, controllers, path = line.split(":", 2)
         is_v2 = controllers == ""
-        root = _ROOT / "sys/fs/cgroup"
+        root = ROOT / "sys/fs/cgroup"
         if not is_v2:
             if "memory" not in controllers.split(","):
                 continue
@@ -207,13 +208,13 @@ def _cgroup_folders() -> Iterator[tuple[Path, bool]]:
 
 def _present_bytes() -> int:
     """Present pages of all zones, in bytes; 0 if the kernel has no such file."""
-    words = (line.split() for line in _lines(_ROOT / "proc/zoneinfo"))
+    words = (line.split() for line in _lines(ROOT / "proc/zoneinfo"))
     pages = sum(int(line[1]) for line in words if len(line) == 2 and line[0] == "present")
     return pages * os.sysconf("SC_PAGE_SIZE")
 
 
 def _can_be_added() -> bool:
-    return any(next(_ROOT.glob(pattern), None) is not None for pattern in _HOTPLUG)
+    return any(next(ROOT.glob(pattern), None) is not None for pattern in _HOTPLUG)
 
 
 def _table(file: Path) -> dict[str, int]:

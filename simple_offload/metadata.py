@@ -1,4 +1,4 @@
-"""What crosses the process boundary: StepMetadata down to the ranks, WorkerReport up."""
+"""Messages between the processes: StepMetadata down to the ranks, WorkerReport up."""
 
 from collections import Counter
 from dataclasses import dataclass, field
@@ -76,4 +76,4 @@ class RankCapacity(KVConnectorHandshakeMetadata):
     memory: Address | None = None
     """Of these rows. Told by one of the ranks."""
     layout: tuple[object, ...] = ()
-    """What decides how a page's bytes are laid out, of values that JSON has."""
+    """Values that decide how a page's bytes are laid out, as JSON has them."""

@@ -28,7 +28,7 @@ class Address(NamedTuple):
     pid: int
     descriptor: int
     token: bytes
-    """What the memory begins with, so that no other file is taken for it."""
+    """First bytes of the memory, so that no other file is taken for it."""
 
 
 class SharedMemory:

@@ -139,22 +139,22 @@ class Machine:
 
     def __init__(self, root: Path) -> None:
         self._root = root
-
-    def path(self, *parts: str) -> Path:
-        """The path that replaces a file of the kernel."""
-        return self._root / Path(*parts).relative_to("/")
+        self.turns = root / "dev" / "shm"
+        """The folder that processes lock for their turn."""
+        self.turns.mkdir(parents=True)
 
     def write(self, name: str, text: str) -> None:
         """Write a file of the kernel."""
-        path = self.path(name)
+        path = self._root / name.lstrip("/")
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
 
 
 @pytest.fixture
-def machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Machine:
+def machine(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> Machine:
     """Replaces the machine's memory when a configuration is checked."""
-    machine = Machine(tmp_path)
+    root = tmp_path_factory.mktemp("machine")
+    machine = Machine(root)
     monkeypatch.setattr(
         "simple_offload.memory.psutil.virtual_memory",
         lambda: SimpleNamespace(
@@ -162,7 +162,7 @@ def machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Machine:
             available=machine.num_bytes if machine.available is None else machine.available,
         ),
     )
-    monkeypatch.setattr("simple_offload.memory._ROOT", tmp_path)
+    monkeypatch.setattr("simple_offload.memory.ROOT", root)
     return machine
 
 

@@ -72,16 +72,6 @@ def test_a_share_of_a_container_s_limit(machine: Machine) -> None:
     assert OffloadConfig.parse({"cpu_bytes_to_use": "75%"}, 1).cpu_bytes_to_use == 30 * GIB
 
 
-def test_the_ranks_of_a_machine_divide_its_share() -> None:
-    """An engine of 16 ranks on two machines, each of which adds its own memory."""
-    on_one, on_two = (
-        OffloadConfig.parse({"cpu_bytes_to_use": "80%"}, 16, num_local, num_local)
-        for num_local in (16, 8)
-    )
-    assert on_one.bytes_per_rank(16) == 5 * GIB
-    assert on_two.bytes_per_rank(16) == 10 * GIB
-
-
 @BOTH_SIZES
 def test_shares_of_all_engines_together(key: str) -> None:
     """Each engine of data parallelism has that share, as it would have those bytes."""
@@ -91,24 +81,7 @@ def test_shares_of_all_engines_together(key: str) -> None:
     assert f"{key}='25%' asks for 125.00 GiB of host memory" in str(caught.value)
 
 
-def test_vllm_s_first_question_knows_no_ranks() -> None:
-    OffloadConfig.parse({"cpu_bytes_to_use": "80%"}, 1, 0)
-
-
 # Sizes of a rank
-
-
-def test_bytes_are_shared_by_the_ranks_unless_given_for_each() -> None:
-    server_wide = OffloadConfig.parse({"cpu_bytes_to_use": "8GiB"}, num_ranks=4)
-    assert server_wide.bytes_per_rank(4) == 2 * GIB
-    both = {"cpu_bytes_to_use": "8GiB", "cpu_bytes_to_use_per_rank": "3GiB"}
-    assert OffloadConfig.parse(both, num_ranks=4).bytes_per_rank(4) == 3 * GIB
-
-
-def test_host_blocks_that_bytes_hold() -> None:
-    config = OffloadConfig.parse({"cpu_bytes_to_use": 1000}, num_ranks=2)
-    assert config.num_host_blocks(block_bytes=100, num_ranks=2) == 5
-    assert config.num_host_blocks(block_bytes=250, num_ranks=2) == 2
 
 
 @BOTH_SIZES

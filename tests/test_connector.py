@@ -346,18 +346,6 @@ class Foreign(KVConnectorHandshakeMetadata):
     """Metadata of another connector, in a MultiConnector."""
 
 
-def test_all_ranks_use_as_many_blocks_as_the_smallest_has(connect: Connect) -> None:
-    connector = connect(SCHEDULER, num_ranks=2)
-    assert connector.scheduler is not None
-    connector.set_xfer_handshake_metadata_pp_aware({(0, 0): Foreign()})
-    assert connector.scheduler.tier.num_blocks == 1  # vLLM's null block
-    smallest, other = RankCapacity("s", 8, 5, 1), RankCapacity("r", 8, 7, 1)
-    connector.set_xfer_handshake_metadata_pp_aware(
-        {(0, 0): other, (1, 0): smallest, (1, 1): Foreign()}
-    )
-    assert connector.scheduler.tier.num_blocks == 5
-
-
 def test_beside_another_connector_the_handshake_is_left_to_it(
     connect: Connect, memory: KVMemory, monkeypatch: pytest.MonkeyPatch
 ) -> None:

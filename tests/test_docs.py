@@ -1,66 +1,120 @@
-"""The documentation: its names exist, and its tables are up to date. tests/docs/ runs its
-commands."""
+"""The documentation: programs accept its commands, its names exist, and its tables are up to date.
+tests/docs/ runs the commands of README.md and CONTRIBUTING.md."""
 
+import argparse
 import ast
-import importlib.util
-import json
+import logging
+import os
 import re
-from collections.abc import Iterator
+import runpy
+import shlex
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock, patch
 
 import pytest
+from vllm.config import KVTransferConfig
 
+from simple_offload.cli.main import main
+from simple_offload.cli.transfer_config import read_transfer_config
 from simple_offload.config import OffloadConfig
 from simple_offload.metrics import SERIES
-from tests.docs.pages import COMMANDS, PAGES, Command, blocks
+from tests.docs.pages import COMMANDS, PAGES, blocks
+from tests.test_packaging import EXTRAS
 from tools import docs
 from tools.set_up import ROOT
 
 every_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 
 
-@pytest.mark.parametrize(
-    "command",
-    [command for command in COMMANDS if "-m" in command.words],
-    ids=lambda command: f"{command.page}: {command.text[:60]}",
-)
-def test_python_modules_and_their_options_exist(command: Command) -> None:
-    """The module that parses the program's arguments names each option. Importing the program
-    itself may need a device."""
-    _, module, *arguments = command.words[command.words.index("-m") :]
-    if module in ("pip", "pytest", "examples.vllm_command"):
-        return  # their arguments are not of this project
-    spec = importlib.util.find_spec(module)
-    assert spec is not None, f"no module {module}"
-    assert spec.origin is not None
-    origin = Path(spec.origin)
-    if origin.name == "__init__.py":
-        parser = origin.with_name("arguments.py")
-        origin = parser if parser.exists() else origin.with_name("__main__.py")
-    source = origin.read_text()
-    for argument in arguments:
-        if argument.startswith("--"):
-            assert f'"{argument}"' in source, f"{module} has no option {argument}"
+# Commands
+
+ELSEWHERE = ("curl", "docker", "helm", "lm_eval", "mount", "npu-smi")
+"""Programs of the system, and those that are not installed here."""
 
 
-def _validate(config: dict[str, Any]) -> None:
+class Parsed(Exception):
+    """A program has accepted its arguments."""
+
+
+@pytest.fixture
+def parse_only(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Programs that run in this process end with Parsed when they have parsed their arguments. A
+    wrong argument ends them with SystemExit, as ever."""
+    parse_args = argparse.ArgumentParser.parse_args
+
+    def parse(*arguments: Any) -> None:
+        parse_args(*arguments)
+        raise Parsed
+
+    monkeypatch.setattr(argparse.ArgumentParser, "parse_args", parse)
+    monkeypatch.setattr(signal, "signal", Mock())
+    monkeypatch.setattr(logging, "disable", Mock())
+    monkeypatch.setitem(sys.modules, "torch_npu", Mock())
+    with patch.dict(os.environ):
+        yield
+
+
+def made_by(words: Sequence[str]) -> list[str]:
+    """The last command of a make target."""
+    makefile = (ROOT / "Makefile").read_text()
+    for name in re.findall(r"^(\w+)=", "\n".join(words), re.MULTILINE):
+        assert re.search(rf"^{name} \?=", makefile, re.MULTILINE), f"the Makefile reads no {name}"
+    command = ["make", "--dry-run", f"PYTHON={sys.executable}", *words[1:]]
+    environment = {"PATH": os.environ["PATH"]}  # without the variables of `make test ARGS=...`
+    done = subprocess.run(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, check=True)
+    return shlex.split(done.stdout.decode().splitlines()[-1])
+
+
+@pytest.mark.usefixtures("parse_only")
+@pytest.mark.parametrize("text", {each.text: each for each in COMMANDS}, ids=lambda text: text[:60])
+def test_programs_accept_the_commands(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By their own parsers, where they are of this project or of vLLM."""
+    words = next(list(each.words) for each in COMMANDS if each.text == text)
+    while re.match(r"[A-Z_]+=", words[0]):
+        words.pop(0)
+    if words[0] == "make":
+        words = made_by(words)
+    if words[0] == "vllm":
+        words = ["python", "-m", "examples.vllm_command", *words[1:]]
+    match words:
+        case ["simple-offload", *arguments]:
+            with pytest.raises(Parsed):
+                main(arguments)
+        case [_, "-m", module, *arguments] if module.startswith(("examples.", "tests.")):
+            monkeypatch.setattr(sys, "argv", [module, *arguments])
+            with pytest.raises((Parsed, SystemExit)) as end:
+                runpy.run_module(module, run_name="__main__")
+            assert isinstance(end.value, Parsed) or "--help" in arguments
+        case [_, "-m", module, *_]:
+            assert find_spec(module)
+        case ["pip", "install", package]:
+            extra = package.removeprefix(".").strip("[]")
+            assert extra in {"", *EXTRAS} or package == EXTRAS["bench"][0]
+        case [program, *_]:
+            assert program in ELSEWHERE or words[1:] == ["tools/set_up.py"]
+    for option in {"--config", "--kv-transfer-config"} & set(words):
+        require_valid(words[words.index(option) + 1])
+
+
+def require_valid(config: str) -> None:
     """Whether this is a complete configuration for vLLM, or the connector's section of one."""
-    from vllm.config import KVTransferConfig
-
-    extra = config
-    if "kv_connector" in config:
-        KVTransferConfig(**config)
-        assert config["kv_connector"] == "SimpleCPUOffloadConnector"
-        assert config["kv_connector_module_path"] == "simple_offload"
-        extra = config.get("kv_connector_extra_config", {})
-    OffloadConfig.model_validate(extra)
+    given = read_transfer_config(config)
+    if given.whole is not None:
+        KVTransferConfig(**given.whole)
+        assert '"kv_connector_module_path": "simple_offload"' in config
+    OffloadConfig.model_validate(given.extra)
 
 
 @every_page
 def test_json_is_a_configuration(page: Path) -> None:
     for block in blocks(page.read_text(), "json"):
-        _validate(json.loads(block))
+        require_valid(block)
 
 
 # Named things exist

@@ -20,12 +20,6 @@ from tests.memory_ranks import CHUNK_BYTES
 ROOT = Path(__file__).parents[1]
 
 
-@pytest.fixture(autouse=True)
-def _a_folder_of_its_own(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """The lock is in a folder of this test's own, since other tests take turns too."""
-    monkeypatch.setattr(memory, "_LOCKED", tmp_path)
-
-
 # Available memory
 
 
@@ -166,16 +160,16 @@ def test_memory_that_a_hypervisor_may_add(machine: Machine, device: str) -> None
 
 
 @pytest.fixture
-def held(tmp_path: Path) -> Iterator[int]:
+def held(machine: Machine) -> Iterator[int]:
     """The lock as another process holds it, with a descriptor of its own."""
-    handle = os.open(tmp_path, os.O_RDONLY)
+    handle = os.open(machine.turns, os.O_RDONLY)
     fcntl.flock(handle, fcntl.LOCK_EX)
     yield handle
     os.close(handle)
 
 
-def is_locked(folder: Path) -> bool:
-    handle = os.open(folder, os.O_RDONLY)
+def is_locked(machine: Machine) -> bool:
+    handle = os.open(machine.turns, os.O_RDONLY)
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -185,7 +179,7 @@ def is_locked(folder: Path) -> bool:
     return False
 
 
-def test_processes_take_turns(held: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_processes_take_turns(held: int, monkeypatch: pytest.MonkeyPatch, machine: Machine) -> None:
     looks = 0
 
     def look_again(seconds: float) -> None:
@@ -196,16 +190,16 @@ def test_processes_take_turns(held: int, monkeypatch: pytest.MonkeyPatch, tmp_pa
 
     monkeypatch.setattr(memory, "time", SimpleNamespace(monotonic=lambda: 0.0, sleep=look_again))
     with memory.claim(1):
-        assert is_locked(tmp_path)
+        assert is_locked(machine)
         assert looks == 3
-    assert not is_locked(tmp_path)
+    assert not is_locked(machine)
     with pytest.raises(ZeroDivisionError), memory.claim(1):
         raise ZeroDivisionError
-    assert not is_locked(tmp_path)
+    assert not is_locked(machine)
 
 
 def test_waiting_for_a_turn_has_a_limit(
-    held: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    held: int, monkeypatch: pytest.MonkeyPatch, machine: Machine, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The holder may be a stopped process, or a hostile one of another user. A tier claims many
     chunks: they do not wait for it again, but for the next one."""
@@ -224,7 +218,7 @@ def test_waiting_for_a_turn_has_a_limit(
         began = now
         with memory.claim(1):
             waits.append(round(now - began))
-            assert is_locked(tmp_path)
+            assert is_locked(machine)
     assert waits == [60, 1, 0, 60, 0]
     assert "taken without waiting for other processes" in caplog.text
 

@@ -13,10 +13,9 @@ from typing import Any
 
 from rich.console import Console
 
-from examples.accuracy.evaluation import OUR_TASK, Request, evaluate, find_python
+from examples.accuracy.evaluation import OUR_TASK, evaluate, find_python
 from examples.accuracy.language import LONGEST, make_questions, write_questions
-from examples.accuracy.results import Outcome, Pass, outcome_json, outcome_table, verdict
-from examples.accuracy.usage import MIDDLEWARE, VARIABLE, read_usage
+from examples.accuracy.results import METRICS, Outcome, Pass, outcome_json, outcome_table, verdict
 from examples.bench.arguments import MAX_SEED, BenchParser, exit_codes, size
 from examples.bench.command import BAD_RESULT, exit_code_of, print_lines, run_program
 from examples.bench.connectors import NONE, OURS, SIMPLE, Contender
@@ -70,7 +69,7 @@ def _run(arguments: argparse.Namespace) -> int:
             def show(step: str, done: int, total: int, name: str = name) -> None:
                 progress.show(name, step, done, total or None)
 
-            outcomes[name] = Evaluations(arguments, model, output / name, show).run()
+            outcomes[name] = Evaluations(arguments, model, show).run()
             console.print(outcome_table(outcomes[name]))
             save_numbers(output, {each: outcome_json(found) for each, found in outcomes.items()})
     passed = not any(outcome.problems for outcome in outcomes.values())
@@ -82,13 +81,12 @@ def _run(arguments: argparse.Namespace) -> int:
 class Evaluations:
     """One model: served without the connector and with it, evaluated once and twice."""
 
-    def __init__(self, arguments: argparse.Namespace, model: str, output: Path, show: Show) -> None:
+    def __init__(self, arguments: argparse.Namespace, model: str, show: Show) -> None:
         self._arguments = arguments
         self._recall = OUR_TASK in arguments.tasks
         self._engine = FOR_RECALL if self._recall else FOR_OTHERS
-        self._block_size = 32 if arguments.device == "cpu" else 16
         self._model = model
-        self._output = output
+        self._output = arguments.output / Path(model).name
         self._show = show
 
     def run(self) -> Outcome:
@@ -104,28 +102,25 @@ class Evaluations:
 
     @contextmanager
     def _serving(self, name: str, contender: Contender) -> Iterator[Server]:
-        """A server whose log and usage lie in the output folder under ``name``."""
+        """A server whose log lies in the output folder under ``name``."""
         arguments, engine = self._arguments, self._engine
-        usage = self._usage(name)
-        usage.unlink(missing_ok=True)
+        is_cpu = arguments.device == "cpu"
+        block_size = 32 if is_cpu else 16
         ours: dict[str, Any] = {
-            "block_size": self._block_size,
-            "num_gpu_blocks_override": arguments.device_tokens // self._block_size,
+            "block_size": block_size,
+            "num_gpu_blocks_override": arguments.device_tokens // block_size,
             "max_model_len": engine.max_model_len,
             "dtype": engine.dtype,
             "seed": 0,
             "enable_prefix_caching": True,
-            "enforce_eager": arguments.device == "cpu",
-            "enable_prompt_tokens_details": True,
-            "middleware": MIDDLEWARE,
+            "enforce_eager": is_cpu,
             "kv_transfer_config": contender.transfer_config(arguments.host_bytes),
         }
         with tempfile.TemporaryDirectory(prefix="offload-accuracy-") as scratch:
-            variables = {
-                VARIABLE: str(usage.absolute()),
-                "HF_HUB_OFFLINE": str(int(self._recall)),
-            }
-            environment = server_environment(arguments.device, Path(scratch), **variables)
+            offline = str(int(self._recall))
+            environment = server_environment(
+                arguments.device, Path(scratch), HF_HUB_OFFLINE=offline
+            )
             log = self._output / f"serve-{name}.log"
             line = [*command_line(ours), *arguments.serve]
             with serving(self._model, line, environment, log) as server:
@@ -137,48 +132,26 @@ class Evaluations:
         folder = self._output / name.replace(" ", "-")
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir()
+        command = [*arguments.lm_eval, "run", "--tasks", ",".join(arguments.tasks), *arguments.eval]
         if self._recall:
             questions = make_questions(arguments.samples or 512, arguments.seed)
             write_questions(questions, folder / f"{OUR_TASK}.jsonl")
-        request = Request(
-            tasks=arguments.tasks,
-            limit=None if self._recall else arguments.samples,
-            concurrency=self._engine.concurrency,
-            extra=arguments.eval,
-            offline=self._recall,
-        )
-        usage = self._usage("without" if name == "without" else "with")
-        known = len(read_usage(usage))
-        host, device = _hit_tokens(server)
+        elif arguments.samples:
+            command += ["--limit", str(arguments.samples)]
+        before = {key: int(server.metric(metric)) for key, metric in METRICS.items()}
         begin = time.monotonic()
         self._show(name, 0, 0)
         evaluation = evaluate(
-            arguments.lm_eval,
-            request,
+            command,
             server,
             folder,
             lambda done, total: self._show(name, done, total),
+            concurrency=self._engine.concurrency,
+            offline=self._recall,
         )
         seconds = time.monotonic() - begin
-        host_after, device_after = _hit_tokens(server)
-        return Pass(
-            name,
-            evaluation,
-            read_usage(usage, skip=known),
-            host_hit_tokens=host_after - host,
-            device_hit_tokens=device_after - device,
-            seconds=seconds,
-            tail_tokens=2 * self._block_size,
-        )
-
-    def _usage(self, name: str) -> Path:
-        return self._output / f"{name}-usage.jsonl"
-
-
-def _hit_tokens(server: Server) -> tuple[int, int]:
-    """Prompt tokens found so far in the host tier, and on the device."""
-    host = server.metric("vllm:external_prefix_cache_hits_total")
-    return int(host), int(server.metric("vllm:prefix_cache_hits_total"))
+        tokens = {key: int(server.metric(METRICS[key])) - known for key, known in before.items()}
+        return Pass(name, evaluation, tokens, seconds)
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:

@@ -44,24 +44,14 @@ class CorruptingBackend:
     def __init__(self, inner: CopyBackend) -> None:
         self._inner = inner
         self.chunk_bytes = inner.chunk_bytes
+        self.allocate_host, self.open, self.close = inner.allocate_host, inner.open, inner.close
+        self.barrier, self.enter_thread = inner.barrier, inner.enter_thread
         self._chunks: list[Sequence[torch.Tensor]] = []
         self._corrupted: set[int] = set()
-
-    def allocate_host(self, num_bytes: int) -> torch.Tensor:
-        return self._inner.allocate_host(num_bytes)
-
-    def open(self, device: Sequence[torch.Tensor]) -> None:
-        self._inner.open(device)
 
     def add_host_chunk(self, regions: Sequence[torch.Tensor]) -> None:
         self._chunks.append(regions)
         self._inner.add_host_chunk(regions)
-
-    def barrier(self) -> Barrier | None:
-        return self._inner.barrier()
-
-    def enter_thread(self, direction: Direction) -> None:
-        self._inner.enter_thread(direction)
 
     def copy(
         self, direction: Direction, transfer: Transfer, barrier: Barrier | None
@@ -74,10 +64,6 @@ class CorruptingBackend:
                 self._corrupted.add(block)
                 self._corrupt(block)
         return self._inner.copy(direction, transfer, barrier)
-
-    def close(self) -> None:
-        self._chunks.clear()
-        self._inner.close()
 
     def _corrupt(self, block: int) -> None:
         # All chunks but the last have as many blocks as the first.

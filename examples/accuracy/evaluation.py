@@ -55,19 +55,6 @@ class Evaluation:
     """By sample (task, number), the model's answers, before any filter."""
 
 
-@dataclass(frozen=True)
-class Request:
-    """The tasks to evaluate."""
-
-    tasks: Sequence[str]
-    limit: int | None = None
-    """Samples of each task; None for all."""
-    concurrency: int = 4
-    extra: Sequence[str] = ()
-    """Arguments for lm_eval's command line."""
-    offline: bool = True
-
-
 def find_python() -> str:
     """A Python that has lm_eval. Raises RunFailed with instructions if there is none."""
     if OWN_PYTHON.exists():
@@ -81,10 +68,16 @@ def find_python() -> str:
 
 
 def evaluate(
-    command: Sequence[str], request: Request, server: Server, folder: Path, show: Show
+    command: Sequence[str],
+    server: Server,
+    folder: Path,
+    show: Show,
+    *,
+    concurrency: int = 4,
+    offline: bool = True,
 ) -> Evaluation:
-    """Run lm_eval (``command`` and arguments) in ``folder``, which holds the task's data, and
-    return its results. All its files lie in ``folder`` afterwards.
+    """Run lm_eval in ``folder``, which holds the task's data, and return its results. All its
+    files lie in ``folder`` afterwards. ``command`` names the tasks, and is given the model.
 
     Raises RunFailed as soon as the server ends, or if lm_eval fails. However this returns, lm_eval
     is gone.
@@ -92,10 +85,23 @@ def evaluate(
     folder = folder.absolute()  # lm_eval's own paths would be taken from there
     log = folder / "lm_eval.log"
     output = folder / "lm_eval"
+    model = {
+        "model": "model",
+        "base_url": f"{server.url}/v1/completions",
+        "num_concurrent": concurrency,
+        "max_retries": 1,
+        "timeout": REQUEST_SECONDS,
+        # Prompts travel as text, and the server is the only one to have a tokenizer.
+        "tokenizer_backend": "none",
+        "tokenized_requests": False,
+    }
+    options = ["--model", "local-completions", "--model_args"]
+    options += [",".join(f"{key}={value}" for key, value in model.items())]
+    options += ["--include_path", str(TASKS), "--log_samples", "--output_path", str(output)]
     process = subprocess.Popen(
-        [*command, *_arguments(request, server, output)],
+        [*command, *options],
         cwd=folder,
-        env=_environment(folder, offline=request.offline),
+        env=_environment(folder, offline=offline),
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -117,26 +123,6 @@ def evaluate(
         server.check()
         raise failure(f"lm_eval ended, {how_ended(code)}", log)
     return read_evaluation(output)
-
-
-def _arguments(request: Request, server: Server, output: Path) -> list[str]:
-    model = {
-        "model": "model",
-        "base_url": f"{server.url}/v1/completions",
-        "num_concurrent": request.concurrency,
-        "max_retries": 1,
-        "timeout": REQUEST_SECONDS,
-        # Prompts travel as text, and the server is the only one to have a tokenizer.
-        "tokenizer_backend": "none",
-        "tokenized_requests": False,
-    }
-    arguments = ["run", "--model", "local-completions", "--model_args"]
-    arguments += [",".join(f"{key}={value}" for key, value in model.items())]
-    arguments += ["--tasks", ",".join(request.tasks), "--include_path", str(TASKS)]
-    arguments += ["--log_samples", "--output_path", str(output)]
-    if request.limit is not None:
-        arguments += ["--limit", str(request.limit)]
-    return [*arguments, *request.extra]
 
 
 def _environment(folder: Path, *, offline: bool) -> dict[str, str]:

@@ -8,11 +8,18 @@ from typing import Any
 from rich.table import Table
 
 from examples.accuracy.evaluation import Evaluation, Score
-from examples.accuracy.usage import Usage
 from examples.bench.tables import make_table
 
 LEAST_HITS = 0.9
-"""Share of the second pass's prompts that must have been found in the host tier."""
+"""Share of the second pass's prompt tokens of which more must have been found: in the host tier, or
+on the device, as prompts share their beginning."""
+METRICS = {
+    "prompt_tokens": "vllm:prompt_tokens_total",
+    "host_hit_tokens": "vllm:external_prefix_cache_hits_total",
+    "device_hit_tokens": "vllm:prefix_cache_hits_total",
+}
+"""The server's counters of prompt tokens: of all, and of those found in the host tier and on the
+device."""
 SHOWN = 3
 """Number of differing samples that the verdict shows."""
 
@@ -26,25 +33,15 @@ class Pass:
 
     name: str
     evaluation: Evaluation
-    usages: Sequence[Usage]
-    """Of each prompt that was answered."""
-    host_hit_tokens: int
-    """Prompt tokens that came through the connector, by the server's metrics."""
-    device_hit_tokens: int
-    """Prompt tokens that were found on the device."""
+    tokens: Mapping[str, int]
+    """By key of METRICS, the prompt tokens of this pass."""
     seconds: float
-    tail_tokens: int
-    """Largest number of tokens that are recomputed of a prompt that is found."""
-
-    @property
-    def prompt_tokens(self) -> int:
-        return sum(usage.prompt_tokens for usage in self.usages)
 
     @property
     def hit_share(self) -> float:
-        """Share of the prompts that were found in a cache but for their last tokens."""
-        tails = [usage.prompt_tokens - usage.cached_tokens for usage in self.usages]
-        return sum(tail <= self.tail_tokens for tail in tails) / len(tails) if tails else 0.0
+        """Share of the prompt tokens that were found, in the host tier or on the device."""
+        found = self.tokens["host_hit_tokens"] + self.tokens["device_hit_tokens"]
+        return found / max(1, self.tokens["prompt_tokens"])
 
 
 @dataclass(frozen=True)
@@ -77,10 +74,10 @@ class Outcome:
             found += disagreement(self.without, each)
         if self.second.hit_share <= LEAST_HITS:
             found.append(
-                f"{self.second.hit_share:.1%} of the prompts of the {self.second.name} were "
+                f"{self.second.hit_share:.1%} of the prompt tokens of the {self.second.name} were "
                 f"found, not more than {LEAST_HITS:.0%}"
             )
-        elif not self.second.host_hit_tokens:
+        elif not self.second.tokens["host_hit_tokens"]:
             found.append(f"nothing of the {self.second.name} came from the host tier")
         return found
 
@@ -123,10 +120,11 @@ def outcome_table(outcome: Outcome) -> Table:
     total = len(outcome.without.evaluation.answers)
     same = [f"{agreeing(outcome.without, each)}/{total}" for each in passes]
     table.add_row("same answers as without", "", *same[1:])
-    table.add_row("prompt tokens", *(str(each.prompt_tokens) for each in passes))
-    table.add_row("  found in the host tier", *(str(each.host_hit_tokens) for each in passes))
-    table.add_row("  found on the device", *(str(each.device_hit_tokens) for each in passes))
-    table.add_row("prompts found", *(f"{each.hit_share:.1%}" for each in passes))
+    for text, name in zip(
+        ("prompt tokens", "  in the host tier", "  on the device"), METRICS, strict=True
+    ):
+        table.add_row(text, *(str(each.tokens[name]) for each in passes))
+    table.add_row("found", *(f"{each.hit_share:.1%}" for each in passes))
     table.add_row("seconds", *(f"{each.seconds:.0f}" for each in passes))
     return table
 
@@ -146,10 +144,7 @@ def outcome_json(outcome: Outcome) -> dict[str, Any]:
             each.name: {
                 "scores": [vars(score) for score in each.evaluation.scores],
                 "same_answers": agreeing(outcome.without, each),
-                "prompts": len(each.usages),
-                "prompt_tokens": each.prompt_tokens,
-                "host_hit_tokens": each.host_hit_tokens,
-                "device_hit_tokens": each.device_hit_tokens,
+                **each.tokens,
                 "hit_share": each.hit_share,
                 "seconds": each.seconds,
             }
@@ -168,9 +163,11 @@ def verdict(outcomes: Mapping[str, Outcome]) -> str:
     if problems:
         return "\n".join(["FAILED", *problems])
     samples = sum(len(outcome.without.evaluation.answers) for outcome in outcomes.values())
-    tokens = sum(outcome.second.host_hit_tokens for outcome in outcomes.values())
-    total = sum(outcome.second.prompt_tokens for outcome in outcomes.values())
+    found, total = (
+        sum(outcome.second.tokens[name] for outcome in outcomes.values())
+        for name in ("host_hit_tokens", "prompt_tokens")
+    )
     return (
         f"PASSED: all {samples} samples are answered alike without the connector, with it, and "
-        f"once more when {tokens} of {total} prompt tokens came from the host tier."
+        f"once more when {found} of {total} prompt tokens came from the host tier."
     )

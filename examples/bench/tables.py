@@ -81,12 +81,6 @@ def numbers_table(
     return table
 
 
-def in_order(names: Iterable[str], colors: Mapping[str, str]) -> list[str]:
-    """Contenders in the order of their colors, then those without one."""
-    found = set(names)
-    return [name for name in colors if name in found] + sorted(found - colors.keys())
-
-
 def make_figure(width: float, height: float) -> "Figure":
     """In inches. Loading matplotlib takes a second."""
     from matplotlib.figure import Figure

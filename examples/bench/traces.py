@@ -134,10 +134,3 @@ def _turns(rows: Sequence[Any], first_id: int) -> list[Turn]:
         ended = float(at) + float(answer_seconds or 0)
         turns.append(Turn(float(at), pause, ids, int(output_tokens)))
     return turns
-
-
-def token_ids(ids: Sequence[int], tokens_per_id: int) -> list[int]:
-    """``tokens_per_id`` tokens for each id."""
-    if tokens_per_id == 1:
-        return list(ids)
-    return [each * tokens_per_id + place for each in ids for place in range(tokens_per_id)]

@@ -2,10 +2,12 @@
 
 import argparse
 import os
+import time
 import traceback
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import torch
 from pydantic_core import PydanticCustomError
@@ -22,36 +24,42 @@ from examples.bench.command import (
     run_program,
 )
 from examples.bench.progress import Progress
-from examples.bench.results_file import NUMBERS, prepare_output, save_numbers
-from examples.copy_bench.plan import SIZES, Plan, size_text
+from examples.bench.results_file import NUMBERS, gpu_driver, machine, prepare_output, save_numbers
+from examples.copy_bench import bench, memory, report
+from examples.copy_bench.plan import MIB, SIZES, Plan, size_text
+from examples.copy_bench.results import Results
 from simple_offload.config import parse_size
 
 PLOT = "bandwidth.png"
-MOST_REPEATS = 100
-MOST_SCALE = 8
+COPIES, MEMORY = PARTS = ("copies", "memory")
 _SIZE_RANGE = f"a power of two from {size_text(SIZES[0])} to {size_text(SIZES[-1])}"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the benchmark; return the exit code."""
     arguments = _parse(argv)
-    plan = Plan(sizes=tuple(sorted(set(arguments.sizes))), repeats=arguments.repeats)
-    return exit_code_of(lambda: _run(plan.scaled(arguments.scale), arguments.output))
+    return exit_code_of(lambda: _run(arguments))
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = BenchParser(
         "copy_bench",
-        "Copies scattered blocks between host memory and a CUDA device: bandwidth by block size, "
-        "way and path, beside plain torch and the peak of one contiguous copy; and the time of "
-        "small copies on another stream beside those of the largest size.",
+        "copies: scattered blocks between host memory and a CUDA device, their bandwidth by block "
+        "size, way and path, beside plain torch and the peak of one contiguous copy; and the time "
+        "of small copies on another stream beside those of the largest size.\n\n"
+        "memory: what host memory costs that processes have or share, in seconds to put it in "
+        "place and to register it with a GPU, and GB/s of loads (host to device) and stores "
+        "(back), in pieces at random places, of each process while all copy. Process i has GPU i "
+        "modulo their number.",
         exit_codes(
             "all measured, every byte right",
             "a copy brought wrong bytes",
-            "a copy failed",
+            "a copy failed, or no kind of memory could be measured",
             "wrong usage, or this machine lacks a CUDA device or a package",
         ),
     )
+    parser.add_names("--parts", "what to measure", PARTS, default="all, memory on the CPU")
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: to test")
     parser.add_argument(
         "--sizes",
         metavar="SIZE",
@@ -62,20 +70,26 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_number(
         "--repeats",
-        f"timed copies of each kind, 1 to {MOST_REPEATS} (default: {Plan.repeats}); "
+        f"timed copies of each kind, 1 to 100 (default: {Plan.repeats}); "
         "slow ones are repeated less often",
-        most=MOST_REPEATS,
+        most=100,
         default=Plan.repeats,
     )
     parser.add_number(
         "--scale",
-        f"copies N times as large, 1 to {MOST_SCALE}: of N GiB, or of N times "
+        f"copies N times as large, 1 to 8: of N GiB, or of N times "
         f"{Plan.most_blocks:,} blocks if that is less (default: 1)",
-        most=MOST_SCALE,
+        most=8,
         default=1,
     )
+    parser.add_argument("--gib", type=float, default=8, help="of shared memory (default: 8)")
+    parser.add_names("--processes", "that share it", list("12345678"), default="1,2")
     parser.add_output("--out", "copy-bench-out", "the plot and the numbers")
-    return parser.parse_args(argv)
+    arguments = parser.parse_args(argv)
+    arguments.parts = arguments.parts or (PARTS if arguments.device == "cuda" else (MEMORY,))
+    if COPIES in arguments.parts and arguments.device == "cpu":
+        parser.error("argument --parts: copies need a CUDA device")
+    return arguments
 
 
 def _block_size(text: str) -> int:
@@ -86,12 +100,12 @@ def _block_size(text: str) -> int:
     raise argparse.ArgumentTypeError(f"{text!r} is not {_SIZE_RANGE}")
 
 
-def _run(plan: Plan, output: Path) -> int:
-    if not torch.cuda.is_available():
+def _run(arguments: argparse.Namespace) -> int:
+    if arguments.device == "cuda" and not torch.cuda.is_available():
         raise CannotStart(f"No CUDA device (torch {torch.__version__} sees none).")
-    prepare_output("--out", output, NUMBERS, PLOT)
+    prepare_output("--out", arguments.output, NUMBERS, PLOT)
     try:
-        return _measure_and_report(plan, output)
+        return _measure_and_report(arguments)
     except ImportError as error:
         raise CannotStart(f"{error} (the extras 'cuda' and 'bench' bring all)") from None
     except MemoryError as error:
@@ -101,42 +115,64 @@ def _run(plan: Plan, output: Path) -> int:
         raise RunFailed(f"{type(error).__name__}: {error}") from None
 
 
-def _measure_and_report(plan: Plan, output: Path) -> int:
-    # Takes seconds, as it brings vLLM: wrong usage is reported without it.
-    from examples.copy_bench import bench, report
-    from examples.copy_bench.results import Results
-
-    with bench.cuda_rig(plan) as here, Progress() as progress:
-        results = Results(plan, here.machine)
+def _measure_and_report(arguments: argparse.Namespace) -> int:
+    plan = Plan(tuple(sorted(set(arguments.sizes))), arguments.repeats).scaled(arguments.scale)
+    results = Results(plan, _facts(arguments.device))
+    start = time.monotonic()
+    with Progress() as progress:
 
         def on_step(step: str) -> None:
             # A driver that takes the process down takes no numbers with it.
-            save_numbers(output, results.to_json())
+            results.seconds = time.monotonic() - start
+            save_numbers(arguments.output, results)
             progress.show("copy_bench", step)
 
-        bench.run(here, results, on_step)
-    report.save_plot(output / PLOT, results)
+        if COPIES in arguments.parts:
+            bench.run(results, on_step)
+        if MEMORY in arguments.parts:
+            num_bytes = max(1, round(arguments.gib * 512)) * 2 * MIB
+            counts = [int(count) for count in arguments.processes or ("1", "2")]
+            memory.run(results.memory, num_bytes, counts, arguments.device, on_step)
+        on_step("done")
 
     console = Console()
-    facts = results.machine
-    print_lines(
-        console,
-        f"{facts.get('device')}, driver {facts.get('driver')}, torch {facts.get('torch')}",
-    )
-    console.print(report.bandwidth_table(results), report.small_copies_table(results))
-    print_lines(
-        console,
-        *report.crossing_lines(results),
-        *(f"Left out: {name}: {reason}" for name, reason in results.left_out.items()),
-        f"Plot: {output / PLOT}",
-        f"Numbers: {output / NUMBERS}",
-    )
-    print_lines(console, *(f"WRONG BYTES: {fault}" for fault in results.faults), style="bold red")
+    print_lines(console, *(f"{name}: {fact}" for name, fact in results.machine.items()))
+    # The smallest blocks, whose calibration has all sizes.
+    calibration = [f"Calibration: {text}" for text in list(results.calibration.values())[:1]]
+    if results.rows:
+        report.save_plot(arguments.output / PLOT, results)
+        console.print(report.bandwidth_table(results), report.small_copies_table(results))
+        print_lines(console, *calibration, f"Plot: {arguments.output / PLOT}")
+    if results.memory:
+        print_lines(console, *memory.table_lines(results.memory))
+    left_out = (f"Left out: {name}: {reason}" for name, reason in results.left_out.items())
+    print_lines(console, *left_out, f"Numbers: {arguments.output / NUMBERS}")
+    wrong = (f"WRONG BYTES: {fault}" for fault in results.faults)
     failures = (f"{name} failed: {failure}" for name, failure in results.failures.items())
-    print_lines(console, *failures, style="bold red")
+    print_lines(console, *wrong, *failures, style="bold red")
     if results.faults:
         return BAD_RESULT
-    return RUN_FAILED if results.failures else 0
+    unmeasured = results.memory and not any("medians" in row for row in results.memory)
+    return RUN_FAILED if results.failures or unmeasured else 0
+
+
+def _facts(device: str) -> dict[str, Any]:
+    """Of the machine."""
+    is_cuda, settings = device == "cuda", Path("/sys/kernel/mm/transparent_hugepage")
+    nodes = Path("/sys/devices/system/node").glob("node[0-9]*")
+    return {
+        "device": torch.cuda.get_device_name() if is_cuda else "CPU",
+        "gpus": torch.cuda.device_count() if is_cuda else 0,
+        "driver": gpu_driver(),
+        "cuda": str(torch.version.cuda),
+        **machine(),
+        "kernel": os.uname().release,
+        **{
+            f"transparent_hugepage/{f.name}": f.read_text().strip()
+            for f in settings.glob("*enabled")
+        },
+        "numa_nodes": len(list(nodes)),
+    }
 
 
 if __name__ == "__main__":

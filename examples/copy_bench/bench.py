@@ -1,127 +1,87 @@
-"""One run on a CUDA device: every contender at every size, each way."""
+"""Copies on a CUDA device: every contender at every size, each way."""
 
-import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from contextlib import closing
+from dataclasses import replace
 from functools import partial
-from typing import Any
 
 import torch
 
 from examples.bench.race import Race
-from examples.bench.results_file import gpu_driver, machine
 from examples.copy_bench.arena import Arena
 from examples.copy_bench.contenders import BackendContender, Contender, ContiguousCopy, PlainTorch
 from examples.copy_bench.measure import measure, measure_small_copies
-from examples.copy_bench.plan import Job, Plan, Way, make_job, size_text
-from examples.copy_bench.results import AUTO, PEAK, Cell, Results, Row, paths_by_kernel
+from examples.copy_bench.plan import Job, make_job, size_text
+from examples.copy_bench.results import AUTO, PEAK, Results, Row
 from simple_offload.backends.cuda.backend import CopyPath, CudaBackend
 
-WATCHED = (PEAK, "dma", "kernel", AUTO)
+Work = Sequence[tuple[Row, Job]]
+"""Of one block size, in each way."""
+PATHS: tuple[CopyPath, ...] = ("dma", "kernel", "auto")
+WATCHED = (PEAK, *PATHS)
 """Contenders beside which small copies are made. Plain torch spends most of its time on the host;
 the peak shows the effect of one large copy of torch."""
 
 
-@dataclass(frozen=True)
-class Rig:
-    """The contenders and the memory that they copy."""
-
-    arena: Arena
-    peak: Contender
-    contenders: Sequence[Contender]
-    machine: dict[str, Any]
-    """Device, driver, versions, date: part of the results."""
-
-
-@contextmanager
-def cuda_rig(plan: Plan) -> Iterator[Rig]:
-    """The current device, and pinned memory until the end."""
-    device = torch.device("cuda", torch.cuda.current_device())
-    # Its own backend pins the pools once for all sizes and paths.
-    memory = CudaBackend("dma")
-    try:
-        arena = Arena(plan.pool_bytes, device, memory.allocate_host)
-        paths: tuple[CopyPath, ...] = ("dma", "kernel", "auto")
-        facts = {
-            "device": torch.cuda.get_device_name(device),
-            "driver": gpu_driver(),
-            "cuda": str(torch.version.cuda),
-            **machine(),
-        }
-        ours = [BackendContender(path, partial(CudaBackend, path)) for path in paths]
-        yield Rig(arena, ContiguousCopy(), [PlainTorch(), *ours], facts)
-    finally:
-        memory.close()
-
-
-def run(rig: Rig, results: Results, on_step: Callable[[str], None]) -> None:
-    """Fill ``results`` as its plan says. ``on_step`` gets the name of every step before it begins,
-    and "done" at the end; ``results`` then holds all measurements so far.
+def run(results: Results, on_step: Callable[[str], None]) -> None:
+    """Fill ``results`` as its plan says, on the current device. ``on_step`` gets the name of every
+    step before it begins; ``results`` then holds all measurements so far.
 
     A contender that fails is not measured any further; the others are.
     """
-    start = time.monotonic()
-    plan = results.plan
-    race = Race(rig.contenders)
-    results.left_out, results.failures = race.left_out, race.failures
-
-    def begin(step: str) -> None:
-        results.seconds = time.monotonic() - start
-        on_step(step)
-
-    begin("peak")
-    largest = max(plan.sizes)
-    jobs = [make_job(way, largest, plan, scattered=False) for way in plan.ways(largest)]
-    with race.attempt(rig.peak.name):
-        _measure(rig.peak, race, rig.arena, jobs, results, results.peak.__setitem__)
-    for size in plan.sizes:
-        begin(size_text(size))
-        _measure_size(size, race, rig.arena, results)
-    begin("done")
+    device = torch.device("cuda", torch.cuda.current_device())
+    # Its own backend pins the pools once for all sizes and paths.
+    with closing(CudaBackend("dma")) as memory:
+        arena = Arena(results.plan.pool_bytes, device, memory.allocate_host)
+        Bench(results, arena).run(on_step)
 
 
-def _measure_size(size: int, race: Race[Contender], arena: Arena, results: Results) -> None:
-    """Add the rows of one block size."""
-    plan = results.plan
-    jobs = [make_job(way, size, plan) for way in plan.ways(size)]
-    rows = {job.way: Row(job.way, size, job.blocks) for job in jobs}
-    results.rows += rows.values()
+class Bench:
+    """The contenders, and the memory that they copy."""
 
-    def measure_one(contender: Contender) -> None:
-        def keep(way: Way, cell: Cell) -> None:
-            rows[way].contenders[contender.name] = cell
+    def __init__(self, results: Results, arena: Arena) -> None:
+        ours = [BackendContender(path, partial(CudaBackend, path)) for path in PATHS]
+        self._race = Race[Contender]([PlainTorch(), *ours])
+        self._arena, self._results, self._plan = arena, results, results.plan
+        results.left_out, results.failures = self._race.left_out, self._race.failures
 
-        _measure(contender, race, arena, jobs, results, keep)
+    def run(self, on_step: Callable[[str], None]) -> None:
+        on_step(PEAK)
+        peak = self._work(max(self._plan.sizes), scattered=False)
+        with self._race.attempt(PEAK):
+            self._measure(peak, ContiguousCopy())
+        peaks = {row.way: row.contenders for row, _ in peak}
+        for size in self._plan.sizes:
+            on_step(size_text(size))
+            work = self._work(size)
+            for row, _ in work:
+                row.contenders.update(peaks[row.way])
+                self._results.rows.append(row)
+            self._race.run(size_text(size), partial(self._measure, work))
 
-    race.run(size_text(size), measure_one)
-    by_kernel = paths_by_kernel(results.calibration.get(size, ""))
-    for row in rows.values():
-        row.by_kernel = {
-            direction: sizes[size]
-            for direction, sizes in by_kernel.items()
-            if size in sizes and row.way in (Way(direction), Way.BOTH)
-        }
+    def _work(self, size: int, *, scattered: bool = True) -> Work:
+        ways = self._plan.ways(size)
+        jobs = [make_job(way, size, self._plan, scattered=scattered) for way in ways]
+        return [(Row(job.way, size, job.blocks), job) for job in jobs]
 
-
-def _measure(
-    contender: Contender,
-    race: Race[Contender],
-    arena: Arena,
-    jobs: Sequence[Job],
-    results: Results,
-    keep: Callable[[Way, Cell], None],
-) -> None:
-    """Measure ``jobs``, all of one size; ``keep`` gets each job's cell as soon as it is there."""
-    size, repeats = jobs[0].size, results.plan.repeats
-    race.step = size_text(size)
-    with contender.opened(arena, size):
-        if contender.name == AUTO:
-            results.calibration[size] = contender.calibration()
-        for job in jobs:
-            race.step = f"{size_text(size)}, {job.way.value}"
-            keep(job.way, measure(contender, arena, job, repeats))
-        if contender.name in WATCHED and size == max(results.plan.sizes):
-            race.step = f"{size_text(size)}, small copies beside it"
-            for job in (job for job in jobs if job.way is not Way.BOTH):
-                results.small_copies += measure_small_copies(contender, arena, job, repeats)
+    def _measure(self, work: Work, contender: Contender) -> None:
+        """Measure the jobs and add each one's cell to its row."""
+        size, name, results = work[0][0].size, contender.name, self._results
+        arena, repeats = self._arena, self._plan.repeats
+        self._race.step = size_text(size)
+        with contender.opened(arena, size) as calibration:
+            if name == AUTO:
+                results.calibration[size] = calibration
+            for row, job in work:
+                self._race.step = f"{size_text(size)}, {job.way}"
+                cell, peak = measure(contender, arena, job, repeats), row.contenders.get(PEAK)
+                if cell.fault:
+                    results.faults.append(f"{name}, {job.way}, {size_text(size)}: {cell.fault}")
+                elif peak and not peak.fault:
+                    cell = replace(cell, of_peak=cell.gb_per_s / peak.gb_per_s)
+                row.contenders[name] = cell
+            if name in WATCHED and size == max(self._plan.sizes):
+                self._race.step = f"{size_text(size)}, small copies beside it"
+                for _, job in work:
+                    if len(job.transfers) == 1:
+                        results.small_copies += measure_small_copies(contender, arena, job, repeats)

@@ -1,6 +1,6 @@
 """Contenders: ways to copy blocks, to be measured side by side."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import closing, contextmanager
 from typing import Protocol
 
@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from examples.copy_bench.arena import Arena, rows
-from simple_offload.backends.base import CopyBackend, Direction
+from simple_offload.backends.base import CopyBackend, Direction, Measured
 from simple_offload.transfer import Transfer
 
 
@@ -19,10 +19,11 @@ class Contender:
     """The heading of its column."""
 
     @contextmanager
-    def opened(self, _arena: Arena, _size: int) -> Iterator[None]:
+    def opened(self, _arena: Arena, _size: int) -> Iterator[str]:
         """Copies blocks of ``size`` bytes during the block, and frees its resources after it.
+        Yields the measurements that choose its path; empty for one that does not choose.
         ConfigError: this machine does not have what it takes."""
-        yield
+        yield ""
 
     def enter_thread(self, direction: Direction) -> None:
         """Prepare the calling thread, which will make all copies of ``direction``."""
@@ -32,10 +33,9 @@ class Contender:
         shares no block with this one, runs beside it."""
         raise NotImplementedError
 
-    def calibration(self) -> str:
-        """The measurements that choose its path, in the words of ``CudaBackend.describe_paths``;
-        empty for one that does not choose."""
-        return ""
+    def path(self, _directions: Collection[Direction]) -> str | None:
+        """The path of most bytes in the last copies of ``directions``, as ``Cell.path``."""
+        return None
 
 
 class MeasuringBackend(CopyBackend, Protocol):
@@ -50,37 +50,43 @@ class BackendContender(Contender):
     def __init__(self, name: str, make_backend: Callable[[], MeasuringBackend]) -> None:
         self.name = name
         self._make_backend = make_backend
+        self._last: dict[Direction, object] = {}
 
     @contextmanager
-    def opened(self, arena: Arena, size: int) -> Iterator[None]:
+    def opened(self, arena: Arena, size: int) -> Iterator[str]:
         self._backend = self._make_backend()
         with closing(self._backend):
             self._backend.open([arena.device.view(-1, size)])
             self._backend.add_host_chunk([arena.host.view(-1, size)])
-            yield
+            yield self._backend.describe_paths()
 
     def enter_thread(self, direction: Direction) -> None:
         self._backend.enter_thread(direction)
 
     def copy(self, direction: Direction, transfer: Transfer) -> None:
-        pending = self._backend.copy(direction, transfer, None)
+        self._last[direction] = pending = self._backend.copy(direction, transfer, None)
         if pending is not None:
             pending.wait()
 
-    def calibration(self) -> str:
-        return self._backend.describe_paths()
+    def path(self, directions: Collection[Direction]) -> str | None:
+        paths: set[str] = set()
+        for pending in map(self._last.get, directions):
+            if isinstance(pending, Measured):
+                num_bytes = pending.measure().num_bytes
+                paths.add(max(num_bytes, key=num_bytes.__getitem__))
+        return "mixed" if len(paths) > 1 else next(iter(paths), None)
 
 
 class _TorchContender(Contender):
     """Copies with torch, each direction on a stream of its own."""
 
     @contextmanager
-    def opened(self, arena: Arena, size: int) -> Iterator[None]:
+    def opened(self, arena: Arena, size: int) -> Iterator[str]:
         self._device, self._host = rows(arena.device, size), rows(arena.host, size)
         self._device_staging = rows(arena.device_staging, size)
         self._host_staging = rows(arena.host_staging, size)
         self._streams: dict[Direction, torch.cuda.Stream] = {}
-        yield
+        yield ""
 
     def enter_thread(self, direction: Direction) -> None:
         if self._device.is_cuda:

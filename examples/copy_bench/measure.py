@@ -3,7 +3,7 @@ stream, which share the bus with it."""
 
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from statistics import median
@@ -12,7 +12,7 @@ import torch
 
 from examples.copy_bench.arena import Arena
 from examples.copy_bench.contenders import Contender
-from examples.copy_bench.plan import KIB, Job, Way
+from examples.copy_bench.plan import KIB, Job
 from examples.copy_bench.results import Cell, SmallCopies
 from simple_offload.backends.base import Direction
 from simple_offload.transfer import Transfer
@@ -35,14 +35,16 @@ def measure(contender: Contender, arena: Arena, job: Job, repeats: int) -> Cell:
 
     ``contender`` is open for the job's size. Its exceptions pass through.
     """
-    arena.prepare(job)
+    arena.prepare()
     with _copy_threads(contender, job.transfers) as threads:
         _copy(contender, job, threads)
-        fault = arena.find_fault(job)
-        seconds = [_copy(contender, job, threads)]
+        path, fault = contender.path(job.transfers), arena.find_fault(job)
+        seconds: list[float] = []
         while not _enough(seconds, repeats):
-            seconds.append(_copy(contender, job, threads))
-    return Cell(job.num_bytes, median(seconds), len(seconds), fault)
+            start, end = _copy(contender, job, threads)
+            seconds.append(end - start)
+    bandwidth = job.num_bytes / median(seconds) / 1e9
+    return Cell(job.num_bytes, median(seconds), len(seconds), bandwidth, fault, path)
 
 
 def measure_small_copies(
@@ -53,7 +55,6 @@ def measure_small_copies(
 
     ``contender`` is open for the job's size and has copied it before. Its exceptions pass through.
     """
-    ((direction, transfer),) = job.transfers.items()
     with _copy_threads(contender, job.transfers) as threads:
         # Torch hands out 32 streams in turn: one asked for now is none of the contender's.
         bystander = Bystander(arena)
@@ -62,22 +63,14 @@ def measure_small_copies(
             seconds: list[float] = []
             waits: list[float] = []
             while not _enough(seconds, repeats):
-                started = threading.Event()
-
-                def large_copy(started: threading.Event = started) -> Span:
-                    start = time.perf_counter()
-                    started.set()
-                    contender.copy(direction, transfer)
-                    return start, time.perf_counter()
-
-                large = threads[direction].submit(large_copy)
-                started.wait()
                 made: list[Span] = []
-                while not large.done():
+
+                def copy_small(small: Direction = small, made: list[Span] = made) -> None:
                     begin = time.perf_counter()
                     bystander.copy(small)
                     made.append((begin, time.perf_counter()))
-                start, end = large.result()
+
+                start, end = _copy(contender, job, threads, copy_small)
                 seconds.append(end - start)
                 waits += _within((start, end), made)
             yield SmallCopies(
@@ -86,7 +79,7 @@ def measure_small_copies(
                 size=job.size,
                 repeats=len(seconds),
                 gb_per_s=job.num_bytes / median(seconds) / 1e9,
-                small_way=Way(small.value),
+                small_way=small.value,
                 small_bytes=SMALL_BYTES,
                 made=len(waits),
                 median=median(waits) if waits else None,
@@ -142,9 +135,15 @@ def _copy_threads(
         yield threads
 
 
-def _copy(contender: Contender, job: Job, threads: Mapping[Direction, ThreadPoolExecutor]) -> float:
-    """Seconds from the first submission to the end of the last copy."""
-    start_line = threading.Barrier(len(threads))
+def _copy(
+    contender: Contender,
+    job: Job,
+    threads: Mapping[Direction, ThreadPoolExecutor],
+    meanwhile: Callable[[], None] | None = None,
+) -> Span:
+    """From the first submission to the end of the last copy. ``meanwhile`` is called again and
+    again until then."""
+    start_line = threading.Barrier(len(threads) + 1)
 
     def timed(direction: Direction) -> Span:
         start_line.wait()
@@ -153,5 +152,8 @@ def _copy(contender: Contender, job: Job, threads: Mapping[Direction, ThreadPool
         return start, time.perf_counter()
 
     runs = [thread.submit(timed, direction) for direction, thread in threads.items()]
+    start_line.wait()
+    while meanwhile is not None and not all(run.done() for run in runs):
+        meanwhile()
     starts, ends = zip(*(run.result() for run in runs), strict=True)
-    return float(max(ends) - min(starts))
+    return min(starts), max(ends)

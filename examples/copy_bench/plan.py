@@ -1,8 +1,7 @@
 """The plan of a run: sizes, ways, numbers; and the blocks that each measurement copies."""
 
-from collections.abc import Iterator
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from enum import Enum
 
 import numpy as np
 
@@ -15,15 +14,8 @@ SIZES = tuple(4 * KIB << step for step in range(10))
 """Block sizes in bytes, 4 KiB to 2 MiB."""
 
 
-class Way(Enum):
-    """The direction of a measurement's bytes, or both."""
-
-    LOAD = "load"
-    """Host to device."""
-    STORE = "store"
-    """Device to host."""
-    BOTH = "both"
-    """Both at once, by two threads."""
+WAYS = ("load", "store", "both")
+"""Host to device, device to host as in ``Direction``; both at once, by two threads."""
 
 
 @dataclass(frozen=True)
@@ -40,12 +32,9 @@ class Plan:
     both_from: int = 512 * KIB
     """The smallest size that is copied both ways at once."""
 
-    def ways(self, size: int) -> Iterator[Way]:
+    def ways(self, size: int) -> Sequence[str]:
         """The ways in which blocks of ``size`` bytes are copied."""
-        yield Way.LOAD
-        yield Way.STORE
-        if size >= self.both_from:
-            yield Way.BOTH
+        return WAYS if size >= self.both_from else WAYS[:2]
 
     def scaled(self, factor: int) -> "Plan":
         """The same with copies ``factor`` times as large, whose start weighs less."""
@@ -56,16 +45,11 @@ class Plan:
 
 @dataclass(frozen=True)
 class Job:
-    """Transfers that run at once, between pools of ``num_blocks`` blocks on each side.
+    """Transfers that run at once and share no block, between pools on each side."""
 
-    Loads are among the blocks below ``split``, stores among the others, on both sides.
-    """
-
-    way: Way
+    way: str
     size: int
     """Bytes of a block."""
-    num_blocks: int
-    split: int
     transfers: dict[Direction, Transfer]
 
     @property
@@ -78,12 +62,12 @@ class Job:
         return self.blocks * self.size
 
 
-def make_job(way: Way, size: int, plan: Plan, *, scattered: bool = True) -> Job:
+def make_job(way: str, size: int, plan: Plan, *, scattered: bool = True) -> Job:
     """Random blocks to random places, as many as ``plan`` allows; or all blocks, each to its own
     place."""
     random = np.random.default_rng(0)
     num_blocks = plan.pool_bytes // size
-    split = {Way.LOAD: num_blocks, Way.STORE: 0, Way.BOTH: num_blocks // 2}[way]
+    split = {"load": num_blocks, "store": 0, "both": num_blocks // 2}[way]
     halves = {Direction.LOAD: np.arange(split), Direction.STORE: np.arange(split, num_blocks)}
 
     def choose(blocks: BlockIds) -> BlockIds:
@@ -94,7 +78,7 @@ def make_job(way: Way, size: int, plan: Plan, *, scattered: bool = True) -> Job:
         for index, (direction, blocks) in enumerate(halves.items())
         if len(blocks)
     }
-    return Job(way, size, num_blocks, split, transfers)
+    return Job(way, size, transfers)
 
 
 def size_text(num_bytes: int) -> str:

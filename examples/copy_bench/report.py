@@ -6,47 +6,41 @@ from typing import TYPE_CHECKING
 from rich.table import Table
 
 from examples.bench.tables import MISSING, make_figure, make_table, optional, save_figure
-from examples.copy_bench.plan import Way, size_text
-from examples.copy_bench.results import AUTO, CONTENDERS, Cell, Results, Row, SmallCopies
+from examples.copy_bench.plan import WAYS, size_text
+from examples.copy_bench.results import AUTO, CONTENDERS, PEAK, Cell, Results
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 _COLORS = {"torch": "tab:gray", "dma": "tab:orange", "kernel": "tab:green", AUTO: "tab:blue"}
 _TITLES = {
-    Way.LOAD: "load: host to device",
-    Way.STORE: "store: device to host",
-    Way.BOTH: "both at once",
+    "load": "load: host to device",
+    "store": "store: device to host",
+    "both": "both at once",
 }
-_FROM_TO = {Way.LOAD: "to device", Way.STORE: "to host"}
+_FROM_TO = {"load": "to device", "store": "to host"}
 
 
 def bandwidth_table(results: Results) -> Table:
     """One line for each way and block size, in GB/s."""
     table = make_table(
-        *("way", "block", "blocks", "peak", *CONTENDERS, "auto of\npeak", "auto's\npath"),
+        *("way", "block", "blocks", *CONTENDERS, "auto of\npeak", "auto's\npath"),
         caption="GB/s (10^9 bytes), from submission to the end of the copy, median. Scattered\n"
         "blocks; peak: one contiguous copy. Path: the choice of auto.",
     )
-    for way in Way:
-        for row in (row for row in results.rows if row.way is way):
+    for way in WAYS:
+        for row in (row for row in results.rows if row.way == way):
+            auto = row.contenders.get(AUTO)
             table.add_row(
-                row.way.value,
+                row.way,
                 size_text(row.size),
                 str(row.blocks),
-                _bandwidth(results.peak.get(row.way)),
                 *(_bandwidth(row.contenders.get(name)) for name in CONTENDERS),
-                optional(results.of_peak(row), ".0%"),
-                _path(row),
+                optional(auto.of_peak if auto else None, ".0%"),
+                (auto and auto.path) or MISSING,
             )
         table.add_section()
     return table
-
-
-def _path(row: Row) -> str:
-    paths = {"kernel" if each else "dma" for each in row.by_kernel.values()}
-    # Load and store may differ where both are copied at once.
-    return "mixed" if len(paths) > 1 else "".join(paths) or MISSING
 
 
 def _bandwidth(cell: Cell | None) -> str:
@@ -68,43 +62,20 @@ def small_copies_table(results: Results) -> Table:
         for small_way in _FROM_TO:
             for one in results.small_copies:
                 if (one.way, one.small_way) == (way, small_way):
-                    table.add_row(*_small_line(one))
+                    waits = (seconds and seconds * 1e6 for seconds in (one.median, one.longest))
+                    table.add_row(
+                        *(one.way, size_text(one.size), one.contender),
+                        f"{size_text(one.small_bytes)} {_FROM_TO[one.small_way]}",
+                        *(str(one.repeats), f"{one.gb_per_s:.1f}", str(one.made)),
+                        *(optional(wait, ",.0f") for wait in waits),
+                    )
         table.add_section()
     return table
 
 
-def _small_line(one: SmallCopies) -> list[str]:
-    return [
-        one.way.value,
-        size_text(one.size),
-        one.contender,
-        f"{size_text(one.small_bytes)} {_FROM_TO[one.small_way]}",
-        str(one.repeats),
-        f"{one.gb_per_s:.1f}",
-        str(one.made),
-        *(optional(seconds and seconds * 1e6, ",.0f") for seconds in (one.median, one.longest)),
-    ]
-
-
-def crossing_lines(results: Results) -> list[str]:
-    """Where auto changes from the kernel to DMA, a sentence for each direction."""
-    lines = []
-    for way in (Way.LOAD, Way.STORE):
-        crossing = results.crossing(way.value)
-        if crossing is None:
-            continue
-        by_kernel, by_dma = crossing
-        parts = [
-            *([f"by kernel up to {size_text(by_kernel)}"] if by_kernel else []),
-            *([f"by DMA from {size_text(by_dma)}"] if by_dma else []),
-        ]
-        lines.append(f"Calibration, {way.value}: {', '.join(parts)}.")
-    return lines
-
-
 def save_plot(path: Path, results: Results) -> None:
     """Write a PNG: bandwidth by block size, a panel for each way."""
-    ways = [way for way in Way if any(row.way is way for row in results.rows)]
+    ways = [way for way in WAYS if any(row.way == way for row in results.rows)]
     figure = make_figure(5.5 * len(ways), 4.8)
     for axes, way in zip(figure.subplots(1, len(ways), squeeze=False)[0], ways, strict=True):
         _plot_way(axes, results, way)
@@ -112,24 +83,26 @@ def save_plot(path: Path, results: Results) -> None:
     save_figure(path, figure)
 
 
-def _plot_way(axes: "Axes", results: Results, way: Way) -> None:
-    rows = [row for row in results.rows if row.way is way]
-    for name in CONTENDERS:
+def _plot_way(axes: "Axes", results: Results, way: str) -> None:
+    rows = [row for row in results.rows if row.way == way]
+    for name, color in _COLORS.items():
         cells = [(row.size, row.contenders[name]) for row in rows if name in row.contenders]
         if points := [(size, cell.gb_per_s) for size, cell in cells if not cell.fault]:
             sizes, bandwidths = zip(*points, strict=True)
-            axes.plot(sizes, bandwidths, marker="o", markersize=4, color=_COLORS[name], label=name)
-    if way in results.peak:
-        peak = results.peak[way].gb_per_s
-        axes.axhline(peak, color="black", linestyle="--", label="contiguous peak")
-    crossing = results.crossing(way.value)
-    if crossing is not None and None not in crossing:
-        low, high = (float(size or 0) for size in crossing)
-        axes.axvline(
-            (low * high) ** 0.5, color="tab:blue", linestyle=":", label="auto: from here by DMA"
-        )
+            axes.plot(sizes, bandwidths, marker="o", markersize=4, color=color, label=name)
+    if peak := rows[0].contenders.get(PEAK):
+        axes.axhline(peak.gb_per_s, color="black", linestyle="--", label="contiguous peak")
+    sizes_here = [row.size for row in rows]
+    by_path = {
+        path: [
+            row.size for row in rows if AUTO in row.contenders and row.contenders[AUTO].path == path
+        ]
+        for path in ("kernel", "dma")
+    }
+    if all(by_path.values()):
+        crossing = (max(by_path["kernel"]) * min(by_path["dma"])) ** 0.5
+        axes.axvline(crossing, color="tab:blue", linestyle=":", label="auto: from here by DMA")
     axes.set_xscale("log", base=2)
-    sizes_here = sorted({row.size for row in rows})
     axes.set_xticks(sizes_here, [size_text(size) for size in sizes_here], rotation=45)
     axes.minorticks_off()
     axes.set(xlabel="block size", ylabel="GB/s", ylim=(0, None), title=_TITLES[way])

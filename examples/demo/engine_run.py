@@ -6,16 +6,17 @@ model is made first if its folder is not there yet.
 
 import faulthandler
 import time
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from prometheus_client import REGISTRY
 from pydantic import TypeAdapter
 
 from examples.bench.child import Report, run_child, without_collection
-from examples.bench.connectors import NONE, OURS
+from examples.bench.connectors import Contender
 from examples.bench.models import save_model
 from examples.demo.plan import Plan
+from examples.serve_bench.client import counted, counters
 
 if TYPE_CHECKING:
     from vllm import LLM
@@ -27,16 +28,17 @@ REQUEST_DEADLINE = 300
 def run(arguments: dict[str, Any], report: Report) -> None:
     """Serve every conversation of the plan, one request at a time."""
     plan = TypeAdapter(Plan).validate_python(arguments["plan"])
+    contender = TypeAdapter(Contender).validate_python(arguments["contender"])
     model = Path(arguments["model"])
     if not model.exists():
         report({"phase": "making the model"})
         save_model(plan.model, plan.max_model_len, plan.seed, model)
     report({"phase": "starting the engine"})
-    files = arguments.get("files")
-    llm = _engine(plan, model, connector=arguments["connector"], files=files)
+    llm = _engine(plan, model, contender)
     try:
         report({"phase": "warming up"})
-        _answer(llm, "warm-up", _warm_up_prompt(plan), 2)
+        # One-time costs fall due with a prompt of no user, before any measurement.
+        _answer(llm, "warm-up", [1, 2] * (plan.first_message_tokens // 4), 2)
         report({"phase": "talking"})
         histories = plan.first_messages()
         for turn in range(plan.turns):
@@ -51,15 +53,10 @@ def run(arguments: dict[str, Any], report: Report) -> None:
         llm.llm_engine.engine_core.shutdown()
 
 
-def _engine(plan: Plan, model: Path, *, connector: bool, files: str | None) -> "LLM":
+def _engine(plan: Plan, model: Path, contender: Contender) -> "LLM":
     with without_collection():
         from vllm import LLM
 
-    contender = OURS if connector else NONE
-    if connector and files is not None:
-        # "always": a small model computes sooner than a slow disk reads.
-        second_tier = {"type": "fs", "root_dir": files, "bytes": "64GiB", "fetch": "always"}
-        contender = replace(contender, extra={"second_tier": second_tier})
     return LLM(
         str(model),
         skip_tokenizer_init=True,
@@ -76,11 +73,6 @@ def _engine(plan: Plan, model: Path, *, connector: bool, files: str | None) -> "
     )
 
 
-def _warm_up_prompt(plan: Plan) -> list[int]:
-    """A prompt of no user. One-time costs fall due with it, before any measurement."""
-    return [token % 2 + 1 for token in range(plan.first_message_tokens // 2)]
-
-
 def _answer(llm: "LLM", request_id: str, prompt: list[int], length: int) -> dict[str, Any]:
     """Generate ``length`` tokens; return the fields of ``Answer`` but for user and turn."""
     from vllm import RequestOutput, SamplingParams
@@ -89,7 +81,7 @@ def _answer(llm: "LLM", request_id: str, prompt: list[int], length: int) -> dict
     sampling = SamplingParams(
         temperature=0, max_tokens=length, ignore_eos=True, detokenize=False, logprobs=0
     )
-    before = _prompt_tokens_by_source(llm)
+    before = _counters()
     faulthandler.dump_traceback_later(REQUEST_DEADLINE, exit=True)
     start = time.perf_counter()
     engine.add_request(request_id, {"prompt_token_ids": list(prompt)}, sampling)
@@ -104,7 +96,7 @@ def _answer(llm: "LLM", request_id: str, prompt: list[int], length: int) -> dict
                 final = output
     seconds = time.perf_counter() - start
     faulthandler.cancel_dump_traceback_later()
-    after = _prompt_tokens_by_source(llm)
+    source = counted(before, _counters())
 
     completion = final.outputs[0]
     assert completion.logprobs is not None
@@ -113,12 +105,11 @@ def _answer(llm: "LLM", request_id: str, prompt: list[int], length: int) -> dict
             f"request {request_id} ended by {completion.finish_reason} after "
             f"{len(completion.token_ids)} of {length} tokens"
         )
-    source = {name: after[name] - before[name] for name in after}
     return {
         "prompt_tokens": len(prompt),
-        "from_device": source["local_cache_hit"],
-        "from_host": source["external_kv_transfer"],
-        "recomputed": source["local_compute"],
+        "from_device": source["device_hit_tokens"],
+        "from_host": source["external_hit_tokens"],
+        "recomputed": source["computed_tokens"],
         "ttft": ttft,
         "seconds": seconds,
         "tokens": list(completion.token_ids),
@@ -130,15 +121,8 @@ def _answer(llm: "LLM", request_id: str, prompt: list[int], length: int) -> dict
     }
 
 
-def _prompt_tokens_by_source(llm: "LLM") -> dict[str, int]:
-    """vLLM's running totals of prompt tokens, by where their KV came from."""
-    from vllm.v1.metrics.reader import Counter
-
-    return {
-        metric.labels["source"]: metric.value
-        for metric in llm.get_metrics()
-        if isinstance(metric, Counter) and metric.name == "vllm:prompt_tokens_by_source"
-    }
+def _counters() -> dict[str, float]:
+    return counters(sample for family in REGISTRY.collect() for sample in family.samples)
 
 
 if __name__ == "__main__":

@@ -4,13 +4,10 @@ A plan is plain data that follows from the command line alone, so that both runs
 process of its own, work on the same one.
 """
 
-import random
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from examples.bench.models import ModelShape
-
-FIRST_TEXT_TOKEN = 3
-"""Ids below this one are the model's special tokens; no message has them."""
+from examples.serve_bench.tokens import WordVocabulary
 
 
 @dataclass(frozen=True)
@@ -30,10 +27,6 @@ class Plan:
     answer_tokens: int
     block_size: int = 32
     seed: int = 0
-
-    def changed(self, *, users: int | None, turns: int | None, seed: int) -> "Plan":
-        """The plan with other numbers where they are not None."""
-        return replace(self, users=users or self.users, turns=turns or self.turns, seed=seed)
 
     @property
     def requests(self) -> int:
@@ -82,8 +75,7 @@ class Plan:
         return self._text(self.message_tokens, f"user {user} turn {turn}")
 
     def _text(self, length: int, who: str) -> list[int]:
-        source = random.Random(f"{self.seed} {who}")
-        return [source.randrange(FIRST_TEXT_TOKEN, self.model.vocab_size) for _ in range(length)]
+        return WordVocabulary(self.model.vocab_size).random(length, self.seed, who)
 
 
 def _round_up(value: int, step: int) -> int:

@@ -5,16 +5,15 @@ from dataclasses import dataclass
 from itertools import zip_longest
 from pathlib import Path
 from statistics import fmean
-from typing import TYPE_CHECKING
+from typing import NamedTuple
 
 from rich.table import Table
 
 from examples.bench.tables import make_figure, make_table, save_figure
 
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-
 WITHOUT, WITH = "tab:red", "tab:blue"
+SOURCES = {"from_device": "tab:green", "from_host": "tab:blue", "recomputed": "tab:orange"}
+"""Colors of the sources of a prompt's KV."""
 
 
 @dataclass(frozen=True)
@@ -24,11 +23,11 @@ class Answer:
     user: int
     turn: int
     prompt_tokens: int
-    from_device: int
+    from_device: float
     """Prompt tokens whose KV the engine's own prefix cache still held."""
-    from_host: int
+    from_host: float
     """Prompt tokens whose KV came from the connector."""
-    recomputed: int
+    recomputed: float
     """Prompt tokens that went through the model."""
     ttft: float
     """Seconds from handing the request to the engine to its first token."""
@@ -41,7 +40,7 @@ class Answer:
 
 @dataclass(frozen=True)
 class TurnRow:
-    """One turn, averaged over its users; the sources are those of the run with the connector."""
+    """One turn, mean over its users; the sources are those of the run with the connector."""
 
     turn: int
     prompt_tokens: float
@@ -62,97 +61,56 @@ def rows_by_turn(without: Sequence[Answer], with_host: Sequence[Answer]) -> list
     for turn in sorted({answer.turn for answer in with_host}):
         before = [answer for answer in without if answer.turn == turn]
         after = [answer for answer in with_host if answer.turn == turn]
-        counts = ("prompt_tokens", "from_device", "from_host", "recomputed")
-        means = {name: fmean(getattr(answer, name) for answer in after) for name in counts}
+        means = {
+            name: fmean(getattr(answer, name) for answer in after)
+            for name in ("prompt_tokens", *SOURCES)
+        }
         times = [fmean(answer.ttft for answer in answers) for answers in (before, after)]
         rows.append(TurnRow(turn, **means, ttft_without=times[0], ttft_with=times[1]))
     return rows
 
 
-@dataclass(frozen=True)
-class Verdict:
-    """The demo passes with the same tokens in both runs, some of them from host memory."""
-
-    answers: int
-    tokens: int
-    host_tokens: int
-    first_difference: str | None
-    max_logprob_difference: float | None
-    """Over all tokens; None where the tokens differ."""
-
-    @property
-    def passed(self) -> bool:
-        return self.first_difference is None and self.host_tokens > 0
-
-    @property
-    def sentence(self) -> str:
-        if self.first_difference is not None:
-            return f"NOT the same: {self.first_difference}."
-        same = (
-            f"All {self.tokens} tokens of {self.answers} answers are the same "
-            f"(logprobs within {self.max_logprob_difference:.1e})"
-        )
-        if self.host_tokens == 0:
-            return f"{same}, but no token came from host memory."
-        return f"{same}; {self.host_tokens} prompt tokens came from host memory."
+class Verdict(NamedTuple):
+    passed: bool
+    sentence: str
 
 
 def compare(without: Sequence[Answer], with_host: Sequence[Answer]) -> Verdict:
-    """Compare both runs, answer by answer and token by token."""
+    """Compare both runs, answer by answer and token by token. The demo passes with the same tokens
+    in both, some of them from host memory."""
     difference = _first_difference(without, with_host)
-    gap = None
-    if difference is None:
-        gap = max(
-            abs(one - other)
-            for before, after in zip(without, with_host, strict=True)
-            for one, other in zip(before.logprobs, after.logprobs, strict=True)
-        )
-    return Verdict(
-        answers=len(with_host),
-        tokens=sum(len(answer.tokens) for answer in with_host),
-        host_tokens=sum(answer.from_host for answer in with_host),
-        first_difference=difference,
-        max_logprob_difference=gap,
+    if difference is not None:
+        return Verdict(False, f"NOT the same: {difference}.")
+    gap = max(
+        abs(one - other)
+        for before, after in zip(without, with_host, strict=True)
+        for one, other in zip(before.logprobs, after.logprobs, strict=True)
     )
+    num_tokens = sum(len(answer.tokens) for answer in with_host)
+    same = f"All {num_tokens} tokens of {len(with_host)} answers are the same"
+    same = f"{same} (logprobs within {gap:.1e})"
+    from_host = sum(answer.from_host for answer in with_host)
+    if not from_host:
+        return Verdict(False, f"{same}, but no token came from host memory.")
+    return Verdict(True, f"{same}; {from_host:.0f} prompt tokens came from host memory.")
 
 
-@dataclass(frozen=True)
-class RestartVerdict:
-    """A restarted engine passes if it gives the same tokens, and finds first messages too."""
-
-    first_difference: str | None
-    found: int
-    """Tokens of the first messages that came from the files of the engine before."""
-    total: int
-    ttft_before: float
-    ttft: float
-    """Seconds to the first token of first messages, mean over users."""
-
-    @property
-    def passed(self) -> bool:
-        return self.first_difference is None and self.found > 0
-
-    @property
-    def sentence(self) -> str:
-        if self.first_difference is not None:
-            return f"After the restart NOT the same: {self.first_difference}."
-        return (
-            f"After the restart, the same tokens; {self.found} of the {self.total} tokens of first "
-            f"messages came from files. First token after {self.ttft:.2f} s, before "
-            f"{self.ttft_before:.2f} s."
-        )
-
-
-def compare_restarted(before: Sequence[Answer], after: Sequence[Answer]) -> RestartVerdict:
-    """Compare an engine with one that started later, with its files."""
+def compare_restarted(before: Sequence[Answer], after: Sequence[Answer]) -> Verdict:
+    """Compare an engine with one that started later, with its files: that one passes if it gives
+    the same tokens, and finds first messages too."""
+    difference = _first_difference(before, after)
+    if difference is not None:
+        return Verdict(False, f"After the restart NOT the same: {difference}.")
     first = [answer for answer in after if answer.turn == 0]
-    first_before = [answer for answer in before if answer.turn == 0]
-    return RestartVerdict(
-        _first_difference(before, after),
-        sum(answer.from_host for answer in first),
-        sum(answer.prompt_tokens for answer in first),
-        fmean(answer.ttft for answer in first_before),
-        fmean(answer.ttft for answer in first),
+    found = sum(answer.from_host for answer in first)
+    ttft, ttft_before = (
+        fmean(answer.ttft for answer in answers if answer.turn == 0) for answers in (after, before)
+    )
+    return Verdict(
+        found > 0,
+        f"After the restart, the same tokens; {found:.0f} of the "
+        f"{sum(answer.prompt_tokens for answer in first)} tokens of first messages came from "
+        f"files. First token after {ttft:.2f} s, before {ttft_before:.2f} s.",
     )
 
 
@@ -214,44 +172,27 @@ def save_plot(
     """Write a PNG: time to first token by turn, and the sources of each turn's prompt."""
     figure = make_figure(11, 4.5)
     times, sources = figure.subplots(1, 2)
-    _plot_times(times, rows, without, with_host)
-    _plot_sources(sources, rows)
+    turns = [row.turn + 1 for row in rows]
+    times.plot(turns, [row.ttft_without for row in rows], color=WITHOUT, label="without connector")
+    times.plot(turns, [row.ttft_with for row in rows], color=WITH, label="with connector")
+    for answers, color in ((without, WITHOUT), (with_host, WITH)):
+        users = [answer.turn + 1 for answer in answers]
+        times.scatter(users, [answer.ttft for answer in answers], color=color, s=14, alpha=0.6)
+    times.set_ylabel("time to first token (s)")
+    times.set_title("Time to first token (line: mean, dots: each user)")
+    times.legend()
+    bottom = [0.0] * len(rows)
+    for field, color in SOURCES.items():
+        counts = [getattr(row, field) for row in rows]
+        label = field.replace("_", " ")
+        sources.bar(turns, counts, bottom=bottom, width=0.6, color=color, label=label)
+        bottom = [low + count for low, count in zip(bottom, counts, strict=True)]
+    sources.set_ylabel("prompt tokens, mean over users")
+    sources.set_title("Sources of the prompt's KV, with the connector")
+    sources.legend(loc="upper left")
     for axes in (times, sources):
         axes.set_xlabel("turn of the conversation")
         axes.locator_params(axis="x", integer=True)
         axes.grid(axis="y", alpha=0.3)
         axes.set_ylim(bottom=0)
     save_figure(path, figure)
-
-
-def _plot_times(
-    axes: "Axes",
-    rows: Sequence[TurnRow],
-    without: Sequence[Answer],
-    with_host: Sequence[Answer],
-) -> None:
-    turns = [row.turn + 1 for row in rows]
-    axes.plot(turns, [row.ttft_without for row in rows], color=WITHOUT, label="without connector")
-    axes.plot(turns, [row.ttft_with for row in rows], color=WITH, label="with connector")
-    for answers, color in ((without, WITHOUT), (with_host, WITH)):
-        users = [answer.turn + 1 for answer in answers]
-        axes.scatter(users, [answer.ttft for answer in answers], color=color, s=14, alpha=0.6)
-    axes.set_ylabel("time to first token (s)")
-    axes.set_title("Time to first token (line: mean, dots: each user)")
-    axes.legend()
-
-
-def _plot_sources(axes: "Axes", rows: Sequence[TurnRow]) -> None:
-    turns = [row.turn + 1 for row in rows]
-    bottom = [0.0] * len(rows)
-    layers = (
-        ("from device", "tab:green", [row.from_device for row in rows]),
-        ("from host", "tab:blue", [row.from_host for row in rows]),
-        ("recomputed", "tab:orange", [row.recomputed for row in rows]),
-    )
-    for name, color, counts in layers:
-        axes.bar(turns, counts, bottom=bottom, width=0.6, color=color, label=name)
-        bottom = [low + count for low, count in zip(bottom, counts, strict=True)]
-    axes.set_ylabel("prompt tokens, mean over users")
-    axes.set_title("Sources of the prompt's KV, with the connector")
-    axes.legend(loc="upper left")

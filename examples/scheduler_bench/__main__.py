@@ -5,7 +5,7 @@ import logging
 from collections.abc import Collection, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import psutil
 from rich.console import Console
@@ -21,13 +21,12 @@ from examples.bench.command import (
 )
 from examples.bench.progress import Progress
 from examples.bench.results_file import NUMBERS, machine, prepare_output, save_numbers
-from examples.scheduler_bench.plan import BLOCK_SIZE, QUICK, Part, Plan
+from examples.scheduler_bench.plan import QUICK, Part, Plan
 
 if TYPE_CHECKING:
     from examples.scheduler_bench.contenders import Contender
     from examples.scheduler_bench.results import Results
 
-COST_PLOT, HIT_PLOT, FOUND_PLOT = "cost.png", "hits.png", "found.png"
 NAMES = (
     *("ours", "ours-128", "ours-eager", "ours-lazy", "ours-threshold", "builtin", "builtin-lazy"),
     *("none", "offloading", "offloading-arc"),
@@ -47,7 +46,7 @@ def _start(arguments: argparse.Namespace) -> int:
         _require_memory(plan)
     for path in plan.traces.files:
         _require_scalable(path, plan)
-    prepare_output("--out", arguments.output, NUMBERS, COST_PLOT, HIT_PLOT, FOUND_PLOT)
+    prepare_output("--out", arguments.output, NUMBERS)
     # Takes seconds, as it brings vLLM: wrong usage is reported without it.
     from examples.scheduler_bench.contenders import CONTENDERS
 
@@ -106,24 +105,17 @@ def _report(results: "Results", output: Path) -> None:
 
     console = Console(width=report.WIDTH)
     print_lines(console, f"{results.machine['processor']}, vLLM {results.machine['vllm']}")
-    lines = []
     if results.rows:
         console.print(report.cost_table(results), report.hook_table(results))
-        report.save_cost_plot(output / COST_PLOT, results)
-        lines.append(f"Plot: {output / COST_PLOT}")
     if results.footprints:
         console.print(report.footprint_table(results))
-    if results.hit_rows:
-        console.print(report.hit_table(results))
-        report.save_hit_plot(output / HIT_PLOT, results)
-        lines.append(f"Plot: {output / HIT_PLOT}")
+    if results.hits:
+        console.print(report.hit_table(results.hits))
     if plays := [*results.chats, *results.traces]:
         console.print(report.found_table(plays))
-        report.save_found_plot(output / FOUND_PLOT, plays)
-        lines.append(f"Plot: {output / FOUND_PLOT}")
-    if plays := [*(row.play for row in results.hit_rows), *plays]:
+    if plays := [*results.hits, *plays]:
         console.print(report.wait_table(plays))
-    lines.append(f"Numbers: {output / NUMBERS}")
+    lines = [f"Numbers: {output / NUMBERS}"]
     lines += [f"Not reached: {goal}" for goal, reached in goals(results).items() if not reached]
     lines += [f"Left out: {name}: {reason}" for name, reason in results.left_out.items()]
     print_lines(console, *lines)
@@ -148,24 +140,6 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_names("--parts", "measurements", [part.value for part in Part])
     parser.add_names("--contenders", "connectors and settings", NAMES)
     parser.add_argument("--quick", action="store_true", help="small, to see that it works")
-    parser.add_number("--running", "concurrent requests (default: 1 64 256)", most=256, nargs="+")
-    parser.add_number(
-        "--lengths",
-        "prompts that are stored and loaded (default: 2048 16384 131072)",
-        least=32,
-        most=131_072,
-        metavar="TOKENS",
-        nargs="+",
-    )
-    parser.add_number(
-        "--tiers",
-        "full tiers, at least as large as the prompts stored into them (default: 16384 131072 "
-        "524288)",
-        least=64,
-        most=4_000_000,
-        metavar="BLOCKS",
-        nargs="+",
-    )
     parser.add_number(
         "--tier-blocks",
         "tier whose memory and start-up time are measured (default: 4000000)",
@@ -190,9 +164,6 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_number("--agents", "concurrent sessions of a replay (default: 32)", most=4096)
     parser.add_number("--requests", "of a replay (default: 3000)")
     parser.add_number(
-        "--warm-up", "percent of them that do not count (default: 30)", least=0, most=90
-    )
-    parser.add_number(
         "--step-ms", "engine step of a replay (default: 50)", most=60_000, metavar="MS"
     )
     parser.add_number(
@@ -201,11 +172,9 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
         "(default: 40000)",
     )
     parser.add_number("--max-pause", "longest pause of a replay, s (default: 300)", least=0)
-    parser.add_number("--max-num-seqs", "running requests of a replay (default: 16)", most=256)
     parser.add_number("--seeds", "runs of each chat, replay and hit rate (default: 5)", most=100)
-    parser.add_number("--repeats", "of each time (default: 5; quick: 2)", most=100)
     parser.add_number("--seed", "of the prompts (default: 0)", least=0, most=MAX_SEED, default=0)
-    parser.add_output("--out", "scheduler-bench-out", "plots and numbers")
+    parser.add_output("--out", "scheduler-bench-out", "all numbers")
     arguments = parser.parse_args(argv)
     if arguments.parts is None:
         arguments.parts = [part.value for part in Part]
@@ -215,24 +184,12 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     if Part.TRACES in arguments.parts and arguments.traces is None:
         parser.error("argument --parts: traces needs --traces FILE")
     arguments.plan = _plan(arguments)
-    smallest = arguments.plan.cost.tier_tokens // BLOCK_SIZE + 2
-    for blocks in arguments.plan.cost.tiers:
-        if blocks < smallest:
-            parser.error(
-                f"argument --tiers: {blocks} is less than the {smallest} blocks stored into it"
-            )
     return arguments
 
 
 def _plan(arguments: argparse.Namespace) -> Plan:
     plan = QUICK if arguments.quick else Plan()
-    cost, footprint = plan.cost, plan.footprint
-    changes: dict[str, Any] = {
-        name: tuple(sorted(set(values)))
-        for name in ("running", "lengths", "tiers")
-        if (values := getattr(arguments, name)) is not None
-    }
-    cost = replace(cost, repeats=arguments.repeats or cost.repeats, **changes)
+    footprint = plan.footprint
     if (blocks := arguments.tier_blocks) is not None:
         filled = min(footprint.filled_blocks, blocks // 4)
         footprint = replace(footprint, tier_blocks=blocks, filled_blocks=filled)
@@ -241,22 +198,17 @@ def _plan(arguments: argparse.Namespace) -> Plan:
         "memories": arguments.memory,
         "agents": arguments.agents,
         "requests": arguments.requests,
-        "warm_up": None if arguments.warm_up is None else arguments.warm_up / 100,
         "step_seconds": None if arguments.step_ms is None else arguments.step_ms / 1000,
         "tokens_per_second": arguments.tokens_per_second,
         "max_pause": arguments.max_pause,
-        "running": arguments.max_num_seqs,
     }
     given = {name: value for name, value in traces.items() if value is not None}
-    seeds = {} if arguments.seeds is None else {"seeds": arguments.seeds}
     return replace(
         plan,
-        cost=cost,
         footprint=footprint,
-        hits=replace(plan.hits, **seeds),
-        chat=replace(plan.chat, **seeds),
-        traces=replace(plan.traces, **given, **seeds),
+        traces=replace(plan.traces, **given),
         seed=arguments.seed,
+        seeds=arguments.seeds or plan.seeds,
     )
 
 

@@ -2,19 +2,14 @@
 
 import heapq
 from collections.abc import Iterator
+from contextlib import closing
 from dataclasses import dataclass, field
 from itertools import count
 from random import Random
 
 from examples.scheduler_bench.contenders import Contender
 from examples.scheduler_bench.engine import Engine, Shape
-from examples.scheduler_bench.plan import (
-    BLOCK_SIZE,
-    BUS_TOKENS,
-    STEP_SECONDS,
-    TOKENS_PER_SECOND,
-    ChatPlan,
-)
+from examples.scheduler_bench.plan import BLOCK_SIZE, ChatPlan
 from examples.scheduler_bench.results import Outcome
 from examples.scheduler_bench.watch import Watch
 
@@ -25,15 +20,8 @@ def run_chat(
     """Play the plan's working sets one after another, and count the last. ``host_factor``: host
     memory over device memory. ``one_offs``: whether prompts that never come back come between."""
     device_blocks = plan.device_tokens // BLOCK_SIZE
-    shape = Shape(
-        device_blocks=device_blocks + 1,
-        host_blocks=int(host_factor * device_blocks) + 1,
-        bus_blocks=BUS_TOKENS / BLOCK_SIZE,
-        step_seconds=STEP_SECONDS,
-        tokens_per_second=TOKENS_PER_SECOND,
-    )
-    engine = Engine(contender, shape)
-    try:
+    shape = Shape.of_8b(device_blocks, int(host_factor * device_blocks))
+    with closing(Engine(contender, shape)) as engine:
         watch = Watch(engine)
         chat = _Chat(engine, plan, one_offs, seed)
         for working_set in range(plan.working_sets):
@@ -41,8 +29,6 @@ def run_chat(
                 watch.begin()
             chat.play(working_set)
         return watch.outcome()
-    finally:
-        engine.close()
 
 
 @dataclass(eq=False)

@@ -1,11 +1,11 @@
 """The contenders: KV connectors, and adapters to their scheduler sides."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
-from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorWorkerMetadata
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import (
     OffloadingConnectorMetadata,
     OffloadingWorkerMetadata,
@@ -18,7 +18,6 @@ from vllm.v1.simple_kv_offload.metadata import (
     SimpleCPUOffloadWorkerMetadata,
 )
 
-from examples.scheduler_bench.no_offload import NoSide
 from examples.scheduler_bench.plan import BLOCK_SIZE
 from simple_offload.metadata import RankCapacity, StepMetadata, WorkerReport
 
@@ -30,44 +29,61 @@ class Transfer:
     id: int
     is_load: bool
     num_blocks: int
-    requests: frozenset[str] = frozenset()
+    requests: Collection[str] = ()
     """Requests whose blocks are loaded."""
     is_urgent: bool = False
     """True if the worker waits for it before the step's compute."""
 
 
-class Side(Protocol):
-    """How one kind of connector is configured, and the messages of its worker side."""
+class Side:
+    """How one kind of connector is configured, and the messages of its worker side. By default,
+    of one that keeps nothing."""
 
-    connector: str
-    """``kv_connector``."""
-    module: str | None
+    connector = "MultiConnector"
+    """``kv_connector``. This one offers and stores what its ``connectors`` do."""
+    module: str | None = None
     """``kv_connector_module_path``."""
 
     def extra_config(self, num_blocks: int, block_bytes: int) -> dict[str, Any]:
         """For a tier of ``num_blocks`` host blocks, vLLM's null block included."""
+        return {"cpu_bytes_to_use": num_blocks * block_bytes}
 
     def open(self, connector: Any, num_blocks: int, block_bytes: int) -> None:
-        """Report to the scheduler side, once, that the worker has its memory."""
+        """Report to the scheduler side, once, that the worker has its memory. vLLM's connectors
+        take it for granted."""
 
-    def submitted(self, metadata: KVConnectorMetadata) -> list[Transfer]:
+    def submitted(self, metadata: Any) -> list[Transfer]:
         """The transfers that start with a step."""
+        del metadata
+        return []
 
     def report(self, ended: Sequence[Transfer]) -> KVConnectorOutput | None:
         """The worker's report when all these transfers have ended; None: nothing."""
+        if not ended:
+            return None
+        return KVConnectorOutput(
+            finished_recving={request for transfer in ended for request in transfer.requests},
+            kv_connector_worker_meta=self._worker_meta(ended),
+        )
 
     def num_host_blocks(self, connector: Any) -> int:
-        """How many host blocks the scheduler side has."""
+        """How many host blocks the scheduler side has. Of contenders whose memory is measured."""
+        raise NotImplementedError
 
     def has(self, connector: Any, key: BlockHashWithGroupId) -> bool:
         """Whether the host tier holds a device block's key."""
+        del connector, key
+        return False
+
+    def _worker_meta(self, ended: Sequence[Transfer]) -> KVConnectorWorkerMetadata | None:
+        raise NotImplementedError
 
 
-class OurSide:
+class OurSide(Side):
     """simple_offload."""
 
     connector = "SimpleCPUOffloadConnector"
-    module: str | None = "simple_offload"
+    module = "simple_offload"
 
     def extra_config(self, num_blocks: int, block_bytes: int) -> dict[str, Any]:
         del block_bytes
@@ -77,20 +93,12 @@ class OurSide:
         capacity = RankCapacity("0", num_blocks, num_blocks, block_bytes)
         connector.set_xfer_handshake_metadata_pp_aware({(0, 0): capacity})
 
-    def submitted(self, metadata: KVConnectorMetadata) -> list[Transfer]:
-        step = cast(StepMetadata, metadata)
+    def submitted(self, metadata: StepMetadata) -> list[Transfer]:
         loads = [
-            Transfer(each.id, True, len(each.host_blocks), _names(each.request_id))
-            for each in step.loads
+            Transfer(each.id, True, len(each.host_blocks), (str(each.request_id),))
+            for each in metadata.loads
         ]
-        return loads + [Transfer(each.id, False, len(each.host_blocks)) for each in step.stores]
-
-    def report(self, ended: Sequence[Transfer]) -> KVConnectorOutput | None:
-        if not ended:
-            return None
-        report = WorkerReport()
-        report.ended.update(transfer.id for transfer in ended)
-        return KVConnectorOutput(finished_recving=_loaded(ended), kv_connector_worker_meta=report)
+        return loads + [Transfer(each.id, False, len(each.host_blocks)) for each in metadata.stores]
 
     def num_host_blocks(self, connector: Any) -> int:
         return int(connector.scheduler.tier.num_blocks)
@@ -98,37 +106,25 @@ class OurSide:
     def has(self, connector: Any, key: BlockHashWithGroupId) -> bool:
         return bool(connector.scheduler.tier.has(key))
 
+    def _worker_meta(self, ended: Sequence[Transfer]) -> WorkerReport:
+        report = WorkerReport()
+        report.ended.update(transfer.id for transfer in ended)
+        return report
 
-class BuiltinSide:
+
+class BuiltinSide(Side):
     """vLLM's own SimpleCPUOffloadConnector."""
 
     connector = "SimpleCPUOffloadConnector"
-    module: str | None = None
 
-    def extra_config(self, num_blocks: int, block_bytes: int) -> dict[str, Any]:
-        return {"cpu_bytes_to_use": num_blocks * block_bytes}
-
-    def open(self, connector: Any, num_blocks: int, block_bytes: int) -> None:
-        """It takes the memory for granted."""
-
-    def submitted(self, metadata: KVConnectorMetadata) -> list[Transfer]:
-        step = cast(SimpleCPUOffloadMetadata, metadata)
+    def submitted(self, metadata: SimpleCPUOffloadMetadata) -> list[Transfer]:
         transfers = []
-        if (event := step.load_event) >= 0:
-            requests = frozenset(step.load_event_to_reqs.get(event, ()))
-            transfers.append(Transfer(event, True, len(step.load_cpu_blocks), requests))
-        if (event := step.store_event) >= 0:
-            transfers.append(Transfer(event, False, len(step.store_cpu_blocks)))
+        if (event := metadata.load_event) >= 0:
+            requests = metadata.load_event_to_reqs.get(event, ())
+            transfers.append(Transfer(event, True, len(metadata.load_cpu_blocks), tuple(requests)))
+        if (event := metadata.store_event) >= 0:
+            transfers.append(Transfer(event, False, len(metadata.store_cpu_blocks)))
         return transfers
-
-    def report(self, ended: Sequence[Transfer]) -> KVConnectorOutput | None:
-        if not ended:
-            return None
-        stored = {transfer.id: 1 for transfer in ended if not transfer.is_load}
-        return KVConnectorOutput(
-            finished_recving=_loaded(ended),
-            kv_connector_worker_meta=SimpleCPUOffloadWorkerMetadata(stored) if stored else None,
-        )
 
     def num_host_blocks(self, connector: Any) -> int:
         return int(connector.scheduler_manager.num_cpu_blocks)
@@ -137,54 +133,37 @@ class BuiltinSide:
         found = connector.scheduler_manager.cpu_block_pool.cached_block_hash_to_block
         return found.get_one_block(key) is not None
 
+    def _worker_meta(self, ended: Sequence[Transfer]) -> SimpleCPUOffloadWorkerMetadata | None:
+        stored = {transfer.id: 1 for transfer in ended if not transfer.is_load}
+        return SimpleCPUOffloadWorkerMetadata(stored) if stored else None
 
-class OffloadingSide:
+
+class OffloadingSide(Side):
     """vLLM's OffloadingConnector."""
 
     connector = "OffloadingConnector"
-    module: str | None = None
 
-    def extra_config(self, num_blocks: int, block_bytes: int) -> dict[str, Any]:
-        return {"cpu_bytes_to_use": num_blocks * block_bytes}
-
-    def open(self, connector: Any, num_blocks: int, block_bytes: int) -> None:
-        """It takes the memory for granted."""
-
-    def submitted(self, metadata: KVConnectorMetadata) -> list[Transfer]:
-        step = cast(OffloadingConnectorMetadata, metadata)
-        urgent = step.jobs_to_flush or ()
+    def submitted(self, metadata: OffloadingConnectorMetadata) -> list[Transfer]:
+        urgent = metadata.jobs_to_flush or ()
         transfers = [Transfer(job, False, 0, is_urgent=True) for job in urgent]
-        for job_id, job in step.load_jobs.items():
-            count = len(cast(Any, job.dst_spec).block_ids)
-            transfers.append(Transfer(job_id, True, count, frozenset((job.req_id,))))
-        for job_id, job in step.store_jobs.items():
-            count = len(cast(Any, job.src_spec).block_ids)
-            transfers.append(Transfer(job_id, False, count))
+        for job_id, job in metadata.load_jobs.items():
+            blocks = cast(Any, job.dst_spec).block_ids
+            transfers.append(Transfer(job_id, True, len(blocks), (job.req_id,)))
+        for job_id, job in metadata.store_jobs.items():
+            blocks = cast(Any, job.src_spec).block_ids
+            transfers.append(Transfer(job_id, False, len(blocks)))
         return transfers
-
-    def report(self, ended: Sequence[Transfer]) -> KVConnectorOutput | None:
-        if not ended:
-            return None
-        report = OffloadingWorkerMetadata()
-        for transfer in ended:
-            report.mark_completed(transfer.id)
-        return KVConnectorOutput(finished_recving=_loaded(ended), kv_connector_worker_meta=report)
-
-    def num_host_blocks(self, connector: Any) -> int:
-        return int(connector.scheduler.manager._num_chunks)
 
     def has(self, connector: Any, key: BlockHashWithGroupId) -> bool:
         manager = connector.scheduler.manager
         chunk = manager._policy.get(make_offload_key(get_block_hash(key), get_group_id(key)))
         return chunk is not None and bool(chunk.is_ready)
 
-
-def _names(request_id: str | None) -> frozenset[str]:
-    return frozenset() if request_id is None else frozenset((request_id,))
-
-
-def _loaded(ended: Sequence[Transfer]) -> set[str]:
-    return {request_id for transfer in ended for request_id in transfer.requests}
+    def _worker_meta(self, ended: Sequence[Transfer]) -> OffloadingWorkerMetadata:
+        report = OffloadingWorkerMetadata()
+        for transfer in ended:
+            report.mark_completed(transfer.id)
+        return report
 
 
 class When(Enum):
@@ -241,7 +220,7 @@ CONTENDERS = {
         ),
         Contender("builtin", BuiltinSide()),
         Contender("builtin-lazy", BuiltinSide(), {"lazy_offload": True}, stores=When.AT_EVICTION),
-        Contender("none", NoSide(), for_traces=True),
+        Contender("none", Side(), {"connectors": []}, for_traces=True),
         Contender("offloading", OffloadingSide(), for_traces=True),
         Contender("offloading-arc", OffloadingSide(), {"eviction_policy": "arc"}, for_traces=True),
     )

@@ -7,6 +7,7 @@ from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from functools import partial
 from itertools import count
+from operator import attrgetter
 from random import Random
 from typing import Protocol
 
@@ -28,7 +29,7 @@ _FRESH_TOKENS = 64
 class Rig(Protocol):
     """An engine with work to measure."""
 
-    num_missed: int
+    num_missed: int = 0
     """Tokens that should have been loaded and were not, in all measurements."""
 
     def measure(self) -> dict[Kind, Cost]:
@@ -37,86 +38,85 @@ class Rig(Protocol):
 
 def run_costs(race: Race[Contender], results: Results, begin: Callable[[str], None]) -> None:
     """Add rows to ``results``."""
-    cost = results.plan.cost
-    mixes = {Kind.SERVING: cost.serving, Kind.CONVERSATIONS: cost.conversations}
+    plan, cost = results.plan, results.plan.cost
 
     def measure(
         step: str,
         size: int,
         make: Callable[[Contender], Rig],
         whens: Collection[When] = tuple(When),
+        pool: Rig | None = None,
     ) -> None:
+        def takes_part(contender: Contender) -> bool:
+            return contender.takes_times and contender.stores in whens
+
         begin(step)
-        _measure(race, results, step, size, make, whens)
+        rigs = race.run(step, make, takes_part)
+        cells: dict[Kind, dict[str, Cost]] = {}
+        with _quiet_heap():
+            for _ in range(cost.repeats):
+                costs = race.run(step, lambda each: rigs[each.name].measure(), takes_part)
+                if pool is not None:
+                    costs[POOL] = pool.measure()
+                for name, by_kind in costs.items():
+                    for kind, found in by_kind.items():
+                        of_kind = cells.setdefault(kind, {})
+                        # Other work on the machine only adds time, so the least counts.
+                        least = of_kind.setdefault(name, found)
+                        of_kind[name] = min(least, found, key=attrgetter("seconds"))
+        results.rows += [Row(kind, size, of_kind) for kind, of_kind in cells.items()]
+        for name, rig in rigs.items():
+            if rig.num_missed:
+                results.problems[f"{name}, {step}"] = f"{rig.num_missed} tokens were not loaded"
 
     for running in cost.running:
-        make_decode = partial(_Decode, plan=results.plan, running=running)
-        measure(f"decode, {running} running", running, make_decode)
-    for kind, mix in mixes.items():
+        measure(f"decode, {running} running", running, partial(_Decode, plan=plan, running=running))
+    for kind, mix in ((Kind.SERVING, cost.serving), (Kind.CONVERSATIONS, cost.conversations)):
         for running in cost.running:
-            make_mix = partial(Serving, kind=kind, mix=mix, plan=results.plan, running=running)
-            measure(f"{kind.value}, {running} running", running, make_mix)
-    # These prompts are not evicted.
+            make = partial(Serving, kind=kind, mix=mix, plan=plan, running=running)
+            measure(f"{kind.value}, {running} running", running, make)
     for length in cost.lengths:
-        make_prompt = partial(_Prompts, plan=results.plan, length=length, full_tier=None)
         measure(
-            f"one prompt of {length} tokens", length, make_prompt, {When.AT_ONCE, When.WITH_ROOM}
+            f"one prompt of {length} tokens",
+            length,
+            partial(_Prompts, plan=plan, length=length, full_tier=None),
+            {When.AT_ONCE, When.WITH_ROOM},  # these prompts are not evicted
+            _Pool(length, cost.repeats),
         )
-        pool = _Pool(length, cost.repeats)
-        with quiet_heap():
-            by_kind = min(
-                (pool.measure() for _ in range(cost.repeats)),
-                key=lambda each: sum(one.seconds for one in each.values()),
-            )
-        for row in results.rows:
-            if row.size == length and row.kind in by_kind:
-                row.cells[POOL] = by_kind[row.kind]
     for blocks in cost.tiers:
-        make_prompt = partial(
-            _Prompts, plan=results.plan, length=cost.tier_tokens, full_tier=blocks
-        )
-        measure(f"a full tier of {blocks} blocks", blocks, make_prompt, {When.AT_ONCE})
+        make_full = partial(_Prompts, plan=plan, length=cost.tier_tokens, full_tier=blocks)
+        measure(f"a full tier of {blocks} blocks", blocks, make_full, {When.AT_ONCE})
 
 
-def _measure(
-    race: Race[Contender],
-    results: Results,
-    step: str,
-    size: int,
-    make: Callable[[Contender], Rig],
-    whens: Collection[When],
-) -> None:
-    def takes_part(contender: Contender) -> bool:
-        return contender.takes_times and contender.stores in whens
+class _Steps(Rig):
+    """Requests in the midst of their work. Its cost is that of a step."""
 
-    rigs = race.run(step, make, takes_part)
-    cells: dict[Kind, dict[str, Cost]] = {}
-    with quiet_heap():
-        for _ in range(results.plan.cost.repeats):
-            costs = race.run(step, lambda each: rigs[each.name].measure(), takes_part)
-            for name, by_kind in costs.items():
-                for kind, cost in by_kind.items():
-                    of_kind = cells.setdefault(kind, {})
-                    # Other work on the machine only adds time, so the least counts.
-                    of_kind[name] = min(cost, of_kind.get(name, cost), key=lambda c: c.seconds)
-    results.rows += [Row(kind, size, of_kind) for kind, of_kind in cells.items()]
-    for name, rig in rigs.items():
-        if rig.num_missed:
-            results.problems[f"{name}, {step}"] = f"{rig.num_missed} tokens were not loaded"
+    def __init__(self, engine: Engine, kind: Kind, num_steps: int) -> None:
+        self.engine = engine
+        self._kind = kind
+        self._num_steps = num_steps
+
+    def measure(self) -> dict[Kind, Cost]:
+        """Of a step."""
+        self.engine.stopwatch.drain()
+        for _ in range(self._num_steps):
+            self.engine.step()
+            self._refill()
+        return {self._kind: self.engine.stopwatch.drain().over(self._num_steps)}
+
+    def _refill(self) -> None:
+        """Add requests in the place of those that have ended."""
 
 
-class _Decode:
+class _Decode(_Steps):
     """Requests that decode, and nothing else."""
-
-    num_missed = 0
 
     def __init__(self, contender: Contender, plan: Plan, running: int) -> None:
         cost = plan.cost
         answer = (cost.repeats + 1) * cost.steps + running
         longest = cost.context_tokens + BLOCK_SIZE + answer
         blocks = running * (longest // BLOCK_SIZE + 1) + 16
-        self.engine = Engine(contender, Shape(blocks, blocks, running, plan.delay))
-        self._steps = cost.steps
+        super().__init__(Engine(contender, Shape(blocks, blocks, running)), Kind.DECODE, cost.steps)
         random = Random(plan.seed)
         for index in range(running):
             # Not all fill their blocks in the same step.
@@ -126,25 +126,14 @@ class _Decode:
             self.engine.step()
         self.measure()
 
-    def measure(self) -> dict[Kind, Cost]:
-        """Of a step."""
-        self.engine.stopwatch.drain()
-        for _ in range(self._steps):
-            self.engine.step()
-        return {Kind.DECODE: self.engine.stopwatch.drain().over(self._steps)}
 
-
-class Serving:
+class Serving(_Steps):
     """Requests that load their prompt, decode for a while and end; another follows each."""
-
-    num_missed = 0
 
     def __init__(
         self, contender: Contender, kind: Kind, mix: Mix, plan: Plan, running: int
     ) -> None:
-        self._kind = kind
         self._answer_tokens = mix.answer_tokens
-        self._steps = max(plan.cost.steps, 2 * mix.answer_tokens)
         self._random = Random(plan.seed)
         self._running = running
         num_prompts = max(_CYCLE * running, _LEAST_CYCLE)
@@ -152,25 +141,17 @@ class Serving:
         longest = mix.prompt_tokens + _FRESH_TOKENS + 2 * mix.answer_tokens
         device_blocks = running * (longest // BLOCK_SIZE + 2) * 5 // 4 + 16
         host_blocks = 2 * num_prompts * (longest // BLOCK_SIZE + 1)
-        self.engine = Engine(contender, Shape(device_blocks, host_blocks, running, plan.delay))
+        engine = Engine(contender, Shape(device_blocks, host_blocks, running))
+        super().__init__(engine, kind, max(plan.cost.steps, 2 * mix.answer_tokens))
         self._ids = count()
         for _ in range(num_prompts):
             self._add()
         self.engine.drain()
-        while next(self._ids) % num_prompts != num_prompts - 1:
-            pass  # begin with the first prompt again
-        self._fill()
+        self._ids = count(2 * num_prompts)  # begin with the first prompt again
+        self._refill()
         self.measure()
 
-    def measure(self) -> dict[Kind, Cost]:
-        """Of a step."""
-        self.engine.stopwatch.drain()
-        for _ in range(self._steps):
-            self.engine.step()
-            self._fill()
-        return {self._kind: self.engine.stopwatch.drain().over(self._steps)}
-
-    def _fill(self) -> None:
+    def _refill(self) -> None:
         while self.engine.num_unfinished < self._running:
             self._add()
 
@@ -181,7 +162,7 @@ class Serving:
         self.engine.add(f"{index}", prompt, _tokens(self._random, length))
 
 
-class _Prompts:
+class _Prompts(Rig):
     """One prompt after another, alone: stored cold, and then, after a reset of the device's cache,
     loaded."""
 
@@ -191,12 +172,11 @@ class _Prompts:
         own_blocks = length // BLOCK_SIZE + 2
         room = full_tier or own_blocks * (plan.cost.repeats + 2)
         most = MAX_MODEL_LEN // BLOCK_SIZE if full_tier else own_blocks
-        self.engine = Engine(contender, Shape(most + 16, room, delay=plan.delay))
+        self.engine = Engine(contender, Shape(most + 16, room))
         self._random = Random(plan.seed)
         self._length = length
         self._ids = count()
         self._kinds = (Kind.STORED, Kind.LOADED)
-        self.num_missed = 0
         if full_tier is not None:
             self._kinds = (Kind.STORED_FULL, Kind.LOADED_FULL)
             fill_tier(self.engine, full_tier, self._random)
@@ -228,7 +208,7 @@ class _Prompts:
         self.engine.stopwatch.drain()
 
 
-class _Pool:
+class _Pool(Rig):
     """A prompt as in ``_Prompts``, by the methods of vLLM's pool alone that look up, hold, fill and
     free its blocks: no hook, copy or order of its own."""
 
@@ -284,7 +264,7 @@ def fill_tier(engine: Engine, num_blocks: int, random: Random) -> None:
 
 
 @contextmanager
-def quiet_heap() -> Iterator[None]:
+def _quiet_heap() -> Iterator[None]:
     """Stop the garbage collector: chance decides which contender it meets. (vLLM's engine core
     freezes all objects of its start, the tier included.)"""
     gc.disable()

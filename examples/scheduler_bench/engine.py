@@ -1,7 +1,6 @@
 """Engine: vLLM's scheduler and a connector, over a device that only counts steps."""
 
 import tempfile
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -91,6 +90,19 @@ class Shape:
     tokens_per_second: float = inf
     """Speed of computing: each token adds to the time of its step."""
 
+    @classmethod
+    def of_8b(cls, device_blocks: int, host_blocks: int, max_running: int = 256) -> "Shape":
+        """With the speeds of an 8B model on an H200: decoding reads the weights in 6 ms, and copies
+        of one direction have 54 GB/s. vLLM's null blocks come on top."""
+        return cls(
+            device_blocks + 1,
+            host_blocks + 1,
+            max_running,
+            bus_blocks=409_600 / BLOCK_SIZE,
+            step_seconds=0.006,
+            tokens_per_second=40_000.0,
+        )
+
 
 class Bus:
     """Times of copies: those of one direction follow each other."""
@@ -144,7 +156,6 @@ class Engine:
         kv_cache_config = _kv_cache_config(shape.device_blocks)
         block_bytes = kv_cache_config.kv_cache_tensors[0].block_stride
         config = _vllm_config(contender, shape, block_bytes)
-        start = time.perf_counter()
         self.scheduler = Scheduler(
             vllm_config=config,
             kv_cache_config=kv_cache_config,
@@ -155,7 +166,6 @@ class Engine:
         )
         self.connector = cast(Any, self.scheduler.connector)
         self.side.open(self.connector, shape.host_blocks, block_bytes)
-        self.seconds_to_start = time.perf_counter() - start
         self.stopwatch = Stopwatch(self.connector)
         self.hits: dict[str, Hit] = {}
         self.on_hit: Callable[[Request, Hit], None] = lambda _, __: None
@@ -292,12 +302,11 @@ class Engine:
         return [self._answers[request_id][request.num_output_tokens]]
 
     def _note_blocks(self, request_id: str) -> None:
-        self.waits[request_id].got_blocks = self.now
         for earlier, wait in self._without_blocks.items():
             if earlier == request_id:
                 break
             wait.num_passed += 1
-        del self._without_blocks[request_id]
+        self._without_blocks.pop(request_id).got_blocks = self.now
 
     def _observe(self) -> None:
         """Record the hits of each request, outside the stopwatch."""

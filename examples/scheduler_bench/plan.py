@@ -25,14 +25,6 @@ class Part(Enum):
     """The same of recorded requests, and what they find."""
 
 
-STEP_SECONDS = 0.006
-"""Time of a step that computes nothing: decoding reads the weights (8B on an H200)."""
-TOKENS_PER_SECOND = 40_000.0
-"""Each token that a step computes adds to this time."""
-BUS_TOKENS = 409_600
-"""Tokens that are copied in a second, in each direction: 54 GB/s."""
-
-
 class Order(Enum):
     """The order of the conversations' turns."""
 
@@ -106,8 +98,6 @@ class HitPlan:
     """Length of prompts that no turn continues, in the runs that have them."""
     one_offs: float = 0.5
     """Number of these for each turn of a conversation."""
-    seeds: int = 5
-    """Number of runs of each kind, whose tokens are summed."""
 
 
 @dataclass(frozen=True)
@@ -135,7 +125,6 @@ class ChatPlan:
     turns_per_one_off: int = 4
     """Turns for each one-off prompt, which is as long as a first message, in the runs that have
     these."""
-    seeds: int = 5
 
 
 @dataclass(frozen=True)
@@ -155,7 +144,7 @@ class TracePlan:
     step_seconds: float = 0.05
     """Time of a step that computes nothing. A step stands for several of an engine's: answers are
     divided by ``scale`` too."""
-    tokens_per_second: float = TOKENS_PER_SECOND
+    tokens_per_second: float = 40_000.0
     bus_tokens: int = 500_000
     """Tokens that are copied in a second, in each direction: 8B, 64 GB/s."""
     running: int = 16
@@ -164,8 +153,6 @@ class TracePlan:
     """Longest pause between an answer and the next request."""
     max_prompt: int = 262_144
     """A session ends before a longer prompt."""
-    seeds: int = 5
-    """Number of orders of the sessions, whose tokens are summed."""
 
 
 @dataclass(frozen=True)
@@ -177,9 +164,10 @@ class Plan:
     hits: HitPlan = field(default_factory=HitPlan)
     chat: ChatPlan = field(default_factory=ChatPlan)
     traces: TracePlan = field(default_factory=TracePlan)
-    delay: int = 2
-    """Steps until the end of a transfer is reported."""
     seed: int = 0
+    """Of the first run."""
+    seeds: int = 5
+    """Number of runs of each hit rate, chat and replay, whose tokens are summed."""
 
 
 QUICK = Plan(
@@ -195,7 +183,8 @@ QUICK = Plan(
         repeats=2,
     ),
     footprint=FootprintPlan(tier_blocks=100_000, filled_blocks=0, repeats=1),
-    hits=HitPlan(conversations=16, turns=4, host_parts=(0.5, 1.0), seeds=1),
-    chat=ChatPlan(users=6, active=3, turns=2, device_tokens=16_384, host_factors=(2.0,), seeds=1),
+    hits=HitPlan(conversations=16, turns=4, host_parts=(0.5, 1.0)),
+    chat=ChatPlan(users=6, active=3, turns=2, device_tokens=16_384, host_factors=(2.0,)),
+    seeds=1,
 )
 """Shows that it works."""

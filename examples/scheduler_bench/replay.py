@@ -7,10 +7,10 @@ on the speed of the engine and of the bus, which the plan states.
 
 import heapq
 from collections.abc import Sequence
-from dataclasses import dataclass
+from contextlib import closing
 from itertools import count
 
-from examples.bench.traces import Trace, Turn, token_ids
+from examples.bench.traces import Trace, Turn
 from examples.scheduler_bench.contenders import Contender
 from examples.scheduler_bench.engine import Engine, Shape
 from examples.scheduler_bench.plan import BLOCK_SIZE, CHUNK_TOKENS, TracePlan
@@ -33,25 +33,8 @@ def replay(
         step_seconds=plan.step_seconds,
         tokens_per_second=plan.tokens_per_second / plan.scale,
     )
-    engine = Engine(contender, shape)
-    try:
-        player = _Player(engine, trace, plan, seed)
-        player.play()
-    finally:
-        engine.close()
-    return player.outcome()
-
-
-@dataclass(frozen=True)
-class _Due:
-    """A request that is to come."""
-
-    session: Sequence[Turn]
-    index: int
-
-    @property
-    def turn(self) -> Turn:
-        return self.session[self.index]
+    with closing(Engine(contender, shape)) as engine:
+        return _Player(engine, trace, plan, seed).play()
 
 
 class _Player:
@@ -63,74 +46,63 @@ class _Player:
         self._tokens_per_id = trace.block_tokens // plan.scale
         self._longest = plan.max_prompt // trace.block_tokens
         self._order = count()
-        self._due: list[tuple[float, int, _Due]] = []
-        self._waiting: list[Sequence[Turn]] = []
+        self._due: list[tuple[float, int, Sequence[Turn]]] = []
+        """Requests that are to come, each with the rest of its session."""
         self._watch = Watch(engine)
-        self._num_warm_up = int(plan.warm_up * plan.requests)
+        sessions = trace.shuffled(seed) if trace.has_sessions else trace.sessions
+        self._waiting = [session for session in sessions if self._fits(session)][::-1]
         if trace.has_sessions:
-            self._waiting = trace.shuffled(seed)[::-1]
             for agent in range(plan.agents):
                 self._start_session(agent * plan.max_pause / plan.agents)
         else:
-            for session in trace.sessions:
-                self._add_due(session[0].at, _Due(session, 0))
+            while self._waiting:
+                self._start_session(self._waiting[-1][0].at)
 
-    def play(self) -> None:
-        """Until the plan's number of requests, or the trace's, has ended."""
-        running: dict[str, _Due] = {}
+    def play(self) -> Outcome:
+        """Until the plan's number of requests, or the trace's, has ended. Counts those after the
+        warm-up."""
+        engine, plan = self._engine, self._plan
+        num_warm_up = int(plan.warm_up * plan.requests)
+        running: dict[str, Sequence[Turn]] = {}
+        """By request, the rest of its session."""
         num_added = 0
-        engine = self._engine
         counts = False
-        while running or (self._due and num_added < self._plan.requests):
-            if not counts and len(engine.hits) >= self._num_warm_up:
+        while running or (self._due and num_added < plan.requests):
+            if not counts and len(engine.hits) >= num_warm_up:
                 counts = True
                 self._watch.begin()
-            may_add = num_added < self._plan.requests
-            if engine.at_rest and not running and may_add:
+            if engine.at_rest and not running:
                 engine.now = max(engine.now, self._due[0][0])
-            while self._due and may_add and self._due[0][0] <= engine.now:
-                came, _, due = heapq.heappop(self._due)
-                request_id = f"{num_added}"
-                self._add(request_id, due.turn, came)
-                running[request_id] = due
+            while self._due and num_added < plan.requests and self._due[0][0] <= engine.now:
+                came, _, turns = heapq.heappop(self._due)
+                self._add(num_added, turns[0], came)
+                running[f"{num_added}"] = turns[1:]
                 num_added += 1
-                may_add = num_added < self._plan.requests
             engine.step()
             for request_id in [each for each in running if not engine.is_running(each)]:
-                self._go_on(running.pop(request_id))
+                following = running.pop(request_id)
+                if following and self._fits(following):
+                    pause = min(following[0].pause, plan.max_pause)
+                    self._add_due(engine.now + pause, following)
+                else:
+                    self._start_session(engine.now)
         engine.drain()
-
-    def outcome(self) -> Outcome:
-        """Of the requests after the warm-up."""
         return self._watch.outcome()
 
-    def _add(self, request_id: str, turn: Turn, came: float) -> None:
+    def _add(self, number: int, turn: Turn, came: float) -> None:
         """The prompt ends with a token of its own, and no token of the answer comes again: the
         trace does not show them."""
-        place = 2 * int(request_id)
-        prompt = [*token_ids(turn.ids, self._tokens_per_id), -1 - place]
+        size = self._tokens_per_id
+        prompt = [each * size + place for each in turn.ids for place in range(size)]
         length = max(1, turn.output_tokens // self._plan.scale)
-        self._engine.add(request_id, prompt, [-2 - place] * length, came)
-
-    def _go_on(self, ended: _Due) -> None:
-        """The session's next request follows, or the agent's next session."""
-        following = _Due(ended.session, ended.index + 1)
-        if following.index < len(ended.session) and self._fits(following.turn):
-            pause = min(following.turn.pause, self._plan.max_pause)
-            self._add_due(self._engine.now + pause, following)
-        else:
-            self._start_session(self._engine.now)
+        self._engine.add(f"{number}", [*prompt, -1 - 2 * number], [-2 - 2 * number] * length, came)
 
     def _start_session(self, at: float) -> None:
-        while self._waiting:
-            session = self._waiting.pop()
-            if self._fits(session[0]):
-                self._add_due(at, _Due(session, 0))
-                return
+        if self._waiting:
+            self._add_due(at, self._waiting.pop())
 
-    def _add_due(self, at: float, due: _Due) -> None:
-        if self._fits(due.turn):
-            heapq.heappush(self._due, (at, next(self._order), due))
+    def _add_due(self, at: float, turns: Sequence[Turn]) -> None:
+        heapq.heappush(self._due, (at, next(self._order), turns))
 
-    def _fits(self, turn: Turn) -> bool:
-        return len(turn.ids) <= self._longest
+    def _fits(self, turns: Sequence[Turn]) -> bool:
+        return len(turns[0].ids) <= self._longest

@@ -1,18 +1,16 @@
 """The measured numbers."""
 
-from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, field, fields
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
 from enum import Enum
 from itertools import chain
 from statistics import fmean
 from typing import Any
 
-from pydantic_core import to_jsonable_python
-
-from examples.bench.tables import ratio
+from examples.bench.tables import percentile, ratio
 from examples.scheduler_bench.contenders import CONTENDERS
 from examples.scheduler_bench.engine import Wait
-from examples.scheduler_bench.plan import Order, Plan
+from examples.scheduler_bench.plan import Plan
 from examples.scheduler_bench.stopwatch import Cost
 
 GOAL = 1 / 3
@@ -63,76 +61,38 @@ class Footprint:
     """Additional bytes of a block that holds KV; None: not measured."""
 
 
-@dataclass(frozen=True)
-class HitCount:
-    """Sums of prompt tokens."""
-
-    possible: int
-    """Computed before, in whole blocks, and not found on the device."""
-    host: int
-    """Of these, loaded from the host tier."""
-    device: int
-    """Found on the device."""
-
-    @property
-    def rate(self) -> float:
-        """Share of the possible hits of the tier."""
-        return self.host / self.possible if self.possible else 0.0
-
-    @property
-    def overall_rate(self) -> float:
-        """Share of all tokens computed before that were found, on the device or in the tier."""
-        reusable = self.possible + self.device
-        return (self.host + self.device) / reusable if reusable else 0.0
-
-    def __add__(self, other: "HitCount") -> "HitCount":
-        return HitCount(
-            self.possible + other.possible, self.host + other.host, self.device + other.device
-        )
+Waits = tuple[tuple[Wait, ...], ...]
+"""How requests waited for their first token, run by run."""
 
 
-@dataclass(frozen=True)
-class Waits:
-    """How requests waited for their first token, run by run."""
-
-    runs: tuple[tuple[Wait, ...], ...]
-
-    @classmethod
-    def of(cls, run: Iterable[Wait]) -> "Waits":
-        """The requests of one run that have an answer."""
-        return cls((tuple(wait for wait in run if wait.answered >= wait.came),))
-
-    def __add__(self, other: "Waits") -> "Waits":
-        return Waits(self.runs + other.runs)
-
-    def figures(self) -> dict[str, float]:
-        """Seconds: TTFT of all requests, its parts on average, and the least and the greatest mean
-        and worst of a run. Counts: requests, and later ones that got blocks first. Empty if no
-        request waited."""
-        runs = [sorted(wait.answered - wait.came for wait in run) for run in self.runs if run]
-        if not runs:
-            return {}
-        waits = [wait for run in self.runs for wait in run]
-        every = sorted(chain.from_iterable(runs))
-        means = [fmean(run) for run in runs]
-        worst = [run[-1] for run in runs]
-        passed = [wait.num_passed for wait in waits]
-        return {
-            "requests": len(every),
-            "mean": fmean(every),
-            "p50": every[len(every) // 2],
-            "p99": every[int(0.99 * len(every))],
-            "worst": every[-1],
-            "until_blocks": fmean(wait.got_blocks - wait.came for wait in waits),
-            "load": fmean(wait.began - wait.got_blocks for wait in waits),
-            "compute": fmean(wait.answered - wait.began for wait in waits),
-            "least_mean": min(means),
-            "greatest_mean": max(means),
-            "least_worst": min(worst),
-            "greatest_worst": max(worst),
-            "passed_most": max(passed),
-            "passed_sum": sum(passed),
-        }
+def figures(waits: Waits) -> dict[str, float]:
+    """Seconds: TTFT of all requests, its parts on average, and the least and the greatest mean
+    and worst of a run. Counts: requests, and later ones that got blocks first. Empty if no
+    request waited."""
+    runs = [sorted(wait.answered - wait.came for wait in run) for run in waits if run]
+    if not runs:
+        return {}
+    requests = list(chain.from_iterable(waits))
+    every = sorted(chain.from_iterable(runs))
+    means = [fmean(run) for run in runs]
+    worst = [run[-1] for run in runs]
+    passed = [wait.num_passed for wait in requests]
+    return {
+        "requests": len(every),
+        "mean": fmean(every),
+        "p50": percentile(every, 0.5),
+        "p99": percentile(every, 0.99),
+        "worst": every[-1],
+        "until_blocks": fmean(wait.got_blocks - wait.came for wait in requests),
+        "load": fmean(wait.began - wait.got_blocks for wait in requests),
+        "compute": fmean(wait.answered - wait.began for wait in requests),
+        "least_mean": min(means),
+        "greatest_mean": max(means),
+        "least_worst": min(worst),
+        "greatest_worst": max(worst),
+        "passed_most": max(passed),
+        "passed_sum": sum(passed),
+    }
 
 
 @dataclass(frozen=True)
@@ -171,6 +131,12 @@ class Outcome:
     """The same if that cache knew the future."""
     first_turns: Waits
     later_turns: Waits
+    known: int = 0
+    """Of conversations that take turns: tokens computed before, in whole blocks."""
+    known_on_device: int = 0
+    """Of these, found on the device."""
+    known_in_host: int = 0
+    """Of these, loaded from the host tier."""
 
     @property
     def found(self) -> int:
@@ -181,6 +147,18 @@ class Outcome:
         """``tokens`` over those of the prompts."""
         return tokens / self.prompt if self.prompt else 0.0
 
+    @property
+    def hit_rate(self) -> float:
+        """Of the host tier: share of the known tokens that were not on the device."""
+        possible = self.known - self.known_on_device
+        return self.known_in_host / possible if possible else 0.0
+
+    @property
+    def overall_hit_rate(self) -> float:
+        """Share of the known tokens that were found, on the device or in the tier."""
+        found = self.known_on_device + self.known_in_host
+        return found / self.known if self.known else 0.0
+
     def __add__(self, other: "Outcome") -> "Outcome":
         sums = {
             each.name: getattr(self, each.name) + getattr(other, each.name) for each in fields(self)
@@ -190,9 +168,8 @@ class Outcome:
 
     def to_json(self) -> dict[str, Any]:
         """All numbers, and the figures of the waits."""
-        numbers = {each.name: getattr(self, each.name) for each in fields(self)}
-        waits = {name: numbers[name].figures() for name in ("first_turns", "later_turns")}
-        return numbers | waits
+        waits = {"first_turns": figures(self.first_turns), "later_turns": figures(self.later_turns)}
+        return vars(self) | waits
 
 
 @dataclass
@@ -213,29 +190,6 @@ class Play:
 
 
 @dataclass
-class HitRow:
-    """All contenders at one host tier."""
-
-    order: Order
-    one_offs: bool
-    """True if prompts that no later turn continues come in between."""
-    host_part: float
-    """Host blocks over the blocks of all conversations."""
-    counts: dict[str, HitCount] = field(default_factory=dict)
-    play: Play = field(init=False)
-    """Of the same runs."""
-
-    def __post_init__(self) -> None:
-        self.play = Play(self.name)
-
-    @property
-    def name(self) -> str:
-        """Such as "random, one-offs, tier 25%"."""
-        one_offs = ", one-offs" if self.one_offs else ""
-        return f"{self.order.value}{one_offs}, tier {self.host_part:.0%}"
-
-
-@dataclass
 class Results:
     """The measurements of a run so far."""
 
@@ -244,7 +198,7 @@ class Results:
     """Processor, versions, date."""
     rows: list[Row] = field(default_factory=list)
     footprints: dict[str, Footprint] = field(default_factory=dict)
-    hit_rows: list[HitRow] = field(default_factory=list)
+    hits: list[Play] = field(default_factory=list)
     chats: list[Play] = field(default_factory=list)
     traces: list[Play] = field(default_factory=list)
     left_out: dict[str, str] = field(default_factory=dict)
@@ -255,47 +209,12 @@ class Results:
     """Measurements that prove nothing: contender and place, and the reason."""
     seconds: float = 0.0
 
-    def to_json(self) -> Any:
-        rows = [
-            {
-                "kind": row.kind,
-                "size": row.size,
-                "contenders": {
-                    name: {**asdict(cost), "seconds": cost.seconds, "of_rival": of_rival(row, name)}
-                    for name, cost in row.cells.items()
-                },
-            }
-            for row in self.rows
-        ]
-        hits = [
-            {
-                "order": row.order,
-                "one_offs": row.one_offs,
-                "host_part": row.host_part,
-                "contenders": {
-                    name: {**asdict(count), "rate": count.rate, "overall_rate": count.overall_rate}
-                    for name, count in row.counts.items()
-                },
-                "outcomes": row.play.to_json()["contenders"],
-            }
-            for row in self.hit_rows
-        ]
-        return to_jsonable_python(
-            {
-                **self.machine,
-                "plan": self.plan,
-                "rows": rows,
-                "footprints": self.footprints,
-                "hits": hits,
-                "chats": [play.to_json() for play in self.chats],
-                "traces": [play.to_json() for play in self.traces],
-                "goals": goals(self),
-                "left_out": self.left_out,
-                "failures": self.failures,
-                "problems": self.problems,
-                "seconds": self.seconds,
-            }
-        )
+    def to_json(self) -> dict[str, Any]:
+        plays = {
+            name: [play.to_json() for play in getattr(self, name)]
+            for name in ("hits", "chats", "traces")
+        }
+        return vars(self) | plays | {"goals": goals(self)}
 
 
 def rival_of(name: str) -> str:
@@ -326,10 +245,10 @@ def goals(results: Results) -> dict[str, bool]:
             if (share := of_rival(row, name)) is not None:
                 words = f"{kind.value}, {row.size}: {name} takes {share:.2f} of its rival's"
                 found[f"{words} time (goal: {GOAL:.2f})"] = share <= GOAL
-    for hits in results.hit_rows:
-        for name, count in hits.counts.items():
-            rival = hits.counts.get(rival_of(name))
-            if rival is not None:
-                words = f"{name} hits {count.rate:.1%}, its rival {rival.rate:.1%}"
-                found[f"{hits.name}: {words}"] = count.rate >= rival.rate
+    for play in results.hits:
+        for name, outcome in play.outcomes.items():
+            if (rival := play.outcomes.get(rival_of(name))) is not None:
+                ours, theirs = outcome.hit_rate, rival.hit_rate
+                words = f"{name} hits {ours:.1%}, its rival {theirs:.1%}"
+                found[f"{play.name}: {words}"] = ours >= theirs
     return found

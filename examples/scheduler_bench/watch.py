@@ -2,14 +2,14 @@
 
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from vllm.v1.core.kv_cache_utils import get_block_hash
 
 from examples.scheduler_bench.bounds import Access, lru_hits, optimal_hits
 from examples.scheduler_bench.engine import Engine, Hit, Wait
 from examples.scheduler_bench.plan import BLOCK_SIZE
-from examples.scheduler_bench.results import Outcome, Waits
+from examples.scheduler_bench.results import Outcome
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request
@@ -18,16 +18,6 @@ _SAMPLE_STEPS = 64
 """Steps between two looks at the tier's copies of the device's blocks."""
 _LATER = 0.5
 """Share of a prompt that was computed before, from which on it is a later turn's."""
-
-
-class _Start(NamedTuple):
-    """The engine's counts when counting began."""
-
-    steps: int = 0
-    stored: int = 0
-    loaded: int = 0
-    preempted: int = 0
-    seconds: float = 0.0
 
 
 class Watch:
@@ -49,7 +39,7 @@ class Watch:
         """Samples of the number of blocks that device and tier both have."""
         self._first: int | None = None
         """The first access that counts."""
-        self._start = _Start()
+        self._start = self._counts()
         self._next_sample = 0
         pool: Any = engine.scheduler.kv_cache_manager.block_pool
         self._device_pool = pool
@@ -63,18 +53,11 @@ class Watch:
         engine = self._engine
         engine.stopwatch.drain()
         self._first = len(self._accesses)
-        self._start = _Start(
-            engine.num_steps,
-            engine.num_stored,
-            engine.num_loaded,
-            engine.num_preempted,
-            engine.now,
-        )
+        self._start = self._counts()
 
     def outcome(self) -> Outcome:
-        """What was counted until now."""
+        """What was counted until now, when all requests are answered."""
         engine, accesses = self._engine, self._accesses
-        start = self._start
         first = len(accesses) if self._first is None else self._first
         shape = engine.shape
         device_blocks, host_blocks = shape.device_blocks - 1, shape.host_blocks - 1
@@ -84,20 +67,27 @@ class Watch:
             host=sum(hit.host for hit in self._hits),
             unstored=self._num_unstored * BLOCK_SIZE,
             evicted=self._num_evicted * BLOCK_SIZE,
-            stored=engine.num_stored - start.stored,
-            loaded=engine.num_loaded - start.loaded,
-            preempted=engine.num_preempted - start.preempted,
             shared=sum(self._num_shared) / max(1, len(self._num_shared)) / max(1, host_blocks),
             hook_seconds=engine.stopwatch.drain().seconds,
-            steps=engine.num_steps - start.steps,
             requests=len(self._hits),
-            seconds=engine.now - start.seconds,
             lru_host=lru_hits(accesses, host_blocks, first) * BLOCK_SIZE,
             lru_both=lru_hits(accesses, device_blocks + host_blocks, first) * BLOCK_SIZE,
             optimal=optimal_hits(accesses, device_blocks + host_blocks, first) * BLOCK_SIZE,
-            first_turns=Waits.of(self._waits[False]),
-            later_turns=Waits.of(self._waits[True]),
+            first_turns=(tuple(self._waits[False]),),
+            later_turns=(tuple(self._waits[True]),),
+            **{name: count - self._start[name] for name, count in self._counts().items()},
         )
+
+    def _counts(self) -> dict[str, Any]:
+        """The engine's, from its start."""
+        engine = self._engine
+        return {
+            "stored": engine.num_stored,
+            "loaded": engine.num_loaded,
+            "preempted": engine.num_preempted,
+            "steps": engine.num_steps,
+            "seconds": engine.now,
+        }
 
     def _on_hit(self, request: "Request", hit: Hit) -> None:
         engine, counts = self._engine, self._first is not None

@@ -3,7 +3,7 @@
 import argparse
 import json
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -11,7 +11,6 @@ from urllib.parse import urlsplit
 from rich.console import Console
 
 from examples.bench.arguments import MAX_SEED, BenchParser, exit_codes
-from examples.bench.child import Device
 from examples.bench.command import BAD_RESULT, exit_code_of, print_lines, run_program
 from examples.bench.connectors import CONTENDERS, ON_CPU, PACKAGE, WITH_FILES, Contender, before
 from examples.bench.models import DEEPSEEK_LITE
@@ -19,9 +18,9 @@ from examples.bench.progress import Progress
 from examples.bench.results_file import NUMBERS, prepare_output
 from examples.serve_bench.bench import CONVERSATIONS, MODEL, Bench
 from examples.serve_bench.conversations import InputError
-from examples.serve_bench.plan import PRESETS, TRANSPORTS, WORKLOADS, Plan
+from examples.serve_bench.plan import H200, PRESETS, TRANSPORTS, WORKLOADS, Plan
 from examples.serve_bench.results import PLOT, save_plot, start_line, summaries, workload_tables
-from examples.serving import Endpoint, Server
+from examples.serving import Endpoint
 
 DEFAULT = ("none", "ours", "builtin", "builtin-lazy", "offloading")
 """Contenders, unless others are named."""
@@ -61,21 +60,19 @@ def main(argv: Sequence[str] | None = None) -> int:
 def serve(bench: Bench) -> int:
     """Serve the first contender until interrupted; return the exit code."""
     console = Console()
-
-    def on_ready(server: Server, model: str) -> None:
-        print_lines(
-            console,
-            f"{server.url} serves {MODEL!r}, until Ctrl-C. vLLM's own benchmark:\n",
-            f"python benchmark_serving_multi_turn.py --url {server.url} --served-model-name {MODEL}"
-            f" --model {model} --input-file {bench.output / CONVERSATIONS}"
-            f" --num-clients {bench.plan.clients}"
-            f" --max-active-conversations {bench.plan.active}",
-        )
-
     prepare_output("--output", bench.output)
     try:
-        with Progress() as progress:
-            bench.serve(progress.show, on_ready)
+        with Progress() as progress, bench.serve(progress.show) as (server, model):
+            print_lines(
+                console,
+                f"{server.url} serves {MODEL!r}, until Ctrl-C. vLLM's own benchmark:\n",
+                f"python benchmark_serving_multi_turn.py --url {server.url} --served-model-name "
+                f"{MODEL} --model {model} --input-file {bench.output / CONVERSATIONS} "
+                f"--num-clients {bench.plan.clients} "
+                f"--max-active-conversations {bench.plan.active}",
+            )
+            server.ended.result()
+            server.check()
     except KeyboardInterrupt:
         print_lines(console, "Stopped.")
     return 0
@@ -208,7 +205,9 @@ def _parser() -> BenchParser:
         action="store_true",
         help="a model of latent attention, whose KV all ranks have alike (GPU only)",
     )
-    parser.add_argument("--eager", action="store_true", help="no CUDA graphs")
+    parser.add_argument(
+        "--eager", dest="graphs", action="store_const", const=False, help="no CUDA graphs"
+    )
     parser.add_argument(
         "--compilation-config",
         type=_json,
@@ -217,11 +216,11 @@ def _parser() -> BenchParser:
         "default: nothing is compiled, and decoding has CUDA graphs",
     )
     parser.add_argument(
-        "--input-file", type=Path, metavar="FILE", help="conversations other than the preset's"
+        "--input-file", type=_file, metavar="FILE", help="conversations other than the preset's"
     )
     parser.add_argument(
         "--traces",
-        type=Path,
+        type=_file,
         metavar="FILE",
         help="recorded requests: Claude Code sessions or Mooncake's JSONL, also .xz",
     )
@@ -250,8 +249,8 @@ def _check_what_goes_with_url(parser: BenchParser, arguments: argparse.Namespace
 
 
 def _plan(parser: BenchParser, arguments: argparse.Namespace) -> Plan:
+    """The preset, changed by the options that have the names of its fields, and by others."""
     workloads = arguments.workloads or (["traces"] if arguments.traces else ["turns"])
-    plan = replace(PRESETS[arguments.preset][_device(arguments)], workloads=tuple(workloads))
     for workload, option in (("traces", "traces"), ("restart", "files")):
         if workload in workloads and getattr(arguments, option) is None:
             parser.error(f"argument --workloads: {workload} needs --{option}")
@@ -259,44 +258,31 @@ def _plan(parser: BenchParser, arguments: argparse.Namespace) -> Plan:
         parser.error("argument --workloads: restart needs ttft, whose prompts it asks again")
     if arguments.serve and "turns" not in workloads:
         parser.error("argument --serve: needs the workload turns, for its conversations")
-    if plan.fits and not {"turns", "idle"}.issuperset(workloads):
-        parser.error("argument --preset: fits has the workloads turns and idle alone")
-    changes: dict[str, Any] = {
-        "transport": arguments.transport,
-        "rounds": arguments.rounds,
-        "repeats": arguments.repeats,
-        "seed": arguments.seed,
-        "device_tokens": arguments.device_tokens,
-        "host_bytes": arguments.host_gib and arguments.host_gib << 30,
-        "tensor_parallel": arguments.tensor_parallel,
-        "graphs": False if arguments.eager else None,
-        "compilation": arguments.compilation_config,
-        "input_file": arguments.input_file and str(arguments.input_file.resolve()),
-        "trace": arguments.traces and str(arguments.traces.resolve()),
-        "agents": arguments.agents and tuple(sorted(set(arguments.agents))),
-        "requests": arguments.requests,
-        "scale": arguments.scale,
-        "think_scale": arguments.think_scale,
-        "max_pause": arguments.max_pause,
-    }
-    plan = replace(plan, **{key: value for key, value in changes.items() if value is not None})
-    if arguments.seconds or arguments.requests:
-        plan = replace(plan, seconds=arguments.seconds)
+    plan = PRESETS[arguments.preset]
+    if plan.fits:
+        if not {"turns", "idle"}.issuperset(workloads):
+            parser.error("argument --preset: fits has the workloads turns and idle alone")
+        import torch
+
+        if torch.cuda.is_available():
+            plan = replace(H200, fits=True)
+    given = {name: value for name, value in vars(arguments).items() if value is not None}
+    given["workloads"] = tuple(workloads)
+    if arguments.agents:
+        given["agents"] = tuple(sorted(set(arguments.agents)))
+    if arguments.host_gib:
+        given["host_bytes"] = arguments.host_gib << 30
+    if arguments.requests:
+        given.setdefault("seconds", None)
+    prompt_tokens = given.pop("prompt_tokens", None)
+    names = {field.name for field in fields(plan)}
+    plan = replace(plan, **{name: value for name, value in given.items() if name in names})
     if arguments.files and arguments.input_file and plan.repeats > 1:
         parser.error("argument --repeats: 1 with --input-file, whose prompts stay in the files")
-    if arguments.prompt_tokens:
-        plan = plan.with_prompts_of(arguments.prompt_tokens)
+    if prompt_tokens is not None:
+        plan = plan.with_prompts_of(prompt_tokens)
     plan = _with_model(parser, arguments, plan)
     return _with_conversations(parser, arguments, plan) if "turns" in workloads else plan
-
-
-def _device(arguments: argparse.Namespace) -> Device:
-    """This machine's; "cpu" for presets that have their own."""
-    if arguments.preset != "fits":
-        return "cpu"
-    import torch
-
-    return "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def _with_model(parser: BenchParser, arguments: argparse.Namespace, plan: Plan) -> Plan:
@@ -304,7 +290,6 @@ def _with_model(parser: BenchParser, arguments: argparse.Namespace, plan: Plan) 
         plan = replace(
             plan,
             shape=None,
-            model=arguments.model,
             vocab_size=arguments.vocab_size or ENDPOINT_TOKENS,
         )
         try:
@@ -352,6 +337,10 @@ def _contenders(parser: BenchParser, arguments: argparse.Namespace, plan: Plan) 
             parser.error(f"argument --before: {arguments.before} has no package {PACKAGE}")
         contenders.append(before(arguments.before))
     return contenders
+
+
+def _file(text: str) -> str:
+    return str(Path(text).resolve())
 
 
 def _endpoint(text: str) -> Endpoint:

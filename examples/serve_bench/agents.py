@@ -8,32 +8,13 @@ from pathlib import Path
 
 from examples.bench.command import CannotStart
 from examples.bench.traces import Trace, Turn, read_trace
+from examples.serve_bench.plan import Plan
 
 ANSWER_TOKEN_SECONDS = 0.02
 """Supposed time of an answer's token. It only decides which agent sends how many requests."""
 
 Text = Callable[..., list[int]]
 """Gets a number of tokens, and what they are for; the same tokens for the same arguments."""
-
-
-@dataclass(frozen=True)
-class AgentPlan:
-    """The agents and their trace."""
-
-    trace: Path
-    agents: int
-    requests: int | None
-    """Of all agents together; None: as many as the trace has."""
-    scale: int
-    """Recorded tokens for each token that is sent."""
-    pause_scale: float
-    """Recorded seconds for each second of a pause."""
-    max_pause: float
-    """Longest pause, in seconds."""
-    max_tokens: int
-    """Longest request with its answer."""
-    seed: int
-    """Of the order of the sessions."""
 
 
 @dataclass(frozen=True)
@@ -61,25 +42,26 @@ class Request:
         return tokens + text(1, "trace", "end", *self.place)
 
 
-def requests_by_agent(plan: AgentPlan) -> list[list[Request]]:
-    """Each agent's requests, in their order.
+def requests_by_agent(plan: Plan, num_agents: int) -> list[list[Request]]:
+    """The requests of each of ``num_agents`` agents, in their order.
 
     An agent that ends a session begins the next one of the file's shuffled order. A session ends
     before a request that is too long for the plan. Requests without sessions are dealt in the
     file's order, without pauses. Raises CannotStart if the file does not fit.
     """
-    trace = read_trace(plan.trace)
+    assert plan.traces is not None
+    trace = read_trace(Path(plan.traces))
     if trace.block_tokens % plan.scale:
         raise CannotStart(
             f"scale: {plan.scale} does not divide the {trace.block_tokens} tokens of an id in "
-            f"{plan.trace}"
+            f"{plan.traces}"
         )
     sessions = iter(trace.shuffled(plan.seed) if trace.has_sessions else trace.sessions)
-    turns = [_turns(sessions, trace, plan) for _ in range(plan.agents)]
+    turns = [_turns(sessions, trace, plan) for _ in range(num_agents)]
     found: list[list[Request]] = [[] for _ in turns]
     # Agents take turns by supposed times, so that all end at about the same time.
-    spread = plan.max_pause / plan.agents if trace.has_sessions else 0.0
-    due = [(agent * spread, agent) for agent in range(plan.agents)]
+    spread = plan.max_pause / num_agents if trace.has_sessions else 0.0
+    due = [(agent * spread, agent) for agent in range(num_agents)]
     num_found = 0
     while due and (plan.requests is None or num_found < plan.requests):
         now, agent = heapq.heappop(due)
@@ -102,39 +84,38 @@ def requests_by_agent(plan: AgentPlan) -> list[list[Request]]:
     ):
         wanted = "one or more for each" if plan.requests is None else f"{plan.requests}"
         raise CannotStart(
-            f"--traces: {plan.trace} has too few requests of at most {plan.max_tokens} tokens: "
-            f"{num_found} for {plan.agents} agents. Wanted: {wanted}, and one or more that "
+            f"--traces: {plan.traces} has too few requests of at most {plan.max_trace_tokens} "
+            f"tokens: {num_found} for {num_agents} agents. Wanted: {wanted}, and one or more that "
             "continue a session"
         )
     return found
 
 
-def working_set(requests: Iterable[Request]) -> tuple[int, int]:
-    """Prompt tokens of ``requests``, and those whose prefix no earlier one had: an endless cache
-    computes these."""
+def new_tokens(requests: Iterable[Request]) -> list[int]:
+    """Of each request, the prompt tokens whose prefix no earlier one had: an endless cache computes
+    these."""
     prefixes: set[int] = set()
-    prompt_tokens = new_tokens = 0
+    found = []
     for request in requests:
         prefix, known = 0, len(prefixes)
         for id in request.ids:
             prefix = hash((prefix, id))
             prefixes.add(prefix)
-        prompt_tokens += request.prompt_tokens
-        new_tokens += (len(prefixes) - known) * request.tokens_per_id + 1
-    return prompt_tokens, new_tokens
+        found.append((len(prefixes) - known) * request.tokens_per_id + 1)
+    return found
 
 
 def _turns(
-    sessions: Iterator[Sequence[Turn]], trace: Trace, plan: AgentPlan
+    sessions: Iterator[Sequence[Turn]], trace: Trace, plan: Plan
 ) -> Iterator[tuple[Turn, bool]]:
     """One session after another. True marks the first turn of each."""
     for session in sessions:
         for index, turn in enumerate(session):
             prompt_tokens = len(turn.ids) * (trace.block_tokens // plan.scale) + 1
-            if prompt_tokens + _answer_tokens(turn, plan) > plan.max_tokens:
+            if prompt_tokens + _answer_tokens(turn, plan) > plan.max_trace_tokens:
                 break
             yield turn, trace.has_sessions and index == 0
 
 
-def _answer_tokens(turn: Turn, plan: AgentPlan) -> int:
+def _answer_tokens(turn: Turn, plan: Plan) -> int:
     return max(1, turn.output_tokens // plan.scale)

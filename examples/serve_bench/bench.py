@@ -3,13 +3,12 @@
 import asyncio
 import json
 import os
+import subprocess
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, replace
-from datetime import UTC, datetime
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +18,8 @@ from examples.bench.connectors import PACKAGE, Contender
 from examples.bench.models import save_model
 from examples.bench.results_file import commit, gpu, machine, save_numbers
 from examples.serve_bench.agents import requests_by_agent
+from examples.serve_bench.client import Start
 from examples.serve_bench.conversations import to_messages
-from examples.serve_bench.files import Directory, drop_from_page_cache, look_at
 from examples.serve_bench.plan import Plan
 from examples.serve_bench.play import WARMING_UP, play_over_http
 from examples.serve_bench.results import floor_line, problems, summaries
@@ -60,7 +59,7 @@ class Bench:
         self.output = output
         self.files = files
         self.endpoint = endpoint
-        self.directory: Directory | None = None
+        self.directory: str | None = None
         """What ``files`` is on."""
         self.runs: dict[str, list[dict[str, Any]]] = {each.name: [] for each in self.contenders}
         self.peak: float | None = None
@@ -82,7 +81,7 @@ class Bench:
         however this ends."""
         plan = self.plan
         if self.files is not None:
-            self.directory = look_at(self.files)
+            self.directory = _look_at(self.files)
         model = ""
         if self.endpoint is not None:
             model, longest = self.endpoint.served_model()
@@ -95,7 +94,7 @@ class Bench:
         if "traces" in plan.workloads:
             show("bench", "reading the trace", 0, None)
             for agents in plan.agents:
-                requests_by_agent(plan.replay(agents))
+                requests_by_agent(plan, agents)
         self._save_conversations()
         if self.endpoint is not None:
             self._run_one(ENDPOINT, 1, model, show)
@@ -108,26 +107,20 @@ class Bench:
                 for contender in self.contenders:
                     self._run_one(contender, number, model, show)
 
-    def serve(self, show: Show, on_ready: Callable[[Server, str], None]) -> None:
-        """Serve the first contender's model for other clients until this is interrupted;
-        ``on_ready`` gets the server and the model.
-
-        Raises RunFailed if the server does not start, or ends early.
-        """
+    @contextmanager
+    def serve(self, show: Show) -> Iterator[tuple[Server, str]]:
+        """A server of the first contender for other clients, and its model, as long as the context.
+        Raises RunFailed if it does not start."""
         self._save_conversations()
         contender = self.contenders[0].with_files(self.files or Path())
         with self._model(show) as model:
             show(contender.name, "starting the server", 0, None)
             with self._serving(contender, model, self.output / f"{contender.name}.log") as server:
-                on_ready(server, model)
-                server.ended.result()
-                server.check()
+                yield server, model
 
     def save(self) -> None:
         """Write all results so far."""
         result = {
-            "began": self._machine["date"],
-            "ended": datetime.now(UTC).isoformat(timespec="seconds"),
             "machine": self._machine,
             "url": self.endpoint and self.endpoint.url,
             "plan": self.plan,
@@ -178,11 +171,11 @@ class Bench:
         restarts = contender.has_files and "restart" in self.plan.workloads
         with tempfile.TemporaryDirectory(prefix="serve-bench-", dir=self.files) as name:
             for again in (False, True) if restarts else (False,):
-                folder = Path(name) if contender.has_files else None
-                self._play(contender, number, model, show, folder, again=again)
+                start = Start(folder=name if contender.has_files else None, again=again)
+                self._play(contender, number, model, show, start)
                 if any(each["lost"] for each in self.runs[contender.name]):
                     return
-                drop_from_page_cache(Path(name))
+                _drop_from_page_cache(Path(name))
 
     def _play(
         self,
@@ -190,13 +183,11 @@ class Bench:
         number: int,
         model: str,
         show: Show,
-        folder: Path | None,
-        *,
-        again: bool,
+        start: Start,
     ) -> None:
-        """One engine from its start to its end, with its files in ``folder``."""
-        who = f"round {number}/{self.plan.rounds} {contender.name}{' again' * again}"
-        log = self.output / f"{contender.name}-{number}{'-again' * again}.log"
+        """One engine from its start to its end."""
+        who = f"round {number}/{self.plan.rounds} {contender.name}{' again' * start.again}"
+        log = self.output / f"{contender.name}-{number}{'-again' * start.again}.log"
         phase, started, start_seconds = "starting", time.perf_counter(), 0.0
         show(who, phase, 0, None)
 
@@ -212,22 +203,21 @@ class Bench:
                 start_seconds = time.perf_counter() - started
             show(who, phase, event.get("done", 0), None)
 
-        if folder is not None:
-            contender = contender.with_files(folder)
-        play = partial(play_over_http, plan=self.plan, report=on_event, again=again, folder=folder)
+        if start.folder is not None:
+            contender = contender.with_files(Path(start.folder))
         if self.endpoint is not None:
-            asyncio.run(play(self.endpoint, model, warm=True))
+            start = Start(is_warm=True)
+            asyncio.run(play_over_http(self.endpoint, model, self.plan, start, on_event))
         elif self.plan.transport == "http":
             with self._serving(contender, model, log) as server:
-                asyncio.run(play(server, MODEL, warm=False))
+                asyncio.run(play_over_http(server, MODEL, self.plan, start, on_event))
         else:
             command = child_command(
                 PLAY,
                 plan=asdict(self.plan),
+                start=asdict(start),
                 contender=asdict(contender),
                 model=model,
-                again=again,
-                folder=folder and str(folder),
             )
             with self._environment(contender, model) as environment:
                 listen(command, environment, log, on_event)
@@ -262,3 +252,27 @@ class Bench:
                 environment["PYTHONPATH"] = os.pathsep.join([str(alone), environment["PYTHONPATH"]])
                 environment["PYTHONSAFEPATH"] = "1"
             yield environment
+
+
+def _look_at(path: Path) -> str:
+    """What ``path`` is on, in words. Raises CannotStart if nothing can be written to it."""
+    from vllm.v1.kv_offload.tiering.fs.io import probe_o_direct
+
+    try:
+        with tempfile.TemporaryDirectory(dir=path) as folder:
+            past = (
+                "past" if probe_o_direct(folder) else "through"
+            )  # as vLLM's ``fs`` tier then does
+    except OSError as error:
+        raise CannotStart(f"--files: cannot write to {path}: {error.strerror}") from None
+    command = ["stat", "--file-system", "--format=%T", str(path)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    return f"Files in {path}: {done.stdout.strip() or 'unknown'}, {past} the page cache"
+
+
+def _drop_from_page_cache(folder: Path) -> None:
+    """The next reads come from the disk. Without effect on tmpfs."""
+    for path in folder.rglob("*.bin"):
+        with path.open("rb") as file:
+            os.fsync(file.fileno())
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)

@@ -1,14 +1,13 @@
-"""Clients of an engine in this process, or of a server: requests, their times and the counters."""
+"""Clients of an engine in this process, or of a server: requests, their times and the engine's
+counters: prompt tokens by source, and what connectors report."""
 
 import asyncio
 import itertools
 import json
-import math
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
 from typing import TYPE_CHECKING
 
 import aiohttp
@@ -17,7 +16,6 @@ from prometheus_client.samples import Sample
 
 from examples.bench.child import Report
 from examples.bench.command import RunFailed
-from examples.serve_bench.counters import counted, counters
 from examples.serve_bench.plan import Plan
 from examples.serving import Endpoint, Server
 
@@ -28,6 +26,36 @@ REQUEST_DEADLINE = 300.0
 """Seconds. A request that takes longer is lost."""
 RESET_SECONDS, POLL_SECONDS = 60.0, 0.2
 """vLLM refuses to reset its caches while blocks are in use, and reports no end of that."""
+
+SOURCES = {
+    "local_cache_hit": "device_hit_tokens",
+    "external_kv_transfer": "external_hit_tokens",
+    "local_compute": "computed_tokens",
+}
+"""vLLM's names of the sources of prompt tokens, and ours."""
+SERIES: Sequence[tuple[str, Mapping[str, str], str]] = (
+    *(
+        ("vllm:prompt_tokens_by_source_total", {"source": source}, name)
+        for source, name in SOURCES.items()
+    ),
+    ("vllm:num_preemptions_total", {}, "preemptions"),
+    *(
+        each
+        for way, done in (("load", "loaded"), ("store", "stored"))
+        for each in (
+            ("vllm:simple_offload_bytes_total", {"direction": way}, f"{done}_bytes"),
+            ("vllm:simple_offload_transfer_seconds_sum", {"direction": way}, f"{done}_seconds"),
+            (f"vllm:kv_offload_{way}_bytes_total", {}, f"{done}_bytes"),
+            (f"vllm:kv_offload_{way}_time_total", {}, f"{done}_seconds"),
+        )
+    ),
+    *(
+        ("vllm:simple_offload_second_tier_lookups_total", {"result": result}, f"lookups_{result}")
+        for result in ("hit", "miss", "late", "slower")
+    ),
+)
+"""Series, their labels, and our names. Bytes, and seconds of copies, are those of all ranks of this
+connector, or of vLLM's OffloadingConnector."""
 
 
 @dataclass
@@ -60,33 +88,37 @@ class Reply:
             return None
         return (self.latency - self.ttft) / (self.answer_tokens - 1)
 
-    def gaps(self, since: float = -math.inf) -> list[float]:
-        """Times between each two arrivals, from the first that came at ``since`` or later, in
-        seconds of the measurement."""
-        return [b - a for a, b in pairwise(self.arrivals) if self.at + a >= since]
-
 
 class RequestLost(Exception):
     """A request that was refused, was cut off, did not end in time, or got an answer of the wrong
     length."""
 
 
+@dataclass(frozen=True)
+class Start:
+    """What an engine begins with."""
+
+    is_warm: bool = False
+    """It needs no warm-up."""
+    folder: str | None = None
+    """Of its files, which outlive it; None: it has none."""
+    again: bool = False
+    """Whether an engine before has left them."""
+
+
 class Client(ABC):
     """Sends requests, and collects their replies."""
 
-    def __init__(self, plan: Plan, report: Report, *, has_files: bool) -> None:
-        """``report`` gets ``{"done": n}`` after each reply. ``has_files``: the contender's caches
-        outlive its engine, and are not emptied."""
+    def __init__(self, plan: Plan, start: Start, report: Report) -> None:
+        """``report`` gets ``{"done": n}`` after each reply."""
         self.plan = plan
+        self.start = start
+        self.report = report
         self.vocabulary = plan.vocabulary()
         self.repeat = 0
         """Prompts are other ones for each."""
         self.replies: list[Reply] = []
-        self.lost: list[str] = []
-        """One line for each lost request."""
-        self._report = report
         self._done = 0
-        self._has_files = has_files
         self._before: dict[str, float] = {}
         self._began = self._busy = 0.0
 
@@ -115,12 +147,6 @@ class Client(ABC):
     async def settle(self) -> None:
         """Wait for stores, whose end no connector reports."""
         await asyncio.sleep(self.plan.settle_seconds)
-
-    async def empty_caches(self) -> None:
-        """Empty the device's and the connector's, where no files and no other clients have to
-        keep them. Raises RunFailed if that does not happen in time."""
-        if not self._has_files:
-            await self.reset(external=True)
 
     async def ask(
         self,
@@ -161,16 +187,8 @@ class Client(ABC):
         if kind is not None:
             self.replies.append(reply)
         self._done += 1
-        self._report({"done": self._done})
+        self.report({"done": self._done})
         return reply
-
-    async def reply_or_loss(self, asking: Awaitable[Reply]) -> Reply | None:
-        """The result of ``ask``; None for a lost request, which is noted."""
-        try:
-            return await asking
-        except RequestLost as error:
-            self.lost.append(str(error))
-            return None
 
     @abstractmethod
     def samples(self) -> Iterable[Sample]:
@@ -195,8 +213,8 @@ class Client(ABC):
 class EngineClient(Client):
     """Of an engine in this process."""
 
-    def __init__(self, engine: "AsyncLLM", plan: Plan, report: Report, *, has_files: bool) -> None:
-        super().__init__(plan, report, has_files=has_files)
+    def __init__(self, engine: "AsyncLLM", plan: Plan, start: Start, report: Report) -> None:
+        super().__init__(plan, start, report)
         self._engine = engine
         self._numbers = itertools.count()
 
@@ -236,15 +254,6 @@ class EngineClient(Client):
         return len(tokens)
 
 
-def client_session() -> aiohttp.ClientSession:
-    """Connections without aiohttp's own limits. One that was idle is closed before the server
-    closes it, after 5 seconds (VLLM_HTTP_TIMEOUT_KEEP_ALIVE): a request on it would be lost."""
-    return aiohttp.ClientSession(
-        connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=2),
-        timeout=aiohttp.ClientTimeout(total=None),
-    )
-
-
 class HttpClient(Client):
     """Of a server. Prompts go as token ids, so that no tokenizer changes their length."""
 
@@ -254,12 +263,11 @@ class HttpClient(Client):
         server: Endpoint,
         model: str,
         plan: Plan,
+        start: Start,
         report: Report,
-        *,
-        has_files: bool,
     ) -> None:
         """``model``: the name under which it is served."""
-        super().__init__(plan, report, has_files=has_files)
+        super().__init__(plan, start, report)
         self._session = session
         self._server = server
         self._model = model
@@ -304,3 +312,18 @@ class HttpClient(Client):
                     details = data["usage"].get("prompt_tokens_details") or {}
                     reply.cached_tokens = details.get("cached_tokens") or 0
         return answered
+
+
+def counters(samples: Iterable[Sample]) -> dict[str, float]:
+    """Running totals of those series that there are."""
+    found: dict[str, float] = {}
+    for sample in samples:
+        for series, labels, name in SERIES:
+            if series == sample.name and labels.items() <= sample.labels.items():
+                found[name] = found.get(name, 0) + sample.value
+    return found
+
+
+def counted(before: Mapping[str, float], after: Mapping[str, float]) -> dict[str, float]:
+    """The difference of two totals. A series that is new began at 0."""
+    return {name: value - before.get(name, 0) for name, value in after.items()}

@@ -5,15 +5,13 @@ seed, so all contenders get the same.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, get_args
 
 from examples.bench.child import Device
-from examples.bench.command import CannotStart
 from examples.bench.connectors import Contender
 from examples.bench.models import LLAMA_8B, QWEN3_14B, SMALL, ModelShape
-from examples.serve_bench.agents import AgentPlan
 from examples.serve_bench.conversations import (
     FILETYPE,
     Conversation,
@@ -26,81 +24,120 @@ Transport = Literal["engine", "http"]
 TRANSPORTS: tuple[Transport, ...] = get_args(Transport)
 Workload = Literal["ttft", "grown", "idle", "mix", "turns", "traces", "restart"]
 WORKLOADS: tuple[Workload, ...] = get_args(Workload)
+Length = int | tuple[int, int] | Mapping[str, Any]
+"""Of a message: always the same, drawn from both limits alike, or as the input file says."""
+
+
+def generated(
+    conversations: int,
+    *,
+    messages: Length,
+    common: Length,
+    prefix: Length,
+    question: Length,
+    answer: Length,
+) -> dict[str, Any]:
+    """Settings of conversations, in the form of an input file."""
+    return {
+        "filetype": FILETYPE,
+        "num_conversations": conversations,
+        "prompt_input": {
+            "num_turns": _drawn(messages),
+            "common_prefix_num_tokens": _drawn(common),
+            "prefix_num_tokens": _drawn(prefix),
+            "num_tokens": _drawn(question),
+        },
+        "prompt_output": {"num_tokens": _drawn(answer)},
+    }
+
+
+def _drawn(length: Length) -> Mapping[str, Any]:
+    if isinstance(length, int):
+        return {"distribution": "constant", "value": length}
+    if isinstance(length, tuple):
+        return {"distribution": "uniform", "min": length[0], "max": length[1]}
+    return length
+
+
+SETTINGS = generated(12, messages=8, common=64, prefix=(1000, 1600), question=64, answer=16)
+"""Of the preset cpu."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """One benchmark. Lengths are in tokens, times in seconds."""
+    """One benchmark. Lengths are in tokens, times in seconds. The defaults are the preset cpu."""
 
     workloads: tuple[Workload, ...] = ("turns",)
     transport: Transport = "http"
     """An engine in a process of its own, or ``vllm serve`` and its clients."""
     rounds: int = 1
     """Engines of each contender."""
-    repeats: int
+    repeats: int = 1
     """Times that an engine does the work, with other prompts each time."""
     seed: int = 0
-    settle_seconds: float
+    most_client_busy: float = 0.8
+    """A client that computes for a larger share of the time measures itself."""
+    settle_seconds: float = 0.2
     """Pause before and after a workload. Contenders go on storing after the last answer, none
     reports the end, and their stores would disturb the next measurement."""
 
-    device: Device
-    shape: ModelShape | None
+    device: Device = "cpu"
+    shape: ModelShape | None = SMALL
     """Of a model that is made; None for ``model``, or for that of a server that runs."""
     model: str | None = None
     vocab_size: int = 0
     """Of the model of a server that runs."""
     longest_request: int | None = None
     """Longest request with its answer that this server takes; None if not known."""
-    block_size: int
-    device_tokens: int
+    block_size: int = 32
+    device_tokens: int = 6144
     """Capacity of the device's KV space."""
     fits: bool = False
     """True if it holds everything: no connector can help, or should cost."""
-    host_bytes: int
+    host_bytes: int = 512 << 20
     """Size of the host tier, for all ranks together."""
     tensor_parallel: int = 1
-    graphs: bool
-    compilation: Mapping[str, Any] | None = None
-    """vLLM's ``compilation_config``; None: vLLM's default."""
+    graphs: bool = False
+    compilation_config: Mapping[str, Any] | None = None
+    """vLLM's; None: vLLM's default."""
 
-    prompt_tokens: int
+    prompt_tokens: int = 1024
     """Of a prompt that comes back as a hit."""
-    first_tokens: int
+    first_tokens: int = 4
     """Of its answer."""
-    new_tokens: tuple[int, ...]
+    new_tokens: tuple[int, ...] = (1, 64)
     """By how much such prompts have grown when they come back."""
-    idle_prompts: int
-    idle_prompt_tokens: int
-    idle_answer_tokens: int
-    mix_decodes: int
+    idle_prompts: int = 6
+    idle_prompt_tokens: int = 256
+    idle_answer_tokens: int = 16
+    mix_decodes: int = 3
     """Requests that decode while others hit."""
-    mix_answer_tokens: int
-    mix_hits: int
+    mix_answer_tokens: int = 64
+    mix_hits: int = 3
 
-    settings: Mapping[str, Any]
+    settings: Mapping[str, Any] = field(default_factory=lambda: SETTINGS)
     """The conversations, in the form of an input file."""
     input_file: str | None = None
     """A file with other ones."""
-    clients: int
+    clients: int = 2
     """Each sends one request at a time."""
-    active: int
+    active: int = 12
     """Conversations that have begun and not ended, of all clients together."""
     longest_conversation: int = 0
 
-    trace: str | None = None
+    traces: str | None = None
     """File with recorded requests; None without the workload ``traces``."""
-    agents: tuple[int, ...]
+    agents: tuple[int, ...] = (4, 8)
     """Numbers of agents, measured one after another."""
-    seconds: int | None
+    seconds: int | None = 20
     """Time of each of these measurements, after every agent's first answer; None: no limit."""
     requests: int | None = None
     """Of each measurement at most, the agents' first ones included."""
-    scale: int
+    scale: int = 64
     """Recorded tokens for each token that is sent."""
     think_scale: int | None = None
-    """Recorded seconds for each second of a pause; None: as many as ``scale`` says."""
-    max_pause: int
+    """``pause_scale``, if it is another number than ``scale``."""
+    max_pause: int = 2
     """Longest pause of an agent."""
 
     @property
@@ -123,6 +160,11 @@ class Plan:
     def mix_prompt_tokens(self) -> int:
         """Of the prompts that decode: short, so that they decode most of the time."""
         return max(1, self.prompt_tokens // 32)
+
+    @property
+    def pause_scale(self) -> int:
+        """Recorded seconds for each second of a pause."""
+        return self.think_scale or self.scale
 
     @property
     def max_trace_tokens(self) -> int:
@@ -186,21 +228,6 @@ class Plan:
         data = self.settings if self.input_file is None else read_input(Path(self.input_file))
         return make_conversations(data, vocabulary, self.seed, repeat)
 
-    def replay(self, agents: int) -> AgentPlan:
-        """The agents of one measurement. Raises CannotStart without a trace."""
-        if self.trace is None:
-            raise CannotStart("--traces: the workload traces needs a file")
-        return AgentPlan(
-            trace=Path(self.trace),
-            agents=agents,
-            requests=self.requests,
-            scale=self.scale,
-            pause_scale=self.think_scale or self.scale,
-            max_pause=self.max_pause,
-            max_tokens=self.max_trace_tokens,
-            seed=self.seed,
-        )
-
     def engine_arguments(self, contender: Contender) -> dict[str, Any]:
         """vLLM's, by their names in Python."""
         room = self.in_blocks(max(self.device_tokens, self.max_model_len))
@@ -219,71 +246,16 @@ class Plan:
             "enable_prefix_caching": True,
             "enforce_eager": not self.graphs,
             "tensor_parallel_size": self.tensor_parallel,
-            "compilation_config": self.compilation,
+            "compilation_config": self.compilation_config,
             "kv_transfer_config": contender.transfer_config(self.host_bytes),
         }
 
 
-def generated(
-    conversations: int,
-    *,
-    messages: int,
-    common: int,
-    prefix: tuple[int, int],
-    question: int,
-    answer: int,
-) -> dict[str, Any]:
-    """Settings of conversations which differ in the length of their first message alone."""
-    return {
-        "filetype": FILETYPE,
-        "num_conversations": conversations,
-        "prompt_input": {
-            "num_turns": _constant(messages),
-            "common_prefix_num_tokens": _constant(common),
-            "prefix_num_tokens": _uniform(*prefix),
-            "num_tokens": _constant(question),
-        },
-        "prompt_output": {"num_tokens": _constant(answer)},
-    }
-
-
-def _constant(value: int) -> dict[str, Any]:
-    return {"distribution": "constant", "value": value}
-
-
-def _uniform(least: int, most: int) -> dict[str, Any]:
-    return {"distribution": "uniform", "min": least, "max": most}
-
-
-CPU = Plan(
-    repeats=1,
-    settle_seconds=0.2,
-    device="cpu",
-    shape=SMALL,
-    block_size=32,
-    device_tokens=6144,
-    host_bytes=512 << 20,
-    graphs=False,
-    prompt_tokens=1024,
-    first_tokens=4,
-    new_tokens=(1, 64),
-    idle_prompts=6,
-    idle_prompt_tokens=256,
-    idle_answer_tokens=16,
-    mix_decodes=3,
-    mix_answer_tokens=64,
-    mix_hits=3,
-    settings=generated(12, messages=8, common=64, prefix=(1000, 1600), question=64, answer=16),
-    clients=2,
-    active=12,
-    agents=(4, 8),
-    seconds=20,
-    scale=64,
-    max_pause=2,
-)
+CPU = Plan()
 """A small Llama on two cores, whose device holds a third of all conversations: shows that
 everything works, and the direction of ratios."""
-H200 = Plan(
+H200 = replace(
+    CPU,
     repeats=3,
     settle_seconds=0.5,
     device="cuda",
@@ -318,25 +290,22 @@ SEED = replace(
     block_size=128,
     device_tokens=24576,
     prompt_tokens=4096,
-    settings={
-        "filetype": FILETYPE,
-        "num_conversations": 24,
-        "prompt_input": {
-            "num_turns": _uniform(12, 18),
-            "common_prefix_num_tokens": _constant(500),
-            "prefix_num_tokens": {"distribution": "lognormal", "average": 1000, "max": 5000},
-            "num_tokens": _uniform(120, 160),
-        },
-        "prompt_output": {"num_tokens": _uniform(80, 120)},
-    },
+    settings=generated(
+        24,
+        messages=(12, 18),
+        common=500,
+        prefix={"distribution": "lognormal", "average": 1000, "max": 5000},
+        question=(120, 160),
+        answer=(80, 120),
+    ),
     clients=8,
 )
 """Qwen3-14B's shape, and the conversations of vLLM's own example file, as in vllm-ascend#7819. They
 are small: the device has room for a third of them."""
-PRESETS: Mapping[str, Mapping[Device, Plan]] = {
-    "cpu": {"cpu": CPU, "cuda": CPU},
-    "h200": {"cpu": H200, "cuda": H200},
-    "fits": {"cpu": replace(CPU, fits=True), "cuda": replace(H200, fits=True)},
-    "seed": {"cpu": SEED, "cuda": SEED},
+PRESETS: Mapping[str, Plan] = {
+    "cpu": CPU,
+    "h200": H200,
+    "fits": replace(CPU, fits=True),
+    "seed": SEED,
 }
-"""By name and by this machine's device."""
+"""With a GPU, "fits" has the sizes of "h200"."""

@@ -8,11 +8,13 @@ pinned copy to the device, which the bench's own process must not touch, and rep
 import asyncio
 import faulthandler
 import time
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
+import aiohttp
 from pydantic import TypeAdapter
 
 from examples.bench.child import Report, run_child
@@ -22,12 +24,11 @@ from examples.serve_bench.client import (
     EngineClient,
     HttpClient,
     RequestLost,
-    client_session,
+    Start,
 )
-from examples.serve_bench.files import num_bytes
 from examples.serve_bench.plan import Plan
 from examples.serve_bench.results import numbers_of, ttft_of
-from examples.serve_bench.workloads import plays, plays_again
+from examples.serve_bench.workloads import plays
 from examples.serving import Endpoint
 
 if TYPE_CHECKING:
@@ -42,31 +43,29 @@ wait for it, in seconds."""
 WARMING_UP = "warming up"
 
 
-async def play(
-    client: Client, report: Report, *, warm: bool, again: bool, folder: Path | None
-) -> None:
-    """Play the plan's workloads, or those of an engine that is started ``again`` over the files in
-    ``folder``.
+async def play(client: Client) -> None:
+    """Play the plan's workloads, or those of an engine that is started again over the files of an
+    earlier one.
 
-    Reports ``{"phase": ...}``, and ``{"measured": ...}`` after each workload. A ``warm`` engine
-    needs no warm-up. A lost request ends the play: an engine that still works on it disturbs what
-    follows. One with files goes on until nothing more is written.
+    Reports ``{"phase": ...}``, and ``{"measured": ...}`` after each workload. A lost request ends
+    the play: an engine that still works on it disturbs what follows. One with files goes on until
+    nothing more is written.
     """
-    plan = client.plan
+    plan, start, report = client.plan, client.start, client.report
     report({"phase": WARMING_UP})
-    if not warm:
-        await _warm_up(client, again=again)
+    if not start.is_warm:
+        await _warm_up(client)
     for repeat in range(plan.repeats):
         client.repeat = repeat
-        for name, work in (plays_again(plan) if again else plays(plan)).items():
+        for name, work in plays(plan, again=start.again).items():
             report({"phase": f"{name}, repeat {repeat + 1}/{plan.repeats}"})
             await client.settle()
             client.begin()
+            found, lost = {}, []
             try:
                 found = await work(client)
-            except RequestLost as error:
-                found = {}
-                client.lost.append(str(error))
+            except* RequestLost as losses:
+                lost = [str(loss) for loss in losses.exceptions]
             if plan.transport == "http":
                 found["client_busy"] = client.busy()
             await client.settle()
@@ -76,33 +75,29 @@ async def play(
             measured = {
                 "repeat": repeat,
                 "workload": name,
-                "lost": client.lost,
+                "lost": lost,
                 "numbers": numbers_of(client.replies, found, client.counted(), plan),
                 "ttft": ttft_of(client.replies),
                 "replies": replies,
             }
             report({"measured": measured})
-            if client.lost:
+            if lost:
                 return
-    if folder is not None:
+    if start.folder is not None:
         report({"phase": "writing files"})
-        await _write_files(client, folder)
+        await _write_files(client, Path(start.folder))
 
 
 async def play_over_http(
-    server: Endpoint,
-    model: str,
-    plan: Plan,
-    report: Report,
-    *,
-    warm: bool,
-    again: bool,
-    folder: Path | None,
+    server: Endpoint, model: str, plan: Plan, start: Start, report: Report
 ) -> None:
     """``play`` with a server, which serves ``model``."""
-    async with client_session() as session:
-        client = HttpClient(session, server, model, plan, report, has_files=folder is not None)
-        await play(client, report, warm=warm, again=again, folder=folder)
+    # Without aiohttp's own limits. A connection that was idle is closed before the server closes
+    # it, after 5 seconds (VLLM_HTTP_TIMEOUT_KEEP_ALIVE): a request on it would be lost.
+    connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=2)
+    timeout = aiohttp.ClientTimeout(total=None)
+    async with aiohttp.ClientSession(connector=connector, timeout=timeout) as session:
+        await play(HttpClient(session, server, model, plan, start, report))
 
 
 def run(arguments: dict[str, Any], report: Report) -> None:
@@ -110,21 +105,19 @@ def run(arguments: dict[str, Any], report: Report) -> None:
     if not arguments:
         report({"bytes_per_second": _peak()})
         return
-    plan = TypeAdapter(Plan).validate_python(arguments["plan"])
-    contender = TypeAdapter(Contender).validate_python(arguments["contender"])
-    folder = arguments["folder"] and Path(arguments["folder"])
-    asyncio.run(_run(plan, contender, arguments["model"], report, arguments["again"], folder))
+    plan, start, contender = (
+        TypeAdapter[Any](kind).validate_python(arguments[name])
+        for name, kind in (("plan", Plan), ("start", Start), ("contender", Contender))
+    )
 
+    async def play_in_process() -> None:
+        engine = _engine(plan, contender, arguments["model"])
+        try:
+            await play(EngineClient(engine, plan, start, report))
+        finally:
+            engine.shutdown()
 
-async def _run(
-    plan: Plan, contender: Contender, model: str, report: Report, again: bool, folder: Path | None
-) -> None:
-    engine = _engine(plan, contender, model)
-    try:
-        client = EngineClient(engine, plan, report, has_files=folder is not None)
-        await play(client, report, warm=False, again=again, folder=folder)
-    finally:
-        engine.shutdown()
+    asyncio.run(play_in_process())
 
 
 def _engine(plan: Plan, contender: Contender, model: str) -> "AsyncLLM":
@@ -141,10 +134,10 @@ def _engine(plan: Plan, contender: Contender, model: str) -> "AsyncLLM":
     )
 
 
-async def _warm_up(client: Client, *, again: bool) -> None:
+async def _warm_up(client: Client) -> None:
     """One-time costs fall due: a short prompt, and the longest, new and as a hit of the connector.
     After a restart, one more is a hit in the files."""
-    longest = client.plan.max_model_len - client.plan.block_size
+    longest, again = client.plan.max_model_len - client.plan.block_size, client.start.again
     new = "restart" if again else "start"
     for name in ("short", new, new, *(["start"] if again else [])):
         length = min(64, longest) if name == "short" else longest
@@ -160,12 +153,21 @@ async def _warm_up(client: Client, *, again: bool) -> None:
 async def _write_files(client: Client, folder: Path) -> None:
     """Wait until no more is written. Connectors go on when the engine steps, so it gets a prompt
     that is too short to be stored."""
-    seen, quiet, deadline = num_bytes(folder), 0, time.monotonic() + WRITE_DEADLINE
+    seen, quiet, deadline = _num_bytes(folder), 0, time.monotonic() + WRITE_DEADLINE
     while seen and quiet < QUIET_LOOKS and time.monotonic() < deadline:
         await client.ask(None, "nudge", client.text(client.plan.block_size // 2, "nudge"), 1)
         await asyncio.sleep(LOOK_SECONDS)
-        before, seen = seen, num_bytes(folder)
+        before, seen = seen, _num_bytes(folder)
         quiet = quiet + 1 if seen == before else 0
+
+
+def _num_bytes(folder: Path) -> int:
+    """Of all objects below ``folder``. A file may vanish meanwhile."""
+    total = 0
+    for path in folder.rglob("*.bin"):
+        with suppress(FileNotFoundError):
+            total += path.stat().st_size
+    return total
 
 
 def _peak() -> float:

@@ -9,9 +9,10 @@ import math
 from collections import deque
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import cache, partial
+from itertools import pairwise
 
 from examples.bench.tables import percentile
-from examples.serve_bench.agents import Request, requests_by_agent, working_set
+from examples.serve_bench.agents import Request, new_tokens, requests_by_agent
 from examples.serve_bench.client import Client, Reply
 from examples.serve_bench.conversations import Conversation
 from examples.serve_bench.plan import Plan, Workload
@@ -21,14 +22,12 @@ Play = Callable[[Client], Awaitable[Numbers]]
 
 COLD, HOST_HIT, DEVICE_HIT = "cold", "hit in the host tier", "hit on the device"
 FIRST_TURN, LATER_TURNS = "turn 1", "later turns"
-AGAIN = ", restarted"
 
 
 async def ttft(client: Client) -> Numbers:
     """Prompts that are new, that the device has evicted, and that it holds; then all evicted ones
     at once."""
-    plan = client.plan
-    prompts = [client.text(plan.prompt_tokens, "ttft", i) for i in range(plan.num_hits)]
+    plan, prompts = client.plan, _prompts(client, "ttft")
 
     async def ask(kind: str | None, number: int, *, compared: bool = True) -> Reply:
         name = f"ttft {number}"
@@ -54,23 +53,19 @@ async def grown(client: Client) -> Numbers:
     decode."""
     plan = client.plan
     prompts = await _asked_once(client, "grown")
-
-    async def ask(kind: str, number: int, num_new: int, *place: object) -> None:
-        prompt = [*prompts[number], *client.text(num_new, "grown", number, *place)]
-        await client.ask(kind, f"grown {number}", prompt, plan.first_tokens)
-
     for num_new in plan.new_tokens:
         await client.settle()
-        for number in range(len(prompts)):
-            await ask(f"hit and {num_new} new", number, num_new, num_new)
+        for number, prompt in enumerate(prompts):
+            asked = prompt + client.text(num_new, "grown", number, num_new)
+            name = f"grown {number}"
+            await client.ask(f"hit and {num_new} new", name, asked, plan.first_tokens)
     num_new = plan.new_tokens[-2]
-
-    async def hit() -> None:
-        for number in range(min(plan.mix_hits, len(prompts))):
-            await ask(f"hit and {num_new} new, beside decodes", number, num_new, "beside")
-
-    await client.settle()
-    return await _gaps_beside(client, "grown", hit)
+    kind = f"hit and {num_new} new, beside decodes"
+    longer = [
+        prompt + client.text(num_new, "grown", number, "beside")
+        for number, prompt in enumerate(prompts)
+    ]
+    return await _beside_decodes(client, "grown", kind, longer)
 
 
 async def idle(client: Client) -> Numbers:
@@ -89,17 +84,8 @@ async def idle(client: Client) -> Numbers:
 
 async def mix(client: Client) -> Numbers:
     """Hits while other requests decode."""
-    plan = client.plan
     prompts = await _asked_once(client, "mix")
-    await client.settle()
-
-    async def hit() -> None:
-        for number in range(min(plan.mix_hits, plan.num_hits // 2)):
-            await client.ask(
-                "hit beside decodes", f"mix {number}", prompts[number], plan.first_tokens
-            )
-
-    return await _gaps_beside(client, "mix", hit)
+    return await _beside_decodes(client, "mix", "hit beside decodes", prompts)
 
 
 async def turns(client: Client) -> Numbers:
@@ -112,7 +98,8 @@ async def turns(client: Client) -> Numbers:
     """
     plan = client.plan
     waiting = deque(plan.conversations(client.vocabulary, client.repeat))
-    await client.empty_caches()
+    if client.start.folder is None:
+        await client.reset(external=True)
     client.begin()
 
     async def user(places: int) -> None:
@@ -125,13 +112,14 @@ async def turns(client: Client) -> Numbers:
             conversation, turn = held.popleft()
             kind, length = f"turn {turn + 1}", len(conversation.turns[turn].answer)
             name, prompt = f"conversation {conversation.id!r}, {kind}", conversation.prompt(turn)
-            asking = client.ask(kind, name, prompt, length, compared=plan.exact)
-            reply = await client.reply_or_loss(asking)
-            if reply is not None and turn + 1 < len(conversation.turns):
+            await client.ask(kind, name, prompt, length, compared=plan.exact)
+            if turn + 1 < len(conversation.turns):
                 held.append((conversation, turn + 1))
 
     share, more = divmod(plan.active, plan.clients)
-    await asyncio.gather(*(user(share + (number < more)) for number in range(plan.clients)))
+    async with asyncio.TaskGroup() as users:
+        for number in range(plan.clients):
+            users.create_task(user(share + (number < more)))
     return {"seconds": client.elapsed()}
 
 
@@ -140,7 +128,7 @@ async def traces(client: Client, agents: int) -> Numbers:
     sends the next one. The measurement begins when all have their first answer. Requests that are
     under way at its end are answered."""
     plan = client.plan
-    by_agent = requests_by_agent(plan.replay(agents))
+    by_agent = requests_by_agent(plan, agents)
     limit = math.inf if plan.seconds is None else plan.seconds
     asked: list[Request] = []
 
@@ -149,10 +137,10 @@ async def traces(client: Client, agents: int) -> Numbers:
         # For another number of agents the same ids become other tokens, which no cache has.
         return client.text(length, agents, *what)
 
-    async def send(kind: str | None, request: Request, prompt: Sequence[int]) -> Reply | None:
+    async def send(kind: str | None, request: Request, prompt: Sequence[int]) -> None:
         agent, number = request.place
         name = f"agent {agent}, request {number + 1}"
-        return await client.reply_or_loss(client.ask(kind, name, prompt, request.answer_tokens))
+        await client.ask(kind, name, prompt, request.answer_tokens)
 
     async def go_on(requests: Sequence[Request]) -> None:
         for request in requests:
@@ -161,65 +149,63 @@ async def traces(client: Client, agents: int) -> Numbers:
             await asyncio.sleep(max(0.0, min(request.pause, left)))
             if request.pause >= left:
                 return
-            kind = FIRST_TURN if request.opens else LATER_TURNS
-            if await send(kind, request, prompt) is None:
-                return
+            await send(FIRST_TURN if request.opens else LATER_TURNS, request, prompt)
             asked.append(request)
 
     first = [requests[0] for requests in by_agent]
     prompts = [request.prompt(text) for request in first]
-    answers = await asyncio.gather(
-        *(send(None, *each) for each in zip(first, prompts, strict=True))
-    )
+    async with asyncio.TaskGroup() as tasks:
+        for request, prompt in zip(first, prompts, strict=True):
+            tasks.create_task(send(None, request, prompt))
     client.begin()
-    await asyncio.gather(
-        *(
-            go_on(requests[1:])
-            for requests, answer in zip(by_agent, answers, strict=True)
-            if answer is not None
-        )
-    )
+    async with asyncio.TaskGroup() as tasks:
+        for requests in by_agent:
+            tasks.create_task(go_on(requests[1:]))
     return {"seconds": min(limit, client.elapsed())} | _needed(plan, first, asked)
 
 
 def _needed(plan: Plan, first: Sequence[Request], asked: Sequence[Request]) -> Numbers:
     """The working set of ``asked`` and of those ``first``, and the share of the prompt tokens of
     ``asked`` that an endless cache computes."""
-    prompt_before, new_before = working_set(first)
-    prompt_tokens, new_tokens = working_set([*first, *asked])
-    numbers = {"device_multiple": new_tokens / plan.device_tokens}
+    new = new_tokens([*first, *asked])
+    numbers = {"device_multiple": sum(new) / plan.device_tokens}
     if plan.kv_bytes_per_token is not None:
-        numbers["host_multiple"] = new_tokens * plan.kv_bytes_per_token / plan.host_bytes
+        numbers["host_multiple"] = sum(new) * plan.kv_bytes_per_token / plan.host_bytes
     if asked:
-        numbers["endless_share"] = (new_tokens - new_before) / (prompt_tokens - prompt_before)
+        prompt_tokens = sum(request.prompt_tokens for request in asked)
+        numbers["endless_share"] = sum(new[len(first) :]) / prompt_tokens
     return numbers
 
 
 async def restart(client: Client) -> Numbers:
     """The prompts of ``ttft``, in an engine over the files of one that has had them."""
-    plan = client.plan
-    for number in range(plan.num_hits):
-        prompt = client.text(plan.prompt_tokens, "ttft", number)
-        name = f"ttft {number}"
-        await client.ask("hit in the files", name, prompt, plan.first_tokens, compared=True)
+    kind, length = "hit in the files", client.plan.first_tokens
+    for number, prompt in enumerate(_prompts(client, "ttft")):
+        await client.ask(kind, f"ttft {number}", prompt, length, compared=True)
     return {}
 
 
-async def _asked_once(client: Client, workload: Workload) -> list[list[int]]:
-    """Prompts that fill the device one and a half times."""
+def _prompts(client: Client, workload: Workload) -> list[list[int]]:
+    """Those that fill the device one and a half times."""
     plan = client.plan
-    prompts = [client.text(plan.prompt_tokens, workload, i) for i in range(plan.num_hits)]
+    return [client.text(plan.prompt_tokens, workload, i) for i in range(plan.num_hits)]
+
+
+async def _asked_once(client: Client, workload: Workload) -> list[list[int]]:
+    prompts = _prompts(client, workload)
     for number, prompt in enumerate(prompts):
-        await client.ask(None, f"{workload} {number}", prompt, plan.first_tokens)
+        await client.ask(None, f"{workload} {number}", prompt, client.plan.first_tokens)
     return prompts
 
 
-async def _gaps_beside(
-    client: Client, workload: Workload, work: Callable[[], Awaitable[None]]
+async def _beside_decodes(
+    client: Client, workload: Workload, kind: str, prompts: Sequence[Sequence[int]]
 ) -> Numbers:
-    """Times from token to token of requests that decode beside ``work``. Tokens before all of them
-    decode do not count: they wait for the prompts of the others."""
+    """Ask some of ``prompts`` while other requests decode. Returns the times from token to token of
+    these. Tokens before all of them decode do not count: they wait for the prompts of the others.
+    """
     plan = client.plan
+    await client.settle()
     all_decode = [asyncio.Event() for _ in range(plan.mix_decodes)]
     decodes = [
         asyncio.create_task(
@@ -236,8 +222,14 @@ async def _gaps_beside(
     for event in all_decode:
         await event.wait()
     since = client.elapsed()
-    await work()
-    gaps = sorted(gap for decode in await asyncio.gather(*decodes) for gap in decode.gaps(since))
+    for number, prompt in enumerate(prompts[: min(plan.mix_hits, plan.num_hits // 2)]):
+        await client.ask(kind, f"{workload} {number}", prompt, plan.first_tokens)
+    gaps = sorted(
+        after - before
+        for reply in await asyncio.gather(*decodes)
+        for before, after in pairwise(reply.arrivals)
+        if reply.at + before >= since
+    )
     if not gaps:  # all had ended before
         return {}
     return {
@@ -246,18 +238,16 @@ async def _gaps_beside(
     }
 
 
-_PLAYS: Mapping[Workload, Play] = {
-    "ttft": ttft,
-    "grown": grown,
-    "idle": idle,
-    "mix": mix,
-    "turns": turns,
-}
+_PLAYS: Mapping[str, Play] = {play.__name__: play for play in (ttft, grown, idle, mix, turns)}
 
 
-def plays(plan: Plan) -> dict[str, Play]:
-    """The measurements of an engine by name, one for each number of agents, in their order."""
+def plays(plan: Plan, *, again: bool = False) -> dict[str, Play]:
+    """The measurements of an engine by name, one for each number of agents, in their order.
+    ``again``: those of an engine over the files of the first."""
     found: dict[str, Play] = {}
+    if again:
+        found["restart"] = restart
+        return found | ({"turns, restarted": turns} if "turns" in plan.workloads else {})
     for workload in plan.workloads:
         if workload == "traces":
             found |= {
@@ -266,9 +256,3 @@ def plays(plan: Plan) -> dict[str, Play]:
         elif workload != "restart":
             found[workload] = _PLAYS[workload]
     return found
-
-
-def plays_again(plan: Plan) -> dict[str, Play]:
-    """Those of an engine over the files of the first."""
-    again: dict[str, Play] = {"restart": restart}
-    return again | ({f"turns{AGAIN}": turns} if "turns" in plan.workloads else {})

@@ -32,12 +32,6 @@ class Regions(NamedTuple):
         return cls.from_chunks([tensors])
 
     @classmethod
-    def in_buffer(cls, buffer: torch.Tensor, page: int) -> "Regions":
-        """One region of as many pages of ``page`` bytes as fit into ``buffer``, int8 ``[n]``."""
-        num_blocks = len(buffer) // page
-        return cls.from_tensors([buffer[: num_blocks * page].view(num_blocks, page)])
-
-    @classmethod
     def from_chunks(cls, chunks: Sequence[Sequence[torch.Tensor]]) -> "Regions":
         """Regions whose blocks come in chunks; each chunk has a tensor per region. Raises
         ValueError where pages overlap or are not contiguous, where a region's chunks have different

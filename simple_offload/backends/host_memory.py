@@ -18,7 +18,6 @@ _TOUCH_BYTES = 32 << 20
 """Bytes that one thread clears at a time; a multiple of every page size."""
 _MBIND = {"x86_64": 237, "aarch64": 235}  # number of the system call
 _PREFERRED = 1  # MPOL_PREFERRED: another node if this one is full
-_NODES = Path("/sys/devices/system/node")
 
 
 def map_memory(num_bytes: int, numa_node: int | None = None) -> torch.Tensor:
@@ -50,7 +49,7 @@ def put_in_place(tensor: torch.Tensor, numa_node: int | None = None) -> None:
 def node_of_pci_device(address: str) -> int | None:
     """NUMA node of the PCI device at ``address`` (such as "0000:1b:00.0"); None on a machine with
     one node, or if the node is unknown."""
-    if len(list(_NODES.glob("node[0-9]*"))) < 2:
+    if len(list(Path("/sys/devices/system/node").glob("node[0-9]*"))) < 2:
         return None
     try:
         node = int(Path(f"/sys/bus/pci/devices/{address.lower()}/numa_node").read_text())

@@ -1,10 +1,11 @@
 """The results of doctor's checks."""
 
 from dataclasses import dataclass
-from enum import Enum
+from enum import StrEnum
+from functools import partial
 
 
-class Status(Enum):
+class Status(StrEnum):
     """How serious a finding is."""
 
     OK = "ok"
@@ -18,20 +19,11 @@ class Status(Enum):
 class Check:
     """One result."""
 
-    name: str
     status: Status
+    name: str
     found: str
     advice: str = ""
     """What to do; empty if there is no problem."""
 
 
-def ok(name: str, found: str) -> Check:
-    return Check(name, Status.OK, found)
-
-
-def warning(name: str, found: str, advice: str) -> Check:
-    return Check(name, Status.WARNING, found, advice)
-
-
-def error(name: str, found: str, advice: str) -> Check:
-    return Check(name, Status.ERROR, found, advice)
+ok, warning, error = (partial(Check, status) for status in Status)

@@ -1,34 +1,36 @@
-"""Checks of the machine's memory: its size, lock limit, NUMA nodes and huge pages."""
+"""Checks of the machine: its memory, lock limit, NUMA nodes, huge pages and folder of files."""
 
+import re
 import resource
+import shutil
+import tempfile
 from pathlib import Path
 
-from simple_offload import memory
-from simple_offload.cli.checks import Check, ok, warning
-from simple_offload.memory import GIB
+import psutil
 
-_NODES = Path("/sys/devices/system/node")
-_HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+from simple_offload import memory
+from simple_offload.cli.checks import Check, error, ok, warning
+from simple_offload.config import SecondTierConfig
+from simple_offload.memory import GIB, MemoryShortageError
+
+_HUGE_PAGES = "sys/kernel/mm/transparent_hugepage/enabled"
 
 
 def check_memory(wanted: int | None) -> Check:
     """Whether a host tier of ``wanted`` bytes on this machine fits now. None: size unknown."""
-    available, reserve = memory.available_bytes(), memory.reserve_bytes()
     limit, total = memory.limit(), memory.total_bytes()
-    found = f"{available / GIB:.1f} GiB available of {total / GIB:.1f} GiB"
+    found = f"{memory.available_bytes() / GIB:.1f} GiB available of {total / GIB:.1f} GiB"
     if limit.num_bytes < total:
         found += f", cgroup limit {limit.num_bytes / GIB:.1f} GiB"
     if not limit.is_final:
         found += "; a hypervisor may add more"
-    found += f"; {reserve / GIB:.1f} GiB reserved for other processes"
-    if wanted is not None and wanted > available - reserve:
-        return warning(
-            "memory",
-            found,
-            f"the host tier asks for {wanted / GIB:.1f} GiB. It opens as far as memory allows, and "
-            "grows when more is free (vLLM on CPU does not start). Lower cpu_bytes_to_use, or free "
-            "memory",
-        )
+    found += f"; {memory.reserve_bytes() / GIB:.1f} GiB reserved for other processes"
+    try:
+        if wanted is not None:
+            memory.require(wanted)
+    except MemoryShortageError as shortage:
+        advice = "The tier opens as far as memory allows, and grows when more is free"
+        return warning("memory", found, f"{shortage}. {advice} (vLLM on CPU does not start)")
     return ok("memory", found)
 
 
@@ -50,20 +52,17 @@ def check_lock_limit(wanted: int | None, pinned: bool) -> Check:
 
 def check_numa(device_nodes: list[int | None]) -> Check:
     """Whether memory of the devices' NUMA nodes (None: unknown) may be used."""
-    nodes = sorted(int(node.name[4:]) for node in _NODES.glob("node[0-9]*"))
-    if len(nodes) < 2:
-        return ok("NUMA", "one node")
-    found = f"{len(nodes)} nodes"
-    known = [node for node in device_nodes if node is not None]
-    if not known:
-        return ok("NUMA", found)
-    found += f"; devices on {', '.join(str(node) for node in sorted(set(known)))}"
-    allowed = _allowed_nodes()
-    if allowed is not None and not set(known) <= allowed:
+    num_nodes = len(list(memory.ROOT.glob("sys/devices/system/node/node[0-9]*")))
+    known = {node for node in device_nodes if node is not None}
+    found = f"{num_nodes} nodes" if num_nodes > 1 else "one node"
+    if known:
+        found += f"; devices on {', '.join(map(str, sorted(known)))}"
+    allowed = re.search(r"^Mems_allowed_list:\s*(\S+)$", _read("proc/self/status"), re.MULTILINE)
+    if allowed and not known <= _nodes_of(allowed[1]):
         return warning(
             "NUMA",
             found,
-            f"this process may use memory of nodes {sorted(allowed)} only, so copies cross nodes. "
+            f"this process may use memory of nodes {allowed[1]} only, so copies cross nodes. "
             "Allow the device's node (numactl, cpuset)",
         )
     return ok("NUMA", found)
@@ -71,31 +70,48 @@ def check_numa(device_nodes: list[int | None]) -> Check:
 
 def check_huge_pages() -> Check:
     """Whether the kernel provides transparent huge pages."""
-    try:
-        text = _HUGE_PAGES.read_text(encoding="ascii").strip()
-    except OSError:
-        return ok("huge pages", "unknown")
-    chosen = text.partition("[")[2].partition("]")[0] or text
-    if chosen == "never":
-        return warning(
-            "huge pages",
-            chosen,
-            f"the tier opens more slowly: echo madvise > {_HUGE_PAGES} (as root)",
-        )
-    return ok("huge pages", chosen)
+    chosen = re.search(r"\[(\w+)\]", _read(_HUGE_PAGES))
+    if chosen and chosen[1] == "never":
+        advice = f"the tier opens more slowly: echo madvise > /{_HUGE_PAGES} (as root)"
+        return warning("huge pages", "never", advice)
+    return ok("huge pages", chosen[1] if chosen else "unknown")
 
 
-def _allowed_nodes() -> set[int] | None:
-    """NUMA nodes whose memory this process may use; None if the kernel does not list them."""
+def check_second_tier(config: SecondTierConfig) -> Check:
+    """Whether files can be made in the directory of the ``fs`` tier, or in the folder that it would
+    be made in. Nothing of other tiers."""
+    root_dir = config.options.get("root_dir")
+    if config.type != "fs" or not isinstance(root_dir, str):
+        return ok("second tier", f"{config.type}, not tried")
+    root = Path(root_dir).resolve()
+    while not root.exists():
+        root = root.parent
     try:
-        lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
+        tempfile.TemporaryFile(dir=root).close()
+    except OSError as problem:
+        return error("second tier", f"{root}: {problem}", "choose another root_dir")
+    systems = {each.mountpoint: each.fstype for each in psutil.disk_partitions(all=True)}
+    kind = next(systems[str(each)] for each in (root, *root.parents) if str(each) in systems)
+    disk = shutil.disk_usage(root)
+    found = f"{root}: {kind}, {disk.free / GIB:.1f} GiB free of {disk.total / GIB:.1f} GiB"
+    if config.bytes is not None and config.bytes > disk.total:
+        advice = f"bytes={config.bytes} is more than the disk has ({disk.total}): ask for less"
+        return warning("second tier", found, advice)
+    return ok("second tier", found)
+
+
+def _nodes_of(text: str) -> set[int]:
+    """The numbers of a list such as "0-1,4"."""
+    nodes: set[int] = set()
+    for part in text.split(","):
+        first, _, last = part.partition("-")
+        nodes.update(range(int(first), int(last or first) + 1))
+    return nodes
+
+
+def _read(name: str) -> str:
+    """The text of a file of the kernel; empty if it has no such file."""
+    try:
+        return (memory.ROOT / name).read_text(encoding="ascii")
     except OSError:
-        return None
-    for line in lines:
-        if line.startswith("Mems_allowed_list:"):
-            allowed: set[int] = set()
-            for part in line.split(":", 1)[1].strip().split(","):
-                first, _, last = part.partition("-")
-                allowed.update(range(int(first), int(last or first) + 1))
-            return allowed
-    return None
+        return ""

@@ -1,29 +1,66 @@
-"""Imports torch and vLLM and makes a backend, as a server does: ``python -m
-simple_offload.cli.probe OPTIONS FILE``.
+"""Imports torch and vLLM and makes a backend, as a server does.
 
-It is a process of its own: an import may fail, hang or end it (torch without CANN, an unsuitable
-driver), and a parent that has touched the device could not fork a server. OPTIONS is a JSON object
-(backend, copy_path, kv_transfer_config). FILE receives the findings of each step as JSON, so that
-those before a crash are kept.
+That is done by a process of its own, ``python -m simple_offload.cli.probe OPTIONS FILE``: an import
+may fail, hang or end it (torch without CANN, an unsuitable driver), and a parent that has touched
+the device could not fork a server. OPTIONS is a JSON object (backend, copy_path,
+kv_transfer_config). FILE receives what is found as JSON, step by step: that of the steps before a
+crash is kept.
 """
 
 import gc
 import importlib
 import importlib.util
 import json
+import subprocess
 import sys
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
+
+from simple_offload.cli.transfer_config import TransferConfig
 
 _ROWS = 4096
 _PAGE_BYTES = 4096
 
 
+class Found(NamedTuple):
+    """What a probe has found."""
+
+    values: dict[str, Any]
+    """By step, what it has returned."""
+    errors: dict[str, str]
+    """By step, what it has raised; empty for one that has not ended."""
+
+
+def probe(given: TransferConfig, seconds: float = 240) -> Found:
+    """Run the process, which may take ``seconds``."""
+    wanted = {key: str(given.extra.get(key, "auto")) for key in ("backend", "copy_path")}
+    options = json.dumps({**wanted, "kv_transfer_config": given.whole})
+    with tempfile.TemporaryDirectory(prefix="simple-offload-") as folder:
+        answer = Path(folder) / "found.json"
+        try:
+            done = subprocess.run(
+                [sys.executable, "-m", "simple_offload.cli.probe", options, str(answer)],
+                stdin=subprocess.DEVNULL,
+                capture_output=True,
+                text=True,
+                errors="replace",
+                timeout=seconds,
+                check=False,
+            )
+            last_line = (done.stderr.strip().splitlines() or ["no output"])[-1]
+            failure = f"the process ended with code {done.returncode}: {last_line}"
+        except subprocess.TimeoutExpired:
+            failure = f"the process did not end within {seconds} s"
+        values, errors = json.loads(answer.read_text()) if answer.exists() else ({}, {"torch": ""})
+    return Found(values, {step: text or failure for step, text in errors.items()})
+
+
 def main(argv: list[str]) -> None:
     """Run all steps, in the order of a server's start."""
     wanted: dict[str, Any] = json.loads(argv[0])
-    found: dict[str, Any] = {}
+    found = Found({}, {})
     steps: dict[str, Callable[[], Any]] = {
         "torch": _torch,
         "torchvision": _torchvision,
@@ -34,12 +71,13 @@ def main(argv: list[str]) -> None:
         "backend": lambda: _backend(wanted["backend"], wanted["copy_path"]),
     }
     for name, step in steps.items():
-        found[name] = {"started": True}
+        found.errors[name] = ""
         Path(argv[1]).write_text(json.dumps(found))
         try:
-            found[name] = {"value": step()}
+            found.values[name] = step()
+            del found.errors[name]
         except Exception as error:  # noqa: BLE001 - doctor reports every kind
-            found[name] = {"error": f"{type(error).__name__}: {error}"}
+            found.errors[name] = " ".join(f"{type(error).__name__}: {error}".split())
     Path(argv[1]).write_text(json.dumps(found))
 
 
@@ -50,7 +88,7 @@ def _torch() -> dict[str, Any]:
     if torch.cuda.is_available():
         for index in range(torch.cuda.device_count()):
             properties = torch.cuda.get_device_properties(index)
-            devices.append({"name": properties.name, "bytes": properties.total_memory})
+            devices.append(f"{properties.name} ({properties.total_memory / 2**30:.0f} GiB)")
     return {"version": torch.__version__, "cuda": torch.version.cuda, "devices": devices}
 
 
@@ -60,7 +98,7 @@ def _torchvision() -> None:
         importlib.import_module("torchvision")
 
 
-def _vllm() -> dict[str, Any]:
+def _vllm() -> dict[str, str]:
     import vllm
     from vllm.platforms import current_platform
 
@@ -110,7 +148,7 @@ def _measure_cuda(backend: Any, found: dict[str, Any]) -> None:
     from simple_offload.backends.host_memory import node_of_pci_device
 
     _, version = driver.cuDriverGetVersion()
-    found["cuda_driver"] = f"{version // 1000}.{version % 1000 // 10}"
+    found["cuda"] = f"{version // 1000}.{version % 1000 // 10}"
     found["batched"] = resolve_dma() is not copy_one_by_one
     backend.open([torch.empty((_ROWS, _PAGE_BYTES), dtype=torch.int8, device="cuda")])
     found["path"] = backend.describe_paths()

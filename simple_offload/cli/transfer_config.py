@@ -2,11 +2,9 @@
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from simple_offload.cli.arguments import CommandError
 from simple_offload.cli.checks import Check, error, ok, warning
 from simple_offload.config import ConfigError, OffloadConfig, ignored_keys
 from simple_offload.ranks import Ranks
@@ -14,10 +12,14 @@ from simple_offload.ranks import Ranks
 CONNECTOR = "SimpleCPUOffloadConnector"
 MODULE = "simple_offload"
 _EXTRA = "kv_connector_extra_config"
+_SHARING = {
+    "auto": "those of a NUMA node that have the same KV share it",
+    "one": "those of a machine that have the same KV share it",
+    "private": "none shares it",
+}
 
 
-@dataclass(frozen=True)
-class TransferConfig:
+class TransferConfig(NamedTuple):
     """A parsed, unchecked configuration."""
 
     whole: Mapping[str, Any] | None
@@ -27,7 +29,7 @@ class TransferConfig:
 
 
 def read_transfer_config(text: str | None) -> TransferConfig:
-    """Read JSON, or a file with JSON; None stands for the defaults. Raises CommandError."""
+    """Read JSON, or a file with JSON; None stands for the defaults. Raises ConfigError."""
     if text is None:
         return TransferConfig(None, {})
     source = "--config"
@@ -36,15 +38,15 @@ def read_transfer_config(text: str | None) -> TransferConfig:
         try:
             text = Path(text).read_text(encoding="utf-8")
         except OSError as failure:
-            raise CommandError(
+            raise ConfigError(
                 f"{source}: {failure.strerror}. Allowed: a JSON object, or a file with one"
             ) from None
     try:
         config = json.loads(text)
     except ValueError as failure:
-        raise CommandError(f"{source}: not JSON: {failure}") from None
+        raise ConfigError(f"{source}: not JSON: {failure}") from None
     if not isinstance(config, dict):
-        raise CommandError(f"{source}: not a JSON object but {type(config).__name__}")
+        raise ConfigError(f"{source}: not a JSON object but {type(config).__name__}")
     if not any(key.startswith("kv_connector") or key == "kv_role" for key in config):
         return TransferConfig(None, config)
     return TransferConfig(config, _own_part(config).get(_EXTRA) or {})
@@ -71,46 +73,30 @@ def check_transfer_config(
         return [*checks, error("configuration", "refused", str(failure))], None
     if ignored := ignored_keys(given.extra):
         checks.append(warning("ignored keys", ", ".join(ignored), "unknown: remove them"))
+    size = f"{config.bytes_per_rank(ranks.num) / 2**30:.2f} GiB"
     if config.num_cpu_blocks is not None:
-        wanted = f"{config.num_cpu_blocks} host blocks on each of {ranks.num} ranks"
-    else:
-        size = config.bytes_per_rank(ranks.num)
-        wanted = f"{size / 2**30:.2f} GiB on each of {ranks.num} ranks"
+        size = f"{config.num_cpu_blocks} host blocks"
+    wanted = f"{size} on each of {ranks.num} ranks"
     if ranks.num_here != ranks.num:
         wanted += f", {ranks.num_here} ranks on this machine"
     if ranks.num > 1:
-        wanted += {
-            "auto": "; those of a NUMA node that have the same KV share it",
-            "one": "; those of a machine that have the same KV share it",
-            "private": "; none shares it",
-        }[config.host_copies]
+        wanted += f"; {_SHARING[config.host_copies]}"
     return [*checks, ok("configuration", wanted)], config
 
 
 def _check_selection(whole: Mapping[str, Any]) -> list[Check]:
     """Whether vLLM would load this connector, and what it does about failed loads."""
-    own = _own_part(whole)
-    policy = whole.get("kv_load_failure_policy", "fail")
-    rules = (
-        (
-            ("kv_connector", own.get("kv_connector"), (CONNECTOR,)),
-            (error, f"vLLM loads another connector. Allowed: {CONNECTOR!r}"),
-        ),
-        (
-            ("kv_connector_module_path", own.get("kv_connector_module_path"), (MODULE,)),
-            (error, f"vLLM loads its built-in connector of that name. Allowed: {MODULE!r}"),
-        ),
-        (
-            ("kv_role", whole.get("kv_role"), ("kv_both", "kv_producer", "kv_consumer")),
-            (error, "vLLM does not start. Allowed: 'kv_both' (here the other roles do the same)"),
-        ),
-        (
-            ("kv_load_failure_policy", policy, ("recompute",)),
-            (warning, "a failed load ends its request. 'recompute' computes the blocks again"),
-        ),
-    )
-    return [
-        make(key, repr(value), advice)
-        for (key, value, allowed), (make, advice) in rules
-        if value not in allowed
-    ]
+    checks, own = [], _own_part(whole)
+    if (name := own.get("kv_connector")) != CONNECTOR:
+        advice = f"vLLM loads another connector. Allowed: {CONNECTOR!r}"
+        checks.append(error("kv_connector", repr(name), advice))
+    if (path := own.get("kv_connector_module_path")) != MODULE:
+        advice = f"vLLM loads its built-in connector of that name. Allowed: {MODULE!r}"
+        checks.append(error("kv_connector_module_path", repr(path), advice))
+    if (role := whole.get("kv_role")) not in ("kv_both", "kv_producer", "kv_consumer"):
+        advice = "vLLM does not start. Allowed: 'kv_both' (here the other roles do the same)"
+        checks.append(error("kv_role", repr(role), advice))
+    if (policy := whole.get("kv_load_failure_policy", "fail")) != "recompute":
+        advice = "a failed load ends its request. 'recompute' computes the blocks again"
+        checks.append(warning("kv_load_failure_policy", repr(policy), advice))
+    return checks

@@ -52,7 +52,7 @@ def payloads_of_device_block(
     num_tokens: int,
     request: "Request",
 ) -> PayloadsByKey:
-    """The same for a device block, which is as large as a sub-block."""
+    """Payloads of a device block, which is as large as a sub-block."""
     size = groups.block_sizes[int(get_group_id(key))] // groups.num_sub_blocks
     hash_size = groups.hash_block_size
     payloads: PayloadsByKey = {}

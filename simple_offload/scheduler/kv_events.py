@@ -64,14 +64,17 @@ class KVEvents:
         for place, (key, num_tokens) in enumerate(zip(run.keys, run.num_tokens, strict=True)):
             if place not in useless:
                 inner_keys = run.inner_keys[place] if run.inner_keys else ()
-                self._on_cached(key, inner_keys, num_tokens, run.payloads[place])
+                payloads = run.payloads[place] if run.payloads else {}
+                if run.request is not None and num_tokens:
+                    payloads = payloads_of_host_block(
+                        self._groups, key, inner_keys, num_tokens, run.request
+                    )
+                self._on_cached(key, inner_keys, num_tokens, payloads)
 
     def on_fetched(self, run: Run, request: "Request", useless: Collection[int]) -> None:
-        """Likewise, of blocks that a second tier had: fetched for ``request``."""
-        run.payloads = [
-            payloads_of_host_block(self._groups, key, (), num_tokens, request)
-            for key, num_tokens in zip(run.keys, run.num_tokens, strict=True)
-        ]
+        """The blocks of ``run``, which a second tier had, were fetched for ``request``, and can be
+        found from now on, except at the places ``useless``."""
+        run.request = request
         self.on_committed(run, useless)
 
     def _on_cached(

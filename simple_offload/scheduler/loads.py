@@ -119,7 +119,7 @@ class Loads:
         self._newly_admitted: list[int] = []
         self._unlucky: set[str] = set()
         """Requests with a failed load, which are offered no other: it would probably fail too. And
-        those of ``offer_no_more``."""
+        requests of ``offer_no_more``."""
 
     @property
     def idle(self) -> bool:
@@ -282,7 +282,7 @@ class Loads:
 
     def admit(self, request_ids: Iterable[str], device_pool: BlockPool) -> None:
         """Every rank has announced the loads of these requests, which vLLM schedules from now on,
-        or frees if they have ended. ``drain_admitted`` names those in flight to the ranks."""
+        or frees if they have ended. ``drain_admitted`` tells the ranks."""
         wanted = set(request_ids)
         for transfer_id, load in self._in_flight.items():
             if load.request_id in wanted and not load.admitted:
@@ -299,13 +299,12 @@ class Loads:
 
     def on_failed(self, transfer_ids: Iterable[int]) -> list[str]:
         """Loads have failed on some rank, though others may still be copying. Their requests,
-        which look again next, are offered no other load; their host blocks leave the tier if an
-        earlier load of them failed too (``CpuTier.doubt``). Returns the ids of these requests."""
+        which look again next, are offered no other load. Their host blocks leave the tier, or each
+        later request might load them and fail. Returns the ids of these requests."""
         requests = []
         for transfer_id in transfer_ids:
             if (load := self._in_flight.get(transfer_id)) is not None:
-                blocks = self._tier.blocks_at(load.slots)
-                self._tier.doubt(blocks, transfer_id, self._ledger.next_id)
+                self._tier.drop(self._tier.blocks_at(load.slots))
                 if not load.orphaned:
                     self._unlucky.add(load.request_id)
                     requests.append(load.request_id)
@@ -320,8 +319,6 @@ class Loads:
         self._meter.add(metrics.LOADS, 1, "sync" if load.admitted else "async")
         if ended.ok:
             self._meter.add(metrics.LOADED, self._tier.num_blocks_at(load.slots))
-            if self._tier.has_doubts:
-                self._tier.trust(self._tier.blocks_at(load.slots))
         if ended.ok and not load.orphaned:
             self._arrived[load.request_id] = load.pins
         else:

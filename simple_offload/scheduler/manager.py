@@ -273,7 +273,7 @@ class OffloadScheduler:
             }
 
     def _report(self, request: "Request") -> dict[str, Any] | None:
-        """What the reply says of a request that wishes for a report."""
+        """The reply's part for a request that wishes for a report."""
         sources = self._sources.pop(request.request_id, None)
         if sources is None:
             return None

@@ -49,7 +49,7 @@ class Parked:
         self._num_blocks: dict[str, int] = {}
         """By request, the most blocks that it has before it has computed its prompt."""
         self._ready: set[str] = set()
-        """Those whose load has ended or failed, as vLLM knows."""
+        """Requests whose load has ended or failed, as vLLM knows."""
         self._num_idle_steps = 0
         """Steps in a row in which nothing ran although all, or none, were ready."""
 

@@ -30,7 +30,7 @@ from simple_offload.scheduler.tier import block_pool
 from simple_offload.scheduler.tier.cpu_tier import CpuTier
 from simple_offload.scheduler.tier.groups import Groups, host_groups
 from simple_offload.scheduler.write_hazards import WriteHazards
-from simple_offload.second_tier.interface import NoSecondTier, SecondTierHooks
+from simple_offload.second_tier.interface import SecondTierHooks
 from simple_offload.second_tier.opening import open_second_tier, require_second_tier_possible
 
 if TYPE_CHECKING:
@@ -57,6 +57,7 @@ class Setup:
         self._config = config
         self._vllm_config = vllm_config
         self._device_config = kv_cache_config
+        # Refusals come first: nothing is opened or started for what cannot be served.
         require_supported_groups(kv_cache_config)
         self._block_size, self._hash_block_size = resolve_kv_cache_block_sizes(
             kv_cache_config, vllm_config
@@ -68,6 +69,7 @@ class Setup:
             require_second_tier_possible(config.second_tier, vllm_config)
         coordinator = self._make_coordinator()
         require_right_states(coordinator, self._hash_block_size)
+        # The tier has vLLM's null block only: how many host blocks there are, the ranks tell later.
         self._ranks = Ranks.from_config(vllm_config.parallel_config)
         self.meter = metrics.Meter()
         self.groups = Groups(coordinator, self._hash_block_size, self._num_sub_blocks)
@@ -77,13 +79,14 @@ class Setup:
         self.ledger = TransferLedger(self._ranks.num)
         self.loads = Loads(self.tier, self.groups, self.ledger, self.meter)
         self.stores = Stores(self.tier, self.groups, self.ledger, self.meter)
+        # What listens to stores. The second tier joins when the ranks have opened memory for it.
         self.events: KVEvents | None = None
         """None unless vLLM is configured for them."""
         events_config = vllm_config.kv_events_config
         if events_config is not None and events_config.enable_kv_cache_events:
             self.events = KVEvents(self.tier, self.groups)
             self.stores.on_committed.append(self.events.on_committed)
-        self.second_tier: SecondTierHooks = NoSecondTier()
+        self.second_tier = SecondTierHooks()
         """Another one once the ranks have told of their memory, if there is to be one."""
         self._capacities: dict[str, RankCapacity] = {}
         """By rank, its last report."""
@@ -142,6 +145,7 @@ class Setup:
 
     def _agree(self) -> None:
         """Every rank has reported its room: the smallest decides."""
+        # The smallest room, as larger host blocks count.
         capacities = self._capacities.values()
         by_rank = [each.num_host_blocks // self._num_sub_blocks for each in capacities]
         room = min(by_rank)
@@ -152,6 +156,7 @@ class Setup:
                 f"{block_size} tokens. Allowed: room for at least 2, that is a smaller block or "
                 "more host memory"
             )
+        # Contents of a private group take a block for each rank of a pool.
         self._capacity = min(each.num_host_blocks for each in capacities)
         private = frozenset[int]().union(*(each.private_groups for each in capacities))
         num_places = max(each.num_places for each in capacities)

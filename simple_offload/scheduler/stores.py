@@ -74,7 +74,7 @@ class Stores:
         return self._tier.has(key) or self._is_coming(key)
 
     def absent(self, keys: Iterable[BlockHashWithGroupId]) -> set[BlockHashWithGroupId]:
-        """Those of ``keys`` that are neither in the tier nor on their way there."""
+        """The ``keys`` that are neither in the tier nor on their way there."""
         absent = self._tier.absent(keys)
         for store in (self._planned, *self._in_flight.values()):
             if not absent.isdisjoint(store.keys):

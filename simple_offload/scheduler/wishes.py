@@ -36,14 +36,14 @@ _SHOWN = 60
 
 @dataclass(frozen=True, slots=True)
 class Wishes:
-    """What one request asks for."""
+    """The wishes of one request."""
 
     store: bool = True
     """Whether a tier may keep anything of it."""
     protect: float = 0.0
-    """Seconds from its end for which what it leaves is kept before others."""
+    """Seconds from its end for which its blocks leave last."""
     release: bool = False
-    """Whether what it leaves goes before others."""
+    """Whether its blocks leave first."""
     report: bool = False
     """Whether the reply says where its prompt came from."""
 

@@ -8,13 +8,10 @@ import sys
 import threading
 import time
 import traceback
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from heapq import heappop, heappush
 from pathlib import Path
-
-from simple_offload.second_tier.room import Seen
 
 # vLLM's names (kv_offload/file_mapper.py, tiering/fs/io.py). No other file is counted or removed:
 # a user may name a folder with files of his own, such as pytorch_model.bin.
@@ -30,10 +27,8 @@ _FULL, _CLEANED = 15 / 16, 7 / 8
 """Parts of the limit: files are removed above the first, until the second. Above the first, a
 server's part of the room would become too small for an object. The second is so near that little
 of the cache is lost, and so far that most scans remove nothing."""
-_PAUSE_SECONDS = 1.0
-_PAUSE_SCANS = 9
-"""The pause between two scans: a second, or the time of nine scans if that is longer. So scans that
-achieve nothing take up a tenth of the time at most."""
+_STALE_SECONDS = 60.0
+"""After this time, a write makes a scan due."""
 _LEFT_OVER_SECONDS = 600.0
 """After this time, no server still writes a temporary file: an object takes seconds."""
 _FUTURE_SECONDS = 3600.0
@@ -45,22 +40,22 @@ class Directory:
     """The directory in which vLLM's ``fs`` tier keeps objects, with a limit that vLLM's tier lacks
     (vllm#54327). The least recently used object leaves first; its mtime is its last use.
 
-    A thread reads and changes files, as a file system in a network may take long. The other
-    methods never wait for it, except ``close``. One thread calls them.
+    A file system in a network may take long, so scans have a thread of their own. Another thread
+    calls the other methods, also during a scan.
 
     Several servers may use one directory: files may vanish at any time, and one server removes at
     a time (``flock``). They do not know of each other's writes, so each uses a quarter of the room
     that its last scan saw. More than four servers may exceed the limit for a moment.
 
-    A scan that fails leaves no room, and the server asks for another one (``Room``). So trouble
-    that passes needs no restart, and the limit holds meanwhile.
+    A scan that fails leaves no room, and another one is due. So trouble that passes needs no
+    restart, and the limit holds meanwhile.
     """
 
     def __init__(
         self,
         root: Path,
-        max_bytes: int | None,
-        on_seen: Callable[[Seen], None],
+        max_bytes: int,
+        on_seen: Callable[[int], None],
         on_trouble: Callable[[str], None],
         *,
         clock: Callable[[], float] = time.time,
@@ -68,110 +63,79 @@ class Directory:
         """``root`` is created with mode 0700 if it is missing; else it keeps its mode. All objects
         below it count, in bytes of their files, and may be removed. ``max_bytes`` should be 64
         objects or more: a server's part of the room may be as small as 1/64. ``clock`` gives
-        seconds since 1970, as mtimes do. Its thread calls ``on_seen`` after each scan, and
-        ``on_trouble`` with a message for the log, once for a series of scans.
+        seconds since 1970, as mtimes do. A scan calls ``on_seen`` with the number of bytes, since
+        the start, at which this server has to stop writing, and ``on_trouble`` with a message for
+        the log, once for a series of scans.
 
         Raises OSError that names ``root`` if it is no directory, or cannot be created or written.
         """
+        self.scan_due = threading.Event()
+        """Set when a scan is due: at the start, when half the room is used, or after a minute, as
+        other servers write too; after one that failed, or left no room, at once."""
+        self.scan_due.set()
         self._root = root
         self._max_bytes = max_bytes
         self._on_seen = on_seen
         self._on_trouble = on_trouble
         self._clock = clock
         self._written = 0
-        """Bytes written since the start. Only the caller's thread changes it."""
-        self._is_scan_due = False
+        """Bytes written since the start."""
+        self._scan_at = 0
+        """Bytes at which the next scan is due, so that it ends before the room is used up."""
+        self._scanned = 0.0
+        """When the last scan began."""
         self._troubles: set[str] = set()
         """Messages of the scan under way, or of the last one."""
         self._former_troubles: set[str] = set()
         """Messages of the scan before; they are not logged again."""
-        self._queue: deque[tuple[Callable[[str, int], object], Sequence[str]]] = deque()
-        self._wake = threading.Event()
-        self._is_closed = False
-        self._thread = threading.Thread(
-            target=self._run, name="simple-offload-directory", daemon=True
-        )
         try:
             root.mkdir(mode=0o700, parents=True, exist_ok=True)
             os.close(self._open_lock())
         except OSError as error:
             raise OSError(f"objects cannot be kept in {root}: {error}") from error
 
-    def start(self) -> None:
-        """Start the thread, which scans at once."""
-        self.ask()
-        self._thread.start()
-
-    def close(self) -> None:
-        """Do what is queued, end the thread and wait for it. A scan under way is given up. Later
-        calls change no file."""
-        self._is_closed = True
-        self._wake.set()
-        if self._thread.ident is not None:
-            self._thread.join()
-
-    def ask(self) -> None:
-        """Let the thread scan soon."""
-        if not self._is_scan_due:
-            self._is_scan_due = True
-            self._wake.set()
-
     def on_written(self, paths: Sequence[str], num_bytes: int) -> None:
         """This server has written objects, ``num_bytes`` in all: their mode becomes 0600. This is
         a use too. Missing files are ignored."""
         self._written += num_bytes
-        self._enqueue(_protect, paths)
+        self._change(_protect, paths)
+        if self._written >= self._scan_at or self._clock() > self._scanned + _STALE_SECONDS:
+            self.scan_due.set()
 
     def on_read(self, paths: Sequence[str]) -> None:
         """These objects were used, so they leave last. Of one call's objects the first leaves last:
         the head of a chain stays longer than its tail. Errors are ignored."""
-        self._enqueue(_touch, paths)
+        self._change(_touch, paths)
 
     def remove(self, paths: Sequence[str]) -> None:
         """Remove objects that are of no use, such as damaged ones."""
-        self._enqueue(lambda path, _: self._delete(path), paths)
+        for path in paths:
+            self._delete(path)
 
     def scan(self) -> None:
-        """Do what is queued, count all objects, and remove the oldest above the limit. The thread
-        calls this. Raises OSError if ``root`` cannot be read."""
-        written, began_at = self._written, self._clock()
-        limit = sys.maxsize if self._max_bytes is None else self._max_bytes
+        """Count all objects, and remove the oldest above the limit."""
+        self.scan_due.clear()  # whoever writes from now on means another scan
+        limit, written = self._max_bytes, self._written
+        self._scan_at, self._scanned = sys.maxsize, self._clock()
         self._former_troubles, self._troubles = self._troubles, set()
-        with self._turn() as may_remove:
-            num_bytes = self._count(may_remove)
-            if may_remove and num_bytes > limit * _FULL:
-                num_bytes -= self._remove_oldest(num_bytes - int(limit * _CLEANED))
-        if self._is_closed:
-            return
-        part = (limit - num_bytes) // _NUM_SERVERS
-        # If it is still full, another server is removing files, or none can: look again soon.
-        unasked = 0 if num_bytes > limit * _FULL else part // 2
-        self._on_seen(Seen(began_at, written + part, written + unasked))
-
-    def _run(self) -> None:
-        next_at = 0.0
-        while not self._is_closed:
-            self._wake.wait(max(0.0, next_at - time.monotonic()) if self._is_scan_due else None)
-            self._wake.clear()
-            self._try(self._do_queued)
-            began_at = time.monotonic()
-            if self._is_scan_due and began_at >= next_at and not self._is_closed:
-                self._is_scan_due = False  # whoever asks from now on means another scan
-                self._try(self.scan)
-                now = time.monotonic()
-                next_at = now + max(_PAUSE_SECONDS, _PAUSE_SCANS * (now - began_at))
-        self._try(self._do_queued)
-
-    def _try(self, act: Callable[[], None]) -> None:
         try:
-            act()
+            with self._turn() as may_remove:
+                num_bytes = self._count(may_remove)
+                if may_remove and num_bytes > limit * _FULL:
+                    num_bytes -= self._remove_oldest(num_bytes - int(limit * _CLEANED))
         except Exception as error:  # noqa: BLE001 - no error may end the thread unnoticed
-            self._on_seen(Seen())
+            num_bytes = limit
             self._warn(
                 "Nothing is written to %s until a scan succeeds: %s",
                 self._root,
                 str(error) if isinstance(error, OSError) else traceback.format_exc(),
             )
+        part = (limit - num_bytes) // _NUM_SERVERS
+        # If it is still full, another server is removing files, or none can: look again soon.
+        self._scan_at = written if num_bytes > limit * _FULL else written + part // 2
+        if self._written >= self._scan_at:
+            self.scan_due.set()
+        self._on_seen(written + part)
 
     def _warn(self, message: str, *args: object) -> None:
         """Tell of trouble, unless this scan or the one before met the same one."""
@@ -182,48 +146,37 @@ class Directory:
     def _now_ns(self) -> int:
         return int(self._clock() * 1e9)
 
-    # What is queued
-
-    def _enqueue(self, act: Callable[[str, int], object], paths: Sequence[str]) -> None:
-        self._queue.append((act, paths))
-        self._wake.set()
-
-    def _do_queued(self) -> None:
-        while self._queue:
-            act, paths = self._queue.popleft()
-            now_ns = self._now_ns()
-            for place, path in enumerate(paths):
-                with suppress(OSError):
-                    # A microsecond is enough for the order, and exact in most file systems.
-                    act(path, now_ns - 1000 * place)
+    def _change(self, act: Callable[[str, int], object], paths: Sequence[str]) -> None:
+        now_ns = self._now_ns()
+        for place, path in enumerate(paths):
+            with suppress(OSError):
+                # A microsecond is enough for the order, and exact in most file systems.
+                act(path, now_ns - 1000 * place)
 
     # A scan
 
     def _open_lock(self) -> int:
-        flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
-        return os.open(self._root / _LOCK, flags, 0o600)
+        return os.open(self._root / _LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
 
     @contextmanager
     def _turn(self) -> Iterator[bool]:
         """Whether this server may remove files: no other one does, as far as is known."""
-        try:
-            descriptor = self._open_lock()
-        except OSError:  # root was deleted, or can only be read
-            descriptor = -1
-        try:
-            yield descriptor < 0 or _lock(descriptor)
-        finally:
-            if descriptor >= 0:
-                with suppress(OSError):
-                    # A child forked meanwhile has the descriptor too, so closing would not do.
-                    fcntl.flock(descriptor, fcntl.LOCK_UN)
-                os.close(descriptor)
+        may_remove = True
+        with ExitStack() as stack:
+            try:
+                descriptor = self._open_lock()
+                stack.callback(os.close, descriptor)
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                may_remove = False
+            except OSError:
+                pass  # root was deleted, or can only be read, or the file system has no locks
+            yield may_remove
 
     def _files(self) -> Iterator[tuple[os.DirEntry[str], os.stat_result]]:
-        """Objects and temporary files. Does what is queued meanwhile."""
+        """Objects and temporary files."""
         folders = [str(self._root)]
-        while folders and not self._is_closed:
-            self._do_queued()
+        while folders:
             folder = folders.pop()
             try:
                 with os.scandir(folder) as entries:
@@ -267,9 +220,6 @@ class Directory:
                     num_bytes -= heappop(oldest)[1]
         num_gone = 0
         for age, size, path in sorted(oldest, reverse=True):
-            if self._is_closed:
-                break
-            self._do_queued()
             with suppress(FileNotFoundError):
                 if _last_use(Path(path).lstat(), now_ns) != -age:
                     continue  # used since
@@ -302,17 +252,6 @@ def _last_use(status: os.stat_result, now_ns: int) -> int:
     server's clock has jumped back."""
     time_ns = status.st_mtime_ns
     return time_ns if time_ns <= now_ns + _FUTURE_SECONDS * 1e9 else time_ns - _FAR_NS
-
-
-def _lock(descriptor: int) -> bool:
-    """Whether no other server has the lock; True where the file system has no locks."""
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    except OSError:
-        return True
-    return True
 
 
 def _touch(path: str, time_ns: int) -> None:

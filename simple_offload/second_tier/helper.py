@@ -1,16 +1,15 @@
 """Helper: does in another process what would take Python's lock once an object."""
 
+import sys
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 from simple_offload.logs import get_logger
 from simple_offload.second_tier import helper_main
 from simple_offload.second_tier.process import Message, Process
-from simple_offload.second_tier.room import Room
 from simple_offload.second_tier.rows import Rows
 from simple_offload.shared_memory import SEAL_BYTES
 
@@ -28,20 +27,19 @@ class Helper:
     Nothing here waits for the process but ``wait`` and ``close``. One thread calls all of it.
     """
 
-    def __init__(
-        self,
-        connect: Callable[[], Process],
-        max_bytes: int | None = None,
-    ) -> None:
+    def __init__(self, connect: Callable[[], Process], *, has_directory: bool = False) -> None:
         """``connect``: start a process, and tell it what to work on. Raises OSError where that
-        does. ``max_bytes``: the directory's limit; None if there is no directory."""
+        does."""
         self.clock: Callable[[], float] = time.monotonic
         """For ``waiting_since``."""
         self.error: Exception | None = None
         """Why the process can be used no more."""
-        self.room = Room(max_bytes, partial(self._tell, "ask"))
+        self.write_until = 0
+        """Bytes since the process's start at which to stop writing to the directory, as its last
+        scan has seen. Before, or if that failed: none."""
+        self._written = 0
         self._is_ready = False
-        self._max_bytes = max_bytes
+        self._has_directory = has_directory
         self._connect = connect
         self._connection = connect()
         self._unanswered: dict[int, tuple[float, Future[Any]]] = {}
@@ -67,7 +65,7 @@ class Helper:
             self.error = error
             return
         self.error = None
-        self.room = Room(self._max_bytes, partial(self._tell, "ask"))
+        self.write_until = self._written = 0
 
     # Seals
 
@@ -81,9 +79,15 @@ class Helper:
 
     # The directory
 
+    @property
+    def room(self) -> int:
+        """Bytes that may still be written; those of writes in flight are not yet taken off.
+        ``sys.maxsize`` without a directory."""
+        return max(0, self.write_until - self._written) if self._has_directory else sys.maxsize
+
     def on_written(self, paths: Sequence[str], num_bytes: int) -> None:
         """As ``Directory.on_written``."""
-        self.room.on_written(num_bytes)
+        self._written += num_bytes
         self._tell("on_written", paths, num_bytes)
 
     def on_read(self, paths: Sequence[str]) -> None:
@@ -116,7 +120,7 @@ class Helper:
                 _, future = self._unanswered.pop(number)
                 future.set_result(answer)
             elif what == "seen":
-                self.room.on_seen(*arguments)
+                [self.write_until] = arguments
             elif what == "trouble":
                 logger.warning(*arguments)
             elif what == "refused":
@@ -129,9 +133,9 @@ class Helper:
         while self._unanswered and self.error is None:
             self.poll(1.0)
 
-    def close(self) -> None:
-        """Let the process do what it was told, and end."""
-        self._connection.close()
+    def close(self, seconds: float = 10.0) -> None:
+        """Let the process do what it was told, and end. As ``Process.close``."""
+        self._connection.close(seconds)
 
     def _ask(self, what: str, *arguments: Any) -> "Future[Any]":
         self._last_id += 1
@@ -141,7 +145,7 @@ class Helper:
         return future
 
     def _tell(self, what: str, *arguments: Any) -> None:
-        if self._max_bytes is not None:
+        if self._has_directory:
             self._send((0, what, *arguments))
 
     def _send(self, message: Message) -> None:
@@ -170,6 +174,6 @@ def start_helper(rows: Rows, root: Path | None, max_bytes: int | None) -> Helper
         process.send((place, None if root is None else (str(root), max_bytes)))
         return process
 
-    helper = Helper(connect, max_bytes)
+    helper = Helper(connect, has_directory=root is not None)
     helper.wait_until_ready()
     return helper

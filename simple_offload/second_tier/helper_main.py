@@ -9,6 +9,7 @@ import signal
 import socket
 import sys
 import threading
+import time
 import traceback
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -25,6 +26,10 @@ from simple_offload.second_tier.seals import Seals
 
 _NUM_THREADS = 2
 """For checksums."""
+_PAUSE_SECONDS = 1.0
+_PAUSE_SCANS = 9
+"""The pause between two scans: a second, or the time of nine scans if that is longer. So scans that
+achieve nothing take up a tenth of the time at most."""
 
 
 def _map(descriptor: int, offset: int, num_rows: int, row_bytes: int, seal_bytes: int) -> Seals:
@@ -34,6 +39,13 @@ def _map(descriptor: int, offset: int, num_rows: int, row_bytes: int, seal_bytes
     with suppress(OSError):  # the kernel has none
         mapped.madvise(mmap.MADV_HUGEPAGE)  # as in shared_memory.py
     return Seals(np.frombuffer(mapped, np.uint8).reshape(num_rows, row_bytes), seal_bytes)
+
+
+def _scan_for_ever(directory: Directory) -> None:
+    while directory.scan_due.wait():
+        began_at = time.monotonic()
+        directory.scan()
+        time.sleep(max(_PAUSE_SECONDS, _PAUSE_SCANS * (time.monotonic() - began_at)))
 
 
 def main(descriptor: int) -> None:
@@ -47,6 +59,7 @@ def main(descriptor: int) -> None:
         signal.signal(each, signal.SIG_IGN)
     lock = threading.Lock()
     received = bytearray()
+    directory: Directory | None = None
     with socket.socket(fileno=descriptor) as connection:
 
         def receive() -> Iterator[Message]:
@@ -58,9 +71,11 @@ def main(descriptor: int) -> None:
             with lock, suppress(OSError):  # the parent is gone
                 connection.sendall(pack((what, *arguments)))
 
-        def answer(number: int, what: str, *arguments: Any) -> None:
+        def act(number: int, what: str, *arguments: Any) -> None:
             try:
-                send("answer", number, getattr(seals, what)(*arguments))
+                answer = getattr(seals if number else directory, what)(*arguments)
+                if number:
+                    send("answer", number, answer)
             except Exception:  # noqa: BLE001 - without an end, the parent would wait
                 traceback.print_exc()
                 connection.shutdown(socket.SHUT_RDWR)
@@ -68,7 +83,6 @@ def main(descriptor: int) -> None:
         requests = receive()
         place, files = next(requests)
         seals = _map(*place)
-        directory = None
         if files is not None:
             root, max_bytes = files
             try:
@@ -78,17 +92,12 @@ def main(descriptor: int) -> None:
             except OSError as error:
                 send("refused", str(error))
                 return
+            # A scan may take minutes. Other changes wait for none, and the process ends in one.
+            threading.Thread(target=_scan_for_ever, args=[directory], daemon=True).start()
         send("ready")
-        if directory is not None:
-            directory.start()
-        with ThreadPoolExecutor(_NUM_THREADS) as threads:
-            for number, what, *arguments in requests:
-                if number:
-                    threads.submit(answer, number, what, *arguments)
-                else:
-                    getattr(directory, what)(*arguments)
-        if directory is not None:
-            directory.close()
+        with ThreadPoolExecutor(_NUM_THREADS) as checksums, ThreadPoolExecutor(1) as changes:
+            for number, *request in requests:
+                (checksums if number else changes).submit(act, number, *request)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,9 @@
-"""What the scheduler side asks of a second tier, and what it asks where there is none."""
+"""What the scheduler side asks of a second tier."""
+
+# ruff: noqa: ARG002 - where there is no second tier, nothing is done
 
 from collections.abc import Collection
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request
@@ -9,13 +11,17 @@ if TYPE_CHECKING:
     from simple_offload.scheduler.tier.run import Run
 
 
-class SecondTierHooks(Protocol):
-    """None of them raises, and none but ``shutdown`` waits. One thread calls them."""
+class SecondTierHooks:
+    """By itself, where there is no second tier: nothing is fetched or written.
+
+    None of them raises, and none but ``shutdown`` waits. One thread calls them.
+    """
 
     @property
     def has_pending_work(self) -> bool:
         """Whether something waits for the next step, which no thread does by itself. Not for long
         after the last step with tokens."""
+        return False
 
     def on_new_request(self, request: "Request", /) -> None:
         """vLLM has put a request into its queue."""
@@ -29,10 +35,12 @@ class SecondTierHooks(Protocol):
         """Whether a request should be asked about again in the next step, as more of its prefix may
         be in host memory then. It has ``num_computed_tokens`` tokens on the device, and the tier
         has ``num_hit_tokens`` more."""
+        return False
 
     def num_fetched_tokens(self, request_id: str, num_tokens: int, /) -> int:
         """How many of a request's first ``num_tokens`` tokens device and tier have got by the fetch
         that it waited for."""
+        return 0
 
     def on_request_finished(self, request_id: str, /) -> None:
         """The request has ended. Reads under way go on."""
@@ -44,6 +52,7 @@ class SecondTierHooks(Protocol):
     def on_step(self, num_tokens: int, /) -> int | None:
         """vLLM schedules a step of ``num_tokens`` tokens. Returns its number if ``on_step_ended``
         has to tell of its end."""
+        return None
 
     def on_step_ended(self, number: int, /) -> None:
         """The step of this number has ended on every rank."""
@@ -54,27 +63,7 @@ class SecondTierHooks(Protocol):
 
     def gauges(self) -> dict[str, float]:
         """For metrics."""
+        return {}
 
     def shutdown(self) -> None:
         """Finish the writes under way, for some seconds at most."""
-
-
-class NoSecondTier:
-    """Where there is none, nothing is fetched or written."""
-
-    has_pending_work = False
-
-    def on_step(self, *_: object) -> None:
-        pass
-
-    on_new_request = on_lookup = on_request_finished = on_stored = on_step
-    on_step_ended = reset = shutdown = on_step
-
-    def must_wait(self, *_: object) -> bool:
-        return False
-
-    def num_fetched_tokens(self, *_: object) -> int:
-        return 0
-
-    def gauges(self) -> dict[str, float]:
-        return {}

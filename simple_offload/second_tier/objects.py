@@ -59,8 +59,8 @@ class Ended(NamedTuple):
     """A read or write that has ended. vLLM's tier touches its rows no more."""
 
     id: int
-    num_read: int | None
-    """Objects that were read, from the first on. None: all, or it was a write."""
+    num_read: int
+    """Objects that were read, from the first on."""
     ok: bool
 
 
@@ -80,9 +80,7 @@ class Objects:
         self._salt = salt
         self._next_id = 0
         self._reads: dict[int, list[bytes]] = {}
-        wanted: dict[str, Any] = {"type": config.type}
-        if config.module_path is not None:
-            wanted["module_path"] = config.module_path
+        wanted = require_known_options(config)
         # vLLM 0.32's fs tier draws the names of temporary files from ``random``, which vLLM seeds.
         # Of two servers with one seed that write one object, one would fail (FileExistsError).
         setattr(fs_io, "random", SystemRandom())  # noqa: B010
@@ -90,7 +88,6 @@ class Objects:
             # vLLM 0.32's tier asks NIXL for the time of each transfer, and fails if NIXL has none.
             os.environ.setdefault("NIXL_TELEMETRY_ENABLE", "y")
         try:
-            wanted |= _options(config, SecondaryTierFactory.get_tier_class(wanted))
             self.tier = SecondaryTierFactory.create_secondary_tier(wanted, view, spec)
         except (OSError, RuntimeError, ValueError, TypeError, ImportError) as error:
             raise ConfigError(f"second_tier={wanted!r}: it does not start: {error}") from error
@@ -147,11 +144,9 @@ class Objects:
         except Exception as error:  # noqa: BLE001 - whatever it is, the server goes on
             self._fail(error)
         for result in results:
-            names = self._reads.pop(result.job_id, None)
-            num_read = None
-            if names is not None and not result.success:
-                read = set(result.successful_keys or ())
-                num_read = next((i for i, name in enumerate(names) if name not in read), len(names))
+            names = self._reads.pop(result.job_id, [])
+            read = {*(names if result.success else result.successful_keys or ())}
+            num_read = next((i for i, name in enumerate(names) if name not in read), len(names))
             ended.append(Ended(result.job_id, num_read, result.success))
         return ended
 
@@ -219,6 +214,7 @@ def make_spec(
             engine_id=str(transfer_config.engine_id if transfer_config else ""),
             model=OffloadingModelConfig(name, str(vllm_config.cache_config.cache_dtype)),
             cache=OffloadingCacheConfig(groups.hash_block_size, blocks_per_chunk=1),
+            # One rank, whose rows have the pages of all: only the scheduler's process copies.
             parallel=OffloadingParallelConfig(
                 rank=0,
                 world_size=1,
@@ -235,8 +231,10 @@ def make_spec(
     )
 
 
-def require_known_options(config: SecondTierConfig) -> None:
-    """Raise ConfigError for a type that vLLM does not have, or an option that this type lacks."""
+def require_known_options(config: SecondTierConfig) -> dict[str, Any]:
+    """What vLLM makes a tier from. Raises ConfigError for a type that vLLM does not have, or an
+    option that this type lacks."""
+    # The class. vLLM would import it after the model is loaded.
     wanted = {"type": config.type, "module_path": config.module_path}
     try:
         tier: type[SecondaryTierManager] = SecondaryTierFactory.get_tier_class(wanted)
@@ -260,7 +258,9 @@ def require_known_options(config: SecondTierConfig) -> None:
             f"second_tier.type={config.type!r}: it serves other engines from host memory, which "
             "needs vLLM's OffloadingConnector; allowed: 'fs', 'obj', or a tier that does not"
         )
-    _options(config, tier)
+    # Its options: vLLM would look at them after the model is loaded, too.
+    wanted |= _options(config, tier)
+    # The limit, which vLLM's tiers do not have: without one, files would fill the disk.
     if config.type == "fs" and config.bytes is None:
         raise ConfigError(
             "second_tier.bytes is missing: 'fs' needs a limit of all files under root_dir, such as "
@@ -270,6 +270,7 @@ def require_known_options(config: SecondTierConfig) -> None:
         raise ConfigError(
             f"second_tier.bytes={config.bytes}: only 'fs' has a limit of ours; allowed: none"
         )
+    return wanted
 
 
 def _options(config: SecondTierConfig, tier: "type[SecondaryTierManager]") -> dict[str, Any]:

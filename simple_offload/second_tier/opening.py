@@ -36,6 +36,7 @@ _MIN_OBJECTS = 64
 def require_second_tier_possible(config: SecondTierConfig, vllm_config: "VllmConfig") -> None:
     """Raise ConfigError where a second tier cannot be had, as far as is known before the ranks have
     started."""
+    # Again: where no full CUDA graphs are captured, vLLM does not ask the connector before.
     require_known_options(config)
     namespace.require_reproducible_hashes(vllm_config)
     parallel = vllm_config.parallel_config
@@ -79,6 +80,7 @@ def open_second_tier(
 ) -> SecondTier:
     """The second tier over the ranks' memory. ``coordinator``: for its own use. Raises ConfigError
     where it cannot start."""
+    # The memory of the ranks, as this process sees it.
     address = next((each.memory for each in capacities if each.memory is not None), None)
     if address is None:
         raise ConfigError(
@@ -93,6 +95,8 @@ def open_second_tier(
             "second_tier: the scheduler's process cannot reach the ranks' memory, as in another "
             f"container or as another user: {error}; allowed: one machine, or no second_tier"
         ) from error
+
+    # The namespace: objects of other weights, settings or layouts must not be found.
     layouts = sorted(json.dumps(each.layout, sort_keys=True) for each in capacities)
     described = namespace.describe(
         vllm_config,
@@ -101,12 +105,16 @@ def open_second_tier(
         name=config.cache_namespace,
     )
     digest = namespace.digest(described)
+
+    # A process for checksums and the directory: they would hold up vLLM's steps.
     root = _root(config, row_bytes)
     try:
         helper = start_helper(rows, root, config.bytes)
     except OSError as error:
         where = f"={config.type!r}" if root is None else f".root_dir={str(root)!r}"
         raise ConfigError(f"second_tier{where}: {error}") from error
+
+    # vLLM's tier. After the directory's check, as vLLM's fs tier would create any folder.
     spec = make_spec(digest, vllm_config, kv_cache_config, groups, row_bytes)
     try:
         objects = Objects(config, spec, rows.view, hashlib.sha256(digest.encode()).digest())
@@ -120,14 +128,13 @@ def open_second_tier(
     logger.info(
         "Second tier: %s, objects of %d bytes, namespace %s", config.type, row_bytes, digest
     )
-    reach = Reach(coordinator, groups)
     return SecondTier(
         objects,
         rows,
         helper,
         tier,
         groups,
-        reach,
+        Reach(coordinator, groups),
         meter,
         on_device,
         on_fetched,

@@ -15,8 +15,6 @@ from simple_offload.logs import get_logger
 
 logger = get_logger(__name__)
 
-_END_SECONDS = 10.0
-"""Longest wait for its end."""
 RECEIVE_BYTES = 1 << 20
 """Most that is received at once."""
 _LENGTH_BYTES = 8
@@ -70,10 +68,10 @@ class Process:
         self._received += data
         return take(self._received)
 
-    def close(self) -> None:
-        """Let the process end after what was sent, and wait for it. One that does not end is
-        killed."""
-        deadline = time.monotonic() + _END_SECONDS
+    def close(self, seconds: float = 10.0) -> None:
+        """Let the process end after what was sent, and wait for it. One that does not end in time
+        is killed."""
+        deadline = time.monotonic() + seconds
         try:
             while self._unsent and time.monotonic() < deadline:
                 self.receive(1.0)

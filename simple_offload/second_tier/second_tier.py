@@ -7,6 +7,7 @@ from collections.abc import Callable, Collection, Container, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field
+from enum import Enum, auto
 from functools import wraps
 from itertools import islice
 from typing import TYPE_CHECKING, Any, TypeVar, cast
@@ -21,7 +22,7 @@ from simple_offload.scheduler.tier.groups import Groups
 from simple_offload.scheduler.tier.run import Run
 from simple_offload.second_tier.helper import Helper
 from simple_offload.second_tier.interface import SecondTierHooks
-from simple_offload.second_tier.objects import Ended, Objects
+from simple_offload.second_tier.objects import Objects
 from simple_offload.second_tier.reach import Reach
 from simple_offload.second_tier.rows import Rows
 from simple_offload.second_tier.speeds import LONGEST_STEP, EngineTime, Speeds
@@ -40,12 +41,10 @@ _MAX_READS = 32
 """Reads under way at once."""
 _FORGET_SECONDS = 300.0
 """How long an object that could not be read is not asked for."""
-_NOBODY = ""
-"""Asks what no request waits for."""
 _MAX_FAILED = 1 << 16
 """Objects that are remembered for that."""
 _HUNG_SECONDS = 60.0
-"""After this time without an answer, the tier is switched off."""
+"""After this time in which no read, write or check ends, the tier is switched off."""
 _RETRY_SECONDS = 60.0
 """How long it is off. It comes back later if something of before is still under way."""
 _LONGEST_SILENCE = 1.0
@@ -71,6 +70,18 @@ class _Read:
     """The number of objects, from the first on, that are whole and the right ones."""
 
 
+class _State(Enum):
+    ASKING_FIRST = auto()
+    """For the first blocks. Mostly they are missing, and so are all behind them."""
+    ASKING_ALL = auto()
+    PLANNED = auto()
+    """What to fetch is known, if anything."""
+    SLOWER = auto()
+    """Than computing would be: nothing is fetched."""
+    FAILED = auto()
+    """An object was missing or bad, or all have become useless: what still comes is not kept."""
+
+
 @dataclass(slots=True, eq=False)
 class _Fetch:
     """What one request asks for and fetches. It may outlive the request's wait."""
@@ -82,58 +93,52 @@ class _Fetch:
     began: float
     limit: float
     """When the request goes on without."""
-    asked: float
-    """When the last of its questions were asked."""
+    state: _State = _State.ASKING_FIRST
     unanswered: deque[tuple[int, BlockHashWithGroupId, OffloadKey]] = field(default_factory=deque)
     """Blocks that it asks for: the token that each ends before, its key and its name."""
     has_asked: bool = False
-    asked_all: bool = False
     chain_end: int | None = None
     """The token that the first missing block of a chain ends before."""
     found: set[BlockHashWithGroupId] = field(default_factory=set)
-    planned: float | None = None
-    """When it was known what to fetch. None: it is still asking."""
     num_tokens: int = 0
-    """Tokens that the fetch brings."""
+    """Tokens that the request gets."""
+    sources: set["_Fetch"] = field(default_factory=set)
+    """Fetches that bring them: itself, and those of other requests that need the same blocks."""
+    num_waiting: int = 0
+    """Requests that wait for it."""
     ends: dict[BlockHashWithGroupId, int] = field(default_factory=dict)
     """By key of all that it reads, the token that its block ends before."""
+    unread: deque[BlockHashWithGroupId] = field(default_factory=deque)
+    reads: deque[_Read] = field(default_factory=deque)
+    """In the order of their tokens."""
     own: set[int] = field(default_factory=set)
     """Host blocks that it has read into. They must not make room for its rest."""
     num_brought: int = 0
     """Blocks of those that were read and are whole."""
-    unread: deque[BlockHashWithGroupId] = field(default_factory=deque)
-    reads: deque[_Read] = field(default_factory=deque)
-    """In the order of their tokens."""
-    others: set["_Fetch"] = field(default_factory=set)
-    """Fetches of other requests that bring what this one needs too."""
-    num_waiting: int = 1
-    """Requests that wait for it."""
-    failed: bool = False
-    is_slower: bool = False
-    """Than computing would be."""
+
+    @property
+    def is_asking(self) -> bool:
+        return self.state in (_State.ASKING_FIRST, _State.ASKING_ALL)
 
     @property
     def ended(self) -> bool:
         """Whether it brings no more."""
-        return self.planned is not None and not self.unread and not self.reads
+        return not (self.unread or self.reads)
 
 
-def _guarded(default: object) -> Callable[[_Hook], _Hook]:
-    """For hooks of the tier, which is optional: whatever one raises closes the tier, and the hook
-    returns ``default``."""
+def _guarded(hook: _Hook) -> _Hook:
+    """For hooks of the tier, which is optional: whatever one raises closes the tier. It returns
+    None then: no wait, no work and no number."""
 
-    def guard(hook: _Hook) -> _Hook:
-        @wraps(hook)
-        def guarded(self: "SecondTier", *arguments: Any) -> Any:
-            try:
-                return hook(self, *arguments)
-            except Exception as error:  # noqa: BLE001 - whatever it is, the server goes on
-                self.close_for(error)
-                return default
+    @wraps(hook)
+    def guarded(self: "SecondTier", *arguments: Any) -> Any:
+        try:
+            return hook(self, *arguments)
+        except Exception as error:  # noqa: BLE001 - whatever it is, the server goes on
+            self.close_for(error)
+            return None
 
-        return cast("_Hook", guarded)
-
-    return guard
+    return cast("_Hook", guarded)
 
 
 class SecondTier(SecondTierHooks):
@@ -169,19 +174,26 @@ class SecondTier(SecondTierHooks):
         """``on_device``: the keys that the device finds. ``on_fetched`` is called with blocks that
         were fetched for a request, each time some can be found, and the places of useless ones.
         ``always``: fetch, however slow that is."""
+        # Whether it is used: a tier that fails must not end the server.
         self.is_on = True
         """Whether objects are asked for, read and written."""
         self._off_since: float | None = None
         """When it was switched off, if it is to come back."""
+
+        # Times: the engine takes note of what has ended in its steps only, and may stand still.
         self._now = EngineTime(self.clock, LONGEST_STEP)
         """For what is measured."""
         self._stepped = EngineTime(self.clock, _LONGEST_SILENCE)
-        """For how long something has not answered: a step takes note of answers."""
+        """For how long something has not answered."""
         self._last_tokens = self.clock()
         """When vLLM last scheduled a step with tokens, by the clock on the wall."""
+        self._last_ended = 0.0
+        """When a read or write last ended."""
         self._has_polled = False
         """Whether the step that is being scheduled has taken note of what has ended."""
         self.speeds = Speeds(self.clock, always=always)
+
+        # What it works with.
         self._objects = objects
         self._rows = rows
         self._tier = tier
@@ -193,6 +205,8 @@ class SecondTier(SecondTierHooks):
         self._helper = helper
         helper.clock = self._stepped
         self.writes = Writes(objects, rows, helper, tier, meter, self._stepped)
+
+        # Requests and their fetches. Both end in their own time: a read goes on without a request.
         self._waits: dict[str, _Fetch] = {}
         """By request that waits."""
         self._over: dict[str, int | None] = {}
@@ -202,17 +216,13 @@ class SecondTier(SecondTierHooks):
         """All that have something under way, oldest first."""
         self._coming: dict[BlockHashWithGroupId, _Fetch] = {}
         self._reading: dict[int, _Read] = {}
-        self._last_ended = -_HUNG_SECONDS
-        """When a read or write last ended."""
-        self._late: tuple[float, OffloadKey] | None = None
-        """A question that a request did not wait for: when it came, and the object."""
         self._failed: OrderedDict[bytes, float] = OrderedDict()
         """By name of an object that could not be read, when that was."""
         self._per_read = max(1, _READ_BYTES // rows.num_bytes)
 
     # Fetch ahead
 
-    @_guarded(None)
+    @_guarded
     def on_new_request(self, request: "Request") -> None:
         # For the first blocks that neither device nor tier has. The answers are there when vLLM
         # comes to the request.
@@ -223,16 +233,16 @@ class SecondTier(SecondTierHooks):
             keys = self._groups.keys(request.block_hashes, group)
             lacking = (key for key in keys if not self._tier.has(key) and key not in on_device)
             for key in islice(lacking, _FIRST_ASKED):
-                self._objects.ask(self._objects.name(key), request.request_id)
+                self._ask_for(self._objects.name(key), request.request_id)
         self._objects.flush()
 
-    @_guarded(None)
+    @_guarded
     def on_lookup(self) -> None:
         if not self._has_polled:
             self._poll()
             self._has_polled = True
 
-    @_guarded(False)
+    @_guarded
     def must_wait(self, request: "Request", num_computed_tokens: int, num_hit_tokens: int) -> bool:
         request_id = request.request_id
         if not self.is_on or request_id in self._over:
@@ -244,26 +254,26 @@ class SecondTier(SecondTierHooks):
                 self._end_wait(request_id, "slower")
                 return False
             fetch = self._begin(request, num_computed_tokens, num_hit_tokens)
-        if fetch.planned is None:
+        if fetch.is_asking:
             fetch.num_hit_tokens = num_hit_tokens
             self._ask(fetch)
-        if fetch.ended and all(each.ended for each in fetch.others):
-            has_failed = fetch.failed or any(each.failed for each in fetch.others)
-            found_more = fetch.num_tokens > 0 and not has_failed
-            result = "slower" if fetch.is_slower else "hit" if found_more else "miss"
-            self._end_wait(request_id, result)
+        if not fetch.is_asking and all(source.ended for source in fetch.sources):
+            has_failed = any(source.state is _State.FAILED for source in fetch.sources)
+            result = "hit" if fetch.num_tokens and not has_failed else "miss"
+            self._end_wait(request_id, "slower" if fetch.state is _State.SLOWER else result)
             return False
         if self.clock() >= fetch.limit:
+            if fetch.is_asking:  # the answers take so long, or never come
+                self.speeds.on_answered(self._now() - fetch.began)
             self._end_wait(request_id, "late")
             return False
         return True
 
-    @_guarded(0)
     def num_fetched_tokens(self, request_id: str, num_tokens: int) -> int:
         before = self._over.get(request_id)
         return max(0, num_tokens - before) if before is not None else 0
 
-    @_guarded(None)
+    @_guarded
     def on_request_finished(self, request_id: str) -> None:
         self._end_wait(request_id, None)
         self._over.pop(request_id, None)
@@ -271,16 +281,16 @@ class SecondTier(SecondTierHooks):
 
     # One step
 
-    @_guarded(None)
+    @_guarded
     def on_stored(self, run: Run, useless: Collection[int]) -> None:
         if self.is_on:
             self.writes.on_stored(run, useless)
 
-    @_guarded(None)
+    @_guarded
     def on_step_ended(self, number: int) -> None:
         self.speeds.on_step_ended(number)
 
-    @_guarded(None)
+    @_guarded
     def on_step(self, num_tokens: int) -> int | None:
         self._now.on_step()
         self._stepped.on_step()
@@ -293,9 +303,8 @@ class SecondTier(SecondTierHooks):
         if self.is_on:
             # vLLM may not come to these requests in a step, while it has no room for more.
             for fetch in self._waits.values():
-                if fetch.planned is None:
+                if fetch.is_asking:
                     self._ask(fetch)
-            self._ask_late()
             self._start_reads()
             self.writes.start()
             self._objects.flush()
@@ -303,7 +312,7 @@ class SecondTier(SecondTierHooks):
         return self.speeds.on_step(num_tokens)
 
     @property
-    @_guarded(False)
+    @_guarded
     def has_pending_work(self) -> bool:
         if not self.is_on or self.clock() - self._last_tokens >= _LINGER_SECONDS:
             return False
@@ -314,7 +323,7 @@ class SecondTier(SecondTierHooks):
         """Whether nothing is under way or waits."""
         return not (self._waits or self._fetches) and self.writes.idle
 
-    @_guarded(None)
+    @_guarded
     def reset(self) -> None:
         if self.is_on or self._off_since is not None:
             logger.warning(
@@ -323,8 +332,7 @@ class SecondTier(SecondTierHooks):
             )
         self._close()
         for fetch in self._fetches:
-            fetch.unread.clear()
-            fetch.failed = True
+            fetch.state = _State.FAILED
 
     def close_for(self, error: Exception) -> None:
         """An exception here: the server goes on without the tier."""
@@ -334,25 +342,23 @@ class SecondTier(SecondTierHooks):
             self._close()
         self._waits.clear()
 
-    def shutdown(self) -> None:
+    def shutdown(self, seconds: float = _CLOSE_SECONDS) -> None:
         thread = threading.Thread(target=self._finish, name="simple-offload-close", daemon=True)
         thread.start()
-        thread.join(_CLOSE_SECONDS)
+        thread.join(seconds)
         if thread.is_alive():
-            logger.warning("The second tier did not end within %.0f s", _CLOSE_SECONDS)
+            logger.warning("The second tier did not end within %.0f s", seconds)
         self._helper.close()
         self._rows.memory.close()
 
-    @_guarded(None)
+    @_guarded
     def _finish(self) -> None:
         """Write what can be written, and end. As long as the tier hangs."""
-        if self.is_on:
-            self._finish_writes()
-        self._objects.close()
-
-    @_guarded(None)
-    def _finish_writes(self) -> None:
-        self.writes.finish(self._poll)
+        try:
+            if self.is_on:
+                self.writes.finish(self._poll)
+        finally:
+            self._objects.close()
 
     def gauges(self) -> dict[str, float]:
         return {
@@ -365,10 +371,9 @@ class SecondTier(SecondTierHooks):
 
     def _begin(self, request: "Request", num_computed_tokens: int, num_hit_tokens: int) -> _Fetch:
         """Ask for the first blocks behind the hit that are in chains, or for all if none is."""
-        now = self._now()
         start = num_computed_tokens + num_hit_tokens
         limit = self.clock() + self.speeds.max_wait(max(0, request.num_tokens - start))
-        fetch = _Fetch(request, num_computed_tokens, num_hit_tokens, now, limit, self._stepped())
+        fetch = _Fetch(request, num_computed_tokens, num_hit_tokens, self._now(), limit)
         self._waits[request.request_id] = fetch
         for group in self._groups.chained_ids:
             stop = start + _FIRST_ASKED * self._groups.block_sizes[group]
@@ -379,40 +384,43 @@ class SecondTier(SecondTierHooks):
 
     def _add_all(self, fetch: _Fetch) -> None:
         """Ask for all blocks, up to where a chain ends."""
+        fetch.state = _State.ASKING_ALL
         stop = fetch.request.num_tokens if fetch.chain_end is None else fetch.chain_end - 1
         for group in self._groups.ids:
             self._add_unanswered(fetch, group, fetch.num_computed_tokens, stop)
-        fetch.asked_all = True
 
     def _add_unanswered(self, fetch: _Fetch, group: int, start: int, stop: int) -> None:
-        fetch.asked, now = self._stepped(), self.clock()
         hashes = fetch.request.block_hashes
         for end, key in self._groups.keys_between(hashes, group, start, stop):
             if self._tier.has(key) or key in fetch.found:
                 continue
             name = self._objects.name(key)
             fetch.unanswered.append((end, key, name))
-            if now - self._failed.get(name, -_FORGET_SECONDS) >= _FORGET_SECONDS:
-                self._objects.ask(name, fetch.request.request_id)
-                fetch.has_asked = True
+            self._ask_for(name, fetch.request.request_id)
+            fetch.has_asked = True
         self._objects.flush()
+
+    def _ask_for(self, name: OffloadKey, request_id: str) -> bool | None:
+        """As ``Objects.ask``. What could not be read of late counts as missing."""
+        failed = self._failed.get(name)
+        if failed is not None and self.clock() - failed < _FORGET_SECONDS:
+            return False
+        return self._objects.ask(name, request_id)
 
     def _ask(self, fetch: _Fetch) -> None:
         """Take the answers that there are. Once all are there, ask for more, or plan."""
         request_id = fetch.request.request_id
-        now, chained = self.clock(), self._groups.chained_ids
         while fetch.unanswered:
             end, key, name = fetch.unanswered[0]
-            is_bad = now - self._failed.get(name, -_FORGET_SECONDS) < _FORGET_SECONDS
-            answer = False if is_bad else self._objects.ask(name, request_id)
+            answer = self._ask_for(name, request_id)
             if answer is None:
                 return
             fetch.unanswered.popleft()
             if answer:
                 fetch.found.add(key)
-            elif int(get_group_id(key)) in chained:
+            elif int(get_group_id(key)) in self._groups.chained_ids:
                 fetch.chain_end = min(end, fetch.chain_end or end)
-        if not fetch.asked_all and self._may_extend(fetch):
+        if fetch.state is _State.ASKING_FIRST and self._may_extend(fetch):
             self._add_all(fetch)
             self._ask(fetch)
             return
@@ -427,43 +435,33 @@ class SecondTier(SecondTierHooks):
         start = fetch.num_computed_tokens + fetch.num_hit_tokens
         return self._groups.next_hit(stop - 1) > start
 
-    def _ask_late(self) -> None:
-        """Go on asking what a request did not wait for: the answers may be slow, or never come."""
-        if self._late is not None and self._objects.ask(self._late[1], _NOBODY) is not None:
-            self.speeds.on_answered(self._stepped() - self._late[0])
-            self._objects.on_answered(_NOBODY)
-            self._late = None
-
     def _plan(self, fetch: _Fetch) -> None:
         """Decide what to fetch: what a lookup needs for the longest prefix."""
-        fetch.planned = self._now()
-        hashes, start = fetch.request.block_hashes, fetch.num_computed_tokens
-        num_tokens, needed = (
-            self._reach.find(
-                hashes,
-                start,
-                fetch.request.num_tokens - 1 - start,
-                lambda key: key in fetch.found or self._tier.has(key),
-            )
-            if fetch.found
-            else (0, [])
+        fetch.state = _State.PLANNED
+        if not fetch.found:
+            return
+        request, start = fetch.request, fetch.num_computed_tokens
+        num_tokens, needed = self._reach.find(
+            request.block_hashes,
+            start,
+            request.num_tokens - 1 - start,
+            lambda key: key in fetch.found or self._tier.has(key),
         )
         if num_tokens <= fetch.num_hit_tokens:
             return
         if not self.speeds.should_fetch():
-            fetch.is_slower = True
+            fetch.state = _State.SLOWER
             return
         fetch.num_tokens = num_tokens - fetch.num_hit_tokens
         for end, key in needed:
             if self._tier.has(key):
                 continue
-            if (other := self._coming.get(key)) is not None:
-                other.num_waiting += other not in fetch.others
-                fetch.others.add(other)
-                continue
-            fetch.ends[key] = end
-            fetch.unread.append(key)
-            self._coming[key] = fetch
+            source = self._coming.setdefault(key, fetch)
+            source.num_waiting += source not in fetch.sources
+            fetch.sources.add(source)
+            if source is fetch:
+                fetch.ends[key] = end
+        fetch.unread.extend(fetch.ends)
         if fetch.unread:
             self._fetches.append(fetch)
 
@@ -477,35 +475,30 @@ class SecondTier(SecondTierHooks):
             self._meter.add(metrics.SECOND_TIER_LOOKUPS, 1, result)
         if fetch is None:
             return
-        if fetch.planned is None:
+        if fetch.is_asking:
             self._objects.on_answered(request_id)
-            if result == "late" and self._late is None and fetch.unanswered:
-                self._late = (fetch.asked, fetch.unanswered[0][2])
-                self._ask_late()
-        for each in (fetch, *fetch.others):
-            each.num_waiting -= 1
-            if not each.num_waiting:
-                self._give_up(each)
+        while fetch.sources:
+            source = fetch.sources.pop()
+            source.num_waiting -= 1
+            if not source.num_waiting:
+                self._give_up(source)
 
     # Reading
 
     def _start_reads(self) -> None:
         for fetch in self._fetches:
             while fetch.unread and len(self._reading) < _MAX_READS:
-                count = min(self._per_read, len(fetch.unread))
-                keys = [fetch.unread[index] for index in range(count)]
+                keys = list(islice(fetch.unread, self._per_read))
                 blocks = self._tier.allocate_for(keys, fetch.own)
                 if not blocks:
                     # Too small a tier for this prefix, or all of it is in use.
                     self._give_up(fetch)
                     break
-                fetch.own.update([block.block_id for block in blocks])
-                for _ in blocks:
-                    fetch.unread.popleft()
-                keys = keys[: len(blocks)]
+                keys = [fetch.unread.popleft() for _ in blocks]
                 names = [self._objects.name(key) for key in keys]
                 read = _Read(keys, names, blocks, self._stepped())
                 rows = [block.block_id for block in blocks]
+                fetch.own.update(rows)
                 request_id = fetch.request.request_id
                 self._reading[self._objects.read(names, rows, request_id)] = read
                 fetch.reads.append(read)
@@ -520,10 +513,11 @@ class SecondTier(SecondTierHooks):
         """Take note of what has ended, and commit what was read, head first."""
         for ended in self._objects.drain_ended():
             self._last_ended = self._stepped()
-            if (read := self._reading.pop(ended.id, None)) is not None:
-                self._on_read(read, ended)
-            else:
+            if (read := self._reading.pop(ended.id, None)) is None:
                 self.writes.on_ended(ended.id, ok=ended.ok)
+                continue
+            rows = [block.block_id for block in read.blocks[: ended.num_read]]
+            read.check = self._helper.count_whole(rows, read.names[: ended.num_read])
         self._helper.poll()
         for fetch in self._fetches:
             while fetch.reads and (check := fetch.reads[0].check) is not None and check.done():
@@ -536,27 +530,20 @@ class SecondTier(SecondTierHooks):
         if self.is_on and (self._objects.error or self._helper.error):
             self._switch_off("has failed")
 
-    def _on_read(self, read: _Read, ended: Ended) -> None:
-        count = len(read.keys) if ended.num_read is None else ended.num_read
-        rows = [block.block_id for block in read.blocks[:count]]
-        read.check = self._helper.count_whole(rows, read.names[:count])
-
     def _commit(self, fetch: _Fetch, read: _Read, num_whole: int) -> None:
         """Make the blocks of a read findable, up to the first that is not whole. What lies behind
         a block that is missing is of no use."""
         for key in read.keys:
             self._coming.pop(key, None)
+        self._meter.add(metrics.SECOND_TIER_BYTES, num_whole * self._rows.num_bytes, "read")
+        num_brought = 0 if fetch.state is _State.FAILED else num_whole
         if num_whole < len(read.keys):
             self._on_bad(read.names[num_whole])
-        self._meter.add(metrics.SECOND_TIER_BYTES, num_whole * self._rows.num_bytes, "read")
-        if fetch.failed:
-            num_whole = 0
-        elif num_whole < len(read.keys):
-            fetch.failed = True
+            fetch.state = _State.FAILED
             self._give_up(fetch)
-        fetch.num_brought += num_whole
+        fetch.num_brought += num_brought
         on_device = self._on_device()
-        wanted = [index for index in range(num_whole) if read.keys[index] not in on_device]
+        wanted = [index for index in range(num_brought) if read.keys[index] not in on_device]
         run = Run(
             (),
             [read.keys[index] for index in wanted],
@@ -568,14 +555,13 @@ class SecondTier(SecondTierHooks):
         (useless,) = self._tier.commit([run])
         self._meter.add(metrics.FETCHED, len(wanted) - len(useless))
         self._on_fetched(run, fetch.request, useless)
-        self._helper.on_read(self._objects.paths(read.names[:num_whole]))
+        self._helper.on_read(self._objects.paths(read.names[:num_brought]))
 
     def _on_bad(self, name: OffloadKey) -> None:
         """An object could not be read, or has other bytes than it should."""
         self._meter.add(metrics.SECOND_TIER_FAILED, 1, "read")
         self._failed[name] = self.clock()
-        self._failed.move_to_end(name)
-        while len(self._failed) > _MAX_FAILED:
+        if len(self._failed) > _MAX_FAILED:
             self._failed.popitem(last=False)
         self._helper.remove(self._objects.paths([name]))
 
@@ -583,27 +569,19 @@ class SecondTier(SecondTierHooks):
 
     def _check_hung(self) -> None:
         """Switch the tier off if it has not answered for long. Its reads keep their blocks."""
+        now = self._stepped()
         jobs = [*(read.began for read in self._reading.values()), *self.writes.beginnings]
-        questions = [each.asked for each in self._waits.values() if each.planned is None]
-        if self._late is not None:
-            questions.append(self._late[0])
-        if self._helper.waiting_since is not None:
-            questions.append(self._helper.waiting_since)
         # A slow tier has a queue, and ends something now and then.
-        since = min(
-            [*questions, *([max(min(jobs), self._last_ended)] if jobs else [])],
-            default=self._stepped(),
-        )
-        if self._stepped() - since < _HUNG_SECONDS:
-            return
-        self._switch_off(f"has not answered for {_HUNG_SECONDS:.0f} s")
+        since = max(min(jobs, default=now), self._last_ended)
+        if self._helper.waiting_since is not None:
+            since = min(since, self._helper.waiting_since)
+        if now - since >= _HUNG_SECONDS:
+            self._switch_off(f"has not answered for {_HUNG_SECONDS:.0f} s")
 
     def _switch_off(self, reason: str) -> None:
         """For a while. Reads and writes under way go on."""
         self._close()
         self._off_since = self._stepped()
-        if self._objects.error is not None:
-            self._late = None
         logger.error(
             "The second tier %s and is switched off. The server goes on without it, and tries it "
             "again in %.0f s",
@@ -614,9 +592,7 @@ class SecondTier(SecondTierHooks):
     def _come_back(self) -> None:
         """Switch the tier on again after some time, once nothing of before is under way."""
         assert self._off_since is not None
-        self._ask_late()
-        self._objects.flush()
-        under_way = (self._late, self._fetches, self._reading, self.writes.beginnings)
+        under_way = (self._fetches, self._reading, self.writes.beginnings)
         is_open = any(under_way) or self._helper.waiting_since is not None
         if is_open or self._stepped() - self._off_since < _RETRY_SECONDS:
             return

@@ -5,8 +5,8 @@ from collections.abc import Callable
 
 _UNKNOWN_SECONDS = 1.0
 """Longest wait for objects before the speed of compute is known."""
-_PROBE_SECONDS = 60.0
-"""How often to measure a tier again that does not pay."""
+_STALE_SECONDS = 60.0
+"""After this time, a tier that does not pay is measured again."""
 _MIN_TOKENS = 128
 """Steps with fewer tokens say little about the speed of compute."""
 _ANSWER_SHARE = 0.1
@@ -73,7 +73,7 @@ class Speeds:
         self._steps: dict[int, tuple[float, int]] = {}
         """Steps under way by number: when vLLM scheduled them, and their tokens."""
         self._step_ended = 0.0
-        self._probed = self._answered = -_PROBE_SECONDS
+        self._fetched_at = self._answered_at = 0.0
 
     @property
     def pays(self) -> bool:
@@ -88,16 +88,16 @@ class Speeds:
         if self._always or self.compute is None or self.answer is None:
             return True
         if self.answer > _ANSWER_SHARE * num_tokens / self.compute:
-            return self._clock() - self._answered >= _PROBE_SECONDS
-        return self.pays or self._is_time_for_probe
+            return self._is_stale(self._answered_at)
+        return self.pays or self._is_stale(self._fetched_at)
 
     def should_fetch(self) -> bool:
-        """Whether to make a fetch: it pays, or it is time for a probe."""
+        """Whether to make a fetch: it pays, or the speed of the last one says nothing any more."""
         if self.pays:
             return True
-        if not self._is_time_for_probe:
+        if not self._is_stale(self._fetched_at):
             return False
-        self._probed = self._clock()
+        self._fetched_at = self._clock()  # one fetch is enough to measure it
         return True
 
     def max_wait(self, num_tokens: int) -> float:
@@ -128,13 +128,13 @@ class Speeds:
 
     def on_answered(self, seconds: float) -> None:
         """Record in how many ``seconds`` a request's questions were answered."""
-        self._answered = self._clock()
+        self._answered_at = self._clock()
         self.answer = min(seconds, _FADING * (self.answer or seconds) + (1 - _FADING) * seconds)
 
     def on_fetched(self, num_tokens: int, seconds: float) -> None:
         """Record a fetch."""
+        self._fetched_at = self._clock()
         self.fetch = self._fetched.add(num_tokens, seconds)
 
-    @property
-    def _is_time_for_probe(self) -> bool:
-        return self._clock() - self._probed >= _PROBE_SECONDS
+    def _is_stale(self, measured_at: float) -> bool:
+        return self._clock() - measured_at >= _STALE_SECONDS

@@ -1,7 +1,7 @@
 """Writes: host blocks on their way to the second tier, behind their store."""
 
 import os
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future
 from typing import NamedTuple
@@ -22,8 +22,8 @@ logger = get_logger(__name__)
 
 _WRITE_BYTES = 64 << 20
 """Of one write. vLLM's fs tier has a thread for each."""
-_MAX_WRITES = max(1, min(4, len(os.sched_getaffinity(0)) // 8))
-"""Writes under way at once. Each takes up a core where the page cache or tmpfs gets a copy. What
+_MAX_WRITES, _CORES_PER_WRITE = 4, 8
+"""Writes under way at once: each takes up a core where the page cache or tmpfs gets a copy. What
 does not find room waits in a list."""
 _MAX_WAITING = 1 << 16
 """Keys of blocks that wait to be written. Beyond them, the newest are dropped."""
@@ -31,11 +31,15 @@ _PAUSE_SECONDS = 30.0
 """Pause of writes after one has failed: the disk may be full."""
 
 
+class _Block(NamedTuple):
+    key: BlockHashWithGroupId
+    name: OffloadKey
+    row: int
+
+
 class _Write(NamedTuple):
+    blocks: Sequence[_Block]
     seals: "Future[list[bytes]]"
-    keys: Sequence[BlockHashWithGroupId]
-    names: Sequence[OffloadKey]
-    rows: Sequence[int]
     began: float
 
 
@@ -61,11 +65,13 @@ class Writes:
         self._tier = tier
         self._meter = meter
         self._now = now
-        self._waiting: dict[BlockHashWithGroupId, None] = {}
+        self._waiting: OrderedDict[BlockHashWithGroupId, None] = OrderedDict()
         self._sealing: deque[_Write] = deque()
         self._in_flight: dict[int, _Write] = {}
         self._paused_until = 0.0
         self._per_write = max(1, _WRITE_BYTES // rows.num_bytes)
+        num_cores = len(os.sched_getaffinity(0))
+        self._at_once = max(1, min(_MAX_WRITES, num_cores // _CORES_PER_WRITE))
 
     @property
     def idle(self) -> bool:
@@ -93,31 +99,28 @@ class Writes:
     def start(self) -> None:
         """Start what can be written now."""
         while (
-            self._sealing and len(self._in_flight) < _MAX_WRITES and self._sealing[0].seals.done()
+            self._sealing and len(self._in_flight) < self._at_once and self._sealing[0].seals.done()
         ):
             write = self._sealing.popleft()
             if not write.seals.cancelled():  # the helper's process has ended
                 self._write(write)
         while (count := self._num_writable) > 0:
-            keys: list[BlockHashWithGroupId] = []
-            rows: list[int] = []
-            while self._waiting and len(keys) < count:
-                key = next(iter(self._waiting))
-                del self._waiting[key]
+            blocks: list[_Block] = []
+            while self._waiting and len(blocks) < count:
+                key, _ = self._waiting.popitem(last=False)
                 if found := self._tier.ids_of([key]):
-                    keys.append(key)
-                    rows += found
+                    blocks.append(_Block(key, self._objects.name(key), *found))
                 else:
                     self._meter.add(metrics.SECOND_TIER_DROPPED, 1, "evicted")
-            if keys:
-                names = [self._objects.name(key) for key in keys]
+            if blocks:
+                _, names, rows = zip(*blocks, strict=True)
                 seals = self._helper.make_seals(rows, names)
-                self._sealing.append(_Write(seals, keys, names, rows, self._now()))
+                self._sealing.append(_Write(blocks, seals, self._now()))
 
     def on_ended(self, write_id: int, *, ok: bool) -> None:
         """A write has ended."""
         write = self._in_flight.pop(write_id)
-        num_bytes = len(write.keys) * self._rows.num_bytes
+        num_bytes = len(write.blocks) * self._rows.num_bytes
         if ok:
             self._meter.add(metrics.SECOND_TIER_BYTES, num_bytes, "write")
         else:
@@ -128,14 +131,12 @@ class Writes:
                     "The second tier could not write objects. It goes on in %.0f s", _PAUSE_SECONDS
                 )
             self._paused_until = now + _PAUSE_SECONDS
-        paths = self._objects.paths(write.names)
         # A write that failed may have written some of them.
-        self._helper.on_written(paths, num_bytes)
-        unchanged = self._unchanged(write)
-        if len(unchanged) < len(write.keys):
-            # The seal does not fit the others' contents.
-            kept = {*unchanged}
-            self._helper.remove([path for place, path in enumerate(paths) if place not in kept])
+        names = [block.name for block in write.blocks]
+        self._helper.on_written(self._objects.paths(names), num_bytes)
+        # The seal does not fit the contents of those that have changed.
+        names = [block.name for block in write.blocks if not self._is_unchanged(block)]
+        self._helper.remove(self._objects.paths(names))
 
     def finish(self, poll: Callable[[], None]) -> None:
         """Write all that can be written, and wait for it. ``poll``: take note of what has ended."""
@@ -153,37 +154,30 @@ class Writes:
     @property
     def _num_writable(self) -> int:
         """Blocks that the next write may have."""
-        is_busy = len(self._sealing) >= _MAX_WRITES
+        is_busy = len(self._sealing) >= self._at_once
         if is_busy or not self._waiting or self._now.clock() < self._paused_until:
             return 0
         writes = (*self._sealing, *self._in_flight.values())
-        num_objects = sum(len(write.keys) for write in writes)
-        room = self._helper.room.left() - num_objects * self._rows.num_bytes
+        num_objects = sum(len(write.blocks) for write in writes)
+        room = self._helper.room - num_objects * self._rows.num_bytes
         return max(0, min(self._per_write, room // self._rows.num_bytes))
 
-    def _unchanged(self, write: _Write) -> Sequence[int]:
-        """The places of blocks that still have the contents to be written."""
-        if self._tier.ids_of(write.keys) == write.rows:
-            return range(len(write.keys))
-        return [
-            place
-            for place, key in enumerate(write.keys)
-            if self._tier.ids_of([key]) == [write.rows[place]]
-        ]
+    def _is_unchanged(self, block: _Block) -> bool:
+        """Whether a block still has the contents to be written."""
+        return self._tier.ids_of([block.key]) == [block.row]
 
     def _write(self, write: _Write) -> None:
         """Begin a write whose seals are known, without blocks that have lost their contents. Such a
         seal may be that of other bytes, and a read may be filling that row."""
-        seals = write.seals.result()
-        places = self._unchanged(write)
-        if len(places) < len(write.keys):
-            self._meter.add(metrics.SECOND_TIER_DROPPED, len(write.keys) - len(places), "evicted")
-            seals = [seals[place] for place in places]
-            write = write._replace(
-                keys=[write.keys[place] for place in places],
-                names=[write.names[place] for place in places],
-                rows=[write.rows[place] for place in places],
-            )
-        if write.keys:
-            self._rows.seal(write.rows, seals)
-            self._in_flight[self._objects.write(write.names, write.rows)] = write
+        sealed = [
+            (block, seal)
+            for block, seal in zip(write.blocks, write.seals.result(), strict=True)
+            if self._is_unchanged(block)
+        ]
+        num_lost = len(write.blocks) - len(sealed)
+        self._meter.add(metrics.SECOND_TIER_DROPPED, num_lost, "evicted")
+        if sealed:
+            blocks, seals = zip(*sealed, strict=True)
+            _, names, rows = zip(*blocks, strict=True)
+            self._rows.seal(rows, seals)
+            self._in_flight[self._objects.write(names, rows)] = write._replace(blocks=blocks)

@@ -42,7 +42,7 @@ def find_regions_by_address(
         for rows in _rows_of(layer, tensor, num_blocks)
     ]
     regions = [_region(cluster, num_blocks) for cluster in _clusters(all_rows, num_blocks)]
-    _require_disjoint(regions)
+    require_disjoint(regions)
     return regions
 
 
@@ -122,9 +122,10 @@ def _region(cluster: Sequence[_Rows], num_blocks: int) -> torch.Tensor:
     return storage[offset : offset + num_blocks * page].view(num_blocks, page)
 
 
-def _require_disjoint(regions: Iterable[torch.Tensor]) -> None:
+def require_disjoint(regions: Iterable[torch.Tensor]) -> None:
+    """Raise ValueError if a byte lies in two regions."""
     end = 0
     for region in sorted(regions, key=lambda region: region.data_ptr()):
         if region.data_ptr() < end:
-            raise ValueError("pages of KV cache tensors overlap in part; this is not supported")
+            raise ValueError("KV cache tensors overlap in part; this layout is not supported")
         end = region.data_ptr() + region.numel()

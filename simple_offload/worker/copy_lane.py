@@ -6,7 +6,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
-from queue import Empty, SimpleQueue
+from queue import SimpleQueue
 from typing import NamedTuple
 
 from simple_offload.backends.base import (
@@ -39,20 +39,14 @@ class _SwitchInterval:
         self._num_users = 0
         self._default_seconds = 0.0
 
-    def shorten(self) -> None:
-        """One lane more is open."""
+    def add_users(self, count: int) -> None:
+        """So many lanes more are open; fewer, if ``count`` is negative."""
         with self._lock:
             if self._num_users == 0:
                 self._default_seconds = sys.getswitchinterval()
-                sys.setswitchinterval(min(self._default_seconds, _SWITCH_SECONDS))
-            self._num_users += 1
-
-    def restore(self) -> None:
-        """One lane less is open."""
-        with self._lock:
-            self._num_users -= 1
-            if self._num_users == 0:
-                sys.setswitchinterval(self._default_seconds)
+            self._num_users += count
+            shortest = _SWITCH_SECONDS if self._num_users else self._default_seconds
+            sys.setswitchinterval(min(self._default_seconds, shortest))
 
 
 _switch_interval = _SwitchInterval()
@@ -65,8 +59,8 @@ class CopyStats(NamedTuple):
     """As the device measured it; else until ``poll`` or ``drain`` saw the end."""
     wait_seconds: float
     """From submission to begin."""
-    num_bytes: Mapping[str, int] | None
-    """By copy path; None where the backend has only one."""
+    num_bytes: Mapping[str, int]
+    """By copy path; empty where the backend has only one."""
 
 
 class Completion(NamedTuple):
@@ -110,22 +104,20 @@ class _Copy:
         """Note when the copy ended. Later calls change nothing."""
         if self.stats is None and self.error is None:
             now = time.monotonic()
-            measured = self._measure()
-            seconds = measured.seconds if measured is not None else None
+            seconds, num_bytes = self._measure()
             if seconds is None:
                 seconds = now - self.began_at
             wait_seconds = max(now - self.submitted_at - seconds, 0.0)
-            num_bytes = measured.num_bytes if measured is not None else None
             self.stats = CopyStats(seconds, wait_seconds, num_bytes)
 
-    def _measure(self) -> Measurement | None:
+    def _measure(self) -> Measurement:
         pending: object = self.pending
         try:
-            return pending.measure() if isinstance(pending, Measured) else None
+            return pending.measure() if isinstance(pending, Measured) else Measurement(None, {})
         except Exception:
             # Every byte has arrived: without a measurement the copy is still complete.
             logger.exception("A copy cannot be measured")
-            return None
+            return Measurement(None, {})
 
 
 _CopyFunction = Callable[[Direction, Transfer, Barrier | None], Pending | None]
@@ -166,7 +158,7 @@ class CopyLane:
             target=self._run, name=f"simple-offload-{direction.value}", daemon=True
         )
         self._thread.start()
-        _switch_interval.shorten()
+        _switch_interval.add_users(1)
 
     @property
     def is_stuck(self) -> bool:
@@ -266,7 +258,7 @@ class CopyLane:
         if self._is_closed:
             return
         self._is_closed = True
-        _switch_interval.restore()
+        _switch_interval.add_users(-1)
         self._jobs.put(None)
         self._thread.join(_JOIN_SECONDS)
         if self.is_stuck:
@@ -280,12 +272,8 @@ class CopyLane:
 
     def _collect(self) -> None:
         """Add the copies that the thread has submitted. Never waits."""
-        while True:
-            try:
-                copy = self._submitted.get_nowait()
-            except Empty:
-                return
-            self._add(copy)
+        while not self._submitted.empty():
+            self._add(self._submitted.get())
 
     def _add(self, copy: _Copy) -> None:
         self._num_queued -= 1
@@ -298,12 +286,8 @@ class CopyLane:
         self.is_broken = True
         logger.error("The %s thread has died: no more copies", self.direction.value)
         error = CopyThreadDied(f"the {self.direction.value} thread has died")
-        while True:
-            try:
-                job = self._jobs.get_nowait()
-            except Empty:
-                return
-            if job is not None:
+        while not self._jobs.empty():
+            if (job := self._jobs.get()) is not None:
                 self._num_queued -= 1
                 self._under_way.append(_Copy(job.transfer, None, error))
 

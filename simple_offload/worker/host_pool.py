@@ -14,16 +14,10 @@ from simple_offload.worker.rank_pool import RankPool
 
 logger = get_logger(__name__)
 
-_RETRY_SECONDS = 10.0
-"""How often to try again while memory is short: another process may end, or a hypervisor may add
-memory."""
 _LOOK_SECONDS = 0.05
 """How often to look whether another process has put pages in place."""
 _ALIGNMENT = 2 << 20
 """Of chunks in shared memory: pinning one must not pin a page of the next. Rows are whole pages."""
-
-
-_ALONE = RankPool()
 
 
 class HostPool:
@@ -42,11 +36,13 @@ class HostPool:
         num_blocks: int,
         *,
         is_agreed: bool = True,
-        rank_pool: RankPool = _ALONE,
+        rank_pool: RankPool = RankPool(),  # noqa: B008 - frozen
+        retry_seconds: float = 10.0,
     ) -> None:
         """``num_blocks``: as many as this rank has room for. Unless ``is_agreed``, other ranks may
         have room for fewer, and only the first chunk is opened before ``agree``. ``rank_pool``: the
-        ranks that share this memory."""
+        ranks that share this memory. ``retry_seconds``: how often to try again while memory is
+        short, as another process may end, or a hypervisor may add memory."""
         self.num_blocks = num_blocks
         self.num_open = 0
         """Blocks below this number can be copied to. Only grows."""
@@ -57,6 +53,7 @@ class HostPool:
         per_chunk = backend.chunk_bytes // max(self._block_bytes, 1)
         self._chunk_blocks = min(max(per_chunk, 1), num_blocks)
         self._rank_pool = rank_pool
+        self._retry_seconds = retry_seconds
         self._num_chunks = 0
         self._closing = threading.Event()
         self._agreed = threading.Event()
@@ -133,7 +130,7 @@ class HostPool:
                         shortage,
                     )
                 is_waiting = True
-                self._closing.wait(_RETRY_SECONDS)
+                self._closing.wait(self._retry_seconds)
             except Exception as error:  # noqa: BLE001 - after any error the server runs on with less
                 logger.error(
                     "The host tier of this rank stays at %d of %d blocks (%.2f GiB): %s",

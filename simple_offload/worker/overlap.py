@@ -72,14 +72,6 @@ class _Forward(NamedTuple):
         return total
 
 
-class _Bound(NamedTuple):
-    """What such a forward took."""
-
-    num_tokens: int
-    num_blocks: int
-    seconds: float
-
-
 class Overlap:
     """The loads that a step's compute waits for layer by layer, and how much compute lies between
     the first layers and the last.
@@ -105,8 +97,8 @@ class Overlap:
         self._unmeasured: deque[_Forward] = deque()
         self._seconds_per_block = 0.0
         """Of the last load."""
-        self._bounds: dict[int, _Bound] = {}
-        """The latest, by the power of two of their number of tokens."""
+        self._bounds: dict[int, tuple[_Forward, float]] = {}
+        """The latest and their seconds, by the power of two of their number of tokens."""
 
     def plan(self, load: Transfer, lag_seconds: float) -> Transfer:
         """The load as it is to be copied: by layer group only if it takes long enough."""
@@ -151,15 +143,14 @@ class Overlap:
         """
         while self._unmeasured and (seconds := self._unmeasured[0].seconds()) is not None:
             forward = self._unmeasured.popleft()
-            bound = _Bound(forward.num_tokens, forward.num_blocks, seconds)
-            self._bounds[forward.num_tokens.bit_length()] = bound
+            self._bounds[forward.num_tokens.bit_length()] = forward, seconds
         if not load.overlaps:
             return 0.0
         shares = (
-            bound.seconds
-            * min(1.0, load.num_new_tokens / bound.num_tokens)
-            * min(1.0, len(load.device_blocks) / bound.num_blocks)
-            for bound in self._bounds.values()
+            seconds
+            * min(1.0, load.num_new_tokens / forward.num_tokens)
+            * min(1.0, len(load.device_blocks) / forward.num_blocks)
+            for forward, seconds in self._bounds.values()
         )
         return max(shares, default=0.0)
 

@@ -212,7 +212,7 @@ def _meet(peers: Peers, kind: Hashable, news: Any = None) -> _Meeting:
         address = memory.address
     except OSError as error:
         failure = str(error)
-    met = peers.gather(((_machine(), kind), address, news))
+    met = peers.gather(((this_machine(), kind), address, news))
     ranks = [rank for rank, (of_rank, *_) in enumerate(met) if of_rank == met[peers.rank][0]]
     if (address := met[ranks[0]][1]) is not None and ranks[0] != peers.rank:
         if memory is not None:
@@ -229,7 +229,7 @@ def _meet(peers: Peers, kind: Hashable, news: Any = None) -> _Meeting:
     return _Meeting(len(met), ranks, [met[rank][2] for rank in ranks], memory, failures)
 
 
-def _machine() -> Hashable:
+def this_machine() -> Hashable:
     """Equal for processes that can see each other."""
     boot_id = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return boot_id, Path("/proc/self/ns/pid").stat().st_ino

@@ -1,13 +1,16 @@
 """KV cache tensors of any layout as regions: base + block x stride."""
 
-from collections.abc import Iterable, Mapping
-from itertools import pairwise
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 import torch
 from vllm.platforms import current_platform
 
-from simple_offload.worker.ascend_regions import KVCache, find_regions_by_address
+from simple_offload.worker.ascend_regions import (
+    KVCache,
+    find_regions_by_address,
+    require_disjoint,
+)
 
 if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheTensor
@@ -36,15 +39,18 @@ def find_regions(
     tensors = {name: c for name, c in kv_caches.items() if isinstance(c, torch.Tensor)}
     if several := kv_caches.keys() - tensors:
         raise ValueError(f"{min(several)} registers several KV cache tensors, as on an NPU only")
+    # By address: layers of several groups may have the same memory.
     regions: dict[int, torch.Tensor] = {}
     for placement in kv_cache_config.kv_cache_tensors:
         name = next((layer for layer in placement.layers if layer in tensors), None)
         if name is None:
             continue  # layers of another pipeline stage, or shared with a layer seen already
+        # The placement counts from its allocation, which may begin inside the storage.
         cache = tensors[name]
         storage = torch.empty(0, dtype=torch.int8, device=cache.device)
         storage.set_(cache.untyped_storage())
         base = _allocation_start(cache, name, placement)
+        # One layer of the placement shows where the others are.
         for start in _region_starts(placement, num_blocks):
             region = _view(storage, base + start, num_blocks, placement.block_stride)
             known = regions.setdefault(region.data_ptr(), region)
@@ -53,7 +59,7 @@ def find_regions(
                     f"{name}: pages of {region.shape[1]} bytes start where pages of "
                     f"{known.shape[1]} bytes do"
                 )
-    _require_disjoint(regions.values())
+    require_disjoint(regions.values())
     return list(regions.values())
 
 
@@ -84,10 +90,3 @@ def _view(storage: torch.Tensor, start: int, num_blocks: int, page_bytes: int) -
             f"{storage.numel()} bytes"
         )
     return storage[start:end].view(num_blocks, page_bytes)
-
-
-def _require_disjoint(regions: Iterable[torch.Tensor]) -> None:
-    spans = sorted((region.data_ptr(), region.data_ptr() + region.numel()) for region in regions)
-    for (_, end), (start, _) in pairwise(spans):
-        if start < end:
-            raise ValueError("KV cache tensors overlap in part; this layout is not supported")

@@ -355,7 +355,7 @@ class OffloadWorker:
         size = len(completion.transfer.host_blocks) * self._block_bytes
         if not size:
             return  # others of the rank pool have stored all
-        num_bytes = {"host": size} if stats.num_bytes is None else stats.num_bytes
+        num_bytes = stats.num_bytes or {"host": size}
         for path, count in num_bytes.items():
             self._meter.add(metrics.BYTES, count, way, path)
         self._meter.sample(metrics.SECONDS, stats.seconds, way)

@@ -1,19 +1,18 @@
 """CopyCosts: the cheaper path and its time, from measurements."""
 
-import math
 from collections import Counter
 from itertools import pairwise
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from simple_offload.backends.cuda.copy_costs import CopyCosts, Path, measure_costs
+from simple_offload.backends.cuda.copy_costs import CopyCosts, PathCost, measure_costs, sizes_from
+from simple_offload.backends.descriptors import Extents
 
-SIZES = [4096, 16384, 65536]
+KIB, MIB = 1 << 10, 1 << 20
 BANDWIDTH = 50e9  # bytes a second
 START, LAUNCH = 5e-6, 20e-6
 """Minimum time of a batch in seconds, by DMA and by kernel."""
@@ -21,170 +20,152 @@ START, LAUNCH = 5e-6, 20e-6
 
 class Machine:
     """A device. A DMA batch takes ``START`` seconds and, for each descriptor, the larger of a
-    microsecond and the time of its bytes. A kernel batch takes ``LAUNCH`` seconds and the time of
-    its bytes. The bus limits both."""
+    microsecond and the time of its bytes. A kernel batch takes ``LAUNCH`` seconds and ``slower``
+    times the time of its bytes."""
 
-    def __init__(self) -> None:
+    def __init__(self, slower: float = 1.0) -> None:
+        self.slower = slower
         self.timed: Counter[tuple[str, int, int]] = Counter()
 
-    def time_dma(self, size: int, count: int, batches: int) -> float:
-        self.timed["dma", size, count] += batches
-        return START + batches * count * max(1e-6, size / BANDWIDTH)
+    def time(self, size: int, count: int, batches: int, by_kernel: bool) -> float:
+        self.timed["kernel" if by_kernel else "dma", size, count] += batches
+        num_bytes = batches * count * size
+        if by_kernel:
+            return LAUNCH + self.slower * num_bytes / BANDWIDTH
+        return START + max(batches * count * 1e-6, num_bytes / BANDWIDTH)
 
-    def time_kernel(self, size: int, count: int, batches: int) -> float:
-        self.timed["kernel", size, count] += batches
-        return LAUNCH + batches * count * size / BANDWIDTH
-
-    def measure(self, kernel: bool = True) -> CopyCosts:
-        by_kernel = Path(lambda _: 500, 2, self.time_kernel)
-        by_dma = Path(lambda _: 1000, 7, self.time_dma)
-        return measure_costs(SIZES, by_dma, by_kernel if kernel else None)
+    def measure(self, *sizes: int, has_kernel: bool = True) -> CopyCosts:
+        return measure_costs(sizes or sizes_from(4 * KIB), self.time, has_kernel=has_kernel)
 
 
-def choose(costs: CopyCosts, sizes: npt.NDArray[np.int64], times: int = 1) -> tuple[Any, Any]:
-    """Whether the kernel copies, and the seconds."""
-    choice = costs.choose(sizes, times)
-    return choice.by_kernel, choice.seconds
-
-
-def many(size: int, count: int) -> npt.NDArray[np.int64]:
-    return np.full(count, size, np.int64)
+def choose(costs: CopyCosts, page: int, *lengths: int, times: int = 1) -> Any:
+    """The ``PathChoice`` for extents of these lengths, in pages."""
+    array = np.array(lengths, np.int64)
+    return costs.choose(Extents(array, array, array), sum(lengths), page, times)
 
 
 # Measuring
 
 
+@pytest.mark.parametrize(
+    ("smallest_page", "first", "last"),
+    [(512, 4, 256), (4 << 10, 4, 256), (8 << 10, 8, 256), (9000, 8, 256), (256 << 10, 256, 256)],
+)
+def test_sizes_that_occur_are_measured(smallest_page: int, first: int, last: int) -> None:
+    sizes = sizes_from(smallest_page)
+    assert (sizes[0], sizes[-1]) == (first * KIB, last * KIB)
+    assert all(later == 2 * earlier for earlier, later in pairwise(sizes))
+
+
 def test_each_size_is_timed_both_ways() -> None:
     machine = Machine()
-    costs = machine.measure()
+    costs = machine.measure(4 * KIB, 8 * KIB)
     # The start of each path is timed too.
     assert set(machine.timed) == {
         (path, size, count)
-        for path, batch in (("dma", 1000), ("kernel", 500))
-        for size, count in ((SIZES[0], 1), *((size, batch) for size in SIZES))
+        for path, batch in (("dma", 256), ("kernel", 4096))
+        for size, count in ((4 * KIB, 1), (4 * KIB, batch), (8 * KIB, batch))
     }
     # A batch, and the further ones behind another.
-    assert machine.timed["dma", SIZES[1], 1000] == 1 + (1 + 7)
-    assert machine.timed["kernel", SIZES[1], 500] == 1 + (1 + 2)
-    assert costs.sizes.tolist() == SIZES
-    assert costs.dma.tolist() == pytest.approx([1e-6, 1e-6, 65536 / BANDWIDTH])
-    assert costs.kernel.tolist() == pytest.approx([size / BANDWIDTH for size in SIZES])
+    assert machine.timed["dma", 8 * KIB, 256] == 1 + (1 + 16)
+    assert machine.timed["kernel", 8 * KIB, 4096] == 1 + (1 + 2)
+    # In a large tier small DMA takes longer than here.
+    assert costs.dma == pytest.approx((1.15e-6, 1.15e-6 / (8 * KIB)))
+    assert costs.kernel == pytest.approx((4 * KIB / BANDWIDTH, 1 / BANDWIDTH))
     # A launch is paid once. Both starts were timed with one descriptor.
-    assert costs.kernel_start == pytest.approx(LAUNCH + 4096 / BANDWIDTH - (START + 1e-6))
+    assert costs.kernel_start == pytest.approx(LAUNCH + 4 * KIB / BANDWIDTH - (START + 1e-6))
 
 
 def test_without_a_kernel_all_goes_by_dma() -> None:
     machine = Machine()
-    costs = machine.measure(kernel=False)
+    costs = machine.measure(has_kernel=False)
     assert {path for path, _, _ in machine.timed} == {"dma"}
-    assert not costs.by_kernel.any()
-    assert costs.kernel_start == 0.0
-    assert choose(costs, many(4096, 5000)) == (False, pytest.approx(5000 * 1e-6))
+    assert (costs.crossing, costs.kernel_start) == (0, 0.0)
+    assert costs.describe() == "all by DMA at 50 GB/s"
+    assert choose(costs, 4 * KIB, *[1] * 5000) == (False, pytest.approx(5000 * 1.15e-6))
 
 
 @pytest.mark.parametrize(
     ("size", "slower", "worthwhile"),
     [
-        (4096, 0.96, False),
-        (4096, 0.94, True),
-        (131072, 0.94, False),  # something else took the time that DMA seemed to take
-        (131072, 0.79, True),
+        (32, 1.08, True),
+        (32, 1.1, False),  # 0.95 of the 15% that DMA takes longer in a large tier
+        (64, 0.96, False),
+        (64, 0.94, True),
+        (128, 0.94, False),  # something else took the time that DMA seemed to take
+        (128, 0.81, False),
+        (128, 0.79, True),
     ],
 )
 def test_the_kernel_has_to_be_worth_its_sms(size: int, slower: float, worthwhile: bool) -> None:
-    costs = measure_costs(
-        [size],
-        Path(lambda _: 100, 3, lambda size, count, batches: batches * count * 1e-6),
-        Path(lambda _: 100, 3, lambda size, count, batches: slower * batches * count * 1e-6),
-    )
-    assert costs.by_kernel.tolist() == [worthwhile]
-    seconds = pytest.approx(1e-3 * (slower if worthwhile else 1))
-    assert choose(costs, many(size, 1000)) == (worthwhile, seconds)
+    slower *= max(1.0, 1e-6 * BANDWIDTH / (size * KIB))  # than DMA of this size
+    costs = Machine(slower).measure(size * KIB)
+    assert costs.crossing == (2 * size * KIB if worthwhile else 0)
 
 
 def test_a_time_below_resolution_is_not_zero() -> None:
     """With zero seconds, a copy would end at once, and no path would be cheaper than the other."""
-    costs = measure_costs([4096], *[Path(lambda _: 10, 3, lambda *_: 1e-3)] * 2)
-    assert costs.dma[0] > 0
-    assert costs.kernel[0] > 0
-    assert costs.choose(many(4096, 5)).seconds > 0
+    costs = measure_costs([4096], lambda *_: 1e-3, has_kernel=True)
+    assert min(*costs.dma, *costs.kernel) > 0
+
+
+def test_one_size_divides_the_paths() -> None:
+    """The kernel has to win at all smaller ones: a win at a larger one is noise."""
+    costs = Machine().measure()
+    assert costs.crossing == 64 * KIB
+    assert costs.describe() == "below 64K by kernel at 50 GB/s, others by DMA at 50 GB/s"
+
+    def time(size: int, count: int, batches: int, by_kernel: bool) -> float:
+        lost = {16 * KIB: 3e-6}
+        return batches * count * (lost.get(size, 1e-7) if by_kernel else 1e-6)
+
+    assert measure_costs(sizes_from(4 * KIB), time, has_kernel=True).crossing == 16 * KIB
 
 
 # Choosing
 
 
-def test_path_of_many_descriptors_of_a_size() -> None:
-    """Sizes between and beyond the measured ones get a path too."""
-    costs = Machine().measure()
-    assert costs.by_kernel.tolist() == [True, True, False]
-    for size in (1024, 4096, 16384, 20000, 40000, 65536, 1 << 20):
-        assert costs.choose(many(size, 100_000)).by_kernel is costs.is_by_kernel(size)
-    assert costs.is_by_kernel(1024)
-    assert not costs.is_by_kernel(1 << 20)
-
-
 def test_a_few_descriptors_go_by_dma_and_many_small_ones_by_kernel() -> None:
     """The turning point is where both cost the same. Regions start the kernel together."""
     costs = Machine().measure()
-    assert choose(costs, many(4096, 0)) == (False, 0.0)
-    assert choose(costs, many(4096, 5)) == (False, pytest.approx(5e-6))
-    by_kernel = pytest.approx(5000 * costs.kernel[0] + costs.kernel_start)
-    assert choose(costs, many(4096, 5000)) == (True, by_kernel)
-    assert choose(costs, many(4096, 5), 1000) == (True, by_kernel)
-    by_dma = pytest.approx(costs.choose(many(1 << 20, 5000)).seconds)
-    assert choose(costs, many(1 << 20, 5), 1000) == (False, by_dma)
-    turn = costs.kernel_start / (costs.dma[0] - costs.kernel[0])
-    assert costs.choose(many(4096, int(turn))).by_kernel is False
-    assert costs.choose(many(4096, int(turn) + 1)).by_kernel is True
+    assert choose(costs, 4 * KIB) == (False, 0.0)
+    assert choose(costs, 4 * KIB, 1, 1, 1) == (False, pytest.approx(3 * 1.15e-6))
+    by_kernel = pytest.approx(5000 * costs.kernel.per_descriptor + costs.kernel_start)
+    assert choose(costs, 4 * KIB, *[1] * 5000) == (True, by_kernel)
+    assert choose(costs, 4 * KIB, *[1] * 5, times=1000) == (True, by_kernel)
+    by_dma = pytest.approx(5000 * MIB / BANDWIDTH)
+    assert choose(costs, MIB, *[1] * 5, times=1000) == (False, by_dma)
+    turn = costs.kernel_start / (costs.dma.per_descriptor - costs.kernel.per_descriptor)
+    assert choose(costs, 4 * KIB, *[1] * int(turn)).by_kernel is False
+    assert choose(costs, 4 * KIB, *[1] * (int(turn) + 1)).by_kernel is True
 
 
 def test_in_a_mixed_batch_each_size_goes_its_way() -> None:
     """Sizes that all go one way share one bool. It spares the copy a split by size."""
     costs = Machine().measure()
-    sizes = np.concatenate((many(65536, 300), many(4096, 5000)))
-    for order in (sizes, sizes[::-1], np.random.default_rng(1).permutation(sizes)):
-        assert np.array_equal(costs.choose(order).by_kernel, order == 4096)
-    small = np.concatenate((many(4096, 3000), many(16384, 3000)))
-    large = np.concatenate((many(65536, 3000), many(1 << 20, 3000)))
-    assert costs.choose(small).by_kernel is True
-    assert costs.choose(large).by_kernel is False
+    lengths = np.repeat([16, 1], [300, 5000])  # of 64 KiB and of 4 KiB
+    for order in (lengths, lengths[::-1], np.random.default_rng(1).permutation(lengths)):
+        assert np.array_equal(choose(costs, 4 * KIB, *order.tolist()).by_kernel, order == 1)
+    assert choose(costs, 4 * KIB, *[1] * 3000, *[15] * 3000).by_kernel is True
+    assert choose(costs, 4 * KIB, *[16] * 3000, *[200] * 3000).by_kernel is False
 
 
-COSTS = st.builds(
-    lambda dma, kernel, start: CopyCosts(
-        np.array(SIZES, np.float64), np.array(dma), np.array(kernel), start
-    ),
-    st.tuples(*[st.floats(1e-7, 1e-3)] * 3),
-    st.tuples(*[st.floats(1e-7, 1e-3) | st.just(math.inf)] * 3),
-    st.floats(0.0, 1e-3),
-)
+COST = st.builds(PathCost, st.floats(1e-7, 1e-3), st.floats(1e-12, 1e-8))
+COSTS = st.builds(CopyCosts, st.sampled_from([0, 4096, 1 << 16]), COST, COST, st.floats(0.0, 1e-3))
 """Possible measurements."""
 
 
-@given(COSTS, st.lists(st.integers(1, 1 << 21), min_size=1, max_size=50))
-def test_the_cheaper_way_is_taken(costs: CopyCosts, sizes: list[int]) -> None:
+@given(COSTS, st.integers(1, 1 << 17), st.lists(st.integers(1, 16), min_size=1, max_size=50))
+def test_the_cheaper_way_is_taken(costs: CopyCosts, page: int, lengths: list[int]) -> None:
     """More descriptors never take less time. The cost never exceeds that of DMA for all."""
-    wanted = np.array(sizes, np.int64)
-    choices = [costs.choose(wanted[:count]) for count in range(1, len(sizes) + 1)]
+    choices = [choose(costs, page, *lengths[:count]) for count in range(1, len(lengths) + 1)]
     assert all(
         later.seconds >= earlier.seconds * (1 - 1e-9) for earlier, later in pairwise(choices)
     )
-    by_dma = CopyCosts(costs.sizes, costs.dma, np.full(3, math.inf)).choose(wanted)
+    by_dma = choose(costs._replace(crossing=0), page, *lengths)
     assert by_dma.by_kernel is False
-    assert choices[-1].seconds <= by_dma.seconds * (1 + 1e-9)
+    assert choices[-1].seconds <= by_dma.seconds
     if choices[-1].by_kernel is not False:
-        assert np.any(choices[-1].by_kernel)
+        by_kernel = np.broadcast_to(choices[-1].by_kernel, len(lengths)).tolist()
+        assert by_kernel == [page * length < costs.crossing for length in lengths]
         assert choices[-1].seconds < by_dma.seconds
-
-
-def test_costs_of_any_size() -> None:
-    costs = Machine().measure(kernel=False)
-    pace = (costs.dma[1] / SIZES[1] + costs.dma[2] / SIZES[2]) / 2
-    expected = {
-        1: costs.dma[0],  # below the smallest size: a descriptor's own cost
-        **dict(zip(SIZES, costs.dma, strict=True)),
-        32768: 32768 * pace,  # seconds per byte change with the log of the size
-        16 * 65536: 16 * costs.dma[-1],  # above the largest size the bytes decide
-    }
-    for size, seconds in expected.items():
-        assert costs.choose(many(size, 1)).seconds == pytest.approx(seconds)

@@ -102,8 +102,8 @@ PLAN = descriptors((100, 200, 16), (300, 400, 64), (500, 600, 32))
 
 def test_one_call_for_all_descriptors(driver: Driver) -> None:
     submit = dma.resolve_dma()
-    submit(PLAN, Direction.LOAD, STREAM)
-    submit(PLAN, Direction.STORE, STREAM)
+    submit(PLAN, Direction.LOAD, STREAM, False)
+    submit(PLAN, Direction.STORE, STREAM, False)
     lists = ([100, 300, 500], [200, 400, 600], [16, 64, 32])
     assert driver.calls == [(*lists, dma._ANY_ORDER), (*lists, dma._IN_STREAM_ORDER)]
 
@@ -114,7 +114,7 @@ def test_a_refusal_names_error_and_descriptor(driver: Driver, has_batch: bool) -
     submit = dma.resolve_dma()
     driver.fails_at = 1
     with pytest.raises(CudaCopyError, match="CUDA_ERROR_INVALID_VALUE at descriptor 1 of 3"):
-        submit(PLAN, Direction.LOAD, STREAM)
+        submit(PLAN, Direction.LOAD, STREAM, False)
 
 
 def test_a_driver_without_batches(driver: Driver, caplog: pytest.LogCaptureFixture) -> None:
@@ -124,7 +124,7 @@ def test_a_driver_without_batches(driver: Driver, caplog: pytest.LogCaptureFixtu
     assert record.levelname == "WARNING"
     for part in ("no cuMemcpyBatchAsync", "CUDA_ERROR_NOT_FOUND", "one descriptor at a time"):
         assert part in record.getMessage()
-    submit(PLAN, Direction.LOAD, STREAM)
+    submit(PLAN, Direction.LOAD, STREAM, False)
     assert [call[:3] for call in driver.calls] == [
         ([100], [200], [16]),
         ([300], [400], [64]),

@@ -94,12 +94,11 @@ def test_pages_of_all_pairs_and_nothing_else(
     for region in range(len(pages)):
         wanted.append(destination.blocks(region))
         wanted[-1][to] = source.blocks(region)[of]
-    regions = kernels.KernelRegions(source.regions, destination.regions)
+    regions = kernels.KernelRegions(source.regions, destination.regions, CPU)
     assert regions.word_bytes == word_bytes
-    kernel = kernels.CopyKernel(CPU)
-    pairs = kernel.write_pairs(of, to)
+    pairs = regions.write_pairs(of, to)
     for part in (pairs.slice(20, 33), *pairs.slice(13, 20).in_pieces(3), pairs.slice(0, 13)):
-        kernel.launch(regions, part, num_programs, None)
+        regions.launch(part, num_programs, None)
     assert all(torch.equal(destination.blocks(r), wanted[r]) for r in range(len(pages)))
     assert all(map(torch.equal, destination.gaps(), between))
 
@@ -126,11 +125,10 @@ def test_later_launches_use_the_compiled_kernel(
 
     monkeypatch.setattr(kernels, "_copy_pages", Launcher("first", Launcher("later")))
     side = Side([9], (512, 2048), 1).regions
-    regions = kernels.KernelRegions(side, side)
-    kernel = kernels.CopyKernel(CPU)
-    pairs = kernel.write_pairs(np.arange(9), np.arange(9)[::-1])
-    kernel.launch(regions, pairs, 8, None)
-    kernel.launch(regions, pairs, 8, SimpleNamespace(cuda_stream=77))
+    regions = kernels.KernelRegions(side, side, CPU)
+    pairs = regions.write_pairs(np.arange(9), np.arange(9)[::-1])
+    regions.launch(pairs, 8, None)
+    regions.launch(pairs, 8, SimpleNamespace(cuda_stream=77))
     ((grid, arguments, named),) = calls["first"]
     assert named == {"num_warps": 16}
     assert calls["later"] == [(grid, arguments, {"stream": 77})]

@@ -1,6 +1,5 @@
 """CudaBackend's decisions about a copy, and their streams and pieces: no GPU needed."""
 
-import math
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,7 +9,7 @@ import torch
 
 from simple_offload.backends.base import Direction
 from simple_offload.backends.cuda.backend import CudaBackend
-from simple_offload.backends.cuda.copy_costs import CopyCosts
+from simple_offload.backends.cuda.copy_costs import CopyCosts, PathCost
 from simple_offload.backends.cuda.queues import CudaQueues, classify_regions
 from simple_offload.backends.descriptors import Descriptors, Regions, find_extents
 from simple_offload.transfer import Transfer
@@ -24,7 +23,7 @@ class Queues(CudaQueues):
     another stream, and bytes."""
 
     def __init__(self) -> None:
-        self.kernels = {}
+        self.kernel_on = None
         self.log: list[tuple[str, str, int]] = []
         self._streams = {direction: self._stream(direction.value) for direction in Direction}
         self._spare_streams = {direction: self._stream("spare") for direction in Direction}
@@ -36,9 +35,7 @@ class Queues(CudaQueues):
 
         return SimpleNamespace(name=name, wait_stream=wait_stream)
 
-    def _note(
-        self, plan: Descriptors, direction: Direction, stream: Any, *, keep_lock: bool = False
-    ) -> None:
+    def _note(self, plan: Descriptors, direction: Direction, stream: Any, keep_lock: bool) -> None:
         streams: Any = self._streams
         assert stream is streams[direction]
         kind = "copy with lock" if keep_lock else "copy"
@@ -67,13 +64,12 @@ def make_backend(
     pages = np.full(num_regions, page, np.uint64)
     bases = np.zeros((num_regions, 1), np.uint64)
     regions = Regions(bases, pages, pages, num_blocks, num_blocks, is_dense=True)
-    sizes = np.array([4096.0, 32768.0, 65536.0])
-    by_kernel = np.array([1e-7, 1e-6, 4e-6]) if kernel else np.full(3, math.inf)
-    costs = CopyCosts(sizes, np.full(3, 2e-6), by_kernel, 1e-5)
+    crossing = 64 << 10 if kernel else 0
+    costs = CopyCosts(crossing, PathCost(2e-6, 3e-11), PathCost(1e-7, 3e-11), 1e-5)
     backend._costs = dict.fromkeys(Direction, costs)
     backend._copy_path = "auto"
     backend._device_regions, backend._block_bytes = regions, regions.block_bytes
-    backend._classes = classify_regions(regions, regions, kernels=False)
+    backend._classes = classify_regions(regions, regions, None)
     backend._queues = queues = Queues()
     return backend, queues
 
@@ -169,8 +165,7 @@ def test_few_events_and_one_behind_the_last_byte(
     assert [entry[1] for entry in log].count("mark") == len(seconds) == num_events
     assert log[-1][1] == "mark"
     assert sum(size for _, _, size in log) == count * page
-    expected = backend._costs[direction].choose(np.full(count, page)).seconds
-    assert sum(seconds) == pytest.approx(expected)
+    assert sum(seconds) == pytest.approx(count * max(2e-6, page * 3e-11))
     assert count == 0 or min(seconds) > 0
 
 
@@ -183,7 +178,7 @@ def test_pages_of_similar_size_go_together() -> None:
         Regions.from_tensors([torch.empty(count, page, dtype=torch.int8) for page in pages])
         for count in (3, 5)
     )
-    small, large = classify_regions(device, host, kernels=False)
+    small, large = classify_regions(device, host, None)
     assert (small.page, large.page) == (4608, 20_000)
     for alike, chosen in ((small, [0, 2]), (large, [1, 3])):
         assert alike.device.pages.tolist() == [pages[index] for index in chosen]
@@ -201,6 +196,6 @@ def test_one_region_with_rows_apart_keeps_all_classes_from_merging(direction: Di
     device = Regions.from_tensors([torch.empty(3, page, dtype=torch.int8) for page in pages])
     small = torch.empty(3, 4096, dtype=torch.int8)
     large = torch.empty(3, 20_016, dtype=torch.int8)[:, :20_000]
-    for alike in classify_regions(device, Regions.from_tensors([small, large]), kernels=False):
+    for alike in classify_regions(device, Regions.from_tensors([small, large]), None):
         extents = find_extents(*alike.sides(direction), np.arange(3), np.arange(3))
         assert extents.lengths.tolist() == [1, 1, 1]

@@ -97,7 +97,7 @@ def test_memory_is_bound_to_a_node(
     monkeypatch: pytest.MonkeyPatch, machine: str, number: int, node: int
 ) -> None:
     kernel = Kernel(monkeypatch, machine)
-    monkeypatch.setattr(host_memory, "_touch", lambda _: kernel.calls.append(("touch",)))
+    monkeypatch.setattr(ctypes, "memset", lambda *_: kernel.calls.append(("touch",)))
     memory = map_memory(PAGE, numa_node=node)
     (called, address, length, policy, mask, num_bits, flags), touched = kernel.calls
     assert touched == ("touch",)  # then, because the first touch of a page places it
@@ -129,7 +129,6 @@ def system(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     for name in ("node0", "node1", "power"):
         (nodes / name).mkdir(parents=True)
     (tmp_path / "sys/bus/pci/devices/0000:1b:00.0").mkdir(parents=True)
-    monkeypatch.setattr(host_memory, "_NODES", nodes)
     monkeypatch.setattr(host_memory, "Path", lambda path: tmp_path / path.removeprefix("/"))
     return tmp_path / "sys"
 

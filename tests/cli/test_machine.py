@@ -1,26 +1,31 @@
 """doctor's checks of the machine, on simulated machines."""
 
+import re
 import resource
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from simple_offload.cli import machine as facts
 from simple_offload.cli.checks import Status
-from simple_offload.cli.machine import check_huge_pages, check_lock_limit, check_memory, check_numa
-from simple_offload.memory import GIB, MemoryShortageError, require
+from simple_offload.cli.machine import (
+    check_huge_pages,
+    check_lock_limit,
+    check_memory,
+    check_numa,
+    check_second_tier,
+)
+from simple_offload.config import SecondTierConfig
+from simple_offload.memory import GIB
 from tests.conftest import Machine
 
 
 def test_memory(machine: Machine) -> None:
-    """The connector applies the same limit."""
     machine.available = 60 * GIB
     assert check_memory(50 * GIB).status is Status.OK
     check = check_memory(50 * GIB + 1)
     assert check.status is Status.WARNING
-    assert "asks for 50.0 GiB" in check.advice
-    with pytest.raises(MemoryShortageError):
-        require(50 * GIB + 1)
+    assert "50.00 GiB of host memory asked for" in check.advice
     reserved = "10.0 GiB reserved for other processes"
     assert check_memory(None).found == f"60.0 GiB available of 100.0 GiB; {reserved}"
     machine.write("/sys/bus/virtio/drivers/virtio_mem/virtio3/device", "")
@@ -53,26 +58,56 @@ def test_lock_limit(
     assert check_lock_limit(8 * GIB, pinned).status is status
 
 
-def test_numa(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(facts, "_NODES", tmp_path)
-    allowed = facts._allowed_nodes()  # as the kernel lists them
-    assert allowed is not None
-    assert 0 in allowed
-    monkeypatch.setattr(facts, "_allowed_nodes", lambda: {0})
-    (tmp_path / "node0").mkdir()
-    assert check_numa([0]).found == "one node"
-    (tmp_path / "node1").mkdir()
-    assert check_numa([]).found == "2 nodes"
-    assert check_numa([0, None]).status is Status.OK
-    check = check_numa([0, 1])
-    assert (check.status, check.found) == (Status.WARNING, "2 nodes; devices on 0, 1")
+def test_numa(machine: Machine) -> None:
+    machine.write("/sys/devices/system/node/node0/numastat", "")
+    assert check_numa([None]).found == "one node"
+    for node in (1, 2):
+        machine.write(f"/sys/devices/system/node/node{node}/numastat", "")
+    assert check_numa([]).found == "3 nodes"
+    assert check_numa([0, 2]).status is Status.OK  # this kernel does not say what is allowed
+    machine.write("/proc/self/status", "Mems_allowed:\t3\nMems_allowed_list:\t0-1,5\n")
+    assert check_numa([0, 1, None]).status is Status.OK
+    check = check_numa([2, 0, 2])
+    assert (check.status, check.found) == (Status.WARNING, "3 nodes; devices on 0, 2")
+    assert "memory of nodes 0-1,5 only" in check.advice
 
 
-def test_huge_pages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    file = tmp_path / "enabled"
-    monkeypatch.setattr(facts, "_HUGE_PAGES", file)
+def test_the_kernel_lists_the_allowed_nodes() -> None:
+    text = Path("/proc/self/status").read_text()
+    assert re.search(r"^Mems_allowed_list:\t[\d,-]+$", text, re.MULTILINE)
+
+
+def test_huge_pages(machine: Machine) -> None:
     assert check_huge_pages().found == "unknown"
-    file.write_text("always [madvise] never\n")
-    assert (check_huge_pages().found, check_huge_pages().status) == ("madvise", Status.OK)
-    file.write_text("always madvise [never]\n")
-    assert (check_huge_pages().found, check_huge_pages().status) == ("never", Status.WARNING)
+    for text, found, status in (
+        ("always [madvise] never\n", "madvise", Status.OK),
+        ("always madvise [never]\n", "never", Status.WARNING),
+    ):
+        machine.write("/sys/kernel/mm/transparent_hugepage/enabled", text)
+        check = check_huge_pages()
+        assert (check.found, check.status) == (found, status)
+
+
+@pytest.mark.parametrize(
+    ("options", "status", "words"),
+    [
+        ({"bytes": "1KiB"}, Status.OK, r"\w+, \d+\.\d GiB free of \d+\.\d GiB"),
+        ({"bytes": "900TiB"}, Status.WARNING, r"is more than the disk has"),
+        (
+            {"root_dir": "/proc/kv", "bytes": "1KiB"},
+            Status.ERROR,
+            r"/proc: .*choose another root_dir",
+        ),
+        ({"type": "obj", "store_config": {}}, Status.OK, r"obj, not tried"),
+    ],
+    ids=str,
+)
+def test_the_second_tier(
+    options: dict[str, Any], status: Status, words: str, tmp_path: Path
+) -> None:
+    """In a folder that is not there yet, its parent is tried. Nothing is left."""
+    wanted = {"type": "fs", "root_dir": str(tmp_path / "new" / "kv")} | options
+    check = check_second_tier(SecondTierConfig(**wanted))
+    assert check.status is status
+    assert re.search(words, f"{check.found} {check.advice}")
+    assert not list(tmp_path.iterdir())

@@ -14,7 +14,7 @@ from simple_offload.cli.main import main
         (["doctr"], ("'doctr'", "(choose from 'doctor')", "did you mean 'doctor'?")),
         (["doctor", "--rank", "2"], ("--rank", "did you mean '--ranks'?")),
         (["doctor", "--ranks", "0"], ("--ranks", "'0' is not a whole number above 0")),
-        ([], ("required: COMMAND",)),
+        ([], ("required: doctor",)),
     ],
 )
 def test_wrong_input_is_named(

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from simple_offload.cli.arguments import CommandError
 from simple_offload.cli.checks import Check, Status
 from simple_offload.cli.transfer_config import check_transfer_config, read_transfer_config
+from simple_offload.config import ConfigError
 from simple_offload.ranks import Ranks
 
 WHOLE: dict[str, Any] = {
@@ -111,6 +111,6 @@ def test_no_configuration(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "list.json").write_text("[]")
-    with pytest.raises(CommandError) as error:
+    with pytest.raises(ConfigError) as error:
         read_transfer_config(text)
     assert message in str(error.value)

@@ -9,21 +9,15 @@ from typing import NamedTuple
 from tools.set_up import ROOT
 
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
-
-BEGINNINGS = (
-    *("make", "simple-offload", r"\S*python3?", "vllm serve", "vllm bench", "pip install"),
-    *("lm_eval", "npu-smi"),
-)
-"""Patterns that begin a command between backticks. At least one more word has to follow."""
+_IN_SENTENCES = r"make|simple-offload|\S*python3?|vllm serve|vllm bench|pip install|lm_eval|npu-smi"
+"""Beginnings of commands between backticks. At least one more word has to follow."""
 
 
 class Command(NamedTuple):
-    """A line of a shell block, or a command between backticks."""
+    """A line of a shell block, or a command between backticks, which may be a part of one."""
 
     page: str
     words: tuple[str, ...]
-    whole: bool
-    """Whether the command is complete; in a sentence it may be a part of one."""
 
     @property
     def text(self) -> str:
@@ -40,28 +34,24 @@ def blocks(text: str, language: str) -> Iterator[str]:
 def shown_commands(page: Path) -> Iterator[Command]:
     """The commands of shell blocks, of sessions (``$ ...``) and between backticks."""
     text = page.read_text()
-    for block in blocks(text, "sh"):
-        yield from _commands(page, block.replace("\\\n", " "), whole=True)
-    for line in re.findall(r"^\$ (.*)$", text, re.MULTILINE):
-        yield from _commands(page, line, whole=True)
+    shown = [block.replace("\\\n", " ") for block in blocks(text, "sh")]
+    shown += re.findall(r"^\$ (.*)$", text, re.MULTILINE)
     sentences = re.sub(r"^```.*?^```$", "", text, flags=re.MULTILINE | re.DOTALL)
-    for span in re.findall(rf"`((?:{'|'.join(BEGINNINGS)}) [^`]+)`", sentences):
-        yield from _commands(page, " ".join(span.split()), whole=False)
-
-
-def _commands(page: Path, text: str, *, whole: bool) -> Iterator[Command]:
-    """The commands of a text, one per line. An open quotation continues on the next line."""
-    waiting = ""
-    for line in text.splitlines():
-        waiting += f"{line}\n"
-        try:
-            words = shlex.split(waiting, comments=True)
-        except ValueError:  # no closing quotation
-            continue
+    spans = re.findall(rf"`((?:{_IN_SENTENCES})\s[^`]+)`", sentences)
+    shown += (" ".join(span.split()) for span in spans)
+    for each in shown:
+        # One command a line. An open quotation continues on the next line.
         waiting = ""
-        if words:
-            yield Command(page.name, tuple(words), whole)
-    assert waiting == "", f"{page.name}: {waiting}"
+        for line in each.splitlines():
+            waiting += f"{line}\n"
+            try:
+                words = shlex.split(waiting, comments=True)
+            except ValueError:  # no closing quotation
+                continue
+            waiting = ""
+            if words:
+                yield Command(page.name, tuple(words))
+        assert waiting == "", f"{page.name}: {waiting}"
 
 
 COMMANDS = [command for page in PAGES for command in shown_commands(page)]

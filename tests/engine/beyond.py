@@ -1,9 +1,11 @@
-"""What users do beyond requests of one round: new weights, resets, streaming input, a process that
-is killed. Each function runs in a child process, with engines of its own."""
+"""What users do beyond requests of one round: new weights, resets, streaming input, processes that
+are killed. Each function runs in a child process, with engines of its own."""
 
 import os
 import signal
+import threading
 from collections.abc import Iterable
+from itertools import count
 from typing import Any
 
 import torch
@@ -12,18 +14,21 @@ from vllm.v1.engine import EngineCoreRequest
 
 from tests.engine.live import LiveEngine, clean_up_process
 from tests.engine.spec import Answer, Ask, EngineSpec
-from tests.simulation.integrity import second_tier_of
+from tests.engine.workloads import shared_prefix_asks
 
 
 def play_new_weights(
-    specs: Iterable[EngineSpec], prompt: tuple[int, ...]
+    specs: Iterable[EngineSpec], prompt: tuple[int, ...], others: list[tuple[int, ...]]
 ) -> list[tuple[Answer, Answer, int]]:
     """By engine, the answers before and after the weights change in place, and the caches are reset
-    with vLLM's defaults, as trainers do; and the number of host blocks that the reset has left."""
-    return [_play_new_weights(spec, prompt) for spec in specs]
+    with vLLM's defaults, as trainers do; and the number of host blocks that the reset has left.
+    Then a reset succeeds right behind the answers to ``others``."""
+    return [_play_new_weights(spec, prompt, others) for spec in specs]
 
 
-def _play_new_weights(spec: EngineSpec, prompt: tuple[int, ...]) -> tuple[Answer, Answer, int]:
+def _play_new_weights(
+    spec: EngineSpec, prompt: tuple[int, ...], others: list[tuple[int, ...]]
+) -> tuple[Answer, Answer, int]:
     engine = LiveEngine(spec)
     engine.play([Ask("before", prompt, 8)])
     engine.core.collective_rpc(_change_weights)
@@ -31,9 +36,12 @@ def _play_new_weights(spec: EngineSpec, prompt: tuple[int, ...]) -> tuple[Answer
         engine.step()
     left = engine.offload.tier.num_used if engine.offload is not None else 0
     engine.play([Ask("after", prompt, 8)])
-    engine.drain()
-    engine.shut_down()
-    clean_up_process()
+    if engine.offload is not None and not left:
+        for number, other in enumerate(others):
+            engine.play([Ask(str(number), other, 2)])
+            both = number % 2 == 1  # tiers, and with running requests
+            assert engine.reset(both=both, running=both)
+    _end(engine)
     return engine.answers["before"], engine.answers["after"], left
 
 
@@ -42,22 +50,6 @@ def _change_weights(worker: Any) -> None:
     for name, weight in worker.get_model().named_parameters():
         if weight.dim() == 1 and "layers" in name:  # vLLM's CPU build has packed the matrices
             weight.data.mul_(torch.empty_like(weight).uniform_(0.2, 2.0, generator=generator))
-
-
-def play_resets(spec: EngineSpec, prompts: list[tuple[int, ...]]) -> list[bool]:
-    """Whether a reset right behind each answer succeeds: alone, and with running requests and both
-    tiers in turn."""
-    engine = LiveEngine(spec)
-    were_reset = []
-    for number, prompt in enumerate(prompts):
-        engine.play([Ask(str(number), prompt, 2)])
-        both = number % 2 == 1
-        were_reset.append(engine.reset(both=both, running=both))
-    engine.drain()
-    assert not engine.left(), engine.left()
-    engine.shut_down()
-    clean_up_process()
-    return were_reset
 
 
 def play_a_session(specs: Iterable[EngineSpec], *arguments: Any) -> list[dict[str, list[int]]]:
@@ -105,29 +97,24 @@ def _play_a_session(
     step_until(4, "session")
     add("session", (0,), resumable=False)  # its end
     step_until(2, "cached")
-    while engine.scheduler.has_requests():
-        step()
-    assert not engine.left(), engine.left()
-    engine.shut_down()
-    clean_up_process()
+    _end(engine)
     return tokens
 
 
-def play_without_helper(spec: EngineSpec, prompt: tuple[int, ...]) -> tuple[Answer, Answer, bool]:
-    """The answers to a prompt before and after the second tier's process is killed while the engine
-    is idle; and whether the tier is on at the end. All of the prompt is in host memory."""
+def write_until_killed(spec: EngineSpec) -> None:
+    """Play the rounds of ``spec`` to their end, and go on with other prompts. After a while this
+    process dies at once, whatever it is doing."""
     engine = LiveEngine(spec)
-    engine.play([Ask("before", prompt, 4)])
+    for each in spec.rounds:
+        engine.play(each.asks)
     engine.drain()
-    assert engine.offload is not None
-    second_tier = second_tier_of(engine.offload)
-    assert second_tier is not None
-    connection: Any = second_tier._helper._connection
-    os.kill(connection._process.pid, signal.SIGKILL)
-    connection._process.wait()
-    engine.play([Ask("after", prompt, 4)])
+    threading.Timer(1.0, os.kill, (os.getpid(), signal.SIGKILL)).start()
+    for seed in count(100):
+        engine.play(shared_prefix_asks("more", seed=seed))
+
+
+def _end(engine: LiveEngine) -> None:
     engine.drain()
     assert not engine.left(), engine.left()
     engine.shut_down()
     clean_up_process()
-    return engine.answers["before"], engine.answers["after"], second_tier.is_on

@@ -17,15 +17,16 @@ from vllm.v1.metrics.reader import Counter, Gauge, get_metrics_snapshot
 import tests.engine.random_weights  # noqa: F401 - vLLM's loaders have it from here on
 from simple_offload.backends.base import Direction
 from simple_offload.backends.cuda.backend import CudaBackend
-from simple_offload.worker import layer_groups, overlap
-from simple_offload.worker.host_pool import HostPool
-from simple_offload.worker.overlap import Overlap
+from simple_offload.backends.cuda.queues import CudaQueues
+from simple_offload.backends.host import HostBackend
+from simple_offload.worker.layer_groups import LayerGroups
 from tests.engine.live import LiveEngine, clean_up_process
 from tests.engine.ray_cluster import cluster_for
 from tests.engine.spec import Answer, EngineResult, EngineSpec, Round
 
-_LATE_CYCLES = 5_000_000
-"""A few milliseconds: longer than such a model takes to compute the layers before."""
+_LATE_CYCLES = 200_000_000
+"""Some 100 ms: longer than such a model takes to compute the layers before, and so long that loads
+are divided (``simple_offload.worker.overlap``)."""
 
 HostChunk = list[torch.Tensor]
 """Consecutive host blocks: int8 tensors ``[blocks, page_bytes]``, one for each region."""
@@ -44,14 +45,15 @@ def run_engines(specs: list[EngineSpec]) -> list[EngineResult]:
 def _run_engine(spec: EngineSpec) -> EngineResult:
     result = EngineResult()
     threads_before = set(threading.enumerate())
-    with _host_chunks() as chunks, _slow_loads(waits_too_little=spec.waits_too_little):
+    with _host_chunks() as chunks, _waits(too_little=spec.waits_too_little):
         try:
             engine = LiveEngine(spec)
             result.started = True
             try:
                 player = _Player(engine, result, chunks)
-                result.rounds = [player.play(each) for each in spec.rounds]
-                engine.drain()
+                with _slow_loads():
+                    result.rounds = [player.play(each) for each in spec.rounds]
+                    engine.drain()
                 result.left = engine.left()
                 result.metrics = _metrics()
                 result.memory = _memory()
@@ -131,36 +133,36 @@ def _metrics() -> dict[str, float]:
 
 
 @contextmanager
-def _slow_loads(*, waits_too_little: bool) -> Iterator[None]:
+def _slow_loads() -> Iterator[None]:
     """On a CUDA device, loads wait before each layer group. These models' loads would end before
-    compute could begin. Parts of their small pages count as large enough."""
-    if not torch.cuda.is_available():
-        yield
-        return
-    queue_group, on_layer = CudaBackend._queue_group, Overlap.on_layer
+    compute could begin."""
+    submit = CudaQueues.submit
 
-    def queue_late(
-        self: CudaBackend, pending: Any, direction: Direction, *rest: Any, **more: Any
-    ) -> None:
+    def submit_late(self: CudaQueues, direction: Direction, *rest: Any, **more: Any) -> Any:
         if direction is Direction.LOAD:
-            for stream in (self._queues._streams, self._queues._kernel_streams):
+            for stream in (self._streams, self._kernel_streams):
                 with torch.cuda.stream(stream[direction]):
                     torch.cuda._sleep(_LATE_CYCLES)
-        queue_group(self, pending, direction, *rest, **more)
+        return submit(self, direction, *rest, **more)
 
-    def wait_for_one_less(self: Overlap, name: str) -> None:
-        num_needed = self._groups.num_needed
-        fewer = {layer: max(1, count - 1) for layer, count in num_needed.items()}
-        self._groups = replace(self._groups, num_needed=fewer)
-        on_layer(self, name)
-        self._groups = replace(self._groups, num_needed=num_needed)
+    with patch.object(CudaQueues, "submit", submit_late):
+        yield
 
-    with (
-        patch.object(layer_groups, "MIN_BYTES", 1),
-        patch.object(overlap, "LEAST_LAGS", 0.0),
-        patch.object(CudaBackend, "_queue_group", queue_late),
-        patch.object(Overlap, "on_layer", wait_for_one_less if waits_too_little else on_layer),
-    ):
+
+@contextmanager
+def _waits(*, too_little: bool) -> Iterator[None]:
+    """With ``too_little``, each layer of engines that start in this context waits for one layer
+    group less than it needs."""
+    find = LayerGroups.find
+
+    def find_less(*arguments: Any) -> LayerGroups | None:
+        groups = find(*arguments)
+        if groups is None or not too_little:
+            return groups
+        fewer = {layer: max(1, count - 1) for layer, count in groups.num_needed.items()}
+        return replace(groups, num_needed=fewer)
+
+    with patch.object(LayerGroups, "find", find_less):
         yield
 
 
@@ -168,13 +170,13 @@ def _slow_loads(*, waits_too_little: bool) -> Iterator[None]:
 def _host_chunks() -> Iterator[list[HostChunk]]:
     """The chunks of host blocks that the connector opens in this process during the context."""
     chunks: list[HostChunk] = []
-    cut = HostPool._cut
+    backend: Any = CudaBackend if torch.cuda.is_available() else HostBackend
+    add = backend.add_host_chunk
 
-    def cut_and_record(self: HostPool, memory: torch.Tensor, num_blocks: int) -> HostChunk:
-        chunk = cut(self, memory, num_blocks)
-        chunks.append(chunk)
-        return chunk
+    def record_and_add(self: Any, regions: HostChunk) -> None:
+        chunks.append(regions)
+        add(self, regions)
 
-    with patch.object(HostPool, "_cut", cut_and_record):
+    with patch.object(backend, "add_host_chunk", record_and_add):
         yield chunks
     chunks.clear()

@@ -6,9 +6,8 @@ context.
 
 import json
 import math
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -22,9 +21,10 @@ hundreds of tokens, so that a wrong state changes many later tokens."""
 
 ONE_KV_HEAD = "-one-kv-head"
 """End of the names of models that have less KV heads than a pair of ranks."""
-NUM_LAYERS = 6
-"""Of the models that ``examples`` writes. Two of Gemma's have full attention: each of vLLM's groups
-then has two KV tensors, which loads can divide."""
+SIZES = {"hidden_size": HIDDEN_SIZE, "num_layers": 6, "num_kv_heads": 4}
+"""Of the models that ``examples`` writes. Two of Gemma's layers have full attention: each of vLLM's
+groups then has two KV tensors, which loads can divide. In blocks of 128 tokens their parts are
+large enough (``simple_offload.worker.layer_groups``)."""
 DRAFTER = "drafter"
 """Folder of the drafter inside the folder of its target."""
 
@@ -33,16 +33,17 @@ def save_device_model(directory: Path, kind: str, *, seed: int = 0) -> Path:
     """Write a model in float32; return ``directory``. Those in MODELS are a configuration only:
     ``random_weights`` fills them when they are loaded."""
     if kind in MODELS:
-        _write(directory, MODELS[kind])
+        configs = {directory: MODELS[kind]}
         if kind in DRAFTERS:
-            _write(directory / DRAFTER, DRAFTERS[kind])
+            configs[directory / DRAFTER] = DRAFTERS[kind]
+        for folder, config in configs.items():
+            folder.mkdir(parents=True)
+            (folder / "config.json").write_text(json.dumps(config))
         return directory
     kind, has_one_kv_head = kind.removesuffix(ONE_KV_HEAD), kind.endswith(ONE_KV_HEAD)
     if kind in {"llama", "gemma3"}:
         architecture = cast(Architecture, kind)
-        sizes = {"hidden_size": HIDDEN_SIZE, "num_layers": NUM_LAYERS}
-        if has_one_kv_head:
-            sizes["num_kv_heads"] = 1
+        sizes = SIZES | ({"num_kv_heads": 1} if has_one_kv_head else {})
         return save_random_model(directory, architecture, seed=seed, **sizes)
     heads = {"num_key_value_heads": 1} if has_one_kv_head else {}
     config = AutoConfig.for_model(**FILLED[kind] | heads)
@@ -56,11 +57,6 @@ def save_device_model(directory: Path, kind: str, *, seed: int = 0) -> Path:
                 weight.normal_(0.0, _spread(name, weight, kind), generator=generator)
     model.save_pretrained(directory)
     return directory
-
-
-def _write(directory: Path, config: Mapping[str, Any]) -> None:
-    directory.mkdir(parents=True)
-    (directory / "config.json").write_text(json.dumps(config))
 
 
 def _spread(name: str, weight: torch.Tensor, kind: str) -> float:

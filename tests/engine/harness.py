@@ -19,9 +19,9 @@ from unittest.mock import patch
 import psutil
 import tqdm
 
-from examples.bench.child import without_collection
+from examples.bench import child
+from examples.bench.child import ROOT, without_collection
 
-ROOT = Path(__file__).resolve().parents[2]
 DEADLINE_SECONDS = 270.0
 GRACE_SECONDS = 10.0
 STACKS_SECONDS = 3.0
@@ -35,23 +35,13 @@ class EngineJobFailed(AssertionError):
 
 def engine_environment(**extra: str) -> dict[str, str]:
     """The environment of a process that runs vLLM on CPU with a model from this disk."""
-    paths = (str(ROOT), os.environ.get("PYTHONPATH"))
-    return {
-        **os.environ,
-        "PYTHONPATH": os.pathsep.join(path for path in paths if path),
-        "HF_HUB_OFFLINE": "1",
-        "VLLM_NO_USAGE_STATS": "1",
-        "VLLM_CPU_KVCACHE_SPACE": "1",
-        # Ranks would be bound to a NUMA node's cores each, and there may be one node only.
-        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    usual = {
         "OMP_NUM_THREADS": "1",
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-        # Greedy sampling needs none, and it comes with vLLM on some GPU hosts only.
-        "VLLM_USE_FLASHINFER_SAMPLER": "0",
         # vLLM compiles a few small functions even with enforce_eager: ten seconds per process.
         "TORCHDYNAMO_DISABLE": "1",
-        **extra,
     }
+    return child.engine_environment("cpu", Path(tempfile.gettempdir()), **usual | extra)
 
 
 def run_child(
@@ -71,7 +61,7 @@ def run_child(
     job_path, log_path = directory / "job.pickle", directory / "engine.log"
     job_path.write_bytes(pickle.dumps(arguments))
     with log_path.open("wb") as log:
-        child = subprocess.Popen(
+        process = subprocess.Popen(
             [sys.executable, "-m", "tests.engine.harness", function, str(job_path)],
             cwd=ROOT,
             env=engine_environment(**environment or {}),
@@ -81,16 +71,16 @@ def run_child(
             start_new_session=True,
         )
     try:
-        status: int | None = child.wait(deadline)
+        status: int | None = process.wait(deadline)
     except subprocess.TimeoutExpired:
         status = None
-        child.send_signal(signal.SIGUSR1)
+        process.send_signal(signal.SIGUSR1)
         with contextlib.suppress(subprocess.TimeoutExpired):
-            child.wait(STACKS_SECONDS)
+            process.wait(STACKS_SECONDS)
     finally:
-        left = processes_left(child.pid, within=GRACE_SECONDS if child.returncode == 0 else 0)
-        kill_session(child.pid)
-        child.wait()
+        left = processes_left(process.pid, within=GRACE_SECONDS if process.returncode == 0 else 0)
+        kill_session(process.pid)
+        process.wait()
         _remove_rendezvous_files(log_path)
     if status != 0 or left:
         end = f"no end within {deadline:.0f} s" if status is None else f"status {status}"

@@ -140,29 +140,22 @@ class Runs:
         """Run engines in one child process, by name, within ``deadline`` seconds in all; once per
         ``name``. Raises EngineJobFailed, again if the job has failed before."""
         if name not in self._results:
+            are_eager = all(spec.arguments["enforce_eager"] for spec in specs.values())
+            directory = self.directory / name
             try:
-                self._results[name] = _run(self.directory / name, specs, deadline)
+                results: list[EngineResult] = run_child(
+                    directory,
+                    "tests.engine.child:run_engines",
+                    list(specs.values()),
+                    deadline=deadline,
+                    environment={} if are_eager else {"TORCHDYNAMO_DISABLE": "0"},
+                )
+                for result in results:
+                    result.log = directory / "engine.log"
+                self._results[name] = dict(zip(specs, results, strict=True))
             except EngineJobFailed as failure:
                 self._results[name] = failure
         found = self._results[name]
         if isinstance(found, EngineJobFailed):
             raise found
         return found
-
-
-def _run(
-    directory: Path, specs: Mapping[str, EngineSpec], deadline: float
-) -> dict[str, EngineResult]:
-    environment = {}
-    if not all(spec.arguments["enforce_eager"] for spec in specs.values()):
-        environment["TORCHDYNAMO_DISABLE"] = "0"
-    results: list[EngineResult] = run_child(
-        directory,
-        "tests.engine.child:run_engines",
-        list(specs.values()),
-        deadline=deadline,
-        environment=environment,
-    )
-    for result in results:
-        result.log = directory / "engine.log"
-    return dict(zip(specs, results, strict=True))

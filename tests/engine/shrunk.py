@@ -7,6 +7,8 @@ Every token uses all experts, so that rounding cannot change the choice.
 from collections.abc import Mapping
 from typing import Any, Final
 
+from examples.bench.models import MLA_SIZES
+
 RANDOM_WEIGHTS: Final = "random_weights"
 """vLLM's ``load_format`` of these models, which ``tests.engine.random_weights`` registers."""
 
@@ -68,10 +70,7 @@ _KIMI: dict[str, Any] = _USUAL | {
         "gate_lower_bound": -5.0,
     },
     "q_lora_rank": HIDDEN_SIZE,
-    "kv_lora_rank": 512,
-    "qk_nope_head_dim": 128,
-    "qk_rope_head_dim": 64,
-    "v_head_dim": 128,
+    **MLA_SIZES,
     "mla_use_nope": True,
     "num_nextn_predict_layers": 1,
 }
@@ -131,8 +130,11 @@ MODELS: Mapping[str, dict[str, Any]] = {
         "num_nextn_predict_layers": 3,
     },
     "llama4": _USUAL
-    | _HEADS
     | {
+        # As many heads as make parts of a block large enough for loads to be divided.
+        "num_attention_heads": 8,
+        "num_key_value_heads": 8,
+        "head_dim": 64,
         "model_type": "llama4_text",
         "architectures": ["Llama4ForCausalLM"],
         "intermediate_size": HIDDEN_SIZE,
@@ -186,42 +188,33 @@ DRAFTERS: Mapping[str, dict[str, Any]] = {
 
 FILLED: Mapping[str, dict[str, Any]] = {
     # DeepSeek-V2's attention, with its own sizes and without its experts.
-    "mla": {
+    "mla": _USUAL
+    | MLA_SIZES
+    | {
         "model_type": "deepseek_v2",
-        "vocab_size": VOCAB_SIZE,
-        "hidden_size": HIDDEN_SIZE,
         "intermediate_size": 2 * HIDDEN_SIZE,
-        "num_hidden_layers": 3,
-        "first_k_dense_replace": 3,
+        "num_hidden_layers": 4,
+        "first_k_dense_replace": 4,
         "num_attention_heads": 16,
         "num_key_value_heads": 16,
         "q_lora_rank": None,
-        "kv_lora_rank": 512,
-        "qk_nope_head_dim": 128,
-        "qk_rope_head_dim": 64,
-        "v_head_dim": 128,
         "n_routed_experts": 8,
         "num_experts_per_tok": 2,
         "moe_intermediate_size": 64,
-        "max_position_embeddings": MAX_MODEL_LEN,
-        "tie_word_embeddings": False,
     },
     # Attention and Mamba-2 in every layer.
-    "hybrid": {
+    "hybrid": _USUAL
+    | _HEADS
+    | {
         "model_type": "falcon_h1",
-        "vocab_size": VOCAB_SIZE,
-        "hidden_size": HIDDEN_SIZE,
         "intermediate_size": 2 * HIDDEN_SIZE,
         "num_hidden_layers": 3,
-        **_HEADS,
         "mamba_d_ssm": 256,
         "mamba_n_heads": 4,
         "mamba_d_head": 64,
         "mamba_d_state": 16,
         "mamba_chunk_size": 64,
         "mamba_rms_norm": True,
-        "max_position_embeddings": MAX_MODEL_LEN,
-        "tie_word_embeddings": False,
     },
 }
 """Configurations whose weights are saved with them."""

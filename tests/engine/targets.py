@@ -14,8 +14,11 @@ COLD, AGAIN, TOGETHER, FOLLOW_UPS, CORRUPTED = range(5)
 
 ONE_BY_ONE = (COLD, AGAIN)
 
-PLENTY, FEW = 2048, 80
-"""Device blocks: more than all rounds fill; one and a quarter of the longest requests."""
+PLENTY, FEW = 2048, 10
+"""Device blocks: more than all rounds fill; of LARGE ones, one and a quarter of the longest
+requests."""
+LARGE: dict[str, Any] = {"block_size": 128}
+"""Loads of such blocks are divided by layer group."""
 
 EAGER: dict[str, Any] = {"enforce_eager": True}
 COMPILED: dict[str, Any] = {"enforce_eager": False}
@@ -80,29 +83,29 @@ def _drafts(method: str, tokens: int) -> dict[str, Any]:
 _PAIR: dict[str, Any] = {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}
 
 TARGETS: dict[str, Target] = {
-    "llama": Target("llama", GPU | {"block_size": 16}, HALF, few_blocks=FEW),
+    "llama": Target("llama", GPU | LARGE, HALF, few_blocks=FEW),
     # vLLM serves Gemma in no float16. In float32 Triton computes attention, with as few digits.
-    "gemma3": Target("gemma3", GPU | {"block_size": 16, "dtype": "float32"}, HALF),
-    "mla": Target("mla", GPU, HALF),
+    "gemma3": Target("gemma3", GPU | LARGE | {"dtype": "float32"}, HALF),
+    "mla": Target("mla", GPU | LARGE, HALF),
     "hybrid": Target("hybrid", GPU, HALF, same_hits=False),
     # FlashAttention 3 takes attention sinks in bfloat16 only.
     "gpt-oss-eagle3": _shrunk("gpt-oss-eagle3", COARSE, dtype="bfloat16", **_drafts("eagle3", 3)),
     "drafted-gemma3": _shrunk("drafted-gemma3", HALF, dtype="float32", **_drafts("draft_model", 3)),
     "step3p5-mtp": _shrunk("step3p5-mtp", HALF, **_drafts("mtp", 3)),
-    "llama4": _shrunk("llama4", HALF),
+    "llama4": _shrunk("llama4", HALF, **LARGE),
     "minimax-m3": _shrunk("minimax-m3", COARSE, dtype="bfloat16", block_size=128),
     "kimi-k3": _shrunk("kimi-k3", COARSE, dtype="bfloat16", **_drafts("mtp", 1)),
+    "llama-pair": Target("llama", GPU | LARGE | _PAIR, HALF),
     "mla-pair": Target("mla", GPU | _PAIR, HALF),
     "one-kv-head-pair": Target("llama-one-kv-head", GPU | _PAIR | {"block_size": 16}, HALF),
     # Attention that both ranks have alike, and states, which they share out. (vLLM's Kimi-K3, which
     # has MLA instead, needs CUTLASS's Python package with several ranks.)
     "hybrid-pair": Target("hybrid-one-kv-head", GPU | _PAIR, HALF, same_hits=False),
-    "llama-on-cpu": Target("llama", CPU, SINGLE, few_blocks=FEW // 2),
     "llama4-on-cpu": _shrunk("llama4", SINGLE, CPU),
     "gpt-oss-eagle3-on-cpu": _shrunk("gpt-oss-eagle3", SINGLE, CPU, **_drafts("eagle3", 3)),
 }
 
-SIZED = {"cpu_bytes_to_use": "512MiB"}
+SIZED = {"cpu_bytes_to_use": "512MiB", "keep_on_device_reset": True}
 KERNEL = SIZED | {"copy_path": "kernel", "kv_layout": "auto", "sync_load_ms": 8}
 DMA_KEEP = SIZED | {"copy_path": "dma", "kv_layout": "keep", "sync_load_ms": 8}
 KERNEL_KEEP = SIZED | {"copy_path": "kernel", "kv_layout": "keep", "sync_load_ms": 0}
@@ -131,10 +134,6 @@ ENGINES: dict[str, dict[str, Engine]] = {
         "dma": Engine(DMA, DECODE_GRAPHS),
     },
     **dict.fromkeys(("gemma3", "mla", "hybrid"), _GRAPHS),
-    "llama-on-cpu": {
-        **_DEFAULTS,
-        "keep": Engine(SIZED | {"kv_layout": "keep", "sync_load_ms": 0}, EAGER),
-    },
 }
 """Engines that combine each pair of copy path, layout and announcement at least once, with
 Llama."""

@@ -81,10 +81,9 @@ def test_loads_between_any_sub_blocks(runs: Runs) -> None:
     assert any((last + 1) % NUM_SUB_BLOCKS for _, last in ours.loads), "none ends inside one"
 
 
-@pytest.mark.parametrize("ours_first", [True, False], ids=["ours first", "ours last"])
-def test_beside_another_connector(runs: Runs, ours_first: bool) -> None:
-    """vLLM's own example keeps whole prompts in files and loads them within a step. The last round
-    has the prompts' next turns, which are new."""
+def test_beside_another_connector(runs: Runs) -> None:
+    """In either order. vLLM's own example keeps whole prompts in files and loads them within a
+    step. The last round has the prompts' next turns, which are new."""
     asks = shared_prefix_asks("multi", seed=9, tails=2)
     rounds = (
         Round(asks, together=False),
@@ -97,34 +96,35 @@ def test_beside_another_connector(runs: Runs, ours_first: bool) -> None:
         "num_gpu_blocks_override": 96,
         "disable_hybrid_kv_cache_manager": True,
     }
-    name = "multi-ours-first" if ours_first else "multi-ours-last"
     ours = THIS_CONNECTOR | {"kv_connector_extra_config": ROOMY}
-    example = {
-        "kv_connector": "ExampleConnector",
-        "kv_role": "kv_both",
-        "kv_connector_extra_config": {"shared_storage_path": str(runs.directory / f"{name}-kv")},
-    }
-    both = {
-        "kv_connector": "MultiConnector",
-        "kv_connector_module_path": None,
-        "kv_connector_extra_config": {
-            "connectors": [ours, example] if ours_first else [example, ours]
-        },
-    }
-    specs = {
-        "plain": runs.spec("llama", connector=None, rounds=rounds, **room),
-        "both": runs.spec("llama", connector={}, rounds=rounds, transfer_arguments=both, **room),
-    }
-    plain, result = runs.run(name, specs).values()
-    assert_same_answers(plain.rounds, result)
-    assert result.num_host_blocks is not None
-    assert_nothing_left(result)
-    _, again, turns = result.rounds
-    assert all(answer.num_cached_tokens > 0 for answer in again.values())
-    assert all(answer.num_cached_tokens > 0 for answer in turns.values()), "the example has none"
-    assert result.log is not None
-    injected = result.log.read_text(errors="replace").count("Inject KV cache")
-    assert (injected == 0) == ours_first, log_tail(result.log)
+    plain = runs.spec("llama", connector=None, rounds=rounds, **room)
+    expected = runs.run("multi-plain", {"plain": plain})["plain"]
+    for ours_first in (True, False):
+        name = "multi-ours-first" if ours_first else "multi-ours-last"
+        files = {"shared_storage_path": str(runs.directory / f"{name}-kv")}
+        example = {
+            "kv_connector": "ExampleConnector",
+            "kv_role": "kv_both",
+            "kv_connector_extra_config": files,
+        }
+        connectors = [ours, example] if ours_first else [example, ours]
+        both = {
+            "kv_connector": "MultiConnector",
+            "kv_connector_module_path": None,
+            "kv_connector_extra_config": {"connectors": connectors},
+        }
+        spec = runs.spec("llama", connector={}, rounds=rounds, transfer_arguments=both, **room)
+        result = runs.run(name, {name: spec})[name]
+        assert_same_answers(expected.rounds, result)
+        assert result.num_host_blocks is not None
+        assert result.metrics["simple_offload_stored_blocks"] > 0
+        assert_nothing_left(result)
+        _, again, turns = result.rounds
+        assert all(answer.num_cached_tokens > 0 for answer in again.values())
+        assert all(answer.num_cached_tokens > 0 for answer in turns.values()), "the example's"
+        assert result.log is not None
+        injected = result.log.read_text(errors="replace").count("Inject KV cache")
+        assert (injected == 0) == ours_first, log_tail(result.log)
 
 
 SAMPLING: dict[str, dict[str, Any]] = {

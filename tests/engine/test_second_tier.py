@@ -1,19 +1,17 @@
-"""Files behind host memory: engines find what others have left, before or beside them."""
+"""Files behind host memory: engines find what others have left before them. Engines beside each
+other: ``tests/serve/test_modes.py``."""
 
-import socket
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Iterator
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from examples.serving import free_port
 from tests.conftest import PATIENCE_SECONDS
-from tests.engine.beside import tell, wait_for
 from tests.engine.compare import assert_nothing_left, assert_same_answers
 from tests.engine.harness import EngineJobFailed, run_child
 from tests.engine.runs import HOST_BLOCKS, Runs
@@ -74,36 +72,16 @@ def test_a_restarted_engine_finds_what_the_first_one_left(runs: Runs) -> None:
 
 
 @pytest.mark.slow
-def test_an_engine_finds_what_one_beside_it_wrote_before_it_was_killed(runs: Runs) -> None:
+def test_an_engine_finds_what_one_wrote_before_it_was_killed(runs: Runs) -> None:
     """It is killed while it goes on writing."""
-    folder = runs.directory / "beside"
-    folder.mkdir()
-    found: list[EngineResult] = []
-
-    def write() -> None:
-        with suppress(EngineJobFailed):
-            run_child(folder / "writer", "tests.engine.beside:write_until_killed", writer, folder)
-
-    def play() -> None:
-        found.append(
-            run_child(folder / "reader", "tests.engine.beside:play_beside", reader, folder)
-        )
-
-    writer, reader = spec(runs, "shared"), spec(runs, "shared")
-    threads = [threading.Thread(target=write), threading.Thread(target=play)]
-    for thread in threads:
-        thread.start()
-    for name in ("written", "up"):
-        wait_for(folder / name)
-    tell(folder / "die")
-    threads[0].join()
-    tell(folder / "go")
-    threads[1].join()
-    (result,) = found
+    writer = spec(runs, "shared")
+    with pytest.raises(EngineJobFailed, match="status -9"):
+        run_child(runs.directory / "writer", "tests.engine.beyond:write_until_killed", writer)
+    assert any(Path(runs.directory / "shared").rglob("*.bin"))
+    result = runs.run("reader", {"reader": spec(runs, "shared")})["reader"]
     assert_same_answers(one_after_another(runs)["plain"].rounds, result)
     assert num_cached(result) > 0.8 * NUM_PROMPT_TOKENS
     assert_nothing_left(result)
-    assert any(Path(runs.directory / "shared").rglob("*.bin"))
 
 
 @pytest.fixture
@@ -113,9 +91,7 @@ def s3() -> Iterator[dict[str, str]]:
     boto3 = pytest.importorskip("boto3")
     pytest.importorskip("nixl")
     pytest.importorskip("moto")
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     keys = {"access_key": "a", "secret_key": "b", "region": "us-east-1"}
     config = {"bucket": "kv-objects", "endpoint_override": f"http://127.0.0.1:{port}"} | keys
     command = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)]

@@ -1,12 +1,10 @@
 """Accuracy without the connector and with it: the counts, the verdict, the exit code."""
 
-import asyncio
 import json
-import subprocess
+import os
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,44 +13,37 @@ import pytest
 pytest.importorskip("prometheus_client")
 
 from examples.accuracy.__main__ import main
-from examples.accuracy.evaluation import (
-    Evaluation,
-    Request,
-    Score,
-    evaluate,
-    find_python,
-    read_evaluation,
-)
-from examples.accuracy.results import Outcome, Pass
-from examples.accuracy.usage import VARIABLE, Message, RecordUsage, Usage, read_usage
+from examples.accuracy.evaluation import Evaluation, Score, evaluate, find_python, read_evaluation
+from examples.accuracy.results import METRICS, Outcome, Pass
+from examples.bench.child import stop
 from examples.bench.command import BAD_RESULT, RunFailed
 from examples.bench.results_file import NUMBERS
 from examples.serving import Server
 
 
 def a_pass(
-    name: str, words: str = "yes no yes yes", *, cached: int = 0, right: float = 1.0
+    name: str,
+    words: str = "yes no yes yes",
+    *,
+    found: int = 0,
+    on_device: int = 0,
+    right: float = 1.0,
 ) -> Pass:
     answers = {("task", number): [word] for number, word in enumerate(words.split())}
     evaluation = Evaluation([Score("task", "exact_match,words", right, 0.01)], answers)
-    usages = [Usage(100, cached)] * len(answers)
-    hits = cached * len(answers)
-    return Pass(name, evaluation, usages, hits, 0, seconds=1.0, tail_tokens=10)
+    tokens = dict(zip(METRICS, (1000, found, on_device), strict=True))
+    return Pass(name, evaluation, tokens, seconds=1.0)
 
 
 def an_outcome(**changed: Pass) -> Outcome:
     passes = {"without": a_pass("without"), "first": a_pass("first pass")}
-    passes["second"] = a_pass("second pass", cached=96)
+    passes["second"] = a_pass("second pass", found=901)
     return Outcome(**(passes | changed), least_accuracy=0.9)
 
 
-def second_pass(*usages: Usage) -> dict[str, Pass]:
-    return {"second": replace(a_pass("second pass", cached=96), usages=usages)}
-
-
-HIT, MISS = Usage(100, 96), Usage(100, 0)
-UNFIT = "the model is not fit to show anything"
-FEW_HITS = "of the prompts of the second pass were found, not more than 90%"
+UNFIT = "are right without the connector; with less than 90% the model is not fit to show anything"
+FEW_HITS = "of the prompt tokens of the second pass were found, not more than 90%"
+NO_HITS = "nothing of the second pass came from the host tier"
 
 
 @pytest.mark.parametrize(
@@ -68,20 +59,11 @@ FEW_HITS = "of the prompts of the second pass were found, not more than 90%"
             """1 of 4 answers of the first pass differ from those of the run without:
   task 2: 'yes', then 'no'""",
         ),
-        # A prompt is found but for its tail.
-        (second_pass(Usage(100, 89)), f"0.0% {FEW_HITS}"),
-        (second_pass(Usage(100, 90)), None),
-        (second_pass(*[HIT] * 90, *[MISS] * 10), f"90.0% {FEW_HITS}"),
-        (second_pass(*[HIT] * 91, *[MISS] * 9), None),
-        # Device hits are no host hits.
-        (
-            {"second": replace(a_pass("second pass", cached=96), host_hit_tokens=0)},
-            "nothing of the second pass came from the host tier",
-        ),
-        (
-            {"without": a_pass("without", right=0.89)},
-            f"89.0% are right without the connector; with less than 90% {UNFIT}",
-        ),
+        ({"second": a_pass("second pass", found=900)}, f"90.0% {FEW_HITS}"),
+        # Prompts share their beginning.
+        ({"second": a_pass("second pass", found=100, on_device=801)}, None),
+        ({"second": a_pass("second pass", on_device=1000)}, NO_HITS),
+        ({"without": a_pass("without", right=0.89)}, f"89.0% {UNFIT}"),
         ({"without": a_pass("without", right=0.9)}, None),
     ],
 )
@@ -116,61 +98,24 @@ def test_missing_samples_are_reported(tmp_path: Path) -> None:
         read_evaluation(lm_eval_files(tmp_path, {"t": {"acc,none": 1.0}}, {}))
 
 
-def test_usage_is_kept_and_answers_are_unchanged(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path = tmp_path / "usage.jsonl"
-    monkeypatch.setenv(VARIABLE, str(path))
-    usage = {"prompt_tokens": 9, "prompt_tokens_details": {"cached_tokens": 8}}
-    bodies = [json.dumps({"usage": usage}).encode(), b"not JSON", b'{"error": "no usage"}']
-    bodies += [b'{"usage": {"prompt_tokens": 5}}']
-
-    async def ask(url: str, body: bytes) -> bytes:
-        sent = bytearray()
-
-        async def answer(_scope: Message, _receive: Any, send: Any) -> None:
-            await send({"type": "http.response.start", "status": 200})
-            await send({"type": "http.response.body", "body": body[:7], "more_body": True})
-            await send({"type": "http.response.body", "body": body[7:]})
-
-        async def keep(message: Message) -> None:
-            sent.extend(message.get("body", b""))
-
-        async def receive() -> Message:
-            raise AssertionError("an unexpected request")
-
-        await RecordUsage(answer)({"type": "http", "path": url}, receive, keep)
-        return bytes(sent)
-
-    for body in bodies:
-        assert asyncio.run(ask("/v1/completions", body)) == body
-    asyncio.run(ask("/metrics", bodies[0]))
-    assert read_usage(path) == [Usage(9, 8), Usage(5, 0)]
-    assert read_usage(path, skip=1) == [Usage(5, 0)]
-    assert read_usage(tmp_path / "none") == []
-
-
 class FakeServer:
     """Its connector finds all but four tokens of each prompt, once the device has been reset."""
 
-    def __init__(self, arguments: Sequence[str], usage: str) -> None:
-        self.has_connector = "--kv-transfer-config" in arguments
-        self.usage = Path(usage)
-        self.cached = self.host_hits = 0
+    def __init__(self) -> None:
+        self.tokens = dict.fromkeys(METRICS.values(), 0)
+        self.found = 0
 
     def metric(self, name: str) -> int:
-        return self.host_hits if name == "vllm:external_prefix_cache_hits_total" else 0
+        return self.tokens[name]
 
     def reset_prefix_cache(self, *, external: bool) -> None:
-        assert self.has_connector
         assert not external
-        self.cached = 96
+        self.found = 96
 
     def evaluate(self, words: str) -> Evaluation:
-        with self.usage.open("a") as file:
-            file.write(4 * (json.dumps(vars(Usage(100, self.cached))) + "\n"))
-        self.host_hits += 4 * self.cached
-        return a_pass("any", words if self.cached else "yes no yes yes").evaluation
+        for metric, number in zip(METRICS.values(), (100, self.found, 0), strict=True):
+            self.tokens[metric] += 4 * number
+        return a_pass("any", words if self.found else "yes no yes yes").evaluation
 
 
 @pytest.mark.parametrize(
@@ -188,13 +133,14 @@ def test_the_table_the_numbers_and_the_exit_code_agree(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    @contextmanager
-    def serving(
-        _model: str, line: Sequence[str], environment: Mapping[str, str], _log: Path
-    ) -> Iterator[FakeServer]:
-        yield FakeServer(line, environment[VARIABLE])
+    lines: list[Sequence[str]] = []
 
-    def evaluated(_command: object, _request: object, server: FakeServer, *_: object) -> Evaluation:
+    @contextmanager
+    def serving(_model: str, line: Sequence[str], *_: object) -> Iterator[FakeServer]:
+        lines.append(line)
+        yield FakeServer()
+
+    def evaluated(_: object, server: FakeServer, *__: object, **___: object) -> Evaluation:
         return server.evaluate(words)
 
     monkeypatch.setattr("examples.accuracy.__main__.serving", serving)
@@ -203,18 +149,19 @@ def test_the_table_the_numbers_and_the_exit_code_agree(
     (tmp_path / "recall" / "config.json").touch()
     arguments = ["--model", str(tmp_path / "recall"), "--output", str(tmp_path / "out")]
     assert main([*arguments, "--samples", "4", "--lm-eval", "none"]) == code
+    assert ["--kv-transfer-config" in line for line in lines] == [False, True]
     printed = capsys.readouterr().out
     assert words_of_verdict in printed
     assert ("PASSED: all 4 samples" in printed) == (code == 0)
-    lines = [" ".join(line.split()) for line in printed.splitlines()]
+    shown = [" ".join(line.split()) for line in printed.splitlines()]
     numbers = json.loads((tmp_path / "out" / NUMBERS).read_text())["recall"]
     assert numbers["passed"] == (code == 0)
     first, second = (numbers["passes"][name] for name in ("first pass", "second pass"))
     assert (first["same_answers"], second["host_hit_tokens"]) == (4, 384)
-    assert f"same answers as without 4/4 {second['same_answers']}/4" in lines
-    assert "found in the host tier 0 0 384" in lines
-    assert "prompts found 0.0% 0.0% 100.0%" in lines
-    assert "exact_match,words 1.0000 ± 0.0100 1.0000 ± 0.0100 1.0000 ± 0.0100" in lines
+    assert f"same answers as without 4/4 {second['same_answers']}/4" in shown
+    assert "in the host tier 0 0 384" in shown
+    assert "found 0.0% 0.0% 96.0%" in shown
+    assert "exact_match,words 1.0000 ± 0.0100 1.0000 ± 0.0100 1.0000 ± 0.0100" in shown
 
 
 PAUSE = "import signal; signal.pause()"
@@ -229,15 +176,15 @@ PAUSE = "import signal; signal.pause()"
     ],
 )
 def test_a_server_or_an_lm_eval_that_fails_is_reported(
-    server: str, lm_eval: str, complaint: str, tmp_path: Path
+    server: str, lm_eval: str, complaint: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    log = tmp_path / "log"
-    log.touch()
-    with subprocess.Popen([sys.executable, "-c", server]) as process:
-        command = [sys.executable, "-c", lm_eval]
+    monkeypatch.setattr("examples.serving.COMMAND", (sys.executable, "-c", server))
+    running = Server("", [], os.environ, tmp_path / "log")
+    try:
         with pytest.raises(RunFailed, match=complaint):
-            evaluate(command, Request(["a"]), Server(process, 1, log), tmp_path, lambda *_: None)
-        process.kill()
+            evaluate([sys.executable, "-c", lm_eval], running, tmp_path, lambda *_: None)
+    finally:
+        stop(running.process)
 
 
 def test_a_missing_lm_eval_is_reported(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

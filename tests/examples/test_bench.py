@@ -73,8 +73,9 @@ from tests.examples.processes import assert_gone
             "'costs' is none of cost, footprint, hits, chat, traces",
         ),
         ("scheduler_bench", "--contenders theirs", "--contenders: 'theirs' is none of ours, "),
-        ("scheduler_bench", "--running 0", "--running: 0 is not within 1 and 256"),
-        ("scheduler_bench", "--tiers 512", "512 is less than the 1026 blocks stored into it"),
+        ("scheduler_bench", "--seeds 0", "--seeds: 0 is not within 1 and 100"),
+        ("scheduler_bench", "--parts traces", "--parts: traces needs --traces FILE"),
+        ("scheduler_bench", "--memory 1", "'1' is not device/host in millions of tokens"),
     ],
 )
 def test_wrong_usage_of_each_program_is_refused(

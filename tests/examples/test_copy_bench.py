@@ -1,35 +1,36 @@
-"""The copy benchmark: its results for right and wrong copies. The CPU takes the GPU's place."""
+"""The copy benchmark: its results for right and wrong copies, and all kinds of host memory. The CPU
+takes the GPU's place."""
 
 import json
+import multiprocessing
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 import torch
 
 pytest.importorskip("matplotlib")
 pytest.importorskip("rich")
 
-from examples.bench.command import BAD_RESULT, INTERRUPTED, RUN_FAILED
+from examples.bench.command import BAD_RESULT, CANNOT_START, INTERRUPTED, RUN_FAILED
 from examples.copy_bench import __main__ as copy_bench
-from examples.copy_bench import bench as bench_module
+from examples.copy_bench import bench, memory
 from examples.copy_bench import measure as measure_module
 from examples.copy_bench.arena import Arena
 from examples.copy_bench.contenders import BackendContender, Contender
 from examples.copy_bench.measure import Bystander, measure, measure_small_copies
-from examples.copy_bench.plan import KIB, MIB, SIZES, Plan, Way, make_job, size_text
-from examples.copy_bench.report import crossing_lines
-from examples.copy_bench.results import Results, Row, paths_by_kernel
-from simple_offload.backends.base import Barrier, Direction
-from simple_offload.backends.cuda.backend import CudaBackend
-from simple_offload.backends.cuda.copy_costs import CopyCosts
+from examples.copy_bench.plan import KIB, MIB, SIZES, WAYS, Plan, make_job, size_text
+from simple_offload.backends.base import Barrier, Direction, Measurement
 from simple_offload.backends.host import HostBackend
 from simple_offload.config import ConfigError
 from simple_offload.transfer import Transfer
+from tests.examples.processes import assert_gone
 
 PATIENCE_SECONDS = 30.0
 
@@ -40,23 +41,40 @@ class SmallPlan(Plan):
 
     pool_bytes: int = 4 * MIB
     most_blocks: int = 100
+    both_from: int = 64 * KIB
 
 
 PLAN = SmallPlan(repeats=2)
 
 
 class PathBackend(HostBackend):
-    """HostBackend in place of CudaBackend, with CudaBackend's description of its measurements."""
+    """In place of CudaBackend: it has copied at once, and says by which path. Auto loads up to
+    64 KiB by kernel."""
 
     def __init__(self, copy_path: str = "auto") -> None:
         super().__init__()
         self.copy_path = copy_path
 
+    def open(self, device: Sequence[torch.Tensor]) -> None:
+        super().open(device)
+        (self.blocks,) = device
+
     def describe_paths(self) -> str:
-        return (
-            "load 4K 40 GB/s by kernel, 64K 47 GB/s by kernel, 512K 54 GB/s; "
-            "store 4K 45 GB/s, 64K 48 GB/s, 512K 54 GB/s"
-        )
+        return "load: below 96K by kernel at 47 GB/s, others by DMA at 54 GB/s; store: all by DMA"
+
+    def copy(self, direction: Direction, transfer: Transfer, barrier: Barrier | None) -> Any:
+        super().copy(direction, transfer, barrier)
+        self.spoil()
+        by_kernel = direction is Direction.LOAD and self.blocks.shape[1] <= 64 * KIB
+        path = self.copy_path
+        if path == "auto":
+            path = "kernel" if by_kernel else "dma"
+        # A few neighbours make one large descriptor, which goes by DMA.
+        measured = Measurement(None, {"dma": 1, path: 9})
+        return SimpleNamespace(wait=lambda: None, measure=lambda: measured)
+
+    def spoil(self) -> None:
+        """Called after each copy; tests replace it."""
 
 
 def cpu_arena() -> Arena:
@@ -67,29 +85,27 @@ def cpu_arena() -> Arena:
     )
 
 
-# Jobs
+# Jobs, and the check of their copies
 
 
 @pytest.mark.parametrize("size", [4 * KIB, 2 * MIB])
-@pytest.mark.parametrize("way", list(Way))
-def test_jobs_copy_distinct_blocks_in_their_directions(way: Way, size: int) -> None:
+@pytest.mark.parametrize("way", WAYS)
+def test_jobs_copy_distinct_blocks_in_their_directions(way: str, size: int) -> None:
     job = make_job(way, size, PLAN)
-    wanted = [Direction.LOAD, Direction.STORE] if way is Way.BOTH else [Direction(way.value)]
+    wanted = list(Direction) if way == "both" else [Direction(way)]
     assert list(job.transfers) == wanted
     available = PLAN.pool_bytes // size // len(job.transfers)
-    for direction, transfer in job.transfers.items():
+    for transfer in job.transfers.values():
         for blocks in (transfer.device_blocks, transfer.host_blocks):
             assert len(set(blocks.tolist())) == len(blocks) == min(available, PLAN.most_blocks)
-            assert blocks.max() < job.num_blocks
-            assert bool(((blocks < job.split) == (direction is Direction.LOAD)).all())
+            assert blocks.max() < PLAN.pool_bytes // size
         if size == 4 * KIB:
             neighbours = np.diff([transfer.device_blocks, transfer.host_blocks]) == 1
             assert np.count_nonzero(neighbours) < 20, "scattered on both sides"
             assert np.count_nonzero(transfer.device_blocks == transfer.host_blocks) < 10
+    touched = [{*each.device_blocks, *each.host_blocks} for each in job.transfers.values()]
+    assert len(set().union(*touched)) == sum(map(len, touched)), "loads and stores share no block"
     assert job.num_bytes == job.blocks * size
-
-
-# Contenders, and the check of their copies
 
 
 def flip_last_byte(pool: torch.Tensor, blocks: list[int]) -> None:
@@ -104,18 +120,18 @@ def write_another(pool: torch.Tensor, blocks: list[int]) -> None:
     pool[(set(range(len(pool))) - set(blocks)).pop(), 7] ^= 1
 
 
-@pytest.mark.parametrize("way", list(Way))
+@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("side", ["device", "host"])
 @pytest.mark.parametrize(
     ("spoil", "wrong"), [(flip_last_byte, 1), (swap_two, 2), (write_another, 1)]
 )
 def test_wrong_bytes_are_found(
-    spoil: Callable[[torch.Tensor, list[int]], None], wrong: int, side: str, way: Way
+    spoil: Callable[[torch.Tensor, list[int]], None], wrong: int, side: str, way: str
 ) -> None:
     """In destinations, in sources, and in blocks that are neither."""
     arena, job = cpu_arena(), make_job(way, 4 * KIB, PLAN)
     contender = BackendContender("auto", PathBackend)
-    arena.prepare(job)
+    arena.prepare()
     with contender.opened(arena, job.size):
         for direction, transfer in job.transfers.items():
             contender.copy(direction, transfer)
@@ -132,60 +148,53 @@ def test_wrong_bytes_are_found(
 
 
 class Recorder(Contender):
-    """A contender that copies nothing and advances its clock for each copy."""
+    """Copies nothing and advances its clock for each copy."""
 
     name = "auto"
 
-    def __init__(self, seconds: Iterator[float] | None = None) -> None:
-        self.seconds = seconds
-        self.now = 0.0
+    def __init__(self, seconds: Sequence[float] = (), parties: int = 1) -> None:
+        self.seconds, self.now = list(seconds), 0.0
         self.entered: dict[Direction, int] = {}
         self.copied: list[tuple[Direction, int]] = []
-        self.meeting: threading.Barrier | None = None
+        self.meeting = threading.Barrier(parties)
 
     def enter_thread(self, direction: Direction) -> None:
         self.entered[direction] = threading.get_ident()
 
     def copy(self, direction: Direction, transfer: Transfer) -> None:
         self.copied.append((direction, threading.get_ident()))
-        if self.seconds is not None:
-            self.now += next(self.seconds)
-        if self.meeting is not None:
-            self.meeting.wait(PATIENCE_SECONDS)
+        self.now += self.seconds.pop(0) if self.seconds else 1.0
+        self.meeting.wait(PATIENCE_SECONDS)
 
 
 @pytest.mark.parametrize(
-    ("seconds", "median", "repeats"),
+    ("seconds", "median"),
     [
-        ([9.0, 0.01, 0.05, 0.01, 0.02, 0.03], 0.02, 5),
-        ([9.0, 0.2, 0.1, 0.3], 0.2, 3),
-        ([9.0, 0.6, 0.5], 0.55, 2),
-        ([9.0, 4.0], 4.0, 1),
+        ([9.0, 0.01, 0.05, 0.01, 0.02, 0.03], 0.02),
+        ([9.0, 0.2, 0.1, 0.3], 0.2),
+        ([9.0, 0.6, 0.5], 0.55),
+        ([9.0, 4.0], 4.0),
     ],
 )
 def test_the_median_after_a_warm_up_counts(
-    monkeypatch: pytest.MonkeyPatch, seconds: list[float], median: float, repeats: int
+    monkeypatch: pytest.MonkeyPatch, seconds: list[float], median: float
 ) -> None:
-    contender = Recorder(iter(seconds))
+    contender = Recorder(seconds)
     clock = SimpleNamespace(perf_counter=lambda: contender.now)
     monkeypatch.setattr(measure_module, "time", clock)
-    cell = measure(contender, cpu_arena(), make_job(Way.LOAD, MIB, PLAN), 5)
+    cell = measure(contender, cpu_arena(), make_job("load", MIB, PLAN), 5)
     assert cell.seconds == pytest.approx(median)
-    assert cell.repeats == repeats
-    assert list(contender.seconds or ()) == []
+    assert cell.gb_per_s == pytest.approx(cell.num_bytes / median / 1e9)
+    assert cell.repeats == len(contender.copied) - 1 == len(seconds) - 1
 
 
 def test_both_ways_run_at_once_on_threads_that_have_entered() -> None:
-    contender = Recorder()
-    contender.meeting = threading.Barrier(2)  # which one thread alone never passes
-    measure(contender, cpu_arena(), make_job(Way.BOTH, MIB, PLAN), 1)
+    contender = Recorder(parties=2)  # which one thread alone never passes
+    measure(contender, cpu_arena(), make_job("both", MIB, PLAN), 1)
     assert len(contender.copied) == 4  # the warm-up and one repeat
     for direction, thread in contender.copied:
         assert contender.entered[direction] == thread != threading.get_ident()
     assert len(set(contender.entered.values())) == 2
-
-
-# Small copies beside large ones
 
 
 @pytest.mark.parametrize(("direction", "wanted"), [(Direction.STORE, 1), (Direction.LOAD, 2)])
@@ -231,11 +240,11 @@ def test_small_copies_beside_a_large_one(
     bus = Bus([0.004, 0.005, 0.03, 0.02, 0.041])
     monkeypatch.setattr(measure_module, "time", SimpleNamespace(perf_counter=lambda: bus.now))
     monkeypatch.setattr(Bystander, "copy", lambda _, direction: bus.copy_small(direction))
-    job = make_job(Way.STORE, MIB, PLAN)
+    job = make_job("store", MIB, PLAN)
     to_device, to_host = measure_small_copies(bus, cpu_arena(), job, repeats=2)
-    assert (to_device.small_way, to_host.small_way) == (Way.LOAD, Way.STORE)
+    assert (to_device.small_way, to_host.small_way) == ("load", "store")
     for found in (to_device, to_host):
-        assert (found.contender, found.way, found.size) == ("auto", Way.STORE, MIB)
+        assert (found.contender, found.way, found.size) == ("auto", "store", MIB)
         assert (found.small_bytes, found.repeats, found.made) == (4 * KIB, 2, 2 * 3)
         assert found.gb_per_s == pytest.approx(PLAN.pool_bytes / 0.1 / 1e9)
         assert found.median == pytest.approx(0.03)
@@ -246,78 +255,37 @@ def test_small_copies_beside_a_large_one(
     assert set(bus.asked[first_store:]) == {Direction.STORE}
 
 
-# Numbers
-
-
-def test_paths_are_read_from_the_backend_s_description() -> None:
-    backend = CudaBackend.__new__(CudaBackend)  # needs no GPU as long as it is not initialised
-    sizes = np.array([4096.0, 65536.0, 524288.0])
-    dma = np.array([1e-6, 1.4e-6, 9.7e-6])
-    backend._costs = {
-        Direction.LOAD: CopyCosts(sizes, dma, dma * np.array([0.5, 0.9, 1.1])),
-        Direction.STORE: CopyCosts(sizes[:1], dma[:1], np.array([np.inf])),
-    }
-    assert paths_by_kernel(backend.describe_paths()) == {
-        "load": {4096: True, 65536: True, 524288: False},
-        "store": {4096: False},
-    }
-    assert paths_by_kernel("") == {}
-
-
-@pytest.mark.parametrize(
-    ("paths", "crossing", "line_end"),
-    [
-        ({4: True, 8: True, 16: False, 32: False}, (8, 16), "up to 8 KiB, by DMA from 16 KiB."),
-        ({4: False, 8: True, 16: False}, (8, 16), "up to 8 KiB, by DMA from 16 KiB."),
-        ({4: True, 8: True}, (8, None), "by kernel up to 8 KiB."),
-        ({4: False, 8: False}, (None, 4), "store: by DMA from 4 KiB."),
-    ],
-)
-def test_crossing(
-    paths: dict[int, bool], crossing: tuple[int | None, int | None], line_end: str
-) -> None:
-    found = Results(Plan(), {})
-    found.rows = [
-        Row(Way.STORE, size * KIB, 1, {}, {"store": path}) for size, path in paths.items()
-    ]
-    # A row of both directions at once does not count for either alone.
-    found.rows.append(Row(Way.BOTH, 2 * MIB, 1, {}, {"store": True}))
-    assert found.crossing("store") == tuple(k and k * KIB for k in crossing)
-    assert found.crossing("load") is None
-    (line,) = crossing_lines(found)
-    assert line.endswith(line_end)
-
-
-# The program
+# The program, copies
 
 
 @pytest.fixture
-def cpu_rig(monkeypatch: pytest.MonkeyPatch) -> None:
+def cpu_rig(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     """A CPU that the benchmark accepts as a CUDA device."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "NVIDIA H200")
-    monkeypatch.setattr(bench_module, "CudaBackend", PathBackend)
-    monkeypatch.setattr(bench_module, "gpu_driver", lambda: "580.159.03")
-
-    def arena(
-        pool_bytes: int, _: torch.device, allocate_host: Callable[[int], torch.Tensor]
-    ) -> Arena:
-        return Arena(pool_bytes, torch.device("cpu"), allocate_host)
-
-    monkeypatch.setattr(bench_module, "Arena", arena)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H200")
+    monkeypatch.setattr(bench, "CudaBackend", PathBackend)
+    cpu = torch.device("cpu")
+    monkeypatch.setattr(bench, "Arena", lambda size, _, allocate: Arena(size, cpu, allocate))
     monkeypatch.setattr(copy_bench, "Plan", SmallPlan)
+    return monkeypatch
 
 
 def run(output: Path, *arguments: str) -> int:
-    return copy_bench.main(["--repeats", "2", "--out", str(output), *arguments])
+    return copy_bench.main(
+        ["--parts", "copies", "--repeats", "2", "--out", str(output), *arguments]
+    )
+
+
+def numbers_of(output: Path) -> Any:
+    return json.loads((output / "result.json").read_text())
 
 
 def table_lines(printed: str) -> list[str]:
     """Lines of tables, with single blanks."""
     assert "…" not in printed
     lines = [" ".join(line.split()) for line in printed.splitlines()]
-    return [line for line in lines if line.split(" ")[0] in ("load", "store", "both")]
+    return [line for line in lines if line.split(" ")[0] in WAYS]
 
 
 @pytest.mark.usefixtures("cpu_rig")
@@ -325,31 +293,32 @@ def test_a_whole_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert run(tmp_path / "out") == 0
     captured = capsys.readouterr()
     assert "\x1b" not in captured.out + captured.err
-    assert "NVIDIA H200, driver 580.159.03, torch" in captured.out
-    assert "Calibration, load: by kernel up to 64 KiB, by DMA from 512 KiB." in captured.out
+    assert "device: NVIDIA H200\n" in captured.out
+    assert "Calibration: load: below 96K by kernel" in captured.out
     for step in ("peak", "4 KiB", "2 MiB"):
         assert f"s  copy_bench: {step}\n" in captured.err
 
-    numbers = json.loads((tmp_path / "out" / "result.json").read_text())
-    assert {"device", "driver", "torch", "cuda", "triton", "date", "plan"} <= set(numbers)
+    numbers = numbers_of(tmp_path / "out")
+    assert {"device", "driver", "torch", "cuda", "triton", "date"} <= set(numbers["machine"])
     assert [(row["way"], row["size"]) for row in numbers["rows"]] == [
-        (way.value, size) for size in SIZES for way in Plan().ways(size)
+        (way, size) for size in SIZES for way in PLAN.ways(size)
     ]
-    for peak in numbers["peak"].values():
-        assert (peak["fault"], peak["num_bytes"]) == (None, PLAN.pool_bytes)
     shown = table_lines(captured.out)
-    names = ("torch", "dma", "kernel", "auto")
     for row in numbers["rows"]:
-        cells = [numbers["peak"][row["way"]], *(row["contenders"][name] for name in names)]
-        for measured in cells[1:]:
-            assert measured["fault"] is None
-            assert (measured["num_bytes"], measured["repeats"]) == (row["blocks"] * row["size"], 2)
-            ratio = measured["gb_per_s"] / cells[0]["gb_per_s"]
-            assert measured["of_peak"] == pytest.approx(ratio)
-        bandwidths = " ".join(f"{each['gb_per_s']:.1f}" for each in cells)
-        of_peak = f"{cells[-1]['of_peak']:.0%}"
-        line = f"{row['way']} {size_text(row['size'])} {row['blocks']} {bandwidths} {of_peak}"
-        assert any(each.startswith(line) for each in shown), line
+        cells = row["contenders"]
+        assert {cell["fault"] for cell in cells.values()} == {None}
+        peak = cells["peak"]
+        assert peak["num_bytes"] == PLAN.pool_bytes
+        ours = [cells[name] for name in ("torch", "dma", "kernel", "auto")]
+        for cell in ours:
+            assert (cell["num_bytes"], cell["repeats"]) == (row["blocks"] * row["size"], 2)
+            assert cell["of_peak"] == pytest.approx(cell["gb_per_s"] / peak["gb_per_s"])
+        bandwidths = " ".join(f"{each['gb_per_s']:.1f}" for each in (peak, *ours))
+        by_kernel = row["way"] != "store" and row["size"] <= 64 * KIB
+        path = ("mixed" if row["way"] == "both" else "kernel") if by_kernel else "dma"
+        assert [cell["path"] for cell in ours] == [None, "dma", "kernel", path]
+        line = f"{row['way']} {size_text(row['size'])} {row['blocks']} {bandwidths} "
+        assert f"{line}{ours[-1]['of_peak']:.0%} {path}" in shown
     small = []
     for one in numbers["small_copies"]:
         small.append((one["contender"], one["way"], one["small_way"], one["size"]))
@@ -363,51 +332,31 @@ def test_a_whole_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
         for way in ("load", "store")
         for small_way in ("load", "store")
     ]
-    assert numbers["faults"] == []
-    assert numbers["crossing"]["load"] == [64 * KIB, 512 * KIB]
-    assert numbers["calibration"][str(4 * KIB)] == PathBackend().describe_paths()
     assert numbers["seconds"] > 0
     assert (tmp_path / "out" / "bandwidth.png").read_bytes().startswith(b"\x89PNG")
 
 
-def spoil_path(
-    monkeypatch: pytest.MonkeyPatch, path: str, spoil: Callable[[PathBackend], object]
-) -> None:
-    """Call ``spoil`` after each copy of the contender ``path``."""
-    copy = PathBackend.copy
-
-    def spoiled(
-        self: PathBackend, direction: Direction, transfer: Transfer, barrier: Barrier | None
-    ) -> None:
-        copy(self, direction, transfer, barrier)
-        if self.copy_path == path:
-            spoil(self)
-
-    monkeypatch.setattr(PathBackend, "copy", spoiled)
-
-
-@pytest.mark.usefixtures("cpu_rig")
 def test_wrong_bytes_exit_with_1(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, cpu_rig: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def corrupt(backend: PathBackend) -> None:
-        backend._device[0][5, 100] ^= 1
+        if backend.copy_path == "kernel":
+            backend.blocks[5, 100] ^= 1
 
-    spoil_path(monkeypatch, "kernel", corrupt)
+    cpu_rig.setattr(PathBackend, "spoil", corrupt)
     assert run(tmp_path, "--sizes", "4K") == BAD_RESULT
     captured = capsys.readouterr()
     assert captured.out.count("WRONG") == 2 + 2
     assert "WRONG BYTES: kernel, load, 4 KiB: 1 of 1024 device blocks are wrong" in captured.out
-    numbers = json.loads((tmp_path / "result.json").read_text())
+    numbers = numbers_of(tmp_path)
     faults = [each.split(":")[0] for each in numbers["faults"]]
     assert faults == ["kernel, load, 4 KiB", "kernel, store, 4 KiB"]
-    assert all("of_peak" not in row["contenders"]["kernel"] for row in numbers["rows"])
+    assert [row["contenders"]["kernel"]["of_peak"] for row in numbers["rows"]] == [None, None]
 
 
-@pytest.mark.usefixtures("cpu_rig")
 def test_paths_that_fail_or_are_missing_stop_no_other(
     tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    cpu_rig: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
     no_thread_left: None,
 ) -> None:
@@ -415,17 +364,18 @@ def test_paths_that_fail_or_are_missing_stop_no_other(
     closed = []
     opened = PathBackend.open
 
-    def fail(_: PathBackend) -> None:
-        raise RuntimeError("CUDA_ERROR_LAUNCH_FAILED")
+    def fail(backend: PathBackend) -> None:
+        if backend.copy_path == "dma":
+            raise RuntimeError("CUDA_ERROR_LAUNCH_FAILED")
 
     def refuse(self: PathBackend, device: Sequence[torch.Tensor]) -> None:
         if self.copy_path == "kernel":
             raise ConfigError("copy_path='kernel': Triton cannot be imported")
         opened(self, device)
 
-    monkeypatch.setattr(PathBackend, "open", refuse)
-    monkeypatch.setattr(PathBackend, "close", lambda self: closed.append(self.copy_path))
-    spoil_path(monkeypatch, "dma", fail)
+    cpu_rig.setattr(PathBackend, "open", refuse)
+    cpu_rig.setattr(PathBackend, "close", lambda self: closed.append(self.copy_path))
+    cpu_rig.setattr(PathBackend, "spoil", fail)
     assert run(tmp_path, "--sizes", "4K", "64K") == RUN_FAILED
     printed = capsys.readouterr().out
     assert "Left out: kernel: copy_path='kernel': Triton cannot be" in printed
@@ -435,61 +385,180 @@ def test_paths_that_fail_or_are_missing_stop_no_other(
     assert line.split()[6:8] == ["-", "-"], "paths that were not measured have no number"
     # Each is closed, and "dma" once more for the backend that pins the pools.
     assert sorted(closed) == ["auto", "auto", "dma", "dma", "kernel"]
-    for row in json.loads((tmp_path / "result.json").read_text())["rows"]:
-        assert set(row["contenders"]) == {"torch", "auto"}
+    for row in numbers_of(tmp_path)["rows"]:
+        assert set(row["contenders"]) == {"peak", "torch", "auto"}
 
 
-@pytest.mark.usefixtures("cpu_rig")
 def test_an_interrupted_run_keeps_its_numbers(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, cpu_rig: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def interrupt(backend: PathBackend) -> None:
-        if backend._device[0].shape[1] == 64 * KIB:
+        if backend.blocks.shape[1] == 64 * KIB:
             raise KeyboardInterrupt
 
-    spoil_path(monkeypatch, "auto", interrupt)
+    cpu_rig.setattr(PathBackend, "spoil", interrupt)
     assert run(tmp_path, "--sizes", "4K", "64K", "2M") == INTERRUPTED
     assert capsys.readouterr().err.endswith("Interrupted.\n")
-    numbers = json.loads((tmp_path / "result.json").read_text())
-    assert [row["size"] for row in numbers["rows"]] == [4 * KIB, 4 * KIB]
+    assert [row["size"] for row in numbers_of(tmp_path)["rows"]] == [4 * KIB, 4 * KIB]
 
 
-@pytest.mark.usefixtures("cpu_rig")
 @pytest.mark.parametrize(
     ("error", "code", "message"),
     [
-        (None, 2, "No CUDA device (torch"),
-        (ImportError("No module named 'cuda'"), 2, "No module named 'cuda' (the extra"),
-        (MemoryError("2.00 GiB of host memory asked for"), 3, "2.00 GiB of host"),
-        (RuntimeError("CUDA out of memory"), 3, "RuntimeError: CUDA out of memory"),
+        (ImportError("No module named 'cuda'"), CANNOT_START, "No module named 'cuda' (the extra"),
+        (MemoryError("2.00 GiB of host memory asked for"), RUN_FAILED, "2.00 GiB of host"),
+        (RuntimeError("CUDA out of memory"), RUN_FAILED, "RuntimeError: CUDA out of memory"),
     ],
 )
 def test_missing_requirements_are_reported(
-    error: Exception | None,
+    error: Exception,
     code: int,
     message: str,
     tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    cpu_rig: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    def no_rig(_: Plan) -> None:
-        assert error is not None
+    def no_rig(*_: object) -> None:
         raise error
 
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: error is not None)
-    monkeypatch.setattr(bench_module, "cuda_rig", no_rig)
+    cpu_rig.setattr(bench, "run", no_rig)
     assert run(tmp_path) == code
     captured = capsys.readouterr()
     assert captured.err.splitlines()[-1].startswith(message)
     assert captured.out == ""
 
 
+def test_no_gpu(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert copy_bench.main([]) == CANNOT_START
+    assert "No CUDA device (torch" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        copy_bench.main(["--device", "cpu", "--parts", "copies"])
+    assert "--parts: copies need a CUDA device" in capsys.readouterr().err
+
+
+# Host memory
+
+NUM_BYTES = 16 * MIB
+
+
+@pytest.fixture
+def no_process_left() -> Iterator[None]:
+    """Only the process that tracks multiprocessing's semaphores lives as long as this one."""
+    before = set(psutil.Process().children(recursive=True))
+    yield
+    assert multiprocessing.active_children() == []
+    started = set(psutil.Process().children(recursive=True)) - before
+    assert_gone([each for each in started if "resource_tracker" not in " ".join(each.cmdline())])
+
+
+def measure_memory(output: Path, processes: int) -> int:
+    small = ("--device", "cpu", "--gib", "0.015625", "--processes", str(processes))
+    return copy_bench.main([*small, "--out", str(output)])
+
+
+def memory_table(printed: str) -> dict[tuple[str, str], list[str]]:
+    """The rows by kind and process."""
+    rows = [line.strip("|").split("|") for line in printed.splitlines() if line.startswith("|")]
+    stripped = [[cell.strip() for cell in row] for row in rows]
+    assert stripped[0] == ["kind", "process", *memory.COLUMNS]
+    return {(row[0], row[1]): row[2:] for row in stripped[2:]}
+
+
+@pytest.mark.slow
+def test_two_processes(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], no_process_left: None
+) -> None:
+    assert measure_memory(tmp_path, 2) == 0
+    printed = capfd.readouterr().out
+    numbers = numbers_of(tmp_path)
+    assert numbers["machine"]["numa_nodes"] >= 1
+    assert f"kernel: {numbers['machine']['kernel']}\n" in printed
+    rows = {row["kind"]: row for row in numbers["memory"]}
+    assert list(rows) == list(memory.KINDS)
+    shown = memory_table(printed)
+    for kind in (memory.ANONYMOUS, memory.MEMFD, memory.ADVISED):
+        assert rows[kind]["num_bytes"] == NUM_BYTES
+        assert [len(rounds) for rounds in rows[kind]["rounds"]] == [3, 3]
+        for index, found in enumerate(rows[kind]["medians"]):
+            touches = index == 0 or kind == memory.ANONYMOUS
+            assert set(found) == set(memory.COLUMNS) - ({memory.PLACE} if not touches else set())
+            assert all(found[column] > 0 for column in memory.COPIES.values())
+            cells = [f"{found[name]:.2f}" if name in found else "-" for name in memory.COLUMNS]
+            assert shown[kind, f"{index} of 2"] == cells
+
+
+def test_a_kind_of_memory_that_fails_stops_no_other(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    failing = {memory.MEMFD}
+
+    def measure(kind: str, num_bytes: int, count: int, device: str) -> Any:
+        if kind in failing:
+            raise RuntimeError("cudaHostRegister:\nout of memory")
+        return [[{memory.REGISTER: seconds} for seconds in (9.0, 1.0, 2.0)]] * count
+
+    monkeypatch.setattr(memory, "measure", measure)
+    assert measure_memory(tmp_path, 1) == 0
+    shown = memory_table(capfd.readouterr().out)
+    assert shown[memory.MEMFD, "0 of 1"] == ["RuntimeError: cudaHostRegister: out of memory"]
+    for kind in (memory.ANONYMOUS, memory.ADVISED, memory.HUGETLB):
+        assert shown[kind, "0 of 1"][:3] == ["-", "2.00", "-"]
+    failing.update(memory.KINDS)
+    assert measure_memory(tmp_path, 1) == RUN_FAILED
+
+
+@pytest.mark.parametrize(
+    ("device", "seconds", "error"), [("cpu", 0.0, TimeoutError), ("no_device", 180.0, RuntimeError)]
+)
+def test_a_process_that_hangs_or_fails_ends_all(
+    device: str,
+    seconds: float,
+    error: type[Exception],
+    monkeypatch: pytest.MonkeyPatch,
+    no_process_left: None,
+) -> None:
+    monkeypatch.setattr(memory, "ALL_SECONDS", seconds)
+    with pytest.raises(error):
+        memory.measure(memory.MEMFD, NUM_BYTES, 2, device)
+
+
+def test_more_memory_than_there_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes = {"MemAvailable": 3 * NUM_BYTES, "HugePages_Free": NUM_BYTES - 2 * MIB}
+    monkeypatch.setattr(memory, "meminfo", lambda: sizes)
+    with pytest.raises(MemoryError, match=r"0\.06 GiB needed, MemAvailable is 0\.05 GiB"):
+        memory.measure(memory.ANONYMOUS, NUM_BYTES, 4, "cpu")
+    with pytest.raises(MemoryError, match=r"0\.02 GiB needed, HugePages_Free is 0\.01"):
+        memory.measure(memory.HUGETLB, NUM_BYTES, 4, "cpu")
+
+
+@pytest.mark.parametrize("lost", list(Direction))
+def test_copies_that_lose_bytes_are_found(lost: Direction) -> None:
+    class Losing(HostBackend):
+        def copy(self, direction: Direction, transfer: Transfer, barrier: Barrier | None) -> None:
+            if direction is not lost:
+                super().copy(direction, transfer, barrier)
+
+    memory.enter(threading.Barrier(1))
+    device = torch.zeros(NUM_BYTES, dtype=torch.int8)
+    with pytest.raises(RuntimeError, match=f"{lost.value} of 2 MiB: wrong bytes"):
+        memory.one_round(0, memory.ANONYMOUS, "", device, Losing)
+    assert set(memory.one_round(0, memory.ANONYMOUS, "", device, HostBackend)) == set(
+        memory.COLUMNS
+    )
+
+
 @pytest.mark.gpu
 def test_on_a_gpu(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(tmp_path, "--sizes", "4K", "64K", "512K") == 0, capsys.readouterr().err
-    numbers = json.loads((tmp_path / "result.json").read_text())
+    arguments = ["--sizes", "4K", "64K", "512K", "--gib", "0.25", "--out", str(tmp_path)]
+    assert copy_bench.main(arguments) == 0, capsys.readouterr().err
+    numbers = numbers_of(tmp_path)
     for row in numbers["rows"]:
-        assert set(row["contenders"]) == {"torch", "dma", "kernel", "auto"}
-    assert numbers["crossing"]["load"] is not None
+        assert set(row["contenders"]) == {"peak", "torch", "dma", "kernel", "auto"}
+        assert row["contenders"]["auto"]["path"] in ("dma", "kernel", "mixed")
     assert len(numbers["small_copies"]) == 16
     assert all(one["size"] == 512 * KIB and one["made"] for one in numbers["small_copies"])
+    for row in numbers["memory"]:
+        if row["kind"] != memory.HUGETLB:
+            assert "error" not in row
+            assert all(found[memory.REGISTER] > 0 for found in row["medians"])

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("matplotlib")
 pytest.importorskip("rich")
 pytest.importorskip("vllm")
 
@@ -16,18 +15,27 @@ from rich.console import Console
 
 from examples.bench.command import BAD_RESULT, RUN_FAILED
 from examples.scheduler_bench import __main__ as command
+from examples.scheduler_bench import report
 from examples.scheduler_bench.contenders import CONTENDERS, Contender, OurSide
 from examples.scheduler_bench.costs import Serving
-from examples.scheduler_bench.engine import Engine, Hit, Shape
+from examples.scheduler_bench.engine import Engine, Hit, Shape, Wait
 from examples.scheduler_bench.footprint import measure_footprint
-from examples.scheduler_bench.plan import BLOCK_SIZE, QUICK, FootprintPlan, Mix, Order, Part, Plan
-from examples.scheduler_bench.report import cost_table, footprint_table, hit_table, hook_table
+from examples.scheduler_bench.plan import (
+    BLOCK_SIZE,
+    QUICK,
+    ChatPlan,
+    FootprintPlan,
+    Mix,
+    Order,
+    Part,
+    Plan,
+)
 from examples.scheduler_bench.results import (
     POOL,
     Footprint,
-    HitCount,
-    HitRow,
     Kind,
+    Outcome,
+    Play,
     Results,
     Row,
     goals,
@@ -35,33 +43,25 @@ from examples.scheduler_bench.results import (
 from examples.scheduler_bench.stopwatch import Cost, Hook
 from examples.scheduler_bench.turns import Workload, run_turns
 
+CHAT = ChatPlan(4, 2, 3, 32, (100, 200), device_tokens=1024, host_factors=(2.0,))
 TINY = replace(
     QUICK,
     cost=replace(QUICK.cost, running=(1, 3), lengths=(64, 256), tiers=(64,), tier_tokens=256),
     hits=replace(QUICK.hits, conversations=6, turns=3, running=2, one_off_tokens=64),
+    chat=CHAT,
 )
 ALL = ("ours", "ours-eager", "builtin")
-QUICKLY = {Part.COST, Part.HITS}
 
 
-class DeafSide(OurSide):
-    """A connector that never finds anything."""
+class Faulty(OurSide):
+    """A connector whose scheduler side has another member."""
 
-    def open(self, connector: Any, num_blocks: int, block_bytes: int) -> None:
-        super().open(connector, num_blocks, block_bytes)
-        connector.scheduler.get_num_new_matched_tokens = lambda request, computed: (0, False)
-
-
-class BrokenSide(OurSide):
-    """A connector that fails when a store has ended."""
+    def __init__(self, name: str, member: object) -> None:
+        self._name, self._member = name, member
 
     def open(self, connector: Any, num_blocks: int, block_bytes: int) -> None:
         super().open(connector, num_blocks, block_bytes)
-
-        def fail(output: object) -> None:
-            raise RuntimeError("lost count")
-
-        connector.scheduler.update_connector_output = fail
+        setattr(connector.scheduler, self._name, self._member)
 
 
 def numbers_of(output: Path) -> Any:
@@ -72,9 +72,11 @@ def numbers_of(output: Path) -> Any:
 
 
 def test_a_tiny_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert command.run(TINY, [CONTENDERS[name] for name in ALL], QUICKLY, tmp_path) == 0
+    contenders = [CONTENDERS[name] for name in (*ALL, "none")]
+    assert command.run(TINY, contenders, {Part.COST, Part.HITS, Part.CHAT}, tmp_path) == 0
     captured = capsys.readouterr()
     assert "decode, 3 running" in captured.err
+    assert "host 2 x device, one-offs" in captured.out
     assert "\x1b" not in captured.out + captured.err
     numbers = numbers_of(tmp_path)
     assert numbers["problems"] == numbers["failures"] == numbers["left_out"] == {}
@@ -85,32 +87,41 @@ def test_a_tiny_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         *(("stored, tier full", 64), ("loaded, tier full", 64)),
     ]
     for row in numbers["rows"]:
+        cells = row["cells"]
+        assert (POOL in cells) == (row["kind"] in ("stored", "loaded"))
+        assert cells.pop(POOL, {"by_hook": {"other": 1}})["by_hook"]["other"] > 0
         # Where a tier is full, ours stores no prompt that stays on the device.
-        assert (POOL in row["contenders"]) == (row["kind"] in ("stored", "loaded"))
-        assert row["contenders"].pop(POOL, {"seconds": 1})["seconds"] > 0
-        assert set(row["contenders"]) == set(ALL[row["kind"].endswith("full") :])
-        for cost in row["contenders"].values():
-            assert cost["slowest_step"] > 0
-            assert cost["by_hook"]["metadata"] > 0
-        builtin = row["contenders"]["builtin"]["seconds"]
-        ours = row["contenders"]["ours-eager"]
-        assert ours["of_rival"] == pytest.approx(ours["seconds"] / builtin)
-        stores = row["kind"] != "decode"
+        assert set(cells) == set(ALL[row["kind"].endswith("full") :])
+        assert all(cost["slowest_step"] > 0 for cost in cells.values())
+        assert all(cost["by_hook"]["metadata"] > 0 for cost in cells.values())
+        ours = cells["ours-eager"]["by_hook"]
+        assert (ours["lookup"] > 0) >= (row["kind"] != "decode")
         loads = row["kind"].split(",")[0] in ("loaded", "serving", "conversations")
-        assert (ours["by_hook"]["lookup"] > 0) >= stores
-        assert (ours["by_hook"]["completion"] > 0) >= loads
-    by_tier = {
-        (row["order"], row["one_offs"], row["host_part"]): row["contenders"]
-        for row in numbers["hits"]
-    }
-    assert len(by_tier) == 8
+        assert (ours["completion"] > 0) >= loads
+    for play in (*numbers["hits"], *numbers["chats"]):
+        asked = {(each["prompt"], each["requests"]) for each in play["contenders"].values()}
+        assert len(asked) == 1, "all are asked the same"
+    hits = {play["name"]: play["contenders"] for play in numbers["hits"]}
+    assert len(hits) == 8
     for name in ALL:
+        fits, half = hits["round robin, tier 100%"][name], hits["round robin, tier 50%"][name]
         # The whole working set fits, and nothing else comes in between.
-        assert by_tier["round robin", False, 1.0][name]["rate"] == 1
-        assert by_tier["round robin", False, 0.5][name]["rate"] < 1
-        assert by_tier["round robin", False, 1.0][name]["possible"] > 0
-    for plot in ("cost.png", "hits.png"):
-        assert (tmp_path / plot).read_bytes().startswith(b"\x89PNG")
+        assert fits["known"] == fits["known_on_device"] + fits["known_in_host"]
+        assert half["known"] > half["known_on_device"] + half["known_in_host"]
+    # A chat counts its last working set.
+    num_later, num_one_offs = CHAT.users * (CHAT.turns - 1), CHAT.users * CHAT.turns // 4
+    for play, num_first in zip(
+        numbers["chats"], (CHAT.users, CHAT.users + num_one_offs), strict=True
+    ):
+        assert [*play["contenders"]] == [*ALL, "none"]
+        for name, outcome in play["contenders"].items():
+            first, later = outcome["first_turns"], outcome["later_turns"]
+            assert (first["requests"], later["requests"]) == (num_first, num_later)
+            assert outcome["requests"] == num_first + num_later
+            assert (outcome["host"] > 0) == (name != "none")
+            assert outcome["unstored"] > 0 or name != "none"
+            assert later["passed_sum"] == 0
+            assert outcome["seconds"] > 0
 
 
 @pytest.mark.parametrize(("answer_tokens", "num_steps"), [(4, TINY.cost.steps), (40, 80)])
@@ -127,14 +138,14 @@ def test_a_measurement_lasts_as_long_as_the_longest_answer(
 def test_a_connector_that_never_hits_is_found_out(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    deaf = Contender("ours", DeafSide(), rival="builtin")
+    deaf = Faulty("get_num_new_matched_tokens", lambda request, computed: (0, False))
     plan = replace(TINY, cost=replace(TINY.cost, running=(), lengths=(64,), tiers=()))
-    assert command.run(plan, [deaf], QUICKLY, tmp_path) == BAD_RESULT
-    numbers = numbers_of(tmp_path)
+    contender = Contender("ours", deaf, rival="builtin")
+    assert command.run(plan, [contender], {Part.COST, Part.HITS}, tmp_path) == BAD_RESULT
     printed = " ".join(capsys.readouterr().out.split())
-    assert {row["contenders"]["ours"]["rate"] for row in numbers["hits"]} == {0.0}
-    assert numbers["problems"]["ours, one prompt of 64 tokens"] == "96 tokens were not loaded"
-    assert "ours, random, tier 100%" in numbers["problems"]
+    problems = numbers_of(tmp_path)["problems"]
+    assert problems["ours, one prompt of 64 tokens"] == "96 tokens were not loaded"
+    assert "none hit" in problems["ours, random, tier 100%"]
     assert "Proves nothing: ours, one prompt of 64 tokens: 96 tokens" in printed
 
 
@@ -142,14 +153,14 @@ def test_one_that_fails_or_is_refused_is_out_and_the_others_go_on(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     refused = Contender("odd", OurSide(), {"copy_path": "odd"})
-    broken = Contender("broken", BrokenSide(), rival="builtin")
+    broken = Contender("broken", Faulty("update_connector_output", "lost"), rival="builtin")
     plan = replace(TINY, cost=replace(TINY.cost, running=(), lengths=(64, 256), tiers=()))
     contenders = [refused, broken, CONTENDERS["ours"]]
     assert command.run(plan, contenders, {Part.COST}, tmp_path) == RUN_FAILED
     printed = capsys.readouterr().out
     assert "Left out: odd: kv_connector_extra_config: copy_path" in printed
-    assert "broken failed: one prompt of 64 tokens: RuntimeError: lost count" in printed
-    names = {name for row in numbers_of(tmp_path)["rows"] for name in row["contenders"]}
+    assert "broken failed: one prompt of 64 tokens: TypeError: 'str' object" in printed
+    names = {name for row in numbers_of(tmp_path)["rows"] for name in row["cells"]}
     assert names == {"ours", POOL}
 
 
@@ -171,57 +182,70 @@ def test_offered_names_are_the_contenders() -> None:
 # The parts
 
 
+SHAPE = Shape(40, 80, max_running=8, delay=3, chunk_tokens=64, tokens_per_second=64.0)
+
+
 @pytest.mark.parametrize("name", ALL)
-def test_engine_counts_hits_blocks_and_steps(name: str) -> None:
-    engine = Engine(CONTENDERS[name], Shape(device_blocks=40, host_blocks=40, delay=3))
-    prompt = list(range(100))
-    engine.add("cold", prompt, [7, 8])
+def test_engine_counts_hits_blocks_steps_and_waits(name: str) -> None:
+    """A prompt of 97 tokens takes two steps, of 64 and 33 tokens. Its load is reported three steps
+    later, and computed with the next."""
+    engine = Engine(CONTENDERS[name], SHAPE)
+    prompt = list(range(97))
+    engine.add("cold", prompt, [7, 8], came=-1.0)
     engine.drain()
     assert engine.hits["cold"] == Hit(device=0, host=0)
+    assert engine.waits["cold"] == Wait(-1.0, 0.0, 0.0, 2.0 + 97 / 64)
     assert (engine.num_stored, engine.num_loaded) == (6, 0)
     engine.add("warm", prompt, [7])
     engine.drain()
     assert engine.hits["warm"] == Hit(device=96, host=0)
     engine.reset_device()
-    before = engine.num_steps
-    engine.add("loaded", prompt, [7])
+    before = engine.now
+    engine.add("loaded", prompt, [7, 8])
     engine.drain()
     assert engine.hits["loaded"] == Hit(device=0, host=96)
     assert engine.num_loaded == 6
-    # Submitted, reported three steps later, and computed in the step after that.
-    assert engine.num_steps - before >= 5
-    assert engine.side.num_host_blocks(engine.connector) == 40
+    began = before + 4.0
+    assert engine.waits["loaded"] == Wait(before, before, began, began + 1.0 + 1 / 64)
+    assert engine.side.num_host_blocks(engine.connector) == 80
     cost = engine.stopwatch.drain()
     assert all(cost.by_hook[hook] > 0 for hook in Hook)
     assert cost.slowest_step < cost.seconds
     assert engine.stopwatch.drain().seconds == 0
 
 
-def test_all_are_asked_the_same() -> None:
-    load = Workload(TINY.hits, Order.RANDOM, one_offs=True, seed=3)
-    assert list(load.sequence()) == list(load.sequence())
-    turns = [turn for turn in load.sequence() if turn is not None]
-    assert sorted(turns) == sorted(list(range(6)) * 3)
-    assert None in load.sequence()
-    assert None not in Workload(TINY.hits, Order.RANDOM, one_offs=False, seed=3).sequence()
+def test_who_gets_blocks_first_is_counted() -> None:
+    """The first request is told to ask again, three times."""
+    engine = Engine(CONTENDERS["ours"], SHAPE)
+    lookup, again = engine.connector.get_num_new_matched_tokens, ["0", "0", "0"]
+
+    def ask(request: Any, computed: int) -> Any:
+        if request.request_id in again:
+            return again.pop() and None, False
+        return lookup(request, computed)
+
+    engine.connector.get_num_new_matched_tokens = ask
+    for number in range(3):
+        engine.add(f"{number}", list(range(100 * number, 100 * number + 20)), [7])
+    engine.drain()
+    assert [wait.num_passed for wait in engine.waits.values()] == [2, 0, 0]
+    assert engine.waits["0"].got_blocks > engine.waits["2"].got_blocks
 
 
 @pytest.mark.parametrize("name", ALL)
 def test_hit_counts(name: str) -> None:
     plan = replace(TINY.hits, running=1)
-    load = Workload(plan, Order.ROUND_ROBIN, one_offs=False, seed=0)
-    count, _ = run_turns(CONTENDERS[name], load, host_part=1.0, delay=2)
-    lengths = []
-    for by_turn in load.user_tokens:
+    count = run_turns(CONTENDERS[name], plan, Order.ROUND_ROBIN, False, host_part=1.0, seed=0)
+    known = 0
+    for messages in Workload(plan, Order.ROUND_ROBIN, one_offs=False, seed=0).user_tokens:
         history = plan.system_tokens
-        for turn, user in enumerate(by_turn):
-            known = history - (turn > 0)
-            lengths.append(known // BLOCK_SIZE * BLOCK_SIZE)
+        for turn, user in enumerate(messages):
+            known += (history - (turn > 0)) // BLOCK_SIZE * BLOCK_SIZE
             history += user + plan.answer_tokens
     # The whole history before a turn, except the system prompt of the first request.
-    assert count.possible + count.device == sum(lengths) - plan.system_tokens
-    assert count.host == count.possible > 0
-    assert count.rate == count.overall_rate == 1
+    assert count.known == known - plan.system_tokens
+    assert count.known_in_host == count.known - count.known_on_device > 0
+    assert count.hit_rate == count.overall_hit_rate == 1
 
 
 @pytest.mark.slow
@@ -263,14 +287,14 @@ def results() -> Results:
         "ours-128": Footprint(4_000_000, 1, 12, 30),
         "builtin": Footprint(4_000_000, 4, 200, None),
     }
-    found.hit_rows = [
-        HitRow(
-            Order.RANDOM,
-            one_offs=True,
-            host_part=0.5,
-            counts={"ours": HitCount(80, 20, 20), "builtin": HitCount(80, 40, 20)},
-        )
-    ]
+    found.hits = [Play("random, tier 50%")]
+    counts: dict[str, Any] = dict.fromkeys(Outcome.__dataclass_fields__, 0)
+    counts |= {"steps": 1, "seconds": 4.5, "later_turns": ((),), "known": 50, "known_on_device": 10}
+    runs = (Wait(0, 1, 3, 4, 2), Wait(0, 1, 1, 2)), (Wait(10, 10, 10, 16, 1),)
+    for name, in_host in (("ours", 10), ("builtin", 20)):
+        for run in runs:
+            outcome = Outcome(**counts | {"known_in_host": in_host, "first_turns": (run,)})
+            found.hits[0].add(name, outcome)
     return found
 
 
@@ -278,20 +302,24 @@ def test_goals_are_of_the_large_end() -> None:
     assert goals(results()) == {
         "decode, 256: ours takes 0.25 of its rival's time (goal: 0.33)": True,
         "loaded, 131072: ours takes 0.50 of its rival's time (goal: 0.33)": False,
-        "random, one-offs, tier 50%: ours hits 25.0%, its rival 50.0%": False,
+        "random, tier 50%: ours hits 25.0%, its rival 50.0%": False,
     }
 
 
 def test_tables() -> None:
-    console = Console(width=80, color_system=None)
+    console = Console(width=160, color_system=None)
+    found = results()
     with console.capture() as capture:
-        for table in (cost_table, hook_table, footprint_table, hit_table):
-            console.print(table(results()))
+        for table in (report.cost_table, report.hook_table, report.footprint_table):
+            console.print(table(found))
+        console.print(report.hit_table(found.hits), report.wait_table(found.hits))
     lines = [" ".join(line.split()) for line in capture.get().splitlines()]
     assert "decode 256 2.000 0.25 1.00 8.000" in lines
     assert "loaded ours 0.001 0.000 0.003 0.000 0.000" not in lines
     assert "loaded ours 1.000 0.000 3.000 0.000 0.000" in lines
     assert "ours 4,000,000 2.00 0.50 100 0.50 250 -" in lines
     assert "ours-128 4,000,000 1.00 0.25 12 0.06 30 -" in lines
-    assert "random, one-offs 50% 25.0% (40%) 50.0% (60%)" in lines
+    assert "random, tier 50% 25.0% (40%) 50.0% (60%)" in lines
+    waits = "3 4,000 3,000 - 6,000 4,000 6,000 6,000 4,000 - 6,000 667 667 2,667 2 3 9.0"
+    assert f"ours first {waits}" in lines
     assert "…" not in "\n".join(lines)

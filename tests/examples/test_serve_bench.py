@@ -36,11 +36,9 @@ from examples.bench.command import (
 from examples.bench.connectors import CONTENDERS, NONE, ON_CPU, OURS, WITH_FILES, Contender, before
 from examples.bench.models import ModelShape
 from examples.serve_bench import __main__ as command
-from examples.serve_bench import results
 from examples.serve_bench.agents import requests_by_agent
 from examples.serve_bench.bench import Bench
-from examples.serve_bench.client import Reply
-from examples.serve_bench.counters import counted, counters
+from examples.serve_bench.client import Reply, counted, counters
 from examples.serve_bench.plan import CPU, H200, PRESETS, WORKLOADS, Plan, Transport, generated
 from examples.serve_bench.results import (
     floor_line,
@@ -65,6 +63,7 @@ def tiny_plan(**changes: Any) -> Plan:
     """The CPU preset with every workload as small as possible."""
     plan = replace(
         CPU,
+        most_client_busy=100.0,  # a fake server answers at once: the client computes all the time
         settle_seconds=0.0,
         shape=ModelShape(256, 64, 2, 2, 1),
         device_tokens=512,
@@ -118,13 +117,6 @@ def most_at_once(replies: Sequence[Mapping[str, Any]]) -> int:
     return max(sum(begin <= start < end for begin, end in spans) for start, _ in spans)
 
 
-@pytest.fixture
-def fake(fake: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
-    """A fake server answers at once, so the client computes all the time."""
-    fake.setattr(results, "MOST_CLIENT_BUSY", float("inf"))
-    return fake
-
-
 # Whole runs
 
 
@@ -134,7 +126,7 @@ def test_every_contender_does_all_the_work(
     fake.setenv("FAKE_SERVER", json.dumps({"resets_refused": 2}))
     workloads = tuple(name for name in WORKLOADS if name != "restart")
     output, trace = tmp_path / "out", str(save_sessions(tmp_path, sessions=4))
-    one = bench(output, "none", "ours", workloads=workloads, repeats=2, trace=trace)
+    one = bench(output, "none", "ours", workloads=workloads, repeats=2, traces=trace)
     code = code_of(one)
     captured = capsys.readouterr()
     assert code == 0, captured
@@ -235,7 +227,6 @@ def test_problems_that_invalidate_a_run(
     [
         ({"exit_at_start": 5}, "exit code 5"),
         ({"refuse_at": 0}, "The server answers nothing"),
-        ({"resets_refused": 1000}, "The server did not reset its caches within"),
         ({"die_at": WARM_UP + 6, "child": True}, "killed by signal 9"),
     ],
 )
@@ -247,7 +238,6 @@ def test_a_server_that_fails_costs_its_own_results_only(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     fake.setenv("FAKE_SERVER", json.dumps(faults))
-    fake.setattr(serving, "RESET_SECONDS", 0.1)
     assert code_of(bench(tmp_path, "none", "ours")) == RUN_FAILED
     printed = capsys.readouterr()
     assert complaint in printed.err
@@ -313,20 +303,16 @@ def test_a_terminated_run_leaves_no_process(
 
 def test_a_server_for_other_clients(fake: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """The server, its model and the conversations are ready when the command line for vLLM's script
-    is printed. Ctrl-C ends the server."""
-    paths: list[Path] = []
-
-    def on_ready(server: serving.Server, model: str) -> None:
+    is printed. The server ends with the context."""
+    fake.setenv("FAKE_SERVER", json.dumps({"resets_refused": 1000}))
+    with bench(tmp_path, "ours").serve(lambda *_: None) as (server, model):
         assert server.metric("vllm:prompt_tokens_by_source_total") == 0
         assert (Path(model) / "tokenizer.json").is_file()
         assert len(json.loads((tmp_path / "conversations.json").read_text())) == 4
-        paths.append(Path(model))
-        raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        bench(tmp_path, "ours").serve(lambda *_: None, on_ready)
+        with pytest.raises(RunFailed, match="The server did not reset its caches within"):
+            server.reset_prefix_cache(external=False, seconds=0.1)
     assert_gone(servers(tmp_path))
-    assert not paths[0].exists()
+    assert not Path(model).exists()
 
 
 def test_a_server_that_runs_already(
@@ -383,7 +369,7 @@ def test_with_vllm(
         shape=ModelShape(2048, 128, 3, 4, 2),
         settle_seconds=0.2,
         repeats=2,
-        trace=str(save_sessions(folder, sessions=4)),
+        traces=str(save_sessions(folder, sessions=4)),
         agents=(4,),
     )
     contenders = [(CONTENDERS | WITH_FILES)[name] for name in names]
@@ -481,12 +467,12 @@ def test_an_engine_with_files_is_started_again_over_them(
         sent = json.loads(arguments[-1])
         seen.append(log.stem)
         names = ["ttft", "turns"]
-        if sent["folder"] is not None:
-            folder = Path(sent["folder"])
-            assert list(folder.iterdir()) == ([folder / "one.bin"] if sent["again"] else [])
+        if sent["start"]["folder"] is not None:
+            folder, again = Path(sent["start"]["folder"]), sent["start"]["again"]
+            assert list(folder.iterdir()) == ([folder / "one.bin"] if again else [])
             (folder / "one.bin").touch()
             assert str(folder) in json.dumps(sent["contender"])
-            if sent["again"]:
+            if again:
                 names = ["restart", "turns, restarted"]
         for name in names:
             hits = 0.0 if name == "restart" else 100.0
@@ -583,10 +569,10 @@ def test_arguments_make_the_bench(tmp_path: Path) -> None:
     options = f"--traces a.json --agents 8 4 8 --scale 32 --compilation-config {compiled}"
     agents = parsed(f"{options} --requests 50").plan
     assert (agents.workloads, agents.agents, agents.seconds) == (("traces",), (4, 8), None)
-    assert agents.replay(4).pause_scale == 32
+    assert agents.pause_scale == 32
     arguments = agents.engine_arguments(OURS)
     assert (arguments["compilation_config"], arguments["max_num_seqs"]) == ({"mode": 0}, 8)
-    assert parsed(f"{options} --seconds 9 --think-scale 2").plan.replay(4).pause_scale == 2
+    assert parsed(f"{options} --seconds 9 --think-scale 2").plan.pause_scale == 2
     theirs = parsed(f"{options} --url http://h:1 --vocab-size 16").plan
     assert 8 < max(theirs.vocabulary().random(1000)) < 16
 
@@ -617,8 +603,8 @@ def test_a_presets_hits_have_to_come_from_the_host_and_fit_it(preset: str) -> No
 def test_sessions_end_before_a_request_that_does_not_fit(tmp_path: Path) -> None:
     """Then the agent takes the next session."""
     trace = str(save_sessions(tmp_path))
-    plan = tiny_plan(trace=trace, device_tokens=2 * 16 * 13, requests=9, max_pause=2)
-    (requests,) = requests_by_agent(plan.replay(1))
+    plan = tiny_plan(traces=trace, device_tokens=2 * 16 * 13, requests=9, max_pause=2)
+    (requests,) = requests_by_agent(plan, 1)
     assert [each.prompt_tokens // 16 for each in requests] == [8, 10, 12] * 3
     assert [each.opens for each in requests] == [True, False, False] * 3
     # Of the recorded pauses of 9 s, a quarter, and no more than is allowed.
@@ -631,14 +617,14 @@ def test_sessions_end_before_a_request_that_does_not_fit(tmp_path: Path) -> None
         ({"scale": 3}, "scale: 3 does not divide the 64 tokens of an id"),
         ({"requests": 17}, "16 for 2 agents. Wanted: 17"),
         ({"agents": (5,), "requests": None}, "16 for 5 agents. Wanted: one or more for each"),
-        ({"trace": "/no/such"}, "--traces: /no/such cannot be read"),
+        ({"traces": "/no/such"}, "--traces: /no/such cannot be read"),
     ],
 )
 def test_a_trace_that_does_not_fit_is_refused_before_anything_runs(
     changes: dict[str, Any], complaint: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     trace = str(save_sessions(tmp_path, sessions=4))
-    one = bench(tmp_path, "none", **{"workloads": ("traces",), "trace": trace} | changes)
+    one = bench(tmp_path, "none", **{"workloads": ("traces",), "traces": trace} | changes)
     assert code_of(one) == CANNOT_START
     assert complaint in " ".join(capsys.readouterr().err.split())
 
@@ -692,16 +678,14 @@ def test_counters() -> None:
         sample("vllm:simple_offload_bytes_total", 30, direction="load", path="dma"),
         sample("vllm:simple_offload_bytes_total", 4, direction="store", path="kernel"),
         sample("vllm:simple_offload_second_tier_lookups_total", 2, result="late"),
-        sample("vllm:simple_offload_second_tier_tokens_per_second", 12),
     ]
-    assert counted({"computed_tokens": 1.0, "fetch_speed": 5.0}, counters(samples)) == {
+    assert counted({"computed_tokens": 1.0}, counters(samples)) == {
         "computed_tokens": 10,
         "external_hit_tokens": 7,
         "loaded_bytes": 130,
         "stored_bytes": 4,
         "stored_seconds": 3,
         "lookups_late": 2,
-        "fetch_speed": 12,
     }
 
 
@@ -748,7 +732,7 @@ def other(cached: int) -> dict[str, Any]:
 def test_problems(
     ours: list[dict[str, Any]], changes: Mapping[str, Any], found: Sequence[str]
 ) -> None:
-    plan = tiny_plan(workloads=("ttft",), **changes)
+    plan = tiny_plan(workloads=("ttft",), most_client_busy=0.8, **changes)
     wanted = [each.replace("{who}", "ours, ttft, round 1, repeat 1") for each in found]
     assert problems({"none": NONE_RUN, "ours": ours}, plan, [NONE, OURS]) == wanted
     hits = {"requests": 3, "external_hit_tokens": 1}

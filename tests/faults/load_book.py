@@ -3,6 +3,7 @@
 import itertools
 import random
 from collections import Counter
+from threading import Lock
 from typing import NamedTuple
 
 from tests.engine.compare import LOGPROB_TOLERANCE, MIN_LEAD, Rounding, compare
@@ -30,11 +31,26 @@ class LoadBook:
     """
 
     def __init__(self) -> None:
+        self.lock = Lock()
+        """Of clients while they use it, or the script."""
         self.violations: list[str] = []
         self.counts: Counter[str] = Counter()
         self.slowest_seconds = 0.0
         self.answers: dict[Tokens, Answer] = {}
         """The longest answer to each prompt, among those that agreed with the first."""
+
+    def note(self, kind: str, prompt: Tokens, max_tokens: int, answer: Answer) -> bool:
+        """Count a request, and check its answer: "hung up" ones have a part of it, and "cancelled"
+        ones nothing. Whether it is whole and right."""
+        self.counts.update(("requests", kind))
+        if kind == "cancelled":
+            return False
+        is_whole = kind != "hung up"
+        self.counts["completed"] += is_whole
+        if is_whole and len(answer.tokens) != max_tokens:
+            self.violations.append(f"{len(answer.tokens)} tokens, not {max_tokens}")
+            return False
+        return self.check(prompt, answer, keep=is_whole) and is_whole
 
     def check(self, prompt: Tokens, answer: Answer, *, keep: bool) -> bool:
         """Compare ``answer`` with the known one, and add a violation if they differ. With ``keep``,

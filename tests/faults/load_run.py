@@ -5,34 +5,34 @@ behind. Prints one summary line; exit status 1 after a violation.
 """
 
 import argparse
-import asyncio
 import contextlib
-import json
 import random
 import shutil
 import sys
 import tempfile
 import time
 from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from statistics import median
+from threading import Event
 
-import aiohttp
 import psutil
 from rich.console import Console
 
 from examples.random_model import save_random_model
+from examples.serve_bench.tokens import WordVocabulary
+from examples.serving import is_free
 from tests.engine.harness import log_tail, processes_left
 from tests.engine.spec import THIS_CONNECTOR
 from tests.engine.workloads import VOCABULARY
-from tests.faults.load_book import LoadBook, Script, Tokens
-from tests.faults.load_clients import NUM_CLIENTS, Client, Connection, Operator
-from tests.serve.server import HOST, Server, can_listen
-from tests.serve.tokenizer import save_word_tokenizer
+from tests.faults.load_book import LoadBook, Script
+from tests.faults.load_clients import NUM_CLIENTS, Client, Operator, Slots, complete
+from tests.serve.conftest import PLAIN, configured
+from tests.serve.server import Server
 
 BLOCK_SIZE = 32
 DEVICE_BLOCKS = 40
-MAX_MODEL_LEN = 640
 MAX_PROMPT_TOKENS = 560
 
 PROBE_BLOCKS, NUM_PROBES = 17, 7
@@ -50,16 +50,12 @@ MIN_SECONDS_FOR_GROWTH = 300.0
 MAX_COMPARED = 150
 """Number of prompts that a server without the connector answers afterwards, for comparison."""
 
-SERVER = {
-    "--dtype": "float32",
-    "--block-size": BLOCK_SIZE,
-    "--max-model-len": MAX_MODEL_LEN,
-    "--max-num-seqs": 6,
-    "--max-num-batched-tokens": 256,
-    "--num-gpu-blocks-override": DEVICE_BLOCKS,
+ARGUMENTS = (
+    *(*PLAIN, "--max-num-seqs", "6", "--max-num-batched-tokens", "256"),
+    *("--num-gpu-blocks-override", str(DEVICE_BLOCKS)),
     # At 0, vLLM's default, the engine is killed without a shutdown.
-    "--shutdown-timeout": 30,
-}
+    *("--shutdown-timeout", "30"),
+)
 
 
 class MemoryWatch:
@@ -128,36 +124,35 @@ class LoadRun:
     def play(self, directory: Path) -> None:
         """Run the load. Logs and the model stay in ``directory``."""
         model = save_random_model(directory / "model")
-        save_word_tokenizer(model, vocab_size=512)
+        WordVocabulary(512).save(model)
         with _server(model, directory / "loaded", connector=True) as server:
-            asyncio.run(self._load(server))
+            self._load(server)
+            if server.process.poll() is None:
+                self._read_metrics(server)
+                self._probe_host_tier(server)
             self._shut_down(server)
         self._console.print("The same prompts, without the connector ...")
         with _server(model, directory / "plain", connector=False) as server:
-            asyncio.run(self._compare(server))
+            self._compare(server)
 
-    async def _load(self, server: Server) -> None:
-        until, slots = asyncio.Event(), asyncio.Semaphore(NUM_CLIENTS)
+    def _load(self, server: Server) -> None:
+        until, slots = Event(), Slots()
         script = Script(self._seed, MAX_PROMPT_TOKENS)
-        async with _session(server) as session:
-            connection = Connection(session)
-            operator = Operator(connection, slots, self.book, self._seed)
-            seconds_between = (min(self._seconds / 20, 4.0), min(self._seconds / 5, 20.0))
-            workers = [asyncio.create_task(operator.work(seconds_between, until))]
+        operator = Operator(server, slots, self.book, self._seed)
+        seconds_between = (min(self._seconds / 20, 4.0), min(self._seconds / 5, 20.0))
+        with ThreadPoolExecutor(NUM_CLIENTS + 1) as threads:
+            workers = [threads.submit(operator.work, seconds_between, until)]
             for number in range(NUM_CLIENTS):
-                client = Client(connection, slots, self.book, self._seed * 1000 + number)
-                workers.append(asyncio.create_task(client.work(script, until)))
+                client = Client(server, slots, self.book, self._seed * 1000 + number)
+                workers.append(threads.submit(client.work, script, until))
             try:
-                await self._watch(server)
+                self._watch(server)
             finally:
                 until.set()
-                await asyncio.gather(*workers)
-            if server.process.poll() is None:
-                await asyncio.to_thread(self._read_metrics, server)
-                await operator.reset_idle(external=True)
-                await self._probe_host_tier(server, connection, operator)
+            for worker in workers:
+                worker.result()
 
-    async def _watch(self, server: Server) -> None:
+    def _watch(self, server: Server) -> None:
         """Sample memory until the end of the run or of the server."""
         start = time.monotonic()
         next_line = 60.0
@@ -165,14 +160,14 @@ class LoadRun:
             if (status := server.process.poll()) is not None:
                 self.book.violations.append(f"the server ended with status {status}")
                 return
-            await asyncio.to_thread(self._memory.sample, server.family())
+            self._memory.sample(server.family())
             if passed >= next_line:
                 self._console.print(
                     f"{passed / 60:.1f} min: {self.book.counts['requests']} requests, "
                     f"{len(self.book.violations)} violations, {self._memory.at(1.0):.0f} MiB"
                 )
                 next_line += 60
-            await asyncio.sleep(min(5.0, self._seconds / 20))
+            time.sleep(min(5.0, self._seconds / 20))
 
     def _read_metrics(self, server: Server) -> None:
         self.hit_tokens = _hit_tokens(server)
@@ -180,21 +175,19 @@ class LoadRun:
         self._preemptions = int(server.metric("vllm:num_preemptions_total"))
         server.wait_for(server.is_idle, 60.0, "the server to be idle")
 
-    async def _probe_host_tier(
-        self, server: Server, connection: Connection, operator: Operator
-    ) -> None:
+    def _probe_host_tier(self, server: Server) -> None:
         """Fill the empty host tier to its last block and load all of it. A block that is lost, or
         that a transfer still references, is missing then."""
         rng = random.Random(self._seed)
         length = PROBE_BLOCKS * BLOCK_SIZE + 1
         prompts = [tuple(rng.choices(VOCABULARY, k=length)) for _ in range(NUM_PROBES)]
-        for prompt in prompts:
-            self.book.check(prompt, await connection.complete(prompt, 1), keep=True)
-        await operator.reset_idle(external=False)
-        before = await asyncio.to_thread(_hit_tokens, server)
-        for prompt in prompts:
-            self.book.check(prompt, await connection.complete(prompt, 1), keep=True)
-        found = await asyncio.to_thread(_hit_tokens, server) - before
+        before = 0
+        for external in (True, False):
+            server.reset_prefix_cache(external=external)
+            before = _hit_tokens(server)
+            for prompt in prompts:
+                self.book.check(prompt, complete(server, prompt, 1), keep=True)
+        found = _hit_tokens(server) - before
         expected = NUM_PROBES * PROBE_BLOCKS * BLOCK_SIZE
         if found != expected:
             self.book.violations.append(
@@ -216,7 +209,7 @@ class LoadRun:
         files = [path for path in self._memory.shared_files if path.exists()]
         left = (*processes_left(server.process.pid, within=10.0), *files)
         violations.extend(f"left behind: {what}" for what in left)
-        if not can_listen(server.port):
+        if not is_free(server.port):
             violations.append(f"port {server.port} is still taken")
         if not self.hit_tokens:
             violations.append("nothing ever came from the host tier: the run proves nothing")
@@ -227,26 +220,17 @@ class LoadRun:
             if "simple_offload" in line and (" ERROR " in line or " WARNING " in line):
                 violations.append(f"the log says: {line}")
 
-    async def _compare(self, server: Server) -> None:
+    def _compare(self, server: Server) -> None:
         """Compare the answers of a server without the connector to some of the prompts."""
         answers = dict(self.book.answers)
         prompts = random.Random(self._seed).sample(list(answers), min(MAX_COMPARED, len(answers)))
-        slots = asyncio.Semaphore(NUM_CLIENTS)
-        async with _session(server) as session:
-            connection = Connection(session)
-
-            async def compare(prompt: Tokens) -> None:
-                async with slots:
-                    answer = await connection.complete(prompt, len(answers[prompt].tokens))
+        with ThreadPoolExecutor(NUM_CLIENTS) as clients:
+            found = clients.map(
+                lambda prompt: complete(server, prompt, len(answers[prompt].tokens)), prompts
+            )
+            for prompt, answer in zip(prompts, found, strict=True):
                 self.book.check(prompt, answer, keep=False)
-
-            await asyncio.gather(*map(compare, prompts))
         self.num_compared = len(prompts)
-
-
-def _session(server: Server) -> aiohttp.ClientSession:
-    timeout = aiohttp.ClientTimeout(total=300)
-    return aiohttp.ClientSession(f"http://{HOST}:{server.port}", timeout=timeout)
 
 
 def _hit_tokens(server: Server) -> int:
@@ -257,13 +241,9 @@ def _hit_tokens(server: Server) -> int:
 def _server(model: Path, directory: Path, *, connector: bool) -> Iterator[Server]:
     """A server that answers; it ends with the context."""
     directory.mkdir()
-    arguments = [str(part) for option in SERVER.items() for part in option]
-    arguments.append("--enforce-eager")
-    if connector:
-        extra = {"num_cpu_blocks": HOST_BLOCKS, "keep_on_device_reset": True}
-        config = THIS_CONNECTOR | {"kv_connector_extra_config": extra}
-        arguments += ["--kv-transfer-config", json.dumps(config)]
-    server = Server(model, directory, *arguments)
+    extra = {"num_cpu_blocks": HOST_BLOCKS, "keep_on_device_reset": True}
+    ours = configured(THIS_CONNECTOR | {"kv_connector_extra_config": extra})
+    server = Server(model, directory, *ARGUMENTS, *(ours if connector else ()))
     try:
         server.wait_until_ready()
         yield server

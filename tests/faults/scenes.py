@@ -58,10 +58,7 @@ class Stage(LiveEngine):
         connector = get_kv_transfer_group()
         assert isinstance(connector, SimpleCPUOffloadConnector)
         self.connector, self.backend = connector, connector.faults
-
-    def inject(self, *faults: Fault) -> None:
-        """Inject these faults, and no others, from now on."""
-        self.backend.set_plan(*faults)
+        self.inject = self.backend.set_plan
 
     def submit(self, asks: Iterable[Ask]) -> None:
         asks = tuple(asks)
@@ -158,26 +155,19 @@ STORES_HANG = Fault("store", "delay", every=1, polls=60)
 LOADS_HANG = Fault("load", "delay", every=1, polls=60)
 
 
-def resets_while_storing(stage: Stage) -> None:
+def resets_while_copying(stage: Stage) -> None:
     """vLLM refuses them. A store in flight at a reset of both tiers is not committed after it."""
-    num_cached = stage.side.tier.num_used
-    stage.inject(STORES_HANG)
-    stage.play(new_asks(3))
-    assert stage.num_storing() > 0
-    assert stage.reset() is False, "vLLM empties a cache whose blocks are being stored"
-    assert stage.rest() == []
-    assert stage.reset() is True
-    assert stage.side.tier.num_used > num_cached
-
-    stage.inject(STORES_HANG)
-    stage.play(new_asks(4))
-    assert stage.num_storing() > 0
-    assert stage.reset(both=True) is False
-    assert stage.rest() == []
+    for number, both in ((3, False), (4, True)):
+        num_cached = stage.side.tier.num_used
+        stage.inject(STORES_HANG)
+        stage.play(new_asks(number))
+        assert stage.num_storing() > 0
+        assert stage.reset(both=both) is False, "vLLM empties a cache whose blocks are being stored"
+        assert stage.rest() == []
+        assert stage.reset() is True
+        assert both or stage.side.tier.num_used > num_cached
     assert stage.side.tier.num_used == 0
 
-
-def a_reset_while_loading(stage: Stage) -> None:
     stage.store_old()
     stage.inject(LOADS_HANG)
     stage.submit(OLD)
@@ -303,8 +293,7 @@ Scene = Callable[[Stage], None]
 RECOMPUTE: tuple[Scene, ...] = (
     failed_copies,
     late_copies,
-    resets_while_storing,
-    a_reset_while_loading,
+    resets_while_copying,
     resets_of_running_requests,
     a_pause_and_a_sleep_while_copying,
     aborts_while_copying,

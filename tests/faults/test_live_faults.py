@@ -5,7 +5,8 @@ import re
 
 import pytest
 
-from tests.engine.harness import ROOT, run_child
+from examples.bench.child import ROOT
+from tests.engine.harness import run_child
 from tests.engine.runs import Runs
 from tests.faults.scenes import FAIL, RECOMPUTE
 

@@ -40,18 +40,6 @@ INCLUSIVE = pytest.mark.parametrize(
 keeps what requests use, here or there."""
 
 
-def make_used_tier(num_blocks: int) -> CpuTier:
-    """An empty tier. Requests have wanted back some of what has left it: duplicates have a share
-    of 3/16."""
-    tier = make_tier(num_blocks)
-    for number in range(20):
-        store(tier, chr(0x4E00 + number))
-        filled = tier.allocate(num_blocks)
-        tier.on_request(hashes(chr(0x4E00 + number)))
-        tier.unpin(filled)
-    return tier
-
-
 def hit(tier: CpuTier, *chains: str) -> None:
     """Requests hit the chains, and end at once."""
     for chain in chains:
@@ -118,7 +106,7 @@ def test_the_tail_of_a_prefix_leaves_before_its_head() -> None:
 def test_duplicates_beyond_their_share_leave_first() -> None:
     """The others stay while contents leave that nothing else has. Then they leave too, but before
     reserved ones."""
-    tier = make_used_tier(16)
+    tier = make_tier(16)
     store(tier, "abcdefgh", "xy")
     store(tier, "pqrst", on_device=True)
     hit(tier, "ab")
@@ -138,7 +126,7 @@ def test_duplicates_beyond_their_share_leave_first() -> None:
 
 
 def test_duplicates_stay_while_empty_blocks_are_there() -> None:
-    tier = make_used_tier(16)
+    tier = make_tier(16)
     store(tier, "abcdefgh", on_device=True)
     store(tier, "pqrstuvw")
     assert contents(tier) == {*prefixes("abcdefgh"), *prefixes("pqrstuvw")}
@@ -148,7 +136,7 @@ def test_duplicates_stay_while_empty_blocks_are_there() -> None:
 
 def test_what_the_device_got_last_is_the_first_duplicate_to_leave() -> None:
     """The device loses it last."""
-    tier = make_used_tier(8)
+    tier = make_tier(8)
     store(tier, "ab", "xy", on_device=True)
     store(tier, "pq")
     assert device_gets(tier, "pqrs") == ["p", "pq"]
@@ -160,7 +148,7 @@ def test_what_the_device_got_last_is_the_first_duplicate_to_leave() -> None:
 @pytest.mark.parametrize("is_hit", [False, True])
 def test_what_the_device_loses_becomes_the_most_recently_used(is_hit: bool) -> None:
     """Protected if requests have hit it."""
-    tier = make_used_tier(8)
+    tier = make_tier(8)
     store(tier, "ab", on_device=True)
     store(tier, "xy", "pq")
     hit(tier, "xy")
@@ -306,7 +294,7 @@ def test_touched_blocks_are_protected() -> None:
 @pytest.mark.proves("I9")
 def test_reserved_blocks_leave_last_and_released_ones_first_each_tail_first() -> None:
     """Of reserved ones, those that were reserved last leave first."""
-    tier = make_used_tier(16)
+    tier = make_tier(16)
     store(tier, "rst", "abc", "pq", "ef", "xy")
     store(tier, "mn", on_device=True)
     reserve(tier, "abc")
@@ -457,7 +445,7 @@ def test_an_inclusive_tier_has_no_duplicates(windows: tuple[int, ...], num_sub_b
 def test_allocation_evicts_as_many_as_needed_without_a_block_to_keep() -> None:
     """Such a block also keeps those behind it in its segment. If it is a duplicate, it leaves
     last."""
-    tier = make_used_tier(16)
+    tier = make_tier(16)
     store(tier, "abcdefgh", "xyz")
     hit(tier, "xyz")
     store(tier, "pqrst", on_device=True)
@@ -586,20 +574,4 @@ def test_dropping_empty_blocks() -> None:
     tier.drop([held, pool_of(tier).blocks[-1]])
     assert contents(tier) == {"a"}
     assert held.ref_cnt == 1
-    check_tier(tier)
-
-
-def test_doubt_ends_with_the_contents_of_a_block() -> None:
-    tier = make_tier(2)
-    for load_id, name in enumerate(("a", "x")):
-        store(tier, name, f"{name}y")
-        tier.doubt(blocks(tier, f"{name}y"), load_id, next_load_id=load_id + 1)
-        assert contents(tier) == {name, f"{name}y"}
-        check_tier(tier)
-    tier.reset()
-    store(tier, "ab")
-    tier.doubt(blocks(tier, "ab"), load_id=2, next_load_id=3)
-    assert contents(tier) == {"a", "ab"}
-    tier.doubt([block(tier, "ab")], load_id=3, next_load_id=4)
-    assert contents(tier) == {"a"}
     check_tier(tier)

@@ -109,7 +109,6 @@ class Tier(RuleBasedStateMachine):
     @rule(chain=chains)
     def find(self, chain: str) -> None:
         """A request hits a chain on the device, and behind that in the tier, and pins the hit."""
-        self.tier.on_request(hashes(chain))
         there = list(takewhile(self.on_device.__contains__, prefixes(chain)))
         self.hit_there.update(there)
         found = self.tier.lookup(hashes(chain), len(there) * BLOCK_SIZE, 100)

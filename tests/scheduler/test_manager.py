@@ -27,7 +27,7 @@ from tests.scheduler.driver import make_request, prompt
 from tests.scheduler.tiers import BLOCK_SIZE
 from tests.simulation.integrity import ids_in_flight
 from tests.simulation.shape import Shape
-from tests.simulation.vllm_config import make_kv_cache_config, make_vllm_config
+from tests.simulation.vllm_config import make_vllm_config
 
 MAMBA = MambaSpec(block_size=BLOCK_SIZE, shapes=((4, 4),), dtypes=(torch.float32,))
 NUM_BLOCKS = 40
@@ -35,7 +35,7 @@ NUM_BLOCKS = 40
 
 def make_config(windows: tuple[int, ...] = (0,), **last_group: object) -> KVCacheConfig:
     """A model's groups, with changes to the last one."""
-    config = make_kv_cache_config(Shape(windows=windows, block_size=BLOCK_SIZE))
+    config = Shape(windows=windows, block_size=BLOCK_SIZE).kv_cache_config()
     *others, last = config.kv_cache_groups
     return replace(config, kv_cache_groups=[*others, replace(last, **last_group)])  # type: ignore[arg-type]
 

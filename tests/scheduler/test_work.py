@@ -78,9 +78,11 @@ def device_lost(tier: int = 1024, blocks: int = 32) -> Work:
     full = full_tier(tier)
     store(full, NEW, blocks, on_device=True)
     for chain in range(0, tier // 32, 2):
-        full.device_lost(ids_of(full, chain, 32), np.ones(32, np.bool_))
+        ids = ids_of(full, chain, 32)
+        full.device_lost(ids, np.ones(len(ids), np.bool_))
     full._order._settle()
-    ids, hit = ids_of(full, NEW, blocks), np.ones(blocks, np.bool_)
+    ids = ids_of(full, NEW, blocks)
+    hit = np.ones(len(ids), np.bool_)
 
     def lose_and_settle() -> None:
         full.device_lost(ids, hit)

@@ -27,7 +27,7 @@ from simple_offload.transfer import BlockIds
 from simple_offload.vllm_compat import make_host_coordinator
 from tests.simulation.integrity import check_tier, pool_of
 from tests.simulation.shape import Shape
-from tests.simulation.vllm_config import make_kv_cache_config, make_vllm_config
+from tests.simulation.vllm_config import make_vllm_config
 
 BLOCK_SIZE = 4
 _NAMES: dict[BlockHashWithGroupId, str] = {}
@@ -37,7 +37,7 @@ def make_tier(num_blocks: int, windows: tuple[int, ...] = (0,), num_sub_blocks: 
     """A tier with room for ``num_blocks`` blocks; ``windows`` and ``num_sub_blocks`` as in
     Shape."""
     shape = Shape(num_device_blocks=num_blocks + 1, block_size=BLOCK_SIZE, windows=windows)
-    config = host_groups(make_kv_cache_config(shape), num_sub_blocks)
+    config = host_groups(shape.kv_cache_config(), num_sub_blocks)
     size = BLOCK_SIZE * num_sub_blocks
     coordinator = make_host_coordinator(config, _vllm_config(), size, size)
     groups = Groups(coordinator, BLOCK_SIZE, num_sub_blocks)

@@ -7,6 +7,7 @@ block follow from its key.
 import logging
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -35,9 +36,9 @@ from simple_offload.vllm_compat import make_host_coordinator
 from tests.conftest import PATIENCE_SECONDS
 from tests.scheduler.driver import make_request
 from tests.simulation.integrity import check_second_tier, check_tier
-from tests.simulation.second_tier import LocalConnection, ScriptedDisk
+from tests.simulation.second_tier import LocalConnection, ScriptedDisk, ScriptedTier
 from tests.simulation.shape import Shape
-from tests.simulation.vllm_config import make_kv_cache_config, make_vllm_config
+from tests.simulation.vllm_config import make_vllm_config
 
 BLOCK_SIZE = 4
 ROW_BYTES = 4096
@@ -49,8 +50,8 @@ MakeServer = Callable[..., "Server"]
 class Clock:
     """Seconds that pass only when a test says so."""
 
-    def __init__(self) -> None:
-        self.now = 1000.0
+    def __init__(self, now: float = 1000.0) -> None:
+        self.now = now
 
     def __call__(self) -> float:
         return self.now
@@ -79,7 +80,7 @@ class Server:
     ) -> None:
         """``disk``: instead of files in ``root``."""
         shape = Shape(num_device_blocks=num_blocks + 1, block_size=BLOCK_SIZE, windows=windows)
-        kv_cache_config = make_kv_cache_config(shape)
+        kv_cache_config = shape.kv_cache_config()
         vllm_config = make_vllm_config(shape)
         coordinator, other = (
             make_host_coordinator(
@@ -98,15 +99,16 @@ class Server:
         self.pages = part.reshape(num_blocks + 1, row_bytes)[:, :-SEAL_BYTES]
         """Of all ranks, by block."""
         rows = Rows(self._memory.address, num_blocks + 1, row_bytes)
-        files = {"type": "fs", "root_dir": str(root), "n_read_threads": 2, "n_write_threads": 2}
+        files = {"type": "fs", "root_dir": str(root), "bytes": max_bytes}
+        files |= {"n_read_threads": 2, "n_write_threads": 2}
         self.directory: Directory | None = None
         self.connection = LocalConnection(rows)
-        helper = Helper(lambda: self.connection, max_bytes if disk is None else None)
+        helper = Helper(lambda: self.connection, has_directory=disk is None)
         if disk is None:
-            # Without its thread: ``scan`` does what the thread would.
-            self.directory = Directory(root, max_bytes, helper.room.on_seen, logging.warning)
+            self.directory = self.connection.directory = Directory(
+                root, max_bytes, partial(setattr, helper, "write_until"), logging.warning
+            )
             self.directory.scan()
-            self.connection.directory = self.directory
         self.objects = Objects(
             SecondTierConfig.model_validate(files if disk is None else disk.config),
             make_spec("test", vllm_config, kv_cache_config, self.groups, row_bytes),
@@ -163,6 +165,12 @@ class Server:
             [useless] = self.tier.commit([run])
             self.second_tier.on_stored(run, useless)
 
+    def put_behind(self, prompt: str) -> None:
+        """The second tier gets the blocks of a prompt, and the host tier loses all contents."""
+        self.put(prompt)
+        self.settle()
+        self.empty()
+
     def empty(self) -> None:
         """The host tier loses all contents."""
         self.tier.reset()
@@ -190,7 +198,7 @@ class Server:
         self.step_until(lambda: self.second_tier.idle)
 
     def tidy(self) -> None:
-        """Likewise, and do what the directory's thread would."""
+        """Likewise, and scan the directory."""
         self.settle()
         assert self.directory is not None
         self.directory.scan()
@@ -225,6 +233,12 @@ class Server:
             expected = bytes_of(block.block_hash, self.pages.shape[1])
             assert (self.pages[block.block_id] == expected).all(), "wrong bytes"
         return hit.num_tokens // BLOCK_SIZE
+
+    @property
+    def behind(self) -> ScriptedTier:
+        """vLLM's tier, with a disk of the test."""
+        assert isinstance(self.objects.tier, ScriptedTier)
+        return self.objects.tier
 
     def stop(self) -> None:
         """A shutdown. Nothing has a reference afterwards."""

@@ -6,19 +6,19 @@ import logging
 import os
 import shutil
 import stat
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from simple_offload.second_tier import directory as directory_module
-from simple_offload.second_tier.room import Room
 from tests.conftest import PATIENCE_SECONDS
+from tests.second_tier.conftest import Clock
 
 NOW = 1_800_000_000.0
 SIZE = 100
@@ -28,45 +28,35 @@ MOST, AFTER_REMOVAL = 60, 56
 HOUR = 3600
 
 
-class Clock:
-    """A clock that stands still."""
-
-    def __init__(self) -> None:
-        self.now = NOW
-
-    def __call__(self) -> float:
-        return self.now
-
-
 class Directory(directory_module.Directory):
-    """With the room of its server, which has another process otherwise."""
+    """With the room of its server, which is another process otherwise."""
 
-    def __init__(
-        self, root: Path, max_bytes: int | None, *, clock: Callable[[], float] = time.time
-    ) -> None:
-        room = Room(max_bytes, self.ask, clock=clock)
-        super().__init__(root, max_bytes, room.on_seen, logging.warning, clock=clock)
-        self.room = room.left
-        self._room = room
+    def __init__(self, root: Path, clock: Callable[[], float] = time.time) -> None:
+        self.write_until = self.num_written = 0
+        on_seen = partial(setattr, self, "write_until")
+        super().__init__(root, LIMIT, on_seen, logging.warning, clock=clock)
+
+    @property
+    def room(self) -> int:
+        return max(0, self.write_until - self.num_written)
+
+    @property
+    def is_scan_due(self) -> bool:
+        return self.scan_due.is_set()
 
     def on_written(self, paths: Sequence[str], num_bytes: int) -> None:
-        self._room.on_written(num_bytes)
+        self.num_written += num_bytes
         super().on_written(paths, num_bytes)
 
 
 @pytest.fixture
 def clock() -> Clock:
-    return Clock()
-
-
-@pytest.fixture
-def root(tmp_path: Path) -> Path:
-    return tmp_path / "objects"
+    return Clock(NOW)
 
 
 @pytest.fixture
 def directory(root: Path, clock: Clock) -> Directory:
-    return Directory(root, LIMIT, clock=clock)
+    return Directory(root, clock)
 
 
 def write(path: Path, num_bytes: int = SIZE, age: float = 0) -> Path:
@@ -124,19 +114,15 @@ def refuse(*args: object, **kwargs: object) -> None:
 # The limit
 
 
-def test_up_to_15_sixteenths_nothing_leaves(directory: Directory, root: Path) -> None:
-    paths = put(root, range(MOST))
-    directory.scan()
-    assert objects(root) == set(paths)
-
-
-@pytest.mark.parametrize("number", [MOST + 1, 64, 200])
-def test_above_it_the_oldest_leave_until_7_eighths(
-    directory: Directory, root: Path, number: int
+@pytest.mark.parametrize(
+    ("number", "left"), [(MOST, MOST), *((n, AFTER_REMOVAL) for n in (MOST + 1, 64, 200))]
+)
+def test_above_15_sixteenths_the_oldest_leave_until_7_eighths(
+    directory: Directory, root: Path, number: int, left: int
 ) -> None:
     paths = put(root, range(number))
     directory.scan()
-    assert objects(root) == set(paths[-AFTER_REMOVAL:])
+    assert objects(root) == set(paths[-left:])
 
 
 def test_bytes_count(directory: Directory, root: Path) -> None:
@@ -154,18 +140,6 @@ def test_all_namespaces_count(directory: Directory, root: Path) -> None:
     assert not old.exists()
 
 
-def test_no_limit(root: Path, clock: Clock) -> None:
-    directory = Directory(root, None, clock=clock)
-    paths = put(root, range(200))
-    left_over = write(root / f"{'a' * 64}.bin_1.tmp", age=HOUR)
-    assert directory.room() == sys.maxsize
-    directory.scan()
-    directory.on_written(paths, 10 * LIMIT)
-    assert directory.room() == sys.maxsize
-    assert objects(root) == set(paths)
-    assert not left_over.exists()
-
-
 def test_emptied_folders_leave_too(directory: Directory, root: Path) -> None:
     """Only those of single objects: there may be a million."""
     old = write(path_of(root, 0xFFF), age=1000)
@@ -174,7 +148,6 @@ def test_emptied_folders_leave_too(directory: Directory, root: Path) -> None:
     assert not old.parent.exists()
     assert old.parent.parent.exists()
     directory.remove([str(write(root / "aaa" / f"{'a' * 64}.bin"))])
-    directory.scan()
     assert list((root / "aaa").iterdir()) == []
 
 
@@ -197,53 +170,34 @@ def test_the_tail_of_a_chain_leaves_before_its_head(
         directory.on_read(chain)
     else:
         directory.on_written(chain, 8 * SIZE)
-    directory.scan()
     clock.now += 60
     newer = put(root, range(8, 61), newest=-60)
     directory.scan()
     assert objects(root) == {*chain[:3], *newer}
 
 
-def test_what_another_server_reads_meanwhile_stays(
-    directory: Directory, root: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    paths = put(root, range(64), newest=100)
-    other = Directory(root, LIMIT, clock=Clock())
-
-    def read(path: Path) -> None:
-        monkeypatch.undo()
-        other.on_read([paths[3]])
-        other.scan()
-
-    calls_before(monkeypatch, Path, "unlink", read)
-    directory.scan()
-    assert objects(root) == {paths[3], *paths[8:]}
-
-
+@pytest.mark.parametrize("is_other", [False, True])
 def test_what_is_read_during_the_scan_stays(
-    directory: Directory, root: Path, monkeypatch: pytest.MonkeyPatch
+    directory: Directory, root: Path, monkeypatch: pytest.MonkeyPatch, is_other: bool
 ) -> None:
+    """By this server or by another one."""
     paths = put(root, range(64), newest=100)
-    calls_before(monkeypatch, Path, "unlink", lambda _: directory.on_read([paths[7]]))
+    reader = Directory(root, Clock(NOW)) if is_other else directory
+    calls_before(monkeypatch, Path, "unlink", lambda _: reader.on_read([paths[7]]))
     directory.scan()
     assert objects(root) == {paths[7], *paths[8:]}
 
 
-def test_a_use_in_the_future_counts_as_the_oldest(directory: Directory, root: Path) -> None:
-    """Otherwise the object would never leave."""
+@pytest.mark.parametrize(("hours", "left"), [(2, range(4, 60)), (0.5, range(8, 64))])
+def test_a_use_in_the_future_counts_as_the_oldest(
+    directory: Directory, root: Path, hours: float, left: range
+) -> None:
+    """Otherwise the object would never leave. Clocks of servers may differ a little."""
     paths = put(root, range(64))
     for path in paths[60:]:
-        os.utime(path, (NOW + 2 * HOUR, NOW + 2 * HOUR))
+        os.utime(path, (NOW + hours * HOUR, NOW + hours * HOUR))
     directory.scan()
-    assert objects(root) == set(paths[4:60])
-
-
-def test_clocks_of_servers_may_differ_a_little(directory: Directory, root: Path) -> None:
-    paths = put(root, range(64))
-    for path in paths[60:]:
-        os.utime(path, (NOW + HOUR / 2, NOW + HOUR / 2))
-    directory.scan()
-    assert objects(root) == set(paths[8:])
+    assert objects(root) == {paths[number] for number in left}
 
 
 def test_after_the_clock_jumped_back_the_order_is_kept(
@@ -260,7 +214,7 @@ def test_after_the_clock_jumped_back_the_order_is_kept(
         *paths[18:],
         *(str(path_of(root, n)) for n in range(64, 72)),
     }
-    assert directory.room() == 8 * SIZE // 4
+    assert directory.room == 8 * SIZE // 4
 
 
 # The room
@@ -269,41 +223,61 @@ def test_after_the_clock_jumped_back_the_order_is_kept(
 def test_room_is_a_quarter_of_what_is_free(directory: Directory, root: Path) -> None:
     """So four servers that do not know of each other stay below the limit."""
     put(root, range(20))
-    assert directory.room() == 0
+    assert directory.room == 0
     directory.scan()
-    assert directory.room() == 44 * SIZE // 4
+    assert directory.room == 44 * SIZE // 4
     put(root, range(20, 64))
     directory.scan()
-    assert directory.room() == 8 * SIZE // 4
+    assert directory.room == 8 * SIZE // 4
 
 
-def test_what_is_written_takes_room(directory: Directory, root: Path) -> None:
-    directory.scan()
-    directory.on_written(put(root, range(10)), 10 * SIZE)
-    assert directory.room() == 16 * SIZE - 10 * SIZE
-    directory.on_written([], 7 * SIZE)
-    assert directory.room() == 0
-    directory.scan()
-    assert directory.room() == 54 * SIZE // 4
-
-
-def test_what_is_written_during_a_scan_takes_room(
-    directory: Directory, root: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_scan_is_due_at_the_start_and_when_half_the_room_is_used(
+    directory: Directory, root: Path
 ) -> None:
-    """The scan may have missed it."""
-    calls_before(monkeypatch, os, "scandir", lambda _: directory.on_written([], SIZE))
+    assert directory.is_scan_due
     directory.scan()
-    assert directory.room() == 15 * SIZE
+    paths = put(root, range(64))
+    directory.on_written(paths[:7], 7 * SIZE)
+    assert (directory.room, directory.is_scan_due) == (9 * SIZE, False)
+    directory.on_written(paths[7:8], SIZE)
+    assert (directory.room, directory.is_scan_due) == (8 * SIZE, True)
+    directory.on_written([], 10 * SIZE)
+    assert directory.room == 0
+    directory.scan()
+    # The objects reported last were used last, the first of them at the very last.
+    assert objects(root) == {*paths[:8], *paths[16:]}
+    assert (directory.room, directory.is_scan_due) == (2 * SIZE, False)
+
+
+def test_a_scan_is_due_after_a_minute(directory: Directory, clock: Clock) -> None:
+    """Other servers write too. The old room counts until then: a first write is not refused."""
+    directory.scan()
+    for seconds, is_due in ((60, False), (1, True)):
+        clock.now += seconds
+        assert directory.room == LIMIT // 4
+        directory.on_written([], 0)
+        assert directory.is_scan_due == is_due
+
+
+@pytest.mark.parametrize("num_written", [7, 8])
+def test_what_is_written_during_a_scan_takes_room(
+    directory: Directory, monkeypatch: pytest.MonkeyPatch, num_written: int
+) -> None:
+    """The scan may have missed it. Another one is due if it was much."""
+    calls_before(monkeypatch, os, "scandir", lambda _: directory.on_written([], num_written * SIZE))
+    directory.scan()
+    assert directory.room == (16 - num_written) * SIZE
+    assert directory.is_scan_due == (num_written == 8)
 
 
 def test_four_servers_stay_below_the_limit(root: Path, clock: Clock) -> None:
-    servers = [Directory(root, LIMIT, clock=clock) for _ in range(4)]
+    servers = [Directory(root, clock) for _ in range(4)]
     numbers = iter(range(4096))
     for _ in range(20):
         for server in servers:
             server.scan()
         for server in servers:
-            while server.room() >= SIZE:
+            while server.room >= SIZE:
                 clock.now += 1
                 number = next(numbers)
                 server.on_written([str(write(path_of(root, number)))], SIZE)
@@ -316,7 +290,7 @@ def test_four_servers_stay_below_the_limit(root: Path, clock: Clock) -> None:
 def test_servers_that_remove_at_once_remove_no_more_than_one(root: Path, clock: Clock) -> None:
     for first in range(0, 1000, 100):
         clock.now += 200
-        servers = [Directory(root, LIMIT, clock=clock) for _ in range(4)]
+        servers = [Directory(root, clock) for _ in range(4)]
         paths = put(root, range(first, first + 100), newest=NOW - clock.now)
         together = threading.Barrier(len(servers))
 
@@ -340,18 +314,21 @@ def locked(root: Path) -> Iterator[None]:
         yield
 
 
-def test_while_another_server_removes_this_one_only_counts(
-    directory: Directory, root: Path
+@pytest.mark.parametrize(("number", "room"), [(61, SIZE // 2), (80, 0)])
+def test_while_another_server_removes_this_one_counts_again_and_again(
+    directory: Directory, root: Path, number: int, room: int
 ) -> None:
-    paths = put(root, range(62))
+    paths = put(root, range(number))
     left_over = write(root / f"{'a' * 64}.bin_1.tmp", age=HOUR)
     with locked(root):
-        directory.scan()
+        for _ in range(3):
+            directory.scan()
+            assert (directory.room, directory.is_scan_due) == (room, True)
     assert objects(root) == set(paths)
     assert left_over.exists()
-    assert directory.room() == SIZE // 4
     directory.scan()
     assert objects(root) == set(paths[-AFTER_REMOVAL:])
+    assert not directory.is_scan_due
     with locked(root):  # the lock was given back
         pass
 
@@ -377,7 +354,7 @@ def test_files_that_vanish_before_they_are_removed(
     calls_before(monkeypatch, Path, call, os.remove)
     directory.scan()
     assert objects(root) == set(paths[-AFTER_REMOVAL:])
-    assert directory.room() == 8 * SIZE // 4
+    assert directory.room == 8 * SIZE // 4
 
 
 def test_files_that_vanish_before_they_are_looked_at(
@@ -397,7 +374,7 @@ def test_files_that_vanish_before_they_are_looked_at(
     monkeypatch.setattr(os, "scandir", scandir)
     directory.scan()
     assert len(objects(root)) == 4
-    assert directory.room() == 60 * SIZE // 4
+    assert directory.room == 60 * SIZE // 4
 
 
 def test_folders_that_vanish(
@@ -412,7 +389,7 @@ def test_folders_that_vanish(
 
     calls_before(monkeypatch, os, "scandir", remove)
     directory.scan()
-    assert directory.room() == 45 * SIZE // 4
+    assert directory.room == 45 * SIZE // 4
 
 
 def test_a_deleted_root_has_room_and_stays_deleted(directory: Directory, root: Path) -> None:
@@ -423,7 +400,7 @@ def test_a_deleted_root_has_room_and_stays_deleted(directory: Directory, root: P
     directory.on_written(paths, SIZE)
     directory.remove(paths)
     directory.scan()
-    assert directory.room() == 16 * SIZE
+    assert directory.room == 16 * SIZE
     assert not root.exists()
     paths = put(root, range(64))  # vLLM's writer makes it anew
     directory.scan()
@@ -442,7 +419,7 @@ def test_temporary_files_of_a_killed_server_leave(
     young = write(root / "c_r0" / name, age=9 * 60)
     directory.scan()
     assert [path.exists() for path in (old, later, young)] == [False, False, True]
-    assert directory.room() == 63 * SIZE // 4
+    assert directory.room == 63 * SIZE // 4
 
 
 def test_objects_leave_for_temporary_files_but_not_these(directory: Directory, root: Path) -> None:
@@ -469,7 +446,7 @@ def test_files_of_others_neither_count_nor_leave(
     assert all(path.exists() for path in foreign)
     assert set(paths[-AFTER_REMOVAL:]) <= objects(root)
     assert (root / ".lock").exists()
-    assert directory.room() == 8 * SIZE // 4
+    assert directory.room == 8 * SIZE // 4
 
 
 def test_symbolic_links_are_not_followed(directory: Directory, root: Path, tmp_path: Path) -> None:
@@ -487,14 +464,14 @@ def test_symbolic_links_are_not_followed(directory: Directory, root: Path, tmp_p
     assert (after.st_mode, after.st_mtime) == (before.st_mode, before.st_mtime)
     assert file.is_symlink()
     assert folder.is_symlink()
-    assert directory.room() == LIMIT // 4
+    assert directory.room == LIMIT // 4
 
 
 def test_the_lock_is_no_symbolic_link(root: Path, tmp_path: Path) -> None:
     root.mkdir()
     (root / ".lock").symlink_to(tmp_path / "outside")
     with pytest.raises(OSError, match="objects cannot be kept"):
-        Directory(root, LIMIT)
+        Directory(root)
     assert not (tmp_path / "outside").exists()
 
 
@@ -503,7 +480,7 @@ def test_remove(directory: Directory, root: Path) -> None:
     directory.remove([*paths[3:5], str(root / "missing.bin")])
     directory.scan()
     assert objects(root) == {*paths[:3], *paths[5:]}
-    assert directory.room() == 46 * SIZE // 4
+    assert directory.room == 46 * SIZE // 4
 
 
 # Modes and errors
@@ -514,17 +491,16 @@ def mode(path: Path | str) -> int:
 
 
 def test_modes(root: Path, tmp_path: Path) -> None:
-    directory = Directory(root, LIMIT)
+    directory = Directory(root)
     paths = put(root, range(4))
     for path in paths:
         Path(path).chmod(0o644)
     directory.on_written([paths[0], str(root / "missing.bin"), paths[2]], 2 * SIZE)
-    directory.scan()
     assert [mode(path) for path in paths] == [0o600, 0o644, 0o600, 0o644]
     assert mode(root) == 0o700
     assert mode(root / ".lock") == 0o600
     (existing := tmp_path / "existing").mkdir(mode=0o750)
-    Directory(existing, LIMIT)
+    Directory(existing)
     assert mode(existing) == 0o750
 
 
@@ -538,7 +514,7 @@ def test_a_root_that_cannot_be_used_is_named(tmp_path: Path, place: str) -> None
         "read-only": Path("/proc"),
     }[place]
     with pytest.raises(OSError, match=rf"objects cannot be kept in {root}: "):
-        Directory(root, LIMIT)
+        Directory(root)
 
 
 def test_files_that_cannot_be_removed(
@@ -553,12 +529,12 @@ def test_files_that_cannot_be_removed(
         refusing.setattr(Path, "unlink", refuse)
         for _ in range(3):
             directory.scan()
-            assert directory.room() == 0
+            assert directory.room == 0
     (message,) = caplog.messages
     assert message.startswith(f"Files cannot be removed, so {root} may stay full: ")
     directory.scan()
     assert objects(root) == set(paths[-AFTER_REMOVAL:])
-    assert directory.room() == 8 * SIZE // 4
+    assert directory.room == 8 * SIZE // 4
     put(root, range(80, 104))
     with monkeypatch.context() as refusing:
         refusing.setattr(Path, "unlink", refuse)
@@ -583,181 +559,33 @@ def test_a_folder_that_cannot_be_read_is_passed_over(
     calls_before(monkeypatch, os, "scandir", open_folder)
     directory.scan()
     directory.scan()
-    assert directory.room() == 44 * SIZE // 4
+    assert directory.room == 44 * SIZE // 4
     (message,) = caplog.messages
     assert message.startswith("A folder cannot be read, so what it has is not counted: ")
 
 
-def test_a_root_that_cannot_be_read_is_not_an_empty_one(
-    directory: Directory, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(os, "scandir", refuse)
-    with pytest.raises(PermissionError):
-        directory.scan()
-
-
-# The thread
-
-
-class Watched(Directory):
-    """Tells when a scan has ended."""
-
-    def __init__(self, root: Path, clock: Clock) -> None:
-        super().__init__(root, LIMIT, clock=clock)
-        self.num_ended = threading.Semaphore(0)
-        self.error: Exception | None = None
-
-    def scan(self) -> None:
-        try:
-            if self.error is not None:
-                raise self.error
-            super().scan()
-        finally:
-            self.num_ended.release()
-
-    def wait(self) -> None:
-        assert self.num_ended.acquire(timeout=PATIENCE_SECONDS)
-
-    def wait_for_scan(self, until: Callable[[], bool] = lambda: True) -> None:
-        """Ask for the room, as every step does, until a scan has ended after which this is so."""
-        for _ in range(int(PATIENCE_SECONDS * 100)):
-            self.room()
-            if self.num_ended.acquire(timeout=0.01) and until():
-                return
-        pytest.fail("no such scan")
-
-
-@pytest.fixture
-def watched(root: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch) -> Iterator[Watched]:
-    monkeypatch.setattr(directory_module, "_PAUSE_SECONDS", 0.0)
-    directory = Watched(root, clock)
-    yield directory
-    directory.close()
-
-
-def test_the_thread_scans_at_start_and_when_half_the_room_is_used(
-    watched: Watched, root: Path
-) -> None:
-    watched.start()
-    watched.wait()
-    paths = put(root, range(64))
-    watched.on_written(paths[:7], 7 * SIZE)
-    assert watched.room() == 9 * SIZE
-    assert not watched.num_ended.acquire(timeout=0.1)
-    watched.on_written(paths[7:8], SIZE)
-    watched.wait_for_scan()
-    # The objects reported last were used last, the first of them at the very last.
-    assert objects(root) == {*paths[:8], *paths[16:]}
-    assert watched.room() == 2 * SIZE
-    assert not watched.num_ended.acquire(timeout=0.1)
-
-
-def test_a_scan_is_repeated_after_a_minute(watched: Watched, clock: Clock) -> None:
-    """Other servers write too. The old room counts until then: a first write is not refused."""
-    watched.start()
-    watched.wait()
-    clock.now += 59
-    assert watched.room() == LIMIT // 4
-    assert not watched.num_ended.acquire(timeout=0.1)
-    clock.now += 2
-    assert watched.room() == LIMIT // 4
-    watched.wait_for_scan()
-
-
-@pytest.mark.parametrize(("number", "room"), [(62, SIZE // 2), (80, 0)])
-def test_a_full_directory_is_scanned_until_it_is_not(
-    watched: Watched, root: Path, number: int, room: int
-) -> None:
-    paths = put(root, range(number))
-    with locked(root):
-        watched.start()
-        watched.wait()
-        for _ in range(3):
-            assert watched.room() == room
-            watched.wait_for_scan()
-        assert objects(root) == set(paths)
-    watched.wait_for_scan(until=lambda: objects(root) == set(paths[-AFTER_REMOVAL:]))
-
-
-@pytest.mark.parametrize("error", [OSError("input/output error"), RuntimeError("a bug")])
+@pytest.mark.parametrize(
+    "error", [PermissionError("not allowed"), OSError("input/output error"), RuntimeError("a bug")]
+)
 def test_a_scan_that_fails_leaves_no_room_and_is_tried_again(
-    watched: Watched, root: Path, clock: Clock, caplog: pytest.LogCaptureFixture, error: Exception
+    directory: Directory,
+    root: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    error: Exception,
 ) -> None:
-    watched.start()
-    watched.wait()
-    watched.error = error
-    clock.now += 61
-    watched.wait_for_scan(until=lambda: watched.room() == 0)
-    for _ in range(3):
-        watched.wait_for_scan()
-        assert watched.room() == 0
-    watched.error = None
-    watched.wait_for_scan(until=lambda: watched.room() == LIMIT // 4)
+    """A root that cannot be read is not an empty one."""
+
+    def fail(_: str) -> None:
+        raise error
+
+    with monkeypatch.context() as failing:
+        failing.setattr(os, "scandir", fail)
+        for _ in range(3):
+            directory.scan()
+            assert (directory.room, directory.is_scan_due) == (0, True)
+    directory.scan()
+    assert (directory.room, directory.is_scan_due) == (LIMIT // 4, False)
     (message,) = caplog.messages
     assert message.startswith(f"Nothing is written to {root} until a scan succeeds: ")
     assert str(error) in message
-
-
-def test_what_is_queued_waits_for_no_scan(
-    watched: Watched, root: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    watched.start()
-    watched.wait()
-    begun = threading.Event()
-    calls_before(monkeypatch, Path, "unlink", lambda _: begun.set())
-    watched.remove(put(root, range(1)))
-    assert begun.wait(PATIENCE_SECONDS)
-    assert not watched.num_ended.acquire(blocking=False)
-
-
-def test_a_path_that_is_none_does_not_end_the_thread(watched: Watched, root: Path) -> None:
-    (path,) = put(root, range(1))
-    watched.start()
-    watched.wait()
-    watched.on_read(["\0"])
-    watched.wait_for_scan(until=lambda: watched.room() == 63 * SIZE // 4)
-    watched.remove([path])
-    watched.close()
-    assert not Path(path).exists()
-
-
-def test_close_does_what_is_queued_and_ends_the_thread(root: Path, clock: Clock) -> None:
-    before = set(threading.enumerate())
-    directory = Directory(root, LIMIT, clock=clock)
-    paths = put(root, range(4))
-    directory.start()
-    directory.on_written(paths[:2], 0)
-    directory.remove(paths[2:])
-    directory.close()
-    directory.close()
-    assert set(threading.enumerate()) <= before
-    assert [mode(path) for path in paths[:2]] == [0o600] * 2
-    assert objects(root) == set(paths[:2])
-
-
-def test_close_gives_up_a_scan(
-    watched: Watched, root: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It may take minutes. What is queued is done all the same."""
-    paths = put(root, range(80))
-    folders: list[str] = []
-    scanning, closing = threading.Event(), threading.Event()
-
-    def on_folder(folder: str) -> None:
-        folders.append(folder)
-        scanning.set()
-        assert closing.wait(PATIENCE_SECONDS)
-
-    calls_before(monkeypatch, os, "scandir", on_folder)
-    watched.start()
-    assert scanning.wait(PATIENCE_SECONDS)
-    watched.remove(paths[:1])
-    calls_before(monkeypatch, threading.Thread, "join", lambda _: closing.set())
-    watched.close()
-    assert len(folders) == 1
-    assert objects(root) == set(paths[1:])
-    assert watched.room() == 0
-
-
-def test_close_without_start(directory: Directory) -> None:
-    directory.close()

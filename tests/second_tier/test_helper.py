@@ -1,5 +1,6 @@
 """The helper's process: real, over memory that both processes have."""
 
+import fcntl
 import os
 import select
 import signal
@@ -8,12 +9,12 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from simple_offload.second_tier import helper as helper_module
 from simple_offload.second_tier import helper_main
-from simple_offload.second_tier import process as process_module
 from simple_offload.second_tier.helper import Helper, start_helper
 from simple_offload.second_tier.process import Process
 from simple_offload.second_tier.rows import Rows
@@ -82,17 +83,46 @@ def test_it_makes_and_checks_seals(helper: Helper, rows: Rows) -> None:
 
 
 def test_it_keeps_the_directory(helper: Helper, tmp_path: Path) -> None:
-    poll_until(helper, lambda: helper.room.left() > 0)
-    assert helper.room.left() == LIMIT // 4
+    """At its end it does what it was told."""
+    poll_until(helper, lambda: helper.room > 0)
+    assert helper.room == LIMIT // 4
     written, useless = tmp_path / "objects" / "a", tmp_path / "objects" / "b"
     for path in (written, useless):
         path.touch()
-    helper.on_written([str(written)], 100)
+    helper.on_written([str(written)], LIMIT // 8)
+    assert helper.room == LIMIT // 8
+    poll_until(helper, lambda: helper.room == LIMIT // 4)  # half the room was used
     helper.remove([str(useless)])
-    assert helper.room.left() == LIMIT // 4 - 100
     helper.close()
     assert stat.S_IMODE(written.stat().st_mode) == 0o600
     assert not useless.exists()
+
+
+def test_it_scans_a_full_directory_until_it_is_not(rows: Rows, tmp_path: Path) -> None:
+    (tmp_path / ("a" * 64 + ".bin")).write_bytes(bytes(LIMIT))
+    with (tmp_path / ".lock").open("x") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # another server is removing files
+        helper = start_helper(rows, tmp_path, LIMIT)
+        helper.poll(1.0)
+        assert helper.room == 0
+    poll_until(helper, lambda: helper.room == LIMIT // 4)
+    helper.close()
+
+
+def test_a_long_scan_delays_no_changes_and_ends_with_the_process(
+    rows: Rows,
+    tmp_path: Path,
+    processes: list[subprocess.Popen[bytes]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    slow = SimpleNamespace(__name__="tests.second_tier.slow_scans")
+    monkeypatch.setattr(helper_module, "helper_main", slow)
+    helper = start_helper(rows, tmp_path, LIMIT)
+    (useless := tmp_path / "useless").touch()
+    helper.remove([str(useless)])
+    poll_until(helper, lambda: not useless.exists())
+    helper.close()
+    assert processes[0].returncode == 0
 
 
 def test_a_killed_process_is_an_error(
@@ -115,7 +145,7 @@ def test_another_process_takes_its_place(
     poll_until(helper, lambda: helper.error is not None)
     helper.restart()
     assert helper.error is None
-    poll_until(helper, lambda: helper.room.left() > 0)  # it has the directory
+    poll_until(helper, lambda: helper.room > 0)  # it has the directory
     seals = helper.make_seals([3], NAMES[3:])
     helper.wait()
     assert seals.result() == Seals(rows.array, SEAL_BYTES).make([3], NAMES[3:])
@@ -137,14 +167,10 @@ def test_nothing_waits_for_a_stopped_process(
 
 
 def test_a_process_that_does_not_end_is_killed(
-    helper: Helper,
-    processes: list[subprocess.Popen[bytes]],
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
+    helper: Helper, processes: list[subprocess.Popen[bytes]], caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(process_module, "_END_SECONDS", 0.1)
     processes[0].send_signal(signal.SIGSTOP)
-    helper.close()
+    helper.close(0.1)
     assert "did not end and is killed" in caplog.text
     assert processes[0].wait(PATIENCE_SECONDS) == -signal.SIGKILL
 
@@ -202,8 +228,9 @@ def test_its_process_loads_neither_torch_nor_vllm() -> None:
     assert done.stdout.strip() == "set()"
 
 
-def test_a_process_that_cannot_answer_ends(helper: Helper) -> None:
-    seals = helper.make_seals([NUM_ROWS], NAMES[:1])
-    helper.wait()
-    assert seals.cancelled()
-    assert helper.error is not None
+@pytest.mark.parametrize("is_answer", [True, False])
+def test_a_process_that_cannot_do_what_it_is_told_ends(helper: Helper, is_answer: bool) -> None:
+    seals = helper.make_seals([NUM_ROWS if is_answer else 0], NAMES[:1])
+    helper.on_read(["/no/such/file" if is_answer else "\0"])
+    poll_until(helper, lambda: helper.error is not None)
+    assert seals.cancelled() or not is_answer

@@ -75,16 +75,19 @@ def test_a_step_without_an_end_counts_for_nothing(measured: Speeds, clock: Clock
     assert measured.compute == pytest.approx(COMPUTE)
 
 
-def test_a_fetch_that_is_slower_than_compute_is_a_probe(measured: Speeds, clock: Clock) -> None:
+def test_a_fetch_that_is_slower_than_compute_is_made_once_a_minute(
+    measured: Speeds, clock: Clock
+) -> None:
     measured.on_answered(0.001)
     for _ in range(2):
         measured.on_fetched(999, 1.0)
         assert not measured.pays
+        for seconds in (0, MINUTE - 0.1):
+            clock.now += seconds
+            assert (measured.should_ask(1000), measured.should_fetch()) == (False, False)
+        clock.now += 0.2
         assert (measured.should_ask(1000), measured.should_fetch()) == (True, True)
         assert (measured.should_ask(1000), measured.should_fetch()) == (False, False)
-        clock.now += MINUTE - 0.1
-        assert (measured.should_ask(1000), measured.should_fetch()) == (False, False)
-        clock.now += 0.2
     measured.on_fetched(10**6, 1.0)
     assert measured.pays
     for _ in range(2):

@@ -13,18 +13,22 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from vllm.v1.core.kv_cache_utils import BlockHashWithGroupId
 from vllm.v1.kv_offload.tiering.fs import io, manager
 
 from simple_offload import metrics
-from simple_offload.second_tier import second_tier as second_tier_module
-from simple_offload.second_tier import writes as writes_module
+from simple_offload.scheduler.tier.run import Run
 from tests.conftest import PATIENCE_SECONDS
 from tests.second_tier.conftest import ROW_BYTES, Clock, MakeServer, Server
 from tests.simulation.second_tier import ScriptedDisk
 
-MAX_WRITES = 4
-"""Writes under way at once."""
 PAUSE = 30.0
+
+
+@pytest.fixture
+def many_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Four writes are under way at once."""
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(64))
 
 
 def objects(root: Path) -> list[Path]:
@@ -45,60 +49,52 @@ def put(server: Server, prompt: str) -> None:
 # Which blocks
 
 
-def test_blocks_are_written_once_in_the_order_in_which_they_came(
-    serve: MakeServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(writes_module, "_WRITE_BYTES", 2 * ROW_BYTES)
-    monkeypatch.setattr(writes_module, "_MAX_WRITES", MAX_WRITES)
-    disk = ScriptedDisk()
-    server = serve(disk=disk)
-    server.put("ab")
+@pytest.mark.usefixtures("many_cores")
+def test_blocks_are_written_once_in_the_order_in_which_they_came(serve: MakeServer) -> None:
+    """A write has up to 64 MiB."""
+    server = serve(disk=ScriptedDisk(), num_blocks=4, row_bytes=32 << 20)
+    server.put("a")
     server.empty()
-    server.put("abcx")  # "ab" came before "c"
-    server.put("yz")
+    server.put("ab")
+    server.put("y")
     for _ in range(2):
         server.step()
-    assert disk.tier is not None
-    jobs = [[*each.job.keys] for each in disk.tier.jobs]
-    keys = [*server.keys("abcx"), *server.keys("yz")]
-    names = [server.objects.name(key) for key in keys]
-    assert jobs == [names[:2], names[2:4], names[4:]]
+    jobs = [[*each.job.keys] for each in server.behind.jobs]
+    names = [server.objects.name(key) for key in (*server.keys("ab"), *server.keys("y"))]
+    assert jobs == [names[:2], names[2:]]
     server.settle()
-    assert written(server) == 6
+    assert server.counted(metrics.SECOND_TIER_BYTES, "write") == 3 * (32 << 20)
     server.step()
-    assert not disk.tier.jobs
+    assert not server.behind.jobs
 
 
-def test_blocks_that_cannot_be_written_are_counted(
-    serve: MakeServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(writes_module, "_MAX_WAITING", 4)
+def test_blocks_that_cannot_be_written_are_counted(serve: MakeServer) -> None:
+    """More than 65536 do not wait."""
     server = serve()
-    server.put("abc")
-    server.empty()
+    gone = [BlockHashWithGroupId(number.to_bytes(36)) for number in range(65536 - 1)]
+    server.second_tier.on_stored(Run((), gone), ())
     server.put("xyz")
     assert server.counted(metrics.SECOND_TIER_DROPPED, "busy") == 2
     server.settle()
-    assert server.counted(metrics.SECOND_TIER_DROPPED, "evicted") == 3
+    assert server.counted(metrics.SECOND_TIER_DROPPED, "evicted") == 65536 - 1
     assert written(server) == 1
     server.empty()
-    assert (server.fetch("xyz"), server.fetch("abc")) == (1, 0)
+    assert server.fetch("xyz") == 1
 
 
+@pytest.mark.parametrize(("num_cores", "num_writes"), [(1, 1), (16, 2), (64, 4)])
 def test_few_writes_are_under_way_at_once(
-    serve: MakeServer, monkeypatch: pytest.MonkeyPatch
+    serve: MakeServer, monkeypatch: pytest.MonkeyPatch, num_cores: int, num_writes: int
 ) -> None:
-    monkeypatch.setattr(writes_module, "_WRITE_BYTES", ROW_BYTES)
-    monkeypatch.setattr(writes_module, "_MAX_WRITES", MAX_WRITES)
-    disk = ScriptedDisk()
-    server = serve(disk=disk)
-    server.put("abcdefghijklmnopqrstuvwxyz")
-    for _ in range(3):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(num_cores))
+    server = serve(disk=ScriptedDisk())
+    prompt = "abcdefghijklmnopqrstuvwxyz"
+    for end in range(1, 27):
+        server.put(prompt[:end])
         server.step()
         assert server.num_pinned == 0
         assert server.second_tier.has_pending_work, "the rest waits for steps"
-    assert disk.tier is not None
-    assert len(disk.tier.jobs) == MAX_WRITES
+    assert len(server.behind.jobs) == num_writes
     server.settle()
     assert written(server) == 26
 
@@ -195,8 +191,7 @@ def test_a_helper_that_dies_does_not_keep_vllms_tier_open(
     serve: MakeServer, monkeypatch: pytest.MonkeyPatch, dies_at: int
 ) -> None:
     """At a shutdown, before or while it makes seals."""
-    disk = ScriptedDisk()
-    server = serve(disk=disk)
+    server = serve(disk=ScriptedDisk())
     server.connection.is_held = True
     server.put("abcdefgh")
     server.step()
@@ -210,8 +205,7 @@ def test_a_helper_that_dies_does_not_keep_vllms_tier_open(
 
     monkeypatch.setattr(server.connection, "receive", die)
     server.second_tier.shutdown()
-    assert disk.tier is not None
-    assert disk.tier.is_shut_down
+    assert server.behind.is_shut_down
 
 
 # The directory
@@ -250,28 +244,26 @@ def test_an_object_that_is_read_was_used(serve: MakeServer, root: Path) -> None:
 # Shutdown
 
 
-def test_a_shutdown_writes_what_waits(serve: MakeServer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_shutdown_writes_what_waits(serve: MakeServer) -> None:
     """More than what may be under way at once."""
-    monkeypatch.setattr(writes_module, "_WRITE_BYTES", ROW_BYTES)
-    monkeypatch.setattr(writes_module, "_MAX_WRITES", MAX_WRITES)
     prompt = "abcdefghijklmnopqrstuvwxyz"
-    first = serve()
-    first.put(prompt[:5])
-    first.step()
-    first.put(prompt)
+    disk = ScriptedDisk()
+    first = serve(disk=disk)
+    for end in range(1, 27):
+        first.put(prompt[:end])
+        first.step()
     first.stop()
-    assert serve().fetch(prompt) == 26
+    assert serve(disk=disk).fetch(prompt) == 26
 
 
 def test_a_shutdown_does_not_wait_for_a_tier_that_hangs(
     serve: MakeServer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     may_write = threading.Event()
-    monkeypatch.setattr(second_tier_module, "_CLOSE_SECONDS", 0.05)
     monkeypatch.setattr(manager, "batch_store_block", lambda *_: may_write.wait(PATIENCE_SECONDS))
     server = serve()
     server.put("abc")
-    server.second_tier.shutdown()
+    server.second_tier.shutdown(0.05)
     assert "did not end within" in caplog.text
     may_write.set()
     for thread in threading.enumerate():
@@ -287,7 +279,6 @@ def test_a_shutdown_does_not_wait_for_a_tier_that_raises(
     method: str,
 ) -> None:
     """It would never say that a write has ended."""
-    monkeypatch.setattr(second_tier_module, "_CLOSE_SECONDS", PATIENCE_SECONDS)
     server = serve()
     server.put("abc")
     call = getattr(server.objects.tier, method)
@@ -297,7 +288,7 @@ def test_a_shutdown_does_not_wait_for_a_tier_that_raises(
         raise RuntimeError("a bug of the tier")
 
     monkeypatch.setattr(server.objects.tier, method, fail)
-    server.second_tier.shutdown()
+    server.second_tier.shutdown(PATIENCE_SECONDS)
     assert "a bug of the tier" in caplog.text
     assert "did not end within" not in caplog.text
 
@@ -345,6 +336,7 @@ TROUBLES: dict[str, tuple[Callable[[Path], object], Callable[[Path], object]]] =
 """How it begins and ends."""
 
 
+@pytest.mark.usefixtures("many_cores")
 @pytest.mark.parametrize("trouble", TROUBLES)
 def test_writes_pause_when_some_have_failed(
     serve: MakeServer,
@@ -352,19 +344,20 @@ def test_writes_pause_when_some_have_failed(
     clock: Clock,
     trouble: str,
     request: pytest.FixtureRequest,
-    monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     """Nothing else breaks: what was written before is found, if it is there."""
-    monkeypatch.setattr(writes_module, "_WRITE_BYTES", ROW_BYTES)
-    monkeypatch.setattr(writes_module, "_MAX_WRITES", MAX_WRITES)
     if trouble != "replaced":
         request.getfixturevalue("small_disk")
     begin, end = TROUBLES[trouble]
     server = serve()
     put(server, "ab")
     begin(root)
-    server.put("cdef")
+    server.connection.is_held = True
+    for prompt in ("c", "cd", "cde", "cdef"):
+        server.put(prompt)
+        server.step()
+    server.connection.release()
     server.settle()
     num_failed = server.counted(metrics.SECOND_TIER_FAILED, "write")
     assert (num_failed, written(server)) == (4, 2)

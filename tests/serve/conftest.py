@@ -6,16 +6,14 @@ from typing import Any
 import pytest
 
 from examples.random_model import save_random_model
+from examples.serve_bench.tokens import WordVocabulary
 from examples.serving import free_port
+from tests.engine.spec import THIS_CONNECTOR
 from tests.serve.server import Server
-from tests.serve.tokenizer import save_word_tokenizer
 
 VOCAB_SIZE = 512
 
-OURS: Mapping[str, Any] = {
-    "kv_connector": "SimpleCPUOffloadConnector",
-    "kv_connector_module_path": "simple_offload",
-    "kv_role": "kv_both",
+OURS: Mapping[str, Any] = THIS_CONNECTOR | {
     "kv_connector_extra_config": {
         "cpu_bytes_to_use": "64MiB",
         "keep_on_device_reset": True,
@@ -43,7 +41,7 @@ StartServer = Callable[..., Server]
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A random Llama with a tokenizer."""
     directory = save_random_model(tmp_path_factory.mktemp("model"), vocab_size=VOCAB_SIZE)
-    save_word_tokenizer(directory, VOCAB_SIZE)
+    WordVocabulary(VOCAB_SIZE).save(directory)
     return directory
 
 
@@ -64,20 +62,19 @@ def start_server(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Itera
 
 
 @pytest.fixture(scope="package")
-def event_ports() -> tuple[int, int]:
-    """TCP ports where ``server`` publishes its KV events, and replays them."""
-    return free_port(), free_port()
+def replay_port() -> int:
+    """TCP port where ``server`` replays its KV events."""
+    return free_port()
 
 
 @pytest.fixture(scope="package")
-def server(start_server: StartServer, event_ports: tuple[int, int]) -> Server:
+def server(start_server: StartServer, replay_port: int) -> Server:
     """The server of all tests here, with KV events. After SIGTERM it finishes running requests:
     the last test of the package needs that."""
-    live, replay = event_ports
     events = {
         "enable_kv_cache_events": True,
         "publisher": "zmq",
-        "endpoint": f"tcp://*:{live}",
-        "replay_endpoint": f"tcp://*:{replay}",
+        "endpoint": f"tcp://*:{free_port()}",
+        "replay_endpoint": f"tcp://*:{replay_port}",
     }
     return start_server("--kv-events-config", json.dumps(events), "--shutdown-timeout", "60")

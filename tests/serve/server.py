@@ -2,9 +2,6 @@
 
 import json
 import signal
-import socket
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
@@ -15,7 +12,8 @@ from typing import Any, NamedTuple
 import psutil
 
 from examples import serving
-from tests.engine.harness import ROOT, engine_environment, kill_session, log_tail
+from simple_offload import metrics
+from tests.engine.harness import engine_environment, kill_session, log_tail
 
 HOST = serving.HOST
 ANSWER_SECONDS = 60.0
@@ -41,24 +39,9 @@ class Server(serving.Server):
         *arguments: str,
         environment: Mapping[str, str] | None = None,
     ) -> None:
-        port, log_path = serving.free_port(), directory / "serve.log"
-        command = [sys.executable, "-m", "examples.vllm_command", "serve", str(model)]
-        address = ["--host", HOST, "--port", str(port), "--served-model-name", "random"]
-        with log_path.open("wb") as log:
-            self.process = subprocess.Popen(
-                [*command, *address, *arguments],
-                cwd=ROOT,
-                env=engine_environment(
-                    VLLM_ENABLE_V1_MULTIPROCESSING="1",
-                    VLLM_SERVER_DEV_MODE="1",
-                    **environment or {},
-                ),
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
-        super().__init__(self.process, port, log_path)
+        variables = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1", "VLLM_SERVER_DEV_MODE": "1"}
+        variables = engine_environment(**variables | dict(environment or {}))
+        super().__init__(model, arguments, variables, directory / "serve.log", name="random")
 
     def wait_for(self, condition: Callable[[], bool], seconds: float, what: str) -> None:
         """Poll ``condition`` until it holds. Raises RunFailed when it does not in time, or when the
@@ -91,10 +74,12 @@ class Server(serving.Server):
         found: dict[str, Any] = json.loads(text)
         return found
 
-    def ask_and_hang_up(self, prompt: Sequence[int], max_tokens: int, **more: Any) -> None:
-        """Send a request and close the connection without reading the answer."""
+    def ask_and_hang_up(
+        self, prompt: Sequence[int], max_tokens: int, *, after: float = 0.0, **more: Any
+    ) -> None:
+        """Send a request and close the connection ``after`` seconds, without reading the answer."""
         with self._ask(prompt, max_tokens, **more):
-            pass
+            time.sleep(after)
 
     @contextmanager
     def open_stream(
@@ -132,6 +117,10 @@ class Server(serving.Server):
         return not (
             self.metric("vllm:num_requests_running") or self.metric("vllm:num_requests_waiting")
         )
+
+    def wait_until_unpinned(self) -> None:
+        """Until no transfer holds a host block."""
+        self.wait_for(lambda: self.metric(metrics.PINNED) == 0, 30, "no pinned host block")
 
     def family(self) -> list[psutil.Process]:
         """The server's process and its descendants."""
@@ -180,14 +169,3 @@ def read_stream(lines: Iterable[bytes]) -> list[int]:
     events = [line.removeprefix(b"data: ").strip() for line in lines]
     choices = [json.loads(event)["choices"] for event in events if event != b"[DONE]"]
     return [token for (choice,) in choices for token in choice["token_ids"]]
-
-
-def can_listen(port: int) -> bool:
-    """Whether ``port`` is free to listen on, as a restarted server would."""
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((HOST, port))
-        except OSError:
-            return False
-        return True

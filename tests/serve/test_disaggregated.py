@@ -4,6 +4,7 @@ GPUs, each server has its own."""
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
@@ -11,6 +12,7 @@ import pytest
 import torch
 from vllm.platforms import current_platform
 
+from examples.serve_bench.tokens import WordVocabulary
 from examples.serving import free_port
 from simple_offload import metrics
 from tests.docs.pages import COMMANDS
@@ -20,9 +22,7 @@ from tests.engine.spec import Answer
 from tests.engine.targets import HALF
 from tests.engine.workloads import follow_ups, shared_prefix_asks
 from tests.serve.conftest import PLAIN, VOCAB_SIZE, configured
-from tests.serve.disaggregated import WITH_ONE_TOKEN, Disaggregated
 from tests.serve.server import Completion, Server, completion
-from tests.serve.tokenizer import save_word_tokenizer
 
 pytest.importorskip("nixl", reason="needs NIXL: see CONTRIBUTING.md")
 
@@ -35,6 +35,11 @@ pytestmark = [
 
 ASKS = shared_prefix_asks("pd", seed=8, tails=2)
 TURNS = follow_ups(ASKS, "turn", seed=9)
+WITH_ONE_TOKEN: dict[str, Any] = {
+    "max_tokens": 1,
+    "kv_transfer_params": {"do_remote_decode": True, "do_remote_prefill": False},
+}
+"""Of a request whose answer another server generates. The first server's token is thrown away."""
 NUM_TOKENS, LONG = 12, 200
 """Of an answer, and of one that is cut off."""
 LEASE_SECONDS = 8 if IS_ON_GPU else 50
@@ -54,7 +59,7 @@ ON_GPU = (
 def documented(role: str, *, ours_first: bool) -> dict[str, Any]:
     """vLLM's configuration of a server, as docs/disaggregation.md shows it, with a small tier and a
     short lease."""
-    words = next(each.words for each in COMMANDS if each.whole and f'"{ROLES[role]}"' in each.text)
+    words = next(each.words for each in COMMANDS if f'"{ROLES[role]}"' in each.text)
     shown = words[words.index("--kv-transfer-config") + 1]
     config: dict[str, Any] = json.loads(shown.replace("64GiB", "64MiB"))
     nixl, ours = connectors = config["kv_connector_extra_config"]["connectors"]
@@ -65,13 +70,32 @@ def documented(role: str, *, ours_first: bool) -> dict[str, Any]:
     return config
 
 
+@dataclass
+class Disaggregated:
+    """Both servers, and the router before them: a request goes to one and then to the other, with
+    what the first one answers in ``kv_transfer_params``."""
+
+    prefill: Server
+    decode: Server
+
+    def complete(self, prompt: Sequence[int], max_tokens: int) -> Completion:
+        """The answer to a prompt, by both servers."""
+        return completion(self.decode.answer(prompt, max_tokens, **self.fill(prompt)))
+
+    def fill(self, prompt: Sequence[int]) -> dict[str, Any]:
+        """Compute the prompt. Returns what the request to the other server needs. The blocks wait
+        there for that request, until their lease ends."""
+        answer = self.prefill.answer(prompt, **WITH_ONE_TOKEN)
+        return {"kv_transfer_params": answer["kv_transfer_params"]}
+
+
 class Fleet:
     """Starts servers of one model."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._model = save_device_model(folder / "model", "llama")
-        save_word_tokenizer(self._model, VOCAB_SIZE)
+        WordVocabulary(VOCAB_SIZE).save(self._model)
         self._servers: list[Server] = []
 
     def start(self, *arguments: str, gpu: int = 0) -> Server:
@@ -175,11 +199,12 @@ def check_both(pair: Disaggregated, expected: Expected, *, at_once: int = 1) -> 
     expected.compare(found)
 
 
-def assert_nothing_held(server: Server) -> None:
+def assert_nothing_held(*servers: Server) -> None:
     """Every device block is free, and no host block is pinned."""
-    server.wait_for(server.is_idle, 60, "its requests to end")
-    server.reset_prefix_cache(external=False)
-    server.wait_for(lambda: server.metric(metrics.PINNED) == 0, 30, "no pinned host block")
+    for server in servers:
+        server.wait_for(server.is_idle, 60, "its requests to end")
+        server.reset_prefix_cache(external=False)
+        server.wait_until_unpinned()
 
 
 def test_the_same_tokens_as_one_server(
@@ -194,8 +219,7 @@ def test_the_same_tokens_as_one_server(
         assert pair.prefill.metric(LOADED) > loaded
         is_fetched_again = pair.decode.metric(FETCHED) > fetched
         assert is_fetched_again != (ours_first and at_once > 1)
-        for server in (pair.prefill, pair.decode):
-            assert_nothing_held(server)
+        assert_nothing_held(pair.prefill, pair.decode)
 
 
 def test_the_second_server_has_a_tier_of_its_own(pair: Disaggregated, expected: Expected) -> None:
@@ -221,12 +245,10 @@ def test_clients_that_disconnect(pair: Disaggregated, expected: Expected) -> Non
     for prompt in prompts[2:6]:
         with pair.decode.open_stream(prompt, LONG, **pair.fill(prompt)) as lines:
             next(lines)
-    for server in (pair.prefill, pair.decode):
-        assert_nothing_held(server)
+    assert_nothing_held(pair.prefill, pair.decode)
     assert pair.prefill.metric(EXPIRED) > expired, "nobody has fetched the first prompt"
     check_both(pair, expected, at_once=4)
-    for server in (pair.prefill, pair.decode):
-        assert_nothing_held(server)
+    assert_nothing_held(pair.prefill, pair.decode)
 
 
 def test_the_second_server_dies(
@@ -243,8 +265,7 @@ def test_the_second_server_dies(
     pair.decode = fleet.start_role("decode", ours_first=ours_first)
     pair.decode.wait_until_ready()
     check_both(pair, expected)
-    for server in (pair.prefill, pair.decode):
-        assert_nothing_held(server)
+    assert_nothing_held(pair.prefill, pair.decode)
 
 
 def test_the_first_server_dies(pair: Disaggregated, expected: Expected) -> None:

@@ -4,22 +4,22 @@ second node another machine for this project: its processes cannot open the firs
 import json
 import os
 import subprocess
-import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
+from examples.bench.child import ROOT
 from examples.random_model import save_random_model
-from examples.serving import free_port
+from examples.serve_bench.tokens import WordVocabulary
+from examples.serving import COMMAND, free_port
 from simple_offload import metrics
-from tests.engine.harness import ROOT, engine_environment, kill_session
+from tests.engine.harness import engine_environment, kill_session
 from tests.engine.test_parallel import TRACE_ONLY
 from tests.serve.conftest import ARGUMENTS, VOCAB_SIZE
 from tests.serve.server import HOST, Server
 from tests.serve.test_serve import ASKS, HITS, answers, assert_same
-from tests.serve.tokenizer import save_word_tokenizer
 
 pytestmark = [
     pytest.mark.slow,
@@ -39,15 +39,14 @@ PIPELINE = (
 def two_nodes(folder: Path, *arguments: str, apart: bool) -> Iterator[Server]:
     """A server with one rank on each node. The model's ranks repeat its only KV head."""
     model = save_random_model(folder / "model", vocab_size=VOCAB_SIZE, num_kv_heads=1)
-    save_word_tokenizer(model, VOCAB_SIZE)
+    WordVocabulary(VOCAB_SIZE).save(model)
     nodes = (
         *("--distributed-executor-backend", "mp", "--nnodes", "2"),
         *("--master-addr", HOST, "--master-port", str(free_port())),
     )
     command: Sequence[str] = (
         *(APART if apart else ()),
-        *(sys.executable, "-m", "examples.vllm_command", "serve", str(model)),
-        *(*ARGUMENTS, *arguments, *nodes, "--node-rank", "1", "--headless"),
+        *(*COMMAND, str(model), *ARGUMENTS, *arguments, *nodes, "--node-rank", "1", "--headless"),
     )
     environment = {"VLLM_HOST_IP": HOST}
     with (folder / "second.log").open("wb") as log:
@@ -83,7 +82,7 @@ def check_answers(server: Server) -> None:
     assert server.metric(HITS) > 0
     server.wait_for(server.is_idle, 30, "its requests to end")
     server.reset_prefix_cache(external=False)
-    server.wait_for(lambda: server.metric(metrics.PINNED) == 0, 30, "no pinned host block")
+    server.wait_until_unpinned()
 
 
 @pytest.mark.parametrize("apart", [True, False], ids=["two machines", "one machine"])

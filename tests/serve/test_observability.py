@@ -99,11 +99,8 @@ def host_events(replay_port: int) -> list[Any]:
             events += msgspec.msgpack.decode(batch, type=KVEventBatch).events
 
 
-def test_a_subscriber_knows_the_blocks_of_the_tier(
-    worked: Server, event_ports: tuple[int, int]
-) -> None:
-    _, replay = event_ports
-    stored = host_events(replay)
+def test_a_subscriber_knows_the_blocks_of_the_tier(worked: Server, replay_port: int) -> None:
+    stored = host_events(replay_port)
     assert {type(event) for event in stored} == {BlockStored}
     assert [event.token_ids for event in stored] == [LONG, SHORT[: 2 * BLOCK_SIZE]]
     hashes = {block_hash for event in stored for block_hash in event.block_hashes}
@@ -116,7 +113,7 @@ def test_a_subscriber_knows_the_blocks_of_the_tier(
     worked.reset_prefix_cache(external=True)
     worked.complete(LAST, 1)
     wait_for_metric(worked, metrics.USED, 1)
-    removed, last = host_events(replay)[len(stored) :]
+    removed, last = host_events(replay_port)[len(stored) :]
     assert isinstance(removed, BlockRemoved)
     assert set(removed.block_hashes) == hashes
     assert last.token_ids == LAST[:BLOCK_SIZE]

@@ -8,11 +8,12 @@ from typing import Any
 import psutil
 import pytest
 
+from examples.serving import is_free
 from tests.engine.compare import LOGPROB_TOLERANCE
 from tests.engine.harness import log_tail, processes_left
 from tests.engine.spec import Ask
 from tests.engine.workloads import shared_prefix_asks
-from tests.serve.server import Completion, Server, can_listen, read_stream
+from tests.serve.server import Completion, Server, read_stream
 
 ASKS = shared_prefix_asks("serve", seed=6, tails=3)
 HITS = "vllm:external_prefix_cache_hits_total"
@@ -42,7 +43,7 @@ def assert_stops(server: Server) -> None:
     assert not alive, f"{alive} outlived the server\n{log_tail(server.log)}"
     assert not processes_left(server.process.pid, within=0)
     assert not [path for path in segments if path.exists()]
-    assert can_listen(server.port)
+    assert is_free(server.port)
 
 
 def test_answers_come_back_from_the_host(server: Server) -> None:
@@ -100,7 +101,6 @@ def test_wishes(server: Server, path: str) -> None:
     """A report of where the prompt came from, and prompts that are not kept. What is wrong does no
     harm, and is told once."""
     first = 0 if "chat" in path else 50
-    # The tokenizer takes the beginning of w10 to w29 for special tokens.
     kept, private = (
         [(start + 7 * place * place) % 200 + 300 for place in range(100)]
         for start in (first, first + 1)

@@ -28,7 +28,6 @@ from vllm.v1.simple_kv_offload.metadata import (
     SimpleCPUOffloadWorkerMetadata,
 )
 
-from simple_offload.backends.base import Direction
 from simple_offload.metadata import StepMetadata
 from simple_offload.transfer import Transfer
 from simple_offload.worker.worker import OffloadWorker
@@ -85,7 +84,9 @@ class BuiltinWorld(World):
         assert isinstance(metadata, SimpleCPUOffloadMetadata)
         if metadata.need_flush:
             for rank in self.ranks:
-                self._flush(rank)
+                for lane in rank.worker.lanes.values():
+                    lane.flush()
+                rank.device.run_all()
         self._events = metadata.load_event_to_reqs
         step = StepMetadata()
         if metadata.load_event >= 0:
@@ -115,14 +116,6 @@ class BuiltinWorld(World):
             assert not manager._reqs_to_load, "loads are tracked at rest"
             assert not manager._abandoned_reqs_to_load, "loads are tracked at rest"
             assert not manager._reqs_to_store, "requests are tracked at rest"
-
-    def _flush(self, rank: Any) -> None:
-        for lane in rank.worker.lanes.values():
-            lane.flush()
-        rank.device.compute_until(rank.device.num_queued)
-        for direction in Direction:
-            while rank.device.copies[direction]:
-                rank.device.copy_one(direction)
 
 
 _MEANINGS = {

@@ -129,59 +129,36 @@ def check_answer(request_id: str, story: Story, tokens: list[int], status: Reque
 
 
 class Failures:
-    """After two loads in turn have failed to read a block, no load may name it until other contents
-    are stored or read into it. Otherwise it would fail for ever. ``num_sub_blocks``: of one of the
-    tier's blocks."""
+    """No load names a block that a load has failed to read, until other contents are stored or read
+    into it. Otherwise it might fail for ever. ``num_sub_blocks``: of one of the tier's blocks."""
 
     def __init__(self, num_sub_blocks: int) -> None:
         self._num_sub_blocks = num_sub_blocks
         self._loads: dict[int, Transfer] = {}
         """Transfers in flight, by id."""
-        self._next_id = 0
-        """Greater than the id of any load."""
-        self._failed: set[int] = set()
-        self._doubted: dict[int, int] = {}
-        """By block that a load failed to read: the first load that began later."""
         self._broken: set[int] = set()
-        self.any_again = False
-        """Whether a block has ever failed a second time."""
 
     def begin_store(self, store: Transfer) -> None:
         """New contents of a block have not failed."""
-        blocks = self._blocks_of(store)
-        self._broken -= blocks
-        self._trust(blocks)
+        self._broken -= self._blocks_of(store)
 
     def begin_read(self, blocks: Iterable[int]) -> None:
         """Objects come into these blocks."""
         self._broken -= set(blocks)
-        self._trust(set(blocks))
 
     def begin_load(self, load: Transfer) -> None:
-        """No two reports have shown that the blocks cannot be loaded."""
+        """No report has shown that the blocks cannot be loaded."""
         blocks = self._broken & self._blocks_of(load)
-        assert not blocks, f"{load.request_id} loads {blocks}, which have failed repeatedly"
+        assert not blocks, f"{load.request_id} loads {blocks}, which have failed"
         self._loads[load.id] = load
-        self._next_id = load.id + 1
 
     def on_report(self, failed: Iterable[int], in_flight: Collection[int]) -> None:
         """Ranks have reported these transfers as ``failed``. ``in_flight``: ids of transfers that
         have not ended."""
         for load_id in self._loads.keys() & failed:
-            self._failed.add(load_id)
-            for block in self._blocks_of(self._loads[load_id]):
-                if load_id >= self._doubted.setdefault(block, self._next_id):
-                    self._broken.add(block)
-                    self.any_again = True
+            self._broken |= self._blocks_of(self._loads[load_id])
         for load_id in self._loads.keys() - in_flight:
-            load = self._loads.pop(load_id)
-            if load_id not in self._failed:
-                self._trust(self._blocks_of(load))
-            self._failed.discard(load_id)
-
-    def _trust(self, blocks: set[int]) -> None:
-        for block in blocks:
-            self._doubted.pop(block, None)
+            del self._loads[load_id]
 
     def _blocks_of(self, transfer: Transfer) -> set[int]:
         return set(tier_blocks(transfer.host_blocks, self._num_sub_blocks))

@@ -1,7 +1,6 @@
 """ScriptedDevice: one rank's KV memory, compute stream and copies, driven by a script."""
 
 import math
-import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -147,9 +146,8 @@ class ScriptedDevice(HostBackend):
     moment until its end, the destination of the copy holds garbage.
     """
 
-    def __init__(self, chunk_bytes: int = sys.maxsize) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.chunk_bytes = chunk_bytes
         self.gate = ChunkGate()
         self._compute: deque[Callable[[], None] | _Hold] = deque()
         self.num_queued = 0
@@ -182,8 +180,10 @@ class ScriptedDevice(HostBackend):
             new = [np.concatenate(pair) for pair in zip(self._host, new, strict=True)]
         self._host = new
 
-    def barrier(self) -> Barrier | None:
+    def barrier(self) -> ComputeMark:
         return ComputeMark(self.num_queued, self)
+
+    mark_compute = barrier
 
     def copy(  # type: ignore[override]
         self, direction: Direction, transfer: Transfer, barrier: Barrier | None
@@ -201,9 +201,6 @@ class ScriptedDevice(HostBackend):
 
     def divide(self, groups: Sequence[Sequence[PagePart]]) -> None:
         self._parts = groups
-
-    def mark_compute(self) -> ComputeMark:
-        return ComputeMark(self.num_queued, self)
 
     # As a device
 
@@ -247,6 +244,11 @@ class ScriptedDevice(HostBackend):
         """Drop the remaining compute, and run the remaining copies."""
         self._compute.clear()
         self.num_computed = self.num_queued
+        self.run_all()
+
+    def run_all(self) -> None:
+        """Run all compute, then all copies."""
+        self.compute_until(self.num_queued)
         for direction in Direction:
             while self.copies[direction]:
                 self.copy_one(direction)
@@ -301,11 +303,8 @@ class KVMemory:
 
     def __init__(self, config: KVCacheConfig) -> None:
         slots = torch.full((config.kv_cache_tensors[0].size // SLOT,), -1, dtype=torch.int64)
-        specs = {
-            name: layer_spec(group, name)
-            for group in config.kv_cache_groups
-            for name in group.layer_names
-        }
+        groups = config.kv_cache_groups
+        specs = {name: layer_spec(group, name) for group in groups for name in group.layer_names}
         self.kv_caches: dict[str, torch.Tensor] = {
             name: slots.as_strided(
                 (config.num_blocks, specs[name].page_size_bytes // SLOT),
@@ -318,14 +317,14 @@ class KVMemory:
         """As vLLM would register them."""
         in_groups = {
             name: (index, layer)
-            for index, group in enumerate(config.kv_cache_groups)
+            for index, group in enumerate(groups)
             for layer, name in enumerate(group.layer_names)
         }
         self.places = {name: in_groups[name] for name in self.kv_caches}
         """By layer name, in the order of compute, its group and its place there."""
         self.pages = [
             [_entries(self.kv_caches[name], specs[name]) for name in group.layer_names]
-            for group in config.kv_cache_groups
+            for group in groups
         ]
         """By group and layer, ``[num_blocks, entries, width]``, without padding."""
 

@@ -66,6 +66,7 @@ class Story:
         many (async scheduling)."""
         self.num_prompt_tokens = len(prompt)
         self.num_output_tokens = num_output_tokens
+        self.epoch = epoch
         self.tokens = list(prompt)
         identities = []
         value = root(salt, epoch)

@@ -26,11 +26,17 @@ from simple_offload.scheduler.tier.eviction_order import (
 from simple_offload.scheduler.tier.groups import Groups
 from simple_offload.scheduler.tier.run import Run
 from simple_offload.second_tier.second_tier import SecondTier
+from tests.simulation.watch import watch
 
 
 def pool_of(tier: CpuTier) -> BlockPool:
     """The tier's blocks."""
     return tier._pool
+
+
+def has_key(pool: BlockPool, key: BlockHashWithGroupId) -> bool:
+    """Whether a block of vLLM's ``pool`` is found by ``key``."""
+    return pool.cached_block_hash_to_block.get_one_block(key) is not None
 
 
 def groups_of(tier: CpuTier) -> Groups:
@@ -151,17 +157,15 @@ def watch_withheld(scheduler: OffloadScheduler) -> set[int]:
     it."""
     found: set[int] = set()
     policy = scheduler._policy
-    if not isinstance(policy, BeforeEviction):
-        return found
-    scan: Any = policy._scan
-    withhold = scan.withhold
+    if isinstance(policy, BeforeEviction):
+        scan = policy._scan
 
-    def watched(*arguments: Any) -> Any:
-        count = withhold(*arguments)
-        found.update(block.block_id for block in scan._withheld)
-        return count
+        def note(withhold: Any, *arguments: Any) -> Any:
+            count = withhold(*arguments)
+            found.update(block.block_id for block in scan._withheld)
+            return count
 
-    scan.withhold = watched
+        watch(scan, "withhold", note)
     return found
 
 
@@ -169,15 +173,13 @@ def watch_duplicates(
     scheduler: OffloadScheduler, on_evicted: Callable[[list[BlockHashWithGroupId]], None]
 ) -> None:
     """Call ``on_evicted`` with the keys of duplicates that the tier evicts, at once."""
-    order: Any = scheduler.tier._order
-    evict = order.evict
 
-    def watched(*arguments: Any) -> Any:
+    def tell(evict: Any, *arguments: Any) -> Any:
         blocks, evicted, others = evict(*arguments)
         on_evicted(evicted)
         return blocks, evicted, others
 
-    order.evict = watched
+    watch(scheduler.tier._order, "evict", tell)
 
 
 def releasable(tier: CpuTier, keys: Iterable[BlockHashWithGroupId]) -> list[BlockHashWithGroupId]:
@@ -220,19 +222,17 @@ def blocks_of_reads(scheduler: OffloadScheduler) -> set[int]:
     return {block.block_id for read in second_tier._reading.values() for block in read.blocks}
 
 
-def check_second_tier_is_on(connector: Any) -> None:
+def check_second_tier_is_on(scheduler: OffloadScheduler) -> None:
     """The second tier, if there is one, was not switched off."""
-    scheduler = getattr(connector, "scheduler", None)
     # A rank that has lost a copy thread switches off both tiers.
-    if isinstance(scheduler, OffloadScheduler) and not scheduler._gate.is_closed:
+    if not scheduler._gate.is_closed:
         second_tier = second_tier_of(scheduler)
         assert second_tier is None or second_tier.is_on, "the second tier is off without a reason"
 
 
-def set_compute_speed(connector: Any, speed: float) -> None:
+def set_compute_speed(scheduler: OffloadScheduler, speed: float) -> None:
     """Let the second tier believe that compute has so many tokens per second."""
-    scheduler = getattr(connector, "scheduler", None)
-    if isinstance(scheduler, OffloadScheduler) and (second_tier := second_tier_of(scheduler)):
+    if (second_tier := second_tier_of(scheduler)) is not None:
         second_tier.speeds.compute = speed
 
 
@@ -290,6 +290,7 @@ def check_tier(tier: CpuTier) -> None:
         free_blocks = queue.get_all_free_blocks()
         assert queue.num_free_blocks == len(free_blocks), f"queue {index} miscounted"
         queue_of |= dict.fromkeys([block.block_id for block in free_blocks], index)
+    # Each free block is in one queue only.
     num_free = sum(queue.num_free_blocks for queue in order._queues)
     assert len(queue_of) == num_free == tier.num_free, "free queues miscounted"
     inner_keys = pool.cached_block_hashes_by_block
@@ -310,13 +311,12 @@ def check_tier(tier: CpuTier) -> None:
         assert found is block, f"{block}: not found by its own key"
         is_reserved = code & _EMPTY == 2
         assert is_reserved == (block.block_hash in tier._reserved), f"{block}: wrongly reserved"
+    # Counts, which are kept up to date one by one.
     num_duplicates = sum(code & _DUPLICATE > 0 for code in order._codes)
     assert num_duplicates == order.num_duplicates, "duplicates miscounted"
     assert tier.is_exclusive or max(order._codes) < _DUPLICATE, "a duplicate in an inclusive tier"
     assert not any(code & _LOST and code & _DUPLICATE for code in order._codes), "lost, yet there"
-    for block_id in tier._doubted:
-        block = pool.blocks[block_id]
-        assert block.block_hash is not None, f"{block}: empty, yet a load of it has failed"
+    # Blocks of private groups: one of them stands for the others, which nothing else may touch.
     others = others_of(tier)
     assert len(others) == tier.num_replicas, f"{others} have others that stand for them"
     for block_id in others:

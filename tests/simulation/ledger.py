@@ -9,6 +9,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiKV
 
 from simple_offload import metrics
 from simple_offload.backends.base import Direction
+from tests.simulation.watch import watch
 
 
 class Ledger:
@@ -19,14 +20,13 @@ class Ledger:
 
     def watch(self, connector: Any) -> None:
         """Add up the stats that ``connector``, of the scheduler side, gives vLLM from now on."""
-        get_stats = connector.get_kv_connector_stats
 
-        def get_and_add() -> KVConnectorStats | None:
+        def get_and_add(get_stats: Any) -> KVConnectorStats | None:
             stats: KVConnectorStats | None = get_stats()
             self.add(stats)
             return stats
 
-        connector.get_kv_connector_stats = get_and_add
+        watch(connector, "get_kv_connector_stats", get_and_add)
 
     def add(self, stats: KVConnectorStats | None) -> None:
         """Add a payload, unless it is another connector's."""

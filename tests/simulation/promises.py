@@ -16,6 +16,8 @@ from vllm.v1.request import Request
 from simple_offload.scheduler.manager import OffloadScheduler
 from simple_offload.scheduler.tier.run import Run
 from tests.simulation import integrity, wishes
+from tests.simulation.integrity import has_key
+from tests.simulation.watch import watch
 
 Keys = Collection[BlockHashWithGroupId]
 
@@ -46,34 +48,23 @@ class Answers:
         """Requests that have got blocks so far."""
         self._first_told: dict[str, int] = {}
         """By request that has had to ask again, that count when it was first told so."""
-        self._loading: dict[str, set[int]] = {}
-        """By request that waits for its load, the host blocks that it brings."""
-        ask, allocated = scheduler.get_num_new_matched_tokens, scheduler.update_state_after_alloc
-
-        def watch_answer(request: Any, *arguments: Any) -> Any:
-            answer = ask(request, *arguments)
-            if answer[0] is None and not self._waits_for_objects(request):
-                request_id = request.request_id
-                count = self._num_passed[request_id]
-                assert count <= self.MOST_PASSED, f"{count} requests have passed {request_id}"
-                self._told.add(request_id)
-                self._first_told.setdefault(request_id, self._num_allocated)
-                self.num_asked_again += 1
-            return answer
-
-        def watch_allocation(request: Any, blocks: Any, num_external_tokens: int) -> None:
-            request_id = request.request_id
-            if num_external_tokens > 0 or request.num_computed_tokens == 0:
-                self._on_allocated(request_id, num_external_tokens)
-            allocated(request, blocks, num_external_tokens)
-
-        watched: Any = scheduler
-        watched.get_num_new_matched_tokens = watch_answer
-        watched.update_state_after_alloc = watch_allocation
+        watch(scheduler, "get_num_new_matched_tokens", self._watch_answer)
+        watch(scheduler, "update_state_after_alloc", self._watch_allocation)
 
     def begin(self) -> None:
         """A step begins."""
         self._told.clear()
+
+    def _watch_answer(self, ask: Any, request: Any, *arguments: Any) -> Any:
+        answer = ask(request, *arguments)
+        if answer[0] is None and not self._waits_for_objects(request):
+            request_id = request.request_id
+            count = self._num_passed[request_id]
+            assert count <= self.MOST_PASSED, f"{count} requests have passed {request_id}"
+            self._told.add(request_id)
+            self._first_told.setdefault(request_id, self._num_allocated)
+            self.num_asked_again += 1
+        return answer
 
     def _waits_for_objects(self, request: Any) -> bool:
         second_tier = integrity.second_tier_of(self._scheduler)
@@ -85,14 +76,17 @@ class Answers:
         assert wait < request.num_tokens / speed, f"{request.request_id} waits for too long"
         return True
 
-    def _on_allocated(self, request_id: str, num_external_tokens: int) -> None:
-        if num_external_tokens and self._scheduler.groups.is_one_chain:
-            self._check_load(request_id)
-        self._num_allocated += 1
-        self._first_told.pop(request_id, None)
-        del self._num_passed[request_id]
-        self._told.discard(request_id)
-        self._num_passed.update(self._told)
+    def _watch_allocation(self, allocated: Any, request: Any, blocks: Any, num_loaded: int) -> None:
+        request_id = request.request_id
+        if num_loaded > 0 or request.num_computed_tokens == 0:
+            if num_loaded and self._scheduler.groups.is_one_chain:
+                self._check_load(request_id)
+            self._num_allocated += 1
+            self._first_told.pop(request_id, None)
+            del self._num_passed[request_id]
+            self._told.discard(request_id)
+            self._num_passed.update(self._told)
+        allocated(request, blocks, num_loaded)
 
     def _check_load(self, request_id: str) -> None:
         loads = self._scheduler._loads
@@ -111,25 +105,22 @@ class TailsFirst:
     """The tail of a prefix leaves the tier before its head, if it has left the device before.
     Watched in exclusive tiers."""
 
-    def __init__(self, scheduler: OffloadScheduler, host_pool: BlockPool) -> None:
+    def __init__(self, scheduler: OffloadScheduler) -> None:
         self._num_lost = 0
         """Blocks that have left the tier to make room."""
         self._num_beheaded = 0
         """Blocks that stayed although their parents left."""
-        device_pool: Any = scheduler._device_pool
-        self._device_pool = device_pool
-        self._on_device: Any = device_pool.cached_block_hash_to_block
-        self._in_tier = host_pool.cached_block_hash_to_block._cache
+        self._device_pool = scheduler._device_pool
+        self._on_device: Any = self._device_pool.cached_block_hash_to_block
+        self._in_tier = integrity.pool_of(scheduler.tier).cached_block_hash_to_block._cache
         self._parents: dict[BlockHashWithGroupId, BlockHashWithGroupId] = {}
         self._headless: set[BlockHashWithGroupId] = set()
         """Blocks that the device had longer than their parents. Stores held them, or a reset took
         both. And blocks that were found without them: a hit that continues from the device's blocks
         protects no block before it."""
         self._applies = scheduler.tier.is_exclusive
-        self._evict, self._pin = device_pool._maybe_evict_cached_block, scheduler.tier.pin
-        device_pool._maybe_evict_cached_block = self._watch_device
-        watched: Any = scheduler.tier
-        watched.pin = self._watch_hit
+        watch(self._device_pool, "_maybe_evict_cached_block", self._watch_device)
+        watch(scheduler.tier, "pin", self._watch_hit)
 
     def begin(self, requests: Iterable[Request]) -> set[BlockHashWithGroupId]:
         """A step begins. Returns the tier's keys, for ``end``."""
@@ -158,24 +149,24 @@ class TailsFirst:
         limit = 3 + self._num_lost // 100
         assert self._num_beheaded <= limit, f"{self._num_beheaded} tails stayed without their heads"
 
-    def _watch_device(self, block: KVCacheBlock) -> Any:
+    def _watch_device(self, evict: Any, block: KVCacheBlock) -> Any:
         key: Any = block.block_hash
         parent = self._parents.get(key)
         if parent is not None and self._on_device.get_one_block(parent) is None:
             self._headless.add(key)
-        return self._evict(block)
+        return evict(block)
 
-    def _watch_hit(self, blocks: Sequence[KVCacheBlock]) -> None:
+    def _watch_hit(self, pin: Any, blocks: Sequence[KVCacheBlock]) -> None:
         keys: set[Any] = {block.block_hash for block in blocks}
         self._headless.update(key for key in keys if self._parents.get(key) not in keys)
-        self._pin(blocks)
+        pin(blocks)
 
 
 class FoundOnDevice:
     """Skipped contents are stored after all if a request finds them. Watched with host blocks of
     one device block, and in a tier that is larger than the device."""
 
-    def __init__(self, scheduler: OffloadScheduler, host_pool: BlockPool) -> None:
+    def __init__(self, scheduler: OffloadScheduler) -> None:
         self.num_evicted = 0
         """Blocks with such contents that the device evicted."""
         self._num_lost = 0
@@ -183,42 +174,37 @@ class FoundOnDevice:
         self._num_taken = 0
         """Blocks that the device has evicted in this step."""
         self._scheduler = scheduler
-        self._host_pool = host_pool
-        device_pool: Any = scheduler._device_pool
-        self._device_pool = device_pool
+        self._device_pool = scheduler._device_pool
         self._found: set[BlockHashWithGroupId] = set()
-        allocated, evict = scheduler.update_state_after_alloc, device_pool._maybe_evict_cached_block
-
-        def watch_allocation(request: Any, blocks: Any, *arguments: Any) -> None:
-            if scheduler.groups.num_sub_blocks == 1 and wishes.wants_storing(request):
-                bypassed = integrity.bypassed(scheduler)
-                table = [block for of_group in blocks.blocks for block in of_group]
-                keys = [b.block_hash for b in table if b.block_hash == bypassed.get(b.block_id)]
-                self._found.update(key for key in keys if key is not None)
-            allocated(request, blocks, *arguments)
-
-        def watch_device(block: KVCacheBlock) -> Any:
-            key, answer = block.block_hash, evict(block)
-            self._num_taken += 1
-            if key in self._found and not has_key(device_pool, key):
-                self._found.discard(key)
-                self._on_evicted(key)
-            return answer
-
-        def watch_end(request: Any) -> Any:
-            if wishes.of(request).get("release") is True:
-                released = set(request.block_hashes)
-                self._found = {key for key in self._found if get_block_hash(key) not in released}
-            return finish(request)
-
-        watched: Any = scheduler
-        finish, watched.request_finished = scheduler.request_finished, watch_end
-        watched.update_state_after_alloc = watch_allocation
-        device_pool._maybe_evict_cached_block = watch_device
+        watch(scheduler, "update_state_after_alloc", self._watch_allocation)
+        watch(self._device_pool, "_maybe_evict_cached_block", self._watch_device)
+        watch(scheduler, "request_finished", self._watch_end)
 
     def begin(self) -> None:
         """A step begins."""
         self._num_taken = 0
+
+    def _watch_allocation(self, allocated: Any, request: Any, blocks: Any, *rest: Any) -> None:
+        if self._scheduler.groups.num_sub_blocks == 1 and wishes.wants_storing(request):
+            bypassed = integrity.bypassed(self._scheduler)
+            table = [block for of_group in blocks.blocks for block in of_group]
+            keys = [b.block_hash for b in table if b.block_hash == bypassed.get(b.block_id)]
+            self._found.update(key for key in keys if key is not None)
+        allocated(request, blocks, *rest)
+
+    def _watch_device(self, evict: Any, block: KVCacheBlock) -> Any:
+        key, answer = block.block_hash, evict(block)
+        self._num_taken += 1
+        if key in self._found and not has_key(self._device_pool, key):
+            self._found.discard(key)
+            self._on_evicted(key)
+        return answer
+
+    def _watch_end(self, finish: Any, request: Any) -> Any:
+        if wishes.of(request).get("release") is True:
+            released = set(request.block_hashes)
+            self._found = {key for key in self._found if get_block_hash(key) not in released}
+        return finish(request)
 
     def check(self) -> None:
         """Few exceptions: a load may take blocks whose stores are late."""
@@ -226,8 +212,9 @@ class FoundOnDevice:
         assert self._num_lost <= limit, f"{self._num_lost} blocks were found, and never stored"
 
     def _on_evicted(self, key: BlockHashWithGroupId) -> None:
-        num_places = self._scheduler.tier._num_places  # each may take a block of its own
-        has_room = len(self._host_pool.blocks) > num_places * len(self._device_pool.blocks)
+        tier = self._scheduler.tier
+        num_places = tier._num_places  # each may take a block of its own
+        has_room = tier.num_blocks > num_places * len(self._device_pool.blocks)
         # Where a step may take more than a quarter of the device, some blocks cannot be safe.
         if has_room and self._num_taken <= integrity.min_ahead_of(self._scheduler):
             self.num_evicted += 1
@@ -242,26 +229,15 @@ class MovedHashes:
     def __init__(self, scheduler: OffloadScheduler) -> None:
         self.num_moved = 0
         """Hashes that vLLM has moved."""
-        device_pool: Any = scheduler._device_pool
-        move = getattr(device_pool, "move_block_hashes", None)  # not on all versions of vLLM
-        if move is None:
-            return
+        self._scheduler = scheduler
+        if hasattr(scheduler._device_pool, "move_block_hashes"):  # not on all versions of vLLM
+            watch(scheduler._device_pool, "move_block_hashes", self._watch_move)
 
-        def watch(source: KVCacheBlock, target: KVCacheBlock) -> Any:
-            self.num_moved += 1
-            stored = integrity.keys_being_stored(scheduler, source)
-            assert source.block_hash not in stored, f"the hash of {source} moves during its store"
-            return move(source, target)
-
-        device_pool.move_block_hashes = watch
-
-
-def check_duplicates(duplicates: Iterable[Keys], device_pool: BlockPool) -> None:
-    """The device has all of what the tier calls a duplicate. ``duplicates``: keys of their
-    sub-blocks."""
-    for keys in duplicates:
-        lost = [key for key in keys if not has_key(device_pool, key)]
-        assert not lost, f"called a duplicate, and the device has lost it: {lost}"
+    def _watch_move(self, move: Any, source: KVCacheBlock, target: KVCacheBlock) -> Any:
+        self.num_moved += 1
+        stored = integrity.keys_being_stored(self._scheduler, source)
+        assert source.block_hash not in stored, f"the hash of {source} moves during its store"
+        return move(source, target)
 
 
 def check_contents(runs: Iterable[Run], sub_keys: Callable[[Keys], Mapping[Any, Keys]]) -> None:
@@ -295,8 +271,3 @@ def check_free(
                 for block in blocks
             )
             assert not taken or num_free >= reserve, f"stores of free blocks leave only {num_free}"
-
-
-def has_key(pool: BlockPool, key: BlockHashWithGroupId) -> bool:
-    """Whether a block of vLLM's ``pool`` is found by ``key``."""
-    return pool.cached_block_hash_to_block.get_one_block(key) is not None

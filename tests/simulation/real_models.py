@@ -205,13 +205,8 @@ def _kimi_k3(config: VllmConfig, *, non_causal: bool = False) -> Specs:
             non_causal_multi_token_decode=non_causal,
         )
 
-    specs = {
-        f"model.layers.{layer}.self_attn": latents() if layer % 4 == 3 else state
-        for layer in range(8)
-    }
-    if config.speculative_config is not None:
-        specs["draft.layers.8.self_attn"] = latents(non_causal=non_causal)
-    return specs
+    layers = [latents() if layer % 4 == 3 else state for layer in range(8)]
+    return _named("self_attn", layers, config, latents(non_causal=non_causal))
 
 
 def _minimax_m3(config: VllmConfig) -> Specs:
@@ -219,7 +214,6 @@ def _minimax_m3(config: VllmConfig) -> Specs:
     KV heads), common/indexer.py (MiniMaxM3IndexerCache): three dense layers, then sparse ones with
     an index. The module needs torchvision, so the specs are written out here."""
     block_size = config.cache_config.block_size
-
     attention = FullAttentionSpec(
         block_size=block_size, num_kv_heads=4, head_size=128, dtype=torch.float8_e4m3fn
     )
@@ -230,11 +224,9 @@ def _minimax_m3(config: VllmConfig) -> Specs:
         dtype=torch.float8_e4m3fn,
         cache_role=SparseCacheRole.INDEXER,
     )
-    names = [f"model.layers.{layer}.self_attn" for layer in range(6)]
-    if config.speculative_config is not None:
-        names.append("draft.layers.0.transformer_layer.self_attn")  # nvidia/mtp.py: sparse
     specs: Specs = {}
-    for layer, name in enumerate(names):
+    # The drafter's layer is sparse (nvidia/mtp.py).
+    for layer, name in enumerate(_names("self_attn", config, 6)):
         specs[f"{name}.attn" if layer < 3 else name] = attention
         if layer >= 3:
             specs[f"{name}.indexer.index_cache"] = index
@@ -254,11 +246,8 @@ def _glm_5(config: VllmConfig) -> Specs:
     ring = CircularBufferSpec(
         block_size=8, num_kv_heads=2, head_size=128, head_size_v=0, dtype=_BF16, dcp_sharded=False
     )
-    names = [f"model.layers.{layer}.self_attn" for layer in range(4)]
-    if config.speculative_config is not None:
-        names.append("draft.layers.4.self_attn")
     specs: Specs = {}
-    for name in names:
+    for name in _names("self_attn", config, 4):
         specs[name] = latents
         specs[f"{name}.indexer.k_cache"] = index
         specs[f"{name}.indexer.tail_cache"] = ring
@@ -310,11 +299,16 @@ def _named(
     suffix: str, layers: Sequence[KVCacheSpec], config: VllmConfig, *drafters: KVCacheSpec
 ) -> Specs:
     """The specs of a model's layers, and of its drafter's if it has one."""
-    specs = {f"model.layers.{layer}.{suffix}": spec for layer, spec in enumerate(layers)}
+    names = _names(suffix, config, len(layers), len(drafters))
+    return dict(zip(names, [*layers, *drafters], strict=False))
+
+
+def _names(suffix: str, config: VllmConfig, num_layers: int, num_drafters: int = 1) -> list[str]:
+    """The names of a model's layers, and of its drafter's if it has one."""
+    prefixes = ["model."] * num_layers
     if config.speculative_config is not None:
-        for layer, spec in enumerate(drafters, len(layers)):
-            specs[f"{DRAFT}layers.{layer}.self_attn.attn"] = spec
-    return specs
+        prefixes += [DRAFT] * num_drafters
+    return [f"{prefix}layers.{layer}.{suffix}" for layer, prefix in enumerate(prefixes)]
 
 
 _EAGLE3 = Drafter("eagle3", "Eagle3LlamaForCausalLM")

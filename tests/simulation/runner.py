@@ -106,6 +106,7 @@ class Runner:
         """Apply the scheduler's output, and snapshot this step's work."""
         for request_id in scheduled.finished_req_ids:
             self._known.pop(request_id, None)
+        # Requests with their first blocks, then those with more or other blocks.
         for new in scheduled.scheduled_new_reqs:
             story = self.stories[new.req_id]
             tables = [list(ids) for ids in new.block_ids]
@@ -133,6 +134,7 @@ class Runner:
             limit = self.shape.num_drafted * self.shape.num_stages
             limit = limit if self.shape.async_scheduling else 0
             assert 0 <= ahead <= limit, f"vLLM is {ahead} tokens ahead of {request_id}"
+        # A snapshot: the step may run after the scheduler has changed these tables.
         drafts = scheduled.scheduled_spec_decode_tokens
         works = [
             self._snapshot(request_id, num_tokens, len(drafts.get(request_id, ())))

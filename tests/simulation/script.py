@@ -1,6 +1,7 @@
 """Script: all events of a world, drawn from one seed."""
 
 import random
+from collections import ChainMap
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
@@ -99,22 +100,24 @@ POLICY: dict[str, Any] = {
     "lazy": (None, None, True, False),
     "store_threshold": (1, 1, 1, 2, 3),
 }
-# A few blocks, or more than a batch that is recorded at once.
-ANSWERS: dict[str, Any] = {"max_answer_tokens": (12, 12, 12, 12, 48)}
-OVERLOAD: dict[str, Any] = {"overload": (False, False, True)}
-# Without KV events, less is known of the device's blocks.
-EVENTS: dict[str, Any] = {"kv_events": 0.5}
-STREAM: dict[str, Any] = {"stream": (False, True)}
-WISHES: dict[str, Any] = {"wishes": (0.0, 0.0, 0.3, 0.9)}
-# vLLM's states in which a request holds blocks, or waits, and does not run.
-STATES: dict[str, Any] = {
-    "sessions": (0.0, 0.0, 0.2, 0.6),
-    "grammars": (0.0, 0.0, 0.2),
-    "pauses": (0.0, 0.0, 0.05),
-    "keeps_on_reset": 0.4,
+# Parts that depend on no other part, by the name of their random stream.
+STREAMS: dict[str, dict[str, Any]] = {
+    # A few blocks, or more than a batch that is recorded at once.
+    "answers": {"max_answer_tokens": (12, 12, 12, 12, 48)},
+    "overload": {"overload": (False, False, True)},
+    # Without KV events, less is known of the device's blocks.
+    "events": {"kv_events": 0.5},
+    "wishes": {"wishes": (0.0, 0.0, 0.3, 0.9)},
+    "stream": {"stream": (False, True)},
+    # vLLM's states in which a request holds blocks, or waits, and does not run.
+    "states": {
+        "sessions": (0.0, 0.0, 0.2, 0.6),
+        "grammars": (0.0, 0.0, 0.2),
+        "pauses": (0.0, 0.0, 0.05),
+        "keeps_on_reset": 0.4,
+    },
 }
-OPTIONS = ENGINE | TRAFFIC | FAULTS | POLICY | ANSWERS | OVERLOAD | EVENTS | STREAM | WISHES
-OPTIONS |= STATES
+OPTIONS = ChainMap(ENGINE, TRAFFIC, FAULTS, POLICY, *STREAMS.values())
 
 
 @dataclass(frozen=True)
@@ -175,6 +178,7 @@ class Script:
     def draw(cls, seed: int) -> "Script":
         """A script that depends on ``seed`` alone."""
         rng = random.Random(seed)
+        # The first stream draws the engine, its traffic and its faults.
         windows = rng.choice([(0,), (0,), (0, 8), (8,), (0, 6, 6), (0, 16), (12, 5)])
         faulty = rng.random() < 0.4
         num_ranks = rng.choice([1, 1, 2, 3, 4])
@@ -187,6 +191,7 @@ class Script:
             **_draw(rng, TRAFFIC),
             **(_draw(rng, FAULTS) if faulty else {}),
         )
+        # Each later part has a stream of its own, so that a new part changes no other draw.
         rng = random.Random(f"{seed}: policy")
         script = script.varied(**_draw(rng, POLICY))
         # On a full device, all stores are early.
@@ -200,12 +205,8 @@ class Script:
             script = script.with_model(**rng.choice(DRAWN_ENGINES))
         script = script._with_runner(random.Random(f"{seed}: runner"))
         script = script.with_replicas(random.Random(f"{seed}: replicas"))
-        script = script.varied(**_draw(random.Random(f"{seed}: answers"), ANSWERS))
-        script = script.varied(**_draw(random.Random(f"{seed}: overload"), OVERLOAD))
-        script = script.varied(**_draw(random.Random(f"{seed}: events"), EVENTS))
-        script = script.varied(**_draw(random.Random(f"{seed}: wishes"), WISHES))
-        script = script.varied(**_draw(random.Random(f"{seed}: stream"), STREAM))
-        script = script.varied(**_draw(random.Random(f"{seed}: states"), STATES))
+        for stream, options in STREAMS.items():
+            script = script.varied(**_draw(random.Random(f"{seed}: {stream}"), options))
         script = script.with_sub_blocks(random.Random(f"{seed}: parts").choice([1, 1, 2, 4]))
         return script.with_second_tier(random.Random(f"{seed}: second tier"))._allowed()
 
@@ -236,9 +237,8 @@ class Script:
         before, script = len(self.shape.groups), self.varied(**changes)
         if script.shape.num_states:
             script = script.varied(num_sub_blocks=1)
-        if (
-            script.shape.scales
-        ):  # vLLM has no chunked local attention beside blocks of several sizes
+        # vLLM has no chunked local attention beside blocks of several sizes.
+        if script.shape.scales:
             script = script.varied(chunks=())
         after = len(script.shape.groups)
         return script.varied(
@@ -405,6 +405,7 @@ class Play:
             while self._num_added < script.num_requests or world.requests or world.has_work:
                 before = self._progress()
                 self._users()
+                # From now on, slow copies and reads cannot be the reason of a standstill.
                 hurry = patience < _PATIENCE // 2
                 self._step(hurry)
                 self._outcome.num_faults += world.disk.act(
@@ -413,6 +414,7 @@ class Play:
                 if hurry or not (world.requests or self._num_added < script.num_requests):
                     world.disk.finish()
                 self._look()
+                # A hang is no progress at all, or progress without end.
                 patience = _PATIENCE if self._progress() != before else patience - 1
                 assert patience, f"hang: {world.scheduler.requests} make no progress"
                 if len(world.finished) > num_ended or not world.requests:
@@ -422,8 +424,8 @@ class Play:
             self._settle()
             faults = script.disk_faults
             may_be_off = faults.hang or faults.raised or faults.death or world.is_tier_reset
-            if not may_be_off and script.disk_speed >= 0.3:
-                integrity.check_second_tier_is_on(world.connector)
+            if world.is_ours and not may_be_off and script.disk_speed >= 0.3:
+                integrity.check_second_tier_is_on(world.connector.scheduler)
             world.check_at_rest()
             world.check_kept()
         except AssertionError as error:
@@ -447,7 +449,8 @@ class Play:
         world, script = self.world, self.script
         if self._states_rng.random() < script.disk_faults.freeze:
             world.wait(self._states_rng.choice([61.0, 3600.0]))
-        integrity.set_compute_speed(world.connector, script.compute_speed)
+        if world.is_ours:
+            integrity.set_compute_speed(world.connector.scheduler, script.compute_speed)
         if world.has_work:
             world.step(
                 repeat_hooks=self._chance(script.faults.repeated_hooks),
@@ -524,7 +527,7 @@ class Play:
             salt,
             self._epoch,
             wishes=wishes.draw(rng) if rng.random() < self.script.wishes else None,
-            session_id=wishes.draw_session(rng) if self.script.wishes else None,
+            session_id=rng.choice(wishes.SESSIONS) if self.script.wishes else None,
             resumable=self._is_session(),
             needs_grammar=self._states_rng.random() < self.script.grammars,
         )

@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Callable, Iterable
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
 from unittest.mock import patch
@@ -94,7 +95,7 @@ class ScriptedDisk:
     @property
     def is_busy(self) -> bool:
         """Whether its tier has begun what it has not ended, or not told of."""
-        return self.tier is not None and bool(self.tier.jobs or self.tier.has_news)
+        return self.tier is not None and bool(self.tier.jobs or self.tier.ended)
 
     def act(self, rng: random.Random, speed: float, faults: DiskFaults) -> int:
         """Do some of what is due, each thing with the probability ``speed``. Returns the number of
@@ -141,7 +142,8 @@ class ScriptedTier(SecondaryTierManager):
         self._answers: dict[OffloadKey, bool | None] = {}
         self._asked: dict[str, set[OffloadKey]] = {}
         self.jobs: list[_Job] = []
-        self._ended: list[JobResult] = []
+        self.ended: list[JobResult] = []
+        """Those that were not told of."""
         self.is_shut_down = False
         disk.tier = self
 
@@ -168,7 +170,7 @@ class ScriptedTier(SecondaryTierManager):
 
     def get_finished_jobs(self) -> Iterable[JobResult]:
         self._may_raise()
-        ended, self._ended = self._ended, []
+        ended, self.ended = self.ended, []
         return ended
 
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
@@ -195,11 +197,6 @@ class ScriptedTier(SecondaryTierManager):
 
     # As the disk
 
-    @property
-    def has_news(self) -> bool:
-        """Whether something has ended that was not told."""
-        return bool(self._ended)
-
     def answer(self, rng: random.Random, speed: float) -> None:
         """Answer some questions, and forget some answers: other servers write and remove."""
         for key, answer in [*self._answers.items()]:
@@ -219,7 +216,7 @@ class ScriptedTier(SecondaryTierManager):
                 break
             done.append(key)
         ok = len(done) == len(job.keys)
-        self._ended.append(JobResult(job.job_id, ok, None if ok else tuple(done)))
+        self.ended.append(JobResult(job.job_id, ok, None if ok else tuple(done)))
 
     def _write(self, key: OffloadKey, row: int, rng: random.Random, faults: DiskFaults) -> bool:
         if rng.random() < faults.failed:
@@ -291,9 +288,8 @@ class LocalConnection(Process):
         answers, self._answers = self._answers, []
         return answers
 
-    def close(self) -> None:
-        if self.directory is not None:
-            self.directory.close()
+    def close(self, seconds: float = 0.0) -> None:
+        pass
 
 
 def scripted_clock(now: Callable[[], float], disk: ScriptedDisk) -> Callable[[], None]:
@@ -307,17 +303,9 @@ def scripted_clock(now: Callable[[], float], disk: ScriptedDisk) -> Callable[[],
 
         return Helper(connect)
 
-    patches: list[Any] = [
-        patch.object(SecondTier, "clock", staticmethod(now)),
-        patch.object(opening, "start_helper", start_helper),
-        # The model has neither weights nor a drafter's configuration.
-        patch.object(namespace, "describe", return_value={"model": "scripted"}),
-    ]
-    for each in patches:
-        each.start()
-
-    def stop() -> None:
-        while patches:
-            patches.pop().stop()
-
-    return stop
+    stack = ExitStack()
+    stack.enter_context(patch.object(SecondTier, "clock", staticmethod(now)))
+    stack.enter_context(patch.object(opening, "start_helper", start_helper))
+    # The model has neither weights nor a drafter's configuration.
+    stack.enter_context(patch.object(namespace, "describe", return_value={"model": "scripted"}))
+    return stack.close

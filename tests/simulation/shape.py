@@ -1,9 +1,9 @@
 """Shape: the description of a world's engine."""
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
+from itertools import chain, repeat
 from typing import Any, Literal, cast
 
 from vllm.config import VllmConfig
@@ -171,7 +171,7 @@ class Shape:
         tokens. The V1 runner calls it after drafting, on the last stage only."""
         if not num_tokens and not self.saves_without_tokens:
             return True
-        is_last = rank >= self.num_ranks - self.num_ranks // self.num_stages
+        is_last = rank >= self.num_ranks - self.tensor_parallel_size
         return self.polls_before_drafts and not is_last
 
     @property
@@ -192,7 +192,11 @@ class Shape:
             for window in windows
         ]
         drafts = [Group(Kind.DRAFT, self.draft_window)] if self.draft else []
-        scaled = _with_scales([*attention, *drafts], self.scales)
+        scales = chain(self.scales, repeat(1))
+        scaled = [
+            replace(group, scale=scale)
+            for group, scale in zip([*attention, *drafts], scales, strict=False)
+        ]
         return [*scaled, *[Group(Kind.STATE)] * self.num_states]
 
     @property
@@ -289,11 +293,3 @@ class Shape:
         if self.mixed_pages:
             common = UniformTypeKVCacheSpecs(common.block_size, specs)
         return KVCacheGroupSpec(list(specs), common, is_eagle_group=group.kind is Kind.DRAFT)
-
-
-def _with_scales(groups: Sequence[Group], scales: Sequence[int]) -> list[Group]:
-    ones = [1] * (len(groups) - len(scales))
-    return [
-        replace(group, scale=scale)
-        for group, scale in zip(groups, [*scales[: len(groups)], *ones], strict=True)
-    ]

@@ -26,25 +26,18 @@ def run_to_rest(world: World) -> None:
 
 def let_copies_end(world: World) -> None:
     for rank in world.ranks:
-        rank.device.compute_until(rank.device.num_queued)
-        for direction in Direction:
-            while rank.device.copies[direction]:
-                rank.device.copy_one(direction)
+        rank.device.run_all()
 
 
 def store_what_is_being_loaded(world: World) -> None:
-    """A load has failed, and two requests load some of the same host blocks. The first of these
-    loads fails too, so the blocks leave the tier. The second load is announced, and its request is
-    aborted. The policy stores these blocks again while the load still writes them."""
+    """Two requests load some of the same host blocks. The first of these loads fails, so the blocks
+    leave the tier. The second load is announced, and its request is aborted. The policy stores
+    these blocks again while the load still writes them."""
     for prompt in (PROMPT, OTHER_PROMPT):
         world.add_request(f"writer of {len(prompt)} tokens", prompt, 1, None, 0)
         run_to_rest(world)
     assert world.reset(tier=False)
     device = world.ranks[0].device
-    world.add_request("unlucky before", PROMPT, 1, None, 0)
-    world.step()
-    device.copy_one(LOAD, fail_after=0)
-    run_to_rest(world)
     world.add_request("unlucky", PROMPT, 1, None, 0)
     world.add_request("gone", OTHER_PROMPT, 1, None, 0)
     world.step()
@@ -63,7 +56,7 @@ def store_what_is_being_loaded(world: World) -> None:
 
 
 def make_world() -> World:
-    return World(Shape(load_failures="fail", max_num_batched_tokens=64))
+    return World(Shape(load_failures="fail", max_num_batched_tokens=64, lazy=False))
 
 
 def test_the_store_waits_for_the_load() -> None:

@@ -16,11 +16,7 @@ _WINDOWS_OF_DEEPSEEK = "(SlidingWindowMLA, window 128) in blocks of 64"
 _LATENTS_OF_DEEPSEEK = "(MLAAttention, tokens a state"
 _WINDOWS_OF_GEMMA = "1 (SlidingWindow, window 1024) in blocks of 64"
 _WINDOWS_OF_STEP = "(SlidingWindow, window 512, retained 2) in blocks of 64"
-_KIMI = [
-    "3 (Mamba) in blocks of 1024",
-    "3 (Mamba) in blocks of 1024",
-    "3 (MLAAttention) in blocks of 1024",
-]
+_KIMI = [*["3 (Mamba) in blocks of 1024"] * 2, "3 (MLAAttention) in blocks of 1024"]
 
 GROUPS = {
     "DeepSeek-V4": [

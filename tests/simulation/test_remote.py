@@ -32,6 +32,17 @@ def ask(world: WorldWithRemote, request_id: str, offered: int = 0) -> None:
     world.step()
 
 
+def load(world: WorldWithRemote, request_id: str) -> None:
+    """Ask for what the other machine offers, and wait for it."""
+    ask(world, request_id, OFFERED)
+    assert world.loading
+
+
+def empty_device_cache(world: WorldWithRemote) -> None:
+    run_to_rest(world)
+    assert world.reset(tier=False)
+
+
 def end(world: WorldWithRemote) -> None:
     run_to_rest(world)
     world.check_at_rest()
@@ -40,58 +51,47 @@ def end(world: WorldWithRemote) -> None:
     world.close()
 
 
-def test_blocks_from_another_machine_are_stored(world: WorldWithRemote) -> None:
-    ask(world, "first", OFFERED)
-    assert world.loading
-    world.receive("first", OFFERED)
-    run_to_rest(world)
+def read_again(world: WorldWithRemote) -> int:
+    """The number of blocks that a request with the same prompt loads from the tier. The runner
+    checks every page."""
+    empty_device_cache(world)
     assert world.num_blocks_loaded == 0
-    assert world.reset(tier=False)
-    ask(world, "again")
+    ask(world, "reader")
     end(world)
-    assert world.num_blocks_loaded > 0
+    return world.num_blocks_loaded
+
+
+def test_blocks_from_another_machine_are_stored(world: WorldWithRemote) -> None:
+    load(world, "first")
+    world.receive("first", OFFERED)
+    assert read_again(world) > 0
 
 
 def test_blocks_that_have_not_arrived_are_not_stored(world: WorldWithRemote) -> None:
     """The request is aborted while the other machine still sends."""
-    ask(world, "gone", OFFERED)
-    assert world.loading
+    load(world, "gone")
     world.abort("gone")
     world.arrived.add("gone")  # vLLM frees the blocks upon this report
-    run_to_rest(world)
-    assert world.reset(tier=False)
-    ask(world, "reader")
-    end(world)  # the runner checks every page
-    assert world.num_blocks_loaded == 0
+    assert read_again(world) == 0
 
 
 def test_what_never_arrives_is_computed(world: WorldWithRemote) -> None:
     """The other machine has died, with some bytes sent. Both tiers keep what was computed."""
-    ask(world, "unlucky", OFFERED)
-    assert world.loading
+    load(world, "unlucky")
     world.receive("unlucky", OFFERED // 2)
     world.lost.add("unlucky")
-    run_to_rest(world)
-    assert world.reset(tier=False)
-    ask(world, "reader")
-    end(world)
-    assert world.num_blocks_loaded > 0
+    assert read_again(world) > 0
 
 
 @pytest.mark.parametrize("lazy", [None], indirect=True)
 def test_the_rest_of_what_arrives_in_part_is_computed(world: WorldWithRemote) -> None:
     """The request keeps its blocks, and goes on behind those that have arrived. (vLLM takes numbers
     of lost blocks of models with one group only.)"""
-    ask(world, "unlucky", OFFERED)
-    assert world.loading
+    load(world, "unlucky")
     world.receive("unlucky", OFFERED // 2)
     (table,) = world.scheduler.kv_cache_manager.get_block_ids("unlucky")
     world.lost_blocks.update(table[OFFERED // 2 // world.shape.block_size :])
-    run_to_rest(world)
-    assert world.reset(tier=False)
-    ask(world, "reader")
-    end(world)
-    assert world.num_blocks_loaded > 0
+    assert read_again(world) > 0
 
 
 def test_blocks_that_wait_for_another_machine_are_stored(world: WorldWithRemote) -> None:
@@ -107,19 +107,13 @@ def test_blocks_that_wait_for_another_machine_are_stored(world: WorldWithRemote)
     assert not world.reset(tier=False), "the other machine fetches the blocks"
     world.sent.add("kept")
     world.step()
-    run_to_rest(world)
-    assert world.reset(tier=False)
-    ask(world, "reader")
-    end(world)
-    assert world.num_blocks_loaded > 0
+    assert read_again(world) > 0
 
 
 def test_one_of_them_serves_a_hit_of_both(world: WorldWithRemote) -> None:
     ask(world, "writer")
-    run_to_rest(world)
-    assert world.reset(tier=False)
-    ask(world, "both", OFFERED)
-    assert world.loading
+    empty_device_cache(world)
+    load(world, "both")
     if world.remote_first:
         world.receive("both", OFFERED)
     end(world)
@@ -132,8 +126,7 @@ def test_a_session_and_loads_of_both_connectors_do_not_stop_each_other() -> None
     world = WorldWithRemote(shape, remote_first=True)
     cached = list(range(100, 164))
     world.add_request("writer", cached, 1, None, 0)
-    run_to_rest(world)
-    assert world.reset(tier=False)
+    empty_device_cache(world)
     world.add_request("session", list(range(200, 224)), 2, None, 0, resumable=True)
     while not world.is_waiting_for_input("session"):
         world.step()

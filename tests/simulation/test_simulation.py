@@ -1,5 +1,6 @@
 """Scripts pass, whatever faults they have."""
 
+from collections.abc import Iterable
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -26,6 +27,16 @@ _NUM_SEEDS = 20
 _PER_TEST = 10
 
 _SCRIPTS = [Script.draw(seed) for seed in range(300)]
+
+
+def played(scripts: Iterable[Script]) -> list[World]:
+    """The worlds of these scripts, after their ends."""
+    worlds = []
+    for script in scripts:
+        play = Play(script)
+        play.run()
+        worlds.append(play.world)
+    return worlds
 
 
 @pytest.mark.parametrize("first", range(0, _NUM_SEEDS, _PER_TEST))
@@ -115,18 +126,15 @@ def test_announced_loads() -> None:
 )
 def test_sub_blocks(model: dict[str, Any], num_sub_blocks: int) -> None:
     """Host blocks of several device blocks. Loads begin and end inside them."""
-    begun = ended = 0
-    for seed in range(300, 304):
-        script = Script.draw(seed).with_model(**PLAIN | {"windows": (0,)} | model)
-        num_groups = len(script.shape.groups)
-        script = script.varied(
-            num_requests=60, num_device_blocks=40 * num_groups, num_host_blocks=200
-        )
-        play = Play(script.with_sub_blocks(num_sub_blocks))
-        play.run()
-        begun += play.world.num_begun_inside
-        ended += play.world.num_ended_inside
-    assert min(begun, ended) > 0
+    drawn = [
+        Script.draw(seed).with_model(**PLAIN | {"windows": (0,)} | model)
+        for seed in range(300, 304)
+    ]
+    num_blocks = 40 * len(drawn[0].shape.groups)
+    changes = {"num_requests": 60, "num_device_blocks": num_blocks, "num_host_blocks": 200}
+    worlds = played(each.varied(**changes).with_sub_blocks(num_sub_blocks) for each in drawn)
+    assert sum(world.num_begun_inside for world in worlds) > 0
+    assert sum(world.num_ended_inside for world in worlds) > 0
 
 
 @pytest.mark.parametrize("overload", [False, True])
@@ -134,45 +142,31 @@ def test_sub_blocks(model: dict[str, Any], num_sub_blocks: int) -> None:
 def test_no_block_leaves_both_caches(lazy: bool | None, overload: bool) -> None:
     """Stores are in time while copies are fast and the tier has empty blocks. With these seeds,
     requests find blocks at the front of the device's queue just before others load."""
-    num_evicted = 0
-    for seed in (12, 28, 52):
-        play = Play(EVICTIONS[lazy](Script.draw(seed)).varied(overload=overload))
-        play.run()
-        num_evicted += play.world.num_evicted
-    assert num_evicted > 50
+    scripts = [EVICTIONS[lazy](Script.draw(seed)) for seed in (12, 28, 52)]
+    worlds = played(script.varied(overload=overload) for script in scripts)
+    assert sum(world.num_evicted for world in worlds) > 50
 
 
 @pytest.mark.parametrize("lazy", [None, True])
 def test_in_an_overload_what_requests_hit_is_stored(lazy: bool | None) -> None:
     """Also what was bypassed when it was computed (``promises.FoundOnDevice``)."""
-    num_evicted = 0
-    for seed in range(400, 403):
-        play = Play(OVERLOAD(Script.draw(seed).with_sub_blocks(1)).varied(lazy=lazy))
-        play.run()
-        num_evicted += play.world.found.num_evicted
-    assert num_evicted > 30
+    worlds = played(OVERLOAD.draw(seed).varied(lazy=lazy) for seed in range(400, 403))
+    assert sum(world.found.num_evicted for world in worlds) > 30
 
 
 def test_requests_with_one_prompt_share_its_load() -> None:
     """They wait for it, and few others pass them meanwhile (``promises.Answers``)."""
-    num_asked_again = 0
-    for seed in range(400, 403):
-        play = Play(SAME_PROMPTS(Script.draw(seed)))
-        play.run()
-        num_asked_again += play.world.answers.num_asked_again
-    assert num_asked_again > 10
+    worlds = played(SAME_PROMPTS(Script.draw(seed)) for seed in range(400, 403))
+    assert sum(world.answers.num_asked_again for world in worlds) > 10
 
 
 def test_hashes_move_away_from_running_states() -> None:
     """No store of such a block is under way (``promises.MovedHashes``)."""
-    num_moved = 0
-    for seed in range(30, 34):
-        script = Script.draw(seed).with_model(windows=(0,), num_states=1, match_unit=2)
-        script = script.varied(num_requests=40, arrivals=0.9, context_parallel=False)
-        play = Play(script.varied(second_tier=False)._allowed())
-        play.run()
-        num_moved += play.world.moved.num_moved
-    assert num_moved > 10
+    model = {"windows": (0,), "num_states": 1, "match_unit": 2}
+    changes = {"num_requests": 40, "arrivals": 0.9, "context_parallel": False, "second_tier": False}
+    scripts = [Script.draw(seed).with_model(**model).varied(**changes) for seed in range(30, 34)]
+    worlds = played(script._allowed() for script in scripts)
+    assert sum(world.moved.num_moved for world in worlds) > 10
 
 
 def test_growing_tier() -> None:
@@ -201,11 +195,8 @@ def test_a_second_world_finds_the_objects_of_the_first(is_faulty: bool) -> None:
 
 def test_reports_name_tokens_of_the_second_tier() -> None:
     """The world checks each report (``World._note_report``)."""
-    reports: list[Any] = []
-    for seed in (505, 506):
-        play = Play(OBJECTS(Script.draw(seed)).varied(wishes=0.9))
-        play.run()
-        reports += play.world.reports.values()
+    worlds = played(OBJECTS(Script.draw(seed)).varied(wishes=0.9) for seed in (505, 506))
+    reports = [report for world in worlds for report in world.reports.values()]
     for source in ("device", "host", "second_tier", "compute"):
         assert sum(report[source] for report in reports) > 0, source
 

@@ -15,7 +15,6 @@ from vllm.config import (
 )
 from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import init_none_hash
-from vllm.v1.kv_cache_interface import KVCacheConfig
 
 from tests.simulation.shape import NUM_LAYERS, Shape
 
@@ -89,8 +88,3 @@ def make_vllm_config(
     config.parallel_config.pipeline_parallel_size = shape.num_stages
     config.parallel_config.decode_context_parallel_size = shape.num_shards
     return config
-
-
-def make_kv_cache_config(shape: Shape, rank: int = 0) -> KVCacheConfig:
-    """The configuration that vLLM sends to a worker."""
-    return shape.kv_cache_config(rank)

@@ -2,18 +2,16 @@
 have found is not released."""
 
 import random
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any
 
-from vllm.v1.core.kv_cache_utils import (
-    BlockHashWithGroupId,
-    get_block_hash,
-)
+from vllm.v1.core.kv_cache_utils import BlockHashWithGroupId, get_block_hash
 from vllm.v1.request import Request
 
 from simple_offload.scheduler.manager import OffloadScheduler
 from simple_offload.scheduler.policy.owners import session_of
 from tests.simulation import integrity
+from tests.simulation.watch import watch
 
 _RIGHT: tuple[Any, ...] = (
     {"store": False},
@@ -37,17 +35,12 @@ _WRONG: tuple[Any, ...] = (
     7,
     None,
 )
-_SESSIONS = (None, "one", "two", "three")
+SESSIONS = (None, "one", "two", "three")
 
 
 def draw(rng: random.Random) -> Any:
     """The wishes of a request, right or wrong."""
     return rng.choice(_RIGHT if rng.random() < 0.8 else _WRONG)
-
-
-def draw_session(rng: random.Random) -> str | None:
-    """The session of a request."""
-    return rng.choice(_SESSIONS)
 
 
 def of(request: Request) -> dict[str, Any]:
@@ -96,61 +89,53 @@ class Releases:
         self._finders: dict[BlockHashWithGroupId, set[bytes]] = {}
         """By key, the sessions whose requests have hit it."""
         self._num_on_device: dict[str, int] = {}
-        ask, allocated = scheduler.get_num_new_matched_tokens, scheduler.update_state_after_alloc
-        build, finish = scheduler.build_connector_meta, scheduler.request_finished
-        release = scheduler.tier.release
-        device_pool: Any = scheduler._device_pool
-        evict = device_pool._maybe_evict_cached_block
+        watch(scheduler, "get_num_new_matched_tokens", self._watch_answer)
+        watch(scheduler, "update_state_after_alloc", self._watch_allocation)
+        watch(scheduler, "build_connector_meta", self._watch_step)
+        watch(scheduler, "request_finished", self._watch_end)
+        watch(scheduler.tier, "release", self._watch_release)
+        watch(scheduler._device_pool, "_maybe_evict_cached_block", self._watch_device)
 
-        def watch_answer(request: Any, num_computed_tokens: int) -> Any:
-            self._num_on_device[request.request_id] = num_computed_tokens
-            return ask(request, num_computed_tokens)
+    def _watch_answer(self, ask: Any, request: Any, num_computed_tokens: int) -> Any:
+        self._num_on_device[request.request_id] = num_computed_tokens
+        return ask(request, num_computed_tokens)
 
-        def watch_allocation(request: Any, blocks: Any, num_external_tokens: int) -> None:
-            num_found = self._num_on_device.pop(request.request_id, 0) + num_external_tokens
-            for group in scheduler.groups.ids:
-                stop = num_found // scheduler.groups.block_sizes[group]
-                for key in scheduler.groups.keys(request.block_hashes, group, 0, stop):
-                    self._finders.setdefault(key, set()).add(session_of(request))
-            allocated(request, blocks, num_external_tokens)
+    def _watch_allocation(self, allocated: Any, request: Any, blocks: Any, num_loaded: int) -> None:
+        groups = self._scheduler.groups
+        num_found = self._num_on_device.pop(request.request_id, 0) + num_loaded
+        for group in groups.ids:
+            stop = num_found // groups.block_sizes[group]
+            for key in groups.keys(request.block_hashes, group, 0, stop):
+                self._finders.setdefault(key, set()).add(session_of(request))
+        allocated(request, blocks, num_loaded)
 
-        def watch_device(block: Any) -> Any:
-            key, answer = block.block_hash, evict(block)
-            if key is not None and not self._is_there(key):
-                self._finders.pop(key, None)
-            return answer
+    def _watch_device(self, evict: Any, block: Any) -> Any:
+        key, answer = block.block_hash, evict(block)
+        if key is not None and not self._is_there(key):
+            self._finders.pop(key, None)
+        return answer
 
-        def watch_step(*arguments: Any) -> Any:
-            self._finders = {each: of for each, of in self._finders.items() if self._is_there(each)}
-            return build(*arguments)
+    def _watch_step(self, build: Any, *arguments: Any) -> Any:
+        self._finders = {each: of for each, of in self._finders.items() if self._is_there(each)}
+        return build(*arguments)
 
-        def watch_end(request: Any) -> Any:
-            self._session = session_of(request)
-            answer = finish(request)
-            self._session = None
-            return answer
+    def _watch_end(self, finish: Any, request: Any) -> Any:
+        self._session = session_of(request)
+        answer = finish(request)
+        self._session = None
+        return answer
 
-        def watch_release(keys: Iterable[BlockHashWithGroupId]) -> None:
-            keys = list(keys)
-            if self._session is not None:
-                self._released_by.update(dict.fromkeys(keys, self._session))
-            self._check(integrity.releasable(scheduler.tier, keys))
-            release(keys)
-
-        watched: Any = scheduler
-        watched.get_num_new_matched_tokens = watch_answer
-        watched.update_state_after_alloc = watch_allocation
-        watched.build_connector_meta = watch_step
-        watched.request_finished = watch_end
-        watched.tier.release = watch_release
-        device_pool._maybe_evict_cached_block = watch_device
-
-    def _is_there(self, key: BlockHashWithGroupId) -> bool:
-        on_device = self._scheduler._device_pool.cached_block_hash_to_block
-        return bool(on_device.get_one_block(key)) or self._scheduler._stores.has(key)
-
-    def _check(self, keys: Sequence[BlockHashWithGroupId]) -> None:
-        self.num_released += len(keys)
-        for key in keys:
+    def _watch_release(self, release: Any, keys: Iterable[BlockHashWithGroupId]) -> None:
+        keys = list(keys)
+        if self._session is not None:
+            self._released_by.update(dict.fromkeys(keys, self._session))
+        released = integrity.releasable(self._scheduler.tier, keys)
+        self.num_released += len(released)
+        for key in released:
             others = self._finders.get(key, set()) - {self._released_by[key]}
             assert not others, "a block is released that another session has found"
+        release(keys)
+
+    def _is_there(self, key: BlockHashWithGroupId) -> bool:
+        scheduler = self._scheduler
+        return integrity.has_key(scheduler._device_pool, key) or scheduler._stores.has(key)

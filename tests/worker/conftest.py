@@ -1,15 +1,23 @@
 """Fixtures for tests of the copy threads and of the worker."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
 
-from tests.conftest import within_patience
+from simple_offload.config import OffloadConfig
+from simple_offload.ranks import Ranks
+from simple_offload.replicas import Replicas
+from simple_offload.worker.rank_pool import Peers
+from simple_offload.worker.worker import OffloadWorker
+from tests.conftest import Machine, within_patience
+from tests.worker.kv_memory import KVMemory
+from tests.worker.peers import here, on_ranks
 from tests.worker.rank import Rank
-from tests.worker.scripted import Bench
+from tests.worker.scripted import Bench, ScriptedBackend
 
 MakeRank = Callable[..., Rank]
+StartWorkers = Callable[..., list[Any]]
 
 
 @pytest.fixture
@@ -42,3 +50,47 @@ def make_rank(no_thread_left: None, monkeypatch: pytest.MonkeyPatch) -> Iterator
 @pytest.fixture
 def rank(make_rank: MakeRank) -> Rank:
     return make_rank()
+
+
+@pytest.fixture
+def start_workers(
+    no_thread_left: None, machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[StartWorkers]:
+    """A function that starts workers of ranks with these KV memories, on the host backend unless
+    ``backends`` has one for each. They are shut down after the test. ``start``: ``on_ranks``, or
+    ``outcomes`` where some may fail."""
+    made: list[OffloadWorker] = []
+
+    def start_workers(
+        memories: Sequence[KVMemory],
+        replicas: Replicas = Replicas(),  # noqa: B008 - frozen
+        backends: Sequence[ScriptedBackend] = (),
+        start: Callable[..., list[Any]] = on_ranks,
+        **extra_config: Any,
+    ) -> list[Any]:
+        num_ranks = len(memories)
+        config = OffloadConfig.parse({"num_cpu_blocks": 8} | extra_config, num_ranks)
+        if backends:
+            monkeypatch.setattr(
+                "simple_offload.worker.worker.make_backend", lambda *_: backends[here.rank]
+            )
+
+        def start_one(peers: Peers) -> OffloadWorker:
+            memory = memories[peers.rank]
+            worker = OffloadWorker(
+                memory.config,
+                config,
+                Ranks(num_ranks, num_ranks),
+                replicas,
+                lambda: peers,
+                lambda: ("LBHNC", {"a": 1}),
+            )
+            made.append(worker)
+            worker.register_kv_caches(memory.kv_caches)
+            return worker
+
+        return start(num_ranks, start_one)
+
+    yield start_workers
+    for worker in made:
+        within_patience(worker.shutdown)

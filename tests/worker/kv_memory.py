@@ -69,15 +69,10 @@ class KVMemory:
 
 
 def make_kv_memory(
-    groups: Sequence[KVCacheGroupSpec],
-    num_blocks: int,
-    layout: KVCacheLayout,
-    *,
-    in_front: int = 0,
-    behind: int = 0,
+    groups: Sequence[KVCacheGroupSpec], num_blocks: int, layout: KVCacheLayout, **around: int
 ) -> KVMemory:
-    """Memory for ``groups``, placed by vLLM, with ``in_front`` and ``behind`` bytes of other
-    storage around it. AssertionError or ValueError where vLLM refuses."""
+    """Memory for ``groups``, placed by vLLM. ``around``: as for ``place``. AssertionError or
+    ValueError where vLLM refuses."""
     vllm_config = SimpleNamespace(
         attention_config=SimpleNamespace(hisparse_config=None),
         cache_config=SimpleNamespace(
@@ -87,17 +82,14 @@ def make_kv_memory(
         ),
     )
     config = _planner.get_kv_cache_config_from_groups(vllm_config, list(groups), 0)
-    return place(config, layout, in_front, behind)
+    return place(config, layout, **around)
 
 
 def place(
-    config: KVCacheConfig,
-    layout: KVCacheLayout,
-    in_front: int = 0,
-    behind: int = 0,
+    config: KVCacheConfig, layout: KVCacheLayout, in_front: int = 0, behind: int = 0
 ) -> KVMemory:
-    """The memory that ``config`` describes, with one view per layer. Layers without a view have the
-    raw buffer."""
+    """The memory that ``config`` describes, with one view per layer, and so many bytes of other
+    storage around it. Layers without a view have the raw buffer."""
     (size,) = {tensor.size for tensor in config.kv_cache_tensors}
     storage = torch.zeros(in_front + size + behind, dtype=torch.int8)
     buffer = storage[in_front:]
@@ -117,6 +109,11 @@ def _spec_of(groups: Sequence[KVCacheGroupSpec], layer: str) -> KVCacheSpec:
     if isinstance(spec, UniformTypeKVCacheSpecs):
         return spec.kv_cache_specs[layer]
     return spec
+
+
+def small_kv_memory(num_heads: int = 2) -> KVMemory:
+    """Four blocks of two layers, each with these KV heads."""
+    return make_kv_memory([group(full(num_heads), "a", "b")], 4, KVCacheLayout.LBHNC)
 
 
 def check_regions(

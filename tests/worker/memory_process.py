@@ -62,6 +62,11 @@ def mappings(_: SharedMemory) -> list[str]:
     return [line.split(maxsplit=5)[5] for line in lines if len(line.split()) > 5]
 
 
+def num_open_files() -> int:
+    """Of this process."""
+    return len(list(Path("/proc/self/fd").iterdir()))
+
+
 def descriptor_of(_: SharedMemory, path: str) -> int:
     """The descriptor of a file that this process opens, and keeps open."""
     _kept.append(Path(path).open("rb"))  # noqa: SIM115

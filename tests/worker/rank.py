@@ -25,17 +25,20 @@ class Rank:
     """A worker, its backend, and the clock that the worker reads."""
 
     def __init__(
-        self, monkeypatch: pytest.MonkeyPatch, waiting_layers: str = "", **extra_config: Any
+        self,
+        monkeypatch: pytest.MonkeyPatch,
+        layers: str = "a",
+        waiting_layers: str = "",
+        **extra_config: Any,
     ) -> None:
-        """``waiting_layers``: all of its layers, if they wait for loads one by one."""
+        """``waiting_layers``: those of its layers that wait for loads one by one."""
         self.backend = ScriptedBackend()
         self.now = 1000.0
         package = "simple_offload.worker"
         monkeypatch.setattr(f"{package}.worker.make_backend", lambda name, path: self.backend)
         clock = SimpleNamespace(monotonic=lambda: self.now)
         monkeypatch.setattr(f"{package}.early_announcement.time", clock)
-        layers = group(full(), *(waiting_layers or "a"))
-        self.memory = make_kv_memory([layers], 4, KVCacheLayout.LBHNC)
+        self.memory = make_kv_memory([group(full(), *layers)], 4, KVCacheLayout.LBHNC)
         config = OffloadConfig.parse({"num_cpu_blocks": NUM_HOST_BLOCKS} | extra_config, 1)
         self.worker = OffloadWorker(
             self.memory.config, config, Ranks(1, 1), waiting_layers=lambda: waiting_layers
@@ -70,6 +73,13 @@ class Rank:
         """Keep the copy of this transfer in flight, with ``remaining`` seconds left."""
         pending = ScriptedPending(remaining=remaining, log=self.backend.log)
         self.backend.pendings[transfer_id] = pending
+        return pending
+
+    def announce(self, number: int, num_new_tokens: int = 1) -> ScriptedPending:
+        """Announce a load that has not ended."""
+        pending = self.pend(number, 0.0)
+        step = StepMetadata([load(number, f"r{number}", num_new_tokens=num_new_tokens)])
+        assert self.step(step) == ({f"r{number}"}, set())
         return pending
 
     def close(self) -> None:

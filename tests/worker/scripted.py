@@ -24,11 +24,6 @@ class ScriptedError(Exception):
 
 
 @dataclass(eq=False)
-class Mark(Barrier):
-    """A barrier that the test can recognize."""
-
-
-@dataclass(eq=False)
 class ScriptedMark:
     """A mark in the compute stream, which has come there after ``seconds`` of the test's time."""
 
@@ -95,7 +90,7 @@ class ScriptedBackend:
         """("open",), ("divide", layer groups), ("chunk", blocks in it), ("barrier",),
         ("enter", direction, thread name), ("copy", direction, id, barrier, thread name),
         ("close",)"""
-        self.marks: list[Mark] = []
+        self.marks: list[object] = []
         """The barriers, in order."""
         self.errors: dict[int, BaseException] = {}
         self.gates: dict[int, threading.Event] = {}
@@ -144,7 +139,7 @@ class ScriptedBackend:
 
     def barrier(self) -> Barrier | None:
         self.log.append(("barrier",))
-        self.marks.append(Mark())
+        self.marks.append(object())
         return self.marks[-1]
 
     def enter_thread(self, direction: Direction) -> None:
@@ -202,6 +197,20 @@ class ScriptedBackend:
     def barriers_of(self, direction: Direction) -> list[object]:
         """Barriers of these copies."""
         return [entry[3] for entry in self.log if entry[:2] == ("copy", direction)]
+
+
+class SharingBackend(ScriptedBackend):
+    """Takes shared memory as it takes its own: a test scripts each chunk by its number."""
+
+    def __init__(self, chunk_bytes: int = sys.maxsize, numa_node: int | None = None) -> None:
+        super().__init__(chunk_bytes)
+        self.numa_node = numa_node
+        self.are_first: list[bool] = []
+        """By chunk that it was given."""
+
+    def use_shared(self, memory: torch.Tensor, *, is_first: bool) -> None:
+        self.are_first.append(is_first)
+        self.allocate_host(memory.nbytes)
 
 
 class Bench:

@@ -13,7 +13,6 @@ from tests.conftest import within_patience
 from tests.worker.scripted import (
     Bench,
     EndsWhenWaitedFor,
-    Mark,
     Outcomes,
     ScriptedBackend,
     ScriptedError,
@@ -57,7 +56,7 @@ def test_the_caller_starts_a_quick_copy_itself(bench: Bench) -> None:
     pendings = {number: ScriptedPending() for number in (1, 2, 3)}
     bench.backend.pendings |= pendings
     error = bench.backend.errors[5] = ScriptedError()
-    mark = Mark()
+    mark = object()
     bench.submit(1, barrier=mark)
     assert bench.backend.log == [("copy", LOAD, 1, mark, threading.current_thread().name)]
     bench.submit(2, 3)  # 2 is submitted behind another; 3 is not quick

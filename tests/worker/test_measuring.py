@@ -43,10 +43,10 @@ class MeasuredPending(EndsWhenWaitedFor):
 @pytest.mark.parametrize(
     ("result", "stats"),
     [
-        (None, CopyStats(2.0, 3.0, None)),
+        (None, CopyStats(2.0, 3.0, {})),
         (Measurement(1.5, {"dma": 100}), CopyStats(1.5, 3.5, {"dma": 100})),
         (Measurement(None, {"batch": 100}), CopyStats(2.0, 3.0, {"batch": 100})),
-        (ScriptedError("no such event"), CopyStats(2.0, 3.0, None)),
+        (ScriptedError("no such event"), CopyStats(2.0, 3.0, {})),
     ],
     ids=["seen by poll", "timed by the device", "a path without a time", "cannot be measured"],
 )

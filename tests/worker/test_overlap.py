@@ -38,16 +38,27 @@ def forward(mode: CUDAGraphMode = CUDAGraphMode.PIECEWISE, **changes: Any) -> It
 
 @pytest.fixture
 def rank(make_rank: MakeRank) -> Rank:
-    return make_rank(waiting_layers=LAYERS)
+    return make_rank(layers=LAYERS, waiting_layers=LAYERS)
 
 
 def announce(rank: Rank, number: int = 0, num_new_tokens: int = 512) -> ScriptedPending:
     """Announce a load that has not ended."""
-    pending = rank.pend(number, 0.0)
-    step = StepMetadata([load(number, f"r{number}", num_new_tokens=num_new_tokens)])
-    assert rank.step(step) == ({f"r{number}"}, set())
+    pending = rank.announce(number, num_new_tokens)
     rank.backend.log.clear()
     return pending
+
+
+def compute(
+    rank: Rank, names: str = LAYERS, number: int = 0, num_tokens: int = 512, seconds: float = 0.0
+) -> None:
+    """A forward of these layers that reads the load, with ``seconds`` between layer groups. Its
+    step has a store."""
+    with forward():
+        stores = [store(100 + number)]
+        rank.worker.bind(StepMetadata(stores=stores, admitted=[number], num_tokens=num_tokens))
+    for name in names:
+        rank.worker.wait_for_layer(name)
+        rank.backend.computed_until += seconds / 2
 
 
 def holds(rank: Rank) -> list[int]:
@@ -60,8 +71,7 @@ def holds(rank: Rank) -> list[int]:
 @pytest.mark.proves("I3")
 def test_each_layer_waits_for_its_group(rank: Rank) -> None:
     announce(rank)
-    with forward():
-        rank.worker.bind(StepMetadata(admitted=[0], num_tokens=512))
+    compute(rank, "")
     assert holds(rank) == []
     expected = {"a": [1], "c": [2], "e": [3], "g": [4]}
     for name in LAYERS:
@@ -75,10 +85,7 @@ def test_each_layer_waits_for_its_group(rank: Rank) -> None:
 def test_unknown_and_late_layers_wait_for_all_that_they_may_need(rank: Rank) -> None:
     announce(rank)
     for names, expected in (("e", [3, 4]), ("?", [4]), ("ca", [2, 4]), ("ga", [4])):
-        with forward():
-            rank.worker.bind(StepMetadata(admitted=[0], num_tokens=512))
-        for name in names:
-            rank.worker.wait_for_layer(name)
+        compute(rank, names)
         rank.worker.submit_stores()
         assert holds(rank) == expected
 
@@ -88,9 +95,7 @@ def test_unknown_and_late_layers_wait_for_all_that_they_may_need(rank: Rank) -> 
 def test_what_comes_after_the_forward_waits_for_the_rest(rank: Rank, hook: str) -> None:
     """A store, a drafter, and the next step."""
     announce(rank)
-    with forward():
-        rank.worker.bind(StepMetadata(stores=[store(1)], admitted=[0], num_tokens=512))
-    rank.worker.wait_for_layer("a")
+    compute(rank, "a")
     getattr(rank.worker, hook)()
     kinds = [entry[0] for entry in rank.backend.log if entry[0] in ("hold", "barrier")]
     assert kinds[:2] == ["hold", "hold"]
@@ -122,41 +127,35 @@ def test_where_layers_do_not_call_a_step_waits_at_its_start(
 
 def test_a_forward_that_has_not_waited_stops_the_engine(rank: Rank) -> None:
     announce(rank)
-    with forward():
-        rank.worker.bind(StepMetadata(admitted=[0], num_tokens=512))
+    compute(rank, "")
     with pytest.raises(RuntimeError, match=r"no layer has called .*overlap_loads=False"):
         rank.worker.submit_stores()
     for name in LAYERS:
         rank.worker.wait_for_layer(name)
 
 
-@pytest.mark.parametrize("extra_config", [{"overlap_loads": False}, {"sync_load_ms": 0}], ids=str)
-def test_it_can_be_switched_off(make_rank: MakeRank, extra_config: dict[str, Any]) -> None:
-    rank = make_rank(waiting_layers=LAYERS, **extra_config)
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"overlap_loads": False},
+        {"sync_load_ms": 0},
+        # One that reads its KV too soon is enough: a DSA indexer, or one with own kernels.
+        {"waiting_layers": LAYERS[:-1]},
+        {"states": True},  # vLLM moves a state before the step's hooks run
+    ],
+    ids=str,
+)
+def test_where_loads_are_not_divided(
+    make_rank: MakeRank, monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any]
+) -> None:
+    monkeypatch.setattr(KVCacheConfig, "has_mamba_layers", changes.pop("states", False))
+    rank = make_rank(**{"layers": LAYERS, "waiting_layers": LAYERS} | changes)
     assert "divide" not in {entry[0] for entry in rank.backend.log}
     rank.pend(0, 1.0)
     assert rank.step(StepMetadata([load(0, "r0", num_new_tokens=9)])) == NOTHING
     rank.backend.log.clear()
-    with forward():
-        rank.worker.bind(StepMetadata(admitted=[0], num_tokens=512))
+    compute(rank, "")
     assert [entry for entry in rank.backend.log if entry[0] == "hold"] == [("hold",)]
-
-
-def test_one_layer_that_does_not_wait_is_enough(make_rank: MakeRank) -> None:
-    """It would read its KV too soon (a DSA indexer, a layer with kernels of its own)."""
-    rank = make_rank(register=False, waiting_layers=LAYERS)
-    rank.worker._waiting_layers = lambda: LAYERS[:-1]
-    rank.register()
-    assert "divide" not in {entry[0] for entry in rank.backend.log}
-
-
-def test_with_states_loads_are_not_divided(
-    make_rank: MakeRank, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """vLLM moves a state before the step's hooks run."""
-    monkeypatch.setattr(KVCacheConfig, "has_mamba_layers", True)
-    rank = make_rank(waiting_layers=LAYERS)
-    assert "divide" not in {entry[0] for entry in rank.backend.log}
 
 
 class OwnForward(Attention):
@@ -201,10 +200,7 @@ def test_steps_that_overlap_are_counted(
     """A load that comes as a whole is held as a whole, so its step does not count."""
     announce(rank, num_new_tokens=512 if divided else 1)
     rank.worker.drain_stats()
-    with forward():
-        rank.worker.bind(StepMetadata(admitted=[0], num_tokens=512))
-    for name in LAYERS:
-        rank.worker.wait_for_layer(name)
+    compute(rank)
     rank.worker.submit_stores()
     stats = rank.worker.drain_stats()
     assert (stats is not None and metrics.OVERLAPPED in str(stats.data)) is divided
@@ -213,14 +209,13 @@ def test_steps_that_overlap_are_counted(
 # When a load is announced
 
 
-def compute(rank: Rank, num_tokens: int, seconds: float) -> None:
-    """A step that computes for ``seconds`` between any two layer groups."""
-    with forward():
-        rank.worker.bind(StepMetadata(admitted=[0], num_tokens=num_tokens))
-    for name in LAYERS:
-        rank.worker.wait_for_layer(name)
-        rank.backend.computed_until += seconds / 2
+def compute_first(rank: Rank) -> None:
+    """A request of 400 tokens is computed, 0.3 s of it before the last layers."""
+    announce(rank)
+    compute(rank, num_tokens=400, seconds=0.1)
     rank.worker.submit_stores()
+    rank.backend.pendings[0].ended.set()
+    rank.step()
 
 
 @pytest.mark.parametrize(
@@ -230,11 +225,8 @@ def compute(rank: Rank, num_tokens: int, seconds: float) -> None:
 def test_the_last_bytes_may_come_while_the_first_layers_compute(
     rank: Rank, num_new_tokens: int, hidden: float
 ) -> None:
-    """The device took 0.3 s for 400 tokens before their last layers. Fewer take their share."""
-    announce(rank)
-    compute(rank, 400, 0.1)
-    rank.backend.pendings[0].ended.set()
-    rank.step()
+    """Fewer tokens take their share."""
+    compute_first(rank)
     pending = rank.pend(1, 0.02 + hidden + 1e-4)
     pending.remaining_first = 0.02
     step = StepMetadata([load(1, "r1", num_new_tokens=num_new_tokens)])
@@ -254,10 +246,7 @@ def test_short_loads_come_as_a_whole(rank: Rank, monkeypatch: pytest.MonkeyPatch
         """A load that takes ``seconds``, and whose request is computed ``lag`` after the news."""
         pending = announce(rank, number)
         rank.now += lag
-        with forward():
-            rank.worker.bind(StepMetadata(admitted=[number], num_tokens=512))
-        for name in LAYERS:
-            rank.worker.wait_for_layer(name)
+        compute(rank, number=number)
         monkeypatch.setattr(pending, "measure", lambda: Measurement(seconds, {}), raising=False)
         pending.ended.set()
         rank.step()
@@ -269,11 +258,8 @@ def test_short_loads_come_as_a_whole(rank: Rank, monkeypatch: pytest.MonkeyPatch
 
 
 def test_the_first_bytes_must_come_in_time(rank: Rank) -> None:
-    announce(rank)
-    compute(rank, 400, 0.1)
+    compute_first(rank)
     rank.backend.has_computed.set()
-    rank.backend.pendings[0].ended.set()
-    rank.step()
     pending = rank.pend(1, 0.2)
     pending.remaining_first = 0.021
     assert rank.step(StepMetadata([load(1, "r1", num_new_tokens=400)])) == NOTHING

@@ -2,7 +2,6 @@
 
 import itertools
 import os
-import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,25 +11,22 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from vllm.v1.kv_cache_layout import KVCacheLayout
 
 from simple_offload import memory, metrics
 from simple_offload.backends.base import Direction
-from simple_offload.config import OffloadConfig
 from simple_offload.memory import MemoryShortageError
-from simple_offload.metadata import RankCapacity, StepMetadata
-from simple_offload.ranks import Ranks
+from simple_offload.metadata import StepMetadata
 from simple_offload.replicas import Replicas
-from simple_offload.shared_memory import Address, SharedMemory
+from simple_offload.shared_memory import SharedMemory
 from simple_offload.transfer import Transfer
 from simple_offload.worker import rank_pool
 from simple_offload.worker.rank_pool import Peers, RankPool
-from simple_offload.worker.worker import OffloadWorker
-from tests.conftest import within_patience
 from tests.simulation.ledger import Ledger
-from tests.worker.kv_memory import full, group, make_kv_memory
-from tests.worker.peers import meet, on_ranks
-from tests.worker.scripted import ScriptedBackend, ScriptedError
+from tests.worker.conftest import StartWorkers
+from tests.worker.kv_memory import small_kv_memory
+from tests.worker.memory_process import num_open_files
+from tests.worker.peers import here, meet, outcomes, refuse
+from tests.worker.scripted import ScriptedBackend, ScriptedError, SharingBackend
 
 LOAD, STORE = Direction
 Pair = tuple[int, int]
@@ -40,18 +36,14 @@ Pair = tuple[int, int]
 # Who copies what
 
 
-def make_transfer(
-    num_pairs: int, private: Sequence[bool] = (), num_places: int = 0, first: int = 100
-) -> Transfer:
-    """A transfer of device blocks 10, 11, ... with host blocks from ``first`` on. By pair, whether
-    each of ``num_places`` ranks has a host block of its own."""
-    device = np.arange(10, 10 + num_pairs)
-    if not num_places:
-        return Transfer(7, device, np.arange(first, first + num_pairs), "r", False)
-    by_place = np.tile(np.arange(first, first + num_pairs), (num_places, 1))
+def make_transfer(private: Sequence[bool], num_places: int) -> Transfer:
+    """A transfer of device blocks 10, 11, ... with host blocks 100, 101, ... By pair, whether each
+    of ``num_places`` ranks has a host block of its own."""
+    device, host = (np.arange(first, first + len(private)) for first in (10, 100))
+    by_place = np.tile(host, (num_places, 1))
     for place in range(num_places):
         by_place[place, np.array(private, bool)] += 1000 * place
-    return Transfer(7, device, by_place[0].copy(), "r", False, by_place)
+    return Transfer(7, device, host, "r", False, by_place if num_places else None)
 
 
 def pairs(transfer: Transfer) -> list[Pair]:
@@ -65,33 +57,23 @@ def own_parts(direction: Direction, transfer: Transfer, size: int) -> list[list[
     return [pairs(RankPool(place, size).own_part(direction, transfer)) for place in range(size)]
 
 
-@given(size=st.integers(1, 8), num_pairs=st.integers(0, 40))
-def test_a_pool_stores_each_pair_once_and_loads_all_everywhere(size: int, num_pairs: int) -> None:
-    """Each rank stores a stripe of neighbours, and none many more than another."""
-    transfer = make_transfer(num_pairs)
-    everything = pairs(transfer)
-    assert own_parts(LOAD, transfer, size) == [everything] * size
-    stored = own_parts(STORE, transfer, size)
-    assert [pair for part in stored for pair in part] == everything
-    lengths = [len(part) for part in stored]
-    assert max(lengths) - min(lengths) <= 1
-
-
 @given(
-    private=st.lists(st.booleans(), max_size=30),
-    size=st.integers(1, 5),
-    num_unused=st.integers(0, 3),
+    private=st.lists(st.booleans(), max_size=40),
+    size=st.integers(1, 8),
+    num_unused=st.none() | st.integers(0, 3),
 )
-def test_each_rank_stores_its_own_contents_of_private_groups(
-    private: list[bool], size: int, num_unused: int
+def test_a_pool_stores_each_pair_once_and_loads_all_everywhere(
+    private: list[bool], size: int, num_unused: int | None
 ) -> None:
-    """Into blocks of its own, and loads them from there. Other pools may have more places."""
-    num_places = size + num_unused
-    transfer = make_transfer(len(private), private, num_places)
-    assert transfer.by_place is not None
+    """Each rank stores a stripe of neighbours, and none many more than another. Contents of private
+    groups it stores into blocks of its own, and loads them from there. Other pools may have more
+    places (``num_unused``; None: no group is private)."""
+    num_places = 0 if num_unused is None else size + num_unused
+    transfer = make_transfer(private, num_places)
+    hosts = [transfer.host_blocks] * size if transfer.by_place is None else transfer.by_place
     everything = [
-        list(zip(transfer.device_blocks.tolist(), hosts, strict=True))
-        for hosts in transfer.by_place[:size].tolist()
+        list(zip(transfer.device_blocks.tolist(), hosts[place].tolist(), strict=True))
+        for place in range(size)
     ]
     assert own_parts(LOAD, transfer, size) == everything
     stored = own_parts(STORE, transfer, size)
@@ -112,21 +94,17 @@ def test_each_rank_stores_its_own_contents_of_private_groups(
 # Who shares
 
 
-def num_open_files() -> int:
-    return len(list(Path("/proc/self/fd").iterdir()))
-
-
 def shapes(pools: Sequence[RankPool]) -> list[tuple[int, int]]:
     return [(pool.place, pool.size) for pool in pools]
 
 
 def map_together(pools: Sequence[RankPool]) -> list[torch.Tensor]:
-    """By rank, 4096 bytes of its pool's memory."""
+    """By rank, 4096 bytes of its pool's memory, or of its own."""
     parts = []
     for pool in pools:
-        assert pool.memory is not None
-        pool.memory.map(4096)
-        parts.append(pool.memory.part(0, 4096))
+        if pool.memory is not None:
+            pool.memory.map(4096)
+        parts.append(torch.zeros(4096) if pool.memory is None else pool.memory.part(0, 4096))
     return parts
 
 
@@ -137,25 +115,22 @@ def map_together(pools: Sequence[RankPool]) -> list[torch.Tensor]:
         ("aabb", [(0, 2), (1, 2), (0, 2), (1, 2)]),
         ("abab", [(0, 2), (0, 2), (1, 2), (1, 2)]),
         ("aaabb", [(0, 3), (1, 3), (2, 3), (0, 2), (1, 2)]),
+        ("aabc", [(0, 2), (1, 2), (0, 1), (0, 1)]),
     ],
 )
-def test_ranks_of_one_kind_meet(kinds: str, expected: list[tuple[int, int]]) -> None:
+def test_ranks_of_one_kind_share_memory(
+    caplog: pytest.LogCaptureFixture, kinds: str, expected: list[tuple[int, int]]
+) -> None:
+    num_open = num_open_files()
     pools = meet(kinds)
     assert shapes(pools) == expected
-    assert [pool.is_first for pool in pools] == [place == 0 for place, *_ in expected]
+    assert [pool.is_first for pool in pools] == [place == 0 for place, _ in expected]
+    assert [pool.memory is None for pool in pools] == [size == 1 for _, size in expected]
     for writer, written in enumerate(parts := map_together(pools)):
         written.fill_(writer + 1)
         for reader, read in enumerate(parts):
             is_seen = bool((read == writer + 1).all())
             assert is_seen == (kinds[reader] == kinds[writer])
-
-
-def test_ranks_that_meet_none_have_memory_of_their_own(caplog: pytest.LogCaptureFixture) -> None:
-    num_open = num_open_files()
-    pools = meet("aabc")
-    assert shapes(pools)[2:] == [(0, 1)] * 2
-    assert [pool.memory is None for pool in pools] == [False, False, True, True]
-    map_together(pools[:2])
     assert caplog.records == []
     del pools
     assert num_open_files() == num_open
@@ -163,37 +138,30 @@ def test_ranks_that_meet_none_have_memory_of_their_own(caplog: pytest.LogCapture
 
 def test_ranks_of_other_machines_do_not_meet(monkeypatch: pytest.MonkeyPatch) -> None:
     """Their numbers of processes mean nothing here."""
-    here = threading.local()
-    monkeypatch.setattr(rank_pool, "_machine", lambda: here.name)
-
-    def start(peers: Peers) -> RankPool:
-        here.name = f"machine {peers.rank // 2}"
-        return RankPool.meet(peers, "a")
-
-    assert shapes(on_ranks(4, start)) == [(0, 2), (1, 2), (0, 2), (1, 2)]
+    monkeypatch.setattr(rank_pool, "this_machine", lambda: here.rank // 2)
+    assert shapes(meet("aaaa")) == [(0, 2), (1, 2), (0, 2), (1, 2)]
 
 
-@pytest.mark.parametrize("failing", [(1,), (2,), (1, 2)])
-def test_if_a_rank_cannot_open_the_memory_each_has_its_own(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, failing: tuple[int, ...]
+@pytest.mark.parametrize(
+    ("owner", "call", "failing"),
+    [
+        (SharedMemory, "open", (1,)),  # a rank may not look into another
+        (SharedMemory, "open", (2,)),
+        (SharedMemory, "open", (1, 2)),
+        (os, "memfd_create", (0,)),  # a system may forbid it (vm.memfd_noexec)
+    ],
+)
+def test_if_a_rank_cannot_have_the_memory_each_has_its_own(
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    owner: Any,
+    call: str,
+    failing: tuple[int, ...],
 ) -> None:
-    """As with a rank that may not look into another. Others are not concerned."""
+    """Others are not concerned."""
     num_open = num_open_files()
-    here = threading.local()
-    open_memory = SharedMemory.open
-
-    def try_to_open(address: Address) -> SharedMemory:
-        if here.rank in failing:
-            raise PermissionError(f"rank {here.rank} may not")
-        return open_memory(address)
-
-    monkeypatch.setattr(SharedMemory, "open", try_to_open)
-
-    def start(peers: Peers) -> RankPool:
-        here.rank = peers.rank
-        return RankPool.meet(peers, "aaabb"[peers.rank])
-
-    pools = on_ranks(5, start)
+    refuse(monkeypatch, owner, call, failing)
+    pools = meet("aaabb")
     assert shapes(pools) == [(0, 1)] * 3 + [(0, 2), (1, 2)]
     assert [pool.memory is None for pool in pools] == [True] * 3 + [False] * 2
     assert [record.levelname for record in caplog.records] == ["WARNING"] * 3
@@ -213,98 +181,24 @@ def test_no_rank_starts_if_one_cannot(failing: tuple[int, ...]) -> None:
     """Whatever its pool: vLLM needs all."""
     pools = meet("aabbc")
 
-    def start(peers: Peers) -> str:
-        try:
-            with pools[peers.rank].others_wait():
-                if peers.rank in failing:
-                    raise ScriptedError(f"of rank {peers.rank}")
-            pools[peers.rank].meet_again()
-        except (ScriptedError, RuntimeError) as error:
-            return str(error)
-        return "started"
+    def start(peers: Peers) -> None:
+        with pools[peers.rank].others_wait():
+            if peers.rank in failing:
+                raise ScriptedError(f"of rank {peers.rank}")
+        pools[peers.rank].meet_again()
 
-    others = "started"
+    others = "None"
     if failing:
         others = (
             f"tensor parallel rank {failing[0]} cannot start: ScriptedError: of rank {failing[0]}"
         )
     expected = [f"of rank {rank}" if rank in failing else others for rank in range(5)]
-    assert on_ranks(5, start) == expected
-
-
-def test_a_rank_without_others_waits_for_none() -> None:
-    RankPool().meet_again()
-    with pytest.raises(ScriptedError, match="its own"), RankPool().others_wait():
-        raise ScriptedError("its own")
-
-
-def test_ranks_that_may_create_no_memory_have_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A system may forbid it (vm.memfd_noexec)."""
-    create = os.memfd_create
-    refused = threading.local()
-
-    def refuse(*arguments: Any) -> int:
-        if refused.here:
-            raise PermissionError("no memfd")
-        return create(*arguments)
-
-    monkeypatch.setattr(os, "memfd_create", refuse)
-
-    def start(peers: Peers) -> RankPool:
-        refused.here = peers.rank == 0
-        return RankPool.meet(peers, "a" if peers.rank < 2 else "b")
-
-    assert shapes(on_ranks(4, start)) == [(0, 1), (0, 1), (0, 2), (1, 2)]
+    assert list(map(str, outcomes(5, start))) == expected
 
 
 # The workers' pools
 
 
-class NearDevice(ScriptedBackend):
-    """A backend of a device near a NUMA node."""
-
-    def __init__(self, numa_node: int | None) -> None:
-        super().__init__()
-        self.numa_node = numa_node
-
-    def use_shared(self, memory: torch.Tensor, *, is_first: bool) -> None:
-        """Nothing to prepare."""
-
-
-def start_workers(
-    monkeypatch: pytest.MonkeyPatch,
-    backends: Sequence[ScriptedBackend],
-    replicas: Replicas,
-    heads: Sequence[int] = (),
-    **extra_config: Any,
-) -> list[RankCapacity]:
-    """What the workers of ranks with these backends report at start. ``heads``: KV heads in their
-    pages, by rank."""
-    here = threading.local()
-    monkeypatch.setattr("simple_offload.worker.worker.make_backend", lambda *_: backends[here.rank])
-    num_ranks = len(backends)
-    config = OffloadConfig.parse({"num_cpu_blocks": 8} | extra_config, num_ranks)
-
-    def start(peers: Peers) -> RankCapacity:
-        here.rank = peers.rank
-        spec = full(heads[peers.rank] if heads else 2)
-        memory = make_kv_memory([group(spec, "a")], 4, KVCacheLayout.LBHNC)
-        ranks = Ranks(num_ranks, num_ranks)
-        worker = OffloadWorker(memory.config, config, ranks, replicas, lambda: peers)
-        try:
-            worker.register_kv_caches(memory.kv_caches)
-            return worker.capacity
-        finally:
-            within_patience(worker.shutdown)
-
-    return on_ranks(num_ranks, start)
-
-
-def num_places(capacities: Sequence[RankCapacity]) -> list[int]:
-    return [capacity.num_places for capacity in capacities]
-
-
-@pytest.mark.usefixtures("no_thread_left", "machine")
 @pytest.mark.parametrize(
     ("count", "nodes", "host_copies", "expected"),
     [
@@ -319,61 +213,40 @@ def num_places(capacities: Sequence[RankCapacity]) -> list[int]:
     ],
 )
 def test_ranks_with_the_same_kv_share_memory_near_their_devices(
-    monkeypatch: pytest.MonkeyPatch,
+    start_workers: StartWorkers,
     count: int,
     nodes: list[int | None],
     host_copies: str,
     expected: list[int],
 ) -> None:
     replicas = Replicas(count, frozenset({1}) if count > 1 else frozenset())
-    capacities = start_workers(
-        monkeypatch, list(map(NearDevice, nodes)), replicas, host_copies=host_copies
-    )
-    assert num_places(capacities) == expected
-    assert [capacity.private_groups for capacity in capacities] == [
+    backends = [SharingBackend(numa_node=node) for node in nodes]
+    workers = start_workers([small_kv_memory()] * 4, replicas, backends, host_copies=host_copies)
+    assert [worker.capacity.num_places for worker in workers] == expected
+    assert [worker.capacity.private_groups for worker in workers] == [
         frozenset({1}) if places > 1 else frozenset() for places in expected
     ]
 
 
-@pytest.mark.usefixtures("no_thread_left", "machine")
-def test_a_rank_whose_pages_differ_shares_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    capacities = start_workers(
-        monkeypatch, [NearDevice(None) for _ in range(4)], Replicas(4), heads=[2, 2, 2, 1]
-    )
-    assert num_places(capacities) == [3, 3, 3, 1]
-
-
-@pytest.mark.usefixtures("no_thread_left", "machine")
-def test_ranks_whose_memory_the_runtime_must_allocate_share_nothing(
-    monkeypatch: pytest.MonkeyPatch,
+@pytest.mark.parametrize(
+    ("heads", "backend", "expected"),
+    [([2, 2, 2, 1], SharingBackend, [3, 3, 3, 1]), ([2, 2], ScriptedBackend, [1, 1])],
+    ids=["other pages", "memory that the runtime must allocate"],
+)
+def test_ranks_that_cannot_share(
+    start_workers: StartWorkers,
+    heads: list[int],
+    backend: Callable[[], ScriptedBackend],
+    expected: list[int],
 ) -> None:
-    capacities = start_workers(monkeypatch, [ScriptedBackend() for _ in range(2)], Replicas(2))
-    assert num_places(capacities) == [1, 1]
+    memories = list(map(small_kv_memory, heads))
+    workers = start_workers(memories, Replicas(len(heads)), [backend() for _ in heads])
+    assert [worker.capacity.num_places for worker in workers] == expected
 
 
-# Through workers
-
-
-def start_two(use: Callable[[OffloadWorker], Any]) -> list[Any]:
-    """Results of ``use`` for each of two workers that have the same KV; a rank's own error if it
-    cannot start."""
-
-    def start(peers: Peers) -> Any:
-        kv = make_kv_memory([group(full(), "a")], 4, KVCacheLayout.LBHNC)
-        config = OffloadConfig.parse({"num_cpu_blocks": 8}, 2)
-        worker = OffloadWorker(kv.config, config, Ranks(2, 2), Replicas(2), lambda: peers)
-        try:
-            worker.register_kv_caches(kv.kv_caches)
-            return use(worker)
-        except (RuntimeError, MemoryError) as error:
-            return error
-        finally:
-            worker.shutdown()
-
-    return on_ranks(2, start)
-
-
-def test_no_rank_waits_for_one_that_lacks_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_rank_waits_for_one_that_lacks_memory(
+    start_workers: StartWorkers, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The executor asks the ranks in order, and would wait for the first one."""
     require, calls = memory.require, itertools.count()
 
@@ -383,7 +256,7 @@ def test_no_rank_waits_for_one_that_lacks_memory(monkeypatch: pytest.MonkeyPatch
         require(num_bytes)
 
     monkeypatch.setattr(memory, "require", short)
-    errors = start_two(lambda worker: None)
+    errors = start_workers([small_kv_memory()] * 2, Replicas(2), start=outcomes)
     texts = sorted(map(str, errors), key=len)
     assert texts[0] == "another program was quicker"
     assert texts[1].endswith("cannot start: MemoryShortageError: another program was quicker")
@@ -394,26 +267,24 @@ def mapped() -> set[str]:
     return {line for line in lines if "memfd:simple-offload" in line}
 
 
-def test_a_shutdown_frees_the_memory() -> None:
+def test_a_shutdown_frees_the_memory(start_workers: StartWorkers) -> None:
     before = mapped()  # other tests' may not have been collected yet
-
-    def use(worker: OffloadWorker) -> OffloadWorker:
-        assert mapped() - before
-        return worker
-
-    workers = start_two(use)
+    workers = start_workers([small_kv_memory()] * 2, Replicas(2))
+    assert mapped() - before
+    for worker in workers:
+        worker.shutdown()
     assert [worker.capacity.num_places for worker in workers] == [2, 2]
     assert not mapped() - before
 
 
-def test_a_rank_that_stores_nothing_samples_no_bandwidth() -> None:
-    def use(worker: OffloadWorker) -> list[float]:
+def test_a_rank_that_stores_nothing_samples_no_bandwidth(start_workers: StartWorkers) -> None:
+    num_samples = []
+    for worker in start_workers([small_kv_memory()] * 2, Replicas(2)):
         worker.bind(StepMetadata(stores=[Transfer.pairing(0, [1], [1])]))
         worker.submit_stores()
         worker.drain()
         worker.poll()
         ledger = Ledger()
         ledger.add(worker.drain_stats())
-        return ledger.samples(metrics.BANDWIDTH, Direction.STORE.value)
-
-    assert sorted(map(len, start_two(use))) == [0, 1]
+        num_samples.append(len(ledger.samples(metrics.BANDWIDTH, Direction.STORE.value)))
+    assert sorted(num_samples) == [0, 1]

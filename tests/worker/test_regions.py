@@ -1,5 +1,6 @@
 """find_regions: for any layout and any address, the regions have every byte of a block once."""
 
+from collections.abc import Callable
 from dataclasses import fields
 from types import SimpleNamespace
 from typing import Any
@@ -184,13 +185,6 @@ def test_on_an_npu_addresses_show_the_regions(monkeypatch: pytest.MonkeyPatch) -
     assert len(found) == 2
 
 
-def test_elsewhere_a_layer_registers_one_tensor() -> None:
-    memory = make_kv_memory([group(full(), "a", "b")], 5, KVCacheLayout.LBHNC)
-    caches = memory.kv_caches | {"b": (memory.kv_caches["b"],)}
-    with pytest.raises(ValueError, match="b registers several KV cache tensors"):
-        find_regions(caches, memory.config)
-
-
 # Refused placements
 
 
@@ -227,8 +221,15 @@ def test_refused_placements(placements: list[dict[str, Any]], message: str) -> N
         find_placed(*placements)
 
 
-def test_a_view_outside_its_placement() -> None:
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda caches: {"a": (caches["a"],)}, "a registers several KV cache tensors"),
+        (lambda caches: {"b": caches["a"]}, "outside their storage"),
+    ],
+    ids=["several tensors, not on an NPU", "a view outside its placement"],
+)
+def test_refused_caches(change: Callable[[Any], Any], message: str) -> None:
     memory = make_kv_memory([group(full(), "a", "b")], 5, KVCacheLayout.LBHNC)
-    memory.kv_caches = {"b": memory.kv_caches["a"]}
-    with pytest.raises(ValueError, match="outside their storage"):
-        find_regions(memory.kv_caches, memory.config)
+    with pytest.raises(ValueError, match=message):
+        find_regions(change(memory.kv_caches), memory.config)

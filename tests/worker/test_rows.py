@@ -2,20 +2,16 @@
 
 import mmap
 import os
-import threading
-from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
+from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import pytest
 import torch
-from vllm.v1.kv_cache_layout import KVCacheLayout
 
-from simple_offload.config import ConfigError, OffloadConfig
+from simple_offload.config import ConfigError
 from simple_offload.metadata import RankCapacity, StepMetadata
-from simple_offload.ranks import Ranks
 from simple_offload.replicas import Replicas
 from simple_offload.shared_memory import SEAL_BYTES, Address, SharedMemory
 from simple_offload.transfer import Transfer
@@ -23,12 +19,13 @@ from simple_offload.worker import rank_pool
 from simple_offload.worker.host_pool import HostPool
 from simple_offload.worker.rank_pool import Peers, RankPool, row_bytes
 from simple_offload.worker.worker import OffloadWorker
-from tests.conftest import within_patience
+from tests.simulation.messages import Messages
 from tests.worker import memory_process
-from tests.worker.kv_memory import KVMemory, full, group, make_kv_memory
-from tests.worker.memory_process import MemoryProcess
-from tests.worker.peers import on_ranks
-from tests.worker.scripted import ScriptedBackend
+from tests.worker.conftest import StartWorkers
+from tests.worker.kv_memory import KVMemory, full, small_kv_memory
+from tests.worker.memory_process import MemoryProcess, num_open_files
+from tests.worker.peers import here, on_ranks, outcomes, refuse
+from tests.worker.scripted import ScriptedBackend, SharingBackend
 
 PAGE = mmap.PAGESIZE
 Pages = tuple[int, ...]
@@ -36,27 +33,7 @@ Pages = tuple[int, ...]
 SECOND_TIER = {"type": "fs", "root_dir": "/nowhere", "bytes": "1TiB"}
 
 
-def open_rows(address: Address, num_rows: int, num_bytes: int) -> npt.NDArray[np.int8]:
-    """The rows as the scheduler's process maps them, ``[num_rows, num_bytes]``."""
-    memory = SharedMemory.open(address)
-    memory.map(num_rows * num_bytes)
-    return memory.part(0, num_rows * num_bytes).numpy().reshape(num_rows, num_bytes)
-
-
-def num_open_files() -> int:
-    return len(list(Path("/proc/self/fd").iterdir()))
-
-
 # Where bytes lie
-
-
-class SharingBackend(ScriptedBackend):
-    """Takes shared memory."""
-
-    numa_node: int | None = None
-
-    def use_shared(self, memory: torch.Tensor, *, is_first: bool) -> None:
-        """Nothing to prepare."""
 
 
 @pytest.mark.parametrize(
@@ -106,7 +83,9 @@ def test_each_kind_of_ranks_has_a_part_of_every_row(
     assert [pool.nbytes for _, pool in started] == [num_blocks * num_bytes] * num_ranks
     address = rank_pools[0].address
     assert address is not None
-    rows = open_rows(address, num_blocks, num_bytes)
+    memory = SharedMemory.open(address)  # as the scheduler's process does
+    memory.map(num_blocks * num_bytes)
+    rows = memory.part(0, num_blocks * num_bytes).numpy().reshape(num_blocks, num_bytes)
     expected = np.zeros_like(rows)
     random = np.random.default_rng(0)
     for rank, backend in enumerate(backends):
@@ -133,32 +112,18 @@ def test_each_kind_of_ranks_has_a_part_of_every_row(
 # Who meets
 
 
-def refusals(num_ranks: int, call: Callable[[Peers], object]) -> list[str]:
+def refusals(num_ranks: int) -> list[str]:
     """By rank, the message that refuses its start."""
-
-    def start(peers: Peers) -> str:
-        with pytest.raises(ConfigError) as caught:
-            call(peers)
-        return str(caught.value)
-
-    return on_ranks(num_ranks, start)
-
-
-def meet_in_rows(peers: Peers) -> RankPool:
-    return RankPool.meet_in_rows(peers, peers.rank, 100)
+    errors = outcomes(num_ranks, lambda peers: RankPool.meet_in_rows(peers, peers.rank, 100))
+    assert {type(error) for error in errors} == {ConfigError}
+    return list(map(str, errors))
 
 
 def test_ranks_of_two_machines_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also those of the machine that has most of them."""
     num_open = num_open_files()
-    here = threading.local()
-    monkeypatch.setattr(rank_pool, "_machine", lambda: here.name)
-
-    def start(peers: Peers) -> RankPool:
-        here.name = f"machine {peers.rank // 2}"
-        return meet_in_rows(peers)
-
-    for message in refusals(3, start):
+    monkeypatch.setattr(rank_pool, "this_machine", lambda: here.rank // 2)
+    for message in refusals(3):
         assert message.startswith("second_tier: ")
         assert "only 2 of 3 ranks are on this machine" in message
         assert message.endswith("Allowed: one machine for all ranks, or no second_tier")
@@ -179,21 +144,8 @@ def test_if_a_rank_cannot_have_the_memory_none_starts(
 ) -> None:
     """As with a rank that may not look into another, or where the system allows no memfd."""
     num_open = num_open_files()
-    here = threading.local()
-    original = getattr(owner, call)
-
-    def refuse(*arguments: Any) -> Any:
-        if here.rank in failing:
-            raise PermissionError(f"rank {here.rank} may not")
-        return original(*arguments)
-
-    monkeypatch.setattr(owner, call, refuse)
-
-    def start(peers: Peers) -> RankPool:
-        here.rank = peers.rank
-        return meet_in_rows(peers)
-
-    for message in refusals(3, start):
+    refuse(monkeypatch, owner, call, failing)
+    for message in refusals(3):
         assert f"rank {failing[0]} may not" in message
     assert num_open_files() == num_open
 
@@ -204,45 +156,11 @@ NUM_BLOCKS = 4
 PAGES = full().page_size_bytes
 """Bytes of a rank's page of two heads, in each of two layers."""
 
-StartWorkers = Callable[..., list[OffloadWorker]]
-
-
-def kv_memory(num_heads: int = 2) -> KVMemory:
-    return make_kv_memory([group(full(num_heads), "a", "b")], NUM_BLOCKS, KVCacheLayout.LBHNC)
-
 
 @pytest.fixture
-def start_workers(no_thread_left: None) -> Iterator[StartWorkers]:
-    """A function that starts workers of ranks with these KV memories, on the host backend."""
-    made: list[OffloadWorker] = []
-
-    def start_workers(
-        memories: Sequence[KVMemory], replicas: Replicas | None = None, **extra_config: Any
-    ) -> list[OffloadWorker]:
-        num_ranks = len(memories)
-        extra_config = {"num_cpu_blocks": 8, "second_tier": SECOND_TIER} | extra_config
-        config = OffloadConfig.parse(extra_config, num_ranks)
-
-        def start(peers: Peers) -> OffloadWorker:
-            memory = memories[peers.rank]
-            ranks = Ranks(num_ranks, num_ranks)
-            worker = OffloadWorker(
-                memory.config,
-                config,
-                ranks,
-                replicas or Replicas(),
-                lambda: peers,
-                lambda: ("LBHNC", {"a": 1}),
-            )
-            made.append(worker)
-            worker.register_kv_caches(memory.kv_caches)
-            return worker
-
-        return on_ranks(num_ranks, start)
-
-    yield start_workers
-    for worker in made:
-        within_patience(worker.shutdown)
+def start_workers(start_workers: StartWorkers) -> StartWorkers:
+    """With a second tier."""
+    return partial(start_workers, second_tier=SECOND_TIER)
 
 
 def run(worker: OffloadWorker, step: StepMetadata) -> None:
@@ -280,7 +198,6 @@ def values(memory: KVMemory) -> list[set[int]]:
     ]
 
 
-@pytest.mark.usefixtures("machine")
 @pytest.mark.parametrize(
     ("heads", "count", "starts"),
     [([2], 1, [0]), ([2, 3, 1], 1, [0, 384, 960]), ([2, 2, 1, 1], 2, [0, 0, 384, 384])],
@@ -290,7 +207,7 @@ def test_another_process_finds_what_a_store_copied(
     start_workers: StartWorkers, heads: list[int], count: int, starts: list[int]
 ) -> None:
     """And a load brings it back, also what another rank with the same KV has stored."""
-    memories = [kv_memory(each) for each in heads]
+    memories = [small_kv_memory(each) for each in heads]
     workers = start_workers(memories, Replicas(count))
     sizes = [2 * full(each).page_size_bytes for each in heads]
     assert [each.block_bytes for each in capacities(workers)] == sizes
@@ -319,7 +236,6 @@ def test_another_process_finds_what_a_store_copied(
         other.kill()
 
 
-@pytest.mark.usefixtures("machine")
 @pytest.mark.parametrize(
     ("replicas", "host_copies", "heads", "num_places"),
     [
@@ -337,7 +253,7 @@ def test_only_ranks_with_the_same_kv_share_a_part(
     heads: list[int],
     num_places: list[int],
 ) -> None:
-    memories = [kv_memory(each) for each in heads]
+    memories = [small_kv_memory(each) for each in heads]
     workers = start_workers(memories, replicas, host_copies=host_copies)
     assert [each.num_places for each in capacities(workers)] == num_places
     assert {each.private_groups for each in capacities(workers)} == {frozenset()}
@@ -356,50 +272,33 @@ def test_only_ranks_with_the_same_kv_share_a_part(
     assert len(layouts) == len(heads) - max(num_places) + 1
 
 
-@pytest.mark.usefixtures("machine")
 def test_ranks_share_memory_however_far_their_devices_are_apart(
-    monkeypatch: pytest.MonkeyPatch, start_workers: StartWorkers
+    start_workers: StartWorkers,
 ) -> None:
     """A row must lie in one memory."""
-
-    class NearNode(SharingBackend):
-        def __init__(self) -> None:
-            super().__init__()
-            self.numa_node = next(nodes)
-
-    nodes = iter([0, 1])
-    monkeypatch.setattr("simple_offload.worker.worker.make_backend", lambda *_: NearNode())
-    workers = start_workers([kv_memory()] * 2, Replicas(2))
+    backends = [SharingBackend(numa_node=node) for node in (0, 1)]
+    workers = start_workers([small_kv_memory()] * 2, Replicas(2), backends)
     assert [each.num_places for each in capacities(workers)] == [2, 2]
 
 
-@pytest.mark.usefixtures("machine")
 def test_memory_that_a_runtime_must_allocate_is_refused(
-    monkeypatch: pytest.MonkeyPatch, no_thread_left: None
+    start_workers: StartWorkers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Without a message to other ranks, so that none waits."""
-    monkeypatch.setattr("simple_offload.worker.worker.make_backend", lambda *_: ScriptedBackend())
-    config = OffloadConfig.parse({"num_cpu_blocks": 8, "second_tier": SECOND_TIER}, 2)
-
-    def start(peers: Peers) -> None:
-        memory = kv_memory()
-        worker = OffloadWorker(
-            memory.config, config, Ranks(2, 2), Replicas(2), lambda: pytest.fail("it asks")
-        )
-        worker.register_kv_caches(memory.kv_caches)
-
-    for message in refusals(2, start):
-        assert message.startswith("second_tier: ")
-        assert message.endswith("(backend='auto'); allowed: none")
+    monkeypatch.setattr(Messages, "gather", lambda *_: pytest.fail("it asks"))
+    backends = [ScriptedBackend() for _ in range(2)]
+    for error in start_workers([small_kv_memory()] * 2, Replicas(2), backends, outcomes):
+        assert isinstance(error, ConfigError)
+        assert str(error).startswith("second_tier: ")
+        assert str(error).endswith("(backend='auto'); allowed: none")
 
 
 # The address
 
 
-@pytest.mark.usefixtures("machine")
 def test_the_address_is_good_until_shutdown(start_workers: StartWorkers) -> None:
     num_open = num_open_files()
-    workers = start_workers([kv_memory(), kv_memory(3)])
+    workers = start_workers([small_kv_memory(), small_kv_memory(3)])
     address = address_of(workers)
     # A forked child would inherit descriptors, and keep the memory: there is one only.
     assert num_open_files() == num_open + 1
@@ -417,7 +316,6 @@ def test_the_address_is_good_until_shutdown(start_workers: StartWorkers) -> None
 # Sizes
 
 
-@pytest.mark.usefixtures("machine")
 @pytest.mark.parametrize(
     ("heads", "count", "extra_config", "expected"),
     [
@@ -440,49 +338,35 @@ def test_bytes_count_rows_with_their_padding(
 ) -> None:
     """A page of a head has 96 bytes, and a block two pages of each head."""
     extra_config = {"num_cpu_blocks": None} | extra_config
-    workers = start_workers(list(map(kv_memory, heads)), Replicas(count), **extra_config)
+    workers = start_workers(list(map(small_kv_memory, heads)), Replicas(count), **extra_config)
     assert [(each.num_host_blocks, each.num_open) for each in capacities(workers)] == [
         (expected, expected)
     ] * len(heads)
 
 
-@pytest.mark.usefixtures("machine")
-def test_too_few_bytes_for_rows_are_refused(no_thread_left: None) -> None:
-    extra_config = {"cpu_bytes_to_use": 2 * PAGE - 1, "second_tier": SECOND_TIER}
-    config = OffloadConfig.parse(extra_config, 2)
-
-    def start(peers: Peers) -> None:
-        memory = kv_memory()
-        worker = OffloadWorker(memory.config, config, Ranks(2, 2), Replicas(), lambda: peers)
-        worker.register_kv_caches(memory.kv_caches)
-
-    for message in refusals(2, start):
-        assert f"cpu_bytes_to_use={2 * PAGE - 1}" in message
-        assert f"at least 2, that is {2 * PAGE} bytes per 2 ranks" in message
+def test_too_few_bytes_for_rows_are_refused(start_workers: StartWorkers) -> None:
+    sizes = {"num_cpu_blocks": None, "cpu_bytes_to_use": 2 * PAGE - 1}
+    for error in start_workers([small_kv_memory()] * 2, start=outcomes, **sizes):
+        assert isinstance(error, ConfigError)
+        assert f"cpu_bytes_to_use={2 * PAGE - 1}" in str(error)
+        assert f"at least 2, that is {2 * PAGE} bytes per 2 ranks" in str(error)
 
 
 # What decides the bytes
 
 
-@pytest.mark.usefixtures("machine")
 def test_ranks_tell_how_their_pages_are_laid_out(start_workers: StartWorkers) -> None:
-    workers = start_workers([kv_memory(), kv_memory(1)])
+    workers = start_workers([small_kv_memory(), small_kv_memory(1)])
     assert [each.layout for each in capacities(workers)] == [
         (0, [PAGES, PAGES], "LBHNC", {"a": 1}),
         (2 * PAGES, [PAGES // 2, PAGES // 2], "LBHNC", {"a": 1}),
     ]
 
 
-@pytest.mark.usefixtures("machine")
 def test_without_a_second_tier_there_is_nothing_of_it(
     monkeypatch: pytest.MonkeyPatch, start_workers: StartWorkers
 ) -> None:
     monkeypatch.setattr(os, "memfd_create", lambda *_: pytest.fail("memory to share"))
-    [worker] = start_workers([kv_memory()], second_tier=None)
+    [worker] = start_workers([small_kv_memory()], second_tier=None)
     capacity = worker.capacity
     assert (capacity.row_bytes, capacity.memory, capacity.layout) == (0, None, ())
-    config = OffloadConfig.parse({"num_cpu_blocks": 8}, 1)
-    memory = kv_memory()
-    alone = OffloadWorker(memory.config, config, Ranks(1, 1))  # vLLM's group need not exist
-    alone.register_kv_caches(memory.kv_caches)
-    alone.shutdown()

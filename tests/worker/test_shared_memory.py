@@ -10,7 +10,7 @@ import pytest
 
 from simple_offload.shared_memory import Address, SharedMemory
 from tests.worker import memory_process
-from tests.worker.memory_process import MemoryProcess
+from tests.worker.memory_process import MemoryProcess, num_open_files
 
 MIB = 1 << 20
 MakeProcess = Callable[..., MemoryProcess]
@@ -33,10 +33,6 @@ def shmem_bytes() -> int:
     """Memory of the machine that files in memory take up."""
     lines = (line.split() for line in Path("/proc/meminfo").read_text().splitlines())
     return next(int(line[1]) << 10 for line in lines if line[0] == "Shmem:")
-
-
-def num_open_files() -> int:
-    return len(list(Path("/proc/self/fd").iterdir()))
 
 
 # Between processes
@@ -147,17 +143,18 @@ def test_who_maps_more_than_the_others() -> None:
 
 
 def test_closing_leaves_what_has_been_mapped() -> None:
+    """After mapping no descriptor is left: a forked child would inherit it, and keep all of the
+    memory after its parent has died."""
     num_open = num_open_files()
     memory = SharedMemory.create()
     memory.map(MIB)
+    assert num_open_files() == num_open
     for _ in range(2):
         memory.close()
         memory.part(0, MIB).fill_(1)
     part = memory.part(0, 1)
     del memory
     assert part.tolist() == [1]
-    del part
-    assert num_open_files() == num_open
 
 
 def test_a_forked_process_has_none_of_it() -> None:
@@ -173,12 +170,3 @@ def test_a_forked_process_has_none_of_it() -> None:
     process.start()
     process.join()
     assert process.exitcode == 0
-
-
-def test_no_descriptor_is_left_after_mapping() -> None:
-    """A forked child would inherit it, and keep all of the memory after its parent has died."""
-    num_open = num_open_files()
-    shared = SharedMemory.create()
-    shared.map(MIB)
-    assert num_open_files() == num_open
-    shared.free()

@@ -67,11 +67,9 @@ def run(worker: OffloadWorker, step: StepMetadata) -> tuple[set[str], set[str]]:
 # Capacity
 
 
-def test_ranks_share_the_bytes(make_worker: MakeWorker) -> None:
+def test_ranks_share_the_bytes(make_worker: MakeWorker, machine: Machine) -> None:
+    """Also where they are a share of the machine's memory."""
     assert sizes(make_worker({"cpu_bytes_to_use": 10 * BLOCK_BYTES}, 2)) == (5, 5, BLOCK_BYTES)
-
-
-def test_a_share_of_the_machine_s_memory(make_worker: MakeWorker, machine: Machine) -> None:
     machine.num_bytes = 20 * BLOCK_BYTES
     assert sizes(make_worker({"cpu_bytes_to_use": "50%"}, 2)) == (5, 5, BLOCK_BYTES)
     assert sizes(make_worker({"cpu_bytes_to_use_per_rank": "50%"}, 2)) == (10, 10, BLOCK_BYTES)

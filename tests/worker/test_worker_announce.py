@@ -9,16 +9,9 @@ from vllm.v1.kv_cache_interface import KVCacheConfig
 from simple_offload.metadata import StepMetadata
 from tests.worker.conftest import MakeRank
 from tests.worker.rank import NOTHING, Rank, load, store
-from tests.worker.scripted import ScriptedError, ScriptedPending
+from tests.worker.scripted import ScriptedError
 
 pytestmark = pytest.mark.usefixtures("no_thread_left", "machine")
-
-
-def announce(rank: Rank, number: int) -> ScriptedPending:
-    """Announce a load that has not ended."""
-    pending = rank.pend(number, 0.0)
-    assert rank.step(StepMetadata([load(number, f"r{number}")])) == ({f"r{number}"}, set())
-    return pending
 
 
 def admit(rank: Rank, number: int, after: float) -> None:
@@ -110,7 +103,7 @@ def test_beside_compute_a_load_may_last_one_more_step(
 
 def test_a_load_that_ends_too_soon_shows_that_vllm_is_slower(rank: Rank) -> None:
     for number, after in enumerate((0.010, 0.001)):  # the second one has no effect
-        pending = announce(rank, number)
+        pending = rank.announce(number)
         rank.now += after
         pending.ended.set()
         rank.step()
@@ -126,7 +119,7 @@ def test_a_load_that_ends_too_soon_shows_that_vllm_is_slower(rank: Rank) -> None
 )
 def test_vllm_s_scheduling_time_is_added(rank: Rank, lags: list[float], lead: float) -> None:
     for number, after in enumerate(lags):
-        announce(rank, number)
+        rank.announce(number)
         admit(rank, number, after)
     check_lead(rank, len(lags), lead)
 
@@ -141,7 +134,7 @@ def test_an_announced_load_is_reported_at_its_end_and_not_named_again(
     """A store is never announced."""
     store_pending = rank.pend(1, 0.0)
     rank.submit(StepMetadata(stores=[store(1)]))
-    pending = announce(rank, 0)
+    pending = rank.announce(0)
     assert rank.report() == ({}, {})
     if not drained:
         assert rank.step(StepMetadata(admitted=[0])) == NOTHING
@@ -164,7 +157,7 @@ def test_a_load_that_fails_after_its_announcement_ends_the_worker(
     rank: Rank, drained: bool
 ) -> None:
     """Compute has read the blocks, and cannot undo that."""
-    pending = announce(rank, 0)
+    pending = rank.announce(0)
     pending.error = ScriptedError()
     pending.ended.set()
     if drained:

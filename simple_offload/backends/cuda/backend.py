@@ -8,14 +8,15 @@ from typing import Literal, get_args
 import torch
 
 from simple_offload.backends.base import Barrier, Direction, PagePart, require_blocks_within
-from simple_offload.backends.cuda import calibration
-from simple_offload.backends.cuda.copy_costs import CopyCosts, PathChoice
+from simple_offload.backends.cuda import copy_costs
+from simple_offload.backends.cuda.copy_costs import CopyCosts
 from simple_offload.backends.cuda.dma import CudaCopyError
 from simple_offload.backends.cuda.queues import (
     CudaMark,
     CudaPending,
     CudaQueues,
     Mark,
+    PathChoice,
     RegionClass,
     classify_regions,
 )
@@ -113,13 +114,13 @@ class CudaBackend:
     def add_host_chunk(self, regions: Sequence[torch.Tensor]) -> None:
         """Replace the lists of addresses; copies under way keep theirs."""
         self._chunks.append(regions)
-        host, kernels = Regions.from_chunks(self._chunks), bool(self._queues.kernels)
-        self._classes = classify_regions(self._device_regions, host, kernels=kernels)
+        host, kernel_on = Regions.from_chunks(self._chunks), self._queues.kernel_on
+        self._classes = classify_regions(self._device_regions, host, kernel_on)
         self._divided = [
             classify_regions(
                 Regions.from_tensors(_cut(self._device_tensors, parts)),
                 Regions.from_chunks([_cut(chunk, parts) for chunk in self._chunks]),
-                kernels=kernels,
+                kernel_on,
             )
             for parts in self._parts
         ]
@@ -178,7 +179,7 @@ class CudaBackend:
             len(regions.device.pages)
             for classes in self._groups_of(transfer)
             for regions in classes
-            if self._copy_path != "kernel" and not self._costs[direction].is_by_kernel(regions.page)
+            if self._copy_path != "kernel" and regions.page >= self._costs[direction].crossing
         )
         return num_pairs * by_dma <= _QUICK_DESCRIPTORS  # at most: neighbours merge
 
@@ -211,11 +212,15 @@ class CudaBackend:
         unmarked_bytes, unmarked_seconds = 0, 0.0
         by_kernel, last = False, None
         for first, stop in self._stretches(classes, transfer):
+            # Plan one stretch, while the device copies the one before.
             source_blocks, destination_blocks = (side[first:stop] for side in blocks)
             extents = find_extents(*classes[0].sides(direction), source_blocks, destination_blocks)
-            choices = [self._choose(direction, regions, extents) for regions in classes]
+            choices = [
+                self._choose(direction, regions, extents, stop - first) for regions in classes
+            ]
             seconds = sum(choice.seconds for choice in choices)
             pace = seconds / ((stop - first) * block_bytes)
+            # Queue it, with an event after every few pieces, so that progress can be seen.
             for piece in queues.submit(direction, classes, extents, choices, keep_lock=keep_lock):
                 pending.kept_alive.append(piece.arguments)
                 by_kernel, last = by_kernel or piece.path == "kernel", piece
@@ -225,6 +230,7 @@ class CudaBackend:
                 if unmarked_bytes >= _MARK_BYTES:
                     marks.append(Mark(queues.mark(piece.stream), unmarked_seconds, group))
                     unmarked_bytes, unmarked_seconds = 0, 0.0
+        # The last event ends the group. Where the kernel took part, it must be behind both streams.
         if by_kernel or last is None:
             marks.append(Mark(queues.join(direction), unmarked_seconds, group))
         elif unmarked_bytes:
@@ -245,29 +251,29 @@ class CudaBackend:
         at_once = _STRETCH_DESCRIPTORS // num_regions
         return in_stretches(len(transfer.device_blocks), max(1, first), max(1, at_once))
 
-    def _choose(self, direction: Direction, regions: RegionClass, extents: Extents) -> PathChoice:
+    def _choose(
+        self, direction: Direction, regions: RegionClass, extents: Extents, num_pairs: int
+    ) -> PathChoice:
         """The path of each extent, and how long all of them take in all regions."""
-        sizes, num_regions = extents.lengths * regions.page, len(regions.device.pages)
-        choice = self._costs[direction].choose(sizes, num_regions)
-        if self._copy_path == "kernel":
-            return choice._replace(by_kernel=True)
-        return choice
+        costs, num_regions = self._costs[direction], len(regions.device.pages)
+        choice = costs.choose(extents, num_pairs, regions.page, num_regions)
+        return choice._replace(by_kernel=True) if self._copy_path == "kernel" else choice
 
     # Measuring, at start
 
     def _measure(self, smallest_page: int, aligned: bool) -> None:
         """Time copies of descriptors of ``smallest_page`` bytes and more, in both directions."""
         if self._copy_path == "kernel" or (
-            self._copy_path == "auto" and aligned and smallest_page < 2 * calibration.LARGEST_SIZE
+            self._copy_path == "auto" and aligned and smallest_page < 2 * copy_costs.LARGEST_SIZE
         ):
-            self._make_kernels()
+            self._use_kernel()
         started = time.monotonic()
-        sizes = calibration.sizes_from(smallest_page)
-        num_bytes = calibration.SCRATCH_BYTES
+        sizes = copy_costs.sizes_from(smallest_page)
+        num_bytes = copy_costs.SCRATCH_BYTES
         device = torch.empty(num_bytes, dtype=torch.int8, device=self._device)
         host = self.allocate_host(num_bytes)
         for direction in Direction:
-            self._costs[direction] = calibration.measure_direction(
+            self._costs[direction] = copy_costs.measure_direction(
                 self._queues, direction, sizes, device, host
             )
         self._release_host(host.data_ptr())
@@ -276,13 +282,13 @@ class CudaBackend:
         )
 
     def describe_paths(self) -> str:
-        """The measurements in one line: by direction and descriptor size, GB/s and whether the
-        kernel copies. For small sizes DMA's rate is the one expected in a large tier."""
-        return "; ".join(f"{way.value} {costs.describe()}" for way, costs in self._costs.items())
+        """The measurements in one line: by direction, the size below which the kernel copies, and
+        GB/s."""
+        return "; ".join(f"{way.value}: {costs.describe()}" for way, costs in self._costs.items())
 
-    def _make_kernels(self) -> None:
+    def _use_kernel(self) -> None:
         try:
-            from simple_offload.backends.cuda.kernel import CopyKernel
+            from simple_offload.backends.cuda import kernel  # noqa: F401 - imports Triton
         except ImportError as error:
             if self._copy_path == "kernel":
                 raise ConfigError(
@@ -291,7 +297,7 @@ class CudaBackend:
                 ) from error
             logger.info("No copy kernel, Triton cannot be imported (%s): all by DMA", error)
             return
-        self._queues.kernels = {direction: CopyKernel(self._device) for direction in Direction}
+        self._queues.kernel_on = self._device
 
 
 def _cut(regions: Sequence[torch.Tensor], parts: Sequence[PagePart]) -> list[torch.Tensor]:

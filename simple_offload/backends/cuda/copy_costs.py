@@ -1,175 +1,180 @@
-"""CopyCosts: what copies of one direction cost on this GPU, and which path is cheaper."""
+"""CopyCosts: which copies of one direction go by kernel on this GPU, and how long copies take."""
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass, field
+import time
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
-Floats = npt.NDArray[np.float64]
-Bools = npt.NDArray[np.bool_]
+from simple_offload.backends.base import Direction
+from simple_offload.backends.cuda.queues import (
+    CALL_DESCRIPTORS,
+    CudaQueues,
+    PathChoice,
+    classify_regions,
+)
+from simple_offload.backends.descriptors import Extents, Regions
 
+_LADDER = tuple(4096 << step for step in range(7))  # 4 KiB to 256 KiB
+LARGEST_SIZE = _LADDER[-1]
+"""Bytes. A larger descriptor costs as much per byte as one of this size."""
+_SMALL, _SPREAD = 64 << 10, 1.15
+"""Below this size (bytes) DMA takes longer per descriptor in a tier of many GiB than in the scratch
+memory, by at least this factor: at 32 KiB 29 to 51 GB/s were seen (docs/measurements.md) where
+the measurement had found 47 to 51."""
+_LARGE = 128 << 10
 _WORTHWHILE, _SURPRISING = 0.95, 0.8
 """The kernel must beat DMA by this factor to be chosen, since it takes SMs from compute. For large
 copies by more: DMA hardly loses there, so a win of the kernel is likely noise."""
-_LARGE = 128 << 10
+SCRATCH_BYTES = 64 << 20
+"""Scratch memory of a measurement, on each side."""
 
 
-class PathChoice(NamedTuple):
-    """The path of each descriptor of a batch, and the batch's cost."""
+class PathCost(NamedTuple):
+    """The time that copies by one path take."""
 
-    by_kernel: Bools | bool
-    """Per size, True where the kernel copies; one bool if all sizes go the same way. DMA copies
-    the others."""
-    seconds: float
-    """Expected time of the whole batch."""
+    per_descriptor: float
+    """Seconds, at least."""
+    per_byte: float
+    """Seconds, of large descriptors."""
 
-
-class _Costs(NamedTuple):
-    """Costs of one descriptor of each of k sizes, all arrays ``[k]``."""
-
-    by_dma: Floats
-    seconds: Floats
-    """On the chosen path."""
-    by_kernel: Bools
+    def seconds(self, num_descriptors: int, num_bytes: int) -> float:
+        """Expected time of descriptors that have ``num_bytes`` together."""
+        return max(num_descriptors * self.per_descriptor, num_bytes * self.per_byte)
 
 
-class _Cost(NamedTuple):
-    """Costs of one descriptor of one size."""
+class CopyCosts(NamedTuple):
+    """The measurements of one direction."""
 
-    by_dma: float
-    seconds: float
-    by_kernel: bool
-
-
-@dataclass(frozen=True, slots=True)
-class CopyCosts:
-    """Costs measured at k descriptor sizes, all arrays ``[k]``."""
-
-    sizes: Floats
-    """Ascending, in bytes."""
-    dma: Floats
-    """Seconds per descriptor by DMA."""
-    kernel: Floats
-    """Seconds per descriptor by kernel; infinite where there is none."""
+    crossing: int
+    """Bytes. Smaller descriptors go by kernel if a batch has enough of them, all others by DMA. 0
+    where DMA copies all."""
+    dma: PathCost
+    kernel: PathCost
     kernel_start: float = 0.0
     """Seconds once per batch in which the kernel copies."""
-    _cache: dict[int, _Cost] = field(default_factory=dict, init=False, repr=False)
-    """By size, since interpolation takes too long for small copies."""
-
-    @property
-    def by_kernel(self) -> Bools:
-        """The sizes that the kernel copies if a batch has enough of them."""
-        return _is_worthwhile(self.sizes, self.dma, self.kernel)
-
-    def is_by_kernel(self, size: int) -> bool:
-        """Whether the kernel copies descriptors of ``size`` bytes if a batch has enough of them."""
-        return self._cost_at(size).by_kernel
 
     def describe(self) -> str:
-        """One line: per size, GB/s of the cheaper path, and whether that is the kernel."""
-        return ", ".join(
-            f"{int(size) >> 10}K {size / (kernel if better else dma) / 1e9:.0f} GB/s"
-            + (" by kernel" if better else "")
-            for size, dma, kernel, better in zip(
-                self.sizes, self.dma, self.kernel, self.by_kernel, strict=True
-            )
-        )
+        """In a few words: the crossing size, and GB/s of each path in use."""
+        by_dma = f"by DMA at {1e-9 / self.dma.per_byte:.0f} GB/s"
+        if not self.crossing:
+            return f"all {by_dma}"
+        rate = 1e-9 / self.kernel.per_byte
+        return f"below {self.crossing >> 10}K by kernel at {rate:.0f} GB/s, others {by_dma}"
 
-    def choose(self, sizes: npt.NDArray[np.int64], times: int = 1) -> PathChoice:
-        """Choose the path of descriptors of these ``sizes``, each ``times`` over. Quickest if equal
-        sizes are neighbours.
-
-        Between measured sizes, and above them, the seconds per byte are interpolated by the log of
-        the size. Below them a descriptor costs as much as the smallest one.
+    def choose(self, extents: Extents, num_pairs: int, page: int, times: int = 1) -> PathChoice:
+        """Choose the path of each of ``extents``, which have ``num_pairs`` blocks together, in
+        ``times`` regions with pages of ``page`` bytes.
 
         All descriptors of a size take the same path. The bus limits both paths together, and
         sharing a size between them gained less than its planning cost.
         """
-        if not len(sizes):
-            return PathChoice(False, 0.0)
-        (ends,) = (sizes[1:] != sizes[:-1]).nonzero()
-        by_kernel: Bools | bool
-        if len(ends):
-            starts = [0, *(ends + 1).tolist()]
-            counts = np.diff(starts, append=len(sizes))
-            costs = self._costs_at(sizes[starts].astype(np.float64))
-            by_dma, seconds = float(costs.by_dma @ counts), float(costs.seconds @ counts)
-            by_kernel = bool(costs.by_kernel[0])
-            if (costs.by_kernel != by_kernel).any():
-                by_kernel = np.repeat(costs.by_kernel, counts)
-        else:
-            cost = self._cost_at(int(sizes[0]))
-            by_dma, seconds = len(sizes) * cost.by_dma, len(sizes) * cost.seconds
-            by_kernel = cost.by_kernel
-        with_kernel = times * seconds + self.kernel_start
-        if by_kernel is False or times * by_dma <= with_kernel:
-            return PathChoice(False, times * by_dma)
-        return PathChoice(by_kernel, with_kernel)
-
-    def _cost_at(self, size: int) -> _Cost:
-        if (cost := self._cache.get(size)) is None:
-            by_dma, seconds, by_kernel = self._costs_at(np.array([size], np.float64))
-            cost = _Cost(float(by_dma[0]), float(seconds[0]), bool(by_kernel[0]))
-            self._cache[size] = cost
-        return cost
-
-    def _costs_at(self, sizes: Floats) -> _Costs:
-        by_dma = self._interpolate(sizes, self.dma)
-        by_kernel = self._interpolate(sizes, self.kernel)
-        better = _is_worthwhile(sizes, by_dma, by_kernel)
-        return _Costs(by_dma, np.where(better, by_kernel, by_dma), better)
-
-    def _interpolate(self, wanted: Floats, seconds: Floats) -> Floats:
-        # Seconds per byte are flat where the bandwidth is.
-        pace: Floats = np.interp(np.log2(wanted), np.log2(self.sizes), seconds / self.sizes)
-        floor: Floats = np.where(wanted < self.sizes[0], seconds[0], 0.0)
-        total: Floats = np.maximum(pace * wanted, floor)
-        return total
+        count, num_bytes = len(extents.lengths), num_pairs * page
+        all_by_dma = PathChoice(False, self.dma.seconds(times * count, times * num_bytes))
+        if page >= self.crossing:
+            return all_by_dma
+        by_kernel: npt.NDArray[np.bool_] | bool = True
+        num_small, small_bytes = count, num_bytes
+        if count < num_pairs:
+            is_small = extents.lengths * page < self.crossing
+            num_small = int(np.count_nonzero(is_small))
+            small_bytes = page * int(extents.lengths[is_small].sum())
+            by_kernel = num_small == count or is_small
+        seconds = (
+            self.kernel_start
+            + self.kernel.seconds(times * num_small, times * small_bytes)
+            + self.dma.seconds(times * (count - num_small), times * (num_bytes - small_bytes))
+        )
+        return PathChoice(by_kernel, seconds) if seconds < all_by_dma.seconds else all_by_dma
 
 
-def _is_worthwhile(sizes: Floats, dma: Floats, kernel: Floats) -> Bools:
-    """Per size, whether to prefer the kernel, given the seconds of both paths."""
-    better: Bools = kernel < dma * np.where(sizes < _LARGE, _WORTHWHILE, _SURPRISING)
-    return better
+Timer = Callable[[int, int, int, bool], float]
+"""``timer(size, count, batches, by_kernel)`` copies ``batches`` batches of ``count`` descriptors of
+``size`` bytes, one after another, and returns the seconds."""
 
 
-Timer = Callable[[int, int, int], float]
+def sizes_from(smallest_page: int) -> list[int]:
+    """The descriptor sizes to measure where every page has at least ``smallest_page`` bytes.
+    Smaller descriptors do not occur; larger ones do, as extents of pages."""
+    sizes = [size for size in _LADDER if 2 * size > smallest_page]
+    return sizes or [min(smallest_page, SCRATCH_BYTES // 8)]
 
 
-class Path(NamedTuple):
-    """How to measure the costs of one path."""
+def measure_direction(
+    queues: CudaQueues,
+    direction: Direction,
+    sizes: Sequence[int],
+    device: torch.Tensor,
+    host: torch.Tensor,
+) -> CopyCosts:
+    """Time copies between ``device`` and ``host``, int8 ``[SCRATCH_BYTES]`` each, in descriptors
+    of ``sizes`` bytes (ascending). Nothing else is queued; the buffers are overwritten."""
+    has_kernel, random = queues.kernel_on is not None, np.random.default_rng(0)
 
-    count: Callable[[int], int]
-    """Descriptors in a batch, given their size in bytes."""
-    further: int
-    """Batches to time after the first."""
-    time: Timer
-    """``time(size, count, batches)`` copies ``batches`` batches of ``count`` descriptors of
-    ``size`` bytes, one after another, and returns the seconds."""
+    def timed(size: int, count: int, batches: int, by_kernel: bool) -> float:
+        num_blocks = SCRATCH_BYTES // size
+        on_device, on_host = (
+            Regions.from_tensors([side[: num_blocks * size].view(num_blocks, size)])
+            for side in (device, host)
+        )
+        classes = classify_regions(on_device, on_host, queues.kernel_on)
+        source, destination = (random.permutation(num_blocks)[:count] for _ in range(2))
+        extents = Extents(source, destination, np.ones_like(source))
+        choice = PathChoice(by_kernel, 0.0)
+        best = math.inf
+        # The shortest time counts: other work on the machine only makes it longer. One batch is
+        # timed more often: it takes little time, and if it is timed too long, all further batches
+        # look quick.
+        for _ in range(3 if batches == 1 else 2):
+            torch.cuda.synchronize(device.device)
+            start = time.perf_counter()
+            pieces = [
+                list(queues.submit(direction, classes, extents, [choice])) for _ in range(batches)
+            ]
+            torch.cuda.synchronize(device.device)
+            best = min(best, time.perf_counter() - start)
+            del pieces
+        return best
+
+    for size in sizes if has_kernel else ():
+        timed(size, 8, 1, True)  # compiles the kernel
+    return measure_costs(sizes, timed, has_kernel=has_kernel)
 
 
-def measure_costs(sizes: list[int], dma: Path, kernel: Path | None) -> CopyCosts:
-    """Measure the costs at ``sizes`` (bytes, ascending). ``kernel`` is None where there is none.
+def measure_costs(sizes: Sequence[int], timer: Timer, *, has_kernel: bool) -> CopyCosts:
+    """Measure the costs at ``sizes`` (bytes, ascending, each twice the one before).
 
     The cost of a descriptor is taken from the batches after the first: in a large copy the device
     copies one batch while the next is submitted, and the first submission does not count.
     """
 
-    def measure(path: Path) -> tuple[float, Floats]:
-        """Seconds of the smallest batch, and per size the seconds of a descriptor."""
-        descriptors = []
+    def measure(by_kernel: bool, most: int, num_bytes: int, further: int) -> list[float]:
+        """Seconds of a descriptor, per size. A batch has at most ``most`` descriptors and
+        ``num_bytes``; ``further`` batches follow the first."""
+        found = []
         for size in sizes:
-            count = path.count(size)
-            further = path.time(size, count, 1 + path.further) - path.time(size, count, 1)
-            descriptors.append(max(further / path.further, 1e-9) / count)
-        return path.time(sizes[0], 1, 1), np.array(descriptors)
+            count = min(most, num_bytes // size)
+            one, all_batches = (timer(size, count, n, by_kernel) for n in (1, 1 + further))
+            spread = _SPREAD if size < _SMALL and not by_kernel else 1.0
+            found.append(spread * max((all_batches - one) / further, 1e-9) / count)
+        return found
 
-    dma_start, by_dma = measure(dma)
-    if kernel is None:
-        return CopyCosts(np.array(sizes, np.float64), by_dma, np.full(len(sizes), math.inf))
-    kernel_start, by_kernel = measure(kernel)
-    start = max(0.0, kernel_start - dma_start)
-    return CopyCosts(np.array(sizes, np.float64), by_dma, by_kernel, start)
+    def cost(descriptors: list[float]) -> PathCost:
+        return PathCost(descriptors[0], descriptors[-1] / sizes[-1])
+
+    # Many batches: the driver takes longer per descriptor with thousands of them queued.
+    by_dma = measure(False, CALL_DESCRIPTORS, 8 << 20, 16)
+    if not has_kernel:
+        return CopyCosts(0, cost(by_dma), cost(by_dma))
+    # Larger batches, so that a launch takes the host less time than the copy takes the device.
+    by_kernel = measure(True, 4096, 32 << 20, 2)
+    crossing = 0
+    for size, dma_seconds, seconds in zip(sizes, by_dma, by_kernel, strict=True):
+        if seconds >= dma_seconds * (_WORTHWHILE if size < _LARGE else _SURPRISING):
+            break
+        crossing = 2 * size
+    dma_start, kernel_start = (timer(sizes[0], 1, 1, path) for path in (False, True))
+    return CopyCosts(crossing, cost(by_dma), cost(by_kernel), max(0.0, kernel_start - dma_start))

@@ -1,7 +1,7 @@
 """Copies by DMA: one driver call for all descriptors, or one per descriptor on old drivers."""
 
 import ctypes
-from typing import Protocol
+from collections.abc import Callable
 
 import numpy as np
 import torch
@@ -20,19 +20,10 @@ _BATCH_SINCE = 12080
 the index of the failed entry."""
 
 
-class SubmitDma(Protocol):
-    """A function that queues descriptors, given by descending size, on a stream."""
-
-    def __call__(
-        self,
-        plan: Descriptors,
-        direction: Direction,
-        stream: torch.cuda.Stream,
-        *,
-        keep_lock: bool = False,
-    ) -> None:
-        """``keep_lock``: do not release Python's interpreter lock, where that is possible; for few
-        descriptors only. Raises CudaCopyError."""
+SubmitDma = Callable[[Descriptors, Direction, torch.cuda.Stream, bool], None]
+"""A function that queues descriptors, given by descending size, on a stream. With ``keep_lock`` it
+does not release Python's interpreter lock, where that is possible; for few descriptors only. Raises
+CudaCopyError."""
 
 
 class CudaCopyError(RuntimeError):
@@ -69,6 +60,7 @@ def resolve_dma() -> SubmitDma:
     it, log a warning and return ``copy_one_by_one``."""
     from cuda.bindings import driver
 
+    # By address: bindings need not have this version's signature.
     error, address, _ = driver.cuGetProcAddress(b"cuMemcpyBatchAsync", _BATCH_SINCE, 0)
     if error != driver.CUresult.CUDA_SUCCESS or not address:
         logger.warning(
@@ -77,17 +69,14 @@ def resolve_dma() -> SubmitDma:
             error.name,
         )
         return copy_one_by_one
+    # Twice, since ctypes decides by the type whether a call releases the interpreter lock.
     pointer, size = ctypes.c_void_p, ctypes.c_size_t
     types = ctypes.c_uint, pointer, pointer, pointer, size, pointer, pointer, size, pointer, pointer
     without_lock = ctypes.CFUNCTYPE(*types)(int(address))
     with_lock = ctypes.PYFUNCTYPE(*types)(int(address))
 
     def copy_batch(
-        plan: Descriptors,
-        direction: Direction,
-        stream: torch.cuda.Stream,
-        *,
-        keep_lock: bool = False,
+        plan: Descriptors, direction: Direction, stream: torch.cuda.Stream, keep_lock: bool
     ) -> None:
         function = with_lock if keep_lock else without_lock
         order = _ANY_ORDER if direction is Direction.LOAD else _IN_STREAM_ORDER
@@ -117,8 +106,7 @@ def copy_one_by_one(
     plan: Descriptors,
     direction: Direction,  # noqa: ARG001 - sources are always read in stream order
     stream: torch.cuda.Stream,
-    *,
-    keep_lock: bool = False,  # noqa: ARG001 - cuda-bindings releases it
+    keep_lock: bool,  # noqa: ARG001 - cuda-bindings releases it
 ) -> None:
     """Call cuMemcpyAsync for each descriptor. Raises CudaCopyError."""
     from cuda.bindings import driver

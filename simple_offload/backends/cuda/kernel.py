@@ -74,6 +74,7 @@ def _copy_pages(  # type: ignore[no-untyped-def]
     destination_bases = source_bases + num_regions * source_chunks
     num_rows = count * num_regions
     step = tl.num_programs(0) * ROWS
+    # The first tile's pairs: nothing is copied meanwhile.
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     pair = pairs + first + rows // num_regions
     next_source = tl.load(pair, mask=rows < num_rows, other=0)
@@ -83,10 +84,12 @@ def _copy_pages(  # type: ignore[no-untyped-def]
         valid = rows < num_rows
         regions = rows % num_regions
         source, destination = next_source, next_destination
+        # The next tile's pairs, so that the bus brings them during this tile's copy.
         ahead = rows + step
         pair = pairs + first + ahead // num_regions
         next_source = tl.load(pair, mask=ahead < num_rows, other=0)
         next_destination = tl.load(pair + num_pairs, mask=ahead < num_rows, other=0)
+        # The addresses of this tile's pages: the host has listed blocks only.
         page = tl.load(table + regions, mask=valid, other=0)
         source_stride = tl.load(source_strides + regions, mask=valid, other=0)
         destination_stride = tl.load(destination_strides + regions, mask=valid, other=0)
@@ -98,6 +101,7 @@ def _copy_pages(  # type: ignore[no-untyped-def]
         destination_page += (destination % destination_chunk_blocks) * destination_stride
         source_words = tl.multiple_of(source_page, ALIGNMENT).to(tl.pointer_type(WORD))
         destination_words = tl.multiple_of(destination_page, ALIGNMENT).to(tl.pointer_type(WORD))
+        # The copy, in the widest words that all addresses allow.
         words = page // WORD_BYTES
         for offset in range(0, max_words, COLUMNS):
             at = offset + columns
@@ -106,12 +110,32 @@ def _copy_pages(  # type: ignore[no-untyped-def]
             tl.store(destination_words[:, None] + at[None, :], values, mask=inside)
 
 
-class KernelRegions:
-    """The kernel's table of source and destination regions. Their pages should be of similar size:
-    the largest decides how long a copy takes. Addresses, sizes and strides that are no multiples of
-    16 make copies slower, not wrong."""
+class Pairs(NamedTuple):
+    """Pairs of blocks to copy, in memory that host and device can read."""
 
-    def __init__(self, source: Regions, destination: Regions) -> None:
+    blocks: torch.Tensor
+    """Sources, then destinations, int32 ``[2 * n]``."""
+    first: int
+    length: int
+
+    def slice(self, first: int, stop: int) -> "Pairs":
+        """The pairs ``first`` to ``stop``, counted in ``blocks``."""
+        return self._replace(first=first, length=stop - first)
+
+    def in_pieces(self, length: int) -> Iterator["Pairs"]:
+        """The pairs in their order, at most ``length`` at a time."""
+        stop = self.first + self.length
+        for first in range(self.first, stop, length):
+            yield self.slice(first, min(first + length, stop))
+
+
+class KernelRegions:
+    """Source and destination regions of copies by the kernel of ``device``, on one stream. Their
+    pages should be of similar size: the largest decides how long a copy takes. Addresses, sizes and
+    strides that are no multiples of 16 make copies slower, not wrong."""
+
+    def __init__(self, source: Regions, destination: Regions, device: torch.device) -> None:
+        self._device = device
         addresses = source.bases.ravel(), destination.bases.ravel()
         table = np.concatenate((source.pages, source.strides, destination.strides, *addresses))
         self._table = torch.from_numpy(table.view(np.int64))
@@ -135,40 +159,6 @@ class KernelRegions:
         self.compiled: Any = None
         """The kernel compiled for these regions, after its first launch."""
 
-    def table_on(self, device: torch.device, stream: torch.cuda.Stream | None) -> torch.Tensor:
-        """The table in the device's memory. The first call uploads it, on ``stream``, which must
-        be the same in every call."""
-        if self._table.device != device:
-            with torch.cuda.stream(stream):
-                self._table = self._table.to(device)
-        return self._table
-
-
-class Pairs(NamedTuple):
-    """Pairs of blocks to copy, in memory that host and device can read."""
-
-    blocks: torch.Tensor
-    """Sources, then destinations, int32 ``[2 * n]``."""
-    first: int
-    length: int
-
-    def slice(self, first: int, stop: int) -> "Pairs":
-        """The pairs ``first`` to ``stop``, counted in ``blocks``."""
-        return self._replace(first=first, length=stop - first)
-
-    def in_pieces(self, length: int) -> Iterator["Pairs"]:
-        """The pairs in their order, at most ``length`` at a time."""
-        stop = self.first + self.length
-        for first in range(self.first, stop, length):
-            yield self.slice(first, min(first + length, stop))
-
-
-class CopyKernel:
-    """Launches the kernel, on one stream at a time."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-
     def write_pairs(self, source_blocks: BlockIds, destination_blocks: BlockIds) -> Pairs:
         """Write the blocks to memory that kernels launched from now on can read."""
         count = len(source_blocks)
@@ -178,30 +168,28 @@ class CopyKernel:
         blocks[:count], blocks[count:] = source_blocks, destination_blocks
         return Pairs(pairs, 0, count)
 
-    def launch(
-        self,
-        regions: KernelRegions,
-        pairs: Pairs,
-        num_programs: int,
-        stream: torch.cuda.Stream | None,
-    ) -> None:
-        """Copy the pages of ``pairs`` in every region, on ``stream`` with at most
-        ``num_programs`` SMs. The caller keeps ``regions`` and ``pairs`` until the copy ends."""
-        num_tiles = -(-pairs.length * regions.num_regions // regions.rows)
+    def launch(self, pairs: Pairs, num_programs: int, stream: torch.cuda.Stream | None) -> None:
+        """Copy the pages of ``pairs`` in every region, on ``stream``, which must be the same in
+        every call, with at most ``num_programs`` SMs. The caller keeps this object and ``pairs``
+        until the copy ends."""
+        if self._table.device != self._device:
+            with torch.cuda.stream(stream):
+                self._table = self._table.to(self._device)
+        num_tiles = -(-pairs.length * self.num_regions // self.rows)
         grid = (min(num_programs, num_tiles), 1, 1)
         arguments = (
             pairs.blocks,
             len(pairs.blocks) // 2,
             pairs.first,
             pairs.length,
-            regions.table_on(self._device, stream),
-            *regions.shape,
-            *regions.constants,
+            self._table,
+            *self.shape,
+            *self.constants,
         )
-        if regions.compiled is None or stream is None:
+        if self.compiled is None or stream is None:
             with torch.cuda.stream(stream):
                 # None where Triton interprets kernels.
-                regions.compiled = _copy_pages[grid](*arguments, num_warps=_NUM_WARPS)
+                self.compiled = _copy_pages[grid](*arguments, num_warps=_NUM_WARPS)
         else:
             # Triton's lookup by arguments takes longer than the launch.
-            regions.compiled[grid](*arguments, stream=stream.cuda_stream)
+            self.compiled[grid](*arguments, stream=stream.cuda_stream)

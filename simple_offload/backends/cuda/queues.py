@@ -6,10 +6,11 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from simple_offload.backends.base import Barrier, Direction, Measurement
-from simple_offload.backends.cuda.copy_costs import PathChoice
 from simple_offload.backends.cuda.dma import SubmitDma, largest_first, resolve_dma
 from simple_offload.backends.descriptors import (
     Descriptors,
@@ -21,7 +22,7 @@ from simple_offload.backends.descriptors import (
 )
 
 if TYPE_CHECKING:
-    from simple_offload.backends.cuda.kernel import CopyKernel, KernelRegions
+    from simple_offload.backends.cuda.kernel import KernelRegions
 
 _KERNEL_PROGRAMS = 8
 """SMs that the kernel runs on: more are no faster on an H200 (docs/measurements.md)."""
@@ -61,19 +62,30 @@ class RegionClass:
         return both if direction is Direction.STORE else both[::-1]
 
 
-def classify_regions(device: Regions, host: Regions, *, kernels: bool) -> list[RegionClass]:
-    """The regions by page size; with the kernel's tables if ``kernels``."""
+def classify_regions(
+    device: Regions, host: Regions, kernel_on: torch.device | None
+) -> list[RegionClass]:
+    """The regions by page size; with the kernel's tables for ``kernel_on``."""
     classes = []
     for chosen in group_by_size(device.pages):
         regions = RegionClass(device.select(chosen), host.select(chosen), {})
-        if kernels:
+        if kernel_on is not None:
             from simple_offload.backends.cuda.kernel import KernelRegions
 
-            regions.kernel.update(
-                {direction: KernelRegions(*regions.sides(direction)) for direction in Direction}
-            )
+            for direction in Direction:
+                regions.kernel[direction] = KernelRegions(*regions.sides(direction), kernel_on)
         classes.append(regions)
     return classes
+
+
+class PathChoice(NamedTuple):
+    """The path of each descriptor of a batch, and the batch's cost."""
+
+    by_kernel: npt.NDArray[np.bool_] | bool
+    """Per descriptor, True where the kernel copies; one bool if all go the same way. DMA copies
+    the others."""
+    seconds: float
+    """Expected time of the whole batch."""
 
 
 class Piece(NamedTuple):
@@ -148,8 +160,8 @@ class CudaQueues:
 
     def __init__(self, device: torch.device) -> None:
         self.submit_dma: SubmitDma = resolve_dma()
-        self.kernels: dict[Direction, CopyKernel] = {}
-        """Empty where DMA makes all copies."""
+        self.kernel_on: torch.device | None = None
+        """The device, unless DMA makes all copies."""
         self._streams = {direction: torch.cuda.Stream(device) for direction in Direction}
         # A request waits for a load: its few programs go before those of compute.
         self._kernel_streams = {
@@ -166,14 +178,14 @@ class CudaQueues:
             assert isinstance(barrier, torch.cuda.Event)
             stream.wait_event(barrier)
         start = self.mark(stream)
-        if self.kernels:
+        if self.kernel_on is not None:
             self._kernel_streams[direction].wait_event(start)
         return start
 
     def join(self, direction: Direction) -> torch.cuda.Event:
         """Order later copies behind all that is queued, on both paths. Returns an event there."""
         stream = self._streams[direction]
-        if self.kernels:
+        if self.kernel_on is not None:
             stream.wait_stream(self._kernel_streams[direction])
         return self.mark(stream)
 
@@ -209,27 +221,26 @@ class CudaQueues:
                 rest = extents if chosen is False else extents.select(~chosen)
                 by_dma.append(describe(*regions.sides(direction), rest))
         if by_dma:
-            plan = Descriptors.concatenate(by_dma)
-            yield from self._submit_by_dma(direction, plan, keep_lock=keep_lock)
+            yield from self._submit_by_dma(direction, Descriptors.concatenate(by_dma), keep_lock)
 
     def _submit_to_kernel(
         self, direction: Direction, regions: RegionClass, extents: Extents
     ) -> Iterator[Piece]:
-        kernel, stream = self.kernels[direction], self._kernel_streams[direction]
+        kernel, stream = regions.kernel[direction], self._kernel_streams[direction]
         pairs = kernel.write_pairs(*extents.pairs())
         for piece in pairs.in_pieces(max(1, _PIECE_BYTES // regions.block_bytes)):
-            kernel.launch(regions.kernel[direction], piece, _KERNEL_PROGRAMS, stream)
+            kernel.launch(piece, _KERNEL_PROGRAMS, stream)
             yield Piece("kernel", stream, piece.length * regions.block_bytes, piece)
 
     def _submit_by_dma(
-        self, direction: Direction, plan: Descriptors, *, keep_lock: bool = False
+        self, direction: Direction, plan: Descriptors, keep_lock: bool
     ) -> Iterator[Piece]:
         num_bytes = _YIELD_BYTES[direction]
         plan = largest_first(plan.split(num_bytes))
         streams, spare = self._streams, self._spare_streams
         for piece in in_pieces(plan, num_bytes, CALL_DESCRIPTORS):
             stream = streams[direction]
-            self.submit_dma(piece, direction, stream, keep_lock=keep_lock)
+            self.submit_dma(piece, direction, stream, keep_lock)
             yield Piece("dma", stream, int(piece.sizes.sum()), piece)
             streams[direction], spare[direction] = spare[direction], stream
             streams[direction].wait_stream(stream)

@@ -1,16 +1,16 @@
 """AtOnce: stores each block when it is complete."""
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence, Set
 from typing import TYPE_CHECKING, NamedTuple
 
 from vllm.v1.core.kv_cache_utils import (
     BlockHashWithGroupId,
     KVCacheBlock,
     get_block_hash,
+    get_group_id,
 )
 
 from simple_offload import metrics
-from simple_offload.scheduler.event_payload import payloads_of_host_block
 from simple_offload.scheduler.policy.free_queue_scan import StepLimits
 from simple_offload.scheduler.policy.residency import StoreRule
 from simple_offload.scheduler.policy.store_policy import (
@@ -18,7 +18,7 @@ from simple_offload.scheduler.policy.store_policy import (
     PolicyParts,
     Progress,
     StorePolicy,
-    Unhashed,
+    confirmed_tokens,
 )
 from simple_offload.scheduler.tier import block_pool
 from simple_offload.scheduler.tier.run import Run
@@ -27,6 +27,15 @@ from simple_offload.transfer import Transfer
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.request import Request
+
+
+class Unhashed(NamedTuple):
+    """A host block of an ended request which vLLM will not find."""
+
+    key: BlockHashWithGroupId
+    blocks: list[KVCacheBlock]
+    first_token: int
+    num_tokens: int
 
 
 class BoundaryState(NamedTuple):
@@ -113,15 +122,20 @@ class AtOnce(StorePolicy):
         if self._reuse.advance(len(computed)) and new:
             self._reuse.follow(get_block_hash(min(new)))
 
-    def _on_ended(self, progress: Progress, unhashed: Sequence[Unhashed]) -> None:
+    def _on_ended(self, progress: Progress, /) -> Sequence[BlockHashWithGroupId]:
+        unhashed = self._unhashed(progress.request) if progress.rule is StoreRule.ALL else []
         keys = [each.key for each in unhashed]
-        self._follow_computed(keys, self._stores.absent(keys))
+        lacking = self._stores.absent(keys)
+        for key in keys:
+            self._own(progress, int(get_group_id(key)), (), lacking.intersection([key]))
+        self._follow_computed(keys, lacking)
         self._store_unhashed(progress.request, unhashed, progress.own)
         # What the next turn needs must not make room before others.
         hashes = progress.request.block_hashes
         for group in self._groups.ids:
             stop = progress.num_recorded[group]
             self._tier.renew(self._groups.keys(hashes, group, 0, stop))
+        return keys
 
     def _record_states(self, states: Mapping[str, Sequence[BoundaryState]]) -> None:
         for request_id, of_request in states.items():
@@ -209,24 +223,87 @@ class AtOnce(StorePolicy):
                 room -= num_free
                 device_blocks += parts
                 chosen.append(key)
-        run = Run(device_blocks, chosen)
+        run = Run(device_blocks, chosen, request=request)
         if self._wants_events:
-            inner_keys = self._device_pool.cached_block_hashes_by_block if count == 1 else {}
             last = device_blocks[count - 1 :: count]
             run.num_tokens = [block.block_hash_num_tokens or 0 for block in last]
-            run.payloads = [
-                payloads_of_host_block(
-                    self._groups,
-                    key,
-                    inner_keys.get(block.block_id, ()),
-                    block.block_hash_num_tokens,
-                    request,
-                )
-                if block.block_hash_num_tokens is not None
-                else {}
-                for key, block in zip(chosen, last, strict=True)
-            ]
         return run
+
+    def _unhashed(self, request: "Request") -> list[Unhashed]:
+        """Blocks that vLLM will not hash any more, and will allocate first: blocks completed by
+        the last step, and a window that the next turn needs."""
+        groups, found = self._groups, []
+        for group in groups.ids:
+            manager = self._managers[group]
+            table = manager.req_to_blocks.get(request.request_id, [])
+            stop = self._num_complete_blocks(request, group, len(table) // groups.num_sub_blocks)
+            if group in groups.chained_ids:
+                num_hashed = manager.num_cached_block.get(request.request_id, 0)
+                first = num_hashed // groups.num_sub_blocks
+            else:
+                first = self._first_unhashed_block(request, group, table, stop)
+            size = groups.block_sizes[group]
+            keys = groups.keys(request.block_hashes, group, first, stop)
+            for index, key in enumerate(keys, first):
+                blocks = groups.sub_blocks(table, index, index + 1)
+                if (
+                    not any(block.is_null for block in blocks)
+                    and None in block_pool.keys_of(blocks)
+                    and self._admission.admits(key)
+                ):
+                    found.append(Unhashed(key, blocks, index * size, (index + 1) * size))
+        return found
+
+    def _first_unhashed_block(
+        self, request: "Request", group: int, table: Sequence[KVCacheBlock], stop: int
+    ) -> int:
+        """The first block that is stored although vLLM has not hashed it: of the ``stop`` complete
+        host blocks of an ending request, in a group that is not chained. ``table``: its block
+        table.
+
+        By default vLLM hashes the blocks of a sliding window that the prompt's end needs
+        (``prefix_cache_retention_interval`` 0). This adds the blocks that the request's end needs,
+        if the table has all of them.
+        """
+        groups = self._groups
+        if group not in groups.stable_ids:
+            return stop
+        num_tokens = min(
+            confirmed_tokens(request), len(request.block_hashes) * groups.hash_block_size
+        )
+        num_unread = groups.num_unread_tokens(groups.next_hit(num_tokens), group)
+        first = num_unread // groups.block_sizes[group]
+        has_all = first < stop and not table[first * groups.num_sub_blocks].is_null
+        return first if has_all else stop
+
+    def _num_complete_blocks(self, request: "Request", group: int, num_blocks: int) -> int:
+        """Number of the request's ``num_blocks`` blocks of ``group`` that are complete and have a
+        hash."""
+        confirmed = confirmed_tokens(request)
+        tokens = min(
+            confirmed,
+            self._groups.num_cacheable_tokens(confirmed, group),
+            len(request.block_hashes) * self._groups.hash_block_size,
+        )
+        return int(min(tokens // self._groups.block_sizes[group], num_blocks))
+
+    def _store_unhashed(
+        self, request: "Request", unhashed: Sequence[Unhashed], keep: Set[int]
+    ) -> None:
+        """Store blocks that vLLM will not find. ``keep``: host blocks that must not make room."""
+        lacking = [each for each in unhashed if not self._stores.has(each.key)]
+        if not lacking:
+            return
+        run = Run(
+            [block for each in lacking for block in each.blocks],
+            [each.key for each in lacking],
+            on_device=False,
+            request=request,
+        )
+        run.num_tokens = [each.num_tokens for each in lacking]
+        planned = self._stores.plan(run, keep, self._device_pool)
+        # The device has these no more.
+        self._meter.add(metrics.DROPPED, len(lacking) - len(planned), "tier_full")
 
 
 def _boundary_states(scheduled: "SchedulerOutput") -> dict[str, list[BoundaryState]]:

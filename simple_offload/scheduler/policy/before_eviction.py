@@ -14,7 +14,6 @@ from simple_offload.scheduler.policy.store_policy import (
     PolicyParts,
     Progress,
     StorePolicy,
-    Unhashed,
 )
 from simple_offload.scheduler.wishes import Wishes
 from simple_offload.transfer import Transfer
@@ -43,10 +42,8 @@ class BeforeEviction(StorePolicy):
     is evicted first, free of blocks that only the device has.
 
     A scan along the queue stores those (``free_queue_scan.py``). While the tier has empty blocks,
-    they are stored early, as they fill up, beside their request's compute. The same happens if
-    fewer blocks are free than should be safe: the device might evict what running requests give up
-    before the scan meets it. A load may take more blocks in one step than are safe: blocks that
-    only the device has are withheld from its request.
+    they are stored early, as they fill up, beside their request's compute. A load may take more
+    blocks in one step than are safe: blocks that only the device has are withheld from its request.
     """
 
     def __init__(self, parts: PolicyParts) -> None:
@@ -67,7 +64,7 @@ class BeforeEviction(StorePolicy):
         self._num_queued = 0
         """Device blocks that the requests in vLLM's queue will have, at most."""
         self._queued: dict[str, int] = {}
-        """The same by request."""
+        """By request, device blocks that it will have, at most."""
         self._load_size = 0.0
         """Device blocks of a load, an average of the last ones."""
 
@@ -115,8 +112,8 @@ class BeforeEviction(StorePolicy):
         self._follow_device()
         self._record_due(due)
         # Running requests go before the free queue: their blocks may join it in any step.
-        if self._behind and (budget := self._num_to_store(early=stores_early)):
-            self._store_running(budget)
+        if stores_early and self._tier.num_empty:
+            self._store_running(self._tier.num_empty)
         self._scan.on_step(max(self._num_queued, int(self._load_size)), stores_early)
         self._has_news = False
 
@@ -146,8 +143,10 @@ class BeforeEviction(StorePolicy):
 
     def _begin(self, begun: Begun) -> None:
         super()._begin(begun)
-        self._tier.on_request(begun.request.block_hashes)
-        self._behind.pop(begun.request.request_id, None)
+        request_id = begun.request.request_id
+        self._behind.pop(request_id, None)
+        progress = self._progress[request_id]
+        progress.num_ahead = sum(progress.num_recorded[group] for group in self._groups.ids)
         if begun.num_loaded_tokens:
             num_blocks = self._num_blocks(begun.num_loaded_tokens)
             self._load_size += (num_blocks - self._load_size) / _NUM_AVERAGED
@@ -159,10 +158,11 @@ class BeforeEviction(StorePolicy):
         if progress.rule is not StoreRule.NONE:
             self._behind[progress.request.request_id] = progress
 
-    def _on_ended(self, progress: Progress, unhashed: Sequence[Unhashed]) -> None:
+    def _on_ended(self, progress: Progress, /) -> Sequence[BlockHashWithGroupId]:
         self._has_news = self._stores_early
-        self._plan(self._at_risk(progress))
-        self._store_unhashed(progress.request, unhashed, self._residency.covered)
+        if self._stores_early:
+            self._plan(self._unstored(progress))
+        return ()
 
     def _on_released(self, released: Sequence[tuple[KVCacheBlock, BlockHashWithGroupId]]) -> None:
         super()._on_released(released)
@@ -184,7 +184,7 @@ class BeforeEviction(StorePolicy):
             rule = progress.rule if progress is not None else StoreRule.ALL
             self._scan.on_used(block_ids)
             if block_ids and self._residency.on_hit(block_ids, rule) and progress is not None:
-                progress.num_ahead = [0] * len(progress.num_ahead)
+                progress.num_ahead = 0
 
     # Storing
 
@@ -206,46 +206,31 @@ class BeforeEviction(StorePolicy):
         self._num_postponed = self._num_postponed + 1 if can_wait else 0
         return can_wait
 
-    def _num_to_store(self, *, early: bool) -> int:
-        """Budget of running requests' blocks to store in this step."""
-        # The scan might not meet them before the device gives them away.
-        budget = self._scan.min_ahead if self._scan.is_tight else 0
-        if early:
-            # While the tier has room, a store costs nothing but the bus.
-            budget = max(budget, self._tier.num_empty)
-        return budget
-
     def _store_running(self, budget: int) -> None:
         """Store up to ``budget`` recorded device blocks of running requests."""
         (group,) = self._groups.ids
         blocks: list[KVCacheBlock] = []
         for request_id, progress in list(self._behind.items()):
-            first = progress.num_ahead[group]
+            first = progress.num_ahead
             stop = min(progress.num_recorded[group], first + budget - len(blocks))
             if first < stop:
                 table = self._managers[group].req_to_blocks.get(request_id, [])
                 blocks += reversed(table[first:stop])
-                progress.num_ahead[group] = stop
+                progress.num_ahead = stop
             if len(blocks) >= budget:
                 break
             del self._behind[request_id]
         self._plan(blocks)
 
     def _plan(self, blocks: Sequence[KVCacheBlock]) -> None:
-        """Plan stores of those of ``blocks``, children before parents, that the tier lacks."""
+        """Plan stores of ``blocks``, children before parents, as far as the tier lacks them."""
         if chosen := self._residency.choose(blocks):
             self._residency.plan(chosen)
 
-    def _at_risk(self, progress: Progress) -> list[KVCacheBlock]:
-        """Blocks that join a queue so short that they may be evicted before the next scan, or that
-        are to be stored early, children before parents."""
-        num_free = self._device_pool.get_num_free_blocks()
-        num_at_risk = min(self._limits.per_step, self._scan.min_ahead) - num_free
-        if self._stores_early:
-            num_at_risk = max(num_at_risk, self._tier.num_empty)
-        if progress.rule is StoreRule.NONE or num_at_risk <= 0:
-            return []
+    def _unstored(self, progress: Progress) -> list[KVCacheBlock]:
+        """Recorded blocks of a request that have not been stored early, children before parents, as
+        far as the tier has room."""
         (group,) = self._groups.ids
         table = self._managers[group].req_to_blocks.get(progress.request.request_id, [])
-        unstored = table[progress.num_ahead[group] : progress.num_recorded[group]]
-        return [block for block in reversed(unstored) if block.block_hash is not None][:num_at_risk]
+        unstored = table[progress.num_ahead : progress.num_recorded[group]]
+        return [each for each in reversed(unstored) if each.block_hash][: self._tier.num_empty]

@@ -21,7 +21,7 @@ class StepLimits(NamedTuple):
     """Upper limits of how many device blocks are needed how soon."""
 
     per_step: int
-    """Blocks to schedule one step, without those that a load fills."""
+    """Blocks to schedule one step, but for the blocks that a load fills."""
 
     num_steps: int
     """Steps from the one that plans a store to the first that may use its blocks."""
@@ -59,8 +59,7 @@ class FreeQueueScan:
         """Target number of safe blocks: the peak demand, without loads, until a store that is
         planned now has ended."""
         self._reserve = min(limits.reserve, self.min_ahead)
-        """Free blocks that are not pinned, for running requests. With fewer than ``min_ahead``,
-        their blocks are stored instead."""
+        """Free blocks that are not pinned, for running requests."""
         self._cursor: KVCacheBlock | None = None
         """The last block that was passed and left in the queue; None: start at the front."""
         self._passed: set[int] = set()
@@ -91,12 +90,6 @@ class FreeQueueScan:
     def drop_reason(self) -> str:
         """Why contents are lost that the device overwrites now, for the meter."""
         return "tier_full" if self._tier_is_full else "too_late"
-
-    @property
-    def is_tight(self) -> bool:
-        """Whether fewer blocks are free than should be safe: the device may evict what running
-        requests give up before the scan meets it."""
-        return self._device_pool.get_num_free_blocks() < self.min_ahead
 
     def withhold(self, num_blocks: int) -> int:
         """Take blocks that only the device has out of the queue, until its first ``num_blocks`` are

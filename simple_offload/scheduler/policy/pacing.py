@@ -23,7 +23,7 @@ class Pacer:
         self._postponed: dict[str, int] = {}
         """By request, the value of the counter at which it is due."""
         self._queue: list[tuple[int, str]] = []
-        """A heap of those; entries that do not agree with them are old."""
+        """A heap of these values; entries that do not agree with them are old."""
         self._counter = 0
         """Over all steps, the sum of the most tokens that a request was scheduled in each."""
         self._counter_before = 0

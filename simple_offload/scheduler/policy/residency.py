@@ -29,7 +29,7 @@ _COMING = -1
 
 
 class StoreRule(Enum):
-    """What is stored of a request."""
+    """The contents of a request that are stored."""
 
     ALL = 1
     """Contents that it computes or hits on the device."""

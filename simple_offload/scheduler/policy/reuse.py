@@ -50,7 +50,7 @@ class Reuse:
         self._samples: deque[_Sample] = deque()
         """Oldest first."""
         self._waiting: dict[bytes, _Sample] = {}
-        """Those that no request has wanted again so far, by block hash."""
+        """By block hash, samples that no request has wanted again so far."""
         self._keeps_old = False
         self._random = Random(0)
 

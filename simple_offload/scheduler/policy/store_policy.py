@@ -2,16 +2,15 @@
 
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Iterable, Sequence, Set
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from vllm.v1.core.kv_cache_utils import BlockHashWithGroupId, KVCacheBlock, get_group_id
+from vllm.v1.core.kv_cache_utils import BlockHashWithGroupId, KVCacheBlock
 
 from simple_offload import metrics
 from simple_offload.config import OffloadConfig
-from simple_offload.scheduler.event_payload import payloads_of_host_block
 from simple_offload.scheduler.policy.admission import MIN_COUNTED, Admission
 from simple_offload.scheduler.policy.owners import Owners, session_of
 from simple_offload.scheduler.policy.pacing import Batches, Pacer
@@ -23,7 +22,6 @@ from simple_offload.scheduler.stores import Stores
 from simple_offload.scheduler.tier import block_pool
 from simple_offload.scheduler.tier.cpu_tier import CpuTier
 from simple_offload.scheduler.tier.groups import Groups
-from simple_offload.scheduler.tier.run import Run
 from simple_offload.scheduler.wishes import NO_WISHES, Wishes
 from simple_offload.transfer import Transfer
 
@@ -36,18 +34,18 @@ if TYPE_CHECKING:
 
 @dataclass(eq=False)
 class Progress:
-    """What is known of a request with device blocks. By group, in host blocks."""
+    """A request with device blocks. Lists are by group, and count host blocks."""
 
     request: "Request"
     num_recorded: list[int]
-    num_ahead: list[int]
-    """Recorded blocks that have been stored ahead of time, or need not be."""
     num_hit_tokens: int
     """Tokens that the device had."""
     loads: bool
     """Whether the tier fills blocks of it before it runs."""
     rule: StoreRule
     wishes: Wishes
+    num_ahead: int = 0
+    """Recorded blocks that have been stored early, or need not be."""
     own: set[int] = field(default_factory=set)
     """Host blocks that must not make room for its rest, in a tier that is not exclusive."""
 
@@ -87,17 +85,8 @@ class Completed(NamedTuple):
     """By block."""
 
 
-class Unhashed(NamedTuple):
-    """A host block of an ended request which vLLM will not find."""
-
-    key: BlockHashWithGroupId
-    blocks: list[KVCacheBlock]
-    first_token: int
-    num_tokens: int
-
-
 class PolicyParts(NamedTuple):
-    """What a policy works with."""
+    """The objects that a policy works with."""
 
     config: OffloadConfig
     vllm_config: "VllmConfig"
@@ -197,12 +186,9 @@ class StorePolicy(ABC):
         self._record(progress)  # the last step's output may have given a block its hash
         if progress.wishes.release and not self._tier.num_empty:
             progress.rule = StoreRule.NONE
-        unhashed = self._unhashed(request) if progress.rule is StoreRule.ALL else []
-        for each in unhashed:
-            self._own(progress, int(get_group_id(each.key)), (), self._stores.absent([each.key]))
-        self._on_ended(progress, unhashed)
+        further = self._on_ended(progress)
         if progress.wishes is not NO_WISHES:
-            self._follow_wishes(progress, unhashed)
+            self._follow_wishes(progress, further)
 
     @abstractmethod
     def on_load_ended(self, transfer: Transfer, /) -> None:
@@ -233,8 +219,9 @@ class StorePolicy(ABC):
         """A request has completed blocks, parents before children in each group."""
 
     @abstractmethod
-    def _on_ended(self, progress: Progress, unhashed: Sequence[Unhashed]) -> None:
-        """A request gives up its blocks, and all of its complete ones are recorded."""
+    def _on_ended(self, progress: Progress, /) -> Sequence[BlockHashWithGroupId]:
+        """A request gives up its blocks, and those that vLLM finds are recorded. Returns the keys
+        of further ones that are stored."""
 
     def _on_released(self, released: Sequence[tuple[KVCacheBlock, BlockHashWithGroupId]]) -> None:
         """A request releases contents, which it has in these blocks."""
@@ -262,7 +249,6 @@ class StorePolicy(ABC):
         self._progress[request_id] = progress = Progress(
             request,
             num_recorded,
-            [*num_recorded],
             num_hit_tokens,
             num_loaded_tokens > 0,
             rule,
@@ -280,7 +266,7 @@ class StorePolicy(ABC):
         self._pacer.add(request_id)
 
     def _on_scheduled(self, scheduled: "SchedulerOutput") -> list[str]:
-        """Note which requests have begun, and run. Returns those that are due to be recorded."""
+        """Note which requests have begun, and run. Returns the requests that are due."""
         begun, self._begun = self._begun, []
         for each in begun:
             self._begin(each)
@@ -326,8 +312,8 @@ class StorePolicy(ABC):
     def _complete(
         self, request: "Request", group: int, blocks: Sequence[KVCacheBlock], first: int, stop: int
     ) -> tuple[Sequence[KVCacheBlock], Sequence[BlockHashWithGroupId]]:
-        """Those of ``blocks``, the sub-blocks of a request's host blocks ``first`` to ``stop``,
-        that vLLM finds together with all others of their host block; and their keys."""
+        """The sub-blocks among ``blocks`` that vLLM finds together with the rest of their host
+        block, and their keys. ``blocks``: of a request's host blocks ``first`` to ``stop``."""
         groups = self._groups
         current: list[Any] = list(block_pool.keys_of(blocks))
         is_chained = group in groups.chained_ids
@@ -351,91 +337,11 @@ class StorePolicy(ABC):
         ]
         return [blocks[i] for i in places], [keys[i] for i in places]
 
-    def _unhashed(self, request: "Request") -> list[Unhashed]:
-        """Blocks that vLLM will not hash any more, and will allocate first: blocks completed by
-        the last step, and a window that the next turn needs."""
-        groups, found = self._groups, []
-        for group in groups.ids:
-            manager = self._managers[group]
-            table = manager.req_to_blocks.get(request.request_id, [])
-            stop = self._num_complete_blocks(request, group, len(table) // groups.num_sub_blocks)
-            if group in groups.chained_ids:
-                num_hashed = manager.num_cached_block.get(request.request_id, 0)
-                first = num_hashed // groups.num_sub_blocks
-            else:
-                first = self._first_unhashed_block(request, group, table, stop)
-            size = groups.block_sizes[group]
-            keys = groups.keys(request.block_hashes, group, first, stop)
-            for index, key in enumerate(keys, first):
-                blocks = groups.sub_blocks(table, index, index + 1)
-                if (
-                    not any(block.is_null for block in blocks)
-                    and None in block_pool.keys_of(blocks)
-                    and self._admission.admits(key)
-                ):
-                    found.append(Unhashed(key, blocks, index * size, (index + 1) * size))
-        return found
-
-    def _first_unhashed_block(
-        self, request: "Request", group: int, table: Sequence[KVCacheBlock], stop: int
-    ) -> int:
-        """The first block that is stored although vLLM has not hashed it: of the ``stop`` complete
-        host blocks of an ending request, in a group that is not chained. ``table``: its block
-        table.
-
-        By default vLLM hashes the blocks of a sliding window that the prompt's end needs
-        (``prefix_cache_retention_interval`` 0). This adds the blocks that the request's end needs,
-        if the table has all of them.
-        """
-        groups = self._groups
-        if group not in groups.stable_ids:
-            return stop
-        num_tokens = min(
-            confirmed_tokens(request), len(request.block_hashes) * groups.hash_block_size
-        )
-        num_unread = groups.num_unread_tokens(groups.next_hit(num_tokens), group)
-        first = num_unread // groups.block_sizes[group]
-        has_all = first < stop and not table[first * groups.num_sub_blocks].is_null
-        return first if has_all else stop
-
-    def _num_complete_blocks(self, request: "Request", group: int, num_blocks: int) -> int:
-        """Number of the request's ``num_blocks`` blocks of ``group`` that are complete and have a
-        hash."""
-        confirmed = confirmed_tokens(request)
-        tokens = min(
-            confirmed,
-            self._groups.num_cacheable_tokens(confirmed, group),
-            len(request.block_hashes) * self._groups.hash_block_size,
-        )
-        return int(min(tokens // self._groups.block_sizes[group], num_blocks))
-
-    def _store_unhashed(
-        self, request: "Request", unhashed: Sequence[Unhashed], keep: Set[int]
-    ) -> None:
-        """Store blocks that vLLM will not find. ``keep``: host blocks that must not make room."""
-        lacking = [each for each in unhashed if not self._stores.has(each.key)]
-        if not lacking:
-            return
-        run = Run(
-            [block for each in lacking for block in each.blocks],
-            [each.key for each in lacking],
-            on_device=False,
-        )
-        if self._wants_events:
-            run.num_tokens = [each.num_tokens for each in lacking]
-            run.payloads = [
-                payloads_of_host_block(self._groups, each.key, (), each.num_tokens, request)
-                for each in lacking
-            ]
-        planned = self._stores.plan(run, keep, self._device_pool)
-        # The device has these no more.
-        self._meter.add(metrics.DROPPED, len(lacking) - len(planned), "tier_full")
-
     # Wishes
 
     def _claim_prompt(self, progress: Progress, num_tokens: int) -> None:
         """A request has got blocks, and ``num_tokens`` tokens are there. It owns the rest of its
-        prompt, as far as neither cache has that from others."""
+        prompt, as far as no other request has brought it into a cache."""
         request = progress.request
         for group in self._groups.ids:
             first = num_tokens // self._groups.block_sizes[group]
@@ -453,8 +359,8 @@ class StorePolicy(ABC):
         keys: Iterable[BlockHashWithGroupId],
         lacking: set[BlockHashWithGroupId],
     ) -> None:
-        """A request has computed contents with ``keys``, and the tier lacked ``lacking``. Of its
-        answer it owns those that no other device block has."""
+        """A request has computed contents with ``keys``, and the tier lacked ``lacking``. It owns
+        the contents of its answer that no other device block has."""
         if not len(self._owners) and not progress.may_release:
             return
         request = progress.request
@@ -466,9 +372,9 @@ class StorePolicy(ABC):
         self._owners.share(progress.session, [key for key in keys if key not in new])
         self._owners.claim(progress.session, new)
 
-    def _follow_wishes(self, progress: Progress, unhashed: Sequence[Unhashed]) -> None:
-        """Protect what a request that ends has left, or release what its session owns, and no other
-        request uses on the device."""
+    def _follow_wishes(self, progress: Progress, further: Sequence[BlockHashWithGroupId]) -> None:
+        """Protect what a request that ends has left, ``further`` keys too; or release what its
+        session owns, and no other request uses on the device."""
         wishes, request, groups = progress.wishes, progress.request, self._groups
         if wishes.release:
             self._protections.end(progress.session)
@@ -478,8 +384,7 @@ class StorePolicy(ABC):
                 for group in groups.ids
                 for key in groups.keys(request.block_hashes, group, 0, progress.num_recorded[group])
             ]
-            keys += [each.key for each in unhashed]
-            self._protections.add(progress.session, wishes.protect, keys)
+            self._protections.add(progress.session, wishes.protect, [*keys, *further])
             return
         else:
             return

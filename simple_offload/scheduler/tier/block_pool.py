@@ -257,7 +257,7 @@ def find_blocks(pool: BlockPool, keys: Iterable[bytes]) -> list[KVCacheBlock | N
 
 
 def repeated(pool: BlockPool, keys: Iterable[Key]) -> set[Key]:
-    """Those of ``keys`` that several blocks hold."""
+    """The ``keys`` that several blocks hold."""
     found = cached(pool)
     return {key for key in keys if isinstance(found.get(key), dict)}
 

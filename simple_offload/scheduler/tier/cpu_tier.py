@@ -69,9 +69,6 @@ class CpuTier:
         """By place of a rank in its pool, and by block id: the block with the rank's contents. It
         is another one in a private group only. That has a reference, and neither key nor queue,
         until the block that stands for it is allocated anew."""
-        self._doubted: dict[int, int] = {}
-        """By id of a block that a load failed to read: the first load id that could begin after
-        the failure was known."""
         self.num_used = 0
         """Blocks with contents."""
         self.version = 0
@@ -98,7 +95,7 @@ class CpuTier:
 
     @property
     def max_contents(self) -> int:
-        """Blocks without those, and without vLLM's null block."""
+        """Blocks that can have contents of their own: no replicas, and not vLLM's null block."""
         return self._order.max_contents
 
     @property
@@ -152,7 +149,7 @@ class CpuTier:
         return [self._pool.blocks[i] for i in dict.fromkeys(slot // count for slot in slots)]
 
     def num_blocks_at(self, slots: Sequence[int]) -> int:
-        """Number of those blocks. No slot may be repeated."""
+        """Number of blocks that these slots belong to. No slot may be repeated."""
         return len(slots) if self._groups.num_sub_blocks == 1 else len(self.blocks_at(slots))
 
     # Finding
@@ -165,7 +162,7 @@ class CpuTier:
         return self._lookup.find(block_hashes, num_computed_tokens, max_tokens)
 
     def absent(self, keys: Iterable[BlockHashWithGroupId]) -> set[BlockHashWithGroupId]:
-        """Those of ``keys`` that no block holds."""
+        """The ``keys`` that no block holds."""
         return set(keys).difference(self._cached)
 
     def ids_of(self, keys: Iterable[BlockHashWithGroupId]) -> list[int]:
@@ -185,7 +182,7 @@ class CpuTier:
         self._order.unpin(blocks)
 
     def unpin_loaded(self, blocks: Sequence[KVCacheBlock]) -> None:
-        """Likewise, for blocks that the device has loaded: they become duplicates, and the first to
+        """Unpin blocks that the device has loaded: they become duplicates, and the first to
         leave."""
         is_there = self.is_exclusive and all(block_pool.keys_of(blocks))
         self._order.unpin(blocks, duplicates=is_there)
@@ -198,7 +195,6 @@ class CpuTier:
         blocks, duplicates, others = self._order.evict(count, keep)
         if duplicates or others:
             self.version += 1
-            self.trust(blocks)
             self._on_lost(len(duplicates), "copy")
             self._on_lost(len(others), "lru")
         return blocks
@@ -238,46 +234,19 @@ class CpuTier:
 
     # Losing
 
-    def doubt(self, blocks: Sequence[KVCacheBlock], load_id: int, next_load_id: int) -> None:
-        """A load of ``blocks`` has failed. Blocks that an earlier load failed to read, before this
-        one began, are dropped. ``next_load_id`` is greater than the id of any load so far.
-
-        One failure says little about the blocks: a load only reads them, and one fault may fail
-        all loads under way. Blocks that cannot be read fail the next load too.
-        """
-        again = [b for b in blocks if self._doubted.get(b.block_id, next_load_id) <= load_id]
-        for block in blocks:
-            if block.block_hash is not None:
-                self._doubted.setdefault(block.block_id, next_load_id)
-        if again:
-            self.drop(again)
-
-    def trust(self, blocks: Iterable[KVCacheBlock]) -> None:
-        """Clear the doubt about ``blocks``: a load has read them, or they have new contents."""
-        if self._doubted:
-            for block in blocks:
-                self._doubted.pop(block.block_id, None)
-
-    @property
-    def has_doubts(self) -> bool:
-        """Whether a load of any block has failed since its last success."""
-        return bool(self._doubted)
-
     def drop(self, blocks: Iterable[KVCacheBlock]) -> None:
-        """Empty ``blocks``, at once. References stay. Their descendants leave in their turn, or are
-        found again when these contents return."""
+        """Empty ``blocks``, which a load failed to read, at once. References stay. Their
+        descendants leave in their turn, or are found again when these contents return."""
         lost = [block for block in blocks if block.block_hash]
         self.version += 1
         self._pool.evict_blocks({block.block_id for block in lost})
         self._order.on_emptied(lost)
-        self.trust(lost)
         self._on_lost(len(lost), "load_failed")
 
     def reset(self) -> None:
         """Empty all blocks, at once. References stay."""
         self.version += 1
         self._order.empty_all()
-        self._doubted.clear()
         self._on_lost(self.num_used, "reset")
 
     def on_removed(self, callback: Callable[[Sequence[BlockHashWithGroupId]], None]) -> None:
@@ -352,11 +321,6 @@ class CpuTier:
     def on_device_reset(self) -> None:
         """The device has lost all its contents at once."""
         self._order.on_device_reset()
-
-    def on_request(self, block_hashes: Sequence[bytes]) -> None:
-        """A request gets its blocks. It wants contents with ``block_hashes``, in the tier or not.
-        Where requests miss much that has left, duplicates make room."""
-        self._order.on_request(block_hashes)
 
     def keys_at(self, block_ids: Iterable[int]) -> list[BlockHashWithGroupId]:
         """The keys of these blocks, as far as they have contents."""

@@ -13,20 +13,12 @@ from vllm.v1.core.kv_cache_utils import (
 )
 
 from simple_offload.scheduler.tier import block_pool
-from simple_offload.scheduler.tier.ghosts import Ghosts
 from simple_offload.transfer import BlockIds, as_array
 
 DUPLICATES_SHARE = 3 / 16
 """Share of the tier that duplicates may keep although others need room. Each duplicate that leaves
 costs a second store, when the device loses its block. Each that stays takes the room of contents
 that nothing else has (Wong and Wilkes, "My cache or yours?", USENIX 2002)."""
-FEW_WANTED = 1 / 32
-"""While requests want back a smaller share of the evicted contents, duplicates outlive probation.
-Their room would keep contents that nothing wants, and each would be stored a second time
-(docs/measurements.md, "Recorded requests")."""
-MANY_WANTED = 0.4
-"""While requests want back a greater share, all duplicates make room. With a smaller limit, more is
-stored where that helps few prompts (likewise)."""
 PROTECTED_AGE = 1.5
 """Protected contents stay this many times as long as contents on probation. Less follows a change
 of requests sooner: a user who has left. More keeps contents that return late among prompts that
@@ -88,8 +80,6 @@ class EvictionOrder:
         """Evicted contents that were no duplicates, since the start: the clock of ages."""
         self._used_at = np.zeros(0, np.int64)
         """By block id, this clock when its contents were last used, or lost by the device."""
-        self._ghosts = Ghosts()
-        """Of the contents that this clock counts."""
         self._lost: list[BlockIds] = []
         """Ids in the order in which the device has lost their contents, until ``_settle``."""
         self._num_lost = 0
@@ -112,15 +102,6 @@ class EvictionOrder:
     def max_contents(self) -> int:
         """Blocks, without vLLM's null block, and without those that another one stands for."""
         return len(self._pool.blocks) - 1 - self.num_replicas
-
-    @property
-    def max_duplicates(self) -> int:
-        """How many duplicates may outlive contents on probation: by the share of the evicted
-        contents that requests want back."""
-        wanted = self._ghosts.share_wanted
-        if wanted < FEW_WANTED:
-            return self.max_contents
-        return self._duplicates_share if wanted < MANY_WANTED else 0
 
     @property
     def num_free(self) -> int:
@@ -174,16 +155,13 @@ class EvictionOrder:
         if len(blocks) < limit:
             self._settle()
             # Nothing is lost with a duplicate.
-            take_duplicates(self.num_duplicates - self.max_duplicates)
+            take_duplicates(self.num_duplicates - int(DUPLICATES_SHARE * self.max_contents))
             # Requests have changed, or these would have been found by now.
             take(self._protected, self._num_old(limit))
             take(self._probation, limit)
-            take_duplicates(self.num_duplicates - self._duplicates_share)
             take(self._protected, limit)
             take_duplicates(limit)
             take(self._reserved, limit)
-        lifetime = max(self.num_duplicates, self._duplicates_share)  # room that they could make
-        self._ghosts.add(lost[False], self._num_evicted, lifetime)
         self._num_evicted += len(lost[False])
         return blocks, lost[True], lost[False]
 
@@ -324,29 +302,19 @@ class EvictionOrder:
         self._used_at[as_array([block.block_id for block in free])] = 0
         self._probation.prepend_n(free)
 
-    def on_request(self, block_hashes: Sequence[bytes]) -> None:
-        """A request wants contents with ``block_hashes``, in the tier or not."""
-        self._ghosts.on_request(block_hashes)
-
     # Details
-
-    @property
-    def _duplicates_share(self) -> int:
-        return int(DUPLICATES_SHARE * self.max_contents)
 
     def _note_use(self, blocks: Sequence[KVCacheBlock]) -> None:
         self._used_at[as_array([block.block_id for block in blocks])] = self._num_evicted
 
     def _num_old(self, limit: int) -> int:
-        """How many protected blocks, up to ``limit``, leave before the first one on probation. That
-        one would have stayed longer in the room of duplicates beyond their share."""
+        """How many protected blocks, up to ``limit``, leave before the first one on probation."""
         now, used_at = self._num_evicted, self._used_at
         first = next(iter(self._probation.iter_blocks_after(None)), None)
         if first is None:
             return 0
-        age = now - used_at[first.block_id] + max(0, self.num_duplicates - self._duplicates_share)
+        before = now - PROTECTED_AGE * (now - used_at[first.block_id])
         blocks = islice(self._protected.iter_blocks_after(None), limit)
-        before = now - PROTECTED_AGE * age
         return sum(1 for _ in takewhile(lambda block: used_at[block.block_id] < before, blocks))
 
     def _make_last(self, keep: Set[int], limit: int) -> int:

@@ -66,7 +66,7 @@ class Lookup:
     def blocks(
         self, block_hashes: list[BlockHash], group: int, start: int, stop: int
     ) -> list[KVCacheBlock]:
-        """Those of a request's blocks ``start`` to ``stop`` of ``group`` that are in the tier."""
+        """A request's blocks ``start`` to ``stop`` of ``group``, as far as they are in the tier."""
         keys = self._groups.keys(block_hashes, group, start, stop)
         return [block for block in block_pool.find_blocks(self._pool, keys) if block is not None]
 

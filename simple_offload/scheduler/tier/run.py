@@ -3,9 +3,12 @@
 from array import array
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from vllm.v1.core.kv_cache_utils import BlockHash, BlockHashWithGroupId, KVCacheBlock
+
+if TYPE_CHECKING:
+    from vllm.v1.request import Request
 
 
 class EventPayload(NamedTuple):
@@ -38,7 +41,9 @@ class Run:
     num_tokens: Sequence[int] = ()
     """By block, the length of the prefix that ends with it; empty unless KV events are wanted."""
     payloads: Sequence[PayloadsByKey] = ()
-    """By block, for KV events; else empty."""
+    """By block, for KV events, where they are known before the commit; else empty."""
+    request: "Request | None" = None
+    """Whose contents these are, where the payloads are made at the commit."""
     on_device: bool = True
     """Whether the device finds these contents too."""
     host_blocks: list[KVCacheBlock] = field(default_factory=list)
@@ -55,5 +60,6 @@ class Run:
             self.keys[:count],
             self.num_tokens[:count],
             self.payloads[:count],
+            self.request,
             self.on_device,
         )

@@ -40,11 +40,6 @@ offer_a_failed_block_again = always(CpuTier, "drop", None, FAILING_LOADS.beginni
 keep_the_tier_over_a_reset = always(CpuTier, "reset", None, RESETS)
 
 
-@mutation(CpuTier, "doubt", FAILING_LOADS)
-def drop_at_the_first_failure(doubt: Any, self: CpuTier, blocks: Any, *_: Any) -> None:
-    self.drop(blocks)
-
-
 # Its order of eviction
 
 leave_the_evicted_in_their_segment = always(EvictionOrder, "_forget", None, SMALL_TIER)

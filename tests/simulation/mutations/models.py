@@ -37,9 +37,9 @@ from tests.simulation.world import World
 # States
 
 
-@mutation(StorePolicy, "_num_complete_blocks", STATES)
+@mutation(AtOnce, "_num_complete_blocks", STATES)
 def store_the_running_state(
-    num_complete: Any, self: StorePolicy, request: Any, group: int, num_blocks: int
+    num_complete: Any, self: AtOnce, request: Any, group: int, num_blocks: int
 ) -> Any:
     """A state block is stored once its last token is known, before the state includes that
     token."""
@@ -49,10 +49,8 @@ def store_the_running_state(
     return min(num_tokens // self._groups.block_sizes[group], num_blocks)
 
 
-@store_the_running_state.also(StorePolicy, "_first_unhashed_block")
-def find_running(
-    first: Any, self: StorePolicy, request: Any, group: int, table: Any, stop: int
-) -> Any:
+@store_the_running_state.also(AtOnce, "_first_unhashed_block")
+def find_running(first: Any, self: AtOnce, request: Any, group: int, table: Any, stop: int) -> Any:
     if group in self._groups.stable_ids:
         return first(self, request, group, table, stop)
     return max(0, stop - 1)
@@ -148,8 +146,8 @@ def count_scheduled_tokens(on_scheduled: Any, self: StorePolicy, scheduled: Any)
     return due
 
 
-@count_rejected_drafts_as_computed.also(StorePolicy, "_num_complete_blocks")
-def believe_that_count(num_complete: Any, self: StorePolicy, request: Any, *rest: Any) -> Any:
+@count_rejected_drafts_as_computed.also(AtOnce, "_num_complete_blocks")
+def believe_that_count(num_complete: Any, self: AtOnce, request: Any, *rest: Any) -> Any:
     num_tokens = max(_COMPUTED.get(request.request_id, 0), request.num_computed_tokens)
     with patch.multiple(request, num_computed_tokens=num_tokens, num_output_placeholders=0):
         return num_complete(self, request, *rest)

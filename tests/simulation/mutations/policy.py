@@ -8,6 +8,7 @@ from simple_offload.scheduler.kv_events import KVEvents
 from simple_offload.scheduler.manager import OffloadScheduler
 from simple_offload.scheduler.parked import Parked
 from simple_offload.scheduler.policy.admission import Admission
+from simple_offload.scheduler.policy.at_once import AtOnce
 from simple_offload.scheduler.policy.before_eviction import BeforeEviction
 from simple_offload.scheduler.policy.free_queue_scan import FreeQueueScan
 from simple_offload.scheduler.policy.queue_reservations import QueueReservations
@@ -19,12 +20,12 @@ from simple_offload.scheduler.tier.cpu_tier import CpuTier
 from tests.simulation.mutations.registry import always, mutation
 from tests.simulation.mutations.situations import (
     ASKED_AGAIN,
+    AT_ONCE_AND_QUICKLY,
     COPIES,
     DEVICE_RESETS,
     EVICTIONS,
     FULL_DEVICE,
     INNER_HITS,
-    LAZILY_AND_QUICKLY,
     NO_ROOM,
     OVERLOAD,
     OVERLOAD_WITH_ROOM,
@@ -62,9 +63,9 @@ def withhold_nothing(withhold: Any, self: FreeQueueScan, num_blocks: int) -> int
     return 0
 
 
-@mutation(StorePolicy, "_num_complete_blocks", LAZILY_AND_QUICKLY)
+@mutation(AtOnce, "_num_complete_blocks", AT_ONCE_AND_QUICKLY)
 def believe_every_known_token_computed(
-    original: Any, self: StorePolicy, request: Any, group: int, num_blocks: int
+    original: Any, self: AtOnce, request: Any, group: int, num_blocks: int
 ) -> int:
     """A request's last token is sampled, but never computed."""
     num_tokens = len(request.block_hashes) * self._groups.hash_block_size

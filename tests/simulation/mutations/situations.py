@@ -25,6 +25,10 @@ class Situation:
     first_seed: int = 0
     """The first script to try: its bugs show soonest from there on."""
 
+    def varied(self, **changes: Any) -> "Situation":
+        """The same situation with these changes to the script too."""
+        return replace(self, changes=self.changes | changes)
+
     def beginning_with(self, seed: int) -> "Situation":
         """The same situation, for a bug that an earlier script does not show."""
         return replace(self, first_seed=seed)
@@ -57,6 +61,8 @@ _EARLY = {"lazy": None, "store_threshold": 1}
 _BUSY = {"arrivals": 0.9, "num_requests": 60}
 _QUICK = {"copy_speed": 0.9, "faults": Faults()}
 
+_FULL_ATTENTION = PLAIN | {"windows": (0,)}
+
 _UNLIKE = {"num_replicas": 1, "private": (), "second_tier": False, "wishes": 0.0}
 _UNLIKE |= {"sessions": 0.0, "grammars": 0.0, "pauses": 0.0, "keeps_on_reset": True}
 """No two ranks have the same KV, nothing lies behind host memory, and no request has wishes. No
@@ -80,7 +86,7 @@ WRITE_HAZARDS = Situation(
 """vLLM frees blocks that a step in flight may still touch, and allocates them again."""
 
 LATE_DRAFTS = Situation(
-    PLAIN | {"windows": (0,), "draft": True, "num_drafted": 3, "num_ranks": 1},
+    _FULL_ATTENTION | {"draft": True, "num_drafted": 3, "num_ranks": 1},
     device_blocks=32,
     changes=_ROOM
     | _EAGER
@@ -92,7 +98,7 @@ LATE_DRAFTS = Situation(
 write."""
 
 SHARED_LOADS = Situation(
-    PLAIN | {"windows": (0,)},
+    _FULL_ATTENTION,
     device_blocks=40,
     changes=_ROOM
     | _EAGER
@@ -131,10 +137,10 @@ ANNOUNCED = Situation(
 )
 """Loads are slow, and ranks announce them early."""
 
-BY_LAYER = replace(ANNOUNCED, model=PLAIN | {"windows": (0,)})
+BY_LAYER = replace(ANNOUNCED, model=_FULL_ATTENTION)
 """The same for a model whose layers wait for loads one by one."""
 
-ANNOUNCED_STATES = replace(ANNOUNCED, model=PLAIN | {"windows": (0,), "num_states": 1})
+ANNOUNCED_STATES = replace(ANNOUNCED, model=_FULL_ATTENTION | {"num_states": 1})
 """The same for a model that has states."""
 
 GROWING = Situation(
@@ -150,18 +156,10 @@ WISHES = Situation(
 )
 """Most requests wish for something."""
 
-WISHES_IN_A_SMALL_TIER = Situation(
-    device_blocks=20,
-    host_blocks=24,
-    changes=_QUICK | _BUSY | {"wishes": 0.9, "store_threshold": 1, "chunk_blocks": None},
-    first_seed=6,
-)
-"""The same, and the tier evicts much."""
-
 ASKED_AGAIN = Situation(changes={"store_threshold": 2}, first_seed=3)
 """Blocks are stored only once a second request has them."""
 
-_ONE_CHAIN = PLAIN | {"windows": (0,), "num_ranks": 1}
+_ONE_CHAIN = _FULL_ATTENTION | {"num_ranks": 1}
 
 EVICTIONS = {
     lazy: Situation(
@@ -180,14 +178,11 @@ EVICTIONS = {
 """The device has many free blocks, and evicts blocks all the same. The tier has room for all. By
 ``lazy``."""
 
-OVERLOAD_WITH_ROOM = replace(EVICTIONS[None], changes=EVICTIONS[None].changes | {"overload": True})
+OVERLOAD_WITH_ROOM = EVICTIONS[None].varied(overload=True)
 """The same in an overload."""
 
 OVERLOAD = replace(
-    OVERLOAD_WITH_ROOM,
-    device_blocks=40,
-    changes=OVERLOAD_WITH_ROOM.changes | {"num_host_blocks": 60, "num_requests": 100},
-    first_seed=5,
+    OVERLOAD_WITH_ROOM.varied(num_host_blocks=60, num_requests=100), device_blocks=40, first_seed=5
 )
 """The tier is full, and few requests are stored."""
 
@@ -212,7 +207,7 @@ VICTIMS = Situation(
 )
 """Loads need more device blocks than are safe to evict."""
 
-NO_ROOM = replace(VICTIMS, host_blocks=2, changes=VICTIMS.changes | {"num_host_blocks": 2})
+NO_ROOM = VICTIMS.varied(num_host_blocks=2)
 """The tier has no room for what they would evict."""
 
 SESSIONS = Situation(
@@ -258,24 +253,29 @@ FULL_DEVICE = Situation(
 )
 """Running requests have most of the device's blocks."""
 
-LAZILY_AND_QUICKLY = Situation(
-    PLAIN | {"windows": (0,)},
+AT_ONCE_AND_QUICKLY = Situation(
+    _FULL_ATTENTION,
     device_blocks=24,
     changes=_ROOM
-    | _LAZY
+    | _EAGER
     | _QUICK
     | {"chunk_blocks": None, "kv_role": "kv_both", "arrivals": 0.4, "num_requests": 60},
     first_seed=2,
 )
-"""Lazy stores without faults, in which a plain model's copies keep up."""
+"""Stores at once, without faults, in which a plain model's copies keep up."""
 
-SMALL_TIER = Situation(
+_SMALL_TIER = Situation(
     device_blocks=20,
     host_blocks=24,
-    changes=_EAGER | _QUICK | _BUSY | {"chunk_blocks": None},
+    changes=_QUICK | _BUSY | {"store_threshold": 1, "chunk_blocks": None},
     first_seed=6,
 )
+
+SMALL_TIER = _SMALL_TIER.varied(lazy=False)
 """Requests find more blocks than the tier can protect."""
+
+WISHES_IN_A_SMALL_TIER = _SMALL_TIER.varied(wishes=0.9)
+"""Most requests wish for something, and the tier evicts much."""
 
 SUB_BLOCKS = Situation(
     # vLLM deals no windows out to ranks.
@@ -287,11 +287,8 @@ SUB_BLOCKS = Situation(
 """Host blocks hold several device blocks."""
 
 
-INSIDE_HOST_BLOCKS = Situation(
-    SUB_BLOCKS.model,
-    device_blocks=40,
-    changes=_ROOM | _EAGER | _QUICK | {"arrivals": 0.9, "num_requests": 40},
-    first_seed=12,
+INSIDE_HOST_BLOCKS = replace(
+    SUB_BLOCKS.varied(arrivals=0.9, num_requests=40, **_QUICK), device_blocks=40, first_seed=12
 )
 """Loads begin inside host blocks: the device has the first sub-blocks."""
 
@@ -328,99 +325,59 @@ CHAINED_WINDOWS = Situation(
 loaded."""
 
 _ALIKE = {"num_ranks": 2, "num_stages": 1, "chunk_blocks": None}
-_COPYING = _ROOM | _BUSY | _ALIKE | {"kv_role": "kv_both", "resets": 0.0}
+_COPYING = _BUSY | _ALIKE | {"kv_role": "kv_both", "resets": 0.0}
 
-RANKS_WITH_THE_SAME_KV = Situation(
-    PLAIN | {"windows": (0,), "num_replicas": 2},
+_REPLICAS = Situation(
+    _FULL_ATTENTION | {"num_replicas": 2},
     device_blocks=24,
-    changes=_EAGER | _QUICK | _COPYING,
+    changes=_ROOM | _EAGER | _COPYING,
     first_seed=9,
 )
+
+RANKS_WITH_THE_SAME_KV = _REPLICAS.varied(**_QUICK)
 """Two ranks share their host memory."""
 
-SLOW_RANKS = Situation(
-    PLAIN | {"windows": (0,), "num_replicas": 2},
-    device_blocks=24,
-    changes=_EAGER | _COPYING | {"copy_speed": 0.2, "faults": Faults()},
-    first_seed=9,
-)
+SLOW_RANKS = _REPLICAS.varied(copy_speed=0.2, faults=Faults())
 """They end the same transfer in different steps."""
 
-DYING_RANKS = Situation(
-    PLAIN | {"windows": (0,), "num_replicas": 2},
-    device_blocks=24,
-    changes=_EAGER | _COPYING | {"faults": Faults(thread_death=0.02)},
-    first_seed=8,
-)
+DYING_RANKS = _REPLICAS.varied(faults=Faults(thread_death=0.02)).beginning_with(8)
 """The copy thread of one of them dies while the other copies."""
 
-_SMALL: dict[str, Any] = (
-    _BUSY
-    | _EAGER
-    | {
-        "second_tier": True,
-        "chunk_blocks": None,
-        "kv_role": "kv_both",
-        "faults": Faults(),
-        "disk_speed": 0.5,
-        "disk_faults": DiskFaults(),
-        "compute_speed": 0.2,
-        "resets": 0.0,
-    }
-)
-_FULL_ATTENTION: dict[str, Any] = PLAIN | {"windows": (0,), "num_stages": 1}
-
-OBJECTS = Situation(_FULL_ATTENTION, device_blocks=18, host_blocks=14, changes=_SMALL, first_seed=3)
-"""Host memory soon evicts what requests want again, and files behind it have that."""
-
-OBJECTS_AND_DUPLICATES = replace(OBJECTS, changes=_SMALL | {"lazy": None})
-"""The same, beside an exclusive tier."""
-
-BAD_OBJECTS = Situation(
+OBJECTS = Situation(
     _FULL_ATTENTION,
     device_blocks=18,
     host_blocks=14,
-    changes=_SMALL | {"disk_faults": DiskFaults(short=0.1, wrong=0.2, failed=0.1, vanished=0.1)},
+    changes=_BUSY
+    | _EAGER
+    | {"second_tier": True, "chunk_blocks": None, "kv_role": "kv_both", "faults": Faults()}
+    | {"disk_speed": 0.5, "disk_faults": DiskFaults(), "compute_speed": 0.2, "resets": 0.0},
     first_seed=3,
 )
+"""Host memory soon evicts what requests want again, and files behind it have that."""
+
+OBJECTS_AND_DUPLICATES = OBJECTS.varied(lazy=None)
+"""The same, beside an exclusive tier."""
+
+BAD_OBJECTS = OBJECTS.varied(disk_faults=DiskFaults(short=0.1, wrong=0.2, failed=0.1, vanished=0.1))
 """Other bytes come back than were written, or none."""
 
-FOREIGN_OBJECTS = Situation(
-    _FULL_ATTENTION,
-    device_blocks=18,
-    host_blocks=14,
-    changes=_SMALL | {"disk_faults": DiskFaults(foreign=0.5)},
-    first_seed=2,
-)
+FOREIGN_OBJECTS = OBJECTS.varied(disk_faults=DiskFaults(foreign=0.5)).beginning_with(2)
 """Whole objects of other keys come back."""
 
-LATE_OBJECTS = Situation(
-    _FULL_ATTENTION,
-    device_blocks=18,
-    host_blocks=14,
-    changes=_SMALL
-    | {"disk_speed": 0.1, "disk_faults": DiskFaults(), "aborts": 0.0, "compute_speed": 1.0},
-    first_seed=8,
-)
+LATE_OBJECTS = OBJECTS.varied(disk_speed=0.1, aborts=0.0, compute_speed=1.0).beginning_with(8)
 """They come after the request has gone on."""
 
-FROZEN = replace(OBJECTS, changes=_SMALL | {"disk_faults": DiskFaults(freeze=0.05)})
+FROZEN = OBJECTS.varied(disk_faults=DiskFaults(freeze=0.05))
 """The engine stands still now and then, for an hour at most."""
 
-NEW_WEIGHTS = Situation(
-    _FULL_ATTENTION,
-    device_blocks=18,
-    host_blocks=14,
-    changes=_SMALL | {"resets": 0.05},
-    first_seed=2,
-)
+NEW_WEIGHTS = OBJECTS.varied(resets=0.05).beginning_with(2)
 """The model gets new weights, and both caches are reset."""
 
 MIXED_RANKS = Situation(
     PLAIN | {"windows": (0, 8), "num_replicas": 2, "private": (1,)},
     device_blocks=24,
     host_blocks=30,
-    changes=_EAGER | _QUICK | _BUSY | _ALIKE | {"kv_role": "kv_both", "resets": 0.0},
+    changes=_EAGER | _QUICK | _COPYING,
     first_seed=9,
 )
 """They share host memory, but have different pages in one of two groups."""
