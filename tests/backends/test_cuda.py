@@ -415,7 +415,7 @@ def test_small_pages_of_many_regions_go_by_kernel(
     sides = make_sides(backend, 512, (8192,) * 64)
     pending = sides.copy(direction, *scattered(512, 256), backend.barrier())
     pending.wait()
-    assert pending.measure().num_bytes == {"kernel": 256 * 64 * 8192, "dma": 0}
+    assert pending.measure().num_bytes == {"kernel": 256 * 64 * 8192}
     assert len(sides.device) == 64  # both sides are there until here
 
 
