@@ -1,6 +1,6 @@
 """Loads: requests that wait for host blocks."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import TYPE_CHECKING, NamedTuple
@@ -255,9 +255,9 @@ class Loads:
         self._planned.append(load)
         self._meter.add(metrics.HIT_TOKENS, num_external_tokens)
 
-    def on_step(self, request_ids: Iterable[str]) -> None:
+    def on_step(self, request_ids: Container[str]) -> None:
         """These requests run in the step that is being scheduled."""
-        for request_id in self._arrived.keys() & request_ids:
+        for request_id in [each for each in self._arrived if each in request_ids]:
             self._tier.unpin_loaded(self._arrived.pop(request_id))
 
     def submit(self, in_use: Callable[[Sequence[int]], bool]) -> list[Transfer]:

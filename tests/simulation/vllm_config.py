@@ -1,7 +1,9 @@
 """vLLM's configuration for the engine of a given shape."""
 
+import os
 from functools import cache, lru_cache
 from tempfile import TemporaryDirectory
+from unittest.mock import patch
 
 from transformers import LlamaConfig
 from vllm.config import (
@@ -60,7 +62,8 @@ def make_vllm_config(
 ) -> VllmConfig:
     """The configuration that ``vllm serve`` would make. Ranks are not processes here, so their
     number is set directly."""
-    init_none_hash(sha256)
+    with patch.dict(os.environ, PYTHONHASHSEED="0"):  # else vLLM draws what all hashes start from
+        init_none_hash(sha256)
     cache_config = CacheConfig(block_size=shape.block_size, enable_prefix_caching=True)
     cache_config.num_gpu_blocks = shape.num_device_blocks
     config = _Config(

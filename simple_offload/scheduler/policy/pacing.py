@@ -55,8 +55,9 @@ class Pacer:
         self._in_big_step.clear()
         if most > _SMALL_STEP:
             most = max((size for size in sizes if size <= _SMALL_STEP), default=0)
-            self._in_big_step.update([r for r, n in num_scheduled.items() if n > _SMALL_STEP])
-            for request_id in self._in_big_step:
+            big = [request_id for request_id, n in num_scheduled.items() if n > _SMALL_STEP]
+            self._in_big_step.update(big)
+            for request_id in big:  # a set's order differs from process to process
                 if self._postponed.pop(request_id, None) is not None:
                     self._due[request_id] = None
         self._counter += most
