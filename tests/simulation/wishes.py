@@ -95,6 +95,7 @@ class Releases:
         watch(scheduler, "request_finished", self._watch_end)
         watch(scheduler.tier, "release", self._watch_release)
         watch(scheduler._device_pool, "_maybe_evict_cached_block", self._watch_device)
+        watch(scheduler._device_pool, "reset_prefix_cache", self._watch_device_reset)
 
     def _watch_answer(self, ask: Any, request: Any, num_computed_tokens: int) -> Any:
         self._num_on_device[request.request_id] = num_computed_tokens
@@ -115,9 +116,18 @@ class Releases:
             self._finders.pop(key, None)
         return answer
 
+    def _watch_device_reset(self, reset: Any) -> Any:
+        """Before the next request gets blocks, which may have the same contents anew."""
+        answer = reset()
+        self._forget_gone()
+        return answer
+
     def _watch_step(self, build: Any, *arguments: Any) -> Any:
-        self._finders = {each: of for each, of in self._finders.items() if self._is_there(each)}
+        self._forget_gone()
         return build(*arguments)
+
+    def _forget_gone(self) -> None:
+        self._finders = {each: of for each, of in self._finders.items() if self._is_there(each)}
 
     def _watch_end(self, finish: Any, request: Any) -> Any:
         self._session = session_of(request)
