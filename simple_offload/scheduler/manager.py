@@ -99,8 +99,6 @@ class OffloadScheduler:
         if starts and wishes.report:
             self._note_sources(request.request_id, num_on_device, num_external_tokens)
         if starts and not self._gate.is_closed:
-            if not request.skip_reading_prefix_cache:
-                self._meter.add(metrics.LOOKUPS, 1, "hit" if num_external_tokens > 0 else "miss")
             self._policy.on_allocated(request, num_on_device, num_external_tokens, wishes)
         self._gate.on_allocated(request.request_id)
         if num_external_tokens > 0:

@@ -237,6 +237,8 @@ class StorePolicy(ABC):
         """A request has got blocks in the step that is being scheduled."""
         request, num_hit_tokens, num_loaded_tokens, wishes = begun
         request_id, num_tokens = request.request_id, num_hit_tokens + num_loaded_tokens
+        if not request.skip_reading_prefix_cache:
+            self._meter.add(metrics.LOOKUPS, 1, "hit" if num_loaded_tokens else "miss")
         self._reuse.on_request(request.block_hashes)
         self._reservations.on_allocated(request)
         self._leave_queue(request_id)
