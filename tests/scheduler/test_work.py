@@ -380,9 +380,9 @@ class Law(Enum):
     MEAN_LINEAR = "grows in proportion on average"
 
 
-SLACK = Work(lines=0.1, allocated=4)
+SLACK = Work(lines=0.1, allocated=6)
 """The growth per unit of size that still counts as constant. A visit to each block costs one line
-each, and a list of the blocks eight bytes each."""
+each, and a list of the blocks eight bytes each. Sets grow in leaps, which differ by hash seed."""
 BEND = Work(lines=1.25, allocated=1.4)
 """How much steeper the second half of a line may be than the first. A parabola's second half is
 twice as steep. Sets and lists grow in leaps."""
