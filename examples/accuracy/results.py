@@ -11,8 +11,8 @@ from examples.accuracy.evaluation import Evaluation, Score
 from examples.bench.tables import make_table
 
 LEAST_HITS = 0.9
-"""Share of the second pass's prompt tokens of which more must have been found: in the host tier, or
-on the device, as prompts share their beginning."""
+"""More than this share of the second pass's prompt tokens must have been found. Prompts share their
+beginning, so the device counts as well as the host tier."""
 METRICS = {
     "prompt_tokens": "vllm:prompt_tokens_total",
     "host_hit_tokens": "vllm:external_prefix_cache_hits_total",

@@ -105,7 +105,7 @@ class _Steps(Rig):
         return {self._kind: self.engine.stopwatch.drain().over(self._num_steps)}
 
     def _refill(self) -> None:
-        """Add requests in the place of those that have ended."""
+        """Add a request for each one that has ended."""
 
 
 class _Decode(_Steps):

@@ -69,7 +69,7 @@ class Setup:
             require_second_tier_possible(config.second_tier, vllm_config)
         coordinator = self._make_coordinator()
         require_right_states(coordinator, self._hash_block_size)
-        # The tier has vLLM's null block only: how many host blocks there are, the ranks tell later.
+        # The tier has vLLM's null block only. The ranks tell later how many host blocks there are.
         self._ranks = Ranks.from_config(vllm_config.parallel_config)
         self.meter = metrics.Meter()
         self.groups = Groups(coordinator, self._hash_block_size, self._num_sub_blocks)
@@ -79,7 +79,7 @@ class Setup:
         self.ledger = TransferLedger(self._ranks.num)
         self.loads = Loads(self.tier, self.groups, self.ledger, self.meter)
         self.stores = Stores(self.tier, self.groups, self.ledger, self.meter)
-        # What listens to stores. The second tier joins when the ranks have opened memory for it.
+        # Listeners to stores. The second tier joins when the ranks have opened memory for it.
         self.events: KVEvents | None = None
         """None unless vLLM is configured for them."""
         events_config = vllm_config.kv_events_config

@@ -1,4 +1,4 @@
-"""What the scheduler side asks of a second tier."""
+"""SecondTierHooks: the calls of the scheduler side to a second tier."""
 
 # ruff: noqa: ARG002 - where there is no second tier, nothing is done
 

@@ -75,9 +75,9 @@ class _State(Enum):
     """For the first blocks. Mostly they are missing, and so are all behind them."""
     ASKING_ALL = auto()
     PLANNED = auto()
-    """What to fetch is known, if anything."""
+    """The objects to fetch are known; maybe none."""
     SLOWER = auto()
-    """Than computing would be: nothing is fetched."""
+    """Fetching would take longer than computing: nothing is fetched."""
     FAILED = auto()
     """An object was missing or bad, or all have become useless: what still comes is not kept."""
 

@@ -134,7 +134,7 @@ class Writes:
         # A write that failed may have written some of them.
         names = [block.name for block in write.blocks]
         self._helper.on_written(self._objects.paths(names), num_bytes)
-        # The seal does not fit the contents of those that have changed.
+        # Some blocks have changed since: their seal does not fit.
         names = [block.name for block in write.blocks if not self._is_unchanged(block)]
         self._helper.remove(self._objects.paths(names))
 

@@ -141,7 +141,7 @@ TRACE = Trace("talks", 64, [talk(0), talk(100)])
 
 
 def play(name: str, device: int, host: int, **changes: Any) -> Outcome:
-    """Replay ``TRACE`` with memory for so many blocks."""
+    """Replay ``TRACE`` with memory for these numbers of blocks."""
     memory = (64 * device / 1e6, 64 * host / 1e6)
     return replay(CONTENDERS[name], TRACE, replace(PLAN, **changes), memory, seed=0)
 

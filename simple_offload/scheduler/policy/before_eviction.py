@@ -146,7 +146,8 @@ class BeforeEviction(StorePolicy):
         request_id = begun.request.request_id
         self._behind.pop(request_id, None)
         progress = self._progress[request_id]
-        progress.num_ahead = sum(progress.num_recorded[group] for group in self._groups.ids)
+        (group,) = self._groups.ids
+        progress.num_ahead = progress.num_recorded[group]
         if begun.num_loaded_tokens:
             num_blocks = self._num_blocks(begun.num_loaded_tokens)
             self._load_size += (num_blocks - self._load_size) / _NUM_AVERAGED

@@ -220,8 +220,8 @@ class StorePolicy(ABC):
 
     @abstractmethod
     def _on_ended(self, progress: Progress, /) -> Sequence[BlockHashWithGroupId]:
-        """A request gives up its blocks, and those that vLLM finds are recorded. Returns the keys
-        of further ones that are stored."""
+        """A request gives up its blocks. Blocks that vLLM finds are recorded. Returns the keys of
+        further blocks that are stored."""
 
     def _on_released(self, released: Sequence[tuple[KVCacheBlock, BlockHashWithGroupId]]) -> None:
         """A request releases contents, which it has in these blocks."""
@@ -375,8 +375,8 @@ class StorePolicy(ABC):
         self._owners.claim(progress.session, new)
 
     def _follow_wishes(self, progress: Progress, further: Sequence[BlockHashWithGroupId]) -> None:
-        """Protect what a request that ends has left, ``further`` keys too; or release what its
-        session owns, and no other request uses on the device."""
+        """A request ends. Protect its recorded contents and ``further`` keys; or release contents
+        that its session owns, and that no other request uses on the device."""
         wishes, request, groups = progress.wishes, progress.request, self._groups
         if wishes.release:
             self._protections.end(progress.session)

@@ -43,7 +43,7 @@ class Run:
     payloads: Sequence[PayloadsByKey] = ()
     """By block, for KV events, where they are known before the commit; else empty."""
     request: "Request | None" = None
-    """Whose contents these are, where the payloads are made at the commit."""
+    """The request that the payloads are made from at the commit, unless they are known before."""
     on_device: bool = True
     """Whether the device finds these contents too."""
     host_blocks: list[KVCacheBlock] = field(default_factory=list)
