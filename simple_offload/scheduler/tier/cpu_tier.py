@@ -76,7 +76,10 @@ class CpuTier:
         self._reserved: dict[BlockHashWithGroupId, int] = {}
         """By key, how often it is reserved."""
         self._on_removed: list[Callable[[Sequence[BlockHashWithGroupId]], None]] = []
-        block_pool.on_removed(self._pool, self._call_back)
+        self._removed: list[BlockHashWithGroupId] = []
+        """Keys that the pool has removed since the last callbacks: one for each of its queues
+        would be many (``_on_lost``)."""
+        block_pool.on_removed(self._pool, self._removed.extend)
         self._cached = block_pool.cached(self._pool)
         self.has: Callable[[bytes], bool] = self._cached.__contains__
         """Whether a block holds a key."""
@@ -194,9 +197,7 @@ class CpuTier:
         whose id is in ``keep``."""
         blocks, duplicates, others = self._order.evict(count, keep)
         if duplicates or others:
-            self.version += 1
-            self._on_lost(len(duplicates), "copy")
-            self._on_lost(len(others), "lru")
+            self._on_lost(copy=len(duplicates), lru=len(others))
         return blocks
 
     def allocate_for(
@@ -238,16 +239,14 @@ class CpuTier:
         """Empty ``blocks``, which a load failed to read, at once. References stay. Their
         descendants leave in their turn, or are found again when these contents return."""
         lost = [block for block in blocks if block.block_hash]
-        self.version += 1
         self._pool.evict_blocks({block.block_id for block in lost})
         self._order.on_emptied(lost)
-        self._on_lost(len(lost), "load_failed")
+        self._on_lost(load_failed=len(lost))
 
     def reset(self) -> None:
         """Empty all blocks, at once. References stay."""
-        self.version += 1
         self._order.empty_all()
-        self._on_lost(self.num_used, "reset")
+        self._on_lost(reset=self.num_used)
 
     def on_removed(self, callback: Callable[[Sequence[BlockHashWithGroupId]], None]) -> None:
         """Call ``callback`` with the keys of all blocks that lose their contents."""
@@ -367,11 +366,13 @@ class CpuTier:
         self.num_used += len(keys)
         return useless
 
-    def _call_back(self, keys: Sequence[BlockHashWithGroupId]) -> None:
+    def _on_lost(self, **counts: int) -> None:
+        """Blocks have lost their contents: by reason, how many."""
+        self.version += 1
+        for reason, count in counts.items():
+            self.num_used -= count
+            self._meter.add(metrics.EVICTED, count, reason)
+        keys = [*self._removed]
+        self._removed.clear()
         for callback in self._on_removed:
             callback(keys)
-
-    def _on_lost(self, count: int, reason: str) -> None:
-        """``count`` blocks have lost their contents."""
-        self.num_used -= count
-        self._meter.add(metrics.EVICTED, count, reason)
